@@ -93,7 +93,7 @@ _SEARCHES = frozenset(
 )
 _WAITS = frozenset({"wait_for_control", "wait_for_report"})
 _RECORD_WRITES = frozenset({"apply", "apply_all", "write_signal", "beat", "put_provision", "replace_provision"})
-_WRITES = _RECORD_WRITES | {"put_config", "put_sightings", "forget", "prepare"}
+_WRITES = _RECORD_WRITES | {"put_config", "put_first_seen", "forget", "prepare"}
 
 
 class FaultyStore(FaultyPort):

@@ -22,12 +22,12 @@ POLICIES = (Reuse.SAME_TRUST, Reuse.SAME_TRUST, Reuse.ALWAYS, Reuse.SAME_REPO)
 CALLS = {
     "provision": ("put_provision", "apply", "apply", "apply", "replace_provision", "launch", "receive", "delete"),
     "release": ("replace_provision", "apply", "apply", "send"),
-    "sweep": ("apply", "apply", "replace_provision", "terminate", "send", "put_sightings", "delete_runner"),
+    "sweep": ("apply", "apply", "replace_provision", "terminate", "send", "put_first_seen", "delete_runner"),
     "operator": ("apply", "terminate"),
     "scale-down": ("apply",),
 }
 #: Calls of these that a command usually makes once.
-ONCE = frozenset({"put_provision", "replace_provision", "launch", "send", "terminate", "put_sightings"})
+ONCE = frozenset({"put_provision", "replace_provision", "launch", "send", "terminate", "put_first_seen"})
 #: Approximate seconds between two runs of scale-down.
 SCALE_DOWN_S = 300.0
 MAX_AGENT_PAUSE_S = 300.0
@@ -188,7 +188,7 @@ def draw_plan(seed: int, *, hours: float, instances: int, faults: FaultChoice = 
     else:
         on = faults
     draft = _Draft(rng, on, hours * 3_600.0, instances)
-    # A generator of its own, so that the other draws do not depend on it.
+    # A separate generator, so that the other draws do not depend on it.
     reuse_rng = random.Random(f"{seed} reuse")
     return WorldPlan(
         seed=seed,

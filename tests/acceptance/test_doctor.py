@@ -49,7 +49,7 @@ class Patient:
 
     def judged(self, lines: list[dict[str, Any]]) -> Lines:
         for line in lines:
-            assert list(line) == ["name", "status", "found", "fix"]
+            assert list(line) == ["name", "status", "message", "fix"]
             assert (line["fix"] is None) == (line["status"] == "ok"), line
             assert self.servers.github.token not in json.dumps(line)
         return {line["name"]: line for line in lines}
@@ -86,8 +86,8 @@ def test_a_healthy_pool_has_no_findings_and_is_not_changed(patient: Patient):
     assert {name: line["status"] for name, line in lines.items()} == dict.fromkeys(lines, "ok"), lines
     assert code == 0
     assert {"aws credentials", "table", "queues", "image", "tokens", "github access"} <= set(lines)
-    assert "dry run" in lines["launch permission"]["found"]
-    assert "dry run" in lines["terminate permission"]["found"]
+    assert "dry run" in lines["launch permission"]["message"]
+    assert "dry run" in lines["terminate permission"]["message"]
     asked = {name for name, count in patient.servers.ec2.requests().items() if count > before.get(name, 0)}
     dry = {"CreateFleet", "RunInstances", "TerminateInstances"}
     assert asked >= dry
@@ -168,7 +168,7 @@ def test_each_problem_is_reported_once_with_its_fix(
     # Consequences of a problem are not reported again.
     assert problems(lines) == set(expected), lines
     for name, (found, fix) in expected.items():
-        assert found in lines[name]["found"]
+        assert found in lines[name]["message"]
         assert fix in lines[name]["fix"]
 
 
@@ -191,8 +191,8 @@ def test_credentials_that_aws_rejects(patient: Patient):
         sts.shutdown()
         thread.join()
     assert (code, problems(lines)) == (2, {"aws credentials"}), lines
-    assert "refuses the AWS credentials" in lines["aws credentials"]["found"]
-    assert lines["table"]["found"] == "not checked: aws credentials has a problem"
+    assert "refuses the AWS credentials" in lines["aws credentials"]["message"]
+    assert lines["table"]["message"] == "not checked: aws credentials has a problem"
 
 
 def test_a_pool_that_was_never_refreshed(patient: Patient):
@@ -218,8 +218,8 @@ def test_a_queue_deleted_by_hand(patient: Patient):
     patient.servers.call("sqs", delete)
     code, lines = patient.doctor(pool="gap")
     assert (code, problems(lines)) == (2, {"queues"}), lines
-    assert "remuda-gap-xlarge is missing" in lines["queues"]["found"]
-    assert "remuda-gap-large has wrong values of VisibilityTimeout" in lines["queues"]["found"]
+    assert "remuda-gap-xlarge is missing" in lines["queues"]["message"]
+    assert "remuda-gap-large has wrong values of VisibilityTimeout" in lines["queues"]["message"]
     assert "remuda refresh" in lines["queues"]["fix"]
 
 
@@ -235,7 +235,7 @@ def test_a_table_with_other_keys(patient: Patient):
     patient.servers.call("dynamodb", create)
     code, lines = patient.doctor(pool="other")
     assert (code, lines["table"]["status"]) == (2, "problem"), lines
-    assert "is not a Remuda store" in lines["table"]["found"]
+    assert "is not a Remuda store" in lines["table"]["message"]
     assert "choose another pool name" in lines["table"]["fix"]
 
 
@@ -244,7 +244,7 @@ def test_a_service_that_is_down_is_exit_code_4_and_the_others_are_checked(patien
     code, lines = patient.doctor(flags=flags, AWS_ENDPOINT_URL_DYNAMODB="http://127.0.0.1:9")
     assert code == 4, lines
     assert problems(lines) == {"table", "configuration", "tokens"}, lines
-    assert "cannot be reached" in lines["table"]["found"]
+    assert "cannot be reached" in lines["table"]["message"]
     assert lines["queues"]["status"] == "ok"
 
 
@@ -278,7 +278,7 @@ def test_options_that_differ_from_the_launch_template_are_reported(patient: Pati
 def test_the_architecture_of_the_image_must_fit(patient: Patient):
     code, lines = patient.doctor(flags={"ami": WINDOWS_AMI})
     assert (code, problems(lines)) == (2, {"image"}), lines
-    assert "Windows" in lines["image"]["found"]
+    assert "Windows" in lines["image"]["message"]
 
     digest = "0" * 64
     python = {
@@ -287,7 +287,7 @@ def test_the_architecture_of_the_image_must_fit(patient: Patient):
     }
     code, lines = patient.doctor(flags={"ami": ARM_AMI}, **python)
     assert (code, problems(lines)) == (2, {"image"}), lines
-    assert "is for arm64, python-url for x86_64" in lines["image"]["found"]
+    assert "is for arm64, python-url for x86_64" in lines["image"]["message"]
 
 
 def test_the_local_backend(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""What the suites run on. An adapter joins with one class here and one line in its table."""
+"""Fixtures of the conformance suites. To add an adapter, add one class here and one entry to its table."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from simulation.memory.store import MemoryDatabase, MemoryInstanceStore
 from tests.support.aws.servers import Fauxqs, Ministack, fauxqs, ministack
 from tests.support.records import LONG_S, instance_id
 
-#: Properties are tried with the same examples each time, however slow this computer is.
+#: Hypothesis uses the same examples each time and has no deadline, so that slow machines do not fail.
 settings.load_profile("ci")
 
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ministack]:
-    """DynamoDB and SQS for this worker, and the environment that leads there."""
+    """DynamoDB and SQS for this worker, with the environment variables of their endpoints."""
     with ministack(tmp_path_factory.mktemp("ministack")) as started, pytest.MonkeyPatch.context() as patch:
         for name, value in started.environment().items():
             patch.setenv(name, value)
-        # It may stand still for a while: that is no answer that was lost.
+        # The server may be slow; a slow response must not count as lost.
         patch.setattr(aws_clients, "CONNECT_TIMEOUT_S", LONG_S)
         patch.setattr(aws_clients.config, "__kwdefaults__", {"read_timeout_s": LONG_S})
         yield started
@@ -48,7 +48,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ministack]:
 
 @pytest.fixture(scope="session")
 def aws_session(server: Ministack) -> AioSession:
-    """One for all tests of a worker: it has read botocore's models."""
+    """Shared by all tests of a worker, because loading botocore's models is slow."""
     return open_session()
 
 
@@ -60,18 +60,18 @@ async def clients(aws_session: AioSession) -> AsyncIterator[AwsClients]:
 
 @pytest.fixture
 def table_name() -> str:
-    """A table that no other test has."""
+    """A table name unique to this test."""
     return f"remuda-{secrets.token_hex(6)}"
 
 
 @pytest.fixture
 def patient_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A local GitHub may stand still for a while: that is no answer that was lost."""
+    """A long timeout: a slow local GitHub must not count as a lost response."""
     monkeypatch.setattr(github_client, "TIMEOUT_S", LONG_S)
 
 
 class ShiftedClock(SystemClock):
-    """The real clock, some seconds ahead: visibility and delays pass without waiting."""
+    """The real clock plus `ahead_s`, so that visibility timeouts and delays pass without waiting."""
 
     def __init__(self) -> None:
         self.ahead_s = 0.0
@@ -81,16 +81,16 @@ class ShiftedClock(SystemClock):
 
 
 class Stores(Protocol):
-    """A database, and as many store objects over it as there are processes."""
+    """A database. Each `open` returns a store object like that of another process."""
 
     calls: CallCounter
-    #: What `apply`, `get` and `poll` are counted as.
+    #: Service and operation under which `apply`, `get` and `poll` are counted.
     counted: Mapping[str, tuple[str, str]]
 
     def open(self) -> InstanceStore: ...
 
-    async def spoil(self, number: int) -> None:
-        """Make the control record, the report and the provision of this number something that cannot be parsed."""
+    async def corrupt(self, number: int) -> None:
+        """Make the control record, the report and the provision of this number unreadable."""
         ...
 
 
@@ -104,7 +104,7 @@ class MemoryStores:
     def open(self) -> InstanceStore:
         return MemoryInstanceStore(clock=SystemClock(), calls=self.calls, database=self._database)
 
-    async def spoil(self, number: int) -> None:
+    async def corrupt(self, number: int) -> None:
         raise NotImplementedError("records in memory are never parsed")
 
 
@@ -118,7 +118,7 @@ class SqliteStores:
     def open(self) -> InstanceStore:
         return SqliteInstanceStore(path=self._path, clock=SystemClock(), ids=SystemIds(), calls=self.calls)
 
-    async def spoil(self, number: int) -> None:
+    async def corrupt(self, number: int) -> None:
         connection = sqlite3.connect(self._path)
         with connection:
             connection.execute("UPDATE instances SET doc = '{' WHERE instance_id = ?", (instance_id(number),))
@@ -149,7 +149,7 @@ class DynamoStores:
             client=self._client, table=self._table, clock=SystemClock(), ids=SystemIds(), calls=self.calls
         )
 
-    async def spoil(self, number: int) -> None:
+    async def corrupt(self, number: int) -> None:
         for where, field in (
             (ItemKeys().control(instance_id(number)), "cpu"),
             (ItemKeys().report(instance_id(number)), "beat"),
@@ -165,20 +165,20 @@ class DynamoStores:
 
 
 class Pools(Protocol):
-    """A queue service, and as many pool objects over it as there are processes."""
+    """A queue service. Each `open` returns a pool object like that of another process."""
 
     calls: CallCounter
-    #: What sends, receives, hand-backs and deletes are counted as.
+    #: Service and operations under which sends, receives, hand-backs and deletes are counted.
     counted: Mapping[str, tuple[str, str]]
 
     def open(self) -> ResourcePool: ...
 
-    async def let_pass(self, seconds: float) -> None:
-        """Time, as the queues see it."""
+    async def advance(self, seconds: float) -> None:
+        """Let time pass for the queues."""
         ...
 
     async def send_raw(self, resource_class: str, body: str) -> None:
-        """Put something into the queue that is no message."""
+        """Send an arbitrary message body."""
         ...
 
 
@@ -195,7 +195,7 @@ class MemoryPools:
     def open(self) -> ResourcePool:
         return MemoryResourcePool(clock=SystemClock(), ids=SystemIds(), calls=self.calls, queues=self._queues)
 
-    async def let_pass(self, seconds: float) -> None:
+    async def advance(self, seconds: float) -> None:
         self._clock.ahead_s += seconds
 
     async def send_raw(self, resource_class: str, body: str) -> None:
@@ -213,7 +213,7 @@ class SqlitePools:
     def open(self) -> ResourcePool:
         return SqliteResourcePool(path=self._path, clock=self._clock, ids=SystemIds(), calls=self.calls)
 
-    async def let_pass(self, seconds: float) -> None:
+    async def advance(self, seconds: float) -> None:
         self._clock.ahead_s += seconds
 
     async def send_raw(self, resource_class: str, body: str) -> None:
@@ -247,21 +247,21 @@ class SqsPools:
             client=self._client, prefix=self._prefix, clock=SystemClock(), ids=SystemIds(), calls=self.calls
         )
 
-    async def let_pass(self, seconds: float) -> None:
+    async def advance(self, seconds: float) -> None:
         self._server.advance_clock(seconds)
 
     async def send_raw(self, resource_class: str, body: str) -> None:
         url = (await self._client.get_queue_url(QueueName=f"{self._prefix}-{resource_class}"))["QueueUrl"]
-        # SQS takes no empty body.
+        # SQS rejects empty bodies.
         await self._client.send_message(QueueUrl=url, MessageBody=body or " ")
 
 
-#: Those that need a folder and nothing else.
+#: Adapters that need only a directory.
 STORES: dict[str, Callable[[Path], Stores]] = {"memory": MemoryStores, "sqlite": SqliteStores}
 POOLS: dict[str, Callable[[Path], Pools]] = {"memory": MemoryPools, "sqlite": SqlitePools}
-#: Those whose records somebody else could have written.
+#: Stores that parse records, which may therefore be malformed.
 PARSING_STORES = ["sqlite", "dynamodb"]
-#: SQS lets an expired receipt delete until the message is received again.
+#: Pools whose receipts expire with the visibility timeout. With SQS an expired receipt works until the next receive.
 POOLS_WITH_EXPIRING_RECEIPTS = ["memory", "sqlite"]
 
 
@@ -313,7 +313,7 @@ async def store(stores: Stores) -> AsyncIterator[InstanceStore]:
 
 @pytest.fixture
 async def other(stores: Stores, store: InstanceStore) -> AsyncIterator[InstanceStore]:
-    """Another process's store."""
+    """The store of another process."""
     other = stores.open()
     yield other
     await other.close()
@@ -337,7 +337,7 @@ async def pool(pools: Pools) -> AsyncIterator[ResourcePool]:
 
 @pytest.fixture
 async def other_pool(pools: Pools, pool: ResourcePool) -> AsyncIterator[ResourcePool]:
-    """Another process's pool."""
+    """The pool of another process."""
     other = pools.open()
     yield other
     await other.close()

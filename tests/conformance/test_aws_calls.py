@@ -1,6 +1,6 @@
-"""What a warm provision and its release cost on AWS, counted at the wire, and what unreliable deliveries do to them.
+"""Number of AWS calls of a warm provision and its release, counted by a proxy, and unreliable queue deliveries.
 
-The real control plane, agents in-process.
+The real control plane with in-process agents.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from tests.support.records import LONG_S, birth, instance, message, pool_config
 N = 10
 RUN = "4711"
 SCOPE = "octo/repo"
-#: What an agent says when it reads this state: registration and removal take no time.
-SAYS = {State.CLAIMED: Signal.UD_REG_OK, State.RELEASING: Signal.UD_REMOVE_REG_REMOVE_RUN_OK}
+#: Signal that an agent writes when it reads this state. Registration and removal take no time here.
+SIGNALS = {State.CLAIMED: Signal.UD_REG_OK, State.RELEASING: Signal.UD_REMOVE_REG_REMOVE_RUN_OK}
 ORDER = ProvisionRequest(
     run_id=RUN,
     attempt=1,
@@ -58,7 +58,7 @@ ORDER = ProvisionRequest(
 )
 
 
-#: What the keys of machines begin with.
+#: Prefix of instance keys.
 PREFIX = "AROAEXAMPLEEXAMPLE:"
 
 
@@ -66,22 +66,22 @@ async def newest_prefix() -> str:
     return PREFIX
 
 
-class Said:
-    """Who has said what; set when all have."""
+class SignalCounter:
+    """Counts the agents that have not signalled yet, per state."""
 
     def __init__(self, agents: int) -> None:
-        self._missing = dict.fromkeys(SAYS, agents)
-        self.by_all = {state: asyncio.Event() for state in SAYS}
+        self._missing = dict.fromkeys(SIGNALS, agents)
+        self.all_signalled = {state: asyncio.Event() for state in SIGNALS}
 
-    def one_more(self, state: State) -> None:
+    def record(self, state: State) -> None:
         self._missing[state] -= 1
         if not self._missing[state]:
-            self.by_all[state].set()
+            self.all_signalled[state].set()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Aws:
-    """The control plane's own way to the servers, with a proxy on it that counts."""
+class ProxiedAws:
+    """The control plane's context, and the counting proxies between it and the servers."""
 
     context: Context
     dynamodb: FaultProxy
@@ -91,40 +91,40 @@ class Aws:
         self.dynamodb.requests.clear()
         self.sqs.requests.clear()
 
-    def expect(self, said: Said, state: State) -> None:
-        """Count from here. Machines that take no time: none is looked at before all have said what they say."""
+    def expect(self, signals: SignalCounter, state: State) -> None:
+        """Start counting, and hold reads of reports until all agents have signalled."""
         self.clear()
-        held = hold_until(said.by_all[state], b'"report#')
+        held = hold_until(signals.all_signalled[state], b'"report#')
         self.dynamodb.always = {"GetItem": held, "BatchGetItem": held}
 
     def polls(self) -> int:
-        """Reads while somebody waited: they are counted apart, because they hang on how long it took."""
+        """Number of polling reads. They are counted separately because they depend on the duration."""
         counts = self.context.calls.by_service()["dynamodb"]
         return sum(count for name, count in counts.items() if name.startswith("poll:"))
 
 
 def in_use(number: int) -> Instance:
-    """A warm machine whose time is not up on the real clock."""
+    """An idle instance whose threshold is in the future on the real clock."""
     now = to_milliseconds(SystemClock().now())
     return replace(instance(number), created_at=now, threshold=now + timedelta(hours=1))
 
 
-async def agent(store: InstanceStore, known: Instance, said: Said) -> None:
-    """The least that an agent does."""
+async def agent(store: InstanceStore, known: Instance, signals: SignalCounter) -> None:
+    """A minimal agent: signals when its state changes."""
     current: Instance | None = known
     while True:
         current = await store.wait_for_control(known.instance_id, current, LONG_S)
-        if current is not None and current.state in SAYS:
-            await store.write_signal(known.instance_id, epoch=current.epoch, signal=SAYS[current.state])
-            said.one_more(current.state)
+        if current is not None and current.state in SIGNALS:
+            await store.write_signal(known.instance_id, epoch=current.epoch, signal=SIGNALS[current.state])
+            signals.record(current.state)
 
 
 @asynccontextmanager
-async def agents(store: InstanceStore, herd: list[Instance]) -> AsyncIterator[Said]:
-    said = Said(len(herd))
+async def agents(store: InstanceStore, instances: list[Instance]) -> AsyncIterator[SignalCounter]:
+    signals = SignalCounter(len(instances))
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(agent(store, each, said)) for each in herd]
-        yield said
+        tasks = [group.create_task(agent(store, each, signals)) for each in instances]
+        yield signals
         for task in tasks:
             task.cancel()
 
@@ -132,7 +132,7 @@ async def agents(store: InstanceStore, herd: list[Instance]) -> AsyncIterator[Sa
 @pytest.fixture
 async def aws(
     server: Ministack, aws_session: AioSession, table_name: str, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Aws]:
+) -> AsyncIterator[ProxiedAws]:
     clock, ids, calls = SystemClock(), SystemIds(), CallCounter()
     async with (
         fault_proxy(os.environ["AWS_ENDPOINT_URL_DYNAMODB"]) as dynamodb,
@@ -149,14 +149,14 @@ async def aws(
             "calls": calls,
         }
         await DynamoInstanceStore(**given, newest_prefix=newest_prefix).prepare()
-        # Another process than the one that prepared the table: it has everything to read yet.
+        # A new process, with empty caches, unlike the one that prepared the table.
         store = DynamoInstanceStore(**given, newest_prefix=newest_prefix)
         pool = SqsResourcePool(client=await clients.sqs(), prefix=table_name, clock=clock, ids=ids, calls=calls)
         await pool.prepare(["large"])
         token = Credential(token="t0ken", expires_at=clock.now() + timedelta(hours=1))
         tokens = (ScopeTokens(scope=SCOPE, registration=token, removal=token),)
         await store.put_config(replace(pool_config(), tokens=tokens))
-        yield Aws(
+        yield ProxiedAws(
             context=Context(
                 pool_name="test",
                 store=store,
@@ -175,8 +175,8 @@ async def aws(
 
 
 @pytest.fixture
-async def herd_store(clients: AwsClients, table_name: str) -> AsyncIterator[InstanceStore]:
-    """The agents' own way, past the proxy. Opened before the proxy is."""
+async def agent_store(clients: AwsClients, table_name: str) -> AsyncIterator[InstanceStore]:
+    """The store of the agents, which bypasses the proxy. Opened before the proxy."""
     store = DynamoInstanceStore(
         client=await clients.dynamodb(),
         table=table_name,
@@ -190,8 +190,8 @@ async def herd_store(clients: AwsClients, table_name: str) -> AsyncIterator[Inst
 
 
 @pytest.fixture
-def nothing_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is done once every so many seconds, and so more often where this computer has other things to do."""
+def no_periodic_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disable periodic work, whose number of calls depends on the speed of the test machine."""
     for pause in (
         "remuda.adapters.aws.dynamodb.history.FLUSH_AFTER_S",
         "remuda.controlplane.provision.selection.OPEN_CHECK_TTL_S",
@@ -201,38 +201,40 @@ def nothing_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(pause, 3 * LONG_S)
 
 
-@pytest.mark.usefixtures("nothing_by_the_clock")
-async def test_a_warm_provision_and_its_release_keep_their_budget(herd_store: InstanceStore, aws: Aws) -> None:
-    herd = [await herd_store.apply(birth(in_use(number))) for number in range(N)]
-    await aws.context.pool.send([each.message() for each in herd])
-    async with asyncio.timeout(3 * LONG_S), agents(herd_store, herd) as said:
-        aws.expect(said, State.CLAIMED)
+@pytest.mark.usefixtures("no_periodic_work")
+async def test_warm_provision_and_release_stay_within_their_call_budget(
+    agent_store: InstanceStore, aws: ProxiedAws
+) -> None:
+    instances = [await agent_store.apply(birth(in_use(number))) for number in range(N)]
+    await aws.context.pool.send([each.message() for each in instances])
+    async with asyncio.timeout(3 * LONG_S), agents(agent_store, instances) as signals:
+        aws.expect(signals, State.CLAIMED)
         provisioned = await provision(aws.context, ORDER)
         assert (provisioned.reused, provisioned.created) == (N, 0)
-        await aws.context.store.history(herd[0].instance_id)  # what is on its way counts, too
+        await aws.context.store.history(instances[0].instance_id)  # flushes the history, which counts too
         spent = aws.dynamodb.requests.total() - aws.polls()
         assert spent <= 3 * N + 10, dict(aws.dynamodb.requests)
         assert aws.sqs.requests.total() <= N / 5 + 4, dict(aws.sqs.requests)
         assert "compute" not in aws.context.calls.by_service()
 
-        aws.expect(said, State.RELEASING)
-        # Announcements share calls when machines become idle at about the same time, whatever else this computer does.
+        aws.expect(signals, State.RELEASING)
+        # A long window, so that instances that become idle together share calls even on a slow machine.
         aws.dynamodb.always["UpdateItem"] = respond_together(N, b'"idle"')
         polls = aws.polls()
         released = await release(aws.context, run_id=RUN, attempt=1)
         assert len(released.of(ReleaseStatus.RELEASED)) == N
-        await aws.context.store.history(herd[0].instance_id)
+        await aws.context.store.history(instances[0].instance_id)
         spent = aws.dynamodb.requests.total() - (aws.polls() - polls)
         assert spent <= 3 * N + 10, dict(aws.dynamodb.requests)
         assert aws.sqs.requests.total() <= N / 10 + 2, dict(aws.sqs.requests)
 
 
-async def test_the_counter_says_what_the_wire_saw(herd_store: InstanceStore, aws: Aws) -> None:
-    herd = [await herd_store.apply(birth(in_use(number))) for number in range(2)]
+async def test_counter_matches_the_requests_seen_by_the_proxy(agent_store: InstanceStore, aws: ProxiedAws) -> None:
+    instances = [await agent_store.apply(birth(in_use(number))) for number in range(2)]
     before = aws.context.calls.by_service()
     assert sum(before["dynamodb"].values()) == aws.dynamodb.requests.total()
-    await aws.context.pool.send([each.message() for each in herd])
-    async with asyncio.timeout(3 * LONG_S), agents(herd_store, herd):
+    await aws.context.pool.send([each.message() for each in instances])
+    async with asyncio.timeout(3 * LONG_S), agents(agent_store, instances):
         await provision(aws.context, replace(ORDER, count=2))
     await aws.context.store.close()
     counts = aws.context.calls.by_service()
@@ -241,16 +243,18 @@ async def test_the_counter_says_what_the_wire_saw(herd_store: InstanceStore, aws
     assert counts["sqs"] == dict(aws.sqs.requests)
 
 
-async def test_every_call_is_within_a_workflows_rights(herd_store: InstanceStore, aws: Aws, table_name: str) -> None:
+async def test_every_call_is_permitted_by_the_workflow_policy(
+    agent_store: InstanceStore, aws: ProxiedAws, table_name: str
+) -> None:
     pool = table_name.removeprefix("remuda-")
     configuring = list(iam_requests({"PutItem": aws.dynamodb.sent["PutItem"]}))
-    assert denied_requests("workflow", pool, configuring) == configuring, "what refresh writes is not theirs to write"
+    assert denied_requests("workflow", pool, configuring) == configuring, "only refresh may write these"
     assert not denied_requests("refresh", pool, configuring)
     aws.dynamodb.sent.clear()
-    # Others than the memory's own numbers, which the third provision launches.
-    herd = [await herd_store.apply(birth(in_use(number))) for number in (100, 101)]
-    await aws.context.pool.send([each.message() for each in herd])
-    async with asyncio.timeout(3 * LONG_S), agents(herd_store, herd):
+    # Ids that differ from those of the memory compute adapter, which the third provision uses.
+    instances = [await agent_store.apply(birth(in_use(number))) for number in (100, 101)]
+    await aws.context.pool.send([each.message() for each in instances])
+    async with asyncio.timeout(3 * LONG_S), agents(agent_store, instances):
         await provision(aws.context, replace(ORDER, count=2))
         await release(aws.context, run_id=RUN, attempt=1)
         with pytest.raises(TimedOut):
@@ -261,11 +265,11 @@ async def test_every_call_is_within_a_workflows_rights(herd_store: InstanceStore
     assert not denied_requests("workflow", pool, iam_requests(sent))
 
 
-async def test_a_pool_of_misfits_is_cheap(herd_store: InstanceStore, aws: Aws) -> None:
-    """A hundred machines of the wrong kind: looked at, handed back, and not asked for over and over."""
+async def test_pool_without_a_match_costs_few_calls(agent_store: InstanceStore, aws: ProxiedAws) -> None:
+    """A hundred messages that do not match are received once and handed back."""
     await aws.context.pool.send([message(number, usage_class=UsageClass.SPOT) for number in range(100)])
     aws.clear()
-    # While it looks at them, or while it waits for a new one.
+    # It fails while checking the messages, or while waiting for a new one.
     with pytest.raises(TimedOut):
         await provision(aws.context, replace(ORDER, count=1, timeout_s=2.0))
     assert aws.sqs.requests["ReceiveMessage"] > 0
@@ -279,7 +283,7 @@ Message = dict[str, str]
 
 
 def delivering(change: Callable[[list[Message]], list[Message]], delivered: list[Message]) -> Fault:
-    """What a queue delivers, changed; what it really delivered is kept."""
+    """Changes the delivered messages, and records the original ones."""
 
     async def fault(request: web.Request, forward: Callable[[], Awaitable[web.Response]]) -> web.Response:
         answer = await forward()
@@ -292,39 +296,41 @@ def delivering(change: Callable[[list[Message]], list[Message]], delivered: list
 
 
 def copies(messages: list[Message]) -> list[Message]:
-    """The same once more, under other receipts."""
+    """The same messages with other receipts."""
     return [{**each, "ReceiptHandle": f"another-{each['ReceiptHandle']}"} for each in messages]
 
 
-async def test_messages_that_come_twice_late_and_in_any_order(herd_store: InstanceStore, aws: Aws) -> None:
-    herd = [await herd_store.apply(birth(in_use(number))) for number in range(N)]
-    await aws.context.pool.send([each.message() for each in herd])
-    aws.sqs.then("ReceiveMessage", respond({}))  # the hosts that were asked had none
+async def test_duplicate_late_and_reordered_messages(agent_store: InstanceStore, aws: ProxiedAws) -> None:
+    instances = [await agent_store.apply(birth(in_use(number))) for number in range(N)]
+    await aws.context.pool.send([each.message() for each in instances])
+    aws.sqs.then("ReceiveMessage", respond({}))  # a short poll that finds nothing
     aws.sqs.always["ReceiveMessage"] = delivering(lambda found: [*reversed(copies(found)), *found], [])
-    async with asyncio.timeout(3 * LONG_S), agents(herd_store, herd):
+    async with asyncio.timeout(3 * LONG_S), agents(agent_store, instances):
         made = await provision(aws.context, ORDER)
     assert (made.reused, made.created) == (N, 0)
-    assert sorted(item.instance.instance_id for item in made.instances) == sorted(each.instance_id for each in herd)
+    assert sorted(item.instance.instance_id for item in made.instances) == sorted(
+        each.instance_id for each in instances
+    )
     assert {item.instance.epoch for item in made.instances} == {2}, "claimed once each"
     assert made.rejected["duplicate"] > 0
-    assert await aws.context.pool.depth("large") == 0, "what has served is gone"
+    assert await aws.context.pool.depth("large") == 0, "used messages are deleted"
 
 
-async def test_a_message_that_comes_again_after_its_instance_was_claimed(herd_store: InstanceStore, aws: Aws) -> None:
+async def test_redelivered_message_of_a_claimed_instance(agent_store: InstanceStore, aws: ProxiedAws) -> None:
     half = N // 2
-    herd = [await herd_store.apply(birth(in_use(number))) for number in range(N)]
+    instances = [await agent_store.apply(birth(in_use(number))) for number in range(N)]
     delivered: list[Message] = []
     aws.sqs.always["ReceiveMessage"] = delivering(list, delivered)
-    async with asyncio.timeout(3 * LONG_S), agents(herd_store, herd):
-        await aws.context.pool.send([each.message() for each in herd[:half]])
+    async with asyncio.timeout(3 * LONG_S), agents(agent_store, instances):
+        await aws.context.pool.send([each.message() for each in instances[:half]])
         first = await provision(aws.context, replace(ORDER, count=half))
-        await aws.context.pool.send([each.message() for each in herd[half:]])
+        await aws.context.pool.send([each.message() for each in instances[half:]])
         aws.sqs.then("ReceiveMessage", respond({"Messages": copies(delivered)[:BATCH]}))
         second = await provision(aws.context, replace(ORDER, run_id="4712", count=half))
     ours, theirs = ({item.instance.instance_id for item in made.instances} for made in (first, second))
     assert (len(ours), len(theirs), ours & theirs) == (half, half, set())
     assert (second.reused, second.rejected["claim-lost"]) == (half, half)
     for instance_id in ours:
-        record = await herd_store.get(instance_id)
+        record = await agent_store.get(instance_id)
         assert record is not None
-        assert (record.run_id, record.epoch) == (RUN, 2), "it stays with whom it was given to"
+        assert (record.run_id, record.epoch) == (RUN, 2), "the claim is kept"

@@ -1,4 +1,4 @@
-"""Who a machine is to AWS, asked of an IAM and an STS server."""
+"""Key prefixes from IAM and STS."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def account() -> AsyncIterator[Account]:
         yield Account(server=server, iam=iam)
 
 
-async def test_machine_and_control_plane_agree(account: Account) -> None:
+async def test_machine_and_control_plane_compute_the_same_prefix(account: Account) -> None:
     prefix = await account.prefix_of(PROFILE)
     profile = (await account.iam.get_instance_profile(InstanceProfileName=PROFILE))["InstanceProfile"]
     assert await account.prefix_of(profile["Arn"]) == prefix
@@ -52,15 +52,15 @@ async def test_machine_and_control_plane_agree(account: Account) -> None:
             await own_key_prefix(sts, "i-0" + "1" * 16)
 
 
-async def test_credentials_of_somebody_else_are_refused(account: Account) -> None:
+async def test_credentials_of_another_identity_are_rejected(account: Account) -> None:
     async with aws_client("sts", account.server.url) as sts:
         with pytest.raises(UserError, match="not to instance"):
             await own_key_prefix(sts, INSTANCE)
 
 
-async def test_a_profile_that_there_is_not_or_that_has_no_role(account: Account) -> None:
-    with pytest.raises(UserError, match="instance profile 'nobody' does not exist") as caught:
-        await account.prefix_of("nobody")
+async def test_missing_profile_and_profile_without_role_are_rejected(account: Account) -> None:
+    with pytest.raises(UserError, match="instance profile 'unknown' does not exist") as caught:
+        await account.prefix_of("unknown")
     assert caught.value.field == "iam-instance-profile"
     await account.iam.create_instance_profile(InstanceProfileName="empty")
     try:

@@ -1,4 +1,4 @@
-"""What the DynamoDB store makes of services and networks that fail: one clear error each, nothing half done."""
+"""The DynamoDB store with failing services and networks: one clear error each, no partial writes."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from tests.support.virtual_time import EventRecorder
 ID = instance_id(1)
 
 
-class QuickClock(SystemClock):
-    """Pauses between tries are short; what is waited for is counted, not timed."""
+class ShortSleepClock(SystemClock):
+    """Shortens pauses between retries."""
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(min(seconds, 0.01))
@@ -58,7 +58,7 @@ def calls() -> CallCounter:
 
 def open_store(client: Any, table: str, calls: CallCounter, event_log: EventLog | None = None) -> DynamoInstanceStore:
     return DynamoInstanceStore(
-        client=client, table=table, clock=QuickClock(), ids=SystemIds(), calls=calls, event_log=event_log
+        client=client, table=table, clock=ShortSleepClock(), ids=SystemIds(), calls=calls, event_log=event_log
     )
 
 
@@ -66,7 +66,7 @@ def open_store(client: Any, table: str, calls: CallCounter, event_log: EventLog 
 async def store(
     between: FaultProxy, clients: AwsClients, table_name: str, calls: CallCounter
 ) -> AsyncIterator[DynamoInstanceStore]:
-    """Through the proxy, and prepared."""
+    """A prepared store that calls DynamoDB through the proxy."""
     store = open_store(await clients.dynamodb(), table_name, calls)
     await store.prepare()
     between.requests.clear()
@@ -77,7 +77,7 @@ async def store(
 # The table --------------------------------------------------------------------------------------------------------
 
 
-async def test_a_missing_table_says_so(clients: AwsClients, table_name: str, calls: CallCounter) -> None:
+async def test_missing_table_is_reported(clients: AwsClients, table_name: str, calls: CallCounter) -> None:
     store = open_store(await clients.dynamodb(), table_name, calls)
     for call in (
         store.apply(birth(instance())),
@@ -97,7 +97,7 @@ def key_schema(pk: str, sk: str) -> list[dict[str, str]]:
     return [{"AttributeName": pk, "KeyType": "HASH"}, {"AttributeName": sk, "KeyType": "RANGE"}]
 
 
-async def test_a_table_with_other_keys_is_refused(clients: AwsClients, table_name: str, calls: CallCounter) -> None:
+async def test_table_with_other_keys_is_rejected(clients: AwsClients, table_name: str, calls: CallCounter) -> None:
     client: Any = await clients.dynamodb()
     await client.create_table(
         TableName=table_name,
@@ -130,14 +130,14 @@ async def test_a_table_with_other_keys_is_refused(clients: AwsClients, table_nam
     await store.close()
 
 
-async def test_a_name_that_no_table_can_have(clients: AwsClients, calls: CallCounter) -> None:
+async def test_invalid_table_name_is_rejected(clients: AwsClients, calls: CallCounter) -> None:
     store = open_store(await clients.dynamodb(), "my pool", calls)
     with pytest.raises(UserError, match="my pool"):
         await store.prepare()
     await store.close()
 
 
-async def test_two_who_prepare_at_once(clients: AwsClients, table_name: str, calls: CallCounter) -> None:
+async def test_concurrent_prepare(clients: AwsClients, table_name: str, calls: CallCounter) -> None:
     stores = [open_store(await clients.dynamodb(), table_name, calls) for _ in range(4)]
     created = await asyncio.gather(*(store.prepare() for store in stores))
     assert sum(f"table {table_name}" in each for each in created) == 1
@@ -148,7 +148,7 @@ async def test_two_who_prepare_at_once(clients: AwsClients, table_name: str, cal
 # Credentials and endpoints ----------------------------------------------------------------------------------------
 
 
-async def test_an_endpoint_that_is_down_is_named(
+async def test_unreachable_endpoint_is_named(
     aws_session: AioSession, table_name: str, calls: CallCounter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with unused_port() as port:
@@ -161,7 +161,7 @@ async def test_an_endpoint_that_is_down_is_named(
             await store.close()
 
 
-async def test_without_credentials(
+async def test_missing_credentials(
     server: Ministack, table_name: str, calls: CallCounter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
@@ -173,7 +173,7 @@ async def test_without_credentials(
         await store.close()
 
 
-async def test_without_a_region(server: Ministack, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_missing_region(server: Ministack, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_REGION")
     monkeypatch.delenv("AWS_DEFAULT_REGION")
     async with AwsClients() as clients:
@@ -182,7 +182,7 @@ async def test_without_a_region(server: Ministack, monkeypatch: pytest.MonkeyPat
     assert "AWS_REGION" in refused.value.fix
 
 
-async def test_an_endpoint_that_cannot_be(server: Ministack, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_invalid_endpoint(server: Ministack, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL_DYNAMODB", "nonsense")
     async with AwsClients() as clients:
         with pytest.raises(UserError) as refused:
@@ -191,7 +191,7 @@ async def test_an_endpoint_that_cannot_be(server: Ministack, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("variable", ["AWS_REGION", "AWS_DEFAULT_REGION"])
-async def test_either_variable_names_the_region(
+async def test_both_region_variables_are_read(
     server: Ministack, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
     for name in ("AWS_REGION", "AWS_DEFAULT_REGION"):
@@ -202,17 +202,17 @@ async def test_either_variable_names_the_region(
 
 
 @pytest.mark.parametrize("code", ["AccessDeniedException", "ExpiredTokenException", "UnrecognizedClientException"])
-async def test_refused_credentials(store: DynamoInstanceStore, between: FaultProxy, code: str) -> None:
+async def test_rejected_credentials_are_not_retried(store: DynamoInstanceStore, between: FaultProxy, code: str) -> None:
     between.always["GetItem"] = fail(400, code)
     with pytest.raises(UserError):
         await store.get(ID)
-    assert between.requests["GetItem"] == 1, "asking again would not help"
+    assert between.requests["GetItem"] == 1, "a retry would not help"
 
 
-# Throttling, breakdowns, lost answers -----------------------------------------------------------------------------
+# Throttling, outages, lost responses ------------------------------------------------------------------------------
 
 
-async def test_a_throttled_call_is_repeated_and_counted(
+async def test_throttled_call_is_retried_and_counted(
     store: DynamoInstanceStore, between: FaultProxy, calls: CallCounter
 ) -> None:
     between.then("UpdateItem", fail(400, "ProvisionedThroughputExceededException"))
@@ -221,7 +221,7 @@ async def test_a_throttled_call_is_repeated_and_counted(
     assert calls.outcomes()["dynamodb", "UpdateItem"] == (1, 1)
     with pytest.raises(Conflict):
         await store.apply(birth(instance()))
-    assert calls.outcomes()["dynamodb", "UpdateItem"] == (2, 1), "a condition that does not hold is an answer"
+    assert calls.outcomes()["dynamodb", "UpdateItem"] == (2, 1), "a failed condition is not a failed call"
 
 
 async def test_lasting_throttling(store: DynamoInstanceStore, between: FaultProxy, calls: CallCounter) -> None:
@@ -234,7 +234,7 @@ async def test_lasting_throttling(store: DynamoInstanceStore, between: FaultProx
     assert await store.get(ID) is None
 
 
-async def test_a_lasting_breakdown(store: DynamoInstanceStore, between: FaultProxy) -> None:
+async def test_lasting_outage(store: DynamoInstanceStore, between: FaultProxy) -> None:
     between.always["Query"] = fail(500, "InternalServerError")
     with pytest.raises(Unavailable, match="InternalServerError"):
         await store.provisions_of_run("1234")
@@ -247,10 +247,10 @@ async def test_an_unknown_refusal_is_unavailable(store: DynamoInstanceStore, bet
 
 
 @pytest.mark.parametrize("fault", [cut_connection, fail(503, "ServiceUnavailable")], ids=["cut", "503"])
-async def test_a_write_whose_answer_was_lost_is_recognised(
+async def test_write_with_a_lost_response_is_recognised(
     store: DynamoInstanceStore, between: FaultProxy, fault: Any
 ) -> None:
-    """The library asks again and is refused by its own first write: the refusal shows whose it was."""
+    """The condition of botocore's retry fails because of its first attempt; the conflict shows the written record."""
     idle = await store.apply(birth(instance()))
     between.then("UpdateItem", after_forwarding(fault))
     ours = claim(idle, "p-1/a")
@@ -259,10 +259,10 @@ async def test_a_write_whose_answer_was_lost_is_recognised(
     current: Instance = refused.value.current
     assert is_applied(ours, current)
     assert not is_applied(claim(idle, "p-1/b"), current)
-    assert [entry.transition for entry in await store.history(ID)] == ["birth", "claim"], "it has its line, too"
+    assert [entry.transition for entry in await store.history(ID)] == ["birth", "claim"], "with its history entry"
 
 
-async def test_a_write_that_was_made_after_all_has_one_line_in_the_history(
+async def test_applied_write_with_a_lost_response_has_one_history_entry(
     store: DynamoInstanceStore, between: FaultProxy
 ) -> None:
     idle = await store.apply(birth(instance()))
@@ -278,17 +278,17 @@ async def test_a_write_that_was_made_after_all_has_one_line_in_the_history(
 
 LOST_TRANSACTIONS = {
     "cut": [after_forwarding(cut_connection)],
-    "refused by itself": [
+    "rejected by its own first attempt": [
         after_forwarding(cut_connection),
         fail(400, "TransactionCanceledException", CancellationReasons=[{"Code": "ConditionalCheckFailed"}] * 4),
     ],
-    "never told": [after_forwarding(fail(400, "SomethingNew"))],
+    "unknown error": [after_forwarding(fail(400, "SomethingNew"))],
     "in progress": [after_forwarding(fail(400, "TransactionInProgressException"))] * MAX_ATTEMPTS,
 }
 
 
 @pytest.mark.parametrize("lost", LOST_TRANSACTIONS)
-async def test_a_transaction_whose_answer_was_lost_has_one_line_for_each(
+async def test_transaction_with_a_lost_response_has_one_history_entry_per_change(
     store: DynamoInstanceStore, between: FaultProxy, lost: str
 ) -> None:
     records = [await store.apply(birth(instance(number))) for number in (1, 2)]
@@ -297,15 +297,15 @@ async def test_a_transaction_whose_answer_was_lost_has_one_line_for_each(
     changes = [change(each, transition="end", state=State.TERMINATED, forget_at=at(600)) for each in records]
     between.then("TransactWriteItems", *LOST_TRANSACTIONS[lost])
     failures = await store.apply_all(changes)
-    if lost in {"never told", "in progress"}:
-        assert [type(failure) for failure in failures] == [Unavailable, Unavailable], "it may have been made"
+    if lost in {"unknown error", "in progress"}:
+        assert [type(failure) for failure in failures] == [Unavailable, Unavailable], "it may have been applied"
         failures = await store.apply_all(changes)
     for made, failure in zip(changes, failures, strict=True):
         assert failure is None or (isinstance(failure, Conflict) and is_applied(made, failure.current))
         assert [entry.transition for entry in await store.history(made.instance_id)] == ["birth", "end"]
 
 
-async def test_a_part_that_fails_leaves_the_others(store: DynamoInstanceStore, between: FaultProxy) -> None:
+async def test_failed_transaction_does_not_affect_the_others(store: DynamoInstanceStore, between: FaultProxy) -> None:
     records = await asyncio.gather(
         *(store.apply(birth(instance(number))) for number in range(CHANGES_PER_TRANSACTION + 2))
     )
@@ -318,18 +318,18 @@ async def test_a_part_that_fails_leaves_the_others(store: DynamoInstanceStore, b
     assert [name for name, record in found.items() if record.uses == 7] == sorted(made)
 
 
-async def test_a_write_that_hangs_times_out_and_may_have_been_made(
+async def test_hanging_write_times_out_and_may_have_been_applied(
     aws_session: AioSession, between: FaultProxy, table_name: str, calls: CallCounter, store: DynamoInstanceStore
 ) -> None:
     made = asyncio.Event()
 
-    async def makes_it(forward: Callable[[], Awaitable[web.Response]]) -> None:
+    async def apply_later(forward: Callable[[], Awaitable[web.Response]]) -> None:
         await forward()
         made.set()
 
     async def fault(request: web.Request, forward: Callable[[], Awaitable[web.Response]]) -> web.Response:
-        # Whether or not somebody still waits for it.
-        await asyncio.shield(asyncio.ensure_future(makes_it(forward)))
+        # Forwarded even after the client has given up.
+        await asyncio.shield(asyncio.ensure_future(apply_later(forward)))
         return await never_respond(request, forward)
 
     async with AwsClients(session=aws_session) as clients:
@@ -343,7 +343,7 @@ async def test_a_write_that_hangs_times_out_and_may_have_been_made(
     assert await store.get(ID) == instance()
 
 
-async def test_a_wait_ends_when_the_server_fails(store: DynamoInstanceStore, between: FaultProxy) -> None:
+async def test_wait_fails_if_the_server_fails(store: DynamoInstanceStore, between: FaultProxy) -> None:
     record = await store.apply(birth(instance()))
     async with asyncio.timeout(LONG_S):
         waiting = asyncio.create_task(store.wait_for_control(ID, record, 2 * LONG_S))
@@ -360,9 +360,7 @@ async def test_a_wait_ends_when_the_server_fails(store: DynamoInstanceStore, bet
 # Batches ----------------------------------------------------------------------------------------------------------
 
 
-async def test_what_a_batch_left_out_is_asked_for_again(
-    store: DynamoInstanceStore, between: FaultProxy, table_name: str
-) -> None:
+async def test_unprocessed_keys_are_retried(store: DynamoInstanceStore, between: FaultProxy, table_name: str) -> None:
     records = {number: await store.apply(birth(instance(number))) for number in (1, 2, 3)}
     keys = [{"pk": {"S": f"control#{record.instance_id}"}, "sk": {"S": "control"}} for record in records.values()]
     left = {"Responses": {}, "UnprocessedKeys": {table_name: {"Keys": keys, "ConsistentRead": True}}}
@@ -376,9 +374,7 @@ async def test_what_a_batch_left_out_is_asked_for_again(
     assert between.requests["BatchGetItem"] == 3 + BATCH_ATTEMPTS
 
 
-async def test_a_history_that_cannot_be_written_holds_up_nothing(
-    store: DynamoInstanceStore, between: FaultProxy
-) -> None:
+async def test_unwritable_history_does_not_block_writes(store: DynamoInstanceStore, between: FaultProxy) -> None:
     between.always["BatchWriteItem"] = fail(400, "AccessDeniedException")
     record = await store.apply(birth(instance()))
     with pytest.raises(UserError):
@@ -388,7 +384,7 @@ async def test_a_history_that_cannot_be_written_holds_up_nothing(
     assert [entry.transition for entry in await store.history(ID)] == ["birth", "second"]
 
 
-async def test_a_store_closes_though_its_history_is_refused(
+async def test_store_closes_with_unwritable_history(
     between: FaultProxy, clients: AwsClients, table_name: str, calls: CallCounter, store: DynamoInstanceStore
 ) -> None:
     notes = EventRecorder()
@@ -399,7 +395,7 @@ async def test_a_store_closes_though_its_history_is_refused(
     assert notes.count("history-lost") == 1
 
 
-async def test_a_history_that_is_late_is_told_of(
+async def test_delayed_history_is_recorded_in_the_event_log(
     between: FaultProxy, clients: AwsClients, table_name: str, calls: CallCounter, store: DynamoInstanceStore
 ) -> None:
     notes = EventRecorder()
@@ -415,7 +411,7 @@ async def test_a_history_that_is_late_is_told_of(
     assert [entry.transition for entry in await store.history(ID)] == ["birth", "second"]
 
 
-async def test_a_write_of_history_that_is_cut_is_made_when_the_store_closes(
+async def test_interrupted_history_write_is_finished_on_close(
     between: FaultProxy, clients: AwsClients, table_name: str, calls: CallCounter, store: DynamoInstanceStore
 ) -> None:
     other = open_store(await clients.dynamodb(), table_name, calls)

@@ -1,4 +1,4 @@
-"""Where records lie: below the unique id of their machines' role, and still found when that role is replaced."""
+"""Instance keys contain the role's id; records are still found after the role was replaced."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OLD, NEW = "AROAOLDOLDOLDOLD0:", "AROANEWNEWNEWNEW0:"
 FIRST, SECOND = instance_id(1), instance_id(2)
 
 
-class Clock(SystemClock):
+class AdvancedClock(SystemClock):
     def __init__(self) -> None:
         self.ahead_s = 0.0
 
@@ -34,20 +34,20 @@ class Clock(SystemClock):
         return super().monotonic() + self.ahead_s
 
 
-class Pool:
-    """As many processes of the control plane as are opened, on one table."""
+class SharedTable:
+    """A table, and stores of control planes and agents on it."""
 
     def __init__(self, client: Any, table: str) -> None:
         self._client = client
         self._table = table
-        self.clock = Clock()
-        #: What IAM would say.
+        self.clock = AdvancedClock()
+        #: The prefix of the current role, as returned by IAM.
         self.role = OLD
-        self.asked = 0
+        self.lookups = 0
         self.opened: list[DynamoInstanceStore] = []
 
     async def _newest(self) -> str:
-        self.asked += 1
+        self.lookups += 1
         return self.role
 
     def control_plane(self, calls: CallCounter | None = None) -> DynamoInstanceStore:
@@ -61,11 +61,11 @@ class Pool:
         self.opened.append(DynamoInstanceStore(client=self._client, table=self._table, **given, **more))
         return self.opened[-1]
 
-    async def is_at(self, prefix: str, name: str) -> bool:
+    async def has_record(self, prefix: str, name: str) -> bool:
         answer = await self._client.get_item(TableName=self._table, Key=ItemKeys(prefix=prefix).control(name))
         return "Item" in answer
 
-    async def spoil(self) -> None:
+    async def corrupt(self) -> None:
         await self._client.put_item(
             TableName=self._table, Item={"pk": {"S": "pool"}, "sk": {"S": "prefixes"}, "prefixes": {"L": []}}
         )
@@ -73,30 +73,30 @@ class Pool:
 
 @pytest.fixture
 async def pool(clients: AwsClients, table_name: str) -> Any:
-    made = Pool(await clients.dynamodb(), table_name)
+    made = SharedTable(await clients.dynamodb(), table_name)
     yield made
     for store in made.opened:
         await store.close()
 
 
-async def test_the_role_is_asked_for_when_the_table_is_prepared_and_read_by_all_others(pool: Pool) -> None:
+async def test_role_is_looked_up_by_prepare_only(pool: SharedTable) -> None:
     refresh = pool.control_plane()
     assert any(OLD in line for line in await refresh.prepare())
     assert await refresh.prepare() == []
     calls = CallCounter()
     workflow = pool.control_plane(calls)
     record = await workflow.apply(birth(instance(1)))
-    assert await pool.is_at(OLD, FIRST)
-    assert pool.asked == 2
-    # One read for all instances together.
+    assert await pool.has_record(OLD, FIRST)
+    assert pool.lookups == 2
+    # One read for all instances.
     await asyncio.gather(*(workflow.get(instance_id(number)) for number in range(5)))
     counted = calls.by_service()["dynamodb"]
-    # The history is written in its own time.
+    # History is written asynchronously.
     assert {name: count for name, count in counted.items() if name != "BatchWriteItem"} == {
         "GetItem": 6,
         "UpdateItem": 1,
     }
-    # The machine knows who it is.
+    # An agent knows its prefix.
     agent = pool.agent(OLD)
     assert await agent.get(FIRST) == record
     await agent.write_signal(FIRST, epoch=1, signal=Signal.UD_REG_OK)
@@ -105,7 +105,7 @@ async def test_the_role_is_asked_for_when_the_table_is_prepared_and_read_by_all_
     assert reported.signal is Signal.UD_REG_OK
 
 
-async def test_records_of_a_former_role_are_found_and_changed_where_they_are(pool: Pool) -> None:
+async def test_records_of_a_former_role_keep_their_keys(pool: SharedTable) -> None:
     refresh = pool.control_plane()
     await refresh.prepare()
     old = await refresh.apply(birth(instance(1)))
@@ -120,14 +120,14 @@ async def test_records_of_a_former_role_are_found_and_changed_where_they_are(poo
     workflow = pool.control_plane()
     claimed = await workflow.apply(claim(old, "p-2/a"))
     await workflow.apply(birth(instance(2)))
-    assert (await pool.is_at(OLD, FIRST), await pool.is_at(NEW, FIRST)) == (True, False)
-    assert (await pool.is_at(OLD, SECOND), await pool.is_at(NEW, SECOND)) == (False, True)
+    assert (await pool.has_record(OLD, FIRST), await pool.has_record(NEW, FIRST)) == (True, False)
+    assert (await pool.has_record(OLD, SECOND), await pool.has_record(NEW, SECOND)) == (False, True)
     assert set(await pool.control_plane().get_many([FIRST, SECOND, instance_id(3)])) == {FIRST, SECOND}
     await pool.agent(OLD).write_signal(FIRST, epoch=claimed.epoch, signal=Signal.UD_REG_OK)
     assert set(await pool.control_plane().get_reports([FIRST, SECOND])) == {FIRST}
 
 
-async def test_a_process_that_lives_on_learns_of_the_new_role_in_time(pool: Pool) -> None:
+async def test_running_process_reads_the_new_role_after_the_cache_ttl(pool: SharedTable) -> None:
     await pool.control_plane().prepare()
     sweeper = pool.control_plane()
     assert await sweeper.get(SECOND) is None
@@ -139,7 +139,7 @@ async def test_a_process_that_lives_on_learns_of_the_new_role_in_time(pool: Pool
     assert await sweeper.get(SECOND) is not None
 
 
-async def test_a_former_role_is_forgotten_with_the_last_records_that_it_can_have(pool: Pool) -> None:
+async def test_former_role_is_dropped_after_its_records_expired(pool: SharedTable) -> None:
     store = pool.control_plane()
     await store.prepare()
     await store.apply(birth(instance(1)))
@@ -150,10 +150,10 @@ async def test_a_former_role_is_forgotten_with_the_last_records_that_it_can_have
     await store.prepare()
     assert await pool.control_plane().get(FIRST) is None
     await store.apply(birth(instance(2)))
-    assert await pool.is_at(pool.role, SECOND)
+    assert await pool.has_record(pool.role, SECOND)
 
 
-async def test_two_refreshes_at_once_agree(pool: Pool) -> None:
+async def test_concurrent_refreshes_agree(pool: SharedTable) -> None:
     await pool.control_plane().prepare()
     pool.role = NEW
     stores = [pool.control_plane() for _ in range(4)]
@@ -161,7 +161,7 @@ async def test_two_refreshes_at_once_agree(pool: Pool) -> None:
     assert sum(map(len, noted)) == 1
 
 
-async def test_a_profile_that_cannot_be_read_leaves_everything_as_it_was(pool: Pool) -> None:
+async def test_unreadable_profile_changes_nothing(pool: SharedTable) -> None:
     async def newest() -> str:
         raise UserError("there is no instance profile")
 
@@ -172,8 +172,8 @@ async def test_a_profile_that_cannot_be_read_leaves_everything_as_it_was(pool: P
 
 
 @pytest.mark.parametrize("use", [DynamoInstanceStore.get, DynamoInstanceStore.get_report])
-async def test_a_table_that_was_never_refreshed_says_so(
-    pool: Pool, use: Callable[[DynamoInstanceStore, str], Awaitable[object]]
+async def test_table_without_prefixes_is_reported(
+    pool: SharedTable, use: Callable[[DynamoInstanceStore, str], Awaitable[object]]
 ) -> None:
     await pool.agent("").prepare()
     with pytest.raises(UserError, match="role") as caught:
@@ -181,8 +181,8 @@ async def test_a_table_that_was_never_refreshed_says_so(
     assert caught.value.fix == "run remuda refresh"
 
 
-async def test_what_cannot_be_read_is_told(pool: Pool) -> None:
+async def test_unreadable_prefixes_are_reported(pool: SharedTable) -> None:
     await pool.control_plane().prepare()
-    await pool.spoil()
+    await pool.corrupt()
     with pytest.raises(Unavailable, match="key prefixes"):
         await pool.control_plane().get(FIRST)

@@ -1,4 +1,4 @@
-"""What is particular to the DynamoDB store: keys, indexes, expiry, pages, and how few calls it makes."""
+"""Specifics of the DynamoDB store: keys, indexes, expiry, pages, number of calls."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from tests.support.records import (
 
 ID = instance_id(1)
 BEAT: dict[str, Any] = {"at": NOW, "busy": False, "listening": True, "notice": "", "version": "1"}
-#: As in production: the unique id of the instances' role, so that a policy can say `control#${aws:userid}`.
+#: As in production: the id of the instances' role, so that a policy can use `control#${aws:userid}`.
 PREFIX = "AROAEXAMPLE:"
 
 
@@ -99,14 +99,14 @@ async def other(client: Any, table_name: str, store: DynamoInstanceStore) -> Asy
 
 
 async def scanned(client: Any, table: str, **more: Any) -> dict[str, dict[str, Any]]:
-    """Everything there is, by partition key."""
+    """All items by partition key."""
     return {item["pk"]["S"]: item for item in (await client.scan(TableName=table, **more))["Items"]}
 
 
 # Items ------------------------------------------------------------------------------------------------------------
 
 
-async def test_an_instance_has_two_partitions_of_its_own(
+async def test_control_record_and_report_have_separate_partitions(
     store: DynamoInstanceStore, client: Any, table_name: str
 ) -> None:
     await store.apply(birth(instance()))
@@ -115,12 +115,12 @@ async def test_an_instance_has_two_partitions_of_its_own(
     assert set(await scanned(client, table_name)) == {f"control#{PREFIX}{ID}", f"report#{PREFIX}{ID}", f"history#{ID}"}
 
 
-async def test_the_table_is_billed_by_the_call(store: DynamoInstanceStore, client: Any, table_name: str) -> None:
+async def test_table_is_billed_on_demand(store: DynamoInstanceStore, client: Any, table_name: str) -> None:
     table = (await client.describe_table(TableName=table_name))["Table"]
     assert table["BillingModeSummary"]["BillingMode"] == "PAY_PER_REQUEST"
 
 
-async def test_fields_are_attributes(store: DynamoInstanceStore, client: Any, table_name: str) -> None:
+async def test_fields_are_stored_as_attributes(store: DynamoInstanceStore, client: Any, table_name: str) -> None:
     await store.apply(birth(instance(provision_id="p-1")))
     item = (await scanned(client, table_name))[f"control#{PREFIX}{ID}"]
     assert item["state"] == {"S": "idle"}
@@ -131,7 +131,7 @@ async def test_fields_are_attributes(store: DynamoInstanceStore, client: Any, ta
     assert "assignment" not in item
 
 
-async def test_a_change_writes_what_it_sets_and_nothing_else(store: DynamoInstanceStore, between: FaultProxy) -> None:
+async def test_change_writes_only_its_fields(store: DynamoInstanceStore, between: FaultProxy) -> None:
     record = await store.apply(birth(instance()))
     await store.apply(change(record, uses=4))
     update = between.sent["UpdateItem"][-1]
@@ -143,8 +143,8 @@ REPOSITORIES = ("", "octo/one", "octo/two")
 TIMES = (None, at(9.9995), at(10), at(10.0005), at(11))
 
 
-async def test_the_table_judges_as_the_guard_does(store: DynamoInstanceStore) -> None:
-    """Every condition of the table against `WriteCondition.is_met_by`, on records that differ in its fields."""
+async def test_condition_expression_matches_the_write_condition(store: DynamoInstanceStore) -> None:
+    """Compares each condition with `WriteCondition.is_met_by`, for records that differ in its fields."""
     chance = random.Random(3)  # noqa: S311
     records = [
         instance(
@@ -189,7 +189,7 @@ async def test_the_table_judges_as_the_guard_does(store: DynamoInstanceStore) ->
 
 
 async def test_agents_only_get_and_update(store: DynamoInstanceStore, between: FaultProxy) -> None:
-    """Their policy allows no more, and each only its own two keys."""
+    """The agent policy permits no other calls, and only on two keys."""
     async with asyncio.timeout(LONG_S):
         assert await store.wait_for_control(ID, None, 0.3) is None
         await store.beat(ID, **BEAT)
@@ -200,8 +200,8 @@ async def test_agents_only_get_and_update(store: DynamoInstanceStore, between: F
     assert {sent["Key"]["pk"]["S"] for sent in between.sent["UpdateItem"]} == {f"report#{PREFIX}{ID}"}
 
 
-async def github(client: Any, table: str, liar: str, document: Any, **indexed: str) -> None:
-    """What a machine's role lets it do: write any attributes into its own report."""
+async def forge_report(client: Any, table: str, liar: str, document: Any, **indexed: str) -> None:
+    """Write any attributes into the machine's own report, which its role permits."""
     written = {
         **{name: items.attribute(value) for name, value in to_document(document).items()},
         **{name: {"S": value} for name, value in indexed.items()},
@@ -215,12 +215,12 @@ async def github(client: Any, table: str, liar: str, document: Any, **indexed: s
     )
 
 
-async def test_a_report_cannot_pose_as_another_machines_record(
+async def test_report_cannot_pose_as_another_instances_record(
     store: DynamoInstanceStore, client: Any, table_name: str
 ) -> None:
     victim = await store.apply(birth(instance(1, state=State.RUNNING, provision_id="p-1")))
     ended = replace(victim, state=State.TERMINATING)
-    await github(
+    await forge_report(
         client, table_name, instance_id(2), ended, gsi1pk="live#0", gsi1sk="0", gsi2pk="provision#p-1", gsi2sk="0"
     )
     assert await store.find(LIVE) == [victim]
@@ -230,46 +230,48 @@ async def test_a_report_cannot_pose_as_another_machines_record(
     assert f"report#{PREFIX}{instance_id(2)}" in name
 
 
-async def test_a_report_cannot_pose_as_its_own_control_record(
+async def test_report_cannot_pose_as_its_own_control_record(
     store: DynamoInstanceStore, client: Any, table_name: str
 ) -> None:
-    await github(client, table_name, ID, instance(1), gsi1pk="live#1", gsi1sk="0")
+    await forge_report(client, table_name, ID, instance(1), gsi1pk="live#1", gsi1sk="0")
     assert await store.find(LIVE) == []
     assert len(store.malformed_records) == 1
 
 
-async def test_a_report_cannot_tell_of_another_machines_trouble(
+async def test_report_cannot_mark_another_instance_as_troubled(
     store: DynamoInstanceStore, client: Any, table_name: str
 ) -> None:
     await store.beat(ID, **{**BEAT, "notice": "terminate"})
     (partition,) = {item["gsi1pk"]["S"] for item in (await scanned(client, table_name)).values()}
     lie = Report(instance_id=instance_id(3), notice="terminate")
-    await github(client, table_name, instance_id(2), lie, gsi1pk=partition, gsi1sk="0")
+    await forge_report(client, table_name, instance_id(2), lie, gsi1pk=partition, gsi1sk="0")
     assert [report.instance_id for report in await store.troubled_reports()] == [ID]
     assert len(store.malformed_records) == 1
     with pytest.raises(Unreadable):
         await store.get_report(instance_id(2))
 
 
-async def test_a_report_cannot_pose_as_a_provision(store: DynamoInstanceStore, client: Any, table_name: str) -> None:
+async def test_report_cannot_pose_as_a_provision(store: DynamoInstanceStore, client: Any, table_name: str) -> None:
     await store.put_provision(provision(1, deadline=NOW))
     lie = provisions.released(provision(2), now=NOW, why="so it says")
-    await github(client, table_name, ID, lie, gsi1pk="unsettled", gsi1sk="0", gsi2pk="provisions", gsi2sk="9")
+    await forge_report(client, table_name, ID, lie, gsi1pk="unsettled", gsi1sk="0", gsi2pk="provisions", gsi2sk="9")
     assert [each.provision_id for each in await store.unsettled_provisions(NOW)] == ["p-1"]
-    assert [each.provision_id for each in await store.recent_provisions(1)] == ["p-1"], "it takes no other's place"
+    assert [each.provision_id for each in await store.recent_provisions(1)] == ["p-1"], "it does not count"
     assert len(store.malformed_records) == 1
 
 
 # Expiry -----------------------------------------------------------------------------------------------------------
 
 
-async def test_the_table_forgets(store: DynamoInstanceStore, client: Any, table_name: str) -> None:
+async def test_expiry_is_enabled(store: DynamoInstanceStore, client: Any, table_name: str) -> None:
     found = await client.describe_time_to_live(TableName=table_name)
     assert found["TimeToLiveDescription"] == {"TimeToLiveStatus": "ENABLED", "AttributeName": "ttl"}
     assert await store.forget(at(1e9)) == 0
 
 
-async def test_what_is_over_has_an_end(store: DynamoInstanceStore, client: Any, table_name: str) -> None:
+async def test_terminated_records_and_settled_provisions_expire(
+    store: DynamoInstanceStore, client: Any, table_name: str
+) -> None:
     idle = await store.apply(birth(instance(1, forget_at=at(5))))
     record = await store.apply(birth(instance(2)))
     await store.apply(change(record, state=State.TERMINATED, forget_at=at(600)))
@@ -284,7 +286,7 @@ async def test_what_is_over_has_an_end(store: DynamoInstanceStore, client: Any, 
     ends = {pk: item.get("ttl", {}).get("N") for pk, item in (await scanned(client, table_name)).items()}
     start = int(NOW.timestamp())
     assert idle.forget_at == at(5)
-    assert ends[f"control#{PREFIX}{ID}"] is None, "a live record has no end"
+    assert ends[f"control#{PREFIX}{ID}"] is None, "a live record does not expire"
     assert ends[f"control#{PREFIX}{instance_id(2)}"] == str(start + 600)
     assert ends["run#1"] is None
     assert ends["run#2"] == str(start + 900)
@@ -307,13 +309,13 @@ async def test_history_and_reports_are_kept_as_long_as_records(
     start = int(NOW.timestamp())
     assert ends[f"history#{ID}"] == str(start + 1_234)
     assert ends[f"report#{PREFIX}{ID}"] == ends[f"control#{PREFIX}{ID}"] == str(start + 2_000)
-    assert f"report#{PREFIX}{instance_id(2)}" not in ends, "no report is made for one who never sent one"
+    assert f"report#{PREFIX}{instance_id(2)}" not in ends, "no report is created for an instance that sent none"
 
 
-async def test_the_table_really_forgets(
+async def test_server_removes_expired_items(
     tmp_path: Path, aws_session: AioSession, monkeypatch: pytest.MonkeyPatch, table_name: str, calls: CallCounter
 ) -> None:
-    """On a server of its own: its clock is moved by a month."""
+    """On a separate server, whose clock is moved by a month."""
     with ministack(tmp_path, starts_at=NOW) as own:
         monkeypatch.setenv("AWS_ENDPOINT_URL_DYNAMODB", own.url)
         async with asyncio.timeout(3 * LONG_S), AwsClients(session=aws_session) as clients:
@@ -331,7 +333,7 @@ async def test_the_table_really_forgets(
             await store.close()
 
 
-async def test_a_server_that_dies_ends_all_waits(
+async def test_dead_server_ends_all_waits(
     tmp_path: Path, aws_session: AioSession, monkeypatch: pytest.MonkeyPatch, table_name: str, calls: CallCounter
 ) -> None:
     with ministack(tmp_path) as own:
@@ -353,7 +355,7 @@ async def test_a_server_that_dies_ends_all_waits(
 # Indexes and pages ------------------------------------------------------------------------------------------------
 
 
-async def test_the_sweeps_index_holds_what_is_live(store: DynamoInstanceStore, client: Any, table_name: str) -> None:
+async def test_live_index_contains_live_records(store: DynamoInstanceStore, client: Any, table_name: str) -> None:
     for number, state in enumerate(State):
         await store.apply(birth(instance(number, state=state)))
     opened = provision(1)
@@ -365,17 +367,17 @@ async def test_the_sweeps_index_holds_what_is_live(store: DynamoInstanceStore, c
     record = await store.get(instance_id(0))
     assert record is not None
     await store.apply(change(record, state=State.TERMINATED))
-    assert len(await scanned(client, table_name, IndexName="live")) == len(LIVE), "one instance less"
+    assert len(await scanned(client, table_name, IndexName="live")) == len(LIVE), "without the terminated instance"
     released = provisions.released(committed, now=NOW, why="done")
     await store.replace_provision(committed, released)
-    assert await store.unsettled_provisions(NOW) == [released], "due at once, whatever its deadline was"
+    assert await store.unsettled_provisions(NOW) == [released], "a released provision is due regardless of its deadline"
     done = provisions.settled(released, forget_at=at(999))
     await store.replace_provision(released, done)
     assert len(await scanned(client, table_name, IndexName="live")) == len(LIVE) - 1
 
 
-async def test_troubled_reports_are_spread(store: DynamoInstanceStore, client: Any, table_name: str) -> None:
-    """One partition of an index takes a thousand writes a second: all machines may be in trouble at once."""
+async def test_troubled_reports_are_sharded(store: DynamoInstanceStore, client: Any, table_name: str) -> None:
+    """An index partition takes 1,000 writes per second, and all instances may be troubled at once."""
     for number in range(4 * items.SHARDS):
         await store.beat(instance_id(number), **{**BEAT, "notice": "terminate"})
     troubled = await scanned(client, table_name, IndexName="live")
@@ -383,10 +385,10 @@ async def test_troubled_reports_are_spread(store: DynamoInstanceStore, client: A
     assert len(await store.troubled_reports()) == 4 * items.SHARDS
 
 
-async def test_what_a_machine_puts_below_its_own_report_counts_as_no_instance(
+async def test_extra_items_of_a_machine_do_not_count_as_instances(
     store: DynamoInstanceStore, client: Any, table_name: str
 ) -> None:
-    """Its policy binds it to a partition of the table, not to one item there."""
+    """The agent policy restricts it to a partition, not to one item."""
     await store.apply(birth(instance()))
     own = items.ItemKeys(prefix=PREFIX).report(ID)
     for number in range(items.SHARDS):
@@ -397,7 +399,7 @@ async def test_what_a_machine_puts_below_its_own_report_counts_as_no_instance(
     assert [found.instance_id for found in await store.find(LIVE)] == [ID]
 
 
-async def test_every_call_of_an_agent_is_within_its_rights(
+async def test_every_call_of_an_agent_is_permitted_by_its_policy(
     store: DynamoInstanceStore, other: DynamoInstanceStore, between: FaultProxy, table_name: str
 ) -> None:
     record = await store.apply(birth(instance()))
@@ -412,10 +414,10 @@ async def test_every_call_of_an_agent_is_within_its_rights(
     asked = [iam_requests(between.sent, {"aws:userid": f"{PREFIX}{instance_id(number)}"}) for number in (1, 2)]
     assert not denied_requests("agent", pool, asked[0])
     others = list(asked[1])
-    assert denied_requests("agent", pool, others) == others, "another instance may make none of them"
+    assert denied_requests("agent", pool, others) == others, "the policy permits none of them to another instance"
 
 
-async def test_every_query_follows_its_pages(
+async def test_every_query_reads_all_pages(
     aws_session: AioSession, between: FaultProxy, table_name: str, store: DynamoInstanceStore, calls: CallCounter
 ) -> None:
     for number in range(20):
@@ -454,7 +456,7 @@ async def test_every_query_follows_its_pages(
 # Calls ------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_refusal_costs_no_second_read(store: DynamoInstanceStore, between: FaultProxy) -> None:
+async def test_conflict_needs_no_second_read(store: DynamoInstanceStore, between: FaultProxy) -> None:
     idle = await store.apply(birth(instance()))
     winner = await store.apply(claim(idle, "p-1/a"))
     opened = provision()
@@ -478,7 +480,7 @@ async def test_a_refusal_costs_no_second_read(store: DynamoInstanceStore, betwee
     }
 
 
-async def test_ends_are_confirmed_in_one_call(
+async def test_terminations_are_confirmed_in_one_call(
     store: DynamoInstanceStore, client: Any, table_name: str, between: FaultProxy
 ) -> None:
     records = [await store.apply(birth(instance(number))) for number in range(CHANGES_PER_TRANSACTION)]
@@ -490,11 +492,11 @@ async def test_ends_are_confirmed_in_one_call(
     assert between.requests["TransactWriteItems"] == 1
     assert "UpdateItem" not in between.requests
     report = await client.get_item(TableName=table_name, Key=items.ItemKeys(prefix=PREFIX).report(ID))
-    assert report["Item"]["ttl"] == items.seconds(at(600)), "a report goes with its record"
+    assert report["Item"]["ttl"] == items.seconds(at(600)), "a report expires with its record"
     assert await store.count_live() == 0
 
 
-async def test_a_machine_that_never_reported_costs_one_call_more(
+async def test_instance_without_a_report_costs_one_more_call(
     store: DynamoInstanceStore, client: Any, table_name: str, between: FaultProxy
 ) -> None:
     records = [await store.apply(birth(instance(number))) for number in range(4)]
@@ -509,7 +511,7 @@ async def test_a_machine_that_never_reported_costs_one_call_more(
     assert await store.count_live() == 0
 
 
-async def test_a_record_that_is_refused_is_written_alone_and_the_others_together(
+async def test_conflicting_change_is_written_alone_and_the_others_together(
     store: DynamoInstanceStore, between: FaultProxy
 ) -> None:
     records = [await store.apply(birth(instance(number))) for number in range(6)]
@@ -524,7 +526,7 @@ async def test_a_record_that_is_refused_is_written_alone_and_the_others_together
     assert (between.requests["TransactWriteItems"], between.requests["UpdateItem"]) == (2, 1)
 
 
-async def test_those_who_are_written_alone_are_written_a_few_at_a_time(
+async def test_single_writes_are_limited_in_concurrency(
     store: DynamoInstanceStore, between: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     records = await asyncio.gather(
@@ -547,9 +549,9 @@ async def test_those_who_are_written_alone_are_written_a_few_at_a_time(
     assert max(at_once) == CONCURRENT_WRITES
 
 
-async def test_histories_share_calls(store: DynamoInstanceStore, between: FaultProxy) -> None:
+async def test_history_entries_share_calls(store: DynamoInstanceStore, between: FaultProxy) -> None:
     record = await store.apply(birth(instance()))
-    # They are made at about the same time, whatever else this computer does.
+    # A long window, so that the entries share calls even on a slow machine.
     between.always["UpdateItem"] = respond_together(2 * WRITE_BATCH, b"UpdateExpression")
     await asyncio.gather(*(store.apply(change(record, uses=number)) for number in range(2 * WRITE_BATCH)))
     assert len(await store.history(ID)) == 2 * WRITE_BATCH + 1
@@ -557,9 +559,7 @@ async def test_histories_share_calls(store: DynamoInstanceStore, between: FaultP
     assert all(len(next(iter(sent["RequestItems"].values()))) <= WRITE_BATCH for sent in between.sent["BatchWriteItem"])
 
 
-async def test_a_history_is_written_soon_without_being_asked_for(
-    store: DynamoInstanceStore, other: DynamoInstanceStore
-) -> None:
+async def test_history_is_written_in_the_background(store: DynamoInstanceStore, other: DynamoInstanceStore) -> None:
     await store.apply(birth(instance()))
     async with asyncio.timeout(LONG_S):
         found = await other.history(ID)
@@ -567,7 +567,7 @@ async def test_a_history_is_written_soon_without_being_asked_for(
             found = await other.history(ID)
 
 
-async def test_all_who_wait_share_one_call_a_look(
+async def test_waiters_share_reads(
     store: DynamoInstanceStore,
     other: DynamoInstanceStore,
     between: FaultProxy,
@@ -609,25 +609,25 @@ class SetClock(SystemClock):
         return self.at_s
 
 
-def test_the_pace_follows_the_state() -> None:
+def test_poll_interval_depends_on_the_state() -> None:
     clock = SetClock()
-    paces = PollIntervals(clock=clock)
+    intervals = PollIntervals(clock=clock)
     running = instance(state=State.RUNNING)
-    assert paces.for_report(None) is REPORT
-    assert paces.for_report(Report(instance_id=ID)) is REPORT
-    assert paces.for_report(Report(instance_id=ID, busy=True)) is BUSY_REPORT
-    assert paces.for_control(ID, None, urgent=True) is CONTROL
-    assert paces.for_control(ID, running, urgent=False) is BUSY
-    assert paces.for_control(ID, running, urgent=True) is CONTROL, "it may be released at any moment"
-    assert paces.for_control(ID, instance(state=State.RELEASING), urgent=True) is CONTROL
-    assert paces.for_control(ID, instance(), urgent=True) is CONTROL
+    assert intervals.for_report(None) is REPORT
+    assert intervals.for_report(Report(instance_id=ID)) is REPORT
+    assert intervals.for_report(Report(instance_id=ID, busy=True)) is BUSY_REPORT
+    assert intervals.for_control(ID, None, urgent=True) is CONTROL
+    assert intervals.for_control(ID, running, urgent=False) is BUSY
+    assert intervals.for_control(ID, running, urgent=True) is CONTROL, "it may be released at any time"
+    assert intervals.for_control(ID, instance(state=State.RELEASING), urgent=True) is CONTROL
+    assert intervals.for_control(ID, instance(), urgent=True) is CONTROL
     clock.at_s = WARM_FOR_S
-    assert paces.for_control(ID, instance(), urgent=True) is LONG_IDLE
-    assert paces.for_control(ID, running, urgent=True) is LONG_IDLE
-    assert paces.for_control(ID, instance(epoch=2), urgent=True) is CONTROL, "idle anew"
+    assert intervals.for_control(ID, instance(), urgent=True) is LONG_IDLE
+    assert intervals.for_control(ID, running, urgent=True) is LONG_IDLE
+    assert intervals.for_control(ID, instance(epoch=2), urgent=True) is CONTROL, "idle again"
 
 
-def test_the_pace_rises_to_its_end() -> None:
+def test_poll_interval_grows_to_its_maximum() -> None:
     interval, intervals = REPORT.first_s, []
     for _ in range(80):
         intervals.append(interval)

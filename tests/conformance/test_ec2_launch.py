@@ -1,4 +1,4 @@
-"""Launches on EC2: fleets, tags, partial and lost answers, capacity, and errors that say what to do."""
+"""Launches on EC2: fleet requests, tags, partial and lost responses, capacity, errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def world() -> AsyncIterator[Ec2Fixture]:
         yield made
 
 
-async def test_one_instant_fleet_with_an_override_for_each_subnet(world: Ec2Fixture) -> None:
+async def test_instant_fleet_has_one_override_per_subnet(world: Ec2Fixture) -> None:
     compute = await world.prepared_compute()
     result = await compute.launch(world.launch_request(count=3, patterns="m6i.* r*"))
 
@@ -43,7 +43,7 @@ async def test_one_instant_fleet_with_an_override_for_each_subnet(world: Ec2Fixt
     assert world.calls.by_service()["ec2"]["CreateFleet"] == 1
 
 
-async def test_a_star_means_no_list_and_spot_has_its_strategy(world: Ec2Fixture) -> None:
+async def test_any_type_omits_the_type_list_and_spot_sets_its_strategy(world: Ec2Fixture) -> None:
     compute = await world.prepared_compute()
     result = await compute.launch(world.launch_request(spot=True, patterns="* c6i.large"))
     asked = world.server.last("CreateFleet")
@@ -54,9 +54,9 @@ async def test_a_star_means_no_list_and_spot_has_its_strategy(world: Ec2Fixture)
     assert item["InstanceLifecycle"] == "spot"
 
 
-async def test_kinds_that_ec2_leaves_out_are_asked_for_by_name(world: Ec2Fixture) -> None:
+async def test_burstable_and_metal_types_are_included_if_named(world: Ec2Fixture) -> None:
     compute = await world.prepared_compute()
-    with pytest.raises(CapacityError):  # the test server plays no such types
+    with pytest.raises(CapacityError):  # the test server has no such types
         await compute.launch(world.launch_request(patterns="t3.* m5.metal"))
     asked = world.server.last("CreateFleet")
     requirements = "LaunchTemplateConfigs.1.Overrides.1.InstanceRequirements"
@@ -64,7 +64,7 @@ async def test_kinds_that_ec2_leaves_out_are_asked_for_by_name(world: Ec2Fixture
     assert asked[f"{requirements}.BareMetal"] == "included"
 
 
-async def test_tags_are_there_from_the_start_on_machine_and_volume(world: Ec2Fixture) -> None:
+async def test_instances_and_volumes_are_tagged_at_launch(world: Ec2Fixture) -> None:
     compute = await world.prepared_compute()
     options = {"github-environment": "prod"}
     result = await compute.launch(world.launch_request(launch=options, tags={"team": "a", POOL_TAG: "forged"}))
@@ -94,14 +94,14 @@ async def test_tags_are_there_from_the_start_on_machine_and_volume(world: Ec2Fix
     assert "CreateTags" not in world.server.requests()
 
 
-async def test_an_organisations_machine_says_so(world: Ec2Fixture) -> None:
+async def test_type_tag_of_an_organisation(world: Ec2Fixture) -> None:
     compute = await world.prepared_compute()
     (name,) = instance_ids(await compute.launch(world.launch_request(scope="acme")))
     tags = (await compute.describe([name]))[name].tags
     assert (tags["ghr:Owner"], tags["ghr:Type"], tags["ghr:environment"]) == ("acme", "Org", "pool")
 
 
-async def test_partial_capacity_gives_machines_and_reasons(world: Ec2Fixture) -> None:
+async def test_partial_capacity_returns_instances_and_errors(world: Ec2Fixture) -> None:
     compute = await world.prepared_compute()
     first, second = world.subnets
     world.server.configure(capacity={first: 1, second: 1})
@@ -114,7 +114,7 @@ async def test_partial_capacity_gives_machines_and_reasons(world: Ec2Fixture) ->
         assert any(f"{subnet} c6i.large (on-demand): {NO_ROOM}" in said for said in result.errors)
 
 
-async def test_no_capacity_says_who_had_none(world: Ec2Fixture) -> None:
+async def test_missing_capacity_names_the_subnets(world: Ec2Fixture) -> None:
     compute = await world.prepared_compute()
     world.server.configure(capacity=dict.fromkeys(world.subnets, 0))
     with pytest.raises(CapacityError) as caught:
@@ -165,7 +165,7 @@ def test_only_a_shortage_makes_spot_fall_back(code: str, falls_back: bool) -> No
     assert is_shortage([FleetLaunchError(code=code, sentence="")]) is falls_back
 
 
-async def test_what_spot_gave_is_known_when_the_rest_fails(world: Ec2Fixture) -> None:
+async def test_spot_instances_are_returned_if_the_fallback_fails(world: Ec2Fixture) -> None:
     compute = await world.prepared_compute()
     world.server.configure(capacity={"spot": 1, "on-demand": 0})
     result = await compute.launch(world.launch_request(count=3, spot=True, launch={"spot-fallback": "on-demand"}))
@@ -174,7 +174,7 @@ async def test_what_spot_gave_is_known_when_the_rest_fails(world: Ec2Fixture) ->
 
 
 @pytest.mark.parametrize("honoured", [True, False])
-async def test_a_lost_answer_launches_once(world: Ec2Fixture, honoured: bool) -> None:  # noqa: FBT001
+async def test_lost_response_launches_once(world: Ec2Fixture, honoured: bool) -> None:  # noqa: FBT001
     compute = await world.prepared_compute()
     world.server.configure(lost=[{"action": "CreateFleet"}], honour_tokens=honoured)
 
@@ -186,7 +186,7 @@ async def test_a_lost_answer_launches_once(world: Ec2Fixture, honoured: bool) ->
     assert len(await world.instances()) == 2
 
 
-async def test_a_lost_answer_and_a_lagging_describe_rest_on_the_token(world: Ec2Fixture) -> None:
+async def test_client_token_prevents_a_second_launch_if_describe_lags(world: Ec2Fixture) -> None:
     compute = await world.prepared_compute()
     world.server.configure(lost=[{"action": "CreateFleet"}], lag=1)
     result = await compute.launch(world.launch_request(count=2))
@@ -195,7 +195,7 @@ async def test_a_lost_answer_and_a_lagging_describe_rest_on_the_token(world: Ec2
     assert len(await world.instances()) == 2
 
 
-async def test_answers_lost_for_good_leave_tags_to_find(world: Ec2Fixture) -> None:
+async def test_instances_of_lost_responses_are_found_by_tag(world: Ec2Fixture) -> None:
     compute = await world.prepared_compute()
     world.server.configure(
         lost=[{"action": "CreateFleet", "times": 99}],
@@ -205,12 +205,12 @@ async def test_answers_lost_for_good_leave_tags_to_find(world: Ec2Fixture) -> No
         await compute.launch(world.launch_request(count=2))
     world.server.configure(lost=[], faults=[])
     assert [view.tags[PROVISION_TAG] for view in await compute.list_pool()] == ["provision-token"] * 2
-    # Whoever comes with the token again gets those.
+    # A later launch with the same token returns them.
     assert len(instance_ids(await compute.launch(world.launch_request(count=2)))) == 2
     assert len(await world.instances()) == 2
 
 
-async def test_another_process_with_the_same_token_gets_the_same_machines(world: Ec2Fixture) -> None:
+async def test_same_token_in_another_process_returns_the_same_instances(world: Ec2Fixture) -> None:
     first, second = await world.prepared_compute(), world.compute()
     result = await first.launch(world.launch_request(count=2))
     assert await second.launch(world.launch_request(count=2)) == result
@@ -231,7 +231,7 @@ async def test_another_process_with_the_same_token_gets_the_same_machines(world:
         ("InternalError", 500, Unavailable, ""),
     ],
 )
-async def test_errors_say_what_the_caller_can_do(
+async def test_errors_contain_a_fix(
     world: Ec2Fixture, code: str, status: int, error: type[Exception], field: str
 ) -> None:
     compute = await world.prepared_compute()
@@ -248,7 +248,7 @@ async def test_errors_say_what_the_caller_can_do(
     assert await world.instances() == []
 
 
-async def test_throttling_is_waited_out(world: Ec2Fixture) -> None:
+async def test_throttled_calls_are_retried(world: Ec2Fixture) -> None:
     compute = await world.prepared_compute()
     world.server.configure(
         faults=[{"action": "CreateFleet", "code": "RequestLimitExceeded", "status": 503, "times": 2}]
@@ -257,7 +257,7 @@ async def test_throttling_is_waited_out(world: Ec2Fixture) -> None:
     assert len(world.clock.slept) == 2
 
 
-async def test_a_new_machine_is_seen_when_the_lag_is_over(world: Ec2Fixture) -> None:
+async def test_new_instance_is_visible_after_the_lag(world: Ec2Fixture) -> None:
     compute = await world.prepared_compute()
     world.server.configure(lag=1)
     names = instance_ids(await compute.launch(world.launch_request()))

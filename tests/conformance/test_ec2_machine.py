@@ -1,4 +1,4 @@
-"""The EC2 machine as its agent sees it, on a metadata service of our own."""
+"""The EC2 machine of an agent, with a fake instance metadata service."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ START = datetime(2026, 1, 1, tzinfo=UTC)
 OFF = ["systemctl", "poweroff", "--force"]
 
 
-class Clock(SystemClock):
+class ManualClock(SystemClock):
     def __init__(self) -> None:
         self.passed_s = 0.0
 
@@ -33,7 +33,7 @@ class Clock(SystemClock):
 
 
 class Commands:
-    """Notes what would be run, and which timers would be left."""
+    """Records commands instead of running them, and the timers that they would leave."""
 
     def __init__(self) -> None:
         self.run: list[list[str]] = []
@@ -55,7 +55,7 @@ class Commands:
 
 @pytest.fixture
 def imds(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeImds]:
-    """It answers at once, as soon as this computer lets it."""
+    """Long timeouts, so that a slow test machine does not fail."""
     for limit in ("TIMEOUT_S", "RESPONSE_TIMEOUT_S"):
         monkeypatch.setattr(metadata, limit, LONG_S)
     with fake_imds() as server:
@@ -63,8 +63,8 @@ def imds(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeImds]:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> ManualClock:
+    return ManualClock()
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def commands() -> Commands:
 
 
 def as_port(machine: Ec2Machine) -> Machine:
-    """What it has to be, for the type checker."""
+    """Lets the type checker verify that the class implements the port."""
     return machine
 
 
@@ -82,7 +82,7 @@ async def clean() -> StepResult:
 
 
 @pytest.fixture
-async def machine(imds: FakeImds, clock: Clock, commands: Commands, tmp_path: Path) -> AsyncIterator[Ec2Machine]:
+async def machine(imds: FakeImds, clock: ManualClock, commands: Commands, tmp_path: Path) -> AsyncIterator[Ec2Machine]:
     (tmp_path / "dead-man").write_text("remuda-dead-man-boot\n")
     made = Ec2Machine(
         imds=Imds(endpoint=imds_endpoint({"AWS_EC2_METADATA_SERVICE_ENDPOINT": imds.url}), clock=clock),
@@ -95,7 +95,7 @@ async def machine(imds: FakeImds, clock: Clock, commands: Commands, tmp_path: Pa
     await made.close()
 
 
-def test_the_endpoint_is_the_standard_one_unless_told() -> None:
+def test_endpoint_defaults_to_the_standard_address() -> None:
     assert imds_endpoint({}) == DEFAULT_ENDPOINT
 
 
@@ -105,7 +105,7 @@ async def test_identity_comes_from_metadata_and_tags(machine: Ec2Machine, imds: 
     assert len(imds.tokens) == 1
 
 
-async def test_tags_that_cannot_be_read_are_named(machine: Ec2Machine, imds: FakeImds) -> None:
+async def test_unreadable_tags_are_reported(machine: Ec2Machine, imds: FakeImds) -> None:
     del imds.values["tags/instance/remuda:pool"]
     with pytest.raises(UserError, match="remuda:pool"):
         await machine.identity()
@@ -117,19 +117,19 @@ async def test_tags_that_cannot_be_read_are_named(machine: Ec2Machine, imds: Fak
         await machine.identity()
 
 
-async def test_the_token_is_renewed_before_it_ends_and_when_refused(
-    machine: Ec2Machine, imds: FakeImds, clock: Clock
+async def test_token_is_renewed_before_expiry_and_after_rejection(
+    machine: Ec2Machine, imds: FakeImds, clock: ManualClock
 ) -> None:
     await machine.identity()
     clock.passed_s = TOKEN_TTL_S - 30
     await machine.identity()
     assert len(imds.tokens) == 2
-    imds.tokens.append("another")  # what the machine holds is not valid any more
+    imds.tokens.append("another")  # invalidates the machine's token
     await machine.identity()
     assert len(imds.tokens) == 4
 
 
-async def test_memory_is_kept_for_roots_eyes(machine: Ec2Machine, tmp_path: Path) -> None:
+async def test_state_file_is_readable_by_root_only(machine: Ec2Machine, tmp_path: Path) -> None:
     assert machine.load() == AgentState()
     memory = AgentState(script=ScriptStatus.OK, script_detail="fine", threshold=START)
     machine.save(memory)
@@ -139,8 +139,8 @@ async def test_memory_is_kept_for_roots_eyes(machine: Ec2Machine, tmp_path: Path
     assert machine.load() == AgentState()
 
 
-async def test_a_new_timer_is_set_before_the_old_one_ends(
-    machine: Ec2Machine, clock: Clock, commands: Commands
+async def test_new_timer_is_set_before_the_old_one_stops(
+    machine: Ec2Machine, clock: ManualClock, commands: Commands
 ) -> None:
     machine.set_dead_man_timer(START + timedelta(seconds=90.5))
     assert [command[0] for command in commands.run] == ["systemd-run", "systemctl", "systemctl"]
@@ -149,19 +149,19 @@ async def test_a_new_timer_is_set_before_the_old_one_ends(
     clock.passed_s = 10
     machine.set_dead_man_timer(START + timedelta(seconds=200))
     assert list(commands.timers.values()) == ["190"]
-    machine.set_dead_man_timer(START)  # overdue, in the same moment
+    machine.set_dead_man_timer(START)  # already due, at the same time
     assert list(commands.timers.values()) == ["1"]
 
 
-async def test_a_timer_that_cannot_be_set_leaves_the_old_one(machine: Ec2Machine, commands: Commands) -> None:
+async def test_failed_timer_leaves_the_old_one(machine: Ec2Machine, commands: Commands) -> None:
     commands.failing = {"systemd-run"}
     with pytest.raises(Unavailable):
         machine.set_dead_man_timer(START + timedelta(seconds=90))
     assert list(commands.timers) == ["remuda-dead-man-boot", "remuda-dead-man-reboot"]
 
 
-async def test_a_timer_that_resisted_is_stopped_with_the_next(
-    machine: Ec2Machine, clock: Clock, commands: Commands, tmp_path: Path
+async def test_timer_that_did_not_stop_is_stopped_next_time(
+    machine: Ec2Machine, clock: ManualClock, commands: Commands, tmp_path: Path
 ) -> None:
     commands.failing = {"systemctl"}
     machine.set_dead_man_timer(START + timedelta(seconds=90))
@@ -173,12 +173,12 @@ async def test_a_timer_that_resisted_is_stopped_with_the_next(
     assert (tmp_path / "dead-man").read_text().split() == list(commands.timers)
 
 
-async def test_on_demand_machines_have_no_notice(machine: Ec2Machine, imds: FakeImds) -> None:
+async def test_on_demand_instances_have_no_notice(machine: Ec2Machine, imds: FakeImds) -> None:
     imds.values["spot/instance-action"] = "{}"
     assert await machine.spot_notice() == ""
 
 
-async def test_notices_of_spot_machines(machine: Ec2Machine, imds: FakeImds) -> None:
+async def test_spot_notices(machine: Ec2Machine, imds: FakeImds) -> None:
     imds.values["instance-life-cycle"] = "spot"
     assert await machine.spot_notice() == ""
     imds.values["events/recommendations/rebalance"] = '{"noticeTime": "2026-01-01T00:00:00Z"}'
@@ -189,13 +189,13 @@ async def test_notices_of_spot_machines(machine: Ec2Machine, imds: FakeImds) -> 
     assert await machine.spot_notice() == "spot: terminate at 2026-01-01T00:02:00Z"
 
 
-async def test_a_notice_that_is_no_json_is_one_all_the_same(machine: Ec2Machine, imds: FakeImds) -> None:
+async def test_notice_with_invalid_json_still_counts(machine: Ec2Machine, imds: FakeImds) -> None:
     imds.values["instance-life-cycle"] = "spot"
     imds.values["spot/instance-action"] = "soon"
     assert await machine.spot_notice() == "spot: end at an unknown time"
 
 
-async def test_the_script_and_its_end(machine: Ec2Machine, tmp_path: Path) -> None:
+async def test_pre_runner_script_result(machine: Ec2Machine, tmp_path: Path) -> None:
     assert (await machine.run_script(LONG_S)).ok
     script = tmp_path / "pre-runner.sh"
     script.write_text("echo prepared; exit 3\n")
@@ -204,11 +204,11 @@ async def test_the_script_and_its_end(machine: Ec2Machine, tmp_path: Path) -> No
     script.chmod(0o700)
     assert await machine.run_script(LONG_S) == StepResult(ok=True, detail="exit code 0: done")
     script.write_text("#!/bin/bash\necho $PATH\n")
-    assert "/usr/local/bin:/usr/sbin:" in (await machine.run_script(LONG_S)).detail, "scripts set machines up"
+    assert "/usr/local/bin:/usr/sbin:" in (await machine.run_script(LONG_S)).detail, "the system path includes sbin"
     assert await machine.reset() == StepResult(ok=True, detail="clean")
 
 
-async def test_the_end_is_asked_for_or_powered_off(imds: FakeImds, clock: Clock, commands: Commands) -> None:
+async def test_end_terminates_or_powers_off(imds: FakeImds, clock: ManualClock, commands: Commands) -> None:
     asked: list[str] = []
 
     async def terminate(instance_id: str) -> None:
@@ -225,7 +225,7 @@ async def test_the_end_is_asked_for_or_powered_off(imds: FakeImds, clock: Clock,
     await made.close()
 
 
-async def test_powering_off_that_fails_is_told(machine: Ec2Machine, commands: Commands) -> None:
+async def test_failed_power_off_is_reported(machine: Ec2Machine, commands: Commands) -> None:
     commands.failing = {"systemctl"}
     with pytest.raises(Unavailable):
         await machine.end("done")

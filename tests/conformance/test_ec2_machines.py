@@ -1,4 +1,4 @@
-"""Machines on EC2: what is ended and what never, batches, pages, tags."""
+"""Termination, description and tags of EC2 instances."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def state(world: Ec2Fixture, name: str) -> str:
     return next(str(item["State"]["Name"]) for item in await world.instances() if item["InstanceId"] == name)
 
 
-async def test_a_strangers_machine_is_never_ended(world: Ec2Fixture) -> None:
+async def test_instance_of_another_pool_is_never_terminated(world: Ec2Fixture) -> None:
     compute = await world.prepared_compute()
     ours, theirs = instance_ids(await compute.launch(world.launch_request())), await world.launch_foreign_instance()
 
@@ -38,19 +38,19 @@ async def test_a_strangers_machine_is_never_ended(world: Ec2Fixture) -> None:
     assert await state(world, ours[0]) == "terminated"
 
 
-async def test_a_machine_tells_its_image(world: Ec2Fixture) -> None:
+async def test_description_contains_the_image(world: Ec2Fixture) -> None:
     compute = await world.prepared_compute()
     await compute.launch(world.launch_request())
     assert [view.image for view in await compute.list_pool()] == [world.options["ami"]]
 
 
-async def test_a_batch_survives_ids_that_ec2_does_not_know(world: Ec2Fixture) -> None:
-    """They are known when looked at, and gone when their end is asked for."""
+async def test_unknown_ids_do_not_fail_a_batch(world: Ec2Fixture) -> None:
+    """DescribeTags knows the instances, TerminateInstances does not any more."""
     compute = await world.prepared_compute()
     names = instance_ids(await compute.launch(world.launch_request(count=5)))
     unknown = {"action": "TerminateInstances", "code": "InvalidInstanceID.NotFound"}
 
-    # Some server names those it does not know; another may not.
+    # The error may name the unknown ids or not.
     world.server.configure(faults=[{**unknown, "message": f"The instance IDs '{names[0]}, {GHOST}' do not exist"}])
     assert await compute.terminate(names[:2]) == {}
     assert [await state(world, name) for name in names[:2]] == ["running", "terminated"]
@@ -59,7 +59,7 @@ async def test_a_batch_survives_ids_that_ec2_does_not_know(world: Ec2Fixture) ->
     assert [await state(world, name) for name in names[2:]] == ["terminated"] * 3
 
 
-async def test_a_batch_survives_a_machine_that_somebody_protected(world: Ec2Fixture) -> None:
+async def test_protected_instance_does_not_fail_a_batch(world: Ec2Fixture) -> None:
     compute = await world.prepared_compute()
     names = instance_ids(await compute.launch(world.launch_request(count=3)))
     said = f"The instance '{names[1]}' may not be terminated. Modify its 'disableApiTermination' instance attribute."
@@ -68,7 +68,7 @@ async def test_a_batch_survives_a_machine_that_somebody_protected(world: Ec2Fixt
     assert [await state(world, name) for name in names] == ["terminated", "running", "terminated"]
 
 
-async def test_what_was_just_launched_is_ended_before_it_can_be_seen(world: Ec2Fixture) -> None:
+async def test_launched_instance_is_terminated_before_it_is_visible(world: Ec2Fixture) -> None:
     compute = await world.prepared_compute()
     world.server.configure(lag=1)
     names = instance_ids(await compute.launch(world.launch_request()))
@@ -76,8 +76,8 @@ async def test_what_was_just_launched_is_ended_before_it_can_be_seen(world: Ec2F
     assert await state(world, names[0]) == "terminated"
 
 
-async def test_the_tag_alone_is_looked_at_before_an_end(world: Ec2Fixture) -> None:
-    """Of what has no such tag the machine itself: is it somebody else's, or not there?"""
+async def test_terminate_reads_only_the_pool_tag(world: Ec2Fixture) -> None:
+    """An instance without the tag is described, to tell a foreign instance from a missing one."""
     compute = await world.prepared_compute()
     names = instance_ids(await compute.launch(world.launch_request(count=2)))
     before = world.server.requests().get("DescribeInstances", 0)
@@ -91,7 +91,7 @@ async def test_the_tag_alone_is_looked_at_before_an_end(world: Ec2Fixture) -> No
     assert await state(world, stranger) == "running"
 
 
-async def test_ends_that_could_not_be_asked_for_are_told(world: Ec2Fixture) -> None:
+async def test_failed_terminations_are_returned(world: Ec2Fixture) -> None:
     compute = await world.prepared_compute()
     names = instance_ids(await compute.launch(world.launch_request(count=2)))
     world.server.configure(faults=[{"action": "TerminateInstances", "code": "UnauthorizedOperation", "status": 403}])
@@ -100,7 +100,7 @@ async def test_ends_that_could_not_be_asked_for_are_told(world: Ec2Fixture) -> N
     assert "UnauthorizedOperation" in refused[names[0]]
 
 
-async def test_many_machines_in_batches_and_pages(world: Ec2Fixture) -> None:
+async def test_many_instances_in_batches_and_pages(world: Ec2Fixture) -> None:
     compute = await world.prepared_compute()
     results = [
         await compute.launch(world.launch_request(f"token-{number}", count=MANY // LAUNCHES))
@@ -124,7 +124,7 @@ async def test_many_machines_in_batches_and_pages(world: Ec2Fixture) -> None:
     assert (asked["CreateTags"], asked["DeleteTags"]) == (batches, batches)
 
 
-async def test_tags_reach_the_known_ones_and_the_unknown_are_named(world: Ec2Fixture) -> None:
+async def test_tagging_skips_and_reports_unknown_instances(world: Ec2Fixture) -> None:
     compute = await world.prepared_compute()
     names = instance_ids(await compute.launch(world.launch_request(count=2)))
     said = f"The instance ID '{GHOST}' does not exist"

@@ -1,4 +1,4 @@
-"""Spot prices from EC2: pages, types it does not know, and what is not allowed."""
+"""Spot prices from EC2: pages, unknown instance types, missing permission."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ async def test_prices_by_type_and_zone(world: Ec2Fixture, market: SpotPrices) ->
     assert world.calls.by_service()["ec2"]["DescribeSpotPriceHistory"] >= 1
 
 
-async def test_nothing_is_asked_for_nothing(world: Ec2Fixture, market: SpotPrices) -> None:
+async def test_no_types_make_no_call(world: Ec2Fixture, market: SpotPrices) -> None:
     until = world.clock.now()
     assert not await market.spot_history([], since=until - timedelta(days=1), until=until)
     assert "ec2" not in world.calls.by_service()
 
 
-async def test_what_is_not_allowed_says_so(world: Ec2Fixture, market: SpotPrices) -> None:
+async def test_missing_permission_is_reported(world: Ec2Fixture, market: SpotPrices) -> None:
     until = world.clock.now()
     world.server.configure(
         faults=[{"action": "DescribeSpotPriceHistory", "code": "UnauthorizedOperation", "status": 403, "times": 9}]

@@ -1,4 +1,4 @@
-"""The launch template by content, and launch options that are wrong."""
+"""Launch template versions, and invalid launch options."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def default_version(world: Ec2Fixture) -> dict[str, Any]:
     return dict(answer["LaunchTemplateVersions"][0])
 
 
-async def test_a_template_that_lets_machines_end_and_know_themselves(world: Ec2Fixture) -> None:
+async def test_template_allows_self_termination_and_metadata_tags(world: Ec2Fixture) -> None:
     compute = world.compute()
     assert list(await compute.prepare(world.options)) == ["created launch template remuda-pool"]
 
@@ -46,10 +46,10 @@ async def test_a_template_that_lets_machines_end_and_know_themselves(world: Ec2F
     assert base64.b64decode(sent).startswith(b"#!/bin/bash\n")
 
 
-async def test_a_new_version_only_where_something_changed(world: Ec2Fixture) -> None:
+async def test_new_version_only_if_the_content_changed(world: Ec2Fixture) -> None:
     compute = world.compute()
     await compute.prepare(world.options)
-    # Where machines go is no part of the template.
+    # Subnets are not part of the template.
     assert list(await compute.prepare({**world.options, "subnet-ids": world.subnets[0]})) == []
     assert (await default_version(world))["VersionNumber"] == 1
 
@@ -60,7 +60,7 @@ async def test_a_new_version_only_where_something_changed(world: Ec2Fixture) -> 
     assert world.server.requests()["CreateLaunchTemplateVersion"] == 1
 
 
-async def test_a_version_that_was_not_made_the_default_is_taken_up(world: Ec2Fixture) -> None:
+async def test_existing_version_becomes_the_default(world: Ec2Fixture) -> None:
     compute = world.compute()
     await compute.prepare(world.options)
     changed = {**world.options, "pre-runner-script": "echo hello"}
@@ -71,13 +71,13 @@ async def test_a_version_that_was_not_made_the_default_is_taken_up(world: Ec2Fix
     assert world.server.requests()["CreateLaunchTemplateVersion"] == 1
 
 
-async def test_two_refreshes_at_once_make_one_template(world: Ec2Fixture) -> None:
-    told = await asyncio.gather(*(world.compute().prepare(world.options) for _ in range(2)))
-    assert sorted(map(list, told)) == [[], ["created launch template remuda-pool"]]
+async def test_concurrent_refreshes_create_one_template(world: Ec2Fixture) -> None:
+    changes = await asyncio.gather(*(world.compute().prepare(world.options) for _ in range(2)))
+    assert sorted(map(list, changes)) == [[], ["created launch template remuda-pool"]]
     assert (await default_version(world))["VersionNumber"] == 1
 
 
-async def test_somebody_elses_template_is_left_alone(world: Ec2Fixture) -> None:
+async def test_template_of_another_owner_is_rejected(world: Ec2Fixture) -> None:
     await world.client.create_launch_template(LaunchTemplateName="remuda-pool", LaunchTemplateData={"ImageId": "ami-1"})
     with pytest.raises(UserError, match="does not belong to this pool"):
         await world.compute().prepare(world.options)
@@ -105,7 +105,7 @@ async def test_somebody_elses_template_is_left_alone(world: Ec2Fixture) -> None:
         ("colour", "red"),
     ],
 )
-async def test_wrong_options_are_named_before_any_call(world: Ec2Fixture, field: str, value: str) -> None:
+async def test_invalid_options_are_reported_before_any_call(world: Ec2Fixture, field: str, value: str) -> None:
     before = world.server.requests()
     with pytest.raises(UserError) as caught:
         await world.compute().prepare({**world.options, field: value})
@@ -123,7 +123,7 @@ async def test_wrong_options_are_named_before_any_call(world: Ec2Fixture, field:
         ({"actions-runner-version": "2.336.0"}, "actions-runner-sha256"),
     ],
 )
-async def test_nothing_is_fetched_without_its_digest(world: Ec2Fixture, options: dict[str, str], field: str) -> None:
+async def test_download_without_digest_is_rejected(world: Ec2Fixture, options: dict[str, str], field: str) -> None:
     with pytest.raises(UserError) as caught:
         await world.compute().prepare({**world.options, **options})
     assert caught.value.field == field
@@ -137,7 +137,7 @@ async def test_nothing_is_fetched_without_its_digest(world: Ec2Fixture, options:
         ("security-group-ids", "sg-0123456789abcdef0"),
     ],
 )
-async def test_what_is_not_there_is_named(world: Ec2Fixture, field: str, value: str) -> None:
+async def test_missing_resources_are_reported(world: Ec2Fixture, field: str, value: str) -> None:
     with pytest.raises(UserError, match=value) as caught:
         await world.compute().prepare({**world.options, field: value})
     assert caught.value.field == field

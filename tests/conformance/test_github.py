@@ -1,4 +1,4 @@
-"""The github's contract (`remuda.ports.github`): in memory, and the GitHub client against a real local GitHub."""
+"""Contract of the GitHub port (`remuda.ports.github`): the memory adapter, and the client with a local GitHub."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from tests.support.records import LONG_S
 pytestmark = pytest.mark.usefixtures("patient_client")
 
 REPO, ORG = "octo/repo", "octo"
-#: Where runners may stay from test to test.
+#: Scopes in which runners may remain from earlier tests.
 BUSY_REPO, LONG_REPO = "octo/busy", "octo/long"
 KNOWN = [REPO, ORG, BUSY_REPO, LONG_REPO]
 MANY = 205
 
 
 class GitHubs(Protocol):
-    """A GitHub, and as many github objects over it as there are processes."""
+    """A GitHub. Each `open` returns a client like that of another process."""
 
     calls: CallCounter
 
@@ -42,7 +42,7 @@ class GitHubs(Protocol):
     async def grant(self, *, scopes: Sequence[str] = (), write: bool = True) -> str: ...
 
     async def run_job(self, scope: str, name: str, labels: Sequence[str]) -> int:
-        """Register a runner that has a job at work; its id."""
+        """Register a runner that runs a job. Return its id."""
         ...
 
 
@@ -104,7 +104,7 @@ class GitHubClients:
 
 
 class QuickClock(SystemClock):
-    """Pauses between tries cost nothing."""
+    """Shortens pauses between retries."""
 
     async def sleep(self, seconds: float) -> None:
         await super().sleep(seconds / 100)
@@ -126,7 +126,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
 
 @pytest.fixture
 async def fake_github(server: Endpoint) -> AsyncIterator[GitHubClients]:
-    """The server, without faults and runners of earlier tests."""
+    """The server, without the faults and runners of earlier tests."""
     github_clients = GitHubClients(server)
     await github_clients.admin.clear_faults()
     await github_clients.admin.change_settings(known_scopes=KNOWN, enforce_rate_limit=False)
@@ -158,7 +158,7 @@ async def names(github: GitHub, scope: str = REPO) -> list[str]:
 
 
 @pytest.mark.parametrize("scope", [REPO, ORG])
-async def test_tokens_are_fresh_and_good_for_an_hour(github: GitHub, scope: str) -> None:
+async def test_tokens_are_new_and_valid_for_an_hour(github: GitHub, scope: str) -> None:
     now = SystemClock().now()
     tokens = [await github.registration_token(scope), await github.removal_token(scope)]
     tokens.append(await github.registration_token(scope))
@@ -169,13 +169,13 @@ async def test_tokens_are_fresh_and_good_for_an_hour(github: GitHub, scope: str)
         assert credential.expires_at.microsecond % 1000 == 0
 
 
-async def test_a_token_is_never_printed(github: GitHub) -> None:
+async def test_token_is_never_printed(github: GitHub) -> None:
     credential = await github.registration_token(REPO)
     assert credential.token not in repr(credential)
     assert credential.token not in str(credential)
 
 
-async def test_a_runner_is_listed_got_and_deleted(github: GitHub) -> None:
+async def test_runner_can_be_listed_read_and_deleted(github: GitHub) -> None:
     jit = await github.jit_config(REPO, name="one", labels=["7", "large"])
     assert jit.config
     (listed,) = await github.list_runners(REPO)
@@ -188,7 +188,7 @@ async def test_a_runner_is_listed_got_and_deleted(github: GitHub) -> None:
     assert await github.list_runners(REPO) == []
 
 
-async def test_scopes_are_apart(github: GitHub) -> None:
+async def test_scopes_are_separate(github: GitHub) -> None:
     jit = await github.jit_config(REPO, name="one", labels=["x"])
     await github.jit_config(ORG, name="two", labels=["x"])
     assert (await names(github), await names(github, ORG)) == (["one"], ["two"])
@@ -197,16 +197,16 @@ async def test_scopes_are_apart(github: GitHub) -> None:
     assert await names(github) == ["one"]
 
 
-async def test_all_pages_of_a_long_list(github: GitHub, github_clients: GitHubs) -> None:
+async def test_long_list_is_read_completely(github: GitHub, github_clients: GitHubs) -> None:
     made = [github.jit_config(LONG_REPO, name=f"runner-{number:03d}", labels=["x"]) for number in range(MANY)]
     await asyncio.gather(*made)
-    # Who got no answer in time has looked whether his runner is there.
+    # A registration that timed out has listed the runners too.
     before = github_clients.calls.by_service()["github"].get("GET runners", 0)
     assert await names(github, LONG_REPO) == [f"runner-{number:03d}" for number in range(MANY)]
     assert github_clients.calls.by_service()["github"]["GET runners"] - before == 3
 
 
-async def test_a_busy_runner_is_not_deleted(github: GitHub, github_clients: GitHubs) -> None:
+async def test_busy_runner_is_not_deleted(github: GitHub, github_clients: GitHubs) -> None:
     runner_id = await github_clients.run_job(BUSY_REPO, "worker", ["busy-label"])
     runner = await github.get_runner(BUSY_REPO, runner_id)
     assert runner is not None
@@ -215,7 +215,7 @@ async def test_a_busy_runner_is_not_deleted(github: GitHub, github_clients: GitH
     assert await names(github, BUSY_REPO) == ["worker"]
 
 
-async def test_a_name_that_exists_is_a_conflict(github: GitHub) -> None:
+async def test_existing_name_is_a_conflict(github: GitHub) -> None:
     await github.jit_config(REPO, name="one", labels=["x"])
     with pytest.raises(Conflict):
         await github.jit_config(REPO, name="one", labels=["x"])
@@ -224,7 +224,7 @@ async def test_a_name_that_exists_is_a_conflict(github: GitHub) -> None:
 WRONG = "ghp_wrongwrongwrong"
 
 
-async def test_an_unknown_credential_is_the_users_to_mend(github_clients: GitHubs) -> None:
+async def test_unknown_credential_is_a_user_error(github_clients: GitHubs) -> None:
     github = github_clients.open(WRONG)
     for call in (
         github.registration_token(REPO),
@@ -242,7 +242,7 @@ async def test_an_unknown_credential_is_the_users_to_mend(github_clients: GitHub
     await github.close()
 
 
-async def test_a_credential_that_may_only_read(github_clients: GitHubs) -> None:
+async def test_read_only_credential(github_clients: GitHubs) -> None:
     github = github_clients.open(await github_clients.grant(write=False))
     assert await github.list_runners(REPO) == []
     for call in (github.registration_token(REPO), github.delete_runner(REPO, 1)):
@@ -252,11 +252,11 @@ async def test_a_credential_that_may_only_read(github_clients: GitHubs) -> None:
     await github.close()
 
 
-async def test_a_scope_out_of_sight_is_the_users_to_mend(github_clients: GitHubs) -> None:
-    """GitHub says 404 to it. Nothing may be concluded from that: least of all that there are no runners."""
+async def test_inaccessible_scope_is_a_user_error(github_clients: GitHubs) -> None:
+    """GitHub returns 404, which must not be taken for a scope without runners."""
     for token, scope in ((None, "nobody/nothing"), (await github_clients.grant(scopes=[ORG]), REPO)):
         if token is not None and isinstance(github_clients, GitHubClients):
-            continue  # there, an owner's token covers its repositories
+            continue  # here an owner's token covers its repositories
         github = github_clients.open(token)
         for call in (
             github.registration_token(scope),
@@ -272,7 +272,7 @@ async def test_a_scope_out_of_sight_is_the_users_to_mend(github_clients: GitHubs
         await github.close()
 
 
-# What only a network can do ---------------------------------------------------------------------------------------
+# Network failures ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -283,7 +283,7 @@ async def client(fake_github: GitHubClients) -> AsyncIterator[GitHub]:
 
 
 @pytest.mark.parametrize("status", [403, 429])
-async def test_a_rate_limit_says_when_to_come_back(fake_github: GitHubClients, client: GitHub, status: int) -> None:
+async def test_rate_limit_has_a_retry_time(fake_github: GitHubClients, client: GitHub, status: int) -> None:
     await fake_github.admin.set_fault("rate_limit", operation="list", seconds=37, status=status)
     with pytest.raises(Throttled) as error:
         await client.list_runners(REPO)
@@ -291,25 +291,25 @@ async def test_a_rate_limit_says_when_to_come_back(fake_github: GitHubClients, c
     assert await client.list_runners(REPO) == []
 
 
-async def test_a_rate_limit_without_a_time_has_a_default(fake_github: GitHubClients, client: GitHub) -> None:
+async def test_rate_limit_without_a_time_has_a_default(fake_github: GitHubClients, client: GitHub) -> None:
     await fake_github.admin.set_fault("rate_limit", operation="registration-token")
     with pytest.raises(Throttled) as error:
         await client.registration_token(REPO)
     assert error.value.retry_after_s >= 60
 
 
-async def test_the_hourly_limit_is_a_rate_limit_too(fake_github: GitHubClients, client: GitHub) -> None:
+async def test_used_up_hourly_limit_is_a_rate_limit(fake_github: GitHubClients, client: GitHub) -> None:
     token = await fake_github.grant()
     await fake_github.admin.change_settings(rate_limit=1, enforce_rate_limit=True)
     github = fake_github.open(token)
     await github.list_runners(REPO)
     with pytest.raises(Throttled):
-        # Should the hour have turned meanwhile, the next one has a first call, too.
+        # If a new hour has begun, its first call succeeds too.
         [await github.list_runners(REPO) for _ in range(2)]
     await github.close()
 
 
-async def test_a_lost_answer_of_a_deletion_is_looked_into(fake_github: GitHubClients, client: GitHub) -> None:
+async def test_deletion_with_a_lost_response(fake_github: GitHubClients, client: GitHub) -> None:
     jit = await client.jit_config(REPO, name="one", labels=["x"])
     await fake_github.admin.set_fault("lost_answer", operation="delete")
     assert await client.delete_runner(REPO, jit.runner_id) is Deletion.GONE
@@ -317,7 +317,9 @@ async def test_a_lost_answer_of_a_deletion_is_looked_into(fake_github: GitHubCli
 
 
 @pytest.mark.parametrize("operation", ["list", "registration-token", "remove-token", "get"])
-async def test_lost_answers_are_asked_for_again(fake_github: GitHubClients, client: GitHub, operation: str) -> None:
+async def test_idempotent_calls_with_lost_responses_are_retried(
+    fake_github: GitHubClients, client: GitHub, operation: str
+) -> None:
     await fake_github.admin.set_fault("lost_answer", operation=operation, times=MAX_ATTEMPTS - 1)
     calls = {
         "list": client.list_runners(REPO),
@@ -332,16 +334,16 @@ async def test_lost_answers_are_asked_for_again(fake_github: GitHubClients, clie
             call.close()
 
 
-async def test_a_lost_answer_of_a_jit_configuration_leaves_one_registration(
+async def test_jit_configuration_with_a_lost_response_leaves_one_registration(
     fake_github: GitHubClients, client: GitHub
 ) -> None:
-    """What the lost call made is removed, and made anew: its configuration was lost with the answer."""
+    """The runner of the lost call is deleted and created again, because its configuration was lost."""
     await fake_github.admin.set_fault("lost_answer", operation="jitconfig")
     made = await client.jit_config(REPO, name="one", labels=["x"])
     assert [runner.runner_id for runner in await client.list_runners(REPO)] == [made.runner_id]
 
 
-async def test_a_server_error_is_tried_again_and_then_told(fake_github: GitHubClients, client: GitHub) -> None:
+async def test_server_error_is_retried_and_then_raised(fake_github: GitHubClients, client: GitHub) -> None:
     await fake_github.admin.set_fault("status", operation="list", status=502, times=MAX_ATTEMPTS - 1)
     assert await client.list_runners(REPO) == []
     await fake_github.admin.set_fault("status", operation="list", status=503, times=MAX_ATTEMPTS)
@@ -352,8 +354,8 @@ async def test_a_server_error_is_tried_again_and_then_told(fake_github: GitHubCl
     assert await client.list_runners(REPO) == []
 
 
-async def test_a_part_of_a_list_is_never_a_list(client: GitHub) -> None:
-    """The first page comes, the second does not."""
+async def test_partial_list_is_never_returned(client: GitHub) -> None:
+    """The second page fails."""
 
     class SecondPageFails(httpx.AsyncBaseTransport):
         async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
@@ -368,9 +370,7 @@ async def test_a_part_of_a_list_is_never_a_list(client: GitHub) -> None:
         await client.list_runners(REPO)
 
 
-async def test_a_list_shorter_than_github_says_is_read_again_and_then_refused(
-    fake_github: GitHubClients, client: GitHub
-) -> None:
+async def test_incomplete_list_is_read_again_and_then_rejected(fake_github: GitHubClients, client: GitHub) -> None:
     for name in ("one", "two"):
         await client.jit_config(REPO, name=name, labels=["x"])
     await fake_github.admin.set_fault("short_list", operation="list", times=LIST_ATTEMPTS - 1)
@@ -381,7 +381,7 @@ async def test_a_list_shorter_than_github_says_is_read_again_and_then_refused(
 
 
 class Pages(httpx.AsyncBaseTransport):
-    """Answers with these pages, one a request: the ids on it, and how many there are."""
+    """Responds with one page per request: ids on the page, and total count."""
 
     def __init__(self, *pages: tuple[list[int], int | None]) -> None:
         self._pages = list(pages)
@@ -403,23 +403,23 @@ async def listed(client: GitHub, *pages: tuple[list[int], int | None]) -> list[i
     return sorted(runner.runner_id for runner in await client.list_runners(REPO))
 
 
-async def test_a_removal_between_two_pages_is_noticed(client: GitHub) -> None:
-    """Runner 1 went after the first page, so that 3 moved up to it: the count alone would look right."""
+async def test_removal_between_two_pages_is_detected(client: GitHub) -> None:
+    """Runner 1 was removed after the first page, so runner 3 moved to it. The number of runners alone looks right."""
     first = [([1, 2], 4), ([4], 3)]
     assert await listed(client, *first, ([2, 3], 3), ([4], 3)) == [2, 3, 4]
 
 
-async def test_of_a_list_that_never_rests_all_that_was_seen_stands(client: GitHub) -> None:
+async def test_constantly_changing_list_returns_all_runners_seen(client: GitHub) -> None:
     restless: list[tuple[list[int], int | None]] = [([1, 2], 4), ([4], 3), ([2, 3], 3), ([5], 4), ([3, 5], 4), ([6], 3)]
     assert await listed(client, *restless) == [1, 2, 3, 4, 5, 6]
 
 
-async def test_a_list_that_does_not_say_how_long_it_is_is_none(client: GitHub) -> None:
+async def test_list_without_total_count_is_rejected(client: GitHub) -> None:
     with pytest.raises(Unavailable):
         await listed(client, ([1], None))
 
 
-async def test_calls_that_fail_are_counted_as_such(fake_github: GitHubClients, client: GitHub) -> None:
+async def test_failed_calls_are_counted(fake_github: GitHubClients, client: GitHub) -> None:
     await fake_github.admin.set_fault("status", operation="list", status=502)
     await client.list_runners(REPO)
     assert await client.get_runner(REPO, 1) is None
@@ -428,12 +428,12 @@ async def test_calls_that_fail_are_counted_as_such(fake_github: GitHubClients, c
         await wrong.registration_token(REPO)
     await wrong.close()
     counted = fake_github.calls.outcomes()
-    # One answer to a list, one to the look; what is not there is an answer.
+    # One list and one lookup succeed; 404 is not a failure.
     assert counted["github", "GET runners"] == (2, 1)
     assert counted["github", "POST registration-token"] == (0, 1)
 
 
-async def test_a_server_that_is_not_there() -> None:
+async def test_unreachable_server() -> None:
     github = GitHubClient(
         api_url="http://127.0.0.1:9", token="ghp_secret", clock=QuickClock(), ids=SystemIds(), calls=CallCounter()
     )
@@ -443,7 +443,7 @@ async def test_a_server_that_is_not_there() -> None:
     await github.close()
 
 
-async def test_a_proxy_is_not_asked_for_the_local_github(
+async def test_local_github_is_called_without_a_proxy(
     fake_github: GitHubClients, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
@@ -455,7 +455,7 @@ async def test_a_proxy_is_not_asked_for_the_local_github(
     await github.close()
 
 
-def test_where_runners_register() -> None:
+def test_registration_url() -> None:
     assert web_url("https://api.github.com/") == "https://github.com"
     assert web_url("https://ghes.example.com/api/v3") == "https://ghes.example.com"
     assert web_url("https://api.acme.ghe.com") == "https://acme.ghe.com"

@@ -1,4 +1,4 @@
-"""The GitHub client against the local GitHub: credentials, limits, lost answers."""
+"""The GitHub client with a local GitHub: credentials, rate limits, lost responses."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ APP_ID = "4711"
 HOUR_S = 3600.0
 
 
-class Clock(SystemClock):
-    """Pauses are noted, not waited for; the time may be moved."""
+class NonSleepingClock(SystemClock):
+    """Records pauses instead of waiting. The time can be moved by `ahead_s`."""
 
     def __init__(self) -> None:
         self.ahead_s = 0.0
@@ -74,7 +74,7 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
 
 @pytest.fixture
 def sim(endpoint: Endpoint) -> Iterator[httpx.Client]:
-    """Its operator."""
+    """Client of the admin API of the local GitHub."""
     headers = {"authorization": f"Bearer {endpoint.token}"}
     with httpx.Client(base_url=endpoint.url, headers=headers, trust_env=False, timeout=LONG_S) as client:
         app = {"app_id": APP_ID, "app_key": PUBLIC, "app_owners": [ORG], "token_life_s": HOUR_S}
@@ -84,8 +84,8 @@ def sim(endpoint: Endpoint) -> Iterator[httpx.Client]:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> NonSleepingClock:
+    return NonSleepingClock()
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def calls() -> CallCounter:
 
 @pytest.fixture
 async def github(
-    endpoint: Endpoint, sim: httpx.Client, clock: Clock, calls: CallCounter
+    endpoint: Endpoint, sim: httpx.Client, clock: NonSleepingClock, calls: CallCounter
 ) -> AsyncIterator[GitHubClient]:
     made = GitHubClient(api_url=endpoint.url, token=endpoint.token, clock=clock, ids=SystemIds(), calls=calls)
     yield made
@@ -103,14 +103,16 @@ async def github(
 
 
 @pytest.fixture
-async def app(endpoint: Endpoint, sim: httpx.Client, clock: Clock, calls: CallCounter) -> AsyncIterator[GitHubClient]:
+async def app(
+    endpoint: Endpoint, sim: httpx.Client, clock: NonSleepingClock, calls: CallCounter
+) -> AsyncIterator[GitHubClient]:
     auth = AppAuth(app_id=APP_ID, key=pem(KEY), clock=clock)
     made = GitHubClient(api_url=endpoint.url, auth=auth, clock=clock, ids=SystemIds(), calls=calls)
     yield made
     await made.close()
 
 
-def plant(sim: httpx.Client, kind: str, operation: str, **more: Any) -> None:
+def add_fault(sim: httpx.Client, kind: str, operation: str, **more: Any) -> None:
     sim.post("/_admin/faults", json={"kind": kind, "operation": operation, **more}).raise_for_status()
 
 
@@ -118,7 +120,7 @@ def plant(sim: httpx.Client, kind: str, operation: str, **more: Any) -> None:
 
 
 @pytest.mark.parametrize("scope", [REPO, ORG])
-async def test_an_app_finds_its_installation_and_keeps_the_token(
+async def test_app_looks_up_its_installation_and_caches_the_token(
     app: GitHubClient, calls: CallCounter, scope: str
 ) -> None:
     await asyncio.gather(app.registration_token(scope), app.removal_token(scope), app.list_runners(scope))
@@ -127,7 +129,9 @@ async def test_an_app_finds_its_installation_and_keeps_the_token(
     assert counted["POST access_tokens"] == 1
 
 
-async def test_a_token_is_renewed_shortly_before_it_ends(app: GitHubClient, calls: CallCounter, clock: Clock) -> None:
+async def test_token_is_renewed_shortly_before_it_expires(
+    app: GitHubClient, calls: CallCounter, clock: NonSleepingClock
+) -> None:
     await app.list_runners(REPO)
     clock.ahead_s = HOUR_S - 200
     await app.list_runners(REPO)
@@ -138,26 +142,26 @@ async def test_a_token_is_renewed_shortly_before_it_ends(app: GitHubClient, call
     assert calls.by_service()["github"]["POST access_tokens"] == 2
 
 
-async def test_a_refused_token_is_replaced_once(app: GitHubClient, sim: httpx.Client, calls: CallCounter) -> None:
+async def test_rejected_token_is_replaced_once(app: GitHubClient, sim: httpx.Client, calls: CallCounter) -> None:
     await app.list_runners(REPO)
-    plant(sim, "status", "list", status=401)
+    add_fault(sim, "status", "list", status=401)
     await app.list_runners(REPO)
     assert calls.by_service()["github"]["POST access_tokens"] == 2
-    plant(sim, "status", "list", status=401, times=2)
+    add_fault(sim, "status", "list", status=401, times=2)
     with pytest.raises(UserError, match="401"):
         await app.list_runners(REPO)
     assert calls.by_service()["github"]["POST access_tokens"] == 3
 
 
-async def test_an_app_that_is_not_installed_is_told(app: GitHubClient) -> None:
+async def test_missing_installation_is_reported(app: GitHubClient) -> None:
     with pytest.raises(UserError, match="not installed for stranger/repo") as caught:
         await app.list_runners("stranger/repo")
     assert caught.value.field == "github-scope"
 
 
 @pytest.mark.parametrize("change", [{"app_id": "1"}, {"ahead_s": 2 * HOUR_S}, {"ahead_s": -2 * HOUR_S}, {"key": True}])
-async def test_a_proof_that_github_does_not_take_is_told(
-    endpoint: Endpoint, sim: httpx.Client, clock: Clock, change: dict[str, Any]
+async def test_rejected_jwt_is_reported(
+    endpoint: Endpoint, sim: httpx.Client, clock: NonSleepingClock, change: dict[str, Any]
 ) -> None:
     clock.ahead_s = change.get("ahead_s", 0.0)
     key = rsa.generate_private_key(public_exponent=65537, key_size=2048) if change.get("key") else KEY
@@ -170,33 +174,33 @@ async def test_a_proof_that_github_does_not_take_is_told(
 
 
 @pytest.mark.parametrize("key", ["", "secret-nonsense", pem(ec.generate_private_key(ec.SECP256R1()))])
-def test_a_key_that_is_none_is_told_and_not_shown(clock: Clock, key: str) -> None:
+def test_invalid_key_is_reported_without_its_value(clock: NonSleepingClock, key: str) -> None:
     with pytest.raises(UserError) as caught:
         AppAuth(app_id=APP_ID, key=key, clock=clock)
     assert caught.value.field == "github-app-key"
     assert "secret" not in caught.value.message
 
 
-def test_a_key_with_its_line_breaks_written_out_is_taken(clock: Clock) -> None:
+def test_key_with_escaped_line_breaks_is_accepted(clock: NonSleepingClock) -> None:
     auth = AppAuth(app_id=APP_ID, key=pem(KEY).replace("\n", "\\n"), clock=clock)
     assert "PRIVATE" not in repr(auth)
 
 
-async def test_answers_of_the_app_endpoints_may_be_lost(
+async def test_lost_responses_of_the_app_endpoints_are_retried(
     app: GitHubClient, sim: httpx.Client, calls: CallCounter
 ) -> None:
-    plant(sim, "lost_answer", "installation")
-    plant(sim, "lost_answer", "installation-token")
+    add_fault(sim, "lost_answer", "installation")
+    add_fault(sim, "lost_answer", "installation-token")
     await app.list_runners(REPO)
     assert calls.by_service()["github"]["POST access_tokens"] == 2
 
 
-async def test_nothing_secret_is_logged(
+async def test_no_secret_is_logged(
     app: GitHubClient, sim: httpx.Client, caplog: pytest.LogCaptureFixture, endpoint: Endpoint
 ) -> None:
     with caplog.at_level(logging.DEBUG):
         await app.registration_token(REPO)
-        plant(sim, "status", "list", status=403)
+        add_fault(sim, "status", "list", status=403)
         with pytest.raises(UserError) as caught:
             await app.list_runners(REPO)
     seen = caplog.text + str(caught.value) + repr(app._auth.__dict__)
@@ -204,10 +208,10 @@ async def test_nothing_secret_is_logged(
         assert secret not in seen
 
 
-# Tokens as they are
+# Static tokens
 
 
-async def test_a_token_from_outside_is_not_replaced(endpoint: Endpoint, clock: Clock, calls: CallCounter) -> None:
+async def test_static_token_is_not_replaced(endpoint: Endpoint, clock: NonSleepingClock, calls: CallCounter) -> None:
     github = GitHubClient(api_url=endpoint.url, token="wrong", clock=clock, ids=SystemIds(), calls=calls)
     with pytest.raises(UserError, match="401") as caught:
         await github.list_runners(REPO)
@@ -216,12 +220,12 @@ async def test_a_token_from_outside_is_not_replaced(endpoint: Endpoint, clock: C
     await github.close()
 
 
-async def test_a_token_from_outside_is_not_logged(
+async def test_static_token_is_not_logged(
     github: GitHubClient, sim: httpx.Client, caplog: pytest.LogCaptureFixture, endpoint: Endpoint
 ) -> None:
     with caplog.at_level(logging.DEBUG):
         minted = await github.registration_token(REPO)
-        plant(sim, "status", "list", status=403)
+        add_fault(sim, "status", "list", status=403)
         with pytest.raises(UserError) as caught:
             await github.list_runners(REPO)
     seen = caplog.text + str(caught.value) + repr(github) + repr(minted)
@@ -229,8 +233,8 @@ async def test_a_token_from_outside_is_not_logged(
         assert secret not in seen
 
 
-async def test_a_scope_that_was_renamed_is_told_and_not_followed(github: GitHubClient, sim: httpx.Client) -> None:
-    plant(sim, "status", "list", status=301)
+async def test_redirect_of_a_renamed_scope_is_not_followed(github: GitHubClient, sim: httpx.Client) -> None:
+    add_fault(sim, "status", "list", status=301)
     with pytest.raises(UserError, match="was probably renamed") as caught:
         await github.list_runners(REPO)
     assert caught.value.field == "github-scope"
@@ -238,7 +242,7 @@ async def test_a_scope_that_was_renamed_is_told_and_not_followed(github: GitHubC
 
 @pytest.fixture
 async def enterprise(endpoint: Endpoint) -> AsyncIterator[str]:
-    """A server whose API is not at its root."""
+    """A GitHub Enterprise Server, whose API is below /api/v3."""
     asked: list[str] = []
 
     async def forward(request: web.Request) -> web.Response:
@@ -262,8 +266,8 @@ async def enterprise(endpoint: Endpoint) -> AsyncIterator[str]:
 
 @pytest.mark.parametrize("scope", [REPO, ORG])
 @pytest.mark.parametrize("slash", ["", "/"])
-async def test_an_enterprise_server_with_a_token_or_an_app(
-    endpoint: Endpoint, sim: httpx.Client, enterprise: str, clock: Clock, scope: str, slash: str
+async def test_enterprise_server_with_a_token_or_an_app(
+    endpoint: Endpoint, sim: httpx.Client, enterprise: str, clock: NonSleepingClock, scope: str, slash: str
 ) -> None:
     app = AppAuth(app_id=APP_ID, key=pem(KEY), clock=clock)
     for credential in ({"token": endpoint.token}, {"auth": app}):
@@ -274,21 +278,25 @@ async def test_an_enterprise_server_with_a_token_or_an_app(
         await github.close()
 
 
-# Limits
+# Rate limits
 
 
-async def test_short_waits_are_waited_whatever_the_call(github: GitHubClient, sim: httpx.Client, clock: Clock) -> None:
-    plant(sim, "rate_limit", "jitconfig", seconds=3)
+async def test_short_rate_limit_pauses_are_waited_for(
+    github: GitHubClient, sim: httpx.Client, clock: NonSleepingClock
+) -> None:
+    add_fault(sim, "rate_limit", "jitconfig", seconds=3)
     assert (await github.jit_config(REPO, name="patient", labels=["x"])).config
     assert clock.slept == [3.0]
 
 
-async def test_long_waits_are_the_callers(github: GitHubClient, sim: httpx.Client, clock: Clock) -> None:
-    plant(sim, "rate_limit", "list", seconds=30)
+async def test_long_rate_limit_pauses_are_raised(
+    github: GitHubClient, sim: httpx.Client, clock: NonSleepingClock
+) -> None:
+    add_fault(sim, "rate_limit", "list", seconds=30)
     with pytest.raises(Throttled) as caught:
         await github.list_runners(REPO)
     assert caught.value.retry_after_s == 30
-    plant(sim, "rate_limit", "list", status=429)
+    add_fault(sim, "rate_limit", "list", status=429)
     with pytest.raises(Throttled) as caught:
         await github.list_runners(REPO)
     assert caught.value.retry_after_s == 60
@@ -297,7 +305,7 @@ async def test_long_waits_are_the_callers(github: GitHubClient, sim: httpx.Clien
 
 @pytest.fixture
 def used_up(endpoint: Endpoint, sim: httpx.Client) -> Iterator[tuple[str, float]]:
-    """A token with nothing left of its limit, and when that ends."""
+    """A token whose rate limit is used up, and the reset time."""
     token = str(sim.post("/_admin/tokens", json={"scopes": [ORG]}).json()["token"])
     sim.patch("/_admin/settings", json={"enforce_rate_limit": True, "rate_limit": 0}).raise_for_status()
     headers = {"authorization": f"Bearer {token}"}
@@ -307,8 +315,8 @@ def used_up(endpoint: Endpoint, sim: httpx.Client) -> Iterator[tuple[str, float]
     sim.patch("/_admin/settings", json={"enforce_rate_limit": False, "rate_limit": 15_000}).raise_for_status()
 
 
-async def test_a_limit_that_is_used_up_ends_at_its_reset(
-    endpoint: Endpoint, used_up: tuple[str, float], clock: Clock
+async def test_used_up_limit_ends_at_its_reset(
+    endpoint: Endpoint, used_up: tuple[str, float], clock: NonSleepingClock
 ) -> None:
     token, reset = used_up
     github = GitHubClient(api_url=endpoint.url, token=token, clock=clock, ids=SystemIds(), calls=CallCounter())
@@ -316,29 +324,29 @@ async def test_a_limit_that_is_used_up_ends_at_its_reset(
     with pytest.raises(Throttled) as caught:
         await github.list_runners(REPO)
     await github.close()
-    # Should the hour have turned meanwhile, it is the next one's.
+    # If a new hour has begun, it is the reset of that hour.
     assert 900 < caught.value.retry_after_s % HOUR_S <= 1_000
 
 
 # Just-in-time configurations
 
 
-async def test_a_name_that_exists_is_a_conflict(github: GitHubClient) -> None:
+async def test_existing_name_is_a_conflict(github: GitHubClient) -> None:
     first = await github.jit_config(REPO, name="taken", labels=["x"])
     with pytest.raises(Conflict):
         await github.jit_config(REPO, name="taken", labels=["x"])
     assert await github.get_runner(REPO, first.runner_id) is not None
 
 
-async def test_a_configuration_whose_answer_was_lost_is_made_anew(github: GitHubClient, sim: httpx.Client) -> None:
-    plant(sim, "lost_answer", "jitconfig")
+async def test_configuration_with_a_lost_response_is_created_again(github: GitHubClient, sim: httpx.Client) -> None:
+    add_fault(sim, "lost_answer", "jitconfig")
     made = await github.jit_config(REPO, name="remuda-lost", labels=["x"])
     named = [runner for runner in await github.list_runners(REPO) if runner.name == "remuda-lost"]
     assert [runner.runner_id for runner in named] == [made.runner_id]
     assert await github.delete_runner(REPO, made.runner_id) is Deletion.DELETED
 
 
-async def test_answers_lost_again_and_again_are_told(github: GitHubClient, sim: httpx.Client) -> None:
-    plant(sim, "lost_answer", "jitconfig", times=5)
-    with pytest.raises((Unavailable, Conflict)):  # either says: not done
+async def test_repeatedly_lost_responses_are_raised(github: GitHubClient, sim: httpx.Client) -> None:
+    add_fault(sim, "lost_answer", "jitconfig", times=5)
+    with pytest.raises((Unavailable, Conflict)):  # both mean that it failed
         await github.jit_config(REPO, name="remuda-gone", labels=["x"])

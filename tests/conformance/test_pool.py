@@ -1,4 +1,4 @@
-"""The pool's contract (`remuda.ports.pool`), on every adapter."""
+"""Contract of the resource pool (`remuda.ports.pool`), for every adapter."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def receipts(deliveries: Sequence[Delivery]) -> list[str]:
 
 
 def numbers(deliveries: Sequence[Delivery]) -> list[int]:
-    """Which messages they are, sorted: the order means nothing."""
+    """The numbers of the messages, sorted because queues do not keep the order."""
     return sorted(int(delivery.message.id.removeprefix("i-"), 16) for delivery in deliveries if delivery.message)
 
 
 async def drain(pool: ResourcePool, resource_class: str = "large") -> list[Delivery]:
-    """Receive until there is nothing more."""
+    """Receive until the queue is empty."""
     found: list[Delivery] = []
     while batch := await pool.receive(resource_class, visibility_s=HIDDEN_S):
         found.extend(batch)
     return found
 
 
-async def test_prepare_is_idempotent_and_says_what_it_created(pools: Pools) -> None:
+async def test_prepare_is_idempotent_and_returns_its_changes(pools: Pools) -> None:
     pool = pools.open()
     assert len(await pool.prepare(["large", "xlarge"])) == 2
     assert await pool.prepare(["xlarge", "large"]) == []
@@ -44,7 +44,7 @@ async def test_prepare_is_idempotent_and_says_what_it_created(pools: Pools) -> N
     await pool.close()
 
 
-async def test_an_unknown_class_is_not_found(pool: ResourcePool) -> None:
+async def test_unknown_class_raises_not_found(pool: ResourcePool) -> None:
     for call in (
         pool.receive("small", visibility_s=1),
         pool.send([message(1), message(2, resource_class="small")]),
@@ -56,7 +56,7 @@ async def test_an_unknown_class_is_not_found(pool: ResourcePool) -> None:
             await call
 
 
-async def test_a_message_comes_back_as_it_was_sent(pool: ResourcePool, other_pool: ResourcePool) -> None:
+async def test_message_is_received_as_sent(pool: ResourcePool, other_pool: ResourcePool) -> None:
     sent = PoolMessage(
         id="i-0123456789abcdef0",
         epoch=7,
@@ -74,14 +74,14 @@ async def test_a_message_comes_back_as_it_was_sent(pool: ResourcePool, other_poo
     assert delivery.receipt
 
 
-async def test_each_goes_to_the_queue_of_its_class(pool: ResourcePool) -> None:
+async def test_message_goes_to_the_queue_of_its_class(pool: ResourcePool) -> None:
     await pool.send([message(1), message(2, resource_class="xlarge")])
     await pool.send([])
     assert numbers(await pool.receive("large", visibility_s=HIDDEN_S)) == [1]
     assert numbers(await pool.receive("xlarge", visibility_s=HIDDEN_S)) == [2]
 
 
-async def test_a_receive_takes_up_to_its_limit(pool: ResourcePool) -> None:
+async def test_receive_respects_its_limit(pool: ResourcePool) -> None:
     await pool.send([message(number) for number in range(25)])
     assert await pool.depth("large") == 25
     assert 1 <= len(await pool.receive("large", limit=3, visibility_s=0)) <= 3
@@ -89,7 +89,7 @@ async def test_a_receive_takes_up_to_its_limit(pool: ResourcePool) -> None:
     assert numbers(await drain(pool)) == list(range(25))
 
 
-async def test_a_received_message_is_hidden_from_all(pool: ResourcePool, other_pool: ResourcePool) -> None:
+async def test_received_message_is_invisible_to_all(pool: ResourcePool, other_pool: ResourcePool) -> None:
     await pool.send([message(1)])
     assert numbers(await pool.receive("large", visibility_s=HIDDEN_S)) == [1]
     assert await pool.receive("large", visibility_s=HIDDEN_S) == []
@@ -97,23 +97,23 @@ async def test_a_received_message_is_hidden_from_all(pool: ResourcePool, other_p
     assert await pool.depth("large") == 1
 
 
-async def test_a_hidden_message_comes_back_unless_deleted(pools: Pools, pool: ResourcePool) -> None:
+async def test_invisible_message_returns_unless_deleted(pools: Pools, pool: ResourcePool) -> None:
     await pool.send([message(1), message(2)])
     deliveries = await drain(pool)
     await pool.delete("large", [each.receipt for each in deliveries if numbers([each]) == [1]])
     assert await pool.depth("large") == 1
-    await pools.let_pass(HIDDEN_S + 1)
+    await pools.advance(HIDDEN_S + 1)
     assert numbers(await drain(pool)) == [2]
 
 
-async def test_deletes_go_in_batches(pool: ResourcePool) -> None:
+async def test_more_messages_than_a_batch_are_deleted(pool: ResourcePool) -> None:
     await pool.send([message(number) for number in range(23)])
     await pool.delete("large", receipts(await drain(pool)))
     assert await pool.depth("large") == 0
     await pool.delete("large", [])
 
 
-async def test_what_is_handed_back_is_visible_at_once(pool: ResourcePool, other_pool: ResourcePool) -> None:
+async def test_handed_back_message_is_visible_immediately(pool: ResourcePool, other_pool: ResourcePool) -> None:
     await pool.send([message(number) for number in range(12)])
     deliveries = await drain(pool)
     await pool.hand_back("large", receipts(deliveries))
@@ -123,10 +123,10 @@ async def test_what_is_handed_back_is_visible_at_once(pool: ResourcePool, other_
     await pool.hand_back("large", [])
 
 
-async def test_a_stale_receipt_is_ignored(pools: Pools, pool: ResourcePool, other_pool: ResourcePool) -> None:
+async def test_stale_receipt_is_ignored(pools: Pools, pool: ResourcePool, other_pool: ResourcePool) -> None:
     await pool.send([message(1)])
     (first,) = await pool.receive("large", visibility_s=HIDDEN_S)
-    await pools.let_pass(HIDDEN_S + 1)
+    await pools.advance(HIDDEN_S + 1)
     (second,) = await other_pool.receive("large", visibility_s=HIDDEN_S)
     await pool.delete("large", [first.receipt])
     await pool.hand_back("large", [first.receipt])
@@ -137,7 +137,7 @@ async def test_a_stale_receipt_is_ignored(pools: Pools, pool: ResourcePool, othe
     assert await pool.depth("large") == 0
 
 
-async def test_a_receipt_is_of_one_queue(pool: ResourcePool) -> None:
+async def test_receipt_of_another_queue_is_ignored(pool: ResourcePool) -> None:
     await pool.send([message(1)])
     (delivery,) = await pool.receive("large", visibility_s=HIDDEN_S)
     await pool.delete("xlarge", [delivery.receipt])
@@ -145,35 +145,35 @@ async def test_a_receipt_is_of_one_queue(pool: ResourcePool) -> None:
 
 
 @pytest.mark.parametrize("pools", POOLS_WITH_EXPIRING_RECEIPTS, indirect=True)
-async def test_a_receipt_is_good_until_its_message_comes_back(pools: Pools, pool: ResourcePool) -> None:
+async def test_receipt_is_valid_until_the_message_returns(pools: Pools, pool: ResourcePool) -> None:
     await pool.send([message(1)])
     (delivery,) = await pool.receive("large", visibility_s=HIDDEN_S)
-    await pools.let_pass(HIDDEN_S + 1)
+    await pools.advance(HIDDEN_S + 1)
     await pool.delete("large", [delivery.receipt])
     assert await pool.depth("large") == 1
 
 
-async def test_a_delayed_message_comes_later(pools: Pools, pool: ResourcePool) -> None:
+async def test_delayed_message_is_delivered_later(pools: Pools, pool: ResourcePool) -> None:
     await pool.send([message(1)], delay_s=HIDDEN_S)
     assert await pool.receive("large", visibility_s=HIDDEN_S) == []
     assert await pool.depth("large") == 1
-    await pools.let_pass(HIDDEN_S + 1)
+    await pools.advance(HIDDEN_S + 1)
     assert numbers(await pool.receive("large", visibility_s=HIDDEN_S)) == [1]
 
 
-async def test_the_same_message_may_be_there_twice(pool: ResourcePool) -> None:
+async def test_same_message_can_be_queued_twice(pool: ResourcePool) -> None:
     await pool.send([message(1)])
     await pool.send([message(1)])
     assert numbers(await drain(pool)) == [1, 1]
 
 
-async def test_an_empty_queue_answers_at_once_or_after_its_wait(pool: ResourcePool) -> None:
+async def test_receive_from_empty_queue_returns_immediately_or_after_its_wait(pool: ResourcePool) -> None:
     assert await pool.receive("large", visibility_s=HIDDEN_S) == []
     assert await pool.receive("large", visibility_s=HIDDEN_S, wait_s=SHORT_S) == []
 
 
 @pytest.mark.parametrize("sender", ["own", "other"])
-async def test_a_waiting_receive_ends_on_the_message(pool: ResourcePool, other_pool: ResourcePool, sender: str) -> None:
+async def test_waiting_receive_returns_a_new_message(pool: ResourcePool, other_pool: ResourcePool, sender: str) -> None:
     by = pool if sender == "own" else other_pool
     async with asyncio.timeout(LONG_S), asyncio.TaskGroup() as group:
         waiting = group.create_task(pool.receive("large", visibility_s=HIDDEN_S, wait_s=2 * LONG_S))
@@ -183,7 +183,7 @@ async def test_a_waiting_receive_ends_on_the_message(pool: ResourcePool, other_p
         assert numbers(await waiting) == [2]
 
 
-async def test_a_waiting_receive_ends_when_a_message_comes_back(pool: ResourcePool, other_pool: ResourcePool) -> None:
+async def test_waiting_receive_returns_a_handed_back_message(pool: ResourcePool, other_pool: ResourcePool) -> None:
     await pool.send([message(1)])
     await pool.receive("large", visibility_s=SHORT_S)
     async with asyncio.timeout(LONG_S):
@@ -195,7 +195,7 @@ async def test_a_waiting_receive_ends_when_a_message_comes_back(pool: ResourcePo
             assert numbers(await waiting) == [1]
 
 
-async def test_each_message_goes_to_one_of_many_receivers(pools: Pools, pool: ResourcePool) -> None:
+async def test_each_message_is_delivered_to_one_receiver(pools: Pools, pool: ResourcePool) -> None:
     receivers = [pools.open() for _ in range(4)]
     async with asyncio.timeout(LONG_S), asyncio.TaskGroup() as group:
         waits = [
@@ -209,7 +209,7 @@ async def test_each_message_goes_to_one_of_many_receivers(pools: Pools, pool: Re
     await asyncio.gather(*(each.close() for each in receivers))
 
 
-async def test_a_cancelled_receive_loses_nothing(pools: Pools, pool: ResourcePool) -> None:
+async def test_cancelled_receive_loses_no_message(pools: Pools, pool: ResourcePool) -> None:
     waiting = asyncio.create_task(pool.receive("large", visibility_s=HIDDEN_S, wait_s=LONG_S))
     assert await pool.receive("large", visibility_s=HIDDEN_S, wait_s=SHORT_S) == []
     waiting.cancel()
@@ -217,8 +217,8 @@ async def test_a_cancelled_receive_loses_nothing(pools: Pools, pool: ResourcePoo
     await asyncio.wait({waiting})
     again: list[int] = []
     for _ in range(12):
-        # A server may serve him who is gone until his wait is over: then the message is hidden once more.
-        await pools.let_pass(HIDDEN_S + 1)
+        # A server may deliver to the cancelled receive until its wait ends, which hides the message once more.
+        await pools.advance(HIDDEN_S + 1)
         again = numbers(await pool.receive("large", visibility_s=HIDDEN_S, wait_s=LONG_S / 12))
         if again:
             break
@@ -240,7 +240,7 @@ SECRET = "ghp_0123456789"
     ],
     ids=["text", "empty", "list", "object", "deep", "bad-id"],
 )
-async def test_a_malformed_body_is_delivered_as_such(pools: Pools, pool: ResourcePool, body: str) -> None:
+async def test_malformed_body_is_delivered_with_its_reason(pools: Pools, pool: ResourcePool, body: str) -> None:
     await pools.send_raw("large", body)
     (delivery,) = await pool.receive("large", visibility_s=HIDDEN_S)
     assert delivery.message is None
@@ -250,7 +250,7 @@ async def test_a_malformed_body_is_delivered_as_such(pools: Pools, pool: Resourc
     assert await pool.depth("large") == 0
 
 
-async def test_calls_are_counted_by_the_batch(pools: Pools, pool: ResourcePool) -> None:
+async def test_calls_are_counted_per_batch(pools: Pools, pool: ResourcePool) -> None:
     await pool.send([message(number, resource_class="large" if number < 11 else "xlarge") for number in range(13)])
     deliveries = [
         *await pool.receive("large", visibility_s=HIDDEN_S),

@@ -1,4 +1,4 @@
-"""Every observed scenario through the real adapters: the GitHub client and the EC2 fleet against scripted servers."""
+"""Every observed scale-down scenario with the real GitHub and EC2 adapters, against scripted servers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.virtual_time import FixedClock
 
 @cache
 def _session() -> AioSession:
-    """Reading EC2's model takes a second: once is enough."""
+    """Cached: loading EC2's service model takes a second."""
     return get_session()
 
 
@@ -48,16 +48,14 @@ def ec2_client(served: FleetUrls) -> Any:
     )
 
 
-class Hangs:
-    """In place of asyncio's timeouts: time is up when each call that is open is one that hangs, and for nothing else,
-    however slow this computer is.
-    """
+class HangTimeouts:
+    """Replaces `asyncio.timeout`: expires when all open calls hang, however slow the test machine is."""
 
     def __init__(self, world: FleetState) -> None:
         self._open: set[asyncio.Timeout] = set()
         self._hanging = 0
         loop = asyncio.get_running_loop()
-        world.on_hang = lambda: loop.call_soon_threadsafe(self._one_more)
+        world.on_hang = lambda: loop.call_soon_threadsafe(self._count_hanging)
 
     @asynccontextmanager
     async def timeout(self, _: float) -> AsyncIterator[None]:
@@ -67,13 +65,13 @@ class Hangs:
                 yield
             finally:
                 self._open.remove(limit)
-                self._look()
+                self._check()
 
-    def _one_more(self) -> None:
+    def _count_hanging(self) -> None:
         self._hanging += 1
-        self._look()
+        self._check()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         if self._open and len(self._open) == self._hanging:
             self._hanging = 0
             for limit in self._open:
@@ -103,7 +101,7 @@ def carried_out(result: ScaleDownResult, action: Action) -> set[str]:
 
 
 def call_bound(world: FleetState, scenario: Mapping[str, Any]) -> int:
-    """Pages, two for each registration that goes or is looked at, one for each orphan with an id."""
+    """Maximum number of calls: pages, two per checked or deleted registration, one per orphan with a runner id."""
     owners = {item["owner"] for item in scenario["github"]["owners"]}
     runners = Counter(str(item["owner"]) for item in scenario["github"]["runners"])
     pages = sum(max(1, math.ceil(runners[owner] / 100)) for owner in owners)
@@ -113,9 +111,11 @@ def call_bound(world: FleetState, scenario: Mapping[str, Any]) -> int:
 
 @pytest.mark.usefixtures("patient_client")
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario["name"])
-async def test_does_as_the_verdict_says(scenario: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_cycle_does_what_the_scenario_expects(
+    scenario: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     world = FleetState.from_scenario(scenario)
-    monkeypatch.setattr(github_client, "asyncio", Hangs(world))
+    monkeypatch.setattr(github_client, "asyncio", HangTimeouts(world))
     if scenario["name"] in REFUSED:
         with pytest.raises(UserError):
             load({}, environ=variables(scenario))

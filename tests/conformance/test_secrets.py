@@ -1,4 +1,4 @@
-"""GitHub's credential out of Secrets Manager, on a server."""
+"""GitHub credentials in Secrets Manager."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOKEN = "ghp_kept_elsewhere"
 
 
 async def put(clients: AwsClients, **content: Any) -> str:
-    """Its ARN."""
+    """Create a secret. Return its ARN."""
     client = await clients.client("secretsmanager", TITLE, config())
     answer = await client.create_secret(Name=f"remuda/ci/{secrets.token_hex(4)}", **content)
     return str(answer["ARN"])
@@ -43,7 +43,7 @@ async def read(clients: AwsClients, arn: str) -> str:
     ],
     ids=["text", "text with blanks", "json", "binary"],
 )
-async def test_a_secret_is_text_or_an_object(clients: AwsClients, content: dict[str, Any]):
+async def test_secret_is_text_or_a_json_object(clients: AwsClients, content: dict[str, Any]):
     assert await read(clients, await put(clients, **content)) == TOKEN
 
 
@@ -58,7 +58,7 @@ async def test_a_secret_is_text_or_an_object(clients: AwsClients, content: dict[
     ],
     ids=["empty", "other key", "number", "not json", "bytes"],
 )
-async def test_what_holds_no_credential_is_told_without_it(clients: AwsClients, content: dict[str, Any], says: str):
+async def test_unusable_secret_is_reported_without_its_value(clients: AwsClients, content: dict[str, Any], says: str):
     arn = await put(clients, **content)
     with pytest.raises(UserError) as refused:
         await read(clients, arn)
@@ -68,13 +68,13 @@ async def test_what_holds_no_credential_is_told_without_it(clients: AwsClients, 
     assert refused.value.field == "github-token"
 
 
-async def test_no_such_secret(clients: AwsClients):
+async def test_missing_secret(clients: AwsClients):
     arn = f"arn:aws:secretsmanager:{REGION}:000000000000:secret:remuda/ci/none-AbCdEf"
     with pytest.raises(UserError, match="does not exist"):
         await read(clients, arn)
 
 
-async def test_one_that_is_marked_for_deletion(clients: AwsClients):
+async def test_secret_scheduled_for_deletion(clients: AwsClients):
     arn = await put(clients, SecretString=TOKEN)
     client = await clients.client("secretsmanager", TITLE, config())
     await client.delete_secret(SecretId=arn, RecoveryWindowInDays=7)
@@ -82,7 +82,7 @@ async def test_one_that_is_marked_for_deletion(clients: AwsClients):
         await read(clients, arn)
 
 
-async def test_it_is_read_where_it_is_needed_only(clients: AwsClients):
+async def test_secret_is_read_only_if_needed(clients: AwsClients):
     nowhere = f"arn:aws:secretsmanager:{REGION}:000000000000:secret:remuda/ci/none-AbCdEf"
     settings = Settings(github_token=Secret(nowhere))
     assert await github_credential(settings, clients, required=False) is None
@@ -90,7 +90,7 @@ async def test_it_is_read_where_it_is_needed_only(clients: AwsClients):
         await github_credential(settings, clients, required=True)
 
 
-async def test_an_apps_key_comes_from_a_secret_too(clients: AwsClients):
+async def test_app_key_can_be_a_secret(clients: AwsClients):
     arn = await put(clients, SecretString=json.dumps({"private_key": "-----BEGIN …"}))
     settings = Settings(github_app_id="7", github_app_key=Secret(arn))
     found = await github_credential(settings, clients, required=True)
@@ -98,7 +98,7 @@ async def test_an_apps_key_comes_from_a_secret_too(clients: AwsClients):
     assert "BEGIN" not in repr(found)
 
 
-async def test_one_that_may_not_be_read(
+async def test_missing_permission(
     clients: AwsClients, server: Ministack, monkeypatch: pytest.MonkeyPatch, aws_session: AioSession
 ):
     arn = await put(clients, SecretString=TOKEN)

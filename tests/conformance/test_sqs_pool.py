@@ -1,4 +1,4 @@
-"""What is particular to the SQS pool: queues by hand, partial batches, sampled polls, bodies that anybody can send."""
+"""Specifics of the SQS pool: changed queues, partial batches, short polls, malformed bodies."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ async def attributes(client: Any, name: str) -> dict[str, str]:
 # Queues -----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_queue_is_as_the_pool_needs_it(pool: SqsResourcePool, client: Any, table_name: str) -> None:
+async def test_queue_attributes(pool: SqsResourcePool, client: Any, table_name: str) -> None:
     assert await pool.prepare(["large"]) == [f"queue {table_name}-large"]
     found = await attributes(client, f"{table_name}-large")
     assert found["MessageRetentionPeriod"] == str(RETENTION_S)
     assert found["VisibilityTimeout"] == str(VISIBILITY_S)
 
 
-async def test_a_queue_that_somebody_changed_is_put_right(pool: SqsResourcePool, client: Any, table_name: str) -> None:
+async def test_changed_queue_is_repaired(pool: SqsResourcePool, client: Any, table_name: str) -> None:
     await pool.prepare(["large"])
     url = (await client.get_queue_url(QueueName=f"{table_name}-large"))["QueueUrl"]
     await client.set_queue_attributes(QueueUrl=url, Attributes={"MessageRetentionPeriod": "60", "DelaySeconds": "900"})
@@ -73,7 +73,7 @@ async def test_a_queue_that_somebody_changed_is_put_right(pool: SqsResourcePool,
     assert await pool.prepare(["large"]) == []
 
 
-async def test_a_queue_that_would_lose_hints_is_refused(pool: SqsResourcePool, client: Any, table_name: str) -> None:
+async def test_queue_with_a_dead_letter_queue_is_rejected(pool: SqsResourcePool, client: Any, table_name: str) -> None:
     await pool.prepare(["large", "grave"])
     arn = (await attributes(client, f"{table_name}-grave"))["QueueArn"]
     policy = json.dumps({"deadLetterTargetArn": arn, "maxReceiveCount": 5})
@@ -84,13 +84,13 @@ async def test_a_queue_that_would_lose_hints_is_refused(pool: SqsResourcePool, c
     assert "redrive" in refused.value.fix
 
 
-async def test_a_name_that_no_queue_can_have(client: Any, calls: CallCounter) -> None:
+async def test_invalid_queue_name_is_rejected(client: Any, calls: CallCounter) -> None:
     for prefix in ("remuda " + "x", "p" * 80):
         with pytest.raises(UserError, match="is not a valid queue name"):
             await open_pool(client, prefix, calls).prepare(["large"])
 
 
-async def test_a_queue_deleted_by_hand(pool: SqsResourcePool, client: Any, table_name: str) -> None:
+async def test_deleted_queue_is_created_again(pool: SqsResourcePool, client: Any, table_name: str) -> None:
     await pool.prepare(["large"])
     await pool.send([message(1)])
     await client.delete_queue(QueueUrl=(await client.get_queue_url(QueueName=f"{table_name}-large"))["QueueUrl"])
@@ -103,18 +103,14 @@ async def test_a_queue_deleted_by_hand(pool: SqsResourcePool, client: Any, table
     assert await pool.depth("large") == 1
 
 
-async def test_a_queue_that_was_deleted_a_moment_ago_is_to_be_waited_for(
-    pool: SqsResourcePool, between: FaultProxy
-) -> None:
+async def test_recently_deleted_queue_is_unavailable(pool: SqsResourcePool, between: FaultProxy) -> None:
     between.always["CreateQueue"] = fail(400, "QueueDeletedRecently")
     with pytest.raises(Unavailable, match="was deleted less than a minute ago") as refused:
         await pool.prepare(["large"])
     assert "refresh" in refused.value.fix
 
 
-async def test_an_address_is_asked_for_once(
-    pool: SqsResourcePool, table_name: str, between: FaultProxy, client: Any
-) -> None:
+async def test_queue_url_is_cached(pool: SqsResourcePool, table_name: str, between: FaultProxy, client: Any) -> None:
     await pool.prepare(["large"])
     other = open_pool(client, table_name, CallCounter())
     between.requests.clear()
@@ -126,20 +122,20 @@ async def test_an_address_is_asked_for_once(
 # Calls ------------------------------------------------------------------------------------------------------------
 
 
-async def test_an_empty_short_poll_is_repeated_once(
+async def test_empty_short_poll_is_repeated_once(
     pool: SqsResourcePool, between: FaultProxy, calls: CallCounter
 ) -> None:
     await pool.prepare(["large"])
     assert await pool.receive("large", visibility_s=1) == []
     assert between.requests["ReceiveMessage"] == calls.by_service()["sqs"]["ReceiveMessage"] == 2
     await pool.send([message(1)])
-    between.then("ReceiveMessage", respond({}))  # the hosts that were asked had none
+    between.then("ReceiveMessage", respond({}))  # a short poll that finds nothing
     assert len(await pool.receive("large", visibility_s=LONG_S)) == 1
     assert await pool.receive("large", visibility_s=LONG_S, wait_s=0.5) == []
     assert between.sent["ReceiveMessage"][-1]["WaitTimeSeconds"] == 1
 
 
-async def test_a_message_has_the_fields_that_others_know(pool: SqsResourcePool, between: FaultProxy) -> None:
+async def test_message_has_the_documented_fields(pool: SqsResourcePool, between: FaultProxy) -> None:
     await pool.prepare(["large"])
     await pool.send([message(1)])
     (entry,) = between.sent["SendMessageBatch"][-1]["Entries"]
@@ -156,7 +152,7 @@ async def test_a_message_has_the_fields_that_others_know(pool: SqsResourcePool, 
     }
 
 
-async def test_a_large_herd_goes_in_tens(pool: SqsResourcePool, between: FaultProxy) -> None:
+async def test_many_messages_are_sent_in_batches(pool: SqsResourcePool, between: FaultProxy) -> None:
     await pool.prepare(["large"])
     await pool.send([message(number) for number in range(95)])
     assert between.requests["SendMessageBatch"] == 10
@@ -167,9 +163,7 @@ FAILED = {"Id": "1", "Code": "InternalError", "SenderFault": False}
 
 
 @pytest.mark.parametrize("operation", ["send", "delete", "hand_back"])
-async def test_what_a_batch_refused_is_tried_once_more(
-    pool: SqsResourcePool, between: FaultProxy, operation: str
-) -> None:
+async def test_rejected_entries_are_retried_once(pool: SqsResourcePool, between: FaultProxy, operation: str) -> None:
     await pool.prepare(["large"])
     wire_name = {
         "send": "SendMessageBatch",
@@ -185,14 +179,14 @@ async def test_what_a_batch_refused_is_tried_once_more(
 
     between.then(wire_name, respond({"Successful": [], "Failed": [FAILED]}))
     await call()
-    assert [entry["Id"] for entry in between.sent[wire_name][-1]["Entries"]] == ["1"], "only what was refused"
+    assert [entry["Id"] for entry in between.sent[wire_name][-1]["Entries"]] == ["1"], "only the rejected entry"
     between.always[wire_name] = respond({"Successful": [], "Failed": [FAILED]})
     with pytest.raises(Unavailable, match=r"rejected 1 of 3 entries.*InternalError"):
         await call()
     assert between.requests[wire_name] == 4
 
 
-async def test_failures_are_translated(pool: SqsResourcePool, between: FaultProxy) -> None:
+async def test_errors_are_translated(pool: SqsResourcePool, between: FaultProxy) -> None:
     await pool.prepare(["large"])
     between.always["ReceiveMessage"] = fail(400, "ThrottlingException")
     with pytest.raises(Throttled):
@@ -205,7 +199,7 @@ async def test_failures_are_translated(pool: SqsResourcePool, between: FaultProx
         await pool.receive("large", visibility_s=1)
 
 
-async def test_an_endpoint_that_is_down_is_named(
+async def test_unreachable_endpoint_is_named(
     server: Ministack, aws_session: AioSession, calls: CallCounter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with unused_port() as port:
@@ -246,7 +240,7 @@ GOOD = {
         {"resourceClass": {"a": "b"}},
     ],
 )
-async def test_a_body_of_wrong_types_is_malformed(
+async def test_body_with_wrong_types_is_malformed(
     pool: SqsResourcePool, client: Any, table_name: str, change: dict[str, Any]
 ) -> None:
     await pool.prepare(["large"])
@@ -266,12 +260,12 @@ JSONS = st.recursive(
 
 @given(body=st.text() | JSONS.map(json.dumps) | st.dictionaries(st.sampled_from(list(GOOD)), JSONS).map(json.dumps))
 @settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
-def test_no_body_is_too_strange(body: str) -> None:
+def test_any_body_is_parsed_or_malformed(body: str) -> None:
     delivery = _delivery({"ReceiptHandle": "r-1", "Body": body})
     assert isinstance(delivery.message, PoolMessage) or delivery.malformed
 
 
-def test_a_good_body_with_more_in_it_than_we_know() -> None:
+def test_unknown_fields_of_a_body_are_ignored() -> None:
     body = json.dumps({**GOOD, "colour": "bay"})
     assert _delivery({"ReceiptHandle": "r-1", "Body": body}).message is not None
     for hostile in ("[" * 100_000, "1" * 5_000, '{"id": 1e999}', "\ud800"):

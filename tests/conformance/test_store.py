@@ -1,4 +1,4 @@
-"""The store's contract (`remuda.ports.store`), on every adapter."""
+"""Contract of the instance store (`remuda.ports.store`), for every adapter."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ MS = timedelta(milliseconds=1)
 
 
 async def conflict(awaitable: Any) -> Any:
-    """What the refused write was shown."""
+    """The stored record in the `Conflict` of a write."""
     with pytest.raises(Conflict) as refused:
         await awaitable
     return refused.value.current
@@ -56,7 +56,7 @@ async def conflict(awaitable: Any) -> Any:
 # Changes ----------------------------------------------------------------------------------------------------------
 
 
-async def test_prepare_is_idempotent_and_says_what_it_created(stores: Stores) -> None:
+async def test_prepare_is_idempotent_and_returns_its_changes(stores: Stores) -> None:
     store = stores.open()
     assert await store.prepare() != []
     assert await store.prepare() == []
@@ -64,7 +64,7 @@ async def test_prepare_is_idempotent_and_says_what_it_created(stores: Stores) ->
     await store.close()
 
 
-async def test_a_record_comes_back_as_it_was_written(store: InstanceStore, other: InstanceStore) -> None:
+async def test_record_is_read_as_written(store: InstanceStore, other: InstanceStore) -> None:
     full = instance(
         run_id="1234",
         last_run_id="1233",
@@ -88,20 +88,20 @@ async def test_a_record_comes_back_as_it_was_written(store: InstanceStore, other
     assert await store.get(instance_id(2)) is None
 
 
-async def test_what_a_write_returns_is_what_readers_see(store: InstanceStore) -> None:
+async def test_write_returns_the_stored_record(store: InstanceStore) -> None:
     written = await store.apply(birth(instance(threshold=NOW + timedelta(microseconds=1_999))))
     assert written.threshold == NOW + MS
     assert await store.get(ID) == written
 
 
-async def test_a_record_is_born_only_where_there_is_none(store: InstanceStore) -> None:
+async def test_create_conflicts_with_an_existing_record(store: InstanceStore) -> None:
     first = await store.apply(birth(instance(owner="first")))
     assert await conflict(store.apply(birth(instance(owner="second")))) == first
     assert await store.get(ID) == first
     assert len(await store.history(ID)) == 1
 
 
-async def test_a_change_of_nothing_conflicts_with_none(store: InstanceStore) -> None:
+async def test_change_of_a_missing_record_conflicts(store: InstanceStore) -> None:
     assert await conflict(store.apply(change(instance(), uses=1))) is None
     assert await store.get(ID) is None
     assert not await store.history(ID)
@@ -138,7 +138,7 @@ OWNED = instance(owner="p-1/a", threshold=at(10), tier=Tier.TRUSTED, repository=
         ({"owner": "p-1/a", "threshold_after": at(11), "not_retired": True, "tiers": (Tier.TRUSTED,)}, False),
     ],
 )
-async def test_guards(store: InstanceStore, guard: dict[str, Any], admitted: bool) -> None:  # noqa: FBT001
+async def test_write_conditions(store: InstanceStore, guard: dict[str, Any], admitted: bool) -> None:  # noqa: FBT001
     await store.apply(birth(OWNED))
     wanted = change(OWNED, WriteCondition(**{"state": State.IDLE, "epoch": 1, **guard}), uses=7)
     if admitted:
@@ -149,14 +149,14 @@ async def test_guards(store: InstanceStore, guard: dict[str, Any], admitted: boo
         assert len(await store.history(ID)) == 1
 
 
-async def test_a_retired_record_is_refused_where_the_guard_says_so(store: InstanceStore) -> None:
+async def test_condition_not_retired_rejects_a_retired_record(store: InstanceStore) -> None:
     retired = await store.apply(birth(instance(retire_reason=RetireReason.SPOT_NOTICE)))
     guard = WriteCondition(state=State.IDLE, epoch=1, not_retired=True)
     assert await conflict(store.apply(change(retired, guard, uses=1))) == retired
     assert (await store.apply(change(retired, uses=1))).uses == 1
 
 
-async def test_a_quarantine_that_a_writer_does_not_know_of_is_spared(store: InstanceStore) -> None:
+async def test_concurrent_quarantine_rejects_the_write(store: InstanceStore) -> None:
     held = await store.apply(birth(instance(quarantined_until=at(10))))
     for known in (at(0), at(10) - MS):
         guard = WriteCondition(state=State.IDLE, epoch=1, max_quarantined_until=known)
@@ -167,7 +167,7 @@ async def test_a_quarantine_that_a_writer_does_not_know_of_is_spared(store: Inst
     assert (await store.apply(change(free, replace(guard, max_quarantined_until=at(0)), uses=1))).uses == 1
 
 
-async def test_only_what_the_change_sets_is_written(store: InstanceStore, other: InstanceStore) -> None:
+async def test_change_writes_only_its_fields(store: InstanceStore, other: InstanceStore) -> None:
     seen = await store.apply(birth(instance()))
     await other.apply(change(seen, retire_reason=RetireReason.SPOT_NOTICE))
     written = await store.apply(change(seen, threshold=at(900), assignment=assignment()))
@@ -177,7 +177,7 @@ async def test_only_what_the_change_sets_is_written(store: InstanceStore, other:
     assert await other.get(ID) == cleared
 
 
-async def test_many_changes_at_once_are_each_judged_alone(store: InstanceStore, other: InstanceStore) -> None:
+async def test_apply_all_reports_each_change_separately(store: InstanceStore, other: InstanceStore) -> None:
     records = [await store.apply(birth(instance(number, uses=1))) for number in range(1, 5)]
     moved = await other.apply(change(records[2], epoch=2))
     wanted = [*(change(record, uses=7) for record in records), change(instance(9), uses=7)]
@@ -210,12 +210,12 @@ async def test_concurrent_claims_have_one_winner(stores: Stores, store: Instance
 # History ----------------------------------------------------------------------------------------------------------
 
 
-async def test_histories_of_many(store: InstanceStore, other: InstanceStore) -> None:
+async def test_histories_of_several_instances(store: InstanceStore, other: InstanceStore) -> None:
     for number in (1, 2, 3):
         record = await store.apply(birth(instance(number)))
         for step in range(number):
             await store.apply(change(record, transition=f"step-{step}", uses=step))
-    # What this store wrote may be on its way; a look at one history sees it there.
+    # History is written asynchronously; reading one history flushes it.
     for number in (1, 2, 3):
         await store.history(instance_id(number))
     found = await other.histories([instance_id(number) for number in (1, 3, 9)])
@@ -226,7 +226,7 @@ async def test_histories_of_many(store: InstanceStore, other: InstanceStore) -> 
     assert not await other.histories([])
 
 
-async def test_history_is_in_order_and_bounded(store: InstanceStore) -> None:
+async def test_history_is_ordered_and_bounded(store: InstanceStore) -> None:
     record = await store.apply(birth(instance()))
     for number in range(HISTORY_LIMIT + 4):
         await store.apply(change(record, transition=f"step-{number}", uses=number))
@@ -239,7 +239,7 @@ async def test_history_is_in_order_and_bounded(store: InstanceStore) -> None:
 # Searches ---------------------------------------------------------------------------------------------------------
 
 
-async def test_get_many_returns_those_that_exist(store: InstanceStore) -> None:
+async def test_get_many_returns_existing_records(store: InstanceStore) -> None:
     records = [await store.apply(birth(instance(number))) for number in range(1, 131)]
     wanted = [record.instance_id for record in records]
     assert await store.get_many([*wanted, instance_id(999), wanted[0]]) == dict(zip(wanted, records, strict=True))
@@ -282,12 +282,12 @@ async def test_searches_follow_changes(store: InstanceStore) -> None:
 # Waiting ----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_wait_returns_at_once_where_the_record_differs(store: InstanceStore) -> None:
+async def test_wait_returns_immediately_if_the_record_differs(store: InstanceStore) -> None:
     record = await store.apply(birth(instance()))
     await store.beat(ID, **BEAT)
     report = await store.get_report(ID)
     async with asyncio.timeout(LONG_S), asyncio.TaskGroup() as group:
-        # One who waits in vain does not hide the present record from those who come later.
+        # A pending waiter must not hide the present record from later ones.
         in_vain = group.create_task(store.wait_for_control(ID, record, 2 * LONG_S))
         assert await store.wait_for_control(ID, record, SHORT_S) == record
         assert await store.wait_for_control(ID, None, 2 * LONG_S) == record
@@ -298,7 +298,7 @@ async def test_a_wait_returns_at_once_where_the_record_differs(store: InstanceSt
         in_vain.cancel()
 
 
-async def test_a_wait_returns_what_is_there_at_its_timeout(store: InstanceStore) -> None:
+async def test_wait_returns_the_present_record_at_its_timeout(store: InstanceStore) -> None:
     assert await store.wait_for_control(ID, None, SHORT_S) is None
     assert await store.wait_for_report(ID, None, SHORT_S) is None
     record = await store.apply(birth(instance()))
@@ -307,7 +307,7 @@ async def test_a_wait_returns_what_is_there_at_its_timeout(store: InstanceStore)
 
 
 @pytest.mark.parametrize("writer", ["own", "other"])
-async def test_a_wait_ends_on_the_change(store: InstanceStore, other: InstanceStore, writer: str) -> None:
+async def test_wait_ends_on_a_change(store: InstanceStore, other: InstanceStore, writer: str) -> None:
     by = store if writer == "own" else other
     async with asyncio.timeout(LONG_S), asyncio.TaskGroup() as group:
         seen = None
@@ -323,7 +323,7 @@ async def test_a_wait_ends_on_the_change(store: InstanceStore, other: InstanceSt
         assert await waiting_for_report == Report(instance_id=ID, epoch=1, signal=Signal.UD_OK)
 
 
-async def test_many_wait_and_each_hears_of_its_own(store: InstanceStore, other: InstanceStore) -> None:
+async def test_each_waiter_gets_its_own_record(store: InstanceStore, other: InstanceStore) -> None:
     records = [await store.apply(birth(instance(number))) for number in range(20)]
     async with asyncio.timeout(LONG_S), asyncio.TaskGroup() as group:
         waits = [
@@ -340,7 +340,7 @@ async def test_many_wait_and_each_hears_of_its_own(store: InstanceStore, other: 
         assert [await wait for wait in waits[1:3]] == [replace(records[0], uses=2)] * 2
 
 
-async def test_a_write_elsewhere_does_not_end_a_wait(store: InstanceStore, other: InstanceStore) -> None:
+async def test_write_of_another_record_does_not_end_a_wait(store: InstanceStore, other: InstanceStore) -> None:
     record = await store.apply(birth(instance()))
     async with asyncio.timeout(LONG_S), asyncio.TaskGroup() as group:
         waiting = group.create_task(store.wait_for_control(ID, record, 2 * LONG_S))
@@ -357,7 +357,7 @@ async def test_a_write_elsewhere_does_not_end_a_wait(store: InstanceStore, other
 # Reports ----------------------------------------------------------------------------------------------------------
 
 
-async def test_signals_never_fall(store: InstanceStore) -> None:
+async def test_signal_rank_never_decreases(store: InstanceStore) -> None:
     await store.write_signal(ID, epoch=2, signal=Signal.UD_REG_OK, detail="first")
     await store.write_signal(ID, epoch=2, signal=Signal.UD_REG_OK, detail="again")
     report = await store.get_report(ID)
@@ -370,14 +370,14 @@ async def test_signals_never_fall(store: InstanceStore) -> None:
     assert await store.get_report(ID) == Report(instance_id=ID, epoch=3, signal=Signal.UD_OK)
 
 
-async def test_details_are_cut(store: InstanceStore) -> None:
+async def test_long_details_are_truncated(store: InstanceStore) -> None:
     await store.write_signal(ID, epoch=1, signal=Signal.UD_FAILED, detail="x" * (MAX_DETAIL + 1))
     report = await store.get_report(ID)
     assert report is not None
     assert report.detail == "x" * MAX_DETAIL
 
 
-async def test_beats_count_and_leave_the_signal(store: InstanceStore, other: InstanceStore) -> None:
+async def test_heartbeat_counts_and_keeps_the_signal(store: InstanceStore, other: InstanceStore) -> None:
     await store.beat(ID, at=at(1), busy=True, listening=True, notice="rebalance", version="1")
     await other.write_signal(ID, epoch=1, signal=Signal.UD_REG_OK, detail="ready")
     expected = Report(
@@ -398,7 +398,7 @@ async def test_beats_count_and_leave_the_signal(store: InstanceStore, other: Ins
     assert await other.get_report(ID) == after
 
 
-async def test_no_beat_and_no_signal_is_lost(store: InstanceStore, other: InstanceStore) -> None:
+async def test_concurrent_heartbeats_and_signals_are_all_stored(store: InstanceStore, other: InstanceStore) -> None:
     ladder = [Signal.UD_OK, Signal.UD_REG_OK, Signal.UD_REMOVE_REG_OK]
     async with asyncio.TaskGroup() as group:
         for _ in range(10):
@@ -421,8 +421,8 @@ async def test_reports_by_id(store: InstanceStore) -> None:
 # Provisions -------------------------------------------------------------------------------------------------------
 
 
-async def test_trouble_is_found(store: InstanceStore, other: InstanceStore) -> None:
-    """A failed signal or a notice, until it is over."""
+async def test_troubled_reports(store: InstanceStore, other: InstanceStore) -> None:
+    """A report is troubled by a failed signal or a spot notice, until that is over."""
     quiet: dict[str, Any] = {"at": NOW, "busy": False, "listening": True, "version": "1"}
     for number in range(1, 5):
         await store.beat(instance_id(number), **quiet, notice="")
@@ -438,7 +438,7 @@ async def test_trouble_is_found(store: InstanceStore, other: InstanceStore) -> N
     assert [report.instance_id for report in await other.troubled_reports()] == [instance_id(2)]
 
 
-async def test_a_provision_is_put_once(store: InstanceStore, other: InstanceStore) -> None:
+async def test_provision_can_be_created_once(store: InstanceStore, other: InstanceStore) -> None:
     first = provision()
     await store.put_provision(first)
     assert await conflict(other.put_provision(provision(count=9))) == first
@@ -459,13 +459,13 @@ async def test_replacing_a_provision_is_conditional(store: InstanceStore, other:
     assert await conflict(other.replace_provision(replace(committed, instance_ids=()), opened)) == committed
     assert await conflict(other.replace_provision(replace(committed, settled=True), opened)) == committed
     released = provisions.released(committed, now=at(1), why="done")
-    # Fields that the condition does not name may differ.
-    await other.replace_provision(replace(committed, why="another story"), released)
+    # Fields that are not part of the condition may differ.
+    await other.replace_provision(replace(committed, why="another reason"), released)
     await store.replace_provision(released, provisions.settled(released, forget_at=at(99)))
     assert await other.get_provision("1234", "p-1") == provisions.settled(released, forget_at=at(99))
 
 
-async def test_one_of_many_replacements_wins(stores: Stores, store: InstanceStore) -> None:
+async def test_concurrent_replacements_have_one_winner(stores: Stores, store: InstanceStore) -> None:
     opened = provision()
     await store.put_provision(opened)
     rivals = [provisions.committed(opened, (instance_id(number),), deadline=at(99)) for number in range(5)]
@@ -495,7 +495,7 @@ async def test_recent_provisions_are_newest_first(store: InstanceStore) -> None:
     assert len(await store.recent_provisions(10)) == 4
 
 
-async def test_recent_provisions_may_begin_at_a_time(store: InstanceStore) -> None:
+async def test_recent_provisions_since_a_time(store: InstanceStore) -> None:
     for number in (2, 4, 1, 3):
         await store.put_provision(provision(number, run_id=f"run-{number}"))
     assert [each.provision_id for each in await store.recent_provisions(10, since=at(3))] == ["p-4", "p-3"]
@@ -503,7 +503,7 @@ async def test_recent_provisions_may_begin_at_a_time(store: InstanceStore) -> No
     assert not await store.recent_provisions(10, since=at(5))
 
 
-async def test_how_a_provision_went_is_kept_with_its_end(store: InstanceStore, other: InstanceStore) -> None:
+async def test_provision_outcome_is_stored(store: InstanceStore, other: InstanceStore) -> None:
     opened = provision(request_summary="on-demand, types *")
     await store.put_provision(opened)
     outcome = ProvisionOutcome(
@@ -543,10 +543,10 @@ async def test_unsettled_provisions(store: InstanceStore) -> None:
     assert {each.provision_id for each in await store.unsettled_provisions(at(2))} == {"p-1", "p-2", "p-4", "p-5"}
 
 
-# Configuration, sightings, forgetting -----------------------------------------------------------------------------
+# Configuration, first-seen times, expiry --------------------------------------------------------------------------
 
 
-async def test_configurations_follow_each_other(store: InstanceStore, other: InstanceStore) -> None:
+async def test_configuration_revisions_are_consecutive(store: InstanceStore, other: InstanceStore) -> None:
     assert await store.get_config() is None
     assert await conflict(store.put_config(pool_config(2))) is None
     await store.put_config(pool_config(1))
@@ -557,14 +557,14 @@ async def test_configurations_follow_each_other(store: InstanceStore, other: Ins
     assert await store.get_config() == pool_config(2, max_instances=5)
 
 
-async def test_sightings_are_replaced_whole(store: InstanceStore, other: InstanceStore) -> None:
-    assert await store.get_sightings() == {}
-    await store.put_sightings({"gone:i-1": at(1), "stale-registration:7": at(2)})
-    await other.put_sightings({"gone:i-2": at(3)})
-    assert await store.get_sightings() == {"gone:i-2": at(3)}
+async def test_first_seen_times_are_replaced_completely(store: InstanceStore, other: InstanceStore) -> None:
+    assert await store.get_first_seen() == {}
+    await store.put_first_seen({"gone:i-1": at(1), "stale-registration:7": at(2)})
+    await other.put_first_seen({"gone:i-2": at(3)})
+    assert await store.get_first_seen() == {"gone:i-2": at(3)}
 
 
-async def test_what_is_due_is_forgotten(store: InstanceStore) -> None:
+async def test_forget_removes_due_records(store: InstanceStore) -> None:
     for number, state, forget_at in (
         (1, State.TERMINATED, at(10)),
         (2, State.TERMINATED, at(11)),
@@ -593,7 +593,7 @@ async def test_what_is_due_is_forgotten(store: InstanceStore) -> None:
 @pytest.mark.parametrize(
     "lie", [{"cpu": 64}, {"memory_mib": 1}, {"resource_class": "xlarge"}, {"instance_type": "m6i.large"}]
 )
-async def test_a_claim_by_a_hint_that_lies_is_refused(store: InstanceStore, lie: dict[str, Any]) -> None:
+async def test_claim_with_a_false_message_conflicts(store: InstanceStore, lie: dict[str, Any]) -> None:
     record = instance()
     await store.apply(birth(record))
     with pytest.raises(Conflict) as refused:
@@ -602,7 +602,7 @@ async def test_a_claim_by_a_hint_that_lies_is_refused(store: InstanceStore, lie:
     assert (await store.apply(claim(record, "p-1/a"))).state is State.CLAIMED
 
 
-# Records that cannot be parsed ------------------------------------------------------------------------------------
+# Malformed records -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stores", PARSING_STORES, indirect=True)
@@ -612,7 +612,7 @@ async def test_malformed_records(stores: Stores, store: InstanceStore) -> None:
         await store.beat(instance_id(number), **BEAT)
         await store.put_provision(provision(number, deadline=NOW))
     good = await store.get(instance_id(2))
-    await stores.spoil(1)
+    await stores.corrupt(1)
     other_report = await store.get_report(instance_id(2))
     for read, name, others in (
         (store.get(ID), ID, {}),
@@ -653,4 +653,4 @@ async def test_calls_are_counted(stores: Stores, store: InstanceStore) -> None:
     assert [count(operation) for operation in ("apply", "get", "poll")] == [1, 1, 1]
     await conflict(store.apply(birth(record)))
     assert count("apply") == 2
-    assert count("get") == 1, "a refusal brings the record that is there"
+    assert count("get") == 1, "a conflict already contains the stored record"

@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any, TypeVar
 
 from remuda.domain.errors import RemudaError, Unreadable
-from remuda.domain.instance import HistoryEntry, Instance, State
+from remuda.domain.instance import Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
 from remuda.domain.serialization import from_document, parse
@@ -26,7 +26,7 @@ class CorruptDocuments:
 
     def __init__(self) -> None:
         self.documents: dict[tuple[type[Any], str], Any] = {}
-        self.sightings: Any = None
+        self.first_seen: Any = None
 
     def read(self, kind: type[T], name: str, stored: T | None) -> T | None:
         """Parse the document that replaces a record, if any. Raise `Unreadable` if it is malformed."""
@@ -122,9 +122,6 @@ class CorruptingStore(MemoryInstanceStore):
         found = await super().wait_for_control(instance_id, since, timeout_s, urgent=urgent)
         return self._corrupt.read(Instance, instance_id, found)
 
-    async def histories(self, instance_ids: Collection[str]) -> Mapping[str, Sequence[HistoryEntry]]:
-        return await super().histories(instance_ids)
-
     # Reports
 
     async def get_report(self, instance_id: str) -> Report | None:
@@ -161,7 +158,7 @@ class CorruptingStore(MemoryInstanceStore):
             instance_id, epoch=epoch, signal=signal, detail=detail, duration_s=duration_s, failure=failure
         )
 
-    # Provisions, configuration, sightings
+    # Provisions, configuration, first_seen
 
     async def get_provision(self, run_id: str, provision_id: str) -> Provision | None:
         return self._corrupt.read(Provision, provision_id, await super().get_provision(run_id, provision_id))
@@ -182,15 +179,15 @@ class CorruptingStore(MemoryInstanceStore):
     async def get_config(self) -> PoolConfig | None:
         return self._corrupt.read(PoolConfig, "config", await super().get_config())
 
-    async def get_sightings(self) -> Mapping[str, datetime]:
-        if self._corrupt.sightings is None:
-            return await super().get_sightings()
+    async def get_first_seen(self) -> Mapping[str, datetime]:
+        if self._corrupt.first_seen is None:
+            return await super().get_first_seen()
         try:
-            found: Mapping[str, datetime] = parse(Mapping[str, datetime], self._corrupt.sightings, "sightings")
+            found: Mapping[str, datetime] = parse(Mapping[str, datetime], self._corrupt.first_seen, "first_seen")
         except ValueError as error:
-            raise Unreadable(NAME, {"sightings": str(error)}) from error
+            raise Unreadable(NAME, {"first_seen": str(error)}) from error
         return found
 
-    async def put_sightings(self, sightings: Mapping[str, datetime]) -> None:
-        self._corrupt.sightings = None
-        await super().put_sightings(sightings)
+    async def put_first_seen(self, first_seen: Mapping[str, datetime]) -> None:
+        self._corrupt.first_seen = None
+        await super().put_first_seen(first_seen)

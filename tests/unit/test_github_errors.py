@@ -1,4 +1,4 @@
-"""What GitHub's answers say is told to people, and never holds what it was asked with."""
+"""Error messages quote GitHub's response, but never the credential of the request."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ ECHOES = {
 
 @pytest.mark.parametrize("status", [401, 403, 404, 409, 422, 429, 500])
 @pytest.mark.parametrize("said", ECHOES.values(), ids=ECHOES)
-def test_a_credential_that_is_sent_back_is_not_told(said: str, status: int) -> None:
+def test_echoed_credential_is_redacted(said: str, status: int) -> None:
     request = httpx.Request("POST", "https://api.github.com/x", headers={"Authorization": f"Bearer {TOKEN}"})
     error = translate(httpx.Response(status, json={"message": said}, request=request), "a test", NOW)
     assert LeakScanner({"token": TOKEN}).find(f"{error} {error!r}", "the error") == []
 
 
-def test_all_else_is() -> None:
+def test_other_text_is_quoted() -> None:
     request = httpx.Request("GET", "https://api.github.com/x")
     answer = httpx.Response(422, json={"message": "labels: must be an array"}, request=request)
     assert "labels: must be an array" in translate(answer, "a test", NOW).message

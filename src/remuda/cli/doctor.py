@@ -45,7 +45,7 @@ def run_config(settings: Settings, output: Output) -> int:
 
 
 def document(name: str, result: CheckResult) -> dict[str, Any]:
-    return {"name": name, "status": result.health.value, "found": result.found, "fix": result.fix or None}
+    return {"name": name, "status": result.status.value, "message": result.message, "fix": result.fix or None}
 
 
 def _one_line(text: str) -> str:
@@ -57,7 +57,7 @@ def _lines(results: Mapping[str, CheckResult]) -> str:
     text = ""
     for name, result in results.items():
         fix = f" -> {result.fix}" if result.fix else ""
-        text += _one_line(f"{result.health:<8} {name}: {result.found}{fix}") + "\n"
+        text += _one_line(f"{result.status:<8} {name}: {result.message}{fix}") + "\n"
     return text
 
 
@@ -67,9 +67,9 @@ def _table(results: Mapping[str, CheckResult]) -> Table:
     from rich.text import Text  # noqa: PLC0415 - as above
 
     table = Table(box=box.SIMPLE_HEAD)
-    for column in ("check", "status", "found", "fix"):
+    for column in ("check", "status", "message", "fix"):
         table.add_column(column, no_wrap=column in {"check", "status"}, overflow="fold")
     for name, result in results.items():
-        status = Text(result.health.value, style=_STYLES[result.health])
-        table.add_row(Text(name), status, Text(_one_line(result.found)), Text(_one_line(result.fix)))
+        status = Text(result.status.value, style=_STYLES[result.status])
+        table.add_row(Text(name), status, Text(_one_line(result.message)), Text(_one_line(result.fix)))
     return table

@@ -39,7 +39,7 @@ async def run_checks(checks: Sequence[Check]) -> Mapping[str, CheckResult]:
                 return warning(f"not checked: {blocked_by[name]} has a problem", f"fix {blocked_by[name]} first")
         result = await _run_check(check)
         # If there was only no answer, the dependent checks may still succeed.
-        if result.health is CheckStatus.PROBLEM and not result.unreachable:
+        if result.status is CheckStatus.PROBLEM and not result.unreachable:
             blocked_by[check.name] = check.name
         return result
 
@@ -52,7 +52,7 @@ async def run_checks(checks: Sequence[Check]) -> Mapping[str, CheckResult]:
 async def _run_check(check: Check) -> CheckResult:
     try:
         async with asyncio.timeout(CHECK_TIMEOUT_S):
-            return await check.look()
+            return await check.run()
     except Unavailable as error:
         return _unreachable(error.message, error.fix)
     except RemudaError as error:
@@ -64,12 +64,12 @@ async def _run_check(check: Check) -> CheckResult:
 
 
 def _unreachable(found: str, fix: str = "") -> CheckResult:
-    return CheckResult(health=CheckStatus.PROBLEM, found=found, fix=fix or _UNREACHABLE_FIX, unreachable=True)
+    return CheckResult(status=CheckStatus.PROBLEM, message=found, fix=fix or _UNREACHABLE_FIX, unreachable=True)
 
 
 def exit_code(results: Iterable[CheckResult]) -> int:
     """A problem to fix takes precedence over a service that did not answer."""
-    problems = [result for result in results if result.health is CheckStatus.PROBLEM]
+    problems = [result for result in results if result.status is CheckStatus.PROBLEM]
     if not problems:
         return EXIT_OK
     to_fix = any(not result.unreachable for result in problems)
@@ -95,8 +95,8 @@ def pool_checks(
         return _check_tokens(config, clock, scope) if config else problem("there are none", "run remuda refresh")
 
     return (
-        Check(name=CONFIGURATION, look=configuration, needs=needs),
-        Check(name="tokens", look=tokens, needs=(CONFIGURATION,)),
+        Check(name=CONFIGURATION, run=configuration, needs=needs),
+        Check(name="tokens", run=tokens, needs=(CONFIGURATION,)),
     )
 
 

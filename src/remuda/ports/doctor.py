@@ -1,74 +1,90 @@
-"""What a doctor may ask of one part of the world: independent looks that change nothing."""
+"""Doctor checks: independent read-only checks of one external system."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Protocol
 
-from remuda.domain.skew import MOST_S, NORMAL_S, skew_s
 from remuda.ports.clock import Clock
+
+HTTP_DATE = "%a, %d %b %Y %H:%M:%S GMT"
+#: Clock difference in seconds that the lifecycle tolerates. Beyond it, thresholds are misjudged.
+MAX_NORMAL_SKEW_S = 30.0
+#: Clock difference in seconds beyond which AWS rejects signatures, and GitHub soon rejects an App's tokens.
+MAX_SKEW_S = 240.0
 
 
 class CheckStatus(StrEnum):
     OK = "ok"
-    #: It works, but not for everything, or not for long.
+    #: It works, but not for everything or not for long.
     WARNING = "warning"
     PROBLEM = "problem"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckResult:
-    health: CheckStatus
-    #: What was found, as one line. No credentials.
-    found: str
-    #: What to do about it, as one line; empty where there is nothing to do.
+    status: CheckStatus
+    #: One line without credentials.
+    message: str
+    #: What to do about it, as one line; empty if there is nothing to do.
     fix: str = ""
-    #: Nothing is known to be wrong: there was no answer.
+    #: Whether the system did not respond, so that the check found nothing out.
     unreachable: bool = False
 
 
-def ok(found: str) -> CheckResult:
-    return CheckResult(health=CheckStatus.OK, found=found)
+def ok(message: str) -> CheckResult:
+    return CheckResult(status=CheckStatus.OK, message=message)
 
 
-def warning(found: str, fix: str) -> CheckResult:
-    return CheckResult(health=CheckStatus.WARNING, found=found, fix=fix)
+def warning(message: str, fix: str) -> CheckResult:
+    return CheckResult(status=CheckStatus.WARNING, message=message, fix=fix)
 
 
-def problem(found: str, fix: str) -> CheckResult:
-    return CheckResult(health=CheckStatus.PROBLEM, found=found, fix=fix)
+def problem(message: str, fix: str) -> CheckResult:
+    return CheckResult(status=CheckStatus.PROBLEM, message=message, fix=fix)
 
 
-def clocks(who: str, date: str, clock: Clock) -> CheckResult:
-    """What the `Date` of somebody's answer says of our clock."""
-    ahead_s = skew_s(date, clock.now())
+def compare_clocks(system: str, date: str, clock: Clock) -> CheckResult:
+    """Compare the local clock with the `Date` header of a system's response."""
+    ahead_s = clock_skew_s(date, clock.now())
     if ahead_s is None:
-        return ok(f"{who} does not tell its time")
-    apart = f"this clock is {abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'} {who}'s"
+        return ok(f"{system} does not send its time")
+    difference = f"the local clock is {abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'} {system}'s"
     fix = "set this machine's clock (chrony, systemd-timesyncd)"
-    if abs(ahead_s) > MOST_S:
-        return problem(apart, fix)
-    if abs(ahead_s) > NORMAL_S:
-        return warning(apart, fix)
-    return ok(f"within {NORMAL_S:g} s of {who}'s")
+    if abs(ahead_s) > MAX_SKEW_S:
+        return problem(difference, fix)
+    if abs(ahead_s) > MAX_NORMAL_SKEW_S:
+        return warning(difference, fix)
+    return ok(f"within {MAX_NORMAL_SKEW_S:g} s of {system}'s")
+
+
+def clock_skew_s(date: str, now: datetime) -> float | None:
+    """Return the seconds by which `now` is ahead of a `Date` header, or None if the header cannot be parsed."""
+    try:
+        theirs = datetime.strptime(date, HTTP_DATE).replace(tzinfo=UTC)
+    except ValueError:
+        return None
+    return (now - theirs).total_seconds()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    #: Short and stable: programs tell checks apart by it.
+    #: Short and stable: programs identify checks by it.
     name: str
-    look: Callable[[], Awaitable[CheckResult]]
-    #: Checks that must not have found a problem: it would only be found again.
+    run: Callable[[], Awaitable[CheckResult]]
+    #: Names of checks without which this one is skipped: it would only repeat their problem.
     needs: tuple[str, ...] = ()
 
 
 class Doctor(Protocol):
-    """One for each part of the world that an adapter reaches."""
+    """Checks of one external system."""
 
     def checks(self) -> Sequence[Check]:
-        """Looks at this part. Each only reads, may run at the same time as any other, and raises the errors of the
-        ports (`UserError` with its fix, `Unavailable`) where it has no finding of its own.
+        """Return the checks. Each only reads and may run concurrently with the others.
+
+        Instead of returning a result, a check may raise `UserError` with its fix, or `Unavailable`.
         """
         ...

@@ -1,4 +1,4 @@
-"""The bootstrap of machines: its size, its style, and what it does, run for real with systemd and the like played."""
+"""User data: size, shell style, and the effects of the bootstrap, run with fake system commands such as systemctl."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def everything() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("launch", [{}, everything()])
-def test_it_is_small_and_bash_can_read_it(launch: dict[str, str]) -> None:
+def test_user_data_is_valid_bash_within_the_size_limit(launch: dict[str, str]) -> None:
     text = user_data(launch)
     assert len(text.encode()) < MAX_BYTES
     subprocess.run(["bash", "-n"], input=text.encode(), check=True, timeout=LIMIT_S)
@@ -50,11 +50,11 @@ def shellcheck(text: str) -> str:
     return done.stdout
 
 
-def test_shellcheck_finds_nothing() -> None:
+def test_shellcheck_accepts_the_bootstrap() -> None:
     assert shellcheck(user_data(everything())) == ""
 
 
-def test_the_dead_man_timer_comes_before_anything_that_can_fail() -> None:
+def test_dead_man_timer_is_set_before_anything_can_fail() -> None:
     lines = [line.strip() for line in user_data(everything()).splitlines() if not line.startswith("#")]
     commands = [line for line in lines if line and "=" not in line.split()[0]]
     assert commands[:6] == [
@@ -67,7 +67,7 @@ def test_the_dead_man_timer_comes_before_anything_that_can_fail() -> None:
     ]
 
 
-def test_a_script_that_is_too_long_is_refused() -> None:
+def test_too_long_pre_runner_script_is_rejected() -> None:
     noise = "".join(hashlib.sha256(str(number).encode()).hexdigest() for number in range(400))
     with pytest.raises(UserError) as caught:
         user_data({"pre-runner-script": noise})
@@ -75,12 +75,12 @@ def test_a_script_that_is_too_long_is_refused() -> None:
 
 
 @pytest.mark.parametrize("pair", [{"lower": "x"}, {"NAME": "two\nlines"}, {"NAME": 'quo"te'}])
-def test_an_environment_that_would_not_survive_is_refused(pair: dict[str, str]) -> None:
+def test_environment_that_needs_quoting_is_rejected(pair: dict[str, str]) -> None:
     with pytest.raises(UserError):
         build_user_data(Ec2LaunchOptions.parse(NEEDED), pool="pool", environment=pair)
 
 
-# Run for real
+# Execution of the bootstrap
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def box(tmp_path: Path) -> Iterator[BootstrapBox]:
         yield BootstrapBox(tmp_path, imds)
 
 
-def test_an_image_that_has_all_is_only_started(box: BootstrapBox) -> None:
+def test_complete_image_downloads_nothing(box: BootstrapBox) -> None:
     box.preinstall()
     done = box.boot({"pre-runner-script": "echo 'hello'\n"})
     assert (done.returncode, done.stderr) == (0, "")
@@ -123,7 +123,7 @@ def test_an_image_that_has_all_is_only_started(box: BootstrapBox) -> None:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        # Nobody but root may: a list of those who may not would open it to all others.
+        # Only root may use it: a deny file would allow all other users.
         ({}, {}),
         ({"debian_version": ""}, {"debian_version": "", "cron.deny": "nobody\n"}),
         ({"cron.deny": "", "at.deny": "games\n"}, {"cron.deny": "nobody\n", "at.deny": "games\nnobody\n"}),
@@ -134,7 +134,7 @@ def test_an_image_that_has_all_is_only_started(box: BootstrapBox) -> None:
         ),
     ],
 )
-def test_jobs_may_use_neither_cron_nor_at_and_others_as_before(
+def test_cron_and_at_are_denied_to_the_job_user_only(
     box: BootstrapBox, before: dict[str, str], after: dict[str, str]
 ) -> None:
     box.preinstall()
@@ -151,7 +151,7 @@ def test_jobs_may_use_neither_cron_nor_at_and_others_as_before(
 RULES = ("filter -I OUTPUT -j REMUDA", "mangle -I FORWARD -d {} -j DROP")
 OUTPUT = "-A REMUDA -d {} -m owner --uid-owner nobody -j REJECT"
 ADDRESSES = {"iptables": "169.254.169.254", "ip6tables": "fd00:ec2::254"}
-#: Plays a kernel that keeps rules in a file.
+#: A fake iptables that keeps its rules in a file.
 IPTABLES = """#!/bin/sh
 echo "$(basename "$0") $*" >>"$CALLS"
 rules="$CALLS.$(basename "$0")"
@@ -163,18 +163,18 @@ esac
 
 
 def firewall(box: BootstrapBox) -> subprocess.CompletedProcess[str]:
-    """As its unit runs it."""
+    """Run the firewall script as its systemd unit does."""
     command = [str(box.opt / "bin" / "remuda-firewall")]
     return subprocess.run(command, env=box.environment, capture_output=True, text=True, check=False, timeout=LIMIT_S)
 
 
-def test_shellcheck_finds_nothing_in_the_firewall(box: BootstrapBox) -> None:
+def test_shellcheck_accepts_the_firewall_script(box: BootstrapBox) -> None:
     box.preinstall()
     box.boot()
     assert shellcheck((box.opt / "bin" / "remuda-firewall").read_text()) == ""
 
 
-def test_the_firewall_sets_its_rules_once(box: BootstrapBox) -> None:
+def test_firewall_rules_are_set_once(box: BootstrapBox) -> None:
     box.preinstall()
     box.command("iptables", IPTABLES)
     box.command("ip6tables", IPTABLES)
@@ -186,15 +186,15 @@ def test_the_firewall_sets_its_rules_once(box: BootstrapBox) -> None:
     families = ["iptables", *(["ip6tables"] if Path("/proc/net/if_inet6").exists() else [])]
     expected = {f"{name} -w -t {rule.format(ADDRESSES[name])}" for name in families for rule in RULES}
     assert {call for call in calls if " -I " in call} == expected
-    assert len([call for call in calls if " -I " in call]) == len(expected), "the second time they were there"
+    assert len([call for call in calls if " -I " in call]) == len(expected), "the second run found the rules"
     for name in families:
         assert box.calls.count(OUTPUT.format(ADDRESSES[name])) == 2
-        assert box.calls.count(f"{name}-restore -w --noflush") == 2, "without what is there already"
+        assert box.calls.count(f"{name}-restore -w --noflush") == 2, "without flushing other rules"
 
 
 @pytest.mark.parametrize("broken", ["iptables", "ip6tables", "iptables-restore", "ip6tables-restore"])
-def test_a_rule_that_cannot_be_set_fails(box: BootstrapBox, broken: str) -> None:
-    """And with it the agent's start, and cron's, at's and the job user's systemd after a reboot."""
+def test_firewall_fails_if_a_rule_cannot_be_set(box: BootstrapBox, broken: str) -> None:
+    """After a reboot, the agent, cron, at and the job user's systemd then do not start."""
     if broken.startswith("ip6") and not Path("/proc/net/if_inet6").exists():
         pytest.skip("there is no IPv6 in this kernel: no such rule is asked for")
     box.preinstall()
@@ -205,7 +205,7 @@ def test_a_rule_that_cannot_be_set_fails(box: BootstrapBox, broken: str) -> None
     assert firewall(box).returncode != 0
 
 
-def test_after_a_reboot_the_firewall_is_there_before_what_a_job_left(box: BootstrapBox) -> None:
+def test_firewall_starts_before_anything_a_job_left_behind(box: BootstrapBox) -> None:
     box.preinstall()
     box.boot()
     unit = configparser.ConfigParser(strict=False, interpolation=None)
@@ -214,9 +214,9 @@ def test_after_a_reboot_the_firewall_is_there_before_what_a_job_left(box: Bootst
     before = {word for line in text.splitlines() if line.startswith("Before=") for word in line[7:].split()}
     unit.read_string(text)
     assert unit["Service"]["ExecStart"] == f"{box.opt}/bin/remuda-firewall"
-    assert unit["Unit"]["DefaultDependencies"] == "no", "else it would come after most of what it has to come before"
+    assert unit["Unit"]["DefaultDependencies"] == "no", "the default dependencies would start it too late"
     assert {"network-pre.target", "cron.service", "crond.service", "atd.service"} <= before
-    # Which comes before user@.service.
+    # systemd-user-sessions.service starts before user@.service.
     assert "systemd-user-sessions.service" in before
     assert set(unit["Install"]["RequiredBy"].split()) == {
         *("cron.service", "crond.service", "atd.service", "user@.service")
@@ -225,7 +225,7 @@ def test_after_a_reboot_the_firewall_is_there_before_what_a_job_left(box: Bootst
     assert stat.S_IMODE((box.opt / "bin" / "remuda-firewall").stat().st_mode) == 0o700
 
 
-def test_systemd_takes_the_units(box: BootstrapBox) -> None:
+def test_systemd_accepts_the_units(box: BootstrapBox) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed (apt-get install systemd): the units are not verified")
     box.preinstall()
@@ -235,11 +235,11 @@ def test_systemd_takes_the_units(box: BootstrapBox) -> None:
     done = subprocess.run(
         ["systemd-analyze", "verify", "--man=no", *units], capture_output=True, text=True, check=False, timeout=LIMIT_S
     )
-    told = [line for line in done.stderr.splitlines() if "remuda" in line]
-    assert (told, done.returncode) == ([], 0), done.stderr
+    messages = [line for line in done.stderr.splitlines() if "remuda" in line]
+    assert (messages, done.returncode) == ([], 0), done.stderr
 
 
-def test_agent_and_runner_are_fetched_and_checked(box: BootstrapBox) -> None:
+def test_agent_and_runner_are_downloaded_and_verified(box: BootstrapBox) -> None:
     agent = box.offer("agent.tar.gz", {"bin/remuda": "#!/bin/sh\n"})
     arch = {"x86_64": "x64", "aarch64": "arm64"}[os.uname().machine]
     runner = box.offer(f"actions-runner-linux-{arch}-2.336.0.tar.gz", {"bin/Runner.Listener": "#!/bin/sh\n"})
@@ -254,12 +254,12 @@ def test_agent_and_runner_are_fetched_and_checked(box: BootstrapBox) -> None:
     assert f"fetch {RUNNER}{arch}-2.336.0.tar.gz" in box.calls
     listener = box.opt / "runner" / "bin" / "Runner.Listener"
     assert os.access(listener, os.X_OK)
-    # Jobs may read it.
+    # Jobs must be able to read it.
     assert stat.S_IMODE(listener.stat().st_mode) & 0o055 == 0o055
     assert not stat.S_IMODE(listener.stat().st_mode) & 0o022
 
 
-def test_a_wheel_is_installed_with_the_interpreter_that_it_brings(box: BootstrapBox) -> None:
+def test_wheel_is_installed_with_the_downloaded_interpreter(box: BootstrapBox) -> None:
     python = (
         '#!/bin/sh\necho "pip $*" >>"$CALLS"\nprintf "#!/bin/sh\\n" >"${0%/*}/remuda"; chmod 755 "${0%/*}/remuda"\n'
     )
@@ -279,26 +279,26 @@ def test_a_wheel_is_installed_with_the_interpreter_that_it_brings(box: Bootstrap
     assert os.access(box.opt / "bin" / "remuda", os.X_OK)
 
 
-def test_a_file_that_is_not_what_was_meant_is_not_run(box: BootstrapBox) -> None:
+def test_download_with_wrong_digest_is_not_run(box: BootstrapBox) -> None:
     box.offer("agent.tar.gz", {"bin/remuda": "#!/bin/sh\n"})
     launch = {"agent-url": "https://downloads.example.com/agent.tar.gz", "agent-sha256": "0" * 64}
     done = box.boot(launch)
     assert done.returncode == 1
-    assert "not the file that was meant" in done.stdout
+    assert "does not have the expected SHA-256" in done.stdout
     assert not (box.opt / "bin" / "remuda").exists()
-    # What failed is ended all the same.
+    # The dead-man timer still powers the machine off.
     assert box.calls[0].startswith("systemd-run --quiet --unit=remuda-dead-man-boot ")
     assert not [call for call in box.calls if "start" in call]
 
 
-def test_without_systemd_run_the_machine_still_ends(box: BootstrapBox) -> None:
+def test_shutdown_replaces_a_failing_systemd_run(box: BootstrapBox) -> None:
     box.preinstall()
     box.command("systemd-run", RECORD_CALL + "exit 1\n")
     box.boot()
     assert box.calls[1] == "shutdown -P +31"
 
 
-def test_no_agent_anywhere_is_said(box: BootstrapBox) -> None:
+def test_missing_agent_is_reported(box: BootstrapBox) -> None:
     done = box.boot()
     assert done.returncode == 1
     assert "agent-url" in done.stdout

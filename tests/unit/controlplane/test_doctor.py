@@ -15,9 +15,18 @@ from remuda.domain.errors import NotFound, Unavailable, UserError
 from remuda.domain.instance import Credential
 from remuda.domain.pool_config import PoolConfig, ScopeTokens
 from remuda.domain.resources import DEFAULT_CLASSES
-from remuda.domain.skew import HTTP_DATE, skew_s
 from remuda.domain.thresholds import Lifetimes
-from remuda.ports.doctor import Check, CheckResult, CheckStatus, clocks, ok, problem, warning
+from remuda.ports.doctor import (
+    HTTP_DATE,
+    Check,
+    CheckResult,
+    CheckStatus,
+    clock_skew_s,
+    compare_clocks,
+    ok,
+    problem,
+    warning,
+)
 from tests.support.records import NOW
 
 
@@ -38,12 +47,12 @@ def check(name: str, result: CheckResult | Exception, *needs: str) -> Check:
             raise result
         return result
 
-    return Check(name=name, look=look, needs=needs)
+    return Check(name=name, run=look, needs=needs)
 
 
 async def results_of(*checks: Check) -> dict[str, tuple[str, str, str]]:
     results = await run_checks(checks)
-    return {name: (result.health.value, result.found, result.fix) for name, result in results.items()}
+    return {name: (result.status.value, result.message, result.fix) for name, result in results.items()}
 
 
 async def test_errors_become_problems_and_do_not_stop_other_checks():
@@ -72,8 +81,8 @@ async def test_checks_run_concurrently():
         await both.wait()
         return ok("met")
 
-    results = await run_checks([Check(name=name, look=look) for name in ("a", "b")])
-    assert [result.found for result in results.values()] == ["met", "met"]
+    results = await run_checks([Check(name=name, run=look) for name in ("a", "b")])
+    assert [result.message for result in results.values()] == ["met", "met"]
 
 
 async def test_checks_that_need_a_failed_check_are_skipped():
@@ -100,8 +109,8 @@ async def test_a_check_times_out(monkeypatch: pytest.MonkeyPatch):
         await asyncio.Event().wait()
         raise AssertionError
 
-    result = (await run_checks([Check(name="slow", look=look)]))["slow"]
-    assert (result.health, result.unreachable) == (CheckStatus.PROBLEM, True)
+    result = (await run_checks([Check(name="slow", run=look)]))["slow"]
+    assert (result.status, result.unreachable) == (CheckStatus.PROBLEM, True)
 
 
 @pytest.mark.parametrize(
@@ -110,8 +119,8 @@ async def test_a_check_times_out(monkeypatch: pytest.MonkeyPatch):
         ([], 0),
         ([ok("a"), warning("b", "c")], 0),
         ([ok("a"), problem("b", "c")], 2),
-        ([CheckResult(health=CheckStatus.PROBLEM, found="b", fix="c", unreachable=True)], 4),
-        ([CheckResult(health=CheckStatus.PROBLEM, found="b", fix="c", unreachable=True), problem("b", "c")], 2),
+        ([CheckResult(status=CheckStatus.PROBLEM, message="b", fix="c", unreachable=True)], 4),
+        ([CheckResult(status=CheckStatus.PROBLEM, message="b", fix="c", unreachable=True), problem("b", "c")], 2),
     ],
 )
 def test_exit_code_of_results(results: list[CheckResult], code: int):
@@ -170,13 +179,13 @@ async def test_store_of_another_pool_is_a_problem():
 @pytest.mark.parametrize(("ahead_s", "health"), [(0, "ok"), (-29, "ok"), (31, "warning"), (-300, "problem")])
 def test_clock_skew(ahead_s: float, health: str):
     theirs = (NOW - timedelta(seconds=ahead_s)).strftime(HTTP_DATE)
-    result = clocks("AWS", theirs, StoppedClock())
-    assert result.health.value == health
+    result = compare_clocks("AWS", theirs, StoppedClock())
+    assert result.status.value == health
     if health != "ok":
-        assert ("ahead of" if ahead_s > 0 else "behind") in result.found
+        assert ("ahead of" if ahead_s > 0 else "behind") in result.message
 
 
 @pytest.mark.parametrize("date", ["", "yesterday", "2026-01-01T00:00:00Z"])
 def test_invalid_date_header_is_ignored(date: str):
-    assert skew_s(date, NOW) is None
-    assert clocks("AWS", date, StoppedClock()).health is CheckStatus.OK
+    assert clock_skew_s(date, NOW) is None
+    assert compare_clocks("AWS", date, StoppedClock()).status is CheckStatus.OK

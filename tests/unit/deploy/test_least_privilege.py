@@ -416,7 +416,7 @@ def test_a_function_cannot_write_the_log_of_another(who):
 def test_only_refresh_may_write_the_configuration(role, place):
     """The configuration determines what instances run, and code of any branch can assume the role of workflows."""
     pool = str(items.CONFIG[items.PK]["S"])
-    assert pool == items.PREFIXES[items.PK]["S"] == items.SIGHTINGS[items.PK]["S"]
+    assert pool == items.PREFIXES[items.PK]["S"] == items.FIRST_SEEN[items.PK]["S"]
     documents = policies_of(role, place)
 
     def writes(operation: str, keys: list[str]) -> bool:

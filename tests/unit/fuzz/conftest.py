@@ -1,4 +1,4 @@
-"""What is asynchronous here runs in virtual time."""
+"""Virtual time for the asynchronous tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What AWS answers, as bytes through botocore's own parsers: what cannot be read is an error, never "there is none"."""
+"""Arbitrary AWS responses through botocore's parsers: an unreadable response is an error, never an empty result."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ MARKS = [
 ]
 
 
-class _Answer:
+class _Response:
     def __init__(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
         self.status_code, self.headers, self._body = status, dict(headers), body
         self.raw = None
@@ -77,29 +77,29 @@ class _Answer:
         return self._body
 
 
-class _Wire:
-    """In place of botocore's connection: one answer for everything, but for the operations named."""
+class _FakeHttpSession:
+    """Replaces botocore's HTTP session: one response for everything except the named operations."""
 
     def __init__(self) -> None:
         self.status, self.body, self.headers = 200, b"", {"x-amzn-requestid": "r"}
         self.fixed: dict[str, bytes] = {}
 
-    async def send(self, request: Any) -> _Answer:
+    async def send(self, request: Any) -> _Response:
         target = request.headers.get("X-Amz-Target", b"")
         name = (target.decode() if isinstance(target, bytes) else target).rpartition(".")[2]
         if name in self.fixed:
-            return _Answer(200, self.fixed[name], {"x-amzn-requestid": "r"})
-        return _Answer(self.status, self.body, self.headers)
+            return _Response(200, self.fixed[name], {"x-amzn-requestid": "r"})
+        return _Response(self.status, self.body, self.headers)
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Nothing to close."""
 
 
-class Aws:
-    """Real clients on that wire. They are made once: that takes long, and they remember nothing."""
+class FuzzedAws:
+    """Real clients on the fake HTTP session. Created once because that is slow; they keep no state."""
 
     def __init__(self) -> None:
-        self.wire = _Wire()
+        self.http = _FakeHttpSession()
         self.loop = new_loop()
         self.ports = self.loop.run_until_complete(self._open())
 
@@ -108,7 +108,7 @@ class Aws:
         keys = {"aws_access_key_id": "a", "aws_secret_access_key": "b"}
         opening = create(name, region_name="eu-central-1", endpoint_url="http://127.0.0.1:1", **keys)
         client = await opening.__aenter__()
-        client._endpoint.http_session = self.wire
+        client._endpoint.http_session = self.http
         return client
 
     async def _open(self) -> dict[str, Any]:
@@ -123,8 +123,8 @@ class Aws:
             "sts": await self._client("sts"),
         }
 
-    def ask(self, work: Callable[[dict[str, Any]], Awaitable[Any]]) -> Any:
-        """The result, or the error where it is one of ours. In virtual time: no wait may be endless."""
+    def call(self, work: Callable[[dict[str, Any]], Awaitable[Any]]) -> Any:
+        """The result, or the `RemudaError`. Virtual time bounds every wait."""
 
         async def bounded() -> Any:
             async with asyncio.timeout(7_200):
@@ -139,8 +139,8 @@ class Aws:
 
 
 @pytest.fixture(scope="module")
-def aws() -> Iterator[Aws]:
-    opened = Aws()
+def aws() -> Iterator[FuzzedAws]:
+    opened = FuzzedAws()
     yield opened
     opened.loop.close()
 
@@ -160,14 +160,14 @@ METHODS: dict[str, tuple[str, Callable[[dict[str, Any]], Awaitable[Any]]]] = {
 @pytest.mark.parametrize("method", METHODS)
 @fuzzed()
 @given(data=st.data())
-def test_an_answer_in_json(aws: Aws, method: str, data: st.DataObject) -> None:
+def test_json_response(aws: FuzzedAws, method: str, data: st.DataObject) -> None:
     operation, work = METHODS[method]
     kind = data.draw(st.sampled_from([operation, operation, operation, "refusal"]))
-    aws.wire.status = data.draw(statuses)
-    aws.wire.body = data.draw(spoiled_text(JSON[kind]))
-    aws.wire.headers = data.draw(st.sampled_from([{"x-amzn-requestid": "r"}, {}, {"content-type": "text/html"}]))
-    aws.wire.fixed = {} if operation == "GetQueueUrl" else {"GetQueueUrl": json.dumps(JSON["GetQueueUrl"]).encode()}
-    result = aws.ask(work)
+    aws.http.status = data.draw(statuses)
+    aws.http.body = data.draw(spoiled_text(JSON[kind]))
+    aws.http.headers = data.draw(st.sampled_from([{"x-amzn-requestid": "r"}, {}, {"content-type": "text/html"}]))
+    aws.http.fixed = {} if operation == "GetQueueUrl" else {"GetQueueUrl": json.dumps(JSON["GetQueueUrl"]).encode()}
+    result = aws.call(work)
     if isinstance(result, RemudaError):
         return
     match result:
@@ -183,11 +183,11 @@ NULLS = (b'{"Items":[null]}', b'{"Items":[{"pk":null}]}', b'{"Responses":{"t":[n
 
 
 @pytest.mark.parametrize("body", [*NULLS, b"", b"<html>sign in</html>", b"null", b"[]", b'{"Item":null}', b"{}"])
-def test_a_page_in_place_of_an_answer_is_no_empty_table(aws: Aws, body: bytes) -> None:
-    """Whoever takes it for one ends machines: they would look unrecorded."""
-    aws.wire.status, aws.wire.body, aws.wire.headers, aws.wire.fixed = 200, body, {"content-type": "text/html"}, {}
+def test_html_page_is_not_taken_for_an_empty_table(aws: FuzzedAws, body: bytes) -> None:
+    """Otherwise all instances would look as if they had no record, and would be terminated."""
+    aws.http.status, aws.http.body, aws.http.headers, aws.http.fixed = 200, body, {"content-type": "text/html"}, {}
     for method in ("get", "get_many", "find", "count"):
-        assert isinstance(aws.ask(METHODS[method][1]), RemudaError), method
+        assert isinstance(aws.call(METHODS[method][1]), RemudaError), method
 
 
 async def _machines(ports: dict[str, Any]) -> Any:
@@ -208,11 +208,11 @@ async def _machines(ports: dict[str, Any]) -> Any:
 @example(cut=MACHINES.index("<launchTime>"), length=49, mark="", status=200, again=False)
 @example(cut=MACHINES.index("<instanceId>"), length=44, mark="", status=200, again=False)
 @example(cut=MACHINES.index("<key>"), length=22, mark="", status=200, again=False)
-def test_a_list_of_machines(aws: Aws, cut: int, length: int, mark: str, status: int, again: bool) -> None:  # noqa: FBT001
+def test_list_of_instances(aws: FuzzedAws, cut: int, length: int, mark: str, status: int, again: bool) -> None:  # noqa: FBT001
     text = MACHINES[:cut] + mark + MACHINES[cut + length :]
-    aws.wire.status, aws.wire.fixed = status, {}
-    aws.wire.body = (text + text if again else text).encode()
-    found = aws.ask(_machines)
+    aws.http.status, aws.http.fixed = status, {}
+    aws.http.body = (text + text if again else text).encode()
+    found = aws.call(_machines)
     for view in found if isinstance(found, list) else ():
         assert view.instance_id.startswith("i-")
         if isinstance(view, MachineView):
@@ -230,7 +230,7 @@ texts = st.sampled_from([*TEXTS, *CODES]) | st.text()
 
 @fuzzed()
 @given(st.lists(st.tuples(texts, texts, texts), max_size=4))
-def test_a_launch_that_was_refused(refused: list[tuple[str, str, str]]) -> None:
+def test_failed_launch(refused: list[tuple[str, str, str]]) -> None:
     errors = [
         {"LaunchTemplateAndOverrides": OVERRIDES, "ErrorCode": code, "ErrorMessage": said, "Lifecycle": usage}
         for code, said, usage in refused
@@ -242,14 +242,14 @@ def test_a_launch_that_was_refused(refused: list[tuple[str, str, str]]) -> None:
 
 @fuzzed()
 @given(code=texts, said=texts, status=st.sampled_from([0, 200, 400, 403, 500, 503]))
-def test_a_refusal(code: str, said: str, status: int) -> None:
+def test_error_response(code: str, said: str, status: int) -> None:
     response: Any = {"Error": {"Code": code, "Message": said}, "ResponseMetadata": {"HTTPStatusCode": status}}
     check_told(translate(ClientError(response, "DescribeInstances"), EC2, "DescribeInstances"))
 
 
 @fuzzed()
 @given(mutated({"SpotPrice": "0.04", "Timestamp": NOW, "InstanceType": "c6i.large", "AvailabilityZone": "a"}))
-def test_a_spot_price(item: Any) -> None:
+def test_spot_price(item: Any) -> None:
     if isinstance(item, dict):
         point = _point(item)
         assert point is None or point.at.tzinfo is not None
@@ -259,7 +259,7 @@ def test_a_spot_price(item: Any) -> None:
 @given(spoiled_text({"token": "ghp_secret"}))
 @example(b'{"token":' * 5_000)
 @example(b'{"token": 7}')
-def test_a_secret(text: bytes) -> None:
+def test_secret(text: bytes) -> None:
     try:
         found = _value(text.decode(errors="replace"), "arn:x", "token", "REMUDA_GITHUB_TOKEN")
     except RemudaError as error:
@@ -271,29 +271,29 @@ def test_a_secret(text: bytes) -> None:
 
 @fuzzed()
 @given(extremes)
-def test_who_the_machine_is(aws: Aws, user: Any) -> None:
-    aws.wire.status, aws.wire.fixed = 200, {}
+def test_machine_identity(aws: FuzzedAws, user: Any) -> None:
+    aws.http.status, aws.http.fixed = 200, {}
     shown = str(user) if not isinstance(user, int) or abs(user) < 10**99 else "9"
-    aws.wire.body = (
+    aws.http.body = (
         "<GetCallerIdentityResponse><GetCallerIdentityResult><UserId>"
         f"{shown}</UserId></GetCallerIdentityResult></GetCallerIdentityResponse>"
     ).encode(errors="replace")
-    found = aws.ask(lambda ports: own_key_prefix(ports["sts"], ONE))
-    assert isinstance(found, RemudaError), "nobody else's name becomes ours"
+    found = aws.call(lambda ports: own_key_prefix(ports["sts"], ONE))
+    assert isinstance(found, RemudaError), "another identity is never accepted"
 
 
-def test_a_delivery_without_a_body(aws: Aws) -> None:
-    aws.wire.status, aws.wire.headers = 200, {}
-    aws.wire.fixed = {"GetQueueUrl": json.dumps(JSON["GetQueueUrl"]).encode()}
+def test_queue_message_without_a_body(aws: FuzzedAws) -> None:
+    aws.http.status, aws.http.headers = 200, {}
+    aws.http.fixed = {"GetQueueUrl": json.dumps(JSON["GetQueueUrl"]).encode()}
     bad = [{"ReceiptHandle": "r", "Body": 7}, {"ReceiptHandle": "s"}, {"Body": "{}"}]
-    aws.wire.body = json.dumps({"Messages": bad}).encode()
-    found = aws.ask(METHODS["receive"][1])
+    aws.http.body = json.dumps({"Messages": bad}).encode()
+    found = aws.call(METHODS["receive"][1])
     assert [delivery.receipt for delivery in found] == ["r", "s"]
     for delivery in found:
         assert delivery.message is None
         check_shown(delivery.malformed, 200)
 
 
-def test_a_refusal_whose_code_is_no_text(aws: Aws) -> None:
-    aws.wire.status, aws.wire.body, aws.wire.headers, aws.wire.fixed = 400, b'{"__type":{"a":null}}', {}, {}
-    assert isinstance(aws.ask(METHODS["get"][1]), RemudaError)
+def test_error_code_that_is_not_text(aws: FuzzedAws) -> None:
+    aws.http.status, aws.http.body, aws.http.headers, aws.http.fixed = 400, b'{"__type":{"a":null}}', {}, {}
+    assert isinstance(aws.call(METHODS["get"][1]), RemudaError)

@@ -1,4 +1,4 @@
-"""GitHub's answers: whatever comes in place of one, the caller gets a result that can be used or an error of ours."""
+"""Arbitrary responses in place of GitHub's: the caller gets a valid result or a `RemudaError`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from remuda.adapters.github.errors import MAX_RETRY_AFTER_S
 from remuda.adapters.github.responses import MAX_BODY
 from remuda.domain.errors import RemudaError, Throttled
 from remuda.domain.instance import Credential
-from remuda.domain.skew import skew_s
 from remuda.ports.calls import CallCounter
+from remuda.ports.doctor import clock_skew_s
 from remuda.ports.github import Deletion, GitHubRunner, JitRunner
 from simulation.loop import SeededIds, VirtualClock
 from tests.support.mutations import DEEP, ESCAPES, LONE, TEXTS, check_shown, fuzzed, in_virtual_time, spoiled_text
@@ -60,8 +60,8 @@ headers = st.fixed_dictionaries(
 statuses = st.sampled_from([200, 201, 204, 206, 301, 304, 400, 401, 403, 404, 409, 422, 429, 500, 502, 503])
 
 
-class Answering(httpx.AsyncBaseTransport):
-    """One answer to all that is asked; how often it was asked."""
+class FixedResponse(httpx.AsyncBaseTransport):
+    """Gives the same response to every request and counts the requests."""
 
     def __init__(self, status: int, found: dict[str, str], body: bytes) -> None:
         self._answer = (
@@ -69,15 +69,15 @@ class Answering(httpx.AsyncBaseTransport):
             [(name.encode(), value.encode("latin-1", "replace")) for name, value in found.items()],
             body,
         )
-        self.asked = 0
+        self.requests = 0
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:  # noqa: ARG002 - all the same
-        self.asked += 1
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:  # noqa: ARG002 - not used
+        self.requests += 1
         status, found, body = self._answer
         return httpx.Response(status, headers=found, stream=httpx.ByteStream(body))
 
 
-#: One for all examples: a client takes its time to be made, and remembers nothing.
+#: Shared by all examples: creating a client is slow, and it keeps no state.
 _FORGE = GitHubClient(
     api_url="http://127.0.0.1:1", clock=VirtualClock(), ids=SeededIds(), calls=CallCounter(), token="t0ken"
 )
@@ -100,7 +100,7 @@ CALLS: dict[str, Callable[[GitHubClient], Awaitable[Any]]] = {
 
 
 def check_result(result: Any) -> None:
-    """What passes is what it says it is."""
+    """Check the types and limits of a result."""
     match result:
         case Credential():
             check_shown(result.token, 10_000)
@@ -133,12 +133,12 @@ def run(work: Awaitable[Any]) -> Any:
 @pytest.mark.parametrize("call", CALLS)
 @fuzzed()
 @given(data=st.data())
-def test_an_answer(call: str, data: st.DataObject) -> None:
+def test_response(call: str, data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from([call, call, call, "refusal"]))
     status = data.draw(st.just(STATUS[kind]) | statuses)
-    transport = Answering(status, data.draw(headers), data.draw(spoiled_text(GOOD[kind])))
+    transport = FixedResponse(status, data.draw(headers), data.draw(spoiled_text(GOOD[kind])))
     result = run(CALLS[call](github_on(transport)))
-    assert transport.asked <= 3 * MAX_ATTEMPTS * LIST_ATTEMPTS
+    assert transport.requests <= 3 * MAX_ATTEMPTS * LIST_ATTEMPTS
     if isinstance(result, Throttled):
         assert 0 <= result.retry_after_s <= MAX_RETRY_AFTER_S
     if not isinstance(result, RemudaError):
@@ -166,25 +166,25 @@ BAD_BODIES = [
 @pytest.mark.parametrize("body", BAD_BODIES, ids=range(len(BAD_BODIES)))
 @pytest.mark.parametrize("call", ["token", "list", "runner", "jit"])
 @pytest.mark.parametrize("status", [200, 403])
-def test_what_was_found_once(body: bytes, call: str, status: int) -> None:
-    transport = Answering(status, {}, body)
+def test_responses_that_once_failed(body: bytes, call: str, status: int) -> None:
+    transport = FixedResponse(status, {}, body)
     result = run(CALLS[call](github_on(transport)))
     if not isinstance(result, RemudaError):
         check_result(result)
 
 
-def test_pages_without_end_are_not_followed() -> None:
-    """Every page says that there is another, and shows the same."""
-    transport = Answering(
+def test_endless_pages_are_not_followed() -> None:
+    """Each page links to a next one and contains the same runner."""
+    transport = FixedResponse(
         200, {"link": '<x>; rel="next"'}, json.dumps({"total_count": 500, "runners": [RUNNER]}).encode()
     )
     error = run(github_on(transport).list_runners("octo"))
     assert "incomplete: 1 of 500" in str(error)
-    assert transport.asked <= 2 * LIST_ATTEMPTS
+    assert transport.requests <= 2 * LIST_ATTEMPTS
 
 
-def test_a_giant_is_not_read_to_its_end() -> None:
-    class Giant(httpx.AsyncByteStream):
+def test_huge_body_is_not_read_completely() -> None:
+    class HugeBody(httpx.AsyncByteStream):
         sent = 0
 
         async def __aiter__(self):
@@ -192,7 +192,7 @@ def test_a_giant_is_not_read_to_its_end() -> None:
                 self.sent += 1_000_000
                 yield b" " * 1_000_000
 
-    giant = Giant()
+    giant = HugeBody()
 
     class Sending(httpx.AsyncBaseTransport):
         async def handle_async_request(self, request: httpx.Request) -> httpx.Response:  # noqa: ARG002
@@ -208,8 +208,8 @@ def test_a_giant_is_not_read_to_its_end() -> None:
 @example(b'{"id":Infinity}', b"{}")
 @example(b'{"id":9}', b'{"token":"x","expires_at":"9999-12-31T23:59:59-23:59"}')
 @example(b'{"id":"../../user"}', b"{}")
-def test_an_installation(found: bytes, minted: bytes) -> None:
-    """A GitHub App finds its installation, and mints a token."""
+def test_app_installation(found: bytes, minted: bytes) -> None:
+    """A GitHub App looks up its installation and creates a token."""
     paths: list[str] = []
 
     class Both(httpx.AsyncBaseTransport):
@@ -233,8 +233,8 @@ def test_an_installation(found: bytes, minted: bytes) -> None:
 
 @fuzzed()
 @given(st.data())
-def test_the_doctor(data: st.DataObject) -> None:
-    transport = Answering(200, data.draw(headers), data.draw(spoiled_text(LIST)))
+def test_doctor_checks(data: st.DataObject) -> None:
+    transport = FixedResponse(200, data.draw(headers), data.draw(spoiled_text(LIST)))
     github = github_on(transport)
 
     async def opened() -> GitHubClient:
@@ -242,7 +242,7 @@ def test_the_doctor(data: st.DataObject) -> None:
 
     doctor = GitHubDoctor(github=opened, scope="octo", clock=VirtualClock())
     for check in doctor.checks():
-        finding = run(check.look())
+        finding = run(check.run())
         if not isinstance(finding, RemudaError):
             check_shown(finding.found, 1_000)
 
@@ -250,6 +250,6 @@ def test_the_doctor(data: st.DataObject) -> None:
 @fuzzed()
 @given(st.text(max_size=40) | st.sampled_from(TEXTS))
 @example("Mon, 01 Jan 0001 00:00:00 GMT")
-def test_a_date(text: str) -> None:
-    found = skew_s(text, NOW)
+def test_date_header(text: str) -> None:
+    found = clock_skew_s(text, NOW)
     assert found is None or abs(found) < 1e12

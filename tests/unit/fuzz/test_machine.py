@@ -1,4 +1,4 @@
-"""What an agent reads on its machine: metadata, files that a job may have written, lines of a log."""
+"""Arbitrary input of an agent on its machine: metadata, files written by jobs, log lines."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class _Metadata(httpx.AsyncBaseTransport):
         return httpx.Response(404 if found is None else self.status, stream=httpx.ByteStream(found or b""))
 
 
-class Machine:
-    """The EC2 machine on metadata of ours, made once."""
+class FuzzedMachine:
+    """An EC2 machine with fake metadata, created once."""
 
     def __init__(self, folder: Path) -> None:
         async def clean() -> StepResult:
@@ -77,7 +77,7 @@ class Machine:
             imds=self.imds, clock=VirtualClock(), reset=clean, layout=MachineLayout(state=str(folder)), run=lambda _: 0
         )
 
-    def answers(self, **changed: bytes) -> None:
+    def set_metadata(self, **changed: bytes) -> None:
         self.imds._token_until = -1.0
         self.agent._is_spot, self.agent._notice = None, ""
         self.metadata.token, self.metadata.status = b"token", 200
@@ -89,14 +89,14 @@ class Machine:
             **changed,
         }
 
-    def ask(self, work: Awaitable[Any]) -> Any:
+    def call(self, work: Awaitable[Any]) -> Any:
         found = in_virtual_time(work, 60)
         return None if isinstance(found, RemudaError) else found
 
 
 @pytest.fixture(scope="module")
-def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
-    yield Machine(tmp_path_factory.mktemp("machine"))  # noqa: PT022 - the transport holds nothing
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FuzzedMachine]:
+    yield FuzzedMachine(tmp_path_factory.mktemp("machine"))  # noqa: PT022 - the transport holds nothing
 
 
 @fuzzed()
@@ -112,12 +112,14 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
 @example(token=b"t", identifier=ONE.encode(), margin=b"1e300", pool=b"p", status=200)
 @example(token=b"t", identifier=ONE.encode(), margin=b"nan", pool=ESCAPES.encode(), status=200)
 @example(token=b"t", identifier=ONE.encode(), margin=b"6" * 100_000, pool=b"p", status=200)
-def test_who_it_is(machine: Machine, token: bytes, identifier: bytes, margin: bytes, pool: bytes, status: int) -> None:
-    machine.answers(
+def test_identity(
+    machine: FuzzedMachine, token: bytes, identifier: bytes, margin: bytes, pool: bytes, status: int
+) -> None:
+    machine.set_metadata(
         **{"instance-id": identifier, "tags/instance/remuda:pool": pool, "tags/instance/remuda:margin-s": margin}
     )
     machine.metadata.token, machine.metadata.status = token, status
-    found = machine.ask(machine.agent.identity())
+    found = machine.call(machine.agent.identity())
     if isinstance(found, Identity):
         assert found.instance_id == ONE
         check_shown(found.pool, 256)
@@ -129,10 +131,10 @@ def test_who_it_is(machine: Machine, token: bytes, identifier: bytes, margin: by
 @example(action=b"[" * 100_000, advice=b"")
 @example(action=b'{"action":"\\ud800\\u001b[2J","time":"x\\ny"}', advice=b"")
 @example(action=b"x" * 1_000_000, advice=b"")
-def test_a_spot_notice(machine: Machine, action: bytes, advice: bytes) -> None:
-    """A beat is never lost because of it, and what it says can be shown and stored."""
-    machine.answers(**{"spot/instance-action": action, "events/recommendations/rebalance": advice})
-    notice = machine.ask(machine.agent.spot_notice())
+def test_spot_notice(machine: FuzzedMachine, action: bytes, advice: bytes) -> None:
+    """It never fails a heartbeat, and its text can be shown and stored."""
+    machine.set_metadata(**{"spot/instance-action": action, "events/recommendations/rebalance": advice})
+    notice = machine.call(machine.agent.spot_notice())
     assert notice is not None
     check_shown(notice, 500)
 
@@ -141,8 +143,8 @@ def test_a_spot_notice(machine: Machine, action: bytes, advice: bytes) -> None:
 @given(memory=spoiled_text(to_document(AgentState(script=ScriptStatus.OK, threshold=NOW))), timers=bodies)
 @example(memory=b'{"threshold":"9999-12-31T23:59:59.999Z"}', timers=b"remuda-dead-man-1\nsshd\n")
 @example(memory=b'{"threshold":"0001-01-01T00:00:00.000Z"}', timers=b"")
-def test_what_it_remembers(machine: Machine, memory: bytes, timers: bytes) -> None:
-    """An agent that starts on it arms its timer, and stops nothing but its own."""
+def test_stored_agent_state(machine: FuzzedMachine, memory: bytes, timers: bytes) -> None:
+    """A starting agent sets its timer and stops no units but its own timers."""
     (machine.folder / STATE_FILE).write_bytes(memory)
     (machine.folder / TIMERS).write_bytes(timers)
     stopped: list[str] = []
@@ -156,11 +158,11 @@ def test_what_it_remembers(machine: Machine, memory: bytes, timers: bytes) -> No
     async def start() -> bool:
         return Expiry(machine=machine.agent, clock=VirtualClock(), margin_s=60.0).has_passed()
 
-    assert machine.ask(start()) is not None
+    assert machine.call(start()) is not None
     assert all(name.startswith("remuda-dead-man-") for name in stopped)
 
 
-# Files that jobs may have written ---------------------------------------------------------------------------------
+# Files that jobs can write to -----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +180,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @example(settings=b"[" * 100_000, listener=b'{"pid":1e999,"started":1}', jit=b"{}", log=b"")
 @example(settings=b"\xef\xbb\xbf{}", listener=b'{"pid":' + b"9" * 4_000 + b',"started":1}', jit=b"", log=b"")
 @example(settings=b'{"agentName":"\\ud800"}', listener=b'{"pid":-1,"started":true}', jit=b"{}", log=b"")
-def test_a_runners_folder(place: Path, settings: bytes, listener: bytes, jit: bytes, log: bytes) -> None:
+def test_runner_directory(place: Path, settings: bytes, listener: bytes, jit: bytes, log: bytes) -> None:
     (place / ".runner").write_bytes(settings)
     (place / "runner.listener.json").write_bytes(listener)
     (place / "runner.jit.json").write_bytes(jit)
@@ -192,7 +194,7 @@ def test_a_runners_folder(place: Path, settings: bytes, listener: bytes, jit: by
         hook=JobHook(folder=place / "hook", pristine=place, refused_file=place / "notes"),
     )
     state = runner.state()
-    assert not state.listening, "nobody else's process is taken for the runner's"
+    assert not state.listening, "no other process is taken for the runner"
     assert isinstance(state.configured_as, str)
 
 
@@ -204,7 +206,7 @@ def test_a_runners_folder(place: Path, settings: bytes, listener: bytes, jit: by
     )
 )
 @example([b"Job " * 200_000, b"\n"])
-def test_lines_of_the_listener(place: Path, parts: list[bytes]) -> None:
+def test_listener_output(place: Path, parts: list[bytes]) -> None:
     path = place / "lines.log"
     path.write_bytes(b"".join(parts))
     assert _JobLog(path).is_running() in {True, False}
@@ -212,8 +214,8 @@ def test_lines_of_the_listener(place: Path, parts: list[bytes]) -> None:
 
 @fuzzed()
 @given(st.none() | st.integers(-5, 300), st.text(max_size=200) | texts)
-def test_the_story_of_a_program(code: int | None, output: str) -> None:
-    """What a program printed becomes the detail of a report."""
+def test_program_output(code: int | None, output: str) -> None:
+    """The output of a program becomes the detail of a report."""
     detail = Report(instance_id=ONE, detail=_describe_result(code, output)).detail
     check_shown(detail, 1_000)
 
@@ -223,7 +225,7 @@ def test_the_story_of_a_program(code: int | None, output: str) -> None:
 @example(10**400)
 @example(-1)
 def test_a_reported_duration_is_plausible_or_ignored(duration: Any) -> None:
-    """It goes into the record of a provision: a number that cannot be stored would fail its commit."""
+    """It is stored in the provision record: a number that cannot be stored would fail the commit."""
     try:
         found = from_document(Report, {"instanceId": ONE, "durationS": duration}).duration_s
     except ValueError:
@@ -235,7 +237,7 @@ def test_a_reported_duration_is_plausible_or_ignored(duration: Any) -> None:
 @given(record=spoiled_text(to_document(RECORD)), power=bodies)
 @example(record=json.dumps({**to_document(RECORD), "marginS": 1e300}).encode(), power=b"1 2 3")
 @example(record=b"[" * 100_000, power=b"9" * 5_000)
-def test_a_local_machines_folder(place: Path, record: bytes, power: bytes) -> None:
+def test_directory_of_a_local_machine(place: Path, record: bytes, power: bytes) -> None:
     own = place / ONE
     own.mkdir(exist_ok=True)
     (own / machine_folder.RECORD).write_bytes(record)
@@ -244,9 +246,9 @@ def test_a_local_machines_folder(place: Path, record: bytes, power: bytes) -> No
     if found is not None:
         assert found.instance_id == ONE
         assert NOW + timedelta(seconds=2 * found.margin_s + found.first_life_s) >= NOW
-    told = supervisor(str(own))
-    assert told is None or all(isinstance(number, int) for number in told)
+    pids = supervisor(str(own))
+    assert pids is None or all(isinstance(number, int) for number in pids)
 
 
-def test_what_is_no_text_is_spelt() -> None:
+def test_undecodable_bytes_are_escaped() -> None:
     assert json.loads(json.dumps(Report(instance_id=ONE, detail=f"a{LONE}b\nc").detail)) == "a\\ud800b c"

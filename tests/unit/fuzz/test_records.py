@@ -1,4 +1,4 @@
-"""Records and messages in the three forms they are stored in: what is not one is refused by name, and nothing else."""
+"""Arbitrary records and messages in their three storage forms: an invalid one is rejected by name, alone."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ GOOD: dict[type[Any], Any] = {
     PoolConfig: pool_config(),
     PoolMessage: message(),
 }
-#: How long a refusal may be: it goes into logs, and into the record of a provision.
+#: Maximum length of a parse error: it is logged and stored in provision records.
 MAX_REFUSAL = 500
 DAY = timedelta(days=365)
 
 kinds = pytest.mark.parametrize("kind", list(GOOD), ids=lambda kind: kind.__name__)
 
 
-def judged(parse: Callable[[], Any]) -> Any:
-    """What was parsed, or None where it was refused in words that can be shown."""
+def parsed(parse: Callable[[], Any]) -> Any:
+    """The parsed record, or None if it was rejected with a printable message."""
     try:
         return parse()
     except ValueError as error:
@@ -50,7 +50,7 @@ def judged(parse: Callable[[], Any]) -> Any:
 
 
 def check_usable(record: Any) -> None:
-    """What passes can be stored again, written down, and counted with: no step after it stumbles."""
+    """A parsed record can be stored again, printed, and used in calculations."""
     assert from_document(type(record), json.loads(json.dumps(to_document(record)))) == record
     json.dumps(to_document(record), allow_nan=False).encode()
     for value in to_document(record).values():
@@ -75,9 +75,9 @@ def check_usable(record: Any) -> None:
 @kinds
 @fuzzed()
 @given(data=st.data())
-def test_a_document(kind: type[Any], data: st.DataObject) -> None:
+def test_document(kind: type[Any], data: st.DataObject) -> None:
     document: Any = data.draw(mutated(to_document(GOOD[kind])) | any_json)
-    record = judged(lambda: from_document(kind, document))
+    record = parsed(lambda: from_document(kind, document))
     if record is not None:
         check_usable(record)
 
@@ -85,11 +85,11 @@ def test_a_document(kind: type[Any], data: st.DataObject) -> None:
 @kinds
 @fuzzed()
 @given(data=st.data())
-def test_a_text_in_sqlite(kind: type[Any], data: st.DataObject) -> None:
+def test_sqlite_text(kind: type[Any], data: st.DataObject) -> None:
     text = data.draw(spoiled_text(to_document(GOOD[kind])))
-    # A column may hold bytes, too.
+    # An SQLite column may also contain bytes.
     body: Any = data.draw(st.sampled_from([text, text.decode(errors="replace"), None, 7]))
-    record = judged(lambda: sqlite_documents.decode(kind, body))
+    record = parsed(lambda: sqlite_documents.decode(kind, body))
     if record is not None:
         check_usable(record)
 
@@ -97,16 +97,16 @@ def test_a_text_in_sqlite(kind: type[Any], data: st.DataObject) -> None:
 @kinds
 @fuzzed()
 @given(data=st.data())
-def test_an_item_in_dynamodb(kind: type[Any], data: st.DataObject) -> None:
-    """Items as botocore hands them over: each attribute one of DynamoDB's types, with whatever in it."""
+def test_dynamodb_item(kind: type[Any], data: st.DataObject) -> None:
+    """Items as botocore returns them: each attribute has one of DynamoDB's types and any content."""
     document = data.draw(mutated(to_document(GOOD[kind])))
     where = items.key("control#i-1", "control")
     wrong = mutated(_item(to_document(GOOD[kind])))
     item = {**where, **data.draw(st.just(_item(document)) | wrong.filter(lambda found: isinstance(found, dict)))}
-    record = judged(lambda: items.record_of(kind, item))
+    record = parsed(lambda: items.record_of(kind, item))
     if record is not None:
         check_usable(record)
-    judged(lambda: items.times_of(item))
+    parsed(lambda: items.times_of(item))
     records, unreadable = items.parse_all(kind, [("bad", item), ("good", _whole(kind))])
     assert "good" in records
     assert "good" not in unreadable
@@ -134,7 +134,7 @@ def _whole(kind: type[Any]) -> Any:
 @fuzzed()
 @given(spoiled_text({"missing:i-1": "2025-05-31T12:00:00.000Z", "surplus-messages:large": "2025-05-31T12:00:00.000Z"}))
 def test_sightings(text: bytes) -> None:
-    times = judged(lambda: sqlite_documents.decode_times(text.decode(errors="replace")))
+    times = parsed(lambda: sqlite_documents.decode_times(text.decode(errors="replace")))
     for since in (times or {}).values():
         assert NOW - since < NOW - since + DAY
 
@@ -146,8 +146,8 @@ def test_sightings(text: bytes) -> None:
 @example(json.dumps({**to_document(message()), "resourceClass": LONE}).encode())
 @example(json.dumps({**to_document(message()), "epoch": 10**18}).encode())
 @example(b"[" * 100_000)
-def test_a_message(body: bytes) -> None:
-    """A delivery is a message, or says why it is none: then it is dropped and counted."""
+def test_pool_message(body: bytes) -> None:
+    """A delivery contains a message, or the reason why it is malformed."""
     text = body.decode(errors="replace")
     for delivery in (
         _delivery({"ReceiptHandle": "r", "Body": text}),
@@ -160,6 +160,6 @@ def test_a_message(body: bytes) -> None:
             check_usable(delivery.message)
 
 
-def test_an_attribute_that_is_no_number_is_not_quoted() -> None:
+def test_invalid_number_is_not_quoted() -> None:
     with pytest.raises(ValueError, match=r"^an attribute of type N is not a number$"):
         items.value_of({"N": "a secret"})

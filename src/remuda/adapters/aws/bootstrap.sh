@@ -203,7 +203,7 @@ ExecStart=$opt/bin/remuda-firewall
 WantedBy=multi-user.target
 RequiredBy=cron.service crond.service atd.service user@.service
 EOF
-# KillMode=process: a restart of the agent must not kill a running job. The new agent finds the runner by its pid, stored on disk.
+# KillMode=process: a restart of the agent must not kill a running job. The new agent finds the runner by its stored pid.
 cat >"$units/remuda-agent.service" <<EOF
 [Unit]
 Description=Remuda agent

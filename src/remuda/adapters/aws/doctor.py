@@ -26,7 +26,7 @@ from remuda.domain.errors import UserError
 from remuda.domain.resources import ResourceClass, RunnerRequest, Tier, TypePatterns, UsageClass
 from remuda.ports.clock import Clock
 from remuda.ports.compute import POOL_TAG, PROVISION_TAG, MachineState
-from remuda.ports.doctor import Check, CheckResult, clocks, ok, problem, warning
+from remuda.ports.doctor import Check, CheckResult, compare_clocks, ok, problem, warning
 
 REGION = "aws region"
 CREDENTIALS = "aws credentials"
@@ -79,19 +79,19 @@ class AwsDoctor:
         with_credentials = (CREDENTIALS,)
         with_options = (CREDENTIALS, LAUNCH)
         return (
-            Check(name=REGION, look=self._region),
-            Check(name=CREDENTIALS, look=self._credentials, needs=(REGION,)),
-            Check(name="aws clock", look=self._clocks, needs=with_credentials),
-            Check(name="table", look=self._table, needs=with_credentials),
-            Check(name="queues", look=self._queues, needs=with_credentials),
-            Check(name=LAUNCH, look=self._options),
-            Check(name=IMAGE, look=self._image, needs=with_options),
-            Check(name=NETWORK, look=self._subnets, needs=with_options),
-            Check(name="security groups", look=self._groups, needs=with_options),
-            Check(name="instance profile", look=self._profile, needs=with_options),
-            Check(name=TEMPLATE, look=self._template, needs=with_options),
-            Check(name="launch permission", look=self._may_launch, needs=(TEMPLATE, IMAGE, NETWORK)),
-            Check(name="terminate permission", look=self._may_terminate, needs=with_credentials),
+            Check(name=REGION, run=self._region),
+            Check(name=CREDENTIALS, run=self._credentials, needs=(REGION,)),
+            Check(name="aws clock", run=self._clocks, needs=with_credentials),
+            Check(name="table", run=self._table, needs=with_credentials),
+            Check(name="queues", run=self._queues, needs=with_credentials),
+            Check(name=LAUNCH, run=self._options),
+            Check(name=IMAGE, run=self._image, needs=with_options),
+            Check(name=NETWORK, run=self._subnets, needs=with_options),
+            Check(name="security groups", run=self._groups, needs=with_options),
+            Check(name="instance profile", run=self._profile, needs=with_options),
+            Check(name=TEMPLATE, run=self._template, needs=with_options),
+            Check(name="launch permission", run=self._may_launch, needs=(TEMPLATE, IMAGE, NETWORK)),
+            Check(name="terminate permission", run=self._may_terminate, needs=with_credentials),
         )
 
     # Identity -------------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ class AwsDoctor:
 
     async def _clocks(self) -> CheckResult:
         headers = (await self._identity())["ResponseMetadata"]["HTTPHeaders"]
-        return clocks("AWS", str(headers.get("date", "")), self._clock)
+        return compare_clocks("AWS", str(headers.get("date", "")), self._clock)
 
     # Table and queues -----------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from remuda.adapters.github import responses
 from remuda.adapters.github.client import GitHubClient
 from remuda.domain.errors import UserError
 from remuda.ports.clock import Clock
-from remuda.ports.doctor import Check, CheckResult, clocks, ok, problem, warning
+from remuda.ports.doctor import Check, CheckResult, compare_clocks, ok, problem, warning
 
 ACCESS = "github access"
 #: The doctor warns if less than one part in this many of the hourly rate limit is left.
@@ -35,10 +35,10 @@ class GitHubDoctor:
 
     def checks(self) -> Sequence[Check]:
         return (
-            Check(name="github credential", look=self._credential, needs=self._needs),
-            Check(name=ACCESS, look=self._access, needs=("github credential",)),
-            Check(name="github rate limit", look=self._rate_limit, needs=(ACCESS,)),
-            Check(name="github clock", look=self._clocks, needs=(ACCESS,)),
+            Check(name="github credential", run=self._credential, needs=self._needs),
+            Check(name=ACCESS, run=self._access, needs=("github credential",)),
+            Check(name="github rate limit", run=self._rate_limit, needs=(ACCESS,)),
+            Check(name="github clock", run=self._clocks, needs=(ACCESS,)),
         )
 
     async def _credential(self) -> CheckResult:
@@ -71,4 +71,4 @@ class GitHubDoctor:
         return ok(found)
 
     async def _clocks(self) -> CheckResult:
-        return clocks("GitHub", (await self._first_page()).headers.get("date", ""), self._clock)
+        return compare_clocks("GitHub", (await self._first_page()).headers.get("date", ""), self._clock)

@@ -25,8 +25,8 @@ class LocalDoctor:
 
     def checks(self) -> Sequence[Check]:
         return (
-            Check(name=self.ready, look=self._up),
-            Check(name="runner software", look=self._software, needs=(self.ready,)),
+            Check(name=self.ready, run=self._up),
+            Check(name="runner software", run=self._software, needs=(self.ready,)),
         )
 
     async def _up(self) -> CheckResult:

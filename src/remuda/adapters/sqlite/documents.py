@@ -35,7 +35,7 @@ def decode(kind: type[T], text: str, name: str = "") -> T:
 
 
 def decode_times(text: str) -> Mapping[str, datetime]:
-    times: Mapping[str, datetime] = serialization.parse(Mapping[str, datetime], _load(text), "sightings")
+    times: Mapping[str, datetime] = serialization.parse(Mapping[str, datetime], _load(text), "first_seen")
     return times
 
 

@@ -27,7 +27,7 @@ T = TypeVar("T")
 R = TypeVar("R", Instance, Report)
 
 _CONFIG = "config"
-_SIGHTINGS = "sightings"
+_FIRST_SEEN = "first_seen"
 _KINDS: Mapping[type[Any], RecordKind] = {Instance: RecordKind.CONTROL, Report: RecordKind.REPORT}
 
 
@@ -227,13 +227,13 @@ class SqliteInstanceStore:
 
         await self._write("put_config", job)
 
-    async def get_sightings(self) -> Mapping[str, datetime]:
-        text = await self._read("get_sightings", partial(tables.single, name=_SIGHTINGS))
-        return {} if text is None else self._or_unreadable(lambda: decode_times(text), _SIGHTINGS)
+    async def get_first_seen(self) -> Mapping[str, datetime]:
+        text = await self._read("get_first_seen", partial(tables.single, name=_FIRST_SEEN))
+        return {} if text is None else self._or_unreadable(lambda: decode_times(text), _FIRST_SEEN)
 
-    async def put_sightings(self, sightings: Mapping[str, datetime]) -> None:
-        text = encode(sightings)
-        await self._write("put_sightings", lambda connection: tables.write_single(connection, _SIGHTINGS, text))
+    async def put_first_seen(self, first_seen: Mapping[str, datetime]) -> None:
+        text = encode(first_seen)
+        await self._write("put_first_seen", lambda connection: tables.write_single(connection, _FIRST_SEEN, text))
 
     # Jobs -----------------------------------------------------------------------------------------------------
 

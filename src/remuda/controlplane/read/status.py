@@ -191,7 +191,7 @@ async def _stale_registrations(
     ]
     (records, unreadable), first_seen = await asyncio.gather(
         skip_unreadable(context.store.get_many({instance_id for _, _, instance_id in ours})),
-        context.store.get_sightings(),
+        context.store.get_first_seen(),
     )
     found = []
     for scope, name, instance_id in ours:

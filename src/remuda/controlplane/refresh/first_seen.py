@@ -34,4 +34,4 @@ class FirstSeen:
 
     async def save(self, store: InstanceStore) -> None:
         if self._seen != self._known:
-            await store.put_sightings(self._seen)
+            await store.put_first_seen(self._seen)

@@ -82,10 +82,10 @@ class Sweep:
     async def _load_first_seen(self) -> Mapping[str, datetime]:
         """If the stored anomalies cannot be parsed, start without any: every grace period begins again."""
         try:
-            return await self._context.store.get_sightings()
+            return await self._context.store.get_first_seen()
         except Unreadable as error:
             self._result.error(f"{error.message}; it is replaced")
-            await self._context.store.put_sightings({})
+            await self._context.store.put_first_seen({})
             return {}
 
     async def _list_external(self) -> ExternalState:

@@ -6,7 +6,7 @@
 | report | `report#<role's id>:<id>` | `report` | `troubled#<shard>`, id; only with a failure or spot notice | |
 | history | `history#<id>` | time, epoch, sequence | | |
 | provision | `run#<run id>` | provision id | `unsettled`, deadline or `0` (released) | `provisions`, creation |
-| configuration, sightings, key prefixes | `pool` | `config`, `sightings`, `prefixes` | | |
+| configuration, first_seen, key prefixes | `pool` | `config`, `first_seen`, `prefixes` | | |
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def run_pk(run_id: str) -> str:
 
 
 CONFIG = key("pool", "config")
-SIGHTINGS = key("pool", "sightings")
+FIRST_SEEN = key("pool", "first_seen")
 #: The prefixes of instance keys.
 PREFIXES = key("pool", "prefixes")
 
@@ -213,8 +213,8 @@ def parse_all(kind: type[T], found: Iterable[tuple[str, Item]]) -> tuple[dict[st
 
 
 def times_of(item: Item) -> Mapping[str, datetime]:
-    found = value_of(item["sightings"]) if "sightings" in item else {}
-    times: Mapping[str, datetime] = serialization.parse(Mapping[str, datetime], found, "sightings")
+    found = value_of(item["first_seen"]) if "first_seen" in item else {}
+    times: Mapping[str, datetime] = serialization.parse(Mapping[str, datetime], found, "first_seen")
     return times
 
 
@@ -240,8 +240,8 @@ def provision_item(provision: Provision) -> Item:
     return item
 
 
-def sightings_item(sightings: Mapping[str, datetime]) -> Item:
-    return {**SIGHTINGS, "sightings": attribute(serialization.to_jsonable(sightings))}
+def first_seen_item(first_seen: Mapping[str, datetime]) -> Item:
+    return {**FIRST_SEEN, "first_seen": attribute(serialization.to_jsonable(first_seen))}
 
 
 def history_item(instance_id: str, entry: HistoryEntry, *, sequence: int, writer: str, kept: timedelta = KEPT) -> Item:

@@ -367,7 +367,7 @@ class DynamoInstanceStore:
         )
         return self._parse_readable(Provision, newest)
 
-    # Pool configuration and sightings -------------------------------------------------------------------------
+    # Pool configuration and first_seen -------------------------------------------------------------------------
 
     async def get_config(self) -> PoolConfig | None:
         config = self._parsed(PoolConfig, await self._table.get(items.CONFIG), "the configuration")
@@ -386,12 +386,12 @@ class DynamoInstanceStore:
         """Keep history entries as long as the records of terminated instances."""
         self._history.kept = timedelta(seconds=config.lifetimes.keep_records_s)
 
-    async def get_sightings(self) -> Mapping[str, datetime]:
-        item = await self._table.get(items.SIGHTINGS)
-        return {} if item is None else self._checked(lambda: items.times_of(item), "the sightings")
+    async def get_first_seen(self) -> Mapping[str, datetime]:
+        item = await self._table.get(items.FIRST_SEEN)
+        return {} if item is None else self._checked(lambda: items.times_of(item), "the first_seen")
 
-    async def put_sightings(self, sightings: Mapping[str, datetime]) -> None:
-        await self._table.put(items.sightings_item(sightings), {})
+    async def put_first_seen(self, first_seen: Mapping[str, datetime]) -> None:
+        await self._table.put(items.first_seen_item(first_seen), {})
 
     # Internals ------------------------------------------------------------------------------------------------
 

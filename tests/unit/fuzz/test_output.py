@@ -1,4 +1,4 @@
-"""What people see of text from outside: requests to the dashboard, lines on a terminal, lines of a log."""
+"""Arbitrary external text in output: terminal lines, tables, log lines, and requests to the dashboard."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ def test_text(text: str, most: int) -> None:
 @fuzzed()
 @given(any_json, st.integers(0, 50))
 @example(10**5_000, 50)
-def test_a_value(value: Any, most: int) -> None:
+def test_quoted_value(value: Any, most: int) -> None:
     check_shown(quote(value, most), most)
 
 
 @fuzzed()
 @given(action=texts, why=texts, name=texts)
 @example(action="claim", why=ESCAPES, name="i-1")
-def test_lines_of_a_terminal(action: str, why: str, name: str) -> None:
-    """A line an event, and nothing in it but letters: no colour, no cursor, no second line."""
+def test_event_lines_on_a_terminal(action: str, why: str, name: str) -> None:
+    """One printable line per event, without escape sequences."""
     shown = io.StringIO()
     output = Output(as_json=False)
     output._console = PlainConsole(file=shown, width=10_000, soft_wrap=True, highlight=False, force_terminal=False)
@@ -66,11 +66,11 @@ def test_lines_of_a_terminal(action: str, why: str, name: str) -> None:
 
 @fuzzed()
 @given(st.lists(texts, max_size=3))
-def test_tables(cells: list[str]) -> None:
+def test_tables(values: list[str]) -> None:
     shown = io.StringIO()
     table = Table("name", "why")
-    for cell in cells:
-        table.add_row(cell.replace("[", "("), "x")
+    for value in values:
+        table.add_row(value.replace("[", "("), "x")
     PlainConsole(file=shown, width=100, force_terminal=False).print(table)
     for line in shown.getvalue().splitlines():
         assert line.isprintable()
@@ -80,13 +80,15 @@ def test_tables(cells: list[str]) -> None:
 
 
 @asynccontextmanager
-async def nothing() -> AsyncIterator[Context]:
+async def no_context() -> AsyncIterator[Context]:
     raise Unavailable("there is no store")
     yield
 
 
-FEED = Feed(open_context=nothing, backend="local", interval_s=1.0, since_s=60.0, clock=SystemClock(), ids=SystemIds())
-# It has something to show: nobody waits for it.
+FEED = Feed(
+    open_context=no_context, backend="local", interval_s=1.0, since_s=60.0, clock=SystemClock(), ids=SystemIds()
+)
+# Requests must not wait for the first poll.
 FEED._first_poll_done.set()
 COOKIE = (b"cookie", b"remuda_session=\xff;;=;")
 APPS = [build_app(FEED, token=token, loopback=True) for token in (None, AccessToken("t0ken"))]
@@ -113,12 +115,12 @@ NAMES = (
 )
 
 
-async def ask(app: Any, scope: dict[str, Any], body: bytes) -> int:
+async def send_request(app: Any, scope: dict[str, Any], body: bytes) -> int:
     sent: list[MutableMapping[str, Any]] = []
-    said = iter([{"type": "http.request", "body": body, "more_body": False}])
+    received = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def receive() -> Any:
-        return next(said, {"type": "http.disconnect"})
+        return next(received, {"type": "http.disconnect"})
 
     async def send(message: MutableMapping[str, Any]) -> None:
         sent.append(message)
@@ -144,7 +146,7 @@ async def ask(app: Any, scope: dict[str, Any], body: bytes) -> int:
 @example(which=0, method="GET", path="/api/explanation", query=b"subject=%ed%a0%80", headers=[], body=b"", known=True)
 @example(which=1, method="POST", path="/login", query=b"", headers=[], body=b"token=%ff%00", known=True)
 @example(which=1, method="GET", path="/", query=b"", headers=[COOKIE], body=b"", known=True)
-def test_a_request(
+def test_dashboard_request(
     which: int,
     method: str,
     path: str,
@@ -153,7 +155,7 @@ def test_a_request(
     body: bytes,
     known: bool,  # noqa: FBT001 - drawn
 ) -> None:
-    """Answered, and never with a bug; without its token, with nothing but the way in."""
+    """No request causes a server error; without the token only the login page is served."""
     scope = {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -167,7 +169,7 @@ def test_a_request(
         "server": ("127.0.0.1", 80),
         "client": ("127.0.0.1", 1),
     }
-    status = asyncio.run(ask(APPS[which], scope, body))
+    status = asyncio.run(send_request(APPS[which], scope, body))
     assert status != 500
     if which == 1 and path not in {"/", "/login", "/login.js", "/style.css", "/icon.svg"}:
         assert status in {401, 403, 404, 405}
@@ -178,9 +180,9 @@ def test_a_request(
 @example("[::1")
 @example("[" * 1_000)
 @example("127.0.0.1" * 1_000)
-def test_small_words_of_a_request(text: str) -> None:
+def test_host_header_and_event_id(text: str) -> None:
     assert is_loopback_host(text) in {True, False}
-    board = ChangeLog(process_id="l")
-    assert board.version_of(text) is None or text.startswith("l-")
-    assert board.version_of(f"l-{text}") in {None, 0}
-    json.loads(board.snapshot())
+    change_log = ChangeLog(process_id="l")
+    assert change_log.version_of(text) is None or text.startswith("l-")
+    assert change_log.version_of(f"l-{text}") in {None, 0}
+    json.loads(change_log.snapshot())
