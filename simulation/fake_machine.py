@@ -34,7 +34,7 @@ _NEVER = timedelta(days=365)
 
 
 class TimedAction(Enum):
-    """What takes time on a machine."""
+    """Actions on a machine that take time."""
 
     BOOT = auto()
     #: From the end of an agent to its restart by the supervisor.
@@ -65,12 +65,16 @@ _SECONDS = {
 
 
 class MachineBehaviour(Protocol):
-    """How long the actions on a machine take and whether they succeed."""
+    """Durations and results of the actions on a machine."""
 
     def seconds(self, action: TimedAction) -> float: ...
 
     def boots(self) -> bool:
         """Whether anything starts on the machine at all."""
+        ...
+
+    def starts_agent(self) -> bool:
+        """Whether the supervisor starts an agent now."""
         ...
 
     def script(self) -> StepResult:
@@ -95,6 +99,9 @@ class RandomBehaviour:
 
     def boots(self) -> bool:
         return not self._faults.inject(Fault.NEVER_BOOTS, 0.04, self._subjects)
+
+    def starts_agent(self) -> bool:
+        return True
 
     def script(self) -> StepResult:
         return self._unless(Fault.SCRIPT_FAILED, 0.03, "exit 1")
@@ -151,7 +158,7 @@ class FakeMachine:
         return self._loop.call_later(seconds, call, context=self._loop.outside)
 
     def _start_agent(self) -> None:
-        if not self.alive:
+        if not self.alive or not self._behaviour.starts_agent():
             return
         self._agents += 1
         self.agent = self._world.start_agent(self, f"agent {self.number:04x}.{self._agents}")

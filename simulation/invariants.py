@@ -19,7 +19,6 @@ from remuda.domain.provision import Provision, ProvisionStatus
 from remuda.domain.resources import PoolMessage, Reuse
 from remuda.domain.signals import Report, Signal
 from remuda.ports.compute import POOL_TAG, MachineState
-from simulation.loop import current_process
 from simulation.memory.compute import MemoryMachine
 from simulation.memory.github import MemoryJob
 from simulation.names import parse_runner
@@ -134,7 +133,7 @@ class SafetyInvariants:
             yield "S1", f"created at epoch {after.epoch}"
         if after.state is State.CREATED and after.provision_id not in self._intended:
             yield "S8", "a record without a provision"
-        process = self._writer()
+        process = self._world.writer(after.instance_id)
         if after.state is State.CREATED:
             yield from self._reuse.created(after, process)
         age = self._world.clock.now() - machine.launched_at
@@ -143,7 +142,7 @@ class SafetyInvariants:
             yield "S6", f"tombstone {age.total_seconds():.0f} s after a launch that may still be in progress"
 
     def _changed(self, before: Instance, after: Instance) -> Iterable[tuple[str, str]]:
-        process = self._writer()
+        process = self._world.writer(after.instance_id)
         if before.state in ABSORBING and (after.state not in ABSORBING or before.state is State.TERMINATED):
             yield "S5", f"{before.state} became {after.state}"
             return
@@ -388,7 +387,7 @@ class SafetyInvariants:
 
     def provision_written(self, before: Provision | None, after: Provision) -> None:
         self.checks += 1
-        process = self._writer()
+        process = self._world.writer()
         if before is None:
             process.provisions.add(after.provision_id)
             self._intended[after.provision_id] = self._world.loop.time()
@@ -438,7 +437,7 @@ class SafetyInvariants:
             return True
         boot = timedelta(minutes=BOOT_MIN)
         age = self._world.clock.now() - machine.launched_at
-        return self._writer().kind == "scale-down" and age >= boot - self._tolerance
+        return self._world.writer().kind == "scale-down" and age >= boot - self._tolerance
 
     def ends_itself(self, machine: FakeMachine, reason: str) -> None:
         """An agent ends its machine only if its record says so or its threshold has passed."""
@@ -537,13 +536,13 @@ class SafetyInvariants:
     def _is_released(self, record: Instance) -> bool:
         provision = self._provision(record.provision_id)
         released = provision is None or provision.status is ProvisionStatus.RELEASED
-        return released or record.provision_id in self._writer().provisions
+        return released or record.provision_id in self._world.writer().provisions
 
     # Pool messages
 
     def messages_deleted(self, resource_class: str, messages: Iterable[PoolMessage]) -> None:
         """The last message about an idle instance is deleted only if it is claimed or retired."""
-        process = self._writer()
+        process = self._world.writer()
         for message in messages:
             self.checks += 1
             record = self._world.database.instances.get(message.id)
@@ -612,10 +611,6 @@ class SafetyInvariants:
     @property
     def _margin(self) -> timedelta:
         return timedelta(seconds=self._world.lifetimes.margin_s)
-
-    def _writer(self) -> SimulatedProcess:
-        process = self._world.delayed_writer or current_process()
-        return self._world.processes[process.name] if process is not None else self._world.outsider
 
     def _provision(self, provision_id: str) -> Provision | None:
         return self._world.database.provisions.by_id(provision_id)

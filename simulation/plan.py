@@ -188,7 +188,7 @@ def draw_plan(seed: int, *, hours: float, instances: int, faults: FaultChoice = 
     else:
         on = faults
     draft = _Draft(rng, on, hours * 3_600.0, instances)
-    # A generator of its own, so that the other draws do not depend on it.
+    # A separate generator, so that the other draws do not depend on it.
     reuse_rng = random.Random(f"{seed} reuse")
     return WorldPlan(
         seed=seed,

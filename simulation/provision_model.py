@@ -1,7 +1,7 @@
 """Model of a provision's work on one instance: launch, claim, commit, roll back.
 
-As in the control plane, every write is conditional, answers may be lost, and a run knows only the result of its own
-last write. A crashed process is one that takes no further step.
+As in the control plane, every write is conditional, answers may be lost, and a run knows only the result of its last
+write. A crashed process is one that takes no further step.
 """
 
 from __future__ import annotations

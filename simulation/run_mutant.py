@@ -1,4 +1,4 @@
-"""Simulation of one mutant in a process of its own, seed by seed until an invariant is violated."""
+"""Simulation of one mutant in a separate process, seed by seed until an invariant is violated."""
 
 from __future__ import annotations
 

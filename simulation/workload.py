@@ -101,7 +101,7 @@ class Workload:
             first_life_s=1e8,
             margin_s=1.0,
         )
-        world.cloud.launch(foreign, pool="sim-2")
+        world.cloud.launch(foreign, pool=f"{POOL}-2")
         process = self._start_refresh("refresh 0", 0)
         await process.ended
         world.faults.active = True

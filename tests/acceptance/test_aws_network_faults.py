@@ -103,7 +103,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AwsStack]:
 
 
 @dataclass(kw_only=True)
-class FaultyPool:
+class PoolBehindProxies:
     """A pool on the shared servers, with its control plane in this process, without proxies, and its agents."""
 
     stack: AwsStack
@@ -204,7 +204,7 @@ class FaultyPool:
 
 
 @asynccontextmanager
-async def new_pool(stack: AwsStack, agents: InProcessAgents) -> AsyncIterator[FaultyPool]:
+async def new_pool(stack: AwsStack, agents: InProcessAgents) -> AsyncIterator[PoolBehindProxies]:
     name = secrets.token_hex(5)
     given: dict[str, Any] = {**{key.replace("-", "_"): value for key, value in stack.launch.items()}, **TIMES}
     given |= {
@@ -223,15 +223,15 @@ async def new_pool(stack: AwsStack, agents: InProcessAgents) -> AsyncIterator[Fa
         context = await exits.enter_async_context(open_context(settings, SilentEventLog(), needs_github=True))
         await refresh(context, desired(settings, pool=name))
         pool_agents = await exits.enter_async_context(agents.of_pool(name, context.store))
-        yield FaultyPool(stack=stack, settings=settings, context=context, agents=pool_agents, proxies=proxies)
+        yield PoolBehindProxies(stack=stack, settings=settings, context=context, agents=pool_agents, proxies=proxies)
 
 
 # Commands with faults. Each returns the result of the command after it has checked the pool.
 
-CommandWithFaults = Callable[[FaultyPool, Schedules, float], Awaitable[CommandResult]]
+CommandWithFaults = Callable[[PoolBehindProxies, Schedules, float], Awaitable[CommandResult]]
 
 
-async def provision_with_faults(pool: FaultyPool, schedules: Schedules, timeout_s: float) -> CommandResult:
+async def provision_with_faults(pool: PoolBehindProxies, schedules: Schedules, timeout_s: float) -> CommandResult:
     """Provision two runners while one instance is idle."""
     await pool.provision("before", 1)
     await pool.release("before")
@@ -250,7 +250,7 @@ async def provision_with_faults(pool: FaultyPool, schedules: Schedules, timeout_
     return result
 
 
-async def release_with_faults(pool: FaultyPool, schedules: Schedules, timeout_s: float) -> CommandResult:
+async def release_with_faults(pool: PoolBehindProxies, schedules: Schedules, timeout_s: float) -> CommandResult:
     await pool.provision(RUN, 2)
     result = await pool.run_with_faults(schedules, "release", "--run-id", RUN)
     if result.code == 0:
@@ -260,7 +260,7 @@ async def release_with_faults(pool: FaultyPool, schedules: Schedules, timeout_s:
     return result
 
 
-async def refresh_with_faults(pool: FaultyPool, schedules: Schedules, timeout_s: float) -> CommandResult:
+async def refresh_with_faults(pool: PoolBehindProxies, schedules: Schedules, timeout_s: float) -> CommandResult:
     """Refresh a pool in which each sweep has something to do."""
     reclaimed, releasing = [item.instance.instance_id for item in (await pool.provision("before", 2)).instances]
     await interrupt_release(pool, releasing)
@@ -278,7 +278,7 @@ async def refresh_with_faults(pool: FaultyPool, schedules: Schedules, timeout_s:
     return result
 
 
-async def interrupt_release(pool: FaultyPool, instance_id: str) -> None:
+async def interrupt_release(pool: PoolBehindProxies, instance_id: str) -> None:
     """Leave an instance like a process that dies during its release."""
     context = pool.context
     record = await context.store.get(instance_id)
@@ -290,7 +290,7 @@ async def interrupt_release(pool: FaultyPool, instance_id: str) -> None:
     await context.store.apply(advance(record, event, by=Actor.RELEASE, now=context.clock.now(), why="a test"))
 
 
-async def launch_unrecorded_instance(pool: FaultyPool) -> None:
+async def launch_unrecorded_instance(pool: PoolBehindProxies) -> None:
     config = await read_config(pool.context)
     request = RunnerRequest(
         resource_class=LARGE,
@@ -312,7 +312,7 @@ async def launch_unrecorded_instance(pool: FaultyPool) -> None:
     )
 
 
-async def register_stale_runner(pool: FaultyPool) -> None:
+async def register_stale_runner(pool: PoolBehindProxies) -> None:
     """Register a runner of an instance that does not exist."""
     config = await read_config(pool.context)
     scope = pool.settings.github_scope
@@ -325,7 +325,7 @@ async def register_stale_runner(pool: FaultyPool) -> None:
     assert (await pool.agents.runner().configure(assignment)).ok
 
 
-async def abandon_provision(pool: FaultyPool) -> None:
+async def abandon_provision(pool: PoolBehindProxies) -> None:
     now = to_milliseconds(pool.context.clock.now())
     await pool.context.store.put_provision(
         Provision(

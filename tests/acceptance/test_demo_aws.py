@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.aws_demo import SELF_TERMINATED
+from tests.support.aws_demo import SELF_TERMINATED, leftovers
 from tests.support.namespace_machine.machine import unsupported_reason
 
 #: Seconds for the demo. Generous: only a broken demo reaches it.
@@ -29,20 +28,6 @@ def environment(folder: Path) -> dict[str, str]:
     return {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "TMPDIR": str(folder), "HOME": str(folder)}
 
 
-def leftovers(folder: Path) -> list[str]:
-    """Files in the folder, and processes and mounts that mention it."""
-    name = str(folder)
-    found = [str(path) for path in folder.iterdir()]
-    found += [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if name in line]
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            with contextlib.suppress(OSError):
-                words = (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes()
-                if name.encode() in words:
-                    found.append(words.replace(b"\0", b" ").decode(errors="replace")[:200])
-    return found
-
-
 def test_demo_passes_its_checks_and_leaves_nothing(tmp_path: Path):
     done = subprocess.run(DEMO, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=environment(tmp_path))
     assert done.returncode == 0, done.stderr[-10_000:]
@@ -55,7 +40,7 @@ def test_demo_passes_its_checks_and_leaves_nothing(tmp_path: Path):
         ("warm", 1, 0),
     ]
     assert {item["stop_reason"] for item in report["retired"]} & set(SELF_TERMINATED)
-    assert leftovers(tmp_path) == []
+    assert [*tmp_path.iterdir(), *leftovers(tmp_path)] == []
 
 
 def test_interrupted_demo_leaves_nothing(tmp_path: Path):
@@ -69,4 +54,4 @@ def test_interrupted_demo_leaves_nothing(tmp_path: Path):
         demo.send_signal(signal.SIGINT)
         _, rest = demo.communicate(timeout=LIMIT_S)
     assert (demo.returncode, "interrupted" in rest) == (130, True), rest[-5_000:]
-    assert leftovers(tmp_path) == []
+    assert [*tmp_path.iterdir(), *leftovers(tmp_path)] == []

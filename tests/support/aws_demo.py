@@ -16,7 +16,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -127,7 +127,7 @@ class AwsDemo:
         await self._self_termination()
         await self._end()
 
-    # Parts -----------------------------------------------------------------------------------------------
+    # Parts -----------------------------------------------------------------------------------------------------------
 
     async def _cold(self) -> None:
         self._title("A run with two jobs: the pool is empty, so two instances are created")
@@ -159,14 +159,9 @@ class AwsDemo:
         run_id = "1005"
         before = set(await self._live())
         # Another resource class, so that the provision must create an instance, which takes a moment.
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "remuda", "provision", "--run-id", run_id, "--resource-class", OTHER_CLASS),
-            *("--provision-timeout-sec", f"{KILLED_PROVISION_TIMEOUT_S:g}", "--quiet"),
-            env=dict(self._environment),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.DEVNULL,
-            start_new_session=True,
+        process = await self._start(
+            *("provision", "--run-id", run_id, "--resource-class", OTHER_CLASS),
+            *("--provision-timeout-sec", f"{KILLED_PROVISION_TIMEOUT_S:g}"),
         )
         try:
             await self._until(lambda: self._held_by(run_id), "the provision to create an instance")
@@ -203,7 +198,11 @@ class AwsDemo:
         await self._remuda("refresh", "--idle-time-sec", f"{SHORT_IDLE_S:g}")
         await self._run("last", "1007", 1)
         instance_id = self._results.releases[-1].instance_ids[0]
-        await self._until(lambda: self._is_gone(instance_id), "the instance to terminate itself")
+
+        async def is_gone() -> bool:
+            return instance_id not in await self._live()
+
+        await self._until(is_gone, "the instance to terminate itself")
         record = await self._context.store.get(instance_id)
         reason = self._machines.end_reason(instance_id)
         self._results.check(
@@ -235,7 +234,7 @@ class AwsDemo:
         results.foreign += foreign
         results.retired += retirements(known, self._machines.end_reason)
 
-    # Output ----------------------------------------------------------------------------------------------------
+    # Output ----------------------------------------------------------------------------------------------------------
 
     def _title(self, text: str) -> None:
         self._output.say(f"\n== {text}", style="bold")
@@ -243,7 +242,7 @@ class AwsDemo:
     def _log(self, text: str) -> None:
         self._output.say(f"{self._clock.now():%H:%M:%S} {text}")
 
-    # Commands -----------------------------------------------------------------------------------------------------
+    # Commands --------------------------------------------------------------------------------------------------------
 
     async def _remuda(self, *arguments: str, as_json: bool = True) -> dict[str, Any]:
         """Run a command and show its output. Return its JSON document, if it writes one."""
@@ -262,6 +261,17 @@ class AwsDemo:
             raise Unavailable(f"remuda {arguments[0]} failed with exit code {result.code}: {result.stdout}")
         document: dict[str, Any] = result.document if as_json else {}
         return document
+
+    async def _start(self, *arguments: str) -> asyncio.subprocess.Process:
+        """Start a command in the background, without output."""
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "remuda", *arguments, "--quiet"),
+            env=dict(self._environment),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
     async def _run(self, name: str, run_id: str, count: int) -> tuple[dict[str, Any], list[JobView]]:
         """Provision, run one job per runner, and release, like a workflow."""
@@ -307,14 +317,7 @@ class AwsDemo:
     @asynccontextmanager
     async def _sweeping(self) -> AsyncIterator[None]:
         """Sweep in the background, more often than a schedule would."""
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "remuda", "refresh", "--sweep-only", "--every", "1", "--quiet"),
-            env=dict(self._environment),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        process = await self._start("refresh", "--sweep-only", "--every", "1")
         try:
             yield
         finally:
@@ -334,9 +337,6 @@ class AwsDemo:
     async def _live(self) -> list[str]:
         async with self._stack.ec2.client() as ec2:
             return [key for key, item in (await describe_instances(ec2)).items() if item["State"]["Name"] in LIVE]
-
-    async def _is_gone(self, instance_id: str) -> bool:
-        return instance_id not in await self._live()
 
     async def _held_by(self, run_id: str) -> bool:
         return any(item.run_id == run_id for item in await self._context.store.find({State.CREATED, State.CLAIMED}))
@@ -364,8 +364,9 @@ async def _started(github: FakeGitHubClient, job: JobView) -> bool:
 
 
 def _is_retired_by_spot(record: Instance | None) -> bool:
-    ended = record is not None and record.state in {State.TERMINATING, State.TERMINATED}
-    return ended and record is not None and record.retire_reason is RetireReason.SPOT_NOTICE
+    if record is None or record.state not in {State.TERMINATING, State.TERMINATED}:
+        return False
+    return record.retire_reason is RetireReason.SPOT_NOTICE
 
 
 def _instances(jobs: Sequence[JobView]) -> set[str]:
@@ -373,7 +374,7 @@ def _instances(jobs: Sequence[JobView]) -> set[str]:
     return {str(job.runner_name).rpartition("-i-")[2] for job in jobs if job.conclusion == "success"}
 
 
-# Setup ------------------------------------------------------------------------------------------------------
+# Setup ---------------------------------------------------------------------------------------------------------------
 
 
 def _configure(stack: AwsStack) -> Path:
@@ -415,18 +416,16 @@ async def _run_demo(output: Output, stack: AwsStack, results: DemoResults, *, sh
             raise
 
 
-def _leftovers(folder: Path) -> list[str]:
-    """Processes and mounts of machines below this folder."""
+def leftovers(folder: Path) -> list[str]:
+    """Mounts and processes that mention this folder."""
     name = str(folder)
-    mounts = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines() if name in line]
-    return [*mounts, *(f"process {pid}" for pid in _processes(name))]
-
-
-def _processes(name: str) -> Iterator[int]:
-    for entry in Path("/proc").iterdir():
+    found = [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if name in line]
+    for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if entry.name.isdecimal() and name.encode() in (entry / "cmdline").read_bytes():
-                yield int(entry.name)
+            words = (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes()
+            if name.encode() in words:
+                found.append(words.replace(b"\0", b" ").decode(errors="replace")[:200])
+    return found
 
 
 def run(output: Output, folder: Path, *, short: bool) -> int:
@@ -436,7 +435,7 @@ def run(output: Output, folder: Path, *, short: bool) -> int:
     output.say("starting the servers: DynamoDB and SQS, EC2, GitHub")
     with aws_stack(folder) as stack:
         asyncio.run(_run_demo(output, stack, results, short=short))
-    left = _leftovers(folder / "machines")
+    left = leftovers(folder / "machines")
     results.check("no process or mount is left", passed=not left, detail=", ".join(left))
     report = DemoReport(
         provisions=tuple(sorted(results.provisions, key=lambda item: item.run_id)),

@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any, TypeVar
 
 from remuda.domain.errors import RemudaError, Unreadable
-from remuda.domain.instance import HistoryEntry, Instance, State
+from remuda.domain.instance import Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
 from remuda.domain.serialization import from_document, parse
@@ -121,9 +121,6 @@ class CorruptingStore(MemoryInstanceStore):
     ) -> Instance | None:
         found = await super().wait_for_control(instance_id, since, timeout_s, urgent=urgent)
         return self._corrupt.read(Instance, instance_id, found)
-
-    async def histories(self, instance_ids: Collection[str]) -> Mapping[str, Sequence[HistoryEntry]]:
-        return await super().histories(instance_ids)
 
     # Reports
 

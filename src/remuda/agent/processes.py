@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from remuda import procfs
+from remuda import procfs, scripts
 from remuda.agent.job_user import JobUser
 from remuda.ports.clock import Clock
 from remuda.procfs import Process, all_processes, descendants, read_process
@@ -212,33 +212,13 @@ async def wait_for_end(descriptor: int, timeout_s: float) -> bool:
 async def run(
     arguments: Sequence[str], *, folder: Path, environment: Mapping[str, str], limit_s: float, scratch: Path
 ) -> tuple[int | None, str]:
-    """Run a command. Return its exit code (None if it was killed at the time limit) and the end of its output.
-
-    The output goes to a file because background processes of the command would keep a pipe open.
-    """
+    """Run a command. Return its exit code (None if it was killed at the time limit) and the end of its output."""
     with tempfile.TemporaryFile(dir=scratch) as output:
         try:
-            process = await asyncio.create_subprocess_exec(
-                *arguments,
-                cwd=folder,
-                env=environment,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
+            code = await scripts.run_command(
+                arguments, output=output, folder=folder, environment=environment, timeout_s=limit_s
             )
         except OSError as problem:
-            return 127, str(problem)
-        code: int | None = None
-        try:
-            async with asyncio.timeout(limit_s):
-                code = await process.wait()
-        except TimeoutError:
-            pass
-        finally:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                await process.wait()
+            return scripts.CANNOT_START, str(problem)
         output.seek(max(0, output.seek(0, os.SEEK_END) - MAX_OUTPUT_BYTES))
         return code, output.read().decode(errors="replace")
