@@ -29,7 +29,7 @@ CONCURRENT_WRITES = 64
 
 
 class ChangeWriter:
-    """Applies changes to control records and writes their history. Reports of terminated instances are set to expire."""
+    """Applies changes to control records and writes their history. Reports of terminated instances expire."""
 
     def __init__(
         self,
