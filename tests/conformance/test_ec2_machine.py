@@ -21,7 +21,7 @@ START = datetime(2026, 1, 1, tzinfo=UTC)
 OFF = ["systemctl", "poweroff", "--force"]
 
 
-class ManualClock(SystemClock):
+class FixedStartClock(SystemClock):
     def __init__(self) -> None:
         self.passed_s = 0.0
 
@@ -63,8 +63,8 @@ def imds(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeImds]:
 
 
 @pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
+def clock() -> FixedStartClock:
+    return FixedStartClock()
 
 
 @pytest.fixture
@@ -82,7 +82,9 @@ async def clean() -> StepResult:
 
 
 @pytest.fixture
-async def machine(imds: FakeImds, clock: ManualClock, commands: Commands, tmp_path: Path) -> AsyncIterator[Ec2Machine]:
+async def machine(
+    imds: FakeImds, clock: FixedStartClock, commands: Commands, tmp_path: Path
+) -> AsyncIterator[Ec2Machine]:
     (tmp_path / "dead-man").write_text("remuda-dead-man-boot\n")
     made = Ec2Machine(
         imds=Imds(endpoint=imds_endpoint({"AWS_EC2_METADATA_SERVICE_ENDPOINT": imds.url}), clock=clock),
@@ -118,7 +120,7 @@ async def test_unreadable_tags_are_reported(machine: Ec2Machine, imds: FakeImds)
 
 
 async def test_token_is_renewed_before_expiry_and_after_rejection(
-    machine: Ec2Machine, imds: FakeImds, clock: ManualClock
+    machine: Ec2Machine, imds: FakeImds, clock: FixedStartClock
 ) -> None:
     await machine.identity()
     clock.passed_s = TOKEN_TTL_S - 30
@@ -140,7 +142,7 @@ async def test_state_file_is_readable_by_root_only(machine: Ec2Machine, tmp_path
 
 
 async def test_new_timer_is_set_before_the_old_one_stops(
-    machine: Ec2Machine, clock: ManualClock, commands: Commands
+    machine: Ec2Machine, clock: FixedStartClock, commands: Commands
 ) -> None:
     machine.set_dead_man_timer(START + timedelta(seconds=90.5))
     assert [command[0] for command in commands.run] == ["systemd-run", "systemctl", "systemctl"]
@@ -161,7 +163,7 @@ async def test_failed_timer_leaves_the_old_one(machine: Ec2Machine, commands: Co
 
 
 async def test_timer_that_did_not_stop_is_stopped_next_time(
-    machine: Ec2Machine, clock: ManualClock, commands: Commands, tmp_path: Path
+    machine: Ec2Machine, clock: FixedStartClock, commands: Commands, tmp_path: Path
 ) -> None:
     commands.failing = {"systemctl"}
     machine.set_dead_man_timer(START + timedelta(seconds=90))
@@ -208,18 +210,18 @@ async def test_pre_runner_script_result(machine: Ec2Machine, tmp_path: Path) -> 
     assert await machine.reset() == StepResult(ok=True, detail="clean")
 
 
-async def test_end_terminates_or_powers_off(imds: FakeImds, clock: ManualClock, commands: Commands) -> None:
-    asked: list[str] = []
+async def test_end_terminates_or_powers_off(imds: FakeImds, clock: FixedStartClock, commands: Commands) -> None:
+    terminated: list[str] = []
 
     async def terminate(instance_id: str) -> None:
-        asked.append(instance_id)
-        if len(asked) > 1:
+        terminated.append(instance_id)
+        if len(terminated) > 1:
             raise Unavailable("no")
 
     service = Imds(endpoint=imds.url, clock=clock)
     made = Ec2Machine(imds=service, clock=clock, reset=clean, run=commands, terminate=terminate)
     await made.end("done")
-    assert (asked, commands.run) == ([INSTANCE_ID], [])
+    assert (terminated, commands.run) == ([INSTANCE_ID], [])
     await made.end("done")
     assert commands.run == [OFF]
     await made.close()
