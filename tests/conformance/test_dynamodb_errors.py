@@ -12,7 +12,8 @@ from aiobotocore.session import AioSession
 from aiohttp import web
 
 from remuda.adapters.aws.clients import MAX_ATTEMPTS, AwsClients, config
-from remuda.adapters.aws.dynamodb.store import CHANGES_PER_TRANSACTION, DynamoInstanceStore
+from remuda.adapters.aws.dynamodb.changes import CHANGES_PER_TRANSACTION
+from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.dynamodb.table import BATCH_ATTEMPTS
 from remuda.adapters.system.clock import SystemIds
 from remuda.controlplane.context import is_applied
