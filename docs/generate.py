@@ -53,8 +53,8 @@ def settings_table() -> str:
                 continue
             kind = "`true` or `false`" if item.kind.is_boolean else f"`{item.kind.metavar}`".replace("|", "\\|")
             commands = "every command" if len(item.commands) > 10 else ", ".join(item.commands)
-            cells = (f"`{item.key}`", kind, item.shown_default or "(none)", item.description, commands or "(none)")
-            lines.append(f"| {' | '.join(cells)} |")
+            columns = (f"`{item.key}`", kind, item.shown_default or "(none)", item.description, commands or "(none)")
+            lines.append(f"| {' | '.join(columns)} |")
     return "\n".join(lines[1:])
 
 
