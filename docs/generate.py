@@ -68,8 +68,8 @@ def faults_table() -> str:
     return "\n".join([*lines, *(f"| `{fault}` | {MEANING[fault]} |" for fault in Fault)])
 
 
-def planted_table() -> str:
-    lines = ["| planted bug | description |", "|---|---|"]
+def mutant_table() -> str:
+    lines = ["| mutant | description |", "|---|---|"]
     return "\n".join([*lines, *(f"| `{mutant.name}` | {mutant.bug} |" for mutant in MUTANTS)])
 
 
@@ -125,7 +125,7 @@ PARTS = (
     ("reference/metrics.md", "endings", endings_line),
     ("reference/simulation.md", "invariants", invariants_table),
     ("reference/simulation.md", "faults", faults_table),
-    ("reference/simulation.md", "planted bugs", planted_table),
+    ("reference/simulation.md", "mutants", mutant_table),
     ("howto/github-action.md", "inputs", inputs_table),
     ("howto/github-action.md", "outputs", outputs_table),
     ("adr/README.md", "decisions", decisions_list),
