@@ -53,6 +53,7 @@ from tests.support.records import (
     pool_config,
     provision,
 )
+from tests.support.virtual_time import FixedClock
 
 ID = instance_id(1)
 BEAT: dict[str, Any] = {"at": NOW, "busy": False, "listening": True, "notice": "", "version": "1"}
@@ -603,15 +604,8 @@ async def test_waiters_share_reads(
     assert "GetItem" not in made
 
 
-class SetClock(SystemClock):
-    at_s = 0.0
-
-    def monotonic(self) -> float:
-        return self.at_s
-
-
 def test_poll_interval_depends_on_the_state() -> None:
-    clock = SetClock()
+    clock = FixedClock()
     intervals = PollIntervals(clock=clock)
     running = instance(state=State.RUNNING)
     assert intervals.for_report(None) is REPORT
@@ -622,7 +616,7 @@ def test_poll_interval_depends_on_the_state() -> None:
     assert intervals.for_control(ID, running, urgent=True) is CONTROL, "it may be released at any time"
     assert intervals.for_control(ID, instance(state=State.RELEASING), urgent=True) is CONTROL
     assert intervals.for_control(ID, instance(), urgent=True) is CONTROL
-    clock.at_s = WARM_FOR_S
+    clock.passed_s = WARM_FOR_S
     assert intervals.for_control(ID, instance(), urgent=True) is LONG_IDLE
     assert intervals.for_control(ID, running, urgent=True) is LONG_IDLE
     assert intervals.for_control(ID, instance(epoch=2), urgent=True) is CONTROL, "idle again"

@@ -8,7 +8,7 @@ import pathlib
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
 import httpx
@@ -19,33 +19,19 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from remuda.adapters.github.auth import AppAuth
 from remuda.adapters.github.client import GitHubClient
-from remuda.adapters.system.clock import SystemClock, SystemIds
+from remuda.adapters.system.clock import SystemIds
 from remuda.domain.errors import Conflict, Throttled, Unavailable, UserError
 from remuda.fake_github import Endpoint, read_endpoint
 from remuda.ports.calls import CallCounter
 from remuda.ports.github import Deletion
 from tests.support.records import LONG_S
+from tests.support.virtual_time import AdjustableClock
 
 pytestmark = pytest.mark.usefixtures("patient_client")
 
 REPO, ORG = "acme/widgets", "acme"
 APP_ID = "4711"
 HOUR_S = 3600.0
-
-
-class NonSleepingClock(SystemClock):
-    """Records pauses instead of waiting. The time can be moved by `ahead_s`."""
-
-    def __init__(self) -> None:
-        self.ahead_s = 0.0
-        self.slept: list[float] = []
-
-    def now(self) -> datetime:
-        return super().now() + timedelta(seconds=self.ahead_s)
-
-    async def sleep(self, seconds: float) -> None:
-        self.slept.append(seconds)
-        await asyncio.sleep(0)
 
 
 def pem(key: rsa.RSAPrivateKey | ec.EllipticCurvePrivateKey) -> str:
@@ -84,8 +70,8 @@ def admin(endpoint: Endpoint) -> Iterator[httpx.Client]:
 
 
 @pytest.fixture
-def clock() -> NonSleepingClock:
-    return NonSleepingClock()
+def clock() -> AdjustableClock:
+    return AdjustableClock(longest_sleep_s=0.0)
 
 
 @pytest.fixture
@@ -95,7 +81,7 @@ def calls() -> CallCounter:
 
 @pytest.fixture
 async def github(
-    endpoint: Endpoint, admin: httpx.Client, clock: NonSleepingClock, calls: CallCounter
+    endpoint: Endpoint, admin: httpx.Client, clock: AdjustableClock, calls: CallCounter
 ) -> AsyncIterator[GitHubClient]:
     made = GitHubClient(api_url=endpoint.url, token=endpoint.token, clock=clock, ids=SystemIds(), calls=calls)
     yield made
@@ -104,7 +90,7 @@ async def github(
 
 @pytest.fixture
 async def app(
-    endpoint: Endpoint, admin: httpx.Client, clock: NonSleepingClock, calls: CallCounter
+    endpoint: Endpoint, admin: httpx.Client, clock: AdjustableClock, calls: CallCounter
 ) -> AsyncIterator[GitHubClient]:
     auth = AppAuth(app_id=APP_ID, key=pem(KEY), clock=clock)
     made = GitHubClient(api_url=endpoint.url, auth=auth, clock=clock, ids=SystemIds(), calls=calls)
@@ -130,7 +116,7 @@ async def test_app_looks_up_its_installation_and_caches_the_token(
 
 
 async def test_token_is_renewed_shortly_before_it_expires(
-    app: GitHubClient, calls: CallCounter, clock: NonSleepingClock
+    app: GitHubClient, calls: CallCounter, clock: AdjustableClock
 ) -> None:
     await app.list_runners(REPO)
     clock.ahead_s = HOUR_S - 200
@@ -161,7 +147,7 @@ async def test_missing_installation_is_reported(app: GitHubClient) -> None:
 
 @pytest.mark.parametrize("change", [{"app_id": "1"}, {"ahead_s": 2 * HOUR_S}, {"ahead_s": -2 * HOUR_S}, {"key": True}])
 async def test_rejected_jwt_is_reported(
-    endpoint: Endpoint, admin: httpx.Client, clock: NonSleepingClock, change: dict[str, Any]
+    endpoint: Endpoint, admin: httpx.Client, clock: AdjustableClock, change: dict[str, Any]
 ) -> None:
     clock.ahead_s = change.get("ahead_s", 0.0)
     key = rsa.generate_private_key(public_exponent=65537, key_size=2048) if change.get("key") else KEY
@@ -174,14 +160,14 @@ async def test_rejected_jwt_is_reported(
 
 
 @pytest.mark.parametrize("key", ["", "secret-nonsense", pem(ec.generate_private_key(ec.SECP256R1()))])
-def test_invalid_key_is_reported_without_its_value(clock: NonSleepingClock, key: str) -> None:
+def test_invalid_key_is_reported_without_its_value(clock: AdjustableClock, key: str) -> None:
     with pytest.raises(UserError) as caught:
         AppAuth(app_id=APP_ID, key=key, clock=clock)
     assert caught.value.field == "github-app-key"
     assert "secret" not in caught.value.message
 
 
-def test_key_with_escaped_line_breaks_is_accepted(clock: NonSleepingClock) -> None:
+def test_key_with_escaped_line_breaks_is_accepted(clock: AdjustableClock) -> None:
     auth = AppAuth(app_id=APP_ID, key=pem(KEY).replace("\n", "\\n"), clock=clock)
     assert "PRIVATE" not in repr(auth)
 
@@ -211,7 +197,7 @@ async def test_no_secret_is_logged(
 # Static tokens
 
 
-async def test_static_token_is_not_replaced(endpoint: Endpoint, clock: NonSleepingClock, calls: CallCounter) -> None:
+async def test_static_token_is_not_replaced(endpoint: Endpoint, clock: AdjustableClock, calls: CallCounter) -> None:
     github = GitHubClient(api_url=endpoint.url, token="wrong", clock=clock, ids=SystemIds(), calls=calls)
     with pytest.raises(UserError, match="401") as caught:
         await github.list_runners(REPO)
@@ -267,7 +253,7 @@ async def enterprise(endpoint: Endpoint) -> AsyncIterator[str]:
 @pytest.mark.parametrize("scope", [REPO, ORG])
 @pytest.mark.parametrize("slash", ["", "/"])
 async def test_enterprise_server_with_a_token_or_an_app(
-    endpoint: Endpoint, admin: httpx.Client, enterprise: str, clock: NonSleepingClock, scope: str, slash: str
+    endpoint: Endpoint, admin: httpx.Client, enterprise: str, clock: AdjustableClock, scope: str, slash: str
 ) -> None:
     app = AppAuth(app_id=APP_ID, key=pem(KEY), clock=clock)
     for credential in ({"token": endpoint.token}, {"auth": app}):
@@ -282,7 +268,7 @@ async def test_enterprise_server_with_a_token_or_an_app(
 
 
 async def test_short_rate_limit_pauses_are_waited_for(
-    github: GitHubClient, admin: httpx.Client, clock: NonSleepingClock
+    github: GitHubClient, admin: httpx.Client, clock: AdjustableClock
 ) -> None:
     add_fault(admin, "rate_limit", "jitconfig", seconds=3)
     assert (await github.jit_config(REPO, name="patient", labels=["x"])).config
@@ -290,7 +276,7 @@ async def test_short_rate_limit_pauses_are_waited_for(
 
 
 async def test_long_rate_limit_pauses_are_raised(
-    github: GitHubClient, admin: httpx.Client, clock: NonSleepingClock
+    github: GitHubClient, admin: httpx.Client, clock: AdjustableClock
 ) -> None:
     add_fault(admin, "rate_limit", "list", seconds=30)
     with pytest.raises(Throttled) as caught:
@@ -316,7 +302,7 @@ def used_up(endpoint: Endpoint, admin: httpx.Client) -> Iterator[tuple[str, floa
 
 
 async def test_used_up_limit_ends_at_its_reset(
-    endpoint: Endpoint, used_up: tuple[str, float], clock: NonSleepingClock
+    endpoint: Endpoint, used_up: tuple[str, float], clock: AdjustableClock
 ) -> None:
     token, reset = used_up
     github = GitHubClient(api_url=endpoint.url, token=token, clock=clock, ids=SystemIds(), calls=CallCounter())
