@@ -45,6 +45,7 @@ from remuda.domain.transitions import (
 )
 from remuda.ports.machine import ScriptStatus
 from remuda.ports.runner import RunnerState
+from simulation.invariants import STATE_ORDER, transition_violations
 
 NOW = datetime(2026, 1, 5, 8, 0, tzinfo=UTC)
 LATER = NOW + timedelta(days=1)
@@ -62,16 +63,6 @@ INCIDENTS = {CRASH: "crash", EXPIRY: "expiry", LOST_ANSWER: "lost answer", OPERA
 
 OWN, OTHER = "own", "other"
 
-#: Order of the states within an epoch.
-_ORDER = {
-    State.CREATED: 0,
-    State.CLAIMED: 0,
-    State.RUNNING: 1,
-    State.RELEASING: 2,
-    State.IDLE: 3,
-    State.TERMINATING: 4,
-    State.TERMINATED: 5,
-}
 _REMOVAL_SIGNALS = frozenset({Signal.UD_REMOVE_REG_FAILED, Signal.UD_REMOVE_REG_REMOVE_RUN_FAILED})
 
 
@@ -533,9 +524,9 @@ def _late(record: Instance) -> datetime:
 
 def _futures(record: Instance) -> Iterator[Instance]:
     """Every later version of a record, as far as guards distinguish them."""
-    here = _ORDER[record.state]
+    here = STATE_ORDER[record.state]
     for epoch in range(record.epoch, record.epoch + 3):
-        for state, order in _ORDER.items():
+        for state, order in STATE_ORDER.items():
             if epoch == record.epoch and order < here:
                 continue
             later = replace(record, state=state, epoch=epoch)
@@ -654,21 +645,13 @@ def _check_write(state: InstanceState, write: PendingWrite, after: Instance, *, 
     before = state.record
     if before is None:
         return
-    if before.state in ABSORBING and after.state not in ABSORBING:
-        raise ModelViolation(f"S5: it was {before.state} and became {after.state}")
-    if (after.epoch, _ORDER[after.state]) < (before.epoch, _ORDER[before.state]):
-        raise ModelViolation(f"S5: it was {before.state} at {before.epoch} and became {after.state} at {after.epoch}")
+    for invariant, text in transition_violations(before, after):
+        raise ModelViolation(f"{invariant}: {text}")
     claimed = after.state is State.CLAIMED and before.state is not State.CLAIMED
-    if claimed and before.state is not State.IDLE:
-        raise ModelViolation(f"S1: it was claimed while it was {before.state}")
-    if after.epoch != before.epoch + claimed or (after.owner != before.owner and not claimed):
-        raise ModelViolation(f"S1: at epoch {before.epoch} of {before.owner} it became {after.epoch} of {after.owner}")
     if claimed and before.retire_reason:
         raise ModelViolation(f"S2: it was claimed although it is {before.retire_text}")
     if after.tier is not before.tier:
         raise ModelViolation(f"S11: its tier was {before.tier} and became {after.tier}")
-    if after.state is State.TERMINATED and before.state is not State.TERMINATING:
-        raise ModelViolation(f"S9: it was {before.state} and became {after.state}")
     if after.state is State.RUNNING and before.state is not State.RUNNING:
         _check_commit(state, after, by_owner=by_owner)
     if after.state is State.RELEASING and before.state in ASSIGNED and not (released or by_owner):

@@ -1,4 +1,4 @@
-"""Planted bugs: one mutant per bug, each of which the simulation must catch.
+"""Mutants: bugs that the simulation must catch.
 
 Each mutant names the code that it replaces: module, function, and the expression, statements or argument in it. If that
 code was renamed or moved, `tests/unit/simulation/test_mutants.py` fails and says where; update the names here.

@@ -38,7 +38,7 @@ def run_all(mutants: Sequence[Mutant], *, seeds: int, workers: int) -> Iterator[
 
 
 def table(found: Sequence[tuple[Mutant, MutantResult]]) -> str:
-    lines = ["| planted bug | description | caught by | seeds needed |", "|---|---|---|---|"]
+    lines = ["| mutant | description | caught by | seeds needed |", "|---|---|---|---|"]
     for mutant, result in found:
         after = f"{result.seeds_run}" if result.seed is not None else f"not within {result.seeds_run}"
         lines.append(
@@ -69,9 +69,9 @@ def main(arguments: Sequence[str]) -> int:
         sys.stdout.write(f"{mutant.name:<32} {text[:140]}\n")
         sys.stdout.flush()
     if given.write:
-        given.write.write_text(f"# Planted bugs\n\n{table(found)}\n", encoding="utf-8")
+        given.write.write_text(f"# Mutants\n\n{table(found)}\n", encoding="utf-8")
     missed = [mutant.name for mutant, result in found if result.seed is None]
-    sys.stdout.write(f"{len(found) - len(missed)} of {len(found)} planted bugs were caught\n")
+    sys.stdout.write(f"{len(found) - len(missed)} of {len(found)} mutants were caught\n")
     violated = _search(given.states)
     return 1 if missed or violated else 0
 

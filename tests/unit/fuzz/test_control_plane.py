@@ -248,8 +248,8 @@ def test_provisions(data: st.DataObject) -> None:
 
 @fuzzed(FEW)
 @given(mutated({"missing:i-00000000000000001": "2025-05-31T12:00:00.000Z"}) | any_json)
-def test_sightings(document: Any) -> None:
-    """Unreadable sightings are reported once and started anew."""
+def test_first_seen_times(document: Any) -> None:
+    """Unreadable first-seen times are reported once and started anew."""
 
     async def scenario() -> None:
         world = await opened()
