@@ -12,7 +12,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
-from remuda.agent.decide import MAX_REMOVALS, AgentAction, Observation, next_step
+from remuda.agent.decide import MAX_FAILED_REMOVALS, AgentAction, Observation, next_step
 from remuda.domain.errors import IllegalTransition
 from remuda.domain.instance import (
     ABSORBING,
@@ -412,7 +412,7 @@ class InstanceModel:
             if step.action is AgentAction.END:
                 yield ModelStep("its agent ends it: expired", state._replace(agent=DEAD))
         if self._decision(state).action is AgentAction.REMOVE:
-            given_up = next_step(_observation(state, removals=MAX_REMOVALS))
+            given_up = next_step(_observation(state, failed_removals=MAX_FAILED_REMOVALS))
             if given_up.action is AgentAction.SIGNAL and given_up.signal is not None:
                 text = f"its agent cannot deregister: {given_up.signal}"
                 yield ModelStep(text, _signalled(state, record.epoch, given_up.signal))
@@ -537,13 +537,13 @@ def _futures(record: Instance) -> Iterator[Instance]:
                 yield replace(later, owner=f"{OTHER}/w{epoch}", provision_id=OTHER, threshold=LATER)
 
 
-def _observation(state: InstanceState, *, now: datetime = NOW, removals: int = 0) -> Observation:
+def _observation(state: InstanceState, *, now: datetime = NOW, failed_removals: int = 0) -> Observation:
     agent, record = state.agent, state.record
     memory = agent.memory
     return Observation(
         record=record,
         runner=RunnerState(
-            configured_as=runner_name(POOL, agent.configured, ID) if agent.configured else "",
+            registered_as=runner_name(POOL, agent.configured, ID) if agent.configured else "",
             listening=agent.listening,
             busy=agent.job,
             exit_code=1 if agent.ended else None,
@@ -552,7 +552,7 @@ def _observation(state: InstanceState, *, now: datetime = NOW, removals: int = 0
         now=now,
         margin_s=LIFETIMES.margin_s,
         signalled=memory[1] if memory is not None and record is not None and memory[0] == record.epoch else None,
-        removals=removals,
+        failed_removals=failed_removals,
     )
 
 
@@ -578,7 +578,7 @@ def _performed(state: InstanceState, pending_action: PendingAction) -> Iterator[
     agent = state.agent
     text = f"its agent: {pending_action.action.value}"
     match pending_action.action:
-        case AgentAction.CONFIGURE:
+        case AgentAction.REGISTER:
             made = state._replace(agent=agent._replace(configured=pending_action.runner_epoch))
             yield ModelStep(text, _signalled(made, pending_action.epoch, Signal.UD_REG_OK))
             yield ModelStep(f"{text}, fails", _signalled(state, pending_action.epoch, Signal.UD_REG_FAILED))
@@ -626,7 +626,7 @@ def _check_state(state: InstanceState, record: Instance) -> None:
         if agent.listening or agent.configured or agent.dirty or agent.job:
             raise ModelViolation(f"S3: idle with {agent}")
         if agent.pending_action is not None and agent.pending_action.action in {
-            AgentAction.CONFIGURE,
+            AgentAction.REGISTER,
             AgentAction.START,
         }:
             raise ModelViolation(f"S3: idle while its agent is about to {agent.pending_action.action.value}")
