@@ -252,7 +252,7 @@ class FakeMachine:
         if self._is_ephemeral:
             # The just-in-time configuration contains the registration: GitHub is not called before the start.
             self._runner_id = assignment.runner_id
-            self._set(RunnerState(configured_as=assignment.runner_name))
+            self._set(RunnerState(registered_as=assignment.runner_name))
             return result
         if assignment.credential is None:
             return StepResult(ok=False, detail="there is no registration token in the assignment")
@@ -267,7 +267,7 @@ class FakeMachine:
         except Unavailable as error:
             return StepResult(ok=False, detail=error.message, failure=FailureKind.GITHUB_UNREACHABLE)
         self._runner_id = runner.runner_id
-        self._set(RunnerState(configured_as=assignment.runner_name))
+        self._set(RunnerState(registered_as=assignment.runner_name))
         await self._loop.sleep(self._behaviour.seconds(TimedAction.CONFIGURED))
         return result
 
@@ -307,13 +307,13 @@ class FakeMachine:
             return RemovalStatus.UNREACHABLE, error.message
         if deletion is Deletion.BUSY:
             return RemovalStatus.BUSY, "runs a job"
-        self._set(replace(self._state, configured_as=""))
+        self._set(replace(self._state, registered_as=""))
         return RemovalStatus.REMOVED, ""
 
     def _remove_ephemeral(self, assignment: Assignment) -> tuple[RemovalStatus, str]:
         if assignment.runner_id and not self._state.spent:
             return RemovalStatus.FAILED, "it was registered just in time: only the service can remove it"
-        self._set(replace(self._state, configured_as=""))
+        self._set(replace(self._state, registered_as=""))
         return RemovalStatus.REMOVED, ""
 
     async def stop(self) -> None:

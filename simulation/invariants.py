@@ -55,7 +55,7 @@ class Violation:
 
 
 def transition_violations(before: Instance, after: Instance) -> Iterator[tuple[str, str]]:
-    """Violations by a write to a record, whoever makes it: invariant and text."""
+    """Violations by a write to a record by any process: invariant and text."""
     if before.state in ABSORBING and (after.state not in ABSORBING or before.state is State.TERMINATED):
         yield "S5", f"{before.state} became {after.state}"
         return

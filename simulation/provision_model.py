@@ -112,7 +112,7 @@ class ProvisionModel:
                     step = step._replace(phase=ProvisionPhase.CLOSING)  # noqa: PLW2901 - the same step of a released run
                 yield from self._with_pending(state, step, released=released, own_released=own_released)
         except ModelViolation as violation:
-            yield ProvisionStep("goes on", state, phase, violation=str(violation))
+            yield ProvisionStep("continues", state, phase, violation=str(violation))
 
     def _with_pending(
         self, state: InstanceState, step: ProvisionStep, *, released: bool, own_released: bool

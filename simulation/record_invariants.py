@@ -204,7 +204,7 @@ class RecordInvariants:
         if not self._may_have_read(after, Signal.UD_REG_OK, process):
             yield "S4", f"running on {report and report.signal} of epoch {report and report.epoch}"
         machine = self._world.machines[after.instance_id]
-        if machine.alive and self._epoch_of(machine.state().configured_as) != after.epoch:
+        if machine.alive and self._epoch_of(machine.state().registered_as) != after.epoch:
             yield "S4", f"running, but its runner is {machine.state()}"
 
     def _released_by(self, before: Instance, _: Instance, process: SimulatedProcess) -> Iterable[tuple[str, str]]:
@@ -235,7 +235,7 @@ class RecordInvariants:
         if online:
             yield "S3", f"idle, but {online[0]} is online"
         if machine.alive and (
-            machine.dirty or machine.state().listening or machine.state().configured_as or machine.job
+            machine.dirty or machine.state().listening or machine.state().registered_as or machine.job
         ):
             yield "S3", f"idle, but the machine is not clean: {machine.state()}, dirty: {machine.dirty}"
 
@@ -321,13 +321,13 @@ class RecordInvariants:
         if machine is None or not machine.alive:
             return
         state = machine.state()
-        if signal is Signal.UD_REG_OK and self._epoch_of(state.configured_as) != epoch:
+        if signal is Signal.UD_REG_OK and self._epoch_of(state.registered_as) != epoch:
             self.violated("S4", f"{instance_id} signals {signal} of epoch {epoch} while it is {state}", instance_id)
         if signal.rank >= Signal.UD_REMOVE_REG_OK.rank and (instance_id, epoch) not in self._released:
             self.violated("S4", f"{instance_id} signals {signal} before it was released", instance_id)
-        if signal is Signal.UD_REMOVE_REG_OK and (state.configured_as or state.listening):
+        if signal is Signal.UD_REMOVE_REG_OK and (state.registered_as or state.listening):
             self.violated("S4", f"{instance_id} signals {signal} while it is {state}", instance_id)
-        if signal is Signal.UD_REMOVE_REG_REMOVE_RUN_OK and (state.configured_as or state.listening or machine.dirty):
+        if signal is Signal.UD_REMOVE_REG_REMOVE_RUN_OK and (state.registered_as or state.listening or machine.dirty):
             self.violated(
                 "S3", f"{instance_id} signals {signal} while it is {state}, dirty: {machine.dirty}", instance_id
             )

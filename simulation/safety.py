@@ -94,7 +94,7 @@ class SafetyInvariants(RecordInvariants):
 
     def listener_starts(self, machine: FakeMachine) -> None:
         self.checks += 1
-        epoch = self._epoch_of(machine.state().configured_as)
+        epoch = self._epoch_of(machine.state().registered_as)
         record = self._world.database.instances.get(machine.instance_id)
         if (machine.instance_id, epoch) not in self._ran:
             state = record.state if record else "without a record"

@@ -37,7 +37,7 @@ from simulation.invariants import ABSORBING
 from simulation.liveness import SWEEP_S, LivenessInvariants
 from simulation.memory.github import MemoryJob
 from simulation.names import FOREIGN_RUNNERS, POOL, SCOPE
-from simulation.plan import ExtraRelease, MachineLoss, OperatorCommand, PlannedRefresh, PlannedScaleDown, WorkflowRun
+from simulation.plan import ExtraRelease, MachineLoss, OperatorCommand, PlannedRefresh, PlannedRun, PlannedScaleDown
 from simulation.safety import BOOT_MIN
 from simulation.world import LIFETIMES, SimulatedProcess, World
 
@@ -64,7 +64,7 @@ class Workload:
         await self._prepare()
         for item in self._world.plan.operations:
             match item:
-                case WorkflowRun():
+                case PlannedRun():
                     self._spawn(self._run(item))
                 case PlannedRefresh():
                     self._spawn(self._refresh(item))
@@ -120,7 +120,7 @@ class Workload:
 
     # Workflows
 
-    async def _run(self, run: WorkflowRun) -> None:
+    async def _run(self, run: PlannedRun) -> None:
         await self._until(run.at)
         for attempt in range(1, run.attempts + 1):
             if self._ending.is_set():
@@ -145,7 +145,7 @@ class Workload:
             pause_s = self._rng.choice((0.0, self._rng.uniform(0, 5), self._rng.uniform(0, 40)))
             await self._world.loop.sleep(pause_s)
 
-    def _provision(self, run: WorkflowRun, attempt: int) -> SimulatedProcess:
+    def _provision(self, run: PlannedRun, attempt: int) -> SimulatedProcess:
         request = ProvisionRequest(
             run_id=run.run_id,
             attempt=attempt,
@@ -173,7 +173,7 @@ class Workload:
         credentialed = self._rng.random() < 0.3
         return self._world.command(name, "release", work, credentialed=credentialed, run_id=run_id, attempt=attempt)
 
-    def _queue(self, run: WorkflowRun) -> list[MemoryJob]:
+    def _queue(self, run: PlannedRun) -> list[MemoryJob]:
         github = self._world.github
         return [github.queue(run_id=run.run_id, labels=(run.run_id,), seconds=seconds) for seconds in run.jobs]
 

@@ -292,7 +292,7 @@ async def test_terminated_records_and_settled_provisions_expire(
     assert ends[f"control#{PREFIX}{instance_id(2)}"] == str(start + 600)
     assert ends["run#1"] is None
     assert ends["run#2"] == str(start + 900)
-    assert ends[f"history#{ID}"] == str(start + int(items.KEPT.total_seconds()))
+    assert ends[f"history#{ID}"] == str(start + int(items.DEFAULT_RETENTION.total_seconds()))
     assert int(ends[f"report#{PREFIX}{ID}"] or 0) > start
 
 

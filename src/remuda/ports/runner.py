@@ -15,7 +15,7 @@ class RunnerState:
     """Configuration and processes of the runner, also those that an earlier agent started."""
 
     #: Name of its registration, or empty.
-    configured_as: str = ""
+    registered_as: str = ""
     #: Whether a listener process is running.
     listening: bool = False
     #: Whether a job is running.

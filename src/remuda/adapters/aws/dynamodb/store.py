@@ -58,7 +58,7 @@ class DynamoInstanceStore:
             FixedKeys(key_prefix) if newest_prefix is None else StoredKeys(table=self._table, newest=newest_prefix)
         )
         self._event_log = event_log or SilentEventLog()
-        self._history = HistoryWriter(table=self._table, writer=ids.new(""), event_log=self._event_log)
+        self._history = HistoryWriter(table=self._table, writer_id=ids.new(""), event_log=self._event_log)
         self._poller: ItemPoller[tuple[str, str], Item | None] = ItemPoller(read=self._read, clock=clock, ids=ids)
         self._intervals = PollIntervals(clock=clock)
         self._changes = ChangeWriter(
@@ -116,7 +116,7 @@ class DynamoInstanceStore:
 
     async def _find_live(self, number: int, states: list[str], before: datetime | None) -> list[Item]:
         up_to = None if before is None else (items.LIVE_SK, timestamps.to_text(before))
-        expression, condition = expressions.partition(items.LIVE_PK, items.shard(number), up_to=up_to)
+        expression, condition = expressions.key_condition(items.LIVE_PK, items.shard(number), up_to=up_to)
         filter_expression = "" if len(states) == len(LIVE) else expressions.one_of(expression, "state", states)
         arguments = expressions.query_arguments(expression, condition, filter_expression)
         return await self._table.query({"IndexName": items.LIVE_INDEX, **arguments})
@@ -125,14 +125,14 @@ class DynamoInstanceStore:
         if not provision_id:
             return []
         partition = items.provision_partition(provision_id)
-        arguments = expressions.query_arguments(*expressions.partition(items.PROVISION_PK, partition))
+        arguments = expressions.query_arguments(*expressions.key_condition(items.PROVISION_PK, partition))
         return self._parse_readable(
             Instance, await self._table.query({"IndexName": items.PROVISION_INDEX, **arguments})
         )
 
     async def count_live(self) -> int:
         async def count(number: int) -> int:
-            expression, condition = expressions.partition(items.LIVE_PK, items.shard(number))
+            expression, condition = expressions.key_condition(items.LIVE_PK, items.shard(number))
             keys = {"ProjectionExpression": expression.name(items.PK)}
             arguments = expressions.query_arguments(expression, condition)
             found = await self._table.query({"IndexName": items.LIVE_INDEX, **keys, **arguments})
@@ -149,7 +149,7 @@ class DynamoInstanceStore:
 
     async def history(self, instance_id: str) -> Sequence[HistoryEntry]:
         await self._history.flush()
-        arguments = expressions.query_arguments(*expressions.partition(items.PK, items.history_pk(instance_id)))
+        arguments = expressions.query_arguments(*expressions.key_condition(items.PK, items.history_pk(instance_id)))
         newest = await self._table.query_first(
             {"ConsistentRead": True, "ScanIndexForward": False, **arguments}, HISTORY_LIMIT
         )
@@ -181,7 +181,7 @@ class DynamoInstanceStore:
 
     async def troubled_reports(self) -> Sequence[Report]:
         async def search(number: int) -> list[Item]:
-            arguments = expressions.query_arguments(*expressions.partition(items.LIVE_PK, items.troubled(number)))
+            arguments = expressions.query_arguments(*expressions.key_condition(items.LIVE_PK, items.troubled(number)))
             return await self._table.query({"IndexName": items.LIVE_INDEX, **arguments})
 
         parts = await gather(search(number) for number in range(items.SHARDS))
@@ -229,31 +229,31 @@ class DynamoInstanceStore:
 
     async def put_provision(self, provision: Provision) -> None:
         message = f"provision {provision.provision_id} already exists"
-        await self._put(Provision, items.provision_item(provision), expressions.absent(), message)
+        await self._put(Provision, items.provision_item(provision), expressions.if_absent(), message)
 
     async def replace_provision(self, before: Provision, after: Provision) -> None:
         message = f"provision {before.provision_id} was changed by another process"
-        await self._put(Provision, items.provision_item(after), expressions.as_stored(before), message)
+        await self._put(Provision, items.provision_item(after), expressions.if_stored_is(before), message)
 
     async def get_provision(self, run_id: str, provision_id: str) -> Provision | None:
         item = await self._table.get(items.key(items.run_pk(run_id), provision_id))
         return self._parsed(Provision, item, provision_id)
 
     async def provisions_of_run(self, run_id: str) -> Sequence[Provision]:
-        arguments = expressions.query_arguments(*expressions.partition(items.PK, items.run_pk(run_id)))
+        arguments = expressions.query_arguments(*expressions.key_condition(items.PK, items.run_pk(run_id)))
         found = await self._table.query({"ConsistentRead": True, **arguments})
         provisions = self._parse_all(Provision, ((key_of(item)[1], item) for item in found))
         return sorted(provisions.values(), key=lambda each: (each.created_at, each.provision_id))
 
     async def unsettled_provisions(self, deadline_before: datetime) -> Sequence[Provision]:
         up_to = (items.LIVE_SK, timestamps.to_text(deadline_before))
-        arguments = expressions.query_arguments(*expressions.partition(items.LIVE_PK, items.UNSETTLED, up_to=up_to))
+        arguments = expressions.query_arguments(*expressions.key_condition(items.LIVE_PK, items.UNSETTLED, up_to=up_to))
         return self._parse_readable(Provision, await self._table.query({"IndexName": items.LIVE_INDEX, **arguments}))
 
     async def recent_provisions(self, limit: int, *, since: datetime | None = None) -> Sequence[Provision]:
         from_key = None if since is None else (items.PROVISION_SK, timestamps.to_text(since))
         arguments = expressions.query_arguments(
-            *expressions.partition(items.PROVISION_PK, items.PROVISIONS, since=from_key)
+            *expressions.key_condition(items.PROVISION_PK, items.PROVISIONS, since=from_key)
         )
         newest = await self._table.query_first(
             {"IndexName": items.PROVISION_INDEX, "ScanIndexForward": False, **arguments},
@@ -273,14 +273,14 @@ class DynamoInstanceStore:
 
     async def put_config(self, config: PoolConfig) -> None:
         first = config.revision == 1
-        condition = expressions.absent() if first else expressions.revision_is(config.revision - 1)
+        condition = expressions.if_absent() if first else expressions.if_revision_is(config.revision - 1)
         message = f"configuration revision {config.revision} does not follow the stored revision"
         await self._put(PoolConfig, items.document_item(items.CONFIG, config), condition, message)
         self._use_retention(config)
 
     def _use_retention(self, config: PoolConfig) -> None:
         """Keep history entries as long as the records of terminated instances."""
-        self._history.kept = timedelta(seconds=config.lifetimes.keep_records_s)
+        self._history.retention = timedelta(seconds=config.lifetimes.keep_records_s)
 
     async def get_first_seen(self) -> Mapping[str, datetime]:
         item = await self._table.get(items.FIRST_SEEN)
