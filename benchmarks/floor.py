@@ -166,7 +166,7 @@ class Floor:
             Key=self._key,
             UpdateExpression="SET #why = :why",
             ConditionExpression="#state = :state",
-            ExpressionAttributeNames={"#why": "retire", "#state": "state"},
+            ExpressionAttributeNames={"#why": "retireDetail", "#state": "state"},
             ExpressionAttributeValues={":why": {"S": ""}, ":state": {"S": "idle"}},
             ReturnValues="ALL_NEW",
         )

@@ -225,7 +225,7 @@ def _terminated(keys: ItemKeys, number: int, now: datetime) -> list[Item]:
     terminated = replace(
         idle(number), state=State.TERMINATED, provision_id=f"p-{number % 997}", forget_at=now + timedelta(days=30)
     )
-    history = items.history_item(instance_id(number), entry(at=now), sequence=1, writer="w")
+    history = items.history_item(instance_id(number), entry(at=now), sequence=1, writer_id="w")
     return [control_item(keys, terminated), history]
 
 

@@ -53,8 +53,8 @@ def settings_table() -> str:
                 continue
             kind = "`true` or `false`" if item.kind.is_boolean else f"`{item.kind.metavar}`".replace("|", "\\|")
             commands = "every command" if len(item.commands) > 10 else ", ".join(item.commands)
-            cells = (f"`{item.key}`", kind, item.shown_default or "(none)", item.description, commands or "(none)")
-            lines.append(f"| {' | '.join(cells)} |")
+            columns = (f"`{item.key}`", kind, item.shown_default or "(none)", item.description, commands or "(none)")
+            lines.append(f"| {' | '.join(columns)} |")
     return "\n".join(lines[1:])
 
 
@@ -68,8 +68,8 @@ def faults_table() -> str:
     return "\n".join([*lines, *(f"| `{fault}` | {MEANING[fault]} |" for fault in Fault)])
 
 
-def planted_table() -> str:
-    lines = ["| planted bug | description |", "|---|---|"]
+def mutant_table() -> str:
+    lines = ["| mutant | description |", "|---|---|"]
     return "\n".join([*lines, *(f"| `{mutant.name}` | {mutant.bug} |" for mutant in MUTANTS)])
 
 
@@ -125,7 +125,7 @@ PARTS = (
     ("reference/metrics.md", "endings", endings_line),
     ("reference/simulation.md", "invariants", invariants_table),
     ("reference/simulation.md", "faults", faults_table),
-    ("reference/simulation.md", "planted bugs", planted_table),
+    ("reference/simulation.md", "mutants", mutant_table),
     ("howto/github-action.md", "inputs", inputs_table),
     ("howto/github-action.md", "outputs", outputs_table),
     ("adr/README.md", "decisions", decisions_list),

@@ -34,7 +34,7 @@ _NEVER = timedelta(days=365)
 
 
 class TimedAction(Enum):
-    """What takes time on a machine."""
+    """Actions on a machine that take time."""
 
     BOOT = auto()
     #: From the end of an agent to its restart by the supervisor.
@@ -65,12 +65,16 @@ _SECONDS = {
 
 
 class MachineBehaviour(Protocol):
-    """How long the actions on a machine take and whether they succeed."""
+    """Durations and results of the actions on a machine."""
 
     def seconds(self, action: TimedAction) -> float: ...
 
     def boots(self) -> bool:
         """Whether anything starts on the machine at all."""
+        ...
+
+    def starts_agent(self) -> bool:
+        """Whether the supervisor starts an agent now."""
         ...
 
     def script(self) -> StepResult:
@@ -95,6 +99,9 @@ class RandomBehaviour:
 
     def boots(self) -> bool:
         return not self._faults.inject(Fault.NEVER_BOOTS, 0.04, self._subjects)
+
+    def starts_agent(self) -> bool:
+        return True
 
     def script(self) -> StepResult:
         return self._unless(Fault.SCRIPT_FAILED, 0.03, "exit 1")
@@ -151,7 +158,7 @@ class FakeMachine:
         return self._loop.call_later(seconds, call, context=self._loop.outside)
 
     def _start_agent(self) -> None:
-        if not self.alive:
+        if not self.alive or not self._behaviour.starts_agent():
             return
         self._agents += 1
         self.agent = self._world.start_agent(self, f"agent {self.number:04x}.{self._agents}")
@@ -245,7 +252,7 @@ class FakeMachine:
         if self._is_ephemeral:
             # The just-in-time configuration contains the registration: GitHub is not called before the start.
             self._runner_id = assignment.runner_id
-            self._set(RunnerState(configured_as=assignment.runner_name))
+            self._set(RunnerState(registered_as=assignment.runner_name))
             return result
         if assignment.credential is None:
             return StepResult(ok=False, detail="there is no registration token in the assignment")
@@ -260,7 +267,7 @@ class FakeMachine:
         except Unavailable as error:
             return StepResult(ok=False, detail=error.message, failure=FailureKind.GITHUB_UNREACHABLE)
         self._runner_id = runner.runner_id
-        self._set(RunnerState(configured_as=assignment.runner_name))
+        self._set(RunnerState(registered_as=assignment.runner_name))
         await self._loop.sleep(self._behaviour.seconds(TimedAction.CONFIGURED))
         return result
 
@@ -300,13 +307,13 @@ class FakeMachine:
             return RemovalStatus.UNREACHABLE, error.message
         if deletion is Deletion.BUSY:
             return RemovalStatus.BUSY, "runs a job"
-        self._set(replace(self._state, configured_as=""))
+        self._set(replace(self._state, registered_as=""))
         return RemovalStatus.REMOVED, ""
 
     def _remove_ephemeral(self, assignment: Assignment) -> tuple[RemovalStatus, str]:
         if assignment.runner_id and not self._state.spent:
             return RemovalStatus.FAILED, "it was registered just in time: only the service can remove it"
-        self._set(replace(self._state, configured_as=""))
+        self._set(replace(self._state, registered_as=""))
         return RemovalStatus.REMOVED, ""
 
     async def stop(self) -> None:

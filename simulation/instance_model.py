@@ -12,7 +12,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
-from remuda.agent.decide import MAX_REMOVALS, AgentAction, Observation, next_step
+from remuda.agent.decide import MAX_FAILED_REMOVALS, AgentAction, Observation, next_step
 from remuda.domain.errors import IllegalTransition
 from remuda.domain.instance import (
     ABSORBING,
@@ -45,16 +45,17 @@ from remuda.domain.transitions import (
 )
 from remuda.ports.machine import ScriptStatus
 from remuda.ports.runner import RunnerState
+from simulation.invariants import STATE_ORDER, transition_violations
 
 NOW = datetime(2026, 1, 5, 8, 0, tzinfo=UTC)
 LATER = NOW + timedelta(days=1)
 POOL = "all"
 LIFETIMES = Lifetimes()
 ID = "i-00000000000000001"
-REMOVAL = Credential(token="removal", expires_at=LATER)  # noqa: S106 - of no world
+REMOVAL = Credential(token="removal", expires_at=LATER)  # noqa: S106 - not a secret
 REGISTRATION = Credential(token="registration", expires_at=LATER)  # noqa: S106
 DEADLINE = NOW + timedelta(seconds=LIFETIMES.provision_timeout_s)
-HELD_UNTIL = NOW + timedelta(hours=12)
+QUARANTINED_UNTIL = NOW + timedelta(hours=12)
 
 #: Incidents, each with a budget of one per search.
 CRASH, EXPIRY, LOST_ANSWER, OPERATOR = 1, 2, 4, 8
@@ -62,16 +63,6 @@ INCIDENTS = {CRASH: "crash", EXPIRY: "expiry", LOST_ANSWER: "lost answer", OPERA
 
 OWN, OTHER = "own", "other"
 
-#: Order of the states within an epoch.
-_ORDER = {
-    State.CREATED: 0,
-    State.CLAIMED: 0,
-    State.RUNNING: 1,
-    State.RELEASING: 2,
-    State.IDLE: 3,
-    State.TERMINATING: 4,
-    State.TERMINATED: 5,
-}
 _REMOVAL_SIGNALS = frozenset({Signal.UD_REMOVE_REG_FAILED, Signal.UD_REMOVE_REG_REMOVE_RUN_FAILED})
 
 
@@ -95,14 +86,14 @@ class ModelViolation(Exception):
 class PendingAction(NamedTuple):
     """A step that an agent has decided to take."""
 
-    do: AgentAction
+    action: AgentAction
     #: Epoch of the record, and epoch in the runner name that is registered.
     epoch: int
-    owned_by: int
+    runner_epoch: int
     signal: Signal | None
 
 
-_NOTHING = PendingAction(do=AgentAction.WAIT, epoch=0, owned_by=0, signal=None)
+_NOTHING = PendingAction(action=AgentAction.WAIT, epoch=0, runner_epoch=0, signal=None)
 
 
 class AgentModel(NamedTuple):
@@ -152,7 +143,7 @@ class InstanceState(NamedTuple):
     last_signal: tuple[int, Signal | None] = (0, None)
     agent: AgentModel = AgentModel()
     #: Whether the threshold has passed by every clock.
-    late: bool = False
+    expired: bool = False
     #: Decided by a state that has changed since.
     pending: PendingWrite | None = None
 
@@ -248,7 +239,7 @@ class InstanceModel:
             self._decision(state)
             self._decided_writes(state, released=released)
         except ModelViolation as violation:
-            return [ModelStep("goes on", state, 0, str(violation))]
+            return [ModelStep("continues", state, 0, str(violation))]
         found: list[ModelStep] = []
         makers = (self._by_control_plane(state, released=released), self._by_agent(state), self._by_world(state))
         for maker in makers:
@@ -280,7 +271,7 @@ class InstanceModel:
                     late = f"{text}; {write.text} is pending"
                     found.append(ModelStep(late, after._replace(pending=write), cost | write.cost))
             found += [
-                ModelStep(f"{step.text}; the agent is about to {pending_action.do.value}", left, step.cost)
+                ModelStep(f"{step.text}; the agent is about to {pending_action.action.value}", left, step.cost)
                 for step in found
                 if (pending_action := self._outdated_action(state, step.after)) is not None
                 for left in [step.after._replace(agent=step.after.agent._replace(pending_action=pending_action))]
@@ -357,15 +348,15 @@ class InstanceModel:
             )
         if record.state is State.IDLE:
             yield from self._events_of_idle(record)
-        if state.late:
+        if state.expired:
             end = End(reason=RetireReason.EXPIRED, margin_s=LIFETIMES.margin_s)
-            yield "a sweep ends it: expired", _SWEEP, end, _late(record), 0
+            yield "a sweep ends it: expired", _SWEEP, end, _after_threshold(record), 0
         if not state.agent.alive:
             yield "a sweep ends it: gone", _SWEEP, End(reason=RetireReason.GONE), NOW, 0
         if record.retire_reason is None:
             drain = Retire(reason=RetireReason.DRAINED)
             yield "an operator drains it", (Actor.OPERATOR, Actor.REFRESH), drain, NOW, OPERATOR
-        quarantine = Quarantine(until=HELD_UNTIL)
+        quarantine = Quarantine(until=QUARANTINED_UNTIL)
         yield "an operator puts it into quarantine", _OPERATOR, quarantine, NOW, OPERATOR
         termination = End(reason=RetireReason.TERMINATED_BY_OPERATOR)
         yield "an operator ends it", _OPERATOR, termination, NOW, OPERATOR
@@ -388,7 +379,7 @@ class InstanceModel:
         _check_write(state, write, after, released=released, by_owner=by_owner)
         before = state.record
         kept = before is not None and after.state is before.state and after.threshold <= before.threshold
-        return state._replace(record=after, launched=True, late=state.late and kept)
+        return state._replace(record=after, launched=True, expired=state.expired and kept)
 
     def _may_apply(self, write: PendingWrite, record: Instance | None) -> bool:
         """Whether the guard may admit the write now or for any later version of the record."""
@@ -416,12 +407,12 @@ class InstanceModel:
             yield from _performed(state._replace(agent=agent._replace(pending_action=None)), agent.pending_action)
             return
         yield from _performed(state, self._decision(state))
-        if state.late:
-            step = next_step(_observation(state, now=_late(record)))
+        if state.expired:
+            step = next_step(_observation(state, now=_after_threshold(record)))
             if step.action is AgentAction.END:
                 yield ModelStep("its agent ends it: expired", state._replace(agent=DEAD))
-        if self._decision(state).do is AgentAction.REMOVE:
-            given_up = next_step(_observation(state, removals=MAX_REMOVALS))
+        if self._decision(state).action is AgentAction.REMOVE:
+            given_up = next_step(_observation(state, failed_removals=MAX_FAILED_REMOVALS))
             if given_up.action is AgentAction.SIGNAL and given_up.signal is not None:
                 text = f"its agent cannot deregister: {given_up.signal}"
                 yield ModelStep(text, _signalled(state, record.epoch, given_up.signal))
@@ -448,7 +439,7 @@ class InstanceModel:
         if before.record == after.record or before.state in ABSORBING:
             return None
         pending_action = self._decision(before)
-        if pending_action.do in {AgentAction.WAIT, AgentAction.END} or self._decision(after) == pending_action:
+        if pending_action.action in {AgentAction.WAIT, AgentAction.END} or self._decision(after) == pending_action:
             return None
         return pending_action
 
@@ -457,8 +448,8 @@ class InstanceModel:
         agent, record = state.agent, state.record
         if record is None or record.state in ABSORBING:
             return
-        if not state.late:
-            yield ModelStep("its threshold passes", state._replace(late=True), EXPIRY)
+        if not state.expired:
+            yield ModelStep("its threshold passes", state._replace(expired=True), EXPIRY)
         if not agent.alive:
             return
         yield ModelStep("its machine disappears", state._replace(agent=DEAD), CRASH)
@@ -524,18 +515,18 @@ def _catching(steps: Iterator[ModelStep]) -> Iterator[ModelStep]:
     try:
         yield from steps
     except ModelViolation as violation:
-        yield ModelStep("goes on", ABSENT, 0, str(violation))
+        yield ModelStep("continues", ABSENT, 0, str(violation))
 
 
-def _late(record: Instance) -> datetime:
+def _after_threshold(record: Instance) -> datetime:
     return record.threshold + timedelta(seconds=LIFETIMES.margin_s + 1)
 
 
 def _futures(record: Instance) -> Iterator[Instance]:
     """Every later version of a record, as far as guards distinguish them."""
-    here = _ORDER[record.state]
+    here = STATE_ORDER[record.state]
     for epoch in range(record.epoch, record.epoch + 3):
-        for state, order in _ORDER.items():
+        for state, order in STATE_ORDER.items():
             if epoch == record.epoch and order < here:
                 continue
             later = replace(record, state=state, epoch=epoch)
@@ -546,13 +537,13 @@ def _futures(record: Instance) -> Iterator[Instance]:
                 yield replace(later, owner=f"{OTHER}/w{epoch}", provision_id=OTHER, threshold=LATER)
 
 
-def _observation(state: InstanceState, *, now: datetime = NOW, removals: int = 0) -> Observation:
+def _observation(state: InstanceState, *, now: datetime = NOW, failed_removals: int = 0) -> Observation:
     agent, record = state.agent, state.record
     memory = agent.memory
     return Observation(
         record=record,
         runner=RunnerState(
-            configured_as=runner_name(POOL, agent.configured, ID) if agent.configured else "",
+            registered_as=runner_name(POOL, agent.configured, ID) if agent.configured else "",
             listening=agent.listening,
             busy=agent.job,
             exit_code=1 if agent.ended else None,
@@ -561,7 +552,7 @@ def _observation(state: InstanceState, *, now: datetime = NOW, removals: int = 0
         now=now,
         margin_s=LIFETIMES.margin_s,
         signalled=memory[1] if memory is not None and record is not None and memory[0] == record.epoch else None,
-        removals=removals,
+        failed_removals=failed_removals,
     )
 
 
@@ -577,16 +568,18 @@ def _decided(state: InstanceState) -> PendingAction:
     if step.action is AgentAction.END:
         raise ModelViolation(f"S6: its agent ends it while it is {record.state}, before its time")
     parsed = parse_runner_name(POOL, record.assignment.runner_name) if record.assignment else None
-    return PendingAction(do=step.action, epoch=record.epoch, owned_by=parsed[0] if parsed else 0, signal=step.signal)
+    return PendingAction(
+        action=step.action, epoch=record.epoch, runner_epoch=parsed[0] if parsed else 0, signal=step.signal
+    )
 
 
 def _performed(state: InstanceState, pending_action: PendingAction) -> Iterator[ModelStep]:
     """The results of an action that the agent has decided on."""
     agent = state.agent
-    text = f"its agent: {pending_action.do.value}"
-    match pending_action.do:
-        case AgentAction.CONFIGURE:
-            made = state._replace(agent=agent._replace(configured=pending_action.owned_by))
+    text = f"its agent: {pending_action.action.value}"
+    match pending_action.action:
+        case AgentAction.REGISTER:
+            made = state._replace(agent=agent._replace(configured=pending_action.runner_epoch))
             yield ModelStep(text, _signalled(made, pending_action.epoch, Signal.UD_REG_OK))
             yield ModelStep(f"{text}, fails", _signalled(state, pending_action.epoch, Signal.UD_REG_FAILED))
             yield ModelStep(f"{text}, then crashes", _without_memory(made), CRASH)
@@ -632,8 +625,11 @@ def _check_state(state: InstanceState, record: Instance) -> None:
     if agent.alive and record.state is State.IDLE:
         if agent.listening or agent.configured or agent.dirty or agent.job:
             raise ModelViolation(f"S3: idle with {agent}")
-        if agent.pending_action is not None and agent.pending_action.do in {AgentAction.CONFIGURE, AgentAction.START}:
-            raise ModelViolation(f"S3: idle while its agent is about to {agent.pending_action.do.value}")
+        if agent.pending_action is not None and agent.pending_action.action in {
+            AgentAction.REGISTER,
+            AgentAction.START,
+        }:
+            raise ModelViolation(f"S3: idle while its agent is about to {agent.pending_action.action.value}")
     if agent.listening and record.state in {State.CREATED, State.CLAIMED}:
         raise ModelViolation(f"S2: it listens while it is {record.state}")
     if record.state is State.RUNNING and held is not None and held.credential is not None:
@@ -642,7 +638,7 @@ def _check_state(state: InstanceState, record: Instance) -> None:
         raise ModelViolation("S12: idle with an assignment")
     end = End(reason=RetireReason.EXPIRED, margin_s=LIFETIMES.margin_s)
     try:
-        change = advance(record, end, by=Actor.REFRESH, now=_late(record), why="")
+        change = advance(record, end, by=Actor.REFRESH, now=_after_threshold(record), why="")
     except IllegalTransition as illegal:
         raise ModelViolation(f"L1: no sweep can end it by its threshold: {illegal}") from illegal
     if not change.condition.is_met_by(record):
@@ -654,21 +650,13 @@ def _check_write(state: InstanceState, write: PendingWrite, after: Instance, *, 
     before = state.record
     if before is None:
         return
-    if before.state in ABSORBING and after.state not in ABSORBING:
-        raise ModelViolation(f"S5: it was {before.state} and became {after.state}")
-    if (after.epoch, _ORDER[after.state]) < (before.epoch, _ORDER[before.state]):
-        raise ModelViolation(f"S5: it was {before.state} at {before.epoch} and became {after.state} at {after.epoch}")
+    for invariant, text in transition_violations(before, after):
+        raise ModelViolation(f"{invariant}: {text}")
     claimed = after.state is State.CLAIMED and before.state is not State.CLAIMED
-    if claimed and before.state is not State.IDLE:
-        raise ModelViolation(f"S1: it was claimed while it was {before.state}")
-    if after.epoch != before.epoch + claimed or (after.owner != before.owner and not claimed):
-        raise ModelViolation(f"S1: at epoch {before.epoch} of {before.owner} it became {after.epoch} of {after.owner}")
     if claimed and before.retire_reason:
         raise ModelViolation(f"S2: it was claimed although it is {before.retire_text}")
     if after.tier is not before.tier:
         raise ModelViolation(f"S11: its tier was {before.tier} and became {after.tier}")
-    if after.state is State.TERMINATED and before.state is not State.TERMINATING:
-        raise ModelViolation(f"S9: it was {before.state} and became {after.state}")
     if after.state is State.RUNNING and before.state is not State.RUNNING:
         _check_commit(state, after, by_owner=by_owner)
     if after.state is State.RELEASING and before.state in ASSIGNED and not (released or by_owner):
@@ -689,7 +677,7 @@ def _check_commit(state: InstanceState, after: Instance, *, by_owner: bool) -> N
 def _check_end(state: InstanceState, write: PendingWrite, before: Instance, *, released: bool, by_owner: bool) -> None:
     epoch, signal = write.last_signal
     last_signal = signal if epoch == before.epoch else None
-    allowed = state.late or not state.agent.alive or write.by is Actor.OPERATOR
+    allowed = state.expired or not state.agent.alive or write.by is Actor.OPERATOR
     if before.state in {State.CREATED, State.CLAIMED}:
         allowed = allowed or by_owner or (released and before.state is State.CREATED)
     elif before.state is State.RUNNING:

@@ -423,8 +423,8 @@ def without_gc() -> Generator[None]:
 
 @contextmanager
 def _temporary_loop() -> Generator[None]:
-    """A loop for clean-ups that start tasks. Without it asyncio would create one that lives as long as the interpreter,
-    and its tasks would keep every world alive.
+    """A loop for clean-ups that start tasks. Without it asyncio would create one that exists as long as the
+    interpreter, and its tasks would keep every world alive.
     """
     before = asyncio._get_running_loop()  # noqa: SLF001 - as in `VirtualLoop.run`
     asyncio._set_running_loop(new_loop())  # noqa: SLF001

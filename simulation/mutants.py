@@ -1,4 +1,4 @@
-"""Planted bugs: one mutant per bug, each of which the simulation must catch.
+"""Mutants: bugs that the simulation must catch.
 
 Each mutant names the code that it replaces: module, function, and the expression, statements or argument in it. If that
 code was renamed or moved, `tests/unit/simulation/test_mutants.py` fails and says where; update the names here.
@@ -145,7 +145,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "spent-is-failed",
         "a listener that served its one job is started again and counts as failed",
-        statements(_DECIDE, "_when_running", "if seen.runner.spent:\n    ...", ""),
+        statements(_DECIDE, "_when_running", "if observation.runner.spent:\n    ...", ""),
     ),
     _mutant(
         "claim-under-the-old-name",
@@ -584,7 +584,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "start-before-running",
         "the runner is started as soon as it is registered",
-        statements(_DECIDE, "_when_assigned", "return _wait(...)", "return _when_running(seen, record)"),
+        statements(_DECIDE, "_when_assigned", "return _wait(...)", "return _when_running(observation, record)"),
     ),
     _mutant(
         "signal-before-configure",
@@ -603,8 +603,8 @@ MUTANTS: tuple[Mutant, ...] = (
         statements(
             _DECIDE,
             "_when_releasing",
-            "if seen.runner.busy:\n    ...",
-            "if seen.runner.listening:\n    return AgentStep(action=AgentAction.STOP, reason='released')",
+            "if observation.runner.busy:\n    ...",
+            "if observation.runner.listening:\n    return AgentStep(action=AgentAction.STOP, reason='released')",
         ),
     ),
     _mutant(
@@ -625,7 +625,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "agent-without-margin",
         "an agent terminates its machine as soon as its own clock passes the threshold",
-        argument(_DECIDE, "next_step", "margin_s=seen.margin_s", "margin_s=0.0"),
+        argument(_DECIDE, "next_step", "margin_s=observation.margin_s", "margin_s=0.0"),
     ),
     _mutant(
         "dead-man-not-rearmed",

@@ -1,4 +1,4 @@
-"""Replacement of code in named functions: on syntax trees, and at import in a process of its own.
+"""Replacement of code in named functions: on syntax trees, and at import in a separate process.
 
 Patterns are compared with the syntax tree of one function, so layout and comments do not matter. A pattern must match
 exactly once. `...` matches any expression, `f(...)` a call with any arguments, and `...` as a body any statements.
@@ -180,7 +180,7 @@ def _definitions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST
 
 def _check_names(replacement: Replacement, mutated: ast.Module, package_words: frozenset[str]) -> None:
     """New code may use only names of its module and attributes of the package: a wrong one would raise an error, and
-    that is another bug than the planted one.
+    that is another bug than the intended one.
     """
     names, attributes = set(dir(builtins)), set[str]()
     for node in ast.walk(mutated):

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 
-POOL = "sim"
+POOL = "test"
 SCOPE = "octo/repo"
 #: Repositories that workflow runs belong to.
 REPOSITORIES = ("octo/repo", "octo/other", "octo/third")
 #: Runners of other pools whose names begin like this pool's.
-FOREIGN_RUNNERS = ("remuda-sim-2-1-i-00000000000000001", "remuda-simulation-1-i-00000000000000001")
+FOREIGN_RUNNERS = ("remuda-test-2-1-i-00000000000000001", "remuda-testing-1-i-00000000000000001")
 
 _OURS = re.compile(rf"remuda-{POOL}-([1-9][0-9]*)-(i-[0-9a-f]{{8,17}})")
 

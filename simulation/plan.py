@@ -34,7 +34,7 @@ MAX_AGENT_PAUSE_S = 300.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WorkflowRun:
+class PlannedRun:
     """A workflow run: provision, jobs, release. With two attempts it is re-run while the first one is cleaned up."""
 
     at: float
@@ -152,7 +152,7 @@ class PlannedScaleDown:
 
 
 Operation = (
-    WorkflowRun
+    PlannedRun
     | PlannedRefresh
     | ExtraRelease
     | PlannedInterruption
@@ -188,7 +188,7 @@ def draw_plan(seed: int, *, hours: float, instances: int, faults: FaultChoice = 
     else:
         on = faults
     draft = _Draft(rng, on, hours * 3_600.0, instances)
-    # A generator of its own, so that the other draws do not depend on it.
+    # A separate generator, so that the other draws do not depend on it.
     reuse_rng = random.Random(f"{seed} reuse")
     return WorldPlan(
         seed=seed,
@@ -213,7 +213,7 @@ def _with_repositories(operations: list[Operation], rng: random.Random) -> list[
     single = rng.random() < 0.35
     made: list[Operation] = []
     for item in operations:
-        if isinstance(item, WorkflowRun):
+        if isinstance(item, PlannedRun):
             repository, drawn = rng.choice(REPOSITORIES), rng.random() < 0.25
             made.append(replace(item, repository=repository, ephemeral=single and drawn))
         else:
@@ -247,7 +247,7 @@ class _Draft:
     def _run(self, run_id: str, at: float) -> list[Operation]:
         rng = self._rng
         count = rng.choice((1, 1, 1, 2, 2, 3))
-        run = WorkflowRun(
+        run = PlannedRun(
             at=at,
             run_id=run_id,
             count=min(count, self._instances),

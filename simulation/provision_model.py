@@ -1,7 +1,7 @@
 """Model of a provision's work on one instance: launch, claim, commit, roll back.
 
-As in the control plane, every write is conditional, answers may be lost, and a run knows only the result of its own
-last write. A crashed process is one that takes no further step.
+As in the control plane, every write is conditional, answers may be lost, and a run knows only the result of its last
+write. A crashed process is one that takes no further step.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class ProvisionModel:
                     step = step._replace(phase=ProvisionPhase.CLOSING)  # noqa: PLW2901 - the same step of a released run
                 yield from self._with_pending(state, step, released=released, own_released=own_released)
         except ModelViolation as violation:
-            yield ProvisionStep("goes on", state, phase, violation=str(violation))
+            yield ProvisionStep("continues", state, phase, violation=str(violation))
 
     def _with_pending(
         self, state: InstanceState, step: ProvisionStep, *, released: bool, own_released: bool

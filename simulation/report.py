@@ -31,14 +31,16 @@ WORLDS = (
 def run_all(mutants: Sequence[Mutant], *, seeds: int, workers: int) -> Iterator[tuple[Mutant, MutantResult]]:
     """Run all mutants, in order."""
     with ThreadPoolExecutor(workers) as pool:
-        results = pool.map(lambda mutant: run_mutant(mutant, first=0, seeds=seeds, settings=SETTINGS), mutants)
+        results = pool.map(
+            lambda mutant: run_mutant(mutant, first_seed=0, seed_count=seeds, settings=SETTINGS), mutants
+        )
         yield from zip(mutants, results, strict=True)
 
 
 def table(found: Sequence[tuple[Mutant, MutantResult]]) -> str:
-    lines = ["| planted bug | description | caught by | seeds needed |", "|---|---|---|---|"]
+    lines = ["| mutant | description | caught by | seeds needed |", "|---|---|---|---|"]
     for mutant, result in found:
-        after = f"{result.tried}" if result.seed is not None else f"not within {result.tried}"
+        after = f"{result.seeds_run}" if result.seed is not None else f"not within {result.seeds_run}"
         lines.append(
             f"| `{mutant.name}` | {mutant.bug} | {result.invariant or '-'} | {after}{_settings_text(mutant.settings)} |"
         )
@@ -63,13 +65,13 @@ def main(arguments: Sequence[str]) -> int:
     found: list[tuple[Mutant, MutantResult]] = []
     for mutant, result in run_all(chosen, seeds=given.seeds, workers=given.workers):
         found.append((mutant, result))
-        text = f"caught after {result.tried}: {result.violation}" if result.seed is not None else "MISSED"
+        text = f"caught after {result.seeds_run}: {result.violation}" if result.seed is not None else "MISSED"
         sys.stdout.write(f"{mutant.name:<32} {text[:140]}\n")
         sys.stdout.flush()
     if given.write:
-        given.write.write_text(f"# Planted bugs\n\n{table(found)}\n", encoding="utf-8")
+        given.write.write_text(f"# Mutants\n\n{table(found)}\n", encoding="utf-8")
     missed = [mutant.name for mutant, result in found if result.seed is None]
-    sys.stdout.write(f"{len(found) - len(missed)} of {len(found)} planted bugs were caught\n")
+    sys.stdout.write(f"{len(found) - len(missed)} of {len(found)} mutants were caught\n")
     violated = _search(given.states)
     return 1 if missed or violated else 0
 

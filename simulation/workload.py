@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Collection, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC
 from typing import Any
@@ -15,18 +15,30 @@ from remuda.controlplane.provision import ProvisionRequest, provision
 from remuda.controlplane.refresh import RefreshResult, refresh
 from remuda.controlplane.release import release
 from remuda.controlplane.scale_down import FleetContext, scale_down
+from remuda.domain.errors import NotFound
 from remuda.domain.resources import DEFAULT_CLASSES, RunnerRequest, Tier, TypePatterns, UsageClass
 from remuda.domain.scale_down.cron import parse_cron
 from remuda.domain.scale_down.decisions import ScaleDownPolicy
+from remuda.domain.scale_down.fleet import (
+    GHR_APPLICATION,
+    GHR_APPLICATION_TAG,
+    GHR_ENVIRONMENT_TAG,
+    GHR_ORPHAN_TAG,
+    GHR_OWNER_TAG,
+    GHR_TYPE_TAG,
+    REPO,
+    YES,
+    FleetMachine,
+)
 from remuda.domain.scale_down.idle_config import IdleWindow
-from remuda.ports.compute import LaunchRequest
+from remuda.ports.compute import LaunchRequest, MachineState, MachineView
 from simulation.faults import Fault
-from simulation.fleet import CloudFleet
-from simulation.invariants import ABSORBING, BOOT_MIN
+from simulation.invariants import ABSORBING
 from simulation.liveness import SWEEP_S, LivenessInvariants
 from simulation.memory.github import MemoryJob
 from simulation.names import FOREIGN_RUNNERS, POOL, SCOPE
-from simulation.plan import ExtraRelease, MachineLoss, OperatorCommand, PlannedRefresh, PlannedScaleDown, WorkflowRun
+from simulation.plan import ExtraRelease, MachineLoss, OperatorCommand, PlannedRefresh, PlannedRun, PlannedScaleDown
+from simulation.safety import BOOT_MIN
 from simulation.world import LIFETIMES, SimulatedProcess, World
 
 #: Maximum seconds from the end of the faults until nothing is left.
@@ -52,7 +64,7 @@ class Workload:
         await self._prepare()
         for item in self._world.plan.operations:
             match item:
-                case WorkflowRun():
+                case PlannedRun():
                     self._spawn(self._run(item))
                 case PlannedRefresh():
                     self._spawn(self._refresh(item))
@@ -101,14 +113,14 @@ class Workload:
             first_life_s=1e8,
             margin_s=1.0,
         )
-        world.cloud.launch(foreign, pool="sim-2")
+        world.cloud.launch(foreign, pool=f"{POOL}-2")
         process = self._start_refresh("refresh 0", 0)
         await process.ended
         world.faults.active = True
 
     # Workflows
 
-    async def _run(self, run: WorkflowRun) -> None:
+    async def _run(self, run: PlannedRun) -> None:
         await self._until(run.at)
         for attempt in range(1, run.attempts + 1):
             if self._ending.is_set():
@@ -133,7 +145,7 @@ class Workload:
             pause_s = self._rng.choice((0.0, self._rng.uniform(0, 5), self._rng.uniform(0, 40)))
             await self._world.loop.sleep(pause_s)
 
-    def _provision(self, run: WorkflowRun, attempt: int) -> SimulatedProcess:
+    def _provision(self, run: PlannedRun, attempt: int) -> SimulatedProcess:
         request = ProvisionRequest(
             run_id=run.run_id,
             attempt=attempt,
@@ -161,7 +173,7 @@ class Workload:
         credentialed = self._rng.random() < 0.3
         return self._world.command(name, "release", work, credentialed=credentialed, run_id=run_id, attempt=attempt)
 
-    def _queue(self, run: WorkflowRun) -> list[MemoryJob]:
+    def _queue(self, run: PlannedRun) -> list[MemoryJob]:
         github = self._world.github
         return [github.queue(run_id=run.run_id, labels=(run.run_id,), seconds=seconds) for seconds in run.jobs]
 
@@ -317,3 +329,50 @@ def _fleet_context(context: Context) -> FleetContext:
         open_pool=opened,
         has_pool=True,
     )
+
+
+#: Tags of every machine that the pool launches.
+TAGS = {
+    GHR_ENVIRONMENT_TAG: POOL,
+    GHR_APPLICATION_TAG: GHR_APPLICATION,
+    GHR_OWNER_TAG: SCOPE,
+    GHR_TYPE_TAG: REPO,
+}
+_ALIVE = frozenset({MachineState.PENDING, MachineState.RUNNING})
+
+
+class CloudFleet:
+    """The pool's machines as a tagged fleet, for scale-down."""
+
+    def __init__(self, compute: Any) -> None:
+        self._compute = compute
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+    async def list_machines(self, *, orphans: bool = False) -> Sequence[FleetMachine]:
+        views: Sequence[MachineView] = await self._compute.list_pool()
+        found = [
+            FleetMachine(instance_id=view.instance_id, launched_at=view.launched_at, tags={**TAGS, **view.tags})
+            for view in views
+            if view.state in _ALIVE
+        ]
+        return [machine for machine in found if machine.is_orphan or not orphans]
+
+    async def mark_orphans(self, instance_ids: Collection[str]) -> Mapping[str, str]:
+        return await self._change(instance_ids, self._compute.tag(instance_ids, {GHR_ORPHAN_TAG: YES}))
+
+    async def unmark_orphans(self, instance_ids: Collection[str]) -> Mapping[str, str]:
+        return await self._change(instance_ids, self._compute.untag(instance_ids, {GHR_ORPHAN_TAG}))
+
+    async def terminate(self, instance_ids: Collection[str]) -> Mapping[str, str]:
+        refused: Mapping[str, str] = await self._compute.terminate(instance_ids)
+        return refused
+
+    @staticmethod
+    async def _change(instance_ids: Collection[str], change: Awaitable[None]) -> Mapping[str, str]:
+        try:
+            await change
+        except NotFound as error:
+            return dict.fromkeys(instance_ids, error.message)
+        return {}

@@ -28,17 +28,19 @@ from remuda.domain.thresholds import Lifetimes
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import POOL_TAG
 from remuda.ports.github import Deletion, GitHubRunner
+from remuda.ports.store import InstanceStore
 from simulation.fake_machine import FakeMachine, MachineBehaviour, RandomBehaviour
 from simulation.faults import MAX_SKEW_S, Fault, FaultInjector
 from simulation.faulty_ports import FaultyCompute, FaultyGitHub, FaultyPool, FaultyStore
-from simulation.invariants import SafetyInvariants, Violation
-from simulation.loop import Interruption, SeededIds, VirtualClock, VirtualLoop, VirtualProcess
+from simulation.invariants import Violation
+from simulation.loop import Interruption, SeededIds, VirtualClock, VirtualLoop, VirtualProcess, current_process
 from simulation.memory.compute import MemoryCloud, MemoryCompute, MemoryMachine
 from simulation.memory.github import MemoryGitHub, MemoryGitHubServer, MemoryJob, MemoryRunner
 from simulation.memory.pool import MemoryQueues, MemoryResourcePool
 from simulation.memory.store import ChangeNotifier, MemoryDatabase, MemoryInstanceStore
 from simulation.names import POOL, SCOPE, parse_runner
 from simulation.plan import PlannedCancel, PlannedInterruption, WorldPlan
+from simulation.safety import SafetyInvariants
 from simulation.trace import Trace
 
 #: Short enough for several uses of an instance in half an hour, with the clock margin and grace periods of a real pool.
@@ -266,6 +268,7 @@ class World:
         *,
         configurations: Sequence[Lifetimes] = CONFIGURATIONS,
         ending_s: float = 20.0,
+        remembers_s: float = 600.0,
         token_life_s: float = TOKEN_LIFE_S,
         keep_trace: bool = False,
     ) -> None:
@@ -293,10 +296,10 @@ class World:
         #: Earlier versions of records, for lagging indexes.
         self.versions: dict[str, deque[tuple[float, Instance | None]]] = {}
         self.queues = MemoryQueues(clock=self.clock)
-        self.cloud = MemoryCloud(clock=self.clock, ending_s=ending_s, remembers_s=600.0)
+        self.cloud = MemoryCloud(clock=self.clock, ending_s=ending_s, remembers_s=remembers_s)
         self.cloud.watchers.append(self)
         self.github = CheckedGitHub(self, token_life_s)
-        self._token = self.github.grant()
+        self.token = self.github.grant()
         self.machines: dict[str, FakeMachine] = {}
         self.processes: dict[str, SimulatedProcess] = {}
         #: Stands for writes by no process of the world.
@@ -357,9 +360,7 @@ class World:
         process = self._new_process(name, kind="agent", skew_s=machine.skew_s)
         store = MemoryInstanceStore(clock=self.clock, calls=CallCounter(), database=self.database)
         agent = Agent(
-            store=cast("Any", FaultyStore(store, self, process)),
-            machine=machine,
-            runner=machine,
+            **self.agent_ports(store, machine, process),
             clock=VirtualClock(self.loop, process),
             ids=self.ids,
             event_log=_TracedEventLog(self, process),
@@ -369,13 +370,16 @@ class World:
         process.start(agent.run())
         return process
 
+    def agent_ports(self, store: InstanceStore, machine: FakeMachine, process: SimulatedProcess) -> dict[str, Any]:
+        return {"store": FaultyStore(store, self, process), "machine": machine, "runner": machine}
+
     def agent_ended(self, machine: FakeMachine) -> None:
         process = machine.agent
         if process is not None and machine.alive:
             self.safety.process_ended(process)
 
     def disturbed_at(self, machine: FakeMachine) -> float:
-        """When a fault last affected the machine's agent."""
+        """Time at which a fault last affected the machine's agent."""
         process = machine.agent
         return max(machine.disturbed_at, process.last_fault_at if process is not None else machine.disturbed_at)
 
@@ -408,7 +412,7 @@ class World:
     def _context(self, process: SimulatedProcess, *, credentialed: bool) -> Context:
         calls = CallCounter()
         clock = VirtualClock(self.loop, process)
-        github = MemoryGitHub(github=self.github, token=self._token, calls=calls) if credentialed else None
+        github = MemoryGitHub(github=self.github, token=self.token, calls=calls) if credentialed else None
         store = MemoryInstanceStore(clock=clock, calls=calls, database=self.database)
         pool = MemoryResourcePool(clock=clock, ids=self.ids, calls=calls, queues=self.queues)
         compute = MemoryCompute(cloud=self.cloud, pool=POOL, calls=calls)
@@ -504,6 +508,11 @@ class World:
             text = f"{instance_id} {record.state} epoch {record.epoch} run {record.run_id or record.last_run_id}"
             self.trace.add("record", f"{text} until {record.threshold:%H:%M:%S}")
         self.safety.record_written(instance_id)
+
+    def writer(self, instance_id: str = "") -> SimulatedProcess:  # noqa: ARG002 - for worlds without processes
+        """The process that makes the current write."""
+        process = self.delayed_writer or current_process()
+        return self.processes[process.name] if process is not None else self.outsider
 
     def skew(self, rng: random.Random) -> float:
         drawn = rng.uniform(-MAX_SKEW_S, MAX_SKEW_S)

@@ -1,6 +1,6 @@
-"""Compute in memory: for unit tests, and for simulations in virtual time.
+"""Compute in memory, for unit tests and the simulation.
 
-No timers and no tasks: what state a machine is in follows from the clock. Failures are played by wrapping the port.
+It has no timers and no tasks: the state of a machine follows from the clock. Wrap the port to simulate failures.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from remuda.ports.compute import (
 )
 
 SERVICE = "compute"
-#: What one call to describe or terminate may carry, for the counting of calls.
+#: Maximum instances per call to describe or terminate, for the count of calls.
 CALL_BATCH = 100
 
 
@@ -37,7 +37,7 @@ class MachineType:
     memory_mib: int
 
 
-#: Small ones first: the first that fits and has capacity is taken.
+#: In the order of preference: the first type that fits and has capacity is used.
 TYPES = tuple(
     MachineType(name=f"{family}.{size}", cpu=cpu, memory_mib=cpu * gib * 1024)
     for size, cpu in (("large", 2), ("xlarge", 4), ("2xlarge", 8), ("4xlarge", 16), ("8xlarge", 32), ("16xlarge", 64))
@@ -54,15 +54,15 @@ class MemoryMachine:
     booted_at: datetime
     tags: Mapping[str, str]
     request: LaunchRequest
-    #: Its dead-man timer: at that time it ends, whatever anybody does.
+    #: Time of the dead-man timer, at which the machine ends in any case.
     dead_man_at: datetime
-    #: When its end was asked for, by whom and why.
+    #: When its termination was requested, and the reason.
     ending_at: datetime | None = None
     reason: str = ""
 
 
 class Watcher(Protocol):
-    """Told at once and in order, within the call that makes it so. Dead-man timers end machines without a call."""
+    """Called within the call that launches or terminates a machine. Dead-man timers end machines without a call."""
 
     def launched(self, machine: MemoryMachine) -> None: ...
 
@@ -70,7 +70,7 @@ class Watcher(Protocol):
 
 
 class MemoryCloud:
-    """What the compute objects of all simulated processes share. As a service does, it has a clock of its own."""
+    """The cloud that all compute objects share. Its clock is the true time, not that of a process."""
 
     def __init__(
         self,
@@ -84,18 +84,18 @@ class MemoryCloud:
     ) -> None:
         self.clock = clock
         self.types = tuple(types)
-        #: How many more machines of a type may live at once; a type that is not named has no limit.
+        #: Maximum number of live machines per type; no limit for other types.
         self.capacity = dict(capacity or {})
         self.boot = timedelta(seconds=boot_s)
         self.shutting_down = timedelta(seconds=ending_s)
-        #: How long a terminated machine is still known.
+        #: Time that a terminated machine is still listed.
         self.remembers = timedelta(seconds=remembers_s)
         self.machines: dict[str, MemoryMachine] = {}
         self.watchers: list[Watcher] = []
         self._answers: dict[str, LaunchResult] = {}
 
     def state(self, instance_id: str) -> MachineState | None:
-        """None where it is not known, or not any more."""
+        """The state of a machine; None if it is unknown or no longer listed."""
         machine = self.machines.get(instance_id)
         if machine is None:
             return None
@@ -109,7 +109,7 @@ class MemoryCloud:
         return MachineState.PENDING if now < machine.booted_at else MachineState.RUNNING
 
     def is_alive(self, instance_id: str) -> bool:
-        """Whether anything may still run on it."""
+        """Whether anything may still run on the machine."""
         return self.state(instance_id) in {MachineState.PENDING, MachineState.RUNNING}
 
     def view(self, instance_id: str) -> MachineView | None:
@@ -151,12 +151,12 @@ class MemoryCloud:
         return answer
 
     def arm(self, instance_id: str, at: datetime) -> None:
-        """Set a machine's dead-man timer, as its agent does. One that has run out stays so."""
+        """Set a machine's dead-man timer. A machine that has ended stays ended."""
         if self.is_alive(instance_id):
             self.machines[instance_id] = replace(self.machines[instance_id], dead_man_at=at)
 
     def end(self, instance_id: str, reason: str) -> None:
-        """End a machine: asked for by the control plane, by the machine itself, or by nobody (power loss)."""
+        """End a machine: by the control plane, by the machine itself, or by a power loss."""
         if not self.is_alive(instance_id):
             return
         machine = replace(self.machines[instance_id], ending_at=self.clock.now(), reason=reason)
@@ -172,7 +172,7 @@ class MemoryCloud:
         return True
 
     def _choose(self, request: RunnerRequest, count: int) -> tuple[list[MachineType], list[str]]:
-        """A type for each machine, and who could not give enough."""
+        """A type for each machine, and the types without enough capacity."""
         wanted = request.resource_class
         fitting = [
             kind
@@ -220,12 +220,12 @@ class MemoryCompute:
         self._pool = pool
         self._calls = calls
 
-    async def prepare(self, launch: Mapping[str, str]) -> Sequence[str]:  # noqa: ARG002 - any will do
+    async def prepare(self, launch: Mapping[str, str]) -> Sequence[str]:  # noqa: ARG002 - any settings are accepted
         self._calls.add(SERVICE, "prepare")
         return []
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to close."""
 
     async def launch(self, request: LaunchRequest) -> LaunchResult:
         self._calls.add(SERVICE, "launch")

@@ -1,4 +1,4 @@
-"""A fleet of runner machines in memory: for unit tests and simulations. Failures are played by wrapping the port."""
+"""A tagged fleet of runner machines in memory, for unit tests and the simulation. Wrap it to simulate failures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SERVICE = "compute"
 
 @dataclass(kw_only=True, slots=True)
 class MemoryMachines:
-    """What the fleets of all simulated processes share: machines that run or boot, in the order of their launch."""
+    """The machines that all fleets share, in the order of their launch."""
 
     alive: dict[str, FleetMachine] = field(default_factory=dict)
     ended: list[str] = field(default_factory=list)
@@ -41,7 +41,7 @@ class MemoryFleet:
         self._listed: set[str] = set()
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to close."""
 
     async def list_machines(self, *, orphans: bool = False) -> Sequence[FleetMachine]:
         self._calls.add(SERVICE, "list_machines")

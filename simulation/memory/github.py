@@ -1,7 +1,7 @@
-"""GitHub's runners in memory: for unit tests, and for simulations in virtual time.
+"""GitHub's runners in memory, for unit tests and the simulation.
 
-No timers and no tasks. Runners register, connect and take jobs through `MemoryGitHubServer`; the control plane sees it
-through `MemoryGitHub`. Failures are played by wrapping the port.
+It has no timers and no tasks. Runners register, connect and accept jobs through `MemoryGitHubServer`; the control plane
+uses `MemoryGitHub`. Wrap the port to simulate failures.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class MemoryJob:
     job_id: int
     run_id: str
     labels: tuple[str, ...]
-    #: How long it runs, for whoever plays the runner.
+    #: Seconds that the job runs.
     seconds: float
     runner_name: str = ""
     started: bool = False
-    #: success or failure; empty while it is not over.
+    #: `success`, `failure` or `cancelled`; empty until it ends.
     conclusion: str = ""
 
 
@@ -41,9 +41,9 @@ class MemoryRunner:
     scope: str
     name: str
     labels: tuple[str, ...]
-    #: Its registration goes with its first job.
+    #: Whether its registration ends with its first job.
     ephemeral: bool = False
-    #: While it listens: whom to give jobs to.
+    #: Called with a job; None while the runner does not listen.
     take: Callable[[MemoryJob], None] | None = None
     job: MemoryJob | None = None
 
@@ -55,14 +55,14 @@ class _Access:
 
 
 class MemoryGitHubServer:
-    """What all simulated processes share. As a service does, it has a clock of its own."""
+    """The GitHub that all processes share. Its clock is the true time, not that of a process."""
 
     def __init__(
         self, *, clock: Clock, token_life_s: float = 3_600.0, known_scopes: Collection[str] | None = None
     ) -> None:
         self.clock = clock
         self.token_life = timedelta(seconds=token_life_s)
-        #: None: all of them exist.
+        #: Scopes that exist; None for all.
         self.known_scopes = known_scopes
         self.runners: dict[int, MemoryRunner] = {}
         self.jobs: list[MemoryJob] = []
@@ -73,7 +73,7 @@ class MemoryGitHubServer:
     # Credentials
 
     def grant(self, *, scopes: Sequence[str] = (), write: bool = True) -> str:
-        """An access token for these scopes (none: all)."""
+        """Create an access token for these scopes, or for all if none are given."""
         token = f"github_pat_{self._new_id():06d}"
         self._access[token] = _Access(scopes=tuple(scopes), write=write)
         return token
@@ -94,10 +94,10 @@ class MemoryGitHubServer:
         if write and not access.write:
             raise UserError("GitHub refuses the credential: 403", field="github-token")
 
-    # What runners do
+    # Calls of runners
 
     def register(self, scope: str, token: str, name: str, labels: Sequence[str]) -> MemoryRunner:
-        """As `config.sh --replace`. A replaced runner keeps its id."""
+        """Like `config.sh --replace`. A replaced runner keeps its id."""
         self._check_token(REGISTRATION, scope, token)
         runner = self.find(scope, name)
         if runner is None:
@@ -107,12 +107,12 @@ class MemoryGitHubServer:
         return runner
 
     def unregister(self, scope: str, token: str, runner_id: int) -> Deletion:
-        """As `config.sh remove`."""
+        """Like `config.sh remove`."""
         self._check_token(REMOVAL, scope, token)
         return self.delete(scope, runner_id)
 
     def connect(self, runner_id: int, take: Callable[[MemoryJob], None]) -> bool:
-        """The runner listens from now on; False where its registration is gone."""
+        """Start to listen. Return False if the registration is gone."""
         runner = self.runners.get(runner_id)
         if runner is None:
             return False
@@ -121,7 +121,7 @@ class MemoryGitHubServer:
         return True
 
     def disconnect(self, runner_id: int) -> None:
-        """The runner listens no more. A job that it had fails; one that it had not begun goes to another."""
+        """Stop listening. A started job fails; one that was not started goes to another runner."""
         runner = self.runners.get(runner_id)
         if runner is None:
             return
@@ -144,7 +144,7 @@ class MemoryGitHubServer:
                     self._offer(runner)
                 return
 
-    # What workflows and the control plane do
+    # Calls of workflows and of the control plane
 
     def queue(self, *, run_id: str, labels: Sequence[str], seconds: float = 1.0) -> MemoryJob:
         job = MemoryJob(job_id=self._new_id(), run_id=run_id, labels=tuple(labels), seconds=seconds)
@@ -210,7 +210,7 @@ class MemoryGitHub:
         self._calls = calls
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to close."""
 
     async def registration_token(self, scope: str) -> Credential:
         self._enter("POST registration-token", scope, write=True)
@@ -246,7 +246,7 @@ class MemoryGitHub:
         return self._github.delete(scope, runner_id)
 
     def _sees(self, operation: str, scope: str, *, write: bool = False) -> bool:
-        """A runner out of sight looks like one that is gone: GitHub says 404 to both."""
+        """GitHub answers 404 for a runner that is gone and for one that the credential cannot see."""
         self._calls.add(SERVICE, operation)
         try:
             self._github.check(self._token, scope, write=write)

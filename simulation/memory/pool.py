@@ -1,4 +1,4 @@
-"""The pool in memory: for unit tests, and for simulations in virtual time. Waits are events and timers of the loop."""
+"""The resource pool in memory, for unit tests and the simulation. Waits use events and timers of the loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Message:
     message: PoolMessage | None
     malformed: str
     visible_at: datetime
-    #: Its place among others, by chance: nobody shall come to rely on an order that SQS does not keep.
+    #: Random position in the queue: SQS keeps no order.
     shuffle: float
     receipt: str = ""
 
@@ -38,7 +38,7 @@ class _Queue:
         return [message for message in self.messages if message.receipt in receipts and message.visible_at > now]
 
     async def change(self, now: datetime) -> None:
-        """Returns when a message comes, or comes back."""
+        """Wait until a message arrives or becomes visible again."""
         loop = asyncio.get_running_loop()
         woken: asyncio.Future[None] = loop.create_future()
         self._waiting[woken] = None
@@ -51,15 +51,13 @@ class _Queue:
             if timer is not None:
                 timer.cancel()
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         for woken in self._waiting:
             _wake(woken)
 
 
 class MemoryQueues:
-    """What the pool objects of all simulated processes share. As a service does, it has a clock of its own: a process
-    whose clock is off still sees the same messages.
-    """
+    """The queues that all pool objects share. Their clock is the true time, not that of a process."""
 
     def __init__(self, *, clock: Clock) -> None:
         self.clock = clock
@@ -86,11 +84,11 @@ class MemoryQueues:
         delay_s: float = 0.0,
         malformed: str = "",
     ) -> None:
-        """`malformed` without a message stands for a body that somebody else wrote and nobody can parse."""
+        """Add a message. `malformed` without a message stands for a body that cannot be parsed."""
         queue = self.named(name)
         visible_at = self.clock.now() + timedelta(seconds=delay_s)
         queue.messages.append(_Message(message=message, malformed=malformed, visible_at=visible_at, shuffle=shuffle))
-        queue.tell()
+        queue.notify()
 
 
 class MemoryResourcePool:
@@ -104,7 +102,7 @@ class MemoryResourcePool:
         return [f"queue {name}" for name in sorted(set(classes)) if self._queues.create(name)]
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to close."""
 
     async def send(self, messages: Collection[PoolMessage], *, delay_s: float = 0.0) -> None:
         for name, count in Counter(message.resource_class for message in messages).items():
@@ -142,7 +140,7 @@ class MemoryResourcePool:
         for message in queue.held(receipts, self._now()):
             message.receipt = ""
             message.visible_at = self._now()
-        queue.tell()
+        queue.notify()
 
     async def depth(self, resource_class: str) -> int:
         self._calls.add("pool", "depth")

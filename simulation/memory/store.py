@@ -1,7 +1,7 @@
-"""The store in memory: for unit tests, and for simulations in virtual time.
+"""The instance store in memory, for unit tests and the simulation.
 
-No threads and no clock of its own; a wait costs nothing until the record changes. Every operation is one step of the
-event loop, which makes it atomic.
+It uses no threads and no clock; a wait costs nothing until the record changes. Every operation is one step of the event
+loop, which makes it atomic.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class ChangeNotifier:
 
 @dataclass(kw_only=True, slots=True)
 class MemoryDatabase:
-    """What the store objects of all simulated processes share."""
+    """The database that all store objects share."""
 
     instances: dict[str, Instance] = field(default_factory=dict)
     histories: dict[str, tuple[HistoryEntry, ...]] = field(default_factory=dict)
     reports: dict[str, Report] = field(default_factory=dict)
-    #: By run id and provision id.
+    #: Provisions by run id and provision id.
     provisions: dict[tuple[str, str], Provision] = field(default_factory=dict)
     config: PoolConfig | None = None
     first_seen: dict[str, datetime] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class MemoryInstanceStore:
     def __init__(
         self,
         *,
-        clock: Clock,  # noqa: ARG002 - every store is given one; this one need not ask what time it is
+        clock: Clock,  # noqa: ARG002 - every store takes one
         calls: CallCounter,
         database: MemoryDatabase | None = None,
     ) -> None:
@@ -84,7 +84,7 @@ class MemoryInstanceStore:
         return ["store in memory"] if created else []
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to close."""
 
     @property
     def malformed_records(self) -> Mapping[str, str]:
@@ -149,7 +149,7 @@ class MemoryInstanceStore:
         since: Instance | None,
         timeout_s: float,
         *,
-        urgent: bool = True,  # noqa: ARG002 - changes are told of here
+        urgent: bool = True,  # noqa: ARG002 - changes are notified at once
     ) -> Instance | None:
         return await self._wait(Instance, self._database.instances, instance_id, since, timeout_s)
 
@@ -257,7 +257,7 @@ class MemoryInstanceStore:
         newest = self._by_age()[::-1]
         return [item for item in newest if since is None or item.created_at >= since][: max(limit, 0)]
 
-    # Pool configuration and the sweeps' memory ----------------------------------------------------------------
+    # Pool configuration and first-seen times ----------------------------------------------------------------
 
     async def get_config(self) -> PoolConfig | None:
         self._count("get_config")
@@ -278,7 +278,7 @@ class MemoryInstanceStore:
         self._count("put_first_seen")
         self._database.first_seen = dict(_kept(first_seen))
 
-    # Inside ---------------------------------------------------------------------------------------------------
+    # Internal ---------------------------------------------------------------------------------------------------
 
     def _count(self, operation: str) -> None:
         self._calls.add("store", operation)
@@ -305,11 +305,11 @@ class MemoryInstanceStore:
 
 
 def _kept(value: T) -> T:
-    """As it would come back from a real store: times to the millisecond, nothing mutable shared with the writer."""
+    """A copy as a real store would return it: times in milliseconds, no shared mutable values."""
     return cast("T", _settled(value))
 
 
-#: What is as it is.
+#: Types that are not copied.
 _PLAIN = frozenset({str, int, float, bool, type(None)})
 
 
@@ -339,7 +339,7 @@ def _names(kind: Any) -> tuple[str, ...]:
 
 
 def _those(records: Mapping[str, T], wanted: Collection[str]) -> dict[str, T]:
-    """In an order that does not hang on how strings hash."""
+    """Sorted, so that the order does not depend on string hashes."""
     return {each: records[each] for each in sorted(set(wanted)) if each in records}
 
 

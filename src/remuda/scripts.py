@@ -1,4 +1,4 @@
-"""The pre-runner script: runs it with a time limit and reports its end."""
+"""Commands with a time limit, and the pre-runner script."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 #: PATH of a root login. The pre-runner script may need administrative commands.
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -28,37 +28,34 @@ class ScriptResult(NamedTuple):
 async def run(
     script: Path, *, log: Path, folder: Path, environment: Mapping[str, str], timeout_s: float
 ) -> ScriptResult:
-    code = await _run(_command(script), log=log, folder=folder, environment=environment, timeout_s=timeout_s)
+    with log.open("wb") as output:
+        try:
+            code = await run_command(
+                _command(script), output=output, folder=folder, environment=environment, timeout_s=timeout_s
+            )
+        except OSError as problem:
+            output.write(f"{problem}\n".encode())
+            code = CANNOT_START
     end = f"killed after {timeout_s:g} s" if code is None else f"exit code {code}"
     return ScriptResult(code == 0, f"{end}: {_tail(log)}"[:MAX_DETAIL])
 
 
-def _command(script: Path) -> list[str]:
-    with script.open("rb") as file:
-        return [str(script)] if file.read(2) == b"#!" else ["/bin/sh", str(script)]
-
-
-async def _run(
-    command: list[str], *, log: Path, folder: Path, environment: Mapping[str, str], timeout_s: float
+async def run_command(
+    command: Sequence[str], *, output: IO[bytes], folder: Path, environment: Mapping[str, str], timeout_s: float
 ) -> int | None:
-    """Return the exit code, or None if it was killed at the time limit.
+    """Run a command. Return its exit code, or None if it was killed at the time limit. Raises `OSError`.
 
-    The output goes to a file because background processes of the script would keep a pipe open.
+    The output goes to a file because background processes of the command would keep a pipe open.
     """
-    with log.open("wb") as output:
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                cwd=folder,
-                env=environment,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-        except OSError as problem:
-            output.write(f"{problem}\n".encode())
-            return CANNOT_START
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        cwd=folder,
+        env=environment,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,
+    )
     try:
         async with asyncio.timeout(timeout_s):
             return await process.wait()
@@ -69,6 +66,11 @@ async def _run(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
+
+
+def _command(script: Path) -> list[str]:
+    with script.open("rb") as file:
+        return [str(script)] if file.read(2) == b"#!" else ["/bin/sh", str(script)]
 
 
 def _tail(log: Path) -> str:

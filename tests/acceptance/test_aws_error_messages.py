@@ -224,7 +224,7 @@ CASES: dict[str, tuple[Problem, dict[str, tuple[int, str]]]] = {
                 USER_ERROR,
                 f"table {TABLE} is not a Remuda store: its keys are id (S, HASH), not pk (S, HASH)",
             ),
-            **dict.fromkeys(("provision", "release", "status"), (USER_ERROR, f"table {TABLE} does not work as")),
+            **dict.fromkeys(("provision", "release", "status"), (USER_ERROR, f"table {TABLE} is not usable as")),
         },
     ),
     "queue deleted by hand": (no_queue, {"provision": (USER_ERROR, f"no queue {QUEUE} in SQS")}),

@@ -229,7 +229,7 @@ async def test_ephemeral_machines_serve_one_job_each(backend: LocalBackend) -> N
     done = await backend.provision("1", 2, "--ephemeral")
     made = done.document
     assert (made["created"], made["reused"], made["ephemeral"]) == (2, 0, True)
-    assert (made["tier"], made["tier_reason"]) == ("trusted", "by default: no event started it")
+    assert (made["tier"], made["tier_reason"]) == ("trusted", "default: no event started the run")
     ids = {item["instance_id"] for item in made["instances"]}
     async with backend.github() as github:
         runners = {runner.name: runner for runner in await github.runners()}

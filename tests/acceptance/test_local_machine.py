@@ -679,7 +679,7 @@ async def test_job_and_reset(world: LocalMachines, github: LocalGitHub) -> None:
     assert "ok=True" in configured, configured
     assert [runner["status"] for runner in await github.runners()] == ["offline"]
     await world.call(name, "start")
-    await state_of(world, name, "configured_as='first'", "listening=True")
+    await state_of(world, name, "registered_as='first'", "listening=True")
 
     await github.job(
         "env > $HOME/environment; touch $TMPDIR/x; cp /bin/sleep $HOME/sleep",

@@ -135,7 +135,7 @@ async def test_status_warns_of_an_expired_instance(backend: LocalBackend) -> Non
             found = {(item["kind"], item["subject"]) for item in warnings}
     assert "expired" in await stdout_of(backend, "status")
     explanation = (await backend.run("explain", instance["instance_id"])).document
-    assert "the next refresh retires it" in explanation["next"][0]
+    assert "the next refresh terminates it" in explanation["next"][0]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Protocol
 
@@ -29,6 +28,7 @@ from simulation.memory.pool import MemoryQueues, MemoryResourcePool
 from simulation.memory.store import MemoryDatabase, MemoryInstanceStore
 from tests.support.aws.servers import Fauxqs, Ministack, fauxqs, ministack
 from tests.support.records import LONG_S, instance_id
+from tests.support.virtual_time import AdjustableClock
 
 #: Hypothesis uses the same examples each time and has no deadline, so that slow machines do not fail.
 settings.load_profile("ci")
@@ -68,16 +68,6 @@ def table_name() -> str:
 def patient_client(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long timeout: a slow local GitHub must not count as a lost response."""
     monkeypatch.setattr(github_client, "TIMEOUT_S", LONG_S)
-
-
-class ShiftedClock(SystemClock):
-    """The real clock plus `ahead_s`, so that visibility timeouts and delays pass without waiting."""
-
-    def __init__(self) -> None:
-        self.ahead_s = 0.0
-
-    def now(self) -> datetime:
-        return super().now() + timedelta(seconds=self.ahead_s)
 
 
 class Stores(Protocol):
@@ -189,7 +179,7 @@ class MemoryPools:
 
     def __init__(self, _folder: Path) -> None:
         self.calls = CallCounter()
-        self._clock = ShiftedClock()
+        self._clock = AdjustableClock()
         self._queues = MemoryQueues(clock=self._clock)
 
     def open(self) -> ResourcePool:
@@ -207,7 +197,7 @@ class SqlitePools:
 
     def __init__(self, folder: Path) -> None:
         self.calls = CallCounter()
-        self._clock = ShiftedClock()
+        self._clock = AdjustableClock()
         self._path = folder / "remuda.db"
 
     def open(self) -> ResourcePool:

@@ -12,9 +12,10 @@ from aiobotocore.session import AioSession
 from aiohttp import web
 
 from remuda.adapters.aws.clients import MAX_ATTEMPTS, AwsClients, config
-from remuda.adapters.aws.dynamodb.store import CHANGES_PER_TRANSACTION, DynamoInstanceStore
+from remuda.adapters.aws.dynamodb.changes import CHANGES_PER_TRANSACTION
+from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.dynamodb.table import BATCH_ATTEMPTS
-from remuda.adapters.system.clock import SystemClock, SystemIds
+from remuda.adapters.system.clock import SystemIds
 from remuda.controlplane.context import is_applied
 from remuda.domain.errors import Conflict, Throttled, TimedOut, Unavailable, UserError
 from remuda.domain.instance import Instance, State
@@ -32,16 +33,9 @@ from tests.support.aws.fault_proxy import (
 )
 from tests.support.aws.servers import LOOPBACK, Ministack, unused_port
 from tests.support.records import LONG_S, at, birth, change, claim, instance, instance_id
-from tests.support.virtual_time import EventRecorder
+from tests.support.virtual_time import AdjustableClock, EventRecorder
 
 ID = instance_id(1)
-
-
-class ShortSleepClock(SystemClock):
-    """Shortens pauses between retries."""
-
-    async def sleep(self, seconds: float) -> None:
-        await asyncio.sleep(min(seconds, 0.01))
 
 
 @pytest.fixture
@@ -58,7 +52,12 @@ def calls() -> CallCounter:
 
 def open_store(client: Any, table: str, calls: CallCounter, event_log: EventLog | None = None) -> DynamoInstanceStore:
     return DynamoInstanceStore(
-        client=client, table=table, clock=ShortSleepClock(), ids=SystemIds(), calls=calls, event_log=event_log
+        client=client,
+        table=table,
+        clock=AdjustableClock(longest_sleep_s=0.01),
+        ids=SystemIds(),
+        calls=calls,
+        event_log=event_log,
     )
 
 

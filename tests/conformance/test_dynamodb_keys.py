@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
@@ -13,25 +12,15 @@ from remuda.adapters.aws.clients import AwsClients
 from remuda.adapters.aws.dynamodb.items import ItemKeys
 from remuda.adapters.aws.dynamodb.keys import CACHE_TTL_S
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
-from remuda.adapters.system.clock import SystemClock, SystemIds
+from remuda.adapters.system.clock import SystemIds
 from remuda.domain.errors import Conflict, Unavailable, UserError
 from remuda.domain.signals import Signal
 from remuda.ports.calls import CallCounter
 from tests.support.records import LONG_S, birth, claim, instance, instance_id
+from tests.support.virtual_time import AdjustableClock
 
 OLD, NEW = "AROAOLDOLDOLDOLD0:", "AROANEWNEWNEWNEW0:"
 FIRST, SECOND = instance_id(1), instance_id(2)
-
-
-class AdvancedClock(SystemClock):
-    def __init__(self) -> None:
-        self.ahead_s = 0.0
-
-    def now(self) -> datetime:
-        return super().now() + timedelta(seconds=self.ahead_s)
-
-    def monotonic(self) -> float:
-        return super().monotonic() + self.ahead_s
 
 
 class SharedTable:
@@ -40,7 +29,7 @@ class SharedTable:
     def __init__(self, client: Any, table: str) -> None:
         self._client = client
         self._table = table
-        self.clock = AdvancedClock()
+        self.clock = AdjustableClock()
         #: The prefix of the current role, as returned by IAM.
         self.role = OLD
         self.lookups = 0

@@ -15,6 +15,7 @@ from aiobotocore.session import AioSession
 
 from remuda.adapters.aws.clients import AwsClients
 from remuda.adapters.aws.dynamodb import items
+from remuda.adapters.aws.dynamodb.changes import CHANGES_PER_TRANSACTION, CONCURRENT_WRITES
 from remuda.adapters.aws.dynamodb.polling import (
     BUSY,
     BUSY_REPORT,
@@ -24,7 +25,7 @@ from remuda.adapters.aws.dynamodb.polling import (
     WARM_FOR_S,
     PollIntervals,
 )
-from remuda.adapters.aws.dynamodb.store import CHANGES_PER_TRANSACTION, CONCURRENT_WRITES, DynamoInstanceStore
+from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.dynamodb.table import WRITE_BATCH
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.controlplane.context import map_concurrently
@@ -52,6 +53,7 @@ from tests.support.records import (
     pool_config,
     provision,
 )
+from tests.support.virtual_time import FixedClock
 
 ID = instance_id(1)
 BEAT: dict[str, Any] = {"at": NOW, "busy": False, "listening": True, "notice": "", "version": "1"}
@@ -200,7 +202,7 @@ async def test_agents_only_get_and_update(store: DynamoInstanceStore, between: F
     assert {sent["Key"]["pk"]["S"] for sent in between.sent["UpdateItem"]} == {f"report#{PREFIX}{ID}"}
 
 
-async def forge_report(client: Any, table: str, liar: str, document: Any, **indexed: str) -> None:
+async def forge_report(client: Any, table: str, name: str, document: Any, **indexed: str) -> None:
     """Write any attributes into the machine's own report, which its role permits."""
     written = {
         **{name: items.attribute(value) for name, value in to_document(document).items()},
@@ -208,7 +210,7 @@ async def forge_report(client: Any, table: str, liar: str, document: Any, **inde
     }
     await client.update_item(
         TableName=table,
-        Key=items.ItemKeys(prefix=PREFIX).report(liar),
+        Key=items.ItemKeys(prefix=PREFIX).report(name),
         UpdateExpression="SET " + ", ".join(f"#{name} = :{name}" for name in written),
         ExpressionAttributeNames={f"#{name}": name for name in written},
         ExpressionAttributeValues={f":{name}": value for name, value in written.items()},
@@ -290,7 +292,7 @@ async def test_terminated_records_and_settled_provisions_expire(
     assert ends[f"control#{PREFIX}{instance_id(2)}"] == str(start + 600)
     assert ends["run#1"] is None
     assert ends["run#2"] == str(start + 900)
-    assert ends[f"history#{ID}"] == str(start + int(items.KEPT.total_seconds()))
+    assert ends[f"history#{ID}"] == str(start + int(items.DEFAULT_RETENTION.total_seconds()))
     assert int(ends[f"report#{PREFIX}{ID}"] or 0) > start
 
 
@@ -411,9 +413,9 @@ async def test_every_call_of_an_agent_is_permitted_by_its_policy(
     assert await other.wait_for_control(ID, None, LONG_S) == record
     assert await other.wait_for_control(ID, record, SHORT_S) == record
     pool = table_name.removeprefix("remuda-")
-    asked = [iam_requests(between.sent, {"aws:userid": f"{PREFIX}{instance_id(number)}"}) for number in (1, 2)]
-    assert not denied_requests("agent", pool, asked[0])
-    others = list(asked[1])
+    requests = [iam_requests(between.sent, {"aws:userid": f"{PREFIX}{instance_id(number)}"}) for number in (1, 2)]
+    assert not denied_requests("agent", pool, requests[0])
+    others = list(requests[1])
     assert denied_requests("agent", pool, others) == others, "the policy permits none of them to another instance"
 
 
@@ -534,7 +536,7 @@ async def test_single_writes_are_limited_in_concurrency(
     )
     between.always["TransactWriteItems"] = fail(400, "TransactionConflictException")
     at_once: list[int] = []
-    apply, under_way = store.apply, set[str]()
+    apply, under_way = store._changes.apply, set[str]()
 
     async def counted(wanted: Change) -> Instance:
         under_way.add(wanted.instance_id)
@@ -544,7 +546,7 @@ async def test_single_writes_are_limited_in_concurrency(
         finally:
             under_way.remove(wanted.instance_id)
 
-    monkeypatch.setattr(store, "apply", counted)
+    monkeypatch.setattr(store._changes, "apply", counted)
     assert await store.apply_all([change(record, uses=7) for record in records]) == [None] * len(records)
     assert max(at_once) == CONCURRENT_WRITES
 
@@ -602,15 +604,8 @@ async def test_waiters_share_reads(
     assert "GetItem" not in made
 
 
-class SetClock(SystemClock):
-    at_s = 0.0
-
-    def monotonic(self) -> float:
-        return self.at_s
-
-
 def test_poll_interval_depends_on_the_state() -> None:
-    clock = SetClock()
+    clock = FixedClock()
     intervals = PollIntervals(clock=clock)
     running = instance(state=State.RUNNING)
     assert intervals.for_report(None) is REPORT
@@ -621,7 +616,7 @@ def test_poll_interval_depends_on_the_state() -> None:
     assert intervals.for_control(ID, running, urgent=True) is CONTROL, "it may be released at any time"
     assert intervals.for_control(ID, instance(state=State.RELEASING), urgent=True) is CONTROL
     assert intervals.for_control(ID, instance(), urgent=True) is CONTROL
-    clock.at_s = WARM_FOR_S
+    clock.passed_s = WARM_FOR_S
     assert intervals.for_control(ID, instance(), urgent=True) is LONG_IDLE
     assert intervals.for_control(ID, running, urgent=True) is LONG_IDLE
     assert intervals.for_control(ID, instance(epoch=2), urgent=True) is CONTROL, "idle again"

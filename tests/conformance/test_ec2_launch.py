@@ -25,30 +25,30 @@ async def test_instant_fleet_has_one_override_per_subnet(world: Ec2Fixture) -> N
     result = await compute.launch(world.launch_request(count=3, patterns="m6i.* r*"))
 
     assert len(instance_ids(result)) == 3
-    asked = world.server.last("CreateFleet")
-    assert asked["Type"] == "instant"
-    assert asked["ClientToken"] == "token"
-    assert asked["TargetCapacitySpecification.TotalTargetCapacity"] == "3"
-    assert asked["TargetCapacitySpecification.DefaultTargetCapacityType"] == "on-demand"
-    assert asked["OnDemandOptions.AllocationStrategy"] == "lowest-price"
+    sent = world.server.last("CreateFleet")
+    assert sent["Type"] == "instant"
+    assert sent["ClientToken"] == "token"
+    assert sent["TargetCapacitySpecification.TotalTargetCapacity"] == "3"
+    assert sent["TargetCapacitySpecification.DefaultTargetCapacityType"] == "on-demand"
+    assert sent["OnDemandOptions.AllocationStrategy"] == "lowest-price"
     template = "LaunchTemplateConfigs.1.LaunchTemplateSpecification"
-    assert (asked[f"{template}.LaunchTemplateName"], asked[f"{template}.Version"]) == ("remuda-pool", "$Default")
+    assert (sent[f"{template}.LaunchTemplateName"], sent[f"{template}.Version"]) == ("remuda-pool", "$Default")
     for number, subnet in enumerate(world.subnets, start=1):
         override = f"LaunchTemplateConfigs.1.Overrides.{number}"
-        assert asked[f"{override}.SubnetId"] == subnet
-        assert asked[f"{override}.InstanceRequirements.VCpuCount.Min"] == "2"
-        assert asked[f"{override}.InstanceRequirements.MemoryMiB.Min"] == "4096"
-        assert asked[f"{override}.InstanceRequirements.AllowedInstanceType.1"] == "m6i.*"
-        assert asked[f"{override}.InstanceRequirements.AllowedInstanceType.2"] == "r*"
+        assert sent[f"{override}.SubnetId"] == subnet
+        assert sent[f"{override}.InstanceRequirements.VCpuCount.Min"] == "2"
+        assert sent[f"{override}.InstanceRequirements.MemoryMiB.Min"] == "4096"
+        assert sent[f"{override}.InstanceRequirements.AllowedInstanceType.1"] == "m6i.*"
+        assert sent[f"{override}.InstanceRequirements.AllowedInstanceType.2"] == "r*"
     assert world.calls.by_service()["ec2"]["CreateFleet"] == 1
 
 
 async def test_any_type_omits_the_type_list_and_spot_sets_its_strategy(world: Ec2Fixture) -> None:
     compute = await world.prepared_compute()
     result = await compute.launch(world.launch_request(spot=True, patterns="* c6i.large"))
-    asked = world.server.last("CreateFleet")
-    assert not [key for key in asked if "AllowedInstanceType" in key]
-    assert asked["SpotOptions.AllocationStrategy"] == "price-capacity-optimized"
+    sent = world.server.last("CreateFleet")
+    assert not [key for key in sent if "AllowedInstanceType" in key]
+    assert sent["SpotOptions.AllocationStrategy"] == "price-capacity-optimized"
     (item,) = await world.instances()
     assert item["InstanceId"] == instance_ids(result)[0]
     assert item["InstanceLifecycle"] == "spot"
@@ -58,10 +58,10 @@ async def test_burstable_and_metal_types_are_included_if_named(world: Ec2Fixture
     compute = await world.prepared_compute()
     with pytest.raises(CapacityError):  # the test server has no such types
         await compute.launch(world.launch_request(patterns="t3.* m5.metal"))
-    asked = world.server.last("CreateFleet")
+    sent = world.server.last("CreateFleet")
     requirements = "LaunchTemplateConfigs.1.Overrides.1.InstanceRequirements"
-    assert asked[f"{requirements}.BurstablePerformance"] == "included"
-    assert asked[f"{requirements}.BareMetal"] == "included"
+    assert sent[f"{requirements}.BurstablePerformance"] == "included"
+    assert sent[f"{requirements}.BareMetal"] == "included"
 
 
 async def test_instances_and_volumes_are_tagged_at_launch(world: Ec2Fixture) -> None:
@@ -82,12 +82,12 @@ async def test_instances_and_volumes_are_tagged_at_launch(world: Ec2Fixture) -> 
         POOL_TAG: "pool",
         PROVISION_TAG: "provision-token",
     }
-    asked = world.server.last("CreateFleet")
-    kinds = {asked[f"TagSpecification.{number}.ResourceType"] for number in (1, 2)}
+    sent = world.server.last("CreateFleet")
+    kinds = {sent[f"TagSpecification.{number}.ResourceType"] for number in (1, 2)}
     assert kinds == {"instance", "volume"}
     for number in (1, 2):
         spelled = {
-            asked[f"TagSpecification.{number}.Tag.{each}.Key"]: asked[f"TagSpecification.{number}.Tag.{each}.Value"]
+            sent[f"TagSpecification.{number}.Tag.{each}.Key"]: sent[f"TagSpecification.{number}.Tag.{each}.Value"]
             for each in range(1, len(tags) + 1)
         }
         assert spelled == tags
@@ -111,7 +111,7 @@ async def test_partial_capacity_returns_instances_and_errors(world: Ec2Fixture) 
     assert len(instance_ids(result)) == 2
     assert len(result.errors) == 2
     for subnet in world.subnets:
-        assert any(f"{subnet} c6i.large (on-demand): {NO_ROOM}" in said for said in result.errors)
+        assert any(f"{subnet} c6i.large (on-demand): {NO_ROOM}" in error for error in result.errors)
 
 
 async def test_missing_capacity_names_the_subnets(world: Ec2Fixture) -> None:
@@ -146,7 +146,7 @@ async def test_spot_falls_back_to_on_demand_for_the_rest(world: Ec2Fixture) -> N
     assert kinds == ["on-demand", "on-demand", "spot"]
     lifecycles = {item["InstanceId"]: item.get("InstanceLifecycle", "on-demand") for item in await world.instances()}
     assert {item.instance_id: item.usage_class.value for item in result.instances} == lifecycles
-    assert any("(spot)" in said for said in result.errors)
+    assert any("(spot)" in error for error in result.errors)
     assert (await compute.launch(request)).instances == result.instances
     assert len(await world.instances()) == 3
 
@@ -170,7 +170,7 @@ async def test_spot_instances_are_returned_if_the_fallback_fails(world: Ec2Fixtu
     world.server.configure(capacity={"spot": 1, "on-demand": 0})
     result = await compute.launch(world.launch_request(count=3, spot=True, launch={"spot-fallback": "on-demand"}))
     assert len(instance_ids(result)) == 1
-    assert any("(on-demand)" in said for said in result.errors)
+    assert any("(on-demand)" in error for error in result.errors)
 
 
 @pytest.mark.parametrize("honoured", [True, False])

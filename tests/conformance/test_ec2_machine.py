@@ -11,25 +11,14 @@ import pytest
 from remuda.adapters.aws import imds as metadata
 from remuda.adapters.aws.imds import DEFAULT_ENDPOINT, TOKEN_TTL_S, Ec2Machine, Imds, imds_endpoint
 from remuda.adapters.aws.user_data import MachineLayout
-from remuda.adapters.system.clock import SystemClock
 from remuda.domain.errors import Unavailable, UserError
 from remuda.ports.machine import AgentState, Identity, Machine, ScriptStatus, StepResult
 from tests.support.fake_imds import INSTANCE_ID, FakeImds, fake_imds
 from tests.support.records import LONG_S
+from tests.support.virtual_time import FixedClock
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 OFF = ["systemctl", "poweroff", "--force"]
-
-
-class ManualClock(SystemClock):
-    def __init__(self) -> None:
-        self.passed_s = 0.0
-
-    def now(self) -> datetime:
-        return START + timedelta(seconds=self.passed_s)
-
-    def monotonic(self) -> float:
-        return self.passed_s
 
 
 class Commands:
@@ -63,8 +52,8 @@ def imds(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeImds]:
 
 
 @pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
+def clock() -> FixedClock:
+    return FixedClock(START)
 
 
 @pytest.fixture
@@ -82,7 +71,7 @@ async def clean() -> StepResult:
 
 
 @pytest.fixture
-async def machine(imds: FakeImds, clock: ManualClock, commands: Commands, tmp_path: Path) -> AsyncIterator[Ec2Machine]:
+async def machine(imds: FakeImds, clock: FixedClock, commands: Commands, tmp_path: Path) -> AsyncIterator[Ec2Machine]:
     (tmp_path / "dead-man").write_text("remuda-dead-man-boot\n")
     made = Ec2Machine(
         imds=Imds(endpoint=imds_endpoint({"AWS_EC2_METADATA_SERVICE_ENDPOINT": imds.url}), clock=clock),
@@ -118,7 +107,7 @@ async def test_unreadable_tags_are_reported(machine: Ec2Machine, imds: FakeImds)
 
 
 async def test_token_is_renewed_before_expiry_and_after_rejection(
-    machine: Ec2Machine, imds: FakeImds, clock: ManualClock
+    machine: Ec2Machine, imds: FakeImds, clock: FixedClock
 ) -> None:
     await machine.identity()
     clock.passed_s = TOKEN_TTL_S - 30
@@ -140,7 +129,7 @@ async def test_state_file_is_readable_by_root_only(machine: Ec2Machine, tmp_path
 
 
 async def test_new_timer_is_set_before_the_old_one_stops(
-    machine: Ec2Machine, clock: ManualClock, commands: Commands
+    machine: Ec2Machine, clock: FixedClock, commands: Commands
 ) -> None:
     machine.set_dead_man_timer(START + timedelta(seconds=90.5))
     assert [command[0] for command in commands.run] == ["systemd-run", "systemctl", "systemctl"]
@@ -161,7 +150,7 @@ async def test_failed_timer_leaves_the_old_one(machine: Ec2Machine, commands: Co
 
 
 async def test_timer_that_did_not_stop_is_stopped_next_time(
-    machine: Ec2Machine, clock: ManualClock, commands: Commands, tmp_path: Path
+    machine: Ec2Machine, clock: FixedClock, commands: Commands, tmp_path: Path
 ) -> None:
     commands.failing = {"systemctl"}
     machine.set_dead_man_timer(START + timedelta(seconds=90))
@@ -208,7 +197,7 @@ async def test_pre_runner_script_result(machine: Ec2Machine, tmp_path: Path) -> 
     assert await machine.reset() == StepResult(ok=True, detail="clean")
 
 
-async def test_end_terminates_or_powers_off(imds: FakeImds, clock: ManualClock, commands: Commands) -> None:
+async def test_end_terminates_or_powers_off(imds: FakeImds, clock: FixedClock, commands: Commands) -> None:
     asked: list[str] = []
 
     async def terminate(instance_id: str) -> None:

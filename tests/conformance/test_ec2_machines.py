@@ -12,7 +12,7 @@ from remuda.ports.compute import POOL_TAG, MachineState
 from tests.support.aws.ec2 import Ec2Fixture, ec2_fixture, instance_ids
 from tests.support.aws.ec2_shim import PAGE
 
-GHOST = "i-0123456789abcdef0"
+UNKNOWN = "i-0123456789abcdef0"
 MANY, LAUNCHES = 205, 5
 
 
@@ -51,7 +51,7 @@ async def test_unknown_ids_do_not_fail_a_batch(world: Ec2Fixture) -> None:
     unknown = {"action": "TerminateInstances", "code": "InvalidInstanceID.NotFound"}
 
     # The error may name the unknown ids or not.
-    world.server.configure(faults=[{**unknown, "message": f"The instance IDs '{names[0]}, {GHOST}' do not exist"}])
+    world.server.configure(faults=[{**unknown, "message": f"The instance IDs '{names[0]}, {UNKNOWN}' do not exist"}])
     assert await compute.terminate(names[:2]) == {}
     assert [await state(world, name) for name in names[:2]] == ["running", "terminated"]
     world.server.configure(faults=[{**unknown, "message": "some do not exist"}])
@@ -62,9 +62,9 @@ async def test_unknown_ids_do_not_fail_a_batch(world: Ec2Fixture) -> None:
 async def test_protected_instance_does_not_fail_a_batch(world: Ec2Fixture) -> None:
     compute = await world.prepared_compute()
     names = instance_ids(await compute.launch(world.launch_request(count=3)))
-    said = f"The instance '{names[1]}' may not be terminated. Modify its 'disableApiTermination' instance attribute."
-    world.server.configure(faults=[{"action": "TerminateInstances", "code": "OperationNotPermitted", "message": said}])
-    assert await compute.terminate(names) == {names[1]: said}
+    text = f"The instance '{names[1]}' may not be terminated. Modify its 'disableApiTermination' instance attribute."
+    world.server.configure(faults=[{"action": "TerminateInstances", "code": "OperationNotPermitted", "message": text}])
+    assert await compute.terminate(names) == {names[1]: text}
     assert [await state(world, name) for name in names] == ["terminated", "running", "terminated"]
 
 
@@ -84,7 +84,7 @@ async def test_terminate_reads_only_the_pool_tag(world: Ec2Fixture) -> None:
     assert await compute.terminate(names) == {}
     assert world.server.requests().get("DescribeInstances", 0) == before
     stranger = await world.launch_foreign_instance()
-    refused = await compute.terminate([stranger, GHOST])
+    refused = await compute.terminate([stranger, UNKNOWN])
     assert list(refused) == [stranger]
     assert POOL_TAG in refused[stranger]
     assert world.server.requests().get("DescribeInstances", 0) == before + 1
@@ -112,25 +112,25 @@ async def test_many_instances_in_batches_and_pages(world: Ec2Fixture) -> None:
 
     assert sorted(view.instance_id for view in await compute.list_pool()) == names
     assert world.server.requests()["DescribeInstances"] == -(-LAUNCHES // PAGE)
-    assert len(await compute.describe([*names, GHOST])) == MANY
+    assert len(await compute.describe([*names, UNKNOWN])) == MANY
     await compute.tag(names, {"ghr:orphan": "true"})
     await compute.untag(names, ["ghr:orphan"])
-    assert await compute.terminate([*names, GHOST]) == {}
+    assert await compute.terminate([*names, UNKNOWN]) == {}
 
     assert {view.state for view in await compute.list_pool()} == {MachineState.TERMINATED}
-    asked = world.server.requests()
+    requests = world.server.requests()
     batches = -(-MANY // BATCH)
-    assert (asked["CreateFleet"], asked["TerminateInstances"]) == (LAUNCHES, batches)
-    assert (asked["CreateTags"], asked["DeleteTags"]) == (batches, batches)
+    assert (requests["CreateFleet"], requests["TerminateInstances"]) == (LAUNCHES, batches)
+    assert (requests["CreateTags"], requests["DeleteTags"]) == (batches, batches)
 
 
 async def test_tagging_skips_and_reports_unknown_instances(world: Ec2Fixture) -> None:
     compute = await world.prepared_compute()
     names = instance_ids(await compute.launch(world.launch_request(count=2)))
-    said = f"The instance ID '{GHOST}' does not exist"
-    world.server.configure(faults=[{"action": "CreateTags", "code": "InvalidInstanceID.NotFound", "message": said}])
-    with pytest.raises(NotFound, match=GHOST):
-        await compute.tag([names[0], GHOST, names[1]], {"ghr:orphan": "true"})
+    text = f"The instance ID '{UNKNOWN}' does not exist"
+    world.server.configure(faults=[{"action": "CreateTags", "code": "InvalidInstanceID.NotFound", "message": text}])
+    with pytest.raises(NotFound, match=UNKNOWN):
+        await compute.tag([names[0], UNKNOWN, names[1]], {"ghr:orphan": "true"})
     assert all(view.tags.get("ghr:orphan") == "true" for view in (await compute.describe(names)).values())
     await compute.untag(names, ["ghr:orphan"])
     assert not any("ghr:orphan" in view.tags for view in (await compute.describe(names)).values())

@@ -19,11 +19,11 @@ from remuda.ports.compute import LaunchRequest
 from remuda.ports.fleet import TaggedFleet
 from simulation.memory.compute import MemoryCloud, MemoryCompute
 from simulation.memory.fleet import MemoryFleet, MemoryMachines
-from tests.support.aws.ec2 import LINUX_AMI, RecordingClock, shared_ec2_server
+from tests.support.aws.ec2 import LINUX_AMI, shared_ec2_server
 from tests.support.fleet_servers import FleetInstance, FleetState, serve_fleet
 from tests.support.records import NOW
 from tests.support.scripted_fleet import ENVIRONMENT, tags
-from tests.support.virtual_time import FixedClock
+from tests.support.virtual_time import AdjustableClock, FixedClock
 
 ORPHAN = "ghr:orphan"
 
@@ -93,7 +93,11 @@ class MotoFleetBackend:
 
     def open(self) -> TaggedFleet:
         return Ec2Fleet(
-            client=self._client, environment=ENVIRONMENT, clock=RecordingClock(), ids=SystemIds(), calls=CallCounter()
+            client=self._client,
+            environment=ENVIRONMENT,
+            clock=AdjustableClock(longest_sleep_s=0.0),
+            ids=SystemIds(),
+            calls=CallCounter(),
         )
 
     async def launch(self, tags: dict[str, str]) -> str:
@@ -187,7 +191,11 @@ async def scripted(world: FleetState) -> AsyncIterator[Ec2Fleet]:
     with serve_fleet(world) as served:
         async with ec2_client(served) as client:
             yield Ec2Fleet(
-                client=client, environment=ENVIRONMENT, clock=RecordingClock(), ids=SystemIds(), calls=CallCounter()
+                client=client,
+                environment=ENVIRONMENT,
+                clock=AdjustableClock(longest_sleep_s=0.0),
+                ids=SystemIds(),
+                calls=CallCounter(),
             )
 
 

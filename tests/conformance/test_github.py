@@ -22,6 +22,7 @@ from remuda.ports.calls import CallCounter
 from remuda.ports.github import Deletion, GitHub
 from simulation.memory.github import MemoryGitHub, MemoryGitHubServer
 from tests.support.records import LONG_S
+from tests.support.virtual_time import AdjustableClock
 
 pytestmark = pytest.mark.usefixtures("patient_client")
 
@@ -79,7 +80,7 @@ class GitHubClients:
         return GitHubClient(
             api_url=self._endpoint.url,
             token=token or self._endpoint.token,
-            clock=QuickClock(),
+            clock=AdjustableClock(longest_sleep_s=0.01),
             ids=SystemIds(),
             calls=self.calls,
         )
@@ -101,13 +102,6 @@ class GitHubClients:
             answer = await http.post(f"/_runner/sessions/{session}/jobs/{job.id}/acknowledge")
             assert answer.is_success, answer.text
         return int(files[".runner"]["agentId"])
-
-
-class QuickClock(SystemClock):
-    """Shortens pauses between retries."""
-
-    async def sleep(self, seconds: float) -> None:
-        await super().sleep(seconds / 100)
 
 
 @pytest.fixture(scope="module")
@@ -435,7 +429,11 @@ async def test_failed_calls_are_counted(fake_github: GitHubClients, client: GitH
 
 async def test_unreachable_server() -> None:
     github = GitHubClient(
-        api_url="http://127.0.0.1:9", token="ghp_secret", clock=QuickClock(), ids=SystemIds(), calls=CallCounter()
+        api_url="http://127.0.0.1:9",
+        token="ghp_secret",
+        clock=AdjustableClock(longest_sleep_s=0.01),
+        ids=SystemIds(),
+        calls=CallCounter(),
     )
     with pytest.raises(Unavailable) as error:
         await github.list_runners(REPO)

@@ -8,7 +8,7 @@ import pathlib
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
 import httpx
@@ -19,33 +19,19 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from remuda.adapters.github.auth import AppAuth
 from remuda.adapters.github.client import GitHubClient
-from remuda.adapters.system.clock import SystemClock, SystemIds
+from remuda.adapters.system.clock import SystemIds
 from remuda.domain.errors import Conflict, Throttled, Unavailable, UserError
 from remuda.fake_github import Endpoint, read_endpoint
 from remuda.ports.calls import CallCounter
 from remuda.ports.github import Deletion
 from tests.support.records import LONG_S
+from tests.support.virtual_time import AdjustableClock
 
 pytestmark = pytest.mark.usefixtures("patient_client")
 
 REPO, ORG = "acme/widgets", "acme"
 APP_ID = "4711"
 HOUR_S = 3600.0
-
-
-class NonSleepingClock(SystemClock):
-    """Records pauses instead of waiting. The time can be moved by `ahead_s`."""
-
-    def __init__(self) -> None:
-        self.ahead_s = 0.0
-        self.slept: list[float] = []
-
-    def now(self) -> datetime:
-        return super().now() + timedelta(seconds=self.ahead_s)
-
-    async def sleep(self, seconds: float) -> None:
-        self.slept.append(seconds)
-        await asyncio.sleep(0)
 
 
 def pem(key: rsa.RSAPrivateKey | ec.EllipticCurvePrivateKey) -> str:
@@ -73,7 +59,7 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
 
 
 @pytest.fixture
-def sim(endpoint: Endpoint) -> Iterator[httpx.Client]:
+def admin(endpoint: Endpoint) -> Iterator[httpx.Client]:
     """Client of the admin API of the local GitHub."""
     headers = {"authorization": f"Bearer {endpoint.token}"}
     with httpx.Client(base_url=endpoint.url, headers=headers, trust_env=False, timeout=LONG_S) as client:
@@ -84,8 +70,8 @@ def sim(endpoint: Endpoint) -> Iterator[httpx.Client]:
 
 
 @pytest.fixture
-def clock() -> NonSleepingClock:
-    return NonSleepingClock()
+def clock() -> AdjustableClock:
+    return AdjustableClock(longest_sleep_s=0.0)
 
 
 @pytest.fixture
@@ -95,7 +81,7 @@ def calls() -> CallCounter:
 
 @pytest.fixture
 async def github(
-    endpoint: Endpoint, sim: httpx.Client, clock: NonSleepingClock, calls: CallCounter
+    endpoint: Endpoint, admin: httpx.Client, clock: AdjustableClock, calls: CallCounter
 ) -> AsyncIterator[GitHubClient]:
     made = GitHubClient(api_url=endpoint.url, token=endpoint.token, clock=clock, ids=SystemIds(), calls=calls)
     yield made
@@ -104,7 +90,7 @@ async def github(
 
 @pytest.fixture
 async def app(
-    endpoint: Endpoint, sim: httpx.Client, clock: NonSleepingClock, calls: CallCounter
+    endpoint: Endpoint, admin: httpx.Client, clock: AdjustableClock, calls: CallCounter
 ) -> AsyncIterator[GitHubClient]:
     auth = AppAuth(app_id=APP_ID, key=pem(KEY), clock=clock)
     made = GitHubClient(api_url=endpoint.url, auth=auth, clock=clock, ids=SystemIds(), calls=calls)
@@ -112,8 +98,8 @@ async def app(
     await made.close()
 
 
-def add_fault(sim: httpx.Client, kind: str, operation: str, **more: Any) -> None:
-    sim.post("/_admin/faults", json={"kind": kind, "operation": operation, **more}).raise_for_status()
+def add_fault(admin: httpx.Client, kind: str, operation: str, **more: Any) -> None:
+    admin.post("/_admin/faults", json={"kind": kind, "operation": operation, **more}).raise_for_status()
 
 
 # Apps
@@ -130,7 +116,7 @@ async def test_app_looks_up_its_installation_and_caches_the_token(
 
 
 async def test_token_is_renewed_shortly_before_it_expires(
-    app: GitHubClient, calls: CallCounter, clock: NonSleepingClock
+    app: GitHubClient, calls: CallCounter, clock: AdjustableClock
 ) -> None:
     await app.list_runners(REPO)
     clock.ahead_s = HOUR_S - 200
@@ -142,12 +128,12 @@ async def test_token_is_renewed_shortly_before_it_expires(
     assert calls.by_service()["github"]["POST access_tokens"] == 2
 
 
-async def test_rejected_token_is_replaced_once(app: GitHubClient, sim: httpx.Client, calls: CallCounter) -> None:
+async def test_rejected_token_is_replaced_once(app: GitHubClient, admin: httpx.Client, calls: CallCounter) -> None:
     await app.list_runners(REPO)
-    add_fault(sim, "status", "list", status=401)
+    add_fault(admin, "status", "list", status=401)
     await app.list_runners(REPO)
     assert calls.by_service()["github"]["POST access_tokens"] == 2
-    add_fault(sim, "status", "list", status=401, times=2)
+    add_fault(admin, "status", "list", status=401, times=2)
     with pytest.raises(UserError, match="401"):
         await app.list_runners(REPO)
     assert calls.by_service()["github"]["POST access_tokens"] == 3
@@ -161,7 +147,7 @@ async def test_missing_installation_is_reported(app: GitHubClient) -> None:
 
 @pytest.mark.parametrize("change", [{"app_id": "1"}, {"ahead_s": 2 * HOUR_S}, {"ahead_s": -2 * HOUR_S}, {"key": True}])
 async def test_rejected_jwt_is_reported(
-    endpoint: Endpoint, sim: httpx.Client, clock: NonSleepingClock, change: dict[str, Any]
+    endpoint: Endpoint, admin: httpx.Client, clock: AdjustableClock, change: dict[str, Any]
 ) -> None:
     clock.ahead_s = change.get("ahead_s", 0.0)
     key = rsa.generate_private_key(public_exponent=65537, key_size=2048) if change.get("key") else KEY
@@ -174,33 +160,33 @@ async def test_rejected_jwt_is_reported(
 
 
 @pytest.mark.parametrize("key", ["", "secret-nonsense", pem(ec.generate_private_key(ec.SECP256R1()))])
-def test_invalid_key_is_reported_without_its_value(clock: NonSleepingClock, key: str) -> None:
+def test_invalid_key_is_reported_without_its_value(clock: AdjustableClock, key: str) -> None:
     with pytest.raises(UserError) as caught:
         AppAuth(app_id=APP_ID, key=key, clock=clock)
     assert caught.value.field == "github-app-key"
     assert "secret" not in caught.value.message
 
 
-def test_key_with_escaped_line_breaks_is_accepted(clock: NonSleepingClock) -> None:
+def test_key_with_escaped_line_breaks_is_accepted(clock: AdjustableClock) -> None:
     auth = AppAuth(app_id=APP_ID, key=pem(KEY).replace("\n", "\\n"), clock=clock)
     assert "PRIVATE" not in repr(auth)
 
 
 async def test_lost_responses_of_the_app_endpoints_are_retried(
-    app: GitHubClient, sim: httpx.Client, calls: CallCounter
+    app: GitHubClient, admin: httpx.Client, calls: CallCounter
 ) -> None:
-    add_fault(sim, "lost_answer", "installation")
-    add_fault(sim, "lost_answer", "installation-token")
+    add_fault(admin, "lost_answer", "installation")
+    add_fault(admin, "lost_answer", "installation-token")
     await app.list_runners(REPO)
     assert calls.by_service()["github"]["POST access_tokens"] == 2
 
 
 async def test_no_secret_is_logged(
-    app: GitHubClient, sim: httpx.Client, caplog: pytest.LogCaptureFixture, endpoint: Endpoint
+    app: GitHubClient, admin: httpx.Client, caplog: pytest.LogCaptureFixture, endpoint: Endpoint
 ) -> None:
     with caplog.at_level(logging.DEBUG):
         await app.registration_token(REPO)
-        add_fault(sim, "status", "list", status=403)
+        add_fault(admin, "status", "list", status=403)
         with pytest.raises(UserError) as caught:
             await app.list_runners(REPO)
     seen = caplog.text + str(caught.value) + repr(app._auth.__dict__)
@@ -211,7 +197,7 @@ async def test_no_secret_is_logged(
 # Static tokens
 
 
-async def test_static_token_is_not_replaced(endpoint: Endpoint, clock: NonSleepingClock, calls: CallCounter) -> None:
+async def test_static_token_is_not_replaced(endpoint: Endpoint, clock: AdjustableClock, calls: CallCounter) -> None:
     github = GitHubClient(api_url=endpoint.url, token="wrong", clock=clock, ids=SystemIds(), calls=calls)
     with pytest.raises(UserError, match="401") as caught:
         await github.list_runners(REPO)
@@ -221,11 +207,11 @@ async def test_static_token_is_not_replaced(endpoint: Endpoint, clock: NonSleepi
 
 
 async def test_static_token_is_not_logged(
-    github: GitHubClient, sim: httpx.Client, caplog: pytest.LogCaptureFixture, endpoint: Endpoint
+    github: GitHubClient, admin: httpx.Client, caplog: pytest.LogCaptureFixture, endpoint: Endpoint
 ) -> None:
     with caplog.at_level(logging.DEBUG):
         minted = await github.registration_token(REPO)
-        add_fault(sim, "status", "list", status=403)
+        add_fault(admin, "status", "list", status=403)
         with pytest.raises(UserError) as caught:
             await github.list_runners(REPO)
     seen = caplog.text + str(caught.value) + repr(github) + repr(minted)
@@ -233,8 +219,8 @@ async def test_static_token_is_not_logged(
         assert secret not in seen
 
 
-async def test_redirect_of_a_renamed_scope_is_not_followed(github: GitHubClient, sim: httpx.Client) -> None:
-    add_fault(sim, "status", "list", status=301)
+async def test_redirect_of_a_renamed_scope_is_not_followed(github: GitHubClient, admin: httpx.Client) -> None:
+    add_fault(admin, "status", "list", status=301)
     with pytest.raises(UserError, match="was probably renamed") as caught:
         await github.list_runners(REPO)
     assert caught.value.field == "github-scope"
@@ -243,10 +229,10 @@ async def test_redirect_of_a_renamed_scope_is_not_followed(github: GitHubClient,
 @pytest.fixture
 async def enterprise(endpoint: Endpoint) -> AsyncIterator[str]:
     """A GitHub Enterprise Server, whose API is below /api/v3."""
-    asked: list[str] = []
+    paths: list[str] = []
 
     async def forward(request: web.Request) -> web.Response:
-        asked.append(request.path)
+        paths.append(request.path)
         path = request.path_qs.removeprefix("/api/v3")
         headers = {"authorization": request.headers["authorization"]}
         async with httpx.AsyncClient(trust_env=False, timeout=LONG_S) as client:
@@ -261,13 +247,13 @@ async def enterprise(endpoint: Endpoint) -> AsyncIterator[str]:
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     yield f"http://127.0.0.1:{runner.addresses[0][1]}/api/v3"
     await runner.cleanup()
-    assert asked
+    assert paths
 
 
 @pytest.mark.parametrize("scope", [REPO, ORG])
 @pytest.mark.parametrize("slash", ["", "/"])
 async def test_enterprise_server_with_a_token_or_an_app(
-    endpoint: Endpoint, sim: httpx.Client, enterprise: str, clock: NonSleepingClock, scope: str, slash: str
+    endpoint: Endpoint, admin: httpx.Client, enterprise: str, clock: AdjustableClock, scope: str, slash: str
 ) -> None:
     app = AppAuth(app_id=APP_ID, key=pem(KEY), clock=clock)
     for credential in ({"token": endpoint.token}, {"auth": app}):
@@ -282,21 +268,21 @@ async def test_enterprise_server_with_a_token_or_an_app(
 
 
 async def test_short_rate_limit_pauses_are_waited_for(
-    github: GitHubClient, sim: httpx.Client, clock: NonSleepingClock
+    github: GitHubClient, admin: httpx.Client, clock: AdjustableClock
 ) -> None:
-    add_fault(sim, "rate_limit", "jitconfig", seconds=3)
+    add_fault(admin, "rate_limit", "jitconfig", seconds=3)
     assert (await github.jit_config(REPO, name="patient", labels=["x"])).config
     assert clock.slept == [3.0]
 
 
 async def test_long_rate_limit_pauses_are_raised(
-    github: GitHubClient, sim: httpx.Client, clock: NonSleepingClock
+    github: GitHubClient, admin: httpx.Client, clock: AdjustableClock
 ) -> None:
-    add_fault(sim, "rate_limit", "list", seconds=30)
+    add_fault(admin, "rate_limit", "list", seconds=30)
     with pytest.raises(Throttled) as caught:
         await github.list_runners(REPO)
     assert caught.value.retry_after_s == 30
-    add_fault(sim, "rate_limit", "list", status=429)
+    add_fault(admin, "rate_limit", "list", status=429)
     with pytest.raises(Throttled) as caught:
         await github.list_runners(REPO)
     assert caught.value.retry_after_s == 60
@@ -304,19 +290,19 @@ async def test_long_rate_limit_pauses_are_raised(
 
 
 @pytest.fixture
-def used_up(endpoint: Endpoint, sim: httpx.Client) -> Iterator[tuple[str, float]]:
+def used_up(endpoint: Endpoint, admin: httpx.Client) -> Iterator[tuple[str, float]]:
     """A token whose rate limit is used up, and the reset time."""
-    token = str(sim.post("/_admin/tokens", json={"scopes": [ORG]}).json()["token"])
-    sim.patch("/_admin/settings", json={"enforce_rate_limit": True, "rate_limit": 0}).raise_for_status()
+    token = str(admin.post("/_admin/tokens", json={"scopes": [ORG]}).json()["token"])
+    admin.patch("/_admin/settings", json={"enforce_rate_limit": True, "rate_limit": 0}).raise_for_status()
     headers = {"authorization": f"Bearer {token}"}
     url = f"{endpoint.url}/repos/{REPO}/actions/runners"
     answer = httpx.get(url, headers=headers, trust_env=False, timeout=LONG_S)
     yield token, float(answer.headers["x-ratelimit-reset"])
-    sim.patch("/_admin/settings", json={"enforce_rate_limit": False, "rate_limit": 15_000}).raise_for_status()
+    admin.patch("/_admin/settings", json={"enforce_rate_limit": False, "rate_limit": 15_000}).raise_for_status()
 
 
 async def test_used_up_limit_ends_at_its_reset(
-    endpoint: Endpoint, used_up: tuple[str, float], clock: NonSleepingClock
+    endpoint: Endpoint, used_up: tuple[str, float], clock: AdjustableClock
 ) -> None:
     token, reset = used_up
     github = GitHubClient(api_url=endpoint.url, token=token, clock=clock, ids=SystemIds(), calls=CallCounter())
@@ -338,15 +324,15 @@ async def test_existing_name_is_a_conflict(github: GitHubClient) -> None:
     assert await github.get_runner(REPO, first.runner_id) is not None
 
 
-async def test_configuration_with_a_lost_response_is_created_again(github: GitHubClient, sim: httpx.Client) -> None:
-    add_fault(sim, "lost_answer", "jitconfig")
+async def test_configuration_with_a_lost_response_is_created_again(github: GitHubClient, admin: httpx.Client) -> None:
+    add_fault(admin, "lost_answer", "jitconfig")
     made = await github.jit_config(REPO, name="remuda-lost", labels=["x"])
     named = [runner for runner in await github.list_runners(REPO) if runner.name == "remuda-lost"]
     assert [runner.runner_id for runner in named] == [made.runner_id]
     assert await github.delete_runner(REPO, made.runner_id) is Deletion.DELETED
 
 
-async def test_repeatedly_lost_responses_are_raised(github: GitHubClient, sim: httpx.Client) -> None:
-    add_fault(sim, "lost_answer", "jitconfig", times=5)
+async def test_repeatedly_lost_responses_are_raised(github: GitHubClient, admin: httpx.Client) -> None:
+    add_fault(admin, "lost_answer", "jitconfig", times=5)
     with pytest.raises((Unavailable, Conflict)):  # both mean that it failed
         await github.jit_config(REPO, name="remuda-gone", labels=["x"])

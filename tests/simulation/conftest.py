@@ -1,4 +1,4 @@
-"""The long campaign first: it has two workers of its own, and the sleep is done beside it."""
+"""Order of the tests: the campaign first, because it takes longest and uses two processes."""
 
 from __future__ import annotations
 

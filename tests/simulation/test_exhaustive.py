@@ -6,7 +6,7 @@ import pytest
 
 from simulation.exhaustive import _BITS, _BUDGETS, SearchBounds, _Explorer, explore
 from simulation.mutants import MUTANTS, Mutant, expression
-from simulation.run_mutant import run_mutated
+from simulation.run_mutant import run_module_with_mutant
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ _ANY_OWNER = _without_condition("any-owner", "self.owner is None or record.owner
     ids=lambda value: value.name if isinstance(value, Mutant) else "",
 )
 def test_a_mutant_is_caught(mutant: Mutant, found: str, options: tuple[str, ...]):
-    done = run_mutated(mutant, "simulation.exhaustive", "--instances=1", "--runs=2", *options)
+    done = run_module_with_mutant(mutant, "simulation.exhaustive", "--instances=1", "--runs=2", *options)
     summary, *path = done.stdout.splitlines() or [done.stderr]
     assert done.returncode == 1, done.stderr
     assert f" s: {found}" in summary

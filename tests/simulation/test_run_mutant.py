@@ -31,6 +31,8 @@ def test_quick_mutants_are_caught():
     chosen = [mutant for mutant in MUTANTS if mutant.name in QUICK]
     assert len(chosen) == len(QUICK)
     with ThreadPoolExecutor(2) as pool:
-        results = list(pool.map(lambda mutant: run_mutant(mutant, first=0, seeds=SEEDS, settings=SETTINGS), chosen))
+        results = list(
+            pool.map(lambda mutant: run_mutant(mutant, first_seed=0, seed_count=SEEDS, settings=SETTINGS), chosen)
+        )
     missed = [mutant.name for mutant, result in zip(chosen, results, strict=True) if not result.invariant]
     assert not missed

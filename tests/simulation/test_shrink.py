@@ -12,9 +12,10 @@ from remuda.domain.errors import InvariantViolated
 from simulation.__main__ import run_one
 from simulation.campaign import CampaignSettings
 from simulation.faults import Swarm
-from simulation.invariants import SafetyInvariants, Violation
+from simulation.invariants import Violation
 from simulation.plan import draw_plan
 from simulation.run import simulate
+from simulation.safety import SafetyInvariants
 from simulation.shrink import describe, minimize, shrink
 from simulation.world import World
 

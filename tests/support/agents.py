@@ -99,7 +99,7 @@ class RecordingRunner:
         self.log.append(f"configure {assignment.runner_name}")
         self.configured.append(assignment)
         if self.configure_outcome.ok:
-            self.become(configured_as=assignment.runner_name)
+            self.become(registered_as=assignment.runner_name)
         return self.configure_outcome
 
     async def start(self, assignment: Assignment) -> None:
@@ -118,7 +118,7 @@ class RecordingRunner:
         self.log.append(f"remove {removal.name}")
         self.removed_with.append(assignment.credential)
         if removal is RemovalStatus.REMOVED:
-            self.become(configured_as="")
+            self.become(registered_as="")
         return removal, ""
 
     async def stop(self) -> None:

@@ -1,9 +1,9 @@
-"""Bad input that is nearly good: valid documents with something dropped, retyped, swapped, nested or blown up.
+"""Hypothesis strategies for bad input: valid documents with a few values removed, replaced, swapped or nested.
 
-What is random all through is refused at the first look. What is wrong in one place goes deep.
+Fully random input is rejected by the first check; input with one error gets further.
 
-The short profile is the same on every run. `REMUDA_FUZZ=5000` makes it that many examples for each test, new ones each
-time; what fails is kept in `.hypothesis` and tried first the next time.
+The short profile tries the same examples on every run. `REMUDA_FUZZ=5000` tries that many new examples per test;
+failing ones are kept in `.hypothesis` and tried first the next time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from remuda.domain.errors import MAX_MESSAGE, RemudaError
 from simulation.loop import new_loop
 
-#: How many examples a test tries in the short profile, unless it says otherwise.
+#: Default number of examples per test in the short profile.
 SHORT = 40
 LONG = int(os.environ.get("REMUDA_FUZZ", "0"))
 
@@ -31,7 +31,7 @@ DEEP = 3_000
 
 
 def fuzzed(examples: int = SHORT) -> Callable[[Any], Any]:
-    """How a property here is tried. Where an example is dear it says how few will do."""
+    """Hypothesis settings of a property. Pass a smaller number if examples are slow."""
     return settings(
         max_examples=max(LONG * examples // SHORT, 1) if LONG else examples,
         derandomize=not LONG,
@@ -100,7 +100,7 @@ any_json = st.recursive(
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where a document has a value, the outermost first."""
+    """Paths of all values in a document, outermost first."""
     yield path
     if isinstance(value, Mapping):
         for key, item in value.items():
@@ -137,7 +137,7 @@ def _changed(draw: st.DrawFn, value: Any) -> Any:
 
 @st.composite
 def mutated(draw: st.DrawFn, document: Any, *, most: int = 3) -> Any:
-    """The document with one to so many things wrong."""
+    """The document with one to `most` errors."""
     holder = {"": copy.deepcopy(document)}
     for _ in range(draw(st.integers(1, most))):
         found = [path for path in places(holder) if path]
@@ -156,7 +156,7 @@ def mutated(draw: st.DrawFn, document: Any, *, most: int = 3) -> Any:
 
 @st.composite
 def spoiled_text(draw: st.DrawFn, document: Any) -> bytes:
-    """As bytes: a mutated document, or a good one that was cut, stuffed, doubled or replaced on its way."""
+    """Bytes of a mutated document, or of a valid one that was truncated, extended, or replaced."""
     kind = draw(st.integers(0, 9))
     if kind <= 4:
         return json.dumps(draw(mutated(document))).encode()
@@ -168,7 +168,7 @@ def spoiled_text(draw: st.DrawFn, document: Any) -> bytes:
         case 6:
             return good[:at] + draw(st.binary(min_size=1, max_size=6)) + good[at:]
         case 7 if isinstance(document, dict) and document:
-            # Twice the same key: the last one counts.
+            # A duplicate key; the last one counts.
             key = draw(st.sampled_from(list(document)))
             return good[:-1] + b"," + json.dumps(key).encode() + b":" + json.dumps(draw(extremes)).encode() + b"}"
         case 8:
@@ -181,7 +181,7 @@ def spoiled_text(draw: st.DrawFn, document: Any) -> bytes:
 
 
 def in_virtual_time(work: Awaitable[Any], limit_s: float) -> Any:
-    """What comes of it, or its error, told as errors must be. Waits cost nothing, and none may be endless."""
+    """Run in virtual time and return the result, or the checked error."""
 
     async def bounded() -> Any:
         async with asyncio.timeout(limit_s):
@@ -196,7 +196,7 @@ def in_virtual_time(work: Awaitable[Any], limit_s: float) -> Any:
 
 
 def check_told(error: BaseException) -> None:
-    """An error that was meant, in words that can be shown."""
+    """Check that an error is a RemudaError with a printable message of limited length."""
     assert isinstance(error, RemudaError), f"{type(error).__name__}: {error}"
     check_shown(error.message, MAX_MESSAGE)
     check_shown(error.fix, MAX_MESSAGE)

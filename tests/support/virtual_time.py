@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import time
+import math
 from collections.abc import Awaitable, Callable, Coroutine
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any, TypeVar, cast
 
-from simulation.loop import new_loop
+from remuda.adapters.system.clock import SystemClock
+from simulation.loop import START, new_loop
 
 T = TypeVar("T")
 Call = Callable[[], Awaitable[Any]]
@@ -32,18 +33,38 @@ async def until(holds: Callable[[], bool], *, within_s: float = 60.0, every_s: f
         await asyncio.sleep(every_s)
 
 
-class FixedClock:
-    """A wall clock that stands still. Sleeps return at once and advance the monotonic time."""
+class AdjustableClock(SystemClock):
+    """The real clock, moved by `ahead_s`. Sleeps are recorded and shortened to a limit."""
 
-    def __init__(self, at: datetime) -> None:
+    def __init__(self, *, longest_sleep_s: float = math.inf) -> None:
+        self.ahead_s = 0.0
+        self.slept: list[float] = []
+        self._longest_sleep_s = longest_sleep_s
+
+    def now(self) -> datetime:
+        return super().now() + timedelta(seconds=self.ahead_s)
+
+    def monotonic(self) -> float:
+        return super().monotonic() + self.ahead_s
+
+    async def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        await asyncio.sleep(min(seconds, self._longest_sleep_s))
+
+
+class FixedClock:
+    """A clock that only `passed_s` moves. Sleeps return at once and advance the monotonic time alone."""
+
+    def __init__(self, at: datetime = START) -> None:
         self._at = at
+        self.passed_s = 0.0
         self.slept_s = 0.0
 
     def now(self) -> datetime:
-        return self._at
+        return self._at + timedelta(seconds=self.passed_s)
 
     def monotonic(self) -> float:
-        return time.monotonic() + self.slept_s
+        return self.passed_s + self.slept_s
 
     async def sleep(self, seconds: float) -> None:
         self.slept_s += seconds

@@ -40,7 +40,7 @@ class JobUser:
             subordinate=tuple(part for path in SUBORDINATE for part in _ranges(path, name, known.pw_uid)),
         )
 
-    def is_one_of_its(self, uid: int) -> bool:
+    def owns_uid(self, uid: int) -> bool:
         """Whether this number is the user, or may be used by it."""
         return uid == self.uid or any(first <= uid < first + count for first, count in self.subordinate)
 

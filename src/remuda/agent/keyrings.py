@@ -57,7 +57,7 @@ def empty(user: JobUser) -> int:
     if number is None:
         raise Unavailable(f"the kernel's keys of {user.name} cannot be removed on {platform.machine()}")
     try:
-        done = processes.run_as(user, _EMPTY, str(number), limit_s=LIMIT_S, modules=("ctypes", "errno"))
+        done = processes.run_as(user, _EMPTY, str(number), timeout_s=LIMIT_S, modules=("ctypes", "errno"))
     except (OSError, subprocess.TimeoutExpired) as problem:
         raise Unavailable(f"the kernel's keys of {user.name} cannot be removed: {problem}") from problem
     if done.returncode or not done.stdout.strip().isdecimal():

@@ -237,7 +237,7 @@ class Leftovers:
                     # Others may remove their own meanwhile.
                     continue
                 # What a reset that was cut has put aside is ours by now, and a job's all the same.
-                if self._user.is_one_of_its(found.st_uid) or (found.st_uid == 0 and entry.name.startswith(ASIDE)):
+                if self._user.owns_uid(found.st_uid) or (found.st_uid == 0 and entry.name.startswith(ASIDE)):
                     yield Path(entry.path)
                 elif stat.S_ISDIR(found.st_mode):
                     waiting.append(entry.path)
@@ -273,5 +273,5 @@ class Leftovers:
         names = header.split()
         for line in lines:
             row = dict(zip(names, line.split(), strict=False))
-            if any(self._user.is_one_of_its(int(row[column])) for column in ("uid", "cuid")):
+            if any(self._user.owns_uid(int(row[column])) for column in ("uid", "cuid")):
                 yield row[SYSV[kind][0]]

@@ -21,19 +21,21 @@ from remuda.ports.store import InstanceStore
 
 T = TypeVar("T")
 
-#: Seconds that the pre-runner script, and any other step, may take before the heartbeat stops.
+#: Timeout in seconds of the pre-runner script. The watchdog stops the heartbeat if the script takes longer.
 SCRIPT_LIMIT_S = 3_600.0
+#: Seconds that any other step may take before the watchdog stops the heartbeat.
 STEP_LIMIT_S = 180.0
 #: Maximum age in seconds of the record at the start of a step. An older record is read again first.
 MAX_RECORD_AGE_S = 0.2
-#: Longest wait without reading the record. If the clock is set forward during a wait, the agent notices a passed
-#: threshold only afterwards; the dead-man timer and the sweeps cover that time.
+#: Longest wait in seconds without reading the record. A jump of the wall clock during a wait goes unnoticed for up to
+#: this long; until then the dead-man timer and the control plane's sweeps enforce the threshold.
 WAIT_LIMIT_S = 120.0
 #: Seconds that a wait may overrun before the heartbeat stops.
 WAIT_GRACE_S = 90.0
-#: First and longest pause in seconds after a failure.
-BACKOFF_FIRST_S = 0.2
-BACKOFF_LAST_S = 5.0
+#: Pause in seconds after the first failure. Each further failure doubles it, up to the maximum.
+BACKOFF_BASE_S = 0.2
+BACKOFF_MAX_S = 5.0
+#: Limit of the exponent, so that the power stays small after many failures. The maximum is reached earlier.
 MAX_DOUBLINGS = 10
 #: Seconds until a removal that GitHub rejected because of a running job is tried again, unless the job ends earlier.
 BUSY_PAUSE_S = 1.0
@@ -60,19 +62,19 @@ class Agent:
         self._event_log = BoundEventLog(event_log)
         self._version = version
         self._watchdog = Watchdog(clock)
-        #: The last signal that was written, with its epoch.
+        #: The last signal that this process sent and its epoch, whether or not the store accepted it.
         self._signalled: tuple[int, Signal] | None = None
         #: Epoch and state of the record at the last decision. The counters below restart when it changes.
-        self._position: tuple[int, State] | None = None
+        self._last_epoch_and_state: tuple[int, State] | None = None
         self._starts = 0
-        #: Removals that failed on our side.
-        self._removals = 0
-        #: All unsuccessful removals, including those that did not reach GitHub.
-        self._removal_attempts = 0
+        #: Removals with the result FAILED. The agent gives up after `MAX_FAILED_REMOVALS`.
+        self._failed_removals = 0
+        #: Removals with the result FAILED or UNREACHABLE. They determine the pause before the next attempt.
+        self._unsuccessful_removals = 0
         #: Seconds that the machine has worked on the current release.
         self._release_s = 0.0
-        #: Limit for the next wait, or 0 for none.
-        self._pause_s = 0.0
+        #: Maximum seconds of the next wait only; None for no special limit.
+        self._next_wait_limit_s: float | None = None
         #: Monotonic time of the last read of the record.
         self._record_read_at = 0.0
         #: Consecutive failed steps.
@@ -106,19 +108,19 @@ class Agent:
 
     async def _run_until_end(self, identity: Identity, expiry: Expiry, heartbeat: Heartbeat) -> str:
         record: Instance | None = None
-        reachable = False
+        must_read = True
         while True:
             self._watchdog.expect_progress_within(STEP_LIMIT_S)
             try:
-                if not reachable:
+                if must_read:
                     record = await self._read_record(identity)
-                    reachable = True
+                    must_read = False
                 step, runner = self._decide(identity, record, expiry)
                 if step.action is AgentAction.WAIT:
                     record = await self._wait(identity, record, runner, expiry, heartbeat)
                     continue
                 if self._clock.monotonic() - self._record_read_at > MAX_RECORD_AGE_S:
-                    # The last step took time, or a change of the runner ended the wait.
+                    # The record may have changed during the last step or wait: decide again with the current one.
                     record = await self._read_record(identity)
                     continue
                 if step.action is AgentAction.END:
@@ -137,7 +139,7 @@ class Agent:
                 self._event_log.record("step-failed", error.message)
                 if expiry.has_passed():
                     return "threshold passed and the store is unreachable"
-                reachable = False
+                must_read = True
                 self._failures += 1
                 await self._back_off(self._failures)
 
@@ -151,9 +153,9 @@ class Agent:
         signalled = None
         if record is not None:
             expiry.observe(record)
-            if self._position != (record.epoch, record.state):
-                self._position = (record.epoch, record.state)
-                self._starts = self._removals = self._removal_attempts = 0
+            if self._last_epoch_and_state != (record.epoch, record.state):
+                self._last_epoch_and_state = (record.epoch, record.state)
+                self._starts = self._failed_removals = self._unsuccessful_removals = 0
                 self._release_s = 0.0
                 # A record in release has no run any more; its events belong to the run that it served last.
                 run_id = record.last_run_id if record.state is State.RELEASING else record.run_id
@@ -171,7 +173,7 @@ class Agent:
             margin_s=identity.margin_s,
             signalled=signalled,
             starts=self._starts,
-            removals=self._removals,
+            failed_removals=self._failed_removals,
         )
         return next_step(observation), runner
 
@@ -186,11 +188,11 @@ class Agent:
         """Wait until the record or the runner changes, or the threshold passes. Return the latest record."""
         left_s = expiry.seconds_left(record)
         timeout_s = WAIT_LIMIT_S if left_s is None else min(WAIT_LIMIT_S, max(0.0, left_s) + 0.001)
-        if self._pause_s:
-            timeout_s, self._pause_s = min(timeout_s, self._pause_s), 0.0
+        if self._next_wait_limit_s is not None:
+            timeout_s, self._next_wait_limit_s = min(timeout_s, self._next_wait_limit_s), None
         self._watchdog.expect_progress_within(timeout_s + WAIT_GRACE_S)
         control = asyncio.create_task(
-            # A running job is never interrupted, so the record can wait; the runner reports the end of the job.
+            # While a job runs, a release waits for its end anyway, so the store may poll less often.
             self._store.wait_for_control(identity.instance_id, record, timeout_s, urgent=not runner.busy)
         )
         local = asyncio.create_task(self._runner.wait_for_change(runner, timeout_s))
@@ -212,11 +214,12 @@ class Agent:
         if step.action is AgentAction.RUN_SCRIPT:
             await self._run_script(record)
         elif record is None:
+            # All other steps need a record.
             return
         elif step.action is AgentAction.SIGNAL and step.signal is not None:
             script_detail = self._machine.load().script_detail if step.signal is Signal.UD_FAILED else ""
             await self._signal(record, step.signal, script_detail or step.reason)
-        elif step.action is AgentAction.CONFIGURE and record.assignment is not None:
+        elif step.action is AgentAction.REGISTER and record.assignment is not None:
             started = self._clock.monotonic()
             result = await self._runner.configure(record.assignment)
             duration_s = self._clock.monotonic() - started
@@ -232,21 +235,23 @@ class Agent:
         elif step.action is AgentAction.STOP:
             await self._timed_release(self._runner.stop())
         elif step.action is AgentAction.RESET:
-            # Read before the reset, which deletes the list of refused jobs.
-            refused = self._runner.refused()
-            if refused:
-                self._event_log.record("job-refused", refused)
-                refused = f"{refused}; "
+            # The reset deletes the list of refused jobs, so it is read first.
+            refused_jobs = self._runner.refused()
+            if refused_jobs:
+                self._event_log.record("job-refused", refused_jobs)
             outcome = await self._timed_release(self._machine.reset())
-            self._event_log.record("reset", outcome.detail or step.reason, ok=outcome.ok, **_facts(outcome.found))
+            self._event_log.record(
+                "reset", outcome.detail or step.reason, ok=outcome.ok, **_event_fields(outcome.found)
+            )
             failed = Signal.UD_REMOVE_REG_REMOVE_RUN_FAILED
             signal = Signal.UD_REMOVE_REG_REMOVE_RUN_OK if outcome.ok else failed
-            await self._signal(record, signal, f"{refused}{outcome.detail}", duration_s=self._release_s)
+            detail = f"{refused_jobs}; {outcome.detail}" if refused_jobs else outcome.detail
+            await self._signal(record, signal, detail, duration_s=self._release_s)
 
-    async def _timed_release(self, work: Awaitable[T]) -> T:
-        """Add the duration of one step of a release to the total."""
+    async def _timed_release(self, release_step: Awaitable[T]) -> T:
+        """Await one step of a release and add its duration to `_release_s`, which the last signal reports."""
         started = self._clock.monotonic()
-        result = await work
+        result = await release_step
         self._release_s += self._clock.monotonic() - started
         return result
 
@@ -263,14 +268,14 @@ class Agent:
             return
         removal, detail = await self._runner.remove(record.assignment)
         if removal is RemovalStatus.BUSY:
-            self._pause_s = BUSY_PAUSE_S
+            self._next_wait_limit_s = BUSY_PAUSE_S
             await self._runner.wait_for_change(self._runner.state(), BUSY_PAUSE_S)
         elif removal in {RemovalStatus.FAILED, RemovalStatus.UNREACHABLE}:
             self._event_log.record("removal-failed", detail)
-            self._removal_attempts += 1
+            self._unsuccessful_removals += 1
             # Only the threshold limits the retries while GitHub is unreachable.
-            self._removals += removal is RemovalStatus.FAILED
-            await self._back_off(self._removal_attempts)
+            self._failed_removals += removal is RemovalStatus.FAILED
+            await self._back_off(self._unsuccessful_removals)
 
     async def _signal(
         self,
@@ -291,12 +296,12 @@ class Agent:
                 failure=failure,
             )
         except Conflict as conflict:
-            # A later signal was written before a restart of the agent; it stays.
+            # The store has a signal of a higher rank or epoch, sent before this agent restarted. It stays.
             self._event_log.record("signal-rejected", conflict.message, signal=signal.value)
         self._signalled = (record.epoch, signal)
 
     async def _back_off(self, failures: int) -> None:
-        pause_s = min(BACKOFF_LAST_S, BACKOFF_FIRST_S * 2 ** min(failures - 1, MAX_DOUBLINGS))
+        pause_s = min(BACKOFF_MAX_S, BACKOFF_BASE_S * 2 ** min(failures - 1, MAX_DOUBLINGS))
         await self._clock.sleep(pause_s * (0.5 + self._ids.jitter() / 2))
 
 
@@ -304,5 +309,6 @@ def _heartbeat_fields(runner: RunnerState) -> tuple[bool, bool]:
     return runner.busy, runner.listening
 
 
-def _facts(found: Mapping[str, int]) -> dict[str, int]:
+def _event_fields(found: Mapping[str, int]) -> dict[str, int]:
+    """Convert the numbers of findings of a reset to fields of an event."""
     return {kind.lower().replace(" ", "_"): number for kind, number in found.items()}

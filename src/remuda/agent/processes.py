@@ -15,19 +15,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from remuda import procfs
+from remuda import procfs, scripts
 from remuda.agent.job_user import JobUser
 from remuda.ports.clock import Clock
 from remuda.procfs import Process, all_processes, descendants, read_process
 
 #: Seconds until killing gives up on processes that do not end.
 KILL_LIMIT_S = 10.0
-#: Seconds to wait for the end of one killed process before /proc is read again.
+#: Maximum seconds to wait for the end of each killed process before /proc is scanned again.
 KILL_PAUSE_S = 0.1
+#: Timeout in seconds of the helper process that signals all processes of a user at once.
 SIGNAL_LIMIT_S = 5.0
 #: Bytes kept from the end of a command's output.
 MAX_OUTPUT_BYTES = 64 * 1024
-#: Consecutive empty scans that prove that no process is left. One scan can miss a process whose parent ends during it.
+#: Consecutive empty scans after which all processes count as killed. One scan can miss a process whose parent ends
+#: during it.
 EMPTY_SCANS = 2
 _PROC = Path("/proc")
 
@@ -43,12 +45,12 @@ def _with_ancestors(pid: int, processes: Mapping[int, Process]) -> set[int]:
 def children(pid: int) -> list[Process]:
     """Return the direct children. Reads only their entries if the kernel provides the list of children."""
     try:
-        lists = [path.read_text() for path in (_PROC / str(pid) / "task").glob("*/children")]
+        pid_lists = [path.read_text() for path in (_PROC / str(pid) / "task").glob("*/children")]
     except OSError:
         return []
-    if not lists:
+    if not pid_lists:
         return [process for process in all_processes().values() if process.ppid == pid]
-    found = (read_process(int(number)) for text in lists for number in text.split())
+    found = (read_process(int(child)) for pids in pid_lists for child in pids.split())
     return [process for process in found if process is not None]
 
 
@@ -62,7 +64,7 @@ def command(pid: int) -> tuple[str, ...]:
 
 
 def program_name(pid: int) -> str:
-    """Return the program name for reports. Arguments are left out because they may contain secrets."""
+    """Return the short program name of the kernel, for reports. A command line may contain secrets."""
     try:
         return os.fsdecode((_PROC / str(pid) / "comm").read_bytes()).strip() or f"process {pid}"
     except OSError:
@@ -72,6 +74,7 @@ def program_name(pid: int) -> str:
 def find_running(program: Path, processes: Iterable[Process]) -> Iterator[Process]:
     """Yield the processes that run this program, directly or through an interpreter."""
     for process in processes:
+        # An interpreter and one option may precede the program.
         if str(program) in command(process.pid)[:3]:
             yield process
 
@@ -93,26 +96,29 @@ def disable_core_dumps() -> None:
 
 
 def send_signal(process: Process, number: signal.Signals) -> int | None:
+    """Signal this process. Return a pidfd that becomes readable when it ends, or None if it has ended already."""
     return procfs.send_signal(process.pid, process.started, number)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KillResult:
-    #: Program names.
+    #: Program names of all processes that were signalled, including the survivors.
     killed: tuple[str, ...]
-    left: tuple[Process, ...]
+    #: Processes that still existed at the time limit.
+    survivors: tuple[Process, ...]
 
 
 def kill_descendants(root: int, *, keep: Collection[int], clock: Clock, limit_s: float = KILL_LIMIT_S) -> KillResult:
     """Kill all descendants of `root` except those in `keep` until none is left or the time limit is reached. Blocks.
 
-    The processes between `root` and the kept ones (interpreters, wrappers) are kept, too. If `root` is a subreaper, no
+    The processes between `root` and the kept ones (interpreters, wrappers) are kept, too. Descendants of a kept process
+    are killed unless `keep` lists them. If `root` is a subreaper, no
     process can escape: neither a double fork nor a new session nor a changed environment removes it from the tree.
     """
 
     def find() -> list[Process]:
         present = all_processes()
-        kept = {above for pid in keep for above in _with_ancestors(pid, present)}
+        kept = {ancestor for pid in keep for ancestor in _with_ancestors(pid, present)}
         return [process for process in descendants(root, present) if process.pid not in kept]
 
     return _kill_until_none(find, kill, clock=clock, limit_s=limit_s)
@@ -121,26 +127,25 @@ def kill_descendants(root: int, *, keep: Collection[int], clock: Clock, limit_s:
 def kill_user(user: JobUser, *, clock: Clock, limit_s: float = KILL_LIMIT_S) -> KillResult:
     """Kill all processes of a user until none is left or the time limit is reached. Blocks. Needs root.
 
-    A process cannot change its user by forking, by a new session or by a new parent. One signal to all processes at
-    once stops a fork bomb; one signal per process reaches those that the first one missed.
+    No process can escape: neither a fork nor a new session nor a new parent changes its user. Each round first signals
+    all processes of the user at once, which stops a fork bomb, and then those that the last scan found, one by one.
     """
 
     def find() -> list[Process]:
-        return [
-            process for process in all_processes().values() if any(map(user.is_one_of_its, procfs.users(process.pid)))
-        ]
+        return [process for process in all_processes().values() if any(map(user.owns_uid, procfs.users(process.pid)))]
 
-    def end(found: Sequence[Process]) -> None:
+    def kill_found(found: Sequence[Process]) -> None:
         _signal_all_of(user)
         kill(found)
 
-    return _kill_until_none(find, end, clock=clock, limit_s=limit_s)
+    return _kill_until_none(find, kill_found, clock=clock, limit_s=limit_s)
 
 
-#: The same process changes its user and runs the code: starting another program would fail at the user's process
-#: limit. Modules are imported before the change because the user may not be able to read them.
-_BECOME = """
-import os, sys{more}
+#: Start of a Python program that drops root's privileges. The rest of the program runs in the same process, because
+#: starting another one as the user would fail at the user's process limit. Modules are imported before because the
+#: user may not be able to read them.
+_DROP_PRIVILEGES = """
+import os, sys{more_modules}
 uid, gid = map(int, sys.argv[1:3])
 os.setgroups([])
 os.setresgid(gid, gid, gid)
@@ -149,45 +154,48 @@ os.setresuid(uid, uid, uid)
 
 
 def run_as(
-    user: JobUser, code: str, *arguments: str, limit_s: float, modules: Sequence[str] = ()
+    user: JobUser, source: str, *arguments: str, timeout_s: float, modules: Sequence[str] = ()
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python code as the user, with these modules imported. Needs root. Raises what `subprocess.run` raises."""
-    become = _BECOME.format(more="".join(f", {module}" for module in modules))
+    """Run Python source as the user, with these modules imported. Needs root. Raises what `subprocess.run` raises."""
+    drop_privileges = _DROP_PRIVILEGES.format(more_modules="".join(f", {module}" for module in modules))
     return subprocess.run(
-        [sys.executable, "-ISc", become + code, str(user.uid), str(user.gid), *arguments],
+        [sys.executable, "-ISc", drop_privileges + source, str(user.uid), str(user.gid), *arguments],
         env={},
         cwd="/",
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=limit_s,
+        timeout=timeout_s,
         check=False,
     )
 
 
 def _signal_all_of(user: JobUser) -> None:
-    """Send SIGKILL from a process of the user to all processes it may signal. Errors are ignored: none may be left."""
+    """Send SIGKILL from a process of the user to all processes that it may signal.
+
+    Errors are ignored: there may be no process to signal, and the next scan finds those that still exist.
+    """
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        run_as(user, "os.kill(-1, 9)", limit_s=SIGNAL_LIMIT_S)
+        run_as(user, "os.kill(-1, 9)", timeout_s=SIGNAL_LIMIT_S)
 
 
 def _kill_until_none(
-    find: Callable[[], list[Process]], end: Callable[[Sequence[Process]], None], *, clock: Clock, limit_s: float
+    find: Callable[[], list[Process]], kill_found: Callable[[Sequence[Process]], None], *, clock: Clock, limit_s: float
 ) -> KillResult:
-    limit = clock.monotonic() + limit_s
+    deadline = clock.monotonic() + limit_s
     killed: dict[Process, str] = {}
-    empty = 0
+    empty_scans = 0
     while True:
         found = find()
-        empty = 0 if found else empty + 1
-        if empty == EMPTY_SCANS:
-            return KillResult(killed=tuple(killed.values()), left=())
-        if found and clock.monotonic() >= limit:
-            return KillResult(killed=tuple(killed.values()), left=tuple(found))
+        empty_scans = 0 if found else empty_scans + 1
+        if empty_scans == EMPTY_SCANS:
+            return KillResult(killed=tuple(killed.values()), survivors=())
+        if found and clock.monotonic() >= deadline:
+            return KillResult(killed=tuple(killed.values()), survivors=tuple(found))
         for process in found:
             killed.setdefault(process, program_name(process.pid))
         # Also called if none was found: a process that forks constantly can evade every scan.
-        end(found)
+        kill_found(found)
 
 
 def kill(processes: Iterable[Process]) -> None:
@@ -210,35 +218,15 @@ async def wait_for_end(descriptor: int, timeout_s: float) -> bool:
 
 
 async def run(
-    arguments: Sequence[str], *, folder: Path, environment: Mapping[str, str], limit_s: float, scratch: Path
+    arguments: Sequence[str], *, cwd: Path, environment: Mapping[str, str], timeout_s: float, temp_dir: Path
 ) -> tuple[int | None, str]:
-    """Run a command. Return its exit code (None if it was killed at the time limit) and the end of its output.
-
-    The output goes to a file because background processes of the command would keep a pipe open.
-    """
-    with tempfile.TemporaryFile(dir=scratch) as output:
+    """Run a command. Return its exit code (None if it was killed at the time limit) and the end of its output."""
+    with tempfile.TemporaryFile(dir=temp_dir) as output:
         try:
-            process = await asyncio.create_subprocess_exec(
-                *arguments,
-                cwd=folder,
-                env=environment,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
+            exit_code = await scripts.run_command(
+                arguments, output=output, folder=cwd, environment=environment, timeout_s=timeout_s
             )
         except OSError as problem:
-            return 127, str(problem)
-        code: int | None = None
-        try:
-            async with asyncio.timeout(limit_s):
-                code = await process.wait()
-        except TimeoutError:
-            pass
-        finally:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                await process.wait()
+            return scripts.CANNOT_START, str(problem)
         output.seek(max(0, output.seek(0, os.SEEK_END) - MAX_OUTPUT_BYTES))
-        return code, output.read().decode(errors="replace")
+        return exit_code, output.read().decode(errors="replace")

@@ -163,13 +163,13 @@ class Reset:
         for _ in range(MAX_SILENCINGS):
             killing = self._kill()
             found += [*armed, *(Finding(kind=Kind.PROCESS, name=name) for name in killing.killed)]
-            if killing.left or not killing.killed:
+            if killing.survivors or not killing.killed:
                 break
             # What was killed may have armed something just before, and that may have started something since.
             armed = self._elsewhere.disarm()
             if not armed:
                 break
-        return found, killing.left
+        return found, killing.survivors
 
     def _clear(self) -> list[Finding]:
         """The folders of jobs, all but the runner's. Returns what was there."""

@@ -123,7 +123,7 @@ class ActionsRunner:
         listening = self._is_listening()
         spent = not listening and self._is_spent()
         return RunnerState(
-            configured_as=self._configured_as(),
+            registered_as=self._registered_as(),
             listening=listening,
             busy=self._is_busy(listening=listening),
             exit_code=self._exit_code,
@@ -151,7 +151,7 @@ class ActionsRunner:
             "LABELS": ",".join(assignment.labels),
         }
         code, output = await self._config(flags, inputs, CONFIGURE_LIMIT_S)
-        ok = code == 0 and self._configured_as() == assignment.runner_name
+        ok = code == 0 and self._registered_as() == assignment.runner_name
         if ok:
             self._copy_registration()
         failure: FailureKind | None = None
@@ -312,7 +312,7 @@ class ActionsRunner:
     def _save_listener(self, listener: Process) -> None:
         _write(self._listener_file, {"pid": listener.pid, "started": listener.started})
 
-    def _configured_as(self) -> str:
+    def _registered_as(self) -> str:
         name = (_read(self._registrar / _SETTINGS) or {}).get("agentName")
         if isinstance(name, str) and name:
             return name
@@ -386,7 +386,7 @@ class ActionsRunner:
             environment |= {**_AS_ROOT, "HOME": str(self._registrar), "TMPDIR": str(self._registrar)}
         command = [str(self._registrar / "config.sh"), *arguments]
         code, output = await processes.run(
-            command, folder=self._registrar, environment=environment, limit_s=limit_s, scratch=self._log.parent
+            command, cwd=self._registrar, environment=environment, timeout_s=limit_s, temp_dir=self._log.parent
         )
         return code, output.replace(inputs["TOKEN"] or "***", "***")
 

@@ -234,7 +234,7 @@ class SharedPlaces:
         kind = stat.S_IFMT(place.st_mode)
         if kind not in {stat.S_IFDIR, stat.S_IFREG, stat.S_IFBLK}:
             return
-        if self._user.is_one_of_its(place.st_uid):
+        if self._user.owns_uid(place.st_uid):
             # In a folder of all it goes by its owner.
             if not inside:
                 found.why_not = f"{path} is {self._user.name}'s own: what a job puts there, the next one finds"

@@ -77,7 +77,7 @@ async def run(environment: Mapping[str, str], *, clock: SystemClock, event_log: 
         _check_pool(identity, environment)
         sts = await clients.client("sts", "STS", config())
         prefix = await _retry_until_ready(partial(own_key_prefix, sts, identity.instance_id), clock, event_log)
-        leftovers.prepare(anew=not folders.belong_to(identity.instance_id))
+        leftovers.prepare(anew=not folders.were_prepared_for(identity.instance_id))
         await _prepare_new_instance(folders, identity.instance_id, machine, reset, leftovers)
         store = DynamoInstanceStore(
             client=await clients.dynamodb(),
@@ -111,7 +111,7 @@ async def run(environment: Mapping[str, str], *, clock: SystemClock, event_log: 
 async def _prepare_new_instance(
     folders: MachineFolders, instance_id: str, machine: Ec2Machine, reset: Reset, leftovers: Leftovers
 ) -> None:
-    if folders.belong_to(instance_id):
+    if folders.were_prepared_for(instance_id):
         return
     # An image of a used instance contains the state of that instance.
     machine.save(AgentState())
@@ -120,7 +120,7 @@ async def _prepare_new_instance(
     outcome = await reset.make()
     if not outcome.ok:
         raise Unavailable(f"the instance cannot be prepared for jobs: {outcome.detail}")
-    folders.assign_to(instance_id)
+    folders.mark_prepared_for(instance_id)
 
 
 def _check_pool(identity: Identity, environment: Mapping[str, str]) -> None:

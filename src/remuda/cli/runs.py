@@ -66,7 +66,7 @@ def run_release(settings: Settings, output: Output) -> int:
     result = run_async(work, on_interrupt_message="interrupted; the next sweep finishes the release")
     for outcome in result.outcomes:
         if outcome.status is not ReleaseStatus.RELEASED:
-            detail = f" ({outcome.detail})" if outcome.detail and outcome.detail not in outcome.why else ""
+            detail = f" ({outcome.detail})" if outcome.detail else ""
             output.say(f"{outcome.instance_id} {outcome.status.value}: {outcome.why}{detail}", style="yellow")
     output.say_errors(result.errors)
     counts = ", ".join(f"{len(result.of(status))} {status.value}" for status in ReleaseStatus if result.of(status))

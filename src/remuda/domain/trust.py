@@ -99,7 +99,7 @@ def decide_trust(event: str, payload: object, requested: Tier | None) -> Trust:
     fix = "omit --tier: untrusted code runs on separate instances"
     if isinstance(payload, UnreadablePayload) and _needs_payload(event):
         given = f"{payload.file} is not readable" if payload.file else "none is given"
-        fix = f"set --event-path or GITHUB_EVENT_PATH to the event's file ({given}), or {fix}"
+        fix = f"set GITHUB_EVENT_PATH to the event's file ({given}), or {fix}"
     raise UserError(f"tier is {requested}, but the event is {found}", field="tier", fix=fix)
 
 

@@ -1,4 +1,4 @@
-"""How many calls were made to which service, and how many of them failed: adapters count, results show it."""
+"""Counter of calls to external services, by service and operation."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from remuda.domain.errors import Conflict, NotFound, RemudaError
 
 
 class CallCounter:
+    """Adapters count their calls; results and metrics show the counts."""
+
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, str]] = Counter()
         self._failures: Counter[tuple[str, str]] = Counter()
@@ -19,15 +21,16 @@ class CallCounter:
             self._counts[service, operation] += count
 
     def fail(self, service: str, operation: str, count: int = 1) -> None:
-        """Of the calls that were added: they got no answer, or an error. A condition that does not hold, and something
-        that is not there, are answers.
+        """Count added calls as failed: no response or an error.
+
+        A failed condition and a missing item are not failures.
         """
         if count:
             self._failures[service, operation] += count
 
     @contextmanager
     def counted(self, service: str, operation: str, count: int = 1) -> Iterator[None]:
-        """Calls with their outcome: all or none of them fail."""
+        """Count calls, and count all of them as failed if the block raises."""
         self.add(service, operation, count)
         try:
             yield
@@ -38,7 +41,7 @@ class CallCounter:
             raise
 
     def outcomes(self) -> dict[tuple[str, str], tuple[int, int]]:
-        """By service and operation: how many did not fail, and how many did."""
+        """Return the numbers of successful and failed calls by service and operation."""
         return {
             name: (count - self._failures[name], self._failures[name]) for name, count in sorted(self._counts.items())
         }

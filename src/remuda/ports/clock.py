@@ -1,4 +1,4 @@
-"""Time, ids and chance: the only way they come in."""
+"""Time, unique ids and random numbers."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """What time it is, for one process. Its wall clock may be off by the margin; safety never rests on it."""
+    """Clocks of one process. The wall clock may be wrong by the margin; safety never depends on it."""
 
     def now(self) -> datetime:
-        """The wall clock, in UTC."""
+        """Return the wall-clock time in UTC."""
         ...
 
     def monotonic(self) -> float:
-        """Seconds that only rise: for waits and for judging heartbeats."""
+        """Return seconds that never decrease, for waits and heartbeats."""
         ...
 
     async def sleep(self, seconds: float) -> None: ...
 
 
 class Ids(Protocol):
-    """New names and chance."""
+    """Unique ids and random numbers."""
 
     def new(self, prefix: str) -> str:
-        """`prefix` and a part that nobody else has."""
+        """Return `prefix` followed by a globally unique part."""
         ...
 
     def jitter(self) -> float:
-        """A number from 0 up to 1, to spread what would else happen at once."""
+        """Return a random number from 0 to 1, to spread retries of concurrent processes."""
         ...

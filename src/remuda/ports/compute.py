@@ -1,4 +1,4 @@
-"""Compute: machines that cost money. Answers lag and may be partial."""
+"""Machines: launch, list, tag and terminate. Responses lag and may be incomplete."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Protocol
 
 from remuda.domain.resources import RunnerRequest, UsageClass
 
-#: Every machine that we launch carries these; nothing else is ever terminated.
+#: Tags of every launched machine. Machines without them are never terminated.
 POOL_TAG = "remuda:pool"
 PROVISION_TAG = "remuda:provision"
 
@@ -25,19 +25,19 @@ class MachineState(StrEnum):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchRequest:
     provision_id: str
-    #: The same token never launches twice.
+    #: Requests with the same token launch only once.
     client_token: str
     count: int
     request: RunnerRequest
-    #: Whose jobs it is launched for: an organisation, or owner/repo.
+    #: Scope of the run: an organisation, or owner/repo.
     scope: str
-    #: What the pool's configuration holds for the backend.
+    #: Launch parameters of the pool's configuration.
     launch: Mapping[str, str] = field(default_factory=dict)
-    #: The dead-man timer that the machine starts with: it ends itself after so long unless told otherwise.
+    #: Seconds after which the machine shuts itself down, until the agent sets its dead-man timer.
     first_life_s: float
-    #: The pool's clock margin, for the agent.
+    #: The pool's clock margin in seconds, for the agent.
     margin_s: float
-    #: More tags; the pool's and the provision's are always there.
+    #: Tags in addition to the pool's and the provision's.
     tags: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -45,14 +45,14 @@ class LaunchRequest:
 class Launched:
     instance_id: str
     instance_type: str
-    #: What it is: spot that falls back to on-demand gives other than was asked for.
+    #: The actual usage class: spot may fall back to on-demand.
     usage_class: UsageClass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchResult:
     instances: tuple[Launched, ...]
-    #: Who had no capacity and what it said, one sentence each.
+    #: One sentence per type or zone without capacity.
     errors: tuple[str, ...] = ()
 
 
@@ -63,36 +63,40 @@ class MachineView:
     instance_type: str
     launched_at: datetime
     tags: Mapping[str, str]
-    #: What it was made of, where the cloud has images.
+    #: Image id, or empty if the backend has no images.
     image: str = ""
 
 
 class Compute(Protocol):
+    """The machines of one pool."""
+
     async def prepare(self, launch: Mapping[str, str]) -> Sequence[str]:
-        """Check and apply what launches need (launch template, image, subnets). Returns what changed."""
+        """Check and apply the launch parameters (launch template, image, subnets). Returns the changes, for people."""
         ...
 
     async def close(self) -> None: ...
 
     async def launch(self, request: LaunchRequest) -> LaunchResult:
-        """Ask for `count` machines at once. May launch fewer, or none, and then says why in `errors`.
+        """Launch `count` machines. May launch fewer; `errors` says why.
 
-        Raises `CapacityError` where nothing can be launched, `UserError` where the request can never work,
-        `Unavailable` where it may have launched without saying so: the tags find those.
+        Raises `CapacityError` if no machine can be launched, `UserError` if the request can never succeed, and
+        `Unavailable` if the result is unknown: launched machines can be found by their tags.
         """
         ...
 
     async def describe(self, instance_ids: Collection[str]) -> Mapping[str, MachineView]:
-        """Those that compute knows. One that was just launched may be missing for seconds."""
+        """Return the known machines by id. A machine may be missing for seconds after its launch."""
         ...
 
     async def list_pool(self) -> Sequence[MachineView]:
-        """Every machine with this pool's tag, terminated ones included as long as they are known. May lag."""
+        """Return all machines with the pool's tag, including terminated ones that are still known. May lag."""
         ...
 
     async def terminate(self, instance_ids: Collection[str]) -> Mapping[str, str]:
-        """Ask for their end, in batches; one that is gone already is a success. Returns by id why some could not be
-        asked for. One without this pool's tag is refused, never ended. The end itself may take a while.
+        """Request the termination of machines, in batches. Return the reasons of failures by id.
+
+        A machine that does not exist any more is a success. A machine without the pool's tag is a failure.
+        Does not wait until the machines are terminated.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""What happened and why, as it happens. The CLI shows it, logs keep it; use cases only tell."""
+"""Log of events: actions of the control plane and the agent, with reasons."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ from typing import Any, Protocol
 
 
 class EventLog(Protocol):
+    """Receives events while they happen. The CLI shows them, and logs keep them."""
+
     def record(self, action: str, why: str = "", **facts: Any) -> None:
-        """`action` is a short stable word pair such as `claim-won`; facts are ids, numbers, times. No credentials."""
+        """Record one event.
+
+        `action` is a short stable name such as `claim-won`, `why` is text for people, and `facts` are ids, numbers and
+        times. None of them may contain credentials.
+        """
         ...
 
 
 class BoundEventLog:
-    """Tells another one, with facts that belong to every event: what a note itself says goes before them."""
+    """Adds common facts to each event of another log. An event's own facts take precedence."""
 
     def __init__(self, event_log: EventLog) -> None:
         self._event_log = event_log
@@ -23,5 +29,7 @@ class BoundEventLog:
 
 
 class SilentEventLog:
+    """Discards all events."""
+
     def record(self, action: str, why: str = "", **facts: Any) -> None:
         pass

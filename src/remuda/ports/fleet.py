@@ -1,8 +1,4 @@
-"""A fleet of runner machines, known by its tags alone: whoever launched them.
-
-Bound to one environment. Nothing without `ghr:environment=<environment>` and `ghr:Application=github-action-runner` is
-ever listed, tagged or ended.
-"""
+"""Runner machines selected by their tags, regardless of the software that launched them."""
 
 from __future__ import annotations
 
@@ -13,22 +9,29 @@ from remuda.domain.scale_down.fleet import FleetMachine
 
 
 class TaggedFleet(Protocol):
+    """The machines of one environment.
+
+    Only machines tagged `ghr:environment=<environment>` and `ghr:Application=github-action-runner` are listed, tagged
+    or terminated.
+    """
+
     async def close(self) -> None: ...
 
     async def list_machines(self, *, orphans: bool = False) -> Sequence[FleetMachine]:
-        """Those that run or boot, all pages, in compute's own order; with `orphans` those tagged as orphans only."""
+        """Return all running and pending machines in EC2's order; with `orphans` only those tagged as orphans."""
         ...
 
     async def mark_orphans(self, instance_ids: Collection[str]) -> Mapping[str, str]:
-        """Tag them as orphans, in batches. Returns by id why some could not be."""
+        """Tag machines as orphans, in batches. Return the reasons of failures by id."""
         ...
 
     async def unmark_orphans(self, instance_ids: Collection[str]) -> Mapping[str, str]:
-        """Remove that tag. As above."""
+        """Remove the orphan tag, in batches. Return the reasons of failures by id."""
         ...
 
     async def terminate(self, instance_ids: Collection[str]) -> Mapping[str, str]:
-        """Ask for their end, in batches; one that is gone already is a success. Returns by id why some could not be
-        asked for. One that this fleet has not listed is refused.
+        """Request the termination of machines, in batches. Return the reasons of failures by id.
+
+        A machine that does not exist any more is a success. A machine that this fleet has not listed is a failure.
         """
         ...

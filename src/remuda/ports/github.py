@@ -1,6 +1,7 @@
-"""The github: GitHub's runners of one scope (an organisation, or a repository as owner/repo).
+"""GitHub's API for self-hosted runners.
 
-Its lists lag and its `busy` flag may be a minute old. The one atomic test is `delete`.
+A scope is an organisation or a repository as owner/repo. Lists lag, and the `busy` flag may be a minute old. Only
+`delete_runner` tests atomically whether a runner is busy.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ class JitRunner:
 
 class Deletion(Enum):
     DELETED = "deleted"
-    GONE = "already gone"
-    BUSY = "runs a job"
+    GONE = "gone"
+    BUSY = "busy"
 
 
 class GitHub(Protocol):
-    """Errors: `UserError` for a refused credential or permission, `Throttled`, `Unavailable`."""
+    """All methods raise `UserError` for a rejected credential or permission, `Throttled` and `Unavailable`."""
 
     async def close(self) -> None: ...
 
@@ -45,11 +46,11 @@ class GitHub(Protocol):
     async def removal_token(self, scope: str) -> Credential: ...
 
     async def jit_config(self, scope: str, *, name: str, labels: Sequence[str]) -> JitRunner:
-        """`Conflict` where the name exists."""
+        """Create a just-in-time registration. Raises `Conflict` if the name exists."""
         ...
 
     async def list_runners(self, scope: str) -> Sequence[GitHubRunner]:
-        """All pages, and as many runners as there are, or an error: never a part."""
+        """Return all runners of all pages, or raise: never an incomplete list."""
         ...
 
     async def get_runner(self, scope: str, runner_id: int) -> GitHubRunner | None: ...

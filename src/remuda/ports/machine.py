@@ -1,4 +1,4 @@
-"""The machine an agent runs on: who it is, what it remembers, how it ends."""
+"""The machine that an agent runs on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Identity:
 
 
 class ScriptStatus(StrEnum):
-    """What became of the pre-runner script."""
+    """Status of the pre-runner script."""
 
     PENDING = "pending"
     OK = "ok"
@@ -29,54 +29,59 @@ class ScriptStatus(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AgentState:
-    """What the agent keeps on disk, so that a restart at any point goes on rightly."""
+    """State that the agent keeps on disk, so that it can continue after a restart at any point."""
 
     script: ScriptStatus = ScriptStatus.PENDING
     script_detail: str = ""
-    #: The last threshold read: it rules while the store is out of reach.
+    #: The last threshold that was read. It applies while the store is unreachable.
     threshold: datetime | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
+    """Result of one step of the agent."""
+
     ok: bool
-    #: The story for a person. Never a credential.
+    #: Free text for people, without credentials.
     detail: str = ""
     #: Set if the step failed through no fault of the machine.
     failure: FailureKind | None = None
-    #: Number of removed things per kind.
+    #: Number of removed leftovers per kind.
     found: Mapping[str, int] = field(default_factory=dict, repr=False)
 
 
 class Machine(Protocol):
+    """Access of the agent to its own machine."""
+
     async def identity(self) -> Identity: ...
 
     def load(self) -> AgentState:
-        """What was remembered last; a fresh memory where there is none or it cannot be read."""
+        """Return the saved state, or a new one if it is missing or cannot be read."""
         ...
 
     def save(self, state: AgentState) -> None:
-        """Durable when it returns: a crash leaves the old or the new one."""
+        """Save the state durably. A crash leaves the old or the new state."""
         ...
 
     def set_dead_man_timer(self, at: datetime) -> None:
-        """The dead-man timer: at that time the machine ends, whatever the agent does or fails to do by then."""
+        """Make the machine shut down at that time, even if the agent has died. Replaces the former time."""
         ...
 
     async def spot_notice(self) -> str:
-        """What the cloud says about taking the machine away, or empty."""
+        """Return the cloud's announcement that it will reclaim the machine, or empty."""
         ...
 
     async def run_script(self, timeout_s: float) -> StepResult:
-        """The pre-runner script, to its end. OK where there is none."""
+        """Run the pre-runner script to its end. The result is OK without a script."""
         ...
 
     async def reset(self) -> StepResult:
-        """Kill every process of past jobs, restore the runner's folder, home, work and temp. OK only where a check
-        afterwards found nothing left.
+        """Kill all processes of past jobs and restore the runner's folder, home, work and temp.
+
+        The result is OK only if a check afterwards finds no leftovers.
         """
         ...
 
     async def end(self, reason: str) -> None:
-        """End the machine. Idempotent; may return before it has ended."""
+        """Shut down the machine. Idempotent; may return before it is down."""
         ...

@@ -1,8 +1,8 @@
-"""The pool: hints about idle instances, a queue for each resource class.
+"""The resource pool: one queue of messages about idle instances per resource class.
 
-As SQS: at least once, in any order, possibly late, possibly lost, possibly twice. A received message is hidden for its
-visibility timeout and then comes back, unless it was deleted; a receipt is good until then, and a stale one is
-ignored. Messages are hints; the store is the truth.
+Delivery is that of SQS: at least once, in any order, possibly late or lost. A received message is hidden for its
+visibility timeout and is delivered again afterwards unless it was deleted. A receipt is valid until then; stale ones
+are ignored. A message may be stale: only the record in the store proves the state of an instance.
 """
 
 from __future__ import annotations
@@ -13,49 +13,52 @@ from typing import Protocol
 
 from remuda.domain.resources import PoolMessage
 
-#: What one receive, delete or hand-back call may carry.
+#: Maximum messages per receive, delete or hand-back call.
 BATCH = 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Delivery:
     receipt: str
-    #: None where the body could not be parsed.
+    #: None if the body cannot be parsed.
     message: PoolMessage | None
-    #: Why it could not, for the log. Never the body itself.
+    #: Why the body cannot be parsed, without the body itself.
     malformed: str = ""
 
 
 class ResourcePool(Protocol):
+    """Queues of a pool."""
+
     async def prepare(self, classes: Collection[str]) -> Sequence[str]:
-        """Create and verify a queue for each class. Idempotent. Returns what was created, for people."""
+        """Create and verify a queue per class. Idempotent. Returns the created queues, for people."""
         ...
 
     async def close(self) -> None: ...
 
     async def send(self, messages: Collection[PoolMessage], *, delay_s: float = 0.0) -> None:
-        """Each to the queue of its class, in batches. Raises `Unavailable` where some were not taken: then any of
-        them may have been.
+        """Send each message to the queue of its class, in batches.
+
+        Raises `Unavailable` if some were not accepted; any of them may have been sent then.
         """
         ...
 
     async def receive(
         self, resource_class: str, *, limit: int = BATCH, visibility_s: float, wait_s: float = 0.0
     ) -> Sequence[Delivery]:
-        """Up to `limit` (at most `BATCH`) messages, at once or as soon as there is one within `wait_s`.
+        """Receive up to `limit` (at most `BATCH`) messages. Wait up to `wait_s` for the first one.
 
-        An unknown class raises `NotFound`.
+        Raises `NotFound` for an unknown class.
         """
         ...
 
     async def delete(self, resource_class: str, receipts: Collection[str]) -> None:
-        """In batches. Stale receipts are ignored."""
+        """Delete messages, in batches. Stale receipts are ignored."""
         ...
 
     async def hand_back(self, resource_class: str, receipts: Collection[str]) -> None:
-        """Make them visible again at once, in batches. Stale receipts are ignored."""
+        """Make messages visible again at once, in batches. Stale receipts are ignored."""
         ...
 
     async def depth(self, resource_class: str) -> int:
-        """About how many messages there are, hidden ones included."""
+        """Return the approximate number of messages, including hidden ones."""
         ...

@@ -1,4 +1,4 @@
-"""Spot prices: what the market asked for machines, where the caller may know it."""
+"""History of spot prices."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from remuda.domain.reporting.prices import SpotPrice
 
 
 class SpotPrices(Protocol):
+    """Source of spot prices."""
+
     async def spot_history(
         self, instance_types: Collection[str], *, since: datetime, until: datetime
     ) -> Sequence[SpotPrice]:
-        """Every change of a price in that time, and the price that held when it began, by type and zone. Types that
-        are not known are left out. Raises `UserError` where the caller may not ask.
+        """Return the price at `since` and every change until `until`, per type and zone.
+
+        Unknown types are omitted. Raises `UserError` if the caller lacks the permission.
         """
         ...

@@ -1,4 +1,4 @@
-"""The actions runner on a machine, as the agent drives it."""
+"""The actions runner on a machine."""
 
 from __future__ import annotations
 
@@ -12,55 +12,58 @@ from remuda.ports.machine import StepResult
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunnerState:
-    """What is on disk and what runs, whoever started it."""
+    """Configuration and processes of the runner, also those that an earlier agent started."""
 
-    #: The name under which it is registered, or empty.
-    configured_as: str = ""
-    #: A listener process is alive.
+    #: Name of its registration, or empty.
+    registered_as: str = ""
+    #: Whether a listener process is running.
     listening: bool = False
-    #: A job is running on it.
+    #: Whether a job is running.
     busy: bool = False
-    #: The exit code of the last listener this agent started, where it ended by itself.
+    #: Exit code of the last listener that this agent started, if it exited by itself.
     exit_code: int | None = None
-    #: It was registered for one job, and its listener has ended with it: there is nothing to start again.
+    #: Whether it was registered for one job and its listener has exited after it.
     spent: bool = False
-    #: Of a spent one: that its job was turned away, or empty.
+    #: If `spent`: description of the refused job of another run, or empty.
     refused: str = ""
 
 
 class RemovalStatus(Enum):
     REMOVED = "removed"
-    BUSY = "runs a job"
-    #: The github did not answer: it may do so later.
-    UNREACHABLE = "out of reach"
+    BUSY = "busy"
+    #: GitHub did not respond; a later attempt may succeed.
+    UNREACHABLE = "unreachable"
     FAILED = "failed"
 
 
 class RunnerSoftware(Protocol):
+    """Control of the runner software by the agent."""
+
     def state(self) -> RunnerState: ...
 
     async def configure(self, assignment: Assignment) -> StepResult:
-        """Register with the github; the listener stays off. A half registration of the same name is replaced."""
+        """Register with GitHub without starting the listener. Replaces a partial registration of the same name."""
         ...
 
     async def start(self, assignment: Assignment) -> None:
-        """Start the listener. It outlives the agent; a later agent finds it. It runs jobs of the assignment alone."""
+        """Start the listener, which runs only jobs of the assignment. It survives a restart of the agent."""
         ...
 
     def refused(self) -> str:
-        """What jobs of others were turned away since the last reset, for people; empty where none was. A job may have
-        written it: at the most it costs that job's own machine, once the job is over.
+        """Describe the jobs of other runs that were refused since the last reset, for people; empty if there were none.
+
+        A job can forge this. The worst effect is that its own instance is terminated after the job.
         """
         ...
 
     async def remove(self, assignment: Assignment) -> tuple[RemovalStatus, str]:
-        """Remove the registration on the github; REMOVED only when it is gone there. With a detail for people."""
+        """Remove the registration. REMOVED only if GitHub confirms it. Also returns a detail for people."""
         ...
 
     async def stop(self) -> None:
-        """Stop the listener, by force if need be. Only after the registration is gone: there is no drain."""
+        """Stop the listener, if necessary by force. Only after the registration is removed: it may kill a job."""
         ...
 
     async def wait_for_change(self, since: RunnerState, timeout_s: float) -> RunnerState:
-        """Returns as soon as the state differs from `since`, else after `timeout_s`."""
+        """Return the state as soon as it differs from `since`, or after `timeout_s`."""
         ...

@@ -1,15 +1,15 @@
-"""The store: the truth about instances and provisions.
+"""The store of instances, reports, provisions and the pool configuration.
 
-Writes are conditional and atomic: the check of a guard and the write it guards are one step for all processes. A
-write that is refused raises `Conflict` with the record that is there (`current`), read in the same step. A write whose
-answer is lost raises `Unavailable`: it may have been applied, and the caller finds out by reading.
+Writes are conditional: the check of the condition and the write are one atomic step for all processes. If the condition
+fails, the write raises `Conflict` with the stored record (`current`), read in the same step. If the response is lost,
+it raises `Unavailable`: the write may have been applied, and the caller must read to find out.
 
-Reads by key (`get`, `get_many`, `provisions_of_run`, …) see every write that was acknowledged before them. Searches
-(`find…`, `unsettled_provisions`) may lag: they may miss what was just written and show what has just changed. Their
-callers act by conditional write only.
+Reads by key (`get`, `get_many`, `provisions_of_run`, …) see all writes that were acknowledged before. Searches
+(`find…`, `unsettled_provisions`) may lag: they may miss recent writes and return old values. Callers must therefore act
+on their results only by conditional writes.
 
-A record that cannot be parsed is told of by name and never hides the others: reads by key raise `Unreadable`, which
-also holds those that can be parsed; searches leave it out and keep its name in `malformed_records`.
+A record that cannot be parsed does not hide the others: reads by key raise `Unreadable`, which contains the readable
+records; searches omit it and add its name to `malformed_records`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ from remuda.domain.provision import Provision
 from remuda.domain.signals import FailureKind, Report, Signal
 from remuda.domain.transitions import Change
 
-#: How many entries of an instance's history are kept: fifty uses make about 250.
+#: Maximum history entries per instance. Fifty uses create about 250.
 HISTORY_LIMIT = 400
 
 
 class InstanceStore(Protocol):
+    """The store of one pool."""
+
     async def prepare(self) -> Sequence[str]:
-        """Create and verify what the store needs. Idempotent. Returns what was created, for people."""
+        """Create and verify the tables. Idempotent. Returns what was created, for people."""
         ...
 
     async def close(self) -> None: ...
@@ -39,60 +41,64 @@ class InstanceStore(Protocol):
     # Control records ------------------------------------------------------------------------------------------
 
     async def apply(self, change: Change) -> Instance:
-        """Carry out a change where its guard admits the stored record.
+        """Apply a change if the stored record meets its condition. Return the new record.
 
-        Only the fields that the change sets are written: what others wrote to other fields stays. Its history entry is
-        written in the same step, or soon after it and at the latest by `close`. A history that cannot be written fails
-        nothing: it is told of, and records never rest on it.
-        Raises `Conflict(current=record or None)` where the guard does not hold; then nothing was written.
+        Only the fields that the change sets are written. The history entry is written in the same step or soon after,
+        at the latest by `close`. If it cannot be written, the change still succeeds: no decision depends on it.
+        Raises `Conflict(current=record or None)` if the condition is not met; then nothing was written.
         """
         ...
 
     async def apply_all(self, changes: Sequence[Change]) -> Sequence[RemudaError | None]:
-        """`apply` of changes to different instances, in fewer calls where the store can: for each change what `apply`
-        would have raised, or None where it was applied. What is raised instead goes for each of them.
+        """Apply changes to different instances, in as few calls as possible.
+
+        Returns for each change the error that `apply` would have raised, or None if it was applied. An error that this
+        method raises applies to all of them.
         """
         ...
 
     async def get(self, instance_id: str) -> Instance | None: ...
 
     async def get_many(self, instance_ids: Collection[str]) -> Mapping[str, Instance]:
-        """Those that exist, by id; in as few calls as the store allows. `Unreadable` where some cannot be parsed."""
+        """Return the existing records by id, in few calls. Raises `Unreadable` if some cannot be parsed."""
         ...
 
     async def find(self, states: Collection[State], *, threshold_before: datetime | None = None) -> Sequence[Instance]:
-        """Every record in one of the states (and with a threshold not after the given time), all pages. May lag."""
+        """Return all records in the states, optionally with a threshold not after a time. May lag."""
         ...
 
     async def find_by_provision(self, provision_id: str) -> Sequence[Instance]:
-        """Every record whose present or last assignment is of this provision. May lag."""
+        """Return all records whose current or last assignment belongs to the provision. May lag."""
         ...
 
     async def count_live(self) -> int:
-        """How many instances are not terminated. May lag."""
+        """Return the number of instances that are not terminated. May lag."""
         ...
 
     async def wait_for_control(
         self, instance_id: str, since: Instance | None, timeout_s: float, *, urgent: bool = True
     ) -> Instance | None:
-        """Returns the record as soon as it differs from `since`, else what is there after `timeout_s`. A store that
-        has to look for changes looks less often where it is not `urgent`.
+        """Return the record as soon as it differs from `since`, or the stored one after `timeout_s`.
+
+        A store that polls does so less often if the wait is not `urgent`.
         """
         ...
 
     async def history(self, instance_id: str) -> Sequence[HistoryEntry]:
-        """The last `HISTORY_LIMIT` entries, oldest first; all that were applied through this store are in it. One that
-        cannot be parsed is left out, and named in `malformed_records`.
+        """Return the last `HISTORY_LIMIT` entries, oldest first, including all that were applied through this store.
+
+        Entries that cannot be parsed are omitted and named in `malformed_records`.
         """
         ...
 
     async def histories(self, instance_ids: Collection[str]) -> Mapping[str, Sequence[HistoryEntry]]:
-        """The `history` of each that has one, by id, for reports."""
+        """Return the histories by id, for reports. Instances without a history are omitted."""
         ...
 
     async def forget(self, now: datetime) -> int:
-        """Remove terminated records (with reports and history) and settled provisions whose
-        `forget_at` has passed. Returns how many; a store that does so by itself returns 0.
+        """Delete terminated records, with reports and history, and settled provisions whose `forget_at` has passed.
+
+        Returns their number; 0 if the store expires them by itself.
         """
         ...
 
@@ -101,11 +107,11 @@ class InstanceStore(Protocol):
     async def get_report(self, instance_id: str) -> Report | None: ...
 
     async def get_reports(self, instance_ids: Collection[str]) -> Mapping[str, Report]:
-        """As `get_many`."""
+        """Like `get_many`, for reports."""
         ...
 
     async def troubled_reports(self) -> Sequence[Report]:
-        """Those that are `troubled`, for the sweeps. May lag, and may show some of instances that have ended."""
+        """Return the reports that are `troubled`. May lag, and may include reports of terminated instances."""
         ...
 
     async def write_signal(
@@ -118,69 +124,69 @@ class InstanceStore(Protocol):
         duration_s: float | None = None,
         failure: FailureKind | None = None,
     ) -> None:
-        """Conditional on (epoch, rank) not falling (equal is allowed and rewrites); else `Conflict`.
+        """Write a signal if (epoch, rank) does not fall; an equal one overwrites. Raises `Conflict` otherwise.
 
-        Details are cut at `MAX_DETAIL`. Other fields of the report stay.
+        The detail is cut at `MAX_DETAIL`. The heartbeat fields of the report keep their values.
         """
         ...
 
     async def beat(
         self, instance_id: str, *, at: datetime, busy: bool, listening: bool, notice: str, version: str
     ) -> None:
-        """One heartbeat: the counter rises by one, the fields are replaced, the signal stays."""
+        """Write one heartbeat: increment the counter and replace the fields. The signal keeps its value."""
         ...
 
     async def wait_for_report(self, instance_id: str, since: Report | None, timeout_s: float) -> Report | None:
-        """Returns the report as soon as it differs from `since`, else what is there after `timeout_s`."""
+        """Return the report as soon as it differs from `since`, or the stored one after `timeout_s`."""
         ...
 
     # Provisions -----------------------------------------------------------------------------------------------
 
     async def put_provision(self, provision: Provision) -> None:
-        """Put if absent, else `Conflict`."""
+        """Write a new provision. Raises `Conflict` if it exists."""
         ...
 
     async def replace_provision(self, before: Provision, after: Provision) -> None:
-        """Conditional on the stored status, instance ids and `settled` being those of `before`; else `Conflict`
-        with the stored one as `current` (None where there is none).
+        """Replace a provision if the stored status, instance ids and `settled` equal those of `before`.
+
+        Raises `Conflict` with the stored provision as `current` (or None) otherwise.
         """
         ...
 
     async def get_provision(self, run_id: str, provision_id: str) -> Provision | None: ...
 
     async def provisions_of_run(self, run_id: str) -> Sequence[Provision]:
-        """Every provision of a run, strongly consistent, oldest first. `Unreadable` where some cannot be parsed; it
-        holds the others by their ids.
-        """
+        """Return a run's provisions, strongly consistent, oldest first. Raises `Unreadable` if one cannot be parsed."""
         ...
 
     async def unsettled_provisions(self, deadline_before: datetime) -> Sequence[Provision]:
-        """Those whose deadline has passed without a release, and released ones that are not settled. May lag."""
+        """Return unreleased provisions past their deadline and released ones that are not settled. May lag."""
         ...
 
     async def recent_provisions(self, limit: int, *, since: datetime | None = None) -> Sequence[Provision]:
-        """The newest (and begun at or after a time), newest first, for reports. May lag."""
+        """Return the newest provisions, newest first, optionally only those created since a time. May lag."""
         ...
 
-    # Pool configuration and the sweeps' memory ----------------------------------------------------------------
+    # Pool configuration and state of the sweeps ---------------------------------------------------------------
 
     async def get_config(self) -> PoolConfig | None: ...
 
     async def put_config(self, config: PoolConfig) -> None:
-        """Conditional on the stored revision being `config.revision - 1` (or no configuration at revision 1);
-        else `Conflict` with the stored one.
+        """Write the configuration if the stored revision is `config.revision - 1`, or revision 1 if nothing is stored.
+
+        Raises `Conflict` with the stored configuration otherwise.
         """
         ...
 
     async def get_first_seen(self) -> Mapping[str, datetime]:
-        """What sweeps saw amiss and since when: they act on the second look only."""
+        """Return when sweeps first saw each anomaly. They act only on anomalies that persist."""
         ...
 
     async def put_first_seen(self, first_seen: Mapping[str, datetime]) -> None:
-        """Replaces all of them; the last writer wins."""
+        """Replace all entries; the last writer wins."""
         ...
 
     @property
     def malformed_records(self) -> Mapping[str, str]:
-        """What searches have left out since this store was opened: names, and why each cannot be parsed."""
+        """Names of the records that searches omitted since the store was opened, with the reasons."""
         ...

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import subprocess
 from collections.abc import AsyncIterator
@@ -16,11 +15,12 @@ from aiobotocore.config import AioConfig
 
 from remuda.adapters.aws.ec2.calls import client_config
 from remuda.adapters.aws.ec2.compute import Ec2Compute
-from remuda.adapters.system.clock import SystemClock, SystemIds
+from remuda.adapters.system.clock import SystemIds
 from remuda.domain.resources import ResourceClass, RunnerRequest, Tier, TypePatterns, UsageClass
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import LaunchRequest, LaunchResult
 from tests.support.aws.servers import HERE, LOOPBACK, ROOT, ServerError, aws_client
+from tests.support.virtual_time import AdjustableClock
 
 if TYPE_CHECKING:
     from types_aiobotocore_ec2 import EC2Client
@@ -161,17 +161,6 @@ async def describe_instances(client: EC2Client) -> dict[str, dict[str, Any]]:
 # Compute --------------------------------------------------------------------------------------------------------------
 
 
-class RecordingClock(SystemClock):
-    """Records pauses between retries instead of waiting."""
-
-    def __init__(self) -> None:
-        self.slept: list[float] = []
-
-    async def sleep(self, seconds: float) -> None:
-        self.slept.append(seconds)
-        await asyncio.sleep(0)
-
-
 @dataclass(kw_only=True)
 class Ec2Fixture:
     server: Ec2Server
@@ -179,7 +168,7 @@ class Ec2Fixture:
     #: Valid launch options.
     options: dict[str, str]
     calls: CallCounter
-    clock: RecordingClock
+    clock: AdjustableClock
 
     @property
     def subnets(self) -> list[str]:
@@ -238,7 +227,13 @@ async def ec2_fixture() -> AsyncIterator[Ec2Fixture]:
     server.reset()
     async with server.client() as client:
         options = await server.launch_options(client)
-        yield Ec2Fixture(server=server, client=client, options=options, calls=CallCounter(), clock=RecordingClock())
+        yield Ec2Fixture(
+            server=server,
+            client=client,
+            options=options,
+            calls=CallCounter(),
+            clock=AdjustableClock(longest_sleep_s=0.0),
+        )
 
 
 def instance_ids(result: LaunchResult) -> list[str]:

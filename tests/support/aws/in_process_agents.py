@@ -79,7 +79,7 @@ class RegisteringRunner(RecordingRunner):
         return await super().configure(assignment)
 
     async def remove(self, assignment: Assignment) -> tuple[RemovalStatus, str]:
-        if self.current.configured_as and not assignment.runner_id:
+        if self.current.registered_as and not assignment.runner_id:
             token = assignment.credential.token if assignment.credential else ""
             body = {"url": assignment.url, "token": token, "runner_id": self._runner_id}
             answer = await self._http.post("/_runner/remove", json=body)

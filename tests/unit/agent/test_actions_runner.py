@@ -173,7 +173,7 @@ class TestConfigure:
 
         assert outcome.ok
         assert outcome.detail == "exit code 0: Connected with ***"
-        assert runner.state() == RunnerState(configured_as="remuda-p-1-i-1")
+        assert runner.state() == RunnerState(registered_as="remuda-p-1-i-1")
         work = folder.runner.parent / "work"
         flags = f"--unattended --no-default-labels --disableupdate --replace --work {work}\n"
         assert folder.read("arguments") == flags
@@ -238,14 +238,14 @@ class TestListener:
         runner = folder.open()
         await runner.configure(ASSIGNMENT)
         await runner.start(ASSIGNMENT)
-        assert runner.state() == RunnerState(configured_as="remuda-p-1-i-1", listening=True)
+        assert runner.state() == RunnerState(registered_as="remuda-p-1-i-1", listening=True)
         folder.say("Listening for Jobs", "Running job: x")
         await until(runner, busy=True)
         names = {line.partition("=")[0] for line in folder.read("listener-environment").splitlines()}
         assert names <= {"PATH", "LANG", "HOME", "RUNNER_ALLOW_RUNASROOT", "PWD", "SHLVL", "_", "OLDPWD", STARTED}
         assert os.getsid(folder.listener()) == folder.listener()
         await runner.stop()
-        assert runner.state() == RunnerState(configured_as="remuda-p-1-i-1")
+        assert runner.state() == RunnerState(registered_as="remuda-p-1-i-1")
 
     async def test_second_start_does_nothing(self, folder: Folder) -> None:
         runner = folder.open()
@@ -370,13 +370,13 @@ class TestJustInTime:
         assert (await folder.open().configure(assignment)).ok
         # A restarted agent knows the same.
         runner = folder.open()
-        assert runner.state() == RunnerState(configured_as="jit")
+        assert runner.state() == RunnerState(registered_as="jit")
         assert "PACKED" not in repr(runner.state())
         removal, _ = await runner.remove(JUST_IN_TIME)
         assert removal is RemovalStatus.FAILED
         await runner.start(ASSIGNMENT)
         folder.say("Running job: a")
-        await until(runner, busy=True, configured_as="jit")
+        await until(runner, busy=True, registered_as="jit")
         assert "ACTIONS_RUNNER_INPUT_JITCONFIG=PACKED" in folder.read("listener-environment")
         assert b"PACKED" not in b"".join(path.read_bytes() for path in folder.log.parent.iterdir())
         await runner.stop()
@@ -426,7 +426,7 @@ class TestJustInTime:
         while not (folder.runner / ".runner").exists():
             await runner.wait_for_change(runner.state(), 0.01)
         assert (await runner.remove(gone))[0] is RemovalStatus.REMOVED
-        assert (runner.state().listening, runner.state().configured_as) == (True, "")
+        assert (runner.state().listening, runner.state().registered_as) == (True, "")
         await runner.stop()
 
 
@@ -480,7 +480,7 @@ class TestRegistrar:
         assert "ACTIONS_RUNNER_INPUT_TOKEN=SECRET" in (registrar / "environment").read_text()
         await runner.start(ASSIGNMENT)
         await until(runner, listening=True)
-        assert runner.state().configured_as == "remuda-p-1-i-1"
+        assert runner.state().registered_as == "remuda-p-1-i-1"
         await runner.stop()
 
     @pytest.mark.parametrize("name", [".runner", ".credentials", "..runner.new"])
@@ -510,7 +510,7 @@ class TestRegistrar:
         await runner.configure(ASSIGNMENT)
         (folder.runner / "config.sh").write_text("#!/bin/sh\nenv >stolen\n")
         (folder.runner / ".runner").write_text('{"agentName": "x", "gitHubUrl": "https://evil.example.com"}')
-        assert runner.state().configured_as == "remuda-p-1-i-1"
+        assert runner.state().registered_as == "remuda-p-1-i-1"
         (registrar / "behave").write_text("cat .runner >removed; rm .runner")
         removal, _ = await runner.remove(ASSIGNMENT)
         assert removal is RemovalStatus.REMOVED

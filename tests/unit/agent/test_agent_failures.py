@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import pytest
 
-from remuda.agent.decide import MAX_REMOVALS, MAX_STARTS
+from remuda.agent.decide import MAX_FAILED_REMOVALS, MAX_STARTS
 from remuda.agent.loop import STEP_LIMIT_S
 from remuda.domain.instance import State
 from remuda.domain.signals import Signal
@@ -276,7 +276,7 @@ def test_removal_rejected_for_a_running_job_does_not_count_as_failed() -> None:
     async def scenario() -> None:
         fixture = AgentFixture()
         await running(fixture)
-        refusals = 3 * MAX_REMOVALS
+        refusals = 3 * MAX_FAILED_REMOVALS
         fixture.runner.removals = [RemovalStatus.BUSY] * refusals
         await fixture.release()
         started = fixture.clock.monotonic()
@@ -293,11 +293,11 @@ def test_failed_removal_is_retried_with_backoff() -> None:
     async def scenario() -> None:
         fixture = AgentFixture()
         await running(fixture)
-        fixture.runner.removals = [RemovalStatus.FAILED] * (MAX_REMOVALS - 1)
+        fixture.runner.removals = [RemovalStatus.FAILED] * (MAX_FAILED_REMOVALS - 1)
         await fixture.release()
         started = fixture.clock.monotonic()
         await until(lambda: fixture.signalled(CLEAN))
-        assert fixture.log.count("remove FAILED") == MAX_REMOVALS - 1
+        assert fixture.log.count("remove FAILED") == MAX_FAILED_REMOVALS - 1
         assert fixture.clock.monotonic() - started >= 0.2 + 0.4 + 0.8 + 1.6
         await fixture.crash()
 
@@ -312,7 +312,7 @@ def test_repeatedly_failed_removal_is_signalled_and_the_runner_keeps_running() -
         await fixture.release()
         await until(lambda: fixture.signalled(Signal.UD_REMOVE_REG_FAILED))
         await asyncio.sleep(60)
-        assert fixture.log.count("remove FAILED") == MAX_REMOVALS
+        assert fixture.log.count("remove FAILED") == MAX_FAILED_REMOVALS
         assert "stop" not in fixture.log
         assert "reset" not in fixture.log
         await fixture.crash()
@@ -324,10 +324,10 @@ def test_removal_is_retried_without_limit_while_github_is_unreachable() -> None:
     async def scenario() -> None:
         fixture = AgentFixture()
         await running(fixture)
-        fixture.runner.removals = [RemovalStatus.UNREACHABLE] * (MAX_REMOVALS + 3)
+        fixture.runner.removals = [RemovalStatus.UNREACHABLE] * (MAX_FAILED_REMOVALS + 3)
         await fixture.release()
         await until(lambda: fixture.signalled(CLEAN))
-        assert fixture.log.count("remove UNREACHABLE") == MAX_REMOVALS + 3
+        assert fixture.log.count("remove UNREACHABLE") == MAX_FAILED_REMOVALS + 3
         await fixture.crash()
 
     run_virtual(scenario())

@@ -171,7 +171,7 @@ def test_agent_continues_after_a_kill_at_any_step(after: int) -> None:
         assert fixture.record.state is State.IDLE
         assert fixture.record.uses == 2
         assert not fixture.runner.current.listening
-        assert fixture.runner.current.configured_as == ""
+        assert fixture.runner.current.registered_as == ""
         again = {"configure", "reset", "script"}
         once = [each for each in fixture.log if each.split()[0] not in again]
         assert once == [each for each in LIFE if each.split()[0] not in again]

@@ -8,7 +8,15 @@ from datetime import datetime
 
 import pytest
 
-from remuda.agent.decide import MAX_REMOVALS, MAX_STARTS, TERMINAL_EXITS, AgentAction, AgentStep, Observation, next_step
+from remuda.agent.decide import (
+    MAX_FAILED_REMOVALS,
+    MAX_STARTS,
+    TERMINAL_EXITS,
+    AgentAction,
+    AgentStep,
+    Observation,
+    next_step,
+)
 from remuda.domain.instance import Credential, State
 from remuda.domain.signals import Signal
 from remuda.ports.machine import ScriptStatus
@@ -18,7 +26,7 @@ from tests.support.records import NOW, assignment, at
 
 RIGHT = assignment(2).runner_name
 RUNNERS = [
-    RunnerState(configured_as=name, listening=listening, busy=busy, exit_code=code)
+    RunnerState(registered_as=name, listening=listening, busy=busy, exit_code=code)
     for name, listening, busy, code in itertools.product(
         ("", RIGHT, "remuda-test-1-i-0"), (False, True), (False, True), (None, 0, 1, 2)
     )
@@ -38,9 +46,9 @@ def _assignment(state: State) -> object:
 
 
 ALL = [
-    observation(state, runner=runner, script=script, signalled=signalled, starts=starts, removals=removals)
+    observation(state, runner=runner, script=script, signalled=signalled, starts=starts, failed_removals=removals)
     for state, runner, script, signalled, starts, removals in itertools.product(
-        (None, *State), RUNNERS, ScriptStatus, SIGNALLED, (0, MAX_STARTS), (0, MAX_REMOVALS)
+        (None, *State), RUNNERS, ScriptStatus, SIGNALLED, (0, MAX_STARTS), (0, MAX_FAILED_REMOVALS)
     )
 ]
 STEPS: list[tuple[Observation, AgentStep]] = [(each, next_step(each)) for each in ALL]
@@ -63,7 +71,7 @@ def test_every_combination_has_a_step_with_a_reason() -> None:
     ("action", "states"),
     [
         (AgentAction.START, {State.RUNNING}),
-        (AgentAction.CONFIGURE, {State.CREATED, State.CLAIMED}),
+        (AgentAction.REGISTER, {State.CREATED, State.CLAIMED}),
         (AgentAction.REMOVE, {State.RELEASING}),
         (AgentAction.STOP, {State.RELEASING}),
         (AgentAction.RESET, {State.RELEASING}),
@@ -82,23 +90,23 @@ def test_idle_agent_only_waits() -> None:
 
 def test_runner_starts_only_for_its_registration_and_if_not_listening() -> None:
     for seen in observations_leading_to(AgentAction.START):
-        assert (seen.runner.configured_as, seen.runner.listening) == (RIGHT, False)
+        assert (seen.runner.registered_as, seen.runner.listening) == (RIGHT, False)
         assert seen.runner.exit_code not in TERMINAL_EXITS
         assert seen.starts < MAX_STARTS
 
 
 def test_registration_requires_a_finished_script_and_no_other_registration() -> None:
-    for seen in observations_leading_to(AgentAction.CONFIGURE):
+    for seen in observations_leading_to(AgentAction.REGISTER):
         assert seen.script is ScriptStatus.OK
-        assert (seen.runner.configured_as, seen.runner.listening) == ("", False)
+        assert (seen.runner.registered_as, seen.runner.listening) == ("", False)
 
 
 def test_release_order_is_remove_stop_reset() -> None:
     for seen in observations_leading_to(AgentAction.STOP):
-        assert seen.runner.configured_as == ""
+        assert seen.runner.registered_as == ""
         assert seen.runner.listening
     for seen in observations_leading_to(AgentAction.RESET):
-        assert (seen.runner.configured_as, seen.runner.listening) == ("", False)
+        assert (seen.runner.registered_as, seen.runner.listening) == ("", False)
 
 
 def test_running_job_is_not_interrupted() -> None:
@@ -116,10 +124,10 @@ def test_signals_belong_to_the_state_of_the_record() -> None:
 def test_ok_signals_match_the_observed_state() -> None:
     for seen, step in STEPS:
         if step.signal is Signal.UD_REG_OK:
-            assert seen.runner == replace(seen.runner, configured_as=RIGHT, listening=False)
+            assert seen.runner == replace(seen.runner, registered_as=RIGHT, listening=False)
             assert seen.script is ScriptStatus.OK
         if step.signal is Signal.UD_REMOVE_REG_OK:
-            assert (seen.runner.configured_as, seen.runner.listening, seen.runner.busy) == ("", False, False)
+            assert (seen.runner.registered_as, seen.runner.listening, seen.runner.busy) == ("", False, False)
         # Only the result of the reset signals that the machine is clean.
         assert step.signal is not Signal.UD_REMOVE_REG_REMOVE_RUN_OK
 
@@ -139,24 +147,24 @@ def test_agent_waits_after_a_failed_release() -> None:
 def test_running_instance_without_registration_signals_a_failure() -> None:
     """Neither listening nor configured for this epoch: `UD_REG_FAILED`, unless already signalled."""
     for seen, step in STEPS:
-        if state_of(seen) is State.RUNNING and seen.runner.configured_as != RIGHT and seen.signalled is None:
+        if state_of(seen) is State.RUNNING and seen.runner.registered_as != RIGHT and seen.signalled is None:
             assert step.signal is Signal.UD_REG_FAILED
 
 
 @pytest.mark.parametrize("code", sorted(TERMINAL_EXITS))
 def test_runner_is_not_restarted_after_a_terminal_exit_code(code: int) -> None:
-    seen = observation(State.RUNNING, runner=RunnerState(configured_as=RIGHT, exit_code=code))
+    seen = observation(State.RUNNING, runner=RunnerState(registered_as=RIGHT, exit_code=code))
     assert next_step(seen).signal is Signal.UD_REG_FAILED
 
 
 def test_runner_is_not_restarted_after_too_many_starts() -> None:
-    runner = RunnerState(configured_as=RIGHT, exit_code=2)
+    runner = RunnerState(registered_as=RIGHT, exit_code=2)
     assert next_step(observation(State.RUNNING, runner=runner, starts=MAX_STARTS - 1)).action is AgentAction.START
     assert next_step(observation(State.RUNNING, runner=runner, starts=MAX_STARTS)).signal is Signal.UD_REG_FAILED
 
 
 def test_jit_runner_that_refused_its_only_job_signals_a_failure() -> None:
-    spent = RunnerState(configured_as=RIGHT, exit_code=0, spent=True)
+    spent = RunnerState(registered_as=RIGHT, exit_code=0, spent=True)
     assert next_step(observation(State.RUNNING, runner=spent)).action is AgentAction.WAIT
     refused = replace(spent, refused="refused a job of run 9 of eve/r")
     step = next_step(observation(State.RUNNING, runner=refused))
@@ -173,7 +181,7 @@ def test_failed_script_is_signalled_once() -> None:
 
 # The removal ------------------------------------------------------------------------------------------------------
 
-REGISTERED = RunnerState(configured_as=RIGHT, listening=True)
+REGISTERED = RunnerState(registered_as=RIGHT, listening=True)
 
 
 @pytest.mark.parametrize(
@@ -191,9 +199,9 @@ def test_removal_requires_a_valid_credential(credential: Credential | None, acti
 
 
 def test_removal_is_given_up_after_too_many_failures() -> None:
-    seen = observation(State.RELEASING, runner=REGISTERED, removals=MAX_REMOVALS - 1)
+    seen = observation(State.RELEASING, runner=REGISTERED, failed_removals=MAX_FAILED_REMOVALS - 1)
     assert next_step(seen).action is AgentAction.REMOVE
-    assert next_step(replace(seen, removals=MAX_REMOVALS)).signal is Signal.UD_REMOVE_REG_FAILED
+    assert next_step(replace(seen, failed_removals=MAX_FAILED_REMOVALS)).signal is Signal.UD_REMOVE_REG_FAILED
 
 
 def test_release_of_a_machine_that_never_read_its_claim() -> None:

@@ -67,7 +67,7 @@ def test_all_that_a_user_runs_ends_and_nobody_else(crowd: Crowd, tmp_path: Path)
     crowd.start("setsid", "sh", "-c", f"({SLEEPER} &)")
     crowd.start("sh", "-c", SLEEPER, uid=first)
     killing = processes.kill_user(other_user(tmp_path), clock=SystemClock(), limit_s=LONG_S)
-    assert killing.left == ()
+    assert killing.survivors == ()
     # Any of them may still be the shell.
     assert len(killing.killed) >= 3
     assert set(killing.killed) <= {"sh", "sleep", "setsid"}
@@ -80,7 +80,7 @@ def test_a_process_that_is_another_one_every_moment_ends_too(crowd: Crowd, tmp_p
     if shutil.which("perl", path=os.defpath) is None:
         pytest.skip("it takes a quick language: there is no perl")
     crowd.start("perl", "-e", CHANGELING)
-    assert processes.kill_user(other_user(tmp_path), clock=SystemClock(), limit_s=LONG_S).left == ()
+    assert processes.kill_user(other_user(tmp_path), clock=SystemClock(), limit_s=LONG_S).survivors == ()
     crowd.wait_until_silent()
 
 
@@ -97,7 +97,7 @@ def test_ids_for_its_containers_are_read(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(job_user, "SUBORDINATE", (subids, tmp_path / "missing"))
     user = JobUser.find("daemon")
     assert user.subordinate == ((100_000, 65_536),)
-    assert user.is_one_of_its(user.uid)
-    assert user.is_one_of_its(165_535)
-    assert not user.is_one_of_its(165_536)
+    assert user.owns_uid(user.uid)
+    assert user.owns_uid(165_535)
+    assert not user.owns_uid(165_536)
     assert user.gid in user.groups()

@@ -51,10 +51,10 @@ def test_registrar_is_a_copy_of_the_pristine_software_and_can_be_recreated(tmp_p
 def test_folders_of_another_instance_do_not_count_as_ready(tmp_path: Path) -> None:
     made = folders(tmp_path)
     made.make()
-    assert not made.belong_to(ID)
-    made.assign_to(ID)
-    assert made.belong_to(ID)
-    assert not made.belong_to("i-1" + ID[3:])
+    assert not made.were_prepared_for(ID)
+    made.mark_prepared_for(ID)
+    assert made.were_prepared_for(ID)
+    assert not made.were_prepared_for("i-1" + ID[3:])
 
 
 def test_home_of_another_user_is_an_error(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_all_descendants_but_the_kept_ones_are_killed(trees: list[Tree]) -> None
 
     killing = processes.kill_descendants(tree.pid, keep={tree.pid, sleeper.pid}, clock=SystemClock(), limit_s=LONG_S)
 
-    assert killing.left == ()
+    assert killing.survivors == ()
     # Names without arguments, which may contain secrets.
     assert sorted(killing.killed) in (["sh", "sleep", "sleep"], ["sleep", "sleep"])
     # The shell between the two is kept, too.
@@ -136,7 +136,7 @@ def test_process_that_another_restarts_is_killed(trees: list[Tree]) -> None:
 
     killing = processes.kill_descendants(tree.pid, keep=(), clock=SystemClock(), limit_s=LONG_S)
 
-    assert killing.left == ()
+    assert killing.survivors == ()
     assert procfs.descendants(tree.pid) == []
 
 
@@ -190,7 +190,7 @@ def test_kill_gives_up_at_the_time_limit(trees: list[Tree]) -> None:
 
     killing = processes.kill_descendants(tree.pid, keep=(), clock=SystemClock(), limit_s=0)
 
-    assert [process.ppid for process in killing.left] == [tree.pid]
+    assert [process.ppid for process in killing.survivors] == [tree.pid]
 
 
 def test_process_is_found_by_the_path_of_its_program(tmp_path: Path) -> None:
@@ -230,16 +230,16 @@ class TestRun:
     async def test_returns_exit_code_and_output(self, tmp_path: Path) -> None:
         code, output = await processes.run(
             ["/bin/sh", "-c", "echo out; echo err >&2; echo $A; exit 3"],
-            folder=tmp_path,
+            cwd=tmp_path,
             environment={"A": "b"},
-            limit_s=LONG_S,
-            scratch=tmp_path,
+            timeout_s=LONG_S,
+            temp_dir=tmp_path,
         )
         assert (code, output) == (3, "out\nerr\nb\n")
 
     async def test_does_not_wait_for_background_processes(self, tmp_path: Path) -> None:
         code, output = await processes.run(
-            ["/bin/sh", "-c", "sleep 1000 & echo $!"], folder=tmp_path, environment={}, limit_s=LONG_S, scratch=tmp_path
+            ["/bin/sh", "-c", "sleep 1000 & echo $!"], cwd=tmp_path, environment={}, timeout_s=LONG_S, temp_dir=tmp_path
         )
         os.kill(int(output), signal.SIGKILL)
         assert code == 0
@@ -251,10 +251,10 @@ class TestRun:
             limit_s *= 2
             code, output = await processes.run(
                 ["/bin/sh", "-c", "sleep 1000 & echo $!; wait"],
-                folder=tmp_path,
+                cwd=tmp_path,
                 environment={},
-                limit_s=limit_s,
-                scratch=tmp_path,
+                timeout_s=limit_s,
+                temp_dir=tmp_path,
             )
             assert code is None
         child = procfs.read_process(int(output))
@@ -263,7 +263,7 @@ class TestRun:
 
     async def test_command_that_cannot_start_returns_127(self, tmp_path: Path) -> None:
         code, output = await processes.run(
-            ["/no/such/program"], folder=tmp_path, environment={}, limit_s=LONG_S, scratch=tmp_path
+            ["/no/such/program"], cwd=tmp_path, environment={}, timeout_s=LONG_S, temp_dir=tmp_path
         )
         assert code == 127
         assert "/no/such/program" in output

@@ -319,7 +319,7 @@ async def test_a_user_of_their_own_gets_the_folders_and_nothing_above(machine: M
     shutil.rmtree(machine.runner)
     left = [Finding(kind=Kind.CRONTAB, name="remuda-job")]
     reset = Reset(
-        kill=lambda: processes.KillResult(killed=(), left=()),
+        kill=lambda: processes.KillResult(killed=(), survivors=()),
         runner_folder=machine.runner,
         pristine=machine.pristine,
         recreate=machine.rooms,
@@ -354,7 +354,7 @@ class Places:
 
     def kill(self) -> processes.KillResult:
         self.asked.append("kill")
-        return processes.KillResult(killed=("cron",) if self.armed > 0 else (), left=())
+        return processes.KillResult(killed=("cron",) if self.armed > 0 else (), survivors=())
 
     def disarm(self) -> Sequence[Finding]:
         self.asked.append("disarm")

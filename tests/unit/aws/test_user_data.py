@@ -196,7 +196,7 @@ def test_firewall_rules_are_set_once(box: BootstrapBox) -> None:
 def test_firewall_fails_if_a_rule_cannot_be_set(box: BootstrapBox, broken: str) -> None:
     """After a reboot, the agent, cron, at and the job user's systemd then do not start."""
     if broken.startswith("ip6") and not Path("/proc/net/if_inet6").exists():
-        pytest.skip("there is no IPv6 in this kernel: no such rule is asked for")
+        pytest.skip("this kernel has no IPv6, so no such rule is set")
     box.preinstall()
     box.command("iptables", IPTABLES)
     box.command("ip6tables", IPTABLES)

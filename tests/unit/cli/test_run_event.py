@@ -76,11 +76,11 @@ def test_an_unreadable_payload_is_reported_with_its_cause(tmp_path: Path, text: 
         file.write_text(text)
     environ = {"GITHUB_EVENT_NAME": "pull_request", "GITHUB_EVENT_PATH": str(file)}
     why = trust(loaded(None, **environ)).why
-    assert why == f"event pull_request, and what it is about cannot be read: {str(file)[:120]}: {cause}"
+    assert why == f"event pull_request, whose payload cannot be read: {str(file)[:120]}: {cause}"
     with pytest.raises(UserError, match=cause) as refused:
         trust(loaded({"tier": "trusted"}, **environ))
     assert str(file)[:120] in refused.value.fix
-    assert "leave --tier out" in refused.value.fix
+    assert "omit --tier" in refused.value.fix
 
 
 def test_a_missing_payload_file_names_the_variable() -> None:

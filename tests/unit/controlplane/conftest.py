@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from simulation.loop import new_loop
-from tests.support.world import World
+from tests.support.world import PoolWorld
 
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> Mapping[str, Callable[[], Any]]:
@@ -16,9 +16,9 @@ def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> M
 
 
 @pytest.fixture
-async def world() -> AsyncIterator[World]:
+async def world() -> AsyncIterator[PoolWorld]:
     """A configured pool without instances. At the end time passes until every instance must be terminated."""
-    world = World()
+    world = PoolWorld()
     await world.configure()
     yield world
     world.check()

@@ -8,8 +8,8 @@ from enum import Enum
 from typing import Any
 
 from remuda.domain.errors import Unavailable
+from simulation.fake_machine import FakeMachine
 from tests.support.virtual_time import Call, Hook, Killed
-from tests.support.world import Host
 
 
 class CutKind(Enum):
@@ -118,7 +118,7 @@ class AgentCut:
         self._applied = applied
         self.calls: list[str] = []
 
-    def __call__(self, host: Host) -> Hook:
+    def __call__(self, machine: FakeMachine) -> Hook:
         alive = True
 
         async def hook(name: str, call: Call) -> Any:
@@ -131,7 +131,8 @@ class AgentCut:
             if self._applied:
                 await call()
             alive = False
-            host.kill_agent()
+            if machine.agent is not None and machine.agent.task is not None:
+                machine.agent.task.cancel()
             raise Killed
 
         return hook

@@ -13,7 +13,7 @@ from remuda.domain.instance import State
 from remuda.domain.provision import ProvisionStatus
 from tests.support.records import provision
 from tests.support.virtual_time import Call, run_virtual
-from tests.support.world import World
+from tests.support.world import PoolWorld
 from tests.unit.controlplane.interruption import AmbiguousAnswer
 
 WRITES = ("store.apply", "store.put_provision", "store.replace_provision", "pool.delete", "compute.launch")
@@ -22,7 +22,7 @@ MAX_WRITES = 12
 
 
 async def _provision_once(operation: str, at: int, *, applied: bool) -> int:
-    world = World()
+    world = PoolWorld()
     await world.configure()
     await world.warm(2)
     hook = AmbiguousAnswer(operation, applied=applied, at=(at,))
@@ -51,14 +51,14 @@ def test_provision_with_one_ambiguous_write(operation: str, *, applied: bool) ->
 
 
 async def _release_once(operation: str, at: int, *, applied: bool) -> int:
-    world = World()
+    world = PoolWorld()
     await world.configure()
     await world.provision("mine", count=2)
     hook = AmbiguousAnswer(operation, applied=applied, at=(at,))
     await asyncio.gather(world.release("mine", process=world.process(hook)), world.sweep(), return_exceptions=True)
     await world.pass_time(15)
     assert len(world.in_state(State.IDLE)) == 2
-    assert len(set(world.hints())) == 2
+    assert len(set(world.messages())) == 2
     await world.end()
     return hook.count
 
@@ -73,7 +73,7 @@ def test_release_with_one_ambiguous_write(operation: str, *, applied: bool) -> N
     pytest.fail("there are more writes than MAX_WRITES")
 
 
-async def test_applied_claim_is_recognised(world: World) -> None:
+async def test_applied_claim_is_recognised(world: PoolWorld) -> None:
     (warm,) = await world.warm(1)
     hook = AmbiguousAnswer("store.apply", applied=True, at=(1,))
     result = await world.provision(process=world.process(hook))
@@ -81,7 +81,7 @@ async def test_applied_claim_is_recognised(world: World) -> None:
     assert world.record(warm).epoch == 2
 
 
-async def test_claim_is_recognised_on_the_last_retry(world: World) -> None:
+async def test_claim_is_recognised_on_the_last_retry(world: PoolWorld) -> None:
     """Every answer except the last is lost, and the write before it was applied."""
     (warm,) = await world.warm(1)
 
@@ -95,7 +95,7 @@ async def test_claim_is_recognised_on_the_last_retry(world: World) -> None:
     assert [item.instance.instance_id for item in result.instances] == [warm]
 
 
-async def test_provision_fails_if_no_write_succeeds(world: World) -> None:
+async def test_provision_fails_if_no_write_succeeds(world: PoolWorld) -> None:
     await world.warm(1)
     hook = AmbiguousAnswer("store.apply", applied=False, at=range(1, 100))
     with pytest.raises(Unavailable):
@@ -103,7 +103,7 @@ async def test_provision_fails_if_no_write_succeeds(world: World) -> None:
     world.check_holds_nothing("1")
 
 
-async def test_claim_of_another_provision_is_not_adopted(world: World) -> None:
+async def test_claim_of_another_provision_is_not_adopted(world: PoolWorld) -> None:
     """Our write is lost, and the other provision claims before our retry."""
     (warm,) = await world.warm(1)
     world.queues.put("large", world.record(warm).message(), shuffle=0.5)
@@ -121,7 +121,7 @@ async def test_claim_of_another_provision_is_not_adopted(world: World) -> None:
     assert world.record(warm).run_id == "sibling"
 
 
-async def test_two_workers_of_a_provision_get_different_machines(world: World) -> None:
+async def test_two_workers_of_a_provision_get_different_machines(world: PoolWorld) -> None:
     (warm,) = await world.warm(1)
     world.queues.put("large", world.record(warm).message(), shuffle=0.5)
     hook = AmbiguousAnswer("store.apply", applied=True, at=range(1, 4))
@@ -129,7 +129,7 @@ async def test_two_workers_of_a_provision_get_different_machines(world: World) -
     assert len({item.instance.instance_id for item in result.instances}) == 2
 
 
-async def test_machines_of_an_ambiguous_launch_are_found_by_tag(world: World) -> None:
+async def test_machines_of_an_ambiguous_launch_are_found_by_tag(world: PoolWorld) -> None:
     hook = AmbiguousAnswer("compute.launch", applied=True)
     with pytest.raises(Unavailable):
         await world.provision(count=2, process=world.process(hook))
@@ -139,13 +139,13 @@ async def test_machines_of_an_ambiguous_launch_are_found_by_tag(world: World) ->
 
 
 @pytest.mark.parametrize("applied", [True, False], ids=["applied", "lost"])
-async def test_intent_with_a_lost_answer_is_recognised(world: World, *, applied: bool) -> None:
+async def test_intent_with_a_lost_answer_is_recognised(world: PoolWorld, *, applied: bool) -> None:
     hook = AmbiguousAnswer("store.put_provision", applied=applied, at=(1,))
     result = await world.provision(process=world.process(hook))
     assert [item.provision_id for item in world.database.provisions.values()] == [result.provision_id]
 
 
-async def test_intent_repeated_by_the_client_is_recognised(world: World) -> None:
+async def test_intent_repeated_by_the_client_is_recognised(world: PoolWorld) -> None:
     """The repetition fails because the first write was applied."""
 
     async def hook(name: str, call: Call) -> Any:
@@ -156,7 +156,7 @@ async def test_intent_repeated_by_the_client_is_recognised(world: World) -> None
     assert (await world.provision(process=world.process(hook))).created == 1
 
 
-async def test_intent_of_another_process_is_a_conflict(world: World) -> None:
+async def test_intent_of_another_process_is_a_conflict(world: PoolWorld) -> None:
     async def hook(name: str, call: Call) -> Any:
         if name == "store.put_provision":
             raise Conflict("it exists", current=provision(1))
@@ -167,7 +167,7 @@ async def test_intent_of_another_process_is_a_conflict(world: World) -> None:
     world.check_holds_nothing("1")
 
 
-async def test_applied_commit_is_recognised(world: World) -> None:
+async def test_applied_commit_is_recognised(world: PoolWorld) -> None:
     hook = AmbiguousAnswer("store.replace_provision", applied=True)
     result = await world.provision(process=world.process(hook))
     (stored,) = world.database.provisions.values()

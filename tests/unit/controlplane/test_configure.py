@@ -14,18 +14,19 @@ from remuda.domain.errors import Unavailable, UserError
 from remuda.domain.instance import State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.resources import ResourceClass, Reuse
+from simulation.names import SCOPE
 from tests.support.virtual_time import Call
-from tests.support.world import LIFETIMES, SCOPE, World
+from tests.support.world import LIFETIMES, PoolWorld
 from tests.unit.controlplane.interruption import AmbiguousAnswer
 
 
-def config(world: World) -> PoolConfig:
+def config(world: PoolWorld) -> PoolConfig:
     assert world.database.config is not None
     return world.database.config
 
 
 async def test_first_refresh_creates_all_resources() -> None:
-    world = World()
+    world = PoolWorld()
     result = await world.configure()
     assert "configuration of pool test" in result.applied
     assert f"tokens for {SCOPE}" in result.applied
@@ -33,14 +34,14 @@ async def test_first_refresh_creates_all_resources() -> None:
     assert config(world).revision == 1
 
 
-async def test_second_refresh_changes_nothing(world: World) -> None:
+async def test_second_refresh_changes_nothing(world: PoolWorld) -> None:
     result = await world.configure()
     assert result.applied == ()
     assert config(world).revision == 1
     assert not result.errors
 
 
-async def test_changed_settings_are_applied_and_reported(world: World) -> None:
+async def test_changed_settings_are_applied_and_reported(world: PoolWorld) -> None:
     result = await world.configure(lifetimes=replace(LIFETIMES, idle_time_s=33.0), max_instances=7)
     assert sorted(result.applied) == ["idle-time-sec", "max-instances"]
     assert result.changes == {"idle-time-sec": (90.0, 33.0), "max-instances": (100, 7)}
@@ -48,7 +49,7 @@ async def test_changed_settings_are_applied_and_reported(world: World) -> None:
     assert config(world).lifetimes.idle_time_s == 33.0
 
 
-async def test_changes_use_setting_names_and_contain_no_secrets(world: World) -> None:
+async def test_changes_use_setting_names_and_contain_no_secrets(world: PoolWorld) -> None:
     await world.configure(launch={"boot-delay-s": "2", "agent-url": "https://s3/agent?X-Amz-Signature=old"})
     launch = {"pre-runner-script": "TOKEN=hidden", "agent-url": "https://s3/agent?X-Amz-Signature=new"}
     runtime = replace(LIFETIMES, max_runtime_s=600.0)
@@ -70,7 +71,7 @@ async def test_changes_use_setting_names_and_contain_no_secrets(world: World) ->
     assert "Signature" not in f"{document}{lines}"
 
 
-async def test_records_of_another_pool_are_never_swept(world: World) -> None:
+async def test_records_of_another_pool_are_never_swept(world: PoolWorld) -> None:
     """Every machine of this pool would look unrecorded."""
     await world.provision()
     other = replace(world.process(credentialed=True), pool_name="other")
@@ -80,21 +81,21 @@ async def test_records_of_another_pool_are_never_swept(world: World) -> None:
     assert len(world.in_state(State.RUNNING)) == 1
 
 
-async def test_new_class_gets_a_queue(world: World) -> None:
+async def test_new_class_gets_a_queue(world: PoolWorld) -> None:
     classes = (ResourceClass(name="tiny", cpu=1, memory_mib=512),)
     result = await world.configure(classes=classes)
     assert "queue tiny" in result.applied
     assert (await world.provision(resource_class="tiny")).created == 1
 
 
-async def test_second_scope_is_added(world: World) -> None:
+async def test_second_scope_is_added(world: PoolWorld) -> None:
     await world.configure(scope="octo/other")
     assert {item.scope for item in config(world).tokens} == {SCOPE, "octo/other"}
     assert (await world.provision("2", scope="octo/other")).created == 1
     assert {runner.scope for runner in world.registrations()} == {"octo/other"}
 
 
-async def test_tokens_are_renewed_before_they_expire(world: World) -> None:
+async def test_tokens_are_renewed_before_they_expire(world: PoolWorld) -> None:
     first = config(world).tokens_for(SCOPE)
     await world.pass_time(500)
     assert config(world).tokens_for(SCOPE) == first
@@ -102,7 +103,7 @@ async def test_tokens_are_renewed_before_they_expire(world: World) -> None:
     assert config(world).tokens_for(SCOPE).registration.expires_at > first.registration.expires_at
 
 
-async def test_refresh_without_changes_renews_tokens_of_every_scope(world: World) -> None:
+async def test_refresh_without_changes_renews_tokens_of_every_scope(world: PoolWorld) -> None:
     await world.configure(scope="octo/other")
     await world.configure()
     before = config(world).tokens_for("octo/other")
@@ -120,7 +121,7 @@ async def test_refresh_without_changes_renews_tokens_of_every_scope(world: World
     assert config(world).tokens_for("octo/other").registration.expires_at > before.registration.expires_at
 
 
-async def test_failure_to_mint_a_token_does_not_stop_the_refresh(world: World) -> None:
+async def test_failure_to_mint_a_token_does_not_stop_the_refresh(world: PoolWorld) -> None:
     await asyncio.sleep(700)
     hook = AmbiguousAnswer("github.registration_token", applied=False, at=range(1, 100))
     result = await world.sweep(hook)
@@ -129,13 +130,13 @@ async def test_failure_to_mint_a_token_does_not_stop_the_refresh(world: World) -
 
 
 async def test_configuration_requires_a_credential() -> None:
-    world = World()
+    world = PoolWorld()
     with pytest.raises(UserError, match="credential"):
-        await refresh(world.process(), world.desired())
+        await refresh(world.process(), world.configuration())
 
 
 async def test_rejected_credential_stores_nothing() -> None:
-    world = World()
+    world = PoolWorld()
     world.token = "ghp_wrong"
     with pytest.raises(UserError):
         await world.configure()
@@ -143,12 +144,12 @@ async def test_rejected_credential_stores_nothing() -> None:
 
 
 async def test_sweeps_without_configuration_do_nothing() -> None:
-    world = World()
+    world = PoolWorld()
     result = await world.sweep()
     assert not result.errors
 
 
-async def test_concurrent_refreshes_keep_each_others_changes(world: World) -> None:
+async def test_concurrent_refreshes_keep_each_others_changes(world: PoolWorld) -> None:
     hook_calls: list[str] = []
 
     async def slow(name: str, call: Call) -> Any:
@@ -156,8 +157,8 @@ async def test_concurrent_refreshes_keep_each_others_changes(world: World) -> No
         await asyncio.sleep(0.1)
         return await call()
 
-    one = refresh(world.process(slow, credentialed=True), world.desired(scope="octo/one"))
-    two = refresh(world.process(slow, credentialed=True), world.desired(scope="octo/two"))
+    one = refresh(world.process(slow, credentialed=True), world.configuration(scope="octo/one"))
+    two = refresh(world.process(slow, credentialed=True), world.configuration(scope="octo/two"))
     results = await asyncio.gather(one, two)
     assert not [error for result in results for error in result.errors]
     assert {item.scope for item in config(world).tokens} == {SCOPE, "octo/one", "octo/two"}
@@ -165,14 +166,14 @@ async def test_concurrent_refreshes_keep_each_others_changes(world: World) -> No
 
 
 async def test_configuration_write_with_a_lost_answer_is_found_by_the_next_refresh() -> None:
-    world = World()
+    world = PoolWorld()
     hook = AmbiguousAnswer("store.put_config", applied=True)
     with pytest.raises(Unavailable):
-        await refresh(world.process(hook, credentialed=True), world.desired())
+        await refresh(world.process(hook, credentialed=True), world.configuration())
     assert (await world.configure()).applied == ()
 
 
-async def test_tokens_are_not_logged(world: World) -> None:
+async def test_tokens_are_not_logged(world: PoolWorld) -> None:
     await world.provision()
     texts = repr(config(world)) + repr(world.database.instances)
     assert not [token for token in world.github._tokens if token in texts]

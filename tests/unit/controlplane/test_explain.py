@@ -20,10 +20,10 @@ from remuda.domain.reporting.explanation import Explanation
 from remuda.domain.resources import Reuse, Tier, TypePatterns, UsageClass
 from remuda.ports.machine import StepResult
 from tests.support.records import instance_id, message
-from tests.support.world import World
+from tests.support.world import PoolWorld
 
 
-async def explained(world: World, subject: str) -> Explanation:
+async def explained(world: PoolWorld, subject: str) -> Explanation:
     explanation = await explain(world.process(), subject)
     times = [line.at for line in explanation.events]
     assert times == sorted(times)
@@ -43,7 +43,7 @@ def rendered(explanation: Explanation) -> str:
     return console.file.getvalue()
 
 
-async def test_cold_run_from_request_to_pool(world: World) -> None:
+async def test_cold_run_from_request_to_pool(world: PoolWorld) -> None:
     await world.provision("7", count=2)
     await world.release("7")
     explanation = await explained(world, "7")
@@ -63,7 +63,7 @@ async def test_cold_run_from_request_to_pool(world: World) -> None:
     ] * 2
 
 
-async def test_warm_run_shows_rejected_candidates_and_claims(world: World) -> None:
+async def test_warm_run_shows_rejected_candidates_and_claims(world: PoolWorld) -> None:
     (warm,) = await world.warm(1)
     await world.process().pool.send(
         [message(7, usage_class=UsageClass.SPOT), message(8, usage_class=UsageClass.ON_DEMAND)]
@@ -83,7 +83,7 @@ async def test_warm_run_shows_rejected_candidates_and_claims(world: World) -> No
     assert sum(line.instance_id == warm for line in explanation.events) == 3
 
 
-async def test_run_whose_machine_serves_another_run(world: World) -> None:
+async def test_run_whose_machine_serves_another_run(world: PoolWorld) -> None:
     await world.provision("7")
     await world.release("7")
     await world.provision("8")
@@ -91,7 +91,7 @@ async def test_run_whose_machine_serves_another_run(world: World) -> None:
     assert explanation.next_steps == (f"{world.in_state(State.RUNNING)[0]}: reassigned; it is running, its run is 8",)
 
 
-async def test_failed_run_shows_the_error(world: World) -> None:
+async def test_failed_run_shows_the_error(world: PoolWorld) -> None:
     world.cloud.capacity = {"c6i.large": 1}
     with pytest.raises(CapacityError) as failure:
         await world.provision("7", count=2, patterns=TypePatterns(("c6i.large",)))
@@ -103,7 +103,7 @@ async def test_failed_run_shows_the_error(world: World) -> None:
     assert explanation.title.startswith("Run 7: released")
 
 
-async def test_run_in_progress(world: World) -> None:
+async def test_run_in_progress(world: PoolWorld) -> None:
     world.behaviour.boot_s = 30.0
     provisioning = asyncio.create_task(world.provision("7"))
     await asyncio.sleep(5)
@@ -113,7 +113,7 @@ async def test_run_in_progress(world: World) -> None:
     await provisioning
 
 
-async def test_run_without_a_machine(world: World) -> None:
+async def test_run_without_a_machine(world: PoolWorld) -> None:
     world.behaviour.boot_s = 1_000.0
     with pytest.raises(TimedOut):
         await world.provision("7")
@@ -124,7 +124,7 @@ async def test_run_without_a_machine(world: World) -> None:
     assert "terminated (" in explanation.next_steps[0]
 
 
-async def test_instance_with_two_runs(world: World) -> None:
+async def test_instance_with_two_runs(world: PoolWorld) -> None:
     (machine,) = await world.warm(1)
     await world.provision("7")
     explanation = await explained(world, machine)
@@ -140,7 +140,7 @@ async def test_instance_with_two_runs(world: World) -> None:
     assert by_runner == explanation
 
 
-async def test_termination_shows_its_reason(world: World) -> None:
+async def test_termination_shows_its_reason(world: PoolWorld) -> None:
     await world.provision("7")
     machine = world.in_state(State.RUNNING)[0]
     world.behaviour.resets[machine] = StepResult(ok=False, detail="it would not go")
@@ -152,7 +152,7 @@ async def test_termination_shows_its_reason(world: World) -> None:
     assert ended.severity.value == "bad"
 
 
-async def test_run_is_explained_after_its_machines_are_terminated(world: World) -> None:
+async def test_run_is_explained_after_its_machines_are_terminated(world: PoolWorld) -> None:
     await world.provision("7")
     await world.release("7")
     await world.end()
@@ -162,7 +162,7 @@ async def test_run_is_explained_after_its_machines_are_terminated(world: World) 
     assert "its record is kept until" in explanation.next_steps[0]
 
 
-async def test_unknown_subject_suggests_known_ones(world: World) -> None:
+async def test_unknown_subject_suggests_known_ones(world: PoolWorld) -> None:
     await world.provision("run-70")
     with pytest.raises(UserError) as failure:
         await explain(world.process(), "run-71")
@@ -179,7 +179,7 @@ def test_invalid_subject_is_rejected_before_any_call(subject: str) -> None:
     assert failure.value.field == "RUN|INSTANCE"
 
 
-async def test_control_characters_from_agents_are_removed(world: World) -> None:
+async def test_control_characters_from_agents_are_removed(world: PoolWorld) -> None:
     await world.provision("7")
     machine = world.in_state(State.RUNNING)[0]
     world.behaviour.resets[machine] = StepResult(ok=False, detail="\x1b[2J[bold]boo[/bold]\nnext")
@@ -190,7 +190,7 @@ async def test_control_characters_from_agents_are_removed(world: World) -> None:
     assert all(line.startswith(("Run ", "2025", "  ", "Next")) for line in text.splitlines())
 
 
-async def test_json_contains_the_same_events(world: World) -> None:
+async def test_json_contains_the_same_events(world: PoolWorld) -> None:
     await world.provision("7")
     explanation = await explained(world, "7")
     document = explanation_document(explanation)
@@ -200,7 +200,7 @@ async def test_json_contains_the_same_events(world: World) -> None:
     assert document["events"][0]["at"].endswith("Z")
 
 
-async def test_texts_do_not_repeat_themselves_and_describe_signals(world: World) -> None:
+async def test_texts_do_not_repeat_themselves_and_describe_signals(world: PoolWorld) -> None:
     (machine,) = await world.warm(1)
     await world.provision("7")
     world.behaviour.resets[machine] = StepResult(ok=False, detail="it would not go")
@@ -218,7 +218,7 @@ async def test_texts_do_not_repeat_themselves_and_describe_signals(world: World)
     assert "it could not be reset (UD_REMOVE_REG_REMOVE_RUN_FAILED, epoch 2)" in document
 
 
-async def test_instance_shows_its_repository_and_tier(world: World) -> None:
+async def test_instance_shows_its_repository_and_tier(world: PoolWorld) -> None:
     await world.provision("7", repository="Octo/One", tier=Tier.UNTRUSTED)
     (machine,) = world.in_state(State.RUNNING)
     assert "untrusted, served only octo/one, " in (await explained(world, machine)).title
@@ -227,7 +227,7 @@ async def test_instance_shows_its_repository_and_tier(world: World) -> None:
 @pytest.mark.parametrize(
     ("count", "text"), [(1, "its instance is terminated"), (2, "all 2 of its instances are terminated")]
 )
-async def test_committed_run_whose_machines_have_ended(world: World, count: int, text: str) -> None:
+async def test_committed_run_whose_machines_have_ended(world: PoolWorld, count: int, text: str) -> None:
     await world.provision("7", count=count)
     process = world.process()
     assert not (await status(process)).ended
@@ -244,7 +244,7 @@ async def test_committed_run_whose_machines_have_ended(world: World, count: int,
     assert [run["instances_terminated"] for run in status_document(found)["runs"]] == [True]
 
 
-async def test_launch_reason_of_runs_that_skip_the_pool(world: World) -> None:
+async def test_launch_reason_of_runs_that_skip_the_pool(world: PoolWorld) -> None:
     await world.provision("7")
     await world.configure(reuse=Reuse.NEVER)
     await world.provision("8")

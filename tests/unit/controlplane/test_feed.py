@@ -24,7 +24,7 @@ from remuda.domain.provision import Provision, ProvisionStatus, released
 from remuda.domain.reporting.prices import PriceTable
 from remuda.web.dashboard.feed import Feed
 from remuda.web.metrics import FleetMetrics
-from tests.support.world import World
+from tests.support.world import PoolWorld
 
 DAY_S = 86_400.0
 OPEN = ProvisionStatus.OPEN
@@ -55,7 +55,7 @@ class Page:
         return set(found.instances) | found.removed_instances
 
 
-async def test_changes_add_up_to_the_current_state(world: World) -> None:
+async def test_changes_add_up_to_the_current_state(world: PoolWorld) -> None:
     context = world.process()
     page = Page(context)
     await page.poll(include_terminated=True)
@@ -74,13 +74,13 @@ async def test_changes_add_up_to_the_current_state(world: World) -> None:
     await world.release("7")
 
 
-async def test_terminations_are_reported_and_removed_after_a_time(world: World) -> None:
+async def test_terminations_are_reported_and_removed_after_a_time(world: PoolWorld) -> None:
     context = world.process()
     page = Page(context, since_s=3_600.0)
     await page.poll(include_terminated=True)
     (instance_id,) = await world.warm(1)
     await page.poll()
-    world.hosts[instance_id].power_off()
+    world.machines[instance_id].power_off("test")
     for _ in range(200):
         await world.sweep()
         await page.poll()
@@ -96,7 +96,7 @@ async def test_terminations_are_reported_and_removed_after_a_time(world: World) 
 
 
 async def test_changes_found_by_a_failed_poll_are_returned_by_the_next(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: PoolWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     context = world.process()
     page = Page(context)
@@ -114,7 +114,7 @@ async def test_changes_found_by_a_failed_poll_are_returned_by_the_next(
     assert page.histories[instance_id]
 
 
-def asked(world: World, number: int, *, age_s: float = 0.0, status: ProvisionStatus = OPEN) -> Provision:
+def asked(world: PoolWorld, number: int, *, age_s: float = 0.0, status: ProvisionStatus = OPEN) -> Provision:
     """A stored provision."""
     now = world.process().clock.now() - timedelta(seconds=age_s)
     settled = status is ProvisionStatus.RELEASED
@@ -132,7 +132,7 @@ def asked(world: World, number: int, *, age_s: float = 0.0, status: ProvisionSta
     )
 
 
-async def test_open_provision_is_shown_regardless_of_newer_ones(world: World) -> None:
+async def test_open_provision_is_shown_regardless_of_newer_ones(world: PoolWorld) -> None:
     context = world.process()
     page = Page(context)
     first = asked(world, 1, age_s=200)
@@ -153,7 +153,7 @@ async def test_open_provision_is_shown_regardless_of_newer_ones(world: World) ->
     assert page.runs["p-1"].status is ProvisionStatus.RELEASED
 
 
-async def test_old_provisions_are_removed(world: World) -> None:
+async def test_old_provisions_are_removed(world: PoolWorld) -> None:
     context = world.process()
     page = Page(context, since_s=3_600.0)
     for number, age_s in enumerate((3_000, 100), start=1):
@@ -167,7 +167,7 @@ async def test_old_provisions_are_removed(world: World) -> None:
         assert set(page.runs) == {"p-2", "p-3"}, "open provisions stay"
 
 
-async def test_old_decisions_and_times_are_removed(world: World) -> None:
+async def test_old_decisions_and_times_are_removed(world: PoolWorld) -> None:
     context = world.process()
     feed = make_feed(context, [], since_s=600.0)
     running = asyncio.create_task(feed.run())
@@ -237,7 +237,7 @@ def make_feed(
     )
 
 
-async def test_store_failure_is_reported_and_retried(world: World) -> None:
+async def test_store_failure_is_reported_and_retried(world: PoolWorld) -> None:
     event_log = MemoryEventLog()
     feed = make_feed(world.process(), ["the disk is full", "the disk is full"], event_log=event_log)
     running = asyncio.create_task(feed.run())
@@ -251,7 +251,7 @@ async def test_store_failure_is_reported_and_retried(world: World) -> None:
     running.cancel()
 
 
-async def test_savings_equal_those_of_the_report(world: World) -> None:
+async def test_savings_equal_those_of_the_report(world: PoolWorld) -> None:
     context = world.process()
     prices = PriceTable(dated="2026-10", on_demand={"c6i.large": 3_600.0})
     feed = make_feed(context, [], prices=prices)
@@ -274,7 +274,7 @@ async def test_savings_equal_those_of_the_report(world: World) -> None:
     await world.release("8")
 
 
-async def test_unwatched_feed_polls_rarely_and_wakes_for_a_client(world: World) -> None:
+async def test_unwatched_feed_polls_rarely_and_wakes_for_a_client(world: PoolWorld) -> None:
     context = world.process()
     feed = make_feed(context, [])
     running = asyncio.create_task(feed.run())
@@ -297,7 +297,7 @@ async def test_unwatched_feed_polls_rarely_and_wakes_for_a_client(world: World) 
     running.cancel()
 
 
-async def test_observer_gets_all_changes_and_a_request_wakes_the_poller(world: World) -> None:
+async def test_observer_gets_all_changes_and_a_request_wakes_the_poller(world: PoolWorld) -> None:
     context = world.process()
     heard = CountingObserver()
     feed = make_feed(context, ["the disk is full"], heard)
@@ -318,7 +318,7 @@ async def test_observer_gets_all_changes_and_a_request_wakes_the_poller(world: W
     await world.release("7")
 
 
-async def test_slow_client_gets_the_newest_state_and_blocks_no_other(world: World) -> None:
+async def test_slow_client_gets_the_newest_state_and_blocks_no_other(world: PoolWorld) -> None:
     feed = make_feed(world.process(), [])
     running = asyncio.create_task(feed.run())
     with feed.watched():

@@ -14,7 +14,7 @@ from remuda.domain.errors import RemudaError
 from remuda.domain.instance import ASSIGNED
 from remuda.domain.provision import ProvisionStatus
 from tests.support.virtual_time import run_virtual
-from tests.support.world import World
+from tests.support.world import PoolWorld
 from tests.unit.controlplane.interruption import AgentCut, Cut, CutKind
 
 #: More than any use case makes. The enumeration ends when a use case ends before the interruption.
@@ -22,7 +22,7 @@ MAX_CALLS = 400
 #: The calls of two assignments; later ones are those of an idle agent.
 MAX_AGENT_CALLS = 90
 
-Scenario = Callable[[World, Cut], Awaitable[None]]
+Scenario = Callable[[PoolWorld, Cut], Awaitable[None]]
 
 
 def interrupt_at_each_call(kind: CutKind, scenario: Scenario, *, min_calls: int) -> None:
@@ -39,7 +39,7 @@ def interrupt_at_each_call(kind: CutKind, scenario: Scenario, *, min_calls: int)
 
 
 async def _interrupt_once(at: int, kind: CutKind, scenario: Scenario) -> list[str]:
-    world = World()
+    world = PoolWorld()
     await world.configure()
     cut = Cut(at, kind)
     await scenario(world, cut)
@@ -49,7 +49,7 @@ async def _interrupt_once(at: int, kind: CutKind, scenario: Scenario) -> list[st
     return cut.calls
 
 
-async def provision_scenario(world: World, cut: Cut) -> None:
+async def provision_scenario(world: PoolWorld, cut: Cut) -> None:
     """Two instances from the pool, one created."""
     await world.warm(2)
     ended = await cut.run(world.provision("cut", count=3, process=world.process(cut)))
@@ -73,7 +73,7 @@ def test_provision_interrupted_at_each_call(kind: CutKind) -> None:
     interrupt_at_each_call(kind, provision_scenario, min_calls=20)
 
 
-async def ephemeral_scenario(world: World, cut: Cut) -> None:
+async def ephemeral_scenario(world: PoolWorld, cut: Cut) -> None:
     """No registration may outlive its machine; the end of the world checks that."""
     process = world.process(cut, credentialed=True)
     ended = await cut.run(world.provision("cut", count=2, ephemeral=True, process=process))
@@ -87,7 +87,7 @@ def test_ephemeral_provision_interrupted_at_each_call(kind: CutKind) -> None:
     interrupt_at_each_call(kind, ephemeral_scenario, min_calls=12)
 
 
-async def ephemeral_release_scenario(world: World, cut: Cut) -> None:
+async def ephemeral_release_scenario(world: PoolWorld, cut: Cut) -> None:
     """One instance has run its job, the other has not."""
     await world.provision("cut", count=2, ephemeral=True, process=world.process(credentialed=True))
     world.github.queue(run_id="cut", labels=["cut"], seconds=2)
@@ -100,7 +100,7 @@ def test_release_of_ephemeral_instances_interrupted_at_each_call(kind: CutKind) 
     interrupt_at_each_call(kind, ephemeral_release_scenario, min_calls=10)
 
 
-async def release_scenario(world: World, cut: Cut) -> None:
+async def release_scenario(world: PoolWorld, cut: Cut) -> None:
     await world.provision("cut", count=2)
     world.github.queue(run_id="cut", labels=["cut"], seconds=8)
     await asyncio.sleep(1)
@@ -115,7 +115,7 @@ def test_release_interrupted_at_each_call(kind: CutKind) -> None:
     interrupt_at_each_call(kind, release_scenario, min_calls=15)
 
 
-async def refresh_scenario(world: World, cut: Cut) -> None:
+async def refresh_scenario(world: PoolWorld, cut: Cut) -> None:
     """Work for each sweep: expired, unpublished, releasing and unrecorded instances, and stale registrations."""
     await world.warm(1)
     (kept,) = (await world.provision("kept")).instances
@@ -138,7 +138,7 @@ def test_refresh_interrupted_at_each_call(kind: CutKind) -> None:
 
 
 async def _kill_agent_once(at: int, *, applied: bool) -> list[str]:
-    world = World()
+    world = PoolWorld()
     await world.configure()
     world.agent_hook = cut = AgentCut(at, applied=applied)
     for run_id in ("first", "second"):

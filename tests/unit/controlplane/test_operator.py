@@ -22,23 +22,25 @@ from remuda.domain.signals import Signal
 from remuda.ports.compute import POOL_TAG
 from remuda.ports.machine import StepResult
 from tests.support.records import instance_id
-from tests.support.world import World
+from tests.support.world import PoolWorld
 
 ALL = InstanceSelector(everything=True)
 
 
-async def drain_all(world: World, selector: InstanceSelector = ALL, *, dry_run: bool = False) -> OperatorResult:
+async def drain_all(world: PoolWorld, selector: InstanceSelector = ALL, *, dry_run: bool = False) -> OperatorResult:
     process = world.process()
     return await drain(process, await select_instances(process, selector), reason="old image", dry_run=dry_run)
 
 
-async def quarantine_one(world: World, machine: str, for_s: float = 60.0, *, dry_run: bool = False) -> OperatorResult:
+async def quarantine_one(
+    world: PoolWorld, machine: str, for_s: float = 60.0, *, dry_run: bool = False
+) -> OperatorResult:
     process = world.process()
     chosen = await select_instances(process, InstanceSelector(instance_ids=(machine,)))
     return await quarantine(process, chosen, for_s=for_s, reason="looks odd", dry_run=dry_run)
 
 
-async def terminate_all(world: World, selector: InstanceSelector = ALL, *, dry_run: bool = False) -> OperatorResult:
+async def terminate_all(world: PoolWorld, selector: InstanceSelector = ALL, *, dry_run: bool = False) -> OperatorResult:
     process = world.process()
     return await terminate(process, await select_instances(process, selector), reason="enough", dry_run=dry_run)
 
@@ -46,7 +48,7 @@ async def terminate_all(world: World, selector: InstanceSelector = ALL, *, dry_r
 # Drain --------------------------------------------------------------------------------------------------------------
 
 
-async def test_drained_idle_instance_is_not_claimed_and_ends(world: World) -> None:
+async def test_drained_idle_instance_is_not_claimed_and_ends(world: PoolWorld) -> None:
     (old,) = await world.warm(1)
     result = await drain_all(world)
     assert [item.instance_id for item in result.done] == [old]
@@ -58,7 +60,7 @@ async def test_drained_idle_instance_is_not_claimed_and_ends(world: World) -> No
     assert "drained: old image" in " ".join(line.why for line in explanation.events)
 
 
-async def test_drained_running_instance_finishes_its_run(world: World) -> None:
+async def test_drained_running_instance_finishes_its_run(world: PoolWorld) -> None:
     await world.provision("7")
     (machine,) = world.in_state(State.RUNNING)
     job = world.github.queue(run_id="7", labels=["7"], seconds=20.0)
@@ -73,7 +75,7 @@ async def test_drained_running_instance_finishes_its_run(world: World) -> None:
     assert world.record(machine).retire_text == "drained: old image"
 
 
-async def test_drain_by_class(world: World) -> None:
+async def test_drain_by_class(world: PoolWorld) -> None:
     await world.warm(1)
     await world.provision("7", resource_class="xlarge")
     result = await drain_all(world, InstanceSelector(resource_class="xlarge"))
@@ -82,12 +84,12 @@ async def test_drain_by_class(world: World) -> None:
     assert (await drain_all(world, InstanceSelector(resource_class="none-such"))).outcomes == ()
 
 
-async def test_drain_by_image(world: World) -> None:
+async def test_drain_by_image(world: PoolWorld) -> None:
     await world.warm(1)
     assert (await drain_all(world, InstanceSelector(ami="ami-1"))).outcomes == ()
 
 
-async def test_drain_is_idempotent_and_dry_run_changes_nothing(world: World) -> None:
+async def test_drain_is_idempotent_and_dry_run_changes_nothing(world: PoolWorld) -> None:
     (machine,) = await world.warm(1)
     before = world.record(machine)
     plan = await drain_all(world, dry_run=True)
@@ -103,13 +105,13 @@ async def test_drain_is_idempotent_and_dry_run_changes_nothing(world: World) -> 
 # Quarantine ---------------------------------------------------------------------------------------------------------
 
 
-async def test_quarantined_instance_is_kept_and_not_claimed(world: World) -> None:
+async def test_quarantined_instance_is_kept_and_not_claimed(world: PoolWorld) -> None:
     (machine,) = await world.warm(1)
     result = await quarantine_one(world, machine, for_s=150.0)
     assert [item.instance_id for item in result.done] == [machine]
     made = await world.provision("7")
     assert machine not in {item.instance.instance_id for item in made.instances}
-    assert machine not in world.hints(), "a quarantined instance cannot be claimed"
+    assert machine not in world.messages(), "a quarantined instance cannot be claimed"
     await world.release("7")
     # Idle instances of this pool end after 90 seconds; this one ends with its quarantine.
     await world.pass_time(120)
@@ -122,7 +124,7 @@ async def test_quarantined_instance_is_kept_and_not_claimed(world: World) -> Non
     assert world.record(machine).retire_text == "quarantined: looks odd"
 
 
-async def test_running_instance_is_quarantined_after_its_run(world: World) -> None:
+async def test_running_instance_is_quarantined_after_its_run(world: PoolWorld) -> None:
     await world.provision("7")
     (machine,) = world.in_state(State.RUNNING)
     await quarantine_one(world, machine, for_s=200.0)
@@ -130,13 +132,13 @@ async def test_running_instance_is_quarantined_after_its_run(world: World) -> No
     result = await world.release("7")
     assert not result.errors
     assert world.record(machine).state is State.IDLE
-    assert not world.hints()
+    assert not world.messages()
     assert (await world.provision("8")).created == 1
     await world.pass_time(150)
     assert world.record(machine).state is State.IDLE
 
 
-async def test_instance_with_a_failed_reset_can_be_quarantined(world: World) -> None:
+async def test_instance_with_a_failed_reset_can_be_quarantined(world: PoolWorld) -> None:
     await world.provision("7")
     (machine,) = world.in_state(State.RUNNING)
     world.behaviour.resets[machine] = StepResult(ok=False, detail="a file would not go")
@@ -151,7 +153,7 @@ async def test_instance_with_a_failed_reset_can_be_quarantined(world: World) -> 
     assert world.record(machine).state is State.TERMINATED
 
 
-async def test_second_quarantine_moves_the_end(world: World) -> None:
+async def test_second_quarantine_moves_the_end(world: PoolWorld) -> None:
     (machine,) = await world.warm(1)
     await quarantine_one(world, machine, for_s=60.0)
     first = world.record(machine).threshold
@@ -162,7 +164,7 @@ async def test_second_quarantine_moves_the_end(world: World) -> None:
     assert world.record(machine).threshold < first + timedelta(seconds=200)
 
 
-async def test_drain_concurrent_with_quarantine_keeps_the_quarantine(world: World) -> None:
+async def test_drain_concurrent_with_quarantine_keeps_the_quarantine(world: PoolWorld) -> None:
     (machine,) = await world.warm(1)
     before = world.record(machine)
     await quarantine_one(world, machine, for_s=150.0)
@@ -176,7 +178,7 @@ async def test_drain_concurrent_with_quarantine_keeps_the_quarantine(world: Worl
 # Terminate ----------------------------------------------------------------------------------------------------------
 
 
-async def test_terminate_ends_an_idle_instance(world: World) -> None:
+async def test_terminate_ends_an_idle_instance(world: PoolWorld) -> None:
     (machine,) = await world.warm(1)
     plan = await terminate_all(world, dry_run=True)
     assert [item.instance_id for item in plan.done] == [machine]
@@ -189,7 +191,7 @@ async def test_terminate_ends_an_idle_instance(world: World) -> None:
     assert (await terminate_all(world, InstanceSelector(instance_ids=(machine,)))).done == ()
 
 
-async def test_terminate_ends_a_running_instance(world: World) -> None:
+async def test_terminate_ends_a_running_instance(world: PoolWorld) -> None:
     await world.provision("7")
     world.github.queue(run_id="7", labels=["7"], seconds=50.0)
     await asyncio.sleep(10)
@@ -200,7 +202,8 @@ async def test_terminate_ends_a_running_instance(world: World) -> None:
     assert world.in_state(State.TERMINATED)
 
 
-async def test_machine_without_the_pool_tag_is_not_terminated(world: World) -> None:
+async def test_machine_without_the_pool_tag_is_not_terminated(world: PoolWorld) -> None:
+    world.ignore("S7")
     (machine,) = await world.warm(1)
     tags = dict(world.cloud.machines[machine].tags)
     await world.process().compute.tag([machine], {POOL_TAG: "another"})
@@ -213,7 +216,7 @@ async def test_machine_without_the_pool_tag_is_not_terminated(world: World) -> N
 # Selection ----------------------------------------------------------------------------------------------------------
 
 
-async def test_unknown_instance_is_rejected_before_any_change(world: World) -> None:
+async def test_unknown_instance_is_rejected_before_any_change(world: PoolWorld) -> None:
     (machine,) = await world.warm(1)
     with pytest.raises(UserError, match=instance_id(99)):
         await terminate_all(world, InstanceSelector(instance_ids=(machine, instance_id(99))))

@@ -18,12 +18,13 @@ from remuda.domain.resources import UsageClass
 from remuda.ports.compute import LaunchRequest, LaunchResult
 from remuda.ports.machine import StepResult
 from simulation.memory.compute import MemoryCompute
+from simulation.names import POOL, SCOPE
 from tests.support.virtual_time import Call, EventRecorder
-from tests.support.world import POOL, SCOPE, World
+from tests.support.world import PoolWorld
 from tests.unit.controlplane.interruption import AmbiguousAnswer
 
 
-async def assert_fails(world: World, kind: type[RemudaError], run_id: str = "1", **changed: Any) -> RemudaError:
+async def assert_fails(world: PoolWorld, kind: type[RemudaError], run_id: str = "1", **changed: Any) -> RemudaError:
     """Check that the provision fails with this error and holds nothing."""
     with pytest.raises(kind) as failure:
         await world.provision(run_id, **changed)
@@ -33,7 +34,7 @@ async def assert_fails(world: World, kind: type[RemudaError], run_id: str = "1",
     return failure.value
 
 
-async def test_empty_pool_causes_one_launch(world: World) -> None:
+async def test_empty_pool_causes_one_launch(world: PoolWorld) -> None:
     result = await world.provision(count=3)
     assert (result.created, result.reused) == (3, 0)
     assert result.calls["compute"] == {"launch": 1}
@@ -41,24 +42,24 @@ async def test_empty_pool_causes_one_launch(world: World) -> None:
     assert {runner.labels for runner in world.registrations()} == {("1", "large")}
 
 
-async def test_full_pool_is_reused(world: World) -> None:
+async def test_full_pool_is_reused(world: PoolWorld) -> None:
     ids = await world.warm(3)
     result = await world.provision(count=3)
     assert (result.created, result.reused) == (0, 3)
     assert sorted(item.instance.instance_id for item in result.instances) == ids
     assert "compute" not in result.calls
-    assert not world.hints()
+    assert not world.messages()
     assert {item.instance.epoch for item in result.instances} == {2}
 
 
-async def test_missing_instances_are_created(world: World) -> None:
+async def test_missing_instances_are_created(world: PoolWorld) -> None:
     await world.warm(2)
     result = await world.provision(count=5)
     assert (result.created, result.reused) == (3, 2)
     assert result.calls["compute"] == {"launch": 1}
 
 
-async def test_jobs_run_and_registration_credential_is_removed(world: World) -> None:
+async def test_jobs_run_and_registration_credential_is_removed(world: PoolWorld) -> None:
     result = await world.provision(count=2)
     jobs = [world.github.queue(run_id="1", labels=["1", "large"]) for _ in range(4)]
     other = world.github.queue(run_id="2", labels=["2"])
@@ -70,7 +71,7 @@ async def test_jobs_run_and_registration_credential_is_removed(world: World) -> 
         assert item.instance.assignment.credential is None
 
 
-async def test_concurrent_runs_get_different_machines(world: World) -> None:
+async def test_concurrent_runs_get_different_machines(world: PoolWorld) -> None:
     await world.warm(6)
     runs = await asyncio.gather(*(world.provision(f"r{number}", count=3) for number in range(4)))
     ids = [item.instance.instance_id for run in runs for item in run.instances]
@@ -78,7 +79,7 @@ async def test_concurrent_runs_get_different_machines(world: World) -> None:
     assert sum(run.reused for run in runs) == 6
 
 
-async def test_run_can_provision_two_classes(world: World) -> None:
+async def test_run_can_provision_two_classes(world: PoolWorld) -> None:
     await world.provision(count=1)
     second = await world.provision(count=1, resource_class="xlarge")
     assert {runner.labels for runner in world.registrations()} == {("1", "large"), ("1", "xlarge")}
@@ -87,13 +88,13 @@ async def test_run_can_provision_two_classes(world: World) -> None:
     assert len(released.outcomes) == 2
 
 
-async def test_missing_capacity_names_the_instance_types(world: World) -> None:
+async def test_missing_capacity_names_the_instance_types(world: PoolWorld) -> None:
     world.cloud.capacity = dict.fromkeys([kind.name for kind in world.cloud.types], 0)
     error = await assert_fails(world, CapacityError, count=2)
     assert "c6i.large: capacity for 0 of 2" in error.message
 
 
-async def test_partial_capacity_is_terminated_and_reported(world: World) -> None:
+async def test_partial_capacity_is_terminated_and_reported(world: PoolWorld) -> None:
     world.cloud.capacity = dict.fromkeys([kind.name for kind in world.cloud.types], 0) | {"m6i.large": 2}
     await world.warm(1)
     error = await assert_fails(world, CapacityError, count=4)
@@ -106,7 +107,7 @@ async def test_partial_capacity_is_terminated_and_reported(world: World) -> None
     assert len(world.in_state(State.IDLE)) == 1
 
 
-async def test_failed_new_machine_fails_the_provision(world: World) -> None:
+async def test_failed_new_machine_fails_the_provision(world: PoolWorld) -> None:
     await world.warm(1)
     world.behaviour.registration["i-00000000000000003"] = StepResult(ok=False, detail="no network")
     error = await assert_fails(world, Unavailable, count=3)
@@ -114,7 +115,7 @@ async def test_failed_new_machine_fails_the_provision(world: World) -> None:
     assert "i-00000000000000003" in error.message
 
 
-async def test_failed_pre_runner_script_fails_the_provision(world: World) -> None:
+async def test_failed_pre_runner_script_fails_the_provision(world: PoolWorld) -> None:
     world.behaviour.script = StepResult(ok=False, detail="line 3: no such package")
     error = await assert_fails(world, UserError, count=2)
     assert isinstance(error, UserError)
@@ -122,14 +123,14 @@ async def test_failed_pre_runner_script_fails_the_provision(world: World) -> Non
     assert "no such package" in error.message
 
 
-async def test_machine_that_never_boots_times_out(world: World) -> None:
-    world.behaviour.hung.add("i-00000000000000001")
+async def test_machine_that_never_boots_times_out(world: PoolWorld) -> None:
+    world.behaviour.without_agent.add("i-00000000000000001")
     began = world.loop.time()
     await assert_fails(world, TimedOut, count=1)
     assert world.loop.time() - began < world.lifetimes.provision_timeout_s
 
 
-async def test_token_that_expires_early_is_rejected_before_any_claim(world: World) -> None:
+async def test_token_that_expires_early_is_rejected_before_any_claim(world: PoolWorld) -> None:
     await world.warm(2)
     config = world.database.config
     assert config is not None
@@ -141,25 +142,25 @@ async def test_token_that_expires_early_is_rejected_before_any_claim(world: Worl
     assert not world.database.provisions or all(item.run_id != "1" for item in world.database.provisions.values())
 
 
-async def test_credential_of_the_process_replaces_the_pool_token(world: World) -> None:
+async def test_credential_of_the_process_replaces_the_pool_token(world: PoolWorld) -> None:
     result = await world.provision(process=world.process(credentialed=True))
     assert result.calls["github"] == {"POST registration-token": 1}
 
 
-async def test_unknown_class_and_scope_are_rejected_first(world: World) -> None:
+async def test_unknown_class_and_scope_are_rejected_first(world: PoolWorld) -> None:
     for changed in ({"resource_class": "giant"}, {"scope": "octo/other"}):
         await assert_fails(world, UserError, **changed)
     assert not world.database.provisions
 
 
 async def test_provision_requires_a_configuration() -> None:
-    world = World()
+    world = PoolWorld()
     with pytest.raises(UserError, match="no configuration"):
         await world.provision()
 
 
 async def test_max_instances_counts_live_instances() -> None:
-    world = World(max_instances=4)
+    world = PoolWorld(max_instances=4)
     await world.configure()
     await world.provision("1", count=3)
     error = await assert_fails(world, CapacityError, "2", count=2)
@@ -170,7 +171,7 @@ async def test_max_instances_counts_live_instances() -> None:
 
 
 async def test_max_instances_holds_for_concurrent_provisions() -> None:
-    world = World(max_instances=4)
+    world = PoolWorld(max_instances=4)
     await world.configure()
     outcomes = await asyncio.gather(*(world.provision(str(run), count=2) for run in range(4)), return_exceptions=True)
     assert all(isinstance(item, ProvisionResult | CapacityError) for item in outcomes)
@@ -179,7 +180,7 @@ async def test_max_instances_holds_for_concurrent_provisions() -> None:
     await world.end()
 
 
-async def test_no_claim_after_the_deadline(world: World) -> None:
+async def test_no_claim_after_the_deadline(world: PoolWorld) -> None:
     """An instance claimed after the deadline would only be given back."""
     ids = await world.warm(6)
     world.behaviour.configure_s = 50.0
@@ -188,7 +189,7 @@ async def test_no_claim_after_the_deadline(world: World) -> None:
     assert len(claimed) == 1
 
 
-async def test_no_launch_after_the_deadline(world: World) -> None:
+async def test_no_launch_after_the_deadline(world: PoolWorld) -> None:
     """A machine launched after the deadline would only be terminated."""
     await world.warm(1)
     world.behaviour.configure_s = 50.0
@@ -196,7 +197,7 @@ async def test_no_launch_after_the_deadline(world: World) -> None:
     assert len(world.cloud.machines) == 1
 
 
-async def test_release_stops_a_provision_in_progress(world: World) -> None:
+async def test_release_stops_a_provision_in_progress(world: PoolWorld) -> None:
     world.behaviour.boot_s = 20.0
     provisioning = asyncio.create_task(world.provision(count=2))
     await asyncio.sleep(5)
@@ -207,7 +208,7 @@ async def test_release_stops_a_provision_in_progress(world: World) -> None:
     world.check_holds_nothing("1")
 
 
-async def test_release_just_before_the_commit_wins(world: World) -> None:
+async def test_release_just_before_the_commit_wins(world: PoolWorld) -> None:
     release: asyncio.Task[object] | None = None
 
     async def hook(name: str, call: Call) -> Any:
@@ -224,7 +225,7 @@ async def test_release_just_before_the_commit_wins(world: World) -> None:
     world.check_holds_nothing("1")
 
 
-async def test_rollback_returns_claimed_instances_to_the_pool(world: World) -> None:
+async def test_rollback_returns_claimed_instances_to_the_pool(world: PoolWorld) -> None:
     ids = await world.warm(2)
     world.cloud.capacity = dict.fromkeys([kind.name for kind in world.cloud.types], 0)
     await assert_fails(world, CapacityError, count=3)
@@ -233,7 +234,7 @@ async def test_rollback_returns_claimed_instances_to_the_pool(world: World) -> N
     assert world.in_state(State.IDLE) == ids
 
 
-async def test_rollback_uses_the_pool_token_if_github_is_down(world: World) -> None:
+async def test_rollback_uses_the_pool_token_if_github_is_down(world: PoolWorld) -> None:
     """A provision with a GitHub credential mints a removal token; the pool's token is the fallback."""
     ids = await world.warm(1)
     world.cloud.capacity = dict.fromkeys([kind.name for kind in world.cloud.types], 0) | {"c6i.large": 2}
@@ -252,7 +253,7 @@ async def test_rollback_uses_the_pool_token_if_github_is_down(world: World) -> N
     assert world.in_state(State.IDLE) == ids
 
 
-async def test_run_id_can_be_provisioned_again(world: World) -> None:
+async def test_run_id_can_be_provisioned_again(world: PoolWorld) -> None:
     await world.provision(count=1, attempt=1)
     await world.release(attempt=1)
     again = await world.provision(count=1, attempt=2)
@@ -262,7 +263,7 @@ async def test_run_id_can_be_provisioned_again(world: World) -> None:
     assert world.in_state(State.RUNNING) == [again.instances[0].instance.instance_id]
 
 
-async def test_request_overrides_pool_times(world: World) -> None:
+async def test_request_overrides_pool_times(world: PoolWorld) -> None:
     result = await world.provision(max_runtime_s=1_000.0, timeout_s=100.0)
     threshold = result.instances[0].instance.threshold
     assert threshold - world.clock.now() == timedelta(seconds=1_000)
@@ -278,7 +279,7 @@ class OnDemandFallback(MemoryCompute):
         return LaunchResult(instances=instances, errors=("subnet-1 c6i.large (spot): no capacity",))
 
 
-async def test_on_demand_fallback_is_recorded_and_pooled_as_on_demand(world: World) -> None:
+async def test_on_demand_fallback_is_recorded_and_pooled_as_on_demand(world: PoolWorld) -> None:
     context = world.process()
     context = replace(context, compute=OnDemandFallback(cloud=world.cloud, pool=POOL, calls=context.calls))
     made = await world.provision("1", process=context, usage_class=UsageClass.SPOT)

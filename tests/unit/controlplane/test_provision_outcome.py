@@ -23,21 +23,21 @@ from remuda.domain.provision_outcome import (
 from remuda.domain.resources import TypePatterns, UsageClass
 from simulation.loop import VirtualClock
 from tests.support.records import instance, instance_id, message
-from tests.support.world import World
+from tests.support.world import PoolWorld
 
 
-def provision_of(world: World, run_id: str = "1") -> Provision:
+def provision_of(world: PoolWorld, run_id: str = "1") -> Provision:
     (found,) = [item for item in world.database.provisions.values() if item.run_id == run_id]
     return found
 
 
-def outcome_of(world: World, run_id: str = "1") -> ProvisionOutcome:
+def outcome_of(world: PoolWorld, run_id: str = "1") -> ProvisionOutcome:
     outcome = provision_of(world, run_id).outcome
     assert outcome is not None
     return outcome
 
 
-async def test_outcome_names_the_source_of_each_runner(world: World) -> None:
+async def test_outcome_names_the_source_of_each_runner(world: PoolWorld) -> None:
     warm = await world.warm(2)
     result = await world.provision(count=3)
     outcome = outcome_of(world)
@@ -49,7 +49,7 @@ async def test_outcome_names_the_source_of_each_runner(world: World) -> None:
     assert provision_of(world).request_summary == "on-demand, trusted, for octo/repo, types *"
 
 
-async def test_outcome_names_rejected_messages_with_reasons(world: World) -> None:
+async def test_outcome_names_rejected_messages_with_reasons(world: PoolWorld) -> None:
     await world.process().pool.send(
         [message(7, usage_class=UsageClass.SPOT), message(8, usage_class=UsageClass.ON_DEMAND)]
     )
@@ -62,7 +62,7 @@ async def test_outcome_names_rejected_messages_with_reasons(world: World) -> Non
     assert outcome.rejected == {"mismatch": 1, "claim-lost": 1}
 
 
-async def test_failed_provision_has_an_outcome(world: World) -> None:
+async def test_failed_provision_has_an_outcome(world: PoolWorld) -> None:
     world.cloud.capacity = {"c6i.large": 1}
     with pytest.raises(CapacityError) as failure:
         await world.provision(count=2, patterns=TypePatterns(("c6i.large",)))
@@ -71,7 +71,7 @@ async def test_failed_provision_has_an_outcome(world: World) -> None:
     assert [(item.count, item.launched) for item in outcome.launches] == [(2, 1)]
 
 
-async def test_release_keeps_the_outcome(world: World) -> None:
+async def test_release_keeps_the_outcome(world: PoolWorld) -> None:
     await world.provision()
     before = outcome_of(world)
     await world.release()
@@ -79,7 +79,7 @@ async def test_release_keeps_the_outcome(world: World) -> None:
     assert outcome_of(world) == before
 
 
-async def test_provision_released_while_in_progress_has_an_outcome(world: World) -> None:
+async def test_provision_released_while_in_progress_has_an_outcome(world: PoolWorld) -> None:
     world.behaviour.boot_s = 30.0
     provisioning = asyncio.create_task(world.provision())
     await asyncio.sleep(5)
@@ -91,7 +91,7 @@ async def test_provision_released_while_in_progress_has_an_outcome(world: World)
     assert outcome_of(world).error == failure.value.message
 
 
-async def test_outcome_is_bounded(world: World) -> None:
+async def test_outcome_is_bounded(world: PoolWorld) -> None:
     recorder = OutcomeRecorder(VirtualClock())
     registered = RegisteredInstance(instance=instance(1), source=RunnerSource.POOL, report=None)
     for number in range(2 * MAX_ACQUIRED):

@@ -13,8 +13,9 @@ from remuda.domain.instance import Instance, RetireReason, State
 from remuda.domain.resources import Reuse
 from remuda.domain.signals import Signal
 from remuda.ports.machine import StepResult
+from simulation.names import SCOPE
 from tests.support.virtual_time import Call, Hook
-from tests.support.world import LIFETIMES, SCOPE, World
+from tests.support.world import LIFETIMES, PoolWorld
 from tests.unit.controlplane.interruption import Cut, CutKind
 
 
@@ -35,17 +36,17 @@ def answers_after(seconds: float) -> Hook:
     return hook
 
 
-async def one(world: World, **changed: Any) -> Instance:
+async def one(world: PoolWorld, **changed: Any) -> Instance:
     (item,) = (await world.provision(**changed)).instances
     return item.instance
 
 
-async def test_release_resets_pools_and_publishes(world: World) -> None:
+async def test_release_resets_pools_and_publishes(world: PoolWorld) -> None:
     ids = sorted(item.instance.instance_id for item in (await world.provision(count=3)).instances)
     result = await world.release()
     assert statuses(result) == ["released"] * 3
     assert world.in_state(State.IDLE) == ids
-    assert world.hints() == ids
+    assert world.messages() == ids
     assert not world.registrations()
     for instance_id in ids:
         record = world.record(instance_id)
@@ -54,36 +55,36 @@ async def test_release_resets_pools_and_publishes(world: World) -> None:
         assert record.threshold - world.clock.now() <= timedelta(seconds=world.lifetimes.idle_time_s)
 
 
-async def test_pool_messages_are_sent_in_batches(world: World) -> None:
+async def test_pool_messages_are_sent_in_batches(world: PoolWorld) -> None:
     await world.provision(count=12)
     result = await world.release()
     assert statuses(result) == ["released"] * 12
     assert result.calls["pool"]["send"] <= 3
 
 
-async def test_release_of_a_run_without_provision(world: World) -> None:
+async def test_release_of_a_run_without_provision(world: PoolWorld) -> None:
     assert statuses(await world.release("unknown")) == []
 
 
-async def test_release_twice_is_idempotent(world: World) -> None:
+async def test_release_twice_is_idempotent(world: PoolWorld) -> None:
     await one(world)
     assert statuses(await world.release()) == ["released"]
     assert statuses(await world.release()) == ["skipped"]
-    assert len(world.hints()) == 1
+    assert len(world.messages()) == 1
 
 
-async def test_concurrent_releases_agree(world: World) -> None:
+async def test_concurrent_releases_agree(world: PoolWorld) -> None:
     await world.provision(count=3)
     slow = [world.process(answers_after(seconds)) for seconds in (0.0, 0.1, 0.2)]
     results = await asyncio.gather(*(world.release(process=process) for process in slow))
     assert not [error for result in results for error in result.errors]
     assert len(world.in_state(State.IDLE)) == 3
-    assert len(set(world.hints())) == 3
+    assert len(set(world.messages())) == 3
     # Both releases report the same outcome.
     assert {fate for result in results for fate in statuses(result)} == {"released"}
 
 
-async def test_release_finished_by_a_sweep_counts_as_released(world: World) -> None:
+async def test_release_finished_by_a_sweep_counts_as_released(world: PoolWorld) -> None:
     await world.provision(count=2)
 
     async def sweep_often() -> None:
@@ -97,7 +98,7 @@ async def test_release_finished_by_a_sweep_counts_as_released(world: World) -> N
     assert statuses(result) == ["released"] * 2
 
 
-async def test_release_resumes_after_a_crash(world: World) -> None:
+async def test_release_resumes_after_a_crash(world: PoolWorld) -> None:
     await world.provision(count=2)
     cut = Cut(5, CutKind.CRASH_AFTER)
     await cut.run(world.release(process=world.process(cut)))
@@ -107,7 +108,7 @@ async def test_release_resumes_after_a_crash(world: World) -> None:
     await cut.discard()
 
 
-async def test_release_covers_attempts_up_to_its_own(world: World) -> None:
+async def test_release_covers_attempts_up_to_its_own(world: PoolWorld) -> None:
     first = await one(world, attempt=1)
     second = await one(world, attempt=2)
     assert statuses(await world.release(attempt=1)) == ["released"]
@@ -116,7 +117,7 @@ async def test_release_covers_attempts_up_to_its_own(world: World) -> None:
     assert world.in_state(State.IDLE) == sorted([first.instance_id, second.instance_id])
 
 
-async def test_instance_of_another_run_is_skipped(world: World) -> None:
+async def test_instance_of_another_run_is_skipped(world: PoolWorld) -> None:
     instance = await one(world)
     await world.release()
     (again,) = (await world.provision("2")).instances
@@ -127,7 +128,7 @@ async def test_instance_of_another_run_is_skipped(world: World) -> None:
     assert world.in_state(State.RUNNING) == [instance.instance_id]
 
 
-async def test_unexpected_states_are_reported_and_others_released(world: World) -> None:
+async def test_unexpected_states_are_reported_and_others_released(world: PoolWorld) -> None:
     first, second = (item.instance for item in (await world.provision(count=2)).instances)
     world.cloud.end(first.instance_id, "power loss")
     await world.sweep()
@@ -137,7 +138,7 @@ async def test_unexpected_states_are_reported_and_others_released(world: World) 
     assert world.in_state(State.IDLE) == [second.instance_id]
 
 
-async def test_release_waits_for_a_running_job(world: World) -> None:
+async def test_release_waits_for_a_running_job(world: PoolWorld) -> None:
     instance = await one(world)
     job = world.github.queue(run_id="1", labels=["1"], seconds=70)
     await asyncio.sleep(1)
@@ -155,7 +156,7 @@ async def test_release_waits_for_a_running_job(world: World) -> None:
     assert deadline in seen, "extended up to the run's deadline"
 
 
-async def test_job_ends_at_the_run_deadline(world: World) -> None:
+async def test_job_ends_at_the_run_deadline(world: PoolWorld) -> None:
     instance = await one(world)
     job = world.github.queue(run_id="1", labels=["1"], seconds=10_000)
     await asyncio.sleep(1)
@@ -169,7 +170,7 @@ async def test_job_ends_at_the_run_deadline(world: World) -> None:
     assert job.conclusion == "failure"
 
 
-async def test_expiring_removal_credential_is_renewed(world: World) -> None:
+async def test_expiring_removal_credential_is_renewed(world: PoolWorld) -> None:
     """The release starts with the pool's token; a sweep renews it while a job runs."""
     instance = await one(world, max_runtime_s=6_000.0)
     world.github.queue(run_id="1", labels=["1"], seconds=3_400)
@@ -189,7 +190,7 @@ async def test_expiring_removal_credential_is_renewed(world: World) -> None:
     assert statuses(await releasing) == ["released"]
 
 
-async def test_process_with_a_credential_mints_the_removal_token(world: World) -> None:
+async def test_process_with_a_credential_mints_the_removal_token(world: PoolWorld) -> None:
     await one(world)
     result = await world.release(process=world.process(credentialed=True))
     assert statuses(result) == ["released"]
@@ -197,7 +198,7 @@ async def test_process_with_a_credential_mints_the_removal_token(world: World) -
 
 
 async def test_instance_with_max_uses_is_retired() -> None:
-    world = World(lifetimes=replace(LIFETIMES, max_uses=2))
+    world = PoolWorld(lifetimes=replace(LIFETIMES, max_uses=2))
     await world.configure()
     instance = await one(world)
     assert statuses(await world.release()) == ["released"]
@@ -210,7 +211,7 @@ async def test_instance_with_max_uses_is_retired() -> None:
 
 
 async def test_too_old_instance_is_retired() -> None:
-    world = World(lifetimes=replace(LIFETIMES, max_age_s=20.0))
+    world = PoolWorld(lifetimes=replace(LIFETIMES, max_age_s=20.0))
     await world.configure()
     await one(world)
     await world.pass_time(25, sweeps=False)
@@ -220,10 +221,10 @@ async def test_too_old_instance_is_retired() -> None:
     await world.end()
 
 
-async def test_spot_notice_retires_after_the_job(world: World) -> None:
+async def test_spot_notice_retires_after_the_job(world: PoolWorld) -> None:
     instance = await one(world)
     job = world.github.queue(run_id="1", labels=["1"], seconds=10)
-    world.behaviour.notices[instance.instance_id] = "terminate at 12:10"
+    world.machines[instance.instance_id].notice = "terminate at 12:10"
     await world.pass_time(8)
     assert world.record(instance.instance_id).retire_reason is RetireReason.SPOT_NOTICE
     assert world.record(instance.instance_id).state is State.RUNNING
@@ -231,35 +232,35 @@ async def test_spot_notice_retires_after_the_job(world: World) -> None:
     assert (statuses(result), job.conclusion) == (["retired"], "success")
 
 
-async def test_failed_reset_terminates_the_machine(world: World) -> None:
+async def test_failed_reset_terminates_the_machine(world: PoolWorld) -> None:
     instance = await one(world)
     world.behaviour.resets[instance.instance_id] = StepResult(ok=False, detail="a process would not die")
     result = await world.release()
     assert statuses(result) == ["retired"]
     assert "would not die" in world.database.histories[instance.instance_id][-1].why
-    assert not world.hints()
+    assert not world.messages()
 
 
-async def test_dead_machine_ends_at_its_threshold(world: World) -> None:
+async def test_dead_machine_ends_at_its_threshold(world: PoolWorld) -> None:
     instance = await one(world)
-    world.hosts[instance.instance_id].task.cancel()
+    world.stop_agent(instance.instance_id)
     result = await world.release()
     assert statuses(result) == ["expired"]
     assert world.record(instance.instance_id).state is State.RELEASING
 
 
-async def test_signal_of_an_earlier_epoch_is_ignored(world: World) -> None:
+async def test_signal_of_an_earlier_epoch_is_ignored(world: PoolWorld) -> None:
     (warm,) = await world.warm(1)
     assert world.database.reports[warm].signal is Signal.UD_REMOVE_REG_REMOVE_RUN_OK
     await world.provision()
-    world.hosts[warm].task.cancel()
+    world.stop_agent(warm)
     result = await world.release()
     assert statuses(result) == ["expired"]
     await world.sweep()
     assert world.record(warm).state is not State.IDLE
 
 
-async def test_release_terminates_a_booting_machine(world: World) -> None:
+async def test_release_terminates_a_booting_machine(world: PoolWorld) -> None:
     cut = Cut(8, CutKind.CRASH_AFTER)
     await cut.run(world.provision(process=world.process(cut)))
     assert world.in_state(State.CREATED)
@@ -269,7 +270,7 @@ async def test_release_terminates_a_booting_machine(world: World) -> None:
     await cut.discard()
 
 
-async def test_claimed_instances_of_a_crashed_provision_are_released(world: World) -> None:
+async def test_claimed_instances_of_a_crashed_provision_are_released(world: PoolWorld) -> None:
     ids = await world.warm(2)
     cut = Cut(8, CutKind.CRASH_AFTER)
     await cut.run(world.provision(count=2, process=world.process(cut)))
@@ -280,7 +281,7 @@ async def test_claimed_instances_of_a_crashed_provision_are_released(world: Worl
     await cut.discard()
 
 
-async def test_one_error_does_not_stop_the_others(world: World) -> None:
+async def test_one_error_does_not_stop_the_others(world: PoolWorld) -> None:
     first, second = (item.instance for item in (await world.provision(count=2)).instances)
     world.database.instances[first.instance_id] = replace(world.record(first.instance_id), scope="octo/gone")
     result = await world.release()
@@ -291,7 +292,7 @@ async def test_one_error_does_not_stop_the_others(world: World) -> None:
     world.database.instances[first.instance_id] = replace(world.record(first.instance_id), scope=SCOPE)
 
 
-async def test_reset_detail_is_reported_for_pooled_and_retired_instances(world: World) -> None:
+async def test_reset_detail_is_reported_for_pooled_and_retired_instances(world: PoolWorld) -> None:
     for reuse, fate in ((Reuse.SAME_TRUST, ReleaseStatus.RELEASED), (Reuse.NEVER, ReleaseStatus.RETIRED)):
         await world.configure(reuse=reuse)
         instance_id = (await one(world, run_id=fate.value)).instance_id

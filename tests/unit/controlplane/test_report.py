@@ -14,7 +14,7 @@ from remuda.domain.errors import UserError
 from remuda.domain.reporting.prices import PriceTable, SpotPrice
 from remuda.domain.reporting.usage import UsageReport
 from remuda.domain.resources import UsageClass
-from tests.support.world import World
+from tests.support.world import PoolWorld
 
 PRICES = PriceTable(on_demand={"c6i.large": 3_600.0})
 
@@ -34,12 +34,12 @@ class FakeSpotPrices:
         return [SpotPrice(instance_type=name, zone="a", at=since, price=self._price) for name in instance_types]
 
 
-async def usage_of(world: World, process: Context | None = None, last_s: float = 86_400) -> UsageReport:
+async def usage_of(world: PoolWorld, process: Context | None = None, last_s: float = 86_400) -> UsageReport:
     process = process or world.process()
     return await report(process, since=process.clock.now() - timedelta(seconds=last_s), prices=PRICES)
 
 
-async def test_usage_of_a_cold_and_a_warm_run(world: World) -> None:
+async def test_usage_of_a_cold_and_a_warm_run(world: PoolWorld) -> None:
     await world.provision("7", count=2)
     await world.pass_time(20)
     await world.release("7")
@@ -60,7 +60,7 @@ async def test_usage_of_a_cold_and_a_warm_run(world: World) -> None:
     assert not found.notes
 
 
-async def test_instances_that_ended_before_the_period_are_not_counted(world: World) -> None:
+async def test_instances_that_ended_before_the_period_are_not_counted(world: PoolWorld) -> None:
     await world.provision("7")
     await world.release("7")
     await world.end()
@@ -72,7 +72,9 @@ async def test_instances_that_ended_before_the_period_are_not_counted(world: Wor
 @pytest.mark.parametrize(
     ("price", "spent", "note"), [(360.0, 0.1, ""), (None, 1.0, "not authorised: ec2:DescribeSpotPriceHistory")]
 )
-async def test_spot_prices_are_used_if_permitted(world: World, price: float | None, spent: float, note: str) -> None:
+async def test_spot_prices_are_used_if_permitted(
+    world: PoolWorld, price: float | None, spent: float, note: str
+) -> None:
     await world.provision("7", usage_class=UsageClass.SPOT)
     spot_prices = FakeSpotPrices(price)
     found = await usage_of(world, replace(world.process(), spot_prices=spot_prices))
@@ -82,7 +84,7 @@ async def test_spot_prices_are_used_if_permitted(world: World, price: float | No
     assert ("more than was paid" in " ".join(found.notes)) == (price is None)
 
 
-async def test_spot_prices_are_not_read_without_spot_instances(world: World) -> None:
+async def test_spot_prices_are_not_read_without_spot_instances(world: PoolWorld) -> None:
     await world.provision("7")
     spot_prices = FakeSpotPrices(1.0)
     await usage_of(world, replace(world.process(), spot_prices=spot_prices))

@@ -21,10 +21,11 @@ from remuda.domain.scale_down.decisions import Action, ScaleDownPolicy
 from remuda.domain.scale_down.idle_config import IdleWindow
 from remuda.ports.github import GitHub
 from remuda.web.dashboard.serialize import decisions, milliseconds
+from simulation.names import POOL, SCOPE
 from tests.support.records import NOW
 from tests.support.scripted_fleet import tags
 from tests.support.virtual_time import Call, Hook
-from tests.support.world import POOL, SCOPE, World
+from tests.support.world import PoolWorld
 
 ORPHAN = "ghr:orphan"
 CYCLE_S = 30.0
@@ -37,7 +38,7 @@ def keeping(idle_count: int) -> ScaleDownPolicy:
 
 
 async def cycle(
-    world: World, policy: ScaleDownPolicy | None = None, hook: Hook | None = None, *, dry_run: bool = False
+    world: PoolWorld, policy: ScaleDownPolicy | None = None, hook: Hook | None = None, *, dry_run: bool = False
 ) -> ScaleDownResult:
     pool: Context = world.process(hook, credentialed=True)
     github: GitHub | None = pool.github
@@ -55,23 +56,23 @@ async def cycle(
     return await scale_down(context, policy or ScaleDownPolicy(boot_min=0.5), dry_run=dry_run)
 
 
-def mark(world: World, *instance_ids: str) -> None:
+def mark(world: PoolWorld, *instance_ids: str) -> None:
     for name in instance_ids:
         assert world.cloud.retag(name, lambda present: {**present, ORPHAN: "true"})
 
 
-def is_marked(world: World, instance_id: str) -> bool:
+def is_marked(world: PoolWorld, instance_id: str) -> bool:
     return ORPHAN in world.cloud.machines[instance_id].tags
 
 
-async def pass_time(world: World, seconds: float, policy: ScaleDownPolicy) -> None:
+async def pass_time(world: PoolWorld, seconds: float, policy: ScaleDownPolicy) -> None:
     for _ in range(int(seconds / CYCLE_S)):
         await world.pass_time(CYCLE_S)
         result = await cycle(world, policy)
         assert not result.errors
 
 
-async def test_quota_renews_two_and_the_third_expires(world: World) -> None:
+async def test_quota_renews_two_and_the_third_expires(world: PoolWorld) -> None:
     ids = await world.warm(3)
     await pass_time(world, 300, keeping(2))
     assert len(world.in_state(State.IDLE)) == 2
@@ -81,7 +82,7 @@ async def test_quota_renews_two_and_the_third_expires(world: World) -> None:
     assert not world.in_state(State.IDLE)
 
 
-async def test_dashboard_shows_each_renewal_once(world: World) -> None:
+async def test_dashboard_shows_each_renewal_once(world: PoolWorld) -> None:
     kept = set(await world.warm(2))
     await pass_time(world, 180, keeping(2))
     histories = await world.process().store.histories(sorted(kept))
@@ -97,7 +98,7 @@ async def test_dashboard_shows_each_renewal_once(world: World) -> None:
         assert kept["at"] == max(milliseconds(entry.at) for entry in histories[name] if entry.transition == "renew")
 
 
-async def test_renewed_instances_can_be_claimed(world: World) -> None:
+async def test_renewed_instances_can_be_claimed(world: PoolWorld) -> None:
     await world.warm(2)
     await pass_time(world, 180, keeping(2))
     result = await world.provision("2", count=2)
@@ -106,7 +107,7 @@ async def test_renewed_instances_can_be_claimed(world: World) -> None:
 
 
 async def test_renewal_stops_at_the_maximum_age() -> None:
-    world = World()
+    world = PoolWorld()
     await world.configure(lifetimes=world.lifetimes)
     await world.warm(1)
     (name,) = world.in_state(State.IDLE)
@@ -124,7 +125,7 @@ async def test_renewal_stops_at_the_maximum_age() -> None:
     await world.end()
 
 
-async def test_machine_with_a_live_record_is_kept_and_unmarked(world: World) -> None:
+async def test_machine_with_a_live_record_is_kept_and_unmarked(world: PoolWorld) -> None:
     """Idle instances have no registration, and reused ones are older than the boot time."""
     await world.warm(2)
     made = await world.provision("2")
@@ -145,7 +146,7 @@ async def test_machine_with_a_live_record_is_kept_and_unmarked(world: World) -> 
 
 
 async def test_pool_machine_without_a_record_is_decided_by_its_registrations() -> None:
-    world = World()
+    world = PoolWorld()
     await world.configure()
     (name,) = await world.warm(1)
     world.cloud.retag(name, lambda present: {**present, **tags(SCOPE), "ghr:environment": POOL})
@@ -157,7 +158,7 @@ async def test_pool_machine_without_a_record_is_decided_by_its_registrations() -
     assert not world.alive()
 
 
-async def test_pool_machines_are_skipped_if_the_store_is_unreachable(world: World) -> None:
+async def test_pool_machines_are_skipped_if_the_store_is_unreachable(world: PoolWorld) -> None:
     ids = await world.warm(2)
     await asyncio.sleep(60)
     mark(world, ids[0])
@@ -175,7 +176,7 @@ async def test_pool_machines_are_skipped_if_the_store_is_unreachable(world: Worl
     assert "out of reach" in error
 
 
-async def test_record_written_during_the_lists_counts(world: World) -> None:
+async def test_record_written_during_the_lists_counts(world: PoolWorld) -> None:
     """Records are read again after the lists, because a new machine gets its record after its launch."""
     (name,) = await world.warm(1)
     world.cloud.retag(name, lambda present: {**present, **tags(SCOPE), "ghr:environment": POOL})
@@ -193,7 +194,7 @@ async def test_record_written_during_the_lists_counts(world: World) -> None:
     assert world.alive() == [name]
 
 
-async def test_machine_of_another_pool_is_skipped(world: World) -> None:
+async def test_machine_of_another_pool_is_skipped(world: PoolWorld) -> None:
     (name,) = await world.warm(1)
     pool = world.process(credentialed=True)
 
@@ -222,7 +223,7 @@ async def test_machine_of_another_pool_is_skipped(world: World) -> None:
     world.database.instances[name] = record
 
 
-async def test_claim_before_the_renewal_wins(world: World) -> None:
+async def test_claim_before_the_renewal_wins(world: PoolWorld) -> None:
     await world.warm(1)
     claimed = asyncio.Event()
 
@@ -242,7 +243,7 @@ async def test_claim_before_the_renewal_wins(world: World) -> None:
     await world.release("2")
 
 
-async def test_claim_after_the_renewal_succeeds(world: World) -> None:
+async def test_claim_after_the_renewal_succeeds(world: PoolWorld) -> None:
     await world.warm(1)
     await asyncio.sleep(CYCLE_S)
     result = await cycle(world, keeping(1))
@@ -253,7 +254,7 @@ async def test_claim_after_the_renewal_succeeds(world: World) -> None:
 
 
 @pytest.mark.parametrize("dry_run", [True, False])
-async def test_dry_run_renews_nothing(world: World, *, dry_run: bool) -> None:
+async def test_dry_run_renews_nothing(world: PoolWorld, *, dry_run: bool) -> None:
     (name,) = await world.warm(1)
     await asyncio.sleep(CYCLE_S)
     before = world.record(name).threshold

@@ -16,7 +16,7 @@ from remuda.domain.signals import FailureKind, Signal
 from remuda.ports.machine import StepResult
 from tests.support.records import message
 from tests.support.virtual_time import Call
-from tests.support.world import World, number_of
+from tests.support.world import PoolWorld, number_of
 
 MISMATCHES: dict[str, dict[str, Any]] = {
     "usage": {"usage_class": UsageClass.SPOT},
@@ -28,7 +28,7 @@ MISMATCHES: dict[str, dict[str, Any]] = {
 }
 
 
-def put(world: World, pool_message: PoolMessage | None, *, queue: str = "large", malformed: str = "") -> None:
+def put(world: PoolWorld, pool_message: PoolMessage | None, *, queue: str = "large", malformed: str = "") -> None:
     world.queues.put(queue, pool_message, shuffle=0.5, malformed=malformed)
 
 
@@ -37,7 +37,7 @@ def matching(number: int = 1, **changed: Any) -> PoolMessage:
 
 
 @pytest.mark.parametrize("kind", MISMATCHES)
-async def test_mismatch_is_handed_back(world: World, kind: str) -> None:
+async def test_mismatch_is_handed_back(world: PoolWorld, kind: str) -> None:
     pool_message = matching(0xABC, **MISMATCHES[kind])
     put(world, pool_message)
     result = await world.provision(patterns=TypePatterns(("c*", "m*")))
@@ -47,34 +47,34 @@ async def test_mismatch_is_handed_back(world: World, kind: str) -> None:
     assert left.visible_at <= world.clock.now()
 
 
-async def test_hundred_mismatches_cost_few_calls(world: World) -> None:
+async def test_hundred_mismatches_cost_few_calls(world: PoolWorld) -> None:
     for number in range(100):
         put(world, matching(number, **list(MISMATCHES.values())[number % 6]))
     result = await world.provision(count=4, patterns=TypePatterns(("c*",)))
     assert result.created == 4
     assert sum(result.calls["pool"].values()) <= 30
-    assert len(world.hints()) == 100
+    assert len(world.messages()) == 100
 
 
-async def test_match_among_mismatches_is_found(world: World) -> None:
+async def test_match_among_mismatches_is_found(world: PoolWorld) -> None:
     (warm,) = await world.warm(1)
     for number in range(60):
         put(world, matching(0x1000 + number, usage_class=UsageClass.SPOT))
     result = await world.provision()
     assert [item.instance.instance_id for item in result.instances] == [warm]
-    assert len(world.hints()) == 60
+    assert len(world.messages()) == 60
 
 
-async def test_search_ends_with_more_mismatches_than_the_limit(world: World) -> None:
+async def test_search_ends_with_more_mismatches_than_the_limit(world: PoolWorld) -> None:
     for number in range(450):
         put(world, matching(number, usage_class=UsageClass.SPOT))
     result = await world.provision()
     assert result.created == 1
     assert sum(result.calls["pool"].values()) <= 400
-    assert len(world.hints()) == 450
+    assert len(world.messages()) == 450
 
 
-async def test_surplus_messages_stay_in_the_pool(world: World) -> None:
+async def test_surplus_messages_stay_in_the_pool(world: PoolWorld) -> None:
     await world.warm(8)
     put(world, matching(0xABC, usage_class=UsageClass.SPOT))
     result = await world.provision(count=2)
@@ -83,7 +83,7 @@ async def test_surplus_messages_stay_in_the_pool(world: World) -> None:
     assert len(visible) == 7
 
 
-async def test_malformed_messages_are_dropped_and_counted(world: World) -> None:
+async def test_malformed_messages_are_dropped_and_counted(world: PoolWorld) -> None:
     for _ in range(3):
         put(world, None, malformed="not JSON")
     result = await world.provision()
@@ -91,7 +91,7 @@ async def test_malformed_messages_are_dropped_and_counted(world: World) -> None:
     assert not world.queues.named("large").messages
 
 
-async def test_stale_message_is_deleted(world: World) -> None:
+async def test_stale_message_is_deleted(world: PoolWorld) -> None:
     """An older epoch, a record that is not idle, and no record."""
     await world.warm(1)
     running = (await world.provision("busy", count=2)).instances
@@ -105,7 +105,7 @@ async def test_stale_message_is_deleted(world: World) -> None:
     assert world.in_state(State.RUNNING) == sorted([*ids.values(), result.instances[0].instance.instance_id])
 
 
-async def test_message_of_a_later_epoch_does_not_claim(world: World) -> None:
+async def test_message_of_a_later_epoch_does_not_claim(world: PoolWorld) -> None:
     (warm,) = await world.warm(1)
     world.queues.named("large").messages.clear()
     put(world, matching(number_of(warm), epoch=7))
@@ -114,7 +114,7 @@ async def test_message_of_a_later_epoch_does_not_claim(world: World) -> None:
     assert world.record(warm).state is State.IDLE
 
 
-async def test_stale_message_does_not_drop_another_workers_claim(world: World) -> None:
+async def test_stale_message_does_not_drop_another_workers_claim(world: PoolWorld) -> None:
     (warm,) = await world.warm(1)
     await world.provision("again")
     await world.release("again")
@@ -128,7 +128,7 @@ async def test_stale_message_does_not_drop_another_workers_claim(world: World) -
     world.check_holds_nothing("last")
 
 
-async def test_duplicate_message_is_deleted(world: World) -> None:
+async def test_duplicate_message_is_deleted(world: PoolWorld) -> None:
     (warm,) = await world.warm(1)
     for _ in range(3):
         put(world, world.record(warm).message())
@@ -138,7 +138,7 @@ async def test_duplicate_message_is_deleted(world: World) -> None:
     assert not world.queues.named("large").messages
 
 
-async def test_expiring_instance_is_not_claimed(world: World) -> None:
+async def test_expiring_instance_is_not_claimed(world: PoolWorld) -> None:
     (warm,) = await world.warm(1)
     await world.pass_time(world.lifetimes.idle_time_s - 1, sweeps=False)
     result = await world.provision()
@@ -146,7 +146,7 @@ async def test_expiring_instance_is_not_claimed(world: World) -> None:
     assert world.record(warm).epoch == 1
 
 
-async def test_worker_continues_after_a_lost_claim(world: World) -> None:
+async def test_worker_continues_after_a_lost_claim(world: PoolWorld) -> None:
     """Two runs receive the same messages; each machine goes to one of them."""
     ids = await world.warm(4)
     for instance_id in ids:
@@ -158,9 +158,9 @@ async def test_worker_continues_after_a_lost_claim(world: World) -> None:
     }
 
 
-async def test_dead_heartbeat_ends_the_wait_early(world: World) -> None:
+async def test_dead_heartbeat_ends_the_wait_early(world: PoolWorld) -> None:
     dead, good = await world.warm(2)
-    world.hosts[dead].task.cancel()
+    world.stop_agent(dead)
     await asyncio.sleep(20)
     began = world.loop.time()
     result = await world.provision(count=2)
@@ -170,9 +170,9 @@ async def test_dead_heartbeat_ends_the_wait_early(world: World) -> None:
     assert world.record(dead).state is State.TERMINATING
 
 
-async def test_old_heartbeat_ends_the_wait_at_once(world: World) -> None:
+async def test_old_heartbeat_ends_the_wait_at_once(world: PoolWorld) -> None:
     (dead,) = await world.warm(1)
-    world.hosts[dead].task.cancel()
+    world.stop_agent(dead)
     await asyncio.sleep(80)
     began = world.loop.time()
     result = await world.provision()
@@ -180,7 +180,7 @@ async def test_old_heartbeat_ends_the_wait_at_once(world: World) -> None:
     assert result.created == 1
 
 
-async def test_unreachable_store_does_not_count_as_dead_heartbeat(world: World) -> None:
+async def test_unreachable_store_does_not_count_as_dead_heartbeat(world: PoolWorld) -> None:
     """No report can be read for 20 seconds although the machine is healthy."""
     (warm,) = await world.warm(1)
     world.behaviour.configure_s = 30.0
@@ -195,7 +195,7 @@ async def test_unreachable_store_does_not_count_as_dead_heartbeat(world: World) 
     assert [item.instance.instance_id for item in result.instances] == [warm]
 
 
-async def test_failed_registration_terminates_the_machine_and_continues(world: World) -> None:
+async def test_failed_registration_terminates_the_machine_and_continues(world: PoolWorld) -> None:
     bad, _good = await world.warm(2)
     world.behaviour.registration[bad] = StepResult(ok=False, detail="disk full")
     result = await world.provision(count=2)
@@ -204,9 +204,9 @@ async def test_failed_registration_terminates_the_machine_and_continues(world: W
     assert (history[-1].transition, "disk full" in history[-1].why) == ("end-claimed", True)
 
 
-async def test_slow_machine_is_replaced(world: World) -> None:
+async def test_slow_machine_is_replaced(world: PoolWorld) -> None:
     slow, _ = await world.warm(2)
-    world.hosts[slow].task.cancel()
+    world.stop_agent(slow)
 
     async def beat_for_ever() -> None:
         store = world.process().store
@@ -221,7 +221,7 @@ async def test_slow_machine_is_replaced(world: World) -> None:
     assert (result.reused, result.created) == (1, 1)
 
 
-async def test_rejected_credential_stops_without_consuming_the_pool(world: World) -> None:
+async def test_rejected_credential_stops_without_consuming_the_pool(world: PoolWorld) -> None:
     ids = await world.warm(5)
     for instance_id in ids:
         world.behaviour.registration[instance_id] = StepResult(
@@ -236,7 +236,7 @@ async def test_rejected_credential_stops_without_consuming_the_pool(world: World
     assert world.in_state(State.IDLE) == ids
 
 
-async def test_unreachable_github_stops_without_consuming_the_pool(world: World) -> None:
+async def test_unreachable_github_stops_without_consuming_the_pool(world: PoolWorld) -> None:
     ids = await world.warm(5)
     for instance_id in ids:
         world.behaviour.registration[instance_id] = StepResult(
@@ -249,7 +249,7 @@ async def test_unreachable_github_stops_without_consuming_the_pool(world: World)
     assert world.in_state(State.IDLE) == ids
 
 
-async def test_repeated_failures_do_not_consume_the_whole_pool(world: World) -> None:
+async def test_repeated_failures_do_not_consume_the_whole_pool(world: PoolWorld) -> None:
     ids = await world.warm(12)
     for instance_id in ids:
         world.behaviour.registration[instance_id] = StepResult(ok=False, detail="no route to host")
@@ -260,7 +260,7 @@ async def test_repeated_failures_do_not_consume_the_whole_pool(world: World) -> 
     assert len(world.in_state(State.IDLE)) == 12 - (1 + EXTRA_FAILURES_ALLOWED + 1)
 
 
-async def test_late_signal_of_an_earlier_epoch_is_ignored(world: World) -> None:
+async def test_late_signal_of_an_earlier_epoch_is_ignored(world: PoolWorld) -> None:
     (warm,) = await world.warm(1)
     world.behaviour.configure_s = 5.0
     provisioning = asyncio.create_task(world.provision())
@@ -272,14 +272,14 @@ async def test_late_signal_of_an_earlier_epoch_is_ignored(world: World) -> None:
     assert (await provisioning).reused == 1
 
 
-async def test_tiers_do_not_mix(world: World) -> None:
+async def test_tiers_do_not_mix(world: PoolWorld) -> None:
     await world.warm(1, tier=Tier.UNTRUSTED)
     trusted = await world.provision("1", tier=Tier.TRUSTED)
     untrusted = await world.provision("2", tier=Tier.UNTRUSTED)
     assert (trusted.created, untrusted.reused) == (1, 1)
 
 
-async def test_unreachable_pool_fails_the_provision(world: World) -> None:
+async def test_unreachable_pool_fails_the_provision(world: PoolWorld) -> None:
     await world.warm(1)
 
     async def hook(name: str, call: Call) -> Any:

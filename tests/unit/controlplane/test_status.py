@@ -13,10 +13,11 @@ from remuda.cli.rendering.status import changes, headline, status_document, stat
 from remuda.controlplane.read.status import Status, status
 from remuda.domain.instance import RetireReason, State
 from remuda.domain.resources import Tier
-from tests.support.world import SCOPE, World
+from simulation.names import SCOPE
+from tests.support.world import PoolWorld
 
 
-async def read_status(world: World, *, credentialed: bool = False) -> Status:
+async def read_status(world: PoolWorld, *, credentialed: bool = False) -> Status:
     return await status(world.process(credentialed=credentialed))
 
 
@@ -28,7 +29,7 @@ def shown(found: Status, width: int = 160) -> str:
     return console.file.getvalue()
 
 
-async def test_status_limits_the_number_of_runs(world: World) -> None:
+async def test_status_limits_the_number_of_runs(world: PoolWorld) -> None:
     await world.provision("1")
     found = await read_status(world)
     assert "more" not in shown(found)
@@ -36,7 +37,7 @@ async def test_status_limits_the_number_of_runs(world: World) -> None:
         assert shown(replace(found, runs=[*found.runs] * count)).endswith(says)
 
 
-async def test_status_of_a_working_pool(world: World) -> None:
+async def test_status_of_a_working_pool(world: PoolWorld) -> None:
     idle = await world.warm(2)
     await world.provision("7", resource_class="xlarge")
     found = await read_status(world)
@@ -52,12 +53,12 @@ async def test_status_of_a_working_pool(world: World) -> None:
     assert (document["reuse"], "pool test, reuse same-trust" in text) == ("same-trust", True)
 
 
-async def test_table_shows_the_trust_tier(world: World) -> None:
+async def test_table_shows_the_trust_tier(world: PoolWorld) -> None:
     await world.provision("7", tier=Tier.UNTRUSTED)
     assert "untrusted" in shown(await read_status(world), width=80)
 
 
-async def test_open_provision_shows_its_instances(world: World) -> None:
+async def test_open_provision_shows_its_instances(world: PoolWorld) -> None:
     world.behaviour.boot_s = 30.0
     provisioning = asyncio.create_task(world.provision("9", count=2))
     await asyncio.sleep(5)
@@ -69,16 +70,17 @@ async def test_open_provision_shows_its_instances(world: World) -> None:
     assert (await read_status(world)).open_provisions == ()
 
 
-async def test_dead_machine_is_a_warning(world: World) -> None:
+async def test_dead_machine_is_a_warning(world: PoolWorld) -> None:
     (instance_id,) = await world.warm(1)
-    world.hosts[instance_id].power_off()
+    world.machines[instance_id].power_off("test")
     await asyncio.sleep(25)
     found = await read_status(world)
     assert [(item.kind, item.subject) for item in found.warnings] == [("stale-heartbeat", instance_id)]
     assert "stale-heartbeat" in shown(found, width=80)
 
 
-async def test_stale_registrations_are_found_only_with_a_credential(world: World) -> None:
+async def test_stale_registrations_are_found_only_with_a_credential(world: PoolWorld) -> None:
+    world.ignore("S3")
     (instance_id,) = await world.warm(1)
     name = f"remuda-test-1-{instance_id}"
     github = world.process(credentialed=True).github
@@ -90,7 +92,7 @@ async def test_stale_registrations_are_found_only_with_a_credential(world: World
     assert "idle" in warning.text
 
 
-async def test_unreachable_github_is_a_warning(world: World) -> None:
+async def test_unreachable_github_is_a_warning(world: PoolWorld) -> None:
     await world.warm(1)
     good, world.token = world.token, "r3voked"
     found = await read_status(world, credentialed=True)
@@ -99,7 +101,7 @@ async def test_unreachable_github_is_a_warning(world: World) -> None:
     assert found.by_state() == {"idle": 1}
 
 
-async def test_watch_lines_show_only_changes(world: World) -> None:
+async def test_watch_lines_show_only_changes(world: PoolWorld) -> None:
     (instance_id,) = await world.warm(1)
     first = await read_status(world)
     assert changes(None, first)[0] == headline(first)
@@ -111,7 +113,7 @@ async def test_watch_lines_show_only_changes(world: World) -> None:
 
 
 @pytest.mark.parametrize("name", ["[bold]x[/bold]", "[/nope]"])
-async def test_markup_in_names_is_escaped(world: World, name: str) -> None:
+async def test_markup_in_names_is_escaped(world: PoolWorld, name: str) -> None:
     await world.warm(1)
     found = await read_status(world)
     hostile = [

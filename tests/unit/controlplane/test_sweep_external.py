@@ -17,14 +17,16 @@ from remuda.domain.instance import Instance, State
 from remuda.domain.resources import DEFAULT_CLASSES, RunnerRequest, Tier, TypePatterns, UsageClass
 from remuda.ports.compute import POOL_TAG, LaunchRequest, MachineState
 from simulation.memory.store import MemoryInstanceStore
+from simulation.names import SCOPE
 from tests.support.records import birth
 from tests.support.records import instance as make_record
 from tests.support.virtual_time import Call
-from tests.support.world import LIFETIMES, SCOPE, World, number_of
+from tests.support.world import LIFETIMES, PoolWorld, number_of
 
 
-async def launch_unrecorded(world: World) -> str:
+async def launch_unrecorded(world: PoolWorld) -> str:
     """Launch a machine of this pool without a record."""
+    world.ignore("S8")
     request = RunnerRequest(
         resource_class=DEFAULT_CLASSES[0],
         usage_class=UsageClass.ON_DEMAND,
@@ -44,7 +46,7 @@ async def launch_unrecorded(world: World) -> str:
     return result.instances[0].instance_id
 
 
-async def test_unrecorded_machine_is_terminated_after_the_grace_period(world: World) -> None:
+async def test_unrecorded_machine_is_terminated_after_the_grace_period(world: PoolWorld) -> None:
     lost = await launch_unrecorded(world)
     await asyncio.sleep(world.lifetimes.unrecorded_grace_s - 1)
     await world.sweep()
@@ -59,10 +61,11 @@ async def test_unrecorded_machine_is_terminated_after_the_grace_period(world: Wo
     assert (await world.sweep()).terminated == (lost,)
 
 
-async def test_machine_of_another_pool_is_never_terminated(world: World) -> None:
+async def test_machine_of_another_pool_is_never_terminated(world: PoolWorld) -> None:
+    world.ignore("S7", "S8")
     foreign = await launch_unrecorded(world)
     world.cloud.retag(foreign, lambda tags: {**tags, POOL_TAG: "other"})
-    world.hosts[foreign].task.cancel()
+    world.stop_agent(foreign)
     await world.pass_time(100)
     assert world.cloud.is_alive(foreign)
     # Not even if a record of this pool names it.
@@ -74,7 +77,8 @@ async def test_machine_of_another_pool_is_never_terminated(world: World) -> None
     world.cloud.retag(foreign, lambda tags: {**tags, POOL_TAG: "test"})
 
 
-async def test_record_of_a_missing_machine_is_closed_by_the_second_sweep(world: World) -> None:
+async def test_record_of_a_missing_machine_is_closed_by_the_second_sweep(world: PoolWorld) -> None:
+    world.ignore("S7")
     record = make_record(
         0xFA, created_at=world.clock.now() - timedelta(hours=1), threshold=world.clock.now() + timedelta(hours=1)
     )
@@ -89,7 +93,7 @@ async def test_record_of_a_missing_machine_is_closed_by_the_second_sweep(world: 
     assert world.record(record.instance_id).state is State.TERMINATED
 
 
-async def test_lagging_list_closes_no_record(world: World) -> None:
+async def test_lagging_list_closes_no_record(world: PoolWorld) -> None:
     """The machine is missing in every second list, never in two consecutive ones."""
     (item,) = (await world.provision(max_runtime_s=300.0)).instances
     hidden = False
@@ -105,7 +109,7 @@ async def test_lagging_list_closes_no_record(world: World) -> None:
     assert world.record(item.instance.instance_id).state is State.RUNNING
 
 
-async def test_failed_list_closes_no_record(world: World) -> None:
+async def test_failed_list_closes_no_record(world: PoolWorld) -> None:
     (item,) = (await world.provision(max_runtime_s=300.0)).instances
 
     async def hook(name: str, call: Call) -> Any:
@@ -120,7 +124,7 @@ async def test_failed_list_closes_no_record(world: World) -> None:
     assert world.record(item.instance.instance_id).state is State.RUNNING
 
 
-async def test_new_machine_is_not_missing(world: World) -> None:
+async def test_new_machine_is_not_missing(world: PoolWorld) -> None:
     """The list was read before the record was written, and lags."""
     (item,) = (await world.provision()).instances
 
@@ -136,14 +140,14 @@ async def test_new_machine_is_not_missing(world: World) -> None:
 
 @pytest.mark.parametrize("state", [State.RUNNING, State.IDLE, State.RELEASING])
 async def test_record_of_a_terminated_machine_is_closed_at_once(state: State) -> None:
-    world = World()
+    world = PoolWorld()
     await world.configure()
     (item,) = (await world.provision()).instances
     key = item.instance.instance_id
     if state is State.IDLE:
         await world.release()
     elif state is State.RELEASING:
-        world.hosts[key].task.cancel()
+        world.stop_agent(key)
         await world.release()
     assert world.record(key).state is state
     world.cloud.end(key, "power loss")
@@ -155,12 +159,12 @@ async def test_record_of_a_terminated_machine_is_closed_at_once(state: State) ->
     await world.end()
 
 
-async def test_record_is_terminated_only_after_its_machine(world: World) -> None:
+async def test_record_is_terminated_only_after_its_machine(world: PoolWorld) -> None:
     world.cloud.shutting_down = timedelta(seconds=40)
     (item,) = (await world.provision()).instances
     key = item.instance.instance_id
     await asyncio.sleep(1)
-    world.hosts[key].task.cancel()
+    world.stop_agent(key)
     await world.pass_time(world.lifetimes.max_runtime_s + 15)
     assert (world.record(key).state, world.cloud.state(key)) == (State.TERMINATING, MachineState.SHUTTING_DOWN)
     await world.pass_time(60, sweeps=False)
@@ -168,7 +172,7 @@ async def test_record_is_terminated_only_after_its_machine(world: World) -> None
     assert world.record(key).state is State.TERMINATED
 
 
-async def test_running_machine_with_a_terminated_record_is_terminated(world: World) -> None:
+async def test_running_machine_with_a_terminated_record_is_terminated(world: PoolWorld) -> None:
     lost = await launch_unrecorded(world)
     record = make_record(number_of(lost), state=State.TERMINATED, threshold=world.clock.now())
     await world.process().store.apply(birth(record))
@@ -188,7 +192,7 @@ class WrongSearchStore(MemoryInstanceStore):
 
 
 @pytest.mark.parametrize("says", [State.TERMINATING, State.TERMINATED])
-async def test_no_machine_is_terminated_because_of_a_search_result(world: World, says: State) -> None:
+async def test_no_machine_is_terminated_because_of_a_search_result(world: PoolWorld, says: State) -> None:
     (item,) = (await world.provision()).instances
     key = item.instance.instance_id
     context = world.process(credentialed=True)
@@ -202,17 +206,17 @@ async def test_no_machine_is_terminated_because_of_a_search_result(world: World,
 # Stale registrations -------------------------------------------------------------------------------------------------
 
 
-def add_registration(world: World, epoch: int, instance_id: str, *, pool: str = "test") -> str:
+def add_registration(world: PoolWorld, epoch: int, instance_id: str, *, pool: str = "test") -> str:
     name = f"remuda-{pool}-{epoch}-{instance_id}"
     world.github.add(SCOPE, name)
     return name
 
 
-def names(world: World) -> set[str]:
+def names(world: PoolWorld) -> set[str]:
     return {runner.name for runner in world.github.runners.values()}
 
 
-async def test_registration_without_a_record_is_removed_after_the_grace_period(world: World) -> None:
+async def test_registration_without_a_record_is_removed_after_the_grace_period(world: PoolWorld) -> None:
     name = add_registration(world, 1, "i-0000000000000beef")
     await world.sweep()
     await asyncio.sleep(world.lifetimes.registration_grace_s - 1)
@@ -222,7 +226,7 @@ async def test_registration_without_a_record_is_removed_after_the_grace_period(w
     assert name not in names(world)
 
 
-async def test_registration_without_a_record_stays_while_its_machine_exists(world: World) -> None:
+async def test_registration_without_a_record_stays_while_its_machine_exists(world: PoolWorld) -> None:
     """Just-in-time runners are registered before their record is written."""
     await world.configure(lifetimes=replace(world.lifetimes, registration_grace_s=0.0, unrecorded_grace_s=500.0))
     machine = await launch_unrecorded(world)
@@ -236,7 +240,7 @@ async def test_registration_without_a_record_stays_while_its_machine_exists(worl
     assert result.stale_registrations == (name,)
 
 
-async def test_without_a_machine_list_unrecorded_registrations_stay(world: World) -> None:
+async def test_without_a_machine_list_unrecorded_registrations_stay(world: PoolWorld) -> None:
     name = add_registration(world, 1, "i-0000000000000beef")
 
     async def hook(operation: str, call: Call) -> Any:
@@ -255,7 +259,7 @@ async def test_without_a_machine_list_unrecorded_registrations_stay(world: World
     assert (await world.sweep()).stale_registrations == (name,)
 
 
-async def test_paused_sweep_counts_as_one_sighting(world: World) -> None:
+async def test_paused_sweep_counts_as_one_sighting(world: PoolWorld) -> None:
     name = add_registration(world, 1, "i-0000000000000beef")
 
     async def hook(operation: str, call: Call) -> Any:
@@ -272,14 +276,15 @@ async def test_paused_sweep_counts_as_one_sighting(world: World) -> None:
     world.github.runners.clear()
 
 
-async def test_registration_of_a_terminated_instance_is_removed(world: World) -> None:
+async def test_registration_of_a_terminated_instance_is_removed(world: PoolWorld) -> None:
+    world.ignore("S7")
     record = make_record(0xE, state=State.TERMINATED)
     await world.process().store.apply(birth(record))
     name = add_registration(world, 1, record.instance_id)
     assert (await world.sweep()).stale_registrations == (name,)
 
 
-async def test_registration_of_an_earlier_epoch_is_removed(world: World) -> None:
+async def test_registration_of_an_earlier_epoch_is_removed(world: PoolWorld) -> None:
     (warm,) = await world.warm(1)
     await world.provision()
     old = add_registration(world, 1, warm)
@@ -287,13 +292,13 @@ async def test_registration_of_an_earlier_epoch_is_removed(world: World) -> None
     assert names(world) == {f"remuda-test-2-{warm}"}
 
 
-async def test_registration_of_an_idle_instance_is_removed(world: World) -> None:
+async def test_registration_of_an_idle_instance_is_removed(world: PoolWorld) -> None:
     (warm,) = await world.warm(1)
     name = add_registration(world, 1, warm)
     assert (await world.sweep()).stale_registrations == (name,)
 
 
-async def test_registration_of_the_current_epoch_stays(world: World) -> None:
+async def test_registration_of_the_current_epoch_stays(world: PoolWorld) -> None:
     """Runners are listed before records are read, so a record of this epoch owns its registration."""
     result = await world.provision(count=2)
     for _ in range(3):
@@ -301,7 +306,7 @@ async def test_registration_of_the_current_epoch_stays(world: World) -> None:
     assert len(names(world)) == len(result.instances) == 2
 
 
-async def test_busy_stale_registration_stays_until_its_job_ends(world: World) -> None:
+async def test_busy_stale_registration_stays_until_its_job_ends(world: PoolWorld) -> None:
     (warm,) = await world.warm(1)
     name = add_registration(world, 1, warm)
     runner = world.github.find(SCOPE, name)
@@ -315,7 +320,7 @@ async def test_busy_stale_registration_stays_until_its_job_ends(world: World) ->
     assert (await world.sweep()).stale_registrations == (name,)
 
 
-async def test_other_runners_are_never_removed(world: World) -> None:
+async def test_other_runners_are_never_removed(world: PoolWorld) -> None:
     others = {
         "build-box",
         "remuda-other-1-i-0000000000000beef",
@@ -328,7 +333,7 @@ async def test_other_runners_are_never_removed(world: World) -> None:
     assert names(world) == others
 
 
-async def test_runners_of_a_pool_with_a_similar_name_stay(world: World) -> None:
+async def test_runners_of_a_pool_with_a_similar_name_stay(world: PoolWorld) -> None:
     """The prefix `remuda-test-2-` of pool `test-2` parses as epoch 2 of pool `test`."""
     name = add_registration(world, 5, "i-0000000000000beef", pool="test-2")
     await world.pass_time(3 * world.lifetimes.registration_grace_s)
@@ -336,7 +341,7 @@ async def test_runners_of_a_pool_with_a_similar_name_stay(world: World) -> None:
     world.github.runners.clear()
 
 
-async def test_resolved_anomalies_are_dropped(world: World) -> None:
+async def test_resolved_anomalies_are_dropped(world: PoolWorld) -> None:
     name = add_registration(world, 1, "i-0000000000000beef")
     await world.sweep()
     assert f"stale-registration:{name}" in world.database.first_seen
@@ -363,7 +368,7 @@ class CorruptedStore(MemoryInstanceStore):
         return [item for item in found if item.instance_id not in self.corrupted]
 
 
-async def test_unreadable_record_is_reported_and_others_are_swept(world: World) -> None:
+async def test_unreadable_record_is_reported_and_others_are_swept(world: PoolWorld) -> None:
     """The record exists, so its machine, registration and pool message stay."""
     corrupted = (await world.provision(count=2)).instances[0].instance.instance_id
     lost = await launch_unrecorded(world)
@@ -383,7 +388,7 @@ async def test_unreadable_record_is_reported_and_others_are_swept(world: World) 
     assert not world.cloud.is_alive(lost), "other machines are swept"
 
 
-async def test_release_continues_with_readable_records(world: World) -> None:
+async def test_release_continues_with_readable_records(world: PoolWorld) -> None:
     corrupted, other = [item.instance.instance_id for item in (await world.provision(count=2)).instances]
     context = world.process()
     store = CorruptedStore(clock=world.clock, calls=context.calls, database=world.database)

@@ -19,7 +19,7 @@ from simulation.memory.store import MemoryInstanceStore
 from tests.support.records import birth, message, provision
 from tests.support.records import instance as make_record
 from tests.support.virtual_time import Call, EventRecorder
-from tests.support.world import LIFETIMES, World
+from tests.support.world import LIFETIMES, PoolWorld
 from tests.unit.controlplane.interruption import AmbiguousAnswer, Cut, CutKind
 
 MARGIN_S = LIFETIMES.margin_s
@@ -28,7 +28,8 @@ MARGIN_S = LIFETIMES.margin_s
 @pytest.mark.parametrize("state", sorted(LIVE - {State.TERMINATING}))
 async def test_expired_instances_end_in_every_live_state(state: State) -> None:
     """Not before the clock margin has passed."""
-    world = World()
+    world = PoolWorld()
+    world.ignore("S7")
     await world.configure()
     threshold = world.clock.now()
     record = make_record(7, state=state, threshold=threshold, provision_id="p-7", owner="p-7/w", run_id="1")
@@ -45,7 +46,7 @@ async def test_expired_instances_end_in_every_live_state(state: State) -> None:
 
 
 @pytest.mark.parametrize("applied", [True, False], ids=["applied", "lost"])
-async def test_ambiguous_batch_confirmation_is_repeated_one_by_one(world: World, *, applied: bool) -> None:
+async def test_ambiguous_batch_confirmation_is_repeated_one_by_one(world: PoolWorld, *, applied: bool) -> None:
     ids = await world.warm(3)
     for instance_id in ids:
         world.cloud.end(instance_id, "pulled")
@@ -60,7 +61,7 @@ async def test_ambiguous_batch_confirmation_is_repeated_one_by_one(world: World,
     assert {world.record(instance_id).state for instance_id in ids} == {State.TERMINATED}
 
 
-async def test_provision_killed_before_its_commit_is_rolled_back(world: World) -> None:
+async def test_provision_killed_before_its_commit_is_rolled_back(world: PoolWorld) -> None:
     ids = await world.warm(1)
     cut = Cut(17, CutKind.CRASH_BEFORE)
     await cut.run(world.provision("lost", count=2, process=world.process(cut)))
@@ -75,7 +76,7 @@ async def test_provision_killed_before_its_commit_is_rolled_back(world: World) -
     assert ids
 
 
-async def test_running_instances_of_an_uncommitted_provision_are_released(world: World) -> None:
+async def test_running_instances_of_an_uncommitted_provision_are_released(world: PoolWorld) -> None:
     """The process was killed between the first transition to `running` and the commit."""
     await world.warm(2)
 
@@ -95,18 +96,18 @@ async def test_running_instances_of_an_uncommitted_provision_are_released(world:
     await cut.discard()
 
 
-async def test_interrupted_release_is_finished(world: World) -> None:
+async def test_interrupted_release_is_finished(world: PoolWorld) -> None:
     await world.provision(count=1)
     cut = Cut(6, CutKind.CRASH_BEFORE)
     await cut.run(world.release(process=world.process(cut)))
     assert len(world.in_state(State.RELEASING)) == 1
     await asyncio.sleep(3)
     result = await world.sweep()
-    assert len(result.finished_releases) == len(result.published) == len(world.hints()) == 1
+    assert len(result.finished_releases) == len(result.published) == len(world.messages()) == 1
     await cut.discard()
 
 
-async def test_instances_of_a_crashed_release_are_taken_back(world: World) -> None:
+async def test_instances_of_a_crashed_release_are_taken_back(world: PoolWorld) -> None:
     await world.provision()
     cut = Cut(3, CutKind.CRASH_AFTER)
     await cut.run(world.release(process=world.process(cut)))
@@ -118,25 +119,25 @@ async def test_instances_of_a_crashed_release_are_taken_back(world: World) -> No
     await cut.discard()
 
 
-async def test_unpublished_idle_instance_is_published(world: World) -> None:
+async def test_unpublished_idle_instance_is_published(world: PoolWorld) -> None:
     (warm,) = await world.warm(1)
     world.queues.named("large").messages.clear()
     world.database.instances[warm] = replace(world.record(warm), announced_at=None)
     result = await world.sweep()
-    assert (list(result.published), world.hints()) == ([warm], [warm])
+    assert (list(result.published), world.messages()) == ([warm], [warm])
     assert (await world.sweep()).published == ()
 
 
-async def test_lost_pool_message_is_sent_again(world: World) -> None:
+async def test_lost_pool_message_is_sent_again(world: PoolWorld) -> None:
     (warm,) = await world.warm(1)
     world.queues.named("large").messages.clear()
     await world.pass_time(world.lifetimes.reannounce_s - 11)
-    assert not world.hints()
+    assert not world.messages()
     await world.pass_time(21)
-    assert world.hints() == [warm]
+    assert world.messages() == [warm]
 
 
-async def test_failed_pool_message_is_reported_and_sent_again(world: World) -> None:
+async def test_failed_pool_message_is_reported_and_sent_again(world: PoolWorld) -> None:
     (warm,) = await world.warm(1)
     world.queues.named("large").messages.clear()
     world.database.instances[warm] = replace(world.record(warm), announced_at=None)
@@ -147,7 +148,7 @@ async def test_failed_pool_message_is_reported_and_sent_again(world: World) -> N
     assert (await world.sweep()).published == (warm,)
 
 
-async def test_failed_runner_ends_its_machine(world: World) -> None:
+async def test_failed_runner_ends_its_machine(world: PoolWorld) -> None:
     (item,) = (await world.provision()).instances
     key = item.instance.instance_id
     await world.process().store.write_signal(key, epoch=1, signal=Signal.UD_REG_FAILED, detail="runner too old")
@@ -155,9 +156,10 @@ async def test_failed_runner_ends_its_machine(world: World) -> None:
     assert "runner too old" in result.retired[key]
 
 
-async def test_failure_of_an_earlier_epoch_is_ignored(world: World) -> None:
+async def test_failure_of_an_earlier_epoch_is_ignored(world: PoolWorld) -> None:
+    world.ignore("S4")
     (warm,) = await world.warm(1)
-    world.behaviour.hung.add(warm)
+    world.behaviour.without_agent.add(warm)
     await world.provision()
     world.database.reports[warm] = replace(world.database.reports[warm], epoch=1, signal=Signal.UD_REG_FAILED)
     result = await world.sweep()
@@ -166,11 +168,11 @@ async def test_failure_of_an_earlier_epoch_is_ignored(world: World) -> None:
 
 @pytest.mark.parametrize("why", ["too old", "used", "spot notice"])
 async def test_idle_instance_beyond_its_limits_is_retired(why: str) -> None:
-    world = World()
+    world = PoolWorld()
     await world.configure()
     (warm,) = await world.warm(1)
     if why == "spot notice":
-        world.behaviour.notices[warm] = "terminate"
+        world.machines[warm].notice = "terminate"
         await asyncio.sleep(6)
     else:
         changed = {"max_age_s": 1.0} if why == "too old" else {"max_uses": 1}
@@ -181,7 +183,7 @@ async def test_idle_instance_beyond_its_limits_is_retired(why: str) -> None:
     await world.end()
 
 
-async def test_settled_provision_is_not_read_again(world: World) -> None:
+async def test_settled_provision_is_not_read_again(world: PoolWorld) -> None:
     await world.provision()
     await world.release()
     await world.pass_time(world.lifetimes.provision_timeout_s + 100)
@@ -190,7 +192,7 @@ async def test_settled_provision_is_not_read_again(world: World) -> None:
     assert "find_by_provision" not in result.calls["store"]
 
 
-async def test_unreleased_run_is_closed_after_its_deadline(world: World) -> None:
+async def test_unreleased_run_is_closed_after_its_deadline(world: PoolWorld) -> None:
     await world.provision()
     (provision_,) = world.database.provisions.values()
     assert provision_.deadline == max(item.threshold for item in world.database.instances.values())
@@ -200,7 +202,7 @@ async def test_unreleased_run_is_closed_after_its_deadline(world: World) -> None
     assert "not released before its deadline" in provision_.why
 
 
-async def test_late_claim_of_a_released_provision_is_taken_back(world: World) -> None:
+async def test_late_claim_of_a_released_provision_is_taken_back(world: PoolWorld) -> None:
     """A claim of a killed process is applied after its provision was closed."""
     (warm,) = await world.warm(1)
     closed = provision(9, created_at=world.clock.now(), deadline=world.clock.now())
@@ -219,11 +221,11 @@ async def test_late_claim_of_a_released_provision_is_taken_back(world: World) ->
     world.database.instances[warm] = late
     await world.sweep()
     assert world.record(warm).state is State.RELEASING
-    world.law.broken.clear()  # The record was written without a transition.
+    world.violations.clear()  # The record was written without a transition.
 
 
 async def test_old_records_are_deleted() -> None:
-    world = World(lifetimes=replace(LIFETIMES, keep_records_s=100.0))
+    world = PoolWorld(lifetimes=replace(LIFETIMES, keep_records_s=100.0))
     await world.configure()
     await world.provision()
     await world.release()
@@ -250,7 +252,8 @@ FAILING = {
 @pytest.mark.parametrize("operation", FAILING)
 async def test_failing_sweep_does_not_stop_the_others(operation: str) -> None:
     """Each sweep has something to do. If one fails, all others still do it."""
-    world = World()
+    world = PoolWorld()
+    world.ignore("S7")
     await world.configure()
     await world.warm(1)
     (announce_me,) = world.in_state(State.IDLE)
@@ -276,7 +279,7 @@ async def test_failing_sweep_does_not_stop_the_others(operation: str) -> None:
     await world.end()
 
 
-async def test_surplus_messages_are_deleted_only_by_the_second_sweep(world: World) -> None:
+async def test_surplus_messages_are_deleted_only_by_the_second_sweep(world: PoolWorld) -> None:
     """However long the sweep takes, because the surplus may be a message that is being claimed."""
     world.queues.put("large", message(0xBAD), shuffle=0.5)
 
@@ -287,7 +290,7 @@ async def test_surplus_messages_are_deleted_only_by_the_second_sweep(world: Worl
     assert [(await world.sweep(slow)).stale_messages for _ in range(3)] == [0, 1, 0]
 
 
-async def test_interrupted_message_sweep_hands_messages_back(world: World) -> None:
+async def test_interrupted_message_sweep_hands_messages_back(world: PoolWorld) -> None:
     (warm,) = await world.warm(1)
     world.queues.put("large", message(0xBAD), shuffle=0.5)
     await world.sweep()
@@ -307,7 +310,7 @@ async def test_interrupted_message_sweep_hands_messages_back(world: World) -> No
     assert [item.instance.instance_id for item in result.instances] == [warm]
 
 
-async def test_failed_list_cancels_the_other_list(world: World) -> None:
+async def test_failed_list_cancels_the_other_list(world: PoolWorld) -> None:
     ended: list[str] = []
 
     async def hook(name: str, call: Call) -> Any:
@@ -336,7 +339,8 @@ class HalfWritten(MemoryInstanceStore):
         return [None, UserError("not allowed"), Unavailable("no answer")]
 
 
-async def test_successful_writes_of_a_failed_batch_are_logged(world: World) -> None:
+async def test_successful_writes_of_a_failed_batch_are_logged(world: PoolWorld) -> None:
+    world.ignore("S7")
     context = world.process()
     store = HalfWritten(clock=world.clock, calls=context.calls, database=world.database)
     records = [make_record(number, state=State.TERMINATING, threshold=world.clock.now()) for number in (1, 2, 3)]
@@ -350,7 +354,7 @@ async def test_successful_writes_of_a_failed_batch_are_logged(world: World) -> N
     assert notes.count("confirm") == 2
 
 
-async def test_concurrent_refreshes(world: World) -> None:
+async def test_concurrent_refreshes(world: PoolWorld) -> None:
     await world.warm(2)
     await world.provision("1", count=1)
     cut = Cut(6, CutKind.CRASH_AFTER)

@@ -1,4 +1,4 @@
-"""Cron windows: when they are open, in which time zone, and what is no cron."""
+"""Cron expressions: when windows are open, in each time zone, and invalid expressions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def is_open(cron: str, at: str, zone: str = "UTC") -> bool:
     [
         ("* * 9-17 * * 1-5", "2026-03-11T09:00:00Z", "UTC", True),
         ("* * 9-17 * * 1-5", "2026-03-11T17:59:58Z", "UTC", True),
-        # It fires within the next five seconds, or not: so the peer opens early, and closes a second early.
+        # A window opens five seconds early and closes a second early, as in terraform-aws-github-runner.
         ("* * 9-17 * * 1-5", "2026-03-11T08:59:55.001Z", "UTC", True),
         ("* * 9-17 * * 1-5", "2026-03-11T08:59:55Z", "UTC", False),
         ("* * 9-17 * * 1-5", "2026-03-11T17:59:59Z", "UTC", False),
@@ -30,13 +30,13 @@ def is_open(cron: str, at: str, zone: str = "UTC") -> bool:
         ("* * 9-17 * * 1-5", "2026-03-11T03:30:00Z", "Asia/Kolkata", True),
         ("* * 9 * * *", "2026-03-08T13:30:00Z", "America/New_York", True),
         ("* * 9 * * *", "2026-03-07T13:30:00Z", "America/New_York", False),
-        # The hour that the autumn repeats counts twice.
+        # The hour that the end of summer time repeats matches twice.
         ("* * 1 * * *", "2026-11-01T05:30:00Z", "America/New_York", True),
         ("* * 1 * * *", "2026-11-01T06:30:00Z", "America/New_York", True),
-        # Seconds are taken as they are written.
+        # Seconds in the expression are respected.
         ("0 * * * * *", "2026-03-11T10:00:30Z", "UTC", False),
         ("0 * * * * *", "2026-03-11T10:00:57Z", "UTC", True),
-        # Without seconds: the whole minute, and the seconds before it.
+        # Without seconds, the whole minute and the seconds before it match.
         ("* 9-17 * * 1-5", "2026-03-11T10:00:30Z", "UTC", True),
         ("* 9-17 * * 1-5", "2026-03-11T17:59:59.9Z", "UTC", True),
         ("* 9-17 * * 1-5", "2026-03-11T08:59:57Z", "UTC", True),
@@ -61,7 +61,7 @@ def is_open(cron: str, at: str, zone: str = "UTC") -> bool:
         ("* * * * * FRI#2", "2026-03-20T10:00:00Z", "UTC", False),
     ],
 )
-def test_a_window_is_open(cron: str, at: str, zone: str, *, wanted: bool) -> None:
+def test_window_is_open(cron: str, at: str, zone: str, *, wanted: bool) -> None:
     assert is_open(cron, at, zone) is wanted
 
 
@@ -83,14 +83,14 @@ def test_a_window_is_open(cron: str, at: str, zone: str, *, wanted: bool) -> Non
         *("-1 * * * *", "* * * * 5#6", "٣ * * * *", "00009999 * * * *", "9" * 300),
     ],
 )
-def test_what_is_no_cron_is_refused_with_a_reason(text: str) -> None:
+def test_invalid_cron_is_rejected_with_a_reason(text: str) -> None:
     with pytest.raises(ValueError) as refused:
         parse_cron(text)
     assert str(refused.value)
 
 
 @given(st.text(max_size=40))
-def test_any_text_is_a_cron_or_a_value_error(text: str) -> None:
+def test_any_text_parses_or_raises_value_error(text: str) -> None:
     try:
         cron = parse_cron(text)
     except ValueError:
@@ -102,7 +102,7 @@ def test_any_text_is_a_cron_or_a_value_error(text: str) -> None:
     st.datetimes(min_value=datetime(2000, 1, 1), max_value=datetime(2100, 1, 1)),  # noqa: DTZ001 - hypothesis wants so
     st.sampled_from(["UTC", "America/New_York", "Asia/Kolkata", "Pacific/Auckland", "Europe/London"]),
 )
-def test_every_second_of_every_zone_is_in_the_window_that_names_it(at: datetime, zone: str) -> None:
+def test_window_of_a_second_is_open_at_that_second_in_its_zone(at: datetime, zone: str) -> None:
     now = at.replace(tzinfo=UTC)
     local = (now.replace(microsecond=0) + timedelta(seconds=1)).astimezone(ZoneInfo(zone))
     text = f"{local.second} {local.minute} {local.hour} {local.day} {local.month} *"

@@ -19,7 +19,7 @@ IDS = st.from_regex(r"\Ai-[0-9a-f]{17}\Z")
 
 
 @given(POOLS, EPOCHS, IDS)
-def test_a_runners_name_says_its_pool_epoch_and_instance_and_fits_github(pool: str, epoch: int, machine: str) -> None:
+def test_runner_name_contains_pool_epoch_and_instance_and_fits_github(pool: str, epoch: int, machine: str) -> None:
     name = runner_name(pool, epoch, machine)
     assert len(name) <= MAX_RUNNER_NAME
     assert name.startswith(runner_prefix(pool))
@@ -27,14 +27,14 @@ def test_a_runners_name_says_its_pool_epoch_and_instance_and_fits_github(pool: s
 
 
 @given(POOLS, POOLS, EPOCHS, IDS)
-def test_a_runner_belongs_to_one_pool_only(one: str, other: str, epoch: int, machine: str) -> None:
-    """Else one pool's ghost sweep would hit another's runners."""
+def test_runner_belongs_to_one_pool_only(one: str, other: str, epoch: int, machine: str) -> None:
+    """Otherwise the sweep of one pool would remove the runners of another."""
     if one != other:
         assert parse_runner_name(other, runner_name(one, epoch, machine)) is None
 
 
 @pytest.mark.parametrize("epoch", [1, 7])
-def test_a_pool_whose_name_begins_with_anothers_is_another_pool(epoch: int) -> None:
+def test_pool_name_that_extends_another_is_another_pool(epoch: int) -> None:
     assert parse_runner_name("ci", runner_name("ci-1", epoch, instance_id(1))) is None
 
 
@@ -57,16 +57,16 @@ def test_a_pool_whose_name_begins_with_anothers_is_another_pool(epoch: int) -> N
         "ubuntu-runner",
     ],
 )
-def test_foreign_names_are_nobodys(name: str) -> None:
+def test_foreign_runner_names_are_not_parsed(name: str) -> None:
     assert parse_runner_name("test", name) is None
 
 
-def test_a_name_too_long_for_github_is_refused() -> None:
+def test_runner_name_too_long_for_github_is_rejected() -> None:
     with pytest.raises(UserError, match="longer than 64"):
         runner_name("x" * 30, 10**9, instance_id(1))
 
 
-def test_an_unknown_class_is_told_with_those_that_exist() -> None:
+def test_unknown_class_error_lists_the_classes() -> None:
     with pytest.raises(UserError, match="'huge'") as refused:
         pool_config().resource_class("huge")
     assert refused.value.field == "resource-class"
@@ -74,21 +74,21 @@ def test_an_unknown_class_is_told_with_those_that_exist() -> None:
     assert pool_config().resource_class("large").cpu == 2
 
 
-def test_tokens_are_found_whatever_the_case_of_the_scope() -> None:
+def test_scope_of_tokens_ignores_case() -> None:
     assert pool_config().tokens_for("Octo/Repo").scope == "octo/repo"
     with pytest.raises(UserError, match="octo/other") as refused:
         pool_config().tokens_for("octo/other")
     assert "remuda refresh --github-scope octo/other" in refused.value.fix
 
 
-def test_tokens_do_not_show_in_a_repr() -> None:
+def test_repr_hides_tokens() -> None:
     assert "t0ken" not in repr(pool_config())
 
 
-# Ghosts: each clause ----------------------------------------------------------------------------------------------
+# Stale registrations ----------------------------------------------------------------------------------------------
 
 
-def ghost(name: str, record_state: State | None, *, epoch: int = 2, since: datetime | None = None) -> str | None:
+def stale_reason(name: str, record_state: State | None, *, epoch: int = 2, since: datetime | None = None) -> str | None:
     record = None if record_state is None else in_state(record_state, epoch=epoch)
     return stale_registration_reason(name, record, pool="test", unrecorded_since=since, now=NOW, grace_s=900.0)
 
@@ -97,29 +97,29 @@ NAME = runner_name("test", 2, instance_id(1))
 
 
 @pytest.mark.parametrize("state", State)
-def test_the_registration_of_the_present_assignment_is_a_ghost_only_when_idle_or_over(state: State) -> None:
+def test_registration_of_current_epoch_is_stale_only_if_idle_or_terminated(state: State) -> None:
     expected = state in {State.IDLE, State.TERMINATING, State.TERMINATED}
-    assert (ghost(NAME, state) is not None) is expected
+    assert (stale_reason(NAME, state) is not None) is expected
 
 
 @pytest.mark.parametrize("state", State)
-def test_the_registration_of_an_earlier_assignment_is_a_ghost(state: State) -> None:
-    assert ghost(NAME, state, epoch=3) is not None
+def test_registration_of_an_earlier_epoch_is_stale(state: State) -> None:
+    assert stale_reason(NAME, state, epoch=3) is not None
 
 
 @pytest.mark.parametrize("state", [State.CREATED, State.CLAIMED, State.RUNNING, State.RELEASING, State.IDLE])
-def test_a_registration_newer_than_the_record_that_was_read_is_none(state: State) -> None:
-    assert ghost(NAME, state, epoch=1) is None
+def test_registration_newer_than_the_record_is_not_stale(state: State) -> None:
+    assert stale_reason(NAME, state, epoch=1) is None
 
 
 @pytest.mark.parametrize(
     ("since", "expected"), [(None, False), (at(-899.999), False), (at(-900), True), (at(5), False)]
 )
-def test_without_a_record_a_registration_is_a_ghost_after_the_grace(since: datetime | None, expected: bool) -> None:  # noqa: FBT001
-    assert (ghost(NAME, None, since=since) is not None) is expected
+def test_registration_without_a_record_is_stale_after_the_grace_period(since: datetime | None, expected: bool) -> None:  # noqa: FBT001
+    assert (stale_reason(NAME, None, since=since) is not None) is expected
 
 
 @pytest.mark.parametrize("name", ["somebodys-runner", runner_name("other", 1, instance_id(1)), "remuda-test-1-mine"])
-def test_a_foreign_runner_is_never_a_ghost(name: str) -> None:
-    assert ghost(name, None, since=at(-9_999)) is None
-    assert ghost(name, State.TERMINATED) is None
+def test_foreign_runner_is_never_stale(name: str) -> None:
+    assert stale_reason(name, None, since=at(-9_999)) is None
+    assert stale_reason(name, State.TERMINATED) is None

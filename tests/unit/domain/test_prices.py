@@ -1,4 +1,4 @@
-"""Prices: a table that people set is checked, and spot prices are means over time and zones."""
+"""Price tables are validated, and spot prices are means over time and zones."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ TABLE = PriceTable(on_demand={"c6i.large": 0.085, "m6i.large": 0.096}, spot={"c6
         ("x9.large", UsageClass.SPOT, None),
     ],
 )
-def test_a_price_is_known_or_not(instance_type: str, usage: UsageClass, price: float | None) -> None:
+def test_hourly_price(instance_type: str, usage: UsageClass, price: float | None) -> None:
     assert TABLE.hourly(instance_type, usage) == price
 
 
-def test_what_the_market_said_goes_first() -> None:
-    told = TABLE.with_spot({"c6i.large": 0.05})
-    assert told.hourly("c6i.large", UsageClass.SPOT) == 0.05
-    assert told.hourly("c6i.large", UsageClass.ON_DEMAND) == 0.085
+def test_spot_prices_of_ec2_take_precedence() -> None:
+    table = TABLE.with_spot({"c6i.large": 0.05})
+    assert table.hourly("c6i.large", UsageClass.SPOT) == 0.05
+    assert table.hourly("c6i.large", UsageClass.ON_DEMAND) == 0.085
 
 
 @pytest.mark.parametrize(
@@ -59,21 +59,21 @@ def test_what_the_market_said_goes_first() -> None:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_a_wrong_table_is_refused_with_a_way_out(document: Any) -> None:
+def test_invalid_table_is_rejected_with_a_fix(document: Any) -> None:
     with pytest.raises(UserError) as failure:
         parse_prices(document)
     assert failure.value.field == "--prices"
     assert failure.value.fix.startswith("give ")
 
 
-def test_a_table_of_ones_own(tmp_path: Path) -> None:
+def test_custom_table(tmp_path: Path) -> None:
     file = tmp_path / "prices.json"
     file.write_text(json.dumps({"currency": "EUR", "on-demand": {"c6i.large": 1}}))
     assert read_prices(file) == PriceTable(currency="EUR", on_demand={"c6i.large": 1.0})
 
 
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "\xff"], ids=["empty", "cut", "deep", "odd"])
-def test_a_file_that_is_no_table(tmp_path: Path, text: str) -> None:
+def test_file_that_is_not_a_table(tmp_path: Path, text: str) -> None:
     file = tmp_path / "prices.json"
     file.write_text(text, encoding="latin-1")
     with pytest.raises(UserError, match="not JSON"):
@@ -81,12 +81,12 @@ def test_a_file_that_is_no_table(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["missing.json", ".", "a\0b"])
-def test_a_file_that_cannot_be_read(tmp_path: Path, name: str) -> None:
+def test_unreadable_file(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError, match="cannot be read"):
         read_prices(tmp_path / name)
 
 
-def test_what_is_shipped_is_dated_and_has_the_common_types() -> None:
+def test_default_table_is_dated_and_has_the_common_types() -> None:
     shipped = shipped_prices()
     assert (shipped.currency, shipped.region, bool(shipped.dated)) == ("USD", "us-east-1", True)
     families = {name.partition(".")[0] for name in shipped.on_demand}
@@ -98,13 +98,13 @@ def point(price: float, seconds: float, zone: str = "a", name: str = "c6i.large"
     return SpotPrice(instance_type=name, zone=zone, at=at(seconds), price=price)
 
 
-def test_a_mean_over_time() -> None:
-    """It cost 0.1 before the time began and until half of it, then 0.3."""
+def test_mean_over_time() -> None:
+    """The price was 0.1 before the period and in its first half, then 0.3."""
     points = [point(0.3, 50), point(0.1, -1_000)]
     assert mean_spot_prices(points, since=at(0), until=at(100)) == {"c6i.large": pytest.approx(0.2)}
 
 
-def test_a_mean_over_zones_and_by_type() -> None:
+def test_mean_over_zones_and_by_type() -> None:
     points = [point(0.1, 0), point(0.3, 0, "b"), point(7.0, 0, name="m6i.large")]
     assert mean_spot_prices(points, since=at(0), until=at(100)) == {
         "c6i.large": pytest.approx(0.2),
@@ -116,7 +116,7 @@ def test_a_mean_over_zones_and_by_type() -> None:
     st.lists(st.tuples(st.floats(0, 10), st.floats(-500, 500), st.sampled_from("ab")), min_size=1),
     st.floats(0, 300),
 )
-def test_a_mean_lies_between_the_prices(changes: list[tuple[float, float, str]], length_s: float) -> None:
+def test_mean_lies_between_the_prices(changes: list[tuple[float, float, str]], length_s: float) -> None:
     points = [point(price, seconds, zone) for price, seconds, zone in changes]
     found = mean_spot_prices(points, since=at(0), until=at(length_s))["c6i.large"]
     assert min(item[0] for item in changes) - 1e-9 <= found <= max(item[0] for item in changes) + 1e-9

@@ -20,7 +20,7 @@ def move(before: Provision, status: ProvisionStatus) -> Provision:
 
 
 @pytest.mark.parametrize(("source", "target"), list(itertools.product(ProvisionStatus, (COMMITTED, RELEASED))))
-def test_a_provision_moves_forward_only(source: ProvisionStatus, target: ProvisionStatus) -> None:
+def test_provision_status_only_moves_forward(source: ProvisionStatus, target: ProvisionStatus) -> None:
     before = provision(status=source)
     if (source, target) in LEGAL:
         assert move(before, target).status is target
@@ -30,7 +30,7 @@ def test_a_provision_moves_forward_only(source: ProvisionStatus, target: Provisi
         assert refused.value.history == (before,)
 
 
-def test_the_commit_records_the_instances_and_the_release_keeps_them() -> None:
+def test_commit_records_the_instances_and_release_keeps_them() -> None:
     done = committed(provision(), ("i-1", "i-2"), deadline=at(50))
     assert (done.instance_ids, done.deadline) == (("i-1", "i-2"), at(50))
     after = released(done, now=at(5), why="given back")
@@ -39,7 +39,7 @@ def test_the_commit_records_the_instances_and_the_release_keeps_them() -> None:
 
 
 @pytest.mark.parametrize("status", [OPEN, COMMITTED])
-def test_only_a_released_provision_is_settled(status: ProvisionStatus) -> None:
+def test_only_a_released_provision_can_be_settled(status: ProvisionStatus) -> None:
     with pytest.raises(IllegalTransition):
         settled(provision(status=status), forget_at=FORGET_AT)
     after = settled(provision(status=RELEASED), forget_at=FORGET_AT)

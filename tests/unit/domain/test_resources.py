@@ -1,4 +1,4 @@
-"""Classes, type patterns, run ids and scopes, and whether a message fits a request."""
+"""Resource classes, type patterns, run ids, scopes, and matching of messages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from remuda.domain.resources import (
 )
 from tests.support.records import message
 
-#: More than any sane message needs.
+#: Maximum characters of an error message.
 MAX_MESSAGE = 300
 
 # Type patterns ----------------------------------------------------------------------------------------------------
@@ -56,13 +56,13 @@ MAX_MESSAGE = 300
         ("**", ["", "x"], []),
     ],
 )
-def test_patterns_are_literal_but_for_the_star(patterns: str, matching: list[str], others: list[str]) -> None:
+def test_patterns_are_literal_except_for_the_star(patterns: str, matching: list[str], others: list[str]) -> None:
     parsed = TypePatterns.parse(patterns)
     assert [each for each in matching + others if parsed.matches(each)] == matching
 
 
 @given(st.text("ab.*-", min_size=1, max_size=12), st.text("ab.-", max_size=12))
-def test_a_pattern_matches_as_a_shells_would(pattern: str, text: str) -> None:
+def test_pattern_matches_like_fnmatch(pattern: str, text: str) -> None:
     assert TypePatterns.parse(pattern).matches(text) == fnmatch.fnmatchcase(text, pattern)
 
 
@@ -84,7 +84,7 @@ def test_no_pattern_is_slow(pattern: str, text: str) -> None:
 @pytest.mark.parametrize(
     "text", ["", "   ", ",,", "c5.large;rm", "c?", "[a-z]", "c5\u00e9", "$(x)", "a" * 65, "c5/large", "x" * 10_000]
 )
-def test_what_is_no_pattern_is_refused_in_one_short_sentence(text: str) -> None:
+def test_invalid_pattern_is_rejected_in_one_short_sentence(text: str) -> None:
     with pytest.raises(UserError) as refused:
         TypePatterns.parse(text)
     assert refused.value.field == "allowed-instance-types"
@@ -93,14 +93,14 @@ def test_what_is_no_pattern_is_refused_in_one_short_sentence(text: str) -> None:
     assert "\n" not in refused.value.message
 
 
-def test_a_pattern_given_twice_counts_once_and_the_order_stays() -> None:
+def test_duplicate_patterns_are_removed_in_order() -> None:
     assert str(TypePatterns.parse("m* c*, m*")) == "m* c*"
 
 
 # Classes ----------------------------------------------------------------------------------------------------------
 
 
-def test_own_classes_replace_the_defaults() -> None:
+def test_custom_classes_replace_the_defaults() -> None:
     parsed = parse_classes({"small": {"cpu": 1, "mmem": 512}, "gpu_1-x": {"cpu": MAX_CPU, "mmem": MAX_MEMORY_MIB}})
     assert parsed == (
         ResourceClass(name="small", cpu=1, memory_mib=512),
@@ -108,7 +108,7 @@ def test_own_classes_replace_the_defaults() -> None:
     )
 
 
-def test_the_default_classes_can_be_written_as_a_document() -> None:
+def test_default_classes_can_be_written_as_a_document() -> None:
     document = {each.name: {"cpu": each.cpu, "mmem": each.memory_mib} for each in DEFAULT_CLASSES}
     assert parse_classes(json.loads(json.dumps(document))) == DEFAULT_CLASSES
 
@@ -145,7 +145,7 @@ def test_the_default_classes_can_be_written_as_a_document() -> None:
     ],
     ids=lambda value: repr(value)[:40],
 )
-def test_malformed_classes_are_refused_in_one_short_sentence(document: Any) -> None:
+def test_malformed_classes_are_rejected_in_one_short_sentence(document: Any) -> None:
     with pytest.raises(UserError) as refused:
         parse_classes(document)
     assert refused.value.field == "resource-class-config"
@@ -161,12 +161,12 @@ JSON = st.recursive(
 
 
 @given(JSON)
-def test_any_json_is_classes_or_a_user_error(document: Any) -> None:
+def test_any_json_parses_or_raises_user_error(document: Any) -> None:
     with suppress(UserError):
         assert all(each.cpu >= 1 and each.memory_mib >= 1 for each in parse_classes(document))
 
 
-# Fit --------------------------------------------------------------------------------------------------------------
+# Matching ---------------------------------------------------------------------------------------------------------
 
 WANTED = RunnerRequest(
     resource_class=ResourceClass(name="large", cpu=2, memory_mib=4_096),
@@ -176,7 +176,7 @@ WANTED = RunnerRequest(
 )
 
 
-def test_a_message_that_offers_as_much_or_more_fits() -> None:
+def test_message_with_more_resources_matches() -> None:
     assert mismatch(message(), WANTED) is None
     assert mismatch(message(cpu=64, memory_mib=99_999), WANTED) is None
 
@@ -192,11 +192,11 @@ def test_a_message_that_offers_as_much_or_more_fits() -> None:
         ({"tier": Tier.UNTRUSTED}, "tier untrusted, not trusted"),
     ],
 )
-def test_one_thing_amiss_is_a_misfit_with_its_reason(changed: dict[str, Any], why: str) -> None:
+def test_one_difference_is_a_mismatch_with_its_reason(changed: dict[str, Any], why: str) -> None:
     assert mismatch(message(**changed), WANTED) == why
 
 
-def test_a_trusted_machine_does_not_fit_an_untrusted_run() -> None:
+def test_trusted_instance_does_not_match_an_untrusted_run() -> None:
     assert mismatch(message(), replace(WANTED, tier=Tier.UNTRUSTED)) is not None
 
 
@@ -212,11 +212,11 @@ def test_a_trusted_machine_does_not_fit_an_untrusted_run() -> None:
         (Reuse.NEVER, Tier.UNTRUSTED, ()),
     ],
 )
-def test_whose_tier_a_run_may_be_given(reuse: Reuse, tier: Tier, admitted: tuple[Tier, ...]) -> None:
+def test_tiers_that_a_run_may_claim(reuse: Reuse, tier: Tier, admitted: tuple[Tier, ...]) -> None:
     assert reuse.tiers(tier) == admitted
 
 
-def test_a_machine_of_another_repository_does_not_fit_where_the_policy_asks() -> None:
+def test_instance_of_another_repository_does_not_match_with_same_repo() -> None:
     wanted = replace(WANTED, reuse=Reuse.SAME_REPO, repository="octo/one")
     assert mismatch(message(repository="octo/one"), wanted) is None
     assert mismatch(message(repository="octo/two"), wanted) == "served octo/two, not octo/one alone"
@@ -225,7 +225,7 @@ def test_a_machine_of_another_repository_does_not_fit_where_the_policy_asks() ->
 
 
 @pytest.mark.parametrize("text", ["octo", "octo/", "a b/c", "octo/r\n", "octo/r/s", "x" * 300])
-def test_a_message_names_a_repository_or_none(text: str) -> None:
+def test_repository_of_a_message_is_valid_or_empty(text: str) -> None:
     with pytest.raises(ValueError, match="repository"):
         message(repository=text)
 
@@ -242,14 +242,14 @@ def test_instance_ids(text: str) -> None:
 @pytest.mark.parametrize(
     "text", ["", "i-", "i-0123456", "i-0123456789abcdef01", "I-01234567", "i-0123456G", "i-01234567\n"]
 )
-def test_what_is_no_instance_id_makes_no_message(text: str) -> None:
+def test_message_rejects_an_invalid_instance_id(text: str) -> None:
     assert not is_instance_id(text)
     with pytest.raises(ValueError, match="not an instance id"):
         message(id=text)
 
 
 @pytest.mark.parametrize("epoch", [0, -1])
-def test_a_message_has_an_epoch_from_1(epoch: int) -> None:
+def test_message_rejects_an_epoch_below_1(epoch: int) -> None:
     with pytest.raises(ValueError, match="below 1"):
         message(epoch=epoch)
 
@@ -266,7 +266,7 @@ def test_run_ids(text: str) -> None:
         *("self-hosted", "Self-Hosted", "linux", "X64", "ARM64", "windows", "macOS"),
     ],
 )
-def test_a_run_id_is_one_word_and_no_label_of_every_runner(text: str) -> None:
+def test_run_id_is_one_word_and_not_a_default_label(text: str) -> None:
     with pytest.raises(UserError) as refused:
         check_run_id(text)
     assert (refused.value.field, "github.run_id" in refused.value.fix) == ("run-id", True)
@@ -281,7 +281,7 @@ def test_scopes(text: str) -> None:
 @pytest.mark.parametrize(
     "text", ["", "/", "octo/", "/repo", "octo/repo/x", "oc to", "octo/re po", "octo/..", "octo/.", "-octo", "x" * 9_999]
 )
-def test_a_scope_is_an_owner_or_a_repository(text: str) -> None:
+def test_scope_is_an_owner_or_a_repository(text: str) -> None:
     with pytest.raises(UserError) as refused:
         check_scope(text)
     assert refused.value.field == "github-scope"

@@ -1,4 +1,4 @@
-"""Every row of the decision table, with its reason; the rest of the rules are in the observed scenarios."""
+"""Every row of the decision table, with its reason. The observed scenarios cover the other rules."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ def judge(
         (Lookup(failed="500"), Action.SKIP, "request to GitHub failed"),
     ],
 )
-def test_an_orphan_with_a_runner_id(lookup: Lookup, action: Action, word: str) -> None:
+def test_orphan_with_a_runner_id(lookup: Lookup, action: Action, word: str) -> None:
     made = decide_orphan(machine(1, orphan="true", github_runner_id="1"), lookup, ())
     assert (made.action, made.phase) == (action, ScaleDownPhase.ORPHANS)
     assert word in made.reason
 
 
 @pytest.mark.parametrize("name", [f"x-{instance_id(1).upper()}", "my-runner", "ip-10-0-0-1"])
-def test_a_name_that_names_no_other_machine_says_nothing_against_the_tag(name: str) -> None:
+def test_runner_name_without_another_instance_id_does_not_contradict_the_tag(name: str) -> None:
     orphan = machine(1, orphan="true", github_runner_id="1")
     for online, busy, action in (
         (True, True, Action.SKIP),
@@ -84,7 +84,7 @@ def test_a_name_that_names_no_other_machine_says_nothing_against_the_tag(name: s
         assert decide_orphan(orphan, Lookup(found=runner), ()).action is action, (online, busy)
 
 
-def test_an_orphan_without_an_id_goes_unless_github_shows_it_busy() -> None:
+def test_orphan_without_an_id_is_terminated_unless_busy() -> None:
     orphan = machine(1, orphan="true")
     assert decide_orphan(orphan, None, ()).action is Action.TERMINATE
     idle = decide_orphan(orphan, None, [registration(1)])
@@ -93,25 +93,25 @@ def test_an_orphan_without_an_id_goes_unless_github_shows_it_busy() -> None:
     assert decide_orphan(orphan, None, None).action is Action.SKIP
 
 
-def test_a_confirmed_orphan_that_runs_a_job_under_another_name_is_none() -> None:
+def test_confirmed_orphan_with_a_busy_second_runner_is_not_an_orphan() -> None:
     orphan = machine(1, orphan="true", github_runner_id="1")
     crashed = Lookup(found=registration(1, online=False, busy=True))
     again = registration(1, busy=True, runner_id=9)
     assert decide_orphan(orphan, crashed, [registration(1, online=False, busy=True), again]).action is (
         Action.UNMARK_ORPHAN
     )
-    # The list is not needed to confirm it.
+    # The confirmation does not need the list.
     assert decide_orphan(orphan, crashed, None).action is Action.TERMINATE
 
 
-def test_what_is_gone_by_id_needs_a_complete_list() -> None:
-    """GitHub says 404 of everything that a credential may not see."""
+def test_unknown_runner_id_needs_a_complete_list() -> None:
+    """GitHub responds 404 for everything that a credential may not see."""
     made = decide_orphan(machine(1, orphan="true", github_runner_id="1"), Lookup(found=None), None)
     assert made.action is Action.SKIP
 
 
 @pytest.mark.parametrize("owner", ["", "acme/x/y", "a b", "acme/.."])
-def test_an_orphan_whose_owner_is_unclear_is_left_alone_where_it_has_an_id(owner: str) -> None:
+def test_orphan_with_an_id_and_contradictory_tags_is_skipped(owner: str) -> None:
     assert decide_orphan(machine(1, owner=owner, orphan="true", github_runner_id="7"), None, ()).action is Action.SKIP
     assert decide_orphan(machine(1, owner=owner, orphan="true"), None, ()).action is Action.TERMINATE
 
@@ -136,7 +136,7 @@ def test_an_orphan_whose_owner_is_unclear_is_left_alone_where_it_has_an_id(owner
         (-60, registration(1), 0, Action.KEEP, "too young"),
     ],
 )
-def test_an_active_machine(
+def test_active_machine(
     age_s: float | None, runner: Registration | None, idle_count: int, action: Action, word: str
 ) -> None:
     quota = Quota(idle_count=idle_count, window="w")
@@ -146,7 +146,7 @@ def test_an_active_machine(
     assert (made.registrations == (runner,)) is (action is Action.TERMINATE)
 
 
-def test_the_least_running_time_depends_on_the_system_unless_it_is_set() -> None:
+def test_default_minimum_running_time_depends_on_the_operating_system() -> None:
     on_windows = machine(1, age_s=10 * MINUTE, os="windows")
     assert judge([on_windows], [registration(1)])[0].action is Action.KEEP
     assert judge([machine(1, age_s=10 * MINUTE)], [registration(1)])[0].action is Action.TERMINATE
@@ -156,7 +156,7 @@ def test_the_least_running_time_depends_on_the_system_unless_it_is_set() -> None
 @pytest.mark.parametrize(
     ("eviction", "kept"), [(Eviction.OLDEST_FIRST, [1, 3]), (Eviction.NEWEST_FIRST, [2, 3])], ids=str
 )
-def test_the_eviction_strategy_says_who_goes_first(eviction: Eviction, kept: list[int]) -> None:
+def test_eviction_strategy_orders_the_removals(eviction: Eviction, kept: list[int]) -> None:
     ages = {1: 600, 2: 1_800, 3: 1_200}
     machines = [machine(number, age_s=age) for number, age in ages.items()]
     quota = Quota(idle_count=2, eviction=eviction, window="w")
@@ -164,7 +164,7 @@ def test_the_eviction_strategy_says_who_goes_first(eviction: Eviction, kept: lis
     assert sorted(item.instance_id for item in made if item.action is Action.KEEP) == list(map(instance_id, kept))
 
 
-def test_the_quota_counts_for_the_environment_or_for_each_owner() -> None:
+def test_quota_applies_to_the_environment_or_per_owner() -> None:
     machines = [machine(number, owner=owner) for number, owner in enumerate(("acme", "acme", "solo/x", "solo/x"), 1)]
     runners = [registration(number) for number in range(1, 5)]
     quota = Quota(idle_count=1, window="w")
@@ -174,24 +174,24 @@ def test_the_quota_counts_for_the_environment_or_for_each_owner() -> None:
     assert [item.action for item in by_owner].count(Action.KEEP) == 2
 
 
-def test_an_incomplete_list_leads_to_no_decision_about_that_owner() -> None:
+def test_machines_of_an_owner_with_an_incomplete_list_are_skipped() -> None:
     assert [item.action for item in judge([machine(1), machine(2, age_s=1)], None)] == [Action.SKIP] * 2
 
 
-def test_one_with_unclear_tags_is_left_alone() -> None:
+def test_machine_with_contradictory_tags_is_skipped() -> None:
     (made,) = judge([machine(1, owner="acme", Type="Enterprise")], [registration(1)])
     assert made.action is Action.SKIP
     assert "acme" in made.reason
 
 
-def test_a_bypassed_machine_is_never_touched() -> None:
+def test_bypassed_machine_is_skipped() -> None:
     made = decide_bypassed(machine(1, orphan="true", bypass="true"), ScaleDownPhase.ORPHANS)
     assert made is not None
     assert made.action is Action.SKIP
     assert decide_bypassed(machine(1, bypass="yes"), ScaleDownPhase.ACTIVE) is None
 
 
-def test_a_budget_lets_those_go_that_are_evicted_first() -> None:
+def test_budget_limits_the_removals_in_eviction_order() -> None:
     ages = {1: 600, 2: 1_800, 3: 1_200}
     machines = [machine(number, age_s=age) for number, age in ages.items()]
     made = within_budget(judge(machines, [registration(number) for number in ages]), 1)
@@ -199,7 +199,7 @@ def test_a_budget_lets_those_go_that_are_evicted_first() -> None:
     assert all("next cycle" in item.reason for item in made if item.action is Action.KEEP)
 
 
-def test_a_runner_belongs_to_the_machine_whose_id_its_name_ends_with() -> None:
+def test_runner_belongs_to_the_machine_whose_id_ends_its_name() -> None:
     own, other = registration(1), registration(2)
     found = match_registrations([instance_id(1), instance_id(3)], [own, other, registration(1, runner_id=9)])
     assert found == {instance_id(1): (own, registration(1, runner_id=9))}
@@ -210,7 +210,7 @@ def test_a_runner_belongs_to_the_machine_whose_id_its_name_ends_with() -> None:
 # Windows
 
 
-def test_the_first_open_window_rules() -> None:
+def test_first_open_window_applies() -> None:
     closed = window(5, "* * 3 * * *")
     assert quota_at([closed, window(2), window(3)], NOW).idle_count == 2
     assert quota_at([window(0), window(3)], NOW).idle_count == 0
@@ -220,14 +220,14 @@ def test_the_first_open_window_rules() -> None:
 # The pool
 
 
-def test_a_record_rules_its_machine() -> None:
+def test_machine_with_a_record_is_kept() -> None:
     assert decide_recorded(machine(1), instance(1), ScaleDownPhase.ACTIVE).action is Action.KEEP
     assert (
         decide_recorded(machine(1, orphan="true"), instance(1), ScaleDownPhase.ORPHANS).action is Action.UNMARK_ORPHAN
     )
 
 
-def test_idle_instances_are_renewed_up_to_the_quota_of_their_class() -> None:
+def test_idle_instances_are_renewed_up_to_the_quota_per_class() -> None:
     records = [instance(number, created_at=at(-number * 60), threshold=at(60)) for number in range(1, 5)]
     records += [instance(9, resource_class="xlarge", threshold=at(60))]
     due = renewals(records, Quota(idle_count=2, window="w"), now=NOW, idle_time_s=420, max_age_s=86_400)
@@ -235,7 +235,7 @@ def test_idle_instances_are_renewed_up_to_the_quota_of_their_class() -> None:
     assert {item.until for item in due} == {at(420)}
 
 
-def test_a_renewal_ends_with_the_maximum_age() -> None:
+def test_renewal_is_limited_by_the_maximum_age() -> None:
     old = instance(1, created_at=at(-86_300), threshold=at(60))
     (due,) = renewals([old], Quota(idle_count=1), now=NOW, idle_time_s=420, max_age_s=86_400)
     assert due.until == at(100)
@@ -254,6 +254,6 @@ def test_a_renewal_ends_with_the_maximum_age() -> None:
     ],
     ids=str,
 )
-def test_only_what_is_idle_and_usable_is_renewed(changed: dict[str, object]) -> None:
+def test_only_idle_usable_instances_are_renewed(changed: dict[str, object]) -> None:
     record = instance(1, **{"threshold": at(60), **changed})
     assert not renewals([record], Quota(idle_count=1), now=NOW, idle_time_s=420, max_age_s=86_400)

@@ -1,4 +1,4 @@
-"""What each row of the table writes, and what it leaves alone."""
+"""Fields that each row of the transition table writes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def effect(record: Instance, event: Event, by: Actor) -> dict[str, Any]:
     return differences(record, advance(record, event, by=by, now=NOW, why="a test").applied_to(record))
 
 
-def test_a_claim_raises_the_epoch_and_gives_run_owner_assignment_and_the_deadline() -> None:
+def test_claim_increments_the_epoch_and_sets_run_owner_assignment_and_threshold() -> None:
     record = in_state(State.IDLE, run_deadline=at(9))
     assert effect(record, claim(), P) == {
         "state": State.CLAIMED,
@@ -63,7 +63,7 @@ def test_a_claim_raises_the_epoch_and_gives_run_owner_assignment_and_the_deadlin
 
 
 @pytest.mark.parametrize("state", [State.CREATED, State.CLAIMED])
-def test_a_commit_gives_the_run_its_time_and_drops_the_credential_but_keeps_the_name(state: State) -> None:
+def test_commit_sets_the_threshold_and_removes_the_credential(state: State) -> None:
     record = in_state(state)
     event = Commit(owner=OWNER, report=report(Signal.UD_REG_OK, record.epoch), max_runtime_s=90.0)
     assert record.assignment is not None
@@ -74,7 +74,7 @@ def test_a_commit_gives_the_run_its_time_and_drops_the_credential_but_keeps_the_
     }
 
 
-def test_a_commit_drops_a_just_in_time_configuration_too() -> None:
+def test_commit_removes_the_just_in_time_configuration() -> None:
     record = in_state(State.CREATED, assignment=replace(assignment(1), jit_config="secret"))
     after = advance(record, evidence(record)[Commit], by=P, now=NOW, why="a test").applied_to(record)
     assert after.assignment is not None
@@ -82,7 +82,7 @@ def test_a_commit_drops_a_just_in_time_configuration_too() -> None:
 
 
 @pytest.mark.parametrize("state", [State.CLAIMED, State.RUNNING])
-def test_a_release_clears_the_run_keeps_its_deadline_and_gives_the_removal_credential(state: State) -> None:
+def test_release_clears_the_run_keeps_its_deadline_and_sets_the_removal_credential(state: State) -> None:
     record = in_state(state)
     assert record.assignment is not None
     assert effect(record, Release(release_time_s=120.0, credential=REMOVAL, owner=OWNER), P) == {
@@ -106,7 +106,7 @@ def test_a_release_clears_the_run_keeps_its_deadline_and_gives_the_removal_crede
     ],
     ids=["by the release time", "to the run's deadline", "never shorter", "past the deadline", "no deadline"],
 )
-def test_an_extension_ends_at_the_runs_deadline_and_never_takes_time_away(
+def test_extension_ends_at_the_runs_deadline_and_never_shortens_the_threshold(
     threshold: datetime, run_deadline: datetime | None, expected: datetime
 ) -> None:
     record = in_state(State.RELEASING, threshold=threshold, run_deadline=run_deadline)
@@ -115,7 +115,7 @@ def test_an_extension_ends_at_the_runs_deadline_and_never_takes_time_away(
     assert after == replace(record, threshold=expected)
 
 
-def test_a_new_removal_credential_changes_nothing_else() -> None:
+def test_renewed_credential_changes_nothing_else() -> None:
     record = in_state(State.RELEASING)
     fresh = replace(REMOVAL, token="fresh")
     assert record.assignment is not None
@@ -124,7 +124,7 @@ def test_a_new_removal_credential_changes_nothing_else() -> None:
     }
 
 
-def test_pooling_drops_the_assignment_counts_the_use_and_gives_the_idle_time() -> None:
+def test_pooling_clears_the_assignment_counts_the_use_and_sets_the_idle_time() -> None:
     record = in_state(State.RELEASING, announced_at=at(-9))
     event = ReturnToPool(report=report(Signal.UD_REMOVE_REG_REMOVE_RUN_OK), idle_time_s=420.0)
     assert effect(record, event, L) == {
@@ -137,17 +137,17 @@ def test_pooling_drops_the_assignment_counts_the_use_and_gives_the_idle_time() -
     }
 
 
-def test_announcing_notes_the_time_only() -> None:
+def test_announcement_sets_only_its_time() -> None:
     record = in_state(State.IDLE, announced_at=None)
     assert effect(record, Announce(), R) == {"announced_at": NOW}
 
 
-def test_renewal_moves_the_threshold_only() -> None:
+def test_renewal_sets_only_the_threshold() -> None:
     record = in_state(State.IDLE)
     assert effect(record, Renew(until=at(500)), S) == {"threshold": at(500)}
 
 
-def test_retiring_sets_the_reason_only() -> None:
+def test_retirement_sets_only_reason_and_detail() -> None:
     record = in_state(State.RUNNING)
     assert effect(record, Retire(reason=RetireReason.SPOT_NOTICE, detail="soon"), R) == {
         "retire_reason": RetireReason.SPOT_NOTICE,
@@ -165,7 +165,7 @@ def test_retiring_sets_the_reason_only() -> None:
         (State.IDLE, R, RetireReason.EXPIRED),
     ],
 )
-def test_an_end_clears_run_and_assignment_remembers_the_run_and_says_why(
+def test_end_clears_run_and_assignment_and_sets_last_run_and_reason(
     state: State, by: Actor, reason: RetireReason
 ) -> None:
     record = in_state(state)
@@ -178,12 +178,12 @@ def test_an_end_clears_run_and_assignment_remembers_the_run_and_says_why(
     assert after.provision_id == record.provision_id
 
 
-def test_an_end_keeps_the_first_reason_for_retirement() -> None:
+def test_end_keeps_the_first_retire_reason() -> None:
     record = in_state(State.IDLE, retire_reason=RetireReason.SPOT_NOTICE, retire_detail="soon")
     assert not {"retire_reason", "retire_detail"} & set(effect(record, end(record, RetireReason.EXPIRED), R))
 
 
-def test_a_confirmed_end_is_kept_for_reports_then_forgotten() -> None:
+def test_confirmed_end_sets_the_expiry_of_the_record() -> None:
     record = in_state(State.TERMINATING)
     expected = {"state": State.TERMINATED, "forget_at": at(600)}
     assert effect(record, Confirm(keep_records_s=600.0), R) == expected
@@ -205,7 +205,7 @@ def _changes() -> list[Change]:
 CHANGES = _changes()
 
 
-def test_only_a_claim_touches_the_epoch() -> None:
+def test_only_a_claim_changes_the_epoch() -> None:
     assert {change.entry.transition for change in CHANGES if "epoch" in change.sets} == {"claim"}
 
 
@@ -213,19 +213,19 @@ def test_only_pooling_counts_a_use() -> None:
     assert {change.entry.transition for change in CHANGES if "uses" in change.sets} == {"pool"}
 
 
-def test_only_a_claim_touches_the_tier_and_the_repository() -> None:
+def test_only_a_claim_changes_tier_and_repository() -> None:
     assert {change.entry.transition for change in CHANGES if "tier" in change.sets} == {"claim"}
     assert {change.entry.transition for change in CHANGES if "repository" in change.sets} == {"claim"}
 
 
-def test_every_write_that_leaves_a_step_changes_its_credential() -> None:
-    """S12: the registration token must not outlive the step, nor the removal token."""
+def test_every_change_of_state_replaces_the_credential() -> None:
+    """S12: neither the registration nor the removal token outlives its step."""
     for change in CHANGES:
         if change.entry.target not in {change.entry.source, State.TERMINATED}:
             assert "assignment" in change.sets, change.entry.transition
 
 
-def test_every_write_is_guarded_by_state_and_epoch() -> None:
+def test_every_write_is_conditional_on_state_and_epoch() -> None:
     for change in CHANGES:
         assert change.entry.source is not None
         record = in_state(change.entry.source)
@@ -235,19 +235,19 @@ def test_every_write_is_guarded_by_state_and_epoch() -> None:
 # History ----------------------------------------------------------------------------------------------------------
 
 
-def test_history_tells_the_run_the_new_epoch_and_who_did_it() -> None:
+def test_history_entry_contains_run_new_epoch_and_actor() -> None:
     record = in_state(State.IDLE)
     entry = advance(record, claim(), by=P, now=NOW + timedelta(microseconds=999), why="picked").entry
     assert (entry.transition, entry.epoch, entry.run_id, entry.by, entry.why) == ("claim", 3, "1235", P, "picked")
     assert entry.at == NOW
 
 
-def test_history_tells_the_run_that_a_release_clears() -> None:
+def test_history_entry_contains_the_run_that_a_release_clears() -> None:
     record = in_state(State.RUNNING)
     assert advance(record, evidence(record)[Release], by=L, now=NOW, why="a test").entry.run_id == "1234"
 
 
-def test_a_story_is_bounded() -> None:
+def test_texts_are_bounded() -> None:
     record = in_state(State.IDLE)
     assert len(advance(record, claim(), by=P, now=NOW, why="x" * 10_000).entry.why) == MAX_WHY
     retired = advance(
@@ -256,7 +256,7 @@ def test_a_story_is_bounded() -> None:
     assert len(retired.retire_detail) == MAX_WHY
 
 
-def test_a_message_is_enough_to_claim_by() -> None:
+def test_claim_by_message_equals_claim_by_record() -> None:
     record = in_state(State.IDLE, tier=Tier.UNTRUSTED)
     by_message = advance(
         presumed_idle(record.message(), now=NOW), claim(tier=Tier.UNTRUSTED), by=P, now=NOW, why="a test"
@@ -270,7 +270,7 @@ def test_a_message_is_enough_to_claim_by() -> None:
     ("state", "for_s", "until"),
     [(State.IDLE, 10, 10), (State.IDLE, 900, 900), (State.RELEASING, 10, None), (State.RELEASING, 900, 900)],
 )
-def test_a_quarantine_sets_the_time_of_what_no_job_runs_on(state: State, for_s: int, until: int | None):
+def test_quarantine_sets_the_threshold_of_idle_and_releasing_instances(state: State, for_s: int, until: int | None):
     record = in_state(state)
     event = Quarantine(detail="odd", until=at(for_s))
     change = advance(record, event, by=Actor.OPERATOR, now=NOW, why="odd")

@@ -1,4 +1,4 @@
-"""Whatever happens, in whatever order: the invariants of the record hold (lifecycle, section 6)."""
+"""Invariants of the record for random sequences of events (lifecycle, section 6)."""
 
 from __future__ import annotations
 
@@ -37,12 +37,13 @@ from remuda.domain.transitions import (
 from tests.support.builders import REMOVAL, in_state
 from tests.support.records import NOW, assignment, instance_id
 
-#: A story is a list of these. The report speaks of an epoch near the record's, true or not.
 SIGNALS = st.sampled_from([None, *Signal])
 
 
 @dataclass(frozen=True)
-class Move:
+class RandomEvent:
+    """One event of a sequence. Its report may belong to another epoch than the record's."""
+
     kind: type
     by: Actor
     reason: RetireReason
@@ -54,16 +55,16 @@ class Move:
     reuse: Reuse
     repository: str
     seconds: float
-    #: Seen some writes ago: a worker that slept meanwhile.
+    #: Number of writes since the record was read, as by a paused process.
     lag: int
 
 
 KINDS = (Claim, Commit, Release, Extend, RenewCredential, ReturnToPool, Announce, Renew, Retire, End, Confirm)
-#: What leads on is drawn more often, or most stories would stay where they began.
+#: Events that lead to the next state are drawn more often, so that sequences get further.
 FORWARD = (Commit, Release, ReturnToPool, Claim)
 
-MOVES = st.builds(
-    Move,
+EVENTS = st.builds(
+    RandomEvent,
     kind=st.sampled_from(KINDS + FORWARD * 6),
     by=st.sampled_from(Actor),
     reason=st.sampled_from(RetireReason),
@@ -79,7 +80,7 @@ MOVES = st.builds(
 )
 
 
-def event_of(move: Move, record: Instance, now: datetime) -> Event:
+def event_of(move: RandomEvent, record: Instance, now: datetime) -> Event:
     owner = record.owner if move.owner == "own" else move.owner
     report = Report(
         instance_id=record.instance_id, epoch=record.epoch + move.epoch_off, signal=move.signal, busy=move.busy
@@ -111,46 +112,46 @@ def event_of(move: Move, record: Instance, now: datetime) -> Event:
     return events[move.kind]
 
 
-def tell(moves: list[Move]) -> list[tuple[Instance, Change | None]]:
-    """Every record of a story, with the write that led to it."""
-    born = create(in_state(State.CREATED, repository="octo/one"), by=Actor.PROVISION, why="launched")
-    story: list[tuple[Instance, Change | None]] = [(born.applied_to(None), born)]
+def apply_events(events: list[RandomEvent]) -> list[tuple[Instance, Change | None]]:
+    """Apply the events. Return each record with the write that created it."""
+    created = create(in_state(State.CREATED, repository="octo/one"), by=Actor.PROVISION, why="launched")
+    sequence: list[tuple[Instance, Change | None]] = [(created.applied_to(None), created)]
     now = NOW
-    for move in moves:
+    for move in events:
         now += timedelta(seconds=move.seconds)
-        current = story[-1][0]
-        seen = story[max(0, len(story) - 1 - move.lag)][0]
+        current = sequence[-1][0]
+        seen = sequence[max(0, len(sequence) - 1 - move.lag)][0]
         try:
             change = advance(seen, event_of(move, seen, now), by=move.by, now=now, why="a test")
         except IllegalTransition:
             continue
         if change.condition.is_met_by(current):
-            story.append((change.applied_to(current), change))
-    return story
+            sequence.append((change.applied_to(current), change))
+    return sequence
 
 
-STORIES = st.lists(MOVES, max_size=60)
+SEQUENCES = st.lists(EVENTS, max_size=60)
 
 
-@given(STORIES)
-def test_epochs_never_fall_and_rise_by_one_at_a_claim_only(moves: list[Move]) -> None:
-    story = tell(moves)
-    for (before, _), (after, change) in itertools.pairwise(story):
+@given(SEQUENCES)
+def test_epoch_rises_by_one_per_claim_and_never_falls(events: list[RandomEvent]) -> None:
+    sequence = apply_events(events)
+    for (before, _), (after, change) in itertools.pairwise(sequence):
         assert change is not None
         assert after.epoch == before.epoch + (change.entry.transition == "claim")
 
 
-@given(STORIES)
-def test_a_state_that_was_left_never_recurs_in_its_epoch(moves: list[Move]) -> None:
-    places = [(record.epoch, record.state) for record, _ in tell(moves)]
+@given(SEQUENCES)
+def test_state_never_recurs_in_its_epoch(events: list[RandomEvent]) -> None:
+    places = [(record.epoch, record.state) for record, _ in apply_events(events)]
     visits = [place for place, earlier in zip(places, [None, *places], strict=False) if place != earlier]
     assert len(visits) == len(set(visits))
 
 
-@given(STORIES)
+@given(SEQUENCES)
 @settings(max_examples=200)
-def test_each_state_holds_what_it_should_and_nothing_else(moves: list[Move]) -> None:
-    for record, _ in tell(moves):
+def test_fields_per_state(events: list[RandomEvent]) -> None:
+    for record, _ in apply_events(events):
         if record.state in ASSIGNED:
             assert record.run_id
             assert record.owner
@@ -170,19 +171,19 @@ def test_each_state_holds_what_it_should_and_nothing_else(moves: list[Move]) -> 
             assert record.announced_at is None
 
 
-@given(STORIES)
-def test_what_absorbs_keeps(moves: list[Move]) -> None:
-    states = [record.state for record, _ in tell(moves)]
+@given(SEQUENCES)
+def test_absorbing_states_are_never_left(events: list[RandomEvent]) -> None:
+    states = [record.state for record, _ in apply_events(events)]
     for before, after in itertools.pairwise(states):
         if before in ABSORBING:
             assert (before, after) == (State.TERMINATING, State.TERMINATED)
 
 
-@given(STORIES)
-def test_a_tier_never_rises_and_falls_only_where_the_policy_is_always(moves: list[Move]) -> None:
-    """S11, whatever policies come one after the other."""
-    story = tell(moves)
-    for (before, _), (after, change) in itertools.pairwise(story):
+@given(SEQUENCES)
+def test_tier_never_rises_and_falls_only_with_reuse_always(events: list[RandomEvent]) -> None:
+    """S11, for any sequence of policies."""
+    sequence = apply_events(events)
+    for (before, _), (after, change) in itertools.pairwise(sequence):
         if before.tier is Tier.UNTRUSTED:
             assert after.tier is Tier.UNTRUSTED
         if after.tier is not before.tier:
@@ -191,43 +192,43 @@ def test_a_tier_never_rises_and_falls_only_where_the_policy_is_always(moves: lis
             assert len(change.condition.tiers) == 2
 
 
-@given(STORIES)
-def test_the_only_repository_that_a_record_names_is_the_only_one(moves: list[Move]) -> None:
-    """A claim can keep it or lose it: none can bring one in."""
-    for (before, _), (after, _) in itertools.pairwise(tell([*moves])):
+@given(SEQUENCES)
+def test_repository_of_a_record_is_the_only_one_it_served(events: list[RandomEvent]) -> None:
+    """A claim may keep or clear the repository, but never set another."""
+    for (before, _), (after, _) in itertools.pairwise(apply_events([*events])):
         assert after.repository in {before.repository, ""}
 
 
-@given(STORIES)
-def test_uses_count_the_ways_back_to_the_pool(moves: list[Move]) -> None:
-    story = tell(moves)
-    pooled = sum(change is not None and change.entry.transition == "pool" for _, change in story)
-    assert story[-1][0].uses == pooled
+@given(SEQUENCES)
+def test_uses_count_the_returns_to_the_pool(events: list[RandomEvent]) -> None:
+    sequence = apply_events(events)
+    pooled = sum(change is not None and change.entry.transition == "pool" for _, change in sequence)
+    assert sequence[-1][0].uses == pooled
 
 
-@given(STORIES)
-def test_one_owner_at_a_time(moves: list[Move]) -> None:
+@given(SEQUENCES)
+def test_instance_has_one_owner_per_epoch(events: list[RandomEvent]) -> None:
     """S1: within an epoch the owner never changes."""
     owners: dict[int, set[str]] = {}
-    for record, _ in tell(moves):
+    for record, _ in apply_events(events):
         owners.setdefault(record.epoch, set()).add(record.owner)
     assert all(len(each) == 1 for each in owners.values())
 
 
-@given(STORIES)
-def test_a_released_run_is_remembered(moves: list[Move]) -> None:
-    story = tell(moves)
-    for (before, _), (after, _) in itertools.pairwise(story):
+@given(SEQUENCES)
+def test_last_run_is_kept_after_a_release(events: list[RandomEvent]) -> None:
+    sequence = apply_events(events)
+    for (before, _), (after, _) in itertools.pairwise(sequence):
         if before.run_id and not after.run_id:
             assert after.last_run_id == before.run_id
 
 
-@given(STORIES, st.integers(1, 6))
+@given(SEQUENCES, st.integers(1, 6))
 @settings(max_examples=200)
-def test_once_a_ghost_always_a_ghost(moves: list[Move], epoch: int) -> None:
-    """Deleting a registration is safe after a look however long ago."""
+def test_stale_registration_stays_stale(events: list[RandomEvent], epoch: int) -> None:
+    """Deleting a stale registration is safe however old the read record is."""
     name = runner_name("test", epoch, instance_id(1))
-    known = [record for record, _ in tell(moves) if record.epoch >= epoch]
+    known = [record for record, _ in apply_events(events) if record.epoch >= epoch]
     verdicts = [
         stale_registration_reason(name, record, pool="test", unrecorded_since=None, now=NOW, grace_s=900.0) is not None
         for record in known
@@ -235,11 +236,11 @@ def test_once_a_ghost_always_a_ghost(moves: list[Move], epoch: int) -> None:
     assert verdicts == sorted(verdicts)
 
 
-def test_stories_get_far() -> None:
-    """A check of the checks: such stories do reach a second and a third epoch, and the end."""
+def test_generated_sequences_reach_later_epochs_and_the_end() -> None:
+    """Checks the generator itself."""
 
-    def move(kind: type, by: Actor, signal: Signal | None = None) -> Move:
-        return Move(
+    def move(kind: type, by: Actor, signal: Signal | None = None) -> RandomEvent:
+        return RandomEvent(
             kind=kind, by=by, reason=RetireReason.GONE, signal=signal, epoch_off=0, busy=False, owner="own",
             tier=Tier.TRUSTED, reuse=Reuse.SAME_TRUST, repository="", seconds=1.0, lag=0,
         )  # fmt: skip
@@ -251,6 +252,6 @@ def test_stories_get_far() -> None:
         move(Claim, Actor.PROVISION),
     ]
     stale = replace(use[2], lag=2)
-    story = tell([*use, stale, *use, move(End, Actor.REFRESH), move(Confirm, Actor.REFRESH)])
-    assert [record.epoch for record, _ in story] == [1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3]
-    assert story[-1][0].state is State.TERMINATED
+    sequence = apply_events([*use, stale, *use, move(End, Actor.REFRESH), move(Confirm, Actor.REFRESH)])
+    assert [record.epoch for record, _ in sequence] == [1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3]
+    assert sequence[-1][0].state is State.TERMINATED

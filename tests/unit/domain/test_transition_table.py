@@ -1,4 +1,4 @@
-"""Every legal and every illegal transition, against a table written out from the contract (lifecycle, section 3)."""
+"""All legal and illegal transitions, compared with a copy of the contract (lifecycle, section 3)."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from tests.support.builders import end, evidence, in_state
 from tests.support.records import NOW, instance
 
 P, L, R, S = Actor.PROVISION, Actor.RELEASE, Actor.REFRESH, Actor.SCALE_DOWN
-MAN = Actor.OPERATOR
+OPERATOR = Actor.OPERATOR
 
-#: Event and state: where it leads, and who may do it. What is not here is forbidden.
+#: Target state and actors by event and state. Everything else is illegal.
 LEGAL: dict[tuple[type, State], tuple[State, set[Actor]]] = {
     (Claim, State.IDLE): (State.CLAIMED, {P}),
     (Commit, State.CREATED): (State.RUNNING, {P}),
@@ -47,21 +47,21 @@ LEGAL: dict[tuple[type, State], tuple[State, set[Actor]]] = {
     (Announce, State.IDLE): (State.IDLE, {L, R}),
     (Renew, State.IDLE): (State.IDLE, {S}),
     # Section 5: "spot notice: the control plane sets `retire_reason`".
-    (Retire, State.CREATED): (State.CREATED, {L, R, MAN}),
-    (Retire, State.CLAIMED): (State.CLAIMED, {L, R, MAN}),
-    (Retire, State.RUNNING): (State.RUNNING, {L, R, MAN}),
-    (Retire, State.RELEASING): (State.RELEASING, {L, R, MAN}),
-    (Retire, State.IDLE): (State.IDLE, {L, R, MAN}),
-    # An operator may keep any live one for a look.
-    (Quarantine, State.CREATED): (State.CREATED, {MAN}),
-    (Quarantine, State.CLAIMED): (State.CLAIMED, {MAN}),
-    (Quarantine, State.RUNNING): (State.RUNNING, {MAN}),
-    (Quarantine, State.RELEASING): (State.RELEASING, {MAN}),
-    (Quarantine, State.IDLE): (State.IDLE, {MAN}),
+    (Retire, State.CREATED): (State.CREATED, {L, R, OPERATOR}),
+    (Retire, State.CLAIMED): (State.CLAIMED, {L, R, OPERATOR}),
+    (Retire, State.RUNNING): (State.RUNNING, {L, R, OPERATOR}),
+    (Retire, State.RELEASING): (State.RELEASING, {L, R, OPERATOR}),
+    (Retire, State.IDLE): (State.IDLE, {L, R, OPERATOR}),
+    # An operator may quarantine any live instance.
+    (Quarantine, State.CREATED): (State.CREATED, {OPERATOR}),
+    (Quarantine, State.CLAIMED): (State.CLAIMED, {OPERATOR}),
+    (Quarantine, State.RUNNING): (State.RUNNING, {OPERATOR}),
+    (Quarantine, State.RELEASING): (State.RELEASING, {OPERATOR}),
+    (Quarantine, State.IDLE): (State.IDLE, {OPERATOR}),
     (Confirm, State.TERMINATING): (State.TERMINATED, {R}),
 }
 
-#: Out of which state an instance may be ended, by whom and why. An operator may order it anywhere, and nobody else may.
+#: Actors and reasons of ends by state. In addition, only an operator may end an instance in any live state.
 ENDS: dict[State, tuple[set[Actor], set[RetireReason]]] = {
     State.CREATED: (
         {P, L, R},
@@ -81,7 +81,7 @@ def _name(value: Any) -> str:
 
 
 @pytest.mark.parametrize(("state", "kind", "by"), list(itertools.product(State, EVENTS, Actor)), ids=_name)
-def test_an_event_is_legal_exactly_where_the_contract_says(state: State, kind: type, by: Actor) -> None:
+def test_event_is_legal_exactly_as_in_the_contract(state: State, kind: type, by: Actor) -> None:
     record = in_state(state)
     target, actors = LEGAL.get((kind, state), (None, set()))
     if by not in actors:
@@ -94,10 +94,10 @@ def test_an_event_is_legal_exactly_where_the_contract_says(state: State, kind: t
 
 
 @pytest.mark.parametrize(("state", "reason", "by"), list(itertools.product(State, RetireReason, Actor)), ids=_name)
-def test_an_end_is_legal_exactly_where_the_contract_says(state: State, reason: RetireReason, by: Actor) -> None:
+def test_end_is_legal_exactly_as_in_the_contract(state: State, reason: RetireReason, by: Actor) -> None:
     record = in_state(state)
     actors, reasons = ENDS.get(state, (set(), set()))
-    ordered = (by is MAN, reason is RetireReason.TERMINATED_BY_OPERATOR)
+    ordered = (by is OPERATOR, reason is RetireReason.TERMINATED_BY_OPERATOR)
     if (by in actors and reason in reasons) or (state in ENDS and all(ordered)):
         change = advance(record, end(record, reason), by=by, now=NOW, why="a test")
         assert change.applied_to(record).state is State.TERMINATING
@@ -119,46 +119,46 @@ def test_terminating_and_terminated_absorb(state: State) -> None:
     assert reached == ({State.TERMINATED} if state is State.TERMINATING else set())
 
 
-def test_an_illegal_transition_carries_the_record() -> None:
+def test_illegal_transition_contains_the_record() -> None:
     record = in_state(State.IDLE)
-    with pytest.raises(IllegalTransition, match=r"no commit from idle.*epoch 2") as refused:
+    with pytest.raises(IllegalTransition, match=r"no commit from idle.*epoch 2") as error:
         advance(record, evidence(record)[Commit], by=P, now=NOW, why="a test")
-    assert refused.value.history == (record,)
-    assert refused.value.exit_code == 70
+    assert error.value.history == (record,)
+    assert error.value.exit_code == 70
 
 
-def test_the_table_that_the_docs_show_has_just_these_rows() -> None:
-    plain = {
+def test_transition_table_equals_the_contract() -> None:
+    rows = {
         (source, row.target or source, by)
         for row in TRANSITIONS
         for source in row.sources
         for by in row.by
         if source is not None and row.target is not State.TERMINATING
     }
-    assert plain == {(state, target, by) for (_, state), (target, actors) in LEGAL.items() for by in actors}
+    assert rows == {(state, target, by) for (_, state), (target, actors) in LEGAL.items() for by in actors}
     ends = {
-        source: (set(row.by) - {MAN}, set(row.reasons) - {RetireReason.TERMINATED_BY_OPERATOR})
+        source: (set(row.by) - {OPERATOR}, set(row.reasons) - {RetireReason.TERMINATED_BY_OPERATOR})
         for row in TRANSITIONS
         for source in row.sources
         if source is not None and row.target is State.TERMINATING
     }
     assert ends == ENDS
-    births = {(row.target, row.by) for row in TRANSITIONS if None in row.sources}
-    assert births == {(State.CREATED, (P,)), (State.TERMINATING, (P, R))}
+    inserts = {(row.target, row.by) for row in TRANSITIONS if None in row.sources}
+    assert inserts == {(State.CREATED, (P,)), (State.TERMINATING, (P, R))}
     assert len({row.name for row in TRANSITIONS}) == len(TRANSITIONS)
 
 
-# Births -----------------------------------------------------------------------------------------------------------
+# Inserts ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("state", [each for each in State if each is not State.CREATED], ids=_name)
-def test_an_instance_is_born_created(state: State) -> None:
+def test_create_requires_the_state_created(state: State) -> None:
     with pytest.raises(IllegalTransition):
         create(instance(state=state, epoch=1), by=P, why="a test")
 
 
 @pytest.mark.parametrize("epoch", [0, 2])
-def test_an_instance_is_born_at_epoch_1(epoch: int) -> None:
+def test_create_requires_epoch_1(epoch: int) -> None:
     with pytest.raises(IllegalTransition):
         create(instance(state=State.CREATED, epoch=epoch), by=P, why="a test")
 
@@ -169,19 +169,19 @@ def test_only_a_provision_creates(by: Actor) -> None:
         create(in_state(State.CREATED), by=by, why="a test")
 
 
-@pytest.mark.parametrize("by", [L, S, MAN], ids=_name)
+@pytest.mark.parametrize("by", [L, S, OPERATOR], ids=_name)
 def test_only_provision_and_refresh_write_tombstones(by: Actor) -> None:
     with pytest.raises(IllegalTransition):
         tombstone(in_state(State.TERMINATING), by=by, now=NOW, why="a test")
 
 
 @pytest.mark.parametrize("state", [each for each in State if each is not State.TERMINATING], ids=_name)
-def test_a_tombstone_is_terminating(state: State) -> None:
+def test_tombstone_requires_the_state_terminating(state: State) -> None:
     with pytest.raises(IllegalTransition):
         tombstone(in_state(state), by=R, now=NOW, why="a test")
 
 
-def test_births_need_that_there_is_no_record() -> None:
+def test_inserts_require_that_there_is_no_record() -> None:
     record = in_state(State.CREATED)
     for change in (
         create(record, by=P, why="launched"),

@@ -1,4 +1,4 @@
-"""The tier of a run, from the event that started it."""
+"""Trust tier of a run, derived from its event."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ UNTRUSTED: list[tuple[str, Any, str]] = [
         {"pull_request": {"head": {"repo": FORK}, "base": {"repo": FORK}}, "repository": HOME},
         "from fork",
     ),
-    # A fork that was deleted since.
+    # A deleted fork.
     ("pull_request", pull_request(None), "unknown or deleted repository"),
     ("pull_request", pull_request({}), "unknown or deleted repository"),
     ("pull_request", pull_request({"full_name": 7}), "unknown or deleted repository"),
@@ -78,13 +78,13 @@ TRUSTED: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("event", "payload", "why"), UNTRUSTED)
-def test_code_of_strangers_is_not_trusted(event: str, payload: Any, why: str) -> None:
+def test_foreign_code_is_untrusted(event: str, payload: Any, why: str) -> None:
     found = trust_of(event, payload)
     assert (found.tier, why in found.why) == (Tier.UNTRUSTED, True), found
 
 
 @pytest.mark.parametrize(("event", "payload", "why"), TRUSTED)
-def test_code_of_the_repository_is(event: str, payload: Any, why: str) -> None:
+def test_code_of_the_repository_is_trusted(event: str, payload: Any, why: str) -> None:
     found = trust_of(event, payload)
     assert (found.tier, why in found.why) == (Tier.TRUSTED, True), found
 
@@ -106,7 +106,7 @@ JSON = st.recursive(
 
 
 @given(st.sampled_from(["pull_request", "pull_request_target", "workflow_run", "issue_comment"]) | st.text(), JSON)
-def test_whatever_a_payload_holds_there_is_an_answer_on_one_line(event: str, payload: Any) -> None:
+def test_any_payload_yields_a_one_line_reason(event: str, payload: Any) -> None:
     found = trust_of(event, payload)
     assert found.why.isprintable()
     assert len(found.why) < 300
@@ -116,7 +116,7 @@ def test_whatever_a_payload_holds_there_is_an_answer_on_one_line(event: str, pay
         assert head["full_name"] in {(home or {}).get("full_name"), payload.get("repository", {}).get("full_name")}
 
 
-def test_without_an_event_a_person_decides() -> None:
+def test_requested_tier_applies_without_an_event() -> None:
     assert (decide_trust("", None, None).tier, decide_trust("", None, Tier.TRUSTED).tier) == (
         Tier.TRUSTED,
         Tier.TRUSTED,
@@ -125,16 +125,16 @@ def test_without_an_event_a_person_decides() -> None:
     assert (lowered.tier, lowered.why) == (Tier.UNTRUSTED, "requested")
 
 
-def test_who_asks_may_lower_what_the_event_says() -> None:
+def test_requested_tier_may_be_lower_than_the_events() -> None:
     assert decide_trust("push", None, Tier.UNTRUSTED).tier is Tier.UNTRUSTED
     assert decide_trust("push", None, Tier.TRUSTED).tier is Tier.TRUSTED
     assert "fork" in decide_trust("pull_request", pull_request(FORK), Tier.UNTRUSTED).why
 
 
-def test_and_never_raise_it() -> None:
-    with pytest.raises(UserError, match=r"tier is trusted, but the event is untrusted: pull request #12") as refused:
+def test_requested_tier_must_not_be_higher_than_the_events() -> None:
+    with pytest.raises(UserError, match=r"tier is trusted, but the event is untrusted: pull request #12") as error:
         decide_trust("pull_request", pull_request(FORK), Tier.TRUSTED)
-    assert (refused.value.field, "--tier" in refused.value.fix) == ("tier", True)
+    assert (error.value.field, "--tier" in error.value.fix) == ("tier", True)
 
 
 @pytest.mark.parametrize(
@@ -147,10 +147,10 @@ def test_and_never_raise_it() -> None:
         ("octo", "Octo/Repo", "Octo/Repo"),
     ],
 )
-def test_the_repository_of_a_run(scope: str, given: str, known: str) -> None:
+def test_repository_of_a_run(scope: str, given: str, known: str) -> None:
     assert repository_of(scope, given) == known
 
 
-def test_runners_of_an_organisation_serve_no_other() -> None:
+def test_repository_outside_the_organisation_is_rejected() -> None:
     with pytest.raises(UserError, match="is not a repository of octo"):
         repository_of("octo", "octocat/repo")

@@ -232,8 +232,8 @@ texts = st.sampled_from([*TEXTS, *CODES]) | st.text()
 @given(st.lists(st.tuples(texts, texts, texts), max_size=4))
 def test_failed_launch(refused: list[tuple[str, str, str]]) -> None:
     errors = [
-        {"LaunchTemplateAndOverrides": OVERRIDES, "ErrorCode": code, "ErrorMessage": said, "Lifecycle": usage}
-        for code, said, usage in refused
+        {"LaunchTemplateAndOverrides": OVERRIDES, "ErrorCode": code, "ErrorMessage": message, "Lifecycle": usage}
+        for code, message, usage in refused
     ]
     parsed = parse_fleet({"Instances": [{"InstanceIds": [ONE]}, {}], "Errors": errors}, UsageClass.SPOT)
     check_told(launch_failure(REQUEST, 1, parsed.errors))
@@ -241,9 +241,9 @@ def test_failed_launch(refused: list[tuple[str, str, str]]) -> None:
 
 
 @fuzzed()
-@given(code=texts, said=texts, status=st.sampled_from([0, 200, 400, 403, 500, 503]))
-def test_error_response(code: str, said: str, status: int) -> None:
-    response: Any = {"Error": {"Code": code, "Message": said}, "ResponseMetadata": {"HTTPStatusCode": status}}
+@given(code=texts, message=texts, status=st.sampled_from([0, 200, 400, 403, 500, 503]))
+def test_error_response(code: str, message: str, status: int) -> None:
+    response: Any = {"Error": {"Code": code, "Message": message}, "ResponseMetadata": {"HTTPStatusCode": status}}
     check_told(translate(ClientError(response, "DescribeInstances"), EC2, "DescribeInstances"))
 
 

@@ -244,7 +244,7 @@ def test_doctor_checks(data: st.DataObject) -> None:
     for check in doctor.checks():
         finding = run(check.run())
         if not isinstance(finding, RemudaError):
-            check_shown(finding.found, 1_000)
+            check_shown(finding.message, 1_000)
 
 
 @fuzzed()

@@ -195,7 +195,7 @@ def test_runner_directory(place: Path, settings: bytes, listener: bytes, jit: by
     )
     state = runner.state()
     assert not state.listening, "no other process is taken for the runner"
-    assert isinstance(state.configured_as, str)
+    assert isinstance(state.registered_as, str)
 
 
 @fuzzed()

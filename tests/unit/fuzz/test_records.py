@@ -133,7 +133,7 @@ def _whole(kind: type[Any]) -> Any:
 
 @fuzzed()
 @given(spoiled_text({"missing:i-1": "2025-05-31T12:00:00.000Z", "surplus-messages:large": "2025-05-31T12:00:00.000Z"}))
-def test_sightings(text: bytes) -> None:
+def test_first_seen_times(text: bytes) -> None:
     times = parsed(lambda: sqlite_documents.decode_times(text.decode(errors="replace")))
     for since in (times or {}).values():
         assert NOW - since < NOW - since + DAY

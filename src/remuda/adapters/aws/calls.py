@@ -1,4 +1,4 @@
-"""Calls to AWS services: awaited, counted, and sent several at a time."""
+"""Helpers for calls to AWS: uniform errors for responses that cannot be parsed, request counts, concurrent calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from remuda.ports.calls import CallCounter
 T = TypeVar("T")
 
 _PARSERS = frozenset({"botocore.parsers", "aiobotocore.parsers"})
-#: Modules that use a parsed response and fail if it has an unexpected shape.
+#: Prefixes of modules that use a parsed response and fail if it has an unexpected shape. The prefix `retr` matches
+#: `retries` and `retryhandler`.
 _PARSER_USERS = tuple(
     f"{prefix}botocore.{module}"
     for prefix in ("", "aio")
@@ -37,18 +38,22 @@ async def await_response(call: Awaitable[T]) -> T:
 
 
 def _is_parser_failure(error: Exception) -> bool:
+    """Whether a user of a parsed response raised the error, or a parser took part."""
+    # Outermost frame first: the last module raised the error.
     modules = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
     return modules[-1].startswith(_PARSER_USERS) or not _PARSERS.isdisjoint(modules)
 
 
-async def counted(call: Awaitable[T], calls: CallCounter, service: str, operation: str) -> T:
+async def await_and_count(call: Awaitable[T], calls: CallCounter, service: str, operation: str) -> T:
     """Await one call and count its HTTP requests, including botocore's retries."""
+    # Values if the call is cancelled or raises an unexpected error.
     requests, failed = 1, 0
     try:
         answer = await await_response(call)
     except FAILURES as error:
         requests = failed = requests_of(error.response) if isinstance(error, ClientError) else 1
         if isinstance(error, ClientError) and code_of(error) in _EXPECTED_CODES:
+            # The last request was answered; only those before it failed.
             failed -= 1
         raise
     else:
@@ -66,7 +71,10 @@ def requests_of(response: Any) -> int:
 
 
 async def gather(calls: Iterable[Awaitable[T]]) -> list[T]:
-    """All results in order. The first error is raised only after every call has finished."""
+    """Await calls concurrently and return their results in order.
+
+    Unlike `asyncio.gather`, it raises the first error only after every call has finished.
+    """
     results = await asyncio.gather(*calls, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):

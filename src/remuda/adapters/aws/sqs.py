@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from botocore.exceptions import ClientError
 
-from remuda.adapters.aws.calls import chunks, counted, gather
+from remuda.adapters.aws.calls import await_and_count, chunks, gather
 from remuda.adapters.aws.errors import QUEUE_MISSING, SQS, code_of, translated
 from remuda.domain import serialization
 from remuda.domain.errors import NotFound, Unavailable, UserError
@@ -33,7 +33,7 @@ VISIBILITY_S = 60
 MAX_VISIBILITY_S = 12 * 3_600
 MAX_DELAY_S = 900
 MAX_WAIT_S = 20
-#: Attempts for a batch whose entries were partly rejected.
+#: Maximum attempts for the entries of a batch that SQS rejects.
 BATCH_ATTEMPTS = 2
 #: A short poll queries only a subset of SQS's servers, so an empty answer is checked by a second poll.
 SHORT_POLLS = 2
@@ -47,8 +47,8 @@ ATTRIBUTES = {
     "DelaySeconds": "0",
     "ReceiveMessageWaitTimeSeconds": "0",
 }
-#: Must not be set: a message that fits no provision is received and handed back many times, so a redrive policy would
-#: move it to the dead-letter queue.
+#: Queues must not have a redrive policy: a message that fits no provision is received and handed back many times, and
+#: the policy would move it to the dead-letter queue.
 REDRIVE = "RedrivePolicy"
 _DEPTHS = (
     "ApproximateNumberOfMessages",
@@ -73,25 +73,33 @@ class SqsResourcePool:
         self._urls: dict[str, str] = {}
 
     async def prepare(self, classes: Collection[str]) -> Sequence[str]:
-        names = sorted(set(classes))
-        for name in names:
-            if not _QUEUE_NAME.fullmatch(self._queue(name)):
+        """Create missing queues and repair the attributes of existing ones. Return the changes, for people.
+
+        Raises `UserError` for an invalid queue name or a queue with a redrive policy.
+        """
+        resource_classes = sorted(set(classes))
+        for resource_class in resource_classes:
+            if not _QUEUE_NAME.fullmatch(self._queue(resource_class)):
                 raise UserError(
-                    f"{self._queue(name)!r} is not a valid queue name",
+                    f"{self._queue(resource_class)!r} is not a valid queue name",
                     fix="use at most 79 letters, digits, '-' and '_' for the names of pool and class together",
                 )
-        changes = await gather(self._prepare(name) for name in names)
+        changes = await gather(self._prepare(resource_class) for resource_class in resource_classes)
         return [change for change in changes if change]
 
     async def inspect(self, classes: Collection[str]) -> Mapping[str, str]:
-        """The deviations that `prepare` would repair or reject, by queue name. Read-only."""
-        names = sorted(set(classes))
-        found = await gather(self._inspect(name) for name in names)
-        return {self._queue(name): deviation for name, deviation in zip(names, found, strict=True) if deviation}
+        """Return what `prepare` would repair or reject, by queue name, without changing anything."""
+        resource_classes = sorted(set(classes))
+        found = await gather(self._inspect(resource_class) for resource_class in resource_classes)
+        return {
+            self._queue(resource_class): deviation
+            for resource_class, deviation in zip(resource_classes, found, strict=True)
+            if deviation
+        }
 
-    async def _inspect(self, name: str) -> str:
+    async def _inspect(self, resource_class: str) -> str:
         try:
-            found = await self._attributes(name, await self._url(name), (*ATTRIBUTES, REDRIVE))
+            found = await self._attributes(resource_class, await self._url(resource_class), (*ATTRIBUTES, REDRIVE))
         except NotFound:
             return "is missing"
         if found.get(REDRIVE):
@@ -161,6 +169,7 @@ class SqsResourcePool:
         )
 
     async def depth(self, resource_class: str) -> int:
+        """Return the approximate number of messages, including those in flight and delayed."""
         found = await self._attributes(resource_class, await self._url(resource_class), _DEPTHS)
         try:
             return sum(int(found.get(name, "0")) for name in _DEPTHS)
@@ -188,36 +197,39 @@ class SqsResourcePool:
             raise Unavailable(f"{SQS} returned no URL of queue {self._queue(resource_class)}")
         return url
 
-    async def _prepare(self, name: str) -> str:
-        """Create or repair one queue. Return the change for people, or an empty string."""
-        self._urls.pop(name, None)
+    async def _prepare(self, resource_class: str) -> str:
+        """Create or repair the queue of one class. Return the change for people, or an empty string."""
+        self._urls.pop(resource_class, None)
         try:
-            url = await self._url(name)
+            url = await self._url(resource_class)
         except NotFound:
             answer = await self._call(
                 "CreateQueue",
                 self._client.create_queue,
-                name,
-                QueueName=self._queue(name),
+                resource_class,
+                QueueName=self._queue(resource_class),
                 Attributes=ATTRIBUTES,
             )
-            self._urls[name] = self._url_in(answer, name)
-            return f"queue {self._queue(name)}"
-        found = await self._attributes(name, url, (*ATTRIBUTES, REDRIVE))
+            self._urls[resource_class] = self._url_in(answer, resource_class)
+            return f"queue {self._queue(resource_class)}"
+        found = await self._attributes(resource_class, url, (*ATTRIBUTES, REDRIVE))
         if found.get(REDRIVE):
             raise UserError(
-                f"queue {self._queue(name)} has a dead-letter queue, which would take messages out of the pool",
+                f"queue {self._queue(resource_class)} has a dead-letter queue,"
+                " which would take messages out of the pool",
                 fix="remove its redrive policy, or choose another pool name",
             )
         wrong = _attributes_to_set(found)
         if not wrong:
             return ""
-        await self._call("SetQueueAttributes", self._client.set_queue_attributes, name, QueueUrl=url, Attributes=wrong)
-        return f"{', '.join(sorted(wrong))} of queue {self._queue(name)}"
+        await self._call(
+            "SetQueueAttributes", self._client.set_queue_attributes, resource_class, QueueUrl=url, Attributes=wrong
+        )
+        return f"{', '.join(sorted(wrong))} of queue {self._queue(resource_class)}"
 
-    async def _attributes(self, name: str, url: str, wanted: Sequence[str]) -> Mapping[str, str]:
+    async def _attributes(self, resource_class: str, url: str, wanted: Sequence[str]) -> Mapping[str, str]:
         answer = await self._call(
-            "GetQueueAttributes", self._client.get_queue_attributes, name, QueueUrl=url, AttributeNames=wanted
+            "GetQueueAttributes", self._client.get_queue_attributes, resource_class, QueueUrl=url, AttributeNames=wanted
         )
         return {str(key): value for key, value in answer.get("Attributes", {}).items()}
 
@@ -248,23 +260,24 @@ class SqsResourcePool:
         entries: Sequence[Mapping[str, Any]],
     ) -> None:
         """Send all entries and retry those that SQS rejects. A stale receipt counts as done."""
-        left = {str(number): entry for number, entry in enumerate(entries)}
+        remaining = {str(number): entry for number, entry in enumerate(entries)}
         codes: set[str] = set()
         for _ in range(BATCH_ATTEMPTS):
-            batch = [{"Id": key, **entry} for key, entry in left.items()]
+            batch = [{"Id": key, **entry} for key, entry in remaining.items()]
             answer = await self._call(operation, method, resource_class, QueueUrl=url, Entries=batch)
             failed = {
                 str(each.get("Id")): str(each.get("Code", ""))
                 for each in answer.get("Failed", [])
+                # The codes of a stale receipt can mean other failures in a send, whose entries have no receipt.
                 if "ReceiptHandle" not in entries[0] or each.get("Code") not in _STALE_RECEIPT
             }
-            left = {key: entry for key, entry in left.items() if key in failed}
+            remaining = {key: entry for key, entry in remaining.items() if key in failed}
             codes = set(failed.values())
-            if not left:
+            if not remaining:
                 return
         raise Unavailable(
-            f"{SQS} rejected {len(left)} of {len(entries)} entries of a batch for queue {self._queue(resource_class)}:"
-            f" {', '.join(sorted(codes))}"
+            f"{SQS} rejected {len(remaining)} of {len(entries)} entries of a batch for queue"
+            f" {self._queue(resource_class)}: {', '.join(sorted(codes))}"
         )
 
     async def _call(
@@ -272,7 +285,7 @@ class SqsResourcePool:
     ) -> T:
         with translated(SQS, self._queue(resource_class)):
             try:
-                return await counted(method(**arguments), self._calls, SERVICE, operation)
+                return await await_and_count(method(**arguments), self._calls, SERVICE, operation)
             except ClientError as error:
                 if code_of(error) in QUEUE_MISSING:
                     self._urls.pop(resource_class, None)
@@ -280,13 +293,13 @@ class SqsResourcePool:
 
 
 def _attributes_to_set(found: Mapping[str, str]) -> dict[str, str]:
-    """The attributes with a wrong value, and their right values."""
+    """The attributes with a wrong value, and their right values. Attributes that SQS did not return are ignored."""
     return {key: value for key, value in ATTRIBUTES.items() if found.get(key, value) != value}
 
 
-def _whole_seconds(seconds: float, most: int) -> int:
-    """Rounded up, so that nothing happens earlier than requested."""
-    return max(0, min(math.ceil(seconds), most))
+def _whole_seconds(seconds: float, maximum: int) -> int:
+    """Round up, so that nothing happens earlier than requested, and limit the result to what SQS accepts."""
+    return max(0, min(math.ceil(seconds), maximum))
 
 
 def _body(message: PoolMessage) -> str:

@@ -3,7 +3,7 @@
 Five fields (minute, hour, day, month, weekday), or six with seconds first. Lists, ranges, steps, names, `?`, the last
 day (`L`), the last or the n-th weekday of a month (`5L`, `5#2`). If both day and weekday are given, one must match.
 
-Our own parser: croniter and cronsim put the seconds last or do not support them, and the domain has no dependencies.
+Our own parser keeps the domain free of dependencies, and a window only needs to know whether a given second matches.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ class Transition:
     #: None if the transition keeps the state.
     target: State | None
     by: tuple[Actor, ...]
+    #: Condition and effect for the documentation only. The code that checks and applies them is in `apply`.
     when: str
     effect: str
     #: Reasons that a row to `terminating` accepts.
@@ -43,44 +44,43 @@ def _row(  # noqa: PLR0917 - table rows read best by position
     )
 
 
-_P, _L, _R, _S = Actor.PROVISION, Actor.RELEASE, Actor.REFRESH, Actor.SCALE_DOWN
-_O = Actor.OPERATOR
-_ENDED = "run and assignment cleared; threshold = now"
-#: Reasons that every live state accepts.
+_END_EFFECT = "run and assignment cleared; threshold = now"
+#: Reasons that every state before `terminating` accepts.
 _ALWAYS = (RetireReason.EXPIRED, RetireReason.GONE, RetireReason.TERMINATED_BY_OPERATOR)
-_SERVING = (State.CREATED, State.CLAIMED, State.RUNNING, State.RELEASING, State.IDLE)
+_BEFORE_TERMINATING = (State.CREATED, State.CLAIMED, State.RUNNING, State.RELEASING, State.IDLE)
 
 TRANSITIONS: tuple[Transition, ...] = (
     _row(
         "create",
         (None,),
         State.CREATED,
-        (_P,),
+        (Actor.PROVISION,),
         "no record",
-        "epoch 1; threshold = provision deadline; retired from the start if it serves a single run",
+        "epoch 1; threshold = provision deadline; "
+        "marked not reusable at creation if the reuse policy is never or the runner is ephemeral",
     ),
     _row(
         "tombstone",
         (None,),
         State.TERMINATING,
-        (_P, _R),
-        "EC2 instance with the pool's tags and no record after a grace period, or rolled back",
-        "locked",
+        (Actor.PROVISION, Actor.REFRESH),
+        "EC2 instance with the pool's tags and no record after a grace period, or the provision was rolled back",
+        "exists only to terminate the instance; never claimable",
         (RetireReason.UNRECORDED,),
     ),
     _row(
         "claim",
         (State.IDLE,),
         State.CLAIMED,
-        (_P,),
-        "message's epoch; tier and repository fit the pool's reuse policy; not retired",
+        (Actor.PROVISION,),
+        "epoch equals the pool message's; tier and repository fit the pool's reuse policy; not retired",
         "epoch + 1; run, owner, assignment; tier may fall, never rise; threshold = provision deadline",
     ),
     _row(
         "commit",
         (State.CREATED, State.CLAIMED),
         State.RUNNING,
-        (_P,),
+        (Actor.PROVISION,),
         "UD_REG_OK of this epoch, by its owner",
         "threshold = now + max runtime; registration credential removed",
     ),
@@ -88,7 +88,7 @@ TRANSITIONS: tuple[Transition, ...] = (
         "release",
         (State.CLAIMED, State.RUNNING),
         State.RELEASING,
-        (_P, _L, _R),
+        (Actor.PROVISION, Actor.RELEASE, Actor.REFRESH),
         "provision released or failed",
         "run cleared; threshold = now + release time; removal credential added",
     ),
@@ -96,7 +96,7 @@ TRANSITIONS: tuple[Transition, ...] = (
         "extend",
         (State.RELEASING,),
         None,
-        (_L, _R),
+        (Actor.RELEASE, Actor.REFRESH),
         "the agent reports a running job",
         "threshold = now + an extension, at most the run's deadline",
     ),
@@ -104,7 +104,7 @@ TRANSITIONS: tuple[Transition, ...] = (
         "credential",
         (State.RELEASING,),
         None,
-        (_L, _R),
+        (Actor.RELEASE, Actor.REFRESH),
         "the credential expires before the threshold",
         "credential only",
     ),
@@ -112,71 +112,96 @@ TRANSITIONS: tuple[Transition, ...] = (
         "pool",
         (State.RELEASING,),
         State.IDLE,
-        (_L, _R),
+        (Actor.RELEASE, Actor.REFRESH),
         "UD_REMOVE_REG_REMOVE_RUN_OK of this epoch, not retired",
         "credential removed; uses + 1; threshold = now + idle time",
     ),
-    _row("announce", (State.IDLE,), None, (_L, _R), "never announced, or long ago", "announced at = now"),
-    _row("renew", (State.IDLE,), None, (_S,), "within the idle quota and the maximum age", "threshold only"),
-    _row("retire", _SERVING, None, (_L, _R, _O), "spot notice, or drained", "not pooled again"),
+    _row(
+        "announce",
+        (State.IDLE,),
+        None,
+        (Actor.RELEASE, Actor.REFRESH),
+        "never announced, or long ago",
+        "announced at = now",
+    ),
+    # Scale-down renews the idle instances that it keeps; the others expire.
+    _row(
+        "renew", (State.IDLE,), None, (Actor.SCALE_DOWN,), "within the idle quota and the maximum age", "threshold only"
+    ),
+    _row(
+        "retire",
+        _BEFORE_TERMINATING,
+        None,
+        (Actor.RELEASE, Actor.REFRESH, Actor.OPERATOR),
+        "spot notice, or drained",
+        "not pooled again",
+    ),
     _row(
         "quarantine",
-        _SERVING,
+        _BEFORE_TERMINATING,
         None,
-        (_O,),
+        (Actor.OPERATOR,),
         "ordered by an operator",
-        "not claimed again; kept until a limit, by its threshold once it is idle or releasing",
+        "not claimable; if idle, threshold = end of the quarantine; if releasing, not before it",
     ),
     _row(
         "end-created",
         (State.CREATED,),
         State.TERMINATING,
-        (_P, _L, _R, _O),
+        (Actor.PROVISION, Actor.RELEASE, Actor.REFRESH, Actor.OPERATOR),
         "failed, timed out, released, expired, gone from EC2, ordered by an operator",
-        _ENDED,
+        _END_EFFECT,
         (RetireReason.FAILED, RetireReason.TIMED_OUT, RetireReason.RELEASED, *_ALWAYS),
     ),
     _row(
         "end-claimed",
         (State.CLAIMED,),
         State.TERMINATING,
-        (_P, _R, _O),
+        (Actor.PROVISION, Actor.REFRESH, Actor.OPERATOR),
         "failed signal, owner's timeout, expired, gone, ordered by an operator",
-        _ENDED,
+        _END_EFFECT,
         (RetireReason.FAILED, RetireReason.TIMED_OUT, *_ALWAYS),
     ),
     _row(
         "end-running",
         (State.RUNNING,),
         State.TERMINATING,
-        (_R, _O),
+        (Actor.REFRESH, Actor.OPERATOR),
         "expired, UD_REG_FAILED of this epoch, gone, ordered by an operator",
-        _ENDED,
+        _END_EFFECT,
         (RetireReason.FAILED, *_ALWAYS),
     ),
     _row(
         "end-releasing",
         (State.RELEASING,),
         State.TERMINATING,
-        (_L, _R, _O),
-        "UD_REMOVE_*_FAILED of this epoch; OK of this epoch and retired; expired; gone; ordered by an operator",
-        _ENDED,
+        (Actor.RELEASE, Actor.REFRESH, Actor.OPERATOR),
+        "UD_REMOVE_*_FAILED of this epoch; UD_REMOVE_REG_REMOVE_RUN_OK of this epoch and retired; "
+        "expired; gone; ordered by an operator",
+        _END_EFFECT,
         (RetireReason.FAILED, *_ALWAYS, *RETIREMENTS),
     ),
     _row(
         "end-idle",
         (State.IDLE,),
         State.TERMINATING,
-        (_R, _O),
-        "expired, too old, too many uses, spot notice, reuse is never, gone, ordered by an operator",
-        _ENDED,
+        (Actor.REFRESH, Actor.OPERATOR),
+        "expired, too old, too many uses, spot notice, reuse policy is never, gone, ordered by an operator",
+        _END_EFFECT,
         (*_ALWAYS, *RETIREMENTS),
     ),
-    _row("confirm", (State.TERMINATING,), State.TERMINATED, (_R,), "EC2 confirmed", "kept for reports, then deleted"),
+    _row(
+        "confirm",
+        (State.TERMINATING,),
+        State.TERMINATED,
+        (Actor.REFRESH,),
+        "EC2 reports it terminated",
+        "kept for reports, then deleted",
+    ),
 )
 
 ROWS_BY_NAME = {row.name: row for row in TRANSITIONS}
-#: The row to `terminating` per live state.
+#: The row to `terminating` per source state.
 END_ROWS = {
     source: row
     for row in TRANSITIONS

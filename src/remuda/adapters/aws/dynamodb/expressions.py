@@ -16,7 +16,7 @@ from remuda.domain.signals import Report
 from remuda.domain.transitions import Change, WriteCondition
 
 
-class Expression:
+class ExpressionBuilder:
     """Builder of an expression. Names and values become placeholders, so reserved words and quoting cannot matter."""
 
     def __init__(self) -> None:
@@ -27,17 +27,20 @@ class Expression:
         self._adds: list[str] = []
 
     def name(self, attribute_name: str) -> str:
-        short = f"#{attribute_name}"
-        self.names[short] = attribute_name
-        return short
+        """Return the placeholder of an attribute name."""
+        placeholder = f"#{attribute_name}"
+        self.names[placeholder] = attribute_name
+        return placeholder
 
     def value(self, value: Any) -> str:
+        """Return the placeholder of a value that JSON can represent."""
         return self.raw(attribute(to_jsonable(value)))
 
     def raw(self, value: Attribute) -> str:
-        short = f":v{len(self.values)}"
-        self.values[short] = value
-        return short
+        """Return the placeholder of a value in DynamoDB's notation."""
+        placeholder = f":v{len(self.values)}"
+        self.values[placeholder] = value
+        return placeholder
 
     def set(self, attribute_name: str, value: Any) -> None:
         """Set an attribute. None removes it: optional fields that are None are not stored."""
@@ -56,30 +59,32 @@ class Expression:
         self._adds.append(f"{self.name(attribute_name)} {self.value(amount)}")
 
     def arguments(self, condition: str = "") -> dict[str, Any]:
+        """Return the arguments of the call, without those that are empty."""
         clauses = [
             f"{word} {', '.join(parts)}"
             for word, parts in (("SET", self._sets), ("REMOVE", self._removes), ("ADD", self._adds))
             if parts
         ]
-        found = {
+        arguments = {
             "UpdateExpression": " ".join(clauses),
             "ConditionExpression": condition,
             "ExpressionAttributeNames": self.names,
             "ExpressionAttributeValues": self.values,
         }
-        return {name: part for name, part in found.items() if part}
+        # DynamoDB rejects empty arguments.
+        return {name: argument for name, argument in arguments.items() if argument}
 
 
 def change_arguments(change: Change) -> dict[str, Any]:
     """Arguments of the UpdateItem that applies a change under its condition."""
-    expression = Expression()
+    expression = ExpressionBuilder()
     for name, value in change.sets.items():
         expression.set(camel(name), value)
     _set_indexes(expression, change)
     return expression.arguments(_condition(expression, change.condition))
 
 
-def _set_indexes(expression: Expression, change: Change) -> None:
+def _set_indexes(expression: ExpressionBuilder, change: Change) -> None:
     sets = change.sets
     state = sets.get("state")
     if state is State.TERMINATED:
@@ -97,7 +102,7 @@ def _set_indexes(expression: Expression, change: Change) -> None:
         expression.set_raw(items.TTL, items.seconds(sets["forget_at"]))
 
 
-def _condition(expression: Expression, condition: WriteCondition) -> str:
+def _condition(expression: ExpressionBuilder, condition: WriteCondition) -> str:
     """`WriteCondition.is_met_by` as an expression that DynamoDB checks atomically with the write."""
     if condition.state is None:
         return f"attribute_not_exists({expression.name(items.PK)})"
@@ -119,6 +124,7 @@ def _condition(expression: Expression, condition: WriteCondition) -> str:
         )
     if condition.tiers:
         terms.append(one_of(expression, "tier", condition.tiers))
+    # None allows any repository; an empty one requires a record without a repository.
     if condition.repository:
         terms.append(_equal(expression, "repository", condition.repository))
     elif condition.repository is not None:
@@ -126,13 +132,13 @@ def _condition(expression: Expression, condition: WriteCondition) -> str:
     return " AND ".join(terms)
 
 
-def _empty(expression: Expression, attribute_name: str) -> str:
+def _empty(expression: ExpressionBuilder, attribute_name: str) -> str:
     """The attribute is empty, or missing because an older version did not write it."""
     name = expression.name(attribute_name)
     return f"(attribute_not_exists({name}) OR {name} = {expression.value('')})"
 
 
-def _equal(expression: Expression, attribute_name: str, value: Any) -> str:
+def _equal(expression: ExpressionBuilder, attribute_name: str, value: Any) -> str:
     return f"{expression.name(attribute_name)} = {expression.value(value)}"
 
 
@@ -144,58 +150,69 @@ _SIGNAL_FIELDS = ("instance_id", "epoch", "signal", "rank", "detail", "duration_
 
 
 def signal_arguments(report: Report, *, now: datetime) -> dict[str, Any]:
-    expression = Expression()
-    at_epoch, rank = expression.value(report.epoch), expression.value(report.rank)
+    """Arguments of the UpdateItem that writes a signal.
+
+    It is rejected if the stored report has a later epoch, or the same epoch and a higher rank.
+    """
+    expression = ExpressionBuilder()
+    new_epoch, new_rank = expression.value(report.epoch), expression.value(report.rank)
     for name in _SIGNAL_FIELDS:
         expression.set(camel(name), getattr(report, name))
-    # If the report was troubled because of a spot notice, the next heartbeat marks it again.
+    # This report has no spot notice. If the stored one has, the next heartbeat marks it as troubled again.
     _set_troubled(expression, report.instance_id, troubled=report.troubled)
-    expression.set_raw(items.TTL, items.seconds(now + items.KEPT))
+    expression.set_raw(items.TTL, items.seconds(now + items.DEFAULT_RETENTION))
     stored_epoch, stored_rank = expression.name("epoch"), expression.name("rank")
     return expression.arguments(
-        f"attribute_not_exists({stored_epoch}) OR {stored_epoch} < {at_epoch}"
-        f" OR ({stored_epoch} = {at_epoch} AND {stored_rank} <= {rank})"
+        f"attribute_not_exists({stored_epoch}) OR {stored_epoch} < {new_epoch}"
+        f" OR ({stored_epoch} = {new_epoch} AND {stored_rank} <= {new_rank})"
     )
 
 
 def beat_arguments(instance_id: str, fields: Mapping[str, Any], *, now: datetime) -> dict[str, Any]:
-    expression = Expression()
+    expression = ExpressionBuilder()
     expression.set("instanceId", instance_id)
     for name, value in fields.items():
         expression.set(camel(name), value)
-    expression.set_raw(items.TTL, items.seconds(now + items.KEPT))
+    expression.set_raw(items.TTL, items.seconds(now + items.DEFAULT_RETENTION))
     if fields.get("notice"):
         _set_troubled(expression, instance_id, troubled=True)
     expression.add("beat", 1)
     return expression.arguments()
 
 
-def _set_troubled(expression: Expression, instance_id: str, *, troubled: bool) -> None:
-    """Add the report to the index of troubled reports, or remove it. An unchanged key costs no index write."""
+def _set_troubled(expression: ExpressionBuilder, instance_id: str, *, troubled: bool) -> None:
+    """Add the report to the index of troubled reports, or remove it. An unchanged key costs no index write.
+
+    Troubled reports are those that a sweep must handle: with a failed signal or a spot notice. They have separate
+    partitions in the sparse index of live instances.
+    """
     expression.set(items.LIVE_PK, items.troubled_of(instance_id) if troubled else None)
     expression.set(items.LIVE_SK, instance_id if troubled else None)
 
 
 def report_expiry(at: datetime) -> dict[str, Any]:
-    """Let a report expire at `at`, together with its control record, and remove it from the troubled ones."""
-    expression = Expression()
+    """Arguments of the UpdateItem that lets the report of a terminated instance expire and no longer be troubled.
+
+    The report expires at `at`, like its control record. The update is rejected if the report does not exist.
+    """
+    expression = ExpressionBuilder()
     expression.remove(items.LIVE_PK)
     expression.remove(items.LIVE_SK)
     expression.set_raw(items.TTL, items.seconds(at))
     return expression.arguments(f"attribute_exists({expression.name(items.PK)})")
 
 
-# Whole items ------------------------------------------------------------------------------------------------------
+# Conditions of writes of whole items --------------------------------------------------------------------------------
 
 
-def absent() -> dict[str, Any]:
-    expression = Expression()
+def if_absent() -> dict[str, Any]:
+    expression = ExpressionBuilder()
     return expression.arguments(f"attribute_not_exists({expression.name(items.PK)})")
 
 
-def as_stored(before: Provision) -> dict[str, Any]:
-    """`Provision.is_as_stored` as a condition."""
-    expression = Expression()
+def if_stored_is(before: Provision) -> dict[str, Any]:
+    """The stored provision equals `before` in the fields that `Provision.is_as_stored` compares."""
+    expression = ExpressionBuilder()
     terms = [
         _equal(expression, "status", before.status),
         _equal(expression, "instanceIds", before.instance_ids),
@@ -204,23 +221,26 @@ def as_stored(before: Provision) -> dict[str, Any]:
     return expression.arguments(" AND ".join(terms))
 
 
-def unchanged(attribute_name: str, value: Any) -> dict[str, Any]:
-    expression = Expression()
+def if_equal(attribute_name: str, value: Any) -> dict[str, Any]:
+    expression = ExpressionBuilder()
     return expression.arguments(_equal(expression, attribute_name, value))
 
 
-def revision_is(revision: int) -> dict[str, Any]:
-    return unchanged("revision", revision)
+def if_revision_is(revision: int) -> dict[str, Any]:
+    return if_equal("revision", revision)
 
 
 # Searches ---------------------------------------------------------------------------------------------------------
 
 
-def partition(
+def key_condition(
     pk_name: str, pk: str, *, up_to: tuple[str, str] | None = None, since: tuple[str, str] | None = None
-) -> tuple[Expression, str]:
-    """Key condition for one partition of the table or an index, with an optional limit of the sort key (inclusive)."""
-    expression = Expression()
+) -> tuple[ExpressionBuilder, str]:
+    """Key condition for one partition of the table or an index, and the builder that holds its names and values.
+
+    `up_to` or `since` is the name of the sort key and its last or first value (inclusive).
+    """
+    expression = ExpressionBuilder()
     condition = _equal(expression, pk_name, pk)
     if up_to is not None:
         sort_key, limit = up_to
@@ -231,17 +251,18 @@ def partition(
     return expression, condition
 
 
-def query_arguments(expression: Expression, key_condition: str, filter_expression: str = "") -> dict[str, Any]:
-    arguments = {**expression.arguments(), "KeyConditionExpression": key_condition}
+def query_arguments(expression: ExpressionBuilder, condition: str, filter_expression: str = "") -> dict[str, Any]:
+    arguments = {**expression.arguments(), "KeyConditionExpression": condition}
     return {**arguments, "FilterExpression": filter_expression} if filter_expression else arguments
 
 
-def one_of(expression: Expression, attribute_name: str, values: Sequence[str]) -> str:
+def one_of(expression: ExpressionBuilder, attribute_name: str, values: Sequence[str]) -> str:
     return f"{expression.name(attribute_name)} IN ({', '.join(expression.value(value) for value in values)})"
 
 
 def terminated_scan(before: datetime | None) -> dict[str, Any]:
-    expression = Expression()
+    """Scan for terminated records, which the live index does not contain. `before` limits the threshold (inclusive)."""
+    expression = ExpressionBuilder()
     terms = [
         f"begins_with({expression.name(items.PK)}, {expression.value(items.CONTROL_PREFIX)})",
         _equal(expression, "state", State.TERMINATED),

@@ -41,9 +41,9 @@ UNSETTLED = "unsettled"
 PROVISIONS = "provisions"
 #: Sorts before every timestamp: a released provision is always due.
 ALWAYS_DUE = "0"
-#: Expiry of history entries until the pool configuration was read, and of reports after the last heartbeat if the
-#: instance's end is never confirmed.
-KEPT = timedelta(days=30)
+#: Time until history entries expire if the pool configuration was not read yet, and until reports expire after the
+#: last heartbeat if the instance's end is never confirmed.
+DEFAULT_RETENTION = timedelta(days=30)
 
 CONTROL, CONTROL_PREFIX = "control", "control#"
 REPORT, REPORT_PREFIX = "report", "report#"
@@ -244,7 +244,9 @@ def first_seen_item(first_seen: Mapping[str, datetime]) -> Item:
     return {**FIRST_SEEN, "first_seen": attribute(serialization.to_jsonable(first_seen))}
 
 
-def history_item(instance_id: str, entry: HistoryEntry, *, sequence: int, writer: str, kept: timedelta = KEPT) -> Item:
+def history_item(
+    instance_id: str, entry: HistoryEntry, *, sequence: int, writer_id: str, retention: timedelta = DEFAULT_RETENTION
+) -> Item:
     """The sort key orders entries by time, then by epoch and by the order in which one writer added them."""
-    order = f"{timestamps.to_text(entry.at)}#{entry.epoch:09d}#{sequence:09d}#{writer}"
-    return {**document_item(key(history_pk(instance_id), order), entry), TTL: seconds(entry.at + kept)}
+    order = f"{timestamps.to_text(entry.at)}#{entry.epoch:09d}#{sequence:09d}#{writer_id}"
+    return {**document_item(key(history_pk(instance_id), order), entry), TTL: seconds(entry.at + retention)}

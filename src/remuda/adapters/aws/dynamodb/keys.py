@@ -178,9 +178,9 @@ class StoredKeys:
                 return []
             after = self._with(prefix, before)
             condition = (
-                expressions.absent()
+                expressions.if_absent()
                 if before is None
-                else expressions.unchanged("prefixes", to_document(before)["prefixes"])
+                else expressions.if_equal("prefixes", to_document(before)["prefixes"])
             )
             try:
                 await self._table.put(items.document_item(items.PREFIXES, after), condition)
@@ -240,7 +240,7 @@ class StoredKeys:
         kept: list[KnownPrefix] = []
         successor = now
         for each in before.prefixes if before else ():
-            if each.prefix != prefix and now - successor < items.KEPT:
+            if each.prefix != prefix and now - successor < items.DEFAULT_RETENTION:
                 kept.append(each)
             successor = each.since
         return KnownPrefixes(prefixes=(KnownPrefix(prefix=prefix, since=to_milliseconds(now)), *kept))

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from remuda.adapters.aws.calls import chunks, gather
 from remuda.adapters.aws.dynamodb import expressions, items, schema
+from remuda.adapters.aws.dynamodb.changes import ChangeWriter
 from remuda.adapters.aws.dynamodb.history import HistoryWriter
 from remuda.adapters.aws.dynamodb.items import Item, ItemKeys, record_of
 from remuda.adapters.aws.dynamodb.keys import FixedKeys, InstanceKeys, StoredKeys
 from remuda.adapters.aws.dynamodb.polling import ItemPoller, PollInterval, PollIntervals
-from remuda.adapters.aws.dynamodb.table import POLL, TRANSACTION, ConditionFailed, Table, TransactionCancelled, key_of
-from remuda.adapters.aws.errors import NOT_THE_CAUSE, REASON_CONDITION_FAILED
+from remuda.adapters.aws.dynamodb.table import POLL, ConditionFailed, Table, key_of
 from remuda.domain import timestamps
-from remuda.domain.errors import Conflict, RemudaError, Unavailable, Unreadable
+from remuda.domain.errors import Conflict, RemudaError, Unreadable
 from remuda.domain.instance import LIVE, HistoryEntry, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
@@ -33,12 +31,6 @@ if TYPE_CHECKING:
 
 #: Concurrent history queries.
 CONCURRENT_HISTORIES = 64
-#: Changes per transaction. Each may take two of its items: the control record and the report.
-CHANGES_PER_TRANSACTION = TRANSACTION // 2
-#: Attempts for a transaction. The second one omits the changes that caused the first cancellation.
-TRANSACTION_ATTEMPTS = 2
-#: Concurrent single writes.
-CONCURRENT_WRITES = 64
 
 T = TypeVar("T")
 R = TypeVar("R", Instance, Report)
@@ -66,12 +58,17 @@ class DynamoInstanceStore:
             FixedKeys(key_prefix) if newest_prefix is None else StoredKeys(table=self._table, newest=newest_prefix)
         )
         self._event_log = event_log or SilentEventLog()
-        self._history = HistoryWriter(table=self._table, writer=ids.new(""), event_log=self._event_log)
-        #: Changes by instance whose response was lost. They may have been applied.
-        self._ambiguous: dict[str, Change] = {}
-        self._write_slots = asyncio.Semaphore(CONCURRENT_WRITES)
+        self._history = HistoryWriter(table=self._table, writer_id=ids.new(""), event_log=self._event_log)
         self._poller: ItemPoller[tuple[str, str], Item | None] = ItemPoller(read=self._read, clock=clock, ids=ids)
         self._intervals = PollIntervals(clock=clock)
+        self._changes = ChangeWriter(
+            table=self._table,
+            keys=self._keys,
+            history=self._history,
+            event_log=self._event_log,
+            on_write=self._poller.wake,
+            parse=self._parse_instance,
+        )
         self._clock = clock
         self._malformed: dict[str, str] = {}
 
@@ -95,111 +92,10 @@ class DynamoInstanceStore:
     # Control records ------------------------------------------------------------------------------------------
 
     async def apply(self, change: Change) -> Instance:
-        key = (await self._keys_of(change.instance_id)).control(change.instance_id)
-        arguments = expressions.change_arguments(change)
-        try:
-            item = await self._table.update(key, arguments)
-        except ConditionFailed as failed:
-            current = self._parsed(Instance, failed.item, change.instance_id)
-            self._resolve_ambiguous(change, current, retried=failed.retried)
-            message = f"{change.instance_id} is not in the state that {change.entry.transition} requires"
-            raise Conflict(message, current=current) from None
-        except Unavailable:
-            self._ambiguous[change.instance_id] = change
-            raise
-        self._ambiguous.pop(change.instance_id, None)
-        self._history.add(change.instance_id, change.entry)
-        self._poller.wake(key_of(key))
-        if expires_at := _report_expiry(change):
-            await self._expire_report(change.instance_id, expires_at)
-        return self._parse(Instance, item, change.instance_id)
+        return await self._changes.apply(change)
 
     async def apply_all(self, changes: Sequence[Change]) -> Sequence[RemudaError | None]:
-        if not changes:
-            return []
-        keys = await self._keys.of([change.instance_id for change in changes])
-        results: dict[str, RemudaError | None] = {}
-        for part in await gather(
-            self._apply_transaction(part, keys) for part in chunks(changes, CHANGES_PER_TRANSACTION)
-        ):
-            results |= part
-        return [results[change.instance_id] for change in changes]
-
-    async def _apply_transaction(
-        self,
-        changes: Sequence[Change],
-        keys: Mapping[str, ItemKeys],
-        *,
-        without_report: frozenset[str] = frozenset(),
-        attempts: int = TRANSACTION_ATTEMPTS,
-    ) -> Mapping[str, RemudaError | None]:
-        """Apply changes in one transaction.
-
-        If it is cancelled, the changes that caused it are applied one by one, which returns their stored records. The
-        others are tried once more together, without the reports that turned out not to exist.
-        """
-        if len(changes) == 1 or not attempts:
-            return dict(await gather(map(self._apply_one, changes)))
-        records = [change.instance_id for change in changes]
-        expiries = {change.instance_id: at for change in changes if (at := _report_expiry(change))}
-        reports = [name for name in expiries if name not in without_report]
-        updates: list[tuple[Item, Mapping[str, Any]]] = [
-            *(
-                (keys[each.instance_id].control(each.instance_id), expressions.change_arguments(each))
-                for each in changes
-            ),
-            *((keys[name].report(name), expressions.report_expiry(expiries[name])) for name in reports),
-        ]
-        try:
-            await self._table.update_together(updates)
-        except TransactionCancelled as cancelled:
-            if cancelled.retried:
-                self._mark_ambiguous(changes)
-            causes, missing = _causes(cancelled.reasons, records, reports)
-            rest = [change for change in changes if change.instance_id not in causes]
-            parts = [self._apply_transaction([change], keys) for change in changes if change.instance_id in causes]
-            if rest:
-                parts.append(
-                    self._apply_transaction(rest, keys, without_report=without_report | missing, attempts=attempts - 1)
-                )
-            return {name: failure for part in await gather(parts) for name, failure in part.items()}
-        except RemudaError as error:
-            if isinstance(error, Unavailable):
-                self._mark_ambiguous(changes)
-            return dict.fromkeys(records, error)
-        for change in changes:
-            self._ambiguous.pop(change.instance_id, None)
-            self._history.add(change.instance_id, change.entry)
-            self._poller.wake(key_of(keys[change.instance_id].control(change.instance_id)))
-        return dict.fromkeys(records)
-
-    async def _apply_one(self, change: Change) -> tuple[str, RemudaError | None]:
-        async with self._write_slots:
-            try:
-                await self.apply(change)
-            except RemudaError as error:
-                return change.instance_id, error
-        return change.instance_id, None
-
-    def _mark_ambiguous(self, changes: Iterable[Change]) -> None:
-        self._ambiguous |= {change.instance_id: change for change in changes}
-
-    def _resolve_ambiguous(self, change: Change, current: Instance | None, *, retried: bool) -> None:
-        """Add the history entry of a change whose response was lost, if the stored record shows that it was applied."""
-        ambiguous = retried or self._ambiguous.get(change.instance_id) == change
-        self._ambiguous.pop(change.instance_id, None)
-        if ambiguous and current is not None and replace(current, **change.sets) == current:
-            self._history.add(change.instance_id, change.entry)
-
-    async def _expire_report(self, instance_id: str, expires_at: datetime) -> None:
-        """Let the report expire with its control record. If this fails, the report keeps its own, later expiry."""
-        try:
-            key = (await self._keys_of(instance_id)).report(instance_id)
-            await self._table.update(key, expressions.report_expiry(expires_at))
-        except ConditionFailed:
-            return  # there is no report
-        except RemudaError as error:
-            self._event_log.record("report-kept", error.message, instance_id=instance_id)
+        return await self._changes.apply_all(changes)
 
     async def get(self, instance_id: str) -> Instance | None:
         key = (await self._keys_of(instance_id)).control(instance_id)
@@ -220,7 +116,7 @@ class DynamoInstanceStore:
 
     async def _find_live(self, number: int, states: list[str], before: datetime | None) -> list[Item]:
         up_to = None if before is None else (items.LIVE_SK, timestamps.to_text(before))
-        expression, condition = expressions.partition(items.LIVE_PK, items.shard(number), up_to=up_to)
+        expression, condition = expressions.key_condition(items.LIVE_PK, items.shard(number), up_to=up_to)
         filter_expression = "" if len(states) == len(LIVE) else expressions.one_of(expression, "state", states)
         arguments = expressions.query_arguments(expression, condition, filter_expression)
         return await self._table.query({"IndexName": items.LIVE_INDEX, **arguments})
@@ -229,14 +125,14 @@ class DynamoInstanceStore:
         if not provision_id:
             return []
         partition = items.provision_partition(provision_id)
-        arguments = expressions.query_arguments(*expressions.partition(items.PROVISION_PK, partition))
+        arguments = expressions.query_arguments(*expressions.key_condition(items.PROVISION_PK, partition))
         return self._parse_readable(
             Instance, await self._table.query({"IndexName": items.PROVISION_INDEX, **arguments})
         )
 
     async def count_live(self) -> int:
         async def count(number: int) -> int:
-            expression, condition = expressions.partition(items.LIVE_PK, items.shard(number))
+            expression, condition = expressions.key_condition(items.LIVE_PK, items.shard(number))
             keys = {"ProjectionExpression": expression.name(items.PK)}
             arguments = expressions.query_arguments(expression, condition)
             found = await self._table.query({"IndexName": items.LIVE_INDEX, **keys, **arguments})
@@ -253,7 +149,7 @@ class DynamoInstanceStore:
 
     async def history(self, instance_id: str) -> Sequence[HistoryEntry]:
         await self._history.flush()
-        arguments = expressions.query_arguments(*expressions.partition(items.PK, items.history_pk(instance_id)))
+        arguments = expressions.query_arguments(*expressions.key_condition(items.PK, items.history_pk(instance_id)))
         newest = await self._table.query_first(
             {"ConsistentRead": True, "ScanIndexForward": False, **arguments}, HISTORY_LIMIT
         )
@@ -285,7 +181,7 @@ class DynamoInstanceStore:
 
     async def troubled_reports(self) -> Sequence[Report]:
         async def search(number: int) -> list[Item]:
-            arguments = expressions.query_arguments(*expressions.partition(items.LIVE_PK, items.troubled(number)))
+            arguments = expressions.query_arguments(*expressions.key_condition(items.LIVE_PK, items.troubled(number)))
             return await self._table.query({"IndexName": items.LIVE_INDEX, **arguments})
 
         parts = await gather(search(number) for number in range(items.SHARDS))
@@ -333,31 +229,31 @@ class DynamoInstanceStore:
 
     async def put_provision(self, provision: Provision) -> None:
         message = f"provision {provision.provision_id} already exists"
-        await self._put(Provision, items.provision_item(provision), expressions.absent(), message)
+        await self._put(Provision, items.provision_item(provision), expressions.if_absent(), message)
 
     async def replace_provision(self, before: Provision, after: Provision) -> None:
         message = f"provision {before.provision_id} was changed by another process"
-        await self._put(Provision, items.provision_item(after), expressions.as_stored(before), message)
+        await self._put(Provision, items.provision_item(after), expressions.if_stored_is(before), message)
 
     async def get_provision(self, run_id: str, provision_id: str) -> Provision | None:
         item = await self._table.get(items.key(items.run_pk(run_id), provision_id))
         return self._parsed(Provision, item, provision_id)
 
     async def provisions_of_run(self, run_id: str) -> Sequence[Provision]:
-        arguments = expressions.query_arguments(*expressions.partition(items.PK, items.run_pk(run_id)))
+        arguments = expressions.query_arguments(*expressions.key_condition(items.PK, items.run_pk(run_id)))
         found = await self._table.query({"ConsistentRead": True, **arguments})
         provisions = self._parse_all(Provision, ((key_of(item)[1], item) for item in found))
         return sorted(provisions.values(), key=lambda each: (each.created_at, each.provision_id))
 
     async def unsettled_provisions(self, deadline_before: datetime) -> Sequence[Provision]:
         up_to = (items.LIVE_SK, timestamps.to_text(deadline_before))
-        arguments = expressions.query_arguments(*expressions.partition(items.LIVE_PK, items.UNSETTLED, up_to=up_to))
+        arguments = expressions.query_arguments(*expressions.key_condition(items.LIVE_PK, items.UNSETTLED, up_to=up_to))
         return self._parse_readable(Provision, await self._table.query({"IndexName": items.LIVE_INDEX, **arguments}))
 
     async def recent_provisions(self, limit: int, *, since: datetime | None = None) -> Sequence[Provision]:
         from_key = None if since is None else (items.PROVISION_SK, timestamps.to_text(since))
         arguments = expressions.query_arguments(
-            *expressions.partition(items.PROVISION_PK, items.PROVISIONS, since=from_key)
+            *expressions.key_condition(items.PROVISION_PK, items.PROVISIONS, since=from_key)
         )
         newest = await self._table.query_first(
             {"IndexName": items.PROVISION_INDEX, "ScanIndexForward": False, **arguments},
@@ -377,14 +273,14 @@ class DynamoInstanceStore:
 
     async def put_config(self, config: PoolConfig) -> None:
         first = config.revision == 1
-        condition = expressions.absent() if first else expressions.revision_is(config.revision - 1)
+        condition = expressions.if_absent() if first else expressions.if_revision_is(config.revision - 1)
         message = f"configuration revision {config.revision} does not follow the stored revision"
         await self._put(PoolConfig, items.document_item(items.CONFIG, config), condition, message)
         self._use_retention(config)
 
     def _use_retention(self, config: PoolConfig) -> None:
         """Keep history entries as long as the records of terminated instances."""
-        self._history.kept = timedelta(seconds=config.lifetimes.keep_records_s)
+        self._history.retention = timedelta(seconds=config.lifetimes.keep_records_s)
 
     async def get_first_seen(self) -> Mapping[str, datetime]:
         item = await self._table.get(items.FIRST_SEEN)
@@ -437,6 +333,9 @@ class DynamoInstanceStore:
 
     # Parsing --------------------------------------------------------------------------------------------------
 
+    def _parse_instance(self, item: Item, instance_id: str) -> Instance:
+        return self._parse(Instance, item, instance_id)
+
     def _parsed(self, kind: type[T], item: Item | None, what: str) -> T | None:
         return None if item is None else self._parse(kind, item, what)
 
@@ -463,25 +362,3 @@ class DynamoInstanceStore:
     @property
     def _table_name(self) -> str:
         return f"table {self._table.name}"
-
-
-def _causes(
-    reasons: Sequence[str], records: Sequence[str], reports: Sequence[str]
-) -> tuple[Collection[str], frozenset[str]]:
-    """The instances whose record caused a cancellation, and those whose report does not exist.
-
-    `reasons` lists one reason per item of the transaction: first the records, then the reports.
-    """
-    if len(reasons) != len(records) + len(reports):
-        return records, frozenset()
-    report_reasons = zip(reports, reasons[len(records) :], strict=True)
-    return (
-        [name for name, reason in zip(records, reasons, strict=False) if reason != NOT_THE_CAUSE],
-        frozenset(name for name, reason in report_reasons if reason == REASON_CONDITION_FAILED),
-    )
-
-
-def _report_expiry(change: Change) -> datetime | None:
-    """The time at which the report expires if the change terminates the instance."""
-    forget_at: datetime | None = change.sets.get("forget_at") if change.sets.get("state") is State.TERMINATED else None
-    return forget_at

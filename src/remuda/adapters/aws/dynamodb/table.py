@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from botocore.exceptions import ClientError, ParamValidationError
 
-from remuda.adapters.aws.calls import chunks, counted, gather, requests_of
+from remuda.adapters.aws.calls import await_and_count, chunks, gather, requests_of
 from remuda.adapters.aws.dynamodb.items import PK, SK, Item
 from remuda.adapters.aws.errors import (
     CONDITION_FAILED,
@@ -83,7 +83,7 @@ class Table:
         """Make one call. Raises `ConditionFailed` or `TransactionCancelled` if its condition failed."""
         with translated(DYNAMODB, self.name):
             try:
-                return await counted(method(**arguments), self._calls, SERVICE, f"{prefix}{operation}")
+                return await await_and_count(method(**arguments), self._calls, SERVICE, f"{prefix}{operation}")
             except ClientError as error:
                 retried = requests_of(error.response) > 1
                 if code_of(error) == CONDITION_FAILED:

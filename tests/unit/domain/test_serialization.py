@@ -39,7 +39,7 @@ RECORDS = [
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
-def test_a_record_survives_json(record: Any) -> None:
+def test_record_survives_json(record: Any) -> None:
     text = json.dumps(to_document(record))
     assert from_document(type(record), json.loads(text)) == record
 
@@ -51,7 +51,7 @@ wholes = st.integers(-MAX_INTEGER, MAX_INTEGER)
     st.builds(HistoryEntry, at=st.just(NOW), epoch=wholes),
     st.builds(Report, beat_at=st.just(NOW), epoch=wholes, beat=wholes, detail=st.text(), notice=st.text()),
 )
-def test_any_text_survives(line: HistoryEntry, report: Report) -> None:
+def test_any_text_survives_json(line: HistoryEntry, report: Report) -> None:
     for record in (line, report):
         assert from_document(type(record), json.loads(json.dumps(to_document(record)))) == record
 
@@ -76,7 +76,7 @@ def test_times_are_fixed_width_text() -> None:
     assert to_document(instance(threshold=at(0.0019)))["threshold"] == "2025-05-31T12:00:00.001Z"
 
 
-def test_mappings_and_nested_records_are_plain() -> None:
+def test_mappings_and_nested_records_become_json_types() -> None:
     assert to_jsonable({"a": (State.IDLE, NOW, None)}) == {"a": ["idle", "2025-05-31T12:00:00.000Z", None]}
     assert to_document(pool_config())["lifetimes"]["keepRecordsS"] == 600.0
 
@@ -87,7 +87,7 @@ def test_unknown_keys_are_ignored_and_defaults_filled_in() -> None:
     assert from_document(Provision, {**document, "colour": "blue"}) == provision()
 
 
-def test_whole_numbers_stand_for_seconds() -> None:
+def test_integer_is_accepted_as_float() -> None:
     document = to_document(pool_config())
     document["lifetimes"]["idleTimeS"] = 7
     assert from_document(PoolConfig, document).lifetimes.idle_time_s == 7.0
@@ -97,7 +97,7 @@ REQUIRED = ["instanceId", "state", "epoch", "threshold", "resourceClass", "usage
 
 
 @pytest.mark.parametrize("key", REQUIRED)
-def test_a_missing_field_is_named(key: str) -> None:
+def test_missing_field_is_named(key: str) -> None:
     document = to_document(instance())
     del document[key]
     with pytest.raises(ValueError, match=f"Instance lacks {key}"):
@@ -121,19 +121,19 @@ def test_a_missing_field_is_named(key: str) -> None:
         ("runDeadline", 7),
     ],
 )
-def test_a_wrong_field_is_named(key: str, value: Any) -> None:
+def test_wrong_field_is_named(key: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"Instance\.{key}"):
         from_document(Instance, {**to_document(instance()), key: value})
 
 
 @pytest.mark.parametrize("value", ["yesterday", "2025-05-31T12:00:00Z", "2025-02-30T12:00:00.000Z", ""])
-def test_a_wrong_time_is_refused(value: str) -> None:
+def test_wrong_time_is_rejected(value: str) -> None:
     with pytest.raises(ValueError):
         from_document(Instance, {**to_document(instance()), "threshold": value})
 
 
 @pytest.mark.parametrize("document", [None, 7, "text", [], [["instanceId", "i-1"]]])
-def test_what_is_no_object_is_refused(document: Any) -> None:
+def test_non_object_is_rejected(document: Any) -> None:
     with pytest.raises(ValueError, match="must be an object"):
         from_document(Instance, document)
 
@@ -162,7 +162,7 @@ def test_collections_are_checked(changed: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("changed", [{"id": "nonsense"}, {"id": 7}, {"epoch": 0}, {"tier": "root"}])
-def test_a_message_checks_itself(changed: dict[str, Any]) -> None:
+def test_invalid_message_is_rejected(changed: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         from_document(PoolMessage, {**to_document(message()), **changed})
 
@@ -176,8 +176,8 @@ JSON = st.recursive(
 
 @pytest.mark.parametrize("record", [instance(assignment=assignment()), pool_config(), message(), provision()])
 @given(data=st.data(), value=JSON)
-def test_anything_else_is_a_value_error(record: Any, data: st.DataObject, value: Any) -> None:
-    """No document makes the parser stumble: it returns a record or says what is wrong."""
+def test_any_other_document_raises_value_error(record: Any, data: st.DataObject, value: Any) -> None:
+    """The parser returns a record or raises `ValueError` for every document."""
     key = camel(data.draw(st.sampled_from([item.name for item in fields(record)])))
     with suppress(ValueError):
         from_document(type(record), {**to_document(record), key: value})

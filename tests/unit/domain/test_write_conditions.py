@@ -1,4 +1,4 @@
-"""What must hold of the stored record for each write, and what evidence a write needs."""
+"""Conditions of each write on the stored record, and the evidence that each event requires."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.support.records import NOW, at, instance
 
 P, L, R, S = Actor.PROVISION, Actor.RELEASE, Actor.REFRESH, Actor.SCALE_DOWN
 
-#: One of each row that does not end an instance.
+#: One event per row that does not terminate an instance.
 ROWS: list[tuple[type, State, Actor]] = [
     (Claim, State.IDLE, P),
     (Commit, State.CREATED, P),
@@ -57,7 +57,7 @@ def write(record: Instance, event: Event, by: Actor) -> Change:
 
 
 @pytest.mark.parametrize(("kind", "state", "by"), ROWS)
-def test_a_write_needs_its_state_and_epoch_and_time_left(kind: type, state: State, by: Actor) -> None:
+def test_write_requires_state_epoch_and_time_left(kind: type, state: State, by: Actor) -> None:
     record = in_state(state)
     condition = write(record, evidence(record)[kind], by).condition
     assert condition.is_met_by(record)
@@ -70,12 +70,12 @@ def test_a_write_needs_its_state_and_epoch_and_time_left(kind: type, state: Stat
 
 
 @pytest.mark.parametrize(("kind", "state", "by"), [row for row in ROWS if row[0] is not Claim])
-def test_a_write_is_good_until_the_threshold(kind: type, state: State, by: Actor) -> None:
+def test_write_is_accepted_until_the_threshold(kind: type, state: State, by: Actor) -> None:
     record = in_state(state)
     assert write(record, evidence(record)[kind], by).condition.is_met_by(replace(record, threshold=at(0.001)))
 
 
-def test_a_claim_needs_more_time_than_the_margin() -> None:
+def test_claim_requires_more_time_than_the_margin() -> None:
     record = in_state(State.IDLE)
     condition = write(record, claim(margin_s=60.0), P).condition
     assert condition.is_met_by(replace(record, threshold=at(60.001)))
@@ -83,33 +83,33 @@ def test_a_claim_needs_more_time_than_the_margin() -> None:
 
 
 @pytest.mark.parametrize("event", [claim(), Renew(until=at(9_000))], ids=["claim", "renew"])
-def test_a_retired_instance_is_neither_claimed_nor_renewed(event: Event) -> None:
+def test_retired_instance_is_neither_claimed_nor_renewed(event: Event) -> None:
     record = in_state(State.IDLE)
     condition = write(record, event, P if isinstance(event, Claim) else S).condition
     assert condition.is_met_by(record)
     assert not condition.is_met_by(replace(record, retire_reason=RetireReason.SPOT_NOTICE))
 
 
-def test_a_renewal_that_comes_late_does_not_cut_a_later_one_short() -> None:
+def test_delayed_renewal_does_not_shorten_a_later_one() -> None:
     record = in_state(State.IDLE)
     condition = write(record, Renew(until=at(900)), S).condition
     assert condition.is_met_by(replace(record, threshold=at(900)))
     assert not condition.is_met_by(replace(record, threshold=at(901)))
 
 
-def test_a_claim_needs_the_same_tier_in_the_record_whatever_the_message_said() -> None:
+def test_claim_requires_the_tier_in_the_record() -> None:
     record = in_state(State.IDLE, tier=Tier.TRUSTED)
     condition = write(record, claim(tier=Tier.TRUSTED), P).condition
     assert not condition.is_met_by(replace(record, tier=Tier.UNTRUSTED))
 
 
 @pytest.mark.parametrize(("has", "wants"), [(Tier.TRUSTED, Tier.UNTRUSTED), (Tier.UNTRUSTED, Tier.TRUSTED)])
-def test_an_instance_keeps_its_tier(has: Tier, wants: Tier) -> None:
+def test_claim_with_another_tier_is_illegal(has: Tier, wants: Tier) -> None:
     with pytest.raises(IllegalTransition, match=r"claim of a .*trusted instance"):
         write(in_state(State.IDLE, tier=has), claim(tier=wants), P)
 
 
-def test_always_lets_a_tier_fall_and_never_rise() -> None:
+def test_reuse_always_lets_the_tier_fall_but_not_rise() -> None:
     trusted, untrusted = (in_state(State.IDLE, tier=tier) for tier in Tier)
     change = write(trusted, claim(tier=Tier.UNTRUSTED, reuse=Reuse.ALWAYS), P)
     assert change.condition.is_met_by(trusted)
@@ -121,7 +121,7 @@ def test_always_lets_a_tier_fall_and_never_rise() -> None:
         write(untrusted, rising, P)
 
 
-def test_same_repo_needs_the_repository_in_the_record_whatever_the_message_said() -> None:
+def test_same_repo_requires_the_repository_in_the_record() -> None:
     record = in_state(State.IDLE, repository="octo/one")
     condition = write(record, claim(repository="octo/one", reuse=Reuse.SAME_REPO), P).condition
     assert condition.is_met_by(record)
@@ -130,12 +130,12 @@ def test_same_repo_needs_the_repository_in_the_record_whatever_the_message_said(
 
 
 @pytest.mark.parametrize(("has", "wants"), [("octo/one", "octo/two"), ("", "octo/two"), ("octo/one", ""), ("", "")])
-def test_same_repo_gives_a_machine_to_its_own_repository_alone(has: str, wants: str) -> None:
+def test_same_repo_rejects_another_repository(has: str, wants: str) -> None:
     with pytest.raises(IllegalTransition, match="claim of an instance of"):
         write(in_state(State.IDLE, repository=has), claim(repository=wants, reuse=Reuse.SAME_REPO), P)
 
 
-def test_never_claims_nothing() -> None:
+def test_reuse_never_rejects_every_claim() -> None:
     with pytest.raises(IllegalTransition, match="reuse never"):
         write(in_state(State.IDLE), claim(reuse=Reuse.NEVER), P)
 
@@ -145,15 +145,17 @@ def test_never_claims_nothing() -> None:
     ("has", "wants", "kept"),
     [("octo/one", "octo/one", "octo/one"), ("octo/one", "octo/two", ""), ("", "octo/two", ""), ("octo/one", "", "")],
 )
-def test_other_policies_write_down_what_is_still_true(reuse: Reuse, has: str, wants: str, kept: str) -> None:
+def test_other_policies_keep_the_repository_only_if_it_is_the_only_one(
+    reuse: Reuse, has: str, wants: str, kept: str
+) -> None:
     record = in_state(State.IDLE, repository=has)
     change = write(record, claim(repository=wants, reuse=reuse), P)
     assert change.applied_to(record).repository == kept
-    # Kept only where the record itself proves it.
+    # Kept only if the record proves it.
     assert change.condition.is_met_by(replace(record, repository="octo/other")) is not bool(kept)
 
 
-def test_only_its_owner_commits_an_instance() -> None:
+def test_only_the_owner_commits_an_instance() -> None:
     record = in_state(State.CLAIMED)
     condition = write(record, replace_owner(evidence(record)[Commit], "p-1/sibling"), P).condition
     assert not condition.is_met_by(record)
@@ -174,7 +176,7 @@ def replace_owner(event: Event, owner: str | None) -> Event:
     ],
     ids=["release", "end-created", "end-claimed"],
 )
-def test_a_rollback_touches_its_own_assignment_only(state: State, event: Event) -> None:
+def test_rollback_changes_only_its_own_assignment(state: State, event: Event) -> None:
     assert not write(in_state(state), event, P).condition.is_met_by(in_state(state))
     own = replace_owner(event, OWNER)
     assert write(in_state(state), own, P).condition.is_met_by(in_state(state))
@@ -182,13 +184,13 @@ def test_a_rollback_touches_its_own_assignment_only(state: State, event: Event) 
         write(in_state(state), replace_owner(event, None), P)
 
 
-def test_only_its_owner_gives_up_a_claim_for_being_slow() -> None:
+def test_only_the_owner_ends_a_claim_by_timeout() -> None:
     with pytest.raises(IllegalTransition):
         write(in_state(State.CLAIMED), End(reason=RetireReason.TIMED_OUT), R)
 
 
 @pytest.mark.parametrize(("state", "by"), ENDS)
-def test_an_expiry_holds_only_past_the_threshold_and_the_margin(state: State, by: Actor) -> None:
+def test_expiry_requires_threshold_plus_margin_to_be_past(state: State, by: Actor) -> None:
     record = in_state(state)
     condition = write(record, End(reason=RetireReason.EXPIRED, margin_s=60.0), by).condition
     assert condition.is_met_by(replace(record, threshold=at(-60)))
@@ -196,7 +198,7 @@ def test_an_expiry_holds_only_past_the_threshold_and_the_margin(state: State, by
 
 
 @pytest.mark.parametrize(("state", "by"), ENDS)
-def test_an_end_for_another_cause_does_not_ask_the_clock(state: State, by: Actor) -> None:
+def test_end_for_another_reason_ignores_the_threshold(state: State, by: Actor) -> None:
     record = in_state(state)
     condition = write(record, End(reason=RetireReason.GONE), by).condition
     assert condition.is_met_by(record)
@@ -204,13 +206,13 @@ def test_an_end_for_another_cause_does_not_ask_the_clock(state: State, by: Actor
     assert not condition.is_met_by(replace(record, epoch=record.epoch + 1))
 
 
-def test_a_confirmed_end_does_not_ask_the_clock() -> None:
+def test_confirmation_ignores_the_threshold() -> None:
     record = in_state(State.TERMINATING)
     assert write(record, Confirm(keep_records_s=9.0), R).condition.is_met_by(record)
 
 
 @pytest.mark.parametrize("state", [each for each in State if each is not State.IDLE])
-def test_a_guard_for_no_record_admits_no_record_only(state: State) -> None:
+def test_condition_for_no_record_rejects_records(state: State) -> None:
     condition = WriteCondition(state=None, epoch=1)
     assert condition.is_met_by(None)
     assert not condition.is_met_by(in_state(state))
@@ -236,50 +238,50 @@ def _signals(accepted: list[Report | None]) -> set[tuple[int, Signal | None]]:
     return {(each.epoch, each.signal) if each else (0, None) for each in accepted}
 
 
-def test_a_commit_rests_on_a_registration_of_its_own_epoch() -> None:
+def test_commit_requires_a_registration_of_its_epoch() -> None:
     record = in_state(State.CLAIMED)
     accepted = [r for r in REPORTS if _accepts(record, Commit(owner=OWNER, report=r, max_runtime_s=9.0), P)]
     later = {Signal.UD_REMOVE_REG_OK, Signal.UD_REMOVE_REG_REMOVE_RUN_OK}
     assert _signals(accepted) == {(2, signal) for signal in {Signal.UD_REG_OK} | later}
 
 
-def test_pooling_rests_on_a_clean_machine_of_its_own_epoch() -> None:
+def test_pooling_requires_a_reset_of_its_epoch() -> None:
     record = in_state(State.RELEASING)
     accepted = [r for r in REPORTS if _accepts(record, ReturnToPool(report=r, idle_time_s=9.0), L)]
     assert _signals(accepted) == {(2, Signal.UD_REMOVE_REG_REMOVE_RUN_OK)}
 
 
 @pytest.mark.parametrize(("state", "by"), [(State.CLAIMED, P), (State.CLAIMED, R), (State.RUNNING, R)])
-def test_a_failure_before_the_release_is_a_failed_registration_of_its_own_epoch(state: State, by: Actor) -> None:
+def test_end_by_failure_requires_a_failed_registration_of_its_epoch(state: State, by: Actor) -> None:
     record = in_state(state)
     accepted = [r for r in REPORTS if _accepts(record, End(reason=RetireReason.FAILED, report=r, owner=OWNER), by)]
     assert _signals(accepted) == {(2, Signal.UD_FAILED), (2, Signal.UD_REG_FAILED)}
 
 
-def test_a_failure_of_a_release_is_a_failed_removal_of_its_own_epoch() -> None:
+def test_end_by_failure_while_releasing_requires_a_failed_removal_of_its_epoch() -> None:
     record = in_state(State.RELEASING)
     accepted = [r for r in REPORTS if _accepts(record, End(reason=RetireReason.FAILED, report=r), L)]
     assert _signals(accepted) == {(2, Signal.UD_REMOVE_REG_FAILED), (2, Signal.UD_REMOVE_REG_REMOVE_RUN_FAILED)}
 
 
-def test_a_releasing_instance_retires_only_after_its_own_ok() -> None:
+def test_retirement_while_releasing_requires_the_ok_of_its_epoch() -> None:
     record = in_state(State.RELEASING, retire_reason=RetireReason.SPOT_NOTICE)
     accepted = [r for r in REPORTS if _accepts(record, End(reason=RetireReason.SPOT_NOTICE, report=r), L)]
     assert _signals(accepted) == {(2, Signal.UD_REMOVE_REG_REMOVE_RUN_OK)}
 
 
 @pytest.mark.parametrize("reason", sorted(set(RetireReason) - RETIREMENTS))
-def test_a_live_instance_is_retired_only_for_a_reason_that_lets_it_finish(reason: RetireReason) -> None:
+def test_retire_event_accepts_only_retirement_reasons(reason: RetireReason) -> None:
     with pytest.raises(IllegalTransition, match=f"retirement because {reason}"):
         write(in_state(State.IDLE), Retire(reason=reason), R)
 
 
-def test_an_extension_rests_on_a_running_job() -> None:
+def test_extension_requires_a_running_job() -> None:
     with pytest.raises(IllegalTransition, match="without a running job"):
         write(in_state(State.RELEASING), Extend(report=report(busy=False), extension_s=9.0, margin_s=0.0), L)
 
 
-def test_a_retired_instance_is_not_pooled() -> None:
+def test_retired_instance_is_not_pooled() -> None:
     record = in_state(State.RELEASING)
     event = evidence(record)[ReturnToPool]
     with pytest.raises(IllegalTransition, match="retired"):
@@ -287,15 +289,15 @@ def test_a_retired_instance_is_not_pooled() -> None:
     assert not write(record, event, L).condition.is_met_by(replace(record, retire_reason=RetireReason.SPOT_NOTICE))
 
 
-def test_a_write_that_loses_its_race_writes_nothing() -> None:
-    """Two workers hold the same message: the first claim makes the second one's condition false."""
+def test_second_claim_of_the_same_message_is_rejected() -> None:
+    """Two workers received the same message: the first claim makes the condition of the second false."""
     record = instance(state=State.IDLE)
     first = write(record, claim(), P).applied_to(record)
     assert not write(record, claim(owner="p-3/c"), P).condition.is_met_by(first)
 
 
 @pytest.mark.parametrize("kind", [Release, Extend, ReturnToPool])
-def test_what_is_reckoned_by_the_records_time_spares_a_later_quarantine(kind: type) -> None:
+def test_write_that_sets_the_threshold_is_rejected_after_a_later_quarantine(kind: type) -> None:
     record = in_state(State.RUNNING if kind is Release else State.RELEASING)
     condition = write(record, evidence(record)[kind], L).condition
     assert not condition.is_met_by(replace(record, quarantined_until=at(60)))
@@ -315,7 +317,7 @@ def test_what_is_reckoned_by_the_records_time_spares_a_later_quarantine(kind: ty
         (State.RELEASING, RetireReason.GONE, False),
     ],
 )
-def test_an_end_spares_a_quarantine_that_nobody_knew_of(state: State, reason: RetireReason, *, spared: bool) -> None:
+def test_planned_end_is_rejected_after_a_later_quarantine(state: State, reason: RetireReason, *, spared: bool) -> None:
     record = in_state(state)
     condition = write(record, end(record, reason), R).condition
     assert condition.is_met_by(record)

@@ -1,4 +1,4 @@
-"""What happens next to a releasing instance, and when one is not pooled again."""
+"""Next action for a releasing instance, and decisions to retire one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def decide(seen: Any, **changed: Any) -> Any:
     return decided.event if decided else None
 
 
-def test_a_clean_machine_goes_to_the_pool() -> None:
+def test_clean_instance_returns_to_the_pool() -> None:
     assert decide(report(CLEAN)) == ReturnToPool(report=report(CLEAN), idle_time_s=420.0)
 
 
@@ -41,7 +41,7 @@ def test_a_clean_machine_goes_to_the_pool() -> None:
         ({"uses": 2}, "", (RetireReason.USED_UP, "3 of 3 uses")),
     ],
 )
-def test_a_clean_machine_that_is_used_up_is_ended_with_the_reason(
+def test_clean_instance_that_must_retire_is_terminated_with_the_reason(
     changed: dict[str, Any], notice: str, reason: tuple[RetireReason, str]
 ) -> None:
     event = decide(report(CLEAN, notice=notice), **changed)
@@ -55,7 +55,7 @@ def test_a_clean_machine_that_is_used_up_is_ended_with_the_reason(
         ("refused 1 foreign job; 1 process (sleep 9)", "refused 1 foreign job; 1 process (sleep 9)"),
     ],
 )
-def test_what_was_found_is_told_of_a_machine_that_ends(detail: str, why: str) -> None:
+def test_retirement_text_contains_the_agents_detail(detail: str, why: str) -> None:
     seen = replace(report(CLEAN), detail=detail)
     decided = next_for_releasing(in_state(State.RELEASING), seen, now=NOW, lifetimes=LIFE, reuse=Reuse.NEVER)
     assert decided is not None
@@ -64,14 +64,14 @@ def test_what_was_found_is_told_of_a_machine_that_ends(detail: str, why: str) ->
 
 
 @pytest.mark.parametrize("signal", [Signal.UD_REMOVE_REG_FAILED, Signal.UD_REMOVE_REG_REMOVE_RUN_FAILED])
-def test_a_failed_removal_ends_the_machine(signal: Signal) -> None:
+def test_failed_removal_terminates_the_instance(signal: Signal) -> None:
     assert decide(report(signal)).reason is RetireReason.FAILED
 
 
 @pytest.mark.parametrize(
     "signal", [None, *(each for each in Signal if each is not CLEAN and not each.name.startswith("UD_REMOVE_REG_"))]
 )
-def test_signals_of_the_time_before_decide_nothing(signal: Signal | None) -> None:
+def test_signals_before_the_removal_decide_nothing(signal: Signal | None) -> None:
     assert decide(report(signal)) is None
 
 
@@ -93,7 +93,7 @@ def test_signals_of_another_epoch_decide_nothing(signal: Signal, epoch: int) -> 
     ],
     ids=["half used up", "not yet half", "at the run's deadline", "just before it", "no deadline"],
 )
-def test_a_running_job_gets_more_time_when_half_is_used_and_the_run_has_some_left(
+def test_running_job_is_extended_at_half_time_until_the_runs_deadline(
     threshold: datetime,
     deadline: datetime | None,
     extends: bool,  # noqa: FBT001
@@ -112,7 +112,7 @@ def test_a_running_job_gets_more_time_when_half_is_used_and_the_run_has_some_lef
     st.sampled_from(["", "soon"]),
     st.sampled_from([None, RetireReason.TOO_OLD]),
 )
-def test_whatever_is_decided_is_legal_and_gets_on(
+def test_every_decision_is_legal_and_changes_the_record(
     signal: Signal | None,
     epoch: int,
     busy: bool,  # noqa: FBT001
@@ -122,7 +122,7 @@ def test_whatever_is_decided_is_legal_and_gets_on(
     notice: str,
     retire_reason: RetireReason | None,
 ) -> None:
-    """Release and refresh may carry it out as it stands, and it never repeats itself without effect."""
+    """Release and refresh may apply it, and it never repeats without effect."""
     record = in_state(
         State.RELEASING,
         threshold=at(left_s),
@@ -157,17 +157,17 @@ def test_whatever_is_decided_is_legal_and_gets_on(
         (at(-1), at(300), True),
     ],
 )
-def test_a_credential_must_outlast_the_threshold_and_the_margin(
+def test_credential_must_outlast_threshold_and_margin(
     expires: datetime,
     threshold: datetime,
     short: bool,  # noqa: FBT001
 ) -> None:
-    given_one = replace(assignment(2), credential=Credential(token="t0ken", expires_at=expires))
-    record = in_state(State.RELEASING, assignment=given_one, threshold=threshold)
+    changed = replace(assignment(2), credential=Credential(token="t0ken", expires_at=expires))
+    record = in_state(State.RELEASING, assignment=changed, threshold=threshold)
     assert credential_expires_early(record, now=NOW, margin_s=60.0) is short
 
 
-def test_a_missing_credential_is_short_and_a_missing_assignment_needs_none() -> None:
+def test_missing_credential_is_renewed_unless_the_assignment_is_missing() -> None:
     record = in_state(State.RELEASING, assignment=replace(assignment(2), credential=None))
     assert credential_expires_early(record, now=NOW, margin_s=60.0)
     assert not credential_expires_early(replace(record, assignment=None), now=NOW, margin_s=60.0)
@@ -176,18 +176,18 @@ def test_a_missing_credential_is_short_and_a_missing_assignment_needs_none() -> 
 # Retirement and time ----------------------------------------------------------------------------------------------
 
 
-def test_a_young_little_used_machine_does_not_retire() -> None:
+def test_young_instance_with_few_uses_does_not_retire() -> None:
     record = in_state(State.RELEASING, uses=1, created_at=at(-3_599.999))
     assert decide_retirement(record, now=NOW, max_age_s=3_600.0, max_uses=3) is None
 
 
 @pytest.mark.parametrize(("uses", "most", "retires"), [(0, 1, True), (0, 2, False), (48, 50, False), (49, 50, True)])
-def test_the_last_allowed_use_is_the_last(uses: int, most: int, retires: bool) -> None:  # noqa: FBT001
+def test_instance_retires_after_its_last_allowed_use(uses: int, most: int, retires: bool) -> None:  # noqa: FBT001
     record = in_state(State.RELEASING, uses=uses)
     assert bool(decide_retirement(record, now=NOW, max_age_s=3_600.0, max_uses=most)) is retires
 
 
-def test_the_first_reason_stands() -> None:
+def test_first_retire_reason_is_kept() -> None:
     record = in_state(State.RELEASING, retire_reason=RetireReason.DRAINED, uses=99)
     found = decide_retirement(record, now=NOW, max_age_s=1.0, max_uses=1, notice="soon")
     assert found is not None
@@ -195,22 +195,22 @@ def test_the_first_reason_stands() -> None:
 
 
 @given(st.floats(-200, 200), st.floats(0, 100))
-def test_a_threshold_has_expired_when_the_margin_has_passed_too(left_s: float, margin_s: float) -> None:
+def test_threshold_expires_after_the_margin(left_s: float, margin_s: float) -> None:
     if abs(abs(left_s) - margin_s) > 1e-5:
         assert expired(at(left_s), now=NOW, margin_s=margin_s) == (left_s < -margin_s)
 
 
 @pytest.mark.parametrize("phase_s", range(0, 330, 10))
-def test_a_job_survives_a_release_that_only_the_sweeps_look_after(phase_s: int) -> None:
-    """Sweeps of five minutes, up to half a minute late, with the defaults: the run's own deadline is what ends it."""
+def test_job_survives_a_release_that_only_sweeps_extend(phase_s: int) -> None:
+    """Sweeps run every five minutes, up to half a minute late: only the run's own deadline ends the job."""
     lifetimes = Lifetimes()
     record = in_state(State.RELEASING, threshold=at(lifetimes.release_time_s), run_deadline=at(3_000))
-    told = report(busy=True)
+    busy_report = report(busy=True)
     for now_s in range(phase_s, 3_000, 330):
         assert not expired(record.threshold, now=at(now_s), margin_s=lifetimes.margin_s)
-        upcoming = next_for_releasing(record, told, now=at(now_s), lifetimes=lifetimes)
-        if upcoming is not None:
-            change = advance(record, upcoming.event, by=Actor.REFRESH, now=at(now_s), why=upcoming.why)
+        action = next_for_releasing(record, busy_report, now=at(now_s), lifetimes=lifetimes)
+        if action is not None:
+            change = advance(record, action.event, by=Actor.REFRESH, now=at(now_s), why=action.why)
             assert change.condition.is_met_by(record)
             record = change.applied_to(record)
     assert record.threshold == at(3_000)

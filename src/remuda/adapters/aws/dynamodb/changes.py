@@ -1,0 +1,185 @@
+"""Writes of control records: single conditional updates, and transactions for several instances."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from typing import Any
+
+from remuda.adapters.aws.calls import chunks, gather
+from remuda.adapters.aws.dynamodb import expressions
+from remuda.adapters.aws.dynamodb.history import HistoryWriter
+from remuda.adapters.aws.dynamodb.items import Item, ItemKeys
+from remuda.adapters.aws.dynamodb.keys import InstanceKeys
+from remuda.adapters.aws.dynamodb.table import TRANSACTION, ConditionFailed, Table, TransactionCancelled, key_of
+from remuda.adapters.aws.errors import NOT_THE_CAUSE, REASON_CONDITION_FAILED
+from remuda.domain.errors import Conflict, RemudaError, Unavailable
+from remuda.domain.instance import Instance, State
+from remuda.domain.transitions import Change
+from remuda.ports.event_log import EventLog
+
+#: Changes per transaction. Each may take two of its items: the control record and the report.
+CHANGES_PER_TRANSACTION = TRANSACTION // 2
+#: Attempts for a transaction. The second one omits the changes that caused the first cancellation.
+TRANSACTION_ATTEMPTS = 2
+#: Concurrent single writes.
+CONCURRENT_WRITES = 64
+
+
+class ChangeWriter:
+    """Applies changes to control records and writes their history. Reports of terminated instances expire."""
+
+    def __init__(
+        self,
+        *,
+        table: Table,
+        keys: InstanceKeys,
+        history: HistoryWriter,
+        event_log: EventLog,
+        on_write: Callable[[tuple[str, str]], None],
+        parse: Callable[[Item, str], Instance],
+    ) -> None:
+        """`on_write` is called with the key of each written record. `parse` converts the record of an instance id."""
+        self._table = table
+        self._keys = keys
+        self._history = history
+        self._event_log = event_log
+        self._on_write = on_write
+        self._parse = parse
+        #: Changes by instance whose response was lost. They may have been applied.
+        self._ambiguous: dict[str, Change] = {}
+        self._write_slots = asyncio.Semaphore(CONCURRENT_WRITES)
+
+    async def apply(self, change: Change) -> Instance:
+        key = (await self._keys_of(change.instance_id)).control(change.instance_id)
+        arguments = expressions.change_arguments(change)
+        try:
+            item = await self._table.update(key, arguments)
+        except ConditionFailed as failed:
+            current = None if failed.item is None else self._parse(failed.item, change.instance_id)
+            self._resolve_ambiguous(change, current, retried=failed.retried)
+            message = f"{change.instance_id} is not in the state that {change.entry.transition} requires"
+            raise Conflict(message, current=current) from None
+        except Unavailable:
+            self._ambiguous[change.instance_id] = change
+            raise
+        self._ambiguous.pop(change.instance_id, None)
+        self._history.add(change.instance_id, change.entry)
+        self._on_write(key_of(key))
+        if expires_at := _report_expiry(change):
+            await self._expire_report(change.instance_id, expires_at)
+        return self._parse(item, change.instance_id)
+
+    async def apply_all(self, changes: Sequence[Change]) -> Sequence[RemudaError | None]:
+        if not changes:
+            return []
+        keys = await self._keys.of([change.instance_id for change in changes])
+        results: dict[str, RemudaError | None] = {}
+        for part in await gather(
+            self._apply_transaction(part, keys) for part in chunks(changes, CHANGES_PER_TRANSACTION)
+        ):
+            results |= part
+        return [results[change.instance_id] for change in changes]
+
+    async def _apply_transaction(
+        self,
+        changes: Sequence[Change],
+        keys: Mapping[str, ItemKeys],
+        *,
+        without_report: frozenset[str] = frozenset(),
+        attempts: int = TRANSACTION_ATTEMPTS,
+    ) -> Mapping[str, RemudaError | None]:
+        """Apply changes in one transaction.
+
+        If it is cancelled, the changes that caused it are applied one by one, which returns their stored records. The
+        others are tried once more together, without the reports that turned out not to exist.
+        """
+        if len(changes) == 1 or not attempts:
+            return dict(await gather(map(self._apply_one, changes)))
+        records = [change.instance_id for change in changes]
+        expiries = {change.instance_id: at for change in changes if (at := _report_expiry(change))}
+        reports = [name for name in expiries if name not in without_report]
+        updates: list[tuple[Item, Mapping[str, Any]]] = [
+            *(
+                (keys[each.instance_id].control(each.instance_id), expressions.change_arguments(each))
+                for each in changes
+            ),
+            *((keys[name].report(name), expressions.report_expiry(expiries[name])) for name in reports),
+        ]
+        try:
+            await self._table.update_together(updates)
+        except TransactionCancelled as cancelled:
+            if cancelled.retried:
+                self._mark_ambiguous(changes)
+            causes, missing = _causes(cancelled.reasons, records, reports)
+            rest = [change for change in changes if change.instance_id not in causes]
+            parts = [self._apply_transaction([change], keys) for change in changes if change.instance_id in causes]
+            if rest:
+                parts.append(
+                    self._apply_transaction(rest, keys, without_report=without_report | missing, attempts=attempts - 1)
+                )
+            return {name: failure for part in await gather(parts) for name, failure in part.items()}
+        except RemudaError as error:
+            if isinstance(error, Unavailable):
+                self._mark_ambiguous(changes)
+            return dict.fromkeys(records, error)
+        for change in changes:
+            self._ambiguous.pop(change.instance_id, None)
+            self._history.add(change.instance_id, change.entry)
+            self._on_write(key_of(keys[change.instance_id].control(change.instance_id)))
+        return dict.fromkeys(records)
+
+    async def _apply_one(self, change: Change) -> tuple[str, RemudaError | None]:
+        async with self._write_slots:
+            try:
+                await self.apply(change)
+            except RemudaError as error:
+                return change.instance_id, error
+        return change.instance_id, None
+
+    def _mark_ambiguous(self, changes: Iterable[Change]) -> None:
+        self._ambiguous |= {change.instance_id: change for change in changes}
+
+    def _resolve_ambiguous(self, change: Change, current: Instance | None, *, retried: bool) -> None:
+        """Add the history entry of a change whose response was lost, if the stored record shows that it was applied."""
+        ambiguous = retried or self._ambiguous.get(change.instance_id) == change
+        self._ambiguous.pop(change.instance_id, None)
+        if ambiguous and current is not None and replace(current, **change.sets) == current:
+            self._history.add(change.instance_id, change.entry)
+
+    async def _expire_report(self, instance_id: str, expires_at: datetime) -> None:
+        """Let the report expire with its control record. If this fails, the report keeps its own, later expiry."""
+        try:
+            key = (await self._keys_of(instance_id)).report(instance_id)
+            await self._table.update(key, expressions.report_expiry(expires_at))
+        except ConditionFailed:
+            return  # there is no report
+        except RemudaError as error:
+            self._event_log.record("report-kept", error.message, instance_id=instance_id)
+
+    async def _keys_of(self, instance_id: str) -> ItemKeys:
+        return (await self._keys.of([instance_id]))[instance_id]
+
+
+def _causes(
+    reasons: Sequence[str], records: Sequence[str], reports: Sequence[str]
+) -> tuple[Collection[str], frozenset[str]]:
+    """The instances whose record caused a cancellation, and those whose report does not exist.
+
+    `reasons` lists one reason per item of the transaction: first the records, then the reports.
+    """
+    if len(reasons) != len(records) + len(reports):
+        return records, frozenset()
+    report_reasons = zip(reports, reasons[len(records) :], strict=True)
+    return (
+        [name for name, reason in zip(records, reasons, strict=False) if reason != NOT_THE_CAUSE],
+        frozenset(name for name, reason in report_reasons if reason == REASON_CONDITION_FAILED),
+    )
+
+
+def _report_expiry(change: Change) -> datetime | None:
+    """The time at which the report expires if the change terminates the instance."""
+    forget_at: datetime | None = change.sets.get("forget_at") if change.sets.get("state") is State.TERMINATED else None
+    return forget_at
