@@ -180,7 +180,7 @@ def test_pull_request_from_a_fork_gets_untrusted_instances(
     assert refused.code == 2, refused.log
     (error,) = refused.annotations("error")
     assert error.data.startswith("tier is trusted, but the event is untrusted: pull request #12 from fork eve/repo;")
-    assert "leave tier out" in error.data
+    assert "omit tier" in error.data
 
     done = github.job("150", **event_variables).run(**step, ephemeral="true", github_token=github.token)
     assert done.code == 0, done.log
@@ -237,7 +237,7 @@ def test_cancelled_provision_rolls_back_its_instances(github: ActionRunner, refr
     assert f"| {pooled} | claimed | releasing |" in done.summary
     assert f"| {created} | created | terminating |" in done.summary
     assert done.outputs["label"] == ""
-    assert [item.data for item in done.annotations("notice")] == ["interrupted; what was held has been given back"]
+    assert [item.data for item in done.annotations("notice")] == ["interrupted; acquired instances were given back"]
     assert not done.annotations("error")
     check_secrets(github, done)
 
@@ -245,7 +245,10 @@ def test_cancelled_provision_rolls_back_its_instances(github: ActionRunner, refr
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ({"instance_count": "1; touch hacked"}, "instance-count is '1; touch hacked'; give a whole number"),
+        (
+            {"instance_count": "1; touch hacked"},
+            "instance-count must be an integer from 1 to 1000, got '1; touch hacked'",
+        ),
         ({"run_id": "1\n::set-output name=label::evil"}, "run-id is '1\\n::set-output name=label::evil'"),
         (
             {"resource_class": "a,b:c%0A\r\n::add-path::/evil"},
