@@ -20,6 +20,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+#: Modules of the commands that may crash: provision and release, refresh.
+COMMAND_MODULES = ("remuda.cli.runs", "remuda.cli.maintenance")
 PORTS = ("store", "pool", "compute", "github", "machine", "runner")
 
 
@@ -93,9 +95,8 @@ class _Port:
 
 
 def run_cli(crash: CrashAtCall | None, agent_crash: str, once: str, arguments: Sequence[str]) -> int:
-    # Replaced before the commands import it.
-    wiring = _module("remuda.wiring")
-    original = wiring.open_context
+    commands = [_module(name) for name in COMMAND_MODULES]
+    original = commands[0].open_context
 
     @asynccontextmanager
     async def open_context(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
@@ -106,7 +107,9 @@ def run_cli(crash: CrashAtCall | None, agent_crash: str, once: str, arguments: S
             ports = {name: crash.wrap(getattr(context, name), name) for name in ("store", "pool", "compute", "github")}
             yield replace(context, **ports)
 
-    wiring.open_context = open_context
+    for module in commands:
+        assert module.open_context is original
+        module.open_context = open_context
     if agent_crash:
         _change_agents(agent_crash, once)
     return int(_module("remuda.cli.main").main(list(arguments)))
