@@ -80,7 +80,7 @@ def test_a_bug_is_one_line_with_its_place_and_exits_70(capsys: pytest.CaptureFix
     assert "Traceback" not in shown.err
     assert len(shown.err.splitlines()) == 1
     message = json.loads(shown.out)["error"]["message"]
-    assert message.startswith("a bug: KeyError: 'lost' (test_command.py:")
+    assert message.startswith("a bug: KeyError: 'lost' (test_run.py:")
 
 
 def test_a_keyboard_interrupt_exits_130_silently(capsys: pytest.CaptureFixture[str]) -> None:
