@@ -136,7 +136,7 @@ def _relevant_lines(result: SimulationResult) -> list[str]:
         str(line)
         for line in result.lines
         if not line.source
-        or line.text.startswith(("interrupted", "ended", "off"))
+        or line.text.startswith(("interruption", "ended", "off"))
         or (instance_id and instance_id in line.text and not line.text.startswith("beat"))
         or (not instance_id and line.source in {"record", "provision", "ec2", "github"})
     ]

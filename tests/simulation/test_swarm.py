@@ -23,11 +23,11 @@ FEW_SEEDS = 100
 FOUND_BUGS = {
     "duplicates-of-the-unclaimed": 248,
     "gone-by-an-old-list": 68,
-    "messages-that-came-back": 24,
-    "acquired-by-instance": 30,
+    "messages-that-came-back": 31,
+    "acquired-by-instance": 131,
     "quarantine-unseen": 64,
-    "quarantine-without-patience": 68,
-    "renewal-that-comes-late": 30,
+    "quarantine-without-patience": 20,
+    "renewal-that-comes-late": 7,
     "renewal-that-lasts-longer": 364,
 }
 #: Settings that each mutant is simulated with.
