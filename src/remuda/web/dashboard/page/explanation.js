@@ -21,16 +21,16 @@ export function fragment() {
 
 async function load(subject) {
   const request = (requests += 1);
-  show({ title: subject, lines: [], next: [] }, "");
+  show({ title: subject, events: [], next: [] }, "");
   if (!dialog.open) dialog.showModal();
   try {
     const response = await fetch(`/api/explanation?subject=${encodeURIComponent(subject)}`);
     const answer = await response.json().catch(() => ({ error: { message: `The server responded with status ${response.status}` } }));
     if (request !== requests) return;
     if (response.ok && !answer.error) show(answer, "");
-    else show({ title: subject, lines: [], next: [] }, [answer.error.message, answer.error.fix].filter(Boolean).join("; "));
+    else show({ title: subject, events: [], next: [] }, [answer.error.message, answer.error.fix].filter(Boolean).join("; "));
   } catch {
-    if (request === requests) show({ title: subject, lines: [], next: [] }, "The server cannot be reached.");
+    if (request === requests) show({ title: subject, events: [], next: [] }, "The server cannot be reached.");
   }
 }
 
