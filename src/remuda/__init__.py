@@ -1,3 +1,3 @@
-"""Remuda: a herd of warm machines for GitHub Actions."""
+"""Remuda: warm, reusable EC2 runners for GitHub Actions."""
 
 __version__ = "0.1.0"
