@@ -133,21 +133,26 @@ def test_dry_run_prints_a_table_and_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("name", "value", "has_fix"),
     [
-        ("SCALE_DOWN_CONFIG", "nonsense"),
-        ("SCALE_DOWN_CONFIG", '[{"cron": "not a cron", "idleCount": 1}]'),
-        ("MINIMUM_RUNNING_TIME_IN_MINUTES", "soon"),
-        ("RUNNER_BOOT_TIME_IN_MINUTES", "-1"),
-        ("ENVIRONMENT", "ci-*"),
+        ("SCALE_DOWN_CONFIG", "nonsense", True),
+        ("SCALE_DOWN_CONFIG", '[{"cron": "not a cron", "idleCount": 1}]', True),
+        # The message itself states the allowed values and the given one.
+        ("MINIMUM_RUNNING_TIME_IN_MINUTES", "soon", False),
+        ("RUNNER_BOOT_TIME_IN_MINUTES", "-1", False),
+        ("ENVIRONMENT", "ci-*", False),
     ],
 )
-def test_invalid_settings_are_a_one_line_error_before_any_call(tmp_path: Path, name: str, value: str) -> None:
+def test_invalid_settings_are_a_one_line_error_before_any_call(
+    tmp_path: Path, name: str, value: str, *, has_fix: bool
+) -> None:
     fleet = FleetState()
     with serve_fleet(fleet) as urls:
         code, document, done = run(urls, tmp_path, "2026-03-11T10:00:00Z", **{"ENVIRONMENT": "ci", name: value})
     assert (code, document["error"]["field"]) == (2, name)
-    assert document["error"]["fix"] or f"got {value!r}" in document["error"]["message"]
+    message = document["error"]["message"]
+    assert bool(document["error"]["fix"]) is has_fix
+    assert has_fix or (" must be " in message and message.endswith(f"got {value!r}"))
     assert len(done.stderr.splitlines()) == 1
     assert not fleet.effects.calls
 
