@@ -105,15 +105,15 @@ class MemoryInstanceStore:
         return record
 
     async def apply_all(self, changes: Sequence[Change]) -> Sequence[RemudaError | None]:
-        refused: list[Conflict | None] = []
+        errors: list[RemudaError | None] = []
         for change in changes:
             try:
                 await self.apply(change)
-            except Conflict as conflict:
-                refused.append(conflict)
+            except RemudaError as error:
+                errors.append(error)
             else:
-                refused.append(None)
-        return refused
+                errors.append(None)
+        return errors
 
     async def get(self, instance_id: str) -> Instance | None:
         self._count("get")

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from typing import Any, TypeVar
 
-from remuda.domain.errors import RemudaError, Unreadable
+from remuda.domain.errors import Unreadable
 from remuda.domain.instance import Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
@@ -86,17 +86,6 @@ class CorruptingStore(MemoryInstanceStore):
             self._database.instances[name] = current
             del self._corrupt.documents[Instance, name]
         return await super().apply(change)
-
-    async def apply_all(self, changes: Sequence[Change]) -> Sequence[RemudaError | None]:
-        done: list[RemudaError | None] = []
-        for change in changes:
-            try:
-                await self.apply(change)
-            except RemudaError as error:
-                done.append(error)
-            else:
-                done.append(None)
-        return done
 
     async def get(self, instance_id: str) -> Instance | None:
         return self._corrupt.read(Instance, instance_id, await super().get(instance_id))

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from remuda.web.dashboard.auth import AccessToken
 
 TOKEN_VARIABLE = "REMUDA_DASHBOARD_TOKEN"  # noqa: S105 - the variable's name
-DEFAULT_PORT = 8421
 MIN_TOKEN_LENGTH = 16
 MAX_TOKEN_LENGTH = 1_024
 #: Seconds between polls while a page is open. On AWS each poll costs several API calls.
