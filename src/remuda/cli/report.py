@@ -14,7 +14,7 @@ from remuda.cli.rendering.report import report_document, report_tables
 from remuda.cli.rendering.report_page import report_page
 from remuda.cli.run import EXIT_OK, run_async
 from remuda.config.settings import Settings
-from remuda.controlplane.read.report import report
+from remuda.controlplane.read.status import report
 from remuda.domain.errors import UserError
 from remuda.domain.reporting.usage import UsageReport
 from remuda.ports.event_log import SilentEventLog

@@ -11,7 +11,7 @@ from remuda.cli.run import EXIT_OK, EXIT_PARTIAL, plural, run_async
 from remuda.cli.run_event import check_label, repository, trust
 from remuda.config.settings import Settings
 from remuda.controlplane.provision import ProvisionRequest, ProvisionResult, provision
-from remuda.controlplane.provision.request import missing_credential
+from remuda.controlplane.provision.plan import missing_credential
 from remuda.controlplane.release import ReleaseResult, ReleaseStatus, release
 from remuda.domain.errors import UserError
 from remuda.wiring import open_context

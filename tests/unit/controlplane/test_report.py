@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 import pytest
 
 from remuda.controlplane.context import Context
-from remuda.controlplane.read.report import report
+from remuda.controlplane.read.status import report
 from remuda.domain.errors import UserError
 from remuda.domain.reporting.prices import PriceTable, SpotPrice
 from remuda.domain.reporting.usage import UsageReport

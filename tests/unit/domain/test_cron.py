@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remuda.domain.scale_down.cron import parse_cron
+from remuda.domain.scale_down.idle_config import parse_cron
 
 
 def is_open(cron: str, at: str, zone: str = "UTC") -> bool:

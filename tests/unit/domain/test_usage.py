@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from remuda.domain.instance import HistoryEntry, Instance, RetireReason, State
-from remuda.domain.provision import Provision
-from remuda.domain.provision_outcome import AcquiredRunner, ProvisionOutcome, RunnerSource
+from remuda.domain.provision import AcquiredRunner, Provision, ProvisionOutcome, RunnerSource
 from remuda.domain.reporting.prices import PriceTable
 from remuda.domain.reporting.timeline import MachinePhase, clip, lifetime, mean_counts, spans_of
 from remuda.domain.reporting.usage import UsageReport, instance_cost, quantile, usage_report, usage_summary

@@ -11,10 +11,9 @@ from botocore.exceptions import ClientError
 
 from remuda.adapters.aws.calls import await_response
 from remuda.adapters.aws.errors import EC2, FAILURES, code_of, translate
-from remuda.adapters.retry import backoff_s, retry
 from remuda.domain.errors import RemudaError, Throttled, TimedOut, Unavailable
 from remuda.ports.calls import CallCounter
-from remuda.ports.clock import Clock, Ids
+from remuda.ports.clock import Clock, Ids, backoff_s, retry
 
 if TYPE_CHECKING:
     from types_aiobotocore_ec2 import EC2Client
