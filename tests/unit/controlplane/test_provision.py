@@ -17,8 +17,8 @@ from remuda.domain.provision import ProvisionStatus
 from remuda.domain.resources import UsageClass
 from remuda.ports.compute import LaunchRequest, LaunchResult
 from remuda.ports.machine import StepResult
+from simulation.invariants import POOL, SCOPE
 from simulation.memory.compute import MemoryCompute
-from simulation.names import POOL, SCOPE
 from tests.support.virtual_time import Call, EventRecorder
 from tests.support.world import PoolWorld
 from tests.unit.controlplane.interruption import AmbiguousAnswer

@@ -13,7 +13,7 @@ from remuda.cli.rendering.status import changes, headline, status_document, stat
 from remuda.controlplane.read.status import Status, status
 from remuda.domain.instance import RetireReason, State
 from remuda.domain.resources import Tier
-from simulation.names import SCOPE
+from simulation.invariants import SCOPE
 from tests.support.world import PoolWorld
 
 
