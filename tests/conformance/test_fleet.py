@@ -16,8 +16,7 @@ from remuda.domain.resources import DEFAULT_CLASSES, RunnerRequest, Tier, TypePa
 from remuda.domain.scale_down.fleet import FleetMachine
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import LaunchRequest, TaggedFleet
-from simulation.memory.compute import MemoryCloud, MemoryCompute
-from simulation.memory.fleet import MemoryFleet, MemoryMachines
+from simulation.memory.compute import MemoryCloud, MemoryCompute, MemoryFleet, MemoryMachines
 from tests.support.aws.ec2 import LINUX_AMI, shared_ec2_server
 from tests.support.fleet_servers import FleetInstance, FleetState, serve_fleet
 from tests.support.records import NOW
