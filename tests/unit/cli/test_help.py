@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from remuda.cli.completion import install_completion
-from remuda.cli.main import app, main
+from remuda.cli.main import app, install_completion, main
 from remuda.config.declaration import ALL_COMMANDS, flag
 from remuda.config.settings import SETTINGS
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from remuda.cli import run_event
-from remuda.cli.run_event import check_label, read_event, repository, trust
+from remuda.cli import lifecycle
+from remuda.cli.lifecycle import check_label, read_event, repository, trust
 from remuda.config.settings import Settings
 from remuda.config.sources import load
 from remuda.domain.errors import UserError
@@ -62,7 +62,7 @@ def test_a_pipe_or_a_huge_file_is_not_read(tmp_path: Path, monkeypatch: pytest.M
     assert isinstance(read_event(str(tmp_path)), UnreadablePayload)
     assert isinstance(read_event(""), UnreadablePayload)
     assert isinstance(read_event("a\0b"), UnreadablePayload)
-    monkeypatch.setattr(run_event, "MAX_EVENT_BYTES", 10)
+    monkeypatch.setattr(lifecycle, "MAX_EVENT_BYTES", 10)
     (tmp_path / "long").write_text('{"a": "01234567890"}')
     assert read_event(str(tmp_path / "long")).why == "larger than 10 bytes"
 

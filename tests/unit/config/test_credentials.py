@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from remuda.config.kinds import is_secret_arn
+from remuda.config.declaration import is_secret_arn
 from remuda.config.sources import load, read_private_key
 from remuda.domain.errors import UserError
 

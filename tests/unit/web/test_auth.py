@@ -10,8 +10,7 @@ from starlette.datastructures import Headers
 
 from remuda.domain.errors import UserError
 from remuda.web.dashboard.auth import SESSION_COOKIE, AccessToken, is_loopback_host
-from remuda.web.dashboard.command import parse_window
-from remuda.web.dashboard.server import TOKEN_VARIABLE, parse_listen_address
+from remuda.web.dashboard.server import TOKEN_VARIABLE, parse_listen_address, parse_window
 
 TEXT = "0123456789abcdef"
 

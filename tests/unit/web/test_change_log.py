@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remuda.web.dashboard import change_log
-from remuda.web.dashboard.change_log import ChangeLog
+from remuda.web.dashboard import serialize
+from remuda.web.dashboard.serialize import ChangeLog
 
 Kinds = dict[str, dict[str, Any]]
 
@@ -80,7 +80,7 @@ def test_unknown_tags_have_no_version(tag: str) -> None:
 
 
 def test_old_removals_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(change_log, "MAX_TOMBSTONES", 4)
+    monkeypatch.setattr(serialize, "MAX_TOMBSTONES", 4)
     log = ChangeLog(process_id="x")
     for number in range(12):
         log.put("a", str(number), "1")
