@@ -12,9 +12,8 @@ from remuda.domain.errors import Conflict, RemudaError, Unavailable
 from remuda.domain.instance import State
 from remuda.domain.provision import ProvisionStatus
 from tests.support.records import provision
-from tests.support.virtual_time import Call, run_virtual
+from tests.support.virtual_time import AmbiguousAnswer, Call, run_virtual
 from tests.support.world import PoolWorld
-from tests.unit.controlplane.interruption import AmbiguousAnswer
 
 WRITES = ("store.apply", "store.put_provision", "store.replace_provision", "pool.delete", "compute.launch")
 #: More writes of one kind than a provision of three instances makes.

@@ -14,9 +14,8 @@ from remuda.domain.resources import Reuse
 from remuda.domain.signals import Signal
 from remuda.ports.machine import StepResult
 from simulation.names import SCOPE
-from tests.support.virtual_time import Call, Hook
+from tests.support.virtual_time import Call, Cut, CutKind, Hook
 from tests.support.world import LIFETIMES, PoolWorld
-from tests.unit.controlplane.interruption import Cut, CutKind
 
 
 def statuses(result: ReleaseResult) -> list[str]:

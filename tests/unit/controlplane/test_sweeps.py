@@ -18,9 +18,8 @@ from remuda.domain.transitions import Actor, Change, Confirm
 from simulation.memory.store import MemoryInstanceStore
 from tests.support.records import birth, message, provision
 from tests.support.records import instance as make_record
-from tests.support.virtual_time import Call, EventRecorder
+from tests.support.virtual_time import AmbiguousAnswer, Call, Cut, CutKind, EventRecorder
 from tests.support.world import LIFETIMES, PoolWorld
-from tests.unit.controlplane.interruption import AmbiguousAnswer, Cut, CutKind
 
 MARGIN_S = LIFETIMES.margin_s
 

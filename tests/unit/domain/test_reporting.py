@@ -1,25 +1,33 @@
-"""Usage reports: hours per phase, costs and savings."""
+"""Usage reports (hours per phase, costs and savings), price tables, and warnings about a pool."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remuda.domain.instance import HistoryEntry, Instance, RetireReason, State
-from remuda.domain.provision import Provision
+from remuda.adapters.system.prices import read_prices, shipped_prices
+from remuda.domain.errors import UserError
+from remuda.domain.instance import Credential, HistoryEntry, Instance, RetireReason, State
+from remuda.domain.pool_config import ScopeTokens
+from remuda.domain.provision import Provision, ProvisionStatus
 from remuda.domain.provision_outcome import AcquiredRunner, ProvisionOutcome, RunnerSource
-from remuda.domain.reporting.prices import PriceTable
+from remuda.domain.reporting.prices import PriceTable, SpotPrice, mean_spot_prices, parse_prices
 from remuda.domain.reporting.timeline import MachinePhase, clip, lifetime, mean_counts, spans_of
 from remuda.domain.reporting.usage import UsageReport, instance_cost, quantile, usage_report, usage_summary
+from remuda.domain.reporting.warnings import MAX_TERMINATION_S, PoolWarning, find_warnings
 from remuda.domain.resources import UsageClass
-from tests.support.records import at, entry, instance, instance_id, provision
+from remuda.domain.signals import Report
+from tests.support.builders import in_state
+from tests.support.records import NOW, at, entry, instance, instance_id, pool_config, provision
 
 PRICES = PriceTable(on_demand={"c6i.large": 1.0, "m6i.large": 2.0}, spot={"c6i.large": 0.25})
 BEFORE, AFTER = at(-100), at(4_000)
@@ -204,14 +212,14 @@ records = st.builds(
     st.sampled_from(["c6i.large", "m6i.large", "x9.xlarge"]),
     st.sampled_from(UsageClass),
 )
-NOW = at(9_000)
+END = at(9_000)
 
 
 @given(records, st.lists(entries, max_size=12))
 def test_hours_by_state_sum_to_the_lifetime(record: Instance, history: list[HistoryEntry]) -> None:
-    begin, end = lifetime(record, history, now=NOW)
-    spans = spans_of(record, history, now=NOW)
-    assert begin <= end <= NOW
+    begin, end = lifetime(record, history, now=END)
+    spans = spans_of(record, history, now=END)
+    assert begin <= end <= END
     assert sum(span.seconds for span in spans) == pytest.approx((end - begin).total_seconds())
     assert all(before.end == after.begin for before, after in pairwise(spans))
 
@@ -257,7 +265,7 @@ def test_summary_equals_report(machines: list[tuple[Instance, list[HistoryEntry]
 @given(st.lists(st.tuples(records, st.lists(entries, max_size=8)), max_size=4), st.integers(1, 50))
 def test_mean_counts_add_up_to_the_total_time(machines: list[tuple[Instance, list[HistoryEntry]]], steps: int) -> None:
     since, until = at(0), at(5_000)
-    spans = [span for item, history in machines for span in spans_of(item, history, now=NOW)]
+    spans = [span for item, history in machines for span in spans_of(item, history, now=END)]
     found = mean_counts(spans, since=since, until=until, steps=steps)
     assert len(found) == steps
     width = (until - since) / steps
@@ -267,4 +275,184 @@ def test_mean_counts_add_up_to_the_total_time(machines: list[tuple[Instance, lis
 
 
 def test_empty_period_has_no_mean_counts() -> None:
-    assert mean_counts([], since=NOW, until=NOW, steps=3) == [{}, {}, {}]
+    assert mean_counts([], since=END, until=END, steps=3) == [{}, {}, {}]
+
+
+# Prices: tables are validated, and spot prices are means over time and zones ------------------------------------------
+
+
+TABLE = PriceTable(on_demand={"c6i.large": 0.085, "m6i.large": 0.096}, spot={"c6i.large": 0.03})
+
+
+@pytest.mark.parametrize(
+    ("instance_type", "usage", "price"),
+    [
+        ("c6i.large", UsageClass.ON_DEMAND, 0.085),
+        ("c6i.large", UsageClass.SPOT, 0.03),
+        ("m6i.large", UsageClass.SPOT, 0.096),
+        ("x9.large", UsageClass.ON_DEMAND, None),
+        ("x9.large", UsageClass.SPOT, None),
+    ],
+)
+def test_hourly_price(instance_type: str, usage: UsageClass, price: float | None) -> None:
+    assert TABLE.hourly(instance_type, usage) == price
+
+
+def test_spot_prices_of_ec2_take_precedence() -> None:
+    table = TABLE.with_spot({"c6i.large": 0.05})
+    assert table.hourly("c6i.large", UsageClass.SPOT) == 0.05
+    assert table.hourly("c6i.large", UsageClass.ON_DEMAND) == 0.085
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        [],
+        None,
+        {"on-demand": []},
+        {"on-demand": {"c6i.large": "0.1"}},
+        {"on-demand": {"c6i.large": True}},
+        {"on-demand": {"c6i.large": -1}},
+        {"on-demand": {"c6i.large": float("nan")}},
+        {"on-demand": {"c6i.large": float("inf")}},
+        {"spot": {"c6i.large": 1e9}},
+        {"currency": 5},
+        {"currency": "x" * 41},
+        {"dated": "a\x1bb"},
+        {"ondemand": {}},
+        {"on-demand": {str(number): 1 for number in range(5_001)}},
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_invalid_table_is_rejected_with_a_fix(document: Any) -> None:
+    with pytest.raises(UserError) as failure:
+        parse_prices(document)
+    assert failure.value.field == "--prices"
+    assert failure.value.fix.startswith("give ")
+
+
+def test_custom_table(tmp_path: Path) -> None:
+    file = tmp_path / "prices.json"
+    file.write_text(json.dumps({"currency": "EUR", "on-demand": {"c6i.large": 1}}))
+    assert read_prices(file) == PriceTable(currency="EUR", on_demand={"c6i.large": 1.0})
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "\xff"], ids=["empty", "cut", "deep", "odd"])
+def test_file_that_is_not_a_table(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "prices.json"
+    file.write_text(text, encoding="latin-1")
+    with pytest.raises(UserError, match="not JSON"):
+        read_prices(file)
+
+
+@pytest.mark.parametrize("name", ["missing.json", ".", "a\0b"])
+def test_unreadable_file(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError, match="cannot be read"):
+        read_prices(tmp_path / name)
+
+
+def test_default_table_is_dated_and_has_the_common_types() -> None:
+    shipped = shipped_prices()
+    assert (shipped.currency, shipped.region, bool(shipped.dated)) == ("USD", "us-east-1", True)
+    families = {name.partition(".")[0] for name in shipped.on_demand}
+    assert {"t3", "m5", "m6i", "m7i", "m7g", "c5", "c6i", "c7i", "c7g", "r6i"} <= families
+    assert shipped.on_demand["c6i.xlarge"] == pytest.approx(2 * shipped.on_demand["c6i.large"])
+
+
+def point(price: float, seconds: float, zone: str = "a", name: str = "c6i.large") -> SpotPrice:
+    return SpotPrice(instance_type=name, zone=zone, at=at(seconds), price=price)
+
+
+def test_mean_over_time() -> None:
+    """The price was 0.1 before the period and in its first half, then 0.3."""
+    points = [point(0.3, 50), point(0.1, -1_000)]
+    assert mean_spot_prices(points, since=at(0), until=at(100)) == {"c6i.large": pytest.approx(0.2)}
+
+
+def test_mean_over_zones_and_by_type() -> None:
+    points = [point(0.1, 0), point(0.3, 0, "b"), point(7.0, 0, name="m6i.large")]
+    assert mean_spot_prices(points, since=at(0), until=at(100)) == {
+        "c6i.large": pytest.approx(0.2),
+        "m6i.large": pytest.approx(7.0),
+    }
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 10), st.floats(-500, 500), st.sampled_from("ab")), min_size=1),
+    st.floats(0, 300),
+)
+def test_mean_lies_between_the_prices(changes: list[tuple[float, float, str]], length_s: float) -> None:
+    points = [point(price, seconds, zone) for price, seconds, zone in changes]
+    found = mean_spot_prices(points, since=at(0), until=at(length_s))["c6i.large"]
+    assert min(item[0] for item in changes) - 1e-9 <= found <= max(item[0] for item in changes) + 1e-9
+
+
+# Warnings, and none about a healthy pool ------------------------------------------------------------------------------
+
+
+CONFIG = pool_config()
+MARGIN_S = CONFIG.lifetimes.margin_s
+
+
+def beating(record: Instance, age_s: float = 1.0, notice: str = "") -> dict[str, Report]:
+    beat = Report(instance_id=record.instance_id, beat=5, beat_at=at(-age_s), notice=notice)
+    return {record.instance_id: beat}
+
+
+def warnings_of(record: Instance, reports: dict[str, Report] | None = None) -> list[PoolWarning]:
+    return find_warnings(CONFIG, [record], beating(record) if reports is None else reports, [], now=NOW)
+
+
+@pytest.mark.parametrize("state", State)
+def test_healthy_instance_causes_no_warning(state: State) -> None:
+    assert warnings_of(in_state(state)) == []
+
+
+@pytest.mark.parametrize(("over_s", "kinds"), [(MARGIN_S - 1, []), (MARGIN_S + 1, ["expired"])])
+def test_expired_means_past_threshold_plus_margin(over_s: float, kinds: list[str]) -> None:
+    late = warnings_of(in_state(State.RUNNING, threshold=at(-over_s)))
+    assert [item.kind for item in late] == kinds
+    assert all("running" in item.text and item.subject == instance_id(1) for item in late)
+
+
+@pytest.mark.parametrize(("age_s", "kinds"), [(74, []), (76, ["stale-heartbeat"])])
+def test_heartbeat_is_stale_after_its_limit_plus_margin(age_s: float, kinds: list[str]) -> None:
+    record = in_state(State.IDLE)
+    assert [item.kind for item in warnings_of(record, beating(record, age_s))] == kinds
+
+
+def test_booting_machine_needs_no_heartbeat() -> None:
+    assert warnings_of(in_state(State.CREATED, created_at=at(-200)), {}) == []
+    assert [item.kind for item in warnings_of(in_state(State.RUNNING, created_at=at(-200)), {})] == ["stale-heartbeat"]
+
+
+def test_unconfirmed_termination_is_stuck() -> None:
+    assert warnings_of(in_state(State.TERMINATING, threshold=at(-MAX_TERMINATION_S + 1))) == []
+    assert [item.kind for item in warnings_of(in_state(State.TERMINATING, threshold=at(-MAX_TERMINATION_S - 1)))] == [
+        "stuck"
+    ]
+
+
+def test_spot_notice_causes_a_warning() -> None:
+    record = instance()
+    (warning,) = warnings_of(record, beating(record, notice="terminate at noon"))
+    assert (warning.kind, "terminate at noon" in warning.text) == ("spot-notice", True)
+
+
+def test_open_provision_past_its_deadline_is_overdue() -> None:
+    late = provision(deadline=at(-MARGIN_S - 1))
+    assert [item.subject for item in find_warnings(CONFIG, [], {}, [late], now=NOW)] == ["1234"]
+    done = replace(late, status=ProvisionStatus.COMMITTED)
+    assert find_warnings(CONFIG, [], {}, [done, provision()], now=NOW) == []
+
+
+def test_token_that_expires_within_a_provision_causes_a_warning() -> None:
+    short = Credential(token="t0ken", expires_at=at(CONFIG.lifetimes.provision_timeout_s - 1))
+    config = replace(CONFIG, tokens=(ScopeTokens(scope="octo/repo", registration=short, removal=short),))
+    (warning,) = find_warnings(config, [], {}, [], now=NOW)
+    assert (warning.kind, warning.subject) == ("token", "octo/repo")
+    assert "t0ken" not in warning.text
+
+
+def test_missing_configuration_is_the_only_warning() -> None:
+    assert [item.kind for item in find_warnings(None, [instance()], {}, [], now=NOW)] == ["unconfigured"]
