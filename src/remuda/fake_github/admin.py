@@ -145,10 +145,7 @@ class AdminApi:
         since = request.query_params.get("since")
         if since is not None:
             await self._app.until(
-                lambda: str(state.version) != since,
-                key=ANYTHING,
-                timeout_s=wait_of(request),
-                request=request,
+                lambda: str(state.version) != since, key=ANYTHING, timeout_s=wait_of(request), request=request
             )
         runners = [self._runner_document(runner) for runner in state]
         return JSONResponse({"version": state.version, "runners": runners})

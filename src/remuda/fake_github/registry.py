@@ -157,13 +157,7 @@ class Registry:
         return job is not None and job.phase is JobPhase.IN_PROGRESS
 
     def _create(
-        self,
-        *,
-        scope: str,
-        name: str,
-        labels: tuple[str, ...],
-        ephemeral: bool,
-        group_id: int = DEFAULT_GROUP_ID,
+        self, *, scope: str, name: str, labels: tuple[str, ...], ephemeral: bool, group_id: int = DEFAULT_GROUP_ID
     ) -> RegisteredRunner:
         if not 0 < len(name) <= MAX_NAME_LENGTH:
             raise ApiError(422, f"The name of a runner must have 1 to {MAX_NAME_LENGTH} characters.")

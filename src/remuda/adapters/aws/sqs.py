@@ -50,11 +50,7 @@ ATTRIBUTES = {
 #: Queues must not have a redrive policy: a message that fits no provision is received and handed back many times, and
 #: the policy would move it to the dead-letter queue.
 REDRIVE = "RedrivePolicy"
-_DEPTHS = (
-    "ApproximateNumberOfMessages",
-    "ApproximateNumberOfMessagesNotVisible",
-    "ApproximateNumberOfMessagesDelayed",
-)
+_DEPTHS = ("ApproximateNumberOfMessages", "ApproximateNumberOfMessagesNotVisible", "ApproximateNumberOfMessagesDelayed")
 #: SQS's codes for a receipt whose message was deleted, became visible again, or belongs to another queue.
 _STALE_RECEIPT = frozenset({"ReceiptHandleIsInvalid", "InvalidParameterValue", "MessageNotInflight"}) | {
     "AWS.SimpleQueueService.MessageNotInflight"

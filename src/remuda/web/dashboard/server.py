@@ -232,14 +232,7 @@ def parse_window(text: str) -> float:
 
 
 def run_dashboard(
-    settings: Settings,
-    output: Output,
-    *,
-    host: str,
-    port: int,
-    token_file: str | None,
-    since: str,
-    every: float | None,
+    settings: Settings, output: Output, *, host: str, port: int, token_file: str | None, since: str, every: float | None
 ) -> int:
     since_s = parse_window(since)
     address = parse_listen_address(host, port, token_file, os.environ)

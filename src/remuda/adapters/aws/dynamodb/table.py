@@ -63,15 +63,7 @@ class TransactionCancelled(Exception):
 
 
 class Table:
-    def __init__(
-        self,
-        *,
-        client: DynamoDBClient,
-        name: str,
-        clock: Clock,
-        ids: Ids,
-        calls: CallCounter,
-    ) -> None:
+    def __init__(self, *, client: DynamoDBClient, name: str, clock: Clock, ids: Ids, calls: CallCounter) -> None:
         self.client = client
         self.name = name
         self.clock = clock
