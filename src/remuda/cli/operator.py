@@ -24,6 +24,8 @@ _PARTICIPLES = {
     OperatorAction.QUARANTINE: "quarantined",
     OperatorAction.TERMINATE: "terminating",
 }
+#: Performs the action: takes the context, the selected instances, and `dry_run` by name.
+Act = Callable[..., Awaitable[OperatorResult]]
 
 
 def check_selection(selector: InstanceSelector) -> InstanceSelector:
@@ -103,7 +105,7 @@ def _run(
     settings: Settings,
     output: Output,
     selector: InstanceSelector,
-    act: Callable[..., Awaitable[OperatorResult]],
+    act: Act,
     *,
     dry_run: bool,
 ) -> OperatorResult:
