@@ -19,10 +19,10 @@ from benchmarks.agents import BenchmarkMachine, TimedRunner
 from benchmarks.environment import SCOPE, BenchmarkEnvironment, BenchmarkPool, fresh_report, idle
 from benchmarks.figures import Figure, FigureKind, Results, percentile
 from benchmarks.floor import Floor
+from remuda.adapters.aws.calls import DYNAMODB
 from remuda.adapters.aws.clients import AwsClients, config
 from remuda.adapters.aws.dynamodb.polling import CONTROL, WARM_FOR_S
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
-from remuda.adapters.aws.errors import DYNAMODB
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.agent.loop import Agent
 from remuda.domain.instance import Assignment, Credential, Instance

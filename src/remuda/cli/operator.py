@@ -8,8 +8,7 @@ from functools import partial
 from typing import Any
 
 from remuda.adapters.system.clock import SystemClock
-from remuda.cli.output import Output
-from remuda.cli.rendering.formatting import DAY_S, parse_duration
+from remuda.cli.output import DAY_S, Output, parse_duration
 from remuda.cli.run import EXIT_OK, EXIT_PARTIAL, plural, run_async
 from remuda.config.settings import Settings
 from remuda.controlplane import operator

@@ -18,9 +18,8 @@ from remuda.fake_github.app_state import (
     json_body,
     wait_of,
 )
-from remuda.fake_github.model import ApiError, GitHubJob, JobPhase, RegisteredRunner
 from remuda.fake_github.rest import RunnersRest, timestamp
-from remuda.fake_github.state import settings_from
+from remuda.fake_github.state import ApiError, GitHubJob, JobPhase, RegisteredRunner, settings_from
 
 Handler = Callable[[Request], Awaitable[Response]]
 

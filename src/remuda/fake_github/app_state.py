@@ -13,9 +13,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from remuda.fake_github.model import ApiError, IssuedToken
 from remuda.fake_github.registry import GitHubCore
-from remuda.fake_github.state import DocumentStore
+from remuda.fake_github.state import ApiError, DocumentStore, IssuedToken
 
 DOCUMENTATION_URL = "https://docs.github.com/rest/actions/self-hosted-runners"
 #: Key of waiters that wake up with every change.

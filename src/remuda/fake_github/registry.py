@@ -1,7 +1,7 @@
 """Tokens, registrations and sessions of runners, and the core that combines them with the job queue."""
 
 from remuda.fake_github.jobs import JobQueue
-from remuda.fake_github.model import (
+from remuda.fake_github.state import (
     DEFAULT_LABELS,
     MAX_LABELS,
     MAX_NAME_LENGTH,
@@ -9,12 +9,13 @@ from remuda.fake_github.model import (
     OFFLINE_RUNNER_LIFE_S,
     ApiError,
     FakeGitHubSettings,
+    GitHubState,
     IssuedToken,
     JobPhase,
     RegisteredRunner,
+    TokenClock,
     TokenKind,
 )
-from remuda.fake_github.state import GitHubState, TokenClock
 
 ACCESS_PREFIX = "github_pat_"
 INSTALLATION_PREFIX = "ghs_"

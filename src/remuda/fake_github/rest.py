@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from remuda.fake_github.app_state import AppState, FaultKind, Snapshot, bearer, json_body
-from remuda.fake_github.model import READ_ONLY_LABELS, ApiError, RegisteredRunner, TokenKind
+from remuda.fake_github.state import READ_ONLY_LABELS, ApiError, RegisteredRunner, TokenKind
 
 MAX_PER_PAGE = 100
 DEFAULT_PER_PAGE = 30

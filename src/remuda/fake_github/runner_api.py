@@ -13,8 +13,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from remuda.fake_github.app_state import AppState, bearer, json_body, wait_of
-from remuda.fake_github.model import ApiError, Conclusion, GitHubJob, JobPhase, RegisteredRunner
 from remuda.fake_github.rest import runner_files
+from remuda.fake_github.state import ApiError, Conclusion, GitHubJob, JobPhase, RegisteredRunner
 
 #: Renewals per lease of a job, and per liveness time of a session.
 RENEWALS_PER_PERIOD = 4

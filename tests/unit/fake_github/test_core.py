@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remuda.fake_github.model import (
+from remuda.fake_github.registry import GitHubCore
+from remuda.fake_github.state import (
     ApiError,
     Conclusion,
     FakeGitHubSettings,
@@ -17,7 +18,6 @@ from remuda.fake_github.model import (
     TokenKind,
     matches,
 )
-from remuda.fake_github.registry import GitHubCore
 
 REPO = "acme/widgets"
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from botocore.exceptions import ClientError
 
-from remuda.adapters.aws.calls import await_and_count, chunks, gather
-from remuda.adapters.aws.errors import QUEUE_MISSING, SQS, code_of, translated
+from remuda.adapters.aws.calls import QUEUE_MISSING, SQS, await_and_count, chunks, code_of, gather, translated
 from remuda.domain import serialization
 from remuda.domain.errors import NotFound, Unavailable, UserError
 from remuda.domain.resources import PoolMessage

@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from remuda.cli.output import Output
-from remuda.cli.rendering.formatting import table
+from remuda.cli.output import Output, table
 from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.pool_config import parse_runner_name
 from remuda.fake_github.client import JobView

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from remuda.cli.rendering.formatting import format_duration, table
+from remuda.cli.output import format_duration, table
 from remuda.domain.reporting.timeline import MachinePhase
 from remuda.domain.reporting.usage import DurationStats, UsageReport
 from remuda.domain.serialization import to_jsonable

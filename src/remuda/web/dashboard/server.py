@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.adapters.system.prices import chosen_prices
 from remuda.cli.local_backend import can_list_registrations
-from remuda.cli.output import Output
-from remuda.cli.rendering.formatting import parse_duration
+from remuda.cli.output import Output, parse_duration
 from remuda.cli.run import EXIT_OK, run_async
 from remuda.config.settings import Settings
 from remuda.domain.errors import UserError

@@ -9,9 +9,9 @@ from typing import Any
 
 from botocore.exceptions import ClientError
 
+from remuda.adapters.aws.calls import TABLE_BUSY, TABLE_MISSING, VALIDATION, code_of, no_table, wrong_table
 from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.dynamodb.table import Table
-from remuda.adapters.aws.errors import TABLE_BUSY, TABLE_MISSING, VALIDATION, code_of, no_table, wrong_table
 from remuda.domain.errors import TimedOut, UserError
 
 #: Seconds to wait for a table to become active. A new one takes seconds; an index of a large one takes longer.
