@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 
 from remuda.ports.machine import StepResult
-from tests.support.action_steps import LIMIT_S, ActionJob, ActionResult, copy_action
+from tests.support.action_steps import LIMIT_S, ActionJob, ActionResult, copy_action, offline_index
 from tests.support.aws.in_process_agents import ThreadedAgents, agents_in_thread
 from tests.support.aws.stack import SCOPE, aws_stack
-from tests.support.pip_mirror import offline_index
 
 POOL = "actions"
 AWS_SECRET = "aws-s3cret-for-this-test"

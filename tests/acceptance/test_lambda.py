@@ -18,10 +18,10 @@ from unittest.mock import patch
 import pytest
 
 import lambda_package
+from tests.support.action_steps import offline_index
 from tests.support.aws.stack import SCOPE, AwsStack, aws_stack
 from tests.support.emf import check_emf
 from tests.support.leak_scanner import LeakScanner, issued_credentials, key_pair
-from tests.support.pip_mirror import offline_index
 
 #: Like Lambda's runtime: sets the log level, passes event and context, and prints the result or the error.
 RUNTIME = """

@@ -21,8 +21,7 @@ from tests.support.cli import CommandResult, run_cli
 from tests.support.emf import check_emf
 from tests.support.fleet_servers import TOKEN, FleetInstance, FleetState, FleetUrls, serve_fleet
 from tests.support.records import NOW
-from tests.support.scale_down_scenarios import SCENARIOS, expected, variables
-from tests.support.scripted_fleet import tags
+from tests.support.scripted_fleet import SCENARIOS, expected, tags, variables
 
 REMUDA = Path(sys.executable).with_name("remuda")
 LAUNCHER = "tests.support.frozen_launcher"

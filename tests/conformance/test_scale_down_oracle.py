@@ -27,7 +27,7 @@ from remuda.ports.event_log import SilentEventLog
 from tests.support.aws.ec2 import slow_server_config
 from tests.support.fleet_servers import TOKEN, FleetState, FleetUrls, serve_fleet
 from tests.support.records import LONG_S
-from tests.support.scale_down_scenarios import REFUSED, SCENARIOS, expected, variables
+from tests.support.scripted_fleet import REFUSED, SCENARIOS, expected, variables
 from tests.support.virtual_time import FixedClock
 
 

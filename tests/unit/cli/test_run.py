@@ -34,7 +34,7 @@ from remuda.domain.errors import (
 from remuda.domain.instance import State
 from remuda.domain.signals import Signal
 from remuda.wiring.aws import agent_log_environment
-from tests.support.builders import in_state, report
+from tests.support.records import in_state, report
 
 #: The documented exit codes.
 CODES: list[tuple[RemudaError, int]] = [

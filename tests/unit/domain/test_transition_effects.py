@@ -31,8 +31,7 @@ from remuda.domain.transitions import (
     advance,
     presumed_idle,
 )
-from tests.support.builders import OWNER, REMOVAL, claim, end, evidence, in_state, report
-from tests.support.records import NOW, assignment, at
+from tests.support.records import NOW, OWNER, REMOVAL, assignment, at, claim, end, evidence, in_state, report
 
 P, L, R, S = Actor.PROVISION, Actor.RELEASE, Actor.REFRESH, Actor.SCALE_DOWN
 

@@ -28,8 +28,7 @@ from remuda.domain.transitions import (
     create,
     tombstone,
 )
-from tests.support.builders import end, evidence, in_state
-from tests.support.records import NOW, instance
+from tests.support.records import NOW, end, evidence, in_state, instance
 
 P, L, R, S = Actor.PROVISION, Actor.RELEASE, Actor.REFRESH, Actor.SCALE_DOWN
 OPERATOR = Actor.OPERATOR

@@ -11,8 +11,7 @@ from remuda.domain.pool_config import ScopeTokens
 from remuda.domain.provision import ProvisionStatus
 from remuda.domain.reporting.warnings import MAX_TERMINATION_S, PoolWarning, find_warnings
 from remuda.domain.signals import Report
-from tests.support.builders import in_state
-from tests.support.records import NOW, at, instance, instance_id, pool_config, provision
+from tests.support.records import NOW, at, in_state, instance, instance_id, pool_config, provision
 
 CONFIG = pool_config()
 MARGIN_S = CONFIG.lifetimes.margin_s
