@@ -19,6 +19,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cache, partial
 from multiprocessing import forkserver, reduction
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -26,8 +27,26 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from remuda.adapters.system.clock import SystemClock
+
 CLI = "remuda.cli.main"
-PRELOAD = "tests.support.cli_preload"
+#: Imported once by the fork server, because most commands need them.
+PRELOADED = (
+    "remuda.adapters.aws.dynamodb.keys",
+    "remuda.adapters.aws.dynamodb.store",
+    "remuda.adapters.aws.ec2.compute",
+    "remuda.adapters.aws.ec2.options",
+    "remuda.adapters.aws.ec2.prices",
+    "remuda.adapters.aws.ec2.tagged_fleet",
+    "remuda.adapters.aws.secrets",
+    "remuda.adapters.aws.sqs",
+    "remuda.adapters.github.auth",
+    "remuda.adapters.github.client",
+    *(f"remuda.cli.{name}" for name in ("doctor", "local_backend", "main", "maintenance", "operator", "report")),
+    *(f"remuda.cli.{name}" for name in ("run_workflow", "runs", "status", "terminal")),
+)
+#: Set in the fork server, which then loads the data of botocore, too.
+LOADS_DATA = "REMUDA_TEST_FORK_SERVER"
 ROOT = Path(__file__).parents[2]
 #: Seconds that a command may take. Generous: only a broken command reaches it.
 LIMIT_S = 240.0
@@ -58,12 +77,12 @@ def run_cli(
     environment: Mapping[str, str],
     timeout_s: float = LIMIT_S,
     cwd: Path | None = None,
-    program: str = CLI,
+    frozen_at: str = "",
 ) -> CommandResult:
-    """Run a command in a forked process and capture its output. `program` is a module whose `main` takes arguments."""
+    """Run a command in a forked process and capture its output. `frozen_at` is a time for its wall clock."""
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         streams = (stdout.fileno(), stderr.fileno())
-        process = _fork(_Command(program, list(arguments), dict(environment), str(cwd or Path.cwd()), streams))
+        process = _fork(_Command(CLI, list(arguments), dict(environment), str(cwd or Path.cwd()), streams, frozen_at))
         process.join(timeout_s)
         if process.exitcode is None:
             process.kill()
@@ -75,7 +94,7 @@ def run_cli(
 async def start_cli(
     arguments: Sequence[str], *, environment: Mapping[str, str], cwd: Path, program: str = CLI
 ) -> ForkedProcess:
-    """Start a command in a forked process with pipes for its output."""
+    """Start a command in a forked process with pipes for its output. The `main` of `program` takes the arguments."""
     pipes = [os.pipe() for _ in range(2)]
     try:
         streams = (pipes[0][1], pipes[1][1])
@@ -148,6 +167,8 @@ class _Command:
     cwd: str
     #: File descriptors for stdout and stderr. Pickling replaces them by objects that pass them to the fork server.
     streams: tuple[Any, Any]
+    #: Time of the wall clock, if it does not run. The monotonic clock always runs.
+    frozen_at: str = ""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "streams": tuple(reduction.DupFd(number) for number in self.streams)}
@@ -162,6 +183,9 @@ class _Command:
         os.environ.clear()
         os.environ.update(self.environment)
         sys.argv = ["remuda", *self.arguments]
+        if self.frozen_at:
+            frozen = datetime.fromisoformat(self.frozen_at)
+            SystemClock.now = lambda _: frozen  # type: ignore[method-assign]
         sys.exit(importlib.import_module(self.program).main(self.arguments))
 
 
@@ -178,11 +202,26 @@ def _fork(command: _Command) -> ForkServerProcess:
 @cache
 def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([PRELOAD])
+    context.set_forkserver_preload([*PRELOADED, __name__])
     # The fork server does not inherit sys.path, and ignores a preload module that it cannot find.
-    with patch.dict(os.environ, PYTHONPATH=str(ROOT)):
+    with patch.dict(os.environ, {"PYTHONPATH": str(ROOT), LOADS_DATA: "1"}):
         forkserver.ensure_running()
     return context
+
+
+def _load_data() -> None:
+    from remuda.adapters.aws.clients import open_session  # noqa: PLC0415 - only in the fork server
+
+    loader = open_session().get_component("data_loader")
+    for service in ("dynamodb", "ec2", "iam", "sqs", "sts"):
+        for kind in ("service-2", "endpoint-rule-set-1", "paginators-1"):
+            loader.load_service_model(service, kind)
+    for name in ("endpoints", "partitions", "sdk-default-configuration"):
+        loader.load_data(name)
+
+
+if os.environ.pop(LOADS_DATA, ""):
+    _load_data()
 
 
 def _content(file: Any) -> str:
