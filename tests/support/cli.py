@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cache, partial
@@ -51,7 +51,6 @@ ROOT = Path(__file__).parents[2]
 #: Seconds that a command may take. Generous: only a broken command reaches it.
 LIMIT_S = 240.0
 STDOUT, STDERR = 1, 2
-CHUNK = 64 * 1024
 #: `start_cli` and `run_cli` may be called from several threads, but the fork server must be started once.
 _START_LOCK = threading.Lock()
 
@@ -185,7 +184,7 @@ class _Command:
         sys.argv = ["remuda", *self.arguments]
         if self.frozen_at:
             frozen = datetime.fromisoformat(self.frozen_at)
-            SystemClock.now = lambda _: frozen  # type: ignore[method-assign]
+            SystemClock.now = lambda self: frozen  # type: ignore[method-assign] # noqa: ARG005 - the port's own name
         sys.exit(importlib.import_module(self.program).main(self.arguments))
 
 
@@ -251,47 +250,3 @@ def run_installed(
         cwd=cwd,
     )
     return CommandResult(code=done.returncode, stdout=done.stdout, stderr=done.stderr)
-
-
-async def stream_installed(
-    arguments: Sequence[str],
-    *,
-    environment: Mapping[str, str],
-    timeout_s: float = LIMIT_S,
-    on_stdout: Callable[[str], None] | None = None,
-    on_stderr: Callable[[str], None] | None = None,
-) -> CommandResult:
-    """Run `python -m remuda` and pass its lines to the callbacks. If cancelled, interrupt the command and wait."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "remuda", *arguments),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env=dict(environment),
-        # Ctrl-C in the terminal must not reach the command a second time.
-        start_new_session=True,
-    )
-    try:
-        async with asyncio.timeout(timeout_s):
-            stdout, stderr = await asyncio.gather(
-                _read_lines(process.stdout, on_stdout), _read_lines(process.stderr, on_stderr)
-            )
-            code = await process.wait()
-    except BaseException:
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGINT)
-        await process.wait()
-        raise
-    return CommandResult(code=code, stdout=stdout, stderr=stderr)
-
-
-async def _read_lines(stream: asyncio.StreamReader | None, on_line: Callable[[str], None] | None) -> str:
-    content, rest = "", ""
-    while stream is not None and (chunk := await stream.read(CHUNK)):
-        text = chunk.decode(errors="replace")
-        content += text
-        *lines, rest = (rest + text).split("\n")
-        if on_line is not None:
-            for line in lines:
-                on_line(line.rstrip())
-    return content
