@@ -21,12 +21,13 @@ from remuda.adapters.github import client as github_client
 from remuda.adapters.sqlite.pool import SqliteResourcePool
 from remuda.adapters.sqlite.store import SqliteInstanceStore
 from remuda.adapters.system.clock import SystemClock, SystemIds
+from remuda.fake_github import Endpoint
 from remuda.ports.calls import CallCounter
 from remuda.ports.pool import ResourcePool
 from remuda.ports.store import InstanceStore
 from simulation.memory.pool import MemoryQueues, MemoryResourcePool
 from simulation.memory.store import MemoryDatabase, MemoryInstanceStore
-from tests.support.aws.servers import Fauxqs, Ministack, fauxqs, ministack
+from tests.support.aws.servers import Fauxqs, Ministack, fake_github, fauxqs, ministack
 from tests.support.records import LONG_S, instance_id
 from tests.support.virtual_time import AdjustableClock
 
@@ -62,6 +63,18 @@ async def clients(aws_session: AioSession) -> AsyncIterator[AwsClients]:
 def table_name() -> str:
     """A table name unique to this test."""
     return f"remuda-{secrets.token_hex(6)}"
+
+
+@pytest.fixture
+def calls() -> CallCounter:
+    return CallCounter()
+
+
+@pytest.fixture(scope="module")
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
+    """A local GitHub."""
+    with fake_github(tmp_path_factory.mktemp("github")) as endpoint:
+        yield endpoint
 
 
 @pytest.fixture

@@ -45,11 +45,6 @@ async def between(server: Ministack, monkeypatch: pytest.MonkeyPatch) -> AsyncIt
         yield proxy
 
 
-@pytest.fixture
-def calls() -> CallCounter:
-    return CallCounter()
-
-
 def open_store(client: Any, table: str, calls: CallCounter, event_log: EventLog | None = None) -> DynamoInstanceStore:
     return DynamoInstanceStore(
         client=client,

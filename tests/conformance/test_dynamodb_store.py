@@ -74,11 +74,6 @@ async def client(between: FaultProxy, clients: AwsClients) -> Any:
 
 
 @pytest.fixture
-def calls() -> CallCounter:
-    return CallCounter()
-
-
-@pytest.fixture
 async def store(
     between: FaultProxy, client: Any, table_name: str, calls: CallCounter
 ) -> AsyncIterator[DynamoInstanceStore]:

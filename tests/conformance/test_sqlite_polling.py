@@ -48,11 +48,6 @@ def clock() -> ManualClock:
 
 
 @pytest.fixture
-def calls() -> CallCounter:
-    return CallCounter()
-
-
-@pytest.fixture
 async def store(tmp_path: Path, clock: ManualClock, calls: CallCounter) -> AsyncIterator[SqliteInstanceStore]:
     store = SqliteInstanceStore(path=tmp_path / "remuda.db", clock=clock, ids=SystemIds(), calls=calls)
     await store.prepare()

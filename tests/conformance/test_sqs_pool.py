@@ -36,11 +36,6 @@ async def client(between: FaultProxy, clients: AwsClients) -> Any:
 
 
 @pytest.fixture
-def calls() -> CallCounter:
-    return CallCounter()
-
-
-@pytest.fixture
 def pool(client: Any, table_name: str, calls: CallCounter) -> SqsResourcePool:
     return open_pool(client, table_name, calls)
 
