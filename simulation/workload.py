@@ -33,10 +33,9 @@ from remuda.domain.scale_down.fleet import (
 from remuda.domain.scale_down.idle_config import IdleWindow
 from remuda.ports.compute import LaunchRequest, MachineState, MachineView
 from simulation.faults import Fault
-from simulation.invariants import ABSORBING
+from simulation.invariants import ABSORBING, FOREIGN_RUNNERS, POOL, SCOPE
 from simulation.liveness import SWEEP_S, LivenessInvariants
 from simulation.memory.github import MemoryJob
-from simulation.names import FOREIGN_RUNNERS, POOL, SCOPE
 from simulation.plan import ExtraRelease, MachineLoss, OperatorCommand, PlannedRefresh, PlannedRun, PlannedScaleDown
 from simulation.safety import BOOT_MIN
 from simulation.world import LIFETIMES, SimulatedProcess, World

@@ -193,7 +193,7 @@ async def agent_store(clients: AwsClients, table_name: str) -> AsyncIterator[Ins
 def no_periodic_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disable periodic work, whose number of calls depends on the speed of the test machine."""
     for pause in (
-        "remuda.adapters.aws.dynamodb.history.FLUSH_AFTER_S",
+        "remuda.adapters.aws.dynamodb.changes.FLUSH_AFTER_S",
         "remuda.controlplane.provision.selection.OPEN_CHECK_TTL_S",
         "remuda.controlplane.provision.selection.OPEN_CHECK_INTERVAL_S",
         "remuda.controlplane.release.releasing.RECHECK_INTERVAL_S",

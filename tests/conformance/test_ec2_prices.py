@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from remuda.adapters.aws.ec2.prices import Ec2SpotPrices
+from remuda.adapters.aws.ec2.compute import Ec2SpotPrices
 from remuda.adapters.system.clock import SystemIds
 from remuda.domain.errors import UserError
 from remuda.ports.prices import SpotPrices

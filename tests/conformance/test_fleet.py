@@ -17,8 +17,7 @@ from remuda.domain.scale_down.fleet import FleetMachine
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import LaunchRequest
 from remuda.ports.fleet import TaggedFleet
-from simulation.memory.compute import MemoryCloud, MemoryCompute
-from simulation.memory.fleet import MemoryFleet, MemoryMachines
+from simulation.memory.compute import MemoryCloud, MemoryCompute, MemoryFleet, MemoryMachines
 from tests.support.aws.ec2 import LINUX_AMI, shared_ec2_server
 from tests.support.fleet_servers import FleetInstance, FleetState, serve_fleet
 from tests.support.records import NOW

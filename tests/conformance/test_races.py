@@ -35,8 +35,7 @@ from remuda.domain.transitions import Actor, Claim, advance
 from remuda.ports.calls import CallCounter
 from remuda.ports.event_log import SilentEventLog
 from remuda.ports.store import InstanceStore
-from simulation.memory.compute import MemoryCloud, MemoryCompute
-from simulation.memory.fleet import MemoryFleet, MemoryMachines
+from simulation.memory.compute import MemoryCloud, MemoryCompute, MemoryFleet, MemoryMachines
 from simulation.memory.pool import MemoryQueues, MemoryResourcePool
 from tests.support.records import (
     LONG_S,

@@ -25,14 +25,13 @@ from remuda.ports.github import Deletion
 from remuda.ports.machine import StepResult
 from remuda.ports.store import InstanceStore
 from simulation.fake_machine import FakeMachine, TimedAction
-from simulation.invariants import Violation
+from simulation.invariants import POOL, SCOPE, Violation
 from simulation.liveness import LivenessInvariants
 from simulation.loop import VirtualLoop, current_process
 from simulation.memory.compute import MemoryCompute
 from simulation.memory.github import MemoryGitHub
 from simulation.memory.pool import MemoryResourcePool
 from simulation.memory.store import MemoryInstanceStore
-from simulation.names import POOL, SCOPE
 from simulation.plan import WorldPlan
 from simulation.world import SimulatedProcess, World
 from tests.support.virtual_time import EventRecorder, Hook, Killed, hooked

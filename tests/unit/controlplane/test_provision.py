@@ -27,9 +27,9 @@ from remuda.domain.provision_outcome import (
 from remuda.domain.resources import TypePatterns, UsageClass
 from remuda.ports.compute import LaunchRequest, LaunchResult
 from remuda.ports.machine import StepResult
+from simulation.invariants import POOL, SCOPE
 from simulation.loop import VirtualClock
 from simulation.memory.compute import MemoryCompute
-from simulation.names import POOL, SCOPE
 from tests.support.records import instance, instance_id, message
 from tests.support.virtual_time import Call, EventRecorder, failing
 from tests.support.world import PoolWorld

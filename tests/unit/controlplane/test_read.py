@@ -20,7 +20,7 @@ from remuda.domain.instance import RetireReason, State
 from remuda.domain.reporting.prices import PriceTable, SpotPrice
 from remuda.domain.reporting.usage import UsageReport
 from remuda.domain.resources import Tier, UsageClass
-from simulation.names import SCOPE
+from simulation.invariants import SCOPE
 from tests.support.world import PoolWorld
 
 

@@ -13,7 +13,7 @@ from remuda.domain.instance import RetireReason, State
 from remuda.domain.resources import Reuse
 from remuda.domain.signals import Signal
 from remuda.ports.machine import StepResult
-from simulation.names import SCOPE
+from simulation.invariants import SCOPE
 from tests.support.virtual_time import Call, Cut, CutKind, Hook
 from tests.support.world import LIFETIMES, PoolWorld
 

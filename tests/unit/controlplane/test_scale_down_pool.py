@@ -19,7 +19,7 @@ from remuda.domain.scale_down.cron import parse_cron
 from remuda.domain.scale_down.decisions import Action, ScaleDownPolicy
 from remuda.domain.scale_down.idle_config import IdleWindow
 from remuda.web.dashboard.serialize import decisions, milliseconds
-from simulation.names import POOL, SCOPE
+from simulation.invariants import POOL, SCOPE
 from tests.support.records import NOW
 from tests.support.scripted_fleet import tags
 from tests.support.virtual_time import Call, Hook, failing

@@ -23,8 +23,7 @@ from remuda.domain.scale_down.fleet import FleetMachine
 from remuda.domain.scale_down.idle_config import Eviction, IdleWindow
 from remuda.ports.calls import CallCounter
 from simulation.loop import SeededIds, VirtualClock
-from simulation.memory.compute import MemoryCloud, MemoryCompute
-from simulation.memory.fleet import MemoryFleet, MemoryMachines
+from simulation.memory.compute import MemoryCloud, MemoryCompute, MemoryFleet, MemoryMachines
 from simulation.memory.pool import MemoryQueues, MemoryResourcePool
 from simulation.memory.store import MemoryDatabase, MemoryInstanceStore
 from tests.support.records import NOW, birth, instance, instance_id, pool_config

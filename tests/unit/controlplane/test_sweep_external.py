@@ -16,8 +16,8 @@ from remuda.domain.errors import Unavailable, Unreadable
 from remuda.domain.instance import Instance, State
 from remuda.domain.resources import DEFAULT_CLASSES, RunnerRequest, Tier, TypePatterns, UsageClass
 from remuda.ports.compute import POOL_TAG, LaunchRequest, MachineState
+from simulation.invariants import SCOPE
 from simulation.memory.store import MemoryInstanceStore
-from simulation.names import SCOPE
 from tests.support.records import birth
 from tests.support.records import instance as make_record
 from tests.support.virtual_time import Call, failing

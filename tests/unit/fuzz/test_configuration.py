@@ -14,8 +14,8 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from remuda.action.channel import plain_lines
-from remuda.action.inputs import SETTINGS_BY_MODE, input_variable, read_inputs
+from remuda.action.output import plain_lines
+from remuda.action.step import SETTINGS_BY_MODE, input_variable, read_inputs
 from remuda.adapters.aws.ec2.options import Ec2LaunchOptions
 from remuda.adapters.local.options import LocalOptions
 from remuda.adapters.system.prices import read_prices
