@@ -207,6 +207,11 @@ class AgentFixture:
     def agent_runs(self) -> bool:
         return self.task is not None and not self.task.done()
 
+    async def ended(self) -> str:
+        """Wait for the agent's end, and return its reason."""
+        assert self.task is not None
+        return await self.task
+
     async def restart(self) -> None:
         await self.crash()
         self.start()

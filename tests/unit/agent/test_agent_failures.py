@@ -31,8 +31,7 @@ async def test_unreachable_store_last_threshold_applies(fixture: AgentFixture) -
     await fixture.serve(max_runtime_s=100)
     threshold = fixture.record.threshold
     fixture.store.down = True
-    assert fixture.task is not None
-    why = await fixture.task
+    why = await fixture.ended()
     assert why == "threshold passed and the store is unreachable"
     late = fixture.clock.now() - threshold
     assert timedelta(seconds=MARGIN_S) <= late < timedelta(seconds=MARGIN_S + 6)
@@ -104,7 +103,7 @@ async def test_renewed_threshold_applies(fixture: AgentFixture) -> None:
         await asyncio.sleep(400)
         await fixture.apply(Renew(until=fixture.clock.now() + timedelta(seconds=420)), Actor.SCALE_DOWN)
     assert fixture.agent_runs
-    assert await fixture.task == "threshold of state idle passed"
+    assert await fixture.ended() == "threshold of state idle passed"
     late = fixture.clock.now() - fixture.record.threshold
     assert timedelta(seconds=MARGIN_S) <= late < timedelta(seconds=MARGIN_S + 1)
 
@@ -113,8 +112,7 @@ async def test_machine_without_record_ends_at_its_last_threshold(fixture: AgentF
     await fixture.serve(max_runtime_s=100)
     threshold = fixture.record.threshold
     del fixture.database.instances[ID]
-    assert fixture.task is not None
-    assert await fixture.task == "threshold passed and the record is gone"
+    assert await fixture.ended() == "threshold passed and the record is gone"
     assert fixture.clock.now() >= threshold + timedelta(seconds=MARGIN_S)
 
 

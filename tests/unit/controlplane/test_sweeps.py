@@ -201,7 +201,7 @@ async def test_late_claim_of_a_released_provision_is_taken_back(world: PoolWorld
     await world.process().store.put_provision(closed)
     await asyncio.sleep(MARGIN_S + 1)
     await world.sweep()
-    late = {"provision_id": "p-9", "owner": "p-9/w", "run_id": "1234", "scope": "octo/repo"}
+    late: dict[str, Any] = {"provision_id": "p-9", "owner": "p-9/w", "run_id": "1234", "scope": "octo/repo"}
     world.database.instances[warm] = replace(world.record(warm), state=State.CLAIMED, epoch=2, **late)
     await world.sweep()
     assert world.record(warm).state is State.RELEASING
