@@ -56,7 +56,7 @@ from remuda.agent.job_hook import JobHook
 from remuda.agent.reset import Reset
 from remuda.domain.instance import Assignment, Credential
 from remuda.ports.machine import AgentState, ScriptStatus
-from remuda.ports.runner import RunnerState
+from remuda.ports.machine import RunnerState
 
 async def main():
     folder, clock = machine_folder(os.environ), SystemClock()

@@ -196,7 +196,7 @@ def no_periodic_work(monkeypatch: pytest.MonkeyPatch) -> None:
         "remuda.adapters.aws.dynamodb.changes.FLUSH_AFTER_S",
         "remuda.controlplane.provision.selection.OPEN_CHECK_TTL_S",
         "remuda.controlplane.provision.selection.OPEN_CHECK_INTERVAL_S",
-        "remuda.controlplane.release.releasing.RECHECK_INTERVAL_S",
+        "remuda.controlplane.release.RECHECK_INTERVAL_S",
     ):
         monkeypatch.setattr(pause, 3 * LONG_S)
 

@@ -10,7 +10,7 @@ import pytest
 from remuda.adapters.aws.ec2.compute import Ec2SpotPrices
 from remuda.adapters.system.clock import SystemIds
 from remuda.domain.errors import UserError
-from remuda.ports.prices import SpotPrices
+from remuda.ports.compute import SpotPrices
 from tests.support.aws.ec2 import Ec2Fixture, ec2_fixture
 
 

@@ -10,13 +10,12 @@ from typing import Any, Protocol
 import pytest
 
 from remuda.adapters.aws.ec2.tagged_fleet import Ec2Fleet
-from remuda.adapters.local.fleet import LocalFleet
+from remuda.adapters.local.compute import LocalFleet
 from remuda.adapters.system.clock import SystemIds
 from remuda.domain.resources import DEFAULT_CLASSES, RunnerRequest, Tier, TypePatterns, UsageClass
 from remuda.domain.scale_down.fleet import FleetMachine
 from remuda.ports.calls import CallCounter
-from remuda.ports.compute import LaunchRequest
-from remuda.ports.fleet import TaggedFleet
+from remuda.ports.compute import LaunchRequest, TaggedFleet
 from simulation.memory.compute import MemoryCloud, MemoryCompute, MemoryFleet, MemoryMachines
 from tests.support.aws.ec2 import LINUX_AMI, shared_ec2_server
 from tests.support.fleet_servers import FleetInstance, FleetState, serve_fleet

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from remuda.adapters.sqlite.change_poller import FIRST_INTERVAL_S, LAST_INTERVAL_S
+from remuda.adapters.sqlite.connection import FIRST_INTERVAL_S, LAST_INTERVAL_S
 from remuda.adapters.sqlite.pool import SqliteResourcePool
 from remuda.adapters.sqlite.store import SqliteInstanceStore
 from remuda.adapters.system.clock import SystemClock, SystemIds

@@ -15,8 +15,7 @@ from remuda.domain.instance import Assignment, Credential, Instance, State
 from remuda.domain.signals import Report, Signal
 from remuda.domain.transitions import Actor, Claim, Commit, Event, Release, ReturnToPool, advance, create
 from remuda.ports.calls import CallCounter
-from remuda.ports.machine import AgentState, Identity, StepResult
-from remuda.ports.runner import RemovalStatus, RunnerState
+from remuda.ports.machine import AgentState, Identity, RemovalStatus, RunnerState, StepResult
 from remuda.ports.store import InstanceStore
 from simulation.loop import SeededIds, VirtualClock
 from simulation.memory.store import MemoryDatabase, MemoryInstanceStore

@@ -19,7 +19,7 @@ from remuda.cli.rendering import results
 from remuda.cli.run import EXIT_OK, EXIT_PARTIAL, plural, run_async
 from remuda.config.settings import Settings
 from remuda.controlplane.provision import ProvisionRequest, ProvisionResult, provision
-from remuda.controlplane.provision.request import missing_credential
+from remuda.controlplane.provision.plan import missing_credential
 from remuda.controlplane.refresh import RefreshResult, refresh
 from remuda.controlplane.release import ReleaseResult, ReleaseStatus, release
 from remuda.controlplane.scale_down import ScaleDownResult, scale_down

@@ -22,8 +22,7 @@ from remuda.cli.run import EXIT_OK, run_async
 from remuda.config.settings import Settings
 from remuda.controlplane.doctor import exit_code, run_checks
 from remuda.controlplane.read.explain import check_subject, explain
-from remuda.controlplane.read.report import report
-from remuda.controlplane.read.status import REGISTRATION_CHECK_INTERVAL_S, Status, keep_github_warnings, status
+from remuda.controlplane.read.status import REGISTRATION_CHECK_INTERVAL_S, Status, keep_github_warnings, report, status
 from remuda.domain.errors import RemudaError, UserError
 from remuda.domain.reporting.explanation import Explanation
 from remuda.domain.reporting.usage import UsageReport

@@ -26,7 +26,7 @@ from remuda.agent.job_hook import STARTED, JobHook
 from remuda.agent.runner import UNKNOWN_EXIT, ActionsRunner
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import Assignment, Credential
-from remuda.ports.runner import RemovalStatus, RunnerState
+from remuda.ports.machine import RemovalStatus, RunnerState
 from tests.support.records import LONG_S
 
 #: Runs the script in the file `behave` next to it and records its input.

@@ -14,8 +14,7 @@ from remuda.domain.instance import State
 from remuda.domain.signals import Signal
 from remuda.domain.thresholds import HEARTBEAT_INTERVAL_S
 from remuda.domain.transitions import Actor, Extend, Renew
-from remuda.ports.machine import AgentState, ScriptStatus
-from remuda.ports.runner import RemovalStatus
+from remuda.ports.machine import AgentState, RemovalStatus, ScriptStatus
 from simulation.loop import VirtualClock
 from tests.support.agents import ID, MARGIN_S, AgentFixture
 from tests.support.records import at

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from remuda.agent.decide import AgentAction
-from remuda.agent.expiry import DEAD_MAN_SLACK_S
+from remuda.agent.loop import DEAD_MAN_SLACK_S
 from remuda.domain.instance import State
 from remuda.domain.signals import Signal
 from remuda.domain.transitions import Actor, End, RetireReason

@@ -15,8 +15,7 @@ from remuda.adapters.system.clock import SystemIds
 from remuda.controlplane.context import Context
 from remuda.controlplane.operator import drain
 from remuda.controlplane.read.feed import NEWEST_PROVISIONS, FleetReader
-from remuda.controlplane.read.report import report
-from remuda.controlplane.read.status import Status
+from remuda.controlplane.read.status import Status, report
 from remuda.controlplane.read.status import status as read_status
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import LIVE, HistoryEntry, Instance, State

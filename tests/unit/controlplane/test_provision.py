@@ -14,13 +14,14 @@ from remuda.controlplane.provision.outcome import OutcomeRecorder
 from remuda.controlplane.provision.registration import RegisteredInstance
 from remuda.domain.errors import CapacityError, Conflict, RemudaError, TimedOut, Unavailable, UserError
 from remuda.domain.instance import State
-from remuda.domain.provision import Provision, ProvisionStatus
-from remuda.domain.provision_outcome import (
+from remuda.domain.provision import (
     MAX_ACQUIRED,
     MAX_LAUNCHES,
     MAX_REASON,
     MAX_REJECTIONS,
+    Provision,
     ProvisionOutcome,
+    ProvisionStatus,
     RejectionKind,
     RunnerSource,
 )

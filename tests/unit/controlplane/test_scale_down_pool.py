@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
-from remuda.adapters.local.fleet import LocalFleet
+from remuda.adapters.local.compute import LocalFleet
 from remuda.controlplane.read.feed import KnownInstance
 from remuda.controlplane.scale_down import FleetContext, ScaleDownResult, scale_down
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import State
-from remuda.domain.scale_down.cron import parse_cron
 from remuda.domain.scale_down.decisions import Action, ScaleDownPolicy
-from remuda.domain.scale_down.idle_config import IdleWindow
+from remuda.domain.scale_down.idle_config import IdleWindow, parse_cron
 from remuda.web.dashboard.serialize import decisions, milliseconds
 from simulation.invariants import POOL, SCOPE
 from tests.support.records import NOW

@@ -28,8 +28,7 @@ from remuda.config.sources import load
 from remuda.domain.errors import UserError
 from remuda.domain.reporting.prices import parse_prices
 from remuda.domain.resources import TypePatterns, check_run_id, check_scope, parse_classes
-from remuda.domain.scale_down.cron import parse_cron
-from remuda.domain.scale_down.idle_config import parse_idle_config, quota_at
+from remuda.domain.scale_down.idle_config import parse_cron, parse_idle_config, quota_at
 from tests.support.mutations import (
     DEEP,
     ESCAPES,

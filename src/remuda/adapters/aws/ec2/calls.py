@@ -12,12 +12,11 @@ from botocore.exceptions import ClientError
 
 from remuda.adapters.aws.calls import await_response
 from remuda.adapters.aws.errors import EC2, FAILURES, code_of, translate
-from remuda.adapters.retry import backoff_s, retry
 from remuda.domain.errors import RemudaError, Throttled, TimedOut, Unavailable
 from remuda.domain.resources import is_instance_id
 from remuda.domain.timestamps import to_milliseconds
 from remuda.ports.calls import CallCounter
-from remuda.ports.clock import Clock, Ids
+from remuda.ports.clock import Clock, Ids, backoff_s, retry
 from remuda.ports.compute import MachineState, MachineView
 
 if TYPE_CHECKING:
