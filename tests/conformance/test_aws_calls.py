@@ -185,10 +185,10 @@ def agent_store(dynamo_stores: DynamoStores) -> InstanceStore:
 def no_periodic_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disable periodic work, whose number of calls depends on the speed of the test machine."""
     for pause in (
-        "remuda.adapters.aws.dynamodb.history.FLUSH_AFTER_S",
+        "remuda.adapters.aws.dynamodb.changes.FLUSH_AFTER_S",
         "remuda.controlplane.provision.selection.OPEN_CHECK_TTL_S",
         "remuda.controlplane.provision.selection.OPEN_CHECK_INTERVAL_S",
-        "remuda.controlplane.release.releasing.RECHECK_INTERVAL_S",
+        "remuda.controlplane.release.RECHECK_INTERVAL_S",
     ):
         monkeypatch.setattr(pause, 3 * LONG_S)
 

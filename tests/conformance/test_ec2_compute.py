@@ -10,13 +10,11 @@ from typing import Any
 
 import pytest
 
-from remuda.adapters.aws.ec2.compute import BATCH, Ec2Compute
+from remuda.adapters.aws.ec2.compute import BATCH, Ec2Compute, Ec2SpotPrices
 from remuda.adapters.aws.ec2.create_fleet import FleetLaunchError, is_shortage
-from remuda.adapters.aws.ec2.prices import Ec2SpotPrices
 from remuda.adapters.system.clock import SystemIds
 from remuda.domain.errors import CapacityError, NotFound, Throttled, Unavailable, UserError
-from remuda.ports.compute import POOL_TAG, PROVISION_TAG, MachineState
-from remuda.ports.prices import SpotPrices
+from remuda.ports.compute import POOL_TAG, PROVISION_TAG, MachineState, SpotPrices
 from tests.support.aws.ec2 import Ec2Fixture, ec2_fixture, instance_ids
 from tests.support.aws.ec2_shim import PAGE
 

@@ -16,7 +16,7 @@ from aiobotocore.session import AioSession, get_session
 
 from remuda.adapters.aws.ec2.tagged_fleet import Ec2Fleet
 from remuda.adapters.github import client as github_client
-from remuda.adapters.local.fleet import LocalFleet
+from remuda.adapters.local.compute import LocalFleet
 from remuda.adapters.system.clock import SystemIds
 from remuda.config.settings import Settings
 from remuda.config.sources import load
@@ -27,11 +27,9 @@ from remuda.domain.scale_down.decisions import Action
 from remuda.domain.scale_down.fleet import FleetMachine
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock
-from remuda.ports.compute import LaunchRequest
+from remuda.ports.compute import LaunchRequest, TaggedFleet
 from remuda.ports.event_log import SilentEventLog
-from remuda.ports.fleet import TaggedFleet
-from simulation.memory.compute import MemoryCloud, MemoryCompute
-from simulation.memory.fleet import MemoryFleet, MemoryMachines
+from simulation.memory.compute import MemoryCloud, MemoryCompute, MemoryFleet, MemoryMachines
 from tests.support.aws.ec2 import LINUX_AMI, shared_ec2_server, slow_server_config
 from tests.support.fleet_servers import TOKEN, FleetInstance, FleetState, FleetUrls, serve_fleet
 from tests.support.records import LONG_S, NOW

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remuda.adapters.sqlite.change_poller import FIRST_INTERVAL_S, LAST_INTERVAL_S
+from remuda.adapters.sqlite.connection import FIRST_INTERVAL_S, LAST_INTERVAL_S
 from remuda.adapters.sqlite.errors import translated
 from remuda.adapters.sqlite.pool import SqliteResourcePool
 from remuda.adapters.sqlite.schema import VERSION
