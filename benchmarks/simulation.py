@@ -6,9 +6,9 @@ import gc
 import sys
 import time
 
+from simulation.campaign import simulate
 from simulation.faults import FaultChoice, Swarm
 from simulation.plan import draw_plan
-from simulation.run import simulate
 
 INSTANCES = 20
 SEEDS = 5

@@ -21,7 +21,7 @@ from remuda.ports.compute import LaunchRequest, LaunchResult
 from remuda.ports.github import Deletion, GitHubRunner
 from remuda.ports.pool import BATCH, Delivery
 from simulation.faults import MAX_DESCRIBE_LAG_S, MAX_INDEX_LAG_S, MAX_LIST_LAG_S, Fault
-from simulation.names import parse_runner
+from simulation.invariants import parse_runner
 
 if TYPE_CHECKING:
     from simulation.world import SimulatedProcess, World

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -32,18 +32,22 @@ from remuda.adapters.system.clock import SystemClock
 CLI = "remuda.cli.main"
 #: Imported once by the fork server, because most commands need them.
 PRELOADED = (
+    "remuda.adapters.aws.clients",
     "remuda.adapters.aws.dynamodb.keys",
     "remuda.adapters.aws.dynamodb.store",
     "remuda.adapters.aws.ec2.compute",
     "remuda.adapters.aws.ec2.options",
-    "remuda.adapters.aws.ec2.prices",
     "remuda.adapters.aws.ec2.tagged_fleet",
-    "remuda.adapters.aws.secrets",
     "remuda.adapters.aws.sqs",
     "remuda.adapters.github.auth",
     "remuda.adapters.github.client",
-    *(f"remuda.cli.{name}" for name in ("doctor", "local_backend", "main", "maintenance", "operator", "report")),
-    *(f"remuda.cli.{name}" for name in ("run_workflow", "runs", "status", "terminal")),
+    "remuda.cli.lifecycle",
+    "remuda.cli.local_backend",
+    "remuda.cli.main",
+    "remuda.cli.operator",
+    "remuda.cli.read",
+    "remuda.cli.run_workflow",
+    "remuda.cli.terminal",
 )
 #: Set in the fork server, which then loads the data of botocore, too.
 LOADS_DATA = "REMUDA_TEST_FORK_SERVER"
@@ -201,8 +205,9 @@ def _fork(command: _Command) -> ForkServerProcess:
 @cache
 def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
+    # The fork server ignores a module that it cannot find, and does not inherit sys.path.
+    assert all(map(importlib.util.find_spec, PRELOADED))
     context.set_forkserver_preload([*PRELOADED, __name__])
-    # The fork server does not inherit sys.path, and ignores a preload module that it cannot find.
     with patch.dict(os.environ, {"PYTHONPATH": str(ROOT), LOADS_DATA: "1"}):
         forkserver.ensure_running()
     return context

@@ -14,10 +14,9 @@ from remuda.domain.errors import Unavailable, UserError
 from remuda.domain.instance import State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.resources import ResourceClass, Reuse
-from simulation.names import SCOPE
-from tests.support.virtual_time import Call
+from simulation.invariants import SCOPE
+from tests.support.virtual_time import AmbiguousAnswer, Call
 from tests.support.world import LIFETIMES, PoolWorld
-from tests.unit.controlplane.interruption import AmbiguousAnswer
 
 
 def config(world: PoolWorld) -> PoolConfig:

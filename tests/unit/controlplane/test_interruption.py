@@ -13,9 +13,8 @@ import pytest
 from remuda.domain.errors import RemudaError
 from remuda.domain.instance import ASSIGNED
 from remuda.domain.provision import ProvisionStatus
-from tests.support.virtual_time import run_virtual
+from tests.support.virtual_time import AgentCut, Cut, CutKind, run_virtual
 from tests.support.world import PoolWorld
-from tests.unit.controlplane.interruption import AgentCut, Cut, CutKind
 
 #: More than any use case makes. The enumeration ends when a use case ends before the interruption.
 MAX_CALLS = 400

@@ -14,7 +14,7 @@ from remuda.domain.scale_down.decisions import Action, ScaleDownPolicy
 from remuda.domain.scale_down.fleet import FleetMachine
 from remuda.ports.calls import CallCounter
 from simulation.loop import VirtualClock
-from simulation.memory.fleet import MemoryFleet, MemoryMachines
+from simulation.memory.compute import MemoryFleet, MemoryMachines
 from tests.support.records import instance_id
 from tests.support.scripted_fleet import ENVIRONMENT, ScriptedGitHub, ScriptedRunner, machine
 from tests.support.virtual_time import Call, EventRecorder, Killed, hooked

@@ -1,0 +1,456 @@
+"""Usage reports (hours per phase, costs and savings), price tables, and warnings about a pool."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from remuda.adapters.system.prices import read_prices, shipped_prices
+from remuda.domain.errors import UserError
+from remuda.domain.instance import Credential, HistoryEntry, Instance, RetireReason, State
+from remuda.domain.pool_config import ScopeTokens
+from remuda.domain.provision import AcquiredRunner, Provision, ProvisionOutcome, ProvisionStatus, RunnerSource
+from remuda.domain.reporting.prices import PriceTable, SpotPrice, mean_spot_prices, parse_prices
+from remuda.domain.reporting.timeline import MachinePhase, clip, lifetime, mean_counts, spans_of
+from remuda.domain.reporting.usage import UsageReport, instance_cost, quantile, usage_report, usage_summary
+from remuda.domain.reporting.warnings import MAX_TERMINATION_S, PoolWarning, find_warnings
+from remuda.domain.resources import UsageClass
+from remuda.domain.signals import Report
+from tests.support.records import NOW, at, entry, in_state, instance, instance_id, pool_config, provision
+
+PRICES = PriceTable(on_demand={"c6i.large": 1.0, "m6i.large": 2.0}, spot={"c6i.large": 0.25})
+BEFORE, AFTER = at(-100), at(4_000)
+
+
+def history_of(*steps: tuple[float, State, str]) -> list[HistoryEntry]:
+    """Return a history from seconds, entered states and runs."""
+    found = []
+    source = None
+    for seconds, state, run_id in steps:
+        found.append(entry("step", at=at(seconds), source=source, target=state, run_id=run_id))
+        source = state
+    return found
+
+
+HISTORY = history_of(
+    (0, State.CREATED, "1"),
+    (60, State.RUNNING, "1"),
+    (660, State.RELEASING, "1"),
+    (690, State.IDLE, "1"),
+    (1_290, State.CLAIMED, "2"),
+    (1_300, State.RUNNING, "2"),
+    (1_900, State.TERMINATING, "2"),
+    (1_960, State.TERMINATED, "2"),
+)
+ENDED = instance(state=State.TERMINATED, created_at=at(0), threshold=at(1_900))
+
+
+def report(
+    provisions: Sequence[Provision] = (),
+    machines: Sequence[tuple[Instance, Sequence[HistoryEntry]]] = ((ENDED, HISTORY),),
+    since: datetime = BEFORE,
+    until: datetime = AFTER,
+) -> UsageReport:
+    histories = {item.instance_id: entries for item, entries in machines}
+    return usage_report(provisions, [item for item, _ in machines], histories, PRICES, since=since, until=until)
+
+
+def outcome(reused: int = 0, created: int = 0, seconds: float = 1.0, **changed: Any) -> ProvisionOutcome:
+    sources = [RunnerSource.POOL] * reused + [RunnerSource.CREATED] * created
+    acquired = tuple(AcquiredRunner(instance_id=instance_id(1), source=source, seconds=seconds) for source in sources)
+    values: dict[str, Any] = {
+        "ended_at": at(9),
+        "seconds": seconds,
+        "reused": reused,
+        "created": created,
+        "acquired": acquired,
+    }
+    return ProvisionOutcome(**{**values, **changed})
+
+
+def test_lifetime_is_divided_into_phases() -> None:
+    assert [(span.phase, span.seconds, span.run_id) for span in spans_of(ENDED, HISTORY, now=at(4_000))] == [
+        (MachinePhase.BOOTING, 60, "1"),
+        (MachinePhase.RUNNING, 600, "1"),
+        (MachinePhase.RELEASING, 30, "1"),
+        (MachinePhase.IDLE, 600, ""),
+        (MachinePhase.CLAIMED, 10, "2"),
+        (MachinePhase.RUNNING, 600, "2"),
+        (MachinePhase.ENDING, 60, ""),
+    ]
+
+
+def test_costs_are_assigned_to_runs_and_idle_costs_to_none() -> None:
+    costs = report().costs
+    assert costs.total == pytest.approx(1_960 / 3_600)
+    assert costs.by_run == {
+        "1": pytest.approx(690 / 3_600),
+        "": pytest.approx(660 / 3_600),
+        "2": pytest.approx(610 / 3_600),
+    }
+    assert costs.by_phase["idle"] == pytest.approx(600 / 3_600)
+    assert costs.by_class == {"large": pytest.approx(costs.total)}
+
+
+def test_only_the_requested_period_counts() -> None:
+    assert report(since=at(630), until=at(700)).hours == {
+        "running": pytest.approx(30 / 3_600),
+        "releasing": pytest.approx(30 / 3_600),
+        "idle": pytest.approx(10 / 3_600),
+    }
+
+
+def test_live_machine_is_counted_until_now() -> None:
+    young = instance(state=State.CREATED, created_at=at(0))
+    assert report(machines=[(young, HISTORY[:1])], until=at(360)).hours == {"booting": pytest.approx(0.1)}
+
+
+def test_lifetime_without_history_is_unknown() -> None:
+    assert report(machines=[(ENDED, [])]).hours == {"unknown": pytest.approx(1_900 / 3_600)}
+    cut = report(machines=[(ENDED, HISTORY[3:])]).hours
+    assert cut["unknown"] == pytest.approx(690 / 3_600)
+    assert sum(cut.values()) == pytest.approx(1_960 / 3_600)
+
+
+def test_spot_price_applies_and_unpriced_type_is_named() -> None:
+    spot = instance(1, state=State.TERMINATED, usage_class=UsageClass.SPOT, threshold=at(1_900))
+    odd = instance(2, state=State.TERMINATED, instance_type="x9.large", threshold=at(1_900))
+    found = report(machines=[(spot, HISTORY), (odd, HISTORY)])
+    assert found.costs.total == pytest.approx(0.25 * 1_960 / 3_600)
+    assert found.costs.unpriced_hours == {"x9.large on-demand": pytest.approx(1_960 / 3_600)}
+
+
+def test_reuse_and_waiting_times_by_kind() -> None:
+    outcomes = [outcome(created=3, seconds=40.0), outcome(reused=2, created=1, seconds=30.0)]
+    outcomes += [outcome(reused=3, seconds=float(seconds)) for seconds in (1, 2, 3)]
+    outcomes += [outcome(created=1, seconds=9.0, error="no room")]
+    found = report([provision(number, outcome=item) for number, item in enumerate(outcomes)] + [provision(9)])
+    assert (found.reused, found.created, found.provisions) == (11, 4, 7)
+    assert found.reuse_rate == pytest.approx(11 / 15)
+    assert found.kinds == {"cold": 1, "mixed": 1, "warm": 3, "failed": 1, "unknown": 1}
+    assert found.provision_times["warm"].p50 == pytest.approx(2.0)
+    assert found.provision_times["warm"].p95 == pytest.approx(2.9)
+    assert found.provision_times["cold"].count == 1
+    assert found.failures == {"no room": 1}
+
+
+def test_savings_compare_boots_with_idle_time() -> None:
+    outcomes = [outcome(created=1, seconds=60.0), outcome(reused=2, seconds=10.0)]
+    savings = report([provision(number, outcome=item) for number, item in enumerate(outcomes)]).savings
+    assert (savings.boot_s, savings.waiting_s) == (60.0, 50.0)
+    assert savings.boot_cost == pytest.approx(2 * 60 / 3_600)
+    assert savings.idle_cost == pytest.approx(600 / 3_600)
+    assert savings.net == pytest.approx(savings.boot_cost - savings.idle_cost)
+
+
+def test_savings_are_unknown_without_a_boot() -> None:
+    savings = report([provision(1, outcome=outcome(reused=2))]).savings
+    assert (savings.boot_s, savings.waiting_s, savings.boot_cost) == (None, 0.0, 0.0)
+
+
+def test_listed_runners_stand_for_all() -> None:
+    many = outcome(reused=500, seconds=1.0)
+    bounded = ProvisionOutcome(ended_at=at(9), seconds=1.0, reused=500, acquired=many.acquired[:100])
+    found = report([provision(1, outcome=outcome(created=1, seconds=36.0)), provision(2, outcome=bounded)])
+    assert found.savings.boot_hours == pytest.approx(500 * 36 / 3_600)
+
+
+def test_terminations_are_counted_by_state_and_reason() -> None:
+    ends = [
+        entry("end-idle", at=at(5), target=State.TERMINATING, retire_reason=RetireReason.USED_UP, why=f"{number} uses")
+        for number in (50, 51)
+    ]
+    assert report(machines=[(ENDED, ends)]).retirements == {"idle: used-up": 2}
+
+
+def test_report_without_data_is_empty() -> None:
+    found = report(machines=[])
+    assert (found.reuse_rate, found.costs.total, found.hours, found.points) == (None, 0, {}, ())
+
+
+@pytest.mark.parametrize(
+    ("values", "part", "expected"), [([1], 0.95, 1), ([1, 3], 0.5, 2), ([1, 2, 3, 4, 5], 0.95, 4.8), ([3, 1], 0, 1)]
+)
+def test_quantiles(values: list[float], part: float, expected: float) -> None:
+    assert quantile(values, part) == pytest.approx(expected)
+
+
+# Random histories -------------------------------------------------------------------------------------------------
+
+entries = st.builds(
+    lambda seconds, source, target, run_id: entry("step", at=at(seconds), source=source, target=target, run_id=run_id),
+    st.integers(-1_000, 10_000),
+    st.none() | st.sampled_from(State),
+    st.sampled_from(State),
+    st.sampled_from(["", "1", "2"]),
+)
+records = st.builds(
+    lambda number, state, created, ended, name, usage: instance(
+        number,
+        state=state,
+        created_at=at(created),
+        threshold=at(created + ended),
+        instance_type=name,
+        usage_class=usage,
+        resource_class=name.partition(".")[2],
+    ),
+    st.integers(1, 5),
+    st.sampled_from(State),
+    st.integers(-2_000, 8_000),
+    st.integers(0, 3_000),
+    st.sampled_from(["c6i.large", "m6i.large", "x9.xlarge"]),
+    st.sampled_from(UsageClass),
+)
+END = at(9_000)
+
+
+@given(records, st.lists(entries, max_size=12))
+def test_hours_by_state_sum_to_the_lifetime(record: Instance, history: list[HistoryEntry]) -> None:
+    begin, end = lifetime(record, history, now=END)
+    spans = spans_of(record, history, now=END)
+    assert begin <= end <= END
+    assert sum(span.seconds for span in spans) == pytest.approx((end - begin).total_seconds())
+    assert all(before.end == after.begin for before, after in pairwise(spans))
+
+
+@given(
+    st.lists(st.tuples(records, st.lists(entries, max_size=8)), max_size=5, unique_by=lambda life: life[0].instance_id),
+    st.integers(-3_000, 9_000),
+    st.integers(1, 5_000),
+)
+def test_every_cost_breakdown_adds_up(
+    machines: list[tuple[Instance, list[HistoryEntry]]], since_s: int, length_s: int
+) -> None:
+    since, until = at(since_s), at(since_s + length_s)
+    found = report(machines=machines, since=since, until=until)
+    costs = found.costs
+    for cut in (costs.by_phase, costs.by_class, costs.by_usage, costs.by_type, costs.by_run):
+        assert sum(cut.values()) == pytest.approx(costs.total)
+    spans = [
+        span
+        for item, history in machines
+        for span in clip(spans_of(item, history, now=until), since=since, until=until)
+    ]
+    assert sum(found.hours.values()) == pytest.approx(sum(span.seconds for span in spans) / 3_600)
+    assert sum(found.hours.values()) <= len(machines) * length_s / 3_600 + 1e-9
+
+
+@given(st.lists(st.tuples(records, st.lists(entries, max_size=8)), max_size=4), st.integers(1, 5))
+def test_summary_equals_report(machines: list[tuple[Instance, list[HistoryEntry]]], reused: int) -> None:
+    machines = [
+        (replace(record, instance_id=instance_id(number)), each) for number, (record, each) in enumerate(machines)
+    ]
+    provisions = [provision(1, outcome=outcome(created=1, seconds=60.0)), provision(2, outcome=outcome(reused=reused))]
+    full = report(provisions, machines)
+    costs = [instance_cost(record, history, PRICES, since=BEFORE, until=AFTER) for record, history in machines]
+    found = usage_summary(provisions, [record for record, _ in machines], costs, PRICES, since=BEFORE, until=AFTER)
+    assert (found.reused, found.created, found.runs) == (full.reused, full.created, 2)
+    assert found.cost == pytest.approx(full.costs.total)
+    assert set(found.unpriced) == set(full.costs.unpriced_hours)
+    for name in ("boot_s", "waiting_s", "boot_hours", "boot_cost", "idle_cost", "net"):
+        assert getattr(found.savings, name) == pytest.approx(getattr(full.savings, name)), name
+
+
+@given(st.lists(st.tuples(records, st.lists(entries, max_size=8)), max_size=4), st.integers(1, 50))
+def test_mean_counts_add_up_to_the_total_time(machines: list[tuple[Instance, list[HistoryEntry]]], steps: int) -> None:
+    since, until = at(0), at(5_000)
+    spans = [span for item, history in machines for span in spans_of(item, history, now=END)]
+    found = mean_counts(spans, since=since, until=until, steps=steps)
+    assert len(found) == steps
+    width = (until - since) / steps
+    inside = sum(span.seconds for span in clip(spans, since=since, until=until))
+    assert sum(sum(step.values()) for step in found) * width.total_seconds() == pytest.approx(inside, abs=1e-3)
+    assert all(sum(step.values()) <= len(machines) + 1e-6 for step in found)
+
+
+def test_empty_period_has_no_mean_counts() -> None:
+    assert mean_counts([], since=END, until=END, steps=3) == [{}, {}, {}]
+
+
+# Prices: tables are validated, and spot prices are means over time and zones ------------------------------------------
+
+
+TABLE = PriceTable(on_demand={"c6i.large": 0.085, "m6i.large": 0.096}, spot={"c6i.large": 0.03})
+
+
+@pytest.mark.parametrize(
+    ("instance_type", "usage", "price"),
+    [
+        ("c6i.large", UsageClass.ON_DEMAND, 0.085),
+        ("c6i.large", UsageClass.SPOT, 0.03),
+        ("m6i.large", UsageClass.SPOT, 0.096),
+        ("x9.large", UsageClass.ON_DEMAND, None),
+        ("x9.large", UsageClass.SPOT, None),
+    ],
+)
+def test_hourly_price(instance_type: str, usage: UsageClass, price: float | None) -> None:
+    assert TABLE.hourly(instance_type, usage) == price
+
+
+def test_spot_prices_of_ec2_take_precedence() -> None:
+    table = TABLE.with_spot({"c6i.large": 0.05})
+    assert table.hourly("c6i.large", UsageClass.SPOT) == 0.05
+    assert table.hourly("c6i.large", UsageClass.ON_DEMAND) == 0.085
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        [],
+        None,
+        {"on-demand": []},
+        {"on-demand": {"c6i.large": "0.1"}},
+        {"on-demand": {"c6i.large": True}},
+        {"on-demand": {"c6i.large": -1}},
+        {"on-demand": {"c6i.large": float("nan")}},
+        {"on-demand": {"c6i.large": float("inf")}},
+        {"spot": {"c6i.large": 1e9}},
+        {"currency": 5},
+        {"currency": "x" * 41},
+        {"dated": "a\x1bb"},
+        {"ondemand": {}},
+        {"on-demand": {str(number): 1 for number in range(5_001)}},
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_invalid_table_is_rejected_with_a_fix(document: Any) -> None:
+    with pytest.raises(UserError) as failure:
+        parse_prices(document)
+    assert failure.value.field == "--prices"
+    assert failure.value.fix.startswith("give ")
+
+
+def test_custom_table(tmp_path: Path) -> None:
+    file = tmp_path / "prices.json"
+    file.write_text(json.dumps({"currency": "EUR", "on-demand": {"c6i.large": 1}}))
+    assert read_prices(file) == PriceTable(currency="EUR", on_demand={"c6i.large": 1.0})
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "\xff"], ids=["empty", "cut", "deep", "odd"])
+def test_file_that_is_not_a_table(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "prices.json"
+    file.write_text(text, encoding="latin-1")
+    with pytest.raises(UserError, match="not JSON"):
+        read_prices(file)
+
+
+@pytest.mark.parametrize("name", ["missing.json", ".", "a\0b"])
+def test_unreadable_file(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError, match="cannot be read"):
+        read_prices(tmp_path / name)
+
+
+def test_default_table_is_dated_and_has_the_common_types() -> None:
+    shipped = shipped_prices()
+    assert (shipped.currency, shipped.region, bool(shipped.dated)) == ("USD", "us-east-1", True)
+    families = {name.partition(".")[0] for name in shipped.on_demand}
+    assert {"t3", "m5", "m6i", "m7i", "m7g", "c5", "c6i", "c7i", "c7g", "r6i"} <= families
+    assert shipped.on_demand["c6i.xlarge"] == pytest.approx(2 * shipped.on_demand["c6i.large"])
+
+
+def point(price: float, seconds: float, zone: str = "a", name: str = "c6i.large") -> SpotPrice:
+    return SpotPrice(instance_type=name, zone=zone, at=at(seconds), price=price)
+
+
+def test_mean_over_time() -> None:
+    """The price was 0.1 before the period and in its first half, then 0.3."""
+    points = [point(0.3, 50), point(0.1, -1_000)]
+    assert mean_spot_prices(points, since=at(0), until=at(100)) == {"c6i.large": pytest.approx(0.2)}
+
+
+def test_mean_over_zones_and_by_type() -> None:
+    points = [point(0.1, 0), point(0.3, 0, "b"), point(7.0, 0, name="m6i.large")]
+    assert mean_spot_prices(points, since=at(0), until=at(100)) == {
+        "c6i.large": pytest.approx(0.2),
+        "m6i.large": pytest.approx(7.0),
+    }
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 10), st.floats(-500, 500), st.sampled_from("ab")), min_size=1),
+    st.floats(0, 300),
+)
+def test_mean_lies_between_the_prices(changes: list[tuple[float, float, str]], length_s: float) -> None:
+    points = [point(price, seconds, zone) for price, seconds, zone in changes]
+    found = mean_spot_prices(points, since=at(0), until=at(length_s))["c6i.large"]
+    assert min(item[0] for item in changes) - 1e-9 <= found <= max(item[0] for item in changes) + 1e-9
+
+
+# Warnings, and none about a healthy pool ------------------------------------------------------------------------------
+
+
+CONFIG = pool_config()
+MARGIN_S = CONFIG.lifetimes.margin_s
+
+
+def beating(record: Instance, age_s: float = 1.0, notice: str = "") -> dict[str, Report]:
+    beat = Report(instance_id=record.instance_id, beat=5, beat_at=at(-age_s), notice=notice)
+    return {record.instance_id: beat}
+
+
+def warnings_of(record: Instance, reports: dict[str, Report] | None = None) -> list[PoolWarning]:
+    return find_warnings(CONFIG, [record], beating(record) if reports is None else reports, [], now=NOW)
+
+
+@pytest.mark.parametrize("state", State)
+def test_healthy_instance_causes_no_warning(state: State) -> None:
+    assert warnings_of(in_state(state)) == []
+
+
+@pytest.mark.parametrize(("over_s", "kinds"), [(MARGIN_S - 1, []), (MARGIN_S + 1, ["expired"])])
+def test_expired_means_past_threshold_plus_margin(over_s: float, kinds: list[str]) -> None:
+    late = warnings_of(in_state(State.RUNNING, threshold=at(-over_s)))
+    assert [item.kind for item in late] == kinds
+    assert all("running" in item.text and item.subject == instance_id(1) for item in late)
+
+
+@pytest.mark.parametrize(("age_s", "kinds"), [(74, []), (76, ["stale-heartbeat"])])
+def test_heartbeat_is_stale_after_its_limit_plus_margin(age_s: float, kinds: list[str]) -> None:
+    record = in_state(State.IDLE)
+    assert [item.kind for item in warnings_of(record, beating(record, age_s))] == kinds
+
+
+def test_booting_machine_needs_no_heartbeat() -> None:
+    assert warnings_of(in_state(State.CREATED, created_at=at(-200)), {}) == []
+    assert [item.kind for item in warnings_of(in_state(State.RUNNING, created_at=at(-200)), {})] == ["stale-heartbeat"]
+
+
+def test_unconfirmed_termination_is_stuck() -> None:
+    assert warnings_of(in_state(State.TERMINATING, threshold=at(-MAX_TERMINATION_S + 1))) == []
+    assert [item.kind for item in warnings_of(in_state(State.TERMINATING, threshold=at(-MAX_TERMINATION_S - 1)))] == [
+        "stuck"
+    ]
+
+
+def test_spot_notice_causes_a_warning() -> None:
+    record = instance()
+    (warning,) = warnings_of(record, beating(record, notice="terminate at noon"))
+    assert (warning.kind, "terminate at noon" in warning.text) == ("spot-notice", True)
+
+
+def test_open_provision_past_its_deadline_is_overdue() -> None:
+    late = provision(deadline=at(-MARGIN_S - 1))
+    assert [item.subject for item in find_warnings(CONFIG, [], {}, [late], now=NOW)] == ["1234"]
+    done = replace(late, status=ProvisionStatus.COMMITTED)
+    assert find_warnings(CONFIG, [], {}, [done, provision()], now=NOW) == []
+
+
+def test_token_that_expires_within_a_provision_causes_a_warning() -> None:
+    short = Credential(token="t0ken", expires_at=at(CONFIG.lifetimes.provision_timeout_s - 1))
+    config = replace(CONFIG, tokens=(ScopeTokens(scope="octo/repo", registration=short, removal=short),))
+    (warning,) = find_warnings(config, [], {}, [], now=NOW)
+    assert (warning.kind, warning.subject) == ("token", "octo/repo")
+    assert "t0ken" not in warning.text
+
+
+def test_missing_configuration_is_the_only_warning() -> None:
+    assert [item.kind for item in find_warnings(None, [instance()], {}, [], now=NOW)] == ["unconfigured"]

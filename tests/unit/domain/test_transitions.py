@@ -1,0 +1,500 @@
+"""Legal transitions, compared with a copy of the contract (lifecycle, section 3), and the fields that they write."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import fields, replace
+from datetime import datetime, timedelta
+from typing import Any
+
+import pytest
+
+from remuda.domain.errors import IllegalTransition
+from remuda.domain.instance import RETIREMENTS, Instance, State
+from remuda.domain.provision import Provision, ProvisionStatus, committed, released, settled
+from remuda.domain.resources import Tier
+from remuda.domain.signals import Signal
+from remuda.domain.transitions import (
+    MAX_WHY,
+    TRANSITIONS,
+    Actor,
+    Announce,
+    Change,
+    Claim,
+    Commit,
+    Confirm,
+    Event,
+    Extend,
+    Quarantine,
+    Release,
+    Renew,
+    RenewCredential,
+    Retire,
+    RetireReason,
+    ReturnToPool,
+    advance,
+    create,
+    presumed_idle,
+    tombstone,
+)
+from tests.support.records import (
+    NOW,
+    OWNER,
+    REMOVAL,
+    assignment,
+    at,
+    claim,
+    end,
+    evidence,
+    in_state,
+    instance,
+    provision,
+    report,
+)
+
+P, L, R, S = Actor.PROVISION, Actor.RELEASE, Actor.REFRESH, Actor.SCALE_DOWN
+OPERATOR = Actor.OPERATOR
+
+#: Target state and actors by event and state. Everything else is illegal.
+LEGAL: dict[tuple[type, State], tuple[State, set[Actor]]] = {
+    (Claim, State.IDLE): (State.CLAIMED, {P}),
+    (Commit, State.CREATED): (State.RUNNING, {P}),
+    (Commit, State.CLAIMED): (State.RUNNING, {P}),
+    (Release, State.CLAIMED): (State.RELEASING, {P, L, R}),
+    (Release, State.RUNNING): (State.RELEASING, {P, L, R}),
+    (Extend, State.RELEASING): (State.RELEASING, {L, R}),
+    (RenewCredential, State.RELEASING): (State.RELEASING, {L, R}),
+    (ReturnToPool, State.RELEASING): (State.IDLE, {L, R}),
+    (Announce, State.IDLE): (State.IDLE, {L, R}),
+    (Renew, State.IDLE): (State.IDLE, {S}),
+    # Section 5: "spot notice: the control plane sets `retire_reason`".
+    (Retire, State.CREATED): (State.CREATED, {L, R, OPERATOR}),
+    (Retire, State.CLAIMED): (State.CLAIMED, {L, R, OPERATOR}),
+    (Retire, State.RUNNING): (State.RUNNING, {L, R, OPERATOR}),
+    (Retire, State.RELEASING): (State.RELEASING, {L, R, OPERATOR}),
+    (Retire, State.IDLE): (State.IDLE, {L, R, OPERATOR}),
+    # An operator may quarantine any live instance.
+    (Quarantine, State.CREATED): (State.CREATED, {OPERATOR}),
+    (Quarantine, State.CLAIMED): (State.CLAIMED, {OPERATOR}),
+    (Quarantine, State.RUNNING): (State.RUNNING, {OPERATOR}),
+    (Quarantine, State.RELEASING): (State.RELEASING, {OPERATOR}),
+    (Quarantine, State.IDLE): (State.IDLE, {OPERATOR}),
+    (Confirm, State.TERMINATING): (State.TERMINATED, {R}),
+}
+
+#: Actors and reasons of ends by state. In addition, only an operator may end an instance in any live state.
+ENDS: dict[State, tuple[set[Actor], set[RetireReason]]] = {
+    State.CREATED: (
+        {P, L, R},
+        {RetireReason.FAILED, RetireReason.TIMED_OUT, RetireReason.RELEASED, RetireReason.EXPIRED, RetireReason.GONE},
+    ),
+    State.CLAIMED: ({P, R}, {RetireReason.FAILED, RetireReason.TIMED_OUT, RetireReason.EXPIRED, RetireReason.GONE}),
+    State.RUNNING: ({R}, {RetireReason.FAILED, RetireReason.EXPIRED, RetireReason.GONE}),
+    State.RELEASING: ({L, R}, {RetireReason.FAILED, RetireReason.EXPIRED, RetireReason.GONE, *RETIREMENTS}),
+    State.IDLE: ({R}, {RetireReason.EXPIRED, RetireReason.GONE, *RETIREMENTS}),
+}
+
+EVENTS = (Claim, Commit, Release, Extend, RenewCredential, ReturnToPool, Announce, Renew, Retire, Quarantine, Confirm)
+
+
+def _name(value: Any) -> str:
+    return value.__name__ if isinstance(value, type) else str(value)
+
+
+@pytest.mark.parametrize(("state", "kind", "by"), list(itertools.product(State, EVENTS, Actor)), ids=_name)
+def test_event_is_legal_exactly_as_in_the_contract(state: State, kind: type, by: Actor) -> None:
+    record = in_state(state)
+    target, actors = LEGAL.get((kind, state), (None, set()))
+    if by not in actors:
+        with pytest.raises(IllegalTransition):
+            advance(record, evidence(record)[kind], by=by, now=NOW, why="a test")
+        return
+    change = advance(record, evidence(record)[kind], by=by, now=NOW, why="a test")
+    assert change.applied_to(record).state is target
+    assert (change.entry.source, change.entry.target, change.entry.by) == (state, target, by)
+
+
+@pytest.mark.parametrize(("state", "reason", "by"), list(itertools.product(State, RetireReason, Actor)), ids=_name)
+def test_end_is_legal_exactly_as_in_the_contract(state: State, reason: RetireReason, by: Actor) -> None:
+    record = in_state(state)
+    actors, reasons = ENDS.get(state, (set(), set()))
+    ordered = (by is OPERATOR, reason is RetireReason.TERMINATED_BY_OPERATOR)
+    if (by in actors and reason in reasons) or (state in ENDS and all(ordered)):
+        change = advance(record, end(record, reason), by=by, now=NOW, why="a test")
+        assert change.applied_to(record).state is State.TERMINATING
+    else:
+        with pytest.raises(IllegalTransition):
+            advance(record, end(record, reason), by=by, now=NOW, why="a test")
+
+
+@pytest.mark.parametrize("state", [State.TERMINATING, State.TERMINATED])
+def test_terminating_and_terminated_absorb(state: State) -> None:
+    record = in_state(state)
+    events = [*evidence(record).values(), *(end(record, reason) for reason in RetireReason)]
+    reached = set()
+    for event, by in itertools.product(events, Actor):
+        try:
+            reached.add(advance(record, event, by=by, now=NOW, why="a test").applied_to(record).state)
+        except IllegalTransition:
+            continue
+    assert reached == ({State.TERMINATED} if state is State.TERMINATING else set())
+
+
+def test_illegal_transition_contains_the_record() -> None:
+    record = in_state(State.IDLE)
+    with pytest.raises(IllegalTransition, match=r"no commit from idle.*epoch 2") as error:
+        advance(record, evidence(record)[Commit], by=P, now=NOW, why="a test")
+    assert error.value.history == (record,)
+    assert error.value.exit_code == 70
+
+
+def test_transition_table_equals_the_contract() -> None:
+    rows = {
+        (source, row.target or source, by)
+        for row in TRANSITIONS
+        for source in row.sources
+        for by in row.by
+        if source is not None and row.target is not State.TERMINATING
+    }
+    assert rows == {(state, target, by) for (_, state), (target, actors) in LEGAL.items() for by in actors}
+    ends = {
+        source: (set(row.by) - {OPERATOR}, set(row.reasons) - {RetireReason.TERMINATED_BY_OPERATOR})
+        for row in TRANSITIONS
+        for source in row.sources
+        if source is not None and row.target is State.TERMINATING
+    }
+    assert ends == ENDS
+    inserts = {(row.target, row.by) for row in TRANSITIONS if None in row.sources}
+    assert inserts == {(State.CREATED, (P,)), (State.TERMINATING, (P, R))}
+    assert len({row.name for row in TRANSITIONS}) == len(TRANSITIONS)
+
+
+# Inserts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", [each for each in State if each is not State.CREATED], ids=_name)
+def test_create_requires_the_state_created(state: State) -> None:
+    with pytest.raises(IllegalTransition):
+        create(instance(state=state, epoch=1), by=P, why="a test")
+
+
+@pytest.mark.parametrize("epoch", [0, 2])
+def test_create_requires_epoch_1(epoch: int) -> None:
+    with pytest.raises(IllegalTransition):
+        create(instance(state=State.CREATED, epoch=epoch), by=P, why="a test")
+
+
+@pytest.mark.parametrize("by", [each for each in Actor if each is not P], ids=_name)
+def test_only_a_provision_creates(by: Actor) -> None:
+    with pytest.raises(IllegalTransition):
+        create(in_state(State.CREATED), by=by, why="a test")
+
+
+@pytest.mark.parametrize("by", [L, S, OPERATOR], ids=_name)
+def test_only_provision_and_refresh_write_tombstones(by: Actor) -> None:
+    with pytest.raises(IllegalTransition):
+        tombstone(in_state(State.TERMINATING), by=by, now=NOW, why="a test")
+
+
+@pytest.mark.parametrize("state", [each for each in State if each is not State.TERMINATING], ids=_name)
+def test_tombstone_requires_the_state_terminating(state: State) -> None:
+    with pytest.raises(IllegalTransition):
+        tombstone(in_state(state), by=R, now=NOW, why="a test")
+
+
+def test_inserts_require_that_there_is_no_record() -> None:
+    record = in_state(State.CREATED)
+    for change in (
+        create(record, by=P, why="launched"),
+        tombstone(in_state(State.TERMINATING, epoch=1), by=R, now=NOW, why="no record"),
+    ):
+        assert change.condition.is_met_by(None)
+        assert not any(change.condition.is_met_by(in_state(state, epoch=1)) for state in State)
+        assert change.entry.source is None
+    assert create(record, by=P, why="launched").applied_to(None) == record
+
+
+# Fields that each row writes ------------------------------------------------------------------------------------------
+
+
+def differences(before: Instance, after: Instance) -> dict[str, Any]:
+    names = (item.name for item in fields(Instance))
+    return {name: getattr(after, name) for name in names if getattr(after, name) != getattr(before, name)}
+
+
+def effect(record: Instance, event: Event, by: Actor) -> dict[str, Any]:
+    return differences(record, advance(record, event, by=by, now=NOW, why="a test").applied_to(record))
+
+
+def test_claim_increments_the_epoch_and_sets_run_owner_assignment_and_threshold() -> None:
+    record = in_state(State.IDLE, run_deadline=at(9))
+    assert effect(record, claim(), P) == {
+        "state": State.CLAIMED,
+        "epoch": 3,
+        "run_id": "1235",
+        "owner": "p-2/b",
+        "provision_id": "p-2",
+        "scope": "octo/other",
+        "threshold": at(300),
+        "assignment": assignment(3),
+        "announced_at": None,
+        "run_deadline": None,
+    }
+
+
+@pytest.mark.parametrize("state", [State.CREATED, State.CLAIMED])
+def test_commit_sets_the_threshold_and_removes_the_credential(state: State) -> None:
+    record = in_state(state)
+    event = Commit(owner=OWNER, report=report(Signal.UD_REG_OK, record.epoch), max_runtime_s=90.0)
+    assert record.assignment is not None
+    assert effect(record, event, P) == {
+        "state": State.RUNNING,
+        "threshold": at(90),
+        "assignment": replace(record.assignment, credential=None),
+    }
+
+
+def test_commit_removes_the_just_in_time_configuration() -> None:
+    record = in_state(State.CREATED, assignment=replace(assignment(1), jit_config="secret"))
+    after = advance(record, evidence(record)[Commit], by=P, now=NOW, why="a test").applied_to(record)
+    assert after.assignment is not None
+    assert after.assignment.jit_config == ""
+
+
+@pytest.mark.parametrize("state", [State.CLAIMED, State.RUNNING])
+def test_release_clears_the_run_keeps_its_deadline_and_sets_the_removal_credential(state: State) -> None:
+    record = in_state(state)
+    assert record.assignment is not None
+    assert effect(record, Release(release_time_s=120.0, credential=REMOVAL, owner=OWNER), P) == {
+        "state": State.RELEASING,
+        "run_id": "",
+        "last_run_id": "1234",
+        "run_deadline": record.threshold,
+        "threshold": at(120),
+        "assignment": replace(record.assignment, credential=REMOVAL),
+    }
+
+
+@pytest.mark.parametrize(
+    ("threshold", "run_deadline", "expected"),
+    [
+        (at(10), at(1_800), at(300)),
+        (at(10), at(200), at(200)),
+        (at(400), at(1_800), at(400)),
+        (at(250), at(200), at(250)),
+        (at(10), None, at(10)),
+    ],
+    ids=["by the release time", "to the run's deadline", "never shorter", "past the deadline", "no deadline"],
+)
+def test_extension_ends_at_the_runs_deadline_and_never_shortens_the_threshold(
+    threshold: datetime, run_deadline: datetime | None, expected: datetime
+) -> None:
+    record = in_state(State.RELEASING, threshold=threshold, run_deadline=run_deadline)
+    event = Extend(report=report(busy=True), extension_s=300.0, margin_s=0.0)
+    after = advance(record, event, by=L, now=NOW, why="a test").applied_to(record)
+    assert after == replace(record, threshold=expected)
+
+
+def test_renewed_credential_changes_nothing_else() -> None:
+    record = in_state(State.RELEASING)
+    fresh = replace(REMOVAL, token="fresh")
+    assert record.assignment is not None
+    assert effect(record, RenewCredential(credential=fresh), R) == {
+        "assignment": replace(record.assignment, credential=fresh)
+    }
+
+
+def test_pooling_clears_the_assignment_counts_the_use_and_sets_the_idle_time() -> None:
+    record = in_state(State.RELEASING, announced_at=at(-9))
+    event = ReturnToPool(report=report(Signal.UD_REMOVE_REG_REMOVE_RUN_OK), idle_time_s=420.0)
+    assert effect(record, event, L) == {
+        "state": State.IDLE,
+        "assignment": None,
+        "announced_at": None,
+        "run_deadline": None,
+        "uses": 2,
+        "threshold": at(420),
+    }
+
+
+def test_announcement_sets_only_its_time() -> None:
+    record = in_state(State.IDLE, announced_at=None)
+    assert effect(record, Announce(), R) == {"announced_at": NOW}
+
+
+def test_renewal_sets_only_the_threshold() -> None:
+    record = in_state(State.IDLE)
+    assert effect(record, Renew(until=at(500)), S) == {"threshold": at(500)}
+
+
+def test_retirement_sets_only_reason_and_detail() -> None:
+    record = in_state(State.RUNNING)
+    assert effect(record, Retire(reason=RetireReason.SPOT_NOTICE, detail="soon"), R) == {
+        "retire_reason": RetireReason.SPOT_NOTICE,
+        "retire_detail": "soon",
+    }
+
+
+@pytest.mark.parametrize(
+    ("state", "by", "reason"),
+    [
+        (State.CREATED, L, RetireReason.RELEASED),
+        (State.CLAIMED, P, RetireReason.TIMED_OUT),
+        (State.RUNNING, R, RetireReason.GONE),
+        (State.RELEASING, R, RetireReason.FAILED),
+        (State.IDLE, R, RetireReason.EXPIRED),
+    ],
+)
+def test_end_clears_run_and_assignment_and_sets_last_run_and_reason(
+    state: State, by: Actor, reason: RetireReason
+) -> None:
+    record = in_state(state)
+    after = advance(record, end(record, reason), by=by, now=NOW, why="a test").applied_to(record)
+    assert (after.state, after.run_id, after.last_run_id) == (State.TERMINATING, "", "1234")
+    assert after.assignment is None
+    assert after.announced_at is None
+    assert after.retire_reason is reason
+    assert after.threshold == NOW
+    assert after.provision_id == record.provision_id
+
+
+def test_end_keeps_the_first_retire_reason() -> None:
+    record = in_state(State.IDLE, retire_reason=RetireReason.SPOT_NOTICE, retire_detail="soon")
+    assert not {"retire_reason", "retire_detail"} & set(effect(record, end(record, RetireReason.EXPIRED), R))
+
+
+def test_confirmed_end_sets_the_expiry_of_the_record() -> None:
+    record = in_state(State.TERMINATING)
+    expected = {"state": State.TERMINATED, "forget_at": at(600)}
+    assert effect(record, Confirm(keep_records_s=600.0), R) == expected
+
+
+def _changes() -> list[Change]:
+    found = []
+    for state in State:
+        record = in_state(state)
+        for event in [*evidence(record).values(), *(end(record, reason) for reason in RetireReason)]:
+            for by in Actor:
+                try:
+                    found.append(advance(record, event, by=by, now=NOW, why="a test"))
+                except IllegalTransition:
+                    continue
+    return found
+
+
+CHANGES = _changes()
+
+
+def test_only_a_claim_changes_the_epoch() -> None:
+    assert {change.entry.transition for change in CHANGES if "epoch" in change.sets} == {"claim"}
+
+
+def test_only_pooling_counts_a_use() -> None:
+    assert {change.entry.transition for change in CHANGES if "uses" in change.sets} == {"pool"}
+
+
+def test_only_a_claim_changes_tier_and_repository() -> None:
+    assert {change.entry.transition for change in CHANGES if "tier" in change.sets} == {"claim"}
+    assert {change.entry.transition for change in CHANGES if "repository" in change.sets} == {"claim"}
+
+
+def test_every_change_of_state_replaces_the_credential() -> None:
+    """S12: neither the registration nor the removal token outlives its step."""
+    for change in CHANGES:
+        if change.entry.target not in {change.entry.source, State.TERMINATED}:
+            assert "assignment" in change.sets, change.entry.transition
+
+
+def test_every_write_is_conditional_on_state_and_epoch() -> None:
+    for change in CHANGES:
+        assert change.entry.source is not None
+        record = in_state(change.entry.source)
+        assert (change.condition.state, change.condition.epoch) == (record.state, record.epoch)
+
+
+# History ----------------------------------------------------------------------------------------------------------
+
+
+def test_history_entry_contains_run_new_epoch_and_actor() -> None:
+    record = in_state(State.IDLE)
+    entry = advance(record, claim(), by=P, now=NOW + timedelta(microseconds=999), why="picked").entry
+    assert (entry.transition, entry.epoch, entry.run_id, entry.by, entry.why) == ("claim", 3, "1235", P, "picked")
+    assert entry.at == NOW
+
+
+def test_history_entry_contains_the_run_that_a_release_clears() -> None:
+    record = in_state(State.RUNNING)
+    assert advance(record, evidence(record)[Release], by=L, now=NOW, why="a test").entry.run_id == "1234"
+
+
+def test_texts_are_bounded() -> None:
+    record = in_state(State.IDLE)
+    assert len(advance(record, claim(), by=P, now=NOW, why="x" * 10_000).entry.why) == MAX_WHY
+    retired = advance(
+        record, Retire(reason=RetireReason.DRAINED, detail="x" * 10_000), by=R, now=NOW, why="a test"
+    ).applied_to(record)
+    assert len(retired.retire_detail) == MAX_WHY
+
+
+def test_claim_by_message_equals_claim_by_record() -> None:
+    record = in_state(State.IDLE, tier=Tier.UNTRUSTED)
+    by_message = advance(
+        presumed_idle(record.message(), now=NOW), claim(tier=Tier.UNTRUSTED), by=P, now=NOW, why="a test"
+    )
+    by_record = advance(record, claim(tier=Tier.UNTRUSTED), by=P, now=NOW, why="a test")
+    assert by_message.condition == by_record.condition
+    assert by_message.applied_to(record) == by_record.applied_to(record)
+
+
+@pytest.mark.parametrize(
+    ("state", "for_s", "until"),
+    [(State.IDLE, 10, 10), (State.IDLE, 900, 900), (State.RELEASING, 10, None), (State.RELEASING, 900, 900)],
+)
+def test_quarantine_sets_the_threshold_of_idle_and_releasing_instances(state: State, for_s: int, until: int | None):
+    record = in_state(state)
+    event = Quarantine(detail="odd", until=at(for_s))
+    change = advance(record, event, by=Actor.OPERATOR, now=NOW, why="odd")
+    after = change.applied_to(record)
+    assert after.quarantined_until == at(for_s)
+    assert after.threshold == (at(until) if until else record.threshold)
+
+
+# Provisions -----------------------------------------------------------------------------------------------------------
+
+
+OPEN, COMMITTED, RELEASED = ProvisionStatus.OPEN, ProvisionStatus.COMMITTED, ProvisionStatus.RELEASED
+FORGET_AT = at(600)
+FORWARD = {(OPEN, COMMITTED), (OPEN, RELEASED), (COMMITTED, RELEASED)}
+
+
+def move(before: Provision, status: ProvisionStatus) -> Provision:
+    if status is COMMITTED:
+        return committed(before, ("i-1", "i-2"), deadline=at(50))
+    return released(before, now=at(5), why="cancelled")
+
+
+@pytest.mark.parametrize(("source", "target"), list(itertools.product(ProvisionStatus, (COMMITTED, RELEASED))))
+def test_provision_status_only_moves_forward(source: ProvisionStatus, target: ProvisionStatus) -> None:
+    before = provision(status=source)
+    if (source, target) in FORWARD:
+        assert move(before, target).status is target
+    else:
+        with pytest.raises(IllegalTransition) as refused:
+            move(before, target)
+        assert refused.value.history == (before,)
+
+
+def test_commit_records_the_instances_and_release_keeps_them() -> None:
+    done = committed(provision(), ("i-1", "i-2"), deadline=at(50))
+    assert (done.instance_ids, done.deadline) == (("i-1", "i-2"), at(50))
+    after = released(done, now=at(5), why="given back")
+    assert (after.instance_ids, after.released_at, after.why) == (("i-1", "i-2"), at(5), "given back")
+    assert not after.settled
+
+
+@pytest.mark.parametrize("status", [OPEN, COMMITTED])
+def test_only_a_released_provision_can_be_settled(status: ProvisionStatus) -> None:
+    with pytest.raises(IllegalTransition):
+        settled(provision(status=status), forget_at=FORGET_AT)
+    after = settled(provision(status=RELEASED), forget_at=FORGET_AT)
+    assert (after.settled, after.forget_at) == (True, FORGET_AT)

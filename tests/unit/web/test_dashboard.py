@@ -1,0 +1,345 @@
+"""The dashboard: access control, error handling of its routes, its change log and its page files."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+from collections.abc import AsyncIterator, MutableMapping
+from contextlib import asynccontextmanager
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NoReturn
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.routing import Route
+
+from remuda.adapters.system.clock import SystemClock, SystemIds
+from remuda.controlplane.context import Context
+from remuda.domain.errors import Unavailable, UserError
+from remuda.domain.instance import State
+from remuda.domain.reporting.timeline import MachinePhase
+from remuda.web.dashboard import app as routes
+from remuda.web.dashboard import serialize
+from remuda.web.dashboard.app import MAX_STREAMS, build_app
+from remuda.web.dashboard.auth import CONTENT_SECURITY_POLICY, SESSION_COOKIE, AccessToken, is_loopback_host
+from remuda.web.dashboard.feed import Feed
+from remuda.web.dashboard.serialize import PHASES, ChangeLog
+from remuda.web.dashboard.server import TOKEN_VARIABLE, parse_listen_address, parse_window
+
+TEXT = "0123456789abcdef"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost:8421", "LOCALHOST", "[::1]:8421", "127.9.9.9:1"])
+def test_loopback_host_headers(host: str) -> None:
+    assert is_loopback_host(host)
+
+
+@pytest.mark.parametrize(
+    "host", ["", "evil.example", "127.0.0.1.evil.example:8421", "localhost.evil.example", "192.168.0.1", "[::2]", "["]
+)
+def test_other_host_headers_are_not_loopback(host: str) -> None:
+    assert not is_loopback_host(host)
+
+
+def test_token_is_accepted_as_bearer_header_or_session_cookie_only() -> None:
+    token = AccessToken(TEXT)
+    assert token.admits(Headers({"authorization": f"Bearer {TEXT}"}))
+    assert token.admits(Headers({"authorization": f"bearer {TEXT}"}))
+    assert token.admits(Headers({"cookie": f"other=1; {SESSION_COOKIE}={token.session}"}))
+    for odd in ('{"json": [1, 2]}', "a b=c d", "no-value", 'open="quote', "a@b=(c)", "=", "x=\x01"):
+        assert token.admits(Headers({"cookie": f"{odd}; {SESSION_COOKIE}={token.session}; {odd}"})), odd
+    for headers in (
+        {},
+        {"authorization": f"Basic {TEXT}"},
+        {"authorization": "Bearer"},
+        {"authorization": f"Bearer {TEXT}x"},
+        {"authorization": f"Bearer {token.session}"},
+        {"cookie": f"{SESSION_COOKIE}={TEXT}"},
+        {"cookie": f"{SESSION_COOKIE}="},
+        {"cookie": '{SESSION_COOKIE}="\x01'},
+    ):
+        assert not token.admits(Headers(headers))
+    assert TEXT not in repr(token) + token.session
+
+
+def test_session_is_invalid_for_another_token() -> None:
+    assert not AccessToken(TEXT).admits(Headers({"cookie": f"{SESSION_COOKIE}={AccessToken('another' * 3).session}"}))
+
+
+def test_other_addresses_than_loopback_require_a_token(tmp_path: Path) -> None:
+    for host in ("0.0.0.0", "::", "192.0.2.1"):  # noqa: S104 - rejected without a token
+        with pytest.raises(UserError, match="requires a token"):
+            parse_listen_address(host, 0, None, {})
+        assert parse_listen_address(host, 0, None, {TOKEN_VARIABLE: TEXT}).token is not None
+    assert parse_listen_address("::1", 0, None, {}).token is None
+
+
+@pytest.mark.parametrize("text", ["", "short", "with a space inside it", "ünicode-is-no-token", "x" * 1_025])
+def test_invalid_token_is_rejected_without_being_shown(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "token"
+    file.write_text(text)
+    file.chmod(0o600)
+    for name, environ in ((str(file), {}), (None, {TOKEN_VARIABLE: text})):
+        with pytest.raises(UserError) as raised:
+            parse_listen_address("127.0.0.1", 0, name, environ)
+        assert not text or text not in raised.value.message + raised.value.fix
+
+
+def test_token_file_must_be_private(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text(f"{TEXT}\n")
+    file.chmod(0o644)
+    with pytest.raises(UserError, match="can be read by other users"):
+        parse_listen_address("127.0.0.1", 0, str(file), {})
+    file.chmod(0o600)
+    address = parse_listen_address("127.0.0.1", 0, str(file), {TOKEN_VARIABLE: "another-token-that-is-not-used"})
+    assert address.token is not None
+    assert address.token.matches(TEXT)
+    with pytest.raises(UserError, match="cannot be read"):
+        parse_listen_address("127.0.0.1", 0, str(tmp_path / "none"), {})
+
+
+@pytest.mark.parametrize("host", ["", "example.com", "127.0.0.1:80", "999.1.1.1", "http://127.0.0.1"])
+def test_host_must_be_an_ip_address(host: str) -> None:
+    with pytest.raises(UserError, match="--host"):
+        parse_listen_address(host, 0, None, {})
+
+
+@pytest.mark.parametrize("text", ["", "soon", "0m", "31d", "-1h", "1y"])
+def test_since_must_be_a_duration(text: str) -> None:
+    with pytest.raises(UserError, match="--since"):
+        parse_window(text)
+    assert parse_window("90m") == 5_400
+
+
+def test_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "starlette.datastructures", None)
+    monkeypatch.delitem(sys.modules, "remuda.web.dashboard.auth")
+    with pytest.raises(UserError, match="not installed: starlette") as raised:
+        parse_listen_address("127.0.0.1", 0, None, {})
+    assert raised.value.fix == "install starlette and uvicorn"
+
+
+@asynccontextmanager
+async def no_store() -> AsyncIterator[Context]:
+    raise Unavailable("no store")
+    yield
+
+
+def make_feed() -> Feed:
+    return Feed(
+        open_context=no_store, backend="local", interval_s=1.0, since_s=60.0, clock=SystemClock(), ids=SystemIds()
+    )
+
+
+def client(feed: Feed, *extra: Route) -> httpx.AsyncClient:
+    built = build_app(feed, token=None, loopback=True, extra_routes=[lambda _: extra])
+    # Like a server: exceptions after the response only go to the log.
+    transport = httpx.ASGITransport(app=built, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
+
+
+async def test_internal_error_has_security_headers_and_hides_details() -> None:
+    async def fail(_: Request) -> NoReturn:
+        raise ZeroDivisionError("a secret")
+
+    async with client(make_feed(), Route("/api/fail", fail)) as opened:
+        response = await opened.get("/api/fail")
+    assert (response.status_code, response.headers["content-security-policy"]) == (500, CONTENT_SECURITY_POLICY)
+    assert response.json()["error"]["message"] == "internal error: ZeroDivisionError"
+    assert "secret" not in response.text
+
+
+async def test_too_many_streams_are_rejected() -> None:
+    feed = make_feed()
+    feed.watching = MAX_STREAMS
+    async with client(feed) as opened:
+        response = await opened.get("/api/events")
+    assert (response.status_code, response.json()["error"]["message"]) == (
+        503,
+        f"too many pages are open: {MAX_STREAMS}",
+    )
+    assert feed.watching == MAX_STREAMS
+
+
+async def test_client_that_does_not_read_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "SEND_TIMEOUT_S", 0.02)
+    feed = make_feed()
+    counted: list[int] = []
+
+    async def stuck(message: MutableMapping[str, Any]) -> None:
+        counted.append(feed.watching)
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    async def silent() -> NoReturn:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    headers = [(b"host", b"127.0.0.1")]
+    scope = {"type": "http", "method": "GET", "path": "/api/events", "query_string": b"", "headers": headers}
+    async with asyncio.timeout(30):
+        await build_app(feed, token=None, loopback=True)({**scope, "asgi": {"spec_version": "2.3"}}, silent, stuck)
+    assert counted[0] == 1, "counted before the first byte is sent"
+    assert feed.watching == 0
+
+
+# Change log: a client that applies the changes, however seldom, ends with the snapshot --------------------------------
+
+
+Kinds = dict[str, dict[str, Any]]
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from("ab"), st.sampled_from("123"), st.one_of(st.none(), st.integers(0, 3)), st.booleans()),
+    max_size=40,
+)
+
+
+def kinds(text: str) -> Kinds:
+    return {name: items for name, items in json.loads(text).items() if name not in {"version", "tag"}}
+
+
+def apply_changes(known: Kinds, text: str) -> None:
+    for kind, items in kinds(text).items():
+        for name, value in items.items():
+            if value is None:
+                known.get(kind, {}).pop(name, None)
+            else:
+                known.setdefault(kind, {})[name] = value
+
+
+def without_empty(known: Kinds) -> Kinds:
+    return {kind: items for kind, items in known.items() if items}
+
+
+@settings(max_examples=150, deadline=None)
+@given(steps=STEPS, intervals=st.lists(st.integers(0, 5), min_size=1, max_size=8))
+def test_a_slow_client_gets_the_newest_text_of_every_item(
+    steps: list[tuple[str, str, int | None, bool]], intervals: list[int]
+) -> None:
+    log = ChangeLog(process_id="x")
+    known: Kinds = {}
+    at = 0
+    for number, (kind, name, value, commit) in enumerate(steps):
+        if value is None:
+            log.drop(kind, name)
+        else:
+            log.put(kind, name, str(value))
+        if commit:
+            log.commit()
+        if commit and number % (intervals[number % len(intervals)] + 1) == 0:
+            apply_changes(known, log.changes(at))
+            at = log.version
+    log.commit()
+    apply_changes(known, log.changes(at))
+    assert without_empty(known) == kinds(log.snapshot())
+
+
+def test_unchanged_items_do_not_make_a_version() -> None:
+    log = ChangeLog(process_id="x")
+    log.put("a", "1", "5")
+    assert log.commit()
+    log.put("a", "1", "5")
+    log.drop("a", "2")
+    assert not log.commit()
+    assert log.tag == "x-1"
+
+
+@pytest.mark.parametrize("tag", ["", "x", "y-1", "x-2", "x--1", "x-1.0", "x-" + "9" * 40, "x-٣"])
+def test_unknown_tags_have_no_version(tag: str) -> None:
+    log = ChangeLog(process_id="x")
+    log.put("a", "1", "5")
+    log.commit()
+    assert log.version_of(tag) is None
+    assert log.version_of("x-1") == 1
+
+
+def test_old_removals_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serialize, "MAX_TOMBSTONES", 4)
+    log = ChangeLog(process_id="x")
+    for number in range(12):
+        log.put("a", str(number), "1")
+        log.commit()
+        log.drop("a", str(number))
+        log.commit()
+    assert log.version_of("x-1") is None
+    recent = log.version_of(f"x-{log.version - 1}")
+    assert recent is not None
+    assert kinds(log.changes(recent)) == {"a": {"11": None}}
+
+
+def test_names_are_escaped() -> None:
+    log = ChangeLog(process_id="x")
+    name = 'a"},"facts":{"error":"injected\n'
+    log.put("instances", name, "1")
+    log.commit()
+    assert kinds(log.snapshot()) == {"instances": {name: 1}}
+    assert "\n" not in log.snapshot()
+
+
+# Page files: complete, self-contained, and without ways to turn a name into markup ------------------------------------
+
+
+PAGE = files("remuda.web.dashboard").joinpath("page")
+TEXTS = {item.name: item.read_text() for item in PAGE.iterdir()}
+SCRIPTS = sorted(name for name in TEXTS if name.endswith(".js"))
+PAGES = sorted(name for name in TEXTS if name.endswith(".html"))
+#: Functions and attributes that turn text into markup or code.
+UNSAFE = (
+    *("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "createContextualFragment", "DOMParser"),
+    *("eval(", "new Function", "setHTML", "srcdoc", 'setAttribute("style"', "javascript:"),
+)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_insert_names_as_text_only(script: str) -> None:
+    assert [name for name in UNSAFE if name in TEXTS[script]] == []
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_pages_have_no_inline_script_or_style(name: str) -> None:
+    text = TEXTS[name]
+    assert re.findall(r"<style|\sstyle=|\son\w+=|javascript:", text) == []
+    assert all(body.strip() == "" for body in re.findall(r"<script[^>]*>(.*?)</script>", text, re.DOTALL))
+    assert text.startswith('<!doctype html>\n<html lang="en">')
+
+
+def test_pages_use_no_external_resources() -> None:
+    for name, text in TEXTS.items():
+        found = [url for url in re.findall(r"(?:https?:)?//[\w.-]+\.\w+[^\s\"')]*", text) if "www.w3.org" not in url]
+        assert found == [], name
+    wanted = {path for text in TEXTS.values() for path in re.findall(r'(?:src|href)="/([\w.]+)"', text)}
+    wanted |= {path for text in TEXTS.values() for path in re.findall(r'from "\./([\w.]+)"', text)}
+    assert wanted <= set(TEXTS)
+    assert set(TEXTS) - wanted == {"index.html", "login.html"}
+
+
+def test_phases_of_page_and_domain_are_equal() -> None:
+    (listed,) = re.findall(r"export const PHASES = \[(.*?)\]", TEXTS["model.js"])
+    assert (
+        re.findall(r'"(\w+)"', listed) == [phase.value for phase in PHASES] == [phase.value for phase in MachinePhase]
+    )
+    (renamed,) = re.findall(r"const PHASE_OF = \{(.*?)\}", TEXTS["model.js"])
+    words = {*re.findall(r"(\w+):", renamed), *(phase.value for phase in MachinePhase)}
+    assert {state.value for state in State} <= words
+
+
+def test_every_element_used_by_scripts_exists() -> None:
+    used = {name for script in SCRIPTS for name in re.findall(r'find\("([\w-]+)"\)', TEXTS[script])}
+    existing = set(re.findall(r'\sid="([\w-]+)"', TEXTS["index.html"]))
+    assert used <= existing
+
+
+def test_docs_show_every_picture_and_none_is_large() -> None:
+    docs = Path(__file__).parents[3] / "docs"
+    shown = set(re.findall(r"\.\./pictures/([\w.-]+)", (docs / "howto" / "dashboard.md").read_text()))
+    sizes = {file.name: file.stat().st_size for file in (docs / "pictures").iterdir()}
+    assert shown == set(sizes)
+    assert all(size < 200_000 for size in sizes.values())
