@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from remuda.adapters.sqlite.errors import translated
 from remuda.adapters.sqlite.pool import SqliteResourcePool
-from remuda.adapters.sqlite.schema import VERSION
+from remuda.adapters.sqlite.schema import VERSION, translated
 from remuda.adapters.sqlite.store import SqliteInstanceStore
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.domain.errors import Unavailable, UserError
