@@ -162,13 +162,13 @@ async def test_many_messages_are_sent_in_batches(pool: SqsResourcePool, between:
 FAILED = {"Id": "1", "Code": "InternalError", "SenderFault": False}
 
 
-@pytest.mark.parametrize("operation", ["send", "delete", "hand_back"])
+@pytest.mark.parametrize("operation", ["send", "delete", "make_visible"])
 async def test_rejected_entries_are_retried_once(pool: SqsResourcePool, between: FaultProxy, operation: str) -> None:
     await pool.prepare(["large"])
     wire_name = {
         "send": "SendMessageBatch",
         "delete": "DeleteMessageBatch",
-        "hand_back": "ChangeMessageVisibilityBatch",
+        "make_visible": "ChangeMessageVisibilityBatch",
     }[operation]
 
     async def call() -> None:

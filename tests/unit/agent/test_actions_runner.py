@@ -169,7 +169,7 @@ class TestConfigure:
         runner = folder.open()
         assert runner.state() == RunnerState()
 
-        outcome = await runner.configure(ASSIGNMENT)
+        outcome = await runner.register(ASSIGNMENT)
 
         assert outcome.ok
         assert outcome.detail == "exit code 0: Connected with ***"
@@ -191,7 +191,7 @@ class TestConfigure:
         folder.behave("[ -e .runner ] && exit 1;" + REGISTER)
         (folder.runner / ".runner").write_text('{"agentName": "old"}')
         runner = folder.open()
-        assert (await runner.configure(ASSIGNMENT)).ok
+        assert (await runner.register(ASSIGNMENT)).ok
 
     @pytest.mark.parametrize(
         "script", ["echo refused SECRET; exit 1", "echo refused SECRET", "echo refused; kill -9 $$"]
@@ -199,7 +199,7 @@ class TestConfigure:
     async def test_failure_detail_contains_the_output(self, folder: Folder, script: str) -> None:
         runner = folder.open()
         folder.behave(script)
-        outcome = await runner.configure(ASSIGNMENT)
+        outcome = await runner.register(ASSIGNMENT)
         assert not outcome.ok
         assert "refused" in outcome.detail
         assert "SECRET" not in outcome.detail
@@ -211,7 +211,7 @@ class TestConfigure:
             # Increase the limit until the script has time for its first output.
             limit_s *= 2
             monkeypatch.setattr(agent_runner, "CONFIGURE_LIMIT_S", limit_s)
-            outcome = await folder.open().configure(ASSIGNMENT)
+            outcome = await folder.open().register(ASSIGNMENT)
             assert not outcome.ok
             detail = outcome.detail
         assert detail == "killed at the time limit: hangs"
@@ -219,14 +219,14 @@ class TestConfigure:
     async def test_configuration_requires_token_and_software(self, folder: Folder) -> None:
         runner = folder.open()
         bare = Assignment(url="u", runner_name="n", labels=())
-        assert not (await runner.configure(bare)).ok
+        assert not (await runner.register(bare)).ok
         (folder.runner / "config.sh").unlink()
-        assert not (await runner.configure(ASSIGNMENT)).ok
+        assert not (await runner.register(ASSIGNMENT)).ok
 
     async def test_configuration_fails_while_a_listener_runs(self, folder: Folder) -> None:
         runner = folder.open()
         await runner.start(ASSIGNMENT)
-        assert not (await runner.configure(ASSIGNMENT)).ok
+        assert not (await runner.register(ASSIGNMENT)).ok
         await runner.stop()
 
 
@@ -236,7 +236,7 @@ class TestListener:
     ) -> None:
         monkeypatch.setenv("REMUDA_MACHINE_FD", "7")
         runner = folder.open()
-        await runner.configure(ASSIGNMENT)
+        await runner.register(ASSIGNMENT)
         await runner.start(ASSIGNMENT)
         assert runner.state() == RunnerState(registered_as="remuda-p-1-i-1", listening=True)
         folder.say("Listening for Jobs", "Running job: x")
@@ -367,7 +367,7 @@ JUST_IN_TIME = Assignment(url="u", runner_name="jit", labels=(), jit_config="PAC
 class TestJustInTime:
     async def test_jit_configuration_is_passed_at_the_start(self, folder: Folder) -> None:
         assignment = JUST_IN_TIME
-        assert (await folder.open().configure(assignment)).ok
+        assert (await folder.open().register(assignment)).ok
         # A restarted agent knows the same.
         runner = folder.open()
         assert runner.state() == RunnerState(registered_as="jit")
@@ -383,7 +383,7 @@ class TestJustInTime:
 
     async def test_jit_runner_needs_no_removal_after_its_job(self, folder: Folder) -> None:
         runner = folder.open()
-        await runner.configure(JUST_IN_TIME)
+        await runner.register(JUST_IN_TIME)
         assert not runner.state().spent
         await runner.start(ASSIGNMENT)
         assert not runner.state().spent
@@ -396,7 +396,7 @@ class TestJustInTime:
 
     async def test_restarted_agent_knows_that_the_only_job_has_ended(self, folder: Folder) -> None:
         runner = folder.open()
-        await runner.configure(JUST_IN_TIME)
+        await runner.register(JUST_IN_TIME)
         await runner.start(ASSIGNMENT)
         folder.say("exit 0")
         await until(runner, listening=False)
@@ -408,7 +408,7 @@ class TestJustInTime:
     @pytest.mark.parametrize("code", [1, 2])
     async def test_failed_jit_listener_is_not_spent(self, folder: Folder, code: int) -> None:
         runner = folder.open()
-        await runner.configure(JUST_IN_TIME)
+        await runner.register(JUST_IN_TIME)
         await runner.start(ASSIGNMENT)
         folder.say(f"exit {code}")
         state = await until(runner, listening=False)
@@ -417,11 +417,11 @@ class TestJustInTime:
     async def test_registration_that_github_removed_needs_no_token(self, folder: Folder) -> None:
         """Applies before the start and while the listener runs, which is stopped next."""
         runner = folder.open()
-        await runner.configure(JUST_IN_TIME)
+        await runner.register(JUST_IN_TIME)
         gone = replace(JUST_IN_TIME, jit_config="", runner_id=0)
         assert (await runner.remove(gone))[0] is RemovalStatus.REMOVED
         assert runner.state() == RunnerState()
-        await runner.configure(JUST_IN_TIME)
+        await runner.register(JUST_IN_TIME)
         await runner.start(ASSIGNMENT)
         while not (folder.runner / ".runner").exists():
             await runner.wait_for_change(runner.state(), 0.01)
@@ -433,7 +433,7 @@ class TestJustInTime:
 class TestRemove:
     async def test_removal_without_registration_succeeds(self, folder: Folder) -> None:
         runner = folder.open()
-        await runner.configure(ASSIGNMENT)
+        await runner.register(ASSIGNMENT)
         folder.behave("rm .runner; echo removed with $ACTIONS_RUNNER_INPUT_TOKEN")
         assert await runner.remove(ASSIGNMENT) == (RemovalStatus.REMOVED, "exit code 0: removed with ***")
         assert folder.read("arguments") == "remove\n"
@@ -456,13 +456,13 @@ class TestRemove:
     )
     async def test_status_follows_the_output(self, folder: Folder, script: str, expected: RemovalStatus) -> None:
         runner = folder.open()
-        await runner.configure(ASSIGNMENT)
+        await runner.register(ASSIGNMENT)
         folder.behave(script)
         assert (await runner.remove(ASSIGNMENT))[0] is expected
 
     async def test_removal_requires_a_token(self, folder: Folder) -> None:
         runner = folder.open()
-        await runner.configure(ASSIGNMENT)
+        await runner.register(ASSIGNMENT)
         bare = Assignment(url="u", runner_name="n", labels=())
         assert (await runner.remove(bare))[0] is RemovalStatus.FAILED
 
@@ -473,7 +473,7 @@ class TestRegistrar:
     async def test_the_listener_gets_a_copy_of_the_registration(self, folder: Folder, tmp_path: Path) -> None:
         registrar = tmp_path / "registrar"
         runner = folder.open_apart(registrar)
-        assert (await runner.configure(ASSIGNMENT)).ok
+        assert (await runner.register(ASSIGNMENT)).ok
         assert (folder.runner / ".runner").read_bytes() == (registrar / ".runner").read_bytes()
         assert (folder.runner / ".runner").stat().st_mode & 0o777 == 0o600
         assert not (folder.runner / "environment").exists()
@@ -491,7 +491,7 @@ class TestRegistrar:
         (folder.runner / name).mkdir()
         (folder.runner / name / "file").touch()
         with pytest.raises(Unavailable, match="registration"):
-            await runner.configure(ASSIGNMENT)
+            await runner.register(ASSIGNMENT)
         assert (folder.runner / name / "file").exists()
 
     async def test_registration_is_not_written_through_a_link(self, folder: Folder, tmp_path: Path) -> None:
@@ -500,14 +500,14 @@ class TestRegistrar:
         precious.write_text("as it was")
         for name in (".runner", "..runner.new"):
             (folder.runner / name).symlink_to(precious)
-        assert (await runner.configure(ASSIGNMENT)).ok
+        assert (await runner.register(ASSIGNMENT)).ok
         assert precious.read_text() == "as it was"
         assert not (folder.runner / ".runner").is_symlink()
 
     async def test_removal_does_not_run_software_that_jobs_can_change(self, folder: Folder, tmp_path: Path) -> None:
         registrar = tmp_path / "registrar"
         runner = folder.open_apart(registrar)
-        await runner.configure(ASSIGNMENT)
+        await runner.register(ASSIGNMENT)
         (folder.runner / "config.sh").write_text("#!/bin/sh\nenv >stolen\n")
         (folder.runner / ".runner").write_text('{"agentName": "x", "gitHubUrl": "https://evil.example.com"}')
         assert runner.state().registered_as == "remuda-p-1-i-1"
@@ -522,7 +522,7 @@ class TestRegistrar:
     async def test_jit_registration_must_be_removed_through_the_api(self, folder: Folder, tmp_path: Path) -> None:
         runner = folder.open_apart(tmp_path / "registrar")
         given = replace(ASSIGNMENT, credential=None, jit_config="config", runner_name="jit", runner_id=7)
-        await runner.configure(given)
+        await runner.register(given)
         await runner.start(ASSIGNMENT)
         await folder.listens(runner)
         removal, detail = await runner.remove(given)
