@@ -18,8 +18,7 @@ from remuda.domain.errors import Unavailable, UserError
 from remuda.domain.instance import Assignment
 from remuda.domain.signals import FailureKind
 from remuda.ports.github import Deletion
-from remuda.ports.machine import AgentState, Identity, StepResult
-from remuda.ports.runner import RemovalStatus, RunnerState
+from remuda.ports.machine import AgentState, Identity, RemovalStatus, RunnerState, StepResult
 from simulation.faults import Fault, FaultInjector
 from simulation.loop import START
 from simulation.memory.compute import MemoryMachine

@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import pytest
 
-from remuda.cli.doctor import document
+from remuda.cli.read import check_document
 from remuda.config.settings import Settings
 from remuda.config.sources import load
 from remuda.controlplane.doctor import exit_code, run_checks
@@ -45,7 +45,9 @@ class Patient:
             given = {name.replace("-", "_"): value for name, value in (flags or {}).items()}
             settings = load({"backend": "aws", "pool": pool, **given}, environ=os.environ)
             results = asyncio.run(_run_checks(settings))
-        return exit_code(results.values()), self.judged([document(name, result) for name, result in results.items()])
+        return exit_code(results.values()), self.judged(
+            [check_document(name, result) for name, result in results.items()]
+        )
 
     def judged(self, lines: list[dict[str, Any]]) -> Lines:
         for line in lines:

@@ -33,8 +33,7 @@ from remuda.agent.processes import program_name
 from remuda.domain.errors import CapacityError, UserError
 from remuda.domain.resources import ResourceClass, RunnerRequest, Tier, TypePatterns, UsageClass
 from remuda.domain.timestamps import from_text
-from remuda.fake_github import read_endpoint
-from remuda.fake_github.package import install
+from remuda.fake_github import install_runner, read_endpoint
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import LaunchRequest, LaunchResult, MachineState
 
@@ -57,7 +56,7 @@ from remuda.agent.job_hook import JobHook
 from remuda.agent.reset import Reset
 from remuda.domain.instance import Assignment, Credential
 from remuda.ports.machine import AgentState, ScriptStatus
-from remuda.ports.runner import RunnerState
+from remuda.ports.machine import RunnerState
 
 async def main():
     folder, clock = machine_folder(os.environ), SystemClock()
@@ -123,7 +122,7 @@ class LocalMachines:
         self.folder = Path(tempfile.mkdtemp(prefix="remuda-"))
         self.root = self.folder / "m"
         self.source = self.folder / "runner"
-        install(self.source)
+        install_runner(self.source)
         (self.folder / "agent.py").write_text(AGENT)
         self.compute = LocalCompute(
             root=self.root,

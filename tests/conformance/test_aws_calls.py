@@ -36,6 +36,7 @@ from remuda.ports.event_log import SilentEventLog
 from remuda.ports.pool import BATCH
 from remuda.ports.store import InstanceStore
 from simulation.memory.compute import MemoryCloud, MemoryCompute
+from tests.conformance.conftest import DynamoStores
 from tests.support.aws.fault_proxy import JSON, Fault, FaultProxy, fault_proxy, hold_until, respond, respond_together
 from tests.support.aws.servers import Ministack
 from tests.support.dynamodb_permissions import denied_requests, iam_requests
@@ -175,28 +176,19 @@ async def aws(
 
 
 @pytest.fixture
-async def agent_store(clients: AwsClients, table_name: str) -> AsyncIterator[InstanceStore]:
+def agent_store(dynamo_stores: DynamoStores) -> InstanceStore:
     """The store of the agents, which bypasses the proxy. Opened before the proxy."""
-    store = DynamoInstanceStore(
-        client=await clients.dynamodb(),
-        table=table_name,
-        clock=SystemClock(),
-        ids=SystemIds(),
-        calls=CallCounter(),
-        key_prefix=PREFIX,
-    )
-    yield store
-    await store.close()
+    return dynamo_stores.open(calls=CallCounter(), key_prefix=PREFIX)
 
 
 @pytest.fixture
 def no_periodic_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disable periodic work, whose number of calls depends on the speed of the test machine."""
     for pause in (
-        "remuda.adapters.aws.dynamodb.history.FLUSH_AFTER_S",
+        "remuda.adapters.aws.dynamodb.changes.FLUSH_AFTER_S",
         "remuda.controlplane.provision.selection.OPEN_CHECK_TTL_S",
         "remuda.controlplane.provision.selection.OPEN_CHECK_INTERVAL_S",
-        "remuda.controlplane.release.releasing.RECHECK_INTERVAL_S",
+        "remuda.controlplane.release.RECHECK_INTERVAL_S",
     ):
         monkeypatch.setattr(pause, 3 * LONG_S)
 

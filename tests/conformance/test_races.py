@@ -28,9 +28,8 @@ from remuda.controlplane.context import Context, map_concurrently
 from remuda.controlplane.scale_down import FleetContext, scale_down
 from remuda.domain.errors import Conflict
 from remuda.domain.instance import Instance, State
-from remuda.domain.scale_down.cron import parse_cron
 from remuda.domain.scale_down.decisions import ScaleDownPolicy
-from remuda.domain.scale_down.idle_config import IdleWindow
+from remuda.domain.scale_down.idle_config import IdleWindow, parse_cron
 from remuda.domain.transitions import Actor, Claim, advance
 from remuda.ports.calls import CallCounter
 from remuda.ports.event_log import SilentEventLog

@@ -12,11 +12,11 @@ import pytest
 from remuda.domain import provision as provisions
 from remuda.domain.errors import Conflict, Unreadable
 from remuda.domain.instance import LIVE, RetireReason, State
-from remuda.domain.provision import ProvisionStatus
-from remuda.domain.provision_outcome import (
+from remuda.domain.provision import (
     AcquiredRunner,
     LaunchAttempt,
     ProvisionOutcome,
+    ProvisionStatus,
     RejectedCandidate,
     RejectionKind,
     RunnerSource,

@@ -2,25 +2,21 @@
 
 # ruff: noqa: F401
 
+import remuda.adapters.aws.clients
 import remuda.adapters.aws.dynamodb.keys
 import remuda.adapters.aws.dynamodb.store
 import remuda.adapters.aws.ec2.compute
 import remuda.adapters.aws.ec2.options
-import remuda.adapters.aws.ec2.prices
 import remuda.adapters.aws.ec2.tagged_fleet
-import remuda.adapters.aws.secrets
 import remuda.adapters.aws.sqs
 import remuda.adapters.github.auth
 import remuda.adapters.github.client
-import remuda.cli.doctor
+import remuda.cli.lifecycle
 import remuda.cli.local_backend
 import remuda.cli.main
-import remuda.cli.maintenance
 import remuda.cli.operator
-import remuda.cli.report
+import remuda.cli.read
 import remuda.cli.run_workflow
-import remuda.cli.runs
-import remuda.cli.status
 import remuda.cli.terminal
 import tests.support.cli
 from remuda.adapters.aws.clients import open_session

@@ -17,8 +17,7 @@ from remuda.adapters.sqlite.documents import encode
 from remuda.adapters.sqlite.schema import connect, create
 from remuda.domain.instance import Actor, HistoryEntry, Instance, RetireReason, State
 from remuda.domain.pool_config import PoolConfig
-from remuda.domain.provision import Provision, ProvisionStatus
-from remuda.domain.provision_outcome import AcquiredRunner, ProvisionOutcome, RunnerSource
+from remuda.domain.provision import AcquiredRunner, Provision, ProvisionOutcome, ProvisionStatus, RunnerSource
 from remuda.domain.resources import DEFAULT_CLASSES, UsageClass
 from remuda.domain.signals import Report
 from remuda.domain.thresholds import Lifetimes

@@ -259,6 +259,11 @@ class PoolWorld(World):
     async def provision(self, run_id: str = "1", *, process: Context | None = None, **changed: Any) -> ProvisionResult:
         return await provision(process or self.process(), provision_request(run_id, **changed))
 
+    async def one(self, run_id: str = "1", **changed: Any) -> Instance:
+        """Provision one instance."""
+        (item,) = (await self.provision(run_id, **changed)).instances
+        return item.instance
+
     async def release(self, run_id: str = "1", attempt: int = 1, *, process: Context | None = None) -> ReleaseResult:
         return await release(process or self.process(), run_id=run_id, attempt=attempt)
 

@@ -16,8 +16,7 @@ from enum import Enum
 from remuda.domain.instance import Instance, State
 from remuda.domain.signals import Signal
 from remuda.domain.thresholds import expired
-from remuda.ports.machine import ScriptStatus
-from remuda.ports.runner import RunnerState
+from remuda.ports.machine import RunnerState, ScriptStatus
 
 #: Starts of the listener before the agent signals a failure.
 MAX_STARTS = 5

@@ -24,8 +24,7 @@ from remuda.domain.instance import Assignment
 from remuda.domain.serialization import from_document, to_document
 from remuda.domain.signals import FailureKind
 from remuda.ports.clock import Clock
-from remuda.ports.machine import StepResult
-from remuda.ports.runner import RemovalStatus, RunnerState
+from remuda.ports.machine import RemovalStatus, RunnerState, StepResult
 from remuda.procfs import Process
 
 CONFIGURE_LIMIT_S = 120.0

@@ -15,8 +15,24 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from remuda.config.declaration import ALL_COMMANDS, POOL_COMMANDS, Group, Setting, declare, flag, variable
-from remuda.config.kinds import InvalidValue, Secret, ValueKind, boolean, choice, integer, number, secret, text
+from remuda.config.declaration import (
+    ALL_COMMANDS,
+    POOL_COMMANDS,
+    Group,
+    InvalidValue,
+    Secret,
+    Setting,
+    ValueKind,
+    boolean,
+    choice,
+    declare,
+    flag,
+    integer,
+    number,
+    secret,
+    text,
+    variable,
+)
 from remuda.domain.errors import UserError
 from remuda.domain.resources import (
     DEFAULT_CLASSES,

@@ -13,11 +13,10 @@ from remuda.domain.pool_config import PoolConfig
 from remuda.domain.transitions import Actor, Change, Event, advance
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock, Ids
-from remuda.ports.compute import Compute
+from remuda.ports.compute import Compute, SpotPrices
 from remuda.ports.event_log import EventLog
 from remuda.ports.github import GitHub
 from remuda.ports.pool import ResourcePool
-from remuda.ports.prices import SpotPrices
 from remuda.ports.store import InstanceStore
 
 T = TypeVar("T")

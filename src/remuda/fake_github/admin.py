@@ -9,8 +9,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from remuda.fake_github.app_state import ANYTHING, AppState, administrator, error_response, json_body, wait_of
-from remuda.fake_github.faults import FaultKind
+from remuda.fake_github.app_state import (
+    ANYTHING,
+    AppState,
+    FaultKind,
+    administrator,
+    error_response,
+    json_body,
+    wait_of,
+)
 from remuda.fake_github.model import ApiError, GitHubJob, JobPhase, RegisteredRunner
 from remuda.fake_github.rest import RunnersRest, timestamp
 from remuda.fake_github.state import settings_from

@@ -25,8 +25,7 @@ from starlette.routing import Route
 from remuda import __version__
 from remuda.controlplane.read.status import Status
 from remuda.domain.instance import LIVE, HistoryEntry, Instance, State
-from remuda.domain.provision import Provision
-from remuda.domain.provision_outcome import ProvisionKind
+from remuda.domain.provision import Provision, ProvisionKind
 from remuda.domain.reporting.warnings import WarningKind
 from remuda.domain.resources import UsageClass
 from remuda.domain.transitions import TRANSITIONS

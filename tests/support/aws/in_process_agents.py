@@ -21,8 +21,7 @@ from remuda.agent.loop import Agent
 from remuda.domain.instance import Assignment, State
 from remuda.ports.compute import POOL_TAG
 from remuda.ports.event_log import SilentEventLog
-from remuda.ports.machine import Identity, StepResult
-from remuda.ports.runner import RemovalStatus
+from remuda.ports.machine import Identity, RemovalStatus, StepResult
 from remuda.ports.store import InstanceStore
 from tests.support.agents import RecordingMachine, RecordingRunner
 from tests.support.aws.servers import aws_client

@@ -12,8 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from remuda.aws_lambda import handler as lambda_handler
-from remuda.aws_lambda.emf import Measurement, emf_line
-from remuda.aws_lambda.handler import COMMANDS, RESERVE_S, LambdaCommand, LambdaOutcome, handler, parse_event
+from remuda.aws_lambda.handler import (
+    COMMANDS,
+    RESERVE_S,
+    LambdaCommand,
+    LambdaOutcome,
+    Measurement,
+    emf_line,
+    handler,
+    parse_event,
+)
 from remuda.domain.errors import InvariantViolated, Partial, TimedOut, UserError
 from remuda.domain.instance import RetireReason
 from tests.support.emf import check_emf

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from remuda.adapters.system.clock import SystemClock
-from remuda.cli import run_event
+from remuda.cli import lifecycle
 from remuda.cli.agent import LineEventLog
 from remuda.cli.agent import main as run_agent
+from remuda.cli.lifecycle import check_label, read_event, repository, trust
 from remuda.cli.main import app
 from remuda.cli.output import ConsoleEventLog, Output, early_log_format, set_log_format
 from remuda.cli.rendering.results import instance_document
 from remuda.cli.run import run_command
-from remuda.cli.run_event import check_label, read_event, repository, trust
 from remuda.config.settings import Settings
 from remuda.config.sources import load
 from remuda.domain.errors import (
@@ -316,7 +316,7 @@ def test_a_pipe_or_a_huge_file_is_not_read(tmp_path: Path, monkeypatch: pytest.M
     assert isinstance(read_event(str(tmp_path)), UnreadablePayload)
     assert isinstance(read_event(""), UnreadablePayload)
     assert isinstance(read_event("a\0b"), UnreadablePayload)
-    monkeypatch.setattr(run_event, "MAX_EVENT_BYTES", 10)
+    monkeypatch.setattr(lifecycle, "MAX_EVENT_BYTES", 10)
     (tmp_path / "long").write_text('{"a": "01234567890"}')
     assert read_event(str(tmp_path / "long")).why == "larger than 10 bytes"
 

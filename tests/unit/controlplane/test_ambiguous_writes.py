@@ -12,7 +12,7 @@ from remuda.domain.errors import Conflict, RemudaError, Unavailable
 from remuda.domain.instance import State
 from remuda.domain.provision import ProvisionStatus
 from tests.support.records import provision
-from tests.support.virtual_time import AmbiguousAnswer, Call, run_virtual
+from tests.support.virtual_time import AmbiguousAnswer, Call, failing, run_virtual
 from tests.support.world import PoolWorld
 
 WRITES = ("store.apply", "store.put_provision", "store.replace_provision", "pool.delete", "compute.launch")
@@ -156,11 +156,7 @@ async def test_intent_repeated_by_the_client_is_recognised(world: PoolWorld) -> 
 
 
 async def test_intent_of_another_process_is_a_conflict(world: PoolWorld) -> None:
-    async def hook(name: str, call: Call) -> Any:
-        if name == "store.put_provision":
-            raise Conflict("it exists", current=provision(1))
-        return await call()
-
+    hook = failing("store.put_provision", Conflict("it exists", current=provision(1)))
     with pytest.raises(Conflict):
         await world.provision(process=world.process(hook))
     world.check_holds_nothing("1")

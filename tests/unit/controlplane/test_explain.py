@@ -9,8 +9,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from remuda.cli.rendering.explanation import explanation_document, explanation_lines
-from remuda.cli.rendering.status import status_document
+from remuda.cli.rendering.status import explanation_document, explanation_lines, status_document
 from remuda.controlplane.operator import terminate
 from remuda.controlplane.read.explain import check_subject, explain
 from remuda.controlplane.read.status import status

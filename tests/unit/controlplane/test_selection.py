@@ -15,7 +15,7 @@ from remuda.domain.resources import PoolMessage, Tier, TypePatterns, UsageClass
 from remuda.domain.signals import FailureKind, Signal
 from remuda.ports.machine import StepResult
 from tests.support.records import message
-from tests.support.virtual_time import Call
+from tests.support.virtual_time import Call, failing
 from tests.support.world import PoolWorld, number_of
 
 MISMATCHES: dict[str, dict[str, Any]] = {
@@ -281,12 +281,6 @@ async def test_tiers_do_not_mix(world: PoolWorld) -> None:
 
 async def test_unreachable_pool_fails_the_provision(world: PoolWorld) -> None:
     await world.warm(1)
-
-    async def hook(name: str, call: Call) -> Any:
-        if name == "pool.receive":
-            raise Unavailable("the queue is down")
-        return await call()
-
     with pytest.raises(Unavailable, match="queue is down"):
-        await world.provision(process=world.process(hook))
+        await world.provision(process=world.process(failing("pool.receive", Unavailable("the queue is down"))))
     world.check_holds_nothing("1")

@@ -8,8 +8,13 @@ from hypothesis import strategies as st
 
 from remuda.domain.errors import UserError
 from remuda.domain.instance import State
-from remuda.domain.pool_config import MAX_RUNNER_NAME, parse_runner_name, runner_name, runner_prefix
-from remuda.domain.stale_registrations import stale_registration_reason
+from remuda.domain.pool_config import (
+    MAX_RUNNER_NAME,
+    parse_runner_name,
+    runner_name,
+    runner_prefix,
+    stale_registration_reason,
+)
 from tests.support.builders import in_state
 from tests.support.records import NOW, at, instance_id, pool_config
 

@@ -18,8 +18,7 @@ from remuda.adapters.system.prices import read_prices, shipped_prices
 from remuda.domain.errors import UserError
 from remuda.domain.instance import Credential, HistoryEntry, Instance, RetireReason, State
 from remuda.domain.pool_config import ScopeTokens
-from remuda.domain.provision import Provision, ProvisionStatus
-from remuda.domain.provision_outcome import AcquiredRunner, ProvisionOutcome, RunnerSource
+from remuda.domain.provision import AcquiredRunner, Provision, ProvisionOutcome, ProvisionStatus, RunnerSource
 from remuda.domain.reporting.prices import PriceTable, SpotPrice, mean_spot_prices, parse_prices
 from remuda.domain.reporting.timeline import MachinePhase, clip, lifetime, mean_counts, spans_of
 from remuda.domain.reporting.usage import UsageReport, instance_cost, quantile, usage_report, usage_summary

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from remuda.domain.errors import IllegalTransition
 from remuda.domain.instance import ABSORBING, ASSIGNED, Instance, State
-from remuda.domain.pool_config import runner_name
+from remuda.domain.pool_config import runner_name, stale_registration_reason
 from remuda.domain.resources import Reuse, Tier
 from remuda.domain.signals import Report, Signal
-from remuda.domain.stale_registrations import stale_registration_reason
 from remuda.domain.transitions import (
     Actor,
     Announce,

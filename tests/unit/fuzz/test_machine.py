@@ -18,8 +18,8 @@ from remuda.adapters.aws.user_data import MachineLayout
 from remuda.adapters.local import folder as machine_folder
 from remuda.adapters.local.folder import supervisor
 from remuda.adapters.local.record import MachineRecord, read_record
-from remuda.agent.expiry import Expiry
 from remuda.agent.job_hook import JobHook
+from remuda.agent.loop import Expiry
 from remuda.agent.runner import ActionsRunner, _describe_result, _JobLog
 from remuda.domain.errors import RemudaError
 from remuda.domain.serialization import from_document, to_document

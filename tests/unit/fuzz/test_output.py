@@ -21,8 +21,8 @@ from remuda.domain.errors import MAX_MESSAGE, Unavailable, UserError
 from remuda.domain.text import quote, sanitize, truncate
 from remuda.web.dashboard.app import build_app
 from remuda.web.dashboard.auth import AccessToken, is_loopback_host
-from remuda.web.dashboard.change_log import ChangeLog
 from remuda.web.dashboard.feed import Feed
+from remuda.web.dashboard.serialize import ChangeLog
 from tests.support.mutations import ESCAPES, LONE, TEXTS, any_json, check_shown, fuzzed
 from tests.support.records import NOW
 

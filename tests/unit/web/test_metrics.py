@@ -19,8 +19,7 @@ from starlette.applications import Starlette
 
 from remuda.controlplane.read.status import PoolLevel, Status
 from remuda.domain.instance import HistoryEntry, State
-from remuda.domain.provision import Provision, ProvisionStatus
-from remuda.domain.provision_outcome import ProvisionOutcome
+from remuda.domain.provision import Provision, ProvisionOutcome, ProvisionStatus
 from remuda.domain.reporting.warnings import PoolWarning, WarningKind
 from remuda.domain.signals import Report
 from remuda.domain.transitions import Actor, RetireReason, advance

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from remuda.adapters.sqlite import queues
-from remuda.adapters.sqlite.change_poller import ChangePoller
-from remuda.adapters.sqlite.connection import BUSY_TIMEOUT_S, SqliteFile, transaction
+from remuda.adapters.sqlite.connection import BUSY_TIMEOUT_S, ChangePoller, SqliteFile, transaction
 from remuda.adapters.sqlite.documents import decode, encode
 from remuda.adapters.sqlite.queues import DeliveryReceipt, NewMessage, ReceivedMessage
 from remuda.domain.resources import PoolMessage

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from remuda.adapters.sqlite import tables
-from remuda.adapters.sqlite.change_poller import ChangePoller
-from remuda.adapters.sqlite.connection import BUSY_TIMEOUT_S, FileVersion, SqliteFile, transaction
+from remuda.adapters.sqlite.connection import BUSY_TIMEOUT_S, ChangePoller, FileVersion, SqliteFile, transaction
 from remuda.adapters.sqlite.documents import decode, decode_times, encode
 from remuda.adapters.sqlite.tables import Key, RecordKind
 from remuda.domain.errors import Conflict, RemudaError, Unreadable

@@ -15,8 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from remuda.cli.demo.environment import BOOT_S, SCOPE, DemoEnvironment
-from remuda.cli.demo.fleet import ScaleDownDecisions, launch_fleet
+from remuda.cli.demo.environment import BOOT_S, SCOPE, DemoEnvironment, ScaleDownDecisions, launch_fleet
 from remuda.cli.demo.report import (
     DemoCheck,
     DemoProvision,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
+from remuda.controlplane.provision.plan import ProvisionedInstance, ProvisionRequest, ProvisionResult
 from remuda.controlplane.provision.provisioning import provision
-from remuda.controlplane.provision.request import ProvisionedInstance, ProvisionRequest, ProvisionResult
 
 __all__ = ["ProvisionRequest", "ProvisionResult", "ProvisionedInstance", "provision"]

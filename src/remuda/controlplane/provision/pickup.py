@@ -13,7 +13,7 @@ from collections import Counter, deque
 from remuda.controlplane.context import Context
 from remuda.controlplane.provision.outcome import OutcomeRecorder
 from remuda.domain.errors import NotFound, RemudaError, UserError
-from remuda.domain.provision_outcome import RejectionKind
+from remuda.domain.provision import RejectionKind
 from remuda.domain.resources import PoolMessage, RunnerRequest, mismatch
 from remuda.ports.pool import BATCH, Delivery
 

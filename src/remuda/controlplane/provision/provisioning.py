@@ -10,13 +10,17 @@ import asyncio
 from collections.abc import Sequence
 
 from remuda.controlplane.context import Context, map_concurrently, retry_write, transition
-from remuda.controlplane.provision.creation import Creation
-from remuda.controlplane.provision.just_in_time import JustInTimeRegistrations
+from remuda.controlplane.provision.creation import Creation, JustInTimeRegistrations
 from remuda.controlplane.provision.outcome import OutcomeRecorder
 from remuda.controlplane.provision.pickup import PickupManager
-from remuda.controlplane.provision.plan import ProvisionPlan, make_plan
+from remuda.controlplane.provision.plan import (
+    ProvisionedInstance,
+    ProvisionPlan,
+    ProvisionRequest,
+    ProvisionResult,
+    make_plan,
+)
 from remuda.controlplane.provision.registration import RegisteredInstance
-from remuda.controlplane.provision.request import ProvisionedInstance, ProvisionRequest, ProvisionResult
 from remuda.controlplane.provision.rollback import AcquiredInstances, roll_back
 from remuda.controlplane.provision.selection import Selection
 from remuda.domain.errors import Conflict, RemudaError, Unavailable

@@ -19,10 +19,9 @@ from remuda.adapters.aws.errors import (
     item_of,
     translated,
 )
-from remuda.adapters.retry import backoff_s
 from remuda.domain.errors import Throttled, Unavailable
 from remuda.ports.calls import CallCounter
-from remuda.ports.clock import Clock, Ids
+from remuda.ports.clock import Clock, Ids, backoff_s
 
 if TYPE_CHECKING:
     from types_aiobotocore_dynamodb import DynamoDBClient

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from remuda.adapters.aws.ec2.calls import MAX_ATTEMPTS, Ec2Calls
-from remuda.adapters.aws.ec2.describe import by_tag, describe_machines
+from remuda.adapters.aws.ec2.calls import MAX_ATTEMPTS, Ec2Calls, by_tag, describe_machines
 from remuda.adapters.aws.ec2.options import Ec2LaunchOptions
 from remuda.adapters.aws.errors import (
     CAPACITY_FIX,

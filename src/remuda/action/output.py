@@ -1,11 +1,18 @@
-"""Markdown summary of a step (GITHUB_STEP_SUMMARY), from the same documents as `--json`."""
+"""Output of a workflow step: log lines, workflow commands, output files, and the Markdown summary.
+
+GitHub's runner executes log lines that look like workflow commands. Text that may come from outside (an instance's
+report, a response of AWS or GitHub) is therefore made harmless before it is written. The summary
+(GITHUB_STEP_SUMMARY) shows the same documents as `--json`.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, TextIO
 
 from remuda.cli.rendering.results import applied_lines
 
@@ -18,6 +25,23 @@ _SPECIAL = re.compile(r"[^\w\s.,:;/()'+=%-]|_|:(?=//)|(?<=www)\.", re.IGNORECASE
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
 
 Document = Mapping[str, Any]
+_SWEEP_RESULTS = {
+    "terminated": "terminated",
+    "rolled_back": "rolled back from failed provisions",
+    "published": "published to the pool",
+    "finished_releases": "interrupted release completed",
+    "stale_registrations": "stale registration removed",
+}
+Level = Literal["error", "warning", "notice"]
+
+#: The runner trims a line and treats a leading `::` as a command. Any non-word character counts as white space here.
+_COMMAND = re.compile(r"\W*::")
+#: The older command syntax, which the runner accepts anywhere in a line.
+_OLD_COMMAND = "##["
+#: Control characters, which could hide or overwrite lines of the log.
+_LOG_CONTROL = re.compile(r"[\x00-\x08\x0e-\x1f\x7f-\x9f]")
+#: Shorter secrets are masked by the runner only; replacing "a" in every word would make the log useless.
+MIN_SECRET = 6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,15 +123,6 @@ def _release(document: Document) -> list[str]:
         *_errors(document),
         *_calls(document),
     ]
-
-
-_SWEEP_RESULTS = {
-    "terminated": "terminated",
-    "rolled_back": "rolled back from failed provisions",
-    "published": "published to the pool",
-    "finished_releases": "interrupted release completed",
-    "stale_registrations": "stale registration removed",
-}
 
 
 def _refresh(document: Document) -> list[str]:
@@ -192,3 +207,77 @@ def _seconds(value: object) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def plain_lines(text: str) -> list[str]:
+    """Split a text into lines that the runner does not treat as commands."""
+    return [_plain(line) for line in text.splitlines()]
+
+
+def _plain(line: str) -> str:
+    clean = _LOG_CONTROL.sub("", line).replace(_OLD_COMMAND, "## [")
+    return f"| {clean}" if _COMMAND.match(clean) else clean
+
+
+def escape_data(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def escape_property(text: str) -> str:
+    return escape_data(text).replace(":", "%3A").replace(",", "%2C")
+
+
+def one_line(text: str) -> str:
+    return " ".join(" ".join(text.splitlines()).split())
+
+
+class StepLog:
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._secrets: set[str] = set()
+
+    def mask(self, secret: str) -> None:
+        """Mask each line of a secret in all further output, here and in the runner."""
+        for line in secret.splitlines():
+            part = line.strip()
+            if part and part not in self._secrets:
+                self._secrets.add(part)
+                self._write(f"::add-mask::{escape_data(part)}")
+
+    def redact(self, text: str) -> str:
+        # Longest first, because one secret may contain another.
+        for secret in sorted(self._secrets, key=len, reverse=True):
+            if len(secret) >= MIN_SECRET:
+                text = text.replace(secret, "***")
+        return text
+
+    def say(self, text: str) -> None:
+        for line in plain_lines(self.redact(text)):
+            self._write(line)
+
+    def annotate(self, level: Level, message: str, *, title: str) -> None:
+        """Write an annotation, which GitHub shows on the run's page."""
+        shown = _plain(one_line(self.redact(message)))
+        self._write(f"::{level} title={escape_property(one_line(title))}::{escape_data(shown)}")
+
+    @contextmanager
+    def grouped(self, title: str) -> Iterator[None]:
+        self._write(f"::group::{escape_data(_plain(one_line(self.redact(title))))}")
+        try:
+            yield
+        finally:
+            self._write("::endgroup::")
+
+    def _write(self, line: str) -> None:
+        self._stream.write(line + "\n")
+        self._stream.flush()
+
+
+def write_outputs(file: Path, values: dict[str, str], delimiter: Callable[[], str]) -> None:
+    """Append outputs. A random delimiter prevents a value from defining further outputs."""
+    with file.open("a", encoding="utf-8") as out:
+        for name, value in values.items():
+            end = delimiter()
+            if end in value:
+                raise ValueError(f"the delimiter of output {name} is part of its value")
+            out.write(f"{name}<<{end}\n{value}\n{end}\n")

@@ -1,11 +1,14 @@
-"""The release flow: mark the run's provisions as released, then bring each of their instances back to the pool.
+"""Release: mark the run's provisions as released, then bring each of their instances back to the pool.
 
 Idempotent, resumable and safe to run concurrently: the records show what another release did or left unfinished.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 
 from remuda.controlplane.context import (
     CONFLICT_ATTEMPTS,
@@ -17,19 +20,59 @@ from remuda.controlplane.context import (
     skip_unreadable,
     transition,
 )
-from remuda.controlplane.deregistration import removal_credential, remove_jit_registration
-from remuda.controlplane.release.advance import PoolPublisher, advance_release
-from remuda.controlplane.release.result import ReleaseOutcome, ReleaseResult, ReleaseStatus
 from remuda.controlplane.signal_waiter import SignalWaiter, StopReason, WaitResult
 from remuda.domain.errors import Conflict, RemudaError, Unavailable, Unreadable
-from remuda.domain.instance import ABSORBING, Instance, State
+from remuda.domain.instance import ABSORBING, Credential, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision, ProvisionStatus, released
-from remuda.domain.signals import removal_verdict
-from remuda.domain.transitions import Actor, End, Release, RetireReason
+from remuda.domain.release_policy import credential_expires_early, next_for_releasing
+from remuda.domain.signals import Report, removal_verdict
+from remuda.domain.transitions import Actor, Announce, End, Release, RenewCredential, RetireReason
+from remuda.ports.github import Deletion
+from remuda.ports.pool import BATCH
 
 #: Seconds between two checks of the record, its threshold and its credential while a release waits for the agent.
 RECHECK_INTERVAL_S = 5.0
+#: Seconds that a pool message waits for others that can share its call.
+BATCH_WINDOW_S = 0.03
+#: A cached removal token with fewer seconds left is replaced.
+MIN_TOKEN_LIFE_S = 1_800.0
+
+
+class ReleaseStatus(Enum):
+    #: Reset and in the pool.
+    RELEASED = "released"
+    #: Terminated on purpose: too old, used too often, never ready.
+    RETIRED = "retired"
+    #: Not finished; the instance is terminated at its threshold.
+    EXPIRED = "expired"
+    #: Nothing to do, or no longer assigned to this run.
+    SKIPPED = "skipped"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReleaseOutcome:
+    """The result for one instance."""
+
+    instance_id: str
+    status: ReleaseStatus
+    why: str
+    #: Seconds that deregistration and reset took on the machine; None if the agent did not report it.
+    deregistration_s: float | None = None
+    #: The agent's report: what it found and removed, and foreign jobs that it refused.
+    detail: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReleaseResult:
+    run_id: str
+    outcomes: tuple[ReleaseOutcome, ...]
+    errors: tuple[str, ...]
+    seconds: float
+    calls: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+
+    def of(self, status: ReleaseStatus) -> tuple[ReleaseOutcome, ...]:
+        return tuple(outcome for outcome in self.outcomes if outcome.status is status)
 
 
 async def release(context: Context, *, run_id: str, attempt: int) -> ReleaseResult:
@@ -225,3 +268,131 @@ def _reported_outcome(instance: Instance, status: ReleaseStatus, why: str, waite
         deregistration_s=waited.report.duration_s if waited.report else None,
         detail=waited.report.detail if waited.report else "",
     )
+
+
+# The second half of a release, shared with `refresh`: from the agent's report to the pool or the end -----------------
+
+
+async def advance_release(
+    context: Context, config: PoolConfig, instance: Instance, report: Report | None, *, by: Actor
+) -> Instance:
+    """Apply the next transition of a releasing instance, if one is due. Return its record."""
+    now = context.clock.now()
+    upcoming = next_for_releasing(instance, report, now=now, lifetimes=config.lifetimes, reuse=config.reuse)
+    if upcoming is not None:
+        return await transition(context, instance, upcoming.event, by=by, why=upcoming.why)
+    if credential_expires_early(instance, now=now, margin_s=config.lifetimes.margin_s):
+        return await _renew_credential(context, config, instance, by=by)
+    return instance
+
+
+async def _renew_credential(context: Context, config: PoolConfig, instance: Instance, *, by: Actor) -> Instance:
+    fresh = await removal_credential(context, config, instance.scope)
+    current = instance.assignment.credential if instance.assignment else None
+    if current is not None and fresh.expires_at <= current.expires_at:
+        return instance
+    event = RenewCredential(credential=fresh)
+    return await transition(context, instance, event, by=by, why="the removal credential expires")
+
+
+async def publish_to_pool(context: Context, instances: Collection[Instance], *, by: Actor) -> list[RemudaError]:
+    """Send pool messages for idle instances, then record that. After a crash in between, the message is repeated."""
+    # Retired and quarantined instances cannot be claimed.
+    idle = [instance for instance in instances if instance.state is State.IDLE and instance.retire_reason is None]
+    if not idle:
+        return []
+    try:
+        await context.pool.send([instance.message() for instance in idle])
+    except RemudaError as error:
+        return [error]
+
+    async def record_sent(instance: Instance) -> None:
+        try:
+            await transition(context, instance, Announce(), by=by, why="sent to the pool")
+        except Conflict:
+            # A provision has claimed it already.
+            return
+
+    results = await map_concurrently(idle, record_sent)
+    return [result for result in results if isinstance(result, RemudaError)]
+
+
+class PoolPublisher:
+    """Publishes instances in batches as they become idle. Sweeps publish what it could not."""
+
+    def __init__(self, context: Context, *, by: Actor) -> None:
+        self._context = context
+        self._by = by
+        self._waiting: list[Instance] = []
+        self._batch_is_full = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def add(self, instance: Instance) -> None:
+        self._waiting.append(instance)
+        if len(self._waiting) >= BATCH:
+            self._batch_is_full.set()
+        if self._task is None or self._task.done():
+            self._batch_is_full.clear()
+            self._task = asyncio.create_task(self._send_soon())
+
+    async def close(self) -> None:
+        self._batch_is_full.set()
+        if self._task is not None:
+            await self._task
+        await self._send()
+
+    async def _send_soon(self) -> None:
+        try:
+            async with asyncio.timeout(BATCH_WINDOW_S):
+                await self._batch_is_full.wait()
+        except TimeoutError:
+            pass
+        await self._send()
+
+    async def _send(self) -> None:
+        while self._waiting:
+            batch, self._waiting = self._waiting, []
+            for error in await publish_to_pool(self._context, batch, by=self._by):
+                self._context.event_log.record("publish-failed", error.message, instances=len(batch))
+
+
+# Removal of registrations: the agent's credential, and the API call for just-in-time runners -------------------------
+
+
+async def removal_credential(context: Context, config: PoolConfig, scope: str) -> Credential:
+    """Mint a removal token, or take the one in the pool's configuration if this process has no GitHub credential.
+
+    The pool's token may expire too early. A sweep then renews it on the instance.
+    """
+    if context.github is None:
+        return config.tokens_for(scope).removal
+    try:
+        async with context.removal_token_lock:
+            token = context.removal_tokens.get(scope)
+            if token is None or (token.expires_at - context.clock.now()).total_seconds() < MIN_TOKEN_LIFE_S:
+                token = context.removal_tokens[scope] = await context.github.removal_token(scope)
+            return token
+    except RemudaError as error:
+        # Instances must be released even if GitHub does not answer.
+        if all(item.scope.lower() != scope.lower() for item in config.tokens):
+            raise
+        context.event_log.record("removal-token-failed", f"{error.message}; using the pool's token", scope=scope)
+        return config.tokens_for(scope).removal
+
+
+async def remove_jit_registration(context: Context, instance: Instance) -> bool:
+    """Delete the registration of a just-in-time runner; no removal token can do that. Return whether it is gone.
+
+    GitHub refuses while a job runs, and removes the registration with the end of the job. Without a credential or an
+    answer, the registration outlives the machine until a sweep removes it.
+    """
+    assignment = instance.assignment
+    if context.github is None or assignment is None or not assignment.runner_id:
+        return False
+    try:
+        deletion = await context.github.delete_runner(instance.scope, assignment.runner_id)
+    except RemudaError as error:
+        context.event_log.record("deregistration-failed", error.message, instance_id=instance.instance_id)
+        return False
+    context.event_log.record("deregistered", deletion.value, instance_id=instance.instance_id)
+    return deletion is not Deletion.BUSY
