@@ -258,7 +258,7 @@ async def test_every_call_is_permitted_by_the_workflow_policy(
 
 
 async def test_pool_without_a_match_costs_few_calls(agent_store: InstanceStore, aws: ProxiedAws) -> None:
-    """A hundred messages that do not match are received once and handed back."""
+    """A hundred messages that do not match are received once and made visible again."""
     await aws.context.pool.send([message(number, usage_class=UsageClass.SPOT) for number in range(100)])
     aws.clear()
     # It fails while checking the messages, or while waiting for a new one.

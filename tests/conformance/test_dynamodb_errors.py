@@ -366,7 +366,7 @@ async def test_delayed_history_is_recorded_in_the_event_log(
     between.then("BatchWriteItem", fail(400, "AccessDeniedException"))
     record = await other.apply(birth(instance()))
     async with asyncio.timeout(LONG_S):
-        while not notes.count("history-late"):
+        while not notes.count("history-write-failed"):
             await store.get(ID)
     await other.apply(change(record, transition="second", uses=1))
     await other.close()
