@@ -322,7 +322,7 @@ async def register_stale_runner(pool: PoolBehindProxies) -> None:
         labels=("stale",),
         credential=config.tokens_for(scope).registration,
     )
-    assert (await pool.agents.runner().configure(assignment)).ok
+    assert (await pool.agents.runner().register(assignment)).ok
 
 
 async def abandon_provision(pool: PoolBehindProxies) -> None:

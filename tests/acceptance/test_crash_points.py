@@ -95,8 +95,8 @@ RELEASE = (
     CrashPoint(name="announce", command="release", crash="pool.send:1:after", leaves=("idle",)),
 )
 AGENT = (
-    CrashPoint(name="configure", agent_crash="runner.configure:1:before"),
-    CrashPoint(name="registered", agent_crash="runner.configure:1:after"),
+    CrashPoint(name="register", agent_crash="runner.register:1:before"),
+    CrashPoint(name="registered", agent_crash="runner.register:1:after"),
     CrashPoint(name="listening", agent_crash="runner.start:1:after", job=True),
     CrashPoint(name="job", agent_crash="store.beat?busy=True:1:after", job=True),
     CrashPoint(name="deregistered", agent_crash="runner.remove:1:after"),

@@ -45,7 +45,7 @@ async def warm_with_failing_registration(
 
 
 @pytest.mark.parametrize("kind", MISMATCHES)
-async def test_mismatch_is_handed_back(world: PoolWorld, kind: str) -> None:
+async def test_mismatch_is_made_visible_again(world: PoolWorld, kind: str) -> None:
     pool_message = matching(0xABC, **MISMATCHES[kind])
     put(world, pool_message)
     result = await world.provision(patterns=TypePatterns(("c*", "m*")))
