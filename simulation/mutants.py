@@ -586,9 +586,9 @@ MUTANTS: tuple[Mutant, ...] = (
         statements(
             _LOOP,
             "Agent._act",
-            "result = await self._runner.configure(record.assignment)",
+            "result = await self._runner.register(record.assignment)",
             "await self._signal(record, Signal.UD_REG_OK, 'soon')\n"
-            "result = await self._runner.configure(record.assignment)",
+            "result = await self._runner.register(record.assignment)",
         ),
     ),
     _mutant(

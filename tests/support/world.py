@@ -93,7 +93,7 @@ class _FixedBehaviour:
     def script(self) -> StepResult:
         return self._settings.script
 
-    def configure(self) -> StepResult:
+    def register(self) -> StepResult:
         return self._settings.registration.get(self._instance_id, StepResult(ok=True))
 
     def reset(self) -> StepResult:
@@ -258,6 +258,11 @@ class PoolWorld(World):
 
     async def provision(self, run_id: str = "1", *, process: Context | None = None, **changed: Any) -> ProvisionResult:
         return await provision(process or self.process(), provision_request(run_id, **changed))
+
+    async def one(self, run_id: str = "1", **changed: Any) -> Instance:
+        """Provision one instance."""
+        (item,) = (await self.provision(run_id, **changed)).instances
+        return item.instance
 
     async def release(self, run_id: str = "1", attempt: int = 1, *, process: Context | None = None) -> ReleaseResult:
         return await release(process or self.process(), run_id=run_id, attempt=attempt)

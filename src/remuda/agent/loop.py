@@ -222,7 +222,7 @@ class Agent:
             await self._signal(record, step.signal, script_detail or step.reason)
         elif step.action is AgentAction.REGISTER and record.assignment is not None:
             started = self._clock.monotonic()
-            result = await self._runner.configure(record.assignment)
+            result = await self._runner.register(record.assignment)
             duration_s = self._clock.monotonic() - started
             signal = Signal.UD_REG_OK if result.ok else Signal.UD_REG_FAILED
             await self._signal(record, signal, result.detail, duration_s=duration_s, failure=result.failure)

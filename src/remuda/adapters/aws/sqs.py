@@ -46,7 +46,7 @@ ATTRIBUTES = {
     "DelaySeconds": "0",
     "ReceiveMessageWaitTimeSeconds": "0",
 }
-#: Queues must not have a redrive policy: a message that fits no provision is received and handed back many times, and
+#: Queues must not have a redrive policy: a message that fits no provision is received and made visible many times, and
 #: the policy would move it to the dead-letter queue.
 REDRIVE = "RedrivePolicy"
 _DEPTHS = ("ApproximateNumberOfMessages", "ApproximateNumberOfMessagesNotVisible", "ApproximateNumberOfMessagesDelayed")
@@ -148,13 +148,13 @@ class SqsResourcePool:
             messages = answer.get("Messages", [])
             is_over = self._clock.monotonic() >= deadline if wait_s > 0 else polls >= SHORT_POLLS
             if messages or is_over:
-                # A message without a receipt can be neither deleted nor handed back; SQS delivers it again later.
+                # A message without a receipt can be neither deleted nor made visible; SQS delivers it again later.
                 return [_delivery(message) for message in messages if message.get("ReceiptHandle")]
 
     async def delete(self, resource_class: str, receipts: Collection[str]) -> None:
         await self._with_receipts("DeleteMessageBatch", self._client.delete_message_batch, resource_class, receipts, {})
 
-    async def hand_back(self, resource_class: str, receipts: Collection[str]) -> None:
+    async def make_visible(self, resource_class: str, receipts: Collection[str]) -> None:
         await self._with_receipts(
             "ChangeMessageVisibilityBatch",
             self._client.change_message_visibility_batch,

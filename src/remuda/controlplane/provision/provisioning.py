@@ -127,7 +127,7 @@ async def _close_pickup(context: Context, pickup: PickupManager) -> None:
         await asyncio.shield(pickup.close())
     except RemudaError as error:
         # The messages become visible again after their timeout; claims recognise those that are stale by then.
-        context.event_log.record("hand-back-failed", error.message)
+        context.event_log.record("make-visible-failed", error.message)
 
 
 async def _commit(

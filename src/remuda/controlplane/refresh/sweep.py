@@ -363,7 +363,7 @@ class PoolMessageSweep:
                 self._result.stale_messages += len(stale)
         finally:
             # Also after an error or a cancellation: provisions need not wait for the visibility timeout.
-            await pool.hand_back(name, held)
+            await pool.make_visible(name, held)
 
     async def _find_stale(
         self, batch: Iterable[Delivery], valid: dict[tuple[str, int], float], receive_at: float

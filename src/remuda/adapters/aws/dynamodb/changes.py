@@ -266,7 +266,7 @@ class HistoryWriter:
                 await self.flush()
                 pause_s = FLUSH_AFTER_S
             except RemudaError as error:
-                self._event_log.record("history-late", error.message, entries=len(self._queued))
+                self._event_log.record("history-write-failed", error.message, entries=len(self._queued))
                 # Without this, the loop would retry at once.
                 self._batch_full.clear()
                 pause_s = RETRY_AFTER_S
