@@ -52,16 +52,7 @@ MACHINES = (
     "</reservationSet></DescribeInstancesResponse>"
 )
 MARKS = [
-    "",
-    "x",
-    "<",
-    "</item>",
-    "<item/>",
-    "9" * 400,
-    "&a;",
-    "0001-01-01T00:00:00+23:59",
-    "running",
-    ESCAPES,
+    *("", "x", "<", "</item>", "<item/>", "9" * 400, "&a;", "0001-01-01T00:00:00+23:59", "running", ESCAPES),
     "\ufffe",
 ]
 

@@ -102,20 +102,8 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 toml_values = st.sampled_from(
     [
-        '"x"',
-        "1",
-        "-1",
-        "1e400",
-        "nan",
-        "inf",
-        "true",
-        "[]",
-        "{}",
-        "2025-05-31",
-        "9" * 5_000,
-        "[" * DEEP,
-        '"\\ud800"',
-        "[",
+        *('"x"', "1", "-1", "1e400", "nan", "inf", "true", "[]", "{}", "2025-05-31", "9" * 5_000, "[" * DEEP),
+        *('"\\ud800"', "["),
     ]
 )
 
