@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from policies import CLASSES, policies
-from remuda.action.inputs import input_variable
+from remuda.action.step import input_variable
 from remuda.config.declaration import Group
 from remuda.config.settings import SETTINGS
 from statements import Policy, Statement, fill_placeholders

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from remuda.action.inputs import SECRETS, SETTINGS_BY_MODE, SWITCHES
+from remuda.action.step import SECRETS, SETTINGS_BY_MODE, SWITCHES
 from remuda.config.declaration import Group
 from remuda.config.settings import SETTINGS
 from remuda.domain.transitions import TRANSITIONS, RetireReason

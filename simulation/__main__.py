@@ -15,9 +15,8 @@ from remuda.cli.main import run_app
 from remuda.cli.output import Output
 from remuda.cli.run import EXIT_OK
 from remuda.domain.errors import InvariantViolated, UserError
-from simulation.campaign import COUNTED, CampaignSettings, CampaignSummary, run_many
+from simulation.campaign import COUNTED, CampaignSettings, CampaignSummary, SimulationResult, run_many, simulate
 from simulation.faults import Fault, format_faults, parse_faults
-from simulation.run import SimulationResult, simulate
 from simulation.shrink import describe, shrink
 
 #: Number of violations that are shrunk and reported in full.

@@ -1,20 +1,30 @@
-"""Campaigns: many seeds in several processes, and the sum of their results."""
+"""Runs of simulated worlds: one plan, many seeds in several processes, and seeds until the first violation.
+
+`python -m simulation.campaign` does the last of them; mutants run it in a process of their own.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import json
 import multiprocessing
+import random
 import signal
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from simulation.faults import Fault, FaultChoice, Swarm
+from remuda.domain.instance import HistoryEntry
+from simulation.faults import Fault, FaultChoice, InjectedFault, Swarm, TraceLine, parse_faults
 from simulation.invariants import Violation
+from simulation.loop import new_loop, without_gc
 from simulation.plan import WorldPlan, draw_plan
-from simulation.run import SimulationResult, simulate
+from simulation.workload import Workload
+from simulation.world import Halted, World
 
 #: Seeds per task of a worker process.
 BATCH = 4
@@ -28,6 +38,60 @@ COUNTED = {
     "refreshes": "refreshs",
     "crashes": "crashes",
 }
+
+
+@dataclass(kw_only=True, slots=True)
+class SimulationResult:
+    plan: WorldPlan
+    violation: Violation | None
+    digest: str
+    #: Simulated seconds, including the time after the faults ended.
+    seconds: float
+    steps: int
+    checks: int
+    stats: Counter[str]
+    faults: Counter[Fault]
+    injected: tuple[InjectedFault, ...] = ()
+    lines: Sequence[TraceLine] = ()
+    #: History of the instance that the violation is about.
+    history: Sequence[HistoryEntry] = field(default_factory=tuple)
+
+
+def simulate(plan: WorldPlan, *, keep_trace: bool = False) -> SimulationResult:
+    """Run a plan to its end or to the first violation."""
+    with without_gc():
+        return _simulate(plan, keep_trace=keep_trace)
+
+
+def _simulate(plan: WorldPlan, *, keep_trace: bool) -> SimulationResult:
+    loop = new_loop(random.Random(f"{plan.seed} order"))
+    worlds: list[World] = []
+    loads: list[Workload] = []
+
+    async def live() -> None:
+        world = World(plan, loop, keep_trace=keep_trace)
+        worlds.append(world)
+        load = Workload(world)
+        loads.append(load)
+        await load.run()
+
+    with contextlib.suppress(Halted):
+        loop.run(live())
+    world, load = worlds[0], loads[0]
+    instance_id = world.violation.instance_id if world.violation else ""
+    return SimulationResult(
+        plan=plan,
+        violation=world.violation,
+        digest=world.trace.digest,
+        seconds=loop.time(),
+        steps=loop.steps,
+        checks=world.safety.checks + (load.liveness.checks if load.liveness else 0),
+        stats=world.stats,
+        faults=world.faults.counts,
+        injected=tuple(world.faults.injected),
+        lines=world.trace.lines,
+        history=world.database.histories.get(instance_id, ()),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,3 +208,36 @@ def _collect(
         total.merge(future.result())
         done(total)
     return rest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FirstViolation:
+    #: Number of simulated seeds, including the one that violated an invariant.
+    seeds_run: int
+    #: The seed that violated an invariant; None if none did.
+    seed: int | None = None
+    violation: str = ""
+    invariant: str = ""
+
+
+def first_violation(seeds: Sequence[int], settings: CampaignSettings) -> FirstViolation:
+    """Simulate the seeds one after the other until one violates an invariant."""
+    for number, seed in enumerate(seeds, start=1):
+        found = simulate(settings.plan(seed)).violation
+        if found is not None:
+            return FirstViolation(seeds_run=number, seed=seed, violation=str(found), invariant=found.invariant)
+    return FirstViolation(seeds_run=len(seeds))
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print the first violation as JSON."""
+    first, count, hours, instances, faults = arguments
+    settings = CampaignSettings(hours=float(hours), instances=int(instances), faults=parse_faults(faults))
+    # Exclude imported objects from garbage collection, which makes the simulation faster.
+    gc.freeze()
+    found = first_violation(range(int(first), int(first) + int(count)), settings)
+    sys.stdout.write(json.dumps(asdict(found)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -21,7 +21,7 @@ from remuda.ports.compute import LaunchRequest, LaunchResult
 from remuda.ports.github import Deletion, GitHubRunner
 from remuda.ports.pool import BATCH, Delivery
 from simulation.faults import MAX_DESCRIBE_LAG_S, MAX_INDEX_LAG_S, MAX_LIST_LAG_S, Fault
-from simulation.names import parse_runner
+from simulation.invariants import parse_runner
 
 if TYPE_CHECKING:
     from simulation.world import SimulatedProcess, World
@@ -274,7 +274,7 @@ class FaultyPool(FaultyPort):
             return self._send(inner)
         if operation == "receive":
             return self._receive(inner)
-        if operation in {"delete", "hand_back"}:
+        if operation in {"delete", "make_visible"}:
             return self._settle(operation, inner)
 
         async def call(*given: Any, **named: Any) -> Any:

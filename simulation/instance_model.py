@@ -43,8 +43,7 @@ from remuda.domain.transitions import (
     advance,
     tombstone,
 )
-from remuda.ports.machine import ScriptStatus
-from remuda.ports.runner import RunnerState
+from remuda.ports.machine import RunnerState, ScriptStatus
 from simulation.invariants import STATE_ORDER, transition_violations
 
 NOW = datetime(2026, 1, 5, 8, 0, tzinfo=UTC)

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 from remuda.domain.instance import State
 from remuda.domain.provision import ProvisionStatus
 from remuda.ports.compute import POOL_TAG
-from simulation.invariants import ABSORBING
+from simulation.invariants import ABSORBING, parse_runner
 from simulation.loop import START
-from simulation.names import parse_runner
 
 if TYPE_CHECKING:
     from remuda.domain.instance import Instance

@@ -28,23 +28,17 @@ _INSTANCE = "remuda.domain.instance"
 _SIGNALS = "remuda.domain.signals"
 _RESOURCES = "remuda.domain.resources"
 _POOL_CONFIG = "remuda.domain.pool_config"
-_STALE_REGISTRATIONS = "remuda.domain.stale_registrations"
 _CONTEXT = "remuda.controlplane.context"
 _PROVISION_PLAN = "remuda.controlplane.provision.plan"
-_PROVISION = "remuda.controlplane.provision.provisioning"
+_PROVISION = "remuda.controlplane.provision"
 _SELECTION = "remuda.controlplane.provision.selection"
 _PICKUP = "remuda.controlplane.provision.pickup"
 _ROLLBACK = "remuda.controlplane.provision.rollback"
-_RELEASE = "remuda.controlplane.release.releasing"
-_ADVANCE = "remuda.controlplane.release.advance"
+_RELEASE = "remuda.controlplane.release"
 _SWEEP = "remuda.controlplane.refresh.sweep"
 _MACHINE_SWEEP = "remuda.controlplane.refresh.machines"
-_PROVISION_SWEEP = "remuda.controlplane.refresh.provisions"
-_REGISTRATION_SWEEP = "remuda.controlplane.refresh.stale_registrations"
-_MESSAGE_SWEEP = "remuda.controlplane.refresh.pool_messages"
 _SCALE_DOWN = "remuda.controlplane.scale_down.pool_records"
 _DECIDE = "remuda.agent.decide"
-_EXPIRY = "remuda.agent.expiry"
 _LOOP = "remuda.agent.loop"
 
 #: Operator commands while other commands are paused or slow.
@@ -309,13 +303,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "flag-before-message",
         "an instance is marked as announced before the message is sent",
         statements(
-            _ADVANCE,
+            _RELEASE,
             "publish_to_pool",
             "try:\n    await context.pool.send(...)\nexcept RemudaError as error:\n    ...",
             "",
         ),
         statements(
-            _ADVANCE,
+            _RELEASE,
             "publish_to_pool",
             "results = await map_concurrently(idle, record_sent)",
             "results = await map_concurrently(idle, record_sent)\n"
@@ -401,7 +395,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "sweeps skip created instances",
         expression(_SWEEP, "Sweep.run", "context.store.find(LIVE)", "context.store.find(LIVE - {State.CREATED})"),
         expression(
-            _PROVISION_SWEEP,
+            _SWEEP,
             "ProvisionSweep._settle",
             "instance.state in ASSIGNED",
             "instance.state in ASSIGNED and instance.state != 'created'",
@@ -467,7 +461,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "closed-before-the-deadline",
         "a sweep releases provisions that are still running",
         expression(
-            _PROVISION_SWEEP,
+            _SWEEP,
             "ProvisionSweep.run",
             "self._context.clock.now() - margin",
             "self._context.clock.now() + 10 * margin",
@@ -476,13 +470,13 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "taken-back-unreleased",
         "a sweep takes instances back and leaves their provision as it is",
-        statements(_PROVISION_SWEEP, "ProvisionSweep._settle", "provision = await self._release(provision)", ""),
+        statements(_SWEEP, "ProvisionSweep._settle", "provision = await self._release(provision)", ""),
     ),
     _mutant(
         "taken-back-from-another",
         "a sweep takes back an instance that another provision has claimed since",
         expression(
-            _PROVISION_SWEEP,
+            _SWEEP,
             "ProvisionSweep._settle",
             "instance.provision_id == provision.provision_id",
             "True",
@@ -505,23 +499,23 @@ MUTANTS: tuple[Mutant, ...] = (
             "registrations.run(external.runners, early)",
         ),
         statements(
-            _REGISTRATION_SWEEP,
+            _MACHINE_SWEEP,
             "StaleRegistrationSweep.run",
             "records, unreadable = await skip_unreadable(read, self._result.error)",
             "records, (_, unreadable) = live, await skip_unreadable(read, self._result.error)",
         ),
         # A registration without a record is kept while its machine exists and when it is first seen.
         expression(
-            _REGISTRATION_SWEEP,
+            _MACHINE_SWEEP,
             "StaleRegistrationSweep._unrecorded_since",
             "parsed is None or parsed[1] in self._existing",
             "parsed is None",
         ),
         expression(
-            _REGISTRATION_SWEEP, "StaleRegistrationSweep._stale_reason", "self._listed_at", "self._context.clock.now()"
+            _MACHINE_SWEEP, "StaleRegistrationSweep._stale_reason", "self._listed_at", "self._context.clock.now()"
         ),
         argument(
-            _REGISTRATION_SWEEP,
+            _MACHINE_SWEEP,
             "StaleRegistrationSweep._stale_reason",
             "grace_s=self._config.lifetimes.registration_stale_after_s",
             "grace_s=self._config.lifetimes.registration_grace_s",
@@ -530,7 +524,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "current-registration-is-stale",
         "the registration of the current assignment counts as stale",
-        expression(_STALE_REGISTRATIONS, "stale_registration_reason", "epoch < record.epoch", "epoch <= record.epoch"),
+        expression(_POOL_CONFIG, "stale_registration_reason", "epoch < record.epoch", "epoch <= record.epoch"),
     ),
     _mutant(
         "registrations-of-other-pools",
@@ -541,13 +535,13 @@ MUTANTS: tuple[Mutant, ...] = (
             "not _EPOCH.fullmatch(epoch) or not is_instance_id(instance_id)",
             "not _EPOCH.fullmatch(epoch)",
         ),
-        expression(_REGISTRATION_SWEEP, "StaleRegistrationSweep.run", "is_instance_id(parsed[1])", "True"),
+        expression(_MACHINE_SWEEP, "StaleRegistrationSweep.run", "is_instance_id(parsed[1])", "True"),
     ),
     _mutant(
         "stale-registrations-stay",
         "stale registrations are found and not removed",
         statements(
-            _REGISTRATION_SWEEP, "StaleRegistrationSweep._remove", "deletion = await ...", "deletion = Deletion.GONE"
+            _MACHINE_SWEEP, "StaleRegistrationSweep._remove", "deletion = await ...", "deletion = Deletion.GONE"
         ),
     ),
     _mutant(
@@ -558,13 +552,13 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "good-messages-dropped",
         "the sweep of pool messages also drops those of idle instances",
-        expression(_MESSAGE_SWEEP, "PoolMessageSweep._find_stale", "record.state is not State.IDLE", "True"),
+        expression(_SWEEP, "PoolMessageSweep._find_stale", "record.state is not State.IDLE", "True"),
     ),
     _mutant(
         "messages-that-came-back",
         "a message that returned after its visibility timeout counts as its own duplicate",
         statements(
-            _MESSAGE_SWEEP,
+            _SWEEP,
             "PoolMessageSweep._find_stale",
             "valid[message.id, message.epoch] = receive_at",
             "valid[message.id, message.epoch] = inf",
@@ -592,9 +586,9 @@ MUTANTS: tuple[Mutant, ...] = (
         statements(
             _LOOP,
             "Agent._act",
-            "result = await self._runner.configure(record.assignment)",
+            "result = await self._runner.register(record.assignment)",
             "await self._signal(record, Signal.UD_REG_OK, 'soon')\n"
-            "result = await self._runner.configure(record.assignment)",
+            "result = await self._runner.register(record.assignment)",
         ),
     ),
     _mutant(
@@ -630,6 +624,6 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "dead-man-not-rearmed",
         "the dead-man timer stays at the first threshold",
-        statements(_EXPIRY, "Expiry.observe", "self._set_dead_man_timer(record.threshold)", ""),
+        statements(_LOOP, "Expiry.observe", "self._set_dead_man_timer(record.threshold)", ""),
     ),
 )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from remuda.controlplane.operator import OperatorAction
 from remuda.domain.resources import Reuse, Tier, UsageClass
 from simulation.faults import Fault, FaultChoice, InjectedFault, Swarm, draw_few, draw_half
-from simulation.names import REPOSITORIES
+from simulation.invariants import REPOSITORIES
 
 #: Approximate seconds that a run holds its instances. Determines the number of runs in a world.
 HOLDS_S = 150.0

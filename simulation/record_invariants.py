@@ -13,9 +13,7 @@ from remuda.domain.provision import Provision, ProvisionStatus
 from remuda.domain.resources import Reuse
 from remuda.domain.signals import Report, Signal
 from remuda.ports.compute import POOL_TAG, MachineState
-from simulation.invariants import Violation, is_secret, transition_violations
-from simulation.names import parse_runner
-from simulation.reuse import ReuseInvariant
+from simulation.invariants import ReuseInvariant, Violation, is_secret, parse_runner, transition_violations
 
 if TYPE_CHECKING:
     from simulation.world import SimulatedProcess, World

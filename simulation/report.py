@@ -1,19 +1,22 @@
-"""Report of all mutants and all exhaustive searches: `python -m simulation.report`."""
+"""Runs of mutants in separate processes, and the report of all mutants and searches: `python -m simulation.report`."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from simulation.campaign import CampaignSettings
+from simulation.campaign import CampaignSettings, FirstViolation
 from simulation.exhaustive import SearchBounds, explore_and_describe
 from simulation.faults import format_faults
 from simulation.mutants import MUTANTS, Mutant
-from simulation.run_mutant import MutantResult, run_mutant
+from simulation.mutation import command
 
+ROOT = Path(__file__).parents[1]
 #: Maximum number of seeds within which each mutant must be caught.
 MAX_SEEDS = 10_000
 SETTINGS = CampaignSettings(hours=0.5, instances=10)
@@ -28,16 +31,29 @@ WORLDS = (
 )
 
 
-def run_all(mutants: Sequence[Mutant], *, seeds: int, workers: int) -> Iterator[tuple[Mutant, MutantResult]]:
+def run_module_with_mutant(mutant: Mutant, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a module as a program in a new process, with the mutant's replacements applied to the code it imports."""
+    argv = command(mutant.replacements, module, *arguments)
+    return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def run_mutant(mutant: Mutant, *, seed_count: int) -> FirstViolation:
+    """Simulate up to `seed_count` seeds until one violates an invariant."""
+    used = mutant.settings or SETTINGS
+    arguments = (0, seed_count, used.hours, used.instances, format_faults(used.faults))
+    process = run_module_with_mutant(mutant, "simulation.campaign", *map(str, arguments))
+    if process.returncode:
+        raise RuntimeError(f"the simulation of mutant {mutant.name} failed:\n{process.stderr}")
+    return FirstViolation(**json.loads(process.stdout))
+
+
+def run_all(mutants: Sequence[Mutant], *, seeds: int, workers: int) -> Iterator[tuple[Mutant, FirstViolation]]:
     """Run all mutants, in order."""
     with ThreadPoolExecutor(workers) as pool:
-        results = pool.map(
-            lambda mutant: run_mutant(mutant, first_seed=0, seed_count=seeds, settings=SETTINGS), mutants
-        )
-        yield from zip(mutants, results, strict=True)
+        yield from zip(mutants, pool.map(lambda mutant: run_mutant(mutant, seed_count=seeds), mutants), strict=True)
 
 
-def table(found: Sequence[tuple[Mutant, MutantResult]]) -> str:
+def table(found: Sequence[tuple[Mutant, FirstViolation]]) -> str:
     lines = ["| mutant | description | caught by | seeds needed |", "|---|---|---|---|"]
     for mutant, result in found:
         after = f"{result.seeds_run}" if result.seed is not None else f"not within {result.seeds_run}"
@@ -62,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--write", type=Path, help="file to write the table to")
     given = parser.parse_args(arguments)
     chosen = [mutant for mutant in MUTANTS if not given.only or mutant.name in given.only]
-    found: list[tuple[Mutant, MutantResult]] = []
+    found: list[tuple[Mutant, FirstViolation]] = []
     for mutant, result in run_all(chosen, seeds=given.seeds, workers=given.workers):
         found.append((mutant, result))
         text = f"caught after {result.seeds_run}: {result.violation}" if result.seed is not None else "MISSED"

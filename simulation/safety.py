@@ -15,10 +15,9 @@ from remuda.domain.instance import Instance, State
 from remuda.domain.provision import ProvisionStatus
 from remuda.domain.resources import PoolMessage
 from remuda.ports.compute import POOL_TAG
-from simulation.invariants import ABSORBING, is_secret
+from simulation.invariants import ABSORBING, is_secret, parse_runner
 from simulation.memory.compute import MemoryMachine
 from simulation.memory.github import MemoryJob
-from simulation.names import parse_runner
 from simulation.record_invariants import OVER, RecordInvariants
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from simulation.campaign import SimulationResult, simulate
 from simulation.faults import Fault, InjectedFault
 from simulation.plan import Operation, WorldPlan
-from simulation.run import SimulationResult, simulate
 
 T = TypeVar("T")
 

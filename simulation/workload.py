@@ -17,7 +17,6 @@ from remuda.controlplane.release import release
 from remuda.controlplane.scale_down import FleetContext, scale_down
 from remuda.domain.errors import NotFound
 from remuda.domain.resources import DEFAULT_CLASSES, RunnerRequest, Tier, TypePatterns, UsageClass
-from remuda.domain.scale_down.cron import parse_cron
 from remuda.domain.scale_down.decisions import ScaleDownPolicy
 from remuda.domain.scale_down.fleet import (
     GHR_APPLICATION,
@@ -30,13 +29,12 @@ from remuda.domain.scale_down.fleet import (
     YES,
     FleetMachine,
 )
-from remuda.domain.scale_down.idle_config import IdleWindow
+from remuda.domain.scale_down.idle_config import IdleWindow, parse_cron
 from remuda.ports.compute import LaunchRequest, MachineState, MachineView
 from simulation.faults import Fault
-from simulation.invariants import ABSORBING
+from simulation.invariants import ABSORBING, FOREIGN_RUNNERS, POOL, SCOPE
 from simulation.liveness import SWEEP_S, LivenessInvariants
 from simulation.memory.github import MemoryJob
-from simulation.names import FOREIGN_RUNNERS, POOL, SCOPE
 from simulation.plan import ExtraRelease, MachineLoss, OperatorCommand, PlannedRefresh, PlannedRun, PlannedScaleDown
 from simulation.safety import BOOT_MIN
 from simulation.world import LIFETIMES, SimulatedProcess, World

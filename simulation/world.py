@@ -30,18 +30,16 @@ from remuda.ports.compute import POOL_TAG
 from remuda.ports.github import Deletion, GitHubRunner
 from remuda.ports.store import InstanceStore
 from simulation.fake_machine import FakeMachine, MachineBehaviour, RandomBehaviour
-from simulation.faults import MAX_SKEW_S, Fault, FaultInjector
+from simulation.faults import MAX_SKEW_S, Fault, FaultInjector, Trace
 from simulation.faulty_ports import FaultyCompute, FaultyGitHub, FaultyPool, FaultyStore
-from simulation.invariants import Violation
+from simulation.invariants import POOL, SCOPE, Violation, parse_runner
 from simulation.loop import Interruption, SeededIds, VirtualClock, VirtualLoop, VirtualProcess, current_process
 from simulation.memory.compute import MemoryCloud, MemoryCompute, MemoryMachine
 from simulation.memory.github import MemoryGitHub, MemoryGitHubServer, MemoryJob, MemoryRunner
 from simulation.memory.pool import MemoryQueues, MemoryResourcePool
 from simulation.memory.store import ChangeNotifier, MemoryDatabase, MemoryInstanceStore
-from simulation.names import POOL, SCOPE, parse_runner
 from simulation.plan import PlannedCancel, PlannedInterruption, WorldPlan
 from simulation.safety import SafetyInvariants
-from simulation.trace import Trace
 
 #: Short enough for several uses of an instance in half an hour, with the clock margin and grace periods of a real pool.
 LIFETIMES = Lifetimes(

@@ -14,9 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from remuda.fake_github import Endpoint, read_endpoint
+from remuda.fake_github import Endpoint, install_runner, read_endpoint
 from remuda.fake_github.client import FakeGitHubClient, FakeGitHubError, JobStep
-from remuda.fake_github.package import install
 
 REPO = "acme/widgets"
 RUNNERS = f"/repos/{REPO}/actions/runners"
@@ -102,7 +101,7 @@ class FakeGitHubServer:
 
 class RunnerFolder:
     def __init__(self, folder: pathlib.Path, server: FakeGitHubServer) -> None:
-        install(folder)
+        install_runner(folder)
         self.folder = folder
         self.server = server
         self.home = folder.parent / "home"
@@ -464,5 +463,5 @@ def test_second_install_changes_nothing(runner: RunnerFolder) -> None:
         return {str(path): path.stat().st_mtime_ns for path in runner.folder.rglob("*") if path.is_file()}
 
     before = modification_times()
-    install(runner.folder)
+    install_runner(runner.folder)
     assert modification_times() == before

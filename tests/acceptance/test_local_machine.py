@@ -33,8 +33,7 @@ from remuda.agent.processes import program_name
 from remuda.domain.errors import CapacityError, UserError
 from remuda.domain.resources import ResourceClass, RunnerRequest, Tier, TypePatterns, UsageClass
 from remuda.domain.timestamps import from_text
-from remuda.fake_github import read_endpoint
-from remuda.fake_github.package import install
+from remuda.fake_github import install_runner, read_endpoint
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import LaunchRequest, LaunchResult, MachineState
 
@@ -57,7 +56,7 @@ from remuda.agent.job_hook import JobHook
 from remuda.agent.reset import Reset
 from remuda.domain.instance import Assignment, Credential
 from remuda.ports.machine import AgentState, ScriptStatus
-from remuda.ports.runner import RunnerState
+from remuda.ports.machine import RunnerState
 
 async def main():
     folder, clock = machine_folder(os.environ), SystemClock()
@@ -92,7 +91,7 @@ async def main():
         "load": lambda: machine.load().script_detail,
         "reset": lambda: machine.reset(),
         "state": lambda: runner.state(),
-        "configure": lambda *given: runner.configure(assignment(*given)),
+        "register": lambda *given: runner.register(assignment(*given)),
         "start": lambda: runner.start(assignment("http://github/o/r", "name", "token")),
         "remove": lambda *given: runner.remove(assignment(*given)),
         "stop": lambda: runner.stop(),
@@ -123,7 +122,7 @@ class LocalMachines:
         self.folder = Path(tempfile.mkdtemp(prefix="remuda-"))
         self.root = self.folder / "m"
         self.source = self.folder / "runner"
-        install(self.source)
+        install_runner(self.source)
         (self.folder / "agent.py").write_text(AGENT)
         self.compute = LocalCompute(
             root=self.root,
@@ -675,7 +674,7 @@ async def state_of(world: LocalMachines, name: str, *words: str) -> None:
 async def test_job_and_reset(world: LocalMachines, github: LocalGitHub) -> None:
     name = await world.one()
     url = f"{github.url}/o/r"
-    configured = await world.call(name, "configure", url, "first", await github.token("registration"))
+    configured = await world.call(name, "register", url, "first", await github.token("registration"))
     assert "ok=True" in configured, configured
     assert [runner["status"] for runner in await github.runners()] == ["offline"]
     await world.call(name, "start")
@@ -714,13 +713,13 @@ async def test_job_and_reset(world: LocalMachines, github: LocalGitHub) -> None:
     supervisor, agent = world.supervisor(name), await world.call(name, "pid")
     assert [process.pid for process in procfs.descendants(supervisor)] == [agent]
     assert list((world.root / name / "home").iterdir()) == []
-    again = await world.call(name, "configure", url, "second", await github.token("registration"))
+    again = await world.call(name, "register", url, "second", await github.token("registration"))
     assert "ok=True" in again, again
 
 
 async def test_job_ends_with_its_machine(world: LocalMachines, github: LocalGitHub) -> None:
     name = await world.one()
-    await world.call(name, "configure", f"{github.url}/o/r", "first", await github.token("registration"))
+    await world.call(name, "register", f"{github.url}/o/r", "first", await github.token("registration"))
     await world.call(name, "start")
     await github.job("sleep 1000")
     await state_of(world, name, "busy=True")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 from aiobotocore.session import AioSession
@@ -21,12 +22,14 @@ from remuda.adapters.github import client as github_client
 from remuda.adapters.sqlite.pool import SqliteResourcePool
 from remuda.adapters.sqlite.store import SqliteInstanceStore
 from remuda.adapters.system.clock import SystemClock, SystemIds
+from remuda.fake_github import Endpoint
 from remuda.ports.calls import CallCounter
 from remuda.ports.pool import ResourcePool
 from remuda.ports.store import InstanceStore
 from simulation.memory.pool import MemoryQueues, MemoryResourcePool
 from simulation.memory.store import MemoryDatabase, MemoryInstanceStore
-from tests.support.aws.servers import Fauxqs, Ministack, fauxqs, ministack
+from tests.support.aws.fault_proxy import FaultProxy, fault_proxy
+from tests.support.aws.servers import Fauxqs, Ministack, fake_github, fauxqs, ministack
 from tests.support.records import LONG_S, instance_id
 from tests.support.virtual_time import AdjustableClock
 
@@ -62,6 +65,18 @@ async def clients(aws_session: AioSession) -> AsyncIterator[AwsClients]:
 def table_name() -> str:
     """A table name unique to this test."""
     return f"remuda-{secrets.token_hex(6)}"
+
+
+@pytest.fixture
+def calls() -> CallCounter:
+    return CallCounter()
+
+
+@pytest.fixture(scope="module")
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
+    """A local GitHub."""
+    with fake_github(tmp_path_factory.mktemp("github")) as endpoint:
+        yield endpoint
 
 
 @pytest.fixture
@@ -126,18 +141,22 @@ class DynamoStores:
         "poll": ("dynamodb", "poll:GetItem"),
     }
 
-    def __init__(self, clients: AwsClients, table: str) -> None:
-        self.calls = CallCounter()
-        self._clients = clients
-        self._table = table
+    def __init__(self, client: Any, table: str, calls: CallCounter) -> None:
+        self.client = client
+        self.table = table
+        self.calls = calls
+        #: Arguments of all stores, unless `open` gets others.
+        self.options: dict[str, Any] = {"clock": SystemClock(), "ids": SystemIds()}
+        self._opened: list[DynamoInstanceStore] = []
 
-    async def start(self) -> None:
-        self._client = await self._clients.dynamodb()
+    def open(self, **options: Any) -> DynamoInstanceStore:
+        given = {"client": self.client, "table": self.table, "calls": self.calls, **self.options, **options}
+        self._opened.append(DynamoInstanceStore(**given))
+        return self._opened[-1]
 
-    def open(self) -> InstanceStore:
-        return DynamoInstanceStore(
-            client=self._client, table=self._table, clock=SystemClock(), ids=SystemIds(), calls=self.calls
-        )
+    async def close(self) -> None:
+        for store in self._opened:
+            await store.close()
 
     async def corrupt(self, number: int) -> None:
         for where, field in (
@@ -145,8 +164,8 @@ class DynamoStores:
             (ItemKeys().report(instance_id(number)), "beat"),
             (key(run_pk("1234"), f"p-{number}"), "count"),
         ):
-            await self._client.update_item(
-                TableName=self._table,
+            await self.client.update_item(
+                TableName=self.table,
                 Key=where,
                 UpdateExpression="SET #field = :bad",
                 ExpressionAttributeNames={"#field": field},
@@ -158,7 +177,7 @@ class Pools(Protocol):
     """A queue service. Each `open` returns a pool object like that of another process."""
 
     calls: CallCounter
-    #: Service and operations under which sends, receives, hand-backs and deletes are counted.
+    #: Service and operations under which sends, receives, visibility changes and deletes are counted.
     counted: Mapping[str, tuple[str, str]]
 
     def open(self) -> ResourcePool: ...
@@ -174,7 +193,7 @@ class Pools(Protocol):
 
 class MemoryPools:
     counted: Mapping[str, tuple[str, str]] = {
-        name: ("pool", name) for name in ("send", "receive", "hand_back", "delete")
+        name: ("pool", name) for name in ("send", "receive", "make_visible", "delete")
     }
 
     def __init__(self, _folder: Path) -> None:
@@ -219,18 +238,15 @@ class SqsPools:
     counted: Mapping[str, tuple[str, str]] = {
         "send": ("sqs", "SendMessageBatch"),
         "receive": ("sqs", "ReceiveMessage"),
-        "hand_back": ("sqs", "ChangeMessageVisibilityBatch"),
+        "make_visible": ("sqs", "ChangeMessageVisibilityBatch"),
         "delete": ("sqs", "DeleteMessageBatch"),
     }
 
-    def __init__(self, clients: AwsClients, server: Ministack | Fauxqs, prefix: str) -> None:
+    def __init__(self, client: Any, server: Ministack | Fauxqs, prefix: str) -> None:
         self.calls = CallCounter()
-        self._clients = clients
+        self._client = client
         self._server = server
         self._prefix = prefix
-
-    async def start(self) -> None:
-        self._client = await self._clients.sqs()
 
     def open(self) -> ResourcePool:
         return SqsResourcePool(
@@ -264,17 +280,23 @@ def stores(request: pytest.FixtureRequest, tmp_path: Path) -> Stores:
 
 
 @pytest.fixture
-async def dynamo_stores(clients: AwsClients, table_name: str) -> DynamoStores:
-    stores = DynamoStores(clients, table_name)
-    await stores.start()
-    return stores
+async def dynamo_stores(clients: AwsClients, table_name: str, calls: CallCounter) -> AsyncIterator[DynamoStores]:
+    stores = DynamoStores(await clients.dynamodb(), table_name, calls)
+    yield stores
+    await stores.close()
+
+
+@pytest.fixture
+async def between(server: Ministack, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FaultProxy]:
+    """A proxy in front of DynamoDB, for the clients that are opened later."""
+    async with fault_proxy(os.environ["AWS_ENDPOINT_URL_DYNAMODB"]) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_DYNAMODB", proxy.url)
+        yield proxy
 
 
 @pytest.fixture
 async def sqs_pools(clients: AwsClients, server: Ministack, table_name: str) -> SqsPools:
-    pools = SqsPools(clients, server, table_name)
-    await pools.start()
-    return pools
+    return SqsPools(await clients.sqs(), server, table_name)
 
 
 @pytest.fixture(scope="session")
@@ -288,9 +310,7 @@ async def fauxqs_pools(
     clients: AwsClients, other_sqs: Fauxqs, table_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> SqsPools:
     monkeypatch.setenv("AWS_ENDPOINT_URL_SQS", other_sqs.url)
-    pools = SqsPools(clients, other_sqs, table_name)
-    await pools.start()
-    return pools
+    return SqsPools(await clients.sqs(), other_sqs, table_name)
 
 
 @pytest.fixture

@@ -36,9 +36,10 @@ from remuda.ports.event_log import SilentEventLog
 from remuda.ports.pool import BATCH
 from remuda.ports.store import InstanceStore
 from simulation.memory.compute import MemoryCloud, MemoryCompute
+from tests.conformance.conftest import DynamoStores
 from tests.support.aws.fault_proxy import JSON, Fault, FaultProxy, fault_proxy, hold_until, respond, respond_together
 from tests.support.aws.servers import Ministack
-from tests.support.dynamodb_permissions import denied_requests, iam_requests
+from tests.support.iam import denied_requests, iam_requests
 from tests.support.records import LONG_S, birth, instance, message, pool_config
 
 N = 10
@@ -175,28 +176,19 @@ async def aws(
 
 
 @pytest.fixture
-async def agent_store(clients: AwsClients, table_name: str) -> AsyncIterator[InstanceStore]:
+def agent_store(dynamo_stores: DynamoStores) -> InstanceStore:
     """The store of the agents, which bypasses the proxy. Opened before the proxy."""
-    store = DynamoInstanceStore(
-        client=await clients.dynamodb(),
-        table=table_name,
-        clock=SystemClock(),
-        ids=SystemIds(),
-        calls=CallCounter(),
-        key_prefix=PREFIX,
-    )
-    yield store
-    await store.close()
+    return dynamo_stores.open(calls=CallCounter(), key_prefix=PREFIX)
 
 
 @pytest.fixture
 def no_periodic_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disable periodic work, whose number of calls depends on the speed of the test machine."""
     for pause in (
-        "remuda.adapters.aws.dynamodb.history.FLUSH_AFTER_S",
+        "remuda.adapters.aws.dynamodb.changes.FLUSH_AFTER_S",
         "remuda.controlplane.provision.selection.OPEN_CHECK_TTL_S",
         "remuda.controlplane.provision.selection.OPEN_CHECK_INTERVAL_S",
-        "remuda.controlplane.release.releasing.RECHECK_INTERVAL_S",
+        "remuda.controlplane.release.RECHECK_INTERVAL_S",
     ):
         monkeypatch.setattr(pause, 3 * LONG_S)
 
@@ -266,7 +258,7 @@ async def test_every_call_is_permitted_by_the_workflow_policy(
 
 
 async def test_pool_without_a_match_costs_few_calls(agent_store: InstanceStore, aws: ProxiedAws) -> None:
-    """A hundred messages that do not match are received once and handed back."""
+    """A hundred messages that do not match are received once and made visible again."""
     await aws.context.pool.send([message(number, usage_class=UsageClass.SPOT) for number in range(100)])
     aws.clear()
     # It fails while checking the messages, or while waiting for a new one.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -15,69 +14,45 @@ from remuda.adapters.aws.clients import MAX_ATTEMPTS, AwsClients, config
 from remuda.adapters.aws.dynamodb.changes import CHANGES_PER_TRANSACTION
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.dynamodb.table import BATCH_ATTEMPTS
-from remuda.adapters.system.clock import SystemIds
 from remuda.controlplane.context import is_applied
 from remuda.domain.errors import Conflict, Throttled, TimedOut, Unavailable, UserError
 from remuda.domain.instance import Instance, State
 from remuda.domain.signals import Signal
 from remuda.ports.calls import CallCounter
-from remuda.ports.event_log import EventLog
+from tests.conformance.conftest import DynamoStores
 from tests.support.aws.fault_proxy import (
     FaultProxy,
     after_forwarding,
     cut_connection,
     fail,
-    fault_proxy,
     never_respond,
     respond,
 )
 from tests.support.aws.servers import LOOPBACK, Ministack, unused_port
-from tests.support.records import LONG_S, at, birth, change, claim, instance, instance_id
+from tests.support.records import LONG_S, at, birth, change, claim_change, instance, instance_id
 from tests.support.virtual_time import AdjustableClock, EventRecorder
 
 ID = instance_id(1)
 
 
 @pytest.fixture
-async def between(server: Ministack, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FaultProxy]:
-    async with fault_proxy(os.environ["AWS_ENDPOINT_URL_DYNAMODB"]) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL_DYNAMODB", proxy.url)
-        yield proxy
+def stores(between: FaultProxy, dynamo_stores: DynamoStores) -> DynamoStores:
+    dynamo_stores.options["clock"] = AdjustableClock(longest_sleep_s=0.01)
+    return dynamo_stores
 
 
 @pytest.fixture
-def calls() -> CallCounter:
-    return CallCounter()
-
-
-def open_store(client: Any, table: str, calls: CallCounter, event_log: EventLog | None = None) -> DynamoInstanceStore:
-    return DynamoInstanceStore(
-        client=client,
-        table=table,
-        clock=AdjustableClock(longest_sleep_s=0.01),
-        ids=SystemIds(),
-        calls=calls,
-        event_log=event_log,
-    )
-
-
-@pytest.fixture
-async def store(
-    between: FaultProxy, clients: AwsClients, table_name: str, calls: CallCounter
-) -> AsyncIterator[DynamoInstanceStore]:
+def store(between: FaultProxy, store: DynamoInstanceStore) -> DynamoInstanceStore:
     """A prepared store that calls DynamoDB through the proxy."""
-    store = open_store(await clients.dynamodb(), table_name, calls)
-    await store.prepare()
     between.requests.clear()
-    yield store
-    await store.close()
+    return store
 
 
 # The table --------------------------------------------------------------------------------------------------------
 
 
-async def test_missing_table_is_reported(clients: AwsClients, table_name: str, calls: CallCounter) -> None:
-    store = open_store(await clients.dynamodb(), table_name, calls)
+async def test_missing_table_is_reported(stores: DynamoStores) -> None:
+    store = stores.open()
     for call in (
         store.apply(birth(instance())),
         store.get(ID),
@@ -86,19 +61,17 @@ async def test_missing_table_is_reported(clients: AwsClients, table_name: str, c
         store.wait_for_control(ID, None, LONG_S),
         store.get_config(),
     ):
-        with pytest.raises(UserError, match=f"no table {table_name}") as refused:
+        with pytest.raises(UserError, match=f"no table {stores.table}") as refused:
             await call
         assert "remuda refresh" in refused.value.fix
-    await store.close()
 
 
 def key_schema(pk: str, sk: str) -> list[dict[str, str]]:
     return [{"AttributeName": pk, "KeyType": "HASH"}, {"AttributeName": sk, "KeyType": "RANGE"}]
 
 
-async def test_table_with_other_keys_is_rejected(clients: AwsClients, table_name: str, calls: CallCounter) -> None:
-    client: Any = await clients.dynamodb()
-    await client.create_table(
+async def test_table_with_other_keys_is_rejected(stores: DynamoStores, table_name: str) -> None:
+    await stores.client.create_table(
         TableName=table_name,
         BillingMode="PAY_PER_REQUEST",
         AttributeDefinitions=[
@@ -115,9 +88,8 @@ async def test_table_with_other_keys_is_rejected(clients: AwsClients, table_name
             }
         ],
     )
-    store = open_store(client, table_name, calls)
     with pytest.raises(UserError) as refused:
-        await store.prepare()
+        await stores.open().prepare()
     for difference in (
         f"table {table_name} is not a Remuda store",
         "its keys are id (S, HASH), at (N, RANGE), not pk (S, HASH), sk (S, RANGE)",
@@ -126,50 +98,42 @@ async def test_table_with_other_keys_is_rejected(clients: AwsClients, table_name
         "it has no index by_provision",
     ):
         assert difference in refused.value.message
-    await store.close()
 
 
-async def test_invalid_table_name_is_rejected(clients: AwsClients, calls: CallCounter) -> None:
-    store = open_store(await clients.dynamodb(), "my pool", calls)
+async def test_invalid_table_name_is_rejected(stores: DynamoStores) -> None:
     with pytest.raises(UserError, match="my pool"):
-        await store.prepare()
-    await store.close()
+        await stores.open(table="my pool").prepare()
 
 
-async def test_concurrent_prepare(clients: AwsClients, table_name: str, calls: CallCounter) -> None:
-    stores = [open_store(await clients.dynamodb(), table_name, calls) for _ in range(4)]
-    created = await asyncio.gather(*(store.prepare() for store in stores))
-    assert sum(f"table {table_name}" in each for each in created) == 1
-    assert await stores[0].prepare() == []
-    await asyncio.gather(*(store.close() for store in stores))
+async def test_concurrent_prepare(stores: DynamoStores) -> None:
+    opened = [stores.open() for _ in range(4)]
+    created = await asyncio.gather(*(store.prepare() for store in opened))
+    assert sum(f"table {stores.table}" in each for each in created) == 1
+    assert await opened[0].prepare() == []
 
 
 # Credentials and endpoints ----------------------------------------------------------------------------------------
 
 
 async def test_unreachable_endpoint_is_named(
-    aws_session: AioSession, table_name: str, calls: CallCounter, monkeypatch: pytest.MonkeyPatch
+    clients: AwsClients, table_name: str, calls: CallCounter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with unused_port() as port:
         url = f"http://{LOOPBACK}:{port}"
         monkeypatch.setenv("AWS_ENDPOINT_URL_DYNAMODB", url)
-        async with asyncio.timeout(LONG_S), AwsClients(session=aws_session) as clients:
-            store = open_store(await clients.dynamodb(), table_name, calls)
+        async with asyncio.timeout(LONG_S):
+            store = DynamoStores(await clients.dynamodb(), table_name, calls).open()
             with pytest.raises(Unavailable, match=f"DynamoDB at {url}/? cannot be reached"):
                 await store.get(ID)
             await store.close()
 
 
-async def test_missing_credentials(
-    server: Ministack, table_name: str, calls: CallCounter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_missing_credentials(stores: DynamoStores, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     async with AwsClients() as clients:
-        store = open_store(await clients.dynamodb(), table_name, calls)
         with pytest.raises(UserError, match="credentials"):
-            await store.get(ID)
-        await store.close()
+            await stores.open(client=await clients.dynamodb()).get(ID)
 
 
 async def test_missing_region(server: Ministack, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,12 +216,12 @@ async def test_write_with_a_lost_response_is_recognised(
     """The condition of botocore's retry fails because of its first attempt; the conflict shows the written record."""
     idle = await store.apply(birth(instance()))
     between.then("UpdateItem", after_forwarding(fault))
-    ours = claim(idle, "p-1/a")
+    ours = claim_change(idle, "p-1/a")
     with pytest.raises(Conflict) as refused:
         await store.apply(ours)
     current: Instance = refused.value.current
     assert is_applied(ours, current)
-    assert not is_applied(claim(idle, "p-1/b"), current)
+    assert not is_applied(claim_change(idle, "p-1/b"), current)
     assert [entry.transition for entry in await store.history(ID)] == ["birth", "claim"], "with its history entry"
 
 
@@ -265,7 +229,7 @@ async def test_applied_write_with_a_lost_response_has_one_history_entry(
     store: DynamoInstanceStore, between: FaultProxy
 ) -> None:
     idle = await store.apply(birth(instance()))
-    ours = claim(idle, "p-1/a")
+    ours = claim_change(idle, "p-1/a")
     between.then("UpdateItem", *[after_forwarding(fail(400, "SomethingNew"))])
     with pytest.raises(Unavailable):
         await store.apply(ours)
@@ -318,7 +282,7 @@ async def test_failed_transaction_does_not_affect_the_others(store: DynamoInstan
 
 
 async def test_hanging_write_times_out_and_may_have_been_applied(
-    aws_session: AioSession, between: FaultProxy, table_name: str, calls: CallCounter, store: DynamoInstanceStore
+    aws_session: AioSession, between: FaultProxy, stores: DynamoStores, store: DynamoInstanceStore
 ) -> None:
     made = asyncio.Event()
 
@@ -332,7 +296,7 @@ async def test_hanging_write_times_out_and_may_have_been_applied(
         return await never_respond(request, forward)
 
     async with AwsClients(session=aws_session) as clients:
-        hasty = open_store(await clients.client("dynamodb", "DynamoDB", config(read_timeout_s=0.2)), table_name, calls)
+        hasty = stores.open(client=await clients.client("dynamodb", "DynamoDB", config(read_timeout_s=0.2)))
         between.always["UpdateItem"] = fault
         with pytest.raises(TimedOut):
             await hasty.apply(birth(instance()))
@@ -384,10 +348,10 @@ async def test_unwritable_history_does_not_block_writes(store: DynamoInstanceSto
 
 
 async def test_store_closes_with_unwritable_history(
-    between: FaultProxy, clients: AwsClients, table_name: str, calls: CallCounter, store: DynamoInstanceStore
+    between: FaultProxy, stores: DynamoStores, store: DynamoInstanceStore
 ) -> None:
     notes = EventRecorder()
-    other = open_store(await clients.dynamodb(), table_name, calls, notes)
+    other = stores.open(event_log=notes)
     between.always["BatchWriteItem"] = fail(400, "AccessDeniedException")
     await other.apply(birth(instance()))
     await other.close()
@@ -395,14 +359,14 @@ async def test_store_closes_with_unwritable_history(
 
 
 async def test_delayed_history_is_recorded_in_the_event_log(
-    between: FaultProxy, clients: AwsClients, table_name: str, calls: CallCounter, store: DynamoInstanceStore
+    between: FaultProxy, stores: DynamoStores, store: DynamoInstanceStore
 ) -> None:
     notes = EventRecorder()
-    other = open_store(await clients.dynamodb(), table_name, calls, notes)
+    other = stores.open(event_log=notes)
     between.then("BatchWriteItem", fail(400, "AccessDeniedException"))
     record = await other.apply(birth(instance()))
     async with asyncio.timeout(LONG_S):
-        while not notes.count("history-late"):
+        while not notes.count("history-write-failed"):
             await store.get(ID)
     await other.apply(change(record, transition="second", uses=1))
     await other.close()
@@ -411,9 +375,9 @@ async def test_delayed_history_is_recorded_in_the_event_log(
 
 
 async def test_interrupted_history_write_is_finished_on_close(
-    between: FaultProxy, clients: AwsClients, table_name: str, calls: CallCounter, store: DynamoInstanceStore
+    between: FaultProxy, stores: DynamoStores, store: DynamoInstanceStore
 ) -> None:
-    other = open_store(await clients.dynamodb(), table_name, calls)
+    other = stores.open()
     await other.apply(birth(instance()))
     between.then("BatchWriteItem", never_respond)
     reading = asyncio.create_task(other.history(ID))

@@ -3,77 +3,68 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from remuda.adapters.aws.clients import AwsClients
 from remuda.adapters.aws.dynamodb.items import ItemKeys
-from remuda.adapters.aws.dynamodb.keys import CACHE_TTL_S
+from remuda.adapters.aws.dynamodb.keys import CACHE_TTL_S, own_key_prefix, role_key_prefix
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
-from remuda.adapters.system.clock import SystemIds
 from remuda.domain.errors import Conflict, Unavailable, UserError
 from remuda.domain.signals import Signal
 from remuda.ports.calls import CallCounter
-from tests.support.records import LONG_S, birth, claim, instance, instance_id
+from tests.conformance.conftest import DynamoStores
+from tests.support.aws.ec2 import PROFILE, Ec2Server, instance_credentials, shared_ec2_server
+from tests.support.aws.servers import aws_client
+from tests.support.records import LONG_S, birth, claim_change, instance, instance_id
 from tests.support.virtual_time import AdjustableClock
 
 OLD, NEW = "AROAOLDOLDOLDOLD0:", "AROANEWNEWNEWNEW0:"
 FIRST, SECOND = instance_id(1), instance_id(2)
+INSTANCE = "i-0123456789abcdef0"
+LAUNCH = {"ami": "ami-12345678", "subnet-ids": "subnet-12345678"}
 
 
-class SharedTable:
+class SharedTable(DynamoStores):
     """A table, and stores of control planes and agents on it."""
 
     def __init__(self, client: Any, table: str) -> None:
-        self._client = client
-        self._table = table
-        self.clock = AdjustableClock()
+        super().__init__(client, table, CallCounter())
+        self.clock = self.options["clock"] = AdjustableClock()
         #: The prefix of the current role, as returned by IAM.
         self.role = OLD
         self.lookups = 0
-        self.opened: list[DynamoInstanceStore] = []
 
     async def _newest(self) -> str:
         self.lookups += 1
         return self.role
 
-    def control_plane(self, calls: CallCounter | None = None) -> DynamoInstanceStore:
-        return self._open(calls, newest_prefix=self._newest)
+    def control_plane(self, **more: Any) -> DynamoInstanceStore:
+        return self.open(newest_prefix=self._newest, **more)
 
     def agent(self, prefix: str) -> DynamoInstanceStore:
-        return self._open(None, key_prefix=prefix)
-
-    def _open(self, calls: CallCounter | None, **more: Any) -> DynamoInstanceStore:
-        given: dict[str, Any] = {"clock": self.clock, "ids": SystemIds(), "calls": calls or CallCounter()}
-        self.opened.append(DynamoInstanceStore(client=self._client, table=self._table, **given, **more))
-        return self.opened[-1]
+        return self.open(key_prefix=prefix)
 
     async def has_record(self, prefix: str, name: str) -> bool:
-        answer = await self._client.get_item(TableName=self._table, Key=ItemKeys(prefix=prefix).control(name))
+        answer = await self.client.get_item(TableName=self.table, Key=ItemKeys(prefix=prefix).control(name))
         return "Item" in answer
-
-    async def corrupt(self) -> None:
-        await self._client.put_item(
-            TableName=self._table, Item={"pk": {"S": "pool"}, "sk": {"S": "prefixes"}, "prefixes": {"L": []}}
-        )
 
 
 @pytest.fixture
 async def pool(clients: AwsClients, table_name: str) -> Any:
     made = SharedTable(await clients.dynamodb(), table_name)
     yield made
-    for store in made.opened:
-        await store.close()
+    await made.close()
 
 
-async def test_role_is_looked_up_by_prepare_only(pool: SharedTable) -> None:
+async def test_role_is_looked_up_by_prepare_only(pool: SharedTable, calls: CallCounter) -> None:
     refresh = pool.control_plane()
     assert any(OLD in line for line in await refresh.prepare())
     assert await refresh.prepare() == []
-    calls = CallCounter()
-    workflow = pool.control_plane(calls)
+    workflow = pool.control_plane(calls=calls)
     record = await workflow.apply(birth(instance(1)))
     assert await pool.has_record(OLD, FIRST)
     assert pool.lookups == 2
@@ -107,7 +98,7 @@ async def test_records_of_a_former_role_keep_their_keys(pool: SharedTable) -> No
             await store.apply(birth(instance(1)))
         assert caught.value.current == old
     workflow = pool.control_plane()
-    claimed = await workflow.apply(claim(old, "p-2/a"))
+    claimed = await workflow.apply(claim_change(old, "p-2/a"))
     await workflow.apply(birth(instance(2)))
     assert (await pool.has_record(OLD, FIRST), await pool.has_record(NEW, FIRST)) == (True, False)
     assert (await pool.has_record(OLD, SECOND), await pool.has_record(NEW, SECOND)) == (False, True)
@@ -155,7 +146,7 @@ async def test_unreadable_profile_changes_nothing(pool: SharedTable) -> None:
         raise UserError("there is no instance profile")
 
     with pytest.raises(UserError, match="instance profile"):
-        await pool._open(None, newest_prefix=newest).prepare()
+        await pool.open(newest_prefix=newest).prepare()
     with pytest.raises(UserError, match="no table"):
         await pool.agent(OLD).get(FIRST)
 
@@ -172,6 +163,63 @@ async def test_table_without_prefixes_is_reported(
 
 async def test_unreadable_prefixes_are_reported(pool: SharedTable) -> None:
     await pool.control_plane().prepare()
-    await pool.corrupt()
+    malformed = {"pk": {"S": "pool"}, "sk": {"S": "prefixes"}, "prefixes": {"L": []}}
+    await pool.client.put_item(TableName=pool.table, Item=malformed)
     with pytest.raises(Unavailable, match="key prefixes"):
         await pool.control_plane().get(FIRST)
+
+
+# Prefixes from IAM and STS ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Account:
+    server: Ec2Server
+    iam: Any
+
+    async def prefix_of(self, profile: str) -> str:
+        return await role_key_prefix(self.iam, {**LAUNCH, "iam-instance-profile": profile}, CallCounter())
+
+
+@pytest.fixture
+async def account() -> AsyncIterator[Account]:
+    server = shared_ec2_server()
+    await server.make_profile(PROFILE)
+    async with server.iam() as iam:
+        yield Account(server=server, iam=iam)
+
+
+async def test_machine_and_control_plane_compute_the_same_prefix(account: Account) -> None:
+    prefix = await account.prefix_of(PROFILE)
+    profile = (await account.iam.get_instance_profile(InstanceProfileName=PROFILE))["InstanceProfile"]
+    assert await account.prefix_of(profile["Arn"]) == prefix
+    given = await instance_credentials(account.server.url, INSTANCE)
+    async with aws_client(
+        "sts",
+        account.server.url,
+        aws_access_key_id=given["AccessKeyId"],
+        aws_secret_access_key=given["SecretAccessKey"],
+        aws_session_token=given["Token"],
+    ) as sts:
+        assert await own_key_prefix(sts, INSTANCE) == prefix
+        with pytest.raises(UserError, match="not to instance i-0"):
+            await own_key_prefix(sts, "i-0" + "1" * 16)
+
+
+async def test_credentials_of_another_identity_are_rejected(account: Account) -> None:
+    async with aws_client("sts", account.server.url) as sts:
+        with pytest.raises(UserError, match="not to instance"):
+            await own_key_prefix(sts, INSTANCE)
+
+
+async def test_missing_profile_and_profile_without_role_are_rejected(account: Account) -> None:
+    with pytest.raises(UserError, match="instance profile 'unknown' does not exist") as caught:
+        await account.prefix_of("unknown")
+    assert caught.value.field == "iam-instance-profile"
+    await account.iam.create_instance_profile(InstanceProfileName="empty")
+    try:
+        with pytest.raises(UserError, match="'empty' has no role") as caught:
+            await account.prefix_of("empty")
+        assert caught.value.field == "iam-instance-profile"
+    finally:
+        await account.iam.delete_instance_profile(InstanceProfileName="empty")

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random  # noqa: TID251 - seeded: the same cases map_concurrently time
-from collections.abc import AsyncIterator, Collection
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from aiobotocore.session import AioSession
 
-from remuda.adapters.aws.clients import AwsClients
 from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.dynamodb.changes import CHANGES_PER_TRANSACTION, CONCURRENT_WRITES
 from remuda.adapters.aws.dynamodb.polling import (
@@ -27,7 +24,6 @@ from remuda.adapters.aws.dynamodb.polling import (
 )
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.dynamodb.table import WRITE_BATCH
-from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.controlplane.context import map_concurrently
 from remuda.domain import provision as provisions
 from remuda.domain.errors import Conflict, Unavailable, Unreadable
@@ -37,9 +33,10 @@ from remuda.domain.serialization import to_document
 from remuda.domain.signals import Report, Signal
 from remuda.domain.transitions import Change, WriteCondition
 from remuda.ports.calls import CallCounter
-from tests.support.aws.fault_proxy import FaultProxy, fail, fault_proxy, respond_together
+from tests.conformance.conftest import DynamoStores
+from tests.support.aws.fault_proxy import FaultProxy, fail, respond_together
 from tests.support.aws.servers import Ministack, ministack
-from tests.support.dynamodb_permissions import denied_requests, iam_requests
+from tests.support.iam import denied_requests, iam_requests
 from tests.support.records import (
     LONG_S,
     NOW,
@@ -47,7 +44,7 @@ from tests.support.records import (
     at,
     birth,
     change,
-    claim,
+    claim_change,
     instance,
     instance_id,
     pool_config,
@@ -62,69 +59,42 @@ PREFIX = "AROAEXAMPLE:"
 
 
 @pytest.fixture
-async def between(server: Ministack, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FaultProxy]:
-    async with fault_proxy(os.environ["AWS_ENDPOINT_URL_DYNAMODB"]) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL_DYNAMODB", proxy.url)
-        yield proxy
+def stores(between: FaultProxy, dynamo_stores: DynamoStores) -> DynamoStores:
+    dynamo_stores.options["key_prefix"] = PREFIX
+    return dynamo_stores
 
 
 @pytest.fixture
-async def client(between: FaultProxy, clients: AwsClients) -> Any:
-    return await clients.dynamodb()
-
-
-@pytest.fixture
-def calls() -> CallCounter:
-    return CallCounter()
-
-
-@pytest.fixture
-async def store(
-    between: FaultProxy, client: Any, table_name: str, calls: CallCounter
-) -> AsyncIterator[DynamoInstanceStore]:
-    store = DynamoInstanceStore(
-        client=client, table=table_name, clock=SystemClock(), ids=SystemIds(), calls=calls, key_prefix=PREFIX
-    )
-    await store.prepare()
+def store(between: FaultProxy, store: DynamoInstanceStore) -> DynamoInstanceStore:
     between.requests.clear()
-    yield store
-    await store.close()
+    return store
 
 
-@pytest.fixture
-async def other(client: Any, table_name: str, store: DynamoInstanceStore) -> AsyncIterator[DynamoInstanceStore]:
-    other = DynamoInstanceStore(
-        client=client, table=table_name, clock=SystemClock(), ids=SystemIds(), calls=CallCounter(), key_prefix=PREFIX
-    )
-    yield other
-    await other.close()
-
-
-async def scanned(client: Any, table: str, **more: Any) -> dict[str, dict[str, Any]]:
+async def scanned(stores: DynamoStores, **more: Any) -> dict[str, dict[str, Any]]:
     """All items by partition key."""
-    return {item["pk"]["S"]: item for item in (await client.scan(TableName=table, **more))["Items"]}
+    return {item["pk"]["S"]: item for item in (await stores.client.scan(TableName=stores.table, **more))["Items"]}
 
 
 # Items ------------------------------------------------------------------------------------------------------------
 
 
 async def test_control_record_and_report_have_separate_partitions(
-    store: DynamoInstanceStore, client: Any, table_name: str
+    store: DynamoInstanceStore, stores: DynamoStores
 ) -> None:
     await store.apply(birth(instance()))
     await store.beat(ID, **BEAT)
     await store.history(ID)
-    assert set(await scanned(client, table_name)) == {f"control#{PREFIX}{ID}", f"report#{PREFIX}{ID}", f"history#{ID}"}
+    assert set(await scanned(stores)) == {f"control#{PREFIX}{ID}", f"report#{PREFIX}{ID}", f"history#{ID}"}
 
 
-async def test_table_is_billed_on_demand(store: DynamoInstanceStore, client: Any, table_name: str) -> None:
-    table = (await client.describe_table(TableName=table_name))["Table"]
+async def test_table_is_billed_on_demand(store: DynamoInstanceStore, stores: DynamoStores) -> None:
+    table = (await stores.client.describe_table(TableName=stores.table))["Table"]
     assert table["BillingModeSummary"]["BillingMode"] == "PAY_PER_REQUEST"
 
 
-async def test_fields_are_stored_as_attributes(store: DynamoInstanceStore, client: Any, table_name: str) -> None:
+async def test_fields_are_stored_as_attributes(store: DynamoInstanceStore, stores: DynamoStores) -> None:
     await store.apply(birth(instance(provision_id="p-1")))
-    item = (await scanned(client, table_name))[f"control#{PREFIX}{ID}"]
+    item = (await scanned(stores))[f"control#{PREFIX}{ID}"]
     assert item["state"] == {"S": "idle"}
     assert item["resourceClass"] == {"S": "large"}
     assert item["epoch"] == {"N": "1"}
@@ -202,14 +172,14 @@ async def test_agents_only_get_and_update(store: DynamoInstanceStore, between: F
     assert {sent["Key"]["pk"]["S"] for sent in between.sent["UpdateItem"]} == {f"report#{PREFIX}{ID}"}
 
 
-async def forge_report(client: Any, table: str, name: str, document: Any, **indexed: str) -> None:
+async def forge_report(stores: DynamoStores, name: str, document: Any, **indexed: str) -> None:
     """Write any attributes into the machine's own report, which its role permits."""
     written = {
         **{name: items.attribute(value) for name, value in to_document(document).items()},
         **{name: {"S": value} for name, value in indexed.items()},
     }
-    await client.update_item(
-        TableName=table,
+    await stores.client.update_item(
+        TableName=stores.table,
         Key=items.ItemKeys(prefix=PREFIX).report(name),
         UpdateExpression="SET " + ", ".join(f"#{name} = :{name}" for name in written),
         ExpressionAttributeNames={f"#{name}": name for name in written},
@@ -217,14 +187,10 @@ async def forge_report(client: Any, table: str, name: str, document: Any, **inde
     )
 
 
-async def test_report_cannot_pose_as_another_instances_record(
-    store: DynamoInstanceStore, client: Any, table_name: str
-) -> None:
+async def test_report_cannot_pose_as_another_instances_record(store: DynamoInstanceStore, stores: DynamoStores) -> None:
     victim = await store.apply(birth(instance(1, state=State.RUNNING, provision_id="p-1")))
     ended = replace(victim, state=State.TERMINATING)
-    await forge_report(
-        client, table_name, instance_id(2), ended, gsi1pk="live#0", gsi1sk="0", gsi2pk="provision#p-1", gsi2sk="0"
-    )
+    await forge_report(stores, instance_id(2), ended, gsi1pk="live#0", gsi1sk="0", gsi2pk="provision#p-1", gsi2sk="0")
     assert await store.find(LIVE) == [victim]
     assert await store.find([State.TERMINATING]) == []
     assert await store.find_by_provision("p-1") == [victim]
@@ -232,31 +198,29 @@ async def test_report_cannot_pose_as_another_instances_record(
     assert f"report#{PREFIX}{instance_id(2)}" in name
 
 
-async def test_report_cannot_pose_as_its_own_control_record(
-    store: DynamoInstanceStore, client: Any, table_name: str
-) -> None:
-    await forge_report(client, table_name, ID, instance(1), gsi1pk="live#1", gsi1sk="0")
+async def test_report_cannot_pose_as_its_own_control_record(store: DynamoInstanceStore, stores: DynamoStores) -> None:
+    await forge_report(stores, ID, instance(1), gsi1pk="live#1", gsi1sk="0")
     assert await store.find(LIVE) == []
     assert len(store.malformed_records) == 1
 
 
 async def test_report_cannot_mark_another_instance_as_troubled(
-    store: DynamoInstanceStore, client: Any, table_name: str
+    store: DynamoInstanceStore, stores: DynamoStores
 ) -> None:
     await store.beat(ID, **{**BEAT, "notice": "terminate"})
-    (partition,) = {item["gsi1pk"]["S"] for item in (await scanned(client, table_name)).values()}
+    (partition,) = {item["gsi1pk"]["S"] for item in (await scanned(stores)).values()}
     lie = Report(instance_id=instance_id(3), notice="terminate")
-    await forge_report(client, table_name, instance_id(2), lie, gsi1pk=partition, gsi1sk="0")
+    await forge_report(stores, instance_id(2), lie, gsi1pk=partition, gsi1sk="0")
     assert [report.instance_id for report in await store.troubled_reports()] == [ID]
     assert len(store.malformed_records) == 1
     with pytest.raises(Unreadable):
         await store.get_report(instance_id(2))
 
 
-async def test_report_cannot_pose_as_a_provision(store: DynamoInstanceStore, client: Any, table_name: str) -> None:
+async def test_report_cannot_pose_as_a_provision(store: DynamoInstanceStore, stores: DynamoStores) -> None:
     await store.put_provision(provision(1, deadline=NOW))
     lie = provisions.released(provision(2), now=NOW, why="so it says")
-    await forge_report(client, table_name, ID, lie, gsi1pk="unsettled", gsi1sk="0", gsi2pk="provisions", gsi2sk="9")
+    await forge_report(stores, ID, lie, gsi1pk="unsettled", gsi1sk="0", gsi2pk="provisions", gsi2sk="9")
     assert [each.provision_id for each in await store.unsettled_provisions(NOW)] == ["p-1"]
     assert [each.provision_id for each in await store.recent_provisions(1)] == ["p-1"], "it does not count"
     assert len(store.malformed_records) == 1
@@ -265,14 +229,14 @@ async def test_report_cannot_pose_as_a_provision(store: DynamoInstanceStore, cli
 # Expiry -----------------------------------------------------------------------------------------------------------
 
 
-async def test_expiry_is_enabled(store: DynamoInstanceStore, client: Any, table_name: str) -> None:
-    found = await client.describe_time_to_live(TableName=table_name)
+async def test_expiry_is_enabled(store: DynamoInstanceStore, stores: DynamoStores) -> None:
+    found = await stores.client.describe_time_to_live(TableName=stores.table)
     assert found["TimeToLiveDescription"] == {"TimeToLiveStatus": "ENABLED", "AttributeName": "ttl"}
     assert await store.forget(at(1e9)) == 0
 
 
 async def test_terminated_records_and_settled_provisions_expire(
-    store: DynamoInstanceStore, client: Any, table_name: str
+    store: DynamoInstanceStore, stores: DynamoStores
 ) -> None:
     idle = await store.apply(birth(instance(1, forget_at=at(5))))
     record = await store.apply(birth(instance(2)))
@@ -285,7 +249,7 @@ async def test_terminated_records_and_settled_provisions_expire(
     await store.replace_provision(released, provisions.settled(released, forget_at=at(900)))
     await store.history(ID)
 
-    ends = {pk: item.get("ttl", {}).get("N") for pk, item in (await scanned(client, table_name)).items()}
+    ends = {pk: item.get("ttl", {}).get("N") for pk, item in (await scanned(stores)).items()}
     start = int(NOW.timestamp())
     assert idle.forget_at == at(5)
     assert ends[f"control#{PREFIX}{ID}"] is None, "a live record does not expire"
@@ -297,7 +261,7 @@ async def test_terminated_records_and_settled_provisions_expire(
 
 
 async def test_history_and_reports_are_kept_as_long_as_records(
-    store: DynamoInstanceStore, client: Any, table_name: str
+    store: DynamoInstanceStore, stores: DynamoStores
 ) -> None:
     lifetimes = replace(pool_config().lifetimes, keep_records_s=1_234.0)
     await store.put_config(pool_config(lifetimes=lifetimes))
@@ -307,88 +271,82 @@ async def test_history_and_reports_are_kept_as_long_as_records(
     other = await store.apply(birth(instance(2)))
     await store.apply(change(other, state=State.TERMINATED, forget_at=at(2_000)))
     await store.history(ID)
-    ends = {pk: item.get("ttl", {}).get("N") for pk, item in (await scanned(client, table_name)).items()}
+    ends = {pk: item.get("ttl", {}).get("N") for pk, item in (await scanned(stores)).items()}
     start = int(NOW.timestamp())
     assert ends[f"history#{ID}"] == str(start + 1_234)
     assert ends[f"report#{PREFIX}{ID}"] == ends[f"control#{PREFIX}{ID}"] == str(start + 2_000)
     assert f"report#{PREFIX}{instance_id(2)}" not in ends, "no report is created for an instance that sent none"
 
 
-async def test_server_removes_expired_items(
-    tmp_path: Path, aws_session: AioSession, monkeypatch: pytest.MonkeyPatch, table_name: str, calls: CallCounter
-) -> None:
-    """On a separate server, whose clock is moved by a month."""
+@pytest.fixture
+def own_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ministack]:
+    """A separate server, for the clients that are opened later."""
     with ministack(tmp_path, starts_at=NOW) as own:
         monkeypatch.setenv("AWS_ENDPOINT_URL_DYNAMODB", own.url)
-        async with asyncio.timeout(3 * LONG_S), AwsClients(session=aws_session) as clients:
-            store = DynamoInstanceStore(
-                client=await clients.dynamodb(), table=table_name, clock=SystemClock(), ids=SystemIds(), calls=calls
-            )
-            await store.prepare()
-            for number, state in ((1, State.TERMINATED), (2, State.IDLE)):
-                await store.apply(birth(instance(number, state=state, forget_at=at(86_400))))
-                await store.history(instance_id(number))
-            own.advance_clock(31 * 86_400)
-            while await store.get(ID) is not None or await store.history(ID):
-                await store.count_live()
-            assert await store.get(instance_id(2)) is not None
-            await store.close()
+        yield own
 
 
-async def test_dead_server_ends_all_waits(
-    tmp_path: Path, aws_session: AioSession, monkeypatch: pytest.MonkeyPatch, table_name: str, calls: CallCounter
-) -> None:
-    with ministack(tmp_path) as own:
-        monkeypatch.setenv("AWS_ENDPOINT_URL_DYNAMODB", own.url)
-        async with asyncio.timeout(LONG_S), AwsClients(session=aws_session) as clients:
-            store = DynamoInstanceStore(
-                client=await clients.dynamodb(), table=table_name, clock=SystemClock(), ids=SystemIds(), calls=calls
-            )
-            await store.prepare()
-            record = await store.apply(birth(instance()))
-            waiting = asyncio.create_task(store.wait_for_control(ID, record, 2 * LONG_S))
-            assert await store.wait_for_control(ID, None, LONG_S) == record
-            own.process.kill()
-            with pytest.raises(Unavailable):
-                await waiting
-            await store.close()
+async def test_server_removes_expired_items(own_server: Ministack, dynamo_stores: DynamoStores) -> None:
+    """The clock of the server is moved by a month."""
+    store = dynamo_stores.open()
+    async with asyncio.timeout(3 * LONG_S):
+        await store.prepare()
+        for number, state in ((1, State.TERMINATED), (2, State.IDLE)):
+            await store.apply(birth(instance(number, state=state, forget_at=at(86_400))))
+            await store.history(instance_id(number))
+        own_server.advance_clock(31 * 86_400)
+        while await store.get(ID) is not None or await store.history(ID):
+            await store.count_live()
+        assert await store.get(instance_id(2)) is not None
+
+
+async def test_dead_server_ends_all_waits(own_server: Ministack, dynamo_stores: DynamoStores) -> None:
+    store = dynamo_stores.open()
+    async with asyncio.timeout(LONG_S):
+        await store.prepare()
+        record = await store.apply(birth(instance()))
+        waiting = asyncio.create_task(store.wait_for_control(ID, record, 2 * LONG_S))
+        assert await store.wait_for_control(ID, None, LONG_S) == record
+        own_server.process.kill()
+        with pytest.raises(Unavailable):
+            await waiting
 
 
 # Indexes and pages ------------------------------------------------------------------------------------------------
 
 
-async def test_live_index_contains_live_records(store: DynamoInstanceStore, client: Any, table_name: str) -> None:
+async def test_live_index_contains_live_records(store: DynamoInstanceStore, stores: DynamoStores) -> None:
     for number, state in enumerate(State):
         await store.apply(birth(instance(number, state=state)))
     opened = provision(1)
     await store.put_provision(opened)
-    live = await scanned(client, table_name, IndexName="live")
+    live = await scanned(stores, IndexName="live")
     assert len(live) == len(LIVE) + 1
     committed = provisions.committed(opened, (ID,), deadline=at(900))
     await store.replace_provision(opened, committed)
     record = await store.get(instance_id(0))
     assert record is not None
     await store.apply(change(record, state=State.TERMINATED))
-    assert len(await scanned(client, table_name, IndexName="live")) == len(LIVE), "without the terminated instance"
+    assert len(await scanned(stores, IndexName="live")) == len(LIVE), "without the terminated instance"
     released = provisions.released(committed, now=NOW, why="done")
     await store.replace_provision(committed, released)
     assert await store.unsettled_provisions(NOW) == [released], "a released provision is due regardless of its deadline"
     done = provisions.settled(released, forget_at=at(999))
     await store.replace_provision(released, done)
-    assert len(await scanned(client, table_name, IndexName="live")) == len(LIVE) - 1
+    assert len(await scanned(stores, IndexName="live")) == len(LIVE) - 1
 
 
-async def test_troubled_reports_are_sharded(store: DynamoInstanceStore, client: Any, table_name: str) -> None:
+async def test_troubled_reports_are_sharded(store: DynamoInstanceStore, stores: DynamoStores) -> None:
     """An index partition takes 1,000 writes per second, and all instances may be troubled at once."""
     for number in range(4 * items.SHARDS):
         await store.beat(instance_id(number), **{**BEAT, "notice": "terminate"})
-    troubled = await scanned(client, table_name, IndexName="live")
+    troubled = await scanned(stores, IndexName="live")
     assert len({item["gsi1pk"]["S"] for item in troubled.values()}) == items.SHARDS
     assert len(await store.troubled_reports()) == 4 * items.SHARDS
 
 
 async def test_extra_items_of_a_machine_do_not_count_as_instances(
-    store: DynamoInstanceStore, client: Any, table_name: str
+    store: DynamoInstanceStore, stores: DynamoStores
 ) -> None:
     """The agent policy restricts it to a partition, not to one item."""
     await store.apply(birth(instance()))
@@ -396,7 +354,7 @@ async def test_extra_items_of_a_machine_do_not_count_as_instances(
     for number in range(items.SHARDS):
         more = items.key(own[items.PK]["S"], f"more-{number}")
         indexed = {items.LIVE_PK: {"S": items.shard(number)}, items.LIVE_SK: {"S": "0"}}
-        await client.put_item(TableName=table_name, Item={**more, **indexed})
+        await stores.client.put_item(TableName=stores.table, Item={**more, **indexed})
     assert await store.count_live() == 1
     assert [found.instance_id for found in await store.find(LIVE)] == [ID]
 
@@ -420,7 +378,7 @@ async def test_every_call_of_an_agent_is_permitted_by_its_policy(
 
 
 async def test_every_query_reads_all_pages(
-    aws_session: AioSession, between: FaultProxy, table_name: str, store: DynamoInstanceStore, calls: CallCounter
+    between: FaultProxy, stores: DynamoStores, store: DynamoInstanceStore
 ) -> None:
     for number in range(20):
         state = State.TERMINATED if number % 4 == 0 else State.IDLE
@@ -430,29 +388,23 @@ async def test_every_query_reads_all_pages(
     for number in range(6):
         await store.apply(change(instance(1, provision_id="p-1"), transition=f"step-{number}", uses=number))
 
-    async with AwsClients(session=aws_session) as clients:
-        client: Any = await clients.dynamodb()
+    def small_pages(params: dict[str, Any], **_: Any) -> None:
+        params["Limit"] = 2
 
-        def small_pages(params: dict[str, Any], **_: Any) -> None:
-            params["Limit"] = 2
-
-        for operation in ("Query", "Scan"):
-            client.meta.events.register(f"provide-client-params.dynamodb.{operation}", small_pages)
-        paged = DynamoInstanceStore(
-            client=client, table=table_name, clock=SystemClock(), ids=SystemIds(), calls=calls, key_prefix=PREFIX
-        )
-        await store.history(ID)
-        between.requests.clear()
-        assert len(await paged.find([State.IDLE])) == 15
-        assert between.requests["Query"] > items.SHARDS
-        assert len(await paged.find([State.TERMINATED])) == 5
-        assert await paged.count_live() == 15
-        assert len(await paged.find_by_provision("p-1")) == 20
-        assert len(await paged.provisions_of_run("1234")) == 7
-        assert len(await paged.unsettled_provisions(NOW)) == 7
-        assert [each.provision_id for each in await paged.recent_provisions(5)] == [f"p-{n}" for n in (6, 5, 4, 3, 2)]
-        assert [entry.transition for entry in await paged.history(ID)][-2:] == ["step-4", "step-5"]
-        await paged.close()
+    for operation in ("Query", "Scan"):
+        stores.client.meta.events.register(f"provide-client-params.dynamodb.{operation}", small_pages)
+    paged = stores.open()
+    await store.history(ID)
+    between.requests.clear()
+    assert len(await paged.find([State.IDLE])) == 15
+    assert between.requests["Query"] > items.SHARDS
+    assert len(await paged.find([State.TERMINATED])) == 5
+    assert await paged.count_live() == 15
+    assert len(await paged.find_by_provision("p-1")) == 20
+    assert len(await paged.provisions_of_run("1234")) == 7
+    assert len(await paged.unsettled_provisions(NOW)) == 7
+    assert [each.provision_id for each in await paged.recent_provisions(5)] == [f"p-{n}" for n in (6, 5, 4, 3, 2)]
+    assert [entry.transition for entry in await paged.history(ID)][-2:] == ["step-4", "step-5"]
 
 
 # Calls ------------------------------------------------------------------------------------------------------------
@@ -460,7 +412,7 @@ async def test_every_query_reads_all_pages(
 
 async def test_conflict_needs_no_second_read(store: DynamoInstanceStore, between: FaultProxy) -> None:
     idle = await store.apply(birth(instance()))
-    winner = await store.apply(claim(idle, "p-1/a"))
+    winner = await store.apply(claim_change(idle, "p-1/a"))
     opened = provision()
     await store.put_provision(opened)
     await store.write_signal(ID, epoch=2, signal=Signal.UD_REG_OK)
@@ -468,7 +420,7 @@ async def test_conflict_needs_no_second_read(store: DynamoInstanceStore, between
     between.requests.clear()
     shown = []
     for call in (
-        store.apply(claim(idle, "p-2/b")),
+        store.apply(claim_change(idle, "p-2/b")),
         store.put_provision(opened),
         store.write_signal(ID, epoch=1, signal=Signal.UD_OK),
     ):
@@ -483,7 +435,7 @@ async def test_conflict_needs_no_second_read(store: DynamoInstanceStore, between
 
 
 async def test_terminations_are_confirmed_in_one_call(
-    store: DynamoInstanceStore, client: Any, table_name: str, between: FaultProxy
+    store: DynamoInstanceStore, stores: DynamoStores, between: FaultProxy
 ) -> None:
     records = [await store.apply(birth(instance(number))) for number in range(CHANGES_PER_TRANSACTION)]
     for record in records:
@@ -493,13 +445,13 @@ async def test_terminations_are_confirmed_in_one_call(
     assert await store.apply_all([change(record, **over) for record in records]) == [None] * CHANGES_PER_TRANSACTION
     assert between.requests["TransactWriteItems"] == 1
     assert "UpdateItem" not in between.requests
-    report = await client.get_item(TableName=table_name, Key=items.ItemKeys(prefix=PREFIX).report(ID))
+    report = await stores.client.get_item(TableName=stores.table, Key=items.ItemKeys(prefix=PREFIX).report(ID))
     assert report["Item"]["ttl"] == items.seconds(at(600)), "a report expires with its record"
     assert await store.count_live() == 0
 
 
 async def test_instance_without_a_report_costs_one_more_call(
-    store: DynamoInstanceStore, client: Any, table_name: str, between: FaultProxy
+    store: DynamoInstanceStore, stores: DynamoStores, between: FaultProxy
 ) -> None:
     records = [await store.apply(birth(instance(number))) for number in range(4)]
     await store.beat(ID, **BEAT)
@@ -508,7 +460,7 @@ async def test_instance_without_a_report_costs_one_more_call(
     assert await store.apply_all([change(record, **over) for record in records]) == [None] * 4
     assert between.requests["TransactWriteItems"] == 2
     assert "UpdateItem" not in between.requests
-    ends = {pk: item.get("ttl") for pk, item in (await scanned(client, table_name)).items() if "report#" in pk}
+    ends = {pk: item.get("ttl") for pk, item in (await scanned(stores)).items() if "report#" in pk}
     assert ends == {f"report#{PREFIX}{ID}": items.seconds(at(600))}
     assert await store.count_live() == 0
 
@@ -519,7 +471,7 @@ async def test_conflicting_change_is_written_alone_and_the_others_together(
     records = [await store.apply(birth(instance(number))) for number in range(6)]
     for record in records[:4]:
         await store.beat(record.instance_id, **BEAT)
-    moved = await store.apply(claim(records[2], "p-1/a"))
+    moved = await store.apply(claim_change(records[2], "p-1/a"))
     over: dict[str, Any] = {"state": State.TERMINATED, "forget_at": at(600)}
     between.requests.clear()
     failures = await store.apply_all([change(record, **over) for record in records])

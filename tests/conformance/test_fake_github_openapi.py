@@ -3,8 +3,6 @@
 import base64
 import json
 import pathlib
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +10,7 @@ import httpx
 import jsonschema_rs
 import pytest
 
-from remuda.fake_github import Endpoint, read_endpoint
+from remuda.fake_github import Endpoint
 from tests.support.records import LONG_S
 
 OPENAPI = json.loads((pathlib.Path(__file__).parent.parent / "data" / "github" / "openapi-runners.json").read_text())
@@ -24,22 +22,6 @@ BASIC_ERROR = {
 }
 PATHS = {"repo": "/repos/{owner}/{repo}/actions/runners", "org": "/orgs/{org}/actions/runners"}
 VALUES = {"owner": "acme", "repo": "widgets", "org": "acme"}
-
-
-@pytest.fixture(scope="module")
-def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
-    folder = tmp_path_factory.mktemp("github")
-    command = [sys.executable, "-m", "remuda.fake_github", "--dir", str(folder)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
-        try:
-            assert server.stdout is not None
-            assert server.stdout.readline()
-            found = read_endpoint(folder)
-            assert found is not None
-            yield found
-        finally:
-            server.terminate()
-            server.wait(LONG_S)
 
 
 class ValidatingClient:

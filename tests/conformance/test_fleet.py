@@ -1,28 +1,39 @@
-"""Contract tests of the fleet port, over all adapters."""
+"""Contract tests of the fleet port, over all adapters, and all scale-down scenarios with the real adapters."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import math
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from datetime import timedelta
+from datetime import datetime, timedelta
+from functools import cache
 from typing import Any, Protocol
 
 import pytest
+from aiobotocore.session import AioSession, get_session
 
 from remuda.adapters.aws.ec2.tagged_fleet import Ec2Fleet
-from remuda.adapters.local.fleet import LocalFleet
+from remuda.adapters.github import client as github_client
+from remuda.adapters.local.compute import LocalFleet
 from remuda.adapters.system.clock import SystemIds
+from remuda.config.settings import Settings
+from remuda.config.sources import load
+from remuda.controlplane.scale_down import FleetContext, ScaleDownResult, scale_down
+from remuda.domain.errors import UserError
 from remuda.domain.resources import DEFAULT_CLASSES, RunnerRequest, Tier, TypePatterns, UsageClass
+from remuda.domain.scale_down.decisions import Action
 from remuda.domain.scale_down.fleet import FleetMachine
 from remuda.ports.calls import CallCounter
-from remuda.ports.compute import LaunchRequest
-from remuda.ports.fleet import TaggedFleet
-from simulation.memory.compute import MemoryCloud, MemoryCompute
-from simulation.memory.fleet import MemoryFleet, MemoryMachines
-from tests.support.aws.ec2 import LINUX_AMI, shared_ec2_server
-from tests.support.fleet_servers import FleetInstance, FleetState, serve_fleet
-from tests.support.records import NOW
-from tests.support.scripted_fleet import ENVIRONMENT, tags
+from remuda.ports.clock import Clock
+from remuda.ports.compute import LaunchRequest, TaggedFleet
+from remuda.ports.event_log import SilentEventLog
+from simulation.memory.compute import MemoryCloud, MemoryCompute, MemoryFleet, MemoryMachines
+from tests.support.aws.ec2 import LINUX_AMI, shared_ec2_server, slow_server_config
+from tests.support.fleet_servers import TOKEN, FleetInstance, FleetState, FleetUrls, serve_fleet
+from tests.support.records import LONG_S, NOW
+from tests.support.scripted_fleet import ENVIRONMENT, REFUSED, SCENARIOS, expected, tags, variables
 from tests.support.virtual_time import AdjustableClock, FixedClock
 
 ORPHAN = "ghr:orphan"
@@ -66,21 +77,22 @@ class LocalFleetBackend:
         return LocalFleet(compute=self.compute, pool="pool", environment=ENVIRONMENT)
 
     async def launch(self, tags: dict[str, str]) -> str:
-        request = RunnerRequest(
-            resource_class=DEFAULT_CLASSES[0],
-            usage_class=UsageClass.ON_DEMAND,
-            patterns=TypePatterns(("*",)),
-            tier=Tier.TRUSTED,
+        request = LaunchRequest(
+            provision_id="p",
+            client_token=f"t-{len(self.cloud.machines)}",
+            count=1,
+            request=RunnerRequest(
+                resource_class=DEFAULT_CLASSES[0],
+                usage_class=UsageClass.ON_DEMAND,
+                patterns=TypePatterns(("*",)),
+                tier=Tier.TRUSTED,
+            ),
+            scope="acme",
+            first_life_s=600,
+            margin_s=1,
+            tags=tags,
         )
-        number = len(self.cloud.machines)
-        asked: dict[str, Any] = {
-            "provision_id": "p",
-            "client_token": f"t-{number}",
-            "count": 1,
-            "request": request,
-            "scope": "acme",
-        }
-        launched = await self.compute.launch(LaunchRequest(**asked, first_life_s=600, margin_s=1, tags=tags))
+        launched = await self.compute.launch(request)
         return launched.instances[0].instance_id
 
     async def tags_of(self, instance_id: str) -> dict[str, str] | None:
@@ -181,22 +193,33 @@ async def test_machines_that_were_not_listed_are_rejected(backend: FleetBackend)
     assert await backend.tags_of(own) is None
 
 
-# EC2 only --------------------------------------------------------------------------------------------------------
+# EC2 only -------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _session() -> AioSession:
+    """Cached: loading EC2's service model takes a second."""
+    return get_session()
+
+
+@asynccontextmanager
+async def ec2_fleet(served: FleetUrls, clock: Clock, environment: str = ENVIRONMENT) -> AsyncIterator[Ec2Fleet]:
+    async with _session().create_client(
+        "ec2",
+        region_name="eu-central-1",
+        endpoint_url=served.ec2_url,
+        aws_access_key_id="test",
+        aws_secret_access_key="test",
+        config=slow_server_config(),
+    ) as client:
+        yield Ec2Fleet(client=client, environment=environment, clock=clock, ids=SystemIds(), calls=CallCounter())
 
 
 @asynccontextmanager
 async def scripted(world: FleetState) -> AsyncIterator[Ec2Fleet]:
-    from tests.conformance.test_scale_down_oracle import ec2_client  # noqa: PLC0415 - only this helper needs it
-
     with serve_fleet(world) as served:
-        async with ec2_client(served) as client:
-            yield Ec2Fleet(
-                client=client,
-                environment=ENVIRONMENT,
-                clock=AdjustableClock(longest_sleep_s=0.0),
-                ids=SystemIds(),
-                calls=CallCounter(),
-            )
+        async with ec2_fleet(served, AdjustableClock(longest_sleep_s=0.0)) as fleet:
+            yield fleet
 
 
 def crowd(count: int) -> FleetState:
@@ -254,3 +277,97 @@ async def test_list_contains_pending_and_running_machines_with_their_system() ->
         ("0", "linux", None),
         ("1", "windows", None),
     ]
+
+
+# Every observed scale-down scenario with the real adapters, against scripted servers ----------------------------------
+
+
+class HangTimeouts:
+    """Replaces `asyncio.timeout`: expires when all open calls hang, however slow the test machine is."""
+
+    def __init__(self, world: FleetState) -> None:
+        self._open: set[asyncio.Timeout] = set()
+        self._hanging = 0
+        loop = asyncio.get_running_loop()
+        world.on_hang = lambda: loop.call_soon_threadsafe(self._count_hanging)
+
+    @asynccontextmanager
+    async def timeout(self, _: float) -> AsyncIterator[None]:
+        async with asyncio.timeout(LONG_S) as limit:
+            self._open.add(limit)
+            try:
+                yield
+            finally:
+                self._open.remove(limit)
+                self._check()
+
+    def _count_hanging(self) -> None:
+        self._hanging += 1
+        self._check()
+
+    def _check(self) -> None:
+        if self._open and len(self._open) == self._hanging:
+            self._hanging = 0
+            for limit in self._open:
+                limit.reschedule(asyncio.get_running_loop().time())
+
+
+async def run_cycle(served: FleetUrls, settings: Settings, now: datetime, *, dry_run: bool = False) -> ScaleDownResult:
+    clock, ids, calls = FixedClock(now), SystemIds(), CallCounter()
+    github = github_client.GitHubClient(api_url=served.github_url, token=TOKEN, clock=clock, ids=ids, calls=calls)
+    async with ec2_fleet(served, clock, settings.environment) as fleet:
+        context = FleetContext(
+            environment=settings.environment,
+            fleet=fleet,
+            github=github,
+            clock=clock,
+            event_log=SilentEventLog(),
+            calls=calls,
+        )
+        try:
+            return await scale_down(context, settings.scale_down_policy, dry_run=dry_run)
+        finally:
+            await github.close()
+
+
+def carried_out(result: ScaleDownResult, action: Action) -> set[str]:
+    return {item.decision.instance_id for item in result.of(action) if item.done}
+
+
+def call_bound(world: FleetState, scenario: Mapping[str, Any]) -> int:
+    """Maximum number of calls: pages, two per checked or deleted registration, one per orphan with a runner id."""
+    owners = {item["owner"] for item in scenario["github"]["owners"]}
+    runners = Counter(str(item["owner"]) for item in scenario["github"]["runners"])
+    pages = sum(max(1, math.ceil(runners[owner] / 100)) for owner in owners)
+    with_id = sum("ghr:github_runner_id" in item["tags"] for item in scenario["instances"])
+    return pages + 2 * (len(world.effects.deregistered) + len(world.effects.terminated) + 1) + with_id
+
+
+@pytest.mark.usefixtures("patient_client")
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario["name"])
+async def test_cycle_does_what_the_scenario_expects(
+    scenario: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = FleetState.from_scenario(scenario)
+    monkeypatch.setattr(github_client, "asyncio", HangTimeouts(world))
+    if scenario["name"] in REFUSED:
+        with pytest.raises(UserError):
+            load({}, environ=variables(scenario))
+        return
+    settings = load({}, environ=variables(scenario))
+    with serve_fleet(world) as served:
+        for cycle in scenario["cycles"]:
+            world.begin_cycle(changes=cycle["changes"], faults=cycle["faults"])
+            result = await run_cycle(served, settings, datetime.fromisoformat(cycle["now"]))
+            wanted = expected(scenario, cycle)
+            assert set(world.effects.terminated) == wanted.terminated, result
+            assert set(world.effects.tagged) == wanted.tagged, result
+            assert set(world.effects.untagged) == wanted.untagged, result
+            assert not world.effects.killed_busy
+            assert carried_out(result, Action.TERMINATE) == wanted.terminated
+            assert carried_out(result, Action.MARK_ORPHAN) == wanted.tagged
+            assert all(item.decision.reason for item in result.outcomes)
+            reachable = all(owner["app_installed"] for owner in scenario["github"]["owners"])
+            if reachable and not any(cycle["faults"].values()):
+                assert not result.errors
+                assert world.effects.github_calls() <= call_bound(world, scenario)

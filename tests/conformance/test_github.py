@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Protocol
 
 import httpx
@@ -16,7 +13,7 @@ import pytest
 from remuda.adapters.github.client import LIST_ATTEMPTS, MAX_ATTEMPTS, GitHubClient, web_url
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.domain.errors import Conflict, Throttled, Unavailable, UserError
-from remuda.fake_github import Endpoint, read_endpoint
+from remuda.fake_github import Endpoint
 from remuda.fake_github.client import FakeGitHubClient
 from remuda.ports.calls import CallCounter
 from remuda.ports.github import Deletion, GitHub
@@ -104,24 +101,10 @@ class GitHubClients:
         return int(files[".runner"]["agentId"])
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
-    folder = tmp_path_factory.mktemp("github")
-    command = [sys.executable, "-m", "remuda.fake_github", "--dir", str(folder)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline()
-        endpoint = read_endpoint(Path(folder))
-        assert endpoint is not None
-        yield endpoint
-        process.terminate()
-        assert process.wait(LONG_S) == 0
-
-
 @pytest.fixture
-async def fake_github(server: Endpoint) -> AsyncIterator[GitHubClients]:
+async def fake_github(endpoint: Endpoint) -> AsyncIterator[GitHubClients]:
     """The server, without the faults and runners of earlier tests."""
-    github_clients = GitHubClients(server)
+    github_clients = GitHubClients(endpoint)
     await github_clients.admin.clear_faults()
     await github_clients.admin.change_settings(known_scopes=KNOWN, enforce_rate_limit=False)
     github = github_clients.open()
@@ -210,9 +193,10 @@ async def test_busy_runner_is_not_deleted(github: GitHub, github_clients: GitHub
 
 
 async def test_existing_name_is_a_conflict(github: GitHub) -> None:
-    await github.jit_config(REPO, name="one", labels=["x"])
+    first = await github.jit_config(REPO, name="one", labels=["x"])
     with pytest.raises(Conflict):
         await github.jit_config(REPO, name="one", labels=["x"])
+    assert await github.get_runner(REPO, first.runner_id) is not None
 
 
 WRONG = "ghp_wrongwrongwrong"
@@ -276,33 +260,6 @@ async def client(fake_github: GitHubClients) -> AsyncIterator[GitHub]:
     await github.close()
 
 
-@pytest.mark.parametrize("status", [403, 429])
-async def test_rate_limit_has_a_retry_time(fake_github: GitHubClients, client: GitHub, status: int) -> None:
-    await fake_github.admin.set_fault("rate_limit", operation="list", seconds=37, status=status)
-    with pytest.raises(Throttled) as error:
-        await client.list_runners(REPO)
-    assert error.value.retry_after_s == 37
-    assert await client.list_runners(REPO) == []
-
-
-async def test_rate_limit_without_a_time_has_a_default(fake_github: GitHubClients, client: GitHub) -> None:
-    await fake_github.admin.set_fault("rate_limit", operation="registration-token")
-    with pytest.raises(Throttled) as error:
-        await client.registration_token(REPO)
-    assert error.value.retry_after_s >= 60
-
-
-async def test_used_up_hourly_limit_is_a_rate_limit(fake_github: GitHubClients, client: GitHub) -> None:
-    token = await fake_github.grant()
-    await fake_github.admin.change_settings(rate_limit=1, enforce_rate_limit=True)
-    github = fake_github.open(token)
-    await github.list_runners(REPO)
-    with pytest.raises(Throttled):
-        # If a new hour has begun, its first call succeeds too.
-        [await github.list_runners(REPO) for _ in range(2)]
-    await github.close()
-
-
 async def test_deletion_with_a_lost_response(fake_github: GitHubClients, client: GitHub) -> None:
     jit = await client.jit_config(REPO, name="one", labels=["x"])
     await fake_github.admin.set_fault("lost_answer", operation="delete")
@@ -310,22 +267,21 @@ async def test_deletion_with_a_lost_response(fake_github: GitHubClients, client:
     assert await client.list_runners(REPO) == []
 
 
-@pytest.mark.parametrize("operation", ["list", "registration-token", "remove-token", "get"])
+@pytest.mark.parametrize(
+    ("operation", "call"),
+    [
+        ("list", lambda client: client.list_runners(REPO)),
+        ("registration-token", lambda client: client.registration_token(REPO)),
+        ("remove-token", lambda client: client.removal_token(REPO)),
+        ("get", lambda client: client.get_runner(REPO, 1)),
+    ],
+    ids=["list", "registration-token", "remove-token", "get"],
+)
 async def test_idempotent_calls_with_lost_responses_are_retried(
-    fake_github: GitHubClients, client: GitHub, operation: str
+    fake_github: GitHubClients, client: GitHub, operation: str, call: Callable[[GitHub], Awaitable[object]]
 ) -> None:
     await fake_github.admin.set_fault("lost_answer", operation=operation, times=MAX_ATTEMPTS - 1)
-    calls = {
-        "list": client.list_runners(REPO),
-        "registration-token": client.registration_token(REPO),
-        "remove-token": client.removal_token(REPO),
-        "get": client.get_runner(REPO, 1),
-    }
-    for name, call in calls.items():
-        if name == operation:
-            await call
-        else:
-            call.close()
+    await call(client)
 
 
 async def test_jit_configuration_with_a_lost_response_leaves_one_registration(
@@ -348,22 +304,6 @@ async def test_server_error_is_retried_and_then_raised(fake_github: GitHubClient
     assert await client.list_runners(REPO) == []
 
 
-async def test_partial_list_is_never_returned(client: GitHub) -> None:
-    """The second page fails."""
-
-    class SecondPageFails(httpx.AsyncBaseTransport):
-        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-            if request.url.params["page"] != "1":
-                return httpx.Response(500)
-            runner = {"id": 1, "name": "one", "status": "online", "busy": False}
-            link = '<http://x/?page=2>; rel="next"'
-            return httpx.Response(200, json={"runners": [runner]}, headers={"link": link})
-
-    client._client._transport = SecondPageFails()  # type: ignore[attr-defined]
-    with pytest.raises(Unavailable):
-        await client.list_runners(REPO)
-
-
 async def test_incomplete_list_is_read_again_and_then_rejected(fake_github: GitHubClients, client: GitHub) -> None:
     for name in ("one", "two"):
         await client.jit_config(REPO, name=name, labels=["x"])
@@ -375,26 +315,33 @@ async def test_incomplete_list_is_read_again_and_then_rejected(fake_github: GitH
 
 
 class Pages(httpx.AsyncBaseTransport):
-    """Responds with one page per request: ids on the page, and total count."""
+    """Responds with one page per request: ids on the page, and total count. Further requests fail."""
 
     def __init__(self, *pages: tuple[list[int], int | None]) -> None:
         self._pages = list(pages)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        page = int(request.url.params["page"])
+        if not self._pages:
+            return httpx.Response(500)
         numbers, total = self._pages.pop(0)
         body: dict[str, Any] = {
             "runners": [{"id": each, "name": str(each), "status": "online", "busy": False} for each in numbers]
         }
         if total is not None:
             body["total_count"] = total
-        link = {"link": '<http://x/?page=2>; rel="next"'} if page == 1 else {}
+        link = {"link": '<http://x/?page=2>; rel="next"'} if request.url.params["page"] == "1" else {}
         return httpx.Response(200, json=body, headers=link)
 
 
 async def listed(client: GitHub, *pages: tuple[list[int], int | None]) -> list[int]:
     client._client._transport = Pages(*pages)  # type: ignore[attr-defined]
     return sorted(runner.runner_id for runner in await client.list_runners(REPO))
+
+
+async def test_partial_list_is_never_returned(client: GitHub) -> None:
+    """The second page fails."""
+    with pytest.raises(Unavailable):
+        await listed(client, ([1], 2))
 
 
 async def test_removal_between_two_pages_is_detected(client: GitHub) -> None:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import pathlib
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from datetime import timedelta
 from typing import Any
@@ -21,9 +18,8 @@ from remuda.adapters.github.auth import AppAuth
 from remuda.adapters.github.client import GitHubClient
 from remuda.adapters.system.clock import SystemIds
 from remuda.domain.errors import Conflict, Throttled, Unavailable, UserError
-from remuda.fake_github import Endpoint, read_endpoint
+from remuda.fake_github import Endpoint
 from remuda.ports.calls import CallCounter
-from remuda.ports.github import Deletion
 from tests.support.records import LONG_S
 from tests.support.virtual_time import AdjustableClock
 
@@ -42,22 +38,6 @@ KEY = rsa.generate_private_key(public_exponent=65537, key_size=2048)
 PUBLIC = KEY.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo).decode()
 
 
-@pytest.fixture(scope="module")
-def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
-    folder = tmp_path_factory.mktemp("github")
-    command = [sys.executable, "-m", "remuda.fake_github", "--dir", str(folder)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
-        try:
-            assert server.stdout is not None
-            assert server.stdout.readline()
-            found = read_endpoint(pathlib.Path(folder))
-            assert found is not None
-            yield found
-        finally:
-            server.terminate()
-            server.wait(LONG_S)
-
-
 @pytest.fixture
 def admin(endpoint: Endpoint) -> Iterator[httpx.Client]:
     """Client of the admin API of the local GitHub."""
@@ -72,11 +52,6 @@ def admin(endpoint: Endpoint) -> Iterator[httpx.Client]:
 @pytest.fixture
 def clock() -> AdjustableClock:
     return AdjustableClock(longest_sleep_s=0.0)
-
-
-@pytest.fixture
-def calls() -> CallCounter:
-    return CallCounter()
 
 
 @pytest.fixture
@@ -275,18 +250,22 @@ async def test_short_rate_limit_pauses_are_waited_for(
     assert clock.slept == [3.0]
 
 
+@pytest.mark.parametrize("status", [403, 429])
+@pytest.mark.parametrize(("seconds", "retry_after_s"), [(37, 37), (None, 60)], ids=["with time", "without time"])
 async def test_long_rate_limit_pauses_are_raised(
-    github: GitHubClient, admin: httpx.Client, clock: AdjustableClock
+    github: GitHubClient,
+    admin: httpx.Client,
+    clock: AdjustableClock,
+    status: int,
+    seconds: int | None,
+    retry_after_s: int,
 ) -> None:
-    add_fault(admin, "rate_limit", "list", seconds=30)
+    add_fault(admin, "rate_limit", "list", status=status, **({} if seconds is None else {"seconds": seconds}))
     with pytest.raises(Throttled) as caught:
         await github.list_runners(REPO)
-    assert caught.value.retry_after_s == 30
-    add_fault(admin, "rate_limit", "list", status=429)
-    with pytest.raises(Throttled) as caught:
-        await github.list_runners(REPO)
-    assert caught.value.retry_after_s == 60
+    assert caught.value.retry_after_s == retry_after_s
     assert clock.slept == []
+    await github.list_runners(REPO)
 
 
 @pytest.fixture
@@ -315,21 +294,6 @@ async def test_used_up_limit_ends_at_its_reset(
 
 
 # Just-in-time configurations
-
-
-async def test_existing_name_is_a_conflict(github: GitHubClient) -> None:
-    first = await github.jit_config(REPO, name="taken", labels=["x"])
-    with pytest.raises(Conflict):
-        await github.jit_config(REPO, name="taken", labels=["x"])
-    assert await github.get_runner(REPO, first.runner_id) is not None
-
-
-async def test_configuration_with_a_lost_response_is_created_again(github: GitHubClient, admin: httpx.Client) -> None:
-    add_fault(admin, "lost_answer", "jitconfig")
-    made = await github.jit_config(REPO, name="remuda-lost", labels=["x"])
-    named = [runner for runner in await github.list_runners(REPO) if runner.name == "remuda-lost"]
-    assert [runner.runner_id for runner in named] == [made.runner_id]
-    assert await github.delete_runner(REPO, made.runner_id) is Deletion.DELETED
 
 
 async def test_repeatedly_lost_responses_are_raised(github: GitHubClient, admin: httpx.Client) -> None:

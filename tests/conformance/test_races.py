@@ -28,22 +28,20 @@ from remuda.controlplane.context import Context, map_concurrently
 from remuda.controlplane.scale_down import FleetContext, scale_down
 from remuda.domain.errors import Conflict
 from remuda.domain.instance import Instance, State
-from remuda.domain.scale_down.cron import parse_cron
 from remuda.domain.scale_down.decisions import ScaleDownPolicy
-from remuda.domain.scale_down.idle_config import IdleWindow
+from remuda.domain.scale_down.idle_config import IdleWindow, parse_cron
 from remuda.domain.transitions import Actor, Claim, advance
 from remuda.ports.calls import CallCounter
 from remuda.ports.event_log import SilentEventLog
 from remuda.ports.store import InstanceStore
-from simulation.memory.compute import MemoryCloud, MemoryCompute
-from simulation.memory.fleet import MemoryFleet, MemoryMachines
+from simulation.memory.compute import MemoryCloud, MemoryCompute, MemoryFleet, MemoryMachines
 from simulation.memory.pool import MemoryQueues, MemoryResourcePool
 from tests.support.records import (
     LONG_S,
     assignment,
     birth,
     change,
-    claim,
+    claim_change,
     instance,
     instance_id,
     pool_config,
@@ -234,7 +232,7 @@ async def claim_items(store: InstanceStore, client: int, items: range) -> Any:
     lost_to: dict[str, str] = {}
     for number in items:
         try:
-            record = await store.apply(claim(instance(number), owner))
+            record = await store.apply(claim_change(instance(number), owner))
         except Conflict as conflict:
             winner: Instance = conflict.current
             lost_to[winner.instance_id] = winner.owner

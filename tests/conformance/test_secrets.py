@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from aiobotocore.session import AioSession
 
-from remuda.adapters.aws.clients import AwsClients, config
-from remuda.adapters.aws.secrets import TITLE, read_secret
-from remuda.config.kinds import Secret
+from remuda.adapters.aws.clients import SECRETS_MANAGER, AwsClients, config, read_secret
+from remuda.config.declaration import Secret
 from remuda.config.settings import Settings
 from remuda.domain.errors import UserError
 from remuda.wiring.github import GithubCredential, github_credential
@@ -24,7 +23,7 @@ TOKEN = "ghp_kept_elsewhere"
 
 async def put(clients: AwsClients, **content: Any) -> str:
     """Create a secret. Return its ARN."""
-    client = await clients.client("secretsmanager", TITLE, config())
+    client = await clients.client("secretsmanager", SECRETS_MANAGER, config())
     answer = await client.create_secret(Name=f"remuda/ci/{secrets.token_hex(4)}", **content)
     return str(answer["ARN"])
 
@@ -76,7 +75,7 @@ async def test_missing_secret(clients: AwsClients):
 
 async def test_secret_scheduled_for_deletion(clients: AwsClients):
     arn = await put(clients, SecretString=TOKEN)
-    client = await clients.client("secretsmanager", TITLE, config())
+    client = await clients.client("secretsmanager", SECRETS_MANAGER, config())
     await client.delete_secret(SecretId=arn, RecoveryWindowInDays=7)
     with pytest.raises(UserError, match="scheduled for deletion"):
         await read(clients, arn)

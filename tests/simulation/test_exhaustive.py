@@ -6,7 +6,7 @@ import pytest
 
 from simulation.exhaustive import _BITS, _BUDGETS, SearchBounds, _Explorer, explore
 from simulation.mutants import MUTANTS, Mutant, expression
-from simulation.run_mutant import run_module_with_mutant
+from simulation.report import run_module_with_mutant
 
 
 @pytest.mark.parametrize(

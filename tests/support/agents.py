@@ -15,12 +15,12 @@ from remuda.domain.instance import Assignment, Credential, Instance, State
 from remuda.domain.signals import Report, Signal
 from remuda.domain.transitions import Actor, Claim, Commit, Event, Release, ReturnToPool, advance, create
 from remuda.ports.calls import CallCounter
-from remuda.ports.machine import AgentState, Identity, StepResult
-from remuda.ports.runner import RemovalStatus, RunnerState
+from remuda.ports.machine import AgentState, Identity, RemovalStatus, RunnerState, StepResult
 from remuda.ports.store import InstanceStore
 from simulation.loop import SeededIds, VirtualClock
 from simulation.memory.store import MemoryDatabase, MemoryInstanceStore
 from tests.support.records import assignment, at, instance, instance_id
+from tests.support.virtual_time import until
 
 ID = instance_id(1)
 MARGIN_S = 1.0
@@ -95,8 +95,8 @@ class RecordingRunner:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def configure(self, assignment: Assignment) -> StepResult:
-        self.log.append(f"configure {assignment.runner_name}")
+    async def register(self, assignment: Assignment) -> StepResult:
+        self.log.append(f"register {assignment.runner_name}")
         self.configured.append(assignment)
         if self.configure_outcome.ok:
             self.become(registered_as=assignment.runner_name)
@@ -202,6 +202,15 @@ class AgentFixture:
             await asyncio.gather(self.task, return_exceptions=True)
             self.task = None
 
+    @property
+    def agent_runs(self) -> bool:
+        return self.task is not None and not self.task.done()
+
+    async def ended(self) -> str:
+        """Wait for the agent's end, and return its reason."""
+        assert self.task is not None
+        return await self.task
+
     async def restart(self) -> None:
         await self.crash()
         self.start()
@@ -259,3 +268,16 @@ class AgentFixture:
 
     async def pool(self) -> None:
         await self.apply(ReturnToPool(report=self.report, idle_time_s=420.0), Actor.RELEASE)
+
+    async def serve(self, max_runtime_s: float = 1_800.0) -> None:
+        """Start the agent, and wait until its listener accepts jobs of the first run."""
+        self.start()
+        await self.create()
+        await until(lambda: self.signalled(Signal.UD_REG_OK))
+        await self.commit(max_runtime_s)
+        await until(lambda: self.runner.current.listening)
+
+    async def return_to_pool(self, release_time_s: float = 300.0) -> None:
+        await self.release(release_time_s)
+        await until(lambda: self.signalled(Signal.UD_REMOVE_REG_REMOVE_RUN_OK, self.record.epoch))
+        await self.pool()

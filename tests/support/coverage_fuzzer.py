@@ -25,7 +25,7 @@ with atheris.instrument_imports(include=["remuda", "yaml", "tomllib"]):
     from remuda.domain.errors import RemudaError
     from remuda.domain.instance import Instance
     from remuda.domain.resources import PoolMessage, TypePatterns
-    from remuda.domain.scale_down.cron import parse_cron
+    from remuda.domain.scale_down.idle_config import parse_cron
     from remuda.domain.serialization import to_document
     from remuda.domain.signals import Report
     from tests.support.records import NOW, instance, message

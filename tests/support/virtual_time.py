@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Collection, Coroutine
 from datetime import datetime, timedelta
 from enum import Enum
-from typing import Any, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 from remuda.adapters.system.clock import SystemClock
 from remuda.domain.errors import Unavailable
@@ -16,6 +17,7 @@ from simulation.fake_machine import FakeMachine
 from simulation.loop import START, new_loop
 
 T = TypeVar("T")
+P = ParamSpec("P")
 Call = Callable[[], Awaitable[Any]]
 #: Called with the name of an operation ("store.apply") and the call itself; makes the call or does something else.
 Hook = Callable[[str, Call], Awaitable[Any]]
@@ -25,6 +27,16 @@ def run_virtual(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end in virtual time."""
     with asyncio.Runner(loop_factory=new_loop) as runner:
         return runner.run(work)
+
+
+def in_virtual_time(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    """Decorate an asynchronous property: each of its examples runs in a virtual time of its own."""
+
+    @functools.wraps(test)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        run_virtual(test(*args, **kwargs))
+
+    return run
 
 
 async def until(holds: Callable[[], bool], *, within_s: float = 60.0, every_s: float = 0.01) -> None:
@@ -210,6 +222,17 @@ class AmbiguousAnswer:
         if self._applied:
             await call()
         raise Unavailable(f"no answer to {name}")
+
+
+def failing(operations: str, error: BaseException) -> Hook:
+    """Fails each call whose name starts with this text."""
+
+    async def hook(name: str, call: Call) -> Any:
+        if name.startswith(operations):
+            raise error
+        return await call()
+
+    return hook
 
 
 class AgentCut:

@@ -25,14 +25,13 @@ from remuda.ports.github import Deletion
 from remuda.ports.machine import StepResult
 from remuda.ports.store import InstanceStore
 from simulation.fake_machine import FakeMachine, TimedAction
-from simulation.invariants import Violation
+from simulation.invariants import POOL, SCOPE, Violation
 from simulation.liveness import LivenessInvariants
 from simulation.loop import VirtualLoop, current_process
 from simulation.memory.compute import MemoryCompute
 from simulation.memory.github import MemoryGitHub
 from simulation.memory.pool import MemoryResourcePool
 from simulation.memory.store import MemoryInstanceStore
-from simulation.names import POOL, SCOPE
 from simulation.plan import WorldPlan
 from simulation.world import SimulatedProcess, World
 from tests.support.virtual_time import EventRecorder, Hook, Killed, hooked
@@ -94,7 +93,7 @@ class _FixedBehaviour:
     def script(self) -> StepResult:
         return self._settings.script
 
-    def configure(self) -> StepResult:
+    def register(self) -> StepResult:
         return self._settings.registration.get(self._instance_id, StepResult(ok=True))
 
     def reset(self) -> StepResult:
@@ -259,6 +258,11 @@ class PoolWorld(World):
 
     async def provision(self, run_id: str = "1", *, process: Context | None = None, **changed: Any) -> ProvisionResult:
         return await provision(process or self.process(), provision_request(run_id, **changed))
+
+    async def one(self, run_id: str = "1", **changed: Any) -> Instance:
+        """Provision one instance."""
+        (item,) = (await self.provision(run_id, **changed)).instances
+        return item.instance
 
     async def release(self, run_id: str = "1", attempt: int = 1, *, process: Context | None = None) -> ReleaseResult:
         return await release(process or self.process(), run_id=run_id, attempt=attempt)

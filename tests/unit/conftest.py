@@ -1,10 +1,46 @@
-"""Properties are tried with the same examples each time, however slow this computer is; `make fuzz` tries new ones."""
+"""Virtual time for tests of the control plane and the agent's loop; the profile of properties.
+
+Simulated hours take no real time, and results do not depend on the machine's speed. Properties are tried with the same
+examples each time, however slow this computer is; `make fuzz` tries new ones.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import os
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
 
+import pytest
 from hypothesis import settings
+
+from simulation.loop import new_loop
+from tests.support.agents import AgentFixture
+from tests.support.world import PoolWorld
 
 settings.register_profile("new", deadline=None)
 settings.load_profile("new" if "REMUDA_FUZZ" in os.environ else "ci")
+
+
+def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> Mapping[str, Callable[[], Any]]:
+    if item.path.parent.name == "controlplane" or item.path.name.startswith("test_agent_"):
+        return {"virtual": new_loop}
+    return {"real": asyncio.new_event_loop}
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[PoolWorld]:
+    """A configured pool without instances. At the end time passes until every instance must be terminated."""
+    world = PoolWorld()
+    await world.configure()
+    yield world
+    world.check()
+    await world.end()
+
+
+@pytest.fixture
+async def fixture() -> AsyncIterator[AgentFixture]:
+    """A machine whose agent is not yet started. At the end the agent is killed."""
+    fixture = AgentFixture()
+    yield fixture
+    await fixture.crash()

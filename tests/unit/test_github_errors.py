@@ -9,7 +9,7 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from remuda.adapters.github.errors import translate
+from remuda.adapters.github.responses import translate
 from tests.support.leak_scanner import LeakScanner
 
 TOKEN = "ghs_a1B2c3D4e5F6g7H8i9J0k1L2m3N4o5P6q7R8"

@@ -1,22 +1,28 @@
-"""The action's step: reads the inputs, runs the command, writes outputs, annotations and the summary."""
+"""The action's step: reads the inputs, runs the command, writes outputs, annotations and the summary.
+
+A composite action does not receive its inputs by itself: `action.yml` passes each one as `INPUT_<NAME>`. Empty means
+not set.
+"""
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from remuda.action.channel import StepLog, write_outputs
-from remuda.action.inputs import SECRET_VARIABLES, SWITCHES, ActionInputs, as_inputs, read_inputs
-from remuda.action.summary import RolledBackInstance, StepFailure, summary
+from remuda.action.output import RolledBackInstance, StepFailure, StepLog, summary, write_outputs
 from remuda.cli.output import ConsoleEventLog, Output
 from remuda.cli.run import EXIT_INTERRUPTED, EXIT_OK, EXIT_PARTIAL, load_settings, run_command
-from remuda.domain.errors import Interrupted, RemudaError
+from remuda.config.declaration import ACTION_MODES
+from remuda.config.settings import SETTINGS
+from remuda.domain.errors import Interrupted, RemudaError, UserError
 
 if TYPE_CHECKING:
     from remuda.controlplane.context import Context
@@ -31,6 +37,22 @@ Mask = Callable[[str], None]
 
 #: GitHub shows at most ten annotations of each level per step.
 MAX_WARNINGS = 8
+#: Inputs that are settings, by mode.
+SETTINGS_BY_MODE: Mapping[str, frozenset[str]] = {
+    mode: frozenset(item.key for item in SETTINGS.values() if mode in item.modes) for mode in ACTION_MODES
+}
+SETTING_INPUTS = frozenset().union(*SETTINGS_BY_MODE.values())
+SECRETS = frozenset(item.key for item in SETTINGS.values() if item.is_input and item.kind.is_secret)
+#: Boolean inputs and the mode that uses them.
+SWITCHES = {"sweep-only": "refresh", "dry-run": "scale-down"}
+#: Inputs that are no settings.
+STEP_INPUTS = frozenset({"mode", "aws-region", "config", *SWITCHES})
+#: Environment variables that contain secrets and are masked.
+SECRET_VARIABLES = ("REMUDA_GITHUB_TOKEN", "REMUDA_GITHUB_APP_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+
+_REGION = re.compile(r"[a-z]{2,4}(-[a-z]{2,12}){1,3}-\d{1,2}")
+_FLAG = re.compile(r"--([a-z][a-z0-9-]*)")
+_VARIABLE = re.compile(r"REMUDA_([A-Z][A-Z0-9_]*)")
 
 
 class MaskingGitHub:
@@ -195,16 +217,16 @@ def _run(inputs: ActionInputs, output: StepOutput) -> int:
     config = inputs.config or os.environ.get("REMUDA_CONFIG") or os.devnull
     flags = {**inputs.flags(), "backend": "aws"}
     with output.channel.grouped(f"remuda {mode}"):
-        from remuda.cli import maintenance, runs  # noqa: PLC0415 - slow to import; invalid inputs fail before
+        from remuda.cli import lifecycle  # noqa: PLC0415 - slow to import; invalid inputs fail before
 
         settings = load_settings(flags, config)
         if mode == "provision":
-            return runs.run_provision(settings, output)
+            return lifecycle.run_provision(settings, output)
         if mode == "release":
-            return runs.run_release(settings, output)
+            return lifecycle.run_release(settings, output)
         if mode == "refresh":
-            return maintenance.run_refresh(settings, output, sweep_only=switches["sweep-only"], every=None)
-        return maintenance.run_scale_down(settings, output, dry_run=switches["dry-run"], every=None)
+            return lifecycle.run_refresh(settings, output, sweep_only=switches["sweep-only"], every=None)
+        return lifecycle.run_scale_down(settings, output, dry_run=switches["dry-run"], every=None)
 
 
 def _finish(inputs: ActionInputs, output: StepOutput, code: int) -> int:
@@ -278,3 +300,70 @@ def _write_outputs(document: Mapping[str, Any]) -> None:
     }
     ids = SystemIds()
     write_outputs(Path(file), values, lambda: ids.new("end-of-output-"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActionInputs:
+    given: Mapping[str, str]
+
+    @property
+    def mode(self) -> str:
+        mode = self.given.get("mode", "")
+        if mode in SETTINGS_BY_MODE:
+            return mode
+        near = difflib.get_close_matches(mode, SETTINGS_BY_MODE, n=1)
+        fix = f"did you mean {near[0]}?" if near else f"use {', '.join(SETTINGS_BY_MODE)}"
+        raise UserError(f"mode is {mode[:80]!r}", field="mode", fix=fix)
+
+    @property
+    def region(self) -> str:
+        region = self.given.get("aws-region", "")
+        if region and not _REGION.fullmatch(region):
+            raise UserError(
+                f"aws-region is {region[:80]!r}", field="aws-region", fix="use a region such as eu-central-1"
+            )
+        return region
+
+    @property
+    def config(self) -> str:
+        return self.given.get("config", "")
+
+    def switch(self, name: str) -> bool:
+        text = self.given.get(name, "false")
+        if text not in {"true", "false"}:
+            raise UserError(f"{name} is {text[:80]!r}", field=name, fix="use true or false")
+        return text == "true"
+
+    def secrets(self) -> list[str]:
+        return [self.given[name] for name in sorted(SECRETS) if name in self.given]
+
+    def flags(self) -> dict[str, str]:
+        """Return the settings that the mode's command accepts."""
+        used = SETTINGS_BY_MODE[self.mode]
+        return {name.replace("-", "_"): value for name, value in self.given.items() if name in used}
+
+    def unused(self) -> list[str]:
+        """Return the inputs that are set but have no effect in this mode."""
+        other_modes = {name for name, mode in SWITCHES.items() if mode != self.mode}
+        used = SETTINGS_BY_MODE[self.mode] | STEP_INPUTS - other_modes
+        return sorted(name for name in self.given if name not in used)
+
+
+def read_inputs(environ: Mapping[str, str]) -> ActionInputs:
+    found = {name: environ.get(input_variable(name), "") for name in SETTING_INPUTS | STEP_INPUTS}
+    # YAML block scalars end with a newline.
+    return ActionInputs(given={name: value.strip() for name, value in found.items() if value.strip()})
+
+
+def input_variable(name: str) -> str:
+    return "INPUT_" + name.upper().replace("-", "_")
+
+
+def as_inputs(text: str) -> str:
+    """Replace flags and variables in a message by the names of the inputs."""
+
+    def input_name(name: str, original: str) -> str:
+        return name if name in SETTING_INPUTS | STEP_INPUTS else original
+
+    text = _FLAG.sub(lambda found: input_name(found[1], found[0]), text)
+    return _VARIABLE.sub(lambda found: input_name(found[1].lower().replace("_", "-"), found[0]), text)

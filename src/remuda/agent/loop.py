@@ -1,22 +1,21 @@
-"""The agent's main loop: read the record, decide, act, wait for the next event."""
+"""The agent's main loop: read the record, decide, act, wait for the next event. Its expiry and its heartbeat."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
 from typing import TypeVar
 
 from remuda.agent.decide import AgentAction, AgentStep, Observation, next_step
-from remuda.agent.expiry import Expiry
-from remuda.agent.heartbeat import Heartbeat, Watchdog
 from remuda.domain.errors import Conflict, RemudaError
 from remuda.domain.instance import Instance, State
 from remuda.domain.signals import FailureKind, Signal
+from remuda.domain.thresholds import HEARTBEAT_INTERVAL_S, expired
 from remuda.ports.clock import Clock, Ids
 from remuda.ports.event_log import BoundEventLog, EventLog
-from remuda.ports.machine import Identity, Machine, ScriptStatus
-from remuda.ports.runner import RemovalStatus, RunnerSoftware, RunnerState
+from remuda.ports.machine import Identity, Machine, RemovalStatus, RunnerSoftware, RunnerState, ScriptStatus
 from remuda.ports.store import InstanceStore
 
 T = TypeVar("T")
@@ -39,6 +38,8 @@ BACKOFF_MAX_S = 5.0
 MAX_DOUBLINGS = 10
 #: Seconds until a removal that GitHub rejected because of a running job is tried again, unless the job ends earlier.
 BUSY_PAUSE_S = 1.0
+#: Minimum number of seconds between the agent's own end and the dead-man timer.
+DEAD_MAN_SLACK_S = 5.0
 
 
 class Agent:
@@ -221,7 +222,7 @@ class Agent:
             await self._signal(record, step.signal, script_detail or step.reason)
         elif step.action is AgentAction.REGISTER and record.assignment is not None:
             started = self._clock.monotonic()
-            result = await self._runner.configure(record.assignment)
+            result = await self._runner.register(record.assignment)
             duration_s = self._clock.monotonic() - started
             signal = Signal.UD_REG_OK if result.ok else Signal.UD_REG_FAILED
             await self._signal(record, signal, result.detail, duration_s=duration_s, failure=result.failure)
@@ -312,3 +313,108 @@ def _heartbeat_fields(runner: RunnerState) -> tuple[bool, bool]:
 def _event_fields(found: Mapping[str, int]) -> dict[str, int]:
     """Convert the numbers of findings of a reset to fields of an event."""
     return {kind.lower().replace(" ", "_"): number for kind, number in found.items()}
+
+
+class Expiry:
+    """Enforces the last threshold that was read, even if the store is unreachable: keeps it on disk and sets the
+    dead-man timer to it.
+    """
+
+    def __init__(self, *, machine: Machine, clock: Clock, margin_s: float) -> None:
+        self._machine = machine
+        self._clock = clock
+        self._margin_s = margin_s
+        self._threshold = machine.load().threshold
+        if self._threshold is not None:
+            self._set_dead_man_timer(self._threshold)
+
+    def observe(self, record: Instance) -> None:
+        if record.threshold == self._threshold:
+            return
+        self._set_dead_man_timer(record.threshold)
+        self._machine.save(replace(self._machine.load(), threshold=record.threshold))
+        # Assigned last, so that the next call repeats a step that failed.
+        self._threshold = record.threshold
+
+    def has_passed(self) -> bool:
+        return self._threshold is not None and expired(self._threshold, now=self._clock.now(), margin_s=self._margin_s)
+
+    def seconds_left(self, record: Instance | None) -> float | None:
+        """Seconds until the agent must end the machine. None if neither the record nor the disk has a threshold."""
+        threshold = record.threshold if record else self._threshold
+        if threshold is None:
+            return None
+        return (threshold - self._clock.now()).total_seconds() + self._margin_s
+
+    def _set_dead_man_timer(self, threshold: datetime) -> None:
+        slack_s = self._margin_s + max(self._margin_s, DEAD_MAN_SLACK_S)
+        self._machine.set_dead_man_timer(threshold + timedelta(seconds=slack_s))
+
+
+class Watchdog:
+    """Time by which the main loop must report progress again. Past it, the agent is considered hung."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._expires_at = 0.0
+
+    def expect_progress_within(self, limit_s: float) -> None:
+        self._expires_at = self._clock.monotonic() + limit_s
+
+    @property
+    def healthy(self) -> bool:
+        return self._clock.monotonic() < self._expires_at
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class Heartbeat:
+    """The heartbeat, which is written only while the main loop makes progress: a hung agent counts as dead."""
+
+    instance_id: str
+    store: InstanceStore
+    machine: Machine
+    runner: RunnerSoftware
+    clock: Clock
+    event_log: EventLog
+    watchdog: Watchdog
+    version: str
+    notice: str = field(default="", init=False)
+    due: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+
+    def beat_now(self) -> None:
+        """Write the next heartbeat at once, because a field that others wait for has changed."""
+        self.due.set()
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            self.due.clear()
+            if self.watchdog.healthy:
+                await self._beat()
+            alarm = loop.call_later(HEARTBEAT_INTERVAL_S, self.due.set)
+            try:
+                await self.due.wait()
+            finally:
+                alarm.cancel()
+
+    async def _beat(self) -> None:
+        try:
+            runner = self.runner.state()
+            await self.store.beat(
+                self.instance_id,
+                at=self.clock.now(),
+                busy=runner.busy,
+                listening=runner.listening,
+                notice=await self._spot_notice(),
+                version=self.version,
+            )
+        except RemudaError as error:
+            self.event_log.record("heartbeat-failed", error.message)
+
+    async def _spot_notice(self) -> str:
+        """Return the spot notice, or the last known one. A failed check does not stop the heartbeat."""
+        try:
+            self.notice = await self.machine.spot_notice() or self.notice
+        except RemudaError as error:
+            self.event_log.record("spot-notice-failed", error.message)
+        return self.notice

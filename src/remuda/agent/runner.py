@@ -1,4 +1,4 @@
-"""Control of actions/runner on a machine: configure, start, remove, stop. Works with the real and the fake runner."""
+"""Control of actions/runner on a machine: register, start, remove, stop. Works with the real and the fake runner."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ from remuda.domain.instance import Assignment
 from remuda.domain.serialization import from_document, to_document
 from remuda.domain.signals import FailureKind
 from remuda.ports.clock import Clock
-from remuda.ports.machine import StepResult
-from remuda.ports.runner import RemovalStatus, RunnerState
+from remuda.ports.machine import RemovalStatus, RunnerState, StepResult
 from remuda.procfs import Process
 
 CONFIGURE_LIMIT_S = 120.0
@@ -131,7 +130,7 @@ class ActionsRunner:
             refused=self.refused() if spent else "",
         )
 
-    async def configure(self, assignment: Assignment) -> StepResult:
+    async def register(self, assignment: Assignment) -> StepResult:
         if self._is_listening():
             return StepResult(ok=False, detail="a listener of an earlier assignment is still running")
         self._forget()

@@ -1,7 +1,9 @@
 """Lambda handler for the scheduled commands `refresh` and `scale-down`.
 
 The settings come from the function's environment (`REMUDA_…`), the command from the event: `{"command": "refresh"}`.
-Failures are raised, so that the function's error metric counts them. Each invocation ends with one line of metrics.
+Failures are raised, so that the function's error metric counts them. Each invocation ends with one line of metrics in
+CloudWatch's embedded metric format (EMF): a JSON log line that CloudWatch also records as metrics. CloudWatch charges
+per metric and combination of dimensions, so the only dimensions are pool and command.
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
 from typing import Any, Protocol
 
 from remuda.adapters.system.clock import SystemClock
-from remuda.aws_lambda.emf import Measurement, MetricUnit, emf_line, pascal_case
 from remuda.cli.output import record_line
 from remuda.cli.rendering import results
 from remuda.cli.run import bug_error
@@ -38,6 +41,13 @@ from remuda.wiring import desired, open_context, open_fleet
 RESERVE_S = 5.0
 MAX_SHOWN = 60
 GITHUB = "github"
+NAMESPACE = "Remuda"
+#: CloudWatch's limits: metrics per line, and characters of a dimension's value.
+MAX_METRICS = 100
+MAX_DIMENSION_LENGTH = 1_024
+#: Largest number that CloudWatch accepts. The comparison also excludes NaN.
+MAX_NUMBER = 2.0**360
+UNKNOWN = "unknown"
 
 
 class LambdaContext(Protocol):
@@ -226,3 +236,51 @@ def _log_failure(event_log: EventLog, error: RemudaError) -> RemudaError:
     event_log.record("failed", message, kind=type(error).__name__)
     error.args = (message,)
     return error
+
+
+class MetricUnit(StrEnum):
+    COUNT = "Count"
+    SECONDS = "Seconds"
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    value: float
+    unit: MetricUnit = MetricUnit.COUNT
+
+
+def emf_line(
+    measures: Mapping[str, Measurement],
+    *,
+    at: datetime,
+    pool: str,
+    command: str,
+    facts: Mapping[str, str] | None = None,
+) -> str:
+    """Build one line. `facts` appear in the log only and do not become metrics."""
+    dimensions = {"Pool": _dimension(pool), "Command": _dimension(command)}
+    valid = {name: each for name, each in list(measures.items())[:MAX_METRICS] if abs(each.value) <= MAX_NUMBER}
+    directive = {
+        "Namespace": NAMESPACE,
+        "Dimensions": [list(dimensions)],
+        "Metrics": [{"Name": name, "Unit": each.unit.value} for name, each in valid.items()],
+    }
+    return json.dumps(
+        {
+            **(facts or {}),
+            "_aws": {"Timestamp": round(at.timestamp() * 1_000), "CloudWatchMetrics": [directive]},
+            **dimensions,
+            **{name: each.value for name, each in valid.items()},
+        }
+    )
+
+
+def _dimension(value: str) -> str:
+    """Reduce to printable ASCII. CloudWatch ignores a line with any other dimension value."""
+    value = "".join(letter for letter in value if letter.isascii() and letter.isprintable()).strip().lstrip(":")
+    return value[:MAX_DIMENSION_LENGTH].strip() or UNKNOWN
+
+
+def pascal_case(words: str) -> str:
+    """Convert `spot-notice` to `SpotNotice`, as in CloudWatch's metric names."""
+    return "".join(word.capitalize() for word in words.replace("_", "-").split("-"))

@@ -24,8 +24,7 @@ from remuda.config.settings import Settings
 from remuda.controlplane.operator import InstanceSelector, select_instances, terminate
 from remuda.controlplane.refresh import refresh
 from remuda.domain.errors import RemudaError, Unavailable, UserError
-from remuda.fake_github import read_endpoint
-from remuda.fake_github.package import install
+from remuda.fake_github import install_runner, read_endpoint
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import MachineState
 from remuda.ports.event_log import EventLog
@@ -183,7 +182,7 @@ async def start(settings: Settings, event_log: EventLog) -> UpResult:
 
 
 async def _start(event_log: EventLog, clock: SystemClock, places: LocalLayout, log_format: str) -> UpResult:
-    install(places.runner)
+    install_runner(places.runner)
     store = SqliteInstanceStore(path=places.database, clock=clock, ids=SystemIds(), calls=CallCounter())
     try:
         await store.prepare()

@@ -12,19 +12,26 @@ from typing import Any
 
 import click
 from click.exceptions import Abort, ClickException, Exit
+from click.shell_completion import get_completion_class
 
 from remuda import __version__
-from remuda.cli.completion import CURRENT, PROGRAM, SHELLS, VARIABLE, completion_script, install_completion, shell_of
 from remuda.cli.options import HELP_WIDTH, Argument, GroupedCommand, option, options_of, settings_of
 from remuda.cli.output import Output, early_log_format, set_log_format
 from remuda.cli.run import EXIT_INTERRUPTED, load_settings, run_command
-from remuda.config.declaration import Group
-from remuda.config.kinds import integer, number, text
+from remuda.config.declaration import Group, choice, integer, number, text
 from remuda.domain.errors import UserError
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": HELP_WIDTH}
 _DURATION = text(metavar="DURATION")
 _SECONDS_BETWEEN_RUNS = number(0.2, 86_400, "seconds")
+_DRY_RUN = ("--dry-run", "Show what would be done and why; change nothing.")
+_REASON = ("--reason", "Reason, for the history.")
+_ALL = ("--all", "All instances of the pool.")
+PROGRAM = "remuda"
+#: If it is set, click answers the shell's request for completions and exits.
+VARIABLE = "_REMUDA_COMPLETE"
+SHELLS = choice(("bash", "zsh", "fish"))
+CURRENT = "current"
 
 
 class _App(click.Group):
@@ -86,6 +93,40 @@ def _install(value: str) -> None:
     click.echo(f"{shell} completion installed in {file}; start a new shell to use it")
 
 
+def completion_script(app: click.Command, shell: str) -> str:
+    completion = get_completion_class(shell)
+    if completion is None:
+        raise UserError(f"there is no completion for {shell!r}", field="--show-completion", fix="use bash, zsh or fish")
+    return completion(app, {}, PROGRAM, VARIABLE).source()
+
+
+def install_completion(app: click.Command, shell: str, home: Path) -> Path:
+    """Write the completion script and make the shell load it. Idempotent."""
+    script = completion_script(app, shell)
+    if shell == "fish":
+        file = home / ".config" / "fish" / "completions" / f"{PROGRAM}.fish"
+    else:
+        file = home / f".{PROGRAM}-complete.{shell}"
+        _append_once(home / f".{shell}rc", f". ~/{file.name}")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(script + "\n", encoding="utf-8")
+    return file
+
+
+def _append_once(file: Path, line: str) -> None:
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    if line not in text.splitlines():
+        file.write_text(f"{text.rstrip()}\n{line}\n".lstrip(), encoding="utf-8")
+
+
+def shell_of(value: str, field: str) -> str:
+    """The named shell, or the login shell for `current`."""
+    name = Path(os.environ.get("SHELL", "")).name if value == CURRENT else value
+    if name not in SHELLS.choices:
+        raise UserError(f"{field} must be {SHELLS.expected}, got {name[:20]!r}", field=field)
+    return name
+
+
 def _command(name: str, implementation: str, summary: str, *own: click.Parameter, more: str = "") -> None:
     """Add a command. `implementation` is "module:function" below `remuda`.
 
@@ -135,10 +176,6 @@ def _every(limits: str = "") -> click.Option:
     return option("--every", f"Repeat after this many seconds, until interrupted.{limits}", _SECONDS_BETWEEN_RUNS)
 
 
-_DRY_RUN = ("--dry-run", "Show what would be done and why; change nothing.")
-_REASON = ("--reason", "Reason, for the history.")
-_ALL = ("--all", "All instances of the pool.")
-
 _command("up", "cli.local_backend:run_up", "Start the local backend: a local GitHub and a sweeper.")
 _command(
     "down",
@@ -148,7 +185,7 @@ _command(
 )
 _command(
     "refresh",
-    "cli.maintenance:run_refresh",
+    "cli.lifecycle:run_refresh",
     "Apply the configuration, renew tokens and sweep the pool.",
     option("--sweep-only", "Do not change the stored configuration."),
     _every(),
@@ -156,19 +193,19 @@ _command(
 )
 _command(
     "provision",
-    "cli.runs:run_provision",
+    "cli.lifecycle:run_provision",
     "Get runners for a run: reused if possible, else new.",
     more="The run gets all of its runners or none.",
 )
 _command(
     "release",
-    "cli.runs:run_release",
+    "cli.lifecycle:run_release",
     "Give a run's runners back to the pool.",
     more="Each instance deregisters, is cleaned and returns to the pool, or is terminated.",
 )
 _command(
     "scale-down",
-    "cli.maintenance:run_scale_down",
+    "cli.lifecycle:run_scale_down",
     "Terminate idle runners beyond the quota, and orphans.",
     option(*_DRY_RUN),
     _every(),
@@ -176,7 +213,7 @@ _command(
 )
 _command(
     "status",
-    "cli.status:run_status",
+    "cli.read:run_status",
     "Show instances, launches, pools, runs and warnings.",
     option("--all", "Show terminated instances, too.", to="everything"),
     option("--watch", "Keep showing the status until interrupted."),
@@ -188,14 +225,14 @@ _command(
 )
 _command(
     "explain",
-    "cli.status:run_explain",
+    "cli.read:run_explain",
     "Show the history of a run or an instance, with reasons.",
     Argument(["subject"], metavar="RUN|INSTANCE", help="A run id, an instance id, or the name of a runner on GitHub."),
     more="It ends with what happens next.",
 )
 _command(
     "report",
-    "cli.report:run_report",
+    "cli.read:run_report",
     "Show reuse, waiting times, instance hours, cost and savings.",
     option(
         "--since",
@@ -207,7 +244,7 @@ _command(
 )
 _command(
     "dashboard",
-    "web.dashboard.command:run_dashboard",
+    "web.dashboard.server:run_dashboard",
     "Serve a read-only web page with the live state of the pool.",
     option(
         "--host",
@@ -216,11 +253,7 @@ _command(
         default="127.0.0.1",
     ),
     option("--port", "Port to listen on; 0 selects a free one. (default: 8421)", integer(0, 65_535), default=8421),
-    option(
-        "--token-file",
-        "Require the token in this file. (default: REMUDA_DASHBOARD_TOKEN)",
-        text(metavar="FILE"),
-    ),
+    option("--token-file", "Require the token in this file. (default: REMUDA_DASHBOARD_TOKEN)", text(metavar="FILE")),
     option("--since", "Period to show: 90m, 12h, 7d. (default: 24h)", _DURATION, default="24h"),
     option(
         "--every",
@@ -246,11 +279,7 @@ _command(
     "Keep instances out of the pool for inspection.",
     _instances(),
     option(
-        "--for",
-        "How long to keep them: 30m, 4h, at most 7d. (default: 4h)",
-        _DURATION,
-        to="duration",
-        default="4h",
+        "--for", "How long to keep them: 30m, 4h, at most 7d. (default: 4h)", _DURATION, to="duration", default="4h"
     ),
     option(*_REASON, text(), default=""),
     option(*_DRY_RUN),
@@ -266,8 +295,8 @@ _command(
     option(*_DRY_RUN),
     more="Asks for confirmation. Only instances with the tag of the pool are terminated.",
 )
-_command("doctor", "cli.doctor:run_doctor", "Check everything that the pool needs, and say what to fix.")
-_command("config", "cli.doctor:run_config", "Show every setting, its value and its source.")
+_command("doctor", "cli.read:run_doctor", "Check everything that the pool needs, and say what to fix.")
+_command("config", "cli.read:run_config", "Show every setting, its value and its source.")
 _command(
     "run-workflow",
     "cli.run_workflow:run_workflow_file",

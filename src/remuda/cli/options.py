@@ -8,8 +8,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from remuda.config.declaration import Group, Setting, flag
-from remuda.config.kinds import InvalidValue, ValueKind
+from remuda.config.declaration import Group, InvalidValue, Setting, ValueKind, flag
 from remuda.config.settings import SETTINGS
 from remuda.domain.errors import UserError
 from remuda.domain.resources import MAX_SHOWN

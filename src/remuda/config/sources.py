@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from remuda.config.declaration import Group, flag, key, variable
-from remuda.config.kinds import InvalidValue
+from remuda.config.declaration import Group, InvalidValue, flag, key, variable
 from remuda.config.settings import SETTINGS, Settings, shown_name
 from remuda.domain.errors import UserError
 from remuda.domain.resources import MAX_SHOWN

@@ -1,14 +1,14 @@
-"""Pool configuration, which `refresh` writes and the other commands read, and the names of its runners."""
+"""Pool configuration, which `refresh` writes and the other commands read; names and registrations of its runners."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 
 from remuda.domain.errors import UserError
-from remuda.domain.instance import Credential
+from remuda.domain.instance import ABSORBING, Credential, Instance, State
 from remuda.domain.resources import ResourceClass, Reuse, is_instance_id
 from remuda.domain.thresholds import Lifetimes
 
@@ -93,3 +93,35 @@ def parse_runner_name(pool: str, name: str) -> tuple[int, str] | None:
     if not _EPOCH.fullmatch(epoch) or not is_instance_id(instance_id):
         return None
     return int(epoch), instance_id
+
+
+def stale_registration_reason(
+    name: str,
+    record: Instance | None,
+    *,
+    pool: str,
+    unrecorded_since: datetime | None,
+    now: datetime,
+    grace_s: float,
+) -> str | None:
+    """Return why a registration is stale, for people. None if it is not, or not yet.
+
+    The list of runners must be read before the records: then a stale registration stays stale, whatever other processes
+    do. A registration without a record is stale only if it has no machine either, because just-in-time registrations
+    are made before the record is written. `unrecorded_since` is the time since which it is known to have neither.
+    """
+    parsed = parse_runner_name(pool, name)
+    if parsed is None:
+        return None
+    epoch, _ = parsed
+    if record is None:
+        if unrecorded_since is not None and now - unrecorded_since >= timedelta(seconds=grace_s):
+            return "its instance has no record"
+        return None
+    if record.state in ABSORBING:
+        return f"its instance is {record.state}"
+    if epoch < record.epoch:
+        return f"its epoch is {epoch}, the instance's is {record.epoch}"
+    if epoch == record.epoch and record.state is State.IDLE:
+        return "its instance is idle"
+    return None

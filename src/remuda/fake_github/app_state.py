@@ -1,20 +1,20 @@
-"""State shared by the HTTP routes: the core, its storage, faults, and waiting for changes."""
+"""State shared by the HTTP routes: the core, its storage, injected faults, and waiting for changes."""
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from enum import StrEnum
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from remuda.fake_github.faults import FaultBoard, FaultKind
-from remuda.fake_github.model import ApiError, IssuedToken
 from remuda.fake_github.registry import GitHubCore
-from remuda.fake_github.state import DocumentStore
+from remuda.fake_github.state import ApiError, DocumentStore, IssuedToken
 
 DOCUMENTATION_URL = "https://docs.github.com/rest/actions/self-hosted-runners"
 #: Key of waiters that wake up with every change.
@@ -23,6 +23,9 @@ ANYTHING = "*"
 MAX_WAIT_S = 120.0
 #: Status of a response that is cut off on purpose.
 DROPPED_STATUS = 502
+#: All REST operations. It excludes the operations of runners, because their polls would consume the fault.
+ANY_OPERATION = "*"
+RUNNER_PREFIX = "runner."
 
 
 class AppState:
@@ -104,7 +107,18 @@ class AppState:
         cleared, self._cleared = self._cleared, asyncio.Event()
         cleared.set()
 
-    async def apply_faults_before(self, operation: str) -> Response | None:
+    async def respond(self, operation: str, answer: Callable[[], Awaitable[Response]]) -> Response:
+        """The response to a request, with the faults of its operation."""
+        response = await self._apply_faults_before(operation)
+        if response is None:
+            try:
+                response = await answer()
+            except ApiError as problem:
+                response = error_response(problem.status, problem.message)
+            self.commit_changes()
+        return self._apply_faults_after(operation, response)
+
+    async def _apply_faults_before(self, operation: str) -> Response | None:
         """Apply faults that precede the operation: a delay, or an error response instead of the operation."""
         if fault := self.faults.take(FaultKind.DELAY, operation):
             with contextlib.suppress(TimeoutError):
@@ -119,7 +133,7 @@ class AppState:
             return error_response(fault.status or 500, fault.message or "Server Error")
         return None
 
-    def apply_faults_after(self, operation: str, response: Response) -> Response:
+    def _apply_faults_after(self, operation: str, response: Response) -> Response:
         """Apply faults that follow the operation: it takes effect, but its response is lost or replaced."""
         fault = self.faults.take(FaultKind.LOST_ANSWER, operation)
         if fault is None:
@@ -182,3 +196,93 @@ async def _wait_for_disconnect(request: Request) -> None:
     await request.body()
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+class FaultKind(StrEnum):
+    #: The write is applied, then the connection is dropped (or answered with `status`, if given).
+    LOST_ANSWER = "lost_answer"
+    #: The list comes from a snapshot up to `seconds` old.
+    STALE_LIST = "stale_list"
+    #: A page lacks its last runner, but `total_count` includes it.
+    SHORT_LIST = "short_list"
+    #: `busy` is inverted.
+    WRONG_BUSY = "wrong_busy"
+    #: An online runner is reported as offline.
+    TRANSIENT_OFFLINE = "transient_offline"
+    #: 403 (or `status`) with `retry-after: seconds`.
+    RATE_LIMIT = "rate_limit"
+    #: An idle online runner gets a job just before its DELETE is processed.
+    JOB_ON_DELETE = "job_on_delete"
+    #: The operation does nothing and returns `status`.
+    STATUS = "status"
+    #: The response is delayed by `seconds`, or until the faults are cleared.
+    DELAY = "delay"
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class ApiFault:
+    id: int
+    kind: FaultKind
+    operation: str = ANY_OPERATION
+    #: Remaining number of requests that it affects; None means until it is cleared.
+    times: int | None = 1
+    status: int | None = None
+    message: str | None = None
+    seconds: float | None = None
+    #: Name of the only runner that it affects. For kinds that concern one runner.
+    runner: str | None = None
+
+    def document(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Snapshot:
+    taken_at: float
+    #: Runner documents by lower-case scope.
+    runners: dict[str, list[dict[str, Any]]]
+
+
+class FaultBoard:
+    def __init__(self) -> None:
+        self._faults: list[ApiFault] = []
+        self._last_id = 0
+        self.snapshot: Snapshot | None = None
+
+    def add(self, document: dict[str, Any]) -> ApiFault:
+        known = {field.name for field in dataclasses.fields(ApiFault)} - {"id"}
+        if unknown := sorted(set(document) - known):
+            raise ApiError(422, f"Unknown fields of a fault: {', '.join(unknown)}.")
+        if document.get("kind") not in set(FaultKind):
+            raise ApiError(422, f"kind must be one of {', '.join(FaultKind)}.")
+        self._last_id += 1
+        fault = ApiFault(**{**document, "id": self._last_id, "kind": FaultKind(document["kind"])})
+        self._faults.append(fault)
+        return fault
+
+    def all(self) -> list[ApiFault]:
+        return list(self._faults)
+
+    def clear(self) -> None:
+        self._faults.clear()
+        self.snapshot = None
+
+    def take(self, kind: FaultKind, operation: str, *, runner: str | None = None) -> ApiFault | None:
+        """Return the first fault that applies, and decrement its count."""
+        for fault in self._faults:
+            if fault.kind is not kind or not _applies_to(fault, operation):
+                continue
+            if fault.runner is not None and fault.runner != runner:
+                continue
+            if fault.times is not None:
+                fault.times -= 1
+                if fault.times <= 0:
+                    self._faults.remove(fault)
+            return fault
+        return None
+
+
+def _applies_to(fault: ApiFault, operation: str) -> bool:
+    if fault.operation == ANY_OPERATION:
+        return not operation.startswith(RUNNER_PREFIX)
+    return fault.operation == operation

@@ -1,4 +1,4 @@
-"""GitHub's REST API for self-hosted runners of repositories and organizations."""
+"""GitHub's REST API for self-hosted runners of repositories and organizations, and for GitHub Apps."""
 
 import base64
 import datetime as dt
@@ -10,9 +10,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from remuda.fake_github.app_state import AppState, bearer, error_response, json_body
-from remuda.fake_github.faults import FaultKind, Snapshot
-from remuda.fake_github.model import READ_ONLY_LABELS, ApiError, RegisteredRunner, TokenKind
+from remuda.fake_github.app_state import AppState, FaultKind, Snapshot, bearer, json_body
+from remuda.fake_github.state import READ_ONLY_LABELS, ApiError, RegisteredRunner, TokenKind
 
 MAX_PER_PAGE = 100
 DEFAULT_PER_PAGE = 30
@@ -22,6 +21,9 @@ SCOPES = ("/repos/{owner}/{repo}", "/orgs/{org}")
 PREFIXES = ("", "/api/v3")
 
 Handler = Callable[[Request, str, dict[str, Any]], Response]
+#: GitHub's limit for the lifetime of an App's JSON web token, and the tolerated clock difference, in seconds.
+MAX_LIFETIME_S = 600
+LEEWAY_S = 5
 
 
 def routes(app: AppState) -> list[BaseRoute]:
@@ -50,26 +52,19 @@ class RunnersRest:
 
     def endpoint(self, operation: str, answer: Handler) -> Callable[[Request], Any]:
         async def handle(request: Request) -> Response:
-            response = await self._app.apply_faults_before(operation)
-            if response is None:
-                response = await self._answer(request, answer)
-                self._app.commit_changes()
-            response = self._app.apply_faults_after(operation, response)
+            response = await self._app.respond(operation, lambda: self._answer(request, answer))
             self._add_headers(request, response)
             return response
 
         return handle
 
     async def _answer(self, request: Request, answer: Handler) -> Response:
-        try:
-            _check_user_agent(request)
-            token = self._core.registry.access(bearer(request))
-            self._count(token.value)
-            scope = _scope(request)
-            self._core.registry.check_access(token, scope, write=request.method not in {"GET", "HEAD"})
-            return answer(request, scope, await json_body(request))
-        except ApiError as problem:
-            return error_response(problem.status, problem.message)
+        _check_user_agent(request)
+        token = self._core.registry.access(bearer(request))
+        self._count(token.value)
+        scope = _scope(request)
+        self._core.registry.check_access(token, scope, write=request.method not in {"GET", "HEAD"})
+        return answer(request, scope, await json_body(request))
 
     # Operations
 
@@ -93,9 +88,7 @@ class RunnersRest:
             raise ApiError(422, "Invalid request.\n\nFor 'properties/labels', not an array of strings.")
         runner = self._core.registry.register_jit(scope=scope, name=name, labels=tuple(labels), group_id=group)
         files = runner_files(
-            runner,
-            server_url=str(request.base_url).rstrip("/"),
-            work=str(body.get("work_folder") or "_work"),
+            runner, server_url=str(request.base_url).rstrip("/"), work=str(body.get("work_folder") or "_work")
         )
         packed = {name: _b64(json.dumps(content)) for name, content in files.items()}
         return JSONResponse(
@@ -275,3 +268,73 @@ def _link(request: Request, *, page: int, last: int) -> str:
 
 def _b64(text: str) -> str:
     return base64.b64encode(text.encode()).decode()
+
+
+def app_routes(app: AppState) -> list[BaseRoute]:
+    api = AppsRest(app)
+    table: list[tuple[str, str, str, Handler]] = [
+        *(("GET", f"{scope}/installation", "installation", api.installation) for scope in SCOPES),
+        ("POST", "/app/installations/{installation_id:int}/access_tokens", "installation-token", api.access_token),
+    ]
+    return [
+        Route(f"{prefix}{path}", api.endpoint(operation, answer), methods=[method])
+        for prefix in PREFIXES
+        for method, path, operation, answer in table
+    ]
+
+
+class AppsRest:
+    def __init__(self, app: AppState) -> None:
+        self._app = app
+        self._core = app.core
+
+    def endpoint(self, operation: str, answer: Handler) -> Any:
+        async def handle(request: Request) -> Response:
+            return await self._app.respond(operation, lambda: self._answer(request, answer))
+
+        return handle
+
+    async def _answer(self, request: Request, answer: Handler) -> Response:
+        self._check_app(bearer(request))
+        return answer(request, "", {})
+
+    def installation(self, request: Request, _scope: str, _body: dict[str, Any]) -> Response:
+        owner = str(request.path_params.get("org") or request.path_params["owner"])
+        owners = [name.lower() for name in self._core.state.settings.app_owners]
+        if owner.lower() not in owners:
+            raise ApiError(404, "Not Found")
+        number = owners.index(owner.lower()) + 1
+        app = self._core.state.settings.app_id
+        return JSONResponse({"id": number, "account": {"login": owner}, "app_id": int(app) if app.isdecimal() else 0})
+
+    def access_token(self, request: Request, _scope: str, _body: dict[str, Any]) -> Response:
+        number, owners = int(request.path_params["installation_id"]), self._core.state.settings.app_owners
+        if not 1 <= number <= len(owners):
+            raise ApiError(404, "Not Found")
+        token = self._core.registry.issue_installation(owners[number - 1])
+        return JSONResponse({"token": token.value, "expires_at": timestamp(token.expires_at)}, status_code=201)
+
+    def _check_app(self, token: str) -> None:
+        import jwt  # noqa: PLC0415 - an optional dependency that the demo does not need
+
+        settings = self._core.state.settings
+        undecodable = ApiError(401, "A JSON web token could not be decoded")
+        if not settings.app_id or not settings.app_key:
+            raise undecodable
+        try:
+            # Times are checked below, with the injected clock.
+            claims = jwt.decode(
+                token, settings.app_key, algorithms=["RS256"], options={"verify_exp": False, "verify_iat": False}
+            )
+            issued, expires = int(claims["iat"]), int(claims["exp"])
+        except (jwt.PyJWTError, KeyError, TypeError, ValueError):
+            raise undecodable from None
+        now = self._core.clock.now()
+        if str(claims.get("iss")) != settings.app_id:
+            raise undecodable
+        if issued > now + LEEWAY_S:
+            raise ApiError(401, "'Issued at' claim ('iat') must be an Integer representing a time in the past")
+        if expires <= now:
+            raise ApiError(401, "'Expiration time' claim ('exp') is in the past")
+        if expires - now > MAX_LIFETIME_S:
+            raise ApiError(401, "'Expiration time' claim ('exp') is too far in the future")

@@ -16,7 +16,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
-from remuda.fake_github import Endpoint, admin, apps, read_endpoint, rest, runner_api, write_endpoint
+from remuda.fake_github import Endpoint, admin, read_endpoint, rest, runner_api, write_endpoint
 from remuda.fake_github.app_state import AppState, error_response
 from remuda.fake_github.registry import ACCESS_PREFIX, GitHubCore
 from remuda.fake_github.state import DocumentStore, TokenClock
@@ -42,7 +42,7 @@ def build_app(app: AppState) -> Starlette:
         return error_response(404, "Not Found")
 
     return Starlette(
-        routes=[*rest.routes(app), *apps.routes(app), *runner_api.routes(app), *admin.routes(app)],
+        routes=[*rest.routes(app), *rest.app_routes(app), *runner_api.routes(app), *admin.routes(app)],
         lifespan=lifespan,
         # GitHub responds with 404 also to an unknown method of a path.
         exception_handlers={404: not_found, 405: not_found},

@@ -1,4 +1,4 @@
-"""Machines: launch, list, tag and terminate. Responses lag and may be incomplete."""
+"""Machines: launch, list, tag and terminate; spot prices. Responses lag and may be incomplete."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Protocol
 
+from remuda.domain.reporting.prices import SpotPrice
 from remuda.domain.resources import RunnerRequest, UsageClass
+from remuda.domain.scale_down.fleet import FleetMachine
 
 #: Tags of every launched machine. Machines without them are never terminated.
 POOL_TAG = "remuda:pool"
@@ -103,3 +105,45 @@ class Compute(Protocol):
     async def tag(self, instance_ids: Collection[str], tags: Mapping[str, str]) -> None: ...
 
     async def untag(self, instance_ids: Collection[str], keys: Collection[str]) -> None: ...
+
+
+class SpotPrices(Protocol):
+    """Source of spot prices."""
+
+    async def spot_history(
+        self, instance_types: Collection[str], *, since: datetime, until: datetime
+    ) -> Sequence[SpotPrice]:
+        """Return the price at `since` and every change until `until`, per type and zone.
+
+        Unknown types are omitted. Raises `UserError` if the caller lacks the permission.
+        """
+        ...
+
+
+class TaggedFleet(Protocol):
+    """The runner machines of one environment, selected by their tags, regardless of the software that launched them.
+
+    Only machines tagged `ghr:environment=<environment>` and `ghr:Application=github-action-runner` are listed, tagged
+    or terminated.
+    """
+
+    async def close(self) -> None: ...
+
+    async def list_machines(self, *, orphans: bool = False) -> Sequence[FleetMachine]:
+        """Return all running and pending machines in EC2's order; with `orphans` only those tagged as orphans."""
+        ...
+
+    async def mark_orphans(self, instance_ids: Collection[str]) -> Mapping[str, str]:
+        """Tag machines as orphans, in batches. Return the reasons of failures by id."""
+        ...
+
+    async def unmark_orphans(self, instance_ids: Collection[str]) -> Mapping[str, str]:
+        """Remove the orphan tag, in batches. Return the reasons of failures by id."""
+        ...
+
+    async def terminate(self, instance_ids: Collection[str]) -> Mapping[str, str]:
+        """Request the termination of machines, in batches. Return the reasons of failures by id.
+
+        A machine that does not exist any more is a success. A machine that this fleet has not listed is a failure.
+        """
+        ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 
-from remuda.adapters.local.fleet import LocalFleet
+from remuda.adapters.local.compute import LocalFleet
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.config.settings import Settings
 from remuda.controlplane.context import Context

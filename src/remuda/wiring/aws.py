@@ -49,8 +49,7 @@ async def open_aws(
         from remuda.adapters.aws.dynamodb.keys import role_key_prefix  # noqa: PLC0415 - see above
         from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore  # noqa: PLC0415 - see above
         from remuda.adapters.aws.ec2.calls import client_config  # noqa: PLC0415 - see above
-        from remuda.adapters.aws.ec2.compute import Ec2Compute  # noqa: PLC0415 - see above
-        from remuda.adapters.aws.ec2.prices import Ec2SpotPrices  # noqa: PLC0415 - see above
+        from remuda.adapters.aws.ec2.compute import Ec2Compute, Ec2SpotPrices  # noqa: PLC0415 - see above
         from remuda.adapters.aws.sqs import SqsResourcePool  # noqa: PLC0415 - see above
     clock, ids, calls = system
     async with AsyncExitStack() as stack:

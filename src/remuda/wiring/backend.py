@@ -6,10 +6,9 @@ from typing import NamedTuple
 
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.ports.calls import CallCounter
-from remuda.ports.compute import Compute
+from remuda.ports.compute import Compute, SpotPrices
 from remuda.ports.github import GitHub
 from remuda.ports.pool import ResourcePool
-from remuda.ports.prices import SpotPrices
 from remuda.ports.store import InstanceStore
 
 

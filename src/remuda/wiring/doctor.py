@@ -7,9 +7,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
-from remuda.adapters.github.client import GitHubClient
-from remuda.adapters.github.doctor import GitHubDoctor
-from remuda.adapters.local.doctor import LocalDoctor
+from remuda.adapters.github.client import GitHubClient, GitHubDoctor
+from remuda.adapters.local.layout import LocalDoctor
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.config.settings import SETTINGS, Settings
 from remuda.controlplane.context import Context

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from remuda.adapters.system.clock import SystemClock, SystemIds
-from remuda.config.kinds import is_secret_arn
+from remuda.config.declaration import is_secret_arn
 from remuda.config.settings import Settings
 from remuda.config.sources import read_private_key
 from remuda.domain.errors import UserError
@@ -52,7 +52,7 @@ async def github_credential(settings: Settings, clients: AwsClients, *, required
     if is_secret_arn(text):
         if not required:
             return None
-        from remuda.adapters.aws.secrets import read_secret  # noqa: PLC0415 - AWS libraries are slow to import
+        from remuda.adapters.aws.clients import read_secret  # noqa: PLC0415 - AWS libraries are slow to import
 
         key, name = ("private_key", "github-app-key") if is_app else ("token", "github-token")
         text = await read_secret(clients, text, key=key, field=name)

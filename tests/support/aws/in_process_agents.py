@@ -21,8 +21,7 @@ from remuda.agent.loop import Agent
 from remuda.domain.instance import Assignment, State
 from remuda.ports.compute import POOL_TAG
 from remuda.ports.event_log import SilentEventLog
-from remuda.ports.machine import Identity, StepResult
-from remuda.ports.runner import RemovalStatus
+from remuda.ports.machine import Identity, RemovalStatus, StepResult
 from remuda.ports.store import InstanceStore
 from tests.support.agents import RecordingMachine, RecordingRunner
 from tests.support.aws.servers import aws_client
@@ -59,7 +58,7 @@ class RegisteringRunner(RecordingRunner):
         self._http = http
         self._runner_id = 0
 
-    async def configure(self, assignment: Assignment) -> StepResult:
+    async def register(self, assignment: Assignment) -> StepResult:
         # GitHub has registered a just-in-time runner already.
         if self.configure_outcome.ok and not assignment.jit_config:
             body = {
@@ -76,7 +75,7 @@ class RegisteringRunner(RecordingRunner):
             if answer.status_code != 201:
                 return StepResult(ok=False, detail=answer.text)
             self._runner_id = int(answer.json()["files"][".runner"]["agentId"])
-        return await super().configure(assignment)
+        return await super().register(assignment)
 
     async def remove(self, assignment: Assignment) -> tuple[RemovalStatus, str]:
         if self.current.registered_as and not assignment.runner_id:

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from remuda import procfs
-from remuda.fake_github.package import PROGRAMS, install
+from remuda.fake_github import PROGRAMS, install_runner
 from tests.support.namespace_machine.init import INTERPRETER
 
 ROOT = Path(__file__).parents[3]
@@ -41,7 +41,7 @@ def bake_image(image: Path) -> None:
     remuda = opt / "bin" / "remuda"
     remuda.write_text(f'#!/bin/sh\nexec {sys.executable} -m remuda "$@"\n')
     remuda.chmod(0o755)
-    install(opt / "runner")
+    install_runner(opt / "runner")
     for name in PROGRAMS:
         # The user of jobs may not be allowed to read the folder of the interpreter that runs the tests.
         program = opt / "runner" / "bin" / name

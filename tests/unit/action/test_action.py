@@ -14,13 +14,12 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remuda.action import inputs
-from remuda.action import summary as step_summary
-from remuda.action.channel import StepLog, one_line, plain_lines, write_outputs
-from remuda.action.inputs import as_inputs, input_variable, read_inputs
-from remuda.action.step import StepOutput, main
+from remuda.action import output as step_output
+from remuda.action import step as action_step
+from remuda.action.output import StepLog, one_line, plain_lines, write_outputs
+from remuda.action.step import StepOutput, as_inputs, input_variable, main, read_inputs
 from remuda.adapters.system.clock import SystemClock
-from remuda.cli import maintenance, runs
+from remuda.cli import lifecycle
 from remuda.config.settings import SETTINGS
 from remuda.domain.errors import Interrupted, RemudaError, Unavailable
 from tests.support.action_steps import parse_command, parse_file
@@ -44,7 +43,7 @@ class InProcessStep:
         self.summary_file = folder / "summary"
         self.output_file = folder / "output"
         monkeypatch.chdir(folder)
-        for name in inputs.SECRET_VARIABLES:
+        for name in action_step.SECRET_VARIABLES:
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(self.summary_file))
         monkeypatch.setenv("GITHUB_OUTPUT", str(self.output_file))
@@ -123,7 +122,7 @@ def test_every_input_is_passed_to_the_step() -> None:
     assert set(REQUIRED_INPUTS.split()) <= declared
     assert set(ACTION["outputs"]) == {"label", "instance-ids", "reused", "created"}
     install, run = ACTION["runs"]["steps"]
-    assert declared == inputs.SETTING_INPUTS | inputs.STEP_INPUTS | {"python"}
+    assert declared == action_step.SETTING_INPUTS | action_step.STEP_INPUTS | {"python"}
     passed = {input_variable(name): f"${{{{ inputs.{name} }}}}" for name in declared - {"python"}}
     assert run["env"] == {"REMUDA_PYTHON": "${{ steps.install.outputs.python }}", **passed}
     assert install["env"] == {"INPUT_PYTHON": "${{ inputs.python }}"}
@@ -138,7 +137,7 @@ def test_scripts_contain_no_expressions_and_exec_their_process() -> None:
 def test_modes_accept_the_flags_of_their_commands_and_the_credentials() -> None:
     not_inputs = {"backend", "dir", "log-format"}
     credentials = {"github-token", "github-app-id", "github-app-key"}
-    for mode, used in inputs.SETTINGS_BY_MODE.items():
+    for mode, used in action_step.SETTINGS_BY_MODE.items():
         flags = {declared.key for declared in SETTINGS.values() if mode in declared.commands}
         assert used == flags - not_inputs | credentials
 
@@ -163,7 +162,7 @@ def test_sample_workflows_use_existing_inputs_and_release_their_runners(file: Pa
     }
     assert uses
     for (_, mode), (job, given_inputs) in uses.items():
-        assert set(given_inputs) <= inputs.SETTINGS_BY_MODE[mode] | {"mode"}
+        assert set(given_inputs) <= action_step.SETTINGS_BY_MODE[mode] | {"mode"}
         assert job["permissions"] == {"id-token": "write"}
     modes = {mode for _, mode in uses}
     if "provision" in modes:
@@ -227,7 +226,7 @@ def test_secrets_are_masked_first_and_never_shown(step: InProcessStep, monkeypat
         output.say(f"GitHub said {TOKEN}, {KEY}")
         raise Unavailable(f"no answer for {TOKEN}")
 
-    monkeypatch.setattr(runs, "run_release", run)
+    monkeypatch.setattr(lifecycle, "run_release", run)
     monkeypatch.setenv("AWS_SESSION_TOKEN", "sess-t0ken")
     assert step.run(mode="release", github_token=TOKEN, github_app_key=KEY) == 4
     masks = step.commands("add-mask")
@@ -242,7 +241,7 @@ def test_secrets_are_masked_first_and_never_shown(step: InProcessStep, monkeypat
 
 
 def test_provision_writes_outputs_and_summary(step: InProcessStep, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "run_provision", command_returning(PROVISIONED))
+    monkeypatch.setattr(lifecycle, "run_provision", command_returning(PROVISIONED))
     assert step.run(mode="provision", instance_count="2", aws_region="eu-central-1") == 0
     assert step.outputs() == {"label": "42", "instance-ids": '["i-00", "i-01"]', "reused": "1", "created": "1"}
     page = step.summary()
@@ -259,7 +258,7 @@ def test_provision_writes_outputs_and_summary(step: InProcessStep, monkeypatch: 
 
 def test_long_summaries_are_truncated(step: InProcessStep, monkeypatch: pytest.MonkeyPatch) -> None:
     many = {**PROVISIONED, "instances": PROVISIONED["instances"] * 100}  # type: ignore[operator]
-    monkeypatch.setattr(runs, "run_provision", command_returning(many))
+    monkeypatch.setattr(lifecycle, "run_provision", command_returning(many))
     step.run(mode="provision")
     assert "and 100 more" in step.summary()
     assert len(json.loads(step.outputs()["instance-ids"])) == 200
@@ -279,7 +278,7 @@ def test_release_warns_of_unreleased_instances(step: InProcessStep, monkeypatch:
         "seconds": 2.0,
         "calls": {},
     }
-    monkeypatch.setattr(runs, "run_release", command_returning(document, 4))
+    monkeypatch.setattr(lifecycle, "run_release", command_returning(document, 4))
     assert step.run(mode="release") == 4
     warnings = step.commands("warning")
     assert warnings[0] == "i-0 is not released: its heartbeat is dead"
@@ -300,7 +299,7 @@ def test_scale_down_summary_lists_decisions_with_reasons(step: InProcessStep, mo
         "seconds": 0.5,
         "calls": {},
     }
-    monkeypatch.setattr(maintenance, "run_scale_down", command_returning(document))
+    monkeypatch.setattr(lifecycle, "run_scale_down", command_returning(document))
     assert step.run(mode="scale-down", dry_run="true", environment="ci") == 0
     assert step.summary().startswith("### remuda scale-down: ci, dry run\n")
     assert "| i-1 | octo | terminate | idle | no |" in step.summary()
@@ -360,7 +359,7 @@ def test_failures_write_an_annotation_and_a_summary(
     def run(*_given: Any, **_more: Any) -> int:
         raise error
 
-    monkeypatch.setattr(maintenance, "run_refresh", run)
+    monkeypatch.setattr(lifecycle, "run_refresh", run)
     codes = {KeyboardInterrupt: 130, KeyError: 70}
     assert step.run(mode="refresh") == (error.exit_code if isinstance(error, RemudaError) else codes[type(error)])
     assert len(step.commands(level)) == 1
@@ -378,7 +377,7 @@ def test_blank_inputs_are_not_set() -> None:
 
 @given(st.text())
 def test_summary_text_is_escaped(value: str) -> None:
-    shown = step_summary.escape(value)
+    shown = step_output.escape(value)
     assert not set(shown) & set('|<>`*_[]\\"!~^$@{}\n\r\x1b')
     assert "://" not in shown
 

@@ -26,7 +26,7 @@ from remuda.agent.job_hook import STARTED, JobHook
 from remuda.agent.runner import UNKNOWN_EXIT, ActionsRunner
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import Assignment, Credential
-from remuda.ports.runner import RemovalStatus, RunnerState
+from remuda.ports.machine import RemovalStatus, RunnerState
 from tests.support.records import LONG_S
 
 #: Runs the script in the file `behave` next to it and records its input.
@@ -78,7 +78,7 @@ class Folder:
         self.log.parent.mkdir()
         self.behave(REGISTER)
 
-    def open(self, stop_limit_s: float = LONG_S) -> ActionsRunner:
+    def open(self, stop_limit_s: float = LONG_S, registrar: Path | None = None) -> ActionsRunner:
         return ActionsRunner(
             folder=self.runner,
             work=self.runner.parent / "work",
@@ -87,20 +87,25 @@ class Folder:
             environment={"PATH": os.environ["PATH"], "HOME": "/machine/home"},
             hook=self.hook,
             stop_limit_s=stop_limit_s,
+            registrar=registrar,
         )
 
     def open_apart(self, registrar: Path) -> ActionsRunner:
         """Use a registrar: registrations are made from a copy of the software that jobs cannot access."""
         shutil.copytree(self.runner, registrar, ignore=shutil.ignore_patterns("say"))
-        return ActionsRunner(
-            folder=self.runner,
-            work=self.runner.parent / "work",
-            log=self.log,
-            clock=SystemClock(),
-            environment={"PATH": os.environ["PATH"], "HOME": "/machine/home"},
-            hook=self.hook,
-            registrar=registrar,
-        )
+        return self.open(registrar=registrar)
+
+    async def configured(self, assignment: Assignment = ASSIGNMENT) -> ActionsRunner:
+        runner = self.open()
+        await runner.register(assignment)
+        return runner
+
+    async def started(self, *lines: str, stop_limit_s: float = LONG_S) -> ActionsRunner:
+        """A runner without registration whose listener reads these lines."""
+        runner = self.open(stop_limit_s)
+        await runner.start(ASSIGNMENT)
+        self.say(*lines)
+        return runner
 
     def behave(self, script: str) -> None:
         (self.runner / "behave").write_text(script)
@@ -169,7 +174,7 @@ class TestConfigure:
         runner = folder.open()
         assert runner.state() == RunnerState()
 
-        outcome = await runner.configure(ASSIGNMENT)
+        outcome = await runner.register(ASSIGNMENT)
 
         assert outcome.ok
         assert outcome.detail == "exit code 0: Connected with ***"
@@ -191,7 +196,7 @@ class TestConfigure:
         folder.behave("[ -e .runner ] && exit 1;" + REGISTER)
         (folder.runner / ".runner").write_text('{"agentName": "old"}')
         runner = folder.open()
-        assert (await runner.configure(ASSIGNMENT)).ok
+        assert (await runner.register(ASSIGNMENT)).ok
 
     @pytest.mark.parametrize(
         "script", ["echo refused SECRET; exit 1", "echo refused SECRET", "echo refused; kill -9 $$"]
@@ -199,7 +204,7 @@ class TestConfigure:
     async def test_failure_detail_contains_the_output(self, folder: Folder, script: str) -> None:
         runner = folder.open()
         folder.behave(script)
-        outcome = await runner.configure(ASSIGNMENT)
+        outcome = await runner.register(ASSIGNMENT)
         assert not outcome.ok
         assert "refused" in outcome.detail
         assert "SECRET" not in outcome.detail
@@ -211,7 +216,7 @@ class TestConfigure:
             # Increase the limit until the script has time for its first output.
             limit_s *= 2
             monkeypatch.setattr(agent_runner, "CONFIGURE_LIMIT_S", limit_s)
-            outcome = await folder.open().configure(ASSIGNMENT)
+            outcome = await folder.open().register(ASSIGNMENT)
             assert not outcome.ok
             detail = outcome.detail
         assert detail == "killed at the time limit: hangs"
@@ -219,14 +224,13 @@ class TestConfigure:
     async def test_configuration_requires_token_and_software(self, folder: Folder) -> None:
         runner = folder.open()
         bare = Assignment(url="u", runner_name="n", labels=())
-        assert not (await runner.configure(bare)).ok
+        assert not (await runner.register(bare)).ok
         (folder.runner / "config.sh").unlink()
-        assert not (await runner.configure(ASSIGNMENT)).ok
+        assert not (await runner.register(ASSIGNMENT)).ok
 
     async def test_configuration_fails_while_a_listener_runs(self, folder: Folder) -> None:
-        runner = folder.open()
-        await runner.start(ASSIGNMENT)
-        assert not (await runner.configure(ASSIGNMENT)).ok
+        runner = await folder.started()
+        assert not (await runner.register(ASSIGNMENT)).ok
         await runner.stop()
 
 
@@ -235,8 +239,7 @@ class TestListener:
         self, folder: Folder, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("REMUDA_MACHINE_FD", "7")
-        runner = folder.open()
-        await runner.configure(ASSIGNMENT)
+        runner = await folder.configured()
         await runner.start(ASSIGNMENT)
         assert runner.state() == RunnerState(registered_as="remuda-p-1-i-1", listening=True)
         folder.say("Listening for Jobs", "Running job: x")
@@ -248,17 +251,14 @@ class TestListener:
         assert runner.state() == RunnerState(registered_as="remuda-p-1-i-1")
 
     async def test_second_start_does_nothing(self, folder: Folder) -> None:
-        runner = folder.open()
-        await runner.start(ASSIGNMENT)
+        runner = await folder.started()
         first = folder.listener()
         await runner.start(ASSIGNMENT)
         assert folder.listener() == first
         await runner.stop()
 
     async def test_busy_follows_the_last_line_about_a_job(self, folder: Folder) -> None:
-        runner = folder.open()
-        await runner.start(ASSIGNMENT)
-        folder.say("2026-01-01 00:00:00Z: Running job: Job a completed with result: Succeeded")
+        runner = await folder.started("2026-01-01 00:00:00Z: Running job: Job a completed with result: Succeeded")
         await until(runner, busy=True)
         folder.say("2026-01-01 00:00:01Z: Job a completed with result: Succeeded")
         await until(runner, busy=False)
@@ -268,16 +268,12 @@ class TestListener:
         assert not runner.state().busy
 
     async def test_worker_process_counts_as_a_running_job(self, folder: Folder) -> None:
-        runner = folder.open()
-        await runner.start(ASSIGNMENT)
-        folder.say("work")
+        runner = await folder.started("work")
         await until(runner, busy=True)
         await runner.stop()
 
     async def test_output_of_an_earlier_listener_is_ignored(self, folder: Folder) -> None:
-        runner = folder.open()
-        await runner.start(ASSIGNMENT)
-        folder.say("Running job: a")
+        runner = await folder.started("Running job: a")
         await until(runner, busy=True)
         folder.say("exit 2")
         assert await until(runner, listening=False) == RunnerState(exit_code=2)
@@ -287,15 +283,11 @@ class TestListener:
 
     @pytest.mark.parametrize("code", [0, 1, 5])
     async def test_exit_code_is_reported(self, folder: Folder, code: int) -> None:
-        runner = folder.open()
-        await runner.start(ASSIGNMENT)
-        folder.say(f"exit {code}")
+        runner = await folder.started(f"exit {code}")
         assert (await until(runner, listening=False)).exit_code == code
 
     async def test_restarted_agent_finds_the_listener(self, folder: Folder) -> None:
-        first = folder.open()
-        await first.start(ASSIGNMENT)
-        folder.say("Running job: a")
+        first = await folder.started("Running job: a")
         await until(first, busy=True)
 
         second = folder.open()
@@ -305,8 +297,7 @@ class TestListener:
         assert folder.open().state() == RunnerState(exit_code=UNKNOWN_EXIT)
 
     async def test_listener_without_pid_file_is_found(self, folder: Folder) -> None:
-        first = folder.open()
-        await first.start(ASSIGNMENT)
+        first = await folder.started()
         # The command line is not visible immediately after the start.
         await folder.listens(first)
         folder.log.with_suffix(".listener.json").unlink()
@@ -330,9 +321,7 @@ class TestListener:
 
     async def test_listener_that_ignores_sigterm_is_killed(self, folder: Folder) -> None:
         (folder.runner / "stubborn").touch()
-        runner = folder.open(stop_limit_s=0.2)
-        await runner.start(ASSIGNMENT)
-        folder.say("work", "Running job: a")
+        runner = await folder.started("work", "Running job: a", stop_limit_s=0.2)
         await until(runner, busy=True)
         await runner.stop()
         assert runner.state() == RunnerState()
@@ -353,8 +342,7 @@ class TestListener:
         assert runner.state() == RunnerState()
 
     async def test_killed_listener_is_noticed(self, folder: Folder) -> None:
-        runner = folder.open()
-        await runner.start(ASSIGNMENT)
+        runner = await folder.started()
         waiting = asyncio.ensure_future(runner.wait_for_change(runner.state(), LONG_S))
         await asyncio.sleep(0)
         os.kill(folder.listener(), signal.SIGKILL)
@@ -367,7 +355,7 @@ JUST_IN_TIME = Assignment(url="u", runner_name="jit", labels=(), jit_config="PAC
 class TestJustInTime:
     async def test_jit_configuration_is_passed_at_the_start(self, folder: Folder) -> None:
         assignment = JUST_IN_TIME
-        assert (await folder.open().configure(assignment)).ok
+        assert (await folder.open().register(assignment)).ok
         # A restarted agent knows the same.
         runner = folder.open()
         assert runner.state() == RunnerState(registered_as="jit")
@@ -382,8 +370,7 @@ class TestJustInTime:
         await runner.stop()
 
     async def test_jit_runner_needs_no_removal_after_its_job(self, folder: Folder) -> None:
-        runner = folder.open()
-        await runner.configure(JUST_IN_TIME)
+        runner = await folder.configured(JUST_IN_TIME)
         assert not runner.state().spent
         await runner.start(ASSIGNMENT)
         assert not runner.state().spent
@@ -395,8 +382,7 @@ class TestJustInTime:
         assert runner.state() == RunnerState(exit_code=0)
 
     async def test_restarted_agent_knows_that_the_only_job_has_ended(self, folder: Folder) -> None:
-        runner = folder.open()
-        await runner.configure(JUST_IN_TIME)
+        runner = await folder.configured(JUST_IN_TIME)
         await runner.start(ASSIGNMENT)
         folder.say("exit 0")
         await until(runner, listening=False)
@@ -407,8 +393,7 @@ class TestJustInTime:
 
     @pytest.mark.parametrize("code", [1, 2])
     async def test_failed_jit_listener_is_not_spent(self, folder: Folder, code: int) -> None:
-        runner = folder.open()
-        await runner.configure(JUST_IN_TIME)
+        runner = await folder.configured(JUST_IN_TIME)
         await runner.start(ASSIGNMENT)
         folder.say(f"exit {code}")
         state = await until(runner, listening=False)
@@ -416,12 +401,11 @@ class TestJustInTime:
 
     async def test_registration_that_github_removed_needs_no_token(self, folder: Folder) -> None:
         """Applies before the start and while the listener runs, which is stopped next."""
-        runner = folder.open()
-        await runner.configure(JUST_IN_TIME)
+        runner = await folder.configured(JUST_IN_TIME)
         gone = replace(JUST_IN_TIME, jit_config="", runner_id=0)
         assert (await runner.remove(gone))[0] is RemovalStatus.REMOVED
         assert runner.state() == RunnerState()
-        await runner.configure(JUST_IN_TIME)
+        await runner.register(JUST_IN_TIME)
         await runner.start(ASSIGNMENT)
         while not (folder.runner / ".runner").exists():
             await runner.wait_for_change(runner.state(), 0.01)
@@ -432,8 +416,7 @@ class TestJustInTime:
 
 class TestRemove:
     async def test_removal_without_registration_succeeds(self, folder: Folder) -> None:
-        runner = folder.open()
-        await runner.configure(ASSIGNMENT)
+        runner = await folder.configured()
         folder.behave("rm .runner; echo removed with $ACTIONS_RUNNER_INPUT_TOKEN")
         assert await runner.remove(ASSIGNMENT) == (RemovalStatus.REMOVED, "exit code 0: removed with ***")
         assert folder.read("arguments") == "remove\n"
@@ -455,14 +438,12 @@ class TestRemove:
         ],
     )
     async def test_status_follows_the_output(self, folder: Folder, script: str, expected: RemovalStatus) -> None:
-        runner = folder.open()
-        await runner.configure(ASSIGNMENT)
+        runner = await folder.configured()
         folder.behave(script)
         assert (await runner.remove(ASSIGNMENT))[0] is expected
 
     async def test_removal_requires_a_token(self, folder: Folder) -> None:
-        runner = folder.open()
-        await runner.configure(ASSIGNMENT)
+        runner = await folder.configured()
         bare = Assignment(url="u", runner_name="n", labels=())
         assert (await runner.remove(bare))[0] is RemovalStatus.FAILED
 
@@ -473,7 +454,7 @@ class TestRegistrar:
     async def test_the_listener_gets_a_copy_of_the_registration(self, folder: Folder, tmp_path: Path) -> None:
         registrar = tmp_path / "registrar"
         runner = folder.open_apart(registrar)
-        assert (await runner.configure(ASSIGNMENT)).ok
+        assert (await runner.register(ASSIGNMENT)).ok
         assert (folder.runner / ".runner").read_bytes() == (registrar / ".runner").read_bytes()
         assert (folder.runner / ".runner").stat().st_mode & 0o777 == 0o600
         assert not (folder.runner / "environment").exists()
@@ -491,7 +472,7 @@ class TestRegistrar:
         (folder.runner / name).mkdir()
         (folder.runner / name / "file").touch()
         with pytest.raises(Unavailable, match="registration"):
-            await runner.configure(ASSIGNMENT)
+            await runner.register(ASSIGNMENT)
         assert (folder.runner / name / "file").exists()
 
     async def test_registration_is_not_written_through_a_link(self, folder: Folder, tmp_path: Path) -> None:
@@ -500,14 +481,14 @@ class TestRegistrar:
         precious.write_text("as it was")
         for name in (".runner", "..runner.new"):
             (folder.runner / name).symlink_to(precious)
-        assert (await runner.configure(ASSIGNMENT)).ok
+        assert (await runner.register(ASSIGNMENT)).ok
         assert precious.read_text() == "as it was"
         assert not (folder.runner / ".runner").is_symlink()
 
     async def test_removal_does_not_run_software_that_jobs_can_change(self, folder: Folder, tmp_path: Path) -> None:
         registrar = tmp_path / "registrar"
         runner = folder.open_apart(registrar)
-        await runner.configure(ASSIGNMENT)
+        await runner.register(ASSIGNMENT)
         (folder.runner / "config.sh").write_text("#!/bin/sh\nenv >stolen\n")
         (folder.runner / ".runner").write_text('{"agentName": "x", "gitHubUrl": "https://evil.example.com"}')
         assert runner.state().registered_as == "remuda-p-1-i-1"
@@ -522,7 +503,7 @@ class TestRegistrar:
     async def test_jit_registration_must_be_removed_through_the_api(self, folder: Folder, tmp_path: Path) -> None:
         runner = folder.open_apart(tmp_path / "registrar")
         given = replace(ASSIGNMENT, credential=None, jit_config="config", runner_name="jit", runner_id=7)
-        await runner.configure(given)
+        await runner.register(given)
         await runner.start(ASSIGNMENT)
         await folder.listens(runner)
         removal, detail = await runner.remove(given)

@@ -14,390 +14,250 @@ from remuda.domain.instance import State
 from remuda.domain.signals import Signal
 from remuda.domain.thresholds import HEARTBEAT_INTERVAL_S
 from remuda.domain.transitions import Actor, Extend, Renew
-from remuda.ports.machine import AgentState, ScriptStatus
-from remuda.ports.runner import RemovalStatus
+from remuda.ports.machine import AgentState, RemovalStatus, ScriptStatus
 from simulation.loop import VirtualClock
 from tests.support.agents import ID, MARGIN_S, AgentFixture
 from tests.support.records import at
-from tests.support.virtual_time import run_virtual, until
+from tests.support.virtual_time import until
 
 CLEAN = Signal.UD_REMOVE_REG_REMOVE_RUN_OK
-
-
-async def running(fixture: AgentFixture, max_runtime_s: float = 1_800.0) -> None:
-    fixture.start()
-    await fixture.create()
-    await until(lambda: fixture.signalled(Signal.UD_REG_OK))
-    await fixture.commit(max_runtime_s)
-    await until(lambda: fixture.runner.current.listening)
 
 
 # The store --------------------------------------------------------------------------------------------------------
 
 
-def test_unreachable_store_last_threshold_applies() -> None:
-    async def scenario() -> None:
-        fixture = AgentFixture()
-        await running(fixture, max_runtime_s=100)
-        threshold = fixture.record.threshold
-        fixture.store.down = True
-        assert fixture.task is not None
-        why = await fixture.task
-        assert why == "threshold passed and the store is unreachable"
-        late = fixture.clock.now() - threshold
-        assert timedelta(seconds=MARGIN_S) <= late < timedelta(seconds=MARGIN_S + 6)
-
-    run_virtual(scenario())
+async def test_unreachable_store_last_threshold_applies(fixture: AgentFixture) -> None:
+    await fixture.serve(max_runtime_s=100)
+    threshold = fixture.record.threshold
+    fixture.store.down = True
+    why = await fixture.ended()
+    assert why == "threshold passed and the store is unreachable"
+    late = fixture.clock.now() - threshold
+    assert timedelta(seconds=MARGIN_S) <= late < timedelta(seconds=MARGIN_S + 6)
 
 
-def test_last_threshold_applies_after_a_restart() -> None:
-    async def scenario() -> None:
-        fixture = AgentFixture()
-        fixture.machine.memory = AgentState(script=ScriptStatus.OK, threshold=at(50))
-        fixture.store.down = True
-        why = await fixture.start()
-        assert why == "threshold passed and the store is unreachable"
-        assert fixture.clock.now() >= at(50 + MARGIN_S)
-        assert fixture.machine.ended == [why]
-
-    run_virtual(scenario())
+async def test_last_threshold_applies_after_a_restart(fixture: AgentFixture) -> None:
+    fixture.machine.memory = AgentState(script=ScriptStatus.OK, threshold=at(50))
+    fixture.store.down = True
+    why = await fixture.start()
+    assert why == "threshold passed and the store is unreachable"
+    assert fixture.clock.now() >= at(50 + MARGIN_S)
+    assert fixture.machine.ended == [why]
 
 
-def test_without_threshold_the_agent_waits_for_the_store() -> None:
-    async def scenario() -> None:
-        fixture = AgentFixture()
-        fixture.store.down = True
-        task = fixture.start()
-        await asyncio.sleep(7_200)
-        assert not task.done()
-        fixture.store.down = False
-        await fixture.create()
-        await until(lambda: fixture.signalled(Signal.UD_REG_OK), within_s=10)
-        await fixture.crash()
-
-    run_virtual(scenario())
+async def test_without_threshold_the_agent_waits_for_the_store(fixture: AgentFixture) -> None:
+    fixture.store.down = True
+    task = fixture.start()
+    await asyncio.sleep(7_200)
+    assert not task.done()
+    fixture.store.down = False
+    await fixture.create()
+    await until(lambda: fixture.signalled(Signal.UD_REG_OK), within_s=10)
 
 
-def test_job_continues_while_the_store_is_unreachable() -> None:
-    async def scenario() -> None:
-        fixture = AgentFixture()
-        await running(fixture)
-        fixture.runner.become(busy=True)
-        fixture.store.down = True
-        await asyncio.sleep(600)
-        fixture.store.down = False
-        await asyncio.sleep(10)
-        assert fixture.runner.current.busy
-        assert fixture.log.count("start") == 1
-        assert fixture.report.busy
-        await fixture.crash()
-
-    run_virtual(scenario())
+async def test_job_continues_while_the_store_is_unreachable(fixture: AgentFixture) -> None:
+    await fixture.serve()
+    fixture.runner.become(busy=True)
+    fixture.store.down = True
+    await asyncio.sleep(600)
+    fixture.store.down = False
+    await asyncio.sleep(10)
+    assert fixture.runner.current.busy
+    assert fixture.log.count("start") == 1
+    assert fixture.report.busy
 
 
-def test_requests_to_an_unreachable_store_back_off() -> None:
-    async def scenario() -> None:
-        fixture = AgentFixture()
-        fixture.store.down = True
-        fixture.start()
-        await asyncio.sleep(600)
-        asked = [action for action, _, _ in fixture.event_log.notes if action == "step-failed"]
-        assert 100 < len(asked) < 150
-        await fixture.crash()
-
-    run_virtual(scenario())
+async def test_requests_to_an_unreachable_store_back_off(fixture: AgentFixture) -> None:
+    fixture.store.down = True
+    fixture.start()
+    await asyncio.sleep(600)
+    asked = [action for action, _, _ in fixture.event_log.notes if action == "step-failed"]
+    assert 100 < len(asked) < 150
 
 
 # The end ----------------------------------------------------------------------------------------------------------
 
 
-def test_record_is_read_again_before_the_end() -> None:
+async def test_record_is_read_again_before_the_end(fixture: AgentFixture) -> None:
     """The threshold was extended after the agent's last read, so the agent continues."""
+    await fixture.serve(max_runtime_s=100)
+    await fixture.return_to_pool(release_time_s=20)
+    await asyncio.sleep(1)
 
-    async def scenario() -> None:
-        fixture = AgentFixture()
-        await running(fixture, max_runtime_s=100)
-        await fixture.release(release_time_s=20)
-        await until(lambda: fixture.signalled(CLEAN))
-        await fixture.pool()
-        await asyncio.sleep(1)
+    def renew(name: str) -> bool:
+        if name == "get" and fixture.record.threshold < fixture.clock.now():
+            later = fixture.clock.now() + timedelta(seconds=500)
+            fixture.database.instances[ID] = replace(fixture.record, threshold=later)
+        return False
 
-        def renew(name: str) -> bool:
-            if name == "get" and fixture.record.threshold < fixture.clock.now():
-                later = fixture.clock.now() + timedelta(seconds=500)
-                fixture.database.instances[ID] = replace(fixture.record, threshold=later)
-            return False
-
-        fixture.store.fails = renew
-        await asyncio.sleep(600)
-        assert fixture.task is not None
-        assert not fixture.task.done()
-        await fixture.crash()
-
-    run_virtual(scenario())
+    fixture.store.fails = renew
+    await asyncio.sleep(600)
+    assert fixture.agent_runs
 
 
-def test_renewed_threshold_applies() -> None:
-    async def scenario() -> None:
-        fixture = AgentFixture()
-        await running(fixture)
-        await fixture.release()
-        await until(lambda: fixture.signalled(CLEAN))
-        await fixture.pool()
-        for _ in range(5):
-            await asyncio.sleep(400)
-            await fixture.apply(Renew(until=fixture.clock.now() + timedelta(seconds=420)), Actor.SCALE_DOWN)
-        assert fixture.task is not None
-        assert not fixture.task.done()
-        assert await fixture.task == "threshold of state idle passed"
-        late = fixture.clock.now() - fixture.record.threshold
-        assert timedelta(seconds=MARGIN_S) <= late < timedelta(seconds=MARGIN_S + 1)
-
-    run_virtual(scenario())
+async def test_renewed_threshold_applies(fixture: AgentFixture) -> None:
+    await fixture.serve()
+    await fixture.return_to_pool()
+    for _ in range(5):
+        await asyncio.sleep(400)
+        await fixture.apply(Renew(until=fixture.clock.now() + timedelta(seconds=420)), Actor.SCALE_DOWN)
+    assert fixture.agent_runs
+    assert await fixture.ended() == "threshold of state idle passed"
+    late = fixture.clock.now() - fixture.record.threshold
+    assert timedelta(seconds=MARGIN_S) <= late < timedelta(seconds=MARGIN_S + 1)
 
 
-def test_machine_without_record_ends_at_its_last_threshold() -> None:
-    async def scenario() -> None:
-        fixture = AgentFixture()
-        await running(fixture, max_runtime_s=100)
-        threshold = fixture.record.threshold
-        del fixture.database.instances[ID]
-        assert fixture.task is not None
-        assert await fixture.task == "threshold passed and the record is gone"
-        assert fixture.clock.now() >= threshold + timedelta(seconds=MARGIN_S)
-
-    run_virtual(scenario())
+async def test_machine_without_record_ends_at_its_last_threshold(fixture: AgentFixture) -> None:
+    await fixture.serve(max_runtime_s=100)
+    threshold = fixture.record.threshold
+    del fixture.database.instances[ID]
+    assert await fixture.ended() == "threshold passed and the record is gone"
+    assert fixture.clock.now() >= threshold + timedelta(seconds=MARGIN_S)
 
 
 @pytest.mark.parametrize("skew_s", [-30.0, 30.0])
-def test_clock_skew_within_the_margin_is_tolerated(skew_s: float) -> None:
-    async def scenario() -> None:
-        fixture = AgentFixture()
-        fixture.clock = VirtualClock(skew_s=skew_s)
-        await running(fixture)
-        await fixture.release()
-        await until(lambda: fixture.signalled(CLEAN))
-        assert fixture.log[-3:] == ["remove REMOVED", "stop", "reset"]
-        await fixture.crash()
-
-    run_virtual(scenario())
+async def test_clock_skew_within_the_margin_is_tolerated(fixture: AgentFixture, skew_s: float) -> None:
+    fixture.clock = VirtualClock(skew_s=skew_s)
+    await fixture.serve()
+    await fixture.release()
+    await until(lambda: fixture.signalled(CLEAN))
+    assert fixture.log[-3:] == ["remove REMOVED", "stop", "reset"]
 
 
 # The heartbeat ----------------------------------------------------------------------------------------------------
 
 
-def test_heartbeat_is_regular_and_reports_the_runner() -> None:
-    async def scenario() -> None:
-        fixture = AgentFixture()
-        await running(fixture)
-        await asyncio.sleep(1)
-        before = fixture.report.beat
-        await asyncio.sleep(100)
-        assert fixture.report.beat - before == pytest.approx(100 / HEARTBEAT_INTERVAL_S, abs=1)
-        assert (fixture.report.listening, fixture.report.busy, fixture.report.version) == (True, False, "1")
-        fixture.runner.become(busy=True)
-        await asyncio.sleep(0.1)
-        assert fixture.report.busy
-        await fixture.crash()
-
-    run_virtual(scenario())
+async def test_heartbeat_is_regular_and_reports_the_runner(fixture: AgentFixture) -> None:
+    await fixture.serve()
+    await asyncio.sleep(1)
+    before = fixture.report.beat
+    await asyncio.sleep(100)
+    assert fixture.report.beat - before == pytest.approx(100 / HEARTBEAT_INTERVAL_S, abs=1)
+    assert (fixture.report.listening, fixture.report.busy, fixture.report.version) == (True, False, "1")
+    fixture.runner.become(busy=True)
+    await asyncio.sleep(0.1)
+    assert fixture.report.busy
 
 
-def test_spot_notice_is_reported_and_the_job_continues() -> None:
-    async def scenario() -> None:
-        fixture = AgentFixture()
-        await running(fixture)
-        fixture.runner.become(busy=True)
-        fixture.machine.notice = "terminate at noon"
-        await asyncio.sleep(HEARTBEAT_INTERVAL_S + 0.1)
-        assert fixture.report.notice == "terminate at noon"
-        assert fixture.log[-1] == "start"
-        assert fixture.runner.current.busy
-        await fixture.crash()
-
-    run_virtual(scenario())
+async def test_spot_notice_is_reported_and_the_job_continues(fixture: AgentFixture) -> None:
+    await fixture.serve()
+    fixture.runner.become(busy=True)
+    fixture.machine.notice = "terminate at noon"
+    await asyncio.sleep(HEARTBEAT_INTERVAL_S + 0.1)
+    assert fixture.report.notice == "terminate at noon"
+    assert fixture.log[-1] == "start"
+    assert fixture.runner.current.busy
 
 
-def test_heartbeat_of_a_hung_agent_stops() -> None:
-    async def scenario() -> None:
-        fixture = AgentFixture()
-        fixture.machine.reset_s = 100_000
-        await running(fixture)
-        await fixture.release(release_time_s=200_000)
-        await asyncio.sleep(STEP_LIMIT_S - 10)
-        beat = fixture.report.beat
-        await asyncio.sleep(HEARTBEAT_INTERVAL_S)
-        assert fixture.report.beat > beat
-        await asyncio.sleep(20)
-        beat = fixture.report.beat
-        await asyncio.sleep(1_000)
-        assert fixture.report.beat == beat
-        await fixture.crash()
-
-    run_virtual(scenario())
+async def test_heartbeat_of_a_hung_agent_stops(fixture: AgentFixture) -> None:
+    fixture.machine.reset_s = 100_000
+    await fixture.serve()
+    await fixture.release(release_time_s=200_000)
+    await asyncio.sleep(STEP_LIMIT_S - 10)
+    beat = fixture.report.beat
+    await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+    assert fixture.report.beat > beat
+    await asyncio.sleep(20)
+    beat = fixture.report.beat
+    await asyncio.sleep(1_000)
+    assert fixture.report.beat == beat
 
 
-def test_heartbeats_continue_after_a_failed_one() -> None:
-    async def scenario() -> None:
-        fixture = AgentFixture()
-        await running(fixture)
-        fixture.store.fails = lambda name: name == "beat"
-        await asyncio.sleep(30)
-        beat = fixture.report.beat
-        fixture.store.fails = lambda _name: False
-        await asyncio.sleep(30)
-        assert fixture.report.beat >= beat + 5
-        await fixture.crash()
-
-    run_virtual(scenario())
+async def test_heartbeats_continue_after_a_failed_one(fixture: AgentFixture) -> None:
+    await fixture.serve()
+    fixture.store.fails = lambda name: name == "beat"
+    await asyncio.sleep(30)
+    beat = fixture.report.beat
+    fixture.store.fails = lambda _name: False
+    await asyncio.sleep(30)
+    assert fixture.report.beat >= beat + 5
 
 
 # The runner -------------------------------------------------------------------------------------------------------
 
 
-def test_release_waits_for_a_running_job() -> None:
-    async def scenario() -> None:
-        fixture = AgentFixture()
-        await running(fixture)
-        fixture.runner.become(busy=True)
-        await fixture.release(release_time_s=60)
-        for _ in range(10):
-            await asyncio.sleep(50)
-            await fixture.apply(Extend(report=fixture.report, extension_s=60, margin_s=0.0), Actor.RELEASE)
-        assert fixture.log[-1] == "start"
-        fixture.runner.become(busy=False)
-        await until(lambda: fixture.signalled(CLEAN), within_s=1)
-        await fixture.crash()
-
-    run_virtual(scenario())
+async def test_release_waits_for_a_running_job(fixture: AgentFixture) -> None:
+    await fixture.serve()
+    fixture.runner.become(busy=True)
+    await fixture.release(release_time_s=60)
+    for _ in range(10):
+        await asyncio.sleep(50)
+        await fixture.apply(Extend(report=fixture.report, extension_s=60, margin_s=0.0), Actor.RELEASE)
+    assert fixture.log[-1] == "start"
+    fixture.runner.become(busy=False)
+    await until(lambda: fixture.signalled(CLEAN), within_s=1)
 
 
-def test_removal_rejected_for_a_running_job_does_not_count_as_failed() -> None:
-    async def scenario() -> None:
-        fixture = AgentFixture()
-        await running(fixture)
-        refusals = 3 * MAX_FAILED_REMOVALS
-        fixture.runner.removals = [RemovalStatus.BUSY] * refusals
-        await fixture.release()
-        started = fixture.clock.monotonic()
-        await until(lambda: fixture.signalled(CLEAN))
-        assert fixture.log.count("remove BUSY") == refusals
-        assert fixture.clock.monotonic() - started >= refusals - 1
-        assert "stop" not in fixture.log[: fixture.log.index("remove REMOVED")]
-        await fixture.crash()
-
-    run_virtual(scenario())
-
-
-def test_failed_removal_is_retried_with_backoff() -> None:
-    async def scenario() -> None:
-        fixture = AgentFixture()
-        await running(fixture)
-        fixture.runner.removals = [RemovalStatus.FAILED] * (MAX_FAILED_REMOVALS - 1)
-        await fixture.release()
-        started = fixture.clock.monotonic()
-        await until(lambda: fixture.signalled(CLEAN))
-        assert fixture.log.count("remove FAILED") == MAX_FAILED_REMOVALS - 1
-        assert fixture.clock.monotonic() - started >= 0.2 + 0.4 + 0.8 + 1.6
-        await fixture.crash()
-
-    run_virtual(scenario())
+@pytest.mark.parametrize(
+    ("status", "times", "least_s"),
+    [
+        pytest.param(RemovalStatus.FAILED, MAX_FAILED_REMOVALS - 1, 0.2 + 0.4 + 0.8 + 1.6, id="failed, with backoff"),
+        pytest.param(RemovalStatus.UNREACHABLE, MAX_FAILED_REMOVALS + 3, 0, id="GitHub unreachable, without limit"),
+        pytest.param(RemovalStatus.BUSY, 3 * MAX_FAILED_REMOVALS, 3 * MAX_FAILED_REMOVALS - 1, id="running job"),
+    ],
+)
+async def test_removal_is_retried(fixture: AgentFixture, status: RemovalStatus, times: int, least_s: float) -> None:
+    await fixture.serve()
+    fixture.runner.removals = [status] * times
+    await fixture.release()
+    started = fixture.clock.monotonic()
+    await until(lambda: fixture.signalled(CLEAN))
+    assert fixture.log.count(f"remove {status.name}") == times
+    assert fixture.clock.monotonic() - started >= least_s
+    assert "stop" not in fixture.log[: fixture.log.index("remove REMOVED")]
 
 
-def test_repeatedly_failed_removal_is_signalled_and_the_runner_keeps_running() -> None:
-    async def scenario() -> None:
-        fixture = AgentFixture()
-        await running(fixture)
-        fixture.runner.removals = [RemovalStatus.FAILED] * 100
-        await fixture.release()
-        await until(lambda: fixture.signalled(Signal.UD_REMOVE_REG_FAILED))
-        await asyncio.sleep(60)
-        assert fixture.log.count("remove FAILED") == MAX_FAILED_REMOVALS
-        assert "stop" not in fixture.log
-        assert "reset" not in fixture.log
-        await fixture.crash()
-
-    run_virtual(scenario())
+async def test_repeatedly_failed_removal_is_signalled_and_the_runner_keeps_running(fixture: AgentFixture) -> None:
+    await fixture.serve()
+    fixture.runner.removals = [RemovalStatus.FAILED] * 100
+    await fixture.release()
+    await until(lambda: fixture.signalled(Signal.UD_REMOVE_REG_FAILED))
+    await asyncio.sleep(60)
+    assert fixture.log.count("remove FAILED") == MAX_FAILED_REMOVALS
+    assert "stop" not in fixture.log
+    assert "reset" not in fixture.log
 
 
-def test_removal_is_retried_without_limit_while_github_is_unreachable() -> None:
-    async def scenario() -> None:
-        fixture = AgentFixture()
-        await running(fixture)
-        fixture.runner.removals = [RemovalStatus.UNREACHABLE] * (MAX_FAILED_REMOVALS + 3)
-        await fixture.release()
-        await until(lambda: fixture.signalled(CLEAN))
-        assert fixture.log.count("remove UNREACHABLE") == MAX_FAILED_REMOVALS + 3
-        await fixture.crash()
-
-    run_virtual(scenario())
-
-
-def test_exited_listener_is_restarted_with_backoff() -> None:
-    async def scenario() -> None:
-        fixture = AgentFixture()
-        fixture.runner.exits = [2] * (MAX_STARTS - 1)
-        started = fixture.clock.monotonic()
-        await running(fixture)
-        assert fixture.log.count("start") == MAX_STARTS
-        assert fixture.clock.monotonic() - started >= 0.2 + 0.4 + 0.8 + 1.6
-        await fixture.crash()
-
-    run_virtual(scenario())
+async def test_exited_listener_is_restarted_with_backoff(fixture: AgentFixture) -> None:
+    fixture.runner.exits = [2] * (MAX_STARTS - 1)
+    started = fixture.clock.monotonic()
+    await fixture.serve()
+    assert fixture.log.count("start") == MAX_STARTS
+    assert fixture.clock.monotonic() - started >= 0.2 + 0.4 + 0.8 + 1.6
 
 
 @pytest.mark.parametrize(("code", "starts"), [(2, MAX_STARTS), (1, 1)])
-def test_listener_that_keeps_exiting_is_signalled(code: int, starts: int) -> None:
-    async def scenario() -> None:
-        fixture = AgentFixture()
-        fixture.runner.exits = [code] * 100
-        fixture.start()
-        await fixture.create()
-        await until(lambda: fixture.signalled(Signal.UD_REG_OK))
-        await fixture.commit()
-        await until(lambda: fixture.signalled(Signal.UD_REG_FAILED))
-        await asyncio.sleep(60)
-        assert fixture.log.count("start") == starts
-        await fixture.crash()
-
-    run_virtual(scenario())
+async def test_listener_that_keeps_exiting_is_signalled(fixture: AgentFixture, code: int, starts: int) -> None:
+    fixture.runner.exits = [code] * 100
+    fixture.start()
+    await fixture.create()
+    await until(lambda: fixture.signalled(Signal.UD_REG_OK))
+    await fixture.commit()
+    await until(lambda: fixture.signalled(Signal.UD_REG_FAILED))
+    await asyncio.sleep(60)
+    assert fixture.log.count("start") == starts
 
 
-def test_release_during_registration_leaves_no_registration() -> None:
+async def test_release_during_registration_leaves_no_registration(fixture: AgentFixture) -> None:
     """The claim was rolled back before the agent read it: the agent cleans up."""
-
-    async def scenario() -> None:
-        fixture = AgentFixture()
-        await running(fixture)
-        await fixture.release()
-        await until(lambda: fixture.signalled(CLEAN))
-        await fixture.pool()
-        await fixture.crash()
-        await fixture.claim()
-        await fixture.release()
-        fixture.start()
-        await until(lambda: fixture.signalled(CLEAN, 2))
-        assert len(fixture.runner.configured) == 1
-        assert fixture.record.state is State.RELEASING
-        await fixture.crash()
-
-    run_virtual(scenario())
+    await fixture.serve()
+    await fixture.return_to_pool()
+    await fixture.crash()
+    await fixture.claim()
+    await fixture.release()
+    fixture.start()
+    await until(lambda: fixture.signalled(CLEAN, 2))
+    assert len(fixture.runner.configured) == 1
+    assert fixture.record.state is State.RELEASING
 
 
-def test_attempt_counters_restart_with_each_assignment() -> None:
-    async def scenario() -> None:
-        fixture = AgentFixture()
-        fixture.runner.exits = [2] * (MAX_STARTS - 1)
-        await running(fixture)
-        await fixture.release()
-        await until(lambda: fixture.signalled(CLEAN))
-        await fixture.pool()
-        await fixture.claim()
-        fixture.runner.exits = [2] * (MAX_STARTS - 1)
-        await until(lambda: fixture.signalled(Signal.UD_REG_OK, 2))
-        await fixture.commit()
-        await until(lambda: fixture.runner.current.listening)
-        assert fixture.log.count("start") == 2 * MAX_STARTS
-        await fixture.crash()
-
-    run_virtual(scenario())
+async def test_attempt_counters_restart_with_each_assignment(fixture: AgentFixture) -> None:
+    fixture.runner.exits = [2] * (MAX_STARTS - 1)
+    await fixture.serve()
+    await fixture.return_to_pool()
+    await fixture.claim()
+    fixture.runner.exits = [2] * (MAX_STARTS - 1)
+    await until(lambda: fixture.signalled(Signal.UD_REG_OK, 2))
+    await fixture.commit()
+    await until(lambda: fixture.runner.current.listening)
+    assert fixture.log.count("start") == 2 * MAX_STARTS

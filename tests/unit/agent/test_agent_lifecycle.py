@@ -8,26 +8,26 @@ from typing import Any
 import pytest
 
 from remuda.agent.decide import AgentAction
-from remuda.agent.expiry import DEAD_MAN_SLACK_S
+from remuda.agent.loop import DEAD_MAN_SLACK_S
 from remuda.domain.instance import State
 from remuda.domain.signals import Signal
 from remuda.domain.transitions import Actor, End, RetireReason
 from remuda.ports.machine import ScriptStatus, StepResult
 from tests.support.agents import ID, MARGIN_S, AgentFixture
 from tests.support.records import assignment, at
-from tests.support.virtual_time import run_virtual, until
+from tests.support.virtual_time import until
 
 FIRST, SECOND = assignment(1).runner_name, assignment(2).runner_name
 CLEAN = Signal.UD_REMOVE_REG_REMOVE_RUN_OK
 
 LIFE = [
     "script",
-    f"configure {FIRST}",
+    f"register {FIRST}",
     "start",
     "remove REMOVED",
     "stop",
     "reset",
-    f"configure {SECOND}",
+    f"register {SECOND}",
     "start",
     "remove REMOVED",
     "stop",
@@ -44,9 +44,7 @@ async def use(fixture: AgentFixture, epoch: int) -> None:
     fixture.runner.become(busy=True)
     await asyncio.sleep(10)
     fixture.runner.become(busy=False)
-    await fixture.release()
-    await until(lambda: fixture.signalled(CLEAN, epoch))
-    await fixture.pool()
+    await fixture.return_to_pool()
 
 
 async def life(fixture: AgentFixture) -> None:
@@ -57,320 +55,235 @@ async def life(fixture: AgentFixture) -> None:
     await use(fixture, 2)
 
 
-def test_machine_serves_two_runs_and_ends() -> None:
-    async def scenario() -> None:
-        fixture = AgentFixture()
-        task = fixture.start()
-        await life(fixture)
-        assert fixture.log == LIFE
-        assert [each.runner_name for each in fixture.runner.configured] == [FIRST, SECOND]
-        assert {each.token for each in fixture.runner.removed_with if each} == {"removal-t0ken"}
-        assert fixture.record.uses == 2
-        await fixture.apply(End(reason=RetireReason.GONE), Actor.REFRESH)
-        assert await task == "record state is terminating"
-        assert fixture.machine.ended == ["record state is terminating"]
-
-    run_virtual(scenario())
+async def test_machine_serves_two_runs_and_ends(fixture: AgentFixture) -> None:
+    task = fixture.start()
+    await life(fixture)
+    assert fixture.log == LIFE
+    assert [each.runner_name for each in fixture.runner.configured] == [FIRST, SECOND]
+    assert {each.token for each in fixture.runner.removed_with if each} == {"removal-t0ken"}
+    assert fixture.record.uses == 2
+    await fixture.apply(End(reason=RetireReason.GONE), Actor.REFRESH)
+    assert await task == "record state is terminating"
+    assert fixture.machine.ended == ["record state is terminating"]
 
 
-def test_listener_starts_for_its_assignment_and_refused_jobs_are_reported() -> None:
-    async def scenario() -> None:
-        fixture = AgentFixture()
-        fixture.start()
-        await fixture.create()
-        fixture.runner.turned_away = "refused 1 foreign job: run 9 of evil/corp"
-        await use(fixture, 1)
-        assert [each.runner_name for each in fixture.runner.started] == [FIRST]
-        report = await fixture.store.get_report(ID)
-        assert report is not None
-        assert "refused 1 foreign job: run 9 of evil/corp; " in report.detail
-        assert ("job-refused", "refused 1 foreign job: run 9 of evil/corp") in [
-            (action, why) for action, why, _ in fixture.event_log.notes
-        ]
-
-    run_virtual(scenario())
+async def test_listener_starts_for_its_assignment_and_refused_jobs_are_reported(fixture: AgentFixture) -> None:
+    fixture.start()
+    await fixture.create()
+    fixture.runner.turned_away = "refused 1 foreign job: run 9 of evil/corp"
+    await use(fixture, 1)
+    assert [each.runner_name for each in fixture.runner.started] == [FIRST]
+    report = await fixture.store.get_report(ID)
+    assert report is not None
+    assert "refused 1 foreign job: run 9 of evil/corp; " in report.detail
+    assert ("job-refused", "refused 1 foreign job: run 9 of evil/corp") in [
+        (action, why) for action, why, _ in fixture.event_log.notes
+    ]
 
 
-def test_events_carry_instance_run_and_epoch() -> None:
-    async def scenario() -> None:
-        fixture = AgentFixture()
-        fixture.start()
-        await life(fixture)
-        noted = fixture.event_log.notes
-        assert {action for action, _, _ in noted} == {"state", "step", "reset"}
-        assert {facts["instance_id"] for _, _, facts in noted} == {ID}
-        assert all(why for _, why, _ in noted)
-        seen = [(why, facts.get("epoch"), facts.get("run_id")) for action, why, facts in noted if action == "state"]
-        assert seen[:3] == [
-            ("record state is created", 1, "1234"),
-            ("record state is running", 1, "1234"),
-            ("record state is releasing", 1, "1234"),
-        ]
-        assert ("record state is idle", 1, "") in seen
-        resets = [facts for action, _, facts in noted if action == "step" and facts["step"] == AgentAction.RESET.value]
-        assert [(facts["epoch"], facts["run_id"]) for facts in resets] == [(1, "1234"), (2, "1235")]
-
-    run_virtual(scenario())
+async def test_events_carry_instance_run_and_epoch(fixture: AgentFixture) -> None:
+    fixture.start()
+    await life(fixture)
+    noted = fixture.event_log.notes
+    assert {action for action, _, _ in noted} == {"state", "step", "reset"}
+    assert {facts["instance_id"] for _, _, facts in noted} == {ID}
+    assert all(why for _, why, _ in noted)
+    seen = [(why, facts.get("epoch"), facts.get("run_id")) for action, why, facts in noted if action == "state"]
+    assert seen[:3] == [
+        ("record state is created", 1, "1234"),
+        ("record state is running", 1, "1234"),
+        ("record state is releasing", 1, "1234"),
+    ]
+    assert ("record state is idle", 1, "") in seen
+    resets = [facts for action, _, facts in noted if action == "step" and facts["step"] == AgentAction.RESET.value]
+    assert [(facts["epoch"], facts["run_id"]) for facts in resets] == [(1, "1234"), (2, "1235")]
 
 
 @pytest.mark.parametrize("nth", range(1, 12))
 @pytest.mark.parametrize("loses_answer", [False, True], ids=["lost", "applied but reported as failed"])
-def test_failed_store_call_only_delays(nth: int, loses_answer: bool) -> None:  # noqa: FBT001
+async def test_failed_store_call_only_delays(fixture: AgentFixture, nth: int, *, loses_answer: bool) -> None:
     """Each store call of the agent fails once: before it is applied, or after (the response is lost)."""
+    seen = 0
 
-    async def scenario() -> None:
-        fixture = AgentFixture()
-        seen = 0
+    def cut(_name: str) -> bool:
+        nonlocal seen
+        seen += 1
+        return seen % 12 == nth
 
-        def cut(_name: str) -> bool:
-            nonlocal seen
-            seen += 1
-            return seen % 12 == nth
-
-        if loses_answer:
-            fixture.store.loses_answer = cut
-        else:
-            fixture.store.fails = cut
-        fixture.start()
-        await life(fixture)
-        assert [each for each in fixture.log if not each.startswith(("reset", "configure"))] == [
-            each for each in LIFE if not each.startswith(("reset", "configure"))
-        ]
-        assert fixture.record.state is State.IDLE
-        await fixture.crash()
-
-    run_virtual(scenario())
+    if loses_answer:
+        fixture.store.loses_answer = cut
+    else:
+        fixture.store.fails = cut
+    fixture.start()
+    await life(fixture)
+    assert [each for each in fixture.log if not each.startswith(("reset", "register"))] == [
+        each for each in LIFE if not each.startswith(("reset", "register"))
+    ]
+    assert fixture.record.state is State.IDLE
 
 
 @pytest.mark.parametrize("after", range(1, len(LIFE) + 1))
-def test_agent_continues_after_a_kill_at_any_step(after: int) -> None:
+async def test_agent_continues_after_a_kill_at_any_step(fixture: AgentFixture, after: int) -> None:
     """The step is done, but not signalled: the new process decides from the disk and the record."""
+    died = asyncio.Event()
 
-    async def scenario() -> None:
-        fixture = AgentFixture()
-        died = asyncio.Event()
+    class Log(list[str]):
+        def append(self, item: str) -> None:
+            super().append(item)
+            if len(self) == after and not died.is_set():
+                died.set()
+                asyncio.get_running_loop().call_soon(lambda: fixture.task and fixture.task.cancel())
 
-        class Log(list[str]):
-            def append(self, item: str) -> None:
-                super().append(item)
-                if len(self) == after and not died.is_set():
-                    died.set()
-                    asyncio.get_running_loop().call_soon(lambda: fixture.task and fixture.task.cancel())
+    fixture.log = fixture.machine.log = fixture.runner.log = Log()
 
-        fixture.log = fixture.machine.log = fixture.runner.log = Log()
+    async def nurse() -> None:
+        await died.wait()
+        await asyncio.sleep(3)
+        await fixture.restart()
 
-        async def nurse() -> None:
-            await died.wait()
-            await asyncio.sleep(3)
-            await fixture.restart()
-
-        fixture.start()
-        nursing = asyncio.create_task(nurse())
-        await life(fixture)
-        await nursing
-        assert fixture.record.state is State.IDLE
-        assert fixture.record.uses == 2
-        assert not fixture.runner.current.listening
-        assert fixture.runner.current.registered_as == ""
-        again = {"configure", "reset", "script"}
-        once = [each for each in fixture.log if each.split()[0] not in again]
-        assert once == [each for each in LIFE if each.split()[0] not in again]
-        await fixture.crash()
-
-    run_virtual(scenario())
+    fixture.start()
+    nursing = asyncio.create_task(nurse())
+    await life(fixture)
+    await nursing
+    assert fixture.record.state is State.IDLE
+    assert fixture.record.uses == 2
+    assert not fixture.runner.current.listening
+    assert fixture.runner.current.registered_as == ""
+    again = {"register", "reset", "script"}
+    once = [each for each in fixture.log if each.split()[0] not in again]
+    assert once == [each for each in LIFE if each.split()[0] not in again]
 
 
-def test_waits_are_urgent_unless_a_job_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_waits_are_urgent_unless_a_job_runs(fixture: AgentFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run may release a machine without a job at any time, and waits for the release."""
+    urgent = [False]
+    wait = fixture.control.wait_for_control
 
-    async def scenario() -> None:
-        fixture, urgent = AgentFixture(), [False]
-        wait = fixture.control.wait_for_control
+    async def noted(*given: Any, **named: Any) -> Any:
+        urgent.append(named["urgent"])
+        return await wait(*given, **named)
 
-        async def noted(*given: Any, **named: Any) -> Any:
-            urgent.append(named["urgent"])
-            return await wait(*given, **named)
-
-        monkeypatch.setattr(fixture.control, "wait_for_control", noted)
-        fixture.start()
-        await fixture.create()
-        await until(lambda: fixture.signalled(Signal.UD_REG_OK))
-        await fixture.commit()
-        await until(lambda: fixture.runner.current.listening)
-        await asyncio.sleep(1)
-        assert urgent[-1], "it waits for a job"
-        fixture.runner.become(busy=True)
-        await asyncio.sleep(1)
-        assert not urgent[-1]
-        fixture.runner.become(busy=False)
-        await asyncio.sleep(1)
-        assert urgent[-1]
-        await fixture.crash()
-
-    run_virtual(scenario())
+    monkeypatch.setattr(fixture.control, "wait_for_control", noted)
+    await fixture.serve()
+    await asyncio.sleep(1)
+    assert urgent[-1], "it waits for a job"
+    fixture.runner.become(busy=True)
+    await asyncio.sleep(1)
+    assert not urgent[-1]
+    fixture.runner.become(busy=False)
+    await asyncio.sleep(1)
+    assert urgent[-1]
 
 
 @pytest.mark.parametrize("state", ["created", "registered", "listening", "busy", "clean"])
-def test_restart_during_a_wait_repeats_no_work(state: str) -> None:
-    async def scenario() -> None:
-        fixture = AgentFixture()
-        fixture.start()
-        await fixture.create()
-        await until(lambda: fixture.signalled(Signal.UD_REG_OK))
-        if state != "registered":
-            await fixture.commit()
-            await until(lambda: fixture.runner.current.listening)
-        if state == "busy":
-            fixture.runner.become(busy=True)
-            await fixture.release()
-        if state == "clean":
-            await fixture.release()
-            await until(lambda: fixture.signalled(CLEAN))
-            await fixture.pool()
-        await asyncio.sleep(5)
-        done = list(fixture.log)
-        await fixture.restart()
-        await asyncio.sleep(60)
-        assert fixture.log == done
-        assert fixture.task is not None
-        assert not fixture.task.done()
-        await fixture.crash()
-
-    run_virtual(scenario())
+async def test_restart_during_a_wait_repeats_no_work(fixture: AgentFixture, state: str) -> None:
+    fixture.start()
+    await fixture.create()
+    await until(lambda: fixture.signalled(Signal.UD_REG_OK))
+    if state != "registered":
+        await fixture.commit()
+        await until(lambda: fixture.runner.current.listening)
+    if state == "busy":
+        fixture.runner.become(busy=True)
+        await fixture.release()
+    if state == "clean":
+        await fixture.release()
+        await until(lambda: fixture.signalled(CLEAN))
+        await fixture.pool()
+    await asyncio.sleep(5)
+    done = list(fixture.log)
+    await fixture.restart()
+    await asyncio.sleep(60)
+    assert fixture.log == done
+    assert fixture.agent_runs
 
 
 # Signals and their details ----------------------------------------------------------------------------------------
 
 
-def test_signal_contains_the_duration_of_the_machines_work() -> None:
-    async def scenario() -> None:
-        fixture = AgentFixture()
-        fixture.machine.reset_s = 2.5
-        fixture.start()
-        await fixture.create()
-        await until(lambda: fixture.signalled(Signal.UD_REG_OK))
-        assert fixture.report.duration_s == 0.0
-        await fixture.commit()
-        await until(lambda: fixture.runner.current.listening)
-        await fixture.release()
-        await until(lambda: fixture.signalled(CLEAN))
-        assert fixture.report.duration_s == pytest.approx(2.5)
-        await fixture.crash()
-
-    run_virtual(scenario())
+async def test_signal_contains_the_duration_of_the_machines_work(fixture: AgentFixture) -> None:
+    fixture.machine.reset_s = 2.5
+    fixture.start()
+    await fixture.create()
+    await until(lambda: fixture.signalled(Signal.UD_REG_OK))
+    assert fixture.report.duration_s == 0.0
+    await fixture.commit()
+    await until(lambda: fixture.runner.current.listening)
+    await fixture.release()
+    await until(lambda: fixture.signalled(CLEAN))
+    assert fixture.report.duration_s == pytest.approx(2.5)
 
 
-def test_script_failure_after_the_record_is_signalled_with_its_output() -> None:
-    async def scenario() -> None:
-        fixture = AgentFixture()
-        fixture.machine.script = StepResult(ok=False, detail="no such package")
-        await fixture.create()
-        fixture.start()
-        await until(lambda: fixture.signalled(Signal.UD_FAILED))
-        assert "no such package" in fixture.report.detail
-        assert fixture.machine.memory.script is ScriptStatus.FAILED
-        assert fixture.log == ["script"]
-        await fixture.crash()
-
-    run_virtual(scenario())
+async def test_script_failure_after_the_record_is_signalled_with_its_output(fixture: AgentFixture) -> None:
+    fixture.machine.script = StepResult(ok=False, detail="no such package")
+    await fixture.create()
+    fixture.start()
+    await until(lambda: fixture.signalled(Signal.UD_FAILED))
+    assert "no such package" in fixture.report.detail
+    assert fixture.machine.memory.script is ScriptStatus.FAILED
+    assert fixture.log == ["script"]
 
 
 @pytest.mark.parametrize("restart", [False, True])
-def test_script_failure_before_the_record_is_signalled_with_its_output(restart: bool) -> None:  # noqa: FBT001
-    async def scenario() -> None:
-        fixture = AgentFixture()
-        fixture.machine.script = StepResult(ok=False, detail="no such package")
-        fixture.start()
-        await until(lambda: fixture.machine.memory.script is ScriptStatus.FAILED)
-        if restart:
-            await fixture.restart()
-        await fixture.create()
-        await until(lambda: fixture.signalled(Signal.UD_FAILED))
-        assert "no such package" in fixture.report.detail
-        await fixture.crash()
-
-    run_virtual(scenario())
-
-
-def test_script_runs_once_per_machine() -> None:
-    async def scenario() -> None:
-        fixture = AgentFixture()
-        fixture.start()
-        await life(fixture)
+async def test_script_failure_before_the_record_is_signalled_with_its_output(
+    fixture: AgentFixture, *, restart: bool
+) -> None:
+    fixture.machine.script = StepResult(ok=False, detail="no such package")
+    fixture.start()
+    await until(lambda: fixture.machine.memory.script is ScriptStatus.FAILED)
+    if restart:
         await fixture.restart()
-        await asyncio.sleep(30)
-        assert fixture.log.count("script") == 1
-        await fixture.crash()
-
-    run_virtual(scenario())
+    await fixture.create()
+    await until(lambda: fixture.signalled(Signal.UD_FAILED))
+    assert "no such package" in fixture.report.detail
 
 
-def test_failed_registration_is_signalled_immediately() -> None:
-    async def scenario() -> None:
-        fixture = AgentFixture()
-        fixture.runner.configure_outcome = StepResult(ok=False, detail="credential refused: 401")
-        fixture.start()
-        await fixture.create()
-        await until(lambda: fixture.signalled(Signal.UD_REG_FAILED), within_s=1)
-        assert "credential refused: 401" in fixture.report.detail
-        await asyncio.sleep(60)
-        assert len(fixture.runner.configured) == 1
-        await fixture.crash()
-
-    run_virtual(scenario())
+async def test_script_runs_once_per_machine(fixture: AgentFixture) -> None:
+    fixture.start()
+    await life(fixture)
+    await fixture.restart()
+    await asyncio.sleep(30)
+    assert fixture.log.count("script") == 1
 
 
-def test_failed_reset_is_signalled_and_not_repeated() -> None:
-    async def scenario() -> None:
-        fixture = AgentFixture()
-        fixture.machine.reset_outcome = StepResult(ok=False, detail="2 processes left")
-        fixture.start()
-        await fixture.create()
-        await until(lambda: fixture.signalled(Signal.UD_REG_OK))
-        await fixture.commit()
-        await until(lambda: fixture.runner.current.listening)
-        await fixture.release()
-        await until(lambda: fixture.signalled(Signal.UD_REMOVE_REG_REMOVE_RUN_FAILED))
-        assert "2 processes left" in fixture.report.detail
-        await asyncio.sleep(60)
-        assert fixture.log.count("reset") == 1
-        await fixture.crash()
-
-    run_virtual(scenario())
+async def test_failed_registration_is_signalled_immediately(fixture: AgentFixture) -> None:
+    fixture.runner.configure_outcome = StepResult(ok=False, detail="credential refused: 401")
+    fixture.start()
+    await fixture.create()
+    await until(lambda: fixture.signalled(Signal.UD_REG_FAILED), within_s=1)
+    assert "credential refused: 401" in fixture.report.detail
+    await asyncio.sleep(60)
+    assert len(fixture.runner.configured) == 1
 
 
-def test_machine_waits_for_a_late_record() -> None:
-    async def scenario() -> None:
-        fixture = AgentFixture()
-        fixture.start()
-        await asyncio.sleep(200)
-        assert fixture.log == ["script"]
-        assert fixture.report.beat > 10
-        await fixture.create()
-        await until(lambda: fixture.signalled(Signal.UD_REG_OK), within_s=1)
-        await fixture.crash()
-
-    run_virtual(scenario())
+async def test_failed_reset_is_signalled_and_not_repeated(fixture: AgentFixture) -> None:
+    fixture.machine.reset_outcome = StepResult(ok=False, detail="2 processes left")
+    await fixture.serve()
+    await fixture.release()
+    await until(lambda: fixture.signalled(Signal.UD_REMOVE_REG_REMOVE_RUN_FAILED))
+    assert "2 processes left" in fixture.report.detail
+    await asyncio.sleep(60)
+    assert fixture.log.count("reset") == 1
 
 
-def test_dead_man_timer_follows_thresholds_and_fires_after_the_agents_own_end() -> None:
-    async def scenario() -> None:
-        fixture = AgentFixture()
-        fixture.start()
-        await fixture.create()
-        await until(lambda: fixture.signalled(Signal.UD_REG_OK))
-        await fixture.commit(max_runtime_s=600)
-        await until(lambda: fixture.runner.current.listening)
-        slack_s = MARGIN_S + DEAD_MAN_SLACK_S
-        assert fixture.machine.armed[0] == at(300 + slack_s)
-        assert (fixture.machine.armed[-1] - fixture.record.threshold).total_seconds() == slack_s
-        assert fixture.machine.memory.threshold == fixture.record.threshold
-        await fixture.restart()
-        armed = fixture.machine.armed[-1]
-        fixture.machine.armed.clear()
-        fixture.store.down = True
-        await asyncio.sleep(1)
-        assert fixture.machine.armed == [armed]
-        await fixture.crash()
+async def test_machine_waits_for_a_late_record(fixture: AgentFixture) -> None:
+    fixture.start()
+    await asyncio.sleep(200)
+    assert fixture.log == ["script"]
+    assert fixture.report.beat > 10
+    await fixture.create()
+    await until(lambda: fixture.signalled(Signal.UD_REG_OK), within_s=1)
 
-    run_virtual(scenario())
+
+async def test_dead_man_timer_follows_thresholds_and_fires_after_the_agents_own_end(fixture: AgentFixture) -> None:
+    await fixture.serve(max_runtime_s=600)
+    slack_s = MARGIN_S + DEAD_MAN_SLACK_S
+    assert fixture.machine.armed[0] == at(300 + slack_s)
+    assert (fixture.machine.armed[-1] - fixture.record.threshold).total_seconds() == slack_s
+    assert fixture.machine.memory.threshold == fixture.record.threshold
+    await fixture.restart()
+    armed = fixture.machine.armed[-1]
+    fixture.machine.armed.clear()
+    fixture.store.down = True
+    await asyncio.sleep(1)
+    assert fixture.machine.armed == [armed]

@@ -10,7 +10,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -60,16 +61,14 @@ class Tree:
 
 
 @pytest.fixture
-def trees() -> Iterator[list[Tree]]:
-    made: list[Tree] = []
-    yield made
-    for tree in made:
-        tree.close()
+def grow() -> Iterator[Callable[[str], Tree]]:
+    """Starts a tree, which is killed at the end."""
+    with ExitStack() as trees:
+        yield lambda script: trees.enter_context(closing(Tree(script)))
 
 
-def test_descendants_are_sorted_by_distance(trees: list[Tree]) -> None:
-    tree = Tree("sh -c 'echo ready; sleep 1000; :'; :")
-    trees.append(tree)
+def test_descendants_are_sorted_by_distance(grow: Callable[[str], Tree]) -> None:
+    tree = grow("sh -c 'echo ready; sleep 1000; :'; :")
 
     sleeper = tree.find("sleep", "1000")
     found = procfs.descendants(tree.pid)
@@ -79,9 +78,8 @@ def test_descendants_are_sorted_by_distance(trees: list[Tree]) -> None:
     assert procfs.descendants(tree.pid, {}) == []
 
 
-def test_children_are_direct_descendants(trees: list[Tree]) -> None:
-    tree = Tree("sh -c 'echo ready; sleep 1000; :'; :")
-    trees.append(tree)
+def test_children_are_direct_descendants(grow: Callable[[str], Tree]) -> None:
+    tree = grow("sh -c 'echo ready; sleep 1000; :'; :")
 
     assert [process.ppid for process in processes.children(tree.pid)] == [tree.pid]
     assert processes.children(2**22 + 1) == []
@@ -114,9 +112,8 @@ def test_reused_pid_is_not_signalled() -> None:
     assert processes.send_signal(seen, signal.SIGKILL) is None
 
 
-def test_all_descendants_but_the_kept_ones_are_killed(trees: list[Tree]) -> None:
-    tree = Tree("sleep 1000 & (setsid sh -c 'sleep 1001 & sleep 1002' >/dev/null &) ; echo ready; wait")
-    trees.append(tree)
+def test_all_descendants_but_the_kept_ones_are_killed(grow: Callable[[str], Tree]) -> None:
+    tree = grow("sleep 1000 & (setsid sh -c 'sleep 1001 & sleep 1002' >/dev/null &) ; echo ready; wait")
     for number in ("1001", "1002"):
         tree.find("sleep", number)
     sleeper = tree.find("sleep", "1000")
@@ -130,9 +127,8 @@ def test_all_descendants_but_the_kept_ones_are_killed(trees: list[Tree]) -> None
     assert [process.pid for process in procfs.descendants(tree.pid)] == [sleeper.ppid, sleeper.pid]
 
 
-def test_process_that_another_restarts_is_killed(trees: list[Tree]) -> None:
-    tree = Tree("while :; do sh -c 'while :; do sleep 1000; done'; done & echo ready; while :; do sleep 999; done")
-    trees.append(tree)
+def test_process_that_another_restarts_is_killed(grow: Callable[[str], Tree]) -> None:
+    tree = grow("while :; do sh -c 'while :; do sleep 1000; done'; done & echo ready; while :; do sleep 999; done")
 
     killing = processes.kill_descendants(tree.pid, keep=(), clock=SystemClock(), limit_s=LONG_S)
 
@@ -149,9 +145,8 @@ ctypes.CDLL(None).syscall(dict(x86_64=60, aarch64=93)[platform.machine()], 0)
 """
 
 
-def test_process_without_its_first_thread_is_found(trees: list[Tree]) -> None:
-    tree = Tree(f"exec {sys.executable} -c '{WITHOUT_FIRST_THREAD}'")
-    trees.append(tree)
+def test_process_without_its_first_thread_is_found(grow: Callable[[str], Tree]) -> None:
+    tree = grow(f"exec {sys.executable} -c '{WITHOUT_FIRST_THREAD}'")
     (process,) = procfs.descendants(tree.pid)
     status = Path(f"/proc/{process.pid}/status")
     while "Z (zombie)" not in status.read_text():
@@ -184,9 +179,8 @@ def test_children_write_no_core_dump() -> None:
     assert done.stdout.split() == ["0", "0"]
 
 
-def test_kill_gives_up_at_the_time_limit(trees: list[Tree]) -> None:
-    tree = Tree("echo ready; exec sleep 1000")
-    trees.append(tree)
+def test_kill_gives_up_at_the_time_limit(grow: Callable[[str], Tree]) -> None:
+    tree = grow("echo ready; exec sleep 1000")
 
     killing = processes.kill_descendants(tree.pid, keep=(), clock=SystemClock(), limit_s=0)
 
@@ -227,20 +221,15 @@ async def test_wait_for_end_returns_when_the_process_ends() -> None:
 
 
 class TestRun:
+    async def run(self, folder: Path, *command: str, timeout_s: float = LONG_S) -> tuple[int | None, str]:
+        return await processes.run(command, cwd=folder, environment={"A": "b"}, timeout_s=timeout_s, temp_dir=folder)
+
     async def test_returns_exit_code_and_output(self, tmp_path: Path) -> None:
-        code, output = await processes.run(
-            ["/bin/sh", "-c", "echo out; echo err >&2; echo $A; exit 3"],
-            cwd=tmp_path,
-            environment={"A": "b"},
-            timeout_s=LONG_S,
-            temp_dir=tmp_path,
-        )
-        assert (code, output) == (3, "out\nerr\nb\n")
+        script = "echo out; echo err >&2; echo $A; exit 3"
+        assert await self.run(tmp_path, "/bin/sh", "-c", script) == (3, "out\nerr\nb\n")
 
     async def test_does_not_wait_for_background_processes(self, tmp_path: Path) -> None:
-        code, output = await processes.run(
-            ["/bin/sh", "-c", "sleep 1000 & echo $!"], cwd=tmp_path, environment={}, timeout_s=LONG_S, temp_dir=tmp_path
-        )
+        code, output = await self.run(tmp_path, "/bin/sh", "-c", "sleep 1000 & echo $!")
         os.kill(int(output), signal.SIGKILL)
         assert code == 0
 
@@ -249,21 +238,14 @@ class TestRun:
         while not output:
             # Increase the limit until the script has time for its first output.
             limit_s *= 2
-            code, output = await processes.run(
-                ["/bin/sh", "-c", "sleep 1000 & echo $!; wait"],
-                cwd=tmp_path,
-                environment={},
-                timeout_s=limit_s,
-                temp_dir=tmp_path,
-            )
+            script = "sleep 1000 & echo $!; wait"
+            code, output = await self.run(tmp_path, "/bin/sh", "-c", script, timeout_s=limit_s)
             assert code is None
         child = procfs.read_process(int(output))
         while child is not None and procfs.is_alive(child.pid, child.started):
             await asyncio.sleep(0.01)
 
     async def test_command_that_cannot_start_returns_127(self, tmp_path: Path) -> None:
-        code, output = await processes.run(
-            ["/no/such/program"], cwd=tmp_path, environment={}, timeout_s=LONG_S, temp_dir=tmp_path
-        )
+        code, output = await self.run(tmp_path, "/no/such/program")
         assert code == 127
         assert "/no/such/program" in output

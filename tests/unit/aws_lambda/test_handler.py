@@ -12,8 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from remuda.aws_lambda import handler as lambda_handler
-from remuda.aws_lambda.emf import Measurement, emf_line
-from remuda.aws_lambda.handler import COMMANDS, RESERVE_S, LambdaCommand, LambdaOutcome, handler, parse_event
+from remuda.aws_lambda.handler import (
+    COMMANDS,
+    RESERVE_S,
+    LambdaCommand,
+    LambdaOutcome,
+    Measurement,
+    emf_line,
+    handler,
+    parse_event,
+)
 from remuda.domain.errors import InvariantViolated, Partial, TimedOut, UserError
 from remuda.domain.instance import RetireReason
 from tests.support.emf import check_emf
@@ -37,6 +45,17 @@ def replace_refresh(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(lambda_handler, "COMMANDS", {**COMMANDS, "refresh": work})
 
     return replace
+
+
+def ending(end: LambdaOutcome | Exception) -> Any:
+    """A command with this result or error."""
+
+    async def work(*_: Any) -> LambdaOutcome:
+        if isinstance(end, Exception):
+            raise end
+        return end
+
+    return work
 
 
 def log_lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
@@ -106,10 +125,7 @@ def test_result_is_returned_and_logged(replace_refresh: Any, capsys: pytest.Capt
 def test_errors_fail_the_invocation_after_the_result_is_logged(
     replace_refresh: Any, capsys: pytest.CaptureFixture[str]
 ):
-    async def work(*_: Any) -> LambdaOutcome:
-        return LambdaOutcome(document={"errors": ["machines: no"]}, errors=("machines: no",))
-
-    replace_refresh(work)
+    replace_refresh(ending(LambdaOutcome(document={"errors": ["machines: no"]}, errors=("machines: no",))))
     with pytest.raises(Partial, match="1 errors; first: machines: no"):
         handler({"command": "refresh"}, InvocationContext())
     assert log_lines(capsys)[-1]["result"] == {"errors": ["machines: no"]}
@@ -142,10 +158,7 @@ def test_work_is_cancelled_at_once_without_remaining_time(replace_refresh: Any):
 
 
 def test_timeout_error_of_the_work_is_a_bug(replace_refresh: Any):
-    async def work(*_: Any) -> LambdaOutcome:
-        raise TimeoutError("theirs")
-
-    replace_refresh(work)
+    replace_refresh(ending(TimeoutError("theirs")))
     with pytest.raises(InvariantViolated, match="TimeoutError"):
         handler({"command": "refresh"}, InvocationContext())
 
@@ -199,10 +212,7 @@ def test_metrics_of_an_invocation(
 
 
 def test_failed_invocations_are_measured(replace_refresh: Any, capsys: pytest.CaptureFixture[str]):
-    async def work(*_: Any) -> LambdaOutcome:
-        raise ValueError("oh")
-
-    replace_refresh(work)
+    replace_refresh(ending(ValueError("oh")))
     with pytest.raises(InvariantViolated):
         handler({"command": "refresh"}, InvocationContext())
     numbers = metrics(capsys)
@@ -215,10 +225,7 @@ def test_failed_invocations_are_measured(replace_refresh: Any, capsys: pytest.Ca
 
 
 def test_errors_are_counted(replace_refresh: Any, capsys: pytest.CaptureFixture[str]):
-    async def work(*_: Any) -> LambdaOutcome:
-        return LambdaOutcome(document={}, errors=("a", "b"))
-
-    replace_refresh(work)
+    replace_refresh(ending(LambdaOutcome(document={}, errors=("a", "b"))))
     with pytest.raises(Partial):
         handler({"command": "refresh"}, InvocationContext())
     numbers = metrics(capsys)

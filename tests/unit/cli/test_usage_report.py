@@ -20,7 +20,7 @@ from remuda.cli.rendering import plots
 from remuda.cli.rendering.report import MAX_ROWS, largest_first, report_document, report_tables
 from remuda.cli.rendering.report_page import report_page
 from remuda.domain.instance import State
-from remuda.domain.provision_outcome import AcquiredRunner, ProvisionOutcome, RunnerSource
+from remuda.domain.provision import AcquiredRunner, ProvisionOutcome, RunnerSource
 from remuda.domain.reporting.prices import PriceTable
 from remuda.domain.reporting.usage import UsageReport, usage_report
 from tests.support.records import at, entry, instance, instance_id, provision

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from remuda.cli.rendering.results import config_rows
-from remuda.config.declaration import flag, key, variable
-from remuda.config.kinds import is_secret_arn
+from remuda.config.declaration import flag, is_secret_arn, key, variable
 from remuda.config.settings import SETTINGS, Settings
 from remuda.config.sources import load, read_private_key
 from remuda.domain.errors import UserError

@@ -14,7 +14,7 @@ from remuda.domain.errors import Unavailable, UserError
 from remuda.domain.instance import State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.resources import ResourceClass, Reuse
-from simulation.names import SCOPE
+from simulation.invariants import SCOPE
 from tests.support.virtual_time import AmbiguousAnswer, Call
 from tests.support.world import LIFETIMES, PoolWorld
 

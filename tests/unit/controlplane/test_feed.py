@@ -15,8 +15,7 @@ from remuda.adapters.system.clock import SystemIds
 from remuda.controlplane.context import Context
 from remuda.controlplane.operator import drain
 from remuda.controlplane.read.feed import NEWEST_PROVISIONS, FleetReader
-from remuda.controlplane.read.report import report
-from remuda.controlplane.read.status import Status
+from remuda.controlplane.read.status import Status, report
 from remuda.controlplane.read.status import status as read_status
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import LIVE, HistoryEntry, Instance, State
@@ -24,6 +23,8 @@ from remuda.domain.provision import Provision, ProvisionStatus, released
 from remuda.domain.reporting.prices import PriceTable
 from remuda.web.dashboard.feed import Feed
 from remuda.web.metrics import FleetMetrics
+from tests.support.records import provision
+from tests.support.virtual_time import EventRecorder
 from tests.support.world import PoolWorld
 
 DAY_S = 86_400.0
@@ -118,11 +119,9 @@ def asked(world: PoolWorld, number: int, *, age_s: float = 0.0, status: Provisio
     """A stored provision."""
     now = world.process().clock.now() - timedelta(seconds=age_s)
     settled = status is ProvisionStatus.RELEASED
-    return Provision(
-        provision_id=f"p-{number}",
+    return provision(
+        number,
         run_id=str(number),
-        attempt=1,
-        resource_class="large",
         count=1,
         created_at=now,
         deadline=now + timedelta(seconds=300),
@@ -208,14 +207,6 @@ class CountingObserver:
         self.steps |= {(name, item.transition, item.epoch) for name, each in histories.items() for item in each}
 
 
-class MemoryEventLog:
-    def __init__(self) -> None:
-        self.said: list[tuple[str, str]] = []
-
-    def record(self, action: str, why: str = "", **_: Any) -> None:
-        self.said.append((action, why))
-
-
 def make_feed(
     context: Context, failures: list[str], *observers: CountingObserver, since_s: float = DAY_S, **more: Any
 ) -> Feed:
@@ -238,7 +229,7 @@ def make_feed(
 
 
 async def test_store_failure_is_reported_and_retried(world: PoolWorld) -> None:
-    event_log = MemoryEventLog()
+    event_log = EventRecorder()
     feed = make_feed(world.process(), ["the disk is full", "the disk is full"], event_log=event_log)
     running = asyncio.create_task(feed.run())
     await asyncio.sleep(0.1)
@@ -247,7 +238,7 @@ async def test_store_failure_is_reported_and_retried(world: PoolWorld) -> None:
     await asyncio.sleep(5)
     assert json.loads(feed.change_log.snapshot())["facts"]["error"] == ""
     assert feed.last_success is not None
-    assert event_log.said == [("poll-failed", "the disk is full"), ("poll-recovered", "last error: the disk is full")]
+    assert event_log.lines == [("poll-failed", "the disk is full"), ("poll-recovered", "last error: the disk is full")]
     running.cancel()
 
 

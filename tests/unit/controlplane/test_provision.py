@@ -9,30 +9,30 @@ from typing import Any
 
 import pytest
 
-from remuda.controlplane.context import Context
 from remuda.controlplane.provision import ProvisionResult
 from remuda.controlplane.provision.outcome import OutcomeRecorder
 from remuda.controlplane.provision.registration import RegisteredInstance
 from remuda.domain.errors import CapacityError, Conflict, RemudaError, TimedOut, Unavailable, UserError
 from remuda.domain.instance import State
-from remuda.domain.provision import Provision, ProvisionStatus
-from remuda.domain.provision_outcome import (
+from remuda.domain.provision import (
     MAX_ACQUIRED,
     MAX_LAUNCHES,
     MAX_REASON,
     MAX_REJECTIONS,
+    Provision,
     ProvisionOutcome,
+    ProvisionStatus,
     RejectionKind,
     RunnerSource,
 )
 from remuda.domain.resources import TypePatterns, UsageClass
 from remuda.ports.compute import LaunchRequest, LaunchResult
 from remuda.ports.machine import StepResult
+from simulation.invariants import POOL, SCOPE
 from simulation.loop import VirtualClock
 from simulation.memory.compute import MemoryCompute
-from simulation.names import POOL, SCOPE
 from tests.support.records import instance, instance_id, message
-from tests.support.virtual_time import AmbiguousAnswer, Call, EventRecorder
+from tests.support.virtual_time import Call, EventRecorder, failing
 from tests.support.world import PoolWorld
 
 
@@ -171,25 +171,21 @@ async def test_provision_requires_a_configuration() -> None:
         await world.provision()
 
 
-async def test_max_instances_counts_live_instances() -> None:
-    world = PoolWorld(max_instances=4)
-    await world.configure()
+async def test_max_instances_counts_live_instances(world: PoolWorld) -> None:
+    await world.configure(max_instances=4)
     await world.provision("1", count=3)
     error = await assert_fails(world, CapacityError, "2", count=2)
     assert "max-instances is 4" in error.message
     await assert_fails(world, CapacityError, "3", count=5)
     await world.provision("4", count=1)
-    await world.end()
 
 
-async def test_max_instances_holds_for_concurrent_provisions() -> None:
-    world = PoolWorld(max_instances=4)
-    await world.configure()
+async def test_max_instances_holds_for_concurrent_provisions(world: PoolWorld) -> None:
+    await world.configure(max_instances=4)
     outcomes = await asyncio.gather(*(world.provision(str(run), count=2) for run in range(4)), return_exceptions=True)
     assert all(isinstance(item, ProvisionResult | CapacityError) for item in outcomes)
     assert sum(isinstance(item, ProvisionResult) for item in outcomes) <= 2
     assert len(world.in_state(State.RUNNING)) <= 4
-    await world.end()
 
 
 async def test_no_claim_after_the_deadline(world: PoolWorld) -> None:
@@ -250,14 +246,8 @@ async def test_rollback_uses_the_pool_token_if_github_is_down(world: PoolWorld) 
     """A provision with a GitHub credential mints a removal token; the pool's token is the fallback."""
     ids = await world.warm(1)
     world.cloud.capacity = dict.fromkeys([kind.name for kind in world.cloud.types], 0) | {"c6i.large": 2}
-
-    class Down(AmbiguousAnswer):
-        async def __call__(self, name: str, call: Call) -> Any:
-            if name == "github.removal_token":
-                raise Unavailable("GitHub is down")
-            return await call()
-
-    process: Context = world.process(Down("", applied=False), credentialed=True)
+    hook = failing("github.removal_token", Unavailable("GitHub is down"))
+    process = world.process(hook, credentialed=True)
     with pytest.raises(CapacityError):
         await world.provision(count=4, process=process)
     world.check_holds_nothing("1")

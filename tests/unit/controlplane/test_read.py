@@ -13,14 +13,13 @@ from rich.console import Console
 
 from remuda.cli.rendering.status import changes, headline, status_document, status_tables
 from remuda.controlplane.context import Context
-from remuda.controlplane.read.report import report
-from remuda.controlplane.read.status import Status, status
+from remuda.controlplane.read.status import Status, report, status
 from remuda.domain.errors import UserError
 from remuda.domain.instance import RetireReason, State
 from remuda.domain.reporting.prices import PriceTable, SpotPrice
 from remuda.domain.reporting.usage import UsageReport
 from remuda.domain.resources import Tier, UsageClass
-from simulation.names import SCOPE
+from simulation.invariants import SCOPE
 from tests.support.world import PoolWorld
 
 

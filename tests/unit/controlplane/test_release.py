@@ -9,11 +9,11 @@ from typing import Any
 
 from remuda.cli.rendering.results import release_document
 from remuda.controlplane.release import ReleaseResult, ReleaseStatus
-from remuda.domain.instance import Instance, RetireReason, State
+from remuda.domain.instance import RetireReason, State
 from remuda.domain.resources import Reuse
 from remuda.domain.signals import Signal
 from remuda.ports.machine import StepResult
-from simulation.names import SCOPE
+from simulation.invariants import SCOPE
 from tests.support.virtual_time import Call, Cut, CutKind, Hook
 from tests.support.world import LIFETIMES, PoolWorld
 
@@ -33,11 +33,6 @@ def answers_after(seconds: float) -> Hook:
         return answer
 
     return hook
-
-
-async def one(world: PoolWorld, **changed: Any) -> Instance:
-    (item,) = (await world.provision(**changed)).instances
-    return item.instance
 
 
 async def test_release_resets_pools_and_publishes(world: PoolWorld) -> None:
@@ -66,7 +61,7 @@ async def test_release_of_a_run_without_provision(world: PoolWorld) -> None:
 
 
 async def test_release_twice_is_idempotent(world: PoolWorld) -> None:
-    await one(world)
+    await world.one()
     assert statuses(await world.release()) == ["released"]
     assert statuses(await world.release()) == ["skipped"]
     assert len(world.messages()) == 1
@@ -108,8 +103,8 @@ async def test_release_resumes_after_a_crash(world: PoolWorld) -> None:
 
 
 async def test_release_covers_attempts_up_to_its_own(world: PoolWorld) -> None:
-    first = await one(world, attempt=1)
-    second = await one(world, attempt=2)
+    first = await world.one(attempt=1)
+    second = await world.one(attempt=2)
     assert statuses(await world.release(attempt=1)) == ["released"]
     assert world.in_state(State.RUNNING) == [second.instance_id]
     assert statuses(await world.release(attempt=3)) == ["released", "skipped"]
@@ -117,10 +112,9 @@ async def test_release_covers_attempts_up_to_its_own(world: PoolWorld) -> None:
 
 
 async def test_instance_of_another_run_is_skipped(world: PoolWorld) -> None:
-    instance = await one(world)
+    instance = await world.one()
     await world.release()
-    (again,) = (await world.provision("2")).instances
-    assert again.instance.instance_id == instance.instance_id
+    assert (await world.one("2")).instance_id == instance.instance_id
     result = await world.release()
     assert statuses(result) == ["skipped"]
     assert "another provision" in result.outcomes[0].why
@@ -138,7 +132,7 @@ async def test_unexpected_states_are_reported_and_others_released(world: PoolWor
 
 
 async def test_release_waits_for_a_running_job(world: PoolWorld) -> None:
-    instance = await one(world)
+    instance = await world.one()
     job = world.github.queue(run_id="1", labels=["1"], seconds=70)
     await asyncio.sleep(1)
     deadline = world.record(instance.instance_id).threshold
@@ -156,7 +150,7 @@ async def test_release_waits_for_a_running_job(world: PoolWorld) -> None:
 
 
 async def test_job_ends_at_the_run_deadline(world: PoolWorld) -> None:
-    instance = await one(world)
+    instance = await world.one()
     job = world.github.queue(run_id="1", labels=["1"], seconds=10_000)
     await asyncio.sleep(1)
     deadline = world.record(instance.instance_id).threshold
@@ -171,7 +165,7 @@ async def test_job_ends_at_the_run_deadline(world: PoolWorld) -> None:
 
 async def test_expiring_removal_credential_is_renewed(world: PoolWorld) -> None:
     """The release starts with the pool's token; a sweep renews it while a job runs."""
-    instance = await one(world, max_runtime_s=6_000.0)
+    instance = await world.one(max_runtime_s=6_000.0)
     world.github.queue(run_id="1", labels=["1"], seconds=3_400)
     await world.pass_time(3_000, sweeps=False)
     releasing = asyncio.create_task(world.release())
@@ -190,38 +184,33 @@ async def test_expiring_removal_credential_is_renewed(world: PoolWorld) -> None:
 
 
 async def test_process_with_a_credential_mints_the_removal_token(world: PoolWorld) -> None:
-    await one(world)
+    await world.one()
     result = await world.release(process=world.process(credentialed=True))
     assert statuses(result) == ["released"]
     assert result.calls["github"]["POST remove-token"] == 1
 
 
-async def test_instance_with_max_uses_is_retired() -> None:
-    world = PoolWorld(lifetimes=replace(LIFETIMES, max_uses=2))
-    await world.configure()
-    instance = await one(world)
+async def test_instance_with_max_uses_is_retired(world: PoolWorld) -> None:
+    await world.configure(lifetimes=replace(LIFETIMES, max_uses=2))
+    instance = await world.one()
     assert statuses(await world.release()) == ["released"]
-    (again,) = (await world.provision("2")).instances
-    assert again.instance.instance_id == instance.instance_id
+    assert (await world.one("2")).instance_id == instance.instance_id
     result = await world.release("2")
     assert statuses(result) == ["retired"]
     assert "used up: 2 of 2 uses" in result.outcomes[0].why
-    await world.end()
 
 
-async def test_too_old_instance_is_retired() -> None:
-    world = PoolWorld(lifetimes=replace(LIFETIMES, max_age_s=20.0))
-    await world.configure()
-    await one(world)
+async def test_too_old_instance_is_retired(world: PoolWorld) -> None:
+    await world.configure(lifetimes=replace(LIFETIMES, max_age_s=20.0))
+    await world.one()
     await world.pass_time(25, sweeps=False)
     result = await world.release()
     assert statuses(result) == ["retired"]
     assert "too old" in result.outcomes[0].why
-    await world.end()
 
 
 async def test_spot_notice_retires_after_the_job(world: PoolWorld) -> None:
-    instance = await one(world)
+    instance = await world.one()
     job = world.github.queue(run_id="1", labels=["1"], seconds=10)
     world.machines[instance.instance_id].notice = "terminate at 12:10"
     await world.pass_time(8)
@@ -232,7 +221,7 @@ async def test_spot_notice_retires_after_the_job(world: PoolWorld) -> None:
 
 
 async def test_failed_reset_terminates_the_machine(world: PoolWorld) -> None:
-    instance = await one(world)
+    instance = await world.one()
     world.behaviour.resets[instance.instance_id] = StepResult(ok=False, detail="a process would not die")
     result = await world.release()
     assert statuses(result) == ["retired"]
@@ -241,7 +230,7 @@ async def test_failed_reset_terminates_the_machine(world: PoolWorld) -> None:
 
 
 async def test_dead_machine_ends_at_its_threshold(world: PoolWorld) -> None:
-    instance = await one(world)
+    instance = await world.one()
     world.stop_agent(instance.instance_id)
     result = await world.release()
     assert statuses(result) == ["expired"]
@@ -294,7 +283,7 @@ async def test_one_error_does_not_stop_the_others(world: PoolWorld) -> None:
 async def test_reset_detail_is_reported_for_pooled_and_retired_instances(world: PoolWorld) -> None:
     for reuse, fate in ((Reuse.SAME_TRUST, ReleaseStatus.RELEASED), (Reuse.NEVER, ReleaseStatus.RETIRED)):
         await world.configure(reuse=reuse)
-        instance_id = (await one(world, run_id=fate.value)).instance_id
+        instance_id = (await world.one(run_id=fate.value)).instance_id
         world.behaviour.resets[instance_id] = StepResult(ok=True, detail="1 process (sleep 9)")
         result = await world.release(fate.value)
         (outcome,) = result.outcomes

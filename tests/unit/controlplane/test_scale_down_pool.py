@@ -10,21 +10,18 @@ from typing import Any
 
 import pytest
 
-from remuda.adapters.local.fleet import LocalFleet
-from remuda.controlplane.context import Context
+from remuda.adapters.local.compute import LocalFleet
 from remuda.controlplane.read.feed import KnownInstance
 from remuda.controlplane.scale_down import FleetContext, ScaleDownResult, scale_down
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import State
-from remuda.domain.scale_down.cron import parse_cron
 from remuda.domain.scale_down.decisions import Action, ScaleDownPolicy
-from remuda.domain.scale_down.idle_config import IdleWindow
-from remuda.ports.github import GitHub
+from remuda.domain.scale_down.idle_config import IdleWindow, parse_cron
 from remuda.web.dashboard.serialize import decisions, milliseconds
-from simulation.names import POOL, SCOPE
+from simulation.invariants import POOL, SCOPE
 from tests.support.records import NOW
 from tests.support.scripted_fleet import tags
-from tests.support.virtual_time import Call, Hook
+from tests.support.virtual_time import Call, Hook, failing
 from tests.support.world import PoolWorld
 
 ORPHAN = "ghr:orphan"
@@ -38,15 +35,19 @@ def keeping(idle_count: int) -> ScaleDownPolicy:
 
 
 async def cycle(
-    world: PoolWorld, policy: ScaleDownPolicy | None = None, hook: Hook | None = None, *, dry_run: bool = False
+    world: PoolWorld,
+    policy: ScaleDownPolicy | None = None,
+    hook: Hook | None = None,
+    *,
+    fleet: type[LocalFleet] = LocalFleet,
+    dry_run: bool = False,
 ) -> ScaleDownResult:
-    pool: Context = world.process(hook, credentialed=True)
-    github: GitHub | None = pool.github
-    assert github is not None
+    pool = world.process(hook, credentialed=True)
+    assert pool.github is not None
     context = FleetContext(
         environment=POOL,
-        fleet=LocalFleet(compute=pool.compute, pool=POOL, environment=POOL),
-        github=github,
+        fleet=fleet(compute=pool.compute, pool=POOL, environment=POOL),
+        github=pool.github,
         clock=pool.clock,
         event_log=pool.event_log,
         calls=pool.calls,
@@ -89,11 +90,7 @@ async def test_dashboard_shows_each_renewal_once(world: PoolWorld) -> None:
     for name in kept:
         shown = decisions(KnownInstance(instance=world.record(name), history=histories[name]))
         (kept,) = (json.loads(text) for _, key, text in shown if key == f"{name}/kept")
-        assert (kept["by"], kept["instance"], kept["what"]) == (
-            "scale-down",
-            name,
-            "kept in the pool",
-        )
+        assert (kept["by"], kept["instance"], kept["what"]) == ("scale-down", name, "kept in the pool")
         assert kept["why"]
         assert kept["at"] == max(milliseconds(entry.at) for entry in histories[name] if entry.transition == "renew")
 
@@ -106,11 +103,8 @@ async def test_renewed_instances_can_be_claimed(world: PoolWorld) -> None:
     await world.release("2")
 
 
-async def test_renewal_stops_at_the_maximum_age() -> None:
-    world = PoolWorld()
-    await world.configure(lifetimes=world.lifetimes)
-    await world.warm(1)
-    (name,) = world.in_state(State.IDLE)
+async def test_renewal_stops_at_the_maximum_age(world: PoolWorld) -> None:
+    (name,) = await world.warm(1)
     record = world.record(name)
     world.lifetimes = replace(world.lifetimes, max_age_s=200.0)
     await world.configure(lifetimes=world.lifetimes)
@@ -122,7 +116,6 @@ async def test_renewal_stops_at_the_maximum_age() -> None:
         assert latest <= 200.0
     await world.sweep()
     assert world.record(name).state in {State.TERMINATING, State.TERMINATED}
-    await world.end()
 
 
 async def test_machine_with_a_live_record_is_kept_and_unmarked(world: PoolWorld) -> None:
@@ -162,13 +155,7 @@ async def test_pool_machines_are_skipped_if_the_store_is_unreachable(world: Pool
     ids = await world.warm(2)
     await asyncio.sleep(60)
     mark(world, ids[0])
-
-    async def broken(operation: str, call: Call) -> Any:
-        if operation.startswith("store."):
-            raise Unavailable("the store is out of reach")
-        return await call()
-
-    result = await cycle(world, keeping(2), broken)
+    result = await cycle(world, keeping(2), failing("store.", Unavailable("the store is out of reach")))
     assert sorted(world.alive()) == sorted(ids)
     assert is_marked(world, ids[0])
     assert {item.decision.action for item in result.outcomes} == {Action.SKIP}
@@ -196,7 +183,6 @@ async def test_record_written_during_the_lists_counts(world: PoolWorld) -> None:
 
 async def test_machine_of_another_pool_is_skipped(world: PoolWorld) -> None:
     (name,) = await world.warm(1)
-    pool = world.process(credentialed=True)
 
     class Mixed(LocalFleet):
         async def list_machines(self, *, orphans: bool = False) -> Any:
@@ -205,19 +191,8 @@ async def test_machine_of_another_pool_is_skipped(world: PoolWorld) -> None:
                 machine.tags["remuda:pool"] = "other"  # type: ignore[index]
             return found
 
-    assert pool.github is not None
     record = world.database.instances.pop(name)
-    context = FleetContext(
-        environment=POOL,
-        fleet=Mixed(compute=pool.compute, pool=POOL, environment=POOL),
-        github=pool.github,
-        clock=pool.clock,
-        event_log=pool.event_log,
-        calls=pool.calls,
-        open_pool=lambda: nullcontext(pool),
-        has_pool=True,
-    )
-    result = await scale_down(context, ScaleDownPolicy())
+    result = await cycle(world, ScaleDownPolicy(), fleet=Mixed)
     assert [item.decision.action for item in result.outcomes] == [Action.SKIP]
     assert "other" in result.outcomes[0].decision.reason
     world.database.instances[name] = record

@@ -17,14 +17,12 @@ from remuda.controlplane.context import Context
 from remuda.controlplane.scale_down import FleetContext, ScaleDownResult, scale_down
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import LIVE, State
-from remuda.domain.scale_down.cron import parse_cron
 from remuda.domain.scale_down.decisions import Action, ScaleDownPolicy
 from remuda.domain.scale_down.fleet import FleetMachine
-from remuda.domain.scale_down.idle_config import Eviction, IdleWindow
+from remuda.domain.scale_down.idle_config import Eviction, IdleWindow, parse_cron
 from remuda.ports.calls import CallCounter
 from simulation.loop import SeededIds, VirtualClock
-from simulation.memory.compute import MemoryCloud, MemoryCompute
-from simulation.memory.fleet import MemoryFleet, MemoryMachines
+from simulation.memory.compute import MemoryCloud, MemoryCompute, MemoryFleet, MemoryMachines
 from simulation.memory.pool import MemoryQueues, MemoryResourcePool
 from simulation.memory.store import MemoryDatabase, MemoryInstanceStore
 from tests.support.records import NOW, birth, instance, instance_id, pool_config

@@ -15,7 +15,7 @@ from remuda.domain.resources import PoolMessage, Tier, TypePatterns, UsageClass
 from remuda.domain.signals import FailureKind, Signal
 from remuda.ports.machine import StepResult
 from tests.support.records import message
-from tests.support.virtual_time import Call
+from tests.support.virtual_time import Call, failing
 from tests.support.world import PoolWorld, number_of
 
 MISMATCHES: dict[str, dict[str, Any]] = {
@@ -36,8 +36,16 @@ def matching(number: int = 1, **changed: Any) -> PoolMessage:
     return message(number, **{"usage_class": UsageClass.ON_DEMAND, **changed})
 
 
+async def warm_with_failing_registration(
+    world: PoolWorld, count: int, detail: str, failure: FailureKind | None = None
+) -> list[str]:
+    ids = await world.warm(count)
+    world.behaviour.registration |= dict.fromkeys(ids, StepResult(ok=False, detail=detail, failure=failure))
+    return ids
+
+
 @pytest.mark.parametrize("kind", MISMATCHES)
-async def test_mismatch_is_handed_back(world: PoolWorld, kind: str) -> None:
+async def test_mismatch_is_made_visible_again(world: PoolWorld, kind: str) -> None:
     pool_message = matching(0xABC, **MISMATCHES[kind])
     put(world, pool_message)
     result = await world.provision(patterns=TypePatterns(("c*", "m*")))
@@ -222,11 +230,7 @@ async def test_slow_machine_is_replaced(world: PoolWorld) -> None:
 
 
 async def test_rejected_credential_stops_without_consuming_the_pool(world: PoolWorld) -> None:
-    ids = await world.warm(5)
-    for instance_id in ids:
-        world.behaviour.registration[instance_id] = StepResult(
-            ok=False, detail="401", failure=FailureKind.CREDENTIAL_REFUSED
-        )
+    ids = await warm_with_failing_registration(world, 5, "401", FailureKind.CREDENTIAL_REFUSED)
     with pytest.raises(UserError, match="refused the registration") as error:
         await world.provision(count=3)
     assert error.value.field == "github-token"
@@ -237,11 +241,7 @@ async def test_rejected_credential_stops_without_consuming_the_pool(world: PoolW
 
 
 async def test_unreachable_github_stops_without_consuming_the_pool(world: PoolWorld) -> None:
-    ids = await world.warm(5)
-    for instance_id in ids:
-        world.behaviour.registration[instance_id] = StepResult(
-            ok=False, detail="no route", failure=FailureKind.GITHUB_UNREACHABLE
-        )
+    ids = await warm_with_failing_registration(world, 5, "no route", FailureKind.GITHUB_UNREACHABLE)
     with pytest.raises(Unavailable, match="cannot register: no route"):
         await world.provision(count=2)
     assert world.in_state(State.TERMINATING) == []
@@ -250,9 +250,7 @@ async def test_unreachable_github_stops_without_consuming_the_pool(world: PoolWo
 
 
 async def test_repeated_failures_do_not_consume_the_whole_pool(world: PoolWorld) -> None:
-    ids = await world.warm(12)
-    for instance_id in ids:
-        world.behaviour.registration[instance_id] = StepResult(ok=False, detail="no route to host")
+    await warm_with_failing_registration(world, 12, "no route to host")
     with pytest.raises(Unavailable, match="no route to host"):
         await world.provision(count=1)
     world.check_holds_nothing("1")
@@ -281,12 +279,6 @@ async def test_tiers_do_not_mix(world: PoolWorld) -> None:
 
 async def test_unreachable_pool_fails_the_provision(world: PoolWorld) -> None:
     await world.warm(1)
-
-    async def hook(name: str, call: Call) -> Any:
-        if name == "pool.receive":
-            raise Unavailable("the queue is down")
-        return await call()
-
     with pytest.raises(Unavailable, match="queue is down"):
-        await world.provision(process=world.process(hook))
+        await world.provision(process=world.process(failing("pool.receive", Unavailable("the queue is down"))))
     world.check_holds_nothing("1")

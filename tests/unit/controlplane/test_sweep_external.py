@@ -16,11 +16,11 @@ from remuda.domain.errors import Unavailable, Unreadable
 from remuda.domain.instance import Instance, State
 from remuda.domain.resources import DEFAULT_CLASSES, RunnerRequest, Tier, TypePatterns, UsageClass
 from remuda.ports.compute import POOL_TAG, LaunchRequest, MachineState
+from simulation.invariants import SCOPE
 from simulation.memory.store import MemoryInstanceStore
-from simulation.names import SCOPE
 from tests.support.records import birth
 from tests.support.records import instance as make_record
-from tests.support.virtual_time import Call
+from tests.support.virtual_time import Call, failing
 from tests.support.world import LIFETIMES, PoolWorld, number_of
 
 
@@ -95,7 +95,7 @@ async def test_record_of_a_missing_machine_is_closed_by_the_second_sweep(world: 
 
 async def test_lagging_list_closes_no_record(world: PoolWorld) -> None:
     """The machine is missing in every second list, never in two consecutive ones."""
-    (item,) = (await world.provision(max_runtime_s=300.0)).instances
+    key = (await world.one(max_runtime_s=300.0)).instance_id
     hidden = False
 
     async def hook(name: str, call: Call) -> Any:
@@ -106,27 +106,21 @@ async def test_lagging_list_closes_no_record(world: PoolWorld) -> None:
         hidden = not hidden
         await asyncio.sleep(world.lifetimes.gone_after_s)
         assert not (await world.sweep(hook)).retired
-    assert world.record(item.instance.instance_id).state is State.RUNNING
+    assert world.record(key).state is State.RUNNING
 
 
 async def test_failed_list_closes_no_record(world: PoolWorld) -> None:
-    (item,) = (await world.provision(max_runtime_s=300.0)).instances
-
-    async def hook(name: str, call: Call) -> Any:
-        if name == "compute.list_pool":
-            raise Unavailable("no list today")
-        return await call()
-
+    key = (await world.one(max_runtime_s=300.0)).instance_id
     for _ in range(4):
         await asyncio.sleep(world.lifetimes.gone_after_s)
-        result = await world.sweep(hook)
+        result = await world.sweep(failing("compute.list_pool", Unavailable("no list today")))
         assert (dict(result.retired), len(result.errors)) == ({}, 1)
-    assert world.record(item.instance.instance_id).state is State.RUNNING
+    assert world.record(key).state is State.RUNNING
 
 
 async def test_new_machine_is_not_missing(world: PoolWorld) -> None:
     """The list was read before the record was written, and lags."""
-    (item,) = (await world.provision()).instances
+    key = (await world.one()).instance_id
 
     async def hook(name: str, call: Call) -> Any:
         answer = await call()
@@ -135,15 +129,12 @@ async def test_new_machine_is_not_missing(world: PoolWorld) -> None:
     await world.sweep(hook)
     await asyncio.sleep(world.lifetimes.gone_after_s - 4)
     assert not (await world.sweep(hook)).retired
-    assert world.record(item.instance.instance_id).state is State.RUNNING
+    assert world.record(key).state is State.RUNNING
 
 
 @pytest.mark.parametrize("state", [State.RUNNING, State.IDLE, State.RELEASING])
-async def test_record_of_a_terminated_machine_is_closed_at_once(state: State) -> None:
-    world = PoolWorld()
-    await world.configure()
-    (item,) = (await world.provision()).instances
-    key = item.instance.instance_id
+async def test_record_of_a_terminated_machine_is_closed_at_once(world: PoolWorld, state: State) -> None:
+    key = (await world.one()).instance_id
     if state is State.IDLE:
         await world.release()
     elif state is State.RELEASING:
@@ -156,13 +147,11 @@ async def test_record_of_a_terminated_machine_is_closed_at_once(state: State) ->
     await asyncio.sleep(3)
     await world.sweep()
     assert world.record(key).state is State.TERMINATED
-    await world.end()
 
 
 async def test_record_is_terminated_only_after_its_machine(world: PoolWorld) -> None:
     world.cloud.shutting_down = timedelta(seconds=40)
-    (item,) = (await world.provision()).instances
-    key = item.instance.instance_id
+    key = (await world.one()).instance_id
     await asyncio.sleep(1)
     world.stop_agent(key)
     await world.pass_time(world.lifetimes.max_runtime_s + 15)
@@ -193,8 +182,7 @@ class WrongSearchStore(MemoryInstanceStore):
 
 @pytest.mark.parametrize("says", [State.TERMINATING, State.TERMINATED])
 async def test_no_machine_is_terminated_because_of_a_search_result(world: PoolWorld, says: State) -> None:
-    (item,) = (await world.provision()).instances
-    key = item.instance.instance_id
+    key = (await world.one()).instance_id
     context = world.process(credentialed=True)
     store = WrongSearchStore(clock=world.clock, calls=context.calls, database=world.database)
     store.wrong_state = says
@@ -242,12 +230,7 @@ async def test_registration_without_a_record_stays_while_its_machine_exists(worl
 
 async def test_without_a_machine_list_unrecorded_registrations_stay(world: PoolWorld) -> None:
     name = add_registration(world, 1, "i-0000000000000beef")
-
-    async def hook(operation: str, call: Call) -> Any:
-        if operation == "compute.list_pool":
-            raise Unavailable("EC2 is down")
-        return await call()
-
+    hook = failing("compute.list_pool", Unavailable("EC2 is down"))
     for _ in range(3):
         await asyncio.sleep(world.lifetimes.registration_stale_after_s)
         assert not (await world.sweep(hook)).stale_registrations

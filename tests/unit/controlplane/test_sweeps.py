@@ -18,18 +18,16 @@ from remuda.domain.transitions import Actor, Change, Confirm
 from simulation.memory.store import MemoryInstanceStore
 from tests.support.records import birth, message, provision
 from tests.support.records import instance as make_record
-from tests.support.virtual_time import AmbiguousAnswer, Call, Cut, CutKind, EventRecorder
+from tests.support.virtual_time import AmbiguousAnswer, Call, Cut, CutKind, EventRecorder, failing
 from tests.support.world import LIFETIMES, PoolWorld
 
 MARGIN_S = LIFETIMES.margin_s
 
 
 @pytest.mark.parametrize("state", sorted(LIVE - {State.TERMINATING}))
-async def test_expired_instances_end_in_every_live_state(state: State) -> None:
+async def test_expired_instances_end_in_every_live_state(world: PoolWorld, state: State) -> None:
     """Not before the clock margin has passed."""
-    world = PoolWorld()
     world.ignore("S7")
-    await world.configure()
     threshold = world.clock.now()
     record = make_record(7, state=state, threshold=threshold, provision_id="p-7", owner="p-7/w", run_id="1")
     await world.process().store.apply(birth(record))
@@ -41,7 +39,6 @@ async def test_expired_instances_end_in_every_live_state(state: State) -> None:
     assert list(result.retired) == [record.instance_id]
     assert world.record(record.instance_id).run_id == ""
     assert world.record(record.instance_id).assignment is None
-    await world.end()
 
 
 @pytest.mark.parametrize("applied", [True, False], ids=["applied", "lost"])
@@ -148,8 +145,7 @@ async def test_failed_pool_message_is_reported_and_sent_again(world: PoolWorld) 
 
 
 async def test_failed_runner_ends_its_machine(world: PoolWorld) -> None:
-    (item,) = (await world.provision()).instances
-    key = item.instance.instance_id
+    key = (await world.one()).instance_id
     await world.process().store.write_signal(key, epoch=1, signal=Signal.UD_REG_FAILED, detail="runner too old")
     result = await world.sweep()
     assert "runner too old" in result.retired[key]
@@ -166,9 +162,7 @@ async def test_failure_of_an_earlier_epoch_is_ignored(world: PoolWorld) -> None:
 
 
 @pytest.mark.parametrize("why", ["too old", "used", "spot notice"])
-async def test_idle_instance_beyond_its_limits_is_retired(why: str) -> None:
-    world = PoolWorld()
-    await world.configure()
+async def test_idle_instance_beyond_its_limits_is_retired(world: PoolWorld, why: str) -> None:
     (warm,) = await world.warm(1)
     if why == "spot notice":
         world.machines[warm].notice = "terminate"
@@ -179,7 +173,6 @@ async def test_idle_instance_beyond_its_limits_is_retired(why: str) -> None:
     await world.sweep()
     assert world.record(warm).state in {State.TERMINATING, State.TERMINATED}
     assert why in world.record(warm).retire_text
-    await world.end()
 
 
 async def test_settled_provision_is_not_read_again(world: PoolWorld) -> None:
@@ -208,16 +201,8 @@ async def test_late_claim_of_a_released_provision_is_taken_back(world: PoolWorld
     await world.process().store.put_provision(closed)
     await asyncio.sleep(MARGIN_S + 1)
     await world.sweep()
-    late = replace(
-        world.record(warm),
-        state=State.CLAIMED,
-        epoch=2,
-        provision_id="p-9",
-        owner="p-9/w",
-        run_id="1234",
-        scope="octo/repo",
-    )
-    world.database.instances[warm] = late
+    late: dict[str, Any] = {"provision_id": "p-9", "owner": "p-9/w", "run_id": "1234", "scope": "octo/repo"}
+    world.database.instances[warm] = replace(world.record(warm), state=State.CLAIMED, epoch=2, **late)
     await world.sweep()
     assert world.record(warm).state is State.RELEASING
     world.violations.clear()  # The record was written without a transition.
@@ -249,33 +234,23 @@ FAILING = {
 
 
 @pytest.mark.parametrize("operation", FAILING)
-async def test_failing_sweep_does_not_stop_the_others(operation: str) -> None:
+async def test_failing_sweep_does_not_stop_the_others(world: PoolWorld, operation: str) -> None:
     """Each sweep has something to do. If one fails, all others still do it."""
-    world = PoolWorld()
     world.ignore("S7")
-    await world.configure()
-    await world.warm(1)
-    (announce_me,) = world.in_state(State.IDLE)
+    (announce_me,) = await world.warm(1)
     expired = make_record(0xE1, state=State.IDLE, threshold=world.clock.now())
     await world.process().store.apply(birth(expired))
     await world.process().store.put_provision(provision(9, created_at=world.clock.now(), deadline=world.clock.now()))
     world.github.add("octo/repo", f"remuda-test-1-{expired.instance_id}")
     world.database.instances[announce_me] = replace(world.record(announce_me), announced_at=None)
     await asyncio.sleep(MARGIN_S + 1)
-
-    async def hook(name: str, call: Call) -> Any:
-        if name == operation:
-            raise Unavailable(f"{name} is down")
-        return await call()
-
-    result = await world.sweep(hook)
+    result = await world.sweep(failing(operation, Unavailable(f"{operation} is down")))
     assert any(FAILING[operation] in error for error in result.errors), result.errors
     assert expired.instance_id in result.retired
     assert operation == "pool.send" or result.published
     assert operation.startswith("github") or len(result.stale_registrations) == 1
     (stored,) = [item for item in world.database.provisions.values() if item.provision_id == "p-9"]
     assert (stored.status is ProvisionStatus.RELEASED) == (operation != "store.unsettled_provisions")
-    await world.end()
 
 
 async def test_surplus_messages_are_deleted_only_by_the_second_sweep(world: PoolWorld) -> None:

@@ -8,10 +8,14 @@ from hypothesis import strategies as st
 
 from remuda.domain.errors import UserError
 from remuda.domain.instance import State
-from remuda.domain.pool_config import MAX_RUNNER_NAME, parse_runner_name, runner_name, runner_prefix
-from remuda.domain.stale_registrations import stale_registration_reason
-from tests.support.builders import in_state
-from tests.support.records import NOW, at, instance_id, pool_config
+from remuda.domain.pool_config import (
+    MAX_RUNNER_NAME,
+    parse_runner_name,
+    runner_name,
+    runner_prefix,
+    stale_registration_reason,
+)
+from tests.support.records import NOW, at, in_state, instance_id, pool_config
 
 POOLS = st.from_regex(r"\A[a-z0-9][a-z0-9-]{0,19}\Z")
 EPOCHS = st.integers(1, 10**9)

@@ -18,16 +18,14 @@ from remuda.adapters.system.prices import read_prices, shipped_prices
 from remuda.domain.errors import UserError
 from remuda.domain.instance import Credential, HistoryEntry, Instance, RetireReason, State
 from remuda.domain.pool_config import ScopeTokens
-from remuda.domain.provision import Provision, ProvisionStatus
-from remuda.domain.provision_outcome import AcquiredRunner, ProvisionOutcome, RunnerSource
+from remuda.domain.provision import AcquiredRunner, Provision, ProvisionOutcome, ProvisionStatus, RunnerSource
 from remuda.domain.reporting.prices import PriceTable, SpotPrice, mean_spot_prices, parse_prices
 from remuda.domain.reporting.timeline import MachinePhase, clip, lifetime, mean_counts, spans_of
 from remuda.domain.reporting.usage import UsageReport, instance_cost, quantile, usage_report, usage_summary
 from remuda.domain.reporting.warnings import MAX_TERMINATION_S, PoolWarning, find_warnings
 from remuda.domain.resources import UsageClass
 from remuda.domain.signals import Report
-from tests.support.builders import in_state
-from tests.support.records import NOW, at, entry, instance, instance_id, pool_config, provision
+from tests.support.records import NOW, at, entry, in_state, instance, instance_id, pool_config, provision
 
 PRICES = PriceTable(on_demand={"c6i.large": 1.0, "m6i.large": 2.0}, spot={"c6i.large": 0.25})
 BEFORE, AFTER = at(-100), at(4_000)

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from remuda.domain.instance import RetireReason, State
-from remuda.domain.scale_down.cron import parse_cron
 from remuda.domain.scale_down.decisions import (
     Action,
     Decision,
@@ -26,7 +25,7 @@ from remuda.domain.scale_down.decisions import (
     within_budget,
 )
 from remuda.domain.scale_down.fleet import FleetMachine, Registration, match_registrations
-from remuda.domain.scale_down.idle_config import Eviction, IdleWindow, Quota, quota_at
+from remuda.domain.scale_down.idle_config import Eviction, IdleWindow, Quota, parse_cron, quota_at
 from tests.support.records import NOW, at, instance, instance_id
 from tests.support.scripted_fleet import machine
 

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from remuda.domain.errors import IllegalTransition
 from remuda.domain.instance import ABSORBING, ASSIGNED, Instance, State
-from remuda.domain.pool_config import runner_name
+from remuda.domain.pool_config import runner_name, stale_registration_reason
 from remuda.domain.resources import Reuse, Tier
 from remuda.domain.signals import Report, Signal
-from remuda.domain.stale_registrations import stale_registration_reason
 from remuda.domain.transitions import (
     Actor,
     Announce,
@@ -34,8 +33,7 @@ from remuda.domain.transitions import (
     advance,
     create,
 )
-from tests.support.builders import REMOVAL, in_state
-from tests.support.records import NOW, assignment, instance_id
+from tests.support.records import NOW, REMOVAL, assignment, in_state, instance_id
 
 SIGNALS = st.sampled_from([None, *Signal])
 

@@ -14,15 +14,14 @@ from botocore.exceptions import ClientError
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from remuda.adapters.aws.calls import EC2, translate
+from remuda.adapters.aws.clients import _value
 from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.dynamodb.keys import own_key_prefix
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
-from remuda.adapters.aws.ec2.compute import Ec2Compute
+from remuda.adapters.aws.ec2.compute import Ec2Compute, Ec2SpotPrices, _point
 from remuda.adapters.aws.ec2.create_fleet import launch_failure, parse_fleet
-from remuda.adapters.aws.ec2.prices import Ec2SpotPrices, _point
 from remuda.adapters.aws.ec2.tagged_fleet import Ec2Fleet
-from remuda.adapters.aws.errors import EC2, translate
-from remuda.adapters.aws.secrets import _value
 from remuda.adapters.aws.sqs import SqsResourcePool
 from remuda.domain.errors import RemudaError
 from remuda.domain.instance import Instance
@@ -53,16 +52,7 @@ MACHINES = (
     "</reservationSet></DescribeInstancesResponse>"
 )
 MARKS = [
-    "",
-    "x",
-    "<",
-    "</item>",
-    "<item/>",
-    "9" * 400,
-    "&a;",
-    "0001-01-01T00:00:00+23:59",
-    "running",
-    ESCAPES,
+    *("", "x", "<", "</item>", "<item/>", "9" * 400, "&a;", "0001-01-01T00:00:00+23:59", "running", ESCAPES),
     "\ufffe",
 ]
 

@@ -27,7 +27,7 @@ from simulation.memory.github import MemoryGitHub
 from tests.support.corrupting_store import CorruptDocuments, CorruptingStore
 from tests.support.mutations import any_json, check_shown, check_told, fuzzed, mutated
 from tests.support.records import message as make_message
-from tests.support.virtual_time import run_virtual
+from tests.support.virtual_time import in_virtual_time
 from tests.support.world import PoolWorld
 
 FEW = 10
@@ -83,205 +83,183 @@ async def sweep(world: PoolWorld) -> RefreshResult:
 
 @fuzzed(FEW)
 @given(st.data())
-def test_messages(data: st.DataObject) -> None:
+@in_virtual_time
+async def test_messages(data: st.DataObject) -> None:
     """Malformed messages are dropped and counted. False ones never lead to an instance that does not fit."""
-
-    async def scenario() -> None:
-        world = await opened()
-        (name,) = await world.warm(1)
-        good = world.record(name).message()
-        documents = data.draw(st.lists(mutated(to_document(good)), min_size=1, max_size=4))
-        dropped = 0
-        for document in documents:
-            try:
-                message: PoolMessage | None = from_document(PoolMessage, document)
-                why = ""
-            except ValueError as error:
-                message, why = None, str(error)
-                dropped += 1
-            world.queues.put("large", message, shuffle=0.5, malformed=why)
-        process = world.process()
-        made = await world.provision("2", count=1, process=process)
-        assert [item.instance.resource_class for item in made.instances] == ["large"]
-        assert made.rejected.get("malformed", 0) <= dropped
-        for note, why in process.event_log.lines:  # type: ignore[attr-defined]
-            check_shown(f"{note} {why}", 12_000)
-        for item in made.instances:
-            assert world.record(item.instance.instance_id).epoch <= 2
-        await world.release("2")
-        # Two sweeps detect the surplus messages; later provisions find no malformed ones.
-        for _ in range(3):
-            await asyncio.sleep(11)
-            await sweep(world)
-        assert not [item for item in world.queues.named("large").messages if item.message is None]
-        world.check()
-        await world.end()
-
-    run_virtual(scenario())
+    world = await opened()
+    (name,) = await world.warm(1)
+    good = world.record(name).message()
+    documents = data.draw(st.lists(mutated(to_document(good)), min_size=1, max_size=4))
+    dropped = 0
+    for document in documents:
+        try:
+            message: PoolMessage | None = from_document(PoolMessage, document)
+            why = ""
+        except ValueError as error:
+            message, why = None, str(error)
+            dropped += 1
+        world.queues.put("large", message, shuffle=0.5, malformed=why)
+    process = world.process()
+    made = await world.provision("2", count=1, process=process)
+    assert [item.instance.resource_class for item in made.instances] == ["large"]
+    assert made.rejected.get("malformed", 0) <= dropped
+    for note, why in process.event_log.lines:  # type: ignore[attr-defined]
+        check_shown(f"{note} {why}", 12_000)
+    for item in made.instances:
+        assert world.record(item.instance.instance_id).epoch <= 2
+    await world.release("2")
+    # Two sweeps detect the surplus messages; later provisions find no malformed ones.
+    for _ in range(3):
+        await asyncio.sleep(11)
+        await sweep(world)
+    assert not [item for item in world.queues.named("large").messages if item.message is None]
+    world.check()
+    await world.end()
 
 
 @fuzzed(FEW)
 @given(mutated(to_document(LIE)))
 @example(to_document(LIE))
-def test_false_message(document: Any) -> None:
+@in_virtual_time
+async def test_false_message(document: Any) -> None:
     """The message claims a larger instance. The record decides."""
-
-    async def scenario() -> None:
-        world = await opened()
-        (small,) = await world.warm(1)
-        try:
-            lie = replace(from_document(PoolMessage, document), id=small)
-        except ValueError:
-            lie = replace(LIE, id=small)
-        world.queues.put("xlarge", lie, shuffle=0.5)
-        made = await world.provision("2", resource_class="xlarge")
-        assert [item.instance.resource_class for item in made.instances] == ["xlarge"]
-        assert world.record(small).state is State.IDLE
-        for _ in range(3):
-            await asyncio.sleep(11)
-            await sweep(world)
-        assert world.messages("xlarge") == []
-        assert world.messages("large") == [small]
-        world.check()
-        await world.release("2")
-        await world.end()
-
-    run_virtual(scenario())
+    world = await opened()
+    (small,) = await world.warm(1)
+    try:
+        lie = replace(from_document(PoolMessage, document), id=small)
+    except ValueError:
+        lie = replace(LIE, id=small)
+    world.queues.put("xlarge", lie, shuffle=0.5)
+    made = await world.provision("2", resource_class="xlarge")
+    assert [item.instance.resource_class for item in made.instances] == ["xlarge"]
+    assert world.record(small).state is State.IDLE
+    for _ in range(3):
+        await asyncio.sleep(11)
+        await sweep(world)
+    assert world.messages("xlarge") == []
+    assert world.messages("large") == [small]
+    world.check()
+    await world.release("2")
+    await world.end()
 
 
 @fuzzed(FEW)
 @given(st.data())
-def test_reports(data: st.DataObject) -> None:
+@in_virtual_time
+async def test_reports(data: st.DataObject) -> None:
     """A machine that writes anything into its own report affects only itself."""
-
-    async def scenario() -> None:
-        world = await opened()
-        bad, good = await world.warm(2)
-        world.corrupt.documents[Report, bad] = data.draw(mutated(to_document(world.database.reports[bad])) | any_json)
-        try:
-            made = await world.provision("2", count=2)
-            assert len(made.instances) == 2
-        except RemudaError as error:
-            check_told(error)
-        world.corrupt.documents[Report, bad] = data.draw(mutated(to_document(world.database.reports[bad])))
-        await sweep(world)
-        assert not world.corrupt.documents or await status(world.process())
-        try:
-            await explain(world.process(), "2")
-        except RemudaError as error:
-            check_told(error)
-        for reported in (await world.release("2")).errors:
-            check_shown(reported, 12_000)
-        await sweep(world)
-        assert world.states()[good] in {State.IDLE, State.RUNNING, State.RELEASING, *ABSORBING}
-        world.check_others(bad)
-        world.corrupt.documents.clear()
-        await world.pass_time(480)
-        assert not world.alive()
-        await world.close()
-
-    run_virtual(scenario())
+    world = await opened()
+    bad, good = await world.warm(2)
+    world.corrupt.documents[Report, bad] = data.draw(mutated(to_document(world.database.reports[bad])) | any_json)
+    try:
+        made = await world.provision("2", count=2)
+        assert len(made.instances) == 2
+    except RemudaError as error:
+        check_told(error)
+    world.corrupt.documents[Report, bad] = data.draw(mutated(to_document(world.database.reports[bad])))
+    await sweep(world)
+    assert not world.corrupt.documents or await status(world.process())
+    try:
+        await explain(world.process(), "2")
+    except RemudaError as error:
+        check_told(error)
+    for reported in (await world.release("2")).errors:
+        check_shown(reported, 12_000)
+    await sweep(world)
+    assert world.states()[good] in {State.IDLE, State.RUNNING, State.RELEASING, *ABSORBING}
+    world.check_others(bad)
+    world.corrupt.documents.clear()
+    await world.pass_time(480)
+    assert not world.alive()
+    await world.close()
 
 
 @fuzzed(FEW)
 @given(st.data(), st.sampled_from([State.IDLE, State.RUNNING]))
-def test_control_records(data: st.DataObject, state: State) -> None:
+@in_virtual_time
+async def test_control_records(data: st.DataObject, state: State) -> None:
     """An unreadable record is reported by name and left unchanged; all others work."""
-
-    async def scenario() -> None:
-        world = await opened()
-        names = await world.warm(2)
-        if state is State.RUNNING:
-            await world.provision("2", count=2)
-        bad, good = names
-        document = data.draw(
-            (mutated(to_document(world.record(bad))) | any_json).filter(
-                lambda found: not is_readable(Instance, bad, found)
-            )
-        )
-        before = world.record(bad)
-        world.corrupt.documents[Instance, bad] = document
-        process = world.process()
-        if state is State.IDLE:
-            made = await world.provision("3", count=1, process=process)
-            assert [item.instance.instance_id for item in made.instances] != [bad]
-        result = await sweep(world)
-        assert any(bad in error for error in result.errors), result.errors
-        await world.release("2")
-        await world.release("3")
-        await sweep(world)
-        assert (await status(world.process())).unreadable
-        assert world.record(bad) == before, "it is left unchanged"
-        assert world.cloud.is_alive(bad)
-        assert world.record(good).run_id == ""
-        world.check()
-        # The record is repaired.
-        world.corrupt.documents.clear()
-        await world.end()
-
-    run_virtual(scenario())
+    world = await opened()
+    names = await world.warm(2)
+    if state is State.RUNNING:
+        await world.provision("2", count=2)
+    bad, good = names
+    document = data.draw(
+        (mutated(to_document(world.record(bad))) | any_json).filter(lambda found: not is_readable(Instance, bad, found))
+    )
+    before = world.record(bad)
+    world.corrupt.documents[Instance, bad] = document
+    process = world.process()
+    if state is State.IDLE:
+        made = await world.provision("3", count=1, process=process)
+        assert [item.instance.instance_id for item in made.instances] != [bad]
+    result = await sweep(world)
+    assert any(bad in error for error in result.errors), result.errors
+    await world.release("2")
+    await world.release("3")
+    await sweep(world)
+    assert (await status(world.process())).unreadable
+    assert world.record(bad) == before, "it is left unchanged"
+    assert world.cloud.is_alive(bad)
+    assert world.record(good).run_id == ""
+    world.check()
+    # The record is repaired.
+    world.corrupt.documents.clear()
+    await world.end()
 
 
 @fuzzed(FEW)
 @given(st.data())
-def test_provisions(data: st.DataObject) -> None:
-    async def scenario() -> None:
-        world = await opened()
-        await world.provision("1")
-        await world.provision("2")
-        broken = next(item for (run, _), item in world.database.provisions.items() if run == "1")
-        document = data.draw(
-            mutated(to_document(broken)).filter(lambda found: not is_readable(Provision, broken.provision_id, found))
-        )
-        world.corrupt.documents[Provision, broken.provision_id] = document
-        released = await world.release("1")
-        assert any(broken.provision_id in error for error in released.errors)
-        done = await world.release("2")
-        assert not done.errors
-        await sweep(world)
-        world.check()
-        world.corrupt.documents.clear()
-        await world.end()
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_provisions(data: st.DataObject) -> None:
+    world = await opened()
+    await world.provision("1")
+    await world.provision("2")
+    broken = next(item for (run, _), item in world.database.provisions.items() if run == "1")
+    document = data.draw(
+        mutated(to_document(broken)).filter(lambda found: not is_readable(Provision, broken.provision_id, found))
+    )
+    world.corrupt.documents[Provision, broken.provision_id] = document
+    released = await world.release("1")
+    assert any(broken.provision_id in error for error in released.errors)
+    done = await world.release("2")
+    assert not done.errors
+    await sweep(world)
+    world.check()
+    world.corrupt.documents.clear()
+    await world.end()
 
 
 @fuzzed(FEW)
 @given(mutated({"missing:i-00000000000000001": "2025-05-31T12:00:00.000Z"}) | any_json)
-def test_first_seen_times(document: Any) -> None:
+@in_virtual_time
+async def test_first_seen_times(document: Any) -> None:
     """Unreadable first-seen times are reported once and started anew."""
-
-    async def scenario() -> None:
-        world = await opened()
-        await world.warm(1)
-        world.corrupt.first_seen = document
-        await sweep(world)
-        assert not (await sweep(world)).errors
-        world.check()
-        await world.end()
-
-    run_virtual(scenario())
+    world = await opened()
+    await world.warm(1)
+    world.corrupt.first_seen = document
+    await sweep(world)
+    assert not (await sweep(world)).errors
+    world.check()
+    await world.end()
 
 
 @fuzzed(FEW)
 @given(st.data())
-def test_the_configuration(data: st.DataObject) -> None:
+@in_virtual_time
+async def test_the_configuration(data: st.DataObject) -> None:
     """No operation starts with an unusable configuration; the error is one sentence."""
-
-    async def scenario() -> None:
-        world = await opened()
-        await world.warm(1)
-        assert world.database.config is not None
-        document = data.draw(mutated(to_document(world.database.config)))
-        world.corrupt.documents[PoolConfig, "config"] = document
-        for work in (world.provision("2"), refresh(world.process(credentialed=True), None), world.release("2")):
-            try:
-                await work
-            except RemudaError as error:
-                check_told(error)
-        world.corrupt.documents.clear()
-        await world.release("2")
-        world.check_others()
-        await world.close()
-
-    run_virtual(scenario())
+    world = await opened()
+    await world.warm(1)
+    assert world.database.config is not None
+    document = data.draw(mutated(to_document(world.database.config)))
+    world.corrupt.documents[PoolConfig, "config"] = document
+    for work in (world.provision("2"), refresh(world.process(credentialed=True), None), world.release("2")):
+        try:
+            await work
+        except RemudaError as error:
+            check_told(error)
+    world.corrupt.documents.clear()
+    await world.release("2")
+    world.check_others()
+    await world.close()

@@ -13,10 +13,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from remuda.adapters.github.auth import AppAuth, Auth, StaticToken
-from remuda.adapters.github.client import LIST_ATTEMPTS, MAX_ATTEMPTS, GitHubClient
-from remuda.adapters.github.doctor import GitHubDoctor
-from remuda.adapters.github.errors import MAX_RETRY_AFTER_S
-from remuda.adapters.github.responses import MAX_BODY
+from remuda.adapters.github.client import LIST_ATTEMPTS, MAX_ATTEMPTS, GitHubClient, GitHubDoctor
+from remuda.adapters.github.responses import MAX_BODY, MAX_RETRY_AFTER_S
 from remuda.domain.errors import RemudaError, Throttled
 from remuda.domain.instance import Credential
 from remuda.ports.calls import CallCounter

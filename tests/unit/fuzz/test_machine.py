@@ -17,9 +17,9 @@ from remuda.adapters.aws.imds import STATE_FILE, TIMERS, Ec2Machine, Imds
 from remuda.adapters.aws.user_data import MachineLayout
 from remuda.adapters.local import folder as machine_folder
 from remuda.adapters.local.folder import supervisor
-from remuda.adapters.local.record import MachineRecord, read_record
-from remuda.agent.expiry import Expiry
+from remuda.adapters.local.machine import MachineRecord, read_record
 from remuda.agent.job_hook import JobHook
+from remuda.agent.loop import Expiry
 from remuda.agent.runner import ActionsRunner, _describe_result, _JobLog
 from remuda.domain.errors import RemudaError
 from remuda.domain.serialization import from_document, to_document

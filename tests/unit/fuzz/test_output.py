@@ -21,8 +21,8 @@ from remuda.domain.errors import MAX_MESSAGE, Unavailable, UserError
 from remuda.domain.text import quote, sanitize, truncate
 from remuda.web.dashboard.app import build_app
 from remuda.web.dashboard.auth import AccessToken, is_loopback_host
-from remuda.web.dashboard.change_log import ChangeLog
 from remuda.web.dashboard.feed import Feed
+from remuda.web.dashboard.serialize import ChangeLog
 from tests.support.mutations import ESCAPES, LONE, TEXTS, any_json, check_shown, fuzzed
 from tests.support.records import NOW
 
@@ -93,24 +93,11 @@ FEED._first_poll_done.set()
 COOKIE = (b"cookie", b"remuda_session=\xff;;=;")
 APPS = [build_app(FEED, token=token, loopback=True) for token in (None, AccessToken("t0ken"))]
 PATHS = (
-    "/",
-    "/login",
-    "/api/snapshot",
-    "/api/events",
-    "/api/explanation",
-    "/style.css",
-    "/metrics",
-    "/../x",
-    "/api/%00",
-    "//",
+    *("/", "/login", "/api/snapshot", "/api/events", "/api/explanation", "/style.css", "/metrics", "/../x"),
+    *("/api/%00", "//"),
 )
 NAMES = (
-    b"cookie",
-    b"authorization",
-    b"host",
-    b"last-event-id",
-    b"if-none-match",
-    b"sec-fetch-site",
+    *(b"cookie", b"authorization", b"host", b"last-event-id", b"if-none-match", b"sec-fetch-site"),
     b"x-forwarded-proto",
 )
 

@@ -26,14 +26,12 @@ from remuda.domain.errors import Unavailable, UserError
 from remuda.domain.instance import State
 from remuda.domain.reporting.timeline import MachinePhase
 from remuda.web.dashboard import app as routes
-from remuda.web.dashboard import change_log
+from remuda.web.dashboard import serialize
 from remuda.web.dashboard.app import MAX_STREAMS, build_app
 from remuda.web.dashboard.auth import CONTENT_SECURITY_POLICY, SESSION_COOKIE, AccessToken, is_loopback_host
-from remuda.web.dashboard.change_log import ChangeLog
-from remuda.web.dashboard.command import parse_window
 from remuda.web.dashboard.feed import Feed
-from remuda.web.dashboard.serialize import PHASES
-from remuda.web.dashboard.server import TOKEN_VARIABLE, parse_listen_address
+from remuda.web.dashboard.serialize import PHASES, ChangeLog
+from remuda.web.dashboard.server import TOKEN_VARIABLE, parse_listen_address, parse_window
 
 TEXT = "0123456789abcdef"
 
@@ -264,7 +262,7 @@ def test_unknown_tags_have_no_version(tag: str) -> None:
 
 
 def test_old_removals_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(change_log, "MAX_TOMBSTONES", 4)
+    monkeypatch.setattr(serialize, "MAX_TOMBSTONES", 4)
     log = ChangeLog(process_id="x")
     for number in range(12):
         log.put("a", str(number), "1")

@@ -2,11 +2,13 @@
 
 botocore reads `AWS_PROFILE`, `AWS_ENDPOINT_URL`, `AWS_ENDPOINT_URL_DYNAMODB` and the other standard variables. Unlike
 the other AWS SDKs it does not read `AWS_REGION`, so the session is configured to do so.
+`read_secret` reads a credential from Secrets Manager.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import cache, partial
@@ -15,11 +17,21 @@ from typing import TYPE_CHECKING, Any, Self
 
 from aiobotocore.config import AioConfig
 from aiobotocore.session import AioSession
+from botocore.exceptions import ClientError
 from botocore.loaders import Loader, create_loader
 from botocore.utils import is_valid_endpoint_url, is_valid_ipv6_endpoint_url
 
-from remuda.adapters.aws.errors import DYNAMODB, SQS, checked_settings
-from remuda.domain.errors import UserError
+from remuda.adapters.aws.calls import (
+    DYNAMODB,
+    SQS,
+    ErrorCategory,
+    await_response,
+    category_of,
+    checked_settings,
+    code_of,
+    translated,
+)
+from remuda.domain.errors import RemudaError, UserError
 
 if TYPE_CHECKING:
     from types_aiobotocore_dynamodb import DynamoDBClient
@@ -47,6 +59,11 @@ AGENT_VARIABLES = (
     "AWS_USE_DUALSTACK_ENDPOINT",
     "AWS_USE_FIPS_ENDPOINT",
 )
+SECRETS_MANAGER = "Secrets Manager"
+_MISSING = "ResourceNotFoundException"
+#: The secret is scheduled for deletion.
+_BEING_DELETED = "InvalidRequestException"
+_DECRYPTION_FAILED = frozenset({"DecryptionFailure", "KMSAccessDeniedException"})
 
 
 def agent_environment_from(environment: Mapping[str, str]) -> dict[str, str]:
@@ -148,3 +165,75 @@ class _LazyClient:
             return await getattr(await self._open_client(), operation)(**parameters)
 
         return call
+
+
+async def read_secret(clients: AwsClients, arn: str, *, key: str, field: str) -> str:
+    """The text of a secret, or the value of `key` if the secret is a JSON object.
+
+    `field` is the setting that contains the ARN. Errors name both, never the secret.
+    """
+    client = await clients.client("secretsmanager", SECRETS_MANAGER, _in_region_of(arn))
+    try:
+        with translated(SECRETS_MANAGER, arn):
+            try:
+                answer = await await_response(client.get_secret_value(SecretId=arn))
+            except ClientError as error:
+                known = _known_error(error, arn, field)
+                if known is None:
+                    raise
+                raise known from None
+    except UserError as error:
+        raise UserError(error.message, field=field, fix=error.fix) from None
+    return _value(_text(answer, arn, field), arn, key, field)
+
+
+def _in_region_of(arn: str) -> AioConfig:
+    """The client settings for the secret's region, which may differ from the pool's."""
+    return config().merge(AioConfig(region_name=arn.split(":")[3]))
+
+
+def _known_error(error: ClientError, arn: str, field: str) -> RemudaError | None:
+    code = code_of(error)
+    if code == _MISSING:
+        return UserError(f"secret {arn} does not exist", field=field, fix="set the ARN of a secret of this account")
+    if code == _BEING_DELETED:
+        return UserError(f"secret {arn} is scheduled for deletion", field=field, fix="restore it, or set another ARN")
+    if category_of(code) is ErrorCategory.PERMISSION:
+        return UserError(
+            f"the AWS credentials do not permit reading secret {arn}",
+            field=field,
+            fix="grant secretsmanager:GetSecretValue on it",
+        )
+    if code in _DECRYPTION_FAILED:
+        return UserError(
+            f"the AWS credentials do not permit decrypting secret {arn}",
+            field=field,
+            fix="grant kms:Decrypt on the secret's key",
+        )
+    return None
+
+
+def _text(answer: dict[str, Any], arn: str, field: str) -> str:
+    if "SecretString" in answer:
+        return str(answer["SecretString"])
+    try:
+        return bytes(answer.get("SecretBinary", b"")).decode()
+    except UnicodeDecodeError:
+        raise UserError(f"secret {arn} is not text", field=field, fix="store the credential as text") from None
+
+
+def _value(text: str, arn: str, key: str, field: str) -> str:
+    text = text.strip()
+    fix = f'store the credential as plain text, or as JSON: {{"{key}": "…"}}'
+    if text.startswith("{"):
+        try:
+            document = json.loads(text)
+        except (ValueError, RecursionError):
+            raise UserError(f"secret {arn} starts with {{ but is not valid JSON", field=field, fix=fix) from None
+        value = document.get(key)
+        if not isinstance(value, str):
+            raise UserError(f"secret {arn} has no key {key!r}", field=field, fix=fix)
+        text = value.strip()
+    if not text:
+        raise UserError(f"secret {arn} is empty", field=field, fix=fix)
+    return text

@@ -1,10 +1,10 @@
-"""Client of GitHub's REST API for self-hosted runners of a repository or an organisation."""
+"""Client of GitHub's REST API for self-hosted runners of a repository or an organisation, and its doctor checks."""
 
 from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -13,12 +13,12 @@ import httpx
 
 from remuda.adapters.github import responses
 from remuda.adapters.github.auth import Auth, StaticToken
-from remuda.adapters.github.errors import translate
-from remuda.adapters.retry import backoff_s, retry
+from remuda.adapters.github.responses import translate
 from remuda.domain.errors import Conflict, NotFound, RemudaError, Throttled, TimedOut, Unavailable, UserError
 from remuda.domain.instance import Credential
 from remuda.ports.calls import CallCounter
-from remuda.ports.clock import Clock, Ids
+from remuda.ports.clock import Clock, Ids, backoff_s, retry
+from remuda.ports.doctor import Check, CheckResult, compare_clocks, ok, problem, warning
 from remuda.ports.github import Deletion, GitHubRunner, JitRunner
 
 PER_PAGE = 100
@@ -40,6 +40,9 @@ _HEADERS = {
     "X-GitHub-Api-Version": "2022-11-28",
     "User-Agent": "remuda",
 }
+ACCESS = "github access"
+#: The doctor warns if less than one part in this many of the hourly rate limit is left.
+LOW_DIVISOR = 10
 
 
 def web_url(api_url: str) -> str:
@@ -316,3 +319,62 @@ def _tls_verification(url: str) -> ssl.SSLContext | bool:
 
 def _runners(scope: str) -> str:
     return f"/repos/{scope}/actions/runners" if "/" in scope else f"/orgs/{scope}/actions/runners"
+
+
+class GitHubDoctor:
+    """Checks of GitHub: credential, access to the scope, rate limit and clock difference."""
+
+    def __init__(
+        self,
+        *,
+        github: Callable[[], Awaitable[GitHubClient]],
+        scope: str,
+        clock: Clock,
+        needs: tuple[str, ...] = (),
+    ) -> None:
+        """`github` opens the client. It raises if there is no usable credential."""
+        self._github = github
+        self._scope = scope
+        self._clock = clock
+        self._needs = needs
+        self._response: httpx.Response | None = None
+
+    def checks(self) -> Sequence[Check]:
+        return (
+            Check(name="github credential", run=self._credential, needs=self._needs),
+            Check(name=ACCESS, run=self._access, needs=("github credential",)),
+            Check(name="github rate limit", run=self._rate_limit, needs=(ACCESS,)),
+            Check(name="github clock", run=self._clocks, needs=(ACCESS,)),
+        )
+
+    async def _credential(self) -> CheckResult:
+        github = await self._github()
+        return ok(github.credential_description)
+
+    async def _access(self) -> CheckResult:
+        if not self._scope:
+            raise UserError("no scope is configured", fix="set --github-scope to an organisation or owner/repo")
+        _, count = responses.parse_runner_page(responses.json_object(await self._first_page()))
+        return ok(f"{self._scope} is accessible, {count} runners registered")
+
+    async def _first_page(self) -> httpx.Response:
+        if self._response is None:
+            self._response = await (await self._github()).first_runner_response(self._scope)
+        return self._response
+
+    async def _rate_limit(self) -> CheckResult:
+        headers = (await self._first_page()).headers
+        try:
+            left, limit = int(headers["x-ratelimit-remaining"]), int(headers["x-ratelimit-limit"])
+        except (KeyError, ValueError):
+            # GitHub Enterprise Server may have no rate limit.
+            return ok("no rate limit")
+        found = f"{left} of {limit} calls left this hour"
+        if left == 0:
+            return problem(found, "wait for the next hour, or use a GitHub App, which has a higher limit")
+        if left * LOW_DIVISOR < limit:
+            return warning(found, "check what else uses this credential, or use a GitHub App, which has a higher limit")
+        return ok(found)
+
+    async def _clocks(self) -> CheckResult:
+        return compare_clocks("GitHub", (await self._first_page()).headers.get("date", ""), self._clock)

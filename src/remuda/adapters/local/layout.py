@@ -1,9 +1,16 @@
-"""Paths in the state folder of the local backend."""
+"""Paths in the state folder of the local backend, and its doctor checks."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from remuda.ports.doctor import Check, CheckResult, ok, problem
+
+#: Scripts that the runner software must contain.
+SCRIPTS = ("config.sh", "run.sh")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,3 +36,39 @@ class LocalLayout:
     @property
     def logs(self) -> Path:
         return self.root / "logs"
+
+
+class LocalDoctor:
+    """Checks whether the local backend is up and the runner software is installed."""
+
+    #: Name of the check on which the checks of the pool and of GitHub depend.
+    ready = "local backend"
+
+    def __init__(self, *, root: Path, runner: Path, background: Mapping[str, Callable[[], bool]]) -> None:
+        """`background` maps the names of background processes to functions that check whether they run."""
+        self._root = root
+        self._runner = runner
+        self._background = background
+        self._fix = f"run remuda up --dir {root}"
+
+    def checks(self) -> Sequence[Check]:
+        return (
+            Check(name=self.ready, run=self._up),
+            Check(name="runner software", run=self._software, needs=(self.ready,)),
+        )
+
+    async def _up(self) -> CheckResult:
+        if not self._root.is_dir():
+            return problem(f"the state folder {self._root} does not exist", self._fix)
+        if not os.access(self._root, os.R_OK | os.W_OK | os.X_OK):
+            return problem(f"no write access to {self._root}", "pass a writable folder with --dir")
+        down = [name for name, runs in self._background.items() if not runs()]
+        if down:
+            return problem(f"not running: {' and '.join(down)}", self._fix)
+        return ok(f"up in {self._root}")
+
+    async def _software(self) -> CheckResult:
+        missing = [name for name in SCRIPTS if not os.access(self._runner / name, os.X_OK)]
+        if missing:
+            return problem(f"missing in {self._runner}: {', '.join(missing)}", self._fix)
+        return ok(str(self._runner))

@@ -1,18 +1,26 @@
-"""A SQLite connection in a separate thread, so that waiting for a lock does not block the event loop."""
+"""A SQLite connection in a separate thread, so that waiting for a lock does not block the event loop.
+
+Waiting for changes of the file: all waiters share one poll of its version.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar, cast
 
+from remuda.adapters.polling import Poller, Waiter
 from remuda.adapters.sqlite import schema
-from remuda.adapters.sqlite.errors import translated
+from remuda.adapters.sqlite.schema import translated
 from remuda.domain.errors import Unavailable
+from remuda.ports.clock import Clock, Ids
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 T = TypeVar("T")
 
@@ -21,6 +29,12 @@ BUSY_TIMEOUT_S = 5.0
 
 #: Version of the file's content: connection number, commits of other connections, rows changed by this connection.
 FileVersion = tuple[int, int, int]
+#: Seconds between two polls: the first interval after a change, which then grows to the last one.
+FIRST_INTERVAL_S = 0.010
+LAST_INTERVAL_S = 0.050
+GROWTH = 1.3
+#: Reads the values of all keys (first argument). Unchanged values may be left out, but not for new keys (second one).
+ReadValues = Callable[[Collection[K], Collection[K]], Awaitable[Mapping[K, V]]]
 
 
 class SqliteFile:
@@ -112,3 +126,47 @@ def transaction(connection: sqlite3.Connection) -> Iterator[None]:
         if connection.in_transaction:
             connection.execute("ROLLBACK")
         raise
+
+
+class ChangePoller(Poller[Waiter[K, V]], Generic[K, V]):
+    def __init__(self, *, read_values: ReadValues[K, V], clock: Clock, ids: Ids) -> None:
+        super().__init__(clock=clock, ids=ids)
+        self._read_values = read_values
+        self._new_keys: set[K] = set()
+
+    async def wait(self, key: K, accepts: Callable[[V], bool], timeout_s: float) -> V:
+        """Return the first value for which `accepts` is true, including the current one, or raise `TimeoutError`."""
+        answer: asyncio.Future[V] = asyncio.get_running_loop().create_future()
+        self._new_keys.add(key)
+        return cast("V", await self._wait_for_answer(Waiter(key=key, accepts=accepts, answer=answer), timeout_s))
+
+    def wake(self) -> None:
+        """Poll now, because this process has written to the file."""
+        self._wake()
+
+    def _stop(self) -> asyncio.Task[None] | None:
+        self._new_keys.clear()
+        return super()._stop()
+
+    async def _poll(self) -> None:
+        interval_s = FIRST_INTERVAL_S
+        while self._waiters:
+            try:
+                changed = await self._poll_once()
+            except Exception as error:  # noqa: BLE001 - waiters must not hang if polling fails
+                self._poll_task = None
+                for waiter in self._waiters:
+                    waiter.fail(error)
+                return
+            interval_s = FIRST_INTERVAL_S if changed else min(interval_s * GROWTH, LAST_INTERVAL_S)
+            if not self._woken:
+                await self._sleep(interval_s * (1 + self._ids.jitter()) / 2)
+
+    async def _poll_once(self) -> bool:
+        self._woken = False
+        new_keys, self._new_keys = self._new_keys, set()
+        found = await self._read_values({waiter.key for waiter in self._waiters}, new_keys)
+        for waiter in self._waiters:
+            if waiter.key in found:
+                waiter.offer(found[waiter.key])
+        return bool(found)

@@ -14,7 +14,7 @@ MAX_BYTES = 2_000_000
 
 
 def shipped_prices() -> PriceTable:
-    text = resources.files("remuda.data").joinpath("prices.json").read_text(encoding="utf-8")
+    text = resources.files("remuda.adapters.system").joinpath("prices.json").read_text(encoding="utf-8")
     return parse_prices(json.loads(text), name="prices.json")
 
 

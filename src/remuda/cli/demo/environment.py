@@ -1,4 +1,6 @@
-"""Environment of the demo: runs remuda commands and workflows, and observes the local backend."""
+"""Environment of the demo: runs remuda commands and workflows, launches instances without records for scale-down, and
+observes the local backend.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +22,24 @@ from remuda.cli.demo.report import DemoProvision, DemoRelease, Histories, read_h
 from remuda.cli.local_backend import SWEEPER, BackgroundProcess
 from remuda.cli.output import Output
 from remuda.config.settings import Settings
+from remuda.controlplane.context import Context, read_config
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import Instance, State
+from remuda.domain.resources import RunnerRequest, Tier, TypePatterns, UsageClass
+from remuda.domain.scale_down.fleet import (
+    GHR_APPLICATION,
+    GHR_APPLICATION_TAG,
+    GHR_ENVIRONMENT_TAG,
+    GHR_ORPHAN_TAG,
+    GHR_OWNER_TAG,
+    GHR_RUNNER_ID_TAG,
+    GHR_TYPE_TAG,
+    REPO,
+    YES,
+)
 from remuda.fake_github import read_endpoint
 from remuda.fake_github.client import FakeGitHubClient
+from remuda.ports.compute import LaunchRequest
 from remuda.ports.event_log import SilentEventLog
 from remuda.wiring import open_context
 from remuda.wiring.local import layout
@@ -66,6 +83,10 @@ jobs:
     steps:
       - run: remuda release --json > "$DEMO_FOLDER/release-$GITHUB_RUN_ID.json"
 """
+#: Instances without records: name of the fleet, registered instances, lifetime in seconds.
+FLEET = "demo-fleet"
+REGISTERED = 3
+FLEET_LIFETIME_S = 180.0
 
 
 class DemoEnvironment:
@@ -235,3 +256,88 @@ class DemoEnvironment:
 
 async def _read(stream: asyncio.StreamReader | None) -> str:
     return (await stream.read()).decode() if stream is not None else ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DemoFleet:
+    #: Runs, but never registers with GitHub.
+    unregistered: str
+    #: Registered, but tagged as an orphan.
+    mistagged: str
+    #: All registered instances, oldest first.
+    registered: tuple[str, ...]
+
+    @property
+    def all_ids(self) -> set[str]:
+        return {self.unregistered, *self.registered}
+
+
+async def launch_fleet(settings: Settings, scope: str) -> DemoFleet:
+    async with open_context(settings, SilentEventLog(), needs_github=True) as context:
+        names = await _launch(context, scope)
+        unregistered, *registered = names
+        if context.github is None:
+            raise Unavailable("there is no credential for the local GitHub")
+        for name in registered:
+            runner = await context.github.jit_config(scope, name=f"{FLEET}-{name}", labels=[FLEET])
+            await context.compute.tag([name], {GHR_RUNNER_ID_TAG: str(runner.runner_id)})
+        # The newest one, which the quota keeps.
+        mistagged = registered[-1]
+        await context.compute.tag([mistagged], {GHR_ORPHAN_TAG: YES})
+        return DemoFleet(unregistered=unregistered, mistagged=mistagged, registered=tuple(registered))
+
+
+async def _launch(context: Context, scope: str) -> list[str]:
+    """Launch one instance after the other, so that their ages differ. Return the ids, oldest first."""
+    config = await read_config(context)
+    request = RunnerRequest(
+        resource_class=config.classes[0],
+        usage_class=UsageClass.ON_DEMAND,
+        patterns=TypePatterns(("*",)),
+        tier=Tier.TRUSTED,
+    )
+    tags = {
+        GHR_ENVIRONMENT_TAG: context.pool_name,
+        GHR_APPLICATION_TAG: GHR_APPLICATION,
+        GHR_OWNER_TAG: scope,
+        GHR_TYPE_TAG: REPO,
+    }
+    names: list[str] = []
+    for number in range(REGISTERED + 1):
+        launched = await context.compute.launch(
+            LaunchRequest(
+                provision_id=FLEET,
+                client_token=f"{FLEET}-{number}",
+                count=1,
+                request=request,
+                scope=scope,
+                launch=config.launch,
+                first_life_s=FLEET_LIFETIME_S,
+                margin_s=config.lifetimes.margin_s,
+                tags=tags,
+            )
+        )
+        names += [item.instance_id for item in launched.instances]
+    return names
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScaleDownDecisions:
+    """Actions and reasons of one scale-down cycle, by instance."""
+
+    actions: Mapping[str, tuple[str, ...]]
+    reasons: Mapping[str, str]
+
+    @classmethod
+    def parse(cls, document: Mapping[str, Any]) -> ScaleDownDecisions:
+        actions: dict[str, tuple[str, ...]] = {}
+        reasons: dict[str, str] = {}
+        for item in document["decisions"]:
+            name = str(item["instance_id"])
+            actions[name] = (*actions.get(name, ()), str(item["action"]))
+            reasons[name] = str(item["reason"])
+        return cls(actions=actions, reasons=reasons)
+
+    def final_actions(self, names: Sequence[str]) -> list[str]:
+        """Return the last action for each instance."""
+        return [self.actions.get(name, ("",))[-1] for name in names]

@@ -7,10 +7,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from remuda.config.declaration import DEFAULT
-from remuda.config.kinds import Secret
+from remuda.config.declaration import DEFAULT, Secret
 from remuda.config.settings import SETTINGS, Settings
-from remuda.controlplane.provision.request import ProvisionResult
+from remuda.controlplane.provision.plan import ProvisionResult
 from remuda.controlplane.refresh.result import RefreshResult
 from remuda.controlplane.release import ReleaseResult, ReleaseStatus
 from remuda.controlplane.scale_down.result import ScaleDownResult

@@ -1,16 +1,20 @@
-"""Pool status as JSON document, as terminal tables, and as log lines of changes."""
+"""Pool status and explanations as JSON documents and terminal output; changes of the status as log lines."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from remuda.cli.rendering.formatting import format_duration, table
+from remuda.cli.output import clean, format_duration, table
 from remuda.cli.rendering.results import instance_document, record_document
 from remuda.controlplane.read.status import RECENT_PROVISIONS, OpenProvision, Status
 from remuda.domain.instance import ABSORBING, Instance
+from remuda.domain.reporting.explanation import ExplainedEvent, Explanation, Severity
 from remuda.domain.serialization import to_jsonable
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 #: Terminal width from which all columns are shown.
 FULL_WIDTH = 120
@@ -19,6 +23,9 @@ MAX_RUNS = 10
 
 _NUMERIC = frozenset({"time left", "heartbeat", "uses", "idle", "messages", "runners", "attempt"})
 _NO_WRAP = frozenset({"instance", "state", "run", "class", "tier", "warning"})
+_STYLES = {Severity.NORMAL: "", Severity.GOOD: "green", Severity.BAD: "yellow", Severity.MINOR: "dim"}
+#: Width of an instance id, to align the texts.
+_ID_WIDTH = 19
 
 
 def status_document(status: Status) -> dict[str, Any]:
@@ -203,3 +210,41 @@ def _new_warnings(before: Status | None, after: Status) -> Iterator[str]:
     for item in after.warnings:
         if (item.kind, item.subject) not in known:
             yield f"warning: {item.kind} {item.subject}: {item.text}"
+
+
+def explanation_document(explanation: Explanation) -> dict[str, Any]:
+    return {
+        "kind": explanation.kind,
+        "subject": explanation.subject,
+        "title": explanation.title,
+        "events": [{**record_document(event), "at": to_jsonable(event.at)} for event in explanation.events],
+        "next": list(explanation.next_steps),
+    }
+
+
+def explanation_lines(explanation: Explanation) -> list[Text]:
+    from rich.text import Text  # noqa: PLC0415 - slow to import
+
+    lines = [Text(clean(explanation.title), style="bold")]
+    day = None
+    began = explanation.events[0].at if explanation.events else None
+    for event in explanation.events:
+        if event.at.date() != day:
+            day = event.at.date()
+            lines.append(Text(f"{event.at:%Y-%m-%d} UTC", style="dim"))
+        lines.append(_event_line(event, began or event.at, with_id=explanation.kind == "run"))
+    lines += [Text("Next", style="bold"), *(Text(f"  {clean(text)}") for text in explanation.next_steps)]
+    return lines
+
+
+def _event_line(event: ExplainedEvent, began: datetime, *, with_id: bool) -> Text:
+    from rich.text import Text  # noqa: PLC0415
+
+    since_s = (event.at - began).total_seconds()
+    text = Text(f"  {event.at:%H:%M:%S}.{event.at.microsecond // 1000:03d} {since_s:>+10.2f} s  ", style="dim")
+    if with_id:
+        text.append(f"{event.instance_id:<{_ID_WIDTH}}  ", style="not dim")
+    text.append(clean(event.what), style=f"not dim {_STYLES[event.severity]}".strip())
+    if event.why:
+        text.append(f": {clean(event.why)}", style="not dim")
+    return text

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from remuda.controlplane.provision.registration import RegisteredInstance
-from remuda.domain.provision_outcome import (
+from remuda.domain.provision import (
     MAX_ACQUIRED,
     MAX_LAUNCHES,
     MAX_REASON,

@@ -8,7 +8,7 @@ from remuda.controlplane.context import Context
 from remuda.controlplane.signal_waiter import SignalWaiter, StopReason, WaitResult
 from remuda.domain.errors import Unavailable, UserError
 from remuda.domain.instance import Instance
-from remuda.domain.provision_outcome import RunnerSource
+from remuda.domain.provision import RunnerSource
 from remuda.domain.signals import (
     FailureKind,
     Report,

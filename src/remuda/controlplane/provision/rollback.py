@@ -6,12 +6,11 @@ import asyncio
 from dataclasses import dataclass, replace
 
 from remuda.controlplane.context import CONFLICT_ATTEMPTS, Context, map_concurrently, transition
-from remuda.controlplane.deregistration import removal_credential, remove_jit_registration
+from remuda.controlplane.release import removal_credential, remove_jit_registration
 from remuda.domain.errors import Conflict, RemudaError
 from remuda.domain.instance import ASSIGNED, Credential, Instance, State
 from remuda.domain.pool_config import PoolConfig
-from remuda.domain.provision import Provision, ProvisionStatus, released
-from remuda.domain.provision_outcome import ProvisionOutcome
+from remuda.domain.provision import Provision, ProvisionOutcome, ProvisionStatus, released
 from remuda.domain.transitions import Actor, End, Release, RetireReason, tombstone
 
 #: Seconds that a rollback may take. Sweeps finish the rest.

@@ -11,8 +11,7 @@ from remuda.controlplane.provision.rollback import AcquiredInstances
 from remuda.controlplane.signal_waiter import StopReason, WaitResult
 from remuda.domain.errors import Conflict, Unavailable, Unreadable
 from remuda.domain.instance import Instance, State
-from remuda.domain.provision import ProvisionStatus
-from remuda.domain.provision_outcome import RejectionKind, RunnerSource
+from remuda.domain.provision import ProvisionStatus, RejectionKind, RunnerSource
 from remuda.domain.resources import PoolMessage, normalize_repository
 from remuda.domain.signals import Verdict
 from remuda.domain.transitions import Actor, Claim, End, RetireReason, advance, presumed_idle

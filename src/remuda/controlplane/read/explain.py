@@ -11,8 +11,7 @@ from remuda.controlplane.context import Context, read_config, skip_unreadable
 from remuda.domain.errors import UserError
 from remuda.domain.instance import LIVE
 from remuda.domain.pool_config import PoolConfig, parse_runner_name
-from remuda.domain.provision import Provision
-from remuda.domain.provision_outcome import RejectionKind
+from remuda.domain.provision import Provision, RejectionKind
 from remuda.domain.reporting.explanation import Explanation, ExplanationInput, explain_instance, explain_run
 from remuda.domain.resources import check_run_id, is_instance_id
 

@@ -1,4 +1,4 @@
-"""Status of the fleet, from records, reports, pool queues, provisions and GitHub. Reads only."""
+"""Status of the fleet, and the usage report of a period. Reads only."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from datetime import datetime, timedelta
 from remuda.controlplane.context import Context, skip_unreadable
 from remuda.domain.errors import NotFound, RemudaError
 from remuda.domain.instance import ABSORBING, LIVE, Instance, State
-from remuda.domain.pool_config import PoolConfig, parse_runner_name
+from remuda.domain.pool_config import PoolConfig, parse_runner_name, stale_registration_reason
 from remuda.domain.provision import Provision, ProvisionStatus, describe_ended
+from remuda.domain.reporting.prices import PriceTable, mean_spot_prices
+from remuda.domain.reporting.usage import UsageReport, usage_report
 from remuda.domain.reporting.warnings import PoolWarning, WarningKind, find_warnings
+from remuda.domain.resources import UsageClass
 from remuda.domain.signals import Report
-from remuda.domain.stale_registrations import stale_registration_reason
 from remuda.ports.github import GitHubRunner
 
 #: Newest provisions in a status. Open provisions are always included.
@@ -27,6 +29,10 @@ MAX_OPEN = timedelta(hours=1)
 REGISTRATION_CHECK_INTERVAL_S = 60.0
 #: Kinds of warnings that need a request to GitHub.
 _GITHUB_WARNINGS = frozenset({WarningKind.STALE_REGISTRATION, WarningKind.GITHUB})
+#: Maximum number of provisions in a report; the newest are taken.
+MAX_PROVISIONS = 50_000
+#: Maximum seconds between the decision to end a machine and its confirmed termination.
+MAX_TERMINATION_S = 3_600.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +81,10 @@ class Status:
 
 
 async def status(context: Context, *, include_terminated: bool = False, check_registrations: bool = True) -> Status:
-    """`check_registrations` adds warnings about stale registrations if the process has a GitHub credential."""
+    """Read records, reports, pool queues, provisions and GitHub.
+
+    `check_registrations` adds warnings about stale registrations if the process has a GitHub credential.
+    """
     store = context.store
     config = await store.get_config()
     # List runners before reading records: a registration that the later records do not own stays without an owner.
@@ -202,3 +211,44 @@ async def _stale_registrations(
             text = f"stale registration in {scope}: {reason}; refresh removes it"
             found.append(PoolWarning(kind=WarningKind.STALE_REGISTRATION, subject=name, text=text))
     return found
+
+
+async def report(context: Context, *, since: datetime, prices: PriceTable) -> UsageReport:
+    """Read the provisions, instances, histories and spot prices of a period."""
+    store = context.store
+    until = context.clock.now()
+    provisions = await store.recent_provisions(MAX_PROVISIONS, since=since)
+    # The threshold of a terminated instance is the time when its end was decided. Skip those that ended earlier.
+    ended_before = since - timedelta(seconds=MAX_TERMINATION_S)
+    found = await store.find(frozenset(State))
+    instances = [item for item in found if item.state is not State.TERMINATED or item.threshold >= ended_before]
+    histories = await store.histories([item.instance_id for item in instances])
+    prices, notes = await _with_spot_prices(context, prices, instances, since=since, until=until)
+    if len(provisions) == MAX_PROVISIONS:
+        notes.append(f"only the newest {MAX_PROVISIONS} provisions are counted")
+    if store.malformed_records:
+        notes.append(f"{len(store.malformed_records)} records cannot be parsed and are left out")
+    usage = usage_report(provisions, instances, histories, prices, since=since, until=until)
+    notes += (f"no price is known for {name}: it counts as free" for name in sorted(usage.costs.unpriced_hours))
+    return replace(usage, notes=tuple(notes))
+
+
+async def _with_spot_prices(
+    context: Context, prices: PriceTable, instances: list[Instance], *, since: datetime, until: datetime
+) -> tuple[PriceTable, list[str]]:
+    """Add EC2's spot prices if there were spot machines. Return notes about missing prices."""
+    types = {item.instance_type for item in instances if item.usage_class is UsageClass.SPOT}
+    if not types:
+        return prices, []
+    notes: list[str] = []
+    if context.spot_prices is not None:
+        try:
+            points = await context.spot_prices.spot_history(types, since=since, until=until)
+        except RemudaError as error:
+            notes.append(f"EC2's spot prices could not be read: {error.message}")
+        else:
+            prices = prices.with_spot(mean_spot_prices(points, since=since, until=until))
+    missing = sorted(types - set(prices.spot))
+    if missing:
+        notes.append(f"spot counts as on-demand, which is more than was paid, for {', '.join(missing)}")
+    return prices, notes

@@ -8,26 +8,47 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from math import inf
 
 from remuda.controlplane.context import Context, map_concurrently, skip_unreadable, transition, transition_all
-from remuda.controlplane.refresh.first_seen import FirstSeen
-from remuda.controlplane.refresh.machines import MachineSweep
-from remuda.controlplane.refresh.pool_messages import PoolMessageSweep
-from remuda.controlplane.refresh.provisions import ProvisionSweep
+from remuda.controlplane.refresh.machines import FirstSeen, MachineSweep, PartialSweep, StaleRegistrationSweep
 from remuda.controlplane.refresh.result import RefreshResultBuilder
-from remuda.controlplane.refresh.stale_registrations import StaleRegistrationSweep
-from remuda.controlplane.release.advance import advance_release, publish_to_pool
-from remuda.domain.errors import Conflict, RemudaError, Unreadable
-from remuda.domain.instance import ABSORBING, LIVE, Instance, Retirement, State, decide_retirement, describe_retirement
+from remuda.controlplane.release import (
+    advance_release,
+    publish_to_pool,
+    removal_credential,
+    remove_jit_registration,
+)
+from remuda.domain.errors import Conflict, NotFound, RemudaError, Unreadable
+from remuda.domain.instance import (
+    ABSORBING,
+    ASSIGNED,
+    LIVE,
+    Instance,
+    Retirement,
+    State,
+    decide_retirement,
+    describe_retirement,
+)
 from remuda.domain.pool_config import PoolConfig
+from remuda.domain.provision import Provision, ProvisionStatus, released, settled
 from remuda.domain.signals import Report, Verdict, registration_verdict
 from remuda.domain.thresholds import expired
-from remuda.domain.transitions import Actor, End, Retire, RetireReason
+from remuda.domain.timestamps import after
+from remuda.domain.transitions import Actor, End, Release, Retire, RetireReason
 from remuda.ports.compute import MachineView
 from remuda.ports.github import GitHubRunner
+from remuda.ports.pool import BATCH, Delivery
+
+#: Seconds after its deadline until a released provision is settled: a claim in progress may be applied late.
+SETTLE_AFTER_S = 60.0
+#: Seconds that a received message stays hidden.
+VISIBILITY_S = 10.0
+#: Messages of a class that one sweep receives.
+MAX_MESSAGES = 200
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +72,7 @@ class Sweep:
         context, config, result = self._context, self._config, self._result
         external = await self._list_external()
         first_seen = FirstSeen(await self._load_first_seen(), now=context.clock.now())
-        await self._guarded("provisions", ProvisionSweep(context, config, result).run)
+        await self._guarded("provisions", ProvisionSweep(context, config, result, first_seen).run)
         records = {item.instance_id: item for item in await context.store.find(LIVE)}
         counts = Counter(item.state for item in records.values())
         result.live_instances = {state.value: counts[state] for state in State if state in LIVE}
@@ -224,3 +245,137 @@ class Sweep:
 
     async def _delete_old_records(self) -> None:
         self._result.deleted_records = await self._context.store.forget(self._context.clock.now())
+
+
+class ProvisionSweep(PartialSweep):
+    """Releases provisions past their deadline and takes back the instances of released ones."""
+
+    async def run(self) -> None:
+        margin = timedelta(seconds=self._config.lifetimes.margin_s)
+        unsettled = await self._context.store.unsettled_provisions(self._context.clock.now() - margin)
+        for provision, result in zip(unsettled, await map_concurrently(unsettled, self._settle), strict=True):
+            self._report(provision, result)
+
+    async def _settle(self, provision: Provision) -> None:
+        if provision.status is not ProvisionStatus.RELEASED:
+            provision = await self._release(provision)
+        found = await self._context.store.find_by_provision(provision.provision_id)
+        ids = {*provision.instance_ids, *(instance.instance_id for instance in found)}
+        records, unreadable = await skip_unreadable(self._context.store.get_many(ids), self._result.error)
+        assigned = [
+            instance
+            for instance in records.values()
+            if instance.provision_id == provision.provision_id and instance.state in ASSIGNED
+        ]
+        for result in await map_concurrently(assigned, self._take_back):
+            self._report(provision, result)
+        now = self._context.clock.now()
+        # An unreadable instance may still be assigned.
+        if not assigned and not unreadable and self._may_settle(provision, now):
+            forget_at = after(now, self._config.lifetimes.keep_records_s)
+            await self._context.store.replace_provision(provision, settled(provision, forget_at=forget_at))
+
+    def _report(self, provision: Provision, result: RemudaError | None) -> None:
+        if isinstance(result, RemudaError) and not isinstance(result, Conflict):
+            self._result.error(f"provision {provision.provision_id}: {result.message}")
+
+    async def _release(self, provision: Provision) -> Provision:
+        was_open = provision.status is ProvisionStatus.OPEN
+        why = "its deadline passed before the commit" if was_open else "it was not released before its deadline"
+        closed = released(provision, now=self._context.clock.now(), why=why)
+        await self._context.store.replace_provision(provision, closed)
+        self._context.event_log.record("provision-closed", closed.why, run_id=provision.run_id)
+        return closed
+
+    def _may_settle(self, provision: Provision, now: datetime) -> bool:
+        latest = max(provision.deadline, provision.released_at or provision.deadline)
+        return now - latest >= timedelta(seconds=SETTLE_AFTER_S + self._config.lifetimes.margin_s)
+
+    async def _take_back(self, instance: Instance) -> None:
+        why = "its provision was released"
+        event: End | Release
+        if instance.state is State.CREATED:
+            event = End(reason=RetireReason.RELEASED)
+        else:
+            credential = await removal_credential(self._context, self._config, instance.scope)
+            event = Release(
+                release_time_s=self._config.lifetimes.release_time_s,
+                credential=credential,
+                deregistered=await remove_jit_registration(self._context, instance),
+            )
+        await transition(self._context, instance, event, by=Actor.REFRESH, why=why)
+        self._result.rolled_back.append(instance.instance_id)
+        if isinstance(event, End):
+            self._result.retired[instance.instance_id] = why
+
+
+class PoolMessageSweep(PartialSweep):
+    """Deletes stale pool messages: messages about instances that are no longer idle, and duplicates.
+
+    A provision drops such messages when it receives them; this sweep removes those that no provision receives.
+    Receiving hides messages from provisions, so the sweep receives only if a queue held more messages than its class
+    has idle instances in two consecutive sweeps.
+    """
+
+    async def run(self, idle_instances: Iterable[Instance]) -> None:
+        idle = Counter(item.resource_class for item in idle_instances)
+        names = [resource_class.name for resource_class in self._config.classes]
+        depths = await map_concurrently(names, self._context.pool.depth)
+        for name, depth in zip(names, depths, strict=True):
+            try:
+                if isinstance(depth, RemudaError):
+                    raise depth
+                # A message that is being claimed is counted, too, so a single surplus proves nothing.
+                if depth > idle[name] and self._first_seen.was_seen_before(f"surplus-messages:{name}"):
+                    await self._delete_stale(name, min(depth, MAX_MESSAGES))
+            except NotFound:
+                self._result.error(f"class {name} has no queue; run remuda refresh")
+
+    async def _delete_stale(self, name: str, limit: int) -> None:
+        pool = self._context.pool
+        held: set[str] = set()
+        valid: dict[tuple[str, int], float] = {}
+        received = 0
+        try:
+            while received < limit:
+                receive_at = self._context.clock.monotonic()
+                batch = await pool.receive(name, limit=BATCH, visibility_s=VISIBILITY_S)
+                if not batch:
+                    break
+                received += len(batch)
+                held.update(delivery.receipt for delivery in batch)
+                stale = await self._find_stale(batch, valid, receive_at)
+                await pool.delete(name, stale)
+                held.difference_update(stale)
+                self._result.stale_messages += len(stale)
+        finally:
+            # Also after an error or a cancellation: provisions need not wait for the visibility timeout.
+            await pool.make_visible(name, held)
+
+    async def _find_stale(
+        self, batch: Iterable[Delivery], valid: dict[tuple[str, int], float], receive_at: float
+    ) -> list[str]:
+        """Return the receipts of stale messages and add the others to `valid`, with the time of their receive call.
+
+        A valid message that returns after its visibility timeout is the same message, not a duplicate.
+        """
+        received_at = self._context.clock.monotonic()
+        messages = [(delivery.receipt, delivery.message) for delivery in batch]
+        read = self._context.store.get_many({message.id for _, message in messages if message is not None})
+        records, unreadable = await skip_unreadable(read, self._result.error)
+        stale: list[str] = []
+        for receipt, message in messages:
+            if message is not None and message.id in unreadable:
+                continue
+            record = records.get(message.id) if message is not None else None
+            if (
+                message is None
+                or record is None
+                or record.state is not State.IDLE
+                or record.message() != message
+                or received_at - valid.get((message.id, message.epoch), -inf) < VISIBILITY_S
+            ):
+                stale.append(receipt)
+            else:
+                valid[message.id, message.epoch] = receive_at
+        return stale

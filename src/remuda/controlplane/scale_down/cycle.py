@@ -5,18 +5,14 @@ A failure concerns only its machine or owner: it is reported by name, and the ne
 
 from __future__ import annotations
 
+import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from remuda.controlplane.context import Context, map_concurrently
 from remuda.controlplane.scale_down.pool_records import PoolRecords
-from remuda.controlplane.scale_down.removal import (
-    GitHubRateLimiter,
-    RegistrationRemover,
-    RemovalResult,
-    to_registration,
-)
 from remuda.controlplane.scale_down.result import ScaleDownResult, ScaleDownResultBuilder
 from remuda.domain.errors import RemudaError, UserError
 from remuda.domain.scale_down.decisions import (
@@ -28,6 +24,7 @@ from remuda.domain.scale_down.decisions import (
     decide_active,
     decide_bypassed,
     decide_orphan,
+    found_busy,
     needs_lookup,
     within_budget,
 )
@@ -35,10 +32,9 @@ from remuda.domain.scale_down.fleet import FleetMachine, Registration, Registrat
 from remuda.domain.scale_down.idle_config import quota_at
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock
-from remuda.ports.compute import POOL_TAG
+from remuda.ports.compute import POOL_TAG, TaggedFleet
 from remuda.ports.event_log import EventLog
-from remuda.ports.fleet import TaggedFleet
-from remuda.ports.github import GitHub
+from remuda.ports.github import Deletion, GitHub, GitHubRunner
 
 #: Machines whose registrations are removed before the first of them is terminated. If the cycle is interrupted in
 #: between, later cycles find these machines as orphans.
@@ -46,6 +42,11 @@ TERMINATION_BATCH = 50
 
 #: A change to several machines. Returns the failures: reason by instance id.
 FleetChange = Callable[[Collection[str]], Awaitable[Mapping[str, str]]]
+#: GitHub's secondary rate limit is 900 points per minute; a read costs one point, a write five. The remaining 100
+#: points are for lists.
+POINTS_PER_MINUTE = 800
+READ_POINTS, WRITE_POINTS = 1, 5
+MINUTE_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,3 +316,86 @@ def _scope_to_list(machine: FleetMachine) -> str | None:
 
 def _registrations_of(machine: FleetMachine, runners: Sequence[Registration]) -> list[Registration]:
     return [runner for runner in runners if runner.belongs_to(machine.instance_id)]
+
+
+# Removal of registrations before their machines are terminated: check again that none is busy, then delete all -------
+
+
+class GitHubRateLimiter:
+    """Limits the points spent in any 60 seconds of the monotonic clock. Within the limit, calls do not wait."""
+
+    def __init__(self, clock: Clock, *, points_per_minute: int = POINTS_PER_MINUTE) -> None:
+        self._clock = clock
+        self._left = points_per_minute
+        #: Time and points of the calls within the last minute.
+        self._spent: deque[tuple[float, int]] = deque()
+        self._lock = asyncio.Lock()
+
+    async def spend(self, points: int) -> None:
+        async with self._lock:
+            self._return_points()
+            while self._left < points:
+                await self._clock.sleep(self._spent[0][0] + MINUTE_S - self._clock.monotonic())
+                self._return_points()
+            self._left -= points
+            self._spent.append((self._clock.monotonic(), points))
+
+    def _return_points(self) -> None:
+        while self._spent and self._clock.monotonic() - self._spent[0][0] >= MINUTE_S:
+            self._left += self._spent.popleft()[1]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RemovalResult:
+    #: The given decision, or a new one if a runner is busy.
+    decision: Decision
+    #: Every registration is gone: the machine may be terminated.
+    deregistered: bool = False
+    #: Why GitHub did not answer or refused; empty if it did not.
+    error: str = ""
+
+
+def to_registration(runner: GitHubRunner) -> Registration:
+    return Registration(runner_id=runner.runner_id, name=runner.name, online=runner.online, busy=runner.busy)
+
+
+class RegistrationRemover:
+    def __init__(self, github: GitHub, limiter: GitHubRateLimiter) -> None:
+        self._github = github
+        self._limiter = limiter
+
+    async def get(self, scope: str, runner_id: int) -> Registration | None:
+        await self._limiter.spend(READ_POINTS)
+        runner = await self._github.get_runner(scope, runner_id)
+        return None if runner is None else to_registration(runner)
+
+    async def remove(self, item: Decision, *, dry_run: bool) -> RemovalResult:
+        """Remove all registrations of a machine, or none if one of them is busy."""
+        try:
+            busy = await self._remove_unless_busy(item, dry_run=dry_run)
+        except RemudaError as error:
+            return RemovalResult(decision=item, error=error.message)
+        if busy is not None:
+            return RemovalResult(decision=found_busy(item, busy))
+        return RemovalResult(decision=item, deregistered=True)
+
+    async def _remove_unless_busy(self, item: Decision, *, dry_run: bool) -> Registration | None:
+        """Return the busy registration, or None if all are gone."""
+        scope, to_delete = item.scope, list(item.registrations)
+        if scope is None:
+            return None
+        for registration in item.registrations:
+            current = await self.get(scope, registration.runner_id)
+            if current is not None and current.busy:
+                return current
+        tagged = await self.get(scope, item.tagged_runner_id) if item.tagged_runner_id is not None else None
+        if tagged is not None and tagged.belongs_to(item.instance_id):
+            if tagged.busy:
+                return tagged
+            to_delete.append(tagged)
+        for registration in () if dry_run else to_delete:
+            await self._limiter.spend(WRITE_POINTS)
+            # Delete even if the read did not find it: only the deletion is atomic.
+            if await self._github.delete_runner(scope, registration.runner_id) is Deletion.BUSY:
+                return registration
+        return None

@@ -8,8 +8,15 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 
 from remuda.domain.instance import HistoryEntry, Instance, State
-from remuda.domain.provision import Provision, ProvisionStatus, describe_ended
-from remuda.domain.provision_outcome import ProvisionOutcome, RejectedCandidate, RejectionKind, RunnerSource
+from remuda.domain.provision import (
+    Provision,
+    ProvisionOutcome,
+    ProvisionStatus,
+    RejectedCandidate,
+    RejectionKind,
+    RunnerSource,
+    describe_ended,
+)
 from remuda.domain.signals import Report
 from remuda.domain.thresholds import Lifetimes, expired
 

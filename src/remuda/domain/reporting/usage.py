@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from remuda.domain.instance import HistoryEntry, Instance
-from remuda.domain.provision import Provision
-from remuda.domain.provision_outcome import ProvisionKind, ProvisionOutcome, RunnerSource
+from remuda.domain.provision import Provision, ProvisionKind, ProvisionOutcome, RunnerSource
 from remuda.domain.reporting.prices import PriceTable
 from remuda.domain.reporting.timeline import MachinePhase, Span, clip, mean_counts, spans_of
 

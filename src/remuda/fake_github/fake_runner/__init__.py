@@ -1,7 +1,7 @@
 """The fake actions runner: the programs behind `config.sh` and `bin/Runner.Listener`.
 
-`package.install` copies this package into the runner's folder and runs it without site-packages. It therefore uses
-relative imports and the standard library only.
+`fake_github.install_runner` copies this package into the runner's folder and runs it without site-packages. It
+therefore uses relative imports and the standard library only.
 """
 
 VERSION = "2.336.0"

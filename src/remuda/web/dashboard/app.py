@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, RedirectResponse, Response, Stream
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from remuda.cli.rendering.explanation import explanation_document
+from remuda.cli.rendering.status import explanation_document
 from remuda.controlplane.read.explain import check_subject, explain
 from remuda.domain.errors import RemudaError, UserError
 from remuda.web.dashboard import serialize

@@ -20,7 +20,7 @@ from remuda.domain.reporting.usage import instance_cost, usage_summary
 from remuda.ports.clock import Clock, Ids
 from remuda.ports.event_log import EventLog, SilentEventLog
 from remuda.web.dashboard import serialize
-from remuda.web.dashboard.change_log import ChangeLog
+from remuda.web.dashboard.serialize import ChangeLog
 
 #: Number of decisions to keep: terminations and quarantines, and (separately) instances that scale-down kept.
 MAX_DECISIONS = 200

@@ -1,4 +1,4 @@
-"""Dashboard server: listening address, token and the server's lifetime."""
+"""Dashboard server and its command `remuda dashboard`: listening address, token and the server's lifetime."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING
 
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.adapters.system.prices import chosen_prices
+from remuda.cli.local_backend import can_list_registrations
+from remuda.cli.output import Output, parse_duration
+from remuda.cli.run import EXIT_OK, run_async
 from remuda.config.settings import Settings
 from remuda.domain.errors import UserError
 from remuda.ports.calls import CallCounter
@@ -37,6 +40,7 @@ SCRAPE_TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 400
 #: Seconds that open requests get at shutdown. Streams end at once, so nothing takes longer.
 SHUTDOWN_GRACE_S = 1
+MAX_SINCE_S = 30 * 86_400.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,3 +218,42 @@ async def serving(
         server.should_exit = True
         polling.cancel()
         await asyncio.gather(serve, polling, return_exceptions=True)
+
+
+def parse_window(text: str) -> float:
+    """Parse `--since` into seconds."""
+    seconds = parse_duration(text)
+    if seconds is None or not 0 < seconds <= MAX_SINCE_S:
+        raise UserError(
+            f"--since is {text[:40]!r}", field="--since", fix="give a duration of at most 30d, e.g. 90m, 12h or 7d"
+        )
+    return seconds
+
+
+def run_dashboard(
+    settings: Settings, output: Output, *, host: str, port: int, token_file: str | None, since: str, every: float | None
+) -> int:
+    since_s = parse_window(since)
+    address = parse_listen_address(host, port, token_file, os.environ)
+
+    async def work() -> int:
+        # Fails now if the backend cannot be opened. Later errors are shown on the page.
+        async with open_context(settings, SilentEventLog(), needs_github=False, require_local_github=False):
+            pass
+        listener = listen(address)
+        url = page_url(address, listener)
+        async with serving(
+            settings,
+            address,
+            listener,
+            interval_s=every,
+            since_s=since_s,
+            list_registrations=can_list_registrations(settings),
+            event_log=output.event_log(SystemClock()),
+        ) as server:
+            output.say(f"dashboard: {url} (press Ctrl-C to stop)", style="bold")
+            output.result({"url": url})
+            await server
+        return EXIT_OK
+
+    return run_async(work, on_interrupt_message="dashboard stopped")

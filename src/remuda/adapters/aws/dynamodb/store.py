@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from remuda.adapters.aws.calls import chunks, gather
 from remuda.adapters.aws.dynamodb import expressions, items, schema
-from remuda.adapters.aws.dynamodb.changes import ChangeWriter
-from remuda.adapters.aws.dynamodb.history import HistoryWriter
+from remuda.adapters.aws.dynamodb.changes import ChangeWriter, HistoryWriter
 from remuda.adapters.aws.dynamodb.items import Item, ItemKeys, record_of
 from remuda.adapters.aws.dynamodb.keys import FixedKeys, InstanceKeys, StoredKeys
 from remuda.adapters.aws.dynamodb.polling import ItemPoller, PollInterval, PollIntervals

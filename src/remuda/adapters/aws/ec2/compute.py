@@ -1,4 +1,4 @@
-"""The pool's EC2 instances: launch, description, termination and tags."""
+"""The pool's EC2 instances: launch, description, termination and tags; spot prices."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import asyncio
 import re
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from botocore.exceptions import ClientError
 
-from remuda.adapters.aws.calls import chunks, gather
-from remuda.adapters.aws.ec2.calls import Ec2Calls
+from remuda.adapters.aws.calls import chunks, code_of, gather, message_of
+from remuda.adapters.aws.ec2.calls import Ec2Calls, by_id, by_tag, describe_machines, tags_by_id
 from remuda.adapters.aws.ec2.create_fleet import FleetLauncher
-from remuda.adapters.aws.ec2.describe import by_id, by_tag, describe_machines, tags_by_id
 from remuda.adapters.aws.ec2.options import AMI, SECURITY_GROUPS, SUBNETS, Ec2LaunchOptions
 from remuda.adapters.aws.ec2.template import LaunchTemplate, template_data
-from remuda.adapters.aws.errors import code_of, message_of
 from remuda.adapters.aws.user_data import MachineLayout, build_user_data
 from remuda.domain.errors import NotFound, RemudaError, UserError
+from remuda.domain.reporting.prices import SpotPrice
 from remuda.domain.resources import is_instance_id
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock, Ids
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from types_aiobotocore_ec2 import EC2Client
     from types_aiobotocore_ec2.type_defs import RequestLaunchTemplateDataTypeDef
 
-#: Ids per call. EC2 advises against more for TerminateInstances; a filter takes up to 200 values.
+#: Ids or instance types per call. EC2 advises against more for TerminateInstances; a filter takes up to 200 values.
 BATCH = 100
 #: Maximum number of remembered client tokens. A launch with a remembered token may be a repetition.
 MAX_TOKENS = 1_000
@@ -39,6 +39,7 @@ _UNKNOWN_IDS = frozenset({"InvalidInstanceID.NotFound", "InvalidInstanceID.Malfo
 #: An instance with termination protection also fails the whole call.
 _PROTECTED = "OperationNotPermitted"
 _ID = re.compile(r"i-[0-9a-f]{8,17}")
+LINUX = "Linux/UNIX"
 
 
 class _ResourceKind(NamedTuple):
@@ -227,3 +228,42 @@ class Ec2Compute:
 def _image_ids(ami: str) -> tuple[str, ...]:
     """The ids to check. EC2 resolves `resolve:ssm:` parameters at launch."""
     return (ami,) if ami.startswith("ami-") else ()
+
+
+class Ec2SpotPrices:
+    def __init__(self, *, client: EC2Client, clock: Clock, ids: Ids, calls: CallCounter) -> None:
+        self._calls = Ec2Calls(client=client, clock=clock, ids=ids, calls=calls)
+
+    async def spot_history(
+        self, instance_types: Collection[str], *, since: datetime, until: datetime
+    ) -> Sequence[SpotPrice]:
+        found: list[SpotPrice] = []
+        for part in chunks(sorted(set(instance_types)), BATCH):
+            pages = self._calls.pages(
+                "DescribeSpotPriceHistory",
+                # Passed as a filter: an unknown value of InstanceTypes would fail the whole call.
+                Filters=[{"Name": "instance-type", "Values": list(part)}],
+                ProductDescriptions=[LINUX],
+                StartTime=since,
+                EndTime=until,
+            )
+            async for page in pages:
+                found += (point for item in page.get("SpotPriceHistory", []) if (point := _point(item)) is not None)
+        return found
+
+
+def _point(item: Mapping[str, Any]) -> SpotPrice | None:
+    """The price in an entry, or None if the entry is malformed."""
+    at = item.get("Timestamp")
+    try:
+        price = float(item.get("SpotPrice", ""))
+    except (TypeError, ValueError, OverflowError):
+        return None
+    if not isinstance(at, datetime):
+        return None
+    return SpotPrice(
+        instance_type=str(item.get("InstanceType", "")),
+        zone=str(item.get("AvailabilityZone", "")),
+        at=at if at.tzinfo else at.replace(tzinfo=UTC),
+        price=price,
+    )

@@ -6,8 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from remuda.adapters.aws.calls import chunks
-from remuda.adapters.aws.ec2.calls import Ec2Calls
-from remuda.adapters.aws.ec2.describe import DESCRIBE_PAGE, by_tag, instance_id_of, tags_of, utc
+from remuda.adapters.aws.ec2.calls import DESCRIBE_PAGE, Ec2Calls, by_tag, instance_id_of, tags_of, utc
 from remuda.domain.errors import NotFound, RemudaError, Unavailable
 from remuda.domain.scale_down.fleet import (
     GHR_APPLICATION,

@@ -1,0 +1,293 @@
+"""Commands that only read: `remuda status`, `explain`, `report`, `doctor` and `config`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from remuda.adapters.system.clock import SystemClock
+from remuda.adapters.system.prices import chosen_prices
+from remuda.cli.local_backend import background_processes, can_list_registrations, stopped_processes
+from remuda.cli.output import DAY_S, Output, parse_duration
+from remuda.cli.rendering import status as status_view
+from remuda.cli.rendering.report import report_document, report_tables
+from remuda.cli.rendering.results import config_rows, config_table
+from remuda.cli.run import EXIT_OK, run_async
+from remuda.config.settings import Settings
+from remuda.controlplane.doctor import exit_code, run_checks
+from remuda.controlplane.read.explain import check_subject, explain
+from remuda.controlplane.read.status import REGISTRATION_CHECK_INTERVAL_S, Status, keep_github_warnings, report, status
+from remuda.domain.errors import RemudaError, UserError
+from remuda.domain.reporting.explanation import Explanation
+from remuda.domain.reporting.usage import UsageReport
+from remuda.ports.doctor import CheckResult, CheckStatus
+from remuda.ports.event_log import SilentEventLog
+from remuda.wiring import open_context
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+#: Default seconds between two updates of --watch, by backend. On AWS each update costs API calls.
+WATCH_INTERVAL_S = {"local": 1.0, "aws": 5.0}
+#: Rows of the screen that are not for instances: titles, pools, runs.
+RESERVED_ROWS = 23
+#: Longest period of a report in days.
+MAX_DAYS = 3_650
+_STYLES = {CheckStatus.OK: "green", CheckStatus.WARNING: "yellow", CheckStatus.PROBLEM: "bold red"}
+
+
+def run_status(settings: Settings, output: Output, *, everything: bool, watch: bool, every: float | None) -> int:
+    if every is not None and not watch:
+        raise UserError("--every requires --watch", field="--every", fix="add --watch, or omit --every")
+    if watch:
+        return run_async(lambda: watch_status(settings, output, everything=everything, interval_s=every))
+
+    async def work() -> Status:
+        async with open_context(
+            settings,
+            output.event_log(SystemClock()),
+            needs_github=can_list_registrations(settings),
+            require_local_github=False,
+        ) as context:
+            return await status(output.guarded(context), include_terminated=everything)
+
+    result = run_async(work)
+    for name in stopped_processes(settings):
+        output.say(f"{name} is not running; run 'remuda up' to start it", style="bold yellow")
+    output.say_errors(result.unreadable)
+    if not output.as_json:
+        output.answer(*status_view.status_tables(result, width=output.width))
+    output.result(status_view.status_document(result))
+    return EXIT_OK
+
+
+def run_explain(settings: Settings, output: Output, *, subject: str) -> int:
+    check_subject(subject)
+
+    async def work() -> Explanation:
+        event_log = output.event_log(SystemClock())
+        async with open_context(settings, event_log, needs_github=False, require_local_github=False) as context:
+            return await explain(output.guarded(context), subject)
+
+    found = run_async(work)
+    if not output.as_json:
+        output.answer(*status_view.explanation_lines(found), soft_wrap=True)
+    output.result(status_view.explanation_document(found))
+    return EXIT_OK
+
+
+class StatusScreen:
+    """The status in place, on the terminal's alternate screen."""
+
+    def __init__(self) -> None:
+        from rich.live import Live  # noqa: PLC0415 - rich is slow to import
+
+        from remuda.cli.terminal import PlainConsole  # noqa: PLC0415 - as above
+
+        self._console = PlainConsole(highlight=False)
+        self._live = Live(console=self._console, screen=True, auto_refresh=False, vertical_overflow="crop")
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def show(self, current: Status) -> None:
+        from rich.console import Group  # noqa: PLC0415 - as above
+
+        rows = max(self._console.height - RESERVED_ROWS - len(current.warnings), 3)
+        tables = status_view.status_tables(current, width=self._console.width, rows=rows)
+        self._live.update(Group(_plain(status_view.headline(current)), *tables), refresh=True)
+
+    def show_error(self, error: RemudaError) -> None:
+        self._live.update(_plain(_retry_message(error)), refresh=True)
+
+
+class StatusLines:
+    """One line per change, or one JSON document per update."""
+
+    def __init__(self, output: Output) -> None:
+        self._output = output
+        self._previous: Status | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def show(self, current: Status) -> None:
+        if self._output.as_json:
+            lines = [json.dumps(status_view.status_document(current), default=str)]
+        else:
+            lines = status_view.changes(self._previous, current)
+        self._previous = current
+        sys.stdout.writelines(f"{line}\n" for line in lines)
+        sys.stdout.flush()
+
+    def show_error(self, error: RemudaError) -> None:
+        self._output.say(_retry_message(error), style="yellow")
+
+
+def _plain(text: str) -> Any:
+    from rich.text import Text  # noqa: PLC0415 - as above
+
+    return Text(text)
+
+
+def _retry_message(error: RemudaError) -> str:
+    return f"cannot read the status: {error.message}; retrying"
+
+
+async def watch_status(settings: Settings, output: Output, *, everything: bool, interval_s: float | None) -> int:
+    """Show the status until interrupted."""
+    interval_s = interval_s or WATCH_INTERVAL_S[settings.backend]
+    in_place = sys.stdout.isatty() and not output.as_json
+    needs_github = can_list_registrations(settings)
+    async with open_context(
+        settings, SilentEventLog(), needs_github=needs_github, require_local_github=False
+    ) as context:
+        clock = context.clock
+        registrations_due_at = clock.monotonic()
+        with StatusScreen() if in_place else StatusLines(output) as view:
+            current: Status | None = None
+            while True:
+                # Listing registrations on GitHub is slow and rate-limited, so it happens less often.
+                due = clock.monotonic() >= registrations_due_at
+                if due:
+                    registrations_due_at = clock.monotonic() + REGISTRATION_CHECK_INTERVAL_S
+                try:
+                    fresh = await status(context, include_terminated=everything, check_registrations=due)
+                    current = fresh if due else keep_github_warnings(fresh, current)
+                    view.show(current)
+                except UserError:
+                    raise
+                except RemudaError as error:
+                    view.show_error(error)
+                await clock.sleep(interval_s)
+
+
+def parse_since(text: str, *, now: datetime) -> datetime:
+    """`90m`, `12h`, `7d`, `2w`, or a day such as 2026-11-01."""
+    period_s = parse_duration(text)
+    if period_s is not None:
+        if 0 < period_s <= MAX_DAYS * DAY_S:
+            return now - timedelta(seconds=period_s)
+    else:
+        try:
+            day = datetime.strptime(text.strip(), "%Y-%m-%d").replace(tzinfo=UTC)
+        except ValueError:
+            pass
+        else:
+            if now - timedelta(days=MAX_DAYS) <= day < now:
+                return day
+    raise UserError(
+        f"--since must be a duration such as 90m, 12h, 7d or 2w, or a past date such as 2026-11-01, got {text[:40]!r}",
+        field="--since",
+    )
+
+
+def run_report(settings: Settings, output: Output, *, since: str, html: str | None) -> int:
+    began = parse_since(since, now=SystemClock().now())
+    prices = chosen_prices(settings.prices)
+    page = _page_path(html) if html is not None else None
+
+    async def work() -> tuple[UsageReport, str]:
+        async with open_context(settings, SilentEventLog(), needs_github=False, require_local_github=False) as context:
+            return await report(context, since=began, prices=prices), context.pool_name
+
+    ledger, pool = run_async(work)
+    document = report_document(ledger, pool=pool)
+    if page is not None:
+        from remuda.cli.rendering.report_page import report_page  # noqa: PLC0415 - only for --html
+
+        _write_page(page, report_page(ledger, pool=pool))
+        document["page"] = str(page)
+    if not output.as_json and page is None:
+        output.answer(*report_tables(ledger, pool=pool))
+    elif page is not None:
+        output.say(f"report: {page}")
+    output.result(document)
+    return EXIT_OK
+
+
+def _page_path(text: str) -> Path:
+    """Check that the file can be written before any record is read."""
+    path = Path(text).absolute() if text.strip() and "\0" not in text else None
+    if path is None or path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise UserError(
+            f"--html {text[:80]!r} cannot be written",
+            field="--html",
+            fix="name a file in a directory that you can write to",
+        )
+    return path
+
+
+def _write_page(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--html {str(path)[:80]!r} cannot be written: {error.strerror}", field="--html") from None
+
+
+def run_doctor(settings: Settings, output: Output) -> int:
+    from remuda.wiring.doctor import open_doctor  # noqa: PLC0415 - httpx is slow to import
+
+    async def work() -> Mapping[str, CheckResult]:
+        async with open_doctor(settings, background_processes(settings)) as checks:
+            return await run_checks(checks)
+
+    results = run_async(work)
+    if sys.stdout.isatty():
+        output.answer(_check_table(results))
+    elif not output.as_json:
+        # One line per check, never wrapped, for logs and grep.
+        sys.stdout.write(_check_lines(results))
+    output.result({"checks": [check_document(name, result) for name, result in results.items()]})
+    return exit_code(results.values())
+
+
+def run_config(settings: Settings, output: Output) -> int:
+    rows = config_rows(settings)
+    if not output.as_json:
+        output.answer(config_table(rows))
+    output.result({"settings": rows})
+    return EXIT_OK
+
+
+def check_document(name: str, result: CheckResult) -> dict[str, Any]:
+    return {"name": name, "status": result.status.value, "message": result.message, "fix": result.fix or None}
+
+
+def _one_line(text: str) -> str:
+    """Remove line breaks, which messages of other programs may contain."""
+    return " ".join(text.splitlines())
+
+
+def _check_lines(results: Mapping[str, CheckResult]) -> str:
+    text = ""
+    for name, result in results.items():
+        fix = f" -> {result.fix}" if result.fix else ""
+        text += _one_line(f"{result.status:<8} {name}: {result.message}{fix}") + "\n"
+    return text
+
+
+def _check_table(results: Mapping[str, CheckResult]) -> Table:
+    from rich import box  # noqa: PLC0415 - rich is slow to import
+    from rich.table import Table  # noqa: PLC0415 - as above
+    from rich.text import Text  # noqa: PLC0415 - as above
+
+    table = Table(box=box.SIMPLE_HEAD)
+    for column in ("check", "status", "message", "fix"):
+        table.add_column(column, no_wrap=column in {"check", "status"}, overflow="fold")
+    for name, result in results.items():
+        status = Text(result.status.value, style=_STYLES[result.status])
+        table.add_row(Text(name), status, Text(_one_line(result.message)), Text(_one_line(result.fix)))
+    return table

@@ -1,0 +1,528 @@
+"""The EC2 adapters: launch templates, launches, terminations, descriptions, tags, spot prices."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import AsyncIterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from remuda.adapters.aws.ec2.compute import BATCH, Ec2Compute, Ec2SpotPrices
+from remuda.adapters.aws.ec2.create_fleet import FleetLaunchError, is_shortage
+from remuda.adapters.system.clock import SystemIds
+from remuda.domain.errors import CapacityError, NotFound, Throttled, Unavailable, UserError
+from remuda.ports.compute import POOL_TAG, PROVISION_TAG, MachineState, SpotPrices
+from tests.support.aws.ec2 import Ec2Fixture, ec2_fixture, instance_ids
+from tests.support.aws.ec2_shim import PAGE
+
+NO_ROOM = "InsufficientInstanceCapacity"
+UNKNOWN = "i-0123456789abcdef0"
+MANY, LAUNCHES = 205, 5
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[Ec2Fixture]:
+    async with ec2_fixture() as made:
+        yield made
+
+
+@pytest.fixture
+async def compute(world: Ec2Fixture) -> Ec2Compute:
+    return await world.prepared_compute()
+
+
+# Launch templates ----------------------------------------------------------------------------------------------------
+
+
+async def default_version(world: Ec2Fixture) -> dict[str, Any]:
+    answer = await world.client.describe_launch_template_versions(
+        LaunchTemplateName="remuda-pool", Versions=["$Default"]
+    )
+    return dict(answer["LaunchTemplateVersions"][0])
+
+
+async def test_template_allows_self_termination_and_metadata_tags(world: Ec2Fixture) -> None:
+    compute = world.compute()
+    assert list(await compute.prepare(world.options)) == ["created launch template remuda-pool"]
+
+    data = (await default_version(world))["LaunchTemplateData"]
+    assert data["ImageId"] == world.options["ami"]
+    assert data["InstanceInitiatedShutdownBehavior"] == "terminate"
+    assert data["IamInstanceProfile"] == {"Name": "remuda-agent"}
+    assert data["SecurityGroupIds"] == [world.options["security-group-ids"]]
+    assert data["MetadataOptions"] == {
+        "HttpEndpoint": "enabled",
+        "HttpTokens": "required",
+        "HttpProtocolIpv6": "disabled",
+        "HttpPutResponseHopLimit": 1,
+        "InstanceMetadataTags": "enabled",
+    }
+    sent = world.server.last("CreateLaunchTemplate")["LaunchTemplateData.UserData"]
+    assert base64.b64decode(sent).startswith(b"#!/bin/bash\n")
+
+
+async def test_new_version_only_if_the_content_changed(world: Ec2Fixture) -> None:
+    compute = world.compute()
+    await compute.prepare(world.options)
+    # Subnets are not part of the template.
+    assert list(await compute.prepare({**world.options, "subnet-ids": world.subnets[0]})) == []
+    assert (await default_version(world))["VersionNumber"] == 1
+
+    changed = {**world.options, "pre-runner-script": "echo hello"}
+    assert list(await world.compute().prepare(changed)) == ["launch template remuda-pool: version 2 is the default"]
+    assert (await default_version(world))["VersionNumber"] == 2
+    assert list(await compute.prepare(changed)) == []
+    assert world.server.requests()["CreateLaunchTemplateVersion"] == 1
+
+
+async def test_existing_version_becomes_the_default(world: Ec2Fixture) -> None:
+    compute = world.compute()
+    await compute.prepare(world.options)
+    changed = {**world.options, "pre-runner-script": "echo hello"}
+    world.server.configure(faults=[{"action": "ModifyLaunchTemplate", "code": "UnauthorizedOperation", "status": 403}])
+    with pytest.raises(UserError, match="ModifyLaunchTemplate"):
+        await compute.prepare(changed)
+    assert list(await compute.prepare(changed)) == ["launch template remuda-pool: version 2 is the default"]
+    assert world.server.requests()["CreateLaunchTemplateVersion"] == 1
+
+
+async def test_concurrent_refreshes_create_one_template(world: Ec2Fixture) -> None:
+    changes = await asyncio.gather(*(world.compute().prepare(world.options) for _ in range(2)))
+    assert sorted(map(list, changes)) == [[], ["created launch template remuda-pool"]]
+    assert (await default_version(world))["VersionNumber"] == 1
+
+
+async def test_template_of_another_owner_is_rejected(world: Ec2Fixture) -> None:
+    await world.client.create_launch_template(LaunchTemplateName="remuda-pool", LaunchTemplateData={"ImageId": "ami-1"})
+    with pytest.raises(UserError, match="does not belong to this pool"):
+        await world.compute().prepare(world.options)
+    assert (await default_version(world))["LaunchTemplateData"]["ImageId"] == "ami-1"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("ami", ""),
+        ("ami", "ubuntu"),
+        ("subnet-ids", ""),
+        ("subnet-ids", "subnet-12345678 vpc-1"),
+        ("security-group-ids", "default"),
+        ("iam-instance-profile", ""),
+        ("iam-instance-profile", "arn:aws:iam::1:role/x"),
+        ("spot-fallback", "yes"),
+        ("actions-runner-version", "latest"),
+        ("actions-runner-sha256", "abc"),
+        ("agent-url", "http://example.com/remuda.whl"),
+        ("agent-url", "https://user:secret@example.com/remuda.whl"),
+        ("agent-url", "https://example.com/remuda.whl?X-Amz-Signature=secret"),
+        ("github-environment", "line\nbreak"),
+        ("pre-runner-script", "\0"),
+        ("colour", "red"),
+    ],
+)
+async def test_invalid_options_are_reported_before_any_call(world: Ec2Fixture, field: str, value: str) -> None:
+    before = world.server.requests()
+    with pytest.raises(UserError) as caught:
+        await world.compute().prepare({**world.options, field: value})
+    assert caught.value.field == field
+    assert caught.value.fix
+    assert "secret" not in caught.value.message
+    assert world.server.requests() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"agent-url": "https://example.com/remuda.tar.gz"}, "agent-sha256"),
+        ({"agent-url": "s3://bucket/remuda-1-py3-none-any.whl", "agent-sha256": "0" * 64}, "python-url"),
+        ({"actions-runner-version": "2.336.0"}, "actions-runner-sha256"),
+    ],
+)
+async def test_download_without_digest_is_rejected(world: Ec2Fixture, options: dict[str, str], field: str) -> None:
+    with pytest.raises(UserError) as caught:
+        await world.compute().prepare({**world.options, **options})
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("ami", "ami-0123456789abcdef0"),
+        ("subnet-ids", "subnet-0123456789abcdef0"),
+        ("security-group-ids", "sg-0123456789abcdef0"),
+    ],
+)
+async def test_missing_resources_are_reported(world: Ec2Fixture, field: str, value: str) -> None:
+    with pytest.raises(UserError, match=value) as caught:
+        await world.compute().prepare({**world.options, field: value})
+    assert caught.value.field == field
+    assert "CreateLaunchTemplate" not in world.server.requests()
+
+
+# Launches ------------------------------------------------------------------------------------------------------------
+
+
+async def test_instant_fleet_has_one_override_per_subnet(world: Ec2Fixture, compute: Ec2Compute) -> None:
+    result = await compute.launch(world.launch_request(count=3, patterns="m6i.* r*"))
+
+    assert len(instance_ids(result)) == 3
+    sent = world.server.last("CreateFleet")
+    assert sent["Type"] == "instant"
+    assert sent["ClientToken"] == "token"
+    assert sent["TargetCapacitySpecification.TotalTargetCapacity"] == "3"
+    assert sent["TargetCapacitySpecification.DefaultTargetCapacityType"] == "on-demand"
+    assert sent["OnDemandOptions.AllocationStrategy"] == "lowest-price"
+    template = "LaunchTemplateConfigs.1.LaunchTemplateSpecification"
+    assert (sent[f"{template}.LaunchTemplateName"], sent[f"{template}.Version"]) == ("remuda-pool", "$Default")
+    for number, subnet in enumerate(world.subnets, start=1):
+        override = f"LaunchTemplateConfigs.1.Overrides.{number}"
+        assert sent[f"{override}.SubnetId"] == subnet
+        assert sent[f"{override}.InstanceRequirements.VCpuCount.Min"] == "2"
+        assert sent[f"{override}.InstanceRequirements.MemoryMiB.Min"] == "4096"
+        assert sent[f"{override}.InstanceRequirements.AllowedInstanceType.1"] == "m6i.*"
+        assert sent[f"{override}.InstanceRequirements.AllowedInstanceType.2"] == "r*"
+    assert world.calls.by_service()["ec2"]["CreateFleet"] == 1
+
+
+async def test_any_type_omits_the_type_list_and_spot_sets_its_strategy(world: Ec2Fixture, compute: Ec2Compute) -> None:
+    result = await compute.launch(world.launch_request(spot=True, patterns="* c6i.large"))
+    sent = world.server.last("CreateFleet")
+    assert not [key for key in sent if "AllowedInstanceType" in key]
+    assert sent["SpotOptions.AllocationStrategy"] == "price-capacity-optimized"
+    (item,) = await world.instances()
+    assert item["InstanceId"] == instance_ids(result)[0]
+    assert item["InstanceLifecycle"] == "spot"
+
+
+async def test_burstable_and_metal_types_are_included_if_named(world: Ec2Fixture, compute: Ec2Compute) -> None:
+    with pytest.raises(CapacityError):  # the test server has no such types
+        await compute.launch(world.launch_request(patterns="t3.* m5.metal"))
+    sent = world.server.last("CreateFleet")
+    requirements = "LaunchTemplateConfigs.1.Overrides.1.InstanceRequirements"
+    assert sent[f"{requirements}.BurstablePerformance"] == "included"
+    assert sent[f"{requirements}.BareMetal"] == "included"
+
+
+async def test_instances_and_volumes_are_tagged_at_launch(world: Ec2Fixture, compute: Ec2Compute) -> None:
+    options = {"github-environment": "prod"}
+    result = await compute.launch(world.launch_request(launch=options, tags={"team": "a", POOL_TAG: "forged"}))
+
+    tags = (await compute.describe(instance_ids(result)))[instance_ids(result)[0]].tags
+    assert tags == {
+        "ghr:environment": "prod",
+        "ghr:Application": "github-action-runner",
+        "ghr:Owner": "acme/widgets",
+        "ghr:Type": "Repo",
+        "remuda:first-life-s": "401",
+        "remuda:margin-s": "60",
+        "remuda:launch": "token",
+        "team": "a",
+        POOL_TAG: "pool",
+        PROVISION_TAG: "provision-token",
+    }
+    sent = world.server.last("CreateFleet")
+    kinds = {sent[f"TagSpecification.{number}.ResourceType"] for number in (1, 2)}
+    assert kinds == {"instance", "volume"}
+    for number in (1, 2):
+        spelled = {
+            sent[f"TagSpecification.{number}.Tag.{each}.Key"]: sent[f"TagSpecification.{number}.Tag.{each}.Value"]
+            for each in range(1, len(tags) + 1)
+        }
+        assert spelled == tags
+    assert "CreateTags" not in world.server.requests()
+
+
+async def test_type_tag_of_an_organisation(world: Ec2Fixture, compute: Ec2Compute) -> None:
+    (name,) = instance_ids(await compute.launch(world.launch_request(scope="acme")))
+    tags = (await compute.describe([name]))[name].tags
+    assert (tags["ghr:Owner"], tags["ghr:Type"], tags["ghr:environment"]) == ("acme", "Org", "pool")
+
+
+async def test_partial_capacity_returns_instances_and_errors(world: Ec2Fixture, compute: Ec2Compute) -> None:
+    first, second = world.subnets
+    world.server.configure(capacity={first: 1, second: 1})
+
+    result = await compute.launch(world.launch_request(count=5, patterns="c6i.large"))
+
+    assert len(instance_ids(result)) == 2
+    assert len(result.errors) == 2
+    for subnet in world.subnets:
+        assert any(f"{subnet} c6i.large (on-demand): {NO_ROOM}" in error for error in result.errors)
+
+
+async def test_missing_capacity_names_the_subnets(world: Ec2Fixture, compute: Ec2Compute) -> None:
+    world.server.configure(capacity=dict.fromkeys(world.subnets, 0))
+    with pytest.raises(CapacityError) as caught:
+        await compute.launch(world.launch_request(count=2, patterns="c6i.large"))
+    assert all(f"{subnet} c6i.large" in caught.value.message for subnet in world.subnets)
+    assert caught.value.fix
+    assert await world.instances() == []
+
+
+async def test_spot_shortage_is_an_error(world: Ec2Fixture, compute: Ec2Compute) -> None:
+    world.server.configure(capacity={"spot": 1})
+    result = await compute.launch(world.launch_request(count=3, spot=True))
+    assert len(instance_ids(result)) == 1
+    assert result.errors
+    world.server.configure(capacity={"spot": 0})
+    with pytest.raises(CapacityError, match="spot"):
+        await compute.launch(world.launch_request("other", count=3, spot=True))
+
+
+async def test_spot_falls_back_to_on_demand_for_the_rest(world: Ec2Fixture, compute: Ec2Compute) -> None:
+    world.server.configure(capacity={"spot": 1})
+    request = world.launch_request(count=3, spot=True, launch={"spot-fallback": "on-demand"})
+
+    result = await compute.launch(request)
+
+    kinds = sorted(item.get("InstanceLifecycle", "on-demand") for item in await world.instances())
+    assert kinds == ["on-demand", "on-demand", "spot"]
+    lifecycles = {item["InstanceId"]: item.get("InstanceLifecycle", "on-demand") for item in await world.instances()}
+    assert {item.instance_id: item.usage_class.value for item in result.instances} == lifecycles
+    assert any("(spot)" in error for error in result.errors)
+    assert (await compute.launch(request)).instances == result.instances
+    assert len(await world.instances()) == 3
+
+
+@pytest.mark.parametrize(
+    ("code", "falls_back"),
+    [
+        ("InsufficientInstanceCapacity", True),
+        ("MaxSpotInstanceCountExceeded", True),
+        ("RequestLimitExceeded", False),
+        ("UnauthorizedOperation", False),
+        ("InvalidParameterValue", False),
+    ],
+)
+def test_only_a_shortage_makes_spot_fall_back(code: str, falls_back: bool) -> None:  # noqa: FBT001
+    assert is_shortage([FleetLaunchError(code=code, sentence="")]) is falls_back
+
+
+async def test_spot_instances_are_returned_if_the_fallback_fails(world: Ec2Fixture, compute: Ec2Compute) -> None:
+    world.server.configure(capacity={"spot": 1, "on-demand": 0})
+    result = await compute.launch(world.launch_request(count=3, spot=True, launch={"spot-fallback": "on-demand"}))
+    assert len(instance_ids(result)) == 1
+    assert any("(on-demand)" in error for error in result.errors)
+
+
+@pytest.mark.parametrize("honoured", [True, False])
+async def test_lost_response_launches_once(world: Ec2Fixture, compute: Ec2Compute, honoured: bool) -> None:  # noqa: FBT001
+    world.server.configure(lost=[{"action": "CreateFleet"}], honour_tokens=honoured)
+
+    result = await compute.launch(world.launch_request(count=2))
+
+    assert len(instance_ids(result)) == 2
+    assert sorted(item["InstanceId"] for item in await world.instances()) == instance_ids(result)
+    assert instance_ids(await compute.launch(world.launch_request(count=2))) == instance_ids(result)
+    assert len(await world.instances()) == 2
+
+
+async def test_client_token_prevents_a_second_launch_if_describe_lags(world: Ec2Fixture, compute: Ec2Compute) -> None:
+    world.server.configure(lost=[{"action": "CreateFleet"}], lag=1)
+    result = await compute.launch(world.launch_request(count=2))
+    assert world.server.requests()["CreateFleet"] == 2
+    assert len(instance_ids(result)) == 2
+    assert len(await world.instances()) == 2
+
+
+async def test_instances_of_lost_responses_are_found_by_tag(world: Ec2Fixture, compute: Ec2Compute) -> None:
+    world.server.configure(
+        lost=[{"action": "CreateFleet", "times": 99}],
+        faults=[{"action": "DescribeInstances", "code": "InternalError", "status": 500, "times": 99}],
+    )
+    with pytest.raises(Unavailable):
+        await compute.launch(world.launch_request(count=2))
+    world.server.configure(lost=[], faults=[])
+    assert [view.tags[PROVISION_TAG] for view in await compute.list_pool()] == ["provision-token"] * 2
+    # A later launch with the same token returns them.
+    assert len(instance_ids(await compute.launch(world.launch_request(count=2)))) == 2
+    assert len(await world.instances()) == 2
+
+
+async def test_same_token_in_another_process_returns_the_same_instances(world: Ec2Fixture) -> None:
+    first, second = await world.prepared_compute(), world.compute()
+    result = await first.launch(world.launch_request(count=2))
+    assert await second.launch(world.launch_request(count=2)) == result
+    assert len(await world.instances()) == 2
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "error", "field"),
+    [
+        ("RequestLimitExceeded", 503, Throttled, ""),
+        ("VcpuLimitExceeded", 400, CapacityError, ""),
+        ("InsufficientInstanceCapacity", 500, CapacityError, ""),
+        ("UnauthorizedOperation", 403, UserError, "aws-permission"),
+        ("AuthFailure", 401, UserError, "aws-credentials"),
+        ("AuthFailure.ServiceLinkedRoleCreationNotPermitted", 400, UserError, "aws-permission"),
+        ("InvalidParameterValue", 400, UserError, "launch"),
+        ("InvalidLaunchTemplateName.NotFoundException", 400, UserError, "launch"),
+        ("InternalError", 500, Unavailable, ""),
+    ],
+)
+async def test_errors_contain_a_fix(
+    world: Ec2Fixture, compute: Ec2Compute, code: str, status: int, error: type[Exception], field: str
+) -> None:
+    world.server.configure(faults=[{"action": "CreateFleet", "code": code, "status": status, "times": 99}])
+    with pytest.raises(error) as caught:
+        await compute.launch(world.launch_request())
+    assert type(caught.value) is error
+    assert code in str(caught.value)
+    assert getattr(caught.value, "field", "") == field
+    if issubclass(error, UserError | CapacityError):
+        assert getattr(caught.value, "fix", "")
+    if code == "VcpuLimitExceeded":
+        assert "quota" in getattr(caught.value, "fix", "")
+    assert await world.instances() == []
+
+
+async def test_throttled_calls_are_retried(world: Ec2Fixture, compute: Ec2Compute) -> None:
+    world.server.configure(
+        faults=[{"action": "CreateFleet", "code": "RequestLimitExceeded", "status": 503, "times": 2}]
+    )
+    assert len(instance_ids(await compute.launch(world.launch_request()))) == 1
+    assert len(world.clock.slept) == 2
+
+
+async def test_new_instance_is_visible_after_the_lag(world: Ec2Fixture, compute: Ec2Compute) -> None:
+    world.server.configure(lag=1)
+    names = instance_ids(await compute.launch(world.launch_request()))
+    assert await compute.describe(names) == {}
+    assert (await compute.describe(names))[names[0]].state is MachineState.RUNNING
+
+
+# Instances -----------------------------------------------------------------------------------------------------------
+
+
+async def state(world: Ec2Fixture, name: str) -> str:
+    return next(str(item["State"]["Name"]) for item in await world.instances() if item["InstanceId"] == name)
+
+
+async def test_description_contains_the_image(world: Ec2Fixture, compute: Ec2Compute) -> None:
+    await compute.launch(world.launch_request())
+    assert [view.image for view in await compute.list_pool()] == [world.options["ami"]]
+
+
+async def test_unknown_ids_do_not_fail_a_batch(world: Ec2Fixture, compute: Ec2Compute) -> None:
+    """DescribeTags knows the instances, TerminateInstances does not any more."""
+    names = instance_ids(await compute.launch(world.launch_request(count=5)))
+    unknown = {"action": "TerminateInstances", "code": "InvalidInstanceID.NotFound"}
+
+    # The error may name the unknown ids or not.
+    world.server.configure(faults=[{**unknown, "message": f"The instance IDs '{names[0]}, {UNKNOWN}' do not exist"}])
+    assert await compute.terminate(names[:2]) == {}
+    assert [await state(world, name) for name in names[:2]] == ["running", "terminated"]
+    world.server.configure(faults=[{**unknown, "message": "some do not exist"}])
+    assert await compute.terminate(names[2:]) == {}
+    assert [await state(world, name) for name in names[2:]] == ["terminated"] * 3
+
+
+async def test_protected_instance_does_not_fail_a_batch(world: Ec2Fixture, compute: Ec2Compute) -> None:
+    names = instance_ids(await compute.launch(world.launch_request(count=3)))
+    text = f"The instance '{names[1]}' may not be terminated. Modify its 'disableApiTermination' instance attribute."
+    world.server.configure(faults=[{"action": "TerminateInstances", "code": "OperationNotPermitted", "message": text}])
+    assert await compute.terminate(names) == {names[1]: text}
+    assert [await state(world, name) for name in names] == ["terminated", "running", "terminated"]
+
+
+async def test_launched_instance_is_terminated_before_it_is_visible(world: Ec2Fixture, compute: Ec2Compute) -> None:
+    world.server.configure(lag=1)
+    names = instance_ids(await compute.launch(world.launch_request()))
+    assert await compute.terminate(names) == {}
+    assert await state(world, names[0]) == "terminated"
+
+
+async def test_terminate_reads_the_pool_tag_and_rejects_foreign_instances(
+    world: Ec2Fixture, compute: Ec2Compute
+) -> None:
+    """An instance without the tag is described, to tell a foreign instance from a missing one."""
+    names = instance_ids(await compute.launch(world.launch_request(count=2)))
+    before = world.server.requests().get("DescribeInstances", 0)
+    assert await compute.terminate(names) == {}
+    assert world.server.requests().get("DescribeInstances", 0) == before
+    stranger = await world.launch_foreign_instance()
+    refused = await compute.terminate([stranger, UNKNOWN, "not-an-id"])
+    assert set(refused) == {stranger, "not-an-id"}
+    assert POOL_TAG in refused[stranger]
+    assert world.server.requests().get("DescribeInstances", 0) == before + 1
+    assert await state(world, stranger) == "running"
+    assert [await state(world, name) for name in names] == ["terminated"] * 2
+
+
+async def test_failed_terminations_are_returned(world: Ec2Fixture, compute: Ec2Compute) -> None:
+    names = instance_ids(await compute.launch(world.launch_request(count=2)))
+    world.server.configure(faults=[{"action": "TerminateInstances", "code": "UnauthorizedOperation", "status": 403}])
+    refused = await compute.terminate(names)
+    assert sorted(refused) == names
+    assert "UnauthorizedOperation" in refused[names[0]]
+
+
+async def test_many_instances_in_batches_and_pages(world: Ec2Fixture, compute: Ec2Compute) -> None:
+    results = [
+        await compute.launch(world.launch_request(f"token-{number}", count=MANY // LAUNCHES))
+        for number in range(LAUNCHES)
+    ]
+    names = sorted(name for result in results for name in instance_ids(result))
+    await world.launch_foreign_instance()
+    assert len(names) == MANY
+
+    assert sorted(view.instance_id for view in await compute.list_pool()) == names
+    assert world.server.requests()["DescribeInstances"] == -(-LAUNCHES // PAGE)
+    assert len(await compute.describe([*names, UNKNOWN])) == MANY
+    await compute.tag(names, {"ghr:orphan": "true"})
+    await compute.untag(names, ["ghr:orphan"])
+    assert await compute.terminate([*names, UNKNOWN]) == {}
+
+    assert {view.state for view in await compute.list_pool()} == {MachineState.TERMINATED}
+    requests = world.server.requests()
+    batches = -(-MANY // BATCH)
+    assert (requests["CreateFleet"], requests["TerminateInstances"]) == (LAUNCHES, batches)
+    assert (requests["CreateTags"], requests["DeleteTags"]) == (batches, batches)
+
+
+async def test_tagging_skips_and_reports_unknown_instances(world: Ec2Fixture, compute: Ec2Compute) -> None:
+    names = instance_ids(await compute.launch(world.launch_request(count=2)))
+    text = f"The instance ID '{UNKNOWN}' does not exist"
+    world.server.configure(faults=[{"action": "CreateTags", "code": "InvalidInstanceID.NotFound", "message": text}])
+    with pytest.raises(NotFound, match=UNKNOWN):
+        await compute.tag([names[0], UNKNOWN, names[1]], {"ghr:orphan": "true"})
+    assert all(view.tags.get("ghr:orphan") == "true" for view in (await compute.describe(names)).values())
+    await compute.untag(names, ["ghr:orphan"])
+    assert not any("ghr:orphan" in view.tags for view in (await compute.describe(names)).values())
+
+
+# Spot prices ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def market(world: Ec2Fixture) -> SpotPrices:
+    return Ec2SpotPrices(client=world.client, clock=world.clock, ids=SystemIds(), calls=world.calls)
+
+
+async def test_prices_by_type_and_zone(world: Ec2Fixture, market: SpotPrices) -> None:
+    until = world.clock.now()
+    points = await market.spot_history(
+        ["c6i.large", "m5.large", "zz9.huge"], since=until - timedelta(days=1), until=until
+    )
+    assert {point.instance_type for point in points} == {"c6i.large", "m5.large"}
+    assert len({point.zone for point in points}) > 1
+    assert all(point.price > 0 and point.at.tzinfo is not None for point in points)
+    assert world.calls.by_service()["ec2"]["DescribeSpotPriceHistory"] >= 1
+
+
+async def test_no_types_make_no_call(world: Ec2Fixture, market: SpotPrices) -> None:
+    until = world.clock.now()
+    assert not await market.spot_history([], since=until - timedelta(days=1), until=until)
+    assert "ec2" not in world.calls.by_service()
+
+
+async def test_missing_permission_is_reported(world: Ec2Fixture, market: SpotPrices) -> None:
+    until = world.clock.now()
+    world.server.configure(
+        faults=[{"action": "DescribeSpotPriceHistory", "code": "UnauthorizedOperation", "status": 403, "times": 9}]
+    )
+    with pytest.raises(UserError):
+        await market.spot_history(["c6i.large"], since=until - timedelta(days=1), until=until)

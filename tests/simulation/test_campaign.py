@@ -1,0 +1,151 @@
+"""Campaigns: the short campaign, mutants that it must catch, seeds of found bugs, and `python -m simulation`.
+
+The first test takes longest and uses two processes. It is in the first place so that it starts first.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from operator import itemgetter
+
+import pytest
+
+from remuda.domain.transitions import TRANSITIONS
+from simulation.campaign import CampaignSettings, run_many, simulate
+from simulation.faults import FEW, Fault, Swarm, parse_faults
+from simulation.mutants import MUTANTS
+from simulation.report import ROOT, SETTINGS, run_all
+from simulation.shrink import describe, shrink
+
+SEEDS = 500
+SMALL = CampaignSettings(hours=0.25, instances=5)
+FEW_FAULTS = replace(SMALL, faults=Swarm.FEW)
+FEW_SEEDS = 100
+#: Bugs that the simulation found, and the seeds that find their mutants.
+FOUND_BUGS = {
+    "duplicates-of-the-unclaimed": 248,
+    "gone-by-an-old-list": 68,
+    "messages-that-came-back": 31,
+    "acquired-by-instance": 131,
+    "quarantine-unseen": 64,
+    "quarantine-without-patience": 20,
+    "renewal-that-comes-late": 7,
+    "renewal-that-lasts-longer": 364,
+}
+#: Settings that each mutant is simulated with.
+MUTANT_SETTINGS = {mutant.name: mutant.settings or SETTINGS for mutant in MUTANTS}
+#: The registration of a new machine was removed as stale while its provision was paused.
+REMOVED_BEFORE_ITS_RECORD = 620_239
+REMOVED_FAULTS = "reset-failed,listener-dies,write-unsure,slow-call,agent-pause,terminate,pause,throttled"
+#: Bugs that the small worlds of the long campaign found.
+FOUND_IN_SMALL_WORLDS = {"quarantine-unseen": 422, "expired at creation": 7260, "a drain over a quarantine": 13_866}
+#: Some mutants of each kind that need few seeds; `make simulate` runs all of them.
+QUICK = (
+    "claim-without-epoch",
+    "adopt-a-sibling",
+    "no-rollback",
+    "signals-of-any-epoch",
+    "release-without-attempt",
+    "current-registration-is-stale",
+    "start-before-running",
+    "stop-before-removal",
+    "agent-without-margin",
+)
+SMALL_WORLD = ("--hours", "0.1", "--instances", "4")
+
+
+def report(seed: int, settings: CampaignSettings = SETTINGS) -> str:
+    return "\n".join(describe(shrink(simulate(settings.plan(seed)), tries=60)))
+
+
+@pytest.mark.timeout(1_200)
+def test_no_invariant_is_violated_in_the_short_campaign():
+    summary = run_many(range(SEEDS), SETTINGS, workers=2)
+    assert summary.seeds == SEEDS
+    assert not summary.violations, report(min(summary.violations))
+    missing = [fault.value for fault in Fault if not summary.faults[fault]]
+    assert not missing, f"these faults never happened: {missing}"
+    unused = [row.name for row in TRANSITIONS if not summary.stats[f"transition {row.name}"]]
+    assert not unused, f"these transitions never happened: {unused}"
+
+
+def test_no_invariant_is_violated_with_few_faults():
+    summary = run_many(range(FEW_SEEDS), FEW_FAULTS, workers=2)
+    assert not summary.violations, report(min(summary.violations), FEW_FAULTS)
+
+
+@pytest.mark.parametrize(
+    ("seed", "settings"),
+    [
+        *sorted({(seed, MUTANT_SETTINGS[name]) for name, seed in FOUND_BUGS.items()}, key=itemgetter(0)),
+        *((seed, SMALL) for seed in FOUND_IN_SMALL_WORLDS.values()),
+        (REMOVED_BEFORE_ITS_RECORD, replace(SMALL, faults=parse_faults(REMOVED_FAULTS))),
+    ],
+)
+def test_seeds_of_found_bugs_violate_nothing(seed: int, settings: CampaignSettings):
+    assert not simulate(settings.plan(seed)).violation
+
+
+@pytest.mark.timeout(900)
+def test_quick_mutants_are_caught():
+    chosen = [mutant for mutant in MUTANTS if mutant.name in QUICK]
+    assert len(chosen) == len(QUICK)
+    missed = [mutant.name for mutant, result in run_all(chosen, seeds=40, workers=2) if not result.invariant]
+    assert not missed
+
+
+def simulation(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "simulation", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_campaign_prints_a_summary_as_json():
+    done = simulation("--seeds", "6", "--first-seed", "3", *SMALL_WORLD, "--json")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert (document["seeds"], document["violations"], document["first_seed"]) == (6, [], 3)
+    assert document["machines"] > 0
+    assert document["checks"] > 100
+    assert set(document["faults"]) == {fault.value for fault in Fault}
+    assert document["seeds_per_s"] > 0
+
+
+def test_one_seed_with_trace_is_reproducible():
+    first, again = (simulation("--seed", "5", "--trace", *SMALL_WORLD, "--json") for _ in range(2))
+    assert first.returncode == 0, first.stderr
+    document = json.loads(first.stdout)
+    assert document["trace_hash"] == json.loads(again.stdout)["trace_hash"]
+    assert any("record" in line for line in document["trace"])
+
+
+def test_campaign_prints_a_summary_as_text():
+    done = simulation("--seeds", "2", "--faults", "crash, write-lost", *SMALL_WORLD)
+    assert done.returncode == 0, done.stderr
+    assert "seeds/s" in done.stdout
+    assert "0 violations" in done.stdout
+
+
+def test_few_faults():
+    done = simulation("--seeds", "2", "--first-seed", "0", "--faults", "few", *SMALL_WORLD, "--json")
+    assert done.returncode == 0, done.stderr
+    assert 0 < sum(1 for count in json.loads(done.stdout)["faults"].values() if count) <= 2 * FEW
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("--faults", "rain"), "rain"),
+        (("--faults", ","), "empty"),
+        (("--trace",), "--seed"),
+        (("--seeds", "0"), "seeds"),
+        (("--hours", "never"), "hours"),
+    ],
+)
+def test_bad_input_prints_one_line(arguments: tuple[str, ...], word: str):
+    done = simulation(*arguments)
+    assert done.returncode == 2
+    assert word in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1

@@ -1,0 +1,168 @@
+"""Simulated worlds: determinism, selection of faults, and shrinking of violations."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from remuda.cli.output import Output
+from remuda.domain.errors import InvariantViolated
+from simulation.__main__ import run_one
+from simulation.campaign import CampaignSettings, simulate
+from simulation.faults import FEW, Fault, FaultChoice, Swarm, format_faults, parse_faults
+from simulation.invariants import Violation
+from simulation.plan import draw_plan
+from simulation.safety import SafetyInvariants
+from simulation.shrink import describe, minimize, shrink
+from simulation.world import World
+
+PROGRAM = """
+import sys
+from simulation.plan import draw_plan
+from simulation.campaign import simulate
+for seed in sys.argv[1:]:
+    result = simulate(draw_plan(int(seed), hours=0.5, instances=10))
+    print(result.digest, result.steps, result.violation)
+"""
+SEEDS = ("203", "12", "13")
+
+
+def history(salt: str, seeds: Sequence[str]) -> str:
+    environment = {**os.environ, "PYTHONHASHSEED": salt}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *seeds], env=environment, capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
+def test_a_seed_gives_the_same_trace_under_another_hash_seed():
+    assert history("1", SEEDS) == history("4242", SEEDS)
+
+
+def test_an_earlier_simulation_does_not_change_the_trace():
+    """Memory addresses of tasks differ then."""
+    *_, last = history("1", ("5", "6", "203")).splitlines()
+    assert [last] == history("1", ("203",)).splitlines()
+
+
+def test_a_seed_gives_the_same_trace_again_and_another_seed_another():
+    first, again, other = (simulate(draw_plan(seed, hours=0.25, instances=6)) for seed in (21, 21, 22))
+    assert first.digest == again.digest
+    assert first.digest != other.digest
+
+
+def test_a_finished_world_is_freed():
+    """Even if its processes crashed; otherwise a long campaign would fill the memory."""
+    outcomes = [simulate(draw_plan(seed, hours=0.25, instances=6)) for seed in (1, 2, 3)]
+    assert any(result.stats["crashes"] for result in outcomes)
+    assert not [item for item in gc.get_objects() if isinstance(item, World)]
+
+
+def test_keeping_the_trace_does_not_change_it():
+    plan = draw_plan(23, hours=0.1, instances=4)
+    assert simulate(plan).digest == simulate(plan, keep_trace=True).digest
+
+
+@pytest.mark.parametrize("seed", range(30, 34))
+def test_no_faults_are_injected_if_none_are_enabled(seed: int):
+    result = simulate(draw_plan(seed, hours=0.25, instances=6, faults=frozenset()))
+    assert not result.violation
+    assert not result.faults
+
+
+DRAWS = range(300)
+
+
+def drawn(seed: int, faults: FaultChoice) -> frozenset[Fault]:
+    return draw_plan(seed, hours=0.1, instances=4, faults=faults).faults
+
+
+@pytest.mark.parametrize("text", ["swarm", "few", "all", "none", "crash,write-lost"])
+def test_formatted_faults_parse_to_the_same(text: str):
+    assert format_faults(parse_faults(text)) == text
+
+
+def test_swarm_draws_half_of_the_faults_per_seed():
+    drawings = [drawn(seed, Swarm.HALF) for seed in DRAWS]
+    assert {len(faults) for faults in drawings} == {len(Fault) // 2}
+    assert frozenset[Fault]().union(*drawings) == frozenset(Fault)
+    assert len(set(drawings)) == len(drawings)
+
+
+def test_few_draws_one_to_six_faults_and_every_fault_occurs():
+    drawings = [drawn(seed, Swarm.FEW) for seed in DRAWS]
+    assert {len(faults) for faults in drawings} == set(range(1, FEW + 1))
+    assert frozenset[Fault]().union(*drawings) == frozenset(Fault)
+
+
+def test_the_same_faults_by_name_give_the_same_plan():
+    plan = draw_plan(7, hours=0.25, instances=5, faults=Swarm.FEW)
+    assert draw_plan(7, hours=0.25, instances=5, faults=plan.faults) == plan
+
+
+def test_minimize_keeps_the_needed_items():
+    needed = {3, 17}
+    assert minimize(list(range(40)), lambda items: needed <= set(items)) == [3, 17]
+
+
+def test_minimize_of_an_always_failing_check_is_empty():
+    assert minimize(list(range(10)), lambda _: True) == []
+
+
+def test_a_violation_is_shrunk_and_described(monkeypatch: pytest.MonkeyPatch):
+    """With a wrong rule: no instance may ever be claimed."""
+    check = SafetyInvariants.record_written
+
+    def strict(self: SafetyInvariants, instance_id: str) -> None:
+        check(self, instance_id)
+        record = self._world.database.instances.get(instance_id)
+        if record is not None and record.epoch > 1:
+            self.violated("S1", f"{instance_id} was claimed", instance_id)
+
+    monkeypatch.setattr(SafetyInvariants, "record_written", strict)
+    worlds = (simulate(draw_plan(seed, hours=0.3, instances=6)) for seed in range(40))
+    found = next(world for world in worlds if world.violation is not None)
+    shrunk = shrink(found, tries=60)
+    assert shrunk.smallest.violation is not None
+    assert shrunk.smallest.violation.invariant == "S1"
+    assert len(shrunk.smallest.plan.operations) < len(found.plan.operations) / 2
+    lines = list(describe(shrunk))
+    assert lines[0].startswith(f"seed {found.plan.seed}: S1 at ")
+    assert "operations:" in lines
+    assert "timeline:" in lines
+    assert f"history of {shrunk.smallest.violation.instance_id}:" in lines
+    assert " claim " in lines[-1]
+
+
+def test_a_report_ends_with_the_command_for_the_full_trace(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(SafetyInvariants, "launched", lambda self, machine: self.violated("S8", machine.instance_id))
+    settings = CampaignSettings(hours=0.1, instances=4, faults=Swarm.FEW)
+    assert run_one(1, settings, Output(as_json=True, quiet=True)) == InvariantViolated.exit_code
+    (report,) = json.loads(capsys.readouterr().out)["reports"]
+    assert report[-1] == "full trace: python -m simulation --seed 1 --hours 0.1 --instances 4 --faults few --trace"
+
+
+def test_a_world_stops_at_its_first_violation(monkeypatch: pytest.MonkeyPatch):
+    times: list[float] = []
+    monkeypatch.setattr(World, "stop", _recording(World.stop, times))
+    monkeypatch.setattr(SafetyInvariants, "launched", lambda self, machine: self.violated("S8", machine.instance_id))
+    result = simulate(draw_plan(1, hours=0.1, instances=4))
+    assert result.violation is not None
+    assert result.violation.invariant == "S8"
+    assert len(set(times)) == 1
+
+
+def _recording(stop: Callable[[World, Violation], None], times: list[float]) -> Callable[[World, Violation], None]:
+    def recorded(self: World, violation: Violation) -> None:
+        times.append(violation.at)
+        stop(self, violation)
+
+    return recorded
