@@ -10,7 +10,7 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 import remuda
-from remuda.fake_github.package import PROGRAMS, install
+from remuda.fake_github import PROGRAMS, install_runner
 from tests.support.virtual_machine.image import SITE_PACKAGES, VENV
 
 PYTHON = "/usr/bin/python3"
@@ -40,7 +40,7 @@ def write_software_disk(path: Path) -> None:
 
 
 def _write_runner(folder: Path) -> None:
-    install(folder)
+    install_runner(folder)
     for name in PROGRAMS:
         program = folder / "bin" / name
         lines = program.read_text().splitlines(keepends=True)
