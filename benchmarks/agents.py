@@ -60,10 +60,10 @@ class TimedRunner(RecordingRunner):
         self._registration_s = registration_s
         self._began = began
 
-    async def configure(self, assignment: Assignment) -> StepResult:
+    async def register(self, assignment: Assignment) -> StepResult:
         self._began[assignment.runner_name] = SystemClock().monotonic()
         await asyncio.sleep(self._registration_s)
-        return await super().configure(assignment)
+        return await super().register(assignment)
 
 
 def agent_store(client: Any, pool: str, prefix: str, clock: Clock | None = None) -> DynamoInstanceStore:

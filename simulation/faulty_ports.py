@@ -324,8 +324,8 @@ class FaultyPool(FaultyPort):
     async def delete(self, resource_class: str, receipts: Collection[str]) -> None:
         await self._settle("delete", resource_class, receipts)
 
-    async def hand_back(self, resource_class: str, receipts: Collection[str]) -> None:
-        await self._settle("hand_back", resource_class, receipts)
+    async def make_visible(self, resource_class: str, receipts: Collection[str]) -> None:
+        await self._settle("make_visible", resource_class, receipts)
 
     async def _settle(self, operation: str, resource_class: str, receipts: Collection[str]) -> None:
         queue = self._world.queues.named(resource_class)

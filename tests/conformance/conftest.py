@@ -177,7 +177,7 @@ class Pools(Protocol):
     """A queue service. Each `open` returns a pool object like that of another process."""
 
     calls: CallCounter
-    #: Service and operations under which sends, receives, hand-backs and deletes are counted.
+    #: Service and operations under which sends, receives, visibility changes and deletes are counted.
     counted: Mapping[str, tuple[str, str]]
 
     def open(self) -> ResourcePool: ...
@@ -193,7 +193,7 @@ class Pools(Protocol):
 
 class MemoryPools:
     counted: Mapping[str, tuple[str, str]] = {
-        name: ("pool", name) for name in ("send", "receive", "hand_back", "delete")
+        name: ("pool", name) for name in ("send", "receive", "make_visible", "delete")
     }
 
     def __init__(self, _folder: Path) -> None:
@@ -238,7 +238,7 @@ class SqsPools:
     counted: Mapping[str, tuple[str, str]] = {
         "send": ("sqs", "SendMessageBatch"),
         "receive": ("sqs", "ReceiveMessage"),
-        "hand_back": ("sqs", "ChangeMessageVisibilityBatch"),
+        "make_visible": ("sqs", "ChangeMessageVisibilityBatch"),
         "delete": ("sqs", "DeleteMessageBatch"),
     }
 
