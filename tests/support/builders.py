@@ -9,7 +9,9 @@ from remuda.domain.instance import Credential, Instance, State
 from remuda.domain.resources import Tier
 from remuda.domain.signals import Report, Signal
 from remuda.domain.transitions import (
+    Actor,
     Announce,
+    Change,
     Claim,
     Commit,
     Confirm,
@@ -23,8 +25,9 @@ from remuda.domain.transitions import (
     Retire,
     RetireReason,
     ReturnToPool,
+    advance,
 )
-from tests.support.records import assignment, at, instance, instance_id
+from tests.support.records import NOW, assignment, at, instance, instance_id
 
 OWNER = "p-1/a"
 REMOVAL = Credential(token="removal-t0ken", expires_at=at(3_600))
@@ -73,6 +76,10 @@ def claim(**changed: Any) -> Claim:
         "margin_s": 60.0,
     }
     return Claim(**{**values, **changed})
+
+
+def write(record: Instance, event: Event, by: Actor) -> Change:
+    return advance(record, event, by=by, now=NOW, why="a test")
 
 
 def evidence(record: Instance) -> dict[type, Event]:

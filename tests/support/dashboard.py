@@ -8,8 +8,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,8 +17,11 @@ import pytest
 
 from remuda.adapters.sqlite import tables
 from remuda.adapters.sqlite.documents import decode
-from remuda.adapters.system.clock import SystemClock
+from remuda.adapters.system.clock import SystemClock, SystemIds
+from remuda.controlplane.context import Context
+from remuda.domain.errors import Unavailable
 from remuda.domain.instance import Instance, State
+from remuda.web.dashboard.feed import Feed
 from tests.support import sample_records
 from tests.support.local_backend import run_local
 
@@ -31,6 +34,17 @@ START_MS = 120_000
 _COMMAND = str(Path(sys.executable).parent / "remuda")
 
 requires_browser = pytest.mark.skipif(not CHROMIUM.exists(), reason=f"{CHROMIUM.name} is not installed")
+
+
+@asynccontextmanager
+async def _no_store() -> AsyncIterator[Context]:
+    raise Unavailable("no store")
+    yield
+
+
+def feed_without_store() -> Feed:
+    clock, ids = SystemClock(), SystemIds()
+    return Feed(open_context=_no_store, backend="local", interval_s=1.0, since_s=60.0, clock=clock, ids=ids)
 
 
 def remuda(folder: Path, *arguments: str) -> dict[str, Any]:
