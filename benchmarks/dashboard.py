@@ -26,8 +26,16 @@ from remuda.adapters.sqlite.connection import transaction
 from remuda.adapters.sqlite.schema import connect
 from remuda.adapters.system.clock import SystemClock
 from remuda.domain.instance import Instance, State
-from tests.support import sample_records
-from tests.support.dashboard import CHROMIUM, Dashboard, chromium
+from tests.support.dashboard import (
+    CHROMIUM,
+    Dashboard,
+    chromium,
+    next_transition,
+    prepare_store,
+    sample_fleet,
+    sample_provisions,
+    write_samples,
+)
 
 PROVISIONS = 500
 #: Number of lanes that a large screen shows.
@@ -69,7 +77,7 @@ class TransitionWriter:
                 threading.Event().wait(pause)
             self.late_s = max(self.late_s, -pause)
             index = number % len(self._records)
-            record, (entry,) = sample_records.next_transition(self._records[index], now=clock.now())
+            record, (entry,) = next_transition(self._records[index], now=clock.now())
             with transaction(connection):
                 tables.write_instance(connection, record, entry)
             self._records[index] = record
@@ -198,9 +206,9 @@ def measure_dashboard(size: Size, *, browser: bool) -> dict[str, Any]:
     now = SystemClock().now()
     with tempfile.TemporaryDirectory(prefix="remuda-dashboard-") as name:
         folder = Path(name) / "state"
-        file = sample_records.prepare(folder)
-        samples = list(sample_records.fleet(instances, transitions, now=now, ended=0.2))
-        sample_records.write(file, samples, sample_records.provisions(PROVISIONS, now=now, span_s=36_000), now=now)
+        file = prepare_store(folder)
+        samples = list(sample_fleet(instances, transitions, now=now, ended=0.2))
+        write_samples(file, samples, sample_provisions(PROVISIONS, now=now, span_s=36_000), now=now)
         moving = [record for record, _ in samples if record.state in {State.RUNNING, State.RELEASING, State.IDLE}]
         with Dashboard(folder, "--every", str(1 / RATE)) as dashboard:
             found = first_views(dashboard, instances)

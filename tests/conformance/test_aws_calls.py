@@ -39,7 +39,7 @@ from simulation.memory.compute import MemoryCloud, MemoryCompute
 from tests.conformance.conftest import DynamoStores
 from tests.support.aws.fault_proxy import JSON, Fault, FaultProxy, fault_proxy, hold_until, respond, respond_together
 from tests.support.aws.servers import Ministack
-from tests.support.dynamodb_permissions import denied_requests, iam_requests
+from tests.support.iam import denied_requests, iam_requests
 from tests.support.records import LONG_S, birth, instance, message, pool_config
 
 N = 10

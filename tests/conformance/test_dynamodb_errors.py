@@ -29,7 +29,7 @@ from tests.support.aws.fault_proxy import (
     respond,
 )
 from tests.support.aws.servers import LOOPBACK, Ministack, unused_port
-from tests.support.records import LONG_S, at, birth, change, claim, instance, instance_id
+from tests.support.records import LONG_S, at, birth, change, claim_change, instance, instance_id
 from tests.support.virtual_time import AdjustableClock, EventRecorder
 
 ID = instance_id(1)
@@ -216,12 +216,12 @@ async def test_write_with_a_lost_response_is_recognised(
     """The condition of botocore's retry fails because of its first attempt; the conflict shows the written record."""
     idle = await store.apply(birth(instance()))
     between.then("UpdateItem", after_forwarding(fault))
-    ours = claim(idle, "p-1/a")
+    ours = claim_change(idle, "p-1/a")
     with pytest.raises(Conflict) as refused:
         await store.apply(ours)
     current: Instance = refused.value.current
     assert is_applied(ours, current)
-    assert not is_applied(claim(idle, "p-1/b"), current)
+    assert not is_applied(claim_change(idle, "p-1/b"), current)
     assert [entry.transition for entry in await store.history(ID)] == ["birth", "claim"], "with its history entry"
 
 
@@ -229,7 +229,7 @@ async def test_applied_write_with_a_lost_response_has_one_history_entry(
     store: DynamoInstanceStore, between: FaultProxy
 ) -> None:
     idle = await store.apply(birth(instance()))
-    ours = claim(idle, "p-1/a")
+    ours = claim_change(idle, "p-1/a")
     between.then("UpdateItem", *[after_forwarding(fail(400, "SomethingNew"))])
     with pytest.raises(Unavailable):
         await store.apply(ours)

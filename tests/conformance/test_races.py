@@ -41,7 +41,7 @@ from tests.support.records import (
     assignment,
     birth,
     change,
-    claim,
+    claim_change,
     instance,
     instance_id,
     pool_config,
@@ -232,7 +232,7 @@ async def claim_items(store: InstanceStore, client: int, items: range) -> Any:
     lost_to: dict[str, str] = {}
     for number in items:
         try:
-            record = await store.apply(claim(instance(number), owner))
+            record = await store.apply(claim_change(instance(number), owner))
         except Conflict as conflict:
             winner: Instance = conflict.current
             lost_to[winner.instance_id] = winner.owner

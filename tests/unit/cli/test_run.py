@@ -41,7 +41,7 @@ from remuda.domain.resources import Tier
 from remuda.domain.signals import Signal
 from remuda.domain.trust import UnreadablePayload
 from remuda.wiring.aws import agent_log_environment
-from tests.support.builders import in_state, report
+from tests.support.records import in_state, report
 
 #: The documented exit codes.
 CODES: list[tuple[RemudaError, int]] = [

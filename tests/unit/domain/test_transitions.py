@@ -37,8 +37,21 @@ from remuda.domain.transitions import (
     presumed_idle,
     tombstone,
 )
-from tests.support.builders import OWNER, REMOVAL, claim, end, evidence, in_state, report, write
-from tests.support.records import NOW, assignment, at, instance, provision
+from tests.support.records import (
+    NOW,
+    OWNER,
+    REMOVAL,
+    assignment,
+    at,
+    claim,
+    end,
+    evidence,
+    in_state,
+    instance,
+    provision,
+    report,
+    write,
+)
 
 P, L, R, S = Actor.PROVISION, Actor.RELEASE, Actor.REFRESH, Actor.SCALE_DOWN
 OPERATOR = Actor.OPERATOR

@@ -28,8 +28,7 @@ from remuda.domain.transitions import (
     ReturnToPool,
     WriteCondition,
 )
-from tests.support.builders import OWNER, REMOVAL, claim, end, evidence, in_state, report, write
-from tests.support.records import NOW, at, instance
+from tests.support.records import NOW, OWNER, REMOVAL, at, claim, end, evidence, in_state, instance, report, write
 
 P, L, R, S = Actor.PROVISION, Actor.RELEASE, Actor.REFRESH, Actor.SCALE_DOWN
 

@@ -25,8 +25,7 @@ from remuda.domain.signals import Report
 from remuda.domain.transitions import Actor, RetireReason, advance
 from remuda.ports.calls import CallCounter
 from remuda.web.metrics import BUCKETS_S, METRICS, EventDeduplicator, FleetMetrics, MetricKind, metrics_route
-from tests.support.builders import end, in_state
-from tests.support.records import NOW, at, entry, instance, instance_id, pool_config, provision
+from tests.support.records import NOW, at, end, entry, in_state, instance, instance_id, pool_config, provision
 
 DOCS = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
