@@ -247,6 +247,10 @@ def claim_change(record: Instance, owner: str) -> Change:
     return advance(record, event, by=Actor.PROVISION, now=NOW, why="picked from the pool")
 
 
+def write(record: Instance, event: Event, by: Actor) -> Change:
+    return advance(record, event, by=by, now=NOW, why="a test")
+
+
 def evidence(record: Instance) -> dict[type, Event]:
     """One valid event of each type for this instance."""
     epoch = record.epoch

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remuda.fake_github.model import (
+from remuda.fake_github.registry import GitHubCore
+from remuda.fake_github.state import (
     ApiError,
     Conclusion,
     FakeGitHubSettings,
@@ -18,7 +19,6 @@ from remuda.fake_github.model import (
     TokenKind,
     matches,
 )
-from remuda.fake_github.registry import GitHubCore
 
 REPO = "acme/widgets"
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from botocore.exceptions import ClientError
 
-from remuda.adapters.aws.calls import await_and_count, chunks, gather
-from remuda.adapters.aws.errors import QUEUE_MISSING, SQS, code_of, translated
+from remuda.adapters.aws.calls import QUEUE_MISSING, SQS, await_and_count, chunks, code_of, gather, translated
 from remuda.domain import serialization
 from remuda.domain.errors import NotFound, Unavailable, UserError
 from remuda.domain.resources import PoolMessage
@@ -50,11 +49,7 @@ ATTRIBUTES = {
 #: Queues must not have a redrive policy: a message that fits no provision is received and made visible many times, and
 #: the policy would move it to the dead-letter queue.
 REDRIVE = "RedrivePolicy"
-_DEPTHS = (
-    "ApproximateNumberOfMessages",
-    "ApproximateNumberOfMessagesNotVisible",
-    "ApproximateNumberOfMessagesDelayed",
-)
+_DEPTHS = ("ApproximateNumberOfMessages", "ApproximateNumberOfMessagesNotVisible", "ApproximateNumberOfMessagesDelayed")
 #: SQS's codes for a receipt whose message was deleted, became visible again, or belongs to another queue.
 _STALE_RECEIPT = frozenset({"ReceiptHandleIsInvalid", "InvalidParameterValue", "MessageNotInflight"}) | {
     "AWS.SimpleQueueService.MessageNotInflight"
