@@ -16,11 +16,9 @@ from remuda.controlplane.scale_down import FleetContext, ScaleDownResult, scale_
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import State
 from remuda.domain.scale_down.decisions import Action, ScaleDownPolicy
-from remuda.domain.scale_down.idle_config import IdleWindow, parse_cron
 from remuda.web.dashboard.serialize import decisions, milliseconds
 from simulation.invariants import POOL, SCOPE
-from tests.support.records import NOW
-from tests.support.scripted_fleet import tags
+from tests.support.scripted_fleet import idle_window, tags
 from tests.support.virtual_time import Call, Hook, failing
 from tests.support.world import PoolWorld
 
@@ -29,9 +27,7 @@ CYCLE_S = 30.0
 
 
 def keeping(idle_count: int) -> ScaleDownPolicy:
-    assert NOW.tzinfo is not None
-    always = IdleWindow(cron=parse_cron("* * * * * *"), zone=NOW.tzinfo, zone_name="UTC", idle_count=idle_count)
-    return ScaleDownPolicy(windows=(always,), boot_min=0.5)
+    return ScaleDownPolicy(windows=(idle_window(idle_count),), boot_min=0.5)
 
 
 async def cycle(

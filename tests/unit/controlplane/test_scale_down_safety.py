@@ -5,8 +5,7 @@ The one exception is a confirmed orphan: marked as orphan, and its own runner is
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +18,14 @@ from remuda.domain.errors import Unavailable
 from remuda.domain.instance import LIVE, State
 from remuda.domain.scale_down.decisions import Action, ScaleDownPolicy
 from remuda.domain.scale_down.fleet import FleetMachine
-from remuda.domain.scale_down.idle_config import Eviction, IdleWindow, parse_cron
+from remuda.domain.scale_down.idle_config import Eviction
 from remuda.ports.calls import CallCounter
 from simulation.loop import SeededIds, VirtualClock
 from simulation.memory.compute import MemoryCloud, MemoryCompute, MemoryFleet, MemoryMachines
 from simulation.memory.pool import MemoryQueues, MemoryResourcePool
 from simulation.memory.store import MemoryDatabase, MemoryInstanceStore
-from tests.support.records import NOW, birth, instance, instance_id, pool_config
-from tests.support.scripted_fleet import ENVIRONMENT, ScriptedGitHub, ScriptedRunner, machine
+from tests.support.records import birth, instance, instance_id, pool_config
+from tests.support.scripted_fleet import ENVIRONMENT, ScriptedGitHub, ScriptedRunner, idle_window, machine
 from tests.support.virtual_time import EventRecorder, hooked, run_virtual
 
 POOL = "test"
@@ -177,18 +176,7 @@ class Trial:
             calls=calls,
         )
 
-        @asynccontextmanager
-        async def open_pool() -> AsyncIterator[Context]:
-            yield context
-
-        assert NOW.tzinfo is not None
-        window = IdleWindow(
-            cron=parse_cron("* * * * * *"),
-            zone=NOW.tzinfo,
-            zone_name="UTC",
-            idle_count=self.case.idle_count,
-            eviction=self.case.eviction,
-        )
+        window = idle_window(self.case.idle_count, eviction=self.case.eviction)
         fleet = FleetContext(
             environment=ENVIRONMENT,
             fleet=MemoryFleet(machines=self.machines, environment=ENVIRONMENT, calls=calls),
@@ -196,7 +184,7 @@ class Trial:
             clock=clock,
             event_log=EventRecorder(),
             calls=calls,
-            open_pool=open_pool,
+            open_pool=lambda: nullcontext(context),
         )
         policy = ScaleDownPolicy(windows=(window,), max_removals=self.case.budget)
         results = []
