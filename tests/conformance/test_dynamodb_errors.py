@@ -20,14 +20,7 @@ from remuda.domain.instance import Instance, State
 from remuda.domain.signals import Signal
 from remuda.ports.calls import CallCounter
 from tests.conformance.conftest import DynamoStores
-from tests.support.aws.fault_proxy import (
-    FaultProxy,
-    after_forwarding,
-    cut_connection,
-    fail,
-    never_respond,
-    respond,
-)
+from tests.support.aws.fault_proxy import FaultProxy, after_forwarding, cut_connection, fail, never_respond, respond
 from tests.support.aws.servers import LOOPBACK, Ministack, unused_port
 from tests.support.records import LONG_S, at, birth, change, claim, instance, instance_id
 from tests.support.virtual_time import AdjustableClock, EventRecorder
