@@ -30,7 +30,7 @@ ID = instance_id(1)
 
 @pytest.fixture
 def stores(between: FaultProxy, dynamo_stores: DynamoStores) -> DynamoStores:
-    dynamo_stores.options["clock"] = AdjustableClock(longest_sleep_s=0.01)
+    dynamo_stores.arguments["clock"] = AdjustableClock(longest_sleep_s=0.01)
     return dynamo_stores
 
 

@@ -60,7 +60,7 @@ PREFIX = "AROAEXAMPLE:"
 
 @pytest.fixture
 def stores(between: FaultProxy, dynamo_stores: DynamoStores) -> DynamoStores:
-    dynamo_stores.options["key_prefix"] = PREFIX
+    dynamo_stores.arguments["key_prefix"] = PREFIX
     return dynamo_stores
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +20,7 @@ from remuda.adapters.system.clock import SystemIds
 from remuda.domain.errors import Conflict, Throttled, Unavailable, UserError
 from remuda.fake_github import Endpoint
 from remuda.ports.calls import CallCounter
+from tests.conformance.conftest import Adapters
 from tests.support.records import LONG_S
 from tests.support.virtual_time import AdjustableClock
 
@@ -61,15 +61,9 @@ Connect = Callable[..., GitHubClient]
 @pytest.fixture
 async def connect(endpoint: Endpoint, clock: AdjustableClock, calls: CallCounter) -> AsyncIterator[Connect]:
     """Return a function that opens clients, which are closed after the test."""
-    async with AsyncExitStack() as stack:
-
-        def opened(**options: Any) -> GitHubClient:
-            given = {"api_url": endpoint.url, "clock": clock, "ids": SystemIds(), "calls": calls, **options}
-            github = GitHubClient(**given)
-            stack.push_async_callback(github.close)
-            return github
-
-        yield opened
+    made = Adapters(GitHubClient, api_url=endpoint.url, clock=clock, ids=SystemIds(), calls=calls)
+    yield made.open
+    await made.close()
 
 
 @pytest.fixture

@@ -194,7 +194,6 @@ async def test_concurrent_claims_have_one_winner(stores: Stores, store: Instance
     outcomes = await asyncio.gather(
         *(each.apply(claim(idle, f"p-{number}/w")) for number, each in enumerate(contenders)), return_exceptions=True
     )
-    await asyncio.gather(*(each.close() for each in contenders))
     (winner,) = (outcome for outcome in outcomes if not isinstance(outcome, BaseException))
     assert winner.epoch == 2
     losers = [outcome for outcome in outcomes if isinstance(outcome, Conflict)]
@@ -469,7 +468,6 @@ async def test_concurrent_replacements_have_one_winner(stores: Stores, store: In
         *(each.replace_provision(opened, rival) for each, rival in zip(processes, rivals, strict=True)),
         return_exceptions=True,
     )
-    await asyncio.gather(*(each.close() for each in processes))
     (winner,) = (rival for rival, outcome in zip(rivals, outcomes, strict=True) if outcome is None)
     assert [each.current for each in outcomes if isinstance(each, Conflict)] == [winner] * 4
     assert await store.get_provision("1234", "p-1") == winner
