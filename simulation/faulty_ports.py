@@ -274,7 +274,7 @@ class FaultyPool(FaultyPort):
             return self._send(inner)
         if operation == "receive":
             return self._receive(inner)
-        if operation in {"delete", "hand_back"}:
+        if operation in {"delete", "make_visible"}:
             return self._settle(operation, inner)
 
         async def call(*given: Any, **named: Any) -> Any:

@@ -30,7 +30,7 @@ _RESOURCES = "remuda.domain.resources"
 _POOL_CONFIG = "remuda.domain.pool_config"
 _CONTEXT = "remuda.controlplane.context"
 _PROVISION_PLAN = "remuda.controlplane.provision.plan"
-_PROVISION = "remuda.controlplane.provision.provisioning"
+_PROVISION = "remuda.controlplane.provision"
 _SELECTION = "remuda.controlplane.provision.selection"
 _PICKUP = "remuda.controlplane.provision.pickup"
 _ROLLBACK = "remuda.controlplane.provision.rollback"
@@ -586,9 +586,9 @@ MUTANTS: tuple[Mutant, ...] = (
         statements(
             _LOOP,
             "Agent._act",
-            "result = await self._runner.configure(record.assignment)",
+            "result = await self._runner.register(record.assignment)",
             "await self._signal(record, Signal.UD_REG_OK, 'soon')\n"
-            "result = await self._runner.configure(record.assignment)",
+            "result = await self._runner.register(record.assignment)",
         ),
     ),
     _mutant(

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -51,7 +52,7 @@ from tests.support.aws.fault_proxy import (
     respond_late,
 )
 from tests.support.aws.in_process_agents import InProcessAgents, PoolAgents, in_process_agents
-from tests.support.aws.stack import AwsStack, aws_stack
+from tests.support.aws.stack import AwsStack
 from tests.support.cli import LIMIT_S, CommandResult, run_cli
 
 #: Many commands run one after the other, on a computer that may be busy with other tests.
@@ -94,12 +95,10 @@ Schedules = Mapping[str, FaultSchedule]
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AwsStack]:
-    with aws_stack(tmp_path_factory.mktemp("stack")) as started, pytest.MonkeyPatch.context() as patch:
-        for name, value in started.environment().items():
-            if name.startswith("AWS_"):
-                patch.setenv(name, value)
-        yield started
+def stack(stack: AwsStack) -> Iterator[AwsStack]:
+    aws = {name: value for name, value in stack.environment().items() if name.startswith("AWS_")}
+    with patch.dict(os.environ, aws):
+        yield stack
 
 
 @dataclass(kw_only=True)
@@ -322,7 +321,7 @@ async def register_stale_runner(pool: PoolBehindProxies) -> None:
         labels=("stale",),
         credential=config.tokens_for(scope).registration,
     )
-    assert (await pool.agents.runner().configure(assignment)).ok
+    assert (await pool.agents.runner().register(assignment)).ok
 
 
 async def abandon_provision(pool: PoolBehindProxies) -> None:

@@ -16,8 +16,16 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from remuda.domain.instance import State
-from tests.support.dashboard import LIMIT_S, Dashboard, SampleStore, environment, live_instances, remuda
-from tests.support.sample_records import SampleInstance, with_store
+from tests.support.dashboard import (
+    LIMIT_S,
+    Dashboard,
+    SampleInstance,
+    SampleStore,
+    environment,
+    live_instances,
+    remuda,
+    with_store,
+)
 
 TOKEN = "a-token-for-the-tests"
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from remuda.controlplane.doctor import exit_code, run_checks
 from remuda.ports.doctor import CheckResult
 from remuda.wiring.doctor import open_doctor
 from tests.support.aws.ec2 import ARM_AMI, LINUX_AMI, WINDOWS_AMI
-from tests.support.aws.stack import SCOPE, AwsStack, aws_stack
+from tests.support.aws.stack import SCOPE, AwsStack
 from tests.support.cli import run_cli
 from tests.support.local_backend import run_local
 
@@ -72,12 +72,11 @@ async def _launch(client: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Patient]:
-    with aws_stack(tmp_path_factory.mktemp("doctor")) as servers:
-        code, answer = servers.refresh(pool=POOL)
-        assert code == 0, answer
-        servers.call("ec2", _launch)
-        yield Patient(servers)
+def patient(stack: AwsStack) -> Patient:
+    code, answer = stack.refresh(pool=POOL)
+    assert code == 0, answer
+    stack.call("ec2", _launch)
+    return Patient(stack)
 
 
 def test_a_healthy_pool_has_no_findings_and_is_not_changed(patient: Patient):

@@ -91,7 +91,7 @@ async def main():
         "load": lambda: machine.load().script_detail,
         "reset": lambda: machine.reset(),
         "state": lambda: runner.state(),
-        "configure": lambda *given: runner.configure(assignment(*given)),
+        "register": lambda *given: runner.register(assignment(*given)),
         "start": lambda: runner.start(assignment("http://github/o/r", "name", "token")),
         "remove": lambda *given: runner.remove(assignment(*given)),
         "stop": lambda: runner.stop(),
@@ -674,7 +674,7 @@ async def state_of(world: LocalMachines, name: str, *words: str) -> None:
 async def test_job_and_reset(world: LocalMachines, github: LocalGitHub) -> None:
     name = await world.one()
     url = f"{github.url}/o/r"
-    configured = await world.call(name, "configure", url, "first", await github.token("registration"))
+    configured = await world.call(name, "register", url, "first", await github.token("registration"))
     assert "ok=True" in configured, configured
     assert [runner["status"] for runner in await github.runners()] == ["offline"]
     await world.call(name, "start")
@@ -713,13 +713,13 @@ async def test_job_and_reset(world: LocalMachines, github: LocalGitHub) -> None:
     supervisor, agent = world.supervisor(name), await world.call(name, "pid")
     assert [process.pid for process in procfs.descendants(supervisor)] == [agent]
     assert list((world.root / name / "home").iterdir()) == []
-    again = await world.call(name, "configure", url, "second", await github.token("registration"))
+    again = await world.call(name, "register", url, "second", await github.token("registration"))
     assert "ok=True" in again, again
 
 
 async def test_job_ends_with_its_machine(world: LocalMachines, github: LocalGitHub) -> None:
     name = await world.one()
-    await world.call(name, "configure", f"{github.url}/o/r", "first", await github.token("registration"))
+    await world.call(name, "register", f"{github.url}/o/r", "first", await github.token("registration"))
     await world.call(name, "start")
     await github.job("sleep 1000")
     await state_of(world, name, "busy=True")

@@ -165,7 +165,7 @@ class DynamoStores(Stores):
 
 
 class Pools(Adapters):
-    counted: ClassVar = {name: ("pool", name) for name in ("send", "receive", "hand_back", "delete")}
+    counted: ClassVar = {name: ("pool", name) for name in ("send", "receive", "make_visible", "delete")}
 
     def __init__(self, adapter: Callable[..., Any], **arguments: Any) -> None:
         self._clock = AdjustableClock()
@@ -208,7 +208,7 @@ class SqsPools(Pools):
     counted: ClassVar = {
         "send": ("sqs", "SendMessageBatch"),
         "receive": ("sqs", "ReceiveMessage"),
-        "hand_back": ("sqs", "ChangeMessageVisibilityBatch"),
+        "make_visible": ("sqs", "ChangeMessageVisibilityBatch"),
         "delete": ("sqs", "DeleteMessageBatch"),
     }
 

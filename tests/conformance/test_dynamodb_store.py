@@ -36,7 +36,7 @@ from remuda.ports.calls import CallCounter
 from tests.conformance.conftest import DynamoStores
 from tests.support.aws.fault_proxy import FaultProxy, fail, respond_together
 from tests.support.aws.servers import Ministack, ministack
-from tests.support.dynamodb_permissions import denied_requests, iam_requests
+from tests.support.iam import denied_requests, iam_requests
 from tests.support.records import (
     LONG_S,
     NOW,
@@ -44,7 +44,7 @@ from tests.support.records import (
     at,
     birth,
     change,
-    claim,
+    claim_change,
     instance,
     instance_id,
     pool_config,
@@ -416,7 +416,7 @@ async def test_every_query_reads_all_pages(
 
 async def test_conflict_needs_no_second_read(store: DynamoInstanceStore, between: FaultProxy) -> None:
     idle = await store.apply(birth(instance()))
-    winner = await store.apply(claim(idle, "p-1/a"))
+    winner = await store.apply(claim_change(idle, "p-1/a"))
     opened = provision()
     await store.put_provision(opened)
     await store.write_signal(ID, epoch=2, signal=Signal.UD_REG_OK)
@@ -424,7 +424,7 @@ async def test_conflict_needs_no_second_read(store: DynamoInstanceStore, between
     between.requests.clear()
     shown = []
     for call in (
-        store.apply(claim(idle, "p-2/b")),
+        store.apply(claim_change(idle, "p-2/b")),
         store.put_provision(opened),
         store.write_signal(ID, epoch=1, signal=Signal.UD_OK),
     ):
@@ -473,7 +473,7 @@ async def test_conflicting_change_is_written_alone_and_the_others_together(
     records = [await store.apply(birth(instance(number))) for number in range(6)]
     for record in records[:4]:
         await store.beat(record.instance_id, **BEAT)
-    moved = await store.apply(claim(records[2], "p-1/a"))
+    moved = await store.apply(claim_change(records[2], "p-1/a"))
     between.requests.clear()
     failures = await store.apply_all([ended(record) for record in records])
     assert [failure.current for failure in failures if isinstance(failure, Conflict)] == [moved]

@@ -57,7 +57,7 @@ async def test_unknown_class_raises_not_found(pool: ResourcePool) -> None:
         pool.receive("small", visibility_s=1),
         pool.send([message(1), message(2, resource_class="small")]),
         pool.delete("small", ["r-1"]),
-        pool.hand_back("small", ["r-1"]),
+        pool.make_visible("small", ["r-1"]),
         pool.depth("small"),
     ):
         with pytest.raises(NotFound):
@@ -121,14 +121,14 @@ async def test_more_messages_than_a_batch_are_deleted(pool: ResourcePool) -> Non
     await pool.delete("large", [])
 
 
-async def test_handed_back_message_is_visible_immediately(pool: ResourcePool, other_pool: ResourcePool) -> None:
+async def test_message_made_visible_is_received_at_once(pool: ResourcePool, other_pool: ResourcePool) -> None:
     await pool.send([message(number) for number in range(12)])
     deliveries = await drain(pool)
-    await pool.hand_back("large", receipts(deliveries))
+    await pool.make_visible("large", receipts(deliveries))
     again = await drain(other_pool)
     assert numbers(again) == list(range(12))
     assert set(receipts(again)).isdisjoint(receipts(deliveries))
-    await pool.hand_back("large", [])
+    await pool.make_visible("large", [])
 
 
 async def test_stale_receipt_is_ignored(pools: Pools, pool: ResourcePool, other_pool: ResourcePool) -> None:
@@ -137,11 +137,11 @@ async def test_stale_receipt_is_ignored(pools: Pools, pool: ResourcePool, other_
     await pools.advance(HIDDEN_S + 1)
     (second,) = await other_pool.receive("large", visibility_s=HIDDEN_S)
     await pool.delete("large", [first.receipt])
-    await pool.hand_back("large", [first.receipt])
+    await pool.make_visible("large", [first.receipt])
     assert await pool.receive("large", visibility_s=HIDDEN_S) == []
     await other_pool.delete("large", [second.receipt])
     await other_pool.delete("large", [second.receipt])
-    await other_pool.hand_back("large", [second.receipt])
+    await other_pool.make_visible("large", [second.receipt])
     assert await pool.depth("large") == 0
 
 
@@ -191,7 +191,7 @@ async def test_waiting_receive_returns_a_new_message(pool: ResourcePool, other_p
         assert numbers(await waiting) == [2]
 
 
-async def test_waiting_receive_returns_a_handed_back_message(pool: ResourcePool, other_pool: ResourcePool) -> None:
+async def test_waiting_receive_returns_a_message_made_visible(pool: ResourcePool, other_pool: ResourcePool) -> None:
     await pool.send([message(1)])
     await pool.receive("large", visibility_s=SHORT_S)
     async with asyncio.timeout(LONG_S):
@@ -199,7 +199,7 @@ async def test_waiting_receive_returns_a_handed_back_message(pool: ResourcePool,
         async with asyncio.TaskGroup() as group:
             waiting = group.create_task(other_pool.receive("large", visibility_s=HIDDEN_S, wait_s=2 * LONG_S))
             assert await other_pool.receive("large", visibility_s=HIDDEN_S, wait_s=SHORT_S) == []
-            await pool.hand_back("large", [again.receipt])
+            await pool.make_visible("large", [again.receipt])
             assert numbers(await waiting) == [1]
 
 
@@ -263,11 +263,11 @@ async def test_calls_are_counted_per_batch(pools: Pools, pool: ResourcePool) -> 
         *await pool.receive("large", visibility_s=HIDDEN_S),
         *await pool.receive("large", visibility_s=HIDDEN_S),
     ]
-    await pool.hand_back("large", receipts(deliveries)[:1])
+    await pool.make_visible("large", receipts(deliveries)[:1])
     await pool.delete("large", receipts(deliveries))
     counts = pools.calls.by_service()
     counted = {operation: counts[service][name] for operation, (service, name) in pools.counted.items()}
-    assert counted == {"send": 3, "receive": 2, "hand_back": 1, "delete": 2}
+    assert counted == {"send": 3, "receive": 2, "make_visible": 1, "delete": 2}
 
 
 # SQS: changed queues, partial batches, short polls, malformed bodies --------------------------------------------------
@@ -403,7 +403,7 @@ FAILED = {"Id": "1", "Code": "InternalError", "SenderFault": False}
 
 @pytest.mark.parametrize(
     ("operation", "wire_name"),
-    [("send", "SendMessageBatch"), ("delete", "DeleteMessageBatch"), ("hand_back", "ChangeMessageVisibilityBatch")],
+    [("send", "SendMessageBatch"), ("delete", "DeleteMessageBatch"), ("make_visible", "ChangeMessageVisibilityBatch")],
 )
 async def test_rejected_entries_are_retried_once(
     sqs_pool: SqsResourcePool, sqs_proxy: FaultProxy, operation: str, wire_name: str

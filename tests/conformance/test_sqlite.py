@@ -20,9 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remuda.adapters.sqlite.connection import FIRST_INTERVAL_S, LAST_INTERVAL_S
-from remuda.adapters.sqlite.errors import translated
 from remuda.adapters.sqlite.pool import SqliteResourcePool
-from remuda.adapters.sqlite.schema import VERSION
+from remuda.adapters.sqlite.schema import VERSION, translated
 from remuda.adapters.sqlite.store import SqliteInstanceStore
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.domain.errors import Conflict, Unavailable, UserError

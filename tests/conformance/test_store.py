@@ -34,7 +34,7 @@ from tests.support.records import (
     at,
     birth,
     change,
-    claim,
+    claim_change,
     instance,
     instance_id,
     pool_config,
@@ -192,7 +192,8 @@ async def test_concurrent_claims_have_one_winner(stores: Stores, store: Instance
     idle = await store.apply(birth(instance()))
     contenders = [stores.open() for _ in range(6)]
     outcomes = await asyncio.gather(
-        *(each.apply(claim(idle, f"p-{number}/w")) for number, each in enumerate(contenders)), return_exceptions=True
+        *(each.apply(claim_change(idle, f"p-{number}/w")) for number, each in enumerate(contenders)),
+        return_exceptions=True,
     )
     (winner,) = (outcome for outcome in outcomes if not isinstance(outcome, BaseException))
     assert winner.epoch == 2
@@ -584,8 +585,8 @@ async def test_forget_removes_due_records(store: InstanceStore) -> None:
 async def test_claim_with_a_false_message_conflicts(store: InstanceStore, lie: dict[str, Any]) -> None:
     record = instance()
     await store.apply(birth(record))
-    assert await conflict(store.apply(claim(replace(record, **lie), "p-1/a"))) == record
-    assert (await store.apply(claim(record, "p-1/a"))).state is State.CLAIMED
+    assert await conflict(store.apply(claim_change(replace(record, **lie), "p-1/a"))) == record
+    assert (await store.apply(claim_change(record, "p-1/a"))).state is State.CLAIMED
 
 
 # Malformed records -----------------------------------------------------------------------------------------------

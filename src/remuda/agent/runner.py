@@ -1,4 +1,4 @@
-"""Control of actions/runner on a machine: configure, start, remove, stop. Works with the real and the fake runner."""
+"""Control of actions/runner on a machine: register, start, remove, stop. Works with the real and the fake runner."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class ActionsRunner:
             refused=self.refused() if spent else "",
         )
 
-    async def configure(self, assignment: Assignment) -> StepResult:
+    async def register(self, assignment: Assignment) -> StepResult:
         if self._is_listening():
             return StepResult(ok=False, detail="a listener of an earlier assignment is still running")
         self._forget()

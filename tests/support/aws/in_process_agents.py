@@ -58,7 +58,7 @@ class RegisteringRunner(RecordingRunner):
         self._http = http
         self._runner_id = 0
 
-    async def configure(self, assignment: Assignment) -> StepResult:
+    async def register(self, assignment: Assignment) -> StepResult:
         # GitHub has registered a just-in-time runner already.
         if self.configure_outcome.ok and not assignment.jit_config:
             body = {
@@ -75,7 +75,7 @@ class RegisteringRunner(RecordingRunner):
             if answer.status_code != 201:
                 return StepResult(ok=False, detail=answer.text)
             self._runner_id = int(answer.json()["files"][".runner"]["agentId"])
-        return await super().configure(assignment)
+        return await super().register(assignment)
 
     async def remove(self, assignment: Assignment) -> tuple[RemovalStatus, str]:
         if self.current.registered_as and not assignment.runner_id:

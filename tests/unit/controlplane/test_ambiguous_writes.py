@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from remuda.domain.errors import Conflict, RemudaError, Unavailable
 from remuda.domain.instance import State
 from remuda.domain.provision import ProvisionStatus
 from tests.support.records import provision
-from tests.support.virtual_time import AmbiguousAnswer, Call, failing, run_virtual
+from tests.support.virtual_time import AmbiguousAnswer, Call, Hook, failing, run_virtual
 from tests.support.world import PoolWorld
 
 WRITES = ("store.apply", "store.put_provision", "store.replace_provision", "pool.delete", "compute.launch")
@@ -20,11 +21,26 @@ WRITES = ("store.apply", "store.put_provision", "store.replace_provision", "pool
 MAX_WRITES = 12
 
 
-async def _provision_once(operation: str, at: int, *, applied: bool) -> int:
-    world = PoolWorld()
-    await world.configure()
+def lose_each_answer(operation: str, applied: bool, scenario: Callable[[PoolWorld, Hook], Awaitable[None]]) -> None:  # noqa: FBT001
+    """Run the scenario once for each write of this kind, whose answer is lost."""
+
+    async def run_once(at: int) -> int:
+        world = PoolWorld()
+        await world.configure()
+        hook = AmbiguousAnswer(operation, applied=applied, at=(at,))
+        await scenario(world, hook)
+        await world.end()
+        return hook.count
+
+    for at in range(1, MAX_WRITES):
+        if run_virtual(run_once(at)) < at:
+            assert at > 1
+            return
+    pytest.fail("there are more writes than MAX_WRITES")
+
+
+async def _provision(world: PoolWorld, hook: Hook) -> None:
     await world.warm(2)
-    hook = AmbiguousAnswer(operation, applied=applied, at=(at,))
     sibling = asyncio.create_task(world.provision("sibling", count=1))
     try:
         mine = await world.provision("mine", count=3, process=world.process(hook))
@@ -35,41 +51,26 @@ async def _provision_once(operation: str, at: int, *, applied: bool) -> int:
     theirs = await sibling
     assert world.record(theirs.instances[0].instance.instance_id).run_id == "sibling"
     world.check()
-    await world.end()
-    return hook.count
 
 
 @pytest.mark.parametrize("applied", [True, False], ids=["applied", "lost"])
 @pytest.mark.parametrize("operation", WRITES)
 def test_provision_with_one_ambiguous_write(operation: str, *, applied: bool) -> None:
-    for at in range(1, MAX_WRITES):
-        if run_virtual(_provision_once(operation, at, applied=applied)) < at:
-            assert at > 1
-            return
-    pytest.fail("there are more writes than MAX_WRITES")
+    lose_each_answer(operation, applied, _provision)
 
 
-async def _release_once(operation: str, at: int, *, applied: bool) -> int:
-    world = PoolWorld()
-    await world.configure()
+async def _release(world: PoolWorld, hook: Hook) -> None:
     await world.provision("mine", count=2)
-    hook = AmbiguousAnswer(operation, applied=applied, at=(at,))
     await asyncio.gather(world.release("mine", process=world.process(hook)), world.sweep(), return_exceptions=True)
     await world.pass_time(15)
     assert len(world.in_state(State.IDLE)) == 2
     assert len(set(world.messages())) == 2
-    await world.end()
-    return hook.count
 
 
 @pytest.mark.parametrize("applied", [True, False], ids=["applied", "lost"])
 @pytest.mark.parametrize("operation", ["store.apply", "store.replace_provision", "pool.send"])
 def test_release_with_one_ambiguous_write(operation: str, *, applied: bool) -> None:
-    for at in range(1, MAX_WRITES):
-        if run_virtual(_release_once(operation, at, applied=applied)) < at:
-            assert at > 1
-            return
-    pytest.fail("there are more writes than MAX_WRITES")
+    lose_each_answer(operation, applied, _release)
 
 
 async def test_applied_claim_is_recognised(world: PoolWorld) -> None:

@@ -24,19 +24,6 @@ MAX_AGENT_CALLS = 90
 Scenario = Callable[[PoolWorld, Cut], Awaitable[None]]
 
 
-def interrupt_at_each_call(kind: CutKind, scenario: Scenario, *, min_calls: int) -> None:
-    for at in range(1, MAX_CALLS):
-        try:
-            calls = run_virtual(_interrupt_once(at, kind, scenario))
-        except BaseException as error:
-            error.add_note(f"interrupted at call {at}: {kind.value}")
-            raise
-        if len(calls) < at:
-            assert at > min_calls, f"only {at} calls were interrupted: {calls}"
-            return
-    pytest.fail("the use case makes more calls than MAX_CALLS")
-
-
 async def _interrupt_once(at: int, kind: CutKind, scenario: Scenario) -> list[str]:
     world = PoolWorld()
     await world.configure()
@@ -67,11 +54,6 @@ async def provision_scenario(world: PoolWorld, cut: Cut) -> None:
         world.check_holds_nothing("cut")
 
 
-@pytest.mark.parametrize("kind", CutKind)
-def test_provision_interrupted_at_each_call(kind: CutKind) -> None:
-    interrupt_at_each_call(kind, provision_scenario, min_calls=20)
-
-
 async def ephemeral_scenario(world: PoolWorld, cut: Cut) -> None:
     """No registration may outlive its machine; the end of the world checks that."""
     process = world.process(cut, credentialed=True)
@@ -79,11 +61,6 @@ async def ephemeral_scenario(world: PoolWorld, cut: Cut) -> None:
     if ended is not None and not cut.dead.is_set():
         assert isinstance(ended, RemudaError | asyncio.CancelledError), repr(ended)
         world.check_holds_nothing("cut")
-
-
-@pytest.mark.parametrize("kind", CutKind)
-def test_ephemeral_provision_interrupted_at_each_call(kind: CutKind) -> None:
-    interrupt_at_each_call(kind, ephemeral_scenario, min_calls=12)
 
 
 async def ephemeral_release_scenario(world: PoolWorld, cut: Cut) -> None:
@@ -94,11 +71,6 @@ async def ephemeral_release_scenario(world: PoolWorld, cut: Cut) -> None:
     await cut.run(world.release("cut", process=world.process(cut, credentialed=True)))
 
 
-@pytest.mark.parametrize("kind", CutKind)
-def test_release_of_ephemeral_instances_interrupted_at_each_call(kind: CutKind) -> None:
-    interrupt_at_each_call(kind, ephemeral_release_scenario, min_calls=10)
-
-
 async def release_scenario(world: PoolWorld, cut: Cut) -> None:
     await world.provision("cut", count=2)
     world.github.queue(run_id="cut", labels=["cut"], seconds=8)
@@ -107,11 +79,6 @@ async def release_scenario(world: PoolWorld, cut: Cut) -> None:
     again = await world.release("cut")
     assert not again.errors
     assert not [item for item in world.database.instances.values() if item.state in ASSIGNED]
-
-
-@pytest.mark.parametrize("kind", CutKind)
-def test_release_interrupted_at_each_call(kind: CutKind) -> None:
-    interrupt_at_each_call(kind, release_scenario, min_calls=15)
 
 
 async def refresh_scenario(world: PoolWorld, cut: Cut) -> None:
@@ -131,9 +98,29 @@ async def refresh_scenario(world: PoolWorld, cut: Cut) -> None:
     await lost.discard()
 
 
+#: Scenarios, and the number of calls that each makes at least.
+SCENARIOS: dict[Scenario, int] = {
+    provision_scenario: 20,
+    ephemeral_scenario: 12,
+    ephemeral_release_scenario: 10,
+    release_scenario: 15,
+    refresh_scenario: 15,
+}
+
+
 @pytest.mark.parametrize("kind", CutKind)
-def test_refresh_interrupted_at_each_call(kind: CutKind) -> None:
-    interrupt_at_each_call(kind, refresh_scenario, min_calls=15)
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__.removesuffix("_scenario"))
+def test_use_case_interrupted_at_each_call(scenario: Scenario, kind: CutKind) -> None:
+    for at in range(1, MAX_CALLS):
+        try:
+            calls = run_virtual(_interrupt_once(at, kind, scenario))
+        except BaseException as error:
+            error.add_note(f"interrupted at call {at}: {kind.value}")
+            raise
+        if len(calls) < at:
+            assert at > SCENARIOS[scenario], f"only {at} calls were interrupted: {calls}"
+            return
+    pytest.fail("the use case makes more calls than MAX_CALLS")
 
 
 async def _kill_agent_once(at: int, *, applied: bool) -> list[str]:

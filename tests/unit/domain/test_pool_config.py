@@ -15,8 +15,7 @@ from remuda.domain.pool_config import (
     runner_prefix,
     stale_registration_reason,
 )
-from tests.support.builders import in_state
-from tests.support.records import NOW, at, instance_id, pool_config
+from tests.support.records import NOW, at, in_state, instance_id, pool_config
 
 POOLS = st.from_regex(r"\A[a-z0-9][a-z0-9-]{0,19}\Z")
 EPOCHS = st.integers(1, 10**9)

@@ -16,8 +16,7 @@ from remuda.domain.resources import Reuse
 from remuda.domain.signals import Signal
 from remuda.domain.thresholds import Lifetimes, expired
 from remuda.domain.transitions import Actor, End, Extend, ReturnToPool, advance
-from tests.support.builders import in_state, report
-from tests.support.records import NOW, assignment, at
+from tests.support.records import NOW, assignment, at, in_state, report
 
 LIFE = Lifetimes(release_time_s=300.0, max_age_s=3_600.0, max_uses=3)
 CLEAN = Signal.UD_REMOVE_REG_REMOVE_RUN_OK

@@ -32,6 +32,7 @@ from remuda.domain.resources import (
     mismatch,
     parse_classes,
 )
+from tests.support.mutations import any_json
 from tests.support.records import message
 
 #: Maximum characters of an error message.
@@ -153,14 +154,7 @@ def test_malformed_classes_are_rejected_in_one_short_sentence(document: Any) -> 
     assert len(refused.value.message) < MAX_MESSAGE
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=10,
-)
-
-
-@given(JSON)
+@given(any_json)
 def test_any_json_parses_or_raises_user_error(document: Any) -> None:
     with suppress(UserError):
         assert all(each.cpu >= 1 and each.memory_mib >= 1 for each in parse_classes(document))

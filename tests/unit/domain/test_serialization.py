@@ -19,6 +19,7 @@ from remuda.domain.resources import PoolMessage
 from remuda.domain.serialization import MAX_INTEGER, camel, from_document, to_document, to_jsonable
 from remuda.domain.signals import Report, Signal
 from remuda.domain.timestamps import after, from_text, to_milliseconds, to_text
+from tests.support.mutations import any_json
 from tests.support.records import NOW, assignment, at, entry, instance, message, pool_config, provision
 
 RECORDS = [
@@ -171,15 +172,8 @@ def test_invalid_message_is_rejected(changed: dict[str, Any]) -> None:
         from_document(PoolMessage, {**to_document(message()), **changed})
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=5,
-)
-
-
 @pytest.mark.parametrize("record", [instance(assignment=assignment()), pool_config(), message(), provision()])
-@given(data=st.data(), value=JSON)
+@given(data=st.data(), value=any_json)
 def test_any_other_document_raises_value_error(record: Any, data: st.DataObject, value: Any) -> None:
     """The parser returns a record or raises `ValueError` for every document."""
     key = camel(data.draw(st.sampled_from([item.name for item in fields(record)])))

@@ -37,8 +37,20 @@ from remuda.domain.transitions import (
     presumed_idle,
     tombstone,
 )
-from tests.support.builders import OWNER, REMOVAL, claim, end, evidence, in_state, report
-from tests.support.records import NOW, assignment, at, instance, provision
+from tests.support.records import (
+    NOW,
+    OWNER,
+    REMOVAL,
+    assignment,
+    at,
+    claim,
+    end,
+    evidence,
+    in_state,
+    instance,
+    provision,
+    report,
+)
 
 P, L, R, S = Actor.PROVISION, Actor.RELEASE, Actor.REFRESH, Actor.SCALE_DOWN
 OPERATOR = Actor.OPERATOR

@@ -30,8 +30,7 @@ from remuda.domain.transitions import (
     WriteCondition,
     advance,
 )
-from tests.support.builders import OWNER, REMOVAL, claim, end, evidence, in_state, report
-from tests.support.records import NOW, at, instance
+from tests.support.records import NOW, OWNER, REMOVAL, at, claim, end, evidence, in_state, instance, report
 
 P, L, R, S = Actor.PROVISION, Actor.RELEASE, Actor.REFRESH, Actor.SCALE_DOWN
 

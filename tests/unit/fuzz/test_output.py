@@ -93,24 +93,11 @@ FEED._first_poll_done.set()
 COOKIE = (b"cookie", b"remuda_session=\xff;;=;")
 APPS = [build_app(FEED, token=token, loopback=True) for token in (None, AccessToken("t0ken"))]
 PATHS = (
-    "/",
-    "/login",
-    "/api/snapshot",
-    "/api/events",
-    "/api/explanation",
-    "/style.css",
-    "/metrics",
-    "/../x",
-    "/api/%00",
-    "//",
+    *("/", "/login", "/api/snapshot", "/api/events", "/api/explanation", "/style.css", "/metrics", "/../x"),
+    *("/api/%00", "//"),
 )
 NAMES = (
-    b"cookie",
-    b"authorization",
-    b"host",
-    b"last-event-id",
-    b"if-none-match",
-    b"sec-fetch-site",
+    *(b"cookie", b"authorization", b"host", b"last-event-id", b"if-none-match", b"sec-fetch-site"),
     b"x-forwarded-proto",
 )
 

@@ -15,7 +15,6 @@ from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.sqs import _delivery
 from remuda.adapters.sqlite import documents as sqlite_documents
 from remuda.adapters.sqlite.pool import _delivery as sqlite_delivery
-from remuda.adapters.sqlite.queues import ReceivedMessage
 from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.pool_config import PoolConfig, runner_name
 from remuda.domain.provision import Provision
@@ -151,7 +150,7 @@ def test_pool_message(body: bytes) -> None:
     text = body.decode(errors="replace")
     for delivery in (
         _delivery({"ReceiptHandle": "r", "Body": text}),
-        sqlite_delivery(ReceivedMessage(receipt="r", body=text)),
+        sqlite_delivery("r", text),
     ):
         assert delivery.receipt == "r"
         assert bool(delivery.malformed) is (delivery.message is None)

@@ -21,8 +21,16 @@ from botocore.exceptions import ClientError
 from botocore.loaders import Loader, create_loader
 from botocore.utils import is_valid_endpoint_url, is_valid_ipv6_endpoint_url
 
-from remuda.adapters.aws.calls import await_response
-from remuda.adapters.aws.errors import DYNAMODB, SQS, ErrorCategory, category_of, checked_settings, code_of, translated
+from remuda.adapters.aws.calls import (
+    DYNAMODB,
+    SQS,
+    ErrorCategory,
+    await_response,
+    category_of,
+    checked_settings,
+    code_of,
+    translated,
+)
 from remuda.domain.errors import RemudaError, UserError
 
 if TYPE_CHECKING:

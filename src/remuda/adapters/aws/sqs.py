@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from botocore.exceptions import ClientError
 
-from remuda.adapters.aws.calls import await_and_count, chunks, gather
-from remuda.adapters.aws.errors import QUEUE_MISSING, SQS, code_of, translated
+from remuda.adapters.aws.calls import QUEUE_MISSING, SQS, await_and_count, chunks, code_of, gather, translated
 from remuda.domain import serialization
 from remuda.domain.errors import NotFound, Unavailable, UserError
 from remuda.domain.resources import PoolMessage
@@ -47,14 +46,10 @@ ATTRIBUTES = {
     "DelaySeconds": "0",
     "ReceiveMessageWaitTimeSeconds": "0",
 }
-#: Queues must not have a redrive policy: a message that fits no provision is received and handed back many times, and
+#: Queues must not have a redrive policy: a message that fits no provision is received and made visible many times, and
 #: the policy would move it to the dead-letter queue.
 REDRIVE = "RedrivePolicy"
-_DEPTHS = (
-    "ApproximateNumberOfMessages",
-    "ApproximateNumberOfMessagesNotVisible",
-    "ApproximateNumberOfMessagesDelayed",
-)
+_DEPTHS = ("ApproximateNumberOfMessages", "ApproximateNumberOfMessagesNotVisible", "ApproximateNumberOfMessagesDelayed")
 #: SQS's codes for a receipt whose message was deleted, became visible again, or belongs to another queue.
 _STALE_RECEIPT = frozenset({"ReceiptHandleIsInvalid", "InvalidParameterValue", "MessageNotInflight"}) | {
     "AWS.SimpleQueueService.MessageNotInflight"
@@ -153,13 +148,13 @@ class SqsResourcePool:
             messages = answer.get("Messages", [])
             is_over = self._clock.monotonic() >= deadline if wait_s > 0 else polls >= SHORT_POLLS
             if messages or is_over:
-                # A message without a receipt can be neither deleted nor handed back; SQS delivers it again later.
+                # A message without a receipt can be neither deleted nor made visible; SQS delivers it again later.
                 return [_delivery(message) for message in messages if message.get("ReceiptHandle")]
 
     async def delete(self, resource_class: str, receipts: Collection[str]) -> None:
         await self._with_receipts("DeleteMessageBatch", self._client.delete_message_batch, resource_class, receipts, {})
 
-    async def hand_back(self, resource_class: str, receipts: Collection[str]) -> None:
+    async def make_visible(self, resource_class: str, receipts: Collection[str]) -> None:
         await self._with_receipts(
             "ChangeMessageVisibilityBatch",
             self._client.change_message_visibility_batch,

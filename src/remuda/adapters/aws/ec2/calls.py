@@ -10,8 +10,7 @@ from aiobotocore.config import AioConfig
 from botocore import xform_name
 from botocore.exceptions import ClientError
 
-from remuda.adapters.aws.calls import await_response
-from remuda.adapters.aws.errors import EC2, FAILURES, code_of, translate
+from remuda.adapters.aws.calls import EC2, FAILURES, await_response, code_of, translate
 from remuda.domain.errors import RemudaError, Throttled, TimedOut, Unavailable
 from remuda.domain.resources import is_instance_id
 from remuda.domain.timestamps import to_milliseconds
