@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.aws.ec2_machines import MachineStack
 from tests.support.aws.stack import AwsStack, aws_stack
+from tests.support.dashboard import Dashboard, SampleInstance, SampleStore
 from tests.support.local_backend import LocalBackend
 from tests.support.namespace_machine.machine import bake_image
 
@@ -58,3 +59,15 @@ async def backend(tmp_path: Path) -> AsyncIterator[LocalBackend]:
     backend = LocalBackend(tmp_path / "state")
     yield backend
     await backend.down()
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> SampleStore:
+    return SampleStore(tmp_path_factory.mktemp("store") / "state")
+
+
+@pytest.fixture(scope="module")
+def dashboard(store: SampleStore, samples: list[SampleInstance]) -> Iterator[Dashboard]:
+    """The dashboard of the file's own `samples`."""
+    with Dashboard(store.folder) as started:
+        yield started

@@ -291,13 +291,13 @@ def test_idle_instances_serve_the_next_run(results: CrashResults) -> None:
     assert [document["reused"] for document in documents] == [1, 1, 1], documents
 
 
+# All processes of a kind ----------------------------------------------------------------------------------------------
+
+
 @pytest.fixture
 async def backend(backend: LocalBackend) -> LocalBackend:
     await backend.up(idle_time_sec=600, release_time_sec=60)
     return backend
-
-
-# All processes of a kind ----------------------------------------------------------------------------------------------
 
 
 def kill(pids: list[int | None]) -> None:

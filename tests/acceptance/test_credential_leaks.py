@@ -258,12 +258,6 @@ def leaves(value: Any, *path: str) -> Iterator[tuple[list[str], str]]:
         yield list(path), value
 
 
-async def put_secret(url: str, text: str) -> str:
-    """Create a secret and return its ARN."""
-    async with aws_client("secretsmanager", url) as client:
-        return str((await client.create_secret(Name=f"canary-{secrets.token_hex(4)}", SecretString=text))["ARN"])
-
-
 def readable_for_jobs(machine: NamespaceMachine, scanner: LeakScanner, credential: str) -> list[str]:
     """Files with a credential that the user of jobs can read, including one that this function creates.
 
@@ -295,7 +289,7 @@ async def test_no_credential_leaks(machine_stack: MachineStack, tmp_path: Path) 
         await github.change_settings(app_id=APP_ID, app_key=public, app_owners=[SCOPE.partition("/")[0]])
         own = scanner.add("token of a run", await github.issue_token())
     scope = ("--github-scope", SCOPE)
-    arn = await put_secret(machine_stack.stack.store.url, json.dumps({"token": admin}))
+    arn = await asyncio.to_thread(machine_stack.stack.put_secret, "canary", json.dumps({"token": admin}))
 
     with observe_processes() as processes:
         # In every supported way, with both log formats.

@@ -69,19 +69,8 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> SampleStore:
-    return SampleStore(tmp_path_factory.mktemp("store") / "state")
-
-
-@pytest.fixture(scope="module")
 def samples(store: SampleStore) -> list[SampleInstance]:
     return store.fleet(60, 900)
-
-
-@pytest.fixture(scope="module")
-def dashboard(store: SampleStore, samples: list[SampleInstance]) -> Iterator[Dashboard]:
-    with Dashboard(store.folder) as started:
-        yield started
 
 
 @contextmanager

@@ -6,11 +6,10 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -277,29 +276,10 @@ async def test_ephemeral_machines_without_a_job_leave_no_registration(backend: L
     assert backend.machines() == []
 
 
-def start(folder: Path, *arguments: str, **env: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "remuda", *arguments, "--dir", str(folder), "--json"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **env},
-    )
-
-
-def done(process: subprocess.Popen[str]) -> tuple[int, Any]:
-    out, err = process.communicate(timeout=LIMIT_S)
-    return answer(process.returncode, out, err)
-
-
-def answer(code: int, out: str, err: str) -> tuple[int, Any]:
-    assert "Traceback" not in err, err
-    return code, json.loads(out) if out else err
-
-
 def remuda(folder: Path, *arguments: str, **env: str) -> tuple[int, Any]:
     result = run_local(folder, *arguments, environment={**os.environ, **env})
-    return answer(result.code, result.stdout, result.stderr)
+    assert "Traceback" not in result.stderr, result.stderr
+    return result.code, result.document
 
 
 def processes_of(folder: Path) -> list[tuple[str, ...]]:
@@ -316,7 +296,8 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_concurrent_ups_start_one_backend(folder: Path):
-    outcomes = [done(process) for process in [start(folder, "up") for _ in range(3)]]
+    with ThreadPoolExecutor(3) as threads:
+        outcomes = list(threads.map(lambda _: remuda(folder, "up"), range(3)))
     assert [code for code, _ in outcomes] == [0, 0, 0]
     assert sorted(len(answer["started"]) for _, answer in outcomes) == [0, 0, 2]
     assert len({answer["github_url"] for _, answer in outcomes}) == 1
@@ -374,13 +355,14 @@ def test_agent_killed_during_registration_leaves_one_registration(folder: Path):
     fault = {"kind": "delay", "operation": "runner.register", "times": 1, "seconds": 4.0}
     headers = {"authorization": f"Bearer {endpoint['token']}"}
     assert httpx.post(f"{endpoint['url']}/_admin/faults", json=fault, headers=headers).is_success
-    provisioning = start(folder, "provision", "--run-id", "7")
-    configuring = wait_for_registration(folder)
-    agents = [pid for pid in procfs.all_processes() if "agent" in command(pid)[1:4] and str(folder) in command(pid)]
-    assert agents
-    for pid in agents:
-        os.kill(pid, signal.SIGKILL)
-    code, answer = done(provisioning)
+    with ThreadPoolExecutor(1) as threads:
+        provisioning = threads.submit(remuda, folder, "provision", "--run-id", "7")
+        configuring = wait_for_registration(folder)
+        agents = [pid for pid in procfs.all_processes() if "agent" in command(pid)[1:4] and str(folder) in command(pid)]
+        assert agents
+        for pid in agents:
+            os.kill(pid, signal.SIGKILL)
+    code, answer = provisioning.result()
     assert code == 0, answer
     assert procfs.read_process(configuring) is None
     runners = httpx.get(f"{endpoint['url']}/_admin/runners", headers=headers).json()["runners"]

@@ -176,7 +176,7 @@ async def aws(
 
 
 @pytest.fixture
-def agent_store(dynamo_stores: DynamoStores) -> InstanceStore:
+def agent_store(dynamo_stores: DynamoStores) -> Any:
     """The store of the agents, which bypasses the proxy. Opened before the proxy."""
     return dynamo_stores.open(calls=CallCounter(), key_prefix=PREFIX)
 

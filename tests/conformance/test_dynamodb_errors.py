@@ -20,14 +20,7 @@ from remuda.domain.instance import Instance, State
 from remuda.domain.signals import Signal
 from remuda.ports.calls import CallCounter
 from tests.conformance.conftest import DynamoStores
-from tests.support.aws.fault_proxy import (
-    FaultProxy,
-    after_forwarding,
-    cut_connection,
-    fail,
-    never_respond,
-    respond,
-)
+from tests.support.aws.fault_proxy import FaultProxy, after_forwarding, cut_connection, fail, never_respond, respond
 from tests.support.aws.servers import LOOPBACK, Ministack, unused_port
 from tests.support.records import LONG_S, at, birth, change, claim_change, instance, instance_id
 from tests.support.virtual_time import AdjustableClock, EventRecorder
@@ -37,7 +30,7 @@ ID = instance_id(1)
 
 @pytest.fixture
 def stores(between: FaultProxy, dynamo_stores: DynamoStores) -> DynamoStores:
-    dynamo_stores.options["clock"] = AdjustableClock(longest_sleep_s=0.01)
+    dynamo_stores.arguments["clock"] = AdjustableClock(longest_sleep_s=0.01)
     return dynamo_stores
 
 

@@ -33,7 +33,7 @@ class SharedTable(DynamoStores):
 
     def __init__(self, client: Any, table: str) -> None:
         super().__init__(client, table, CallCounter())
-        self.clock = self.options["clock"] = AdjustableClock()
+        self.clock = self.arguments["clock"] = AdjustableClock()
         #: The prefix of the current role, as returned by IAM.
         self.role = OLD
         self.lookups = 0
@@ -42,10 +42,10 @@ class SharedTable(DynamoStores):
         self.lookups += 1
         return self.role
 
-    def control_plane(self, **more: Any) -> DynamoInstanceStore:
+    def control_plane(self, **more: Any) -> Any:
         return self.open(newest_prefix=self._newest, **more)
 
-    def agent(self, prefix: str) -> DynamoInstanceStore:
+    def agent(self, prefix: str) -> Any:
         return self.open(key_prefix=prefix)
 
     async def has_record(self, prefix: str, name: str) -> bool:

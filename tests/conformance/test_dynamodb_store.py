@@ -60,7 +60,7 @@ PREFIX = "AROAEXAMPLE:"
 
 @pytest.fixture
 def stores(between: FaultProxy, dynamo_stores: DynamoStores) -> DynamoStores:
-    dynamo_stores.options["key_prefix"] = PREFIX
+    dynamo_stores.arguments["key_prefix"] = PREFIX
     return dynamo_stores
 
 
@@ -73,6 +73,10 @@ def store(between: FaultProxy, store: DynamoInstanceStore) -> DynamoInstanceStor
 async def scanned(stores: DynamoStores, **more: Any) -> dict[str, dict[str, Any]]:
     """All items by partition key."""
     return {item["pk"]["S"]: item for item in (await stores.client.scan(TableName=stores.table, **more))["Items"]}
+
+
+def ended(record: Instance) -> Change:
+    return change(record, state=State.TERMINATED, forget_at=at(600))
 
 
 # Items ------------------------------------------------------------------------------------------------------------
@@ -240,7 +244,7 @@ async def test_terminated_records_and_settled_provisions_expire(
 ) -> None:
     idle = await store.apply(birth(instance(1, forget_at=at(5))))
     record = await store.apply(birth(instance(2)))
-    await store.apply(change(record, state=State.TERMINATED, forget_at=at(600)))
+    await store.apply(ended(record))
     await store.beat(ID, **BEAT)
     open_one, released = provision(1, run_id="1"), provision(2, run_id="2")
     released = provisions.released(released, now=NOW, why="done")
@@ -441,8 +445,7 @@ async def test_terminations_are_confirmed_in_one_call(
     for record in records:
         await store.beat(record.instance_id, **BEAT)
     between.requests.clear()
-    over: dict[str, Any] = {"state": State.TERMINATED, "forget_at": at(600)}
-    assert await store.apply_all([change(record, **over) for record in records]) == [None] * CHANGES_PER_TRANSACTION
+    assert await store.apply_all([ended(record) for record in records]) == [None] * CHANGES_PER_TRANSACTION
     assert between.requests["TransactWriteItems"] == 1
     assert "UpdateItem" not in between.requests
     report = await stores.client.get_item(TableName=stores.table, Key=items.ItemKeys(prefix=PREFIX).report(ID))
@@ -455,9 +458,8 @@ async def test_instance_without_a_report_costs_one_more_call(
 ) -> None:
     records = [await store.apply(birth(instance(number))) for number in range(4)]
     await store.beat(ID, **BEAT)
-    over: dict[str, Any] = {"state": State.TERMINATED, "forget_at": at(600)}
     between.requests.clear()
-    assert await store.apply_all([change(record, **over) for record in records]) == [None] * 4
+    assert await store.apply_all([ended(record) for record in records]) == [None] * 4
     assert between.requests["TransactWriteItems"] == 2
     assert "UpdateItem" not in between.requests
     ends = {pk: item.get("ttl") for pk, item in (await scanned(stores)).items() if "report#" in pk}
@@ -472,9 +474,8 @@ async def test_conflicting_change_is_written_alone_and_the_others_together(
     for record in records[:4]:
         await store.beat(record.instance_id, **BEAT)
     moved = await store.apply(claim_change(records[2], "p-1/a"))
-    over: dict[str, Any] = {"state": State.TERMINATED, "forget_at": at(600)}
     between.requests.clear()
-    failures = await store.apply_all([change(record, **over) for record in records])
+    failures = await store.apply_all([ended(record) for record in records])
     assert [failure.current for failure in failures if isinstance(failure, Conflict)] == [moved]
     assert failures.count(None) == 5
     assert (between.requests["TransactWriteItems"], between.requests["UpdateItem"]) == (2, 1)

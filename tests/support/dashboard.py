@@ -13,8 +13,8 @@ import signal
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from datetime import datetime, timedelta
 from itertools import pairwise
@@ -27,7 +27,9 @@ from remuda.adapters.sqlite import tables
 from remuda.adapters.sqlite.connection import transaction
 from remuda.adapters.sqlite.documents import decode, encode
 from remuda.adapters.sqlite.schema import connect, create
-from remuda.adapters.system.clock import SystemClock
+from remuda.adapters.system.clock import SystemClock, SystemIds
+from remuda.controlplane.context import Context
+from remuda.domain.errors import Unavailable
 from remuda.domain.instance import Actor, HistoryEntry, Instance, RetireReason, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import AcquiredRunner, Provision, ProvisionOutcome, ProvisionStatus, RunnerSource
@@ -36,6 +38,7 @@ from remuda.domain.signals import Report
 from remuda.domain.thresholds import Lifetimes
 from remuda.domain.timestamps import to_milliseconds
 from remuda.fake_github import Endpoint, write_endpoint
+from remuda.web.dashboard.feed import Feed
 from tests.support.local_backend import run_local
 from tests.support.records import NOW, entry, instance
 
@@ -48,6 +51,17 @@ START_MS = 120_000
 _COMMAND = str(Path(sys.executable).parent / "remuda")
 
 requires_browser = pytest.mark.skipif(not CHROMIUM.exists(), reason=f"{CHROMIUM.name} is not installed")
+
+
+@asynccontextmanager
+async def _no_store() -> AsyncIterator[Context]:
+    raise Unavailable("no store")
+    yield
+
+
+def feed_without_store() -> Feed:
+    clock, ids = SystemClock(), SystemIds()
+    return Feed(open_context=_no_store, backend="local", interval_s=1.0, since_s=60.0, clock=clock, ids=ids)
 
 
 def remuda(folder: Path, *arguments: str) -> dict[str, Any]:

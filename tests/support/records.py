@@ -9,7 +9,15 @@ from typing import Any
 from remuda.domain.instance import Assignment, Credential, HistoryEntry, Instance, State
 from remuda.domain.pool_config import PoolConfig, ScopeTokens
 from remuda.domain.provision import Provision
-from remuda.domain.resources import DEFAULT_CLASSES, PoolMessage, Tier, UsageClass
+from remuda.domain.resources import (
+    DEFAULT_CLASSES,
+    PoolMessage,
+    ResourceClass,
+    RunnerRequest,
+    Tier,
+    TypePatterns,
+    UsageClass,
+)
 from remuda.domain.signals import Report, Signal
 from remuda.domain.thresholds import Lifetimes
 from remuda.domain.transitions import (
@@ -32,6 +40,7 @@ from remuda.domain.transitions import (
     WriteCondition,
     advance,
 )
+from remuda.ports.compute import LaunchRequest
 from simulation.loop import START
 
 #: Seconds to wait for an event that must happen. Generous: only a broken test reaches it.
@@ -123,6 +132,30 @@ def provision(number: int = 1, **changed: Any) -> Provision:
     return Provision(**{**values, **changed})
 
 
+def runner_request(**changed: Any) -> RunnerRequest:
+    values: dict[str, Any] = {
+        "resource_class": ResourceClass(name="large", cpu=2, memory_mib=4_096),
+        "usage_class": UsageClass.ON_DEMAND,
+        "patterns": TypePatterns(("*",)),
+        "tier": Tier.TRUSTED,
+    }
+    return RunnerRequest(**{**values, **changed})
+
+
+def launch_request(token: str = "token", **changed: Any) -> LaunchRequest:
+    values: dict[str, Any] = {
+        "provision_id": f"provision-{token}",
+        "client_token": token,
+        "count": 1,
+        "request": runner_request(),
+        "scope": "octo/repo",
+        "launch": {},
+        "first_life_s": 600.0,
+        "margin_s": 1.0,
+    }
+    return LaunchRequest(**{**values, **changed})
+
+
 def pool_config(revision: int = 1, **changed: Any) -> PoolConfig:
     token = Credential(token="t0ken", expires_at=at(3_600))
     values: dict[str, Any] = {
@@ -212,6 +245,10 @@ def claim_change(record: Instance, owner: str) -> Change:
         margin_s=1.0,
     )
     return advance(record, event, by=Actor.PROVISION, now=NOW, why="picked from the pool")
+
+
+def write(record: Instance, event: Event, by: Actor) -> Change:
+    return advance(record, event, by=by, now=NOW, why="a test")
 
 
 def evidence(record: Instance) -> dict[type, Event]:

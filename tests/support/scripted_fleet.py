@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import UTC, timedelta
 from pathlib import Path
 from typing import Any
 
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import Credential
 from remuda.domain.scale_down.fleet import FleetMachine
+from remuda.domain.scale_down.idle_config import IdleWindow, parse_cron
 from remuda.ports.calls import CallCounter
 from remuda.ports.github import Deletion, GitHubRunner, JitRunner
 from tests.support.records import NOW, instance_id
@@ -42,6 +43,11 @@ def machine(number: int, *, age_s: float | None = 3_600, owner: str = ORG, **mor
     system = more.pop("os", "linux")
     launched_at = None if age_s is None else NOW - timedelta(seconds=age_s)
     return FleetMachine(instance_id=instance_id(number), launched_at=launched_at, tags=tags(owner, **more), os=system)
+
+
+def idle_window(idle_count: int, cron: str = "* * * * * *", **changed: Any) -> IdleWindow:
+    """A window in UTC, by default always open."""
+    return IdleWindow(cron=parse_cron(cron), zone=UTC, zone_name="UTC", idle_count=idle_count, **changed)
 
 
 @dataclass(kw_only=True)

@@ -77,6 +77,20 @@ class FakeImds:
 
 
 @contextmanager
+def serve(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Run an HTTP server on loopback and return its URL."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@contextmanager
 def fake_imds() -> Iterator[FakeImds]:
     imds = FakeImds()
 
@@ -98,16 +112,8 @@ def fake_imds() -> Iterator[FakeImds]:
         def log_message(self, *_line: object) -> None:
             """Write no access log."""
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads = True
-        imds.url = f"http://127.0.0.1:{server.server_port}"
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
-        try:
-            yield imds
-        finally:
-            server.shutdown()
-            thread.join()
+    with serve(Handler) as imds.url:
+        yield imds
 
 
 # User data ------------------------------------------------------------------------------------------------------------

@@ -100,14 +100,7 @@ def run_terminate(
     return _report(output, _run(settings, output, selector, act, dry_run=dry_run))
 
 
-def _run(
-    settings: Settings,
-    output: Output,
-    selector: InstanceSelector,
-    act: Act,
-    *,
-    dry_run: bool,
-) -> OperatorResult:
+def _run(settings: Settings, output: Output, selector: InstanceSelector, act: Act, *, dry_run: bool) -> OperatorResult:
     async def work() -> OperatorResult:
         event_log = output.event_log(SystemClock())
         async with open_context(settings, event_log, needs_github=False, require_local_github=False) as context:

@@ -166,9 +166,10 @@ def test_agents_get_the_log_format_only_if_it_is_not_the_default() -> None:
 def test_an_agent_reports_a_failed_start_in_its_log_format(
     arguments: list[str],
     environ: dict[str, str],
-    is_json: bool,  # noqa: FBT001 - a case
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
+    *,
+    is_json: bool,
 ) -> None:
     monkeypatch.delenv("REMUDA_BACKEND", raising=False)
     monkeypatch.delenv("REMUDA_LOG_FORMAT", raising=False)

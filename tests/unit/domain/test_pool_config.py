@@ -45,20 +45,10 @@ def test_pool_name_that_extends_another_is_another_pool(epoch: int) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "",
-        "remuda-test-",
-        "remuda-test-1",
-        "remuda-test-1-",
-        "remuda-test--i-01234567",
-        "remuda-test-x-i-01234567",
-        "remuda-test-1-my-own-runner",
-        "remuda-test-0-i-01234567",
-        "remuda-test-01-i-01234567",
-        "remuda-test-1-i-01234567-x",
-        "remuda-test-²-i-01234567",
-        "Remuda-test-1-i-01234567",
-        "remuda-tests-1-i-01234567",
-        "ubuntu-runner",
+        *("", "remuda-test-", "remuda-test-1", "remuda-test-1-", "remuda-test--i-01234567"),
+        *("remuda-test-x-i-01234567", "remuda-test-1-my-own-runner", "remuda-test-0-i-01234567"),
+        *("remuda-test-01-i-01234567", "remuda-test-1-i-01234567-x", "remuda-test-²-i-01234567"),
+        *("Remuda-test-1-i-01234567", "remuda-tests-1-i-01234567", "ubuntu-runner"),
     ],
 )
 def test_foreign_runner_names_are_not_parsed(name: str) -> None:

@@ -127,7 +127,8 @@ def test_random_settings_files_are_accepted_or_rejected_cleanly(file: Path, data
 @given(mutated(CLASSES) | any_json)
 @example({"large": {"cpu": 10**5_000, "mmem": 1}})
 def test_random_resource_classes(document: Any) -> None:
-    result_or_rejected(lambda: parse_classes(document))
+    classes = result_or_rejected(lambda: parse_classes(document))
+    assert all(each.cpu >= 1 and each.memory_mib >= 1 for each in classes or ())
 
 
 @fuzzed()

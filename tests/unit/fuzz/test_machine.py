@@ -46,7 +46,6 @@ RECORD = MachineRecord(
     margin_s=1.0,
     runner_source="/opt/runner",
 )
-LINES = (b"Running job: a\n", b"Job a completed with result: Succeeded\n", b"Job ")
 
 
 class _Metadata(httpx.AsyncBaseTransport):

@@ -71,14 +71,18 @@ def check_usable(record: Any) -> None:
             pass
 
 
+def check_parsed(parse: Callable[[], Any]) -> None:
+    record = parsed(parse)
+    if record is not None:
+        check_usable(record)
+
+
 @kinds
 @fuzzed()
 @given(data=st.data())
 def test_document(kind: type[Any], data: st.DataObject) -> None:
     document: Any = data.draw(mutated(to_document(GOOD[kind])) | any_json)
-    record = parsed(lambda: from_document(kind, document))
-    if record is not None:
-        check_usable(record)
+    check_parsed(lambda: from_document(kind, document))
 
 
 @kinds
@@ -88,9 +92,7 @@ def test_sqlite_text(kind: type[Any], data: st.DataObject) -> None:
     text = data.draw(spoiled_text(to_document(GOOD[kind])))
     # An SQLite column may also contain bytes.
     body: Any = data.draw(st.sampled_from([text, text.decode(errors="replace"), None, 7]))
-    record = parsed(lambda: sqlite_documents.decode(kind, body))
-    if record is not None:
-        check_usable(record)
+    check_parsed(lambda: sqlite_documents.decode(kind, body))
 
 
 @kinds
@@ -102,9 +104,7 @@ def test_dynamodb_item(kind: type[Any], data: st.DataObject) -> None:
     where = items.key("control#i-1", "control")
     wrong = mutated(_item(to_document(GOOD[kind])))
     item = {**where, **data.draw(st.just(_item(document)) | wrong.filter(lambda found: isinstance(found, dict)))}
-    record = parsed(lambda: items.record_of(kind, item))
-    if record is not None:
-        check_usable(record)
+    check_parsed(lambda: items.record_of(kind, item))
     parsed(lambda: items.times_of(item))
     records, unreadable = items.parse_all(kind, [("bad", item), ("good", _whole(kind))])
     assert "good" in records

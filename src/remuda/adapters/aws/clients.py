@@ -12,7 +12,6 @@ import json
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import cache, partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from aiobotocore.config import AioConfig
@@ -112,9 +111,7 @@ class AwsClients:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
