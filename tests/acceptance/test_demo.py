@@ -106,6 +106,7 @@ def environment(folder: Path) -> dict[str, str]:
     return {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "TMPDIR": str(folder), "HOME": str(folder)}
 
 
+@pytest.mark.namespaces
 @requires_machines
 def test_demo_passes_its_checks_and_leaves_nothing(tmp_path: Path):
     done = subprocess.run(DEMO, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=environment(tmp_path))
@@ -122,6 +123,7 @@ def test_demo_passes_its_checks_and_leaves_nothing(tmp_path: Path):
     assert [*tmp_path.iterdir(), *leftovers(tmp_path)] == []
 
 
+@pytest.mark.namespaces
 @requires_machines
 def test_interrupted_demo_leaves_nothing(tmp_path: Path):
     with subprocess.Popen(

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.support.virtual_machine.stack import VirtualMachineStack
 
 
-@pytest.mark.timeout(1800)
 async def test_machine_boots_runs_a_job_and_is_reused(stack: VirtualMachineStack) -> None:
     await stack.refresh()
     async with stack.booting():

@@ -34,7 +34,7 @@ PACKAGES = (
     *("systemd", "systemd-sysv", "libpam-systemd", "dbus", "udev", "kmod", "procps", "linux-image-cloud-amd64"),
     *("systemd-container", "docker.io", "iptables", "iproute2", "netbase", "curl", "ca-certificates"),
     *("sudo", "cron", "login", "passwd", "util-linux", "e2fsprogs", "acl", "attr", "keyutils", "git"),
-    *("python3", "python3-venv", "libicu72", "bzip2", "xz-utils", "zstd"),
+    *("python3", "python3-venv", "libicu72", "busybox-static", "bzip2", "xz-utils", "zstd"),
 )
 #: Units that take time at boot, or that would change the machine during a test.
 MASKED = (
@@ -255,7 +255,3 @@ def _run(*command: object) -> None:
 
 def _output(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout
-
-
-if __name__ == "__main__":
-    sys.stdout.write(f"{build_image().folder}\n")

@@ -4,9 +4,9 @@ set -eu -o pipefail
 umask 022
 
 imds=http://169.254.169.254
-get() { curl -sSf --retry 10 --retry-connrefused --max-time 30 -H @- "$imds/latest/$1" <<<"X-aws-ec2-metadata-token: $token"; }
-token=$(curl -sSf --retry 10 --retry-connrefused --max-time 30 -X PUT \
-  -H 'X-aws-ec2-metadata-token-ttl-seconds: 600' "$imds/latest/api/token")
+request() { curl -sSf --retry 10 --retry-connrefused --max-time 30 "$@"; }
+token=$(request -X PUT -H 'X-aws-ec2-metadata-token-ttl-seconds: 600' "$imds/latest/api/token")
+get() { request -H @- "$imds/latest/$1" <<<"X-aws-ec2-metadata-token: $token"; }
 
 instance=/var/lib/cloud/instances/$(get meta-data/instance-id)
 [[ ! -e $instance/done ]] || exit 0
