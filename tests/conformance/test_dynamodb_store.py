@@ -212,13 +212,72 @@ async def test_report_cannot_mark_another_instance_as_troubled(
     store: DynamoInstanceStore, stores: DynamoStores
 ) -> None:
     await store.beat(ID, **{**BEAT, "notice": "terminate"})
-    (partition,) = {item["gsi1pk"]["S"] for item in (await scanned(stores)).values()}
+    (partition,) = {item["gsi3pk"]["S"] for item in (await scanned(stores)).values()}
     lie = Report(instance_id=instance_id(3), notice="terminate")
-    await forge_report(stores, instance_id(2), lie, gsi1pk=partition, gsi1sk="0")
+    await forge_report(stores, instance_id(2), lie, gsi3pk=partition)
     assert [report.instance_id for report in await store.troubled_reports()] == [ID]
     assert len(store.malformed_records) == 1
     with pytest.raises(Unreadable):
         await store.get_report(instance_id(2))
+
+
+async def add_items(stores: DynamoStores, name: str, count: int, **indexed: str) -> None:
+    """Add items with other sort keys to the partition of the machine's report, which its role permits."""
+    own = items.ItemKeys(prefix=PREFIX).report(name)[items.PK]["S"]
+    for number in range(count):
+        more = {
+            **items.key(own, f"{'aqz'[number % 3]}-{number}"),
+            **{key: {"S": text} for key, text in indexed.items()},
+        }
+        await stores.client.put_item(TableName=stores.table, Item=more)
+
+
+async def test_other_items_of_a_machine_are_not_read_as_troubled_reports(
+    store: DynamoInstanceStore, stores: DynamoStores, between: FaultProxy
+) -> None:
+    """IAM cannot restrict sort keys, so one machine can fill the index. A sweep must not pay for that."""
+    await store.beat(ID, **{**BEAT, "notice": "terminate"})
+    await add_items(stores, ID, 30, gsi3pk=items.troubled_of(ID))
+    between.requests.clear()
+    read: list[int] = []
+
+    def count(parsed: dict[str, Any], **_: Any) -> None:
+        read.append(parsed["ScannedCount"])
+
+    stores.client.meta.events.register("after-call.dynamodb.Query", count)
+    assert [report.instance_id for report in await store.troubled_reports()] == [ID]
+    assert sum(read) == 1
+    assert between.requests["Query"] == items.SHARDS
+    assert not store.malformed_records
+
+
+async def test_forget_deletes_unreadable_reports_with_other_items_of_the_machine(
+    store: DynamoInstanceStore, stores: DynamoStores
+) -> None:
+    await store.beat(instance_id(2), **{**BEAT, "notice": "terminate"})
+    lie = Report(instance_id=instance_id(3), notice="terminate")
+    await forge_report(stores, ID, lie, gsi3pk=items.troubled_of(ID))
+    await add_items(stores, ID, 3)
+    assert len(await store.troubled_reports()) == 1
+    assert await store.forget(NOW) == 4
+    assert not store.malformed_records
+    assert set(await scanned(stores)) == {f"report#{PREFIX}{instance_id(2)}"}
+    assert await store.forget(NOW) == 0
+    # An agent that is healthy again writes a new report.
+    await store.beat(ID, **BEAT)
+    assert await store.get_report(ID) is not None
+
+
+async def test_forget_deletes_an_unreadable_report_that_was_read_by_key(
+    store: DynamoInstanceStore, stores: DynamoStores
+) -> None:
+    await forge_report(stores, ID, Report(instance_id=instance_id(3)))
+    with pytest.raises(Unreadable):
+        await store.get_reports([ID])
+    # More items than one batch: the report is deleted first.
+    await add_items(stores, ID, WRITE_BATCH)
+    assert await store.forget(NOW) == WRITE_BATCH
+    assert await store.get_reports([ID]) == {}
 
 
 async def test_report_cannot_pose_as_a_provision(store: DynamoInstanceStore, stores: DynamoStores) -> None:
@@ -344,8 +403,9 @@ async def test_troubled_reports_are_sharded(store: DynamoInstanceStore, stores: 
     """An index partition takes 1,000 writes per second, and all instances may be troubled at once."""
     for number in range(4 * items.SHARDS):
         await store.beat(instance_id(number), **{**BEAT, "notice": "terminate"})
-    troubled = await scanned(stores, IndexName="live")
-    assert len({item["gsi1pk"]["S"] for item in troubled.values()}) == items.SHARDS
+    troubled = await scanned(stores, IndexName="troubled")
+    assert len({item["gsi3pk"]["S"] for item in troubled.values()}) == items.SHARDS
+    assert not await scanned(stores, IndexName="live")
     assert len(await store.troubled_reports()) == 4 * items.SHARDS
 
 
@@ -379,6 +439,20 @@ async def test_every_call_of_an_agent_is_permitted_by_its_policy(
     assert not denied_requests("agent", pool, requests[0])
     others = list(requests[1])
     assert denied_requests("agent", pool, others) == others, "the policy permits none of them to another instance"
+
+
+async def test_an_agent_may_write_only_the_attributes_of_a_report(
+    store: DynamoInstanceStore, other: DynamoInstanceStore, between: FaultProxy, table_name: str
+) -> None:
+    """With the keys of the other indexes, a machine could add any number of items to what every refresh reads."""
+    between.sent.clear()
+    await other.beat(ID, **BEAT)
+    (sent,) = between.sent["UpdateItem"]
+    pool, agent = table_name.removeprefix("remuda-"), {"aws:userid": f"{PREFIX}{ID}"}
+    assert not denied_requests("agent", pool, iam_requests({"UpdateItem": [sent]}, agent))
+    for name in ("gsi1pk", "gsi1sk", "gsi2pk", "gsi2sk", "state"):
+        forged = {**sent, "ExpressionAttributeNames": {**sent["ExpressionAttributeNames"], "#x": name}}
+        assert denied_requests("agent", pool, iam_requests({"UpdateItem": [forged]}, agent)), name
 
 
 async def test_every_query_reads_all_pages(

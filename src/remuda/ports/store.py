@@ -98,7 +98,8 @@ class InstanceStore(Protocol):
     async def forget(self, now: datetime) -> int:
         """Delete terminated records, with reports and history, and settled provisions whose `forget_at` has passed.
 
-        Returns their number; 0 if the store expires them by itself.
+        A store that expires them by itself deletes only reports that it could not parse: machines write them, and a
+        healthy agent writes its report again. Returns the number of deleted records.
         """
         ...
 

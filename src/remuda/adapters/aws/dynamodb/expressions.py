@@ -181,13 +181,11 @@ def beat_arguments(instance_id: str, fields: Mapping[str, Any], *, now: datetime
 
 
 def _set_troubled(expression: ExpressionBuilder, instance_id: str, *, troubled: bool) -> None:
-    """Add the report to the index of troubled reports, or remove it. An unchanged key costs no index write.
+    """Add the report to the sparse index of troubled reports, or remove it. An unchanged key costs no index write.
 
-    Troubled reports are those that a sweep must handle: with a failed signal or a spot notice. They have separate
-    partitions in the sparse index of live instances.
+    Troubled reports are those that a sweep must handle: with a failed signal or a spot notice.
     """
-    expression.set(items.LIVE_PK, items.troubled_of(instance_id) if troubled else None)
-    expression.set(items.LIVE_SK, instance_id if troubled else None)
+    expression.set(items.TROUBLED_PK, items.troubled_of(instance_id) if troubled else None)
 
 
 def report_expiry(at: datetime) -> dict[str, Any]:
@@ -196,8 +194,7 @@ def report_expiry(at: datetime) -> dict[str, Any]:
     The report expires at `at`, like its control record. The update is rejected if the report does not exist.
     """
     expression = ExpressionBuilder()
-    expression.remove(items.LIVE_PK)
-    expression.remove(items.LIVE_SK)
+    expression.remove(items.TROUBLED_PK)
     expression.set_raw(items.TTL, items.seconds(at))
     return expression.arguments(f"attribute_exists({expression.name(items.PK)})")
 

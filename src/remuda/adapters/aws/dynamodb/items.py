@@ -3,10 +3,14 @@
 | item | pk | sk | `live` index | `by_provision` index |
 |---|---|---|---|---|
 | control | `control#<role's id>:<id>` | `control` | `live#<shard>`, threshold; not if terminated | provision, id |
-| report | `report#<role's id>:<id>` | `report` | `troubled#<shard>`, id; only with a failure or spot notice | |
+| report | `report#<role's id>:<id>` | `report` | | |
 | history | `history#<id>` | time, epoch, sequence | | |
 | provision | `run#<run id>` | provision id | `unsettled`, deadline or `0` (released) | `provisions`, creation |
 | configuration, first_seen, key prefixes | `pool` | `config`, `first_seen`, `prefixes` | | |
+
+Reports with a failure or spot notice are also in the index `troubled`: `troubled#<shard>`, `sk`. Machines write their
+reports, so reports have an index of their own, and its sort key is that of the table: a machine can add any number of
+items to the partition of its report, but only one with the sort key `report`.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 from typing import Any, TypeVar
 
@@ -33,6 +37,7 @@ Item = Mapping[str, Attribute]
 PK, SK, TTL = "pk", "sk", "ttl"
 LIVE_INDEX, LIVE_PK, LIVE_SK = "live", "gsi1pk", "gsi1sk"
 PROVISION_INDEX, PROVISION_PK, PROVISION_SK = "by_provision", "gsi2pk", "gsi2sk"
+TROUBLED_INDEX, TROUBLED_PK = "troubled", "gsi3pk"
 #: Number of index partitions for live records and for troubled reports. A partition takes 1,000 writes per second and
 #: an index update counts as two, so four partitions take the claims of the largest provision at once. Every sweep and
 #: every count of live records makes one query per partition.
@@ -47,6 +52,8 @@ DEFAULT_RETENTION = timedelta(days=30)
 
 CONTROL, CONTROL_PREFIX = "control", "control#"
 REPORT, REPORT_PREFIX = "report", "report#"
+#: Attributes that an agent names when it writes its report. Its policy allows no others.
+REPORT_ATTRIBUTES = (PK, SK, TTL, TROUBLED_PK, "rank", *(serialization.camel(each.name) for each in fields(Report)))
 
 #: DynamoDB's attribute types used in records, with the Python types that botocore returns for them.
 _TYPES: Mapping[str, Any] = {"NULL": bool, "S": str, "BOOL": bool, "N": str, "M": dict, "L": list}
@@ -171,8 +178,8 @@ def record_of(kind: type[T], item: Item) -> T:
 def _has_own_key(record: object, item: Item) -> bool:
     """Whether the item's key matches its content.
 
-    A machine can write any content into its own report, including index keys, but its IAM policy fixes the item's key.
-    Only the key is therefore proof of the record's type and instance.
+    A machine can write any content into its own report, but its IAM policy fixes the partition key. Only the key is
+    therefore proof of the record's type and instance.
     """
     pk, sk = (str(item.get(name, {}).get("S", "")) for name in (PK, SK))
     match record:
@@ -187,11 +194,7 @@ def _has_own_key(record: object, item: Item) -> bool:
 
 
 def is_control(item: Item) -> bool:
-    """Whether an item is a control record, by its key only.
-
-    A machine can write any number of items, with any index keys, to the partition of its report, but none to that of
-    a control record.
-    """
+    """Whether an item is a control record, by its key only. A machine cannot write to the partition of one."""
     return str(item[PK]["S"]).startswith(CONTROL_PREFIX)
 
 

@@ -26,6 +26,7 @@ KEYS = {items.PK: "HASH", items.SK: "RANGE"}
 INDEXES = {
     items.LIVE_INDEX: {items.LIVE_PK: "HASH", items.LIVE_SK: "RANGE"},
     items.PROVISION_INDEX: {items.PROVISION_PK: "HASH", items.PROVISION_SK: "RANGE"},
+    items.TROUBLED_INDEX: {items.TROUBLED_PK: "HASH", items.SK: "RANGE"},
 }
 
 
@@ -94,14 +95,14 @@ async def _describe(table: Table) -> Mapping[str, Any]:
 
 
 async def _create(table: Table) -> list[str]:
-    keys = [KEYS, *INDEXES.values()]
+    names = dict.fromkeys(name for keys in (KEYS, *INDEXES.values()) for name in keys)
     answer = await table.call(
         "CreateTable",
         # Rejected if another process created it.
         _rejectable(table.client.create_table, TABLE_BUSY),
         TableName=table.name,
         BillingMode="PAY_PER_REQUEST",
-        AttributeDefinitions=[{"AttributeName": name, "AttributeType": "S"} for each in keys for name in each],
+        AttributeDefinitions=[{"AttributeName": name, "AttributeType": "S"} for name in names],
         KeySchema=_schema(KEYS),
         GlobalSecondaryIndexes=[
             {"IndexName": name, "KeySchema": _schema(each), "Projection": {"ProjectionType": "ALL"}}

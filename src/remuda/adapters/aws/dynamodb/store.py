@@ -12,7 +12,7 @@ from remuda.adapters.aws.dynamodb.changes import ChangeWriter, HistoryWriter
 from remuda.adapters.aws.dynamodb.items import Item, ItemKeys, record_of
 from remuda.adapters.aws.dynamodb.keys import FixedKeys, InstanceKeys, StoredKeys
 from remuda.adapters.aws.dynamodb.polling import ItemPoller, PollInterval, PollIntervals
-from remuda.adapters.aws.dynamodb.table import POLL, ConditionFailed, Table, key_of
+from remuda.adapters.aws.dynamodb.table import POLL, WRITE_BATCH, ConditionFailed, Table, key_of
 from remuda.domain import timestamps
 from remuda.domain.errors import Conflict, RemudaError, Unreadable
 from remuda.domain.instance import LIVE, HistoryEntry, Instance, State
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 #: Concurrent history queries.
 CONCURRENT_HISTORIES = 64
+#: Unreadable reports that one call of `forget` deletes.
+MAX_DELETED = 100
 
 T = TypeVar("T")
 R = TypeVar("R", Instance, Report)
@@ -70,6 +72,8 @@ class DynamoInstanceStore:
         )
         self._clock = clock
         self._malformed: dict[str, str] = {}
+        #: Partition keys of the reports that could not be parsed, with the reason.
+        self._malformed_reports: dict[str, str] = {}
 
     async def prepare(self) -> Sequence[str]:
         await self._keys.fetch()
@@ -167,7 +171,19 @@ class DynamoInstanceStore:
         return {instance_id: entries for instance_id, entries in found.items() if entries}
 
     async def forget(self, now: datetime) -> int:  # noqa: ARG002 - DynamoDB expires items by their TTL
-        return 0
+        """Delete the unreadable reports that this process has read, with other items that their machines wrote."""
+        return sum([await self._delete_report(pk) for pk in list(self._malformed_reports)[:MAX_DELETED]])
+
+    async def _delete_report(self, pk: str) -> int:
+        arguments = expressions.query_arguments(*expressions.key_condition(items.PK, pk))
+        found = await self._table.query_first({"ConsistentRead": True, **arguments}, WRITE_BATCH)
+        # Before other items of the machine, which may be more than one batch.
+        keys = [items.key(pk, items.REPORT), *(items.key(*key_of(item)) for item in found)]
+        keys = list({key_of(key): key for key in keys}.values())[:WRITE_BATCH]
+        await self._table.delete_all(keys)
+        self._event_log.record("report-deleted", self._malformed_reports.pop(pk), key=pk, items=len(keys))
+        self._malformed.pop(f"{pk} {items.REPORT}", None)
+        return len(keys)
 
     # Reports --------------------------------------------------------------------------------------------------
 
@@ -180,8 +196,11 @@ class DynamoInstanceStore:
 
     async def troubled_reports(self) -> Sequence[Report]:
         async def search(number: int) -> list[Item]:
-            arguments = expressions.query_arguments(*expressions.key_condition(items.LIVE_PK, items.troubled(number)))
-            return await self._table.query({"IndexName": items.LIVE_INDEX, **arguments})
+            expression, condition = expressions.key_condition(items.TROUBLED_PK, items.troubled(number))
+            # Other items that a machine adds to the index are not read.
+            condition += f" AND {expression.name(items.SK)} = {expression.value(items.REPORT)}"
+            arguments = expressions.query_arguments(expression, condition)
+            return await self._table.query({"IndexName": items.TROUBLED_INDEX, **arguments})
 
         parts = await gather(search(number) for number in range(items.SHARDS))
         return self._parse_readable(Report, (item for part in parts for item in part))
@@ -348,15 +367,21 @@ class DynamoInstanceStore:
             raise Unreadable(self._table_name, {what: str(error)}) from error
 
     def _parse_all(self, kind: type[T], found: Iterable[tuple[str, Item]]) -> dict[str, T]:
-        records, unreadable = items.parse_all(kind, found)
+        records, unreadable = self._collect(kind, dict(found))
         if unreadable:
             raise Unreadable(self._table_name, unreadable, records=records)
         return records
 
     def _parse_readable(self, kind: type[T], found: Iterable[Item]) -> list[T]:
-        records, unreadable = items.parse_all(kind, ((" ".join(key_of(item)), item) for item in found))
+        records, unreadable = self._collect(kind, {" ".join(key_of(item)): item for item in found})
         self._malformed |= unreadable
         return list(records.values())
+
+    def _collect(self, kind: type[T], found: Mapping[str, Item]) -> tuple[dict[str, T], dict[str, str]]:
+        records, unreadable = items.parse_all(kind, found.items())
+        if kind is Report:
+            self._malformed_reports |= {key_of(found[name])[0]: why for name, why in unreadable.items()}
+        return records, unreadable
 
     @property
     def _table_name(self) -> str:

@@ -151,8 +151,15 @@ class Table:
         raise Throttled(f"{DYNAMODB} did not finish a batch read of table {self.name} in {BATCH_ATTEMPTS} attempts")
 
     async def put_all(self, new: Sequence[Item]) -> None:
-        """Up to `WRITE_BATCH` items, unconditionally."""
-        wanted: Mapping[str, Any] = {self.name: [{"PutRequest": {"Item": item}} for item in new]}
+        """Write up to `WRITE_BATCH` items, unconditionally."""
+        await self._write_batch([{"PutRequest": {"Item": item}} for item in new])
+
+    async def delete_all(self, keys: Sequence[Item]) -> None:
+        """Delete up to `WRITE_BATCH` items, unconditionally."""
+        await self._write_batch([{"DeleteRequest": {"Key": key}} for key in keys])
+
+    async def _write_batch(self, requests: Sequence[Mapping[str, Any]]) -> None:
+        wanted: Mapping[str, Any] = {self.name: requests}
         for attempt in range(BATCH_ATTEMPTS):
             await self._pause_after(attempt)
             with self._unreadable_if_invalid(is_continuation=attempt > 0):
