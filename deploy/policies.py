@@ -10,12 +10,19 @@ from collections.abc import Sequence
 
 from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.ec2.template import template_name
-from remuda.domain.resources import DEFAULT_CLASSES
+from remuda.domain.resources import DEFAULT_CLASSES, ResourceClass, TypePatterns, split_type
 from remuda.domain.scale_down.fleet import GHR_APPLICATION, GHR_APPLICATION_TAG, GHR_ENVIRONMENT_TAG
 from remuda.ports.compute import POOL_TAG
 from statements import Conditions, Policy, Statement
 
+#: Names of the default classes.
 CLASSES = tuple(each.name for each in DEFAULT_CLASSES)
+#: Sizes of instance types with their vCPUs. Smaller sizes than `large` have up to two.
+SIZES = {
+    **dict.fromkeys(("nano", "micro", "small", "medium", "large"), 2),
+    "xlarge": 4,
+    **{f"{each}xlarge": 4 * each for each in (2, 3, 4, 6, 8, 9, 10, 12, 16, 18, 24, 32, 48, 56, 64, 96, 112)},
+}
 EC2 = "ec2.amazonaws.com"
 #: For calls that IAM cannot restrict to resources; a comment at each use says why.
 ANY_RESOURCE = "*"
@@ -46,7 +53,7 @@ def queue_name(resource_class: str) -> str:
 
 
 TABLE = arn("dynamodb", f"table/{NAME}")
-INDEXES = tuple(f"{TABLE}/index/{name}" for name in (items.LIVE_INDEX, items.PROVISION_INDEX))
+INDEXES = tuple(f"{TABLE}/index/{name}" for name in (items.LIVE_INDEX, items.PROVISION_INDEX, items.TROUBLED_INDEX))
 INSTANCES = ec2("instance")
 AGENT_ROLE = arn("iam", f"role/{AGENT_NAME}", region="")
 AGENT_PROFILE = arn("iam", f"instance-profile/{AGENT_NAME}", region="")
@@ -64,17 +71,19 @@ HAS_FLEET_TAGS = {
 REQUESTS_POOL_TAG = {f"aws:RequestTag/{POOL_TAG}": "<pool>"}
 #: Condition key for the partition keys of a request. IAM has none for sort keys.
 LEADING_KEYS = "dynamodb:LeadingKeys"
+#: Condition key for the top-level attributes that a request names, including those of the primary key.
+ATTRIBUTES = "dynamodb:Attributes"
 
 
 # Agent --------------------------------------------------------------------------------------------------------------
 
 
-def _own_item(kind: str) -> Conditions:
-    return {
-        "ForAllValues:StringEquals": {LEADING_KEYS: f"{kind}${{aws:userid}}"},
-        # ForAllValues is true for a request without keys; this condition denies such a request.
-        "Null": {LEADING_KEYS: "false"},
-    }
+def _own_item(kind: str, attributes: Sequence[str] = ()) -> Conditions:
+    only: dict[str, str | Sequence[str]] = {LEADING_KEYS: f"{kind}${{aws:userid}}"}
+    if attributes:
+        only[ATTRIBUTES] = attributes
+    # ForAllValues is true for a request without values; the Null conditions deny such a request.
+    return {"ForAllValues:StringEquals": only, "Null": dict.fromkeys(only, "false")}
 
 
 def agent() -> Policy:
@@ -91,10 +100,11 @@ def agent() -> Policy:
             ),
             Statement(
                 sid="WriteOwnReport",
-                purpose="write signals and heartbeats",
+                # Without the keys of the other indexes: a machine cannot add items to them.
+                purpose="write signals and heartbeats, with the attributes of a report and no others",
                 actions=("dynamodb:UpdateItem",),
                 resources=(TABLE,),
-                conditions=_own_item(items.REPORT_PREFIX),
+                conditions=_own_item(items.REPORT_PREFIX, items.REPORT_ATTRIBUTES),
             ),
             Statement(
                 sid="TerminateItself",
@@ -111,9 +121,9 @@ def agent() -> Policy:
 # Shared statements --------------------------------------------------------------------------------------------------
 
 
-def _queues(classes: Sequence[str]) -> tuple[str, ...]:
+def _queues(classes: Sequence[ResourceClass]) -> tuple[str, ...]:
     # Listed individually: `remuda-ci-*` would also match the queues of a pool named `ci-nightly`.
-    return tuple(arn("sqs", queue_name(each)) for each in classes)
+    return tuple(arn("sqs", queue_name(each.name)) for each in classes)
 
 
 def _read_records(*more: str) -> Statement:
@@ -160,7 +170,7 @@ def _credential() -> Statement:
     )
 
 
-def _messages(classes: Sequence[str]) -> Statement:
+def _messages(classes: Sequence[ResourceClass]) -> Statement:
     return Statement(
         sid="Messages",
         # The permission for a single message covers batch calls.
@@ -200,7 +210,7 @@ def _describe(*operations: str) -> Statement:
 # Workflow -----------------------------------------------------------------------------------------------------------
 
 
-def workflow(classes: Sequence[str] = CLASSES) -> Policy:
+def workflow(classes: Sequence[ResourceClass] = DEFAULT_CLASSES) -> Policy:
     return Policy(
         name="workflow",
         holder="workflows, for `provision` and `release`",
@@ -209,17 +219,47 @@ def workflow(classes: Sequence[str] = CLASSES) -> Policy:
             *_write_instances(),
             _write("WriteProvisions", "write the provisions of runs", "PutItem", items.run_pk("")),
             _messages(classes),
-            *_launch(),
+            *_launch(launch_types(classes)),
             _terminate(),
             _describe("DescribeInstances", "DescribeTags"),
         ),
     )
 
 
-def _launch() -> tuple[Statement, ...]:
-    """EC2 authorizes a launch for each resource involved: first CreateFleet, then the RunInstances that it makes."""
-    any_template = {"ec2:LaunchTemplate": ec2("launch-template")[0]}
+def launch_types(classes: Sequence[ResourceClass]) -> tuple[str, ...]:
+    """Patterns of the instance types that the classes may launch: their types, up to their maximum of vCPUs.
+
+    A size without a wildcard is taken as it is: the operator named it.
+    """
+    found: dict[str, None] = {}
+    for each in classes:
+        sizes = [size for size, cpu in SIZES.items() if cpu <= each.largest_cpu]
+        for family, size in map(split_type, each.types.words):
+            fitting = [name for name in sizes if TypePatterns((size,)).matches(name)] if "*" in size else [size]
+            found |= dict.fromkeys(f"{family}.{name}" for name in fitting)
+    # Without those that another pattern includes.
+    return tuple(
+        each for each in found if not any(other != each and TypePatterns((other,)).matches(each) for other in found)
+    )
+
+
+def _launch(types: Sequence[str]) -> tuple[Statement, ...]:
+    """The statements of Karpenter's controller policy for launches with CreateFleet, with the tag of the pool.
+
+    EC2 authorizes a launch for each resource involved: first CreateFleet, then the RunInstances that it makes. Which
+    condition keys EC2 sets for that RunInstances is not documented, so these statements use only keys of that policy,
+    and the type of the instance. Source: NodeLifecyclePolicy in karpenter-provider-aws (1d92708, August 2026),
+    website/content/en/preview/getting-started/getting-started-with-karpenter/cloudformation.yaml. As there, fleets,
+    instances and volumes get their tags from CreateFleet, network interfaces from the launch template.
+    """
     return (
+        Statement(
+            sid="LaunchFrom",
+            purpose="use images, subnets and security groups; the other statements restrict what is launched",
+            actions=("ec2:CreateFleet", "ec2:RunInstances"),
+            # Spot requests are not tagged: a launch template cannot tag them for on-demand instances.
+            resources=ec2("image", "key-pair", "security-group", "snapshot", "spot-instances-request", "subnet"),
+        ),
         Statement(
             sid="LaunchWithPoolTemplate",
             purpose="launch with the template of this pool (identified by its tag, as its ARN contains only an id)",
@@ -228,53 +268,31 @@ def _launch() -> tuple[Statement, ...]:
             conditions={"StringEquals": HAS_POOL_TAG},
         ),
         Statement(
+            sid="LaunchTypes",
+            purpose="launch instances of the types and sizes of the classes, with the tag of this pool from the start",
+            actions=("ec2:RunInstances",),
+            resources=INSTANCES,
+            conditions={"StringEquals": REQUESTS_POOL_TAG, "StringLike": {"ec2:InstanceType": tuple(types)}},
+        ),
+        Statement(
             sid="LaunchTagged",
-            purpose="launch instances and volumes that have the tag of this pool from the start",
-            actions=("ec2:RunInstances",),
-            resources=ec2("instance", "volume"),
-            conditions={"StringEquals": REQUESTS_POOL_TAG, "ArnLike": any_template},
+            purpose="create fleets, volumes and network interfaces with the tag of this pool",
+            actions=("ec2:CreateFleet", "ec2:RunInstances"),
+            resources=ec2("fleet", "network-interface", "volume"),
+            conditions={"StringEquals": REQUESTS_POOL_TAG},
         ),
         Statement(
-            sid="LaunchWithTemplateResources",
-            purpose="use the image, security groups and key pair of the template, and no others",
-            actions=("ec2:RunInstances",),
-            resources=ec2("image", "key-pair", "security-group", "snapshot"),
-            conditions={"Bool": {"ec2:IsLaunchTemplateResource": "true"}, "ArnLike": any_template},
-        ),
-        Statement(
-            sid="LaunchInSubnets",
-            purpose="launch in the subnets that the provision selects",
-            actions=("ec2:RunInstances",),
-            resources=ec2("network-interface", "subnet"),
-            conditions={"ArnLike": any_template},
-        ),
-        Statement(
-            sid="RequestFleets",
-            purpose="request a fleet; the statements above restrict what it launches",
+            sid="RequestInstances",
+            purpose="request instances with the tag of this pool from a fleet; LaunchTypes restricts them",
             actions=("ec2:CreateFleet",),
-            resources=ec2(
-                "fleet",
-                "image",
-                "instance",
-                "key-pair",
-                "network-interface",
-                "security-group",
-                "snapshot",
-                "subnet",
-                "volume",
-            ),
-        ),
-        Statement(
-            sid="RequestSpot",
-            purpose="request spot instances; the statements above restrict the instances",
-            actions=("ec2:RunInstances",),
-            resources=ec2("spot-instances-request"),
+            resources=INSTANCES,
+            conditions={"StringEquals": REQUESTS_POOL_TAG},
         ),
         Statement(
             sid="TagAtLaunch",
-            purpose="tag new instances and volumes at launch only",
+            purpose="tag new resources at launch only",
             actions=("ec2:CreateTags",),
-            resources=ec2("instance", "volume"),
+            resources=ec2("fleet", "instance", "network-interface", "volume"),
             conditions={
                 "StringEquals": {"ec2:CreateAction": ("CreateFleet", "RunInstances"), **REQUESTS_POOL_TAG},
             },
@@ -301,7 +319,7 @@ def _launch() -> tuple[Statement, ...]:
 # Refresh ------------------------------------------------------------------------------------------------------------
 
 
-def refresh(classes: Sequence[str] = CLASSES) -> Policy:
+def refresh(classes: Sequence[ResourceClass] = DEFAULT_CLASSES) -> Policy:
     """Without permission to launch: refresh launches nothing."""
     return Policy(
         name="refresh",
@@ -441,5 +459,5 @@ def function_logs(command: str) -> Policy:
     )
 
 
-def policies(classes: Sequence[str] = CLASSES) -> tuple[Policy, ...]:
+def policies(classes: Sequence[ResourceClass] = DEFAULT_CLASSES) -> tuple[Policy, ...]:
     return (agent(), workflow(classes), refresh(classes), scale_down(), *map(function_logs, SCHEDULED))

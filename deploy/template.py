@@ -9,7 +9,6 @@ from typing import Any
 
 from policies import (
     AGENT_NAME,
-    CLASSES,
     CREDENTIAL,
     CREDENTIALS,
     EC2,
@@ -25,6 +24,7 @@ from remuda.adapters.aws.dynamodb.schema import INDEXES, KEYS
 from remuda.adapters.aws.sqs import ATTRIBUTES
 from remuda.config.declaration import Group, Setting, variable
 from remuda.config.settings import SETTINGS
+from remuda.domain.resources import DEFAULT_CLASSES, ResourceClass
 from remuda.ports.compute import POOL_TAG
 from statements import VERSION, Policy, render
 
@@ -38,6 +38,9 @@ PARAMETERS = {
     "<pool>": "${Pool}",
 }
 GITHUB = "token.actions.githubusercontent.com"
+#: Names on GitHub. With immutable subject claims, the default of repositories created since July 2026, the token's
+#: subject contains their ids: `repo:acme@1234/app@5678:ref:refs/heads/main`.
+OWNER, REPOSITORY_NAME = "[A-Za-z0-9-]+(@[0-9]+)?", "[A-Za-z0-9_.-]+(@[0-9]+)?"
 LOG_DAYS = 30
 SCHEDULE = "rate(5 minutes)"
 #: Timeout of a function in seconds, below the schedule's interval so that runs never overlap.
@@ -78,7 +81,7 @@ def substituted(text: str) -> Any:
     return {"Fn::Sub": changed} if changed != text else text.replace("${!", "${")
 
 
-def template(classes: Sequence[str] = CLASSES) -> dict[str, Any]:
+def template(classes: Sequence[ResourceClass] = DEFAULT_CLASSES) -> dict[str, Any]:
     made = policies(classes)
     return {
         "AWSTemplateFormatVersion": "2010-09-09",
@@ -89,16 +92,16 @@ def template(classes: Sequence[str] = CLASSES) -> dict[str, Any]:
         "Conditions": _conditions(),
         "Resources": {
             "Table": _table(),
-            **{_logical("Queue", each): _queue(each) for each in classes},
+            **{_logical("Queue", each.name): _queue(each.name) for each in classes},
             **{_logical(policy.name, "Policy"): _managed(policy) for policy in made},
             "AgentRole": _role("agent", {"Service": EC2}, "sts:AssumeRole", ("agent",)),
             "AgentProfile": {
                 "Type": "AWS::IAM::InstanceProfile",
                 "Properties": {"InstanceProfileName": substituted(AGENT_NAME), "Roles": [{"Ref": "AgentRole"}]},
             },
-            "WorkflowRole": _github_role("workflow", "repo:${Repository}:*", ("workflow",)),
+            "WorkflowRole": _github_role("workflow", _workflow_subjects(), ("workflow",), "HasWorkflow"),
             # Only reviewed code on this branch may change the pool; other branches may only use it.
-            "RefreshRole": _github_role("refresh", "repo:${Repository}:ref:refs/heads/${Branch}", SCHEDULED),
+            "RefreshRole": _github_role("refresh", _refresh_subjects(), SCHEDULED, "HasRefresh"),
             **{_logical(who, "Logs"): _logs(who) for who in SCHEDULED},
             **{name: resource for who in SCHEDULED for name, resource in _function(who).items()},
             **{_logical(who, "Alarm"): _alarm(who) for who in SCHEDULED},
@@ -111,9 +114,16 @@ def _is_set(parameter: str) -> dict[str, Any]:
     return {"Fn::Not": [{"Fn::Equals": [{"Ref": parameter}, ""]}]}
 
 
+def _is_list_set(parameter: str) -> dict[str, Any]:
+    """Whether a list parameter has an element that is not empty."""
+    return {"Fn::Not": [{"Fn::Equals": [{"Fn::Join": ["", {"Ref": parameter}]}, ""]}]}
+
+
 def _conditions() -> dict[str, Any]:
     return {
-        "HasWorkflow": {"Fn::And": [_is_set("OidcProviderArn"), _is_set("Repository")]},
+        "HasWorkflow": {"Fn::And": [_is_set("OidcProviderArn"), _is_list_set("Repositories")]},
+        "HasRefresh": {"Fn::And": [_is_set("OidcProviderArn"), _is_set("RefreshRepository")]},
+        "HasEnvironments": _is_list_set("Environments"),
         HAS_FUNCTIONS: {"Fn::And": [_is_set("CodeBucket"), _is_set("CodeKey")]},
         ALARMS: {"Fn::And": [{"Condition": HAS_FUNCTIONS}, _is_set("AlarmTopicArn")]},
         "HasSecret": _is_set("GithubSecretArn"),
@@ -150,7 +160,7 @@ def _metadata() -> dict[str, Any]:
     """Groups of the parameters in the CloudFormation console."""
     groups = {
         "Pool": ["Pool"],
-        "Workflows": ["OidcProviderArn", "Repository", "Branch"],
+        "Workflows": ["OidcProviderArn", "Repositories", "Environments", "RefreshRepository", "Branch"],
         "Scheduled functions": list(_function_parameters()),
         "Settings of refresh": [item.parameter for item in STACK_SETTINGS if item.group is not Group.SCALE_DOWN],
         "Settings of scale-down": [item.parameter for item in STACK_SETTINGS if item.group is Group.SCALE_DOWN],
@@ -175,18 +185,36 @@ def _parameters() -> dict[str, Any]:
             "Default": "",
             "Description": "ARN of GitHub's OIDC provider. If empty, no roles for workflows are created.",
         },
-        "Repository": {
+        "Repositories": {
+            "Type": "CommaDelimitedList",
+            "Default": "",
+            # No wildcard except for all repositories of an owner, because the trust policy uses StringLike.
+            "AllowedPattern": f"({OWNER}/({REPOSITORY_NAME}|\\*))?",
+            "Description": (
+                "Repositories whose workflows may use the pool, separated by commas: owner/name, owner/* for all "
+                "repositories of an organisation, or owner@id/name@id and owner@id/* for immutable subject claims."
+            ),
+        },
+        "Environments": {
+            "Type": "CommaDelimitedList",
+            "Default": "",
+            "AllowedPattern": "[^*?:,]*",
+            "Description": (
+                "GitHub environments whose jobs may use the pool, separated by commas. If empty, all jobs of the "
+                "repositories may."
+            ),
+        },
+        "RefreshRepository": {
             "Type": "String",
             "Default": "",
-            # No wildcard, because the trust policy uses StringLike.
-            "AllowedPattern": "([A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+)?",
-            "Description": "Repository (owner/name) whose workflows may use the pool.",
+            "AllowedPattern": f"({OWNER}/{REPOSITORY_NAME})?",
+            "Description": "Repository (owner/name or owner@id/name@id) whose workflows may run refresh and scale-down.",
         },
         "Branch": {
             "Type": "String",
             "Default": "main",
             "AllowedPattern": "[A-Za-z0-9_./-]+",
-            "Description": "Branch whose workflows may run refresh and scale-down.",
+            "Description": "Branch of RefreshRepository whose workflows may run refresh and scale-down.",
         },
         **_function_parameters(),
         **{declared.parameter: _setting(declared) for declared in STACK_SETTINGS},
@@ -306,13 +334,32 @@ def _role(
     }
 
 
-def _github_role(name: str, subject: str, attached: Sequence[str]) -> Resource:
-    conditions = {
-        "StringEquals": {f"{GITHUB}:aud": "sts.amazonaws.com"},
-        "StringLike": {f"{GITHUB}:sub": {"Fn::Sub": subject}},
+def _for_each(parameter: str, before: str, after: str) -> dict[str, Any]:
+    """A list of texts, one per element of a list parameter, with a text before and after it."""
+    joined = {"Fn::Join": [f"{after},{before}", {"Ref": parameter}]}
+    return {"Fn::Split": [",", {"Fn::Join": ["", [before, joined, after]]}]}
+
+
+def _workflow_subjects() -> Mapping[str, Any]:
+    """Conditions on the subject of GitHub's token: `repo:owner/name:` and a branch, tag, event or environment.
+
+    Both operators must hold. The second one has another name because a condition has each operator once.
+    """
+    of_environments = {"Fn::If": ["HasEnvironments", _for_each("Environments", "repo:*:environment:", ""), "repo:*"]}
+    return {
+        "StringLike": {f"{GITHUB}:sub": _for_each("Repositories", "repo:", ":*")},
+        "StringLikeIfExists": {f"{GITHUB}:sub": of_environments},
     }
+
+
+def _refresh_subjects() -> Mapping[str, Any]:
+    return {"StringLike": {f"{GITHUB}:sub": {"Fn::Sub": "repo:${RefreshRepository}:ref:refs/heads/${Branch}"}}}
+
+
+def _github_role(name: str, subjects: Mapping[str, Any], attached: Sequence[str], condition: str) -> Resource:
+    conditions = {"StringEquals": {f"{GITHUB}:aud": "sts.amazonaws.com"}, **subjects}
     role = _role(name, {"Federated": {"Ref": "OidcProviderArn"}}, "sts:AssumeRoleWithWebIdentity", attached, conditions)
-    return _only_if("HasWorkflow", role)
+    return _only_if(condition, role)
 
 
 def _logs(who: str) -> Resource:
@@ -460,7 +507,7 @@ def _outputs() -> dict[str, Any]:
         "WorkflowPolicyArn": output("Policy for your own role.", {"Ref": "WorkflowPolicy"}),
         "RefreshPolicyArn": output("Policy for your own role.", {"Ref": "RefreshPolicy"}),
         "WorkflowRoleArn": output("Role for workflows.", role("WorkflowRole"), Condition="HasWorkflow"),
-        "RefreshRoleArn": output("Role for a scheduled workflow.", role("RefreshRole"), Condition="HasWorkflow"),
+        "RefreshRoleArn": output("Role for a scheduled workflow.", role("RefreshRole"), Condition="HasRefresh"),
         "ScaleDownPolicyArn": output("Policy for your own role.", {"Ref": "ScaleDownPolicy"}),
         **{
             _logical(who, "FunctionName"): output(

@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 from typing import Protocol
 
 from remuda.domain.errors import CapacityError, NotFound
-from remuda.domain.resources import RunnerRequest
+from remuda.domain.resources import ResourceClass, RunnerRequest
 from remuda.domain.scale_down.fleet import (
     GHR_APPLICATION,
     GHR_APPLICATION_TAG,
@@ -228,7 +228,11 @@ class MemoryCompute:
         self._pool = pool
         self._calls = calls
 
-    async def prepare(self, launch: Mapping[str, str]) -> Sequence[str]:  # noqa: ARG002 - any settings are accepted
+    async def prepare(
+        self,
+        launch: Mapping[str, str],  # noqa: ARG002 - any settings are accepted
+        classes: Sequence[ResourceClass] = (),  # noqa: ARG002
+    ) -> Sequence[str]:
         self._calls.add(SERVICE, "prepare")
         return []
 

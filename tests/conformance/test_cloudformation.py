@@ -144,18 +144,36 @@ async def test_scale_down_uses_the_environment_of_the_stack(stack):
 
 
 async def test_roles_for_workflows_require_a_repository(stack):
-    assert await stack.create() == {f"{stack.name}-agent"}
+    assert await stack.create(OidcProviderArn=PROVIDER) == {f"{stack.name}-agent"}
 
 
-async def test_the_roles_trust_the_repository(stack):
-    roles = await stack.create(OidcProviderArn=PROVIDER, Repository="acme/app")
+async def test_the_workflow_role_requires_no_repository_for_refresh(stack):
+    roles = await stack.create(OidcProviderArn=PROVIDER, Repositories="acme/app")
+    assert roles == {f"{stack.name}-{name}" for name in ("agent", "workflow")}
+
+
+async def test_the_roles_trust_the_repositories(stack):
+    given = {"Repositories": "acme/app,other/*", "Environments": "ci,prod", "RefreshRepository": "acme/infra"}
+    roles = await stack.create(OidcProviderArn=PROVIDER, **given)
     assert roles == {f"{stack.name}-{name}" for name in ("agent", "workflow", "refresh")}
-    subjects = {}
+    conditions = {}
     for name in ("workflow", "refresh"):
         _, trust = await stack.role(name)
         assert trust["Principal"] == {"Federated": PROVIDER}
-        subjects[name] = trust["Condition"]["StringLike"]["token.actions.githubusercontent.com:sub"]
-    assert subjects == {"workflow": "repo:acme/app:*", "refresh": "repo:acme/app:ref:refs/heads/main"}
+        conditions[name] = trust["Condition"]
+    audience = {"token.actions.githubusercontent.com:aud": "sts.amazonaws.com"}
+    subject = "token.actions.githubusercontent.com:sub"
+    assert conditions == {
+        "workflow": {
+            "StringEquals": audience,
+            "StringLike": {subject: ["repo:acme/app:*", "repo:other/*:*"]},
+            "StringLikeIfExists": {subject: ["repo:*:environment:ci", "repo:*:environment:prod"]},
+        },
+        "refresh": {
+            "StringEquals": audience,
+            "StringLike": {subject: "repo:acme/infra:ref:refs/heads/main"},
+        },
+    }
 
 
 async def test_the_instance_profile_has_the_role_of_the_agent(stack):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import Any
 
-from policies import LEADING_KEYS, policies
+from policies import ATTRIBUTES, LEADING_KEYS, policies
 from remuda.adapters.aws.dynamodb.items import PK
 from statements import fill_placeholders
 
@@ -250,8 +250,14 @@ def iam_requests(sent: Mapping[str, list[Any]], context: Mapping[str, Value] | N
                 yield IamRequest(
                     action=f"dynamodb:{action}",
                     resource=f"arn:aws:dynamodb:{REGION}:{ACCOUNT}:table/{table}",
-                    context={**(context or {}), LEADING_KEYS: keys},
+                    context={**(context or {}), LEADING_KEYS: keys, ATTRIBUTES: _attributes(document)},
                 )
+
+
+def _attributes(sent: Mapping[str, Any]) -> list[str]:
+    """The top-level attributes that a request names: its key or item, and its expressions."""
+    named = [*sent.get("Key", ()), *sent.get("Item", ()), *sent.get("ExpressionAttributeNames", {}).values()]
+    return list(dict.fromkeys(named))
 
 
 def _dynamodb_parts(operation: str, sent: Mapping[str, Any]) -> Iterator[tuple[str, str, list[str]]]:
@@ -271,13 +277,18 @@ def _dynamodb_parts(operation: str, sent: Mapping[str, Any]) -> Iterator[tuple[s
                 yield operation, table, [_pk(key) for key in wanted["Keys"]]
         case "BatchWriteItem":
             for table, wanted in sent["RequestItems"].items():
-                yield operation, table, [_pk(each["PutRequest"]["Item"]) for each in wanted]
+                yield operation, table, [_pk(_written(each)) for each in wanted]
         case "TransactWriteItems":
             # IAM checks the permissions of the parts.
             for each in sent["TransactItems"]:
                 yield "UpdateItem", each["Update"]["TableName"], [_pk(each["Update"]["Key"])]
         case _:
             raise NotImplementedError(operation)
+
+
+def _written(request: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The item or the key of one request of BatchWriteItem."""
+    return {**request.get("PutRequest", {}).get("Item", {}), **request.get("DeleteRequest", {}).get("Key", {})}
 
 
 def _pk(item: Mapping[str, Any]) -> str:

@@ -18,10 +18,15 @@ MAX_CLASSES = 50
 MAX_SHOWN = 80
 MAX_CPU = 1_024
 MAX_MEMORY_MIB = 32 * 1024 * 1024
+MAX_GPU = 64
+#: Maximum vCPUs of the instances of a class, unless the class sets another or needs more: those of a 16xlarge.
+DEFAULT_MAX_CPU = 64
 
 _CLASS_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
 _PATTERN = re.compile(r"[A-Za-z0-9.*-]+")
 _INSTANCE_TYPE = re.compile(r"[A-Za-z0-9.-]{1,64}")
+#: An image id, or a parameter of Systems Manager that contains one.
+IMAGE = re.compile(r"ami-[0-9a-f]{8,17}|resolve:ssm:[A-Za-z0-9_./:-]{1,500}")
 _INSTANCE_ID = re.compile(r"i-[0-9a-f]{8,17}")
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SCOPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,38}(/(?!\.{1,2}$)[A-Za-z0-9._-]{1,100})?")
@@ -63,60 +68,11 @@ class Reuse(StrEnum):
         return (tier,)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ResourceClass:
-    name: str
-    #: Minimum vCPUs.
-    cpu: int
-    #: Minimum memory.
-    memory_mib: int
+class Architecture(StrEnum):
+    """Processor architecture, in the words of EC2."""
 
-
-DEFAULT_CLASSES: tuple[ResourceClass, ...] = tuple(
-    ResourceClass(name=name, cpu=cpu, memory_mib=memory_mib)
-    for name, cpu, memory_mib in (
-        ("large", 2, 4_096),
-        ("xlarge", 4, 8_192),
-        ("2xlarge", 8, 16_384),
-        ("4xlarge", 16, 32_768),
-        ("8xlarge", 32, 65_536),
-        ("12xlarge", 48, 98_304),
-        ("16xlarge", 64, 131_072),
-    )
-)
-
-
-def parse_classes(document: Any, *, field: str = "resource-class-config") -> tuple[ResourceClass, ...]:
-    """Parse custom classes: `{"large": {"cpu": 2, "mmem": 4096}, …}`. They replace the defaults."""
-    fix = 'give an object such as {"large": {"cpu": 2, "mmem": 4096}}'
-    if not isinstance(document, Mapping) or not document:
-        raise UserError(f"{field} must be a non-empty object of classes", field=field, fix=fix)
-    if len(document) > MAX_CLASSES:
-        raise UserError(f"{field} has {len(document)} classes, more than {MAX_CLASSES}", field=field, fix=fix)
-    classes = []
-    for name, body in document.items():
-        if not isinstance(name, str) or not _CLASS_NAME.fullmatch(name) or name.lower() in _GENERIC_LABELS:
-            raise UserError(
-                f"{field}: {quote(name, MAX_SHOWN)} is not a valid class name",
-                field=field,
-                fix="use up to 40 letters, digits, - and _, and not a default runner label",
-            )
-        if not isinstance(body, Mapping):
-            raise UserError(f"{field}: class {name!r} must be an object", field=field, fix=fix)
-        classes.append(
-            ResourceClass(
-                name=name,
-                cpu=_integer(body.get("cpu"), f"{field}: cpu of {name!r}", MAX_CPU, field),
-                memory_mib=_integer(body.get("mmem"), f"{field}: mmem of {name!r}", MAX_MEMORY_MIB, field),
-            )
-        )
-    return tuple(classes)
-
-
-def _integer(value: Any, what: str, most: int, field: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise UserError(f"{what} is {quote(value, MAX_SHOWN)}", field=field, fix=f"give an integer from 1 to {most}")
-    return value
+    X86_64 = "x86_64"
+    ARM64 = "arm64"
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +99,181 @@ class TypePatterns:
     def matches(self, instance_type: str) -> bool:
         return any(_matches(word, instance_type) for word in self.words)
 
+    @property
+    def match_all(self) -> bool:
+        return any(set(word) == {"*"} for word in self.words)
+
+    def narrowed(self, other: TypePatterns) -> TypePatterns:
+        """Return patterns of types that match both; without words if there are none."""
+        if self.match_all or other.match_all:
+            return other if self.match_all else self
+        both = (_common(mine, its) for mine in self.words for its in other.words)
+        return TypePatterns(tuple(dict.fromkeys(word for word in both if word)))
+
     def __str__(self) -> str:
         return " ".join(self.words)
+
+
+def split_type(pattern: str) -> tuple[str, str]:
+    """Return the patterns of family and size: `c*` means the family `c*` in all sizes."""
+    family, dot, size = pattern.partition(".")
+    if dot:
+        return family, size
+    head, star, tail = pattern.partition("*")
+    return head + star, star + tail
+
+
+def _common(one: str, other: str) -> str:
+    """Return a pattern of the types that match both patterns, or an empty text if no type does.
+
+    Exact for patterns with one `*` in the family and in the size; for others it may miss types.
+    """
+    parts = [_common_part(*pair) for pair in zip(split_type(one), split_type(other), strict=True)]
+    return ".".join(parts) if all(parts) else ""
+
+
+def _common_part(one: str, other: str) -> str:
+    if "*" not in one or "*" not in other:
+        literal, pattern = (one, other) if "*" not in one else (other, one)
+        return literal if _matches(pattern, literal) else ""
+    (head, _, rest), (other_head, _, other_rest) = one.partition("*"), other.partition("*")
+    heads, tails = sorted((head, other_head), key=len), sorted((rest, other_rest), key=len)
+    if not heads[1].startswith(heads[0]) or not tails[1].endswith(tails[0]):
+        return ""
+    return f"{heads[1]}*{tails[1]}"
+
+
+ANY_TYPE = TypePatterns(("*",))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResourceClass:
+    name: str
+    #: Minimum vCPUs.
+    cpu: int
+    #: Minimum memory.
+    memory_mib: int
+    #: Maximum vCPUs; 0: `DEFAULT_MAX_CPU`.
+    max_cpu: int = 0
+    #: Minimum GPUs.
+    gpu: int = 0
+    types: TypePatterns = ANY_TYPE
+    #: Image of the class's instances; empty: the pool's.
+    ami: str = ""
+    #: Architecture that the image must have; None: any.
+    architecture: Architecture | None = None
+
+    @property
+    def largest_cpu(self) -> int:
+        """Maximum vCPUs of a launched instance."""
+        return self.max_cpu or max(self.cpu, DEFAULT_MAX_CPU)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the class as users write it, without what is left to its default."""
+        written = {
+            "cpu": self.cpu,
+            "mmem": self.memory_mib,
+            "max-cpu": self.max_cpu,
+            "gpu": self.gpu,
+            "instance-types": "" if self.types.match_all else str(self.types),
+            "ami": self.ami,
+            "architecture": self.architecture.value if self.architecture else "",
+        }
+        return {name: value for name, value in written.items() if value}
+
+
+DEFAULT_CLASSES: tuple[ResourceClass, ...] = tuple(
+    ResourceClass(name=name, cpu=cpu, memory_mib=memory_mib)
+    for name, cpu, memory_mib in (
+        ("large", 2, 4_096),
+        ("xlarge", 4, 8_192),
+        ("2xlarge", 8, 16_384),
+        ("4xlarge", 16, 32_768),
+        ("8xlarge", 32, 65_536),
+        ("12xlarge", 48, 98_304),
+        ("16xlarge", 64, 131_072),
+    )
+)
+
+
+#: Fields of a class as users write them.
+CLASS_FIELDS = ("cpu", "mmem", "max-cpu", "gpu", "instance-types", "ami", "architecture")
+
+
+def parse_classes(document: Any, *, field: str = "resource-class-config") -> tuple[ResourceClass, ...]:
+    """Parse custom classes: `{"large": {"cpu": 2, "mmem": 4096}, …}`. They replace the defaults."""
+    fix = 'give an object such as {"large": {"cpu": 2, "mmem": 4096}}'
+    if not isinstance(document, Mapping) or not document:
+        raise UserError(f"{field} must be a non-empty object of classes", field=field, fix=fix)
+    if len(document) > MAX_CLASSES:
+        raise UserError(f"{field} has {len(document)} classes, more than {MAX_CLASSES}", field=field, fix=fix)
+    classes = []
+    for name, body in document.items():
+        if not isinstance(name, str) or not _CLASS_NAME.fullmatch(name) or name.lower() in _GENERIC_LABELS:
+            raise UserError(
+                f"{field}: {quote(name, MAX_SHOWN)} is not a valid class name",
+                field=field,
+                fix="use up to 40 letters, digits, - and _, and not a default runner label",
+            )
+        if not isinstance(body, Mapping):
+            raise UserError(f"{field}: class {name!r} must be an object", field=field, fix=fix)
+        classes.append(_parse_class(name, body, field))
+    return tuple(classes)
+
+
+def _parse_class(name: str, body: Mapping[str, Any], field: str) -> ResourceClass:
+    for key in body:
+        if key not in CLASS_FIELDS:
+            raise UserError(
+                f"{field}: class {name!r} has an unknown field {quote(key, MAX_SHOWN)}",
+                field=field,
+                fix=f"use {', '.join(CLASS_FIELDS)}",
+            )
+    given = {key: value for key, value in body.items() if value is not None}
+
+    def number(key: str, most: int, *, least: int = 1) -> int:
+        return _integer(given.get(key), f"{field}: {key} of {name!r}", most, field, least=least)
+
+    def optional(key: str, most: int, *, least: int = 1) -> int:
+        return number(key, most, least=least) if key in given else 0
+
+    cpu = number("cpu", MAX_CPU)
+    types, ami, architecture = (given.get(key) for key in ("instance-types", "ami", "architecture"))
+    if ami is not None and (not isinstance(ami, str) or not IMAGE.fullmatch(ami)):
+        raise UserError(
+            f"{field}: ami of {name!r} is {quote(ami, MAX_SHOWN)}",
+            field=field,
+            fix="give an image such as ami-0123456789abcdef0, or resolve:ssm:NAME",
+        )
+    if architecture is not None and architecture not in set(Architecture):
+        raise UserError(
+            f"{field}: architecture of {name!r} is {quote(architecture, MAX_SHOWN)}",
+            field=field,
+            fix=f"give {' or '.join(Architecture)}",
+        )
+    if types is not None and not isinstance(types, str):
+        raise UserError(
+            f"{field}: instance-types of {name!r} is {quote(types, MAX_SHOWN)}",
+            field=field,
+            fix="give patterns such as 'c7g.* m7g.large' in one text",
+        )
+    return ResourceClass(
+        name=name,
+        cpu=cpu,
+        memory_mib=number("mmem", MAX_MEMORY_MIB),
+        max_cpu=optional("max-cpu", MAX_CPU, least=cpu),
+        gpu=optional("gpu", MAX_GPU, least=0),
+        types=ANY_TYPE if types is None else TypePatterns.parse(types, field=f"{field}: instance-types of {name!r}"),
+        ami=ami or "",
+        architecture=Architecture(architecture) if architecture is not None else None,
+    )
+
+
+def _integer(value: Any, what: str, most: int, field: str, *, least: int = 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        fix = f"give an integer from {least} to {most}"
+        raise UserError(f"{what} is {quote(value, MAX_SHOWN)}", field=field, fix=fix)
+    return value
 
 
 def _matches(pattern: str, text: str) -> bool:

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from remuda.domain.reporting.prices import SpotPrice
-from remuda.domain.resources import RunnerRequest, UsageClass
+from remuda.domain.resources import ResourceClass, RunnerRequest, UsageClass
 from remuda.domain.scale_down.fleet import FleetMachine
 
 #: Tags of every launched machine. Machines without them are never terminated.
@@ -72,8 +72,11 @@ class MachineView:
 class Compute(Protocol):
     """The machines of one pool."""
 
-    async def prepare(self, launch: Mapping[str, str]) -> Sequence[str]:
-        """Check and apply the launch parameters (launch template, image, subnets). Returns the changes, for people."""
+    async def prepare(self, launch: Mapping[str, str], classes: Sequence[ResourceClass] = ()) -> Sequence[str]:
+        """Check and apply the launch parameters (launch template, image, subnets). Returns the changes, for people.
+
+        Also checks the images of the classes.
+        """
         ...
 
     async def close(self) -> None: ...

@@ -16,8 +16,9 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from policies import CLASSES, LEADING_KEYS, ORPHAN_TAG, SCHEDULED
+from policies import ATTRIBUTES, CLASSES, LEADING_KEYS, ORPHAN_TAG, SCHEDULED
 from remuda.adapters.aws.dynamodb import items
+from remuda.adapters.aws.dynamodb.schema import INDEXES
 from remuda.domain.scale_down.fleet import GHR_APPLICATION, GHR_APPLICATION_TAG, GHR_ENVIRONMENT_TAG
 from remuda.ports.compute import POOL_TAG
 from template import GITHUB, template
@@ -103,6 +104,8 @@ class Place:
             REQUESTED: self.pool,
             "aws:TagKeys": [ORPHAN_TAG],
             "iam:PassedToService": "ec2.amazonaws.com",
+            "ec2:InstanceType": "m6i.large",
+            ATTRIBUTES: items.REPORT_ATTRIBUTES,
         }
 
 
@@ -136,7 +139,7 @@ def pairs(draw: st.DrawFn, *differ: str) -> tuple[Place, Place]:
 # Roles of the template ------------------------------------------------------------------------------------------------
 
 
-def resolved(value: Any, parameters: Mapping[str, str]) -> Any:
+def resolved(value: Any, parameters: Mapping[str, Any]) -> Any:
     """The value after CloudFormation has resolved its functions."""
     if isinstance(value, list):
         return [resolved(each, parameters) for each in value]
@@ -148,14 +151,22 @@ def resolved(value: Any, parameters: Mapping[str, str]) -> Any:
         case [("Fn::Sub", text)]:
             return re.sub(r"\$\{(!?)([^}]+)\}", lambda m: f"${{{m[2]}}}" if m[1] else parameters[m[2]], text)
         case [("Fn::If", [condition, there, missing])]:
-            given_by = {"HasSecret": "GithubSecretArn", "HasEnvironment": "GithubEnvironment"}
-            return resolved(there if parameters[given_by[condition]] else missing, parameters)
+            given_by = {
+                "HasSecret": "GithubSecretArn",
+                "HasEnvironment": "GithubEnvironment",
+                "HasEnvironments": "Environments",
+            }
+            return resolved(there if any(parameters[given_by[condition]]) else missing, parameters)
+        case [("Fn::Join", [separator, parts])]:
+            return separator.join(resolved(parts, parameters))
+        case [("Fn::Split", [separator, text])]:
+            return resolved(text, parameters).split(separator)
         case [(name, _)] if name.startswith("Fn::"):
             raise NotImplementedError(name)
     return {name: resolved(each, parameters) for name, each in value.items()}
 
 
-def parameters_of(place: Place) -> dict[str, str]:
+def parameters_of(place: Place) -> dict[str, Any]:
     return {
         "AWS::Partition": "aws",
         "AWS::Region": place.region,
@@ -163,7 +174,9 @@ def parameters_of(place: Place) -> dict[str, str]:
         "Pool": place.pool,
         "GithubSecretArn": place.secret,
         "GithubEnvironment": "",
-        "Repository": REPOSITORY,
+        "Repositories": [REPOSITORY],
+        "Environments": [""],
+        "RefreshRepository": REPOSITORY,
         "Branch": BRANCH,
         "OidcProviderArn": place.arn("iam", f"oidc-provider/{GITHUB}"),
     }
@@ -206,7 +219,7 @@ def at(action: str, of: Place, by: Place) -> Iterator[tuple[str, Mapping[str, Va
         # A foreign key among own keys, and own keys in a foreign table.
         yield from ((of.table, {LEADING_KEYS: [*by.own_keys, key]}) for key in of.own_keys if key not in by.own_keys)
         yield from ((of.table, {LEADING_KEYS: [key]}) for key in by.own_keys if of.table != by.table)
-        for index in (items.LIVE_INDEX, items.PROVISION_INDEX):
+        for index in INDEXES:
             for known in ({}, {LEADING_KEYS: [of.own_keys[0]]}, {LEADING_KEYS: [items.shard_of(of.instance)]}):
                 yield f"{of.table}/index/{index}", known
     elif action in {"ec2:TerminateInstances", "ec2:CreateTags", "ec2:DeleteTags"}:
@@ -432,28 +445,18 @@ def misuses(own: Place, other: Place) -> list[IamRequest]:
 
     ours: dict[str, Value] = {REQUESTED: own.pool}
     theirs: dict[str, Value] = {REQUESTED: other.pool}
-    by: dict[str, Value] = {"ec2:LaunchTemplate": own.template}
-    chosen: dict[str, Value] = {"ec2:IsLaunchTemplateResource": "false"}
-    named: dict[str, Value] = {"ec2:IsLaunchTemplateResource": "true"}
-    made = [own.arn("ec2", f"{kind}/*") for kind in ("instance", "volume")]
-    things = [own.arn("ec2", f"{kind}/x-1") for kind in ("key-pair", "security-group")]
-    things.append(f"arn:aws:ec2:{own.region}::image/ami-1")
-    nets = [own.arn("ec2", "subnet/subnet-1"), own.arn("ec2", "network-interface/*")]
+    large: dict[str, Value] = {"ec2:InstanceType": "m6i.large"}
+    made = [own.arn("ec2", f"{kind}/*") for kind in ("fleet", "instance", "network-interface", "volume")]
+    fleet = ("CreateFleet", "RunInstances")
     at_launch: dict[str, Value] = {"ec2:CreateAction": "RunInstances"}
     return [
         # With the template of another pool, or without tags.
-        *(
-            part(action, own.template, by, tags)
-            for action in ("CreateFleet", "RunInstances")
-            for tags in (other.tags, {})
-        ),
-        # Without a tag, with the tag of another pool, without a template.
-        *(part("RunInstances", each, by, tags) for each in made for tags in ({}, theirs)),
-        *(part("RunInstances", each, ours) for each in made),
-        # With an image, group or key outside the template; and without a template.
-        *(part("RunInstances", each, by, chosen) for each in things),
-        *(part("RunInstances", each, named) for each in things),
-        *(part("RunInstances", each) for each in nets),
+        *(part(action, own.template, tags) for action in fleet for tags in (other.tags, {})),
+        # Without a tag, or with the tag of another pool.
+        *(part(action, each, large, tags) for action in fleet for each in made for tags in ({}, theirs)),
+        # Of a size that no class has, or of an unknown type.
+        part("RunInstances", own.arn("ec2", "instance/*"), ours, {"ec2:InstanceType": "m6i.24xlarge"}),
+        part("RunInstances", own.arn("ec2", "instance/*"), ours),
         # Tags for existing resources, for resources created otherwise, or outside the pool.
         *(part("CreateTags", each, ours) for each in (own.machine, own.template)),
         *(part("CreateTags", each, ours, {"ec2:CreateAction": "CreateVolume"}) for each in (own.machine, own.template)),
@@ -507,6 +510,13 @@ def half_tagged(place: Place) -> Iterator[IamRequest]:
                 yield IamRequest(action=action, resource=place.machine, context=context)
 
 
+def forged(place: Place) -> Iterator[IamRequest]:
+    """Writes of other attributes than those of a report, and of none, to the machine's own report."""
+    for names in ([], ["pk", "sk", "gsi1pk"]):
+        context = {**place.caller, LEADING_KEYS: place.own_keys[1:], ATTRIBUTES: names}
+        yield IamRequest(action="dynamodb:UpdateItem", resource=place.table, context=context)
+
+
 def unkeyed(place: Place) -> Iterator[IamRequest]:
     """Writes to the configuration, and writes without keys."""
     for operation in ("BatchWriteItem", "PutItem", "UpdateItem"):
@@ -526,6 +536,7 @@ def test_removing_any_condition_allows_more(role, number, operator, key):
         *misuses(own, replace(own, pool="ci-2")),
         *half_tagged(own),
         *unkeyed(own),
+        *forged(own),
     ]
     assert len(allowed_requests(loosened, iter(tried))) > len(allowed_requests(whole, iter(tried)))
 
@@ -554,8 +565,9 @@ def test_widening_any_resource_name_allows_more(role):
 NAMES = st.from_regex(r"[A-Za-z0-9_.-]{1,12}", fullmatch=True)
 
 
-def trusts(role: str, subject: str | None, audience: str = "sts.amazonaws.com") -> bool:
-    document = resolved(TEMPLATE[role]["Properties"]["AssumeRolePolicyDocument"], parameters_of(Place()))
+def trusts(role: str, subject: str | None, audience: str = "sts.amazonaws.com", **parameters: list[str]) -> bool:
+    given = {**parameters_of(Place()), **parameters}
+    document = resolved(TEMPLATE[role]["Properties"]["AssumeRolePolicyDocument"], given)
     (statement,) = document["Statement"]
     who = statement.pop("Principal")
     assert who == {"Federated": parameters_of(Place())["OidcProviderArn"]}
@@ -585,6 +597,61 @@ def test_only_one_branch_can_assume_the_refresh_role(name):
     for subject in (f"ref:refs/heads/{name}", f"ref:refs/tags/{BRANCH}", "pull_request", f"environment:{name}"):
         assert not trusts("RefreshRole", f"repo:{REPOSITORY}:{subject}")
         assert trusts("WorkflowRole", f"repo:{REPOSITORY}:{subject}")
+
+
+def test_the_workflow_role_trusts_every_listed_repository():
+    given = {"Repositories": ["acme/app", "acme/lib", "other/tool"]}
+    for repository in given["Repositories"]:
+        assert trusts("WorkflowRole", f"repo:{repository}:pull_request", **given)
+    for repository in ("acme/tool", "other/app", "acme/app2", "acme/ap", "evil/acme/app", "acme/app,acme/lib"):
+        assert not trusts("WorkflowRole", f"repo:{repository}:pull_request", **given)
+
+
+def test_the_workflow_role_trusts_all_repositories_of_an_organisation():
+    given = {"Repositories": ["acme/*"]}
+    for repository in ("acme/app", "acme/x"):
+        assert trusts("WorkflowRole", f"repo:{repository}:ref:refs/heads/main", **given)
+    for repository in ("acme2/app", "evil-acme/app", "evil/acme", "acme@1/app@2"):
+        assert not trusts("WorkflowRole", f"repo:{repository}:ref:refs/heads/acme/x", **given)
+
+
+def test_only_jobs_of_the_environments_can_assume_the_workflow_role():
+    given = {"Repositories": ["acme/app", "other/*"], "Environments": ["ci", "release build"]}
+    for repository in ("acme/app", "other/tool"):
+        for environment in given["Environments"]:
+            assert trusts("WorkflowRole", f"repo:{repository}:environment:{environment}", **given)
+        for subject in ("environment:prod", "environment:ci2", "pull_request", "ref:refs/heads/environment/ci"):
+            assert not trusts("WorkflowRole", f"repo:{repository}:{subject}", **given)
+    assert not trusts("WorkflowRole", "repo:acme/lib:environment:ci", **given)
+
+
+def test_roles_trust_immutable_subjects():
+    """GitHub's default for repositories created since July 2026 (changelog of 2026-04-23)."""
+    given: dict[str, Any] = {"Repositories": ["acme@12/app@34", "other@56/*"], "RefreshRepository": "acme@12/app@34"}
+    assert trusts("WorkflowRole", "repo:acme@12/app@34:pull_request", **given)
+    assert trusts("WorkflowRole", "repo:other@56/tool@7:pull_request", **given)
+    assert trusts("RefreshRole", f"repo:acme@12/app@34:ref:refs/heads/{BRANCH}", **given)
+    for repository in ("acme@13/app@34", "acme@12/app@3", "acme/app", "other@5/tool@7"):
+        assert not trusts("WorkflowRole", f"repo:{repository}:pull_request", **given)
+
+
+ACCEPTED = {
+    "Repositories": ["", "acme/app", "acme/*", "acme@12/app@34", "acme@12/*", "a-b/c_d.e"],
+    "RefreshRepository": ["", "acme/app", "acme@12/app@34"],
+    "Environments": ["", "ci", "release build"],
+}
+REJECTED = {
+    "Repositories": ["acme", "*", "*/app", "acme/ap*", "ac?e/app", "acme/app:x", "acme/*/x", "acme/app@*", "a@/b"],
+    "RefreshRepository": ["acme/*", "acme", "acme/app:ref"],
+    "Environments": ["*", "c?", "ci:x"],
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_parameters_of_trust_policies_accept_no_other_wildcards(name):
+    pattern = template()["Parameters"][name]["AllowedPattern"]
+    assert [text for text in ACCEPTED[name] if not re.fullmatch(pattern, text)] == []
+    assert [text for text in REJECTED[name] if re.fullmatch(pattern, text)] == []
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import build
-from policies import ANY_RESOURCE, ORPHAN_TAG, policies
+from policies import ANY_RESOURCE, ATTRIBUTES, ORPHAN_TAG, launch_types, policies, workflow
 from remuda.adapters.aws.dynamodb import items
+from remuda.adapters.aws.dynamodb.schema import INDEXES
+from remuda.domain.resources import parse_classes
 from remuda.domain.scale_down.fleet import GHR_APPLICATION, GHR_APPLICATION_TAG, GHR_ENVIRONMENT_TAG
 from remuda.ports.compute import POOL_TAG
 from statements import fill_placeholders
@@ -92,9 +94,25 @@ def test_an_instance_may_only_read_its_control_and_write_its_report(instance, ro
         (action, key)
         for action in ITEM_ACTIONS
         for key in (control, report, items.history_pk(instance), "pool")
-        if may(of("agent"), action, table_of("ci"), {**caller(role, instance), LEADING: [key]})
+        if may(of("agent"), action, table_of("ci"), {**caller(role, instance), LEADING: [key], ATTRIBUTES: ["pk"]})
     }
     assert allowed == {("dynamodb:GetItem", control), ("dynamodb:UpdateItem", report)}
+
+
+def test_an_instance_may_write_only_the_attributes_of_its_report():
+    instance, role = "i-0123456789abcdef0", f"AROA{'A' * 17}"
+    report = partition(items.ItemKeys(prefix=f"{role}:").report(instance))
+
+    def may_write(*names: str) -> bool:
+        context = {**caller(role, instance), LEADING: [report], ATTRIBUTES: names}
+        return may(of("agent"), "dynamodb:UpdateItem", table_of("ci"), context)
+
+    assert may_write(*items.REPORT_ATTRIBUTES)
+    assert not may_write()
+    indexes = {name for keys in INDEXES.values() for name in keys} - {items.SK, items.TROUBLED_PK}
+    assert indexes == {"gsi1pk", "gsi1sk", "gsi2pk", "gsi2sk"}
+    for name in (*indexes, "state", "owner"):
+        assert not may_write(*items.REPORT_ATTRIBUTES, name)
 
 
 @no_deadline
@@ -192,17 +210,62 @@ def test_a_launch_requires_template_and_tag_of_the_pool(pool, other):
     assume(pool != other)
     policy = of("workflow", pool)
     template = arn("ec2", "launch-template/lt-1")
-    used: dict[str, Value] = {"ec2:LaunchTemplate": template}
     for action in ("ec2:CreateFleet", "ec2:RunInstances"):
-        assert not may(policy, action, template, {**used, f"aws:ResourceTag/{POOL_TAG}": other})
-        assert not may(policy, action, template, used)
-    for kind in ("instance", "volume"):
-        made = arn("ec2", f"{kind}/*")
-        assert not may(policy, "ec2:RunInstances", made, used)
-        assert not may(policy, "ec2:RunInstances", made, {**used, f"aws:RequestTag/{POOL_TAG}": other})
-        assert not may(policy, "ec2:RunInstances", made, {f"aws:RequestTag/{POOL_TAG}": pool})
-    own_image = {**used, "ec2:IsLaunchTemplateResource": "false"}
-    assert not may(policy, "ec2:RunInstances", f"arn:aws:ec2:{REGION}::image/ami-1", own_image)
+        assert may(policy, action, template, {f"aws:ResourceTag/{POOL_TAG}": pool})
+        assert not may(policy, action, template, {f"aws:ResourceTag/{POOL_TAG}": other})
+        assert not may(policy, action, template)
+        for kind in ("fleet", "instance", "network-interface", "volume"):
+            made, large = arn("ec2", f"{kind}/*"), {"ec2:InstanceType": "m6i.large"}
+            assert may(policy, action, made, {**large, f"aws:RequestTag/{POOL_TAG}": pool})
+            assert not may(policy, action, made, large)
+            assert not may(policy, action, made, {**large, f"aws:RequestTag/{POOL_TAG}": other})
+
+
+def test_launches_use_no_condition_key_that_ec2_may_not_set_for_fleets():
+    """Whether EC2 sets these keys when CreateFleet calls RunInstances is not documented: a launch must not need them."""
+    text = json.dumps(of("workflow"))
+    assert "ec2:LaunchTemplate" not in text
+    assert "ec2:IsLaunchTemplateResource" not in text
+
+
+# Instance types -------------------------------------------------------------------------------------------------------
+
+
+def may_launch(policy: Mapping[str, Any], instance_type: str | None) -> bool:
+    context = {f"aws:RequestTag/{POOL_TAG}": "ci"}
+    named = {"ec2:InstanceType": instance_type} if instance_type else {}
+    return may(policy, "ec2:RunInstances", arn("ec2", "instance/*"), {**context, **named})
+
+
+def workflow_for(**classes: Any) -> dict[str, Any]:
+    return fill_placeholders(workflow(parse_classes(classes)), pool="ci", account=ACCOUNT, region=REGION)
+
+
+def test_a_workflow_may_not_launch_larger_instances_than_the_classes():
+    for allowed in ("t3.small", "m6i.large", "c7g.16xlarge", "g5.12xlarge"):
+        assert may_launch(of("workflow"), allowed)
+    for denied in ("m6i.24xlarge", "p5.48xlarge", "u-24tb1.112xlarge", "c6i.metal", "m7i.metal-24xl", None):
+        assert not may_launch(of("workflow"), denied)
+
+
+def test_a_workflow_may_launch_only_the_types_of_the_classes():
+    policy = workflow_for(
+        graviton={"cpu": 2, "mmem": 4096, "max-cpu": 8, "instance-types": "c7g.* m7g*"},
+        gpu={"cpu": 4, "mmem": 8192, "gpu": 1, "instance-types": "g5.xlarge g6.*"},
+        host={"cpu": 4, "mmem": 8192, "max-cpu": 128, "instance-types": "c6i.metal"},
+    )
+    for allowed in ("c7g.large", "c7g.2xlarge", "m7gd.xlarge", "g5.xlarge", "g6.16xlarge", "c6i.metal"):
+        assert may_launch(policy, allowed), allowed
+    for denied in ("c7g.4xlarge", "c6i.large", "g5.2xlarge", "g6.24xlarge", "m7g.metal", "c6i.32xlarge"):
+        assert not may_launch(policy, denied), denied
+
+
+def test_patterns_that_others_include_are_left_out():
+    assert launch_types(parse_classes({"a": {"cpu": 1, "mmem": 1, "max-cpu": 4}})) == (
+        *("*.nano", "*.micro", "*.small", "*.medium", "*.large", "*.xlarge"),
+    )
+    named = {"a": {"cpu": 1, "mmem": 1, "max-cpu": 4}, "b": {"cpu": 1, "mmem": 1, "instance-types": "m5.large m5.2x*"}}
+    assert launch_types(parse_classes(named))[6:] == ("m5.2xlarge",)
 
 
 @no_deadline
@@ -264,5 +327,12 @@ def test_generated_files_are_current():
 
 
 def test_check_names_files_that_are_not_current(capsys):
-    assert build.main(["--check", "--classes", "small"]) == 1
+    assert build.main(["--check", "--classes", '{"small": {"cpu": 1, "mmem": 512}}']) == 1
     assert "workflow.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["small,gpu", "{}", '{"small": {"cpu": 0}}', "@/nowhere"])
+def test_invalid_classes_are_rejected(capsys, text):
+    with pytest.raises(SystemExit):
+        build.main(["--check", "--classes", text])
+    assert "argument --classes: " in capsys.readouterr().err

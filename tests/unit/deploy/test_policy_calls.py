@@ -12,6 +12,7 @@ import pytest
 import remuda.adapters.aws
 from policies import policies
 from remuda.adapters.aws.dynamodb import items
+from remuda.adapters.aws.dynamodb.schema import INDEXES
 from remuda.domain.scale_down.fleet import GHR_APPLICATION, GHR_APPLICATION_TAG, GHR_ENVIRONMENT_TAG
 from remuda.ports.compute import POOL_TAG
 from statements import fill_placeholders
@@ -98,8 +99,6 @@ POOL_TAGS: dict[str, Value] = {
     f"aws:ResourceTag/{GHR_ENVIRONMENT_TAG}": POOL,
 }
 REQUESTED: dict[str, Value] = {f"aws:RequestTag/{POOL_TAG}": POOL}
-WITH_TEMPLATE: dict[str, Value] = {"ec2:LaunchTemplate": TEMPLATE}
-OF_TEMPLATE: dict[str, Value] = {**WITH_TEMPLATE, "ec2:IsLaunchTemplateResource": "true"}
 
 
 def request(action: str, resource: str, *contexts: Mapping[str, Value]) -> IamRequest:
@@ -107,26 +106,37 @@ def request(action: str, resource: str, *contexts: Mapping[str, Value]) -> IamRe
 
 
 def launch() -> list[IamRequest]:
-    """The requests that EC2 authorizes for one instant fleet of spot instances."""
+    """The requests that EC2 authorizes for one instant fleet of spot instances.
+
+    Without `ec2:LaunchTemplate` and `ec2:IsLaunchTemplateResource`: EC2 may not set them for fleets.
+    """
     kinds: dict[str, Mapping[str, Value]] = {
-        "instance/*": {**REQUESTED, **WITH_TEMPLATE},
-        "volume/*": {**REQUESTED, **WITH_TEMPLATE},
-        "subnet/subnet-1": WITH_TEMPLATE,
-        "network-interface/*": WITH_TEMPLATE,
-        "security-group/sg-1": OF_TEMPLATE,
-        "key-pair/people": OF_TEMPLATE,
+        "volume/*": REQUESTED,
+        "network-interface/*": REQUESTED,
+        "subnet/subnet-1": {},
+        "security-group/sg-1": {},
+        "key-pair/people": {},
         "spot-instances-request/*": {},
     }
+    image = f"arn:aws:ec2:{REGION}::image/ami-1"
     tagged = {**REQUESTED, "aws:TagKeys": [POOL_TAG, "remuda:provision"]}
     return [
-        request("ec2:CreateFleet", arn("ec2", "fleet/*")),
-        request("ec2:CreateFleet", TEMPLATE, POOL_TAGS),
-        request("ec2:RunInstances", TEMPLATE, POOL_TAGS, WITH_TEMPLATE),
-        request("ec2:RunInstances", f"arn:aws:ec2:{REGION}::image/ami-1", OF_TEMPLATE),
-        *(request("ec2:RunInstances", arn("ec2", kind), context) for kind, context in kinds.items()),
+        request("ec2:CreateFleet", arn("ec2", "fleet/*"), REQUESTED),
+        # The instance type is not known before a fleet launches.
+        request("ec2:CreateFleet", arn("ec2", "instance/*"), REQUESTED),
+        request("ec2:RunInstances", arn("ec2", "instance/*"), REQUESTED, {"ec2:InstanceType": "m6i.large"}),
+        *(
+            part
+            for action in ("ec2:CreateFleet", "ec2:RunInstances")
+            for part in (
+                request(action, TEMPLATE, POOL_TAGS),
+                request(action, image),
+                *(request(action, arn("ec2", kind), context) for kind, context in kinds.items()),
+            )
+        ),
         *(
             request("ec2:CreateTags", arn("ec2", kind), tagged, {"ec2:CreateAction": action})
-            for kind in (f"instance/{INSTANCE}", "volume/vol-1")
+            for kind in (f"instance/{INSTANCE}", "volume/vol-1", "network-interface/eni-1", "fleet/fleet-1")
             for action in ("CreateFleet", "RunInstances")
         ),
         request(
@@ -141,8 +151,12 @@ def dynamodb(operation: str, who: str) -> list[IamRequest]:
     action = f"dynamodb:{PARTS.get(operation, operation)}"
     if who == "agent":
         own = (KEYS.control if operation == "GetItem" else KEYS.report)(INSTANCE)
-        return [request(action, TABLE, {"aws:userid": USER_ID, "dynamodb:LeadingKeys": [str(own[items.PK]["S"])]})]
-    indexes = [f"{TABLE}/index/{name}" for name in (items.LIVE_INDEX, items.PROVISION_INDEX)]
+        named: dict[str, Value] = {
+            "dynamodb:LeadingKeys": [str(own[items.PK]["S"])],
+            "dynamodb:Attributes": items.REPORT_ATTRIBUTES,
+        }
+        return [request(action, TABLE, {"aws:userid": USER_ID}, named)]
+    indexes = [f"{TABLE}/index/{name}" for name in INDEXES]
     return [
         request(action, each, {"dynamodb:LeadingKeys": [key]})
         for each in (TABLE, *(indexes if operation == "Query" else ()))

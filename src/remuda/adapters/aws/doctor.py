@@ -22,7 +22,7 @@ from remuda.adapters.aws.ec2.options import AMI, SECURITY_GROUPS, SUBNETS, Ec2La
 from remuda.adapters.aws.ec2.template import template_name
 from remuda.adapters.aws.sqs import SqsResourcePool
 from remuda.domain.errors import UserError
-from remuda.domain.resources import ResourceClass, RunnerRequest, Tier, TypePatterns, UsageClass
+from remuda.domain.resources import ResourceClass, RunnerRequest, Tier, TypePatterns, UsageClass, split_type
 from remuda.ports.clock import Clock
 from remuda.ports.compute import POOL_TAG, PROVISION_TAG, MachineState
 from remuda.ports.doctor import Check, CheckResult, compare_clocks, ok, problem, warning
@@ -211,13 +211,15 @@ class AwsDoctor:
     async def _may_launch(self) -> CheckResult:
         """Dry-run CreateFleet and RunInstances: a fleet needs the permissions of both."""
         options = self._launch_options()
+        # Preferably one with the pool's image, which the launch template names.
+        smallest = min(self._classes, key=lambda each: (bool(each.ami), each.cpu))
         tags = {POOL_TAG: self._pool, PROVISION_TAG: "doctor"}
         fleet = fleet_request(
             template=template_name(self._pool),
             request=RunnerRequest(
-                resource_class=min(self._classes, key=lambda each: each.cpu),
+                resource_class=smallest,
                 usage_class=UsageClass.ON_DEMAND,
-                patterns=TypePatterns(("*",)),
+                patterns=smallest.types,
                 tier=Tier.TRUSTED,
             ),
             subnets=options.subnets,
@@ -228,11 +230,12 @@ class AwsDoctor:
         )
         single = {
             "LaunchTemplate": {"LaunchTemplateName": template_name(self._pool), "Version": "$Default"},
-            "InstanceType": await self._dry_run_type(options),
+            "InstanceType": await self._dry_run_type(options, smallest.types),
             "SubnetId": options.subnets[0],
             "MinCount": 1,
             "MaxCount": 1,
-            "TagSpecifications": fleet["TagSpecifications"],
+            # RunInstances does not accept tags of fleets.
+            "TagSpecifications": [each for each in fleet["TagSpecifications"] if each["ResourceType"] != "fleet"],
         }
         for operation, parameters in (("CreateFleet", fleet), ("RunInstances", single)):
             denial = await self._dry_run(operation, parameters)
@@ -240,9 +243,14 @@ class AwsDoctor:
                 return warning(f"the AWS credentials do not permit launches ({operation}): {denial}", WORKFLOW_FIX)
         return ok("permitted, by a dry run of CreateFleet and RunInstances")
 
-    async def _dry_run_type(self, options: Ec2LaunchOptions) -> str:
+    async def _dry_run_type(self, options: Ec2LaunchOptions, types: TypePatterns) -> str:
+        """A type of the class: the policy of workflows allows no others."""
         images = await self._describe("DescribeImages", "image-id", [options.ami])
-        return _DRY_RUN_TYPES.get(str(images[0].get("Architecture", "")) if images else "", _DRY_RUN_TYPES["x86_64"])
+        usual = _DRY_RUN_TYPES.get(str(images[0].get("Architecture", "")) if images else "", _DRY_RUN_TYPES["x86_64"])
+        if types.matches(usual):
+            return usual
+        family, size = split_type(types.words[0])
+        return f"{family.replace('*', '5')}.{'large' if '*' in size else size}"
 
     async def _may_terminate(self) -> CheckResult:
         machines = await (await self._adapters()).compute.list_pool()

@@ -22,7 +22,7 @@ from remuda.adapters.local.machine import MachineRecord, read_record
 from remuda.adapters.local.options import LocalOptions
 from remuda.domain import timestamps
 from remuda.domain.errors import NotFound, RemudaError, Unavailable, UserError
-from remuda.domain.resources import is_instance_id
+from remuda.domain.resources import ResourceClass, is_instance_id
 from remuda.domain.scale_down.fleet import (
     GHR_APPLICATION,
     GHR_APPLICATION_TAG,
@@ -78,7 +78,11 @@ class LocalCompute:
             ids=ids,
         )
 
-    async def prepare(self, launch: Mapping[str, str]) -> Sequence[str]:
+    async def prepare(
+        self,
+        launch: Mapping[str, str],
+        classes: Sequence[ResourceClass] = (),  # noqa: ARG002 - local machines have no images
+    ) -> Sequence[str]:
         self._calls.add(SERVICE, "prepare")
         LocalOptions.parse(launch)
         if not self._runner_source.is_dir():

@@ -106,7 +106,7 @@ def config_rows(settings: Settings) -> dict[str, dict[str, Any]]:
         if isinstance(value, Secret):
             shown: Any = "(hidden)"
         elif name == "resource_class_config":
-            shown = {item.name: {"cpu": item.cpu, "mmem": item.memory_mib} for item in value}
+            shown = {item.name: item.describe() for item in value}
         elif name == "idle_config":
             shown = [_window_document(window) for window in value]
         elif isinstance(value, TypePatterns | Path):
@@ -128,11 +128,16 @@ def applied_lines(document: Mapping[str, Any]) -> list[str]:
 
 def _shown_value(value: Any) -> str:
     if isinstance(value, Mapping):
-        sizes = (f"{name} ({size['cpu']} vCPU, {size['mmem']} MiB)" for name, size in value.items())
-        return ", ".join(sizes) or "none"
+        return ", ".join(f"{name} ({_class_text(each)})" for name, each in value.items()) or "none"
     if isinstance(value, float):
         return f"{value:g}"
     return "not set" if value is None else str(value)
+
+
+def _class_text(written: Mapping[str, Any]) -> str:
+    """A resource class in words."""
+    others = (f"{key} {value}" for key, value in written.items() if key not in {"cpu", "mmem"})
+    return ", ".join((f"{written['cpu']} vCPU", f"{written['mmem']} MiB", *others))
 
 
 def _window_document(window: IdleWindow) -> dict[str, Any]:

@@ -130,6 +130,7 @@ async def make_plan(context: Context, request: ProvisionRequest) -> ProvisionPla
         raise missing_credential()
     config = await read_config(context)
     _validate(request, config)
+    resource_class = config.resource_class(request.resource_class)
     timeout_s = request.timeout_s or config.lifetimes.provision_timeout_s
     now = context.clock.now()
     return ProvisionPlan(
@@ -145,9 +146,9 @@ async def make_plan(context: Context, request: ProvisionRequest) -> ProvisionPla
             request_summary=_describe_request(request),
         ),
         request=RunnerRequest(
-            resource_class=config.resource_class(request.resource_class),
+            resource_class=resource_class,
             usage_class=request.usage_class,
-            patterns=request.patterns,
+            patterns=resource_class.types.narrowed(request.patterns),
             tier=request.tier,
             reuse=config.reuse,
             repository=normalize_repository(request.repository),
@@ -161,7 +162,14 @@ async def make_plan(context: Context, request: ProvisionRequest) -> ProvisionPla
 
 
 def _validate(request: ProvisionRequest, config: PoolConfig) -> None:
-    config.resource_class(request.resource_class)
+    types = config.resource_class(request.resource_class).types
+    if not types.narrowed(request.patterns).words:
+        raise UserError(
+            f"allowed-instance-types {str(request.patterns)!r} has no type in common with the types of class "
+            f"{request.resource_class!r}: {str(types)!r}",
+            field="allowed-instance-types",
+            fix="give types of the class, or choose another resource class",
+        )
     if config.reuse is Reuse.SAME_REPO and not request.ephemeral and not request.repository:
         raise UserError(
             f"the pool's reuse is {config.reuse}, and the repository of run {request.run_id} is unknown",

@@ -85,7 +85,7 @@ async def _prepare(context: Context, desired: DesiredConfig, result: RefreshResu
     """Prepare queues and launch resources concurrently. Both calls end before an error of one is raised."""
     prepared = await asyncio.gather(
         context.pool.prepare([resource_class.name for resource_class in desired.classes]),
-        context.compute.prepare(desired.launch),
+        context.compute.prepare(desired.launch, desired.classes),
         return_exceptions=True,
     )
     for lines in prepared:
@@ -174,9 +174,7 @@ def _field_changes(name: str, old: Any, new: Any) -> Iterator[SettingChange]:
     elif isinstance(old, Mapping):
         yield from _launch_changes(old, new)
     elif name == "classes":
-        before, after = (
-            {item.name: {"cpu": item.cpu, "mmem": item.memory_mib} for item in classes} for classes in (old, new)
-        )
+        before, after = ({item.name: item.describe() for item in classes} for classes in (old, new))
         yield _CLASSES, (_without(before, after), _without(after, before))
     else:
         yield _setting_name(name), (to_jsonable(old), to_jsonable(new))

@@ -19,7 +19,7 @@ from remuda.adapters.aws.ec2.template import LaunchTemplate, template_data
 from remuda.adapters.aws.user_data import MachineLayout, build_user_data
 from remuda.domain.errors import NotFound, RemudaError, UserError
 from remuda.domain.reporting.prices import SpotPrice
-from remuda.domain.resources import is_instance_id
+from remuda.domain.resources import ResourceClass, is_instance_id
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock, Ids
 from remuda.ports.compute import POOL_TAG, LaunchRequest, LaunchResult, MachineView
@@ -40,6 +40,8 @@ _UNKNOWN_IDS = frozenset({"InvalidInstanceID.NotFound", "InvalidInstanceID.Malfo
 _PROTECTED = "OperationNotPermitted"
 _ID = re.compile(r"i-[0-9a-f]{8,17}")
 LINUX = "Linux/UNIX"
+#: The setting with the images of classes.
+CLASSES = "resource-class-config"
 
 
 class _ResourceKind(NamedTuple):
@@ -86,10 +88,11 @@ class Ec2Compute:
     async def close(self) -> None:
         """Does nothing: the client belongs to the caller."""
 
-    async def prepare(self, launch: Mapping[str, str]) -> Sequence[str]:
+    async def prepare(self, launch: Mapping[str, str], classes: Sequence[ResourceClass] = ()) -> Sequence[str]:
         options = Ec2LaunchOptions.parse(launch)
         data = self._template_data(options)
         await self._check_resources(options)
+        await self._check_class_images(options, classes)
         return await self._template.ensure(data)
 
     async def has_template(self, launch: Mapping[str, str]) -> bool | None:
@@ -98,7 +101,7 @@ class Ec2Compute:
 
     def _template_data(self, options: Ec2LaunchOptions) -> RequestLaunchTemplateDataTypeDef:
         user_data = build_user_data(options, pool=self._pool, environment=self._environment, layout=self._layout)
-        return template_data(options, user_data)
+        return template_data(options, user_data, self._pool)
 
     async def launch(self, request: LaunchRequest) -> LaunchResult:
         options = Ec2LaunchOptions.parse(request.launch)
@@ -159,6 +162,31 @@ class Ec2Compute:
                     f"{kind.option}: {name} does not exist in this region and account",
                     field=kind.option,
                     fix=f"set {kind.option} to an id that {kind.operation} returns",
+                )
+
+    async def _check_class_images(self, options: Ec2LaunchOptions, classes: Sequence[ResourceClass]) -> None:
+        """Check that the images of classes exist, and that the images have the architectures of the classes."""
+        of_classes = {each.name: each.ami or options.ami for each in classes if each.ami or each.architecture}
+        wanted = sorted({name for image in of_classes.values() for name in _image_ids(image)})
+        if not wanted:
+            return
+        filters = [{"Name": _IMAGES.filter, "Values": wanted}]
+        answer = await self.calls.call(_IMAGES.operation, Filters=filters)
+        found = {item.get("ImageId"): str(item.get("Architecture", "")) for item in answer.get("Images", ())}
+        for each in classes:
+            image = of_classes.get(each.name, "")
+            if image in wanted and image not in found:
+                raise UserError(
+                    f"{CLASSES}: ami {image} of class {each.name!r} does not exist in this region and account",
+                    field=CLASSES,
+                    fix="give an id that DescribeImages returns",
+                )
+            if image in found and each.architecture and found[image] != each.architecture:
+                raise UserError(
+                    f"{CLASSES}: class {each.name!r} is for {each.architecture}, and its image {image} is for "
+                    f"{found[image] or 'an unknown architecture'}",
+                    field=CLASSES,
+                    fix="give the class an ami with its architecture",
                 )
 
     async def _missing(self, kind: _ResourceKind, wanted: Sequence[str]) -> tuple[_ResourceKind, str]:

@@ -38,7 +38,6 @@ MAX_TOKEN = 64
 MAX_TYPE_PATTERN = 30
 #: Errors quoted per usage class in one message.
 MAX_SHOWN = 8
-ANY_TYPE = "*"
 #: Suffix of the client token of the on-demand fallback.
 FALLBACK_SUFFIX = "-od"
 #: Attempts to find all instances of a launch whose response was lost: DescribeInstances is eventually consistent.
@@ -200,7 +199,13 @@ def machine_tags(request: LaunchRequest, options: Ec2LaunchOptions, pool: str) -
 def requirements(request: RunnerRequest) -> dict[str, Any]:
     """EC2's InstanceRequirements for a request."""
     wanted = request.resource_class
-    result: dict[str, Any] = {"VCpuCount": {"Min": wanted.cpu}, "MemoryMiB": {"Min": wanted.memory_mib}}
+    result: dict[str, Any] = {
+        # The role of workflows may not launch larger instances.
+        "VCpuCount": {"Min": wanted.cpu, "Max": wanted.largest_cpu},
+        "MemoryMiB": {"Min": wanted.memory_mib},
+    }
+    if wanted.gpu:
+        result |= {"AcceleratorTypes": ["gpu"], "AcceleratorCount": {"Min": wanted.gpu}}
     patterns = request.patterns.words
     for pattern in patterns:
         if len(pattern) > MAX_TYPE_PATTERN:
@@ -210,7 +215,7 @@ def requirements(request: RunnerRequest) -> dict[str, Any]:
                 fix=f"use at most {MAX_TYPE_PATTERN} characters for each pattern",
             )
     # A pattern `*` matches every type, so the others do not matter.
-    if not any(set(pattern) == {ANY_TYPE} for pattern in patterns):
+    if not request.patterns.match_all:
         result["AllowedInstanceTypes"] = list(patterns)
         # EC2 excludes burstable and bare-metal types unless the request includes them.
         if any(pattern.startswith("t") for pattern in patterns):
@@ -231,7 +236,10 @@ def fleet_request(
     tags: Mapping[str, str],
 ) -> dict[str, Any]:
     """Parameters of CreateFleet."""
-    needs = requirements(request)
+    override: dict[str, Any] = {"InstanceRequirements": requirements(request)}
+    if request.resource_class.ami:
+        # EC2 considers only instance types with the architecture of the image.
+        override["ImageId"] = request.resource_class.ami
     pairs = [{"Key": key, "Value": value} for key, value in sorted(tags.items())]
     parameters: dict[str, Any] = {
         "Type": "instant",
@@ -239,11 +247,12 @@ def fleet_request(
         "LaunchTemplateConfigs": [
             {
                 "LaunchTemplateSpecification": {"LaunchTemplateName": template, "Version": "$Default"},
-                "Overrides": [{"SubnetId": subnet, "InstanceRequirements": needs} for subnet in subnets],
+                "Overrides": [{"SubnetId": subnet, **override} for subnet in subnets],
             }
         ],
         "TargetCapacitySpecification": {"TotalTargetCapacity": count, "DefaultTargetCapacityType": usage.value},
-        "TagSpecifications": [{"ResourceType": kind, "Tags": pairs} for kind in ("instance", "volume")],
+        # The fleet, too: IAM allows only fleets with the tag of the pool.
+        "TagSpecifications": [{"ResourceType": kind, "Tags": pairs} for kind in ("instance", "volume", "fleet")],
     }
     if usage is UsageClass.SPOT:
         parameters["SpotOptions"] = {
@@ -310,7 +319,7 @@ def launch_failure(request: RunnerRequest, count: int, errors: Sequence[FleetLau
     reasons = "; ".join(summarize(errors)) or "EC2 gave no reason"
     text = (
         f"none of {count} {request.usage_class} instances of types {request.patterns} for class {wanted.name} "
-        f"({wanted.cpu} cpu, {wanted.memory_mib} MiB) could be launched: {reasons}"
+        f"({wanted.cpu} to {wanted.largest_cpu} cpu, {wanted.memory_mib} MiB) could be launched: {reasons}"
     )
     if categories & _ACCESS_ERRORS:
         return UserError(text, field="aws-permission", fix=PERMISSION_FIX)

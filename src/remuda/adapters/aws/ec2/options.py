@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from remuda.domain.errors import UserError
-from remuda.domain.resources import MAX_SHOWN
+from remuda.domain.resources import IMAGE, MAX_SHOWN
 
 AMI = "ami"
 SUBNETS = "subnet-ids"
@@ -50,7 +50,6 @@ MAX_TAG_VALUE = 256
 ON_DEMAND = "on-demand"
 
 _HEX_ID = "[0-9a-f]{8,17}"
-_AMI = re.compile(rf"ami-{_HEX_ID}|resolve:ssm:[A-Za-z0-9_./:-]{{1,500}}")
 _SUBNET = re.compile(rf"subnet-{_HEX_ID}")
 _GROUP = re.compile(rf"sg-{_HEX_ID}")
 _PROFILE_NAME = re.compile(r"[A-Za-z0-9+=,.@_-]{1,128}")
@@ -92,7 +91,7 @@ class Ec2LaunchOptions:
                     f"unknown launch option {name!r} of the aws backend", field=name, fix=f"use {', '.join(NAMES)}"
                 )
         options = cls(
-            ami=_required(launch, AMI, _AMI, "set an image such as ami-0123456789abcdef0, or resolve:ssm:NAME"),
+            ami=_required(launch, AMI, IMAGE, "set an image such as ami-0123456789abcdef0, or resolve:ssm:NAME"),
             subnets=_ids(launch, SUBNETS, _SUBNET, MAX_SUBNETS, "subnet-0123456789abcdef0"),
             security_groups=_ids(launch, SECURITY_GROUPS, _GROUP, MAX_GROUPS, "sg-0123456789abcdef0", required=False),
             profile=_profile(launch),

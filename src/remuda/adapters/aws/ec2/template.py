@@ -28,7 +28,7 @@ def template_name(pool: str) -> str:
     return f"remuda-{pool}"
 
 
-def template_data(options: Ec2LaunchOptions, user_data: str) -> RequestLaunchTemplateDataTypeDef:
+def template_data(options: Ec2LaunchOptions, user_data: str, pool: str) -> RequestLaunchTemplateDataTypeDef:
     profile = options.profile
     data: RequestLaunchTemplateDataTypeDef = {
         "ImageId": options.ami,
@@ -44,6 +44,10 @@ def template_data(options: Ec2LaunchOptions, user_data: str) -> RequestLaunchTem
             "InstanceMetadataTags": "enabled",
         },
         "UserData": base64.b64encode(user_data.encode()).decode(),
+        # Only a template can tag them. IAM allows only network interfaces with the tag of the pool.
+        "TagSpecifications": [
+            {"ResourceType": "network-interface", "Tags": [{"Key": POOL_TAG, "Value": pool}]},
+        ],
     }
     if options.security_groups:
         data["SecurityGroupIds"] = list(options.security_groups)
