@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -13,10 +14,12 @@ import pytest
 from remuda.adapters.aws.ec2.compute import BATCH, Ec2Compute, Ec2SpotPrices
 from remuda.adapters.aws.ec2.create_fleet import FleetLaunchError, is_shortage
 from remuda.adapters.system.clock import SystemIds
-from remuda.domain.errors import CapacityError, NotFound, Throttled, Unavailable, UserError
-from remuda.ports.compute import POOL_TAG, PROVISION_TAG, MachineState, SpotPrices
-from tests.support.aws.ec2 import Ec2Fixture, ec2_fixture, instance_ids
+from remuda.domain.errors import CapacityError, NotFound, RemudaError, Throttled, Unavailable, UserError
+from remuda.domain.resources import Architecture, ResourceClass, TypePatterns
+from remuda.ports.compute import POOL_TAG, PROVISION_TAG, LaunchRequest, MachineState, SpotPrices
+from tests.support.aws.ec2 import ARM_AMI, LINUX_AMI, Ec2Fixture, ec2_fixture, instance_ids
 from tests.support.aws.ec2_shim import PAGE
+from tests.support.records import runner_request
 
 NO_ROOM = "InsufficientInstanceCapacity"
 UNKNOWN = "i-0123456789abcdef0"
@@ -195,6 +198,77 @@ async def test_burstable_and_metal_types_are_included_if_named(world: Ec2Fixture
     requirements = "LaunchTemplateConfigs.1.Overrides.1.InstanceRequirements"
     assert sent[f"{requirements}.BurstablePerformance"] == "included"
     assert sent[f"{requirements}.BareMetal"] == "included"
+
+
+def class_request(world: Ec2Fixture, token: str, **fields: Any) -> LaunchRequest:
+    wanted = ResourceClass(name="own", **{"cpu": 2, "memory_mib": 1_024, **fields})
+    request = runner_request(resource_class=wanted, patterns=wanted.types)
+    return replace(world.launch_request(token), request=request)
+
+
+async def test_one_pool_serves_classes_of_several_architectures_and_gpus(
+    world: Ec2Fixture, compute: Ec2Compute
+) -> None:
+    launched = {}
+    classes: dict[str, dict[str, Any]] = {
+        "x86": {},
+        "arm64": {"ami": ARM_AMI},
+        "gpu": {"gpu": 1},
+        "gpus": {"gpu": 2, "cpu": 8},
+        "types": {"types": TypePatterns.parse("r6i.2*")},
+    }
+    for name, fields in classes.items():
+        (machine,) = (await compute.launch(class_request(world, name, **fields))).instances
+        launched[name] = machine.instance_type
+    assert launched == {
+        "x86": "c6i.large",
+        "arm64": "c7g.large",
+        "gpu": "g5.xlarge",
+        "gpus": "g5.12xlarge",
+        "types": "r6i.2xlarge",
+    }
+
+
+async def test_a_class_launches_no_larger_instances(world: Ec2Fixture, compute: Ec2Compute) -> None:
+    """The role of workflows may not launch them, so the fleet must not choose one."""
+    big = {"cpu": 16, "memory_mib": 200 * 1024}
+    with pytest.raises(RemudaError, match=r"16 to 64 cpu.*No instance type matches"):
+        await compute.launch(class_request(world, "a", **big))
+    (machine,) = (await compute.launch(class_request(world, "b", max_cpu=96, **big))).instances
+    assert machine.instance_type == "m6i.24xlarge"
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"ami": "ami-00000000000000000"}, "ami ami-00000000000000000 of class 'own' does not exist"),
+        ({"ami": ARM_AMI, "architecture": Architecture.X86_64}, f"its image {ARM_AMI} is for arm64"),
+        ({"architecture": Architecture.ARM64}, f"its image {LINUX_AMI} is for x86_64"),
+    ],
+)
+async def test_refresh_checks_the_images_of_classes(world: Ec2Fixture, fields: dict[str, Any], why: str) -> None:
+    before = world.server.requests().get("CreateLaunchTemplate", 0)
+    with pytest.raises(UserError, match=why) as refused:
+        await world.compute().prepare(world.options, [ResourceClass(name="own", cpu=2, memory_mib=512, **fields)])
+    assert refused.value.field == "resource-class-config"
+    assert world.server.requests().get("CreateLaunchTemplate", 0) == before
+
+
+async def test_refresh_accepts_images_of_classes(world: Ec2Fixture) -> None:
+    own = ResourceClass(name="own", cpu=2, memory_mib=512, ami=ARM_AMI, architecture=Architecture.ARM64)
+    resolved = replace(own, name="ssm", ami="resolve:ssm:/remuda/pool/ami")
+    assert await world.compute().prepare(world.options, [own, resolved])
+
+
+async def test_everything_that_a_launch_creates_has_the_tag_of_the_pool(world: Ec2Fixture, compute: Ec2Compute) -> None:
+    """IAM allows only these: fleets, instances and volumes by the request, network interfaces by the template."""
+    await compute.launch(world.launch_request())
+    sent = world.server.last("CreateFleet")
+    kinds = {value for key, value in sent.items() if key.endswith(".ResourceType")}
+    assert kinds == {"fleet", "instance", "volume"}
+    data = (await default_version(world))["LaunchTemplateData"]
+    wanted = {"ResourceType": "network-interface", "Tags": [{"Key": "remuda:pool", "Value": "pool"}]}
+    assert wanted in data["TagSpecifications"]
 
 
 async def test_instances_and_volumes_are_tagged_at_launch(world: Ec2Fixture, compute: Ec2Compute) -> None:

@@ -245,7 +245,7 @@ def _parse_class(name: str, body: Mapping[str, Any], field: str) -> ResourceClas
             field=field,
             fix="give an image such as ami-0123456789abcdef0, or resolve:ssm:NAME",
         )
-    if architecture is not None and architecture not in set(Architecture):
+    if architecture is not None and architecture not in list(Architecture):
         raise UserError(
             f"{field}: architecture of {name!r} is {quote(architecture, MAX_SHOWN)}",
             field=field,

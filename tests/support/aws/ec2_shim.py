@@ -35,12 +35,28 @@ Answer = tuple[str, bytes]
 
 XML = [("Content-Type", "text/xml")]
 NAMESPACE = "http://ec2.amazonaws.com/doc/2016-11-15/"
-#: Instance type, vCPU, MiB; cheapest first.
-CATALOGUE = tuple(
-    (f"{family}.{size}", cpu, cpu * gib * 1024)
-    for size, cpu in (("large", 2), ("xlarge", 4), ("2xlarge", 8))
-    for family, gib in (("c6i", 2), ("m6i", 4), ("r6i", 8))
+#: Instance type, vCPU, MiB, architecture, GPUs; cheapest first.
+CATALOGUE = (
+    *(
+        (f"{family}.{size}", cpu, cpu * gib * 1024, architecture, 0)
+        for size, cpu in (("large", 2), ("xlarge", 4), ("2xlarge", 8))
+        for family, gib, architecture in (
+            ("c6i", 2, "x86_64"),
+            ("m6i", 4, "x86_64"),
+            ("r6i", 8, "x86_64"),
+            ("c7g", 2, "arm64"),
+        )
+    ),
+    ("g5.xlarge", 4, 16 * 1024, "x86_64", 1),
+    ("g5.12xlarge", 48, 192 * 1024, "x86_64", 4),
+    ("m6i.24xlarge", 96, 384 * 1024, "x86_64", 0),
 )
+#: Resources that can be tagged by each action (API references of CreateFleet and RunInstances).
+TAGGABLE = {
+    "CreateFleet": {"fleet", "instance", "volume"},
+    "RunInstances": {"elastic-gpu", "instance", "network-interface", "spot-instances-request", "volume"},
+}
+_TAGGED = re.compile(r"TagSpecification\.\d+\.ResourceType")
 #: Reservations per page of DescribeInstances. EC2 may return fewer than requested; a small page tests the paging.
 PAGE = 2
 _OVERRIDE = re.compile(r"LaunchTemplateConfigs\.1\.Overrides\.(\d+)\.(.+)")
@@ -103,6 +119,11 @@ class Ec2Shim:
         if fault is not None:
             status = f"{fault.get('status', 400)} FAULT"
             return status, _error(fault["code"], fault.get("message", "an injected fault"))
+        for key, kind in form:
+            if _TAGGED.fullmatch(key) and kind not in TAGGABLE.get(action, {kind}):
+                return "400 BAD", _error(
+                    "InvalidParameterValue", f"'{kind}' is not a valid taggable resource type for this operation."
+                )
         if action == "CreateFleet" and dict(form).get("DryRun") == "true":
             return "412 DRY", _error("DryRunOperation", "Request would have succeeded, but DryRun flag is set.")
         if action == "CreateFleet":
@@ -151,7 +172,7 @@ class Ec2Shim:
         wanted = int(values["TargetCapacitySpecification.TotalTargetCapacity"])
         made: dict[tuple[str, str], list[str]] = {}
         refused: list[tuple[str, str, str, str]] = []
-        pairs = _choices(values)
+        pairs = _choices(values, self._architecture(environ, values))
         if not pairs:
             refused.append(("", "", "InvalidFleetConfiguration", "No instance type matches the requirements."))
         for subnet, kind in pairs:
@@ -169,6 +190,20 @@ class Ec2Shim:
                 message = f"We do not have sufficient {kind} capacity in the subnet you requested."
                 refused.append((subnet, kind, "InsufficientInstanceCapacity", message))
         return made, refused
+
+    def _architecture(self, environ: Environ, values: dict[str, str]) -> str:
+        """The architecture of the image: that of the first override, or else that of the launch template."""
+        config = "LaunchTemplateConfigs.1"
+        image = values.get(f"{config}.Overrides.1.ImageId", "")
+        if not image:
+            name = values[f"{config}.LaunchTemplateSpecification.LaunchTemplateName"]
+            form = [("LaunchTemplateName", name), ("LaunchTemplateVersion.1", "$Default")]
+            image = _found("imageId", self._describe(environ, "DescribeLaunchTemplateVersions", form))
+        filtered = [("Filter.1.Name", "image-id"), ("Filter.1.Value.1", image)]
+        return _found("architecture", self._describe(environ, "DescribeImages", filtered))
+
+    def _describe(self, environ: Environ, action: str, form: list[tuple[str, str]]) -> bytes:
+        return self._call_moto(environ, [("Action", action), ("Version", "2016-11-15"), *form])[1]
 
     def _room(self, subnet: str, kind: str, usage: str, most: int) -> int:
         keys = [key for key in (subnet, kind, usage, f"{subnet} {kind}") if key in self.capacity]
@@ -195,20 +230,28 @@ def _usage(values: dict[str, str]) -> str:
     return values.get("TargetCapacitySpecification.DefaultTargetCapacityType", "on-demand")
 
 
-def _choices(values: dict[str, str]) -> list[tuple[str, str]]:
-    """Pairs of subnet and instance type that match an override, cheapest type first."""
+def _found(tag: str, answer: bytes) -> str:
+    match = re.search(f"<{tag}>(.*?)</{tag}>", answer.decode())
+    return match[1] if match else ""
+
+
+def _choices(values: dict[str, str], architecture: str) -> list[tuple[str, str]]:
+    """Pairs of subnet and instance type that match the image and an override, cheapest type first."""
     overrides: dict[int, dict[str, str]] = {}
     for key, value in values.items():
         found = _OVERRIDE.fullmatch(key)
         if found:
             overrides.setdefault(int(found[1]), {})[found[2]] = value
     pairs = []
-    for kind, cpu, mmem in CATALOGUE:
+    for kind, cpu, mmem, its_architecture, gpus in CATALOGUE:
         for _, override in sorted(overrides.items()):
             allowed = [value for key, value in override.items() if _ALLOWED.fullmatch(key)]
+            needs = {key.removeprefix("InstanceRequirements."): value for key, value in override.items()}
             if (
-                cpu >= int(override["InstanceRequirements.VCpuCount.Min"])
-                and mmem >= int(override["InstanceRequirements.MemoryMiB.Min"])
+                int(needs["VCpuCount.Min"]) <= cpu <= int(needs.get("VCpuCount.Max", cpu))
+                and mmem >= int(needs["MemoryMiB.Min"])
+                and gpus >= int(needs.get("AcceleratorCount.Min", 0))
+                and architecture in {its_architecture, ""}
                 and (not allowed or any(fnmatch.fnmatchcase(kind, pattern) for pattern in allowed))
             ):
                 pairs.append((override["SubnetId"], kind))

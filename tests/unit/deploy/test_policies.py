@@ -222,7 +222,7 @@ def test_a_launch_requires_template_and_tag_of_the_pool(pool, other):
 
 
 def test_launches_use_no_condition_key_that_ec2_may_not_set_for_fleets():
-    """Whether EC2 sets these keys when CreateFleet calls RunInstances is not documented: a launch must not need them."""
+    """Whether EC2 sets them when CreateFleet calls RunInstances is not documented, so a launch must not need them."""
     text = json.dumps(of("workflow"))
     assert "ec2:LaunchTemplate" not in text
     assert "ec2:IsLaunchTemplateResource" not in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import re
 import time
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from remuda.domain.resources import (
     MAX_CPU,
     MAX_MEMORY_MIB,
     MAX_PATTERN_TEXT,
+    Architecture,
     ResourceClass,
     Reuse,
     RunnerRequest,
@@ -31,6 +33,7 @@ from remuda.domain.resources import (
     mismatch,
     parse_classes,
 )
+from remuda.domain.serialization import from_document, to_document
 from tests.support.records import message
 
 #: Maximum characters of an error message.
@@ -105,6 +108,90 @@ def test_custom_classes_replace_the_defaults() -> None:
         ResourceClass(name="small", cpu=1, memory_mib=512),
         ResourceClass(name="gpu_1-x", cpu=MAX_CPU, memory_mib=MAX_MEMORY_MIB),
     )
+
+
+def test_class_has_its_own_types_image_architecture_and_gpus() -> None:
+    written = {
+        "cpu": 4,
+        "mmem": 8192,
+        "max-cpu": 16,
+        "gpu": 1,
+        "instance-types": "g5g.*",
+        "ami": "ami-0123456789abcdef0",
+        "architecture": "arm64",
+    }
+    (parsed,) = parse_classes({"gpu": written})
+    assert parsed == ResourceClass(
+        name="gpu",
+        cpu=4,
+        memory_mib=8192,
+        max_cpu=16,
+        gpu=1,
+        types=TypePatterns(("g5g.*",)),
+        ami="ami-0123456789abcdef0",
+        architecture=Architecture.ARM64,
+    )
+    assert parsed.describe() == written
+    assert from_document(ResourceClass, json.loads(json.dumps(to_document(parsed)))) == parsed
+
+
+@pytest.mark.parametrize(("given", "largest"), [({}, 64), ({"max-cpu": 8}, 8), ({"cpu": 96}, 96)])
+def test_class_has_a_maximum_size(given: dict[str, int], largest: int) -> None:
+    (parsed,) = parse_classes({"a": {"cpu": 2, "mmem": 4096, **given}})
+    assert parsed.largest_cpu == largest
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"max-cpu": 1}, "max-cpu of 'a' is 1"),
+        ({"gpu": -1}, "gpu of 'a' is -1"),
+        ({"gpu": {"count": 1}}, "gpu of 'a'"),
+        ({"ami": "ubuntu"}, "ami of 'a' is 'ubuntu'"),
+        ({"ami": 5}, "ami of 'a' is"),
+        ({"architecture": "arm"}, "architecture of 'a' is 'arm'"),
+        ({"architecture": ["arm64"]}, "architecture of 'a'"),
+        ({"instance-types": ""}, "instance-types of 'a' is empty"),
+        ({"instance-types": ["c7g.*"]}, "instance-types of 'a'"),
+        ({"instance-types": "c7g.large;"}, "'c7g.large;' is not a type pattern"),
+        ({"instance_types": "c7g.*"}, "unknown field 'instance_types'"),
+    ],
+)
+def test_invalid_field_of_a_class_is_named(changed: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserError, match=re.escape(named)) as refused:
+        parse_classes({"a": {"cpu": 2, "mmem": 4096, **changed}})
+    assert refused.value.fix
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "both"),
+    [
+        ("*", "c*", "c*"),
+        ("c7g.* m7g.*", "*", "c7g.* m7g.*"),
+        ("c*", "*.large", "c*.large"),
+        ("c7g.* m7g.*", "c*", "c7g.*"),
+        ("c7g.* m7g.*", "*.xlarge m7g.large", "c7g.xlarge m7g.large m7g.xlarge"),
+        ("g5.xlarge", "g*.xlarge", "g5.xlarge"),
+        ("g5.*", "c*", ""),
+        ("m*.*xlarge", "m6i.2*", "m6i.2*xlarge"),
+        ("c7*", "c7g.large", "c7g.large"),
+    ],
+)
+def test_patterns_narrow_each_other(one: str, other: str, both: str) -> None:
+    first, second = TypePatterns.parse(one), TypePatterns.parse(other)
+    assert set(first.narrowed(second).words) == set(second.narrowed(first).words) == set(both.split())
+
+
+TYPE_PATTERNS = st.from_regex(r"[cm]?\*?(7g)?(\.(\*|2?\*?(x?large)?))?", fullmatch=True).filter(bool)
+
+
+@given(TYPE_PATTERNS, TYPE_PATTERNS)
+def test_narrowed_patterns_match_no_other_types(one: str, other: str) -> None:
+    first, second = TypePatterns((one,)), TypePatterns((other,))
+    for name in (f"{family}.{size}" for family in ("c7g", "m7g", "c", "m") for size in ("large", "xlarge", "2xlarge")):
+        if first.narrowed(second).matches(name):
+            assert first.matches(name)
+            assert second.matches(name)
 
 
 def test_default_classes_can_be_written_as_a_document() -> None:
