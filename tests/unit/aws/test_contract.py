@@ -1,0 +1,126 @@
+"""Largest requests of the adapters against botocore's models and the documented limits of AWS."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from remuda.adapters.aws.dynamodb import expressions, items
+from remuda.adapters.aws.ec2.create_fleet import client_token, fleet_request, machine_tags
+from remuda.adapters.aws.ec2.options import MAX_GROUPS, MAX_SUBNETS, Ec2LaunchOptions
+from remuda.adapters.aws.ec2.template import template_data, template_name
+from remuda.domain.resources import MAX_PATTERN_TEXT, Architecture, ResourceClass, TypePatterns, UsageClass
+from remuda.domain.signals import MAX_DETAIL, Report, Signal
+from tests.support.aws.contract import ContractViolation, check_request
+from tests.support.records import NOW, instance_id, launch_request, runner_request
+
+SUBNETS = [f"subnet-{number:017x}" for number in range(MAX_SUBNETS)]
+OPTIONS = Ec2LaunchOptions.parse(
+    {
+        "ami": "ami-0123456789abcdef0",
+        "subnet-ids": ",".join(SUBNETS),
+        "security-group-ids": ",".join(f"sg-{number:017x}" for number in range(MAX_GROUPS)),
+        "iam-instance-profile": "p" * 128,
+        "key-name": "k" * 255,
+        "github-environment": "e" * 256,
+    }
+)
+POOL = "p" * 20
+
+
+def fleet(patterns: str = "*", usage: UsageClass = UsageClass.SPOT, **fields: Any) -> dict[str, Any]:
+    wanted = ResourceClass(name="c" * 40, **{"cpu": 2, "memory_mib": 4_096, **fields})
+    request = runner_request(resource_class=wanted, patterns=TypePatterns.parse(patterns), usage_class=usage)
+    launch = launch_request("t" * 200, request=request, scope=f"{'o' * 39}/{'r' * 100}", provision_id="p-" + "x" * 60)
+    return fleet_request(
+        template=template_name(POOL),
+        request=request,
+        subnets=OPTIONS.subnets,
+        count=1_000,
+        usage=usage,
+        token=client_token("t" * 200),
+        tags=machine_tags(launch, OPTIONS, POOL),
+    )
+
+
+@pytest.mark.parametrize("usage", UsageClass)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"max_cpu": 8},
+        {"gpu": 4, "ami": "ami-0123456789abcdef0", "architecture": Architecture.ARM64},
+        {"ami": "resolve:ssm:/remuda/pool/ami"},
+    ],
+)
+def test_the_largest_fleet_is_within_the_limits(usage: UsageClass, fields: dict[str, Any]) -> None:
+    check_request("ec2", "CreateFleet", fleet(usage=usage, **fields))
+    many = " ".join(f"{number:03d}" for number in range(MAX_PATTERN_TEXT // 4))
+    check_request("ec2", "CreateFleet", fleet(many, usage=usage, **fields))
+    check_request("ec2", "CreateFleet", fleet("t3.* c5.metal", usage=usage, **fields))
+
+
+def test_the_largest_template_is_within_the_limits() -> None:
+    data = template_data(OPTIONS, "x" * 16_384, POOL)
+    parameters = {"LaunchTemplateName": template_name(POOL), "LaunchTemplateData": data}
+    check_request("ec2", "CreateLaunchTemplate", parameters)
+    longer = {**parameters, "LaunchTemplateData": template_data(OPTIONS, "x" * 16_385, POOL)}
+    with pytest.raises(ContractViolation, match="UserData is or has 16385"):
+        check_request("ec2", "CreateLaunchTemplate", longer)
+
+
+def test_the_largest_report_is_within_the_limits() -> None:
+    report = Report(instance_id=instance_id(1)).with_signal(
+        epoch=10**9, signal=Signal.UD_REG_FAILED, detail="ä" * MAX_DETAIL, duration_s=1e5
+    )
+    key = items.ItemKeys(prefix=f"{'A' * 128}:").report(instance_id(1))
+    for arguments in (
+        expressions.signal_arguments(report, now=NOW),
+        expressions.beat_arguments(instance_id(1), {"notice": "x" * MAX_DETAIL}, now=NOW),
+        expressions.report_expiry(NOW),
+    ):
+        check_request("dynamodb", "UpdateItem", {"TableName": f"remuda-{POOL}", "Key": key, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"Type": "sometimes"}, "not one of"),
+        ({"Colour": "red"}, "Colour"),
+        ({"ClientToken": "x" * 65}, "ClientToken is or has 65"),
+        ({"TargetCapacitySpecification": {"TotalTargetCapacity": 10_001}}, "not 1 to 10000"),
+        ({"TagSpecifications": [{"ResourceType": "machine"}]}, "machine"),
+        ({"TagSpecifications": [{"ResourceType": "fleet", "Tags": [{"Key": "k", "Value": "x" * 257}]}]}, "257"),
+        (
+            {"LaunchTemplateConfigs": [{"Overrides": [{"SubnetId": "subnet-1"}] * 301}]},
+            "Overrides is or has 301, not 1 to 300",
+        ),
+        (
+            {
+                "LaunchTemplateConfigs": [
+                    {
+                        "Overrides": [
+                            {"InstanceRequirements": {"AllowedInstanceTypes": ["x" * 31], "VCpuCount": {"Min": 1}}}
+                        ]
+                    }
+                ]
+            },
+            "AllowedInstanceTypes",
+        ),
+    ],
+)
+def test_violations_are_found(changed: dict[str, Any], why: str) -> None:
+    with pytest.raises(ContractViolation, match=why):
+        check_request("ec2", "CreateFleet", {**fleet(), **changed})
+
+
+def test_batches_beyond_the_limits_are_found() -> None:
+    item = {"pk": {"S": "p"}, "sk": {"S": "s"}}
+    for operation, parameters in (
+        ("BatchWriteItem", {"RequestItems": {"table": [{"PutRequest": {"Item": item}}] * 26}}),
+        ("BatchGetItem", {"RequestItems": {"table": {"Keys": [item] * 101}}}),
+        ("PutItem", {"TableName": "table", "Item": {**item, "x": {"S": "x" * 500_000}}}),
+    ):
+        with pytest.raises(ContractViolation):
+            check_request("dynamodb", operation, parameters)
