@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from aiobotocore.client import AioBaseClient
 from aiobotocore.session import AioSession
 from hypothesis import settings
 
@@ -29,6 +30,7 @@ from remuda.ports.pool import ResourcePool
 from remuda.ports.store import InstanceStore
 from simulation.memory.pool import MemoryQueues, MemoryResourcePool
 from simulation.memory.store import MemoryDatabase, MemoryInstanceStore
+from tests.support.aws.contract import check_request
 from tests.support.aws.fault_proxy import FaultProxy, fault_proxy
 from tests.support.aws.servers import Fauxqs, Ministack, fake_github, fauxqs, ministack
 from tests.support.records import LONG_S, instance_id
@@ -315,3 +317,20 @@ async def pool(pools: Pools) -> AsyncIterator[ResourcePool]:
 def other_pool(pools: Pools, pool: ResourcePool) -> Any:
     """The pool of another process."""
     return pools.open()
+
+
+# Requests to AWS ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _checked_requests() -> Iterator[None]:
+    """Check every request of this process to AWS against the models and the documented limits."""
+    send = AioBaseClient._make_api_call
+
+    async def check_and_send(client: Any, operation: str, parameters: Any) -> Any:
+        check_request(client.meta.service_model.service_name, operation, parameters)
+        return await send(client, operation, parameters)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(AioBaseClient, "_make_api_call", check_and_send)
+        yield
