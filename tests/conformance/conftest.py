@@ -325,12 +325,13 @@ def other_pool(pools: Pools, pool: ResourcePool) -> Any:
 @pytest.fixture(autouse=True, scope="session")
 def _checked_requests() -> Iterator[None]:
     """Check every request of this process to AWS against the models and the documented limits."""
-    send = AioBaseClient._make_api_call
+    client_class: Any = AioBaseClient
+    send = client_class._make_api_call
 
     async def check_and_send(client: Any, operation: str, parameters: Any) -> Any:
         check_request(client.meta.service_model.service_name, operation, parameters)
         return await send(client, operation, parameters)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(AioBaseClient, "_make_api_call", check_and_send)
+        patched.setattr(client_class, "_make_api_call", check_and_send)
         yield

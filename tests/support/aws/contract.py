@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 import botocore.session
-from botocore.model import ListShape, MapShape, Shape, StructureShape
+from botocore.model import ListShape, MapShape, Shape, StringShape, StructureShape
 from botocore.validate import ParamValidator
 
 Parameters = Mapping[str, Any]
@@ -65,7 +65,7 @@ def _model_problems(shape: Shape, value: Any, where: str) -> Iterator[str]:
         for name, item in value.items():
             yield from _model_problems(shape.key, name, f"{where} key")
             yield from _model_problems(shape.value, item, f"{where}.{name}")
-    elif shape.type_name == "string" and isinstance(value, str):
+    elif isinstance(shape, StringShape) and isinstance(value, str):
         yield from _length_problems(shape, len(value), where)
         if shape.enum and value not in shape.enum:
             yield f"{where} is {value!r}, not one of {shape.enum}"

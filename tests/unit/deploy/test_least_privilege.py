@@ -565,7 +565,7 @@ def test_widening_any_resource_name_allows_more(role):
 NAMES = st.from_regex(r"[A-Za-z0-9_.-]{1,12}", fullmatch=True)
 
 
-def trusts(role: str, subject: str | None, audience: str = "sts.amazonaws.com", **parameters: list[str]) -> bool:
+def trusts(role: str, subject: str | None, audience: str = "sts.amazonaws.com", **parameters: Any) -> bool:
     given = {**parameters_of(Place()), **parameters}
     document = resolved(TEMPLATE[role]["Properties"]["AssumeRolePolicyDocument"], given)
     (statement,) = document["Statement"]
@@ -600,7 +600,7 @@ def test_only_one_branch_can_assume_the_refresh_role(name):
 
 
 def test_the_workflow_role_trusts_every_listed_repository():
-    given = {"Repositories": ["acme/app", "acme/lib", "other/tool"]}
+    given: dict[str, Any] = {"Repositories": ["acme/app", "acme/lib", "other/tool"]}
     for repository in given["Repositories"]:
         assert trusts("WorkflowRole", f"repo:{repository}:pull_request", **given)
     for repository in ("acme/tool", "other/app", "acme/app2", "acme/ap", "evil/acme/app", "acme/app,acme/lib"):
@@ -608,7 +608,7 @@ def test_the_workflow_role_trusts_every_listed_repository():
 
 
 def test_the_workflow_role_trusts_all_repositories_of_an_organisation():
-    given = {"Repositories": ["acme/*"]}
+    given: dict[str, Any] = {"Repositories": ["acme/*"]}
     for repository in ("acme/app", "acme/x"):
         assert trusts("WorkflowRole", f"repo:{repository}:ref:refs/heads/main", **given)
     for repository in ("acme2/app", "evil-acme/app", "evil/acme", "acme@1/app@2"):
@@ -616,7 +616,7 @@ def test_the_workflow_role_trusts_all_repositories_of_an_organisation():
 
 
 def test_only_jobs_of_the_environments_can_assume_the_workflow_role():
-    given = {"Repositories": ["acme/app", "other/*"], "Environments": ["ci", "release build"]}
+    given: dict[str, Any] = {"Repositories": ["acme/app", "other/*"], "Environments": ["ci", "release build"]}
     for repository in ("acme/app", "other/tool"):
         for environment in given["Environments"]:
             assert trusts("WorkflowRole", f"repo:{repository}:environment:{environment}", **given)
