@@ -33,18 +33,13 @@ _VALUE = re.compile(r"[A-Za-z0-9_./:,=@%+-]{0,1000}")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MachineLayout:
-    """Directories and the job user of a machine, as created by the bootstrap and used by the agent."""
+    """Directories of a machine, as created by the bootstrap and used by the agent."""
 
     #: Software: `bin/remuda` and the unmodified `runner/`.
     opt: str = "/opt/remuda"
     #: State of the agent, readable by root only.
     state: str = "/var/lib/remuda"
-    #: Owned by root; contains the directories of the jobs: `runner/`, `work/`, `tmp/`.
-    jobs: str = "/var/lib/remuda-jobs"
     units: str = "/etc/systemd/system"
-    #: Contains cron.allow, cron.deny, at.allow and at.deny.
-    etc: str = "/etc"
-    job_user: str = "remuda-job"
 
 
 @cache
@@ -68,8 +63,6 @@ def build_user_data(
         "opt": layout.opt,
         "state": layout.state,
         "units": layout.units,
-        "etc": layout.etc,
-        "job_user": layout.job_user,
         "agent_url": options.agent_url,
         "agent_sha256": options.agent_sha256,
         "python_url": options.python_url,
