@@ -107,7 +107,7 @@ class ActionsRunner:
             refused=self.refused() if spent else "",
         )
 
-    async def configure(self, assignment: Assignment) -> StepResult:
+    async def register(self, assignment: Assignment) -> StepResult:
         if self._listener.is_running():
             return StepResult(ok=False, detail="a listener of an earlier assignment is still running")
         self._forget()

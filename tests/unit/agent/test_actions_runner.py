@@ -97,7 +97,7 @@ class Folder:
 
     async def configured(self, assignment: Assignment = ASSIGNMENT) -> ActionsRunner:
         runner = self.open()
-        await runner.configure(assignment)
+        await runner.register(assignment)
         return runner
 
     async def started(self, *lines: str, stop_limit_s: float = LONG_S) -> ActionsRunner:
@@ -174,7 +174,7 @@ class TestConfigure:
         runner = folder.open()
         assert runner.state() == RunnerState()
 
-        outcome = await runner.configure(ASSIGNMENT)
+        outcome = await runner.register(ASSIGNMENT)
 
         assert outcome.ok
         assert outcome.detail == "exit code 0: Connected with ***"
@@ -196,7 +196,7 @@ class TestConfigure:
         folder.behave("[ -e .runner ] && exit 1;" + REGISTER)
         (folder.runner / ".runner").write_text('{"agentName": "old"}')
         runner = folder.open()
-        assert (await runner.configure(ASSIGNMENT)).ok
+        assert (await runner.register(ASSIGNMENT)).ok
 
     @pytest.mark.parametrize(
         "script", ["echo refused SECRET; exit 1", "echo refused SECRET", "echo refused; kill -9 $$"]
@@ -204,7 +204,7 @@ class TestConfigure:
     async def test_failure_detail_contains_the_output(self, folder: Folder, script: str) -> None:
         runner = folder.open()
         folder.behave(script)
-        outcome = await runner.configure(ASSIGNMENT)
+        outcome = await runner.register(ASSIGNMENT)
         assert not outcome.ok
         assert "refused" in outcome.detail
         assert "SECRET" not in outcome.detail
@@ -216,7 +216,7 @@ class TestConfigure:
             # Increase the limit until the script has time for its first output.
             limit_s *= 2
             monkeypatch.setattr(agent_runner, "CONFIGURE_LIMIT_S", limit_s)
-            outcome = await folder.open().configure(ASSIGNMENT)
+            outcome = await folder.open().register(ASSIGNMENT)
             assert not outcome.ok
             detail = outcome.detail
         assert detail == "killed at the time limit: hangs"
@@ -224,13 +224,13 @@ class TestConfigure:
     async def test_configuration_requires_token_and_software(self, folder: Folder) -> None:
         runner = folder.open()
         bare = Assignment(url="u", runner_name="n", labels=())
-        assert not (await runner.configure(bare)).ok
+        assert not (await runner.register(bare)).ok
         (folder.runner / "config.sh").unlink()
-        assert not (await runner.configure(ASSIGNMENT)).ok
+        assert not (await runner.register(ASSIGNMENT)).ok
 
     async def test_configuration_fails_while_a_listener_runs(self, folder: Folder) -> None:
         runner = await folder.started()
-        assert not (await runner.configure(ASSIGNMENT)).ok
+        assert not (await runner.register(ASSIGNMENT)).ok
         await runner.stop()
 
 
@@ -355,7 +355,7 @@ JUST_IN_TIME = Assignment(url="u", runner_name="jit", labels=(), jit_config="PAC
 class TestJustInTime:
     async def test_jit_configuration_is_passed_at_the_start(self, folder: Folder) -> None:
         assignment = JUST_IN_TIME
-        assert (await folder.open().configure(assignment)).ok
+        assert (await folder.open().register(assignment)).ok
         # A restarted agent knows the same.
         runner = folder.open()
         assert runner.state() == RunnerState(registered_as="jit")
@@ -405,7 +405,7 @@ class TestJustInTime:
         gone = replace(JUST_IN_TIME, jit_config="", runner_id=0)
         assert (await runner.remove(gone))[0] is RemovalStatus.REMOVED
         assert runner.state() == RunnerState()
-        await runner.configure(JUST_IN_TIME)
+        await runner.register(JUST_IN_TIME)
         await runner.start(ASSIGNMENT)
         while not (folder.runner / ".runner").exists():
             await runner.wait_for_change(runner.state(), 0.01)
@@ -454,7 +454,7 @@ class TestRegistrar:
     async def test_the_listener_gets_a_copy_of_the_registration(self, folder: Folder, tmp_path: Path) -> None:
         registrar = tmp_path / "registrar"
         runner = folder.open_apart(registrar)
-        assert (await runner.configure(ASSIGNMENT)).ok
+        assert (await runner.register(ASSIGNMENT)).ok
         assert (folder.runner / ".runner").read_bytes() == (registrar / ".runner").read_bytes()
         assert (folder.runner / ".runner").stat().st_mode & 0o777 == 0o600
         assert not (folder.runner / "environment").exists()
@@ -472,7 +472,7 @@ class TestRegistrar:
         (folder.runner / name).mkdir()
         (folder.runner / name / "file").touch()
         with pytest.raises(Unavailable, match="registration"):
-            await runner.configure(ASSIGNMENT)
+            await runner.register(ASSIGNMENT)
         assert (folder.runner / name / "file").exists()
 
     async def test_registration_is_not_written_through_a_link(self, folder: Folder, tmp_path: Path) -> None:
@@ -481,14 +481,14 @@ class TestRegistrar:
         precious.write_text("as it was")
         for name in (".runner", "..runner.new"):
             (folder.runner / name).symlink_to(precious)
-        assert (await runner.configure(ASSIGNMENT)).ok
+        assert (await runner.register(ASSIGNMENT)).ok
         assert precious.read_text() == "as it was"
         assert not (folder.runner / ".runner").is_symlink()
 
     async def test_removal_does_not_run_software_that_jobs_can_change(self, folder: Folder, tmp_path: Path) -> None:
         registrar = tmp_path / "registrar"
         runner = folder.open_apart(registrar)
-        await runner.configure(ASSIGNMENT)
+        await runner.register(ASSIGNMENT)
         (folder.runner / "config.sh").write_text("#!/bin/sh\nenv >stolen\n")
         (folder.runner / ".runner").write_text('{"agentName": "x", "gitHubUrl": "https://evil.example.com"}')
         assert runner.state().registered_as == "remuda-p-1-i-1"
@@ -503,7 +503,7 @@ class TestRegistrar:
     async def test_jit_registration_must_be_removed_through_the_api(self, folder: Folder, tmp_path: Path) -> None:
         runner = folder.open_apart(tmp_path / "registrar")
         given = replace(ASSIGNMENT, credential=None, jit_config="config", runner_name="jit", runner_id=7)
-        await runner.configure(given)
+        await runner.register(given)
         await runner.start(ASSIGNMENT)
         await folder.listens(runner)
         removal, detail = await runner.remove(given)
