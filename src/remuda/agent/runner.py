@@ -146,7 +146,7 @@ class ActionsRunner:
             environment[_INPUT + "JITCONFIG"] = jit.config
             # Drop the configuration before any job runs. Keep the name: it shows that the listener registers itself.
             _write(self._jit_file, to_document(_JitConfig(runner_name=jit.runner_name)))
-        await self._listener.start(assignment.runner_name, files, environment)
+        await self._listener.start(assignment, files, environment)
 
     def refused(self) -> str:
         return self._hook.refused()

@@ -19,16 +19,17 @@ import socket
 import subprocess
 import tarfile
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from remuda import procfs, scripts
 from remuda.agent import mounts, processes, sandbox_root
+from remuda.agent.cache_volumes import CacheVolumes
 from remuda.agent.listener import Files, StartCommand
 from remuda.agent.sandbox_root import JobUser
 from remuda.domain.errors import Unavailable
+from remuda.domain.instance import Assignment
 from remuda.ports.machine import StepResult
 
 #: The user ids of sandbox `n` begin at FIRST_ID + (n mod ID_RANGES) * 65,536.
@@ -76,8 +77,7 @@ class SandboxOptions:
     root: Path = Path("/")
     #: Further paths that jobs must not see.
     hidden: tuple[str, ...] = ()
-    #: Folders of the host by their paths inside.
-    binds: Mapping[str, Path] | None = None
+    caches: CacheVolumes | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,8 +160,8 @@ class Sandboxes:
     def runner_folder(self) -> PurePosixPath:
         return self._options.software / "runner"
 
-    async def prepare_start(self, runner_name: str, files: Files) -> StartCommand:
-        running = await self._ready(runner_name)
+    async def prepare_start(self, assignment: Assignment, files: Files) -> StartCommand:
+        running = await self._ready(assignment)
         group = self._cgroup / _name(running.number) / "payload" / "remuda-runner"
         try:
             group.mkdir(exist_ok=True)
@@ -228,6 +228,9 @@ class Sandboxes:
 
     async def _prepare(self) -> None:
         started = time.monotonic()
+        if self._options.caches is not None:
+            for name in await asyncio.to_thread(self._options.caches.evict):
+                self._record("cache-evicted", f"deleted the cache volume {name}: the volumes are larger than permitted")
         number = await asyncio.to_thread(self._next_number)
         try:
             await asyncio.to_thread(self._mount, number)
@@ -241,10 +244,10 @@ class Sandboxes:
             raise Unavailable(f"cannot prepare a sandbox: {text}"[:MAX_DETAIL]) from problem
         self._record("sandbox-ready", f"sandbox {number} is ready", seconds=round(time.monotonic() - started, 3))
 
-    async def _ready(self, used_by: str) -> _Running:
-        """Return the sandbox for this runner, and make a new one if it has ended or belonged to another runner."""
+    async def _ready(self, assignment: Assignment) -> _Running:
+        """Return the sandbox for this assignment, and make a new one if it has ended or belonged to another runner."""
         running = self._current
-        if running is not None and (not self.is_alive() or running.used_by not in {"", used_by}):
+        if running is not None and (not self.is_alive() or running.used_by not in {"", assignment.runner_name}):
             problem = await asyncio.to_thread(self._discard_all)
             if problem:
                 raise Unavailable(f"cannot discard the last sandbox: {problem}")
@@ -255,9 +258,22 @@ class Sandboxes:
             raise Unavailable("there is no sandbox")
         running = self._current
         if not running.used_by:
-            self._current = _Running(number=running.number, pid=running.pid, started=running.started, used_by=used_by)
+            await self._mount_caches(running, assignment)
+            self._current = replace(running, used_by=assignment.runner_name)
             self._save(self._current)
         return self._current
+
+    async def _mount_caches(self, running: _Running, assignment: Assignment) -> None:
+        caches = self._options.caches
+        if caches is None:
+            return
+        try:
+            await asyncio.to_thread(
+                caches.mount, assignment, leader=running.leader, first_id=running.first_id, user=self._user
+            )
+        except (OSError, subprocess.TimeoutExpired) as problem:
+            # Jobs work without a cache, only slower.
+            self._record("cache-failed", str(problem)[:MAX_DETAIL])
 
     def _next_number(self) -> int:
         """Count the sandboxes of this machine. The number is saved before its use, so that it is never used twice."""
@@ -344,7 +360,7 @@ class Sandboxes:
         cgroup.mkdir()
         _limit(cgroup)
         binds = {path: folder / path.rpartition("/")[2] for path in ENGINE_FOLDERS}
-        binds |= {str(sandbox_root.OUTBOX): self.outbox, **(self._options.binds or {})}
+        binds[str(sandbox_root.OUTBOX)] = self.outbox
         command = [
             "systemd-nspawn",
             "--quiet",
@@ -487,13 +503,7 @@ class Sandboxes:
         return running if procfs.is_alive(running.pid, running.started) else None
 
     def _save(self, running: _Running) -> None:
-        document: dict[str, Any] = {
-            "number": running.number,
-            "pid": running.pid,
-            "started": running.started,
-            "used_by": running.used_by,
-        }
-        _write(self._storage / "current.json", json.dumps(document))
+        _write(self._storage / "current.json", json.dumps(asdict(running)))
 
     def _console_end(self) -> str:
         with contextlib.suppress(OSError):
