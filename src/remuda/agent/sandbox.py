@@ -20,7 +20,7 @@ import subprocess
 import tarfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from remuda import procfs, scripts
