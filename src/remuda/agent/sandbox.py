@@ -386,6 +386,8 @@ class Sandboxes:
             f"--private-users={first_id}:{mounts.ID_COUNT}",
             "--private-users-ownership=off",
             "--network-veth",
+            # Of its user namespace only. Privileged containers get all of them, or do not start.
+            "--capability=all",
             "--register=no",
             "--keep-unit",
             "--console=pipe",
