@@ -150,6 +150,8 @@ class Sandboxes:
         """Begin to prepare a sandbox, unless there is one or one is being prepared."""
         if self._current is None and (self._preparation is None or self._preparation.done()):
             self._preparation = asyncio.create_task(self._prepare())
+            # Its failure is recorded there, and raised to those who wait for it.
+            self._preparation.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def close(self) -> None:
         if self._preparation is not None:
@@ -159,6 +161,9 @@ class Sandboxes:
     @property
     def runner_folder(self) -> PurePosixPath:
         return self._options.software / "runner"
+
+    async def ready(self) -> None:
+        await self._prepared()
 
     async def prepare_start(self, assignment: Assignment, files: Files) -> StartCommand:
         running = await self._ready(assignment)
@@ -251,16 +256,19 @@ class Sandboxes:
             problem = await asyncio.to_thread(self._discard_all)
             if problem:
                 raise Unavailable(f"cannot discard the last sandbox: {problem}")
+        running = await self._prepared()
+        if not running.used_by:
+            await self._mount_caches(running, assignment)
+            self._current = replace(running, used_by=assignment.runner_name)
+            self._save(self._current)
+        return self._current
+
+    async def _prepared(self) -> _Running:
         self.prepare()
         if self._current is None and self._preparation is not None:
             await asyncio.shield(self._preparation)
         if self._current is None:
             raise Unavailable("there is no sandbox")
-        running = self._current
-        if not running.used_by:
-            await self._mount_caches(running, assignment)
-            self._current = replace(running, used_by=assignment.runner_name)
-            self._save(self._current)
         return self._current
 
     async def _mount_caches(self, running: _Running, assignment: Assignment) -> None:
