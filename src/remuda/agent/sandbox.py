@@ -259,9 +259,9 @@ class Sandboxes:
         running = await self._prepared()
         if not running.used_by:
             await self._mount_caches(running, assignment)
-            self._current = replace(running, used_by=assignment.runner_name)
-            self._save(self._current)
-        return self._current
+            running = self._current = replace(running, used_by=assignment.runner_name)
+            self._save(running)
+        return running
 
     async def _prepared(self) -> _Running:
         self.prepare()
