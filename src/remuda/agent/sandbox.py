@@ -101,6 +101,10 @@ class _Running:
         return FIRST_ID + self.number % ID_RANGES * mounts.ID_COUNT
 
     @property
+    def user(self) -> JobUser:
+        return JobUser(uid=self.uid, gid=self.gid)
+
+    @property
     def interface(self) -> str:
         """The host's end of the network; systemd-nspawn makes it from the container's name."""
         return f"ve-{_name(self.number)}"
@@ -174,7 +178,7 @@ class Sandboxes:
         group = self._cgroup / _name(running.number) / "payload" / "remuda-runner"
         try:
             group.mkdir(exist_ok=True)
-            archive = _archive(files, self.runner_folder, JobUser(uid=running.uid, gid=running.gid))
+            archive = _archive(files, self.runner_folder, running.user)
         except OSError as problem:
             raise Unavailable(f"cannot start the listener: {problem}") from problem
         listener = str(self.runner_folder / "bin" / "Runner.Listener")
@@ -285,7 +289,7 @@ class Sandboxes:
                 assignment,
                 leader=running.leader,
                 first_id=running.first_id,
-                user=JobUser(uid=running.uid, gid=running.gid),
+                user=running.user,
             )
         except (OSError, subprocess.TimeoutExpired) as problem:
             # Jobs work without a cache, only slower.
