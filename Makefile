@@ -73,7 +73,7 @@ simulate: $(VENV)/.tools ## Run the long campaign, all mutants, and the exhausti
 	$(BIN)/python -m simulation --seeds 20000 --first-seed 0 --hours 0.25 --instances 5 --json > build/small-worlds.json
 	$(BIN)/python -m simulation --seeds 2000 --first-seed 100000 --hours 0.5 --instances 10 --json > build/worlds.json
 	$(BIN)/python -m simulation --seeds 5000 --first-seed 200000 --hours 0.25 --instances 5 --faults few --json > build/few-faults.json
-	$(BIN)/python benchmarks/simulation.py
+	$(BIN)/python -m benchmarks.simulation
 	$(BIN)/python -m simulation.report --write docs/reference/mutants.md
 
 attacks: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed ## Run the attacks and write the table of results (Linux, root)
@@ -92,7 +92,7 @@ screenshots: $(VENV)/.tools | /usr/bin/chromium-headless-shell ## Renew the pict
 # BENCH=--quick: a shorter run that does not update the docs.
 bench: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed ## Run the benchmarks: tables, JSON, plots in the docs
 	@$(BIN)/python -m benchmarks $(BENCH)
-	@$(BIN)/python benchmarks/simulation.py
+	@$(BIN)/python -m benchmarks.simulation
 
 docs: $(VENV)/.tools ## Generate parts of the docs, policies and template from the code
 	PYTHONPATH=. $(BIN)/python docs/generate.py

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import claims, cold, dashboard, footprint, growth, idle_agent, refresh, scale_down, warm
+from benchmarks import claims, cold, dashboard, footprint, growth, idle_agent, refresh, warm
 from benchmarks.environment import FULL, QUICK, ROOT, TINY, BenchmarkEnvironment, Size, open_environment
 from benchmarks.figures import Results
 from benchmarks.floor import Floor, open_floor
@@ -31,7 +31,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "cold": cold.run,
     "idle": idle_agent.run,
     "claims": claims.run,
-    "scale-down": scale_down.run,
+    "scale-down": growth.run_scale_down,
     "growth": growth.run,
 }
 SIZES = {"full": FULL, "quick": QUICK, "tiny": TINY}

@@ -7,28 +7,25 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.json_lines import read_response, send_request
+from benchmarks.json_lines import MAX_LINE, JsonProcess, json_process, respond
 from remuda.adapters.aws.clients import AwsClients
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.agent.loop import Agent
 from remuda.domain.instance import Assignment
 from remuda.ports.calls import CallCounter
+from remuda.ports.clock import Clock
 from remuda.ports.event_log import SilentEventLog
 from remuda.ports.machine import Identity, StepResult
 from tests.support.agents import RecordingMachine, RecordingRunner
 
-PROCESS_NAME = "agent host"
 MARGIN_S = 1.0
-#: Maximum length of a line, which may name every instance of a pool.
-MAX_LINE = 2**24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +60,35 @@ class TimedRunner(RecordingRunner):
         self._registration_s = registration_s
         self._began = began
 
-    async def configure(self, assignment: Assignment) -> StepResult:
+    async def register(self, assignment: Assignment) -> StepResult:
         self._began[assignment.runner_name] = SystemClock().monotonic()
         await asyncio.sleep(self._registration_s)
-        return await super().configure(assignment)
+        return await super().register(assignment)
+
+
+def agent_store(client: Any, pool: str, prefix: str, clock: Clock | None = None) -> DynamoInstanceStore:
+    return DynamoInstanceStore(
+        client=client,
+        table=f"remuda-{pool}",
+        clock=clock or SystemClock(),
+        ids=SystemIds(),
+        calls=CallCounter(),
+        key_prefix=prefix,
+    )
+
+
+def agent(
+    store: DynamoInstanceStore, machine: BenchmarkMachine, runner: TimedRunner | None = None, clock: Clock | None = None
+) -> Agent:
+    return Agent(
+        store=store,
+        machine=machine,
+        runner=runner or TimedRunner(0.0, {}),
+        clock=clock or SystemClock(),
+        ids=SystemIds(),
+        event_log=SilentEventLog(),
+        version="1",
+    )
 
 
 class AgentHost:
@@ -104,27 +126,13 @@ class AgentHost:
 
     async def _run_agent(self, instance_id: str, group: AgentGroup, store: DynamoInstanceStore) -> str:
         await asyncio.sleep(group.ready_after_s)
-        return await Agent(
-            store=store,
-            machine=BenchmarkMachine(instance_id, group.pool),
-            runner=TimedRunner(group.registration_s, self._began),
-            clock=SystemClock(),
-            ids=SystemIds(),
-            event_log=SilentEventLog(),
-            version="1",
-        ).run()
+        runner = TimedRunner(group.registration_s, self._began)
+        return await agent(store, BenchmarkMachine(instance_id, group.pool), runner).run()
 
     async def _store(self, group: AgentGroup) -> DynamoInstanceStore:
         if group.shared and group.pool in self._stores:
             return self._stores[group.pool]
-        store = DynamoInstanceStore(
-            client=await self._clients.dynamodb(),
-            table=f"remuda-{group.pool}",
-            clock=SystemClock(),
-            ids=SystemIds(),
-            calls=CallCounter(),
-            key_prefix=group.prefix,
-        )
+        store = agent_store(await self._clients.dynamodb(), group.pool, group.prefix)
         self._all_stores.append(store)
         self._stores[group.pool] = store
         return store
@@ -143,62 +151,28 @@ async def serve() -> None:
         await host.stop()
 
 
-def respond(document: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(document) + "\n")
-    sys.stdout.flush()
-
-
 class AgentHostProcess:
     """Client of the agent host's process."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: JsonProcess) -> None:
         self._process = process
-        self._lock = asyncio.Lock()
 
     async def start(self, group: AgentGroup) -> None:
-        await self._request("start", **{**vars(group), "instance_ids": list(group.instance_ids)})
+        await self._process.request(command="start", **{**vars(group), "instance_ids": list(group.instance_ids)})
 
     async def registrations(self) -> dict[str, float]:
         """Return when registrations began since the last call, by runner."""
-        found: dict[str, float] = (await self._request("registrations"))["began"]
+        found: dict[str, float] = (await self._process.request(command="registrations"))["began"]
         return found
 
     async def stop(self) -> None:
-        await self._request("stop")
-
-    async def _request(self, command: str, **arguments: Any) -> dict[str, Any]:
-        async with self._lock:
-            return await send_request(self._process, {"command": command, **arguments}, name=PROCESS_NAME)
-
-    async def wait_until_ready(self) -> None:
-        await read_response(self._process, name=PROCESS_NAME)
+        await self._process.request(command="stop")
 
 
 @asynccontextmanager
 async def agent_host() -> AsyncIterator[AgentHostProcess]:
-    """Start the process. The environment variables name the servers."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "benchmarks.agents"),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        env=dict(os.environ),
-        limit=MAX_LINE,
-        # So that Ctrl-C reaches only the benchmark.
-        start_new_session=True,
-    )
-    try:
-        made = AgentHostProcess(process)
-        await made.wait_until_ready()
-        yield made
-    finally:
-        assert process.stdin is not None  # noqa: S101 - started with a pipe
-        process.stdin.close()
-        try:
-            async with asyncio.timeout(10):
-                await process.wait()
-        except TimeoutError:
-            process.kill()
-            await process.wait()
+    async with json_process("benchmarks.agents") as process:
+        yield AgentHostProcess(process)
 
 
 if __name__ == "__main__":

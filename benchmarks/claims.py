@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks import floor as floors
 from benchmarks.environment import BenchmarkEnvironment, BenchmarkPool, fresh_report, idle
-from benchmarks.figures import Figure, FigureKind, Results, percentile
+from benchmarks.figures import Figure, Results, percentile, timed
 from benchmarks.floor import Floor
 from remuda.adapters.system.clock import SystemClock
 from remuda.controlplane.context import Context
@@ -47,8 +47,9 @@ async def run(environment: BenchmarkEnvironment, floor: Floor) -> Results:
     await environment.clear()
     separate = await floor.seconds(floors.claims(claims, 1))
     combined = await floor.seconds(floors.claims(1, claims))
-    return await _measure(environment, f"{claims} provisions of 1", many, separate) + await _measure(
-        environment, f"one provision of {claims}", one, combined
+    return Results(
+        figures=await _measure(environment, f"{claims} provisions of 1", many, separate)
+        + await _measure(environment, f"one provision of {claims}", one, combined)
     )
 
 
@@ -57,7 +58,7 @@ async def _measure(
     name: str,
     work: Callable[[Context, BenchmarkPool], Awaitable[list[ProvisionResult]]],
     floor_s: float,
-) -> Results:
+) -> tuple[Figure, ...]:
     claims, warm = environment.size.claims, environment.size.warm
     await environment.clear()
     pool = await environment.pool()
@@ -73,36 +74,13 @@ async def _measure(
     reused = sum(item.reused for item in made)
     attempts = len(event_log.won_s) + event_log.lost
     label = f"{name} at once, {warm} warm"
-    return Results(
-        figures=(
-            Figure(
-                name=f"{label}: not claimed",
-                unit="instances",
-                predecessor="—",
-                limit=0,
-                measured=claims - reused,
-                kind=FigureKind.COUNT,
-                note=f"all running after {max(item.seconds for item in made):.2f} s",
-            ),
-            Figure(
-                name=f"{label}: p99 of a claim",
-                unit="s",
-                predecessor="—",
-                limit=P99_LIMIT_S,
-                measured=round(percentile(event_log.won_s, 0.99), 4),
-                kind=FigureKind.TIME,
-                floor=floor_s,
-                floor_with_waits=floor_s,
-                samples=len(event_log.won_s),
-            ),
-            Figure(
-                name=f"{label}: conflicts",
-                unit="%",
-                predecessor="—",
-                limit=CONFLICTS_LIMIT_PERCENT,
-                measured=round(100 * event_log.lost / attempts, 2),
-                kind=FigureKind.COUNT,
-                samples=attempts,
-            ),
-        )
+    p99_s, conflicts = percentile(event_log.won_s, 0.99), round(100 * event_log.lost / attempts, 2)
+    return (
+        Figure(
+            *(f"{label}: not claimed", "instances", claims - reused),
+            limit=0,
+            note=f"all running after {max(item.seconds for item in made):.2f} s",
+        ),
+        timed(f"{label}: p99 of a claim", p99_s, limit=P99_LIMIT_S, floor=floor_s, samples=len(event_log.won_s)),
+        Figure(f"{label}: conflicts", "%", conflicts, limit=CONFLICTS_LIMIT_PERCENT, samples=attempts),
     )

@@ -6,7 +6,7 @@ import asyncio
 
 from benchmarks import floor as floors
 from benchmarks.environment import CLASS, BenchmarkEnvironment
-from benchmarks.figures import Figure, FigureKind, Results, median
+from benchmarks.figures import Figure, Results, timed
 from benchmarks.floor import Floor
 from remuda.domain.resources import UsageClass
 from tests.support.records import message
@@ -19,15 +19,17 @@ MISMATCH_LIMIT_S = 1.0
 
 
 async def run(environment: BenchmarkEnvironment, floor: Floor) -> Results:
-    return (
-        await cold(environment, floor)
-        + await mixed(environment, floor)
-        + await sharing(environment)
-        + await mismatches(environment, floor)
+    return Results(
+        figures=(
+            *await cold(environment, floor),
+            await mixed(environment, floor),
+            *await sharing(environment),
+            *await mismatches(environment, floor),
+        )
     )
 
 
-async def cold(environment: BenchmarkEnvironment, floor: Floor) -> Results:
+async def cold(environment: BenchmarkEnvironment, floor: Floor) -> list[Figure]:
     """Only new instances: the provision continues as soon as their agents are ready."""
     figures = []
     for boot_s in environment.size.boots_s:
@@ -37,22 +39,13 @@ async def cold(environment: BenchmarkEnvironment, floor: Floor) -> Results:
             pool.boot_s = boot_s
             made = await pool.provision(count)
             floor_s = boot_s + await floor.seconds(floors.cold_provision(count))
-            figures.append(
-                Figure(
-                    name=f"cold provision, N = {count}, agent ready after {boot_s:g} s",
-                    unit="s",
-                    predecessor="10·⌈t/10⌉ s",
-                    limit=boot_s + COLD_OVERHEAD_S,
-                    measured=made.seconds,
-                    kind=FigureKind.TIME,
-                    floor=round(floor_s, 4),
-                    floor_with_waits=round(floor_s, 4),
-                )
-            )
-    return Results(figures=tuple(figures))
+            name = f"cold provision, N = {count}, agent ready after {boot_s:g} s"
+            limit = boot_s + COLD_OVERHEAD_S
+            figures.append(timed(name, made.seconds, limit=limit, predecessor="10·⌈t/10⌉ s", floor=floor_s))
+    return figures
 
 
-async def mixed(environment: BenchmarkEnvironment, floor: Floor) -> Results:
+async def mixed(environment: BenchmarkEnvironment, floor: Floor) -> Figure:
     """Half from the pool, half created: not slower than the slower half."""
     half = min(5, max(environment.size.counts))
     boot_s = min(MIXED_BOOT_S, *environment.size.boots_s)
@@ -70,24 +63,17 @@ async def mixed(environment: BenchmarkEnvironment, floor: Floor) -> Results:
             raise RuntimeError(f"{name}: {made.reused} reused and {made.created} created")
         seconds[name] = made.seconds
     slower = max(seconds["warm"], seconds["cold"])
-    return Results(
-        figures=(
-            Figure(
-                name=f"mixed: pool {half}, requested {2 * half}, agents ready after {boot_s:g} s",
-                unit="s",
-                predecessor="11.1–14.8 s",
-                limit=round(slower + MIXED_OVERHEAD_S, 4),
-                measured=seconds["mixed"],
-                kind=FigureKind.TIME,
-                floor=round(floor_s, 4),
-                floor_with_waits=round(floor_s, 4),
-                note=f"the cold half alone {seconds['cold']:.2f} s, the warm half alone {seconds['warm']:.2f} s",
-            ),
-        )
+    return timed(
+        f"mixed: pool {half}, requested {2 * half}, agents ready after {boot_s:g} s",
+        seconds["mixed"],
+        limit=round(slower + MIXED_OVERHEAD_S, 4),
+        predecessor="11.1–14.8 s",
+        floor=floor_s,
+        note=f"the cold half alone {seconds['cold']:.2f} s, the warm half alone {seconds['warm']:.2f} s",
     )
 
 
-async def sharing(environment: BenchmarkEnvironment) -> Results:
+async def sharing(environment: BenchmarkEnvironment) -> tuple[Figure, ...]:
     """Ten concurrent provisions on a pool that has half of the requested instances."""
     provisions, each = 10, min(5, max(environment.size.counts))
     warm = provisions * each // 2
@@ -96,30 +82,22 @@ async def sharing(environment: BenchmarkEnvironment) -> Results:
     await pool.fill(warm)
     made = await asyncio.gather(*(pool.provision(each) for _ in range(provisions)))
     name = f"{provisions} provisions of {each} on a pool of {warm}"
-    return Results(
-        figures=(
-            Figure(
-                name=f"{name}: warm instances not reused",
-                unit="instances",
-                predecessor="5–8 of 10 provisions create",
-                limit=0,
-                measured=warm - sum(item.reused for item in made),
-                kind=FigureKind.COUNT,
-            ),
-            Figure(
-                name=f"{name}: created",
-                unit="instances",
-                predecessor="",
-                limit=provisions * each - warm,
-                measured=sum(item.created for item in made),
-                kind=FigureKind.COUNT,
-                note=f"the slowest took {max(item.seconds for item in made):.2f} s (predecessor: 11.5 s)",
-            ),
-        )
+    return (
+        Figure(
+            *(f"{name}: warm instances not reused", "instances", warm - sum(item.reused for item in made)),
+            limit=0,
+            predecessor="5–8 of 10 provisions create",
+        ),
+        Figure(
+            *(f"{name}: created", "instances", sum(item.created for item in made)),
+            limit=provisions * each - warm,
+            predecessor="",
+            note=f"the slowest took {max(item.seconds for item in made):.2f} s (predecessor: 11.5 s)",
+        ),
     )
 
 
-async def mismatches(environment: BenchmarkEnvironment, floor: Floor) -> Results:
+async def mismatches(environment: BenchmarkEnvironment, floor: Floor) -> tuple[Figure, ...]:
     """A pool full of instances of the wrong usage class."""
     number, calls, seconds = environment.size.mismatches, [], []
     await environment.clear()
@@ -134,28 +112,19 @@ async def mismatches(environment: BenchmarkEnvironment, floor: Floor) -> Results
             made = await pool.provision(1)
         calls.append(counted.of("sqs"))
         seconds.append(made.seconds)
-    return Results(
-        figures=(
-            Figure(
-                name=f"{number} mismatches in the pool, N = 1: SQS calls",
-                unit="calls",
-                predecessor="1,503",
-                limit=MISMATCH_CALLS_LIMIT,
-                measured=max(calls),
-                kind=FigureKind.COUNT,
-                samples=len(calls),
-            ),
-            Figure(
-                name=f"{number} mismatches in the pool, N = 1",
-                unit="s",
-                predecessor="34–106 s",
-                limit=MISMATCH_LIMIT_S,
-                measured=median(seconds),
-                kind=FigureKind.TIME,
-                floor=floor_s,
-                floor_with_waits=floor_s,
-                samples=len(seconds),
-                note="the instance is created; its agent is ready at once",
-            ),
-        )
+    name = f"{number} mismatches in the pool, N = 1"
+    return (
+        Figure(
+            *(f"{name}: SQS calls", "calls", max(calls)),
+            limit=MISMATCH_CALLS_LIMIT,
+            predecessor="1,503",
+            samples=len(calls),
+        ),
+        timed(
+            *(name, seconds),
+            limit=MISMATCH_LIMIT_S,
+            predecessor="34–106 s",
+            floor=floor_s,
+            note="the instance is created; its agent is ready at once",
+        ),
     )

@@ -46,7 +46,7 @@ def _svg(width: float, height: float, title: str, parts: Sequence[str]) -> str:
     )
 
 
-def lines(curves: Mapping[str, Sequence[tuple[float, float]]], *, title: str, x_label: str, unit: str) -> str:
+def lines(curves: Mapping[str, Sequence[tuple[float, float]]], *, title: str, x_label: str) -> str:
     """Draw curves with logarithmic axes."""
     points = [point for curve in curves.values() for point in curve]
     x_low, x_high = _decades([x for x, _ in points])
@@ -62,7 +62,7 @@ def lines(curves: Mapping[str, Sequence[tuple[float, float]]], *, title: str, x_
     for power in range(y_low, y_high + 1):
         _, y = place(10.0**x_low, 10.0**power)
         parts.append(f'<line class="g" x1="{LEFT:g}" x2="{right:g}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="e" x="{LEFT - 8:g}" y="{y + 4:.1f}">{10.0**power:,.10g}{unit}</text>')
+        parts.append(f'<text class="e" x="{LEFT - 8:g}" y="{y + 4:.1f}">{10.0**power:,.10g}</text>')
     for x in sorted({x for x, _ in points}):
         at, _ = place(x, 10.0**y_low)
         parts.append(f'<text class="m" x="{at:.1f}" y="{HEIGHT - BOTTOM + 18:g}">{x:,.10g}</text>')

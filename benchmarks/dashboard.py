@@ -1,7 +1,7 @@
 """The dashboard with 2,000 instances and 50,000 transitions: first view, and 30 updates per second.
 
 Uses the real `remuda dashboard` on a SQLite store, a thread that writes transitions, an HTTP client, and the page in
-chromium if it is installed. Counts the updates written, sent and merged, and how far the readers lag behind.
+chromium if it is installed. Counts the updates written and received, and how far the reader lags behind.
 """
 
 from __future__ import annotations
@@ -19,15 +19,23 @@ from typing import Any
 import httpx
 
 from benchmarks.environment import BenchmarkEnvironment, Size
-from benchmarks.figures import Figure, FigureKind, Results, median
+from benchmarks.figures import Figure, FigureKind, Results, median, timed
 from benchmarks.floor import Floor
 from remuda.adapters.sqlite import tables
 from remuda.adapters.sqlite.connection import transaction
 from remuda.adapters.sqlite.schema import connect
 from remuda.adapters.system.clock import SystemClock
 from remuda.domain.instance import Instance, State
-from tests.support import sample_records
-from tests.support.dashboard import CHROMIUM, Dashboard, chromium
+from tests.support.dashboard import (
+    CHROMIUM,
+    Dashboard,
+    chromium,
+    next_transition,
+    prepare_store,
+    sample_fleet,
+    sample_provisions,
+    write_samples,
+)
 
 PROVISIONS = 500
 #: Number of lanes that a large screen shows.
@@ -44,7 +52,6 @@ class StreamReader:
     """State of one event stream: the last received epoch and state of each instance."""
 
     updates: int = 0
-    merged: int = 0
     received: dict[str, tuple[int, str]] = field(default_factory=dict)
     #: Number of transitions written but not received yet, at each update.
     lags: list[int] = field(default_factory=list)
@@ -70,7 +77,7 @@ class TransitionWriter:
                 threading.Event().wait(pause)
             self.late_s = max(self.late_s, -pause)
             index = number % len(self._records)
-            record, (entry,) = sample_records.next_transition(self._records[index], now=clock.now())
+            record, (entry,) = next_transition(self._records[index], now=clock.now())
             with transaction(connection):
                 tables.write_instance(connection, record, entry)
             self._records[index] = record
@@ -97,7 +104,6 @@ def read_stream(url: str, tag: str, reader: StreamReader, writer: TransitionWrit
         for name, data in events(response):
             if name == "change":
                 reader.updates += 1
-                reader.merged += data["changes"]["version"] - data["since"] - 1
                 for instance_id, item in (data["changes"].get("instances") or {}).items():
                     reader.received[instance_id] = (item["epoch"], item["state"])
                 behind = sum(reader.received.get(key) != value for key, value in list(writer.written.items()))
@@ -107,18 +113,21 @@ def read_stream(url: str, tag: str, reader: StreamReader, writer: TransitionWrit
 
 
 @contextmanager
-def opened_page(url: str, *, enabled: bool) -> Iterator[tuple[Any, float]]:
-    """Open the page without cache. Yield it and the seconds until it was ready."""
+def opened_page(url: str, *, enabled: bool) -> Iterator[tuple[Any, dict[str, float]]]:
+    """Open the page without cache. Yield it, and the seconds until it was ready and those of the snapshot as text."""
     if not enabled:
-        yield None, 0.0
+        yield None, {}
         return
     clock = SystemClock()
     with chromium() as browser:
         page = browser.new_page(viewport={"width": 1440, "height": 900})
         began = clock.monotonic()
+        page.goto(f"{url}/api/snapshot")
+        floor_s = clock.monotonic() - began
+        began = clock.monotonic()
         page.goto(url)
         page.wait_for_selector("html[data-ready] #link[data-state=live]")
-        yield page, clock.monotonic() - began
+        yield page, {"page_shown_s": clock.monotonic() - began, "page_floor_s": floor_s}
 
 
 def missing_lanes(document: dict[str, Any]) -> int:
@@ -141,7 +150,7 @@ def first_views(dashboard: Dashboard, instances: int) -> dict[str, Any]:
         while lanes < instances:
             document = client.get("/api/snapshot").json()
             lanes = sum(item["spans"] is not None for item in document["instances"].values())
-        complete_s, complete_cpu_s = clock.monotonic() - began, dashboard.cpu_s() - used_s
+        complete_s = clock.monotonic() - began
         again = []
         size = 0
         for _ in range(5):
@@ -154,18 +163,9 @@ def first_views(dashboard: Dashboard, instances: int) -> dict[str, Any]:
         "first_answer_cpu_s": round(first_cpu_s, 3),
         "first_answer_missing": instances - len(first.json()["instances"]) + missing_lanes(first.json()),
         "all_histories_s": round(complete_s, 3),
-        "all_histories_cpu_s": round(complete_cpu_s, 3),
-        "later_answer_s": round(sorted(again)[2], 3),
+        "later_answers_s": again,
         "bytes_sent": size,
-        "bytes_unpacked": len(json.dumps(document, separators=(",", ":"))),
         "tag": document["tag"],
-    }
-
-
-def stats(page: Any) -> dict[str, int]:
-    texts = page.inner_text("#stats").replace(".", "").replace(",", "").split()
-    return {
-        name: int(texts[texts.index(name) - offset]) for name, offset in (("received", 2), ("merged", 1), ("drawn", 2))
     }
 
 
@@ -173,9 +173,6 @@ def measure_updates(url: str, tag: str, writer: TransitionWriter, page: Any, *, 
     reader, done = StreamReader(), threading.Event()
     reading = threading.Thread(target=read_stream, args=(url, tag, reader, writer, done))
     reading.start()
-    before = stats(page) if page else {}
-    clock = SystemClock()
-    began = clock.monotonic()
     writing = threading.Thread(target=writer.run, args=(seconds,))
     writing.start()
     while writing.is_alive():
@@ -183,27 +180,16 @@ def measure_updates(url: str, tag: str, writer: TransitionWriter, page: Any, *, 
             page.wait_for_timeout(200)
         else:
             writing.join(0.2)
-    wrote_s = clock.monotonic() - began
     done.set()
     reading.join(LIMIT_S)
-    caught_up_s = clock.monotonic() - began - wrote_s
     lags = sorted(reader.lags)
-    found = {
+    return {
         "written": writer.count,
-        "written_per_second": round(writer.count / wrote_s, 1),
         "updates_received": reader.updates,
-        "updates_per_second": round(reader.updates / wrote_s, 1),
-        "updates_merged": reader.merged,
         "lag_p50": lags[len(lags) // 2],
         "max_lag": lags[-1],
         "never_received": sum(reader.received.get(key) != value for key, value in writer.written.items()),
-        "caught_up_s": round(caught_up_s, 3),
     }
-    if page:
-        page.wait_for_timeout(500)
-        after = stats(page)
-        found |= {f"page_{name}": after[name] - before[name] for name in after}
-    return found
 
 
 def first_answer_s(folder: Path) -> float:
@@ -220,19 +206,17 @@ def measure_dashboard(size: Size, *, browser: bool) -> dict[str, Any]:
     now = SystemClock().now()
     with tempfile.TemporaryDirectory(prefix="remuda-dashboard-") as name:
         folder = Path(name) / "state"
-        file = sample_records.prepare(folder)
-        samples = list(sample_records.fleet(instances, transitions, now=now, ended=0.2))
-        sample_records.write(file, samples, sample_records.provisions(PROVISIONS, now=now, span_s=36_000), now=now)
+        file = prepare_store(folder)
+        samples = list(sample_fleet(instances, transitions, now=now, ended=0.2))
+        write_samples(file, samples, sample_provisions(PROVISIONS, now=now, span_s=36_000), now=now)
         moving = [record for record, _ in samples if record.state in {State.RUNNING, State.RELEASING, State.IDLE}]
         with Dashboard(folder, "--every", str(1 / RATE)) as dashboard:
             found = first_views(dashboard, instances)
             tag = found.pop("tag")
-            with opened_page(dashboard.url, enabled=browser) as (page, shown_s):
+            with opened_page(dashboard.url, enabled=browser) as (page, page_times):
                 used_s = dashboard.cpu_s()
                 found |= measure_updates(dashboard.url, tag, TransitionWriter(file, moving), page, seconds=seconds)
-                found["server_cpu_share"] = round((dashboard.cpu_s() - used_s) / seconds, 2)
-                if page:
-                    found["page_shown_s"] = round(shown_s, 3)
+                found |= {"server_cpu_share": (dashboard.cpu_s() - used_s) / seconds, **page_times}
         found["first_answers_s"] += [first_answer_s(folder) for _ in range(size.samples - 1)]
     return found
 
@@ -245,30 +229,34 @@ async def run(environment: BenchmarkEnvironment, _floor: Floor) -> Results:
 
 
 def figures(found: dict[str, Any], instances: int, transitions: int) -> Iterator[Figure]:
-    def figure(name: str, unit: str, limit: float, measured: float, kind: FigureKind, **more: Any) -> Figure:
-        label = f"dashboard of {instances:,} instances: {name}"
-        return Figure(name=label, unit=unit, predecessor="—", limit=limit, measured=measured, kind=kind, **more)
-
-    yield figure(
-        *("first view", "s", FIRST_LIMIT_S, median(found["first_answers_s"]), FigureKind.TIME),
-        samples=len(found["first_answers_s"]),
+    dashboard = f"dashboard of {instances:,} instances"
+    yield timed(
+        *(f"{dashboard}: first view", found["first_answers_s"]),
+        limit=FIRST_LIMIT_S,
+        floor=median(found["later_answers_s"]),
         note=f"with {transitions:,} recorded transitions, from a server that has just started; "
-        f"{found['first_answer_cpu_s']:.2f} s of a core; all histories after {found['all_histories_s']:.1f} s",
+        f"{found['first_answer_cpu_s']:.2f} s of a core; all histories after {found['all_histories_s']:.1f} s; "
+        "the floor is a later view of the same server",
     )
-    yield figure(
-        *("missing in the first view", "", 0, found["first_answer_missing"], FigureKind.COUNT),
+    yield Figure(
+        *(f"{dashboard}: missing in the first view", "", found["first_answer_missing"]),
+        limit=0,
         note=f"instances, and histories of the first {VISIBLE_LANES}",
     )
-    yield figure("first view, KB sent", "KB", SENT_LIMIT_KB, round(found["bytes_sent"] / 1_000), FigureKind.COUNT)
+    sent_kb = round(found["bytes_sent"] / 1_000)
+    yield Figure(f"{dashboard}: first view, KB sent", "KB", sent_kb, limit=SENT_LIMIT_KB)
     if "page_shown_s" in found:
-        yield figure(
-            *("first page in a browser", "s", PAGE_LIMIT_S, found["page_shown_s"], FigureKind.TIME),
-            note="chromium without cache, until it is drawn and its stream is open",
+        yield timed(
+            *(f"{dashboard}: first page in a browser", found["page_shown_s"]),
+            limit=PAGE_LIMIT_S,
+            floor=found["page_floor_s"],
+            note="chromium without cache, until it is drawn and its stream is open; the floor is the same data as text",
         )
-    yield figure(
-        *("updates never received", "", 0, found["never_received"], FigureKind.COUNT),
+    yield Figure(
+        *(f"{dashboard}: updates never received", "", found["never_received"]),
+        limit=0,
         note=f"of {found['written']} transitions written at {RATE} per second; {found['updates_received']} messages, "
         f"{found['lag_p50']} behind (median); the server used {found['server_cpu_share']:.2f} of a core",
     )
     # The limit is one second of updates. It depends on the machine's load, like a time.
-    yield figure("maximum lag, updates", "", RATE, found["max_lag"], FigureKind.TIME)
+    yield Figure(f"{dashboard}: maximum lag, updates", "", found["max_lag"], limit=RATE, kind=FigureKind.TIME)

@@ -39,8 +39,9 @@ from remuda.ports.compute import LaunchRequest, LaunchResult
 from remuda.ports.event_log import SilentEventLog
 from remuda.wiring import desired
 from tests.support.aws.stack import AwsStack
-from tests.support.records import instance, instance_id
+from tests.support.records import instance
 
+ROOT = Path(__file__).parents[1]
 SCOPE = "octo/repo"
 CLASS = "large"
 WRITE_BATCH = 25
@@ -375,19 +376,3 @@ async def open_environment(servers: AwsStack, size: Size) -> AsyncIterator[Bench
         for client in (environment.dynamodb, environment.sqs, environment.ec2, environment.iam):
             requests.watch(client)
         yield environment
-
-
-ROOT = Path(__file__).parents[1]
-__all__ = [
-    "CLASS",
-    "FULL",
-    "QUICK",
-    "ROOT",
-    "SCOPE",
-    "TINY",
-    "BenchmarkEnvironment",
-    "BenchmarkPool",
-    "Size",
-    "idle",
-    "instance_id",
-]

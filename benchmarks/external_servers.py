@@ -5,23 +5,20 @@ General EC2 test servers list thousands of instances too slowly for these measur
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 import sys
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from datetime import timedelta
 
 from benchmarks.environment import SCOPE
-from benchmarks.json_lines import read_response, send_request
+from benchmarks.json_lines import JsonProcess, json_process, respond
 from remuda.adapters.system.clock import SystemClock
 from remuda.domain.pool_config import runner_name
 from remuda.ports.compute import POOL_TAG
 from tests.support.fleet_servers import FleetInstance, FleetState, serve_fleet
 from tests.support.scripted_fleet import tags
 
-PROCESS_NAME = "external servers"
 #: EC2's page size.
 EC2_PAGE = 1_000
 
@@ -32,7 +29,7 @@ def main() -> None:
     fleet.owners.add(SCOPE)
     launched_at = SystemClock().now() - timedelta(hours=1)
     with serve_fleet(fleet) as served:
-        _respond({"github": served.github_url, "ec2": served.ec2_url})
+        respond({"github": served.github_url, "ec2": served.ec2_url})
         for line in sys.stdin:
             request = json.loads(line)
             pool = request["pool"]
@@ -42,40 +39,24 @@ def main() -> None:
             for name in request["runners"]:
                 runner = {"name": runner_name(pool, 1, name), "owner": SCOPE, "busy": True}
                 fleet.add_runner({"id": len(fleet.runners) + 1, **runner})
-            _respond({})
-
-
-def _respond(document: dict[str, str]) -> None:
-    sys.stdout.write(json.dumps(document) + "\n")
-    sys.stdout.flush()
+            respond({})
 
 
 class ExternalServers:
     """Client of the servers' process."""
 
-    def __init__(self, process: asyncio.subprocess.Process, addresses: dict[str, str]) -> None:
+    def __init__(self, process: JsonProcess) -> None:
         self._process = process
-        self.github_url, self.ec2_url = addresses["github"], addresses["ec2"]
+        self.github_url, self.ec2_url = process.ready["github"], process.ready["ec2"]
 
     async def add(self, pool: str, instances: Collection[str], runners: Collection[str] = ()) -> None:
-        request = {"pool": pool, "instances": list(instances), "runners": list(runners)}
-        await send_request(self._process, request, name=PROCESS_NAME)
+        await self._process.request(pool=pool, instances=list(instances), runners=list(runners))
 
 
 @asynccontextmanager
 async def external_servers() -> AsyncIterator[ExternalServers]:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "benchmarks.external_servers"),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        env=dict(os.environ),
-        start_new_session=True,
-    )
-    try:
-        yield ExternalServers(process, await read_response(process, name=PROCESS_NAME))
-    finally:
-        process.kill()
-        await process.wait()
+    async with json_process("benchmarks.external_servers") as process:
+        yield ExternalServers(process)
 
 
 if __name__ == "__main__":

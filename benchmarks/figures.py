@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass
 from enum import Enum
 from typing import Any
 
@@ -16,16 +16,17 @@ class FigureKind(Enum):
     TIME = "time"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Figure:
     name: str
     unit: str
-    #: Result of the predecessor on two cores, as text.
-    predecessor: str
+    measured: float
+    _: KW_ONLY
     #: Maximum for the measured value.
     limit: float
-    measured: float
-    kind: FigureKind
+    #: Result of the predecessor on two cores, as text.
+    predecessor: str = "—"
+    kind: FigureKind = FigureKind.COUNT
     #: Seconds of the operation's unavoidable calls, one after the other, on the same servers in the same run.
     floor: float | None = None
     #: The floor plus the wait for agents, whose polling interval is limited.
@@ -68,25 +69,37 @@ class GrowthPoint:
     #: By service.
     calls: dict[str, int]
 
-    def document(self) -> dict[str, Any]:
-        return asdict(self)
+    @property
+    def total(self) -> int:
+        return sum(self.calls.values())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Results:
     figures: tuple[Figure, ...] = ()
     points: tuple[GrowthPoint, ...] = ()
-    #: Remarks below the tables.
-    notes: tuple[str, ...] = ()
+
+    def ratio(self, point: GrowthPoint) -> float:
+        """Seconds of an operation, relative to its seconds with the fewest instances and no old records."""
+        same = (each for each in self.points if each.operation == point.operation)
+        return point.seconds / min(same, key=lambda each: (each.old, each.live)).seconds
 
     def __add__(self, other: Results) -> Results:
-        return Results(
-            figures=self.figures + other.figures, points=self.points + other.points, notes=self.notes + other.notes
-        )
+        return Results(figures=self.figures + other.figures, points=self.points + other.points)
 
     def missed(self, *, strict: bool) -> list[Figure]:
         """Return the figures that fail the run."""
         return [each for each in self.figures if not each.met and (strict or each.kind is FigureKind.COUNT)]
+
+
+def timed(
+    name: str, seconds: float | Sequence[float], *, limit: float, floor: float | None, wait_s: float = 0.0, **more: Any
+) -> Figure:
+    """A time, or the median of several, with its floor and the wait that is added to the floor."""
+    samples = [seconds] if isinstance(seconds, float) else seconds
+    floors = {} if floor is None else {"floor": round(floor, 4), "floor_with_waits": round(floor + wait_s, 4)}
+    values = {"samples": len(samples), **floors, **more}
+    return Figure(name, "s", median(samples), limit=limit, kind=FigureKind.TIME, **values)
 
 
 def median(samples: Sequence[float]) -> float:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.agents import BenchmarkMachine, TimedRunner
+from benchmarks.agents import BenchmarkMachine, agent, agent_store
 from benchmarks.environment import BenchmarkEnvironment, fresh_report, idle
-from benchmarks.figures import Figure, FigureKind, Results, median
+from benchmarks.figures import Figure, Results, median, timed
 from benchmarks.floor import Floor
+from benchmarks.json_lines import json_process, respond
+from remuda.adapters.aws.clients import AwsClients, config
+from remuda.adapters.aws.imds import Imds, imds_endpoint
 from remuda.adapters.system.clock import SystemClock
+from remuda.cli import agent_ec2
 
 HELP_LIMIT_S = 0.25
 AGENT_LIMIT_MB = 90.0
@@ -33,26 +36,13 @@ def starts(times: int) -> list[Figure]:
     for arguments in (["--help"], ["provision", "--help"]):
         name = f"remuda {' '.join(arguments)}"
         figures += [
-            Figure(
-                name=name,
-                unit="s",
-                predecessor="—",
+            timed(
+                *(name, [_seconds([str(COMMAND), *arguments]) for _ in range(times)]),
                 limit=HELP_LIMIT_S,
-                measured=median([_seconds([str(COMMAND), *arguments]) for _ in range(times)]),
-                kind=FigureKind.TIME,
                 floor=bare,
-                floor_with_waits=bare,
-                samples=times,
                 note="the floor is a Python interpreter without a program",
             ),
-            Figure(
-                name=f"{name}: AWS modules imported",
-                unit="modules",
-                predecessor="—",
-                limit=0,
-                measured=_aws_modules(arguments),
-                kind=FigureKind.COUNT,
-            ),
+            Figure(f"{name}: AWS modules imported", "modules", _aws_modules(arguments), limit=0),
         ]
     return figures
 
@@ -83,28 +73,12 @@ async def memory(environment: BenchmarkEnvironment) -> Figure:
     pool = await environment.pool()
     record = idle(1)
     await pool.write([record], [fresh_report(record)])
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "benchmarks.footprint", pool.name, pool.prefix, record.instance_id),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        env=dict(os.environ),
-    )
-    try:
-        assert process.stdout is not None  # noqa: S101 - started with a pipe
-        if not await process.stdout.readline():
-            raise RuntimeError("the agent did not start")
+    async with json_process("benchmarks.footprint", pool.name, pool.prefix, record.instance_id) as process:
         await asyncio.sleep(min(SETTLED_S, 2 * environment.size.starts))
         used = resident_mb(process.pid)
-    finally:
-        process.kill()
-        await process.wait()
     return Figure(
-        name="memory of an agent process",
-        unit="MB",
-        predecessor="—",
+        *("memory of an agent process", "MB", used),
         limit=AGENT_LIMIT_MB,
-        measured=used,
-        kind=FigureKind.COUNT,
         note="resident memory of an idle agent with clients for DynamoDB, STS and the metadata service",
     )
 
@@ -118,39 +92,12 @@ def resident_mb(pid: int) -> float:
 
 async def run_agent(pool: str, prefix: str, instance_id: str) -> None:
     """Run an agent like `remuda agent` on EC2, with a fake machine and runner."""
-    # Imported here, because the memory of these modules is measured.
-    from remuda.adapters.aws.clients import AwsClients, config  # noqa: PLC0415
-    from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore  # noqa: PLC0415
-    from remuda.adapters.aws.imds import Imds, imds_endpoint  # noqa: PLC0415
-    from remuda.adapters.system.clock import SystemIds  # noqa: PLC0415
-    from remuda.agent.loop import Agent  # noqa: PLC0415
-    from remuda.cli import agent_ec2  # noqa: PLC0415
-    from remuda.ports.calls import CallCounter  # noqa: PLC0415
-    from remuda.ports.event_log import SilentEventLog  # noqa: PLC0415
-
-    clock = SystemClock()
     async with AwsClients() as clients:
         await clients.client("sts", "STS", config())
-        imds = Imds(endpoint=imds_endpoint({}), clock=clock)
-        store = DynamoInstanceStore(
-            client=await clients.dynamodb(),
-            table=f"remuda-{pool}",
-            clock=clock,
-            ids=SystemIds(),
-            calls=CallCounter(),
-            key_prefix=prefix,
-        )
-        sys.stdout.write(f"{agent_ec2.__name__} {imds is not None}\n")
-        sys.stdout.flush()
-        await Agent(
-            store=store,
-            machine=BenchmarkMachine(instance_id, pool),
-            runner=TimedRunner(0.0, {}),
-            clock=clock,
-            ids=SystemIds(),
-            event_log=SilentEventLog(),
-            version="1",
-        ).run()
+        imds = Imds(endpoint=imds_endpoint({}), clock=SystemClock())
+        store = agent_store(await clients.dynamodb(), pool, prefix)
+        respond({"command": agent_ec2.__name__, "metadata": imds is not None})
+        await agent(store, BenchmarkMachine(instance_id, pool)).run()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Growth of calls and times with live instances, and their independence of old records."""
+"""Growth of calls with live instances, their independence of old records, and scale-down of a busy fleet."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.environment import BenchmarkEnvironment, BenchmarkPool, control_item, fresh_report, idle
 from benchmarks.external_servers import ExternalServers, external_servers
-from benchmarks.figures import Figure, FigureKind, GrowthPoint, Results
+from benchmarks.figures import Figure, GrowthPoint, Results
 from benchmarks.floor import Floor
 from benchmarks.warm import polls
 from remuda.adapters.aws.calls import chunks
@@ -25,14 +25,15 @@ from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.config.settings import Settings
 from remuda.controlplane.read.status import status
 from remuda.controlplane.refresh import refresh
-from remuda.controlplane.scale_down import FleetContext, scale_down
+from remuda.controlplane.scale_down import FleetContext, ScaleDownResult, scale_down
 from remuda.domain.instance import Instance, State
 from remuda.domain.provision import Provision, ProvisionStatus, settled
 from remuda.domain.timestamps import to_milliseconds
 from remuda.ports.calls import CallCounter
 from remuda.ports.event_log import SilentEventLog
-from tests.support.fleet_servers import TOKEN
+from tests.support.fleet_servers import TOKEN, FleetInstance, FleetState, serve_fleet
 from tests.support.records import entry, instance_id
+from tests.support.scripted_fleet import ENVIRONMENT, ORG, tags
 
 #: Instances per provision.
 PROVISION_COUNT = 10
@@ -45,6 +46,8 @@ OLD_INSTANCES_SHARE = 0.495
 CHUNK = 2_000
 #: Allowed additional calls: a second page of each of the four shards of live records, and one more batch of history.
 ADDITIONAL_CALLS_LIMIT = 5
+#: GitHub calls of a scale-down of busy runners.
+GITHUB_CALLS_LIMIT = 13
 
 
 async def run(environment: BenchmarkEnvironment, _floor: Floor) -> Results:
@@ -183,28 +186,61 @@ class GrowingPool:
         return seconds
 
     async def _scale_down(self) -> float:
-        clock, ids, calls = SystemClock(), SystemIds(), CallCounter()
-        github = _github(self.servers.github_url, calls)
-        context = FleetContext(
-            environment=self.pool.name,
-            fleet=Ec2Fleet(client=self.pool.ec2, environment=self.pool.name, clock=clock, ids=ids, calls=calls),
-            github=github,
-            clock=clock,
-            event_log=SilentEventLog(),
-            calls=calls,
+        calls = CallCounter()
+        done = await _run_scale_down(
+            *(self.pool.name, self.pool.ec2, self.servers.github_url, calls),
             open_pool=self.pool.context,
             has_pool=True,
         )
-        done = await scale_down(context, Settings().scale_down_policy)
-        await github.close()
         self._github = sum(calls.by_service().get("github", {}).values())
-        if done.errors:
-            raise RuntimeError(f"scale-down failed: {done.errors}")
         return done.seconds
 
 
 def _github(url: str, calls: CallCounter) -> GitHubClient:
     return GitHubClient(api_url=url, token=TOKEN, clock=SystemClock(), ids=SystemIds(), calls=calls)
+
+
+async def _run_scale_down(
+    environment: str, ec2: Any, github_url: str, calls: CallCounter, **more: Any
+) -> ScaleDownResult:
+    clock, github = SystemClock(), _github(github_url, calls)
+    context = FleetContext(
+        environment=environment,
+        fleet=Ec2Fleet(client=ec2, environment=environment, clock=clock, ids=SystemIds(), calls=calls),
+        github=github,
+        clock=clock,
+        event_log=SilentEventLog(),
+        calls=calls,
+        **more,
+    )
+    done = await scale_down(context, Settings().scale_down_policy)
+    await github.close()
+    if done.errors:
+        raise RuntimeError(f"scale-down failed: {done.errors}")
+    return done
+
+
+async def run_scale_down(environment: BenchmarkEnvironment, _floor: Floor) -> Results:
+    """Scale-down of a fleet of busy runners without a pool."""
+    number, fleet = environment.size.busy_runners, FleetState()
+    fleet.owners.add(ORG)
+    launched_at = SystemClock().now() - timedelta(hours=1)
+    for each in range(number):
+        name = instance_id(each)
+        fleet.add_machine(FleetInstance(name, launched_at, "running", tags()))
+        fleet.add_runner({"id": each + 1, "name": f"runner-{name}", "owner": ORG, "busy": True})
+    with serve_fleet(fleet) as served:
+        async with open_session().create_client("ec2", config=client_config(), endpoint_url=served.ec2_url) as client:
+            done = await _run_scale_down(ENVIRONMENT, client, served.github_url, CallCounter())
+    if fleet.effects.terminated:
+        raise RuntimeError(f"busy runners were terminated: {fleet.effects.terminated}")
+    figure = Figure(
+        *(f"scale-down of {number:,} busy runners: GitHub calls", "calls", fleet.effects.github_calls()),
+        limit=GITHUB_CALLS_LIMIT,
+        predecessor="1,012, in 23 s",
+        note=f"{done.seconds:.2f} s",
+    )
+    return Results(figures=(figure,))
 
 
 @asynccontextmanager
@@ -254,24 +290,18 @@ def limits_on_growth(points: Sequence[GrowthPoint]) -> list[Figure]:
     calls = {(point.operation, point.live, point.old): sum(point.calls.values()) for point in points}
     figures = [
         Figure(
-            name=f"{name}: additional calls with {old:,} old records, {many:,} live",
-            unit="calls",
-            predecessor="—",
+            *(f"{name}: additional calls with {old:,} old records, {many:,} live", "calls"),
+            calls[name, many, old] - calls[name, many, 0],
             limit=ADDITIONAL_CALLS_LIMIT,
-            measured=calls[name, many, old] - calls[name, many, 0],
-            kind=FigureKind.COUNT,
         )
         for name in dict.fromkeys(point.operation for point in points)
     ]
     store = {point.live: point.calls.get("dynamodb", 0) for point in points if point.operation == "refresh"}
     figures.append(
         Figure(
-            name=f"refresh: additional DynamoDB calls with {many:,} live instead of {few:,}",
-            unit="calls",
-            predecessor="—",
+            *(f"refresh: additional DynamoDB calls with {many:,} live instead of {few:,}", "calls"),
+            store[many] - store[few],
             limit=ADDITIONAL_CALLS_LIMIT,
-            measured=store[many] - store[few],
-            kind=FigureKind.COUNT,
             note=f"{EXPIRED} expired instances each time",
         )
     )

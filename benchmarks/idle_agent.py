@@ -6,8 +6,6 @@ The real agent runs against a real server in a process whose clock and event loo
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import selectors
 import sys
 import time
@@ -15,20 +13,17 @@ from collections import Counter
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from benchmarks.agents import BenchmarkMachine, TimedRunner
+from benchmarks.agents import BenchmarkMachine, agent, agent_store
 from benchmarks.environment import SCOPE, BenchmarkEnvironment, BenchmarkPool, fresh_report, idle
-from benchmarks.figures import Figure, FigureKind, Results, percentile
+from benchmarks.figures import Figure, Results, percentile, timed
 from benchmarks.floor import Floor
+from benchmarks.json_lines import json_process, respond
+from remuda.adapters.aws.calls import DYNAMODB
 from remuda.adapters.aws.clients import AwsClients, config
 from remuda.adapters.aws.dynamodb.polling import CONTROL, WARM_FOR_S
-from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
-from remuda.adapters.aws.errors import DYNAMODB
 from remuda.adapters.system.clock import SystemClock, SystemIds
-from remuda.agent.loop import Agent
 from remuda.domain.instance import Assignment, Credential, Instance
 from remuda.domain.transitions import Actor, Change, Claim, advance
-from remuda.ports.calls import CallCounter
-from remuda.ports.event_log import SilentEventLog
 
 #: Limits per minute, for the first ten minutes in the pool and later.
 READS_LIMIT = 250
@@ -47,13 +42,13 @@ WRITES = frozenset({"UpdateItem", "PutItem"})
 
 
 async def run(environment: BenchmarkEnvironment, floor: Floor) -> Results:
-    return await minutes(environment) + await reactions(environment, floor)
+    return Results(figures=(*await minutes(environment), await reactions(environment, floor)))
 
 
 # Calls per minute -------------------------------------------------------------------------------------------------
 
 
-async def minutes(environment: BenchmarkEnvironment) -> Results:
+async def minutes(environment: BenchmarkEnvironment) -> list[Figure]:
     await environment.clear()
     pool = await environment.pool()
     record = idle(1)
@@ -69,37 +64,19 @@ async def minutes(environment: BenchmarkEnvironment) -> Results:
     ]
     if later:
         figures.append(_figure("reads per minute, later", "86", LATER_READS_LIMIT, [each["reads"] for each in later]))
-    return Results(figures=tuple(figures))
+    return figures
 
 
 def _figure(label: str, predecessor: str, limit: float, counts: list[int]) -> Figure:
     return Figure(
-        name=f"idle agent: {label}",
-        unit="calls",
-        predecessor=predecessor,
-        limit=limit,
-        measured=max(counts),
-        kind=FigureKind.COUNT,
-        samples=len(counts),
+        f"idle agent: {label}", "calls", max(counts), limit=limit, predecessor=predecessor, samples=len(counts)
     )
 
 
 async def _count_calls(pool: BenchmarkPool, instance_id: str, minutes: float) -> list[dict[str, int]]:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "benchmarks.idle_agent", pool.name, pool.prefix, instance_id, f"{minutes:g}"),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        env=dict(os.environ),
-    )
-    try:
-        stdout, _ = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if process.returncode:
-        raise RuntimeError("the accelerated agent failed")
-    found: list[dict[str, int]] = json.loads(stdout)
+    arguments = (pool.name, pool.prefix, instance_id, f"{minutes:g}")
+    async with json_process("benchmarks.idle_agent", *arguments) as process:
+        found: list[dict[str, int]] = process.ready["minutes"]
     return found
 
 
@@ -136,23 +113,8 @@ async def count_calls(pool: str, prefix: str, instance_id: str, minutes: float) 
     settings.connect_timeout = 10 * SPEED  # type: ignore[attr-defined]  # set dynamically by botocore
     async with AwsClients() as clients:
         client = await clients.client("dynamodb", DYNAMODB, settings)
-        store = DynamoInstanceStore(
-            client=client,
-            table=f"remuda-{pool}",
-            clock=clock,
-            ids=SystemIds(),
-            calls=CallCounter(),
-            key_prefix=prefix,
-        )
-        agent = Agent(
-            store=store,
-            machine=BenchmarkMachine(instance_id, pool),
-            runner=TimedRunner(0.0, {}),
-            clock=clock,
-            ids=SystemIds(),
-            event_log=SilentEventLog(),
-            version="1",
-        )
+        store = agent_store(client, pool, prefix, clock)
+        accelerated = agent(store, BenchmarkMachine(instance_id, pool), clock=clock)
         began = clock.monotonic()
 
         def count(event_name: str, **_: Any) -> None:
@@ -162,7 +124,7 @@ async def count_calls(pool: str, prefix: str, instance_id: str, minutes: float) 
                 seen[minute, "reads" if operation in READS else "writes"] += 1
 
         client.meta.events.register("before-send", count)
-        running = asyncio.create_task(agent.run())
+        running = asyncio.create_task(accelerated.run())
         await asyncio.sleep(minutes * MINUTE_S)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
@@ -174,7 +136,7 @@ async def count_calls(pool: str, prefix: str, instance_id: str, minutes: float) 
 # Reactions --------------------------------------------------------------------------------------------------------
 
 
-async def reactions(environment: BenchmarkEnvironment, floor: Floor) -> Results:
+async def reactions(environment: BenchmarkEnvironment, floor: Floor) -> Figure:
     """Measure the time from a written claim until its agent starts the registration."""
     await environment.clear()
     floor_s = await floor.seconds({"get": 1})
@@ -182,20 +144,13 @@ async def reactions(environment: BenchmarkEnvironment, floor: Floor) -> Results:
     samples: list[float] = []
     while len(samples) < environment.size.reactions:
         samples += await _group(environment, pool, len(samples))
-    return Results(
-        figures=(
-            Figure(
-                name="idle agent: reaction to a claim, p95",
-                unit="s",
-                predecessor="~1 s",
-                limit=REACTION_LIMIT_S,
-                measured=round(percentile(samples, 0.95), 4),
-                kind=FigureKind.TIME,
-                floor=floor_s,
-                floor_with_waits=floor_s + CONTROL.first_s,
-                samples=len(samples),
-            ),
-        )
+    return timed(
+        *("idle agent: reaction to a claim, p95", percentile(samples, 0.95)),
+        limit=REACTION_LIMIT_S,
+        predecessor="~1 s",
+        floor=floor_s,
+        wait_s=CONTROL.first_s,
+        samples=len(samples),
     )
 
 
@@ -241,4 +196,4 @@ if __name__ == "__main__":
     name, key_prefix, instance_id, minutes_text = sys.argv[1:]
     with asyncio.Runner(loop_factory=FastLoop) as runner:
         counted = runner.run(count_calls(name, key_prefix, instance_id, float(minutes_text)))
-    sys.stdout.write(json.dumps(counted))
+    respond({"minutes": counted})

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 from benchmarks import floor as floors
 from benchmarks.environment import BenchmarkEnvironment
-from benchmarks.figures import Figure, FigureKind, Results, median
+from benchmarks.figures import Figure, Results, timed
 from benchmarks.floor import Floor
 from remuda.adapters.system.clock import SystemClock
 from remuda.domain.timestamps import to_milliseconds
@@ -19,10 +19,10 @@ TERMINATING_DYNAMODB_LIMIT = 110
 
 
 async def run(environment: BenchmarkEnvironment, floor: Floor) -> Results:
-    return await refreshes(environment, floor) + await terminating(environment, floor)
+    return Results(figures=await refreshes(environment, floor) + await terminating(environment, floor))
 
 
-async def refreshes(environment: BenchmarkEnvironment, floor: Floor) -> Results:
+async def refreshes(environment: BenchmarkEnvironment, floor: Floor) -> tuple[Figure, ...]:
     await environment.clear()
     first, following = [], []
     for _ in range(min(3, environment.size.samples)):
@@ -31,35 +31,13 @@ async def refreshes(environment: BenchmarkEnvironment, floor: Floor) -> Results:
         following.append((await pool.refresh()).seconds)
     first_floor = await floor.seconds(floors.first_refresh())
     floor_s = await floor.seconds(floors.next_refresh())
-    return Results(
-        figures=(
-            Figure(
-                name="first refresh",
-                unit="s",
-                predecessor="21 s",
-                limit=FIRST_LIMIT_S,
-                measured=median(first),
-                kind=FigureKind.TIME,
-                floor=first_floor,
-                floor_with_waits=first_floor,
-                samples=len(first),
-            ),
-            Figure(
-                name="next refresh",
-                unit="s",
-                predecessor="0.3–0.85 s",
-                limit=NEXT_LIMIT_S,
-                measured=median(following),
-                kind=FigureKind.TIME,
-                floor=floor_s,
-                floor_with_waits=floor_s,
-                samples=len(following),
-            ),
-        )
+    return (
+        timed("first refresh", first, limit=FIRST_LIMIT_S, predecessor="21 s", floor=first_floor),
+        timed("next refresh", following, limit=NEXT_LIMIT_S, predecessor="0.3–0.85 s", floor=floor_s),
     )
 
 
-async def terminating(environment: BenchmarkEnvironment, floor: Floor) -> Results:
+async def terminating(environment: BenchmarkEnvironment, floor: Floor) -> tuple[Figure, ...]:
     """Refresh with instances that expired an hour ago."""
     number, seconds, calls, note = environment.size.expired, [], [], ""
     for _ in range(min(3, environment.size.samples)):
@@ -79,28 +57,14 @@ async def terminating(environment: BenchmarkEnvironment, floor: Floor) -> Result
         calls.append(counted.of("dynamodb"))
         note = counted.describe()
     floor_s = await floor.seconds(floors.terminating_refresh(number))
-    return Results(
-        figures=(
-            Figure(
-                name=f"refresh terminating {number} instances",
-                unit="s",
-                predecessor="10.8 s",
-                limit=TERMINATING_LIMIT_S,
-                measured=median(seconds),
-                kind=FigureKind.TIME,
-                floor=floor_s,
-                floor_with_waits=floor_s,
-                samples=len(seconds),
-            ),
-            Figure(
-                name=f"refresh terminating {number} instances: DynamoDB calls",
-                unit="calls",
-                predecessor="162",
-                limit=TERMINATING_DYNAMODB_LIMIT,
-                measured=max(calls),
-                kind=FigureKind.COUNT,
-                samples=len(calls),
-                note=note,
-            ),
-        )
+    name = f"refresh terminating {number} instances"
+    return (
+        timed(name, seconds, limit=TERMINATING_LIMIT_S, predecessor="10.8 s", floor=floor_s),
+        Figure(
+            *(f"{name}: DynamoDB calls", "calls", max(calls)),
+            limit=TERMINATING_DYNAMODB_LIMIT,
+            predecessor="162",
+            samples=len(calls),
+            note=note,
+        ),
     )

@@ -6,11 +6,11 @@ import json
 import os
 import platform
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich import box
 from rich.console import Console
@@ -23,6 +23,15 @@ from benchmarks.figures import Figure, FigureKind, GrowthPoint, Results
 
 BEGIN = "<!-- generated: figures -->"
 END = "<!-- end of figures -->"
+#: Columns of the growth table, and their alignment.
+GROWTH_COLUMNS: Mapping[str, Literal["left", "right"]] = {
+    "operation": "left",
+    "live": "right",
+    "old records": "right",
+    "calls": "right",
+    "× time of the smallest pool": "right",
+    "by service": "left",
+}
 _NUMBER = re.compile(r"[\d.,]+")
 
 
@@ -40,7 +49,7 @@ class BenchmarkRun:
             "seconds": round(self.seconds, 1),
             "machine": machine(),
             "figures": [figure.document() for figure in self.results.figures],
-            "growth": [point.document() for point in self.results.points],
+            "growth": [asdict(point) for point in self.results.points],
         }
 
 
@@ -70,22 +79,22 @@ def show(results: Results, console: Console) -> None:
     if results.figures:
         console.print(table)
     if results.points:
-        console.print(_growth_table(results.points))
+        console.print(_growth_table(results))
 
 
-def _growth_table(points: Sequence[GrowthPoint]) -> Table:
+def _growth_table(results: Results) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title="Growth", title_justify="left")
-    table.add_column("operation")
-    for name in ("live", "old records", "seconds", "calls"):
-        table.add_column(name, justify="right")
-    table.add_column("by service")
-    for point in points:
-        by_service = ", ".join(f"{service} {number}" for service, number in point.calls.items())
-        total = sum(point.calls.values())
-        table.add_row(
-            point.operation, f"{point.live:,}", f"{point.old:,}", f"{point.seconds:.2f}", f"{total:,}", by_service
-        )
+    for name, justify in GROWTH_COLUMNS.items():
+        table.add_column(name, justify=justify)
+    for point in results.points:
+        table.add_row(*_growth_cells(results, point))
     return table
+
+
+def _growth_cells(results: Results, point: GrowthPoint) -> tuple[str, ...]:
+    by_service = ", ".join(f"{service} {number}" for service, number in point.calls.items())
+    ratio = f"{results.ratio(point):.1f}"
+    return point.operation, f"{point.live:,}", f"{point.old:,}", f"{point.total:,}", ratio, by_service
 
 
 def _cells(figure: Figure) -> tuple[str, ...]:
@@ -141,53 +150,36 @@ def markdown(run: BenchmarkRun) -> str:
     lines += [f"| {' | '.join(_cells(figure))} | {'met' if figure.met else '**missed**'} |" for figure in found]
     lines += ["", *(f"- {figure.name}: {figure.note}." for figure in found if figure.note)]
     if run.results.points:
-        lines += ["", "| operation | live | old records | seconds | calls | by service |", "|---|--:|--:|--:|--:|---|"]
-        lines += [_growth_line(point) for point in run.results.points]
+        rule = ("--:" if justify == "right" else "---" for justify in GROWTH_COLUMNS.values())
+        lines += ["", f"| {' | '.join(GROWTH_COLUMNS)} |", f"|{'|'.join(rule)}|"]
+        lines += [f"| {' | '.join(_growth_cells(run.results, point))} |" for point in run.results.points]
     return "\n".join(lines)
-
-
-def _growth_line(point: GrowthPoint) -> str:
-    by_service = ", ".join(f"{service} {number}" for service, number in point.calls.items())
-    total = sum(point.calls.values())
-    return f"| {point.operation} | {point.live:,} | {point.old:,} | {point.seconds:.2f} | {total:,} | {by_service} |"
 
 
 def plots(results: Results) -> dict[str, str]:
     """Return the plots by file name."""
-    timed = [
-        figure for figure in results.figures if figure.kind is FigureKind.TIME and first_number(figure.predecessor)
+    bars = [
+        Bar(name=each.name, measured=each.measured, limit=each.limit, predecessor=first_number(each.predecessor))
+        for each in results.figures
+        if each.kind is FigureKind.TIME and first_number(each.predecessor)
     ]
     drawn: dict[str, str] = {}
-    if timed:
-        shown = [_bar(figure) for figure in timed]
-        drawn["predecessor.svg"] = curves.bars(
-            shown, title="Seconds: measured, limit (line), predecessor (grey)", unit=" s"
-        )
+    if bars:
+        title = "Seconds: measured, limit (line), predecessor (grey)"
+        drawn["predecessor.svg"] = curves.bars(bars, title=title, unit=" s")
     old = max((point.old for point in results.points), default=0)
-    for file, quantity, unit, value in (
-        ("growth-calls.svg", "Calls", "", lambda point: float(sum(point.calls.values()))),
-        ("growth-seconds.svg", "Seconds", " s", lambda point: point.seconds),
+    for name, quantity, value in (
+        ("growth-calls", "Calls", lambda point: float(point.total)),
+        ("growth-time", "Time relative to the smallest pool", results.ratio),
     ):
-        for number in (0, old) if old else ():
-            suffix = "" if number == 0 else "-old"
-            chosen = [point for point in results.points if point.old == number]
+        for number, suffix in ((0, ""), (old, "-old")) if old else ():
+            lines: dict[str, list[tuple[float, float]]] = {}
+            for point in results.points:
+                if point.old == number:
+                    lines.setdefault(point.operation, []).append((float(point.live), value(point)))
             title = f"{quantity} by live instances, {number:,} old records"
-            drawn[file.replace(".svg", f"{suffix}.svg")] = curves.lines(
-                {
-                    name: [(float(point.live), value(point)) for point in chosen if point.operation == name]
-                    for name in dict.fromkeys(point.operation for point in chosen)
-                },
-                title=title,
-                x_label="live instances",
-                unit=unit,
-            )
+            drawn[f"{name}{suffix}.svg"] = curves.lines(lines, title=title, x_label="live instances")
     return drawn
-
-
-def _bar(figure: Figure) -> Bar:
-    return Bar(
-        name=figure.name, measured=figure.measured, limit=figure.limit, predecessor=first_number(figure.predecessor)
-    )
 
 
 def first_number(text: str) -> float | None:

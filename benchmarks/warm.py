@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from benchmarks import floor as floors
 from benchmarks.environment import BenchmarkEnvironment, BenchmarkPool
-from benchmarks.figures import Figure, FigureKind, Results, median
+from benchmarks.figures import Figure, Results, timed
 from benchmarks.floor import Floor
 
 #: By number of instances.
@@ -34,7 +34,7 @@ class WarmRounds:
 
 
 async def run(environment: BenchmarkEnvironment, floor: Floor) -> Results:
-    results = Results()
+    made: list[Figure] = []
     for count in environment.size.counts:
         await environment.clear()
         # Measured while nothing else uses the servers.
@@ -43,9 +43,8 @@ async def run(environment: BenchmarkEnvironment, floor: Floor) -> Results:
         pool = await environment.pool()
         await pool.fill(count)
         rounds = await run_rounds(environment, pool, count, environment.size.samples)
-        made = figures(rounds, count, provision_floor=provision_floor, release_floor=release_floor)
-        results += Results(figures=tuple(made))
-    return results + await registering(environment, floor)
+        made += figures(rounds, count, provision_floor=provision_floor, release_floor=release_floor)
+    return Results(figures=(*made, await registering(environment, floor)))
 
 
 async def run_rounds(environment: BenchmarkEnvironment, pool: BenchmarkPool, count: int, times: int) -> WarmRounds:
@@ -71,47 +70,33 @@ def polls(calls: Mapping[str, Mapping[str, int]]) -> int:
 def figures(rounds: WarmRounds, count: int, *, provision_floor: float, release_floor: float) -> Sequence[Figure]:
     wait_s = floors.poll_wait_s(count)
     made = [
-        Figure(
-            name=f"warm provision, N = {count}, registration 0",
-            unit="s",
-            predecessor=PROVISION_PREDECESSOR.get(count, ""),
+        timed(
+            *(f"warm provision, N = {count}, registration 0", rounds.provisions),
             limit=_limit(PROVISION_LIMIT_S, count),
-            measured=median(rounds.provisions),
-            kind=FigureKind.TIME,
+            predecessor=PROVISION_PREDECESSOR.get(count, ""),
             floor=provision_floor,
-            floor_with_waits=provision_floor + wait_s,
+            wait_s=wait_s,
             max_floors=MAX_FLOORS,
-            samples=len(rounds.provisions),
         ),
-        Figure(
-            name=f"release, N = {count}, deregistration 0",
-            unit="s",
-            predecessor="10–11 s",
+        timed(
+            *(f"release, N = {count}, deregistration 0", rounds.releases),
             limit=_limit(RELEASE_LIMIT_S, count),
-            measured=median(rounds.releases),
-            kind=FigureKind.TIME,
+            predecessor="10–11 s",
             floor=release_floor,
-            floor_with_waits=release_floor + wait_s,
-            samples=len(rounds.releases),
+            wait_s=wait_s,
         ),
         Figure(
-            name=f"not claimable right after a release, N = {count}",
-            unit="instances",
-            predecessor="all, for 3 s",
+            *(f"not claimable right after a release, N = {count}", "instances", rounds.missing),
             limit=0,
-            measured=rounds.missing,
-            kind=FigureKind.COUNT,
+            predecessor="all, for 3 s",
         ),
     ]
     if count == DYNAMODB_COUNT:
         made.append(
             Figure(
-                name=f"DynamoDB calls, warm provision, N = {count}",
-                unit="calls",
-                predecessor="227–585",
+                *(f"DynamoDB calls, warm provision, N = {count}", "calls", max(rounds.calls)),
                 limit=DYNAMODB_LIMIT,
-                measured=max(rounds.calls),
-                kind=FigureKind.COUNT,
+                predecessor="227–585",
                 samples=len(rounds.calls),
                 note=f"{max(rounds.polls)} of them for polling; {rounds.requests}",
             )
@@ -124,7 +109,7 @@ def _limit(limits: dict[int, float], count: int) -> float:
     return min((limit for number, limit in limits.items() if number >= count), default=max(limits.values()))
 
 
-async def registering(environment: BenchmarkEnvironment, floor: Floor) -> Results:
+async def registering(environment: BenchmarkEnvironment, floor: Floor) -> Figure:
     count, registration_s = min(10, max(environment.size.counts)), environment.size.registration_s
     await environment.clear()
     floor_s = registration_s + await floor.seconds(floors.warm_provision(count))
@@ -132,18 +117,11 @@ async def registering(environment: BenchmarkEnvironment, floor: Floor) -> Result
     pool.registration_s = registration_s
     await pool.fill(count)
     rounds = await run_rounds(environment, pool, count, min(3, environment.size.samples))
-    return Results(
-        figures=(
-            Figure(
-                name=f"warm provision, N = {count}, registration {registration_s:g} s",
-                unit="s",
-                predecessor="3.6 s (5.0 s with its real agent)",
-                limit=registration_s + REGISTRATION_OVERHEAD_S,
-                measured=median(rounds.provisions),
-                kind=FigureKind.TIME,
-                floor=round(floor_s, 4),
-                floor_with_waits=round(floor_s + floors.poll_wait_s(count), 4),
-                samples=len(rounds.provisions),
-            ),
-        )
+    return timed(
+        f"warm provision, N = {count}, registration {registration_s:g} s",
+        rounds.provisions,
+        limit=registration_s + REGISTRATION_OVERHEAD_S,
+        predecessor="3.6 s (5.0 s with its real agent)",
+        floor=floor_s,
+        wait_s=floors.poll_wait_s(count),
     )

@@ -13,7 +13,7 @@ from remuda.config.declaration import Group
 from remuda.config.settings import SETTINGS
 from remuda.domain.transitions import TRANSITIONS, RetireReason
 from remuda.web.metrics import METRICS
-from simulation.faults import MEANING, Fault
+from simulation.faults import Fault
 from simulation.invariants import INVARIANTS
 from simulation.mutants import MUTANTS
 
@@ -65,7 +65,7 @@ def invariants_table() -> str:
 
 def faults_table() -> str:
     lines = ["| fault | what happens |", "|---|---|"]
-    return "\n".join([*lines, *(f"| `{fault}` | {MEANING[fault]} |" for fault in Fault)])
+    return "\n".join([*lines, *(f"| `{fault}` | {fault.meaning} |" for fault in Fault)])
 
 
 def mutant_table() -> str:

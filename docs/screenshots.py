@@ -15,8 +15,15 @@ from typing import Any
 
 from remuda.adapters.system.clock import SystemClock
 from remuda.domain.provision import Provision
-from tests.support import sample_records
-from tests.support.dashboard import Dashboard, chromium, environment
+from tests.support.dashboard import (
+    Dashboard,
+    chromium,
+    environment,
+    prepare_store,
+    sample_fleet,
+    sample_provisions,
+    write_samples,
+)
 
 PICTURES = Path(__file__).parent / "pictures"
 MAX_BYTES = 200_000
@@ -30,11 +37,11 @@ def main() -> int:
     now = SystemClock().now()
     with tempfile.TemporaryDirectory(prefix="remuda-pictures-") as name:
         folder = Path(name) / "state"
-        file = sample_records.prepare(folder, pool="ci")
-        samples = list(sample_records.fleet(INSTANCES, TRANSITIONS, now=now + timedelta(seconds=5), seed=7, ended=0.35))
+        file = prepare_store(folder, pool="ci")
+        samples = list(sample_fleet(INSTANCES, TRANSITIONS, now=now + timedelta(seconds=5), seed=7, ended=0.35))
         names = cycle(record.instance_id for record, _ in samples)
-        runs = [on_instances(run, names) for run in sample_records.provisions(120, now=now, span_s=5_000)]
-        sample_records.write(file, samples, runs, now=now)
+        runs = [on_instances(run, names) for run in sample_provisions(120, now=now, span_s=5_000)]
+        write_samples(file, samples, runs, now=now)
         with Dashboard(folder) as dashboard, chromium() as browser:
             take_screenshot(browser, dashboard.url, "dashboard-light", color_scheme="light", **WIDE)
             take_screenshot(browser, dashboard.url, "dashboard-dark", color_scheme="dark", **WIDE)

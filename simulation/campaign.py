@@ -13,9 +13,10 @@ import random
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
+from itertools import repeat
 from typing import Any
 
 from remuda.domain.instance import HistoryEntry
@@ -157,7 +158,7 @@ def run_batch(seeds: Sequence[int], settings: CampaignSettings) -> CampaignSumma
 
 
 def run_many(
-    seeds: Iterable[int],
+    seeds: Sequence[int],
     settings: CampaignSettings,
     *,
     workers: int,
@@ -165,17 +166,13 @@ def run_many(
 ) -> CampaignSummary:
     """Simulate all seeds. `done` is called after each batch with the sum so far."""
     total = CampaignSummary()
-    batches = _batches(seeds)
+    batches = [seeds[at : at + BATCH] for at in range(0, len(seeds), BATCH)]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=workers, mp_context=context, initializer=_start_worker) as pool:
-        running: set[Future[CampaignSummary]] = set()
         try:
-            for batch in batches:
-                running.add(pool.submit(run_batch, batch, settings))
-                if len(running) >= 2 * workers:
-                    running = _collect(running, total, done)
-            while running:
-                running = _collect(running, total, done)
+            for summary in pool.map(run_batch, batches, repeat(settings)):
+                total.merge(summary)
+                done(total)
         except KeyboardInterrupt:
             # Running batches end within seconds.
             pool.shutdown(cancel_futures=True)
@@ -187,27 +184,6 @@ def _start_worker() -> None:
     """Leave Ctrl-C to the parent process, and exclude imported objects from garbage collection."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.freeze()
-
-
-def _batches(seeds: Iterable[int]) -> Iterable[list[int]]:
-    batch: list[int] = []
-    for seed in seeds:
-        batch.append(seed)
-        if len(batch) == BATCH:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
-
-
-def _collect(
-    running: set[Future[CampaignSummary]], total: CampaignSummary, done: Callable[[CampaignSummary], None]
-) -> set[Future[CampaignSummary]]:
-    finished, rest = wait(running, return_when=FIRST_COMPLETED)
-    for future in finished:
-        total.merge(future.result())
-        done(total)
-    return rest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

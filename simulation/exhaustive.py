@@ -11,9 +11,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from remuda.domain.instance import ASSIGNED, Instance, State
 from simulation.instance_model import (
@@ -36,6 +36,8 @@ _BUDGETS = 4
 _BUDGET_MASK = (1 << _BUDGETS) - 1
 
 OPEN, COMMITTED, RELEASED = 0, 1, 2
+
+T = TypeVar("T")
 
 
 class ModelRun(NamedTuple):
@@ -115,22 +117,38 @@ def explore(bounds: SearchBounds | None = None, *, limit: int | None = None) -> 
     return _Explorer(bounds or SearchBounds()).explore(limit)
 
 
+class _Numbers(dict[T, int]):
+    """Numbers of values, in the order in which they are first looked up."""
+
+    def __init__(self, first: Mapping[T, int] | None = None) -> None:
+        super().__init__(first or {})
+        self.values_by_number: list[T] = list(self)
+
+    def __missing__(self, value: T) -> int:
+        number = self[value] = len(self.values_by_number)
+        self.values_by_number.append(value)
+        if number > _MASK:
+            raise OverflowError(f"more than {_MASK} instance states, runs or teams: raise _BITS")
+        return number
+
+
 class _Explorer:
     def __init__(self, bounds: SearchBounds) -> None:
         self._bounds = bounds
         self._instance_model = InstanceModel(stale=bounds.stale)
         self._provision_model = ProvisionModel(self._instance_model)
         # Number 0 stands for an absent instance.
-        self._instance_ids: dict[InstanceState, int] = {}
-        self._instance_of: list[InstanceState] = [ABSENT]
+        self._instance_ids = _Numbers[InstanceState]()
+        self._instance_of = self._instance_ids.values_by_number
+        self._instance_of.append(ABSENT)
         self._assigned: list[bool] = [False]
-        self._known_ids: dict[Instance | None, int] = {None: 0}
-        self._known_of: list[Instance | None] = [None]
-        self._run_ids: dict[ModelRun, int] = {}
-        self._run_of: list[ModelRun] = []
+        self._known_ids = _Numbers[Instance | None]({None: 0})
+        self._known_of = self._known_ids.values_by_number
+        self._run_ids = _Numbers[ModelRun]()
+        self._run_of = self._run_ids.values_by_number
         self._normalized: dict[tuple[ModelRun, tuple[bool, bool]], int] = {}
-        self._team_ids: dict[tuple[int, ...], int] = {}
-        self._team_of: list[tuple[int, ...]] = []
+        self._team_ids = _Numbers[tuple[int, ...]]()
+        self._team_of = self._team_ids.values_by_number
         #: Number of each team with its two instances exchanged.
         self._mirrored: dict[int, int] = {}
         self._next: tuple[dict[int, _Next], dict[int, _Next]] = ({}, {})
@@ -164,7 +182,7 @@ class _Explorer:
     def _first(self) -> int:
         unborn = self._instance_id(ABSENT)
         pair = (unborn, unborn) if self._bounds.instances > 1 else (0, unborn)
-        team = self._team_id((self._run_id(ModelRun()),) * self._bounds.runs)
+        team = self._team_id((self._run_ids[ModelRun()],) * self._bounds.runs)
         return self._pack(*pair, team, self._bounds.budget)
 
     def _expand(self, state: int, came_from: dict[int, int], found: list[int]) -> tuple[int, bool]:
@@ -222,7 +240,7 @@ class _Explorer:
         found = []
         for run in map(self._run_of.__getitem__, runs):
             at = run.at if run.phase in WITHOUT_INSTANCE else 1 - run.at
-            found.append(self._run_id(run._replace(at=at, owns=(run.owns[1], run.owns[0]))))
+            found.append(self._run_ids[run._replace(at=at, owns=(run.owns[1], run.owns[0]))])
         return tuple(found)
 
     # Cached answers of the models
@@ -276,7 +294,7 @@ class _Explorer:
     def _provision_steps(
         self, at: int, instance: int, run: ModelRun, *, released: bool
     ) -> list[tuple[ProvisionStep, int, int]]:
-        key = (self._run_id(run), at, instance, released)
+        key = (self._run_ids[run], at, instance, released)
         known = self._provision_steps_of.get(key)
         if known is None:
             provision_steps = self._provision_model.steps(
@@ -288,7 +306,7 @@ class _Explorer:
                 own_released=run.status == RELEASED,
             )
             known = self._provision_steps_of[key] = [
-                (step, self._instance_id(step.after), self._known_id(step.known)) for step in provision_steps
+                (step, self._instance_id(step.after), self._known_ids[step.known]) for step in provision_steps
             ]
         return known
 
@@ -328,7 +346,7 @@ class _Explorer:
     def _normalized_id(self, run: ModelRun, assigned: tuple[bool, bool]) -> int:
         number = self._normalized.get((run, assigned))
         if number is None:
-            number = self._normalized[run, assigned] = self._run_id(_normalized(run, assigned))
+            number = self._normalized[run, assigned] = self._run_ids[_normalized(run, assigned)]
         return number
 
     def _held_twice(self, runs: list[ModelRun]) -> str:
@@ -336,38 +354,15 @@ class _Explorer:
         held = [(at, record.epoch) for at, record in known if record is not None]
         return "" if len(set(held)) == len(held) else "S1: two runs hold one instance at one epoch"
 
-    def _known_id(self, known: Instance | None) -> int:
-        number = self._known_ids.get(known)
-        if number is None:
-            number = self._known_ids[known] = len(self._known_of)
-            self._known_of.append(known)
-        return number
-
     def _instance_id(self, instance: InstanceState) -> int:
-        number = self._instance_ids.get(instance)
-        if number is None:
-            number = self._instance_ids[instance] = len(self._instance_of)
-            self._instance_of.append(instance)
+        number = self._instance_ids[instance]
+        if number == len(self._assigned):
             # A launched machine without a record is assigned, too.
             self._assigned.append(instance.state in ASSIGNED or (instance.record is None and instance.launched))
-            _check_fits(number)
-        return number
-
-    def _run_id(self, run: ModelRun) -> int:
-        number = self._run_ids.get(run)
-        if number is None:
-            number = self._run_ids[run] = len(self._run_of)
-            self._run_of.append(run)
         return number
 
     def _team_id(self, runs: tuple[int, ...]) -> int:
-        team = tuple(sorted(runs))
-        number = self._team_ids.get(team)
-        if number is None:
-            number = self._team_ids[team] = len(self._team_of)
-            self._team_of.append(team)
-            _check_fits(number)
-        return number
+        return self._team_ids[tuple(sorted(runs))]
 
     # The path to a violation
 
@@ -445,11 +440,6 @@ def _normalized(run: ModelRun, assigned: tuple[bool, bool]) -> ModelRun:
     if run.phase is ProvisionPhase.OVER and not any(owns):
         return DONE
     return run._replace(at=0, known=0, owns=owns)
-
-
-def _check_fits(number: int) -> None:
-    if number > _MASK:
-        raise OverflowError(f"more than {_MASK} instance states or teams: raise _BITS")
 
 
 def explore_and_describe(bounds: SearchBounds, limit: int | None = None) -> tuple[SearchResult, str]:

@@ -80,7 +80,7 @@ class MachineBehaviour(Protocol):
         """Result of the pre-runner script."""
         ...
 
-    def configure(self) -> StepResult: ...
+    def register(self) -> StepResult: ...
 
     def reset(self) -> StepResult: ...
 
@@ -105,7 +105,7 @@ class RandomBehaviour:
     def script(self) -> StepResult:
         return self._unless(Fault.SCRIPT_FAILED, 0.03, "exit 1")
 
-    def configure(self) -> StepResult:
+    def register(self) -> StepResult:
         return self._unless(Fault.REGISTRATION_FAILED, 0.04, "config.sh: exit 1")
 
     def reset(self) -> StepResult:
@@ -242,9 +242,9 @@ class FakeMachine:
     def state(self) -> RunnerState:
         return self._state
 
-    async def configure(self, assignment: Assignment) -> StepResult:
+    async def register(self, assignment: Assignment) -> StepResult:
         await self._loop.sleep(self._behaviour.seconds(TimedAction.CONFIGURE))
-        result = self._behaviour.configure()
+        result = self._behaviour.register()
         if not result.ok:
             return result
         self._is_ephemeral = bool(assignment.jit_config)

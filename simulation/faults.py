@@ -8,125 +8,81 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Self
 
 from remuda.domain.errors import UserError
 
 
 class Fault(StrEnum):
+    """The faults by name, each with a description for the reference page."""
+
+    meaning: str
+
+    def __new__(cls, name: str, meaning: str = "") -> Self:
+        fault = str.__new__(cls, name)
+        fault._value_ = name
+        fault.meaning = meaning
+        return fault
+
     # Store
-    WRITE_LOST = "write-lost"
-    WRITE_UNSURE = "write-unsure"
-    READ_FAILED = "read-failed"
-    THROTTLED = "throttled"
-    STALE_INDEX = "stale-index"
-    SHORT_PAGES = "short-pages"
-    SLOW_CALL = "slow-call"
+    WRITE_LOST = "write-lost", "a write fails and was not applied"
+    WRITE_UNSURE = "write-unsure", "a write is applied and reported as failed"
+    READ_FAILED = "read-failed", "a read fails"
+    THROTTLED = "throttled", "for some seconds most calls to the store are throttled"
+    STALE_INDEX = "stale-index", "a search returns records as they were up to 20 s ago"
+    SHORT_PAGES = "short-pages", "a list comes in pages of 1 to 5, with time between them"
+    SLOW_CALL = "slow-call", "a call or its answer takes up to 25 s"
     # Pool
-    MESSAGE_LOST = "message-lost"
-    MESSAGE_TWICE = "message-twice"
-    MESSAGE_LATE = "message-late"
-    MESSAGE_REORDERED = "message-reordered"
-    MESSAGE_MALFORMED = "message-malformed"
-    RECEIVE_SHORT = "receive-short"
-    DELETE_LOST = "delete-lost"
-    POOL_FAILED = "pool-failed"
+    MESSAGE_LOST = "message-lost", "a message that was sent never arrives"
+    MESSAGE_TWICE = "message-twice", "a message arrives twice, or reappears before its visibility timeout"
+    MESSAGE_LATE = "message-late", "a message arrives up to a minute late"
+    MESSAGE_REORDERED = "message-reordered", "a message is overtaken by later ones"
+    MESSAGE_MALFORMED = "message-malformed", "a queue contains a message that is not valid"
+    RECEIVE_SHORT = "receive-short", "a receive returns fewer messages than there are, or none"
+    DELETE_LOST = "delete-lost", "a deleted message comes back"
+    POOL_FAILED = "pool-failed", "a call to the queue fails, applied or not"
     # Compute
-    FLEET_PARTIAL = "fleet-partial"
-    LAUNCH_UNSURE = "launch-unsure"
-    NO_CAPACITY = "no-capacity"
-    DESCRIBE_LAGS = "describe-lags"
-    COMPUTE_FAILED = "compute-failed"
+    FLEET_PARTIAL = "fleet-partial", "a fleet launches fewer instances than requested"
+    LAUNCH_UNSURE = "launch-unsure", "a launch succeeds and its answer is lost"
+    NO_CAPACITY = "no-capacity", "a launch is refused for capacity"
+    DESCRIBE_LAGS = "describe-lags", "EC2 describes machines as they were up to 40 s ago"
+    COMPUTE_FAILED = "compute-failed", "a call to EC2 fails, applied or not"
     # GitHub
-    LIST_OLD = "list-old"
-    BUSY_WRONG = "busy-wrong"
-    GITHUB_401 = "github-401"
-    GITHUB_403 = "github-403"
-    GITHUB_404 = "github-404"
-    GITHUB_422 = "github-422"
-    GITHUB_429 = "github-429"
-    GITHUB_5XX = "github-5xx"
-    GITHUB_UNSURE = "github-unsure"
+    LIST_OLD = "list-old", "GitHub lists runners as they were up to a minute ago"
+    BUSY_WRONG = "busy-wrong", "GitHub's busy flag is wrong"
+    GITHUB_401 = "github-401", "GitHub rejects a valid credential"
+    GITHUB_403 = "github-403", "GitHub denies a permission"
+    GITHUB_404 = "github-404", "GitHub answers 'not found' for something that exists"
+    GITHUB_422 = "github-422", "GitHub answers that a runner is busy or a request is invalid"
+    GITHUB_429 = "github-429", "GitHub limits the request rate"
+    GITHUB_5XX = "github-5xx", "GitHub answers with a server error"
+    GITHUB_UNSURE = "github-unsure", "GitHub applies a request and its answer is lost"
     # Processes and clocks
-    CRASH = "crash"
-    PAUSE = "pause"
-    AGENT_CRASH = "agent-crash"
-    AGENT_PAUSE = "agent-pause"
-    CLOCK_SKEW = "clock-skew"
+    CRASH = "crash", "a command is killed between any two steps"
+    PAUSE = "pause", "a command is paused for up to ten minutes"
+    AGENT_CRASH = "agent-crash", "an agent is killed between any two steps and restarted"
+    AGENT_PAUSE = "agent-pause", "an agent is paused for up to five minutes"
+    CLOCK_SKEW = "clock-skew", "wall clocks are off by up to 30 s"
     # Machines
-    SPOT_NOTICE = "spot-notice"
-    POWER_CUT = "power-cut"
-    NEVER_BOOTS = "never-boots"
-    SCRIPT_FAILED = "script-failed"
-    REGISTRATION_FAILED = "registration-failed"
-    RESET_FAILED = "reset-failed"
-    LISTENER_DIES = "listener-dies"
+    SPOT_NOTICE = "spot-notice", "a machine gets a spot notice and is terminated two minutes later"
+    POWER_CUT = "power-cut", "a machine stops without notice"
+    NEVER_BOOTS = "never-boots", "a machine is launched but nothing on it starts, not even its dead-man timer"
+    SCRIPT_FAILED = "script-failed", "the pre-runner script fails"
+    REGISTRATION_FAILED = "registration-failed", "the runner cannot be configured"
+    RESET_FAILED = "reset-failed", "the machine cannot be reset"
+    LISTENER_DIES = "listener-dies", "the runner's listener exits by itself"
     # Users and operators
-    CANCEL = "cancel"
-    RERUN = "rerun"
-    RELEASE_EARLY = "release-early"
-    RELEASE_TWICE = "release-twice"
-    RELEASE_NEVER = "release-never"
-    REFRESH_TWICE = "refresh-twice"
-    CONFIG_CHANGE = "config-change"
-    DRAIN = "drain"
-    QUARANTINE = "quarantine"
-    TERMINATE = "terminate"
+    CANCEL = "cancel", "a provision is cancelled"
+    RERUN = "rerun", "a run is re-run under the same run id while its first attempt is cleaned up"
+    RELEASE_EARLY = "release-early", "a run is released while it is provisioned, or while its jobs run"
+    RELEASE_TWICE = "release-twice", "a run is released twice at the same time"
+    RELEASE_NEVER = "release-never", "a run is never released"
+    REFRESH_TWICE = "refresh-twice", "two refreshes run at the same time"
+    CONFIG_CHANGE = "config-change", "the configuration is changed while commands run"
+    DRAIN = "drain", "an operator drains an instance in any state"
+    QUARANTINE = "quarantine", "an operator puts an instance into quarantine"
+    TERMINATE = "terminate", "an operator terminates an instance, even if it runs a job"
 
-
-#: One sentence per fault, for the reference page.
-MEANING: dict[Fault, str] = {
-    Fault.WRITE_LOST: "a write fails and was not applied",
-    Fault.WRITE_UNSURE: "a write is applied and reported as failed",
-    Fault.READ_FAILED: "a read fails",
-    Fault.THROTTLED: "for some seconds most calls to the store are throttled",
-    Fault.STALE_INDEX: "a search returns records as they were up to 20 s ago",
-    Fault.SHORT_PAGES: "a list comes in pages of 1 to 5, with time between them",
-    Fault.SLOW_CALL: "a call or its answer takes up to 25 s",
-    Fault.MESSAGE_LOST: "a message that was sent never arrives",
-    Fault.MESSAGE_TWICE: "a message arrives twice, or reappears before its visibility timeout",
-    Fault.MESSAGE_LATE: "a message arrives up to a minute late",
-    Fault.MESSAGE_REORDERED: "a message is overtaken by later ones",
-    Fault.MESSAGE_MALFORMED: "a queue contains a message that is not valid",
-    Fault.RECEIVE_SHORT: "a receive returns fewer messages than there are, or none",
-    Fault.DELETE_LOST: "a deleted message comes back",
-    Fault.POOL_FAILED: "a call to the queue fails, applied or not",
-    Fault.FLEET_PARTIAL: "a fleet launches fewer instances than requested",
-    Fault.LAUNCH_UNSURE: "a launch succeeds and its answer is lost",
-    Fault.NO_CAPACITY: "a launch is refused for capacity",
-    Fault.DESCRIBE_LAGS: "EC2 describes machines as they were up to 40 s ago",
-    Fault.COMPUTE_FAILED: "a call to EC2 fails, applied or not",
-    Fault.LIST_OLD: "GitHub lists runners as they were up to a minute ago",
-    Fault.BUSY_WRONG: "GitHub's busy flag is wrong",
-    Fault.GITHUB_401: "GitHub rejects a valid credential",
-    Fault.GITHUB_403: "GitHub denies a permission",
-    Fault.GITHUB_404: "GitHub answers 'not found' for something that exists",
-    Fault.GITHUB_422: "GitHub answers that a runner is busy or a request is invalid",
-    Fault.GITHUB_429: "GitHub limits the request rate",
-    Fault.GITHUB_5XX: "GitHub answers with a server error",
-    Fault.GITHUB_UNSURE: "GitHub applies a request and its answer is lost",
-    Fault.CRASH: "a command is killed between any two steps",
-    Fault.PAUSE: "a command is paused for up to ten minutes",
-    Fault.AGENT_CRASH: "an agent is killed between any two steps and restarted",
-    Fault.AGENT_PAUSE: "an agent is paused for up to five minutes",
-    Fault.CLOCK_SKEW: "wall clocks are off by up to 30 s",
-    Fault.SPOT_NOTICE: "a machine gets a spot notice and is terminated two minutes later",
-    Fault.POWER_CUT: "a machine stops without notice",
-    Fault.NEVER_BOOTS: "a machine is launched but nothing on it starts, not even its dead-man timer",
-    Fault.SCRIPT_FAILED: "the pre-runner script fails",
-    Fault.REGISTRATION_FAILED: "the runner cannot be configured",
-    Fault.RESET_FAILED: "the machine cannot be reset",
-    Fault.LISTENER_DIES: "the runner's listener exits by itself",
-    Fault.CANCEL: "a provision is cancelled",
-    Fault.RERUN: "a run is re-run under the same run id while its first attempt is cleaned up",
-    Fault.RELEASE_EARLY: "a run is released while it is provisioned, or while its jobs run",
-    Fault.RELEASE_TWICE: "a run is released twice at the same time",
-    Fault.RELEASE_NEVER: "a run is never released",
-    Fault.REFRESH_TWICE: "two refreshes run at the same time",
-    Fault.CONFIG_CHANGE: "the configuration is changed while commands run",
-    Fault.DRAIN: "an operator drains an instance in any state",
-    Fault.QUARANTINE: "an operator puts an instance into quarantine",
-    Fault.TERMINATE: "an operator terminates an instance, even if it runs a job",
-}
 
 #: Maximum error of a wall clock in seconds.
 MAX_SKEW_S = 30.0

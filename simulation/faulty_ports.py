@@ -46,7 +46,7 @@ LATE, LATE_S = 0.3, 15.0
 
 
 class FaultyPort:
-    """Base of the ports with faults. Subclasses wrap the calls of one port each."""
+    """Base of the ports with faults. Subclasses define some calls of their port and wrap the others with `_wrap`."""
 
     def __init__(self, port: Any, world: World, process: SimulatedProcess) -> None:
         self._port = port
@@ -91,32 +91,26 @@ class FaultyPort:
 _SEARCHES = frozenset(
     {"find", "find_by_provision", "count_live", "unsettled_provisions", "recent_provisions", "troubled_reports"}
 )
-_WAITS = frozenset({"wait_for_control", "wait_for_report"})
-_RECORD_WRITES = frozenset({"apply", "apply_all", "write_signal", "beat", "put_provision", "replace_provision"})
-_WRITES = _RECORD_WRITES | {"put_config", "put_first_seen", "forget", "prepare"}
+_WRITES = frozenset(
+    {"apply", "apply_all", "put_provision", "replace_provision", "put_config", "put_first_seen", "forget", "prepare"}
+)
 
 
 class FaultyStore(FaultyPort):
     def _wrap(self, operation: str, inner: Call) -> Call:
         if operation in _SEARCHES:
             return self._search(operation, inner)
-        if operation in _WAITS:
-            return self._wait(inner)
-        if operation == "beat":
-            return self._beat(inner)
-        if operation == "write_signal":
-            return self._signal(self._write(operation, inner, SOME))
-        return self._write(operation, inner, SOME) if operation in _WRITES else self._read(operation, inner)
+        return self._write(operation, inner) if operation in _WRITES else self._read(operation, inner)
 
-    def _write(self, operation: str, inner: Call, likely: float) -> Call:
+    def _write(self, operation: str, inner: Call) -> Call:
         async def call(*given: Any, **named: Any) -> Any:
             subjects = self._subjects(given)
             await self._transfer(subjects)
             self._throttle(subjects)
             self._trace(operation, subjects)
-            if self._inject(Fault.WRITE_LOST, likely, subjects):
+            if self._inject(Fault.WRITE_LOST, SOME, subjects):
                 raise Unavailable(f"the store did not answer {operation}")
-            if self._inject(Fault.WRITE_UNSURE, likely, subjects):
+            if self._inject(Fault.WRITE_UNSURE, SOME, subjects):
                 if self._rng.random() < LATE:
                     self._later(inner, given, named)
                 else:
@@ -130,29 +124,20 @@ class FaultyStore(FaultyPort):
 
         return call
 
-    def _beat(self, inner: Call) -> Call:
+    async def beat(self, instance_id: str, **named: Any) -> None:
         """Most heartbeats have no faults: there are so many that the usual rate would disturb every agent."""
-        write = self._write("beat", inner, SOME)
-        name, world, rng = self._process.name, self._world, self._rng
+        if self._rng.random() < BEATS_AT_RISK or self._world.loop.time() < self._world.throttled_until:
+            await self._write("beat", self._port.beat)(instance_id, **named)
+            return
+        await self._port.beat(instance_id, **named)
+        self._process.subjects = (instance_id,)
+        self._world.trace.add(self._process.name, "beat")
 
-        async def call(instance_id: str, **named: Any) -> None:
-            if rng.random() < BEATS_AT_RISK or world.loop.time() < world.throttled_until:
-                await write(instance_id, **named)
-                return
-            await inner(instance_id, **named)
-            self._process.subjects = (instance_id,)
-            world.trace.add(name, "beat")
-
-        return call
-
-    def _signal(self, write: Call) -> Call:
+    async def write_signal(self, instance_id: str, *, epoch: int, signal: Signal, **named: Any) -> None:
         """Check a signal when it is sent: the write may be applied much later."""
-
-        async def call(instance_id: str, *, epoch: int, signal: Signal, **named: Any) -> Any:
-            self._world.safety.signal_sent(instance_id, epoch, signal)
-            return await write(instance_id, epoch=epoch, signal=signal, **named)
-
-        return call
+        self._world.safety.signal_sent(instance_id, epoch, signal)
+        write = self._write("write_signal", self._port.write_signal)
+        await write(instance_id, epoch=epoch, signal=signal, **named)
 
     def _later(self, inner: Call, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         """Apply a request after its caller has given up on it."""
@@ -188,14 +173,18 @@ class FaultyStore(FaultyPort):
 
         return call
 
-    def _wait(self, inner: Call) -> Call:
-        async def call(instance_id: str, since: Any, timeout_s: float, **named: Any) -> Any:
-            self._throttle([instance_id])
-            if self._inject(Fault.READ_FAILED, RARE / 2, [instance_id]):
-                raise Unavailable("the store did not answer a read")
-            return await inner(instance_id, since, timeout_s, **named)
+    async def wait_for_control(self, instance_id: str, since: Any, timeout_s: float, **named: Any) -> Any:
+        self._fail_wait(instance_id)
+        return await self._port.wait_for_control(instance_id, since, timeout_s, **named)
 
-        return call
+    async def wait_for_report(self, instance_id: str, since: Any, timeout_s: float) -> Any:
+        self._fail_wait(instance_id)
+        return await self._port.wait_for_report(instance_id, since, timeout_s)
+
+    def _fail_wait(self, instance_id: str) -> None:
+        self._throttle([instance_id])
+        if self._inject(Fault.READ_FAILED, RARE / 2, [instance_id]):
+            raise Unavailable("the store did not answer a read")
 
     def _search(self, operation: str, inner: Call) -> Call:
         async def call(*given: Any, **named: Any) -> Any:
@@ -270,13 +259,6 @@ class FaultyStore(FaultyPort):
 
 class FaultyPool(FaultyPort):
     def _wrap(self, operation: str, inner: Call) -> Call:
-        if operation == "send":
-            return self._send(inner)
-        if operation == "receive":
-            return self._receive(inner)
-        if operation in {"delete", "hand_back"}:
-            return self._settle(operation, inner)
-
         async def call(*given: Any, **named: Any) -> Any:
             await self._transfer()
             self._trace(operation)
@@ -286,94 +268,87 @@ class FaultyPool(FaultyPort):
 
         return call
 
-    def _send(self, inner: Call) -> Call:
-        async def send(messages: Collection[PoolMessage], *, delay_s: float = 0.0) -> None:
-            ids = [message.id for message in messages]
-            await self._transfer(ids)
-            self._trace("send", ids)
-            self._process.sent.update((message.id, message.epoch) for message in messages)
-            fails = self._inject(Fault.POOL_FAILED, SOME, ids)
-            for number, message in enumerate(messages):
-                if fails and number >= len(ids) // 2:
-                    break
-                await self._put(inner, message, delay_s)
-            await self._world.called(self._process, "send")
-            if fails:
-                raise Unavailable("the queue did not take all messages")
+    async def send(self, messages: Collection[PoolMessage], *, delay_s: float = 0.0) -> None:
+        ids = [message.id for message in messages]
+        await self._transfer(ids)
+        self._trace("send", ids)
+        self._process.sent.update((message.id, message.epoch) for message in messages)
+        fails = self._inject(Fault.POOL_FAILED, SOME, ids)
+        for number, message in enumerate(messages):
+            if fails and number >= len(ids) // 2:
+                break
+            await self._put(message, delay_s)
+        await self._world.called(self._process, "send")
+        if fails:
+            raise Unavailable("the queue did not take all messages")
 
-        return send
-
-    async def _put(self, inner: Call, message: PoolMessage, delay_s: float) -> None:
+    async def _put(self, message: PoolMessage, delay_s: float) -> None:
         subjects = [message.id]
         if self._inject(Fault.MESSAGE_LOST, OFTEN, subjects):
             return
         if self._inject(Fault.MESSAGE_LATE, OFTEN, subjects):
             delay_s += self._rng.uniform(1.0, 60.0)
-        await inner([message], delay_s=delay_s)
+        await self._port.send([message], delay_s=delay_s)
         if self._inject(Fault.MESSAGE_TWICE, OFTEN, subjects):
-            await inner([message], delay_s=delay_s + self._rng.uniform(0.0, 90.0))
+            await self._port.send([message], delay_s=delay_s + self._rng.uniform(0.0, 90.0))
 
-    def _receive(self, inner: Call) -> Call:
-        async def receive(
-            resource_class: str, *, limit: int = BATCH, visibility_s: float, wait_s: float = 0.0
-        ) -> Sequence[Delivery]:
-            await self._transfer()
-            if self._inject(Fault.MESSAGE_MALFORMED, RARE):
-                self._world.queues.put(resource_class, None, shuffle=self._rng.random(), malformed="not JSON")
-            if self._inject(Fault.POOL_FAILED, RARE):
-                raise Unavailable("the queue did not answer a receive")
-            if self._inject(Fault.RECEIVE_SHORT, OFTEN):
-                limit = self._rng.randint(0, limit)
-                if not limit:
-                    return []
-            # Sometimes a message reappears although it is being processed.
-            again = self._rng.random() < 0.1 and self._inject(Fault.MESSAGE_TWICE, 1.0)
-            early_s = self._rng.random() * EARLY_S
-            taken: Sequence[Delivery] = await inner(
-                resource_class, limit=limit, visibility_s=early_s if again else visibility_s, wait_s=wait_s
-            )
-            ids = [item.message.id for item in taken if item.message]
-            self._trace("receive", ids)
-            for instance_id in ids if again else ():
-                self._process.received_early.add(instance_id)
-            if len(taken) > 1 and self._inject(Fault.MESSAGE_REORDERED, OFTEN, ids):
-                taken = taken[: len(taken) // 2]
-            await self._world.called(self._process, "receive")
-            if self._rng.random() < 0.5:
-                await self._transfer(ids)
-            return taken
-
-        return receive
-
-    def _settle(self, operation: str, inner: Call) -> Call:
-        async def settle(resource_class: str, receipts: Collection[str]) -> None:
-            queue = self._world.queues.named(resource_class)
-            held = [item.message for item in queue.messages if item.receipt in receipts and item.message is not None]
-            ids = [message.id for message in held]
+    async def receive(
+        self, resource_class: str, *, limit: int = BATCH, visibility_s: float, wait_s: float = 0.0
+    ) -> Sequence[Delivery]:
+        await self._transfer()
+        if self._inject(Fault.MESSAGE_MALFORMED, RARE):
+            self._world.queues.put(resource_class, None, shuffle=self._rng.random(), malformed="not JSON")
+        if self._inject(Fault.POOL_FAILED, RARE):
+            raise Unavailable("the queue did not answer a receive")
+        if self._inject(Fault.RECEIVE_SHORT, OFTEN):
+            limit = self._rng.randint(0, limit)
+            if not limit:
+                return []
+        # Sometimes a message reappears although it is being processed.
+        again = self._rng.random() < 0.1 and self._inject(Fault.MESSAGE_TWICE, 1.0)
+        early_s = self._rng.random() * EARLY_S
+        taken: Sequence[Delivery] = await self._port.receive(
+            resource_class, limit=limit, visibility_s=early_s if again else visibility_s, wait_s=wait_s
+        )
+        ids = [item.message.id for item in taken if item.message]
+        self._trace("receive", ids)
+        for instance_id in ids if again else ():
+            self._process.received_early.add(instance_id)
+        if len(taken) > 1 and self._inject(Fault.MESSAGE_REORDERED, OFTEN, ids):
+            taken = taken[: len(taken) // 2]
+        await self._world.called(self._process, "receive")
+        if self._rng.random() < 0.5:
             await self._transfer(ids)
-            self._trace(operation, ids)
-            if self._inject(Fault.POOL_FAILED, RARE, ids):
-                raise Unavailable(f"the queue did not answer {operation}")
-            if operation == "delete" and self._inject(Fault.DELETE_LOST, OFTEN, ids):
-                return
-            await inner(resource_class, receipts)
-            if operation == "delete":
-                # Like SQS: an expired receipt is valid until the message is received again.
-                queue.messages[:] = [item for item in queue.messages if item.receipt not in receipts]
-                self._world.safety.messages_deleted(resource_class, held)
-                await self._world.called(self._process, operation)
+        return taken
 
-        return settle
+    async def delete(self, resource_class: str, receipts: Collection[str]) -> None:
+        await self._settle("delete", resource_class, receipts)
+
+    async def make_visible(self, resource_class: str, receipts: Collection[str]) -> None:
+        await self._settle("make_visible", resource_class, receipts)
+
+    async def _settle(self, operation: str, resource_class: str, receipts: Collection[str]) -> None:
+        queue = self._world.queues.named(resource_class)
+        held = [item.message for item in queue.messages if item.receipt in receipts and item.message is not None]
+        ids = [message.id for message in held]
+        await self._transfer(ids)
+        self._trace(operation, ids)
+        if self._inject(Fault.POOL_FAILED, RARE, ids):
+            raise Unavailable(f"the queue did not answer {operation}")
+        if operation == "delete" and self._inject(Fault.DELETE_LOST, OFTEN, ids):
+            return
+        await getattr(self._port, operation)(resource_class, receipts)
+        if operation == "delete":
+            # Like SQS: an expired receipt is valid until the message is received again.
+            queue.messages[:] = [item for item in queue.messages if item.receipt not in receipts]
+            self._world.safety.messages_deleted(resource_class, held)
+            await self._world.called(self._process, operation)
 
 
 class FaultyCompute(FaultyPort):
     def _wrap(self, operation: str, inner: Call) -> Call:
-        if operation == "launch":
-            return self._launch(inner)
         if operation in {"describe", "list_pool"}:
             return self._describe(operation, inner)
-        if operation == "terminate":
-            return self._terminate(inner)
 
         async def call(*given: Any, **named: Any) -> Any:
             await self._transfer()
@@ -381,25 +356,22 @@ class FaultyCompute(FaultyPort):
 
         return call
 
-    def _launch(self, inner: Call) -> Call:
-        async def launch(request: LaunchRequest) -> LaunchResult:
-            await self._transfer()
-            self._trace("launch")
-            if self._inject(Fault.NO_CAPACITY, SOME):
-                raise CapacityError("m6i.large in eu-west-1a: no capacity")
-            short = request.count > 1 and self._inject(Fault.FLEET_PARTIAL, 2 * OFTEN)
-            limited = replace(request, count=self._rng.randint(1, request.count - 1)) if short else request
-            result: LaunchResult = await inner(limited)
-            ids = [item.instance_id for item in result.instances]
-            if short:
-                result = replace(result, errors=(*result.errors, "eu-west-1a: no capacity for more"))
-            await self._world.called(self._process, "launch")
-            if self._inject(Fault.LAUNCH_UNSURE, OFTEN, ids):
-                raise Unavailable("EC2's answer to CreateFleet was lost")
-            await self._transfer(ids)
-            return result
-
-        return launch
+    async def launch(self, request: LaunchRequest) -> LaunchResult:
+        await self._transfer()
+        self._trace("launch")
+        if self._inject(Fault.NO_CAPACITY, SOME):
+            raise CapacityError("m6i.large in eu-west-1a: no capacity")
+        short = request.count > 1 and self._inject(Fault.FLEET_PARTIAL, 2 * OFTEN)
+        limited = replace(request, count=self._rng.randint(1, request.count - 1)) if short else request
+        result: LaunchResult = await self._port.launch(limited)
+        ids = [item.instance_id for item in result.instances]
+        if short:
+            result = replace(result, errors=(*result.errors, "eu-west-1a: no capacity for more"))
+        await self._world.called(self._process, "launch")
+        if self._inject(Fault.LAUNCH_UNSURE, OFTEN, ids):
+            raise Unavailable("EC2's answer to CreateFleet was lost")
+        await self._transfer(ids)
+        return result
 
     def _describe(self, operation: str, inner: Call) -> Call:
         async def describe(*given: Any) -> Any:
@@ -424,22 +396,19 @@ class FaultyCompute(FaultyPort):
             return {key: view for key, view in views.items() if view.launched_at <= since}
         return [view for view in views if view.launched_at <= since]
 
-    def _terminate(self, inner: Call) -> Call:
-        async def terminate(instance_ids: Collection[str]) -> Mapping[str, str]:
-            ids = sorted(instance_ids)
-            await self._transfer(ids)
-            self._trace("terminate", ids)
-            self._world.safety.termination_requested(ids)
-            fails = self._inject(Fault.COMPUTE_FAILED, SOME, ids)
-            if fails and self._rng.random() < 0.5:
-                raise Unavailable("EC2 did not answer TerminateInstances")
-            answer: Mapping[str, str] = await inner(ids)
-            await self._world.called(self._process, "terminate")
-            if fails:
-                raise Unavailable("EC2's answer to TerminateInstances was lost")
-            return answer
-
-        return terminate
+    async def terminate(self, instance_ids: Collection[str]) -> Mapping[str, str]:
+        ids = sorted(instance_ids)
+        await self._transfer(ids)
+        self._trace("terminate", ids)
+        self._world.safety.termination_requested(ids)
+        fails = self._inject(Fault.COMPUTE_FAILED, SOME, ids)
+        if fails and self._rng.random() < 0.5:
+            raise Unavailable("EC2 did not answer TerminateInstances")
+        answer: Mapping[str, str] = await self._port.terminate(ids)
+        await self._world.called(self._process, "terminate")
+        if fails:
+            raise Unavailable("EC2's answer to TerminateInstances was lost")
+        return answer
 
 
 _GITHUB_ERRORS = (Fault.GITHUB_401, Fault.GITHUB_403, Fault.GITHUB_429, Fault.GITHUB_5XX)
@@ -447,25 +416,24 @@ _GITHUB_ERRORS = (Fault.GITHUB_401, Fault.GITHUB_403, Fault.GITHUB_429, Fault.GI
 
 class FaultyGitHub(FaultyPort):
     def _wrap(self, operation: str, inner: Call) -> Call:
-        if operation == "list_runners":
-            return self._list(inner)
-        if operation == "delete_runner":
-            return self._delete(inner)
-
         async def call(*given: Any, **named: Any) -> Any:
             await self._transfer()
             self._trace(operation)
-            self._raise_error()
-            if self._inject(Fault.GITHUB_404, RARE):
-                raise UserError("GitHub does not find the scope: 404", field="github-scope")
-            if self._inject(Fault.GITHUB_422, RARE):
-                raise Unavailable("GitHub answered 422")
-            answer = await inner(*given, **named)
-            if self._inject(Fault.GITHUB_UNSURE, RARE):
-                raise Unavailable("GitHub's answer was lost")
-            return answer
+            return await self._answer(inner, *given, **named)
 
         return call
+
+    async def _answer(self, inner: Call, *given: Any, subjects: Sequence[str] = (), **named: Any) -> Any:
+        """The answer to a request, unless a fault occurs."""
+        self._raise_error(subjects)
+        if self._inject(Fault.GITHUB_404, RARE, subjects):
+            raise UserError("GitHub does not find the scope: 404", field="github-scope")
+        if self._inject(Fault.GITHUB_422, RARE, subjects):
+            raise Unavailable("GitHub answered 422")
+        found = await inner(*given, **named)
+        if self._inject(Fault.GITHUB_UNSURE, RARE, subjects):
+            raise Unavailable("GitHub's answer was lost")
+        return found
 
     def _raise_error(self, subjects: Iterable[str] = ()) -> None:
         for fault in _GITHUB_ERRORS:
@@ -477,27 +445,16 @@ class FaultyGitHub(FaultyPort):
                     raise Unavailable("GitHub answered 502")
                 raise UserError(f"GitHub rejects the credential: {number}", field="github-token")
 
-    def _list(self, inner: Call) -> Call:
-        async def listed(scope: str) -> Sequence[GitHubRunner]:
-            await self._transfer()
-            self._trace("list_runners")
-            listed = self._registered
-            self._raise_error(listed)
-            if self._inject(Fault.GITHUB_404, RARE, listed):
-                raise UserError("GitHub does not find the scope: 404", field="github-scope")
-            if self._inject(Fault.GITHUB_422, RARE, listed):
-                raise Unavailable("GitHub answered 422")
-            found: Sequence[GitHubRunner] = await inner(scope)
-            if self._inject(Fault.GITHUB_UNSURE, RARE, listed):
-                raise Unavailable("GitHub's answer was lost")
-            if self._inject(Fault.LIST_OLD, 2 * OFTEN):
-                found = self._earlier_list()
-            if found and self._inject(Fault.BUSY_WRONG, OFTEN):
-                found = [replace(runner, busy=self._rng.random() < 0.5) for runner in found]
-            await self._transfer()
-            return found
-
-        return listed
+    async def list_runners(self, scope: str) -> Sequence[GitHubRunner]:
+        await self._transfer()
+        self._trace("list_runners")
+        found: Sequence[GitHubRunner] = await self._answer(self._port.list_runners, scope, subjects=self._registered)
+        if self._inject(Fault.LIST_OLD, 2 * OFTEN):
+            found = self._earlier_list()
+        if found and self._inject(Fault.BUSY_WRONG, OFTEN):
+            found = [replace(runner, busy=self._rng.random() < 0.5) for runner in found]
+        await self._transfer()
+        return found
 
     @property
     def _registered(self) -> list[str]:
@@ -509,23 +466,20 @@ class FaultyGitHub(FaultyPort):
         at = self._world.loop.time() - self._rng.random() * MAX_LIST_LAG_S
         return next((views for written_at, views in reversed(self._world.github.snapshots) if written_at <= at), ())
 
-    def _delete(self, inner: Call) -> Call:
-        async def delete(scope: str, runner_id: int) -> Deletion:
-            runner = self._world.github.runners.get(runner_id)
-            parsed = parse_runner(runner.name) if runner else None
-            ids = [parsed[1]] if parsed else []
-            await self._transfer(ids)
-            self._trace("delete_runner", ids)
-            self._raise_error(ids)
-            if self._inject(Fault.GITHUB_404, SOME, ids):
-                return Deletion.GONE
-            if self._inject(Fault.GITHUB_422, SOME, ids):
-                return Deletion.BUSY
-            self._world.safety.removal_requested(runner_id)
-            deletion: Deletion = await inner(scope, runner_id)
-            await self._world.called(self._process, "delete_runner")
-            if self._inject(Fault.GITHUB_UNSURE, SOME, ids):
-                raise Unavailable("GitHub's answer was lost")
-            return deletion
-
-        return delete
+    async def delete_runner(self, scope: str, runner_id: int) -> Deletion:
+        runner = self._world.github.runners.get(runner_id)
+        parsed = parse_runner(runner.name) if runner else None
+        ids = [parsed[1]] if parsed else []
+        await self._transfer(ids)
+        self._trace("delete_runner", ids)
+        self._raise_error(ids)
+        if self._inject(Fault.GITHUB_404, SOME, ids):
+            return Deletion.GONE
+        if self._inject(Fault.GITHUB_422, SOME, ids):
+            return Deletion.BUSY
+        self._world.safety.removal_requested(runner_id)
+        deletion: Deletion = await self._port.delete_runner(scope, runner_id)
+        await self._world.called(self._process, "delete_runner")
+        if self._inject(Fault.GITHUB_UNSURE, SOME, ids):
+            raise Unavailable("GitHub's answer was lost")
+        return deletion

@@ -7,6 +7,7 @@ code was renamed or moved, `tests/unit/simulation/test_mutants.py` fails and say
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from simulation.campaign import CampaignSettings
 from simulation.faults import Fault
@@ -30,7 +31,7 @@ _RESOURCES = "remuda.domain.resources"
 _POOL_CONFIG = "remuda.domain.pool_config"
 _CONTEXT = "remuda.controlplane.context"
 _PROVISION_PLAN = "remuda.controlplane.provision.plan"
-_PROVISION = "remuda.controlplane.provision.provisioning"
+_PROVISION = "remuda.controlplane.provision"
 _SELECTION = "remuda.controlplane.provision.selection"
 _PICKUP = "remuda.controlplane.provision.pickup"
 _ROLLBACK = "remuda.controlplane.provision.rollback"
@@ -47,20 +48,10 @@ _OPERATED = CampaignSettings(
 )
 
 
-def expression(module: str, function: str, old: str, new: str) -> Replacement:
-    return Replacement(module=module, function=function, kind=NodeKind.EXPRESSION, old=old, new=new)
-
-
-def statements(module: str, function: str, old: str, new: str) -> Replacement:
-    return Replacement(module=module, function=function, kind=NodeKind.STATEMENTS, old=old, new=new)
-
-
-def argument(module: str, function: str, old: str, new: str) -> Replacement:
-    return Replacement(module=module, function=function, kind=NodeKind.ARGUMENT, old=old, new=new)
-
-
-def entry(module: str, function: str, old: str, new: str) -> Replacement:
-    return Replacement(module=module, function=function, kind=NodeKind.ENTRY, old=old, new=new)
+expression = partial(Replacement, NodeKind.EXPRESSION)
+statements = partial(Replacement, NodeKind.STATEMENTS)
+argument = partial(Replacement, NodeKind.ARGUMENT)
+entry = partial(Replacement, NodeKind.ENTRY)
 
 
 def _mutant(name: str, bug: str, *replacements: Replacement, settings: CampaignSettings | None = None) -> Mutant:
@@ -586,9 +577,9 @@ MUTANTS: tuple[Mutant, ...] = (
         statements(
             _LOOP,
             "Agent._act",
-            "result = await self._runner.configure(record.assignment)",
+            "result = await self._runner.register(record.assignment)",
             "await self._signal(record, Signal.UD_REG_OK, 'soon')\n"
-            "result = await self._runner.configure(record.assignment)",
+            "result = await self._runner.register(record.assignment)",
         ),
     ),
     _mutant(

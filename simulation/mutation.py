@@ -44,12 +44,12 @@ class NodeKind(StrEnum):
     ENTRY = "entry"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Replacement:
+    kind: NodeKind
     module: str
     #: Qualified name of a function or method in the module, for example `WriteCondition.is_met_by`.
     function: str
-    kind: NodeKind
     old: str
     new: str
 

@@ -175,9 +175,6 @@ class WorldPlan:
     #: Faults that the shrinker leaves out.
     suppressed: frozenset[InjectedFault] = frozenset()
 
-    def without(self, operations: frozenset[Operation]) -> WorldPlan:
-        return replace(self, operations=tuple(item for item in self.operations if item not in operations))
-
 
 def draw_plan(seed: int, *, hours: float, instances: int, faults: FaultChoice = Swarm.HALF) -> WorldPlan:
     rng = random.Random(f"{seed} plan")

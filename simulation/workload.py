@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC
 from typing import Any
@@ -35,7 +35,15 @@ from simulation.faults import Fault
 from simulation.invariants import ABSORBING, FOREIGN_RUNNERS, POOL, SCOPE
 from simulation.liveness import SWEEP_S, LivenessInvariants
 from simulation.memory.github import MemoryJob
-from simulation.plan import ExtraRelease, MachineLoss, OperatorCommand, PlannedRefresh, PlannedRun, PlannedScaleDown
+from simulation.plan import (
+    ExtraRelease,
+    MachineLoss,
+    Operation,
+    OperatorCommand,
+    PlannedRefresh,
+    PlannedRun,
+    PlannedScaleDown,
+)
 from simulation.safety import BOOT_MIN
 from simulation.world import LIFETIMES, SimulatedProcess, World
 
@@ -60,26 +68,26 @@ class Workload:
 
     async def run(self) -> None:
         await self._prepare()
+        # Interruptions and cancellations belong to their processes.
+        works: dict[type, Callable[[Any], Coroutine[Any, Any, None]]] = {
+            PlannedRun: self._run,
+            PlannedRefresh: self._refresh,
+            ExtraRelease: self._extra_release,
+            MachineLoss: self._lose,
+            OperatorCommand: self._operate,
+            PlannedScaleDown: self._scale_down,
+        }
         for item in self._world.plan.operations:
-            match item:
-                case PlannedRun():
-                    self._spawn(self._run(item))
-                case PlannedRefresh():
-                    self._spawn(self._refresh(item))
-                case ExtraRelease():
-                    self._spawn(self._extra_release(item))
-                case MachineLoss():
-                    self._spawn(self._lose(item))
-                case OperatorCommand():
-                    self._spawn(self._operate(item))
-                case PlannedScaleDown():
-                    self._spawn(self._scale_down(item))
-                case _:
-                    # Interruptions and cancellations belong to their processes.
-                    continue
+            if type(item) in works:
+                self._spawn(self._at(item, works[type(item)]))
         self._spawn(self._sweep_regularly())
         await self._world.loop.sleep(self._world.plan.hours * 3_600.0)
         await self._come_to_rest()
+
+    async def _at(self, item: Operation, work: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
+        await self._world.loop.sleep(max(0.0, item.at - self._world.loop.time()))
+        if not self._ending.is_set():
+            await work(item)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -119,7 +127,6 @@ class Workload:
     # Workflows
 
     async def _run(self, run: PlannedRun) -> None:
-        await self._until(run.at)
         for attempt in range(1, run.attempts + 1):
             if self._ending.is_set():
                 return
@@ -186,18 +193,12 @@ class Workload:
     # Operators
 
     async def _extra_release(self, item: ExtraRelease) -> None:
-        await self._until(item.at)
-        if self._ending.is_set():
-            return
         self._extra_commands += 1
         fault = Fault.RELEASE_EARLY if item.early else Fault.RELEASE_TWICE
         self._world.faults.record(fault, self._of_run(item.run_id))
         self._release(item.run_id, item.attempt, f"release {item.run_id}.{item.attempt} again {self._extra_commands}")
 
     async def _refresh(self, item: PlannedRefresh) -> None:
-        await self._until(item.at)
-        if self._ending.is_set():
-            return
         self._extra_commands += 1
         running = [key for key, machine in self._world.machines.items() if machine.alive]
         every = list(dict.fromkeys([*self._world.database.instances, *running]))
@@ -209,9 +210,8 @@ class Workload:
             self._start_refresh(f"refresh {self._extra_commands}b", item.config)
 
     async def _lose(self, item: MachineLoss) -> None:
-        await self._until(item.at)
         alive = [machine for machine in self._world.machines.values() if machine.alive]
-        if not alive or self._ending.is_set():
+        if not alive:
             return
         machine = alive[int(item.pick * len(alive))]
         if item.with_notice:
@@ -222,12 +222,11 @@ class Workload:
             self._world.cut_power(machine.instance_id, "power cut")
 
     async def _operate(self, item: OperatorCommand) -> None:
-        await self._until(item.at)
         records = self._world.database.instances
         live = [key for key, record in records.items() if record.state not in ABSORBING]
         # Some concern an instance that is already terminating.
         among = live if item.pick < LIVE_COMMANDS else list(records)
-        if not among or self._ending.is_set():
+        if not among:
             return
         instance_id = among[int(item.pick * 1_000) % len(among)]
         self._world.faults.record(Fault(item.action.value), [instance_id])
@@ -247,9 +246,6 @@ class Workload:
         self._world.command(f"operator {item.number}", "operator", work, action=item.action)
 
     async def _scale_down(self, item: PlannedScaleDown) -> None:
-        await self._until(item.at)
-        if self._ending.is_set():
-            return
         window = IdleWindow(cron=_ALWAYS, zone=UTC, zone_name="UTC", idle_count=item.idle_count)
         policy = ScaleDownPolicy(windows=(window,), boot_min=BOOT_MIN)
 
@@ -301,9 +297,6 @@ class Workload:
         result = task.result() if task is not None and task.done() and not task.exception() else None
         if isinstance(result, RefreshResult) and result.errors:
             self._world.safety.violated("S10", f"{process} reports an error without faults: {result.errors[0]}")
-
-    async def _until(self, at: float) -> None:
-        await self._world.loop.sleep(max(0.0, at - self._world.loop.time()))
 
     def _of_run(self, run_id: str) -> list[str]:
         provisions = self._world.database.provisions.values()

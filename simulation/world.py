@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Coroutine, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Any, cast
 
 from remuda.agent.loop import Agent
@@ -35,7 +35,7 @@ from simulation.faulty_ports import FaultyCompute, FaultyGitHub, FaultyPool, Fau
 from simulation.invariants import POOL, SCOPE, Violation, parse_runner
 from simulation.loop import Interruption, SeededIds, VirtualClock, VirtualLoop, VirtualProcess, current_process
 from simulation.memory.compute import MemoryCloud, MemoryCompute, MemoryMachine
-from simulation.memory.github import MemoryGitHub, MemoryGitHubServer, MemoryJob, MemoryRunner
+from simulation.memory.github import MemoryGitHub, MemoryGitHubServer, MemoryJob, MemoryRunner, view_of
 from simulation.memory.pool import MemoryQueues, MemoryResourcePool
 from simulation.memory.store import ChangeNotifier, MemoryDatabase, MemoryInstanceStore
 from simulation.plan import PlannedCancel, PlannedInterruption, WorldPlan
@@ -206,35 +206,8 @@ class CheckedGitHub(MemoryGitHubServer):
         return deletion
 
     def _changed(self, text: str) -> None:
-        views = tuple(
-            GitHubRunner(
-                runner_id=runner.runner_id,
-                name=runner.name,
-                online=runner.take is not None,
-                busy=runner.job is not None and runner.job.started,
-                labels=runner.labels,
-            )
-            for runner in self.runners.values()
-        )
-        self.snapshots.append((self._world.loop.time(), views))
+        self.snapshots.append((self._world.loop.time(), tuple(map(view_of, self.runners.values()))))
         self._world.trace.add("github", text)
-
-
-class _LaggingClock:
-    """A clock that is behind, for a service whose answers are old."""
-
-    def __init__(self, clock: VirtualClock, lag_s: float) -> None:
-        self._clock = clock
-        self._lag = timedelta(seconds=lag_s)
-
-    def now(self) -> datetime:
-        return self._clock.now() - self._lag
-
-    def monotonic(self) -> float:
-        return self._clock.monotonic()
-
-    async def sleep(self, seconds: float) -> None:
-        await self._clock.sleep(seconds)
 
 
 class _TracedEventLog:
@@ -348,7 +321,7 @@ class World:
 
     @contextmanager
     def cloud_as_it_was(self, lag_s: float) -> Generator[None]:
-        self.cloud.clock = _LaggingClock(self.clock, lag_s)
+        self.cloud.clock = VirtualClock(self.loop, skew_s=-lag_s)
         try:
             yield
         finally:
@@ -390,16 +363,12 @@ class World:
         work: Callable[[Context], Coroutine[Any, Any, Any]],
         *,
         credentialed: bool = False,
-        request: ProvisionRequest | None = None,
-        run_id: str = "",
-        attempt: int = 0,
-        action: OperatorAction | None = None,
+        **details: Any,
     ) -> SimulatedProcess:
-        """Start a command as a process."""
-        details = {"request": request, "run_id": run_id, "attempt": attempt, "action": action}
+        """Start a command as a process. `details` are those of `SimulatedProcess`."""
         process = self._new_process(name, kind=kind, skew_s=self.skew(self._skews), **details)
-        if request is not None:
-            self._tiers[request.run_id] = request.tier
+        if process.request is not None:
+            self._tiers[process.request.run_id] = process.request.tier
         process.on_end = lambda: self._ended(process)
         self.stats[f"{kind}s"] += 1
         process.start(work(self._context(process, credentialed=credentialed)))

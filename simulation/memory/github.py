@@ -229,7 +229,7 @@ class MemoryGitHub:
 
     async def list_runners(self, scope: str) -> Sequence[GitHubRunner]:
         self._enter("GET runners", scope)
-        found = [_view(runner) for runner in self._github.of(scope)]
+        found = [view_of(runner) for runner in self._github.of(scope)]
         for _ in range(PER_PAGE, len(found), PER_PAGE):
             self._calls.add(SERVICE, "GET runners")
         return found
@@ -238,7 +238,7 @@ class MemoryGitHub:
         if not self._sees("GET runners", scope):
             return None
         runner = self._github.runners.get(runner_id)
-        return _view(runner) if runner is not None and runner.scope.lower() == scope.lower() else None
+        return view_of(runner) if runner is not None and runner.scope.lower() == scope.lower() else None
 
     async def delete_runner(self, scope: str, runner_id: int) -> Deletion:
         if not self._sees("DELETE runners", scope, write=True):
@@ -262,7 +262,7 @@ class MemoryGitHub:
             raise UserError(error.message, field="github-scope") from error
 
 
-def _view(runner: MemoryRunner) -> GitHubRunner:
+def view_of(runner: MemoryRunner) -> GitHubRunner:
     return GitHubRunner(
         runner_id=runner.runner_id,
         name=runner.name,

@@ -134,8 +134,8 @@ class MemoryResourcePool:
         for message in queue.held(receipts, self._now()):
             queue.messages.remove(message)
 
-    async def hand_back(self, resource_class: str, receipts: Collection[str]) -> None:
-        self._count("hand_back", len(receipts))
+    async def make_visible(self, resource_class: str, receipts: Collection[str]) -> None:
+        self._count("make_visible", len(receipts))
         queue = self._queues.named(resource_class)
         for message in queue.held(receipts, self._now()):
             message.receipt = ""

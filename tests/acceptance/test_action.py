@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 
 from remuda.ports.machine import StepResult
-from tests.support.action_steps import LIMIT_S, ActionJob, ActionResult, copy_action
+from tests.support.action_steps import LIMIT_S, ActionJob, ActionResult, copy_action, offline_index
 from tests.support.aws.in_process_agents import ThreadedAgents, agents_in_thread
-from tests.support.aws.stack import SCOPE, aws_stack
-from tests.support.pip_mirror import offline_index
+from tests.support.aws.stack import SCOPE, AwsStack
 
 POOL = "actions"
 AWS_SECRET = "aws-s3cret-for-this-test"
@@ -69,33 +68,31 @@ class ActionRunner:
 
 
 @pytest.fixture(scope="module")
-def github(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ActionRunner]:
-    folder = tmp_path_factory.mktemp("action")
-    with aws_stack(folder) as stack:
-        variables = {
-            **stack.environment(),
-            # The credential is passed as an input.
-            "REMUDA_GITHUB_TOKEN": "",
-            "REMUDA_CONFIG": "",
-            # The region is passed as an input.
-            "AWS_REGION": "",
-            "AWS_DEFAULT_REGION": "",
-            "AWS_SECRET_ACCESS_KEY": AWS_SECRET,
-            "GITHUB_REPOSITORY": SCOPE,
-            # pip's configuration and cache of this machine.
-            "HOME": str(Path.home()),
-            **{name: value for name, value in os.environ.items() if name.startswith("PIP_")},
-            **offline_index(folder),
-        }
-        with agents_in_thread(stack, POOL) as agents:
-            yield ActionRunner(
-                action=copy_action(folder / "remuda"),
-                folder=folder,
-                environment=variables,
-                token=stack.github.token,
-                launch=stack.launch,
-                agents=agents,
-            )
+def github(stack: AwsStack) -> Iterator[ActionRunner]:
+    variables = {
+        **stack.environment(),
+        # The credential is passed as an input.
+        "REMUDA_GITHUB_TOKEN": "",
+        "REMUDA_CONFIG": "",
+        # The region is passed as an input.
+        "AWS_REGION": "",
+        "AWS_DEFAULT_REGION": "",
+        "AWS_SECRET_ACCESS_KEY": AWS_SECRET,
+        "GITHUB_REPOSITORY": SCOPE,
+        # pip's configuration and cache of this machine.
+        "HOME": str(Path.home()),
+        **{name: value for name, value in os.environ.items() if name.startswith("PIP_")},
+        **offline_index(stack.folder),
+    }
+    with agents_in_thread(stack, POOL) as agents:
+        yield ActionRunner(
+            action=copy_action(stack.folder / "remuda"),
+            folder=stack.folder,
+            environment=variables,
+            token=stack.github.token,
+            launch=stack.launch,
+            agents=agents,
+        )
 
 
 @pytest.fixture(autouse=True)

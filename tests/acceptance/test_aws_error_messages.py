@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.aws.fault_proxy import ANY, JSON, Fault, FaultProxy, fault_proxy_in_thread, respond
 from tests.support.aws.servers import LOOPBACK, REGION, unused_port
-from tests.support.aws.stack import POOL, SCOPE, SHORT_TIMES, AwsStack, aws_stack
+from tests.support.aws.stack import POOL, SCOPE, SHORT_TIMES, AwsStack
 
 USER_ERROR, UNAVAILABLE = 2, 4
 LIMIT_S = 240.0
@@ -67,9 +67,8 @@ class ProxiedStack:
 
 
 @pytest.fixture(scope="module")
-def proxied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProxiedStack]:
+def proxied(stack: AwsStack) -> Iterator[ProxiedStack]:
     with (
-        aws_stack(tmp_path_factory.mktemp("aws")) as stack,
         fault_proxy_in_thread(stack.store.url) as dynamodb,
         fault_proxy_in_thread(stack.store.url) as sqs,
     ):

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -24,16 +25,15 @@ from remuda.config.declaration import variable
 from remuda.config.settings import Settings
 from remuda.config.sources import load
 from remuda.controlplane.context import Context, read_config
-from remuda.controlplane.provision import ProvisionRequest, ProvisionResult, provision
+from remuda.controlplane.provision import ProvisionResult, provision
 from remuda.controlplane.refresh import refresh
 from remuda.controlplane.release import release
 from remuda.domain.instance import Assignment, State
 from remuda.domain.pool_config import runner_name
-from remuda.domain.provision import Provision, ProvisionStatus
-from remuda.domain.resources import ResourceClass, RunnerRequest, Tier, TypePatterns, UsageClass
+from remuda.domain.provision import ProvisionStatus
+from remuda.domain.resources import ResourceClass
 from remuda.domain.timestamps import to_milliseconds
 from remuda.domain.transitions import Actor, Release, advance
-from remuda.ports.compute import LaunchRequest
 from remuda.ports.event_log import SilentEventLog
 from remuda.wiring import desired, open_context
 from tests.support.aws.fault_proxy import (
@@ -51,8 +51,11 @@ from tests.support.aws.fault_proxy import (
     respond_late,
 )
 from tests.support.aws.in_process_agents import InProcessAgents, PoolAgents, in_process_agents
-from tests.support.aws.stack import AwsStack, aws_stack
+from tests.support.aws.stack import AwsStack
 from tests.support.cli import LIMIT_S, CommandResult, run_cli
+from tests.support.records import launch_request
+from tests.support.records import provision as provision_record
+from tests.support.world import provision_request
 
 #: Many commands run one after the other, on a computer that may be busy with other tests.
 pytestmark = pytest.mark.timeout(900)
@@ -94,12 +97,10 @@ Schedules = Mapping[str, FaultSchedule]
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AwsStack]:
-    with aws_stack(tmp_path_factory.mktemp("stack")) as started, pytest.MonkeyPatch.context() as patch:
-        for name, value in started.environment().items():
-            if name.startswith("AWS_"):
-                patch.setenv(name, value)
-        yield started
+def stack(stack: AwsStack) -> Iterator[AwsStack]:
+    aws = {name: value for name, value in stack.environment().items() if name.startswith("AWS_")}
+    with patch.dict(os.environ, aws):
+        yield stack
 
 
 @dataclass(kw_only=True)
@@ -134,23 +135,11 @@ class PoolBehindProxies:
         return result
 
     async def provision(self, run_id: str, count: int) -> ProvisionResult:
-        return await provision(self.context, self._request(run_id, count))
+        return await provision(self.context, provision_request(run_id, count=count, scope=self.settings.github_scope))
 
     async def release(self, run_id: str) -> None:
         result = await release(self.context, run_id=run_id, attempt=1)
         assert not result.errors, result.errors
-
-    def _request(self, run_id: str, count: int) -> ProvisionRequest:
-        return ProvisionRequest(
-            run_id=run_id,
-            attempt=1,
-            count=count,
-            resource_class="large",
-            usage_class=UsageClass.ON_DEMAND,
-            patterns=TypePatterns.parse("*"),
-            scope=self.settings.github_scope,
-            tier=Tier.TRUSTED,
-        )
 
     def flags(self) -> list[str]:
         """The configuration of the pool as flags of `refresh`."""
@@ -292,21 +281,11 @@ async def interrupt_release(pool: PoolBehindProxies, instance_id: str) -> None:
 
 async def launch_unrecorded_instance(pool: PoolBehindProxies) -> None:
     config = await read_config(pool.context)
-    request = RunnerRequest(
-        resource_class=LARGE,
-        usage_class=UsageClass.ON_DEMAND,
-        patterns=TypePatterns.parse("*"),
-        tier=Tier.TRUSTED,
-    )
     await pool.context.compute.launch(
-        LaunchRequest(
-            provision_id="p-lost",
-            client_token=secrets.token_hex(8),
-            count=1,
-            request=request,
+        launch_request(
+            secrets.token_hex(8),
             launch=config.launch,
             scope=pool.settings.github_scope,
-            first_life_s=600,
             margin_s=TIMES["margin_sec"],
         )
     )
@@ -322,22 +301,14 @@ async def register_stale_runner(pool: PoolBehindProxies) -> None:
         labels=("stale",),
         credential=config.tokens_for(scope).registration,
     )
-    assert (await pool.agents.runner().configure(assignment)).ok
+    assert (await pool.agents.runner().register(assignment)).ok
 
 
 async def abandon_provision(pool: PoolBehindProxies) -> None:
     now = to_milliseconds(pool.context.clock.now())
-    await pool.context.store.put_provision(
-        Provision(
-            provision_id="p-abandoned",
-            run_id="abandoned",
-            attempt=1,
-            resource_class="large",
-            count=1,
-            created_at=now - timedelta(seconds=60),
-            deadline=now - timedelta(seconds=30),
-        )
-    )
+    created_at, deadline = now - timedelta(seconds=60), now - timedelta(seconds=30)
+    abandoned = provision_record(run_id="abandoned", count=1, created_at=created_at, deadline=deadline)
+    await pool.context.store.put_provision(abandoned)
 
 
 COMMANDS: dict[str, CommandWithFaults] = {

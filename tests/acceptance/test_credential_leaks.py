@@ -24,10 +24,10 @@ import pytest
 
 from tests.support.aws.ec2_machines import LIMIT_S, MachineStack
 from tests.support.aws.servers import REGION, aws_client
-from tests.support.aws.stack import POOL, SCOPE, aws_stack
+from tests.support.aws.stack import POOL, SCOPE
 from tests.support.cli import run_cli
 from tests.support.leak_scanner import Leak, LeakScanner, issued_credentials, key_pair, observe_processes
-from tests.support.namespace_machine.machine import NamespaceMachine, bake_image, unsupported_reason
+from tests.support.namespace_machine.machine import NamespaceMachine, unsupported_reason
 
 JOB_USER = "remuda-job"
 APP_ID = "4242"
@@ -258,19 +258,6 @@ def leaves(value: Any, *path: str) -> Iterator[tuple[list[str], str]]:
         yield list(path), value
 
 
-@pytest.fixture
-def stack(tmp_path: Path) -> Iterator[MachineStack]:
-    bake_image(tmp_path / "image")
-    with aws_stack(tmp_path) as started:
-        yield MachineStack(started)
-
-
-async def put_secret(url: str, text: str) -> str:
-    """Create a secret and return its ARN."""
-    async with aws_client("secretsmanager", url) as client:
-        return str((await client.create_secret(Name=f"canary-{secrets.token_hex(4)}", SecretString=text))["ARN"])
-
-
 def readable_for_jobs(machine: NamespaceMachine, scanner: LeakScanner, credential: str) -> list[str]:
     """Files with a credential that the user of jobs can read, including one that this function creates.
 
@@ -286,25 +273,27 @@ def readable_for_jobs(machine: NamespaceMachine, scanner: LeakScanner, credentia
 
 @pytest.mark.skipif(bool(unsupported_reason()), reason=unsupported_reason())
 @pytest.mark.timeout(900)
-async def test_no_credential_leaks(stack: MachineStack, tmp_path: Path) -> None:
+async def test_no_credential_leaks(machine_stack: MachineStack, tmp_path: Path) -> None:
     private, public = key_pair()
     scanner = LeakScanner()
-    leak_test = LeakTest(stack=stack, scanner=scanner, aws_secret=scanner.add("AWS secret", secrets.token_urlsafe(30)))
-    admin = scanner.add("GitHub token", stack.stack.github.token)
+    leak_test = LeakTest(
+        stack=machine_stack, scanner=scanner, aws_secret=scanner.add("AWS secret", secrets.token_urlsafe(30))
+    )
+    admin = scanner.add("GitHub token", machine_stack.stack.github.token)
     scanner.add("App key", private)
     refused = scanner.add("refused token", f"ghp_{secrets.token_hex(18)}")
     page = scanner.add("dashboard token", secrets.token_urlsafe(24))
     key_file = tmp_path / "app.pem"
     key_file.write_text(private)
-    async with stack.github() as github:
+    async with machine_stack.github() as github:
         await github.change_settings(app_id=APP_ID, app_key=public, app_owners=[SCOPE.partition("/")[0]])
         own = scanner.add("token of a run", await github.issue_token())
     scope = ("--github-scope", SCOPE)
-    arn = await put_secret(stack.stack.store.url, json.dumps({"token": admin}))
+    arn = await asyncio.to_thread(machine_stack.stack.put_secret, "canary", json.dumps({"token": admin}))
 
     with observe_processes() as processes:
         # In every supported way, with both log formats.
-        refresh = ("refresh", *scope, *stack.stack.flags())
+        refresh = ("refresh", *scope, *machine_stack.stack.flags())
         await leak_test.remuda(
             *refresh, REMUDA_MARGIN_SEC="0.5", REMUDA_GITHUB_APP_ID=APP_ID, REMUDA_GITHUB_APP_KEY=private
         )
@@ -318,14 +307,14 @@ async def test_no_credential_leaks(stack: MachineStack, tmp_path: Path) -> None:
             leak_test.run("remuda config", settings, 0, app | {"REMUDA_GITHUB_TOKEN": admin}),
             run_failing_commands(leak_test, scope, own=own, refused=refused, private=private),
         )
-        async with stack.booting(), leak_test.watched_table() as table_leaks:
+        async with machine_stack.booting(), leak_test.watched_table() as table_leaks:
             await leak_test.remuda(
                 *("provision", "--run-id", "1", *scope, "--provision-timeout-sec", "200", "--log-format", "json"),
                 REMUDA_GITHUB_TOKEN=own,
             )
-            (machine,) = stack.machines.values()
+            (machine,) = machine_stack.machines.values()
             leak_test.add_role_credentials()
-            job = await stack.run_job("1", PRINT_ALL)
+            job = await machine_stack.run_job("1", PRINT_ALL)
             assert job.conclusion == "success", job.log
             leak_test.seen["the log of the job"] = job.log
             leak_test.add_issued_credentials()
@@ -338,7 +327,7 @@ async def test_no_credential_leaks(stack: MachineStack, tmp_path: Path) -> None:
     leak_test.add_issued_credentials()
 
     await add_ec2_state(leak_test)
-    leak_test.seen["consoles of the machines"] = stack.consoles()
+    leak_test.seen["consoles of the machines"] = machine_stack.consoles()
     assert sum("token" in name.lower() for name in scanner.secrets) >= 8, "GitHub issued some"
     assert scanner.find_all(leak_test.seen) == []
     assert table_leaks == []

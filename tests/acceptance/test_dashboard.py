@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import sqlite3
-import subprocess
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,26 +14,24 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from remuda.domain.instance import State
-from tests.support.dashboard import LIMIT_S, Dashboard, SampleStore, environment, live_instances, remuda
-from tests.support.sample_records import SampleInstance, with_store
+from tests.support.dashboard import (
+    LIMIT_S,
+    Dashboard,
+    SampleInstance,
+    SampleStore,
+    environment,
+    live_instances,
+    remuda,
+    with_store,
+)
+from tests.support.local_backend import run_local
 
 TOKEN = "a-token-for-the-tests"
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> SampleStore:
-    return SampleStore(tmp_path_factory.mktemp("store") / "state")
-
-
-@pytest.fixture(scope="module")
 def samples(store: SampleStore) -> list[SampleInstance]:
     return store.fleet(30, 400)
-
-
-@pytest.fixture(scope="module")
-def dashboard(store: SampleStore, samples: list[SampleInstance]) -> Iterator[Dashboard]:
-    with Dashboard(store.folder) as started:
-        yield started
 
 
 @pytest.fixture
@@ -262,22 +258,11 @@ def test_shutdown_closes_open_streams(store: SampleStore) -> None:
     ],
 )
 def test_invalid_options_are_rejected(tmp_path: Path, arguments: tuple[str, ...], field: str) -> None:
-    command = [str(Path(sys.executable).parent / "remuda"), "dashboard", "--dir", str(tmp_path / "none"), "--json"]
-    done = subprocess.run(
-        [*command, *arguments], capture_output=True, text=True, check=False, timeout=LIMIT_S, env=environment()
-    )
-    assert done.returncode == 2, done.stderr
-    assert json.loads(done.stdout)["error"]["field"] == field
+    done = run_local(tmp_path / "none", "dashboard", *arguments, environment=environment())
+    assert done.code == 2, done.stderr
+    assert done.document["error"]["field"] == field
 
 
 def test_port_in_use_is_reported(store: SampleStore, dashboard: Dashboard) -> None:
-    command = [str(Path(sys.executable).parent / "remuda"), "dashboard", "--dir", str(store.folder), "--json"]
-    done = subprocess.run(
-        [*command, "--port", str(dashboard.port)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=LIMIT_S,
-        env=environment(),
-    )
-    assert (done.returncode, json.loads(done.stdout)["error"]["fix"]) == (2, "use --port 0 for a free port")
+    done = run_local(store.folder, "dashboard", "--port", str(dashboard.port), environment=environment())
+    assert (done.code, done.document["error"]["fix"]) == (2, "use --port 0 for a free port")

@@ -15,9 +15,18 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from remuda.domain.instance import HistoryEntry, RetireReason, State
-from tests.support import sample_records
-from tests.support.dashboard import LIMIT_S, Dashboard, SampleStore, chromium, live_instances, remuda, requires_browser
-from tests.support.sample_records import SampleInstance
+from tests.support.dashboard import (
+    LIMIT_S,
+    Dashboard,
+    SampleInstance,
+    SampleStore,
+    chromium,
+    live_instances,
+    remuda,
+    requires_browser,
+    sample_provisions,
+    write_samples,
+)
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page, Route
@@ -60,19 +69,8 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> SampleStore:
-    return SampleStore(tmp_path_factory.mktemp("store") / "state")
-
-
-@pytest.fixture(scope="module")
 def samples(store: SampleStore) -> list[SampleInstance]:
     return store.fleet(60, 900)
-
-
-@pytest.fixture(scope="module")
-def dashboard(store: SampleStore, samples: list[SampleInstance]) -> Iterator[Dashboard]:
-    with Dashboard(store.folder) as started:
-        yield started
 
 
 @contextmanager
@@ -318,10 +316,10 @@ def test_injected_markup_is_shown_as_text(browser: Browser, tmp_path: Path) -> N
     )
     store.write((hostile, [*entries, _retirement(last)]))
     # A run chooses its class label, and a job's output can appear in reasons.
-    provision, *_ = sample_records.provisions(1, now=last.at, span_s=60)
+    provision, *_ = sample_provisions(1, now=last.at, span_s=60)
     outcome = replace(provision.outcome, error=f"the job {SCRIPT} failed") if provision.outcome else None
     job = replace(provision, run_id=SCRIPT, resource_class=IMAGE, why=IMAGE, request_summary=SCRIPT, outcome=outcome)
-    sample_records.write(store.file, [], [job], now=last.at)
+    write_samples(store.file, [], [job], now=last.at)
     with Dashboard(store.folder) as dashboard, opened(browser, dashboard.url + "?view=table") as page:
         ready(page)
         text = page.inner_text(f"#runs [data-key='{job.provision_id}']")

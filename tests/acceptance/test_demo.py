@@ -1,8 +1,10 @@
-"""`remuda demo`: its checks pass, the live page follows, and nothing is left behind."""
+"""`remuda demo` and the demo on AWS: their checks pass, the live page follows, and nothing is left behind."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -14,9 +16,14 @@ import httpx
 import pytest
 
 from remuda.cli.demo import SELF_TERMINATED
+from tests.support.aws.servers import ROOT
+from tests.support.aws_demo import leftovers
 from tests.support.dashboard import CHROMIUM, chromium
+from tests.support.namespace_machine.machine import unsupported_reason
 
+#: Seconds for a demo. Generous: only a broken demo reaches it.
 LIMIT_S = 600
+pytestmark = pytest.mark.timeout(LIMIT_S + 60)
 #: Only reached if something is broken.
 PAGE_LIMIT_MS = 120_000
 STATES = {"created", "running", "releasing", "idle", "terminated"}
@@ -53,7 +60,6 @@ def states_in_snapshots(url: str, until: Callable[[], bool]) -> set[str]:
     return seen
 
 
-@pytest.mark.timeout(LIMIT_S + 60)
 def test_demo(tmp_path: Path):
     command = [sys.executable, "-m", "remuda", "demo", "--dashboard", "--json", "--dir", str(tmp_path / "demo")]
     with subprocess.Popen(
@@ -88,3 +94,44 @@ def test_demo(tmp_path: Path):
     text = page.read_text()
     assert "Content-Security-Policy" in text
     assert all(run in text for run in ("1001", "1004", "1006"))
+
+
+# `make demo-aws` in its short form ------------------------------------------------------------------------------------
+
+requires_machines = pytest.mark.skipif(bool(unsupported_reason()), reason=unsupported_reason())
+DEMO = (sys.executable, "-m", "tests.support.aws_demo", "--short", "--json")
+
+
+def environment(folder: Path) -> dict[str, str]:
+    return {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "TMPDIR": str(folder), "HOME": str(folder)}
+
+
+@requires_machines
+def test_demo_passes_its_checks_and_leaves_nothing(tmp_path: Path):
+    done = subprocess.run(DEMO, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=environment(tmp_path))
+    assert done.returncode == 0, done.stderr[-10_000:]
+    report = json.loads(done.stdout)
+    assert [check["text"] for check in report["checks"] if not check["passed"]] == []
+    assert len(report["checks"]) >= 12
+    assert [(item["kind"], item["reused"], item["created"]) for item in report["provisions"]] == [
+        ("cold", 0, 2),
+        ("warm", 2, 0),
+        ("warm", 1, 0),
+    ]
+    assert any(item["state"] == "idle" and item["stop_reason"] for item in report["retired"])
+    assert [*tmp_path.iterdir(), *leftovers(tmp_path)] == []
+
+
+@requires_machines
+def test_interrupted_demo_leaves_nothing(tmp_path: Path):
+    with subprocess.Popen(
+        DEMO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(tmp_path)
+    ) as demo:
+        assert demo.stderr is not None
+        # A provision waits for a machine that boots.
+        line = next((line for line in demo.stderr if " boots " in line), "")
+        assert line, "no machine booted"
+        demo.send_signal(signal.SIGINT)
+        _, rest = demo.communicate(timeout=LIMIT_S)
+    assert (demo.returncode, "interrupted" in rest) == (130, True), rest[-5_000:]
+    assert [*tmp_path.iterdir(), *leftovers(tmp_path)] == []

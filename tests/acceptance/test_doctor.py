@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import threading
-from collections.abc import Iterator, Mapping
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,9 +20,10 @@ from remuda.controlplane.doctor import exit_code, run_checks
 from remuda.ports.doctor import CheckResult
 from remuda.wiring.doctor import open_doctor
 from tests.support.aws.ec2 import ARM_AMI, LINUX_AMI, WINDOWS_AMI
-from tests.support.aws.stack import SCOPE, AwsStack, aws_stack
+from tests.support.aws.stack import SCOPE, AwsStack
 from tests.support.cli import run_cli
 from tests.support.local_backend import run_local
+from tests.support.user_data import serve
 
 POOL = "well"
 NOBODY = "subnet-0123456789abcdef0"
@@ -72,12 +72,11 @@ async def _launch(client: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Patient]:
-    with aws_stack(tmp_path_factory.mktemp("doctor")) as servers:
-        code, answer = servers.refresh(pool=POOL)
-        assert code == 0, answer
-        servers.call("ec2", _launch)
-        yield Patient(servers)
+def patient(stack: AwsStack) -> Patient:
+    code, answer = stack.refresh(pool=POOL)
+    assert code == 0, answer
+    stack.call("ec2", _launch)
+    return Patient(stack)
 
 
 def test_a_healthy_pool_has_no_findings_and_is_not_changed(patient: Patient):
@@ -186,12 +185,8 @@ def test_credentials_that_aws_rejects(patient: Patient):
         def log_message(self, *_: Any) -> None:
             """Tests read no access log."""
 
-    with HTTPServer(("127.0.0.1", 0), Refuses) as sts:
-        thread = threading.Thread(target=sts.serve_forever)
-        thread.start()
-        code, lines = patient.doctor(AWS_ENDPOINT_URL_STS=f"http://127.0.0.1:{sts.server_port}")
-        sts.shutdown()
-        thread.join()
+    with serve(Refuses) as url:
+        code, lines = patient.doctor(AWS_ENDPOINT_URL_STS=url)
     assert (code, problems(lines)) == (2, {"aws credentials"}), lines
     assert "refuses the AWS credentials" in lines["aws credentials"]["message"]
     assert lines["table"]["message"] == "not checked: aws credentials has a problem"

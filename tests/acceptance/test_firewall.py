@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.bootstrap_box import JOB_USER, BootstrapBox
-from tests.support.fake_imds import fake_imds
+from tests.support.user_data import JOB_USER, BootstrapBox, fake_imds
 
 V4, V6 = "169.254.169.254", "fd00:ec2::254"
 LIMIT_S = 120

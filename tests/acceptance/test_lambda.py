@@ -10,7 +10,6 @@ import secrets
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,10 +17,10 @@ from unittest.mock import patch
 import pytest
 
 import lambda_package
-from tests.support.aws.stack import SCOPE, AwsStack, aws_stack
+from tests.support.action_steps import offline_index
+from tests.support.aws.stack import SCOPE, AwsStack
 from tests.support.emf import check_emf
 from tests.support.leak_scanner import LeakScanner, issued_credentials, key_pair
-from tests.support.pip_mirror import offline_index
 
 #: Like Lambda's runtime: sets the log level, passes event and context, and prints the result or the error.
 RUNTIME = """
@@ -60,21 +59,9 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of the servers."""
-    return tmp_path_factory.mktemp("cloud")
-
-
-@pytest.fixture(scope="module")
-def servers(home: Path) -> Iterator[AwsStack]:
-    with aws_stack(home) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def scanner(servers: AwsStack) -> LeakScanner:
+def scanner(stack: AwsStack) -> LeakScanner:
     given = {name: secrets.token_urlsafe(30) for name in ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")}
-    return LeakScanner({**given, "GitHub token": servers.github.token})
+    return LeakScanner({**given, "GitHub token": stack.github.token})
 
 
 class PackagedFunction:
@@ -116,17 +103,17 @@ class PackagedFunction:
 
 @pytest.fixture(scope="module")
 def function(
-    package: Path, servers: AwsStack, home: Path, scanner: LeakScanner, tmp_path_factory: pytest.TempPathFactory
+    package: Path, stack: AwsStack, scanner: LeakScanner, tmp_path_factory: pytest.TempPathFactory
 ) -> PackagedFunction:
     folder = tmp_path_factory.mktemp("task")
     with zipfile.ZipFile(package) as archive:
         archive.extractall(folder)
-    secret = servers.put_secret(f"remuda/{POOL}/github", json.dumps({"token": servers.github.token}))
-    launch = {f"REMUDA_{name.replace('-', '_').upper()}": value for name, value in servers.launch.items()}
+    secret = stack.put_secret(f"remuda/{POOL}/github", json.dumps({"token": stack.github.token}))
+    launch = {f"REMUDA_{name.replace('-', '_').upper()}": value for name, value in stack.launch.items()}
     return PackagedFunction(
         folder,
         {
-            **servers.environment(),
+            **stack.environment(),
             **{name: value for name, value in scanner.secrets.items() if name.startswith("AWS_")},
             **launch,
             "REMUDA_POOL": POOL,
@@ -134,7 +121,7 @@ def function(
             "REMUDA_GITHUB_TOKEN": secret,
         },
         scanner,
-        home / "github",
+        stack.folder / "github",
     )
 
 
@@ -146,7 +133,7 @@ def test_package_is_small_and_contains_no_tools(package: Path):
     assert package.stat().st_size < 30_000_000
 
 
-def test_refresh_applies_and_sweeps_with_a_token_from_secrets_manager(function: PackagedFunction, servers: AwsStack):
+def test_refresh_applies_and_sweeps_with_a_token_from_secrets_manager(function: PackagedFunction, stack: AwsStack):
     # At this level, libraries would log requests and responses.
     first = function.invoke({"command": "refresh"}, AWS_LAMBDA_LOG_LEVEL="DEBUG")["result"]
     assert f"tokens for {SCOPE}" in first["applied"]
@@ -160,15 +147,15 @@ def test_refresh_applies_and_sweeps_with_a_token_from_secrets_manager(function: 
 
 
 def test_app_key_from_secrets_manager_is_used_and_never_logged(
-    function: PackagedFunction, servers: AwsStack, scanner: LeakScanner
+    function: PackagedFunction, stack: AwsStack, scanner: LeakScanner
 ):
     private, public = key_pair()
     scanner.add("App key", private)
-    secret = servers.put_secret(f"remuda/{POOL}/app", json.dumps({"private_key": private}))
+    secret = stack.put_secret(f"remuda/{POOL}/app", json.dumps({"private_key": private}))
     app: dict[str, Any] = {"REMUDA_GITHUB_TOKEN": "", "REMUDA_GITHUB_APP_ID": "4242", "REMUDA_GITHUB_APP_KEY": secret}
 
     async def prepare() -> None:
-        async with servers.github_client() as github:
+        async with stack.github_client() as github:
             await github.change_settings(app_id="4242", app_key=public, app_owners=[SCOPE.partition("/")[0]])
 
     asyncio.run(prepare())
@@ -181,7 +168,7 @@ def test_app_key_from_secrets_manager_is_used_and_never_logged(
     assert any(name.startswith("access token") for name in scanner.secrets), "an access token was created with the key"
 
 
-def test_failures_are_raised_with_one_line(function: PackagedFunction, servers: AwsStack):
+def test_failures_are_raised_with_one_line(function: PackagedFunction, stack: AwsStack):
     unknown = function.invoke({"command": "reboot"})
     assert unknown["errorType"] == "UserError"
     assert "command is 'reboot'" in unknown["errorMessage"]
@@ -194,13 +181,13 @@ def test_failures_are_raised_with_one_line(function: PackagedFunction, servers: 
     secret = "arn:aws:secretsmanager:eu-central-1:000000000000:secret:remuda/none-AbCdEf"
 
     async def echo(token: str) -> None:
-        async with servers.github_client() as github:
+        async with stack.github_client() as github:
             await github.clear_faults()
             if token:
                 message = f"Bad request: Authorization: Bearer {token}"
                 await github.set_fault("status", operation="list", times=None, status=422, message=message)
 
-    asyncio.run(echo(servers.github.token))
+    asyncio.run(echo(stack.github.token))
     refused = function.invoke({"command": "refresh"})
     asyncio.run(echo(""))
     assert "Bad request" in refused["errorMessage"], refused

@@ -21,7 +21,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from remuda import procfs
@@ -31,11 +30,13 @@ from remuda.adapters.local.compute import LocalCompute
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.agent.processes import program_name
 from remuda.domain.errors import CapacityError, UserError
-from remuda.domain.resources import ResourceClass, RunnerRequest, Tier, TypePatterns, UsageClass
 from remuda.domain.timestamps import from_text
-from remuda.fake_github import install_runner, read_endpoint
+from remuda.fake_github import install_runner
+from remuda.fake_github.client import FakeGitHubClient, JobStep
 from remuda.ports.calls import CallCounter
-from remuda.ports.compute import LaunchRequest, LaunchResult, MachineState
+from remuda.ports.compute import LaunchResult, MachineState
+from tests.support.aws.servers import ROOT, fake_github
+from tests.support.records import launch_request
 
 #: Generous limit in seconds: reached only if a test fails.
 LONG_S = 90.0
@@ -91,7 +92,7 @@ async def main():
         "load": lambda: machine.load().script_detail,
         "reset": lambda: machine.reset(),
         "state": lambda: runner.state(),
-        "configure": lambda *given: runner.configure(assignment(*given)),
+        "register": lambda *given: runner.register(assignment(*given)),
         "start": lambda: runner.start(assignment("http://github/o/r", "name", "token")),
         "remove": lambda *given: runner.remove(assignment(*given)),
         "stop": lambda: runner.stop(),
@@ -140,7 +141,7 @@ class LocalMachines:
     ) -> LaunchResult:
         options = {name.replace("_", "-"): value for name, value in launch.items()}
         await self.compute.prepare(options)
-        return await self.compute.launch(request(token, count=count, first_life_s=first_life_s, launch=options))
+        return await self.compute.launch(launch_request(token, count=count, first_life_s=first_life_s, launch=options))
 
     async def one(self, **launch: Any) -> str:
         result = await self.launch(**launch)
@@ -221,24 +222,6 @@ class LocalMachines:
         for path in self.root.glob("i-*"):
             assert {entry.name for entry in path.iterdir()} <= files.KEPT
         shutil.rmtree(self.folder)
-
-
-def request(token: str, *, count: int, first_life_s: float, launch: dict[str, str]) -> LaunchRequest:
-    return LaunchRequest(
-        provision_id="provision",
-        client_token=token,
-        count=count,
-        request=RunnerRequest(
-            resource_class=ResourceClass(name="large", cpu=2, memory_mib=4096),
-            usage_class=UsageClass.ON_DEMAND,
-            patterns=TypePatterns(("*",)),
-            tier=Tier.TRUSTED,
-        ),
-        scope="octo/repo",
-        launch=launch,
-        first_life_s=first_life_s,
-        margin_s=1,
-    )
 
 
 @pytest.fixture
@@ -463,7 +446,7 @@ os.killpg(0, signal.SIGKILL)
         sys.executable,
         "-c",
         script,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        env={**os.environ, "PYTHONPATH": f"{Path(__file__).parent}:{ROOT}"},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
         start_new_session=True,
@@ -615,53 +598,24 @@ async def test_newest_finished_machines_are_kept(world: LocalMachines, monkeypat
 # The runner
 
 
-class LocalGitHub:
-    def __init__(self, folder: Path) -> None:
-        self._process = subprocess.Popen([sys.executable, "-m", "remuda.fake_github", "--dir", str(folder)])
-        self._folder = folder
-        self.client = httpx.AsyncClient(timeout=LONG_S)
-
-    async def open(self) -> None:
-        async with asyncio.timeout(LONG_S):
-            while (endpoint := read_endpoint(self._folder)) is None or endpoint.pid != self._process.pid:
-                await asyncio.sleep(0.01)
-        self.url = endpoint.url
-        self.client.base_url = httpx.URL(endpoint.url)
-        self.client.headers["authorization"] = f"Bearer {endpoint.token}"
-        async with asyncio.timeout(LONG_S):
-            while True:
-                try:
-                    await self.client.get("/_admin/runners")
-                except httpx.TransportError:
-                    await asyncio.sleep(0.01)
-                else:
-                    return
+class LocalGitHub(FakeGitHubClient):
+    @property
+    def repository(self) -> str:
+        return str(self._http.base_url.join("/o/r"))
 
     async def token(self, kind: str) -> str:
-        answer = await self.client.post(f"/repos/o/r/actions/runners/{kind}-token")
+        answer = await self._http.post(f"/repos/o/r/actions/runners/{kind}-token")
         return str(answer.raise_for_status().json()["token"])
 
-    async def job(self, *commands: str) -> int:
-        steps = [{"run": command} for command in commands]
-        body = {"repo": "o/r", "run_id": "1", "labels": ["label"], "steps": steps}
-        return int((await self.client.post("/_admin/jobs", json=body)).raise_for_status().json()["id"])
-
-    async def runners(self) -> list[dict[str, Any]]:
-        answer = await self.client.get("/repos/o/r/actions/runners")
-        return list(answer.raise_for_status().json()["runners"])
-
-    async def close(self) -> None:
-        await self.client.aclose()
-        self._process.terminate()
-        self._process.wait(LONG_S)
+    async def queue(self, *commands: str) -> None:
+        await self.queue_job(repo="o/r", run_id="1", labels=["label"], steps=[JobStep(run=each) for each in commands])
 
 
 @pytest.fixture
 async def github(tmp_path: Path) -> AsyncIterator[LocalGitHub]:
-    made = LocalGitHub(tmp_path / "github")
-    await made.open()
-    yield made
-    await made.close()
+    with fake_github(tmp_path / "github") as endpoint:
+        async with LocalGitHub(endpoint.url, endpoint.token) as client:
+            yield client
 
 
 async def state_of(world: LocalMachines, name: str, *words: str) -> None:
@@ -673,14 +627,14 @@ async def state_of(world: LocalMachines, name: str, *words: str) -> None:
 
 async def test_job_and_reset(world: LocalMachines, github: LocalGitHub) -> None:
     name = await world.one()
-    url = f"{github.url}/o/r"
-    configured = await world.call(name, "configure", url, "first", await github.token("registration"))
+    url = github.repository
+    configured = await world.call(name, "register", url, "first", await github.token("registration"))
     assert "ok=True" in configured, configured
-    assert [runner["status"] for runner in await github.runners()] == ["offline"]
+    assert [runner.online for runner in await github.runners()] == [False]
     await world.call(name, "start")
     await state_of(world, name, "registered_as='first'", "listening=True")
 
-    await github.job(
+    await github.queue(
         "env > $HOME/environment; touch $TMPDIR/x; cp /bin/sleep $HOME/sleep",
         "env -i setsid sh -c 'cd /; (sleep 1000 &) ; exec sleep 1000' </dev/null >/dev/null 2>&1 &",
         f"echo evil > {world.root}/{name}/runner/config.sh; mkfifo go; read x < go",
@@ -713,15 +667,15 @@ async def test_job_and_reset(world: LocalMachines, github: LocalGitHub) -> None:
     supervisor, agent = world.supervisor(name), await world.call(name, "pid")
     assert [process.pid for process in procfs.descendants(supervisor)] == [agent]
     assert list((world.root / name / "home").iterdir()) == []
-    again = await world.call(name, "configure", url, "second", await github.token("registration"))
+    again = await world.call(name, "register", url, "second", await github.token("registration"))
     assert "ok=True" in again, again
 
 
 async def test_job_ends_with_its_machine(world: LocalMachines, github: LocalGitHub) -> None:
     name = await world.one()
-    await world.call(name, "configure", f"{github.url}/o/r", "first", await github.token("registration"))
+    await world.call(name, "register", github.repository, "first", await github.token("registration"))
     await world.call(name, "start")
-    await github.job("sleep 1000")
+    await github.queue("sleep 1000")
     await state_of(world, name, "busy=True")
     await world.call(name, "end", "no more")
     await world.reaches(name, MachineState.TERMINATED)

@@ -5,19 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.local_backend import LIMIT_S, LONG_LIFETIMES, LocalBackend
-
-
-@pytest.fixture
-async def backend(tmp_path: Path) -> AsyncIterator[LocalBackend]:
-    backend = LocalBackend(tmp_path / "state")
-    yield backend
-    await backend.down()
 
 
 async def stdout_of(backend: LocalBackend, *arguments: str) -> str:

@@ -21,11 +21,9 @@ from tests.support.cli import CommandResult, run_cli
 from tests.support.emf import check_emf
 from tests.support.fleet_servers import TOKEN, FleetInstance, FleetState, FleetUrls, serve_fleet
 from tests.support.records import NOW
-from tests.support.scale_down_scenarios import SCENARIOS, expected, variables
-from tests.support.scripted_fleet import tags
+from tests.support.scripted_fleet import SCENARIOS, expected, tags, variables
 
 REMUDA = Path(sys.executable).with_name("remuda")
-LAUNCHER = "tests.support.frozen_launcher"
 LIMIT_S = 120
 #: Seconds for a cycle with a hanging call, which would hang for much longer.
 CYCLE_LIMIT_S = 100
@@ -63,11 +61,11 @@ def run(
     urls: FleetUrls, folder: Path, now: str, *arguments: str, **more: str
 ) -> tuple[int, dict[str, Any], CommandResult]:
     done = run_cli(
-        [now, "scale-down", "--backend", "aws", "--json", *arguments],
+        ["scale-down", "--backend", "aws", "--json", *arguments],
         environment=environment(urls, more),
         timeout_s=LIMIT_S,
         cwd=folder,
-        program=LAUNCHER,
+        frozen_at=now,
     )
     assert "Traceback" not in done.stderr, done.stderr
     assert TOKEN not in done.stdout + done.stderr
@@ -118,11 +116,11 @@ def test_dry_run_prints_a_table_and_changes_nothing(tmp_path: Path) -> None:
     config = {"ENVIRONMENT": "oracle-ci", "SCALE_DOWN_CONFIG": "[]"}
     with serve_fleet(fleet) as urls:
         done = run_cli(
-            ["2026-03-11T10:00:00Z", "scale-down", "--backend", "aws", "--dry-run"],
+            ["scale-down", "--backend", "aws", "--dry-run"],
             environment={**environment(urls, config), "COLUMNS": "160"},
             timeout_s=LIMIT_S,
             cwd=tmp_path,
-            program=LAUNCHER,
+            frozen_at="2026-03-11T10:00:00Z",
         )
     assert done.code == 0, done.stderr
     assert "(dry run)" in done.stdout

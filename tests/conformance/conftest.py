@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import pytest
 from aiobotocore.session import AioSession
@@ -85,43 +86,44 @@ def patient_client(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(github_client, "TIMEOUT_S", LONG_S)
 
 
-class Stores(Protocol):
-    """A database. Each `open` returns a store object like that of another process."""
+class Adapters:
+    """Opens adapters of one service. Each is like that of another process; all are closed together."""
 
-    calls: CallCounter
-    #: Service and operation under which `apply`, `get` and `poll` are counted.
-    counted: Mapping[str, tuple[str, str]]
+    #: Service and operation under which calls are counted.
+    counted: ClassVar[Mapping[str, tuple[str, str]]]
 
-    def open(self) -> InstanceStore: ...
+    def __init__(self, adapter: Callable[..., Any], *, calls: CallCounter | None = None, **arguments: Any) -> None:
+        self.calls = calls or CallCounter()
+        #: Arguments of all adapters, unless `open` gets others.
+        self.arguments = {"calls": self.calls, **arguments}
+        self._adapter = adapter
+        self._opened: list[Any] = []
+
+    def open(self, **changed: Any) -> Any:
+        self._opened.append(self._adapter(**{**self.arguments, **changed}))
+        return self._opened[-1]
+
+    async def close(self) -> None:
+        await asyncio.gather(*(each.close() for each in self._opened))
+
+
+class Stores(Adapters):
+    counted: ClassVar = {name: ("store", name) for name in ("apply", "get", "poll")}
 
     async def corrupt(self, number: int) -> None:
         """Make the control record, the report and the provision of this number unreadable."""
-        ...
-
-
-class MemoryStores:
-    counted: Mapping[str, tuple[str, str]] = {name: ("store", name) for name in ("apply", "get", "poll")}
-
-    def __init__(self, _folder: Path) -> None:
-        self.calls = CallCounter()
-        self._database = MemoryDatabase()
-
-    def open(self) -> InstanceStore:
-        return MemoryInstanceStore(clock=SystemClock(), calls=self.calls, database=self._database)
-
-    async def corrupt(self, number: int) -> None:
         raise NotImplementedError("records in memory are never parsed")
 
 
-class SqliteStores:
-    counted: Mapping[str, tuple[str, str]] = MemoryStores.counted
+class MemoryStores(Stores):
+    def __init__(self, _folder: Path) -> None:
+        super().__init__(MemoryInstanceStore, database=MemoryDatabase(), clock=SystemClock())
 
+
+class SqliteStores(Stores):
     def __init__(self, folder: Path) -> None:
-        self.calls = CallCounter()
         self._path = folder / "remuda.db"
-
-    def open(self) -> InstanceStore:
-        return SqliteInstanceStore(path=self._path, clock=SystemClock(), ids=SystemIds(), calls=self.calls)
+        super().__init__(SqliteInstanceStore, path=self._path, clock=SystemClock(), ids=SystemIds())
 
     async def corrupt(self, number: int) -> None:
         connection = sqlite3.connect(self._path)
@@ -134,8 +136,8 @@ class SqliteStores:
         connection.close()
 
 
-class DynamoStores:
-    counted: Mapping[str, tuple[str, str]] = {
+class DynamoStores(Stores):
+    counted: ClassVar = {
         "apply": ("dynamodb", "UpdateItem"),
         "get": ("dynamodb", "GetItem"),
         "poll": ("dynamodb", "poll:GetItem"),
@@ -144,19 +146,8 @@ class DynamoStores:
     def __init__(self, client: Any, table: str, calls: CallCounter) -> None:
         self.client = client
         self.table = table
-        self.calls = calls
-        #: Arguments of all stores, unless `open` gets others.
-        self.options: dict[str, Any] = {"clock": SystemClock(), "ids": SystemIds()}
-        self._opened: list[DynamoInstanceStore] = []
-
-    def open(self, **options: Any) -> DynamoInstanceStore:
-        given = {"client": self.client, "table": self.table, "calls": self.calls, **self.options, **options}
-        self._opened.append(DynamoInstanceStore(**given))
-        return self._opened[-1]
-
-    async def close(self) -> None:
-        for store in self._opened:
-            await store.close()
+        given: dict[str, Any] = {"client": client, "table": table, "clock": SystemClock(), "ids": SystemIds()}
+        super().__init__(DynamoInstanceStore, calls=calls, **given)
 
     async def corrupt(self, number: int) -> None:
         for where, field in (
@@ -173,57 +164,36 @@ class DynamoStores:
             )
 
 
-class Pools(Protocol):
-    """A queue service. Each `open` returns a pool object like that of another process."""
+class Pools(Adapters):
+    counted: ClassVar = {name: ("pool", name) for name in ("send", "receive", "make_visible", "delete")}
 
-    calls: CallCounter
-    #: Service and operations under which sends, receives, hand-backs and deletes are counted.
-    counted: Mapping[str, tuple[str, str]]
-
-    def open(self) -> ResourcePool: ...
+    def __init__(self, adapter: Callable[..., Any], **arguments: Any) -> None:
+        self._clock = AdjustableClock()
+        super().__init__(adapter, clock=SystemClock(), ids=SystemIds(), **arguments)
 
     async def advance(self, seconds: float) -> None:
         """Let time pass for the queues."""
-        ...
+        self._clock.ahead_s += seconds
 
     async def send_raw(self, resource_class: str, body: str) -> None:
         """Send an arbitrary message body."""
-        ...
+        raise NotImplementedError
 
 
-class MemoryPools:
-    counted: Mapping[str, tuple[str, str]] = {
-        name: ("pool", name) for name in ("send", "receive", "hand_back", "delete")
-    }
-
+class MemoryPools(Pools):
     def __init__(self, _folder: Path) -> None:
-        self.calls = CallCounter()
-        self._clock = AdjustableClock()
-        self._queues = MemoryQueues(clock=self._clock)
-
-    def open(self) -> ResourcePool:
-        return MemoryResourcePool(clock=SystemClock(), ids=SystemIds(), calls=self.calls, queues=self._queues)
-
-    async def advance(self, seconds: float) -> None:
-        self._clock.ahead_s += seconds
+        super().__init__(MemoryResourcePool)
+        self._queues = self.arguments["queues"] = MemoryQueues(clock=self._clock)
 
     async def send_raw(self, resource_class: str, body: str) -> None:
         self._queues.put(resource_class, None, shuffle=0.5, malformed=f"{len(body)} characters that are no message")
 
 
-class SqlitePools:
-    counted: Mapping[str, tuple[str, str]] = MemoryPools.counted
-
+class SqlitePools(Pools):
     def __init__(self, folder: Path) -> None:
-        self.calls = CallCounter()
-        self._clock = AdjustableClock()
         self._path = folder / "remuda.db"
-
-    def open(self) -> ResourcePool:
-        return SqliteResourcePool(path=self._path, clock=self._clock, ids=SystemIds(), calls=self.calls)
-
-    async def advance(self, seconds: float) -> None:
-        self._clock.ahead_s += seconds
+        super().__init__(SqliteResourcePool, path=self._path)
+        self.arguments["clock"] = self._clock
 
     async def send_raw(self, resource_class: str, body: str) -> None:
         connection = sqlite3.connect(self._path)
@@ -234,32 +204,30 @@ class SqlitePools:
         connection.close()
 
 
-class SqsPools:
-    counted: Mapping[str, tuple[str, str]] = {
+class SqsPools(Pools):
+    counted: ClassVar = {
         "send": ("sqs", "SendMessageBatch"),
         "receive": ("sqs", "ReceiveMessage"),
-        "hand_back": ("sqs", "ChangeMessageVisibilityBatch"),
+        "make_visible": ("sqs", "ChangeMessageVisibilityBatch"),
         "delete": ("sqs", "DeleteMessageBatch"),
     }
 
-    def __init__(self, client: Any, server: Ministack | Fauxqs, prefix: str) -> None:
-        self.calls = CallCounter()
-        self._client = client
+    def __init__(self, client: Any, server: Ministack | Fauxqs, prefix: str, calls: CallCounter) -> None:
+        self.client = client
+        self.prefix = prefix
         self._server = server
-        self._prefix = prefix
-
-    def open(self) -> ResourcePool:
-        return SqsResourcePool(
-            client=self._client, prefix=self._prefix, clock=SystemClock(), ids=SystemIds(), calls=self.calls
-        )
+        super().__init__(SqsResourcePool, client=client, prefix=prefix, calls=calls)
 
     async def advance(self, seconds: float) -> None:
         self._server.advance_clock(seconds)
 
     async def send_raw(self, resource_class: str, body: str) -> None:
-        url = (await self._client.get_queue_url(QueueName=f"{self._prefix}-{resource_class}"))["QueueUrl"]
         # SQS rejects empty bodies.
-        await self._client.send_message(QueueUrl=url, MessageBody=body or " ")
+        await self.client.send_message(QueueUrl=await self.url(resource_class), MessageBody=body or " ")
+
+    async def url(self, resource_class: str) -> str:
+        """The URL of the queue of a class."""
+        return str((await self.client.get_queue_url(QueueName=f"{self.prefix}-{resource_class}"))["QueueUrl"])
 
 
 #: Adapters that need only a directory.
@@ -295,8 +263,8 @@ async def between(server: Ministack, monkeypatch: pytest.MonkeyPatch) -> AsyncIt
 
 
 @pytest.fixture
-async def sqs_pools(clients: AwsClients, server: Ministack, table_name: str) -> SqsPools:
-    return SqsPools(await clients.sqs(), server, table_name)
+async def sqs_pools(clients: AwsClients, server: Ministack, table_name: str, calls: CallCounter) -> SqsPools:
+    return SqsPools(await clients.sqs(), server, table_name, calls)
 
 
 @pytest.fixture(scope="session")
@@ -307,26 +275,24 @@ def other_sqs() -> Iterator[Fauxqs]:
 
 @pytest.fixture
 async def fauxqs_pools(
-    clients: AwsClients, other_sqs: Fauxqs, table_name: str, monkeypatch: pytest.MonkeyPatch
+    clients: AwsClients, other_sqs: Fauxqs, table_name: str, calls: CallCounter, monkeypatch: pytest.MonkeyPatch
 ) -> SqsPools:
     monkeypatch.setenv("AWS_ENDPOINT_URL_SQS", other_sqs.url)
-    return SqsPools(await clients.sqs(), other_sqs, table_name)
+    return SqsPools(await clients.sqs(), other_sqs, table_name, calls)
 
 
 @pytest.fixture
 async def store(stores: Stores) -> AsyncIterator[InstanceStore]:
-    store = stores.open()
+    store: InstanceStore = stores.open()
     await store.prepare()
     yield store
-    await store.close()
+    await stores.close()
 
 
 @pytest.fixture
-async def other(stores: Stores, store: InstanceStore) -> AsyncIterator[InstanceStore]:
+def other(stores: Stores, store: InstanceStore) -> Any:
     """The store of another process."""
-    other = stores.open()
-    yield other
-    await other.close()
+    return stores.open()
 
 
 @pytest.fixture(params=[*POOLS, "sqs", "fauxqs"])
@@ -339,15 +305,13 @@ def pools(request: pytest.FixtureRequest, tmp_path: Path) -> Pools:
 
 @pytest.fixture
 async def pool(pools: Pools) -> AsyncIterator[ResourcePool]:
-    pool = pools.open()
+    pool: ResourcePool = pools.open()
     await pool.prepare(["large", "xlarge"])
     yield pool
-    await pool.close()
+    await pools.close()
 
 
 @pytest.fixture
-async def other_pool(pools: Pools, pool: ResourcePool) -> AsyncIterator[ResourcePool]:
+def other_pool(pools: Pools, pool: ResourcePool) -> Any:
     """The pool of another process."""
-    other = pools.open()
-    yield other
-    await other.close()
+    return pools.open()

@@ -39,7 +39,7 @@ from simulation.memory.compute import MemoryCloud, MemoryCompute
 from tests.conformance.conftest import DynamoStores
 from tests.support.aws.fault_proxy import JSON, Fault, FaultProxy, fault_proxy, hold_until, respond, respond_together
 from tests.support.aws.servers import Ministack
-from tests.support.dynamodb_permissions import denied_requests, iam_requests
+from tests.support.iam import denied_requests, iam_requests
 from tests.support.records import LONG_S, birth, instance, message, pool_config
 
 N = 10
@@ -176,7 +176,7 @@ async def aws(
 
 
 @pytest.fixture
-def agent_store(dynamo_stores: DynamoStores) -> InstanceStore:
+def agent_store(dynamo_stores: DynamoStores) -> Any:
     """The store of the agents, which bypasses the proxy. Opened before the proxy."""
     return dynamo_stores.open(calls=CallCounter(), key_prefix=PREFIX)
 
@@ -258,7 +258,7 @@ async def test_every_call_is_permitted_by_the_workflow_policy(
 
 
 async def test_pool_without_a_match_costs_few_calls(agent_store: InstanceStore, aws: ProxiedAws) -> None:
-    """A hundred messages that do not match are received once and handed back."""
+    """A hundred messages that do not match are received once and made visible again."""
     await aws.context.pool.send([message(number, usage_class=UsageClass.SPOT) for number in range(100)])
     aws.clear()
     # It fails while checking the messages, or while waiting for a new one.

@@ -85,6 +85,23 @@ class CreatedStack:
         roles = (await (await self.client("iam")).list_roles())["Roles"]
         return {role["RoleName"] for role in roles if role["RoleName"].startswith(f"{self.name}-")}
 
+    async def policy(self, name: str) -> Any:
+        """The document of a managed policy."""
+        arn = f"arn:aws:iam::{ACCOUNT}:policy/{self.name}-{name}"
+        version = await (await self.client("iam")).get_policy_version(PolicyArn=arn, VersionId="v1")
+        document = version["PolicyVersion"]["Document"]
+        return json.loads(document) if isinstance(document, str) else document
+
+    async def function(self, name: str) -> Any:
+        """The configuration of a function."""
+        return (await (await self.client("lambda")).get_function(FunctionName=f"{self.name}-{name}"))["Configuration"]
+
+    async def role(self, name: str) -> tuple[Any, Any]:
+        """A role, and the only statement of its trust policy."""
+        role = (await (await self.client("iam")).get_role(RoleName=f"{self.name}-{name}"))["Role"]
+        (trust,) = role["AssumeRolePolicyDocument"]["Statement"]
+        return role, trust
+
 
 @pytest.fixture
 async def stack() -> AsyncIterator[CreatedStack]:
@@ -105,32 +122,23 @@ async def test_refresh_changes_nothing_in_a_new_stack(stack):
 
 async def test_the_stack_contains_the_generated_policies(stack):
     await stack.create(GithubSecretArn=SECRET)
-    iam = await stack.client("iam")
     for policy in policies():
-        found = await attached(iam, f"arn:aws:iam::{ACCOUNT}:policy/{stack.name}-{policy.name}")
-        assert found == fill_placeholders(
+        assert await stack.policy(policy.name) == fill_placeholders(
             policy, pool=stack.pool, account=ACCOUNT, region=REGION, environment=stack.pool, credential=SECRET
         )
 
 
-async def attached(iam: Any, arn: str) -> Any:
-    """The document of a managed policy."""
-    version = (await iam.get_policy_version(PolicyArn=arn, VersionId="v1"))["PolicyVersion"]["Document"]
-    return json.loads(version) if isinstance(version, str) else version
-
-
 async def test_without_an_arn_only_secrets_of_the_pool_may_be_read(stack):
     await stack.create()
-    iam = await stack.client("iam")
     for name in ("refresh", "scale-down"):
-        document = await attached(iam, f"arn:aws:iam::{ACCOUNT}:policy/{stack.name}-{name}")
+        document = await stack.policy(name)
         (read,) = [each for each in document["Statement"] if each["Sid"] == "ReadGitHubCredential"]
         assert read["Resource"] == [f"arn:aws:secretsmanager:{REGION}:{ACCOUNT}:secret:remuda/{stack.pool}/*"]
 
 
 async def test_scale_down_uses_the_environment_of_the_stack(stack):
     await stack.create(GithubEnvironment="theirs")
-    document = await attached(await stack.client("iam"), f"arn:aws:iam::{ACCOUNT}:policy/{stack.name}-scale-down")
+    document = await stack.policy("scale-down")
     (statement,) = [each for each in document["Statement"] if each["Sid"] == "TerminateFleetInstances"]
     assert statement["Condition"]["StringEquals"]["aws:ResourceTag/ghr:environment"] == "theirs"
 
@@ -142,11 +150,9 @@ async def test_roles_for_workflows_require_a_repository(stack):
 async def test_the_roles_trust_the_repository(stack):
     roles = await stack.create(OidcProviderArn=PROVIDER, Repository="acme/app")
     assert roles == {f"{stack.name}-{name}" for name in ("agent", "workflow", "refresh")}
-    iam = await stack.client("iam")
     subjects = {}
     for name in ("workflow", "refresh"):
-        role = (await iam.get_role(RoleName=f"{stack.name}-{name}"))["Role"]
-        (trust,) = role["AssumeRolePolicyDocument"]["Statement"]
+        _, trust = await stack.role(name)
         assert trust["Principal"] == {"Federated": PROVIDER}
         subjects[name] = trust["Condition"]["StringLike"]["token.actions.githubusercontent.com:sub"]
     assert subjects == {"workflow": "repo:acme/app:*", "refresh": "repo:acme/app:ref:refs/heads/main"}
@@ -172,12 +178,9 @@ async def test_without_code_no_function_and_no_schedule_is_created(stack):
 async def test_each_function_has_its_own_role(stack, who):
     roles = await stack.create_functions()
     assert f"{stack.name}-{who}-function" in roles
-    iam = await stack.client("iam")
-    role = (await iam.get_role(RoleName=f"{stack.name}-{who}-function"))["Role"]
-    (trust,) = role["AssumeRolePolicyDocument"]["Statement"]
+    role, trust = await stack.role(f"{who}-function")
     assert trust["Principal"] == {"Service": "lambda.amazonaws.com"}
-    functions = await stack.client("lambda")
-    found = (await functions.get_function(FunctionName=f"{stack.name}-{who}"))["Configuration"]
+    found = await stack.function(who)
     assert (found["Role"], found["Handler"]) == (role["Arn"], HANDLER)
     assert found["Timeout"] == FUNCTION_TIMEOUT_S
 
@@ -231,10 +234,8 @@ async def test_scale_down_can_be_disabled(stack):
 )
 async def test_functions_get_the_settings_of_the_stack(stack, app, named):
     await stack.create_functions(GithubAppId=app, Ami="ami-12c6146b", SubnetIds="subnet-12345678,subnet-23456789")
-    functions = await stack.client("lambda")
     for who in SCHEDULED:
-        found = (await functions.get_function(FunctionName=f"{stack.name}-{who}"))["Configuration"]
-        variables = found["Environment"]["Variables"]
+        variables = (await stack.function(who))["Environment"]["Variables"]
         settings = load({}, environ=variables)
         assert (settings.backend, settings.pool, settings.github_scope) == ("aws", stack.pool, "acme/app")
         assert (settings.ami, settings.iam_instance_profile) == ("ami-12c6146b", f"{stack.name}-agent")

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import pytest
 
-from remuda.adapters.aws.ec2.compute import Ec2Compute
 from remuda.adapters.local.compute import LocalCompute
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.domain.errors import CapacityError
@@ -24,63 +22,54 @@ from remuda.domain.resources import ResourceClass, RunnerRequest, Tier, TypePatt
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import POOL_TAG, PROVISION_TAG, Compute, LaunchRequest, LaunchResult, MachineState
 from simulation.memory.compute import MemoryCloud, MemoryCompute
-from tests.support.aws.ec2 import shared_ec2_server
+from tests.support.aws.ec2 import ec2_fixture
 from tests.support.records import LONG_S
 
 UNKNOWN = "i-00000000000000000"
 LARGE = ResourceClass(name="large", cpu=2, memory_mib=4096)
 
 
-class ComputeBackend(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class ComputeBackend:
     """A set of machines, with one compute adapter per pool."""
 
+    open: Callable[[str], Compute]
     #: Launch options that the backend requires.
-    launch: dict[str, str]
-
-    async def start(self) -> None: ...
-
-    def open(self, pool: str = "pool") -> Compute: ...
-
-    async def close(self) -> None:
-        """Terminate all machines and fail if processes are left."""
-        ...
+    launch: dict[str, str] = field(default_factory=dict)
 
 
-class LocalComputeBackend:
-    def __init__(self) -> None:
-        self.launch: dict[str, str] = {}
-        self._folder = Path(tempfile.mkdtemp(prefix="remuda-"))
-        self._source = self._folder / "source"
-        (self._source / "bin").mkdir(parents=True)
-        (self._source / "config.sh").write_text("#!/bin/sh\n")
-        self._pools: dict[str, LocalCompute] = {}
+@asynccontextmanager
+async def local_backend() -> AsyncIterator[ComputeBackend]:
+    """Fails if machines or processes are left after their termination."""
+    with tempfile.TemporaryDirectory(prefix="remuda-") as folder:
+        source = Path(folder) / "source"
+        (source / "bin").mkdir(parents=True)
+        (source / "config.sh").write_text("#!/bin/sh\n")
+        pools: dict[str, LocalCompute] = {}
 
-    async def start(self) -> None:
-        """Nothing to start."""
+        def open_compute(pool: str) -> Compute:
+            compute = LocalCompute(
+                root=Path(folder) / "machines",
+                pool=pool,
+                runner_source=source,
+                agent_command=["/bin/sh", "-c", "exec sleep 1000"],
+                clock=SystemClock(),
+                ids=SystemIds(),
+                calls=CallCounter(),
+                environment={"PATH": os.environ["PATH"]},
+            )
+            return pools.setdefault(pool, compute)
 
-    def open(self, pool: str = "pool") -> Compute:
-        compute = LocalCompute(
-            root=self._folder / "machines",
-            pool=pool,
-            runner_source=self._source,
-            agent_command=["/bin/sh", "-c", "exec sleep 1000"],
-            clock=SystemClock(),
-            ids=SystemIds(),
-            calls=CallCounter(),
-            environment={"PATH": os.environ["PATH"]},
-        )
-        return self._pools.setdefault(pool, compute)
-
-    async def close(self) -> None:
-        for compute in self._pools.values():
-            known = await compute.list_pool()
-            assert await compute.terminate([view.instance_id for view in known]) == {}
+        yield ComputeBackend(open=open_compute)
+        marks = []
+        for compute in pools.values():
+            known = [view.instance_id for view in await compute.list_pool()]
+            assert await compute.terminate(known) == {}
             views = await compute.list_pool()
             assert {view.state for view in views} <= {MachineState.TERMINATED}
+            marks += [view.instance_id.encode() for view in views]
             await compute.close()
-        marks = [view.instance_id.encode() for compute in self._pools.values() for view in await compute.list_pool()]
         assert not [path for path in Path("/proc").glob("[0-9]*/environ") if _has_any(path, marks)]
-        shutil.rmtree(self._folder)
 
 
 def _has_any(path: Path, marks: list[bytes]) -> bool:
@@ -91,61 +80,36 @@ def _has_any(path: Path, marks: list[bytes]) -> bool:
     return any(mark in content for mark in marks)
 
 
-class MemoryComputeBackend:
-    def __init__(self) -> None:
-        self.launch: dict[str, str] = {}
-        self._cloud = MemoryCloud(clock=SystemClock())
-
-    async def start(self) -> None:
-        """Nothing to start."""
-
-    def open(self, pool: str = "pool") -> Compute:
-        return MemoryCompute(cloud=self._cloud, pool=pool, calls=CallCounter())
-
-    async def close(self) -> None:
-        for name, machine in self._cloud.machines.items():
-            await self.open(machine.pool).terminate([name])
-        assert not [name for name in self._cloud.machines if self._cloud.is_alive(name)]
+@asynccontextmanager
+async def memory_backend() -> AsyncIterator[ComputeBackend]:
+    cloud = MemoryCloud(clock=SystemClock())
+    backend = ComputeBackend(open=lambda pool: MemoryCompute(cloud=cloud, pool=pool, calls=CallCounter()))
+    yield backend
+    for name, machine in cloud.machines.items():
+        await backend.open(machine.pool).terminate([name])
+    assert not [name for name in cloud.machines if cloud.is_alive(name)]
 
 
-class Ec2ComputeBackend:
-    def __init__(self) -> None:
-        self.launch: dict[str, str] = {}
-        self._server = shared_ec2_server()
-        self._stack = AsyncExitStack()
-
-    async def start(self) -> None:
-        self._server.reset()
-        self._client = await self._stack.enter_async_context(self._server.client())
-        self.launch = await self._server.launch_options(self._client)
-
-    def open(self, pool: str = "pool") -> Compute:
-        return Ec2Compute(client=self._client, pool=pool, clock=SystemClock(), ids=SystemIds(), calls=CallCounter())
-
-    async def close(self) -> None:
-        await self._stack.aclose()
+@asynccontextmanager
+async def ec2_backend() -> AsyncIterator[ComputeBackend]:
+    async with ec2_fixture() as made:
+        yield ComputeBackend(open=made.compute, launch=made.options)
 
 
-BACKENDS: dict[str, Callable[[], ComputeBackend]] = {
-    "ec2": Ec2ComputeBackend,
-    "local": LocalComputeBackend,
-    "memory": MemoryComputeBackend,
-}
+BACKENDS = {"ec2": ec2_backend, "local": local_backend, "memory": memory_backend}
 #: Prefixes of tags that a backend adds.
 OWN_TAGS = ("remuda:", "ghr:")
 
 
 @pytest.fixture(params=sorted(BACKENDS))
 async def backend(request: pytest.FixtureRequest) -> AsyncIterator[ComputeBackend]:
-    backend = BACKENDS[request.param]()
-    await backend.start()
-    yield backend
-    await backend.close()
+    async with BACKENDS[request.param]() as backend:
+        yield backend
 
 
 @pytest.fixture
 async def compute(backend: ComputeBackend) -> Compute:
-    opened = backend.open()
+    opened = backend.open("pool")
     await opened.prepare(backend.launch)
     return opened
 

@@ -20,16 +20,9 @@ from remuda.domain.instance import Instance, State
 from remuda.domain.signals import Signal
 from remuda.ports.calls import CallCounter
 from tests.conformance.conftest import DynamoStores
-from tests.support.aws.fault_proxy import (
-    FaultProxy,
-    after_forwarding,
-    cut_connection,
-    fail,
-    never_respond,
-    respond,
-)
+from tests.support.aws.fault_proxy import FaultProxy, after_forwarding, cut_connection, fail, never_respond, respond
 from tests.support.aws.servers import LOOPBACK, Ministack, unused_port
-from tests.support.records import LONG_S, at, birth, change, claim, instance, instance_id
+from tests.support.records import LONG_S, at, birth, change, claim_change, instance, instance_id
 from tests.support.virtual_time import AdjustableClock, EventRecorder
 
 ID = instance_id(1)
@@ -37,7 +30,7 @@ ID = instance_id(1)
 
 @pytest.fixture
 def stores(between: FaultProxy, dynamo_stores: DynamoStores) -> DynamoStores:
-    dynamo_stores.options["clock"] = AdjustableClock(longest_sleep_s=0.01)
+    dynamo_stores.arguments["clock"] = AdjustableClock(longest_sleep_s=0.01)
     return dynamo_stores
 
 
@@ -216,12 +209,12 @@ async def test_write_with_a_lost_response_is_recognised(
     """The condition of botocore's retry fails because of its first attempt; the conflict shows the written record."""
     idle = await store.apply(birth(instance()))
     between.then("UpdateItem", after_forwarding(fault))
-    ours = claim(idle, "p-1/a")
+    ours = claim_change(idle, "p-1/a")
     with pytest.raises(Conflict) as refused:
         await store.apply(ours)
     current: Instance = refused.value.current
     assert is_applied(ours, current)
-    assert not is_applied(claim(idle, "p-1/b"), current)
+    assert not is_applied(claim_change(idle, "p-1/b"), current)
     assert [entry.transition for entry in await store.history(ID)] == ["birth", "claim"], "with its history entry"
 
 
@@ -229,7 +222,7 @@ async def test_applied_write_with_a_lost_response_has_one_history_entry(
     store: DynamoInstanceStore, between: FaultProxy
 ) -> None:
     idle = await store.apply(birth(instance()))
-    ours = claim(idle, "p-1/a")
+    ours = claim_change(idle, "p-1/a")
     between.then("UpdateItem", *[after_forwarding(fail(400, "SomethingNew"))])
     with pytest.raises(Unavailable):
         await store.apply(ours)
@@ -366,7 +359,7 @@ async def test_delayed_history_is_recorded_in_the_event_log(
     between.then("BatchWriteItem", fail(400, "AccessDeniedException"))
     record = await other.apply(birth(instance()))
     async with asyncio.timeout(LONG_S):
-        while not notes.count("history-late"):
+        while not notes.count("history-write-failed"):
             await store.get(ID)
     await other.apply(change(record, transition="second", uses=1))
     await other.close()

@@ -19,7 +19,7 @@ from remuda.ports.calls import CallCounter
 from tests.conformance.conftest import DynamoStores
 from tests.support.aws.ec2 import PROFILE, Ec2Server, instance_credentials, shared_ec2_server
 from tests.support.aws.servers import aws_client
-from tests.support.records import LONG_S, birth, claim, instance, instance_id
+from tests.support.records import LONG_S, birth, claim_change, instance, instance_id
 from tests.support.virtual_time import AdjustableClock
 
 OLD, NEW = "AROAOLDOLDOLDOLD0:", "AROANEWNEWNEWNEW0:"
@@ -33,7 +33,7 @@ class SharedTable(DynamoStores):
 
     def __init__(self, client: Any, table: str) -> None:
         super().__init__(client, table, CallCounter())
-        self.clock = self.options["clock"] = AdjustableClock()
+        self.clock = self.arguments["clock"] = AdjustableClock()
         #: The prefix of the current role, as returned by IAM.
         self.role = OLD
         self.lookups = 0
@@ -42,10 +42,10 @@ class SharedTable(DynamoStores):
         self.lookups += 1
         return self.role
 
-    def control_plane(self, **more: Any) -> DynamoInstanceStore:
+    def control_plane(self, **more: Any) -> Any:
         return self.open(newest_prefix=self._newest, **more)
 
-    def agent(self, prefix: str) -> DynamoInstanceStore:
+    def agent(self, prefix: str) -> Any:
         return self.open(key_prefix=prefix)
 
     async def has_record(self, prefix: str, name: str) -> bool:
@@ -98,7 +98,7 @@ async def test_records_of_a_former_role_keep_their_keys(pool: SharedTable) -> No
             await store.apply(birth(instance(1)))
         assert caught.value.current == old
     workflow = pool.control_plane()
-    claimed = await workflow.apply(claim(old, "p-2/a"))
+    claimed = await workflow.apply(claim_change(old, "p-2/a"))
     await workflow.apply(birth(instance(2)))
     assert (await pool.has_record(OLD, FIRST), await pool.has_record(NEW, FIRST)) == (True, False)
     assert (await pool.has_record(OLD, SECOND), await pool.has_record(NEW, SECOND)) == (False, True)

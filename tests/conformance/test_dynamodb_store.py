@@ -36,7 +36,7 @@ from remuda.ports.calls import CallCounter
 from tests.conformance.conftest import DynamoStores
 from tests.support.aws.fault_proxy import FaultProxy, fail, respond_together
 from tests.support.aws.servers import Ministack, ministack
-from tests.support.dynamodb_permissions import denied_requests, iam_requests
+from tests.support.iam import denied_requests, iam_requests
 from tests.support.records import (
     LONG_S,
     NOW,
@@ -44,7 +44,7 @@ from tests.support.records import (
     at,
     birth,
     change,
-    claim,
+    claim_change,
     instance,
     instance_id,
     pool_config,
@@ -60,7 +60,7 @@ PREFIX = "AROAEXAMPLE:"
 
 @pytest.fixture
 def stores(between: FaultProxy, dynamo_stores: DynamoStores) -> DynamoStores:
-    dynamo_stores.options["key_prefix"] = PREFIX
+    dynamo_stores.arguments["key_prefix"] = PREFIX
     return dynamo_stores
 
 
@@ -73,6 +73,10 @@ def store(between: FaultProxy, store: DynamoInstanceStore) -> DynamoInstanceStor
 async def scanned(stores: DynamoStores, **more: Any) -> dict[str, dict[str, Any]]:
     """All items by partition key."""
     return {item["pk"]["S"]: item for item in (await stores.client.scan(TableName=stores.table, **more))["Items"]}
+
+
+def ended(record: Instance) -> Change:
+    return change(record, state=State.TERMINATED, forget_at=at(600))
 
 
 # Items ------------------------------------------------------------------------------------------------------------
@@ -240,7 +244,7 @@ async def test_terminated_records_and_settled_provisions_expire(
 ) -> None:
     idle = await store.apply(birth(instance(1, forget_at=at(5))))
     record = await store.apply(birth(instance(2)))
-    await store.apply(change(record, state=State.TERMINATED, forget_at=at(600)))
+    await store.apply(ended(record))
     await store.beat(ID, **BEAT)
     open_one, released = provision(1, run_id="1"), provision(2, run_id="2")
     released = provisions.released(released, now=NOW, why="done")
@@ -412,7 +416,7 @@ async def test_every_query_reads_all_pages(
 
 async def test_conflict_needs_no_second_read(store: DynamoInstanceStore, between: FaultProxy) -> None:
     idle = await store.apply(birth(instance()))
-    winner = await store.apply(claim(idle, "p-1/a"))
+    winner = await store.apply(claim_change(idle, "p-1/a"))
     opened = provision()
     await store.put_provision(opened)
     await store.write_signal(ID, epoch=2, signal=Signal.UD_REG_OK)
@@ -420,7 +424,7 @@ async def test_conflict_needs_no_second_read(store: DynamoInstanceStore, between
     between.requests.clear()
     shown = []
     for call in (
-        store.apply(claim(idle, "p-2/b")),
+        store.apply(claim_change(idle, "p-2/b")),
         store.put_provision(opened),
         store.write_signal(ID, epoch=1, signal=Signal.UD_OK),
     ):
@@ -441,8 +445,7 @@ async def test_terminations_are_confirmed_in_one_call(
     for record in records:
         await store.beat(record.instance_id, **BEAT)
     between.requests.clear()
-    over: dict[str, Any] = {"state": State.TERMINATED, "forget_at": at(600)}
-    assert await store.apply_all([change(record, **over) for record in records]) == [None] * CHANGES_PER_TRANSACTION
+    assert await store.apply_all([ended(record) for record in records]) == [None] * CHANGES_PER_TRANSACTION
     assert between.requests["TransactWriteItems"] == 1
     assert "UpdateItem" not in between.requests
     report = await stores.client.get_item(TableName=stores.table, Key=items.ItemKeys(prefix=PREFIX).report(ID))
@@ -455,9 +458,8 @@ async def test_instance_without_a_report_costs_one_more_call(
 ) -> None:
     records = [await store.apply(birth(instance(number))) for number in range(4)]
     await store.beat(ID, **BEAT)
-    over: dict[str, Any] = {"state": State.TERMINATED, "forget_at": at(600)}
     between.requests.clear()
-    assert await store.apply_all([change(record, **over) for record in records]) == [None] * 4
+    assert await store.apply_all([ended(record) for record in records]) == [None] * 4
     assert between.requests["TransactWriteItems"] == 2
     assert "UpdateItem" not in between.requests
     ends = {pk: item.get("ttl") for pk, item in (await scanned(stores)).items() if "report#" in pk}
@@ -471,10 +473,9 @@ async def test_conflicting_change_is_written_alone_and_the_others_together(
     records = [await store.apply(birth(instance(number))) for number in range(6)]
     for record in records[:4]:
         await store.beat(record.instance_id, **BEAT)
-    moved = await store.apply(claim(records[2], "p-1/a"))
-    over: dict[str, Any] = {"state": State.TERMINATED, "forget_at": at(600)}
+    moved = await store.apply(claim_change(records[2], "p-1/a"))
     between.requests.clear()
-    failures = await store.apply_all([change(record, **over) for record in records])
+    failures = await store.apply_all([ended(record) for record in records])
     assert [failure.current for failure in failures if isinstance(failure, Conflict)] == [moved]
     assert failures.count(None) == 5
     assert (between.requests["TransactWriteItems"], between.requests["UpdateItem"]) == (2, 1)

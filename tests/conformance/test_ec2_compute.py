@@ -103,48 +103,39 @@ async def test_template_of_another_owner_is_rejected(world: Ec2Fixture) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("ami", ""),
-        ("ami", "ubuntu"),
-        ("subnet-ids", ""),
-        ("subnet-ids", "subnet-12345678 vpc-1"),
-        ("security-group-ids", "default"),
-        ("iam-instance-profile", ""),
-        ("iam-instance-profile", "arn:aws:iam::1:role/x"),
-        ("spot-fallback", "yes"),
-        ("actions-runner-version", "latest"),
-        ("actions-runner-sha256", "abc"),
-        ("agent-url", "http://example.com/remuda.whl"),
-        ("agent-url", "https://user:secret@example.com/remuda.whl"),
-        ("agent-url", "https://example.com/remuda.whl?X-Amz-Signature=secret"),
-        ("github-environment", "line\nbreak"),
-        ("pre-runner-script", "\0"),
-        ("colour", "red"),
-    ],
-)
-async def test_invalid_options_are_reported_before_any_call(world: Ec2Fixture, field: str, value: str) -> None:
-    before = world.server.requests()
-    with pytest.raises(UserError) as caught:
-        await world.compute().prepare({**world.options, field: value})
-    assert caught.value.field == field
-    assert caught.value.fix
-    assert "secret" not in caught.value.message
-    assert world.server.requests() == before
-
-
-@pytest.mark.parametrize(
     ("options", "field"),
     [
+        ({"ami": ""}, "ami"),
+        ({"ami": "ubuntu"}, "ami"),
+        ({"subnet-ids": ""}, "subnet-ids"),
+        ({"subnet-ids": "subnet-12345678 vpc-1"}, "subnet-ids"),
+        ({"security-group-ids": "default"}, "security-group-ids"),
+        ({"iam-instance-profile": ""}, "iam-instance-profile"),
+        ({"iam-instance-profile": "arn:aws:iam::1:role/x"}, "iam-instance-profile"),
+        ({"spot-fallback": "yes"}, "spot-fallback"),
+        ({"actions-runner-version": "latest"}, "actions-runner-version"),
+        ({"actions-runner-sha256": "abc"}, "actions-runner-sha256"),
+        ({"agent-url": "http://example.com/remuda.whl"}, "agent-url"),
+        ({"agent-url": "https://user:secret@example.com/remuda.whl"}, "agent-url"),
+        ({"agent-url": "https://example.com/remuda.whl?X-Amz-Signature=secret"}, "agent-url"),
+        ({"github-environment": "line\nbreak"}, "github-environment"),
+        ({"pre-runner-script": "\0"}, "pre-runner-script"),
+        ({"colour": "red"}, "colour"),
         ({"agent-url": "https://example.com/remuda.tar.gz"}, "agent-sha256"),
         ({"agent-url": "s3://bucket/remuda-1-py3-none-any.whl", "agent-sha256": "0" * 64}, "python-url"),
         ({"actions-runner-version": "2.336.0"}, "actions-runner-sha256"),
     ],
 )
-async def test_download_without_digest_is_rejected(world: Ec2Fixture, options: dict[str, str], field: str) -> None:
+async def test_invalid_options_are_reported_before_any_call(
+    world: Ec2Fixture, options: dict[str, str], field: str
+) -> None:
+    before = world.server.requests()
     with pytest.raises(UserError) as caught:
         await world.compute().prepare({**world.options, **options})
     assert caught.value.field == field
+    assert caught.value.fix
+    assert "secret" not in caught.value.message
+    assert world.server.requests() == before
 
 
 @pytest.mark.parametrize(

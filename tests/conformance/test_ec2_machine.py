@@ -13,8 +13,8 @@ from remuda.adapters.aws.imds import DEFAULT_ENDPOINT, TOKEN_TTL_S, Ec2Machine, 
 from remuda.adapters.aws.user_data import MachineLayout
 from remuda.domain.errors import Unavailable, UserError
 from remuda.ports.machine import AgentState, Identity, Machine, ScriptStatus, StepResult
-from tests.support.fake_imds import INSTANCE_ID, FakeImds, fake_imds
 from tests.support.records import LONG_S
+from tests.support.user_data import INSTANCE_ID, FakeImds, fake_imds
 from tests.support.virtual_time import FixedClock
 
 START = datetime(2026, 1, 1, tzinfo=UTC)

@@ -33,8 +33,7 @@ from simulation.memory.compute import MemoryCloud, MemoryCompute, MemoryFleet, M
 from tests.support.aws.ec2 import LINUX_AMI, shared_ec2_server, slow_server_config
 from tests.support.fleet_servers import TOKEN, FleetInstance, FleetState, FleetUrls, serve_fleet
 from tests.support.records import LONG_S, NOW
-from tests.support.scale_down_scenarios import REFUSED, SCENARIOS, expected, variables
-from tests.support.scripted_fleet import ENVIRONMENT, tags
+from tests.support.scripted_fleet import ENVIRONMENT, REFUSED, SCENARIOS, expected, tags, variables
 from tests.support.virtual_time import AdjustableClock, FixedClock
 
 ORPHAN = "ghr:orphan"

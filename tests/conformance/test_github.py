@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 import pytest
@@ -18,6 +18,7 @@ from remuda.fake_github.client import FakeGitHubClient
 from remuda.ports.calls import CallCounter
 from remuda.ports.github import Deletion, GitHub
 from simulation.memory.github import MemoryGitHub, MemoryGitHubServer
+from tests.conformance.conftest import Adapters
 from tests.support.records import LONG_S
 from tests.support.virtual_time import AdjustableClock
 
@@ -30,28 +31,19 @@ KNOWN = [REPO, ORG, BUSY_REPO, LONG_REPO]
 MANY = 205
 
 
-class GitHubs(Protocol):
-    """A GitHub. Each `open` returns a client like that of another process."""
-
-    calls: CallCounter
-
-    def open(self, token: str | None = None) -> GitHub: ...
-
-    async def grant(self, *, scopes: Sequence[str] = (), write: bool = True) -> str: ...
+class GitHubs(Adapters):
+    async def grant(self, *, scopes: Sequence[str] = (), write: bool = True) -> str:
+        raise NotImplementedError
 
     async def run_job(self, scope: str, name: str, labels: Sequence[str]) -> int:
         """Register a runner that runs a job. Return its id."""
-        ...
+        raise NotImplementedError
 
 
-class MemoryGitHubs:
+class MemoryGitHubs(GitHubs):
     def __init__(self) -> None:
-        self.calls = CallCounter()
         self._github = MemoryGitHubServer(clock=SystemClock(), known_scopes=KNOWN)
-        self._token = self._github.grant()
-
-    def open(self, token: str | None = None) -> GitHub:
-        return MemoryGitHub(github=self._github, token=token or self._token, calls=self.calls)
+        super().__init__(MemoryGitHub, github=self._github, token=self._github.grant())
 
     async def grant(self, *, scopes: Sequence[str] = (), write: bool = True) -> str:
         return self._github.grant(scopes=scopes, write=write)
@@ -67,31 +59,20 @@ class MemoryGitHubs:
         return runner.runner_id
 
 
-class GitHubClients:
+class GitHubClients(GitHubs):
     def __init__(self, endpoint: Endpoint) -> None:
-        self.calls = CallCounter()
-        self._endpoint = endpoint
+        self._url = endpoint.url
         self.admin = FakeGitHubClient(endpoint.url, endpoint.token)
-
-    def open(self, token: str | None = None) -> GitHub:
-        return GitHubClient(
-            api_url=self._endpoint.url,
-            token=token or self._endpoint.token,
-            clock=AdjustableClock(longest_sleep_s=0.01),
-            ids=SystemIds(),
-            calls=self.calls,
-        )
+        given: dict[str, Any] = {"clock": AdjustableClock(longest_sleep_s=0.01), "ids": SystemIds()}
+        super().__init__(GitHubClient, api_url=endpoint.url, token=endpoint.token, **given)
 
     async def grant(self, *, scopes: Sequence[str] = (), write: bool = True) -> str:
         return await self.admin.issue_token(scopes=scopes, write=write)
 
     async def run_job(self, scope: str, name: str, labels: Sequence[str]) -> int:
-        github = self.open()
-        token = (await github.registration_token(scope)).token
-        await github.close()
-        url = self._endpoint.url
-        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=LONG_S) as http:
-            body = {"url": f"{url}/{scope}", "token": token, "name": name, "labels": list(labels)}
+        token = (await self.open().registration_token(scope)).token
+        async with httpx.AsyncClient(base_url=self._url, trust_env=False, timeout=LONG_S) as http:
+            body = {"url": f"{self._url}/{scope}", "token": token, "name": name, "labels": list(labels)}
             files = (await http.post("/_runner/register", json=body)).json()["files"]
             http.headers["authorization"] = f"Bearer {files['.credentials']['data']['token']}"
             session = (await http.post("/_runner/sessions", json={"version": "1"})).json()["session"]
@@ -107,13 +88,12 @@ async def fake_github(endpoint: Endpoint) -> AsyncIterator[GitHubClients]:
     github_clients = GitHubClients(endpoint)
     await github_clients.admin.clear_faults()
     await github_clients.admin.change_settings(known_scopes=KNOWN, enforce_rate_limit=False)
-    github = github_clients.open()
+    github = github_clients.open(calls=CallCounter())
     for scope in (REPO, ORG):
         for runner in await github.list_runners(scope):
             await github.delete_runner(scope, runner.runner_id)
-    await github.close()
-    github_clients.calls = CallCounter()
     yield github_clients
+    await github_clients.close()
     await github_clients.admin.clear_faults()
     await github_clients.admin.aclose()
 
@@ -125,9 +105,8 @@ def github_clients(request: pytest.FixtureRequest) -> GitHubs:
 
 @pytest.fixture
 async def github(github_clients: GitHubs) -> AsyncIterator[GitHub]:
-    github = github_clients.open()
-    yield github
-    await github.close()
+    yield github_clients.open()
+    await github_clients.close()
 
 
 async def names(github: GitHub, scope: str = REPO) -> list[str]:
@@ -203,7 +182,7 @@ WRONG = "ghp_wrongwrongwrong"
 
 
 async def test_unknown_credential_is_a_user_error(github_clients: GitHubs) -> None:
-    github = github_clients.open(WRONG)
+    github = github_clients.open(token=WRONG)
     for call in (
         github.registration_token(REPO),
         github.removal_token(REPO),
@@ -217,25 +196,23 @@ async def test_unknown_credential_is_a_user_error(github_clients: GitHubs) -> No
         assert error.value.field == "github-token"
         assert WRONG not in f"{error.value!r} {error.value} {error.value.fix} {error.value.__cause__!r}"
     assert WRONG not in repr(github)
-    await github.close()
 
 
 async def test_read_only_credential(github_clients: GitHubs) -> None:
-    github = github_clients.open(await github_clients.grant(write=False))
+    github = github_clients.open(token=await github_clients.grant(write=False))
     assert await github.list_runners(REPO) == []
     for call in (github.registration_token(REPO), github.delete_runner(REPO, 1)):
         with pytest.raises(UserError) as error:
             await call
         assert error.value.field == "github-token"
-    await github.close()
 
 
 async def test_inaccessible_scope_is_a_user_error(github_clients: GitHubs) -> None:
     """GitHub returns 404, which must not be taken for a scope without runners."""
-    for token, scope in ((None, "nobody/nothing"), (await github_clients.grant(scopes=[ORG]), REPO)):
-        if token is not None and isinstance(github_clients, GitHubClients):
+    restricted = github_clients.open(token=await github_clients.grant(scopes=[ORG]))
+    for github, scope in ((github_clients.open(), "nobody/nothing"), (restricted, REPO)):
+        if github is restricted and isinstance(github_clients, GitHubClients):
             continue  # here an owner's token covers its repositories
-        github = github_clients.open(token)
         for call in (
             github.registration_token(scope),
             github.removal_token(scope),
@@ -247,17 +224,14 @@ async def test_inaccessible_scope_is_a_user_error(github_clients: GitHubs) -> No
             assert error.value.field == "github-scope"
         assert await github.get_runner(scope, 1) is None
         assert await github.delete_runner(scope, 1) is Deletion.GONE
-        await github.close()
 
 
 # Network failures ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-async def client(fake_github: GitHubClients) -> AsyncIterator[GitHub]:
-    github = fake_github.open()
-    yield github
-    await github.close()
+def client(fake_github: GitHubClients) -> Any:
+    return fake_github.open()
 
 
 async def test_deletion_with_a_lost_response(fake_github: GitHubClients, client: GitHub) -> None:
@@ -364,28 +338,19 @@ async def test_failed_calls_are_counted(fake_github: GitHubClients, client: GitH
     await fake_github.admin.set_fault("status", operation="list", status=502)
     await client.list_runners(REPO)
     assert await client.get_runner(REPO, 1) is None
-    wrong = fake_github.open(WRONG)
     with pytest.raises(UserError):
-        await wrong.registration_token(REPO)
-    await wrong.close()
+        await fake_github.open(token=WRONG).registration_token(REPO)
     counted = fake_github.calls.outcomes()
     # One list and one lookup succeed; 404 is not a failure.
     assert counted["github", "GET runners"] == (2, 1)
     assert counted["github", "POST registration-token"] == (0, 1)
 
 
-async def test_unreachable_server() -> None:
-    github = GitHubClient(
-        api_url="http://127.0.0.1:9",
-        token="ghp_secret",
-        clock=AdjustableClock(longest_sleep_s=0.01),
-        ids=SystemIds(),
-        calls=CallCounter(),
-    )
+async def test_unreachable_server(fake_github: GitHubClients) -> None:
+    github = fake_github.open(api_url="http://127.0.0.1:9", token="ghp_secret")
     with pytest.raises(Unavailable) as error:
         await github.list_runners(REPO)
     assert "ghp_secret" not in f"{error.value!r} {error.value.__context__!r} {github!r} {vars(github)!r}"
-    await github.close()
 
 
 async def test_local_github_is_called_without_a_proxy(
@@ -395,9 +360,7 @@ async def test_local_github_is_called_without_a_proxy(
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
-    github = fake_github.open()
-    assert await github.list_runners(REPO) == []
-    await github.close()
+    assert await fake_github.open().list_runners(REPO) == []
 
 
 def test_registration_url() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +20,7 @@ from remuda.adapters.system.clock import SystemIds
 from remuda.domain.errors import Conflict, Throttled, Unavailable, UserError
 from remuda.fake_github import Endpoint
 from remuda.ports.calls import CallCounter
+from tests.conformance.conftest import Adapters
 from tests.support.records import LONG_S
 from tests.support.virtual_time import AdjustableClock
 
@@ -54,23 +55,25 @@ def clock() -> AdjustableClock:
     return AdjustableClock(longest_sleep_s=0.0)
 
 
+Connect = Callable[..., GitHubClient]
+
+
 @pytest.fixture
-async def github(
-    endpoint: Endpoint, admin: httpx.Client, clock: AdjustableClock, calls: CallCounter
-) -> AsyncIterator[GitHubClient]:
-    made = GitHubClient(api_url=endpoint.url, token=endpoint.token, clock=clock, ids=SystemIds(), calls=calls)
-    yield made
+async def connect(endpoint: Endpoint, clock: AdjustableClock, calls: CallCounter) -> AsyncIterator[Connect]:
+    """Return a function that opens clients, which are closed after the test."""
+    made = Adapters(GitHubClient, api_url=endpoint.url, clock=clock, ids=SystemIds(), calls=calls)
+    yield made.open
     await made.close()
 
 
 @pytest.fixture
-async def app(
-    endpoint: Endpoint, admin: httpx.Client, clock: AdjustableClock, calls: CallCounter
-) -> AsyncIterator[GitHubClient]:
-    auth = AppAuth(app_id=APP_ID, key=pem(KEY), clock=clock)
-    made = GitHubClient(api_url=endpoint.url, auth=auth, clock=clock, ids=SystemIds(), calls=calls)
-    yield made
-    await made.close()
+def github(endpoint: Endpoint, admin: httpx.Client, connect: Connect) -> GitHubClient:
+    return connect(token=endpoint.token)
+
+
+@pytest.fixture
+def app(admin: httpx.Client, connect: Connect, clock: AdjustableClock) -> GitHubClient:
+    return connect(auth=AppAuth(app_id=APP_ID, key=pem(KEY), clock=clock))
 
 
 def add_fault(admin: httpx.Client, kind: str, operation: str, **more: Any) -> None:
@@ -122,16 +125,14 @@ async def test_missing_installation_is_reported(app: GitHubClient) -> None:
 
 @pytest.mark.parametrize("change", [{"app_id": "1"}, {"ahead_s": 2 * HOUR_S}, {"ahead_s": -2 * HOUR_S}, {"key": True}])
 async def test_rejected_jwt_is_reported(
-    endpoint: Endpoint, admin: httpx.Client, clock: AdjustableClock, change: dict[str, Any]
+    admin: httpx.Client, connect: Connect, clock: AdjustableClock, change: dict[str, Any]
 ) -> None:
     clock.ahead_s = change.get("ahead_s", 0.0)
     key = rsa.generate_private_key(public_exponent=65537, key_size=2048) if change.get("key") else KEY
     auth = AppAuth(app_id=change.get("app_id", APP_ID), key=pem(key), clock=clock)
-    github = GitHubClient(api_url=endpoint.url, auth=auth, clock=clock, ids=SystemIds(), calls=CallCounter())
     with pytest.raises(UserError, match="rejects the App") as caught:
-        await github.list_runners(REPO)
+        await connect(auth=auth).list_runners(REPO)
     assert caught.value.field == "github-app-key"
-    await github.close()
 
 
 @pytest.mark.parametrize("key", ["", "secret-nonsense", pem(ec.generate_private_key(ec.SECP256R1()))])
@@ -172,13 +173,11 @@ async def test_no_secret_is_logged(
 # Static tokens
 
 
-async def test_static_token_is_not_replaced(endpoint: Endpoint, clock: AdjustableClock, calls: CallCounter) -> None:
-    github = GitHubClient(api_url=endpoint.url, token="wrong", clock=clock, ids=SystemIds(), calls=calls)
+async def test_static_token_is_not_replaced(connect: Connect, calls: CallCounter) -> None:
     with pytest.raises(UserError, match="401") as caught:
-        await github.list_runners(REPO)
+        await connect(token="wrong").list_runners(REPO)
     assert caught.value.field == "github-token"
     assert calls.by_service()["github"] == {"GET runners": 1}
-    await github.close()
 
 
 async def test_static_token_is_not_logged(
@@ -228,15 +227,11 @@ async def enterprise(endpoint: Endpoint) -> AsyncIterator[str]:
 @pytest.mark.parametrize("scope", [REPO, ORG])
 @pytest.mark.parametrize("slash", ["", "/"])
 async def test_enterprise_server_with_a_token_or_an_app(
-    endpoint: Endpoint, admin: httpx.Client, enterprise: str, clock: AdjustableClock, scope: str, slash: str
+    endpoint: Endpoint, app: GitHubClient, connect: Connect, enterprise: str, scope: str, slash: str
 ) -> None:
-    app = AppAuth(app_id=APP_ID, key=pem(KEY), clock=clock)
-    for credential in ({"token": endpoint.token}, {"auth": app}):
-        github = GitHubClient(
-            api_url=enterprise + slash, clock=clock, ids=SystemIds(), calls=CallCounter(), **credential
-        )
+    for credential in ({"token": endpoint.token}, {"auth": app._auth}):
+        github = connect(api_url=enterprise + slash, **credential)
         assert (await github.registration_token(scope)).token
-        await github.close()
 
 
 # Rate limits
@@ -281,14 +276,12 @@ def used_up(endpoint: Endpoint, admin: httpx.Client) -> Iterator[tuple[str, floa
 
 
 async def test_used_up_limit_ends_at_its_reset(
-    endpoint: Endpoint, used_up: tuple[str, float], clock: AdjustableClock
+    connect: Connect, used_up: tuple[str, float], clock: AdjustableClock
 ) -> None:
     token, reset = used_up
-    github = GitHubClient(api_url=endpoint.url, token=token, clock=clock, ids=SystemIds(), calls=CallCounter())
     clock.ahead_s = reset - 1_000 - clock.now().timestamp()
     with pytest.raises(Throttled) as caught:
-        await github.list_runners(REPO)
-    await github.close()
+        await connect(token=token).list_runners(REPO)
     # If a new hour has begun, it is the reset of that hour.
     assert 900 < caught.value.retry_after_s % HOUR_S <= 1_000
 

@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 
 from remuda.adapters.aws.clients import AwsClients
 from remuda.adapters.aws.sqs import MAX_REASON, RETENTION_S, VISIBILITY_S, SqsResourcePool, _delivery
-from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.domain.errors import NotFound, Throttled, Unavailable, UserError
 from remuda.domain.resources import PoolMessage, Tier, UsageClass
 from remuda.ports.calls import CallCounter
 from remuda.ports.pool import BATCH, Delivery, ResourcePool
-from tests.conformance.conftest import POOLS_WITH_EXPIRING_RECEIPTS, Pools
+from tests.conformance.conftest import POOLS_WITH_EXPIRING_RECEIPTS, Pools, SqsPools
 from tests.support.aws.fault_proxy import FaultProxy, fail, fault_proxy, respond
 from tests.support.aws.servers import LOOPBACK, Ministack, unused_port
 from tests.support.records import LONG_S, SHORT_S, message
@@ -58,7 +57,7 @@ async def test_unknown_class_raises_not_found(pool: ResourcePool) -> None:
         pool.receive("small", visibility_s=1),
         pool.send([message(1), message(2, resource_class="small")]),
         pool.delete("small", ["r-1"]),
-        pool.hand_back("small", ["r-1"]),
+        pool.make_visible("small", ["r-1"]),
         pool.depth("small"),
     ):
         with pytest.raises(NotFound):
@@ -122,14 +121,14 @@ async def test_more_messages_than_a_batch_are_deleted(pool: ResourcePool) -> Non
     await pool.delete("large", [])
 
 
-async def test_handed_back_message_is_visible_immediately(pool: ResourcePool, other_pool: ResourcePool) -> None:
+async def test_message_made_visible_is_received_at_once(pool: ResourcePool, other_pool: ResourcePool) -> None:
     await pool.send([message(number) for number in range(12)])
     deliveries = await drain(pool)
-    await pool.hand_back("large", receipts(deliveries))
+    await pool.make_visible("large", receipts(deliveries))
     again = await drain(other_pool)
     assert numbers(again) == list(range(12))
     assert set(receipts(again)).isdisjoint(receipts(deliveries))
-    await pool.hand_back("large", [])
+    await pool.make_visible("large", [])
 
 
 async def test_stale_receipt_is_ignored(pools: Pools, pool: ResourcePool, other_pool: ResourcePool) -> None:
@@ -138,11 +137,11 @@ async def test_stale_receipt_is_ignored(pools: Pools, pool: ResourcePool, other_
     await pools.advance(HIDDEN_S + 1)
     (second,) = await other_pool.receive("large", visibility_s=HIDDEN_S)
     await pool.delete("large", [first.receipt])
-    await pool.hand_back("large", [first.receipt])
+    await pool.make_visible("large", [first.receipt])
     assert await pool.receive("large", visibility_s=HIDDEN_S) == []
     await other_pool.delete("large", [second.receipt])
     await other_pool.delete("large", [second.receipt])
-    await other_pool.hand_back("large", [second.receipt])
+    await other_pool.make_visible("large", [second.receipt])
     assert await pool.depth("large") == 0
 
 
@@ -192,7 +191,7 @@ async def test_waiting_receive_returns_a_new_message(pool: ResourcePool, other_p
         assert numbers(await waiting) == [2]
 
 
-async def test_waiting_receive_returns_a_handed_back_message(pool: ResourcePool, other_pool: ResourcePool) -> None:
+async def test_waiting_receive_returns_a_message_made_visible(pool: ResourcePool, other_pool: ResourcePool) -> None:
     await pool.send([message(1)])
     await pool.receive("large", visibility_s=SHORT_S)
     async with asyncio.timeout(LONG_S):
@@ -200,7 +199,7 @@ async def test_waiting_receive_returns_a_handed_back_message(pool: ResourcePool,
         async with asyncio.TaskGroup() as group:
             waiting = group.create_task(other_pool.receive("large", visibility_s=HIDDEN_S, wait_s=2 * LONG_S))
             assert await other_pool.receive("large", visibility_s=HIDDEN_S, wait_s=SHORT_S) == []
-            await pool.hand_back("large", [again.receipt])
+            await pool.make_visible("large", [again.receipt])
             assert numbers(await waiting) == [1]
 
 
@@ -215,7 +214,6 @@ async def test_each_message_is_delivered_to_one_receiver(pools: Pools, pool: Res
         await pool.send([message(number) for number in range(12)])
         deliveries = [delivery for wait in waits for delivery in await wait]
     assert numbers(deliveries) == list(range(12))
-    await asyncio.gather(*(each.close() for each in receivers))
 
 
 async def test_cancelled_receive_loses_no_message(pools: Pools, pool: ResourcePool) -> None:
@@ -265,11 +263,11 @@ async def test_calls_are_counted_per_batch(pools: Pools, pool: ResourcePool) -> 
         *await pool.receive("large", visibility_s=HIDDEN_S),
         *await pool.receive("large", visibility_s=HIDDEN_S),
     ]
-    await pool.hand_back("large", receipts(deliveries)[:1])
+    await pool.make_visible("large", receipts(deliveries)[:1])
     await pool.delete("large", receipts(deliveries))
     counts = pools.calls.by_service()
     counted = {operation: counts[service][name] for operation, (service, name) in pools.counted.items()}
-    assert counted == {"send": 3, "receive": 2, "hand_back": 1, "delete": 2}
+    assert counted == {"send": 3, "receive": 2, "make_visible": 1, "delete": 2}
 
 
 # SQS: changed queues, partial batches, short polls, malformed bodies --------------------------------------------------
@@ -283,79 +281,62 @@ async def sqs_proxy(server: Ministack, monkeypatch: pytest.MonkeyPatch) -> Async
 
 
 @pytest.fixture
-async def client(sqs_proxy: FaultProxy, clients: AwsClients) -> Any:
-    return await clients.sqs()
-
-
-def open_pool(client: Any, prefix: str, calls: CallCounter) -> SqsResourcePool:
-    return SqsResourcePool(client=client, prefix=prefix, clock=SystemClock(), ids=SystemIds(), calls=calls)
+async def sqs(sqs_proxy: FaultProxy, sqs_pools: SqsPools) -> SqsPools:
+    """Pools that call SQS through the proxy."""
+    return sqs_pools
 
 
 @pytest.fixture
-async def sqs_pool(client: Any, table_name: str, calls: CallCounter) -> SqsResourcePool:
-    pool = open_pool(client, table_name, calls)
+async def sqs_pool(sqs: SqsPools) -> SqsResourcePool:
+    pool: SqsResourcePool = sqs.open()
     await pool.prepare(["large"])
     return pool
 
 
-@pytest.fixture
-async def url(client: Any, table_name: str, sqs_pool: SqsResourcePool) -> str:
-    """The URL of the queue of class large."""
-    return await queue_url(client, f"{table_name}-large")
-
-
-async def queue_url(client: Any, name: str) -> str:
-    return str((await client.get_queue_url(QueueName=name))["QueueUrl"])
-
-
-async def attributes(client: Any, name: str) -> dict[str, str]:
-    url = await queue_url(client, name)
-    found: dict[str, str] = (await client.get_queue_attributes(QueueUrl=url, AttributeNames=["All"]))["Attributes"]
+async def attributes(sqs: SqsPools, resource_class: str) -> dict[str, str]:
+    url = await sqs.url(resource_class)
+    found: dict[str, str] = (await sqs.client.get_queue_attributes(QueueUrl=url, AttributeNames=["All"]))["Attributes"]
     return found
 
 
 # Queues ---------------------------------------------------------------------------------------------------------------
 
 
-async def test_queue_attributes(client: Any, table_name: str, calls: CallCounter) -> None:
-    pool = open_pool(client, table_name, calls)
-    assert await pool.prepare(["large"]) == [f"queue {table_name}-large"]
-    found = await attributes(client, f"{table_name}-large")
+async def test_queue_attributes(sqs: SqsPools) -> None:
+    assert await sqs.open().prepare(["large"]) == [f"queue {sqs.prefix}-large"]
+    found = await attributes(sqs, "large")
     assert found["MessageRetentionPeriod"] == str(RETENTION_S)
     assert found["VisibilityTimeout"] == str(VISIBILITY_S)
 
 
-async def test_changed_queue_is_repaired(sqs_pool: SqsResourcePool, client: Any, table_name: str, url: str) -> None:
-    await client.set_queue_attributes(QueueUrl=url, Attributes={"MessageRetentionPeriod": "60", "DelaySeconds": "900"})
-    assert await sqs_pool.prepare(["large"]) == [f"DelaySeconds, MessageRetentionPeriod of queue {table_name}-large"]
+async def test_changed_queue_is_repaired(sqs: SqsPools, sqs_pool: SqsResourcePool) -> None:
+    changed = {"MessageRetentionPeriod": "60", "DelaySeconds": "900"}
+    await sqs.client.set_queue_attributes(QueueUrl=await sqs.url("large"), Attributes=changed)
+    assert await sqs_pool.prepare(["large"]) == [f"DelaySeconds, MessageRetentionPeriod of queue {sqs.prefix}-large"]
     assert await sqs_pool.prepare(["large"]) == []
 
 
-async def test_queue_with_a_dead_letter_queue_is_rejected(
-    sqs_pool: SqsResourcePool, client: Any, table_name: str, url: str
-) -> None:
+async def test_queue_with_a_dead_letter_queue_is_rejected(sqs: SqsPools, sqs_pool: SqsResourcePool) -> None:
     await sqs_pool.prepare(["large", "grave"])
-    arn = (await attributes(client, f"{table_name}-grave"))["QueueArn"]
+    arn = (await attributes(sqs, "grave"))["QueueArn"]
     policy = json.dumps({"deadLetterTargetArn": arn, "maxReceiveCount": 5})
-    await client.set_queue_attributes(QueueUrl=url, Attributes={"RedrivePolicy": policy})
-    with pytest.raises(UserError, match=f"queue {table_name}-large has a dead-letter queue") as refused:
+    await sqs.client.set_queue_attributes(QueueUrl=await sqs.url("large"), Attributes={"RedrivePolicy": policy})
+    with pytest.raises(UserError, match=f"queue {sqs.prefix}-large has a dead-letter queue") as refused:
         await sqs_pool.prepare(["large"])
     assert "redrive" in refused.value.fix
 
 
-async def test_invalid_queue_name_is_rejected(client: Any, calls: CallCounter) -> None:
+async def test_invalid_queue_name_is_rejected(sqs: SqsPools) -> None:
     for prefix in ("remuda " + "x", "p" * 80):
         with pytest.raises(UserError, match="is not a valid queue name"):
-            await open_pool(client, prefix, calls).prepare(["large"])
+            await sqs.open(prefix=prefix).prepare(["large"])
 
 
-async def test_deleted_queue_is_created_again(
-    sqs_pool: SqsResourcePool, client: Any, table_name: str, url: str
-) -> None:
+async def test_deleted_queue_is_created_again(sqs: SqsPools, sqs_pool: SqsResourcePool) -> None:
     await sqs_pool.send([message(1)])
-    await client.delete_queue(QueueUrl=url)
+    await sqs.client.delete_queue(QueueUrl=await sqs.url("large"))
     for call in (sqs_pool.receive("large", visibility_s=1), sqs_pool.send([message(1)]), sqs_pool.depth("large")):
-        with pytest.raises(NotFound, match=f"no queue {table_name}-large") as missing:
+        with pytest.raises(NotFound, match=f"no queue {sqs.prefix}-large") as missing:
             await call
         assert "remuda refresh" in missing.value.fix
     assert await sqs_pool.prepare(["large"]) != []
@@ -370,10 +351,8 @@ async def test_recently_deleted_queue_is_unavailable(sqs_pool: SqsResourcePool, 
     assert "refresh" in refused.value.fix
 
 
-async def test_queue_url_is_cached(
-    sqs_pool: SqsResourcePool, table_name: str, sqs_proxy: FaultProxy, client: Any
-) -> None:
-    other = open_pool(client, table_name, CallCounter())
+async def test_queue_url_is_cached(sqs: SqsPools, sqs_pool: SqsResourcePool, sqs_proxy: FaultProxy) -> None:
+    other = sqs.open()
     sqs_proxy.requests.clear()
     for _ in range(3):
         await other.depth("large")
@@ -395,20 +374,22 @@ async def test_empty_short_poll_is_repeated_once(
     assert sqs_proxy.sent["ReceiveMessage"][-1]["WaitTimeSeconds"] == 1
 
 
+GOOD = {
+    "id": "i-0123456789abcdef0",
+    "epoch": 1,
+    "resourceClass": "large",
+    "instanceType": "c6i.large",
+    "usageClass": "spot",
+    "cpu": 2,
+    "mmem": 4096,
+}
+
+
 async def test_message_has_the_documented_fields(sqs_pool: SqsResourcePool, sqs_proxy: FaultProxy) -> None:
     await sqs_pool.send([message(1)])
     (entry,) = sqs_proxy.sent["SendMessageBatch"][-1]["Entries"]
-    assert json.loads(entry["MessageBody"]) == {
-        "id": "i-00000000000000001",
-        "epoch": 1,
-        "resourceClass": "large",
-        "instanceType": "c6i.large",
-        "usageClass": "spot",
-        "cpu": 2,
-        "mmem": 4096,
-        "tier": "trusted",
-        "repository": "",
-    }
+    expected = {**GOOD, "id": "i-00000000000000001", "tier": "trusted", "repository": ""}
+    assert json.loads(entry["MessageBody"]) == expected
 
 
 async def test_many_messages_are_sent_in_batches(sqs_pool: SqsResourcePool, sqs_proxy: FaultProxy) -> None:
@@ -422,7 +403,7 @@ FAILED = {"Id": "1", "Code": "InternalError", "SenderFault": False}
 
 @pytest.mark.parametrize(
     ("operation", "wire_name"),
-    [("send", "SendMessageBatch"), ("delete", "DeleteMessageBatch"), ("hand_back", "ChangeMessageVisibilityBatch")],
+    [("send", "SendMessageBatch"), ("delete", "DeleteMessageBatch"), ("make_visible", "ChangeMessageVisibilityBatch")],
 )
 async def test_rejected_entries_are_retried_once(
     sqs_pool: SqsResourcePool, sqs_proxy: FaultProxy, operation: str, wire_name: str
@@ -459,27 +440,17 @@ async def test_errors_are_translated(
 
 
 async def test_unreachable_endpoint_is_named(
-    clients: AwsClients, calls: CallCounter, monkeypatch: pytest.MonkeyPatch
+    clients: AwsClients, server: Ministack, calls: CallCounter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with unused_port() as port:
         url = f"http://{LOOPBACK}:{port}"
         monkeypatch.setenv("AWS_ENDPOINT_URL_SQS", url)
         async with asyncio.timeout(LONG_S):
             with pytest.raises(Unavailable, match=f"SQS at {url}/? cannot be reached"):
-                await open_pool(await clients.sqs(), "remuda", calls).depth("large")
+                await SqsPools(await clients.sqs(), server, "remuda", calls).open().depth("large")
 
 
 # Bodies -----------------------------------------------------------------------------------------------------------
-
-GOOD = {
-    "id": "i-0123456789abcdef0",
-    "epoch": 1,
-    "resourceClass": "large",
-    "instanceType": "c6i.large",
-    "usageClass": "spot",
-    "cpu": 2,
-    "mmem": 4096,
-}
 
 
 @pytest.mark.parametrize(
@@ -500,9 +471,9 @@ GOOD = {
     ],
 )
 async def test_body_with_wrong_types_is_malformed(
-    sqs_pool: SqsResourcePool, client: Any, change: dict[str, Any], url: str
+    sqs: SqsPools, sqs_pool: SqsResourcePool, change: dict[str, Any]
 ) -> None:
-    await client.send_message(QueueUrl=url, MessageBody=json.dumps({**GOOD, **change}))
+    await sqs.send_raw("large", json.dumps({**GOOD, **change}))
     (delivery,) = await sqs_pool.receive("large", visibility_s=1)
     assert delivery.message is None
     assert 0 < len(delivery.malformed) <= MAX_REASON

@@ -36,16 +36,7 @@ from remuda.ports.event_log import SilentEventLog
 from remuda.ports.store import InstanceStore
 from simulation.memory.compute import MemoryCloud, MemoryCompute, MemoryFleet, MemoryMachines
 from simulation.memory.pool import MemoryQueues, MemoryResourcePool
-from tests.support.records import (
-    LONG_S,
-    assignment,
-    birth,
-    change,
-    claim,
-    instance,
-    instance_id,
-    pool_config,
-)
+from tests.support.records import LONG_S, assignment, birth, change, claim_change, instance, instance_id, pool_config
 from tests.support.scripted_fleet import ScriptedGitHub
 
 ROOT = Path(__file__).parents[2]
@@ -232,7 +223,7 @@ async def claim_items(store: InstanceStore, client: int, items: range) -> Any:
     lost_to: dict[str, str] = {}
     for number in items:
         try:
-            record = await store.apply(claim(instance(number), owner))
+            record = await store.apply(claim_change(instance(number), owner))
         except Conflict as conflict:
             winner: Instance = conflict.current
             lost_to[winner.instance_id] = winner.owner

@@ -9,8 +9,8 @@ import asyncio
 import os
 import sqlite3
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remuda.adapters.sqlite.connection import FIRST_INTERVAL_S, LAST_INTERVAL_S
-from remuda.adapters.sqlite.errors import translated
 from remuda.adapters.sqlite.pool import SqliteResourcePool
-from remuda.adapters.sqlite.schema import VERSION
+from remuda.adapters.sqlite.schema import VERSION, translated
 from remuda.adapters.sqlite.store import SqliteInstanceStore
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.domain.errors import Conflict, Unavailable, UserError
@@ -31,7 +30,7 @@ from remuda.domain.resources import Tier
 from remuda.domain.transitions import Change, WriteCondition
 from remuda.ports.calls import CallCounter
 from remuda.ports.store import InstanceStore
-from tests.conformance.conftest import STORES, Stores
+from tests.conformance.conftest import STORES, SqliteStores, Stores
 from tests.support.records import LONG_S, NOW, assignment, at, birth, change, instance, instance_id, message
 
 NOBODY = 65_534
@@ -42,26 +41,17 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "remuda.db"
 
 
-OpenStore = Callable[..., SqliteInstanceStore]
+@pytest.fixture
+async def stores(tmp_path: Path) -> AsyncIterator[SqliteStores]:
+    stores = SqliteStores(tmp_path)
+    yield stores
+    await stores.close()
 
 
 @pytest.fixture
-async def open_store() -> AsyncIterator[OpenStore]:
-    """Return a function that opens stores, which are closed after the test."""
-    async with AsyncExitStack() as stack:
-
-        def opened(path: Path, **options: Any) -> SqliteInstanceStore:
-            given = {"clock": SystemClock(), "ids": SystemIds(), "calls": CallCounter(), **options}
-            store = SqliteInstanceStore(path=path, **given)
-            stack.push_async_callback(store.close)
-            return store
-
-        yield opened
-
-
-@pytest.fixture
-async def store(path: Path, open_store: OpenStore) -> SqliteInstanceStore:
-    return open_store(path)
+def store(stores: SqliteStores) -> Any:
+    """A store whose file does not exist yet."""
+    return stores.open()
 
 
 def open_pool(path: Path, clock: SystemClock | None = None) -> SqliteResourcePool:
@@ -110,16 +100,16 @@ async def test_missing_file_is_not_created_implicitly(path: Path, store: SqliteI
     assert await store.get("i-1") is None
 
 
-async def test_created_file_is_private_and_the_only_one(tmp_path: Path, open_store: OpenStore) -> None:
+async def test_created_file_is_private_and_the_only_one(tmp_path: Path, stores: SqliteStores) -> None:
     path = tmp_path / "new folder" / "a?b#c%20.db"
-    stores = [open_store(path) for _ in range(4)]
-    created = await asyncio.gather(*(store.prepare() for store in stores))
+    opened = [stores.open(path=path) for _ in range(4)]
+    created = await asyncio.gather(*(store.prepare() for store in opened))
     assert sum(len(each) for each in created) == 1
-    await stores[0].apply(birth(instance()))
+    await opened[0].apply(birth(instance()))
     assert {each.name: each.stat().st_mode & 0o777 for each in path.parent.iterdir()} == {
         path.name + suffix: 0o600 for suffix in ("", "-wal", "-shm")
     }
-    await asyncio.gather(*(store.close() for store in stores))
+    await stores.close()
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
@@ -144,13 +134,13 @@ async def test_file_that_is_not_a_database(path: Path, store: SqliteInstanceStor
     assert path.read_bytes() == garbage
 
 
-async def test_damaged_database(path: Path, store: SqliteInstanceStore, open_store: OpenStore) -> None:
+async def test_damaged_database(path: Path, store: SqliteInstanceStore, stores: SqliteStores) -> None:
     await store.prepare()
     for number in range(200):
         await store.apply(birth(instance(number)))
     await store.close()
     damage(path)
-    damaged = open_store(path)
+    damaged = stores.open()
     with pytest.raises(UserError, match="is damaged or not a SQLite database") as error:
         await damaged.find(list(State))
     assert "move remuda.db" in error.value.fix
@@ -165,10 +155,10 @@ async def test_empty_or_foreign_database(path: Path, store: SqliteInstanceStore)
         await store.prepare()
 
 
-async def test_newer_schema_version(path: Path, store: SqliteInstanceStore, open_store: OpenStore) -> None:
+async def test_newer_schema_version(path: Path, store: SqliteInstanceStore, stores: SqliteStores) -> None:
     await store.prepare()
     execute(path, f"PRAGMA user_version = {VERSION + 1}")
-    newer = open_store(path)
+    newer = stores.open()
     error = await error_of(newer)
     assert f"schema {VERSION + 1}" in error.message
     assert "upgrade" in error.fix
@@ -183,9 +173,9 @@ async def test_folder_in_place_of_the_file(path: Path, store: SqliteInstanceStor
         await store.prepare()
 
 
-async def test_file_in_place_of_the_folder(tmp_path: Path, open_store: OpenStore) -> None:
+async def test_file_in_place_of_the_folder(tmp_path: Path, stores: SqliteStores) -> None:
     (tmp_path / "state").touch()
-    store = open_store(tmp_path / "state" / "remuda.db")
+    store = stores.open(path=tmp_path / "state" / "remuda.db")
     with pytest.raises(UserError, match="cannot create a store"):
         await store.prepare()
 
@@ -199,9 +189,9 @@ def locked(path: Path) -> Iterator[None]:
     connection.close()
 
 
-async def test_write_waits_for_the_lock_up_to_the_timeout(path: Path, open_store: OpenStore) -> None:
-    impatient = open_store(path, busy_timeout_s=0.05)
-    patient = open_store(path, busy_timeout_s=LONG_S)
+async def test_write_waits_for_the_lock_up_to_the_timeout(path: Path, stores: SqliteStores) -> None:
+    impatient = stores.open(busy_timeout_s=0.05)
+    patient = stores.open(busy_timeout_s=LONG_S)
     await impatient.prepare()
     with locked(path):
         with pytest.raises(Unavailable, match="locked"):
@@ -240,14 +230,14 @@ async def test_cancelled_write_is_applied_completely_and_wakes_waiters(path: Pat
     assert (await store.apply(change(record, uses=3))).uses == 3
 
 
-async def test_replaced_file_is_reopened(path: Path, store: SqliteInstanceStore, open_store: OpenStore) -> None:
+async def test_replaced_file_is_reopened(path: Path, store: SqliteInstanceStore, stores: SqliteStores) -> None:
     await store.prepare()
     await store.apply(birth(instance(1)))
     for each in path.parent.iterdir():
         each.unlink()
     with pytest.raises(UserError, match="no store at"):
         await store.get(instance_id(1))
-    other = open_store(path)
+    other = stores.open()
     await other.prepare()
     written = await other.apply(birth(instance(2)))
     assert await store.get(instance_id(1)) is None
@@ -266,10 +256,10 @@ async def test_close_ends_waits(path: Path, store: SqliteInstanceStore) -> None:
 
 
 @pytest.fixture
-async def unprivileged_folder(open_store: OpenStore) -> AsyncIterator[Path]:
+async def unprivileged_folder(stores: SqliteStores) -> AsyncIterator[Path]:
     """A folder with a store that an unprivileged user can access. Root ignores read-only permissions."""
     with tempfile.TemporaryDirectory(dir="/tmp") as name:
-        store = open_store(Path(name) / "remuda.db")
+        store = stores.open(path=Path(name) / "remuda.db")
         await store.prepare()
         await store.close()
         yield Path(name)
@@ -292,22 +282,22 @@ def unprivileged(folder: Path, *, mode: int = 0o700) -> Iterator[None]:
         folder.chmod(0o700)
 
 
-async def test_read_only_file(unprivileged_folder: Path, open_store: OpenStore) -> None:
+async def test_read_only_file(unprivileged_folder: Path, stores: SqliteStores) -> None:
     path = unprivileged_folder / "remuda.db"
     path.chmod(0o400)
     with unprivileged(unprivileged_folder):
-        reopened = open_store(path)
+        reopened = stores.open(path=path)
         with pytest.raises(UserError, match="is not writable") as error:
             await reopened.apply(birth(instance()))
         assert "writable" in error.value.fix
 
 
-async def test_read_only_folder(unprivileged_folder: Path, open_store: OpenStore) -> None:
+async def test_read_only_folder(unprivileged_folder: Path, stores: SqliteStores) -> None:
     with unprivileged(unprivileged_folder, mode=0o500):
-        reopened = open_store(unprivileged_folder / "remuda.db")
+        reopened = stores.open(path=unprivileged_folder / "remuda.db")
         with pytest.raises(UserError, match="is not writable"):
             await reopened.apply(birth(instance()))
-        another = open_store(unprivileged_folder / "another.db")
+        another = stores.open(path=unprivileged_folder / "another.db")
         with pytest.raises(UserError, match="is not writable"):
             await another.prepare()
 
@@ -364,9 +354,9 @@ def clock() -> ManualClock:
 
 
 @pytest.fixture
-async def polling(path: Path, open_store: OpenStore, clock: ManualClock, calls: CallCounter) -> SqliteInstanceStore:
+async def polling(stores: SqliteStores, clock: ManualClock, calls: CallCounter) -> SqliteInstanceStore:
     """A store whose sleeps the test ends."""
-    store = open_store(path, clock=clock, calls=calls)
+    store: SqliteInstanceStore = stores.open(clock=clock, calls=calls)
     await store.prepare()
     return store
 
@@ -561,7 +551,7 @@ async def apply_sequentially(stores: Stores, steps: list[StoreStep]) -> None:
     assert await processes[-1].get_many(ids) == expected
     for each in ids:
         assert [entry.transition for entry in await processes[0].history(each)] == names.get(each, [])
-    await asyncio.gather(*(process.close() for process in processes))
+    await stores.close()
 
 
 async def apply_concurrently(stores: Stores, steps: list[StoreStep]) -> None:
@@ -586,7 +576,7 @@ async def apply_concurrently(stores: Stores, steps: list[StoreStep]) -> None:
     # A rejected change does not match the record that the conflict returned.
     for name, (applied, shown) in answers.items():
         assert applied or not changes[name].condition.is_met_by(shown)
-    await asyncio.gather(*(process.close() for process in processes))
+    await stores.close()
 
 
 @pytest.mark.parametrize("adapter", list(STORES))

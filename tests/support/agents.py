@@ -95,8 +95,8 @@ class RecordingRunner:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def configure(self, assignment: Assignment) -> StepResult:
-        self.log.append(f"configure {assignment.runner_name}")
+    async def register(self, assignment: Assignment) -> StepResult:
+        self.log.append(f"register {assignment.runner_name}")
         self.configured.append(assignment)
         if self.configure_outcome.ok:
             self.become(registered_as=assignment.runner_name)

@@ -16,13 +16,14 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from remuda.adapters.system.clock import SystemClock
+from remuda.cli.demo.environment import SCOPE, DemoEnvironment
 from remuda.cli.demo.report import (
     DemoCheck,
     DemoProvision,
@@ -41,16 +42,15 @@ from remuda.controlplane.context import Context
 from remuda.domain.errors import RemudaError, Unavailable
 from remuda.domain.instance import Instance, RetireReason, State
 from remuda.domain.provision import ProvisionStatus
+from remuda.domain.thresholds import expired
 from remuda.fake_github.client import FakeGitHubClient, JobStep, JobView
 from remuda.ports.event_log import SilentEventLog
 from remuda.wiring import open_context
 from tests.support.aws.ec2 import describe_instances
-from tests.support.aws.ec2_machines import LIVE, POWERED_OFF, Ec2MachineRunner, ec2_machines_in_new_folder
+from tests.support.aws.ec2_machines import LIVE, Ec2MachineRunner, ec2_machines_in_new_folder
 from tests.support.aws.stack import AwsStack, aws_stack
-from tests.support.cli import stream_installed
 from tests.support.namespace_machine.machine import unsupported_reason
 
-SCOPE = "remuda/demo"
 POOL = "demo"
 CLASS, OTHER_CLASS = "large", "xlarge"
 IDLE_S = 300.0
@@ -61,8 +61,6 @@ KILLED_PROVISION_TIMEOUT_S = 12.0
 #: Seconds to wait for an expected event, and between two checks.
 LIMIT_S = 240.0
 POLL_S = 0.2
-#: The end reasons of an idle machine that terminates itself: by its agent or by its dead man timer.
-SELF_TERMINATED = ("threshold of state idle passed", POWERED_OFF)
 #: Lines of the consoles to show after a failure.
 CONSOLE_LINES = 80
 #: Times with which instances expire during the demo.
@@ -95,29 +93,43 @@ class DemoResults:
         self.checks.append(DemoCheck(text=text, passed=passed, detail=detail))
 
 
+class AwsEnvironment(DemoEnvironment):
+    """Runs commands with the settings of an AWS stack."""
+
+    def __init__(self, output: Output, stack: AwsStack) -> None:
+        super().__init__(output, stack.folder)
+        self.stack = stack
+        texts = {"backend": "aws", "pool": POOL, "github-scope": SCOPE, **stack.launch}
+        lines = [
+            *(f'{name} = "{value}"' for name, value in texts.items()),
+            *(f"{key} = {it:g}" for key, it in TIMES.items()),
+        ]
+        file = stack.folder / "remuda.toml"
+        file.write_text("\n".join(lines) + "\n")
+        self.variables = stack.environment(REMUDA_CONFIG=str(file))
+
+    def _variables(self) -> dict[str, str]:
+        return self.variables
+
+
 class AwsDemo:
     def __init__(
         self,
         *,
-        output: Output,
-        stack: AwsStack,
-        environment: Mapping[str, str],
+        environment: AwsEnvironment,
         context: Context,
         machines: Ec2MachineRunner,
         results: DemoResults,
     ) -> None:
-        self._output = output
-        self._stack = stack
         self._environment = environment
         self._context = context
         self._machines = machines
         self._results = results
-        self._clock = SystemClock()
         self._first: set[str] = set()
 
     async def run(self, *, short: bool) -> None:
-        self._title("Refresh: table, queues, launch template and tokens")
-        await self._remuda("refresh")
+        self._environment.title("Refresh: table, queues, launch template and tokens")
+        await self._environment.json("refresh")
         await self._cold()
         await self._warm()
         if not short:
@@ -130,20 +142,20 @@ class AwsDemo:
     # Parts -----------------------------------------------------------------------------------------------------------
 
     async def _cold(self) -> None:
-        self._title("A run with two jobs: the pool is empty, so two instances are created")
+        self._environment.title("A run with two jobs: the pool is empty, so two instances are created")
         cold, jobs = await self._run("cold", "1001", 2)
         self._first = _instances(jobs)
         self._results.check("the first run creates two instances", passed=(cold["reused"], cold["created"]) == (0, 2))
         self._results.check("its two jobs succeed on two instances", passed=len(_instances(jobs)) == 2)
 
     async def _warm(self) -> None:
-        self._title("The same again: both instances are reused")
+        self._environment.title("The same again: both instances are reused")
         warm, jobs = await self._run("warm", "1002", 2)
         self._results.check("a run on a warm pool creates nothing", passed=(warm["reused"], warm["created"]) == (2, 0))
         self._results.check("it runs on the same instances", passed=_instances(jobs) == self._first)
 
     async def _overlap(self) -> None:
-        self._title("Two runs at once with three jobs: two instances are reused, one is created")
+        self._environment.title("Two runs at once with three jobs: two instances are reused, one is created")
         runs = {"left": ("1003", 1), "right": ("1004", 2)}
         provisioned = await asyncio.gather(*(self._provision(name, *request) for name, request in runs.items()))
         await asyncio.gather(*(self._run_jobs(name, *request) for name, request in runs.items()))
@@ -155,7 +167,7 @@ class AwsDemo:
         self._results.check("they share no instance", passed=len(set(names)) == len(names) == 3)
 
     async def _kill(self) -> None:
-        self._title("A provision is killed (kill -9): the sweeps terminate its instance")
+        self._environment.title("A provision is killed (kill -9): the sweeps terminate its instance")
         run_id = "1005"
         before = set(await self._live())
         # Another resource class, so that the provision must create an instance, which takes a moment.
@@ -168,24 +180,24 @@ class AwsDemo:
         finally:
             process.kill()
             await process.wait()
-        self._log("killed; the sweeps continue")
+        self._environment.log("killed; the sweeps continue")
         async with self._sweeping():
             await self._until(lambda: self._is_rolled_back(run_id), "the sweeps to terminate the instance")
         left = set(await self._live()) - before
         self._results.check("a killed provision leaves no instance", passed=not left, detail=", ".join(left))
 
     async def _spot(self) -> None:
-        self._title("A spot notice during a run: the job finishes, then the instance is terminated")
+        self._environment.title("A spot notice during a run: the job finishes, then the instance is terminated")
         run_id = "1006"
         provisioned = await self._provision("spot", run_id, 1, "--usage-class", "spot")
         instance_id = str(provisioned["instances"][0]["instance_id"])
-        async with self._stack.github_client() as github:
+        async with self._environment.stack.github_client() as github:
             job = await github.queue_job(
                 repo=SCOPE, run_id=run_id, labels=[run_id], name="spot", steps=[JobStep(run="sleep 3")]
             )
             await self._until(lambda: _started(github, job), "the job to start")
             self._machines.metadata[instance_id].set_spot_notice("terminate", "2030-01-01T00:00:00Z")
-            self._log(f"{instance_id} gets a spot notice")
+            self._environment.log(f"{instance_id} gets a spot notice")
             await self._until(lambda: self._has_noticed(instance_id), "the agent to report the notice")
             done = await self._finish_job(github, job)
         await self._release("spot", run_id)
@@ -194,8 +206,8 @@ class AwsDemo:
         self._results.check("the instance is terminated after its job", passed=_is_retired_by_spot(record))
 
     async def _self_termination(self) -> None:
-        self._title(f"Without a control plane, an idle instance terminates itself after {SHORT_IDLE_S:g} s")
-        await self._remuda("refresh", "--idle-time-sec", f"{SHORT_IDLE_S:g}")
+        self._environment.title(f"Without a control plane, an idle instance terminates itself after {SHORT_IDLE_S:g} s")
+        await self._environment.json("refresh", "--idle-time-sec", f"{SHORT_IDLE_S:g}")
         await self._run("last", "1007", 1)
         instance_id = self._results.releases[-1].instance_ids[0]
 
@@ -204,24 +216,31 @@ class AwsDemo:
 
         await self._until(is_gone, "the instance to terminate itself")
         record = await self._context.store.get(instance_id)
+        # Empty if EC2 terminated the instance at the request of somebody else.
         reason = self._machines.end_reason(instance_id)
+        is_expired = (
+            record is not None
+            and record.state is State.IDLE
+            and expired(record.threshold, now=self._environment.clock.now(), margin_s=0.0)
+        )
         self._results.check(
             "an idle instance terminates itself without a control plane",
-            passed=record is not None and record.state is State.IDLE and reason in SELF_TERMINATED,
+            passed=is_expired and bool(reason),
             detail=reason,
         )
 
     async def _end(self) -> None:
-        self._title(f"The end: instances older than {MAX_AGE_S:g} s are terminated")
-        await self._remuda("status", as_json=False)
-        await self._remuda("refresh", "--max-age-sec", f"{MAX_AGE_S:g}")
+        self._environment.title(f"The end: instances older than {MAX_AGE_S:g} s are terminated")
+        for line in (await self._environment.remuda("status")).splitlines():
+            self._environment.output.say(f"  {line}")
+        await self._environment.json("refresh", "--max-age-sec", f"{MAX_AGE_S:g}")
         async with self._sweeping():
             await self._until(self._is_empty, "all instances to terminate")
         known = await read_histories(self._context.store)
         live = live_instances(known)
         on_ec2 = await self._live()
         messages = {name: await self._context.pool.depth(name) for name in (CLASS, OTHER_CLASS)}
-        async with self._stack.github_client() as github:
+        async with self._environment.stack.github_client() as github:
             registrations = [runner.name for runner in await github.runners()]
             foreign = foreign_jobs(await github.jobs(), known, pool=POOL)
         results = self._results
@@ -234,39 +253,13 @@ class AwsDemo:
         results.foreign += foreign
         results.retired += retirements(known, self._machines.end_reason)
 
-    # Output ----------------------------------------------------------------------------------------------------------
-
-    def _title(self, text: str) -> None:
-        self._output.say(f"\n== {text}", style="bold")
-
-    def _log(self, text: str) -> None:
-        self._output.say(f"{self._clock.now():%H:%M:%S} {text}")
-
     # Commands --------------------------------------------------------------------------------------------------------
-
-    async def _remuda(self, *arguments: str, as_json: bool = True) -> dict[str, Any]:
-        """Run a command and show its output. Return its JSON document, if it writes one."""
-        self._output.say(f"$ remuda {' '.join(arguments)}", style="bold cyan")
-
-        def show(line: str) -> None:
-            self._output.say("  " + line)
-
-        result = await stream_installed(
-            [*arguments, "--json"] if as_json else arguments,
-            environment=self._environment,
-            on_stdout=None if as_json else show,
-            on_stderr=show,
-        )
-        if result.code != 0:
-            raise Unavailable(f"remuda {arguments[0]} failed with exit code {result.code}: {result.stdout}")
-        document: dict[str, Any] = result.document if as_json else {}
-        return document
 
     async def _start(self, *arguments: str) -> asyncio.subprocess.Process:
         """Start a command in the background, without output."""
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "remuda", *arguments, "--quiet"),
-            env=dict(self._environment),
+            env=self._environment.variables,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,
@@ -281,13 +274,13 @@ class AwsDemo:
         return provisioned, jobs
 
     async def _provision(self, name: str, run_id: str, count: int, *more: str) -> dict[str, Any]:
-        document = await self._remuda("provision", "--run-id", run_id, "--instance-count", str(count), *more)
+        document = await self._environment.json("provision", "--run-id", run_id, "--instance-count", str(count), *more)
         self._results.provisions.append(DemoProvision.parse(name, document))
         return document
 
     async def _run_jobs(self, name: str, run_id: str, count: int) -> list[JobView]:
         """Run a matrix of jobs, one per runner."""
-        async with self._stack.github_client() as github:
+        async with self._environment.stack.github_client() as github:
             queued = [
                 await github.queue_job(
                     repo=SCOPE, run_id=run_id, labels=[run_id, CLASS], name=f"{name} {number + 1}", steps=STEPS
@@ -299,7 +292,9 @@ class AwsDemo:
         return list(jobs)
 
     async def _release(self, name: str, run_id: str) -> None:
-        self._results.releases.append(DemoRelease.parse(name, await self._remuda("release", "--run-id", run_id)))
+        self._results.releases.append(
+            DemoRelease.parse(name, await self._environment.json("release", "--run-id", run_id))
+        )
 
     async def _finish_job(self, github: FakeGitHubClient, job: JobView) -> JobView:
         try:
@@ -308,10 +303,10 @@ class AwsDemo:
                     job = await github.job(job.id, wait_s=5, since=job.status)
         except TimeoutError:
             raise Unavailable(f"job {job.name} of run {job.run_id} is {job.status} after {LIMIT_S:g} s") from None
-        self._log(f"job {job.name}: {job.conclusion} on {job.runner_name}")
+        self._environment.log(f"job {job.name}: {job.conclusion} on {job.runner_name}")
         if job.conclusion != "success":
             for line in job.log.splitlines()[-20:]:
-                self._output.say(f"  | {line}")
+                self._environment.output.say(f"  | {line}")
         return job
 
     @asynccontextmanager
@@ -328,14 +323,14 @@ class AwsDemo:
     # Observations ----------------------------------------------------------------------------------------------------
 
     async def _until(self, condition: Callable[[], Awaitable[bool]], what: str) -> None:
-        deadline = self._clock.monotonic() + LIMIT_S
+        deadline = self._environment.clock.monotonic() + LIMIT_S
         while not await condition():
-            if self._clock.monotonic() > deadline:
+            if self._environment.clock.monotonic() > deadline:
                 raise Unavailable(f"timed out after {LIMIT_S:g} s waiting for {what}")
-            await self._clock.sleep(POLL_S)
+            await self._environment.clock.sleep(POLL_S)
 
     async def _live(self) -> list[str]:
-        async with self._stack.ec2.client() as ec2:
+        async with self._environment.stack.ec2.client() as ec2:
             return [key for key, item in (await describe_instances(ec2)).items() if item["State"]["Name"] in LIVE]
 
     async def _held_by(self, run_id: str) -> bool:
@@ -377,37 +372,18 @@ def _instances(jobs: Sequence[JobView]) -> set[str]:
 # Setup ---------------------------------------------------------------------------------------------------------------
 
 
-def _configure(stack: AwsStack) -> Path:
-    """Write the configuration file."""
-    texts = {"backend": "aws", "pool": POOL, "github-scope": SCOPE, **stack.launch}
-    lines = [
-        *(f'{name} = "{value}"' for name, value in texts.items()),
-        *(f"{key} = {it:g}" for key, it in TIMES.items()),
-    ]
-    file = stack.folder / "remuda.toml"
-    file.write_text("\n".join(lines) + "\n")
-    return file
-
-
 async def _run_demo(output: Output, stack: AwsStack, results: DemoResults, *, short: bool) -> None:
-    environment = stack.environment(REMUDA_CONFIG=str(_configure(stack)))
+    environment = AwsEnvironment(output, stack)
     # This process uses the same servers as the commands.
-    os.environ.update({name: value for name, value in environment.items() if name.startswith("AWS_")})
-    settings = load({}, environ=environment)
+    os.environ.update({name: value for name, value in environment.variables.items() if name.startswith("AWS_")})
+    settings = load({}, environ=environment.variables)
     async with (
         ec2_machines_in_new_folder(
             ec2_url=stack.ec2.url, folder=stack.folder / "machines", log=lambda line: output.say(f"    {line}")
         ) as machines,
         open_context(settings, SilentEventLog(), needs_github=False) as context,
     ):
-        demo = AwsDemo(
-            output=output,
-            stack=stack,
-            environment=environment,
-            context=context,
-            machines=machines,
-            results=results,
-        )
+        demo = AwsDemo(environment=environment, context=context, machines=machines, results=results)
         try:
             await demo.run(short=short)
         except RemudaError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -17,8 +17,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cache, partial
 from multiprocessing import forkserver, reduction
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -26,13 +27,34 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from remuda.adapters.system.clock import SystemClock
+
 CLI = "remuda.cli.main"
-PRELOAD = "tests.support.cli_preload"
+#: Imported once by the fork server, because most commands need them.
+PRELOADED = (
+    "remuda.adapters.aws.clients",
+    "remuda.adapters.aws.dynamodb.keys",
+    "remuda.adapters.aws.dynamodb.store",
+    "remuda.adapters.aws.ec2.compute",
+    "remuda.adapters.aws.ec2.options",
+    "remuda.adapters.aws.ec2.tagged_fleet",
+    "remuda.adapters.aws.sqs",
+    "remuda.adapters.github.auth",
+    "remuda.adapters.github.client",
+    "remuda.cli.lifecycle",
+    "remuda.cli.local_backend",
+    "remuda.cli.main",
+    "remuda.cli.operator",
+    "remuda.cli.read",
+    "remuda.cli.run_workflow",
+    "remuda.cli.terminal",
+)
+#: Set in the fork server, which then loads the data of botocore, too.
+LOADS_DATA = "REMUDA_TEST_FORK_SERVER"
 ROOT = Path(__file__).parents[2]
 #: Seconds that a command may take. Generous: only a broken command reaches it.
 LIMIT_S = 240.0
 STDOUT, STDERR = 1, 2
-CHUNK = 64 * 1024
 #: `start_cli` and `run_cli` may be called from several threads, but the fork server must be started once.
 _START_LOCK = threading.Lock()
 
@@ -58,12 +80,12 @@ def run_cli(
     environment: Mapping[str, str],
     timeout_s: float = LIMIT_S,
     cwd: Path | None = None,
-    program: str = CLI,
+    frozen_at: str = "",
 ) -> CommandResult:
-    """Run a command in a forked process and capture its output. `program` is a module whose `main` takes arguments."""
+    """Run a command in a forked process and capture its output. `frozen_at` is a time for its wall clock."""
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         streams = (stdout.fileno(), stderr.fileno())
-        process = _fork(_Command(program, list(arguments), dict(environment), str(cwd or Path.cwd()), streams))
+        process = _fork(_Command(CLI, list(arguments), dict(environment), str(cwd or Path.cwd()), streams, frozen_at))
         process.join(timeout_s)
         if process.exitcode is None:
             process.kill()
@@ -75,7 +97,7 @@ def run_cli(
 async def start_cli(
     arguments: Sequence[str], *, environment: Mapping[str, str], cwd: Path, program: str = CLI
 ) -> ForkedProcess:
-    """Start a command in a forked process with pipes for its output."""
+    """Start a command in a forked process with pipes for its output. The `main` of `program` takes the arguments."""
     pipes = [os.pipe() for _ in range(2)]
     try:
         streams = (pipes[0][1], pipes[1][1])
@@ -148,6 +170,8 @@ class _Command:
     cwd: str
     #: File descriptors for stdout and stderr. Pickling replaces them by objects that pass them to the fork server.
     streams: tuple[Any, Any]
+    #: Time of the wall clock, if it does not run. The monotonic clock always runs.
+    frozen_at: str = ""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "streams": tuple(reduction.DupFd(number) for number in self.streams)}
@@ -162,6 +186,9 @@ class _Command:
         os.environ.clear()
         os.environ.update(self.environment)
         sys.argv = ["remuda", *self.arguments]
+        if self.frozen_at:
+            frozen = datetime.fromisoformat(self.frozen_at)
+            SystemClock.now = lambda self: frozen  # type: ignore[method-assign] # noqa: ARG005 - the port's own name
         sys.exit(importlib.import_module(self.program).main(self.arguments))
 
 
@@ -178,11 +205,27 @@ def _fork(command: _Command) -> ForkServerProcess:
 @cache
 def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([PRELOAD])
-    # The fork server does not inherit sys.path, and ignores a preload module that it cannot find.
-    with patch.dict(os.environ, PYTHONPATH=str(ROOT)):
+    # The fork server ignores a module that it cannot find, and does not inherit sys.path.
+    assert all(map(importlib.util.find_spec, PRELOADED))
+    context.set_forkserver_preload([*PRELOADED, __name__])
+    with patch.dict(os.environ, {"PYTHONPATH": str(ROOT), LOADS_DATA: "1"}):
         forkserver.ensure_running()
     return context
+
+
+def _load_data() -> None:
+    from remuda.adapters.aws.clients import open_session  # noqa: PLC0415 - only in the fork server
+
+    loader = open_session().get_component("data_loader")
+    for service in ("dynamodb", "ec2", "iam", "sqs", "sts"):
+        for kind in ("service-2", "endpoint-rule-set-1", "paginators-1"):
+            loader.load_service_model(service, kind)
+    for name in ("endpoints", "partitions", "sdk-default-configuration"):
+        loader.load_data(name)
+
+
+if os.environ.pop(LOADS_DATA, ""):
+    _load_data()
 
 
 def _content(file: Any) -> str:
@@ -212,47 +255,3 @@ def run_installed(
         cwd=cwd,
     )
     return CommandResult(code=done.returncode, stdout=done.stdout, stderr=done.stderr)
-
-
-async def stream_installed(
-    arguments: Sequence[str],
-    *,
-    environment: Mapping[str, str],
-    timeout_s: float = LIMIT_S,
-    on_stdout: Callable[[str], None] | None = None,
-    on_stderr: Callable[[str], None] | None = None,
-) -> CommandResult:
-    """Run `python -m remuda` and pass its lines to the callbacks. If cancelled, interrupt the command and wait."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "remuda", *arguments),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env=dict(environment),
-        # Ctrl-C in the terminal must not reach the command a second time.
-        start_new_session=True,
-    )
-    try:
-        async with asyncio.timeout(timeout_s):
-            stdout, stderr = await asyncio.gather(
-                _read_lines(process.stdout, on_stdout), _read_lines(process.stderr, on_stderr)
-            )
-            code = await process.wait()
-    except BaseException:
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGINT)
-        await process.wait()
-        raise
-    return CommandResult(code=code, stdout=stdout, stderr=stderr)
-
-
-async def _read_lines(stream: asyncio.StreamReader | None, on_line: Callable[[str], None] | None) -> str:
-    content, rest = "", ""
-    while stream is not None and (chunk := await stream.read(CHUNK)):
-        text = chunk.decode(errors="replace")
-        content += text
-        *lines, rest = (rest + text).split("\n")
-        if on_line is not None:
-            for line in lines:
-                on_line(line.rstrip())
-    return content

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 #: Modules of the commands that may crash: provision and release, refresh.
-COMMAND_MODULES = ("remuda.cli.lifecycle", "remuda.cli.lifecycle")
+COMMAND_MODULES = ("remuda.cli.lifecycle",)
 PORTS = ("store", "pool", "compute", "github", "machine", "runner")
 
 

@@ -1,26 +1,46 @@
-"""Dashboard process, headless browser and sample store for tests of the dashboard."""
+"""Dashboard process, headless browser and sample store for tests of the dashboard.
+
+Sample records are random but valid, and written directly into a SQLite store without machines.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import random  # noqa: TID251 - seeded sample data
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from datetime import datetime, timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
 import pytest
 
 from remuda.adapters.sqlite import tables
-from remuda.adapters.sqlite.documents import decode
-from remuda.adapters.system.clock import SystemClock
-from remuda.domain.instance import Instance, State
-from tests.support import sample_records
+from remuda.adapters.sqlite.connection import transaction
+from remuda.adapters.sqlite.documents import decode, encode
+from remuda.adapters.sqlite.schema import connect, create
+from remuda.adapters.system.clock import SystemClock, SystemIds
+from remuda.controlplane.context import Context
+from remuda.domain.errors import Unavailable
+from remuda.domain.instance import Actor, HistoryEntry, Instance, RetireReason, State
+from remuda.domain.pool_config import PoolConfig
+from remuda.domain.provision import AcquiredRunner, Provision, ProvisionOutcome, ProvisionStatus, RunnerSource
+from remuda.domain.resources import DEFAULT_CLASSES, UsageClass
+from remuda.domain.signals import Report
+from remuda.domain.thresholds import Lifetimes
+from remuda.domain.timestamps import to_milliseconds
+from remuda.fake_github import Endpoint, write_endpoint
+from remuda.web.dashboard.feed import Feed
 from tests.support.local_backend import run_local
+from tests.support.records import NOW, entry, instance
 
 #: Executable names, in order of preference. The headless shell starts fastest.
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
@@ -31,6 +51,17 @@ START_MS = 120_000
 _COMMAND = str(Path(sys.executable).parent / "remuda")
 
 requires_browser = pytest.mark.skipif(not CHROMIUM.exists(), reason=f"{CHROMIUM.name} is not installed")
+
+
+@asynccontextmanager
+async def _no_store() -> AsyncIterator[Context]:
+    raise Unavailable("no store")
+    yield
+
+
+def feed_without_store() -> Feed:
+    clock, ids = SystemClock(), SystemIds()
+    return Feed(open_context=_no_store, backend="local", interval_s=1.0, since_s=60.0, clock=clock, ids=ids)
 
 
 def remuda(folder: Path, *arguments: str) -> dict[str, Any]:
@@ -100,19 +131,19 @@ class SampleStore:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.file = sample_records.prepare(folder)
+        self.file = prepare_store(folder)
 
-    def write(self, *samples: sample_records.SampleInstance) -> None:
-        sample_records.write(self.file, samples, now=SystemClock().now())
+    def write(self, *samples: SampleInstance) -> None:
+        write_samples(self.file, samples, now=SystemClock().now())
 
-    def fleet(self, count: int, transitions: int) -> list[sample_records.SampleInstance]:
-        samples = list(sample_records.fleet(count, transitions, now=SystemClock().now()))
+    def fleet(self, count: int, transitions: int) -> list[SampleInstance]:
+        samples = list(sample_fleet(count, transitions, now=SystemClock().now()))
         self.write(*samples)
         return samples
 
     def read(self, instance_id: str) -> Instance:
         found: list[str | None] = []
-        sample_records.with_store(
+        with_store(
             self.file, lambda connection: found.append(tables.one(connection, tables.RecordKind.CONTROL, instance_id))
         )
         assert found[0] is not None
@@ -120,12 +151,12 @@ class SampleStore:
 
     def advance(self, instance_id: str) -> Instance:
         """Apply the instance's next transition."""
-        record, entries = sample_records.next_transition(self.read(instance_id), now=SystemClock().now())
+        record, entries = next_transition(self.read(instance_id), now=SystemClock().now())
         self.write((record, entries))
         return record
 
 
-def live_instances(samples: list[sample_records.SampleInstance], state: State | None = None) -> list[Instance]:
+def live_instances(samples: list[SampleInstance], state: State | None = None) -> list[Instance]:
     return [
         record
         for record, _ in samples
@@ -143,3 +174,210 @@ def chromium() -> Iterator[Any]:
             yield browser
         finally:
             browser.close()
+
+
+# Sample records -------------------------------------------------------------------------------------------------------
+
+#: An instance and its history.
+SampleInstance = tuple[Instance, list[HistoryEntry]]
+
+_TYPES = {"medium": "c6i.large", "large": "c6i.xlarge", "xlarge": "m6i.2xlarge"}
+#: Reasons of terminations.
+_ENDS = (RetireReason.EXPIRED, RetireReason.TOO_OLD, RetireReason.FAILED, RetireReason.SPOT_NOTICE)
+#: By state: next transition, its target state, actor and reason.
+_NEXT = {
+    State.CREATED: ("commit", State.RUNNING, Actor.PROVISION, "all instances of the run registered"),
+    State.CLAIMED: ("commit", State.RUNNING, Actor.PROVISION, "all instances of the run registered"),
+    State.RUNNING: ("release", State.RELEASING, Actor.RELEASE, "the run is over"),
+    State.RELEASING: ("pool", State.IDLE, Actor.RELEASE, "deregistered and reset"),
+    State.IDLE: ("claim", State.CLAIMED, Actor.PROVISION, "fits"),
+}
+#: Minimum and maximum seconds in each state.
+_DURATION_S = {
+    State.CREATED: (35, 70),
+    State.CLAIMED: (0.4, 2.5),
+    State.RUNNING: (60, 420),
+    State.RELEASING: (2, 12),
+    State.IDLE: (5, 200),
+}
+#: States that last too short to be seen often.
+_SHORT = frozenset({State.CLAIMED, State.RELEASING})
+
+
+def prepare_store(folder: Path, *, pool: str = "default", lifetimes: Lifetimes | None = None) -> Path:
+    """Create a state folder like `remuda up` and `refresh`, but without processes. Return the store's file."""
+    (folder / "github").mkdir(parents=True)
+    write_endpoint(folder / "github", Endpoint(url="http://127.0.0.1:9", pid=os.getpid(), token="none"))
+    file = folder / "remuda.db"
+    create(file, folder / ".new.db")
+    config = PoolConfig(
+        pool=pool,
+        classes=DEFAULT_CLASSES,
+        lifetimes=lifetimes or Lifetimes(),
+        max_instances=5_000,
+        github_url="http://127.0.0.1:9",
+        applied_at=NOW,
+    )
+    with_store(file, lambda connection: tables.write_single(connection, "config", encode(config)))
+    return file
+
+
+def with_store(file: Path, work: Callable[[sqlite3.Connection], object]) -> None:
+    connection = connect(file, busy_timeout_s=10.0)
+    try:
+        with transaction(connection):
+            work(connection)
+    finally:
+        connection.close()
+
+
+def write_samples(
+    file: Path, samples: Iterable[SampleInstance], provisions: Iterable[Provision] = (), *, now: datetime
+) -> None:
+    def work(connection: sqlite3.Connection) -> None:
+        for record, entries in samples:
+            *before, last = entries
+            connection.executemany(
+                "INSERT OR REPLACE INTO history VALUES (?, ?, ?)",
+                [(record.instance_id, number, encode(each)) for number, each in enumerate(before, start=1)],
+            )
+            tables.write_instance(connection, record, last)
+            report = Report(instance_id=record.instance_id).with_heartbeat(
+                at=to_milliseconds(now), busy=record.state is State.RUNNING, listening=True, notice="", version="1"
+            )
+            tables.write_report(connection, report)
+        for provision in provisions:
+            tables.write_provision(connection, provision)
+
+    with_store(file, work)
+
+
+def sample_fleet(
+    count: int, transitions: int, *, now: datetime, seed: int = 1, ended: float = 0.25
+) -> Iterator[SampleInstance]:
+    """Generate `count` instances with `transitions` valid transitions in total; the share `ended` is terminated."""
+    rng = random.Random(seed)  # noqa: S311 - not a secret
+    left = transitions
+    for number in range(count):
+        mean = left / (count - number)
+        steps = left if number == count - 1 else max(min(round(mean * rng.uniform(0.6, 1.4)), left), 4)
+        sample = _instance(steps, now=now, rng=rng, ends=rng.random() < ended)
+        left -= len(sample[1])
+        yield sample
+
+
+def _instance(steps: int, *, now: datetime, rng: random.Random, ends: bool) -> SampleInstance:
+    instance_id = f"i-{rng.getrandbits(68):017x}"
+    resource_class = rng.choices(tuple(_TYPES), (5, 3, 1))[0]
+    usage = rng.choices((UsageClass.ON_DEMAND, UsageClass.SPOT), (3, 2))[0]
+    states, waits = [State.CREATED], []
+    for _ in range(steps - 1 - (2 if ends else 0)):
+        waits.append(rng.uniform(*_DURATION_S[states[-1]]))
+        states.append(_NEXT[states[-1]][1])
+    if states[-1] in _SHORT and len(states) > 2 and rng.random() < 0.9:
+        # Short states rarely are the current one.
+        states.pop()
+        waits.pop()
+    last_s = rng.uniform(0, _DURATION_S[states[-1]][0])
+    age_s = sum(waits) + last_s + (rng.uniform(0, 1_800) if ends else 0)
+    at = created_at = to_milliseconds(now - timedelta(seconds=age_s))
+    epoch, run = 1, str(rng.randrange(4_000_000, 4_009_999))
+    entries = [_entry(at, "create", None, State.CREATED, epoch, run, Actor.PROVISION, "the pool had none that fits")]
+    for wait, (state, after) in zip(waits, pairwise(states), strict=True):
+        at = to_milliseconds(at + timedelta(seconds=wait))
+        transition, _, by, why = _NEXT[state]
+        if transition == "claim":
+            epoch, run = epoch + 1, str(rng.randrange(4_000_000, 4_009_999))
+        entries.append(_entry(at, transition, state, after, epoch, run, by, why))
+    state = states[-1]
+    reason = rng.choice(_ENDS) if ends else None
+    if ends:
+        at = to_milliseconds(at + timedelta(seconds=last_s))
+        ended = _entry(at, f"end-{state}", state, State.TERMINATING, epoch, run, Actor.REFRESH, "no longer needed")
+        entries.append(replace(ended, retire_reason=reason))
+        gone_at, terminated = at + timedelta(seconds=20), (State.TERMINATING, State.TERMINATED)
+        entries.append(_entry(gone_at, "confirm", *terminated, epoch, run, Actor.REFRESH, "gone"))
+        state = State.TERMINATED
+    assigned = state in {State.CREATED, State.CLAIMED, State.RUNNING}
+    record = instance(
+        instance_id=instance_id,
+        state=state,
+        epoch=epoch,
+        threshold=to_milliseconds(at if ends else now + timedelta(seconds=rng.uniform(60, 3_600))),
+        resource_class=resource_class,
+        instance_type=_TYPES[resource_class],
+        usage_class=usage,
+        created_at=created_at,
+        run_id=run if assigned else "",
+        last_run_id="" if assigned else run,
+        uses=epoch - 1,
+        retire_reason=reason,
+        forget_at=now + timedelta(days=7) if ends else None,
+    )
+    return record, entries
+
+
+def _entry(
+    at: datetime, name: str, source: State | None, target: State, epoch: int, run: str, by: Actor, why: str
+) -> HistoryEntry:
+    return entry(name, at=to_milliseconds(at), source=source, target=target, epoch=epoch, run_id=run, by=by, why=why)
+
+
+def sample_provisions(count: int, *, now: datetime, span_s: float, seed: int = 2) -> Iterator[Provision]:
+    rng = random.Random(seed)  # noqa: S311 - not a secret
+    for number in range(count):
+        began = to_milliseconds(now - timedelta(seconds=span_s * (1 - number / count)))
+        count_wanted = rng.choice((1, 2, 3, 4, 8))
+        created = 0 if rng.random() < 0.1 + 0.75 * number / count else rng.randint(1, count_wanted)
+        seconds = rng.uniform(32, 75) if created else rng.uniform(0.6, 3.5)
+        failed = rng.random() < 0.02
+        outcome = ProvisionOutcome(
+            ended_at=began + timedelta(seconds=seconds),
+            seconds=seconds,
+            reused=count_wanted - created,
+            created=created,
+            acquired=tuple(
+                _acquired(number, created=number < created, seconds=seconds) for number in range(count_wanted)
+            ),
+            error="no capacity for c6i.large in any zone" if failed else "",
+        )
+        yield Provision(
+            provision_id=f"p-{number:06d}",
+            run_id=str(4_000_000 + number),
+            attempt=1,
+            resource_class=rng.choices(tuple(_TYPES), (5, 3, 1))[0],
+            count=count_wanted,
+            created_at=began,
+            deadline=began + timedelta(seconds=3_600),
+            status=ProvisionStatus.RELEASED if failed or number < count - 12 else ProvisionStatus.COMMITTED,
+            why="gave up" if failed else "all instances are running",
+            outcome=outcome,
+            released_at=began + timedelta(seconds=600) if number < count - 12 else None,
+            settled=number < count - 12,
+        )
+
+
+def _acquired(number: int, *, created: bool, seconds: float) -> AcquiredRunner:
+    source = RunnerSource.CREATED if created else RunnerSource.POOL
+    return AcquiredRunner(
+        instance_id=f"i-{number:017x}", source=source, seconds=seconds if created else min(seconds, 2.0)
+    )
+
+
+def next_transition(record: Instance, *, now: datetime) -> SampleInstance:
+    """Apply the next transition. Return the changed record and the new history entry."""
+    transition, target, by, why = _NEXT[record.state]
+    epoch = record.epoch + (transition == "claim")
+    run = str(5_000_000 + epoch) if transition == "claim" else record.run_id or record.last_run_id
+    assigned = target in {State.CLAIMED, State.RUNNING}
+    made = _entry(now, transition, record.state, target, epoch, run, by, why)
+    changed = replace(
+        record,
+        state=target,
+        epoch=epoch,
+        run_id=run if assigned else "",
+        last_run_id=record.last_run_id if assigned else run,
+        uses=record.uses + (transition == "pool"),
+        threshold=to_milliseconds(now + timedelta(seconds=600)),
+    )
+    return changed, [made]

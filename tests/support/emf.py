@@ -8,35 +8,10 @@ from typing import Any
 import jsonschema_rs
 
 MAX_LINE = 256 * 1024
-UNITS = [
-    "Seconds",
-    "Microseconds",
-    "Milliseconds",
-    "Bytes",
-    "Kilobytes",
-    "Megabytes",
-    "Gigabytes",
-    "Terabytes",
-    "Bits",
-    "Kilobits",
-    "Megabits",
-    "Gigabits",
-    "Terabits",
-    "Percent",
-    "Count",
-    "Bytes/Second",
-    "Kilobytes/Second",
-    "Megabytes/Second",
-    "Gigabytes/Second",
-    "Terabytes/Second",
-    "Bits/Second",
-    "Kilobits/Second",
-    "Megabits/Second",
-    "Gigabits/Second",
-    "Terabits/Second",
-    "Count/Second",
-    "None",
-]
+SIZES = [f"{prefix}{unit}" for unit in ("bytes", "bits") for prefix in ("", "Kilo", "Mega", "Giga", "Tera")]
+COUNTED = [*(size.capitalize() for size in SIZES), "Count"]
+UNITS = ["Seconds", "Microseconds", "Milliseconds", "Percent", "None", *COUNTED]
+UNITS += [f"{unit}/Second" for unit in COUNTED]
 NAME = {"type": "string", "minLength": 1, "maxLength": 1_024}
 METRIC = {
     "type": "object",

@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any, ClassVar
 from urllib.parse import parse_qsl, urlsplit
 from xml.sax.saxutils import escape
 
 from remuda.domain.scale_down.fleet import GHR_ORPHAN_TAG
+from tests.support.user_data import serve
 
 TOKEN = "github_pat_scale_down"
 PER_PAGE = 100
@@ -336,18 +337,9 @@ class FleetUrls:
 
 @contextmanager
 def serve_fleet(fleet: FleetState) -> Iterator[FleetUrls]:
-    servers = []
-    for kind in (_Github, _Ec2):
-        handler = type(kind.__name__, (kind,), {"fleet": fleet})
-        server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        server.daemon_threads = True
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        servers.append(server)
-    github, ec2 = (f"http://127.0.0.1:{server.server_address[1]}" for server in servers)
-    try:
-        yield FleetUrls(github_url=github, ec2_url=ec2)
-    finally:
-        fleet.closing.set()
-        for server in servers:
-            server.shutdown()
-            server.server_close()
+    github, ec2 = (type(kind.__name__, (kind,), {"fleet": fleet}) for kind in (_Github, _Ec2))
+    with serve(github) as github_url, serve(ec2) as ec2_url:
+        try:
+            yield FleetUrls(github_url=github_url, ec2_url=ec2_url)
+        finally:
+            fleet.closing.set()

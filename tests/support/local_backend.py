@@ -18,7 +18,7 @@ from remuda import procfs
 from remuda.adapters.system.clock import SystemClock
 from remuda.config.declaration import variable
 from remuda.fake_github import read_endpoint
-from remuda.fake_github.client import FakeGitHubClient, RunnerView
+from remuda.fake_github.client import FakeGitHubClient, JobView, RunnerView
 from tests.support.cli import CLI, CommandResult, ForkedProcess, run_cli, start_cli
 
 #: Seconds to wait for an expected state. Generous: only a broken backend reaches it.
@@ -48,6 +48,15 @@ LONG_LIFETIMES: dict[str, Any] = {
 def run_local(folder: Path, *arguments: str, environment: Mapping[str, str] = os.environ) -> CommandResult:
     """Run one command on the backend in this folder."""
     return run_cli([*arguments, "--dir", str(folder), "--json"], environment=environment, cwd=folder.parent)
+
+
+async def wait_for_job(github: FakeGitHubClient, job: JobView, *, status: str = "completed") -> JobView:
+    """Wait until the job has this status or has completed."""
+    while job.status not in {status, "completed"}:
+        before = job.status
+        job = await github.job(job.id, wait_s=LIMIT_S, since=before)
+        assert job.status != before, f"job {job.id} stays {before}"
+    return job
 
 
 class LocalBackend:

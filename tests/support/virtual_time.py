@@ -133,9 +133,6 @@ class CutKind(Enum):
     CRASH_AFTER = "killed, the call made and its answer lost"
 
 
-CRASHES = (CutKind.CRASH_BEFORE, CutKind.CRASH_AFTER)
-
-
 class Cut:
     """Interrupts a process at its n-th call. A killed process makes no further call."""
 

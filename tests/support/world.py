@@ -93,7 +93,7 @@ class _FixedBehaviour:
     def script(self) -> StepResult:
         return self._settings.script
 
-    def configure(self) -> StepResult:
+    def register(self) -> StepResult:
         return self._settings.registration.get(self._instance_id, StepResult(ok=True))
 
     def reset(self) -> StepResult:

@@ -1,4 +1,4 @@
-"""The leak scanner: finds credentials in all encodings, and nothing else."""
+"""The leak scanner finds credentials in all encodings; errors quote GitHub's response, never the credential."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import json
 import os
 import subprocess
 import sys
+from base64 import b64encode
+from datetime import UTC, datetime
 from urllib.parse import quote
 
+import httpx
 import pytest
 
+from remuda.adapters.github.responses import translate
 from tests.support.leak_scanner import LeakScanner, ObservedProcesses
 
 TOKEN = 'ghs_A1b2+C3d4/E5f6"G7h8\\I9j0&K1l2M3n4O5p6'
@@ -79,3 +83,30 @@ def test_processes_are_observed_with_arguments_and_environment() -> None:
     assert {leak.name for leak in scanner.find_all(seen.argv())} == {"argument"}
     assert {leak.name for leak in scanner.find_all(seen.environ_of({os.getuid()}))} == {"variable"}
     assert scanner.find_all(seen.environ_of({os.getuid() + 1})) == []
+
+
+# Errors of the GitHub client ------------------------------------------------------------------------------------------
+
+
+GITHUB_TOKEN = "ghs_a1B2c3D4e5F6g7H8i9J0k1L2m3N4o5P6q7R8"
+NOW = datetime(2030, 1, 1, tzinfo=UTC)
+ECHOES = {
+    "as it is": f"bad header: Bearer {GITHUB_TOKEN}",
+    "where it is cut": "x" * 185 + GITHUB_TOKEN,
+    "in an address": f"https://x:{quote(GITHUB_TOKEN, safe='')}@github.com",
+    "encoded": b64encode(GITHUB_TOKEN.encode()).decode(),
+}
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 409, 422, 429, 500])
+@pytest.mark.parametrize("said", ECHOES.values(), ids=ECHOES)
+def test_echoed_credential_is_redacted(said: str, status: int) -> None:
+    request = httpx.Request("POST", "https://api.github.com/x", headers={"Authorization": f"Bearer {GITHUB_TOKEN}"})
+    error = translate(httpx.Response(status, json={"message": said}, request=request), "a test", NOW)
+    assert LeakScanner({"token": GITHUB_TOKEN}).find(f"{error} {error!r}", "the error") == []
+
+
+def test_other_text_is_quoted() -> None:
+    request = httpx.Request("GET", "https://api.github.com/x")
+    answer = httpx.Response(422, json={"message": "labels: must be an array"}, request=request)
+    assert "labels: must be an array" in translate(answer, "a test", NOW).message

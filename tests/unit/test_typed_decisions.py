@@ -15,18 +15,8 @@ FILES = sorted(file for part in ("domain", "controlplane") for file in (SOURCE /
 #: Names of variables, attributes, parameters and keys that hold a text for people.
 TEXT_NAMES = frozenset(
     {
-        "detail",
-        "error_message",
-        "explanation",
-        "reason",
-        "retire_detail",
-        "retire_reason",
-        "retire_text",
-        "script_detail",
-        "stop_reason",
-        "text",
-        "what",
-        "why",
+        *("detail", "error_message", "explanation", "reason", "retire_detail", "retire_reason", "retire_text"),
+        *("script_detail", "stop_reason", "text", "what", "why"),
     }
 )
 #: Names that also hold something else: a text only as an attribute (`error.message`), a parsed input as a variable.
@@ -34,20 +24,8 @@ INPUT_NAMES = frozenset({"text", "what"})
 TEXT_SUFFIXES = ("_detail", "_reason", "_why", "_text")
 STRING_METHODS = frozenset(
     {
-        "count",
-        "endswith",
-        "find",
-        "index",
-        "partition",
-        "removeprefix",
-        "removesuffix",
-        "replace",
-        "rfind",
-        "rpartition",
-        "rsplit",
-        "split",
-        "splitlines",
-        "startswith",
+        *("count", "endswith", "find", "index", "partition", "removeprefix", "removesuffix", "replace", "rfind"),
+        *("rpartition", "rsplit", "split", "splitlines", "startswith"),
     }
 )
 PATTERN_METHODS = frozenset({"findall", "finditer", "fullmatch", "match", "search", "split", "sub", "subn"})

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from remuda.cli.rendering.results import applied_lines
+from remuda.cli.run import plural
 
 #: Maximum rows of a table. GitHub limits a summary to 1 MiB.
 MAX_ROWS = 100
@@ -81,7 +82,7 @@ def summary(
 
 def _provision(document: Document) -> list[str]:
     instances = document["instances"]
-    head = f"{_count(len(instances), 'runner')} for run {escape(document['run_id'])}"
+    head = f"{plural(len(instances), 'runner')} for run {escape(document['run_id'])}"
     facts = (
         f"{document['reused']} reused, {document['created']} created, in {_seconds(document['seconds'])}. "
         f"Use them with <code>runs-on: {escape(document['label'])}</code><br>"
@@ -130,7 +131,7 @@ def _refresh(document: Document) -> list[str]:
     rows += [("retired", f"{name}: {document['reasons'].get(name, '')}") for name in document["retired"]]
     rows += [(label, name) for field, label in _SWEEP_RESULTS.items() for name in document[field]]
     return [
-        _title("refresh", _count(len(rows), "change") if rows else "no changes"),
+        _title("refresh", plural(len(rows), "change") if rows else "no changes"),
         f"in {_seconds(document['seconds'])}",
         *_table(("change", "subject"), rows),
         *_errors(document),
@@ -140,7 +141,7 @@ def _refresh(document: Document) -> list[str]:
 
 def _scale_down(document: Document) -> list[str]:
     decisions = document["decisions"]
-    count = "dry run" if document["dry_run"] else _count(len(decisions), "decision")
+    count = "dry run" if document["dry_run"] else plural(len(decisions), "decision")
     quota = document["idle_quota"]
     rows = [
         (item["instance_id"], item["owner"], item["action"], item["reason"], "yes" if item["done"] else "no")
@@ -170,7 +171,7 @@ def _failed(mode: str, failure: StepFailure, rolled_back: Sequence[RolledBackIns
     return [
         _title(mode, head),
         f"{message}<br>Exit code {failure.exit_code}",
-        *([f"Rolled back: {_count(len(rows), 'instance')}"] if rows else []),
+        *([f"Rolled back: {plural(len(rows), 'instance')}"] if rows else []),
         *_table(("instance", "before", "after"), rows),
     ]
 
@@ -203,10 +204,6 @@ def _calls(document: Document) -> list[str]:
 
 def _seconds(value: object) -> str:
     return f"{value:.2f} s" if isinstance(value, int | float) else ""
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def plain_lines(text: str) -> list[str]:

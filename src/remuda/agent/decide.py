@@ -3,8 +3,6 @@
 The last signal and the counters of an observation are kept in memory and lost when the agent restarts, so steps may
 repeat then. This is safe: each step can be repeated, the store rejects a signal of a lower rank than the stored one,
 and the record's threshold limits the time of all retries.
-
-The prefix `UD_` of signals stands for "user data".
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from pathlib import Path
 from remuda.agent.listener import Files, StartCommand
 from remuda.agent.processes import KillResult, program_name
 from remuda.domain.errors import Unavailable
+from remuda.domain.instance import Assignment
 from remuda.ports.machine import StepResult
 
 MAX_DETAIL = 500
@@ -31,7 +32,10 @@ class JobFolders:
     def runner_folder(self) -> Path:
         return self._folder / "runner"
 
-    async def prepare_start(self, runner_name: str, files: Files) -> StartCommand:  # noqa: ARG002  # one at a time
+    async def ready(self) -> None:
+        """The folders exist from the start."""
+
+    async def prepare_start(self, assignment: Assignment, files: Files) -> StartCommand:  # noqa: ARG002  # no volumes
         try:
             await asyncio.to_thread(self._write, files)
         except OSError as problem:

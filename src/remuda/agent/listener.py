@@ -16,6 +16,7 @@ from typing import IO, Protocol
 from remuda import procfs
 from remuda.agent import processes
 from remuda.domain.errors import Unavailable
+from remuda.domain.instance import Assignment
 from remuda.ports.clock import Clock
 from remuda.procfs import Process
 
@@ -65,7 +66,10 @@ class JobHost(Protocol):
     def runner_folder(self) -> PurePath:
         """The runner software as the listener sees it."""
 
-    async def prepare_start(self, runner_name: str, files: Files) -> StartCommand:
+    async def ready(self) -> None:
+        """Wait until a listener can be started. Raises `Unavailable` if it never can."""
+
+    async def prepare_start(self, assignment: Assignment, files: Files) -> StartCommand:
         """Write the files where the listener finds them, and remove `.env` and `.path` if they are not among them."""
 
     def enforce_limits(self) -> None:
@@ -88,8 +92,8 @@ class Listener:
         self._jobs = _JobLog(log)
         self._wrapper = self._find_wrapper()
 
-    async def start(self, runner_name: str, files: Files, environment: Mapping[str, str]) -> None:
-        command = await self._host.prepare_start(runner_name, files)
+    async def start(self, assignment: Assignment, files: Files, environment: Mapping[str, str]) -> None:
+        command = await self._host.prepare_start(assignment, files)
         self.forget()
         self._keep_log()
         self._jobs = _JobLog(self._log)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import TypeVar
 
@@ -222,7 +222,7 @@ class Agent:
             await self._signal(record, step.signal, script_detail or step.reason)
         elif step.action is AgentAction.REGISTER and record.assignment is not None:
             started = self._clock.monotonic()
-            result = await self._runner.configure(record.assignment)
+            result = await self._runner.register(record.assignment)
             duration_s = self._clock.monotonic() - started
             signal = Signal.UD_REG_OK if result.ok else Signal.UD_REG_FAILED
             await self._signal(record, signal, result.detail, duration_s=duration_s, failure=result.failure)
@@ -359,68 +359,55 @@ class Watchdog:
         return self._clock.monotonic() < self._expires_at
 
 
+@dataclass(kw_only=True, eq=False, slots=True)
 class Heartbeat:
     """The heartbeat, which is written only while the main loop makes progress: a hung agent counts as dead."""
 
-    def __init__(
-        self,
-        *,
-        instance_id: str,
-        store: InstanceStore,
-        machine: Machine,
-        runner: RunnerSoftware,
-        clock: Clock,
-        event_log: EventLog,
-        watchdog: Watchdog,
-        version: str,
-        interval_s: float = HEARTBEAT_INTERVAL_S,
-    ) -> None:
-        self._instance_id = instance_id
-        self._store = store
-        self._machine = machine
-        self._runner = runner
-        self._clock = clock
-        self._event_log = event_log
-        self._watchdog = watchdog
-        self._version = version
-        self._interval_s = interval_s
-        self._notice = ""
-        self._due = asyncio.Event()
+    instance_id: str
+    store: InstanceStore
+    machine: Machine
+    runner: RunnerSoftware
+    clock: Clock
+    event_log: EventLog
+    watchdog: Watchdog
+    version: str
+    notice: str = field(default="", init=False)
+    due: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     def beat_now(self) -> None:
         """Write the next heartbeat at once, because a field that others wait for has changed."""
-        self._due.set()
+        self.due.set()
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            self._due.clear()
-            if self._watchdog.healthy:
+            self.due.clear()
+            if self.watchdog.healthy:
                 await self._beat()
-            alarm = loop.call_later(self._interval_s, self._due.set)
+            alarm = loop.call_later(HEARTBEAT_INTERVAL_S, self.due.set)
             try:
-                await self._due.wait()
+                await self.due.wait()
             finally:
                 alarm.cancel()
 
     async def _beat(self) -> None:
         try:
-            runner = self._runner.state()
-            await self._store.beat(
-                self._instance_id,
-                at=self._clock.now(),
+            runner = self.runner.state()
+            await self.store.beat(
+                self.instance_id,
+                at=self.clock.now(),
                 busy=runner.busy,
                 listening=runner.listening,
                 notice=await self._spot_notice(),
-                version=self._version,
+                version=self.version,
             )
         except RemudaError as error:
-            self._event_log.record("heartbeat-failed", error.message)
+            self.event_log.record("heartbeat-failed", error.message)
 
     async def _spot_notice(self) -> str:
         """Return the spot notice, or the last known one. A failed check does not stop the heartbeat."""
         try:
-            self._notice = await self._machine.spot_notice() or self._notice
+            self.notice = await self.machine.spot_notice() or self.notice
         except RemudaError as error:
-            self._event_log.record("spot-notice-failed", error.message)
-        return self._notice
+            self.event_log.record("spot-notice-failed", error.message)
+        return self.notice

@@ -39,20 +39,32 @@ class _MountAttributes(ctypes.Structure):
 
 def mount_idmapped(source: Path, target: Path, first_id: int) -> None:
     """Mount a read-only clone of `source`, without the mounts below it, whose owners are shifted by `first_id`."""
+    tree = open_idmapped(source, first_id, read_only=True)
+    try:
+        _call(_MOVE_MOUNT, tree, b"", _AT_FDCWD, os.fsencode(target), _MOVE_MOUNT_F_EMPTY_PATH)
+    finally:
+        os.close(tree)
+
+
+def open_idmapped(source: Path, first_id: int, *, read_only: bool) -> int:
+    """Clone `source` with shifted owners. Return the descriptor of the clone, which is not mounted yet."""
     tree = _call(_OPEN_TREE, _AT_FDCWD, os.fsencode(source), _OPEN_TREE_CLONE | os.O_CLOEXEC)
     try:
         namespace = _user_namespace(first_id)
         try:
             attributes = _MountAttributes(
-                attr_set=_MOUNT_ATTR_RDONLY | _MOUNT_ATTR_IDMAP, propagation=_MS_PRIVATE, userns_fd=namespace
+                attr_set=_MOUNT_ATTR_IDMAP | (_MOUNT_ATTR_RDONLY if read_only else 0),
+                propagation=_MS_PRIVATE,
+                userns_fd=namespace,
             )
             size = ctypes.c_size_t(ctypes.sizeof(attributes))
             _call(_MOUNT_SETATTR, tree, b"", _AT_EMPTY_PATH, ctypes.byref(attributes), size)
         finally:
             os.close(namespace)
-        _call(_MOVE_MOUNT, tree, b"", _AT_FDCWD, os.fsencode(target), _MOVE_MOUNT_F_EMPTY_PATH)
-    finally:
+    except OSError:
         os.close(tree)
+        raise
+    return tree
 
 
 def mount_overlay(target: Path, *, lower: Path, upper: Path, work: Path, volatile: bool = True) -> None:

@@ -82,6 +82,7 @@ class ActionsRunner:
         environment: Mapping[str, str],
         hook: JobHook,
     ) -> None:
+        self._host = host
         self._config_folder = config_folder
         self._has_own_copy = config_folder != host.runner_folder
         self._runner_folder = host.runner_folder
@@ -107,7 +108,17 @@ class ActionsRunner:
             refused=self.refused() if spent else "",
         )
 
-    async def configure(self, assignment: Assignment) -> StepResult:
+    async def register(self, assignment: Assignment) -> StepResult:
+        result = await self._register(assignment)
+        if result.ok:
+            # A run must not count on a runner that cannot start.
+            try:
+                await self._host.ready()
+            except Unavailable as problem:
+                return StepResult(ok=False, detail=problem.message)
+        return result
+
+    async def _register(self, assignment: Assignment) -> StepResult:
         if self._listener.is_running():
             return StepResult(ok=False, detail="a listener of an earlier assignment is still running")
         self._forget()
@@ -146,7 +157,7 @@ class ActionsRunner:
             environment[_INPUT + "JITCONFIG"] = jit.config
             # Drop the configuration before any job runs. Keep the name: it shows that the listener registers itself.
             _write(self._jit_file, to_document(_JitConfig(runner_name=jit.runner_name)))
-        await self._listener.start(assignment.runner_name, files, environment)
+        await self._listener.start(assignment, files, environment)
 
     def refused(self) -> str:
         return self._hook.refused()

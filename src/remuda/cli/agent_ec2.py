@@ -15,10 +15,12 @@ from remuda.adapters.aws.clients import AwsClients, config
 from remuda.adapters.aws.dynamodb.keys import own_key_prefix
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.ec2.calls import Ec2Calls, client_config
+from remuda.adapters.aws.ec2.options import DEFAULT_CACHE_GIB
 from remuda.adapters.aws.imds import Ec2Machine, Imds, imds_endpoint
-from remuda.adapters.aws.user_data import MachineLayout
+from remuda.adapters.aws.user_data import CACHE_GIB_VARIABLE, CACHE_PATHS_VARIABLE, MachineLayout
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.agent import mounts, processes, sandbox_root
+from remuda.agent.cache_volumes import CacheVolumes
 from remuda.agent.job_hook import REFUSED, JobHook
 from remuda.agent.loop import Agent
 from remuda.agent.runner import ActionsRunner
@@ -46,6 +48,8 @@ async def run(environment: Mapping[str, str], *, clock: SystemClock, event_log: 
             runner=software / "runner",
             software=PurePosixPath(layout.opt),
             hidden=(layout.state,),
+            root=_job_root(layout),
+            caches=_caches(state, environment),
         ),
         record=event_log.record,
     )
@@ -118,9 +122,22 @@ def _discard_state_of_image(state: Path, instance_id: str, machine: Ec2Machine) 
         if marker.read_text(encoding="utf-8").strip() == instance_id:
             return
     machine.save(AgentState())
-    for name in ("registration", "sandboxes"):
+    for name in ("registration", "sandboxes", "caches"):
         shutil.rmtree(state / name, ignore_errors=True)
     marker.write_text(f"{instance_id}\n", encoding="utf-8")
+
+
+def _job_root(layout: MachineLayout) -> Path:
+    job_image = Path(layout.job_image)
+    return job_image if job_image.exists() else Path("/")
+
+
+def _caches(state: Path, environment: Mapping[str, str]) -> CacheVolumes | None:
+    paths = tuple(environment.get(CACHE_PATHS_VARIABLE, "").replace(",", " ").split())
+    if not paths:
+        return None
+    max_bytes = int(environment.get(CACHE_GIB_VARIABLE, "") or DEFAULT_CACHE_GIB) * 1024**3
+    return CacheVolumes(folder=state / "caches", paths=paths, max_bytes=max_bytes)
 
 
 def _config_folder(folder: Path, runner: Path) -> Path:

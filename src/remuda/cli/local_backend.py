@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from remuda import procfs
 from remuda.adapters.local.layout import LocalLayout
@@ -162,14 +162,7 @@ def run_down(settings: Settings, output: Output, *, purge: bool) -> int:
     pids = f": {', '.join(map(str, result.left))}" if result.left else ""
     terminated, left = plural(len(result.terminated), "instance"), plural(len(result.left), "process")
     output.say(f"down: {terminated} terminated, {left} left{pids}")
-    output.result(
-        {
-            "dir": str(settings.dir),
-            "stopped": list(result.stopped),
-            "terminated": list(result.terminated),
-            "left": list(result.left),
-        }
-    )
+    output.result({"dir": str(settings.dir), **asdict(result)})
     return EXIT_PARTIAL if result.left else EXIT_OK
 
 

@@ -253,11 +253,7 @@ _command(
         default="127.0.0.1",
     ),
     option("--port", "Port to listen on; 0 selects a free one. (default: 8421)", integer(0, 65_535), default=8421),
-    option(
-        "--token-file",
-        "Require the token in this file. (default: REMUDA_DASHBOARD_TOKEN)",
-        text(metavar="FILE"),
-    ),
+    option("--token-file", "Require the token in this file. (default: REMUDA_DASHBOARD_TOKEN)", text(metavar="FILE")),
     option("--since", "Period to show: 90m, 12h, 7d. (default: 24h)", _DURATION, default="24h"),
     option(
         "--every",
@@ -283,11 +279,7 @@ _command(
     "Keep instances out of the pool for inspection.",
     _instances(),
     option(
-        "--for",
-        "How long to keep them: 30m, 4h, at most 7d. (default: 4h)",
-        _DURATION,
-        to="duration",
-        default="4h",
+        "--for", "How long to keep them: 30m, 4h, at most 7d. (default: 4h)", _DURATION, to="duration", default="4h"
     ),
     option(*_REASON, text(), default=""),
     option(*_DRY_RUN),

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 from remuda.adapters.system.clock import SystemClock
-from remuda.cli.output import Output
-from remuda.cli.rendering.formatting import DAY_S, parse_duration
+from remuda.cli.output import DAY_S, Output, parse_duration
 from remuda.cli.run import EXIT_OK, EXIT_PARTIAL, plural, run_async
 from remuda.config.settings import Settings
 from remuda.controlplane import operator
-from remuda.controlplane.context import Context
 from remuda.controlplane.operator import InstanceSelector, OperatorAction, OperatorResult
 from remuda.domain.errors import UserError
-from remuda.domain.instance import Instance
 from remuda.domain.resources import MAX_SHOWN, is_instance_id
 from remuda.wiring import open_context
 
@@ -25,9 +23,8 @@ _PARTICIPLES = {
     OperatorAction.QUARANTINE: "quarantined",
     OperatorAction.TERMINATE: "terminating",
 }
-
-#: Performs the action on the selected instances; the last argument is `dry_run`.
-Act = Callable[[Context, Sequence[Instance], bool], Awaitable[OperatorResult]]
+#: Performs the action: takes the context, the selected instances, and `dry_run` by name.
+Act = Callable[..., Awaitable[OperatorResult]]
 
 
 def check_selection(selector: InstanceSelector) -> InstanceSelector:
@@ -66,11 +63,7 @@ def run_drain(
     reason: str,
     dry_run: bool,
 ) -> int:
-    why = check_reason(reason)
-
-    async def act(context: Context, selected: Sequence[Instance], dry: bool) -> OperatorResult:  # noqa: FBT001 - a callback
-        return await operator.drain(context, selected, reason=why, dry_run=dry)
-
+    act = partial(operator.drain, reason=check_reason(reason))
     selector = check_selection(
         InstanceSelector(instance_ids=tuple(instances), everything=everything, resource_class=resource_class, ami=ami)
     )
@@ -85,11 +78,7 @@ def run_quarantine(
         raise UserError(
             f"--for must be a duration of at most 7d, such as 30m, 4h or 2d, got {duration[:40]!r}", field="--for"
         )
-    why = check_reason(reason)
-
-    async def act(context: Context, selected: Sequence[Instance], dry: bool) -> OperatorResult:  # noqa: FBT001 - a callback
-        return await operator.quarantine(context, selected, for_s=duration_s, reason=why, dry_run=dry)
-
+    act = partial(operator.quarantine, for_s=duration_s, reason=check_reason(reason))
     selector = check_selection(InstanceSelector(instance_ids=tuple(instances)))
     return _report(output, _run(settings, output, selector, act, dry_run=dry_run))
 
@@ -104,11 +93,7 @@ def run_terminate(
     dry_run: bool,
     confirmed: bool,
 ) -> int:
-    why = check_reason(reason)
-
-    async def act(context: Context, selected: Sequence[Instance], dry: bool) -> OperatorResult:  # noqa: FBT001 - a callback
-        return await operator.terminate(context, selected, reason=why, dry_run=dry)
-
+    act = partial(operator.terminate, reason=check_reason(reason))
     selector = check_selection(InstanceSelector(instance_ids=tuple(instances), everything=everything))
     if not (dry_run or confirmed):
         _confirm(output, _run(settings, output, selector, act, dry_run=True))
@@ -120,7 +105,7 @@ def _run(settings: Settings, output: Output, selector: InstanceSelector, act: Ac
         event_log = output.event_log(SystemClock())
         async with open_context(settings, event_log, needs_github=False, require_local_github=False) as context:
             guarded = output.guarded(context)
-            return await act(guarded, await operator.select_instances(guarded, selector), dry_run)
+            return await act(guarded, await operator.select_instances(guarded, selector), dry_run=dry_run)
 
     return run_async(work, on_interrupt_message="interrupted; completed changes remain")
 

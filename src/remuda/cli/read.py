@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, Self
 from remuda.adapters.system.clock import SystemClock
 from remuda.adapters.system.prices import chosen_prices
 from remuda.cli.local_backend import background_processes, can_list_registrations, stopped_processes
-from remuda.cli.output import Output
+from remuda.cli.output import DAY_S, Output, parse_duration
 from remuda.cli.rendering import status as status_view
-from remuda.cli.rendering.formatting import DAY_S, parse_duration
 from remuda.cli.rendering.report import report_document, report_tables
 from remuda.cli.rendering.results import config_rows, config_table
 from remuda.cli.run import EXIT_OK, run_async

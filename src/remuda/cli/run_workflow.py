@@ -9,8 +9,10 @@ import re
 import signal
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import httpx
@@ -73,15 +75,7 @@ async def run_workflow(settings: Settings, output: Output, *, file: str) -> int:
             "run_id": run_id,
             "run_attempt": settings.run_attempt,
             "conclusion": conclusion,
-            "jobs": [
-                {
-                    "name": result.name,
-                    "conclusion": result.conclusion,
-                    "instance_id": result.instance_id,
-                    "seconds": result.seconds,
-                }
-                for result in results
-            ],
+            "jobs": [asdict(result) for result in results],
         }
     )
     return EXIT_JOB_FAILED if failed else 0
@@ -117,18 +111,15 @@ class WorkflowRun:
         self._github = github
 
     async def run(self, jobs: list[WorkflowJob]) -> list[WorkflowJobResult]:
-        tasks: dict[str, list[asyncio.Task[WorkflowJobResult]]] = {}
+        tasks: defaultdict[str, list[asyncio.Task[WorkflowJobResult]]] = defaultdict(list)
         started: dict[int, asyncio.Task[WorkflowJobResult]] = {}
-        remaining = list(enumerate(jobs))
-        while remaining:
-            # A job's task waits for the tasks of its needs, so those are created first.
-            for entry in list(remaining):
-                index, job = entry
-                if all(need in tasks and not _is_remaining(need, remaining) for need in job.needs):
+        # A job's task waits for the tasks of its needs, so those are created first.
+        for key in TopologicalSorter({job.key: job.needs for job in jobs}).static_order():
+            for index, job in enumerate(jobs):
+                if job.key == key:
                     needed = [task for need in job.needs for task in tasks[need]]
                     started[index] = asyncio.create_task(self._run_after(job, needed))
-                    tasks.setdefault(job.key, []).append(started[index])
-                    remaining.remove(entry)
+                    tasks[key].append(started[index])
         ordered = [started[index] for index in range(len(jobs))]
         try:
             return list(await asyncio.gather(*ordered))
@@ -297,10 +288,6 @@ class WorkflowRun:
 
     def _say(self, name: str, text: str) -> None:
         self._output.say(f"{self._clock.now():%H:%M:%S} {name:<16} {text}")
-
-
-def _is_remaining(key: str, remaining: list[tuple[int, WorkflowJob]]) -> bool:
-    return any(job.key == key for _, job in remaining)
 
 
 async def _interrupt(process: asyncio.subprocess.Process) -> None:

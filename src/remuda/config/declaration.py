@@ -243,10 +243,7 @@ def choice(values: type[StrEnum] | tuple[str, ...]) -> ValueKind:
 
     names = tuple(known)
     return ValueKind(
-        metavar=f"[{'|'.join(names)}]",
-        expected=f"{', '.join(names[:-1])} or {names[-1]}",
-        parse=convert,
-        choices=names,
+        metavar=f"[{'|'.join(names)}]", expected=f"{', '.join(names[:-1])} or {names[-1]}", parse=convert, choices=names
     )
 
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from datetime import tzinfo
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -186,6 +187,14 @@ def _launch_option(
     )
 
 
+_run_option = partial(declare, group=Group.RUN, commands=("provision",))
+_pool_option = partial(declare, group=Group.POOL, commands=("refresh",))
+#: Without a flag: for experts, in the file and the environment.
+_pool_tunable = partial(declare, group=Group.POOL)
+_github_setting = partial(declare, group=Group.GITHUB)
+_scale_down_option = partial(declare, group=Group.SCALE_DOWN, commands=("scale-down",))
+
+
 # Declarations -------------------------------------------------------------------------------------------------------
 
 
@@ -223,39 +232,35 @@ class Settings:
         group=Group.COMMON,
         commands=POOL_COMMANDS,
     )
-    github_scope: str = declare(
+    github_scope: str = _github_setting(
         text(metavar="OWNER[/REPO]", parse=check_scope),
         "remuda/demo",
         "Organization or repository that runners register in.",
-        group=Group.GITHUB,
         commands=("refresh", "provision", "doctor", "run-workflow"),
         is_parameter=True,
         other_variables=("GITHUB_REPOSITORY",),
         default_text="GITHUB_REPOSITORY",
     )
-    github_token: Secret | None = declare(
+    github_token: Secret | None = _github_setting(
         secret(expected="a GitHub token, or the ARN of a Secrets Manager secret", is_token=True),
         None,
         "Token that may manage self-hosted runners, or the ARN of a Secrets Manager secret that contains it. "
         "refresh and scale-down need a credential; provision needs one for ephemeral runners.",
-        group=Group.GITHUB,
         is_input=True,
     )
-    github_app_id: str = declare(
-        text(), "", "Id of a GitHub App, instead of a token.", group=Group.GITHUB, is_input=True, is_parameter=True
+    github_app_id: str = _github_setting(
+        text(), "", "Id of a GitHub App, instead of a token.", is_input=True, is_parameter=True
     )
-    github_app_key: Secret | None = declare(
+    github_app_key: Secret | None = _github_setting(
         secret(expected="PEM text, the path of a PEM file, or the ARN of a Secrets Manager secret"),
         None,
         "Private key of the GitHub App: PEM text, the path of a PEM file, or the ARN of a Secrets Manager secret.",
-        group=Group.GITHUB,
         is_input=True,
     )
-    github_api_url: str = declare(
+    github_api_url: str = _github_setting(
         text(expected="a URL such as https://HOST/api/v3", metavar="URL", parse=_parse_url),
         "",
         "URL of the GitHub API. The local backend has its own.",
-        group=Group.GITHUB,
         is_parameter=True,
         other_variables=("GITHUB_API_URL",),
         default_text="https://api.github.com",
@@ -279,42 +284,26 @@ class Settings:
         other_variables=("GITHUB_RUN_ATTEMPT",),
         default_text="GITHUB_RUN_ATTEMPT, or 1",
     )
-    instance_count: int = declare(integer(1, 1_000), 1, "Number of runners.", group=Group.RUN, commands=("provision",))
-    resource_class: str = declare(
-        text(metavar="CLASS"),
-        "large",
-        "Resource class of the runners, such as large or 2xlarge.",
-        group=Group.RUN,
-        commands=("provision",),
+    instance_count: int = _run_option(integer(1, 1_000), 1, "Number of runners.")
+    resource_class: str = _run_option(
+        text(metavar="CLASS"), "large", "Resource class of the runners, such as large or 2xlarge."
     )
-    usage_class: UsageClass = declare(
-        choice(UsageClass),
-        UsageClass.ON_DEMAND,
-        "Purchase option of the instances.",
-        group=Group.RUN,
-        commands=("provision",),
-    )
-    allowed_instance_types: TypePatterns = declare(
+    usage_class: UsageClass = _run_option(choice(UsageClass), UsageClass.ON_DEMAND, "Purchase option of the instances.")
+    allowed_instance_types: TypePatterns = _run_option(
         ValueKind(metavar="PATTERNS", expected="words such as 'c* m6i.large'", parse=_parse_types),
         TypePatterns(("*",)),
         "Instance types that may serve the run, such as 'c* m6i.large'.",
-        group=Group.RUN,
-        commands=("provision",),
     )
-    tier: Tier = declare(
+    tier: Tier = _run_option(
         choice(Tier),
         Tier.TRUSTED,
         "Trust in the run's code. It can lower the trust that the workflow's event implies, not raise it.",
-        group=Group.RUN,
-        commands=("provision",),
         default_text="from the event",
     )
-    repository: str = declare(
+    repository: str = _run_option(
         text(metavar="OWNER/REPO", parse=lambda value: check_repository(value) if value else ""),
         "",
         "Repository of the run, for runners of an organization.",
-        group=Group.RUN,
-        commands=("provision",),
         other_variables=("GITHUB_REPOSITORY",),
         default_text="GITHUB_REPOSITORY, or the scope",
     )
@@ -334,12 +323,10 @@ class Settings:
         other_variables=("GITHUB_EVENT_PATH",),
         default_text="GITHUB_EVENT_PATH",
     )
-    ephemeral: bool = declare(
+    ephemeral: bool = _run_option(
         boolean(),
         False,
         "Launch new instances that serve one job each, with just-in-time registration. Requires a GitHub credential.",
-        group=Group.RUN,
-        commands=("provision",),
     )
 
     max_runtime_min: float = declare(
@@ -358,59 +345,28 @@ class Settings:
         group=Group.POOL,
         commands=("refresh", "provision"),
     )
-    idle_time_sec: float = declare(
-        _seconds(1, WEEK_S),
-        420.0,
-        "Seconds that an idle instance stays in the pool.",
-        group=Group.POOL,
-        commands=("refresh",),
-        is_parameter=True,
+    idle_time_sec: float = _pool_option(
+        _seconds(1, WEEK_S), 420.0, "Seconds that an idle instance stays in the pool.", is_parameter=True
     )
-    release_time_sec: float = declare(
-        _seconds(5, DAY_S), 300.0, "Seconds that a release may take.", group=Group.POOL, commands=("refresh",)
+    release_time_sec: float = _pool_option(_seconds(5, DAY_S), 300.0, "Seconds that a release may take.")
+    max_age_sec: float = _pool_option(
+        _seconds(10, 365 * DAY_S), DAY_S, "Age in seconds beyond which an instance is not reused.", is_parameter=True
     )
-    max_age_sec: float = declare(
-        _seconds(10, 365 * DAY_S),
-        DAY_S,
-        "Age in seconds beyond which an instance is not reused.",
-        group=Group.POOL,
-        commands=("refresh",),
-        is_parameter=True,
+    max_uses: int = _pool_option(
+        integer(1, 100_000), 50, "Number of runs after which an instance is not reused.", is_parameter=True
     )
-    max_uses: int = declare(
-        integer(1, 100_000),
-        50,
-        "Number of runs after which an instance is not reused.",
-        group=Group.POOL,
-        commands=("refresh",),
-        is_parameter=True,
+    reuse: Reuse = _pool_option(choice(Reuse), Reuse.SAME_TRUST, "Instances that a run may reuse.", is_parameter=True)
+    max_instances: int = _pool_option(
+        integer(1, 100_000), 100, "Maximum number of instances in the pool.", is_parameter=True
     )
-    reuse: Reuse = declare(
-        choice(Reuse),
-        Reuse.SAME_TRUST,
-        "Instances that a run may reuse.",
-        group=Group.POOL,
-        commands=("refresh",),
-        is_parameter=True,
-    )
-    max_instances: int = declare(
-        integer(1, 100_000),
-        100,
-        "Maximum number of instances in the pool.",
-        group=Group.POOL,
-        commands=("refresh",),
-        is_parameter=True,
-    )
-    resource_class_config: tuple[ResourceClass, ...] = declare(
+    resource_class_config: tuple[ResourceClass, ...] = _pool_option(
         ValueKind(metavar="JSON", expected=f"JSON such as {CLASSES_EXAMPLE}", parse=_parse_classes),
         DEFAULT_CLASSES,
         f"Resource classes of the pool as JSON, such as {CLASSES_EXAMPLE} (memory in MiB).",
-        group=Group.POOL,
-        commands=("refresh",),
         is_parameter=True,
         default_text="seven classes, large to 16xlarge",
     )
-    pre_runner_script: str = declare(
+    pre_runner_script: str = _pool_option(
         text(
             expected=f"a shell script of up to {MAX_SCRIPT_CHARS} characters, or @FILE",
             metavar="TEXT|@FILE",
@@ -418,47 +374,31 @@ class Settings:
         ),
         "",
         "Shell script that a new instance runs before it registers: text, or @FILE.",
-        group=Group.POOL,
-        commands=("refresh",),
         is_launch_option=True,
     )
 
-    margin_sec: float | None = declare(
+    margin_sec: float | None = _pool_tunable(
         _seconds(0.1, 3_600),
         None,
         "Seconds by which the clocks of two machines may differ.",
-        group=Group.POOL,
         default_text=f"{LOCAL_MARGIN_S:g} on the local backend, {AWS_MARGIN_S:g} on AWS",
     )
-    unrecorded_grace_sec: float = declare(
-        _seconds(1, DAY_S),
-        300.0,
-        "Seconds after which refresh terminates an instance without a record.",
-        group=Group.POOL,
+    unrecorded_grace_sec: float = _pool_tunable(
+        _seconds(1, DAY_S), 300.0, "Seconds after which refresh terminates an instance without a record."
     )
-    stale_registration_grace_sec: float = declare(
+    stale_registration_grace_sec: float = _pool_tunable(
         _seconds(1, DAY_S),
         900.0,
         "Seconds after which refresh removes a registration that has neither a record nor an instance.",
-        group=Group.POOL,
     )
-    gone_after_sec: float = declare(
-        _seconds(1, DAY_S),
-        60.0,
-        "Seconds between two failed lookups before an instance counts as gone.",
-        group=Group.POOL,
+    gone_after_sec: float = _pool_tunable(
+        _seconds(1, DAY_S), 60.0, "Seconds between two failed lookups before an instance counts as gone."
     )
-    republish_sec: float = declare(
-        _seconds(1, DAY_S),
-        600.0,
-        "Seconds after which refresh publishes an idle instance to the pool again.",
-        group=Group.POOL,
+    republish_sec: float = _pool_tunable(
+        _seconds(1, DAY_S), 600.0, "Seconds after which refresh publishes an idle instance to the pool again."
     )
-    keep_records_sec: float = declare(
-        _seconds(1, 3_650 * DAY_S),
-        30 * DAY_S,
-        "Seconds that records of terminated instances are kept.",
-        group=Group.POOL,
+    keep_records_sec: float = _pool_tunable(
+        _seconds(1, 3_650 * DAY_S), 30 * DAY_S, "Seconds that records of terminated instances are kept."
     )
 
     ami: str = _launch_option(
@@ -486,11 +426,21 @@ class Settings:
     agent_sha256: str = _launch_option("SHA256", "SHA-256 digest of the agent package.")
     python_url: str = _launch_option("URL", "URL of a Python build for the agent, unless the image contains one.")
     python_sha256: str = _launch_option("SHA256", "SHA-256 digest of the Python build.")
+    job_image_url: str = _launch_option(
+        "URL", "URL of a tar archive with the root file system of jobs, instead of the instance's own."
+    )
+    job_image_sha256: str = _launch_option("SHA256", "SHA-256 digest of the job image.")
+    cache_paths: str = _launch_option(
+        "PATHS", "Folders of jobs that instances keep per repository and tier, separated by commas."
+    )
+    cache_size_gib: str = _launch_option(
+        "GIB", "Size of all cache volumes of an instance. The oldest are deleted above it.", default_text="20"
+    )
     github_environment: str = _launch_option(
         "VALUE", "Value of the ghr:environment tag of new instances.", default_text="the name of the pool"
     )
 
-    environment: str = declare(
+    environment: str = _scale_down_option(
         text(
             expected=f"the value of a tag: up to {MAX_TAG_CHARS} printable characters without wildcards",
             metavar="VALUE",
@@ -498,53 +448,41 @@ class Settings:
         ),
         "",
         "Value of the ghr:environment tag of the instances to scale down.",
-        group=Group.SCALE_DOWN,
-        commands=("scale-down",),
         other_variables=("ENVIRONMENT",),
         default_text="github-environment, or the name of the pool",
     )
-    idle_config: tuple[IdleWindow, ...] = declare(
+    idle_config: tuple[IdleWindow, ...] = _scale_down_option(
         ValueKind(metavar="JSON", expected=f"JSON such as {IDLE_CONFIG_EXAMPLE}", parse=_parse_idle_config),
         (),
         f"Number of idle runners to keep, by time of the week, as JSON: {IDLE_CONFIG_EXAMPLE}.",
-        group=Group.SCALE_DOWN,
-        commands=("scale-down",),
         is_parameter=True,
         other_variables=("SCALE_DOWN_CONFIG",),
         default_text="none are kept",
     )
-    minimum_running_time_in_minutes: float | None = declare(
+    minimum_running_time_in_minutes: float | None = _scale_down_option(
         _MINUTES,
         None,
         "Age in minutes below which a runner is kept.",
-        group=Group.SCALE_DOWN,
-        commands=("scale-down",),
         is_parameter=True,
         other_variables=("MINIMUM_RUNNING_TIME_IN_MINUTES",),
         default_text="5 on Linux, 15 on Windows",
     )
-    runner_boot_time_in_minutes: float = declare(
+    runner_boot_time_in_minutes: float = _scale_down_option(
         _MINUTES,
         BOOT_MIN,
         "Minutes after which an instance that is not registered on GitHub is an orphan.",
-        group=Group.SCALE_DOWN,
-        commands=("scale-down",),
         is_parameter=True,
         other_variables=("RUNNER_BOOT_TIME_IN_MINUTES",),
     )
-    idle_scope: IdleScope = declare(
+    idle_scope: IdleScope = _scale_down_option(
         choice(IdleScope),
         IdleScope.ENVIRONMENT,
         "What an idle count applies to: the whole environment, or each owner in it.",
-        group=Group.SCALE_DOWN,
-        commands=("scale-down",),
     )
-    max_removals_per_cycle: int | None = declare(
+    max_removals_per_cycle: int | None = _scale_down_option(
         integer(0, 100_000),
         None,
         "Maximum number of runners that one cycle removes from GitHub.",
-        group=Group.SCALE_DOWN,
-        commands=("scale-down",),
         default_text="unlimited",
     )
 

@@ -12,7 +12,7 @@ from remuda.domain.instance import Credential, Instance
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.transitions import Actor, Change, Event, advance
 from remuda.ports.calls import CallCounter
-from remuda.ports.clock import Clock, Ids
+from remuda.ports.clock import Clock, Ids, backoff_s, retry
 from remuda.ports.compute import Compute, SpotPrices
 from remuda.ports.event_log import EventLog
 from remuda.ports.github import GitHub
@@ -101,7 +101,7 @@ async def skip_unreadable(
 
 
 async def pause_before_retry(context: Context) -> None:
-    await context.clock.sleep(RETRY_PAUSE_S * (0.5 + context.ids.jitter()))
+    await context.clock.sleep(backoff_s(1, first_s=RETRY_PAUSE_S, ids=context.ids))
 
 
 async def retry_write(context: Context, write: Callable[[], Awaitable[T]], **facts: str) -> T:
@@ -109,18 +109,15 @@ async def retry_write(context: Context, write: Callable[[], Awaitable[T]], **fac
 
     `facts` identify the record in the event log.
     """
-    for retries_left in range(WRITE_RETRIES, -1, -1):
-        try:
-            return await write()
-        except Unreadable:
-            # A record that cannot be parsed stays so.
-            raise
-        except Unavailable as error:
-            context.event_log.record("write-unconfirmed", error.message, **facts)
-            if not retries_left:
-                raise
-            await pause_before_retry(context)
-    raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def pause_s(error: RemudaError, _attempt: int) -> float | None:
+        # A record that cannot be parsed stays so.
+        if not isinstance(error, Unavailable) or isinstance(error, Unreadable):
+            return None
+        context.event_log.record("write-unconfirmed", error.message, **facts)
+        return backoff_s(1, first_s=RETRY_PAUSE_S, ids=context.ids)
+
+    return await retry(write, attempts=WRITE_RETRIES + 1, pause_s=pause_s, clock=context.clock)
 
 
 async def transition(context: Context, instance: Instance, event: Event, *, by: Actor, why: str) -> Instance:

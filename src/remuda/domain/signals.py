@@ -19,6 +19,11 @@ MAX_DURATION_S = 10_000_000.0
 
 
 class Signal(StrEnum):
+    """Steps of a machine, in order. `UD_` stands for user data, the script with which a machine starts.
+
+    `REG` is the registration of the runner, `REMOVE_REG` its removal, and `REMOVE_RUN` the reset after the run.
+    """
+
     UD_OK = "UD_OK"
     UD_FAILED = "UD_FAILED"
     UD_REG_OK = "UD_REG_OK"

@@ -18,9 +18,8 @@ from remuda.fake_github.app_state import (
     json_body,
     wait_of,
 )
-from remuda.fake_github.model import ApiError, GitHubJob, JobPhase, RegisteredRunner
 from remuda.fake_github.rest import RunnersRest, timestamp
-from remuda.fake_github.state import settings_from
+from remuda.fake_github.state import ApiError, GitHubJob, JobPhase, RegisteredRunner, settings_from
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -145,10 +144,7 @@ class AdminApi:
         since = request.query_params.get("since")
         if since is not None:
             await self._app.until(
-                lambda: str(state.version) != since,
-                key=ANYTHING,
-                timeout_s=wait_of(request),
-                request=request,
+                lambda: str(state.version) != since, key=ANYTHING, timeout_s=wait_of(request), request=request
             )
         runners = [self._runner_document(runner) for runner in state]
         return JSONResponse({"version": state.version, "runners": runners})

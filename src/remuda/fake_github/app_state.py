@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import json
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from enum import StrEnum
 from typing import Any
 
@@ -13,9 +13,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from remuda.fake_github.model import ApiError, IssuedToken
 from remuda.fake_github.registry import GitHubCore
-from remuda.fake_github.state import DocumentStore
+from remuda.fake_github.state import ApiError, DocumentStore, IssuedToken
 
 DOCUMENTATION_URL = "https://docs.github.com/rest/actions/self-hosted-runners"
 #: Key of waiters that wake up with every change.
@@ -108,7 +107,18 @@ class AppState:
         cleared, self._cleared = self._cleared, asyncio.Event()
         cleared.set()
 
-    async def apply_faults_before(self, operation: str) -> Response | None:
+    async def respond(self, operation: str, answer: Callable[[], Awaitable[Response]]) -> Response:
+        """The response to a request, with the faults of its operation."""
+        response = await self._apply_faults_before(operation)
+        if response is None:
+            try:
+                response = await answer()
+            except ApiError as problem:
+                response = error_response(problem.status, problem.message)
+            self.commit_changes()
+        return self._apply_faults_after(operation, response)
+
+    async def _apply_faults_before(self, operation: str) -> Response | None:
         """Apply faults that precede the operation: a delay, or an error response instead of the operation."""
         if fault := self.faults.take(FaultKind.DELAY, operation):
             with contextlib.suppress(TimeoutError):
@@ -123,7 +133,7 @@ class AppState:
             return error_response(fault.status or 500, fault.message or "Server Error")
         return None
 
-    def apply_faults_after(self, operation: str, response: Response) -> Response:
+    def _apply_faults_after(self, operation: str, response: Response) -> Response:
         """Apply faults that follow the operation: it takes effect, but its response is lost or replaced."""
         fault = self.faults.take(FaultKind.LOST_ANSWER, operation)
         if fault is None:

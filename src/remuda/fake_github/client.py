@@ -3,7 +3,6 @@
 import dataclasses
 import ssl
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 import httpx
@@ -94,9 +93,7 @@ class FakeGitHubClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:

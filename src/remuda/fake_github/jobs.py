@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from remuda.fake_github.model import (
+from remuda.fake_github.state import (
     JOB_TRANSITIONS,
     MAX_COMPLETED_JOBS,
     MAX_LOG_CHARS,
@@ -10,10 +10,10 @@ from remuda.fake_github.model import (
     ApiError,
     Conclusion,
     GitHubJob,
+    GitHubState,
     JobPhase,
     RegisteredRunner,
 )
-from remuda.fake_github.state import GitHubState
 
 LEASE_LOST = "The self-hosted runner lost communication with the server.\n"
 QUEUED_TOO_LONG = "The job was not picked up by a runner in 24 hours.\n"

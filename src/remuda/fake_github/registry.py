@@ -1,7 +1,7 @@
 """Tokens, registrations and sessions of runners, and the core that combines them with the job queue."""
 
 from remuda.fake_github.jobs import JobQueue
-from remuda.fake_github.model import (
+from remuda.fake_github.state import (
     DEFAULT_LABELS,
     MAX_LABELS,
     MAX_NAME_LENGTH,
@@ -9,12 +9,13 @@ from remuda.fake_github.model import (
     OFFLINE_RUNNER_LIFE_S,
     ApiError,
     FakeGitHubSettings,
+    GitHubState,
     IssuedToken,
     JobPhase,
     RegisteredRunner,
+    TokenClock,
     TokenKind,
 )
-from remuda.fake_github.state import GitHubState, TokenClock
 
 ACCESS_PREFIX = "github_pat_"
 INSTALLATION_PREFIX = "ghs_"
@@ -157,13 +158,7 @@ class Registry:
         return job is not None and job.phase is JobPhase.IN_PROGRESS
 
     def _create(
-        self,
-        *,
-        scope: str,
-        name: str,
-        labels: tuple[str, ...],
-        ephemeral: bool,
-        group_id: int = DEFAULT_GROUP_ID,
+        self, *, scope: str, name: str, labels: tuple[str, ...], ephemeral: bool, group_id: int = DEFAULT_GROUP_ID
     ) -> RegisteredRunner:
         if not 0 < len(name) <= MAX_NAME_LENGTH:
             raise ApiError(422, f"The name of a runner must have 1 to {MAX_NAME_LENGTH} characters.")

@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from remuda.fake_github.app_state import AppState, FaultKind, Snapshot, bearer, error_response, json_body
-from remuda.fake_github.model import READ_ONLY_LABELS, ApiError, RegisteredRunner, TokenKind
+from remuda.fake_github.app_state import AppState, FaultKind, Snapshot, bearer, json_body
+from remuda.fake_github.state import READ_ONLY_LABELS, ApiError, RegisteredRunner, TokenKind
 
 MAX_PER_PAGE = 100
 DEFAULT_PER_PAGE = 30
@@ -52,26 +52,19 @@ class RunnersRest:
 
     def endpoint(self, operation: str, answer: Handler) -> Callable[[Request], Any]:
         async def handle(request: Request) -> Response:
-            response = await self._app.apply_faults_before(operation)
-            if response is None:
-                response = await self._answer(request, answer)
-                self._app.commit_changes()
-            response = self._app.apply_faults_after(operation, response)
+            response = await self._app.respond(operation, lambda: self._answer(request, answer))
             self._add_headers(request, response)
             return response
 
         return handle
 
     async def _answer(self, request: Request, answer: Handler) -> Response:
-        try:
-            _check_user_agent(request)
-            token = self._core.registry.access(bearer(request))
-            self._count(token.value)
-            scope = _scope(request)
-            self._core.registry.check_access(token, scope, write=request.method not in {"GET", "HEAD"})
-            return answer(request, scope, await json_body(request))
-        except ApiError as problem:
-            return error_response(problem.status, problem.message)
+        _check_user_agent(request)
+        token = self._core.registry.access(bearer(request))
+        self._count(token.value)
+        scope = _scope(request)
+        self._core.registry.check_access(token, scope, write=request.method not in {"GET", "HEAD"})
+        return answer(request, scope, await json_body(request))
 
     # Operations
 
@@ -95,9 +88,7 @@ class RunnersRest:
             raise ApiError(422, "Invalid request.\n\nFor 'properties/labels', not an array of strings.")
         runner = self._core.registry.register_jit(scope=scope, name=name, labels=tuple(labels), group_id=group)
         files = runner_files(
-            runner,
-            server_url=str(request.base_url).rstrip("/"),
-            work=str(body.get("work_folder") or "_work"),
+            runner, server_url=str(request.base_url).rstrip("/"), work=str(body.get("work_folder") or "_work")
         )
         packed = {name: _b64(json.dumps(content)) for name, content in files.items()}
         return JSONResponse(
@@ -299,17 +290,13 @@ class AppsRest:
 
     def endpoint(self, operation: str, answer: Handler) -> Any:
         async def handle(request: Request) -> Response:
-            response = await self._app.apply_faults_before(operation)
-            if response is None:
-                try:
-                    self._check_app(bearer(request))
-                    response = answer(request, "", {})
-                except ApiError as problem:
-                    response = error_response(problem.status, problem.message)
-                self._app.commit_changes()
-            return self._app.apply_faults_after(operation, response)
+            return await self._app.respond(operation, lambda: self._answer(request, answer))
 
         return handle
+
+    async def _answer(self, request: Request, answer: Handler) -> Response:
+        self._check_app(bearer(request))
+        return answer(request, "", {})
 
     def installation(self, request: Request, _scope: str, _body: dict[str, Any]) -> Response:
         owner = str(request.path_params.get("org") or request.path_params["owner"])

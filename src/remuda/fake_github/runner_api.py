@@ -12,9 +12,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from remuda.fake_github.app_state import AppState, bearer, error_response, json_body, wait_of
-from remuda.fake_github.model import ApiError, Conclusion, GitHubJob, JobPhase, RegisteredRunner
+from remuda.fake_github.app_state import AppState, bearer, json_body, wait_of
 from remuda.fake_github.rest import runner_files
+from remuda.fake_github.state import ApiError, Conclusion, GitHubJob, JobPhase, RegisteredRunner
 
 #: Renewals per lease of a job, and per liveness time of a session.
 RENEWALS_PER_PERIOD = 4
@@ -47,14 +47,7 @@ class RunnerApi:
 
     def endpoint(self, operation: str, handler: Handler) -> Handler:
         async def handle(request: Request) -> Response:
-            response = await self._app.apply_faults_before(operation)
-            if response is None:
-                try:
-                    response = await handler(request)
-                except ApiError as problem:
-                    response = error_response(problem.status, problem.message)
-                self._app.commit_changes()
-            return self._app.apply_faults_after(operation, response)
+            return await self._app.respond(operation, lambda: handler(request))
 
         return handle
 

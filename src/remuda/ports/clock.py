@@ -52,14 +52,14 @@ async def retry(
     """Await `operation()` up to `attempts` times, on the injected clock.
 
     `pause_s(error, attempt)` returns the seconds to wait before the next attempt, or None if the error is not worth a
-    retry. The last error is raised.
+    retry. It is called after each failed attempt, also after the last one, whose error is raised.
     """
     for attempt in range(1, attempts + 1):
         try:
             return await operation()
         except RemudaError as error:
-            wait_s = pause_s(error, attempt) if attempt < attempts else None
-            if wait_s is None:
+            wait_s = pause_s(error, attempt)
+            if wait_s is None or attempt == attempts:
                 raise
         await clock.sleep(wait_s)
     raise AssertionError  # pragma: no cover - the loop returns or raises

@@ -113,7 +113,7 @@ class RunnerSoftware(Protocol):
 
     def state(self) -> RunnerState: ...
 
-    async def configure(self, assignment: Assignment) -> StepResult:
+    async def register(self, assignment: Assignment) -> StepResult:
         """Register with GitHub without starting the listener. Replaces a partial registration of the same name."""
         ...
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from remuda.domain.resources import PoolMessage
 
-#: Maximum messages per receive, delete or hand-back call.
+#: Maximum messages per receive, delete or make-visible call.
 BATCH = 10
 
 
@@ -55,7 +55,7 @@ class ResourcePool(Protocol):
         """Delete messages, in batches. Stale receipts are ignored."""
         ...
 
-    async def hand_back(self, resource_class: str, receipts: Collection[str]) -> None:
+    async def make_visible(self, resource_class: str, receipts: Collection[str]) -> None:
         """Make messages visible again at once, in batches. Stale receipts are ignored."""
         ...
 

@@ -57,25 +57,27 @@ class MetricDefinition:
     help: str
 
 
+#: All metrics, in the order of their definitions.
+METRICS: list[MetricDefinition] = []
+
+
+def _define(kind: MetricKind, name: str, labels: str, text: str) -> MetricDefinition:
+    METRICS.append(MetricDefinition(name=name, kind=kind, labels=tuple(labels.split()), help=text))
+    return METRICS[-1]
+
+
 def _gauge(name: str, labels: str, text: str) -> MetricDefinition:
-    return MetricDefinition(name=name, kind=MetricKind.GAUGE, labels=tuple(labels.split()), help=text)
+    return _define(MetricKind.GAUGE, name, labels, text)
 
 
-def _counter(name: str, labels: str, text: str) -> MetricDefinition:
-    return MetricDefinition(
-        name=name,
-        kind=MetricKind.COUNTER,
-        labels=tuple(labels.split()),
-        help=f"{text} Counted since the start of this process.",
-    )
+def _counter(name: str, labels: str, text: str, kind: MetricKind = MetricKind.COUNTER) -> MetricDefinition:
+    return _define(kind, name, labels, f"{text} Counted since the start of this process.")
 
 
 INSTANCES = _gauge("remuda_instances", "pool state resource_class usage_class", "Instances that are not terminated.")
 MAX_INSTANCES = _gauge("remuda_max_instances", "pool", "Maximum number of instances in the pool.")
 POOL_IDLE = _gauge(
-    "remuda_pool_idle",
-    "pool resource_class",
-    "Idle instances that can be claimed: neither drained nor in quarantine.",
+    "remuda_pool_idle", "pool resource_class", "Idle instances that can be claimed: neither drained nor in quarantine."
 )
 POOL_MESSAGES = _gauge(
     "remuda_pool_messages",
@@ -87,28 +89,23 @@ OPEN_PROVISION_AGE = _gauge(
     "remuda_open_provision_age_max_seconds", "pool", "Age of the oldest open provision; 0 without open provisions."
 )
 HEARTBEAT_AGE = _gauge(
-    "remuda_heartbeat_age_max_seconds",
-    "pool state",
-    "Age of the oldest last heartbeat; 0 without heartbeats.",
+    "remuda_heartbeat_age_max_seconds", "pool state", "Age of the oldest last heartbeat; 0 without heartbeats."
 )
 WITHOUT_HEARTBEAT = _gauge(
     "remuda_instances_without_heartbeat", "pool state", "Instances whose agent has not reported yet."
 )
 WARNINGS = _gauge("remuda_warnings", "pool kind", "Warnings of `remuda status`, by kind.")
 TOKEN_EXPIRY = _gauge(
-    "remuda_registration_token_expiry_timestamp_seconds",
-    "pool",
-    "Expiry of the registration token that expires first.",
+    "remuda_registration_token_expiry_timestamp_seconds", "pool", "Expiry of the registration token that expires first."
 )
 LAST_POLL = _gauge("remuda_last_poll_timestamp_seconds", "pool", "Time of the last successful poll of the store.")
 BUILD = _gauge("remuda_build_info", "version", "Always 1; the label is the version of this process.")
 POLL_FAILURES = _counter("remuda_poll_failures_total", "", "Failed polls of the store.")
-PROVISION_SECONDS = MetricDefinition(
-    name="remuda_provision_seconds",
-    kind=MetricKind.HISTOGRAM,
-    labels=("pool", "source"),
-    help="Duration of successful provisions. Source: warm (all runners from the pool), cold (none) or mixed."
-    " Counted since the start of this process.",
+PROVISION_SECONDS = _counter(
+    "remuda_provision_seconds",
+    "pool source",
+    "Duration of successful provisions. Source: warm (all runners from the pool), cold (none) or mixed.",
+    MetricKind.HISTOGRAM,
 )
 PROVISIONS = _counter(
     "remuda_provisions_total", "pool outcome", "Ended provisions. Outcome: warm, cold, mixed or failed."
@@ -129,22 +126,6 @@ API_CALLS = _counter(
     " a failed condition and a missing item count as ok.",
 )
 
-METRICS = (
-    *(
-        INSTANCES,
-        MAX_INSTANCES,
-        POOL_IDLE,
-        POOL_MESSAGES,
-        OPEN_PROVISIONS,
-        OPEN_PROVISION_AGE,
-        HEARTBEAT_AGE,
-        WITHOUT_HEARTBEAT,
-        WARNINGS,
-        TOKEN_EXPIRY,
-        LAST_POLL,
-    ),
-    *(BUILD, POLL_FAILURES, PROVISION_SECONDS, PROVISIONS, RUNNERS, RETIREMENTS, TRANSITION_COUNT, API_CALLS),
-)
 _LIVE = tuple(state for state in State if state in LIVE)
 _SOURCES = ("warm", "cold", "mixed")
 

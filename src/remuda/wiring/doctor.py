@@ -20,7 +20,7 @@ from remuda.ports.doctor import Check
 from remuda.ports.event_log import SilentEventLog
 from remuda.wiring import open_context
 from remuda.wiring.aws import aws_libraries
-from remuda.wiring.github import github_client, github_credential, missing_credential
+from remuda.wiring.github import github_client, github_credential, missing_credential, token_client
 from remuda.wiring.local import layout, local_endpoint
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def _local_checks(
     async def github() -> GitHubClient:
         endpoint = local_endpoint(settings)
         token = settings.github_token.text if settings.github_token else endpoint.token
-        made = GitHubClient(api_url=endpoint.url, token=token, clock=clock, ids=SystemIds(), calls=CallCounter())
+        made = token_client(endpoint.url, clock, SystemIds(), CallCounter(), token=token)
         stack.push_async_callback(made.close)
         return made
 

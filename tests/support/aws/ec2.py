@@ -16,10 +16,11 @@ from aiobotocore.config import AioConfig
 from remuda.adapters.aws.ec2.calls import client_config
 from remuda.adapters.aws.ec2.compute import Ec2Compute
 from remuda.adapters.system.clock import SystemIds
-from remuda.domain.resources import ResourceClass, RunnerRequest, Tier, TypePatterns, UsageClass
+from remuda.domain.resources import TypePatterns, UsageClass
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import LaunchRequest, LaunchResult
 from tests.support.aws.servers import HERE, LOOPBACK, ROOT, ServerError, aws_client
+from tests.support.records import launch_request, runner_request
 from tests.support.virtual_time import AdjustableClock
 
 if TYPE_CHECKING:
@@ -36,7 +37,6 @@ ARM_AMI = "ami-0e9271c829888680e"
 WINDOWS_AMI = "ami-12c6146b"
 PROFILE = "remuda-agent"
 TRUST_POLICY = '{"Version": "2012-10-17", "Statement": []}'
-LARGE = ResourceClass(name="large", cpu=2, memory_mib=4096)
 
 
 class Ec2Server:
@@ -186,28 +186,18 @@ class Ec2Fixture:
         self,
         token: str = "token",
         *,
-        count: int = 1,
         patterns: str = "*",
         spot: bool = False,
-        scope: str = "acme/widgets",
         launch: dict[str, str] | None = None,
         **more: Any,
     ) -> LaunchRequest:
-        return LaunchRequest(
-            provision_id=f"provision-{token}",
-            client_token=token,
-            count=count,
-            request=RunnerRequest(
-                resource_class=LARGE,
-                usage_class=UsageClass.SPOT if spot else UsageClass.ON_DEMAND,
-                patterns=TypePatterns.parse(patterns),
-                tier=Tier.TRUSTED,
-            ),
-            scope=scope,
+        usage_class = UsageClass.SPOT if spot else UsageClass.ON_DEMAND
+        values: dict[str, Any] = {"scope": "acme/widgets", "first_life_s": 400.2, "margin_s": 60, **more}
+        return launch_request(
+            token,
+            request=runner_request(usage_class=usage_class, patterns=TypePatterns.parse(patterns)),
             launch={**self.options, **(launch or {})},
-            first_life_s=400.2,
-            margin_s=60,
-            **more,
+            **values,
         )
 
     async def instances(self) -> list[dict[str, Any]]:

@@ -30,8 +30,8 @@ from remuda.fake_github.client import FakeGitHubClient, JobStep, JobView
 from tests.support.aws.ec2 import PROFILE, describe_instances, instance_credentials, slow_server_config
 from tests.support.aws.servers import aws_client
 from tests.support.aws.stack import SCOPE, AwsStack
-from tests.support.fake_imds import FakeImds, fake_imds
 from tests.support.namespace_machine.machine import NamespaceMachine, bake_image, unsupported_reason
+from tests.support.user_data import FakeImds, fake_imds
 
 if TYPE_CHECKING:
     from types_aiobotocore_ec2 import EC2Client

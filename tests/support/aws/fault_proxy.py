@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
@@ -14,14 +13,13 @@ from urllib.parse import parse_qsl
 
 import aiohttp
 from aiohttp import web
+from anyio.from_thread import start_blocking_portal
 
 JSON = "application/x-amz-json-1.0"
 #: The content type of requests to EC2.
 FORM = "application/x-www-form-urlencoded"
 #: In place of an operation: all operations without a specific fault.
 ANY = "*"
-#: Seconds to start and stop. Generous: only a broken proxy reaches it.
-LIMIT_S = 60.0
 
 Forward = Callable[[], Awaitable[web.Response]]
 #: Handles one request: may forward it, and must answer it or cut the connection.
@@ -88,27 +86,8 @@ async def fault_proxy(server_url: str) -> AsyncIterator[FaultProxy]:
 @contextmanager
 def fault_proxy_in_thread(server_url: str) -> Iterator[FaultProxy]:
     """A proxy for tests without an event loop."""
-    ready = threading.Event()
-    started: list[FaultProxy] = []
-    stop: list[Callable[[], object]] = []
-
-    async def serve() -> None:
-        ended = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        stop.append(lambda: loop.call_soon_threadsafe(ended.set))
-        async with fault_proxy(server_url) as proxy:
-            started.append(proxy)
-            ready.set()
-            await ended.wait()
-
-    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
-    thread.start()
-    assert ready.wait(LIMIT_S)
-    try:
-        yield started[0]
-    finally:
-        stop[0]()
-        thread.join(LIMIT_S)
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(fault_proxy(server_url)) as proxy:
+        yield proxy
 
 
 def operation_of(request: web.Request, body: bytes) -> str:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import httpx
+from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from remuda.adapters.aws.clients import config
 from remuda.adapters.aws.user_data import MARGIN_TAG
@@ -29,8 +29,6 @@ from tests.support.aws.stack import AwsStack
 
 if TYPE_CHECKING:
     from types_aiobotocore_ec2 import EC2Client
-
-T = TypeVar("T")
 
 POLL_S = 0.4
 #: Seconds for a response of the fake GitHub. Generous: an agent that cannot register ends its machine.
@@ -58,7 +56,7 @@ class RegisteringRunner(RecordingRunner):
         self._http = http
         self._runner_id = 0
 
-    async def configure(self, assignment: Assignment) -> StepResult:
+    async def register(self, assignment: Assignment) -> StepResult:
         # GitHub has registered a just-in-time runner already.
         if self.configure_outcome.ok and not assignment.jit_config:
             body = {
@@ -75,7 +73,7 @@ class RegisteringRunner(RecordingRunner):
             if answer.status_code != 201:
                 return StepResult(ok=False, detail=answer.text)
             self._runner_id = int(answer.json()["files"][".runner"]["agentId"])
-        return await super().configure(assignment)
+        return await super().register(assignment)
 
     async def remove(self, assignment: Assignment) -> tuple[RemovalStatus, str]:
         if self.current.registered_as and not assignment.runner_id:
@@ -210,17 +208,10 @@ async def in_process_agents(stack: AwsStack) -> AsyncIterator[InProcessAgents]:
 class ThreadedAgents:
     """The agents of one pool in a thread, for tests without an event loop."""
 
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._ready = threading.Event()
-        self._ended: asyncio.Event | None = None
-        self._store: InstanceStore | None = None
-        self._agents: PoolAgents | None = None
-
-    @property
-    def pool_agents(self) -> PoolAgents:
-        assert self._agents is not None
-        return self._agents
+    def __init__(self, portal: BlockingPortal, store: InstanceStore, pool_agents: PoolAgents) -> None:
+        self._portal = portal
+        self._store = store
+        self.pool_agents = pool_agents
 
     def resume(self) -> None:
         self.pool_agents.paused = False
@@ -228,51 +219,27 @@ class ThreadedAgents:
     def pause(self) -> None:
         """Stop all agents and start no others. Returns when no agent runs."""
         self.pool_agents.paused = True
-        self._call(self.pool_agents.stop())
+        self._portal.call(self.pool_agents.stop)
 
     def states(self) -> dict[str, str]:
         """The recorded state per instance that is not terminated."""
-        assert self._store is not None
-        records = self._call(self._store.find([state for state in State if state is not State.TERMINATED]))
+        records = self._portal.call(self._store.find, [state for state in State if state is not State.TERMINATED])
         return {record.instance_id: record.state.value for record in records}
 
     def provisions(self, run_id: str) -> list[str]:
         """The status of each provision of a run."""
-        assert self._store is not None
-        return [provision.status.value for provision in self._call(self._store.provisions_of_run(run_id))]
-
-    def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(LIMIT_S)
-
-    def run(self, stack: AwsStack, pool: str) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._run(stack, pool))
-
-    async def _run(self, stack: AwsStack, pool: str) -> None:
-        self._ended = asyncio.Event()
-        url = stack.environment()["AWS_ENDPOINT_URL_DYNAMODB"]
-        async with aws_client("dynamodb", url, config=config()) as client, in_process_agents(stack) as agents:
-            self._store = stack.instance_store(client, pool)
-            async with agents.of_pool(pool, self._store) as self._agents:
-                self._ready.set()
-                await self._ended.wait()
-
-    def wait_until_ready(self) -> None:
-        assert self._ready.wait(LIMIT_S)
-
-    def stop(self) -> None:
-        if self._ended is not None:
-            self._loop.call_soon_threadsafe(self._ended.set)
+        return [provision.status.value for provision in self._portal.call(self._store.provisions_of_run, run_id)]
 
 
 @contextmanager
 def agents_in_thread(stack: AwsStack, pool: str) -> Iterator[ThreadedAgents]:
-    agents = ThreadedAgents()
-    thread = threading.Thread(target=agents.run, args=(stack, pool), name="agents")
-    thread.start()
-    try:
-        agents.wait_until_ready()
-        yield agents
-    finally:
-        agents.stop()
-        thread.join(LIMIT_S)
+    @asynccontextmanager
+    async def running() -> AsyncIterator[tuple[InstanceStore, PoolAgents]]:
+        url = stack.environment()["AWS_ENDPOINT_URL_DYNAMODB"]
+        async with aws_client("dynamodb", url, config=config()) as client, in_process_agents(stack) as agents:
+            store = stack.instance_store(client, pool)
+            async with agents.of_pool(pool, store) as pool_agents:
+                yield store, pool_agents
+
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(running()) as (store, pool_agents):
+        yield ThreadedAgents(portal, store, pool_agents)

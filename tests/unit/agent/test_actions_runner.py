@@ -106,7 +106,7 @@ class Folder:
 
     async def configured(self, assignment: Assignment = ASSIGNMENT) -> ActionsRunner:
         runner = self.open()
-        await runner.configure(assignment)
+        await runner.register(assignment)
         return runner
 
     async def started(self, *lines: str) -> ActionsRunner:
@@ -134,9 +134,10 @@ class Folder:
     async def wrapper(self) -> int:
         """Return the pid of the process that waits for the listener, which writes it after its start."""
         async with asyncio.timeout(LONG_S):
-            while not (self.state / "listener.pid").exists():
+            file = self.state / "listener.pid"
+            while not file.exists() or not file.read_text():
                 await asyncio.sleep(0.01)
-        return int((self.state / "listener.pid").read_text())
+        return int(file.read_text())
 
     def processes(self) -> list[procfs.Process]:
         return [process for process in procfs.all_processes().values() if _place(process.pid) == str(self.runner)]
@@ -186,7 +187,7 @@ class TestConfigure:
         runner = folder.open()
         assert runner.state() == RunnerState()
 
-        outcome = await runner.configure(ASSIGNMENT)
+        outcome = await runner.register(ASSIGNMENT)
 
         assert outcome.ok
         assert outcome.detail == "exit code 0: Connected with ***"
@@ -208,7 +209,7 @@ class TestConfigure:
         folder.behave("[ -e .runner ] && exit 1;" + REGISTER)
         (folder.runner / ".runner").write_text('{"agentName": "old"}')
         runner = folder.open()
-        assert (await runner.configure(ASSIGNMENT)).ok
+        assert (await runner.register(ASSIGNMENT)).ok
 
     @pytest.mark.parametrize(
         "script", ["echo refused SECRET; exit 1", "echo refused SECRET", "echo refused; kill -9 $$"]
@@ -216,7 +217,7 @@ class TestConfigure:
     async def test_failure_detail_contains_the_output(self, folder: Folder, script: str) -> None:
         runner = folder.open()
         folder.behave(script)
-        outcome = await runner.configure(ASSIGNMENT)
+        outcome = await runner.register(ASSIGNMENT)
         assert not outcome.ok
         assert "refused" in outcome.detail
         assert "SECRET" not in outcome.detail
@@ -228,7 +229,7 @@ class TestConfigure:
             # Increase the limit until the script has time for its first output.
             limit_s *= 2
             monkeypatch.setattr(agent_runner, "CONFIGURE_LIMIT_S", limit_s)
-            outcome = await folder.open().configure(ASSIGNMENT)
+            outcome = await folder.open().register(ASSIGNMENT)
             assert not outcome.ok
             detail = outcome.detail
         assert detail == "killed at the time limit: hangs"
@@ -236,13 +237,13 @@ class TestConfigure:
     async def test_configuration_requires_token_and_software(self, folder: Folder) -> None:
         runner = folder.open()
         bare = Assignment(url="u", runner_name="n", labels=())
-        assert not (await runner.configure(bare)).ok
+        assert not (await runner.register(bare)).ok
         (folder.runner / "config.sh").unlink()
-        assert not (await runner.configure(ASSIGNMENT)).ok
+        assert not (await runner.register(ASSIGNMENT)).ok
 
     async def test_configuration_fails_while_a_listener_runs(self, folder: Folder) -> None:
         runner = await folder.started()
-        assert not (await runner.configure(ASSIGNMENT)).ok
+        assert not (await runner.register(ASSIGNMENT)).ok
         await runner.stop()
 
 
@@ -331,7 +332,7 @@ JUST_IN_TIME = Assignment(url="u", runner_name="jit", labels=(), jit_config="PAC
 class TestJustInTime:
     async def test_jit_configuration_is_passed_at_the_start(self, folder: Folder) -> None:
         assignment = JUST_IN_TIME
-        assert (await folder.open().configure(assignment)).ok
+        assert (await folder.open().register(assignment)).ok
         # A restarted agent knows the same.
         runner = folder.open()
         assert runner.state() == RunnerState(registered_as="jit")
@@ -378,7 +379,7 @@ class TestJustInTime:
         gone = replace(JUST_IN_TIME, jit_config="", runner_id=0)
         assert (await runner.remove(gone))[0] is RemovalStatus.REMOVED
         assert runner.state() == RunnerState()
-        await runner.configure(JUST_IN_TIME)
+        await runner.register(JUST_IN_TIME)
         await runner.start(ASSIGNMENT)
         while not (folder.runner / ".runner").exists():
             await runner.wait_for_change(runner.state(), 0.01)
@@ -458,7 +459,7 @@ class TestRemove:
     async def test_folder_in_place_of_the_registration_is_an_error(self, folder: Folder) -> None:
         (folder.runner / ".runner" / "file").mkdir(parents=True)
         with pytest.raises(Unavailable, match="registration"):
-            await folder.open().configure(ASSIGNMENT)
+            await folder.open().register(ASSIGNMENT)
         assert (folder.runner / ".runner" / "file").exists()
 
 
@@ -467,7 +468,7 @@ class TestOwnConfigFolder:
 
     async def test_listener_gets_a_copy_of_the_registration(self, folder: Folder) -> None:
         runner = folder.open_apart()
-        assert (await runner.configure(ASSIGNMENT)).ok
+        assert (await runner.register(ASSIGNMENT)).ok
         assert not (folder.runner / ".runner").exists()
         assert not (folder.runner / "environment").exists()
         environment = (folder.config / "environment").read_text()
@@ -492,7 +493,7 @@ class TestOwnConfigFolder:
         precious = folder.root / "precious"
         precious.write_text("as it was")
         (folder.runner / ".runner").symlink_to(precious)
-        assert (await runner.configure(ASSIGNMENT)).ok
+        assert (await runner.register(ASSIGNMENT)).ok
         await runner.start(ASSIGNMENT)
         assert precious.read_text() == "as it was"
         assert not (folder.runner / ".runner").is_symlink()
@@ -500,7 +501,7 @@ class TestOwnConfigFolder:
 
     async def test_removal_does_not_run_software_that_jobs_can_change(self, folder: Folder) -> None:
         runner = folder.open_apart()
-        await runner.configure(ASSIGNMENT)
+        await runner.register(ASSIGNMENT)
         (folder.runner / "config.sh").write_text("#!/bin/sh\nenv >stolen\n")
         (folder.runner / ".runner").write_text('{"agentName": "x", "gitHubUrl": "https://evil.example.com"}')
         assert runner.state().registered_as == "remuda-p-1-i-1"
@@ -514,7 +515,7 @@ class TestOwnConfigFolder:
     async def test_jit_registration_must_be_removed_through_the_api(self, folder: Folder) -> None:
         runner = folder.open_apart()
         given = replace(ASSIGNMENT, credential=None, jit_config="config", runner_name="jit", runner_id=7)
-        await runner.configure(given)
+        await runner.register(given)
         await runner.start(ASSIGNMENT)
         await folder.listens(runner)
         removal, detail = await runner.remove(given)

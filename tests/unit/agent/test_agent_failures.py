@@ -188,26 +188,23 @@ async def test_release_waits_for_a_running_job(fixture: AgentFixture) -> None:
     await until(lambda: fixture.signalled(CLEAN), within_s=1)
 
 
-async def test_removal_rejected_for_a_running_job_does_not_count_as_failed(fixture: AgentFixture) -> None:
+@pytest.mark.parametrize(
+    ("status", "times", "least_s"),
+    [
+        pytest.param(RemovalStatus.FAILED, MAX_FAILED_REMOVALS - 1, 0.2 + 0.4 + 0.8 + 1.6, id="failed, with backoff"),
+        pytest.param(RemovalStatus.UNREACHABLE, MAX_FAILED_REMOVALS + 3, 0, id="GitHub unreachable, without limit"),
+        pytest.param(RemovalStatus.BUSY, 3 * MAX_FAILED_REMOVALS, 3 * MAX_FAILED_REMOVALS - 1, id="running job"),
+    ],
+)
+async def test_removal_is_retried(fixture: AgentFixture, status: RemovalStatus, times: int, least_s: float) -> None:
     await fixture.serve()
-    refusals = 3 * MAX_FAILED_REMOVALS
-    fixture.runner.removals = [RemovalStatus.BUSY] * refusals
+    fixture.runner.removals = [status] * times
     await fixture.release()
     started = fixture.clock.monotonic()
     await until(lambda: fixture.signalled(CLEAN))
-    assert fixture.log.count("remove BUSY") == refusals
-    assert fixture.clock.monotonic() - started >= refusals - 1
+    assert fixture.log.count(f"remove {status.name}") == times
+    assert fixture.clock.monotonic() - started >= least_s
     assert "stop" not in fixture.log[: fixture.log.index("remove REMOVED")]
-
-
-async def test_failed_removal_is_retried_with_backoff(fixture: AgentFixture) -> None:
-    await fixture.serve()
-    fixture.runner.removals = [RemovalStatus.FAILED] * (MAX_FAILED_REMOVALS - 1)
-    await fixture.release()
-    started = fixture.clock.monotonic()
-    await until(lambda: fixture.signalled(CLEAN))
-    assert fixture.log.count("remove FAILED") == MAX_FAILED_REMOVALS - 1
-    assert fixture.clock.monotonic() - started >= 0.2 + 0.4 + 0.8 + 1.6
 
 
 async def test_repeatedly_failed_removal_is_signalled_and_the_runner_keeps_running(fixture: AgentFixture) -> None:
@@ -219,14 +216,6 @@ async def test_repeatedly_failed_removal_is_signalled_and_the_runner_keeps_runni
     assert fixture.log.count("remove FAILED") == MAX_FAILED_REMOVALS
     assert "stop" not in fixture.log
     assert "reset" not in fixture.log
-
-
-async def test_removal_is_retried_without_limit_while_github_is_unreachable(fixture: AgentFixture) -> None:
-    await fixture.serve()
-    fixture.runner.removals = [RemovalStatus.UNREACHABLE] * (MAX_FAILED_REMOVALS + 3)
-    await fixture.release()
-    await until(lambda: fixture.signalled(CLEAN))
-    assert fixture.log.count("remove UNREACHABLE") == MAX_FAILED_REMOVALS + 3
 
 
 async def test_exited_listener_is_restarted_with_backoff(fixture: AgentFixture) -> None:

@@ -22,12 +22,12 @@ CLEAN = Signal.UD_REMOVE_REG_REMOVE_RUN_OK
 
 LIFE = [
     "script",
-    f"configure {FIRST}",
+    f"register {FIRST}",
     "start",
     "remove REMOVED",
     "stop",
     "reset",
-    f"configure {SECOND}",
+    f"register {SECOND}",
     "start",
     "remove REMOVED",
     "stop",
@@ -116,8 +116,8 @@ async def test_failed_store_call_only_delays(fixture: AgentFixture, nth: int, *,
         fixture.store.fails = cut
     fixture.start()
     await life(fixture)
-    assert [each for each in fixture.log if not each.startswith(("reset", "configure"))] == [
-        each for each in LIFE if not each.startswith(("reset", "configure"))
+    assert [each for each in fixture.log if not each.startswith(("reset", "register"))] == [
+        each for each in LIFE if not each.startswith(("reset", "register"))
     ]
     assert fixture.record.state is State.IDLE
 
@@ -149,7 +149,7 @@ async def test_agent_continues_after_a_kill_at_any_step(fixture: AgentFixture, a
     assert fixture.record.uses == 2
     assert not fixture.runner.current.listening
     assert fixture.runner.current.registered_as == ""
-    again = {"configure", "reset", "script"}
+    again = {"register", "reset", "script"}
     once = [each for each in fixture.log if each.split()[0] not in again]
     assert once == [each for each in LIFE if each.split()[0] not in again]
 

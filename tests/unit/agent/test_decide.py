@@ -20,8 +20,7 @@ from remuda.agent.decide import (
 from remuda.domain.instance import Credential, State
 from remuda.domain.signals import Signal
 from remuda.ports.machine import RunnerState, ScriptStatus
-from tests.support.builders import in_state
-from tests.support.records import NOW, assignment, at
+from tests.support.records import NOW, assignment, at, in_state
 
 RIGHT = assignment(2).runner_name
 RUNNERS = [

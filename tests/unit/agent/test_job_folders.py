@@ -16,8 +16,10 @@ from remuda import procfs
 from remuda.agent.job_folders import JobFolders
 from remuda.agent.processes import KillResult
 from remuda.domain.errors import Unavailable
+from remuda.domain.instance import Assignment
 from tests.support.records import LONG_S
 
+ASSIGNMENT = Assignment(url="https://github.com/acme/widgets", runner_name="runner", labels=("123",))
 CLEAN = KillResult(killed=(), survivors=())
 #: Makes a tree with folders that are nested more deeply than a path can be long.
 DIG = 'i=0; while [ $i -lt 300 ]; do mkdir "$0" && cd -P "$0" || exit 1; i=$((i+1)); done; touch file'
@@ -149,7 +151,7 @@ class TestStart:
         runner = local.jobs.runner_folder
         (runner / ".runner").symlink_to(local.outside / "file")
         await local.jobs.prepare_start(
-            "name", {runner / ".runner": (b"{}", 0o600), local.folder / "hook" / "script": (b"exit", 0o444)}
+            ASSIGNMENT, {runner / ".runner": (b"{}", 0o600), local.folder / "hook" / "script": (b"exit", 0o444)}
         )
         assert (runner / ".runner").read_text() == "{}"
         assert (local.outside / "file").read_text() == "as it was"
@@ -161,7 +163,7 @@ class TestStart:
         (runner / ".env").symlink_to(local.outside)
         (runner / ".path").mkdir()
         (runner / ".path" / "file").touch()
-        await local.jobs.prepare_start("name", {runner / ".path": (b"/usr/bin", 0o644)})
+        await local.jobs.prepare_start(ASSIGNMENT, {runner / ".path": (b"/usr/bin", 0o644)})
         assert {path.name for path in runner.iterdir()} == {".path"}
         assert (runner / ".path").read_text() == "/usr/bin"
         assert (local.outside / "file").read_text() == "as it was"
@@ -169,14 +171,14 @@ class TestStart:
     async def test_folder_in_place_of_a_file_is_an_error(self, local: LocalFolders) -> None:
         (local.jobs.runner_folder / ".runner").mkdir()
         with pytest.raises(Unavailable, match="cannot start the listener"):
-            await local.jobs.prepare_start("name", {local.jobs.runner_folder / ".runner": (b"{}", 0o600)})
+            await local.jobs.prepare_start(ASSIGNMENT, {local.jobs.runner_folder / ".runner": (b"{}", 0o600)})
 
     async def test_command_runs_the_listener_in_its_folder(self, local: LocalFolders) -> None:
         program = local.jobs.runner_folder / "bin" / "Runner.Listener"
         program.parent.mkdir()
         program.write_text('#!/bin/sh\necho "$0 $1 in $PWD"\n')
         program.chmod(0o755)
-        command = await local.jobs.prepare_start("name", {})
+        command = await local.jobs.prepare_start(ASSIGNMENT, {})
         done = subprocess.run(command.arguments, capture_output=True, text=True, check=True, timeout=LONG_S)
         assert done.stdout == f"{program} run in {local.jobs.runner_folder}\n"
         assert (command.stdin, command.cgroup) == (None, None)

@@ -20,6 +20,7 @@ from remuda.agent import listener as agent_listener
 from remuda.agent import processes
 from remuda.agent.listener import KILLED, Files, Listener, StartCommand
 from remuda.domain.errors import Unavailable
+from remuda.domain.instance import Assignment
 from tests.support.records import LONG_S
 
 #: Says that it runs, and on SIGTERM that it ends.
@@ -30,6 +31,7 @@ echo running
 while [ ! -e exit ]; do sleep 0.02; done
 exit $(cat exit)
 """
+ASSIGNMENT = Assignment(url="https://github.com/acme/widgets", runner_name="runner", labels=("123",))
 WORKER = "#!/bin/sh\nread forever\n"
 
 
@@ -43,7 +45,10 @@ class Host:
         )
         self.limit_checks = 0
 
-    async def prepare_start(self, runner_name: str, files: Files) -> StartCommand:  # noqa: ARG002  # the port's
+    async def ready(self) -> None:
+        pass
+
+    async def prepare_start(self, assignment: Assignment, files: Files) -> StartCommand:  # noqa: ARG002  # the port's
         return self.command
 
     def enforce_limits(self) -> None:
@@ -72,7 +77,7 @@ class Fixture:
         return listener
 
     async def start(self, listener: Listener) -> None:
-        await listener.start("name", {}, {"PATH": os.environ["PATH"]})
+        await listener.start(ASSIGNMENT, {}, {"PATH": os.environ["PATH"]})
         async with asyncio.timeout(LONG_S):
             while "running" not in self.log.read_text():
                 await asyncio.sleep(0.01)
@@ -193,7 +198,7 @@ class TestStart:
         missing = tmp_path / "missing" / "cgroup.procs"
         fixture.host.command = StartCommand(arguments=fixture.host.command.arguments, cgroup=missing)
         listener = fixture.open()
-        await listener.start("name", {}, {"PATH": os.environ["PATH"]})
+        await listener.start(ASSIGNMENT, {}, {"PATH": os.environ["PATH"]})
         assert await listener.wait(LONG_S, for_log=False)
         assert listener.exit_code() not in {None, 0}
         assert "running" not in fixture.log.read_text()
@@ -202,7 +207,7 @@ class TestStart:
         fixture.log = fixture.log.parent / "missing" / "runner.log"
         listener = fixture.open()
         with pytest.raises(Unavailable, match="cannot start the listener"):
-            await listener.start("name", {}, {})
+            await listener.start(ASSIGNMENT, {}, {})
         assert not listener.is_running()
 
     async def test_limits_are_checked_while_it_runs_only(self, fixture: Fixture) -> None:
@@ -217,7 +222,7 @@ class TestStop:
     async def test_listener_is_asked_to_end(self, fixture: Fixture) -> None:
         listener = await fixture.started()
         await listener.stop()
-        assert fixture.log.read_text() == "running\nstopping\n"
+        assert fixture.log.read_text().endswith("stopping\n")
         assert (listener.is_running(), listener.exit_code()) == (False, None)
         assert fixture.processes() == []
 
@@ -227,7 +232,7 @@ class TestStop:
             arguments=("/bin/sh", "-c", 'cd "$0" && read forever', str(fixture.runner)), stdin=os.fdopen(read, "rb")
         )
         listener = fixture.open(stop_limit_s=LONG_S)
-        await listener.start("name", {}, {"PATH": os.environ["PATH"]})
+        await listener.start(ASSIGNMENT, {}, {"PATH": os.environ["PATH"]})
         async with asyncio.timeout(LONG_S / 2):
             await listener.stop()
         os.close(write)
@@ -236,7 +241,7 @@ class TestStop:
     async def test_next_agent_can_stop_it(self, fixture: Fixture) -> None:
         await fixture.started()
         await fixture.open().stop()
-        assert fixture.log.read_text() == "running\nstopping\n"
+        assert fixture.log.read_text().endswith("stopping\n")
         assert fixture.processes() == []
 
     async def test_listener_that_ignores_sigterm_is_killed(self, fixture: Fixture) -> None:

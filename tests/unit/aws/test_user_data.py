@@ -16,8 +16,7 @@ import pytest
 from remuda.adapters.aws.ec2.options import Ec2LaunchOptions
 from remuda.adapters.aws.user_data import MAX_BYTES, build_user_data
 from remuda.domain.errors import UserError
-from tests.support.bootstrap_box import LIMIT_S, NEEDED, RECORD_CALL, BootstrapBox, executable, user_data
-from tests.support.fake_imds import fake_imds
+from tests.support.user_data import LIMIT_S, NEEDED, RECORD_CALL, BootstrapBox, executable, fake_imds, user_data
 
 RUNNER = "https://github.com/actions/runner/releases/download/v2.336.0/actions-runner-linux-"
 

@@ -47,6 +47,17 @@ def replace_refresh(monkeypatch: pytest.MonkeyPatch) -> Any:
     return replace
 
 
+def ending(end: LambdaOutcome | Exception) -> Any:
+    """A command with this result or error."""
+
+    async def work(*_: Any) -> LambdaOutcome:
+        if isinstance(end, Exception):
+            raise end
+        return end
+
+    return work
+
+
 def log_lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     """Return the log lines without the last one, which contains the metrics."""
     *log, last = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -114,10 +125,7 @@ def test_result_is_returned_and_logged(replace_refresh: Any, capsys: pytest.Capt
 def test_errors_fail_the_invocation_after_the_result_is_logged(
     replace_refresh: Any, capsys: pytest.CaptureFixture[str]
 ):
-    async def work(*_: Any) -> LambdaOutcome:
-        return LambdaOutcome(document={"errors": ["machines: no"]}, errors=("machines: no",))
-
-    replace_refresh(work)
+    replace_refresh(ending(LambdaOutcome(document={"errors": ["machines: no"]}, errors=("machines: no",))))
     with pytest.raises(Partial, match="1 errors; first: machines: no"):
         handler({"command": "refresh"}, InvocationContext())
     assert log_lines(capsys)[-1]["result"] == {"errors": ["machines: no"]}
@@ -150,10 +158,7 @@ def test_work_is_cancelled_at_once_without_remaining_time(replace_refresh: Any):
 
 
 def test_timeout_error_of_the_work_is_a_bug(replace_refresh: Any):
-    async def work(*_: Any) -> LambdaOutcome:
-        raise TimeoutError("theirs")
-
-    replace_refresh(work)
+    replace_refresh(ending(TimeoutError("theirs")))
     with pytest.raises(InvariantViolated, match="TimeoutError"):
         handler({"command": "refresh"}, InvocationContext())
 
@@ -207,10 +212,7 @@ def test_metrics_of_an_invocation(
 
 
 def test_failed_invocations_are_measured(replace_refresh: Any, capsys: pytest.CaptureFixture[str]):
-    async def work(*_: Any) -> LambdaOutcome:
-        raise ValueError("oh")
-
-    replace_refresh(work)
+    replace_refresh(ending(ValueError("oh")))
     with pytest.raises(InvariantViolated):
         handler({"command": "refresh"}, InvocationContext())
     numbers = metrics(capsys)
@@ -223,10 +225,7 @@ def test_failed_invocations_are_measured(replace_refresh: Any, capsys: pytest.Ca
 
 
 def test_errors_are_counted(replace_refresh: Any, capsys: pytest.CaptureFixture[str]):
-    async def work(*_: Any) -> LambdaOutcome:
-        return LambdaOutcome(document={}, errors=("a", "b"))
-
-    replace_refresh(work)
+    replace_refresh(ending(LambdaOutcome(document={}, errors=("a", "b"))))
     with pytest.raises(Partial):
         handler({"command": "refresh"}, InvocationContext())
     numbers = metrics(capsys)

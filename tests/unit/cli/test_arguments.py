@@ -13,8 +13,7 @@ from click.testing import CliRunner
 
 from remuda.cli.main import app, install_completion, main
 from remuda.cli.operator import check_reason, check_selection, run_quarantine, run_terminate
-from remuda.cli.output import Output
-from remuda.cli.rendering.formatting import parse_duration
+from remuda.cli.output import Output, parse_duration
 from remuda.config.declaration import ALL_COMMANDS, flag
 from remuda.config.settings import SETTINGS, Settings
 from remuda.controlplane.operator import InstanceSelector

@@ -41,7 +41,7 @@ from remuda.domain.resources import Tier
 from remuda.domain.signals import Signal
 from remuda.domain.trust import UnreadablePayload
 from remuda.wiring.aws import agent_log_environment
-from tests.support.builders import in_state, report
+from tests.support.records import in_state, report
 
 #: The documented exit codes.
 CODES: list[tuple[RemudaError, int]] = [
@@ -166,9 +166,10 @@ def test_agents_get_the_log_format_only_if_it_is_not_the_default() -> None:
 def test_an_agent_reports_a_failed_start_in_its_log_format(
     arguments: list[str],
     environ: dict[str, str],
-    is_json: bool,  # noqa: FBT001 - a case
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
+    *,
+    is_json: bool,
 ) -> None:
     monkeypatch.delenv("REMUDA_BACKEND", raising=False)
     monkeypatch.delenv("REMUDA_LOG_FORMAT", raising=False)
@@ -279,18 +280,22 @@ def loaded(flags: dict[str, str] | None = None, **environ: str) -> Settings:
     return load(flags or {}, environ=environ, file=Path(os.devnull))
 
 
-def test_the_event_determines_the_tier(tmp_path: Path) -> None:
+@pytest.fixture
+def fork_event(tmp_path: Path) -> str:
+    """The payload file of a pull request from a fork."""
     file = tmp_path / "event.json"
     file.write_text(json.dumps(FORK))
-    found = trust(loaded(GITHUB_EVENT_NAME="pull_request", GITHUB_EVENT_PATH=str(file)))
+    return str(file)
+
+
+def test_the_event_determines_the_tier(fork_event: str) -> None:
+    found = trust(loaded(GITHUB_EVENT_NAME="pull_request", GITHUB_EVENT_PATH=fork_event))
     assert (found.tier, found.why) == (Tier.UNTRUSTED, "pull request #3 from fork eve/r")
 
 
 @pytest.mark.parametrize("source", ["flag", "variable"])
-def test_a_tier_above_the_event_is_rejected_by_its_source(tmp_path: Path, source: str) -> None:
-    file = tmp_path / "event.json"
-    file.write_text(json.dumps(FORK))
-    environ = {"GITHUB_EVENT_NAME": "pull_request", "GITHUB_EVENT_PATH": str(file)}
+def test_a_tier_above_the_event_is_rejected_by_its_source(fork_event: str, source: str) -> None:
+    environ = {"GITHUB_EVENT_NAME": "pull_request", "GITHUB_EVENT_PATH": fork_event}
     flags = {"tier": "trusted"} if source == "flag" else {}
     with pytest.raises(UserError, match="from fork eve/r") as refused:
         trust(loaded(flags, **environ, **({} if flags else {"REMUDA_TIER": "trusted"})))
@@ -364,10 +369,8 @@ def test_an_invalid_repository_is_rejected(text: str) -> None:
         loaded({"repository": text})
 
 
-def test_a_payload_without_an_event_name_is_untrusted(tmp_path: Path) -> None:
-    file = tmp_path / "event.json"
-    file.write_text(json.dumps(FORK))
-    assert trust(loaded(GITHUB_EVENT_PATH=str(file))).tier is Tier.UNTRUSTED
+def test_a_payload_without_an_event_name_is_untrusted(fork_event: str) -> None:
+    assert trust(loaded(GITHUB_EVENT_PATH=fork_event)).tier is Tier.UNTRUSTED
 
 
 @pytest.mark.parametrize("run_id", ["build-12", "12x", "large"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
-from typing import Any
 
 import pytest
 
@@ -14,8 +13,6 @@ from remuda.controlplane.doctor import exit_code, pool_checks, run_checks
 from remuda.domain.errors import NotFound, Unavailable, UserError
 from remuda.domain.instance import Credential
 from remuda.domain.pool_config import PoolConfig, ScopeTokens
-from remuda.domain.resources import DEFAULT_CLASSES
-from remuda.domain.thresholds import Lifetimes
 from remuda.ports.doctor import (
     HTTP_DATE,
     Check,
@@ -27,18 +24,8 @@ from remuda.ports.doctor import (
     problem,
     warning,
 )
-from tests.support.records import NOW
-
-
-class StoppedClock:
-    def now(self) -> Any:
-        return NOW
-
-    def monotonic(self) -> float:
-        return 0.0
-
-    async def sleep(self, seconds: float) -> None:
-        raise NotImplementedError
+from tests.support.records import NOW, pool_config
+from tests.support.virtual_time import FixedClock
 
 
 def check(name: str, result: CheckResult | Exception, *needs: str) -> Check:
@@ -132,15 +119,7 @@ def test_exit_code_of_results(results: list[CheckResult], code: int):
 
 def config(left_s: float, scope: str = "octo/repo") -> PoolConfig:
     token = Credential(token="t", expires_at=NOW + timedelta(seconds=left_s))
-    return PoolConfig(
-        pool="ci",
-        classes=DEFAULT_CLASSES,
-        lifetimes=Lifetimes(),
-        max_instances=1,
-        github_url="https://github.com",
-        applied_at=NOW,
-        tokens=(ScopeTokens(scope=scope, registration=token, removal=token),),
-    )
+    return pool_config(pool="ci", tokens=(ScopeTokens(scope=scope, registration=token, removal=token),))
 
 
 def reads(stored: PoolConfig | None) -> Callable[[], Awaitable[PoolConfig | None]]:
@@ -163,13 +142,13 @@ def reads(stored: PoolConfig | None) -> Callable[[], Awaitable[PoolConfig | None
     ],
 )
 async def test_pool_checks(stored: PoolConfig | None, name: str, status: str, text: str):
-    results = await results_of(*pool_checks(reads(stored), StoppedClock(), pool="ci", scope="Octo/Repo".lower()))
+    results = await results_of(*pool_checks(reads(stored), FixedClock(), pool="ci", scope="Octo/Repo".lower()))
     assert results[name][0] == status, results
     assert text in results[name][1]
 
 
 async def test_store_of_another_pool_is_a_problem():
-    results = await results_of(*pool_checks(reads(config(3_000)), StoppedClock(), pool="other"))
+    results = await results_of(*pool_checks(reads(config(3_000)), FixedClock(), pool="other"))
     assert results["configuration"] == ("problem", "the store belongs to pool 'ci', not to 'other'", "use --pool ci")
 
 
@@ -179,7 +158,7 @@ async def test_store_of_another_pool_is_a_problem():
 @pytest.mark.parametrize(("ahead_s", "health"), [(0, "ok"), (-29, "ok"), (31, "warning"), (-300, "problem")])
 def test_clock_skew(ahead_s: float, health: str):
     theirs = (NOW - timedelta(seconds=ahead_s)).strftime(HTTP_DATE)
-    result = compare_clocks("AWS", theirs, StoppedClock())
+    result = compare_clocks("AWS", theirs, FixedClock())
     assert result.status.value == health
     if health != "ok":
         assert ("ahead of" if ahead_s > 0 else "behind") in result.message
@@ -188,4 +167,4 @@ def test_clock_skew(ahead_s: float, health: str):
 @pytest.mark.parametrize("date", ["", "yesterday", "2026-01-01T00:00:00Z"])
 def test_invalid_date_header_is_ignored(date: str):
     assert clock_skew_s(date, NOW) is None
-    assert compare_clocks("AWS", date, StoppedClock()).status is CheckStatus.OK
+    assert compare_clocks("AWS", date, FixedClock()).status is CheckStatus.OK

@@ -140,8 +140,7 @@ async def test_instance_with_two_runs(world: PoolWorld) -> None:
 
 
 async def test_termination_shows_its_reason(world: PoolWorld) -> None:
-    await world.provision("7")
-    machine = world.in_state(State.RUNNING)[0]
+    machine = (await world.one("7")).instance_id
     world.behaviour.resets[machine] = StepResult(ok=False, detail="it would not go")
     await world.release("7")
     await world.pass_time(20)
@@ -179,8 +178,7 @@ def test_invalid_subject_is_rejected_before_any_call(subject: str) -> None:
 
 
 async def test_control_characters_from_agents_are_removed(world: PoolWorld) -> None:
-    await world.provision("7")
-    machine = world.in_state(State.RUNNING)[0]
+    machine = (await world.one("7")).instance_id
     world.behaviour.resets[machine] = StepResult(ok=False, detail="\x1b[2J[bold]boo[/bold]\nnext")
     await world.release("7")
     text = rendered(await explained(world, "7"))
@@ -218,8 +216,7 @@ async def test_texts_do_not_repeat_themselves_and_describe_signals(world: PoolWo
 
 
 async def test_instance_shows_its_repository_and_tier(world: PoolWorld) -> None:
-    await world.provision("7", repository="Octo/One", tier=Tier.UNTRUSTED)
-    (machine,) = world.in_state(State.RUNNING)
+    machine = (await world.one("7", repository="Octo/One", tier=Tier.UNTRUSTED)).instance_id
     assert "untrusted, served only octo/one, " in (await explained(world, machine)).title
 
 

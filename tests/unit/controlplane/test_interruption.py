@@ -1,4 +1,4 @@
-"""Each use case interrupted at each of its port calls: cancelled or killed, before or after the call.
+"""Each use case interrupted at each of its port calls (cancelled or killed, before or after the call); lost answers.
 
 Afterwards sweeps run and time passes; no instance may stay assigned, stuck or unrecorded (S10, L1, L2, L5).
 """
@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
-from remuda.domain.errors import RemudaError
-from remuda.domain.instance import ASSIGNED
+from remuda.controlplane.context import WRITE_RETRIES
+from remuda.domain.errors import Conflict, RemudaError, Unavailable
+from remuda.domain.instance import ASSIGNED, State
 from remuda.domain.provision import ProvisionStatus
-from tests.support.virtual_time import AgentCut, Cut, CutKind, run_virtual
+from tests.support.records import provision
+from tests.support.virtual_time import AgentCut, AmbiguousAnswer, Call, Cut, CutKind, Hook, failing, run_virtual
 from tests.support.world import PoolWorld
 
 #: More than any use case makes. The enumeration ends when a use case ends before the interruption.
@@ -22,19 +25,6 @@ MAX_CALLS = 400
 MAX_AGENT_CALLS = 90
 
 Scenario = Callable[[PoolWorld, Cut], Awaitable[None]]
-
-
-def interrupt_at_each_call(kind: CutKind, scenario: Scenario, *, min_calls: int) -> None:
-    for at in range(1, MAX_CALLS):
-        try:
-            calls = run_virtual(_interrupt_once(at, kind, scenario))
-        except BaseException as error:
-            error.add_note(f"interrupted at call {at}: {kind.value}")
-            raise
-        if len(calls) < at:
-            assert at > min_calls, f"only {at} calls were interrupted: {calls}"
-            return
-    pytest.fail("the use case makes more calls than MAX_CALLS")
 
 
 async def _interrupt_once(at: int, kind: CutKind, scenario: Scenario) -> list[str]:
@@ -67,11 +57,6 @@ async def provision_scenario(world: PoolWorld, cut: Cut) -> None:
         world.check_holds_nothing("cut")
 
 
-@pytest.mark.parametrize("kind", CutKind)
-def test_provision_interrupted_at_each_call(kind: CutKind) -> None:
-    interrupt_at_each_call(kind, provision_scenario, min_calls=20)
-
-
 async def ephemeral_scenario(world: PoolWorld, cut: Cut) -> None:
     """No registration may outlive its machine; the end of the world checks that."""
     process = world.process(cut, credentialed=True)
@@ -79,11 +64,6 @@ async def ephemeral_scenario(world: PoolWorld, cut: Cut) -> None:
     if ended is not None and not cut.dead.is_set():
         assert isinstance(ended, RemudaError | asyncio.CancelledError), repr(ended)
         world.check_holds_nothing("cut")
-
-
-@pytest.mark.parametrize("kind", CutKind)
-def test_ephemeral_provision_interrupted_at_each_call(kind: CutKind) -> None:
-    interrupt_at_each_call(kind, ephemeral_scenario, min_calls=12)
 
 
 async def ephemeral_release_scenario(world: PoolWorld, cut: Cut) -> None:
@@ -94,11 +74,6 @@ async def ephemeral_release_scenario(world: PoolWorld, cut: Cut) -> None:
     await cut.run(world.release("cut", process=world.process(cut, credentialed=True)))
 
 
-@pytest.mark.parametrize("kind", CutKind)
-def test_release_of_ephemeral_instances_interrupted_at_each_call(kind: CutKind) -> None:
-    interrupt_at_each_call(kind, ephemeral_release_scenario, min_calls=10)
-
-
 async def release_scenario(world: PoolWorld, cut: Cut) -> None:
     await world.provision("cut", count=2)
     world.github.queue(run_id="cut", labels=["cut"], seconds=8)
@@ -107,11 +82,6 @@ async def release_scenario(world: PoolWorld, cut: Cut) -> None:
     again = await world.release("cut")
     assert not again.errors
     assert not [item for item in world.database.instances.values() if item.state in ASSIGNED]
-
-
-@pytest.mark.parametrize("kind", CutKind)
-def test_release_interrupted_at_each_call(kind: CutKind) -> None:
-    interrupt_at_each_call(kind, release_scenario, min_calls=15)
 
 
 async def refresh_scenario(world: PoolWorld, cut: Cut) -> None:
@@ -131,9 +101,29 @@ async def refresh_scenario(world: PoolWorld, cut: Cut) -> None:
     await lost.discard()
 
 
+#: Scenarios, and the number of calls that each makes at least.
+SCENARIOS: dict[Scenario, int] = {
+    provision_scenario: 20,
+    ephemeral_scenario: 12,
+    ephemeral_release_scenario: 10,
+    release_scenario: 15,
+    refresh_scenario: 15,
+}
+
+
 @pytest.mark.parametrize("kind", CutKind)
-def test_refresh_interrupted_at_each_call(kind: CutKind) -> None:
-    interrupt_at_each_call(kind, refresh_scenario, min_calls=15)
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__.removesuffix("_scenario"))
+def test_use_case_interrupted_at_each_call(scenario: Scenario, kind: CutKind) -> None:
+    for at in range(1, MAX_CALLS):
+        try:
+            calls = run_virtual(_interrupt_once(at, kind, scenario))
+        except BaseException as error:
+            error.add_note(f"interrupted at call {at}: {kind.value}")
+            raise
+        if len(calls) < at:
+            assert at > SCENARIOS[scenario], f"only {at} calls were interrupted: {calls}"
+            return
+    pytest.fail("the use case makes more calls than MAX_CALLS")
 
 
 async def _kill_agent_once(at: int, *, applied: bool) -> list[str]:
@@ -164,3 +154,161 @@ def test_agent_killed_at_each_call(*, applied: bool) -> None:
             raise
         if len(calls) < at or at == MAX_AGENT_CALLS:
             return
+
+
+# Writes that fail with `Unavailable`, applied or not: no instance leaks, and no process adopts another's write --------
+
+
+WRITES = ("store.apply", "store.put_provision", "store.replace_provision", "pool.delete", "compute.launch")
+#: More writes of one kind than a provision of three instances makes.
+MAX_WRITES = 12
+
+
+def lose_each_answer(operation: str, applied: bool, scenario: Callable[[PoolWorld, Hook], Awaitable[None]]) -> None:  # noqa: FBT001
+    """Run the scenario once for each write of this kind, whose answer is lost."""
+
+    async def run_once(at: int) -> int:
+        world = PoolWorld()
+        await world.configure()
+        hook = AmbiguousAnswer(operation, applied=applied, at=(at,))
+        await scenario(world, hook)
+        await world.end()
+        return hook.count
+
+    for at in range(1, MAX_WRITES):
+        if run_virtual(run_once(at)) < at:
+            assert at > 1
+            return
+    pytest.fail("there are more writes than MAX_WRITES")
+
+
+async def _provision(world: PoolWorld, hook: Hook) -> None:
+    await world.warm(2)
+    sibling = asyncio.create_task(world.provision("sibling", count=1))
+    try:
+        mine = await world.provision("mine", count=3, process=world.process(hook))
+    except RemudaError:
+        world.check_holds_nothing("mine")
+    else:
+        assert {world.record(item.instance.instance_id).run_id for item in mine.instances} == {"mine"}
+    theirs = await sibling
+    assert world.record(theirs.instances[0].instance.instance_id).run_id == "sibling"
+    world.check()
+
+
+@pytest.mark.parametrize("applied", [True, False], ids=["applied", "lost"])
+@pytest.mark.parametrize("operation", WRITES)
+def test_provision_with_one_ambiguous_write(operation: str, *, applied: bool) -> None:
+    lose_each_answer(operation, applied, _provision)
+
+
+async def _release(world: PoolWorld, hook: Hook) -> None:
+    await world.provision("mine", count=2)
+    await asyncio.gather(world.release("mine", process=world.process(hook)), world.sweep(), return_exceptions=True)
+    await world.pass_time(15)
+    assert len(world.in_state(State.IDLE)) == 2
+    assert len(set(world.messages())) == 2
+
+
+@pytest.mark.parametrize("applied", [True, False], ids=["applied", "lost"])
+@pytest.mark.parametrize("operation", ["store.apply", "store.replace_provision", "pool.send"])
+def test_release_with_one_ambiguous_write(operation: str, *, applied: bool) -> None:
+    lose_each_answer(operation, applied, _release)
+
+
+async def test_applied_claim_is_recognised(world: PoolWorld) -> None:
+    (warm,) = await world.warm(1)
+    hook = AmbiguousAnswer("store.apply", applied=True, at=(1,))
+    result = await world.provision(process=world.process(hook))
+    assert [item.instance.instance_id for item in result.instances] == [warm]
+    assert world.record(warm).epoch == 2
+
+
+async def test_claim_is_recognised_on_the_last_retry(world: PoolWorld) -> None:
+    """Every answer except the last is lost, and the write before it was applied."""
+    (warm,) = await world.warm(1)
+
+    class Hook(AmbiguousAnswer):
+        async def __call__(self, name: str, call: Call) -> Any:
+            self._applied = self.count + 1 == WRITE_RETRIES
+            return await super().__call__(name, call)
+
+    hook = Hook("store.apply", applied=False, at=range(1, WRITE_RETRIES + 1))
+    result = await world.provision(process=world.process(hook))
+    assert [item.instance.instance_id for item in result.instances] == [warm]
+
+
+async def test_provision_fails_if_no_write_succeeds(world: PoolWorld) -> None:
+    await world.warm(1)
+    hook = AmbiguousAnswer("store.apply", applied=False, at=range(1, 100))
+    with pytest.raises(Unavailable):
+        await world.provision(process=world.process(hook))
+    world.check_holds_nothing("1")
+
+
+async def test_claim_of_another_provision_is_not_adopted(world: PoolWorld) -> None:
+    """Our write is lost, and the other provision claims before our retry."""
+    (warm,) = await world.warm(1)
+    world.queues.put("large", world.record(warm).message(), shuffle=0.5)
+    sibling: list[Any] = []
+
+    async def hook(name: str, call: Call) -> Any:
+        if name == "store.apply" and not sibling:
+            sibling.append(await world.provision("sibling"))
+            raise Unavailable("lost")
+        return await call()
+
+    mine = await world.provision("mine", process=world.process(hook))
+    assert [item.instance.instance_id for item in sibling[0].instances] == [warm]
+    assert mine.created == 1
+    assert world.record(warm).run_id == "sibling"
+
+
+async def test_two_workers_of_a_provision_get_different_machines(world: PoolWorld) -> None:
+    (warm,) = await world.warm(1)
+    world.queues.put("large", world.record(warm).message(), shuffle=0.5)
+    hook = AmbiguousAnswer("store.apply", applied=True, at=range(1, 4))
+    result = await world.provision(count=2, process=world.process(hook))
+    assert len({item.instance.instance_id for item in result.instances}) == 2
+
+
+async def test_machines_of_an_ambiguous_launch_are_found_by_tag(world: PoolWorld) -> None:
+    hook = AmbiguousAnswer("compute.launch", applied=True)
+    with pytest.raises(Unavailable):
+        await world.provision(count=2, process=world.process(hook))
+    assert len(world.alive()) == 2
+    await world.pass_time(world.lifetimes.unrecorded_grace_s + 25)
+    assert not world.alive()
+
+
+@pytest.mark.parametrize("applied", [True, False], ids=["applied", "lost"])
+async def test_intent_with_a_lost_answer_is_recognised(world: PoolWorld, *, applied: bool) -> None:
+    hook = AmbiguousAnswer("store.put_provision", applied=applied, at=(1,))
+    result = await world.provision(process=world.process(hook))
+    assert [item.provision_id for item in world.database.provisions.values()] == [result.provision_id]
+
+
+async def test_intent_repeated_by_the_client_is_recognised(world: PoolWorld) -> None:
+    """The repetition fails because the first write was applied."""
+
+    async def hook(name: str, call: Call) -> Any:
+        if name == "store.put_provision":
+            await call()
+        return await call()
+
+    assert (await world.provision(process=world.process(hook))).created == 1
+
+
+async def test_intent_of_another_process_is_a_conflict(world: PoolWorld) -> None:
+    hook = failing("store.put_provision", Conflict("it exists", current=provision(1)))
+    with pytest.raises(Conflict):
+        await world.provision(process=world.process(hook))
+    world.check_holds_nothing("1")
+
+
+async def test_applied_commit_is_recognised(world: PoolWorld) -> None:
+    hook = AmbiguousAnswer("store.replace_provision", applied=True)
+    result = await world.provision(process=world.process(hook))
+    (stored,) = world.database.provisions.values()
+    assert stored.status is ProvisionStatus.COMMITTED
+    assert stored.instance_ids == (result.instances[0].instance.instance_id,)

@@ -61,8 +61,7 @@ async def test_drained_idle_instance_is_not_claimed_and_ends(world: PoolWorld) -
 
 
 async def test_drained_running_instance_finishes_its_run(world: PoolWorld) -> None:
-    await world.provision("7")
-    (machine,) = world.in_state(State.RUNNING)
+    machine = (await world.one("7")).instance_id
     job = world.github.queue(run_id="7", labels=["7"], seconds=20.0)
     await asyncio.sleep(1)
     (outcome,) = (await drain_all(world)).outcomes
@@ -125,8 +124,7 @@ async def test_quarantined_instance_is_kept_and_not_claimed(world: PoolWorld) ->
 
 
 async def test_running_instance_is_quarantined_after_its_run(world: PoolWorld) -> None:
-    await world.provision("7")
-    (machine,) = world.in_state(State.RUNNING)
+    machine = (await world.one("7")).instance_id
     await quarantine_one(world, machine, for_s=200.0)
     assert world.record(machine).threshold - world.clock.now() < timedelta(seconds=150)
     result = await world.release("7")
@@ -139,8 +137,7 @@ async def test_running_instance_is_quarantined_after_its_run(world: PoolWorld) -
 
 
 async def test_instance_with_a_failed_reset_can_be_quarantined(world: PoolWorld) -> None:
-    await world.provision("7")
-    (machine,) = world.in_state(State.RUNNING)
+    machine = (await world.one("7")).instance_id
     world.behaviour.resets[machine] = StepResult(ok=False, detail="a file would not go")
     await quarantine_one(world, machine, for_s=100.0)
     (outcome,) = (await world.release("7")).outcomes

@@ -19,14 +19,6 @@ T, U = Tier.TRUSTED, Tier.UNTRUSTED
 ONE, TWO = "octo/one", "octo/two"
 
 
-async def is_reused(world: PoolWorld, reuse: Reuse, *, first: tuple[Tier, str], then: tuple[Tier, str]) -> bool:
-    """Whether the second run reuses the machine of the first."""
-    await world.configure(reuse=reuse)
-    await world.warm(1, tier=first[0], repository=first[1])
-    result = await world.provision("1", tier=then[0], repository=then[1])
-    return result.reused == 1
-
-
 @pytest.mark.parametrize(
     ("reuse", "first", "then", "expected"),
     [
@@ -47,13 +39,12 @@ async def is_reused(world: PoolWorld, reuse: Reuse, *, first: tuple[Tier, str], 
     ],
 )
 async def test_reuse_policy_decides_which_runs_share_machines(
-    world: PoolWorld,
-    reuse: Reuse,
-    first: tuple[Tier, str],
-    then: tuple[Tier, str],
-    expected: bool,  # noqa: FBT001
+    world: PoolWorld, reuse: Reuse, first: tuple[Tier, str], then: tuple[Tier, str], *, expected: bool
 ) -> None:
-    assert await is_reused(world, reuse, first=first, then=then) is expected
+    await world.configure(reuse=reuse)
+    await world.warm(1, tier=first[0], repository=first[1])
+    result = await world.provision("1", tier=then[0], repository=then[1])
+    assert (result.reused == 1) is expected
 
 
 async def test_tier_of_a_machine_never_rises(world: PoolWorld) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Mapping
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -31,11 +32,14 @@ class Fleet:
         self.notes = EventRecorder()
         self.fleet = MemoryFleet(machines=self.machines, environment=ENVIRONMENT, calls=CallCounter())
 
-    def runner(self, number: int, **more: object) -> ScriptedRunner:
-        values: dict[str, object] = {"runner_id": number, "name": f"r-{instance_id(number)}", **more}
-        return self.hub.add(ScriptedRunner(**values))  # type: ignore[arg-type]
+    def add_runners(self, *numbers: int, **more: Any) -> None:
+        """Register the runners of these machines, all alike."""
+        for number in numbers:
+            self.hub.add(ScriptedRunner(runner_id=number, name=f"r-{instance_id(number)}", **more))
 
-    async def cycle(self, policy: ScaleDownPolicy | None = None, *, dry_run: bool = False) -> ScaleDownResult:
+    async def cycle(
+        self, policy: ScaleDownPolicy | None = None, *, dry_run: bool = False, **more: Any
+    ) -> ScaleDownResult:
         context = FleetContext(
             environment=ENVIRONMENT,
             fleet=self.fleet,
@@ -43,6 +47,7 @@ class Fleet:
             clock=VirtualClock(),
             event_log=self.notes,
             calls=self.hub.calls,
+            **more,
         )
         return await scale_down(context, policy or ScaleDownPolicy(), dry_run=dry_run)
 
@@ -53,8 +58,7 @@ class Fleet:
 
 async def test_thousand_busy_runners_cost_only_list_calls() -> None:
     fleet = Fleet(*(machine(number) for number in range(1, 1_001)))
-    for number in range(1, 1_001):
-        fleet.runner(number, busy=True)
+    fleet.add_runners(*range(1, 1_001), busy=True)
     result = await fleet.cycle()
     assert len(fleet.hub.requests) == 10
     assert {item.decision.action for item in result.outcomes} == {Action.KEEP}
@@ -63,10 +67,9 @@ async def test_thousand_busy_runners_cost_only_list_calls() -> None:
 
 async def test_calls_per_removal_and_per_orphan_lookup() -> None:
     fleet = Fleet(machine(1), machine(2), machine(3, orphan="true", github_runner_id="3"), machine(4))
-    fleet.runner(1)
-    fleet.runner(2)
-    fleet.runner(3, online=False, busy=True)
-    fleet.runner(4, busy=True)
+    fleet.add_runners(1, 2)
+    fleet.add_runners(3, online=False, busy=True)
+    fleet.add_runners(4, busy=True)
     await fleet.cycle()
     assert sorted(fleet.machines.ended) == list(map(instance_id, (1, 2, 3)))
     assert len(fleet.hub.requests) == 1 + 2 * 2 + 1
@@ -75,8 +78,7 @@ async def test_calls_per_removal_and_per_orphan_lookup() -> None:
 async def test_removals_respect_the_github_rate_limit() -> None:
     """At 800 points per minute and 6 per removal, 133 removals run at once and the others a minute later."""
     fleet = Fleet(*(machine(number) for number in range(1, 201)))
-    for number in range(1, 201):
-        fleet.runner(number)
+    fleet.add_runners(*range(1, 201))
     points: list[tuple[float, int]] = []
 
     def paced(operation: str, _scope: str, _runner: int) -> bool:
@@ -95,9 +97,9 @@ async def test_dry_run_has_the_same_decisions_and_changes_nothing() -> None:
     fleet = Fleet(
         machine(1), machine(2, orphan="true"), machine(3), machine(4, orphan="true", github_runner_id="4"), machine(5)
     )
-    fleet.runner(1)
-    fleet.runner(4, busy=True)
-    fleet.runner(5, listed_busy=False, busy=True)
+    fleet.add_runners(1)
+    fleet.add_runners(4, busy=True)
+    fleet.add_runners(5, listed_busy=False, busy=True)
     before = dict(fleet.machines.alive)
     planned = await fleet.cycle(dry_run=True)
     assert fleet.machines.alive == before
@@ -111,9 +113,9 @@ async def test_dry_run_has_the_same_decisions_and_changes_nothing() -> None:
 
 async def test_failure_of_one_owner_does_not_affect_others() -> None:
     fleet = Fleet(machine(1), machine(2, owner="beta/x"), machine(3, owner="gamma"), machine(4, owner="beta/x"))
-    fleet.runner(1)
-    fleet.runner(2, scope="beta/x")
-    fleet.runner(3, scope="gamma")
+    fleet.add_runners(1)
+    fleet.add_runners(2, scope="beta/x")
+    fleet.add_runners(3, scope="gamma")
     fleet.hub.fails = lambda _operation, scope, _runner: scope == "beta/x"
     result = await fleet.cycle()
     assert sorted(fleet.machines.ended) == list(map(instance_id, (1, 3)))
@@ -124,8 +126,7 @@ async def test_failure_of_one_owner_does_not_affect_others() -> None:
 
 async def test_failed_lookup_keeps_only_that_runner() -> None:
     fleet = Fleet(*(machine(number) for number in range(1, 4)))
-    for number in range(1, 4):
-        fleet.runner(number)
+    fleet.add_runners(*range(1, 4))
     fleet.hub.fails = lambda operation, _scope, runner: (operation, runner) in {("get", 1), ("delete", 2)}
     result = await fleet.cycle()
     assert fleet.machines.ended == [instance_id(3)]
@@ -149,8 +150,7 @@ class Stubborn(MemoryFleet):
 
 async def test_failed_actions_are_reported_and_retried() -> None:
     fleet = Fleet(machine(1), machine(2), machine(3))
-    fleet.runner(1)
-    fleet.runner(2)
+    fleet.add_runners(1, 2)
     stubborn = Stubborn(machines=fleet.machines, environment=ENVIRONMENT, calls=CallCounter())
     stubborn.refused = frozenset({instance_id(2)})
     usual, fleet.fleet = fleet.fleet, stubborn
@@ -167,10 +167,10 @@ async def test_failed_actions_are_reported_and_retried() -> None:
 
 async def test_busy_orphan_without_runner_id_is_kept_and_unmarked() -> None:
     fleet = Fleet(machine(1, orphan="true"), machine(2, orphan="true"), machine(3, orphan="true"))
-    fleet.runner(1, busy=True)
+    fleet.add_runners(1, busy=True)
     # The list is stale; the read before the termination is not.
-    fleet.runner(2, busy=True, listed_busy=False)
-    fleet.runner(3)
+    fleet.add_runners(2, busy=True, listed_busy=False)
+    fleet.add_runners(3)
     await fleet.cycle()
     assert fleet.machines.ended == [instance_id(3)]
     assert not fleet.orphans
@@ -180,8 +180,7 @@ async def test_busy_orphan_without_runner_id_is_kept_and_unmarked() -> None:
 async def test_machine_without_owner_is_searched_in_every_list() -> None:
     lost = machine(1, orphan="true", owner="", Type="")
     fleet = Fleet(lost, machine(2))
-    fleet.runner(1, busy=True)
-    fleet.runner(2, busy=True)
+    fleet.add_runners(1, 2, busy=True)
     await fleet.cycle()
     assert not fleet.machines.ended
     assert not fleet.orphans
@@ -190,8 +189,8 @@ async def test_machine_without_owner_is_searched_in_every_list() -> None:
 async def test_machine_without_owner_is_kept_if_a_list_failed() -> None:
     lost = machine(1, orphan="true", owner="", Type="")
     fleet = Fleet(lost, machine(2), machine(3, owner="beta/x"))
-    fleet.runner(1, scope="beta/x", busy=True)
-    fleet.runner(2, busy=True)
+    fleet.add_runners(1, scope="beta/x", busy=True)
+    fleet.add_runners(2, busy=True)
     fleet.hub.fails = lambda _operation, scope, _runner: scope == "beta/x"
     await fleet.cycle()
     assert not fleet.machines.ended
@@ -200,8 +199,8 @@ async def test_machine_without_owner_is_kept_if_a_list_failed() -> None:
 
 async def test_orphan_without_type_is_searched_at_its_owner() -> None:
     fleet = Fleet(machine(1, orphan="true", Type=""), machine(2, orphan="true", owner="solo/tool", Type="Org"))
-    fleet.runner(1, busy=True)
-    fleet.runner(2, scope="solo/tool")
+    fleet.add_runners(1, busy=True)
+    fleet.add_runners(2, scope="solo/tool")
     await fleet.cycle()
     assert fleet.machines.ended == [instance_id(2)]
     assert not fleet.orphans
@@ -210,7 +209,7 @@ async def test_orphan_without_type_is_searched_at_its_owner() -> None:
 async def test_runner_id_tag_is_looked_up_before_termination() -> None:
     """Two registrations, one of which is missing in a stale list."""
     fleet = Fleet(machine(1, github_runner_id="9"))
-    fleet.runner(1)
+    fleet.add_runners(1)
     fleet.hub.add(ScriptedRunner(runner_id=9, name=f"late-{instance_id(1)}", busy=True, listed=False))
     await fleet.cycle()
     assert not fleet.machines.ended
@@ -219,7 +218,7 @@ async def test_runner_id_tag_is_looked_up_before_termination() -> None:
 
 async def test_recovered_orphan_missing_in_the_list_is_not_marked_again() -> None:
     fleet = Fleet(machine(1, orphan="true", github_runner_id="1"))
-    fleet.runner(1, busy=True, listed=False)
+    fleet.add_runners(1, busy=True, listed=False)
     result = await fleet.cycle()
     assert [item.decision.action for item in result.outcomes] == [Action.UNMARK_ORPHAN, Action.KEEP]
     assert not fleet.orphans
@@ -227,8 +226,7 @@ async def test_recovered_orphan_missing_in_the_list_is_not_marked_again() -> Non
 
 async def test_budget_spreads_removals_over_cycles() -> None:
     fleet = Fleet(machine(1, orphan="true"), *(machine(number, age_s=600 + number) for number in range(2, 6)))
-    for number in range(1, 6):
-        fleet.runner(number)
+    fleet.add_runners(*range(1, 6))
     await fleet.cycle(ScaleDownPolicy(max_removals=2))
     assert fleet.machines.ended == list(map(instance_id, (1, 5)))
     await fleet.cycle(ScaleDownPolicy(max_removals=2))
@@ -237,7 +235,7 @@ async def test_budget_spreads_removals_over_cycles() -> None:
 
 async def test_decisions_are_logged_with_reasons() -> None:
     fleet = Fleet(machine(1), machine(2, age_s=1), machine(3))
-    fleet.runner(1)
+    fleet.add_runners(1)
     await fleet.cycle()
     logged = {action: why for action, why in fleet.notes.lines if action.startswith("scale-")}
     assert set(logged) == {"scale-terminate", "scale-keep", "scale-mark-orphan"}
@@ -266,21 +264,12 @@ async def test_pool_is_opened_only_if_a_machine_has_its_tag() -> None:
         yield
 
     fleet = Fleet(machine(1), machine(2))
-    fleet.runner(1)
-    context = FleetContext(
-        environment=ENVIRONMENT,
-        fleet=fleet.fleet,
-        github=fleet.hub,
-        clock=VirtualClock(),
-        event_log=fleet.notes,
-        calls=CallCounter(),
-        open_pool=open_pool,
-    )
-    result = await scale_down(context, ScaleDownPolicy())
+    fleet.add_runners(1)
+    result = await fleet.cycle(open_pool=open_pool)
     assert (opened, result.errors, fleet.machines.ended) == (0, (), [instance_id(1)])
     fleet.machines.add(machine(3))
     fleet.machines.alive[instance_id(3)].tags["remuda:pool"] = "test"  # type: ignore[index]
-    result = await scale_down(context, ScaleDownPolicy())
+    result = await fleet.cycle(open_pool=open_pool)
     assert opened == 1
     assert len(result.errors) == 1
     assert instance_id(3) in fleet.machines.alive
@@ -289,8 +278,7 @@ async def test_pool_is_opened_only_if_a_machine_has_its_tag() -> None:
 
 async def test_job_assigned_between_check_and_deletion_is_not_killed() -> None:
     fleet = Fleet(machine(1), machine(2, orphan="true"))
-    fleet.runner(1, busy_after_lookups=1)
-    fleet.runner(2, busy_after_lookups=1)
+    fleet.add_runners(1, 2, busy_after_lookups=1)
     result = await fleet.cycle()
     assert not fleet.machines.ended
     assert not fleet.orphans
@@ -312,12 +300,10 @@ def mixed_fleet() -> Fleet:
         machine(7),
         machine(8, age_s=1),
     )
-    fleet.runner(1)
-    fleet.runner(2, busy=True)
-    fleet.runner(4, busy=True)
-    fleet.runner(5, online=False, busy=True)
-    fleet.runner(7)
-    fleet.runner(8)
+    fleet.add_runners(1)
+    fleet.add_runners(2, 4, busy=True)
+    fleet.add_runners(5, online=False, busy=True)
+    fleet.add_runners(7, 8)
     return fleet
 
 

@@ -36,8 +36,16 @@ def matching(number: int = 1, **changed: Any) -> PoolMessage:
     return message(number, **{"usage_class": UsageClass.ON_DEMAND, **changed})
 
 
+async def warm_with_failing_registration(
+    world: PoolWorld, count: int, detail: str, failure: FailureKind | None = None
+) -> list[str]:
+    ids = await world.warm(count)
+    world.behaviour.registration |= dict.fromkeys(ids, StepResult(ok=False, detail=detail, failure=failure))
+    return ids
+
+
 @pytest.mark.parametrize("kind", MISMATCHES)
-async def test_mismatch_is_handed_back(world: PoolWorld, kind: str) -> None:
+async def test_mismatch_is_made_visible_again(world: PoolWorld, kind: str) -> None:
     pool_message = matching(0xABC, **MISMATCHES[kind])
     put(world, pool_message)
     result = await world.provision(patterns=TypePatterns(("c*", "m*")))
@@ -222,11 +230,7 @@ async def test_slow_machine_is_replaced(world: PoolWorld) -> None:
 
 
 async def test_rejected_credential_stops_without_consuming_the_pool(world: PoolWorld) -> None:
-    ids = await world.warm(5)
-    for instance_id in ids:
-        world.behaviour.registration[instance_id] = StepResult(
-            ok=False, detail="401", failure=FailureKind.CREDENTIAL_REFUSED
-        )
+    ids = await warm_with_failing_registration(world, 5, "401", FailureKind.CREDENTIAL_REFUSED)
     with pytest.raises(UserError, match="refused the registration") as error:
         await world.provision(count=3)
     assert error.value.field == "github-token"
@@ -237,11 +241,7 @@ async def test_rejected_credential_stops_without_consuming_the_pool(world: PoolW
 
 
 async def test_unreachable_github_stops_without_consuming_the_pool(world: PoolWorld) -> None:
-    ids = await world.warm(5)
-    for instance_id in ids:
-        world.behaviour.registration[instance_id] = StepResult(
-            ok=False, detail="no route", failure=FailureKind.GITHUB_UNREACHABLE
-        )
+    ids = await warm_with_failing_registration(world, 5, "no route", FailureKind.GITHUB_UNREACHABLE)
     with pytest.raises(Unavailable, match="cannot register: no route"):
         await world.provision(count=2)
     assert world.in_state(State.TERMINATING) == []
@@ -250,9 +250,7 @@ async def test_unreachable_github_stops_without_consuming_the_pool(world: PoolWo
 
 
 async def test_repeated_failures_do_not_consume_the_whole_pool(world: PoolWorld) -> None:
-    ids = await world.warm(12)
-    for instance_id in ids:
-        world.behaviour.registration[instance_id] = StepResult(ok=False, detail="no route to host")
+    await warm_with_failing_registration(world, 12, "no route to host")
     with pytest.raises(Unavailable, match="no route to host"):
         await world.provision(count=1)
     world.check_holds_nothing("1")

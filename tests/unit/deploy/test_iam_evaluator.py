@@ -136,12 +136,8 @@ def test_conditions_are_anded_and_values_are_ored():
 
 def test_keys_are_compared_without_case_and_values_with():
     condition = policy({"Condition": {"StringEquals": {"AWS:RequestTag/Pool": "ci"}}})
-    assert allows(
-        condition, IamRequest(action="dynamodb:GetItem", resource=TABLE, context={"aws:requesttag/pool": "ci"})
-    )
-    assert not allows(
-        condition, IamRequest(action="dynamodb:GetItem", resource=TABLE, context={"aws:RequestTag/Pool": "CI"})
-    )
+    assert allows(condition, request(**{"aws:requesttag/pool": "ci"}))
+    assert not allows(condition, request(**{"aws:RequestTag/Pool": "CI"}))
 
 
 def test_for_all_values_is_true_without_values_unless_null_forbids_it():

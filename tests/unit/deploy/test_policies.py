@@ -36,19 +36,8 @@ ROLE_IDS = st.from_regex(r"AROA[A-Z0-9]{17}", fullmatch=True)
 ITEM_ACTIONS = tuple(
     f"dynamodb:{name}"
     for name in (
-        "BatchGetItem",
-        "BatchWriteItem",
-        "ConditionCheckItem",
-        "DeleteItem",
-        "GetItem",
-        "PartiQLDelete",
-        "PartiQLInsert",
-        "PartiQLSelect",
-        "PartiQLUpdate",
-        "PutItem",
-        "Query",
-        "Scan",
-        "UpdateItem",
+        *("BatchGetItem", "BatchWriteItem", "ConditionCheckItem", "DeleteItem", "GetItem", "PartiQLDelete"),
+        *("PartiQLInsert", "PartiQLSelect", "PartiQLUpdate", "PutItem", "Query", "Scan", "UpdateItem"),
     )
 )
 LEADING = "dynamodb:LeadingKeys"

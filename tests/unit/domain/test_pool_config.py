@@ -15,8 +15,7 @@ from remuda.domain.pool_config import (
     runner_prefix,
     stale_registration_reason,
 )
-from tests.support.builders import in_state
-from tests.support.records import NOW, at, instance_id, pool_config
+from tests.support.records import NOW, at, in_state, instance_id, pool_config
 
 POOLS = st.from_regex(r"\A[a-z0-9][a-z0-9-]{0,19}\Z")
 EPOCHS = st.integers(1, 10**9)
@@ -46,20 +45,10 @@ def test_pool_name_that_extends_another_is_another_pool(epoch: int) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "",
-        "remuda-test-",
-        "remuda-test-1",
-        "remuda-test-1-",
-        "remuda-test--i-01234567",
-        "remuda-test-x-i-01234567",
-        "remuda-test-1-my-own-runner",
-        "remuda-test-0-i-01234567",
-        "remuda-test-01-i-01234567",
-        "remuda-test-1-i-01234567-x",
-        "remuda-test-²-i-01234567",
-        "Remuda-test-1-i-01234567",
-        "remuda-tests-1-i-01234567",
-        "ubuntu-runner",
+        *("", "remuda-test-", "remuda-test-1", "remuda-test-1-", "remuda-test--i-01234567"),
+        *("remuda-test-x-i-01234567", "remuda-test-1-my-own-runner", "remuda-test-0-i-01234567"),
+        *("remuda-test-01-i-01234567", "remuda-test-1-i-01234567-x", "remuda-test-²-i-01234567"),
+        *("Remuda-test-1-i-01234567", "remuda-tests-1-i-01234567", "ubuntu-runner"),
     ],
 )
 def test_foreign_runner_names_are_not_parsed(name: str) -> None:

@@ -16,8 +16,7 @@ from remuda.domain.resources import Reuse
 from remuda.domain.signals import Signal
 from remuda.domain.thresholds import Lifetimes, expired
 from remuda.domain.transitions import Actor, End, Extend, ReturnToPool, advance
-from tests.support.builders import in_state, report
-from tests.support.records import NOW, assignment, at
+from tests.support.records import NOW, assignment, at, in_state, report
 
 LIFE = Lifetimes(release_time_s=300.0, max_age_s=3_600.0, max_uses=3)
 CLEAN = Signal.UD_REMOVE_REG_REMOVE_RUN_OK
@@ -94,9 +93,7 @@ def test_signals_of_another_epoch_decide_nothing(signal: Signal, epoch: int) -> 
     ids=["half used up", "not yet half", "at the run's deadline", "just before it", "no deadline"],
 )
 def test_running_job_is_extended_at_half_time_until_the_runs_deadline(
-    threshold: datetime,
-    deadline: datetime | None,
-    extends: bool,  # noqa: FBT001
+    threshold: datetime, deadline: datetime | None, *, extends: bool
 ) -> None:
     event = decide(report(busy=True), threshold=threshold, run_deadline=deadline)
     assert isinstance(event, Extend) is extends
@@ -157,11 +154,7 @@ def test_every_decision_is_legal_and_changes_the_record(
         (at(-1), at(300), True),
     ],
 )
-def test_credential_must_outlast_threshold_and_margin(
-    expires: datetime,
-    threshold: datetime,
-    short: bool,  # noqa: FBT001
-) -> None:
+def test_credential_must_outlast_threshold_and_margin(expires: datetime, threshold: datetime, *, short: bool) -> None:
     changed = replace(assignment(2), credential=Credential(token="t0ken", expires_at=expires))
     record = in_state(State.RELEASING, assignment=changed, threshold=threshold)
     assert credential_expires_early(record, now=NOW, margin_s=60.0) is short

@@ -25,8 +25,7 @@ from remuda.domain.reporting.usage import UsageReport, instance_cost, quantile, 
 from remuda.domain.reporting.warnings import MAX_TERMINATION_S, PoolWarning, find_warnings
 from remuda.domain.resources import UsageClass
 from remuda.domain.signals import Report
-from tests.support.builders import in_state
-from tests.support.records import NOW, at, entry, instance, instance_id, pool_config, provision
+from tests.support.records import NOW, at, entry, in_state, instance, instance_id, pool_config, provision
 
 PRICES = PriceTable(on_demand={"c6i.large": 1.0, "m6i.large": 2.0}, spot={"c6i.large": 0.25})
 BEFORE, AFTER = at(-100), at(4_000)

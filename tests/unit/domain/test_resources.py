@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 import json
 import time
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -151,19 +150,6 @@ def test_malformed_classes_are_rejected_in_one_short_sentence(document: Any) -> 
     assert refused.value.field == "resource-class-config"
     assert refused.value.fix
     assert len(refused.value.message) < MAX_MESSAGE
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=10,
-)
-
-
-@given(JSON)
-def test_any_json_parses_or_raises_user_error(document: Any) -> None:
-    with suppress(UserError):
-        assert all(each.cpu >= 1 and each.memory_mib >= 1 for each in parse_classes(document))
 
 
 # Matching ---------------------------------------------------------------------------------------------------------

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 
@@ -171,22 +170,6 @@ def test_invalid_message_is_rejected(changed: dict[str, Any]) -> None:
         from_document(PoolMessage, {**to_document(message()), **changed})
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=5,
-)
-
-
-@pytest.mark.parametrize("record", [instance(assignment=assignment()), pool_config(), message(), provision()])
-@given(data=st.data(), value=JSON)
-def test_any_other_document_raises_value_error(record: Any, data: st.DataObject, value: Any) -> None:
-    """The parser returns a record or raises `ValueError` for every document."""
-    key = camel(data.draw(st.sampled_from([item.name for item in fields(record)])))
-    with suppress(ValueError):
-        from_document(type(record), {**to_document(record), key: value})
-
-
 # Times ----------------------------------------------------------------------------------------------------------------
 
 
@@ -216,20 +199,10 @@ def test_time_without_a_zone_is_rejected() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "now",
-        "2025-05-31T12:00:00Z",
-        "2025-05-31T12:00:00.000",
-        "2025-05-31T12:00:00.000000Z",
-        "2025-05-31T12:00:00.000+00:00",
-        "2025-05-31 12:00:00.000Z",
-        "2025-13-31T12:00:00.000Z",
-        "2025-02-30T12:00:00.000Z",
-        "2025-05-31T24:00:00.000Z",
-        "2025-05-31T12:00:60.000Z",
-        "2025-05-31T12:00:00.000Z\n",
-        "\uff12025-05-31T12:00:00.000Z",
-        "0000-05-31T12:00:00.000Z",
+        *("", "now", "2025-05-31T12:00:00Z", "2025-05-31T12:00:00.000", "2025-05-31T12:00:00.000000Z"),
+        *("2025-05-31T12:00:00.000+00:00", "2025-05-31 12:00:00.000Z", "2025-13-31T12:00:00.000Z"),
+        *("2025-02-30T12:00:00.000Z", "2025-05-31T24:00:00.000Z", "2025-05-31T12:00:60.000Z"),
+        *("2025-05-31T12:00:00.000Z\n", "\uff12025-05-31T12:00:00.000Z", "0000-05-31T12:00:00.000Z"),
     ],
 )
 def test_other_formats_are_rejected(text: str) -> None:

@@ -14,8 +14,7 @@ from remuda.domain.signals import (
     registration_verdict,
     removal_verdict,
 )
-from tests.support.builders import report
-from tests.support.records import NOW, at
+from tests.support.records import NOW, at, report
 
 #: The contract's order (lifecycle, section 4), lowest first.
 RANKED = [

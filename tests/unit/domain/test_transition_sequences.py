@@ -33,8 +33,7 @@ from remuda.domain.transitions import (
     advance,
     create,
 )
-from tests.support.builders import REMOVAL, in_state
-from tests.support.records import NOW, assignment, instance_id
+from tests.support.records import NOW, REMOVAL, assignment, in_state, instance_id
 
 SIGNALS = st.sampled_from([None, *Signal])
 

@@ -37,8 +37,21 @@ from remuda.domain.transitions import (
     presumed_idle,
     tombstone,
 )
-from tests.support.builders import OWNER, REMOVAL, claim, end, evidence, in_state, report
-from tests.support.records import NOW, assignment, at, instance, provision
+from tests.support.records import (
+    NOW,
+    OWNER,
+    REMOVAL,
+    assignment,
+    at,
+    claim,
+    end,
+    evidence,
+    in_state,
+    instance,
+    provision,
+    report,
+    write,
+)
 
 P, L, R, S = Actor.PROVISION, Actor.RELEASE, Actor.REFRESH, Actor.SCALE_DOWN
 OPERATOR = Actor.OPERATOR
@@ -95,9 +108,9 @@ def test_event_is_legal_exactly_as_in_the_contract(state: State, kind: type, by:
     target, actors = LEGAL.get((kind, state), (None, set()))
     if by not in actors:
         with pytest.raises(IllegalTransition):
-            advance(record, evidence(record)[kind], by=by, now=NOW, why="a test")
+            write(record, evidence(record)[kind], by)
         return
-    change = advance(record, evidence(record)[kind], by=by, now=NOW, why="a test")
+    change = write(record, evidence(record)[kind], by)
     assert change.applied_to(record).state is target
     assert (change.entry.source, change.entry.target, change.entry.by) == (state, target, by)
 
@@ -108,11 +121,11 @@ def test_end_is_legal_exactly_as_in_the_contract(state: State, reason: RetireRea
     actors, reasons = ENDS.get(state, (set(), set()))
     ordered = (by is OPERATOR, reason is RetireReason.TERMINATED_BY_OPERATOR)
     if (by in actors and reason in reasons) or (state in ENDS and all(ordered)):
-        change = advance(record, end(record, reason), by=by, now=NOW, why="a test")
+        change = write(record, end(record, reason), by)
         assert change.applied_to(record).state is State.TERMINATING
     else:
         with pytest.raises(IllegalTransition):
-            advance(record, end(record, reason), by=by, now=NOW, why="a test")
+            write(record, end(record, reason), by)
 
 
 @pytest.mark.parametrize("state", [State.TERMINATING, State.TERMINATED])
@@ -122,7 +135,7 @@ def test_terminating_and_terminated_absorb(state: State) -> None:
     reached = set()
     for event, by in itertools.product(events, Actor):
         try:
-            reached.add(advance(record, event, by=by, now=NOW, why="a test").applied_to(record).state)
+            reached.add(write(record, event, by).applied_to(record).state)
         except IllegalTransition:
             continue
     assert reached == ({State.TERMINATED} if state is State.TERMINATING else set())
@@ -131,7 +144,7 @@ def test_terminating_and_terminated_absorb(state: State) -> None:
 def test_illegal_transition_contains_the_record() -> None:
     record = in_state(State.IDLE)
     with pytest.raises(IllegalTransition, match=r"no commit from idle.*epoch 2") as error:
-        advance(record, evidence(record)[Commit], by=P, now=NOW, why="a test")
+        write(record, evidence(record)[Commit], P)
     assert error.value.history == (record,)
     assert error.value.exit_code == 70
 
@@ -211,7 +224,7 @@ def differences(before: Instance, after: Instance) -> dict[str, Any]:
 
 
 def effect(record: Instance, event: Event, by: Actor) -> dict[str, Any]:
-    return differences(record, advance(record, event, by=by, now=NOW, why="a test").applied_to(record))
+    return differences(record, write(record, event, by).applied_to(record))
 
 
 def test_claim_increments_the_epoch_and_sets_run_owner_assignment_and_threshold() -> None:
@@ -244,7 +257,7 @@ def test_commit_sets_the_threshold_and_removes_the_credential(state: State) -> N
 
 def test_commit_removes_the_just_in_time_configuration() -> None:
     record = in_state(State.CREATED, assignment=replace(assignment(1), jit_config="secret"))
-    after = advance(record, evidence(record)[Commit], by=P, now=NOW, why="a test").applied_to(record)
+    after = write(record, evidence(record)[Commit], P).applied_to(record)
     assert after.assignment is not None
     assert after.assignment.jit_config == ""
 
@@ -279,7 +292,7 @@ def test_extension_ends_at_the_runs_deadline_and_never_shortens_the_threshold(
 ) -> None:
     record = in_state(State.RELEASING, threshold=threshold, run_deadline=run_deadline)
     event = Extend(report=report(busy=True), extension_s=300.0, margin_s=0.0)
-    after = advance(record, event, by=L, now=NOW, why="a test").applied_to(record)
+    after = write(record, event, L).applied_to(record)
     assert after == replace(record, threshold=expected)
 
 
@@ -337,7 +350,7 @@ def test_end_clears_run_and_assignment_and_sets_last_run_and_reason(
     state: State, by: Actor, reason: RetireReason
 ) -> None:
     record = in_state(state)
-    after = advance(record, end(record, reason), by=by, now=NOW, why="a test").applied_to(record)
+    after = write(record, end(record, reason), by).applied_to(record)
     assert (after.state, after.run_id, after.last_run_id) == (State.TERMINATING, "", "1234")
     assert after.assignment is None
     assert after.announced_at is None
@@ -364,7 +377,7 @@ def _changes() -> list[Change]:
         for event in [*evidence(record).values(), *(end(record, reason) for reason in RetireReason)]:
             for by in Actor:
                 try:
-                    found.append(advance(record, event, by=by, now=NOW, why="a test"))
+                    found.append(write(record, event, by))
                 except IllegalTransition:
                     continue
     return found
@@ -412,24 +425,20 @@ def test_history_entry_contains_run_new_epoch_and_actor() -> None:
 
 def test_history_entry_contains_the_run_that_a_release_clears() -> None:
     record = in_state(State.RUNNING)
-    assert advance(record, evidence(record)[Release], by=L, now=NOW, why="a test").entry.run_id == "1234"
+    assert write(record, evidence(record)[Release], L).entry.run_id == "1234"
 
 
 def test_texts_are_bounded() -> None:
     record = in_state(State.IDLE)
     assert len(advance(record, claim(), by=P, now=NOW, why="x" * 10_000).entry.why) == MAX_WHY
-    retired = advance(
-        record, Retire(reason=RetireReason.DRAINED, detail="x" * 10_000), by=R, now=NOW, why="a test"
-    ).applied_to(record)
+    retired = write(record, Retire(reason=RetireReason.DRAINED, detail="x" * 10_000), R).applied_to(record)
     assert len(retired.retire_detail) == MAX_WHY
 
 
 def test_claim_by_message_equals_claim_by_record() -> None:
     record = in_state(State.IDLE, tier=Tier.UNTRUSTED)
-    by_message = advance(
-        presumed_idle(record.message(), now=NOW), claim(tier=Tier.UNTRUSTED), by=P, now=NOW, why="a test"
-    )
-    by_record = advance(record, claim(tier=Tier.UNTRUSTED), by=P, now=NOW, why="a test")
+    by_message = write(presumed_idle(record.message(), now=NOW), claim(tier=Tier.UNTRUSTED), P)
+    by_record = write(record, claim(tier=Tier.UNTRUSTED), P)
     assert by_message.condition == by_record.condition
     assert by_message.applied_to(record) == by_record.applied_to(record)
 

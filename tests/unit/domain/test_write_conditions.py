@@ -14,7 +14,6 @@ from remuda.domain.signals import Report, Signal
 from remuda.domain.transitions import (
     Actor,
     Announce,
-    Change,
     Claim,
     Commit,
     Confirm,
@@ -28,10 +27,8 @@ from remuda.domain.transitions import (
     RetireReason,
     ReturnToPool,
     WriteCondition,
-    advance,
 )
-from tests.support.builders import OWNER, REMOVAL, claim, end, evidence, in_state, report
-from tests.support.records import NOW, at, instance
+from tests.support.records import NOW, OWNER, REMOVAL, at, claim, end, evidence, in_state, instance, report, write
 
 P, L, R, S = Actor.PROVISION, Actor.RELEASE, Actor.REFRESH, Actor.SCALE_DOWN
 
@@ -50,10 +47,6 @@ ROWS: list[tuple[type, State, Actor]] = [
     (Retire, State.RUNNING, R),
 ]
 ENDS = [(State.CREATED, R), (State.CLAIMED, R), (State.RUNNING, R), (State.RELEASING, R), (State.IDLE, R)]
-
-
-def write(record: Instance, event: Event, by: Actor) -> Change:
-    return advance(record, event, by=by, now=NOW, why="a test")
 
 
 @pytest.mark.parametrize(("kind", "state", "by"), ROWS)

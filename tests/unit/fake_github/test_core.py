@@ -2,12 +2,14 @@
 
 import itertools
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remuda.fake_github.model import (
+from remuda.fake_github.registry import GitHubCore
+from remuda.fake_github.state import (
     ApiError,
     Conclusion,
     FakeGitHubSettings,
@@ -17,7 +19,6 @@ from remuda.fake_github.model import (
     TokenKind,
     matches,
 )
-from remuda.fake_github.registry import GitHubCore
 
 REPO = "acme/widgets"
 
@@ -40,23 +41,14 @@ class GitHubWorld:
         self.core = GitHubCore(clock=self.clock, settings=settings)
 
     def register(
-        self, name: str, labels: Iterable[str] = ("a",), *, scope: str = REPO, ephemeral: bool = False
+        self, name: str, labels: Iterable[str] = ("a",), *, scope: str = REPO, **changed: Any
     ) -> RegisteredRunner:
-        token = self.core.registry.issue(TokenKind.REGISTRATION, scope)
-        return self.core.registry.register(
-            scope=scope,
-            token=token.value,
-            name=name,
-            labels=tuple(labels),
-            default_labels=False,
-            ephemeral=ephemeral,
-            replace=False,
-        )
+        token = self.core.registry.issue(TokenKind.REGISTRATION, scope).value
+        values = {"token": token, "default_labels": False, "ephemeral": False, "replace": False, **changed}
+        return self.core.registry.register(scope=scope, name=name, labels=tuple(labels), **values)
 
-    def online(
-        self, name: str, labels: Iterable[str] = ("a",), *, scope: str = REPO, ephemeral: bool = False
-    ) -> RegisteredRunner:
-        runner = self.register(name, labels, scope=scope, ephemeral=ephemeral)
+    def online(self, name: str, labels: Iterable[str] = ("a",), **changed: Any) -> RegisteredRunner:
+        runner = self.register(name, labels, **changed)
         self.core.registry.open_session(runner, version="2.336.0")
         return runner
 
@@ -95,25 +87,12 @@ def world() -> GitHubWorld:
 
 
 def test_registration_token_is_reusable_until_it_expires(world: GitHubWorld) -> None:
-    registry = world.core.registry
-    token = registry.issue(TokenKind.REGISTRATION, REPO)
-
-    def register(name: str) -> None:
-        registry.register(
-            scope=REPO,
-            token=token.value,
-            name=name,
-            labels=("a",),
-            default_labels=False,
-            ephemeral=False,
-            replace=False,
-        )
-
-    register("one")
-    register("two")
+    token = world.core.registry.issue(TokenKind.REGISTRATION, REPO).value
+    world.register("one", token=token)
+    world.register("two", token=token)
     world.advance(3600)
     with raises_api_error(401):
-        register("three")
+        world.register("three", token=token)
 
 
 def test_token_is_valid_for_its_scope_and_kind_only(world: GitHubWorld) -> None:
@@ -158,16 +137,7 @@ def test_name_is_unique_per_scope(world: GitHubWorld) -> None:
 def test_replaced_runner_keeps_its_labels_and_gets_a_new_secret(world: GitHubWorld) -> None:
     first = world.online("one", ["old"])
     secret = first.secret
-    token = world.core.registry.issue(TokenKind.REGISTRATION, REPO)
-    second = world.core.registry.register(
-        scope=REPO,
-        token=token.value,
-        name="one",
-        labels=("new",),
-        default_labels=False,
-        ephemeral=False,
-        replace=True,
-    )
+    second = world.register("one", ["new"], replace=True)
     assert second.id == first.id
     assert set(second.labels) == {"old", "new"}
     assert not second.online

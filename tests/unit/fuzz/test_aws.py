@@ -14,6 +14,7 @@ from botocore.exceptions import ClientError
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from remuda.adapters.aws.calls import EC2, translate
 from remuda.adapters.aws.clients import _value
 from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.dynamodb.keys import own_key_prefix
@@ -21,7 +22,6 @@ from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.ec2.compute import Ec2Compute, Ec2SpotPrices, _point
 from remuda.adapters.aws.ec2.create_fleet import launch_failure, parse_fleet
 from remuda.adapters.aws.ec2.tagged_fleet import Ec2Fleet
-from remuda.adapters.aws.errors import EC2, translate
 from remuda.adapters.aws.sqs import SqsResourcePool
 from remuda.domain.errors import RemudaError
 from remuda.domain.instance import Instance
@@ -52,16 +52,7 @@ MACHINES = (
     "</reservationSet></DescribeInstancesResponse>"
 )
 MARKS = [
-    "",
-    "x",
-    "<",
-    "</item>",
-    "<item/>",
-    "9" * 400,
-    "&a;",
-    "0001-01-01T00:00:00+23:59",
-    "running",
-    ESCAPES,
+    *("", "x", "<", "</item>", "<item/>", "9" * 400, "&a;", "0001-01-01T00:00:00+23:59", "running", ESCAPES),
     "\ufffe",
 ]
 

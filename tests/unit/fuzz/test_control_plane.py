@@ -24,8 +24,15 @@ from remuda.domain.resources import PoolMessage, UsageClass
 from remuda.domain.serialization import from_document, to_document
 from remuda.domain.signals import Report
 from simulation.memory.github import MemoryGitHub
-from tests.support.corrupting_store import CorruptDocuments, CorruptingStore
-from tests.support.mutations import any_json, check_shown, check_told, fuzzed, mutated
+from tests.support.mutations import (
+    CorruptDocuments,
+    CorruptingStore,
+    any_json,
+    check_shown,
+    check_told,
+    fuzzed,
+    mutated,
+)
 from tests.support.records import message as make_message
 from tests.support.virtual_time import in_virtual_time
 from tests.support.world import PoolWorld

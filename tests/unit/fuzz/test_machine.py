@@ -17,7 +17,7 @@ from remuda.adapters.aws.imds import STATE_FILE, TIMERS, Ec2Machine, Imds
 from remuda.adapters.aws.user_data import MachineLayout
 from remuda.adapters.local import folder as machine_folder
 from remuda.adapters.local.folder import supervisor
-from remuda.adapters.local.record import MachineRecord, read_record
+from remuda.adapters.local.machine import MachineRecord, read_record
 from remuda.agent.job_folders import JobFolders
 from remuda.agent.job_hook import JobHook
 from remuda.agent.listener import _JobLog
@@ -49,7 +49,6 @@ RECORD = MachineRecord(
     margin_s=1.0,
     runner_source="/opt/runner",
 )
-LINES = (b"Running job: a\n", b"Job a completed with result: Succeeded\n", b"Job ")
 
 
 class _Metadata(httpx.AsyncBaseTransport):

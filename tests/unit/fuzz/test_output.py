@@ -5,24 +5,22 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-from collections.abc import AsyncIterator, MutableMapping
-from contextlib import asynccontextmanager
+from collections.abc import MutableMapping
 from typing import Any
 
 from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.table import Table
 
-from remuda.adapters.system.clock import SystemClock, SystemIds
+from remuda.adapters.system.clock import SystemClock
 from remuda.cli.output import ConsoleEventLog, Output, error_line, record_line
 from remuda.cli.terminal import PlainConsole
-from remuda.controlplane.context import Context
 from remuda.domain.errors import MAX_MESSAGE, Unavailable, UserError
 from remuda.domain.text import quote, sanitize, truncate
 from remuda.web.dashboard.app import build_app
 from remuda.web.dashboard.auth import AccessToken, is_loopback_host
-from remuda.web.dashboard.feed import Feed
 from remuda.web.dashboard.serialize import ChangeLog
+from tests.support.dashboard import feed_without_store
 from tests.support.mutations import ESCAPES, LONE, TEXTS, any_json, check_shown, fuzzed
 from tests.support.records import NOW
 
@@ -79,38 +77,17 @@ def test_tables(values: list[str]) -> None:
 # The dashboard ----------------------------------------------------------------------------------------------------
 
 
-@asynccontextmanager
-async def no_context() -> AsyncIterator[Context]:
-    raise Unavailable("there is no store")
-    yield
-
-
-FEED = Feed(
-    open_context=no_context, backend="local", interval_s=1.0, since_s=60.0, clock=SystemClock(), ids=SystemIds()
-)
+FEED = feed_without_store()
 # Requests must not wait for the first poll.
 FEED._first_poll_done.set()
 COOKIE = (b"cookie", b"remuda_session=\xff;;=;")
 APPS = [build_app(FEED, token=token, loopback=True) for token in (None, AccessToken("t0ken"))]
 PATHS = (
-    "/",
-    "/login",
-    "/api/snapshot",
-    "/api/events",
-    "/api/explanation",
-    "/style.css",
-    "/metrics",
-    "/../x",
-    "/api/%00",
-    "//",
+    *("/", "/login", "/api/snapshot", "/api/events", "/api/explanation", "/style.css", "/metrics", "/../x"),
+    *("/api/%00", "//"),
 )
 NAMES = (
-    b"cookie",
-    b"authorization",
-    b"host",
-    b"last-event-id",
-    b"if-none-match",
-    b"sec-fetch-site",
+    *(b"cookie", b"authorization", b"host", b"last-event-id", b"if-none-match", b"sec-fetch-site"),
     b"x-forwarded-proto",
 )
 

@@ -15,7 +15,6 @@ from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.sqs import _delivery
 from remuda.adapters.sqlite import documents as sqlite_documents
 from remuda.adapters.sqlite.pool import _delivery as sqlite_delivery
-from remuda.adapters.sqlite.queues import ReceivedMessage
 from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.pool_config import PoolConfig, runner_name
 from remuda.domain.provision import Provision
@@ -72,14 +71,18 @@ def check_usable(record: Any) -> None:
             pass
 
 
+def check_parsed(parse: Callable[[], Any]) -> None:
+    record = parsed(parse)
+    if record is not None:
+        check_usable(record)
+
+
 @kinds
 @fuzzed()
 @given(data=st.data())
 def test_document(kind: type[Any], data: st.DataObject) -> None:
     document: Any = data.draw(mutated(to_document(GOOD[kind])) | any_json)
-    record = parsed(lambda: from_document(kind, document))
-    if record is not None:
-        check_usable(record)
+    check_parsed(lambda: from_document(kind, document))
 
 
 @kinds
@@ -89,9 +92,7 @@ def test_sqlite_text(kind: type[Any], data: st.DataObject) -> None:
     text = data.draw(spoiled_text(to_document(GOOD[kind])))
     # An SQLite column may also contain bytes.
     body: Any = data.draw(st.sampled_from([text, text.decode(errors="replace"), None, 7]))
-    record = parsed(lambda: sqlite_documents.decode(kind, body))
-    if record is not None:
-        check_usable(record)
+    check_parsed(lambda: sqlite_documents.decode(kind, body))
 
 
 @kinds
@@ -103,9 +104,7 @@ def test_dynamodb_item(kind: type[Any], data: st.DataObject) -> None:
     where = items.key("control#i-1", "control")
     wrong = mutated(_item(to_document(GOOD[kind])))
     item = {**where, **data.draw(st.just(_item(document)) | wrong.filter(lambda found: isinstance(found, dict)))}
-    record = parsed(lambda: items.record_of(kind, item))
-    if record is not None:
-        check_usable(record)
+    check_parsed(lambda: items.record_of(kind, item))
     parsed(lambda: items.times_of(item))
     records, unreadable = items.parse_all(kind, [("bad", item), ("good", _whole(kind))])
     assert "good" in records
@@ -151,7 +150,7 @@ def test_pool_message(body: bytes) -> None:
     text = body.decode(errors="replace")
     for delivery in (
         _delivery({"ReceiptHandle": "r", "Body": text}),
-        sqlite_delivery(ReceivedMessage(receipt="r", body=text)),
+        sqlite_delivery("r", text),
     ):
         assert delivery.receipt == "r"
         assert bool(delivery.malformed) is (delivery.message is None)

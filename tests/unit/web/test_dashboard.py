@@ -6,8 +6,7 @@ import asyncio
 import json
 import re
 import sys
-from collections.abc import AsyncIterator, MutableMapping
-from contextlib import asynccontextmanager
+from collections.abc import MutableMapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,9 +19,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.routing import Route
 
-from remuda.adapters.system.clock import SystemClock, SystemIds
-from remuda.controlplane.context import Context
-from remuda.domain.errors import Unavailable, UserError
+from remuda.domain.errors import UserError
 from remuda.domain.instance import State
 from remuda.domain.reporting.timeline import MachinePhase
 from remuda.web.dashboard import app as routes
@@ -32,6 +29,7 @@ from remuda.web.dashboard.auth import CONTENT_SECURITY_POLICY, SESSION_COOKIE, A
 from remuda.web.dashboard.feed import Feed
 from remuda.web.dashboard.serialize import PHASES, ChangeLog
 from remuda.web.dashboard.server import TOKEN_VARIABLE, parse_listen_address, parse_window
+from tests.support.dashboard import feed_without_store
 
 TEXT = "0123456789abcdef"
 
@@ -127,18 +125,6 @@ def test_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert raised.value.fix == "install starlette and uvicorn"
 
 
-@asynccontextmanager
-async def no_store() -> AsyncIterator[Context]:
-    raise Unavailable("no store")
-    yield
-
-
-def make_feed() -> Feed:
-    return Feed(
-        open_context=no_store, backend="local", interval_s=1.0, since_s=60.0, clock=SystemClock(), ids=SystemIds()
-    )
-
-
 def client(feed: Feed, *extra: Route) -> httpx.AsyncClient:
     built = build_app(feed, token=None, loopback=True, extra_routes=[lambda _: extra])
     # Like a server: exceptions after the response only go to the log.
@@ -150,7 +136,7 @@ async def test_internal_error_has_security_headers_and_hides_details() -> None:
     async def fail(_: Request) -> NoReturn:
         raise ZeroDivisionError("a secret")
 
-    async with client(make_feed(), Route("/api/fail", fail)) as opened:
+    async with client(feed_without_store(), Route("/api/fail", fail)) as opened:
         response = await opened.get("/api/fail")
     assert (response.status_code, response.headers["content-security-policy"]) == (500, CONTENT_SECURITY_POLICY)
     assert response.json()["error"]["message"] == "internal error: ZeroDivisionError"
@@ -158,7 +144,7 @@ async def test_internal_error_has_security_headers_and_hides_details() -> None:
 
 
 async def test_too_many_streams_are_rejected() -> None:
-    feed = make_feed()
+    feed = feed_without_store()
     feed.watching = MAX_STREAMS
     async with client(feed) as opened:
         response = await opened.get("/api/events")
@@ -171,7 +157,7 @@ async def test_too_many_streams_are_rejected() -> None:
 
 async def test_client_that_does_not_read_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routes, "SEND_TIMEOUT_S", 0.02)
-    feed = make_feed()
+    feed = feed_without_store()
     counted: list[int] = []
 
     async def stuck(message: MutableMapping[str, Any]) -> None:

@@ -25,8 +25,7 @@ from remuda.domain.signals import Report
 from remuda.domain.transitions import Actor, RetireReason, advance
 from remuda.ports.calls import CallCounter
 from remuda.web.metrics import BUCKETS_S, METRICS, EventDeduplicator, FleetMetrics, MetricKind, metrics_route
-from tests.support.builders import end, in_state
-from tests.support.records import NOW, at, entry, instance, instance_id, pool_config, provision
+from tests.support.records import NOW, at, end, entry, in_state, instance, instance_id, pool_config, provision
 
 DOCS = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
@@ -72,6 +71,13 @@ def status(**changed: Any) -> Status:
     return Status(**{**values, **changed})
 
 
+def read_status(**changed: Any) -> Read:
+    """The metrics of this status alone."""
+    metrics = fleet_metrics()
+    metrics.on_status(status(**changed))
+    return read(metrics)
+
+
 def ended(number: int, seconds: float = 1.0, *, at_s: float = 5.0, **changed: Any) -> Provision:
     outcome = ProvisionOutcome(ended_at=at(at_s), seconds=seconds, **changed)
     return provision(number, status=ProvisionStatus.COMMITTED, outcome=outcome)
@@ -95,7 +101,6 @@ def test_instances_by_state_class_and_usage_with_zeros_for_known_combinations() 
 
 
 def test_pool_idle_counts_claimable_instances() -> None:
-    metrics = fleet_metrics()
     fleet = [
         instance(1),
         instance(2, retire_reason=RetireReason.DRAINED),
@@ -103,8 +108,7 @@ def test_pool_idle_counts_claimable_instances() -> None:
         instance(4, quarantined_until=at(-60)),
         instance(5, resource_class="removed-class"),
     ]
-    metrics.on_status(status(instances=fleet))
-    found = read(metrics)
+    found = read_status(instances=fleet)
     assert one(found, "remuda_pool_idle", resource_class="large") == 2
     assert one(found, "remuda_pool_idle", resource_class="other") == 1
 
@@ -148,9 +152,7 @@ def test_failed_poll_is_counted_and_keeps_the_gauges() -> None:
 
 
 def test_without_configuration_unknown_gauges_are_absent() -> None:
-    metrics = fleet_metrics()
-    metrics.on_status(status(config=None, instances=[instance(1)], pools={}))
-    found = read(metrics)
+    found = read_status(config=None, instances=[instance(1)], pools={})
     assert one(found, "remuda_instances", resource_class="other", state="idle") == 1
     assert one(found, "remuda_pool_idle", resource_class="other") == 1
     assert not [name for name, _ in found if name == "remuda_max_instances"]

@@ -124,6 +124,16 @@ command -v dockerd >/dev/null || say "dockerd is missing: jobs cannot use docker
 kernel=$(uname -r)
 [[ $(printf '5.19\n%s\n' "$kernel" | sort -V | head -n 1) == 5.19 ]] ||
   fail "the kernel is $kernel; sandboxes need Linux 5.19 or newer"
+# The root file system of jobs, if it is not this machine's own. Unpacked once; sandboxes use copy-on-write clones.
+if [[ -n $job_image_url && ! -e $state/job-image ]]; then
+  fetch "$job_image_url" "$job_image_sha256" "$work/job-image"
+  mkdir -p "$state/job-image.new"
+  tar -xf "$work/job-image" -C "$state/job-image.new" --numeric-owner --same-permissions --xattrs --xattrs-include='*'
+  chmod 755 "$state/job-image.new"
+  [[ -x $state/job-image.new/usr/lib/systemd/systemd || -x $state/job-image.new/lib/systemd/systemd ]] ||
+    fail "$job_image_url has no systemd; sandboxes need it"
+  mv "$state/job-image.new" "$state/job-image"
+fi
 cat >"$opt/bin/remuda-firewall" <<'EOF'
 #!/bin/sh
 # Network rules of sandboxes: they reach the network through this machine's address, but neither the metadata service,

@@ -1,18 +1,72 @@
-"""Helpers for calls to AWS: uniform errors for responses that cannot be parsed, request counts, concurrent calls."""
+"""Calls to AWS: their errors translated to Remuda's, their requests counted, several at a time.
+
+After `TimedOut` or `Unavailable` the call may still have been carried out: callers of conditional writes read the
+record to find out.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import traceback
-from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import Enum
 from typing import Any, TypeVar
 
-from botocore.exceptions import ClientError
+import aiohttp
+from botocore import exceptions as boto
 from botocore.parsers import ResponseParserError
 
-from remuda.adapters.aws.errors import CONDITION_FAILED, FAILURES, TRANSACTION_CANCELLED, code_of
+from remuda.domain.errors import CapacityError, NotFound, RemudaError, Throttled, TimedOut, Unavailable, UserError
 from remuda.ports.calls import CallCounter
 
+#: Maximum length of a service's message quoted in an error.
+MAX_MESSAGE = 300
+#: Seconds to wait after throttling that outlasts all retries. AWS does not name a time.
+RETRY_AFTER_S = 2.0
+
+DYNAMODB, SQS, EC2 = "DynamoDB", "SQS", "EC2"
+
+CONDITION_FAILED = "ConditionalCheckFailedException"
+#: A condition failed, or another write to one of the items was in progress: nothing was written.
+#: TransactionInProgressException is not among them: our earlier attempt is still running and may yet succeed.
+TRANSACTION_CANCELLED = frozenset({"TransactionCanceledException", "TransactionConflictException"})
+#: Cancellation reasons of a transaction's items: its condition failed, or it did not cause the cancellation.
+REASON_CONDITION_FAILED, NOT_THE_CAUSE = "ConditionalCheckFailed", "None"
+TABLE_MISSING = "ResourceNotFoundException"
+TABLE_BUSY = "ResourceInUseException"
+VALIDATION = "ValidationException"
+#: SQS's query protocol uses the first code; the JSON protocol still returns it for compatibility.
+QUEUE_MISSING = frozenset({"AWS.SimpleQueueService.NonExistentQueue", "QueueDoesNotExist"})
+_QUEUE_JUST_DELETED = frozenset({"AWS.SimpleQueueService.QueueDeletedRecently", "QueueDeletedRecently"})
+
+CAPACITY_FIX = "allow more instance types or subnets, allow another usage class, or retry later"
+QUOTA_FIX = "request a higher quota of running instances (Service Quotas), or lower max-instances"
+PERMISSION_FIX = "grant the role the permissions of Remuda's control plane (deploy/policies)"
+LAUNCH_FIX = "correct the launch options and run remuda refresh"
+_CREDENTIALS_FIX = "set valid AWS credentials for this region"
+_TABLE_FIX = "run remuda refresh, or check the region and the pool name"
+
+#: Exceptions that botocore and aiohttp raise instead of returning a response.
+FAILURES = (boto.BotoCoreError, boto.ClientError, ResponseParserError, aiohttp.ClientError, OSError)
+#: The instance is protected, or in a state that does not allow the operation. A retry does not help.
+_WRONG_INSTANCE_STATE = frozenset({"OperationNotPermitted", "IncorrectInstanceState", "IncorrectState"})
+_INPUT = re.compile(
+    r"(Invalid|Malformed|Missing|Unknown|Validation).*|.*NotFound(Exception)?|IdempotentParameterMismatch"
+)
+
+_NO_CREDENTIALS = (
+    boto.NoCredentialsError,
+    boto.PartialCredentialsError,
+    boto.CredentialRetrievalError,
+    boto.NoAuthTokenError,
+    boto.TokenRetrievalError,
+    boto.SSOError,
+    boto.ProfileNotFound,
+)
+_TIMEOUTS = (boto.ConnectTimeoutError, boto.ReadTimeoutError, TimeoutError)
+_SETTINGS = (boto.NoRegionError, boto.InvalidRegionError, boto.ConfigParseError, boto.ConfigNotFound)
 T = TypeVar("T")
 
 _PARSERS = frozenset({"botocore.parsers", "aiobotocore.parsers"})
@@ -25,6 +79,188 @@ _PARSER_USERS = tuple(
 )
 #: Codes of conditional writes that were not applied. They are regular answers, not failed calls.
 _EXPECTED_CODES = TRANSACTION_CANCELLED | {CONDITION_FAILED}
+
+
+class ErrorCategory(Enum):
+    """Category of an AWS error code."""
+
+    THROTTLED = "throttled"
+    PERMISSION = "permission"
+    CREDENTIALS = "credentials"
+    QUOTA = "quota"
+    CAPACITY = "capacity"
+    SERVER = "server"
+    INPUT = "input"
+    OTHER = "other"
+
+
+_CODES = {
+    ErrorCategory.THROTTLED: """
+        EC2ThrottledException ProvisionedThroughputExceededException RequestLimitExceeded RequestThrottled
+        RequestThrottledException SlowDown ThrottledException Throttling ThrottlingException TooManyRequestsException
+    """,
+    # The last code: the first spot instance of an account needs a service-linked role, which EC2 tries to create.
+    ErrorCategory.PERMISSION: """
+        AccessDenied AccessDeniedException KmsAccessDenied UnauthorizedOperation
+        AuthFailure.ServiceLinkedRoleCreationNotPermitted
+    """,
+    ErrorCategory.CREDENTIALS: """
+        AuthFailure Blocked ExpiredToken ExpiredTokenException IncompleteSignature InvalidAccessKeyId
+        InvalidClientTokenId InvalidSignatureException MissingAuthenticationToken MissingAuthenticationTokenException
+        OptInRequired PendingVerification RequestExpired SignatureDoesNotMatch UnrecognizedClientException
+    """,
+    ErrorCategory.QUOTA: """
+        FleetLimitExceeded InstanceLimitExceeded MaxSpotInstanceCountExceeded ResourceLimitExceeded VcpuLimitExceeded
+        VolumeLimitExceeded
+    """,
+    ErrorCategory.CAPACITY: """
+        InsufficientCapacity InsufficientCapacityOnHost InsufficientFreeAddressesInSubnet InsufficientHostCapacity
+        InsufficientInstanceCapacity InsufficientReservedInstanceCapacity InvalidFleetConfiguration SpotMaxPriceTooLow
+        UnfulfillableCapacity Unsupported UnsupportedOperation
+    """,
+    ErrorCategory.SERVER: """
+        InternalError InternalFailure InternalServerError RequestTimeout ServiceUnavailable Unavailable
+    """,
+}
+_CATEGORIES = {code: category for category, codes in _CODES.items() for code in codes.split()}
+
+
+def category_of(code: str) -> ErrorCategory:
+    return _CATEGORIES.get(code) or (ErrorCategory.INPUT if _INPUT.fullmatch(code) else ErrorCategory.OTHER)
+
+
+def code_of(error: boto.ClientError) -> str:
+    return str(error.response.get("Error", {}).get("Code", ""))
+
+
+def message_of(error: boto.ClientError) -> str:
+    return " ".join(str(error.response.get("Error", {}).get("Message", "")).split())[:MAX_MESSAGE]
+
+
+def item_of(error: boto.ClientError) -> dict[str, Any] | None:
+    """The stored item that failed the condition, if the error includes it."""
+    item: dict[str, Any] | None = error.response.get("Item")  # type: ignore[assignment]
+    return item or None
+
+
+def cancellation_reasons(error: boto.ClientError) -> list[str]:
+    """The cancellation code of each item of a transaction, in order. Empty if the error does not list them."""
+    reasons: list[Mapping[str, Any]] = error.response.get("CancellationReasons") or []  # type: ignore[assignment]
+    return [str(reason.get("Code") or NOT_THE_CAUSE) for reason in reasons]
+
+
+@contextmanager
+def translated(service: str, what: str) -> Iterator[None]:
+    """Raise botocore's errors as Remuda's. `what` is the table, queue or operation of the call.
+
+    Arguments that botocore rejects are a bug in Remuda and are raised unchanged.
+    """
+    try:
+        yield
+    except boto.ParamValidationError:
+        raise
+    except FAILURES as error:
+        raise translate(error, service, what) from error
+
+
+@contextmanager
+def checked_settings(service: str) -> Iterator[None]:
+    """For the creation of a client, which raises `ValueError` for an invalid endpoint or region."""
+    try:
+        with translated(service, service):
+            yield
+    except ValueError as error:
+        raise UserError(f"{service} cannot be called: {error}", fix="check AWS_ENDPOINT_URL and AWS_REGION") from error
+
+
+def translate(error: Exception, service: str, what: str) -> RemudaError:
+    """The error to raise. It quotes the service's message, never the request or a credential."""
+    if not isinstance(error, boto.ClientError):
+        return _from_library(error, service, what)
+    code, message = code_of(error), message_of(error)
+    status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    # A 5xx status is temporary whatever its code. EC2 also returns 5xx with codes of the other categories.
+    if status >= 500 and category_of(code) in {ErrorCategory.INPUT, ErrorCategory.OTHER}:
+        return Unavailable(_refusal(service, what, code, message))
+    return _service_specific(code, message, service, what) or _by_category(code, message, service, what)
+
+
+def _service_specific(code: str, message: str, service: str, what: str) -> RemudaError | None:
+    """The error for codes that have a special meaning for one service."""
+    if service == DYNAMODB and code == TABLE_MISSING:
+        return no_table(what)
+    if service == DYNAMODB and code == VALIDATION:
+        # Remuda's expressions are valid, so the table has other keys or indexes.
+        return UserError(f"table {what} is not usable as a Remuda store: {message}", fix=_TABLE_FIX)
+    if code in QUEUE_MISSING:
+        return NotFound(f"no queue {what} in SQS", fix=_TABLE_FIX)
+    if code in _QUEUE_JUST_DELETED:
+        return Unavailable(
+            f"queue {what} was deleted less than a minute ago: {message}", fix="run remuda refresh in a minute"
+        )
+    if code in _WRONG_INSTANCE_STATE:
+        return UserError(
+            _refusal(service, what, code, message), field="instance", fix="check the instance in the EC2 console"
+        )
+    if code.startswith("InvalidInstanceID."):
+        return NotFound(_refusal(service, what, code, message))
+    return None
+
+
+def _by_category(code: str, message: str, service: str, what: str) -> RemudaError:
+    text = _refusal(service, what, code, message)
+    match category_of(code):
+        case ErrorCategory.THROTTLED:
+            return Throttled(f"{service} limits our calls ({what}): {code}", retry_after_s=RETRY_AFTER_S)
+        case ErrorCategory.PERMISSION:
+            return UserError(text, field="aws-permission", fix=PERMISSION_FIX)
+        case ErrorCategory.CREDENTIALS:
+            return UserError(
+                f"{service} refuses the AWS credentials ({what}): {code}: {message}",
+                field="aws-credentials",
+                fix=_CREDENTIALS_FIX,
+            )
+        case ErrorCategory.QUOTA:
+            return CapacityError(text, fix=QUOTA_FIX)
+        case ErrorCategory.CAPACITY:
+            return CapacityError(text, fix=CAPACITY_FIX)
+        case ErrorCategory.INPUT if service == EC2:
+            return UserError(text, field="launch", fix=LAUNCH_FIX)
+        case _:
+            return Unavailable(text)
+
+
+def _refusal(service: str, what: str, code: str, message: str) -> str:
+    return f"{service} refuses ({what}): {code}: {message}".rstrip(": ")
+
+
+def no_table(name: str) -> UserError:
+    return UserError(f"no table {name} in DynamoDB", fix=_TABLE_FIX)
+
+
+def wrong_table(name: str, differences: list[str]) -> UserError:
+    return UserError(
+        f"table {name} is not a Remuda store: {'; '.join(differences)}",
+        fix="choose another pool name, or delete that table",
+    )
+
+
+def _from_library(error: Exception, service: str, what: str) -> RemudaError:
+    if isinstance(error, _NO_CREDENTIALS):
+        return UserError(
+            f"{service} needs AWS credentials: {error}",
+            field="aws-credentials",
+            fix="set AWS credentials, a profile or a role",
+        )
+    if isinstance(error, _SETTINGS):
+        return UserError(f"{service} cannot be called: {error}", fix="set AWS_REGION")
+    endpoint = getattr(error, "kwargs", {}).get("endpoint_url", "")
+    at = f"{service} at {endpoint}" if endpoint else service
+    if isinstance(error, _TIMEOUTS):
+        return TimedOut(f"{at} did not answer in time ({what})")
+    if isinstance(error, boto.EndpointConnectionError):
+        return Unavailable(f"{at} cannot be reached ({what})")
+    return Unavailable(f"the connection to {at} failed ({what}): {type(error).__name__}")
 
 
 async def await_response(call: Awaitable[T]) -> T:
@@ -51,8 +287,8 @@ async def await_and_count(call: Awaitable[T], calls: CallCounter, service: str, 
     try:
         answer = await await_response(call)
     except FAILURES as error:
-        requests = failed = requests_of(error.response) if isinstance(error, ClientError) else 1
-        if isinstance(error, ClientError) and code_of(error) in _EXPECTED_CODES:
+        requests = failed = requests_of(error.response) if isinstance(error, boto.ClientError) else 1
+        if isinstance(error, boto.ClientError) and code_of(error) in _EXPECTED_CODES:
             # The last request was answered; only those before it failed.
             failed -= 1
         raise

@@ -12,7 +12,6 @@ import json
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import cache, partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from aiobotocore.config import AioConfig
@@ -21,8 +20,16 @@ from botocore.exceptions import ClientError
 from botocore.loaders import Loader, create_loader
 from botocore.utils import is_valid_endpoint_url, is_valid_ipv6_endpoint_url
 
-from remuda.adapters.aws.calls import await_response
-from remuda.adapters.aws.errors import DYNAMODB, SQS, ErrorCategory, category_of, checked_settings, code_of, translated
+from remuda.adapters.aws.calls import (
+    DYNAMODB,
+    SQS,
+    ErrorCategory,
+    await_response,
+    category_of,
+    checked_settings,
+    code_of,
+    translated,
+)
 from remuda.domain.errors import RemudaError, UserError
 
 if TYPE_CHECKING:
@@ -104,9 +111,7 @@ class AwsClients:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from botocore.exceptions import ClientError
 
-from remuda.adapters.aws.calls import await_response
+from remuda.adapters.aws.calls import await_response, code_of, message_of, translated
 from remuda.adapters.aws.clients import AwsClients, config
 from remuda.adapters.aws.dynamodb.keys import instance_profile_role, profile_name
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
@@ -20,7 +20,6 @@ from remuda.adapters.aws.ec2.compute import Ec2Compute
 from remuda.adapters.aws.ec2.create_fleet import fleet_request
 from remuda.adapters.aws.ec2.options import AMI, SECURITY_GROUPS, SUBNETS, Ec2LaunchOptions
 from remuda.adapters.aws.ec2.template import template_name
-from remuda.adapters.aws.errors import code_of, message_of, translated
 from remuda.adapters.aws.sqs import SqsResourcePool
 from remuda.domain.errors import UserError
 from remuda.domain.resources import ResourceClass, RunnerRequest, Tier, TypePatterns, UsageClass

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Awaitable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from botocore import xform_name
 from botocore.exceptions import ClientError
 
-from remuda.adapters.aws.calls import await_and_count, chunks, gather
-from remuda.adapters.aws.errors import QUEUE_MISSING, SQS, code_of, translated
+from remuda.adapters.aws.calls import QUEUE_MISSING, SQS, await_and_count, chunks, code_of, gather, translated
 from remuda.domain import serialization
 from remuda.domain.errors import NotFound, Unavailable, UserError
 from remuda.domain.resources import PoolMessage
@@ -22,8 +22,6 @@ from remuda.ports.pool import BATCH, Delivery
 
 if TYPE_CHECKING:
     from types_aiobotocore_sqs import SQSClient
-
-T = TypeVar("T")
 
 SERVICE = "sqs"
 #: Idle instances are published again long before their message expires.
@@ -47,14 +45,10 @@ ATTRIBUTES = {
     "DelaySeconds": "0",
     "ReceiveMessageWaitTimeSeconds": "0",
 }
-#: Queues must not have a redrive policy: a message that fits no provision is received and handed back many times, and
+#: Queues must not have a redrive policy: a message that fits no provision is received and made visible many times, and
 #: the policy would move it to the dead-letter queue.
 REDRIVE = "RedrivePolicy"
-_DEPTHS = (
-    "ApproximateNumberOfMessages",
-    "ApproximateNumberOfMessagesNotVisible",
-    "ApproximateNumberOfMessagesDelayed",
-)
+_DEPTHS = ("ApproximateNumberOfMessages", "ApproximateNumberOfMessagesNotVisible", "ApproximateNumberOfMessagesDelayed")
 #: SQS's codes for a receipt whose message was deleted, became visible again, or belongs to another queue.
 _STALE_RECEIPT = frozenset({"ReceiptHandleIsInvalid", "InvalidParameterValue", "MessageNotInflight"}) | {
     "AWS.SimpleQueueService.MessageNotInflight"
@@ -120,7 +114,6 @@ class SqsResourcePool:
         await gather(
             self._batch(
                 "SendMessageBatch",
-                self._client.send_message_batch,
                 name,
                 urls[name],
                 [{"MessageBody": _body(message), "DelaySeconds": delay} for message in batch],
@@ -143,7 +136,6 @@ class SqsResourcePool:
             remaining_s = max(0.0, deadline - self._clock.monotonic()) if wait_s > 0 else 0.0
             answer = await self._call(
                 "ReceiveMessage",
-                self._client.receive_message,
                 resource_class,
                 QueueUrl=url,
                 MaxNumberOfMessages=min(limit, BATCH),
@@ -153,20 +145,14 @@ class SqsResourcePool:
             messages = answer.get("Messages", [])
             is_over = self._clock.monotonic() >= deadline if wait_s > 0 else polls >= SHORT_POLLS
             if messages or is_over:
-                # A message without a receipt can be neither deleted nor handed back; SQS delivers it again later.
+                # A message without a receipt can be neither deleted nor made visible; SQS delivers it again later.
                 return [_delivery(message) for message in messages if message.get("ReceiptHandle")]
 
     async def delete(self, resource_class: str, receipts: Collection[str]) -> None:
-        await self._with_receipts("DeleteMessageBatch", self._client.delete_message_batch, resource_class, receipts, {})
+        await self._with_receipts("DeleteMessageBatch", resource_class, receipts, {})
 
-    async def hand_back(self, resource_class: str, receipts: Collection[str]) -> None:
-        await self._with_receipts(
-            "ChangeMessageVisibilityBatch",
-            self._client.change_message_visibility_batch,
-            resource_class,
-            receipts,
-            {"VisibilityTimeout": 0},
-        )
+    async def make_visible(self, resource_class: str, receipts: Collection[str]) -> None:
+        await self._with_receipts("ChangeMessageVisibilityBatch", resource_class, receipts, {"VisibilityTimeout": 0})
 
     async def depth(self, resource_class: str) -> int:
         """Return the approximate number of messages, including those in flight and delayed."""
@@ -185,9 +171,7 @@ class SqsResourcePool:
 
     async def _url(self, resource_class: str) -> str:
         if resource_class not in self._urls:
-            answer = await self._call(
-                "GetQueueUrl", self._client.get_queue_url, resource_class, QueueName=self._queue(resource_class)
-            )
+            answer = await self._call("GetQueueUrl", resource_class, QueueName=self._queue(resource_class))
             self._urls[resource_class] = self._url_in(answer, resource_class)
         return self._urls[resource_class]
 
@@ -204,11 +188,7 @@ class SqsResourcePool:
             url = await self._url(resource_class)
         except NotFound:
             answer = await self._call(
-                "CreateQueue",
-                self._client.create_queue,
-                resource_class,
-                QueueName=self._queue(resource_class),
-                Attributes=ATTRIBUTES,
+                "CreateQueue", resource_class, QueueName=self._queue(resource_class), Attributes=ATTRIBUTES
             )
             self._urls[resource_class] = self._url_in(answer, resource_class)
             return f"queue {self._queue(resource_class)}"
@@ -222,49 +202,31 @@ class SqsResourcePool:
         wrong = _attributes_to_set(found)
         if not wrong:
             return ""
-        await self._call(
-            "SetQueueAttributes", self._client.set_queue_attributes, resource_class, QueueUrl=url, Attributes=wrong
-        )
+        await self._call("SetQueueAttributes", resource_class, QueueUrl=url, Attributes=wrong)
         return f"{', '.join(sorted(wrong))} of queue {self._queue(resource_class)}"
 
     async def _attributes(self, resource_class: str, url: str, wanted: Sequence[str]) -> Mapping[str, str]:
-        answer = await self._call(
-            "GetQueueAttributes", self._client.get_queue_attributes, resource_class, QueueUrl=url, AttributeNames=wanted
-        )
+        answer = await self._call("GetQueueAttributes", resource_class, QueueUrl=url, AttributeNames=wanted)
         return {str(key): value for key, value in answer.get("Attributes", {}).items()}
 
     # Calls ----------------------------------------------------------------------------------------------------
 
     async def _with_receipts(
-        self,
-        operation: str,
-        method: Callable[..., Awaitable[Any]],
-        resource_class: str,
-        receipts: Collection[str],
-        fields: Mapping[str, Any],
+        self, operation: str, resource_class: str, receipts: Collection[str], fields: Mapping[str, Any]
     ) -> None:
         url = await self._url(resource_class)
         await gather(
-            self._batch(
-                operation, method, resource_class, url, [{"ReceiptHandle": receipt, **fields} for receipt in batch]
-            )
+            self._batch(operation, resource_class, url, [{"ReceiptHandle": receipt, **fields} for receipt in batch])
             for batch in chunks(list(dict.fromkeys(receipts)), BATCH)
         )
 
-    async def _batch(
-        self,
-        operation: str,
-        method: Callable[..., Awaitable[Any]],
-        resource_class: str,
-        url: str,
-        entries: Sequence[Mapping[str, Any]],
-    ) -> None:
+    async def _batch(self, operation: str, resource_class: str, url: str, entries: Sequence[Mapping[str, Any]]) -> None:
         """Send all entries and retry those that SQS rejects. A stale receipt counts as done."""
         remaining = {str(number): entry for number, entry in enumerate(entries)}
         codes: set[str] = set()
         for _ in range(BATCH_ATTEMPTS):
             batch = [{"Id": key, **entry} for key, entry in remaining.items()]
-            answer = await self._call(operation, method, resource_class, QueueUrl=url, Entries=batch)
+            answer = await self._call(operation, resource_class, QueueUrl=url, Entries=batch)
             failed = {
                 str(each.get("Id")): str(each.get("Code", ""))
                 for each in answer.get("Failed", [])
@@ -280,12 +242,11 @@ class SqsResourcePool:
             f" {self._queue(resource_class)}: {', '.join(sorted(codes))}"
         )
 
-    async def _call(
-        self, operation: str, method: Callable[..., Awaitable[T]], resource_class: str, **arguments: Any
-    ) -> T:
+    async def _call(self, operation: str, resource_class: str, **arguments: Any) -> dict[str, Any]:
+        call: Awaitable[dict[str, Any]] = getattr(self._client, xform_name(operation))(**arguments)
         with translated(SQS, self._queue(resource_class)):
             try:
-                return await await_and_count(method(**arguments), self._calls, SERVICE, operation)
+                return await await_and_count(call, self._calls, SERVICE, operation)
             except ClientError as error:
                 if code_of(error) in QUEUE_MISSING:
                     self._urls.pop(resource_class, None)

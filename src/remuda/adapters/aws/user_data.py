@@ -26,6 +26,10 @@ FIRST_LIFE_TAG = "remuda:first-life-s"
 #: Tag with the pool's clock margin.
 MARGIN_TAG = "remuda:margin-s"
 
+#: Variables of the agent.
+CACHE_PATHS_VARIABLE = "REMUDA_CACHE_PATHS"
+CACHE_GIB_VARIABLE = "REMUDA_CACHE_GIB"
+
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]{0,63}")
 #: Characters that need no quoting in systemd's environment files.
 _VALUE = re.compile(r"[A-Za-z0-9_./:,=@%+-]{0,1000}")
@@ -40,6 +44,11 @@ class MachineLayout:
     #: State of the agent, readable by root only.
     state: str = "/var/lib/remuda"
     units: str = "/etc/systemd/system"
+
+    @property
+    def job_image(self) -> str:
+        """The root file system of jobs, if it is not the machine's own."""
+        return f"{self.state}/job-image"
 
 
 @cache
@@ -70,9 +79,13 @@ def build_user_data(
         "runner_url": options.runner_url,
         "runner_version": options.runner_version,
         "runner_sha256": options.runner_sha256,
+        "job_image_url": options.job_image_url,
+        "job_image_sha256": options.job_image_sha256,
         "script": _compressed(options.script),
     }
     pairs = {"REMUDA_BACKEND": "aws", "REMUDA_POOL": pool, **environment}
+    if options.cache_paths:
+        pairs |= {CACHE_PATHS_VARIABLE: ",".join(options.cache_paths), CACHE_GIB_VARIABLE: options.cache_gib}
     header = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
     header.append(f"environment=({' '.join(shlex.quote(_pair(name, pairs[name])) for name in sorted(pairs))})")
     text = "\n".join(["#!/bin/bash", *header, _bootstrap()])

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 from remuda import procfs
 from remuda.adapters.local import folder as files
 from remuda.adapters.local.launch import DRAFT, ROOT_LOCK, LocalLauncher, is_on
+from remuda.adapters.local.machine import MachineRecord, read_record
 from remuda.adapters.local.options import LocalOptions
-from remuda.adapters.local.record import MachineRecord, read_record
 from remuda.domain import timestamps
 from remuda.domain.errors import NotFound, RemudaError, Unavailable, UserError
 from remuda.domain.resources import is_instance_id

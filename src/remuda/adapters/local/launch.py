@@ -17,8 +17,8 @@ from pathlib import Path
 import remuda
 from remuda import procfs
 from remuda.adapters.local import folder as files
+from remuda.adapters.local.machine import MachineRecord
 from remuda.adapters.local.options import LocalMachineType, LocalOptions, choose_type
-from remuda.adapters.local.record import MachineRecord
 from remuda.domain.errors import CapacityError, Unavailable
 from remuda.domain.resources import UsageClass, is_instance_id
 from remuda.domain.serialization import from_document, to_document

@@ -1,4 +1,4 @@
-"""The machine port for local machines: files in the machine's folder and a pipe to its supervisor."""
+"""The machine port for local machines: files in the machine's folder, its record, and a pipe to its supervisor."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
 from remuda import procfs, scripts
 from remuda.adapters.local import folder as files
-from remuda.adapters.local.record import read_record
 from remuda.adapters.local.supervisor import FD_VARIABLE, FOLDER_VARIABLE
 from remuda.domain.errors import Unavailable, UserError
+from remuda.domain.resources import is_instance_id
 from remuda.domain.serialization import from_document, to_document
+from remuda.domain.thresholds import MAX_LIFETIME
 from remuda.ports.clock import Clock
 from remuda.ports.machine import AgentState, Identity, StepResult
 
@@ -138,3 +140,45 @@ def _not_a_machine(variable: str) -> UserError:
         field=variable,
         fix="do not start the agent by hand; `remuda provision` launches machines, which start their agents",
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MachineRecord:
+    """The file instance.json of a local machine. Launcher, compute and agent read it; the supervisor adds the end."""
+
+    instance_id: str
+    pool: str
+    instance_type: str
+    cpu: int
+    memory_mib: int
+    tags: Mapping[str, str]
+    launched_at: datetime
+    #: The launch options of the request.
+    launch: Mapping[str, str] = field(default_factory=dict)
+    first_life_s: float
+    margin_s: float
+    #: Folder of the unmodified runner software.
+    runner_source: str
+    booted_at: datetime | None = None
+    ending_at: datetime | None = None
+    ended_at: datetime | None = None
+    #: Reason of the end.
+    reason: str = ""
+    #: No process is left, and of the folder only the record and the logs.
+    finished: bool = False
+
+    def check(self) -> None:
+        if not 0 <= self.margin_s <= MAX_LIFETIME or not 0 <= self.first_life_s <= MAX_LIFETIME:
+            raise ValueError("margin or first lifetime out of range")
+
+
+def read_record(folder: Path) -> MachineRecord | None:
+    """Read the record. Return None if it is missing, malformed or of another machine: jobs can write to it."""
+    document = files.read(str(folder / files.RECORD))
+    if document is None:
+        return None
+    try:
+        record = from_document(MachineRecord, document)
+    except ValueError:
+        return None
+    return record if record.instance_id == folder.name and is_instance_id(record.instance_id) else None

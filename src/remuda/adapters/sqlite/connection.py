@@ -15,7 +15,7 @@ from typing import Generic, TypeVar, cast
 
 from remuda.adapters.polling import Poller, Waiter
 from remuda.adapters.sqlite import schema
-from remuda.adapters.sqlite.errors import translated
+from remuda.adapters.sqlite.schema import translated
 from remuda.domain.errors import Unavailable
 from remuda.ports.clock import Clock, Ids
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -10,10 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from remuda.adapters.sqlite import queues
 from remuda.adapters.sqlite.connection import BUSY_TIMEOUT_S, ChangePoller, SqliteFile, transaction
 from remuda.adapters.sqlite.documents import decode, encode
-from remuda.adapters.sqlite.queues import DeliveryReceipt, NewMessage, ReceivedMessage
+from remuda.domain.errors import NotFound
 from remuda.domain.resources import PoolMessage
 from remuda.domain.text import truncate
 from remuda.ports.calls import CallCounter
@@ -24,6 +24,16 @@ T = TypeVar("T")
 
 #: Maximum length of the parse error of a malformed message.
 MAX_REASON = 200
+
+# Times in the table are seconds since 1970.
+_VISIBLE = "SELECT message_id, body FROM messages WHERE queue = ? AND visible_at <= ? ORDER BY shuffle LIMIT ?"
+_READY = "SELECT value FROM json_each(?) WHERE EXISTS (SELECT 1 FROM messages WHERE queue = value AND visible_at <= ?)"
+_HIDDEN = "WHERE receipt IN (SELECT value FROM json_each(?1)) AND queue = ?2 AND visible_at > ?3"
+_DELETE = f"DELETE FROM messages {_HIDDEN}"  # noqa: S608 - constant
+_MAKE_VISIBLE = f"UPDATE messages SET receipt = NULL, visible_at = ?3 {_HIDDEN}"  # noqa: S608 - constant
+
+#: Receipt and body.
+ReceivedMessage = tuple[str, str]
 
 
 class SqliteResourcePool:
@@ -40,8 +50,12 @@ class SqliteResourcePool:
         self._calls.add("pool", "prepare")
         path = self._file.path
         await self._file.create(path.with_name(self._ids.new(f".{path.name}-")))
-        created = await self._write(partial(queues.write_queues, names=sorted(set(classes))))
-        return [f"queue {name}" for name in created]
+
+        def job(connection: sqlite3.Connection) -> list[str]:
+            insert = "INSERT OR IGNORE INTO queues VALUES (?)"
+            return [name for name in sorted(set(classes)) if connection.execute(insert, (name,)).rowcount]
+
+        return [f"queue {name}" for name in await self._write(job)]
 
     async def close(self) -> None:
         await self._poller.close()
@@ -49,19 +63,18 @@ class SqliteResourcePool:
 
     async def send(self, messages: Collection[PoolMessage], *, delay_s: float = 0.0) -> None:
         visible_at = self._now() + delay_s
-        outgoing = [
-            NewMessage(
-                queue=message.resource_class,
-                body=encode(message),
-                visible_at=visible_at,
-                shuffle=self._ids.jitter(),
-            )
-            for message in messages
-        ]
-        sizes = Counter(message.resource_class for message in messages).values()
-        with self._counted("send", sum(_batches(size) for size in sizes)):
-            if outgoing:
-                await self._write(partial(queues.write_new, messages=outgoing))
+        # A random sort key: like SQS, the queue keeps no order.
+        rows = [(message.resource_class, visible_at, self._ids.jitter(), encode(message)) for message in messages]
+        sizes = Counter(message.resource_class for message in messages)
+
+        def job(connection: sqlite3.Connection) -> None:
+            for queue in sorted(sizes):
+                _check_queue(connection, queue)
+            connection.executemany("INSERT INTO messages (queue, visible_at, shuffle, body) VALUES (?, ?, ?, ?)", rows)
+
+        with self._counted("send", sum(_batches(size) for size in sizes.values())):
+            if rows:
+                await self._write(job)
 
     async def receive(
         self, resource_class: str, *, limit: int = BATCH, visibility_s: float, wait_s: float = 0.0
@@ -78,42 +91,58 @@ class SqliteResourcePool:
             except TimeoutError:
                 return []
             taken = await self._take(resource_class, limit, visibility_s)
-        return [_delivery(message) for message in taken]
+        return [_delivery(*message) for message in taken]
 
     async def delete(self, resource_class: str, receipts: Collection[str]) -> None:
-        job = partial(queues.write_deleted, queue=resource_class, receipts=receipts, now=self._now())
-        with self._counted("delete", _batches(len(receipts))):
-            await self._write(job)
+        await self._change("delete", _DELETE, resource_class, receipts)
 
-    async def hand_back(self, resource_class: str, receipts: Collection[str]) -> None:
-        job = partial(queues.write_handed_back, queue=resource_class, receipts=receipts, now=self._now())
-        with self._counted("hand_back", _batches(len(receipts))):
-            await self._write(job)
+    async def make_visible(self, resource_class: str, receipts: Collection[str]) -> None:
+        await self._change("make_visible", _MAKE_VISIBLE, resource_class, receipts)
 
     async def depth(self, resource_class: str) -> int:
+        def job(connection: sqlite3.Connection) -> int:
+            _check_queue(connection, resource_class)
+            found = connection.execute("SELECT count(*) FROM messages WHERE queue = ?", (resource_class,))
+            return int(found.fetchone()[0])
+
         with self._counted("depth"):
-            return await self._file.run(partial(queues.depth, queue=resource_class))
+            return await self._file.run(job)
+
+    async def _change(self, operation: str, statement: str, queue: str, receipts: Collection[str]) -> None:
+        """Execute a statement on the messages of these receipts."""
+        parameters = (json.dumps(sorted(receipts)), queue, self._now())
+
+        def job(connection: sqlite3.Connection) -> None:
+            _check_queue(connection, queue)
+            connection.execute(statement, parameters)
+
+        with self._counted(operation, _batches(len(receipts))):
+            await self._write(job)
 
     async def _take(self, queue: str, limit: int, visibility_s: float) -> Sequence[ReceivedMessage]:
-        receipts = [
-            DeliveryReceipt(receipt=self._ids.new("r-"), shuffle=self._ids.jitter())
-            for _ in range(max(0, min(limit, BATCH)))
-        ]
+        """Receive and hide messages. A new sort key applies if a message becomes visible again."""
+        new = [(self._ids.new("r-"), self._ids.jitter()) for _ in range(max(0, min(limit, BATCH)))]
         now = self._now()
 
         def job(connection: sqlite3.Connection) -> Sequence[ReceivedMessage]:
-            queues.check(connection, queue)
+            _check_queue(connection, queue)
             # Empty queues are polled often, so check without the write lock first.
-            if not queues.ready(connection, [queue], now):
+            if not _ready(connection, [queue], now):
                 return []
             with transaction(connection):
-                return queues.write_taken(connection, queue, receipts, now=now, hidden_until=now + visibility_s)
+                found = connection.execute(_VISIBLE, (queue, now, len(new))).fetchall()
+                taken = [(*key, *message) for key, message in zip(new, found, strict=False)]
+                connection.executemany(
+                    "UPDATE messages SET receipt = ?, shuffle = ?, visible_at = ? WHERE message_id = ?",
+                    [(receipt, shuffle, now + visibility_s, message_id) for receipt, shuffle, message_id, _ in taken],
+                )
+                return [(receipt, body) for receipt, _, _, body in taken]
 
         return await self._file.run(job)
 
     async def _read_values(self, names: Collection[str], new: Collection[str]) -> Mapping[str, bool]:  # noqa: ARG002
         # Read even without a commit, because messages also become visible when their time-out passes.
-        ready = await self._file.run(partial(queues.ready, queues=names, now=self._now()))
+        ready = await self._file.run(partial(_ready, queues=names, now=self._now()))
         return dict.fromkeys(ready, True)
 
     async def _write(self, job: Callable[[sqlite3.Connection], T]) -> T:
@@ -136,8 +165,18 @@ def _batches(items: int) -> int:
     return -(-items // BATCH)
 
 
-def _delivery(message: ReceivedMessage) -> Delivery:
+def _check_queue(connection: sqlite3.Connection, queue: str) -> None:
+    if not connection.execute("SELECT 1 FROM queues WHERE name = ?", (queue,)).fetchall():
+        raise NotFound(f"no queue for resource class {queue}")
+
+
+def _ready(connection: sqlite3.Connection, queues: Collection[str], now: float) -> list[str]:
+    """Return the queues that have a visible message."""
+    return [row[0] for row in connection.execute(_READY, (json.dumps(sorted(queues)), now))]
+
+
+def _delivery(receipt: str, body: str) -> Delivery:
     try:
-        return Delivery(receipt=message.receipt, message=decode(PoolMessage, message.body))
+        return Delivery(receipt=receipt, message=decode(PoolMessage, body))
     except ValueError as error:
-        return Delivery(receipt=message.receipt, message=None, malformed=truncate(str(error), MAX_REASON))
+        return Delivery(receipt=receipt, message=None, malformed=truncate(str(error), MAX_REASON))

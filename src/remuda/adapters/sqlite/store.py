@@ -93,12 +93,12 @@ class SqliteInstanceStore:
         return await self._get_many("get_many", Instance, instance_ids)
 
     async def find(self, states: Collection[State], *, threshold_before: datetime | None = None) -> Sequence[Instance]:
-        docs = await self._read("find", partial(tables.in_states, states=states, before=threshold_before))
-        return self._parse_readable(Instance, docs, "find")
+        return await self._search(Instance, "find", partial(tables.in_states, states=states, before=threshold_before))
 
     async def find_by_provision(self, provision_id: str) -> Sequence[Instance]:
-        docs = await self._read("find_by_provision", partial(tables.of_provision, provision_id=provision_id))
-        return self._parse_readable(Instance, docs, "find_by_provision")
+        return await self._search(
+            Instance, "find_by_provision", partial(tables.of_provision, provision_id=provision_id)
+        )
 
     async def count_live(self) -> int:
         return await self._read("count_live", tables.count_live)
@@ -136,9 +136,7 @@ class SqliteInstanceStore:
         return await self._get_many("get_reports", Report, instance_ids)
 
     async def troubled_reports(self) -> Sequence[Report]:
-        found = self._parse_readable(
-            Report, await self._read("troubled_reports", tables.all_reports), "troubled_reports"
-        )
+        found = await self._search(Report, "troubled_reports", tables.all_reports)
         return [report for report in found if report.troubled]
 
     async def write_signal(
@@ -204,12 +202,12 @@ class SqliteInstanceStore:
         return list(self._parse_strictly(Provision, docs).values())
 
     async def unsettled_provisions(self, deadline_before: datetime) -> Sequence[Provision]:
-        docs = await self._read("unsettled_provisions", partial(tables.unsettled, deadline_before=deadline_before))
-        return self._parse_readable(Provision, docs, "unsettled_provisions")
+        return await self._search(
+            Provision, "unsettled_provisions", partial(tables.unsettled, deadline_before=deadline_before)
+        )
 
     async def recent_provisions(self, limit: int, *, since: datetime | None = None) -> Sequence[Provision]:
-        docs = await self._read("recent_provisions", partial(tables.recent, limit=limit, since=since))
-        return self._parse_readable(Provision, docs, "recent_provisions")
+        return await self._search(Provision, "recent_provisions", partial(tables.recent, limit=limit, since=since))
 
     # Pool configuration and the sweeps' memory ----------------------------------------------------------------
 
@@ -250,6 +248,15 @@ class SqliteInstanceStore:
         # Skipped if the caller was cancelled; then the next poll finds the write by the file's version.
         self._poller.wake()
         return result
+
+    async def _search(
+        self, record: type[T], operation: str, job: Callable[[sqlite3.Connection], Sequence[tuple[str, str]]]
+    ) -> Sequence[T]:
+        texts = await self._read(operation, job)
+        records, unreadable = _parse_all(record, texts, self._parsed.get(operation, {}))
+        self._malformed |= unreadable
+        self._parsed[operation] = {name: (text, records[name]) for name, text in texts if name in records}
+        return list(records.values())
 
     async def _get_many(self, operation: str, record: type[R], instance_ids: Collection[str]) -> Mapping[str, R]:
         docs = await self._read(operation, partial(tables.many, kind=_KINDS[record], instance_ids=instance_ids))
@@ -319,13 +326,6 @@ class SqliteInstanceStore:
         if unreadable:
             raise Unreadable(str(self._file.path), unreadable, records=records)
         return records
-
-    def _parse_readable(self, record: type[T], texts: Sequence[tuple[str, str]], operation: str) -> Sequence[T]:
-        before = self._parsed.get(operation, {})
-        records, unreadable = _parse_all(record, texts, before)
-        self._malformed |= unreadable
-        self._parsed[operation] = {name: (text, records[name]) for name, text in texts if name in records}
-        return list(records.values())
 
 
 def _parse_all(

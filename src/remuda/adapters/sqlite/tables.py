@@ -10,6 +10,7 @@ import sqlite3
 from collections.abc import Collection, Sequence
 from datetime import datetime
 from enum import StrEnum
+from typing import Any
 
 from remuda.adapters.sqlite.documents import encode, time_text
 from remuda.domain.instance import HistoryEntry, Instance, State
@@ -43,7 +44,7 @@ SELECT 'report', instance_id, doc FROM reports WHERE instance_id IN (SELECT valu
 
 
 def one(connection: sqlite3.Connection, kind: RecordKind, instance_id: str) -> str | None:
-    return _first(connection.execute(_BY_ID[kind], (instance_id,)))
+    return _first(connection, _BY_ID[kind], instance_id)
 
 
 def many(connection: sqlite3.Connection, kind: RecordKind, instance_ids: Collection[str]) -> dict[str, str]:
@@ -77,7 +78,7 @@ def write_instance(connection: sqlite3.Connection, record: Instance, entry: Hist
             doc,
         ),
     )
-    last = _first(connection.execute("SELECT max(seq) FROM history WHERE instance_id = ?", (record.instance_id,)))
+    last = _first(connection, "SELECT max(seq) FROM history WHERE instance_id = ?", record.instance_id)
     seq = int(last or 0) + 1
     connection.execute("INSERT INTO history VALUES (?, ?, ?)", (record.instance_id, seq, encode(entry)))
     connection.execute(
@@ -87,48 +88,43 @@ def write_instance(connection: sqlite3.Connection, record: Instance, entry: Hist
 
 
 def history(connection: sqlite3.Connection, instance_id: str) -> list[str]:
-    return _docs(connection.execute("SELECT doc FROM history WHERE instance_id = ? ORDER BY seq", (instance_id,)))
+    found = connection.execute("SELECT doc FROM history WHERE instance_id = ? ORDER BY seq", (instance_id,))
+    return [row[0] for row in found]
 
 
 def histories(connection: sqlite3.Connection, instance_ids: Collection[str]) -> list[tuple[str, str]]:
-    return _named(
-        connection.execute(
-            "SELECT instance_id, doc FROM history WHERE instance_id IN (SELECT value FROM json_each(?))"
-            " ORDER BY instance_id, seq",
-            (json.dumps(sorted(instance_ids)),),
-        )
+    statement = (
+        "SELECT instance_id, doc FROM history WHERE instance_id IN (SELECT value FROM json_each(?))"
+        " ORDER BY instance_id, seq"
     )
+    return _named(connection, statement, json.dumps(sorted(instance_ids)))
 
 
 def in_states(
     connection: sqlite3.Connection, states: Collection[State], before: datetime | None
 ) -> list[tuple[str, str]]:
-    return _named(
-        connection.execute(
-            "SELECT instance_id, doc FROM instances WHERE state IN (SELECT value FROM json_each(?1)) AND (?2 IS NULL"
-            " OR threshold <= ?2) ORDER BY threshold, instance_id",
-            (json.dumps(sorted(states)), time_text(before)),
-        )
+    statement = (
+        "SELECT instance_id, doc FROM instances WHERE state IN (SELECT value FROM json_each(?1)) AND (?2 IS NULL"
+        " OR threshold <= ?2) ORDER BY threshold, instance_id"
     )
+    return _named(connection, statement, json.dumps(sorted(states)), time_text(before))
 
 
 def all_reports(connection: sqlite3.Connection) -> list[tuple[str, str]]:
     """Return all reports: one per local machine, so there are few."""
-    return _named(connection.execute("SELECT instance_id, doc FROM reports"))
+    return _named(connection, "SELECT instance_id, doc FROM reports")
 
 
 def of_provision(connection: sqlite3.Connection, provision_id: str) -> list[tuple[str, str]]:
-    return _named(
-        connection.execute(
-            # SQLite uses the partial index only with the second condition.
-            "SELECT instance_id, doc FROM instances WHERE provision_id = ? AND provision_id <> '' ORDER BY instance_id",
-            (provision_id,),
-        )
+    # SQLite uses the partial index only with the second condition.
+    statement = (
+        "SELECT instance_id, doc FROM instances WHERE provision_id = ? AND provision_id <> '' ORDER BY instance_id"
     )
+    return _named(connection, statement, provision_id)
 
 
 def count_live(connection: sqlite3.Connection) -> int:
-    return int(_first(connection.execute("SELECT count(*) FROM instances WHERE state <> 'terminated'")) or 0)
+    return int(_first(connection, "SELECT count(*) FROM instances WHERE state <> 'terminated'") or 0)
 
 
 def write_report(connection: sqlite3.Connection, report: Report) -> None:
@@ -157,44 +153,35 @@ def write_provision(connection: sqlite3.Connection, provision: Provision) -> Non
 
 
 def provision(connection: sqlite3.Connection, run_id: str, provision_id: str) -> str | None:
-    return _first(
-        connection.execute("SELECT doc FROM provisions WHERE run_id = ? AND provision_id = ?", (run_id, provision_id))
-    )
+    return _first(connection, "SELECT doc FROM provisions WHERE run_id = ? AND provision_id = ?", run_id, provision_id)
 
 
 def of_run(connection: sqlite3.Connection, run_id: str) -> list[tuple[str, str]]:
-    return _named(
-        connection.execute(
-            "SELECT provision_id, doc FROM provisions WHERE run_id = ? ORDER BY created_at, provision_id", (run_id,)
-        )
-    )
+    statement = "SELECT provision_id, doc FROM provisions WHERE run_id = ? ORDER BY created_at, provision_id"
+    return _named(connection, statement, run_id)
 
 
 def unsettled(connection: sqlite3.Connection, deadline_before: datetime) -> list[tuple[str, str]]:
-    return _named(
-        connection.execute(
-            "SELECT provision_id, doc FROM provisions WHERE settled = 0 AND (deadline <= ? OR status = ?)"
-            " ORDER BY deadline, provision_id",
-            (time_text(deadline_before), ProvisionStatus.RELEASED.value),
-        )
+    statement = (
+        "SELECT provision_id, doc FROM provisions WHERE settled = 0 AND (deadline <= ? OR status = ?)"
+        " ORDER BY deadline, provision_id"
     )
+    return _named(connection, statement, time_text(deadline_before), ProvisionStatus.RELEASED.value)
 
 
 def recent(connection: sqlite3.Connection, limit: int, since: datetime | None) -> list[tuple[str, str]]:
-    return _named(
-        connection.execute(
-            "SELECT provision_id, doc FROM provisions WHERE created_at >= ?"
-            " ORDER BY created_at DESC, provision_id DESC LIMIT ?",
-            (time_text(since) or "", max(limit, 0)),
-        )
+    statement = (
+        "SELECT provision_id, doc FROM provisions WHERE created_at >= ?"
+        " ORDER BY created_at DESC, provision_id DESC LIMIT ?"
     )
+    return _named(connection, statement, time_text(since) or "", max(limit, 0))
 
 
 # Single documents, and expired records ----------------------------------------------------------------------------
 
 
 def single(connection: sqlite3.Connection, name: str) -> str | None:
-    return _first(connection.execute("SELECT doc FROM singles WHERE name = ?", (name,)))
+    return _first(connection, "SELECT doc FROM singles WHERE name = ?", name)
 
 
 def write_single(connection: sqlite3.Connection, name: str, doc: str) -> None:
@@ -213,15 +200,11 @@ def write_forget(connection: sqlite3.Connection, *, now: datetime) -> int:
     return instances.rowcount + provisions.rowcount
 
 
-def _named(cursor: sqlite3.Cursor) -> list[tuple[str, str]]:
+def _named(connection: sqlite3.Connection, statement: str, *parameters: Any) -> list[tuple[str, str]]:
     """Return names and documents."""
-    return cursor.fetchall()
+    return connection.execute(statement, parameters).fetchall()
 
 
-def _docs(cursor: sqlite3.Cursor) -> list[str]:
-    return [row[0] for row in cursor]
-
-
-def _first(cursor: sqlite3.Cursor) -> str | None:
-    rows: Sequence[tuple[str]] = cursor.fetchmany(1)
+def _first(connection: sqlite3.Connection, statement: str, *parameters: Any) -> str | None:
+    rows: Sequence[tuple[str]] = connection.execute(statement, parameters).fetchmany(1)
     return rows[0][0] if rows else None

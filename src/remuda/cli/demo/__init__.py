@@ -32,7 +32,7 @@ from remuda.config.settings import Settings
 from remuda.domain.errors import Unavailable, UserError
 from remuda.domain.instance import State
 from remuda.fake_github.client import FakeGitHubClient, JobStep
-from remuda.fake_github.model import FakeGitHubSettings
+from remuda.fake_github.state import FakeGitHubSettings
 from remuda.wiring.local import check_local
 
 #: Idle time in seconds. Long enough for the whole demo, even on a busy machine.

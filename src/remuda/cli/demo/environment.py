@@ -5,12 +5,12 @@ observes the local backend.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,7 +120,7 @@ class DemoEnvironment:
             stdout, _ = await asyncio.gather(_read(process.stdout), self._echo(process.stderr))
             code = await process.wait()
         except BaseException:
-            with contextlib.suppress(ProcessLookupError):
+            with suppress(ProcessLookupError):
                 process.send_signal(signal.SIGINT)
             await process.wait()
             raise
@@ -181,7 +181,7 @@ class DemoEnvironment:
             procfs.send_signal(*known, signal.SIGKILL)
         self.log(f"{instance_id} was killed (kill -9)")
 
-    @contextlib.asynccontextmanager
+    @asynccontextmanager
     async def live_page(self) -> AsyncIterator[None]:
         """Serve the dashboard on the loopback interface while the block runs."""
         from remuda.web.dashboard import server  # noqa: PLC0415 - slow to import
@@ -220,10 +220,11 @@ class DemoEnvironment:
             raise Unavailable("the local GitHub is not running")
         return FakeGitHubClient(endpoint.url, endpoint.token)
 
+    def _open(self) -> AbstractAsyncContextManager[Context]:
+        return open_context(self.settings, SilentEventLog(), needs_github=False, require_local_github=False)
+
     async def record(self, instance_id: str) -> Instance | None:
-        async with open_context(
-            self.settings, SilentEventLog(), needs_github=False, require_local_github=False
-        ) as context:
+        async with self._open() as context:
             return await context.store.get(instance_id)
 
     async def is_in_state(self, instance_id: str, state: State) -> bool:
@@ -242,9 +243,7 @@ class DemoEnvironment:
         return str(document.get("reason") or "")
 
     async def histories(self) -> Histories:
-        async with open_context(
-            self.settings, SilentEventLog(), needs_github=False, require_local_github=False
-        ) as context:
+        async with self._open() as context:
             return await read_histories(context.store)
 
     def leaked_processes(self) -> list[int]:

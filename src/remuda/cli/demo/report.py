@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from remuda.cli.output import Output
+from remuda.cli.output import Output, table
 from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.pool_config import parse_runner_name
 from remuda.fake_github.client import JobView
@@ -143,32 +143,18 @@ class DemoReport:
 
 
 def show_report(output: Output, report: DemoReport) -> None:
-    from rich import box  # noqa: PLC0415 - slow to import
-    from rich.table import Table  # noqa: PLC0415
-
-    def table(title: str, columns: Sequence[str], numeric: frozenset[str] = frozenset()) -> Table:
-        made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-        for column in columns:
-            made.add_column(column, justify="right" if column in numeric else "left")
-        return made
-
-    numeric = frozenset({"reused", "created", "seconds", "registration", "overhead"})
-    runs = table("Provisions", ("run", "kind", *sorted(numeric, key=_ORDER.index)), numeric)
-    for item in report.provisions:
-        runs.add_row(
-            f"{item.run_id} ({item.name})",
-            item.kind,
-            str(item.reused),
-            str(item.created),
-            f"{item.seconds:.2f}",
-            f"{item.registration_seconds:.2f}",
+    numbers = ("reused", "created", "seconds", "registration", "overhead")
+    provisions = [
+        (
+            *(f"{item.run_id} ({item.name})", item.kind, str(item.reused), str(item.created)),
+            *(f"{item.seconds:.2f}", f"{item.registration_seconds:.2f}"),
             f"{item.overhead_seconds:.2f}" if item.kind == "warm" else "",
         )
-    output.show(runs)
-    retired = table("Retired", ("instance", "state", "reason", "reason recorded by the instance"))
-    for retirement in report.retired:
-        retired.add_row(retirement.instance_id, retirement.state, retirement.reason, retirement.stop_reason)
-    output.show(retired)
+        for item in report.provisions
+    ]
+    output.show(table("Provisions", ("run", "kind", *numbers), provisions, numeric=frozenset(numbers)))
+    retired = [(item.instance_id, item.state, item.reason, item.stop_reason) for item in report.retired]
+    output.show(table("Retired", ("instance", "state", "reason", "reason recorded by the instance"), retired))
     output.say(f"cold {report.median_s('cold')} s, warm {report.median_s('warm')} s, {report.reuse_rate:.0%} reused")
     for operation, seconds in report.overheads().items():
         verdict = "met" if seconds < GOAL_S else "missed; is this machine busy?"
@@ -182,9 +168,6 @@ def show_report(output: Output, report: DemoReport) -> None:
         )
     summary = "all checks passed" if report.passed else "some checks failed"
     output.say(f"\n{summary} ({report.seconds:.0f} s)", style="bold green" if report.passed else "bold red")
-
-
-_ORDER = ("reused", "created", "seconds", "registration", "overhead")
 
 
 # Records ----------------------------------------------------------------------------------------------------------

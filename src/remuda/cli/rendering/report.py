@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from remuda.cli.rendering.formatting import format_duration, table
+from remuda.cli.output import format_duration, table
 from remuda.domain.reporting.timeline import MachinePhase
 from remuda.domain.reporting.usage import DurationStats, UsageReport
 from remuda.domain.serialization import to_jsonable
@@ -15,6 +15,8 @@ MAX_ROWS = 15
 KINDS = ("warm", "mixed", "cold", "failed")
 PHASES = tuple(phase.value for phase in MachinePhase)
 NO_RUN = "(no run)"
+DURATION_COLUMNS = ("kind", "count", "p50", "p95")
+PHASE_COLUMNS = ("state", "time", "share", "cost")
 
 _NUMERIC = frozenset({"count", "p50", "p95", "time", "cost", "share"})
 
@@ -115,38 +117,43 @@ def report_tables(usage: UsageReport, *, pool: str) -> list[Any]:
 def _tables(usage: UsageReport, pool: str) -> Iterator[Any]:
     title = f"Pool {pool}, {usage.since:%Y-%m-%d %H:%M} to {usage.until:%Y-%m-%d %H:%M} UTC"
     yield table(title, ("figure", "value"), headlines(usage))
-    times = [
-        (kind, str(stats.count), f"{stats.p50:.2f} s", f"{stats.p95:.2f} s")
-        for kind, stats in ((kind, usage.provision_times[kind]) for kind in in_order(usage.provision_times, KINDS))
-    ]
-    if times:
-        yield table("Provisions", ("kind", "count", "p50", "p95"), times, numeric=_NUMERIC)
+    if times := duration_rows(usage):
+        yield table("Provisions", DURATION_COLUMNS, times, numeric=_NUMERIC)
     if usage.hours:
-        total = sum(usage.hours.values())
-        rows = [
-            (
-                phase,
-                format_hours(usage.hours[phase]),
-                f"{usage.hours[phase] / total:.0%}",
-                format_money(usage.costs.by_phase.get(phase, 0.0), usage.currency),
-            )
-            for phase in in_order(usage.hours, PHASES)
-        ]
-        yield table("Instance hours by state", ("state", "time", "share", "cost"), rows, numeric=_NUMERIC)
-    for dimension, costs in cost_breakdowns(usage):
-        cost_rows = [(name, format_money(value, usage.currency)) for name, value in largest_first(costs)]
-        yield table(f"Cost by {dimension}", (dimension, "cost"), cost_rows, numeric=_NUMERIC)
-    for title, counts in (("Failed provisions", usage.failures), ("Retired instances", usage.retirements)):
-        if counts:
-            found = [(reason, str(int(count))) for reason, count in largest_first(counts)]
-            yield table(title, ("reason", "count"), found, numeric=_NUMERIC)
+        yield table("Instance hours by state", PHASE_COLUMNS, phase_rows(usage), numeric=_NUMERIC)
+    for heading, columns, rows in breakdowns(usage):
+        yield table(heading, columns, rows, numeric=_NUMERIC)
     yield from (f"note: {note}" for note in usage.notes)
     if usage.prices_as_of:
         yield f"hourly prices: {usage.prices_as_of}; set your own with --prices"
 
 
-def cost_breakdowns(usage: UsageReport) -> list[tuple[str, Mapping[str, float]]]:
-    costs = usage.costs
-    by_run = {run or NO_RUN: value for run, value in costs.by_run.items()}
-    breakdowns = [("class", costs.by_class), ("usage", costs.by_usage), ("run", by_run)]
-    return [(dimension, values) for dimension, values in breakdowns if values]
+def duration_rows(usage: UsageReport) -> list[tuple[str, ...]]:
+    times = [(kind, usage.provision_times[kind]) for kind in in_order(usage.provision_times, KINDS)]
+    return [(kind, str(stats.count), f"{stats.p50:.2f} s", f"{stats.p95:.2f} s") for kind, stats in times]
+
+
+def phase_rows(usage: UsageReport) -> list[tuple[str, ...]]:
+    total = sum(usage.hours.values())
+    return [
+        (
+            phase,
+            format_hours(usage.hours[phase]),
+            f"{usage.hours[phase] / total:.0%}",
+            format_money(usage.costs.by_phase.get(phase, 0.0), usage.currency),
+        )
+        for phase in in_order(usage.hours, PHASES)
+    ]
+
+
+def breakdowns(usage: UsageReport) -> Iterator[tuple[str, tuple[str, str], list[tuple[str, str]]]]:
+    """Yield title, columns and rows of each table of costs or reasons that is not empty."""
+    by_run = {run or NO_RUN: value for run, value in usage.costs.by_run.items()}
+    costs = {"class": usage.costs.by_class, "usage": usage.costs.by_usage, "run": by_run}
+    for dimension, values in costs.items():
+        if values:
+            rows = [(name, format_money(value, usage.currency)) for name, value in largest_first(values)]
+            yield f"Cost by {dimension}", (dimension, "cost"), rows
+    for title, counts in (("Failed provisions", usage.failures), ("Retired instances", usage.retirements)):
+        if counts:
+            yield title, ("reason", "count"), [(name, str(int(count))) for name, count in largest_first(counts)]

@@ -9,14 +9,15 @@ from html import escape
 
 from remuda.cli.rendering import plots
 from remuda.cli.rendering.report import (
+    DURATION_COLUMNS,
     KINDS,
+    PHASE_COLUMNS,
     PHASES,
-    cost_breakdowns,
-    format_hours,
-    format_money,
+    breakdowns,
+    duration_rows,
     headlines,
     in_order,
-    largest_first,
+    phase_rows,
 )
 from remuda.domain.reporting.usage import UsageReport
 
@@ -74,15 +75,9 @@ def _sections(usage: UsageReport) -> Iterator[str]:
     yield f"<dl>{cards}</dl>"
     yield from _provisions(usage)
     yield from _instances(usage)
-    for dimension, costs in cost_breakdowns(usage):
-        yield f"<h2>Cost by {escape(dimension)}</h2>"
-        yield _table(
-            (dimension, "cost"), [(name, format_money(value, usage.currency)) for name, value in largest_first(costs)]
-        )
-    for title, counts in (("Failed provisions", usage.failures), ("Retired instances", usage.retirements)):
-        if counts:
-            yield f"<h2>{title}</h2>"
-            yield _table(("reason", "count"), [(reason, str(int(count))) for reason, count in largest_first(counts)])
+    for title, columns, rows in breakdowns(usage):
+        yield f"<h2>{escape(title)}</h2>"
+        yield _table(columns, rows)
     yield "<h2>Notes</h2>"
     priced = f"Hourly prices: {usage.prices_as_of}. " if usage.prices_as_of else ""
     yield f'<p class="note">{escape(priced)}Time is counted per second.</p>'
@@ -107,11 +102,7 @@ def _provisions(usage: UsageReport) -> Iterator[str]:
     yield plots.legend(kinds)
     label = "Duration of each provision over time, by kind"
     yield plots.scatter(points, since=usage.chart_start, until=usage.until, label=label)
-    rows = [
-        (kind, str(stats.count), f"{stats.p50:.2f} s", f"{stats.p95:.2f} s")
-        for kind, stats in ((kind, usage.provision_times[kind]) for kind in kinds)
-    ]
-    yield _table(("kind", "count", "p50", "p95"), rows)
+    yield _table(DURATION_COLUMNS, duration_rows(usage))
 
 
 def _instances(usage: UsageReport) -> Iterator[str]:
@@ -127,17 +118,7 @@ def _instances(usage: UsageReport) -> Iterator[str]:
     label = "Number of instances in each state over time"
     yield plots.stacked(steps, phases, since=usage.chart_start, until=usage.until, label=label)
     yield plots.bar(usage.hours, phases, label="Instance hours by state", unit="hours")
-    total = sum(usage.hours.values())
-    rows = [
-        (
-            phase,
-            format_hours(usage.hours[phase]),
-            f"{usage.hours[phase] / total:.0%}",
-            format_money(usage.costs.by_phase.get(phase, 0.0), usage.currency),
-        )
-        for phase in phases
-    ]
-    yield _table(("state", "time", "share", "cost"), rows)
+    yield _table(PHASE_COLUMNS, phase_rows(usage))
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

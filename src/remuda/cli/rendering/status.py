@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from remuda.cli.rendering.formatting import clean, format_duration, table
+from remuda.cli.output import clean, format_duration, table
 from remuda.cli.rendering.results import instance_document, record_document
 from remuda.controlplane.read.status import RECENT_PROVISIONS, OpenProvision, Status
 from remuda.domain.instance import ABSORBING, Instance

@@ -1,8 +1,194 @@
-"""Provision: registered and committed runners for a run, from the pool if possible, newly created otherwise."""
+"""Provision: registered and committed runners for a run, from the pool if possible, newly created otherwise.
+
+The flow is to record the intent, to acquire instances and to commit them.
+
+Claim workers and launches run in parallel. If anything fails before the commit, every acquired instance is given back
+with one conditional write; sweeps finish what the rollback could not.
+"""
 
 from __future__ import annotations
 
-from remuda.controlplane.provision.plan import ProvisionedInstance, ProvisionRequest, ProvisionResult
-from remuda.controlplane.provision.provisioning import provision
+import asyncio
+from collections.abc import Sequence
+
+from remuda.controlplane.context import Context, map_concurrently, retry_write, transition
+from remuda.controlplane.provision.creation import Creation, JustInTimeRegistrations
+from remuda.controlplane.provision.outcome import OutcomeRecorder
+from remuda.controlplane.provision.pickup import PickupManager
+from remuda.controlplane.provision.plan import (
+    ProvisionedInstance,
+    ProvisionPlan,
+    ProvisionRequest,
+    ProvisionResult,
+    make_plan,
+)
+from remuda.controlplane.provision.registration import RegisteredInstance
+from remuda.controlplane.provision.rollback import AcquiredInstances, roll_back
+from remuda.controlplane.provision.selection import Selection
+from remuda.domain.errors import Conflict, RemudaError, Unavailable
+from remuda.domain.instance import Instance
+from remuda.domain.provision import Provision, committed
+from remuda.domain.transitions import Actor, Commit
 
 __all__ = ["ProvisionRequest", "ProvisionResult", "ProvisionedInstance", "provision"]
+
+
+async def provision(context: Context, request: ProvisionRequest) -> ProvisionResult:
+    recorder = OutcomeRecorder(context.clock)
+    plan = await make_plan(context, request)
+    await _record_intent(context, plan.provision)
+    recorder.end_phase("intent")
+    if request.tier_reason:
+        context.event_log.record("tier", f"{request.tier}: {request.tier_reason}", run_id=request.run_id)
+    acquired = AcquiredInstances()
+    jit = JustInTimeRegistrations(context, context.github, plan) if request.ephemeral and context.github else None
+    try:
+        registered = await _acquire_all(context, plan, acquired, recorder, jit)
+        recorder.end_phase("instances")
+        running = await _commit(context, plan, registered, acquired, recorder)
+    except BaseException as error:
+        why = error.message if isinstance(error, RemudaError) else "interrupted"
+        await _undo(context, plan, acquired, recorder, why=why)
+        if jit is not None:
+            await asyncio.shield(asyncio.ensure_future(jit.remove_all()))
+        raise
+    return ProvisionResult(
+        run_id=request.run_id,
+        provision_id=plan.provision.provision_id,
+        label=request.run_id,
+        instances=tuple(_provisioned(item, instance) for item, instance in zip(registered, running, strict=True)),
+        tier=request.tier,
+        tier_reason=request.tier_reason,
+        ephemeral=request.ephemeral,
+        seconds=recorder.seconds,
+        phases=recorder.phases,
+        calls=context.calls.by_service(),
+        rejected=dict(recorder.rejected),
+    )
+
+
+async def _record_intent(context: Context, intent: Provision) -> None:
+    """Write the provision record. Its id is new, so a stored record that equals it is our own write."""
+
+    async def write() -> None:
+        try:
+            await context.store.put_provision(intent)
+        except Conflict as conflict:
+            if conflict.current != intent:
+                raise
+
+    await retry_write(context, write, run_id=intent.run_id)
+
+
+async def _acquire_all(
+    context: Context,
+    plan: ProvisionPlan,
+    acquired: AcquiredInstances,
+    recorder: OutcomeRecorder,
+    jit: JustInTimeRegistrations | None,
+) -> list[RegisteredInstance]:
+    """Run one worker per requested instance. Each claims from the pool, and creates an instance if the pool is
+    exhausted or if the plan needs new instances.
+    """
+    pickup = PickupManager(context, plan.request, recorder)
+    selection = Selection(context, plan, pickup, acquired, recorder)
+    creation = Creation(context, plan, acquired, recorder, jit)
+
+    async def acquire_one() -> RegisteredInstance:
+        claimed = None if plan.retire_reason else await selection.claim_one()
+        registered = claimed or await creation.create_one()
+        recorder.acquire(registered)
+        return registered
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            services = [
+                group.create_task(service)
+                for service in (pickup.run(), creation.run(), selection.watch_provision_open())
+            ]
+            workers = [group.create_task(acquire_one()) for _ in range(plan.provision.count)]
+            await asyncio.wait(workers, return_when=asyncio.FIRST_EXCEPTION)
+            for service in services:
+                service.cancel()
+    except BaseExceptionGroup as group_error:
+        raise _most_specific(group_error) from group_error
+    finally:
+        await _close_pickup(context, pickup)
+    return [worker.result() for worker in workers]
+
+
+def _most_specific(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first `RemudaError` of the group, else its first error."""
+    for error in group.exceptions:
+        if isinstance(error, RemudaError):
+            return error
+    first = group.exceptions[0]
+    return _most_specific(first) if isinstance(first, BaseExceptionGroup) else first
+
+
+async def _close_pickup(context: Context, pickup: PickupManager) -> None:
+    try:
+        await asyncio.shield(pickup.close())
+    except RemudaError as error:
+        # The messages become visible again after their timeout; claims recognise those that are stale by then.
+        context.event_log.record("make-visible-failed", error.message)
+
+
+async def _commit(
+    context: Context,
+    plan: ProvisionPlan,
+    registered: Sequence[RegisteredInstance],
+    acquired: AcquiredInstances,
+    recorder: OutcomeRecorder,
+) -> list[Instance]:
+    """Move every instance to `running`, then the provision to `committed`. Until then everything can be undone."""
+    provision = plan.provision
+
+    async def start(item: RegisteredInstance) -> Instance:
+        event = Commit(owner=item.instance.owner, report=item.report, max_runtime_s=plan.max_runtime_s)
+        count = "the only instance" if provision.count == 1 else f"all {provision.count} instances"
+        why = f"{count} of run {provision.run_id} registered"
+        running = await transition(context, item.instance, event, by=Actor.PROVISION, why=why)
+        acquired.add(running)
+        return running
+
+    running: list[Instance] = []
+    for result in await map_concurrently(registered, start):
+        if isinstance(result, Conflict):
+            raise Unavailable(f"an instance was lost before the commit: {result.message}")
+        if isinstance(result, RemudaError):
+            raise result
+        running.append(result)
+    deadline = max((instance.threshold for instance in running), default=provision.deadline)
+    ids = tuple(instance.instance_id for instance in running)
+    recorder.end_phase("commit")
+    await _record_commit(context, provision, committed(provision, ids, deadline=deadline, outcome=recorder.outcome()))
+    return running
+
+
+async def _record_commit(context: Context, provision: Provision, after: Provision) -> None:
+    async def write() -> None:
+        try:
+            await context.store.replace_provision(provision, after)
+        except Conflict as conflict:
+            if conflict.current != after:
+                raise Conflict(
+                    f"run {provision.run_id} was released while it was being provisioned", current=conflict.current
+                ) from conflict
+
+    await retry_write(context, write, run_id=provision.run_id)
+    count = len(after.instance_ids)
+    running = "1 instance is running" if count == 1 else f"{count} instances are running"
+    context.event_log.record("committed", running, run_id=provision.run_id)
+
+
+async def _undo(
+    context: Context, plan: ProvisionPlan, acquired: AcquiredInstances, recorder: OutcomeRecorder, *, why: str
+) -> None:
+    context.event_log.record("rollback", why, run_id=plan.provision.run_id, instances=len(acquired.all()))
+    undoing = roll_back(context, plan.config, plan.provision, acquired, why=why, outcome=recorder.outcome(error=why))
+    await asyncio.shield(asyncio.ensure_future(undoing))
+
+
+def _provisioned(item: RegisteredInstance, instance: Instance) -> ProvisionedInstance:
+    return ProvisionedInstance(instance=instance, source=item.source, registration_s=item.registration_s)

@@ -1,7 +1,7 @@
 """The pickup manager: the only reader of the pool during a provision; it feeds the claim workers.
 
 It receives messages while workers wait and gives matching ones to them. Messages that do not match are held until the
-end of a pass, so that they are not received again and again, and then handed back in batches. For a waiting worker the
+end of a pass, so that they are not received again and again, and then made visible in batches. For a waiting worker the
 pool is exhausted when a pass found no match.
 """
 
@@ -33,7 +33,7 @@ class PickupManager:
         self._class = request.resource_class.name
         self._waiting: deque[asyncio.Future[Delivery | None]] = deque()
         self._wake = asyncio.Event()
-        #: Receipts to hand back, and receipts to delete.
+        #: Receipts to make visible again, and receipts to delete.
         self._held: list[str] = []
         self._used: list[str] = []
         self._mismatch_receives: Counter[str] = Counter()
@@ -73,10 +73,10 @@ class PickupManager:
                     self._fail(error)
 
     async def close(self) -> None:
-        """Delete used messages and hand back all others."""
+        """Delete used messages and make all others visible."""
         self._held += [copy.receipt for copies in self._copies.values() for copy in copies]
         await self._delete_used(everything=True)
-        await self._hand_back_held()
+        await self._make_held_visible()
 
     def _waiting_count(self) -> int:
         self._waiting = deque(future for future in self._waiting if not future.done())
@@ -90,13 +90,13 @@ class PickupManager:
             batch = await self._context.pool.receive(self._class, limit=limit, visibility_s=VISIBILITY_S)
             surplus = [delivery.receipt for delivery in batch if not self._accept(delivery)]
             if surplus:
-                await self._context.pool.hand_back(self._class, surplus)
+                await self._context.pool.make_visible(self._class, surplus)
             await self._delete_used(everything=False)
             if not batch or self._has_only_known_mismatches():
                 break
             if len(self._held) >= MAX_HELD:
-                await self._hand_back_held()
-        await self._hand_back_held()
+                await self._make_held_visible()
+        await self._make_held_visible()
         while self._waiting_count():
             self._waiting.popleft().set_result(None)
 
@@ -139,10 +139,10 @@ class PickupManager:
     def _has_only_known_mismatches(self) -> bool:
         return any(count >= MAX_RECEIVES for count in self._mismatch_receives.values())
 
-    async def _hand_back_held(self) -> None:
+    async def _make_held_visible(self) -> None:
         receipts, self._held = self._held, []
         if receipts:
-            await self._context.pool.hand_back(self._class, receipts)
+            await self._context.pool.make_visible(self._class, receipts)
 
     async def _delete_used(self, *, everything: bool) -> None:
         """Delete in full batches, or `everything`. A message that is not deleted returns and proves stale."""

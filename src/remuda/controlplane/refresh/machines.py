@@ -55,8 +55,8 @@ class FirstSeen:
             await store.put_first_seen(self._seen)
 
 
-class MachineSweep:
-    """Handles machines without a record, records without a machine, and terminations to confirm."""
+class PartialSweep:
+    """What the sweeps of one refresh have in common."""
 
     def __init__(
         self, context: Context, config: PoolConfig, result: RefreshResultBuilder, first_seen: FirstSeen
@@ -65,6 +65,10 @@ class MachineSweep:
         self._config = config
         self._result = result
         self._first_seen = first_seen
+
+
+class MachineSweep(PartialSweep):
+    """Handles machines without a record, records without a machine, and terminations to confirm."""
 
     async def run(self, views: Sequence[MachineView], records: Mapping[str, Instance], *, listed_at: datetime) -> None:
         """`views` were listed at `listed_at`, which may be long ago if this process was paused meanwhile."""
@@ -171,7 +175,7 @@ class MachineSweep:
                 self._result.error(f"machines: {error.message}")
 
 
-class StaleRegistrationSweep:
+class StaleRegistrationSweep(PartialSweep):
     """Removes stale registrations: runners with the pool's name prefix that no assignment owns."""
 
     def __init__(
@@ -185,10 +189,7 @@ class StaleRegistrationSweep:
         listed_at: datetime,
     ) -> None:
         """`machines` and the runners were listed at `listed_at`; None if the machines could not be listed."""
-        self._context = context
-        self._config = config
-        self._result = result
-        self._first_seen = first_seen
+        super().__init__(context, config, result, first_seen)
         self._existing = (
             None if machines is None else {view.instance_id for view in machines if view.state not in ENDED}
         )

@@ -14,7 +14,7 @@ from datetime import datetime, timedelta
 from math import inf
 
 from remuda.controlplane.context import Context, map_concurrently, skip_unreadable, transition, transition_all
-from remuda.controlplane.refresh.machines import FirstSeen, MachineSweep, StaleRegistrationSweep
+from remuda.controlplane.refresh.machines import FirstSeen, MachineSweep, PartialSweep, StaleRegistrationSweep
 from remuda.controlplane.refresh.result import RefreshResultBuilder
 from remuda.controlplane.release import (
     advance_release,
@@ -72,7 +72,7 @@ class Sweep:
         context, config, result = self._context, self._config, self._result
         external = await self._list_external()
         first_seen = FirstSeen(await self._load_first_seen(), now=context.clock.now())
-        await self._guarded("provisions", ProvisionSweep(context, config, result).run)
+        await self._guarded("provisions", ProvisionSweep(context, config, result, first_seen).run)
         records = {item.instance_id: item for item in await context.store.find(LIVE)}
         counts = Counter(item.state for item in records.values())
         result.live_instances = {state.value: counts[state] for state in State if state in LIVE}
@@ -247,13 +247,8 @@ class Sweep:
         self._result.deleted_records = await self._context.store.forget(self._context.clock.now())
 
 
-class ProvisionSweep:
+class ProvisionSweep(PartialSweep):
     """Releases provisions past their deadline and takes back the instances of released ones."""
-
-    def __init__(self, context: Context, config: PoolConfig, result: RefreshResultBuilder) -> None:
-        self._context = context
-        self._config = config
-        self._result = result
 
     async def run(self) -> None:
         margin = timedelta(seconds=self._config.lifetimes.margin_s)
@@ -314,21 +309,13 @@ class ProvisionSweep:
             self._result.retired[instance.instance_id] = why
 
 
-class PoolMessageSweep:
+class PoolMessageSweep(PartialSweep):
     """Deletes stale pool messages: messages about instances that are no longer idle, and duplicates.
 
     A provision drops such messages when it receives them; this sweep removes those that no provision receives.
     Receiving hides messages from provisions, so the sweep receives only if a queue held more messages than its class
     has idle instances in two consecutive sweeps.
     """
-
-    def __init__(
-        self, context: Context, config: PoolConfig, result: RefreshResultBuilder, first_seen: FirstSeen
-    ) -> None:
-        self._context = context
-        self._config = config
-        self._result = result
-        self._first_seen = first_seen
 
     async def run(self, idle_instances: Iterable[Instance]) -> None:
         idle = Counter(item.resource_class for item in idle_instances)
@@ -363,7 +350,7 @@ class PoolMessageSweep:
                 self._result.stale_messages += len(stale)
         finally:
             # Also after an error or a cancellation: provisions need not wait for the visibility timeout.
-            await pool.hand_back(name, held)
+            await pool.make_visible(name, held)
 
     async def _find_stale(
         self, batch: Iterable[Delivery], valid: dict[tuple[str, int], float], receive_at: float

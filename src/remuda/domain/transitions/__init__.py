@@ -10,7 +10,8 @@ from remuda.domain.transitions.apply import (
     presumed_idle,
     tombstone,
 )
-from remuda.domain.transitions.events import (
+from remuda.domain.transitions.table import (
+    TRANSITIONS,
     Announce,
     Claim,
     Commit,
@@ -24,8 +25,8 @@ from remuda.domain.transitions.events import (
     RenewCredential,
     Retire,
     ReturnToPool,
+    Transition,
 )
-from remuda.domain.transitions.table import TRANSITIONS, Transition
 
 __all__ = [
     "MAX_WHY",

@@ -22,7 +22,9 @@ from remuda.domain.instance import (
 from remuda.domain.resources import PoolMessage, Reuse, Tier
 from remuda.domain.signals import Verdict, registration_verdict, removal_verdict
 from remuda.domain.timestamps import after, to_milliseconds
-from remuda.domain.transitions.events import (
+from remuda.domain.transitions.table import (
+    END_ROWS,
+    ROWS_BY_NAME,
     Announce,
     Claim,
     Commit,
@@ -36,8 +38,8 @@ from remuda.domain.transitions.events import (
     RenewCredential,
     Retire,
     ReturnToPool,
+    Transition,
 )
-from remuda.domain.transitions.table import END_ROWS, ROWS_BY_NAME, Transition
 
 #: Maximum characters of a history entry's text and of a retire detail.
 MAX_WHY = 300

@@ -50,10 +50,7 @@ class WorkerProcess:
         self._output = ""
         self._partial = b""
         self._process = subprocess.Popen(
-            [str(root / "bin" / "Runner.Worker")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=root,
+            [str(root / "bin" / "Runner.Worker")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=root
         )
         # The job is sent through the pipe because it may hold secrets, and every user can read command lines.
         data = json.dumps(message).encode()
@@ -223,11 +220,7 @@ class Listener:
             return
         try:
             self._poll = Call(
-                self._server,
-                "GET",
-                self._path(f"/message?wait={POLL_S}"),
-                secret=self._secret,
-                timeout_s=POLL_S + 30,
+                self._server, "GET", self._path(f"/message?wait={POLL_S}"), secret=self._secret, timeout_s=POLL_S + 30
             )
         except OSError as problem:
             self._poll_later(str(problem))

@@ -44,11 +44,7 @@ class Worker:
         own = self._own_variables(work)
         #: Hooks do not get the variables of the workflow.
         self._hook_environment = {**os.environ, **own}
-        self._step_environment = {
-            **os.environ,
-            **{str(name): str(value) for name, value in job["env"].items()},
-            **own,
-        }
+        self._step_environment = {**os.environ, **{str(name): str(value) for name, value in job["env"].items()}, **own}
         self._wake, wake_end = os.pipe()
         for end in (self._wake, wake_end):
             os.set_blocking(end, False)

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.adapters.system.prices import chosen_prices
 from remuda.cli.local_backend import can_list_registrations
-from remuda.cli.output import Output
-from remuda.cli.rendering.formatting import parse_duration
+from remuda.cli.output import Output, parse_duration
 from remuda.cli.run import EXIT_OK, run_async
 from remuda.config.settings import Settings
 from remuda.domain.errors import UserError
@@ -232,14 +231,7 @@ def parse_window(text: str) -> float:
 
 
 def run_dashboard(
-    settings: Settings,
-    output: Output,
-    *,
-    host: str,
-    port: int,
-    token_file: str | None,
-    since: str,
-    every: float | None,
+    settings: Settings, output: Output, *, host: str, port: int, token_file: str | None, since: str, every: float | None
 ) -> int:
     since_s = parse_window(since)
     address = parse_listen_address(host, port, token_file, os.environ)

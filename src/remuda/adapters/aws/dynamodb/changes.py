@@ -10,7 +10,7 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
-from remuda.adapters.aws.calls import chunks, gather
+from remuda.adapters.aws.calls import NOT_THE_CAUSE, REASON_CONDITION_FAILED, chunks, gather
 from remuda.adapters.aws.dynamodb import expressions, items
 from remuda.adapters.aws.dynamodb.items import Item, ItemKeys
 from remuda.adapters.aws.dynamodb.keys import InstanceKeys
@@ -22,7 +22,6 @@ from remuda.adapters.aws.dynamodb.table import (
     TransactionCancelled,
     key_of,
 )
-from remuda.adapters.aws.errors import NOT_THE_CAUSE, REASON_CONDITION_FAILED
 from remuda.domain.errors import Conflict, RemudaError, Unavailable
 from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.transitions import Change
@@ -267,7 +266,7 @@ class HistoryWriter:
                 await self.flush()
                 pause_s = FLUSH_AFTER_S
             except RemudaError as error:
-                self._event_log.record("history-late", error.message, entries=len(self._queued))
+                self._event_log.record("history-write-failed", error.message, entries=len(self._queued))
                 # Without this, the loop would retry at once.
                 self._batch_full.clear()
                 pause_s = RETRY_AFTER_S

@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from botocore.exceptions import ClientError
 
-from remuda.adapters.aws.calls import await_response
+from remuda.adapters.aws.calls import ErrorCategory, await_response, category_of, code_of, translated
 from remuda.adapters.aws.dynamodb import expressions, items
 from remuda.adapters.aws.dynamodb.items import ItemKeys
 from remuda.adapters.aws.dynamodb.table import ConditionFailed, Table, key_of
 from remuda.adapters.aws.ec2.options import PROFILE, Ec2LaunchOptions
-from remuda.adapters.aws.errors import ErrorCategory, category_of, code_of, translated
 from remuda.domain.errors import Conflict, Unavailable, UserError
 from remuda.domain.resources import MAX_SHOWN
 from remuda.domain.serialization import to_document

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from botocore.exceptions import ClientError
 
+from remuda.adapters.aws.calls import TABLE_BUSY, TABLE_MISSING, VALIDATION, code_of, no_table, wrong_table
 from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.dynamodb.table import Table
-from remuda.adapters.aws.errors import TABLE_BUSY, TABLE_MISSING, VALIDATION, code_of, no_table, wrong_table
 from remuda.domain.errors import TimedOut, UserError
 
 #: Seconds to wait for a table to become active. A new one takes seconds; an index of a large one takes longer.
@@ -19,6 +19,7 @@ ACTIVE_WITHIN_S = 120.0
 #: First and longest pause in seconds between two checks.
 FIRST_PAUSE_S = 0.1
 LAST_PAUSE_S = 2.0
+REJECTED = "Rejected"
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{3,255}")
 KEYS = {items.PK: "HASH", items.SK: "RANGE"}
@@ -71,37 +72,33 @@ async def inspect(table: Table) -> TableInspection:
     )
 
 
-async def _describe(table: Table) -> Mapping[str, Any]:
-    """The description of the table; empty if it does not exist."""
+def _rejectable(method: Callable[..., Awaitable[Any]], code: str) -> Callable[..., Awaitable[Any]]:
+    """The method, which returns a response with the key `REJECTED` instead of raising an error with this code."""
 
-    async def describe(**arguments: Any) -> Any:
+    async def call(**arguments: Any) -> Any:
         try:
-            return await table.client.describe_table(**arguments)
+            return await method(**arguments)
         except ClientError as error:
-            if code_of(error) == TABLE_MISSING:
-                return {**error.response, "Table": {}}
+            if code_of(error) == code:
+                return {**error.response, REJECTED: True}
             raise
 
+    return call
+
+
+async def _describe(table: Table) -> Mapping[str, Any]:
+    """The description of the table; empty if it does not exist."""
+    describe = _rejectable(table.client.describe_table, TABLE_MISSING)
     answer = await table.call("DescribeTable", describe, TableName=table.name)
-    found: Mapping[str, Any] = answer["Table"]
-    return found
+    return {} if REJECTED in answer else answer["Table"]
 
 
 async def _create(table: Table) -> list[str]:
     keys = [KEYS, *INDEXES.values()]
-
-    async def create(**arguments: Any) -> Any:
-        try:
-            return await table.client.create_table(**arguments)
-        except ClientError as error:
-            # Another process created it.
-            if code_of(error) == TABLE_BUSY:
-                return {**error.response, "Busy": True}
-            raise
-
     answer = await table.call(
         "CreateTable",
-        create,
+        # Rejected if another process created it.
+        _rejectable(table.client.create_table, TABLE_BUSY),
         TableName=table.name,
         BillingMode="PAY_PER_REQUEST",
         AttributeDefinitions=[{"AttributeName": name, "AttributeType": "S"} for each in keys for name in each],
@@ -111,7 +108,7 @@ async def _create(table: Table) -> list[str]:
             for name, each in INDEXES.items()
         ],
     )
-    return [] if answer.get("Busy") else [f"table {table.name}"]
+    return [] if REJECTED in answer else [f"table {table.name}"]
 
 
 async def _wait_until_active(table: Table, description: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -143,23 +140,14 @@ async def _enable_expiry(table: Table) -> list[str]:
         if found.get("AttributeName") != items.TTL:
             raise wrong_table(table.name, [f"its TTL attribute is {found.get('AttributeName')}, not {items.TTL}"])
         return []
-
-    async def enable(**arguments: Any) -> Any:
-        try:
-            return await table.client.update_time_to_live(**arguments)
-        except ClientError as error:
-            # Another process enabled it, or it was changed within the last hour. The next refresh tries again.
-            if code_of(error) == VALIDATION:
-                return {**error.response, "Busy": True}
-            raise
-
     answer = await table.call(
         "UpdateTimeToLive",
-        enable,
+        # Rejected if another process enabled it, or it was changed within the last hour. The next refresh tries again.
+        _rejectable(table.client.update_time_to_live, VALIDATION),
         TableName=table.name,
         TimeToLiveSpecification={"Enabled": True, "AttributeName": items.TTL},
     )
-    return [] if answer.get("Busy") else [f"expiry of old items in table {table.name}"]
+    return [] if REJECTED in answer else [f"expiry of old items in table {table.name}"]
 
 
 def _schema(keys: Mapping[str, str]) -> list[dict[str, str]]:

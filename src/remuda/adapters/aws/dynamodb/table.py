@@ -8,17 +8,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from botocore.exceptions import ClientError, ParamValidationError
 
-from remuda.adapters.aws.calls import await_and_count, chunks, gather, requests_of
-from remuda.adapters.aws.dynamodb.items import PK, SK, Item
-from remuda.adapters.aws.errors import (
+from remuda.adapters.aws.calls import (
     CONDITION_FAILED,
     DYNAMODB,
     TRANSACTION_CANCELLED,
+    await_and_count,
     cancellation_reasons,
+    chunks,
     code_of,
+    gather,
     item_of,
+    requests_of,
     translated,
 )
+from remuda.adapters.aws.dynamodb.items import PK, SK, Item
 from remuda.domain.errors import Throttled, Unavailable
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock, Ids, backoff_s
@@ -63,15 +66,7 @@ class TransactionCancelled(Exception):
 
 
 class Table:
-    def __init__(
-        self,
-        *,
-        client: DynamoDBClient,
-        name: str,
-        clock: Clock,
-        ids: Ids,
-        calls: CallCounter,
-    ) -> None:
+    def __init__(self, *, client: DynamoDBClient, name: str, clock: Clock, ids: Ids, calls: CallCounter) -> None:
         self.client = client
         self.name = name
         self.clock = clock

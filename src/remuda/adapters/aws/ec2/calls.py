@@ -10,8 +10,7 @@ from aiobotocore.config import AioConfig
 from botocore import xform_name
 from botocore.exceptions import ClientError
 
-from remuda.adapters.aws.calls import await_response
-from remuda.adapters.aws.errors import EC2, FAILURES, code_of, translate
+from remuda.adapters.aws.calls import EC2, FAILURES, await_response, code_of, translate
 from remuda.domain.errors import RemudaError, Throttled, TimedOut, Unavailable
 from remuda.domain.resources import is_instance_id
 from remuda.domain.timestamps import to_milliseconds
@@ -123,15 +122,17 @@ def by_tag(key: str, value: str) -> Filters:
     return [{"Name": f"tag:{key}", "Values": [value]}]
 
 
-async def describe_machines(calls: Ec2Calls, filters: Filters) -> list[MachineView]:
-    """All matching instances, each once."""
-    found: dict[str, MachineView] = {}
+async def describe_instances(calls: Ec2Calls, filters: Filters) -> AsyncIterator[dict[str, Any]]:
     async for page in calls.pages("DescribeInstances", Filters=filters, MaxResults=DESCRIBE_PAGE):
         for reservation in page.get("Reservations", ()):
             for item in reservation.get("Instances", ()):
-                view = machine_view(item)
-                found[view.instance_id] = view
-    return list(found.values())
+                yield item
+
+
+async def describe_machines(calls: Ec2Calls, filters: Filters) -> list[MachineView]:
+    """All matching instances, each once."""
+    views = [machine_view(item) async for item in describe_instances(calls, filters)]
+    return list({view.instance_id: view for view in views}.values())
 
 
 async def tags_by_id(calls: Ec2Calls, key: str, instance_ids: Sequence[str]) -> dict[str, str]:

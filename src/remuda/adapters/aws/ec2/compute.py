@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from botocore.exceptions import ClientError
 
-from remuda.adapters.aws.calls import chunks, gather
+from remuda.adapters.aws.calls import chunks, code_of, gather, message_of
 from remuda.adapters.aws.ec2.calls import Ec2Calls, by_id, by_tag, describe_machines, tags_by_id
 from remuda.adapters.aws.ec2.create_fleet import FleetLauncher
 from remuda.adapters.aws.ec2.options import AMI, SECURITY_GROUPS, SUBNETS, Ec2LaunchOptions
 from remuda.adapters.aws.ec2.template import LaunchTemplate, template_data
-from remuda.adapters.aws.errors import code_of, message_of
 from remuda.adapters.aws.user_data import MachineLayout, build_user_data
 from remuda.domain.errors import NotFound, RemudaError, UserError
 from remuda.domain.reporting.prices import SpotPrice

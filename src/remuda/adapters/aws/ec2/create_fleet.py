@@ -7,9 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from remuda.adapters.aws.ec2.calls import MAX_ATTEMPTS, Ec2Calls, by_tag, describe_machines
-from remuda.adapters.aws.ec2.options import Ec2LaunchOptions
-from remuda.adapters.aws.errors import (
+from remuda.adapters.aws.calls import (
     CAPACITY_FIX,
     LAUNCH_FIX,
     MAX_MESSAGE,
@@ -19,6 +17,8 @@ from remuda.adapters.aws.errors import (
     ErrorCategory,
     category_of,
 )
+from remuda.adapters.aws.ec2.calls import MAX_ATTEMPTS, Ec2Calls, by_tag, describe_machines
+from remuda.adapters.aws.ec2.options import Ec2LaunchOptions
 from remuda.adapters.aws.user_data import FIRST_LIFE_TAG, MARGIN_TAG
 from remuda.domain.errors import CapacityError, RemudaError, Throttled, Unavailable, UserError
 from remuda.domain.resources import RunnerRequest, UsageClass

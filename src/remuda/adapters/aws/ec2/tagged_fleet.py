@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from remuda.adapters.aws.calls import chunks
-from remuda.adapters.aws.ec2.calls import DESCRIBE_PAGE, Ec2Calls, by_tag, instance_id_of, tags_of, utc
+from remuda.adapters.aws.ec2.calls import Ec2Calls, by_tag, describe_instances, instance_id_of, tags_of, utc
 from remuda.domain.errors import NotFound, RemudaError, Unavailable
 from remuda.domain.scale_down.fleet import (
     GHR_APPLICATION,
@@ -50,12 +50,10 @@ class Ec2Fleet:
             *(by_tag(GHR_ORPHAN_TAG, YES) if orphans else ()),
         ]
         found: dict[str, FleetMachine] = {}
-        async for page in self._calls.pages("DescribeInstances", Filters=filters, MaxResults=DESCRIBE_PAGE):
-            for reservation in page.get("Reservations", ()):
-                for item in reservation.get("Instances", ()):
-                    machine = _machine(item)
-                    if self._is_ours(item, machine, orphans=orphans):
-                        found[machine.instance_id] = machine
+        async for item in describe_instances(self._calls, filters):
+            machine = _machine(item)
+            if self._is_ours(item, machine, orphans=orphans):
+                found[machine.instance_id] = machine
         self._listed.update(found)
         return list(found.values())
 

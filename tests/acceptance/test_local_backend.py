@@ -1,43 +1,39 @@
-"""Runs through the command line, with real processes and jobs on the fake GitHub."""
+"""`remuda up` and `remuda down`, and runs through the command line, with real processes and jobs on the fake GitHub."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import signal
-from collections.abc import AsyncIterator
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
+from remuda import procfs
+from remuda.agent.processes import command
 from remuda.fake_github import read_endpoint
 from remuda.fake_github.client import FakeGitHubClient, JobStep, JobView
-from tests.support.local_backend import LIMIT_S, REPO, LocalBackend
+from tests.support.local_backend import LIMIT_S, REPO, LocalBackend, run_local, wait_for_job
 
 INTERRUPTED = 130
 
 
 @pytest.fixture
-async def backend(tmp_path: Path) -> AsyncIterator[LocalBackend]:
-    backend = LocalBackend(tmp_path / "state")
+async def backend(backend: LocalBackend) -> LocalBackend:
     await backend.up(idle_time_sec=600, release_time_sec=60)
-    try:
-        yield backend
-    finally:
-        await backend.down()
+    return backend
 
 
 async def queue(github: FakeGitHubClient, run_id: str, *runs: str) -> JobView:
     steps = [JobStep(run=run) for run in runs or ("echo hello",)]
     return await github.queue_job(repo=REPO, run_id=run_id, labels=[run_id], steps=steps)
-
-
-async def after(github: FakeGitHubClient, job: JobView, *, status: str) -> JobView:
-    """Wait until the job has this status or has completed."""
-    while job.status not in {status, "completed"}:
-        before = job.status
-        job = await github.job(job.id, wait_s=LIMIT_S, since=before)
-        assert job.status != before, f"job {job.id} stays {before}"
-    return job
 
 
 def machine_of(job: JobView) -> str:
@@ -51,7 +47,7 @@ async def test_cold_and_warm_provision_and_second_attempt_of_a_run(backend: Loca
     ids = {item["instance_id"] for item in cold["instances"]}
     async with backend.github() as github:
         jobs = [await queue(github, "1") for _ in range(4)]
-        jobs = [await after(github, job, status="completed") for job in jobs]
+        jobs = [await wait_for_job(github, job) for job in jobs]
         assert {job.conclusion for job in jobs} == {"success"}
         assert {machine_of(job) for job in jobs} <= ids
         for runner in await github.runners():
@@ -83,7 +79,7 @@ async def test_jobs_run_on_machines_of_their_run_only(backend: LocalBackend) -> 
     assert not machines["run-a"] & machines["run-b"]
     async with backend.github() as github:
         jobs = [await queue(github, run_id) for run_id in ("run-a", "run-b") * 4]
-        for job in [await after(github, job, status="completed") for job in jobs]:
+        for job in [await wait_for_job(github, job) for job in jobs]:
             assert job.conclusion == "success"
             assert machine_of(job) in machines[job.run_id]
         # The machines change runs; jobs still run on the machines of their run.
@@ -91,7 +87,7 @@ async def test_jobs_run_on_machines_of_their_run_only(backend: LocalBackend) -> 
         stray = await queue(github, "run-a")
         other = (await backend.provision("run-c", 2)).document
         assert other["reused"] == 2
-        job = await after(github, await queue(github, "run-c"), status="completed")
+        job = await wait_for_job(github, await queue(github, "run-c"))
         assert machine_of(job) in machines["run-a"]
         assert (await github.job(stray.id)).status == "queued"
 
@@ -105,11 +101,11 @@ async def test_foreign_job_with_the_runs_label_is_refused(backend: LocalBackend,
         # Variables of the workflow cannot fake another run.
         disguise = {"GITHUB_RUN_ID": "1", "BASH_ENV": "/dev/stdin"}
         job = await github.queue_job(repo=REPO, run_id="2", labels=["1"], steps=steps, env=disguise)
-        job = await after(github, job, status="completed")
+        job = await wait_for_job(github, job)
         assert (job.conclusion, {step.conclusion for step in job.steps}) == ("cancelled", {"skipped"}), job.log
         assert f"Remuda refused this job: it belongs to run 2 of {REPO}, and this machine is assigned to" in job.log
         assert not trace.exists()
-        own = await after(github, await queue(github, "1"), status="completed")
+        own = await wait_for_job(github, await queue(github, "1"))
         assert (own.conclusion, machine_of(own)) == ("success", machine_of(job)), own.log
     assert (await backend.release("1")).code == 0
     (report,) = backend.reports().values()
@@ -121,7 +117,7 @@ async def test_release_waits_for_a_running_job(backend: LocalBackend, tmp_path: 
     gate = tmp_path / "gate"
     async with backend.github() as github:
         job = await queue(github, "1", f"while [ ! -e {gate} ]; do sleep 0.05; done", "echo finished")
-        job = await after(github, job, status="in_progress")
+        job = await wait_for_job(github, job, status="in_progress")
         await backend.until(lambda: any(item["busy"] for item in backend.reports().values()), "busy is reported")
         releasing = await backend.start("release", "--run-id", "1", "--json")
         await backend.until(lambda: backend.states() == ["releasing"], "the release begins")
@@ -198,11 +194,11 @@ async def test_job_ends_when_the_threshold_of_its_run_passes(backend: LocalBacke
         # Queued before the machine starts, because its lifetime is short.
         job = await queue(github, "1", "sleep 1000")
         await backend.provision("1", 1, "--max-runtime-min", "0.2")
-        job = await after(github, job, status="in_progress")
+        job = await wait_for_job(github, job, status="in_progress")
         await github.change_settings(lease_s=2.0)
         async with backend.sweeping():
             await backend.until_settled()
-        assert (await after(github, job, status="completed")).conclusion == "failure"
+        assert (await wait_for_job(github, job)).conclusion == "failure"
     assert backend.processes() == []
 
 
@@ -234,7 +230,7 @@ async def test_ephemeral_machines_serve_one_job_each(backend: LocalBackend) -> N
     async with backend.github() as github:
         runners = {runner.name: runner for runner in await github.runners()}
         assert {runner.ephemeral for runner in runners.values()} == {True}
-        jobs = [await after(github, await queue(github, "1"), status="completed") for _ in range(2)]
+        jobs = [await wait_for_job(github, await queue(github, "1")) for _ in range(2)]
         assert [job.conclusion for job in jobs] == ["success", "success"]
         assert {str(job.runner_name) for job in jobs} == set(runners)
     # The machines wait for their release; none has failed.
@@ -278,3 +274,108 @@ async def test_ephemeral_machines_without_a_job_leave_no_registration(backend: L
     async with backend.sweeping():
         await backend.until(lambda: set(backend.states()) == {"terminated"}, "all of them end")
     assert backend.machines() == []
+
+
+def remuda(folder: Path, *arguments: str, **env: str) -> tuple[int, Any]:
+    result = run_local(folder, *arguments, environment={**os.environ, **env})
+    assert "Traceback" not in result.stderr, result.stderr
+    return result.code, result.document
+
+
+def processes_of(folder: Path) -> list[tuple[str, ...]]:
+    lines = (command(pid) for pid in procfs.all_processes() if pid != os.getpid())
+    return [words for words in lines if any(str(folder) in word for word in words)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    state = tmp_path / "a folder with blanks"
+    yield state
+    remuda(state, "down")
+    assert processes_of(state) == []
+
+
+def test_concurrent_ups_start_one_backend(folder: Path):
+    with ThreadPoolExecutor(3) as threads:
+        outcomes = list(threads.map(lambda _: remuda(folder, "up"), range(3)))
+    assert [code for code, _ in outcomes] == [0, 0, 0]
+    assert sorted(len(answer["started"]) for _, answer in outcomes) == [0, 0, 2]
+    assert len({answer["github_url"] for _, answer in outcomes}) == 1
+    assert len(processes_of(folder)) == 2
+    code, answer = remuda(folder, "down")
+    assert (code, answer["left"], sorted(answer["stopped"])) == (0, [], ["github", "sweeper"])
+    assert processes_of(folder) == []
+    assert remuda(folder, "down")[0] == 0
+
+
+def test_provision_after_down_reports_that_the_backend_is_down(folder: Path):
+    remuda(folder, "up")
+    remuda(folder, "refresh")
+    remuda(folder, "down")
+    code, answer = remuda(folder, "provision", "--run-id", "1")
+    assert (code, answer["error"]["type"]) == (2, "UserError")
+    assert "remuda up" in answer["error"]["fix"]
+    assert remuda(folder, "status")[1]["instances"] == []
+
+
+def test_purge_removes_only_files_of_the_backend(folder: Path):
+    remuda(folder, "up")
+    mine = folder / "mine.txt"
+    mine.write_text("keep me")
+    assert remuda(folder, "down", "--purge")[0] == 0
+    assert [item.name for item in folder.iterdir()] == ["mine.txt"]
+
+
+def test_folder_belongs_to_one_pool(folder: Path):
+    """With another pool name, all machines would look orphaned and their jobs would be killed."""
+    remuda(folder, "up")
+    assert remuda(folder, "refresh", REMUDA_POOL="ci")[0] == 0
+    code, provisioned = remuda(folder, "provision", "--run-id", "1")
+    assert code == 0, provisioned
+    assert remuda(folder, "refresh", "--sweep-only")[1]["retired"] == []
+    code, answer = remuda(folder, "refresh", "--pool", "default")
+    assert (code, answer["error"]["field"]) == (2, "--pool")
+    assert [item["state"] for item in remuda(folder, "status")[1]["instances"]] == ["running"]
+    code, answer = remuda(folder, "down")
+    assert len(answer["terminated"]) == 1
+    (ended,) = remuda(folder, "status", "--all")[1]["instances"]
+    assert (ended["state"], ended["retire_reason"], ended["retire_detail"]) == (
+        "terminated",
+        "terminated-by-operator",
+        "remuda down",
+    )
+    assert remuda(folder, "explain", "1")[1]["title"] == "Run 1: committed; its instance is terminated"
+
+
+def test_agent_killed_during_registration_leaves_one_registration(folder: Path):
+    """A registration that the killed agent started must not finish later and replace the next one."""
+    remuda(folder, "up")
+    remuda(folder, "refresh", "--provision-timeout-sec", "60")
+    endpoint = json.loads((folder / "github" / "endpoint.json").read_text())
+    fault = {"kind": "delay", "operation": "runner.register", "times": 1, "seconds": 4.0}
+    headers = {"authorization": f"Bearer {endpoint['token']}"}
+    assert httpx.post(f"{endpoint['url']}/_admin/faults", json=fault, headers=headers).is_success
+    with ThreadPoolExecutor(1) as threads:
+        provisioning = threads.submit(remuda, folder, "provision", "--run-id", "7")
+        configuring = wait_for_registration(folder)
+        agents = [pid for pid in procfs.all_processes() if "agent" in command(pid)[1:4] and str(folder) in command(pid)]
+        assert agents
+        for pid in agents:
+            os.kill(pid, signal.SIGKILL)
+    code, answer = provisioning.result()
+    assert code == 0, answer
+    assert procfs.read_process(configuring) is None
+    runners = httpx.get(f"{endpoint['url']}/_admin/runners", headers=headers).json()["runners"]
+    assert len(runners) == 1
+
+
+def wait_for_registration(folder: Path) -> int:
+    """Return the pid of a running `config.sh` on a machine in this folder."""
+    until = time.monotonic() + LIMIT_S
+    while time.monotonic() < until:
+        for pid in procfs.all_processes():
+            words = command(pid)
+            if "configure" in words and any(word.startswith(str(folder)) for word in words):
+                return pid
+        threading.Event().wait(0.02)
+    raise AssertionError("no registration was seen")

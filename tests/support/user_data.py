@@ -1,0 +1,213 @@
+"""A fake of the instance metadata service, version 2, and runs of the real user data with it.
+
+User data runs on folders in place of a machine's root, with system commands replaced.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import shutil
+import subprocess
+import tarfile
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from remuda.adapters.aws.ec2.options import Ec2LaunchOptions
+from remuda.adapters.aws.user_data import MachineLayout, build_user_data
+
+INSTANCE_ID = "i-0123456789abcdef0"
+CREDENTIALS = "iam/security-credentials/"
+
+
+class FakeImds:
+    def __init__(self) -> None:
+        #: By path below /latest/meta-data/. All other paths return 404.
+        self.values: dict[str, str] = {
+            "instance-id": INSTANCE_ID,
+            "instance-life-cycle": "on-demand",
+            "placement/region": "eu-central-1",
+            "tags/instance/remuda:pool": "pool",
+            "tags/instance/remuda:margin-s": "60",
+            "tags/instance/remuda:first-life-s": "400",
+        }
+        self.tokens: list[str] = []
+        #: Number of the newest tokens that are accepted.
+        self.valid = 1
+        #: If not 0: the status of all responses.
+        self.status = 0
+        self.requests: list[str] = []
+        self.url = ""
+
+    def answer(self, method: str, path: str, token: str, life: str) -> tuple[int, str]:
+        self.requests.append(f"{method} {path}")
+        if self.status:
+            return self.status, ""
+        if (method, path) == ("PUT", "/latest/api/token"):
+            if not (life.isdecimal() and 1 <= int(life) <= 21_600):
+                return 400, ""
+            self.tokens.append(f"token-{len(self.tokens)}")
+            return 200, self.tokens[-1]
+        if method != "GET" or token not in self.tokens[len(self.tokens) - self.valid :]:
+            return 401, ""
+        value = self.values.get(path.removeprefix("/latest/meta-data/"))
+        return (404, "") if value is None else (200, value)
+
+    def describe(self, instance_id: str, *, tags: Mapping[str, str], zone: str, life_cycle: str = "on-demand") -> None:
+        """Become the service of this machine."""
+        self.values = {
+            "instance-id": instance_id,
+            "instance-life-cycle": life_cycle,
+            "placement/availability-zone": zone,
+            "placement/region": zone[:-1],
+            **{f"tags/instance/{key}": value for key, value in tags.items()},
+        }
+
+    def set_credentials(self, role: str, credentials: Mapping[str, str]) -> None:
+        """Set AccessKeyId, SecretAccessKey, Token and Expiration."""
+        self.values[CREDENTIALS] = role
+        self.values[CREDENTIALS + role] = json.dumps({"Code": "Success", "Type": "AWS-HMAC", **credentials})
+
+    def set_spot_notice(self, action: str, at: str) -> None:
+        self.values["spot/instance-action"] = json.dumps({"action": action, "time": at})
+
+
+@contextmanager
+def serve(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Run an HTTP server on loopback and return its URL."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@contextmanager
+def fake_imds() -> Iterator[FakeImds]:
+    imds = FakeImds()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def _handle(self) -> None:
+            token = self.headers.get("X-aws-ec2-metadata-token", "")
+            life = self.headers.get("X-aws-ec2-metadata-token-ttl-seconds", "")
+            status, text = imds.answer(self.command, self.path, token, life)
+            body = text.encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_GET = do_PUT = _handle  # noqa: N815 - names that the server calls
+
+        def log_message(self, *_line: object) -> None:
+            """Write no access log."""
+
+    with serve(Handler) as imds.url:
+        yield imds
+
+
+# User data ------------------------------------------------------------------------------------------------------------
+
+NEEDED = {"ami": "ami-12345678", "subnet-ids": "subnet-12345678", "iam-instance-profile": "agent"}
+LIMIT_S = 60
+#: A user that exists everywhere.
+JOB_USER = "nobody"
+#: Records its arguments.
+RECORD_CALL = '#!/bin/sh\necho "$(basename "$0") $*" >>"$CALLS"\n'
+#: Serves https:// from a folder; passes all other requests to the real curl.
+CURL = """#!/bin/bash
+for last; do :; done
+case $last in
+  https://*)
+    echo "fetch $last" >>"$CALLS"
+    while [[ $1 != -o ]]; do shift; done
+    exec cp "$MIRROR/${last##*/}" "$2" ;;
+esac
+exec "$REAL_CURL" "$@"
+"""
+
+
+def user_data(launch: dict[str, str] | None = None, **more: object) -> str:
+    options = Ec2LaunchOptions.parse({**NEEDED, **(launch or {})})
+    return build_user_data(options, pool="pool", environment={}, **more)  # type: ignore[arg-type]
+
+
+class BootstrapBox:
+    """The folders of a machine, and replaced commands that record their calls."""
+
+    def __init__(self, folder: Path, imds: FakeImds) -> None:
+        self.layout = MachineLayout(
+            opt=str(folder / "opt"),
+            state=str(folder / "state"),
+            units=str(folder / "units"),
+            etc=str(folder / "etc"),
+            job_user=JOB_USER,
+        )
+        self.opt, self.state, self.units, self.etc = (folder / name for name in ("opt", "state", "units", "etc"))
+        self.etc.mkdir()
+        self.mirror, self.bin = folder / "mirror", folder / "bin"
+        self.mirror.mkdir()
+        self.bin.mkdir()
+        self._calls = folder / "calls"
+        for name in ("systemd-run", "systemctl", "shutdown", "useradd", "iptables", "ip6tables", "dnf"):
+            self.command(name, RECORD_CALL)
+        for name in ("iptables-restore", "ip6tables-restore"):
+            self.command(name, RECORD_CALL + 'cat >>"$CALLS"\n')
+        self.command("ldconfig", RECORD_CALL + "echo libicuuc.so.72\n")
+        self.command("curl", CURL)
+        self.environment = {
+            "PATH": f"{self.bin}:/usr/local/bin:/usr/bin:/bin",
+            "CALLS": str(self._calls),
+            "MIRROR": str(self.mirror),
+            "REAL_CURL": shutil.which("curl") or "curl",
+            "AWS_EC2_METADATA_SERVICE_ENDPOINT": imds.url,
+        }
+
+    def command(self, name: str, text: str) -> None:
+        executable(self.bin / name, text)
+
+    def offer(self, name: str, files: dict[str, str]) -> str:
+        """Put an archive on the mirror and return its SHA-256."""
+        with tarfile.open(self.mirror / name, "w:gz") as archive:
+            for path, text in files.items():
+                entry = tarfile.TarInfo(path)
+                entry.size, entry.mode = len(text), 0o755
+                archive.addfile(entry, io.BytesIO(text.encode()))
+        return hashlib.sha256((self.mirror / name).read_bytes()).hexdigest()
+
+    def preinstall(self) -> None:
+        """Install agent and runner, as a complete image has them."""
+        executable(self.opt / "bin" / "remuda", "#!/bin/sh\n")
+        executable(self.opt / "runner" / "bin" / "Runner.Listener", "#!/bin/sh\n")
+
+    def boot(self, launch: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        text = user_data(launch, layout=self.layout)
+        return subprocess.run(
+            ["bash"],
+            input=text,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=LIMIT_S,
+        )
+
+    @property
+    def calls(self) -> list[str]:
+        return self._calls.read_text().splitlines()
+
+
+def executable(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
