@@ -44,12 +44,14 @@ _UNREACHABLE = re.compile(
     re.IGNORECASE,
 )
 _BUSY = re.compile(r"running a job", re.IGNORECASE)
-#: `config.sh remove` exits with 0 without calling the server if a file of the registration is missing.
+# Output of `config.sh remove`. Source: actions/runner 2.336.0, Runner.Listener/Configuration/ConfigurationManager.cs
+# (UnconfigureAsync) and Runner.Common/RunnerDotcomServer.cs (RetryRequest).
+#: A file of the registration is missing: exit code 0 without a call of the server.
 _LOCAL_ONLY = re.compile(r"skipping removing runner from the server", re.IGNORECASE)
-#: Output if the server has no such registration any more: of the legacy flow with exit code 0, and of the newer flow,
-#: which calls `DELETE …/actions/runners/ID` and fails (actions/runner, ConfigurationManager.UnconfigureAsync).
+#: The server has no such registration any more. The legacy flow exits with 0; the newer one, with `useRunnerAdminFlow`
+#: in `.runner`, calls `DELETE …/actions/runners/ID`, exits with 1 and keeps its files.
 _ALREADY_REMOVED = re.compile(r"does not exist\. skipping removing runner from the server", re.IGNORECASE)
-_DELETE_NOT_FOUND = re.compile(r"response code: NotFound from 'DELETE", re.IGNORECASE)
+_DELETE_NOT_FOUND = re.compile(r"response code: NotFound from 'DELETE ", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
