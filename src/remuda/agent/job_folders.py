@@ -32,6 +32,9 @@ class JobFolders:
     def runner_folder(self) -> Path:
         return self._folder / "runner"
 
+    async def ready(self) -> None:
+        """The folders exist from the start."""
+
     async def prepare_start(self, assignment: Assignment, files: Files) -> StartCommand:  # noqa: ARG002  # no volumes
         try:
             await asyncio.to_thread(self._write, files)

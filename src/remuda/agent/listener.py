@@ -66,6 +66,9 @@ class JobHost(Protocol):
     def runner_folder(self) -> PurePath:
         """The runner software as the listener sees it."""
 
+    async def ready(self) -> None:
+        """Wait until a listener can be started. Raises `Unavailable` if it never can."""
+
     async def prepare_start(self, assignment: Assignment, files: Files) -> StartCommand:
         """Write the files where the listener finds them, and remove `.env` and `.path` if they are not among them."""
 

@@ -82,6 +82,7 @@ class ActionsRunner:
         environment: Mapping[str, str],
         hook: JobHook,
     ) -> None:
+        self._host = host
         self._config_folder = config_folder
         self._has_own_copy = config_folder != host.runner_folder
         self._runner_folder = host.runner_folder
@@ -108,6 +109,16 @@ class ActionsRunner:
         )
 
     async def register(self, assignment: Assignment) -> StepResult:
+        result = await self._register(assignment)
+        if result.ok:
+            # A run must not count on a runner that cannot start.
+            try:
+                await self._host.ready()
+            except Unavailable as problem:
+                return StepResult(ok=False, detail=problem.message)
+        return result
+
+    async def _register(self, assignment: Assignment) -> StepResult:
         if self._listener.is_running():
             return StepResult(ok=False, detail="a listener of an earlier assignment is still running")
         self._forget()
