@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from remuda.adapters.aws.ec2.options import MAX_CACHE_PATHS, Ec2LaunchOptions
+from remuda.adapters.aws.ec2.options import MAX_CACHE_PATHS, NAMES, Ec2LaunchOptions
 from remuda.domain.errors import UserError
 from tests.support.user_data import NEEDED
 
@@ -118,3 +120,9 @@ def test_invalid_cache_sizes_are_rejected(size: str) -> None:
 
 def test_cache_size_is_a_number_of_gib() -> None:
     assert parse(cache_size_gib=" 40 ").cache_gib == "40"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_launch_option_is_a_documented_setting(name: str) -> None:
+    reference = (Path(__file__).parents[3] / "docs" / "reference" / "settings.md").read_text(encoding="utf-8")
+    assert f"| `{name}` |" in reference
