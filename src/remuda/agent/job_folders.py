@@ -40,7 +40,8 @@ class JobFolders:
             await asyncio.to_thread(self._write, files)
         except OSError as problem:
             raise Unavailable(f"cannot start the listener: {problem}") from problem
-        start = 'cd "$0" && exec bin/Runner.Listener run'
+        # With its full path, by which `Listener` finds the process.
+        start = 'cd "$0" && exec "$0/bin/Runner.Listener" run'
         return StartCommand(arguments=("/bin/sh", "-c", start, str(self.runner_folder)))
 
     def _write(self, files: Files) -> None:
