@@ -17,6 +17,7 @@ from tests.support.local_backend import LocalBackend
 from tests.support.namespace_machine.machine import bake_image
 
 LONG_FILES = (
+    "test_boot.py",
     "test_demo.py",
     "test_credential_leaks.py",
     "test_crash_points.py",

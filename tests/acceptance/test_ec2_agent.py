@@ -65,6 +65,7 @@ def sleepers(machine: NamespaceMachine) -> int:
     return sum("sleep 100" in line for line in running(machine, JOB_USER))
 
 
+@pytest.mark.namespaces
 @requires_machines
 async def test_machine_boots_runs_jobs_is_reset_and_terminates_itself(machine_stack: MachineStack) -> None:
     await machine_stack.refresh(REMUDA_MARGIN_SEC="0.5")
@@ -176,6 +177,7 @@ def processes_with(word: str) -> list[int]:
     return found
 
 
+@pytest.mark.namespaces
 @requires_machines
 async def test_machines_follow_their_instances_and_leave_nothing(ec2: tuple[Ec2Server, EC2Client], tmp_path: Path):
     server, client = ec2

@@ -283,6 +283,7 @@ def test_removal_of_a_registration_that_is_gone(
     assert server.http.delete(f"{RUNNERS}/{number}").status_code == 204
     done = runner.config("remove", ACTIONS_RUNNER_INPUT_TOKEN=server.token("remove-token"))
     assert done.returncode == code, done.stdout
+    url = f"{server.endpoint.url}/api/v3/repos/{REPO}/actions"
     expected = [line.format(url=url, id=number) for line in lines]
     assert [line for line in done.stdout.splitlines() if line in expected] == expected
     assert (runner.folder / ".runner").exists() == admin_flow

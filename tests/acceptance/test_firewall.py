@@ -148,6 +148,7 @@ def machine() -> Iterator[tuple[Network, Network]]:
         yield host, container
 
 
+@pytest.mark.namespaces
 @pytest.mark.skipif(bool(unsupported_reason()), reason=unsupported_reason())
 def test_jobs_and_containers_cannot_reach_the_metadata_service(
     machine: tuple[Network, Network], tmp_path: Path

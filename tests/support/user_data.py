@@ -120,8 +120,8 @@ def fake_imds() -> Iterator[FakeImds]:
 
 NEEDED = {"ami": "ami-12345678", "subnet-ids": "subnet-12345678", "iam-instance-profile": "agent"}
 LIMIT_S = 60
-#: A user that exists everywhere.
-JOB_USER = "nobody"
+#: Commands that a machine needs for sandboxes.
+SANDBOX_COMMANDS = ("systemd-nspawn", "iptables", "ip", "sudo", "dockerd")
 #: Records its arguments.
 RECORD_CALL = '#!/bin/sh\necho "$(basename "$0") $*" >>"$CALLS"\n'
 #: Serves https:// from a folder; passes all other requests to the real curl.
@@ -150,19 +150,15 @@ class BootstrapBox:
             opt=str(folder / "opt"),
             state=str(folder / "state"),
             units=str(folder / "units"),
-            etc=str(folder / "etc"),
-            job_user=JOB_USER,
         )
-        self.opt, self.state, self.units, self.etc = (folder / name for name in ("opt", "state", "units", "etc"))
-        self.etc.mkdir()
+        self.opt, self.state, self.units = (folder / name for name in ("opt", "state", "units"))
         self.mirror, self.bin = folder / "mirror", folder / "bin"
         self.mirror.mkdir()
         self.bin.mkdir()
         self._calls = folder / "calls"
-        for name in ("systemd-run", "systemctl", "shutdown", "useradd", "iptables", "ip6tables", "dnf"):
+        for name in ("systemd-run", "systemctl", "shutdown", "ip6tables", "apt-get", *SANDBOX_COMMANDS):
             self.command(name, RECORD_CALL)
-        for name in ("iptables-restore", "ip6tables-restore"):
-            self.command(name, RECORD_CALL + 'cat >>"$CALLS"\n')
+        self.command("stat", "#!/bin/sh\necho cgroup2fs\n")
         self.command("ldconfig", RECORD_CALL + "echo libicuuc.so.72\n")
         self.command("curl", CURL)
         self.environment = {
@@ -175,6 +171,17 @@ class BootstrapBox:
 
     def command(self, name: str, text: str) -> None:
         executable(self.bin / name, text)
+
+    def without(self, *names: str) -> None:
+        """Remove commands, also those of this computer."""
+        system = self.bin.with_name("system-commands")
+        system.mkdir()
+        for path in (*Path("/bin").iterdir(), *Path("/usr/bin").iterdir()):
+            if path.name not in names and not (system / path.name).is_symlink():
+                (system / path.name).symlink_to(path)
+        for name in names:
+            (self.bin / name).unlink(missing_ok=True)
+        self.environment["PATH"] = f"{self.bin}:{system}"
 
     def offer(self, name: str, files: dict[str, str]) -> str:
         """Put an archive on the mirror and return its SHA-256."""

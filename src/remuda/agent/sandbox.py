@@ -241,9 +241,7 @@ class Sandboxes:
 
     async def _prepare(self) -> None:
         started = time.monotonic()
-        if self._options.caches is not None:
-            for name in await asyncio.to_thread(self._options.caches.evict):
-                self._record("cache-evicted", f"deleted the cache volume {name}: the volumes are larger than permitted")
+        await self._evict_caches()
         number = await asyncio.to_thread(self._next_number)
         try:
             user = await asyncio.to_thread(self._mount, number)
@@ -256,6 +254,15 @@ class Sandboxes:
                 await asyncio.to_thread(self._discard, number)
             raise Unavailable(f"cannot prepare a sandbox: {text}"[:MAX_DETAIL]) from problem
         self._record("sandbox-ready", f"sandbox {number} is ready", seconds=round(time.monotonic() - started, 3))
+
+    async def _evict_caches(self) -> None:
+        if self._options.caches is None:
+            return
+        try:
+            for name in await asyncio.to_thread(self._options.caches.evict):
+                self._record("cache-evicted", f"deleted the cache volume {name}: the volumes are larger than permitted")
+        except OSError as problem:
+            self._record("cache-failed", str(problem)[:MAX_DETAIL])
 
     async def _ready(self, assignment: Assignment) -> _Running:
         """Return the sandbox for this assignment, and make a new one if it has ended or belonged to another runner."""

@@ -89,8 +89,8 @@ class Fixture:
 
     def program(self) -> procfs.Process:
         program = self.runner / "bin" / "Runner.Listener"
-        (found,) = processes.find_running(program, procfs.descendants(self.wrapper().pid))
-        return found
+        # The nearest: a child has the same command line until its exec.
+        return next(processes.find_running(program, procfs.descendants(self.wrapper().pid)))
 
     async def end(self, listener: Listener, code: int) -> None:
         (self.runner / "exit").write_text(str(code))

@@ -9,7 +9,7 @@ from typing import Any
 
 from . import VERSION
 from .home import CREDENTIALS_FILE, RUNNER_FILE, RunnerHome, RunnerInputs, check_readable, say, say_error
-from .protocol import HttpResponse, call
+from .protocol import Call, HttpResponse
 
 OK, TERMINATED = 0, 1
 
@@ -72,7 +72,7 @@ def configure(home: RunnerHome, inputs: RunnerInputs) -> int:
         return _missing("url" if url is None else "token")
     say("\n# Authentication\n\n")
     try:
-        response = call(_server(url), "POST", "/_runner/register", body=_request(inputs, url, token))
+        response = Call(_server(url), "POST", "/_runner/register", body=_request(inputs, url, token)).response()
     except OSError as problem:
         say_error(f"Failed to connect. {problem}")
         return TERMINATED
@@ -114,7 +114,7 @@ def _remove_from_server(settings: dict[str, Any], token: str) -> bool:
     url, runner_id = settings["gitHubUrl"], settings["agentId"]
     try:
         body = {"url": url, "token": token, "runner_id": runner_id}
-        response = call(settings["serverUrl"], "POST", "/_runner/remove", body=body)
+        response = Call(settings["serverUrl"], "POST", "/_runner/remove", body=body).response()
     except OSError as problem:
         say_error(f"Failed: Removing runner from the server\n{problem}")
         return False
