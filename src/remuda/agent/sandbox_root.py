@@ -152,11 +152,18 @@ class _LayerBuilder:
     def hide(self, name: str) -> None:
         """Hide a file or a folder by a whiteout, which is a device with the number 0."""
         path = self._layer / name
-        if not os.path.lexists(self._root / name) or os.path.lexists(path):
+        if not os.path.lexists(self._root / name) or os.path.lexists(path) or self._is_hidden(name):
             return
         self.folder(str(PurePosixPath(name).parent))
-        # A parent that is a link on the host, or one that is hidden already, needs nothing more.
         os.mknod(path, stat.S_IFCHR, os.makedev(0, 0))
+
+    def _is_hidden(self, name: str) -> bool:
+        """Whether a parent is hidden or empty. The kernel lists a whiteout in an empty folder by its name."""
+        for parent in PurePosixPath(name).parents:
+            path = self._layer / parent
+            if os.path.lexists(path) and (not path.is_dir() or _OPAQUE in os.listxattr(path)):
+                return True
+        return False
 
     def write(self, name: str, text: str, mode: int = 0o644) -> None:
         self.folder(str(PurePosixPath(name).parent))
