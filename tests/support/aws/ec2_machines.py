@@ -21,7 +21,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ from tests.support.aws.ec2 import PROFILE, describe_instances, instance_credenti
 from tests.support.aws.servers import aws_client
 from tests.support.aws.stack import SCOPE, AwsStack
 from tests.support.namespace_machine.machine import NamespaceMachine, bake_image, unsupported_reason
+from tests.support.namespace_machine.network import MetadataNetwork
 from tests.support.user_data import FakeImds, fake_imds
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ class Ec2MachineRunner:
                 booted.task.cancel()
 
     async def _run_machine(self, instance_id: str, description: Mapping[str, Any]) -> None:
-        with fake_imds() as imds:
+        with closing(MetadataNetwork()) as network, fake_imds(network.sockets) as imds:
             imds.valid = TOKENS
             imds.describe(
                 instance_id,
@@ -139,7 +140,7 @@ class Ec2MachineRunner:
                 self._folder / instance_id,
                 image=self._image,
                 user_data=await self._user_data(instance_id),
-                environment={"AWS_EC2_METADATA_SERVICE_ENDPOINT": imds.url},
+                metadata_network=network.path,
             )
             booted = self._booted[instance_id]
             booted.imds, booted.machine = imds, machine
