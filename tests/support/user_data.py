@@ -9,11 +9,12 @@ import hashlib
 import io
 import json
 import shutil
+import socket
 import subprocess
 import tarfile
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -42,6 +43,8 @@ class FakeImds:
         self.status = 0
         self.requests: list[str] = []
         self.url = ""
+        #: Path of its network namespace, if it has its own.
+        self.network = ""
 
     def answer(self, method: str, path: str, token: str, life: str) -> tuple[int, str]:
         self.requests.append(f"{method} {path}")
@@ -77,21 +80,24 @@ class FakeImds:
 
 
 @contextmanager
-def serve(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
-    """Run an HTTP server on loopback and return its URL."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+def serve(handler: type[BaseHTTPRequestHandler], listening: socket.socket | None = None) -> Iterator[str]:
+    """Run an HTTP server on a listening socket, or on a free port of loopback. Return its URL on loopback."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler, bind_and_activate=False) as server:
+        server.socket.close()
+        server.socket = listening or socket.create_server(("127.0.0.1", 0), backlog=100)
         server.daemon_threads = True
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
-            yield f"http://127.0.0.1:{server.server_port}"
+            yield f"http://127.0.0.1:{server.socket.getsockname()[1]}"
         finally:
             server.shutdown()
             thread.join()
 
 
 @contextmanager
-def fake_imds() -> Iterator[FakeImds]:
+def fake_imds(sockets: Sequence[socket.socket] = ()) -> Iterator[FakeImds]:
+    """Run the service on these listening sockets, or on loopback."""
     imds = FakeImds()
 
     class Handler(BaseHTTPRequestHandler):
@@ -112,7 +118,9 @@ def fake_imds() -> Iterator[FakeImds]:
         def log_message(self, *_line: object) -> None:
             """Write no access log."""
 
-    with serve(Handler) as imds.url:
+    with ExitStack() as stack:
+        for each in sockets or (None,):
+            imds.url = stack.enter_context(serve(Handler, each))
         yield imds
 
 
