@@ -15,8 +15,10 @@ from tests.support.aws.stack import AwsStack, aws_stack
 from tests.support.dashboard import Dashboard, SampleInstance, SampleStore
 from tests.support.local_backend import LocalBackend
 from tests.support.namespace_machine.machine import bake_image
+from tests.support.namespace_machine.network import server_address
 
 LONG_FILES = (
+    "test_boot.py",
     "test_demo.py",
     "test_credential_leaks.py",
     "test_crash_points.py",
@@ -49,7 +51,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AwsStack]:
 @pytest.fixture
 def machine_stack(tmp_path: Path) -> Iterator[MachineStack]:
     bake_image(tmp_path / "image")
-    with aws_stack(tmp_path) as started:
+    with server_address() as address, aws_stack(tmp_path, address) as started:
         yield MachineStack(started)
 
 

@@ -18,7 +18,11 @@ from tests.support.aws.stack import aws_stack
 from tests.support.namespace_machine.machine import NamespaceMachine, bake_image, unsupported_reason
 from tests.support.virtual_time import until
 
-pytestmark = [pytest.mark.skipif(bool(unsupported_reason()), reason=unsupported_reason()), pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.skipif(bool(unsupported_reason()), reason=unsupported_reason()),
+    pytest.mark.timeout(900),
+    pytest.mark.namespaces,
+]
 
 JOB_USER = "remuda-job"
 TABLE = Path(__file__).parents[2] / "docs" / "reference" / "attacks.md"

@@ -271,6 +271,7 @@ def readable_for_jobs(machine: NamespaceMachine, scanner: LeakScanner, credentia
     return done.stdout.split()
 
 
+@pytest.mark.namespaces
 @pytest.mark.skipif(bool(unsupported_reason()), reason=unsupported_reason())
 @pytest.mark.timeout(900)
 async def test_no_credential_leaks(machine_stack: MachineStack, tmp_path: Path) -> None:

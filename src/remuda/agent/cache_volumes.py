@@ -65,7 +65,7 @@ class CacheVolumes:
             _services(leader, "stop")
         try:
             for path in self.paths:
-                _mount(volume / path.strip("/").replace("/", "_"), path, leader=leader, first_id=first_id, user=user)
+                _mount(volume / path.strip("/").replace("/", "%"), path, leader=leader, first_id=first_id, user=user)
         finally:
             if restart:
                 _services(leader, "start")
@@ -86,7 +86,7 @@ class CacheVolumes:
         for volume in volumes:
             left -= sizes[volume]
             if left < 0:
-                # Jobs can make trees that are too deep for Python's function.
+                # Not rmtree, which fails for folders that a job has nested too deeply.
                 mounts.run("rm", "-rf", "--", volume)
                 evicted.append(volume.name)
         return evicted

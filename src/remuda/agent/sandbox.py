@@ -35,6 +35,8 @@ from remuda.ports.machine import StepResult
 #: The user ids of sandbox `n` begin at FIRST_ID + (n mod ID_RANGES) * 65,536.
 FIRST_ID = 524_288
 ID_RANGES = 30_000
+#: After this number the count begins again. With more digits, the name of the network interface would be too long.
+MAX_NUMBER = 99_999
 #: Sandbox `n` has the two addresses of the n-th block of four. The range is for tests of network devices (RFC 2544), so
 #: that VPCs do not use it.
 NETWORK = (198 << 24) + (18 << 16)
@@ -88,12 +90,19 @@ class _Running:
     #: The container manager: its pid and start time.
     pid: int
     started: int
+    #: Ids of the job user inside.
+    uid: int
+    gid: int
     #: Name of the runner that it was used for, or empty.
     used_by: str = ""
 
     @property
     def first_id(self) -> int:
         return FIRST_ID + self.number % ID_RANGES * mounts.ID_COUNT
+
+    @property
+    def user(self) -> JobUser:
+        return JobUser(uid=self.uid, gid=self.gid)
 
     @property
     def interface(self) -> str:
@@ -125,7 +134,6 @@ class Sandboxes:
         self._preparation: asyncio.Task[None] | None = None
         #: Processes that this agent started and must reap.
         self._children: set[int] = set()
-        self._user = JobUser(uid=sandbox_root.JOB_USER_ID, gid=sandbox_root.JOB_USER_ID)
         self._cgroup = Path()
 
     @property
@@ -155,7 +163,7 @@ class Sandboxes:
         """Begin to prepare a sandbox, unless there is one or one is being prepared."""
         if self._current is None and (self._preparation is None or self._preparation.done()):
             self._preparation = asyncio.create_task(self._prepare())
-            # It has recorded its exception; asyncio would report it again.
+            # Its failure is recorded there, and raised to those who wait for it.
             self._preparation.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def close(self) -> None:
@@ -167,19 +175,22 @@ class Sandboxes:
     def runner_folder(self) -> PurePosixPath:
         return self._options.software / "runner"
 
+    async def ready(self) -> None:
+        await self._prepared()
+
     async def prepare_start(self, assignment: Assignment, files: Files) -> StartCommand:
         running = await self._ready(assignment)
         group = self._cgroup / _name(running.number) / "payload" / "remuda-runner"
         try:
             group.mkdir(exist_ok=True)
-            archive = _archive(files, self.runner_folder, self._user)
+            archive = _archive(files, self.runner_folder, running.user)
         except OSError as problem:
             raise Unavailable(f"cannot start the listener: {problem}") from problem
         listener = str(self.runner_folder / "bin" / "Runner.Listener")
         return StartCommand(
             arguments=(
                 *("nsenter", f"--target={running.leader}", "--all", "--", "/bin/sh", "-c", _ENTER, "sh"),
-                *(str(self.runner_folder), str(self._user.uid), str(self._user.gid), listener),
+                *(str(self.runner_folder), str(running.uid), str(running.gid), listener),
             ),
             stdin=archive,
             cgroup=group / "cgroup.procs",
@@ -238,11 +249,11 @@ class Sandboxes:
 
     async def _prepare(self) -> None:
         started = time.monotonic()
+        await self._evict_caches()
         number = await asyncio.to_thread(self._next_number)
         try:
-            await asyncio.to_thread(self._evict_caches)
-            await asyncio.to_thread(self._mount, number)
-            self._current = await self._boot(number)
+            user = await asyncio.to_thread(self._mount, number)
+            self._current = await self._boot(number, user)
             self._save(self._current)
         except (OSError, Unavailable) as problem:
             text = str(problem)
@@ -252,10 +263,14 @@ class Sandboxes:
             raise Unavailable(f"cannot prepare a sandbox: {text}"[:MAX_DETAIL]) from problem
         self._record("sandbox-ready", f"sandbox {number} is ready", seconds=round(time.monotonic() - started, 3))
 
-    def _evict_caches(self) -> None:
-        if self._options.caches is not None:
-            for name in self._options.caches.evict(min_free=2 * DISK_RESERVE):
+    async def _evict_caches(self) -> None:
+        if self._options.caches is None:
+            return
+        try:
+            for name in await asyncio.to_thread(self._options.caches.evict, min_free=2 * DISK_RESERVE):
                 self._record("cache-evicted", f"deleted the cache volume {name}: the volumes are larger than permitted")
+        except OSError as problem:
+            self._record("cache-failed", str(problem)[:MAX_DETAIL])
 
     async def _ready(self, assignment: Assignment) -> _Running:
         """Return the sandbox for this assignment, and make a new one if it has ended or belonged to another runner."""
@@ -264,17 +279,20 @@ class Sandboxes:
             problem = await asyncio.to_thread(self._discard_all)
             if problem:
                 raise Unavailable(f"cannot discard the last sandbox: {problem}")
+        running = await self._prepared()
+        if not running.used_by:
+            # Saved first: after a crash the volumes of this repository must not be in a sandbox that counts as unused.
+            running = self._current = replace(running, used_by=assignment.runner_name)
+            self._save(running)
+            await self._mount_caches(running, assignment)
+        return running
+
+    async def _prepared(self) -> _Running:
         self.prepare()
         if self._current is None and self._preparation is not None:
             await asyncio.shield(self._preparation)
         if self._current is None:
             raise Unavailable("there is no sandbox")
-        running = self._current
-        if not running.used_by:
-            # Saved first: after a crash the volumes of this repository must not be in a sandbox that counts as unused.
-            self._current = replace(running, used_by=assignment.runner_name)
-            self._save(self._current)
-            await self._mount_caches(running, assignment)
         return self._current
 
     async def _mount_caches(self, running: _Running, assignment: Assignment) -> None:
@@ -283,7 +301,11 @@ class Sandboxes:
             return
         try:
             await asyncio.to_thread(
-                caches.mount, assignment, leader=running.leader, first_id=running.first_id, user=self._user
+                caches.mount,
+                assignment,
+                leader=running.leader,
+                first_id=running.first_id,
+                user=running.user,
             )
         except (OSError, subprocess.TimeoutExpired) as problem:
             # Jobs work without a cache, only slower.
@@ -293,19 +315,19 @@ class Sandboxes:
         """Count the sandboxes of this machine. The number is saved before its use, so that it is never used twice."""
         path = self._storage / "number"
         try:
-            number = int(path.read_text()) + 1
+            number = int(path.read_text()) % MAX_NUMBER + 1
         except (OSError, ValueError):
             number = 1
         _write(path, str(number))
         return number
 
-    def _mount(self, number: int) -> None:
-        """Mount the root of a new sandbox, and in it the runner software."""
+    def _mount(self, number: int) -> JobUser:
+        """Mount the root of a new sandbox, and in it the runner software. Return the job user."""
         folder = self._storage / str(number)
         first_id = FIRST_ID + number % ID_RANGES * mounts.ID_COUNT
         for name in ("", "host", "root", "work", "runner-original", "runner-work", "runner-upper"):
             (folder / name).mkdir(mode=0o700)
-        self._user = sandbox_root.build_layer(
+        user = sandbox_root.build_layer(
             folder / "upper",
             root=self._options.root,
             first_id=first_id,
@@ -314,7 +336,7 @@ class Sandboxes:
             resolver=sandbox_root.host_resolver(),
         )
         (folder / "runner-upper").chmod(0o755)
-        os.chown(folder / "runner-upper", first_id + self._user.uid, first_id + self._user.gid)
+        os.chown(folder / "runner-upper", first_id + user.uid, first_id + user.gid)
         for path in ENGINE_FOLDERS:
             engine = folder / path.rpartition("/")[2]
             engine.mkdir()
@@ -323,7 +345,7 @@ class Sandboxes:
         self._discard_folder(self.outbox)
         self.outbox.mkdir()
         self.outbox.chmod(0o755)
-        os.chown(self.outbox, first_id + self._user.uid, first_id + self._user.gid)
+        os.chown(self.outbox, first_id + user.uid, first_id + user.gid)
         mounts.mount_idmapped(self._options.root, folder / "host", first_id)
         mounts.mount_overlay(folder / "root", lower=folder / "host", upper=folder / "upper", work=folder / "work")
         runner = folder / "root" / str(self._options.software).lstrip("/") / "runner"
@@ -334,8 +356,9 @@ class Sandboxes:
         for name in ("host", "runner-original"):
             # The overlays keep their layers.
             mounts.unmount(folder / name)
+        return user
 
-    async def _boot(self, number: int) -> _Running:
+    async def _boot(self, number: int, user: JobUser) -> _Running:
         """Start the container and wait until its services run."""
         loop = asyncio.get_running_loop()
         path = self._storage / "notify"
@@ -347,7 +370,7 @@ class Sandboxes:
             process = procfs.read_process(pid)
             if process is None:
                 raise Unavailable("systemd-nspawn has ended at once")
-            running = _Running(number=number, pid=pid, started=process.started)
+            running = _Running(number=number, pid=pid, started=process.started, uid=user.uid, gid=user.gid)
             descriptor = os.pidfd_open(pid)
             ended = asyncio.ensure_future(processes.wait_for_end(descriptor, BOOT_LIMIT_S))
             received = asyncio.ensure_future(loop.sock_recv(notifications, 4096))

@@ -120,7 +120,7 @@ for command in systemd-nspawn iptables ip sudo; do
   command -v "$command" >/dev/null || fail "$command is missing; sandboxes need it"
 done
 command -v dockerd >/dev/null || say "dockerd is missing: jobs cannot use docker"
-[[ -e /sys/fs/cgroup/cgroup.procs ]] || fail "the machine does not use cgroup v2; sandboxes need it"
+[[ $(stat -fc %T /sys/fs/cgroup) == cgroup2fs ]] || fail "the machine does not use cgroup v2; sandboxes need it"
 kernel=$(uname -r)
 [[ $(printf '5.19\n%s\n' "$kernel" | sort -V | head -n 1) == 5.19 ]] ||
   fail "the kernel is $kernel; sandboxes need Linux 5.19 or newer"
