@@ -134,6 +134,9 @@ class Requests:
     async def wait_for(self, text: str) -> None:
         await _until(lambda: text in self._output())
 
+    async def wait_without(self, text: str) -> None:
+        await _until(lambda: text not in self._output())
+
     def _output(self) -> str:
         """The end of the listener's log."""
         with (self.sandboxes.log_folder / "runner.log").open("rb") as file:

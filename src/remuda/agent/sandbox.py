@@ -17,6 +17,7 @@ import select
 import shutil
 import socket
 import subprocess
+import sys
 import tarfile
 import time
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from remuda import procfs, scripts
-from remuda.agent import mounts, processes, sandbox_root
+from remuda.agent import enter_sandbox, mounts, processes, sandbox_root
 from remuda.agent.cache_volumes import CacheVolumes
 from remuda.agent.listener import Files, StartCommand
 from remuda.agent.sandbox_root import JobUser
@@ -189,7 +190,8 @@ class Sandboxes:
         listener = str(self.runner_folder / "bin" / "Runner.Listener")
         return StartCommand(
             arguments=(
-                *("nsenter", f"--target={running.leader}", "--all", "--", "/bin/sh", "-c", _ENTER, "sh"),
+                *(sys.executable, "-IS", enter_sandbox.__file__, str(running.leader)),
+                *("/bin/sh", "-c", _ENTER, "sh"),
                 *(str(self.runner_folder), str(running.uid), str(running.gid), listener),
             ),
             stdin=archive,
