@@ -147,13 +147,12 @@ class TimedStore(MemoryInstanceStore):
         detail: str = "",
         duration_s: float | None = None,
         failure: FailureKind | None = None,
-    ) -> Report:
-        written = await super().write_signal(
+    ) -> None:
+        await super().write_signal(
             instance_id, epoch=epoch, signal=signal, detail=detail, duration_s=duration_s, failure=failure
         )
         if signal is Signal.UD_REMOVE_REG_REMOVE_RUN_OK:
             self.measurement.samples["release"].append(_now() - self.measurement.read_at[State.RELEASING])
-        return written
 
     def _read(self, record: Instance | None) -> Instance | None:
         if record is not None:

@@ -130,7 +130,6 @@ class SandboxHost:
             assert self._process.stdout is not None
             self._process.stdout.close()
         for folder in {self.cgroup, self._limited}:
-            (folder / "cgroup.kill").exists() and (folder / "cgroup.kill").write_text("1")
             _remove(folder)
 
     def start(self, command: Sequence[str | Path], **options: Any) -> subprocess.Popen[str]:
