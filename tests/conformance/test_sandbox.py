@@ -296,7 +296,7 @@ def test_cache_volumes(host: SandboxHost, folder: Path) -> None:
         agent("ready")
         assert agent("crash", point="cache", request="run", name="r4", script="true")
         agent("open")
-        last = agent("run", name="r5", script=show, repository="x/y")
+        last = agent("run", name="r5", script=show, repository="")
         assert "one" not in last["output"]
         end(agent)
 

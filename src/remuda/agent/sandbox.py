@@ -208,6 +208,8 @@ class Sandboxes:
         if free < DISK_RESERVE and self._current is not None and self._current.used_by and self.is_alive():
             self._record("disk-full", f"killed the sandbox: jobs have left {free // 1024**2} MiB on the disk")
             self._kill(self._current.number)
+            # It counts as ended from now on, although its processes need a moment.
+            self._current = replace(self._current, started=0)
 
     def _free_bytes(self) -> int:
         status = os.statvfs(self._storage)
