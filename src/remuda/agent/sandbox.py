@@ -60,6 +60,7 @@ ENGINE_FOLDERS = ("/var/lib/docker", "/var/lib/containerd", "/var/lib/containers
 SYSTEM_CALLS = "add_key keyctl bpf"
 DEVICES = ("/dev/fuse", "/dev/net/tun")
 MAX_DETAIL = 500
+#: Also drops the agent's protection against a lack of memory: systemd-nspawn's option for it fails on Linux 6.1.
 _JOIN = 'echo $$ >"$0" && echo 0 >/proc/self/oom_score_adj && exec "$@"'
 #: Runs in the new sandbox, as root: unpack the files, become the job user, become the program.
 _ENTER = (
@@ -415,7 +416,6 @@ class Sandboxes:
         ]
         with (self.log_folder / "console.log").open("wb") as console:
             process = subprocess.Popen(
-                # Without the agent's protection against a lack of memory: the option of systemd-nspawn needs a newer kernel.
                 ["sh", "-c", _JOIN, str(cgroup / "cgroup.procs"), *command],
                 env={"PATH": scripts.SYSTEM_PATH, "NOTIFY_SOCKET": str(notify), "SYSTEMD_NSPAWN_TMPFS_TMP": "0"},
                 stdin=subprocess.DEVNULL,
