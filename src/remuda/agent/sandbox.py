@@ -60,6 +60,8 @@ ENGINE_FOLDERS = ("/var/lib/docker", "/var/lib/containerd", "/var/lib/containers
 SYSTEM_CALLS = "add_key keyctl bpf"
 DEVICES = ("/dev/fuse", "/dev/net/tun")
 MAX_DETAIL = 500
+#: Also drops the agent's protection against a lack of memory: systemd-nspawn's option for it fails on Linux 6.1.
+_JOIN = 'echo $$ >"$0" && echo 0 >/proc/self/oom_score_adj && exec "$@"'
 #: Runs in the new sandbox, as root: unpack the files, become the job user, become the program.
 _ENTER = (
     'cd "$1" && rm -rf -- .env .path && tar -xpf - -C / && shift && '
@@ -406,7 +408,6 @@ class Sandboxes:
             "--resolv-conf=off",
             "--timezone=off",
             "--notify-ready=yes",
-            "--oom-score-adjust=0",
             f"--rlimit=RLIMIT_NOFILE={OPEN_FILES}",
             "--rlimit=RLIMIT_CORE=infinity",
             f"--system-call-filter={SYSTEM_CALLS}",
@@ -415,7 +416,7 @@ class Sandboxes:
         ]
         with (self.log_folder / "console.log").open("wb") as console:
             process = subprocess.Popen(
-                ["sh", "-c", 'echo $$ >"$0" && exec "$@"', str(cgroup / "cgroup.procs"), *command],
+                ["sh", "-c", _JOIN, str(cgroup / "cgroup.procs"), *command],
                 env={"PATH": scripts.SYSTEM_PATH, "NOTIFY_SOCKET": str(notify), "SYSTEMD_NSPAWN_TMPFS_TMP": "0"},
                 stdin=subprocess.DEVNULL,
                 stdout=console,
