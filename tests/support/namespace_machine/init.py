@@ -13,6 +13,7 @@ import ctypes
 import heapq
 import json
 import os
+import platform
 import secrets
 import selectors
 import shlex
@@ -34,6 +35,9 @@ COMMANDS = ("systemctl", "systemd-run", "shutdown", "apt-get", "dnf")
 NEW_FOLDERS = {"/opt/remuda": "/opt", "/var/lib/remuda": "/var/lib"}
 CGROUPS = Path("/sys/fs/cgroup")
 CLONE_NEWCGROUP = 0x02000000
+#: The number of the system call keyctl by architecture, and its operation JOIN_SESSION_KEYRING.
+KEYCTL = {"x86_64": 250, "aarch64": 219}
+JOIN_SESSION_KEYRING = 1
 #: The exit code of systemctl for an unknown unit.
 NOT_LOADED = 5
 
@@ -272,6 +276,8 @@ def main() -> None:
     replace_commands()
     path = Path("/run/user-data")
     path.write_text(user_data)
+    # Services of systemd have a session keyring, which their children inherit.
+    ctypes.CDLL(None).syscall(KEYCTL[platform.machine()], JOIN_SESSION_KEYRING, None)
     init = MachineInit(configuration["environment"])
     init.start(["bash", str(path)])
     init.run()
