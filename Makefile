@@ -25,7 +25,7 @@ PARALLEL_MAKE := $(MAKE) --no-print-directory $(if $(filter output-sync,$(.FEATU
 # CPU-bound parts run with lower priority than parts with time limits.
 LOW_PRIORITY :=
 
-.PHONY: help demo demo-aws test installed check unit conformance acceptance simulation simulate attacks fuzz bench screenshots docs lambda clean
+.PHONY: help demo demo-aws test installed check unit conformance acceptance simulation simulate attacks machine-test machine-image fuzz bench screenshots docs lambda clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -42,7 +42,7 @@ test: ## Run linters, type checks and all tests
 	@echo 'running acceptance, conformance and simulation tests; output appears when a part is done'
 	@$(PARALLEL_MAKE) -j 2 acceptance conformance simulation LOW_PRIORITY='nice -n 5'
 
-installed: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed $(NPM)/.installed | /usr/bin/shellcheck /usr/bin/chromium-headless-shell /usr/sbin/iptables ## Install everything that the tests need
+installed: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed $(NPM)/.installed machine-image | /usr/bin/shellcheck /usr/bin/chromium-headless-shell /usr/sbin/iptables ## Install everything that the tests need
 
 check: $(VENV)/.tools $(VENV)-moto/.installed $(NPM)/.installed ## Run ruff, mypy, import-linter, and check generated files, template and workflows
 	$(BIN)/ruff check .
@@ -62,8 +62,8 @@ unit: $(VENV)/.tools | /usr/bin/shellcheck ## Run the unit tests
 conformance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed $(NPM)/.installed ## Run one suite per port over every adapter
 	$(BIN)/pytest tests/conformance -q -n 2
 
-acceptance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed | /usr/bin/chromium-headless-shell /usr/sbin/iptables ## Test the installed command with real processes and servers
-	$(BIN)/pytest tests/acceptance -q -n 3 --dist loadfile --no-loadscope-reorder
+acceptance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed machine-image | /usr/bin/chromium-headless-shell /usr/sbin/iptables ## Test the installed command with real processes and servers
+	$(BIN)/pytest tests/acceptance tests/machine/test_boot.py -q -n 3 --dist loadfile --no-loadscope-reorder
 
 simulation: $(VENV)/.tools ## Run the short campaign: simulated worlds in virtual time under faults
 	$(LOW_PRIORITY) $(BIN)/pytest tests/simulation -q -n 2 --dist worksteal --timeout 1200
@@ -78,6 +78,13 @@ simulate: $(VENV)/.tools ## Run the long campaign, all mutants, and the exhausti
 
 attacks: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed ## Run the attacks and write the table of results (Linux, root)
 	REMUDA_WRITE_ATTACKS=1 $(BIN)/pytest tests/acceptance/test_attacks.py -q
+
+machine-test: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed machine-image ## Test the agent in virtual machines with a real kernel and systemd (Linux, root)
+	$(BIN)/pytest tests/machine -q
+
+# Cached in the user's cache folder. Takes some minutes when it is built.
+machine-image: $(VENV)/.tools | /usr/sbin/debootstrap
+	@$(BIN)/python -m tests.support.virtual_machine
 
 fuzz: $(VENV)/.tools ## Fuzz external input, and run new examples of every property (FUZZ, FUZZ_S)
 	REMUDA_FUZZ=$(FUZZ) $(BIN)/pytest tests/unit -m hypothesis -q -n 2 --timeout 0
@@ -165,6 +172,15 @@ $(NPM)/.installed: requirements/package.json
 	  echo 'installing iptables'; apt-get install -y -qq iptables >/dev/null \
 	    || { apt-get update -qq && apt-get install -y -qq iptables >/dev/null; } || true; \
 	else echo 'iptables is not installed: the firewall tests will be skipped'; fi
+
+# Used by the tests in virtual machines, together with qemu.
+/usr/sbin/debootstrap: | /usr/sbin/iptables
+	@if command -v debootstrap >/dev/null && command -v qemu-system-x86_64 >/dev/null; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  echo 'installing qemu and debootstrap'; \
+	  apt-get install -y -qq --no-install-recommends qemu-system-x86 debootstrap >/dev/null \
+	    || { apt-get update -qq && apt-get install -y -qq --no-install-recommends qemu-system-x86 debootstrap >/dev/null; } || true; \
+	else echo 'qemu or debootstrap is not installed (Debian: apt-get install qemu-system-x86 debootstrap): the tests in virtual machines will be skipped'; fi
 
 other_browser = { command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null
 

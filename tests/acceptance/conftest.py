@@ -18,6 +18,7 @@ from tests.support.namespace_machine.machine import bake_image
 from tests.support.namespace_machine.network import server_address
 
 LONG_FILES = (
+    "test_boot.py",
     "test_demo.py",
     "test_credential_leaks.py",
     "test_crash_points.py",

@@ -275,6 +275,7 @@ def users_of_sandboxes() -> set[int]:
     return {sandbox.FIRST_ID + number * mounts.ID_COUNT + user for number in range(1, 5) for user in ids}
 
 
+@pytest.mark.namespaces
 @pytest.mark.skipif(bool(unsupported_reason()), reason=unsupported_reason())
 @pytest.mark.timeout(900)
 async def test_no_credential_leaks(machine_stack: MachineStack, tmp_path: Path) -> None:

@@ -71,6 +71,7 @@ def found(job: JobView) -> list[str]:
     return [line for line in lines if "left" in line or "was-here" in line or "4096" in line or "sleep" in line]
 
 
+@pytest.mark.namespaces
 @requires_machines
 async def test_machine_boots_runs_jobs_is_reset_and_terminates_itself(machine_stack: MachineStack) -> None:
     await machine_stack.refresh(REMUDA_MARGIN_SEC="0.5")
@@ -179,6 +180,7 @@ def processes_with(word: str) -> list[int]:
     return found
 
 
+@pytest.mark.namespaces
 @requires_machines
 async def test_machines_follow_their_instances_and_leave_nothing(ec2: tuple[Ec2Server, EC2Client], tmp_path: Path):
     server, client = ec2

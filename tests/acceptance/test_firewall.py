@@ -168,6 +168,7 @@ def machine() -> Iterator[Machine]:
         yield Machine(host, sandbox, container)
 
 
+@pytest.mark.namespaces
 @pytest.mark.skipif(bool(unsupported_reason()), reason=unsupported_reason())
 def test_sandboxes_reach_the_internet_but_neither_metadata_nor_machine(machine: Machine, tmp_path: Path) -> None:
     # Without the rules everything is reachable, so the checks below are meaningful.

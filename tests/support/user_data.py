@@ -43,6 +43,8 @@ class FakeImds:
         self.status = 0
         self.requests: list[str] = []
         self.url = ""
+        #: Path of its network namespace, if it has its own.
+        self.network = ""
 
     def answer(self, method: str, path: str, token: str, life: str) -> tuple[int, str]:
         self.requests.append(f"{method} {path}")
@@ -126,8 +128,8 @@ def fake_imds(sockets: Sequence[socket.socket] = ()) -> Iterator[FakeImds]:
 
 NEEDED = {"ami": "ami-12345678", "subnet-ids": "subnet-12345678", "iam-instance-profile": "agent"}
 LIMIT_S = 60
-#: Commands that sandboxes need.
-SANDBOX_COMMANDS = ("systemd-nspawn", "ip", "sudo", "dockerd")
+#: Commands that a machine needs for sandboxes.
+SANDBOX_COMMANDS = ("systemd-nspawn", "iptables", "ip", "sudo", "dockerd")
 #: Records its arguments.
 RECORD_CALL = '#!/bin/sh\necho "$(basename "$0") $*" >>"$CALLS"\n'
 #: Serves https:// from a folder; passes all other requests to the real curl.
@@ -162,13 +164,10 @@ class BootstrapBox:
         self.mirror.mkdir()
         self.bin.mkdir()
         self._calls = folder / "calls"
-        for name in ("systemd-run", "systemctl", "shutdown", "iptables", "ip6tables", "dnf"):
+        for name in ("systemd-run", "systemctl", "shutdown", "ip6tables", "apt-get", *SANDBOX_COMMANDS):
             self.command(name, RECORD_CALL)
-        for name in SANDBOX_COMMANDS:
-            self.command(name, RECORD_CALL)
+        self.command("stat", "#!/bin/sh\necho cgroup2fs\n")
         self.command("ldconfig", RECORD_CALL + "echo libicuuc.so.72\n")
-        self.set_kernel("6.1.0-aws")
-        self.set_cgroups("cgroup2fs")
         self.command("curl", CURL)
         self.environment = {
             "PATH": f"{self.bin}:/usr/local/bin:/usr/bin:/bin",
@@ -178,43 +177,19 @@ class BootstrapBox:
             "AWS_EC2_METADATA_SERVICE_ENDPOINT": imds.url,
         }
 
-    def set_kernel(self, version: str) -> None:
-        self.command("uname", f'#!/bin/sh\n[ "$1" = -r ] || exec "{shutil.which("uname")}" "$@"\necho {version}\n')
-
-    def set_cgroups(self, kind: str) -> None:
-        """Set the type of the file system in /sys/fs/cgroup."""
-        self.command("stat", f"#!/bin/sh\necho {kind}\n")
-
     def command(self, name: str, text: str) -> None:
         executable(self.bin / name, text)
 
-    def isolate_commands(self) -> None:
-        """Hide all commands of this computer but those that the bootstrap needs everywhere."""
-        for name in (
-            "bash",
-            "sh",
-            "env",
-            "cat",
-            "mkdir",
-            "chmod",
-            "chown",
-            "mktemp",
-            "rm",
-            "mv",
-            "ln",
-            "id",
-            "grep",
-            "sort",
-            "head",
-            "tar",
-            "sha256sum",
-            "base64",
-            "gzip",
-            "cp",
-            "basename",
-        ):
-            (self.bin / name).symlink_to(shutil.which(name) or f"/bin/{name}")
-        self.environment["PATH"] = str(self.bin)
+    def without(self, *names: str) -> None:
+        """Remove commands, also those of this computer."""
+        system = self.bin.with_name("system-commands")
+        system.mkdir()
+        for path in (*Path("/bin").iterdir(), *Path("/usr/bin").iterdir()):
+            if path.name not in names and not (system / path.name).is_symlink():
+                (system / path.name).symlink_to(path)
+        for name in names:
+            (self.bin / name).unlink(missing_ok=True)
+        self.environment["PATH"] = f"{self.bin}:{system}"
 
     def offer(self, name: str, files: dict[str, str]) -> str:
         """Put an archive on the mirror and return its SHA-256."""

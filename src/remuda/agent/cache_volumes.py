@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -65,7 +64,7 @@ class CacheVolumes:
             _services(leader, "stop")
         try:
             for path in self.paths:
-                _mount(volume / path.strip("/").replace("/", "_"), path, leader=leader, first_id=first_id, user=user)
+                _mount(volume / path.strip("/").replace("/", "%"), path, leader=leader, first_id=first_id, user=user)
         finally:
             if restart:
                 _services(leader, "start")
@@ -81,7 +80,8 @@ class CacheVolumes:
         for volume in volumes:
             left -= _size(volume)
             if left < 0:
-                shutil.rmtree(volume)
+                # Not rmtree, which fails for folders that a job has nested too deeply.
+                mounts.run("rm", "-rf", "--", volume)
                 evicted.append(volume.name)
         return evicted
 

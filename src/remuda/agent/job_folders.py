@@ -32,12 +32,16 @@ class JobFolders:
     def runner_folder(self) -> Path:
         return self._folder / "runner"
 
+    async def ready(self) -> None:
+        """The folders exist from the start."""
+
     async def prepare_start(self, assignment: Assignment, files: Files) -> StartCommand:  # noqa: ARG002  # no volumes
         try:
             await asyncio.to_thread(self._write, files)
         except OSError as problem:
             raise Unavailable(f"cannot start the listener: {problem}") from problem
-        start = 'cd "$0" && exec bin/Runner.Listener run'
+        # With its full path, by which `Listener` finds the process.
+        start = 'cd "$0" && exec "$0/bin/Runner.Listener" run'
         return StartCommand(arguments=("/bin/sh", "-c", start, str(self.runner_folder)))
 
     def _write(self, files: Files) -> None:

@@ -66,6 +66,9 @@ class JobHost(Protocol):
     def runner_folder(self) -> PurePath:
         """The runner software as the listener sees it."""
 
+    async def ready(self) -> None:
+        """Wait until a listener can be started. Raises `Unavailable` if it never can."""
+
     async def prepare_start(self, assignment: Assignment, files: Files) -> StartCommand:
         """Write the files where the listener finds them, and remove `.env` and `.path` if they are not among them."""
 
@@ -148,11 +151,13 @@ class Listener:
         """Stop the listener, if necessary by force."""
         wrapper = self._wrapper
         if wrapper is not None and self.is_running():
-            for process in processes.find_running(self._program, procfs.descendants(wrapper.pid)):
+            found = list(processes.find_running(self._program, procfs.descendants(wrapper.pid)))
+            for process in found:
                 descriptor = processes.send_signal(process, signal.SIGTERM)
                 if descriptor is not None:
                     os.close(descriptor)
-            if not await self.wait(self._stop_limit_s, for_log=False):
+            # One that is not found has not begun yet or is another program by now: there is nothing to wait for.
+            if not found or not await self.wait(self._stop_limit_s, for_log=False):
                 await asyncio.to_thread(processes.kill, [*procfs.descendants(wrapper.pid), wrapper])
             self.is_running()
         self.forget()

@@ -44,12 +44,14 @@ _UNREACHABLE = re.compile(
     re.IGNORECASE,
 )
 _BUSY = re.compile(r"running a job", re.IGNORECASE)
-#: `config.sh remove` exits with 0 without calling the server if a file of the registration is missing.
+# Output of `config.sh remove`. Source: actions/runner 2.336.0, Runner.Listener/Configuration/ConfigurationManager.cs
+# (UnconfigureAsync) and Runner.Common/RunnerDotcomServer.cs (RetryRequest).
+#: A file of the registration is missing: exit code 0 without a call of the server.
 _LOCAL_ONLY = re.compile(r"skipping removing runner from the server", re.IGNORECASE)
-#: Output if the server has no such registration any more: of the legacy flow with exit code 0, and of the newer flow,
-#: which calls `DELETE …/actions/runners/ID` and fails (actions/runner, ConfigurationManager.UnconfigureAsync).
+#: The server has no such registration any more. The legacy flow exits with 0; the newer one, with `useRunnerAdminFlow`
+#: in `.runner`, calls `DELETE …/actions/runners/ID`, exits with 1 and keeps its files.
 _ALREADY_REMOVED = re.compile(r"does not exist\. skipping removing runner from the server", re.IGNORECASE)
-_DELETE_NOT_FOUND = re.compile(r"response code: NotFound from 'DELETE", re.IGNORECASE)
+_DELETE_NOT_FOUND = re.compile(r"response code: NotFound from 'DELETE ", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +84,7 @@ class ActionsRunner:
         environment: Mapping[str, str],
         hook: JobHook,
     ) -> None:
+        self._host = host
         self._config_folder = config_folder
         self._has_own_copy = config_folder != host.runner_folder
         self._runner_folder = host.runner_folder
@@ -108,6 +111,16 @@ class ActionsRunner:
         )
 
     async def register(self, assignment: Assignment) -> StepResult:
+        result = await self._register(assignment)
+        if result.ok:
+            # A run must not count on a runner that cannot start.
+            try:
+                await self._host.ready()
+            except Unavailable as problem:
+                return StepResult(ok=False, detail=problem.message)
+        return result
+
+    async def _register(self, assignment: Assignment) -> StepResult:
         if self._listener.is_running():
             return StepResult(ok=False, detail="a listener of an earlier assignment is still running")
         self._forget()

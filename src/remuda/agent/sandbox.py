@@ -35,6 +35,8 @@ from remuda.ports.machine import StepResult
 #: The user ids of sandbox `n` begin at FIRST_ID + (n mod ID_RANGES) * 65,536.
 FIRST_ID = 524_288
 ID_RANGES = 30_000
+#: After this number the count begins again. With more digits, the name of the network interface would be too long.
+MAX_NUMBER = 99_999
 #: Sandbox `n` has the two addresses of the n-th block of four. The range is for tests of network devices (RFC 2544), so
 #: that VPCs do not use it.
 NETWORK = (198 << 24) + (18 << 16)
@@ -61,6 +63,7 @@ ENGINE_FOLDERS = ("/var/lib/docker", "/var/lib/containerd", "/var/lib/containers
 SYSTEM_CALLS = "add_key keyctl bpf"
 DEVICES = ("/dev/fuse", "/dev/net/tun")
 MAX_DETAIL = 500
+_JOIN = 'echo $$ >"$0" && echo 0 >/proc/self/oom_score_adj && exec "$@"'
 #: Runs in the new sandbox, as root: unpack the files, become the job user, become the program.
 _ENTER = (
     'cd "$1" && rm -rf -- .env .path && tar -xpf - -C / && shift && '
@@ -91,12 +94,19 @@ class _Running:
     #: The container manager: its pid and start time.
     pid: int
     started: int
+    #: Ids of the job user inside.
+    uid: int
+    gid: int
     #: Name of the runner that it was used for, or empty.
     used_by: str = ""
 
     @property
     def first_id(self) -> int:
         return FIRST_ID + self.number % ID_RANGES * mounts.ID_COUNT
+
+    @property
+    def user(self) -> JobUser:
+        return JobUser(uid=self.uid, gid=self.gid)
 
     @property
     def interface(self) -> str:
@@ -128,7 +138,6 @@ class Sandboxes:
         self._preparation: asyncio.Task[None] | None = None
         #: Processes that this agent started and must reap.
         self._children: set[int] = set()
-        self._user = JobUser(uid=sandbox_root.JOB_USER_ID, gid=sandbox_root.JOB_USER_ID)
         self._cgroup = Path()
 
     @property
@@ -153,6 +162,8 @@ class Sandboxes:
         """Begin to prepare a sandbox, unless there is one or one is being prepared."""
         if self._current is None and (self._preparation is None or self._preparation.done()):
             self._preparation = asyncio.create_task(self._prepare())
+            # Its failure is recorded there, and raised to those who wait for it.
+            self._preparation.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def close(self) -> None:
         if self._preparation is not None:
@@ -163,12 +174,15 @@ class Sandboxes:
     def runner_folder(self) -> PurePosixPath:
         return self._options.software / "runner"
 
+    async def ready(self) -> None:
+        await self._prepared()
+
     async def prepare_start(self, assignment: Assignment, files: Files) -> StartCommand:
         running = await self._ready(assignment)
         group = self._cgroup / _name(running.number) / "payload" / "remuda-runner"
         try:
             group.mkdir(exist_ok=True)
-            archive = _archive(files, self.runner_folder, self._user)
+            archive = _archive(files, self.runner_folder, running.user)
             # The listener inherits the agent's keyring, in which a job could leave keys for the next run.
             processes.join_new_session_keyring()
         except OSError as problem:
@@ -177,7 +191,7 @@ class Sandboxes:
         return StartCommand(
             arguments=(
                 *("nsenter", f"--target={running.leader}", "--all", "--", "/bin/sh", "-c", _ENTER, "sh"),
-                *(str(self.runner_folder), str(self._user.uid), str(self._user.gid), listener),
+                *(str(self.runner_folder), str(running.uid), str(running.gid), listener),
             ),
             stdin=archive,
             cgroup=group / "cgroup.procs",
@@ -233,13 +247,11 @@ class Sandboxes:
 
     async def _prepare(self) -> None:
         started = time.monotonic()
-        if self._options.caches is not None:
-            for name in await asyncio.to_thread(self._options.caches.evict):
-                self._record("cache-evicted", f"deleted the cache volume {name}: the volumes are larger than permitted")
+        await self._evict_caches()
         number = await asyncio.to_thread(self._next_number)
         try:
-            await asyncio.to_thread(self._mount, number)
-            self._current = await self._boot(number)
+            user = await asyncio.to_thread(self._mount, number)
+            self._current = await self._boot(number, user)
             self._save(self._current)
         except (OSError, Unavailable) as problem:
             text = str(problem)
@@ -249,6 +261,15 @@ class Sandboxes:
             raise Unavailable(f"cannot prepare a sandbox: {text}"[:MAX_DETAIL]) from problem
         self._record("sandbox-ready", f"sandbox {number} is ready", seconds=round(time.monotonic() - started, 3))
 
+    async def _evict_caches(self) -> None:
+        if self._options.caches is None:
+            return
+        try:
+            for name in await asyncio.to_thread(self._options.caches.evict):
+                self._record("cache-evicted", f"deleted the cache volume {name}: the volumes are larger than permitted")
+        except OSError as problem:
+            self._record("cache-failed", str(problem)[:MAX_DETAIL])
+
     async def _ready(self, assignment: Assignment) -> _Running:
         """Return the sandbox for this assignment, and make a new one if it has ended or belonged to another runner."""
         running = self._current
@@ -256,16 +277,19 @@ class Sandboxes:
             problem = await asyncio.to_thread(self._discard_all)
             if problem:
                 raise Unavailable(f"cannot discard the last sandbox: {problem}")
+        running = await self._prepared()
+        if not running.used_by:
+            await self._mount_caches(running, assignment)
+            running = self._current = replace(running, used_by=assignment.runner_name)
+            self._save(running)
+        return running
+
+    async def _prepared(self) -> _Running:
         self.prepare()
         if self._current is None and self._preparation is not None:
             await asyncio.shield(self._preparation)
         if self._current is None:
             raise Unavailable("there is no sandbox")
-        running = self._current
-        if not running.used_by:
-            await self._mount_caches(running, assignment)
-            self._current = replace(running, used_by=assignment.runner_name)
-            self._save(self._current)
         return self._current
 
     async def _mount_caches(self, running: _Running, assignment: Assignment) -> None:
@@ -274,7 +298,11 @@ class Sandboxes:
             return
         try:
             await asyncio.to_thread(
-                caches.mount, assignment, leader=running.leader, first_id=running.first_id, user=self._user
+                caches.mount,
+                assignment,
+                leader=running.leader,
+                first_id=running.first_id,
+                user=running.user,
             )
         except (OSError, subprocess.TimeoutExpired) as problem:
             # Jobs work without a cache, only slower.
@@ -284,19 +312,19 @@ class Sandboxes:
         """Count the sandboxes of this machine. The number is saved before its use, so that it is never used twice."""
         path = self._storage / "number"
         try:
-            number = int(path.read_text()) + 1
+            number = int(path.read_text()) % MAX_NUMBER + 1
         except (OSError, ValueError):
             number = 1
         _write(path, str(number))
         return number
 
-    def _mount(self, number: int) -> None:
-        """Mount the root of a new sandbox, and in it the runner software."""
+    def _mount(self, number: int) -> JobUser:
+        """Mount the root of a new sandbox, and in it the runner software. Return the job user."""
         folder = self._storage / str(number)
         first_id = FIRST_ID + number % ID_RANGES * mounts.ID_COUNT
         for name in ("", "host", "root", "work", "runner-original", "runner-work", "runner-upper"):
             (folder / name).mkdir(mode=0o700)
-        self._user = sandbox_root.build_layer(
+        user = sandbox_root.build_layer(
             folder / "upper",
             root=self._options.root,
             first_id=first_id,
@@ -305,7 +333,7 @@ class Sandboxes:
             resolver=sandbox_root.host_resolver(),
         )
         (folder / "runner-upper").chmod(0o755)
-        os.chown(folder / "runner-upper", first_id + self._user.uid, first_id + self._user.gid)
+        os.chown(folder / "runner-upper", first_id + user.uid, first_id + user.gid)
         for path in ENGINE_FOLDERS:
             engine = folder / path.rpartition("/")[2]
             engine.mkdir()
@@ -314,7 +342,7 @@ class Sandboxes:
         self._throw_away(self.outbox)
         self.outbox.mkdir()
         self.outbox.chmod(0o755)
-        os.chown(self.outbox, first_id + self._user.uid, first_id + self._user.gid)
+        os.chown(self.outbox, first_id + user.uid, first_id + user.gid)
         mounts.mount_idmapped(self._options.root, folder / "host", first_id)
         mounts.mount_overlay(folder / "root", lower=folder / "host", upper=folder / "upper", work=folder / "work")
         runner = folder / "root" / str(self._options.software).lstrip("/") / "runner"
@@ -325,8 +353,9 @@ class Sandboxes:
         for name in ("host", "runner-original"):
             # The overlays keep their layers.
             mounts.unmount(folder / name)
+        return user
 
-    async def _boot(self, number: int) -> _Running:
+    async def _boot(self, number: int, user: JobUser) -> _Running:
         """Start the container and wait until its services run."""
         loop = asyncio.get_running_loop()
         path = self._storage / "notify"
@@ -338,7 +367,7 @@ class Sandboxes:
             process = procfs.read_process(pid)
             if process is None:
                 raise Unavailable("systemd-nspawn has ended at once")
-            running = _Running(number=number, pid=pid, started=process.started)
+            running = _Running(number=number, pid=pid, started=process.started, uid=user.uid, gid=user.gid)
             descriptor = os.pidfd_open(pid)
             ended = asyncio.ensure_future(processes.wait_for_end(descriptor, BOOT_LIMIT_S))
             try:
@@ -383,7 +412,6 @@ class Sandboxes:
             "--resolv-conf=off",
             "--timezone=off",
             "--notify-ready=yes",
-            "--oom-score-adjust=0",
             # All of them count inside the user namespace only. Docker needs them for privileged containers.
             "--capability=all",
             f"--rlimit=RLIMIT_NOFILE={OPEN_FILES}",
@@ -394,7 +422,8 @@ class Sandboxes:
         ]
         with (self.log_folder / "console.log").open("wb") as console:
             process = subprocess.Popen(
-                ["sh", "-c", 'echo $$ >"$0" && exec "$@"', str(cgroup / "cgroup.procs"), *command],
+                # Without the agent's protection against a lack of memory: the option of systemd-nspawn needs a newer kernel.
+                ["sh", "-c", _JOIN, str(cgroup / "cgroup.procs"), *command],
                 env={"PATH": scripts.SYSTEM_PATH, "NOTIFY_SOCKET": str(notify), "SYSTEMD_NSPAWN_TMPFS_TMP": "0"},
                 stdin=subprocess.DEVNULL,
                 stdout=console,

@@ -114,14 +114,16 @@ def build_layer(
         builder.folders_only(name)
     builder.empty_folder(str(software).lstrip("/"), 0o755)
     builder.folder(str(software / "runner").lstrip("/"))
-    for name in (*_HIDDEN_FILES, *_private_files(root), *_swap_files(), *(path.strip("/") for path in hidden)):
-        builder.hide(name)
     user = builder.add_job_user()
     builder.add_units()
     builder.write("etc/machine-id", "", 0o444)
     builder.write("etc/hostname", f"{HOST_NAME}\n")
     builder.write("etc/hosts", f"127.0.0.1 localhost\n::1 localhost ip6-localhost\n127.0.1.1 {HOST_NAME}\n")
     builder.write("etc/resolv.conf", resolver)
+    # Last, because it leaves alone what the layer replaces.
+    names = (*_HIDDEN_FILES, *_private_files(root), *_swap_files(), *_linked_folders(root), *hidden)
+    for name in sorted(name.strip("/") for name in names):
+        builder.hide(name)
     for path in (layer, *layer.rglob("*")):
         status = path.lstat()
         os.chown(path, status.st_uid + first_id, status.st_gid + first_id, follow_symlinks=False)
@@ -131,7 +133,7 @@ def build_layer(
 class _LayerBuilder:
     def __init__(self, layer: Path, root: Path) -> None:
         self._layer = layer
-        self._root = root
+        self._root = root.resolve()
         layer.mkdir(mode=0o755)
 
     def empty_folder(self, name: str, mode: int) -> Path:
@@ -143,27 +145,28 @@ class _LayerBuilder:
     def folders_only(self, name: str) -> None:
         """Hide the files in a folder and keep the folders, with their owners and modes."""
         source = self._root / name
-        if not source.is_dir() or source.is_symlink():
+        if not source.is_dir():
             return
         self.empty_folder(name, stat.S_IMODE(source.stat().st_mode))
         for folder, _, _ in os.walk(source):
             _copy_status(Path(folder), self.folder(str(Path(folder).relative_to(self._root))))
 
     def hide(self, name: str) -> None:
-        """Hide a file or a folder by a whiteout, which is a device with the number 0."""
-        path = self._layer / name
-        if not os.path.lexists(self._root / name) or os.path.lexists(path) or self._is_hidden(name):
+        """Hide a file or a folder. Of a folder that the layer has, only the layer's part is shown."""
+        # Links on the way are followed: the file can be reached without them, too.
+        covered = (self._root / name).parent.resolve() / PurePosixPath(name).name
+        if not os.path.lexists(covered) or not covered.is_relative_to(self._root):
             return
-        self.folder(str(PurePosixPath(name).parent))
-        os.mknod(path, stat.S_IFCHR, os.makedev(0, 0))
-
-    def _is_hidden(self, name: str) -> bool:
-        """Whether a parent is hidden or empty. The kernel lists a whiteout in an empty folder by its name."""
-        for parent in PurePosixPath(name).parents:
-            path = self._layer / parent
-            if os.path.lexists(path) and (not path.is_dir() or _OPAQUE in os.listxattr(path)):
-                return True
-        return False
+        relative = covered.relative_to(self._root)
+        path = self._layer / relative
+        if any(_is_hidden(self._layer / parent) for parent in relative.parents):
+            return
+        if path.is_dir() and not path.is_symlink():
+            os.setxattr(path, _OPAQUE, b"y")
+        elif not os.path.lexists(path):
+            self.folder(str(relative.parent))
+            # A whiteout is a device with the number 0.
+            os.mknod(path, stat.S_IFCHR, os.makedev(0, 0))
 
     def write(self, name: str, text: str, mode: int = 0o644) -> None:
         self.folder(str(PurePosixPath(name).parent))
@@ -251,6 +254,17 @@ def _private_files(root: Path) -> Iterator[str]:
             readable = stat.S_ISLNK(status.st_mode) or status.st_mode & stat.S_IROTH
             if not kept and (here in private or not readable):
                 yield relative
+
+
+def _linked_folders(root: Path) -> Iterator[str]:
+    """Yield the folders that are hidden under the name of a link only."""
+    for name in (*_EMPTY_FOLDERS, *_WITHOUT_FILES):
+        if (root / name).is_symlink():
+            yield os.path.relpath((root / name).resolve(), root.resolve())
+
+
+def _is_hidden(path: Path) -> bool:
+    return path.is_char_device() or (path.is_dir() and _OPAQUE in os.listxattr(path))
 
 
 def _swap_files() -> Iterator[str]:

@@ -133,7 +133,7 @@ def _job_root(layout: MachineLayout) -> Path:
 
 
 def _caches(state: Path, environment: Mapping[str, str]) -> CacheVolumes | None:
-    paths = tuple(environment.get(CACHE_PATHS_VARIABLE, "").replace(",", " ").split())
+    paths = tuple(filter(None, environment.get(CACHE_PATHS_VARIABLE, "").split(":")))
     if not paths:
         return None
     max_bytes = int(environment.get(CACHE_GIB_VARIABLE, "") or DEFAULT_CACHE_GIB) * 1024**3

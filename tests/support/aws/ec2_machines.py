@@ -20,11 +20,11 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, closing
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from remuda.fake_github.client import FakeGitHubClient, JobStep, JobView
 from tests.support.aws.ec2 import PROFILE, describe_instances, instance_credentials, slow_server_config
@@ -48,11 +48,23 @@ POWERED_OFF = "powered off"
 _END = re.compile(r"^\S+ end instance_id=\S+ (?:\w+=\S* )*(.+)$", re.MULTILINE)
 
 
+class Machine(Protocol):
+    """What EC2 sees of a machine."""
+
+    @property
+    def is_on(self) -> bool: ...
+
+    @property
+    def console(self) -> str: ...
+
+    def stop(self) -> None: ...
+
+
 @dataclass(kw_only=True)
 class _Booted:
     task: asyncio.Task[None]
     imds: FakeImds | None = None
-    machine: NamespaceMachine | None = None
+    machine: Machine | None = None
     powered_off: bool = False
 
 
@@ -92,6 +104,11 @@ class Ec2MachineRunner:
 
     @property
     def machines(self) -> dict[str, NamespaceMachine]:
+        """The machines in namespaces, by instance id."""
+        return {key: item for key, item in self.all_machines.items() if isinstance(item, NamespaceMachine)}
+
+    @property
+    def all_machines(self) -> dict[str, Machine]:
         """By instance id."""
         return {key: item.machine for key, item in self._booted.items() if item.machine is not None}
 
@@ -101,11 +118,11 @@ class Ec2MachineRunner:
         return {key: item.imds for key, item in self._booted.items() if item.imds is not None}
 
     def console(self, instance_id: str) -> str:
-        machine = self.machines.get(instance_id)
+        machine = self.all_machines.get(instance_id)
         return machine.console if machine is not None else ""
 
     def consoles(self) -> str:
-        return "\n".join(machine.console for machine in self.machines.values())
+        return "\n".join(machine.console for machine in self.all_machines.values())
 
     def end_reason(self, instance_id: str) -> str:
         """The reason that the agent logged when it ended its machine, or `POWERED_OFF` if the dead man timer did."""
@@ -127,7 +144,7 @@ class Ec2MachineRunner:
                 booted.task.cancel()
 
     async def _run_machine(self, instance_id: str, description: Mapping[str, Any]) -> None:
-        with closing(MetadataNetwork()) as network, fake_imds(network.sockets) as imds:
+        with self._metadata_service() as imds:
             imds.valid = TOKENS
             imds.describe(
                 instance_id,
@@ -136,12 +153,7 @@ class Ec2MachineRunner:
                 life_cycle=description.get("InstanceLifecycle", "on-demand"),
             )
             imds.set_credentials(PROFILE, await instance_credentials(self._ec2_url, instance_id))
-            machine = NamespaceMachine(
-                self._folder / instance_id,
-                image=self._image,
-                user_data=await self._user_data(instance_id),
-                metadata_network=network.path,
-            )
+            machine = self._start_machine(self._folder / instance_id, await self._user_data(instance_id), imds)
             booted = self._booted[instance_id]
             booted.imds, booted.machine = imds, machine
             self._log(f"{instance_id} boots ({description['InstanceType']})")
@@ -156,16 +168,27 @@ class Ec2MachineRunner:
                 machine.stop()
                 self._log(f"{instance_id} ended: {self.end_reason(instance_id) or 'terminated by EC2'}")
 
+    @contextmanager
+    def _metadata_service(self) -> Iterator[FakeImds]:
+        with closing(MetadataNetwork()) as network, fake_imds(network.sockets) as imds:
+            imds.network = network.path
+            yield imds
+
+    def _start_machine(self, folder: Path, user_data: str, imds: FakeImds) -> Machine:
+        return NamespaceMachine(folder, image=self._image, user_data=user_data, metadata_network=imds.network)
+
     async def _user_data(self, instance_id: str) -> str:
         answer = await self._ec2.describe_instance_attribute(InstanceId=instance_id, Attribute="userData")
         return base64.b64decode(answer["UserData"]["Value"]).decode()
 
 
 @asynccontextmanager
-async def ec2_machines(*, ec2_url: str, folder: Path, **options: Any) -> AsyncIterator[Ec2MachineRunner]:
-    """Run machines in the background. `options` are those of `Ec2MachineRunner`."""
+async def ec2_machines(
+    *, ec2_url: str, folder: Path, kind: type[Ec2MachineRunner] = Ec2MachineRunner, **options: Any
+) -> AsyncIterator[Ec2MachineRunner]:
+    """Run machines in the background. `options` are those of `kind`."""
     async with aws_client("ec2", ec2_url, config=slow_server_config()) as ec2:
-        runner = Ec2MachineRunner(ec2=ec2, ec2_url=ec2_url, folder=folder, **options)
+        runner = kind(ec2=ec2, ec2_url=ec2_url, folder=folder, **options)
         running = asyncio.create_task(runner.run())
         try:
             yield runner

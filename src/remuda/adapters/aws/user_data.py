@@ -26,7 +26,7 @@ FIRST_LIFE_TAG = "remuda:first-life-s"
 #: Tag with the pool's clock margin.
 MARGIN_TAG = "remuda:margin-s"
 
-#: Variables of the agent.
+#: Variables of the agent. Paths are separated by colons.
 CACHE_PATHS_VARIABLE = "REMUDA_CACHE_PATHS"
 CACHE_GIB_VARIABLE = "REMUDA_CACHE_GIB"
 
@@ -85,7 +85,7 @@ def build_user_data(
     }
     pairs = {"REMUDA_BACKEND": "aws", "REMUDA_POOL": pool, **environment}
     if options.cache_paths:
-        pairs |= {CACHE_PATHS_VARIABLE: ",".join(options.cache_paths), CACHE_GIB_VARIABLE: options.cache_gib}
+        pairs |= {CACHE_PATHS_VARIABLE: ":".join(options.cache_paths), CACHE_GIB_VARIABLE: options.cache_gib}
     header = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
     header.append(f"environment=({' '.join(shlex.quote(_pair(name, pairs[name])) for name in sorted(pairs))})")
     text = "\n".join(["#!/bin/bash", *header, _bootstrap()])

@@ -71,6 +71,10 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _ENVIRONMENT = re.compile(r"[A-Za-z0-9 +=.,_:/@-]{1,256}")
 #: A folder of a sandbox. Not a top-level one, and without `..`.
 _CACHE_PATH = re.compile(r"(?:/[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}|/\.[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}){2,8}")
+#: Folders of sandboxes that must not be covered: those of the kernel, the system and the agent.
+_RESERVED = ("/dev", "/etc", "/opt/remuda", "/proc", "/run", "/sys")
+#: Holds the job's work folder.
+_JOB_HOME = "/home/runner"
 _CACHE_SIZE = re.compile(r"[1-9][0-9]{0,4}")
 _URL = re.compile(r"[!-~]{1,2000}")
 
@@ -127,7 +131,7 @@ class Ec2LaunchOptions:
             python_sha256=_sha256(launch, PYTHON_SHA256),
             job_image_url=_url(launch, JOB_IMAGE_URL, (".tar", ".tar.gz", ".tar.xz")),
             job_image_sha256=_sha256(launch, JOB_IMAGE_SHA256),
-            cache_paths=_ids(launch, CACHE_PATHS, _CACHE_PATH, MAX_CACHE_PATHS, "/home/runner/.cache", required=False),
+            cache_paths=_cache_paths(launch),
             cache_gib=_optional(launch, CACHE_SIZE, _CACHE_SIZE, "set a number of GiB such as 20") or DEFAULT_CACHE_GIB,
             environment=_optional(launch, ENVIRONMENT, _ENVIRONMENT, f"use at most {MAX_TAG_VALUE} letters and digits"),
         )
@@ -184,6 +188,25 @@ def _ids(
     if len(words) > maximum:
         raise UserError(f"{name} has {len(words)} values", field=name, fix=fix)
     return words
+
+
+def _cache_paths(launch: Mapping[str, str]) -> tuple[str, ...]:
+    paths = _ids(launch, CACHE_PATHS, _CACHE_PATH, MAX_CACHE_PATHS, "/home/runner/.cache", required=False)
+    for path in paths:
+        if path == _JOB_HOME or any(_is_below(path, reserved) for reserved in _RESERVED):
+            raise _invalid(CACHE_PATHS, path, f"use folders outside {', '.join(_RESERVED)}, and not {_JOB_HOME} itself")
+        outer = next((other for other in paths if other != path and _is_below(path, other)), "")
+        if outer:
+            raise UserError(
+                f"{CACHE_PATHS} has {path!r}, which is part of {outer!r}",
+                field=CACHE_PATHS,
+                fix="leave one of them out",
+            )
+    return paths
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return f"{path}/".startswith(f"{folder}/")
 
 
 def _profile(launch: Mapping[str, str]) -> str:

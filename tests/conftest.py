@@ -1,0 +1,28 @@
+"""Summary of the tests that ran on machines: on a real kernel, or in namespaces of this computer's kernel."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+#: Markers and their headings in the summary.
+MACHINES = {
+    "real_kernel": "on a real kernel, in a virtual machine",
+    "namespaces": "in namespaces of this computer's kernel",
+}
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reports = [report for name in ("passed", "failed") for report in terminalreporter.stats.get(name, ())]
+    for marker, heading in MACHINES.items():
+        ran = [report for report in reports if report.when == "call" and marker in report.keywords]
+        if not ran:
+            continue
+        terminalreporter.section(f"{len(ran)} tests {heading}", sep="-")
+        names = Counter(report.nodeid.partition("[")[0] for report in ran)
+        machines = {str(value) for report in ran for key, value in report.user_properties if key == "machine"}
+        for line in sorted(machines):
+            terminalreporter.line(line)
+        for name, count in sorted(names.items()):
+            terminalreporter.line(f"{name} ({count} cases)" if count > 1 else name)
