@@ -111,10 +111,10 @@ def mount_folders(folder: Path) -> None:
         mount("-t", "overlay", "-o", f"lowerdir={parent},upperdir={layers[0]},workdir={layers[1]}", "new", parent)
         Path(target).mkdir(exist_ok=True)
         mount("--bind", own, target)
-    units = folder / "units"
-    if not units.exists():
-        run("cp", "-a", UNITS, units)
-    mount("--bind", units, UNITS)
+    own = folder / "systemd"
+    if not own.exists():
+        run("cp", "-a", UNITS.parent, own)
+    mount("--bind", own, UNITS.parent)
     # After the mounts above, which would inherit it.
     mount("-o", "remount,bind,ro", "/")
     for target, mode in (("/tmp", "1777"), ("/var/tmp", "1777"), ("/run", "755"), ("/dev/shm", "1777")):  # noqa: S108
