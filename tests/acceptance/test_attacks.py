@@ -16,7 +16,7 @@ from remuda.agent.sandbox import FIRST_ID
 from tests.support import attacks
 from tests.support.attacks import ESCAPES, PERSISTENT, Attack, AttackOutcome
 from tests.support.aws.ec2_machines import LIMIT_S, MachineStack
-from tests.support.namespace_machine.machine import NamespaceMachine, unsupported_reason
+from tests.support.namespace_machine.machine import INTERPRETER, NamespaceMachine, unsupported_reason
 from tests.support.virtual_time import until
 
 pytestmark = [
@@ -44,7 +44,7 @@ try:
 except OSError as problem:
     print("log is full:", problem.errno)
 END
-sudo {attacks.INTERPRETER} -IS /tmp/fill.py $(pgrep -f bin/Runner.Listener)
+sudo {INTERPRETER} -IS /tmp/fill.py $(pgrep -f bin/Runner.Listener)
 """
 
 
@@ -69,7 +69,7 @@ def state_of_kernel(machine: NamespaceMachine) -> str:
 
 
 def storage_mib(machine: NamespaceMachine) -> int:
-    return int(machine.run("du", "-sm", STORAGE).stdout.split()[0])
+    return int(machine.run("du", "-smx", STORAGE).stdout.split()[0])
 
 
 def left_of_sandbox(machine: NamespaceMachine, number: int) -> list[str]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from fnmatch import fnmatch
 from pathlib import PurePosixPath
 
 import pytest
 
 from tests.support.attacks import IMAGE
-from tests.support.aws.ec2_machines import LIMIT_S, MachineStack
+from tests.support.aws.ec2_machines import MachineStack
 from tests.support.namespace_machine.machine import NamespaceMachine, unsupported_reason
-from tests.support.virtual_time import until
 
 pytestmark = [
     pytest.mark.namespaces,
@@ -22,6 +22,8 @@ pytestmark = [
 FOLDERS = ("/etc", "/root", "/home", "/boot", "/var/cache", "/var/log", "/var/mail", "/var/spool", "/var/lib/remuda")
 #: Files for root only that programs in a sandbox need. They contain no secret.
 NEEDED = ("/etc/sudoers", "/etc/sudoers.d/*", "/var/cache/ldconfig/aux-cache")
+#: Arguments of find: files of root that not everybody can read.
+ROOT_ONLY = ("-type", "f", "-uid", "0", "-size", "+0", "!", "-perm", "-o=r")
 #: Units that a sandbox may run.
 UNITS = (
     *("dbus*.service", "dbus*.socket", "docker.service", "docker.socket", "containerd.service", "cron.service"),
@@ -33,7 +35,8 @@ set -x
 mkdir -p src && echo 'int main() { return 0; }' >src/main.c && mkdir -p "$RUNNER_TOOL_CACHE/node/20"
 ! command -v typical || exit 11
 mkdir -p pkg/DEBIAN pkg/usr/bin
-printf 'Package: typical\\nVersion: 1\\nArchitecture: all\\nMaintainer: x <x@example.com>\\nDescription: x\\n' >pkg/DEBIAN/control
+printf '%s: 1\\n' Version Description Maintainer >pkg/DEBIAN/control
+printf 'Package: typical\\nArchitecture: all\\n' >>pkg/DEBIAN/control
 printf '#!/bin/sh\\necho typical\\n' >pkg/usr/bin/typical && chmod 755 pkg/usr/bin/typical
 dpkg-deb --build --root-owner-group pkg typical.deb
 sudo dpkg -i typical.deb
@@ -46,8 +49,8 @@ DOCKER_WORKFLOW = f"""
 set -x
 ! docker image inspect implant 2>/dev/null || exit 11
 {IMAGE}
-mkdir -p context && printf 'FROM implant\\nCOPY file /file\\nRUN ["/bin/sh", "-c", "cat /file >/built"]\\n' >context/Dockerfile
-echo content >context/file
+mkdir -p context && echo content >context/file
+printf 'FROM implant\\nCOPY file /file\\nRUN cat /file >/built\\n' >context/Dockerfile
 DOCKER_BUILDKIT=0 docker build -t built context
 docker run -d --name service built sleep 1000
 [ "$(docker exec service cat /built)" = content ]
@@ -60,10 +63,6 @@ def files_for_root_only(machine: NamespaceMachine) -> dict[str, str]:
     return digests(machine.run("xargs", "-d", r"\n", "sha256sum", stdin=found.stdout).stdout)
 
 
-#: Neither group nor others can read the file.
-ROOT_ONLY = ("-type", "f", "-uid", "0", "-size", "+0", "!", "-perm", "/044")
-
-
 def digests(text: str) -> dict[str, str]:
     return {path: digest for digest, _, path in (line.partition("  ") for line in text.splitlines())}
 
@@ -71,10 +70,11 @@ def digests(text: str) -> dict[str, str]:
 def visible_secrets(machine: NamespaceMachine) -> list[str]:
     """Files for root only that root of the sandbox can read unchanged."""
     outside = files_for_root_only(machine)
-    assert {"/var/lib/remuda/agent.env", "/etc/shadow", "/etc/sudoers"} <= outside.keys() | {"/etc/shadow"}
+    assert {"/var/lib/remuda/agent.env", "/var/lib/remuda/state.json"} <= outside.keys()
     paths = "".join(f"{path}\n" for path in outside)
     inside = digests(machine.run_in_sandbox("xargs", "-d", r"\n", "sha256sum", stdin=paths).stdout)
     same = [path for path, digest in inside.items() if outside[path] == digest]
+    assert "/etc/sudoers" in same, "the check works"
     return [path for path in same if not any(PurePosixPath(path).match(pattern) for pattern in NEEDED)]
 
 
@@ -100,13 +100,10 @@ async def test_host_is_hidden_and_typical_workflows_are_followed_by_reuse(machin
             provisioned = await machine_stack.provision(run_id)
             created, reused = created + provisioned["created"], reused + provisioned["reused"]
             ((name, machine),) = machine_stack.machines.items()
-            if run_id == "1":
-                await until(lambda machine=machine: machine.has_sandbox, within_s=LIMIT_S)
-                assert visible_secrets(machine) == []
-                assert unexpected_units(machine) == []
-                has_docker = machine.run("sh", "-c", "command -v dockerd").returncode == 0
-            job = await machine_stack.run_job(run_id, WORKFLOW, *([DOCKER_WORKFLOW] if has_docker else []))
+            job = await machine_stack.run_job(run_id, WORKFLOW, *([DOCKER_WORKFLOW] if shutil.which("dockerd") else []))
             assert job.conclusion == "success", f"{job.log} {machine.console}"
+            assert visible_secrets(machine) == []
+            assert unexpected_units(machine) == []
             released = await machine_stack.remuda("release", "--run-id", run_id)
             assert released["released"] == [name], machine.console
         assert (created, reused) == (1, 2)

@@ -1,11 +1,11 @@
 """Attacks of a job on its machine and on the next run there.
 
-Each attack is a few lines of bash. Most run as root of the sandbox: `plant` in a job of the first run, `look` in a later
-job. `look` succeeds if the implant is still there. Escapes are attacks whose `plant` must fail.
+Each attack is a few lines of bash. Most run as root of the sandbox: `plant` in a job of the first run, `look` in a
+later job. `look` succeeds if the implant is still there. Escapes are attacks whose `plant` must fail.
 """
 
-# Paths of the tested sandbox.
-# ruff: noqa: S108
+# Paths of the tested sandbox, and commands of several lines in tuples.
+# ruff: noqa: S108, ISC004
 
 from __future__ import annotations
 
@@ -307,7 +307,8 @@ IN_SHARED_FOLDERS = (
     Attack(
         name="memory disk",
         what="a mounted tmpfs, and a hugetlbfs where the kernel permits it",
-        plant="mkdir -p /mnt/t /mnt/h && mount -t tmpfs t /mnt/t && touch /mnt/t/file; mount -t hugetlbfs h /mnt/h || true",
+        plant="mkdir -p /mnt/t /mnt/h && mount -t tmpfs t /mnt/t && touch /mnt/t/file; "
+        "mount -t hugetlbfs h /mnt/h || true",
         look="test -e /mnt/t/file || grep -q hugetlbfs.*/mnt/h /proc/mounts",
         needs="grep -q hugetlbfs /proc/filesystems",
     ),
@@ -408,7 +409,7 @@ IN_THE_KERNEL = (
     Attack(
         name="network interface",
         what="a pair of interfaces with an address",
-        plant="ip link add implant type veth peer name implant2 && ip address add 192.0.2.77/32 dev implant && ip link set implant up",
+        plant="ip link add implant type veth peer name implant2 && ip address add 192.0.2.77/32 dev implant",
         look="ip link show implant",
     ),
     Attack(
@@ -462,8 +463,8 @@ IN_THE_KERNEL = (
     Attack(
         name="cgroups",
         what="200 cgroups with processes in them",
-        plant="for i in $(seq 200); do mkdir -p /sys/fs/cgroup/implant/$i; done; sleep 1009 >/dev/null 2>&1 </dev/null & "
-        "echo $! >/sys/fs/cgroup/implant/7/cgroup.procs",
+        plant="for i in $(seq 200); do mkdir -p /sys/fs/cgroup/implant/$i; done\n"
+        "sleep 1009 >/dev/null 2>&1 </dev/null & echo $! >/sys/fs/cgroup/implant/7/cgroup.procs",
         look="test -e /sys/fs/cgroup/implant/7",
     ),
 )
@@ -648,8 +649,10 @@ ESCAPES = tuple(
             "settings in /sys",
             "`uevent_helper` and block devices",
             ":",
-            "mkdir -p /mnt/s; mount -t sysfs s /mnt/s; for path in /sys/kernel/uevent_helper /mnt/s/kernel/uevent_helper "
-            "/mnt/s/block/*/queue/read_ahead_kb; do " + _SET.format("$path") + " && exit 0; done; exit 1",
+            "mkdir -p /mnt/s; mount -t sysfs s /mnt/s; for path in /sys/kernel/uevent_helper "
+            "/mnt/s/kernel/uevent_helper /mnt/s/block/*/queue/read_ahead_kb; do "
+            + _SET.format("$path")
+            + " && exit 0; done; exit 1",
         ),
         (
             "kernel module",
@@ -697,7 +700,7 @@ ESCAPES = tuple(
             "root of the machine",
             "through `/proc/1/root`, `..`, and `pivot_root`",
             ":",
-            "ls /proc/1/root/var/lib/remuda/* /proc/[0-9]*/root/var/lib/remuda/state.json /../var/lib/remuda/state.json",
+            "ls /proc/1/root/var/lib/remuda/* /proc/[0-9]*/root/var/lib/remuda/*.json /../var/lib/remuda/state.json",
         ),
         (
             "layers below the root",
@@ -712,7 +715,8 @@ ESCAPES = tuple(
             ":",
             "mkdir -p /mnt/c; mount -t cgroup -o memory c /mnt/c && "
             + _SET.format("/mnt/c/release_agent")
-            + " && exit 0; mkdir -p /mnt/d; mount -t cgroup2 d /mnt/d && test -e /mnt/d/remuda && echo $$ >/mnt/d/cgroup.procs",
+            + " && exit 0; mkdir -p /mnt/d; mount -t cgroup2 d /mnt/d && test -e /mnt/d/remuda && "
+            "echo $$ >/mnt/d/cgroup.procs",
         ),
         (
             "limits of the sandbox",

@@ -422,7 +422,8 @@ class Sandboxes:
         ]
         with (self.log_folder / "console.log").open("wb") as console:
             process = subprocess.Popen(
-                # Without the agent's protection against a lack of memory: the option of systemd-nspawn needs a newer kernel.
+                # Without the agent's protection against a lack of memory. The option of systemd-nspawn for that needs a
+                # newer kernel.
                 ["sh", "-c", _JOIN, str(cgroup / "cgroup.procs"), *command],
                 env={"PATH": scripts.SYSTEM_PATH, "NOTIFY_SOCKET": str(notify), "SYSTEMD_NSPAWN_TMPFS_TMP": "0"},
                 stdin=subprocess.DEVNULL,
