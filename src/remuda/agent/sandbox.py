@@ -52,6 +52,9 @@ DISK_RESERVE = 512 * 1024**2
 MEMORY_RESERVE = 384 * 1024**2
 TASK_RESERVE = 1_000
 OPEN_FILES = 1_048_576
+#: Levels and number of cgroups that jobs may create, so that they can be removed.
+CGROUP_DEPTH = 100
+CGROUP_COUNT = 10_000
 #: Size of the memory disk with the logs that jobs can write to.
 LOG_BYTES = 32 * 1024**2
 #: Folders of container engines are outside the overlay: an overlay cannot be the upper layer of another.
@@ -181,6 +184,8 @@ class Sandboxes:
         try:
             group.mkdir(exist_ok=True)
             archive = _archive(files, self.runner_folder, running.user)
+            # The listener inherits the agent's keyring, in which a job could leave keys for the next run.
+            processes.join_new_session_keyring()
         except OSError as problem:
             raise Unavailable(f"cannot start the listener: {problem}") from problem
         listener = str(self.runner_folder / "bin" / "Runner.Listener")
@@ -335,7 +340,7 @@ class Sandboxes:
             engine.mkdir()
             engine.chmod(0o711)
             os.chown(engine, first_id, first_id)
-        shutil.rmtree(self.outbox)
+        self._throw_away(self.outbox)
         self.outbox.mkdir()
         self.outbox.chmod(0o755)
         os.chown(self.outbox, first_id + user.uid, first_id + user.gid)
@@ -408,6 +413,8 @@ class Sandboxes:
             "--resolv-conf=off",
             "--timezone=off",
             "--notify-ready=yes",
+            # All of them count inside the user namespace only. Docker needs them for privileged containers.
+            "--capability=all",
             f"--rlimit=RLIMIT_NOFILE={OPEN_FILES}",
             "--rlimit=RLIMIT_CORE=infinity",
             f"--system-call-filter={SYSTEM_CALLS}",
@@ -475,10 +482,7 @@ class Sandboxes:
         for kind in ("propagate", "unix-export"):
             shutil.rmtree(f"/run/systemd/nspawn/{kind}/{_name(number)}", ignore_errors=True)
         if folder.exists():
-            trash = self._storage / "trash"
-            trash.mkdir(mode=0o700, exist_ok=True)
-            folder.rename(trash / f"{number}-{time.monotonic_ns()}")
-            self._start_deletion(trash)
+            self._throw_away(folder)
         return ""
 
     def _kill(self, number: int) -> None:
@@ -498,6 +502,13 @@ class Sandboxes:
         if not _wait_until(lambda: not Path(f"/sys/class/net/ve-{_name(number)}").exists()):
             return "the network of the sandbox still exists"
         return ""
+
+    def _throw_away(self, folder: Path) -> None:
+        """Delete a folder that jobs wrote to, which can be deeper than Python's functions can delete."""
+        trash = self._storage / "trash"
+        trash.mkdir(mode=0o700, exist_ok=True)
+        folder.rename(trash / f"{folder.name}-{time.monotonic_ns()}")
+        self._start_deletion(trash)
 
     def _start_deletion(self, trash: Path) -> None:
         # With low priority and not awaited: the machine is clean already. What a crash leaves is deleted next time.
@@ -552,7 +563,13 @@ def _limit(cgroup: Path) -> None:
     """Leave memory and processes to the host. The kernel may lack a controller."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     tasks = min(int(Path(f"/proc/sys/kernel/{name}").read_text()) for name in ("pid_max", "threads-max"))
-    for name, value in (("memory.max", memory - MEMORY_RESERVE), ("pids.max", tasks - TASK_RESERVE)):
+    limits = {
+        "memory.max": memory - MEMORY_RESERVE,
+        "pids.max": tasks - TASK_RESERVE,
+        "cgroup.max.depth": CGROUP_DEPTH,
+        "cgroup.max.descendants": CGROUP_COUNT,
+    }
+    for name, value in limits.items():
         with contextlib.suppress(FileNotFoundError, PermissionError):
             (cgroup / name).write_text(str(value))
 
