@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -71,14 +72,19 @@ class CacheVolumes:
         # Its time tells which volume was used last.
         os.utime(volume)
 
-    def evict(self) -> list[str]:
-        """Delete the volumes that were used longest ago until the others are small enough. Return their names."""
+    def evict(self, *, min_free: int = 0) -> list[str]:
+        """Delete the volumes that were used longest ago until the others are small enough. Return their names.
+
+        They leave `min_free` bytes of their disk free.
+        """
         if not self.folder.is_dir():
             return []
         volumes = sorted(self.folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
-        left, evicted = self.max_bytes, []
+        sizes = {volume: _size(volume) for volume in volumes}
+        left = min(self.max_bytes, sum(sizes.values()) + shutil.disk_usage(self.folder).free - min_free)
+        evicted = []
         for volume in volumes:
-            left -= _size(volume)
+            left -= sizes[volume]
             if left < 0:
                 # Not rmtree, which fails for folders that a job has nested too deeply.
                 mounts.run("rm", "-rf", "--", volume)

@@ -27,6 +27,8 @@ LOG_POLL_S = 0.05
 #: Exit code of a listener that was killed.
 KILLED = -1
 MAX_CHUNK = 1024 * 1024
+#: Bytes that are read at once; older ones are skipped.
+MAX_BACKLOG = 64 * 1024 * 1024
 #: Bytes kept of the log of the listener before.
 KEPT_LOG_BYTES = 256 * 1024
 
@@ -204,7 +206,8 @@ class Listener:
 
     def _keep_log(self) -> None:
         """Begin a new log, so that lines of an earlier listener do not count. Keep the end of the old one."""
-        with contextlib.suppress(FileNotFoundError):
+        # There may be no log, and no space for a copy.
+        with contextlib.suppress(OSError):
             with self._log.open("rb") as file:
                 file.seek(max(0, self._log.stat().st_size - KEPT_LOG_BYTES))
                 end = file.read(KEPT_LOG_BYTES)
@@ -232,6 +235,9 @@ class _JobLog:
         if not self.has_grown():
             return self._running
         with self._path.open("rb") as file:
+            # Whoever has the log open can truncate it or make it endless.
+            size = file.seek(0, os.SEEK_END)
+            self._offset = min(size, max(self._offset, size - MAX_BACKLOG))
             file.seek(self._offset)
             while chunk := file.read(MAX_CHUNK):
                 self._offset += len(chunk)

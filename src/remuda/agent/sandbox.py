@@ -17,6 +17,7 @@ import select
 import shutil
 import socket
 import subprocess
+import sys
 import tarfile
 import time
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from remuda import procfs, scripts
-from remuda.agent import mounts, processes, sandbox_root
+from remuda.agent import enter_sandbox, mounts, processes, sandbox_root
 from remuda.agent.cache_volumes import CacheVolumes
 from remuda.agent.listener import Files, StartCommand
 from remuda.agent.sandbox_root import JobUser
@@ -150,6 +151,11 @@ class Sandboxes:
         """A folder that jobs write and the agent reads."""
         return self._storage / "outbox"
 
+    @property
+    def _trash(self) -> Path:
+        """Discarded folders until they are deleted."""
+        return self._storage / "trash"
+
     async def open(self, *, prepare: bool = True) -> None:
         """Find the sandbox of an earlier agent and discard all others. If there is none, `prepare` one."""
         try:
@@ -191,7 +197,8 @@ class Sandboxes:
         listener = str(self.runner_folder / "bin" / "Runner.Listener")
         return StartCommand(
             arguments=(
-                *("nsenter", f"--target={running.leader}", "--all", "--", "/bin/sh", "-c", _ENTER, "sh"),
+                *(sys.executable, "-IS", enter_sandbox.__file__, str(running.leader)),
+                *("/bin/sh", "-c", _ENTER, "sh"),
                 *(str(self.runner_folder), str(running.uid), str(running.gid), listener),
             ),
             stdin=archive,
@@ -203,11 +210,14 @@ class Sandboxes:
 
     def enforce_limits(self) -> None:
         """Kill everything in the sandbox if the disk is almost full. The job fails, and the machine lives on."""
-        status = os.statvfs(self._storage)
-        free = status.f_bavail * status.f_frsize
+        free = self._free_bytes()
         if free < DISK_RESERVE and self._current is not None and self._current.used_by and self.is_alive():
             self._record("disk-full", f"killed the sandbox: jobs have left {free // 1024**2} MiB on the disk")
             self._kill(self._current.number)
+
+    def _free_bytes(self) -> int:
+        status = os.statvfs(self._storage)
+        return status.f_bavail * status.f_frsize
 
     async def reset(self) -> StepResult:
         """Discard the sandbox. The result is OK only if the kernel shows that nothing of it is left."""
@@ -235,7 +245,7 @@ class Sandboxes:
                 # Each one for itself: one that the kernel does not have must not prevent the others.
                 with contextlib.suppress(OSError):
                     (folder / "cgroup.subtree_control").write_text(f"+{controller}")
-        for folder in (self.log_folder, self.outbox):
+        for folder in (self.log_folder, self._trash):
             folder.mkdir(mode=0o700, exist_ok=True)
         if not self.log_folder.is_mount():
             mounts.run(
@@ -266,7 +276,7 @@ class Sandboxes:
         if self._options.caches is None:
             return
         try:
-            for name in await asyncio.to_thread(self._options.caches.evict):
+            for name in await asyncio.to_thread(self._options.caches.evict, min_free=2 * DISK_RESERVE):
                 self._record("cache-evicted", f"deleted the cache volume {name}: the volumes are larger than permitted")
         except OSError as problem:
             self._record("cache-failed", str(problem)[:MAX_DETAIL])
@@ -280,9 +290,10 @@ class Sandboxes:
                 raise Unavailable(f"cannot discard the last sandbox: {problem}")
         running = await self._prepared()
         if not running.used_by:
-            await self._mount_caches(running, assignment)
+            # Saved first: after a crash the volumes of this repository must not be in a sandbox that counts as unused.
             running = self._current = replace(running, used_by=assignment.runner_name)
             self._save(running)
+            await self._mount_caches(running, assignment)
         return running
 
     async def _prepared(self) -> _Running:
@@ -340,7 +351,7 @@ class Sandboxes:
             engine.mkdir()
             engine.chmod(0o711)
             os.chown(engine, first_id, first_id)
-        self._throw_away(self.outbox)
+        self._discard_folder(self.outbox)
         self.outbox.mkdir()
         self.outbox.chmod(0o755)
         os.chown(self.outbox, first_id + user.uid, first_id + user.gid)
@@ -371,21 +382,22 @@ class Sandboxes:
             running = _Running(number=number, pid=pid, started=process.started, uid=user.uid, gid=user.gid)
             descriptor = os.pidfd_open(pid)
             ended = asyncio.ensure_future(processes.wait_for_end(descriptor, BOOT_LIMIT_S))
+            received = asyncio.ensure_future(loop.sock_recv(notifications, 4096))
             try:
                 has_network = False
                 while True:
-                    received = asyncio.ensure_future(loop.sock_recv(notifications, 4096))
                     await asyncio.wait({received, ended}, return_when=asyncio.FIRST_COMPLETED)
                     if not received.done():
-                        received.cancel()
                         raise Unavailable("systemd-nspawn has ended" if ended.result() else "the boot takes too long")
                     if not has_network:
                         has_network = await asyncio.to_thread(self._connect, running)
                     if b"READY=1" in received.result().splitlines():
                         return running
+                    received = asyncio.ensure_future(loop.sock_recv(notifications, 4096))
             finally:
-                ended.cancel()
-                await asyncio.gather(ended, return_exceptions=True)
+                for waiting in (ended, received):
+                    waiting.cancel()
+                await asyncio.gather(ended, received, return_exceptions=True)
                 os.close(descriptor)
 
     def _start_container(self, number: int, notify: Path) -> int:
@@ -406,6 +418,8 @@ class Sandboxes:
             f"--private-users={first_id}:{mounts.ID_COUNT}",
             "--private-users-ownership=off",
             "--network-veth",
+            # Of its user namespace only. Privileged containers get all of them, or do not start.
+            "--capability=all",
             "--register=no",
             "--keep-unit",
             "--console=pipe",
@@ -465,6 +479,9 @@ class Sandboxes:
             problem = self._discard(number)
             if problem:
                 return f"sandbox {number}: {problem}"
+        if keep is None:
+            self._discard_folder(self.outbox)
+        self._start_deletion()
         return ""
 
     def _discard(self, number: int) -> str:
@@ -474,16 +491,26 @@ class Sandboxes:
         if not _wait_until(lambda: not _populated(self._cgroup / _name(number))):
             return "processes cannot be killed"
         _remove_cgroup(self._cgroup / _name(number))
-        for point in mounts.mounts_below(folder):
-            mounts.unmount(point)
-        left = self._left_of(number)
-        if left:
+        # A container manager that was killed leaves its mounts, too.
+        nspawn = [Path(f"/run/systemd/nspawn/{kind}/{_name(number)}") for kind in ("propagate", "unix-export")]
+        left = ""
+
+        def has_ended() -> bool:
+            nonlocal left
+            left = _unmount(folder, *nspawn) or self._left_of(number)
+            return not left
+
+        # Killed processes leave their cgroup before their other resources, and a host process can hold a mount briefly.
+        if not _wait_until(has_ended):
             return left
-        for kind in ("propagate", "unix-export"):
-            shutil.rmtree(f"/run/systemd/nspawn/{kind}/{_name(number)}", ignore_errors=True)
-        if folder.exists():
-            self._throw_away(folder)
+        for path in nspawn:
+            shutil.rmtree(path, ignore_errors=True)
+        self._discard_folder(folder)
         return ""
+
+    def _discard_folder(self, path: Path) -> None:
+        if path.exists():
+            path.rename(self._trash / f"{path.name}-{time.monotonic_ns()}")
 
     def _kill(self, number: int) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -496,25 +523,23 @@ class Sandboxes:
         for process in procfs.all_processes().values():
             if any(user in ids for user in procfs.users(process.pid)):
                 return f"process {process.pid} has a user id of the sandbox"
-        if mounts.mounts_below(self._storage / str(number)):
-            return "there are mounts of the sandbox"
         # The kernel removes it together with the network namespace, which no other process can keep.
-        if not _wait_until(lambda: not Path(f"/sys/class/net/ve-{_name(number)}").exists()):
+        if Path(f"/sys/class/net/ve-{_name(number)}").exists():
             return "the network of the sandbox still exists"
         return ""
 
-    def _throw_away(self, folder: Path) -> None:
-        """Delete a folder that jobs wrote to, which can be deeper than Python's functions can delete."""
-        trash = self._storage / "trash"
-        trash.mkdir(mode=0o700, exist_ok=True)
-        folder.rename(trash / f"{folder.name}-{time.monotonic_ns()}")
-        self._start_deletion(trash)
-
-    def _start_deletion(self, trash: Path) -> None:
-        # With low priority and not awaited: the machine is clean already. What a crash leaves is deleted next time.
+    def _start_deletion(self) -> None:
+        """Delete what was discarded, with low priority and not awaited: the machine is clean already."""
+        discarded = list(map(str, self._trash.iterdir()))
+        if not discarded:
+            return
+        if self._free_bytes() < DISK_RESERVE:
+            # The next job must not be killed for the files of the last one.
+            mounts.run("rm", "-rf", "--", *discarded)
+            return
         priority = ("ionice", "-c", "3", "nice") if shutil.which("ionice") else ("nice",)
         process = subprocess.Popen(
-            [*priority, "rm", "-rf", "--", *map(str, trash.iterdir())],
+            [*priority, "rm", "-rf", "--", *discarded],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -526,9 +551,12 @@ class Sandboxes:
         """Let a process outlive this agent. An unfinished Popen object would emit a ResourceWarning."""
         process.returncode = 0
         for pid in list(self._children):
-            with contextlib.suppress(ChildProcessError):
-                if os.waitpid(pid, os.WNOHANG)[0]:
-                    self._children.discard(pid)
+            try:
+                ended = bool(os.waitpid(pid, os.WNOHANG)[0])
+            except ChildProcessError:
+                ended = True
+            if ended:
+                self._children.discard(pid)
         self._children.add(process.pid)
         return process.pid
 
@@ -584,6 +612,17 @@ def _populated(cgroup: Path) -> bool:
 def _remove_cgroup(cgroup: Path) -> None:
     for folder, _, _ in os.walk(cgroup, topdown=False):
         Path(folder).rmdir()
+
+
+def _unmount(*folders: Path) -> str:
+    """Unmount all in some folders and the folders themselves. Return what prevents it, or empty."""
+    for folder in folders:
+        for point in (*mounts.mounts_below(folder), *([folder] if folder.is_mount() else [])):
+            try:
+                mounts.unmount(point)
+            except OSError as problem:
+                return str(problem)
+    return ""
 
 
 def _wait_until(condition: Callable[[], bool]) -> bool:

@@ -83,6 +83,11 @@ _TARGET = "remuda.target"
 #: Links that are in the host's folder of units if another program than the default provides the unit.
 _ALIASES = ("dbus.service", "dbus-org.freedesktop.login1.service")
 _SERVICES = ("dbus.service", "docker.service", "cron.service", "crond.service", "atd.service")
+#: Start only with capabilities that a sandbox has for its own user namespace, and fail for the kernel's.
+_MASKED = (
+    *("sys-kernel-config.mount", "sys-kernel-debug.mount", "sys-kernel-tracing.mount"),
+    *("kmod-static-nodes.service", "systemd-modules-load.service"),
+)
 _TARGET_UNIT = f"""\
 [Unit]
 Description=Services of a sandbox
@@ -210,6 +215,8 @@ class _LayerBuilder:
             alias = self._root / _UNITS / name
             if alias.is_symlink():
                 (folder / name).symlink_to(alias.readlink())
+        for name in _MASKED:
+            (folder / name).symlink_to("/dev/null")
         self.write(f"{_UNITS}/{_TARGET}", _TARGET_UNIT)
         self.write(f"{_UNITS}/docker.service.d/remuda.conf", _DOCKER_SETTINGS)
         (folder / "default.target").symlink_to(_TARGET)
