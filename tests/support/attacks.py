@@ -764,10 +764,8 @@ ESCAPES = tuple(
             "metadata service from a container",
             "of docker, on the sandbox's network and on its own",
             _DOCKER,
-            "docker run --rm implant bash -c 'exec 3<>/dev/tcp/169.254.169.254/80' & one=$!; "
-            "docker run --rm --net=host implant bash -c 'exec 3<>/dev/tcp/169.254.169.254/80' & two=$!; "
-            "(sleep 5; docker ps -q | xargs -r docker inspect -f '{{.Id}} {{.Args}}' | grep dev/tcp | cut -d' ' -f1 | "
-            "xargs -r docker kill) & wait $one && exit 0; wait $two",
+            "docker run --rm implant timeout 1 bash -c 'exec 3<>/dev/tcp/169.254.169.254/80' || "
+            "docker run --rm --net=host implant timeout 1 bash -c 'exec 3<>/dev/tcp/169.254.169.254/80'",
         ),
         (
             "ports of the machine",
@@ -826,8 +824,11 @@ reach() {{ timeout 1 bash -c 'exec 3<>/dev/tcp/$1/$2' - "$1" "$2"; }}
 """
 #: Builds an image with a shell from files of the sandbox.
 IMAGE = """
-docker info >/dev/null 2>&1 && (cd / && files="bin/sh bin/bash bin/sleep bin/cat" && tar -ch $files $(ldd $files |
-  grep -o '/[^ ]*' | grep -v : | sort -u) 2>/dev/null | docker import - implant >/dev/null)
+if docker info >/dev/null 2>&1; then (
+  cd / && files="bin/sh bin/bash bin/sleep bin/cat bin/timeout"
+  libraries=$(ldd $files | grep -o '/[^ ]*' | grep -v : | sort -u)
+  tar -ch $files $libraries 2>/dev/null | docker import - implant >/dev/null
+) fi
 """
 _LINE = re.compile(r"^attack (?P<name>.+)=(?P<code>\d+)$", re.MULTILINE)
 

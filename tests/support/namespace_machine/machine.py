@@ -162,7 +162,7 @@ class NamespaceMachine:
         return self.run("nsenter", f"--target={leader}", "--all", "--wd=/", "--", *command, stdin=stdin)
 
     def stop(self) -> None:
-        """Switch the machine off. Returns when none of its processes is left."""
+        """Switch the machine off and delete its disk. Returns when none of its processes is left."""
         if self.is_on:
             init = procfs.descendants(self._process.pid)[:1]
             # The whole group: a new init may not have set its parent-death signal yet, and would outlive `unshare`.
@@ -171,3 +171,5 @@ class NamespaceMachine:
             procfs.kill(init, STOP_WITHIN_S)
         remove = 'mount -t cgroup2 none /mnt && [ ! -d "$0" ] || find "$0" -depth -type d -exec rmdir {} +'
         subprocess.run(["unshare", "--mount", "sh", "-c", remove, f"/mnt/{self._cgroup}"], check=True)
+        # Jobs may have made deeper trees than Python's functions can delete.
+        subprocess.run(["rm", "-rf", str(self._console.with_name("disk"))], check=True)
