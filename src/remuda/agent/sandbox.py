@@ -58,6 +58,8 @@ CGROUP_DEPTH = 100
 CGROUP_COUNT = 10_000
 #: Size of the memory disk with the logs that jobs can write to.
 LOG_BYTES = 32 * 1024**2
+#: Bytes that must stay free on it: with a full log, the end of a job would go unnoticed.
+LOG_RESERVE = 1024**2
 #: Folders of container engines are outside the overlay: an overlay cannot be the upper layer of another.
 ENGINE_FOLDERS = ("/var/lib/docker", "/var/lib/containerd", "/var/lib/containers")
 #: System calls that docker needs in addition to those that systemd-nspawn permits.
@@ -209,15 +211,17 @@ class Sandboxes:
         return self._current is not None and procfs.is_alive(self._current.pid, self._current.started)
 
     def enforce_limits(self) -> None:
-        """Kill everything in the sandbox if the disk is almost full. The job fails, and the machine lives on."""
-        free = self._free_bytes()
-        if free < DISK_RESERVE and self._current is not None and self._current.used_by and self.is_alive():
-            self._record("disk-full", f"killed the sandbox: jobs have left {free // 1024**2} MiB on the disk")
-            self._kill(self._current.number)
-
-    def _free_bytes(self) -> int:
-        status = os.statvfs(self._storage)
-        return status.f_bavail * status.f_frsize
+        """Kill everything in the sandbox if the disk or the log is almost full. The job fails, the machine lives on."""
+        if self._current is None or not self._current.used_by:
+            return
+        for folder, reserve, what in (
+            (self._storage, DISK_RESERVE, "disk-full"),
+            (self.log_folder, LOG_RESERVE, "log-full"),
+        ):
+            free = _free_bytes(folder)
+            if free < reserve and self.is_alive():
+                self._record(what, f"killed the sandbox: jobs have left {free // 1024} KiB")
+                self._kill(self._current.number)
 
     async def reset(self) -> StepResult:
         """Discard the sandbox. The result is OK only if the kernel shows that nothing of it is left."""
@@ -418,8 +422,6 @@ class Sandboxes:
             f"--private-users={first_id}:{mounts.ID_COUNT}",
             "--private-users-ownership=off",
             "--network-veth",
-            # Of its user namespace only. Privileged containers get all of them, or do not start.
-            "--capability=all",
             "--register=no",
             "--keep-unit",
             "--console=pipe",
@@ -533,7 +535,7 @@ class Sandboxes:
         discarded = list(map(str, self._trash.iterdir()))
         if not discarded:
             return
-        if self._free_bytes() < DISK_RESERVE:
+        if _free_bytes(self._storage) < DISK_RESERVE:
             # The next job must not be killed for the files of the last one.
             mounts.run("rm", "-rf", "--", *discarded)
             return
@@ -578,6 +580,11 @@ class Sandboxes:
             text = (self.log_folder / "console.log").read_bytes()[-1000:].decode(errors="replace")
             return " | ".join(line.strip() for line in text.splitlines() if line.strip())
         return ""
+
+
+def _free_bytes(folder: Path) -> int:
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
 
 
 def _cgroup_root() -> Path:
