@@ -337,11 +337,67 @@ def test_crash_during_start_and_end(agent: Driver) -> None:
     assert agent("run", name="r2", script="exit 9")["exit_code"] == 9
 
 
-def test_crash_while_nothing_is_mounted_or_started(agent: Driver, folder: Path) -> None:
-    """Folders and cgroups without a container, as after a restart of the computer."""
+def test_discard_without_a_container(agent: Driver, host: SandboxHost, folder: Path) -> None:
+    """Folders, cgroups and mounts as a restart of the computer, or the end of systemd-nspawn 255, can leave them."""
     agent("open", prepare=False)
+    export = "/run/systemd/nspawn/unix-export/remuda-7"
+    host.run("sh", "-c", f"mkdir -p {export} && mount -t tmpfs none {export}")
     (folder / "storage" / "7" / "upper").mkdir(parents=True)
     agent("make_cgroup", name="remuda-8")
     agent("make_cgroup", name="remuda-8/payload")
     assert agent("discard") == ""
     assert agent("left") == {}
+
+
+#: What a sandbox needs at least, beside systemd.
+IMAGE_PROGRAMS = ("sh", "bash", "cat", "id", "ls", "tar", "setpriv", "rm", "systemctl", "systemd-tmpfiles", "mount")
+
+
+def copy_image(image: Path) -> None:
+    """Copy a small root file system with systemd from this computer."""
+    for name in (
+        "usr/bin",
+        "usr/sbin",
+        "usr/lib/systemd",
+        "usr/lib64",
+        "etc",
+        "proc",
+        "sys",
+        "dev",
+        "run",
+        "tmp",
+        "var",
+    ):
+        (image / name).mkdir(parents=True)
+    for name in ("bin", "sbin", "lib", "lib64"):
+        (image / name).symlink_to(f"usr/{name}")
+    programs = [Path(found).resolve() for name in IMAGE_PROGRAMS if (found := shutil.which(name))]
+    programs += [path for path in Path("/usr/lib/systemd").iterdir() if path.is_file()]
+    listing = subprocess.run(["ldd", *programs], capture_output=True, text=True, check=False).stdout
+    libraries = {Path(word) for word in listing.split() if word.startswith("/") and not word.endswith(":")}
+    libraries |= set(Path("/usr/lib/systemd").glob("*.so"))
+    for path in {*programs, *libraries}:
+        target = image / str(path.resolve() if path in programs else path).lstrip("/")
+        if path in libraries and not str(path).startswith("/usr"):
+            target = image / "usr" / str(path).lstrip("/")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(path, target)
+    if not (image / "usr/bin/sh").exists():
+        (image / "usr/bin/sh").symlink_to("bash")
+    shutil.copytree("/usr/lib/systemd/system", image / "usr/lib/systemd/system", symlinks=True)
+    for name in ("passwd", "group", "nsswitch.conf"):
+        shutil.copy2(f"/etc/{name}", image / "etc" / name)
+    (image / "etc/os-release").write_text("ID=image-of-a-team\n")
+
+
+@pytest.mark.skipif(not Path("/bin").is_symlink(), reason="needs a system whose /bin is a link to /usr/bin")
+def test_job_image(host: SandboxHost, folder: Path) -> None:
+    image = folder / "image"
+    copy_image(image)
+    with driver(host, folder=str(folder), root=str(image)) as agent:
+        agent("open")
+        ran = agent("run", name="r1", script="cat /etc/os-release; id -un; ls -d /usr/share /home/*; exit 4")
+        assert (lines(ran)[:2], ran["exit_code"]) == (["ID=image-of-a-team", "runner"], 4), ran["output"]
+        assert "/home/runner" in lines(ran)
+        assert agent("reset")["ok"]
+        end(agent)

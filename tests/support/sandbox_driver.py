@@ -6,16 +6,17 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 from remuda import procfs
 from remuda.adapters.system.clock import SystemClock
-from remuda.agent import cache_volumes, listener, mounts, sandbox, sandbox_root
+from remuda.agent import cache_volumes, mounts, sandbox, sandbox_root
 from remuda.agent.cache_volumes import CacheVolumes
 from remuda.agent.listener import Listener
 from remuda.agent.sandbox import Sandboxes, SandboxOptions
@@ -43,7 +44,7 @@ POINTS: dict[str, tuple[Any, str]] = {
     "save": (Sandboxes, "_save"),
     "archive": (sandbox, "_archive"),
     "forget": (Listener, "forget"),
-    "popen": (listener.subprocess, "Popen"),
+    "popen": (subprocess, "Popen"),
     "kill": (Sandboxes, "_kill"),
     "cgroup": (sandbox, "_remove_cgroup"),
     "left": (Sandboxes, "_left_of"),
@@ -115,7 +116,7 @@ class Requests:
     async def start(
         self, name: str, script: str, repository: str = "o/r", tier: str = Tier.UNTRUSTED
     ) -> dict[str, Any]:
-        files = {SOFTWARE / "runner" / "job.sh": (script.encode(), 0o644)}
+        files: dict[PurePath, tuple[bytes, int]] = {SOFTWARE / "runner" / "job.sh": (script.encode(), 0o644)}
         made = Assignment(
             url="https://github.com/o/r", runner_name=name, labels=(), repository=repository, tier=Tier(tier)
         )

@@ -93,7 +93,19 @@ class SandboxHost:
             folder.mkdir()
         with contextlib.suppress(OSError):
             (self._limited / "pids.max").write_text(str(MAX_TASKS))
-        unshare = ("unshare", "--mount", "--net", "--pid", "--ipc", "--cgroup", "--fork", "--kill-child")
+        # So that nothing outlives a test that is killed.
+        unshare = (
+            "setpriv",
+            "--pdeathsig=KILL",
+            "unshare",
+            "--mount",
+            "--net",
+            "--pid",
+            "--ipc",
+            "--cgroup",
+            "--fork",
+            "--kill-child",
+        )
         init = ("sh", "-c", _SETUP, "sh", sys.executable, "-IS", "-c", _INIT)
         self._process = subprocess.Popen(
             self._joining(self.cgroup, [*unshare, "--mount-proc", *init]),
@@ -118,13 +130,19 @@ class SandboxHost:
             assert self._process.stdout is not None
             self._process.stdout.close()
         for folder in {self.cgroup, self._limited}:
-            (folder / "cgroup.kill").exists() and (folder / "cgroup.kill").write_text("1")
             _remove(folder)
 
     def start(self, command: Sequence[str | Path], **options: Any) -> subprocess.Popen[str]:
         enter = ("nsenter", f"--target={self._init}", "--mount", "--net", "--pid", "--ipc", "--cgroup", "--")
         arguments = self._joining(self.cgroup / "init", [*enter, *map(str, command)])
         return subprocess.Popen(arguments, text=True, **options)
+
+    def start_module(self, module: str, **options: Any) -> subprocess.Popen[str]:
+        """Start a module of this repository with its options as JSON."""
+        # The working folder does not outlive the change of namespaces.
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
+        command = (sys.executable, "-m", module, json.dumps(options))
+        return self.start(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
 
     def run(self, *command: str | Path) -> str:
         process = self.start(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -155,13 +173,7 @@ class Driver:
     """Client of a process with the real `Sandboxes` and `Listener` on a host. Its module names the requests."""
 
     def __init__(self, host: SandboxHost, **options: Any) -> None:
-        self._process = host.start(
-            (sys.executable, "-m", "tests.support.sandbox_driver", json.dumps(options)),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"},
-        )
+        self._process = host.start_module("tests.support.sandbox_driver", **options)
 
     def __call__(self, request: str, /, **arguments: Any) -> Any:
         assert self._process.stdin is not None

@@ -70,7 +70,8 @@ MAX_DETAIL = 500
 _JOIN = 'echo $$ >"$0" && echo 0 >/proc/self/oom_score_adj && exec "$@"'
 #: Runs in the new sandbox, as root: unpack the files, become the job user, become the program.
 _ENTER = (
-    'cd "$1" && rm -rf -- .env .path && tar -xpf - -C / && shift && '
+    'cd "$1" && for file in .env .path; do [ ! -e $file ] && [ ! -L $file ] || rm -rf $file; done && '
+    "tar -xpf - -C / && shift && "
     'exec setpriv --reuid="$1" --regid="$2" --init-groups -- "$3" run </dev/null'
 )
 
