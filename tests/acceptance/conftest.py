@@ -28,6 +28,7 @@ LONG_FILES = (
     "test_lambda.py",
     "test_attacks.py",
     "test_ec2_agent.py",
+    "test_sandbox.py",
     "test_benchmarks.py",
     "test_dashboard_page.py",
     "test_aws_backend.py",

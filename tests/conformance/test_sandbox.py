@@ -226,8 +226,11 @@ def test_a_full_disk_ends_the_job_and_not_the_machine(host: SandboxHost, folder:
 @pytest.mark.skipif(shutil.which("perl") is None, reason="needs perl")
 def test_logs_are_limited(agent: Driver) -> None:
     agent("open")
-    script = "head -c 1G /dev/zero; sudo sh -c 'head -c 1G /dev/zero >/dev/console'; exit 3"
-    assert agent("run", name="r1", script=script)["exit_code"] == 3
+    full = agent("run", name="r1", script="head -c 1G /dev/zero; sleep 100")
+    assert (full["exit_code"], full["alive"]) == (KILLED, False)
+    assert full["events"][-1][0] == "log-full"
+    assert agent("log_bytes") <= sandbox.LOG_BYTES
+    agent("run", name="r1", script="sudo sh -c 'head -c 1G /dev/zero >/dev/console'; exit 3")
     assert agent("log_bytes") <= sandbox.LOG_BYTES
     # Whoever has the log open can change its length.
     endless = agent("run", name="r1", script="perl -e 'truncate STDOUT, 1 << 42 or exit 1' && exit 4")

@@ -1,23 +1,18 @@
 """Runs a program as root in the namespaces of another process and exits with its exit code. Standard library only.
 
-It differs from nsenter(1) in two ways. It does not stop when the program is stopped: a container that shuts down stops
-all its processes, and nobody would continue this one, which is outside. And the program gets a session keyring of its
-own: an inherited one would connect the jobs of all sandboxes.
+Unlike nsenter(1), it does not stop when the program is stopped: a container that shuts down stops all its processes,
+and nobody would continue this one, which is outside.
 """
 
 from __future__ import annotations
 
 import ctypes
-import errno
 import os
 import sys
 
 #: The user namespace first: from then on there are only the privileges of a sandbox.
 KINDS = ("user", "mnt", "net", "ipc", "uts", "cgroup")
 CANNOT_START = 126
-#: Number of the system call keyctl, by architecture.
-KEYCTL = {"x86_64": 250, "aarch64": 219}
-JOIN_SESSION_KEYRING = 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -44,9 +39,6 @@ def _become(namespaces: list[int], command: tuple[str, ...]) -> None:
     os.setgroups([])
     os.setgid(0)
     os.setuid(0)
-    number = KEYCTL.get(os.uname().machine)
-    if number and _libc.syscall(number, JOIN_SESSION_KEYRING, None) < 0 and ctypes.get_errno() != errno.ENOSYS:
-        return
     os.execv(command[0], command)  # noqa: S606  # from an argument list, as everywhere
 
 

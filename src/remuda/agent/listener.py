@@ -38,7 +38,7 @@ _JOB_ENDED = re.compile(_TIME + r"Job .* completed with result: ")
 #: A process that stays outside the listener's control, so that its exit code can be trusted, also by the next agent.
 #: It may join a cgroup first, and gives up the agent's protection against a lack of memory.
 _WRAPPER = """
-echo $$ >"$1/listener.pid"
+echo $$ >"$1/listener.pid.new" && mv "$1/listener.pid.new" "$1/listener.pid"
 [ -z "$2" ] || echo $$ >"$2" || exit 125
 echo 0 >/proc/self/oom_score_adj
 folder=$1

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import errno
 import os
+import platform
 import resource
 import signal
 import tempfile
@@ -25,6 +28,10 @@ MAX_OUTPUT_BYTES = 64 * 1024
 #: during it.
 EMPTY_SCANS = 2
 _PROC = Path("/proc")
+#: The number of the system call keyctl by architecture, and one of its operations.
+_KEYCTL = {"x86_64": 250, "aarch64": 219}
+_JOIN_SESSION_KEYRING = 1
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _with_ancestors(pid: int, processes: Mapping[int, Process]) -> set[int]:
@@ -63,6 +70,16 @@ def find_running(program: PurePath, processes: Iterable[Process]) -> Iterator[Pr
 def disable_core_dumps() -> None:
     """Disable core dumps for this process, which holds tokens, and its children. The hard limit cannot be raised."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def join_new_session_keyring() -> None:
+    """Give this thread an empty session keyring of the kernel. The processes that it starts inherit it."""
+    number = _KEYCTL.get(platform.machine())
+    if number is None or _libc.syscall(number, _JOIN_SESSION_KEYRING, None) >= 0:
+        return
+    code = ctypes.get_errno()
+    if code != errno.ENOSYS:
+        raise OSError(code, f"cannot create a session keyring: {os.strerror(code)}")
 
 
 def send_signal(process: Process, number: signal.Signals) -> int | None:

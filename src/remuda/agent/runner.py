@@ -184,6 +184,8 @@ class ActionsRunner:
                 return RemovalStatus.BUSY, detail
             return (RemovalStatus.UNREACHABLE if _UNREACHABLE.search(output) else RemovalStatus.FAILED), detail
         self._drop_registration()
+        # On a local machine the removed registration may be the one that the listener made just in time.
+        self._jit_file.unlink(missing_ok=True)
         return RemovalStatus.REMOVED, detail
 
     def _nothing_to_remove(self) -> tuple[RemovalStatus, str]:

@@ -53,14 +53,21 @@ DISK_RESERVE = 512 * 1024**2
 MEMORY_RESERVE = 384 * 1024**2
 TASK_RESERVE = 1_000
 OPEN_FILES = 1_048_576
+#: Levels and number of cgroups that jobs may create, so that they can be removed.
+CGROUP_DEPTH = 100
+CGROUP_COUNT = 10_000
 #: Size of the memory disk with the logs that jobs can write to.
 LOG_BYTES = 32 * 1024**2
+#: Bytes that must stay free on it: with a full log, the end of a job would go unnoticed.
+LOG_RESERVE = 1024**2
 #: Folders of container engines are outside the overlay: an overlay cannot be the upper layer of another.
 ENGINE_FOLDERS = ("/var/lib/docker", "/var/lib/containerd", "/var/lib/containers")
 #: System calls that docker needs in addition to those that systemd-nspawn permits.
 SYSTEM_CALLS = "add_key keyctl bpf"
 DEVICES = ("/dev/fuse", "/dev/net/tun")
 MAX_DETAIL = 500
+#: Also drops the agent's protection against a lack of memory: systemd-nspawn's option for it fails on Linux 6.1.
+_JOIN = 'echo $$ >"$0" && echo 0 >/proc/self/oom_score_adj && exec "$@"'
 #: Runs in the new sandbox, as root: unpack the files, become the job user, become the program.
 _ENTER = (
     'cd "$1" && for file in .env .path; do [ ! -e $file ] && [ ! -L $file ] || rm -rf $file; done && '
@@ -186,6 +193,8 @@ class Sandboxes:
         try:
             group.mkdir(exist_ok=True)
             archive = _archive(files, self.runner_folder, running.user)
+            # The listener inherits the agent's keyring, in which a job could leave keys for the next run.
+            processes.join_new_session_keyring()
         except OSError as problem:
             raise Unavailable(f"cannot start the listener: {problem}") from problem
         listener = str(self.runner_folder / "bin" / "Runner.Listener")
@@ -203,17 +212,19 @@ class Sandboxes:
         return self._current is not None and procfs.is_alive(self._current.pid, self._current.started)
 
     def enforce_limits(self) -> None:
-        """Kill everything in the sandbox if the disk is almost full. The job fails, and the machine lives on."""
-        free = self._free_bytes()
-        if free < DISK_RESERVE and self._current is not None and self._current.used_by and self.is_alive():
-            self._record("disk-full", f"killed the sandbox: jobs have left {free // 1024**2} MiB on the disk")
-            self._kill(self._current.number)
-            # It counts as ended from now on, although its processes need a moment.
-            self._current = replace(self._current, started=0)
-
-    def _free_bytes(self) -> int:
-        status = os.statvfs(self._storage)
-        return status.f_bavail * status.f_frsize
+        """Kill everything in the sandbox if the disk or the log is almost full. The job fails, the machine lives on."""
+        if self._current is None or not self._current.used_by:
+            return
+        for folder, reserve, what in (
+            (self._storage, DISK_RESERVE, "disk-full"),
+            (self.log_folder, LOG_RESERVE, "log-full"),
+        ):
+            free = _free_bytes(folder)
+            if free < reserve and self.is_alive():
+                self._record(what, f"killed the sandbox: jobs have left {free // 1024} KiB")
+                self._kill(self._current.number)
+                # It counts as ended from now on, although its processes need a moment.
+                self._current = replace(self._current, started=0)
 
     async def reset(self) -> StepResult:
         """Discard the sandbox. The result is OK only if the kernel shows that nothing of it is left."""
@@ -414,8 +425,6 @@ class Sandboxes:
             f"--private-users={first_id}:{mounts.ID_COUNT}",
             "--private-users-ownership=off",
             "--network-veth",
-            # Of its user namespace only. Privileged containers get all of them, or do not start.
-            "--capability=all",
             "--register=no",
             "--keep-unit",
             "--console=pipe",
@@ -423,7 +432,8 @@ class Sandboxes:
             "--resolv-conf=off",
             "--timezone=off",
             "--notify-ready=yes",
-            "--oom-score-adjust=0",
+            # All of them count inside the user namespace only. Docker needs them for privileged containers.
+            "--capability=all",
             f"--rlimit=RLIMIT_NOFILE={OPEN_FILES}",
             "--rlimit=RLIMIT_CORE=infinity",
             f"--system-call-filter={SYSTEM_CALLS}",
@@ -432,7 +442,7 @@ class Sandboxes:
         ]
         with (self.log_folder / "console.log").open("wb") as console:
             process = subprocess.Popen(
-                ["sh", "-c", 'echo $$ >"$0" && exec "$@"', str(cgroup / "cgroup.procs"), *command],
+                ["sh", "-c", _JOIN, str(cgroup / "cgroup.procs"), *command],
                 env={"PATH": scripts.SYSTEM_PATH, "NOTIFY_SOCKET": str(notify), "SYSTEMD_NSPAWN_TMPFS_TMP": "0"},
                 stdin=subprocess.DEVNULL,
                 stdout=console,
@@ -528,7 +538,7 @@ class Sandboxes:
         discarded = list(map(str, self._trash.iterdir()))
         if not discarded:
             return
-        if self._free_bytes() < DISK_RESERVE:
+        if _free_bytes(self._storage) < DISK_RESERVE:
             # The next job must not be killed for the files of the last one.
             mounts.run("rm", "-rf", "--", *discarded)
             return
@@ -575,6 +585,11 @@ class Sandboxes:
         return ""
 
 
+def _free_bytes(folder: Path) -> int:
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
+
+
 def _cgroup_root() -> Path:
     path = Path("/sys/fs/cgroup")
     if not (path / "cgroup.procs").exists():
@@ -586,7 +601,13 @@ def _limit(cgroup: Path) -> None:
     """Leave memory and processes to the host. The kernel may lack a controller."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     tasks = min(int(Path(f"/proc/sys/kernel/{name}").read_text()) for name in ("pid_max", "threads-max"))
-    for name, value in (("memory.max", memory - MEMORY_RESERVE), ("pids.max", tasks - TASK_RESERVE)):
+    limits = {
+        "memory.max": memory - MEMORY_RESERVE,
+        "pids.max": tasks - TASK_RESERVE,
+        "cgroup.max.depth": CGROUP_DEPTH,
+        "cgroup.max.descendants": CGROUP_COUNT,
+    }
+    for name, value in limits.items():
         with contextlib.suppress(FileNotFoundError, PermissionError):
             (cgroup / name).write_text(str(value))
 

@@ -65,7 +65,13 @@ _EMPTY_FOLDERS = {
 }
 #: Folders whose files are hidden. Programs expect the folders in them, such as /var/log/apt.
 _WITHOUT_FILES = ("var/log", "var/mail", "var/spool")
-_HIDDEN_FILES = ("etc/fstab", "etc/crypttab", "var/lib/dbus/machine-id", "lost+found")
+_HIDDEN_FILES = (
+    "etc/fstab",
+    "etc/crypttab",
+    "var/cache/debconf/passwords.dat",
+    "var/lib/dbus/machine-id",
+    "lost+found",
+)
 #: Files of /etc that only root can read and that programs in a sandbox need.
 _KEPT_PRIVATE_FILES = ("etc/sudoers", "etc/sudoers.d")
 #: Replaced by an empty list of passwords.

@@ -13,6 +13,7 @@ import ctypes
 import heapq
 import json
 import os
+import platform
 import secrets
 import selectors
 import shlex
@@ -34,6 +35,9 @@ COMMANDS = ("systemctl", "systemd-run", "shutdown", "apt-get", "dnf")
 NEW_FOLDERS = {"/opt/remuda": "/opt", "/var/lib/remuda": "/var/lib"}
 CGROUPS = Path("/sys/fs/cgroup")
 CLONE_NEWCGROUP = 0x02000000
+#: The number of the system call keyctl by architecture, and its operation JOIN_SESSION_KEYRING.
+KEYCTL = {"x86_64": 250, "aarch64": 219}
+JOIN_SESSION_KEYRING = 1
 #: The exit code of systemctl for an unknown unit.
 NOT_LOADED = 5
 
@@ -107,10 +111,10 @@ def mount_folders(folder: Path) -> None:
         mount("-t", "overlay", "-o", f"lowerdir={parent},upperdir={layers[0]},workdir={layers[1]}", "new", parent)
         Path(target).mkdir(exist_ok=True)
         mount("--bind", own, target)
-    units = folder / "units"
-    if not units.exists():
-        run("cp", "-a", UNITS, units)
-    mount("--bind", units, UNITS)
+    own = folder / "systemd"
+    if not own.exists():
+        run("cp", "-a", UNITS.parent, own)
+    mount("--bind", own, UNITS.parent)
     # After the mounts above, which would inherit it.
     mount("-o", "remount,bind,ro", "/")
     for target, mode in (("/tmp", "1777"), ("/var/tmp", "1777"), ("/run", "755"), ("/dev/shm", "1777")):  # noqa: S108
@@ -272,6 +276,8 @@ def main() -> None:
     replace_commands()
     path = Path("/run/user-data")
     path.write_text(user_data)
+    # Services of systemd have a session keyring, which their children inherit.
+    ctypes.CDLL(None).syscall(KEYCTL[platform.machine()], JOIN_SESSION_KEYRING, None)
     init = MachineInit(configuration["environment"])
     init.start(["bash", str(path)])
     init.run()

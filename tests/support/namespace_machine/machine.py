@@ -16,6 +16,7 @@ from pathlib import Path
 
 from remuda import procfs
 from remuda.fake_github import PROGRAMS, install_runner
+from remuda.scripts import SYSTEM_PATH
 from tests.support.namespace_machine.network import SERVERS
 
 INIT = Path(__file__).with_name("init.py")
@@ -24,6 +25,7 @@ UNSHARE = ("unshare", "--mount", "--pid", "--ipc", "--uts", "--net", "--fork", "
 INTERPRETER = Path("/opt/remuda/runner/externals/python/bin/python3")
 #: Commands that sandboxes need, and their Debian packages.
 NEEDED = {"systemd-nspawn": "systemd-container", "ip": "iproute2", "iptables": "iptables", "sudo": "sudo"}
+CURRENT_SANDBOX = "/var/lib/remuda/sandboxes/current.json"
 STOP_WITHIN_S = 60.0
 
 
@@ -123,7 +125,7 @@ class NamespaceMachine:
                 stdin=subprocess.DEVNULL,
                 stdout=console,
                 stderr=console,
-                env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
+                env={"PATH": SYSTEM_PATH},
                 start_new_session=True,
             )
 
@@ -141,22 +143,26 @@ class NamespaceMachine:
         """The processes of the machine, its init first."""
         return procfs.descendants(self._process.pid)
 
-    def run(self, *command: str, user: str = "root", stdin: str = "") -> subprocess.CompletedProcess[str]:
-        """Run a command inside the machine."""
+    def run(self, *command: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        """Run a command on the machine, outside all sandboxes."""
         pid = str(self.processes[0].pid)
         inside = ["nsenter", "--target", pid, "--mount", "--pid", "--ipc", "--uts", "--net", "--cgroup", "--wd=/"]
-        become = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"] if user != "root" else []
         return subprocess.run(
-            [*inside, *become, *command],
-            input=stdin,
-            capture_output=True,
-            text=True,
-            check=False,
-            env={"PATH": os.defpath},
+            [*inside, *command], input=stdin, capture_output=True, text=True, check=False, env={"PATH": SYSTEM_PATH}
         )
 
+    @property
+    def has_sandbox(self) -> bool:
+        return self.run("test", "-e", CURRENT_SANDBOX).returncode == 0
+
+    def run_in_sandbox(self, *command: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        """Run a command as root of the current sandbox."""
+        current = json.loads(self.run("cat", CURRENT_SANDBOX).stdout)
+        leader = self.run("pgrep", "--parent", str(current["pid"])).stdout.split()[0]
+        return self.run("nsenter", f"--target={leader}", "--all", "--wd=/", "--", *command, stdin=stdin)
+
     def stop(self) -> None:
-        """Switch the machine off. Returns when none of its processes is left."""
+        """Switch the machine off and delete its disk. Returns when none of its processes is left."""
         if self.is_on:
             init = procfs.descendants(self._process.pid)[:1]
             # The whole group: a new init may not have set its parent-death signal yet, and would outlive `unshare`.
@@ -165,3 +171,5 @@ class NamespaceMachine:
             procfs.kill(init, STOP_WITHIN_S)
         remove = 'mount -t cgroup2 none /mnt && [ ! -d "$0" ] || find "$0" -depth -type d -exec rmdir {} +'
         subprocess.run(["unshare", "--mount", "sh", "-c", remove, f"/mnt/{self._cgroup}"], check=True)
+        # Jobs may have made deeper trees than Python's functions can delete.
+        subprocess.run(["rm", "-rf", str(self._console.with_name("disk"))], check=True)

@@ -399,3 +399,12 @@ def test_machine_with_cgroup_v1_is_reported(box: BootstrapBox) -> None:
     done = box.boot()
     assert done.returncode == 1
     assert "does not use cgroup v2" in done.stdout
+
+
+def test_systemd_networkd_ignores_the_network_of_sandboxes(box: BootstrapBox) -> None:
+    box.preinstall()
+    assert box.boot().returncode == 0
+    text = (box.units.parent / "network" / "10-remuda.network").read_text()
+    assert "Name=ve-remuda-*" in text
+    assert "Unmanaged=yes" in text
+    assert "networkctl reload" in box.calls

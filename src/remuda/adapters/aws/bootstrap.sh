@@ -171,7 +171,12 @@ region=$(metadata placement/region)
   for pair in "${environment[@]}"; do printf '%s\n' "$pair"; done
 } >"$state/agent.env"
 
-mkdir -p "$units"
+mkdir -p "$units" "${units%/*}/network"
+# The agent configures these interfaces. systemd-networkd would give them addresses and routes of 169.254.0.0/16, which
+# has the address of the metadata service.
+printf '[Match]\nName=ve-remuda-*\n\n[Link]\nUnmanaged=yes\n' >"${units%/*}/network/10-remuda.network"
+chmod 644 "${units%/*}/network/10-remuda.network"
+if command -v networkctl >/dev/null; then networkctl reload || say "systemd-networkd does not run"; fi
 # A reboot removes the timers above and the network rules. These units restore them.
 cat >"$units/remuda-dead-man-reboot.timer" <<EOF
 [Unit]
