@@ -27,6 +27,8 @@ from pathlib import Path
 
 REPLACED_COMMANDS = Path("/run/replaced-commands")
 SOCKET = "/run/init.sock"
+#: The repository, from which the agent runs.
+ROOT = Path(__file__).parents[3]
 UNITS = Path("/etc/systemd/system")
 PATH = f"{REPLACED_COMMANDS}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 #: systemd does not run here, and the packages of this computer must not change.
@@ -117,8 +119,13 @@ def mount_folders(folder: Path) -> None:
     mount("--bind", own, UNITS.parent)
     # After the mounts above, which would inherit it.
     mount("-o", "remount,bind,ro", "/")
+    mount("--rbind", ROOT, "/mnt")
     for target, mode in (("/tmp", "1777"), ("/var/tmp", "1777"), ("/run", "755"), ("/dev/shm", "1777")):  # noqa: S108
         mount("-t", "tmpfs", "-o", f"mode={mode}", "machine", target)
+    if not ROOT.exists():
+        # It is in a folder that is empty now.
+        ROOT.mkdir(parents=True)
+        mount("--move", "/mnt", ROOT)
     Path("/run/lock").mkdir()
     Path("/run/lock").chmod(0o1777)
     mount("-t", "proc", "proc", "/proc")
