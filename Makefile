@@ -22,8 +22,6 @@ FUZZ_S ?= 600
 
 # Parts of `make test` run concurrently, because some wait while others compute. Output is shown per part.
 PARALLEL_MAKE := $(MAKE) --no-print-directory $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
-# What the tests of machines need. `make test` installs it before, so that the longest part starts first.
-MACHINES := machine-image sandbox-packages
 # CPU-bound parts run with lower priority than parts with time limits.
 LOW_PRIORITY :=
 
@@ -42,7 +40,7 @@ test: ## Run linters, type checks and all tests
 	@$(PARALLEL_MAKE) -j 4 installed
 	@$(PARALLEL_MAKE) -j 2 check unit
 	@echo 'running acceptance, conformance and simulation tests; output appears when a part is done'
-	@$(PARALLEL_MAKE) -j 2 acceptance conformance simulation LOW_PRIORITY='nice -n 5' MACHINES=
+	@$(PARALLEL_MAKE) -j 2 acceptance conformance simulation LOW_PRIORITY='nice -n 5'
 
 installed: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed $(NPM)/.installed machine-image | /usr/bin/shellcheck /usr/bin/chromium-headless-shell sandbox-packages ## Install everything that the tests need
 
@@ -64,7 +62,7 @@ unit: $(VENV)/.tools | /usr/bin/shellcheck ## Run the unit tests
 conformance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed $(NPM)/.installed ## Run one suite per port over every adapter
 	$(BIN)/pytest tests/conformance -q -n 2
 
-acceptance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed $(MACHINES) | /usr/bin/chromium-headless-shell ## Test the installed command with real processes and servers
+acceptance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed machine-image | /usr/bin/chromium-headless-shell sandbox-packages ## Test the installed command with real processes and servers
 	$(BIN)/pytest tests/acceptance tests/machine/test_boot.py -q -n 3 --dist loadfile --no-loadscope-reorder
 
 simulation: $(VENV)/.tools ## Run the short campaign: simulated worlds in virtual time under faults
