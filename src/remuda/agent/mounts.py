@@ -73,8 +73,8 @@ def mount_overlay(target: Path, *, lower: Path, upper: Path, work: Path, volatil
     run("mount", "-t", "overlay", "-o", options, "remuda", target)
 
 
-def unmount(target: Path, *, lazily: bool = False) -> None:
-    run("umount", *(["--lazy"] if lazily else []), target)
+def unmount(target: Path) -> None:
+    run("umount", target)
 
 
 def mounts_below(folder: Path) -> list[Path]:

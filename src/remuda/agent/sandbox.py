@@ -107,7 +107,7 @@ class _Running:
 
     @property
     def first_id(self) -> int:
-        return FIRST_ID + self.number % ID_RANGES * mounts.ID_COUNT
+        return _first_id(self.number)
 
     @property
     def user(self) -> JobUser:
@@ -115,8 +115,7 @@ class _Running:
 
     @property
     def interface(self) -> str:
-        """The host's end of the network; systemd-nspawn makes it from the container's name."""
-        return f"ve-{_name(self.number)}"
+        return _interface(self.number)
 
     @property
     def leader(self) -> int:
@@ -129,6 +128,15 @@ class _Running:
 
 def _name(number: int) -> str:
     return f"remuda-{number}"
+
+
+def _interface(number: int) -> str:
+    """The host's end of the network; systemd-nspawn makes it from the container's name."""
+    return f"ve-{_name(number)}"
+
+
+def _first_id(number: int) -> int:
+    return FIRST_ID + number % ID_RANGES * mounts.ID_COUNT
 
 
 class Sandboxes:
@@ -219,7 +227,7 @@ class Sandboxes:
             (self._storage, DISK_RESERVE, "disk-full"),
             (self.log_folder, LOG_RESERVE, "log-full"),
         ):
-            free = _free_bytes(folder)
+            free = shutil.disk_usage(folder).free
             if free < reserve and self.is_alive():
                 self._record(what, f"killed the sandbox: jobs have left {free // 1024} KiB")
                 self._kill(self._current.number)
@@ -340,7 +348,7 @@ class Sandboxes:
     def _mount(self, number: int) -> JobUser:
         """Mount the root of a new sandbox, and in it the runner software. Return the job user."""
         folder = self._storage / str(number)
-        first_id = FIRST_ID + number % ID_RANGES * mounts.ID_COUNT
+        first_id = _first_id(number)
         for name in ("", "host", "root", "work", "runner-original", "runner-work", "runner-upper"):
             (folder / name).mkdir(mode=0o700)
         user = sandbox_root.build_layer(
@@ -409,7 +417,7 @@ class Sandboxes:
 
     def _start_container(self, number: int, notify: Path) -> int:
         folder = self._storage / str(number)
-        first_id = FIRST_ID + number % ID_RANGES * mounts.ID_COUNT
+        first_id = _first_id(number)
         cgroup = self._cgroup / _name(number)
         cgroup.mkdir()
         _limit(cgroup)
@@ -523,13 +531,13 @@ class Sandboxes:
 
     def _left_of(self, number: int) -> str:
         """Describe what the kernel still has of a sandbox, or return empty."""
-        first = FIRST_ID + number % ID_RANGES * mounts.ID_COUNT
+        first = _first_id(number)
         ids = range(first, first + mounts.ID_COUNT)
         for process in procfs.all_processes().values():
             if any(user in ids for user in procfs.users(process.pid)):
                 return f"process {process.pid} has a user id of the sandbox"
         # The kernel removes it together with the network namespace, which no other process can keep.
-        if Path(f"/sys/class/net/ve-{_name(number)}").exists():
+        if Path("/sys/class/net", _interface(number)).exists():
             return "the network of the sandbox still exists"
         return ""
 
@@ -538,7 +546,7 @@ class Sandboxes:
         discarded = list(map(str, self._trash.iterdir()))
         if not discarded:
             return
-        if _free_bytes(self._storage) < DISK_RESERVE:
+        if shutil.disk_usage(self._storage).free < DISK_RESERVE:
             # The next job must not be killed for the files of the last one.
             mounts.run("rm", "-rf", "--", *discarded)
             return
@@ -583,11 +591,6 @@ class Sandboxes:
             text = (self.log_folder / "console.log").read_bytes()[-1000:].decode(errors="replace")
             return " | ".join(line.strip() for line in text.splitlines() if line.strip())
         return ""
-
-
-def _free_bytes(folder: Path) -> int:
-    status = os.statvfs(folder)
-    return status.f_bavail * status.f_frsize
 
 
 def _cgroup_root() -> Path:
