@@ -274,8 +274,8 @@ class MachineInit:
 
 def main() -> None:
     configuration = json.loads(sys.argv[1])
-    user_data = Path(configuration["user_data"]).read_text()
     # Read now: the new /tmp may hide it.
+    user_data = Path(configuration["user_data"]).read_text()
     mount("--make-rprivate", "/")
     connect(configuration["network"])
     enter_cgroup(configuration["cgroup"])

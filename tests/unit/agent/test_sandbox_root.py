@@ -244,7 +244,7 @@ class TestUnits:
         assert {path.name for path in units.iterdir()} - masked == {
             *("default.target", "remuda.target", "docker.service.d", "dbus.service"),
         }
-        # Root of the host's user namespace only may do what they do.
+        # Only root of the host may do what they do.
         assert {"systemd-modules-load.service", "sys-kernel-debug.mount"} <= masked
         assert (units / "default.target").readlink() == Path("remuda.target")
         assert (units / "dbus.service").readlink() == Path("/usr/lib/systemd/system/dbus-broker.service")
