@@ -61,6 +61,7 @@ class NewSettings(pydantic.BaseModel):
     app_id: str = ""
     app_key: str = ""
     app_owners: list[str] = []
+    use_runner_admin_flow: bool = False
 
 
 def routes(app: AppState) -> list[BaseRoute]:

@@ -67,6 +67,8 @@ class RunnerApi:
             replace=bool(body.get("replace", False)),
         )
         files = runner_files(runner, server_url=f"{url.scheme}://{url.netloc}", work=str(body.get("work") or "_work"))
+        if self._core.state.settings.use_runner_admin_flow:
+            files[".runner"]["useRunnerAdminFlow"] = True
         return JSONResponse({"files": files}, status_code=201)
 
     async def remove(self, request: Request) -> Response:

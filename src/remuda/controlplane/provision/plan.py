@@ -110,6 +110,7 @@ class ProvisionPlan:
             runner_name=runner_name(self.config.pool, epoch, instance_id),
             labels=(self.provision.run_id, self.provision.resource_class),
             repository=self.repository,
+            tier=self.request.tier,
             credential=self.registration,
         )
 
