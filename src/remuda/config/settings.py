@@ -176,7 +176,7 @@ def _launch_option(
 ) -> Any:
     """A setting of new EC2 instances; the EC2 adapter checks its value."""
     return declare(
-        text(metavar=metavar),
+        text(metavar=metavar, numbers=True),
         "",
         description,
         group=Group.AWS,
@@ -414,6 +414,19 @@ class Settings:
         "PROFILE", "Instance profile of the instances.", commands=("refresh", "doctor"), is_parameter=False
     )
     key_name: str = _launch_option("NAME", "Key pair of the instances.")
+    volume_size_gib: str = _launch_option(
+        "GIB", "Size of the root volume of the instances.", default_text="30, or the size of the image if larger"
+    )
+    volume_type: str = _launch_option("[gp3|gp2|io1|io2]", "Type of the root volume.", default_text="gp3")
+    volume_iops: str = _launch_option(
+        "INTEGER", "I/O operations per second of the root volume: gp3, io1 and io2.", default_text="3000 of gp3"
+    )
+    volume_throughput: str = _launch_option(
+        "INTEGER", "Throughput of the root volume in MiB/s: gp3.", default_text="125"
+    )
+    volume_kms_key: str = _launch_option(
+        "ARN", "KMS key of the root volume, which is always encrypted.", default_text="the account's key for EBS"
+    )
     spot_fallback: str = _launch_option(
         "[on-demand]", "Purchase option to use if there is no spot capacity. Without it, the provision fails."
     )

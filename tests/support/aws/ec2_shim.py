@@ -1,5 +1,8 @@
 """The EC2 test server: moto behind a layer that adds attribute-based fleets, client tokens, capacity, faults and lag.
 
+Like EC2, it rejects a fleet with two subnets of one zone and a root volume that is smaller than the image, and it
+ignores types that cost over 20 % more than the cheapest one, unless the request lifts price protection.
+
 Runs in the interpreter of moto's own virtualenv, prints its port, and exits at the end of its standard input.
 POST /_shim takes a JSON object of:
   capacity       {"subnet-1" | "c6i.large" | "spot" | "subnet-1 c6i.large": number of instances that it still provides}
@@ -35,12 +38,14 @@ Answer = tuple[str, bytes]
 
 XML = [("Content-Type", "text/xml")]
 NAMESPACE = "http://ec2.amazonaws.com/doc/2016-11-15/"
-#: Instance type, vCPU, MiB; cheapest first.
+#: Instance type, vCPU, MiB, USD per hour; cheapest first.
 CATALOGUE = tuple(
-    (f"{family}.{size}", cpu, cpu * gib * 1024)
+    (f"{family}.{size}", cpu, cpu * gib * 1024, cpu * price)
     for size, cpu in (("large", 2), ("xlarge", 4), ("2xlarge", 8))
-    for family, gib in (("c6i", 2), ("m6i", 4), ("r6i", 8))
+    for family, gib, price in (("c6i", 2, 0.0425), ("m6i", 4, 0.048), ("r6i", 8, 0.063))
 )
+#: EC2's default of OnDemandMaxPricePercentageOverLowestPrice.
+PRICE_PROTECTION = 20
 #: Reservations per page of DescribeInstances. EC2 may return fewer than requested; a small page tests the paging.
 PAGE = 2
 _OVERRIDE = re.compile(r"LaunchTemplateConfigs\.1\.Overrides\.(\d+)\.(.+)")
@@ -103,6 +108,8 @@ class Ec2Shim:
         if fault is not None:
             status = f"{fault.get('status', 400)} FAULT"
             return status, _error(fault["code"], fault.get("message", "an injected fault"))
+        if action == "CreateFleet" and (rejection := self._invalid_fleet(environ, dict(form))):
+            return "400 BAD", rejection
         if action == "CreateFleet" and dict(form).get("DryRun") == "true":
             return "412 DRY", _error("DryRunOperation", "Request would have succeeded, but DryRun flag is set.")
         if action == "CreateFleet":
@@ -129,6 +136,38 @@ class Ec2Shim:
 
     # Fleets
 
+    def _invalid_fleet(self, environ: Environ, values: dict[str, str]) -> bytes:
+        """The error for two overrides with the same instance pool (type and zone), or nothing."""
+        zones = self._pairs(environ, "DescribeSubnets", {}, "subnetId", "availabilityZone")
+        pools = [(zones.get(subnet, subnet), kind) for subnet, kind in _choices(values)]
+        if len(set(pools)) == len(pools):
+            return b""
+        return _error("InvalidFleetConfig", "The fleet configuration contains duplicate instance pools.")
+
+    def _small_volume(self, environ: Environ, values: dict[str, str]) -> tuple[str, str] | None:
+        """The error for a root volume that is smaller than the snapshot of its image, or None."""
+        template = "LaunchTemplateConfigs.1.LaunchTemplateSpecification"
+        query = {"LaunchTemplateName": values[f"{template}.LaunchTemplateName"], "LaunchTemplateVersion.1": "$Default"}
+        _, answer = self._call_moto(environ, [("Action", "DescribeLaunchTemplateVersions"), *query.items()])
+        data = answer.decode()
+        image, size = re.search(r"<imageId>(.*?)</imageId>", data), re.search(r"<volumeSize>(\d+)</volumeSize>", data)
+        if image is None or size is None:
+            return None
+        sizes = self._pairs(environ, "DescribeImages", {"ImageId.1": image[1]}, "deviceName", "volumeSize")
+        device = re.search(r"<deviceName>(.*?)</deviceName>", data)
+        needed = int(sizes.get(device[1], 0)) if device else 0
+        if int(size[1]) >= needed:
+            return None
+        message = f"Volume of size {size[1]}GB is smaller than snapshot 'snap-1', expect size >= {needed}GB"
+        return "InvalidBlockDeviceMapping", message
+
+    def _pairs(self, environ: Environ, action: str, parameters: dict[str, str], key: str, value: str) -> dict[str, str]:
+        """Two fields of each item that a Describe call returns."""
+        _, answer = self._call_moto(environ, [("Action", action), *parameters.items()])
+        text = answer.decode()
+        keys, found = (re.findall(rf"<{name}>(.*?)</{name}>", text) for name in (key, value))
+        return dict(zip(keys, found, strict=False))
+
     def _create_fleet(self, environ: Environ, form: list[tuple[str, str]]) -> Answer:
         values = dict(form)
         token = values.get("ClientToken", "")
@@ -154,6 +193,9 @@ class Ec2Shim:
         pairs = _choices(values)
         if not pairs:
             refused.append(("", "", "InvalidFleetConfiguration", "No instance type matches the requirements."))
+        small = self._small_volume(environ, values)
+        if small is not None:
+            return {}, [("", "", *small)]
         for subnet, kind in pairs:
             missing = wanted - sum(map(len, made.values()))
             if missing == 0:
@@ -202,17 +244,29 @@ def _choices(values: dict[str, str]) -> list[tuple[str, str]]:
         found = _OVERRIDE.fullmatch(key)
         if found:
             overrides.setdefault(int(found[1]), {})[found[2]] = value
-    pairs = []
-    for kind, cpu, mmem in CATALOGUE:
-        for _, override in sorted(overrides.items()):
-            allowed = [value for key, value in override.items() if _ALLOWED.fullmatch(key)]
-            if (
-                cpu >= int(override["InstanceRequirements.VCpuCount.Min"])
-                and mmem >= int(override["InstanceRequirements.MemoryMiB.Min"])
-                and (not allowed or any(fnmatch.fnmatchcase(kind, pattern) for pattern in allowed))
-            ):
-                pairs.append((override["SubnetId"], kind))
-    return pairs
+    kinds = {number: _kinds(override, _usage(values)) for number, override in sorted(overrides.items())}
+    return [
+        (overrides[number]["SubnetId"], kind)
+        for kind, *_ in CATALOGUE
+        for number, known in kinds.items()
+        if kind in known
+    ]
+
+
+def _kinds(override: dict[str, str], usage: str) -> set[str]:
+    """The instance types that an override selects. Price protection of spot instances is not modelled."""
+    needs = {key.removeprefix("InstanceRequirements."): value for key, value in override.items()}
+    fitting = {
+        kind: price
+        for kind, cpu, mmem, price in CATALOGUE
+        if cpu >= int(needs["VCpuCount.Min"]) and mmem >= int(needs["MemoryMiB.Min"])
+    }
+    if usage == "on-demand" and fitting:
+        percentage = int(needs.get("OnDemandMaxPricePercentageOverLowestPrice", PRICE_PROTECTION))
+        most = min(fitting.values()) * (1 + percentage / 100)
+        fitting = {kind: price for kind, price in fitting.items() if price <= most}
+    allowed = [value for key, value in override.items() if _ALLOWED.fullmatch(key)]
+    return {kind for kind in fitting if not allowed or any(fnmatch.fnmatchcase(kind, each) for each in allowed)}
 
 
 def _single(form: list[tuple[str, str]], subnet: str, kind: str, count: int) -> list[tuple[str, str]]:

@@ -17,7 +17,7 @@ from remuda.adapters.aws.clients import AwsClients, config
 from remuda.adapters.aws.dynamodb.keys import instance_profile_role, profile_name
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.ec2.compute import Ec2Compute
-from remuda.adapters.aws.ec2.create_fleet import fleet_request
+from remuda.adapters.aws.ec2.create_fleet import fleet_request, one_subnet_per_zone
 from remuda.adapters.aws.ec2.options import AMI, SECURITY_GROUPS, SUBNETS, Ec2LaunchOptions
 from remuda.adapters.aws.ec2.template import template_name
 from remuda.adapters.aws.sqs import SqsResourcePool
@@ -88,7 +88,7 @@ class AwsDoctor:
             Check(name=NETWORK, run=self._subnets, needs=with_options),
             Check(name="security groups", run=self._groups, needs=with_options),
             Check(name="instance profile", run=self._profile, needs=with_options),
-            Check(name=TEMPLATE, run=self._template, needs=with_options),
+            Check(name=TEMPLATE, run=self._template, needs=(*with_options, IMAGE)),
             Check(name="launch permission", run=self._may_launch, needs=(TEMPLATE, IMAGE, NETWORK)),
             Check(name="terminate permission", run=self._may_terminate, needs=with_credentials),
         )
@@ -147,12 +147,9 @@ class AwsDoctor:
 
     async def _image(self) -> CheckResult:
         options = self._launch_options()
-        if not options.ami.startswith("ami-"):
-            return ok(f"{options.ami}, resolved by EC2 at each launch")
-        images = await self._describe("DescribeImages", "image-id", [options.ami])
-        if not images:
+        image = await (await self._adapters()).compute.find_image(options.ami)
+        if image is None:
             return problem(f"{options.ami} does not exist in this region, or is not shared", f"set another {AMI}")
-        image = images[0]
         if image.get("State") != "available":
             return problem(
                 f"{options.ami} is {image.get('State')}", f"wait until it is available, or set another {AMI}"
@@ -170,8 +167,14 @@ class AwsDoctor:
             return problem(f"no free IP address in {', '.join(full)}", f"add a subnet to {SUBNETS}")
         if full:
             return warning(f"no free IP address in {', '.join(full)}", f"add a subnet to {SUBNETS}")
-        zones = sorted({str(item.get("AvailabilityZone", "")) for item in found.values()})
-        return ok(f"{', '.join(wanted)} in {', '.join(zones)}")
+        used = one_subnet_per_zone([found[name] for name in wanted])
+        used_text = ", ".join(f"{name} in {zone}" for zone, name in sorted(used.items()))
+        unused = [name for name in wanted if name not in used.values()]
+        if unused:
+            return ok(
+                f"{used_text}; not used now: {', '.join(unused)} (one subnet per zone, with the most free addresses)"
+            )
+        return ok(used_text)
 
     async def _groups(self) -> CheckResult:
         options = self._launch_options()
@@ -211,6 +214,8 @@ class AwsDoctor:
     async def _may_launch(self) -> CheckResult:
         """Dry-run CreateFleet and RunInstances: a fleet needs the permissions of both."""
         options = self._launch_options()
+        compute = (await self._adapters()).compute
+        subnets = tuple((await compute.subnets_by_zone(options.subnets)).values())
         tags = {POOL_TAG: self._pool, PROVISION_TAG: "doctor"}
         fleet = fleet_request(
             template=template_name(self._pool),
@@ -220,7 +225,7 @@ class AwsDoctor:
                 patterns=TypePatterns(("*",)),
                 tier=Tier.TRUSTED,
             ),
-            subnets=options.subnets,
+            subnets=subnets,
             count=1,
             usage=UsageClass.ON_DEMAND,
             token=DRY_RUN_TOKEN,
@@ -229,7 +234,7 @@ class AwsDoctor:
         single = {
             "LaunchTemplate": {"LaunchTemplateName": template_name(self._pool), "Version": "$Default"},
             "InstanceType": await self._dry_run_type(options),
-            "SubnetId": options.subnets[0],
+            "SubnetId": subnets[0],
             "MinCount": 1,
             "MaxCount": 1,
             "TagSpecifications": fleet["TagSpecifications"],
@@ -241,8 +246,8 @@ class AwsDoctor:
         return ok("permitted, by a dry run of CreateFleet and RunInstances")
 
     async def _dry_run_type(self, options: Ec2LaunchOptions) -> str:
-        images = await self._describe("DescribeImages", "image-id", [options.ami])
-        return _DRY_RUN_TYPES.get(str(images[0].get("Architecture", "")) if images else "", _DRY_RUN_TYPES["x86_64"])
+        image = await (await self._adapters()).compute.find_image(options.ami) or {}
+        return _DRY_RUN_TYPES.get(str(image.get("Architecture", "")), _DRY_RUN_TYPES["x86_64"])
 
     async def _may_terminate(self) -> CheckResult:
         machines = await (await self._adapters()).compute.list_pool()

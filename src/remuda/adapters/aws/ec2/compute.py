@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,9 +14,9 @@ from botocore.exceptions import ClientError
 
 from remuda.adapters.aws.calls import chunks, code_of, gather, message_of
 from remuda.adapters.aws.ec2.calls import Ec2Calls, by_id, by_tag, describe_machines, tags_by_id
-from remuda.adapters.aws.ec2.create_fleet import FleetLauncher
-from remuda.adapters.aws.ec2.options import AMI, SECURITY_GROUPS, SUBNETS, Ec2LaunchOptions
-from remuda.adapters.aws.ec2.template import LaunchTemplate, template_data
+from remuda.adapters.aws.ec2.create_fleet import FleetLauncher, one_subnet_per_zone
+from remuda.adapters.aws.ec2.options import AMI, SECURITY_GROUPS, SSM_PREFIX, SUBNETS, Ec2LaunchOptions
+from remuda.adapters.aws.ec2.template import LaunchTemplate, RootDevice, root_device, template_data
 from remuda.adapters.aws.user_data import MachineLayout, build_user_data
 from remuda.domain.errors import NotFound, RemudaError, UserError
 from remuda.domain.reporting.prices import SpotPrice
@@ -26,7 +27,6 @@ from remuda.ports.compute import POOL_TAG, LaunchRequest, LaunchResult, MachineV
 
 if TYPE_CHECKING:
     from types_aiobotocore_ec2 import EC2Client
-    from types_aiobotocore_ec2.type_defs import RequestLaunchTemplateDataTypeDef
 
 #: Ids or instance types per call. EC2 advises against more for TerminateInstances; a filter takes up to 200 values.
 BATCH = 100
@@ -53,7 +53,6 @@ class _ResourceKind(NamedTuple):
 
 
 _SUBNETS = _ResourceKind(SUBNETS, "DescribeSubnets", "subnet-id", "Subnets", "SubnetId")
-_IMAGES = _ResourceKind(AMI, "DescribeImages", "image-id", "Images", "ImageId")
 _GROUPS = _ResourceKind(SECURITY_GROUPS, "DescribeSecurityGroups", "group-id", "SecurityGroups", "GroupId")
 
 
@@ -66,11 +65,13 @@ class Ec2Compute:
         clock: Clock,
         ids: Ids,
         calls: CallCounter,
+        read_parameter: Callable[[str], Awaitable[str]],
         agent_environment: Mapping[str, str] | None = None,
         layout: MachineLayout | None = None,
     ) -> None:
         """`client` has the settings of `client_config()` and is closed by the caller.
 
+        `read_parameter` returns the value of a Systems Manager parameter.
         `agent_environment` becomes part of the user data and must not contain a secret.
         """
         self._pool = pool
@@ -78,6 +79,7 @@ class Ec2Compute:
         self.calls = Ec2Calls(client=client, clock=clock, ids=ids, calls=calls)
         self._template = LaunchTemplate(calls=self.calls, pool=pool)
         self._launcher = FleetLauncher(calls=self.calls, pool=pool, template=self._template.name)
+        self._read_parameter = read_parameter
         self._environment = dict(agent_environment or {})
         self._layout = layout
         self._tokens: OrderedDict[str, asyncio.Lock] = OrderedDict()
@@ -88,20 +90,54 @@ class Ec2Compute:
 
     async def prepare(self, launch: Mapping[str, str]) -> Sequence[str]:
         options = Ec2LaunchOptions.parse(launch)
-        data = self._template_data(options)
+        user_data = self._user_data(options)  # Checked before any call.
         await self._check_resources(options)
-        return await self._template.ensure(data)
+        return await self._template.ensure(template_data(options, user_data, await self._root_device(options)))
 
     async def has_template(self, launch: Mapping[str, str]) -> bool | None:
         """Whether the launch template matches these options; None if it does not exist. Read-only."""
-        return await self._template.is_current(self._template_data(Ec2LaunchOptions.parse(launch)))
+        options = Ec2LaunchOptions.parse(launch)
+        data = template_data(options, self._user_data(options), await self._root_device(options))
+        return await self._template.is_current(data)
 
-    def _template_data(self, options: Ec2LaunchOptions) -> RequestLaunchTemplateDataTypeDef:
-        user_data = build_user_data(options, pool=self._pool, environment=self._environment, layout=self._layout)
-        return template_data(options, user_data)
+    def _user_data(self, options: Ec2LaunchOptions) -> str:
+        return build_user_data(options, pool=self._pool, environment=self._environment, layout=self._layout)
+
+    async def find_image(self, ami: str) -> Mapping[str, Any] | None:
+        """The image as DescribeImages returns it, or None. A parameter is resolved as EC2 does at a launch."""
+        name = ami
+        if ami.startswith(SSM_PREFIX):
+            name = await self._read_parameter(ami.removeprefix(SSM_PREFIX))
+        answer = await self.calls.call("DescribeImages", Filters=[{"Name": "image-id", "Values": [name]}])
+        return next(iter(answer.get("Images", ())), None)
+
+    async def _root_device(self, options: Ec2LaunchOptions) -> RootDevice:
+        image = await self.find_image(options.ami)
+        if image is None:
+            raise UserError(
+                f"{AMI}: {options.ami} does not exist in this region and account",
+                field=AMI,
+                fix=f"set {AMI} to an id that DescribeImages returns",
+            )
+        return root_device(image, options.ami)
+
+    async def subnets_by_zone(self, wanted: Sequence[str]) -> dict[str, str]:
+        """The subnet to launch in, by zone. Subnets that do not exist are left out."""
+        answer = await self.calls.call("DescribeSubnets", Filters=[{"Name": "subnet-id", "Values": list(wanted)}])
+        order = {name: number for number, name in enumerate(wanted)}
+        found = sorted(answer.get("Subnets", ()), key=lambda item: order.get(item.get("SubnetId"), len(order)))
+        if not found:
+            raise UserError(
+                f"{SUBNETS}: none of {', '.join(wanted)} exists in this region and account",
+                field=SUBNETS,
+                fix=f"set {SUBNETS} to ids that DescribeSubnets returns, and run remuda refresh",
+            )
+        return one_subnet_per_zone(found)
 
     async def launch(self, request: LaunchRequest) -> LaunchResult:
         options = Ec2LaunchOptions.parse(request.launch)
+        if len(options.subnets) > 1:
+            options = replace(options, subnets=tuple((await self.subnets_by_zone(options.subnets)).values()))
         is_repeated = request.client_token in self._tokens
         lock = self._tokens.setdefault(request.client_token, asyncio.Lock())
         while len(self._tokens) > MAX_TOKENS:
@@ -150,8 +186,8 @@ class Ec2Compute:
         await self._change_tags("DeleteTags", instance_ids, [{"Key": key} for key in sorted(set(keys))])
 
     async def _check_resources(self, options: Ec2LaunchOptions) -> None:
-        """Check that image, subnets and security groups exist, so that an error is reported before a launch."""
-        wanted_by_kind = {_SUBNETS: options.subnets, _IMAGES: _image_ids(options.ami), _GROUPS: options.security_groups}
+        """Check that subnets and security groups exist, so that an error is reported before a launch."""
+        wanted_by_kind = {_SUBNETS: options.subnets, _GROUPS: options.security_groups}
         missing = await gather(self._missing(kind, wanted) for kind, wanted in wanted_by_kind.items() if wanted)
         for kind, name in missing:
             if name:
@@ -223,11 +259,6 @@ class Ec2Compute:
                     resources = [name for name in resources if name not in unknown]
         if unknown:
             raise NotFound(f"no such instance: {', '.join(sorted(unknown))}")
-
-
-def _image_ids(ami: str) -> tuple[str, ...]:
-    """The ids to check. EC2 resolves `resolve:ssm:` parameters at launch."""
-    return (ami,) if ami.startswith("ami-") else ()
 
 
 class Ec2SpotPrices:
