@@ -72,6 +72,9 @@ def configure(home: RunnerHome, inputs: RunnerInputs) -> int:
         return TERMINATED
     if response.status != 201:
         return _rejected(response, url)
+    if inputs.switch("disableupdate") and not response.body["disable_update"]:
+        say("The GitHub server does not support configuring a self-hosted runner with 'DisableUpdate' flag.")
+        return TERMINATED
     say("√ Connected to GitHub\n\n# Runner Registration\n\n")
     say("√ Runner successfully added\n√ Runner connection is good\n\n# Runner settings\n\n")
     files = response.body["files"]
@@ -126,6 +129,8 @@ def _request(inputs: RunnerInputs, url: str, token: str) -> dict[str, Any]:
         "default_labels": not inputs.switch("no-default-labels"),
         "ephemeral": inputs.switch("ephemeral"),
         "replace": inputs.switch("replace"),
+        "disable_update": inputs.switch("disableupdate"),
+        "group": inputs.text("runnergroup"),
         "work": inputs.text("work"),
     }
 
