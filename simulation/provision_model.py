@@ -215,11 +215,7 @@ class ProvisionModel:
         if change.condition.is_met_by(state.record):
             yield from self._claimed(state, change, "claims again", Tier.TRUSTED, mine.epoch - 1)
         elif state.record is not None and is_applied(change, state.record):
-            if who is not OWN:
-                yield ProvisionStep(
-                    "finds its claim", state, ProvisionPhase.HOLDS, violation="S1: it adopts another run's claim"
-                )
-            yield ProvisionStep("finds its claim", state, ProvisionPhase.HOLDS, known=state.record)
+            yield from _adopted(state, "finds its claim", who, "claim")
         else:
             yield ProvisionStep("has lost its claim", state, ProvisionPhase.FREE)
 
@@ -271,11 +267,7 @@ class ProvisionModel:
             after = self._written(state, change, "commits again", mine.owner)
             yield ProvisionStep("commits again", after, ProvisionPhase.HOLDS, known=after.record)
         elif state.record is not None and is_applied(change, state.record):
-            if who is not OWN:
-                yield ProvisionStep(
-                    "finds it committed", state, ProvisionPhase.HOLDS, violation="S1: it adopts another run's commit"
-                )
-            yield ProvisionStep("finds it committed", state, ProvisionPhase.HOLDS, known=state.record)
+            yield from _adopted(state, "finds it committed", who, "commit")
         else:
             yield ProvisionStep("cannot commit", state, ProvisionPhase.BACK, known=mine)
 
@@ -347,6 +339,13 @@ def _claim(epoch: int, who: str, tier: Tier = Tier.TRUSTED) -> Change:
         margin_s=LIFETIMES.margin_s,
     )
     return advance(_presumed(epoch, tier), event, by=Actor.PROVISION, now=NOW, why="")
+
+
+def _adopted(state: InstanceState, text: str, who: str, what: str) -> Iterator[ProvisionStep]:
+    """The step of a provision that finds its lost write applied."""
+    if who is not OWN:
+        yield ProvisionStep(text, state, ProvisionPhase.HOLDS, violation=f"S1: it adopts another run's {what}")
+    yield ProvisionStep(text, state, ProvisionPhase.HOLDS, known=state.record)
 
 
 def _advance(known: Instance, event: Event) -> Change:

@@ -19,7 +19,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         ran = [report for report in reports if report.when == "call" and marker in report.keywords]
         if not ran:
             continue
-        terminalreporter.section(f"{len(ran)} tests {heading}", sep="-")
+        terminalreporter.section(f"tests {heading}: {len(ran)}", sep="-")
         names = Counter(report.nodeid.partition("[")[0] for report in ran)
         machines = {str(value) for report in ran for key, value in report.user_properties if key == "machine"}
         for line in sorted(machines):

@@ -16,8 +16,8 @@ import httpx
 import pytest
 
 from remuda.cli.demo import SELF_TERMINATED
+from tests.support import aws_demo
 from tests.support.aws.servers import ROOT
-from tests.support.aws_demo import leftovers
 from tests.support.dashboard import CHROMIUM, chromium
 from tests.support.namespace_machine.machine import unsupported_reason
 
@@ -119,8 +119,9 @@ def test_demo_passes_its_checks_and_leaves_nothing(tmp_path: Path):
         ("warm", 2, 0),
         ("warm", 1, 0),
     ]
-    assert any(item["state"] == "idle" and item["stop_reason"] for item in report["retired"])
-    assert [*tmp_path.iterdir(), *leftovers(tmp_path)] == []
+    idle = {item["stop_reason"] for item in report["retired"] if item["state"] == "idle"}
+    assert idle & set(aws_demo.SELF_TERMINATED)
+    assert [*tmp_path.iterdir(), *aws_demo.leftovers(tmp_path)] == []
 
 
 @pytest.mark.namespaces
@@ -136,4 +137,4 @@ def test_interrupted_demo_leaves_nothing(tmp_path: Path):
         demo.send_signal(signal.SIGINT)
         _, rest = demo.communicate(timeout=LIMIT_S)
     assert (demo.returncode, "interrupted" in rest) == (130, True), rest[-5_000:]
-    assert [*tmp_path.iterdir(), *leftovers(tmp_path)] == []
+    assert [*tmp_path.iterdir(), *aws_demo.leftovers(tmp_path)] == []

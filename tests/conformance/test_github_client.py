@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -247,6 +247,11 @@ async def test_short_rate_limit_pauses_are_waited_for(
 
 @pytest.mark.parametrize("status", [403, 429])
 @pytest.mark.parametrize(("seconds", "retry_after_s"), [(37, 37), (None, 60)], ids=["with time", "without time"])
+@pytest.mark.parametrize(
+    ("operation", "call"),
+    [("list", GitHubClient.list_runners), ("registration-token", GitHubClient.registration_token)],
+    ids=["list", "registration-token"],
+)
 async def test_long_rate_limit_pauses_are_raised(
     github: GitHubClient,
     admin: httpx.Client,
@@ -254,13 +259,15 @@ async def test_long_rate_limit_pauses_are_raised(
     status: int,
     seconds: int | None,
     retry_after_s: int,
+    operation: str,
+    call: Callable[[GitHubClient, str], Awaitable[object]],
 ) -> None:
-    add_fault(admin, "rate_limit", "list", status=status, **({} if seconds is None else {"seconds": seconds}))
+    add_fault(admin, "rate_limit", operation, status=status, **({} if seconds is None else {"seconds": seconds}))
     with pytest.raises(Throttled) as caught:
-        await github.list_runners(REPO)
+        await call(github, REPO)
     assert caught.value.retry_after_s == retry_after_s
     assert clock.slept == []
-    await github.list_runners(REPO)
+    await call(github, REPO)
 
 
 @pytest.fixture

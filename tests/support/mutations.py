@@ -26,7 +26,7 @@ from remuda.domain.instance import Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
 from remuda.domain.serialization import from_document, parse
-from remuda.domain.signals import FailureKind, Report, Signal
+from remuda.domain.signals import Report
 from remuda.domain.transitions import Change
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock
@@ -337,20 +337,9 @@ class CorruptingStore(MemoryInstanceStore):
         found = await super().wait_for_report(instance_id, since, timeout_s)
         return self._corrupt.read(Report, instance_id, found)
 
-    async def write_signal(
-        self,
-        instance_id: str,
-        *,
-        epoch: int,
-        signal: Signal,
-        detail: str = "",
-        duration_s: float | None = None,
-        failure: FailureKind | None = None,
-    ) -> None:
+    async def write_signal(self, instance_id: str, **signalled: Any) -> None:
         self._corrupt.documents.pop((Report, instance_id), None)
-        await super().write_signal(
-            instance_id, epoch=epoch, signal=signal, detail=detail, duration_s=duration_s, failure=failure
-        )
+        await super().write_signal(instance_id, **signalled)
 
     # Provisions, configuration, first_seen
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import compileall
 import io
+import py_compile
 import shutil
+import sys
 import tarfile
 import tempfile
 from importlib.metadata import distribution
@@ -11,6 +14,7 @@ from pathlib import Path
 
 import remuda
 from remuda.fake_github import PROGRAMS, install_runner
+from tests.support.virtual_machine.image import PYTHON as PYTHON_VERSION
 from tests.support.virtual_machine.image import SITE_PACKAGES, VENV
 
 PYTHON = "/usr/bin/python3"
@@ -27,9 +31,11 @@ def write_software_disk(path: Path) -> None:
     """Write the archive that the machine unpacks in its root folder before it runs the user data."""
     source = Path(remuda.__file__).parent
     with tempfile.TemporaryDirectory() as folder, tarfile.open(path, "w") as archive:
-        runner = Path(folder) / "runner"
+        runner, package = Path(folder) / "runner", Path(folder) / "remuda"
         _write_runner(runner)
-        archive.add(source, f"{SITE_PACKAGES}/remuda", filter=_without_bytecode)
+        shutil.copytree(source, package, ignore=shutil.ignore_patterns("__pycache__"))
+        _compile(package)
+        archive.add(package, f"{SITE_PACKAGES}/remuda", filter=_of_root)
         _add_metadata(archive)
         archive.add(runner, "opt/remuda/runner", filter=_of_root)
         command = tarfile.TarInfo("opt/remuda/bin/remuda")
@@ -48,6 +54,16 @@ def _write_runner(folder: Path) -> None:
     shutil.rmtree(folder / "bin" / "fake_runner" / "__pycache__", ignore_errors=True)
 
 
+def _compile(package: Path) -> None:
+    """Compile as pip does, if this computer has the Python version of the machine. Emulated machines are slow at it."""
+    if f"{sys.version_info.major}.{sys.version_info.minor}" != PYTHON_VERSION:
+        return
+    mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
+    compileall.compile_dir(
+        package, quiet=1, stripdir=str(package.parent), prependdir=f"/{SITE_PACKAGES}", invalidation_mode=mode
+    )
+
+
 def _add_metadata(archive: tarfile.TarFile) -> None:
     """The metadata of the installed package, which may be an editable one."""
     found = distribution("remuda")
@@ -55,10 +71,6 @@ def _add_metadata(archive: tarfile.TarFile) -> None:
     member = tarfile.TarInfo(f"{SITE_PACKAGES}/remuda-{found.version}.dist-info/METADATA")
     member.mode, member.size = 0o644, len(text)
     archive.addfile(member, io.BytesIO(text))
-
-
-def _without_bytecode(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
-    return None if Path(member.name).name == "__pycache__" else _of_root(member)
 
 
 def _of_root(member: tarfile.TarInfo) -> tarfile.TarInfo:

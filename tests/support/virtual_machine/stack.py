@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
+from remuda.domain.instance import Instance
+from remuda.domain.signals import Report
+from remuda.fake_github.client import FakeGitHubClient, JobStep, JobView
 from tests.support.aws.ec2_machines import Ec2MachineRunner, Machine, MachineStack, ec2_machines
 from tests.support.aws.servers import LOOPBACK, aws_client
 from tests.support.aws.stack import POOL, SCOPE, aws_stack
@@ -24,6 +29,9 @@ SOFTWARE = "software.tar"
 PROVISION_S = 900
 #: Seconds that a command may take.
 COMMAND_S = PROVISION_S + 300.0
+#: Seconds that a job may take.
+JOB_S = 900.0
+POLL_S = 0.5
 
 
 class VirtualMachineRunner(Ec2MachineRunner):
@@ -62,13 +70,11 @@ class VirtualMachineStack(MachineStack):
     async def refresh(self, *more: str, **variables: str) -> dict[str, Any]:
         """Apply the configuration, with the URL of the fake GitHub as machines see it."""
         result = await super().refresh(*more, **variables)
-        async with aws_client("dynamodb", self.stack.store.url) as client:
-            store = self.stack.instance_store(client)
+        async with self._store() as store:
             config = await store.get_config()
             assert config is not None
             url = config.github_url.replace(LOOPBACK, HOST)
             await store.put_config(dataclasses.replace(config, github_url=url, revision=config.revision + 1))
-            await store.close()
         return result
 
     async def remuda(self, *arguments: str, **variables: str) -> dict[str, Any]:
@@ -82,9 +88,59 @@ class VirtualMachineStack(MachineStack):
         document: dict[str, Any] = result.document
         return document
 
-    async def provision(self, run_id: str) -> dict[str, Any]:
+    async def provision(self, run_id: str, *more: str) -> dict[str, Any]:
         words = ("provision", "--run-id", run_id, "--github-scope", SCOPE, "--provision-timeout-sec", str(PROVISION_S))
-        return await self.remuda(*words)
+        return await self.remuda(*words, *more)
+
+    async def release(self, run_id: str) -> dict[str, Any]:
+        return await self.remuda("release", "--run-id", run_id)
+
+    async def start_job(self, run_id: str, *runs: str) -> JobView:
+        """Queue a job and wait until a runner runs it."""
+        async with self.github() as github:
+            job = await github.queue_job(
+                repo=SCOPE, run_id=run_id, labels=[run_id], steps=[JobStep(run=run) for run in runs]
+            )
+            return await self._wait_for_job(github, job, lambda status: status != "queued")
+
+    async def finish_job(self, job: JobView) -> JobView:
+        async with self.github() as github:
+            return await self._wait_for_job(github, job, lambda status: status == "completed")
+
+    async def run_job(self, run_id: str, *runs: str, **_options: Any) -> JobView:
+        return await self.finish_job(await self.start_job(run_id, *runs))
+
+    async def _wait_for_job(self, github: FakeGitHubClient, job: JobView, condition: Callable[[str], bool]) -> JobView:
+        deadline = time.monotonic() + JOB_S
+        while not condition(job.status):
+            assert time.monotonic() < deadline, f"{job} {self.consoles()}"
+            job = await github.job(job.id, wait_s=5.0, since=job.status)
+        return job
+
+    async def record(self, instance_id: str) -> Instance:
+        async with self._store() as store:
+            found = await store.get(instance_id)
+        assert found is not None
+        return found
+
+    async def report(self, instance_id: str) -> Report | None:
+        async with self._store() as store:
+            return await store.get_report(instance_id)
+
+    @asynccontextmanager
+    async def _store(self) -> AsyncIterator[DynamoInstanceStore]:
+        async with aws_client("dynamodb", self.stack.store.url) as client:
+            store = self.stack.instance_store(client)
+            try:
+                yield store
+            finally:
+                await store.close()
+
+    async def until(self, condition: Callable[[], Awaitable[bool]], what: str) -> None:
+        deadline = time.monotonic() + JOB_S
+        while not await condition():
+            assert time.monotonic() < deadline, f"{what}: {self.consoles()}"
+            await asyncio.sleep(POLL_S)
 
 
 @contextmanager

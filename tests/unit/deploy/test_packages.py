@@ -25,10 +25,15 @@ def test_the_wheel_contains_no_simulation_and_no_test_code():
     assert not {path.parent for path in modules if not (path.parent / "__init__.py").exists()}
 
 
-def test_package_data_are_files_of_the_package():
+def test_package_data_are_the_files_of_the_package_that_are_not_modules():
+    named: set[Path] = set()
     for pattern in SETTINGS["package-data"]["remuda"]:
         assert ".." not in pattern
-        assert any((SOURCE / "remuda").glob(pattern)), pattern
+        files = set((SOURCE / "remuda").glob(pattern))
+        assert files, pattern
+        named |= files
+    files = {path for path in (SOURCE / "remuda").rglob("*") if path.is_file()}
+    assert {path for path in files - named if path.suffix not in {".py", ".pyc"}} == set()
 
 
 def package_files(folder: Path) -> list[tuple[str, Path]]:

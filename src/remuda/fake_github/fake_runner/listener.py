@@ -11,7 +11,7 @@ from typing import Any
 
 from . import LENGTH_DIGITS, VERSION
 from .home import CREDENTIALS_FILE, RUNNER_FILE, RunnerHome, say, say_with_time, version_line
-from .protocol import Call, HttpResponse, call
+from .protocol import Call, HttpResponse
 
 OK, TERMINATED, RETRY, SESSION_CONFLICT = 0, 1, 2, 5
 
@@ -288,9 +288,9 @@ class Listener:
         output = worker.take_output()
         try:
             path = self._path(f"/jobs/{worker.job_id}/renew")
-            response = call(
+            response = Call(
                 self._server, "POST", path, body={"output": output}, secret=self._secret, timeout_s=self._renew_s * 4
-            )
+            ).response()
         except OSError:
             worker.prepend_output(output)
             return

@@ -9,7 +9,7 @@ from typing import Any
 
 from . import VERSION
 from .home import CREDENTIALS_FILE, RUNNER_FILE, RunnerHome, RunnerInputs, is_forbidden_root, say
-from .protocol import HttpResponse, call
+from .protocol import Call, HttpResponse
 
 OK, TERMINATED = 0, 1
 
@@ -66,7 +66,7 @@ def configure(home: RunnerHome, inputs: RunnerInputs) -> int:
         return _missing("url" if url is None else "token")
     say("\n# Authentication\n\n")
     try:
-        response = call(_server(url), "POST", "/_runner/register", body=_request(inputs, url, token))
+        response = Call(_server(url), "POST", "/_runner/register", body=_request(inputs, url, token)).response()
     except OSError as problem:
         say(f"Failed to connect. {problem}")
         return TERMINATED
@@ -104,7 +104,7 @@ def _remove_from_server(settings: dict[str, Any], token: str) -> int:
     url = settings["gitHubUrl"]
     body = {"url": url, "token": token, "runner_id": settings["agentId"]}
     try:
-        response = call(settings["serverUrl"], "POST", "/_runner/remove", body=body)
+        response = Call(settings["serverUrl"], "POST", "/_runner/remove", body=body).response()
     except OSError as problem:
         say(f"Failed: Removing runner from the server\n{problem}")
         return TERMINATED

@@ -20,7 +20,7 @@ class HttpResponse:
 
 
 class Call:
-    """A pending request. Wait for it with `select`, and call `feed` when it is readable."""
+    """A pending request. Wait for `response`, or with `select` and call `feed` when it is readable."""
 
     def __init__(
         self,
@@ -55,28 +55,18 @@ class Call:
         self.close()
         return _parse(bytes(self._received))
 
+    def response(self) -> HttpResponse:
+        """Wait for the response. Raises `OSError` if it is incomplete."""
+        try:
+            while True:
+                response = self.feed()
+                if response is not None:
+                    return response
+        finally:
+            self.close()
+
     def close(self) -> None:
         self._socket.close()
-
-
-def call(
-    server: str,
-    method: str,
-    path: str,
-    *,
-    body: dict[str, Any] | None = None,
-    secret: str | None = None,
-    timeout_s: float = RESPONSE_TIMEOUT_S,
-) -> HttpResponse:
-    """Send a request and return the response. Raises `OSError` if it is incomplete."""
-    pending = Call(server, method, path, body=body, secret=secret, timeout_s=timeout_s)
-    try:
-        while True:
-            response = pending.feed()
-            if response is not None:
-                return response
-    finally:
-        pending.close()
 
 
 def _address(server: str) -> tuple[str, int]:
