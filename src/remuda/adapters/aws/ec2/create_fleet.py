@@ -212,6 +212,7 @@ def one_subnet_per_zone(subnets: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """The subnet with the most free addresses by zone, of subnets that DescribeSubnets returned.
 
     CreateFleet rejects two subnets of one zone: "The fleet configuration contains duplicate instance pools."
+    (github-aws-runners/terraform-aws-github-runner, issues 2904 and 5297).
     """
     chosen: dict[str, Mapping[str, Any]] = {}
     for subnet in subnets:
@@ -236,7 +237,8 @@ def requirements(request: RunnerRequest) -> dict[str, Any]:
     # A pattern `*` matches every type, so the others do not matter.
     if not any(set(pattern) == {ANY_TYPE} for pattern in patterns):
         result["AllowedInstanceTypes"] = list(patterns)
-        # Without these, EC2 ignores types that cost over 20 % more than the cheapest one with these attributes.
+        # Without these, EC2 ignores types that cost over 20 % more than the cheapest one with these attributes, and
+        # has a limit of its own for spot instances (API reference of InstanceRequirementsRequest).
         result["OnDemandMaxPricePercentageOverLowestPrice"] = ANY_PRICE
         result["MaxSpotPriceAsPercentageOfOptimalOnDemandPrice"] = ANY_PRICE
         # EC2 excludes burstable and bare-metal types unless the request includes them.
