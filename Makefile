@@ -25,7 +25,7 @@ PARALLEL_MAKE := $(MAKE) --no-print-directory $(if $(filter output-sync,$(.FEATU
 # CPU-bound parts run with lower priority than parts with time limits.
 LOW_PRIORITY :=
 
-.PHONY: help demo demo-aws test installed check unit conformance acceptance simulation simulate attacks machine-test machine-image fuzz bench screenshots docs lambda clean
+.PHONY: help demo demo-aws test installed sandbox-packages check unit conformance acceptance simulation simulate attacks machine-test machine-image fuzz bench screenshots docs lambda clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -42,7 +42,7 @@ test: ## Run linters, type checks and all tests
 	@echo 'running acceptance, conformance and simulation tests; output appears when a part is done'
 	@$(PARALLEL_MAKE) -j 2 acceptance conformance simulation LOW_PRIORITY='nice -n 5'
 
-installed: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed $(NPM)/.installed machine-image | /usr/bin/shellcheck /usr/bin/chromium-headless-shell /usr/sbin/iptables ## Install everything that the tests need
+installed: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed $(NPM)/.installed machine-image | /usr/bin/shellcheck /usr/bin/chromium-headless-shell sandbox-packages ## Install everything that the tests need
 
 check: $(VENV)/.tools $(VENV)-moto/.installed $(NPM)/.installed ## Run ruff, mypy, import-linter, and check generated files, template and workflows
 	$(BIN)/ruff check .
@@ -62,7 +62,7 @@ unit: $(VENV)/.tools | /usr/bin/shellcheck ## Run the unit tests
 conformance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed $(NPM)/.installed ## Run one suite per port over every adapter
 	$(BIN)/pytest tests/conformance -q -n 2
 
-acceptance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed machine-image | /usr/bin/chromium-headless-shell /usr/sbin/iptables ## Test the installed command with real processes and servers
+acceptance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed machine-image | /usr/bin/chromium-headless-shell sandbox-packages ## Test the installed command with real processes and servers
 	$(BIN)/pytest tests/acceptance tests/machine/test_boot.py -q -n 3 --dist loadfile --no-loadscope-reorder
 
 simulation: $(VENV)/.tools ## Run the short campaign: simulated worlds in virtual time under faults
@@ -165,16 +165,17 @@ $(NPM)/.installed: requirements/package.json
 	    || { apt-get update -qq && apt-get install -y -qq shellcheck >/dev/null; } || true; \
 	else echo 'shellcheck is not installed: the lint of bootstrap.sh will be skipped'; fi
 
-# Used by the firewall tests.
-/usr/sbin/iptables: | /usr/bin/chromium-headless-shell
-	@if command -v iptables >/dev/null; then :; \
-	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-	  echo 'installing iptables'; apt-get install -y -qq iptables >/dev/null \
-	    || { apt-get update -qq && apt-get install -y -qq iptables >/dev/null; } || true; \
-	else echo 'iptables is not installed: the firewall tests will be skipped'; fi
+# Used by the tests with machines in namespaces. Docker is optional: tests skip what needs it.
+SANDBOX_PACKAGES := systemd-container sudo iproute2 iptables
+sandbox-packages: | /usr/bin/chromium-headless-shell
+	@if command -v systemd-nspawn && command -v sudo && command -v ip && command -v iptables; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get; then \
+	  echo 'installing $(SANDBOX_PACKAGES)' >&2; apt-get install -y -qq --no-install-recommends $(SANDBOX_PACKAGES) \
+	    || { apt-get update -qq && apt-get install -y -qq --no-install-recommends $(SANDBOX_PACKAGES); } || true; \
+	else echo 'install $(SANDBOX_PACKAGES): the tests with machines in namespaces will be skipped' >&2; fi >/dev/null
 
 # Used by the tests in virtual machines, together with qemu.
-/usr/sbin/debootstrap: | /usr/sbin/iptables
+/usr/sbin/debootstrap: | sandbox-packages
 	@if command -v debootstrap >/dev/null && command -v qemu-system-x86_64 >/dev/null; then :; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  echo 'installing qemu and debootstrap'; \

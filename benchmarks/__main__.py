@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import claims, cold, dashboard, footprint, growth, idle_agent, refresh, warm
+from benchmarks import claims, cold, dashboard, footprint, growth, idle_agent, refresh, sandbox, warm
 from benchmarks.environment import FULL, QUICK, ROOT, TINY, BenchmarkEnvironment, Size, open_environment
 from benchmarks.figures import Results
 from benchmarks.floor import Floor, open_floor
@@ -25,6 +25,7 @@ Benchmark = Callable[[BenchmarkEnvironment, Floor], Awaitable[Results]]
 #: In the order in which they run: small ones first, while the servers hold little data.
 BENCHMARKS: Mapping[str, Benchmark] = {
     "footprint": footprint.run,
+    "sandbox": sandbox.run,
     "dashboard": dashboard.run,
     "refresh": refresh.run,
     "warm": warm.run,

@@ -75,6 +75,9 @@ class Size:
     live: tuple[int, ...] = (10, 100, 1_000, 5_000)
     old: int = 100_000
     starts: int = 9
+    #: The runner software in sandboxes: as many files and megabytes as actions/runner with its versions of node.
+    runner_files: int = 14_000
+    runner_mb: int = 650
     #: Instances and transitions on the dashboard, and seconds of updates.
     shown: int = 2_000
     shown_transitions: int = 50_000
@@ -99,6 +102,8 @@ TINY = Size(
     live=(3,),
     old=30,
     starts=1,
+    runner_files=100,
+    runner_mb=1,
     shown=40,
     shown_transitions=400,
     shown_s=1.0,

@@ -15,6 +15,7 @@ from tests.support.aws.stack import AwsStack, aws_stack
 from tests.support.dashboard import Dashboard, SampleInstance, SampleStore
 from tests.support.local_backend import LocalBackend
 from tests.support.namespace_machine.machine import bake_image
+from tests.support.namespace_machine.network import server_address
 
 LONG_FILES = (
     "test_boot.py",
@@ -27,6 +28,7 @@ LONG_FILES = (
     "test_lambda.py",
     "test_attacks.py",
     "test_ec2_agent.py",
+    "test_sandbox.py",
     "test_benchmarks.py",
     "test_dashboard_page.py",
     "test_aws_backend.py",
@@ -50,7 +52,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AwsStack]:
 @pytest.fixture
 def machine_stack(tmp_path: Path) -> Iterator[MachineStack]:
     bake_image(tmp_path / "image")
-    with aws_stack(tmp_path) as started:
+    with server_address() as address, aws_stack(tmp_path, address) as started:
         yield MachineStack(started)
 
 

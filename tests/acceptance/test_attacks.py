@@ -1,4 +1,4 @@
-"""Attacks of one run on the next on the same machine: each is removed, refused, or ends the machine.
+"""Attacks of one run on its machine and on the next run there, as root of the sandbox.
 
 The table in the docs lists the outcomes of this test.
 """
@@ -6,127 +6,128 @@ The table in the docs lists the outcomes of this test.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
 
+from remuda.agent.mounts import ID_COUNT
+from remuda.agent.sandbox import FIRST_ID
 from tests.support import attacks
-from tests.support.attacks import KEPT, LOG, LOOSE, REFUSED, REMOVABLE, RETIRED, SPOOL, Attack, AttackOutcome
+from tests.support.attacks import ESCAPES, PERSISTENT, Attack, AttackOutcome
 from tests.support.aws.ec2_machines import LIMIT_S, MachineStack
-from tests.support.aws.stack import aws_stack
-from tests.support.namespace_machine.machine import NamespaceMachine, bake_image, unsupported_reason
+from tests.support.namespace_machine.machine import NamespaceMachine, unsupported_reason
 from tests.support.virtual_time import until
 
 pytestmark = [
+    pytest.mark.namespaces,
     pytest.mark.skipif(bool(unsupported_reason()), reason=unsupported_reason()),
     pytest.mark.timeout(900),
-    pytest.mark.namespaces,
 ]
 
-JOB_USER = "remuda-job"
 TABLE = Path(__file__).parents[2] / "docs" / "reference" / "attacks.md"
 BEGIN, END = "<!-- generated: attacks -->", "<!-- end of attacks -->"
 #: Set by `make attacks`: write the outcomes to the docs instead of comparing them.
 WRITE = "REMUDA_WRITE_ATTACKS"
-#: Folders in which setuid programs of cron, at, systemd and mail write for a user. The programs are not installed, so
-#: the folders are writable for all.
-OPEN_FOLDERS = ("var/spool/cron/crontabs", "var/spool/cron/atjobs", "var/lib/systemd/linger", "var/mail")
-
-
-#: Words that the explanation of a release must contain: some of what the reset removed.
-REMOVED_THINGS = ("processes", "crontab", "at job", "lasting login", "message queue", "kernel keys", "IPC objects")
-
-
-def bake_open_image(image: Path) -> None:
-    """Create an image with a job user, and with files and folders that all users may write to."""
-    bake_image(image)
-    # Kernel keys are not part of a namespace, so the user id must be unique among parallel tests.
-    uid = 1_000_000 + int.from_bytes(os.urandom(3))
-    (image / "etc").mkdir()
-    for name, line in (
-        ("passwd", f"{JOB_USER}:x:{uid}:{uid}::/home/{JOB_USER}:/bin/bash"),
-        ("group", f"{JOB_USER}:x:{uid}:"),
-    ):
-        (image / "etc" / name).write_text(f"{Path('/etc', name).read_text()}{line}\n")
-    modes = {**dict.fromkeys(OPEN_FOLDERS, 0o1777), SPOOL.lstrip("/"): 0o1777, LOOSE.lstrip("/"): 0o777}
-    for name in modes:
-        (image / name).mkdir(parents=True)
-    for path in (image, *image.rglob("*")):
-        if path.is_dir():
-            path.chmod(modes.get(str(path.relative_to(image)), 0o755))
-    (image / LOOSE.lstrip("/") / KEPT).write_text("as it was\n")
-    (image / LOG.lstrip("/")).write_text("as it was\n")
-    (image / LOG.lstrip("/")).chmod(0o666)
-
-
-@pytest.fixture
-def stack(tmp_path: Path) -> Iterator[MachineStack]:
-    bake_open_image(tmp_path / "image")
-    with aws_stack(tmp_path) as started:
-        yield MachineStack(started)
+STORAGE = "/var/lib/remuda/sandboxes"
+#: MiB by which the storage of sandboxes may grow from one idle sandbox to the next.
+GROWTH_MIB = 30
 
 
 async def exit_codes(stack: MachineStack, machine: NamespaceMachine, run_id: str, step: str) -> dict[str, int]:
-    """Run a job and return the exit code that its step wrote per attack."""
+    """Run a job and return the exit code per attack."""
     job = await stack.run_job(run_id, step)
     assert job.conclusion == "success", f"{job} {machine.console}"
-    return attacks.parse_exit_codes(machine.run("cat", attacks.EXIT_CODES).stdout)
+    return attacks.parse_exit_codes(job.log)
 
 
-def names(codes: Mapping[str, int], among: tuple[Attack, ...], *, succeeded: bool) -> list[str]:
+def names(codes: Mapping[str, int], among: Iterable[Attack], *, succeeded: bool) -> list[str]:
     return [attack.name for attack in among if attack.name in codes and (codes[attack.name] == 0) == succeeded]
 
 
-async def test_next_run_sees_no_attack_or_gets_another_machine(stack: MachineStack) -> None:
-    await stack.refresh(REMUDA_MARGIN_SEC="0.5")
-    async with stack.booting():
-        assert (await stack.provision("1"))["created"] == 1
-        ((name, machine),) = stack.machines.items()
-        plant_codes = await exit_codes(stack, machine, "1", attacks.plant_step((*REFUSED, *REMOVABLE)))
-        assert names(plant_codes, REMOVABLE, succeeded=False) == [], "this computer does not support these"
-        assert names(plant_codes, REFUSED, succeeded=True) == [], "jobs can do these"
+def state_of_kernel(machine: NamespaceMachine) -> str:
+    """What a job must not change, as the machine sees it."""
+    settings = "/proc/sys/kernel/core_pattern /proc/sys/kernel/modprobe /proc/sys/kernel/hostname /proc/swaps"
+    script = (
+        f"cat {settings}; cut -d' ' -f1 /proc/modules | sort; iptables-save | grep ^-A; ipcs | grep ^0x; ls /dev/mqueue"
+    )
+    return machine.run("sh", "-c", script).stdout
 
+
+def storage_mib(machine: NamespaceMachine) -> int:
+    return int(machine.run("du", "-smx", STORAGE).stdout.split()[0])
+
+
+def left_of_sandbox(machine: NamespaceMachine, number: int) -> list[str]:
+    """What the machine still has of a sandbox: processes, mounts, network, keys, files."""
+    first = FIRST_ID + number * ID_COUNT
+    ids = range(first, first + ID_COUNT)
+    processes = [
+        line for line in machine.run("ps", "-eo", "uid=,args=").stdout.splitlines() if int(line.split()[0]) in ids
+    ]
+    mounts = [
+        line
+        for line in machine.run("cat", "/proc/self/mountinfo").stdout.splitlines()
+        if f"{STORAGE}/{number}/" in line
+    ]
+    networks = [name for name in machine.run("ls", "/sys/class/net").stdout.split() if name == f"ve-remuda-{number}"]
+    files = [name for name in machine.run("ls", STORAGE).stdout.split() if name == str(number)]
+    cgroups = machine.run("find", "/sys/fs/cgroup/remuda", "-name", f"remuda-{number}").stdout.split()
+    return [*processes, *mounts, *networks, *files, *cgroups]
+
+
+async def test_next_run_sees_no_attack_and_none_escapes(machine_stack: MachineStack) -> None:
+    await machine_stack.refresh(REMUDA_MARGIN_SEC="0.5")
+    async with machine_stack.booting():
+        assert (await machine_stack.provision("1"))["created"] == 1
+        ((name, machine),) = machine_stack.machines.items()
+        await until(lambda: machine.has_sandbox, within_s=LIMIT_S)
+        kernel, disk = state_of_kernel(machine), storage_mib(machine)
+
+        planted = await exit_codes(machine_stack, machine, "1", attacks.plant_step(PERSISTENT))
+        assert names(planted, PERSISTENT, succeeded=False) == [], "these attacks do not work"
+        supported = tuple(attack for attack in PERSISTENT if attack.name in planted)
         # Without a reset, the checks find all of them.
-        seen = await exit_codes(stack, machine, "1", attacks.look_step(REMOVABLE))
-        supported = tuple(attack for attack in REMOVABLE if attack.name in plant_codes)
+        seen = await exit_codes(machine_stack, machine, "1", attacks.look_step(supported))
         assert names(seen, supported, succeeded=False) == [], "the checks do not find these"
+        assert storage_mib(machine) >= disk + 64
 
-        assert (await stack.remuda("release", "--run-id", "1"))["released"] == [name], machine.console
-        async with stack.github() as github:
-            assert await github.runners() == []
-        explanation = str(await stack.remuda("explain", name))
-        assert [part for part in REMOVED_THINGS if part not in explanation] == [], explanation
+        tried = await exit_codes(machine_stack, machine, "1", attacks.plant_step(ESCAPES))
+        assert names(tried, ESCAPES, succeeded=True) == [], "jobs can do these"
 
-        assert (await stack.provision("2"))["reused"] == 1
-        seen = await exit_codes(stack, machine, "2", attacks.look_step(REMOVABLE))
-        assert len(seen) == len(REMOVABLE)
-        assert names(seen, REMOVABLE, succeeded=True) == [], "the next run sees these"
+        assert (await machine_stack.remuda("release", "--run-id", "1"))["released"] == [name], machine.console
+        assert left_of_sandbox(machine, 1) == []
+        assert state_of_kernel(machine) == kernel
+        await until(lambda: machine.run("ls", f"{STORAGE}/trash").stdout == "", within_s=LIMIT_S)
 
-        # No reset can undo these: the machine must end.
-        retiring = await exit_codes(stack, machine, "2", f"rm {attacks.EXIT_CODES}\n{attacks.plant_step(RETIRED)}")
-        assert names(retiring, RETIRED, succeeded=False) == [], "this computer does not support these"
-        released = await stack.remuda("release", "--run-id", "2")
-        assert released["released"] == [], machine.console
-        explanation = str(await stack.remuda("explain", name))
-        assert "UD_REMOVE_REG_REMOVE_RUN_FAILED" in explanation
-        assert [attack.look for attack in RETIRED if attack.look not in explanation] == [], explanation
-        # The agent reads that its record is terminating, and terminates the instance.
-        await until(lambda: stack.stack.ec2.requests().get("TerminateInstances", 0) >= 1, within_s=LIMIT_S)
-    defended = {attack: bool(seen[attack.name]) for attack in supported}
-    defended |= {attack: bool(plant_codes[attack.name]) for attack in REFUSED}
-    defended |= {attack: attack.look in explanation for attack in RETIRED}
-    compare_with_docs({key.name: key.outcome if held else AttackOutcome.SEEN for key, held in defended.items()})
+        assert (await machine_stack.provision("2"))["reused"] == 1
+        seen = await exit_codes(machine_stack, machine, "2", attacks.look_step(PERSISTENT))
+        assert len(seen) == len(PERSISTENT)
+        assert names(seen, PERSISTENT, succeeded=True) == [], "the next run sees these"
+        assert storage_mib(machine) <= disk + GROWTH_MIB
+    outcomes = {attack.name: AttackOutcome.REMOVED if seen[attack.name] else AttackOutcome.SEEN for attack in supported}
+    outcomes |= {
+        attack.name: AttackOutcome.REFUSED if tried[attack.name] else AttackOutcome.ESCAPED
+        for attack in ESCAPES
+        if attack.name in tried
+    }
+    compare_with_docs(outcomes)
 
 
 def compare_with_docs(outcomes: Mapping[str, AttackOutcome]) -> None:
     """Attacks that this computer does not support keep their row in the docs."""
-    every = {attack.name: attack.outcome for group in attacks.GROUPS.values() for attack in group}
-    rows = attacks.table({**every, **outcomes})
     text = TABLE.read_text(encoding="utf-8")
     head, _, rest = text.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    fresh = f"{head}{BEGIN}\n\n{rows}\n\n{END}{tail}"
+    old, _, tail = rest.partition(END)
+    every = {attack.name: outcome_in_docs(old, attack.name) for group in attacks.GROUPS.values() for attack in group}
+    fresh = f"{head}{BEGIN}\n\n{attacks.table({**every, **outcomes})}\n\n{END}{tail}"
     if os.environ.get(WRITE):
         TABLE.write_text(fresh, encoding="utf-8")
     assert TABLE.read_text(encoding="utf-8") == fresh, "the docs differ; run make attacks"
+
+
+def outcome_in_docs(rows: str, name: str) -> AttackOutcome:
+    for row in rows.splitlines():
+        if row.startswith(f"| {name} |"):
+            return AttackOutcome(row.rpartition(" | ")[2].removesuffix(" |"))
+    return AttackOutcome.NOT_SUPPORTED

@@ -22,32 +22,31 @@ from typing import Any
 import httpx
 import pytest
 
+from remuda.agent import mounts, sandbox, sandbox_root
 from tests.support.aws.ec2_machines import LIMIT_S, MachineStack
 from tests.support.aws.servers import REGION, aws_client
 from tests.support.aws.stack import POOL, SCOPE
 from tests.support.cli import run_cli
 from tests.support.leak_scanner import Leak, LeakScanner, issued_credentials, key_pair, observe_processes
 from tests.support.namespace_machine.machine import NamespaceMachine, unsupported_reason
+from tests.support.virtual_time import until
 
-JOB_USER = "remuda-job"
 APP_ID = "4242"
 OF_POOL = ("--pool", POOL)
-#: A job step that prints everything that it can read of itself and of other processes.
+#: A job step that prints everything that root can read of itself and of other processes in its sandbox.
 PRINT_ALL = r"""
 env
-cat /proc/[0-9]*/environ /proc/[0-9]*/cmdline 2>/dev/null | tr '\0' '\n'
-cat ~/.[a-z]* ../../../runner/.env ../../../runner/.path 2>/dev/null || true
+sudo sh -c 'cat /proc/[0-9]*/environ /proc/[0-9]*/cmdline' 2>/dev/null | tr '\0' '\n'
+cat ~/.[a-z]* /opt/remuda/runner/.env /opt/remuda/runner/.path 2>/dev/null || true
 """
-#: Folders that may contain files with credentials.
+#: Folders of a sandbox that may contain files with credentials.
 FOLDERS = (
-    *("/etc", "/home", "/opt/remuda", "/var/lib/remuda", "/var/lib/remuda-jobs", "/var/log", "/run"),
+    *("/etc", "/home", "/opt/remuda", "/root", "/var/lib/remuda", "/var/log", "/run"),
     *("/tmp", "/var/tmp", "/dev/shm"),  # noqa: S108 - of the machine
 )
-#: The first file that a boot creates.
-BOOTED = "/run/init.sock"
-READABLE_FILE = "/tmp/test-credential"  # noqa: S108 - of the machine
+READABLE_FILE = "/tmp/test-credential"  # noqa: S108 - of the sandbox
 #: The credentials of the listener, which runs as the user of jobs and must read them.
-REGISTRATION = "/var/lib/remuda-jobs/runner/.credentials"
+REGISTRATION = "/opt/remuda/runner/.credentials"
 #: Kind of the credential of a just-in-time runner.
 JIT = "JIT configuration"
 #: Without the environment of the listener, which contains the configuration of a just-in-time runner.
@@ -259,16 +258,21 @@ def leaves(value: Any, *path: str) -> Iterator[tuple[list[str], str]]:
 
 
 def readable_for_jobs(machine: NamespaceMachine, scanner: LeakScanner, credential: str) -> list[str]:
-    """Files with a credential that the user of jobs can read, including one that this function creates.
+    """Files with a credential that root of the sandbox can read, including one that this function creates.
 
-    Only files written since the boot are considered. Root lists them, as jobs may be allowed to enter a folder, but not
-    to list it.
+    Only files of the last hours are considered.
     """
-    assert machine.run("sh", "-c", f"umask 022; cat >{READABLE_FILE}", stdin=credential).returncode == 0
-    files = machine.run("find", *FOLDERS, "-type", "f", "-cnewer", BOOTED).stdout.splitlines()
+    assert machine.run_in_sandbox("sh", "-c", f"cat >{READABLE_FILE}", stdin=credential).returncode == 0
+    files = machine.run_in_sandbox("find", *FOLDERS, "-type", "f", "-cmin", "-300").stdout.splitlines()
     lines = [line for secret in scanner.secrets.values() for line in secret.splitlines() if "-----" not in line]
-    done = machine.run("grep", "-laFs", "-f", "-", "--", *files, user=JOB_USER, stdin="\n".join(lines) + "\n")
+    done = machine.run_in_sandbox("grep", "-laFs", "-f", "-", "--", *files, stdin="\n".join(lines) + "\n")
     return done.stdout.split()
+
+
+def users_of_sandboxes() -> set[int]:
+    """Root and the user of jobs in the first sandboxes of a machine, by ids of the machine."""
+    ids = (0, sandbox_root.JOB_USER_ID)
+    return {sandbox.FIRST_ID + number * mounts.ID_COUNT + user for number in range(1, 5) for user in ids}
 
 
 @pytest.mark.namespaces
@@ -320,7 +324,6 @@ async def test_no_credential_leaks(machine_stack: MachineStack, tmp_path: Path) 
             leak_test.seen["the log of the job"] = job.log
             leak_test.add_issued_credentials()
             readable = readable_for_jobs(machine, scanner, own)
-            uid = int(machine.run("id", "-u", JOB_USER).stdout)
             await leak_test.remuda("release", "--run-id", "1", "--json")
             jit, readable_then = await run_jit_runner(leak_test, tmp_path, own=own, page=page)
             await leak_test.run_action("release", tmp_path)
@@ -332,11 +335,11 @@ async def test_no_credential_leaks(machine_stack: MachineStack, tmp_path: Path) 
     assert sum("token" in name.lower() for name in scanner.secrets) >= 8, "GitHub issued some"
     assert scanner.find_all(leak_test.seen) == []
     assert table_leaks == []
-    assert sorted(readable) == [READABLE_FILE, REGISTRATION], "the file of this test and nothing unexpected"
+    assert sorted(readable) == sorted([READABLE_FILE, REGISTRATION]), "the file of this test and nothing unexpected"
     assert READABLE_FILE in readable_then
     assert set(readable_then) <= {READABLE_FILE, REGISTRATION}
     assert scanner.find_all(processes.argv()) == []
-    of_jobs = scanner.find_all(processes.environ_of({uid}))
+    of_jobs = scanner.find_all(processes.environ_of(users_of_sandboxes()))
     assert {leak.name for leak in of_jobs} == {jit}
     assert all("Runner.Listener" in leak.place for leak in of_jobs), of_jobs
     # The scan works: it finds the credentials in the environments of the processes that receive them.
@@ -363,6 +366,7 @@ async def run_jit_runner(leak_test: LeakTest, folder: Path, *, own: str, page: s
         stack.runner.paused = False
     (name,) = set(stack.machines) - before
     (jit,) = (name for name in scanner.secrets if name.startswith(JIT))
+    await until(lambda: stack.machines[name].has_sandbox, within_s=LIMIT_S)
     readable = readable_for_jobs(stack.machines[name], scanner, scanner.secrets[jit])
     job = await stack.run_job("2", PRINT_ALL_BUT_LISTENER)
     assert job.conclusion == "success", job.log

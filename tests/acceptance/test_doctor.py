@@ -286,6 +286,18 @@ def test_the_architecture_of_the_image_must_fit(patient: Patient):
     assert (code, problems(lines)) == (2, {"image"}), lines
     assert "is for arm64, python-url for x86_64" in lines["image"]["message"]
 
+    job_image = {"REMUDA_JOB_IMAGE_URL": "s3://bucket/jobs-amd64.tar", "REMUDA_JOB_IMAGE_SHA256": digest}
+    code, lines = patient.doctor(flags={"ami": ARM_AMI}, **job_image)
+    assert (code, problems(lines)) == (2, {"image"}), lines
+    assert "is for arm64, job-image-url for amd64" in lines["image"]["message"]
+
+
+def test_an_image_with_an_old_kernel_is_a_warning(patient: Patient):
+    _, lines = patient.doctor(flags={"ami": ARM_AMI})
+    assert lines["image"]["status"] == "warning", lines
+    assert "kernel-5.15" in lines["image"]["message"]
+    assert "set ami" in lines["image"]["fix"]
+
 
 def test_of_two_subnets_in_one_zone_one_is_used(patient: Patient):
     first, second = patient.servers.launch["subnet-ids"].split(",")

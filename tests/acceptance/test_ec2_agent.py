@@ -14,40 +14,45 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from remuda.fake_github.client import JobView
 from tests.support.aws.ec2 import LINUX_AMI, Ec2Server, describe_instances
 from tests.support.aws.ec2_machines import LIMIT_S, MachineStack
 from tests.support.aws.servers import ROOT
 from tests.support.cli import run_installed
 from tests.support.namespace_machine.machine import NamespaceMachine, unsupported_reason
+from tests.support.user_data import fake_imds
 
 requires_machines = pytest.mark.skipif(bool(unsupported_reason()), reason=unsupported_reason())
-JOB_USER = "remuda-job"
-#: A job step that tries to read and write what jobs must not.
+#: A job step that uses what jobs have, and tries to read, as root, what they must not.
 PROBE = """
 set -x
-id -Gn
-! ls /var/lib/remuda || exit 11
-! ls /opt/remuda/registrar || exit 12
-! touch /opt/remuda/runner/mine || exit 13
-! touch /var/lib/remuda-jobs/mine || exit 14
-! touch /var/lib/remuda-jobs/hook/mine || exit 17
-! sh -c 'echo exit 0 >/var/lib/remuda-jobs/hook/job-started.sh' || exit 18
-cat /proc/[0-9]*/environ 2>/dev/null | tr '\\0' '\\n' >seen
+[ "$(id -un)" = runner ] && [ "$HOME" = /home/runner ] && [ "$PWD" = /home/runner/work/repo/repo ] || exit 11
+[ "$(sudo id -u)" = 0 ] && sudo systemctl is-active dbus.service || exit 12
+[ "$(ls /opt/remuda)" = "hook
+runner" ] || exit 13
+[ -z "$(sudo find /var/lib/remuda /root /etc/ssh/ssh_host_* -type f 2>/dev/null)" ] || exit 14
+sudo sh -c 'cat /proc/[0-9]*/environ' 2>/dev/null | tr '\\0' '\\n' >seen
 ! grep -e REMUDA -e ACTIONS_RUNNER_INPUT -e AWS_ seen || exit 15
-[ "$HOME" = ~remuda-job ] && [ "$(id -un)" = "$USER" ] || exit 16
-[ "$(ulimit -Hc)" = 0 ] || exit 19
-[ "$(grep -cx remuda-job /etc/cron.deny)" = 1 ] || [ ! -e /etc/debian_version ] || exit 20
+! pgrep -f 'remuda agent' || exit 16
+! curl -sS --max-time 1 http://169.254.169.254/latest/api/token || exit 17
 """
-#: A job step that leaves files and processes behind.
+#: A job step that leaves files and processes behind, as root.
 LEAVE_TRACES = """
-mkdir -p /tmp/deep/er && touch /tmp/deep/er/left /var/tmp/left /dev/shm/left ~/left
-chmod 000 /tmp/deep
-ln -s /etc /tmp/link
-echo 'touch /tmp/was-here' >>/var/lib/remuda-jobs/runner/run.sh
+sudo touch /tmp/left /var/tmp/left /dev/shm/left ~/left /etc/left /usr/bin/left /run/left
+echo 'touch /tmp/was-here' | sudo tee -a /opt/remuda/runner/run.sh
 ipcmk -M 4096
-env -i setsid sh -c 'sleep 1000 & sleep 1001 &' >/dev/null 2>&1 </dev/null
+env -i sudo setsid sh -c 'sleep 1000 & sleep 1001 &' >/dev/null 2>&1 </dev/null
 """
-FILES = ("/tmp/deep", "/tmp/link", "/var/tmp/left", "/dev/shm/left", "/home/remuda-job/left")  # noqa: S108 - of the machine
+#: A job step that prints the traces that it finds.
+LOOK = """
+set +e
+ls -d /tmp/left /var/tmp/left /dev/shm/left ~/left /etc/left /usr/bin/left /run/left 2>/dev/null
+grep was-here /opt/remuda/runner/run.sh
+ipcs -m | grep -w 4096
+pgrep -af '^sleep 100'
+true
+"""
+TRACES = 7 + 1 + 1 + 2
 
 
 def agents(machine: NamespaceMachine) -> list[str]:
@@ -55,14 +60,15 @@ def agents(machine: NamespaceMachine) -> list[str]:
     return machine.run("pgrep", "-f", "remuda agent").stdout.split()
 
 
-def running(machine: NamespaceMachine, user: str) -> list[str]:
-    """The processes of a user, without zombies."""
-    lines = machine.run("ps", "-u", user, "-o", "stat=,args=").stdout.splitlines()
-    return [line for line in lines if not line.startswith("Z")]
+def sleepers(machine: NamespaceMachine) -> list[str]:
+    return machine.run("pgrep", "-f", "^sleep 100").stdout.split()
 
 
-def sleepers(machine: NamespaceMachine) -> int:
-    return sum("sleep 100" in line for line in running(machine, JOB_USER))
+def found(job: JobView) -> list[str]:
+    """The lines that a job with the step `LOOK` printed."""
+    assert job.conclusion == "success", job
+    lines = [line for line in job.log.splitlines() if line and not line.startswith(("#", "A job hook"))]
+    return [line for line in lines if "left" in line or "was-here" in line or "4096" in line or "sleep" in line]
 
 
 @pytest.mark.namespaces
@@ -74,28 +80,25 @@ async def test_machine_boots_runs_jobs_is_reset_and_terminates_itself(machine_st
         ((name, machine),) = machine_stack.machines.items()
         job = await machine_stack.run_job("1", PROBE, LEAVE_TRACES)
         assert job.conclusion == "success", f"{job} {machine.console}"
-        await until(lambda: sleepers(machine) == 2, "the processes that the job left run")
-        assert JOB_USER in machine.run("ipcs", "-m").stdout
+        assert len(sleepers(machine)) == 2
+        # Jobs of the same run share the sandbox.
+        assert len(found(await machine_stack.run_job("1", LOOK))) == TRACES
 
         # A job of another run with the same label, whose step runs even after a failure.
         foreign = await machine_stack.run_job("9", "touch /tmp/foreign", label="1", always=True)
         assert (foreign.conclusion, foreign.steps[0].conclusion) == ("cancelled", "skipped"), foreign.log
         assert "it belongs to run 9 of" in foreign.log
-        assert machine.run("test", "-e", "/tmp/foreign").returncode == 1  # noqa: S108 - of the machine
+        assert "foreign" not in (await machine_stack.run_job("1", "ls /tmp")).log
 
         released = await machine_stack.remuda("release", "--run-id", "1")
         assert released["released"] == [name], machine.console
-        assert running(machine, JOB_USER) == []
-        assert JOB_USER not in machine.run("ipcs", "-m").stdout
-        for path in FILES:
-            assert machine.run("test", "-e", path).returncode == 1, path
-        assert "was-here" not in machine.run("cat", "/var/lib/remuda-jobs/runner/run.sh").stdout
-        assert machine.run("stat", "-c", "%U", "/var/lib/remuda-jobs/runner/run.sh").stdout.strip() == JOB_USER
+        assert sleepers(machine) == []
         async with machine_stack.github() as github:
             assert await github.runners() == []
 
         # The next agent takes over the listener of a killed agent.
         assert (await machine_stack.provision("2"))["reused"] == 1
+        assert found(await machine_stack.run_job("2", LOOK)) == []
         terminations = machine_stack.stack.ec2.requests().get("TerminateInstances", 0)
         await machine_stack.refresh("--idle-time-sec", "2", REMUDA_MARGIN_SEC="0.5")
         # While the agent starts a process, the child has the same command line.
@@ -120,18 +123,18 @@ async def until(condition: Callable[[], bool], what: str) -> None:
         await asyncio.sleep(0.05)
 
 
-@pytest.mark.parametrize(
-    ("environment", "message"),
-    [
-        ({}, "this is no instance of Remuda"),
-        ({"REMUDA_BACKEND": "aws"}, "there is no user 'remuda-job' to run jobs as"),
-    ],
-)
-def test_agent_that_cannot_start_reports_the_reason_in_one_line(environment: dict[str, str], message: str) -> None:
-    result = run_installed(["agent"], environment=environment)
-    assert (result.code, result.stdout) == (2, "")
-    assert message in result.stderr
-    assert result.stderr.count("\n") == 1
+def test_agent_that_cannot_start_reports_the_reason_in_one_line() -> None:
+    with fake_imds() as imds:
+        other_pool = {"AWS_EC2_METADATA_SERVICE_ENDPOINT": imds.url, "REMUDA_BACKEND": "aws", "REMUDA_POOL": "other"}
+        cases = {
+            "this is no instance of Remuda": {},
+            "REMUDA_POOL is 'other', but the tag of the instance is 'pool'": other_pool,
+        }
+        for message, environment in cases.items():
+            result = run_installed(["agent"], environment=environment)
+            assert (result.code, result.stdout) == (2, "")
+            assert message in result.stderr
+            assert result.stderr.count("\n") == 1
 
 
 if TYPE_CHECKING:

@@ -5,6 +5,7 @@ import os
 import pathlib
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -294,6 +295,165 @@ def test_removal_without_runner_file_is_local_only(server: FakeGitHubServer, run
     gone = runner.config("remove", "--token", server.token("remove-token"))
     assert gone.returncode == 0, gone.stdout
     assert not (runner.folder / ".runner").exists()
+
+
+@pytest.mark.parametrize(
+    ("admin_flow", "code", "lines"),
+    [
+        (False, 0, ["Does not exist. Skipping Removing runner from the server", "√ Runner removed successfully"]),
+        (
+            True,
+            1,
+            [
+                "Http response code: NotFound from 'Delete {url}/runners/{id}' (Request Id: )",
+                "Failed: Removing runner from the server",
+                "Response status code does not indicate success: 404 (Not Found).",
+            ],
+        ),
+    ],
+)
+def test_removal_of_a_registration_that_is_gone(
+    server: FakeGitHubServer, runner: RunnerFolder, *, admin_flow: bool, code: int, lines: list[str]
+) -> None:
+    server.change(use_runner_admin_flow=admin_flow)
+    runner.register()
+    number = (server.rest() or {})["id"]
+    assert server.http.delete(f"{RUNNERS}/{number}").status_code == 204
+    done = runner.config("remove", ACTIONS_RUNNER_INPUT_TOKEN=server.token("remove-token"))
+    assert done.returncode == code, done.stdout
+    url = f"{server.endpoint.url}/api/v3/repos/{REPO}/actions"
+    expected = [line.format(url=url, id=number) for line in lines]
+    assert [line for line in done.stdout.splitlines() if line in expected] == expected
+    assert (runner.folder / ".runner").exists() == admin_flow
+
+
+@pytest.mark.parametrize("admin_flow", [False, True])
+def test_registration_is_removed_by_both_flows(
+    server: FakeGitHubServer, runner: RunnerFolder, *, admin_flow: bool
+) -> None:
+    server.change(use_runner_admin_flow=admin_flow)
+    runner.register()
+    rejected = runner.config("remove", "--token", "wrong")
+    assert rejected.returncode == 1
+    assert ("from 'Delete " if admin_flow else "NotFound from 'POST ") in rejected.stdout
+    # The runner keeps the flow of its registration.
+    server.change(use_runner_admin_flow=not admin_flow)
+    done = runner.config("remove", ACTIONS_RUNNER_INPUT_TOKEN=server.token("remove-token"))
+    assert done.returncode == 0, done.stdout
+    assert "√ Runner removed successfully" in done.stdout
+    assert server.rest() is None
+    assert not (runner.folder / ".runner").exists()
+
+
+def test_removal_without_credentials_is_local_only(server: FakeGitHubServer, runner: RunnerFolder) -> None:
+    runner.register()
+    (runner.folder / ".credentials").unlink()
+    done = runner.config("remove", "--token", server.token("remove-token"))
+    assert done.returncode == 0
+    assert "Cannot connect to server, because config files are missing." in done.stdout
+    assert server.rest() is not None
+
+
+#: Runs a command without the capabilities by which root lists all folders.
+UNPRIVILEGED = ("setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-dac_override,-dac_read_search")
+
+
+def unprivileged() -> tuple[str, ...]:
+    if os.geteuid() != 0:
+        return ()
+    if shutil.which("setpriv") is None:
+        pytest.skip("setpriv is not installed (package util-linux): root could list every folder")
+    return UNPRIVILEGED
+
+
+@pytest.mark.parametrize("command", ["configure", "remove", "run"])
+@pytest.mark.parametrize("level", ["", ".."])
+def test_unreadable_folder_stops_every_command(runner: RunnerFolder, command: str, level: str) -> None:
+    """`IOUtil.ValidateExecutePermission`: a folder that can be entered but not listed is not enough."""
+    closed = (runner.folder / level).resolve()
+    closed.chmod(0o311)
+    try:
+        done = subprocess.run(
+            [*unprivileged(), str(runner.folder / "bin" / "Runner.Listener"), command],
+            env=runner.environment(),
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+    finally:
+        closed.chmod(0o755)
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"An error occurred: Permission to read the directory contents is required for '{runner.folder}' and each "
+        f"directory up the hierarchy. Access to the path '{closed}' is denied.\n"
+    )
+
+
+def test_unreadable_work_folder_stops_the_listener(server: FakeGitHubServer, runner: RunnerFolder) -> None:
+    work = runner.folder.parent / "closed" / "work"
+    work.mkdir(parents=True)
+    runner.register("--work", str(work))
+    work.parent.chmod(0o311)
+    try:
+        done = subprocess.run(
+            [*unprivileged(), str(runner.folder / "bin" / "Runner.Listener"), "run"],
+            env=runner.environment(),
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+    finally:
+        work.parent.chmod(0o755)
+    assert (done.returncode, done.stderr) == (
+        1,
+        f"Fail to create and validate runner's work directory '{work}'.\n",
+    )
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root is refused")
+def test_scripts_refuse_root_and_the_listener_does_not(server: FakeGitHubServer, runner: RunnerFolder) -> None:
+    runner.register()
+    environment = runner.environment(RUNNER_ALLOW_RUNASROOT="")
+    for script, code, text in (
+        ("config.sh", 1, "Must not run with sudo\n"),
+        # Its exit code is that of run.sh, which ends with 0 after any error that is not worth a retry.
+        ("run.sh", 0, "Must not run interactively with sudo\nExiting runner...\n"),
+    ):
+        done = subprocess.run(
+            [str(runner.folder / script)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+        assert (done.returncode, done.stdout) == (code, text)
+    runner.ready(RUNNER_ALLOW_RUNASROOT="")
+
+
+def test_run_script_ends_without_a_registration(runner: RunnerFolder) -> None:
+    done = subprocess.run(
+        [str(runner.folder / "run.sh")],
+        env=runner.environment(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (
+        0,
+        "Runner listener exit with terminated error, stop the service, no retry needed.\nExiting runner...\n",
+    )
+
+
+def test_environment_file_applies_to_every_command(runner: RunnerFolder) -> None:
+    """`Program.LoadAndSetEnv`: an empty value removes a variable."""
+    (runner.folder / ".env").write_text("ACTIONS_RUNNER_INPUT_URL=http://127.0.0.1:1/o/r\nHOME=\n=x\n")
+    done = runner.config("--unattended", "--token", "x")
+    assert done.returncode == 1
+    assert "Failed to connect." in done.stdout
 
 
 def test_busy_runner_cannot_be_removed(server: FakeGitHubServer, runner: RunnerFolder, tmp_path: pathlib.Path) -> None:

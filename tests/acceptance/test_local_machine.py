@@ -52,25 +52,23 @@ from functools import partial
 from remuda.adapters.local.machine import LocalMachine, job_environment, machine_folder, pristine_runner, supervisor_pid
 from remuda.adapters.system.clock import SystemClock
 from remuda.agent import processes
-from remuda.agent.runner import ActionsRunner
+from remuda.agent.job_folders import JobFolders
 from remuda.agent.job_hook import JobHook
-from remuda.agent.reset import Reset
+from remuda.agent.runner import ActionsRunner
 from remuda.domain.instance import Assignment, Credential
 from remuda.ports.machine import AgentState, ScriptStatus
 from remuda.ports.machine import RunnerState
 
 async def main():
     folder, clock = machine_folder(os.environ), SystemClock()
-    reset = Reset(
+    jobs = JobFolders(
+        folder, pristine=pristine_runner(folder),
         kill=partial(processes.kill_descendants, supervisor_pid(folder), keep={os.getpid()}, clock=clock),
-        runner_folder=folder / "runner", pristine=pristine_runner(folder),
-        recreate=[folder / name for name in ("home", "work", "tmp")],
     )
-    await reset.prepare()
-    machine = LocalMachine(folder=folder, clock=clock, reset=reset.run)
+    machine = LocalMachine(folder=folder, clock=clock, reset=jobs.reset)
     runner = ActionsRunner(
-        folder=folder / "runner", work=folder / "work", log=folder / "logs" / "listener.log", clock=clock,
-        environment=job_environment(folder),
+        host=jobs, config_folder=jobs.runner_folder, state_folder=folder / "logs", work=folder / "work",
+        log=folder / "logs" / "listener.log", clock=clock, environment=job_environment(folder),
         hook=JobHook(
             folder=folder / "hook", pristine=pristine_runner(folder), refused_file=folder / "work" / "refused"
         ),
@@ -607,6 +605,9 @@ class LocalGitHub(FakeGitHubClient):
         answer = await self._http.post(f"/repos/o/r/actions/runners/{kind}-token")
         return str(answer.raise_for_status().json()["token"])
 
+    async def unregister(self, runner_id: int) -> None:
+        (await self._http.delete(f"/repos/o/r/actions/runners/{runner_id}")).raise_for_status()
+
     async def queue(self, *commands: str) -> None:
         await self.queue_job(repo="o/r", run_id="1", labels=["label"], steps=[JobStep(run=each) for each in commands])
 
@@ -662,11 +663,25 @@ async def test_job_and_reset(world: LocalMachines, github: LocalGitHub) -> None:
     outcome = await world.call(name, "reset")
 
     assert "ok=True" in outcome, outcome
-    assert "processes (" in outcome
-    assert "sleep, sleep" in outcome
     supervisor, agent = world.supervisor(name), await world.call(name, "pid")
     assert [process.pid for process in procfs.descendants(supervisor)] == [agent]
     assert list((world.root / name / "home").iterdir()) == []
+    again = await world.call(name, "register", url, "second", await github.token("registration"))
+    assert "ok=True" in again, again
+
+
+@pytest.mark.parametrize("admin_flow", [False, True])
+async def test_registration_that_github_removed_counts_as_removed(
+    world: LocalMachines, github: LocalGitHub, *, admin_flow: bool
+) -> None:
+    await github.change_settings(use_runner_admin_flow=admin_flow)
+    name, url = await world.one(), github.repository
+    await world.call(name, "register", url, "first", await github.token("registration"))
+    (runner,) = await github.runners()
+    await github.unregister(runner.id)
+    removed = await world.call(name, "remove", url, "first", await github.token("remove"))
+    assert "REMOVED" in removed[0], removed
+    assert ("NotFound from 'Delete" in removed[1]) == admin_flow
     again = await world.call(name, "register", url, "second", await github.token("registration"))
     assert "ok=True" in again, again
 

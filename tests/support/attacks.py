@@ -1,38 +1,36 @@
-"""Attacks of a job on the next run on the same machine.
+"""Attacks of a job on its machine and on the next run there.
 
-Each attack is a few lines of bash that run as the job user: `plant` in a job of the first run, `look` in a later job.
-`look` succeeds if the implant is still there. If jobs lack the permission for an attack, `plant` fails.
+Each attack is a few lines of bash. Most run as root of the sandbox: `plant` in a job of the first run, `look` in a
+later job. `look` succeeds if the implant is still there. Escapes are attacks whose `plant` must fail.
 """
 
-# Paths of the tested machine.
-# ruff: noqa: S108
+# Paths of the tested sandbox, and commands of several lines in tuples.
+# ruff: noqa: S108, ISC004
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-HOME = "/home/remuda-job"
-RUNNER = "/var/lib/remuda-jobs/runner"
-WORK = "/var/lib/remuda-jobs/work"
-#: The file to which the steps write the exit code of each attack.
-EXIT_CODES = f"{HOME}/exit-codes"
-#: Paths of the test image that all users may write to, and a file of root in the last of them.
-SPOOL = "/opt/shared/a/b/c/d/e/spool"
-LOG = "/opt/shared/log"
-LOOSE = "/opt/shared/loose"
-KEPT = "kept"
+from tests.support.namespace_machine.machine import INTERPRETER
+
+HOME = "/home/runner"
+RUNNER = "/opt/remuda/runner"
+WORK = f"{HOME}/work"
+#: Part of every file that an attack plants.
+MARK = "remuda-implant"
 #: Seconds until a process must run. Generous: only a broken attack reaches it.
 LIMIT_S = 60
 
 
 class AttackOutcome(StrEnum):
     REMOVED = "removed"
-    RETIRED = "machine terminated"
-    REFUSED = "refused by the kernel"
+    REFUSED = "refused"
     SEEN = "SEEN BY THE NEXT RUN"
-    NOT_TESTED = "not tested"
+    ESCAPED = "ESCAPED"
+    NOT_SUPPORTED = "not supported by the test computer"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,28 +38,27 @@ class Attack:
     name: str
     #: Description for the table in the docs.
     what: str
-    plant: str = ""
+    plant: str
+    #: Empty for an escape.
     look: str = ""
-    outcome: AttackOutcome = AttackOutcome.REMOVED
     #: A command that fails if this computer does not support the attack.
     needs: str = ":"
-    #: If the attack is not tested: the reason, and the other evidence.
-    why: str = ""
+    #: Whether it runs as the user of jobs instead of root.
+    as_job_user: bool = False
 
 
-def file(name: str, what: str, *paths: str, content: str = "implant", mode: str = "644") -> Attack:
+def file(name: str, what: str, *paths: str, content: str = "", mode: str = "644") -> Attack:
     every = " ".join(paths)
     plant = (
         f'for path in {every}; do mkdir -p "$(dirname "$path")"; '
-        f"printf '%s\\n' '{content}' >\"$path\"; chmod {mode} \"$path\"; done"
+        f"printf '%s\\n' '{content}#{MARK}' >\"$path\"; chmod {mode} \"$path\"; done"
     )
-    return Attack(name=name, what=what, plant=plant, look=" || ".join(f"test -e {path}" for path in paths))
+    return Attack(name=name, what=what, plant=plant, look=f"grep -qs {MARK} {every}")
 
 
 def process(name: str, what: str, plant: str, command: str) -> Attack:
-    """A process without the runner's tracking id: the runner kills processes with it at the end of a job."""
     wait = f"SECONDS=0; until runs '^{command}'; do [ $SECONDS -lt {LIMIT_S} ]; done"
-    return Attack(name=name, what=what, plant=f"export RUNNER_TRACKING_ID=\n{plant}\n{wait}", look=f"runs '^{command}'")
+    return Attack(name=name, what=what, plant=f"{plant}\n{wait}", look=f"runs '^{command}'")
 
 
 def python(code: str) -> str:
@@ -74,16 +71,16 @@ def daemon(code: str) -> str:
         "me=$TMPDIR/$BASHPID\n"
         f"cat >$me.py <<'END'\n{code.strip()}\nEND\n"
         "mkfifo $me.ready\n"
-        'RUNNER_TRACKING_ID= setsid "$PYTHON" -IS $me.py >$me.ready 2>/dev/null </dev/null &\n'
+        'setsid "$PYTHON" -IS $me.py >$me.ready 2>/dev/null </dev/null &\n'
         'read -r word <$me.ready && [ "$word" = ready ]'
     )
 
 
-def listening(name: str, then: str) -> str:
+def listening(name: str, then: str, family: str = "AF_UNIX") -> str:
     """Start a daemon with a listening socket. `name` is a Python expression."""
     return daemon(f"""
 import os, signal, socket
-server = socket.socket(socket.AF_UNIX)
+server = socket.socket(socket.{family})
 server.bind({name})
 server.listen()
 os.write(1, b"ready\\n")
@@ -93,12 +90,12 @@ os.close(1)
 
 
 def abstract(name: str) -> str:
-    """The address of an abstract socket. It contains the user, as all machines on this computer share the addresses."""
-    return f"chr(0) + '{name}-%d' % os.getuid()"
+    """The address of an abstract socket."""
+    return f"chr(0) + '{name}'"
 
 
-def connects(name: str) -> str:
-    return python(f"import os, socket\nsocket.socket(socket.AF_UNIX).connect({name})")
+def connects(name: str, family: str = "AF_UNIX") -> str:
+    return python(f"import os, socket\nsocket.socket(socket.{family}).connect({name})")
 
 
 #: Functions for kernel keys, for which no command may be installed.
@@ -106,8 +103,8 @@ _KEYS = """
 import ctypes, platform, sys
 libc = ctypes.CDLL(None, use_errno=True)
 add, keyctl = {"x86_64": (248, 250), "aarch64": (217, 219)}[platform.machine()]
-def key(ring):
-    assert libc.syscall(add, b"user", b"implant", b"x", 1, ring) > 0
+def key(ring, name=b"implant"):
+    assert libc.syscall(add, b"user", name, b"x", 1, ring) > 0
 def persistent():
     return libc.syscall(keyctl, 22, -1, -2, 0, 0)
 def has(ring):
@@ -124,45 +121,61 @@ _ACL = (
     "rights = ((1, 7, none), (2, 7, 1), (4, 5, none), (16, 7, none), (32, 5, none))\n"
     "text = struct.pack('<I', 2) + b''.join(struct.pack('<HHI', *each) for each in rights)\n"
 )
+_SYSTEM_CALL = """
+import ctypes, os, platform, sys
+libc = ctypes.CDLL(None, use_errno=True)
+numbers = {numbers}[platform.machine()]
+"""
 
 IN_HOME = (
-    file("shell start file", "`.bashrc` with `LD_PRELOAD`", "~/.bashrc", content="export LD_PRELOAD=/tmp/x.so"),
-    file("login file", "`.profile`, `.bash_login`", "~/.profile", "~/.bash_login"),
+    file(
+        "shell start file",
+        "`.bashrc` with `LD_PRELOAD`",
+        "/home/runner/.bashrc",
+        content="export LD_PRELOAD=/tmp/x.so ",
+    ),
+    file("login file", "`.profile`, `.bash_login`", "/home/runner/.profile", "/home/runner/.bash_login"),
     file(
         "session environment",
         "`.pam_environment`, `environment.d`: `BASH_ENV`",
-        "~/.pam_environment",
-        "~/.config/environment.d/x.conf",
+        "/home/runner/.pam_environment",
+        "/home/runner/.config/environment.d/x.conf",
     ),
-    file("git configuration", "`.gitconfig`: `core.hooksPath`, `credential.helper`", "~/.gitconfig"),
-    file("git hooks of the user", "`.config/git/hooks`", "~/.config/git/hooks/post-checkout"),
-    file("git credentials", "`.git-credentials`", "~/.git-credentials"),
-    file("npm configuration", "`.npmrc`: another registry", "~/.npmrc"),
-    file("pip configuration", "`pip.conf`: another index", "~/.config/pip/pip.conf"),
-    file("Maven settings", "`.m2/settings.xml`: a mirror", "~/.m2/settings.xml"),
-    file("cargo configuration", "`.cargo/config.toml`: a wrapper of `rustc`", "~/.cargo/config.toml"),
-    file("Python start file", "`usercustomize.py` in the user's packages", "~/.local/lib/python3/usercustomize.py"),
-    file("authorised keys", "`.ssh/authorized_keys`", "~/.ssh/authorized_keys", mode="600"),
-    file("ssh configuration", "`.ssh/config`: `ProxyCommand`", "~/.ssh/config", mode="600"),
-    file("netrc", "`.netrc`", "~/.netrc", mode="600"),
-    file("docker credentials", "`.docker/config.json`: a credential helper", "~/.docker/config.json"),
+    file("git configuration", "`.gitconfig`: `core.hooksPath`, `credential.helper`", "/home/runner/.gitconfig"),
+    file("git hooks of the user", "`.config/git/hooks`", "/home/runner/.config/git/hooks/post-checkout"),
+    file("git credentials", "`.git-credentials`", "/home/runner/.git-credentials"),
+    file("npm configuration", "`.npmrc`: another registry", "/home/runner/.npmrc"),
+    file("pip configuration", "`pip.conf`: another index", "/home/runner/.config/pip/pip.conf"),
+    file("Maven settings", "`.m2/settings.xml`: a mirror", "/home/runner/.m2/settings.xml"),
+    file("cargo configuration", "`.cargo/config.toml`: a wrapper of `rustc`", "/home/runner/.cargo/config.toml"),
+    file(
+        "Python start file",
+        "`usercustomize.py` in the user's packages",
+        "/home/runner/.local/lib/python3/usercustomize.py",
+    ),
+    file("authorised keys", "`.ssh/authorized_keys`", "/home/runner/.ssh/authorized_keys", mode="600"),
+    file("ssh configuration", "`.ssh/config`: `ProxyCommand`", "/home/runner/.ssh/config", mode="600"),
+    file("netrc", "`.netrc`", "/home/runner/.netrc", mode="600"),
+    file("docker credentials", "`.docker/config.json`: a credential helper", "/home/runner/.docker/config.json"),
     file(
         "cloud credentials",
         "`.aws/credentials`, `.kube/config`, those of `gh`",
-        "~/.aws/credentials",
-        "~/.kube/config",
-        "~/.config/gh/hosts.yml",
+        "/home/runner/.aws/credentials",
+        "/home/runner/.kube/config",
+        "/home/runner/.config/gh/hosts.yml",
         mode="600",
     ),
-    file("shim in the user's PATH", "`~/.local/bin/git`", "~/.local/bin/git", mode="755"),
+    file("shim in the user's PATH", "`/home/runner/.local/bin/git`", "/home/runner/.local/bin/git", mode="755"),
     file(
-        "systemd user unit", "a unit in `.config/systemd/user`", "~/.config/systemd/user/default.target.wants/x.service"
+        "systemd user unit",
+        "a unit in `.config/systemd/user`",
+        "/home/runner/.config/systemd/user/default.target.wants/x.service",
     ),
     Attack(
         name="modes of the home folder",
         what="writable for all users",
-        plant="chmod 0777 ~",
-        look='[ "$(stat -c %a ~)" != 700 ]',
+        plant=f"chmod 0777 {HOME}",
+        look=f'[ "$(stat -c %a {HOME})" = 777 ]',
     ),
     Attack(
         name="access list of the home folder",
@@ -180,20 +193,14 @@ IN_THE_RUNNER = (
     Attack(
         name="changed start script",
         what="a line in `run.sh`",
-        plant=f"echo '# implant' >>{RUNNER}/run.sh",
-        look=f"grep -q implant {RUNNER}/run.sh",
+        plant=f"echo '#remuda-implant' >>{RUNNER}/run.sh",
+        look=f"grep -q remuda-implant {RUNNER}/run.sh",
     ),
     Attack(
         name="changed program",
         what="a line in `bin/Runner.Listener`",
-        plant=f"echo '# implant' >>{RUNNER}/bin/Runner.Listener",
-        look=f"grep -q implant {RUNNER}/bin/Runner.Listener",
-    ),
-    Attack(
-        name="hard link to a program",
-        what="a second name of `bin/Runner.Worker`, to change it later",
-        plant=f"ln {RUNNER}/bin/Runner.Worker {RUNNER}/second && ln {RUNNER}/bin/Runner.Worker ~/second",
-        look=f'[ "$(stat -c %h {RUNNER}/bin/Runner.Worker)" != 1 ]',
+        plant=f"echo '#remuda-implant' >>{RUNNER}/bin/Runner.Listener",
+        look=f"grep -q remuda-implant {RUNNER}/bin/Runner.Listener",
     ),
     Attack(
         name="attribute of a program",
@@ -224,7 +231,6 @@ IN_SHARED_FOLDERS = (
     file("file in /var/tmp", "survives a reboot", "/var/tmp/implant"),
     file("shared memory", "a file in `/dev/shm`", "/dev/shm/implant"),
     file("lock folder", "a file in `/run/lock`", "/run/lock/implant"),
-    file("world-writable folder", "of the image, seven levels deep", f"{SPOOL}/implant"),
     Attack(
         name="setuid program",
         what="a shell with the setuid bit in `/var/tmp`",
@@ -274,9 +280,89 @@ IN_SHARED_FOLDERS = (
         plant="truncate -s 1T /var/tmp/large",
         look="test -e /var/tmp/large",
     ),
-    Attack(name="System V shared memory", what="a segment", plant="ipcmk -M 4096", look='ipcs -m | grep -q "$USER"'),
-    Attack(name="System V semaphores", what="a set", plant="ipcmk -S 1", look='ipcs -s | grep -q "$USER"'),
-    Attack(name="System V queue", what="a queue", plant="ipcmk -Q", look='ipcs -q | grep -q "$USER"'),
+    Attack(
+        name="blocks beyond the end of a file",
+        what="64 MiB that no size shows, in the home folder",
+        plant=f"touch {HOME}/empty && fallocate --keep-size --length 64M {HOME}/empty",
+        look=f'[ "$(stat -c %b {HOME}/empty)" -gt 100000 ]',
+    ),
+    Attack(
+        name="file times",
+        what="a message in the times of `/usr/bin/true`",
+        plant="touch -d @123456789.987654321 /usr/bin/true",
+        look='[ "$(stat -c %Y /usr/bin/true)" = 123456789 ]',
+    ),
+    Attack(
+        name="inode flags",
+        what="`chattr +d +A` on files of the home folder and of the system",
+        plant=f"touch {HOME}/flagged && chattr +dA {HOME}/flagged && chattr +d /etc/hosts",
+        look=f"lsattr {HOME}/flagged /etc/hosts | grep -q '^[-A]*d'",
+    ),
+    Attack(
+        name="folder of the job hook",
+        what="a tree of 3,000 levels in the folder that the agent reads",
+        plant=python("import os\nos.chdir('/run/remuda')\nfor _ in range(3000):\n    os.mkdir('d')\n    os.chdir('d')"),
+        look="test -d /run/remuda/d",
+    ),
+    Attack(
+        name="memory disk",
+        what="a mounted tmpfs, and a hugetlbfs where the kernel permits it",
+        plant="mkdir -p /mnt/t /mnt/h && mount -t tmpfs t /mnt/t && touch /mnt/t/file; "
+        "mount -t hugetlbfs h /mnt/h || true",
+        look="test -e /mnt/t/file || grep -q hugetlbfs.*/mnt/h /proc/mounts",
+        needs="grep -q hugetlbfs /proc/filesystems",
+    ),
+)
+IN_THE_SYSTEM = (
+    file("preloaded library", "`/etc/ld.so.preload`: only a comment here", "/etc/ld.so.preload"),
+    file("system profile", "`/etc/profile.d`, `/etc/environment`", "/etc/profile.d/x.sh", "/etc/environment"),
+    file("system program", "a shim in `/usr/local/bin` and in `/usr/bin`", "/usr/local/bin/git", "/usr/bin/implant"),
+    file("name resolution", "`/etc/hosts`", "/etc/hosts"),
+    file("package sources", "`/etc/apt`: another mirror", "/etc/apt/sources.list.d/x.list", "/etc/apt/apt.conf.d/x"),
+    file("trusted certificates", "`/usr/local/share/ca-certificates`", "/usr/local/share/ca-certificates/x.crt"),
+    file("docker settings", "`/etc/docker/daemon.json`: another registry", "/etc/docker/x.json"),
+    file("kernel modules to load", "`/etc/modules-load.d`", "/etc/modules-load.d/x.conf"),
+    file("files of root", "`/root/.bashrc`, `/root/.ssh`", "/root/.bashrc", "/root/.ssh/authorized_keys"),
+    Attack(
+        name="further administrator",
+        what="a user with id 0, a group member and a rule of sudo",
+        plant="echo 'implant:x:0:0::/:/bin/sh' >>/etc/passwd; echo 'implant:x:4711:runner' >>/etc/group; "
+        "echo 'ALL ALL=(ALL) NOPASSWD: ALL #implant' >/etc/sudoers.d/implant",
+        look="grep -rqs implant /etc/passwd /etc/group /etc/sudoers.d",
+    ),
+    Attack(
+        name="job user leaves the docker group",
+        what="so that a check of its groups would find nothing",
+        plant="sed -i 's/^docker:.*/docker:x:4712:/' /etc/group",
+        look="grep -q ^docker:x:4712: /etc/group",
+        needs="grep -q ^docker: /etc/group",
+    ),
+    Attack(
+        name="setuid root program",
+        what="a copy of the shell in `/usr/bin`, owned by root, and one with file capabilities",
+        plant="cp /bin/sh /usr/bin/rootsh && chmod 6755 /usr/bin/rootsh",
+        look="test -u /usr/bin/rootsh",
+    ),
+    Attack(
+        name="replaced system program",
+        what="`/usr/bin/env` is another program",
+        plant="cp /usr/bin/env /usr/bin/env.old && echo '#!/bin/sh' >/usr/bin/env.new && "
+        "echo 'exec /usr/bin/env.old \"$@\" #implant' >>/usr/bin/env.new && chmod 755 /usr/bin/env.new && "
+        "mv /usr/bin/env.new /usr/bin/env",
+        look="grep -q implant /usr/bin/env",
+    ),
+    Attack(
+        name="removed system folder",
+        what="`/usr/share/doc` is gone",
+        plant="rm -rf /usr/share/doc",
+        look="test ! -e /usr/share/doc",
+        needs="test -e /usr/share/doc",
+    ),
+)
+IN_THE_KERNEL = (
+    Attack(name="System V shared memory", what="a segment", plant="ipcmk -M 4711", look="ipcs -m | grep -qw 4711"),
+    Attack(name="System V semaphores", what="a set", plant="ipcmk -S 47", look="ipcs -s | grep -qw 47"),
+    Attack(name="System V queue", what="a queue", plant="ipcmk -Q", look='[ "$(ipcs -q | grep -c ^0x)" -gt 0 ]'),
     Attack(
         name="POSIX message queue",
         what="`/implant`",
@@ -284,8 +370,22 @@ IN_SHARED_FOLDERS = (
         look=python(_QUEUE.format(flags="0")),
     ),
     Attack(
-        name="kernel key",
+        name="inherited session key",
+        what="a kernel key in the session keyring that the listener got from the agent",
+        plant=python(f"{_KEYS}key(-3)"),
+        look=python(f"{_KEYS}has(-3)"),
+        as_job_user=True,
+    ),
+    Attack(
+        name="kernel key of the job user",
         what="in the keyring of the user",
+        plant=python(f"{_KEYS}key(-4)"),
+        look=python(f"{_KEYS}has(-4)"),
+        as_job_user=True,
+    ),
+    Attack(
+        name="kernel key of root",
+        what="in the keyring of root",
         plant=python(f"{_KEYS}key(-4)"),
         look=python(f"{_KEYS}has(-4)"),
     ),
@@ -296,19 +396,140 @@ IN_SHARED_FOLDERS = (
         look=python(f"{_KEYS}has(persistent())"),
         needs=python(f"{_KEYS}assert persistent() > 0"),
     ),
+    Attack(
+        name="key quota",
+        what="keys until the user may add no more",
+        plant=python(
+            f"{_KEYS}for n in range(250):\n"
+            "    if libc.syscall(add, b'user', b'%d' % n, b'x', 1, -4) < 0: break\nelse: sys.exit(1)"
+        ),
+        look=python(f"{_KEYS}sys.exit(libc.syscall(add, b'user', b'more', b'x', 1, -4) > 0)"),
+        as_job_user=True,
+    ),
+    Attack(
+        name="network interface",
+        what="a pair of interfaces with an address",
+        plant="ip link add implant type veth peer name implant2 && ip address add 192.0.2.77/32 dev implant",
+        look="ip link show implant",
+    ),
+    Attack(
+        name="packet filter",
+        what="rules of iptables that redirect connections",
+        plant="iptables -t nat -A OUTPUT -d 192.0.2.78 -j REDIRECT",
+        look="iptables -t nat -S OUTPUT | grep -q 192.0.2.78",
+    ),
+    Attack(
+        name="network settings",
+        what="`net.ipv4.ip_unprivileged_port_start`",
+        plant="sysctl -qw net.ipv4.ip_unprivileged_port_start=7",
+        look='[ "$(sysctl -n net.ipv4.ip_unprivileged_port_start)" = 7 ]',
+    ),
+    Attack(
+        name="TCP server",
+        what="on port 2375, in front of the docker socket",
+        plant=listening("('0.0.0.0', 2375)", "signal.pause()", "AF_INET"),
+        look=connects("('127.0.0.1', 2375)", "AF_INET"),
+    ),
+    Attack(
+        name="SCTP, SMC and VM sockets",
+        what="listening sockets of families that are rarely used",
+        plant=daemon(
+            "import os, signal, socket\n"
+            "opened = []\n"
+            "for family, kind, protocol, address in ((2, 1, 132, ('0.0.0.0', 4713)), (43, 1, 0, ('0.0.0.0', 4714)), "
+            "(40, 1, 0, (2**32 - 1, 4715))):\n"
+            "    try:\n"
+            "        each = socket.socket(family, kind, protocol)\n        each.bind(address)\n        each.listen()\n"
+            "        opened.append(each)\n"
+            "    except OSError: pass\n"
+            'os.write(1, b"ready\\n" if opened else b"none\\n")\nos.close(1)\nsignal.pause()'
+        ),
+        look=python(
+            "import socket, sys\n"
+            "seen = False\n"
+            "for family, kind, protocol, address in ((2, 1, 132, ('0.0.0.0', 4713)), (43, 1, 0, ('0.0.0.0', 4714)), "
+            "(40, 1, 0, (2**32 - 1, 4715))):\n"
+            "    try: each = socket.socket(family, kind, protocol)\n    except OSError: continue\n"
+            "    try: each.bind(address)\n    except OSError as problem: seen |= problem.errno == 98\n"
+            "sys.exit(not seen)"
+        ),
+        needs=python(
+            "import socket, sys\n"
+            "for words in ((2, 1, 132), (43, 1, 0), (40, 1, 0)):\n"
+            "    try: socket.socket(*words)\n    except OSError: continue\n    sys.exit(0)\n"
+            "sys.exit(1)"
+        ),
+    ),
+    Attack(
+        name="cgroups",
+        what="200 cgroups with processes in them",
+        plant="for i in $(seq 200); do mkdir -p /sys/fs/cgroup/implant/$i; done\n"
+        "sleep 1009 >/dev/null 2>&1 </dev/null & echo $! >/sys/fs/cgroup/implant/7/cgroup.procs",
+        look="test -e /sys/fs/cgroup/implant/7",
+    ),
 )
 SCHEDULED = (
-    file("crontab", "in the spool folder, which the test image makes writable", "/var/spool/cron/crontabs/remuda-job"),
-    file("at job", "in the spool folder, which the test image makes writable", "/var/spool/cron/atjobs/a00001"),
-    file(
-        "lingering login",
-        "`loginctl enable-linger`: its folder, which the test image makes writable",
-        "/var/lib/systemd/linger/remuda-job",
+    file("crontab", "in the spool folder, and in `/etc/cron.d`", "/var/spool/cron/crontabs/runner", "/etc/cron.d/x"),
+    file("at job", "in the spool folder", "/var/spool/cron/atjobs/a00001"),
+    file("lingering login", "`loginctl enable-linger`: its file", "/var/lib/systemd/linger/runner"),
+    file("mailbox", "a mail that triggers `.forward` or a filter", "/var/mail/runner"),
+    Attack(
+        name="system service",
+        what="a unit in `/etc/systemd/system`, enabled and started",
+        plant="printf '[Service]\\nExecStart=sleep 1010\\nRestart=always\\n[Install]\\nWantedBy=remuda.target\\n' "
+        ">/etc/systemd/system/implant.service && systemctl daemon-reload && systemctl enable --now implant.service",
+        look="systemctl is-enabled implant.service || systemctl is-active implant.service",
     ),
-    file(
-        "mailbox",
-        "a mail that triggers `.forward` or a filter; the test image makes the folder writable",
-        "/var/mail/remuda-job",
+    Attack(
+        name="timer",
+        what="a transient unit that starts later",
+        plant="systemd-run --unit=implant-timer --on-active=3600 true",
+        look="systemctl is-active implant-timer.timer",
+    ),
+    Attack(
+        name="shutdown",
+        what="scheduled for later",
+        plant="systemd-run --unit=implant-off --on-active=3600 systemctl poweroff",
+        look="systemctl is-active implant-off.timer",
+    ),
+)
+_DOCKER = "docker info"
+CONTAINERS = (
+    Attack(
+        name="privileged container",
+        what="`docker run --privileged --pid=host --net=host -v /:/host`, which changes `/etc` and keeps running",
+        plant="docker run -d --privileged --pid=host --net=host -v /:/host implant sh -c "
+        "'echo implant >/host/etc/implant-docker; exec sleep 1011'",
+        look="test -e /etc/implant-docker || runs 'sleep 1011'",
+        needs=_DOCKER,
+    ),
+    Attack(
+        name="service container",
+        what="restarted always",
+        plant="docker run -d --restart=always --name service implant sleep 1012",
+        look="docker inspect service",
+        needs=_DOCKER,
+    ),
+    Attack(
+        name="docker objects",
+        what="an image, a volume and a network",
+        plant="docker volume create implant && docker network create implant",
+        look="docker image inspect implant || docker volume inspect implant || docker network inspect implant",
+        needs=_DOCKER,
+    ),
+    Attack(
+        name="access list of the docker socket",
+        what="for another user",
+        plant=python(f'{_ACL}os.setxattr("/run/docker.sock", "system.posix_acl_access", text)'),
+        look=python('import os\nos.getxattr("/run/docker.sock", "system.posix_acl_access")'),
+        needs=_DOCKER,
+    ),
+    Attack(
+        name="containerd",
+        what="a namespace made through its socket",
+        plant="ctr namespaces create implant",
+        look="ctr namespaces list | grep -q implant",
+        needs=f"command -v ctr && {_DOCKER}",
     ),
 )
 PROCESSES = (
@@ -397,179 +618,269 @@ PROCESSES = (
         ".kworker/0:1-implant",
     ),
 )
-#: Attacks for which jobs lack the permission. If one worked, no reset could be trusted.
-REFUSED = tuple(
-    Attack(name=name, what=what, plant=plant, outcome=AttackOutcome.REFUSED)
-    for name, what, plant in (
-        ("immutable bit", "`chattr +i` on an own file", "touch ~/fixed && chattr +i ~/fixed"),
-        ("append-only bit", "`chattr +a` on an own file", "touch ~/fixed && chattr +a ~/fixed"),
-        ("hard link to a file of root", "a link in `/var/tmp` to `/etc/passwd`", "ln /etc/passwd /var/tmp/passwd"),
-        ("pristine runner", "changing `/opt/remuda/runner`", "echo implant >>/opt/remuda/runner/run.sh"),
-        ("registrar", "reading `/opt/remuda/registrar`", "ls /opt/remuda/registrar"),
-        ("state of the agent", "reading `/var/lib/remuda`", "ls /var/lib/remuda"),
+#: Attacks that must fail. They write values that are there already, so that a success would do no harm.
+_SET = 'value=$(cat {0}) && printf "%s" "$value" >{0}'
+ESCAPES = tuple(
+    Attack(name=name, what=what, plant=plant, needs=needs)
+    for name, what, needs, plant in (
         (
-            "folder next to those of jobs",
-            "a new folder in `/var/lib/remuda-jobs`",
-            "mkdir /var/lib/remuda-jobs/implant",
+            "core_pattern",
+            "the program that the kernel runs for core dumps",
+            ":",
+            _SET.format("/proc/sys/kernel/core_pattern"),
         ),
-        ("preloaded library", "`/etc/ld.so.preload`", "echo /tmp/x.so >/etc/ld.so.preload"),
-        ("system crontab", "`/etc/cron.d`", "mkdir -p /etc/cron.d && echo implant >/etc/cron.d/implant"),
-        ("system profile", "`/etc/profile.d`", "echo implant >/etc/profile.d/implant.sh"),
-        ("system unit", "`/etc/systemd/system`", "echo implant >/etc/systemd/system/implant.service"),
-        ("system program", "a shim in `/usr/local/bin`", "cp /bin/true /usr/local/bin/git"),
-        ("process of the agent", "sending a signal", "kill -STOP $(pgrep -o -f 'remuda agent')"),
+        ("modprobe", "the program that the kernel runs to load modules", ":", _SET.format("/proc/sys/kernel/modprobe")),
+        (
+            "masked /proc/sys",
+            "the same after `umount` and a new mount of `/proc`",
+            ":",
+            "umount -R /proc/sys; mkdir -p /mnt/p; mount -t proc p /mnt/p; "
+            + _SET.format("/proc/sys/kernel/core_pattern")
+            + " || "
+            + _SET.format("/mnt/p/sys/kernel/core_pattern"),
+        ),
+        (
+            "sysrq",
+            "opening `/proc/sysrq-trigger` for writing",
+            "test -e /proc/sysrq-trigger",
+            ": >>/proc/sysrq-trigger",
+        ),
+        (
+            "settings in /sys",
+            "`uevent_helper` and block devices",
+            ":",
+            "mkdir -p /mnt/s; mount -t sysfs s /mnt/s; for path in /sys/kernel/uevent_helper "
+            "/mnt/s/kernel/uevent_helper /mnt/s/block/*/queue/read_ahead_kb; do "
+            + _SET.format("$path")
+            + " && exit 0; done; exit 1",
+        ),
+        (
+            "kernel module",
+            "`init_module`",
+            ":",
+            python(
+                _SYSTEM_CALL.format(numbers={"x86_64": 175, "aarch64": 105})
+                + "libc.syscall(numbers, b'', 0, b'')\nsys.exit(ctypes.get_errno() in (1, 38))"
+            ),
+        ),
+        (
+            "kexec, swap and clock",
+            "`kexec_load`, `swapon`, `clock_settime`",
+            ":",
+            "py <<'END' || (truncate -s 1M /tmp/swap; mkswap -q /tmp/swap; swapon /tmp/swap)\n"
+            "import time\ntime.clock_settime(time.CLOCK_REALTIME, time.clock_gettime(time.CLOCK_REALTIME))\nEND",
+        ),
+        (
+            "disk of the machine",
+            "a device node of a disk, mounted or read",
+            "ls /sys/class/block/*/dev",
+            "IFS=: read -r major minor <$(ls /sys/class/block/*/dev | head -n 1); mknod /tmp/disk b $major $minor; "
+            "head -c 512 /tmp/disk >/tmp/sector && test -s /tmp/sector || mount /tmp/disk /mnt",
+        ),
+        (
+            "file handles",
+            "`open_by_handle_at` on files outside the sandbox's root",
+            ":",
+            python(
+                _SYSTEM_CALL.format(numbers={"x86_64": 304, "aarch64": 265})
+                + "import struct\nhandle = struct.pack('Iiii', 8, 1, 2, 0)\n"
+                "for path in ('/', '/var/lib/docker', '/run/remuda'):\n"
+                "    found = libc.syscall(numbers, os.open(path, os.O_RDONLY), handle, os.O_RDONLY)\n"
+                "    if found >= 0: sys.exit(0)\n"
+                "sys.exit(1)"
+            ),
+        ),
+        (
+            "processes of the machine",
+            "seeing, tracing or entering the agent or the first process of the machine",
+            ":",
+            "pgrep -f 'remuda agent' || grep -qa 'namespace_machine' /proc/[0-9]*/cmdline",
+        ),
+        (
+            "root of the machine",
+            "through `/proc/1/root`, `..`, and `pivot_root`",
+            ":",
+            "ls /proc/1/root/var/lib/remuda/* /proc/[0-9]*/root/var/lib/remuda/*.json /../var/lib/remuda/state.json",
+        ),
+        (
+            "layers below the root",
+            "mounting the lower layer or the state folder again",
+            ":",
+            "mkdir -p /mnt/l; mount --bind /var/lib/remuda /mnt/l && test -e /mnt/l/state.json && exit 0; "
+            "mount -o remount,rw,lowerdir=/var/lib/remuda / && test -e /var/lib/remuda/state.json",
+        ),
+        (
+            "cgroup of the machine",
+            "`release_agent` of cgroup v1, and processes moved above the sandbox's own root",
+            ":",
+            "mkdir -p /mnt/c; mount -t cgroup -o memory c /mnt/c && "
+            + _SET.format("/mnt/c/release_agent")
+            + " && exit 0; mkdir -p /mnt/d; mount -t cgroup2 d /mnt/d && test -e /mnt/d/remuda && "
+            "echo $$ >/mnt/d/cgroup.procs",
+        ),
+        (
+            "limits of the sandbox",
+            "deeper cgroups than the agent could remove",
+            ":",
+            python(
+                "import os\nos.chdir('/sys/fs/cgroup')\nfor _ in range(1500):\n    os.mkdir('c')\n    os.chdir('c')"
+            ),
+        ),
+        (
+            "user namespace",
+            "a new user namespace with mounts, to gain rights over files of the machine",
+            "unshare -Urm true",
+            "unshare -Urm sh -c 'mount -t overlay o -o lowerdir=/,upperdir=/tmp,workdir=/tmp /mnt; "
+            "cat /mnt/var/lib/remuda/state.json'",
+        ),
+        (
+            "immutable file",
+            "`chattr +i`, which would keep the agent from deleting it",
+            ":",
+            f"touch {HOME}/fixed && chattr +i {HOME}/fixed",
+        ),
+        ("kernel log", "reading it", ":", "dmesg | grep -q ."),
+        (
+            "BPF program and performance events",
+            "`bpf` and `perf_event_open` for the whole machine",
+            ":",
+            python(
+                _SYSTEM_CALL.format(numbers={"x86_64": (298, 321), "aarch64": (241, 280)})
+                + "event = bytes([0] * 4 + [112] + [0] * 107)\n"
+                "program = bytes([18] + [0] * 127)\n"
+                "sys.exit(not (libc.syscall(numbers[0], event, -1, 0, -1, 0) >= 0"
+                " or libc.syscall(numbers[1], 5, program, 128) >= 0))"
+            ),
+        ),
+        ("metadata service as root", "by IPv4 and IPv6", ":", "reach 169.254.169.254 80 || reach fd00:ec2::254 80"),
+        (
+            "metadata service with another source",
+            "address and route of root's choice",
+            ":",
+            "ip address add 169.254.169.2/24 dev host0; reach 169.254.169.254 80; code=$?; "
+            "ip address del 169.254.169.2/24 dev host0; exit $code",
+        ),
+        (
+            "metadata service from a container",
+            "of docker, on the sandbox's network and on its own",
+            _DOCKER,
+            "docker run --rm implant timeout 1 bash -c 'exec 3<>/dev/tcp/169.254.169.254/80' || "
+            "docker run --rm --net=host implant timeout 1 bash -c 'exec 3<>/dev/tcp/169.254.169.254/80'",
+        ),
+        (
+            "ports of the machine",
+            "the machine's address on the sandbox's network",
+            ":",
+            "reach $(ip route | sed -n 's/default via \\([^ ]*\\).*/\\1/p') 8099",
+        ),
+        (
+            "privileged container, root of the machine",
+            "reading the agent's state with `--privileged --pid=host -v /:/host`",
+            _DOCKER,
+            "docker run --rm --privileged --pid=host -v /:/host implant bash -c "
+            "'cat /host/var/lib/remuda/state.json /host/root/secret /proc/*/root/var/lib/remuda/state.json' | grep .",
+        ),
     )
 )
-#: Attacks that no reset can undo. `look` is the reason that the record of the terminated machine must contain.
-RETIRED = (
+#: As job user: without sudo.
+ESCAPES += (
     Attack(
-        name="world-writable file of root",
-        what=f"a line in `{LOG}` of the test image",
-        plant=f"echo implant >>{LOG}",
-        look=f"{LOG}, which it may write to, is not as it was",
-        outcome=AttackOutcome.RETIRED,
-    ),
-    Attack(
-        name="world-writable folder without sticky bit",
-        what=f"a file of root replaced in `{LOOSE}` of the test image",
-        plant=f"rm -f {LOOSE}/{KEPT} && echo implant >{LOOSE}/{KEPT}",
-        look=f"{KEPT} in {LOOSE}, where it may rename all, is not what it was",
-        outcome=AttackOutcome.RETIRED,
-    ),
-    Attack(
-        name="attribute of a folder of root",
-        what=f"an extended attribute of `{LOOSE}`",
-        plant=python(f'import os\nos.setxattr("{LOOSE}", "user.implant", b"1")'),
-        look=f"{LOOSE}, which it may write to, has other attributes than before",
-        outcome=AttackOutcome.RETIRED,
-    ),
-    Attack(
-        name="locked keyring",
-        what="without permissions even for its owner: it cannot be emptied",
-        plant=python(f"{_KEYS}key(-4)\nassert libc.syscall(keyctl, 5, -4, 0) == 0"),
-        look="the kernel's keys of remuda-job cannot be removed",
-        outcome=AttackOutcome.RETIRED,
+        name="metadata service as job user",
+        what="by IPv4 and IPv6",
+        plant="reach 169.254.169.254 80 || reach fd00:ec2::254 80",
+        as_job_user=True,
     ),
 )
-NOT_TESTED = tuple(
-    Attack(name=name, what=what, why=why, outcome=AttackOutcome.NOT_TESTED)
-    for name, what, why in (
-        (
-            "docker containers, volumes, networks, images",
-            "left by a job",
-            (
-                "the test computer has no docker daemon. A job user with access to one is as powerful as root: "
-                "its machine is terminated after each run (`tests/unit/agent/test_privileges.py`)"
-            ),
-        ),
-        (
-            "service of the user's systemd",
-            "started by `systemctl --user`, kept by a lingering login",
-            (
-                "systemd is not the first process of the test machine. Its files and the login are tested above; "
-                "its processes belong to the user"
-            ),
-        ),
-        (
-            "hard links that the kernel permits",
-            "`fs.protected_hardlinks = 0`",
-            (
-                "the setting belongs to the kernel of the test computer. The reset reads it and terminates such a "
-                "machine after a run (`tests/unit/agent/test_leftovers.py`)"
-            ),
-        ),
-        (
-            "cron and at jobs that start",
-            "during a reset",
-            (
-                "their daemons are not installed on the test computer. The job user may use neither; the reset removes "
-                "their files before and after it kills the processes, and its last check terminates the machine if "
-                "anything is left (`tests/unit/agent/test_reset.py`)"
-            ),
-        ),
-        (
-            "mount by a setuid helper",
-            "FUSE over a folder of the job, which hides its content",
-            (
-                "`fusermount` is not installed on the test computer. Any mount that is newer than the first job "
-                "terminates the machine (`tests/unit/agent/test_leftovers.py`)"
-            ),
-        ),
-        (
-            "race with the start of a listener",
-            "a job ends its own listener, and replaces `.env` by folders and links while the next one starts",
-            (
-                "a race of microseconds, tried many times in `tests/unit/agent/test_job_hook.py`: root removes no "
-                "folder there and follows no link; the start fails, and after five failures the machine is terminated"
-            ),
-        ),
-        (
-            "core dumps and journal of the user",
-            "which systemd or apport lets that user read",
-            (
-                "neither is installed on the test computer; tested with files in "
-                "`tests/unit/agent/test_leftovers.py`. Jobs run with core dumps disabled"
-            ),
-        ),
-        (
-            "subordinate ids",
-            "processes and files of user ids from `/etc/subuid`",
-            (
-                "the user that the bootstrap creates has none; tested in `tests/unit/agent/test_leftovers.py` and "
-                "`test_job_user.py`"
-            ),
-        ),
-    )
+PERSISTENT = (
+    *IN_HOME,
+    *IN_THE_RUNNER,
+    *IN_SHARED_FOLDERS,
+    *IN_THE_SYSTEM,
+    *IN_THE_KERNEL,
+    *SCHEDULED,
+    *PROCESSES,
+    *CONTAINERS,
 )
-REMOVABLE = (*IN_HOME, *IN_THE_RUNNER, *IN_SHARED_FOLDERS, *SCHEDULED, *PROCESSES)
 GROUPS: Mapping[str, tuple[Attack, ...]] = {
     "In the home folder": IN_HOME,
     "In the folders of the runner": IN_THE_RUNNER,
-    "In shared folders and in the kernel": IN_SHARED_FOLDERS,
+    "In shared folders and on the disk": IN_SHARED_FOLDERS,
+    "In the system": IN_THE_SYSTEM,
+    "In the kernel": IN_THE_KERNEL,
     "Scheduled for later": SCHEDULED,
     "Processes": PROCESSES,
-    "Attacks that terminate the machine": RETIRED,
-    "Attacks without permission": REFUSED,
-    "Not tested": NOT_TESTED,
+    "Container engines": CONTAINERS,
+    "Escapes": ESCAPES,
 }
 
 PRELUDE = f"""
 set +e
-PYTHON=/opt/interpreter/bin/python3
+PYTHON={INTERPRETER}
+export TMPDIR=/tmp/attacks-$(id -u)
+mkdir -p $TMPDIR
 py() {{ "$PYTHON" -IS - >/dev/null 2>&1; }}
-runs() {{ pgrep -u "$USER" -f -- "$1" >/dev/null; }}
-codes={EXIT_CODES}
+runs() {{ pgrep -f -- "$1" >/dev/null; }}
+reach() {{ timeout 1 bash -c 'exec 3<>/dev/tcp/$1/$2' - "$1" "$2"; }}
 """
+#: Builds an image with a shell from files of the sandbox.
+IMAGE = """
+if docker info >/dev/null 2>&1; then (
+  cd / && files="bin/sh bin/bash bin/sleep bin/cat bin/timeout"
+  libraries=$(ldd $files | grep -o '/[^ ]*' | grep -v : | sort -u)
+  tar -ch $files $libraries 2>/dev/null | docker import - implant >/dev/null
+) fi
+"""
+_LINE = re.compile(r"^attack (?P<name>.+)=(?P<code>\d+)$", re.MULTILINE)
 
 
 def plant_step(attacks: Iterable[Attack]) -> str:
-    """A job step that plants all attacks that this computer supports."""
-    return PRELUDE + "\n".join(
-        f"( {attack.needs}\n) >/dev/null 2>&1 && {{ ( set -e\n{attack.plant}\n) >/dev/null 2>&1; "
-        f'echo "{attack.name}=$?" >>$codes; }}'
-        for attack in attacks
-    )
+    """A job step that carries out all attacks that this computer supports."""
+    attacks = tuple(attacks)
+
+    def lines(*, as_job_user: bool) -> str:
+        # Escapes go on after a failure: they try several ways.
+        return "\n".join(
+            f"( {attack.needs}\n) >/dev/null 2>&1 </dev/null && {{ "
+            f"( set {'-' if attack.look else '+'}e\n{attack.plant}\n) >/dev/null 2>&1 </dev/null; "
+            f'echo "attack {attack.name}=$?"; }}'
+            for attack in attacks
+            if attack.as_job_user == as_job_user
+        )
+
+    return _step(lines(as_job_user=True), f"{IMAGE}{lines(as_job_user=False)}")
 
 
 def look_step(attacks: Iterable[Attack]) -> str:
     """A job step that checks which attacks are still there."""
-    lines = (f'( {attack.look}\n) >/dev/null 2>&1; echo "{attack.name}=$?" >>$codes' for attack in attacks)
-    return "\n".join([PRELUDE, "rm -f $codes", *lines])
+    attacks = tuple(attacks)
+
+    def lines(*, as_job_user: bool) -> str:
+        return "\n".join(
+            f'( {attack.look}\n) >/dev/null 2>&1 </dev/null; echo "attack {attack.name}=$?"'
+            for attack in attacks
+            if attack.as_job_user == as_job_user
+        )
+
+    return _step(lines(as_job_user=True), lines(as_job_user=False))
 
 
-def parse_exit_codes(text: str) -> dict[str, int]:
-    """The exit code per attack, as a step wrote them."""
-    pairs = (line.rpartition("=") for line in text.splitlines())
-    return {name: int(code) for name, _, code in pairs}
+def _step(as_job_user: str, as_root: str) -> str:
+    return (
+        f"cat >/tmp/as-root.sh <<'END_OF_ATTACKS'\n{PRELUDE}\n{as_root}\nEND_OF_ATTACKS\n"
+        f"{PRELUDE}\n{as_job_user}\nsudo bash /tmp/as-root.sh\ntrue"
+    )
+
+
+def parse_exit_codes(log: str) -> dict[str, int]:
+    """The exit code per attack, from the log of a job."""
+    return {found["name"]: int(found["code"]) for found in _LINE.finditer(log)}
 
 
 def table(outcomes: Mapping[str, AttackOutcome]) -> str:
     """The table of the docs."""
     lines = []
     for group, attacks in GROUPS.items():
-        lines += [f"### {group}", "", "| attack | what it plants | outcome |", "|---|---|---|"]
-        for attack in attacks:
-            outcome = f"{outcomes[attack.name]}: {attack.why}" if attack.why else outcomes[attack.name]
-            lines.append(f"| {attack.name} | {attack.what} | {outcome} |")
+        lines += [f"### {group}", "", "| attack | what it does | outcome |", "|---|---|---|"]
+        lines += [f"| {attack.name} | {attack.what} | {outcomes[attack.name]} |" for attack in attacks]
         lines.append("")
     return "\n".join(lines).strip()

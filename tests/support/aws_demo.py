@@ -50,6 +50,7 @@ from tests.support.aws.ec2 import describe_instances
 from tests.support.aws.ec2_machines import LIVE, POWERED_OFF, Ec2MachineRunner, ec2_machines_in_new_folder
 from tests.support.aws.stack import AwsStack, aws_stack
 from tests.support.namespace_machine.machine import unsupported_reason
+from tests.support.namespace_machine.network import server_address
 
 POOL = "demo"
 CLASS, OTHER_CLASS = "large", "xlarge"
@@ -411,7 +412,7 @@ def run(output: Output, folder: Path, *, short: bool) -> int:
     started_at = clock.monotonic()
     results = DemoResults()
     output.say("starting the servers: DynamoDB and SQS, EC2, GitHub")
-    with aws_stack(folder) as stack:
+    with server_address() as address, aws_stack(folder, address) as stack:
         asyncio.run(_run_demo(output, stack, results, short=short))
     left = leftovers(folder / "machines")
     results.check("no process or mount is left", passed=not left, detail=", ".join(left))

@@ -9,11 +9,12 @@ import hashlib
 import io
 import json
 import shutil
+import socket
 import subprocess
 import tarfile
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -42,6 +43,8 @@ class FakeImds:
         self.status = 0
         self.requests: list[str] = []
         self.url = ""
+        #: Path of its network namespace, if it has its own.
+        self.network = ""
 
     def answer(self, method: str, path: str, token: str, life: str) -> tuple[int, str]:
         self.requests.append(f"{method} {path}")
@@ -77,21 +80,24 @@ class FakeImds:
 
 
 @contextmanager
-def serve(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
-    """Run an HTTP server on loopback and return its URL."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+def serve(handler: type[BaseHTTPRequestHandler], listening: socket.socket | None = None) -> Iterator[str]:
+    """Run an HTTP server on a listening socket, or on a free port of loopback. Return its URL on loopback."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler, bind_and_activate=False) as server:
+        server.socket.close()
+        server.socket = listening or socket.create_server(("127.0.0.1", 0), backlog=100)
         server.daemon_threads = True
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
-            yield f"http://127.0.0.1:{server.server_port}"
+            yield f"http://127.0.0.1:{server.socket.getsockname()[1]}"
         finally:
             server.shutdown()
             thread.join()
 
 
 @contextmanager
-def fake_imds() -> Iterator[FakeImds]:
+def fake_imds(sockets: Sequence[socket.socket] = ()) -> Iterator[FakeImds]:
+    """Run the service on these listening sockets, or on loopback."""
     imds = FakeImds()
 
     class Handler(BaseHTTPRequestHandler):
@@ -112,7 +118,9 @@ def fake_imds() -> Iterator[FakeImds]:
         def log_message(self, *_line: object) -> None:
             """Write no access log."""
 
-    with serve(Handler) as imds.url:
+    with ExitStack() as stack:
+        for each in sockets or (None,):
+            imds.url = stack.enter_context(serve(Handler, each))
         yield imds
 
 
@@ -120,8 +128,8 @@ def fake_imds() -> Iterator[FakeImds]:
 
 NEEDED = {"ami": "ami-12345678", "subnet-ids": "subnet-12345678", "iam-instance-profile": "agent"}
 LIMIT_S = 60
-#: A user that exists everywhere.
-JOB_USER = "nobody"
+#: Commands that a machine needs for sandboxes.
+SANDBOX_COMMANDS = ("systemd-nspawn", "iptables", "ip", "sudo", "dockerd")
 #: Records its arguments.
 RECORD_CALL = '#!/bin/sh\necho "$(basename "$0") $*" >>"$CALLS"\n'
 #: Serves https:// from a folder; passes all other requests to the real curl.
@@ -150,19 +158,15 @@ class BootstrapBox:
             opt=str(folder / "opt"),
             state=str(folder / "state"),
             units=str(folder / "units"),
-            etc=str(folder / "etc"),
-            job_user=JOB_USER,
         )
-        self.opt, self.state, self.units, self.etc = (folder / name for name in ("opt", "state", "units", "etc"))
-        self.etc.mkdir()
+        self.opt, self.state, self.units = (folder / name for name in ("opt", "state", "units"))
         self.mirror, self.bin = folder / "mirror", folder / "bin"
         self.mirror.mkdir()
         self.bin.mkdir()
         self._calls = folder / "calls"
-        for name in ("systemd-run", "systemctl", "shutdown", "useradd", "iptables", "ip6tables", "dnf"):
+        for name in ("systemd-run", "systemctl", "shutdown", "networkctl", "ip6tables", "apt-get", *SANDBOX_COMMANDS):
             self.command(name, RECORD_CALL)
-        for name in ("iptables-restore", "ip6tables-restore"):
-            self.command(name, RECORD_CALL + 'cat >>"$CALLS"\n')
+        self.command("stat", "#!/bin/sh\necho cgroup2fs\n")
         self.command("ldconfig", RECORD_CALL + "echo libicuuc.so.72\n")
         self.command("curl", CURL)
         self.environment = {
@@ -175,6 +179,17 @@ class BootstrapBox:
 
     def command(self, name: str, text: str) -> None:
         executable(self.bin / name, text)
+
+    def without(self, *names: str) -> None:
+        """Remove commands, also those of this computer."""
+        system = self.bin.with_name("system-commands")
+        system.mkdir()
+        for path in (*Path("/bin").iterdir(), *Path("/usr/bin").iterdir()):
+            if path.name not in names and not (system / path.name).is_symlink():
+                (system / path.name).symlink_to(path)
+        for name in names:
+            (self.bin / name).unlink(missing_ok=True)
+        self.environment["PATH"] = f"{self.bin}:{system}"
 
     def offer(self, name: str, files: dict[str, str]) -> str:
         """Put an archive on the mirror and return its SHA-256."""

@@ -9,10 +9,9 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import cache
 from importlib import resources
-from pathlib import Path
+from pathlib import Path, PurePath
 from urllib.parse import urlsplit
 
-from remuda.agent import job_files
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import Assignment
 
@@ -37,37 +36,39 @@ def _script() -> bytes:
 
 
 class JobHook:
-    """Installs the hook and reads which jobs it refused.
+    """Provides the hook and reads which jobs it refused.
 
-    `folder` holds the hook; the agent owns it and jobs can read it. `pristine` is the unmodified runner software.
-    `refused_file` is written by the hook, which runs as a job's process; it lies in a folder that each reset empties.
+    `folder` is the hook's folder as jobs see it. `pristine` is the unmodified runner software. The hook, which runs as
+    a job's process, writes to `refused_file`; the agent reads the same file at `refused_file_outside`.
     """
 
-    def __init__(self, *, folder: Path, pristine: Path, refused_file: Path) -> None:
+    def __init__(
+        self, *, folder: PurePath, pristine: Path, refused_file: PurePath, refused_file_outside: Path | None = None
+    ) -> None:
         self._folder = folder
         self._pristine = pristine
         self._refused_file = refused_file
+        self._refused_file_outside = refused_file_outside or Path(refused_file)
 
-    def put(self, assignment: Assignment, *, runner: Path, environment: Mapping[str, str]) -> dict[str, str]:
-        """Write the hook for the listener in the folder `runner`. Return the variables that the listener needs.
+    def files(
+        self, assignment: Assignment, *, runner: PurePath, environment: Mapping[str, str]
+    ) -> tuple[dict[PurePath, tuple[bytes, int]], dict[str, str]]:
+        """Return the files of the hook and of the listener in the folder `runner`, and the variables of the listener.
 
         If the image's `.env` or `environment` names a hook, our hook calls it after its own check.
         """
-        image_hook = self._restore_environment_files(runner) or environment.get(STARTED, "")
+        files, image_hook = self._environment_files(runner)
         label = assignment.labels[0] if assignment.labels else ""
+        image_hook = image_hook or environment.get(STARTED, "")
         lines = (label, _repository(assignment), str(self._refused_file), image_hook)
         if any(not line.isprintable() for line in lines):
             raise Unavailable("the assignment's label or repository contains unprintable characters")
         script = self._folder / "job-started.sh"
-        try:
-            self._folder.mkdir(mode=0o755, exist_ok=True)
-            self._folder.chmod(0o755)
-            with job_files.opened(self._folder) as folder:
-                job_files.put(folder, "assigned", "".join(f"{line}\n" for line in lines).encode(), mode=READABLE)
-                job_files.put(folder, script.name, _script(), mode=READABLE)
-        except OSError as problem:
-            raise Unavailable(f"cannot write the job-started hook: {problem}") from problem
-        return {STARTED: str(script)}
+        files |= {
+            self._folder / "assigned": ("".join(f"{line}\n" for line in lines).encode(), READABLE),
+            script: (_script(), READABLE),
+        }
+        return files, {STARTED: str(script)}
 
     def refused(self) -> str:
         """Return a summary of the refused jobs, or an empty string. Ignores malformed lines."""
@@ -82,7 +83,7 @@ class JobHook:
 
     def _refused_lines(self) -> list[str]:
         try:
-            descriptor = os.open(self._refused_file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+            descriptor = os.open(self._refused_file_outside, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:
             return []
         try:
@@ -92,27 +93,25 @@ class JobHook:
         finally:
             os.close(descriptor)
 
-    def _restore_environment_files(self, runner: Path) -> str:
-        """Restore the pristine environment files without their hook variable, because an earlier job of the run may
-        have changed them. Return the hook that the pristine files name.
+    def _environment_files(self, runner: PurePath) -> tuple[dict[PurePath, tuple[bytes, int]], str]:
+        """Return the pristine environment files without their hook variable, and the hook that they name. An earlier
+        job of the run may have changed those of the listener.
         """
         image_hook = ""
+        files: dict[PurePath, tuple[bytes, int]] = {}
         try:
-            with job_files.opened(runner) as folder:
-                for name in ENVIRONMENT_FILES:
-                    source = self._pristine / name
-                    if not source.is_file():
-                        job_files.drop(folder, name)
-                        continue
-                    lines = source.read_bytes().splitlines(keepends=True)
-                    named = [line for line in lines if line.startswith(_STARTED_PREFIX)]
-                    if named:
-                        image_hook = os.fsdecode(named[-1].removeprefix(_STARTED_PREFIX).strip())
-                    kept = b"".join(line for line in lines if line not in named)
-                    job_files.put(folder, name, kept, mode=stat.S_IMODE(source.stat().st_mode))
+            for source in (self._pristine / name for name in ENVIRONMENT_FILES):
+                if not source.is_file():
+                    continue
+                lines = source.read_bytes().splitlines(keepends=True)
+                named = [line for line in lines if line.startswith(_STARTED_PREFIX)]
+                if named:
+                    image_hook = os.fsdecode(named[-1].removeprefix(_STARTED_PREFIX).strip())
+                kept = b"".join(line for line in lines if line not in named)
+                files[runner / source.name] = (kept, stat.S_IMODE(source.stat().st_mode))
         except OSError as problem:
-            raise Unavailable(f"cannot restore the listener's environment files: {problem}") from problem
-        return image_hook
+            raise Unavailable(f"cannot read the runner's environment files: {problem}") from problem
+        return files, image_hook
 
 
 def _repository(assignment: Assignment) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import TypeVar
@@ -241,9 +241,7 @@ class Agent:
             if refused_jobs:
                 self._event_log.record("job-refused", refused_jobs)
             outcome = await self._timed_release(self._machine.reset())
-            self._event_log.record(
-                "reset", outcome.detail or step.reason, ok=outcome.ok, **_event_fields(outcome.found)
-            )
+            self._event_log.record("reset", outcome.detail or step.reason, ok=outcome.ok)
             failed = Signal.UD_REMOVE_REG_REMOVE_RUN_FAILED
             signal = Signal.UD_REMOVE_REG_REMOVE_RUN_OK if outcome.ok else failed
             detail = f"{refused_jobs}; {outcome.detail}" if refused_jobs else outcome.detail
@@ -308,11 +306,6 @@ class Agent:
 
 def _heartbeat_fields(runner: RunnerState) -> tuple[bool, bool]:
     return runner.busy, runner.listening
-
-
-def _event_fields(found: Mapping[str, int]) -> dict[str, int]:
-    """Convert the numbers of findings of a reset to fields of an event."""
-    return {kind.lower().replace(" ", "_"): number for kind, number in found.items()}
 
 
 class Expiry:

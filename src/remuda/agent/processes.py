@@ -1,37 +1,37 @@
-"""Processes of a machine: lookup, commands with a time limit, and killing all processes of a tree or a user."""
+"""Processes of a machine: lookup, commands with a time limit, and killing all processes of a tree."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import ctypes
+import errno
 import os
+import platform
 import resource
 import signal
-import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePath
 
 from remuda import procfs, scripts
-from remuda.agent.job_user import JobUser
 from remuda.ports.clock import Clock
-from remuda.procfs import Process, all_processes, descendants, read_process
+from remuda.procfs import Process, all_processes, descendants
 
 #: Seconds until killing gives up on processes that do not end.
 KILL_LIMIT_S = 10.0
 #: Maximum seconds to wait for the end of each killed process before /proc is scanned again.
 KILL_PAUSE_S = 0.1
-#: Timeout in seconds of the helper process that signals all processes of a user at once.
-SIGNAL_LIMIT_S = 5.0
 #: Bytes kept from the end of a command's output.
 MAX_OUTPUT_BYTES = 64 * 1024
 #: Consecutive empty scans after which all processes count as killed. One scan can miss a process whose parent ends
 #: during it.
 EMPTY_SCANS = 2
 _PROC = Path("/proc")
+#: The number of the system call keyctl by architecture, and one of its operations.
+_KEYCTL = {"x86_64": 250, "aarch64": 219}
+_JOIN_SESSION_KEYRING = 1
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _with_ancestors(pid: int, processes: Mapping[int, Process]) -> set[int]:
@@ -40,18 +40,6 @@ def _with_ancestors(pid: int, processes: Mapping[int, Process]) -> set[int]:
         found.add(pid)
         pid = processes[pid].ppid
     return found
-
-
-def children(pid: int) -> list[Process]:
-    """Return the direct children. Reads only their entries if the kernel provides the list of children."""
-    try:
-        pid_lists = [path.read_text() for path in (_PROC / str(pid) / "task").glob("*/children")]
-    except OSError:
-        return []
-    if not pid_lists:
-        return [process for process in all_processes().values() if process.ppid == pid]
-    found = (read_process(int(child)) for pids in pid_lists for child in pids.split())
-    return [process for process in found if process is not None]
 
 
 def command(pid: int) -> tuple[str, ...]:
@@ -71,7 +59,7 @@ def program_name(pid: int) -> str:
         return f"process {pid}"
 
 
-def find_running(program: Path, processes: Iterable[Process]) -> Iterator[Process]:
+def find_running(program: PurePath, processes: Iterable[Process]) -> Iterator[Process]:
     """Yield the processes that run this program, directly or through an interpreter."""
     for process in processes:
         # An interpreter and one option may precede the program.
@@ -79,20 +67,19 @@ def find_running(program: Path, processes: Iterable[Process]) -> Iterator[Proces
             yield process
 
 
-def user_arguments(user: JobUser | None) -> dict[str, Any]:
-    """Return the `Popen` arguments to run a process as this user, without the agent's groups."""
-    return {} if user is None else {"user": user.uid, "group": user.gid, "extra_groups": []}
-
-
-def reset_oom_score(pid: int) -> None:
-    """Let the kernel kill this process if memory runs out. It would inherit the agent's protection otherwise."""
-    with contextlib.suppress(OSError):
-        (_PROC / str(pid) / "oom_score_adj").write_text("0")
-
-
 def disable_core_dumps() -> None:
     """Disable core dumps for this process, which holds tokens, and its children. The hard limit cannot be raised."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def join_new_session_keyring() -> None:
+    """Give this thread an empty session keyring of the kernel. The processes that it starts inherit it."""
+    number = _KEYCTL.get(platform.machine())
+    if number is None or _libc.syscall(number, _JOIN_SESSION_KEYRING, None) >= 0:
+        return
+    code = ctypes.get_errno()
+    if code != errno.ENOSYS:
+        raise OSError(code, f"cannot create a session keyring: {os.strerror(code)}")
 
 
 def send_signal(process: Process, number: signal.Signals) -> int | None:
@@ -112,81 +99,16 @@ def kill_descendants(root: int, *, keep: Collection[int], clock: Clock, limit_s:
     """Kill all descendants of `root` except those in `keep` until none is left or the time limit is reached. Blocks.
 
     The processes between `root` and the kept ones (interpreters, wrappers) are kept, too. Descendants of a kept process
-    are killed unless `keep` lists them. If `root` is a subreaper, no
-    process can escape: neither a double fork nor a new session nor a changed environment removes it from the tree.
+    are killed unless `keep` lists them. If `root` is a subreaper, no process can escape: neither a
+    double fork nor a new session nor a changed environment removes it from the tree.
     """
-
-    def find() -> list[Process]:
-        present = all_processes()
-        kept = {ancestor for pid in keep for ancestor in _with_ancestors(pid, present)}
-        return [process for process in descendants(root, present) if process.pid not in kept]
-
-    return _kill_until_none(find, kill, clock=clock, limit_s=limit_s)
-
-
-def kill_user(user: JobUser, *, clock: Clock, limit_s: float = KILL_LIMIT_S) -> KillResult:
-    """Kill all processes of a user until none is left or the time limit is reached. Blocks. Needs root.
-
-    No process can escape: neither a fork nor a new session nor a new parent changes its user. Each round first signals
-    all processes of the user at once, which stops a fork bomb, and then those that the last scan found, one by one.
-    """
-
-    def find() -> list[Process]:
-        return [process for process in all_processes().values() if any(map(user.owns_uid, procfs.users(process.pid)))]
-
-    def kill_found(found: Sequence[Process]) -> None:
-        _signal_all_of(user)
-        kill(found)
-
-    return _kill_until_none(find, kill_found, clock=clock, limit_s=limit_s)
-
-
-#: Start of a Python program that drops root's privileges. The rest of the program runs in the same process, because
-#: starting another one as the user would fail at the user's process limit. Modules are imported before because the
-#: user may not be able to read them.
-_DROP_PRIVILEGES = """
-import os, sys{more_modules}
-uid, gid = map(int, sys.argv[1:3])
-os.setgroups([])
-os.setresgid(gid, gid, gid)
-os.setresuid(uid, uid, uid)
-"""
-
-
-def run_as(
-    user: JobUser, source: str, *arguments: str, timeout_s: float, modules: Sequence[str] = ()
-) -> subprocess.CompletedProcess[str]:
-    """Run Python source as the user, with these modules imported. Needs root. Raises what `subprocess.run` raises."""
-    drop_privileges = _DROP_PRIVILEGES.format(more_modules="".join(f", {module}" for module in modules))
-    return subprocess.run(
-        [sys.executable, "-ISc", drop_privileges + source, str(user.uid), str(user.gid), *arguments],
-        env={},
-        cwd="/",
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-
-
-def _signal_all_of(user: JobUser) -> None:
-    """Send SIGKILL from a process of the user to all processes that it may signal.
-
-    Errors are ignored: there may be no process to signal, and the next scan finds those that still exist.
-    """
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        run_as(user, "os.kill(-1, 9)", timeout_s=SIGNAL_LIMIT_S)
-
-
-def _kill_until_none(
-    find: Callable[[], list[Process]], kill_found: Callable[[Sequence[Process]], None], *, clock: Clock, limit_s: float
-) -> KillResult:
     deadline = clock.monotonic() + limit_s
     killed: dict[Process, str] = {}
     empty_scans = 0
     while True:
-        found = find()
+        present = all_processes()
+        kept = {ancestor for pid in keep for ancestor in _with_ancestors(pid, present)}
+        found = [process for process in descendants(root, present) if process.pid not in kept]
         empty_scans = 0 if found else empty_scans + 1
         if empty_scans == EMPTY_SCANS:
             return KillResult(killed=tuple(killed.values()), survivors=())
@@ -194,8 +116,7 @@ def _kill_until_none(
             return KillResult(killed=tuple(killed.values()), survivors=tuple(found))
         for process in found:
             killed.setdefault(process, program_name(process.pid))
-        # Also called if none was found: a process that forks constantly can evade every scan.
-        kill_found(found)
+        kill(found)
 
 
 def kill(processes: Iterable[Process]) -> None:

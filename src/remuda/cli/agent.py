@@ -14,9 +14,9 @@ from typing import Any
 from remuda import __version__
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.agent import processes
+from remuda.agent.job_folders import JobFolders
 from remuda.agent.job_hook import REFUSED, JobHook
 from remuda.agent.loop import Agent
-from remuda.agent.reset import Reset
 from remuda.agent.runner import ActionsRunner
 from remuda.cli.output import JSON_LOGS, error_line, record_line
 from remuda.domain.errors import RemudaError, Unavailable, UserError
@@ -110,28 +110,27 @@ async def _run_local(root: Path, event_log: EventLog) -> None:
 
     places, folder = LocalLayout(root), machine_folder(os.environ)
     clock, ids = SystemClock(), SystemIds()
-    reset = Reset(
+    pristine = pristine_runner(folder)
+    jobs = JobFolders(
+        folder,
+        pristine=pristine,
         # Processes that a job leaves behind become children of the supervisor.
         kill=partial(processes.kill_descendants, supervisor_pid(folder), keep={os.getpid()}, clock=clock),
-        runner_folder=folder / "runner",
-        pristine=pristine_runner(folder),
-        recreate=(folder / "home", folder / "work", folder / "tmp"),
     )
-    await reset.prepare()
     store = SqliteInstanceStore(path=places.database, clock=clock, ids=ids, calls=CallCounter())
     try:
         await Agent(
             store=store,
-            machine=LocalMachine(folder=folder, clock=clock, reset=reset.run),
+            machine=LocalMachine(folder=folder, clock=clock, reset=jobs.reset),
             runner=ActionsRunner(
-                folder=folder / "runner",
-                work=folder / "work",
+                host=jobs,
+                config_folder=jobs.runner_folder,
+                state_folder=folder / "logs",
                 log=folder / "logs" / "runner.log",
+                work=folder / "work",
                 clock=clock,
                 environment=job_environment(folder),
-                hook=JobHook(
-                    folder=folder / "hook", pristine=pristine_runner(folder), refused_file=folder / "work" / REFUSED
-                ),
+                hook=JobHook(folder=folder / "hook", pristine=pristine, refused_file=folder / "work" / REFUSED),
             ),
             clock=clock,
             ids=ids,

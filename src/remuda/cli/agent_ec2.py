@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
+import shutil
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 from remuda import __version__
@@ -14,21 +15,20 @@ from remuda.adapters.aws.clients import AwsClients, config
 from remuda.adapters.aws.dynamodb.keys import own_key_prefix
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.ec2.calls import Ec2Calls, client_config
+from remuda.adapters.aws.ec2.options import DEFAULT_CACHE_GIB
 from remuda.adapters.aws.imds import Ec2Machine, Imds, imds_endpoint
-from remuda.adapters.aws.user_data import MachineLayout
+from remuda.adapters.aws.user_data import CACHE_GIB_VARIABLE, CACHE_PATHS_VARIABLE, MachineLayout
 from remuda.adapters.system.clock import SystemClock, SystemIds
-from remuda.agent import processes
+from remuda.agent import mounts, processes, sandbox_root
+from remuda.agent.cache_volumes import CacheVolumes
 from remuda.agent.job_hook import REFUSED, JobHook
-from remuda.agent.job_user import JobUser
-from remuda.agent.leftovers import Leftovers
 from remuda.agent.loop import Agent
-from remuda.agent.machine_folders import MachineFolders
-from remuda.agent.reset import Reset
 from remuda.agent.runner import ActionsRunner
+from remuda.agent.sandbox import Sandboxes, SandboxOptions
 from remuda.domain.errors import Unavailable, UserError
 from remuda.ports.calls import CallCounter
 from remuda.ports.event_log import EventLog
-from remuda.ports.machine import AgentState, Identity
+from remuda.ports.machine import AgentState, Identity, ScriptStatus
 
 T = TypeVar("T")
 
@@ -41,19 +41,17 @@ RETRY_DELAY_S = 1.0
 async def run(environment: Mapping[str, str], *, clock: SystemClock, event_log: EventLog) -> None:
     processes.disable_core_dumps()
     layout = MachineLayout()
-    user = JobUser.find(layout.job_user)
-    folders = MachineFolders(
-        state=Path(layout.state), jobs=Path(layout.jobs), pristine=Path(layout.opt) / "runner", user=user
-    )
-    folders.make()
-    leftovers = Leftovers(user=user, own=(folders.jobs, user.home), memory=folders.shared_places, clock=clock)
-    reset = Reset(
-        kill=partial(processes.kill_user, user, clock=clock),
-        runner_folder=folders.runner,
-        pristine=folders.pristine,
-        recreate=(folders.work, folders.tmp, user.home),
-        owner=user,
-        elsewhere=leftovers,
+    software, state = Path(layout.opt), Path(layout.state)
+    sandboxes = Sandboxes(
+        SandboxOptions(
+            storage=state / "sandboxes",
+            runner=software / "runner",
+            software=PurePosixPath(layout.opt),
+            hidden=(layout.state,),
+            root=_job_root(layout),
+            caches=_caches(state, environment),
+        ),
+        record=event_log.record,
     )
     async with AsyncExitStack() as stack:
         ids, calls = SystemIds(), CallCounter()
@@ -68,7 +66,8 @@ async def run(environment: Mapping[str, str], *, clock: SystemClock, event_log: 
         machine = Ec2Machine(
             imds=Imds(endpoint=imds_endpoint(environment), clock=clock),
             clock=clock,
-            reset=reset.run,
+            reset=sandboxes.reset,
+            prepare_jobs=sandboxes.prepare,
             layout=layout,
             terminate=terminate,
         )
@@ -77,8 +76,11 @@ async def run(environment: Mapping[str, str], *, clock: SystemClock, event_log: 
         _check_pool(identity, environment)
         sts = await clients.client("sts", "STS", config())
         prefix = await _retry_until_ready(partial(own_key_prefix, sts, identity.instance_id), clock, event_log)
-        leftovers.prepare(anew=not folders.were_prepared_for(identity.instance_id))
-        await _prepare_new_instance(folders, identity.instance_id, machine, reset, leftovers)
+        _discard_state_of_image(state, identity.instance_id, machine)
+        config_folder = _config_folder(state / "registration", software / "runner")
+        stack.push_async_callback(sandboxes.close)
+        # The pre-runner script changes the root file system, so that no sandbox may exist before it has ended.
+        await sandboxes.open(prepare=machine.load().script is not ScriptStatus.PENDING)
         store = DynamoInstanceStore(
             client=await clients.dynamodb(),
             table=f"remuda-{identity.pool}",
@@ -92,14 +94,19 @@ async def run(environment: Mapping[str, str], *, clock: SystemClock, event_log: 
             store=store,
             machine=machine,
             runner=ActionsRunner(
-                folder=folders.runner,
-                work=folders.work,
-                log=folders.log,
+                host=sandboxes,
+                config_folder=config_folder,
+                state_folder=state,
+                log=sandboxes.log_folder / "runner.log",
+                work=sandbox_root.WORK,
                 clock=clock,
-                environment=user.environment() | {"TMPDIR": str(folders.tmp)},
-                hook=JobHook(folder=folders.hook, pristine=folders.pristine, refused_file=folders.work / REFUSED),
-                user=user,
-                registrar=folders.registrar,
+                environment=sandbox_root.ENVIRONMENT,
+                hook=JobHook(
+                    folder=PurePosixPath(layout.opt) / "hook",
+                    pristine=software / "runner",
+                    refused_file=sandbox_root.OUTBOX / REFUSED,
+                    refused_file_outside=sandboxes.outbox / REFUSED,
+                ),
             ),
             clock=clock,
             ids=ids,
@@ -108,19 +115,42 @@ async def run(environment: Mapping[str, str], *, clock: SystemClock, event_log: 
         ).run()
 
 
-async def _prepare_new_instance(
-    folders: MachineFolders, instance_id: str, machine: Ec2Machine, reset: Reset, leftovers: Leftovers
-) -> None:
-    if folders.were_prepared_for(instance_id):
-        return
-    # An image of a used instance contains the state of that instance.
+def _discard_state_of_image(state: Path, instance_id: str, machine: Ec2Machine) -> None:
+    """Discard the state of another instance, if this one was launched from an image of it."""
+    marker = state / "instance-id"
+    with contextlib.suppress(OSError, ValueError):
+        if marker.read_text(encoding="utf-8").strip() == instance_id:
+            return
     machine.save(AgentState())
-    folders.make_registrar()
-    await asyncio.to_thread(leftovers.sweep)
-    outcome = await reset.make()
-    if not outcome.ok:
-        raise Unavailable(f"the instance cannot be prepared for jobs: {outcome.detail}")
-    folders.mark_prepared_for(instance_id)
+    for name in ("registration", "sandboxes", "caches"):
+        shutil.rmtree(state / name, ignore_errors=True)
+    marker.write_text(f"{instance_id}\n", encoding="utf-8")
+
+
+def _job_root(layout: MachineLayout) -> Path:
+    job_image = Path(layout.job_image)
+    return job_image if job_image.exists() else Path("/")
+
+
+def _caches(state: Path, environment: Mapping[str, str]) -> CacheVolumes | None:
+    paths = tuple(filter(None, environment.get(CACHE_PATHS_VARIABLE, "").split(":")))
+    if not paths:
+        return None
+    max_bytes = int(environment.get(CACHE_GIB_VARIABLE, "") or DEFAULT_CACHE_GIB) * 1024**3
+    return CacheVolumes(folder=state / "caches", paths=paths, max_bytes=max_bytes)
+
+
+def _config_folder(folder: Path, runner: Path) -> Path:
+    """Mount a private copy of the runner software, in which registrations are made and removed."""
+    root = folder / "root"
+    try:
+        for path in (folder, folder / "changes", folder / "work", root):
+            path.mkdir(mode=0o700, exist_ok=True)
+        if not root.is_mount():
+            mounts.mount_overlay(root, lower=runner, upper=folder / "changes", work=folder / "work", volatile=False)
+    except OSError as problem:
+        raise Unavailable(f"cannot create {folder}: {problem}") from problem
+    return root
 
 
 def _check_pool(identity: Identity, environment: Mapping[str, str]) -> None:

@@ -459,6 +459,16 @@ class Settings:
     agent_sha256: str = _launch_option("SHA256", "SHA-256 digest of the agent package.")
     python_url: str = _launch_option("URL", "URL of a Python build for the agent, unless the image contains one.")
     python_sha256: str = _launch_option("SHA256", "SHA-256 digest of the Python build.")
+    job_image_url: str = _launch_option(
+        "URL", "URL of a tar archive with the root file system of jobs, instead of the instance's own."
+    )
+    job_image_sha256: str = _launch_option("SHA256", "SHA-256 digest of the job image.")
+    cache_paths: str = _launch_option(
+        "PATHS", "Folders of jobs that instances keep per repository and tier, separated by commas."
+    )
+    cache_size_gib: str = _launch_option(
+        "GIB", "Size of all cache volumes of an instance. The oldest are deleted above it.", default_text="20"
+    )
     github_environment: str = _launch_option(
         "VALUE", "Value of the ghr:environment tag of new instances.", default_text="the name of the pool"
     )

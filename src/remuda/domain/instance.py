@@ -101,6 +101,8 @@ class Assignment:
     repository: str = ""
     #: Runner group that the runner joins, or empty for the default group.
     runner_group: str = ""
+    #: The run's trust tier.
+    tier: Tier = Tier.UNTRUSTED
     #: Registration or removal token, for this step only.
     credential: Credential | None = None
     #: Just-in-time configuration, valid for one job. Replaces the registration token.

@@ -63,6 +63,7 @@ class NewSettings(pydantic.BaseModel):
     app_owners: list[str] = []
     runner_groups: list[str] = []
     supports_disable_update: bool = True
+    use_runner_admin_flow: bool = False
 
 
 def routes(app: AppState) -> list[BaseRoute]:

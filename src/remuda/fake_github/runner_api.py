@@ -68,7 +68,10 @@ class RunnerApi:
             group=str(body.get("group") or ""),
         )
         files = runner_files(runner, server_url=f"{url.scheme}://{url.netloc}", work=str(body.get("work") or "_work"))
-        disable_update = self._core.state.settings.supports_disable_update and bool(body.get("disable_update"))
+        settings = self._core.state.settings
+        if settings.use_runner_admin_flow:
+            files[".runner"]["useRunnerAdminFlow"] = True
+        disable_update = settings.supports_disable_update and bool(body.get("disable_update"))
         return JSONResponse({"files": files, "disable_update": disable_update}, status_code=201)
 
     async def remove(self, request: Request) -> Response:

@@ -86,6 +86,8 @@ class FakeGitHubSettings:
     app_id: str = ""
     app_key: str = ""
     app_owners: tuple[str, ...] = ()
+    #: Whether runners that register from now on are removed by the newer of the two flows of actions/runner.
+    use_runner_admin_flow: bool = False
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum, StrEnum
 from typing import Protocol
@@ -47,8 +46,6 @@ class StepResult:
     detail: str = ""
     #: Set if the step failed through no fault of the machine.
     failure: FailureKind | None = None
-    #: Number of removed leftovers per kind.
-    found: Mapping[str, int] = field(default_factory=dict, repr=False)
 
 
 class Machine(Protocol):
@@ -77,10 +74,7 @@ class Machine(Protocol):
         ...
 
     async def reset(self) -> StepResult:
-        """Kill all processes of past jobs and restore the runner's folder, home, work and temp.
-
-        The result is OK only if a check afterwards finds no leftovers.
-        """
+        """Kill all processes of past jobs and discard what they wrote. OK only if a check finds nothing left."""
         ...
 
     async def end(self, reason: str) -> None:

@@ -40,11 +40,11 @@ TRUST_POLICY = '{"Version": "2012-10-17", "Statement": []}'
 
 
 class Ec2Server:
-    def __init__(self) -> None:
+    def __init__(self, host: str = LOOPBACK) -> None:
         if not PYTHON.exists():
             raise ServerError("the EC2 test server is not installed; run make .venv-moto/.installed")
         self._process = subprocess.Popen(
-            [PYTHON, HERE / "ec2_shim.py"],
+            [PYTHON, HERE / "ec2_shim.py", host],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             # Ctrl-C must not reach the server: tests need it for their cleanup.
@@ -58,7 +58,7 @@ class Ec2Server:
             },
         )
         assert self._process.stdout is not None
-        self.url = f"http://{LOOPBACK}:{int(self._process.stdout.readline())}"
+        self.url = f"http://{host}:{int(self._process.stdout.readline())}"
         self._profiles: set[str] = set()
         self._http = httpx.Client(base_url=self.url, timeout=LIMIT_S, trust_env=False)
 

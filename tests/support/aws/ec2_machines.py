@@ -20,8 +20,8 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -31,6 +31,7 @@ from tests.support.aws.ec2 import PROFILE, describe_instances, instance_credenti
 from tests.support.aws.servers import aws_client
 from tests.support.aws.stack import SCOPE, AwsStack
 from tests.support.namespace_machine.machine import NamespaceMachine, bake_image, unsupported_reason
+from tests.support.namespace_machine.network import MetadataNetwork
 from tests.support.user_data import FakeImds, fake_imds
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ class Ec2MachineRunner:
                 booted.task.cancel()
 
     async def _run_machine(self, instance_id: str, description: Mapping[str, Any]) -> None:
-        with fake_imds() as imds:
+        with self._metadata_service() as imds:
             imds.valid = TOKENS
             imds.describe(
                 instance_id,
@@ -167,13 +168,14 @@ class Ec2MachineRunner:
                 machine.stop()
                 self._log(f"{instance_id} ended: {self.end_reason(instance_id) or 'terminated by EC2'}")
 
+    @contextmanager
+    def _metadata_service(self) -> Iterator[FakeImds]:
+        with closing(MetadataNetwork()) as network, fake_imds(network.sockets) as imds:
+            imds.network = network.path
+            yield imds
+
     def _start_machine(self, folder: Path, user_data: str, imds: FakeImds) -> Machine:
-        return NamespaceMachine(
-            folder,
-            image=self._image,
-            user_data=user_data,
-            environment={"AWS_EC2_METADATA_SERVICE_ENDPOINT": imds.url},
-        )
+        return NamespaceMachine(folder, image=self._image, user_data=user_data, metadata_network=imds.network)
 
     async def _user_data(self, instance_id: str) -> str:
         answer = await self._ec2.describe_instance_attribute(InstanceId=instance_id, Attribute="userData")

@@ -345,7 +345,7 @@ def main() -> None:
                 backend.reset()
 
     app = Ec2Shim(DomainDispatcherApplication(create_backend_app), reset)
-    server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=QuietHandler)
+    server = make_server(sys.argv[1], 0, app, threaded=True, request_handler=QuietHandler)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     print(server.server_port, flush=True)  # noqa: T201 - read by `Ec2Server`
     server.serve_forever()

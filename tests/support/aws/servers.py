@@ -78,11 +78,11 @@ def _session() -> AioSession:
 
 
 @contextmanager
-def unused_port() -> Iterator[int]:
+def unused_port(host: str = LOOPBACK) -> Iterator[int]:
     """Reserve a port at which nothing listens. A server started with SO_REUSEADDR can still bind to it (Linux)."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind((LOOPBACK, 0))
+        holder.bind((host, 0))
         yield int(holder.getsockname()[1])
 
 
@@ -120,14 +120,14 @@ class Ministack:
 
 
 @contextmanager
-def ministack(folder: Path, *, starts_at: datetime = LONG_AGO) -> Iterator[Ministack]:
+def ministack(folder: Path, *, starts_at: datetime = LONG_AGO, host: str = LOOPBACK) -> Iterator[Ministack]:
     if not PYTHON.exists():
         raise ServerError(f"the test servers are not installed in {PYTHON.parents[1]}; run make conformance")
     (folder / CA_BUNDLE).write_text(Path(certifi.where()).read_text().partition(PEM_END)[0] + PEM_END + "\n")
     clock_file = folder / "clock-offset"
     clock_file.write_bytes(struct.pack("<d", starts_at.timestamp() - time.time()))  # noqa: TID251 - the server's clock
     log = folder / "ministack.log"
-    with unused_port() as port:
+    with unused_port(host) as port:
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [PYTHON, HERE / "ministack_process.py", clock_file],
@@ -135,7 +135,7 @@ def ministack(folder: Path, *, starts_at: datetime = LONG_AGO) -> Iterator[Minis
                     "PATH": os.environ["PATH"],
                     "HOME": str(folder),
                     "TMPDIR": str(folder),
-                    "BIND_HOST": LOOPBACK,
+                    "BIND_HOST": host,
                     "GATEWAY_PORT": str(port),
                     "LOG_LEVEL": "ERROR",
                     "MINISTACK_REGION": REGION,
@@ -148,7 +148,7 @@ def ministack(folder: Path, *, starts_at: datetime = LONG_AGO) -> Iterator[Minis
                 start_new_session=True,
                 preexec_fn=die_with_parent,  # noqa: PLW1509 - no threads yet
             )
-        server = Ministack(url=f"http://{LOOPBACK}:{port}", process=process, clock_file=clock_file)
+        server = Ministack(url=f"http://{host}:{port}", process=process, clock_file=clock_file)
         try:
             _wait_until_healthy(server, log)
             yield server
@@ -211,9 +211,9 @@ def fauxqs() -> Iterator[Fauxqs]:
 
 
 @contextmanager
-def fake_github(folder: Path) -> Iterator[Endpoint]:
+def fake_github(folder: Path, host: str = LOOPBACK) -> Iterator[Endpoint]:
     with subprocess.Popen(
-        [sys.executable, "-m", "remuda.fake_github", "--dir", str(folder)],
+        [sys.executable, "-m", "remuda.fake_github", "--dir", str(folder), "--host", host],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         text=True,

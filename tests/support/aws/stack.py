@@ -16,7 +16,7 @@ from remuda.fake_github import Endpoint
 from remuda.fake_github.client import FakeGitHubClient
 from remuda.ports.calls import CallCounter
 from tests.support.aws.ec2 import Ec2Server
-from tests.support.aws.servers import Ministack, aws_client, fake_github, ministack
+from tests.support.aws.servers import LOOPBACK, Ministack, aws_client, fake_github, ministack
 from tests.support.cli import run_cli
 
 T = TypeVar("T")
@@ -98,12 +98,15 @@ class AwsStack:
 
 
 @contextmanager
-def aws_stack(folder: Path) -> Iterator[AwsStack]:
-    """Start all servers. Must be called outside an event loop."""
+def aws_stack(folder: Path, host: str = LOOPBACK) -> Iterator[AwsStack]:
+    """Start all servers at this address. Must be called outside an event loop."""
     folder.mkdir(parents=True, exist_ok=True)
-    # Real time: records expire by the clock of the server, and the commands use the real clock.
-    with ministack(folder, starts_at=SystemClock().now()) as store, fake_github(folder / "github") as github:
-        ec2 = Ec2Server()
+    with (
+        # Real time: records expire by the clock of the server, and the commands use the real clock.
+        ministack(folder, starts_at=SystemClock().now(), host=host) as store,
+        fake_github(folder / "github", host) as github,
+    ):
+        ec2 = Ec2Server(host)
         try:
             launch = asyncio.run(_launch_options(ec2))
             yield AwsStack(folder=folder, store=store, ec2=ec2, github=github, launch=launch)

@@ -1,9 +1,9 @@
-"""The first process of a namespace machine: mounts its root and replaces cloud-init and systemd.
+"""The first process of a namespace machine: sets up its namespaces and replaces cloud-init and systemd.
 
-Started by `machine.py` in new mount, PID and IPC namespaces; standard library only. The root is that of this computer
-below an overlay that takes all writes and is discarded with the machine. The process runs the user data, then the
-services and timers that the replacements of `systemctl` and `systemd-run` request (`command_proxy.py`). When it exits,
-the machine is off.
+Started by `machine.py` in new mount, PID, IPC, UTS and network namespaces; standard library only. The root is that of
+this computer, read-only, with folders of the machine mounted over those that a machine writes to. The process runs the
+user data, then the services and timers that the replacements of `systemctl` and `systemd-run` request
+(`command_proxy.py`). When it exits, the machine is off.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import heapq
 import json
 import os
 import platform
+import secrets
 import selectors
 import shlex
 import signal
@@ -23,24 +24,24 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 REPLACED_COMMANDS = Path("/run/replaced-commands")
 SOCKET = "/run/init.sock"
+#: The repository, from which the agent runs.
+ROOT = Path(__file__).parents[3]
 UNITS = Path("/etc/systemd/system")
-#: Where all users of the machine can read the interpreter, whatever the permissions of its folder on this computer.
-INTERPRETER = Path("/opt/interpreter")
 PATH = f"{REPLACED_COMMANDS}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-COMMANDS = (
-    *("systemctl", "systemd-run", "shutdown"),
-    *("iptables", "ip6tables", "iptables-restore", "ip6tables-restore"),
-)
-#: Large folders, mounted read-only: the agent checks every writable file of the system, which would take long.
-LARGE = ("/usr/include", "/usr/lib", "/usr/share", "/usr/src")
+#: systemd does not run here, and the packages of this computer must not change.
+COMMANDS = ("systemctl", "systemd-run", "shutdown", "apt-get", "dnf")
+#: Folders that do not exist on this computer, and their parents, over which an overlay is mounted to create them.
+NEW_FOLDERS = {"/opt/remuda": "/opt", "/var/lib/remuda": "/var/lib"}
+CGROUPS = Path("/sys/fs/cgroup")
+CLONE_NEWCGROUP = 0x02000000
+#: The number of the system call keyctl by architecture, and its operation JOIN_SESSION_KEYRING.
+KEYCTL = {"x86_64": 250, "aarch64": 219}
+JOIN_SESSION_KEYRING = 1
 #: The exit code of systemctl for an unknown unit.
 NOT_LOADED = 5
-#: The number of the system call, by architecture. No C library wraps it.
-PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 
 
 def log(*words: object) -> None:
@@ -52,54 +53,91 @@ def ignore_exit(_code: int) -> None:
     """Default callback for the exit of a process."""
 
 
+def run(*words: object) -> None:
+    subprocess.run([str(word) for word in words], check=True)
+
+
 def mount(*arguments: object) -> None:
-    subprocess.run(["mount", *map(str, arguments)], check=True)
+    run("mount", *arguments)
 
 
-def enter_root(configuration: dict[str, Any]) -> None:
-    """Mount the root of the machine and change into it."""
-    mount("--make-rprivate", "/")
-    layer = Path(configuration["folder"])
-    mount("-t", "tmpfs", "-o", "mode=755", "layer", layer)
-    upper, work, root = (layer / name for name in ("upper", "work", "root"))
-    for folder in (upper, work, root):
-        folder.mkdir(mode=0o755)
-    subprocess.run(["cp", "-a", f"{configuration['image']}/.", upper], check=True)
-    mount("-t", "overlay", "-o", f"lowerdir=/,upperdir={upper},workdir={work}", "root", root)
-    for name, mode in (("run", "755"), ("tmp", "1777"), ("var/tmp", "1777")):
-        mount("-t", "tmpfs", "-o", f"mode={mode}", name, root / name)
-    (root / "run/lock").mkdir()
-    (root / "run/lock").chmod(0o1777)
-    mount("--rbind", "/dev", root / "dev")
-    mount("-t", "tmpfs", "-o", "mode=1777", "shm", root / "dev/shm")
-    (root / "dev/mqueue").mkdir(exist_ok=True)
-    mount("-t", "mqueue", "mqueue", root / "dev/mqueue")
-    mount("-t", "proc", "proc", root / "proc")
-    large = [path for path in LARGE if Path(path).is_dir()]
-    binds = {path: path for path in [*large, *configuration["binds"]]} | {sys.base_prefix: str(INTERPRETER)}
-    for source, target in binds.items():
-        inside = root / target.lstrip("/")
-        inside.mkdir(parents=True, exist_ok=True)
-        mount("--rbind", source, inside)
-        mount("-o", "remount,bind,ro", inside)
-    proxy = Path(__file__).with_name("command_proxy.py").read_text()
-    for name in COMMANDS:
-        path = root / str(REPLACED_COMMANDS).lstrip("/") / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(f"#!{INTERPRETER}/bin/python3 -IS\n{proxy}")
-        path.chmod(0o755)
-    pivot_root(root)
-
-
-def pivot_root(root: Path) -> None:
-    """Make this folder the root. Unlike after `chroot`, users can create namespaces then, as on EC2."""
+def enter_cgroup(name: str) -> None:
+    """Move to a new cgroup and make it the root of the machine's cgroups."""
+    mount("-t", "cgroup2", "none", "/mnt")
+    cgroup = Path("/mnt", name)
+    cgroup.mkdir()
+    (cgroup / "cgroup.procs").write_text("0")
     libc = ctypes.CDLL(None, use_errno=True)
-    os.chdir(root)
-    if libc.syscall(PIVOT_ROOT[platform.machine()], b".", b"."):
-        raise OSError(ctypes.get_errno(), "pivot_root")
-    # The old root is stacked below the new one at the same path.
-    subprocess.run(["umount", "-l", "."], check=True)
-    os.chdir("/")
+    if libc.unshare(CLONE_NEWCGROUP):
+        raise OSError(ctypes.get_errno(), "unshare")
+    # A cgroup with processes of its own cannot limit others.
+    (cgroup / "init").mkdir()
+    (cgroup / "init" / "cgroup.procs").write_text("0")
+    run("umount", "/mnt")
+
+
+def connect(network: dict[str, str]) -> None:
+    """Connect the machine to the test servers of this computer, and to its metadata service if it has one."""
+    outside = ("nsenter", f"--net={network['computer']}", "ip")
+    run("ip", "link", "set", "lo", "up")
+    veth = ("type", "veth", "peer", "name", network["interface"], "netns", network["computer"])
+    run("ip", "link", "add", "name", "ens5", *veth)
+    run(*outside, "link", "set", network["interface"], "up")
+    run("ip", "link", "set", "ens5", "up")
+    while True:
+        # The range of carriers (RFC 6598). The route is created on this computer only if the address is free.
+        address = f"100.{64 + secrets.randbelow(64)}.{secrets.randbelow(256)}.{1 + secrets.randbelow(254)}"
+        command = [*outside, "route", "add", f"{address}/32", "dev", network["interface"]]
+        if subprocess.run(command, check=False).returncode == 0:
+            break
+    run("ip", "address", "add", f"{address}/32", "dev", "ens5")
+    run("ip", "route", "add", network["servers"], "dev", "ens5")
+    if "metadata" in network:
+        run("ip", "link", "add", "name", "ens6", "type", "veth", "peer", "name", "eth0", "netns", network["metadata"])
+        inside = ("nsenter", f"--net={network['metadata']}", "ip")
+        run(*inside, "link", "set", "eth0", "up")
+        run(*inside, "route", "add", "169.254.169.1/32", "dev", "eth0")
+        run("ip", "address", "add", "169.254.169.1/24", "dev", "ens6")
+        run("ip", "link", "set", "ens6", "up")
+
+
+def mount_folders(folder: Path) -> None:
+    """Mount the machine's own folders, which are on the disk: a sandbox cannot be made from an overlay."""
+    mount("-t", "sysfs", "sysfs", "/sys")
+    mount("-t", "cgroup2", "cgroup2", CGROUPS)
+    for target, parent in NEW_FOLDERS.items():
+        own = folder / target.lstrip("/")
+        layers = [folder / "layers" / parent.lstrip("/") / name for name in ("upper", "work")]
+        for path in (own, *layers):
+            path.mkdir(parents=True, exist_ok=True)
+        mount("-t", "overlay", "-o", f"lowerdir={parent},upperdir={layers[0]},workdir={layers[1]}", "new", parent)
+        Path(target).mkdir(exist_ok=True)
+        mount("--bind", own, target)
+    own = folder / "systemd"
+    if not own.exists():
+        run("cp", "-a", UNITS.parent, own)
+    mount("--bind", own, UNITS.parent)
+    # After the mounts above, which would inherit it.
+    mount("-o", "remount,bind,ro", "/")
+    mount("--rbind", ROOT, "/mnt")
+    for target, mode in (("/tmp", "1777"), ("/var/tmp", "1777"), ("/run", "755"), ("/dev/shm", "1777")):  # noqa: S108
+        mount("-t", "tmpfs", "-o", f"mode={mode}", "machine", target)
+    if not ROOT.exists():
+        # It is in a folder that is empty now.
+        ROOT.mkdir(parents=True)
+        mount("--move", "/mnt", ROOT)
+    Path("/run/lock").mkdir()
+    Path("/run/lock").chmod(0o1777)
+    mount("-t", "proc", "proc", "/proc")
+
+
+def replace_commands() -> None:
+    proxy = Path(__file__).with_name("command_proxy.py").read_text()
+    REPLACED_COMMANDS.mkdir()
+    for name in COMMANDS:
+        path = REPLACED_COMMANDS / name
+        path.write_text(f"#!{sys.executable} -IS\n{proxy}")
+        path.chmod(0o755)
 
 
 class MachineInit:
@@ -111,7 +149,6 @@ class MachineInit:
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._timers: dict[str, int] = {}
         self._number = 0
-        self._rules: list[list[str]] = []
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._server.bind(SOCKET)
         self._server.listen(50)
@@ -202,18 +239,10 @@ class MachineInit:
         self._after(60 * float(arguments[-1].removeprefix("+")), lambda: os._exit(0))
         return 0
 
-    def _iptables(self, arguments: list[str]) -> int:
-        rule = [word for word in arguments if word not in {"-w", "-C", "-I"}]
-        if "-C" in arguments:
-            return 0 if rule in self._rules else 1
-        self._rules.append(rule)
+    def _apt_get(self, _arguments: list[str]) -> int:
         return 0
 
-    def _iptables_restore(self, _arguments: list[str]) -> int:
-        return 0
-
-    _ip6tables = _iptables
-    _ip6tables_restore = _iptables_restore
+    _dnf = _apt_get
 
     # Services
 
@@ -245,10 +274,17 @@ class MachineInit:
 
 def main() -> None:
     configuration = json.loads(sys.argv[1])
+    # Read now: the new /tmp may hide it.
     user_data = Path(configuration["user_data"]).read_text()
-    enter_root(configuration)
+    mount("--make-rprivate", "/")
+    connect(configuration["network"])
+    enter_cgroup(configuration["cgroup"])
+    mount_folders(Path(configuration["folder"]))
+    replace_commands()
     path = Path("/run/user-data")
     path.write_text(user_data)
+    # Services of systemd have a session keyring, which their children inherit.
+    ctypes.CDLL(None).syscall(KEYCTL[platform.machine()], JOIN_SESSION_KEYRING, None)
     init = MachineInit(configuration["environment"])
     init.start(["bash", str(path)])
     init.run()

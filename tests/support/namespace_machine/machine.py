@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
+import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
 from remuda import procfs
 from remuda.fake_github import PROGRAMS, install_runner
-from tests.support.namespace_machine.init import INTERPRETER
+from remuda.scripts import SYSTEM_PATH
+from tests.support.namespace_machine.network import SERVERS
 
-ROOT = Path(__file__).parents[3]
 INIT = Path(__file__).with_name("init.py")
-UNSHARE = ("unshare", "--mount", "--pid", "--ipc", "--fork", "--kill-child=KILL")
+UNSHARE = ("unshare", "--mount", "--pid", "--ipc", "--uts", "--net", "--fork", "--kill-child=KILL")
+#: A Python interpreter in the runner's own folder, as the real runner has Node.js: sandboxes hide most other places.
+INTERPRETER = Path("/opt/remuda/runner/externals/python/bin/python3")
+#: Commands that sandboxes need, and their Debian packages.
+NEEDED = {"systemd-nspawn": "systemd-container", "ip": "iproute2", "iptables": "iptables", "sudo": "sudo"}
+CURRENT_SANDBOX = "/var/lib/remuda/sandboxes/current.json"
 STOP_WITHIN_S = 60.0
 
 
@@ -26,46 +34,89 @@ def unsupported_reason() -> str:
     """The reason why this computer cannot run such machines; empty if it can."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "machines in namespaces need root on Linux"
+    missing = [package for command, package in NEEDED.items() if shutil.which(command) is None]
+    if missing:
+        return f"machines in namespaces need {', '.join(missing)} (Debian: apt-get install {' '.join(missing)})"
     probe = (
-        "set -e; mount -t tmpfs t /mnt; mkdir /mnt/u /mnt/w /mnt/r;"
-        " mount -t overlay o -o lowerdir=/,upperdir=/mnt/u,workdir=/mnt/w /mnt/r"
+        "set -e; mount -t cgroup2 none /mnt; umount /mnt; mount -t tmpfs t /mnt; mkdir /mnt/u /mnt/w /mnt/r;"
+        " mount -t overlay o -o lowerdir=/,upperdir=/mnt/u,workdir=/mnt/w /mnt/r;"
+        " ip link add name one type veth peer name two; iptables -t nat -S; iptables -t mangle -S"
     )
     done = subprocess.run([*UNSHARE, "sh", "-c", probe], capture_output=True, text=True, check=False)
-    return f"machines in namespaces need overlay mounts: {done.stderr.strip()}" if done.returncode else ""
+    if done.returncode:
+        return f"machines in namespaces need cgroup v2, overlays, veth and iptables: {done.stderr.strip()}"
+    return ""
 
 
 def bake_image(image: Path) -> None:
-    """Create an image: a folder with the agent and the fake runner below opt/remuda."""
-    opt = image / "opt" / "remuda"
-    (opt / "bin").mkdir(parents=True)
-    remuda = opt / "bin" / "remuda"
+    """Create an image: a folder with the agent and the fake runner, as /opt/remuda of a machine."""
+    (image / "bin").mkdir(parents=True)
+    remuda = image / "bin" / "remuda"
     remuda.write_text(f'#!/bin/sh\nexec {sys.executable} -m remuda "$@"\n')
     remuda.chmod(0o755)
-    install_runner(opt / "runner")
+    install_runner(image / "runner")
+    _copy_interpreter(image / "runner" / "externals" / "python")
     for name in PROGRAMS:
-        # The user of jobs may not be allowed to read the folder of the interpreter that runs the tests.
-        program = opt / "runner" / "bin" / name
+        program = image / "runner" / "bin" / name
         lines = program.read_text().splitlines(keepends=True)
-        program.write_text("".join([f"#!{INTERPRETER}/bin/python3 -ISB\n", *lines[1:]]))
-    for folder in (image, image / "opt", opt, opt / "bin"):
+        program.write_text("".join([f"#!{INTERPRETER} -ISB\n", *lines[1:]]))
+    for folder in (image, image / "bin"):
         folder.chmod(0o755)
+
+
+def _copy_interpreter(target: Path) -> None:
+    """Copy the interpreter and the standard library, without packages and tests."""
+    version = sysconfig.get_python_version()
+    (target / "bin").mkdir(parents=True)
+    executable = Path(getattr(sys, "_base_executable", sys.executable)).resolve()
+    shutil.copy(executable, target / "bin" / INTERPRETER.name)
+    ignored = shutil.ignore_patterns(
+        *("site-packages", "dist-packages", "test", "tests", "idlelib", "ensurepip", "lib2to3", "tkinter", "config-*"),
+        *("turtledemo", "pydoc_data", "*.opt-?.pyc"),
+    )
+    shutil.copytree(sysconfig.get_path("stdlib"), target / "lib" / f"python{version}", symlinks=True, ignore=ignored)
+    for library in Path(sysconfig.get_config_var("LIBDIR")).glob(f"libpython{version}.so*"):
+        shutil.copy(library, target / "lib", follow_symlinks=False)
 
 
 class NamespaceMachine:
     """A machine that runs until it powers itself off or is stopped. All its processes end with it."""
 
-    def __init__(self, folder: Path, *, image: Path, user_data: str, environment: Mapping[str, str]) -> None:
-        """`environment` is set for all services of the machine, such as the URL of its metadata service."""
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        image: Path,
+        user_data: str,
+        metadata_network: str = "",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """`metadata_network` is the path of the network namespace with its metadata service.
+
+        `environment` is set for all services of the machine.
+        """
         folder.mkdir(parents=True, exist_ok=True)
-        layer = folder / "layer"
-        layer.mkdir(exist_ok=True)
+        disk = folder / "disk"
+        if not disk.exists():
+            (disk / "opt").mkdir(parents=True)
+            # Linked, not copied: an image has thousands of files, and none of them changes.
+            subprocess.run(["cp", "-al", str(image), str(disk / "opt" / "remuda")], check=True)
         (folder / "user-data").write_text(user_data)
+        number = secrets.token_hex(4)
+        self._cgroup = f"remuda-machine-{number}"
+        network = {
+            "computer": f"/proc/{os.getpid()}/ns/net",
+            "interface": f"remuda{number}",
+            "servers": SERVERS,
+        }
+        if metadata_network:
+            network["metadata"] = metadata_network
         configuration = {
-            "folder": str(layer),
-            "image": str(image),
-            "binds": [str(ROOT)],
+            "folder": str(disk),
             "user_data": str(folder / "user-data"),
-            "environment": dict(environment),
+            "environment": dict(environment or {}),
+            "cgroup": self._cgroup,
+            "network": network,
         }
         self._console = folder / "console.log"
         with self._console.open("ab") as console:
@@ -74,7 +125,7 @@ class NamespaceMachine:
                 stdin=subprocess.DEVNULL,
                 stdout=console,
                 stderr=console,
-                env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
+                env={"PATH": SYSTEM_PATH},
                 start_new_session=True,
             )
 
@@ -92,31 +143,33 @@ class NamespaceMachine:
         """The processes of the machine, its init first."""
         return procfs.descendants(self._process.pid)
 
-    @property
-    def root(self) -> Path:
-        """The root folder as seen from outside. Absolute links in it point outside the machine."""
-        return Path(f"/proc/{self.processes[0].pid}/root")
-
-    def run(self, *command: str, user: str = "root", stdin: str = "") -> subprocess.CompletedProcess[str]:
-        """Run a command inside the machine."""
+    def run(self, *command: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        """Run a command on the machine, outside all sandboxes."""
         pid = str(self.processes[0].pid)
-        inside = ["nsenter", "--target", pid, "--mount", "--pid", "--ipc", "--root", "--wd=/"]
-        become = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"] if user != "root" else []
+        inside = ["nsenter", "--target", pid, "--mount", "--pid", "--ipc", "--uts", "--net", "--cgroup", "--wd=/"]
         return subprocess.run(
-            [*inside, *become, *command],
-            input=stdin,
-            capture_output=True,
-            text=True,
-            check=False,
-            env={"PATH": os.defpath},
+            [*inside, *command], input=stdin, capture_output=True, text=True, check=False, env={"PATH": SYSTEM_PATH}
         )
 
+    @property
+    def has_sandbox(self) -> bool:
+        return self.run("test", "-e", CURRENT_SANDBOX).returncode == 0
+
+    def run_in_sandbox(self, *command: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        """Run a command as root of the current sandbox."""
+        current = json.loads(self.run("cat", CURRENT_SANDBOX).stdout)
+        leader = self.run("pgrep", "--parent", str(current["pid"])).stdout.split()[0]
+        return self.run("nsenter", f"--target={leader}", "--all", "--wd=/", "--", *command, stdin=stdin)
+
     def stop(self) -> None:
-        """Switch the machine off. Returns when none of its processes is left."""
-        if not self.is_on:
-            return
-        init = procfs.descendants(self._process.pid)[:1]
-        # The whole group: a new init may not have set its parent-death signal yet, and would outlive `unshare`.
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(STOP_WITHIN_S)
-        procfs.kill(init, STOP_WITHIN_S)
+        """Switch the machine off and delete its disk. Returns when none of its processes is left."""
+        if self.is_on:
+            init = procfs.descendants(self._process.pid)[:1]
+            # The whole group: a new init may not have set its parent-death signal yet, and would outlive `unshare`.
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait(STOP_WITHIN_S)
+            procfs.kill(init, STOP_WITHIN_S)
+        remove = 'mount -t cgroup2 none /mnt && [ ! -d "$0" ] || find "$0" -depth -type d -exec rmdir {} +'
+        subprocess.run(["unshare", "--mount", "sh", "-c", remove, f"/mnt/{self._cgroup}"], check=True)
+        # Jobs may have made deeper trees than Python's functions can delete.
+        subprocess.run(["rm", "-rf", str(self._console.with_name("disk"))], check=True)

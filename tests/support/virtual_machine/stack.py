@@ -18,7 +18,7 @@ from tests.support.aws.ec2_machines import Ec2MachineRunner, Machine, MachineSta
 from tests.support.aws.servers import LOOPBACK, aws_client
 from tests.support.aws.stack import POOL, SCOPE, aws_stack
 from tests.support.cli import run_cli
-from tests.support.user_data import FakeImds
+from tests.support.user_data import FakeImds, fake_imds
 from tests.support.virtual_machine.image import Image, build_image
 from tests.support.virtual_machine.machine import HOST, VirtualMachine
 from tests.support.virtual_machine.software import write_software_disk
@@ -36,6 +36,11 @@ POLL_S = 0.5
 
 class VirtualMachineRunner(Ec2MachineRunner):
     """Boots a virtual machine for each EC2 instance."""
+
+    @contextmanager
+    def _metadata_service(self) -> Iterator[FakeImds]:
+        with fake_imds() as imds:
+            yield imds
 
     def _start_machine(self, folder: Path, user_data: str, imds: FakeImds) -> Machine:
         # The servers of the tests have another address inside the machine.

@@ -1,16 +1,13 @@
 """Control of actions/runner, tested with a runner made of shell scripts."""
 
-# Blocking calls are acceptable in these tests.
-# ruff: noqa: ASYNC220
+# The tests wait for other processes.
+# ruff: noqa: ASYNC110
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
-import signal
-import subprocess
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -22,8 +19,10 @@ from remuda import procfs
 from remuda.adapters.system.clock import SystemClock
 from remuda.agent import processes
 from remuda.agent import runner as agent_runner
+from remuda.agent.job_folders import JobFolders
 from remuda.agent.job_hook import STARTED, JobHook
-from remuda.agent.runner import UNKNOWN_EXIT, ActionsRunner
+from remuda.agent.processes import KillResult
+from remuda.agent.runner import ActionsRunner
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import Assignment, Credential
 from remuda.ports.machine import RemovalStatus, RunnerState
@@ -64,7 +63,10 @@ ASSIGNMENT = Assignment(
 
 
 class Folder:
+    """Jobs run in the folder `runner`; registrations are made there, too, or in `config`."""
+
     def __init__(self, root: Path) -> None:
+        self.root = root
         self.runner = root / "runner"
         (self.runner / "bin").mkdir(parents=True)
         self._program("config.sh", CONFIG)
@@ -73,36 +75,43 @@ class Folder:
         os.mkfifo(self.runner / "say")
         # Kept open, so that lines written before the listener reads the pipe are not lost.
         self.pipe = os.open(self.runner / "say", os.O_RDWR)
+        self.state = root / "state"
         self.log = root / "logs" / "listener.log"
-        self.hook = JobHook(folder=root / "hook", pristine=root / "pristine", refused_file=root / "refused")
+        self.state.mkdir()
         self.log.parent.mkdir()
+        self.host = JobFolders(root, pristine=root / "pristine", kill=lambda: KillResult(killed=(), survivors=()))
+        self.hook = JobHook(folder=root / "hook", pristine=root / "pristine", refused_file=root / "refused")
         self.behave(REGISTER)
 
-    def open(self, stop_limit_s: float = LONG_S, registrar: Path | None = None) -> ActionsRunner:
+    def open(self, config_folder: Path | None = None) -> ActionsRunner:
         return ActionsRunner(
-            folder=self.runner,
-            work=self.runner.parent / "work",
+            host=self.host,
+            config_folder=config_folder or self.runner,
+            state_folder=self.state,
+            work=self.root / "work",
             log=self.log,
             clock=SystemClock(),
             environment={"PATH": os.environ["PATH"], "HOME": "/machine/home"},
             hook=self.hook,
-            stop_limit_s=stop_limit_s,
-            registrar=registrar,
         )
 
-    def open_apart(self, registrar: Path) -> ActionsRunner:
-        """Use a registrar: registrations are made from a copy of the software that jobs cannot access."""
-        shutil.copytree(self.runner, registrar, ignore=shutil.ignore_patterns("say"))
-        return self.open(registrar=registrar)
+    def open_apart(self) -> ActionsRunner:
+        """Make registrations in a copy of the software that jobs cannot access."""
+        shutil.copytree(self.runner, self.config, ignore=shutil.ignore_patterns("say"), dirs_exist_ok=True)
+        return self.open(self.config)
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config"
 
     async def configured(self, assignment: Assignment = ASSIGNMENT) -> ActionsRunner:
         runner = self.open()
         await runner.register(assignment)
         return runner
 
-    async def started(self, *lines: str, stop_limit_s: float = LONG_S) -> ActionsRunner:
+    async def started(self, *lines: str) -> ActionsRunner:
         """A runner without registration whose listener reads these lines."""
-        runner = self.open(stop_limit_s)
+        runner = self.open()
         await runner.start(ASSIGNMENT)
         self.say(*lines)
         return runner
@@ -122,9 +131,13 @@ class Folder:
     def read(self, name: str) -> str:
         return (self.runner / name).read_text()
 
-    def listener(self) -> int:
-        document = json.loads(self.log.with_suffix(".listener.json").read_text())
-        return int(document["pid"])
+    async def wrapper(self) -> int:
+        """Return the pid of the process that waits for the listener, which writes it after its start."""
+        async with asyncio.timeout(LONG_S):
+            file = self.state / "listener.pid"
+            while not file.exists() or not file.read_text():
+                await asyncio.sleep(0.01)
+        return int(file.read_text())
 
     def processes(self) -> list[procfs.Process]:
         return [process for process in procfs.all_processes().values() if _place(process.pid) == str(self.runner)]
@@ -270,15 +283,16 @@ class TestListener:
         await until(runner, busy=True)
         names = {line.partition("=")[0] for line in folder.read("listener-environment").splitlines()}
         assert names <= {"PATH", "LANG", "HOME", "RUNNER_ALLOW_RUNASROOT", "PWD", "SHLVL", "_", "OLDPWD", STARTED}
-        assert os.getsid(folder.listener()) == folder.listener()
+        assert os.getsid(await folder.wrapper()) == await folder.wrapper()
         await runner.stop()
         assert runner.state() == RunnerState(registered_as="remuda-p-1-i-1")
 
     async def test_second_start_does_nothing(self, folder: Folder) -> None:
         runner = await folder.started()
-        first = folder.listener()
+        first = await folder.wrapper()
         await runner.start(ASSIGNMENT)
-        assert folder.listener() == first
+        assert await folder.wrapper() == first
+        assert len([found for found in folder.processes() if found.ppid == first]) <= 1
         await runner.stop()
 
     async def test_busy_follows_the_last_line_about_a_job(self, folder: Folder) -> None:
@@ -317,38 +331,8 @@ class TestListener:
         second = folder.open()
         assert second.state() == RunnerState(listening=True, busy=True)
         folder.say("exit 3")
-        assert await until(second, listening=False) == RunnerState(exit_code=UNKNOWN_EXIT)
-        assert folder.open().state() == RunnerState(exit_code=UNKNOWN_EXIT)
-
-    async def test_listener_without_pid_file_is_found(self, folder: Folder) -> None:
-        first = await folder.started()
-        # The command line is not visible immediately after the start.
-        await folder.listens(first)
-        folder.log.with_suffix(".listener.json").unlink()
-        second = folder.open()
-        assert second.state().listening
-        await second.stop()
-        await until(first, listening=False)
-
-    async def test_reused_pid_is_not_taken_for_the_listener(self, folder: Folder) -> None:
-        other = subprocess.Popen(["sleep", "1000"])
-        try:
-            note = {"pid": other.pid, "ppid": 1, "started": 1}
-            folder.log.with_suffix(".listener.json").write_text(json.dumps(note))
-            runner = folder.open()
-            assert runner.state() == RunnerState(exit_code=UNKNOWN_EXIT)
-            await runner.stop()
-            assert other.poll() is None
-        finally:
-            other.kill()
-            other.wait()
-
-    async def test_listener_that_ignores_sigterm_is_killed(self, folder: Folder) -> None:
-        (folder.runner / "stubborn").touch()
-        runner = await folder.started("work", "Running job: a", stop_limit_s=0.2)
-        await until(runner, busy=True)
-        await runner.stop()
-        assert runner.state() == RunnerState()
+        assert await until(second, listening=False) == RunnerState(exit_code=3)
+        assert folder.open().state() == RunnerState(exit_code=3)
 
     async def test_wait_without_listener_ends_at_the_timeout(self, folder: Folder) -> None:
         runner = folder.open()
@@ -364,13 +348,6 @@ class TestListener:
         settings.unlink()
         os.mkfifo(settings)
         assert runner.state() == RunnerState()
-
-    async def test_killed_listener_is_noticed(self, folder: Folder) -> None:
-        runner = await folder.started()
-        waiting = asyncio.ensure_future(runner.wait_for_change(runner.state(), LONG_S))
-        await asyncio.sleep(0)
-        os.kill(folder.listener(), signal.SIGKILL)
-        assert await waiting == RunnerState(exit_code=-signal.SIGKILL)
 
 
 JUST_IN_TIME = Assignment(url="u", runner_name="jit", labels=(), jit_config="PACKED", runner_id=7)
@@ -410,10 +387,7 @@ class TestJustInTime:
         await runner.start(ASSIGNMENT)
         folder.say("exit 0")
         await until(runner, listening=False)
-        later = folder.open()
-        assert not later.state().spent, "it may still be registered: what it wrote is there"
-        (folder.runner / ".runner").unlink()
-        assert later.state().spent
+        assert folder.open().state().spent
 
     @pytest.mark.parametrize("code", [1, 2])
     async def test_failed_jit_listener_is_not_spent(self, folder: Folder, code: int) -> None:
@@ -422,6 +396,17 @@ class TestJustInTime:
         folder.say(f"exit {code}")
         state = await until(runner, listening=False)
         assert (state.exit_code, state.spent) == (code, False)
+
+    async def test_registration_of_a_listener_in_the_same_folder_is_removed(self, folder: Folder) -> None:
+        runner = await folder.configured(JUST_IN_TIME)
+        await runner.start(ASSIGNMENT)
+        while not (folder.runner / ".runner").exists():
+            await runner.wait_for_change(runner.state(), 0.01)
+        folder.behave("rm .runner")
+        given = replace(JUST_IN_TIME, jit_config="", credential=ASSIGNMENT.credential)
+        assert (await runner.remove(given))[0] is RemovalStatus.REMOVED
+        assert (runner.state().listening, runner.state().registered_as) == (True, "")
+        await runner.stop()
 
     async def test_registration_that_github_removed_needs_no_token(self, folder: Folder) -> None:
         """Applies before the start and while the listener runs, which is stopped next."""
@@ -438,27 +423,53 @@ class TestJustInTime:
         await runner.stop()
 
 
+#: Output of `config.sh remove` of actions/runner 2.336.0 (ConfigurationManager.UnconfigureAsync, RunnerDotcomServer).
+NO_LONGER_REGISTERED = """
+echo Does not exist. Skipping Removing runner from the server
+echo √ Runner removed successfully
+rm .runner
+"""
+DELETE_FAILED = """
+echo "Http response code: {status} from 'Delete https://api.github.com/repos/o/r/actions/runners/7' (Request Id: 1)" >&2
+echo '{{"message": "{message}"}}' >&2
+echo Failed: Removing runner from the server >&2
+echo 'Response status code does not indicate success: {code}.' >&2
+exit 1
+"""
+FILES_MISSING = """
+echo Cannot connect to server, because config files are missing. Skipping removing runner from the server.
+rm .runner
+"""
+
+
 class TestRemove:
-    async def test_removal_without_registration_succeeds(self, folder: Folder) -> None:
+    async def test_registration_is_removed_with_the_token_in_the_environment_only(self, folder: Folder) -> None:
         runner = await folder.configured()
         folder.behave("rm .runner; echo removed with $ACTIONS_RUNNER_INPUT_TOKEN")
         assert await runner.remove(ASSIGNMENT) == (RemovalStatus.REMOVED, "exit code 0: removed with ***")
         assert folder.read("arguments") == "remove\n"
-        assert (await runner.remove(ASSIGNMENT))[0] is RemovalStatus.REMOVED
+
+    async def test_removal_without_registration_succeeds(self, folder: Folder) -> None:
+        assert (await folder.open().remove(ASSIGNMENT))[0] is RemovalStatus.REMOVED
+        assert not (folder.runner / "arguments").exists()
 
     @pytest.mark.parametrize(
         ("script", "expected"),
         [
+            (NO_LONGER_REGISTERED, RemovalStatus.REMOVED),
+            (DELETE_FAILED.format(status="NotFound", message="Not Found", code=404), RemovalStatus.REMOVED),
+            (DELETE_FAILED.format(status="Unauthorized", message="Bad credentials", code=401), RemovalStatus.FAILED),
+            (
+                DELETE_FAILED.format(status="UnprocessableEntity", message="It is running a job.", code=422),
+                RemovalStatus.BUSY,
+            ),
+            (DELETE_FAILED.format(status="BadGateway", message="", code=502), RemovalStatus.UNREACHABLE),
+            ("echo \"Http response code: NotFound from 'POST https://api.github.com'\"; exit 1", RemovalStatus.FAILED),
             ("echo 'Runner \"x\" is currently running a job and cannot be deleted.'; exit 1", RemovalStatus.BUSY),
             ('echo \'Runner "x" is still running a job"\'; exit 1', RemovalStatus.BUSY),
-            ("echo Http response code: NotFound; exit 1", RemovalStatus.FAILED),
             ("echo done, but the file stays", RemovalStatus.FAILED),
             ("rm .runner; exit 1", RemovalStatus.FAILED),
-            ("rm .runner; echo Does not exist. Skipping Removing runner from the server", RemovalStatus.REMOVED),
-            (
-                "rm .runner; echo Config files are missing. Skipping removing runner from the server.",
-                RemovalStatus.FAILED,
-            ),
+            (FILES_MISSING, RemovalStatus.FAILED),
         ],
     )
     async def test_status_follows_the_output(self, folder: Folder, script: str, expected: RemovalStatus) -> None:
@@ -466,71 +477,83 @@ class TestRemove:
         folder.behave(script)
         assert (await runner.remove(ASSIGNMENT))[0] is expected
 
+    async def test_files_of_a_removed_registration_are_dropped(self, folder: Folder) -> None:
+        """`config.sh` keeps them if GitHub no longer knew the registration."""
+        runner = await folder.configured()
+        (folder.runner / ".credentials").touch()
+        folder.behave(DELETE_FAILED.format(status="NotFound", message="Not Found", code=404))
+        await runner.remove(ASSIGNMENT)
+        assert runner.state() == RunnerState()
+        assert not (folder.runner / ".credentials").exists()
+
     async def test_removal_requires_a_token(self, folder: Folder) -> None:
         runner = await folder.configured()
         bare = Assignment(url="u", runner_name="n", labels=())
         assert (await runner.remove(bare))[0] is RemovalStatus.FAILED
 
+    async def test_folder_in_place_of_the_registration_is_an_error(self, folder: Folder) -> None:
+        (folder.runner / ".runner" / "file").mkdir(parents=True)
+        with pytest.raises(Unavailable, match="registration"):
+            await folder.open().register(ASSIGNMENT)
+        assert (folder.runner / ".runner" / "file").exists()
 
-class TestRegistrar:
+
+class TestOwnConfigFolder:
     """A job's changes to its copy of the runner do not affect registrations."""
 
-    async def test_the_listener_gets_a_copy_of_the_registration(self, folder: Folder, tmp_path: Path) -> None:
-        registrar = tmp_path / "registrar"
-        runner = folder.open_apart(registrar)
+    async def test_listener_gets_a_copy_of_the_registration(self, folder: Folder) -> None:
+        runner = folder.open_apart()
         assert (await runner.register(ASSIGNMENT)).ok
-        assert (folder.runner / ".runner").read_bytes() == (registrar / ".runner").read_bytes()
-        assert (folder.runner / ".runner").stat().st_mode & 0o777 == 0o600
+        assert not (folder.runner / ".runner").exists()
         assert not (folder.runner / "environment").exists()
-        assert "ACTIONS_RUNNER_INPUT_TOKEN=SECRET" in (registrar / "environment").read_text()
+        environment = (folder.config / "environment").read_text()
+        assert "ACTIONS_RUNNER_INPUT_TOKEN=SECRET" in environment
+        # The home of the listener's environment exists in the sandbox only.
+        assert f"HOME={folder.config}\n" in environment
         await runner.start(ASSIGNMENT)
-        await until(runner, listening=True)
-        assert runner.state().registered_as == "remuda-p-1-i-1"
+        assert (folder.runner / ".runner").read_bytes() == (folder.config / ".runner").read_bytes()
+        assert (folder.runner / ".runner").stat().st_mode & 0o777 == 0o600
+        assert runner.state() == RunnerState(registered_as="remuda-p-1-i-1", listening=True)
         await runner.stop()
 
-    @pytest.mark.parametrize("name", [".runner", ".credentials", "..runner.new"])
-    async def test_folder_in_place_of_the_registration_is_an_error(
-        self, folder: Folder, tmp_path: Path, name: str
-    ) -> None:
-        runner = folder.open_apart(tmp_path / "registrar")
-        (folder.runner / name).mkdir()
-        (folder.runner / name / "file").touch()
-        with pytest.raises(Unavailable, match="registration"):
-            await runner.register(ASSIGNMENT)
-        assert (folder.runner / name / "file").exists()
+    async def test_unreadable_registration_is_an_error(self, folder: Folder) -> None:
+        runner = folder.open_apart()
+        (folder.config / ".credentials").mkdir()
+        with pytest.raises(Unavailable, match="cannot read the registration"):
+            await runner.start(ASSIGNMENT)
+        assert not runner.state().listening
 
-    async def test_registration_is_not_written_through_a_link(self, folder: Folder, tmp_path: Path) -> None:
-        runner = folder.open_apart(tmp_path / "registrar")
-        precious = tmp_path / "precious"
+    async def test_registration_is_not_written_through_a_link(self, folder: Folder) -> None:
+        runner = folder.open_apart()
+        precious = folder.root / "precious"
         precious.write_text("as it was")
-        for name in (".runner", "..runner.new"):
-            (folder.runner / name).symlink_to(precious)
+        (folder.runner / ".runner").symlink_to(precious)
         assert (await runner.register(ASSIGNMENT)).ok
+        await runner.start(ASSIGNMENT)
         assert precious.read_text() == "as it was"
         assert not (folder.runner / ".runner").is_symlink()
+        await runner.stop()
 
-    async def test_removal_does_not_run_software_that_jobs_can_change(self, folder: Folder, tmp_path: Path) -> None:
-        registrar = tmp_path / "registrar"
-        runner = folder.open_apart(registrar)
+    async def test_removal_does_not_run_software_that_jobs_can_change(self, folder: Folder) -> None:
+        runner = folder.open_apart()
         await runner.register(ASSIGNMENT)
         (folder.runner / "config.sh").write_text("#!/bin/sh\nenv >stolen\n")
         (folder.runner / ".runner").write_text('{"agentName": "x", "gitHubUrl": "https://evil.example.com"}')
         assert runner.state().registered_as == "remuda-p-1-i-1"
-        (registrar / "behave").write_text("cat .runner >removed; rm .runner")
+        (folder.config / "behave").write_text("cat .runner >removed; rm .runner")
         removal, _ = await runner.remove(ASSIGNMENT)
         assert removal is RemovalStatus.REMOVED
         assert not (folder.runner / "stolen").exists()
-        assert "evil" not in (registrar / "removed").read_text()
-        assert not (folder.runner / ".runner").exists()
+        assert "evil" not in (folder.config / "removed").read_text()
         assert runner.state() == RunnerState()
 
-    async def test_jit_registration_must_be_removed_through_the_api(self, folder: Folder, tmp_path: Path) -> None:
-        runner = folder.open_apart(tmp_path / "registrar")
+    async def test_jit_registration_must_be_removed_through_the_api(self, folder: Folder) -> None:
+        runner = folder.open_apart()
         given = replace(ASSIGNMENT, credential=None, jit_config="config", runner_name="jit", runner_id=7)
         await runner.register(given)
         await runner.start(ASSIGNMENT)
         await folder.listens(runner)
         removal, detail = await runner.remove(given)
         assert (removal, "through the API" in detail) == (RemovalStatus.FAILED, True)
-        assert not (tmp_path / "registrar" / "arguments").exists()
+        assert not (folder.config / "arguments").exists()
         await runner.stop()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 
@@ -17,6 +15,7 @@ from remuda.domain.errors import Unavailable
 from remuda.domain.instance import Assignment
 
 LIMIT_S = 60
+ASSIGNMENT = Assignment(url="https://github.com/acme/widgets", runner_name="runner", labels=("123",))
 SHELLS = [shell for shell in ("bash", "dash") if shutil.which(shell)]
 #: Runs the hook like the runner's worker, then a step with `if: always()` unless it received SIGTERM. The signal may
 #: arrive before the worker knows the pid of the hook.
@@ -48,7 +47,16 @@ class Hooked:
         environment: Mapping[str, str] | None = None,
     ) -> dict[str, str]:
         assignment = Assignment(url=url, runner_name="runner", labels=(label, "large"), repository=repository)
-        return self.hook.put(assignment, runner=self.runner, environment=environment or {})
+        files, variables = self.hook.files(assignment, runner=self.runner, environment=environment or {})
+        for name in (".env", ".path"):
+            (self.runner / name).unlink(missing_ok=True)
+        for path, (content, mode) in files.items():
+            target = Path(path)
+            target.parent.mkdir(exist_ok=True)
+            target.unlink(missing_ok=True)
+            target.write_bytes(content)
+            target.chmod(mode)
+        return variables
 
     def run(self, shell: str = "bash", **job: str) -> subprocess.CompletedProcess[str]:
         """Run the hook for a job of this run and repository."""
@@ -229,96 +237,44 @@ class TestImageHook:
         assert "theirs" in hooked.run(GITHUB_RUN_ID="123", GITHUB_REPOSITORY="acme/widgets").stdout
 
 
-def test_environment_files_written_by_a_job_are_restored(hooked: Hooked) -> None:
+def test_environment_files_come_from_the_unmodified_software(hooked: Hooked) -> None:
     (hooked.pristine / ".path").write_text("/usr/bin")
+    (hooked.pristine / ".path").chmod(0o640)
     (hooked.runner / ".path").write_text("/home/shims")
     (hooked.runner / ".env").write_text("BASH_ENV=/tmp/x")
-    hooked.put()
-    assert (hooked.runner / ".path").read_text() == "/usr/bin"
-    assert not (hooked.runner / ".env").exists()
-    secret = hooked.pristine / "secret"
-    secret.write_text("secret")
-    (hooked.runner / ".path").unlink()
-    (hooked.runner / ".path").symlink_to(secret)
-    hooked.put()
-    assert secret.read_text() == "secret"
-    assert not (hooked.runner / ".path").is_symlink()
+    files, _ = hooked.hook.files(ASSIGNMENT, runner=hooked.runner, environment={})
+    assert files[hooked.runner / ".path"] == (b"/usr/bin", 0o640)
+    assert hooked.runner / ".env" not in files
 
 
-@pytest.mark.parametrize("name", [".env", ".path", "..path.new"])
-def test_folder_in_place_of_a_file_is_an_error(hooked: Hooked, name: str) -> None:
-    """The job may still run and could make root follow a link out of the folder."""
+def test_unreadable_environment_file_is_an_error(hooked: Hooked, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: Path) -> bytes:
+        raise PermissionError("denied")
+
     (hooked.pristine / ".path").write_text("/usr/bin")
-    (hooked.runner / name).mkdir()
-    (hooked.runner / name / "file").touch()
-    with pytest.raises(Unavailable, match="cannot restore the listener's environment files"):
-        hooked.put()
-    assert (hooked.runner / name / "file").exists()
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(Unavailable, match="environment files"):
+        hooked.hook.files(ASSIGNMENT, runner=hooked.runner, environment={})
 
 
-def test_link_in_place_of_the_runner_folder_is_not_followed(hooked: Hooked, tmp_path: Path) -> None:
-    precious = tmp_path / "precious"
-    precious.mkdir()
-    (precious / ".env").write_text("as it was")
-    hooked.runner.rmdir()
-    hooked.runner.symlink_to(precious)
-    with pytest.raises(Unavailable):
-        hooked.put()
-    assert (precious / ".env").read_text() == "as it was"
+def test_hook_and_its_values_are_read_only(hooked: Hooked) -> None:
+    files, _ = hooked.hook.files(ASSIGNMENT, runner=hooked.runner, environment={})
+    assert {path.name: mode for path, (_, mode) in files.items()} == {"assigned": 0o444, "job-started.sh": 0o444}
+    assert {path.parent for path in files} == {hooked.script.parent}
 
 
-#: Puts a folder or a link in place of a file, and replaces the folder by a link out of it as soon as it changes.
-RACER = """
-import itertools, os, sys
-os.chdir(sys.argv[1])
-print("ready", flush=True)
-for turn in itertools.count():
-    kept = {".env", ".path", "gone"}
-    for name in (".env", ".path"):
-        try:
-            if turn % 50:
-                os.mkdir(name)
-            else:
-                os.rename(name, f"gone/{turn}{name}")
-                os.symlink(sys.argv[2], name)
-        except OSError:
-            pass
-    for name in os.listdir():
-        if name not in kept:
-            try:
-                os.rename(name, f"gone/{turn}{name}")
-                os.symlink(sys.argv[2], name)
-            except OSError:
-                pass
-"""
-
-
-def test_racing_job_cannot_redirect_writes_out_of_the_folder(hooked: Hooked, tmp_path: Path) -> None:
-    """The job has killed its listener, and the agent starts the next one."""
-    precious = tmp_path / "precious"
-    precious.mkdir(mode=0o750)
-    (precious / "file").write_text("as it was")
-    (hooked.pristine / ".path").write_text("/usr/bin")
-    (hooked.runner / "gone").mkdir()
-    command = [sys.executable, "-c", RACER, str(hooked.runner), str(precious)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as racer:
-        assert racer.stdout is not None
-        racer.stdout.readline()
-        for _ in range(300):
-            with contextlib.suppress(Unavailable):
-                hooked.put()
-        racer.kill()
-    assert (precious / "file").read_text() == "as it was"
-    assert precious.stat().st_mode & 0o777 == 0o750
-
-
-def test_hook_is_rewritten_at_each_start(hooked: Hooked) -> None:
-    hooked.put("1")
-    hooked.script.unlink()
-    hooked.script.write_text("exit 0\n")
-    hooked.put("2")
-    assert hooked.run(GITHUB_RUN_ID="1", GITHUB_REPOSITORY="acme/widgets").returncode == 1
-    assert hooked.script.stat().st_mode & 0o777 == 0o444
+def test_refused_jobs_are_read_outside_the_sandbox(tmp_path: Path) -> None:
+    outside = tmp_path / "outbox"
+    hook = JobHook(
+        folder=tmp_path / "hook",
+        pristine=tmp_path,
+        refused_file=PurePosixPath("/run/remuda/refused"),
+        refused_file_outside=outside,
+    )
+    files, _ = hook.files(ASSIGNMENT, runner=tmp_path, environment={})
+    assert b"\n/run/remuda/refused\n" in files[tmp_path / "hook" / "assigned"][0]
+    outside.write_text("9 evil/corp\n")
+    assert hook.refused() == "refused 1 foreign job: run 9 of evil/corp"
 
 
 class TestRefusedJobs:

@@ -18,9 +18,12 @@ from remuda.adapters.aws.user_data import MachineLayout
 from remuda.adapters.local import folder as machine_folder
 from remuda.adapters.local.folder import supervisor
 from remuda.adapters.local.machine import MachineRecord, read_record
+from remuda.agent.job_folders import JobFolders
 from remuda.agent.job_hook import JobHook
+from remuda.agent.listener import _JobLog
 from remuda.agent.loop import Expiry
-from remuda.agent.runner import ActionsRunner, _describe_result, _JobLog
+from remuda.agent.processes import KillResult
+from remuda.agent.runner import ActionsRunner, _describe_result
 from remuda.domain.errors import RemudaError
 from remuda.domain.serialization import from_document, to_document
 from remuda.domain.signals import MAX_DURATION_S, Report
@@ -172,20 +175,28 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @fuzzed()
 @given(
     settings=spoiled_text({"agentName": "remuda-x", "agentId": 1}),
-    listener=spoiled_text({"pid": 1, "started": 1}),
+    pid=st.integers(-1, 2**70).map(lambda number: str(number).encode()) | bodies,
+    exit_code=st.integers(-300, 2**70).map(lambda number: str(number).encode()) | bodies,
     jit=spoiled_text({"runnerName": "remuda-y", "config": "x"}),
     log=bodies,
 )
-@example(settings=b"[" * 100_000, listener=b'{"pid":1e999,"started":1}', jit=b"{}", log=b"")
-@example(settings=b"\xef\xbb\xbf{}", listener=b'{"pid":' + b"9" * 4_000 + b',"started":1}', jit=b"", log=b"")
-@example(settings=b'{"agentName":"\\ud800"}', listener=b'{"pid":-1,"started":true}', jit=b"{}", log=b"")
-def test_runner_directory(place: Path, settings: bytes, listener: bytes, jit: bytes, log: bytes) -> None:
-    (place / ".runner").write_bytes(settings)
-    (place / "runner.listener.json").write_bytes(listener)
-    (place / "runner.jit.json").write_bytes(jit)
+@example(settings=b"[" * 100_000, pid=b"1", exit_code=b"", jit=b"{}", log=b"")
+@example(settings=b"\xef\xbb\xbf{}", pid=b"9" * 5_000, exit_code=b"9" * 5_000, jit=b"", log=b"")
+@example(settings=b'{"agentName":"\\ud800"}', pid=b"-1", exit_code=b"\xff", jit=b"{}", log=b"")
+@example(settings=b"{}", pid=b"\xff", exit_code=b"0", jit=b"{}", log=b"")
+def test_runner_directory(place: Path, settings: bytes, pid: bytes, exit_code: bytes, jit: bytes, log: bytes) -> None:
+    runner_folder = place / "runner"
+    runner_folder.mkdir(exist_ok=True)
+    (runner_folder / ".runner").write_bytes(settings)
+    (place / "listener.pid").write_bytes(pid)
+    (place / "exit-code").write_bytes(exit_code)
+    (place / "jit.json").write_bytes(jit)
     (place / "runner.log").write_bytes(log)
+    host = JobFolders(place, pristine=place, kill=lambda: KillResult(killed=(), survivors=()))
     runner = ActionsRunner(
-        folder=place,
+        host=host,
+        config_folder=runner_folder,
+        state_folder=place,
         work=place / "work",
         log=place / "runner.log",
         clock=VirtualClock(),

@@ -22,7 +22,6 @@ fail() {
 trap 'fail "line $LINENO: $BASH_COMMAND"' ERR
 
 mkdir -p "$opt/bin" "$state"
-# Jobs may read and run the software, but not change it.
 chmod 755 "$opt" "$opt/bin"
 chmod 700 "$state"
 # The agent stops the timers in this file after it has set its own.
@@ -77,7 +76,7 @@ if [[ ! -x $opt/bin/remuda ]]; then
   [[ -x $opt/bin/remuda ]] || fail "$agent_url has no bin/remuda"
 fi
 
-# The actions runner, unmodified. The agent copies it for the jobs.
+# The actions runner, unmodified. Jobs run a copy-on-write clone.
 if [[ ! -x $opt/runner/bin/Runner.Listener ]]; then
   [[ -n $runner_version ]] || fail "the image has no runner in $opt/runner, and actions-runner-version is not set"
   case $(uname -m) in
@@ -98,55 +97,66 @@ if ! ldconfig -p | grep libicuuc >/dev/null; then
   if command -v dnf >/dev/null; then dnf -y -q install libicu; else "$opt/runner/bin/installdependencies.sh"; fi
 fi
 
-# Jobs run as an unprivileged user. It gets no subordinate ids: processes in a user namespace with such ids would not
-# belong to the user any more.
-id -u "$job_user" >/dev/null 2>&1 ||
-  useradd --create-home --shell /bin/bash -K SUB_UID_COUNT=0 -K SUB_GID_COUNT=0 "$job_user"
-# Jobs must not use cron or at, which would start processes after their end. If an allow file exists, the job user is
-# not in it. Without allow and deny files, all users may use cron on Debian and Ubuntu; in all other cases only root may
-# use cron and at, and creating a deny file would allow all other users.
-deny() { # FILE
-  grep -qxF "$job_user" "$1" 2>/dev/null || printf '%s\n' "$job_user" >>"$1"
+# Jobs run in sandboxes, containers of systemd-nspawn with a root file system of their own.
+missing=()
+need() { # COMMAND DEBIAN-PACKAGE FEDORA-PACKAGE
+  command -v "$1" >/dev/null || if command -v dnf >/dev/null; then missing+=("$3"); else missing+=("$2"); fi
 }
-if [[ ! -e $etc/cron.allow && (-e $etc/cron.deny || -e $etc/debian_version) ]]; then
-  # Readable for all: crontab does not read it as root.
-  [[ -e $etc/cron.deny ]] || install -m 644 /dev/null "$etc/cron.deny"
-  deny "$etc/cron.deny"
+need systemd-nspawn systemd-container systemd-container
+need iptables iptables iptables-nft
+need ip iproute2 iproute
+need sudo sudo sudo
+need dockerd docker.io docker
+if ((${#missing[@]})); then
+  say "installing ${missing[*]}"
+  if command -v dnf >/dev/null; then
+    dnf -y -q install "${missing[@]}"
+  else
+    apt-get -qq update
+    DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends "${missing[@]}"
+  fi
 fi
-if [[ ! -e $etc/at.allow && -e $etc/at.deny ]]; then deny "$etc/at.deny"; fi
-if ! command -v iptables >/dev/null && command -v dnf >/dev/null; then dnf -y -q install iptables-nft; fi
-command -v iptables >/dev/null || fail "iptables is missing; it is needed to block the metadata service for jobs"
-cat >"$opt/bin/remuda-firewall" <<EOF
+for command in systemd-nspawn iptables ip sudo; do
+  command -v "$command" >/dev/null || fail "$command is missing; sandboxes need it"
+done
+command -v dockerd >/dev/null || say "dockerd is missing: jobs cannot use docker"
+[[ $(stat -fc %T /sys/fs/cgroup) == cgroup2fs ]] || fail "the machine does not use cgroup v2; sandboxes need it"
+kernel=$(uname -r)
+[[ $(printf '5.19\n%s\n' "$kernel" | sort -V | head -n 1) == 5.19 ]] ||
+  fail "the kernel is $kernel; sandboxes need Linux 5.19 or newer"
+# The root file system of jobs, if it is not this machine's own. Unpacked once; sandboxes use copy-on-write clones.
+if [[ -n $job_image_url && ! -e $state/job-image ]]; then
+  fetch "$job_image_url" "$job_image_sha256" "$work/job-image"
+  mkdir -p "$state/job-image.new"
+  tar -xf "$work/job-image" -C "$state/job-image.new" --numeric-owner --same-permissions --xattrs --xattrs-include='*'
+  chmod 755 "$state/job-image.new"
+  [[ -x $state/job-image.new/usr/lib/systemd/systemd || -x $state/job-image.new/lib/systemd/systemd ]] ||
+    fail "$job_image_url has no systemd; sandboxes need it"
+  mv "$state/job-image.new" "$state/job-image"
+fi
+cat >"$opt/bin/remuda-firewall" <<'EOF'
 #!/bin/sh
-# Blocks the metadata service for jobs, which would give them the agent's role. Fails if a rule cannot be set.
+# Network rules of sandboxes: they reach the network through this machine's address, but neither the metadata service,
+# which would give jobs the agent's role, nor this machine itself. Fails if a rule cannot be set.
 set -eu
-# The job user, and its subordinate ids for user namespaces.
-users=$job_user
-uid=\$(id -u $job_user)
-[ ! -r /etc/subuid ] || while IFS=: read -r who first count; do
-  case \$who in $job_user | "\$uid") ;; *) continue ;; esac
-  case \$first:\$count in :* | *: | *[!0-9:]* | *:0) continue ;; esac
-  users="\$users \$first-\$((first + count - 1))"
-done </etc/subuid
 rule() { # COMMAND TABLE RULE...
-  command=\$1 table=\$2
+  command=$1 table=$2
   shift 2
-  "\$command" -w -t "\$table" -C "\$@" 2>/dev/null || "\$command" -w -t "\$table" -I "\$@"
+  "$command" -w -t "$table" -C "$@" 2>/dev/null || "$command" -w -t "$table" -I "$@"
 }
-guard() { # COMMAND ADDRESS
-  # Replace a separate chain as a whole: with -C, some versions of ip6tables confuse rules of different users.
-  {
-    printf '*filter\n:REMUDA - [0:0]\n'
-    for user in \$users; do printf -- '-A REMUDA -d %s -m owner --uid-owner %s -j REJECT\n' "\$2" "\$user"; done
-    printf 'COMMIT\n'
-  } | "\$1-restore" -w --noflush
-  rule "\$1" filter OUTPUT -j REMUDA
-  # Packets of containers are forwarded. Use mangle: container software inserts its rules before others in filter.
-  rule "\$1" mangle FORWARD -d "\$2" -j DROP
-}
-guard iptables 169.254.169.254
-# The launch template disables the IPv6 endpoint; block it too if the machine has IPv6.
-if [ -e /proc/net/if_inet6 ] && command -v ip6tables >/dev/null; then guard ip6tables fd00:ec2::254; fi
+sandboxes=ve-remuda-+
+# All forwarded packets, not only those of sandboxes. Use mangle: other software inserts its rules before ours in filter.
+rule iptables mangle FORWARD -d 169.254.169.254 -j DROP
+rule iptables filter INPUT -i "$sandboxes" -j DROP
+rule iptables filter FORWARD -o "$sandboxes" -m conntrack --ctstate ESTABLISHED,RELATED -j ACCEPT
+rule iptables filter FORWARD -i "$sandboxes" -j ACCEPT
+rule iptables nat POSTROUTING -s 198.18.0.0/15 -j MASQUERADE
+if [ -e /proc/net/if_inet6 ] && command -v ip6tables >/dev/null; then
+  rule ip6tables mangle FORWARD -d fd00:ec2::254 -j DROP
+  rule ip6tables filter INPUT -i "$sandboxes" -j DROP
+  rule ip6tables filter FORWARD -i "$sandboxes" -j DROP
+fi
+echo 1 >/proc/sys/net/ipv4/ip_forward
 EOF
 chmod 700 "$opt/bin/remuda-firewall"
 
@@ -161,8 +171,13 @@ region=$(metadata placement/region)
   for pair in "${environment[@]}"; do printf '%s\n' "$pair"; done
 } >"$state/agent.env"
 
-mkdir -p "$units"
-# A job may reboot the machine, which removes the timers above and the firewall rules. These units restore them.
+mkdir -p "$units" "${units%/*}/network"
+# The agent configures these interfaces. systemd-networkd would give them addresses and routes of 169.254.0.0/16, which
+# has the address of the metadata service.
+printf '[Match]\nName=ve-remuda-*\n\n[Link]\nUnmanaged=yes\n' >"${units%/*}/network/10-remuda.network"
+chmod 644 "${units%/*}/network/10-remuda.network"
+if command -v networkctl >/dev/null; then networkctl reload || say "systemd-networkd does not run"; fi
+# A reboot removes the timers above and the network rules. These units restore them.
 cat >"$units/remuda-dead-man-reboot.timer" <<EOF
 [Unit]
 Description=Power off this machine unless its agent starts
@@ -182,15 +197,13 @@ Description=Power off this machine
 Type=oneshot
 ExecStart=/bin/sh -c 'systemctl poweroff --force'
 EOF
-# Set the rules before the network is up, and before cron, at or a systemd user instance can start something that a job
-# left behind. Without the rules none of the three starts.
 cat >"$units/remuda-firewall.service" <<EOF
 [Unit]
-Description=Block the instance metadata service for jobs
+Description=Network rules of sandboxes
 DefaultDependencies=no
 After=local-fs.target nftables.service netfilter-persistent.service ufw.service
 Wants=network-pre.target
-Before=network-pre.target systemd-user-sessions.service cron.service crond.service atd.service
+Before=network-pre.target
 Conflicts=shutdown.target
 Before=shutdown.target
 
@@ -201,9 +214,8 @@ ExecStart=$opt/bin/remuda-firewall
 
 [Install]
 WantedBy=multi-user.target
-RequiredBy=cron.service crond.service atd.service user@.service
 EOF
-# KillMode=process: a restart of the agent must not kill a running job. The new agent finds the runner by its stored pid.
+# KillMode=process: a restart of the agent must not kill a running job.
 cat >"$units/remuda-agent.service" <<EOF
 [Unit]
 Description=Remuda agent

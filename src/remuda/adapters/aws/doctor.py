@@ -6,6 +6,7 @@ need it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,14 +19,14 @@ from remuda.adapters.aws.dynamodb.keys import instance_profile_role, profile_nam
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.ec2.compute import Ec2Compute
 from remuda.adapters.aws.ec2.create_fleet import fleet_request, one_subnet_per_zone
-from remuda.adapters.aws.ec2.options import AMI, SECURITY_GROUPS, SUBNETS, Ec2LaunchOptions
+from remuda.adapters.aws.ec2.options import AMI, JOB_IMAGE_URL, SECURITY_GROUPS, SUBNETS, Ec2LaunchOptions
 from remuda.adapters.aws.ec2.template import template_name
 from remuda.adapters.aws.sqs import SqsResourcePool
 from remuda.domain.errors import UserError
 from remuda.domain.resources import ResourceClass, RunnerRequest, Tier, TypePatterns, UsageClass
 from remuda.ports.clock import Clock
 from remuda.ports.compute import POOL_TAG, PROVISION_TAG, MachineState
-from remuda.ports.doctor import Check, CheckResult, compare_clocks, ok, problem, warning
+from remuda.ports.doctor import Check, CheckResult, CheckStatus, compare_clocks, ok, problem, warning
 
 REGION = "aws region"
 CREDENTIALS = "aws credentials"
@@ -42,6 +43,12 @@ _UNAUTHORIZED = "UnauthorizedOperation"
 _OTHER_ARCHITECTURE = {"x86_64": ("arm64", "aarch64"), "arm64": ("x64", "x86_64", "amd64")}
 #: Instance type for the dry run of RunInstances, by architecture.
 _DRY_RUN_TYPES = {"x86_64": "m5.large", "arm64": "m6g.large"}
+#: The oldest kernel for sandboxes.
+MIN_KERNEL = (5, 19)
+#: Amazon's images have the version of their kernel in their names.
+_KERNEL = re.compile(r"kernel-(\d+)\.(\d+)")
+#: Names of public images with an older kernel.
+_OLD_SYSTEMS = re.compile(r"amzn2-ami-|ubuntu-(?:xenial|bionic|focal)-|debian-(?:9|10|11)-")
 REFRESH_FIX = "run remuda refresh"
 WORKFLOW_FIX = "ignore this if only remuda refresh runs here; otherwise grant deploy/policies/workflow.json"
 
@@ -154,7 +161,14 @@ class AwsDoctor:
             return problem(
                 f"{options.ami} is {image.get('State')}", f"wait until it is available, or set another {AMI}"
             )
-        return _check_architecture(options, str(image.get("Architecture", "")), str(image.get("Platform", "")))
+        result = _check_architecture(options, str(image.get("Architecture", "")), str(image.get("Platform", "")))
+        name = str(image.get("Name", ""))
+        if result.status is CheckStatus.OK and has_old_kernel(name):
+            return warning(
+                f"the kernel of {options.ami} ({name}) is too old: sandboxes need Linux 5.19 or newer",
+                f"set {AMI} to an image such as Ubuntu 24.04, Debian 12 or Amazon Linux 2023",
+            )
+        return result
 
     async def _subnets(self) -> CheckResult:
         wanted = self._launch_options().subnets
@@ -277,6 +291,14 @@ class AwsDoctor:
         )
 
 
+def has_old_kernel(image_name: str) -> bool:
+    """Whether the name of a public image shows a kernel that is too old for sandboxes."""
+    version = _KERNEL.search(image_name)
+    if version is not None:
+        return (int(version[1]), int(version[2])) < MIN_KERNEL
+    return _OLD_SYSTEMS.search(image_name) is not None
+
+
 def _check_architecture(options: Ec2LaunchOptions, architecture: str, system: str) -> CheckResult:
     """Whether the image runs Linux, and has the same architecture as the downloads for it."""
     if system.lower() == "windows":
@@ -286,7 +308,11 @@ def _check_architecture(options: Ec2LaunchOptions, architecture: str, system: st
         return problem(
             f"{options.ami} is for {architecture or 'an unknown architecture'}", f"set {AMI} to an image for {known}"
         )
-    downloads = {"actions-runner-url": options.runner_url, "python-url": options.python_url}
+    downloads = {
+        "actions-runner-url": options.runner_url,
+        "python-url": options.python_url,
+        JOB_IMAGE_URL: options.job_image_url,
+    }
     for name, url in downloads.items():
         word = next((word for word in _OTHER_ARCHITECTURE[architecture] if word in url.rpartition("/")[2].lower()), "")
         if word:

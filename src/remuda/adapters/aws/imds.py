@@ -151,17 +151,21 @@ class Ec2Machine:
         imds: Imds,
         clock: Clock,
         reset: Callable[[], Awaitable[StepResult]],
+        prepare_jobs: Callable[[], None] = lambda: None,
         layout: MachineLayout | None = None,
         run: RunCommand = run_command,
         terminate: Callable[[str], Awaitable[None]] | None = None,
         script_environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`terminate` calls EC2 to terminate this instance. Without it, or if it fails, the machine powers off, which
-        also terminates the instance and needs no permission.
+        """`prepare_jobs` is called after the pre-runner script.
+
+        `terminate` calls EC2 to terminate this instance. Without it, or if it fails, the machine powers off, which also
+        terminates the instance and needs no permission.
         """
         self._imds = imds
         self._clock = clock
         self._reset = reset
+        self._prepare_jobs = prepare_jobs
         self._run = run
         self._terminate = terminate
         self._state = Path((layout or MachineLayout()).state)
@@ -228,6 +232,12 @@ class Ec2Machine:
         return self._notice
 
     async def run_script(self, timeout_s: float) -> StepResult:
+        result = await self._run_script(timeout_s)
+        if result.ok:
+            self._prepare_jobs()
+        return result
+
+    async def _run_script(self, timeout_s: float) -> StepResult:
         script = self._state / SCRIPT
         if not script.exists():
             return StepResult(ok=True, detail="no pre-runner script")

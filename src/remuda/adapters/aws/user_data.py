@@ -26,6 +26,10 @@ FIRST_LIFE_TAG = "remuda:first-life-s"
 #: Tag with the pool's clock margin.
 MARGIN_TAG = "remuda:margin-s"
 
+#: Variables of the agent. Paths are separated by colons.
+CACHE_PATHS_VARIABLE = "REMUDA_CACHE_PATHS"
+CACHE_GIB_VARIABLE = "REMUDA_CACHE_GIB"
+
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]{0,63}")
 #: Characters that need no quoting in systemd's environment files.
 _VALUE = re.compile(r"[A-Za-z0-9_./:,=@%+-]{0,1000}")
@@ -33,18 +37,18 @@ _VALUE = re.compile(r"[A-Za-z0-9_./:,=@%+-]{0,1000}")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MachineLayout:
-    """Directories and the job user of a machine, as created by the bootstrap and used by the agent."""
+    """Directories of a machine, as created by the bootstrap and used by the agent."""
 
     #: Software: `bin/remuda` and the unmodified `runner/`.
     opt: str = "/opt/remuda"
     #: State of the agent, readable by root only.
     state: str = "/var/lib/remuda"
-    #: Owned by root; contains the directories of the jobs: `runner/`, `work/`, `tmp/`.
-    jobs: str = "/var/lib/remuda-jobs"
     units: str = "/etc/systemd/system"
-    #: Contains cron.allow, cron.deny, at.allow and at.deny.
-    etc: str = "/etc"
-    job_user: str = "remuda-job"
+
+    @property
+    def job_image(self) -> str:
+        """The root file system of jobs, if it is not the machine's own."""
+        return f"{self.state}/job-image"
 
 
 @cache
@@ -68,8 +72,6 @@ def build_user_data(
         "opt": layout.opt,
         "state": layout.state,
         "units": layout.units,
-        "etc": layout.etc,
-        "job_user": layout.job_user,
         "agent_url": options.agent_url,
         "agent_sha256": options.agent_sha256,
         "python_url": options.python_url,
@@ -77,9 +79,13 @@ def build_user_data(
         "runner_url": options.runner_url,
         "runner_version": options.runner_version,
         "runner_sha256": options.runner_sha256,
+        "job_image_url": options.job_image_url,
+        "job_image_sha256": options.job_image_sha256,
         "script": _compressed(options.script),
     }
     pairs = {"REMUDA_BACKEND": "aws", "REMUDA_POOL": pool, **environment}
+    if options.cache_paths:
+        pairs |= {CACHE_PATHS_VARIABLE: ":".join(options.cache_paths), CACHE_GIB_VARIABLE: options.cache_gib}
     header = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
     header.append(f"environment=({' '.join(shlex.quote(_pair(name, pairs[name])) for name in sorted(pairs))})")
     text = "\n".join(["#!/bin/bash", *header, _bootstrap()])

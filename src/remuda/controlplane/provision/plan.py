@@ -112,6 +112,7 @@ class ProvisionPlan:
             labels=(self.provision.run_id, self.provision.resource_class),
             repository=self.repository,
             runner_group=tokens.runner_group if tokens else "",
+            tier=self.request.tier,
             credential=self.registration,
         )
 

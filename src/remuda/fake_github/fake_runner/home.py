@@ -52,15 +52,20 @@ class RunnerHome:
                 say(f"Does not exist. Skipping Removing {name}")
 
     def load_environment(self) -> None:
-        """Set the variables of the `.env` file for the runner and its jobs."""
+        """Set the variables of the `.env` file for the runner and its jobs.
+
+        Runner.Listener/Program.cs, LoadAndSetEnv: an empty value removes the variable.
+        """
         try:
             lines = (self.root / ".env").read_text().splitlines()
         except OSError:
             return
         for line in lines:
             name, equals, value = line.partition("=")
-            if equals and name:
+            if equals and name and value:
                 os.environ[name] = value
+            elif equals and name:
+                os.environ.pop(name, None)
 
     def diagnose(self, process: str, text: str) -> None:
         """Write a line to `_diag`, the log folder of the real runner."""
@@ -101,12 +106,32 @@ def _normalized(name: str) -> str:
     return name.lower().replace("-", "").replace("_", "")
 
 
-def say(text: str) -> None:
+def check_readable(folder: pathlib.Path) -> None:
+    """Raise `PermissionError` if the folder or one above it cannot be listed (Runner.Sdk/Util/IOUtil.cs,
+    ValidateExecutePermission). The real listener makes this check at every start.
+    """
+    for each in (folder, *folder.parents):
+        try:
+            with os.scandir(each) as entries:
+                next(entries, None)
+        except PermissionError as problem:
+            raise PermissionError(
+                f"Permission to read the directory contents is required for '{folder}' and each directory up the "
+                f"hierarchy. Access to the path '{each}' is denied."
+            ) from problem
+
+
+def say(text: str, descriptor: int = 1) -> None:
     """Write a line to stdout, unbuffered and as UTF-8. Errors are ignored, because stdout may be closed."""
     try:
-        os.write(1, f"{text}\n".encode())
+        os.write(descriptor, f"{text}\n".encode())
     except OSError:
         return
+
+
+def say_error(text: str) -> None:
+    """Write a line to stderr (Runner.Common/Terminal.cs, WriteError)."""
+    say(text, 2)
 
 
 def say_with_time(text: str) -> None:
@@ -119,7 +144,3 @@ def utc() -> str:
 
 def version_line() -> str:
     return f"Current runner version: '{VERSION}'"
-
-
-def is_forbidden_root() -> bool:
-    return os.geteuid() == 0 and not os.environ.get("RUNNER_ALLOW_RUNASROOT")

@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from . import LENGTH_DIGITS, VERSION
-from .home import CREDENTIALS_FILE, RUNNER_FILE, RunnerHome, say, say_with_time, version_line
+from .home import CREDENTIALS_FILE, RUNNER_FILE, RunnerHome, check_readable, say, say_error, say_with_time, version_line
 from .protocol import Call, HttpResponse
 
 OK, TERMINATED, RETRY, SESSION_CONFLICT = 0, 1, 2, 5
@@ -364,6 +364,14 @@ class Listener:
 def listen(home: RunnerHome) -> int:
     settings, credentials = home.load(RUNNER_FILE), home.load(CREDENTIALS_FILE)
     if settings is None or credentials is None:
-        say("An error occurred: Not configured. Run config.(sh/cmd) to configure the runner.")
+        say_error("An error occurred: Not configured. Run config.(sh/cmd) to configure the runner.")
+        return TERMINATED
+    work = home.root / str(settings["workFolder"])
+    try:
+        # Runner.Listener/Runner.cs, RunAsync.
+        work.mkdir(parents=True, exist_ok=True)
+        check_readable(work)
+    except OSError:
+        say_error(f"Fail to create and validate runner's work directory '{work}'.")
         return TERMINATED
     return Listener(home, settings, credentials).run()

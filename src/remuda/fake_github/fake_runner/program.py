@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from . import VERSION
-from .home import CREDENTIALS_FILE, RUNNER_FILE, RunnerHome, RunnerInputs, is_forbidden_root, say
+from .home import CREDENTIALS_FILE, RUNNER_FILE, RunnerHome, RunnerInputs, check_readable, say, say_error
 from .protocol import Call, HttpResponse
 
 OK, TERMINATED = 0, 1
@@ -21,13 +21,18 @@ ALREADY_CONFIGURED = (
 
 def main() -> int:
     root = pathlib.Path(sys.argv[0]).resolve().parent.parent
-    home, inputs = RunnerHome(root), RunnerInputs(sys.argv[1:])
+    home = RunnerHome(root)
+    home.load_environment()
+    try:
+        # Runner.Listener/Program.cs, MainAsync, for every command. Only config.sh and run-helper.sh refuse root.
+        check_readable(root)
+    except PermissionError as problem:
+        say_error(f"An error occurred: {problem}")
+        return TERMINATED
+    inputs = RunnerInputs(sys.argv[1:])
     if inputs.switch("version"):
         say(VERSION)
         return OK
-    if is_forbidden_root():
-        say("Must not run with sudo")
-        return TERMINATED
     os.chdir(root)
     match inputs.commands[0] if inputs.commands else "run":
         case "configure":
@@ -39,12 +44,13 @@ def main() -> int:
 
             packed = inputs.text("jitconfig")
             if packed is not None and not _unpack(home, packed):
-                say("An error occurred: Invalid jit config.")
+                say_error("An error occurred: Invalid jit config.")
                 return TERMINATED
-            home.load_environment()
             return listen(home)
         case unknown:
-            say(f"Unrecognized command-line input arguments: '{unknown}'. For usage refer to: .\\config.cmd --help")
+            say_error(
+                f"Unrecognized command-line input arguments: '{unknown}'. For usage refer to: .\\config.cmd --help"
+            )
             return TERMINATED
 
 
@@ -59,7 +65,7 @@ def _unpack(home: RunnerHome, packed: str) -> bool:
 
 def configure(home: RunnerHome, inputs: RunnerInputs) -> int:
     if home.configured():
-        say(ALREADY_CONFIGURED)
+        say_error(ALREADY_CONFIGURED)
         return TERMINATED
     url, token = inputs.text("url"), inputs.text("token")
     if url is None or token is None:
@@ -68,12 +74,13 @@ def configure(home: RunnerHome, inputs: RunnerInputs) -> int:
     try:
         response = Call(_server(url), "POST", "/_runner/register", body=_request(inputs, url, token)).response()
     except OSError as problem:
-        say(f"Failed to connect. {problem}")
+        say_error(f"Failed to connect. {problem}")
         return TERMINATED
     if response.status != 201:
-        return _rejected(response, url)
+        say_error(_say_rejection(response, url))
+        return TERMINATED
     if inputs.switch("disableupdate") and not response.body["disable_update"]:
-        say("The GitHub server does not support configuring a self-hosted runner with 'DisableUpdate' flag.")
+        say_error("The GitHub server does not support configuring a self-hosted runner with 'DisableUpdate' flag.")
         return TERMINATED
     say("√ Connected to GitHub\n\n# Runner Registration\n\n")
     say("√ Runner successfully added\n√ Runner connection is good\n\n# Runner settings\n\n")
@@ -86,36 +93,47 @@ def configure(home: RunnerHome, inputs: RunnerInputs) -> int:
 
 
 def remove(home: RunnerHome, inputs: RunnerInputs) -> int:
+    """Runner.Listener/Configuration/ConfigurationManager.cs, UnconfigureAsync."""
+    if inputs.switch("local"):
+        home.forget()
+        return OK
     say("\n# Runner removal\n\n")
     settings = home.load(RUNNER_FILE)
-    if settings is None:
+    if settings is None or home.load(CREDENTIALS_FILE) is None:
         say("Cannot connect to server, because config files are missing. Skipping removing runner from the server.")
-    elif not inputs.switch("local"):
+    else:
         token = inputs.text("token")
         if token is None:
             return _missing("token")
-        if _remove_from_server(settings, token) != OK:
+        if not _remove_from_server(settings, token):
             return TERMINATED
+        say("\n√ Runner removed successfully")
     home.forget()
     return OK
 
 
-def _remove_from_server(settings: dict[str, Any], token: str) -> int:
-    url = settings["gitHubUrl"]
-    body = {"url": url, "token": token, "runner_id": settings["agentId"]}
+def _remove_from_server(settings: dict[str, Any], token: str) -> bool:
+    """Remove the registration by one of the two flows. GitHub chose it at the registration."""
+    url, runner_id = settings["gitHubUrl"], settings["agentId"]
     try:
+        body = {"url": url, "token": token, "runner_id": runner_id}
         response = Call(settings["serverUrl"], "POST", "/_runner/remove", body=body).response()
     except OSError as problem:
-        say(f"Failed: Removing runner from the server\n{problem}")
-        return TERMINATED
+        say_error(f"Failed: Removing runner from the server\n{problem}")
+        return False
     if response.status == 204:
-        say("√ Runner removed successfully")
-        return OK
-    if response.status == 404:
+        return True
+    if settings.get("useRunnerAdminFlow"):
+        # Runner.Common/RunnerDotcomServer.cs, DeleteRunnerAsync. A registration that is already gone is a failure, and
+        # the files stay. The real runner repeats requests that fail with another status twice.
+        problem_text = _say_status(response, f"Delete {_entity(url)}/runners/{runner_id}")
+    elif response.status == 404:
         say("Does not exist. Skipping Removing runner from the server")
-        return OK
-    say("Failed: Removing runner from the server")
-    return _rejected(response, url)
+        return True
+    else:
+        problem_text = _say_rejection(response, url)
+    say_error(f"Failed: Removing runner from the server\n{problem_text}")
+    return False
 
 
 def _request(inputs: RunnerInputs, url: str, token: str) -> dict[str, Any]:
@@ -136,15 +154,37 @@ def _request(inputs: RunnerInputs, url: str, token: str) -> dict[str, Any]:
 
 
 def _missing(name: str) -> int:
-    say(f"Invalid configuration provided for {name}. Terminating unattended configuration.")
+    say_error(f"Invalid configuration provided for {name}. Terminating unattended configuration.")
     return TERMINATED
 
 
-def _rejected(response: HttpResponse, url: str) -> int:
-    if response.status in {401, 404}:
-        say(f"Http response code: NotFound from 'POST {_server(url)}/actions/runner-registration'")
-    say(response.message)
-    return TERMINATED
+def _say_rejection(response: HttpResponse, url: str) -> str:
+    """Describe a response to a token, or to a request that follows. Return the text of the error."""
+    if response.status in {409, 422}:
+        return response.message
+    # GitHub does not tell whether the token or the repository is unknown.
+    status = 404 if response.status == 401 else response.status
+    request = f"POST {_server(url)}/api/v3/actions/runner-registration"
+    return _say_status(HttpResponse(status, response.body), request)
+
+
+def _say_status(response: HttpResponse, request: str) -> str:
+    """Describe a response. Return the text of the error.
+
+    Runner.Common/RunnerDotcomServer.cs, RetryRequest; the same text is in ConfigurationManager.cs.
+    """
+    from http import HTTPStatus  # noqa: PLC0415 - start-up time counts in tests and the demo
+
+    phrase = HTTPStatus(response.status).phrase
+    say_error(f"Http response code: {phrase.replace(' ', '')} from '{request}' (Request Id: )")
+    say_error(json.dumps(response.body))
+    return f"Response status code does not indicate success: {response.status} ({phrase})."
+
+
+def _entity(url: str) -> str:
+    """RunnerDotcomServer.cs, GetEntityUrl, for servers other than github.com."""
+    path = url.removeprefix(_server(url)).strip("/")
+    return f"{_server(url)}/api/v3/{'repos' if '/' in path else 'orgs'}/{path}/actions"
 
 
 def _server(url: str) -> str:

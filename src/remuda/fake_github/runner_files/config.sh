@@ -1,5 +1,5 @@
 #!/bin/bash
-# config.sh of the fake runner: same commands and flags as that of actions/runner.
+# Like config.sh of actions/runner (src/Misc/layoutroot, 2.336.0): same commands and flags.
 if [[ $EUID -eq 0 && -z "$RUNNER_ALLOW_RUNASROOT" ]]; then
   echo "Must not run with sudo"
   exit 1

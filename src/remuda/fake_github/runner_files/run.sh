@@ -1,8 +1,13 @@
 #!/bin/bash
-# Like run.sh of actions/runner: restarts the listener after a retryable exit code, and always exits with 0.
+# Like run.sh and run-helper.sh of actions/runner (src/Misc/layoutroot, 2.336.0): restarts the listener after a retryable
+# exit code, and always exits with 0.
+finish() {
+  echo "$1"
+  echo "Exiting runner..."
+  exit 0
+}
 if [[ $EUID -eq 0 && -z "$RUNNER_ALLOW_RUNASROOT" ]]; then
-  echo "Must not run interactively with sudo"
-  exit 1
+  finish "Must not run interactively with sudo"
 fi
 case "$0" in
   */*) cd -- "${0%/*}" || exit 1 ;;
@@ -24,9 +29,11 @@ while true; do
     exit 0
   fi
   case $code in
-    0) echo "Runner listener exited with error code 0"; echo "Runner listener exit with 0 return code, stop the service, no retry needed."; exit 0 ;;
-    2 | 3 | 4) echo "Runner listener exit with retryable error, re-launch runner in 5 seconds."; sleep 5 ;;
-    5) echo "Runner listener exit with Session Conflict error, stop the service, no retry needed."; exit 0 ;;
-    *) echo "Runner listener exit with terminated error, stop the service, no retry needed."; exit 0 ;;
+    0) finish "Runner listener exit with 0 return code, stop the service, no retry needed." ;;
+    1) finish "Runner listener exit with terminated error, stop the service, no retry needed." ;;
+    2) echo "Runner listener exit with retryable error, re-launch runner in 5 seconds."; sleep 5 ;;
+    5) finish "Runner listener exit with Session Conflict error, stop the service, no retry needed." ;;
+    *) finish "Exiting with unknown error code: $code" ;;
   esac
+  echo "Restarting runner..."
 done

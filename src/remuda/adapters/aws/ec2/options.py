@@ -30,6 +30,10 @@ AGENT_URL = "agent-url"
 AGENT_SHA256 = "agent-sha256"
 PYTHON_URL = "python-url"
 PYTHON_SHA256 = "python-sha256"
+JOB_IMAGE_URL = "job-image-url"
+JOB_IMAGE_SHA256 = "job-image-sha256"
+CACHE_PATHS = "cache-paths"
+CACHE_SIZE = "cache-size-gib"
 ENVIRONMENT = "github-environment"
 NAMES = (
     AMI,
@@ -51,6 +55,10 @@ NAMES = (
     AGENT_SHA256,
     PYTHON_URL,
     PYTHON_SHA256,
+    JOB_IMAGE_URL,
+    JOB_IMAGE_SHA256,
+    CACHE_PATHS,
+    CACHE_SIZE,
     ENVIRONMENT,
 )
 
@@ -58,6 +66,8 @@ NAMES = (
 MAX_SUBNETS = 50
 MAX_GROUPS = 16
 MAX_TAG_VALUE = 256
+MAX_CACHE_PATHS = 8
+DEFAULT_CACHE_GIB = "20"
 ON_DEMAND = "on-demand"
 #: Prefix of an image that a Systems Manager parameter names.
 SSM_PREFIX = "resolve:ssm:"
@@ -99,6 +109,13 @@ _NUMBER = re.compile(r"[0-9]{1,9}")
 _VERSION = re.compile(r"[0-9]{1,4}\.[0-9]{1,5}\.[0-9]{1,5}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _ENVIRONMENT = re.compile(r"[A-Za-z0-9 +=.,_:/@-]{1,256}")
+#: A folder of a sandbox. Not a top-level one, and without `..`.
+_CACHE_PATH = re.compile(r"(?:/[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}|/\.[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}){2,8}")
+#: Folders of sandboxes that must not be covered: those of the kernel, the system and the agent.
+_RESERVED = ("/dev", "/etc", "/opt/remuda", "/proc", "/run", "/sys")
+#: Holds the job's work folder.
+_JOB_HOME = "/home/runner"
+_CACHE_SIZE = re.compile(r"[1-9][0-9]{0,4}")
 _URL = re.compile(r"[!-~]{1,2000}")
 
 
@@ -136,6 +153,12 @@ class Ec2LaunchOptions:
     agent_sha256: str = ""
     python_url: str = ""
     python_sha256: str = ""
+    #: The root file system of jobs, instead of the machine's.
+    job_image_url: str = ""
+    job_image_sha256: str = ""
+    #: Folders that are kept per repository and tier.
+    cache_paths: tuple[str, ...] = ()
+    cache_gib: str = DEFAULT_CACHE_GIB
     #: Value of the tag `ghr:environment`.
     environment: str = ""
 
@@ -162,6 +185,10 @@ class Ec2LaunchOptions:
             agent_sha256=_sha256(launch, AGENT_SHA256),
             python_url=_url(launch, PYTHON_URL, (".tar.gz",)),
             python_sha256=_sha256(launch, PYTHON_SHA256),
+            job_image_url=_url(launch, JOB_IMAGE_URL, (".tar", ".tar.gz", ".tar.xz")),
+            job_image_sha256=_sha256(launch, JOB_IMAGE_SHA256),
+            cache_paths=_cache_paths(launch),
+            cache_gib=_optional(launch, CACHE_SIZE, _CACHE_SIZE, "set a number of GiB such as 20") or DEFAULT_CACHE_GIB,
             environment=_optional(launch, ENVIRONMENT, _ENVIRONMENT, f"use at most {MAX_TAG_VALUE} letters and digits"),
         )
         options.check_downloads()
@@ -173,6 +200,7 @@ class Ec2LaunchOptions:
             (AGENT_URL, self.agent_url, AGENT_SHA256, self.agent_sha256),
             (PYTHON_URL, self.python_url, PYTHON_SHA256, self.python_sha256),
             (RUNNER_VERSION, self.runner_version, RUNNER_SHA256, self.runner_sha256),
+            (JOB_IMAGE_URL, self.job_image_url, JOB_IMAGE_SHA256, self.job_image_sha256),
             (RUNNER_URL, self.runner_url, RUNNER_VERSION, self.runner_version),
         )
         for name, value, needed, given in pairs:
@@ -205,17 +233,36 @@ def _optional(launch: Mapping[str, str], name: str, pattern: re.Pattern[str], fi
 def _ids(
     launch: Mapping[str, str], name: str, pattern: re.Pattern[str], maximum: int, example: str, *, required: bool = True
 ) -> tuple[str, ...]:
-    """Ids separated by commas or blanks, without duplicates."""
+    """Ids or paths separated by commas or blanks, without duplicates."""
     words = tuple(dict.fromkeys(launch.get(name, "").replace(",", " ").split()))
-    fix = f"set 1 to {maximum} ids such as {example}, separated by commas"
+    fix = f"set 1 to {maximum} values such as {example}, separated by commas"
     if not words and required:
         raise _invalid(name, "", fix)
     for word in words:
         if not pattern.fullmatch(word):
             raise _invalid(name, word, fix)
     if len(words) > maximum:
-        raise UserError(f"{name} has {len(words)} ids", field=name, fix=fix)
+        raise UserError(f"{name} has {len(words)} values", field=name, fix=fix)
     return words
+
+
+def _cache_paths(launch: Mapping[str, str]) -> tuple[str, ...]:
+    paths = _ids(launch, CACHE_PATHS, _CACHE_PATH, MAX_CACHE_PATHS, "/home/runner/.cache", required=False)
+    for path in paths:
+        if path == _JOB_HOME or any(_is_below(path, reserved) for reserved in _RESERVED):
+            raise _invalid(CACHE_PATHS, path, f"use folders outside {', '.join(_RESERVED)}, and not {_JOB_HOME} itself")
+        outer = next((other for other in paths if other != path and _is_below(path, other)), "")
+        if outer:
+            raise UserError(
+                f"{CACHE_PATHS} has {path!r}, which is part of {outer!r}",
+                field=CACHE_PATHS,
+                fix="leave one of them out",
+            )
+    return paths
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return f"{path}/".startswith(f"{folder}/")
 
 
 def _profile(launch: Mapping[str, str]) -> str:

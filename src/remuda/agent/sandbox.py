@@ -1,0 +1,667 @@
+"""Sandboxes: for every assignment a container with a fresh root file system, which is discarded as a whole.
+
+The container is systemd-nspawn with `--boot` and its own user, process, mount, network, IPC, host name and cgroup
+namespaces. Jobs may become root in it. Its user ids are different for each sandbox and belong to nobody on the host.
+The next sandbox is prepared ahead. A reset trusts nothing inside: it kills the container's cgroup, and takes the proof
+that nothing is left from the host's kernel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import os
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path, PurePosixPath
+
+from remuda import procfs, scripts
+from remuda.agent import enter_sandbox, mounts, processes, sandbox_root
+from remuda.agent.cache_volumes import CacheVolumes
+from remuda.agent.listener import Files, StartCommand
+from remuda.agent.sandbox_root import JobUser
+from remuda.domain.errors import Unavailable
+from remuda.domain.instance import Assignment
+from remuda.ports.machine import StepResult
+
+#: The user ids of sandbox `n` begin at FIRST_ID + (n mod ID_RANGES) * 65,536.
+FIRST_ID = 524_288
+ID_RANGES = 30_000
+#: After this number the count begins again. With more digits, the name of the network interface would be too long.
+MAX_NUMBER = 99_999
+#: Sandbox `n` has the two addresses of the n-th block of four. The range is for tests of network devices (RFC 2544), so
+#: that VPCs do not use it.
+NETWORK = (198 << 24) + (18 << 16)
+NETWORK_BLOCKS = 2**15
+#: Seconds until a container must have booted. Machines under emulation need a minute.
+BOOT_LIMIT_S = 240.0
+#: Seconds until all processes and the network of a killed container must be gone.
+END_LIMIT_S = 20.0
+END_POLL_S = 0.01
+#: Bytes that jobs must leave free on the disk. Below, the sandbox is killed: the agent needs some space to work.
+DISK_RESERVE = 512 * 1024**2
+#: Memory and number of processes that jobs must leave to the host.
+MEMORY_RESERVE = 384 * 1024**2
+TASK_RESERVE = 1_000
+OPEN_FILES = 1_048_576
+#: Levels and number of cgroups that jobs may create, so that they can be removed.
+CGROUP_DEPTH = 100
+CGROUP_COUNT = 10_000
+#: Size of the memory disk with the logs that jobs can write to.
+LOG_BYTES = 32 * 1024**2
+#: Bytes that must stay free on it: with a full log, the end of a job would go unnoticed.
+LOG_RESERVE = 1024**2
+#: Folders of container engines are outside the overlay: an overlay cannot be the upper layer of another.
+ENGINE_FOLDERS = ("/var/lib/docker", "/var/lib/containerd", "/var/lib/containers")
+#: System calls that docker needs in addition to those that systemd-nspawn permits.
+SYSTEM_CALLS = "add_key keyctl bpf"
+DEVICES = ("/dev/fuse", "/dev/net/tun")
+MAX_DETAIL = 500
+#: Also drops the agent's protection against a lack of memory: systemd-nspawn's option for it fails on Linux 6.1.
+_JOIN = 'echo $$ >"$0" && echo 0 >/proc/self/oom_score_adj && exec "$@"'
+#: Runs in the new sandbox, as root: unpack the files, become the job user, become the program.
+_ENTER = (
+    'cd "$1" && for file in .env .path; do [ ! -e $file ] && [ ! -L $file ] || rm -rf $file; done && '
+    "tar -xpf - -C / && shift && "
+    'exec setpriv --reuid="$1" --regid="$2" --init-groups -- "$3" run </dev/null'
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SandboxOptions:
+    #: Root only. Holds what sandboxes write; can be on another disk than the root file system.
+    storage: Path
+    #: The unmodified runner software, and where it is in a sandbox.
+    runner: Path
+    #: The agent's own folder, which is hidden.
+    software: PurePosixPath
+    #: The root file system of jobs.
+    root: Path = Path("/")
+    #: Further paths that jobs must not see.
+    hidden: tuple[str, ...] = ()
+    caches: CacheVolumes | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Running:
+    """A booted container, as saved in `current.json`."""
+
+    number: int
+    #: The container manager: its pid and start time.
+    pid: int
+    started: int
+    #: Ids of the job user inside.
+    uid: int
+    gid: int
+    #: Name of the runner that it was used for, or empty.
+    used_by: str = ""
+
+    @property
+    def first_id(self) -> int:
+        return _first_id(self.number)
+
+    @property
+    def user(self) -> JobUser:
+        return JobUser(uid=self.uid, gid=self.gid)
+
+    @property
+    def interface(self) -> str:
+        return _interface(self.number)
+
+    @property
+    def leader(self) -> int:
+        """The pid of the container's first process, which changes if the container reboots."""
+        for child in procfs.descendants(self.pid):
+            if child.ppid == self.pid:
+                return child.pid
+        raise Unavailable("the sandbox has ended")
+
+
+def _name(number: int) -> str:
+    return f"remuda-{number}"
+
+
+def _interface(number: int) -> str:
+    """The host's end of the network; systemd-nspawn makes it from the container's name."""
+    return f"ve-{_name(number)}"
+
+
+def _first_id(number: int) -> int:
+    return FIRST_ID + number % ID_RANGES * mounts.ID_COUNT
+
+
+class Sandboxes:
+    """Makes sandboxes one after the other. Sandbox `n` is in the folder `<storage>/<n>`."""
+
+    def __init__(self, options: SandboxOptions, *, record: Callable[..., None]) -> None:
+        """`record` takes an event's name and text."""
+        self._options = options
+        self._storage = options.storage
+        self._record = record
+        self._current: _Running | None = None
+        self._preparation: asyncio.Task[None] | None = None
+        #: Processes that this agent started and must reap.
+        self._children: set[int] = set()
+        self._cgroup = Path()
+
+    @property
+    def log_folder(self) -> Path:
+        return self._storage / "log"
+
+    @property
+    def outbox(self) -> Path:
+        """A folder that jobs write and the agent reads."""
+        return self._storage / "outbox"
+
+    @property
+    def _trash(self) -> Path:
+        """Discarded folders until they are deleted."""
+        return self._storage / "trash"
+
+    async def open(self, *, prepare: bool = True) -> None:
+        """Find the sandbox of an earlier agent and discard all others. If there is none, `prepare` one."""
+        try:
+            await asyncio.to_thread(self._open)
+        except OSError as problem:
+            raise Unavailable(f"sandboxes do not work: {problem}") from problem
+        if prepare:
+            self.prepare()
+
+    def prepare(self) -> None:
+        """Begin to prepare a sandbox, unless there is one or one is being prepared."""
+        if self._current is None and (self._preparation is None or self._preparation.done()):
+            self._preparation = asyncio.create_task(self._prepare())
+            # Its failure is recorded there, and raised to those who wait for it.
+            self._preparation.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    async def close(self) -> None:
+        if self._preparation is not None:
+            self._preparation.cancel()
+            await asyncio.gather(self._preparation, return_exceptions=True)
+
+    @property
+    def runner_folder(self) -> PurePosixPath:
+        return self._options.software / "runner"
+
+    async def ready(self) -> None:
+        await self._prepared()
+
+    async def prepare_start(self, assignment: Assignment, files: Files) -> StartCommand:
+        running = await self._ready(assignment)
+        group = self._cgroup / _name(running.number) / "payload" / "remuda-runner"
+        try:
+            group.mkdir(exist_ok=True)
+            archive = _archive(files, self.runner_folder, running.user)
+            # The listener inherits the agent's keyring, in which a job could leave keys for the next run.
+            processes.join_new_session_keyring()
+        except OSError as problem:
+            raise Unavailable(f"cannot start the listener: {problem}") from problem
+        listener = str(self.runner_folder / "bin" / "Runner.Listener")
+        return StartCommand(
+            arguments=(
+                *(sys.executable, "-IS", enter_sandbox.__file__, str(running.leader)),
+                *("/bin/sh", "-c", _ENTER, "sh"),
+                *(str(self.runner_folder), str(running.uid), str(running.gid), listener),
+            ),
+            stdin=archive,
+            cgroup=group / "cgroup.procs",
+        )
+
+    def is_alive(self) -> bool:
+        return self._current is not None and procfs.is_alive(self._current.pid, self._current.started)
+
+    def enforce_limits(self) -> None:
+        """Kill everything in the sandbox if the disk or the log is almost full. The job fails, the machine lives on."""
+        if self._current is None or not self._current.used_by:
+            return
+        for folder, reserve, what in (
+            (self._storage, DISK_RESERVE, "disk-full"),
+            (self.log_folder, LOG_RESERVE, "log-full"),
+        ):
+            free = shutil.disk_usage(folder).free
+            if free < reserve and self.is_alive():
+                self._record(what, f"killed the sandbox: jobs have left {free // 1024} KiB")
+                self._kill(self._current.number)
+                # It counts as ended from now on, although its processes need a moment.
+                self._current = replace(self._current, started=0)
+
+    async def reset(self) -> StepResult:
+        """Discard the sandbox. The result is OK only if the kernel shows that nothing of it is left."""
+        if self._preparation is not None:
+            await asyncio.gather(asyncio.shield(self._preparation), return_exceptions=True)
+        if self._current is not None and not self._current.used_by and self.is_alive():
+            return StepResult(ok=True, detail="the sandbox was not used")
+        try:
+            detail = await asyncio.to_thread(self._discard_all)
+        except OSError as problem:
+            detail = str(problem)
+        if not detail:
+            self.prepare()
+        return StepResult(ok=not detail, detail=f"reset failed: {detail}"[:MAX_DETAIL] if detail else "")
+
+    # Preparation
+
+    def _open(self) -> None:
+        self._storage.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._storage.chmod(0o700)
+        self._cgroup = _cgroup_root() / "remuda"
+        self._cgroup.mkdir(exist_ok=True)
+        for folder in (_cgroup_root(), self._cgroup):
+            for controller in ("memory", "pids", "cpu", "io"):
+                # Each one for itself: one that the kernel does not have must not prevent the others.
+                with contextlib.suppress(OSError):
+                    (folder / "cgroup.subtree_control").write_text(f"+{controller}")
+        for folder in (self.log_folder, self._trash):
+            folder.mkdir(mode=0o700, exist_ok=True)
+        if not self.log_folder.is_mount():
+            mounts.run(
+                "mount", "-t", "tmpfs", "-o", f"size={LOG_BYTES},mode=0700,nodev,nosuid", "remuda", self.log_folder
+            )
+        self._current = self._load()
+        problem = self._discard_all(keep=self._current)
+        if problem:
+            raise OSError(problem)
+
+    async def _prepare(self) -> None:
+        started = time.monotonic()
+        await self._evict_caches()
+        number = await asyncio.to_thread(self._next_number)
+        try:
+            user = await asyncio.to_thread(self._mount, number)
+            self._current = await self._boot(number, user)
+            self._save(self._current)
+        except (OSError, Unavailable) as problem:
+            text = str(problem)
+            self._record("sandbox-failed", f"{text}: {self._console_end()}"[:MAX_DETAIL])
+            with contextlib.suppress(OSError):
+                await asyncio.to_thread(self._discard, number)
+            raise Unavailable(f"cannot prepare a sandbox: {text}"[:MAX_DETAIL]) from problem
+        self._record("sandbox-ready", f"sandbox {number} is ready", seconds=round(time.monotonic() - started, 3))
+
+    async def _evict_caches(self) -> None:
+        if self._options.caches is None:
+            return
+        try:
+            for name in await asyncio.to_thread(self._options.caches.evict, min_free=2 * DISK_RESERVE):
+                self._record("cache-evicted", f"deleted the cache volume {name}: the volumes are larger than permitted")
+        except OSError as problem:
+            self._record("cache-failed", str(problem)[:MAX_DETAIL])
+
+    async def _ready(self, assignment: Assignment) -> _Running:
+        """Return the sandbox for this assignment, and make a new one if it has ended or belonged to another runner."""
+        running = self._current
+        if running is not None and (not self.is_alive() or running.used_by not in {"", assignment.runner_name}):
+            problem = await asyncio.to_thread(self._discard_all)
+            if problem:
+                raise Unavailable(f"cannot discard the last sandbox: {problem}")
+        running = await self._prepared()
+        if not running.used_by:
+            # Saved first: after a crash the volumes of this repository must not be in a sandbox that counts as unused.
+            running = self._current = replace(running, used_by=assignment.runner_name)
+            self._save(running)
+            await self._mount_caches(running, assignment)
+        return running
+
+    async def _prepared(self) -> _Running:
+        self.prepare()
+        if self._current is None and self._preparation is not None:
+            await asyncio.shield(self._preparation)
+        if self._current is None:
+            raise Unavailable("there is no sandbox")
+        return self._current
+
+    async def _mount_caches(self, running: _Running, assignment: Assignment) -> None:
+        caches = self._options.caches
+        if caches is None:
+            return
+        try:
+            await asyncio.to_thread(
+                caches.mount,
+                assignment,
+                leader=running.leader,
+                first_id=running.first_id,
+                user=running.user,
+            )
+        except (OSError, subprocess.TimeoutExpired) as problem:
+            # Jobs work without a cache, only slower.
+            self._record("cache-failed", str(problem)[:MAX_DETAIL])
+
+    def _next_number(self) -> int:
+        """Count the sandboxes of this machine. The number is saved before its use, so that it is never used twice."""
+        path = self._storage / "number"
+        try:
+            number = int(path.read_text()) % MAX_NUMBER + 1
+        except (OSError, ValueError):
+            number = 1
+        _write(path, str(number))
+        return number
+
+    def _mount(self, number: int) -> JobUser:
+        """Mount the root of a new sandbox, and in it the runner software. Return the job user."""
+        folder = self._storage / str(number)
+        first_id = _first_id(number)
+        for name in ("", "host", "root", "work", "runner-original", "runner-work", "runner-upper"):
+            (folder / name).mkdir(mode=0o700)
+        user = sandbox_root.build_layer(
+            folder / "upper",
+            root=self._options.root,
+            first_id=first_id,
+            software=self._options.software,
+            hidden=(str(self._storage), *self._options.hidden),
+            resolver=sandbox_root.host_resolver(),
+        )
+        (folder / "runner-upper").chmod(0o755)
+        os.chown(folder / "runner-upper", first_id + user.uid, first_id + user.gid)
+        for path in ENGINE_FOLDERS:
+            engine = folder / path.rpartition("/")[2]
+            engine.mkdir()
+            engine.chmod(0o711)
+            os.chown(engine, first_id, first_id)
+        self._discard_folder(self.outbox)
+        self.outbox.mkdir()
+        self.outbox.chmod(0o755)
+        os.chown(self.outbox, first_id + user.uid, first_id + user.gid)
+        mounts.mount_idmapped(self._options.root, folder / "host", first_id)
+        mounts.mount_overlay(folder / "root", lower=folder / "host", upper=folder / "upper", work=folder / "work")
+        runner = folder / "root" / str(self._options.software).lstrip("/") / "runner"
+        mounts.mount_idmapped(self._options.runner, folder / "runner-original", first_id)
+        mounts.mount_overlay(
+            runner, lower=folder / "runner-original", upper=folder / "runner-upper", work=folder / "runner-work"
+        )
+        for name in ("host", "runner-original"):
+            # The overlays keep their layers.
+            mounts.unmount(folder / name)
+        return user
+
+    async def _boot(self, number: int, user: JobUser) -> _Running:
+        """Start the container and wait until its services run."""
+        loop = asyncio.get_running_loop()
+        path = self._storage / "notify"
+        path.unlink(missing_ok=True)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifications:
+            notifications.setblocking(False)  # noqa: FBT003  # it takes no keyword
+            notifications.bind(str(path))
+            pid = await asyncio.to_thread(self._start_container, number, path)
+            process = procfs.read_process(pid)
+            if process is None:
+                raise Unavailable("systemd-nspawn has ended at once")
+            running = _Running(number=number, pid=pid, started=process.started, uid=user.uid, gid=user.gid)
+            descriptor = os.pidfd_open(pid)
+            ended = asyncio.ensure_future(processes.wait_for_end(descriptor, BOOT_LIMIT_S))
+            received = asyncio.ensure_future(loop.sock_recv(notifications, 4096))
+            try:
+                has_network = False
+                while True:
+                    await asyncio.wait({received, ended}, return_when=asyncio.FIRST_COMPLETED)
+                    if not received.done():
+                        raise Unavailable("systemd-nspawn has ended" if ended.result() else "the boot takes too long")
+                    if not has_network:
+                        has_network = await asyncio.to_thread(self._connect, running)
+                    if b"READY=1" in received.result().splitlines():
+                        return running
+                    received = asyncio.ensure_future(loop.sock_recv(notifications, 4096))
+            finally:
+                for waiting in (ended, received):
+                    waiting.cancel()
+                await asyncio.gather(ended, received, return_exceptions=True)
+                os.close(descriptor)
+
+    def _start_container(self, number: int, notify: Path) -> int:
+        folder = self._storage / str(number)
+        first_id = _first_id(number)
+        cgroup = self._cgroup / _name(number)
+        cgroup.mkdir()
+        _limit(cgroup)
+        binds = {path: folder / path.rpartition("/")[2] for path in ENGINE_FOLDERS}
+        binds[str(sandbox_root.OUTBOX)] = self.outbox
+        command = [
+            "systemd-nspawn",
+            "--quiet",
+            "--boot",
+            f"--directory={folder / 'root'}",
+            f"--machine={_name(number)}",
+            f"--hostname={sandbox_root.HOST_NAME}",
+            f"--private-users={first_id}:{mounts.ID_COUNT}",
+            "--private-users-ownership=off",
+            "--network-veth",
+            "--register=no",
+            "--keep-unit",
+            "--console=pipe",
+            "--link-journal=no",
+            "--resolv-conf=off",
+            "--timezone=off",
+            "--notify-ready=yes",
+            # All of them count inside the user namespace only. Docker needs them for privileged containers.
+            "--capability=all",
+            f"--rlimit=RLIMIT_NOFILE={OPEN_FILES}",
+            "--rlimit=RLIMIT_CORE=infinity",
+            f"--system-call-filter={SYSTEM_CALLS}",
+            *(f"--bind={source}:{target}" for target, source in binds.items()),
+            *(f"--bind={device}" for device in DEVICES if Path(device).exists()),
+        ]
+        with (self.log_folder / "console.log").open("wb") as console:
+            process = subprocess.Popen(
+                ["sh", "-c", _JOIN, str(cgroup / "cgroup.procs"), *command],
+                env={"PATH": scripts.SYSTEM_PATH, "NOTIFY_SOCKET": str(notify), "SYSTEMD_NSPAWN_TMPFS_TMP": "0"},
+                stdin=subprocess.DEVNULL,
+                stdout=console,
+                stderr=console,
+                cwd="/",
+                start_new_session=True,
+            )
+        return self._leave_running(process)
+
+    def _connect(self, running: _Running) -> bool:
+        """Give both ends of the network their addresses. Return False if the container has no network yet."""
+        try:
+            inside = ("nsenter", f"--target={running.leader}", "--net", "ip")
+        except Unavailable:
+            return False
+        first = NETWORK + running.number % NETWORK_BLOCKS * 4
+        host, container = (".".join(str(first + end >> shift & 255) for shift in (24, 16, 8, 0)) for end in (1, 2))
+        mounts.run("ip", "address", "replace", f"{host}/30", "dev", running.interface)
+        mounts.run("ip", "link", "set", running.interface, "up")
+        mounts.run(*inside, "address", "replace", f"{container}/30", "dev", "host0")
+        mounts.run(*inside, "link", "set", "host0", "up")
+        mounts.run(*inside, "route", "replace", "default", "via", host)
+        return True
+
+    # End
+
+    def _discard_all(self, keep: _Running | None = None) -> str:
+        """Discard all sandboxes but one. Return what prevents it, or empty."""
+        if keep is None:
+            self._current = None
+            (self._storage / "current.json").unlink(missing_ok=True)
+        numbers = {int(path.name) for path in self._storage.iterdir() if path.name.isdecimal()}
+        numbers |= {
+            int(path.name.removeprefix("remuda-"))
+            for path in self._cgroup.glob("remuda-*")
+            if path.name.removeprefix("remuda-").isdecimal()
+        }
+        for number in sorted(numbers - {keep.number if keep else None}):
+            problem = self._discard(number)
+            if problem:
+                return f"sandbox {number}: {problem}"
+        if keep is None:
+            self._discard_folder(self.outbox)
+        self._start_deletion()
+        return ""
+
+    def _discard(self, number: int) -> str:
+        """End a sandbox and move its files aside. Return what is left of it, or empty."""
+        self._kill(number)
+        folder = self._storage / str(number)
+        if not _wait_until(lambda: not _populated(self._cgroup / _name(number))):
+            return "processes cannot be killed"
+        _remove_cgroup(self._cgroup / _name(number))
+        # A container manager that was killed leaves its mounts, too.
+        nspawn = [Path(f"/run/systemd/nspawn/{kind}/{_name(number)}") for kind in ("propagate", "unix-export")]
+        left = ""
+
+        def has_ended() -> bool:
+            nonlocal left
+            left = _unmount(folder, *nspawn) or self._left_of(number)
+            return not left
+
+        # Killed processes leave their cgroup before their other resources, and a host process can hold a mount briefly.
+        if not _wait_until(has_ended):
+            return left
+        for path in nspawn:
+            shutil.rmtree(path, ignore_errors=True)
+        self._discard_folder(folder)
+        return ""
+
+    def _discard_folder(self, path: Path) -> None:
+        if path.exists():
+            path.rename(self._trash / f"{path.name}-{time.monotonic_ns()}")
+
+    def _kill(self, number: int) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            (self._cgroup / _name(number) / "cgroup.kill").write_text("1")
+
+    def _left_of(self, number: int) -> str:
+        """Describe what the kernel still has of a sandbox, or return empty."""
+        first = _first_id(number)
+        ids = range(first, first + mounts.ID_COUNT)
+        for process in procfs.all_processes().values():
+            if any(user in ids for user in procfs.users(process.pid)):
+                return f"process {process.pid} has a user id of the sandbox"
+        # The kernel removes it together with the network namespace, which no other process can keep.
+        if Path("/sys/class/net", _interface(number)).exists():
+            return "the network of the sandbox still exists"
+        return ""
+
+    def _start_deletion(self) -> None:
+        """Delete what was discarded, with low priority and not awaited: the machine is clean already."""
+        discarded = list(map(str, self._trash.iterdir()))
+        if not discarded:
+            return
+        if shutil.disk_usage(self._storage).free < DISK_RESERVE:
+            # The next job must not be killed for the files of the last one.
+            mounts.run("rm", "-rf", "--", *discarded)
+            return
+        priority = ("ionice", "-c", "3", "nice") if shutil.which("ionice") else ("nice",)
+        process = subprocess.Popen(
+            [*priority, "rm", "-rf", "--", *discarded],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        self._leave_running(process)
+
+    def _leave_running(self, process: subprocess.Popen[bytes]) -> int:
+        """Let a process outlive this agent. An unfinished Popen object would emit a ResourceWarning."""
+        process.returncode = 0
+        for pid in list(self._children):
+            try:
+                ended = bool(os.waitpid(pid, os.WNOHANG)[0])
+            except ChildProcessError:
+                ended = True
+            if ended:
+                self._children.discard(pid)
+        self._children.add(process.pid)
+        return process.pid
+
+    # State on disk
+
+    def _load(self) -> _Running | None:
+        try:
+            document = json.loads((self._storage / "current.json").read_text())
+            running = _Running(**document)
+        except (OSError, ValueError, TypeError):
+            return None
+        return running if procfs.is_alive(running.pid, running.started) else None
+
+    def _save(self, running: _Running) -> None:
+        _write(self._storage / "current.json", json.dumps(asdict(running)))
+
+    def _console_end(self) -> str:
+        with contextlib.suppress(OSError):
+            text = (self.log_folder / "console.log").read_bytes()[-1000:].decode(errors="replace")
+            return " | ".join(line.strip() for line in text.splitlines() if line.strip())
+        return ""
+
+
+def _cgroup_root() -> Path:
+    path = Path("/sys/fs/cgroup")
+    if not (path / "cgroup.procs").exists():
+        raise OSError(f"{path} is not a cgroup v2 hierarchy")
+    return path
+
+
+def _limit(cgroup: Path) -> None:
+    """Leave memory and processes to the host. The kernel may lack a controller."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    tasks = min(int(Path(f"/proc/sys/kernel/{name}").read_text()) for name in ("pid_max", "threads-max"))
+    limits = {
+        "memory.max": memory - MEMORY_RESERVE,
+        "pids.max": tasks - TASK_RESERVE,
+        "cgroup.max.depth": CGROUP_DEPTH,
+        "cgroup.max.descendants": CGROUP_COUNT,
+    }
+    for name, value in limits.items():
+        with contextlib.suppress(FileNotFoundError, PermissionError):
+            (cgroup / name).write_text(str(value))
+
+
+def _populated(cgroup: Path) -> bool:
+    try:
+        return "populated 1" in (cgroup / "cgroup.events").read_text()
+    except OSError:
+        return False
+
+
+def _remove_cgroup(cgroup: Path) -> None:
+    for folder, _, _ in os.walk(cgroup, topdown=False):
+        Path(folder).rmdir()
+
+
+def _unmount(*folders: Path) -> str:
+    """Unmount all in some folders and the folders themselves. Return what prevents it, or empty."""
+    for folder in folders:
+        for point in (*mounts.mounts_below(folder), *([folder] if folder.is_mount() else [])):
+            try:
+                mounts.unmount(point)
+            except OSError as problem:
+                return str(problem)
+    return ""
+
+
+def _wait_until(condition: Callable[[], bool]) -> bool:
+    give_up_at = time.monotonic() + END_LIMIT_S
+    while not condition():
+        if time.monotonic() > give_up_at:
+            return False
+        select.select([], [], [], END_POLL_S)
+    return True
+
+
+def _archive(files: Files, runner: PurePosixPath, user: JobUser) -> io.FileIO:
+    """Pack files for the sandbox, in memory: they contain the runner's credentials."""
+    archive = io.FileIO(os.memfd_create("files", os.MFD_CLOEXEC), "r+")
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        for path, (content, mode) in files.items():
+            entry = tarfile.TarInfo(str(path).lstrip("/"))
+            entry.size, entry.mode = len(content), mode
+            if path.is_relative_to(runner):
+                entry.uid, entry.gid = user.uid, user.gid
+            tar.addfile(entry, io.BytesIO(content))
+    archive.seek(0)
+    return archive
+
+
+def _write(path: Path, text: str) -> None:
+    draft = path.with_name(f".{path.name}.new")
+    draft.write_text(text)
+    draft.replace(path)

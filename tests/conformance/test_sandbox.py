@@ -1,0 +1,403 @@
+"""Sandboxes on this computer's kernel, in namespaces: real mounts, systemd-nspawn, systemd and docker inside.
+
+A boot takes seconds, so that each test checks several things.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from remuda.agent import sandbox
+from remuda.agent.listener import KILLED
+from remuda.domain.resources import Tier
+from tests.support.sandbox_host import Driver, SandboxHost, driver, missing
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=f"sandboxes in namespaces: {missing()}")
+
+#: Services of a sandbox; which of them exist depends on the packages of this computer.
+SERVICES = {"containerd", "cron", "crond", "atd", "dbus", "dbus-broker", "docker", "systemd-journald"}
+#: Seconds for a reset, even on a busy computer.
+RESET_LIMIT_S = 10.0
+#: In limits of tests that wait for a reset to fail.
+SHORT_S = 1.0
+MIB = 1024**2
+#: Number of the system call add_key.
+ADD_KEY = {"x86_64": 248, "aarch64": 217}.get(os.uname().machine)
+
+
+@pytest.fixture(scope="module", params=["kernel-of-this-computer-in-namespaces"])
+def host(request: pytest.FixtureRequest) -> Iterator[SandboxHost]:
+    with SandboxHost("conformance") as made:
+        yield made
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path
+    # Deep and large trees take too long with Python's function.
+    subprocess.run(["rm", "-rf", tmp_path], check=True)
+
+
+@pytest.fixture
+def agent(host: SandboxHost, folder: Path) -> Iterator[Driver]:
+    with driver(host, folder=str(folder)) as made:
+        yield made
+        end(made)
+
+
+def end(agent: Driver) -> None:
+    """Discard what a test has left, and check that nothing remains."""
+    agent("open", prepare=False)
+    assert agent("discard") == ""
+    assert agent("left") == {}
+
+
+def lines(result: dict[str, str]) -> list[str]:
+    return result["output"].split()
+
+
+def test_every_assignment_gets_a_fresh_root(agent: Driver) -> None:
+    agent("open")
+    first = agent(
+        "run",
+        name="r1",
+        script="""
+            exec 2>&1
+            set -e
+            [ "$(id -un)" = runner ] && [ "$PWD" = /opt/remuda/runner ]
+            sudo touch /etc/from-run-1 /usr/bin/from-run-1 /root/from-run-1
+            touch /tmp/from-run-1 /var/tmp/from-run-1 ~/from-run-1 /opt/remuda/runner/from-run-1 /run/remuda/from-run-1
+            sudo sh -c 'echo 127.0.0.1 from-run-1 >>/etc/hosts; useradd from-run-1; chown 0 /home/runner/from-run-1'
+            sudo unshare --mount sh -c 'mount -t tmpfs none /mnt; sleep 1000' >/dev/null &
+            unshare --user --map-root-user --mount --fork sh -c 'mount -t tmpfs none /mnt; sleep 1000' >/dev/null &
+            sudo mount -t tmpfs none /srv
+            sudo mount --bind /etc /media
+            if docker info >/dev/null; then
+                tar -ch /bin/sleep $(ldd /bin/sleep | grep -o '/[^ ]*') 2>/dev/null | docker import - sleeper
+                docker run --detach --privileged --volume /:/host sleeper /bin/sleep 1000
+            fi
+            sudo systemd-run --unit=from-run-1 sleep 1000
+            echo done
+        """,
+    )
+    assert (first["exit_code"], lines(first)[-1:]) == (0, ["done"]), first["output"]
+    result = agent("reset")
+    assert result["ok"], result
+    assert result["seconds"] < RESET_LIMIT_S
+    second = agent(
+        "run",
+        name="r2",
+        script="""
+            exec 2>/dev/null
+            sudo find /etc /usr/bin /root /tmp /var /home /opt /run -name 'from-run-1*'
+            grep from-run-1 /etc/hosts /etc/passwd; ls -A /srv/* /media/*; docker ps -aq; docker images -q; pgrep sleep
+            exit 7
+        """,
+    )
+    assert (second["output"], second["exit_code"]) == ("", 7)
+    assert second["first_id"] >= first["first_id"] + 65_536
+    assert agent("reset")["ok"]
+
+
+def test_a_sandbox_runs_few_services_and_serves_one_runner_name(agent: Driver) -> None:
+    agent("open")
+    listing = """
+        systemctl list-units --type=service --state=running --plain --no-legend | cut -d ' ' -f 1
+        systemctl is-system-running; systemctl list-units --failed --plain --no-legend
+        ls /home; cat /proc/1/comm; hostname; touch /tmp/mine
+    """
+    first = agent("run", name="r1", script=listing)
+    *services, state, homes, init, host_name = lines(first)
+    assert {name.removesuffix(".service") for name in services} <= SERVICES
+    assert {"dbus.service", "systemd-journald.service"} <= set(services)
+    assert (state, homes, init, host_name) == ("running", "runner", "systemd", "runner")
+    again = agent("run", name="r1", script="cd /tmp; ls mine")
+    assert (again["output"], again["number"]) == ("mine\n", first["number"])
+    # A program that is stopped and continued is not lost, and its keys are not those of the next one.
+    values = '($type, $name, $value) = ("user", "remuda", "x")'
+    add_key = f"perl -e '{values}; exit(syscall({ADD_KEY}, $type, $name, $value, 1, -3) < 0)'"
+    stopped = agent(
+        "run", name="r1", script=f"(sleep 0.3; kill -CONT $$) & {add_key} || exit 11; kill -STOP $$; exit 5"
+    )
+    assert stopped["exit_code"] == 5
+    other = agent("run", name="r2", script="grep remuda /proc/keys; ls /tmp")
+    assert "mine" not in other["output"]
+    assert "remuda" not in other["output"]
+    assert other["number"] == first["number"] + 1
+
+
+def test_a_new_agent_finds_the_running_job_and_its_exit_code(host: SandboxHost, folder: Path) -> None:
+    options = {"folder": str(folder)}
+    first = Driver(host, **options)
+    first("open")
+    started = first("start", name="r1", script="echo begun; until [ -e /tmp/go ]; do sleep 0.05; done; exit 5")
+    first("wait_for", text="begun")
+    first.die()
+    second = Driver(host, **options)
+    found = second("open")
+    assert found["listening"]
+    assert (found["number"], found["used_by"]) == (started["number"], "r1")
+    second("inside", command="touch /tmp/go")
+    assert second("wait")["exit_code"] == 5
+    # A job that ends while there is no agent.
+    second("start", name="r1", script="echo begun; sleep 0.3; exit 6")
+    second("wait_for", text="begun")
+    second.die()
+    host.run("sleep", "0.5")
+    with driver(host, **options) as third:
+        assert third("open")["listening"] is False
+        assert third("wait")["exit_code"] == 6
+        assert third("reset")["ok"]
+        end(third)
+
+
+@pytest.mark.parametrize("command", ["poweroff", "reboot"])
+def test_a_job_may_end_its_sandbox(agent: Driver, command: str) -> None:
+    agent("open")
+    ended = agent("run", name="r1", script=f"sudo systemctl {command}; sleep 100")
+    assert ended["exit_code"] not in {None, 0}
+    agent("wait_for_end")
+    # The agent starts the listener again.
+    again = agent("run", name="r1", script="exit 8")
+    assert (again["exit_code"], again["number"]) == (8, ended["number"] + 1)
+
+
+def test_processes_that_do_not_want_to_end(agent: Driver) -> None:
+    agent("open")
+    agent(
+        "start",
+        name="r1",
+        script="""
+            trap '' TERM INT HUP QUIT
+            cat >/tmp/again <<'END'
+#!/bin/bash
+trap '' TERM INT HUP QUIT
+(exec setsid "$0") &
+exec "$0"
+END
+            chmod +x /tmp/again
+            for i in 1 2 3; do sudo setsid /tmp/again & done
+            sudo sh -c 'mkdir /sys/fs/cgroup/hidden; sleep 1000 & echo $! >/sys/fs/cgroup/hidden/cgroup.procs
+                echo 1 >/sys/fs/cgroup/hidden/cgroup.freeze'
+            bomb() { bomb | bomb & }
+            echo begun
+            bomb
+            while :; do sleep 1; done
+        """,
+    )
+    agent("wait_for", text="begun")
+    agent("pause", seconds=1)
+    result = agent("reset")
+    assert result["ok"], result
+    assert result["seconds"] < RESET_LIMIT_S
+    assert agent("run", name="r2", script="pgrep again; exit 3")["exit_code"] == 3
+
+
+def test_a_full_disk_ends_the_job_and_not_the_machine(host: SandboxHost, folder: Path) -> None:
+    image, storage = folder / "disk", folder / "storage"
+    storage.mkdir()
+    with image.open("wb") as file:
+        file.truncate(512 * MIB)
+    subprocess.run(["mkfs.ext4", "-q", image], check=True)
+    host.run("mount", "-o", "loop", image, storage)
+    reserve = 128 * MIB
+    try:
+        with driver(host, folder=str(folder), limits={"DISK_RESERVE": reserve}) as agent:
+            agent("open")
+            full = agent("run", name="r1", script="head -c 1G /dev/zero >/tmp/large; echo job lives; sleep 100")
+            assert (full["exit_code"], full["alive"]) == (KILLED, False)
+            assert [name for name, _ in full["events"]] == ["sandbox-ready", "disk-full"]
+            # The next job is not killed for the files of the last one, although their deletion takes time.
+            again = agent("run", name="r1", script="sleep 0.2; exit 4")
+            assert again["exit_code"] == 4
+            assert [name for name, _ in again["events"]].count("disk-full") == 1
+            agent("reset")
+            end(agent)
+    finally:
+        host.run("umount", "--recursive", "--lazy", storage)
+
+
+@pytest.mark.skipif(shutil.which("perl") is None, reason="needs perl")
+def test_logs_are_limited(agent: Driver) -> None:
+    agent("open")
+    full = agent("run", name="r1", script="head -c 1G /dev/zero; sleep 100")
+    assert (full["exit_code"], full["alive"]) == (KILLED, False)
+    assert full["events"][-1][0] == "log-full"
+    assert agent("log_bytes") <= sandbox.LOG_BYTES
+    agent("run", name="r1", script="sudo sh -c 'head -c 1G /dev/zero >/dev/console'; exit 3")
+    assert agent("log_bytes") <= sandbox.LOG_BYTES
+    # Whoever has the log open can change its length.
+    endless = agent("run", name="r1", script="perl -e 'truncate STDOUT, 1 << 42 or exit 1' && exit 4")
+    assert endless["exit_code"] == 4
+    assert agent("is_busy") is False
+    agent("start", name="r1", script="echo 123456789; sleep 0.3; perl -e 'truncate STDOUT, 3 or exit 1' && sleep 1000")
+    agent("wait_for", text="456")
+    assert agent("is_busy") is False
+    agent("wait_without", text="456")
+    assert agent("waits_for_log")
+    assert agent("reset")["ok"]
+
+
+def test_a_reset_reports_what_the_kernel_still_has(host: SandboxHost, folder: Path) -> None:
+    with driver(host, folder=str(folder), limits={"END_LIMIT_S": SHORT_S}) as agent:
+        agent("open")
+        ran = agent("run", name="r1", script="exit 0")
+        foreign = host.start(
+            ("setpriv", f"--reuid={ran['first_id'] + 5}", "--clear-groups", "sleep", "100"), stdin=subprocess.DEVNULL
+        )
+        agent("pause", seconds=0.2)
+        failed = agent("reset")
+        assert not failed["ok"]
+        assert "has a user id of the sandbox" in failed["detail"]
+        host.run("pkill", "-x", "sleep")
+        foreign.wait()
+        root = folder / "storage" / str(ran["number"]) / "root"
+        assert agent("reset")["ok"]
+        ran = agent("run", name="r2", script="exit 0")
+        root = folder / "storage" / str(ran["number"]) / "root"
+        holder = host.start(("sh", "-c", f"cd {root} && exec sleep 100"), stdin=subprocess.DEVNULL)
+        agent("pause", seconds=0.2)
+        failed = agent("reset")
+        assert not failed["ok"]
+        assert "busy" in failed["detail"]
+        host.run("pkill", "-x", "sleep")
+        holder.wait()
+        assert agent("reset")["ok"]
+        end(agent)
+
+
+def test_cache_volumes(host: SandboxHost, folder: Path) -> None:
+    paths = ["/home/runner/.cache/pip", "/var/lib/things"]
+    show = "cat ~/.cache/pip/f /var/lib/things/f 2>/dev/null; stat -c '%U %a' ~/.cache ~/.cache/pip /var/lib/things"
+    with driver(host, folder=str(folder), cache_paths=paths) as agent:
+        agent("open")
+        write = "echo one >~/.cache/pip/f; sudo sh -c 'echo two >/var/lib/things/f; chmod 600 /var/lib/things/f'"
+        assert agent("run", name="r1", script=f"{show}; {write}")["output"] == "runner 755\nrunner 755\nroot 755\n"
+        assert agent("reset")["ok"]
+        same = agent("run", name="r2", script=f"sudo {show.replace('~', '/home/runner')}", repository="O/R")
+        assert lines(same)[:2] == ["one", "two"]
+        assert not any(name == "cache-failed" for name, _ in same["events"])
+        assert agent("reset")["ok"]
+        for number, (repository, tier) in enumerate((("o/r", Tier.TRUSTED), ("o/r2", Tier.UNTRUSTED), ("", "trusted"))):
+            other = agent("run", name=f"r3-{number}", script=show, repository=repository, tier=tier)
+            assert "one" not in other["output"]
+        caches = sorted(path.name.rpartition("-")[0] for path in (folder / "caches").iterdir())
+        assert caches == ["o-r-trusted", "o-r-untrusted", "o-r2-untrusted"]
+        # Files have the owners that jobs saw.
+        (first,) = (folder / "caches").glob("o-r-untrusted-*")
+        assert (first / "home%runner%.cache%pip" / "f").stat().st_uid == 1001
+        assert (first / "var%lib%things" / "f").stat().st_uid == 0
+        # An agent that dies while it mounts volumes must not leave them to a run of another repository.
+        agent("open")
+        assert agent("reset")["ok"]
+        agent("ready")
+        assert agent("crash", point="cache", request="run", name="r4", script="true")
+        agent("open")
+        last = agent("run", name="r5", script=show, repository="")
+        assert "one" not in last["output"]
+        end(agent)
+
+
+#: Where an agent is killed while it prepares a sandbox, and whether the container has booted by then.
+PREPARATION = (
+    *("number", "layer", "clone", "overlay", "clone 2", "overlay 2", "unmount", "unmount 2", "before container"),
+    *("container", "connect", "before save", "save"),
+)
+#: While it starts a listener, and while it discards a sandbox. Each crash of the second kind continues the last one.
+START = ("save", "archive", "forget", "popen")
+END = ("before kill", "kill", "before cgroup", "cgroup", "unmount", "unmount", "left", "before deletion")
+
+
+def test_crash_during_preparation(agent: Driver) -> None:
+    for point in PREPARATION:
+        assert agent("crash", point=point, request="ready"), point
+        assert agent("open", prepare=False)["alive"] is (point == "save")
+        if point != "save":
+            assert agent("left") == {}, point
+    assert agent("run", name="r1", script="exit 9")["exit_code"] == 9
+
+
+def test_crash_during_start_and_end(agent: Driver) -> None:
+    agent("open")
+    agent("ready")
+    for point in START:
+        assert agent("crash", point=point, request="start", name="r1", script="sleep 1000"), point
+    found = agent("open", prepare=False)
+    assert (found["used_by"], found["alive"]) == ("r1", True)
+    for point in END:
+        assert agent("crash", point=point, request="reset"), point
+    agent("open", prepare=False)
+    assert agent("left") == {}
+    assert agent("run", name="r2", script="exit 9")["exit_code"] == 9
+
+
+def test_discard_without_a_container(agent: Driver, host: SandboxHost, folder: Path) -> None:
+    """Folders, cgroups and mounts as a restart of the computer, or the end of systemd-nspawn 255, can leave them."""
+    agent("open", prepare=False)
+    export = "/run/systemd/nspawn/unix-export/remuda-7"
+    host.run("sh", "-c", f"mkdir -p {export} && mount -t tmpfs none {export}")
+    (folder / "storage" / "7" / "upper").mkdir(parents=True)
+    agent("make_cgroup", name="remuda-8")
+    agent("make_cgroup", name="remuda-8/payload")
+    assert agent("discard") == ""
+    assert agent("left") == {}
+
+
+#: What a sandbox needs at least, beside systemd.
+IMAGE_PROGRAMS = ("sh", "bash", "cat", "id", "ls", "tar", "setpriv", "rm", "systemctl", "systemd-tmpfiles", "mount")
+
+
+def copy_image(image: Path) -> None:
+    """Copy a small root file system with systemd from this computer."""
+    for name in (
+        "usr/bin",
+        "usr/sbin",
+        "usr/lib/systemd",
+        "usr/lib64",
+        "etc",
+        "proc",
+        "sys",
+        "dev",
+        "run",
+        "tmp",
+        "var",
+    ):
+        (image / name).mkdir(parents=True)
+    for name in ("bin", "sbin", "lib", "lib64"):
+        (image / name).symlink_to(f"usr/{name}")
+    programs = [Path(found).resolve() for name in IMAGE_PROGRAMS if (found := shutil.which(name))]
+    programs += [path for path in Path("/usr/lib/systemd").iterdir() if path.is_file()]
+    listing = subprocess.run(["ldd", *programs], capture_output=True, text=True, check=False).stdout
+    libraries = {Path(word) for word in listing.split() if word.startswith("/") and not word.endswith(":")}
+    libraries |= set(Path("/usr/lib/systemd").glob("*.so"))
+    for path in {*programs, *libraries}:
+        target = image / str(path.resolve() if path in programs else path).lstrip("/")
+        if path in libraries and not str(path).startswith("/usr"):
+            target = image / "usr" / str(path).lstrip("/")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(path, target)
+    if not (image / "usr/bin/sh").exists():
+        (image / "usr/bin/sh").symlink_to("bash")
+    shutil.copytree("/usr/lib/systemd/system", image / "usr/lib/systemd/system", symlinks=True)
+    for name in ("passwd", "group", "nsswitch.conf"):
+        shutil.copy2(f"/etc/{name}", image / "etc" / name)
+    (image / "etc/os-release").write_text("ID=image-of-a-team\n")
+
+
+@pytest.mark.skipif(not Path("/bin").is_symlink(), reason="needs a system whose /bin is a link to /usr/bin")
+def test_job_image(host: SandboxHost, folder: Path) -> None:
+    image = folder / "image"
+    copy_image(image)
+    with driver(host, folder=str(folder), root=str(image)) as agent:
+        agent("open")
+        ran = agent("run", name="r1", script="cat /etc/os-release; id -un; ls -d /usr/share /home/*; exit 4")
+        assert (lines(ran)[:2], ran["exit_code"]) == (["ID=image-of-a-team", "runner"], 4), ran["output"]
+        assert "/home/runner" in lines(ran)
+        assert agent("reset")["ok"]
+        end(agent)

@@ -1,0 +1,57 @@
+"""Cache volumes: eviction by size and time of use. Mounts are tested with real sandboxes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+from remuda.agent.cache_volumes import CacheVolumes
+
+MIB = 1024**2
+
+
+def volumes(folder: Path, *, max_mib: int) -> CacheVolumes:
+    return CacheVolumes(folder=folder, paths=("/home/runner/.cache",), max_bytes=max_mib * MIB)
+
+
+def make_volume(folder: Path, name: str, *, mib: int, used_at: int) -> Path:
+    volume = folder / name
+    (volume / "home%runner%.cache").mkdir(parents=True)
+    (volume / "home%runner%.cache" / "file").write_bytes(b"x" * mib * MIB)
+    os.utime(volume, (used_at, used_at))
+    return volume
+
+
+def test_nothing_is_evicted_before_the_first_volume_exists(tmp_path: Path) -> None:
+    assert volumes(tmp_path / "none", max_mib=1).evict() == []
+
+
+def test_volumes_used_longest_ago_are_evicted_first(tmp_path: Path) -> None:
+    for name, used_at in (("newest", 300), ("oldest", 100), ("middle", 200)):
+        make_volume(tmp_path, name, mib=2, used_at=used_at)
+    assert volumes(tmp_path, max_mib=7).evict() == []
+    assert volumes(tmp_path, max_mib=5).evict() == ["oldest"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["middle", "newest"]
+
+
+def test_single_volume_above_the_limit_is_evicted(tmp_path: Path) -> None:
+    make_volume(tmp_path, "large", mib=3, used_at=100)
+    assert volumes(tmp_path, max_mib=2).evict() == ["large"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_deeply_nested_folders_are_evicted(tmp_path: Path) -> None:
+    volume = make_volume(tmp_path, "deep", mib=2, used_at=100)
+    home = Path.cwd()
+    os.chdir(volume / "home%runner%.cache")
+    try:
+        for _ in range(3_000):
+            os.mkdir("nested")  # noqa: PTH102  # the full path would be too long
+            os.chdir("nested")
+        assert volumes(tmp_path, max_mib=1).evict() == ["deep"]
+        assert not volume.exists()
+    finally:
+        os.chdir(home)
+        # After a failure: pytest cannot remove such a folder.
+        subprocess.run(["rm", "-rf", str(volume)], check=True)

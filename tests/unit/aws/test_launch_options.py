@@ -1,0 +1,128 @@
+"""Launch options of sandboxes: job image and cache volumes. tests/conformance covers the other options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from remuda.adapters.aws.ec2.options import MAX_CACHE_PATHS, NAMES, Ec2LaunchOptions
+from remuda.domain.errors import UserError
+from tests.support.user_data import NEEDED
+
+DIGEST = "0" * 64
+
+
+def parse(**launch: str) -> Ec2LaunchOptions:
+    return Ec2LaunchOptions.parse(NEEDED | {name.replace("_", "-"): value for name, value in launch.items()})
+
+
+def rejected(**launch: str) -> UserError:
+    with pytest.raises(UserError) as caught:
+        parse(**launch)
+    assert caught.value.fix
+    return caught.value
+
+
+def test_without_these_options_there_is_no_job_image_and_no_cache() -> None:
+    options = parse()
+    assert (options.job_image_url, options.cache_paths, options.cache_gib) == ("", (), "20")
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://bucket/jobs.tar", "https://example.com/jobs.tar.gz", "s3://bucket/a/jobs.tar.xz"]
+)
+def test_job_image_is_an_archive_with_a_digest(url: str) -> None:
+    options = parse(job_image_url=url, job_image_sha256=DIGEST)
+    assert (options.job_image_url, options.job_image_sha256) == (url, DIGEST)
+    assert rejected(job_image_url=url).field == "job-image-sha256"
+
+
+@pytest.mark.parametrize(
+    "url", ["http://example.com/jobs.tar", "https://example.com/jobs.zip", "docker.io/library/ubuntu", "/jobs.tar"]
+)
+def test_other_urls_of_job_images_are_rejected(url: str) -> None:
+    assert rejected(job_image_url=url, job_image_sha256=DIGEST).field == "job-image-url"
+
+
+def test_credential_in_the_url_of_a_job_image_is_rejected_and_not_shown() -> None:
+    error = rejected(job_image_url="https://user:secret@example.com/jobs.tar", job_image_sha256=DIGEST)
+    assert error.field == "job-image-url"
+    assert "secret" not in error.message
+
+
+def test_cache_paths_are_separated_by_commas_or_blanks() -> None:
+    options = parse(cache_paths="/var/lib/docker, /home/runner/.cache /opt/hostedtoolcache,/var/lib/docker")
+    assert options.cache_paths == ("/var/lib/docker", "/home/runner/.cache", "/opt/hostedtoolcache")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/",
+        "//",
+        "/etc",
+        "/etc/ssh",
+        "/opt",
+        "/opt/remuda",
+        "/opt/remuda/runner",
+        "/proc/sys",
+        "/run/docker",
+        "/sys/fs/cgroup",
+        "/dev/mqueue",
+        "/home/runner",
+        "/a/../b",
+        "/a/..",
+        "/a/./b",
+        "/a//b",
+        "/a/b/",
+        "home/runner/.cache",
+        "~/.cache",
+        "$HOME/.cache",
+        "/a/b:c",
+        "/a/b'c",
+        "/a/b%c",
+        f"/a/{'b' * 101}",
+        "/a" * 9,
+    ],
+)
+def test_unsafe_cache_paths_are_rejected(path: str) -> None:
+    error = rejected(cache_paths=f"/home/runner/.cache,{path}")
+    assert error.field == "cache-paths"
+    assert path[:20] in error.message
+
+
+def test_names_that_only_begin_like_a_reserved_folder_are_accepted() -> None:
+    paths = ("/opt/remuda-tools", "/home/runner2", "/home/runner/..cache")
+    assert parse(cache_paths=",".join(paths[:2])).cache_paths == paths[:2]
+    assert rejected(cache_paths=paths[2]).field == "cache-paths"
+
+
+@pytest.mark.parametrize(
+    "paths", ["/var/lib/docker,/var/lib/docker/volumes", "/home/runner/.m2/repository,/home/runner/.m2"]
+)
+def test_cache_paths_inside_each_other_are_rejected(paths: str) -> None:
+    error = rejected(cache_paths=paths)
+    assert error.field == "cache-paths"
+    assert "part of" in error.message
+
+
+def test_number_of_cache_paths_is_limited() -> None:
+    paths = [f"/cache/{number}" for number in range(MAX_CACHE_PATHS + 1)]
+    assert len(parse(cache_paths=",".join(paths[:-1])).cache_paths) == MAX_CACHE_PATHS
+    assert rejected(cache_paths=",".join(paths)).field == "cache-paths"
+
+
+@pytest.mark.parametrize("size", ["0", "-1", "1.5", "020", "100000", "20GiB", "many"])
+def test_invalid_cache_sizes_are_rejected(size: str) -> None:
+    assert rejected(cache_paths="/var/lib/docker", cache_size_gib=size).field == "cache-size-gib"
+
+
+def test_cache_size_is_a_number_of_gib() -> None:
+    assert parse(cache_size_gib=" 40 ").cache_gib == "40"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_launch_option_is_a_documented_setting(name: str) -> None:
+    reference = (Path(__file__).parents[3] / "docs" / "reference" / "settings.md").read_text(encoding="utf-8")
+    assert f"| `{name}` |" in reference
