@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from remuda.fake_github import VERSION
+from remuda.fake_github.fake_runner import VERSION
 from tests.support import smoke_runner
 from tests.support.namespace_machine.machine import bake_image
 from tests.support.sandbox_host import missing
