@@ -184,7 +184,14 @@ class BenchmarkPool:
         """Open a context without cached state, like in a new process, but with existing clients."""
         clock, ids, calls, environment = SystemClock(), SystemIds(), CallCounter(), self.environment
         store = self.store(calls)
-        compute = BootingCompute(client=self.ec2 or environment.ec2, pool=self.name, clock=clock, ids=ids, calls=calls)
+        compute = BootingCompute(
+            client=self.ec2 or environment.ec2,
+            pool=self.name,
+            clock=clock,
+            ids=ids,
+            calls=calls,
+            read_parameter=_no_parameter,
+        )
         compute.on_launch = self.start_agents
         github = (self.github or environment.github)(calls) if credentialed else None
         try:
@@ -381,3 +388,7 @@ async def open_environment(servers: AwsStack, size: Size) -> AsyncIterator[Bench
         for client in (environment.dynamodb, environment.sqs, environment.ec2, environment.iam):
             requests.watch(client)
         yield environment
+
+
+async def _no_parameter(name: str) -> str:
+    raise AssertionError(f"the image is an id, not the parameter {name}")

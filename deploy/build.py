@@ -41,8 +41,24 @@ WORDS = {
 
 
 class TemplateDumper(yaml.SafeDumper):
+    """Writes functions in CloudFormation's short form (`!Ref Pool`): templates have a limit of 51,200 bytes."""
+
     def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002 - CloudFormation does not support aliases
         return True
+
+    def represent_function(self, data: dict[str, Any]) -> yaml.Node:
+        name, argument = next(iter(data.items()), ("", None))
+        if len(data) > 1 or not (name == "Ref" or name.startswith("Fn::")):
+            return self.represent_dict(data)
+        tag = f"!{name.removeprefix('Fn::')}"
+        if name == "Fn::GetAtt":
+            argument = ".".join(argument or ())
+        if isinstance(argument, str):
+            return self.represent_scalar(tag, argument, style="|" if "\n" in argument else None)
+        return self.represent_sequence(tag, argument or (), flow_style=True)
+
+
+TemplateDumper.add_representer(dict, TemplateDumper.represent_function)
 
 
 def policy_text(policy: Policy) -> str:

@@ -21,7 +21,7 @@ ARCHITECTURES = ("x86_64", "arm64")
 #: Wheel platforms that Amazon Linux 2023 supports, newest glibc first.
 PLATFORMS = ("manylinux_2_34", "manylinux_2_28", "manylinux_2_17", "manylinux2014")
 #: AWS services whose models the function needs, out of hundreds.
-SERVICES = ("dynamodb", "ec2", "iam", "secretsmanager", "sqs", "sts")
+SERVICES = ("dynamodb", "ec2", "iam", "secretsmanager", "sqs", "ssm", "sts")
 #: Files that contain local paths or that a function does not need.
 EXCLUDED = ("__pycache__", "bin", "RECORD", "INSTALLER", "REQUESTED", "direct_url.json", "tests", "docs.json.gz")
 #: The earliest timestamp in a zip file.

@@ -1,7 +1,8 @@
 """The IAM policies of Remuda, as data. build.py generates JSON policies, the template and the reference from them.
 
 Placeholders that differ between deployments: `<partition>`, `<region>`, `<account>`, `<pool>`, `<environment>` (the
-value of the ghr:environment tag) and `<github-credential>` (the ARN of a secret). `${…}` are IAM policy variables.
+value of the ghr:environment tag), `<github-credential>` and `<volume-kms-key>` (the ARNs of a secret and of a key).
+`${…}` are IAM policy variables.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ CREDENTIAL = "<github-credential>"
 #: Secrets that may contain it if the stack has no GithubSecretArn.
 CREDENTIALS = arn("secretsmanager", "secret:remuda/<pool>/*")
 ENVIRONMENT = "<environment>"
+VOLUME_KEY = "<volume-kms-key>"
 
 HAS_POOL_TAG = {f"aws:ResourceTag/{POOL_TAG}": "<pool>"}
 #: Tags of the instances that scale-down manages; instances of the pool have them, too.
@@ -221,7 +223,7 @@ def workflow(classes: Sequence[ResourceClass] = DEFAULT_CLASSES) -> Policy:
             _messages(classes),
             *_launch(launch_types(classes)),
             _terminate(),
-            _describe("DescribeInstances", "DescribeTags"),
+            _describe("DescribeInstances", "DescribeSubnets", "DescribeTags"),
         ),
     )
 
@@ -304,13 +306,48 @@ def _launch(types: Sequence[str]) -> tuple[Statement, ...]:
             resources=(AGENT_ROLE,),
             conditions={"StringEquals": {"iam:PassedToService": EC2}},
         ),
-        Statement(
-            sid="ResolveImages",
-            purpose="resolve an image given as `resolve:ssm:…`: public parameters of AWS, or those of the pool",
-            actions=("ssm:GetParameters",),
-            resources=(
-                arn("ssm", "parameter/aws/service/*", account=""),
-                arn("ssm", "parameter/remuda/<pool>/*"),
+        _resolve_images(),
+    )
+
+
+def _resolve_images() -> Statement:
+    return Statement(
+        sid="ResolveImages",
+        purpose="resolve an image given as `resolve:ssm:…`: public parameters of AWS, or those of the pool",
+        actions=("ssm:GetParameters",),
+        resources=(
+            arn("ssm", "parameter/aws/service/*", account=""),
+            arn("ssm", "parameter/remuda/<pool>/*"),
+        ),
+    )
+
+
+def volume_key() -> Policy:
+    """As EBS requires it of the caller of a launch; AWS documents it in "Requirements for Amazon EBS encryption"."""
+    via_ec2 = {"StringEquals": {"kms:ViaService": "ec2.<region>.amazonaws.com"}}
+    return Policy(
+        name="volume-key",
+        holder="workflows, in addition to the policy `workflow`, if `volume-kms-key` is set",
+        statements=(
+            Statement(
+                sid="EncryptVolumes",
+                purpose="encrypt root volumes with the key of `volume-kms-key`, through EC2 only",
+                actions=(
+                    "kms:Decrypt",
+                    "kms:DescribeKey",
+                    "kms:GenerateDataKeyWithoutPlaintext",
+                    "kms:ReEncryptFrom",
+                    "kms:ReEncryptTo",
+                ),
+                resources=(VOLUME_KEY,),
+                conditions=via_ec2,
+            ),
+            Statement(
+                sid="AttachVolumes",
+                purpose="let EC2 decrypt the volumes of an instance as long as it runs",
+                actions=("kms:CreateGrant",),
+                resources=(VOLUME_KEY,),
+                conditions={**via_ec2, "Bool": {"kms:GrantIsForAWSResource": "true"}},
             ),
         ),
     )
@@ -351,6 +388,7 @@ def refresh(classes: Sequence[ResourceClass] = DEFAULT_CLASSES) -> Policy:
                 resources=_queues(classes),
             ),
             *_templates(),
+            _resolve_images(),
             _terminate(),
             _describe(
                 "DescribeImages",
@@ -444,9 +482,14 @@ def log_group(command: str) -> str:
     return f"/remuda/<pool>/{command}"
 
 
-def function_logs(command: str) -> Policy:
+def settings_parameter() -> str:
+    """The Systems Manager parameter with the settings of the functions."""
+    return "/remuda/<pool>/settings"
+
+
+def function(command: str) -> Policy:
     return Policy(
-        name=f"{command}-logs",
+        name=f"{command}-function",
         holder=f"the function that runs `{command}`, in addition to the policy `{command}`",
         statements=(
             Statement(
@@ -455,9 +498,15 @@ def function_logs(command: str) -> Policy:
                 actions=("logs:CreateLogStream", "logs:PutLogEvents"),
                 resources=(arn("logs", f"log-group:{log_group(command)}:*"),),
             ),
+            Statement(
+                sid="ReadSettings",
+                purpose="read its settings",
+                actions=("ssm:GetParameters",),
+                resources=(arn("ssm", f"parameter{settings_parameter()}"),),
+            ),
         ),
     )
 
 
 def policies(classes: Sequence[ResourceClass] = DEFAULT_CLASSES) -> tuple[Policy, ...]:
-    return (agent(), workflow(classes), refresh(classes), scale_down(), *map(function_logs, SCHEDULED))
+    return (agent(), workflow(classes), volume_key(), refresh(classes), scale_down(), *map(function, SCHEDULED))

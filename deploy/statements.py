@@ -66,6 +66,7 @@ def fill_placeholders(
     partition: str = "aws",
     environment: str = "<environment>",
     credential: str = "<github-credential>",
+    volume_key: str = "<volume-kms-key>",
 ) -> Document:
     values = {
         "<pool>": pool,
@@ -74,6 +75,7 @@ def fill_placeholders(
         "<partition>": partition,
         "<environment>": environment,
         "<github-credential>": credential,
+        "<volume-kms-key>": volume_key,
     }
 
     def fill(text: str) -> str:

@@ -15,13 +15,16 @@ from policies import (
     ENVIRONMENT,
     NAME,
     SCHEDULED,
+    VOLUME_KEY,
     log_group,
     policies,
     queue_name,
+    settings_parameter,
 )
 from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.dynamodb.schema import INDEXES, KEYS
 from remuda.adapters.aws.sqs import ATTRIBUTES
+from remuda.aws_lambda.handler import SETTINGS_VARIABLE
 from remuda.config.declaration import Group, Setting, variable
 from remuda.config.settings import SETTINGS
 from remuda.domain.resources import DEFAULT_CLASSES, ResourceClass
@@ -52,6 +55,9 @@ EVENT_AGE_S = 60
 HANDLER = "remuda.aws_lambda.handler.handler"
 HAS_FUNCTIONS = "HasFunctions"
 ALARMS = "Alarms"
+HAS_VOLUME_KEY = "HasVolumeKey"
+#: Policies that exist only under a condition.
+POLICY_CONDITIONS = {"volume-key": HAS_VOLUME_KEY}
 #: Consecutive failed runs before an alarm. The next run makes up for a single failure.
 ALARM_AFTER = 3
 #: Settings of the functions that are parameters of the stack.
@@ -69,6 +75,7 @@ def _with_parameters(text: str) -> str:
 EXACT: dict[str, Any] = {
     CREDENTIAL: {"Fn::If": ["HasSecret", {"Ref": "GithubSecretArn"}, {"Fn::Sub": _with_parameters(CREDENTIALS)}]},
     ENVIRONMENT: {"Fn::If": ["HasEnvironment", {"Ref": "GithubEnvironment"}, {"Ref": "Pool"}]},
+    VOLUME_KEY: {"Ref": SETTINGS["volume_kms_key"].parameter},
 }
 
 
@@ -99,9 +106,10 @@ def template(classes: Sequence[ResourceClass] = DEFAULT_CLASSES) -> dict[str, An
                 "Type": "AWS::IAM::InstanceProfile",
                 "Properties": {"InstanceProfileName": substituted(AGENT_NAME), "Roles": [{"Ref": "AgentRole"}]},
             },
-            "WorkflowRole": _github_role("workflow", _workflow_subjects(), ("workflow",), "HasWorkflow"),
+            "WorkflowRole": _github_role("workflow", _workflow_subjects(), ("workflow", "volume-key"), "HasWorkflow"),
             # Only reviewed code on this branch may change the pool; other branches may only use it.
             "RefreshRole": _github_role("refresh", _refresh_subjects(), SCHEDULED, "HasRefresh"),
+            "Settings": _settings(),
             **{_logical(who, "Logs"): _logs(who) for who in SCHEDULED},
             **{name: resource for who in SCHEDULED for name, resource in _function(who).items()},
             **{_logical(who, "Alarm"): _alarm(who) for who in SCHEDULED},
@@ -128,6 +136,7 @@ def _conditions() -> dict[str, Any]:
         ALARMS: {"Fn::And": [{"Condition": HAS_FUNCTIONS}, _is_set("AlarmTopicArn")]},
         "HasSecret": _is_set("GithubSecretArn"),
         "IsApp": _is_set("GithubAppId"),
+        HAS_VOLUME_KEY: _is_set(SETTINGS["volume_kms_key"].parameter),
         "HasEnvironment": _is_set("GithubEnvironment"),
         # Without an image the functions leave the stored configuration as it is.
         "Configures": _is_set("Ami"),
@@ -307,7 +316,7 @@ def _queue(resource_class: str) -> Resource:
 
 
 def _managed(policy: Policy) -> Resource:
-    return {
+    made: Resource = {
         "Type": "AWS::IAM::ManagedPolicy",
         "Properties": {
             "ManagedPolicyName": substituted(f"{NAME}-{policy.name}"),
@@ -315,6 +324,14 @@ def _managed(policy: Policy) -> Resource:
             "PolicyDocument": render(policy.document(), substituted),
         },
     }
+    condition = POLICY_CONDITIONS.get(policy.name)
+    return _only_if(condition, made) if condition else made
+
+
+def _policy_arn(name: str) -> dict[str, Any]:
+    arn = {"Ref": _logical(name, "Policy")}
+    condition = POLICY_CONDITIONS.get(name)
+    return {"Fn::If": [condition, arn, {"Ref": "AWS::NoValue"}]} if condition else arn
 
 
 def _role(
@@ -333,7 +350,7 @@ def _role(
             # Fixed names, because policies refer to the role of the agent by name.
             "RoleName": substituted(f"{NAME}-{name}"),
             "AssumeRolePolicyDocument": {"Version": VERSION, "Statement": [trust]},
-            "ManagedPolicyArns": [{"Ref": _logical(policy, "Policy")} for policy in attached],
+            "ManagedPolicyArns": [_policy_arn(policy) for policy in attached],
             "Tags": TAGS,
         },
     }
@@ -367,6 +384,23 @@ def _github_role(name: str, subjects: Mapping[str, Any], attached: Sequence[str]
     return _only_if(condition, role)
 
 
+def _settings() -> Resource:
+    """The settings of the functions, one variable per line: Lambda limits the environment of a function to 4 KB."""
+    lines = [f"{variable(declared.name)}=${{{declared.parameter}}}" for declared in STACK_SETTINGS]
+    settings: Resource = {
+        "Type": "AWS::SSM::Parameter",
+        "Properties": {
+            "Name": substituted(settings_parameter()),
+            "Description": "Settings of the functions, made from the parameters of the stack.",
+            "Type": "String",
+            # Up to 4 KB are free, up to 8 KB cost a few cents per month.
+            "Tier": "Intelligent-Tiering",
+            "Value": {"Fn::Sub": "\n".join(lines)},
+        },
+    }
+    return _only_if(HAS_FUNCTIONS, settings)
+
+
 def _logs(who: str) -> Resource:
     # Created here to set the retention: a group that Lambda creates never expires its events.
     return {
@@ -386,7 +420,7 @@ def _function(who: str) -> dict[str, Resource]:
     role, function, rule = (_logical(who, kind) for kind in ("FunctionRole", "Function", "Schedule"))
     service = {"Service": "lambda.amazonaws.com"}
     made: dict[str, Resource] = {
-        role: _role(f"{who}-function", service, "sts:AssumeRole", (who, f"{who}-logs")),
+        role: _role(f"{who}-function", service, "sts:AssumeRole", (who, f"{who}-function")),
         function: {
             "Type": "AWS::Lambda::Function",
             "Properties": {
@@ -489,7 +523,7 @@ def _variables(who: str) -> dict[str, Any]:
         variable("github_token"): {"Fn::If": ["IsApp", "", secret]},
         variable("github_app_key"): {"Fn::If": ["IsApp", secret, ""]},
         variable("iam_instance_profile"): {"Ref": "AgentProfile"},
-        **{variable(declared.name): {"Ref": declared.parameter} for declared in STACK_SETTINGS},
+        SETTINGS_VARIABLE: {"Ref": "Settings"},
     }
     if who != "scale-down":
         return shared
@@ -511,6 +545,7 @@ def _outputs() -> dict[str, Any]:
         "AgentProfileName": output("Value for iam-instance-profile.", {"Ref": "AgentProfile"}),
         "WorkflowPolicyArn": output("Policy for your own role.", {"Ref": "WorkflowPolicy"}),
         "RefreshPolicyArn": output("Policy for your own role.", {"Ref": "RefreshPolicy"}),
+        "VolumeKeyPolicyArn": output("Policy for your own role.", {"Ref": "VolumeKeyPolicy"}, Condition=HAS_VOLUME_KEY),
         "WorkflowRoleArn": output("Role for workflows.", role("WorkflowRole"), Condition="HasWorkflow"),
         "RefreshRoleArn": output("Role for a scheduled workflow.", role("RefreshRole"), Condition="HasRefresh"),
         "ScaleDownPolicyArn": output("Policy for your own role.", {"Ref": "ScaleDownPolicy"}),

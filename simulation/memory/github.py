@@ -12,10 +12,11 @@ from datetime import timedelta
 
 from remuda.domain.errors import Conflict, NotFound, UserError
 from remuda.domain.instance import Credential
+from remuda.domain.pool_config import DEFAULT_GROUP_ID
 from remuda.domain.timestamps import to_milliseconds
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock
-from remuda.ports.github import Deletion, GitHubRunner, JitRunner
+from remuda.ports.github import Deletion, GitHubRunner, JitRunner, missing_group
 
 SERVICE = "github"
 PER_PAGE = 100
@@ -43,6 +44,7 @@ class MemoryRunner:
     labels: tuple[str, ...]
     #: Whether its registration ends with its first job.
     ephemeral: bool = False
+    group_id: int = DEFAULT_GROUP_ID
     #: Called with a job; None while the runner does not listen.
     take: Callable[[MemoryJob], None] | None = None
     job: MemoryJob | None = None
@@ -64,6 +66,8 @@ class MemoryGitHubServer:
         self.token_life = timedelta(seconds=token_life_s)
         #: Scopes that exist; None for all.
         self.known_scopes = known_scopes
+        #: Ids of runner groups by name, of every organisation.
+        self.groups = {"Default": DEFAULT_GROUP_ID}
         self.runners: dict[int, MemoryRunner] = {}
         self.jobs: list[MemoryJob] = []
         self._access: dict[str, _Access] = {}
@@ -220,12 +224,23 @@ class MemoryGitHub:
         self._enter("POST remove-token", scope, write=True)
         return self._github.mint(REMOVAL, scope)
 
-    async def jit_config(self, scope: str, *, name: str, labels: Sequence[str]) -> JitRunner:
+    async def jit_config(
+        self, scope: str, *, name: str, labels: Sequence[str], group_id: int = DEFAULT_GROUP_ID
+    ) -> JitRunner:
         self._enter("POST generate-jitconfig", scope, write=True)
         if self._github.find(scope, name) is not None:
             raise Conflict(f"a runner named {name} exists")
+        if group_id not in self._github.groups.values():
+            raise NotFound(f"there is no runner group {group_id}")
         runner = self._github.add(scope, name, labels, ephemeral=True)
+        runner.group_id = group_id
         return JitRunner(runner_id=runner.runner_id, config=f"AJITCONFIG{runner.runner_id:06d}")
+
+    async def runner_group_id(self, scope: str, name: str) -> int:
+        self._enter("GET runner-groups", scope)
+        if name not in self._github.groups:
+            raise missing_group(scope, name, self._github.groups)
+        return self._github.groups[name]
 
     async def list_runners(self, scope: str) -> Sequence[GitHubRunner]:
         self._enter("GET runners", scope)

@@ -299,6 +299,35 @@ def test_an_image_with_an_old_kernel_is_a_warning(patient: Patient):
     assert "set ami" in lines["image"]["fix"]
 
 
+def test_of_two_subnets_in_one_zone_one_is_used(patient: Patient):
+    first, second = patient.servers.launch["subnet-ids"].split(",")
+
+    async def create(client: Any) -> str:
+        (known,) = (await client.describe_subnets(SubnetIds=[first]))["Subnets"]
+        place = {"VpcId": known["VpcId"], "AvailabilityZone": known["AvailabilityZone"]}
+        return str((await client.create_subnet(CidrBlock="172.31.192.0/28", **place))["Subnet"]["SubnetId"])
+
+    small = patient.servers.call("ec2", create)
+    code, lines = patient.doctor(flags={"subnet-ids": f"{small},{first},{second}"})
+    assert (code, problems(lines)) == (0, set()), lines
+    assert f"not used now: {small} (one subnet per zone, with the most free addresses)" in lines["subnets"]["message"]
+    # A dry run with all three would fail: EC2 rejects such a fleet.
+    assert "dry run" in lines["launch permission"]["message"]
+
+
+def test_an_image_in_a_parameter_is_checked(patient: Patient):
+    async def put(client: Any) -> None:
+        await client.put_parameter(Name="/remuda/well/image", Value=WINDOWS_AMI, Type="String")
+
+    patient.servers.call("ssm", put)
+    code, lines = patient.doctor(flags={"ami": "resolve:ssm:/remuda/well/image"})
+    assert (code, problems(lines)) == (2, {"image"}), lines
+    assert "Windows" in lines["image"]["message"]
+    code, lines = patient.doctor(flags={"ami": "resolve:ssm:/remuda/well/nothing"})
+    assert (code, problems(lines)) == (2, {"image"}), lines
+    assert "/remuda/well/nothing does not exist" in lines["image"]["message"]
+
+
 def test_the_local_backend(tmp_path: Path):
     def remuda(*arguments: str) -> tuple[int, dict[str, Any]]:
         result = run_local(tmp_path / "state", *arguments)

@@ -58,7 +58,7 @@ class FakeGitHubServer:
         assert found is not None
         return found
 
-    def change(self, **settings: float) -> None:
+    def change(self, **settings: Any) -> None:
         self.http.patch("/_admin/settings", json=settings).raise_for_status()
 
     def token(self, kind: str) -> str:
@@ -243,6 +243,44 @@ def test_bad_tokens_root_and_existing_names_are_rejected(server: FakeGitHubServe
     assert runner.config(*arguments, "--token", token, "--replace").returncode == 0
     labels = [label["name"] for label in (server.rest() or {})["labels"]]
     assert labels == ["self-hosted", "Linux", "X64"]
+
+
+def test_runner_joins_the_group_that_it_names(server: FakeGitHubServer, runner: RunnerFolder) -> None:
+    server.change(runner_groups=["warm"])
+
+    def config(group: str) -> subprocess.CompletedProcess[str]:
+        token = server.http.post("/orgs/acme/actions/runners/registration-token").json()["token"]
+        return runner.config(
+            *("--unattended", "--url", f"{server.endpoint.url}/acme", "--name", "one", "--labels", "x"),
+            ACTIONS_RUNNER_INPUT_TOKEN=token,
+            ACTIONS_RUNNER_INPUT_RUNNERGROUP=group,
+        )
+
+    refused = config("cold")
+    assert refused.returncode == 1
+    assert 'Could not find any self-hosted runner group named "cold".' in refused.stdout
+    assert config("Warm").returncode == 0
+    (registered,) = server.http.get("/orgs/acme/actions/runners").json()["runners"]
+    assert registered["runner_group_id"] == 2
+
+
+def test_old_enterprise_servers_refuse_runners_without_updates(server: FakeGitHubServer, runner: RunnerFolder) -> None:
+    server.change(supports_disable_update=False)
+    arguments = (
+        "--unattended",
+        "--url",
+        f"{server.endpoint.url}/{REPO}",
+        "--name",
+        "one",
+        "--labels",
+        "x",
+        "--replace",
+    )
+    token = server.token("registration-token")
+    refused = runner.config(*arguments, "--disableupdate", ACTIONS_RUNNER_INPUT_TOKEN=token)
+    assert refused.returncode == 1
+    assert "does not support configuring a self-hosted runner with 'DisableUpdate' flag" in refused.stdout
+    assert runner.config(*arguments, ACTIONS_RUNNER_INPUT_TOKEN=token).returncode == 0
 
 
 def test_removal_without_runner_file_is_local_only(server: FakeGitHubServer, runner: RunnerFolder) -> None:

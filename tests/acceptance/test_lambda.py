@@ -168,6 +168,24 @@ def test_app_key_from_secrets_manager_is_used_and_never_logged(
     assert any(name.startswith("access token") for name in scanner.secrets), "an access token was created with the key"
 
 
+def test_settings_are_read_from_a_parameter(function: PackagedFunction, stack: AwsStack):
+    name = f"/remuda/{POOL}/settings"
+    missing = function.invoke({"command": "refresh"}, REMUDA_SETTINGS_PARAMETER=name)
+    assert (missing["errorType"], name in missing["errorMessage"]) == ("UserError", True)
+
+    classes = json.dumps({f"class-{number}": {"cpu": 2, "mmem": 4096} for number in range(2)}, indent=2)
+    text = f"REMUDA_RESOURCE_CLASS_CONFIG={classes}\nREMUDA_MAX_USES=7\nREMUDA_POOL=other"
+
+    async def put(client: Any) -> None:
+        await client.put_parameter(Name=name, Value=text, Type="String", Tier="Intelligent-Tiering")
+
+    stack.call("ssm", put)
+    applied = function.invoke({"command": "refresh"}, REMUDA_SETTINGS_PARAMETER=name)["result"]
+    assert {"resource-class-config", "max-uses"} <= set(applied["applied"])
+    # The next tests use the same pool.
+    assert function.invoke({"command": "refresh"})["result"]["errors"] == []
+
+
 def test_failures_are_raised_with_one_line(function: PackagedFunction, stack: AwsStack):
     unknown = function.invoke({"command": "reboot"})
     assert unknown["errorType"] == "UserError"

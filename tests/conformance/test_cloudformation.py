@@ -19,7 +19,7 @@ from remuda.adapters.aws.clients import config, open_session
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.sqs import SqsResourcePool
 from remuda.adapters.system.clock import SystemClock, SystemIds
-from remuda.aws_lambda.handler import parse_event
+from remuda.aws_lambda.handler import SETTINGS_VARIABLE, parse_event, parse_variables
 from remuda.config.sources import load
 from remuda.ports.calls import CallCounter
 from statements import fill_placeholders
@@ -29,6 +29,11 @@ from tests.support.aws.servers import REGION
 
 ACCOUNT = "123456789012"
 SECRET = f"arn:aws:secretsmanager:{REGION}:{ACCOUNT}:secret:github-AbCdEf"
+VOLUME_KEY = f"arn:aws:kms:{REGION}:{ACCOUNT}:key/11111111-2222-3333-4444-555555555555"
+#: Lambda's limit for the names and values of a function's variables in bytes.
+MAX_ENVIRONMENT = 4_096
+#: CloudFormation's limit for the value of a parameter in bytes.
+MAX_PARAMETER = 4_096
 #: Maximum length of a template that is not in a bucket.
 MAX_TEMPLATE = 51_200
 PROVIDER = f"arn:aws:iam::{ACCOUNT}:oidc-provider/token.actions.githubusercontent.com"
@@ -96,6 +101,17 @@ class CreatedStack:
         """The configuration of a function."""
         return (await (await self.client("lambda")).get_function(FunctionName=f"{self.name}-{name}"))["Configuration"]
 
+    async def variables(self, name: str) -> dict[str, str]:
+        """The settings of a function, as its handler reads them."""
+        given = (await self.function(name))["Environment"]["Variables"]
+        parameter = given[SETTINGS_VARIABLE]
+        assert parameter == f"/remuda/{self.pool}/settings"
+        found = await (await self.client("ssm")).get_parameters(Names=[parameter])
+        return {
+            **parse_variables(found["Parameters"][0]["Value"]),
+            **{key: value for key, value in given.items() if value},
+        }
+
     async def role(self, name: str) -> tuple[Any, Any]:
         """A role, and the only statement of its trust policy."""
         role = (await (await self.client("iam")).get_role(RoleName=f"{self.name}-{name}"))["Role"]
@@ -121,10 +137,16 @@ async def test_refresh_changes_nothing_in_a_new_stack(stack):
 
 
 async def test_the_stack_contains_the_generated_policies(stack):
-    await stack.create(GithubSecretArn=SECRET)
+    await stack.create(GithubSecretArn=SECRET, VolumeKmsKey=VOLUME_KEY)
     for policy in policies():
         assert await stack.policy(policy.name) == fill_placeholders(
-            policy, pool=stack.pool, account=ACCOUNT, region=REGION, environment=stack.pool, credential=SECRET
+            policy,
+            pool=stack.pool,
+            account=ACCOUNT,
+            region=REGION,
+            environment=stack.pool,
+            credential=SECRET,
+            volume_key=VOLUME_KEY,
         )
 
 
@@ -253,12 +275,26 @@ async def test_scale_down_can_be_disabled(stack):
 async def test_functions_get_the_settings_of_the_stack(stack, app, named):
     await stack.create_functions(GithubAppId=app, Ami="ami-12c6146b", SubnetIds="subnet-12345678,subnet-23456789")
     for who in SCHEDULED:
-        variables = (await stack.function(who))["Environment"]["Variables"]
+        variables = await stack.variables(who)
         settings = load({}, environ=variables)
         assert (settings.backend, settings.pool, settings.github_scope) == ("aws", stack.pool, "acme/app")
         assert (settings.ami, settings.iam_instance_profile) == ("ami-12c6146b", f"{stack.name}-agent")
         keys = ("REMUDA_GITHUB_TOKEN", "REMUDA_GITHUB_APP_KEY", "REMUDA_GITHUB_APP_ID")
-        assert {key: variables[key] for key in keys if variables[key]} == named
+        assert {key: variables[key] for key in keys if variables.get(key)} == named
+
+
+async def test_long_settings_do_not_exceed_the_environment_of_a_function(stack):
+    classes = {f"class-{number}": {"cpu": number + 1, "mmem": 4096} for number in range(40)}
+    # Parameters may contain line breaks.
+    text = json.dumps(classes, indent=10)
+    assert MAX_PARAMETER - 500 < len(text) <= MAX_PARAMETER
+    await stack.create_functions(ResourceClassConfig=text, KeyName="people")
+    for who in SCHEDULED:
+        given = (await stack.function(who))["Environment"]["Variables"]
+        assert sum(len(f"{name}{value}".encode()) for name, value in given.items()) <= MAX_ENVIRONMENT
+        settings = load({}, environ=await stack.variables(who))
+        assert [each.name for each in settings.resource_class_config] == list(classes)
+        assert settings.key_name == "people"
 
 
 async def test_every_log_group_has_a_retention(stack):
@@ -285,20 +321,25 @@ def test_alarms_require_a_topic():
     assert made["Parameters"]["AlarmTopicArn"]["Default"] == ""
 
 
+def _policy_name(reference: dict[str, Any]) -> str:
+    condition, arn, _ = reference.get("Fn::If", ("", reference, {}))
+    return f"{arn['Ref'].removesuffix('Policy')}{f' if {condition}' if condition else ''}"
+
+
 def test_each_role_has_only_its_policies():
     """Checked in the template: the server attaches no policies."""
     resources = template()["Resources"]
     carried = {
-        name: {each["Ref"].removesuffix("Policy") for each in resource["Properties"]["ManagedPolicyArns"]}
+        name: {_policy_name(each) for each in resource["Properties"]["ManagedPolicyArns"]}
         for name, resource in resources.items()
         if resource["Type"] == "AWS::IAM::Role"
     }
     assert carried == {
         "AgentRole": {"Agent"},
-        "WorkflowRole": {"Workflow"},
+        "WorkflowRole": {"Workflow", "VolumeKey if HasVolumeKey"},
         "RefreshRole": {"Refresh", "ScaleDown"},
-        "RefreshFunctionRole": {"Refresh", "RefreshLogs"},
-        "ScaleDownFunctionRole": {"ScaleDown", "ScaleDownLogs"},
+        "RefreshFunctionRole": {"Refresh", "RefreshFunction"},
+        "ScaleDownFunctionRole": {"ScaleDown", "ScaleDownFunction"},
     }
 
 

@@ -17,7 +17,7 @@ from remuda.adapters.system.clock import SystemIds
 from remuda.domain.errors import CapacityError, NotFound, RemudaError, Throttled, Unavailable, UserError
 from remuda.domain.resources import Architecture, ResourceClass, TypePatterns
 from remuda.ports.compute import POOL_TAG, PROVISION_TAG, LaunchRequest, MachineState, SpotPrices
-from tests.support.aws.ec2 import ARM_AMI, LINUX_AMI, Ec2Fixture, ec2_fixture, instance_ids
+from tests.support.aws.ec2 import ARM_AMI, LINUX_AMI, WINDOWS_AMI, Ec2Fixture, ec2_fixture, instance_ids
 from tests.support.aws.ec2_shim import PAGE
 from tests.support.records import runner_request
 
@@ -116,6 +116,16 @@ async def test_template_of_another_owner_is_rejected(world: Ec2Fixture) -> None:
         ({"iam-instance-profile": ""}, "iam-instance-profile"),
         ({"iam-instance-profile": "arn:aws:iam::1:role/x"}, "iam-instance-profile"),
         ({"spot-fallback": "yes"}, "spot-fallback"),
+        ({"volume-size-gib": "large"}, "volume-size-gib"),
+        ({"volume-size-gib": "65537"}, "volume-size-gib"),
+        ({"volume-size-gib": "20000", "volume-type": "gp2"}, "volume-size-gib"),
+        ({"volume-type": "st1"}, "volume-type"),
+        ({"volume-iops": "2999"}, "volume-iops"),
+        ({"volume-iops": "3000", "volume-type": "gp2"}, "volume-iops"),
+        ({"volume-type": "io2"}, "volume-iops"),
+        ({"volume-throughput": "2001"}, "volume-throughput"),
+        ({"volume-throughput": "125", "volume-type": "io1", "volume-iops": "100"}, "volume-throughput"),
+        ({"volume-kms-key": "alias/runners"}, "volume-kms-key"),
         ({"actions-runner-version": "latest"}, "actions-runner-version"),
         ({"actions-runner-sha256": "abc"}, "actions-runner-sha256"),
         ({"agent-url": "http://example.com/remuda.whl"}, "agent-url"),
@@ -156,6 +166,47 @@ async def test_missing_resources_are_reported(world: Ec2Fixture, field: str, val
     assert "CreateLaunchTemplate" not in world.server.requests()
 
 
+# Root volumes --------------------------------------------------------------------------------------------------------
+
+
+async def root_volume(world: Ec2Fixture) -> tuple[str, dict[str, Any]]:
+    (mapping,) = (await default_version(world))["LaunchTemplateData"]["BlockDeviceMappings"]
+    return mapping["DeviceName"], mapping["Ebs"]
+
+
+async def test_root_volume_is_30_gib_gp3_and_encrypted_by_default(world: Ec2Fixture) -> None:
+    await world.compute().prepare(world.options)
+    device, volume = await root_volume(world)
+    (image,) = (await world.client.describe_images(ImageIds=[world.options["ami"]]))["Images"]
+    assert device == image["RootDeviceName"]
+    assert volume == {"VolumeSize": 30, "VolumeType": "gp3", "Encrypted": True, "DeleteOnTermination": True}
+
+
+async def test_root_volume_of_an_image_in_a_parameter(world: Ec2Fixture) -> None:
+    """The device name is that of the image: another one would add a second volume."""
+    world.parameters["/aws/service/windows"] = WINDOWS_AMI
+    await world.compute().prepare({**world.options, "ami": "resolve:ssm:/aws/service/windows"})
+    assert (await root_volume(world))[0] == "/dev/sda1"
+    assert (await default_version(world))["LaunchTemplateData"]["ImageId"] == "resolve:ssm:/aws/service/windows"
+
+
+async def test_options_of_the_root_volume(world: Ec2Fixture) -> None:
+    key = "arn:aws:kms:eu-west-1:123456789012:key/11111111-2222-3333-4444-555555555555"
+    options = {"volume-size-gib": "200", "volume-iops": "6000", "volume-throughput": "500", "volume-kms-key": key}
+    await world.compute().prepare({**world.options, **options})
+    volume = (await root_volume(world))[1]
+    assert (volume["VolumeSize"], volume["KmsKeyId"]) == (200, key)
+    sent = world.server.last("CreateLaunchTemplate")
+    prefix = "LaunchTemplateData.BlockDeviceMapping.1.Ebs"
+    assert (sent[f"{prefix}.Iops"], sent[f"{prefix}.Throughput"]) == ("6000", "500")
+
+
+async def test_root_volume_smaller_than_the_image_is_rejected(world: Ec2Fixture, compute: Ec2Compute) -> None:
+    with pytest.raises(UserError, match="volume-size-gib is 14, but the root volume of the image has 15 GiB") as caught:
+        await compute.prepare({**world.options, "volume-size-gib": "14"})
+    assert caught.value.field == "volume-size-gib"
+
+
 # Launches ------------------------------------------------------------------------------------------------------------
 
 
@@ -189,6 +240,39 @@ async def test_any_type_omits_the_type_list_and_spot_sets_its_strategy(world: Ec
     (item,) = await world.instances()
     assert item["InstanceId"] == instance_ids(result)[0]
     assert item["InstanceLifecycle"] == "spot"
+
+
+async def test_one_subnet_per_zone_with_the_most_free_addresses(world: Ec2Fixture, compute: Ec2Compute) -> None:
+    first, second = world.subnets
+    small = await world.subnet_in(first, prefix=28)
+    launch = {"subnet-ids": f"{small},{first},{second}"}
+    assert len(instance_ids(await compute.launch(world.launch_request(launch=launch)))) == 1
+    sent = world.server.last("CreateFleet")
+    assert {value for key, value in sent.items() if key.endswith(".SubnetId")} == {first, second}
+
+
+async def test_launch_is_found_if_another_process_used_the_token_in_other_subnets(world: Ec2Fixture) -> None:
+    first, second = await world.prepared_compute(), world.compute()
+    result = await first.launch(world.launch_request(count=2))
+    other = world.launch_request(count=2, launch={"subnet-ids": world.subnets[1]})
+    assert await second.launch(other) == result
+    assert len(await world.instances()) == 2
+
+
+async def test_launch_in_missing_subnets_is_rejected(world: Ec2Fixture, compute: Ec2Compute) -> None:
+    with pytest.raises(UserError, match="subnet-11111111") as caught:
+        await compute.launch(world.launch_request(launch={"subnet-ids": "subnet-11111111 subnet-22222222"}))
+    assert caught.value.field == "subnet-ids"
+
+
+async def test_named_types_are_launched_at_any_price(world: Ec2Fixture, compute: Ec2Compute) -> None:
+    await compute.launch(world.launch_request(patterns="r6i.large"))
+    assert [item["InstanceType"] for item in await world.instances()] == ["r6i.large"]
+
+
+async def test_price_protection_stays_if_no_type_is_named(world: Ec2Fixture, compute: Ec2Compute) -> None:
+    await compute.launch(world.launch_request())
+    assert not [key for key in world.server.last("CreateFleet") if "Price" in key]
 
 
 async def test_burstable_and_metal_types_are_included_if_named(world: Ec2Fixture, compute: Ec2Compute) -> None:
@@ -244,6 +328,7 @@ async def test_a_class_launches_no_larger_instances(world: Ec2Fixture, compute: 
         ({"ami": "ami-00000000000000000"}, "ami ami-00000000000000000 of class 'own' does not exist"),
         ({"ami": ARM_AMI, "architecture": Architecture.X86_64}, f"its image {ARM_AMI} is for arm64"),
         ({"architecture": Architecture.ARM64}, f"its image {LINUX_AMI} is for x86_64"),
+        ({"ami": WINDOWS_AMI}, "root device /dev/sda1, and the image of the pool has /dev/xvda"),
     ],
 )
 async def test_refresh_checks_the_images_of_classes(world: Ec2Fixture, fields: dict[str, Any], why: str) -> None:
@@ -254,8 +339,15 @@ async def test_refresh_checks_the_images_of_classes(world: Ec2Fixture, fields: d
     assert world.server.requests().get("CreateLaunchTemplate", 0) == before
 
 
+async def test_an_image_with_another_root_device_is_not_launched(world: Ec2Fixture, compute: Ec2Compute) -> None:
+    """Its root volume would keep the size of the image, because the template maps another device."""
+    with pytest.raises(RemudaError, match="the root device of the image is /dev/sda1"):
+        await compute.launch(class_request(world, "token", ami=WINDOWS_AMI))
+
+
 async def test_refresh_accepts_images_of_classes(world: Ec2Fixture) -> None:
     own = ResourceClass(name="own", cpu=2, memory_mib=512, ami=ARM_AMI, architecture=Architecture.ARM64)
+    world.parameters["/remuda/pool/ami"] = ARM_AMI
     resolved = replace(own, name="ssm", ami="resolve:ssm:/remuda/pool/ami")
     assert await world.compute().prepare(world.options, [own, resolved])
 

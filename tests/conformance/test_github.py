@@ -12,7 +12,7 @@ import pytest
 
 from remuda.adapters.github.client import LIST_ATTEMPTS, MAX_ATTEMPTS, GitHubClient, web_url
 from remuda.adapters.system.clock import SystemClock, SystemIds
-from remuda.domain.errors import Conflict, Throttled, Unavailable, UserError
+from remuda.domain.errors import Conflict, NotFound, Throttled, Unavailable, UserError
 from remuda.fake_github import Endpoint
 from remuda.fake_github.client import FakeGitHubClient
 from remuda.ports.calls import CallCounter
@@ -43,6 +43,7 @@ class GitHubs(Adapters):
 class MemoryGitHubs(GitHubs):
     def __init__(self) -> None:
         self._github = MemoryGitHubServer(clock=SystemClock(), known_scopes=KNOWN)
+        self._github.groups["warm"] = 2
         super().__init__(MemoryGitHub, github=self._github, token=self._github.grant())
 
     async def grant(self, *, scopes: Sequence[str] = (), write: bool = True) -> str:
@@ -87,7 +88,7 @@ async def fake_github(endpoint: Endpoint) -> AsyncIterator[GitHubClients]:
     """The server, without the faults and runners of earlier tests."""
     github_clients = GitHubClients(endpoint)
     await github_clients.admin.clear_faults()
-    await github_clients.admin.change_settings(known_scopes=KNOWN, enforce_rate_limit=False)
+    await github_clients.admin.change_settings(known_scopes=KNOWN, runner_groups=["warm"], enforce_rate_limit=False)
     github = github_clients.open(calls=CallCounter())
     for scope in (REPO, ORG):
         for runner in await github.list_runners(scope):
@@ -123,6 +124,22 @@ async def test_tokens_are_new_and_valid_for_an_hour(github: GitHub, scope: str) 
         assert timedelta(minutes=50) < credential.expires_at - now < timedelta(minutes=70)
         assert credential.expires_at.utcoffset() == timedelta(0)
         assert credential.expires_at.microsecond % 1000 == 0
+
+
+async def test_runner_groups_are_found_by_name(github: GitHub) -> None:
+    assert await github.runner_group_id(ORG, "Default") == 1
+    group = await github.runner_group_id(ORG, "warm")
+    assert group > 1
+    assert (await github.jit_config(ORG, name="one", labels=["x"], group_id=group)).config
+    with pytest.raises(UserError, match="octo has no runner group 'cold'") as caught:
+        await github.runner_group_id(ORG, "cold")
+    assert caught.value.field == "runner-group"
+    assert "Default, warm" in caught.value.fix
+
+
+async def test_registration_in_an_unknown_group_is_rejected(github: GitHub) -> None:
+    with pytest.raises((NotFound, UserError)):
+        await github.jit_config(ORG, name="one", labels=["x"], group_id=99)
 
 
 async def test_token_is_never_printed(github: GitHub) -> None:

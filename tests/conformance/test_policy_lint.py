@@ -24,6 +24,7 @@ DOCUMENTS = {
         region="eu-central-1",
         environment="ci",
         credential="arn:aws:secretsmanager:eu-central-1:123456789012:secret:remuda/ci/github-AbCdEf",
+        volume_key="arn:aws:kms:eu-central-1:123456789012:key/11111111-2222-3333-4444-555555555555",
     )
     for policy in policies()
 }

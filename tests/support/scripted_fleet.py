@@ -14,6 +14,7 @@ from typing import Any
 
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import Credential
+from remuda.domain.pool_config import DEFAULT_GROUP_ID
 from remuda.domain.scale_down.fleet import FleetMachine
 from remuda.domain.scale_down.idle_config import IdleWindow, parse_cron
 from remuda.ports.calls import CallCounter
@@ -122,7 +123,12 @@ class ScriptedGitHub:
     async def removal_token(self, scope: str) -> Credential:
         raise NotImplementedError
 
-    async def jit_config(self, scope: str, *, name: str, labels: Sequence[str]) -> JitRunner:
+    async def jit_config(
+        self, scope: str, *, name: str, labels: Sequence[str], group_id: int = DEFAULT_GROUP_ID
+    ) -> JitRunner:
+        raise NotImplementedError
+
+    async def runner_group_id(self, scope: str, name: str) -> int:
         raise NotImplementedError
 
     def _enter(self, operation: str, scope: str, runner_id: int) -> None:

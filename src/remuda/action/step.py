@@ -23,6 +23,7 @@ from remuda.cli.run import EXIT_INTERRUPTED, EXIT_OK, EXIT_PARTIAL, load_setting
 from remuda.config.declaration import ACTION_MODES
 from remuda.config.settings import SETTINGS
 from remuda.domain.errors import Interrupted, RemudaError, UserError
+from remuda.domain.pool_config import DEFAULT_GROUP_ID
 
 if TYPE_CHECKING:
     from remuda.controlplane.context import Context
@@ -71,8 +72,10 @@ class MaskingGitHub:
     async def removal_token(self, scope: str) -> Credential:
         return self._masked(await self._github.removal_token(scope))
 
-    async def jit_config(self, scope: str, *, name: str, labels: Sequence[str]) -> JitRunner:
-        runner = await self._github.jit_config(scope, name=name, labels=labels)
+    async def jit_config(
+        self, scope: str, *, name: str, labels: Sequence[str], group_id: int = DEFAULT_GROUP_ID
+    ) -> JitRunner:
+        runner = await self._github.jit_config(scope, name=name, labels=labels, group_id=group_id)
         self._mask(runner.config)
         return runner
 

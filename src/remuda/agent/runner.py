@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
+from urllib.parse import urlsplit
 
 from remuda import procfs
 from remuda.agent import processes
@@ -132,13 +133,16 @@ class ActionsRunner:
             return StepResult(ok=True, detail="configured just in time: the listener starts with the configuration")
         if assignment.credential is None:
             return StepResult(ok=False, detail="the assignment has no registration token")
-        flags = ("--unattended", "--no-default-labels", "--disableupdate", "--replace", "--work", str(self._work))
+        updates = _update_flags(assignment.url)
+        flags = ("--unattended", "--no-default-labels", *updates, "--replace", "--work", str(self._work))
         inputs = {
             "URL": assignment.url,
             "TOKEN": assignment.credential.token,
             "NAME": assignment.runner_name,
             "LABELS": ",".join(assignment.labels),
         }
+        if assignment.runner_group:
+            inputs["RUNNERGROUP"] = assignment.runner_group
         code, output = await self._config(flags, inputs, CONFIGURE_LIMIT_S)
         ok = code == 0 and self._registered_as() == assignment.runner_name
         failure: FailureKind | None = None
@@ -274,6 +278,12 @@ class ActionsRunner:
             command, cwd=self._config_folder, environment=environment, timeout_s=limit_s, temp_dir=self._state_folder
         )
         return code, output.replace(inputs["TOKEN"] or "***", "***")
+
+
+def _update_flags(url: str) -> tuple[str, ...]:
+    """Older GitHub Enterprise Servers refuse runners without updates (actions/runner, ConfigurationManager.cs)."""
+    host = urlsplit(url).hostname or ""
+    return ("--disableupdate",) if host == "github.com" or host.endswith(".ghe.com") else ()
 
 
 def _describe_result(code: int | None, output: str) -> str:

@@ -1,6 +1,7 @@
 """Lambda handler for the scheduled commands `refresh` and `scale-down`.
 
-The settings come from the function's environment (`REMUDA_…`), the command from the event: `{"command": "refresh"}`.
+The settings come from the function's environment (`REMUDA_…`) and from the Systems Manager parameter that it names,
+because Lambda limits the environment to 4 KB. The command comes from the event: `{"command": "refresh"}`.
 Failures are raised, so that the function's error metric counts them. Each invocation ends with one line of metrics in
 CloudWatch's embedded metric format (EMF): a JSON log line that CloudWatch also records as metrics. CloudWatch charges
 per metric and combination of dimensions, so the only dimensions are pool and command.
@@ -12,6 +13,7 @@ import asyncio
 import json
 import logging
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
@@ -20,6 +22,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any, Protocol
 
+from remuda.adapters.aws.clients import AwsClients, read_parameter
 from remuda.adapters.system.clock import SystemClock
 from remuda.cli.output import record_line
 from remuda.cli.rendering import results
@@ -40,6 +43,9 @@ from remuda.wiring import desired, open_context, open_fleet
 #: Seconds before the function's timeout at which its work is cancelled, to close connections and write pending data.
 RESERVE_S = 5.0
 MAX_SHOWN = 60
+#: Variable with the name of the Systems Manager parameter that contains the settings.
+SETTINGS_VARIABLE = "REMUDA_SETTINGS_PARAMETER"
+_VARIABLE_LINE = re.compile(r"^(REMUDA_[A-Z0-9_]+)=", re.MULTILINE)
 GITHUB = "github"
 NAMESPACE = "Remuda"
 #: CloudWatch's limits: metrics per line, and characters of a dimension's value.
@@ -156,7 +162,7 @@ def _run(
     try:
         command = parse_event(event)
         metrics.command = command.name
-        settings = load({"backend": "aws"}, environ=os.environ)
+        settings = load({"backend": "aws"}, environ=asyncio.run(_read_environment(os.environ)))
         metrics.pool = settings.pool
         limit_s = context.get_remaining_time_in_millis() / 1000 - RESERVE_S
         work = COMMANDS[command.name](settings, event_log, command, metrics.calls)
@@ -166,6 +172,22 @@ def _run(
     except Exception as error:  # noqa: BLE001 - a bug, logged as one message
         raise _log_failure(event_log, bug_error(error)) from None
     return command, metrics.outcome
+
+
+async def _read_environment(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """The function's environment, and the variables of the parameter that it does not set itself."""
+    name = environ.get(SETTINGS_VARIABLE)
+    if not name:
+        return environ
+    async with AwsClients() as clients:
+        text = await read_parameter(clients, name)
+    return {**parse_variables(text), **{key: value for key, value in environ.items() if value}}
+
+
+def parse_variables(text: str) -> dict[str, str]:
+    """Variables from lines of `REMUDA_NAME=value`. Other lines continue a value."""
+    _, *parts = _VARIABLE_LINE.split(text)
+    return {name: value.rstrip("\n") for name, value in zip(parts[::2], parts[1::2], strict=True)}
 
 
 class InvocationMetrics:

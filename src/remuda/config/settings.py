@@ -60,6 +60,7 @@ WEEK_MIN = 7 * 1_440
 MAX_PROVISION_S = 2_400.0
 MAX_SCRIPT_CHARS = 10_000
 MAX_TAG_CHARS = 256
+MAX_GROUP_CHARS = 64
 #: Default clock margin in seconds, by backend.
 LOCAL_MARGIN_S = 1.0
 AWS_MARGIN_S = 60.0
@@ -103,6 +104,13 @@ def _parse_url(value: str) -> str:
 def _parse_tag(value: str) -> str:
     """The value of a tag. A wildcard would make EC2's filter match other environments."""
     if len(value) > MAX_TAG_CHARS or any(char in value for char in "*?\\") or not value.isprintable():
+        raise InvalidValue
+    return value
+
+
+def _parse_group(value: str) -> str:
+    value = value.strip()
+    if len(value) > MAX_GROUP_CHARS or not value.isprintable():
         raise InvalidValue
     return value
 
@@ -176,7 +184,7 @@ def _launch_option(
 ) -> Any:
     """A setting of new EC2 instances; the EC2 adapter checks its value."""
     return declare(
-        text(metavar=metavar),
+        text(metavar=metavar, numbers=True),
         "",
         description,
         group=Group.AWS,
@@ -256,6 +264,18 @@ class Settings:
         None,
         "Private key of the GitHub App: PEM text, the path of a PEM file, or the ARN of a Secrets Manager secret.",
         is_input=True,
+    )
+    runner_group: str = _github_setting(
+        text(
+            expected=f"the name of a runner group: up to {MAX_GROUP_CHARS} printable characters",
+            metavar="NAME",
+            parse=_parse_group,
+        ),
+        "",
+        "Runner group of the organization that runners join. It decides which repositories may use them.",
+        commands=("refresh",),
+        is_parameter=True,
+        default_text="the default group",
     )
     github_api_url: str = _github_setting(
         text(expected="a URL such as https://HOST/api/v3", metavar="URL", parse=_parse_url),
@@ -414,6 +434,19 @@ class Settings:
         "PROFILE", "Instance profile of the instances.", commands=("refresh", "doctor"), is_parameter=False
     )
     key_name: str = _launch_option("NAME", "Key pair of the instances.")
+    volume_size_gib: str = _launch_option(
+        "GIB", "Size of the root volume of the instances.", default_text="30, or the size of the image if larger"
+    )
+    volume_type: str = _launch_option("[gp3|gp2|io1|io2]", "Type of the root volume.", default_text="gp3")
+    volume_iops: str = _launch_option(
+        "INTEGER", "I/O operations per second of the root volume: gp3, io1 and io2.", default_text="3000 of gp3"
+    )
+    volume_throughput: str = _launch_option(
+        "INTEGER", "Throughput of the root volume in MiB/s: gp3.", default_text="125"
+    )
+    volume_kms_key: str = _launch_option(
+        "ARN", "KMS key of the root volume, which is always encrypted.", default_text="the account's key for EBS"
+    )
     spot_fallback: str = _launch_option(
         "[on-demand]", "Purchase option to use if there is no spot capacity. Without it, the provision fails."
     )

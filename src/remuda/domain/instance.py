@@ -99,6 +99,8 @@ class Assignment:
     labels: tuple[str, ...]
     #: The run's repository as owner/name, or empty if unknown.
     repository: str = ""
+    #: Runner group that the runner joins, or empty for the default group.
+    runner_group: str = ""
     #: The run's trust tier.
     tier: Tier = Tier.UNTRUSTED
     #: Registration or removal token, for this step only.

@@ -12,6 +12,8 @@ from remuda.domain.instance import ABSORBING, Credential, Instance, State
 from remuda.domain.resources import ResourceClass, Reuse, is_instance_id
 from remuda.domain.thresholds import Lifetimes
 
+#: GitHub's id of the default runner group of an organisation, and of the only one of a repository.
+DEFAULT_GROUP_ID = 1
 #: GitHub's limit for a runner's name.
 MAX_RUNNER_NAME = 64
 
@@ -25,6 +27,9 @@ class ScopeTokens:
     scope: str
     registration: Credential
     removal: Credential
+    #: The runner group that runners of this scope join: its name, empty for the default group, and its id.
+    runner_group: str = ""
+    runner_group_id: int = DEFAULT_GROUP_ID
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,10 +65,13 @@ class PoolConfig:
             fix=f"use one of {known}, or add it with --resource-class-config and run remuda refresh",
         )
 
+    def find_tokens(self, scope: str) -> ScopeTokens | None:
+        return next((item for item in self.tokens if item.scope.lower() == scope.lower()), None)
+
     def tokens_for(self, scope: str) -> ScopeTokens:
-        for candidate in self.tokens:
-            if candidate.scope.lower() == scope.lower():
-                return candidate
+        found = self.find_tokens(scope)
+        if found is not None:
+            return found
         raise UserError(
             f"the pool has no registration token for {scope!r}",
             field="github-scope",

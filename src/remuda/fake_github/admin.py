@@ -61,6 +61,8 @@ class NewSettings(pydantic.BaseModel):
     app_id: str = ""
     app_key: str = ""
     app_owners: list[str] = []
+    runner_groups: list[str] = []
+    supports_disable_update: bool = True
     use_runner_admin_flow: bool = False
 
 

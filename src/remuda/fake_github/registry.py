@@ -19,6 +19,7 @@ from remuda.fake_github.state import (
 
 ACCESS_PREFIX = "github_pat_"
 INSTALLATION_PREFIX = "ghs_"
+DEFAULT_GROUP = "Default"
 DEFAULT_GROUP_ID = 1
 
 
@@ -108,17 +109,20 @@ class Registry:
         default_labels: bool,
         ephemeral: bool,
         replace: bool,
+        group: str = "",
     ) -> RegisteredRunner:
         """Register a runner for `config.sh`. As on GitHub, a replaced runner keeps its id and its old labels."""
         self._check(token, TokenKind.REGISTRATION, scope)
+        group_id = self._group_id(scope, group or DEFAULT_GROUP)
         all_labels = (*DEFAULT_LABELS, *labels) if default_labels else labels
         existing = self.find(scope, name)
         if existing is None:
-            return self._create(scope=scope, name=name, labels=all_labels, ephemeral=ephemeral)
+            return self._create(scope=scope, name=name, labels=all_labels, ephemeral=ephemeral, group_id=group_id)
         if not replace:
             raise ApiError(409, f"A runner exists with the same name {name}.")
         existing.labels = _distinct((*existing.labels, *all_labels))
         existing.ephemeral = ephemeral
+        existing.group_id = group_id
         self._state.renew_secret(existing, self._state.clock.token("rs_"))
         self.close_session(existing)
         return existing
@@ -126,7 +130,21 @@ class Registry:
     def register_jit(self, *, scope: str, name: str, labels: tuple[str, ...], group_id: int) -> RegisteredRunner:
         if self.find(scope, name) is not None:
             raise ApiError(409, "Already exists - A runner with the name already exists.")
+        if group_id not in self.groups(scope).values():
+            raise ApiError(404, "Not Found")
         return self._create(scope=scope, name=name, labels=labels, ephemeral=True, group_id=group_id)
+
+    def groups(self, scope: str) -> dict[str, int]:
+        """The ids of runner groups by name. Repositories have the default group only."""
+        names = () if "/" in scope else self._state.settings.runner_groups
+        return {name: number for number, name in enumerate((DEFAULT_GROUP, *names), start=DEFAULT_GROUP_ID)}
+
+    def _group_id(self, scope: str, name: str) -> int:
+        for known, group_id in self.groups(scope).items():
+            if known.lower() == name.lower():
+                return group_id
+        # The runner's message; it reads the list of groups itself.
+        raise ApiError(422, f'Could not find any self-hosted runner group named "{name}".')
 
     def remove(self, *, scope: str, token: str, runner_id: int) -> None:
         """Remove a runner for `config.sh remove`."""

@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from remuda.fake_github.app_state import AppState, FaultKind, Snapshot, bearer, json_body
+from remuda.fake_github.registry import DEFAULT_GROUP_ID
 from remuda.fake_github.state import READ_ONLY_LABELS, ApiError, RegisteredRunner, TokenKind
 
 MAX_PER_PAGE = 100
@@ -36,11 +37,15 @@ def routes(app: AppState) -> list[BaseRoute]:
         ("GET", "/{runner_id}", "get", rest.get_runner),
         ("DELETE", "/{runner_id}", "delete", rest.delete_runner),
     ]
+    groups = rest.endpoint("runner-groups", rest.list_groups)
     return [
-        Route(f"{prefix}{scope}/actions/runners{path}", rest.endpoint(name, answer), methods=[method])
-        for prefix in PREFIXES
-        for scope in SCOPES
-        for method, path, name, answer in operations
+        *(Route(f"{prefix}/orgs/{{org}}/actions/runner-groups", groups, methods=["GET"]) for prefix in PREFIXES),
+        *(
+            Route(f"{prefix}{scope}/actions/runners{path}", rest.endpoint(name, answer), methods=[method])
+            for prefix in PREFIXES
+            for scope in SCOPES
+            for method, path, name, answer in operations
+        ),
     ]
 
 
@@ -94,6 +99,16 @@ class RunnersRest:
         return JSONResponse(
             {"runner": self.document(runner), "encoded_jit_config": _b64(json.dumps(packed))}, status_code=201
         )
+
+    def list_groups(self, request: Request, scope: str, _body: dict[str, Any]) -> Response:
+        groups = [_group(scope, name, group_id) for name, group_id in self._core.registry.groups(scope).items()]
+        per_page = min(_positive(request, "per_page", DEFAULT_PER_PAGE), MAX_PER_PAGE)
+        page = _positive(request, "page", 1)
+        shown = groups[(page - 1) * per_page : page * per_page]
+        response = JSONResponse({"total_count": len(groups), "runner_groups": shown})
+        if link := _link(request, page=page, last=max(1, -(-len(groups) // per_page))):
+            response.headers["link"] = link
+        return response
 
     def list_runners(self, request: Request, scope: str, _body: dict[str, Any]) -> Response:
         runners = self._listed(scope)
@@ -231,6 +246,20 @@ def timestamp(at: float | None) -> str | None:
         return None
     moment = dt.datetime.fromtimestamp(at, tz=dt.UTC)
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _group(scope: str, name: str, group_id: int) -> dict[str, Any]:
+    return {
+        "id": group_id,
+        "name": name,
+        "visibility": "all",
+        "default": group_id == DEFAULT_GROUP_ID,
+        "runners_url": f"https://api.github.com/orgs/{scope}/actions/runner-groups/{group_id}/runners",
+        "inherited": False,
+        "allows_public_repositories": False,
+        "restricted_to_workflows": False,
+        "selected_workflows": [],
+    }
 
 
 def _scope(request: Request) -> str:

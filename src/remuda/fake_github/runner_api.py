@@ -65,11 +65,14 @@ class RunnerApi:
             default_labels=bool(body.get("default_labels", True)),
             ephemeral=bool(body.get("ephemeral", False)),
             replace=bool(body.get("replace", False)),
+            group=str(body.get("group") or ""),
         )
         files = runner_files(runner, server_url=f"{url.scheme}://{url.netloc}", work=str(body.get("work") or "_work"))
-        if self._core.state.settings.use_runner_admin_flow:
+        settings = self._core.state.settings
+        if settings.use_runner_admin_flow:
             files[".runner"]["useRunnerAdminFlow"] = True
-        return JSONResponse({"files": files}, status_code=201)
+        disable_update = settings.supports_disable_update and bool(body.get("disable_update"))
+        return JSONResponse({"files": files, "disable_update": disable_update}, status_code=201)
 
     async def remove(self, request: Request) -> Response:
         body = await json_body(request)

@@ -78,6 +78,10 @@ class FakeGitHubSettings:
     rate_limit: int = 15_000
     #: Whether requests above the limit are rejected.
     enforce_rate_limit: bool = False
+    #: Runner groups of every organization besides its default group. The first has id 2.
+    runner_groups: tuple[str, ...] = ()
+    #: Whether runners may be registered with `--disableupdate`. Older GitHub Enterprise Servers refuse it.
+    supports_disable_update: bool = True
     #: The GitHub App: its id, its public key (PEM), and the owners that have installed it.
     app_id: str = ""
     app_key: str = ""
@@ -325,9 +329,14 @@ class DocumentStore:
 
 
 def settings_from(document: Document) -> FakeGitHubSettings:
-    known, owners = document.get("known_scopes"), document.get("app_owners", ())
+    known = document.get("known_scopes")
     return FakeGitHubSettings(
-        **{**document, "known_scopes": None if known is None else tuple(known), "app_owners": tuple(owners)}
+        **{
+            **document,
+            "known_scopes": None if known is None else tuple(known),
+            "app_owners": tuple(document.get("app_owners", ())),
+            "runner_groups": tuple(document.get("runner_groups", ())),
+        }
     )
 
 

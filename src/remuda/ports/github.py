@@ -6,12 +6,14 @@ A scope is an organisation or a repository as owner/repo. Lists lag, and the `bu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+from remuda.domain.errors import UserError
 from remuda.domain.instance import Credential
+from remuda.domain.pool_config import DEFAULT_GROUP_ID
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +38,14 @@ class Deletion(Enum):
     BUSY = "busy"
 
 
+def missing_group(scope: str, name: str, known: Iterable[str]) -> UserError:
+    return UserError(
+        f"{scope} has no runner group {name!r}",
+        field="runner-group",
+        fix=f"set runner-group to one of {', '.join(sorted(known))}",
+    )
+
+
 class GitHub(Protocol):
     """All methods raise `UserError` for a rejected credential or permission, `Throttled` and `Unavailable`."""
 
@@ -45,8 +55,14 @@ class GitHub(Protocol):
 
     async def removal_token(self, scope: str) -> Credential: ...
 
-    async def jit_config(self, scope: str, *, name: str, labels: Sequence[str]) -> JitRunner:
+    async def jit_config(
+        self, scope: str, *, name: str, labels: Sequence[str], group_id: int = DEFAULT_GROUP_ID
+    ) -> JitRunner:
         """Create a just-in-time registration. Raises `Conflict` if the name exists."""
+        ...
+
+    async def runner_group_id(self, scope: str, name: str) -> int:
+        """The id of a runner group of an organisation. Raises `UserError` if there is none of this name."""
         ...
 
     async def list_runners(self, scope: str) -> Sequence[GitHubRunner]:

@@ -99,6 +99,12 @@ def desired(settings: Settings, *, pool: str) -> DesiredConfig:
             field="--github-scope",
             fix="give the organization or owner/repo that runners register in",
         )
+    if settings.runner_group and "/" in settings.github_scope:
+        raise UserError(
+            f"runner-group is {settings.runner_group!r}, but {settings.github_scope} is a repository without groups",
+            field=settings.shown("runner_group"),
+            fix="set github-scope to the organization, or remove runner-group",
+        )
     launch = settings.launch_options()
     if settings.backend == "aws":
         from remuda.adapters.aws.ec2.options import Ec2LaunchOptions  # noqa: PLC0415 - slow to import
@@ -111,6 +117,7 @@ def desired(settings: Settings, *, pool: str) -> DesiredConfig:
         max_instances=settings.max_instances,
         github_url=_registration_url(settings),
         scope=settings.github_scope,
+        runner_group=settings.runner_group,
         launch=launch,
         reuse=settings.reuse,
     )

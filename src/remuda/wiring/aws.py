@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from functools import partial
 
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.config.declaration import variable
@@ -45,7 +46,12 @@ async def open_aws(
     settings: Settings, event_log: EventLog, system: SystemPorts, *, needs_github: bool
 ) -> AsyncIterator[Backend]:
     with aws_libraries():
-        from remuda.adapters.aws.clients import AwsClients, agent_environment_from, config  # noqa: PLC0415 - see above
+        from remuda.adapters.aws.clients import (  # noqa: PLC0415 - see above
+            AwsClients,
+            agent_environment_from,
+            config,
+            read_parameter,
+        )
         from remuda.adapters.aws.dynamodb.keys import role_key_prefix  # noqa: PLC0415 - see above
         from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore  # noqa: PLC0415 - see above
         from remuda.adapters.aws.ec2.calls import client_config  # noqa: PLC0415 - see above
@@ -79,6 +85,7 @@ async def open_aws(
             clock=clock,
             ids=ids,
             calls=calls,
+            read_parameter=partial(read_parameter, clients),
             agent_environment=agent_environment_from(os.environ) | agent_log_environment(settings),
         )
         stack.push_async_callback(compute.close)

@@ -1,4 +1,4 @@
-"""The EC2, IAM and STS test server (moto), and a fixture with a client and `Ec2Compute` on it."""
+"""The EC2, IAM, Systems Manager and STS test server (moto), and a fixture with a client and `Ec2Compute` on it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import atexit
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -89,8 +89,8 @@ class Ec2Server:
         return fields
 
     def environment(self) -> dict[str, str]:
-        """Variables with which a process uses this server for EC2, IAM and STS."""
-        return {f"AWS_ENDPOINT_URL_{service}": self.url for service in ("EC2", "IAM", "STS")}
+        """Variables with which a process uses this server for EC2, IAM, Systems Manager and STS."""
+        return {f"AWS_ENDPOINT_URL_{service}": self.url for service in ("EC2", "IAM", "SSM", "STS")}
 
     def client(self) -> AbstractAsyncContextManager[EC2Client]:
         return aws_client("ec2", self.url, config=slow_server_config())
@@ -169,13 +169,25 @@ class Ec2Fixture:
     options: dict[str, str]
     calls: CallCounter
     clock: AdjustableClock
+    #: Systems Manager parameters.
+    parameters: dict[str, str] = field(default_factory=dict)
 
     @property
     def subnets(self) -> list[str]:
         return self.options["subnet-ids"].split(",")
 
     def compute(self, pool: str = "pool") -> Ec2Compute:
-        return Ec2Compute(client=self.client, pool=pool, clock=self.clock, ids=SystemIds(), calls=self.calls)
+        async def read_parameter(name: str) -> str:
+            return self.parameters[name]
+
+        return Ec2Compute(
+            client=self.client,
+            pool=pool,
+            clock=self.clock,
+            ids=SystemIds(),
+            calls=self.calls,
+            read_parameter=read_parameter,
+        )
 
     async def prepared_compute(self, pool: str = "pool") -> Ec2Compute:
         compute = self.compute(pool)
@@ -202,6 +214,14 @@ class Ec2Fixture:
 
     async def instances(self) -> list[dict[str, Any]]:
         return list((await describe_instances(self.client)).values())
+
+    async def subnet_in(self, zone_of: str, *, prefix: int) -> str:
+        """A new subnet in the zone of another one, with 2 ** (32 - prefix) addresses."""
+        (known,) = (await self.client.describe_subnets(SubnetIds=[zone_of]))["Subnets"]
+        made = await self.client.create_subnet(
+            VpcId=known["VpcId"], CidrBlock=f"172.31.192.0/{prefix}", AvailabilityZone=known["AvailabilityZone"]
+        )
+        return made["Subnet"]["SubnetId"]
 
     async def launch_foreign_instance(self) -> str:
         """Launch an instance that belongs to no pool."""

@@ -1,5 +1,9 @@
 """The EC2 test server: moto behind a layer that adds attribute-based fleets, client tokens, capacity, faults and lag.
 
+Like EC2, it rejects a fleet with two subnets of one zone and a root volume that is smaller than the image, and it
+ignores types that cost over 20 % more than the cheapest one, unless the request lifts price protection. A mapping for
+another device than the root device of the image is an error here; EC2 would attach a second volume.
+
 Runs in the interpreter of moto's own virtualenv, prints its port, and exits at the end of its standard input.
 POST /_shim takes a JSON object of:
   capacity       {"subnet-1" | "c6i.large" | "spot" | "subnet-1 c6i.large": number of instances that it still provides}
@@ -35,22 +39,24 @@ Answer = tuple[str, bytes]
 
 XML = [("Content-Type", "text/xml")]
 NAMESPACE = "http://ec2.amazonaws.com/doc/2016-11-15/"
-#: Instance type, vCPU, MiB, architecture, GPUs; cheapest first.
+#: Instance type, vCPU, MiB, USD per hour, architecture, GPUs; cheapest first.
 CATALOGUE = (
     *(
-        (f"{family}.{size}", cpu, cpu * gib * 1024, architecture, 0)
+        (f"{family}.{size}", cpu, cpu * gib * 1024, cpu * price, architecture, 0)
         for size, cpu in (("large", 2), ("xlarge", 4), ("2xlarge", 8))
-        for family, gib, architecture in (
-            ("c6i", 2, "x86_64"),
-            ("m6i", 4, "x86_64"),
-            ("r6i", 8, "x86_64"),
-            ("c7g", 2, "arm64"),
+        for family, gib, price, architecture in (
+            ("c7g", 2, 0.0363, "arm64"),
+            ("c6i", 2, 0.0425, "x86_64"),
+            ("m6i", 4, 0.048, "x86_64"),
+            ("r6i", 8, 0.063, "x86_64"),
         )
     ),
-    ("g5.xlarge", 4, 16 * 1024, "x86_64", 1),
-    ("g5.12xlarge", 48, 192 * 1024, "x86_64", 4),
-    ("m6i.24xlarge", 96, 384 * 1024, "x86_64", 0),
+    ("g5.xlarge", 4, 16 * 1024, 1.006, "x86_64", 1),
+    ("m6i.24xlarge", 96, 384 * 1024, 4.608, "x86_64", 0),
+    ("g5.12xlarge", 48, 192 * 1024, 5.672, "x86_64", 4),
 )
+#: EC2's default of OnDemandMaxPricePercentageOverLowestPrice.
+PRICE_PROTECTION = 20
 #: Resources that can be tagged by each action (API references of CreateFleet and RunInstances).
 TAGGABLE = {
     "CreateFleet": {"fleet", "instance", "volume"},
@@ -124,6 +130,8 @@ class Ec2Shim:
                 return "400 BAD", _error(
                     "InvalidParameterValue", f"'{kind}' is not a valid taggable resource type for this operation."
                 )
+        if action == "CreateFleet" and (rejection := self._invalid_fleet(environ, dict(form))):
+            return "400 BAD", rejection
         if action == "CreateFleet" and dict(form).get("DryRun") == "true":
             return "412 DRY", _error("DryRunOperation", "Request would have succeeded, but DryRun flag is set.")
         if action == "CreateFleet":
@@ -150,6 +158,38 @@ class Ec2Shim:
 
     # Fleets
 
+    def _invalid_fleet(self, environ: Environ, values: dict[str, str]) -> bytes:
+        """The error for two overrides with the same instance pool (type and zone), or nothing."""
+        zones = self._pairs(environ, "DescribeSubnets", {}, "subnetId", "availabilityZone")
+        pools = [(zones.get(subnet, subnet), kind) for subnet, kind in self._choices(environ, values)]
+        if len(set(pools)) == len(pools):
+            return b""
+        return _error("InvalidFleetConfig", "The fleet configuration contains duplicate instance pools.")
+
+    def _invalid_volume(self, environ: Environ, values: dict[str, str]) -> tuple[str, str] | None:
+        """The error for a mapping that is not the root device, or smaller than the snapshot of the image, or None."""
+        data = self._template(environ, values)
+        device, size = _found("deviceName", data), _found("volumeSize", data)
+        if not device or not size:
+            return None
+        image = self._image(environ, values)
+        root = _found("rootDeviceName", image)
+        if device != root:
+            return "InvalidBlockDeviceMapping", f"{device} is mapped, but the root device of the image is {root}"
+        sizes = dict(re.findall(r"<deviceName>(.*?)</deviceName>.*?<volumeSize>(.*?)</", image.decode(), re.DOTALL))
+        needed = int(sizes.get(device, 0))
+        if int(size) >= needed:
+            return None
+        message = f"Volume of size {size}GB is smaller than snapshot 'snap-1', expect size >= {needed}GB"
+        return "InvalidBlockDeviceMapping", message
+
+    def _pairs(self, environ: Environ, action: str, parameters: dict[str, str], key: str, value: str) -> dict[str, str]:
+        """Two fields of each item that a Describe call returns."""
+        _, answer = self._call_moto(environ, [("Action", action), *parameters.items()])
+        text = answer.decode()
+        keys, found = (re.findall(rf"<{name}>(.*?)</{name}>", text) for name in (key, value))
+        return dict(zip(keys, found, strict=False))
+
     def _create_fleet(self, environ: Environ, form: list[tuple[str, str]]) -> Answer:
         values = dict(form)
         token = values.get("ClientToken", "")
@@ -172,9 +212,12 @@ class Ec2Shim:
         wanted = int(values["TargetCapacitySpecification.TotalTargetCapacity"])
         made: dict[tuple[str, str], list[str]] = {}
         refused: list[tuple[str, str, str, str]] = []
-        pairs = _choices(values, self._architecture(environ, values))
+        pairs = self._choices(environ, values)
         if not pairs:
             refused.append(("", "", "InvalidFleetConfiguration", "No instance type matches the requirements."))
+        invalid = self._invalid_volume(environ, values)
+        if invalid is not None:
+            return {}, [("", "", *invalid)]
         for subnet, kind in pairs:
             missing = wanted - sum(map(len, made.values()))
             if missing == 0:
@@ -191,16 +234,23 @@ class Ec2Shim:
                 refused.append((subnet, kind, "InsufficientInstanceCapacity", message))
         return made, refused
 
-    def _architecture(self, environ: Environ, values: dict[str, str]) -> str:
-        """The architecture of the image: that of the first override, or else that of the launch template."""
-        config = "LaunchTemplateConfigs.1"
-        image = values.get(f"{config}.Overrides.1.ImageId", "")
-        if not image:
-            name = values[f"{config}.LaunchTemplateSpecification.LaunchTemplateName"]
-            form = [("LaunchTemplateName", name), ("LaunchTemplateVersion.1", "$Default")]
-            image = _found("imageId", self._describe(environ, "DescribeLaunchTemplateVersions", form))
-        filtered = [("Filter.1.Name", "image-id"), ("Filter.1.Value.1", image)]
-        return _found("architecture", self._describe(environ, "DescribeImages", filtered))
+    def _choices(self, environ: Environ, values: dict[str, str]) -> list[tuple[str, str]]:
+        return _choices(values, _found("architecture", self._image(environ, values)))
+
+    def _image(self, environ: Environ, values: dict[str, str]) -> bytes:
+        """The image: that of the first override, or else that of the launch template."""
+        name = values.get("LaunchTemplateConfigs.1.Overrides.1.ImageId", "")
+        form = [
+            ("Filter.1.Name", "image-id"),
+            ("Filter.1.Value.1", name or _found("imageId", self._template(environ, values))),
+        ]
+        return self._describe(environ, "DescribeImages", form)
+
+    def _template(self, environ: Environ, values: dict[str, str]) -> bytes:
+        """The default version of the launch template."""
+        name = values["LaunchTemplateConfigs.1.LaunchTemplateSpecification.LaunchTemplateName"]
+        form = [("LaunchTemplateName", name), ("LaunchTemplateVersion.1", "$Default")]
+        return self._describe(environ, "DescribeLaunchTemplateVersions", form)
 
     def _describe(self, environ: Environ, action: str, form: list[tuple[str, str]]) -> bytes:
         return self._call_moto(environ, [("Action", action), ("Version", "2016-11-15"), *form])[1]
@@ -242,20 +292,32 @@ def _choices(values: dict[str, str], architecture: str) -> list[tuple[str, str]]
         found = _OVERRIDE.fullmatch(key)
         if found:
             overrides.setdefault(int(found[1]), {})[found[2]] = value
-    pairs = []
-    for kind, cpu, mmem, its_architecture, gpus in CATALOGUE:
-        for _, override in sorted(overrides.items()):
-            allowed = [value for key, value in override.items() if _ALLOWED.fullmatch(key)]
-            needs = {key.removeprefix("InstanceRequirements."): value for key, value in override.items()}
-            if (
-                int(needs["VCpuCount.Min"]) <= cpu <= int(needs.get("VCpuCount.Max", cpu))
-                and mmem >= int(needs["MemoryMiB.Min"])
-                and gpus >= int(needs.get("AcceleratorCount.Min", 0))
-                and architecture in {its_architecture, ""}
-                and (not allowed or any(fnmatch.fnmatchcase(kind, pattern) for pattern in allowed))
-            ):
-                pairs.append((override["SubnetId"], kind))
-    return pairs
+    kinds = {number: _kinds(each, _usage(values), architecture) for number, each in sorted(overrides.items())}
+    return [
+        (overrides[number]["SubnetId"], kind)
+        for kind, *_ in CATALOGUE
+        for number, known in kinds.items()
+        if kind in known
+    ]
+
+
+def _kinds(override: dict[str, str], usage: str, architecture: str) -> set[str]:
+    """The instance types that an override selects. Price protection of spot instances is not modelled."""
+    needs = {key.removeprefix("InstanceRequirements."): value for key, value in override.items()}
+    fitting = {
+        kind: price
+        for kind, cpu, mmem, price, its_architecture, gpus in CATALOGUE
+        if int(needs["VCpuCount.Min"]) <= cpu <= int(needs.get("VCpuCount.Max", cpu))
+        and mmem >= int(needs["MemoryMiB.Min"])
+        and gpus >= int(needs.get("AcceleratorCount.Min", 0))
+        and architecture in {its_architecture, ""}
+    }
+    if usage == "on-demand" and fitting:
+        percentage = int(needs.get("OnDemandMaxPricePercentageOverLowestPrice", PRICE_PROTECTION))
+        most = min(fitting.values()) * (1 + percentage / 100)
+        fitting = {kind: price for kind, price in fitting.items() if price <= most}
+    allowed = [value for key, value in override.items() if _ALLOWED.fullmatch(key)]
+    return {kind for kind in fitting if not allowed or any(fnmatch.fnmatchcase(kind, each) for each in allowed)}
 
 
 def _single(form: list[tuple[str, str]], subnet: str, kind: str, count: int) -> list[tuple[str, str]]:

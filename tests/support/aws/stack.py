@@ -32,7 +32,7 @@ class AwsStack:
     folder: Path
     #: DynamoDB, SQS and Secrets Manager.
     store: Ministack
-    #: EC2, IAM and STS.
+    #: EC2, IAM, Systems Manager and STS.
     ec2: Ec2Server
     github: Endpoint
     #: Launch options for `refresh`: image, subnets, security group, instance profile.
@@ -84,7 +84,7 @@ class AwsStack:
         return asyncio.run(self._call(service, work))
 
     async def _call(self, service: str, work: Callable[[Any], Awaitable[T]]) -> T:
-        url = self.ec2.url if service in {"ec2", "iam", "sts"} else self.store.url
+        url = self.ec2.url if service in {"ec2", "iam", "ssm", "sts"} else self.store.url
         async with aws_client(service, url) as client:
             return await work(client)
 

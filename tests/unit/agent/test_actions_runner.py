@@ -205,6 +205,30 @@ class TestConfigure:
         ):
             assert line in environment
 
+    @pytest.mark.parametrize(
+        ("url", "disables_updates"),
+        [
+            ("https://acme.ghe.com/o/r", True),
+            ("https://github.example.com/o/r", False),
+            ("http://127.0.0.1:3000/o/r", False),
+        ],
+    )
+    async def test_updates_are_not_disabled_on_enterprise_servers(
+        self,
+        folder: Folder,
+        url: str,
+        disables_updates: bool,  # noqa: FBT001
+    ) -> None:
+        """Older ones reject the flag."""
+        assert (await folder.open().register(replace(ASSIGNMENT, url=url))).ok
+        assert ("--disableupdate" in folder.read("arguments")) is disables_updates
+
+    async def test_runner_group_is_passed_in_the_environment(self, folder: Folder) -> None:
+        await folder.open().register(replace(ASSIGNMENT, runner_group="warm ones"))
+        assert "ACTIONS_RUNNER_INPUT_RUNNERGROUP=warm ones" in folder.read("environment").splitlines()
+        await folder.open().register(ASSIGNMENT)
+        assert "RUNNERGROUP" not in folder.read("environment")
+
     async def test_incomplete_registration_is_replaced(self, folder: Folder) -> None:
         folder.behave("[ -e .runner ] && exit 1;" + REGISTER)
         (folder.runner / ".runner").write_text('{"agentName": "old"}')

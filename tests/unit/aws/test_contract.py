@@ -9,7 +9,7 @@ import pytest
 from remuda.adapters.aws.dynamodb import expressions, items
 from remuda.adapters.aws.ec2.create_fleet import client_token, fleet_request, machine_tags
 from remuda.adapters.aws.ec2.options import MAX_GROUPS, MAX_SUBNETS, Ec2LaunchOptions
-from remuda.adapters.aws.ec2.template import template_data, template_name
+from remuda.adapters.aws.ec2.template import RootDevice, template_data, template_name
 from remuda.domain.resources import MAX_PATTERN_TEXT, Architecture, ResourceClass, TypePatterns, UsageClass
 from remuda.domain.signals import MAX_DETAIL, Report, Signal
 from tests.support.aws.contract import ContractViolation, check_request
@@ -27,6 +27,7 @@ OPTIONS = Ec2LaunchOptions.parse(
     }
 )
 POOL = "p" * 20
+ROOT_DEVICE = RootDevice(name="/dev/sda1", gib=8)
 
 
 def fleet(patterns: str = "*", usage: UsageClass = UsageClass.SPOT, **fields: Any) -> dict[str, Any]:
@@ -62,10 +63,10 @@ def test_the_largest_fleet_is_within_the_limits(usage: UsageClass, fields: dict[
 
 
 def test_the_largest_template_is_within_the_limits() -> None:
-    data = template_data(OPTIONS, "x" * 16_384, POOL)
+    data = template_data(OPTIONS, "x" * 16_384, POOL, ROOT_DEVICE)
     parameters = {"LaunchTemplateName": template_name(POOL), "LaunchTemplateData": data}
     check_request("ec2", "CreateLaunchTemplate", parameters)
-    longer = {**parameters, "LaunchTemplateData": template_data(OPTIONS, "x" * 16_385, POOL)}
+    longer = {**parameters, "LaunchTemplateData": template_data(OPTIONS, "x" * 16_385, POOL, ROOT_DEVICE)}
     with pytest.raises(ContractViolation, match="UserData is or has 16385"):
         check_request("ec2", "CreateLaunchTemplate", longer)
 

@@ -1,4 +1,4 @@
-"""Launch options of sandboxes: job image and cache volumes. tests/conformance covers the other options."""
+"""Launch options of sandboxes (job image and cache volumes), and root volumes. tests/conformance covers the others."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from remuda.adapters.aws.ec2.options import MAX_CACHE_PATHS, NAMES, Ec2LaunchOptions
+from remuda.adapters.aws.ec2.template import RootDevice, check_same_root
 from remuda.domain.errors import UserError
 from tests.support.user_data import NEEDED
 
@@ -126,3 +127,12 @@ def test_cache_size_is_a_number_of_gib() -> None:
 def test_every_launch_option_is_a_documented_setting(name: str) -> None:
     reference = (Path(__file__).parents[3] / "docs" / "reference" / "settings.md").read_text(encoding="utf-8")
     assert f"| `{name}` |" in reference
+
+
+def test_the_root_volume_must_fit_the_images_of_classes() -> None:
+    pool, large = RootDevice(name="/dev/xvda", gib=8), RootDevice(name="/dev/xvda", gib=50)
+    check_same_root("an image", pool, pool, parse().volume, field="ami")
+    check_same_root("an image", large, pool, parse(volume_size_gib="50").volume, field="ami")
+    with pytest.raises(UserError, match="root volume of 50 GiB, and the volumes of the pool have 30 GiB") as caught:
+        check_same_root("an image", large, pool, parse().volume, field="ami")
+    assert caught.value.field == "volume-size-gib"

@@ -21,6 +21,7 @@ from remuda.aws_lambda.handler import (
     emf_line,
     handler,
     parse_event,
+    parse_variables,
 )
 from remuda.domain.errors import InvariantViolated, Partial, TimedOut, UserError
 from remuda.domain.instance import RetireReason
@@ -241,3 +242,41 @@ def test_emf_line_is_valid_for_any_input(pool: str, command: str, values: dict[s
     line = emf_line(measures, at=datetime(2026, 1, 1, tzinfo=UTC), pool=pool, command=command, facts={"request": fact})
     assert len(line.splitlines()) == 1
     check_emf(json.loads(line))
+
+
+# Settings -----------------------------------------------------------------------------------------------------------
+
+
+def test_variables_of_a_parameter() -> None:
+    text = 'REMUDA_AMI=ami-1\nREMUDA_KEY_NAME=\nREMUDA_RESOURCE_CLASS_CONFIG={\n "large": {}\n}\nREMUDA_POOL=a=b'
+    assert parse_variables(text) == {
+        "REMUDA_AMI": "ami-1",
+        "REMUDA_KEY_NAME": "",
+        "REMUDA_RESOURCE_CLASS_CONFIG": '{\n "large": {}\n}',
+        "REMUDA_POOL": "a=b",
+    }
+    assert parse_variables("") == {}
+
+
+def test_settings_come_from_the_parameter_that_the_environment_names(
+    monkeypatch: pytest.MonkeyPatch, replace_refresh: Any
+) -> None:
+    """The environment has priority."""
+    names: list[str] = []
+    found: list[Any] = []
+
+    async def read_parameter(_clients: Any, name: str) -> str:
+        names.append(name)
+        return "REMUDA_KEY_NAME=people\nREMUDA_POOL=other\nREMUDA_GITHUB_SCOPE=octo\nREMUDA_AMI="
+
+    async def work(settings: Any, *_: Any) -> LambdaOutcome:
+        found.append((settings.pool, settings.key_name, settings.github_scope, settings.ami))
+        return LambdaOutcome(document={})
+
+    monkeypatch.setattr(lambda_handler, "read_parameter", read_parameter)
+    monkeypatch.setenv("REMUDA_SETTINGS_PARAMETER", "/remuda/ci/settings")
+    monkeypatch.setenv("REMUDA_POOL", "ci")
+    replace_refresh(work)
+    handler({"command": "refresh"}, InvocationContext())
+    assert names == ["/remuda/ci/settings"]
+    assert found == [("ci", "people", "octo", "")]

@@ -13,6 +13,7 @@ from remuda.config.declaration import flag
 from remuda.config.settings import AWS_MARGIN_S, LOCAL_MARGIN_S, SETTINGS
 from remuda.config.sources import load
 from remuda.domain.errors import UserError
+from remuda.wiring import desired
 
 WEEK_S, DAY_S = 604_800, 86_400
 
@@ -171,3 +172,11 @@ def test_launch_options_contain_only_values_that_are_set() -> None:
     assert load({}, environ={}).launch_options() == {}
     options = load({"boot_delay_sec": "1.5", "pre_runner_script": "true"}, environ={}).launch_options()
     assert options == {"boot-delay-s": "1.5", "pre-runner-script": "true"}
+
+
+def test_runner_group_requires_an_organization() -> None:
+    settings = load({"github_scope": "octo/repo", "runner_group": "warm"}, environ={})
+    with pytest.raises(UserError, match="runner-group is 'warm', but octo/repo is a repository") as caught:
+        desired(settings, pool="default")
+    assert caught.value.field == "--runner-group"
+    assert "github-scope" in caught.value.fix

@@ -40,6 +40,37 @@ async def test_second_refresh_changes_nothing(world: PoolWorld) -> None:
     assert not result.errors
 
 
+async def test_runner_group_is_stored_with_the_tokens_of_its_scope(world: PoolWorld) -> None:
+    world.github.groups["warm"] = 7
+    result = await world.configure(runner_group="warm")
+    assert result.applied == (f"tokens for {SCOPE}, runner group warm",)
+    assert [(each.runner_group, each.runner_group_id) for each in config(world).tokens] == [("warm", 7)]
+    assert (await world.configure(runner_group="warm")).applied == ()
+    await world.pass_time(3_600)
+    assert [(each.runner_group, each.runner_group_id) for each in config(world).tokens] == [("warm", 7)]
+    assert (await world.configure()).applied == (f"tokens for {SCOPE}",)
+    assert [each.runner_group for each in config(world).tokens] == [""]
+
+
+async def test_unknown_runner_group_is_rejected(world: PoolWorld) -> None:
+    with pytest.raises(UserError, match="has no runner group 'cold'") as caught:
+        await world.configure(runner_group="cold")
+    assert (caught.value.field, caught.value.fix) == ("runner-group", "set runner-group to one of Default")
+
+
+@pytest.mark.parametrize("ephemeral", [False, True])
+async def test_runners_join_the_group_of_the_pool(world: PoolWorld, ephemeral: bool) -> None:  # noqa: FBT001
+    world.github.groups["warm"] = 7
+    await world.configure(runner_group="warm")
+    process = world.process(credentialed=True)
+    (item,) = (await world.provision(ephemeral=ephemeral, process=process)).instances
+    if ephemeral:
+        assert [runner.group_id for runner in world.github.runners.values()] == [7]
+    record = world.record(item.instance.instance_id)
+    assert record.assignment is not None
+    assert record.assignment.runner_group == "warm"
+
+
 async def test_changed_settings_are_applied_and_reported(world: PoolWorld) -> None:
     result = await world.configure(lifetimes=replace(LIFETIMES, idle_time_s=33.0), max_instances=7)
     assert sorted(result.applied) == ["idle-time-sec", "max-instances"]

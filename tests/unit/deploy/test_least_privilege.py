@@ -69,6 +69,10 @@ class Place:
         return self.arn("secretsmanager", f"secret:remuda/{self.pool}/github-AbCdEf")
 
     @property
+    def volume_key(self) -> str:
+        return self.arn("kms", f"key/{self.pool}")
+
+    @property
     def tags(self) -> dict[str, Value]:
         """Tags of its instances and its launch template."""
         return {
@@ -177,15 +181,22 @@ def parameters_of(place: Place) -> dict[str, Any]:
         "Repositories": [REPOSITORY],
         "Environments": [""],
         "RefreshRepository": REPOSITORY,
+        "VolumeKmsKey": place.volume_key,
         "Branch": BRANCH,
         "OidcProviderArn": place.arn("iam", f"oidc-provider/{GITHUB}"),
     }
 
 
+def policy_name(reference: Mapping[str, Any]) -> str:
+    """The policy of a reference, also if the reference has a condition."""
+    _, there, _ = reference.get("Fn::If", ("", reference, {}))
+    return str(there["Ref"])
+
+
 @cache
 def policies_of(role: str, place: Place) -> list[dict[str, Any]]:
     """The policies of a role in the stack of this place."""
-    names = [each["Ref"] for each in TEMPLATE[role]["Properties"]["ManagedPolicyArns"]]
+    names = [policy_name(each) for each in TEMPLATE[role]["Properties"]["ManagedPolicyArns"]]
     return [resolved(TEMPLATE[name]["Properties"]["PolicyDocument"], parameters_of(place)) for name in names]
 
 
@@ -200,7 +211,7 @@ def test_roles_have_nothing_but_the_policies_of_the_template():
         properties = TEMPLATE[role]["Properties"]
         assert "Policies" not in properties
         for each in properties["ManagedPolicyArns"]:
-            assert TEMPLATE[each["Ref"]]["Type"] == "AWS::IAM::ManagedPolicy"
+            assert TEMPLATE[policy_name(each)]["Type"] == "AWS::IAM::ManagedPolicy"
     # No resource policy (queue, table, secret) grants anything.
     for resource in TEMPLATE.values():
         assert resource["Type"] not in {"AWS::SQS::QueuePolicy", "AWS::IAM::Policy", "AWS::IAM::User"}
@@ -210,7 +221,9 @@ def test_roles_have_nothing_but_the_policies_of_the_template():
 # Requests -------------------------------------------------------------------------------------------------------------
 
 
-def at(action: str, of: Place, by: Place) -> Iterator[tuple[str, Mapping[str, Value]]]:
+def at(  # noqa: PLR0912 - one branch per service
+    action: str, of: Place, by: Place
+) -> Iterator[tuple[str, Mapping[str, Value]]]:
     """Resources of a place that an action applies to, each with its context."""
     service, _, name = action.partition(":")
     if service == "dynamodb":
@@ -239,6 +252,9 @@ def at(action: str, of: Place, by: Place) -> Iterator[tuple[str, Mapping[str, Va
         yield from ((of.arn("logs", f"log-group:/remuda/{of.pool}/{who}:log-stream:1"), {}) for who in SCHEDULED)
     elif service == "ssm":
         yield of.arn("ssm", f"parameter/remuda/{of.pool}/ami"), {}
+        yield of.arn("ssm", f"parameter/remuda/{of.pool}/settings"), {}
+    elif service == "kms":
+        yield of.volume_key, {"kms:ViaService": f"ec2.{of.region}.amazonaws.com", "kms:GrantIsForAWSResource": "true"}
     else:
         # Describe calls, which have no resources, and calls that create resources.
         assert action in CREATE_ACTIONS or name.startswith("Describe"), f"nothing to try {action} on"

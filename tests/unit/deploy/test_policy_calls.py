@@ -22,10 +22,17 @@ ACCOUNT, REGION, POOL = "123456789012", "eu-central-1", "ci"
 INSTANCE = "i-0123456789abcdef0"
 USER_ID = f"AROA{'A' * 17}:{INSTANCE}"
 KEYS = items.ItemKeys(prefix=USER_ID.removesuffix(INSTANCE))
+VOLUME_KEY = f"arn:aws:kms:{REGION}:{ACCOUNT}:key/11111111-2222-3333-4444-555555555555"
 CREDENTIAL = f"arn:aws:secretsmanager:{REGION}:{ACCOUNT}:secret:github-AbCdEf"
 POLICIES = {
     policy.name: fill_placeholders(
-        policy, pool=POOL, account=ACCOUNT, region=REGION, environment=POOL, credential=CREDENTIAL
+        policy,
+        pool=POOL,
+        account=ACCOUNT,
+        region=REGION,
+        environment=POOL,
+        credential=CREDENTIAL,
+        volume_key=VOLUME_KEY,
     )
     for policy in policies()
 }
@@ -52,7 +59,14 @@ CALLS = {
     "workflow": {
         "dynamodb": {"BatchGetItem", "BatchWriteItem", "GetItem", "PutItem", "Query", "UpdateItem"},
         # EC2 requires RunInstances for CreateFleet; the doctor makes a dry run of it.
-        "ec2": {"CreateFleet", "DescribeInstances", "DescribeTags", "RunInstances", "TerminateInstances"},
+        "ec2": {
+            "CreateFleet",
+            "DescribeInstances",
+            "DescribeSubnets",
+            "DescribeTags",
+            "RunInstances",
+            "TerminateInstances",
+        },
         "iam": set[str](),
         "sqs": {
             *("ChangeMessageVisibilityBatch", "DeleteMessageBatch", "GetQueueAttributes", "GetQueueUrl"),
@@ -227,14 +241,34 @@ def test_a_function_may_write_only_its_own_log(who):
     for action in ("logs:CreateLogStream", "logs:PutLogEvents"):
         for group, is_allowed in ((who, True), (other, False), ("agent", False)):
             stream = arn("logs", f"log-group:/remuda/{POOL}/{group}:log-stream:1")
-            assert allows(POLICIES[f"{who}-logs"], request(action, stream)) is is_allowed
+            assert allows(POLICIES[f"{who}-function"], request(action, stream)) is is_allowed
 
 
 @pytest.mark.parametrize("parameter", ["/aws/service/ami-amazon-linux-latest/al2023", f"/remuda/{POOL}/ami"])
-def test_a_workflow_may_resolve_images(parameter):
+@pytest.mark.parametrize("who", ["workflow", "refresh"])
+def test_workflows_and_refresh_may_resolve_images(who, parameter):
     account = "" if parameter.startswith("/aws") else ACCOUNT
     lookup = request("ssm:GetParameters", f"arn:aws:ssm:{REGION}:{account}:parameter{parameter}")
-    assert allows(POLICIES["workflow"], lookup)
+    assert allows(POLICIES[who], lookup)
+
+
+@pytest.mark.parametrize("who", ["refresh", "scale-down"])
+def test_a_function_may_read_its_settings(who):
+    lookup = request("ssm:GetParameters", arn("ssm", f"parameter/remuda/{POOL}/settings"))
+    assert allows(POLICIES[f"{who}-function"], lookup)
+
+
+def test_a_launch_may_use_the_key_of_volumes_through_ec2_only():
+    """As AWS documents it: https://docs.aws.amazon.com/ebs/latest/userguide/ebs-encryption-requirements.html."""
+    policy, via = POLICIES["volume-key"], {"kms:ViaService": f"ec2.{REGION}.amazonaws.com"}
+    names = ("Decrypt", "DescribeKey", "GenerateDataKeyWithoutPlaintext", "ReEncryptFrom", "ReEncryptTo")
+    for name in names:
+        assert allows(policy, request(f"kms:{name}", VOLUME_KEY, via))
+        assert not allows(policy, request(f"kms:{name}", VOLUME_KEY))
+        assert not allows(policy, request(f"kms:{name}", f"{VOLUME_KEY}2", via))
+    for is_for_resource in ("true", "false"):
+        grant = request("kms:CreateGrant", VOLUME_KEY, via, {"kms:GrantIsForAWSResource": is_for_resource})
+        assert allows(policy, grant) is (is_for_resource == "true")
 
 
 def test_the_list_of_calls_matches_the_adapters():

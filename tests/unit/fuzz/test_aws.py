@@ -107,7 +107,7 @@ class FuzzedAws:
         return {
             "store": DynamoInstanceStore(client=await self._client("dynamodb"), table="t", **own),
             "pool": SqsResourcePool(client=await self._client("sqs"), prefix="p", **own),
-            "compute": Ec2Compute(client=ec2, pool="p", **own),
+            "compute": Ec2Compute(client=ec2, pool="p", read_parameter=_read_parameter, **own),
             "fleet": Ec2Fleet(client=ec2, environment="e", **own),
             "prices": Ec2SpotPrices(client=ec2, **own),
             "sts": await self._client("sts"),
@@ -178,6 +178,10 @@ def test_html_page_is_not_taken_for_an_empty_table(aws: FuzzedAws, body: bytes) 
     aws.http.status, aws.http.body, aws.http.headers, aws.http.fixed = 200, body, {"content-type": "text/html"}, {}
     for method in ("get", "get_many", "find", "count"):
         assert isinstance(aws.call(METHODS[method][1]), RemudaError), method
+
+
+async def _read_parameter(name: str) -> str:
+    return name
 
 
 async def _machines(ports: dict[str, Any]) -> Any:

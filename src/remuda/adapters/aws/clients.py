@@ -59,6 +59,7 @@ AGENT_VARIABLES = (
     "AWS_USE_FIPS_ENDPOINT",
 )
 SECRETS_MANAGER = "Secrets Manager"
+SYSTEMS_MANAGER = "Systems Manager"
 _MISSING = "ResourceNotFoundException"
 #: The secret is scheduled for deletion.
 _BEING_DELETED = "InvalidRequestException"
@@ -182,6 +183,20 @@ async def read_secret(clients: AwsClients, arn: str, *, key: str, field: str) ->
     except UserError as error:
         raise UserError(error.message, field=field, fix=error.fix) from None
     return _value(_text(answer, arn, field), arn, key, field)
+
+
+async def read_parameter(clients: AwsClients, name: str) -> str:
+    """The value of a Systems Manager parameter: a name, or NAME:VERSION. EC2 reads images with the same call."""
+    client = await clients.client("ssm", SYSTEMS_MANAGER, config())
+    with translated(SYSTEMS_MANAGER, f"parameter {name}"):
+        answer = await await_response(client.get_parameters(Names=[name]))
+    for parameter in answer.get("Parameters", ()):
+        return str(parameter.get("Value", ""))
+    raise UserError(
+        f"Systems Manager parameter {name} does not exist in this region and account",
+        field=name,
+        fix="correct its name, or create it",
+    )
 
 
 def _in_region_of(arn: str) -> AioConfig:

@@ -18,7 +18,7 @@ from remuda.adapters.aws.clients import AwsClients, config
 from remuda.adapters.aws.dynamodb.keys import instance_profile_role, profile_name
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.ec2.compute import Ec2Compute
-from remuda.adapters.aws.ec2.create_fleet import fleet_request
+from remuda.adapters.aws.ec2.create_fleet import fleet_request, one_subnet_per_zone
 from remuda.adapters.aws.ec2.options import AMI, JOB_IMAGE_URL, SECURITY_GROUPS, SUBNETS, Ec2LaunchOptions
 from remuda.adapters.aws.ec2.template import template_name
 from remuda.adapters.aws.sqs import SqsResourcePool
@@ -95,7 +95,7 @@ class AwsDoctor:
             Check(name=NETWORK, run=self._subnets, needs=with_options),
             Check(name="security groups", run=self._groups, needs=with_options),
             Check(name="instance profile", run=self._profile, needs=with_options),
-            Check(name=TEMPLATE, run=self._template, needs=with_options),
+            Check(name=TEMPLATE, run=self._template, needs=(*with_options, IMAGE)),
             Check(name="launch permission", run=self._may_launch, needs=(TEMPLATE, IMAGE, NETWORK)),
             Check(name="terminate permission", run=self._may_terminate, needs=with_credentials),
         )
@@ -154,12 +154,9 @@ class AwsDoctor:
 
     async def _image(self) -> CheckResult:
         options = self._launch_options()
-        if not options.ami.startswith("ami-"):
-            return ok(f"{options.ami}, resolved by EC2 at each launch")
-        images = await self._describe("DescribeImages", "image-id", [options.ami])
-        if not images:
+        image = await (await self._adapters()).compute.find_image(options.ami)
+        if image is None:
             return problem(f"{options.ami} does not exist in this region, or is not shared", f"set another {AMI}")
-        image = images[0]
         if image.get("State") != "available":
             return problem(
                 f"{options.ami} is {image.get('State')}", f"wait until it is available, or set another {AMI}"
@@ -184,8 +181,14 @@ class AwsDoctor:
             return problem(f"no free IP address in {', '.join(full)}", f"add a subnet to {SUBNETS}")
         if full:
             return warning(f"no free IP address in {', '.join(full)}", f"add a subnet to {SUBNETS}")
-        zones = sorted({str(item.get("AvailabilityZone", "")) for item in found.values()})
-        return ok(f"{', '.join(wanted)} in {', '.join(zones)}")
+        used = one_subnet_per_zone([found[name] for name in wanted])
+        used_text = ", ".join(f"{name} in {zone}" for zone, name in sorted(used.items()))
+        unused = [name for name in wanted if name not in used.values()]
+        if unused:
+            return ok(
+                f"{used_text}; not used now: {', '.join(unused)} (one subnet per zone, with the most free addresses)"
+            )
+        return ok(used_text)
 
     async def _groups(self) -> CheckResult:
         options = self._launch_options()
@@ -227,6 +230,8 @@ class AwsDoctor:
         options = self._launch_options()
         # Preferably one with the pool's image, which the launch template names.
         smallest = min(self._classes, key=lambda each: (bool(each.ami), each.cpu))
+        compute = (await self._adapters()).compute
+        subnets = tuple((await compute.subnets_by_zone(options.subnets)).values())
         tags = {POOL_TAG: self._pool, PROVISION_TAG: "doctor"}
         fleet = fleet_request(
             template=template_name(self._pool),
@@ -236,7 +241,7 @@ class AwsDoctor:
                 patterns=smallest.types,
                 tier=Tier.TRUSTED,
             ),
-            subnets=options.subnets,
+            subnets=subnets,
             count=1,
             usage=UsageClass.ON_DEMAND,
             token=DRY_RUN_TOKEN,
@@ -245,7 +250,7 @@ class AwsDoctor:
         single = {
             "LaunchTemplate": {"LaunchTemplateName": template_name(self._pool), "Version": "$Default"},
             "InstanceType": await self._dry_run_type(options, smallest.types),
-            "SubnetId": options.subnets[0],
+            "SubnetId": subnets[0],
             "MinCount": 1,
             "MaxCount": 1,
             # RunInstances does not accept tags of fleets.
@@ -259,8 +264,8 @@ class AwsDoctor:
 
     async def _dry_run_type(self, options: Ec2LaunchOptions, types: TypePatterns) -> str:
         """A type of the class: the policy of workflows allows no others."""
-        images = await self._describe("DescribeImages", "image-id", [options.ami])
-        usual = _DRY_RUN_TYPES.get(str(images[0].get("Architecture", "")) if images else "", _DRY_RUN_TYPES["x86_64"])
+        image = await (await self._adapters()).compute.find_image(options.ami) or {}
+        usual = _DRY_RUN_TYPES.get(str(image.get("Architecture", "")), _DRY_RUN_TYPES["x86_64"])
         if types.matches(usual):
             return usual
         family, size = split_type(types.words[0])

@@ -16,10 +16,11 @@ from remuda.adapters.github.auth import Auth, StaticToken
 from remuda.adapters.github.responses import translate
 from remuda.domain.errors import Conflict, NotFound, RemudaError, Throttled, TimedOut, Unavailable, UserError
 from remuda.domain.instance import Credential
+from remuda.domain.pool_config import DEFAULT_GROUP_ID
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock, Ids, backoff_s, retry
 from remuda.ports.doctor import Check, CheckResult, compare_clocks, ok, problem, warning
-from remuda.ports.github import Deletion, GitHubRunner, JitRunner
+from remuda.ports.github import Deletion, GitHubRunner, JitRunner, missing_group
 
 PER_PAGE = 100
 #: Maximum number of pages read, against Link headers that never end.
@@ -40,6 +41,8 @@ _HEADERS = {
     "X-GitHub-Api-Version": "2022-11-28",
     "User-Agent": "remuda",
 }
+#: Last parts of paths that are operations of their own in the call counts.
+_COUNTED = frozenset({"installation", "runner-groups"})
 ACCESS = "github access"
 #: The doctor warns if less than one part in this many of the hourly rate limit is left.
 LOW_DIVISOR = 10
@@ -75,7 +78,7 @@ class _Request(NamedTuple):
     def name(self) -> str:
         """Name of the operation in the call counts."""
         last = self.path.rsplit("/", 1)[-1]
-        return f"{self.method} {last if self.method == 'POST' or last == 'installation' else 'runners'}"
+        return f"{self.method} {last if self.method == 'POST' or last in _COUNTED else 'runners'}"
 
 
 class _RunnerList(NamedTuple):
@@ -134,8 +137,10 @@ class GitHubClient:
             response = await self._call(scope, "POST", f"{_runners(scope)}/{kind}", idempotent=True)
         return responses.parse_credential(responses.json_object(response), kind)
 
-    async def jit_config(self, scope: str, *, name: str, labels: Sequence[str]) -> JitRunner:
-        body = {"name": name, "runner_group_id": 1, "labels": list(labels)}
+    async def jit_config(
+        self, scope: str, *, name: str, labels: Sequence[str], group_id: int = DEFAULT_GROUP_ID
+    ) -> JitRunner:
+        body = {"name": name, "runner_group_id": group_id, "labels": list(labels)}
         try:
             response = await self._request_jit_config(scope, body)
         except Throttled:
@@ -143,6 +148,23 @@ class GitHubClient:
         except Unavailable:
             response = await self._retry_jit_config(scope, body)
         return responses.parse_jit_runner(responses.json_object(response))
+
+    async def runner_group_id(self, scope: str, name: str) -> int:
+        groups: dict[str, int] = {}
+        for page in range(1, MAX_PAGES + 1):
+            params = {"per_page": str(PER_PAGE), "page": str(page)}
+            with _scope_must_exist(scope):
+                response = await self._call(
+                    scope, "GET", f"/orgs/{scope}/actions/runner-groups", params=params, idempotent=True
+                )
+            groups |= responses.parse_runner_groups(responses.json_object(response))
+            if 'rel="next"' not in response.headers.get("link", ""):
+                break
+        # Like the runner, which compares names without regard to case.
+        for known, group_id in groups.items():
+            if known.lower() == name.lower():
+                return group_id
+        raise missing_group(scope, name, groups)
 
     async def _request_jit_config(self, scope: str, body: Mapping[str, Any]) -> httpx.Response:
         with _scope_must_exist(scope):

@@ -90,6 +90,14 @@ def parse_jit_runner(body: Mapping[str, Any]) -> JitRunner:
     return JitRunner(runner_id=parse_id(body.get("runner"), "JIT configuration's runner"), config=config)
 
 
+def parse_runner_groups(body: Mapping[str, Any]) -> dict[str, int]:
+    """The ids of runner groups by name."""
+    groups = body.get("runner_groups")
+    if not isinstance(groups, list):
+        raise Unavailable("GitHub's list of runner groups has no runner_groups")
+    return {_text(each.get("name")): parse_id(each, "runner group") for each in groups if isinstance(each, dict)}
+
+
 def parse_runner(body: Any) -> GitHubRunner:
     runner_id = parse_id(body, "runner")
     name, status, busy, labels = (body.get(key) for key in ("name", "status", "busy", "labels"))

@@ -222,7 +222,9 @@ class JustInTimeRegistrations:
         assignment = self._plan.assignment(instance.instance_id, instance.epoch)
         name = assignment.runner_name
         try:
-            runner = await self._github.jit_config(self._plan.scope, name=name, labels=assignment.labels)
+            runner = await self._github.jit_config(
+                self._plan.scope, name=name, labels=assignment.labels, group_id=self._plan.runner_group_id
+            )
         except Conflict as conflict:
             # Runner names never recur, so this registration is not ours.
             raise Unavailable(

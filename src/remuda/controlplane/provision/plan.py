@@ -9,7 +9,7 @@ from datetime import timedelta
 from remuda.controlplane.context import Context, read_config
 from remuda.domain.errors import CapacityError, TimedOut, UserError
 from remuda.domain.instance import Assignment, Credential, Instance, RetireReason
-from remuda.domain.pool_config import PoolConfig, runner_name
+from remuda.domain.pool_config import DEFAULT_GROUP_ID, PoolConfig, runner_name
 from remuda.domain.provision import MAX_REASON, Provision, RunnerSource
 from remuda.domain.resources import Reuse, RunnerRequest, Tier, TypePatterns, UsageClass, normalize_repository
 from remuda.domain.timestamps import to_milliseconds
@@ -105,14 +105,21 @@ class ProvisionPlan:
         return RetireReason.NEVER_REUSED if self.request.reuse is Reuse.NEVER else None
 
     def assignment(self, instance_id: str, epoch: int) -> Assignment:
+        tokens = self.config.find_tokens(self.scope)
         return Assignment(
             url=f"{self.config.github_url}/{self.scope}",
             runner_name=runner_name(self.config.pool, epoch, instance_id),
             labels=(self.provision.run_id, self.provision.resource_class),
             repository=self.repository,
+            runner_group=tokens.runner_group if tokens else "",
             tier=self.request.tier,
             credential=self.registration,
         )
+
+    @property
+    def runner_group_id(self) -> int:
+        tokens = self.config.find_tokens(self.scope)
+        return tokens.runner_group_id if tokens else DEFAULT_GROUP_ID
 
 
 def raise_if_past_deadline(context: Context, plan: ProvisionPlan) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from remuda.controlplane.context import Context
 from remuda.controlplane.refresh.result import RefreshResultBuilder
 from remuda.domain.errors import Conflict, RemudaError, UserError
-from remuda.domain.pool_config import PoolConfig, ScopeTokens
+from remuda.domain.pool_config import DEFAULT_GROUP_ID, PoolConfig, ScopeTokens
 from remuda.domain.resources import ResourceClass, Reuse
 from remuda.domain.serialization import to_jsonable
 from remuda.domain.thresholds import Lifetimes
@@ -33,6 +33,8 @@ class DesiredConfig:
     max_instances: int
     github_url: str
     scope: str
+    #: Runner group of the organisation, or empty for its default group.
+    runner_group: str = ""
     launch: Mapping[str, str] = field(default_factory=dict)
     reuse: Reuse = Reuse.SAME_TRUST
 
@@ -45,13 +47,13 @@ async def apply_configuration(context: Context, desired: DesiredConfig, result: 
     result.applied.extend(await context.store.prepare())
     stored = await context.store.get_config()
     tokens: ScopeTokens | None = None
-    if not _are_fresh(context, stored.tokens if stored else (), desired.scope):
-        tokens = await _mint(github, desired.scope)
+    if not _are_fresh(context, stored.tokens if stored else (), desired.scope, desired.runner_group):
+        tokens = await _mint(github, desired.scope, desired.runner_group)
     await _prepare(context, desired, result)
     for _ in range(CONFIG_WRITE_ATTEMPTS):
         stored_tokens = stored.tokens if stored else ()
-        if tokens is None and not _are_fresh(context, stored_tokens, desired.scope):
-            tokens = await _mint(github, desired.scope)
+        if tokens is None and not _are_fresh(context, stored_tokens, desired.scope, desired.runner_group):
+            tokens = await _mint(github, desired.scope, desired.runner_group)
         config = PoolConfig(
             pool=desired.pool,
             classes=desired.classes,
@@ -67,7 +69,8 @@ async def apply_configuration(context: Context, desired: DesiredConfig, result: 
         changed = config_changes(stored, config) if stored else {}
         applied = list(changed) if stored else [f"configuration of pool {config.pool}"]
         if tokens:
-            applied.append(f"tokens for {desired.scope}")
+            group = f", runner group {desired.runner_group}" if desired.runner_group else ""
+            applied.append(f"tokens for {desired.scope}{group}")
         if not applied:
             return await renew_tokens(context, stored or config, result)
         try:
@@ -101,11 +104,11 @@ async def renew_tokens(context: Context, config: PoolConfig, result: RefreshResu
     """Replace tokens that expire soon, for every scope of the pool."""
     if context.github is None:
         return config
-    for scope in [tokens.scope for tokens in config.tokens]:
-        if _are_fresh(context, config.tokens, scope):
+    for scope, group in [(tokens.scope, tokens.runner_group) for tokens in config.tokens]:
+        if _are_fresh(context, config.tokens, scope, group):
             continue
         try:
-            minted = await _mint(context.github, scope)
+            minted = await _mint(context.github, scope, group)
             after = replace(
                 config,
                 tokens=_with_tokens(config.tokens, minted),
@@ -124,18 +127,21 @@ async def renew_tokens(context: Context, config: PoolConfig, result: RefreshResu
     return config
 
 
-def _are_fresh(context: Context, tokens: tuple[ScopeTokens, ...], scope: str) -> bool:
+def _are_fresh(context: Context, tokens: tuple[ScopeTokens, ...], scope: str, group: str) -> bool:
     now = context.clock.now()
     return any(
         (min(item.registration.expires_at, item.removal.expires_at) - now).total_seconds() > MIN_TOKEN_LIFE_S
         for item in tokens
-        if item.scope.lower() == scope.lower()
+        if item.scope.lower() == scope.lower() and item.runner_group == group
     )
 
 
-async def _mint(github: GitHub, scope: str) -> ScopeTokens:
+async def _mint(github: GitHub, scope: str, group: str) -> ScopeTokens:
+    group_id = await github.runner_group_id(scope, group) if group else DEFAULT_GROUP_ID
     registration, removal = await asyncio.gather(github.registration_token(scope), github.removal_token(scope))
-    return ScopeTokens(scope=scope, registration=registration, removal=removal)
+    return ScopeTokens(
+        scope=scope, registration=registration, removal=removal, runner_group=group, runner_group_id=group_id
+    )
 
 
 def _with_tokens(tokens: tuple[ScopeTokens, ...], new: ScopeTokens | None) -> tuple[ScopeTokens, ...]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,9 +14,9 @@ from botocore.exceptions import ClientError
 
 from remuda.adapters.aws.calls import chunks, code_of, gather, message_of
 from remuda.adapters.aws.ec2.calls import Ec2Calls, by_id, by_tag, describe_machines, tags_by_id
-from remuda.adapters.aws.ec2.create_fleet import FleetLauncher
-from remuda.adapters.aws.ec2.options import AMI, SECURITY_GROUPS, SUBNETS, Ec2LaunchOptions
-from remuda.adapters.aws.ec2.template import LaunchTemplate, template_data
+from remuda.adapters.aws.ec2.create_fleet import FleetLauncher, one_subnet_per_zone
+from remuda.adapters.aws.ec2.options import AMI, SECURITY_GROUPS, SSM_PREFIX, SUBNETS, Ec2LaunchOptions
+from remuda.adapters.aws.ec2.template import LaunchTemplate, RootDevice, check_same_root, root_device, template_data
 from remuda.adapters.aws.user_data import MachineLayout, build_user_data
 from remuda.domain.errors import NotFound, RemudaError, UserError
 from remuda.domain.reporting.prices import SpotPrice
@@ -26,7 +27,6 @@ from remuda.ports.compute import POOL_TAG, LaunchRequest, LaunchResult, MachineV
 
 if TYPE_CHECKING:
     from types_aiobotocore_ec2 import EC2Client
-    from types_aiobotocore_ec2.type_defs import RequestLaunchTemplateDataTypeDef
 
 #: Ids or instance types per call. EC2 advises against more for TerminateInstances; a filter takes up to 200 values.
 BATCH = 100
@@ -55,7 +55,6 @@ class _ResourceKind(NamedTuple):
 
 
 _SUBNETS = _ResourceKind(SUBNETS, "DescribeSubnets", "subnet-id", "Subnets", "SubnetId")
-_IMAGES = _ResourceKind(AMI, "DescribeImages", "image-id", "Images", "ImageId")
 _GROUPS = _ResourceKind(SECURITY_GROUPS, "DescribeSecurityGroups", "group-id", "SecurityGroups", "GroupId")
 
 
@@ -68,11 +67,13 @@ class Ec2Compute:
         clock: Clock,
         ids: Ids,
         calls: CallCounter,
+        read_parameter: Callable[[str], Awaitable[str]],
         agent_environment: Mapping[str, str] | None = None,
         layout: MachineLayout | None = None,
     ) -> None:
         """`client` has the settings of `client_config()` and is closed by the caller.
 
+        `read_parameter` returns the value of a Systems Manager parameter.
         `agent_environment` becomes part of the user data and must not contain a secret.
         """
         self._pool = pool
@@ -80,6 +81,7 @@ class Ec2Compute:
         self.calls = Ec2Calls(client=client, clock=clock, ids=ids, calls=calls)
         self._template = LaunchTemplate(calls=self.calls, pool=pool)
         self._launcher = FleetLauncher(calls=self.calls, pool=pool, template=self._template.name)
+        self._read_parameter = read_parameter
         self._environment = dict(agent_environment or {})
         self._layout = layout
         self._tokens: OrderedDict[str, asyncio.Lock] = OrderedDict()
@@ -90,21 +92,66 @@ class Ec2Compute:
 
     async def prepare(self, launch: Mapping[str, str], classes: Sequence[ResourceClass] = ()) -> Sequence[str]:
         options = Ec2LaunchOptions.parse(launch)
-        data = self._template_data(options)
+        user_data = self._user_data(options)  # Checked before any call.
         await self._check_resources(options)
-        await self._check_class_images(options, classes)
-        return await self._template.ensure(data)
+        root = await self._root_device(options)
+        await self._check_class_images(options, root, classes)
+        return await self._template.ensure(template_data(options, user_data, self._pool, root))
 
     async def has_template(self, launch: Mapping[str, str]) -> bool | None:
         """Whether the launch template matches these options; None if it does not exist. Read-only."""
-        return await self._template.is_current(self._template_data(Ec2LaunchOptions.parse(launch)))
+        options = Ec2LaunchOptions.parse(launch)
+        data = template_data(options, self._user_data(options), self._pool, await self._root_device(options))
+        return await self._template.is_current(data)
 
-    def _template_data(self, options: Ec2LaunchOptions) -> RequestLaunchTemplateDataTypeDef:
-        user_data = build_user_data(options, pool=self._pool, environment=self._environment, layout=self._layout)
-        return template_data(options, user_data, self._pool)
+    def _user_data(self, options: Ec2LaunchOptions) -> str:
+        return build_user_data(options, pool=self._pool, environment=self._environment, layout=self._layout)
+
+    async def find_image(self, ami: str) -> Mapping[str, Any] | None:
+        """The image as DescribeImages returns it, or None."""
+        return (await self._find_images([ami])).get(ami)
+
+    async def _find_images(self, amis: Collection[str]) -> dict[str, Mapping[str, Any]]:
+        """Images by id or parameter. A parameter is resolved as EC2 does at a launch."""
+        wanted = sorted(set(amis))
+        ids = dict(zip(wanted, await gather(map(self._image_id, wanted)), strict=True))
+        filters = [{"Name": "image-id", "Values": sorted(set(ids.values()))}]
+        answer = await self.calls.call("DescribeImages", Filters=filters)
+        found = {str(item.get("ImageId", "")): item for item in answer.get("Images", ())}
+        return {ami: found[name] for ami, name in ids.items() if name in found}
+
+    async def _image_id(self, ami: str) -> str:
+        if ami.startswith(SSM_PREFIX):
+            return await self._read_parameter(ami.removeprefix(SSM_PREFIX))
+        return ami
+
+    async def _root_device(self, options: Ec2LaunchOptions) -> RootDevice:
+        image = await self.find_image(options.ami)
+        if image is None:
+            raise UserError(
+                f"{AMI}: {options.ami} does not exist in this region and account",
+                field=AMI,
+                fix=f"set {AMI} to an id that DescribeImages returns",
+            )
+        return root_device(image, f"{AMI}: {options.ami}")
+
+    async def subnets_by_zone(self, wanted: Sequence[str]) -> dict[str, str]:
+        """The subnet to launch in, by zone. Subnets that do not exist are left out."""
+        answer = await self.calls.call("DescribeSubnets", Filters=[{"Name": "subnet-id", "Values": list(wanted)}])
+        order = {name: number for number, name in enumerate(wanted)}
+        found = sorted(answer.get("Subnets", ()), key=lambda item: order.get(item.get("SubnetId"), len(order)))
+        if not found:
+            raise UserError(
+                f"{SUBNETS}: none of {', '.join(wanted)} exists in this region and account",
+                field=SUBNETS,
+                fix=f"set {SUBNETS} to ids that DescribeSubnets returns, and run remuda refresh",
+            )
+        return one_subnet_per_zone(found)
 
     async def launch(self, request: LaunchRequest) -> LaunchResult:
         options = Ec2LaunchOptions.parse(request.launch)
+        if len(options.subnets) > 1:
+            options = replace(options, subnets=tuple((await self.subnets_by_zone(options.subnets)).values()))
         is_repeated = request.client_token in self._tokens
         lock = self._tokens.setdefault(request.client_token, asyncio.Lock())
         while len(self._tokens) > MAX_TOKENS:
@@ -153,8 +200,8 @@ class Ec2Compute:
         await self._change_tags("DeleteTags", instance_ids, [{"Key": key} for key in sorted(set(keys))])
 
     async def _check_resources(self, options: Ec2LaunchOptions) -> None:
-        """Check that image, subnets and security groups exist, so that an error is reported before a launch."""
-        wanted_by_kind = {_SUBNETS: options.subnets, _IMAGES: _image_ids(options.ami), _GROUPS: options.security_groups}
+        """Check that subnets and security groups exist, so that an error is reported before a launch."""
+        wanted_by_kind = {_SUBNETS: options.subnets, _GROUPS: options.security_groups}
         missing = await gather(self._missing(kind, wanted) for kind, wanted in wanted_by_kind.items() if wanted)
         for kind, name in missing:
             if name:
@@ -164,29 +211,20 @@ class Ec2Compute:
                     fix=f"set {kind.option} to an id that {kind.operation} returns",
                 )
 
-    async def _check_class_images(self, options: Ec2LaunchOptions, classes: Sequence[ResourceClass]) -> None:
-        """Check that the images of classes exist, and that the images have the architectures of the classes."""
+    async def _check_class_images(
+        self, options: Ec2LaunchOptions, root: RootDevice, classes: Sequence[ResourceClass]
+    ) -> None:
+        """Check that the images of classes exist, have the architectures of the classes, and fit the root volume."""
         of_classes = {each.name: each.ami or options.ami for each in classes if each.ami or each.architecture}
-        wanted = sorted({name for image in of_classes.values() for name in _image_ids(image)})
-        if not wanted:
+        if not of_classes:
             return
-        filters = [{"Name": _IMAGES.filter, "Values": wanted}]
-        answer = await self.calls.call(_IMAGES.operation, Filters=filters)
-        found = {item.get("ImageId"): str(item.get("Architecture", "")) for item in answer.get("Images", ())}
+        found = await self._find_images(of_classes.values())
         for each in classes:
-            image = of_classes.get(each.name, "")
-            if image in wanted and image not in found:
-                raise UserError(
-                    f"{CLASSES}: ami {image} of class {each.name!r} does not exist in this region and account",
-                    field=CLASSES,
-                    fix="give an id that DescribeImages returns",
-                )
-            if image in found and each.architecture and found[image] != each.architecture:
-                raise UserError(
-                    f"{CLASSES}: class {each.name!r} is for {each.architecture}, and its image {image} is for "
-                    f"{found[image] or 'an unknown architecture'}",
-                    field=CLASSES,
-                    fix="give the class an ami with its architecture",
+            if each.name in of_classes:
+                ami = of_classes[each.name]
+                own = _class_root(each, ami, found.get(ami))
+                check_same_root(
+                    f"{CLASSES}: ami {ami} of class {each.name!r}", own, root, options.volume, field=CLASSES
                 )
 
     async def _missing(self, kind: _ResourceKind, wanted: Sequence[str]) -> tuple[_ResourceKind, str]:
@@ -253,9 +291,23 @@ class Ec2Compute:
             raise NotFound(f"no such instance: {', '.join(sorted(unknown))}")
 
 
-def _image_ids(ami: str) -> tuple[str, ...]:
-    """The ids to check. EC2 resolves `resolve:ssm:` parameters at launch."""
-    return (ami,) if ami.startswith("ami-") else ()
+def _class_root(wanted: ResourceClass, ami: str, image: Mapping[str, Any] | None) -> RootDevice:
+    """The root volume of a class's image, which must have the architecture of the class."""
+    label = f"{CLASSES}: ami {ami} of class {wanted.name!r}"
+    if image is None:
+        raise UserError(
+            f"{label} does not exist in this region and account",
+            field=CLASSES,
+            fix="give an id that DescribeImages returns",
+        )
+    architecture = image.get("Architecture") or "an unknown architecture"
+    if wanted.architecture and architecture != wanted.architecture:
+        raise UserError(
+            f"{CLASSES}: class {wanted.name!r} is for {wanted.architecture}, and its image {ami} is for {architecture}",
+            field=CLASSES,
+            fix="give the class an ami with its architecture",
+        )
+    return root_device(image, label, field=CLASSES)
 
 
 class Ec2SpotPrices:

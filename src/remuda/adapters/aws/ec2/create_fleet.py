@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from botocore.exceptions import ClientError
+
 from remuda.adapters.aws.calls import (
     CAPACITY_FIX,
     LAUNCH_FIX,
@@ -38,6 +40,10 @@ MAX_TOKEN = 64
 MAX_TYPE_PATTERN = 30
 #: Errors quoted per usage class in one message.
 MAX_SHOWN = 8
+#: EC2's value for no limit of the price.
+ANY_PRICE = 999_999
+#: An earlier call had the same client token and other parameters.
+_TOKEN_USED = frozenset({"IdempotentParameterMismatch"})
 #: Suffix of the client token of the on-demand fallback.
 FALLBACK_SUFFIX = "-od"
 #: Attempts to find all instances of a launch whose response was lost: DescribeInstances is eventually consistent.
@@ -135,12 +141,17 @@ class FleetLauncher:
                 if found is not None:
                     return found
             try:
-                return parse_fleet(await self._calls.call("CreateFleet", idempotent=False, **parameters), usage)
+                answer = await self._calls.call("CreateFleet", idempotent=False, raw_codes=_TOKEN_USED, **parameters)
+                return parse_fleet(answer, usage)
             except Throttled:
                 raise
             except Unavailable:
                 if attempt == MAX_ATTEMPTS:
                     raise
+            except ClientError as error:
+                # Another process launched with this token, in other subnets of the same zones. Find its instances.
+                if attempt == MAX_ATTEMPTS:
+                    raise Unavailable("EC2 CreateFleet: the instances of an earlier call are not visible") from error
             await self._calls.pause(attempt)
         raise AssertionError  # pragma: no cover - the loop returns or raises
 
@@ -196,6 +207,20 @@ def machine_tags(request: LaunchRequest, options: Ec2LaunchOptions, pool: str) -
     }
 
 
+def one_subnet_per_zone(subnets: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The subnet with the most free addresses by zone, of subnets that DescribeSubnets returned.
+
+    CreateFleet rejects two subnets of one zone: "The fleet configuration contains duplicate instance pools."
+    (github-aws-runners/terraform-aws-github-runner, issues 2904 and 5297).
+    """
+    chosen: dict[str, Mapping[str, Any]] = {}
+    for subnet in subnets:
+        known = chosen.setdefault(str(subnet.get("AvailabilityZone", "")), subnet)
+        if subnet.get("AvailableIpAddressCount", 0) > known.get("AvailableIpAddressCount", 0):
+            chosen[str(subnet.get("AvailabilityZone", ""))] = subnet
+    return {zone: str(subnet.get("SubnetId", "")) for zone, subnet in chosen.items()}
+
+
 def requirements(request: RunnerRequest) -> dict[str, Any]:
     """EC2's InstanceRequirements for a request."""
     wanted = request.resource_class
@@ -217,6 +242,10 @@ def requirements(request: RunnerRequest) -> dict[str, Any]:
     # A pattern `*` matches every type, so the others do not matter.
     if not request.patterns.match_all:
         result["AllowedInstanceTypes"] = list(patterns)
+        # Without these, EC2 ignores types that cost over 20 % more than the cheapest one with these attributes, and
+        # has a limit of its own for spot instances (API reference of InstanceRequirementsRequest).
+        result["OnDemandMaxPricePercentageOverLowestPrice"] = ANY_PRICE
+        result["MaxSpotPriceAsPercentageOfOptimalOnDemandPrice"] = ANY_PRICE
         # EC2 excludes burstable and bare-metal types unless the request includes them.
         if any(pattern.startswith("t") for pattern in patterns):
             result["BurstablePerformance"] = "included"

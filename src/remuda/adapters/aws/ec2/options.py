@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from remuda.domain.errors import UserError
@@ -15,6 +16,11 @@ SUBNETS = "subnet-ids"
 SECURITY_GROUPS = "security-group-ids"
 PROFILE = "iam-instance-profile"
 KEY_NAME = "key-name"
+VOLUME_SIZE = "volume-size-gib"
+VOLUME_TYPE = "volume-type"
+VOLUME_IOPS = "volume-iops"
+VOLUME_THROUGHPUT = "volume-throughput"
+VOLUME_KMS_KEY = "volume-kms-key"
 SPOT_FALLBACK = "spot-fallback"
 SCRIPT = "pre-runner-script"
 RUNNER_VERSION = "actions-runner-version"
@@ -35,6 +41,11 @@ NAMES = (
     SECURITY_GROUPS,
     PROFILE,
     KEY_NAME,
+    VOLUME_SIZE,
+    VOLUME_TYPE,
+    VOLUME_IOPS,
+    VOLUME_THROUGHPUT,
+    VOLUME_KMS_KEY,
     SPOT_FALLBACK,
     SCRIPT,
     RUNNER_VERSION,
@@ -58,6 +69,32 @@ MAX_TAG_VALUE = 256
 MAX_CACHE_PATHS = 8
 DEFAULT_CACHE_GIB = "20"
 ON_DEMAND = "on-demand"
+#: Prefix of an image that a Systems Manager parameter names.
+SSM_PREFIX = "resolve:ssm:"
+#: Size of a root volume in GiB, unless the image needs a larger one: stock images have about 8 GiB.
+DEFAULT_VOLUME_GIB = 30
+DEFAULT_VOLUME_TYPE = "gp3"
+
+
+class _VolumeLimits(NamedTuple):
+    """Limits of a volume type, as in EC2's API reference of LaunchTemplateEbsBlockDeviceRequest."""
+
+    gib: tuple[int, int]
+    #: None if the type has no such option.
+    iops: tuple[int, int] | None = None
+    #: MiB/s.
+    throughput: tuple[int, int] | None = None
+    #: Types without a default require the option.
+    needs_iops: bool = False
+
+
+#: Volume types of root volumes.
+VOLUME_TYPES = {
+    "gp3": _VolumeLimits((1, 65_536), (3_000, 80_000), (125, 2_000)),
+    "gp2": _VolumeLimits((1, 16_384)),
+    "io1": _VolumeLimits((4, 16_384), (100, 64_000), needs_iops=True),
+    "io2": _VolumeLimits((4, 65_536), (100, 256_000), needs_iops=True),
+}
 
 _HEX_ID = "[0-9a-f]{8,17}"
 _SUBNET = re.compile(rf"subnet-{_HEX_ID}")
@@ -65,6 +102,9 @@ _GROUP = re.compile(rf"sg-{_HEX_ID}")
 _PROFILE_NAME = re.compile(r"[A-Za-z0-9+=,.@_-]{1,128}")
 _PROFILE_ARN = re.compile(r"arn:[a-z-]+:iam::[0-9]{12}:instance-profile/[!-~]{1,512}")
 _KEY_NAME = re.compile(r"[ -~]{1,255}")
+#: The ARN, because policies can name only that.
+_KMS_KEY = re.compile(r"arn:[a-z-]+:kms:[a-z0-9-]+:[0-9]{12}:key/[A-Za-z0-9-]{1,128}")
+_NUMBER = re.compile(r"[0-9]{1,9}")
 _VERSION = re.compile(r"[0-9]{1,4}\.[0-9]{1,5}\.[0-9]{1,5}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _ENVIRONMENT = re.compile(r"[A-Za-z0-9 +=.,_:/@-]{1,256}")
@@ -79,6 +119,20 @@ _URL = re.compile(r"[!-~]{1,2000}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RootVolume:
+    """The root volume of the instances. It is always encrypted."""
+
+    #: None: the default, or the size of the image if that is larger.
+    gib: int | None = None
+    type: str = DEFAULT_VOLUME_TYPE
+    #: None: EC2's default.
+    iops: int | None = None
+    throughput: int | None = None
+    #: ARN, or empty for the account's default key.
+    kms_key: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Ec2LaunchOptions:
     ami: str
     subnets: tuple[str, ...]
@@ -86,6 +140,7 @@ class Ec2LaunchOptions:
     #: A name or an ARN.
     profile: str
     key_name: str = ""
+    volume: RootVolume = RootVolume()
     #: Launch on-demand instances for missing spot capacity.
     falls_back: bool = False
     script: str = ""
@@ -119,6 +174,7 @@ class Ec2LaunchOptions:
             security_groups=_ids(launch, SECURITY_GROUPS, _GROUP, MAX_GROUPS, "sg-0123456789abcdef0", required=False),
             profile=_profile(launch),
             key_name=_optional(launch, KEY_NAME, _KEY_NAME, "set the name of a key pair of this region"),
+            volume=_volume(launch),
             falls_back=_fallback(launch),
             script=_script(launch),
             runner_version=_optional(launch, RUNNER_VERSION, _VERSION, "set a version such as 2.336.0").strip(),
@@ -212,6 +268,46 @@ def _profile(launch: Mapping[str, str]) -> str:
     fix = "set the name or the ARN of the agents' instance profile"
     value = launch.get(PROFILE, "").strip()
     return _required(launch, PROFILE, _PROFILE_ARN if value.startswith("arn:") else _PROFILE_NAME, fix)
+
+
+def _volume(launch: Mapping[str, str]) -> RootVolume:
+    kind = launch.get(VOLUME_TYPE, "").strip() or DEFAULT_VOLUME_TYPE
+    if kind not in VOLUME_TYPES:
+        raise _invalid(VOLUME_TYPE, kind, f"use {', '.join(VOLUME_TYPES)}")
+    limits = VOLUME_TYPES[kind]
+    volume = RootVolume(
+        gib=_volume_number(launch, VOLUME_SIZE, kind, limits.gib),
+        type=kind,
+        iops=_volume_number(launch, VOLUME_IOPS, kind, limits.iops),
+        throughput=_volume_number(launch, VOLUME_THROUGHPUT, kind, limits.throughput),
+        kms_key=_optional(
+            launch, VOLUME_KMS_KEY, _KMS_KEY, "set the ARN of a KMS key: arn:aws:kms:REGION:ACCOUNT:key/ID"
+        ),
+    )
+    if limits.iops and limits.needs_iops and volume.iops is None:
+        least, most = limits.iops
+        raise UserError(
+            f"{VOLUME_TYPE} {kind} needs {VOLUME_IOPS}", field=VOLUME_IOPS, fix=f"set an integer from {least} to {most}"
+        )
+    return volume
+
+
+def _volume_number(
+    launch: Mapping[str, str], name: str, volume_type: str, limits: tuple[int, int] | None
+) -> int | None:
+    value = launch.get(name, "").strip()
+    if not value:
+        return None
+    if limits is None:
+        raise UserError(
+            f"{name} is {value[:MAX_SHOWN]!r}, but volumes of type {volume_type} have no such option",
+            field=name,
+            fix=f"remove {name}, or set another {VOLUME_TYPE}",
+        )
+    least, most = limits
+    if not _NUMBER.fullmatch(value) or not least <= int(value) <= most:
+        raise _invalid(name, value, f"set an integer from {least} to {most} for volumes of type {volume_type}")
+    return int(value)
 
 
 def _fallback(launch: Mapping[str, str]) -> bool:

@@ -5,17 +5,29 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from botocore.exceptions import ClientError
 
 from remuda.adapters.aws.ec2.calls import Ec2Calls
-from remuda.adapters.aws.ec2.options import Ec2LaunchOptions
+from remuda.adapters.aws.ec2.options import (
+    AMI,
+    DEFAULT_VOLUME_GIB,
+    VOLUME_SIZE,
+    Ec2LaunchOptions,
+    RootVolume,
+)
 from remuda.domain.errors import Unavailable, UserError
 from remuda.ports.compute import POOL_TAG
 
 if TYPE_CHECKING:
-    from types_aiobotocore_ec2.type_defs import RequestLaunchTemplateDataTypeDef
+    from types_aiobotocore_ec2.type_defs import (
+        LaunchTemplateBlockDeviceMappingRequestTypeDef,
+        LaunchTemplateEbsBlockDeviceRequestTypeDef,
+        RequestLaunchTemplateDataTypeDef,
+    )
 
 #: Prefix of the description of each version created by Remuda, followed by a digest of its content.
 DESCRIPTION_PREFIX = "remuda "
@@ -28,11 +40,79 @@ def template_name(pool: str) -> str:
     return f"remuda-{pool}"
 
 
-def template_data(options: Ec2LaunchOptions, user_data: str, pool: str) -> RequestLaunchTemplateDataTypeDef:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RootDevice:
+    """The root volume of an image."""
+
+    name: str
+    gib: int
+
+
+def root_device(image: Mapping[str, Any], label: str, *, field: str = AMI) -> RootDevice:
+    """The root volume of an image that DescribeImages returned. `label` is the image as the user wrote it."""
+    name = str(image.get("RootDeviceName", ""))
+    volumes = {str(each.get("DeviceName", "")): each.get("Ebs") or {} for each in image.get("BlockDeviceMappings", ())}
+    if not name or image.get("RootDeviceType", "ebs") != "ebs":
+        raise UserError(f"{label} has no root volume on EBS", field=field, fix="give an image with an EBS root volume")
+    size = volumes.get(name, {}).get("VolumeSize")
+    return RootDevice(name=name, gib=size if isinstance(size, int) else 0)
+
+
+def check_same_root(label: str, own: RootDevice, root: RootDevice, volume: RootVolume, *, field: str) -> None:
+    """Check that the root volume of the template also fits another image.
+
+    A fleet cannot replace it: a mapping with another name in an override adds a volume (API reference of
+    FleetBlockDeviceMappingRequest).
+    """
+    if own.name != root.name:
+        raise UserError(
+            f"{label} has the root device {own.name}, and the image of the pool has {root.name}",
+            field=field,
+            fix=f"give an image with the root device {root.name}, or use another pool",
+        )
+    if own.gib > _gib(volume, root):
+        raise UserError(
+            f"{label} has a root volume of {own.gib} GiB, and the volumes of the pool have {_gib(volume, root)} GiB",
+            field=VOLUME_SIZE,
+            fix=f"set {VOLUME_SIZE} to {own.gib} or more",
+        )
+
+
+def _gib(volume: RootVolume, root: RootDevice) -> int:
+    return volume.gib or max(DEFAULT_VOLUME_GIB, root.gib)
+
+
+def _root_volume(volume: RootVolume, root: RootDevice) -> LaunchTemplateBlockDeviceMappingRequestTypeDef:
+    if volume.gib is not None and volume.gib < root.gib:
+        raise UserError(
+            f"{VOLUME_SIZE} is {volume.gib}, but the root volume of the image has {root.gib} GiB",
+            field=VOLUME_SIZE,
+            fix=f"set {VOLUME_SIZE} to {root.gib} or more",
+        )
+    ebs: LaunchTemplateEbsBlockDeviceRequestTypeDef = {
+        "VolumeSize": _gib(volume, root),
+        "VolumeType": volume.type,  # type: ignore[typeddict-item]  # one of VOLUME_TYPES
+        "Encrypted": True,
+        "DeleteOnTermination": True,
+    }
+    if volume.iops is not None:
+        ebs["Iops"] = volume.iops
+    if volume.throughput is not None:
+        ebs["Throughput"] = volume.throughput
+    if volume.kms_key:
+        ebs["KmsKeyId"] = volume.kms_key
+    return {"DeviceName": root.name, "Ebs": ebs}
+
+
+def template_data(
+    options: Ec2LaunchOptions, user_data: str, pool: str, root: RootDevice
+) -> RequestLaunchTemplateDataTypeDef:
     profile = options.profile
     data: RequestLaunchTemplateDataTypeDef = {
         "ImageId": options.ami,
         "IamInstanceProfile": {"Arn": profile} if profile.startswith("arn:") else {"Name": profile},
+        # A mapping with another device name would add a second volume and leave the root volume as it is.
+        "BlockDeviceMappings": [_root_volume(options.volume, root)],
         # A machine can thereby terminate itself by powering off, without any IAM permission.
         "InstanceInitiatedShutdownBehavior": "terminate",
         "MetadataOptions": {
