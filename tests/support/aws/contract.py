@@ -10,7 +10,7 @@ import base64
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import botocore.session
 from botocore.model import ListShape, MapShape, Shape, StringShape, StructureShape
@@ -18,8 +18,6 @@ from botocore.validate import ParamValidator
 
 Parameters = Mapping[str, Any]
 _EC2 = "https://docs.aws.amazon.com/AWSEC2/latest/"
-_DYNAMODB = "https://docs.aws.amazon.com/amazondynamodb/latest/"
-_SQS = "https://docs.aws.amazon.com/AWSSimpleQueueService/latest/"
 
 
 class ContractViolation(AssertionError):
@@ -86,9 +84,25 @@ def _length_problems(shape: Shape, length: int, where: str) -> Iterator[str]:
 
 # Documented limits ----------------------------------------------------------------------------------------------------
 
-#: A path of member names; `*` stands for every element of a list or map. With the measure, the smallest and the largest
-#: value, and the source.
-Limit = tuple[str, Callable[[Any], float], float, float, str]
+
+class Source(NamedTuple):
+    """Where a limit is documented, and the words there.
+
+    `where` is an address, or a shape or operation of botocore's models whose documentation contains the words; a test
+    checks the latter.
+    """
+
+    where: str
+    words: str
+
+
+class Limit(NamedTuple):
+    #: Member names; `*` stands for every element of a list or map, `keys` for the keys of a map.
+    path: str
+    measure: Callable[[Any], float]
+    least: float
+    most: float
+    source: Source
 
 
 def _batch(parameters: Parameters) -> int:
@@ -113,116 +127,239 @@ def _text_bytes(text: str) -> int:
     return len(text.encode())
 
 
-_TAG_SOURCE = f"{_EC2}UserGuide/Using_Tags.html"
-_TEMPLATE_SOURCE = f"{_EC2}APIReference/API_CreateLaunchTemplate.html"
-_FLEET_SOURCE = f"{_EC2}APIReference/API_CreateFleet.html"
-_EXPRESSION_SOURCE = f"{_DYNAMODB}developerguide/Constraints.html"
+def _values(filters: Sequence[Mapping[str, Any]]) -> int:
+    return sum(len(each.get("Values", ())) for each in filters)
+
+
+_CONSTRAINTS = "https://docs.aws.amazon.com/amazondynamodb/latest/developerguide/Constraints.html"
+_EXPRESSION = Source(_CONSTRAINTS, "The maximum length of any expression string is 4 KB.")
+_PLACEHOLDER = Source(
+    _CONSTRAINTS,
+    "The maximum length of any single expression attribute name or expression attribute value is 255 bytes.",
+)
+_VARIABLES = Source(_CONSTRAINTS, "The maximum length of all substitution variables in an expression is 2 MB.")
+_ITEM = Source("dynamodb BatchWriteItem", "Any individual item in a batch exceeds 400 KB.")
+_KEY = Source(
+    "dynamodb BatchWriteItem",
+    "For a partition key, the limit is 2048 bytes and for a sort key, the limit is 1024 bytes.",
+)
 
 
 def _tags(path: str) -> tuple[Limit, ...]:
     return (
-        (path, len, 0, 50, _TAG_SOURCE),
-        (f"{path}.*.Key", len, 1, 128, _TAG_SOURCE),
-        (f"{path}.*.Value", len, 0, 256, _TAG_SOURCE),
+        Limit(path, len, 0, 50, Source("ec2 CreateTags", "Each resource can have a maximum of 50 tags.")),
+        Limit(f"{path}.*.Key", len, 1, 127, Source("ec2 Tag.Key", "accept a maximum of 127 Unicode characters")),
+        Limit(f"{path}.*.Value", len, 0, 256, Source("ec2 Tag.Value", "accept a maximum of 256 Unicode characters")),
     )
 
 
-_EXPRESSIONS: tuple[Limit, ...] = (
-    ("UpdateExpression", _text_bytes, 1, 4_096, _EXPRESSION_SOURCE),
-    ("ConditionExpression", _text_bytes, 1, 4_096, _EXPRESSION_SOURCE),
-    ("FilterExpression", _text_bytes, 1, 4_096, _EXPRESSION_SOURCE),
-    ("KeyConditionExpression", _text_bytes, 1, 4_096, _EXPRESSION_SOURCE),
-    ("ExpressionAttributeNames.*", _text_bytes, 1, 255, _EXPRESSION_SOURCE),
-    ("ExpressionAttributeValues", _item_bytes, 1, 2 * 1024 * 1024, _EXPRESSION_SOURCE),
-    ("Key.pk.S", _text_bytes, 1, 2_048, _EXPRESSION_SOURCE),
-    ("Key.sk.S", _text_bytes, 1, 1_024, _EXPRESSION_SOURCE),
+_EXPRESSIONS = (
+    *(
+        Limit(f"{kind}Expression", _text_bytes, 1, 4_096, _EXPRESSION)
+        for kind in ("Condition", "Filter", "KeyCondition", "Projection", "Update")
+    ),
+    Limit("ExpressionAttributeNames.keys", _text_bytes, 1, 255, _PLACEHOLDER),
+    Limit("ExpressionAttributeNames", _item_bytes, 1, 2 * 1024 * 1024, _VARIABLES),
+    Limit("ExpressionAttributeValues.keys", _text_bytes, 1, 255, _PLACEHOLDER),
+    Limit("ExpressionAttributeValues", _item_bytes, 1, 2 * 1024 * 1024, _VARIABLES),
+    Limit("Key.pk.S", _text_bytes, 1, 2_048, _KEY),
+    Limit("Key.sk.S", _text_bytes, 1, 1_024, _KEY),
 )
-_TEMPLATE_DATA: tuple[Limit, ...] = (
-    ("LaunchTemplateName", len, 3, 128, _TEMPLATE_SOURCE),
-    ("VersionDescription", len, 0, 255, _TEMPLATE_SOURCE),
-    ("LaunchTemplateData.UserData", _decoded, 1, 16_384, f"{_EC2}UserGuide/instancedata-add-user-data.html"),
-    ("LaunchTemplateData.SecurityGroupIds", len, 1, 16, f"{_EC2}UserGuide/security-group-quotas.html"),
+_TEMPLATE_DATA = (
+    # The model has this limit for the name in CreateFleet only.
+    Limit(
+        "LaunchTemplateName",
+        len,
+        3,
+        128,
+        Source(f"{_EC2}APIReference/API_CreateLaunchTemplate.html", "Minimum length of 3. Maximum length of 128."),
+    ),
+    Limit(
+        "LaunchTemplateData.UserData",
+        _decoded,
+        1,
+        16_384,
+        Source(
+            f"{_EC2}UserGuide/instancedata-add-user-data.html",
+            "User data is limited to 16 KB, in raw form, before it is base64-encoded.",
+        ),
+    ),
+    Limit(
+        "LaunchTemplateData.SecurityGroupIds",
+        len,
+        1,
+        16,
+        Source(
+            "https://docs.aws.amazon.com/vpc/latest/userguide/amazon-vpc-limits.html",
+            "Security groups per network interface: 5, adjustable (up to 16)",
+        ),
+    ),
     *_tags("LaunchTemplateData.TagSpecifications.*.Tags"),
     *_tags("TagSpecifications.*.Tags"),
 )
-_FILTERS: tuple[Limit, ...] = (
-    ("Filters.*.Values", len, 1, 200, f"{_EC2}UserGuide/Using_Filtering.html"),
-    ("MaxResults", float, 5, 1_000, f"{_EC2}APIReference/Query-Requests.html"),
-)
-_REQUIREMENTS = "LaunchTemplateConfigs.*.Overrides.*.InstanceRequirements"
+_RESOURCES = Source("ec2 CreateTagsRequest.Resources", "Up to 1000 resource IDs.")
+_TIMEOUT = Source("sqs ChangeMessageVisibilityRequest.VisibilityTimeout", "Values range: 0 to 43200.")
+#: By service and operation; `*` stands for every operation.
 LIMITS: Mapping[str, tuple[Limit, ...]] = {
+    "ec2:*": (
+        Limit(
+            "Filters",
+            _values,
+            1,
+            200,
+            # Not found in AWS's documentation; the words of EC2's error FilterLimitExceeded.
+            Source(
+                "https://github.com/apache/druid/pull/1954",
+                "The maximum number of filter values specified on a single call is 200",
+            ),
+        ),
+    ),
     "ec2:CreateFleet": (
-        ("ClientToken", len, 1, 64, f"{_EC2}APIReference/Run_Instance_Idempotency.html"),
-        ("LaunchTemplateConfigs", len, 1, 50, _FLEET_SOURCE),
-        ("LaunchTemplateConfigs.*.Overrides", len, 1, 300, f"{_EC2}UserGuide/fleet-quotas.html"),
-        (
-            f"{_REQUIREMENTS}.AllowedInstanceTypes",
-            len,
+        Limit("ClientToken", len, 1, 64, Source("ec2 RunInstancesRequest.ClientToken", "Maximum 64 ASCII characters")),
+        Limit(
+            "TargetCapacitySpecification.TotalTargetCapacity",
+            float,
             1,
-            400,
-            f"{_EC2}APIReference/API_InstanceRequirementsRequest.html",
+            10_000,
+            Source(f"{_EC2}UserGuide/fleet-quotas.html", "The target capacity per EC2 Fleet or Spot Fleet: 10,000"),
         ),
-        (
-            f"{_REQUIREMENTS}.AllowedInstanceTypes.*",
-            len,
-            1,
-            30,
-            f"{_EC2}APIReference/API_InstanceRequirementsRequest.html",
-        ),
-        ("TargetCapacitySpecification.TotalTargetCapacity", float, 1, 10_000, f"{_EC2}UserGuide/fleet-quotas.html"),
         *_tags("TagSpecifications.*.Tags"),
     ),
     "ec2:CreateLaunchTemplate": _TEMPLATE_DATA,
     "ec2:CreateLaunchTemplateVersion": _TEMPLATE_DATA,
-    "ec2:CreateTags": (("Resources", len, 1, 1_000, f"{_EC2}APIReference/API_CreateTags.html"), *_tags("Tags")),
-    "ec2:DeleteTags": (("Resources", len, 1, 1_000, f"{_EC2}APIReference/API_DeleteTags.html"),),
-    "ec2:TerminateInstances": (("InstanceIds", len, 1, 1_000, f"{_EC2}APIReference/API_TerminateInstances.html"),),
-    "ec2:DescribeInstances": _FILTERS,
-    "ec2:DescribeTags": _FILTERS,
-    "ec2:DescribeImages": _FILTERS[:1],
-    "ec2:DescribeSubnets": _FILTERS[:1],
-    "ec2:DescribeSecurityGroups": _FILTERS[:1],
-    "ec2:DescribeSpotPriceHistory": _FILTERS[:1],
+    "ec2:CreateTags": (Limit("Resources", len, 1, 1_000, _RESOURCES), *_tags("Tags")),
+    "ec2:DeleteTags": (Limit("Resources", len, 1, 1_000, _RESOURCES),),
+    "ec2:TerminateInstances": (
+        Limit(
+            "InstanceIds",
+            len,
+            1,
+            1_000,
+            Source("ec2 TerminateInstancesRequest.InstanceIds", "Up to 1000 instance IDs."),
+        ),
+    ),
+    "ec2:DescribeTags": (
+        Limit(
+            "MaxResults",
+            float,
+            5,
+            1_000,
+            Source("ec2 DescribeTagsRequest.MaxResults", "This value can be between 5 and 1000."),
+        ),
+    ),
     "dynamodb:UpdateItem": _EXPRESSIONS,
     "dynamodb:GetItem": _EXPRESSIONS,
     "dynamodb:Query": _EXPRESSIONS,
     "dynamodb:Scan": _EXPRESSIONS,
-    "dynamodb:PutItem": (*_EXPRESSIONS, ("Item", _item_bytes, 1, 400 * 1024, _EXPRESSION_SOURCE)),
-    "dynamodb:BatchGetItem": (("RequestItems", _batch, 1, 100, f"{_DYNAMODB}APIReference/API_BatchGetItem.html"),),
+    "dynamodb:PutItem": (*_EXPRESSIONS, Limit("Item", _item_bytes, 1, 400 * 1024, _ITEM)),
+    "dynamodb:BatchGetItem": (
+        Limit(
+            "RequestItems", _batch, 1, 100, Source("dynamodb BatchGetItem", "which can contain as many as 100 items.")
+        ),
+    ),
     "dynamodb:BatchWriteItem": (
-        ("RequestItems", _batch, 1, 25, f"{_DYNAMODB}APIReference/API_BatchWriteItem.html"),
-        ("RequestItems.*.*.PutRequest.Item", _item_bytes, 1, 400 * 1024, _EXPRESSION_SOURCE),
+        Limit(
+            "RequestItems",
+            _batch,
+            1,
+            25,
+            Source("dynamodb BatchWriteItem", "consisting of up to 25 item put or delete operations."),
+        ),
+        Limit("RequestItems.*.*.PutRequest.Item", _item_bytes, 1, 400 * 1024, _ITEM),
     ),
     "dynamodb:TransactWriteItems": (
-        ("TransactItems", len, 1, 100, f"{_DYNAMODB}APIReference/API_TransactWriteItems.html"),
-        ("TransactItems", _item_bytes, 1, 4 * 1024 * 1024, f"{_DYNAMODB}APIReference/API_TransactWriteItems.html"),
+        Limit(
+            "TransactItems",
+            _item_bytes,
+            1,
+            4 * 1024 * 1024,
+            Source(
+                "dynamodb TransactWriteItems", "The aggregate size of the items in the transaction cannot exceed 4 MB."
+            ),
+        ),
+    ),
+    "sqs:DeleteMessageBatch": (
+        Limit("Entries", len, 1, 10, Source("sqs DeleteMessageBatch", "Deletes up to ten messages")),
     ),
     "sqs:SendMessageBatch": (
-        ("Entries", len, 1, 10, f"{_SQS}APIReference/API_SendMessageBatch.html"),
-        ("Entries", _item_bytes, 1, 256 * 1024, f"{_SQS}APIReference/API_SendMessageBatch.html"),
-        ("Entries.*.Id", len, 1, 80, f"{_SQS}APIReference/API_SendMessageBatchRequestEntry.html"),
-        ("Entries.*.DelaySeconds", float, 0, 900, f"{_SQS}APIReference/API_SendMessageBatchRequestEntry.html"),
+        Limit("Entries", len, 1, 10, Source("sqs SendMessageBatch", "send up to 10 messages")),
+        Limit("Entries", _item_bytes, 1, 1024 * 1024, Source("sqs SendMessageBatch", "1 MiB 1,048,576 bytes")),
+        Limit("Entries.*.Id", len, 1, 80, Source("sqs SendMessageBatchRequestEntry.Id", "up to 80 characters")),
+        Limit(
+            "Entries.*.DelaySeconds",
+            float,
+            0,
+            900,
+            Source("sqs SendMessageBatchRequestEntry.DelaySeconds", "Valid values: 0 to 900."),
+        ),
     ),
-    "sqs:DeleteMessageBatch": (("Entries", len, 1, 10, f"{_SQS}APIReference/API_DeleteMessageBatch.html"),),
     "sqs:ChangeMessageVisibilityBatch": (
-        ("Entries", len, 1, 10, f"{_SQS}APIReference/API_ChangeMessageVisibilityBatch.html"),
-        ("Entries.*.VisibilityTimeout", float, 0, 43_200, f"{_SQS}APIReference/API_ChangeMessageVisibility.html"),
+        Limit("Entries", len, 1, 10, Source("sqs ChangeMessageVisibilityBatch", "up to 10")),
+        Limit("Entries.*.VisibilityTimeout", float, 0, 43_200, _TIMEOUT),
     ),
     "sqs:ReceiveMessage": (
-        ("MaxNumberOfMessages", float, 1, 10, f"{_SQS}APIReference/API_ReceiveMessage.html"),
-        ("WaitTimeSeconds", float, 0, 20, f"{_SQS}APIReference/API_ReceiveMessage.html"),
-        ("VisibilityTimeout", float, 0, 43_200, f"{_SQS}APIReference/API_ReceiveMessage.html"),
+        Limit(
+            "MaxNumberOfMessages",
+            float,
+            1,
+            10,
+            Source("sqs ReceiveMessageRequest.MaxNumberOfMessages", "Valid values: 1 to 10."),
+        ),
+        Limit(
+            "WaitTimeSeconds",
+            float,
+            0,
+            20,
+            Source("sqs CreateQueueRequest.Attributes", "Valid values: An integer from 0 to 20 (seconds)."),
+        ),
+        Limit("VisibilityTimeout", float, 0, 43_200, _TIMEOUT),
     ),
-    "sqs:CreateQueue": (("QueueName", len, 1, 80, f"{_SQS}APIReference/API_CreateQueue.html"),),
+    "sqs:CreateQueue": (
+        Limit("QueueName", len, 1, 80, Source("sqs CreateQueueRequest.QueueName", "up to 80 characters")),
+    ),
 }
 
 
+_SPOT_PRICES = ("SpotMaxPricePercentageOverLowestPrice", "MaxSpotPriceAsPercentageOfOptimalOnDemandPrice")
+#: Rules about several members of CreateFleet.
+FLEET_RULES = {
+    "type": Source(
+        "ec2 FleetLaunchTemplateOverridesRequest.InstanceType",
+        "If you specify InstanceType, you can't specify InstanceRequirements.",
+    ),
+    "allowed": Source(
+        "ec2 InstanceRequirementsRequest.AllowedInstanceTypes",
+        "If you specify AllowedInstanceTypes, you can't specify ExcludedInstanceTypes.",
+    ),
+    "price": Source(
+        f"ec2 InstanceRequirementsRequest.{_SPOT_PRICES[0]}",
+        f"Only one of {' or '.join(_SPOT_PRICES)} can be specified.",
+    ),
+    "subnet": Source(
+        "ec2 FleetLaunchTemplateOverridesRequest.SubnetId", "A request of type instant can have only one subnet ID."
+    ),
+}
+
+
+def documentation(where: str) -> str:
+    """The documentation of a shape, member or operation of botocore's models, without markup."""
+    service, _, name = where.partition(" ")
+    shape, _, member = name.partition(".")
+    model = _session().get_service_model(service)
+    if shape in model.operation_names:
+        text = model.operation_model(shape).documentation
+    else:
+        found = model.shape_for(shape)
+        text = (found.members[member] if member else found).documentation
+    return " ".join(re.sub(r"<[^>]+>", "", text).split())
+
+
 def _limit_problems(service: str, operation: str, parameters: Parameters) -> Iterator[tuple[str, str]]:
-    for path, measure, least, most, source in LIMITS.get(f"{service}:{operation}", ()):
-        for value in _at(parameters, path.split(".")):
-            measured = measure(value)
-            if not least <= measured <= most:
-                yield f"{path} is or has {measured:g}, not {least:g} to {most:g}", source
+    for limit in (*LIMITS.get(f"{service}:*", ()), *LIMITS.get(f"{service}:{operation}", ())):
+        for value in _at(parameters, limit.path.split(".")):
+            measured = limit.measure(value)
+            if not limit.least <= measured <= limit.most:
+                yield f"{limit.path} is or has {measured:g}, not {limit.least:g} to {limit.most:g}", limit.source.where
     if (service, operation) == ("ec2", "CreateFleet"):
         yield from _fleet_problems(parameters)
 
@@ -232,7 +369,9 @@ def _at(value: Any, path: Sequence[str]) -> Iterator[Any]:
         yield value
         return
     head, *rest = path
-    if head == "*":
+    if head == "keys":
+        yield from value
+    elif head == "*":
         for each in value.values() if isinstance(value, Mapping) else value:
             yield from _at(each, rest)
     elif isinstance(value, Mapping) and head in value:
@@ -243,13 +382,16 @@ def _fleet_problems(parameters: Parameters) -> Iterator[tuple[str, str]]:
     """Rules about several members of CreateFleet."""
     for override in _at(parameters, ["LaunchTemplateConfigs", "*", "Overrides", "*"]):
         needs = override.get("InstanceRequirements", {})
-        if needs and "InstanceType" in override:
-            yield "an override has both InstanceType and InstanceRequirements", _FLEET_SOURCE
-        if {"AllowedInstanceTypes", "ExcludedInstanceTypes"} <= set(needs):
-            yield "AllowedInstanceTypes and ExcludedInstanceTypes exclude each other", _FLEET_SOURCE
-        if parameters["Type"] == "instant" and "," in override.get("SubnetId", ""):
-            yield "an override of an instant fleet has more than one subnet", _FLEET_SOURCE
+        broken = {
+            "type": bool(needs) and "InstanceType" in override,
+            "allowed": {"AllowedInstanceTypes", "ExcludedInstanceTypes"} <= set(needs),
+            "price": {*_SPOT_PRICES} <= set(needs),
+            "subnet": parameters["Type"] == "instant" and "," in override.get("SubnetId", ""),
+        }
+        yield from (
+            (FLEET_RULES[name].words, FLEET_RULES[name].where) for name, is_broken in broken.items() if is_broken
+        )
         for name in ("VCpuCount", "MemoryMiB"):
             bounds = needs.get(name, {})
             if "Max" in bounds and bounds["Max"] < bounds["Min"]:
-                yield f"{name} has a maximum below its minimum", _FLEET_SOURCE
+                yield f"{name} has a maximum below its minimum", f"ec2 InstanceRequirementsRequest.{name}"

@@ -12,7 +12,7 @@ from remuda.adapters.aws.ec2.options import MAX_GROUPS, MAX_SUBNETS, Ec2LaunchOp
 from remuda.adapters.aws.ec2.template import RootDevice, template_data, template_name
 from remuda.domain.resources import MAX_PATTERN_TEXT, Architecture, ResourceClass, TypePatterns, UsageClass
 from remuda.domain.signals import MAX_DETAIL, Report, Signal
-from tests.support.aws.contract import ContractViolation, check_request
+from tests.support.aws.contract import FLEET_RULES, LIMITS, ContractViolation, Source, check_request, documentation
 from tests.support.records import NOW, instance_id, launch_request, runner_request
 
 SUBNETS = [f"subnet-{number:017x}" for number in range(MAX_SUBNETS)]
@@ -28,6 +28,7 @@ OPTIONS = Ec2LaunchOptions.parse(
 )
 POOL = "p" * 20
 ROOT_DEVICE = RootDevice(name="/dev/sda1", gib=8)
+NEEDS = {"VCpuCount": {"Min": 1}, "MemoryMiB": {"Min": 1}}
 
 
 def fleet(patterns: str = "*", usage: UsageClass = UsageClass.SPOT, **fields: Any) -> dict[str, Any]:
@@ -93,27 +94,57 @@ def test_the_largest_report_is_within_the_limits() -> None:
         ({"TargetCapacitySpecification": {"TotalTargetCapacity": 10_001}}, "not 1 to 10000"),
         ({"TagSpecifications": [{"ResourceType": "machine"}]}, "machine"),
         ({"TagSpecifications": [{"ResourceType": "fleet", "Tags": [{"Key": "k", "Value": "x" * 257}]}]}, "257"),
-        (
-            {"LaunchTemplateConfigs": [{"Overrides": [{"SubnetId": "subnet-1"}] * 301}]},
-            "Overrides is or has 301, not 1 to 300",
-        ),
-        (
-            {
-                "LaunchTemplateConfigs": [
-                    {
-                        "Overrides": [
-                            {"InstanceRequirements": {"AllowedInstanceTypes": ["x" * 31], "VCpuCount": {"Min": 1}}}
-                        ]
-                    }
-                ]
-            },
-            "AllowedInstanceTypes",
-        ),
+        ({"TagSpecifications": [{"ResourceType": "fleet", "Tags": [{"Key": "k" * 128, "Value": ""}]}]}, "1 to 127"),
     ],
 )
 def test_violations_are_found(changed: dict[str, Any], why: str) -> None:
     with pytest.raises(ContractViolation, match=why):
         check_request("ec2", "CreateFleet", {**fleet(), **changed})
+
+
+@pytest.mark.parametrize(
+    ("override", "why"),
+    [
+        ({"InstanceRequirements": {**NEEDS, "AllowedInstanceTypes": ["x" * 31]}}, "has 31, more than 30"),
+        ({"InstanceRequirements": NEEDS, "InstanceType": "c6i.large"}, "can't specify InstanceRequirements"),
+        (
+            {"InstanceRequirements": {**NEEDS, "AllowedInstanceTypes": ["a"], "ExcludedInstanceTypes": ["b"]}},
+            "can't specify ExcludedInstanceTypes",
+        ),
+        (
+            {
+                "InstanceRequirements": {
+                    **NEEDS,
+                    "SpotMaxPricePercentageOverLowestPrice": 1,
+                    "MaxSpotPriceAsPercentageOfOptimalOnDemandPrice": 1,
+                }
+            },
+            "Only one of",
+        ),
+        ({"SubnetId": "subnet-1,subnet-2"}, "only one subnet ID"),
+        ({"InstanceRequirements": {**NEEDS, "VCpuCount": {"Min": 4, "Max": 2}}}, "a maximum below its minimum"),
+    ],
+)
+def test_violations_in_overrides_are_found(override: dict[str, Any], why: str) -> None:
+    with pytest.raises(ContractViolation, match=why):
+        check_request("ec2", "CreateFleet", {**fleet(), "LaunchTemplateConfigs": [{"Overrides": [override]}]})
+
+
+def test_values_of_all_filters_count() -> None:
+    filters = [{"Name": name, "Values": [f"i-{number}" for number in range(101)]} for name in ("a", "b")]
+    with pytest.raises(ContractViolation, match="Filters is or has 202, not 1 to 200"):
+        check_request("ec2", "DescribeInstances", {"Filters": filters})
+
+
+SOURCES = {limit.source for limits in LIMITS.values() for limit in limits} | set(FLEET_RULES.values())
+
+
+@pytest.mark.parametrize(
+    "source", sorted(each for each in SOURCES if not each.where.startswith("https://")), ids=lambda each: each.where
+)
+def test_models_document_the_limits(source: Source) -> None:
+    """If AWS changes a limit, a newer botocore fails here."""
+    assert source.words in documentation(source.where)
 
 
 def test_batches_beyond_the_limits_are_found() -> None:

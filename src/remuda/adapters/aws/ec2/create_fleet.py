@@ -211,7 +211,7 @@ def one_subnet_per_zone(subnets: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """The subnet with the most free addresses by zone, of subnets that DescribeSubnets returned.
 
     CreateFleet rejects two subnets of one zone: "The fleet configuration contains duplicate instance pools."
-    (github-aws-runners/terraform-aws-github-runner, issues 2904 and 5297).
+    (fleet-quotas.html in the EC2 User Guide; github-aws-runners/terraform-aws-github-runner, issues 2904 and 5297).
     """
     chosen: dict[str, Mapping[str, Any]] = {}
     for subnet in subnets:
