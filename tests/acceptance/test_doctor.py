@@ -310,7 +310,7 @@ def test_of_two_subnets_in_one_zone_one_is_used(patient: Patient):
     small = patient.servers.call("ec2", create)
     code, lines = patient.doctor(flags={"subnet-ids": f"{small},{first},{second}"})
     assert (code, problems(lines)) == (0, set()), lines
-    assert f"not used now: {small} (one subnet per zone, with the most free addresses)" in lines["subnets"]["message"]
+    assert f"not used now: {small} (a launch uses one subnet per zone" in lines["subnets"]["message"]
     # A dry run with all three would fail: EC2 rejects such a fleet.
     assert "dry run" in lines["launch permission"]["message"]
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+import httpx
 import pytest
 
 from remuda.adapters.aws.ec2.compute import BATCH, Ec2Compute, Ec2SpotPrices
@@ -240,6 +241,15 @@ async def test_any_type_omits_the_type_list_and_spot_sets_its_strategy(world: Ec
     (item,) = await world.instances()
     assert item["InstanceId"] == instance_ids(result)[0]
     assert item["InstanceLifecycle"] == "spot"
+
+
+async def test_the_server_rejects_more_than_four_structures_of_requirements(world: Ec2Fixture) -> None:
+    """Sent without a client, which would not let such a request pass here."""
+    key = "LaunchTemplateConfigs.1.Overrides.{}.InstanceRequirements.VCpuCount.Min"
+    form = {"Action": "CreateFleet", **{key.format(number): "2" for number in range(1, 6)}}
+    async with httpx.AsyncClient(trust_env=False) as client:
+        answer = await client.post(world.server.url, data=form)
+    assert (answer.status_code, "number of InstanceRequirements (4)" in answer.text) == (400, True)
 
 
 async def test_one_subnet_per_zone_with_the_most_free_addresses(world: Ec2Fixture, compute: Ec2Compute) -> None:

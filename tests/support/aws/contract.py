@@ -127,6 +127,10 @@ def _text_bytes(text: str) -> int:
     return len(text.encode())
 
 
+def _requirements(configs: Sequence[Mapping[str, Any]]) -> int:
+    return sum("InstanceRequirements" in override for config in configs for override in config.get("Overrides", ()))
+
+
 def _values(filters: Sequence[Mapping[str, Any]]) -> int:
     return sum(len(each.get("Values", ())) for each in filters)
 
@@ -216,6 +220,16 @@ LIMITS: Mapping[str, tuple[Limit, ...]] = {
     ),
     "ec2:CreateFleet": (
         Limit("ClientToken", len, 1, 64, Source("ec2 RunInstancesRequest.ClientToken", "Maximum 64 ASCII characters")),
+        Limit(
+            "LaunchTemplateConfigs",
+            _requirements,
+            0,
+            4,
+            Source(
+                f"{_EC2}UserGuide/ec2-fleet-attribute-based-instance-type-selection.html",
+                "You can specify a maximum of four InstanceRequirements structures in a request configuration.",
+            ),
+        ),
         Limit(
             "TargetCapacitySpecification.TotalTargetCapacity",
             float,

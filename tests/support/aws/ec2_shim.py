@@ -1,8 +1,9 @@
 """The EC2 test server: moto behind a layer that adds attribute-based fleets, client tokens, capacity, faults and lag.
 
-Like EC2, it rejects a fleet with two subnets of one zone and a root volume that is smaller than the image, and it
-ignores types that cost over 20 % more than the cheapest one, unless the request lifts price protection. A mapping for
-another device than the root device of the image is an error here; EC2 would attach a second volume.
+Like EC2, it rejects a fleet with two subnets of one zone or over four InstanceRequirements structures, and a root
+volume that is smaller than the image, and it ignores types that cost over 20 % more than the cheapest one, unless the
+request lifts price protection. A mapping for another device than the root device of the image is an error here; EC2
+would attach a second volume.
 
 Runs in the interpreter of moto's own virtualenv, prints its port, and exits at the end of its standard input.
 POST /_shim takes a JSON object of:
@@ -55,6 +56,9 @@ CATALOGUE = (
     ("m6i.24xlarge", 96, 384 * 1024, 4.608, "x86_64", 0),
     ("g5.12xlarge", 48, 192 * 1024, 5.672, "x86_64", 4),
 )
+#: Maximum number of InstanceRequirements structures in a request (the words are those of osbuild/osbuild-composer, pull
+#: request 3946).
+MAX_REQUIREMENTS = 4
 #: EC2's default of OnDemandMaxPricePercentageOverLowestPrice.
 PRICE_PROTECTION = 20
 #: Resources that can be tagged by each action (API references of CreateFleet and RunInstances).
@@ -159,7 +163,10 @@ class Ec2Shim:
     # Fleets
 
     def _invalid_fleet(self, environ: Environ, values: dict[str, str]) -> bytes:
-        """The error for two overrides with the same instance pool (type and zone), or nothing."""
+        """The error for two overrides with the same instance pool (type and zone), or too many of them, or nothing."""
+        if len([key for key in values if key.endswith(".InstanceRequirements.VCpuCount.Min")]) > MAX_REQUIREMENTS:
+            most = f"the maximum allowed number of InstanceRequirements ({MAX_REQUIREMENTS})"
+            return _error("InvalidParameterValue", f"Your request contains more than {most}")
         zones = self._pairs(environ, "DescribeSubnets", {}, "subnetId", "availabilityZone")
         pools = [(zones.get(subnet, subnet), kind) for subnet, kind in self._choices(environ, values)]
         if len(set(pools)) == len(pools):

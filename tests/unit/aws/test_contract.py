@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 
 from remuda.adapters.aws.dynamodb import expressions, items
-from remuda.adapters.aws.ec2.create_fleet import client_token, fleet_request, machine_tags
+from remuda.adapters.aws.ec2.create_fleet import (
+    MAX_ZONES,
+    client_token,
+    fleet_request,
+    machine_tags,
+    one_subnet_per_zone,
+)
 from remuda.adapters.aws.ec2.options import MAX_GROUPS, MAX_SUBNETS, Ec2LaunchOptions
 from remuda.adapters.aws.ec2.template import RootDevice, template_data, template_name
 from remuda.domain.resources import MAX_PATTERN_TEXT, Architecture, ResourceClass, TypePatterns, UsageClass
@@ -16,6 +22,11 @@ from tests.support.aws.contract import FLEET_RULES, LIMITS, ContractViolation, S
 from tests.support.records import NOW, instance_id, launch_request, runner_request
 
 SUBNETS = [f"subnet-{number:017x}" for number in range(MAX_SUBNETS)]
+#: More zones than any region has, with more addresses in later ones.
+ZONES = [
+    {"SubnetId": name, "AvailabilityZone": f"zone-{number // 2}", "AvailableIpAddressCount": number}
+    for number, name in enumerate(SUBNETS)
+]
 OPTIONS = Ec2LaunchOptions.parse(
     {
         "ami": "ami-0123456789abcdef0",
@@ -38,7 +49,7 @@ def fleet(patterns: str = "*", usage: UsageClass = UsageClass.SPOT, **fields: An
     return fleet_request(
         template=template_name(POOL),
         request=request,
-        subnets=OPTIONS.subnets,
+        subnets=tuple(one_subnet_per_zone(ZONES).values()),
         count=1_000,
         usage=usage,
         token=client_token("t" * 200),
@@ -61,6 +72,15 @@ def test_the_largest_fleet_is_within_the_limits(usage: UsageClass, fields: dict[
     many = " ".join(f"{number:03d}" for number in range(MAX_PATTERN_TEXT // 4))
     check_request("ec2", "CreateFleet", fleet(many, usage=usage, **fields))
     check_request("ec2", "CreateFleet", fleet("t3.* c5.metal", usage=usage, **fields))
+
+
+def test_a_launch_uses_the_zones_with_the_most_free_addresses() -> None:
+    assert one_subnet_per_zone(ZONES) == {
+        f"zone-{24 - number}": SUBNETS[49 - 2 * number] for number in range(MAX_ZONES)
+    }
+    config = {"Overrides": [{"InstanceRequirements": NEEDS}] * (MAX_ZONES + 1)}
+    with pytest.raises(ContractViolation, match="LaunchTemplateConfigs is or has 5, not 0 to 4"):
+        check_request("ec2", "CreateFleet", {**fleet(), "LaunchTemplateConfigs": [config]})
 
 
 def test_the_largest_template_is_within_the_limits() -> None:

@@ -18,7 +18,7 @@ from remuda.adapters.aws.clients import AwsClients, config
 from remuda.adapters.aws.dynamodb.keys import instance_profile_role, profile_name
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.ec2.compute import Ec2Compute
-from remuda.adapters.aws.ec2.create_fleet import fleet_request, one_subnet_per_zone
+from remuda.adapters.aws.ec2.create_fleet import MAX_ZONES, fleet_request, one_subnet_per_zone
 from remuda.adapters.aws.ec2.options import AMI, JOB_IMAGE_URL, SECURITY_GROUPS, SUBNETS, Ec2LaunchOptions
 from remuda.adapters.aws.ec2.template import template_name
 from remuda.adapters.aws.sqs import SqsResourcePool
@@ -186,7 +186,8 @@ class AwsDoctor:
         unused = [name for name in wanted if name not in used.values()]
         if unused:
             return ok(
-                f"{used_text}; not used now: {', '.join(unused)} (one subnet per zone, with the most free addresses)"
+                f"{used_text}; not used now: {', '.join(unused)} "
+                f"(a launch uses one subnet per zone in up to {MAX_ZONES} zones, those with the most free addresses)"
             )
         return ok(used_text)
 

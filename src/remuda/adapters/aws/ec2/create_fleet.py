@@ -38,6 +38,9 @@ LAUNCH_TAG = "remuda:launch"
 #: EC2's limits.
 MAX_TOKEN = 64
 MAX_TYPE_PATTERN = 30
+#: Zones of one launch. Each has an InstanceRequirements structure, and a request has up to four of them
+#: (ec2-fleet-attribute-based-instance-type-selection.html in the EC2 User Guide).
+MAX_ZONES = 4
 #: Errors quoted per usage class in one message.
 MAX_SHOWN = 8
 #: EC2's value for no limit of the price.
@@ -208,17 +211,16 @@ def machine_tags(request: LaunchRequest, options: Ec2LaunchOptions, pool: str) -
 
 
 def one_subnet_per_zone(subnets: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """The subnet with the most free addresses by zone, of subnets that DescribeSubnets returned.
+    """The subnets to launch in by zone, of subnets that DescribeSubnets returned: those with the most free addresses.
 
     CreateFleet rejects two subnets of one zone: "The fleet configuration contains duplicate instance pools."
-    (fleet-quotas.html in the EC2 User Guide; github-aws-runners/terraform-aws-github-runner, issues 2904 and 5297).
+    (fleet-quotas.html in the EC2 User Guide; github-aws-runners/terraform-aws-github-runner, issues 2904 and 5297), and
+    more than `MAX_ZONES`.
     """
-    chosen: dict[str, Mapping[str, Any]] = {}
-    for subnet in subnets:
-        known = chosen.setdefault(str(subnet.get("AvailabilityZone", "")), subnet)
-        if subnet.get("AvailableIpAddressCount", 0) > known.get("AvailableIpAddressCount", 0):
-            chosen[str(subnet.get("AvailabilityZone", ""))] = subnet
-    return {zone: str(subnet.get("SubnetId", "")) for zone, subnet in chosen.items()}
+    by_zone: dict[str, str] = {}
+    for subnet in sorted(subnets, key=lambda item: -item.get("AvailableIpAddressCount", 0)):
+        by_zone.setdefault(str(subnet.get("AvailabilityZone", "")), str(subnet.get("SubnetId", "")))
+    return dict(list(by_zone.items())[:MAX_ZONES])
 
 
 def requirements(request: RunnerRequest) -> dict[str, Any]:
