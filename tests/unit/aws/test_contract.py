@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +24,7 @@ from remuda.domain.signals import MAX_DETAIL, Report, Signal
 from tests.support.aws.contract import FLEET_RULES, LIMITS, ContractViolation, Source, check_request, documentation
 from tests.support.records import NOW, instance_id, launch_request, runner_request
 
+ROOT = Path(__file__).parents[3]
 SUBNETS = [f"subnet-{number:017x}" for number in range(MAX_SUBNETS)]
 #: More zones than any region has, with more addresses in later ones.
 ZONES = [
@@ -176,3 +180,14 @@ def test_batches_beyond_the_limits_are_found() -> None:
     ):
         with pytest.raises(ContractViolation):
             check_request("dynamodb", operation, parameters)
+
+
+def test_the_page_of_verified_assumptions_names_the_versions_in_use() -> None:
+    page = (ROOT / "docs" / "reference" / "verified.md").read_text(encoding="utf-8")
+    pinned = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "requirements").glob("*.txt"))
+    runner = json.loads((ROOT / "tests" / "data" / "actions_runner.json").read_text(encoding="utf-8"))["version"]
+    for name in ("botocore", "checkov", "cfn-lint", "moto", "parliament", "policy_sentry", "zizmor"):
+        named = set(re.findall(rf"\b{name} (\d[\d.]*\d)", page))
+        assert named, name
+        assert all(f"\n{name}=={version}\n" in pinned for version in named), (name, named)
+    assert set(re.findall(r"actions/runner (\d[\d.]*\d)", page)) == {runner}
