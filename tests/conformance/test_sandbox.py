@@ -29,6 +29,21 @@ SHORT_S = 1.0
 MIB = 1024**2
 #: Number of the system call add_key.
 ADD_KEY = {"x86_64": 248, "aarch64": 217}.get(os.uname().machine)
+#: Processes of a sandbox must not reach the root of a process that enters it while that is still the host's.
+REACH_HOST = r"""
+open(LOAD, "<", "/proc/loadavg");
+until (-e "/tmp/stop") {
+    seek(LOAD, 0, 0);
+    $last = (split " ", <LOAD>)[4];
+    for (1 .. 300) {
+        for $pid ($last + 1 .. $last + 3) {
+            open(FOUND, ">", "/tmp/found") if -e "/proc/$pid/root/sys/fs/cgroup/remuda";
+        }
+    }
+}
+"""
+#: Starts of a listener, of which without protection at least every tenth is hit.
+STARTS = 40
 
 
 @pytest.fixture(scope="module", params=["kernel-of-this-computer-in-namespaces"])
@@ -130,6 +145,17 @@ def test_a_sandbox_runs_few_services_and_serves_one_runner_name(agent: Driver) -
     assert "mine" not in other["output"]
     assert "remuda" not in other["output"]
     assert other["number"] == first["number"] + 1
+
+
+@pytest.mark.skipif(shutil.which("perl") is None, reason="needs perl")
+def test_root_cannot_reach_the_host_through_a_listener_that_starts(agent: Driver) -> None:
+    agent("open")
+    script = f"cat >/tmp/reach.pl <<'END'\n{REACH_HOST}END\nsudo setsid perl /tmp/reach.pl >/dev/null 2>&1 &\n"
+    agent("run", name="r1", script=script)
+    for _ in range(STARTS):
+        assert agent("run", name="r1", script="exit 3")["exit_code"] == 3
+    ended = agent("run", name="r1", script="pgrep -c perl; touch /tmp/stop; find /tmp -name found")
+    assert ended["output"] == "1\n"
 
 
 def test_a_new_agent_finds_the_running_job_and_its_exit_code(host: SandboxHost, folder: Path) -> None:

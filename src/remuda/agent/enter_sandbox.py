@@ -14,12 +14,17 @@ import sys
 KINDS = ("user", "mnt", "net", "ipc", "uts", "cgroup")
 CANNOT_START = 126
 
+#: From linux/prctl.h.
+_SET_DUMPABLE = 4
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main(target: str, *command: str) -> int:
     flags = os.O_RDONLY | os.O_CLOEXEC
     namespaces = [os.open(f"/proc/{target}/ns/{kind}", flags) for kind in KINDS]
+    # Root of the sandbox must not trace the child or use its /proc/PID/root, which is the host's at first.
+    _check(_libc.prctl(_SET_DUMPABLE, 0, 0, 0, 0))
     # Only children enter this one.
     _check(_libc.setns(os.open(f"/proc/{target}/ns/pid", flags), 0))
     child = os.fork()
@@ -44,7 +49,7 @@ def _become(namespaces: list[int], command: tuple[str, ...]) -> None:
 
 def _check(result: int) -> None:
     if result < 0:
-        raise OSError(ctypes.get_errno(), "setns")
+        raise OSError(ctypes.get_errno(), "the sandbox cannot be entered")
 
 
 if __name__ == "__main__":
