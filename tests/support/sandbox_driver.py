@@ -57,6 +57,7 @@ class Requests:
     def __init__(self, options: dict[str, Any]) -> None:
         self._options = options
         self._folder = Path(options["folder"])
+        self._runner = Path(options.get("runner", self._folder / "runner"))
         self._storage = Path(options.get("storage", self._folder / "storage"))
         self._caches: CacheVolumes | None = None
         if "cache_paths" in options:
@@ -68,7 +69,7 @@ class Requests:
     def _make(self) -> None:
         for name, value in self._options.get("limits", {}).items():
             setattr(sandbox, name, value)
-        program = self._folder / "runner" / "bin" / "Runner.Listener"
+        program = self._runner / "bin" / "Runner.Listener"
         if not program.exists():
             program.parent.mkdir(parents=True)
             program.write_text(LISTENER, encoding="utf-8")
@@ -76,7 +77,7 @@ class Requests:
         self.sandboxes = Sandboxes(
             SandboxOptions(
                 storage=self._storage,
-                runner=self._folder / "runner",
+                runner=self._runner,
                 software=SOFTWARE,
                 root=Path(self._options.get("root", "/")),
                 hidden=(str(self._folder),),
@@ -112,6 +113,22 @@ class Requests:
     async def _preparation(self) -> None:
         if self.sandboxes._preparation is not None:
             await self.sandboxes._preparation
+
+    async def run_program(self, script: str) -> dict[str, Any]:
+        """Run a script as the job user, by the way in which the listener is started."""
+        program = SOFTWARE / "runner" / "program.sh"
+        made = Assignment(url="https://github.com/o/r", runner_name="program", labels=())
+        command = await self.sandboxes.prepare_start(made, {program: (script.encode(), 0o755)})
+        process = await asyncio.create_subprocess_exec(
+            *command.arguments[:-1],
+            str(program),
+            stdin=command.stdin,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=sandbox_root.ENVIRONMENT,
+        )
+        output, _ = await process.communicate()
+        return {"exit_code": process.returncode, "output": output.decode(errors="replace")[-MAX_OUTPUT:]}
 
     async def start(
         self, name: str, script: str, repository: str = "o/r", tier: str = Tier.UNTRUSTED
