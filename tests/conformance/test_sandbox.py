@@ -157,6 +157,28 @@ def test_a_new_agent_finds_the_running_job_and_its_exit_code(host: SandboxHost, 
         end(third)
 
 
+def test_listener_that_updates_itself_is_started_again(agent: Driver) -> None:
+    # What actions/runner does: src/Misc/layoutbin/update.sh.template.
+    update = """
+        while [ -e /proc/$$ ]; do sleep 0.1; done
+        sleep 1
+        mv -f bin bin.1 && cp -r bin.1 bin.2 && ln -s bin.2 bin && touch update.finished
+    """
+    agent("open")
+    result = agent(
+        "run",
+        name="r1",
+        script=f"""
+            exec 2>&1
+            echo "$(readlink bin || echo old) $(ls update.finished 2>/dev/null)"
+            [ ! -L bin ] || exit 9
+            ({update}) &
+            exit 4
+        """,
+    )
+    assert (lines(result), result["exit_code"]) == (["old", "bin.2"], 9), result["output"]
+
+
 @pytest.mark.parametrize("command", ["poweroff", "reboot"])
 def test_a_job_may_end_its_sandbox(agent: Driver, command: str) -> None:
     agent("open")
@@ -196,7 +218,7 @@ END
     result = agent("reset")
     assert result["ok"], result
     assert result["seconds"] < RESET_LIMIT_S
-    assert agent("run", name="r2", script="pgrep again; exit 3")["exit_code"] == 3
+    assert agent("run", name="r2", script="pgrep again; exit 6")["exit_code"] == 6
 
 
 def test_a_full_disk_ends_the_job_and_not_the_machine(host: SandboxHost, folder: Path) -> None:
@@ -214,8 +236,8 @@ def test_a_full_disk_ends_the_job_and_not_the_machine(host: SandboxHost, folder:
             assert (full["exit_code"], full["alive"]) == (KILLED, False)
             assert [name for name, _ in full["events"]] == ["sandbox-ready", "disk-full"]
             # The next job is not killed for the files of the last one, although their deletion takes time.
-            again = agent("run", name="r1", script="sleep 0.2; exit 4")
-            assert again["exit_code"] == 4
+            again = agent("run", name="r1", script="sleep 0.2; exit 6")
+            assert again["exit_code"] == 6
             assert [name for name, _ in again["events"]].count("disk-full") == 1
             agent("reset")
             end(agent)
@@ -230,11 +252,11 @@ def test_logs_are_limited(agent: Driver) -> None:
     assert (full["exit_code"], full["alive"]) == (KILLED, False)
     assert full["events"][-1][0] == "log-full"
     assert agent("log_bytes") <= sandbox.LOG_BYTES
-    agent("run", name="r1", script="sudo sh -c 'head -c 1G /dev/zero >/dev/console'; exit 3")
+    agent("run", name="r1", script="sudo sh -c 'head -c 1G /dev/zero >/dev/console'; exit 6")
     assert agent("log_bytes") <= sandbox.LOG_BYTES
     # Whoever has the log open can change its length.
-    endless = agent("run", name="r1", script="perl -e 'truncate STDOUT, 1 << 42 or exit 1' && exit 4")
-    assert endless["exit_code"] == 4
+    endless = agent("run", name="r1", script="perl -e 'truncate STDOUT, 1 << 42 or exit 1' && exit 6")
+    assert endless["exit_code"] == 6
     assert agent("is_busy") is False
     agent("start", name="r1", script="echo 123456789; sleep 0.3; perl -e 'truncate STDOUT, 3 or exit 1' && sleep 1000")
     agent("wait_for", text="456")
@@ -396,8 +418,8 @@ def test_job_image(host: SandboxHost, folder: Path) -> None:
     copy_image(image)
     with driver(host, folder=str(folder), root=str(image)) as agent:
         agent("open")
-        ran = agent("run", name="r1", script="cat /etc/os-release; id -un; ls -d /usr/share /home/*; exit 4")
-        assert (lines(ran)[:2], ran["exit_code"]) == (["ID=image-of-a-team", "runner"], 4), ran["output"]
+        ran = agent("run", name="r1", script="cat /etc/os-release; id -un; ls -d /usr/share /home/*; exit 6")
+        assert (lines(ran)[:2], ran["exit_code"]) == (["ID=image-of-a-team", "runner"], 6), ran["output"]
         assert "/home/runner" in lines(ran)
         assert agent("reset")["ok"]
         end(agent)

@@ -330,9 +330,9 @@ class TestListener:
 
         second = folder.open()
         assert second.state() == RunnerState(listening=True, busy=True)
-        folder.say("exit 3")
-        assert await until(second, listening=False) == RunnerState(exit_code=3)
-        assert folder.open().state() == RunnerState(exit_code=3)
+        folder.say("exit 2")
+        assert await until(second, listening=False) == RunnerState(exit_code=2)
+        assert folder.open().state() == RunnerState(exit_code=2)
 
     async def test_wait_without_listener_ends_at_the_timeout(self, folder: Folder) -> None:
         runner = folder.open()
