@@ -219,6 +219,15 @@ def test_runner_registers_runs_jobs_and_is_removed(server: FakeGitHubServer, run
     assert "registration has been deleted" in output
 
 
+def test_configuration_writes_environment_files(runner: RunnerFolder) -> None:
+    (runner.folder / ".env").write_text("LANG=C\n")
+    for _ in range(2):
+        # actions/runner 2.336.0, src/Misc/layoutroot/env.sh: even if the configuration fails.
+        runner.config("--unattended", LANG="de_DE.UTF-8", JAVA_HOME="/java", OTHER="x")
+    assert (runner.folder / ".path").read_text() == f"{os.environ['PATH']}\n"
+    assert (runner.folder / ".env").read_text() == "LANG=C\nJAVA_HOME=/java\n"
+
+
 def test_second_configuration_is_rejected(server: FakeGitHubServer, runner: RunnerFolder) -> None:
     runner.register()
     again = runner.config("--unattended", "--url", f"{server.endpoint.url}/{REPO}", "--token", "x")

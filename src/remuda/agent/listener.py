@@ -48,8 +48,9 @@ WAIT_FOR_UPDATE = (
 #: A process that stays outside the listener's control, so that its exit code can be trusted, also by the next agent.
 #: It may join a cgroup first, and gives up the agent's protection against a lack of memory. After the exit codes of a
 #: self-update it starts the listener again, with the same input from its beginning.
+#: PATH is that of jobs.
 _WRAPPER = f"""
-echo $$ >"$1/listener.pid.new" && mv "$1/listener.pid.new" "$1/listener.pid"
+echo $$ >"$1/listener.pid.new" && /bin/mv "$1/listener.pid.new" "$1/listener.pid"
 [ -z "$2" ] || echo $$ >"$2" || exit 125
 echo 0 >/proc/self/oom_score_adj
 folder=$1
@@ -60,7 +61,7 @@ while [ $code = 3 ] || [ $code = 4 ]; do
   "$@" {UPDATING} </proc/self/fd/0
   code=$?
 done
-echo $code >"$folder/exit-code.new" && mv "$folder/exit-code.new" "$folder/exit-code"
+echo $code >"$folder/exit-code.new" && /bin/mv "$folder/exit-code.new" "$folder/exit-code"
 """
 
 #: Files by their paths: content and mode.
