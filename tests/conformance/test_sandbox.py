@@ -16,6 +16,7 @@ import pytest
 from remuda.agent import sandbox
 from remuda.agent.listener import KILLED
 from remuda.domain.resources import Tier
+from tests.support.sandbox_driver import OPEN_FILES
 from tests.support.sandbox_host import Driver, SandboxHost, driver, missing
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"sandboxes in namespaces: {missing()}")
@@ -120,8 +121,9 @@ def test_a_sandbox_runs_few_services_and_serves_one_runner_name(agent: Driver) -
     assert {name.removesuffix(".service") for name in services} <= SERVICES
     assert {"dbus.service", "systemd-journald.service"} <= set(services)
     assert (state, homes, init, host_name) == ("running", "runner", "systemd", "runner")
-    again = agent("run", name="r1", script="cd /tmp; ls mine")
-    assert (again["output"], again["number"]) == ("mine\n", first["number"])
+    again = agent("run", name="r1", script="cd /tmp; ls mine; ulimit -Sn; ulimit -Hn")
+    assert lines(again) == ["mine", *map(str, OPEN_FILES)], "the limits of the agent"
+    assert again["number"] == first["number"]
     # A program that is stopped and continued is not lost, and its keys are not those of the next one.
     values = '($type, $name, $value) = ("user", "remuda", "x")'
     add_key = f"perl -e '{values}; exit(syscall({ADD_KEY}, $type, $name, $value, 1, -3) < 0)'"

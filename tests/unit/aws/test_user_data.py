@@ -215,6 +215,14 @@ def test_firewall_starts_before_the_network_and_the_agent(box: BootstrapBox) -> 
     assert stat.S_IMODE((box.opt / "bin" / "remuda-firewall").stat().st_mode) == 0o700
 
 
+def test_jobs_may_open_as_many_files_and_start_as_many_processes_as_on_github(box: BootstrapBox) -> None:
+    box.preinstall()
+    box.boot()
+    unit = (box.units / "remuda-agent.service").read_text().splitlines()
+    # They inherit these limits, see the tests of sandboxes.
+    assert {"LimitNOFILE=65536:1048576", "LimitNPROC=infinity"} <= set(unit)
+
+
 def test_systemd_accepts_the_units(box: BootstrapBox) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed (apt-get install systemd): the units are not verified")

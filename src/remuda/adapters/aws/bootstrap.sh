@@ -237,7 +237,8 @@ ExecStart=$opt/bin/remuda-firewall
 [Install]
 WantedBy=multi-user.target
 EOF
-# KillMode=process: a restart of the agent must not kill a running job.
+# KillMode=process: a restart of the agent must not kill a running job. Jobs inherit the limits. On GitHub's images, too,
+# 65,536 files can be open; a program may ask for more. The number of processes is limited per sandbox.
 cat >"$units/remuda-agent.service" <<EOF
 [Unit]
 Description=Remuda agent
@@ -254,6 +255,8 @@ RestartSec=2
 KillMode=process
 Slice=remuda.slice
 OOMScoreAdjust=-900
+LimitNOFILE=65536:1048576
+LimitNPROC=infinity
 
 [Install]
 WantedBy=multi-user.target
