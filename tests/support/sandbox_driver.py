@@ -17,7 +17,7 @@ from typing import Any
 
 from remuda import procfs
 from remuda.adapters.system.clock import SystemClock
-from remuda.agent import cache_volumes, mounts, sandbox, sandbox_root
+from remuda.agent import cache_volumes, mounts, sandbox, sandbox_root, system_call_filter
 from remuda.agent.cache_volumes import CacheVolumes
 from remuda.agent.listener import Listener
 from remuda.agent.sandbox import Sandboxes, SandboxOptions
@@ -158,6 +158,9 @@ class Requests:
     async def wait_without(self, text: str) -> None:
         await _until(lambda: text not in self._output())
 
+    async def output(self) -> str:
+        return self._output()
+
     def _output(self) -> str:
         """The end of the listener's log."""
         with (self.sandboxes.log_folder / "runner.log").open("rb") as file:
@@ -227,6 +230,19 @@ class Requests:
         current = self.sandboxes._current
         assert current is not None
         mounts.run("nsenter", f"--target={current.leader}", "--all", "--", "sh", "-c", command)
+
+    async def filters(self) -> dict[str, list[str]]:
+        """The system call filters of the sandbox's first process and of all processes of the listener inside."""
+        current, wrapper = self.sandboxes._current, self.listener._wrapper
+        assert current is not None
+        assert wrapper is not None
+        inside = [
+            child for child in procfs.descendants(wrapper.pid) if min(procfs.users(child.pid)) >= sandbox.FIRST_ID
+        ]
+        return {
+            str(pid): [program.hex() for program in system_call_filter.read(pid)]
+            for pid in (current.leader, *(child.pid for child in inside))
+        }
 
     async def pause(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
