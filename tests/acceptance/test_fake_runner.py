@@ -17,6 +17,7 @@ import pytest
 
 from remuda.fake_github import Endpoint, install_runner, read_endpoint
 from remuda.fake_github.client import FakeGitHubClient, FakeGitHubError, JobStep
+from remuda.fake_github.fake_runner import VERSION
 
 REPO = "acme/widgets"
 RUNNERS = f"/repos/{REPO}/actions/runners"
@@ -216,6 +217,15 @@ def test_runner_registers_runs_jobs_and_is_removed(server: FakeGitHubServer, run
     positions = [output.index(line) for line in lines]
     assert positions == sorted(positions)
     assert "registration has been deleted" in output
+
+
+def test_configuration_writes_environment_files(runner: RunnerFolder) -> None:
+    (runner.folder / ".env").write_text("LANG=C\n")
+    for _ in range(2):
+        # actions/runner 2.336.0, src/Misc/layoutroot/env.sh: even if the configuration fails.
+        runner.config("--unattended", LANG="de_DE.UTF-8", JAVA_HOME="/java", OTHER="x")
+    assert (runner.folder / ".path").read_text() == f"{os.environ['PATH']}\n"
+    assert (runner.folder / ".env").read_text() == "LANG=C\nJAVA_HOME=/java\n"
 
 
 def test_second_configuration_is_rejected(server: FakeGitHubServer, runner: RunnerFolder) -> None:
@@ -558,6 +568,35 @@ def test_jit_runner_runs_one_job(server: FakeGitHubServer, runner: RunnerFolder)
     assert server.rest() is None
     assert server.http.get(f"/_admin/jobs/{second}").json()["status"] == "queued"
     assert not (runner.folder / ".runner").exists()
+
+
+@pytest.mark.parametrize(("flags", "code"), [((), 3), (("--ephemeral",), 4)])
+def test_runner_updates_itself(
+    server: FakeGitHubServer, runner: RunnerFolder, flags: tuple[str, ...], code: int
+) -> None:
+    server.change(update_runners_to="2.999.0")
+    token = server.token("registration-token")
+    arguments = ("--unattended", "--url", f"{server.endpoint.url}/{REPO}", "--name", "one", "--labels", "warm", *flags)
+    assert runner.config(*arguments, ACTIONS_RUNNER_INPUT_TOKEN=token).returncode == 0
+    assert runner.listen().wait(LIMIT_S) == code
+    finished = runner.folder / "update.finished"
+    assert not finished.exists(), "the update begins when the listener has ended"
+    subprocess.run(["sh", "-c", f"until [ -e {finished} ]; do sleep 0.05; done"], check=True, timeout=LIMIT_S)
+    runner.listen()
+    done = server.finished(server.queue("cat /proc/$PPID/cmdline"))
+    assert (done["conclusion"], "/bin.2.999.0/Runner.Worker" in done["log"]) == ("success", True)
+    lines = ["Runner update in progress, do not shutdown runner.", "Downloading 2.999.0 runner"]
+    lines += ["Runner will exit shortly for update", "Current runner version: '2.999.0'"]
+    positions = [runner.output.read_text().index(line) for line in lines]
+    assert positions == sorted(positions)
+
+
+def test_runner_without_updates_does_not_update_itself(server: FakeGitHubServer, runner: RunnerFolder) -> None:
+    server.change(update_runners_to="2.999.0")
+    runner.register()
+    runner.ready()
+    assert server.finished(server.queue("true"))["conclusion"] == "success"
+    assert (server.rest() or {})["version"] == VERSION
 
 
 def test_unregistered_runner_does_not_listen(server: FakeGitHubServer, runner: RunnerFolder) -> None:

@@ -686,6 +686,22 @@ async def test_registration_that_github_removed_counts_as_removed(
     assert "ok=True" in again, again
 
 
+async def test_runner_updates_itself_before_its_job(world: LocalMachines, github: LocalGitHub) -> None:
+    await github.change_settings(update_runners_to="2.999.0")
+    name, url = await world.one(), github.repository
+    await world.call(name, "register", url, "first", await github.token("registration"))
+    await world.call(name, "start")
+    async with asyncio.timeout(LONG_S):
+        while [runner.version for runner in await github.runners() if runner.online] != ["2.999.0"]:
+            await asyncio.sleep(0.05)
+    await github.queue("mkfifo go; read x < go")
+    await state_of(world, name, "busy=True")
+    go = world.root / name / "work" / "r" / "r" / "go"
+    await until(go.exists)
+    await asyncio.to_thread(go.write_text, "on\n")
+    await state_of(world, name, "busy=False", "listening=True", "exit_code=None")
+
+
 async def test_job_ends_with_its_machine(world: LocalMachines, github: LocalGitHub) -> None:
     name = await world.one()
     await world.call(name, "register", github.repository, "first", await github.token("registration"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from datetime import timedelta
@@ -126,6 +127,8 @@ async def test_template_of_another_owner_is_rejected(world: Ec2Fixture) -> None:
         ({"volume-type": "io2"}, "volume-iops"),
         ({"volume-throughput": "2001"}, "volume-throughput"),
         ({"volume-throughput": "125", "volume-type": "io1", "volume-iops": "100"}, "volume-throughput"),
+        ({"volume-iops": "15001"}, "volume-iops"),
+        ({"volume-throughput": "751"}, "volume-throughput"),
         ({"volume-kms-key": "alias/runners"}, "volume-kms-key"),
         ({"actions-runner-version": "latest"}, "actions-runner-version"),
         ({"actions-runner-sha256": "abc"}, "actions-runner-sha256"),
@@ -206,6 +209,26 @@ async def test_root_volume_smaller_than_the_image_is_rejected(world: Ec2Fixture,
     with pytest.raises(UserError, match="volume-size-gib is 14, but the root volume of the image has 15 GiB") as caught:
         await compute.prepare({**world.options, "volume-size-gib": "14"})
     assert caught.value.field == "volume-size-gib"
+
+
+@pytest.mark.parametrize(
+    ("volume", "message"),
+    [
+        ({"VolumeSize": 20, "Iops": 15_000}, "Iops to volume size ratio of 750.000000 is too high; maximum is 500"),
+        ({"VolumeSize": 20, "Throughput": 1_000}, "Throughput (MiBps) to iops ratio of 0.333333 is too high"),
+    ],
+)
+async def test_server_rejects_volumes_like_ec2(
+    world: Ec2Fixture, compute: Ec2Compute, volume: dict[str, Any], message: str
+) -> None:
+    mapping = {"DeviceName": "/dev/xvda", "Ebs": {"VolumeType": "gp3", **volume}}
+    data: Any = {"BlockDeviceMappings": [mapping]}
+    await compute.prepare(world.options)
+    await world.client.create_launch_template_version(
+        LaunchTemplateName="remuda-pool", SourceVersion="1", LaunchTemplateData=data
+    )
+    with pytest.raises(UserError, match=re.escape(message)):
+        await compute.launch(world.launch_request())
 
 
 # Launches ------------------------------------------------------------------------------------------------------------

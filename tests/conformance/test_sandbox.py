@@ -17,6 +17,7 @@ import pytest
 from remuda.agent import sandbox
 from remuda.agent.listener import KILLED
 from remuda.domain.resources import Tier
+from tests.support.sandbox_driver import OPEN_FILES
 from tests.support.sandbox_host import Driver, SandboxHost, driver, missing
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"sandboxes in namespaces: {missing()}")
@@ -80,7 +81,7 @@ def lines(result: dict[str, str]) -> list[str]:
     return result["output"].split()
 
 
-def test_every_assignment_gets_a_fresh_root(agent: Driver) -> None:
+def test_every_assignment_gets_a_fresh_root(agent: Driver, host: SandboxHost) -> None:
     agent("open")
     first = agent(
         "run",
@@ -105,9 +106,12 @@ def test_every_assignment_gets_a_fresh_root(agent: Driver) -> None:
         """,
     )
     assert (first["exit_code"], lines(first)[-1:]) == (0, ["done"]), first["output"]
+    # The host may mount what it likes at any time: a snap, or the folder of an administrator who logs in.
+    host.run("sh", "-ec", "for i in snap user; do mkdir -p /run/$i/1; mount -t tmpfs $i /run/$i/1; done")
     result = agent("reset")
     assert result["ok"], result
     assert result["seconds"] < RESET_LIMIT_S
+    host.run("umount", "/run/snap/1", "/run/user/1")
     second = agent(
         "run",
         name="r2",
@@ -135,8 +139,9 @@ def test_a_sandbox_runs_few_services_and_serves_one_runner_name(agent: Driver) -
     assert {name.removesuffix(".service") for name in services} <= SERVICES
     assert {"dbus.service", "systemd-journald.service"} <= set(services)
     assert (state, homes, init, host_name) == ("running", "runner", "systemd", "runner")
-    again = agent("run", name="r1", script="cd /tmp; ls mine")
-    assert (again["output"], again["number"]) == ("mine\n", first["number"])
+    again = agent("run", name="r1", script="cd /tmp; ls mine; ulimit -Sn; ulimit -Hn")
+    assert lines(again) == ["mine", *map(str, OPEN_FILES)], "the limits of the agent"
+    assert again["number"] == first["number"]
     # A program that is stopped and continued is not lost, and its keys are not those of the next one.
     values = '($type, $name, $value) = ("user", "remuda", "x")'
     add_key = f"perl -e '{values}; exit(syscall({ADD_KEY}, $type, $name, $value, 1, -3) < 0)'"
@@ -212,6 +217,28 @@ def test_a_new_agent_finds_the_running_job_and_its_exit_code(host: SandboxHost, 
         end(third)
 
 
+def test_listener_that_updates_itself_is_started_again(agent: Driver) -> None:
+    # What actions/runner does: src/Misc/layoutbin/update.sh.template.
+    update = """
+        while [ -e /proc/$$ ]; do sleep 0.1; done
+        sleep 1
+        mv -f bin bin.1 && cp -r bin.1 bin.2 && ln -s bin.2 bin && touch update.finished
+    """
+    agent("open")
+    result = agent(
+        "run",
+        name="r1",
+        script=f"""
+            exec 2>&1
+            echo "$(readlink bin || echo old) $(ls update.finished 2>/dev/null)"
+            [ ! -L bin ] || exit 9
+            ({update}) &
+            exit 4
+        """,
+    )
+    assert (lines(result), result["exit_code"]) == (["old", "bin.2"], 9), result["output"]
+
+
 @pytest.mark.parametrize("command", ["poweroff", "reboot"])
 def test_a_job_may_end_its_sandbox(agent: Driver, command: str) -> None:
     agent("open")
@@ -251,7 +278,7 @@ END
     result = agent("reset")
     assert result["ok"], result
     assert result["seconds"] < RESET_LIMIT_S
-    assert agent("run", name="r2", script="pgrep again; exit 3")["exit_code"] == 3
+    assert agent("run", name="r2", script="pgrep again; exit 6")["exit_code"] == 6
 
 
 def test_a_full_disk_ends_the_job_and_not_the_machine(host: SandboxHost, folder: Path) -> None:
@@ -269,8 +296,8 @@ def test_a_full_disk_ends_the_job_and_not_the_machine(host: SandboxHost, folder:
             assert (full["exit_code"], full["alive"]) == (KILLED, False)
             assert [name for name, _ in full["events"]] == ["sandbox-ready", "disk-full"]
             # The next job is not killed for the files of the last one, although their deletion takes time.
-            again = agent("run", name="r1", script="sleep 0.2; exit 4")
-            assert again["exit_code"] == 4
+            again = agent("run", name="r1", script="sleep 0.2; exit 6")
+            assert again["exit_code"] == 6
             assert [name for name, _ in again["events"]].count("disk-full") == 1
             agent("reset")
             end(agent)
@@ -285,11 +312,11 @@ def test_logs_are_limited(agent: Driver) -> None:
     assert (full["exit_code"], full["alive"]) == (KILLED, False)
     assert full["events"][-1][0] == "log-full"
     assert agent("log_bytes") <= sandbox.LOG_BYTES
-    agent("run", name="r1", script="sudo sh -c 'head -c 1G /dev/zero >/dev/console'; exit 3")
+    agent("run", name="r1", script="sudo sh -c 'head -c 1G /dev/zero >/dev/console'; exit 6")
     assert agent("log_bytes") <= sandbox.LOG_BYTES
     # Whoever has the log open can change its length.
-    endless = agent("run", name="r1", script="perl -e 'truncate STDOUT, 1 << 42 or exit 1' && exit 4")
-    assert endless["exit_code"] == 4
+    endless = agent("run", name="r1", script="perl -e 'truncate STDOUT, 1 << 42 or exit 1' && exit 6")
+    assert endless["exit_code"] == 6
     assert agent("is_busy") is False
     agent("start", name="r1", script="echo 123456789; sleep 0.3; perl -e 'truncate STDOUT, 3 or exit 1' && sleep 1000")
     agent("wait_for", text="456")
@@ -451,8 +478,8 @@ def test_job_image(host: SandboxHost, folder: Path) -> None:
     copy_image(image)
     with driver(host, folder=str(folder), root=str(image)) as agent:
         agent("open")
-        ran = agent("run", name="r1", script="cat /etc/os-release; id -un; ls -d /usr/share /home/*; exit 4")
-        assert (lines(ran)[:2], ran["exit_code"]) == (["ID=image-of-a-team", "runner"], 4), ran["output"]
+        ran = agent("run", name="r1", script="cat /etc/os-release; id -un; ls -d /usr/share /home/*; exit 6")
+        assert (lines(ran)[:2], ran["exit_code"]) == (["ID=image-of-a-team", "runner"], 6), ran["output"]
         assert "/home/runner" in lines(ran)
         assert agent("reset")["ok"]
         end(agent)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -31,6 +32,8 @@ LIMIT_S = 60.0
 POLL_S = 0.02
 PAUSE_S = 0.2
 MAX_OUTPUT = 100_000
+#: Soft and hard limit of the agent, whose unit sets those of jobs.
+OPEN_FILES = (4096, 8192)
 
 #: Functions before or after which a driver can be killed.
 POINTS: dict[str, tuple[Any, str]] = {
@@ -314,6 +317,7 @@ def _in_copy(options: dict[str, Any], arguments: tuple[Any, ...]) -> None:
 
 def main() -> None:
     options = json.loads(sys.argv[1])
+    resource.setrlimit(resource.RLIMIT_NOFILE, OPEN_FILES)
     requests = Requests(options)
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)

@@ -164,7 +164,10 @@ class BootstrapBox:
         self.mirror.mkdir()
         self.bin.mkdir()
         self._calls = folder / "calls"
-        for name in ("systemd-run", "systemctl", "shutdown", "networkctl", "ip6tables", "apt-get", *SANDBOX_COMMANDS):
+        for name in (
+            *("systemd-run", "systemctl", "shutdown", "networkctl", "ip6tables", "apt-get", "sleep"),
+            *SANDBOX_COMMANDS,
+        ):
             self.command(name, RECORD_CALL)
         self.command("stat", "#!/bin/sh\necho cgroup2fs\n")
         self.command("ldconfig", RECORD_CALL + "echo libicuuc.so.72\n")

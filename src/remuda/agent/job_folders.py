@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from remuda.agent.listener import Files, StartCommand
+from remuda.agent.listener import WAIT_FOR_UPDATE, Files, StartCommand
 from remuda.agent.processes import KillResult, program_name
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import Assignment
@@ -41,7 +41,7 @@ class JobFolders:
         except OSError as problem:
             raise Unavailable(f"cannot start the listener: {problem}") from problem
         # With its full path, by which `Listener` finds the process.
-        start = 'cd "$0" && exec "$0/bin/Runner.Listener" run'
+        start = f'cd "$0" || exit; [ -z "$1" ] || {{ {WAIT_FOR_UPDATE}; }}; exec "$0/bin/Runner.Listener" run'
         return StartCommand(arguments=("/bin/sh", "-c", start, str(self.runner_folder)))
 
     def _write(self, files: Files) -> None:

@@ -17,8 +17,9 @@ from remuda.domain.instance import Assignment
 
 STARTED = "ACTIONS_RUNNER_HOOK_JOB_STARTED"
 _STARTED_PREFIX = f"{STARTED}=".encode()
-#: Files in the listener's folder that override its environment.
-ENVIRONMENT_FILES = (".env", ".path")
+#: Files in the listener's folder with its environment, which `config.sh` writes in an image.
+PATH_FILE = ".path"
+ENVIRONMENT_FILES = (".env", PATH_FILE)
 #: First path segment of an enterprise URL, which names no owner or repository.
 ENTERPRISES = "enterprises"
 #: Name of the file in which the hook lists refused jobs.
@@ -55,7 +56,8 @@ class JobHook:
     ) -> tuple[dict[PurePath, tuple[bytes, int]], dict[str, str]]:
         """Return the files of the hook and of the listener in the folder `runner`, and the variables of the listener.
 
-        If the image's `.env` or `environment` names a hook, our hook calls it after its own check.
+        If the image's `.env` or `environment` names a hook, our hook calls it after its own check. PATH comes from the
+        image's `.path`: of actions/runner 2.336.0, only src/Misc/layoutbin/runsvc.sh reads that file, not the listener.
         """
         files, image_hook = self._environment_files(runner)
         label = assignment.labels[0] if assignment.labels else ""
@@ -68,7 +70,13 @@ class JobHook:
             self._folder / "assigned": ("".join(f"{line}\n" for line in lines).encode(), READABLE),
             script: (_script(), READABLE),
         }
-        return files, {STARTED: str(script)}
+        variables = {STARTED: str(script)}
+        path = os.fsdecode(files.get(runner / PATH_FILE, (b"", 0))[0]).strip()
+        if path:
+            # The start of the listener needs the system's programs, which the image's PATH may lack.
+            folders = dict.fromkeys((*path.split(":"), *environment.get("PATH", "").split(":")))
+            variables["PATH"] = ":".join(filter(None, folders))
+        return files, variables
 
     def refused(self) -> str:
         """Return a summary of the refused jobs, or an empty string. Ignores malformed lines."""

@@ -35,16 +35,33 @@ KEPT_LOG_BYTES = 256 * 1024
 _TIME = r"(?:\d{4}-\d\d-\d\d \d\d:\d\d:\d\dZ: )?"
 _JOB_STARTED = re.compile(_TIME + r"Running job: ")
 _JOB_ENDED = re.compile(_TIME + r"Job .* completed with result: ")
+#: Argument for a start after the listener has ended to update itself.
+UPDATING = "updating"
+#: Seconds until the update of the runner must have finished.
+UPDATE_LIMIT_S = 30
+# Source: actions/runner 2.336.0, src/Misc/layoutroot/run-helper.sh.template. The update is a process of its own, which
+# begins when the listener has ended (src/Misc/layoutbin/update.sh.template).
+#: Waits in the runner's folder for the end of an update.
+WAIT_FOR_UPDATE = (
+    f"for _ in $(seq {UPDATE_LIMIT_S}); do [ ! -f update.finished ] || break; sleep 1; done; rm -rf update.finished"
+)
 #: A process that stays outside the listener's control, so that its exit code can be trusted, also by the next agent.
-#: It may join a cgroup first, and gives up the agent's protection against a lack of memory.
-_WRAPPER = """
-echo $$ >"$1/listener.pid.new" && mv "$1/listener.pid.new" "$1/listener.pid"
+#: It may join a cgroup first, and gives up the agent's protection against a lack of memory. After the exit codes of a
+#: self-update it starts the listener again, with the same input from its beginning.
+#: PATH is that of jobs.
+_WRAPPER = f"""
+echo $$ >"$1/listener.pid.new" && /bin/mv "$1/listener.pid.new" "$1/listener.pid"
 [ -z "$2" ] || echo $$ >"$2" || exit 125
 echo 0 >/proc/self/oom_score_adj
 folder=$1
 shift 2
-"$@"
-echo $? >"$folder/exit-code.new" && mv "$folder/exit-code.new" "$folder/exit-code"
+"$@" </proc/self/fd/0
+code=$?
+while [ $code = 3 ] || [ $code = 4 ]; do
+  "$@" {UPDATING} </proc/self/fd/0
+  code=$?
+done
+echo $code >"$folder/exit-code.new" && /bin/mv "$folder/exit-code.new" "$folder/exit-code"
 """
 
 #: Files by their paths: content and mode.
@@ -55,6 +72,7 @@ Files = Mapping[PurePath, tuple[bytes, int]]
 class StartCommand:
     """How to start the listener from the agent."""
 
+    #: With `UPDATING` as an additional argument, the program must wait for the end of the runner's update first.
     arguments: tuple[str, ...]
     stdin: IO[bytes] | None = None
     #: The file of the cgroup that the processes must join.

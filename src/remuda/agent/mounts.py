@@ -68,8 +68,12 @@ def open_idmapped(source: Path, first_id: int, *, read_only: bool) -> int:
 
 
 def mount_overlay(target: Path, *, lower: Path, upper: Path, work: Path, volatile: bool = True) -> None:
-    """Mount an overlay. With `volatile` nothing is synced to disk, for an upper layer that is discarded later."""
-    options = f"lowerdir={lower},upperdir={upper},workdir={work}" + (",volatile" if volatile else "")
+    """Mount an overlay. With `volatile` nothing is synced to disk, for an upper layer that is discarded later.
+
+    With `redirect_dir`, folders of the lower layer can be renamed, as on any other file system. A self-update of
+    actions/runner does so.
+    """
+    options = f"lowerdir={lower},upperdir={upper},workdir={work},redirect_dir=on" + (",volatile" if volatile else "")
     run("mount", "-t", "overlay", "-o", options, "remuda", target)
 
 

@@ -7,6 +7,7 @@ import ctypes
 import errno
 import os
 import platform
+import re
 import resource
 import signal
 import tempfile
@@ -60,10 +61,14 @@ def program_name(pid: int) -> str:
 
 
 def find_running(program: PurePath, processes: Iterable[Process]) -> Iterator[Process]:
-    """Yield the processes that run this program, directly or through an interpreter."""
+    """Yield the processes that run this program, directly or through an interpreter.
+
+    After a self-update `bin` of actions/runner is a link to `bin.VERSION`, and its programs may show that path.
+    """
+    path = re.compile(rf"{re.escape(str(program.parent))}(?:\.[^/]+)?/{re.escape(program.name)}")
     for process in processes:
         # An interpreter and one option may precede the program.
-        if str(program) in command(process.pid)[:3]:
+        if any(map(path.fullmatch, command(process.pid)[:3])):
             yield process
 
 

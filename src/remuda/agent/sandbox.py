@@ -27,7 +27,7 @@ from pathlib import Path, PurePosixPath
 from remuda import procfs, scripts
 from remuda.agent import enter_sandbox, mounts, processes, sandbox_root, system_call_filter
 from remuda.agent.cache_volumes import CacheVolumes
-from remuda.agent.listener import Files, StartCommand
+from remuda.agent.listener import WAIT_FOR_UPDATE, Files, StartCommand
 from remuda.agent.sandbox_root import JobUser
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import Assignment
@@ -70,11 +70,11 @@ DEVICES = ("/dev/fuse", "/dev/net/tun")
 MAX_DETAIL = 500
 #: Also drops the agent's protection against a lack of memory: systemd-nspawn's option for it fails on Linux 6.1.
 _JOIN = 'echo $$ >"$0" && echo 0 >/proc/self/oom_score_adj && exec "$@"'
-#: Runs in the new sandbox, as root: unpack the files, become the job user, become the program.
+#: Runs in the new sandbox, as root: unpack the files, wait for an update, become the job user, become the program.
 _ENTER = (
     'cd "$1" && for file in .env .path; do [ ! -e $file ] && [ ! -L $file ] || rm -rf $file; done && '
-    "tar -xpf - -C / && shift && "
-    'exec setpriv --reuid="$1" --regid="$2" --init-groups -- "$3" run </dev/null'
+    f'tar -xpf - -C / && {{ [ -z "$5" ] || {{ {WAIT_FOR_UPDATE}; }}; }} && '
+    'exec setpriv --reuid="$2" --regid="$3" --init-groups -- "$4" run </dev/null'
 )
 
 

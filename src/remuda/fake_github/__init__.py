@@ -15,7 +15,7 @@ from remuda.fake_github.fake_runner import VERSION
 
 FILE_NAME = "endpoint.json"
 _HERE = pathlib.Path(__file__).parent
-SCRIPTS = ("config.sh", "run.sh")
+SCRIPTS = ("config.sh", "env.sh", "run.sh")
 #: Executables in `bin`, and the modules that they run.
 PROGRAMS = {"Runner.Listener": "program", "Runner.Worker": "worker"}
 #: Linux supports interpreter lines of at least 127 characters, without spaces in the path.

@@ -63,6 +63,7 @@ class NewSettings(pydantic.BaseModel):
     app_owners: list[str] = []
     runner_groups: list[str] = []
     supports_disable_update: bool = True
+    update_runners_to: str = ""
     use_runner_admin_flow: bool = False
 
 

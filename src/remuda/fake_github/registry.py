@@ -110,6 +110,7 @@ class Registry:
         ephemeral: bool,
         replace: bool,
         group: str = "",
+        disable_update: bool = False,
     ) -> RegisteredRunner:
         """Register a runner for `config.sh`. As on GitHub, a replaced runner keeps its id and its old labels."""
         self._check(token, TokenKind.REGISTRATION, scope)
@@ -117,12 +118,20 @@ class Registry:
         all_labels = (*DEFAULT_LABELS, *labels) if default_labels else labels
         existing = self.find(scope, name)
         if existing is None:
-            return self._create(scope=scope, name=name, labels=all_labels, ephemeral=ephemeral, group_id=group_id)
+            return self._create(
+                scope=scope,
+                name=name,
+                labels=all_labels,
+                ephemeral=ephemeral,
+                group_id=group_id,
+                disable_update=disable_update,
+            )
         if not replace:
             raise ApiError(409, f"A runner exists with the same name {name}.")
         existing.labels = _distinct((*existing.labels, *all_labels))
         existing.ephemeral = ephemeral
         existing.group_id = group_id
+        existing.disable_update = disable_update
         self._state.renew_secret(existing, self._state.clock.token("rs_"))
         self.close_session(existing)
         return existing
@@ -176,7 +185,14 @@ class Registry:
         return job is not None and job.phase is JobPhase.IN_PROGRESS
 
     def _create(
-        self, *, scope: str, name: str, labels: tuple[str, ...], ephemeral: bool, group_id: int = DEFAULT_GROUP_ID
+        self,
+        *,
+        scope: str,
+        name: str,
+        labels: tuple[str, ...],
+        ephemeral: bool,
+        group_id: int = DEFAULT_GROUP_ID,
+        disable_update: bool = False,
     ) -> RegisteredRunner:
         if not 0 < len(name) <= MAX_NAME_LENGTH:
             raise ApiError(422, f"The name of a runner must have 1 to {MAX_NAME_LENGTH} characters.")
@@ -192,6 +208,7 @@ class Registry:
             ephemeral=ephemeral,
             secret=self._state.clock.token("rs_"),
             group_id=group_id,
+            disable_update=disable_update,
             created_at=now,
             offline_since=now,
         )

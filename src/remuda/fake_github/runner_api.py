@@ -57,6 +57,7 @@ class RunnerApi:
         scope = _scope_of(url.path)
         if not self._core.registry.knows(scope):
             raise ApiError(404, "Not Found")
+        settings = self._core.state.settings
         runner = self._core.registry.register(
             scope=scope,
             token=str(body.get("token", "")),
@@ -66,13 +67,12 @@ class RunnerApi:
             ephemeral=bool(body.get("ephemeral", False)),
             replace=bool(body.get("replace", False)),
             group=str(body.get("group") or ""),
+            disable_update=settings.supports_disable_update and bool(body.get("disable_update")),
         )
         files = runner_files(runner, server_url=f"{url.scheme}://{url.netloc}", work=str(body.get("work") or "_work"))
-        settings = self._core.state.settings
         if settings.use_runner_admin_flow:
             files[".runner"]["useRunnerAdminFlow"] = True
-        disable_update = settings.supports_disable_update and bool(body.get("disable_update"))
-        return JSONResponse({"files": files, "disable_update": disable_update}, status_code=201)
+        return JSONResponse({"files": files, "disable_update": runner.disable_update}, status_code=201)
 
     async def remove(self, request: Request) -> Response:
         body = await json_body(request)
@@ -106,21 +106,30 @@ class RunnerApi:
         return Response(status_code=204)
 
     async def message(self, request: Request) -> Response:
-        """Answers as soon as there is a job to start or to cancel; 204 when the time is over."""
+        """Answers as soon as there is a job to start or to cancel, or an update; 204 when the time is over."""
         runner, session = self._in_session(request), str(request.path_params["session"])
         self._core.registry.poll_begins(session)
         try:
             await self._app.until(
-                lambda: self._core.queue.message_for(self._in_session(request)) is not None,
+                lambda: self._message(self._in_session(request)) is not None,
                 key=f"runner:{runner.id}",
                 timeout_s=wait_of(request),
                 request=request,
             )
-            job = self._core.queue.message_for(self._in_session(request))
+            message = self._message(self._in_session(request))
         finally:
             self._core.registry.poll_ends(runner, session)
             self._app.touch_timer()
-        return Response(status_code=204) if job is None else JSONResponse(_message(job))
+        return Response(status_code=204) if message is None else JSONResponse(message)
+
+    def _message(self, runner: RegisteredRunner) -> dict[str, Any] | None:
+        job = self._core.queue.message_for(runner)
+        if job is not None:
+            return _job_message(job)
+        version = self._core.state.settings.update_runners_to
+        if version and runner.version != version and not runner.disable_update and runner.job_id is None:
+            return {"type": "update", "version": version}
+        return None
 
     async def acknowledge(self, request: Request) -> Response:
         self._core.queue.acknowledge(self._in_session(request), _job_id(request))
@@ -159,7 +168,7 @@ class RunnerApi:
         return self._core.registry.in_session(bearer(request), str(request.path_params["session"]))
 
 
-def _message(job: GitHubJob) -> dict[str, Any]:
+def _job_message(job: GitHubJob) -> dict[str, Any]:
     if job.phase is not JobPhase.ASSIGNED:
         return {"type": "cancel", "job_id": job.id}
     return {

@@ -82,6 +82,9 @@ class FakeGitHubSettings:
     runner_groups: tuple[str, ...] = ()
     #: Whether runners may be registered with `--disableupdate`. Older GitHub Enterprise Servers refuse it.
     supports_disable_update: bool = True
+    #: Version to which runners of another one must update themselves, unless they are registered with
+    #: `--disableupdate`. Empty: none.
+    update_runners_to: str = ""
     #: The GitHub App: its id, its public key (PEM), and the owners that have installed it.
     app_id: str = ""
     app_key: str = ""
@@ -115,6 +118,8 @@ class RegisteredRunner:
     group_id: int
     created_at: float
     offline_since: float
+    #: Whether the runner is registered with `--disableupdate`.
+    disable_update: bool = False
     #: None until the first session, as in GitHub's responses.
     version: str | None = None
     session: str | None = None

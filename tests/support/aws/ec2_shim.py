@@ -1,9 +1,9 @@
 """The EC2 test server: moto behind a layer that adds attribute-based fleets, client tokens, capacity, faults and lag.
 
-Like EC2, it rejects a fleet with two subnets of one zone or over four InstanceRequirements structures, and a root
-volume that is smaller than the image, and it ignores types that cost over 20 % more than the cheapest one, unless the
-request lifts price protection. A mapping for another device than the root device of the image is an error here; EC2
-would attach a second volume.
+Like EC2, it rejects a fleet with two subnets of one zone or over four InstanceRequirements structures, a root volume
+that is smaller than the image, and IOPS or a throughput that are too high for the volume, and it ignores types that
+cost over 20 % more than the cheapest one, unless the request lifts price protection. A mapping for another device than
+the root device of the image is an error here; EC2 would attach a second volume.
 
 Runs in the interpreter of moto's own virtualenv, prints its port, and exits at the end of its standard input.
 POST /_shim takes a JSON object of:
@@ -91,6 +91,8 @@ class Ec2Shim:
         self._requests: Counter[str] = Counter()
         #: The fields of the last request per action.
         self._last: dict[str, dict[str, str]] = {}
+        #: The fields of the first volume per launch template. Moto does not keep all of them.
+        self._volumes: dict[str, dict[str, str]] = {}
 
     def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
         body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
@@ -125,6 +127,10 @@ class Ec2Shim:
     def _answer(self, environ: Environ, form: list[tuple[str, str]], action: str) -> Answer:
         self._requests[action] += 1
         self._last[action] = dict(form)
+        if action in {"CreateLaunchTemplate", "CreateLaunchTemplateVersion"}:
+            prefix = "LaunchTemplateData.BlockDeviceMapping.1.Ebs."
+            volume = {key.removeprefix(prefix): value for key, value in form if key.startswith(prefix)}
+            self._volumes[dict(form).get("LaunchTemplateName", "")] = volume
         fault = self._take(self.faults, action)
         if fault is not None:
             status = f"{fault.get('status', 400)} FAULT"
@@ -223,6 +229,9 @@ class Ec2Shim:
         if not pairs:
             refused.append(("", "", "InvalidFleetConfiguration", "No instance type matches the requirements."))
         invalid = self._invalid_volume(environ, values)
+        if invalid is None:
+            template = values["LaunchTemplateConfigs.1.LaunchTemplateSpecification.LaunchTemplateName"]
+            invalid = _high_ratio(self._volumes.get(template, {}))
         if invalid is not None:
             return {}, [("", "", *invalid)]
         for subnet, kind in pairs:
@@ -281,6 +290,23 @@ class Ec2Shim:
 
     def _pass(self, environ: Environ, body: bytes, start_response: StartResponse) -> Iterable[bytes]:
         return self._app({**environ, "wsgi.input": io.BytesIO(body)}, start_response)
+
+
+def _high_ratio(volume: dict[str, str]) -> tuple[str, str] | None:
+    """The error for a volume with too many IOPS for its size or too much throughput for its IOPS, or None.
+
+    The texts are those of EC2: rocicorp/mono#4410, runs-on/runs-on#260. The IOPS of 3,000 are gp3's baseline.
+    """
+    kind, gib = volume.get("VolumeType", ""), int(volume.get("VolumeSize", "0"))
+    iops, throughput = int(volume.get("Iops", "3000")), int(volume.get("Throughput", "0"))
+    most = {"gp3": 500, "io1": 50, "io2": 1000}.get(kind, 0)
+    if gib and most and iops > most * gib and not (kind == "gp3" and iops == 3000):
+        message = f"Iops to volume size ratio of {iops / gib:.6f} is too high; maximum is {most}"
+        return "InvalidParameterValue", message
+    if throughput > iops / 4:
+        message = f"Throughput (MiBps) to iops ratio of {throughput / iops:.6f} is too high; maximum is 0.250000"
+        return "InvalidParameterValue", f"{message} MiBps per iops"
+    return None
 
 
 def _usage(values: dict[str, str]) -> str:

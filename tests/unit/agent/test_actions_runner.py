@@ -287,6 +287,15 @@ class TestListener:
         await runner.stop()
         assert runner.state() == RunnerState(registered_as="remuda-p-1-i-1")
 
+    async def test_listener_has_the_path_of_the_image(self, folder: Folder) -> None:
+        (folder.root / "pristine").mkdir()
+        (folder.root / "pristine" / ".path").write_text("/opt/tools/bin\n")
+        runner = await folder.started("Running job: x")
+        await until(runner, busy=True)
+        assert "\nPATH=/opt/tools/bin:" in folder.read("listener-environment")
+        assert folder.read(".path") == "/opt/tools/bin\n"
+        await runner.stop()
+
     async def test_second_start_does_nothing(self, folder: Folder) -> None:
         runner = await folder.started()
         first = await folder.wrapper()
@@ -330,9 +339,9 @@ class TestListener:
 
         second = folder.open()
         assert second.state() == RunnerState(listening=True, busy=True)
-        folder.say("exit 3")
-        assert await until(second, listening=False) == RunnerState(exit_code=3)
-        assert folder.open().state() == RunnerState(exit_code=3)
+        folder.say("exit 2")
+        assert await until(second, listening=False) == RunnerState(exit_code=2)
+        assert folder.open().state() == RunnerState(exit_code=2)
 
     async def test_wait_without_listener_ends_at_the_timeout(self, folder: Folder) -> None:
         runner = folder.open()

@@ -247,6 +247,17 @@ def test_environment_files_come_from_the_unmodified_software(hooked: Hooked) -> 
     assert hooked.runner / ".env" not in files
 
 
+def test_path_of_the_image_is_that_of_the_listener(hooked: Hooked) -> None:
+    environment = {"PATH": "/usr/bin:/bin"}
+    (hooked.runner / ".path").write_text("/home/shims")
+    assert "PATH" not in hooked.put(environment=environment)
+    # As src/Misc/layoutroot/env.sh of actions/runner writes it.
+    (hooked.pristine / ".path").write_text("/opt/tools/bin:/usr/bin\n")
+    assert hooked.put(environment=environment)["PATH"] == "/opt/tools/bin:/usr/bin:/bin"
+    (hooked.pristine / ".path").write_text("\n")
+    assert "PATH" not in hooked.put(environment=environment)
+
+
 def test_unreadable_environment_file_is_an_error(hooked: Hooked, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: Path) -> bytes:
         raise PermissionError("denied")

@@ -18,7 +18,7 @@ from remuda import procfs
 from remuda.adapters.system.clock import SystemClock
 from remuda.agent import listener as agent_listener
 from remuda.agent import processes
-from remuda.agent.listener import KILLED, Files, Listener, StartCommand
+from remuda.agent.listener import KILLED, UPDATE_LIMIT_S, UPDATING, WAIT_FOR_UPDATE, Files, Listener, StartCommand
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import Assignment
 from tests.support.records import LONG_S
@@ -132,8 +132,8 @@ class TestExitCode:
         await fixture.started()
         successor = fixture.open()
         assert successor.is_running()
-        await fixture.end(successor, 3)
-        assert (successor.is_running(), successor.exit_code()) == (False, 3)
+        await fixture.end(successor, 2)
+        assert (successor.is_running(), successor.exit_code()) == (False, 2)
 
     async def test_killed_listener_has_the_code_of_the_signal(self, fixture: Fixture) -> None:
         listener = await fixture.started()
@@ -155,7 +155,7 @@ class TestExitCode:
 
     async def test_next_start_forgets_the_exit_code(self, fixture: Fixture) -> None:
         listener = await fixture.started()
-        await fixture.end(listener, 4)
+        await fixture.end(listener, 2)
         (fixture.runner / "exit").unlink()
         await fixture.start(listener)
         assert listener.exit_code() is None
@@ -218,6 +218,35 @@ class TestStart:
         assert fixture.host.limit_checks == 1
 
 
+class TestSelfUpdate:
+    """Exit codes 3 and 4 of actions/runner 2.336.0, as src/Misc/layoutroot/run-helper.sh.template treats them."""
+
+    @pytest.mark.parametrize("code", [3, 4])
+    async def test_listener_is_started_again_with_the_same_input(
+        self, fixture: Fixture, tmp_path: Path, code: int
+    ) -> None:
+        (tmp_path / "archive").write_text("archive\n")
+        script = f'cat; echo "start $1"; [ "$1" ] || exit {code}; exit 6'
+        stdin = (tmp_path / "archive").open("rb")
+        fixture.host.command = StartCommand(arguments=("/bin/sh", "-c", script, "sh"), stdin=stdin)
+        listener = fixture.open()
+        await listener.start(ASSIGNMENT, {}, {"PATH": os.environ["PATH"]})
+        assert await listener.wait(LONG_S, for_log=False)
+        assert listener.exit_code() == 6
+        assert fixture.log.read_text() == f"archive\nstart \narchive\nstart {UPDATING}\n"
+
+    @pytest.mark.parametrize("finished", [True, False])
+    def test_wait_ends_with_the_update_or_at_the_limit(self, tmp_path: Path, *, finished: bool) -> None:
+        (tmp_path / "sleep").write_text("#!/bin/sh\necho second >>seconds\n[ ! -e late ] || touch update.finished\n")
+        (tmp_path / "sleep").chmod(0o755)
+        if finished:
+            (tmp_path / "late").touch()
+        environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        subprocess.run(["/bin/sh", "-ec", WAIT_FOR_UPDATE], cwd=tmp_path, env=environment, check=True)
+        assert len((tmp_path / "seconds").read_text().splitlines()) == (1 if finished else UPDATE_LIMIT_S)
+        assert not (tmp_path / "update.finished").exists()
+
+
 class TestStop:
     async def test_listener_is_asked_to_end(self, fixture: Fixture) -> None:
         listener = await fixture.started()
@@ -258,7 +287,9 @@ class TestBusy:
         listener = await fixture.started()
         with fixture.log.open("a") as log:
             log.write("2026-01-01 00:00:00Z: Running job: a\n")
-        command = [str(fixture.runner / "bin" / "Runner.Worker")]
+        # The path of the worker after a self-update.
+        (fixture.runner / "bin").rename(fixture.runner / "bin.2.337.0")
+        command = [str(fixture.runner / "bin.2.337.0" / "Runner.Worker")]
         with subprocess.Popen(command, stdin=subprocess.PIPE) as worker:
             await fixture.end(listener, 1)
             async with asyncio.timeout(LONG_S):

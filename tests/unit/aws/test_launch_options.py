@@ -1,4 +1,4 @@
-"""Launch options of sandboxes (job image and cache volumes), and root volumes. tests/conformance covers the others."""
+"""Launch options: root volumes, job image and cache volumes. tests/conformance covers the others."""
 
 from __future__ import annotations
 
@@ -136,3 +136,49 @@ def test_the_root_volume_must_fit_the_images_of_classes() -> None:
     with pytest.raises(UserError, match="root volume of 50 GiB, and the volumes of the pool have 30 GiB") as caught:
         check_same_root("an image", large, pool, parse().volume, field="ami")
     assert caught.value.field == "volume-size-gib"
+
+
+@pytest.mark.parametrize(
+    ("kind", "gib", "iops", "throughput"),
+    [
+        ("gp3", "", "15000", ""),  # the default is 30 GiB
+        ("gp3", "1", "3000", "750"),  # the baseline
+        ("gp3", "160", "80000", "2000"),
+        ("gp3", "16", "8000", "2000"),
+        ("io1", "4", "200", ""),
+        ("io2", "4", "4000", ""),
+    ],
+)
+def test_performance_of_root_volumes_up_to_the_ratios(kind: str, gib: str, iops: str, throughput: str) -> None:
+    launch = {"volume-type": kind, "volume-size-gib": gib, "volume-iops": iops, "volume-throughput": throughput}
+    assert parse(**launch).volume.iops == int(iops)
+
+
+@pytest.mark.parametrize(
+    ("launch", "message", "fix"),
+    [
+        (
+            {"volume-iops": "15001"},
+            "volume-iops is 15001, but volumes of type gp3 with 30 GiB have at most 15000",
+            "set volume-iops to at most 15000, or volume-size-gib to at least 31",
+        ),
+        (
+            {"volume-type": "io1", "volume-iops": "5001", "volume-size-gib": "100"},
+            "volume-iops is 5001, but volumes of type io1 with 100 GiB have at most 5000",
+            "set volume-iops to at most 5000, or volume-size-gib to at least 101",
+        ),
+        (
+            {"volume-type": "io2", "volume-iops": "30001"},
+            "volume-iops is 30001, but volumes of type io2 with 30 GiB have at most 30000",
+            "set volume-iops to at most 30000, or volume-size-gib to at least 31",
+        ),
+        (
+            {"volume-throughput": "751"},
+            "volume-throughput is 751, but volumes with 3000 IOPS have at most 750",
+            "set volume-throughput to at most 750, or volume-iops to at least 3004",
+        ),
+    ],
+)
+def test_performance_beyond_the_ratios_is_rejected(launch: dict[str, str], message: str, fix: str) -> None:
+    error = rejected(**launch)
+    assert (error.message, error.fix) == (message, fix)

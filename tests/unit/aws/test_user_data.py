@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from remuda.adapters.aws.ec2.options import Ec2LaunchOptions
-from remuda.adapters.aws.user_data import MAX_BYTES, build_user_data
+from remuda.adapters.aws.user_data import MAX_BYTES, MachineLayout, build_user_data
 from remuda.domain.errors import UserError
 from tests.support.user_data import (
     LIMIT_S,
@@ -215,6 +215,14 @@ def test_firewall_starts_before_the_network_and_the_agent(box: BootstrapBox) -> 
     assert stat.S_IMODE((box.opt / "bin" / "remuda-firewall").stat().st_mode) == 0o700
 
 
+def test_jobs_may_open_as_many_files_and_start_as_many_processes_as_on_github(box: BootstrapBox) -> None:
+    box.preinstall()
+    box.boot()
+    unit = (box.units / "remuda-agent.service").read_text().splitlines()
+    # They inherit these limits, see the tests of sandboxes.
+    assert {"LimitNOFILE=65536:1048576", "LimitNPROC=infinity"} <= set(unit)
+
+
 def test_systemd_accepts_the_units(box: BootstrapBox) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed (apt-get install systemd): the units are not verified")
@@ -361,6 +369,66 @@ def test_missing_packages_are_installed(box: BootstrapBox, manager: str, install
     assert (done.returncode, done.stderr) == (0, "")
     (install,) = [call for call in box.calls if call.startswith(f"{manager} ") and " install " in call]
     assert install.split()[-len(installs) :] == installs
+
+
+@pytest.mark.parametrize("manager", ["apt-get", "dnf"])
+@pytest.mark.parametrize("failures", [3, 6])
+def test_locked_package_manager_is_tried_again(box: BootstrapBox, manager: str, failures: int) -> None:
+    box.preinstall()
+    box.without(*SANDBOX_COMMANDS, "apt-get", "dnf")
+    paths = " ".join(str(box.bin / name) for name in SANDBOX_COMMANDS)
+    lock = f'[ "$(grep -c "{manager}.* install " "$CALLS")" -gt {failures} ] || exit 100\n'
+    install = f"for path in {paths}; do cp -p $0 $path; done"
+    box.command(manager, f"{RECORD_CALL}case $* in *install*) {lock}{install} ;; esac\n")
+    done = box.boot()
+    waits = [int(call.split()[1]) for call in box.calls if call.startswith("sleep ")]
+    if failures == 3:
+        assert (done.returncode, waits) == (0, [5, 10, 15]), done.stdout
+    else:
+        assert (done.returncode, len(waits)) == (1, 6)
+        assert "bootstrap failed: cannot install packages" in done.stdout
+
+
+@pytest.mark.parametrize("manager", ["apt-get", "dnf"])
+def test_libraries_of_the_runner_are_tried_again(box: BootstrapBox, manager: str) -> None:
+    box.preinstall()
+    box.without("dnf")
+    box.command("ldconfig", RECORD_CALL)
+    locked = f'{RECORD_CALL}[ "$(grep -c "^$(basename $0)" "$CALLS")" -gt 1 ] || exit 100\n'
+    if manager == "dnf":
+        box.command("dnf", locked)
+    else:
+        executable(box.opt / "runner" / "bin" / "installdependencies.sh", locked)
+    done = box.boot()
+    assert (done.returncode, box.calls.count("sleep 5")) == (0, 1), done.stdout
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o775])
+@pytest.mark.parametrize("name", ["image", "image/lib", "image/opt"])
+def test_folders_that_others_can_write_are_reported(box: BootstrapBox, tmp_path: Path, name: str, mode: int) -> None:
+    box.layout = MachineLayout(
+        opt=f"{tmp_path}/image/opt/remuda", state=f"{tmp_path}/image/lib/remuda", units=str(box.units)
+    )
+    box.opt = Path(box.layout.opt)
+    for folder in ("image", "image/lib", "image/opt"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder).chmod(0o755)
+    box.preinstall()
+    assert box.boot().returncode == 0
+    (tmp_path / name).chmod(mode)
+    done = box.boot()
+    assert done.returncode == 1
+    assert f"bootstrap failed: users other than root can write to {tmp_path / name}; run in the image:" in done.stdout
+    assert box.calls.count("systemctl start --no-block remuda-agent.service") == 1, "the second boot starts no agent"
+
+
+def test_software_of_another_user_is_reported(box: BootstrapBox) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can change owners")
+    box.preinstall()
+    os.chown(box.opt, 1000, 1000)
+    done = box.boot()
+    assert (done.returncode, f"can write to {box.opt};" in done.stdout) == (1, True)
 
 
 @pytest.mark.parametrize("command", sorted({*SANDBOX_COMMANDS} - {"dockerd"}))

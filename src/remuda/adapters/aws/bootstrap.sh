@@ -24,6 +24,14 @@ trap 'fail "line $LINENO: $BASH_COMMAND"' ERR
 mkdir -p "$opt/bin" "$state"
 chmod 755 "$opt" "$opt/bin"
 chmod 700 "$state"
+# Others must not be able to replace what root runs. In images built by actions/runner-images, anyone can write to /opt.
+for folder in "$opt/bin" "$state/dead-man"; do
+  while [[ $folder == */* ]]; do
+    folder=${folder%/*}
+    open=$(find -L "${folder:-/}" -maxdepth 0 \( -perm /022 ! -perm -1000 -o ! -uid 0 ! -uid "$EUID" \))
+    [[ -z $open ]] || fail "users other than root can write to $open; run in the image: chown root $open; chmod go-w $open"
+  done
+done
 # The agent stops the timers in this file after it has set its own.
 printf 'remuda-dead-man-boot\n' >"$state/dead-man"
 
@@ -52,6 +60,25 @@ fetch() { # URL SHA256 FILE
     *) curl -sSfL --proto '=https' --retry 5 --retry-connrefused --max-time 600 -o "$3" "$1" ;;
   esac
   printf '%s  %s\n' "$2" "$3" | sha256sum --check --quiet - || fail "$1 does not have the expected SHA-256"
+}
+
+# During the first boot, cloud-init and automatic updates may hold the locks of the package managers.
+retry() { # COMMAND...
+  local try
+  for try in {1..6}; do
+    "$@" && return
+    say "try $try of 6 failed: $*"
+    sleep "$((try * 5))"
+  done
+  fail "cannot install packages: $*"
+}
+install_packages() { # PACKAGE...
+  if command -v dnf >/dev/null; then
+    dnf -y -q install "$@"
+  else
+    apt-get -qq update &&
+      DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=60 install --no-install-recommends "$@"
+  fi
 }
 
 # The agent: installed in the image, or downloaded together with a Python interpreter.
@@ -94,7 +121,7 @@ fi
 chown -R "$(id -u):$(id -g)" "$opt/runner"
 chmod -R go+rX,go-w "$opt/runner"
 if ! ldconfig -p | grep libicuuc >/dev/null; then
-  if command -v dnf >/dev/null; then dnf -y -q install libicu; else "$opt/runner/bin/installdependencies.sh"; fi
+  if command -v dnf >/dev/null; then retry install_packages libicu; else retry "$opt/runner/bin/installdependencies.sh"; fi
 fi
 
 # Jobs run in sandboxes, containers of systemd-nspawn with a root file system of their own.
@@ -109,12 +136,7 @@ need sudo sudo sudo
 need dockerd docker.io docker
 if ((${#missing[@]})); then
   say "installing ${missing[*]}"
-  if command -v dnf >/dev/null; then
-    dnf -y -q install "${missing[@]}"
-  else
-    apt-get -qq update
-    DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends "${missing[@]}"
-  fi
+  retry install_packages "${missing[@]}"
 fi
 for command in systemd-nspawn iptables ip sudo; do
   command -v "$command" >/dev/null || fail "$command is missing; sandboxes need it"
@@ -215,7 +237,8 @@ ExecStart=$opt/bin/remuda-firewall
 [Install]
 WantedBy=multi-user.target
 EOF
-# KillMode=process: a restart of the agent must not kill a running job.
+# KillMode=process: a restart of the agent must not kill a running job. Jobs inherit the limits. On GitHub's images, too,
+# 65,536 files can be open; a program may ask for more. The number of processes is limited per sandbox.
 cat >"$units/remuda-agent.service" <<EOF
 [Unit]
 Description=Remuda agent
@@ -232,6 +255,8 @@ RestartSec=2
 KillMode=process
 Slice=remuda.slice
 OOMScoreAdjust=-900
+LimitNOFILE=65536:1048576
+LimitNPROC=infinity
 
 [Install]
 WantedBy=multi-user.target

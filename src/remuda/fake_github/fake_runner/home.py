@@ -23,8 +23,10 @@ TRUE = frozenset({"1", "true", "y", "yes"})
 
 
 class RunnerHome:
-    def __init__(self, root: pathlib.Path) -> None:
+    def __init__(self, root: pathlib.Path, programs: pathlib.Path | None = None) -> None:
         self.root = root
+        #: Folder of the programs of this version.
+        self.programs = programs or root / "bin"
 
     def configured(self) -> bool:
         return (self.root / RUNNER_FILE).exists()

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pathlib
 import select
 import signal
 import subprocess
@@ -13,7 +12,7 @@ from . import LENGTH_DIGITS, VERSION
 from .home import CREDENTIALS_FILE, RUNNER_FILE, RunnerHome, check_readable, say, say_error, say_with_time, version_line
 from .protocol import Call, HttpResponse
 
-OK, TERMINATED, RETRY, SESSION_CONFLICT = 0, 1, 2, 5
+OK, TERMINATED, RETRY, UPDATING, UPDATING_AFTER_ONE_JOB, SESSION_CONFLICT = 0, 1, 2, 3, 4, 5
 
 POLL_S = 50
 #: Seconds to wait for the end of an existing session. The real runner waits for 4 minutes.
@@ -41,7 +40,7 @@ END_LIMIT_S = 8.0
 class WorkerProcess:
     """The listener's handle of a worker process."""
 
-    def __init__(self, root: pathlib.Path, message: dict[str, Any]) -> None:
+    def __init__(self, home: RunnerHome, message: dict[str, Any]) -> None:
         self.job_id: int = message["id"]
         self.job_name: str = message["name"]
         self.result = "failure"  # if the worker ends without a result
@@ -50,7 +49,7 @@ class WorkerProcess:
         self._output = ""
         self._partial = b""
         self._process = subprocess.Popen(
-            [str(root / "bin" / "Runner.Worker")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=root
+            [str(home.programs / "Runner.Worker")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=home.root
         )
         # The job is sent through the pipe because it may hold secrets, and every user can read command lines.
         data = json.dumps(message).encode()
@@ -261,6 +260,12 @@ class Listener:
             self._start_job(response.body["job"])
         elif kind == "cancel" and self._worker is not None:
             self._worker.cancel()
+        elif kind == "update" and self._worker is None:
+            from .update import begin_update  # noqa: PLC0415 - start-up time counts in tests and the demo
+
+            begin_update(self._home, self._home.root / self._settings["workFolder"], response.body["version"])
+            # Runner.Listener/Runner.cs, RunAsync.
+            raise ListenerExit(UPDATING_AFTER_ONE_JOB if self._settings.get("ephemeral") else UPDATING)
 
     # The job
 
@@ -279,7 +284,7 @@ class Listener:
             # Random, because the worker kills every process that has this value in its environment.
             "tracking": os.urandom(16).hex(),
         }
-        self._worker = WorkerProcess(self._home.root, message)
+        self._worker = WorkerProcess(self._home, message)
         self._renew_at = time.monotonic() + self._renew_s
 
     def _renew(self, worker: WorkerProcess) -> None:

@@ -28,8 +28,10 @@ Commands:
 
 
 def main() -> int:
-    root = pathlib.Path(sys.argv[0]).resolve().parent.parent
-    home = RunnerHome(root)
+    # Without links, like the real program: after an update, its folder is not `bin`.
+    programs = pathlib.Path(sys.argv[0]).resolve().parent
+    root = programs.parent
+    home = RunnerHome(root, programs)
     home.load_environment()
     try:
         # Runner.Listener/Program.cs, MainAsync, for every command. Only config.sh and run-helper.sh refuse root.

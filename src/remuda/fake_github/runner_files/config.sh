@@ -7,6 +7,7 @@ fi
 case "$0" in
   */*) cd -- "${0%/*}" || exit 1 ;;
 esac
+source ./env.sh
 if [[ "$1" == "remove" ]]; then
   exec ./bin/Runner.Listener "$@"
 fi

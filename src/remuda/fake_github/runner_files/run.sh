@@ -32,6 +32,17 @@ while true; do
     0) finish "Runner listener exit with 0 return code, stop the service, no retry needed." ;;
     1) finish "Runner listener exit with terminated error, stop the service, no retry needed." ;;
     2) echo "Runner listener exit with retryable error, re-launch runner in 5 seconds."; sleep 5 ;;
+    3 | 4)
+      echo "Runner listener exit because of updating, re-launch runner after successful update"
+      for _ in {0..30}; do
+        if [[ -f update.finished ]]; then
+          echo "Update finished successfully."
+          rm update.finished
+          break
+        fi
+        sleep 1
+      done
+      ;;
     5) finish "Runner listener exit with Session Conflict error, stop the service, no retry needed." ;;
     *) finish "Exiting with unknown error code: $code" ;;
   esac

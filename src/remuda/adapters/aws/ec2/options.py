@@ -86,15 +86,20 @@ class _VolumeLimits(NamedTuple):
     throughput: tuple[int, int] | None = None
     #: Types without a default require the option.
     needs_iops: bool = False
+    #: Maximum IOPS per GiB, as in the Amazon EBS User Guide, "Amazon EBS volume types". The least number of IOPS is
+    #: permitted for any size.
+    iops_per_gib: int = 0
 
 
 #: Volume types of root volumes.
 VOLUME_TYPES = {
-    "gp3": _VolumeLimits((1, 65_536), (3_000, 80_000), (125, 2_000)),
+    "gp3": _VolumeLimits((1, 65_536), (3_000, 80_000), (125, 2_000), iops_per_gib=500),
     "gp2": _VolumeLimits((1, 16_384)),
-    "io1": _VolumeLimits((4, 16_384), (100, 64_000), needs_iops=True),
-    "io2": _VolumeLimits((4, 65_536), (100, 256_000), needs_iops=True),
+    "io1": _VolumeLimits((4, 16_384), (100, 64_000), needs_iops=True, iops_per_gib=50),
+    "io2": _VolumeLimits((4, 65_536), (100, 256_000), needs_iops=True, iops_per_gib=1_000),
 }
+#: IOPS that a gp3 volume needs per MiB/s of throughput.
+IOPS_PER_THROUGHPUT = 4
 
 _HEX_ID = "[0-9a-f]{8,17}"
 _SUBNET = re.compile(rf"subnet-{_HEX_ID}")
@@ -289,7 +294,30 @@ def _volume(launch: Mapping[str, str]) -> RootVolume:
         raise UserError(
             f"{VOLUME_TYPE} {kind} needs {VOLUME_IOPS}", field=VOLUME_IOPS, fix=f"set an integer from {least} to {most}"
         )
+    if limits.iops:
+        _check_ratios(volume, limits.iops[0], limits.iops_per_gib)
     return volume
+
+
+def _check_ratios(volume: RootVolume, least_iops: int, iops_per_gib: int) -> None:
+    """Reject performance that EC2 does not provide for the size of the volume."""
+    gib = volume.gib or DEFAULT_VOLUME_GIB
+    most_iops = max(least_iops, gib * iops_per_gib)
+    iops = volume.iops or least_iops
+    if iops > most_iops:
+        raise UserError(
+            f"{VOLUME_IOPS} is {iops}, but volumes of type {volume.type} with {gib} GiB have at most {most_iops}",
+            field=VOLUME_IOPS,
+            fix=f"set {VOLUME_IOPS} to at most {most_iops}, or {VOLUME_SIZE} to at least {-(-iops // iops_per_gib)}",
+        )
+    most_throughput = iops // IOPS_PER_THROUGHPUT
+    if volume.throughput is not None and volume.throughput > most_throughput:
+        needed = volume.throughput * IOPS_PER_THROUGHPUT
+        raise UserError(
+            f"{VOLUME_THROUGHPUT} is {volume.throughput}, but volumes with {iops} IOPS have at most {most_throughput}",
+            field=VOLUME_THROUGHPUT,
+            fix=f"set {VOLUME_THROUGHPUT} to at most {most_throughput}, or {VOLUME_IOPS} to at least {needed}",
+        )
 
 
 def _volume_number(
