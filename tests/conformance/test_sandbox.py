@@ -187,7 +187,7 @@ def test_root_cannot_reach_the_host_through_a_listener_that_starts(agent: Driver
     script = f"cat >/tmp/reach.pl <<'END'\n{REACH_HOST}END\nsudo setsid perl /tmp/reach.pl >/dev/null 2>&1 &\n"
     agent("run", name="r1", script=script)
     for _ in range(STARTS):
-        assert agent("run", name="r1", script="exit 3")["exit_code"] == 3
+        assert agent("run", name="r1", script="exit 6")["exit_code"] == 6
     ended = agent("run", name="r1", script="pgrep -c perl; touch /tmp/stop; find /tmp -name found")
     assert ended["output"] == "1\n"
 
