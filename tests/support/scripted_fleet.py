@@ -14,6 +14,7 @@ from typing import Any
 
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import Credential
+from remuda.domain.runner_release import RunnerRelease
 from remuda.domain.scale_down.fleet import FleetMachine
 from remuda.domain.scale_down.idle_config import IdleWindow, parse_cron
 from remuda.ports.calls import CallCounter
@@ -123,6 +124,9 @@ class ScriptedGitHub:
         raise NotImplementedError
 
     async def jit_config(self, scope: str, *, name: str, labels: Sequence[str]) -> JitRunner:
+        raise NotImplementedError
+
+    async def runner_downloads(self, scope: str) -> RunnerRelease:
         raise NotImplementedError
 
     def _enter(self, operation: str, scope: str, runner_id: int) -> None:

@@ -22,6 +22,7 @@ from remuda.fake_github.rest import RunnersRest, timestamp
 from remuda.fake_github.state import ApiError, GitHubJob, JobPhase, RegisteredRunner, settings_from
 
 Handler = Callable[[Request], Awaitable[Response]]
+_VERSION = r"^[0-9]+\.[0-9]+\.[0-9]+$"
 
 
 class NewStep(pydantic.BaseModel):
@@ -62,6 +63,9 @@ class NewSettings(pydantic.BaseModel):
     app_key: str = ""
     app_owners: list[str] = []
     use_runner_admin_flow: bool = False
+    newest_runner_version: str = pydantic.Field(default="", pattern=_VERSION)
+    minimum_runner_version: str = pydantic.Field(default="", pattern=_VERSION)
+    oldest_served_version: str = pydantic.Field(default="", pattern=_VERSION)
 
 
 def routes(app: AppState) -> list[BaseRoute]:

@@ -12,6 +12,7 @@ from enum import Enum
 from typing import Protocol
 
 from remuda.domain.instance import Credential
+from remuda.domain.runner_release import RunnerRelease
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +48,10 @@ class GitHub(Protocol):
 
     async def jit_config(self, scope: str, *, name: str, labels: Sequence[str]) -> JitRunner:
         """Create a just-in-time registration. Raises `Conflict` if the name exists."""
+        ...
+
+    async def runner_downloads(self, scope: str) -> RunnerRelease:
+        """Return the newest release of the actions runner for Linux."""
         ...
 
     async def list_runners(self, scope: str) -> Sequence[GitHubRunner]:

@@ -16,6 +16,7 @@ from remuda.adapters.github.auth import Auth, StaticToken
 from remuda.adapters.github.responses import translate
 from remuda.domain.errors import Conflict, NotFound, RemudaError, Throttled, TimedOut, Unavailable, UserError
 from remuda.domain.instance import Credential
+from remuda.domain.runner_release import RunnerRelease
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock, Ids, backoff_s, retry
 from remuda.ports.doctor import Check, CheckResult, compare_clocks, ok, problem, warning
@@ -41,6 +42,8 @@ _HEADERS = {
     "User-Agent": "remuda",
 }
 ACCESS = "github access"
+#: Last parts of the paths of reads that are counted separately.
+_NAMED_READS = frozenset({"installation", "downloads"})
 #: The doctor warns if less than one part in this many of the hourly rate limit is left.
 LOW_DIVISOR = 10
 
@@ -75,7 +78,7 @@ class _Request(NamedTuple):
     def name(self) -> str:
         """Name of the operation in the call counts."""
         last = self.path.rsplit("/", 1)[-1]
-        return f"{self.method} {last if self.method == 'POST' or last == 'installation' else 'runners'}"
+        return f"{self.method} {last if self.method == 'POST' or last in _NAMED_READS else 'runners'}"
 
 
 class _RunnerList(NamedTuple):
@@ -165,6 +168,15 @@ class GitHubClient:
                 if await self.delete_runner(scope, runner.runner_id) is Deletion.BUSY:
                     raise Conflict(f"{conflict.message}; it runs a job") from conflict
         return await self._request_jit_config(scope, body)
+
+    async def runner_downloads(self, scope: str) -> RunnerRelease:
+        """https://docs.github.com/rest/actions/self-hosted-runners#list-runner-applications-for-a-repository.
+
+        Needs the permission to read the scope's runners.
+        """
+        with _scope_must_exist(scope):
+            response = await self._call(scope, "GET", f"{_runners(scope)}/downloads", idempotent=True)
+        return responses.parse_runner_downloads(response)
 
     async def list_runners(self, scope: str) -> Sequence[GitHubRunner]:
         """All runners of a scope. An incomplete list is read again.

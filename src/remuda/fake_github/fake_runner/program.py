@@ -7,7 +7,6 @@ import pathlib
 import sys
 from typing import Any
 
-from . import VERSION
 from .home import CREDENTIALS_FILE, RUNNER_FILE, RunnerHome, RunnerInputs, check_readable, say, say_error
 from .protocol import Call, HttpResponse
 
@@ -31,7 +30,7 @@ def main() -> int:
         return TERMINATED
     inputs = RunnerInputs(sys.argv[1:])
     if inputs.switch("version"):
-        say(VERSION)
+        say(home.version)
         return OK
     os.chdir(root)
     match inputs.commands[0] if inputs.commands else "run":
@@ -72,7 +71,8 @@ def configure(home: RunnerHome, inputs: RunnerInputs) -> int:
         return _missing("url" if url is None else "token")
     say("\n# Authentication\n\n")
     try:
-        response = Call(_server(url), "POST", "/_runner/register", body=_request(inputs, url, token)).response()
+        body = _request(inputs, url, token)
+        response = Call(_server(url), "POST", "/_runner/register", body=body, version=home.version).response()
     except OSError as problem:
         say_error(f"Failed to connect. {problem}")
         return TERMINATED
