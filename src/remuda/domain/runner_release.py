@@ -58,6 +58,15 @@ class RunnerPackage:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ReleaseWarning:
+    problem: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.problem}: {self.fix}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunnerRelease:
     """The release that a pool installs, and what refresh knows about newer ones."""
 
@@ -87,21 +96,22 @@ class RunnerRelease:
             return self.outdated_since
         return self.outdated_since + REFUSED_AFTER
 
-    def warning(self, now: datetime) -> str:
-        """Return a sentence if GitHub will refuse the release soon, or if that is unknown for long; else empty."""
+    def warning(self, now: datetime) -> ReleaseWarning | None:
+        """Return a warning if GitHub will refuse the release soon, or if that is unknown for long."""
         if self.deadline is not None and now >= self.deadline - WARN_BEFORE:
             refused = "may refuse" if now >= self.deadline else f"refuses from {self.deadline:%Y-%m-%d} on"
-            return (
-                f"GitHub {refused} runners of version {self.version}, because {self.latest} is out: "
-                f"set {VERSION} to {LATEST}, or to a newer version"
+            return ReleaseWarning(
+                problem=f"GitHub {refused} runners of version {self.version}, because {self.latest} is out",
+                fix=f"set {VERSION} to {LATEST}, or to a newer version",
             )
         if self.checked_at is None or now - self.checked_at >= UNCHECKED_AFTER:
             since = f"since {self.checked_at:%Y-%m-%d}" if self.checked_at else "yet"
-            return (
-                f"refresh could not ask GitHub for the newest version of the runner {since}, so {self.version} may be "
-                "outdated: check that refresh runs without errors"
+            return ReleaseWarning(
+                problem=f"refresh could not ask GitHub for the newest version of the runner {since}, "
+                f"so {self.version} may be outdated",
+                fix="check that remuda refresh runs, without --sweep-only and without errors",
             )
-        return ""
+        return None
 
     def launch_options(self) -> dict[str, str]:
         """The launch options that install exactly this release."""

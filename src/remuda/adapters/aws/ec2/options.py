@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from remuda.domain import runner_release
 from remuda.domain.errors import UserError
 from remuda.domain.resources import MAX_SHOWN
+from remuda.domain.runner_release import RunnerChoice
 
 AMI = "ami"
 SUBNETS = "subnet-ids"
@@ -17,9 +19,6 @@ PROFILE = "iam-instance-profile"
 KEY_NAME = "key-name"
 SPOT_FALLBACK = "spot-fallback"
 SCRIPT = "pre-runner-script"
-RUNNER_VERSION = "actions-runner-version"
-RUNNER_SHA256 = "actions-runner-sha256"
-RUNNER_URL = "actions-runner-url"
 AGENT_URL = "agent-url"
 AGENT_SHA256 = "agent-sha256"
 PYTHON_URL = "python-url"
@@ -37,9 +36,9 @@ NAMES = (
     KEY_NAME,
     SPOT_FALLBACK,
     SCRIPT,
-    RUNNER_VERSION,
-    RUNNER_SHA256,
-    RUNNER_URL,
+    runner_release.VERSION,
+    runner_release.SHA256,
+    runner_release.URL,
     AGENT_URL,
     AGENT_SHA256,
     PYTHON_URL,
@@ -66,7 +65,6 @@ _GROUP = re.compile(rf"sg-{_HEX_ID}")
 _PROFILE_NAME = re.compile(r"[A-Za-z0-9+=,.@_-]{1,128}")
 _PROFILE_ARN = re.compile(r"arn:[a-z-]+:iam::[0-9]{12}:instance-profile/[!-~]{1,512}")
 _KEY_NAME = re.compile(r"[ -~]{1,255}")
-_VERSION = re.compile(r"[0-9]{1,4}\.[0-9]{1,5}\.[0-9]{1,5}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _ENVIRONMENT = re.compile(r"[A-Za-z0-9 +=.,_:/@-]{1,256}")
 #: A folder of a sandbox. Not a top-level one, and without `..`.
@@ -90,10 +88,8 @@ class Ec2LaunchOptions:
     #: Launch on-demand instances for missing spot capacity.
     falls_back: bool = False
     script: str = ""
-    runner_version: str = ""
-    runner_sha256: str = ""
-    #: A mirror to download the runner from, instead of GitHub.
-    runner_url: str = ""
+    #: The actions runner.
+    runner: RunnerChoice
     agent_url: str = ""
     agent_sha256: str = ""
     python_url: str = ""
@@ -122,9 +118,7 @@ class Ec2LaunchOptions:
             key_name=_optional(launch, KEY_NAME, _KEY_NAME, "set the name of a key pair of this region"),
             falls_back=_fallback(launch),
             script=_script(launch),
-            runner_version=_optional(launch, RUNNER_VERSION, _VERSION, "set a version such as 2.336.0").strip(),
-            runner_sha256=_sha256(launch, RUNNER_SHA256),
-            runner_url=_url(launch, RUNNER_URL, (".tar.gz",)),
+            runner=RunnerChoice.parse(launch),
             agent_url=_url(launch, AGENT_URL, (".whl", ".tar.gz")),
             agent_sha256=_sha256(launch, AGENT_SHA256),
             python_url=_url(launch, PYTHON_URL, (".tar.gz",)),
@@ -143,9 +137,7 @@ class Ec2LaunchOptions:
         pairs = (
             (AGENT_URL, self.agent_url, AGENT_SHA256, self.agent_sha256),
             (PYTHON_URL, self.python_url, PYTHON_SHA256, self.python_sha256),
-            (RUNNER_VERSION, self.runner_version, RUNNER_SHA256, self.runner_sha256),
             (JOB_IMAGE_URL, self.job_image_url, JOB_IMAGE_SHA256, self.job_image_sha256),
-            (RUNNER_URL, self.runner_url, RUNNER_VERSION, self.runner_version),
         )
         for name, value, needed, given in pairs:
             if value and not given:
