@@ -113,6 +113,7 @@ def template(classes: Sequence[ResourceClass] = DEFAULT_CLASSES) -> dict[str, An
             **{_logical(who, "Logs"): _logs(who) for who in SCHEDULED},
             **{name: resource for who in SCHEDULED for name, resource in _function(who).items()},
             **{_logical(who, "Alarm"): _alarm(who) for who in SCHEDULED},
+            "RunnerVersionAlarm": _runner_version_alarm(),
         },
         "Outputs": _outputs(),
     }
@@ -252,7 +253,8 @@ def _function_parameters() -> dict[str, Any]:
         ),
         "ScaleDown": _text("Whether scale-down runs on its schedule.", "true", AllowedValues=["true", "false"]),
         "AlarmTopicArn": _text(
-            "SNS topic for alarms about functions that fail repeatedly. If empty, no alarms are created.",
+            "SNS topic for alarms: functions that fail repeatedly, and a runner version that GitHub refuses soon. "
+            "If empty, no alarms are created.",
             AllowedPattern="(arn:[a-z-]+:sns:[a-z0-9-]+:[0-9]{12}:.+)?",
         ),
         "ReserveConcurrency": _text(
@@ -480,16 +482,39 @@ def _function(who: str) -> dict[str, Resource]:
 
 
 def _alarm(who: str) -> Resource:
-    # A missing refresh is as bad as a failed one; scale-down may be disabled.
-    missing = "breaching" if who == "refresh" else "notBreaching"
+    return _alarm_on(
+        who,
+        f"remuda {who} fails; its log contains the error.",
+        namespace="AWS/Lambda",
+        metric="Errors",
+        dimensions={"FunctionName": {"Ref": _logical(who, "Function")}},
+        # A missing refresh is as bad as a failed one; scale-down may be disabled.
+        missing="breaching" if who == "refresh" else "notBreaching",
+    )
+
+
+def _runner_version_alarm() -> Resource:
+    return _alarm_on(
+        "runner-version",
+        "GitHub refuses the pool's version of the actions runner soon; remuda status says when and what to do.",
+        namespace="Remuda",
+        metric="RunnerVersionWarnings",
+        dimensions={"Pool": {"Ref": "Pool"}, "Command": "refresh"},
+        missing="notBreaching",
+    )
+
+
+def _alarm_on(
+    name: str, description: str, *, namespace: str, metric: str, dimensions: Mapping[str, Any], missing: str
+) -> Resource:
     alarm: Resource = {
         "Type": "AWS::CloudWatch::Alarm",
         "Properties": {
-            "AlarmName": substituted(f"{NAME}-{who}"),
-            "AlarmDescription": f"remuda {who} fails; its log contains the error.",
-            "Namespace": "AWS/Lambda",
-            "MetricName": "Errors",
-            "Dimensions": [{"Name": "FunctionName", "Value": {"Ref": _logical(who, "Function")}}],
+            "AlarmName": substituted(f"{NAME}-{name}"),
+            "AlarmDescription": description,
+            "Namespace": namespace,
+            "MetricName": metric,
+            "Dimensions": [{"Name": key, "Value": value} for key, value in dimensions.items()],
             "Statistic": "Sum",
             "Period": 300,
             "EvaluationPeriods": ALARM_AFTER,

@@ -16,6 +16,8 @@ HOLDS_S = 150.0
 CLASSES = ("large", "xlarge")
 #: Number of configurations that a world switches between.
 CONFIGURATIONS = 4
+#: Versions of the actions runner that worlds switch between. Empty: that of the image.
+RUNNERS = ("2.335.0", "2.336.0", "2.337.0", "")
 #: Initial reuse policies. `never` is drawn separately and seldom, because it leaves the pool empty.
 POLICIES = (Reuse.SAME_TRUST, Reuse.SAME_TRUST, Reuse.ALWAYS, Reuse.SAME_REPO)
 #: Calls after which a command may crash or pause: those that change something.
@@ -172,6 +174,8 @@ class WorldPlan:
     operations: tuple[Operation, ...]
     #: Reuse policy of each configuration.
     reuses: tuple[Reuse, ...] = (Reuse.SAME_TRUST,) * CONFIGURATIONS
+    #: Version of the actions runner of each configuration.
+    runners: tuple[str, ...] = ("",) * CONFIGURATIONS
     #: Faults that the shrinker leaves out.
     suppressed: frozenset[InjectedFault] = frozenset()
 
@@ -193,6 +197,7 @@ def draw_plan(seed: int, *, hours: float, instances: int, faults: FaultChoice = 
         instances=instances,
         faults=on,
         reuses=_reuses(reuse_rng),
+        runners=_runners(random.Random(f"{seed} runners")),
         operations=tuple(_with_repositories(draft.operations(), reuse_rng)),
     )
 
@@ -203,6 +208,11 @@ def _reuses(rng: random.Random) -> tuple[Reuse, ...]:
     changes = rng.random() < 0.4
     later = [rng.choice(tuple(Reuse)) for _ in range(CONFIGURATIONS - 1)]
     return (first, *(later if changes else [first] * len(later)))
+
+
+def _runners(rng: random.Random) -> tuple[str, ...]:
+    """A version per configuration in some worlds, none in the others."""
+    return tuple(rng.choice(RUNNERS) for _ in range(CONFIGURATIONS)) if rng.random() < 0.25 else ("",) * CONFIGURATIONS
 
 
 def _with_repositories(operations: list[Operation], rng: random.Random) -> list[Operation]:

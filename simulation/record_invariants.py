@@ -41,6 +41,8 @@ class RecordInvariants:
         #: Time at which each provision was recorded, even if it was deleted since: a paused process may act for it.
         self._intended: dict[str, float] = {}
         self._reuse = ReuseInvariant()
+        #: Each version of the actions runner with the time from which the pool had it.
+        self._runners: list[tuple[float, str]] = []
         self.checks = 0
 
     def violated(self, invariant: str, text: str, instance_id: str = "") -> None:
@@ -54,6 +56,7 @@ class RecordInvariants:
 
     def configured(self, config: PoolConfig) -> None:
         self._reuse.configured(config.reuse, self._world.loop.time())
+        self._runners.append((self._world.loop.time(), config.runner_version))
 
     # Records
 
@@ -254,7 +257,9 @@ class RecordInvariants:
             State.RUNNING: signal is Signal.UD_REG_FAILED,
             State.RELEASING: signal in {Signal.UD_REMOVE_REG_FAILED, Signal.UD_REMOVE_REG_REMOVE_RUN_FAILED}
             or (signal is Signal.UD_REMOVE_REG_REMOVE_RUN_OK and bool(after.retire_reason)),
-            State.IDLE: self._may_retire(before, report) or Reuse.NEVER in self._reuse.may_have_read(process),
+            State.IDLE: self._may_retire(before, report)
+            or Reuse.NEVER in self._reuse.may_have_read(process)
+            or self._may_be_outdated(before, process),
         }[before.state]
         if before.state in {State.RELEASING, State.IDLE} and self._is_held(before, slack=-self._tolerance):
             allowed = False
@@ -266,6 +271,13 @@ class RecordInvariants:
     def _is_held(self, record: Instance, *, slack: timedelta) -> bool:
         """Whether it is in quarantine, with tolerance for clock errors."""
         return record.quarantined_until is not None and self._world.clock.now() < record.quarantined_until + slack
+
+    def _may_be_outdated(self, record: Instance, process: SimulatedProcess) -> bool:
+        """Whether the process may have read a configuration with another version of the runner."""
+        since = [version for at, version in self._runners if at > process.started_at]
+        before = [version for at, version in self._runners if at <= process.started_at]
+        versions = {*before[-1:], *since} - {"", record.runner_version}
+        return bool(record.runner_version and versions)
 
     def _may_retire(self, record: Instance, report: Report | None) -> bool:
         age = self._world.clock.now() - record.created_at

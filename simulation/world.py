@@ -23,6 +23,7 @@ from remuda.domain.instance import Instance
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
 from remuda.domain.resources import DEFAULT_CLASSES, Tier
+from remuda.domain.runner_release import SHA256, VERSION
 from remuda.domain.signals import Report
 from remuda.domain.thresholds import Lifetimes
 from remuda.ports.calls import CallCounter
@@ -459,6 +460,7 @@ class World:
             classes=DEFAULT_CLASSES,
             lifetimes=self.configurations[config],
             reuse=self.plan.reuses[config],
+            launch=_runner_options(self.plan.runners[config]),
             max_instances=self.plan.instances,
             github_url="https://github.com",
             scope=SCOPE,
@@ -514,3 +516,7 @@ class World:
     def registrations(self, instance_id: str | None = None) -> list[MemoryRunner]:
         found = [(runner, parse_runner(runner.name)) for runner in self.github.runners.values()]
         return [runner for runner, name in found if name and instance_id in {None, name[1]}]
+
+
+def _runner_options(version: str) -> dict[str, str]:
+    return {VERSION: version, SHA256: "0" * 64} if version else {}

@@ -100,6 +100,8 @@ class MemoryCloud:
         self.remembers = timedelta(seconds=remembers_s)
         self.machines: dict[str, MemoryMachine] = {}
         self.watchers: list[Watcher] = []
+        #: Launch parameters of the last `prepare`.
+        self.prepared: Mapping[str, str] = {}
         self._answers: dict[str, LaunchResult] = {}
 
     def state(self, instance_id: str) -> MachineState | None:
@@ -230,10 +232,11 @@ class MemoryCompute:
 
     async def prepare(
         self,
-        launch: Mapping[str, str],  # noqa: ARG002 - any settings are accepted
-        classes: Sequence[ResourceClass] = (),  # noqa: ARG002
+        launch: Mapping[str, str],
+        classes: Sequence[ResourceClass] = (),  # noqa: ARG002 - any classes are accepted
     ) -> Sequence[str]:
         self._calls.add(SERVICE, "prepare")
+        self._cloud.prepared = dict(launch)
         return []
 
     async def close(self) -> None:

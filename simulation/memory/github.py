@@ -6,6 +6,7 @@ uses `MemoryGitHub`. Wrap the port to simulate failures.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,6 +14,7 @@ from datetime import timedelta
 from remuda.domain.errors import Conflict, NotFound, UserError
 from remuda.domain.instance import Credential
 from remuda.domain.pool_config import DEFAULT_GROUP_ID
+from remuda.domain.runner_release import Architecture, RunnerPackage, RunnerRelease, release_url
 from remuda.domain.timestamps import to_milliseconds
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock
@@ -68,6 +70,8 @@ class MemoryGitHubServer:
         self.known_scopes = known_scopes
         #: Ids of runner groups by name, of every organisation.
         self.groups = {"Default": DEFAULT_GROUP_ID}
+        #: Newest version of the actions runner.
+        self.runner_version = "2.336.0"
         self.runners: dict[int, MemoryRunner] = {}
         self.jobs: list[MemoryJob] = []
         self._access: dict[str, _Access] = {}
@@ -242,6 +246,10 @@ class MemoryGitHub:
             raise missing_group(scope, name, self._github.groups)
         return self._github.groups[name]
 
+    async def runner_downloads(self, scope: str) -> RunnerRelease:
+        self._enter("GET downloads", scope)
+        return runner_release(self._github.runner_version)
+
     async def list_runners(self, scope: str) -> Sequence[GitHubRunner]:
         self._enter("GET runners", scope)
         found = [view_of(runner) for runner in self._github.of(scope)]
@@ -275,6 +283,19 @@ class MemoryGitHub:
             self._github.check(self._token, scope, write=write)
         except NotFound as error:
             raise UserError(error.message, field="github-scope") from error
+
+
+def runner_release(version: str) -> RunnerRelease:
+    """The packages of a version, with digests that differ by version and architecture."""
+    packages = [
+        RunnerPackage(
+            architecture=each,
+            url=release_url(version, each),
+            sha256=hashlib.sha256(f"{version} {each}".encode()).hexdigest(),
+        )
+        for each in Architecture
+    ]
+    return RunnerRelease(version=version, packages=tuple(packages))
 
 
 def view_of(runner: MemoryRunner) -> GitHubRunner:

@@ -309,11 +309,18 @@ def test_alarms_require_a_topic():
     """Checked in the template: the server creates no alarms."""
     made = template()
     alarms = {name: item for name, item in made["Resources"].items() if item["Type"] == "AWS::CloudWatch::Alarm"}
-    assert set(alarms) == {"RefreshAlarm", "ScaleDownAlarm"}
-    for name, alarm in alarms.items():
+    assert set(alarms) == {"RefreshAlarm", "ScaleDownAlarm", "RunnerVersionAlarm"}
+    for alarm in alarms.values():
         assert alarm["Condition"] == ALARMS
+        assert alarm["Properties"]["AlarmActions"] == [{"Ref": "AlarmTopicArn"}]
+    version = alarms.pop("RunnerVersionAlarm")["Properties"]
+    assert (version["Namespace"], version["MetricName"]) == ("Remuda", "RunnerVersionWarnings")
+    assert {item["Name"]: item["Value"] for item in version["Dimensions"]} == {
+        "Pool": {"Ref": "Pool"},
+        "Command": "refresh",
+    }
+    for name, alarm in alarms.items():
         properties = alarm["Properties"]
-        assert properties["AlarmActions"] == [{"Ref": "AlarmTopicArn"}]
         (dimension,) = properties["Dimensions"]
         assert dimension == {"Name": "FunctionName", "Value": {"Ref": name.replace("Alarm", "Function")}}
         assert dimension["Value"]["Ref"] in made["Resources"]

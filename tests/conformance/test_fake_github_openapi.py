@@ -91,6 +91,20 @@ def test_tokens(api: ValidatingClient) -> None:
         assert response.json()["token"]
 
 
+def test_runner_packages(api: ValidatingClient) -> None:
+    packages = {(each["os"], each["architecture"]): each for each in api.call("GET", "/downloads").json()}
+    assert packages["linux", "x64"]["filename"] == "actions-runner-linux-x64-2.336.0.tar.gz"
+    assert packages["windows", "arm64"]["filename"] == "actions-runner-win-arm64-2.336.0.zip"
+    reader, stranger = (
+        api.client.post("/_admin/tokens", json={"scopes": [scope], "write": False}).json()["token"]
+        for scope in ("acme", "other")
+    )
+    # GitHub documents the permission to read for it.
+    assert api.call("GET", "/downloads", headers={"authorization": f"Bearer {reader}"}).status_code == 200
+    assert api.call("GET", "/downloads", headers={"authorization": f"Bearer {stranger}"}).status_code == 404
+    assert api.call("GET", "/downloads", headers={"authorization": "Bearer wrong"}).status_code == 401
+
+
 def test_life_cycle_of_a_runner(api: ValidatingClient) -> None:
     created = api.jit("one")
     assert created.status_code == 201

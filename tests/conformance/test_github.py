@@ -13,6 +13,7 @@ import pytest
 from remuda.adapters.github.client import LIST_ATTEMPTS, MAX_ATTEMPTS, GitHubClient, web_url
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.domain.errors import Conflict, NotFound, Throttled, Unavailable, UserError
+from remuda.domain.runner_release import Architecture, release_url
 from remuda.fake_github import Endpoint
 from remuda.fake_github.client import FakeGitHubClient
 from remuda.ports.calls import CallCounter
@@ -76,7 +77,7 @@ class GitHubClients(GitHubs):
             body = {"url": f"{self._url}/{scope}", "token": token, "name": name, "labels": list(labels)}
             files = (await http.post("/_runner/register", json=body)).json()["files"]
             http.headers["authorization"] = f"Bearer {files['.credentials']['data']['token']}"
-            session = (await http.post("/_runner/sessions", json={"version": "1"})).json()["session"]
+            session = (await http.post("/_runner/sessions", json={"version": "2.336.0"})).json()["session"]
             job = await self.admin.queue_job(repo=scope, run_id=1, labels=labels)
             answer = await http.post(f"/_runner/sessions/{session}/jobs/{job.id}/acknowledge")
             assert answer.is_success, answer.text
@@ -161,6 +162,17 @@ async def test_runner_can_be_listed_read_and_deleted(github: GitHub) -> None:
     assert await github.list_runners(REPO) == []
 
 
+@pytest.mark.parametrize("scope", [REPO, ORG])
+async def test_newest_release_of_the_runner(github: GitHub, github_clients: GitHubs, scope: str) -> None:
+    release = await github.runner_downloads(scope)
+    assert release.version == "2.336.0"
+    assert {item.architecture: item.url for item in release.packages} == {
+        each: release_url("2.336.0", each) for each in Architecture
+    }
+    assert len({item.sha256 for item in release.packages}) == 2
+    assert github_clients.calls.by_service()["github"]["GET downloads"] == 1
+
+
 async def test_scopes_are_separate(github: GitHub) -> None:
     jit = await github.jit_config(REPO, name="one", labels=["x"])
     await github.jit_config(ORG, name="two", labels=["x"])
@@ -207,6 +219,7 @@ async def test_unknown_credential_is_a_user_error(github_clients: GitHubs) -> No
         github.get_runner(REPO, 1),
         github.delete_runner(REPO, 1),
         github.jit_config(REPO, name="one", labels=["x"]),
+        github.runner_downloads(REPO),
     ):
         with pytest.raises(UserError) as error:
             await call
@@ -218,6 +231,7 @@ async def test_unknown_credential_is_a_user_error(github_clients: GitHubs) -> No
 async def test_read_only_credential(github_clients: GitHubs) -> None:
     github = github_clients.open(token=await github_clients.grant(write=False))
     assert await github.list_runners(REPO) == []
+    assert await github.runner_downloads(REPO)
     for call in (github.registration_token(REPO), github.delete_runner(REPO, 1)):
         with pytest.raises(UserError) as error:
             await call
@@ -235,6 +249,7 @@ async def test_inaccessible_scope_is_a_user_error(github_clients: GitHubs) -> No
             github.removal_token(scope),
             github.list_runners(scope),
             github.jit_config(scope, name="one", labels=["x"]),
+            github.runner_downloads(scope),
         ):
             with pytest.raises(UserError) as error:
                 await call
@@ -265,8 +280,9 @@ async def test_deletion_with_a_lost_response(fake_github: GitHubClients, client:
         ("registration-token", lambda client: client.registration_token(REPO)),
         ("remove-token", lambda client: client.removal_token(REPO)),
         ("get", lambda client: client.get_runner(REPO, 1)),
+        ("downloads", lambda client: client.runner_downloads(REPO)),
     ],
-    ids=["list", "registration-token", "remove-token", "get"],
+    ids=["list", "registration-token", "remove-token", "get", "downloads"],
 )
 async def test_idempotent_calls_with_lost_responses_are_retried(
     fake_github: GitHubClients, client: GitHub, operation: str, call: Callable[[GitHub], Awaitable[object]]

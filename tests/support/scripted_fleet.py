@@ -15,6 +15,7 @@ from typing import Any
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import Credential
 from remuda.domain.pool_config import DEFAULT_GROUP_ID
+from remuda.domain.runner_release import RunnerRelease
 from remuda.domain.scale_down.fleet import FleetMachine
 from remuda.domain.scale_down.idle_config import IdleWindow, parse_cron
 from remuda.ports.calls import CallCounter
@@ -129,6 +130,9 @@ class ScriptedGitHub:
         raise NotImplementedError
 
     async def runner_group_id(self, scope: str, name: str) -> int:
+        raise NotImplementedError
+
+    async def runner_downloads(self, scope: str) -> RunnerRelease:
         raise NotImplementedError
 
     def _enter(self, operation: str, scope: str, runner_id: int) -> None:

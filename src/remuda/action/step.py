@@ -259,7 +259,7 @@ def _annotate(title: str, output: StepOutput, failure: StepFailure | None) -> No
     channel, document = output.channel, output.document
     warnings = [*output.warnings]
     warnings += [f"{name} is not released: {document['reasons'].get(name, '')}" for name in document.get("expired", ())]
-    warnings += document.get("errors", ())
+    warnings += [*document.get("warnings", ()), *document.get("errors", ())]
     for warning in warnings[:MAX_WARNINGS]:
         channel.annotate("warning", as_inputs(warning), title=title)
     if len(warnings) > MAX_WARNINGS:

@@ -111,6 +111,7 @@ async def _refresh(
         result = await refresh(context, wanted)
     counts = {f"Instances{pascal_case(state)}": count for state, count in (result.live_instances or {}).items()}
     counts["StaleRegistrationsRemoved"] = len(result.stale_registrations)
+    counts["RunnerVersionWarnings"] = len(result.warnings)
     return LambdaOutcome(document=results.refresh_document(result), errors=result.errors, counts=counts)
 
 

@@ -36,7 +36,7 @@ _STYLES = {
 }
 _TERMINATION_STYLE = "magenta"
 #: Events whose name contains one of these words are warnings.
-_WARNING_WORDS = ("failed", "lost", "refused", "incomplete", "unconfirmed")
+_WARNING_WORDS = ("failed", "lost", "refused", "incomplete", "unconfirmed", "warning")
 #: Events that appear in JSON logs only.
 _JSON_ONLY = frozenset({"announce", "renew", "credential", "extend", "scale-keep", "scale-skip", "scale-renew"})
 #: Prefix of the events of a dry run, which ends with a table of them.

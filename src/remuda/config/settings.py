@@ -47,6 +47,7 @@ from remuda.domain.resources import (
     check_scope,
     parse_classes,
 )
+from remuda.domain.runner_release import LATEST
 from remuda.domain.scale_down.decisions import BOOT_MIN, IdleScope, ScaleDownPolicy
 from remuda.domain.scale_down.idle_config import EXAMPLE as IDLE_CONFIG_EXAMPLE
 from remuda.domain.scale_down.idle_config import FIX as IDLE_CONFIG_FIX
@@ -180,12 +181,13 @@ def _launch_option(
     *,
     commands: tuple[str, ...] = ("refresh",),
     is_parameter: bool = True,
+    default: str = "",
     default_text: str = "",
 ) -> Any:
-    """A setting of new EC2 instances; the EC2 adapter checks its value."""
+    """A setting of new EC2 instances; the EC2 adapter checks its value. An empty value is the default."""
     return declare(
-        text(metavar=metavar, numbers=True),
-        "",
+        text(metavar=metavar, numbers=True, parse=lambda value: value if value.strip() else default),
+        default,
         description,
         group=Group.AWS,
         commands=commands,
@@ -451,10 +453,17 @@ class Settings:
         "[on-demand]", "Purchase option to use if there is no spot capacity. Without it, the provision fails."
     )
     actions_runner_version: str = _launch_option(
-        "VERSION", "Version of the Actions runner to install, unless the image contains one."
+        "[latest|image|VERSION]",
+        "Version of the Actions runner: latest follows GitHub, image uses that of the image, a fixed version needs "
+        "actions-runner-sha256.",
+        default=LATEST,
     )
-    actions_runner_sha256: str = _launch_option("SHA256", "SHA-256 digest of the Actions runner package.")
-    actions_runner_url: str = _launch_option("URL", "URL of a mirror of the Actions runner package.")
+    actions_runner_sha256: str = _launch_option(
+        "SHA256", "SHA-256 digest of the package of a fixed version, or one per architecture: x64=SHA256,arm64=SHA256."
+    )
+    actions_runner_url: str = _launch_option(
+        "URL", "URL of a mirror of the package of a fixed version, or one per architecture: x64=URL,arm64=URL."
+    )
     agent_url: str = _launch_option("URL", "URL of the agent package, unless the image contains the agent.")
     agent_sha256: str = _launch_option("SHA256", "SHA-256 digest of the agent package.")
     python_url: str = _launch_option("URL", "URL of a Python build for the agent, unless the image contains one.")

@@ -94,9 +94,14 @@ def pool_checks(
         config = await get_config()
         return _check_tokens(config, clock, scope) if config else problem("there are none", "run remuda refresh")
 
+    async def runner_version() -> CheckResult:
+        config = await get_config()
+        return _check_runner(config, clock) if config else problem("it is not known", "run remuda refresh")
+
     return (
         Check(name=CONFIGURATION, run=configuration, needs=needs),
         Check(name="tokens", run=tokens, needs=(CONFIGURATION,)),
+        Check(name="runner version", run=runner_version, needs=(CONFIGURATION,)),
     )
 
 
@@ -108,6 +113,16 @@ def _check_configuration(config: PoolConfig | None, pool: str) -> CheckResult:
     names = ", ".join(item.name for item in config.classes)
     applied = f"applied {config.applied_at:%Y-%m-%d %H:%M} UTC"
     return ok(f"pool {config.pool}, {applied}, reuse {config.reuse}, classes {names}")
+
+
+def _check_runner(config: PoolConfig, clock: Clock) -> CheckResult:
+    if config.runner is None:
+        return ok("the runner of the image is used; its age is not checked")
+    if found := config.runner.warning(clock.now()):
+        return warning(found.problem, found.fix)
+    deadline = config.runner.deadline
+    limit = f", GitHub refuses it from {deadline:%Y-%m-%d} on" if deadline else ""
+    return ok(f"{config.runner.version}, the newest is {config.runner.latest}{limit}")
 
 
 def _check_tokens(config: PoolConfig, clock: Clock, scope: str) -> CheckResult:

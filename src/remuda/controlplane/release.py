@@ -278,7 +278,14 @@ async def advance_release(
 ) -> Instance:
     """Apply the next transition of a releasing instance, if one is due. Return its record."""
     now = context.clock.now()
-    upcoming = next_for_releasing(instance, report, now=now, lifetimes=config.lifetimes, reuse=config.reuse)
+    upcoming = next_for_releasing(
+        instance,
+        report,
+        now=now,
+        lifetimes=config.lifetimes,
+        reuse=config.reuse,
+        runner_version=config.runner_version,
+    )
     if upcoming is not None:
         return await transition(context, instance, upcoming.event, by=by, why=upcoming.why)
     if credential_expires_early(instance, now=now, margin_s=config.lifetimes.margin_s):

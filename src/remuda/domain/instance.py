@@ -63,6 +63,8 @@ class RetireReason(StrEnum):
     NEVER_REUSED = "never-reused"
     #: Registered just in time for one job.
     EPHEMERAL = "ephemeral"
+    #: Its actions runner has another version than the pool's.
+    OUTDATED = "outdated"
 
 
 #: Reasons to terminate an instance that works: after it has been reset, and not while it is in quarantine.
@@ -75,6 +77,7 @@ RETIREMENTS = frozenset(
         RetireReason.QUARANTINED,
         RetireReason.NEVER_REUSED,
         RetireReason.EPHEMERAL,
+        RetireReason.OUTDATED,
     }
 )
 #: Reasons that an instance has from its creation because it serves a single run.
@@ -138,6 +141,8 @@ class Instance:
     #: The only repository that the instance ever served, in lower case. Empty if it served several or an unknown one.
     repository: str = ""
     uses: int = 0
+    #: Version of the actions runner that the pool installed at the launch. Empty if the image contains the runner.
+    runner_version: str = ""
     #: Threshold of `running`, kept while `releasing`: a job may run until then.
     run_deadline: datetime | None = None
     #: Why the instance does not return to the pool, or why it was terminated. None while it may be reused.
@@ -227,9 +232,13 @@ def decide_retirement(
     max_age_s: float,
     max_uses: int,
     reuse: Reuse = Reuse.SAME_TRUST,
+    runner_version: str = "",
     notice: str = "",
 ) -> Retirement | None:
-    """Return why the instance must not return to the pool after this use. None if it may, or is in quarantine."""
+    """Return why the instance must not return to the pool after this use. None if it may, or is in quarantine.
+
+    `runner_version` is the pool's. An empty version, here or in the record, is unknown and no reason.
+    """
     if instance.is_quarantined(now):
         return None
     if instance.retire_reason is not None:
@@ -242,4 +251,7 @@ def decide_retirement(
         return Retirement(reason=RetireReason.TOO_OLD, detail=f"the maximum age is {max_age_s:g} s")
     if instance.uses + 1 >= max_uses:
         return Retirement(reason=RetireReason.USED_UP, detail=f"{instance.uses + 1} of {max_uses} uses")
+    if runner_version and instance.runner_version and instance.runner_version != runner_version:
+        detail = f"its runner is {instance.runner_version}, the pool's is {runner_version}"
+        return Retirement(reason=RetireReason.OUTDATED, detail=detail)
     return None

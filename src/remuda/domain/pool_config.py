@@ -10,6 +10,7 @@ from datetime import datetime, timedelta
 from remuda.domain.errors import UserError
 from remuda.domain.instance import ABSORBING, Credential, Instance, State
 from remuda.domain.resources import ResourceClass, Reuse, is_instance_id
+from remuda.domain.runner_release import RunnerRelease
 from remuda.domain.thresholds import Lifetimes
 
 #: GitHub's id of the default runner group of an organisation, and of the only one of a repository.
@@ -48,6 +49,13 @@ class PoolConfig:
     launch: Mapping[str, str] = field(default_factory=dict)
     #: Which instances a run may reuse.
     reuse: Reuse = Reuse.SAME_TRUST
+    #: The actions runner that new machines install. None if they use that of their image.
+    runner: RunnerRelease | None = None
+
+    @property
+    def runner_version(self) -> str:
+        """The version that new machines install, or empty."""
+        return self.runner.version if self.runner else ""
 
     @property
     def runner_prefix(self) -> str:

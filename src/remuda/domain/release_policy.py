@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from remuda.domain.instance import Instance, RetireReason, decide_retirement
+from remuda.domain.instance import Instance, Retirement, RetireReason, decide_retirement
 from remuda.domain.resources import Reuse
 from remuda.domain.signals import Report, Verdict, removal_verdict
 from remuda.domain.thresholds import Lifetimes
@@ -29,11 +29,21 @@ def next_for_releasing(
     now: datetime,
     lifetimes: Lifetimes,
     reuse: Reuse = Reuse.SAME_TRUST,
+    runner_version: str = "",
 ) -> NextAction | None:
     """Return the next action, or None if there is nothing to do but wait."""
     verdict = removal_verdict(report, instance.epoch)
     if report is not None and verdict is Verdict.OK:
-        return _after_reset(instance, report, now=now, lifetimes=lifetimes, reuse=reuse)
+        retirement = decide_retirement(
+            instance,
+            now=now,
+            max_age_s=lifetimes.max_age_s,
+            max_uses=lifetimes.max_uses,
+            reuse=reuse,
+            runner_version=runner_version,
+            notice=report.notice,
+        )
+        return _after_reset(report, retirement, idle_time_s=lifetimes.idle_time_s)
     if report is not None and verdict is Verdict.FAILED and not instance.is_quarantined(now):
         return NextAction(event=End(reason=RetireReason.FAILED, report=report), why=report.describe_signal())
     if report is not None and report.busy and _is_worth_extending(instance, now=now, lifetimes=lifetimes):
@@ -42,24 +52,14 @@ def next_for_releasing(
     return None
 
 
-def _after_reset(
-    instance: Instance, report: Report, *, now: datetime, lifetimes: Lifetimes, reuse: Reuse
-) -> NextAction:
-    retirement = decide_retirement(
-        instance,
-        now=now,
-        max_age_s=lifetimes.max_age_s,
-        max_uses=lifetimes.max_uses,
-        reuse=reuse,
-        notice=report.notice,
-    )
+def _after_reset(report: Report, retirement: Retirement | None, *, idle_time_s: float) -> NextAction:
     if retirement is not None:
         detail = f"; {report.detail}" if report.detail else ""
         end = End(reason=retirement.reason, detail=retirement.detail, report=report)
         return NextAction(event=end, why=f"clean, but {retirement}{detail}")
     duration = f" in {report.duration_s:.3f} s" if report.duration_s is not None else ""
     detail = f": {report.detail}" if report.detail else ""
-    pool = ReturnToPool(report=report, idle_time_s=lifetimes.idle_time_s)
+    pool = ReturnToPool(report=report, idle_time_s=idle_time_s)
     return NextAction(event=pool, why=f"deregistered and reset{duration}{detail}")
 
 

@@ -59,7 +59,7 @@ def write_endpoint(folder: pathlib.Path, endpoint: Endpoint) -> None:
     draft.replace(folder / FILE_NAME)
 
 
-def install_runner(folder: pathlib.Path) -> None:
+def install_runner(folder: pathlib.Path, *, version: str = VERSION) -> None:
     """Create a folder with the layout of the actions/runner archive. Files that are up to date are left alone."""
     package = folder / "bin" / "fake_runner"
     package.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ def install_runner(folder: pathlib.Path) -> None:
     for name, module in PROGRAMS.items():
         text = _PROGRAM.format(interpreter=interpreter, module=module)
         _put(folder / "bin" / name, text.encode(), mode=0o755)
-    _put(folder / "VERSION", f"{VERSION}\n".encode(), mode=0o644)
+    _put(folder / "VERSION", f"{version}\n".encode(), mode=0o644)
 
 
 def _put(path: pathlib.Path, content: bytes, *, mode: int) -> bool:

@@ -22,6 +22,7 @@ from remuda.fake_github.rest import RunnersRest, timestamp
 from remuda.fake_github.state import ApiError, GitHubJob, JobPhase, RegisteredRunner, settings_from
 
 Handler = Callable[[Request], Awaitable[Response]]
+_VERSION = r"^[0-9]+\.[0-9]+\.[0-9]+$"
 
 
 class NewStep(pydantic.BaseModel):
@@ -65,6 +66,9 @@ class NewSettings(pydantic.BaseModel):
     supports_disable_update: bool = True
     update_runners_to: str = ""
     use_runner_admin_flow: bool = False
+    newest_runner_version: str = pydantic.Field(default="", pattern=_VERSION)
+    minimum_runner_version: str = pydantic.Field(default="", pattern=_VERSION)
+    oldest_served_version: str = pydantic.Field(default="", pattern=_VERSION)
 
 
 def routes(app: AppState) -> list[BaseRoute]:

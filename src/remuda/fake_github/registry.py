@@ -15,6 +15,7 @@ from remuda.fake_github.state import (
     RegisteredRunner,
     TokenClock,
     TokenKind,
+    is_older,
 )
 
 ACCESS_PREFIX = "github_pat_"
@@ -229,6 +230,7 @@ class Registry:
             raise ApiError(409, "A session for this runner already exists.")
         runner.session = self._state.clock.token("session-")
         runner.version = version
+        runner.deprecated = is_older(version, self._state.settings.oldest_served_version)
         runner.seen_at = self._state.clock.now()
         self._state.changed("runner", runner.id)
         self._queue.offer(runner)

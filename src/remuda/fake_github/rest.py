@@ -2,6 +2,7 @@
 
 import base64
 import datetime as dt
+import hashlib
 import json
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,16 @@ from remuda.fake_github.state import READ_ONLY_LABELS, ApiError, RegisteredRunne
 MAX_PER_PAGE = 100
 DEFAULT_PER_PAGE = 30
 HOUR_S = 3600
+#: Systems and architectures of the runner's packages.
+PACKAGES = (
+    ("osx", "x64"),
+    ("osx", "arm64"),
+    ("linux", "x64"),
+    ("linux", "arm"),
+    ("linux", "arm64"),
+    ("windows", "x64"),
+    ("windows", "arm64"),
+)
 SCOPES = ("/repos/{owner}/{repo}", "/orgs/{org}")
 #: GitHub Enterprise Server has the same API below the second prefix.
 PREFIXES = ("", "/api/v3")
@@ -34,6 +45,7 @@ def routes(app: AppState) -> list[BaseRoute]:
         ("POST", "/remove-token", "remove-token", rest.remove_token),
         ("POST", "/generate-jitconfig", "jitconfig", rest.jitconfig),
         ("GET", "", "list", rest.list_runners),
+        ("GET", "/downloads", "downloads", rest.downloads),
         ("GET", "/{runner_id}", "get", rest.get_runner),
         ("DELETE", "/{runner_id}", "delete", rest.delete_runner),
     ]
@@ -109,6 +121,11 @@ class RunnersRest:
         if link := _link(request, page=page, last=max(1, -(-len(groups) // per_page))):
             response.headers["link"] = link
         return response
+
+    def downloads(self, _request: Request, _scope: str, _body: dict[str, Any]) -> Response:
+        """Like GitHub, list packages for all systems, which other clients ignore."""
+        version = self._core.state.settings.newest_runner_version
+        return JSONResponse([package_document(version, system, name) for system, name in PACKAGES])
 
     def list_runners(self, request: Request, scope: str, _body: dict[str, Any]) -> Response:
         runners = self._listed(scope)
@@ -221,6 +238,18 @@ class RunnersRest:
         response.headers["x-ratelimit-reset"] = str((now // HOUR_S + 1) * HOUR_S)
         response.headers["x-ratelimit-resource"] = "core"
         response.headers["x-github-request-id"] = self._core.clock.token("").upper()
+
+
+def package_document(version: str, system: str, architecture: str) -> dict[str, str]:
+    short = {"windows": "win"}.get(system, system)
+    filename = f"actions-runner-{short}-{architecture}-{version}.{'zip' if system == 'windows' else 'tar.gz'}"
+    return {
+        "os": system,
+        "architecture": architecture,
+        "download_url": f"https://github.com/actions/runner/releases/download/v{version}/{filename}",
+        "filename": filename,
+        "sha256_checksum": hashlib.sha256(filename.encode()).hexdigest(),
+    }
 
 
 def runner_files(runner: RegisteredRunner, *, server_url: str, work: str) -> dict[str, dict[str, Any]]:

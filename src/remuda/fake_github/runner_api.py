@@ -1,9 +1,11 @@
 """The API of the fake runner: registration, sessions, messages, jobs.
 
 This JSON protocol is not GitHub's, which is not public. A runner authenticates with the secret of its registration.
-Status codes: 401 bad token, 404 not found, 409 conflict, 410 registration deleted, 422 rejected (busy, bad input).
+Status codes: 401 bad token, 403 version deprecated, 404 not found, 409 conflict, 410 registration deleted, 422 rejected
+(busy, bad input).
 """
 
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,11 +16,13 @@ from starlette.routing import BaseRoute, Route
 
 from remuda.fake_github.app_state import AppState, bearer, json_body, wait_of
 from remuda.fake_github.rest import runner_files
-from remuda.fake_github.state import ApiError, Conclusion, GitHubJob, JobPhase, RegisteredRunner
+from remuda.fake_github.state import ApiError, Conclusion, GitHubJob, JobPhase, RegisteredRunner, is_older
 
 #: Renewals per lease of a job, and per liveness time of a session.
 RENEWALS_PER_PERIOD = 4
 MIN_RENEW_S = 0.2
+#: Runner.Common/HostContext.cs, UserAgents.
+_USER_AGENT = re.compile(r"GitHubActionsRunner-[a-z0-9-]+/([0-9.]+)")
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -58,6 +62,7 @@ class RunnerApi:
         if not self._core.registry.knows(scope):
             raise ApiError(404, "Not Found")
         settings = self._core.state.settings
+        self._check_version(request)
         runner = self._core.registry.register(
             scope=scope,
             token=str(body.get("token", "")),
@@ -73,6 +78,17 @@ class RunnerApi:
         if settings.use_runner_admin_flow:
             files[".runner"]["useRunnerAdminFlow"] = True
         return JSONResponse({"files": files, "disable_update": runner.disable_update}, status_code=201)
+
+    def _check_version(self, request: Request) -> None:
+        """Refuse to register an old runner, with GitHub's status and text (cert-manager/aws-privateca-issuer#478)."""
+        found = _USER_AGENT.fullmatch(request.headers.get("user-agent", ""))
+        minimum = self._core.state.settings.minimum_runner_version
+        if found and is_older(found[1], minimum):
+            raise ApiError(
+                404,
+                "ERROR: Your runner version is out of date and can no longer register with GitHub.\n"
+                f"The minimum runner version required to register with GitHub Actions is now {minimum}.",
+            )
 
     async def remove(self, request: Request) -> Response:
         body = await json_body(request)
@@ -108,6 +124,11 @@ class RunnerApi:
     async def message(self, request: Request) -> Response:
         """Answers as soon as there is a job to start or to cancel, or an update; 204 when the time is over."""
         runner, session = self._in_session(request), str(request.path_params["session"])
+        if runner.deprecated:
+            # Sdk/RSWebApi/Contracts/BrokerError.cs. GitHub refuses old versions here, not at the session.
+            problem = f"Runner version v{runner.version} is deprecated and cannot receive messages."
+            error = {"source": "actions-broker-listener", "errorKind": "RunnerVersionTooOld", "statusCode": 403}
+            return JSONResponse({**error, "errorMessage": problem}, status_code=403)
         self._core.registry.poll_begins(session)
         try:
             await self._app.until(

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from typing import Any, Protocol
 
+from remuda.fake_github.fake_runner import VERSION
+
 #: Labels that GitHub adds to a runner. The REST API calls them read-only.
 DEFAULT_LABELS = ("self-hosted", "Linux", "X64")
 READ_ONLY_LABELS = frozenset({"self-hosted", "linux", "macos", "windows", "x64", "arm", "arm64"})
@@ -91,6 +93,12 @@ class FakeGitHubSettings:
     app_owners: tuple[str, ...] = ()
     #: Whether runners that register from now on are removed by the newer of the two flows of actions/runner.
     use_runner_admin_flow: bool = False
+    #: Newest version of the runner; the list of runner packages has it.
+    newest_runner_version: str = VERSION
+    #: Runners of older versions cannot register.
+    minimum_runner_version: str = "2.329.0"
+    #: Runners of older versions receive no jobs. GitHub's limit follows new releases after 30 days.
+    oldest_served_version: str = "2.329.0"
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -125,13 +133,15 @@ class RegisteredRunner:
     session: str | None = None
     seen_at: float = 0.0
     job_id: int | None = None
+    #: Whether its version is too old to receive jobs.
+    deprecated: bool = False
 
     @property
     def online(self) -> bool:
         return self.session is not None
 
     def accepts(self, job: "GitHubJob") -> bool:
-        return self.covers(job.repo) and matches(job.labels, self.labels)
+        return not self.deprecated and self.covers(job.repo) and matches(job.labels, self.labels)
 
     def covers(self, repo: str) -> bool:
         scope, target = self.scope.lower(), repo.lower()
@@ -168,6 +178,16 @@ class GitHubJob:
 def matches(wanted: tuple[str, ...], offered: tuple[str, ...]) -> bool:
     """Whether all wanted labels are offered, ignoring case. As on GitHub, a job without labels matches no runner."""
     return bool(wanted) and {label.lower() for label in wanted} <= {label.lower() for label in offered}
+
+
+def is_older(version: str, than: str) -> bool:
+    """Whether a version is older. A text that is not a version is older than all."""
+    return _numbers(version) < _numbers(than)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    parts = version.split(".")
+    return tuple(int(part) for part in parts) if all(part.isdecimal() for part in parts) else ()
 
 
 class TokenClock(Protocol):

@@ -14,6 +14,7 @@ from typing import Protocol
 from remuda.domain.errors import UserError
 from remuda.domain.instance import Credential
 from remuda.domain.pool_config import DEFAULT_GROUP_ID
+from remuda.domain.runner_release import RunnerRelease
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +64,10 @@ class GitHub(Protocol):
 
     async def runner_group_id(self, scope: str, name: str) -> int:
         """The id of a runner group of an organisation. Raises `UserError` if there is none of this name."""
+        ...
+
+    async def runner_downloads(self, scope: str) -> RunnerRelease:
+        """Return the newest release of the actions runner for Linux."""
         ...
 
     async def list_runners(self, scope: str) -> Sequence[GitHubRunner]:

@@ -98,6 +98,11 @@ WARNINGS = _gauge("remuda_warnings", "pool kind", "Warnings of `remuda status`, 
 TOKEN_EXPIRY = _gauge(
     "remuda_registration_token_expiry_timestamp_seconds", "pool", "Expiry of the registration token that expires first."
 )
+RUNNER_DEADLINE = _gauge(
+    "remuda_runner_version_deadline_timestamp_seconds",
+    "pool",
+    "Time from which GitHub may refuse the pool's version of the runner. Absent while it is the newest, or unknown.",
+)
 LAST_POLL = _gauge("remuda_last_poll_timestamp_seconds", "pool", "Time of the last successful poll of the store.")
 BUILD = _gauge("remuda_build_info", "version", "Always 1; the label is the version of this process.")
 POLL_FAILURES = _counter("remuda_poll_failures_total", "", "Failed polls of the store.")
@@ -322,6 +327,8 @@ def _gauges(pool: str, status: Status) -> Iterator[tuple[str, Values]]:
     if status.config is not None:
         yield MAX_INSTANCES.name, {(pool,): float(status.config.max_instances)}
         expiries = [item.registration.expires_at.timestamp() for item in status.config.tokens]
+        deadline = status.config.runner.deadline if status.config.runner else None
+        yield RUNNER_DEADLINE.name, {(pool,): deadline.timestamp()} if deadline else {}
         yield TOKEN_EXPIRY.name, {(pool,): min(expiries)} if expiries else {}
 
 

@@ -15,6 +15,7 @@ from remuda.controlplane.context import Context
 from remuda.controlplane.doctor import pool_checks
 from remuda.domain.errors import RemudaError
 from remuda.domain.pool_config import PoolConfig
+from remuda.domain.runner_release import LATEST, VERSION
 from remuda.ports.calls import CallCounter
 from remuda.ports.doctor import Check
 from remuda.ports.event_log import SilentEventLog
@@ -159,4 +160,7 @@ def _launch_options(settings: Settings, stored: PoolConfig | None) -> Mapping[st
     """The options that the next refresh would apply: those of the pool, overridden by those given here."""
     given = {item.key for item in SETTINGS.values() if settings.given(item.name)}
     options = {name: value for name, value in settings.launch_options().items() if name in given}
-    return {**(stored.launch if stored else {}), **options}
+    launch = {**(stored.launch if stored else {}), **options}
+    if stored and stored.runner and launch.get(VERSION) == LATEST:
+        launch |= stored.runner.launch_options()
+    return launch

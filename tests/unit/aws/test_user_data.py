@@ -38,7 +38,8 @@ def everything() -> dict[str, str]:
         "python-url": "s3://bucket/cpython-3.12-install_only.tar.gz",
         "python-sha256": digest,
         "actions-runner-version": "2.336.0",
-        "actions-runner-sha256": digest,
+        "actions-runner-sha256": f"x64={digest},arm64={digest}",
+        "actions-runner-url": f"x64={RUNNER}x64-2.336.0.tar.gz,arm64={RUNNER}arm64-2.336.0.tar.gz",
         "job-image-url": "s3://bucket/jobs.tar.gz",
         "job-image-sha256": digest,
         "cache-paths": "/var/lib/docker,/home/runner/.cache",
@@ -255,6 +256,81 @@ def test_agent_and_runner_are_downloaded_and_verified(box: BootstrapBox) -> None
     # Jobs must be able to read it.
     assert stat.S_IMODE(listener.stat().st_mode) & 0o055 == 0o055
     assert not stat.S_IMODE(listener.stat().st_mode) & 0o022
+
+
+def listener(version: str) -> str:
+    """A runner of this version, which writes a log as the real one does."""
+    return f'#!/bin/sh\nmkdir -p "${{0%/*}}/../_diag"\n[ "$1" != --version ] || echo {version}\n'
+
+
+def install(box: BootstrapBox, version: str) -> Path:
+    """Install agent and runner as in the image, with a file that only this version has. Return its path."""
+    box.preinstall()
+    executable(box.opt / "runner" / "bin" / "Runner.Listener", listener(version))
+    (box.opt / "runner" / "old").touch()
+    return box.opt / "runner" / "old"
+
+
+def release(box: BootstrapBox, version: str) -> dict[str, str]:
+    """Offer a release and return the launch options that install it."""
+    digests = {
+        arch: box.offer(f"actions-runner-linux-{arch}-{version}.tar.gz", {"bin/Runner.Listener": listener(version)})
+        for arch in ("x64", "arm64")
+    }
+    return {
+        "actions-runner-version": version,
+        "actions-runner-sha256": ",".join(f"{arch}={digest}" for arch, digest in digests.items()),
+    }
+
+
+def test_runner_of_another_version_in_the_image_is_replaced(box: BootstrapBox) -> None:
+    old = install(box, "2.330.0")
+    done = box.boot(release(box, "2.336.0"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "runner 2.330.0, wanted 2.336.0" in done.stdout
+    assert (box.opt / "runner" / "bin" / "Runner.Listener").read_text() == listener("2.336.0")
+    assert not old.exists()
+
+
+@pytest.mark.parametrize("wanted", ["2.336.0", "image", ""])
+def test_runner_of_the_image_is_kept(box: BootstrapBox, wanted: str) -> None:
+    old = install(box, "2.336.0" if wanted == "2.336.0" else "2.330.0")
+    options = release(box, wanted) if wanted == "2.336.0" else {"actions-runner-version": wanted}
+    done = box.boot(options)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert old.exists()
+    assert not [call for call in box.calls if call.startswith("fetch")]
+    assert not (box.opt / "runner" / "_diag").exists(), "the check of the version leaves a log behind"
+
+
+@pytest.mark.parametrize(("machine", "arch"), [("x86_64", "x64"), ("aarch64", "arm64")])
+def test_package_for_the_architecture_of_the_machine_is_installed(box: BootstrapBox, machine: str, arch: str) -> None:
+    box.preinstall()
+    box.command("uname", f"#!/bin/sh\ncase $1 in -m) echo {machine} ;; *) echo 6.1.0 ;; esac\n")
+    done = box.boot(release(box, "2.336.0"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [call for call in box.calls if call.startswith("fetch")] == [f"fetch {RUNNER}{arch}-2.336.0.tar.gz"]
+
+
+def test_missing_package_for_the_architecture_is_reported(box: BootstrapBox) -> None:
+    box.preinstall()
+    box.command("uname", "#!/bin/sh\ncase $1 in -m) echo aarch64 ;; *) echo 6.1.0 ;; esac\n")
+    done = box.boot({"actions-runner-version": "2.336.0", "actions-runner-sha256": f"x64={'0' * 64}"})
+    assert done.returncode == 1
+    assert "actions-runner-sha256 has no value for arm64" in done.stdout
+
+
+def test_image_without_a_runner_needs_a_version(box: BootstrapBox) -> None:
+    executable(box.opt / "bin" / "remuda", "#!/bin/sh\n")
+    done = box.boot({"actions-runner-version": "image"})
+    assert done.returncode == 1
+    assert "the image has no runner" in done.stdout
+
+
+def test_unresolved_version_is_rejected() -> None:
+    with pytest.raises(UserError, match="latest") as caught:
+        user_data({"actions-runner-version": "latest"})
+    assert caught.value.field == "actions-runner-version"
 
 
 def test_wheel_is_installed_with_the_downloaded_interpreter(box: BootstrapBox) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -24,6 +25,7 @@ from remuda.ports.doctor import (
     problem,
     warning,
 )
+from simulation.memory.github import runner_release
 from tests.support.records import NOW, pool_config
 from tests.support.virtual_time import FixedClock
 
@@ -122,6 +124,18 @@ def config(left_s: float, scope: str = "octo/repo") -> PoolConfig:
     return pool_config(pool="ci", tokens=(ScopeTokens(scope=scope, registration=token, removal=token),))
 
 
+def with_runner(latest: str, *, days: float = 0) -> PoolConfig:
+    """The configuration with runner 2.336.0, outdated since so many days if there is a newer one."""
+    runner = replace(
+        runner_release("2.336.0"),
+        latest=latest,
+        checked_at=NOW,
+        was_newest=True,
+        outdated_since=NOW - timedelta(days=days) if latest != "2.336.0" else None,
+    )
+    return replace(config(3_000), runner=runner)
+
+
 def reads(stored: PoolConfig | None) -> Callable[[], Awaitable[PoolConfig | None]]:
     async def get_config() -> PoolConfig | None:
         return stored
@@ -139,6 +153,11 @@ def reads(stored: PoolConfig | None) -> Callable[[], Awaitable[PoolConfig | None
         (config(300), "tokens", "warning", "expire in 5 min"),
         (config(-120), "tokens", "problem", "expired 2 min ago"),
         (config(3_000, scope="octo/other"), "tokens", "problem", "none for octo/repo"),
+        (config(3_000), "runner version", "ok", "of the image is used; its age is not checked"),
+        (with_runner("2.336.0"), "runner version", "ok", "2.336.0, the newest is 2.336.0"),
+        (with_runner("2.337.0", days=3), "runner version", "ok", "from 2025-06-27 on"),
+        (with_runner("2.337.0", days=23), "runner version", "warning", "refuses from 2025-06-07 on runners of version"),
+        (with_runner("2.337.0", days=31), "runner version", "warning", "may refuse runners of version 2.336.0"),
     ],
 )
 async def test_pool_checks(stored: PoolConfig | None, name: str, status: str, text: str):

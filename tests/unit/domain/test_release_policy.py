@@ -180,6 +180,30 @@ def test_instance_retires_after_its_last_allowed_use(uses: int, most: int, retir
     assert bool(decide_retirement(record, now=NOW, max_age_s=3_600.0, max_uses=most)) is retires
 
 
+@pytest.mark.parametrize(
+    ("own", "pool", "retires"),
+    [
+        ("2.335.0", "2.336.0", True),
+        ("2.336.0", "2.335.0", True),
+        ("2.336.0", "2.336.0", False),
+        ("", "2.336.0", False),
+        ("2.336.0", "", False),
+    ],
+)
+def test_instance_retires_if_its_runner_differs_from_the_pools(own: str, pool: str, *, retires: bool) -> None:
+    found = decide_retirement(
+        in_state(State.IDLE, runner_version=own), now=NOW, max_age_s=3_600.0, max_uses=3, runner_version=pool
+    )
+    assert (found is not None and found.reason is RetireReason.OUTDATED) is retires
+    releasing = in_state(State.RELEASING, runner_version=own)
+    decided = next_for_releasing(releasing, report(CLEAN), now=NOW, lifetimes=LIFE, runner_version=pool)
+    assert decided is not None
+    assert isinstance(decided.event, End) is retires
+    # A job that still runs is never interrupted.
+    decided = next_for_releasing(releasing, report(busy=True), now=NOW, lifetimes=LIFE, runner_version=pool)
+    assert decided is None or not isinstance(decided.event, End)
+
+
 def test_first_retire_reason_is_kept() -> None:
     record = in_state(State.RELEASING, retire_reason=RetireReason.DRAINED, uses=99)
     found = decide_retirement(record, now=NOW, max_age_s=1.0, max_uses=1, notice="soon")

@@ -343,7 +343,7 @@ def test_runner_has_at_most_one_job_and_job_at_most_one_runner(steps: list[tuple
         elif action == "tick":
             world.advance([1, 30, 700][number])
         elif action == "session" and alive and not runner.online:
-            world.core.registry.open_session(runner, version="v")
+            world.core.registry.open_session(runner, version="2.336.0")
         elif action == "finish" and alive and held is not None:
             world.core.queue.acknowledge(runner, held.id)
             world.finish(runner, held)

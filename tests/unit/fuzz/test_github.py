@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from remuda.adapters.github.auth import AppAuth, Auth, StaticToken
 from remuda.adapters.github.client import LIST_ATTEMPTS, MAX_ATTEMPTS, GitHubClient, GitHubDoctor
 from remuda.adapters.github.responses import MAX_BODY, MAX_RETRY_AFTER_S
-from remuda.domain.errors import RemudaError, Throttled
+from remuda.domain.errors import RemudaError, Throttled, Unavailable
 from remuda.domain.instance import Credential
+from remuda.domain.runner_release import RunnerChoice, RunnerRelease
+from remuda.domain.serialization import from_document, to_document
 from remuda.ports.calls import CallCounter
 from remuda.ports.doctor import clock_skew_s
 from remuda.ports.github import Deletion, GitHubRunner, JitRunner
@@ -36,8 +38,27 @@ LIST = {"total_count": 1, "runners": [RUNNER]}
 TOKEN = {"token": "LLBF3JGZDX3P5PMEXLND6TS6FCWO6", "expires_at": "2025-05-31T13:00:00.000Z"}
 JIT = {"runner": RUNNER, "encoded_jit_config": "abc123"}
 REFUSAL = {"message": "API rate limit exceeded", "documentation_url": "https://docs.github.com"}
-GOOD = {"list": LIST, "token": TOKEN, "jit": JIT, "runner": RUNNER, "refusal": REFUSAL, "delete": {}}
-STATUS = {"list": 200, "token": 201, "jit": 201, "runner": 200, "refusal": 403, "delete": 204}
+PACKAGES = [
+    {
+        "os": system,
+        "architecture": name,
+        "download_url": f"https://github.com/actions/runner/releases/download/v2.336.0/{filename}",
+        "filename": filename,
+        "sha256_checksum": "0" * 64,
+    }
+    for system, name in (("linux", "x64"), ("linux", "arm64"), ("windows", "x64"))
+    for filename in [f"actions-runner-{system}-{name}-2.336.0.tar.gz"]
+]
+GOOD = {
+    "packages": PACKAGES,
+    "list": LIST,
+    "token": TOKEN,
+    "jit": JIT,
+    "runner": RUNNER,
+    "refusal": REFUSAL,
+    "delete": {},
+}
+STATUS = {"packages": 200, "list": 200, "token": 201, "jit": 201, "runner": 200, "refusal": 403, "delete": 204}
 
 numbers = st.sampled_from(["0", "1", "-1", "nan", "inf", "-inf", "1e400", "9" * 400, "1_0", " 5 ", "Wed, 21 Oct 2015"])
 headers = st.fixed_dictionaries(
@@ -94,7 +115,42 @@ CALLS: dict[str, Callable[[GitHubClient], Awaitable[Any]]] = {
     "runner": lambda github: github.get_runner("octo", 7),
     "jit": lambda github: github.jit_config("octo", name="remuda-x", labels=["1"]),
     "delete": lambda github: github.delete_runner("octo", 7),
+    "packages": lambda github: github.runner_downloads("octo"),
 }
+
+
+def packages_response(**changed: Any) -> bytes:
+    """A list of packages whose package for x64 has these fields."""
+    return json.dumps([{**PACKAGES[0], **changed}, *PACKAGES[1:]]).encode()
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"download_url": "http://github.com/a.tar.gz"}, "https URL"),
+        ({"download_url": "https://github.com/a.tar.gz?token=x"}, "https URL"),
+        ({"download_url": "https://github.com/a'; reboot; '.tar.gz"}, "https URL"),
+        ({"download_url": "s3://bucket/a.tar.gz"}, "https URL"),
+        ({"filename": "actions-runner-linux-arm64-2.336.0.tar.gz"}, "filename for x64"),
+        ({"filename": "actions-runner-linux-x64-latest.tar.gz"}, "filename for x64"),
+        ({"filename": "actions-runner-linux-x64-2.335.0.tar.gz"}, "different versions"),
+        ({"sha256_checksum": "0" * 63}, "SHA-256"),
+        ({"sha256_checksum": None}, "SHA-256"),
+        ({"architecture": "arm64", "filename": PACKAGES[1]["filename"]}, "several"),
+    ],
+)
+def test_unusable_runner_packages_are_reported(changed: dict[str, Any], problem: str) -> None:
+    result = run(github_on(FixedResponse(200, {}, packages_response(**changed))).runner_downloads("octo"))
+    assert isinstance(result, Unavailable)
+    assert problem in result.message
+    assert "actions-runner-version" in result.fix
+
+
+def test_download_token_is_not_kept() -> None:
+    body = packages_response(temp_download_token="s3cr3t")
+    result = run(github_on(FixedResponse(200, {}, body)).runner_downloads("octo"))
+    assert isinstance(result, RunnerRelease)
+    assert "s3cr3t" not in repr(result)
 
 
 def check_result(result: Any) -> None:
@@ -118,6 +174,9 @@ def check_result(result: Any) -> None:
             for runner in result:
                 assert isinstance(runner, GitHubRunner)
                 check_result(runner)
+        case RunnerRelease():
+            assert from_document(RunnerRelease, to_document(result)) == result
+            assert RunnerChoice.parse(result.launch_options()).release == result
         case Deletion() | None:
             pass
         case _:

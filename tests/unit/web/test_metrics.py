@@ -21,10 +21,12 @@ from remuda.controlplane.read.status import PoolLevel, Status
 from remuda.domain.instance import HistoryEntry, State
 from remuda.domain.provision import Provision, ProvisionOutcome, ProvisionStatus
 from remuda.domain.reporting.warnings import PoolWarning, WarningKind
+from remuda.domain.runner_release import REFUSED_AFTER
 from remuda.domain.signals import Report
 from remuda.domain.transitions import Actor, RetireReason, advance
 from remuda.ports.calls import CallCounter
 from remuda.web.metrics import BUCKETS_S, METRICS, EventDeduplicator, FleetMetrics, MetricKind, metrics_route
+from simulation.memory.github import runner_release
 from tests.support.records import NOW, at, end, entry, in_state, instance, instance_id, pool_config, provision
 
 DOCS = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"
@@ -138,6 +140,14 @@ def test_heartbeats_open_provisions_and_warnings() -> None:
     assert {dict(labels)["kind"] for name, labels in found if name == "remuda_warnings"} == set(WarningKind)
     assert one(found, "remuda_last_poll_timestamp_seconds") == NOW.timestamp()
     assert one(found, "remuda_registration_token_expiry_timestamp_seconds") == at(3_600).timestamp()
+
+
+def test_deadline_of_the_runner_version() -> None:
+    release = replace(runner_release("2.336.0"), latest="2.337.0", was_newest=True, outdated_since=NOW)
+    for runner, expected in ((release, [(NOW + REFUSED_AFTER).timestamp()]), (None, [])):
+        found = read_status(config=pool_config(runner=runner))
+        values = [value for (name, _), value in found.items() if name.startswith("remuda_runner_version_deadline")]
+        assert values == expected
 
 
 def test_failed_poll_is_counted_and_keeps_the_gauges() -> None:

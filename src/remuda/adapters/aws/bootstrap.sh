@@ -103,20 +103,26 @@ if [[ ! -x $opt/bin/remuda ]]; then
   [[ -x $opt/bin/remuda ]] || fail "$agent_url has no bin/remuda"
 fi
 
-# The actions runner, unmodified. Jobs run a copy-on-write clone.
-if [[ ! -x $opt/runner/bin/Runner.Listener ]]; then
-  [[ -n $runner_version ]] || fail "the image has no runner in $opt/runner, and actions-runner-version is not set"
+# The actions runner, unmodified. Jobs run a copy-on-write clone. GitHub refuses old versions, so that of an image is
+# replaced, unless no version is set. In invariant mode .NET needs no libicu.
+listener=$opt/runner/bin/Runner.Listener
+installed=$(DOTNET_SYSTEM_GLOBALIZATION_INVARIANT=1 "$listener" --version </dev/null 2>/dev/null || true)
+if [[ ! -x $listener || (-n $runner_version && $installed != "$runner_version") ]]; then
+  [[ -n $runner_version ]] || fail "the image has no runner in $opt/runner, and actions-runner-version is image"
   case $(uname -m) in
-    x86_64) arch=x64 ;;
-    aarch64) arch=arm64 ;;
+    x86_64) arch=x64 runner_url=$runner_url_x64 runner_sha256=$runner_sha256_x64 ;;
+    aarch64) arch=arm64 runner_url=$runner_url_arm64 runner_sha256=$runner_sha256_arm64 ;;
     *) fail "the actions runner does not support $(uname -m)" ;;
   esac
-  name=actions-runner-linux-$arch-$runner_version.tar.gz
-  fetch "${runner_url:-https://github.com/actions/runner/releases/download/v$runner_version/$name}" \
-    "$runner_sha256" "$work/runner.tar.gz"
+  [[ -n $runner_url ]] || fail "actions-runner-sha256 has no value for $arch"
+  say "runner ${installed:-none}, wanted $runner_version"
+  fetch "$runner_url" "$runner_sha256" "$work/runner.tar.gz"
+  rm -rf "$opt/runner"
   mkdir -p "$opt/runner"
   tar -xzf "$work/runner.tar.gz" -C "$opt/runner" --no-same-owner
 fi
+# Written by the check of the version.
+rm -rf "$opt/runner/_diag"
 # Whatever permissions the image or the archive set: only root may change it.
 chown -R "$(id -u):$(id -g)" "$opt/runner"
 chmod -R go+rX,go-w "$opt/runner"

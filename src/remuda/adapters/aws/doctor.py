@@ -24,6 +24,8 @@ from remuda.adapters.aws.ec2.template import template_name
 from remuda.adapters.aws.sqs import SqsResourcePool
 from remuda.domain.errors import UserError
 from remuda.domain.resources import ResourceClass, RunnerRequest, Tier, TypePatterns, UsageClass, split_type
+from remuda.domain.runner_release import SHA256 as RUNNER_SHA256
+from remuda.domain.runner_release import Architecture
 from remuda.ports.clock import Clock
 from remuda.ports.compute import POOL_TAG, PROVISION_TAG, MachineState
 from remuda.ports.doctor import Check, CheckResult, CheckStatus, compare_clocks, ok, problem, warning
@@ -317,8 +319,18 @@ def _check_architecture(options: Ec2LaunchOptions, architecture: str, system: st
         return problem(
             f"{options.ami} is for {architecture or 'an unknown architecture'}", f"set {AMI} to an image for {known}"
         )
+    release = options.runner.release
+    runner_url = ""
+    if release is not None:
+        wanted = Architecture.X64 if architecture == "x86_64" else Architecture.ARM64
+        runner_url = next((item.url for item in release.packages if item.architecture is wanted), "")
+        if not runner_url:
+            return problem(
+                f"{options.ami} is for {architecture}, but {RUNNER_SHA256} has no value for {wanted}",
+                f"set {RUNNER_SHA256} for {wanted}",
+            )
     downloads = {
-        "actions-runner-url": options.runner_url,
+        "actions-runner-url": runner_url,
         "python-url": options.python_url,
         JOB_IMAGE_URL: options.job_image_url,
     }

@@ -16,6 +16,7 @@ from importlib import resources
 
 from remuda.adapters.aws.ec2.options import SCRIPT, Ec2LaunchOptions
 from remuda.domain.errors import UserError
+from remuda.domain.runner_release import LATEST, VERSION, Architecture, RunnerChoice
 
 #: EC2's limit for user data before base64 encoding.
 MAX_BYTES = 16 * 1024
@@ -76,9 +77,7 @@ def build_user_data(
         "agent_sha256": options.agent_sha256,
         "python_url": options.python_url,
         "python_sha256": options.python_sha256,
-        "runner_url": options.runner_url,
-        "runner_version": options.runner_version,
-        "runner_sha256": options.runner_sha256,
+        **_runner_variables(options.runner),
         "job_image_url": options.job_image_url,
         "job_image_sha256": options.job_image_sha256,
         "script": _compressed(options.script),
@@ -96,6 +95,24 @@ def build_user_data(
             fix="shorten the script: let it download large parts",
         )
     return text
+
+
+def _runner_variables(choice: RunnerChoice) -> dict[str, str]:
+    """The version to install, with URL and digest per architecture. Without a version, the image's runner is used."""
+    if choice.version == LATEST:
+        raise UserError(
+            f"{VERSION} is {LATEST}, but no version is known yet",
+            field=VERSION,
+            fix="run remuda refresh, which finds it",
+        )
+    release = choice.release
+    variables = {"runner_version": release.version if release else ""}
+    packages = {item.architecture: item for item in release.packages} if release else {}
+    for each in Architecture:
+        package = packages.get(each)
+        variables[f"runner_url_{each}"] = package.url if package else ""
+        variables[f"runner_sha256_{each}"] = package.sha256 if package else ""
+    return variables
 
 
 def _compressed(script: str) -> str:

@@ -17,6 +17,7 @@ from remuda.adapters.github.responses import translate
 from remuda.domain.errors import Conflict, NotFound, RemudaError, Throttled, TimedOut, Unavailable, UserError
 from remuda.domain.instance import Credential
 from remuda.domain.pool_config import DEFAULT_GROUP_ID
+from remuda.domain.runner_release import RunnerRelease
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock, Ids, backoff_s, retry
 from remuda.ports.doctor import Check, CheckResult, compare_clocks, ok, problem, warning
@@ -42,7 +43,7 @@ _HEADERS = {
     "User-Agent": "remuda",
 }
 #: Last parts of paths that are operations of their own in the call counts.
-_COUNTED = frozenset({"installation", "runner-groups"})
+_COUNTED = frozenset({"downloads", "installation", "runner-groups"})
 ACCESS = "github access"
 #: The doctor warns if less than one part in this many of the hourly rate limit is left.
 LOW_DIVISOR = 10
@@ -187,6 +188,15 @@ class GitHubClient:
                 if await self.delete_runner(scope, runner.runner_id) is Deletion.BUSY:
                     raise Conflict(f"{conflict.message}; it runs a job") from conflict
         return await self._request_jit_config(scope, body)
+
+    async def runner_downloads(self, scope: str) -> RunnerRelease:
+        """https://docs.github.com/rest/actions/self-hosted-runners#list-runner-applications-for-a-repository.
+
+        Needs the permission to read the scope's runners.
+        """
+        with _scope_must_exist(scope):
+            response = await self._call(scope, "GET", f"{_runners(scope)}/downloads", idempotent=True)
+        return responses.parse_runner_downloads(response)
 
     async def list_runners(self, scope: str) -> Sequence[GitHubRunner]:
         """All runners of a scope. An incomplete list is read again.

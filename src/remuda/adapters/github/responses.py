@@ -18,6 +18,15 @@ import httpx
 
 from remuda.domain.errors import Conflict, NotFound, RemudaError, Throttled, Unavailable, UserError
 from remuda.domain.instance import Credential
+from remuda.domain.runner_release import (
+    Architecture,
+    RunnerPackage,
+    RunnerRelease,
+    is_digest,
+    is_package_url,
+    is_version,
+    package_name,
+)
 from remuda.domain.serialization import EARLIEST, LATEST
 from remuda.domain.timestamps import to_milliseconds
 from remuda.ports.github import GitHubRunner, JitRunner
@@ -55,13 +64,17 @@ def parse_json(response: httpx.Response) -> Any:
 
 
 def json_object(response: httpx.Response) -> dict[str, Any]:
-    try:
-        body = parse_json(response)
-    except ValueError as error:
-        raise Unavailable("GitHub's response is not JSON") from error
+    body = _json(response)
     if not isinstance(body, dict):
         raise Unavailable("GitHub's response is not a JSON object")
     return body
+
+
+def _json(response: httpx.Response) -> Any:
+    try:
+        return parse_json(response)
+    except ValueError as error:
+        raise Unavailable("GitHub's response is not JSON") from error
 
 
 def parse_credential(body: Mapping[str, Any], kind: str) -> Credential:
@@ -118,6 +131,54 @@ def parse_runner_page(body: Mapping[str, Any]) -> tuple[list[GitHubRunner], int]
     if not isinstance(found, list) or type(total) is not int:
         raise Unavailable("GitHub's list of runners has no valid runners or total_count")
     return [parse_runner(each) for each in found], total
+
+
+def parse_runner_downloads(response: httpx.Response) -> RunnerRelease:
+    """The newest release for Linux, from the list of packages for all systems.
+
+    `temp_download_token` is ignored: a credential must not become part of the launch template. github.com serves its
+    packages without it.
+    """
+    body = _json(response)
+    if not isinstance(body, list):
+        raise _unusable("is not a list")
+    packages: list[RunnerPackage] = []
+    versions: set[str] = set()
+    for each in body:
+        if not isinstance(each, dict) or each.get("os") != "linux":
+            continue
+        name = each.get("architecture")
+        if name not in {item.value for item in Architecture}:
+            continue
+        package, version = _package(each, Architecture(name))
+        packages.append(package)
+        versions.add(version)
+    if not packages or len({item.architecture for item in packages}) < len(packages):
+        raise _unusable("has no package for Linux on x64 or arm64, or several for one architecture")
+    if len(versions) > 1:
+        raise _unusable("has different versions for x64 and arm64")
+    return RunnerRelease(version=versions.pop(), packages=tuple(packages))
+
+
+def _package(body: Mapping[str, Any], architecture: Architecture) -> tuple[RunnerPackage, str]:
+    """The package and its version."""
+    filename, url, sha256 = (body.get(key) for key in ("filename", "download_url", "sha256_checksum"))
+    prefix, suffix = package_name("|", architecture).split("|")
+    version = filename.removeprefix(prefix).removesuffix(suffix) if isinstance(filename, str) else ""
+    if not is_version(version) or filename != package_name(version, architecture):
+        raise _unusable(f"has no valid filename for {architecture}")
+    if not isinstance(url, str) or not url.startswith("https://") or not is_package_url(url):
+        raise _unusable(f"has no plain https URL of a .tar.gz file for {architecture}")
+    if not isinstance(sha256, str) or not is_digest(sha256.lower()):
+        raise _unusable(f"has no valid SHA-256 for {architecture}")
+    return RunnerPackage(architecture=architecture, url=url, sha256=sha256.lower()), version
+
+
+def _unusable(problem: str) -> Unavailable:
+    return Unavailable(
+        f"GitHub's list of runner packages {problem}",
+        fix="set actions-runner-version to a version, with actions-runner-sha256, or to image",
+    )
 
 
 def _text(value: Any) -> str:

@@ -94,6 +94,7 @@ def refresh_document(result: RefreshResult) -> dict[str, Any]:
         "stale_messages": result.stale_messages,
         "deleted_records": result.deleted_records,
         "errors": list(result.errors),
+        "warnings": list(result.warnings),
         "seconds": result.seconds,
         "calls": to_jsonable(result.calls),
     }

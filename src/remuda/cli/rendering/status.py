@@ -11,6 +11,7 @@ from remuda.cli.rendering.results import instance_document, record_document
 from remuda.controlplane.read.status import RECENT_PROVISIONS, OpenProvision, Status
 from remuda.domain.instance import ABSORBING, Instance
 from remuda.domain.reporting.explanation import ExplainedEvent, Explanation, Severity
+from remuda.domain.runner_release import RunnerRelease
 from remuda.domain.serialization import to_jsonable
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def status_document(status: Status) -> dict[str, Any]:
         "at": to_jsonable(status.at),
         "pool": status.pool,
         "reuse": status.config.reuse.value if status.config else None,
+        "runner": _runner_document(status.config.runner) if status.config and status.config.runner else None,
         "instances": [_instance(status, instance) for instance in status.instances],
         "pools": {name: {"idle": level.idle, "messages": level.messages} for name, level in status.pools.items()},
         "runs": [
@@ -41,6 +43,15 @@ def status_document(status: Status) -> dict[str, Any]:
         "open_provisions": [_open_provision_document(item) for item in status.open_provisions],
         "warnings": [record_document(warning) for warning in status.warnings],
         "unreadable": list(status.unreadable),
+    }
+
+
+def _runner_document(release: RunnerRelease) -> dict[str, Any]:
+    return {
+        "version": release.version,
+        "latest": release.latest,
+        "checked_at": to_jsonable(release.checked_at),
+        "deadline": to_jsonable(release.deadline),
     }
 
 
@@ -83,7 +94,8 @@ def _tables(status: Status, width: int, rows: int | None) -> Iterator[Any]:
         found = [(item.kind, item.subject, item.text) for item in status.warnings]
         yield table("Warnings", ("warning", "subject", "meaning"), found, no_wrap=_NO_WRAP)
     if status.config:
-        yield f"pool {status.pool}, reuse {status.config.reuse}"
+        version = f", runner {status.config.runner_version}" if status.config.runner else ""
+        yield f"pool {status.pool}, reuse {status.config.reuse}{version}"
     if not status.instances and not status.runs:
         yield "no instances, no runs"
         return

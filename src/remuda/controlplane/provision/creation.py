@@ -160,6 +160,7 @@ class Creation:
             scope=plan.scope,
             tier=plan.request.tier,
             repository=normalize_repository(plan.repository),
+            runner_version=plan.config.runner_version,
             retire_reason=plan.retire_reason,
             created_at=to_milliseconds(self._context.clock.now()),
             assignment=plan.assignment(launched.instance_id, 1),

@@ -25,5 +25,7 @@ async def refresh(context: Context, desired: DesiredConfig | None) -> RefreshRes
             return result.build()
         config = await renew_tokens(context, stored, result)
     check_pool_name(context, config)
+    if config.runner is not None and (found := config.runner.warning(context.clock.now())):
+        result.warn(str(found))
     await Sweep(context, config, result).run()
     return result.build()

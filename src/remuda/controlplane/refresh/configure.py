@@ -12,6 +12,7 @@ from remuda.controlplane.refresh.result import RefreshResultBuilder
 from remuda.domain.errors import Conflict, RemudaError, UserError
 from remuda.domain.pool_config import DEFAULT_GROUP_ID, PoolConfig, ScopeTokens
 from remuda.domain.resources import ResourceClass, Reuse
+from remuda.domain.runner_release import IMAGE, RunnerChoice, RunnerRelease, resolve_release
 from remuda.domain.serialization import to_jsonable
 from remuda.domain.thresholds import Lifetimes
 from remuda.domain.timestamps import to_milliseconds
@@ -49,7 +50,11 @@ async def apply_configuration(context: Context, desired: DesiredConfig, result: 
     tokens: ScopeTokens | None = None
     if not _are_fresh(context, stored.tokens if stored else (), desired.scope, desired.runner_group):
         tokens = await _mint(github, desired.scope, desired.runner_group)
-    await _prepare(context, desired, result)
+    choice = RunnerChoice.parse(desired.launch)
+    newest = await _newest_runner(github, desired.scope, choice, stored, result)
+    now = to_milliseconds(context.clock.now())
+    runner = resolve_release(choice, newest, stored.runner if stored else None, now=now)
+    await _prepare(context, desired, runner, result)
     for _ in range(CONFIG_WRITE_ATTEMPTS):
         stored_tokens = stored.tokens if stored else ()
         if tokens is None and not _are_fresh(context, stored_tokens, desired.scope, desired.runner_group):
@@ -65,13 +70,14 @@ async def apply_configuration(context: Context, desired: DesiredConfig, result: 
             applied_at=to_milliseconds(context.clock.now()),
             revision=stored.revision + 1 if stored else 1,
             tokens=_with_tokens(stored_tokens, tokens),
+            runner=resolve_release(choice, newest, stored.runner if stored else None, now=now),
         )
         changed = config_changes(stored, config) if stored else {}
         applied = list(changed) if stored else [f"configuration of pool {config.pool}"]
         if tokens:
             group = f", runner group {desired.runner_group}" if desired.runner_group else ""
             applied.append(f"tokens for {desired.scope}{group}")
-        if not applied:
+        if not applied and not _has_runner_news(stored, config):
             return await renew_tokens(context, stored or config, result)
         try:
             await context.store.put_config(config)
@@ -84,17 +90,48 @@ async def apply_configuration(context: Context, desired: DesiredConfig, result: 
     raise Conflict("the pool's configuration keeps changing; check whether another refresh is running")
 
 
-async def _prepare(context: Context, desired: DesiredConfig, result: RefreshResultBuilder) -> None:
+async def _prepare(
+    context: Context, desired: DesiredConfig, runner: RunnerRelease | None, result: RefreshResultBuilder
+) -> None:
     """Prepare queues and launch resources concurrently. Both calls end before an error of one is raised."""
     prepared = await asyncio.gather(
         context.pool.prepare([resource_class.name for resource_class in desired.classes]),
-        context.compute.prepare(desired.launch, desired.classes),
+        context.compute.prepare({**desired.launch, **(runner.launch_options() if runner else {})}, desired.classes),
         return_exceptions=True,
     )
     for lines in prepared:
         if isinstance(lines, BaseException):
             raise lines
         result.applied.extend(lines)
+
+
+# Version of the actions runner --------------------------------------------------------------------------------------
+
+
+async def _newest_runner(
+    github: GitHub, scope: str, choice: RunnerChoice, stored: PoolConfig | None, result: RefreshResultBuilder
+) -> RunnerRelease | None:
+    """Ask GitHub for the newest release. None if it is not needed, or if there is no answer and a release is known."""
+    if choice.version == IMAGE:
+        return None
+    try:
+        return await github.runner_downloads(scope)
+    except RemudaError as error:
+        known = choice.release or (stored.runner if stored else None)
+        problem = f"the newest version of the actions runner: {error.message}"
+        if known is None:
+            error.args = (problem,)
+            raise
+        result.error(f"{problem}; new machines install {known.version}")
+        return None
+
+
+def _has_runner_news(stored: PoolConfig | None, config: PoolConfig) -> bool:
+    """Whether to store what refresh learned about newer versions. The time alone is stored with the next change."""
+    before, after = stored.runner if stored else None, config.runner
+    if before is None or after is None:
+        return before is not after
+    return replace(before, checked_at=after.checked_at) != after
 
 
 # Tokens -------------------------------------------------------------------------------------------------------------
@@ -154,6 +191,7 @@ def _with_tokens(tokens: tuple[ScopeTokens, ...], new: ScopeTokens | None) -> tu
 
 #: Fields that every refresh changes.
 _BOOKKEEPING = frozenset({"applied_at", "revision", "tokens"})
+_RUNNER = "runner"
 #: Settings whose name or unit differs from the field's.
 _CLASSES = "resource-class-config"
 _RUNTIME = "max-runtime-min"
@@ -179,6 +217,10 @@ def _field_changes(name: str, old: Any, new: Any) -> Iterator[SettingChange]:
         yield from _lifetime_changes(old, new)
     elif isinstance(old, Mapping):
         yield from _launch_changes(old, new)
+    elif name == _RUNNER:
+        before, after = (release.version if release else None for release in (old, new))
+        if before != after:
+            yield "actions runner", (before, after)
     elif name == "classes":
         before, after = ({item.name: item.describe() for item in classes} for classes in (old, new))
         yield _CLASSES, (_without(before, after), _without(after, before))

@@ -32,6 +32,8 @@ class RefreshResult:
     #: Number of old records that were deleted.
     deleted_records: int
     errors: tuple[str, ...]
+    #: Sentences about the version of the actions runner, if GitHub will refuse it soon.
+    warnings: tuple[str, ...] = ()
     #: Number of live instances per state before the sweeps; None if they could not be read.
     live_instances: Mapping[str, int] | None = None
     seconds: float
@@ -56,6 +58,11 @@ class RefreshResultBuilder:
         self.deleted_records = 0
         self.live_instances: dict[str, int] | None = None
         self.errors: list[str] = []
+        self.warnings: list[str] = []
+
+    def warn(self, message: str) -> None:
+        self.warnings.append(message)
+        self._context.event_log.record("refresh-warning", message)
 
     def error(self, message: str) -> None:
         # Several sweeps may read the same unreadable record.
@@ -77,6 +84,7 @@ class RefreshResultBuilder:
             stale_messages=self.stale_messages,
             deleted_records=self.deleted_records,
             errors=tuple(self.errors),
+            warnings=tuple(self.warnings),
             live_instances=self.live_instances,
             seconds=round(self._context.clock.monotonic() - self._started_at, 4),
             calls=self._context.calls.by_service(),

@@ -222,7 +222,12 @@ class Sweep:
         # The last use is already counted here; at a release it is not. So the limit is higher by one.
         max_uses = lifetimes.max_uses + 1
         return decide_retirement(
-            instance, now=now, max_age_s=lifetimes.max_age_s, max_uses=max_uses, reuse=self._config.reuse
+            instance,
+            now=now,
+            max_age_s=lifetimes.max_age_s,
+            max_uses=max_uses,
+            reuse=self._config.reuse,
+            runner_version=self._config.runner_version,
         )
 
     async def _end(self, instance: Instance, event: End, why: str) -> Instance:

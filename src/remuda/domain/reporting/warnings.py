@@ -30,6 +30,8 @@ class WarningKind(StrEnum):
     #: A registration token expires soon.
     TOKEN = "token"  # noqa: S105 - not a secret
     UNCONFIGURED = "unconfigured"
+    #: GitHub will refuse the pool's version of the actions runner soon, or it is unknown for long whether it does.
+    RUNNER_VERSION = "runner-version"
     #: A record cannot be parsed.
     UNREADABLE = "unreadable"
     #: GitHub cannot be reached.
@@ -57,7 +59,11 @@ def find_warnings(
         text = "the pool has no configuration yet: run remuda refresh"
         return [PoolWarning(kind=WarningKind.UNCONFIGURED, subject="", text=text)]
     margin_s = config.lifetimes.margin_s
-    found = [*_token_warnings(config, now), *_overdue_warnings(provisions, now, margin_s)]
+    found = [
+        *_token_warnings(config, now),
+        *_runner_warnings(config, now),
+        *_overdue_warnings(provisions, now, margin_s),
+    ]
     for instance in instances:
         found += _instance_warnings(instance, reports.get(instance.instance_id), now, margin_s)
     return found
@@ -70,6 +76,11 @@ def _token_warnings(config: PoolConfig, now: datetime) -> Iterator[PoolWarning]:
             expiry = "has expired" if left_s <= 0 else f"expires in {left_s:.0f} s"
             text = f"the registration token {expiry}: provisions without a credential fail until refresh renews it"
             yield PoolWarning(kind=WarningKind.TOKEN, subject=tokens.scope, text=text)
+
+
+def _runner_warnings(config: PoolConfig, now: datetime) -> Iterator[PoolWarning]:
+    if config.runner is not None and (found := config.runner.warning(now)):
+        yield PoolWarning(kind=WarningKind.RUNNER_VERSION, subject=config.runner.version, text=str(found))
 
 
 def _overdue_warnings(provisions: Sequence[Provision], now: datetime, margin_s: float) -> Iterator[PoolWarning]:

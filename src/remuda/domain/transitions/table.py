@@ -304,7 +304,8 @@ TRANSITIONS: tuple[Transition, ...] = (
         (State.IDLE,),
         State.TERMINATING,
         (Actor.REFRESH, Actor.OPERATOR),
-        "expired, too old, too many uses, spot notice, reuse policy is never, gone, ordered by an operator",
+        "expired, too old, too many uses, spot notice, reuse policy is never, outdated runner, gone, "
+        "ordered by an operator",
         _END_EFFECT,
         (*_ALWAYS, *RETIREMENTS),
     ),

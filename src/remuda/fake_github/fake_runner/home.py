@@ -28,6 +28,14 @@ class RunnerHome:
         #: Folder of the programs of this version.
         self.programs = programs or root / "bin"
 
+    @property
+    def version(self) -> str:
+        """The version of this installation. Tests write the file to get another one."""
+        try:
+            return (self.root / "VERSION").read_text().strip() or VERSION
+        except OSError:
+            return VERSION
+
     def configured(self) -> bool:
         return (self.root / RUNNER_FILE).exists()
 
@@ -145,7 +153,3 @@ def say_with_time(text: str) -> None:
 
 def utc() -> str:
     return time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime())
-
-
-def version_line() -> str:
-    return f"Current runner version: '{VERSION}'"

@@ -8,11 +8,13 @@ import subprocess
 import time
 from typing import Any
 
-from . import LENGTH_DIGITS, VERSION
-from .home import CREDENTIALS_FILE, RUNNER_FILE, RunnerHome, check_readable, say, say_error, say_with_time, version_line
+from . import LENGTH_DIGITS
+from .home import CREDENTIALS_FILE, RUNNER_FILE, TRUE, RunnerHome, check_readable, say, say_error, say_with_time
 from .protocol import Call, HttpResponse
 
-OK, TERMINATED, RETRY, UPDATING, UPDATING_AFTER_ONE_JOB, SESSION_CONFLICT = 0, 1, 2, 3, 4, 5
+OK, TERMINATED, RETRY, UPDATING, UPDATING_AFTER_ONE_JOB, SESSION_CONFLICT, VERSION_DEPRECATED = 0, 1, 2, 3, 4, 5, 7
+#: Opts in to the exit code 7 (Runner.Listener/Program.cs, GetRunnerVersionDeprecatedExitCode).
+DEPRECATED_EXIT_VARIABLE = "ACTIONS_RUNNER_RETURN_VERSION_DEPRECATED_EXIT_CODE"
 
 POLL_S = 50
 #: Seconds to wait for the end of an existing session. The real runner waits for 4 minutes.
@@ -140,7 +142,7 @@ class Listener:
     def run(self) -> int:
         try:
             self._open_session()
-            say(f"\n√ Connected to GitHub\n\n{version_line()}")
+            say(f"\n√ Connected to GitHub\n\nCurrent runner version: '{self._home.version}'")
             say_with_time("Listening for Jobs")
             while not (self._stopping and self._worker is None):
                 self._run_once()
@@ -160,7 +162,7 @@ class Listener:
         wait_s = float(os.environ.get(CONFLICT_WAIT_VARIABLE) or CONFLICT_WAIT_S)
         path = f"/_runner/sessions?wait={wait_s}"
         response = self._request_until_answered(
-            "POST", path, {"version": VERSION}, limit_s=CONNECT_LIMIT_S, wait_s=wait_s
+            "POST", path, {"version": self._home.version}, limit_s=CONNECT_LIMIT_S, wait_s=wait_s
         )
         if response is None:
             raise ListenerExit(OK if self._stopping else RETRY)
@@ -251,6 +253,11 @@ class Listener:
             self._session = ""
             self._open_session()
             return
+        if response.body.get("errorKind") == "RunnerVersionTooOld":
+            # Sdk/WebApi/WebApi/BrokerHttpClient.cs, GetRunnerMessageAsync; Runner.Listener/Program.cs, MainAsync.
+            say_error(f"An error occurred: {response.body['errorMessage']}")
+            opted_in = os.environ.get(DEPRECATED_EXIT_VARIABLE, "").lower() in TRUE
+            raise ListenerExit(VERSION_DEPRECATED if opted_in else TERMINATED)
         if response.status >= 300:
             self._poll_later(f"{response.status} {response.message}")
             return

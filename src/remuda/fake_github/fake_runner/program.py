@@ -7,7 +7,6 @@ import pathlib
 import sys
 from typing import Any
 
-from . import VERSION
 from .home import CREDENTIALS_FILE, RUNNER_FILE, RunnerHome, RunnerInputs, check_readable, say, say_error
 from .protocol import Call, HttpResponse
 
@@ -42,7 +41,7 @@ def main() -> int:
     inputs = RunnerInputs(sys.argv[1:])
     # Runner.Listener/Runner.cs, ExecuteCommand: before all commands.
     if inputs.switch("help") or inputs.switch("version"):
-        say(USAGE if inputs.switch("help") else VERSION)
+        say(USAGE if inputs.switch("help") else home.version)
         return OK
     os.chdir(root)
     match inputs.commands[0] if inputs.commands else "run":
@@ -87,7 +86,8 @@ def configure(home: RunnerHome, inputs: RunnerInputs) -> int:
         return _missing("url" if url is None else "token")
     say("\n# Authentication\n\n")
     try:
-        response = Call(_server(url), "POST", "/_runner/register", body=_request(inputs, url, token)).response()
+        body = _request(inputs, url, token)
+        response = Call(_server(url), "POST", "/_runner/register", body=body, version=home.version).response()
     except OSError as problem:
         say_error(f"Failed to connect. {problem}")
         return TERMINATED

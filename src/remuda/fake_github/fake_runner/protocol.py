@@ -4,9 +4,13 @@ import json
 import socket
 from typing import Any
 
+from . import VERSION
+
 CONNECT_TIMEOUT_S = 5.0
 RESPONSE_TIMEOUT_S = 30.0
 CHUNK = 64 * 1024
+#: Runner.Common/HostContext.cs, UserAgents.
+USER_AGENT = "GitHubActionsRunner-linux-x64"
 
 
 class HttpResponse:
@@ -30,11 +34,12 @@ class Call:
         *,
         body: dict[str, Any] | None = None,
         secret: str | None = None,
+        version: str = VERSION,
         timeout_s: float = RESPONSE_TIMEOUT_S,
     ) -> None:
         host, port = _address(server)
         payload = b"" if body is None else json.dumps(body).encode()
-        head = [f"{method} {path} HTTP/1.1", f"Host: {host}:{port}", "User-Agent: GitHubActionsRunner"]
+        head = [f"{method} {path} HTTP/1.1", f"Host: {host}:{port}", f"User-Agent: {USER_AGENT}/{version}"]
         head += ["Connection: close", "Content-Type: application/json", f"Content-Length: {len(payload)}"]
         if secret is not None:
             head.append(f"Authorization: Bearer {secret}")

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from remuda.domain import runner_release
 from remuda.domain.errors import UserError
 from remuda.domain.resources import IMAGE, MAX_SHOWN
+from remuda.domain.runner_release import RunnerChoice
 
 AMI = "ami"
 SUBNETS = "subnet-ids"
@@ -23,9 +25,6 @@ VOLUME_THROUGHPUT = "volume-throughput"
 VOLUME_KMS_KEY = "volume-kms-key"
 SPOT_FALLBACK = "spot-fallback"
 SCRIPT = "pre-runner-script"
-RUNNER_VERSION = "actions-runner-version"
-RUNNER_SHA256 = "actions-runner-sha256"
-RUNNER_URL = "actions-runner-url"
 AGENT_URL = "agent-url"
 AGENT_SHA256 = "agent-sha256"
 PYTHON_URL = "python-url"
@@ -48,9 +47,9 @@ NAMES = (
     VOLUME_KMS_KEY,
     SPOT_FALLBACK,
     SCRIPT,
-    RUNNER_VERSION,
-    RUNNER_SHA256,
-    RUNNER_URL,
+    runner_release.VERSION,
+    runner_release.SHA256,
+    runner_release.URL,
     AGENT_URL,
     AGENT_SHA256,
     PYTHON_URL,
@@ -110,7 +109,6 @@ _KEY_NAME = re.compile(r"[ -~]{1,255}")
 #: The ARN, because policies can name only that.
 _KMS_KEY = re.compile(r"arn:[a-z-]+:kms:[a-z0-9-]+:[0-9]{12}:key/[A-Za-z0-9-]{1,128}")
 _NUMBER = re.compile(r"[0-9]{1,9}")
-_VERSION = re.compile(r"[0-9]{1,4}\.[0-9]{1,5}\.[0-9]{1,5}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _ENVIRONMENT = re.compile(r"[A-Za-z0-9 +=.,_:/@-]{1,256}")
 #: A folder of a sandbox. Not a top-level one, and without `..`.
@@ -149,10 +147,8 @@ class Ec2LaunchOptions:
     #: Launch on-demand instances for missing spot capacity.
     falls_back: bool = False
     script: str = ""
-    runner_version: str = ""
-    runner_sha256: str = ""
-    #: A mirror to download the runner from, instead of GitHub.
-    runner_url: str = ""
+    #: The actions runner.
+    runner: RunnerChoice
     agent_url: str = ""
     agent_sha256: str = ""
     python_url: str = ""
@@ -182,9 +178,7 @@ class Ec2LaunchOptions:
             volume=_volume(launch),
             falls_back=_fallback(launch),
             script=_script(launch),
-            runner_version=_optional(launch, RUNNER_VERSION, _VERSION, "set a version such as 2.336.0").strip(),
-            runner_sha256=_sha256(launch, RUNNER_SHA256),
-            runner_url=_url(launch, RUNNER_URL, (".tar.gz",)),
+            runner=RunnerChoice.parse(launch),
             agent_url=_url(launch, AGENT_URL, (".whl", ".tar.gz")),
             agent_sha256=_sha256(launch, AGENT_SHA256),
             python_url=_url(launch, PYTHON_URL, (".tar.gz",)),
@@ -203,9 +197,7 @@ class Ec2LaunchOptions:
         pairs = (
             (AGENT_URL, self.agent_url, AGENT_SHA256, self.agent_sha256),
             (PYTHON_URL, self.python_url, PYTHON_SHA256, self.python_sha256),
-            (RUNNER_VERSION, self.runner_version, RUNNER_SHA256, self.runner_sha256),
             (JOB_IMAGE_URL, self.job_image_url, JOB_IMAGE_SHA256, self.job_image_sha256),
-            (RUNNER_URL, self.runner_url, RUNNER_VERSION, self.runner_version),
         )
         for name, value, needed, given in pairs:
             if value and not given:
