@@ -72,7 +72,7 @@ def install_runner(folder: pathlib.Path, *, version: str = VERSION) -> None:
     for name, module in PROGRAMS.items():
         text = _PROGRAM.format(interpreter=interpreter, module=module)
         _put(folder / "bin" / name, text.encode(), mode=0o755)
-    _put(folder / "VERSION", f"{version}\n".encode(), mode=0o644)
+    _put(folder / "bin" / "VERSION", f"{version}\n".encode(), mode=0o644)
 
 
 def _put(path: pathlib.Path, content: bytes, *, mode: int) -> bool:

@@ -11,6 +11,7 @@ from . import VERSION
 
 RUNNER_FILE = ".runner"
 CREDENTIALS_FILE = ".credentials"
+VERSION_FILE = "VERSION"
 INPUT_PREFIX = "ACTIONS_RUNNER_INPUT_"
 #: Flags without a value.
 SWITCHES = frozenset(
@@ -30,9 +31,9 @@ class RunnerHome:
 
     @property
     def version(self) -> str:
-        """The version of this installation. Tests write the file to get another one."""
+        """The version of the programs. Tests and updates write the file to get another one."""
         try:
-            return (self.root / "VERSION").read_text().strip() or VERSION
+            return (self.programs / VERSION_FILE).read_text().strip() or VERSION
         except OSError:
             return VERSION
 

@@ -5,12 +5,10 @@ Runner.Listener/SelfUpdaterV2.cs and src/Misc/layoutbin/update.sh.template. The 
 
 import os
 import pathlib
-import re
 import shutil
 import subprocess
 
-from . import VERSION
-from .home import RunnerHome, say
+from .home import VERSION_FILE, RunnerHome, say
 
 FINISHED = "update.finished"
 _SCRIPT = """\
@@ -28,15 +26,16 @@ def begin_update(home: RunnerHome, work: pathlib.Path, version: str) -> None:
     """Install the version and start the script. The listener must exit then."""
     say("Runner update in progress, do not shutdown runner.")
     say(f"Downloading {version} runner")
-    package = home.root / f"bin.{version}" / "fake_runner"
-    shutil.copytree(home.root / "bin", package.parent, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
-    text = (package / "__init__.py").read_text()
-    (package / "__init__.py").write_text(re.sub('^VERSION = ".*"$', f'VERSION = "{version}"', text, flags=re.MULTILINE))
+    programs = home.root / f"bin.{version}"
+    shutil.copytree(home.root / "bin", programs, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+    (programs / VERSION_FILE).unlink(missing_ok=True)
+    (programs / VERSION_FILE).write_text(f"{version}\n")
     say("Waiting for current job finish running.")
     say("Generate and execute update script.")
     script = work / "_update.sh"
     script.write_text(
-        _SCRIPT.format(pid=os.getpid(), root=home.root, old=VERSION, new=version, finished=FINISHED), encoding="utf-8"
+        _SCRIPT.format(pid=os.getpid(), root=home.root, old=home.version, new=version, finished=FINISHED),
+        encoding="utf-8",
     )
     (home.root / FINISHED).unlink(missing_ok=True)
     process = subprocess.Popen(["bash", str(script)], cwd=home.root)
