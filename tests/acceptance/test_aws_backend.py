@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -43,6 +44,33 @@ def test_provision_whose_machines_never_boot_leaves_nothing(stack: AwsStack):
     code, report = stack.remuda("report", "--since", "1h")
     assert (code, report["provisions"]["kinds"]) == (0, {"failed": 1}), report
     assert report["instance_hours"]["booting"] > 0
+
+
+async def test_launch_template_follows_the_newest_runner(stack: AwsStack):
+    pool = "version"
+
+    async def user_data() -> str:
+        async with stack.ec2.client() as client:
+            answer = await client.describe_launch_template_versions(
+                LaunchTemplateName=f"remuda-{pool}", Versions=["$Default"]
+            )
+        return base64.b64decode(answer["LaunchTemplateVersions"][0]["LaunchTemplateData"]["UserData"]).decode()
+
+    async with stack.github_client() as github:
+        try:
+            code, first = await asyncio.to_thread(stack.refresh, pool=pool)
+            assert code == 0, first
+            assert "runner_version=2.336.0" in (await user_data()).splitlines()
+            await github.change_settings(newest_runner_version="2.337.0")
+            code, second = await asyncio.to_thread(stack.refresh, pool=pool)
+            assert (code, second["changes"]) == (0, {"actions runner": ["2.336.0", "2.337.0"]}), second
+            lines = (await user_data()).splitlines()
+            assert "runner_version=2.337.0" in lines
+            assert any(line.startswith("runner_url_arm64=https://github.com/actions/runner/") for line in lines)
+            code, status = await asyncio.to_thread(stack.remuda, "status", pool=pool)
+            assert (code, status["runner"]["version"], status["runner"]["deadline"]) == (0, "2.337.0", None)
+        finally:
+            await github.change_settings(newest_runner_version="2.336.0")
 
 
 def test_provision_without_capacity_fails_and_leaves_nothing(stack: AwsStack):

@@ -228,6 +228,34 @@ def test_configuration_writes_environment_files(runner: RunnerFolder) -> None:
     assert (runner.folder / ".env").read_text() == "LANG=C\nJAVA_HOME=/java\n"
 
 
+def test_too_old_runner_cannot_register(server: FakeGitHubServer, runner: RunnerFolder) -> None:
+    install_runner(runner.folder, version="2.328.0")
+    refused = runner.config(
+        *("--unattended", "--url", f"{server.endpoint.url}/{REPO}", "--name", "one"),
+        ACTIONS_RUNNER_INPUT_TOKEN=server.token("registration-token"),
+    )
+    assert refused.returncode == 1
+    assert "Http response code: NotFound from 'POST " in refused.stdout
+    assert "Your runner version is out of date and can no longer register with GitHub." in refused.stdout
+    assert "required to register with GitHub Actions is now 2.329.0." in refused.stdout
+    assert server.rest() is None
+
+
+@pytest.mark.parametrize(("opted_in", "code"), [("", 1), ("1", 7)])
+def test_deprecated_runner_gets_no_jobs(
+    server: FakeGitHubServer, runner: RunnerFolder, opted_in: str, code: int
+) -> None:
+    runner.register()
+    job = server.queue("true")
+    server.http.patch("/_admin/settings", json={"oldest_served_version": "2.337.0"}).raise_for_status()
+    listener = runner.listen(ACTIONS_RUNNER_RETURN_VERSION_DEPRECATED_EXIT_CODE=opted_in)
+    assert listener.wait(LIMIT_S) == code
+    output = runner.output.read_text()
+    message = "An error occurred: Runner version v2.336.0 is deprecated and cannot receive messages.\n"
+    assert output.index("Listening for Jobs") < output.index(message)
+    assert server.http.get(f"/_admin/jobs/{job}").json()["status"] == "queued"
+
+
 def test_second_configuration_is_rejected(server: FakeGitHubServer, runner: RunnerFolder) -> None:
     runner.register()
     again = runner.config("--unattended", "--url", f"{server.endpoint.url}/{REPO}", "--token", "x")

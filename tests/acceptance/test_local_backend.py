@@ -18,7 +18,7 @@ import pytest
 
 from remuda import procfs
 from remuda.agent.processes import command
-from remuda.fake_github import read_endpoint
+from remuda.fake_github import install_runner, read_endpoint
 from remuda.fake_github.client import FakeGitHubClient, JobStep, JobView
 from tests.support.local_backend import LIMIT_S, REPO, LocalBackend, run_local, wait_for_job
 
@@ -209,6 +209,29 @@ async def test_failing_script_is_reported_and_leaves_no_machine(backend: LocalBa
     assert "no such package" in failed.document["error"]["message"]
     async with backend.sweeping():
         await backend.until_settled()
+
+
+async def test_runner_that_is_too_old_to_register_is_reported(backend: LocalBackend) -> None:
+    install_runner(backend.folder / "runner", version="2.328.0")
+    failed = await backend.provision("1", code=2)
+    assert failed.document["error"]["field"] == "actions-runner-version"
+    assert "GitHub registers runners from 2.329.0 on" in failed.document["error"]["message"]
+    async with backend.sweeping():
+        await backend.until_settled()
+
+
+async def test_runner_whose_version_gets_no_jobs_is_reported_and_replaced(backend: LocalBackend) -> None:
+    await backend.refresh(gone_after_sec=1)
+    async with backend.github() as github:
+        await github.change_settings(oldest_served_version="2.337.0")
+        made = await backend.provision("1")
+        (name,) = [item["instance_id"] for item in made.document["instances"]]
+        async with backend.sweeping():
+            await backend.until_settled()
+    explained = await backend.run("explain", name)
+    text = json.dumps(explained.document)
+    assert "GitHub refuses the runner because of its version" in text
+    assert "Runner version v2.336.0 is deprecated and cannot receive messages." in text
 
 
 async def test_missing_capacity_is_reported_and_leaves_no_machine(backend: LocalBackend) -> None:

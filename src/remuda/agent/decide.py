@@ -21,8 +21,10 @@ MAX_STARTS = 5
 #: Failed removals of the registration before the agent signals a failure.
 MAX_FAILED_REMOVALS = 5
 
+#: Exit code of a listener whose version GitHub refuses.
+VERSION_REFUSED_EXIT = 7
 #: Exit codes of the listener after which a restart cannot help: terminal error, version refused.
-TERMINAL_EXITS = frozenset({1, 7})
+TERMINAL_EXITS = frozenset({1, VERSION_REFUSED_EXIT})
 
 
 class AgentAction(Enum):
@@ -131,14 +133,17 @@ def _when_running(observation: Observation, record: Instance) -> AgentStep:
     if observation.runner.spent:
         return _wait("its only job has ended; waiting for release")
     if observation.runner.exit_code in TERMINAL_EXITS:
-        return _signal_once(
-            observation,
-            Signal.UD_REG_FAILED,
-            f"the runner exited with the terminal code {observation.runner.exit_code}",
-        )
+        return _signal_once(observation, Signal.UD_REG_FAILED, _describe_exit(observation.runner))
     if observation.starts >= MAX_STARTS:
         return _signal_once(observation, Signal.UD_REG_FAILED, f"the runner exited {observation.starts} times")
     return AgentStep(action=AgentAction.START, reason=f"committed to run {record.run_id}")
+
+
+def _describe_exit(runner: RunnerState) -> str:
+    what = f"the runner exited with the terminal code {runner.exit_code}"
+    if runner.exit_code == VERSION_REFUSED_EXIT:
+        what = "GitHub refuses the runner because of its version"
+    return f"{what}: {runner.exit_detail}" if runner.exit_detail else what
 
 
 def _when_releasing(observation: Observation, record: Instance) -> AgentStep:

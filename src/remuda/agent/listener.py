@@ -17,6 +17,7 @@ from remuda import procfs
 from remuda.agent import processes
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import Assignment
+from remuda.domain.text import sanitize
 from remuda.ports.clock import Clock
 from remuda.procfs import Process
 
@@ -31,6 +32,12 @@ MAX_CHUNK = 1024 * 1024
 MAX_BACKLOG = 64 * 1024 * 1024
 #: Bytes kept of the log of the listener before.
 KEPT_LOG_BYTES = 256 * 1024
+
+#: Bytes at the end of the log in which the last error is searched, and maximum characters of its message.
+ERROR_BYTES = 16 * 1024
+MAX_ERROR = 300
+#: Runner.Listener/Program.cs, MainAsync. Older versions write "occured".
+_ERROR = re.compile(r"^An error occurr?ed: (.*)$", re.MULTILINE)
 
 _TIME = r"(?:\d{4}-\d\d-\d\d \d\d:\d\d:\d\dZ: )?"
 _JOB_STARTED = re.compile(_TIME + r"Running job: ")
@@ -157,6 +164,17 @@ class Listener:
             return int(self._exit_code_file.read_text())
         except (OSError, ValueError):
             return KILLED
+
+    def last_error(self) -> str:
+        """The last error message in the log, or an empty text."""
+        try:
+            with self._log.open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - ERROR_BYTES))
+                text = file.read(ERROR_BYTES).decode(errors="replace")
+        except OSError:
+            return ""
+        found = _ERROR.findall(text)
+        return sanitize(found[-1].strip())[:MAX_ERROR] if found else ""
 
     def is_busy(self) -> bool:
         """Whether a job is running, by the log or by a worker process, because each can lag behind the other. After

@@ -35,10 +35,14 @@ MAX_DETAIL_LINES = 6
 MAX_FILE_BYTES = 1024 * 1024
 
 _INPUT = "ACTIONS_RUNNER_INPUT_"
+#: Makes the listener exit with 7 instead of 1 if GitHub refuses its version (Runner.Listener/Program.cs).
+_DEPRECATED_EXIT = "ACTIONS_RUNNER_RETURN_VERSION_DEPRECATED_EXIT_CODE"
 _SETTINGS = ".runner"
 _REGISTRATION = (_SETTINGS, ".credentials", ".credentials_rsaparams")
 #: Output of `config.sh` if GitHub rejects the token.
 _REFUSED = re.compile(r"response code: (?:NotFound|Unauthorized|Forbidden) from 'POST", re.IGNORECASE)
+#: Output of `config.sh` if GitHub refuses the version, after the line above (cert-manager/aws-privateca-issuer#478).
+_TOO_OLD = re.compile(r"minimum runner version required to register with GitHub Actions is now ([0-9.]{1,20}[0-9])")
 _UNREACHABLE = re.compile(
     r"failed to connect|connection refused|connection reset|no such host|name or service not known|timed out"
     r"|response code: (?:InternalServerError|BadGateway|ServiceUnavailable|GatewayTimeout)",
@@ -107,6 +111,7 @@ class ActionsRunner:
             listening=listening,
             busy=self._listener.is_busy(),
             exit_code=exit_code,
+            exit_detail=self._listener.last_error() if exit_code else "",
             spent=spent,
             refused=self.refused() if spent else "",
         )
@@ -146,6 +151,9 @@ class ActionsRunner:
         code, output = await self._config(flags, inputs, CONFIGURE_LIMIT_S)
         ok = code == 0 and self._registered_as() == assignment.runner_name
         failure: FailureKind | None = None
+        if not ok and (too_old := _TOO_OLD.search(output)):
+            detail = f"its version is too old, GitHub registers runners from {too_old[1]} on"
+            return StepResult(ok=False, detail=detail, failure=FailureKind.VERSION_REFUSED)
         if not ok and _REFUSED.search(output):
             failure = FailureKind.CREDENTIAL_REFUSED
         elif not ok and _UNREACHABLE.search(output):
@@ -157,7 +165,7 @@ class ActionsRunner:
             return
         files, variables = self._hook.files(assignment, runner=self._runner_folder, environment=self._environment)
         files |= self._registration_files()
-        environment = self._environment | variables
+        environment = self._environment | variables | {_DEPRECATED_EXIT: "1"}
         jit = self._jit_config()
         if jit is not None and jit.config:
             environment[_INPUT + "JITCONFIG"] = jit.config

@@ -69,6 +69,8 @@ class FailureKind(StrEnum):
 
     CREDENTIAL_REFUSED = "credential-refused"
     GITHUB_UNREACHABLE = "github-unreachable"
+    #: The version of the runner is too old.
+    VERSION_REFUSED = "version-refused"
 
 
 class Verdict(Enum):

@@ -94,6 +94,8 @@ class RunnerState:
     busy: bool = False
     #: Exit code of the last listener that this agent started, if it exited by itself.
     exit_code: int | None = None
+    #: The listener's last error message, if it failed. A job can forge this.
+    exit_detail: str = ""
     #: Whether it was registered for one job and its listener has exited after it.
     spent: bool = False
     #: If `spent`: description of the refused job of another run, or empty.

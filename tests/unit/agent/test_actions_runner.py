@@ -25,6 +25,7 @@ from remuda.agent.processes import KillResult
 from remuda.agent.runner import ActionsRunner
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import Assignment, Credential
+from remuda.domain.signals import FailureKind
 from remuda.ports.machine import RemovalStatus, RunnerState
 from tests.support.records import LONG_S
 
@@ -54,6 +55,8 @@ REGISTER = """
 printf '\\357\\273\\277{"agentName": "%s"}' "$ACTIONS_RUNNER_INPUT_NAME" > .runner
 echo Connected with $ACTIONS_RUNNER_INPUT_TOKEN
 """
+#: Asks the listener for exit code 7 if GitHub refuses its version.
+DEPRECATED = "ACTIONS_RUNNER_RETURN_VERSION_DEPRECATED_EXIT_CODE"
 ASSIGNMENT = Assignment(
     url="https://github.com/o/r",
     runner_name="remuda-p-1-i-1",
@@ -246,6 +249,17 @@ class TestConfigure:
         assert "refused" in outcome.detail
         assert "SECRET" not in outcome.detail
 
+    async def test_refused_version_is_not_taken_for_a_refused_credential(self, folder: Folder) -> None:
+        runner = folder.open()
+        folder.behave(
+            """echo "Http response code: NotFound from 'POST https://api.github.com/actions/runner-registration'"
+            echo "ERROR: Your runner version is out of date and can no longer register with GitHub."
+            echo "The minimum runner version required to register with GitHub Actions is now 2.329.0."; exit 1"""
+        )
+        outcome = await runner.register(ASSIGNMENT)
+        assert (outcome.ok, outcome.failure) == (False, FailureKind.VERSION_REFUSED)
+        assert outcome.detail == "its version is too old, GitHub registers runners from 2.329.0 on"
+
     async def test_configuration_that_hangs_is_killed(self, folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
         folder.behave("echo hangs; sleep 1000")
         detail, limit_s = "killed at the time limit: ", 0.1
@@ -282,7 +296,18 @@ class TestListener:
         folder.say("Listening for Jobs", "Running job: x")
         await until(runner, busy=True)
         names = {line.partition("=")[0] for line in folder.read("listener-environment").splitlines()}
-        assert names <= {"PATH", "LANG", "HOME", "RUNNER_ALLOW_RUNASROOT", "PWD", "SHLVL", "_", "OLDPWD", STARTED}
+        assert names <= {
+            "PATH",
+            "LANG",
+            "HOME",
+            "RUNNER_ALLOW_RUNASROOT",
+            "PWD",
+            "SHLVL",
+            "_",
+            "OLDPWD",
+            STARTED,
+            DEPRECATED,
+        }
         assert os.getsid(await folder.wrapper()) == await folder.wrapper()
         await runner.stop()
         assert runner.state() == RunnerState(registered_as="remuda-p-1-i-1")
@@ -327,6 +352,13 @@ class TestListener:
         await runner.start(ASSIGNMENT)
         assert runner.state() == RunnerState(listening=True)
         await runner.stop()
+
+    async def test_error_of_the_listener_is_reported(self, folder: Folder) -> None:
+        error = "Runner version v2.330.0 is deprecated and cannot receive messages."
+        runner = await folder.started("An error occurred: first", f"An error occurred: {error}", "exit 7")
+        state = await until(runner, listening=False)
+        assert (state.exit_code, state.exit_detail) == (7, error)
+        assert folder.open().state() == state
 
     @pytest.mark.parametrize("code", [0, 1, 5])
     async def test_exit_code_is_reported(self, folder: Folder, code: int) -> None:

@@ -93,6 +93,15 @@ def test_runner_starts_only_for_its_registration_and_if_not_listening() -> None:
         assert seen.starts < MAX_STARTS
 
 
+def test_refused_version_is_signalled_with_the_runners_own_sentence() -> None:
+    sentence = "Runner version v2.330.0 is deprecated and cannot receive messages."
+    (seen, *_) = [seen for seen, step in STEPS if state_of(seen) is State.RUNNING and "terminal code" in step.reason]
+    for code, what in ((7, "GitHub refuses the runner because of its version"), (1, "the terminal code 1")):
+        step = next_step(replace(seen, runner=replace(seen.runner, exit_code=code, exit_detail=sentence)))
+        assert (step.action, step.signal) == (AgentAction.SIGNAL, Signal.UD_REG_FAILED)
+        assert step.reason.endswith(f"{what}: {sentence}")
+
+
 def test_registration_requires_a_finished_script_and_no_other_registration() -> None:
     for seen in observations_leading_to(AgentAction.REGISTER):
         assert seen.script is ScriptStatus.OK

@@ -240,6 +240,16 @@ async def test_rejected_credential_stops_without_consuming_the_pool(world: PoolW
     assert world.in_state(State.IDLE) == ids
 
 
+async def test_refused_version_stops_without_consuming_the_pool(world: PoolWorld) -> None:
+    ids = await warm_with_failing_registration(world, 3, "too old", FailureKind.VERSION_REFUSED)
+    with pytest.raises(UserError, match="GitHub refused runner of the image: too old") as error:
+        await world.provision(count=2)
+    assert (error.value.field, "latest" in error.value.fix) == ("actions-runner-version", True)
+    assert world.in_state(State.TERMINATING) == []
+    await world.pass_time(15)
+    assert world.in_state(State.IDLE) == ids
+
+
 async def test_unreachable_github_stops_without_consuming_the_pool(world: PoolWorld) -> None:
     ids = await warm_with_failing_registration(world, 5, "no route", FailureKind.GITHUB_UNREACHABLE)
     with pytest.raises(Unavailable, match="cannot register: no route"):

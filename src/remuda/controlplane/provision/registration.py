@@ -9,6 +9,7 @@ from remuda.controlplane.signal_waiter import SignalWaiter, StopReason, WaitResu
 from remuda.domain.errors import Unavailable, UserError
 from remuda.domain.instance import Instance
 from remuda.domain.provision import RunnerSource
+from remuda.domain.runner_release import LATEST, VERSION
 from remuda.domain.signals import (
     FailureKind,
     Report,
@@ -35,7 +36,7 @@ class RegisteredInstance:
 async def wait_for_registration(context: Context, instance: Instance, *, until: float) -> WaitResult:
     """Wait until the monotonic time `until`. Raise if the registration failed for a reason that affects every instance.
 
-    GitHub rejected the credential, GitHub is unreachable, or the pre-runner script failed.
+    GitHub rejected the credential or the runner's version, GitHub is unreachable, or the pre-runner script failed.
     """
     waiter = SignalWaiter(
         context, instance_id=instance.instance_id, epoch=instance.epoch, verdict_of=registration_verdict
@@ -49,6 +50,12 @@ async def wait_for_registration(context: Context, instance: Instance, *, until: 
             f"GitHub refused the registration: {report.detail}",
             field="github-token",
             fix="check the credential's rights on the scope and run remuda refresh",
+        )
+    if report.failure is FailureKind.VERSION_REFUSED:
+        raise UserError(
+            f"GitHub refused runner {instance.runner_version or 'of the image'}: {report.detail}",
+            field=VERSION,
+            fix=f"set {VERSION} to {LATEST} and run remuda refresh",
         )
     if report.failure is FailureKind.GITHUB_UNREACHABLE:
         raise Unavailable(f"the runners cannot register: {report.detail}", fix="try again when GitHub answers")
