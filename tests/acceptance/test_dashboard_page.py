@@ -27,6 +27,7 @@ from tests.support.dashboard import (
     sample_provisions,
     write_samples,
 )
+from tests.support.namespace_machine.machine import quiet_network
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page, Route
@@ -60,6 +61,12 @@ CONTRAST = f"""() => {{
     return Math.max(ink, paper) / Math.min(ink, paper);
   }});
 }}"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def network() -> Iterator[None]:
+    with quiet_network():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from remuda.cli.demo import SELF_TERMINATED
 from tests.support import aws_demo
 from tests.support.aws.servers import ROOT
 from tests.support.dashboard import CHROMIUM, chromium
-from tests.support.namespace_machine.machine import unsupported_reason
+from tests.support.namespace_machine.machine import quiet_network, unsupported_reason
 
 #: Seconds for a demo. Generous: only a broken demo reaches it.
 LIMIT_S = 600
@@ -62,9 +62,12 @@ def states_in_snapshots(url: str, until: Callable[[], bool]) -> set[str]:
 
 def test_demo(tmp_path: Path):
     command = [sys.executable, "-m", "remuda", "demo", "--dashboard", "--json", "--dir", str(tmp_path / "demo")]
-    with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    with (
+        quiet_network(),
+        subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process,
+    ):
         assert process.stderr is not None
         address = process.stderr.readline().removeprefix("dashboard: ").strip()
         outputs: list[str] = []

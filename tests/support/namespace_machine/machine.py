@@ -11,13 +11,14 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 
 from remuda import procfs
 from remuda.fake_github import PROGRAMS, install_runner
 from remuda.scripts import SYSTEM_PATH
-from tests.support.namespace_machine.network import SERVERS
+from tests.support.namespace_machine.network import SERVERS, own_network
 
 INIT = Path(__file__).with_name("init.py")
 UNSHARE = ("unshare", "--mount", "--pid", "--ipc", "--uts", "--net", "--fork", "--kill-child=KILL")
@@ -46,6 +47,14 @@ def unsupported_reason() -> str:
     if done.returncode:
         return f"machines in namespaces need cgroup v2, overlays, veth and iptables: {done.stderr.strip()}"
     return ""
+
+
+def quiet_network() -> AbstractContextManager[None]:
+    """A network for the processes of a test with a browser, if machines of other tests may run at the same time.
+
+    They change addresses of this computer, and a browser then aborts its requests (`net::ERR_NETWORK_CHANGED`).
+    """
+    return nullcontext() if unsupported_reason() else own_network()
 
 
 def bake_image(image: Path) -> None:

@@ -1,4 +1,4 @@
-"""The network of namespace machines: addresses for test servers, and a network with a metadata service per machine."""
+"""Network namespaces of tests, and the network of namespace machines: test servers and a metadata service each."""
 
 from __future__ import annotations
 
@@ -17,6 +17,29 @@ ATTEMPTS = 100
 METADATA_ADDRESS = "169.254.169.254"
 METADATA_ADDRESS_V6 = "fd00:ec2::254"
 _CLONE_NEWNET = 0x40000000
+
+
+def _enter_new_network() -> None:
+    """Move this thread, and what it starts from now on, to a new network namespace."""
+    if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "unshare")
+
+
+def _current_network() -> int:
+    return os.open(f"/proc/self/task/{threading.get_native_id()}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+
+
+@contextmanager
+def own_network() -> Iterator[None]:
+    """Run the block in a network with nothing but a loopback interface. Needs root."""
+    outer = _current_network()
+    try:
+        _enter_new_network()
+        subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+        yield
+    finally:
+        ctypes.CDLL(None, use_errno=True).setns(outer, _CLONE_NEWNET)
+        os.close(outer)
 
 
 @contextmanager
@@ -54,9 +77,8 @@ class MetadataNetwork:
             raise OSError("cannot create the network of a metadata service")
 
     def _create(self) -> None:
-        if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), "unshare")
-        self.file = os.open(f"/proc/self/task/{threading.get_native_id()}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        _enter_new_network()
+        self.file = _current_network()
         commands = (
             "link set lo up",
             f"address add {METADATA_ADDRESS}/32 dev lo",
