@@ -222,9 +222,6 @@ class Requests:
     async def make_cgroup(self, name: str) -> None:
         (self.sandboxes._cgroup / name).mkdir()
 
-    async def wait_for_end(self) -> None:
-        await _until(lambda: not self.sandboxes.is_alive())
-
     async def inside(self, command: str) -> None:
         """Run a command as root in the sandbox."""
         current = self.sandboxes._current

@@ -68,6 +68,9 @@ SYSTEM_CALLS = "add_key keyctl bpf"
 CAPABILITIES = "all"
 DEVICES = ("/dev/fuse", "/dev/net/tun")
 MAX_DETAIL = 500
+#: What systemd becomes at the end of a shutdown (systemd-shutdown), as the kernel shortens it. From then on it ends all
+#: processes, and waits for those that do not end.
+SHUTDOWN_PROGRAM = "systemd-shutdow"
 #: Also drops the agent's protection against a lack of memory: systemd-nspawn's option for it fails on Linux 6.1.
 _JOIN = 'echo $$ >"$0" && echo 0 >/proc/self/oom_score_adj && exec "$@"'
 #: Runs in the new sandbox, as root: unpack the files, wait for an update, become the job user, become the program.
@@ -228,7 +231,14 @@ class Sandboxes:
         )
 
     def is_alive(self) -> bool:
-        return self._current is not None and procfs.is_alive(self._current.pid, self._current.started)
+        """Whether the sandbox can run a listener. One that shuts down cannot, although its end may take minutes."""
+        running = self._current
+        if running is None or not procfs.is_alive(running.pid, running.started):
+            return False
+        try:
+            return processes.program_name(running.leader) != SHUTDOWN_PROGRAM
+        except Unavailable:
+            return False
 
     def enforce_limits(self) -> None:
         """Kill everything in the sandbox if the disk or the log is almost full. The job fails, the machine lives on."""

@@ -32,6 +32,8 @@ COMMAND_S = PROVISION_S + 300.0
 #: Seconds that a job may take.
 JOB_S = 900.0
 POLL_S = 0.5
+#: Exists on a machine while it has a sandbox. A reset removes it.
+PREPARED = "/var/lib/remuda/sandboxes/current.json"
 
 
 class VirtualMachineRunner(Ec2MachineRunner):
@@ -94,6 +96,9 @@ class VirtualMachineStack(MachineStack):
         return document
 
     async def provision(self, run_id: str, *more: str) -> dict[str, Any]:
+        for machine in self.virtual_machines.values():
+            if machine.is_on:
+                await asyncio.to_thread(_wait_for_sandbox, machine)
         words = ("provision", "--run-id", run_id, "--github-scope", SCOPE, "--provision-timeout-sec", str(PROVISION_S))
         return await self.remuda(*words, *more)
 
@@ -146,6 +151,12 @@ class VirtualMachineStack(MachineStack):
         while not await condition():
             assert time.monotonic() < deadline, f"{what}: {self.consoles()}"
             await asyncio.sleep(POLL_S)
+
+
+def _wait_for_sandbox(machine: VirtualMachine) -> None:
+    """Wait until a machine can serve a claim at once. An emulated one may need longer than a claim waits."""
+    done = machine.shell(f"until [ -e {PREPARED} ]; do sleep 1; done", timeout_s=JOB_S)
+    assert done.returncode == 0, machine.console
 
 
 @contextmanager
