@@ -25,7 +25,7 @@ PARALLEL_MAKE := $(MAKE) --no-print-directory $(if $(filter output-sync,$(.FEATU
 # CPU-bound parts run with lower priority than parts with time limits.
 LOW_PRIORITY :=
 
-.PHONY: help demo demo-aws test installed sandbox-packages check unit conformance acceptance simulation simulate attacks machine-test machine-image fuzz bench screenshots docs lambda clean
+.PHONY: help demo demo-aws test installed sandbox-packages check unit conformance acceptance simulation simulate attacks machine-test machine-image smoke-runner fuzz bench screenshots docs lambda clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -81,6 +81,10 @@ attacks: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed ## Ru
 
 machine-test: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed machine-image ## Test the agent in virtual machines with a real kernel and systemd (Linux, root)
 	$(BIN)/pytest tests/machine -q
+
+# RUNNER: path or URL of an archive of actions/runner; without it, the fake runner is tried.
+smoke-runner: $(VENV)/.tools | sandbox-packages ## Start a real Actions runner in a sandbox (RUNNER; Linux, root)
+	@$(BIN)/python -m tests.support.smoke_runner $(RUNNER)
 
 # Cached in the user's cache folder. Takes some minutes when it is built.
 machine-image: $(VENV)/.tools | /usr/sbin/debootstrap

@@ -5,6 +5,7 @@ A boot takes seconds, so that each test checks several things.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -27,8 +28,25 @@ RESET_LIMIT_S = 10.0
 #: In limits of tests that wait for a reset to fail.
 SHORT_S = 1.0
 MIB = 1024**2
-#: Number of the system call add_key.
-ADD_KEY = {"x86_64": 248, "aarch64": 217}.get(os.uname().machine)
+#: Numbers of the system calls add_key and perf_event_open.
+ADD_KEY, PERF_EVENT_OPEN = {"x86_64": (248, 298), "aarch64": (217, 241)}.get(os.uname().machine, (-1, -1))
+#: Prints what limits a process, beside its user.
+RESTRICTIONS = "grep -E '^(CapBnd|NoNewPrivs|Seccomp.*):' /proc/{}/status | tr -d '\\t' | tr '\\n' ' '; echo"
+#: Processes of a sandbox must not reach the root of a process that enters it while that is still the host's.
+REACH_HOST = r"""
+open(LOAD, "<", "/proc/loadavg");
+until (-e "/tmp/stop") {
+    seek(LOAD, 0, 0);
+    $last = (split " ", <LOAD>)[4];
+    for (1 .. 300) {
+        for $pid ($last + 1 .. $last + 3) {
+            open(FOUND, ">", "/tmp/found") if -e "/proc/$pid/root/sys/fs/cgroup/remuda";
+        }
+    }
+}
+"""
+#: Starts of a listener, of which without protection at least every tenth is hit.
+STARTS = 40
 
 
 @pytest.fixture(scope="module", params=["kernel-of-this-computer-in-namespaces"])
@@ -130,6 +148,43 @@ def test_a_sandbox_runs_few_services_and_serves_one_runner_name(agent: Driver) -
     assert "mine" not in other["output"]
     assert "remuda" not in other["output"]
     assert other["number"] == first["number"] + 1
+
+
+@pytest.mark.skipif(shutil.which("perl") is None, reason="needs perl")
+@pytest.mark.parametrize("capabilities", ["all", "CAP_SYS_ADMIN"])
+def test_jobs_have_the_restrictions_of_the_container(host: SandboxHost, folder: Path, capabilities: str) -> None:
+    """systemd-nspawn never permits perf_event_open, see src/nspawn/nspawn-seccomp.c of systemd."""
+    refused = f"perl -e 'syscall({PERF_EVENT_OPEN}, 0, 0, 0, 0, 0); print $! + 0, chr(10)'"
+    script = f"""
+        {RESTRICTIONS.format(1)}; {RESTRICTIONS.format("self")}; sudo {RESTRICTIONS.format("self")}
+        {refused}; sudo {refused}
+        echo end; sleep 1000
+    """
+    with driver(host, folder=str(folder), limits={"CAPABILITIES": capabilities}) as agent:
+        agent("open")
+        agent("start", name="r1", script=script)
+        agent("wait_for", text="end\n")
+        init, job, root, *errors, _ = agent("output").splitlines()
+        assert (job, root) == (init, init)
+        assert ("CapBnd:000001ffffffffff" in init) == (capabilities == "all")
+        assert "NoNewPrivs:0 Seccomp:2" in init
+        assert errors == [str(errno.EPERM)] * 2
+        first, *others = agent("filters").values()
+        assert first
+        assert others
+        assert all(other == first for other in others)
+        end(agent)
+
+
+@pytest.mark.skipif(shutil.which("perl") is None, reason="needs perl")
+def test_root_cannot_reach_the_host_through_a_listener_that_starts(agent: Driver) -> None:
+    agent("open")
+    script = f"cat >/tmp/reach.pl <<'END'\n{REACH_HOST}END\nsudo setsid perl /tmp/reach.pl >/dev/null 2>&1 &\n"
+    agent("run", name="r1", script=script)
+    for _ in range(STARTS):
+        assert agent("run", name="r1", script="exit 3")["exit_code"] == 3
+    ended = agent("run", name="r1", script="pgrep -c perl; touch /tmp/stop; find /tmp -name found")
+    assert ended["output"] == "1\n"
 
 
 def test_a_new_agent_finds_the_running_job_and_its_exit_code(host: SandboxHost, folder: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from remuda import procfs
 from remuda.adapters.system.clock import SystemClock
-from remuda.agent import cache_volumes, mounts, sandbox, sandbox_root
+from remuda.agent import cache_volumes, mounts, sandbox, sandbox_root, system_call_filter
 from remuda.agent.cache_volumes import CacheVolumes
 from remuda.agent.listener import Listener
 from remuda.agent.sandbox import Sandboxes, SandboxOptions
@@ -57,6 +57,7 @@ class Requests:
     def __init__(self, options: dict[str, Any]) -> None:
         self._options = options
         self._folder = Path(options["folder"])
+        self._runner = Path(options.get("runner", self._folder / "runner"))
         self._storage = Path(options.get("storage", self._folder / "storage"))
         self._caches: CacheVolumes | None = None
         if "cache_paths" in options:
@@ -68,7 +69,7 @@ class Requests:
     def _make(self) -> None:
         for name, value in self._options.get("limits", {}).items():
             setattr(sandbox, name, value)
-        program = self._folder / "runner" / "bin" / "Runner.Listener"
+        program = self._runner / "bin" / "Runner.Listener"
         if not program.exists():
             program.parent.mkdir(parents=True)
             program.write_text(LISTENER, encoding="utf-8")
@@ -76,7 +77,7 @@ class Requests:
         self.sandboxes = Sandboxes(
             SandboxOptions(
                 storage=self._storage,
-                runner=self._folder / "runner",
+                runner=self._runner,
                 software=SOFTWARE,
                 root=Path(self._options.get("root", "/")),
                 hidden=(str(self._folder),),
@@ -113,6 +114,22 @@ class Requests:
         if self.sandboxes._preparation is not None:
             await self.sandboxes._preparation
 
+    async def run_program(self, script: str) -> dict[str, Any]:
+        """Run a script as the job user, by the way in which the listener is started."""
+        program = SOFTWARE / "runner" / "program.sh"
+        made = Assignment(url="https://github.com/o/r", runner_name="program", labels=())
+        command = await self.sandboxes.prepare_start(made, {program: (script.encode(), 0o755)})
+        process = await asyncio.create_subprocess_exec(
+            *command.arguments[:-1],
+            str(program),
+            stdin=command.stdin,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=sandbox_root.ENVIRONMENT,
+        )
+        output, _ = await process.communicate()
+        return {"exit_code": process.returncode, "output": output.decode(errors="replace")[-MAX_OUTPUT:]}
+
     async def start(
         self, name: str, script: str, repository: str = "o/r", tier: str = Tier.UNTRUSTED
     ) -> dict[str, Any]:
@@ -137,6 +154,9 @@ class Requests:
 
     async def wait_without(self, text: str) -> None:
         await _until(lambda: text not in self._output())
+
+    async def output(self) -> str:
+        return self._output()
 
     def _output(self) -> str:
         """The end of the listener's log."""
@@ -207,6 +227,19 @@ class Requests:
         current = self.sandboxes._current
         assert current is not None
         mounts.run("nsenter", f"--target={current.leader}", "--all", "--", "sh", "-c", command)
+
+    async def filters(self) -> dict[str, list[str]]:
+        """The system call filters of the sandbox's first process and of all processes of the listener inside."""
+        current, wrapper = self.sandboxes._current, self.listener._wrapper
+        assert current is not None
+        assert wrapper is not None
+        inside = [
+            child for child in procfs.descendants(wrapper.pid) if min(procfs.users(child.pid)) >= sandbox.FIRST_ID
+        ]
+        return {
+            str(pid): [program.hex() for program in system_call_filter.read(pid)]
+            for pid in (current.leader, *(child.pid for child in inside))
+        }
 
     async def pause(self, seconds: float) -> None:
         await asyncio.sleep(seconds)

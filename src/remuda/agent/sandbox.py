@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from remuda import procfs, scripts
-from remuda.agent import enter_sandbox, mounts, processes, sandbox_root
+from remuda.agent import enter_sandbox, mounts, processes, sandbox_root, system_call_filter
 from remuda.agent.cache_volumes import CacheVolumes
 from remuda.agent.listener import Files, StartCommand
 from remuda.agent.sandbox_root import JobUser
@@ -64,6 +64,8 @@ LOG_RESERVE = 1024**2
 ENGINE_FOLDERS = ("/var/lib/docker", "/var/lib/containerd", "/var/lib/containers")
 #: System calls that docker needs in addition to those that systemd-nspawn permits.
 SYSTEM_CALLS = "add_key keyctl bpf"
+#: All of them count inside the user namespace only. Docker needs them for privileged containers.
+CAPABILITIES = "all"
 DEVICES = ("/dev/fuse", "/dev/net/tun")
 MAX_DETAIL = 500
 #: Also drops the agent's protection against a lack of memory: systemd-nspawn's option for it fails on Linux 6.1.
@@ -167,6 +169,9 @@ class Sandboxes:
         """Discarded folders until they are deleted."""
         return self._storage / "trash"
 
+    def _filter(self, number: int) -> Path:
+        return self._storage / str(number) / "system-call-filter"
+
     async def open(self, *, prepare: bool = True) -> None:
         """Find the sandbox of an earlier agent and discard all others. If there is none, `prepare` one."""
         try:
@@ -208,7 +213,13 @@ class Sandboxes:
         listener = str(self.runner_folder / "bin" / "Runner.Listener")
         return StartCommand(
             arguments=(
-                *(sys.executable, "-IS", enter_sandbox.__file__, str(running.leader)),
+                *(
+                    sys.executable,
+                    "-IS",
+                    enter_sandbox.__file__,
+                    str(running.leader),
+                    str(self._filter(running.number)),
+                ),
                 *("/bin/sh", "-c", _ENTER, "sh"),
                 *(str(self.runner_folder), str(running.uid), str(running.gid), listener),
             ),
@@ -277,8 +288,10 @@ class Sandboxes:
         number = await asyncio.to_thread(self._next_number)
         try:
             user = await asyncio.to_thread(self._mount, number)
-            self._current = await self._boot(number, user)
-            self._save(self._current)
+            running = await self._boot(number, user)
+            await asyncio.to_thread(self._save_filter, running)
+            self._save(running)
+            self._current = running
         except (OSError, Unavailable) as problem:
             text = str(problem)
             self._record("sandbox-failed", f"{text}: {self._console_end()}"[:MAX_DETAIL])
@@ -440,8 +453,7 @@ class Sandboxes:
             "--resolv-conf=off",
             "--timezone=off",
             "--notify-ready=yes",
-            # All of them count inside the user namespace only. Docker needs them for privileged containers.
-            "--capability=all",
+            f"--capability={CAPABILITIES}",
             f"--rlimit=RLIMIT_NOFILE={OPEN_FILES}",
             "--rlimit=RLIMIT_CORE=infinity",
             f"--system-call-filter={SYSTEM_CALLS}",
@@ -459,6 +471,11 @@ class Sandboxes:
                 start_new_session=True,
             )
         return self._leave_running(process)
+
+    def _save_filter(self, running: _Running) -> None:
+        """Save the system call filter of the container for the listener. Later, a job could be its first process."""
+        programs = system_call_filter.read(running.leader)
+        self._filter(running.number).write_text("".join(f"{program.hex()}\n" for program in programs))
 
     def _connect(self, running: _Running) -> bool:
         """Give both ends of the network their addresses. Return False if the container has no network yet."""

@@ -14,7 +14,10 @@ CREDENTIALS_FILE = ".credentials"
 INPUT_PREFIX = "ACTIONS_RUNNER_INPUT_"
 #: Flags without a value.
 SWITCHES = frozenset(
-    {"unattended", "nodefaultlabels", "disableupdate", "ephemeral", "replace", "local", "once", "check"}
+    {
+        *("unattended", "nodefaultlabels", "disableupdate", "ephemeral", "replace", "local", "once", "check"),
+        *("help", "version", "commit"),
+    }
 )
 TRUE = frozenset({"1", "true", "y", "yes"})
 

@@ -1,4 +1,4 @@
-"""The program `bin/Runner.Listener` with its commands `configure` and `remove` (`config.sh`) and `run`."""
+"""The program `bin/Runner.Listener` with its commands `configure` and `remove` (`config.sh`), `run` and `warmup`."""
 
 import base64
 import json
@@ -17,6 +17,14 @@ ALREADY_CONFIGURED = (
     "run 'config.cmd remove' or './config.sh remove' first."
 )
 
+#: The first lines of the text in Runner.Listener/Runner.cs, PrintUsage.
+USAGE = """
+Commands:
+ ./config.sh         Configures the runner
+ ./config.sh remove  Unconfigures the runner
+ ./run.sh            Runs the runner interactively. Does not require any options.
+"""
+
 
 def main() -> int:
     root = pathlib.Path(sys.argv[0]).resolve().parent.parent
@@ -29,8 +37,9 @@ def main() -> int:
         say_error(f"An error occurred: {problem}")
         return TERMINATED
     inputs = RunnerInputs(sys.argv[1:])
-    if inputs.switch("version"):
-        say(home.version)
+    # Runner.Listener/Runner.cs, ExecuteCommand: before all commands.
+    if inputs.switch("help") or inputs.switch("version"):
+        say(USAGE if inputs.switch("help") else home.version)
         return OK
     os.chdir(root)
     match inputs.commands[0] if inputs.commands else "run":
@@ -46,6 +55,10 @@ def main() -> int:
                 say_error("An error occurred: Invalid jit config.")
                 return TERMINATED
             return listen(home)
+        case "warmup":
+            from . import listener, worker  # noqa: F401, PLC0415 - the real one loads all assemblies and says nothing
+
+            return OK
         case unknown:
             say_error(
                 f"Unrecognized command-line input arguments: '{unknown}'. For usage refer to: .\\config.cmd --help"
