@@ -143,6 +143,7 @@ def test_refresh_applies_and_sweeps_with_a_token_from_secrets_manager(function: 
     assert function.log[-1]["result"] == first
     assert (function.metrics["Pool"], function.metrics["Command"]) == (POOL, "refresh")
     assert (function.metrics["Failed"], function.metrics["Errors"], function.metrics["InstancesIdle"]) == (0, 0, 0)
+    assert function.metrics["RunnerVersionWarnings"] == 0
     assert function.metrics["GithubCalls"] == sum(first["calls"]["github"].values())
 
 
