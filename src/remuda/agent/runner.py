@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
-from urllib.parse import urlsplit
 
 from remuda import procfs
 from remuda.agent import processes
@@ -20,6 +19,7 @@ from remuda.agent.job_hook import JobHook
 from remuda.agent.listener import JobHost, Listener
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import Assignment
+from remuda.domain.runner_release import disables_updates
 from remuda.domain.serialization import from_document, to_document
 from remuda.domain.signals import FailureKind
 from remuda.ports.clock import Clock
@@ -138,7 +138,7 @@ class ActionsRunner:
             return StepResult(ok=True, detail="configured just in time: the listener starts with the configuration")
         if assignment.credential is None:
             return StepResult(ok=False, detail="the assignment has no registration token")
-        updates = _update_flags(assignment.url)
+        updates = ("--disableupdate",) if disables_updates(assignment.url) else ()
         flags = ("--unattended", "--no-default-labels", *updates, "--replace", "--work", str(self._work))
         inputs = {
             "URL": assignment.url,
@@ -286,12 +286,6 @@ class ActionsRunner:
             command, cwd=self._config_folder, environment=environment, timeout_s=limit_s, temp_dir=self._state_folder
         )
         return code, output.replace(inputs["TOKEN"] or "***", "***")
-
-
-def _update_flags(url: str) -> tuple[str, ...]:
-    """Older GitHub Enterprise Servers refuse runners without updates (actions/runner, ConfigurationManager.cs)."""
-    host = urlsplit(url).hostname or ""
-    return ("--disableupdate",) if host == "github.com" or host.endswith(".ghe.com") else ()
 
 
 def _describe_result(code: int | None, output: str) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
+from urllib.parse import urlsplit
 
 from remuda.domain.errors import UserError
 
@@ -57,6 +58,15 @@ class RunnerPackage:
             raise ValueError("its URL or its digest is invalid")
 
 
+def disables_updates(url: str) -> bool:
+    """Whether runners that register with this URL do not update themselves.
+
+    Older GitHub Enterprise Servers refuse such runners (actions/runner, ConfigurationManager.cs).
+    """
+    host = urlsplit(url).hostname or ""
+    return host == "github.com" or host.endswith(".ghe.com")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReleaseWarning:
     problem: str
@@ -78,7 +88,7 @@ class RunnerRelease:
     checked_at: datetime | None = None
     #: Whether GitHub ever offered this version as the newest.
     was_newest: bool = False
-    #: Time at which refresh first saw a newer version, or None.
+    #: Time at which refresh first saw a newer version, or None. Runners that update themselves are never outdated.
     outdated_since: datetime | None = None
 
     def check(self) -> None:
@@ -168,7 +178,12 @@ class RunnerChoice:
 
 
 def resolve_release(
-    choice: RunnerChoice, newest: RunnerRelease | None, stored: RunnerRelease | None, *, now: datetime
+    choice: RunnerChoice,
+    newest: RunnerRelease | None,
+    stored: RunnerRelease | None,
+    *,
+    now: datetime,
+    github_url: str = "https://github.com",
 ) -> RunnerRelease | None:
     """Return the pool's release after a refresh. None if the image's runner is used, or none is known.
 
@@ -187,7 +202,7 @@ def resolve_release(
     known = stored if stored is not None and stored.version == wanted.version else None
     if newest is None:
         return wanted if known is None else replace(known, packages=wanted.packages)
-    is_outdated = is_newer(newest.version, wanted.version)
+    is_outdated = is_newer(newest.version, wanted.version) and disables_updates(github_url)
     return RunnerRelease(
         version=wanted.version,
         packages=wanted.packages,

@@ -197,6 +197,14 @@ def test_fixed_version_that_was_outdated_from_the_start_is_warned_about_at_once(
     assert "may refuse runners of version 2.330.0" in str(fixed("2.330.0", "2.336.0").warning(NOW))
 
 
+def test_runners_of_enterprise_servers_update_themselves() -> None:
+    found = resolve_release(
+        parse("2.330.0", DIGEST), runner_release("2.336.0"), None, now=NOW, github_url="https://github.example.com"
+    )
+    assert found is not None
+    assert (found.version, found.latest, found.deadline, found.warning(NOW)) == ("2.330.0", "2.336.0", None, None)
+
+
 def test_version_that_is_unchecked_for_long_is_warned_about() -> None:
     release = latest("2.336.0")
     assert release is not None

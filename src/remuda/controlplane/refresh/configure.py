@@ -53,7 +53,7 @@ async def apply_configuration(context: Context, desired: DesiredConfig, result: 
     choice = RunnerChoice.parse(desired.launch)
     newest = await _newest_runner(github, desired.scope, choice, stored, result)
     now = to_milliseconds(context.clock.now())
-    runner = resolve_release(choice, newest, stored.runner if stored else None, now=now)
+    runner = resolve_release(choice, newest, stored.runner if stored else None, now=now, github_url=desired.github_url)
     await _prepare(context, desired, runner, result)
     for _ in range(CONFIG_WRITE_ATTEMPTS):
         stored_tokens = stored.tokens if stored else ()
@@ -70,7 +70,9 @@ async def apply_configuration(context: Context, desired: DesiredConfig, result: 
             applied_at=to_milliseconds(context.clock.now()),
             revision=stored.revision + 1 if stored else 1,
             tokens=_with_tokens(stored_tokens, tokens),
-            runner=resolve_release(choice, newest, stored.runner if stored else None, now=now),
+            runner=resolve_release(
+                choice, newest, stored.runner if stored else None, now=now, github_url=desired.github_url
+            ),
         )
         changed = config_changes(stored, config) if stored else {}
         applied = list(changed) if stored else [f"configuration of pool {config.pool}"]
