@@ -107,7 +107,7 @@ def _figures(measured: dict[str, list[float]], software: str) -> tuple[Figure, .
 # In the namespaces ------------------------------------------------------------------------------------------------
 
 
-class Measurement:
+class AgentTimes:
     """Seconds of each sample."""
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ class Measurement:
 class TimedStore(MemoryInstanceStore):
     """The agent's store, which notes when the agent reads a state and when it signals the end of a release."""
 
-    measurement: Measurement
+    measurement: AgentTimes
 
     async def wait_for_control(
         self, instance_id: str, since: Instance | None, timeout_s: float, *, urgent: bool = True
@@ -173,7 +173,7 @@ class InstantRunner(ActionsRunner):
 
 
 class SandboxMachine(RecordingMachine):
-    def __init__(self, reset: Callable[[], Awaitable[StepResult]], measurement: Measurement) -> None:
+    def __init__(self, reset: Callable[[], Awaitable[StepResult]], measurement: AgentTimes) -> None:
         super().__init__([])
         self._reset = reset
         self._measurement = measurement
@@ -187,7 +187,7 @@ class SandboxMachine(RecordingMachine):
 
 
 async def measure(folder: Path, *, files: int, megabytes: int, samples: int) -> dict[str, list[float]]:
-    measurement, clock = Measurement(), SystemClock()
+    measurement, clock = AgentTimes(), SystemClock()
     software = folder / "runner"
     make_software(software, files, megabytes)
     sandboxes = Sandboxes(
@@ -242,7 +242,7 @@ async def measure(folder: Path, *, files: int, megabytes: int, samples: int) -> 
     return measurement.samples
 
 
-def has_begun(log: Path, measurement: Measurement) -> bool:
+def has_begun(log: Path, measurement: AgentTimes) -> bool:
     """Whether the listener of the present run has done its work. The log may still be that of the last one."""
     words = log.read_text().split() if log.exists() else []
     read_at = measurement.read_at.get(State.RUNNING)

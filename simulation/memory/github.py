@@ -14,7 +14,7 @@ from datetime import timedelta
 from remuda.domain.errors import Conflict, NotFound, UserError
 from remuda.domain.instance import Credential
 from remuda.domain.pool_config import DEFAULT_GROUP_ID
-from remuda.domain.runner_release import Architecture, RunnerPackage, RunnerRelease, release_url
+from remuda.domain.runner_release import PackageArchitecture, RunnerPackage, RunnerRelease, release_url
 from remuda.domain.timestamps import to_milliseconds
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock
@@ -293,7 +293,7 @@ def runner_release(version: str) -> RunnerRelease:
             url=release_url(version, each),
             sha256=hashlib.sha256(f"{version} {each}".encode()).hexdigest(),
         )
-        for each in Architecture
+        for each in PackageArchitecture
     ]
     return RunnerRelease(version=version, packages=tuple(packages))
 

@@ -109,7 +109,7 @@ def network() -> Iterator[Network]:
             process.kill()
 
 
-class Machine(NamedTuple):
+class FirewallNetwork(NamedTuple):
     host: Network
     sandbox: Network
     #: A container in the sandbox, behind another address translation.
@@ -151,7 +151,7 @@ ip route add default via 172.17.0.1; ip route add default via fd00:3::1
 
 
 @pytest.fixture
-def machine() -> Iterator[Machine]:
+def machine() -> Iterator[FirewallNetwork]:
     """A machine without rules: all networks reach all servers."""
     with ExitStack() as stack:
         host, cloud, sandbox, container = (stack.enter_context(network()) for _ in range(4))
@@ -165,12 +165,14 @@ def machine() -> Iterator[Machine]:
             stack.callback(service.kill)
             assert service.stdout is not None
             assert service.stdout.readline() == b"ready\n"
-        yield Machine(host, sandbox, container)
+        yield FirewallNetwork(host, sandbox, container)
 
 
 @pytest.mark.namespaces
 @pytest.mark.skipif(bool(unsupported_reason()), reason=unsupported_reason())
-def test_sandboxes_reach_the_internet_but_neither_metadata_nor_machine(machine: Machine, tmp_path: Path) -> None:
+def test_sandboxes_reach_the_internet_but_neither_metadata_nor_machine(
+    machine: FirewallNetwork, tmp_path: Path
+) -> None:
     # Without the rules everything is reachable, so the checks below are meaningful.
     for each in machine:
         each.wait_until_reaches(EVERY)

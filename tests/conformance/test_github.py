@@ -13,7 +13,7 @@ import pytest
 from remuda.adapters.github.client import LIST_ATTEMPTS, MAX_ATTEMPTS, GitHubClient, web_url
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.domain.errors import Conflict, NotFound, Throttled, Unavailable, UserError
-from remuda.domain.runner_release import Architecture, release_url
+from remuda.domain.runner_release import PackageArchitecture, release_url
 from remuda.fake_github import Endpoint
 from remuda.fake_github.client import FakeGitHubClient
 from remuda.ports.calls import CallCounter
@@ -167,7 +167,7 @@ async def test_newest_release_of_the_runner(github: GitHub, github_clients: GitH
     release = await github.runner_downloads(scope)
     assert release.version == "2.336.0"
     assert {item.architecture: item.url for item in release.packages} == {
-        each: release_url("2.336.0", each) for each in Architecture
+        each: release_url("2.336.0", each) for each in PackageArchitecture
     }
     assert len({item.sha256 for item in release.packages}) == 2
     assert github_clients.calls.by_service()["github"]["GET downloads"] == 1

@@ -10,6 +10,7 @@ from enum import StrEnum
 from urllib.parse import urlsplit
 
 from remuda.domain.errors import UserError
+from remuda.domain.resources import MAX_SHOWN
 
 VERSION = "actions-runner-version"
 SHA256 = "actions-runner-sha256"
@@ -30,13 +31,12 @@ WARN_BEFORE = timedelta(days=7)
 UNCHECKED_AFTER = timedelta(days=7)
 
 _VERSION = re.compile(r"[0-9]{1,4}\.[0-9]{1,5}\.[0-9]{1,5}")
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+DIGEST = re.compile(r"[0-9a-f]{64}")
 #: Without a user, a query or a fragment: the URL becomes part of the launch template, which many can read.
 _PACKAGE_URL = re.compile(r"(?:https|s3)://[A-Za-z0-9.-]{1,253}(?::[0-9]{1,5})?/[A-Za-z0-9._~%+/-]{1,1500}\.tar\.gz")
-_MAX_SHOWN = 80
 
 
-class Architecture(StrEnum):
+class PackageArchitecture(StrEnum):
     """Processor architectures of runner packages, as GitHub names them."""
 
     X64 = "x64"
@@ -47,7 +47,7 @@ class Architecture(StrEnum):
 class RunnerPackage:
     """The archive of a release for one architecture."""
 
-    architecture: Architecture
+    architecture: PackageArchitecture
     url: str
     #: Digest of the archive.
     sha256: str
@@ -158,7 +158,7 @@ class RunnerChoice:
             return cls(version=version)
         if not is_version(version):
             raise UserError(
-                f"{VERSION} is invalid: {version[:_MAX_SHOWN]!r}",
+                f"{VERSION} is invalid: {version[:MAX_SHOWN]!r}",
                 field=VERSION,
                 fix=f"use {LATEST}, {IMAGE} or a version such as 2.336.0",
             )
@@ -213,11 +213,11 @@ def resolve_release(
     )
 
 
-def release_url(version: str, architecture: Architecture) -> str:
+def release_url(version: str, architecture: PackageArchitecture) -> str:
     return f"https://github.com/actions/runner/releases/download/v{version}/{package_name(version, architecture)}"
 
 
-def package_name(version: str, architecture: Architecture) -> str:
+def package_name(version: str, architecture: PackageArchitecture) -> str:
     return f"actions-runner-linux-{architecture}-{version}.tar.gz"
 
 
@@ -226,7 +226,7 @@ def is_version(text: str) -> bool:
 
 
 def is_digest(text: str) -> bool:
-    return _DIGEST.fullmatch(text) is not None
+    return DIGEST.fullmatch(text) is not None
 
 
 def is_package_url(text: str) -> bool:
@@ -240,21 +240,21 @@ def is_newer(version: str, other: str) -> bool:
 
 def _by_architecture(
     launch: Mapping[str, str], name: str, expected: str, is_valid: Callable[[str], bool]
-) -> dict[Architecture, str]:
+) -> dict[PackageArchitecture, str]:
     """Parse one value for all architectures, or `x64=…,arm64=…`."""
     text = launch.get(name, "").strip()
     if not text:
         return {}
     if is_valid(text):
-        return dict.fromkeys(Architecture, text)
-    found: dict[Architecture, str] = {}
+        return dict.fromkeys(PackageArchitecture, text)
+    found: dict[PackageArchitecture, str] = {}
     for part in text.split(","):
         key, _, value = (word.strip() for word in part.partition("="))
-        if key not in {each.value for each in Architecture} or not is_valid(value) or key in found:
+        if key not in {each.value for each in PackageArchitecture} or not is_valid(value) or key in found:
             # A URL may contain a credential.
-            shown = f": {text[:_MAX_SHOWN]!r}" if "@" not in text and "?" not in text else ""
+            shown = f": {text[:MAX_SHOWN]!r}" if "@" not in text and "?" not in text else ""
             raise UserError(
                 f"{name} is invalid{shown}", field=name, fix=f"set {expected}; or one per architecture, x64=…,arm64=…"
             )
-        found[Architecture(key)] = value
+        found[PackageArchitecture(key)] = value
     return found

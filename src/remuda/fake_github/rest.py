@@ -114,13 +114,7 @@ class RunnersRest:
 
     def list_groups(self, request: Request, scope: str, _body: dict[str, Any]) -> Response:
         groups = [_group(scope, name, group_id) for name, group_id in self._core.registry.groups(scope).items()]
-        per_page = min(_positive(request, "per_page", DEFAULT_PER_PAGE), MAX_PER_PAGE)
-        page = _positive(request, "page", 1)
-        shown = groups[(page - 1) * per_page : page * per_page]
-        response = JSONResponse({"total_count": len(groups), "runner_groups": shown})
-        if link := _link(request, page=page, last=max(1, -(-len(groups) // per_page))):
-            response.headers["link"] = link
-        return response
+        return _page(request, "runner_groups", groups)
 
     def downloads(self, _request: Request, _scope: str, _body: dict[str, Any]) -> Response:
         """Like GitHub, list packages for all systems, which other clients ignore."""
@@ -131,16 +125,7 @@ class RunnersRest:
         runners = self._listed(scope)
         if name := request.query_params.get("name"):
             runners = [runner for runner in runners if runner["name"] == name]
-        per_page = min(_positive(request, "per_page", DEFAULT_PER_PAGE), MAX_PER_PAGE)
-        page = _positive(request, "page", 1)
-        start = (page - 1) * per_page
-        shown = runners[start : start + per_page]
-        if self._app.faults.take(FaultKind.SHORT_LIST, "list"):
-            shown = shown[:-1]
-        response = JSONResponse({"total_count": len(runners), "runners": shown})
-        if link := _link(request, page=page, last=max(1, -(-len(runners) // per_page))):
-            response.headers["link"] = link
-        return response
+        return _page(request, "runners", runners, short=self._app.faults.take(FaultKind.SHORT_LIST, "list") is not None)
 
     def get_runner(self, request: Request, scope: str, _body: dict[str, Any]) -> Response:
         runner = self._core.registry.get(scope, _runner_id(request))
@@ -238,6 +223,17 @@ class RunnersRest:
         response.headers["x-ratelimit-reset"] = str((now // HOUR_S + 1) * HOUR_S)
         response.headers["x-ratelimit-resource"] = "core"
         response.headers["x-github-request-id"] = self._core.clock.token("").upper()
+
+
+def _page(request: Request, key: str, documents: list[dict[str, Any]], *, short: bool = False) -> Response:
+    """Respond with the requested page of a list. A `short` page lacks its last document."""
+    per_page = min(_positive(request, "per_page", DEFAULT_PER_PAGE), MAX_PER_PAGE)
+    page = _positive(request, "page", 1)
+    shown = documents[(page - 1) * per_page : page * per_page]
+    response = JSONResponse({"total_count": len(documents), key: shown[:-1] if short else shown})
+    if link := _link(request, page=page, last=max(1, -(-len(documents) // per_page))):
+        response.headers["link"] = link
+    return response
 
 
 def package_document(version: str, system: str, architecture: str) -> dict[str, str]:

@@ -48,7 +48,7 @@ POWERED_OFF = "powered off"
 _END = re.compile(r"^\S+ end instance_id=\S+ (?:\w+=\S* )*(.+)$", re.MULTILINE)
 
 
-class Machine(Protocol):
+class SimulatedMachine(Protocol):
     """What EC2 sees of a machine."""
 
     @property
@@ -64,7 +64,7 @@ class Machine(Protocol):
 class _Booted:
     task: asyncio.Task[None]
     imds: FakeImds | None = None
-    machine: Machine | None = None
+    machine: SimulatedMachine | None = None
     powered_off: bool = False
 
 
@@ -108,7 +108,7 @@ class Ec2MachineRunner:
         return {key: item for key, item in self.all_machines.items() if isinstance(item, NamespaceMachine)}
 
     @property
-    def all_machines(self) -> dict[str, Machine]:
+    def all_machines(self) -> dict[str, SimulatedMachine]:
         """By instance id."""
         return {key: item.machine for key, item in self._booted.items() if item.machine is not None}
 
@@ -174,7 +174,7 @@ class Ec2MachineRunner:
             imds.network = network.path
             yield imds
 
-    def _start_machine(self, folder: Path, user_data: str, imds: FakeImds) -> Machine:
+    def _start_machine(self, folder: Path, user_data: str, imds: FakeImds) -> SimulatedMachine:
         return NamespaceMachine(folder, image=self._image, user_data=user_data, metadata_network=imds.network)
 
     async def _user_data(self, instance_id: str) -> str:

@@ -14,7 +14,7 @@ from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.domain.instance import Instance
 from remuda.domain.signals import Report
 from remuda.fake_github.client import FakeGitHubClient, JobStep, JobView
-from tests.support.aws.ec2_machines import Ec2MachineRunner, Machine, MachineStack, ec2_machines
+from tests.support.aws.ec2_machines import Ec2MachineRunner, MachineStack, SimulatedMachine, ec2_machines
 from tests.support.aws.servers import LOOPBACK, aws_client
 from tests.support.aws.stack import POOL, SCOPE, aws_stack
 from tests.support.cli import run_cli
@@ -44,7 +44,7 @@ class VirtualMachineRunner(Ec2MachineRunner):
         with fake_imds() as imds:
             yield imds
 
-    def _start_machine(self, folder: Path, user_data: str, imds: FakeImds) -> Machine:
+    def _start_machine(self, folder: Path, user_data: str, imds: FakeImds) -> SimulatedMachine:
         # The servers of the tests have another address inside the machine.
         imds.values["/latest/user-data"] = user_data.replace(LOOPBACK, HOST)
         software = self._folder / SOFTWARE

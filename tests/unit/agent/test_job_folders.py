@@ -146,7 +146,7 @@ class TestReset:
         assert str(local.pristine) in result.detail
 
 
-class TestStart:
+class TestStartInFolder:
     async def test_files_get_their_modes_and_replace_links(self, local: LocalFolders) -> None:
         runner = local.jobs.runner_folder
         (runner / ".runner").symlink_to(local.outside / "file")

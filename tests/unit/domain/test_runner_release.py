@@ -16,7 +16,7 @@ from remuda.domain.runner_release import (
     URL,
     VERSION,
     WARN_BEFORE,
-    Architecture,
+    PackageArchitecture,
     RunnerChoice,
     RunnerRelease,
     is_newer,
@@ -66,7 +66,7 @@ def test_fixed_version_with_one_digest_serves_both_architectures() -> None:
     release = parse("2.336.0", DIGEST).release
     assert release is not None
     assert [(item.architecture, item.url, item.sha256) for item in release.packages] == [
-        (each, release_url("2.336.0", each), DIGEST) for each in Architecture
+        (each, release_url("2.336.0", each), DIGEST) for each in PackageArchitecture
     ]
 
 
@@ -75,8 +75,8 @@ def test_fixed_version_with_values_per_architecture() -> None:
     assert release is not None
     found = {item.architecture: (item.sha256, item.url) for item in release.packages}
     assert found == {
-        Architecture.X64: (DIGEST, MIRROR),
-        Architecture.ARM64: (OTHER, release_url("2.336.0", Architecture.ARM64)),
+        PackageArchitecture.X64: (DIGEST, MIRROR),
+        PackageArchitecture.ARM64: (OTHER, release_url("2.336.0", PackageArchitecture.ARM64)),
     }
 
 

@@ -25,7 +25,7 @@ from remuda.adapters.aws.sqs import SqsResourcePool
 from remuda.domain.errors import UserError
 from remuda.domain.resources import ResourceClass, RunnerRequest, Tier, TypePatterns, UsageClass, split_type
 from remuda.domain.runner_release import SHA256 as RUNNER_SHA256
-from remuda.domain.runner_release import Architecture
+from remuda.domain.runner_release import PackageArchitecture
 from remuda.ports.clock import Clock
 from remuda.ports.compute import POOL_TAG, PROVISION_TAG, MachineState
 from remuda.ports.doctor import Check, CheckResult, CheckStatus, compare_clocks, ok, problem, warning
@@ -322,7 +322,7 @@ def _check_architecture(options: Ec2LaunchOptions, architecture: str, system: st
     release = options.runner.release
     runner_url = ""
     if release is not None:
-        wanted = Architecture.X64 if architecture == "x86_64" else Architecture.ARM64
+        wanted = PackageArchitecture.X64 if architecture == "x86_64" else PackageArchitecture.ARM64
         runner_url = next((item.url for item in release.packages if item.architecture is wanted), "")
         if not runner_url:
             return problem(

@@ -16,7 +16,7 @@ from importlib import resources
 
 from remuda.adapters.aws.ec2.options import SCRIPT, Ec2LaunchOptions
 from remuda.domain.errors import UserError
-from remuda.domain.runner_release import LATEST, VERSION, Architecture, RunnerChoice
+from remuda.domain.runner_release import LATEST, VERSION, PackageArchitecture, RunnerChoice
 
 #: EC2's limit for user data before base64 encoding.
 MAX_BYTES = 16 * 1024
@@ -108,7 +108,7 @@ def _runner_variables(choice: RunnerChoice) -> dict[str, str]:
     release = choice.release
     variables = {"runner_version": release.version if release else ""}
     packages = {item.architecture: item for item in release.packages} if release else {}
-    for each in Architecture:
+    for each in PackageArchitecture:
         package = packages.get(each)
         variables[f"runner_url_{each}"] = package.url if package else ""
         variables[f"runner_sha256_{each}"] = package.sha256 if package else ""

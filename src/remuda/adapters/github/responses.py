@@ -19,7 +19,7 @@ import httpx
 from remuda.domain.errors import Conflict, NotFound, RemudaError, Throttled, Unavailable, UserError
 from remuda.domain.instance import Credential
 from remuda.domain.runner_release import (
-    Architecture,
+    PackageArchitecture,
     RunnerPackage,
     RunnerRelease,
     is_digest,
@@ -148,9 +148,9 @@ def parse_runner_downloads(response: httpx.Response) -> RunnerRelease:
         if not isinstance(each, dict) or each.get("os") != "linux":
             continue
         name = each.get("architecture")
-        if name not in {item.value for item in Architecture}:
+        if name not in {item.value for item in PackageArchitecture}:
             continue
-        package, version = _package(each, Architecture(name))
+        package, version = _package(each, PackageArchitecture(name))
         packages.append(package)
         versions.add(version)
     if not packages or len({item.architecture for item in packages}) < len(packages):
@@ -160,7 +160,7 @@ def parse_runner_downloads(response: httpx.Response) -> RunnerRelease:
     return RunnerRelease(version=versions.pop(), packages=tuple(packages))
 
 
-def _package(body: Mapping[str, Any], architecture: Architecture) -> tuple[RunnerPackage, str]:
+def _package(body: Mapping[str, Any], architecture: PackageArchitecture) -> tuple[RunnerPackage, str]:
     """The package and its version."""
     filename, url, sha256 = (body.get(key) for key in ("filename", "download_url", "sha256_checksum"))
     prefix, suffix = package_name("|", architecture).split("|")

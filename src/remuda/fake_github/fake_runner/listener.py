@@ -118,7 +118,7 @@ class ListenerExit(Exception):
         self.code = code
 
 
-class Listener:
+class FakeListener:
     def __init__(self, home: RunnerHome, settings: dict[str, Any], credentials: dict[str, Any]) -> None:
         self._home = home
         self._settings = settings
@@ -386,4 +386,4 @@ def listen(home: RunnerHome) -> int:
     except OSError:
         say_error(f"Fail to create and validate runner's work directory '{work}'.")
         return TERMINATED
-    return Listener(home, settings, credentials).run()
+    return FakeListener(home, settings, credentials).run()

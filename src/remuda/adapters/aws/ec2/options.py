@@ -109,7 +109,6 @@ _KEY_NAME = re.compile(r"[ -~]{1,255}")
 #: The ARN, because policies can name only that.
 _KMS_KEY = re.compile(r"arn:[a-z-]+:kms:[a-z0-9-]+:[0-9]{12}:key/[A-Za-z0-9-]{1,128}")
 _NUMBER = re.compile(r"[0-9]{1,9}")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 _ENVIRONMENT = re.compile(r"[A-Za-z0-9 +=.,_:/@-]{1,256}")
 #: A folder of a sandbox. Not a top-level one, and without `..`.
 _CACHE_PATH = re.compile(r"(?:/[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}|/\.[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}){2,8}")
@@ -345,7 +344,7 @@ def _script(launch: Mapping[str, str]) -> str:
 
 
 def _sha256(launch: Mapping[str, str], name: str) -> str:
-    return _optional(launch, name, _SHA256, "set the SHA-256 of the file: 64 digits 0-9, a-f")
+    return _optional(launch, name, runner_release.DIGEST, "set the SHA-256 of the file: 64 digits 0-9, a-f")
 
 
 def _url(launch: Mapping[str, str], name: str, endings: tuple[str, ...]) -> str:
