@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 
 from build import DEPLOY
-from policies import CLASSES, SCHEDULED, policies
 from remuda.adapters.aws.clients import config, open_session
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.sqs import SqsResourcePool
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.aws_lambda.handler import SETTINGS_VARIABLE, parse_event, parse_variables
 from remuda.config.sources import load
+from remuda.deployment.policies import CLASSES, SCHEDULED, policies
+from remuda.deployment.statements import fill_placeholders
+from remuda.deployment.template import ALARMS, FUNCTION_TIMEOUT_S, HANDLER, LOG_DAYS, template
 from remuda.ports.calls import CallCounter
-from statements import fill_placeholders
-from template import ALARMS, FUNCTION_TIMEOUT_S, HANDLER, LOG_DAYS, template
 from tests.support.aws.ec2 import shared_ec2_server
 from tests.support.aws.servers import REGION
 

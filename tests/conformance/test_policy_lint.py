@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from policies import policies
-from statements import fill_placeholders
+from remuda.deployment.policies import policies
+from remuda.deployment.statements import fill_placeholders
 from tests.support.aws.servers import ROOT, ServerError
 
 PYTHON = ROOT / ".venv-lint" / "bin" / "python"

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import Any
 
-from policies import ATTRIBUTES, LEADING_KEYS, policies
 from remuda.adapters.aws.dynamodb.items import PK
-from statements import fill_placeholders
+from remuda.deployment.policies import ATTRIBUTES, LEADING_KEYS, policies
+from remuda.deployment.statements import fill_placeholders
 
 #: The value of a condition key, or its values if the key is multivalued.
 Value = str | Sequence[str]

@@ -16,12 +16,12 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from policies import ATTRIBUTES, CLASSES, LEADING_KEYS, ORPHAN_TAG, SCHEDULED
 from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.dynamodb.schema import INDEXES
+from remuda.deployment.policies import ATTRIBUTES, CLASSES, LEADING_KEYS, ORPHAN_TAG, SCHEDULED
+from remuda.deployment.template import GITHUB, template
 from remuda.domain.scale_down.fleet import GHR_APPLICATION, GHR_APPLICATION_TAG, GHR_ENVIRONMENT_TAG
 from remuda.ports.compute import POOL_TAG
-from template import GITHUB, template
 from tests.support.iam import IamRequest, Value, allows
 
 TEMPLATE = template()["Resources"]

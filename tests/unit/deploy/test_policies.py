@@ -15,13 +15,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import build
-from policies import ANY_RESOURCE, ATTRIBUTES, ORPHAN_TAG, launch_types, policies, workflow
 from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.dynamodb.schema import INDEXES
+from remuda.deployment.policies import ANY_RESOURCE, ATTRIBUTES, ORPHAN_TAG, launch_types, policies, workflow
+from remuda.deployment.statements import fill_placeholders
 from remuda.domain.resources import parse_classes
 from remuda.domain.scale_down.fleet import GHR_APPLICATION, GHR_APPLICATION_TAG, GHR_ENVIRONMENT_TAG
 from remuda.ports.compute import POOL_TAG
-from statements import fill_placeholders
 from tests.support.iam import IamRequest, Value, allows
 
 ACCOUNT, REGION = "123456789012", "eu-central-1"

@@ -10,12 +10,12 @@ import botocore.session
 import pytest
 
 import remuda.adapters.aws
-from policies import policies
 from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.dynamodb.schema import INDEXES
+from remuda.deployment.policies import policies
+from remuda.deployment.statements import fill_placeholders
 from remuda.domain.scale_down.fleet import GHR_APPLICATION, GHR_APPLICATION_TAG, GHR_ENVIRONMENT_TAG
 from remuda.ports.compute import POOL_TAG
-from statements import fill_placeholders
 from tests.support.iam import IamRequest, Value, allows
 
 ACCOUNT, REGION, POOL = "123456789012", "eu-central-1", "ci"

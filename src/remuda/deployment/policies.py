@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.ec2.template import template_name
+from remuda.deployment.statements import Conditions, Policy, Statement
 from remuda.domain.resources import DEFAULT_CLASSES, ResourceClass, TypePatterns, split_type
 from remuda.domain.scale_down.fleet import GHR_APPLICATION, GHR_APPLICATION_TAG, GHR_ENVIRONMENT_TAG
 from remuda.ports.compute import POOL_TAG
-from statements import Conditions, Policy, Statement
 
 #: Names of the default classes.
 CLASSES = tuple(each.name for each in DEFAULT_CLASSES)

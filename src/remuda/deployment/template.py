@@ -7,7 +7,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from policies import (
+from remuda.adapters.aws.dynamodb import items
+from remuda.adapters.aws.dynamodb.schema import INDEXES, KEYS
+from remuda.adapters.aws.sqs import ATTRIBUTES
+from remuda.aws_lambda.handler import SETTINGS_VARIABLE
+from remuda.config.declaration import Group, Setting, variable
+from remuda.config.settings import SETTINGS
+from remuda.deployment.policies import (
     AGENT_NAME,
     CREDENTIAL,
     CREDENTIALS,
@@ -21,15 +27,9 @@ from policies import (
     queue_name,
     settings_parameter,
 )
-from remuda.adapters.aws.dynamodb import items
-from remuda.adapters.aws.dynamodb.schema import INDEXES, KEYS
-from remuda.adapters.aws.sqs import ATTRIBUTES
-from remuda.aws_lambda.handler import SETTINGS_VARIABLE
-from remuda.config.declaration import Group, Setting, variable
-from remuda.config.settings import SETTINGS
+from remuda.deployment.statements import VERSION, Policy, render
 from remuda.domain.resources import DEFAULT_CLASSES, ResourceClass
 from remuda.ports.compute import POOL_TAG
-from statements import VERSION, Policy, render
 
 Resource = dict[str, Any]
 
