@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from remuda.config.declaration import (
     ALL_COMMANDS,
+    DEPLOY_COMMANDS,
     POOL_COMMANDS,
     Group,
     InvalidValue,
@@ -62,6 +63,8 @@ MAX_PROVISION_S = 2_400.0
 MAX_SCRIPT_CHARS = 10_000
 MAX_TAG_CHARS = 256
 MAX_GROUP_CHARS = 64
+#: Commands with a choice of the backend.
+LOCAL_COMMANDS = tuple(name for name in ALL_COMMANDS if name not in DEPLOY_COMMANDS)
 #: Default clock margin in seconds, by backend.
 LOCAL_MARGIN_S = 1.0
 AWS_MARGIN_S = 60.0
@@ -214,13 +217,15 @@ class Settings:
 
     #: The source of each value that is not the default, as the user wrote it: a flag, a variable, a key of the file.
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    #: These values as they were written, without credentials.
+    written: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     backend: str = declare(
         choice(("local", "aws")),
         "local",
         "Where instances run: processes on this machine, or EC2.",
         group=Group.COMMON,
-        commands=ALL_COMMANDS,
+        commands=LOCAL_COMMANDS,
         is_input=False,
     )
     dir: Path = declare(
@@ -228,7 +233,7 @@ class Settings:
         Path(".remuda"),
         "State directory of the local backend.",
         group=Group.COMMON,
-        commands=ALL_COMMANDS,
+        commands=LOCAL_COMMANDS,
         is_input=False,
     )
     pool: str = declare(
@@ -240,7 +245,7 @@ class Settings:
         "default",
         "Name of the pool.",
         group=Group.COMMON,
-        commands=POOL_COMMANDS,
+        commands=(*POOL_COMMANDS, *DEPLOY_COMMANDS),
     )
     github_scope: str = _github_setting(
         text(metavar="OWNER[/REPO]", parse=check_scope),
