@@ -229,7 +229,7 @@ def test_roles_have_nothing_but_the_policies_of_the_template():
 # Requests -------------------------------------------------------------------------------------------------------------
 
 
-def at(  # noqa: PLR0912 - one branch per service
+def at(  # noqa: C901, PLR0912 - one branch per service
     action: str, of: Place, by: Place
 ) -> Iterator[tuple[str, Mapping[str, Value]]]:
     """Resources of a place that an action applies to, each with its context."""
