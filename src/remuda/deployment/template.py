@@ -555,7 +555,7 @@ def _broker() -> dict[str, Resource]:
         timeout_s=BROKER_TIMEOUT_S,
         reserved={"Fn::If": ["LimitsBroker", {"Ref": "BrokerConcurrency"}, {"Ref": "AWS::NoValue"}]},
     )
-    public = {"Type": "AWS::Lambda::Permission", "Properties": {"FunctionName": function, "Principal": "*"}}
+    public: Resource = {"Type": "AWS::Lambda::Permission", "Properties": {"FunctionName": function, "Principal": "*"}}
     url: dict[str, Resource] = {
         "BrokerUrl": {"Type": "AWS::Lambda::Url", "Properties": {"TargetFunctionArn": function, "AuthType": "NONE"}},
         "BrokerUrlPermission": {
