@@ -48,6 +48,7 @@ class Group(StrEnum):
     POOL = "Pool"
     AWS = "AWS"
     SCALE_DOWN = "Scale-down"
+    BROKER = "Broker"
     GITHUB = "GitHub"
     LOCAL = "Local backend"
     COMMON = "Common"
