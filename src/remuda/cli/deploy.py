@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from remuda.deployment.preflight import Facts
     from remuda.deployment.stack import StackChange, StackState
 
+#: Settings that are list parameters of the stack.
+LIST_PARAMETERS = ("repositories", "environments")
 _INTERRUPTED = "interrupted; what was created stays, and the same command continues from there"
 _CREDENTIAL = (
     "no GitHub credential is given: set REMUDA_GITHUB_TOKEN or give --github-token @FILE; for a GitHub App give "
@@ -72,7 +74,6 @@ def run_deploy(
     *,
     region: str,
     vpc: str,
-    repositories: str,
     github_token: str,
     github_app_key: str,
     bundles: str,
@@ -98,9 +99,7 @@ def run_deploy(
     if not scope and settings.given("github_scope"):
         scope = settings.github_scope
     scope, credential = _complete(scope, credential, stored, asks=asks)
-    request = _request(
-        settings, parameters, scope=scope, vpc=vpc, repositories=repositories, credential=credential, stored=stored
-    )
+    request = _request(settings, parameters, scope=scope, vpc=vpc, credential=credential, stored=stored)
     request = replace(request, bundles=source, allow_replacement=allow_replacement)
     facts, results = run_async(lambda: _check(settings, request), on_interrupt_message=_INTERRUPTED)
     _show_checks(output, results)
@@ -174,7 +173,8 @@ def _report(
     text = workflow_text(pool=request.wanted.pool, region=facts.known_account.region, role=role) if role else ""
     if text:
         output.say(f"pool {request.wanted.pool} is ready; a workflow that uses it (.github/workflows/ci.yml):")
-        output.answer(text, soft_wrap=True)
+        if not output.as_json:
+            sys.stdout.write(f"\n{text}")
     output.result(
         {
             **document,
@@ -280,7 +280,8 @@ def given_parameters(settings: Settings) -> dict[str, str]:
     found = {}
     for name, declared in SETTINGS.items():
         # In a workflow, GITHUB_REPOSITORY is the repository of the workflow; it must not change an existing pool.
-        if not declared.is_parameter or not settings.given(name) or settings.origins[name] == "GITHUB_REPOSITORY":
+        is_own = settings.given(name) and settings.origins[name] != "GITHUB_REPOSITORY"
+        if not is_own or not (declared.is_parameter or name in LIST_PARAMETERS):
             continue
         value = settings.written.get(name)
         found[declared.parameter] = value if isinstance(value, str) else _text(value)
@@ -288,7 +289,11 @@ def given_parameters(settings: Settings) -> dict[str, str]:
 
 
 def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else json.dumps(value)
+    """A value of the settings file as the text of a parameter."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    is_list = isinstance(value, list) and all(isinstance(item, str) for item in value)
+    return ",".join(value) if is_list else json.dumps(value)
 
 
 def check_launch_options(settings: Settings) -> None:
@@ -331,7 +336,6 @@ def _request(
     *,
     scope: str,
     vpc: str,
-    repositories: str,
     credential: _Credential,
     stored: StackState | None,
 ) -> DeployRequest:
@@ -343,7 +347,6 @@ def _request(
 
     classes = settings.resource_class_config if settings.given("resource_class_config") else None
     api_url = settings.github_api_url or _stored(stored, "GithubApiUrl")
-    own = {"Repositories": repositories} if repositories else {}
     limit = parameters.get("MaxInstances") or _stored(stored, "MaxInstances")
     return DeployRequest(
         wanted=Wanted(
@@ -360,7 +363,7 @@ def _request(
             has_own_secret=bool(credential.secret_arn),
             resource_types=frozenset(item["Type"] for item in template()["Resources"].values()),
         ),
-        parameters={**parameters, **own},
+        parameters=parameters,
         repositories=scope if "/" in scope else f"{scope}/*",
         credential=credential.credential,
         own_secret=credential.secret_arn,

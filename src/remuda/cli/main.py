@@ -304,13 +304,6 @@ _command(
     ),
     option("--vpc", "VPC of the machines. (default: the default VPC, or the only one)", text(metavar="ID"), default=""),
     option(
-        "--repositories",
-        "Repositories whose workflows may use the pool: owner/name or owner/*, separated by commas. (default: the "
-        "scope)",
-        text(metavar="NAMES"),
-        default="",
-    ),
-    option(
         "--github-token",
         "File with the GitHub token. (default: REMUDA_GITHUB_TOKEN)",
         text(metavar="@FILE"),

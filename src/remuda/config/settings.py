@@ -580,7 +580,8 @@ class Settings:
         (),
         "Repositories whose workflows may use the pool through the broker, separated by commas: owner/name, owner/*, "
         "owner@id/name@id or owner@id/*.",
-        default_text="none",
+        commands=("deploy",),
+        default_text="none; deploy: those of the scope",
     )
     environments: tuple[str, ...] = _broker_setting(
         ValueKind(
@@ -590,6 +591,7 @@ class Settings:
         ),
         (),
         "GitHub environments whose jobs may use the pool through the broker, separated by commas.",
+        commands=("deploy",),
         default_text="all jobs may",
     )
     oidc_issuer: str = _broker_setting(
@@ -688,4 +690,5 @@ def shown_name(name: str, origins: Mapping[str, str]) -> str:
     """The setting in the user's words: its source, or else its flag, or its variable if it has no flag."""
     if name in origins:
         return origins[name].removeprefix("file: ")
-    return variable(name) if name in SETTINGS and not SETTINGS[name].commands else flag(name)
+    # Flags of `deploy` alone do not count: the other commands do not have them.
+    return variable(name) if name in SETTINGS and not set(SETTINGS[name].commands) - {"deploy"} else flag(name)

@@ -102,7 +102,8 @@ class DeployResult:
 
 def plan_stack(request: DeployRequest, facts: Facts, *, secret: str, groups: str) -> StackPlan:
     """Template and parameters. `groups` are new security groups; empty if the stack or the user has some."""
-    wanted, made = request.wanted, template(facts.classes)
+    wanted = request.wanted
+    made = template(facts.classes, issuer=wanted.issuer.partition("://")[2])
     known = made["Parameters"]
     account = facts.known_account
     bucket = Bucket.name_of(wanted.pool, account)
@@ -116,13 +117,13 @@ def plan_stack(request: DeployRequest, facts: Facts, *, secret: str, groups: str
         "Architecture": code.architecture,
         "GithubSecretArn": secret,
         "OidcProviderArn": OidcProvider.arn_of(account, wanted.issuer),
+        "OidcIssuer": wanted.issuer,
         "AgentUrl": per_architecture({name: f"s3://{bucket}/{item.key}" for name, item in agents.items()}),
         "AgentSha256": per_architecture({name: item.sha256 for name, item in agents.items()}),
     }
     defaults = {
         "GithubScope": wanted.scope,
         "Repositories": request.repositories,
-        "OidcIssuer": wanted.issuer,
         "Ami": facts.image,
         "SubnetIds": ",".join(facts.subnets),
         "SecurityGroupIds": groups,

@@ -16,11 +16,11 @@ from typing import Any
 from botocore.exceptions import ClientError
 
 from remuda.adapters.aws.calls import code_of
+from remuda.config.settings import GITHUB_ISSUER
 from remuda.deployment.api import AwsAccount, AwsApi, tags_of
 from remuda.domain.errors import Unavailable, UserError
 from remuda.ports.compute import POOL_TAG
 
-PUBLIC_ISSUER = "https://token.actions.githubusercontent.com"
 AUDIENCE = "sts.amazonaws.com"
 _NO_SECRET = frozenset({"ResourceNotFoundException"})
 _NO_ENTITY = frozenset({"NoSuchEntity", "NoSuchEntityException"})
@@ -47,7 +47,7 @@ def issuer_of(api_url: str) -> str:
     """
     base = api_url.rstrip("/")
     if not base or base == "https://api.github.com":
-        return PUBLIC_ISSUER
+        return GITHUB_ISSUER
     if base.startswith("https://api.") and base.endswith(".ghe.com"):
         return f"https://token.actions.{base.removeprefix('https://api.')}"
     return f"{base.removesuffix('/api/v3')}/_services/token"
