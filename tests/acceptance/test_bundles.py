@@ -80,7 +80,7 @@ def test_bundle_runs_without_other_packages(unpacked: Path, tmp_path: Path, name
 def test_bundle_has_everything_that_agent_and_steps_import_later(unpacked: Path, tmp_path: Path):
     modules = "remuda.cli.agent_ec2, remuda.wiring.aws, remuda.adapters.github.auth, jwt.algorithms, cryptography"
     program = f"import sys; sys.path.insert(0, sys.argv[1]); import {modules}"
-    command = [Path(sys.executable).resolve(), "-ISBc", program, unpacked / "lib"]
+    command = [str(Path(sys.executable).resolve()), "-ISBc", program, str(unpacked / "lib")]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=LIMIT_S)
     assert (done.stderr, done.returncode) == ("", 0)
 
