@@ -382,7 +382,7 @@ def test_summary_text_is_escaped(value: str) -> None:
     assert "://" not in shown
 
 
-@pytest.mark.parametrize("script", ROOT.joinpath("deploy", "action").glob("*.sh"), ids=lambda file: file.name)
+@pytest.mark.parametrize("script", sorted(ROOT.joinpath("deploy", "action").glob("*.sh")), ids=lambda file: file.name)
 def test_scripts_pass_shellcheck(script: Path) -> None:
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck is not installed (apt-get install shellcheck): the scripts are not linted")
