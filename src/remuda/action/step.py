@@ -47,7 +47,9 @@ SECRETS = frozenset(item.key for item in SETTINGS.values() if item.is_input and 
 #: Boolean inputs and the mode that uses them.
 SWITCHES = {"sweep-only": "refresh", "dry-run": "scale-down"}
 #: Inputs that are no settings.
-STEP_INPUTS = frozenset({"mode", "aws-region", "config", *SWITCHES})
+STEP_INPUTS = frozenset(
+    {"mode", "aws-region", "config", "direct", "broker-url", "direct-bundle", "direct-bundle-sha256", *SWITCHES}
+)
 #: Environment variables that contain secrets and are masked.
 SECRET_VARIABLES = ("REMUDA_GITHUB_TOKEN", "REMUDA_GITHUB_APP_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 

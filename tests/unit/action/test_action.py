@@ -121,17 +121,23 @@ def test_every_input_is_passed_to_the_step() -> None:
     declared = set(ACTION["inputs"])
     assert set(REQUIRED_INPUTS.split()) <= declared
     assert set(ACTION["outputs"]) == {"label", "instance-ids", "reused", "created"}
-    install, run = ACTION["runs"]["steps"]
+    (run,) = ACTION["runs"]["steps"]
     assert declared == action_step.SETTING_INPUTS | action_step.STEP_INPUTS | {"python"}
     passed = {input_variable(name): f"${{{{ inputs.{name} }}}}" for name in declared - {"python"}}
-    assert run["env"] == {"REMUDA_PYTHON": "${{ steps.install.outputs.python }}", **passed}
-    assert install["env"] == {"INPUT_PYTHON": "${{ inputs.python }}"}
+    assert run["env"] == {
+        "REMUDA_PYTHON": "${{ inputs.python }}",
+        "ACTION_REPOSITORY": "${{ github.action_repository }}",
+        "HEAD_REPOSITORY": "${{ github.event.pull_request.head.repo.full_name }}",
+        **passed,
+    }
 
 
-def test_scripts_contain_no_expressions_and_exec_their_process() -> None:
-    for step in ACTION["runs"]["steps"]:
-        assert "${{" not in step["run"], "the text of an input would become part of the script"
-        assert step["run"].startswith("exec "), "signals would reach only the shell"
+def test_the_step_contains_no_expressions_and_executes_its_scripts() -> None:
+    (run,) = ACTION["runs"]["steps"]
+    assert "${{" not in run["run"], "the text of an input would become part of the script"
+    commands = [line for line in run["run"].splitlines() if ")" in line]
+    assert commands
+    assert all(") exec bash " in line for line in commands), "signals would reach only the shell"
 
 
 def test_modes_accept_the_flags_of_their_commands_and_the_credentials() -> None:
