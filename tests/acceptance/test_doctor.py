@@ -253,7 +253,7 @@ def test_a_missing_launch_permission_is_a_warning_and_a_missing_terminate_permis
     code, lines = patient.doctor()
     assert (code, problems(lines)) == (2, {"terminate permission"}), lines
     assert lines["launch permission"]["status"] == "warning"
-    assert "workflow.json" in lines["launch permission"]["fix"]
+    assert "provision.json" in lines["launch permission"]["fix"]
 
 
 def test_without_permission_to_read_tags_instances_cannot_be_terminated(patient: Patient):

@@ -235,12 +235,12 @@ async def test_counter_matches_the_requests_seen_by_the_proxy(agent_store: Insta
     assert counts["sqs"] == dict(aws.sqs.requests)
 
 
-async def test_every_call_is_permitted_by_the_workflow_policy(
+async def test_every_call_is_permitted_by_the_provision_policy(
     agent_store: InstanceStore, aws: ProxiedAws, table_name: str
 ) -> None:
     pool = table_name.removeprefix("remuda-")
     configuring = list(iam_requests({"PutItem": aws.dynamodb.sent["PutItem"]}))
-    assert denied_requests("workflow", pool, configuring) == configuring, "only refresh may write these"
+    assert denied_requests("provision", pool, configuring) == configuring, "only refresh may write these"
     assert not denied_requests("refresh", pool, configuring)
     aws.dynamodb.sent.clear()
     # Ids that differ from those of the memory compute adapter, which the third provision uses.
@@ -254,7 +254,7 @@ async def test_every_call_is_permitted_by_the_workflow_policy(
     await aws.context.store.close()
     sent = aws.dynamodb.sent
     assert {"UpdateItem", "PutItem", "BatchWriteItem", "Query"} <= set(sent)
-    assert not denied_requests("workflow", pool, iam_requests(sent))
+    assert not denied_requests("provision", pool, iam_requests(sent))
 
 
 async def test_pool_without_a_match_costs_few_calls(agent_store: InstanceStore, aws: ProxiedAws) -> None:

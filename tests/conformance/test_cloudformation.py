@@ -18,11 +18,20 @@ from remuda.adapters.aws.clients import config, open_session
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.sqs import SqsResourcePool
 from remuda.adapters.system.clock import SystemClock, SystemIds
-from remuda.aws_lambda.handler import SETTINGS_VARIABLE, parse_event, parse_variables
+from remuda.aws_lambda.handler import parse_event
+from remuda.aws_lambda.runtime import SETTINGS_VARIABLE, parse_variables
 from remuda.config.sources import load
-from remuda.deployment.policies import CLASSES, SCHEDULED, policies
+from remuda.deployment.policies import BROKER, CLASSES, FUNCTIONS, SCHEDULED, policies
 from remuda.deployment.statements import fill_placeholders
-from remuda.deployment.template import ALARMS, FUNCTION_TIMEOUT_S, HANDLER, LOG_DAYS, template
+from remuda.deployment.template import (
+    ALARMS,
+    BROKER_HANDLER,
+    BROKER_TIMEOUT_S,
+    FUNCTION_TIMEOUT_S,
+    HANDLER,
+    LOG_DAYS,
+    template,
+)
 from remuda.ports.calls import CallCounter
 from tests.support.aws.ec2 import shared_ec2_server
 from tests.support.aws.servers import REGION
@@ -34,8 +43,8 @@ VOLUME_KEY = f"arn:aws:kms:{REGION}:{ACCOUNT}:key/11111111-2222-3333-4444-555555
 MAX_ENVIRONMENT = 4_096
 #: CloudFormation's limit for the value of a parameter in bytes.
 MAX_PARAMETER = 4_096
-#: Maximum length of a template that is not in a bucket.
-MAX_TEMPLATE = 51_200
+#: Maximum length of a template in a bucket.
+MAX_TEMPLATE = 1_000_000
 PROVIDER = f"arn:aws:iam::{ACCOUNT}:oidc-provider/token.actions.githubusercontent.com"
 
 
@@ -152,7 +161,7 @@ async def test_the_stack_contains_the_generated_policies(stack):
 
 async def test_without_an_arn_only_secrets_of_the_pool_may_be_read(stack):
     await stack.create()
-    for name in ("refresh", "scale-down"):
+    for name in ("refresh", "scale-down", "broker-function"):
         document = await stack.policy(name)
         (read,) = [each for each in document["Statement"] if each["Sid"] == "ReadGitHubCredential"]
         assert read["Resource"] == [f"arn:aws:secretsmanager:{REGION}:{ACCOUNT}:secret:remuda/{stack.pool}/*"]
@@ -214,20 +223,44 @@ async def test_without_code_no_function_and_no_schedule_is_created(stack):
     assert not [name for name in names if name.startswith(stack.name)]
 
 
-@pytest.mark.parametrize("who", SCHEDULED)
-async def test_each_function_has_its_own_role(stack, who):
+async def test_each_function_has_its_own_role(stack):
     roles = await stack.create_functions()
-    assert f"{stack.name}-{who}-function" in roles
-    role, trust = await stack.role(f"{who}-function")
-    assert trust["Principal"] == {"Service": "lambda.amazonaws.com"}
-    found = await stack.function(who)
-    assert (found["Role"], found["Handler"]) == (role["Arn"], HANDLER)
-    assert found["Timeout"] == FUNCTION_TIMEOUT_S
+    for who in FUNCTIONS:
+        assert f"{stack.name}-{who}-function" in roles
+        role, trust = await stack.role(f"{who}-function")
+        assert trust["Principal"] == {"Service": "lambda.amazonaws.com"}
+        found = await stack.function(who)
+        handler, timeout_s = (BROKER_HANDLER, BROKER_TIMEOUT_S) if who == BROKER else (HANDLER, FUNCTION_TIMEOUT_S)
+        assert (found["Role"], found["Handler"], found["Timeout"]) == (role["Arn"], handler, timeout_s)
 
 
-async def test_the_handler_exists():
-    module, _, name = HANDLER.rpartition(".")
+@pytest.mark.parametrize("handler", [HANDLER])
+async def test_the_handler_exists(handler):
+    module, _, name = handler.rpartition(".")
     assert callable(getattr(importlib.import_module(module), name))
+
+
+async def test_the_broker_gets_the_rules_of_the_stack(stack):
+    await stack.create_functions(
+        Repositories="acme/app,acme@12/*",
+        Environments="ci,release build",
+        OidcIssuer="https://ghes.example/_services/token",
+        TrustPullRequests="true",
+    )
+    settings = load({}, environ=await stack.variables(BROKER))
+    assert [str(each) for each in settings.repositories] == ["acme/app", "acme@12/*"]
+    assert settings.environments == ("ci", "release build")
+    assert settings.oidc_issuer == "https://ghes.example/_services/token"
+    assert settings.trust_pull_requests is True
+
+
+def test_the_broker_has_a_url_only_if_the_stack_asks_for_it():
+    """Checked in the template: the server creates no URLs."""
+    made = template()
+    url = made["Resources"]["BrokerUrl"]
+    assert (url["Condition"], url["Properties"]["AuthType"]) == ("HasFunctionUrl", "NONE")
+    assert made["Outputs"]["BrokerUrl"]["Condition"] == "HasFunctionUrl"
+    assert made["Conditions"]["HasFunctionUrl"]["Fn::And"][1] == {"Fn::Equals": [{"Ref": "FunctionUrl"}, "true"]}
 
 
 @pytest.mark.parametrize(
@@ -301,7 +334,7 @@ async def test_every_log_group_has_a_retention(stack):
     await stack.create()
     logs = await stack.client("logs")
     found = (await logs.describe_log_groups(logGroupNamePrefix=f"/remuda/{stack.pool}/"))["logGroups"]
-    assert {group["logGroupName"].rpartition("/")[2] for group in found} == set(SCHEDULED)
+    assert {group["logGroupName"].rpartition("/")[2] for group in found} == set(FUNCTIONS)
     assert {group["retentionInDays"] for group in found} == {LOG_DAYS}
 
 
@@ -309,16 +342,16 @@ def test_alarms_require_a_topic():
     """Checked in the template: the server creates no alarms."""
     made = template()
     alarms = {name: item for name, item in made["Resources"].items() if item["Type"] == "AWS::CloudWatch::Alarm"}
-    assert set(alarms) == {"RefreshAlarm", "ScaleDownAlarm", "RunnerVersionAlarm"}
+    assert set(alarms) == {"RefreshAlarm", "ScaleDownAlarm", "BrokerAlarm", "ProvisionAlarm", "RunnerVersionAlarm"}
     for alarm in alarms.values():
         assert alarm["Condition"] == ALARMS
         assert alarm["Properties"]["AlarmActions"] == [{"Ref": "AlarmTopicArn"}]
-    version = alarms.pop("RunnerVersionAlarm")["Properties"]
-    assert (version["Namespace"], version["MetricName"]) == ("Remuda", "RunnerVersionWarnings")
-    assert {item["Name"]: item["Value"] for item in version["Dimensions"]} == {
-        "Pool": {"Ref": "Pool"},
-        "Command": "refresh",
-    }
+    own = {"RunnerVersionAlarm": ("RunnerVersionWarnings", "refresh"), "ProvisionAlarm": ("Failed", "provision")}
+    for name, (metric, command) in own.items():
+        properties = alarms.pop(name)["Properties"]
+        assert (properties["Namespace"], properties["MetricName"]) == ("Remuda", metric)
+        found = {item["Name"]: item["Value"] for item in properties["Dimensions"]}
+        assert found == {"Pool": {"Ref": "Pool"}, "Command": command}
     for name, alarm in alarms.items():
         properties = alarm["Properties"]
         (dimension,) = properties["Dimensions"]
@@ -328,25 +361,37 @@ def test_alarms_require_a_topic():
     assert made["Parameters"]["AlarmTopicArn"]["Default"] == ""
 
 
-def _policy_name(reference: dict[str, Any]) -> str:
-    condition, arn, _ = reference.get("Fn::If", ("", reference, {}))
-    return f"{arn['Ref'].removesuffix('Policy')}{f' if {condition}' if condition else ''}"
+def _policy_names(reference: dict[str, Any]) -> list[str]:
+    """The policies of a reference, each with its condition."""
+    if "Fn::If" not in reference:
+        name = reference["Ref"].removesuffix("Policy")
+        return [name] if name != "AWS::NoValue" else []
+    condition, there, missing = reference["Fn::If"]
+    return [
+        *(f"{name} if {condition}" for name in _policy_names(there)),
+        *(f"{name} unless {condition}" for name in _policy_names(missing)),
+    ]
 
 
 def test_each_role_has_only_its_policies():
     """Checked in the template: the server attaches no policies."""
     resources = template()["Resources"]
     carried = {
-        name: {_policy_name(each) for each in resource["Properties"]["ManagedPolicyArns"]}
+        name: {policy for each in resource["Properties"]["ManagedPolicyArns"] for policy in _policy_names(each)}
         for name, resource in resources.items()
         if resource["Type"] == "AWS::IAM::Role"
     }
     assert carried == {
         "AgentRole": {"Agent"},
-        "WorkflowRole": {"Workflow", "VolumeKey if HasVolumeKey"},
+        "WorkflowRole": {
+            "Workflow if HasFunctions",
+            "Provision unless HasFunctions",
+            "VolumeKey if HasVolumeKey unless HasFunctions",
+        },
         "RefreshRole": {"Refresh", "ScaleDown"},
         "RefreshFunctionRole": {"Refresh", "RefreshFunction"},
         "ScaleDownFunctionRole": {"ScaleDown", "ScaleDownFunction"},
+        "BrokerFunctionRole": {"Provision", "VolumeKey if HasVolumeKey", "BrokerFunction"},
     }
 
 
@@ -357,6 +402,6 @@ def test_the_template_fits_the_limit_of_cloudformation():
 def test_failed_invocations_are_not_retried_and_logs_go_to_the_log_group():
     """Checked in the template: the server supports neither."""
     resources = template()["Resources"]
-    for name in ("Refresh", "ScaleDown"):
+    for name in ("Refresh", "ScaleDown", "Broker"):
         assert resources[f"{name}Invocations"]["Properties"]["MaximumRetryAttempts"] == 0
         assert resources[f"{name}Function"]["Properties"]["LoggingConfig"]["LogGroup"] == {"Ref": f"{name}Logs"}

@@ -48,10 +48,10 @@ def test_linters_find_nothing_in_the_policies(tmp_path):
 
 @pytest.fixture(scope="module")
 def spoiled(tmp_path_factory):
-    """Findings in copies of the workflow policy with one mistake each."""
+    """Findings in copies of the provision policy with one mistake each."""
 
     def changed(sid: str, **parts: Any) -> dict[str, Any]:
-        document = copy.deepcopy(DOCUMENTS["workflow"])
+        document = copy.deepcopy(DOCUMENTS["provision"])
         (statement,) = [each for each in document["Statement"] if each["Sid"] == sid]
         statement.update(parts)
         return document

@@ -46,6 +46,7 @@ class Group(StrEnum):
     POOL = "Pool"
     AWS = "AWS"
     SCALE_DOWN = "Scale-down"
+    BROKER = "Broker"
     GITHUB = "GitHub"
     LOCAL = "Local backend"
     COMMON = "Common"

@@ -53,6 +53,7 @@ from remuda.domain.scale_down.idle_config import EXAMPLE as IDLE_CONFIG_EXAMPLE
 from remuda.domain.scale_down.idle_config import FIX as IDLE_CONFIG_FIX
 from remuda.domain.scale_down.idle_config import IdleWindow, parse_idle_config
 from remuda.domain.thresholds import Lifetimes
+from remuda.domain.workflow_identity import MAX_ENVIRONMENT_CHARS, RepositoryPattern
 
 DAY_S = 86_400.0
 WEEK_S = 7 * DAY_S
@@ -65,6 +66,7 @@ MAX_GROUP_CHARS = 64
 #: Default clock margin in seconds, by backend.
 LOCAL_MARGIN_S = 1.0
 AWS_MARGIN_S = 60.0
+GITHUB_ISSUER = "https://token.actions.githubusercontent.com"
 CLASSES_EXAMPLE = '{"large": {"cpu": 2, "mmem": 4096}}'
 
 _POOL_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,19}")
@@ -143,6 +145,41 @@ def _parse_idle_config(value: Any) -> tuple[IdleWindow, ...]:
     return parse_idle_config(_from_json(value, field="idle-config", fix=IDLE_CONFIG_FIX), zone_of=time_zone)
 
 
+def _words(value: Any) -> list[str]:
+    """The elements of a list, or of a text that separates them by commas."""
+    elements = value.split(",") if isinstance(value, str) else value
+    if not isinstance(elements, list) or not all(isinstance(each, str) for each in elements):
+        raise InvalidValue
+    return [each.strip() for each in elements if each.strip()]
+
+
+def _parse_repositories(value: Any) -> tuple[RepositoryPattern, ...]:
+    found = []
+    for word in _words(value):
+        try:
+            found.append(RepositoryPattern.parse(word))
+        except ValueError:
+            raise InvalidValue(f"{word[:MAX_TAG_CHARS]!r} is not a repository") from None
+    return tuple(found)
+
+
+def _parse_environments(value: Any) -> tuple[str, ...]:
+    found = tuple(_words(value))
+    if any(len(each) > MAX_ENVIRONMENT_CHARS or not each.isprintable() for each in found):
+        raise InvalidValue
+    return found
+
+
+def _parse_issuer(value: str) -> str:
+    """An issuer without HTTPS could be impersonated. Loopback addresses are for tests."""
+    url = _parse_url(value).rstrip("/")
+    parts = urlsplit(url)
+    is_local = parts.scheme == "http" and parts.hostname in {"127.0.0.1", "::1", "localhost"}
+    if (parts.scheme != "https" and not is_local) or parts.query or parts.fragment or parts.username:
+        raise InvalidValue
+    return url
+
+
 def _from_json(value: Any, *, field: str, fix: str) -> Any:
     """Decode JSON text. In the file the value may also be a table or a list."""
     if isinstance(value, bool):
@@ -203,6 +240,7 @@ _pool_option = partial(declare, group=Group.POOL, commands=("refresh",))
 _pool_tunable = partial(declare, group=Group.POOL)
 _github_setting = partial(declare, group=Group.GITHUB)
 _scale_down_option = partial(declare, group=Group.SCALE_DOWN, commands=("scale-down",))
+_broker_setting = partial(declare, group=Group.BROKER)
 
 
 # Declarations -------------------------------------------------------------------------------------------------------
@@ -526,6 +564,45 @@ class Settings:
         None,
         "Maximum number of runners that one cycle removes from GitHub.",
         default_text="unlimited",
+    )
+
+    repositories: tuple[RepositoryPattern, ...] = _broker_setting(
+        ValueKind(
+            metavar="REPOSITORIES",
+            expected="repositories such as acme/app, acme/* or acme@1234/app@5678, separated by commas",
+            parse=_parse_repositories,
+        ),
+        (),
+        "Repositories whose workflows may use the pool through the broker, separated by commas: owner/name, owner/*, "
+        "owner@id/name@id or owner@id/*.",
+        default_text="none",
+    )
+    environments: tuple[str, ...] = _broker_setting(
+        ValueKind(
+            metavar="NAMES",
+            expected=f"names of GitHub environments of up to {MAX_ENVIRONMENT_CHARS} characters, separated by commas",
+            parse=_parse_environments,
+        ),
+        (),
+        "GitHub environments whose jobs may use the pool through the broker, separated by commas.",
+        default_text="all jobs may",
+    )
+    oidc_issuer: str = _broker_setting(
+        text(
+            expected="an https URL such as https://HOST/_services/token",
+            metavar="URL",
+            parse=lambda value: _parse_issuer(value) if value else GITHUB_ISSUER,
+        ),
+        GITHUB_ISSUER,
+        "Issuer of the OIDC tokens of workflows; https://HOST/_services/token on GitHub Enterprise Server.",
+        is_parameter=True,
+    )
+    trust_pull_requests: bool = _broker_setting(
+        boolean(),
+        False,
+        "Whether runs of pull_request events are trusted. Set it only if no repository sends write tokens to workflows "
+        "of pull requests from forks: OIDC tokens do not name the fork.",
+        is_parameter=True,
     )
 
     prices: str = declare(

@@ -36,6 +36,11 @@ ORPHAN_TAG = "ghr:orphan"
 #: Name of the table and of the launch template; prefix of queues and roles.
 NAME = template_name("<pool>")
 AGENT_NAME = f"{NAME}-agent"
+#: Scheduled commands. Each has its own function, role and log group.
+SCHEDULED = ("refresh", "scale-down")
+#: The function that provisions and releases for workflows.
+BROKER = "broker"
+FUNCTIONS = (*SCHEDULED, BROKER)
 
 
 def arn(service: str, resource: str, *, region: str = "<region>", account: str = "<account>") -> str:
@@ -212,10 +217,28 @@ def _describe(*operations: str) -> Statement:
 # Workflow -----------------------------------------------------------------------------------------------------------
 
 
-def workflow(classes: Sequence[ResourceClass] = DEFAULT_CLASSES) -> Policy:
+def workflow() -> Policy:
     return Policy(
         name="workflow",
-        holder="workflows, for `provision` and `release`",
+        holder="workflows, which provision and release through the broker",
+        statements=(
+            Statement(
+                sid="InvokeBroker",
+                purpose="invoke the broker of this pool, which checks the workflow's OIDC token",
+                actions=("lambda:InvokeFunction",),
+                resources=(arn("lambda", f"function:{NAME}-{BROKER}"),),
+            ),
+        ),
+    )
+
+
+# Provision ----------------------------------------------------------------------------------------------------------
+
+
+def provision(classes: Sequence[ResourceClass] = DEFAULT_CLASSES) -> Policy:
+    return Policy(
+        name="provision",
+        holder="callers of `provision` and `release`: the broker, or workflows in direct mode",
         statements=(
             _read_records(),
             *_write_instances(),
@@ -327,7 +350,7 @@ def volume_key() -> Policy:
     via_ec2 = {"StringEquals": {"kms:ViaService": "ec2.<region>.amazonaws.com"}}
     return Policy(
         name="volume-key",
-        holder="workflows, in addition to the policy `workflow`, if `volume-kms-key` is set",
+        holder="callers of `provision`, in addition to the policy `provision`, if `volume-kms-key` is set",
         statements=(
             Statement(
                 sid="EncryptVolumes",
@@ -474,12 +497,9 @@ def scale_down() -> Policy:
 
 # Functions ----------------------------------------------------------------------------------------------------------
 
-#: Scheduled commands. Each has its own function, role and log group.
-SCHEDULED = ("refresh", "scale-down")
 
-
-def log_group(command: str) -> str:
-    return f"/remuda/<pool>/{command}"
+def log_group(who: str) -> str:
+    return f"/remuda/<pool>/{who}"
 
 
 def settings_parameter() -> str:
@@ -487,16 +507,17 @@ def settings_parameter() -> str:
     return "/remuda/<pool>/settings"
 
 
-def function(command: str) -> Policy:
+def function(who: str) -> Policy:
+    runs, policy = ("is the broker", "provision") if who == BROKER else (f"runs `{who}`", who)
     return Policy(
-        name=f"{command}-function",
-        holder=f"the function that runs `{command}`, in addition to the policy `{command}`",
+        name=f"{who}-function",
+        holder=f"the function that {runs}, in addition to the policy `{policy}`",
         statements=(
             Statement(
                 sid="WriteLog",
                 purpose="write its own log; the template creates the log group",
                 actions=("logs:CreateLogStream", "logs:PutLogEvents"),
-                resources=(arn("logs", f"log-group:{log_group(command)}:*"),),
+                resources=(arn("logs", f"log-group:{log_group(who)}:*"),),
             ),
             Statement(
                 sid="ReadSettings",
@@ -504,9 +525,19 @@ def function(command: str) -> Policy:
                 actions=("ssm:GetParameters",),
                 resources=(arn("ssm", f"parameter{settings_parameter()}"),),
             ),
+            # The policies of the scheduled commands contain it; `provision` does not, because workflows may have that.
+            *((_credential(),) if who == BROKER else ()),
         ),
     )
 
 
 def policies(classes: Sequence[ResourceClass] = DEFAULT_CLASSES) -> tuple[Policy, ...]:
-    return (agent(), workflow(classes), volume_key(), refresh(classes), scale_down(), *map(function, SCHEDULED))
+    return (
+        agent(),
+        workflow(),
+        provision(classes),
+        volume_key(),
+        refresh(classes),
+        scale_down(),
+        *map(function, FUNCTIONS),
+    )

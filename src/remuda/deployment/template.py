@@ -1,4 +1,4 @@
-"""The CloudFormation template: table, queues, roles and scheduled functions of one pool."""
+"""The CloudFormation template: table, queues, roles, scheduled functions and broker of one pool."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from typing import Any
 from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.dynamodb.schema import INDEXES, KEYS
 from remuda.adapters.aws.sqs import ATTRIBUTES
-from remuda.aws_lambda.handler import SETTINGS_VARIABLE
+from remuda.aws_lambda.runtime import SETTINGS_VARIABLE
 from remuda.config.declaration import Group, Setting, variable
 from remuda.config.settings import SETTINGS
 from remuda.deployment.policies import (
     AGENT_NAME,
+    BROKER,
     CREDENTIAL,
     CREDENTIALS,
     EC2,
     ENVIRONMENT,
+    FUNCTIONS,
     NAME,
     SCHEDULED,
     VOLUME_KEY,
@@ -29,6 +31,7 @@ from remuda.deployment.policies import (
 )
 from remuda.deployment.statements import VERSION, Policy, render
 from remuda.domain.resources import DEFAULT_CLASSES, ResourceClass
+from remuda.domain.workflow_identity import NAME_FORM, OWNER_FORM, REPOSITORY_FORM
 from remuda.ports.compute import POOL_TAG
 
 Resource = dict[str, Any]
@@ -41,9 +44,6 @@ PARAMETERS = {
     "<pool>": "${Pool}",
 }
 GITHUB = "token.actions.githubusercontent.com"
-#: Names on GitHub. With immutable subject claims, the default of repositories created since July 2026, the token's
-#: subject contains their ids: `repo:acme@1234/app@5678:ref:refs/heads/main`.
-OWNER, REPOSITORY_NAME = "[A-Za-z0-9-]+(@[0-9]+)?", "[A-Za-z0-9_.-]+(@[0-9]+)?"
 LOG_DAYS = 30
 SCHEDULE = "rate(5 minutes)"
 #: Timeout of a function in seconds, below the schedule's interval so that runs never overlap.
@@ -53,7 +53,13 @@ FUNCTION_MB = 1_024
 #: Maximum age of an undelivered event in seconds, the minimum of EventBridge. The next event replaces it.
 EVENT_AGE_S = 60
 HANDLER = "remuda.aws_lambda.handler.handler"
+BROKER_HANDLER = "remuda.aws_lambda.broker.handler"
+#: Lambda's maximum: a provision may wait for new machines to boot.
+BROKER_TIMEOUT_S = 900
+#: One full CPU ("Configure Lambda function memory" in AWS' documentation): somebody waits for each request.
+BROKER_MB = 1_769
 HAS_FUNCTIONS = "HasFunctions"
+HAS_URL = "HasFunctionUrl"
 ALARMS = "Alarms"
 HAS_VOLUME_KEY = "HasVolumeKey"
 #: Policies that exist only under a condition.
@@ -106,13 +112,15 @@ def template(classes: Sequence[ResourceClass] = DEFAULT_CLASSES) -> dict[str, An
                 "Type": "AWS::IAM::InstanceProfile",
                 "Properties": {"InstanceProfileName": substituted(AGENT_NAME), "Roles": [{"Ref": "AgentRole"}]},
             },
-            "WorkflowRole": _github_role("workflow", _workflow_subjects(), ("workflow", "volume-key"), "HasWorkflow"),
+            "WorkflowRole": _workflow_role(),
             # Only reviewed code on this branch may change the pool; other branches may only use it.
             "RefreshRole": _github_role("refresh", _refresh_subjects(), SCHEDULED, "HasRefresh"),
             "Settings": _settings(),
-            **{_logical(who, "Logs"): _logs(who) for who in SCHEDULED},
-            **{name: resource for who in SCHEDULED for name, resource in _function(who).items()},
-            **{_logical(who, "Alarm"): _alarm(who) for who in SCHEDULED},
+            **{_logical(who, "Logs"): _logs(who) for who in FUNCTIONS},
+            **{name: resource for who in SCHEDULED for name, resource in _scheduled(who).items()},
+            **_broker(),
+            **{_logical(who, "Alarm"): _alarm(who) for who in FUNCTIONS},
+            "ProvisionAlarm": _provision_alarm(),
             "RunnerVersionAlarm": _runner_version_alarm(),
         },
         "Outputs": _outputs(),
@@ -142,6 +150,8 @@ def _conditions() -> dict[str, Any]:
         # Without an image the functions leave the stored configuration as it is.
         "Configures": _is_set("Ami"),
         "Reserves": {"Fn::Equals": [{"Ref": "ReserveConcurrency"}, "true"]},
+        "LimitsBroker": _is_set("BrokerConcurrency"),
+        HAS_URL: {"Fn::And": [{"Condition": HAS_FUNCTIONS}, {"Fn::Equals": [{"Ref": "FunctionUrl"}, "true"]}]},
         "ScalesDown": {"Fn::Equals": [{"Ref": "ScaleDown"}, "true"]},
     }
 
@@ -171,8 +181,11 @@ def _metadata() -> dict[str, Any]:
     groups = {
         "Pool": ["Pool"],
         "Workflows": ["OidcProviderArn", "Repositories", "Environments", "RefreshRepository", "Branch"],
-        "Scheduled functions": list(_function_parameters()),
-        "Settings of refresh": [item.parameter for item in STACK_SETTINGS if item.group is not Group.SCALE_DOWN],
+        "Functions": list(_function_parameters()),
+        "Broker": [*_broker_parameters(), *(item.parameter for item in STACK_SETTINGS if item.group is Group.BROKER)],
+        "Settings of refresh": [
+            item.parameter for item in STACK_SETTINGS if item.group not in {Group.SCALE_DOWN, Group.BROKER}
+        ],
         "Settings of scale-down": [item.parameter for item in STACK_SETTINGS if item.group is Group.SCALE_DOWN],
     }
     return {
@@ -198,8 +211,7 @@ def _parameters() -> dict[str, Any]:
         "Repositories": {
             "Type": "CommaDelimitedList",
             "Default": "",
-            # No wildcard except for all repositories of an owner, because the trust policy uses StringLike.
-            "AllowedPattern": f"({OWNER}/({REPOSITORY_NAME}|\\*))?",
+            "AllowedPattern": f"({REPOSITORY_FORM})?",
             "Description": (
                 "Repositories whose workflows may use the pool, separated by commas: owner/name, owner/* for all "
                 "repositories of an organisation, or owner@id/name@id and owner@id/* for immutable subject claims."
@@ -217,7 +229,7 @@ def _parameters() -> dict[str, Any]:
         "RefreshRepository": {
             "Type": "String",
             "Default": "",
-            "AllowedPattern": f"({OWNER}/{REPOSITORY_NAME})?",
+            "AllowedPattern": f"({OWNER_FORM}/{NAME_FORM})?",
             "Description": "Repository (owner/name, owner@id/name@id) whose workflows may run refresh and scale-down.",
         },
         "Branch": {
@@ -227,6 +239,7 @@ def _parameters() -> dict[str, Any]:
             "Description": "Branch of RefreshRepository whose workflows may run refresh and scale-down.",
         },
         **_function_parameters(),
+        **_broker_parameters(),
         **{declared.parameter: _setting(declared) for declared in STACK_SETTINGS},
     }
 
@@ -258,9 +271,25 @@ def _function_parameters() -> dict[str, Any]:
             AllowedPattern="(arn:[a-z-]+:sns:[a-z0-9-]+:[0-9]{12}:.+)?",
         ),
         "ReserveConcurrency": _text(
-            "Whether each function reserves one of the account's concurrent executions.",
+            "Whether each scheduled function reserves one of the account's concurrent executions.",
             "false",
             AllowedValues=["true", "false"],
+        ),
+    }
+
+
+def _broker_parameters() -> dict[str, Any]:
+    return {
+        "FunctionUrl": _text(
+            "Whether the broker has a public URL, so that workflows need no AWS credentials. It requires the same OIDC "
+            "token of the workflow as without URL.",
+            "false",
+            AllowedValues=["true", "false"],
+        ),
+        "BrokerConcurrency": _text(
+            "Maximum number of concurrent requests to the broker, reserved from the account's concurrent executions. "
+            "Each waiting workflow needs two. If empty, only the limit of the account applies.",
+            AllowedPattern="([1-9][0-9]{0,4})?",
         ),
     }
 
@@ -376,6 +405,15 @@ def _workflow_subjects() -> Mapping[str, Any]:
     }
 
 
+def _workflow_role() -> Resource:
+    role = _github_role("workflow", _workflow_subjects(), (), "HasWorkflow")
+    # Without functions there is no broker, and workflows provision in direct mode.
+    direct = [{"Fn::If": [HAS_FUNCTIONS, {"Ref": "WorkflowPolicy"}, {"Ref": "ProvisionPolicy"}]}]
+    key = {"Fn::If": [HAS_FUNCTIONS, {"Ref": "AWS::NoValue"}, _policy_arn("volume-key")]}
+    role["Properties"]["ManagedPolicyArns"] = [*direct, key]
+    return role
+
+
 def _refresh_subjects() -> Mapping[str, Any]:
     return {"StringLike": {f"{GITHUB}:sub": {"Fn::Sub": "repo:${RefreshRepository}:ref:refs/heads/${Branch}"}}}
 
@@ -389,6 +427,9 @@ def _github_role(name: str, subjects: Mapping[str, Any], attached: Sequence[str]
 def _settings() -> Resource:
     """The settings of the functions, one variable per line: Lambda limits the environment of a function to 4 KB."""
     lines = [f"{variable(declared.name)}=${{{declared.parameter}}}" for declared in STACK_SETTINGS]
+    # A text cannot refer to a list parameter itself.
+    lists = {name: {"Fn::Join": [",", {"Ref": name}]} for name in ("Repositories", "Environments")}
+    lines += [f"{variable(name.lower())}=${{{name}}}" for name in lists]
     settings: Resource = {
         "Type": "AWS::SSM::Parameter",
         "Properties": {
@@ -397,7 +438,7 @@ def _settings() -> Resource:
             "Type": "String",
             # Up to 4 KB are free, up to 8 KB cost a few cents per month.
             "Tier": "Intelligent-Tiering",
-            "Value": {"Fn::Sub": "\n".join(lines)},
+            "Value": {"Fn::Sub": ["\n".join(lines), lists]},
         },
     }
     return _only_if(HAS_FUNCTIONS, settings)
@@ -417,31 +458,33 @@ def _only_if(condition: str, resource: Resource) -> Resource:
     return {"Type": resource["Type"], "Condition": condition, **resource}
 
 
-def _function(who: str) -> dict[str, Resource]:
-    """A command every five minutes: a function, its role, and the rule that invokes it."""
-    role, function, rule = (_logical(who, kind) for kind in ("FunctionRole", "Function", "Schedule"))
+def _function(
+    who: str, handler: str, description: str, attached: Sequence[str], *, memory_mb: int, timeout_s: int, reserved: Any
+) -> dict[str, Resource]:
+    """A function and its role."""
+    role, function = (_logical(who, kind) for kind in ("FunctionRole", "Function"))
     service = {"Service": "lambda.amazonaws.com"}
-    made: dict[str, Resource] = {
-        role: _role(f"{who}-function", service, "sts:AssumeRole", (who, f"{who}-function")),
+    return {
+        role: _role(f"{who}-function", service, "sts:AssumeRole", (*attached, f"{who}-function")),
         function: {
             "Type": "AWS::Lambda::Function",
             "Properties": {
                 "FunctionName": substituted(f"{NAME}-{who}"),
-                "Description": f"remuda {who}",
+                "Description": description,
                 "Code": {"S3Bucket": {"Ref": "CodeBucket"}, "S3Key": {"Ref": "CodeKey"}},
-                "Handler": HANDLER,
+                "Handler": handler,
                 "Runtime": {"Ref": "Runtime"},
                 "Architectures": [{"Ref": "Architecture"}],
                 "Role": {"Fn::GetAtt": [role, "Arn"]},
-                "MemorySize": FUNCTION_MB,
-                "Timeout": FUNCTION_TIMEOUT_S,
-                "ReservedConcurrentExecutions": {"Fn::If": ["Reserves", 1, {"Ref": "AWS::NoValue"}]},
+                "MemorySize": memory_mb,
+                "Timeout": timeout_s,
+                "ReservedConcurrentExecutions": reserved,
                 "LoggingConfig": {"LogGroup": {"Ref": _logical(who, "Logs")}, "LogFormat": "Text"},
                 "Environment": {"Variables": _variables(who)},
                 "Tags": TAGS,
             },
         },
-        # No retries and no queue: the next scheduled event makes up for a failed one.
+        # No retries and no queue: the next scheduled event or the waiting workflow makes up for a failed one.
         _logical(who, "Invocations"): {
             "Type": "AWS::Lambda::EventInvokeConfig",
             "Properties": {
@@ -451,6 +494,22 @@ def _function(who: str) -> dict[str, Resource]:
                 "MaximumEventAgeInSeconds": EVENT_AGE_S,
             },
         },
+    }
+
+
+def _scheduled(who: str) -> dict[str, Resource]:
+    """A command every five minutes: a function, its role, and the rule that invokes it."""
+    function, rule = (_logical(who, kind) for kind in ("Function", "Schedule"))
+    made = {
+        **_function(
+            who,
+            HANDLER,
+            f"remuda {who}",
+            (who,),
+            memory_mb=FUNCTION_MB,
+            timeout_s=FUNCTION_TIMEOUT_S,
+            reserved={"Fn::If": ["Reserves", 1, {"Ref": "AWS::NoValue"}]},
+        ),
         rule: {
             "Type": "AWS::Events::Rule",
             "Properties": {
@@ -481,15 +540,70 @@ def _function(who: str) -> dict[str, Resource]:
     return {name: _only_if(HAS_FUNCTIONS, resource) for name, resource in made.items()}
 
 
+def _broker() -> dict[str, Resource]:
+    """The broker, and its public URL, which anyone may call: the broker itself verifies the caller's token.
+
+    Since October 2025 a URL needs both permissions ("Control access to Lambda function URLs" in AWS' documentation).
+    """
+    function = {"Ref": _logical(BROKER, "Function")}
+    made = _function(
+        BROKER,
+        BROKER_HANDLER,
+        "remuda provision and release for workflows",
+        ("provision", "volume-key"),
+        memory_mb=BROKER_MB,
+        timeout_s=BROKER_TIMEOUT_S,
+        reserved={"Fn::If": ["LimitsBroker", {"Ref": "BrokerConcurrency"}, {"Ref": "AWS::NoValue"}]},
+    )
+    public: Resource = {"Type": "AWS::Lambda::Permission", "Properties": {"FunctionName": function, "Principal": "*"}}
+    url: dict[str, Resource] = {
+        "BrokerUrl": {"Type": "AWS::Lambda::Url", "Properties": {"TargetFunctionArn": function, "AuthType": "NONE"}},
+        "BrokerUrlPermission": {
+            **public,
+            "Properties": {
+                **public["Properties"],
+                "Action": "lambda:InvokeFunctionUrl",
+                "FunctionUrlAuthType": "NONE",
+            },
+        },
+        "BrokerUrlInvokePermission": {
+            **public,
+            "Properties": {
+                **public["Properties"],
+                "Action": "lambda:InvokeFunction",
+                # Only through the URL: without it, anyone with an AWS account could invoke the function.
+                "InvokedViaFunctionUrl": True,
+            },
+        },
+    }
+    return {
+        **{name: _only_if(HAS_FUNCTIONS, resource) for name, resource in made.items()},
+        **{name: _only_if(HAS_URL, resource) for name, resource in url.items()},
+    }
+
+
 def _alarm(who: str) -> Resource:
     return _alarm_on(
         who,
-        f"remuda {who} fails; its log contains the error.",
+        "The broker crashes; its log contains the error."
+        if who == BROKER
+        else f"remuda {who} fails; its log contains the error.",
         namespace="AWS/Lambda",
         metric="Errors",
         dimensions={"FunctionName": {"Ref": _logical(who, "Function")}},
-        # A missing refresh is as bad as a failed one; scale-down may be disabled.
+        # A missing refresh is as bad as a failed one; scale-down may be disabled, and the broker waits for workflows.
         missing="breaching" if who == "refresh" else "notBreaching",
+    )
+
+
+def _provision_alarm() -> Resource:
+    return _alarm_on(
+        "provision",
+        "Provisions fail through no fault of the workflows; the log of the broker contains the errors.",
+        namespace="Remuda",
+        metric="Failed",
+        dimensions={"Pool": {"Ref": "Pool"}, "Command": "provision"},
+        missing="notBreaching",
     )
 
 
@@ -569,6 +683,7 @@ def _outputs() -> dict[str, Any]:
         "TableName": output("Name of the table.", {"Ref": "Table"}),
         "AgentProfileName": output("Value for iam-instance-profile.", {"Ref": "AgentProfile"}),
         "WorkflowPolicyArn": output("Policy for your own role.", {"Ref": "WorkflowPolicy"}),
+        "ProvisionPolicyArn": output("Policy for your own role in direct mode.", {"Ref": "ProvisionPolicy"}),
         "RefreshPolicyArn": output("Policy for your own role.", {"Ref": "RefreshPolicy"}),
         "VolumeKeyPolicyArn": output("Policy for your own role.", {"Ref": "VolumeKeyPolicy"}, Condition=HAS_VOLUME_KEY),
         "WorkflowRoleArn": output("Role for workflows.", role("WorkflowRole"), Condition="HasWorkflow"),
@@ -580,6 +695,8 @@ def _outputs() -> dict[str, Any]:
             )
             for who in SCHEDULED
         },
+        "BrokerName": output("Function for workflows.", {"Ref": "BrokerFunction"}, Condition=HAS_FUNCTIONS),
+        "BrokerUrl": output("Value for broker-url.", {"Fn::GetAtt": ["BrokerUrl", "FunctionUrl"]}, Condition=HAS_URL),
     }
 
 

@@ -11,18 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from remuda.adapters.aws import clients as aws_clients
 from remuda.aws_lambda import handler as lambda_handler
-from remuda.aws_lambda.handler import (
-    COMMANDS,
-    RESERVE_S,
-    LambdaCommand,
-    LambdaOutcome,
-    Measurement,
-    emf_line,
-    handler,
-    parse_event,
-    parse_variables,
-)
+from remuda.aws_lambda.handler import COMMANDS, LambdaCommand, handler, parse_event
+from remuda.aws_lambda.runtime import RESERVE_S, LambdaOutcome, Measurement, emf_line, parse_variables
 from remuda.domain.errors import InvariantViolated, Partial, TimedOut, UserError
 from remuda.domain.instance import RetireReason
 from tests.support.emf import check_emf
@@ -273,7 +265,7 @@ def test_settings_come_from_the_parameter_that_the_environment_names(
         found.append((settings.pool, settings.key_name, settings.github_scope, settings.ami))
         return LambdaOutcome(document={})
 
-    monkeypatch.setattr(lambda_handler, "read_parameter", read_parameter)
+    monkeypatch.setattr(aws_clients, "read_parameter", read_parameter)
     monkeypatch.setenv("REMUDA_SETTINGS_PARAMETER", "/remuda/ci/settings")
     monkeypatch.setenv("REMUDA_POOL", "ci")
     replace_refresh(work)

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.dynamodb.schema import INDEXES
-from remuda.deployment.policies import ATTRIBUTES, CLASSES, LEADING_KEYS, ORPHAN_TAG, SCHEDULED
+from remuda.aws_lambda.runtime import pascal_case
+from remuda.deployment.policies import ATTRIBUTES, CLASSES, FUNCTIONS, LEADING_KEYS, ORPHAN_TAG
 from remuda.deployment.template import GITHUB, template
 from remuda.domain.scale_down.fleet import GHR_APPLICATION, GHR_APPLICATION_TAG, GHR_ENVIRONMENT_TAG
 from remuda.ports.compute import POOL_TAG
@@ -189,15 +190,20 @@ def parameters_of(place: Place) -> dict[str, Any]:
 
 def policy_name(reference: Mapping[str, Any]) -> str:
     """The policy of a reference, also if the reference has a condition."""
-    _, there, _ = reference.get("Fn::If", ("", reference, {}))
-    return str(there["Ref"])
+    while "Fn::If" in reference:
+        _, reference, _ = reference["Fn::If"]
+    return str(reference["Ref"])
 
 
 @cache
 def policies_of(role: str, place: Place) -> list[dict[str, Any]]:
     """The policies of a role in the stack of this place."""
     names = [policy_name(each) for each in TEMPLATE[role]["Properties"]["ManagedPolicyArns"]]
-    return [resolved(TEMPLATE[name]["Properties"]["PolicyDocument"], parameters_of(place)) for name in names]
+    return [
+        resolved(TEMPLATE[name]["Properties"]["PolicyDocument"], parameters_of(place))
+        for name in names
+        if name != "AWS::NoValue"
+    ]
 
 
 def granted(documents: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -206,12 +212,14 @@ def granted(documents: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def test_roles_have_nothing_but_the_policies_of_the_template():
-    assert {"AgentRole", "WorkflowRole", "RefreshRole", "RefreshFunctionRole", "ScaleDownFunctionRole"} == set(ROLES)
+    functions = {"RefreshFunctionRole", "ScaleDownFunctionRole", "BrokerFunctionRole"}
+    assert {"AgentRole", "WorkflowRole", "RefreshRole", *functions} == set(ROLES)
     for role in ROLES:
         properties = TEMPLATE[role]["Properties"]
         assert "Policies" not in properties
         for each in properties["ManagedPolicyArns"]:
-            assert TEMPLATE[policy_name(each)]["Type"] == "AWS::IAM::ManagedPolicy"
+            name = policy_name(each)
+            assert name == "AWS::NoValue" or TEMPLATE[name]["Type"] == "AWS::IAM::ManagedPolicy"
     # No resource policy (queue, table, secret) grants anything.
     for resource in TEMPLATE.values():
         assert resource["Type"] not in {"AWS::SQS::QueuePolicy", "AWS::IAM::Policy", "AWS::IAM::User"}
@@ -221,7 +229,7 @@ def test_roles_have_nothing_but_the_policies_of_the_template():
 # Requests -------------------------------------------------------------------------------------------------------------
 
 
-def at(  # noqa: PLR0912 - one branch per service
+def at(  # noqa: C901, PLR0912 - one branch per service
     action: str, of: Place, by: Place
 ) -> Iterator[tuple[str, Mapping[str, Value]]]:
     """Resources of a place that an action applies to, each with its context."""
@@ -248,8 +256,10 @@ def at(  # noqa: PLR0912 - one branch per service
         yield from ((of.arn("sqs", f"remuda-{of.pool}-{each}"), {}) for each in CLASSES)
     elif service == "secretsmanager":
         yield of.secret, {}
+    elif service == "lambda":
+        yield of.arn("lambda", f"function:remuda-{of.pool}-broker"), {}
     elif service == "logs":
-        yield from ((of.arn("logs", f"log-group:/remuda/{of.pool}/{who}:log-stream:1"), {}) for who in SCHEDULED)
+        yield from ((of.arn("logs", f"log-group:/remuda/{of.pool}/{who}:log-stream:1"), {}) for who in FUNCTIONS)
     elif service == "ssm":
         yield of.arn("ssm", f"parameter/remuda/{of.pool}/ami"), {}
         yield of.arn("ssm", f"parameter/remuda/{of.pool}/settings"), {}
@@ -341,7 +351,7 @@ def test_a_role_can_use_every_granted_action_in_its_pool(role, place):
     allowed = {each.action for each in allowed_requests(documents, requests(granted(documents), of=place, by=place))}
     tried = {each for each in granted(documents) if each not in CREATE_ACTIONS and not each.startswith("ec2:Describe")}
     # These two may tag only at creation.
-    at_creation = {"ec2:CreateTags"} if role in {"WorkflowRole", "RefreshFunctionRole"} else set()
+    at_creation = {"ec2:CreateTags"} if role in {"BrokerFunctionRole", "RefreshFunctionRole"} else set()
     assert allowed == tried - at_creation
 
 
@@ -367,6 +377,9 @@ def test_a_role_cannot_reach_unrelated_resources(role, place, word):
         (place.arn("secretsmanager", f"secret:{word}-AbCdEf"), {}),
         (f"{place.secret}{word}", {}),
         (place.arn("logs", f"log-group:/aws/lambda/{word}:log-stream:1"), {}),
+        (place.arn("lambda", f"function:{word}"), {}),
+        (place.arn("lambda", f"function:remuda-{place.pool}-refresh"), {}),
+        (place.arn("lambda", f"function:remuda-{place.pool}-broker-{word}"), {}),
         (place.arn("ssm", f"parameter/{word}"), {}),
         (place.arn("ssm", f"parameter/remuda/{place.pool}-{word}/ami"), {}),
         *((place.machine, tags) for tags in tagged),
@@ -409,24 +422,69 @@ def test_no_role_has_dangerous_permissions(role):
     assert not allowed_requests(documents, attempts)
 
 
-@pytest.mark.parametrize("who", SCHEDULED)
+@pytest.mark.parametrize("who", FUNCTIONS)
 def test_a_function_cannot_write_the_log_of_another(who):
-    (other,) = set(SCHEDULED) - {who}
     place = Place()
-    role = {"refresh": "RefreshFunctionRole", "scale-down": "ScaleDownFunctionRole"}[who]
+    role = f"{pascal_case(who)}FunctionRole"
     for action in ("logs:CreateLogStream", "logs:PutLogEvents"):
-        stream = place.arn("logs", f"log-group:/remuda/ci/{other}:log-stream:1")
-        assert not allows(policies_of(role, place), IamRequest(action=action, resource=stream))
+        for name in FUNCTIONS:
+            stream = place.arn("logs", f"log-group:/remuda/ci/{name}:log-stream:1")
+            assert allows(policies_of(role, place), IamRequest(action=action, resource=stream)) is (name == who)
+
+
+def test_the_workflow_role_may_invoke_the_broker_and_nothing_else():
+    place = Place()
+    documents = policies_of("WorkflowRole", place)
+    actions = sorted({action for role in ROLES for action in granted(policies_of(role, place))} - CREATE_ACTIONS)
+    allowed = allowed_requests(documents, requests(actions, of=place, by=place))
+    assert [(each.action, each.resource) for each in allowed] == [
+        ("lambda:InvokeFunction", place.arn("lambda", "function:remuda-ci-broker"))
+    ]
+
+
+def test_without_functions_workflows_provision_in_direct_mode():
+    """The role has the policies of the broker then, without the credential."""
+    policy, key = TEMPLATE["WorkflowRole"]["Properties"]["ManagedPolicyArns"]
+    assert policy == {"Fn::If": ["HasFunctions", {"Ref": "WorkflowPolicy"}, {"Ref": "ProvisionPolicy"}]}
+    assert key["Fn::If"][2] == {"Fn::If": ["HasVolumeKey", {"Ref": "VolumeKeyPolicy"}, {"Ref": "AWS::NoValue"}]}
+
+
+def test_the_broker_may_read_the_credential_and_cannot_change_the_configuration():
+    place = Place()
+    documents = policies_of("BrokerFunctionRole", place)
+    assert allows(documents, IamRequest(action="secretsmanager:GetSecretValue", resource=place.secret))
+    config = {LEADING_KEYS: [str(items.CONFIG[items.PK]["S"])]}
+    for action in ("dynamodb:PutItem", "dynamodb:UpdateItem", "dynamodb:BatchWriteItem"):
+        assert not allows(documents, IamRequest(action=action, resource=place.table, context=config))
+    assert "ec2:CreateLaunchTemplateVersion" not in granted(documents)
+    assert "lambda:InvokeFunction" not in granted(documents)
+
+
+def test_only_the_url_of_the_broker_is_public():
+    """The permissions of the URL exist only with it, and the second one does not allow direct invocations."""
+    public = {
+        name: resource
+        for name, resource in TEMPLATE.items()
+        if resource["Type"] == "AWS::Lambda::Permission" and resource["Properties"]["Principal"] == "*"
+    }
+    assert {name: each["Properties"]["Action"] for name, each in public.items()} == {
+        "BrokerUrlPermission": "lambda:InvokeFunctionUrl",
+        "BrokerUrlInvokePermission": "lambda:InvokeFunction",
+    }
+    for resource in (*public.values(), TEMPLATE["BrokerUrl"]):
+        assert resource["Condition"] == "HasFunctionUrl"
+    assert public["BrokerUrlInvokePermission"]["Properties"]["InvokedViaFunctionUrl"] is True
+    assert template()["Parameters"]["FunctionUrl"]["Default"] == "false"
 
 
 # Configuration --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("role", ["WorkflowRole", "ScaleDownFunctionRole"])
+@pytest.mark.parametrize("role", ["BrokerFunctionRole", "ScaleDownFunctionRole"])
 @thorough
 @given(PLACES)
 def test_only_refresh_may_write_the_configuration(role, place):
-    """The configuration determines what instances run, and code of any branch can assume the role of workflows."""
+    """The configuration determines what instances run, and the broker and workflows in direct mode only use it."""
     pool = str(items.CONFIG[items.PK]["S"])
     assert pool == items.PREFIXES[items.PK]["S"] == items.FIRST_SEEN[items.PK]["S"]
     documents = policies_of(role, place)
@@ -440,7 +498,7 @@ def test_only_refresh_may_write_the_configuration(role, place):
     for operation, its in (
         ("UpdateItem", {control, report}),
         ("BatchWriteItem", {history}),
-        ("PutItem", {run} if role == "WorkflowRole" else set()),
+        ("PutItem", {run} if role == "BrokerFunctionRole" else set()),
     ):
         assert {key for key in place.keys if writes(operation, [key])} == its
         assert not any(writes(operation, [key, pool]) for key in place.keys)
@@ -510,7 +568,7 @@ def test_a_role_cannot_create_or_tag_resources_outside_its_pool(role, pair):
 
 
 def _conditions() -> Iterator[tuple[str, int, str, str]]:
-    for role in ("AgentRole", "WorkflowRole", "RefreshFunctionRole", "ScaleDownFunctionRole"):
+    for role in ("AgentRole", "BrokerFunctionRole", "RefreshFunctionRole", "ScaleDownFunctionRole"):
         for number, statement in enumerate(policies_of(role, Place())[0]["Statement"]):
             for operator, keys in statement.get("Condition", {}).items():
                 for key in keys:
@@ -672,7 +730,12 @@ def test_parameters_of_trust_policies_accept_no_other_wildcards(name):
 
 @pytest.mark.parametrize(
     ("role", "service"),
-    [("AgentRole", "ec2"), ("RefreshFunctionRole", "lambda"), ("ScaleDownFunctionRole", "lambda")],
+    [
+        ("AgentRole", "ec2"),
+        ("RefreshFunctionRole", "lambda"),
+        ("ScaleDownFunctionRole", "lambda"),
+        ("BrokerFunctionRole", "lambda"),
+    ],
 )
 def test_other_roles_are_assumed_by_a_service(role, service):
     (statement,) = TEMPLATE[role]["Properties"]["AssumeRolePolicyDocument"]["Statement"]

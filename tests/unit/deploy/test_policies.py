@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import build
 from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.dynamodb.schema import INDEXES
-from remuda.deployment.policies import ANY_RESOURCE, ATTRIBUTES, ORPHAN_TAG, launch_types, policies, workflow
+from remuda.deployment.policies import ANY_RESOURCE, ATTRIBUTES, ORPHAN_TAG, launch_types, policies, provision
 from remuda.deployment.statements import fill_placeholders
 from remuda.domain.resources import parse_classes
 from remuda.domain.scale_down.fleet import GHR_APPLICATION, GHR_APPLICATION_TAG, GHR_ENVIRONMENT_TAG
@@ -141,7 +141,7 @@ def test_credentials_used_outside_the_instance_may_not_terminate():
 # Pools ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["workflow", "refresh"])
+@pytest.mark.parametrize("name", ["provision", "refresh"])
 @no_deadline
 @given(POOL_NAMES, POOL_NAMES, INSTANCE_IDS)
 def test_only_instances_with_the_tag_of_the_pool_may_be_terminated(name, pool, other, instance):
@@ -195,10 +195,10 @@ def test_refresh_may_not_change_instances_without_the_tag_of_the_pool():
         assert not may(of("refresh"), action, machine, tagged)
 
 
-def test_only_refresh_and_scale_down_may_read_the_secret():
+def test_only_functions_may_read_the_secret():
     read = "secretsmanager:GetSecretValue"
     allowed = {name for name in POLICIES if may(of(name), read, credential_of("ci"))}
-    assert allowed == {"refresh", "scale-down"}
+    assert allowed == {"refresh", "scale-down", "broker-function"}
     for name in POLICIES:
         assert not may(of(name), read, credential_of("ci") + "x")
         assert not may(of(name), read, arn("secretsmanager", "secret:remuda/ci/other-AbCdEf"))
@@ -208,7 +208,7 @@ def test_only_refresh_and_scale_down_may_read_the_secret():
 @given(POOL_NAMES, POOL_NAMES)
 def test_a_launch_requires_template_and_tag_of_the_pool(pool, other):
     assume(pool != other)
-    policy = of("workflow", pool)
+    policy = of("provision", pool)
     template = arn("ec2", "launch-template/lt-1")
     for action in ("ec2:CreateFleet", "ec2:RunInstances"):
         assert may(policy, action, template, {f"aws:ResourceTag/{POOL_TAG}": pool})
@@ -223,7 +223,7 @@ def test_a_launch_requires_template_and_tag_of_the_pool(pool, other):
 
 def test_launches_use_no_condition_key_that_ec2_may_not_set_for_fleets():
     """Whether EC2 sets them when CreateFleet calls RunInstances is not documented, so a launch must not need them."""
-    text = json.dumps(of("workflow"))
+    text = json.dumps(of("provision"))
     assert "ec2:LaunchTemplate" not in text
     assert "ec2:IsLaunchTemplateResource" not in text
 
@@ -237,19 +237,19 @@ def may_launch(policy: Mapping[str, Any], instance_type: str | None) -> bool:
     return may(policy, "ec2:RunInstances", arn("ec2", "instance/*"), {**context, **named})
 
 
-def workflow_for(**classes: Any) -> dict[str, Any]:
-    return fill_placeholders(workflow(parse_classes(classes)), pool="ci", account=ACCOUNT, region=REGION)
+def provision_for(**classes: Any) -> dict[str, Any]:
+    return fill_placeholders(provision(parse_classes(classes)), pool="ci", account=ACCOUNT, region=REGION)
 
 
-def test_a_workflow_may_not_launch_larger_instances_than_the_classes():
+def test_a_provision_may_not_launch_larger_instances_than_the_classes():
     for allowed in ("t3.small", "m6i.large", "c7g.16xlarge", "g5.12xlarge"):
-        assert may_launch(of("workflow"), allowed)
+        assert may_launch(of("provision"), allowed)
     for denied in ("m6i.24xlarge", "p5.48xlarge", "u-24tb1.112xlarge", "c6i.metal", "m7i.metal-24xl", None):
-        assert not may_launch(of("workflow"), denied)
+        assert not may_launch(of("provision"), denied)
 
 
-def test_a_workflow_may_launch_only_the_types_of_the_classes():
-    policy = workflow_for(
+def test_a_provision_may_launch_only_the_types_of_the_classes():
+    policy = provision_for(
         graviton={"cpu": 2, "mmem": 4096, "max-cpu": 8, "instance-types": "c7g.* m7g*"},
         gpu={"cpu": 4, "mmem": 8192, "gpu": 1, "instance-types": "g5.xlarge g6.*"},
         host={"cpu": 4, "mmem": 8192, "max-cpu": 128, "instance-types": "c6i.metal"},
@@ -286,14 +286,26 @@ def test_no_policy_allows_adding_the_tag_of_the_pool(pool):
             assert not may(policy, action, machine, {"aws:TagKeys": [ORPHAN_TAG]})
 
 
-def test_only_a_workflow_may_pass_the_role_of_the_agent_and_only_to_ec2():
+def test_only_a_provision_may_pass_the_role_of_the_agent_and_only_to_ec2():
     role = f"arn:aws:iam::{ACCOUNT}:role/remuda-ci-agent"
     to_ec2, to_lambda = ({"iam:PassedToService": f"{name}.amazonaws.com"} for name in ("ec2", "lambda"))
-    assert may(of("workflow"), "iam:PassRole", role, to_ec2)
-    assert not may(of("workflow"), "iam:PassRole", role, to_lambda)
-    assert not may(of("workflow"), "iam:PassRole", role)
-    assert not may(of("workflow"), "iam:PassRole", f"arn:aws:iam::{ACCOUNT}:role/admin", to_ec2)
+    assert may(of("provision"), "iam:PassRole", role, to_ec2)
+    assert not may(of("provision"), "iam:PassRole", role, to_lambda)
+    assert not may(of("provision"), "iam:PassRole", role)
+    assert not may(of("provision"), "iam:PassRole", f"arn:aws:iam::{ACCOUNT}:role/admin", to_ec2)
     assert not may(of("refresh"), "iam:PassRole", role, to_ec2)
+
+
+def test_a_workflow_may_only_invoke_the_broker_of_its_pool():
+    (statement,) = of("workflow")["Statement"]
+    assert (statement["Action"], statement["Resource"]) == (
+        ["lambda:InvokeFunction"],
+        [arn("lambda", "function:remuda-ci-broker")],
+    )
+    for other in ("remuda-ci-refresh", "remuda-ci-scale-down", "remuda-ci-2-broker", "remuda-ci-broker:1"):
+        assert not may(of("workflow"), "lambda:InvokeFunction", arn("lambda", f"function:{other}"))
+    for action in ("lambda:UpdateFunctionCode", "lambda:GetFunction", "lambda:InvokeFunctionUrl"):
+        assert not may(of("workflow"), action, arn("lambda", "function:remuda-ci-broker"))
 
 
 # Form -----------------------------------------------------------------------------------------------------------------
@@ -328,7 +340,7 @@ def test_generated_files_are_current():
 
 def test_check_names_files_that_are_not_current(capsys):
     assert build.main(["--check", "--classes", '{"small": {"cpu": 1, "mmem": 512}}']) == 1
-    assert "workflow.json" in capsys.readouterr().err
+    assert "provision.json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["small,gpu", "{}", '{"small": {"cpu": 0}}', "@/nowhere"])

@@ -56,7 +56,7 @@ CALLS = {
         "iam": set[str](),
         "sqs": set[str](),
     },
-    "workflow": {
+    "provision": {
         "dynamodb": {"BatchGetItem", "BatchWriteItem", "GetItem", "PutItem", "Query", "UpdateItem"},
         # EC2 requires RunInstances for CreateFleet; the doctor makes a dry run of it.
         "ec2": {
@@ -245,8 +245,8 @@ def test_a_function_may_write_only_its_own_log(who):
 
 
 @pytest.mark.parametrize("parameter", ["/aws/service/ami-amazon-linux-latest/al2023", f"/remuda/{POOL}/ami"])
-@pytest.mark.parametrize("who", ["workflow", "refresh"])
-def test_workflows_and_refresh_may_resolve_images(who, parameter):
+@pytest.mark.parametrize("who", ["provision", "refresh"])
+def test_provision_and_refresh_may_resolve_images(who, parameter):
     account = "" if parameter.startswith("/aws") else ACCOUNT
     lookup = request("ssm:GetParameters", f"arn:aws:ssm:{REGION}:{account}:parameter{parameter}")
     assert allows(POLICIES[who], lookup)

@@ -52,7 +52,7 @@ _KERNEL = re.compile(r"kernel-(\d+)\.(\d+)")
 #: Names of public images with an older kernel.
 _OLD_SYSTEMS = re.compile(r"amzn2-ami-|ubuntu-(?:xenial|bionic|focal)-|debian-(?:9|10|11)-")
 REFRESH_FIX = "run remuda refresh"
-WORKFLOW_FIX = "ignore this if only remuda refresh runs here; otherwise grant deploy/policies/workflow.json"
+PROVISION_FIX = "ignore this if only remuda refresh runs here; otherwise grant deploy/policies/provision.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,11 +262,11 @@ class AwsDoctor:
         for operation, parameters in (("CreateFleet", fleet), ("RunInstances", single)):
             denial = await self._dry_run(operation, parameters)
             if denial:
-                return warning(f"the AWS credentials do not permit launches ({operation}): {denial}", WORKFLOW_FIX)
+                return warning(f"the AWS credentials do not permit launches ({operation}): {denial}", PROVISION_FIX)
         return ok("permitted, by a dry run of CreateFleet and RunInstances")
 
     async def _dry_run_type(self, options: Ec2LaunchOptions, types: TypePatterns) -> str:
-        """A type of the class: the policy of workflows allows no others."""
+        """A type of the class: the policy `provision` allows no others."""
         image = await (await self._adapters()).compute.find_image(options.ami) or {}
         usual = _DRY_RUN_TYPES.get(str(image.get("Architecture", "")), _DRY_RUN_TYPES["x86_64"])
         if types.matches(usual):

@@ -110,6 +110,8 @@ def config_rows(settings: Settings) -> dict[str, dict[str, Any]]:
             shown = {item.name: item.describe() for item in value}
         elif name == "idle_config":
             shown = [_window_document(window) for window in value]
+        elif name == "repositories":
+            shown = [str(pattern) for pattern in value]
         elif isinstance(value, TypePatterns | Path):
             shown = str(value)
         else:
