@@ -4,15 +4,23 @@ locals {
   has_alarms = local.has_functions && var.alarm_topic != null
   alarms = merge(
     {
-      for name, each in local.functions : name => {
-        description = "remuda ${name} fails; its log contains the error."
+      for name, function in aws_lambda_function.this : name => {
+        description = name == "broker" ? "The broker crashes; its log contains the error." : "remuda ${name} fails; its log contains the error."
         namespace   = "AWS/Lambda"
         metric      = "Errors"
-        dimensions  = { FunctionName = aws_lambda_function.this[name].function_name }
-        missing     = each.missing_runs
+        dimensions  = { FunctionName = function.function_name }
+        # A missing refresh is as bad as a failed one; scale-down may be disabled, and the broker waits for workflows.
+        missing = name == "refresh" ? "breaching" : "notBreaching"
       }
     },
     {
+      provision = {
+        description = "Provisions fail through no fault of the workflows; the log of the broker contains the errors."
+        namespace   = "Remuda"
+        metric      = "Failed"
+        dimensions  = { Pool = var.pool, Command = "provision" }
+        missing     = "notBreaching"
+      }
       runner-version = {
         description = "GitHub refuses the pool's version of the actions runner soon; remuda status says when and what to do."
         namespace   = "Remuda"

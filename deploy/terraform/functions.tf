@@ -1,4 +1,4 @@
-# Scheduled functions: each has its own role, log group and schedule.
+# Functions: two commands on a schedule, and the broker. Each has its own role and log group.
 
 locals {
   scheduled = {
@@ -7,17 +7,48 @@ locals {
       # Without an image, refresh leaves the stored configuration as it is.
       input     = var.ami != "" ? jsonencode({ command = "refresh" }) : jsonencode({ command = "refresh", sweep_only = true })
       variables = {}
-      # A missing refresh is as bad as a failed one.
-      missing_runs = "breaching"
     }
     scale-down = {
-      enabled      = var.scale_down
-      input        = jsonencode({ command = "scale-down" })
-      variables    = { ENVIRONMENT = local.environment }
-      missing_runs = "notBreaching"
+      enabled   = var.scale_down
+      input     = jsonencode({ command = "scale-down" })
+      variables = { ENVIRONMENT = local.environment }
     }
   }
-  functions = { for name, function in local.scheduled : name => function if local.has_functions }
+
+  all_functions = merge(
+    {
+      for name, command in local.scheduled : name => {
+        description = "remuda ${name}"
+        handler     = "remuda.aws_lambda.handler.handler"
+        policies    = [name, "${name}-function"]
+        # CPU time grows with memory, and loading the models of the AWS libraries needs a full CPU.
+        memory = 1024
+        # Below the interval of the schedule, so that runs never overlap.
+        timeout   = 240
+        reserved  = var.reserve_concurrency ? 1 : -1
+        variables = command.variables
+      }
+    },
+    {
+      broker = {
+        description = "remuda provision and release for workflows"
+        handler     = "remuda.aws_lambda.broker.handler"
+        policies    = concat(local.provision, ["broker-function"])
+        # One full CPU: somebody waits for each request.
+        memory = 1769
+        # Lambda's maximum: a provision may wait for new machines to boot.
+        timeout   = 900
+        reserved  = var.broker_concurrency == null ? -1 : var.broker_concurrency
+        variables = {}
+      }
+    },
+  )
+  functions = { for name, function in local.all_functions : name => function if local.has_functions }
+  schedules = { for name, command in local.scheduled : name => command if local.has_functions }
+
+  attachments = flatten([
+    for name, function in local.functions : [for policy in function.policies : { function = name, policy = policy }]
+  ])
 
   is_app = var.github_app_id != ""
   variables = {
@@ -33,7 +64,7 @@ locals {
 
 # Created here to set the retention: a group that Lambda creates never expires its events.
 resource "aws_cloudwatch_log_group" "this" {
-  for_each = local.scheduled
+  for_each = local.all_functions
 
   name              = "/remuda/${var.pool}/${each.key}"
   retention_in_days = 30
@@ -55,28 +86,25 @@ resource "aws_iam_role" "function" {
   })
 }
 
-# The policy of the command, and that of its function: log and settings.
 resource "aws_iam_role_policy_attachment" "function" {
-  for_each = { for name in flatten([for each in keys(local.functions) : [each, "${each}-function"]]) : name => trimsuffix(name, "-function") }
+  for_each = { for each in local.attachments : "${each.function}/${each.policy}" => each }
 
-  role       = aws_iam_role.function[each.value].name
-  policy_arn = aws_iam_policy.this[each.key].arn
+  role       = aws_iam_role.function[each.value.function].name
+  policy_arn = aws_iam_policy.this[each.value.policy].arn
 }
 
 resource "aws_lambda_function" "this" {
   for_each = local.functions
 
-  function_name = "${local.name}-${each.key}"
-  description   = "remuda ${each.key}"
-  role          = aws_iam_role.function[each.key].arn
-  handler       = "remuda.aws_lambda.handler.handler"
-  runtime       = var.runtime
-  architectures = [var.architecture]
-  # CPU time grows with memory, and loading the models of the AWS libraries needs a full CPU.
-  memory_size = 1024
-  # Below the interval of the schedule, so that runs never overlap.
-  timeout                        = 240
-  reserved_concurrent_executions = var.reserve_concurrency ? 1 : -1
+  function_name                  = "${local.name}-${each.key}"
+  description                    = each.value.description
+  role                           = aws_iam_role.function[each.key].arn
+  handler                        = each.value.handler
+  runtime                        = var.runtime
+  architectures                  = [var.architecture]
+  memory_size                    = each.value.memory
+  timeout                        = each.value.timeout
+  reserved_concurrent_executions = each.value.reserved
 
   filename         = var.code.filename
   source_code_hash = var.code.filename == null ? null : filebase64sha256(var.code.filename)
@@ -98,7 +126,7 @@ resource "aws_lambda_function" "this" {
   depends_on = [aws_iam_role_policy_attachment.function]
 }
 
-# No retries and no queue: the next scheduled event makes up for a failed one.
+# No retries and no queue: the next scheduled event or the waiting workflow makes up for a failed one.
 resource "aws_lambda_function_event_invoke_config" "this" {
   for_each = local.functions
 
@@ -108,8 +136,10 @@ resource "aws_lambda_function_event_invoke_config" "this" {
   maximum_event_age_in_seconds = 60
 }
 
+# Schedules -----------------------------------------------------------------------------------------------------------
+
 resource "aws_cloudwatch_event_rule" "this" {
-  for_each = local.functions
+  for_each = local.schedules
 
   name                = "${local.name}-${each.key}"
   description         = "remuda ${each.key}, every five minutes"
@@ -118,7 +148,7 @@ resource "aws_cloudwatch_event_rule" "this" {
 }
 
 resource "aws_cloudwatch_event_target" "this" {
-  for_each = local.functions
+  for_each = local.schedules
 
   rule      = aws_cloudwatch_event_rule.this[each.key].name
   target_id = each.key
@@ -132,10 +162,44 @@ resource "aws_cloudwatch_event_target" "this" {
 }
 
 resource "aws_lambda_permission" "schedule" {
-  for_each = local.functions
+  for_each = local.schedules
 
   action        = "lambda:InvokeFunction"
   function_name = aws_lambda_function.this[each.key].function_name
   principal     = "events.amazonaws.com"
   source_arn    = aws_cloudwatch_event_rule.this[each.key].arn
+}
+
+# Public URL of the broker --------------------------------------------------------------------------------------------
+
+locals {
+  has_function_url = local.has_functions && var.function_url
+}
+
+# Anyone may call it: the broker itself verifies the caller's token.
+resource "aws_lambda_function_url" "broker" {
+  count = local.has_function_url ? 1 : 0
+
+  function_name      = aws_lambda_function.this["broker"].function_name
+  authorization_type = "NONE"
+}
+
+# Since October 2025 a URL needs both permissions ("Control access to Lambda function URLs" in AWS' documentation).
+resource "aws_lambda_permission" "url" {
+  count = local.has_function_url ? 1 : 0
+
+  action                 = "lambda:InvokeFunctionUrl"
+  function_name          = aws_lambda_function.this["broker"].function_name
+  principal              = "*"
+  function_url_auth_type = "NONE"
+}
+
+resource "aws_lambda_permission" "url_invoke" {
+  count = local.has_function_url ? 1 : 0
+
+  action        = "lambda:InvokeFunction"
+  function_name = aws_lambda_function.this["broker"].function_name
+  principal     = "*"
+  # Only through the URL: without it, anyone with an AWS account could invoke the function.
+  invoked_via_function_url = true
 }

@@ -6,12 +6,14 @@ locals {
   # Descriptions of the policies in policies/.
   policies = {
     "agent"               = "For every instance of the pool, through its instance profile."
-    "workflow"            = "For workflows, for provision and release."
-    "volume-key"          = "For workflows, in addition to the policy workflow, if volume-kms-key is set."
+    "workflow"            = "For workflows, which provision and release through the broker."
+    "provision"           = "For callers of provision and release: the broker, or workflows in direct mode."
+    "volume-key"          = "For callers of provision, in addition to the policy provision, if volume-kms-key is set."
     "refresh"             = "For callers of refresh and doctor: the scheduled function, a scheduled workflow, an operator."
     "scale-down"          = "For callers of scale-down: the scheduled function, a scheduled workflow, an operator."
     "refresh-function"    = "For the function that runs refresh, in addition to the policy refresh."
     "scale-down-function" = "For the function that runs scale-down, in addition to the policy scale-down."
+    "broker-function"     = "For the function that is the broker, in addition to the policy provision."
   }
 
   # Variables of the functions, from the settings of the module.
@@ -52,6 +54,8 @@ locals {
     REMUDA_IDLE_CONFIG                     = var.idle_config == null ? null : jsonencode(var.idle_config)
     REMUDA_MINIMUM_RUNNING_TIME_IN_MINUTES = var.minimum_running_time_in_minutes
     REMUDA_RUNNER_BOOT_TIME_IN_MINUTES     = var.runner_boot_time_in_minutes
+    REMUDA_OIDC_ISSUER                     = var.oidc_issuer
+    REMUDA_TRUST_PULL_REQUESTS             = var.trust_pull_requests
     REMUDA_LOG_FORMAT                      = var.log_format
   }
 }
@@ -301,6 +305,19 @@ variable "minimum_running_time_in_minutes" {
 variable "runner_boot_time_in_minutes" {
   description = "Minutes after which an instance that is not registered on GitHub is an orphan. Default: 5."
   type        = number
+  default     = null
+}
+
+variable "oidc_issuer" {
+  description = "Issuer of the OIDC tokens of workflows; https://HOST/_services/token on GitHub Enterprise Server. Default: https://token.actions.githubusercontent.com."
+  type        = string
+  default     = ""
+  nullable    = false
+}
+
+variable "trust_pull_requests" {
+  description = "Whether runs of pull_request events are trusted. Set it only if no repository sends write tokens to workflows of pull requests from forks: OIDC tokens do not name the fork. One of true, false. Default: false."
+  type        = bool
   default     = null
 }
 

@@ -2,7 +2,7 @@
 
 locals {
   partition = data.aws_partition.current.partition
-  region    = data.aws_region.current.name
+  region    = data.aws_region.current.region
   account   = data.aws_caller_identity.current.account_id
 }
 
@@ -57,11 +57,13 @@ resource "aws_iam_instance_profile" "agent" {
 # Workflows -----------------------------------------------------------------------------------------------------------
 
 locals {
-  github         = "token.actions.githubusercontent.com"
-  has_workflow   = var.oidc_provider != null && length(var.repositories) > 0
-  has_refresh    = var.oidc_provider != null && var.refresh_repository != ""
-  workflow_holds = var.volume_kms_key == null ? ["workflow"] : ["workflow", "volume-key"]
-  environments   = length(var.environments) > 0 ? [for each in var.environments : "repo:*:environment:${each}"] : ["repo:*"]
+  github       = "token.actions.githubusercontent.com"
+  has_workflow = var.oidc_provider != null && length(var.repositories) > 0
+  has_refresh  = var.oidc_provider != null && var.refresh_repository != ""
+  environments = length(var.environments) > 0 ? [for each in var.environments : "repo:*:environment:${each}"] : ["repo:*"]
+
+  # For provisions, by the broker or in direct mode.
+  provision = var.volume_kms_key == null ? ["provision"] : ["provision", "volume-key"]
 }
 
 # The subject of GitHub's token is `repo:owner/name:` and a branch, tag, event or environment. Both conditions on it must
@@ -88,7 +90,8 @@ resource "aws_iam_role" "workflow" {
 }
 
 resource "aws_iam_role_policy_attachment" "workflow" {
-  for_each = local.has_workflow ? toset(local.workflow_holds) : toset([])
+  # Without functions there is no broker, and workflows provision in direct mode.
+  for_each = toset([for policy in local.has_functions ? ["workflow"] : local.provision : policy if local.has_workflow])
 
   role       = aws_iam_role.workflow[0].name
   policy_arn = aws_iam_policy.this[each.key].arn
@@ -116,7 +119,7 @@ resource "aws_iam_role" "refresh" {
 }
 
 resource "aws_iam_role_policy_attachment" "refresh" {
-  for_each = local.has_refresh ? toset(["refresh", "scale-down"]) : toset([])
+  for_each = toset([for policy in ["refresh", "scale-down"] : policy if local.has_refresh])
 
   role       = aws_iam_role.refresh[0].name
   policy_arn = aws_iam_policy.this[each.key].arn

@@ -11,6 +11,12 @@ locals {
   environment = var.github_environment != "" ? var.github_environment : var.pool
 
   has_functions = var.code != null
+
+  # The broker needs the lists that the role of workflows trusts, too.
+  all_settings = merge(local.settings, {
+    REMUDA_REPOSITORIES = join(",", var.repositories)
+    REMUDA_ENVIRONMENTS = join(",", var.environments)
+  })
 }
 
 resource "aws_dynamodb_table" "this" {
@@ -80,5 +86,5 @@ resource "aws_ssm_parameter" "settings" {
   type        = "String"
   # Up to 4 KB are free, up to 8 KB cost a few cents per month.
   tier  = "Intelligent-Tiering"
-  value = join("\n", [for name, value in local.settings : "${name}=${value == null ? "" : value}"])
+  value = join("\n", [for name, value in local.all_settings : "${name}=${value == null ? "" : value}"])
 }

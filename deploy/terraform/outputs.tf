@@ -13,6 +13,11 @@ output "workflow_policy_arn" {
   value       = aws_iam_policy.this["workflow"].arn
 }
 
+output "provision_policy_arn" {
+  description = "Policy for your own role in direct mode."
+  value       = aws_iam_policy.this["provision"].arn
+}
+
 output "refresh_policy_arn" {
   description = "Policy for your own role."
   value       = aws_iam_policy.this["refresh"].arn
@@ -46,4 +51,14 @@ output "refresh_function_name" {
 output "scale_down_function_name" {
   description = "Runs scale-down every five minutes."
   value       = one([for name, function in aws_lambda_function.this : function.function_name if name == "scale-down"])
+}
+
+output "broker_name" {
+  description = "Function for workflows."
+  value       = one([for name, function in aws_lambda_function.this : function.function_name if name == "broker"])
+}
+
+output "broker_url" {
+  description = "Value for broker-url."
+  value       = one(aws_lambda_function_url.broker[*].function_url)
 }

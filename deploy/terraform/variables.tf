@@ -140,8 +140,26 @@ variable "alarm_topic" {
 }
 
 variable "reserve_concurrency" {
-  description = "Whether each function reserves one of the account's concurrent executions."
+  description = "Whether each scheduled function reserves one of the account's concurrent executions."
   type        = bool
   default     = false
   nullable    = false
+}
+
+variable "function_url" {
+  description = "Whether the broker has a public URL, so that workflows need no AWS credentials. It requires the same OIDC token of the workflow as without URL."
+  type        = bool
+  default     = false
+  nullable    = false
+}
+
+variable "broker_concurrency" {
+  description = "Maximum number of concurrent requests to the broker, reserved from the account's concurrent executions. Each waiting workflow needs two. If null, only the limit of the account applies."
+  type        = number
+  default     = null
+
+  validation {
+    condition     = can(regex("^([1-9][0-9]{0,4})?$", var.broker_concurrency == null ? "" : tostring(var.broker_concurrency)))
+    error_message = "broker_concurrency must be an integer from 1 to 99999."
+  }
 }

@@ -4,8 +4,9 @@ terraform {
 
   required_providers {
     aws = {
-      source  = "hashicorp/aws"
-      version = ">= 5.100, < 7.0"
+      source = "hashicorp/aws"
+      # The first version that can restrict the public permission of the broker to its URL.
+      version = ">= 6.28, < 7.0"
     }
   }
 }

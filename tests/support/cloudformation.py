@@ -120,11 +120,14 @@ class EvaluatedStack:
             between, text = argument
             return self._resolve(text).split(between)
         if function == "Fn::Sub":
-            return re.sub(r"\$\{(!?)([^}]*)\}", self._substitute, argument)
+            text, own = (argument, {}) if isinstance(argument, str) else argument
+            return re.sub(r"\$\{(!?)([^}]*)\}", lambda found: self._substitute(found, own), text)
         raise ValueError(f"unknown function {function}")
 
-    def _substitute(self, found: re.Match[str]) -> str:
+    def _substitute(self, found: re.Match[str], own: Mapping[str, Any]) -> str:
         if found[1]:
             return f"${{{found[2]}}}"
+        if found[2] in own:
+            return str(self._resolve(own[found[2]]))
         name, _, attribute = found[2].partition(".")
         return str(self._attribute(name, attribute) if attribute else self._named(name))

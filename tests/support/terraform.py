@@ -102,6 +102,7 @@ def _flatten(values: Sequence[Any]) -> list[Any]:
 
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "alltrue": all,
+    "concat": lambda *lists: [item for each in lists for item in each],
     "contains": lambda values, value: value in values,
     "flatten": _flatten,
     "join": lambda between, values: between.join(map(as_text, values)),
@@ -112,6 +113,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "one": _one,
     "regex": _regex,
     "replace": lambda text, old, new: text.replace(old, new),
+    "tostring": as_text,
     "toset": lambda values: sorted(set(values)),
     "trimprefix": lambda text, start: text.removeprefix(start),
     "trimsuffix": lambda text, end: text.removesuffix(end),

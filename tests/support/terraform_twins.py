@@ -31,7 +31,7 @@ NAMES = {
     "AWS::IAM::Role": "RoleName",
     "AWS::Lambda::EventInvokeConfig": "FunctionName",
     "AWS::Lambda::Function": "FunctionName",
-    "AWS::Lambda::Permission": "FunctionName",
+    "AWS::Lambda::Url": "TargetFunctionArn",
     "AWS::Logs::LogGroup": "LogGroupName",
     "AWS::SQS::Queue": "QueueName",
     "AWS::SSM::Parameter": "Name",
@@ -114,6 +114,18 @@ def _function(found: Mapping[str, Any]) -> Properties:
     }
 
 
+def _permission(found: Mapping[str, Any]) -> Properties:
+    made = {
+        "Action": found["action"],
+        "FunctionName": found["function_name"],
+        "Principal": found["principal"],
+        "SourceArn": found.get("source_arn"),
+        "FunctionUrlAuthType": found.get("function_url_auth_type"),
+        "InvokedViaFunctionUrl": found.get("invoked_via_function_url"),
+    }
+    return {name: value for name, value in made.items() if value}
+
+
 def _alarm(found: Mapping[str, Any]) -> Properties:
     return {
         "AlarmName": found["alarm_name"],
@@ -177,10 +189,11 @@ TWINS: dict[str, tuple[str, Callable[[Mapping[str, Any]], Properties]]] = {
             MaximumEventAgeInSeconds="maximum_event_age_in_seconds",
         ),
     ),
-    "aws_lambda_permission": (
-        "AWS::Lambda::Permission",
-        _renamed(Action="action", FunctionName="function_name", Principal="principal", SourceArn="source_arn"),
+    "aws_lambda_function_url": (
+        "AWS::Lambda::Url",
+        _renamed(TargetFunctionArn="function_name", AuthType="authorization_type"),
     ),
+    "aws_lambda_permission": ("AWS::Lambda::Permission", _permission),
     "aws_sqs_queue": ("AWS::SQS::Queue", _queue),
     "aws_ssm_parameter": (
         "AWS::SSM::Parameter",
@@ -194,21 +207,24 @@ Resources = dict[tuple[str, str], Properties]
 
 
 def _identity(kind: str, properties: Mapping[str, Any]) -> tuple[str, str]:
+    if kind == "AWS::Lambda::Permission":
+        return kind, f"{properties['FunctionName']} {properties['Action']}"
     return kind, properties[NAMES[kind]]
 
 
 def attributes(kind: str, properties: Mapping[str, Any]) -> dict[str, str]:
     """The attributes of a resource in CloudFormation."""
-    name = properties[NAMES[kind]]
+    name = _identity(kind, properties)[1]
     arn = ARNS.get(kind, "{}").format(name)
-    return {"Arn": arn, "Ref": arn if kind == "AWS::IAM::ManagedPolicy" else name}
+    return {"Arn": arn, "Ref": arn if kind == "AWS::IAM::ManagedPolicy" else name, "FunctionUrl": f"https://{name}/"}
 
 
 def computed(kind: str, found: Mapping[str, Any]) -> dict[str, str]:
     if kind in PARTS:
         return {}
     twin, convert = TWINS[kind]
-    return {"arn": ARNS[twin].format(_identity(twin, convert(found))[1])} if twin in ARNS else {}
+    made = attributes(twin, convert(found))
+    return {"arn": made["Arn"]} if twin in ARNS else {"function_url": made["FunctionUrl"]}
 
 
 def twins(resources: Iterable[tuple[str, Mapping[str, Any]]]) -> Resources:
@@ -255,6 +271,9 @@ def normalized(kind: str, properties: Properties) -> Properties:
         properties["Value"] = sorted(map(_setting_line, properties["Value"].split("\n")))
         # It names parameters of a stack there, and variables of a module here.
         properties.pop("Description")
+    if kind == "AWS::Lambda::Function" and "ReservedConcurrentExecutions" in properties:
+        # Parameters are texts.
+        properties["ReservedConcurrentExecutions"] = int(properties["ReservedConcurrentExecutions"])
     if kind == "AWS::CloudWatch::Alarm":
         properties["Dimensions"].sort(key=lambda each: each["Name"])
     return properties
@@ -353,6 +372,9 @@ EVERYTHING = {
     "CachePaths": "/var/lib/docker,/home/runner/.m2",
     "ResourceClassConfig": '{"large": {"cpu": 2, "mmem": 4096}}',
     "IdleConfig": '[{"cron": "* * 9-17 * * 1-5", "timeZone": "Europe/Berlin", "idleCount": 2}]',
+    "FunctionUrl": "true",
+    "BrokerConcurrency": "20",
+    "OidcIssuer": "https://ghes.example/_services/token",
     "MaxUses": "7",
     "MaxRuntimeMin": "0.5",
     "VolumeSizeGib": "100",
@@ -365,7 +387,11 @@ CASES = {
     "functions with an image": {**FUNCTIONS, "Ami": "ami-1", "SubnetIds": "subnet-1"},
     "code without a topic's functions": ALARMS,
     "alarms": {**FUNCTIONS, **ALARMS},
+    "function URL": {**FUNCTIONS, "FunctionUrl": "true"},
+    "function URL without functions": {"FunctionUrl": "true"},
     "workflow role": ROLES,
+    "workflow role with functions": {**FUNCTIONS, **ROLES},
+    "broker with a key": {**FUNCTIONS, **ROLES, "VolumeKmsKey": f"arn:aws:kms:{REGION}:{ACCOUNT}:key/1"},
     "workflow role with a key": {**ROLES, "VolumeKmsKey": EVERYTHING["VolumeKmsKey"]},
     "provider without repositories": {"OidcProviderArn": ROLES["OidcProviderArn"]},
     "repositories without a provider": {"Repositories": "acme/*"},

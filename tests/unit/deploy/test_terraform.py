@@ -39,7 +39,7 @@ EXAMPLE = TerraformModule.load(FOLDER / "examples" / "complete")
 DATA = {
     "aws_caller_identity.current": {"account_id": ACCOUNT},
     "aws_partition.current": {"partition": "aws"},
-    "aws_region.current": {"name": REGION},
+    "aws_region.current": {"region": REGION},
 }
 
 
@@ -111,6 +111,8 @@ def test_every_setting_of_the_stack_reaches_the_functions():
         {"Runtime": "python3.10"},
         {"GithubSecretArn": "token"},
         {"Reuse": "sometimes"},
+        {"BrokerConcurrency": "0"},
+        {"BrokerConcurrency": "1.5"},
         {"LogFormat": "xml"},
         {"CodeBucket": "acme", "CodeKey": "k"},
         {"CodeBucket": "acme", "CodeKey": "k", "GithubScope": "acme"},
