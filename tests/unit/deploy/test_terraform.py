@@ -165,6 +165,16 @@ def test_the_example_gives_only_variables_of_the_module():
     assert call.attributes.keys() - {"source"} <= MODULE.variables.keys()
 
 
+def test_the_guide_names_only_variables_and_settings_that_exist():
+    page = (build.PAGE.parent.parent / "howto" / "from-terraform-aws-github-runner.md").read_text("utf-8")
+    table = page.partition("### With a counterpart")[2].partition("### ")[0]
+    rows = [line.split("|") for line in table.splitlines() if line.startswith("| `")]
+    named = {name for row in rows for name in re.findall(r"`([a-z_]+)\b[^`]*`", row[2]) if "_" in name}
+    terraform_names = {"aws_ami", "aws_iam_service_linked_role", "default_tags"}
+    assert named - terraform_names <= MODULE.variables.keys()
+    assert len(named) > 20
+
+
 def test_policies_of_the_module_have_no_open_placeholders():
     for file in (FOLDER / "policies").iterdir():
         assert not re.search(r"<[a-z-]+>", file.read_text("utf-8")), file.name
