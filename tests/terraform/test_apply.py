@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 from terraform_module import MODULE
-from tests.support.aws.ec2 import aws_client, shared_ec2_server
-from tests.support.aws.servers import REGION
+from tests.support.aws.ec2 import shared_ec2_server
+from tests.support.aws.servers import REGION, aws_client
 from tests.support.terraform import TerraformModule
 from tests.support.terraform_twins import EVERYTHING, stack_of, stacked, twins, variable_name, variables_of
 
