@@ -295,6 +295,44 @@ _command(
     option(*_DRY_RUN),
     more="Asks for confirmation. Only instances with the tag of the pool are terminated.",
 )
+_command(
+    "deploy",
+    "cli.deploy:run_deploy",
+    "Create or upgrade a pool on AWS: everything that it needs.",
+    option(
+        "--region", "Region of AWS. (default: AWS_REGION, or that of the profile)", text(metavar="REGION"), default=""
+    ),
+    option("--vpc", "VPC of the machines. (default: the default VPC, or the only one)", text(metavar="ID"), default=""),
+    option(
+        "--github-token",
+        "File with the GitHub token. (default: REMUDA_GITHUB_TOKEN)",
+        text(metavar="@FILE"),
+        default="",
+    ),
+    option(
+        "--github-app-key",
+        "File with the private key of the GitHub App. (default: REMUDA_GITHUB_APP_KEY)",
+        text(metavar="@FILE"),
+        default="",
+    ),
+    option(
+        "--bundles",
+        "Folder or address with the bundles of this version. (default: dist, or the page of the release)",
+        text(metavar="FOLDER|URL"),
+        default="",
+    ),
+    option(
+        "--parameter",
+        "Another parameter of the stack, such as AlarmTopicArn=arn:aws:sns:REGION:ACCOUNT:TOPIC; may be repeated.",
+        text(metavar="NAME=VALUE"),
+        repeated=True,
+    ),
+    option("--allow-replacement", "Accept that the table is replaced, with the records of all machines."),
+    option("--yes", "Do not ask.", to="confirmed"),
+    option(*_DRY_RUN),
+    more="Shows the changes first. An interrupted deployment continues when it is run again. Settings that are not "
+    "given keep their values.",
+)
 _command("doctor", "cli.read:run_doctor", "Check everything that the pool needs, and say what to fix.")
 _command("config", "cli.read:run_config", "Show every setting, its value and its source.")
 _command(

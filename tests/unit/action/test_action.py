@@ -380,10 +380,10 @@ def test_summary_text_is_escaped(value: str) -> None:
     assert "://" not in shown
 
 
-def test_install_script_passes_shellcheck() -> None:
+@pytest.mark.parametrize("script", sorted(ROOT.joinpath("deploy", "action").glob("*.sh")), ids=lambda file: file.name)
+def test_scripts_pass_shellcheck(script: Path) -> None:
     if shutil.which("shellcheck") is None:
-        pytest.skip("shellcheck is not installed (apt-get install shellcheck): install.sh is not linted")
-    script = ROOT / "deploy" / "action" / "install.sh"
+        pytest.skip("shellcheck is not installed (apt-get install shellcheck): the scripts are not linted")
     done = subprocess.run(["shellcheck", "--severity=style", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 
