@@ -1,4 +1,4 @@
-"""Generator of the policies, the CloudFormation template, the inputs of action.yml, and the reference of the policies.
+"""Generator of policies, CloudFormation template, parts of the Terraform module, action inputs, and policy reference.
 
 With --check it writes nothing and fails if a file is not current. `build.py --classes @classes.json` makes policies and
 queues for other resource classes, which the file contains as in the setting resource-class-config.
@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+import terraform_module
 from remuda.action.step import SECRETS, SETTINGS_BY_MODE, STEP_INPUTS, input_variable
 from remuda.config.declaration import Group
 from remuda.config.settings import SETTINGS
@@ -144,6 +145,7 @@ def files(classes: Sequence[ResourceClass] = DEFAULT_CLASSES) -> dict[Path, str]
     return {
         **{DEPLOY / "policies" / f"{policy.name}.json": policy_text(policy) for policy in made},
         DEPLOY / "cloudformation.yml": template_text(template(classes)),
+        **terraform_module.files(made, classes),
         PAGE: with_part(PAGE.read_text(encoding="utf-8"), PAGE_MARKS, table(made)),
         ACTION: action_text(ACTION.read_text(encoding="utf-8")),
         BROKER_STEP: broker_step_text(BROKER_STEP.read_text(encoding="utf-8")),
