@@ -126,8 +126,8 @@ build_request() {
   quote "${GITHUB_RUN_ATTEMPT:-1}"
   request+=", \"run-attempt\": $REPLY, \"inputs\": {"
   for pair in "${given[@]}"; do
-    # An empty first item: bash 3.2 fails for an empty array. Other operations have no inputs.
-    if [ -z "$pair" ] || [ "$1" != "$mode" ]; then continue; fi
+    # An empty first item: bash 3.2 fails for an empty array.
+    if [ -z "$pair" ]; then continue; fi
     variable=${pair#*:}
     trim "${!variable}"
     quote "$REPLY"
@@ -300,19 +300,21 @@ explain() {
   esac
 }
 
-# Write log, summary and outputs of the answer. Ends with its exit code.
-finish() {
-  local code
-  if [ "$result" != answered ]; then explain; fi
-  field exit
-  code=$REPLY
-  case $code in
-    '' | *[!0-9]* | ????*) code=$EXIT_BUG ;;
-  esac
+# Write log, summary and outputs of the broker's answer.
+write_answer() {
   decoded log
   if [ -n "${GITHUB_STEP_SUMMARY:-}" ]; then decoded summary >>"$GITHUB_STEP_SUMMARY"; fi
   if [ -n "${GITHUB_OUTPUT:-}" ]; then decoded outputs >>"$GITHUB_OUTPUT"; fi
-  exit "$code"
+}
+
+finish() {
+  if [ "$result" != answered ]; then explain; fi
+  write_answer
+  field exit
+  case $REPLY in
+    '' | *[!0-9]* | ????*) exit "$EXIT_BUG" ;;
+  esac
+  exit "$REPLY"
 }
 
 # Provision ------------------------------------------------------------------------------------------------------------
@@ -379,18 +381,18 @@ cancel() {
   trap '' INT TERM
   stop "$poller"
   poller='' attempts=1 token_limit=2
-  if [ -n "$provision_pid" ]; then
-    ask cancel "$CANCEL_LIMIT"
-    if [ "$result" = answered ] && field exit && [ "$REPLY" = 0 ]; then
-      decoded log
-      annotate notice 'interrupted; the broker gives back the instances of this run'
-    else
-      annotate warning 'interrupted, but the broker did not confirm that it stops the provision; release gives back the instances of this run'
-    fi
-  else
+  if [ -z "$provision_pid" ]; then
     annotate notice interrupted
+    summarize cancelled interrupted
+    exit "$EXIT_INTERRUPTED"
   fi
-  summarize cancelled ''
+  ask cancel "$CANCEL_LIMIT"
+  if [ "$result" = answered ]; then
+    write_answer
+  else
+    annotate warning "interrupted, but the broker did not confirm that the provision is stopped ($problem); release gives its instances back"
+    summarize cancelled 'the broker did not confirm that the provision is stopped'
+  fi
   exit "$EXIT_INTERRUPTED"
 }
 
