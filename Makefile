@@ -109,6 +109,7 @@ bench: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed ## Run 
 docs: $(VENV)/.tools ## Generate parts of the docs, policies and template from the code
 	PYTHONPATH=. $(BIN)/python docs/generate.py
 	$(BIN)/python deploy/build.py
+	$(BIN)/python deploy/aws_shapes.py
 
 lambda: $(VENV)/.installed ## Build build/remuda-lambda.zip (LAMBDA_ARCH, LAMBDA_PYTHON)
 	@$(BIN)/python deploy/lambda_package.py --architecture $(LAMBDA_ARCH) --python $(LAMBDA_PYTHON)

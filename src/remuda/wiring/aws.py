@@ -63,7 +63,9 @@ async def open_aws(
         name = f"remuda-{settings.pool}"
 
         async def newest_prefix() -> str:
-            return await role_key_prefix(await clients.client("iam", "IAM", config()), settings.launch_options(), calls)
+            return await role_key_prefix(
+                await clients.service("iam", "IAM", config()), settings.launch_options(), calls
+            )
 
         store = DynamoInstanceStore(
             client=await clients.dynamodb(),
@@ -77,8 +79,7 @@ async def open_aws(
         stack.push_async_callback(store.close)
         pool = SqsResourcePool(client=await clients.sqs(), prefix=name, clock=clock, ids=ids, calls=calls)
         stack.push_async_callback(pool.close)
-        # Opened at the first call: a warm provision, a release and the read commands never call EC2.
-        ec2 = clients.lazy_client("ec2", "EC2", client_config())
+        ec2 = await clients.service("ec2", "EC2", client_config())
         compute = Ec2Compute(
             client=ec2,
             pool=settings.pool,
@@ -119,7 +120,7 @@ async def open_aws_fleet(
             raise missing_credential()
         github = github_client(settings, credential, clock, ids, calls, max_wait_s=FLEET_MAX_WAIT_S)
         stack.push_async_callback(github.close)
-        ec2 = await clients.client("ec2", "EC2", client_config(read_timeout_s=READ_TIMEOUT_S))
+        ec2 = await clients.service("ec2", "EC2", client_config(read_timeout_s=READ_TIMEOUT_S))
         yield FleetContext(
             environment=environment,
             fleet=Ec2Fleet(client=ec2, environment=environment, clock=clock, ids=ids, calls=calls),
