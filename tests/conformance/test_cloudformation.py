@@ -234,7 +234,7 @@ async def test_each_function_has_its_own_role(stack):
         assert (found["Role"], found["Handler"], found["Timeout"]) == (role["Arn"], handler, timeout_s)
 
 
-@pytest.mark.parametrize("handler", [HANDLER])
+@pytest.mark.parametrize("handler", [HANDLER, BROKER_HANDLER])
 async def test_the_handler_exists(handler):
     module, _, name = handler.rpartition(".")
     assert callable(getattr(importlib.import_module(module), name))

@@ -16,10 +16,9 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).parents[2]
-#: Files of the repository that the action's installation needs.
-PARTS = ("action.yml", "pyproject.toml", "src", "requirements", "deploy")
-#: Untracked files.
-UNTRACKED = shutil.ignore_patterns("__pycache__", "*.egg-info", "node_modules")
+#: Files of the repository that the action uses.
+PARTS = ("action.yml", "deploy/action")
+REPOSITORY = "your-org/remuda"
 LIMIT_S = 480
 #: Workflow commands of the runner.
 WORKFLOW_COMMANDS = frozenset(
@@ -144,7 +143,15 @@ class StepRun:
 class ActionJob:
     """One use of the action in a job, with a workspace, a tool cache and the runner's variables."""
 
-    def __init__(self, *, action: Path, folder: Path, tools: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        *,
+        action: Path,
+        folder: Path,
+        tools: Path,
+        environment: Mapping[str, str],
+        head_repository: str = "",
+    ) -> None:
         self._action = action
         self._document: dict[str, Any] = yaml.safe_load((action / "action.yml").read_text())
         self._folder = folder
@@ -153,6 +160,11 @@ class ActionJob:
         self._temporary = folder / "temp"
         self._temporary.mkdir()
         self._summary = folder / "summary"
+        self._github = {
+            "action_path": str(action),
+            "action_repository": REPOSITORY,
+            "event.pull_request.head.repo.full_name": head_repository,
+        }
         self._runner = {"temp": str(self._temporary), "tool_cache": str(tools), "os": "Linux"}
         self._environment = {
             **environment,
@@ -241,7 +253,7 @@ class ActionJob:
         if output := _OUTPUT.fullmatch(expression):
             return self._outputs.get(output[1], {}).get(output[2], "")
         context, _, name = expression.partition(".")
-        known = {"inputs": self._inputs, "runner": self._runner, "github": {"action_path": str(self._action)}}
+        known = {"inputs": self._inputs, "runner": self._runner, "github": self._github}
         return known[context][name]
 
     def _result(self, code: int, log: list[str]) -> ActionResult:
@@ -252,11 +264,11 @@ class ActionJob:
 
 def copy_action(folder: Path) -> Path:
     """Copy the action's files, like a runner does."""
+    folder.mkdir(parents=True, exist_ok=True)
     for part in PARTS:
         if (ROOT / part).is_dir():
-            shutil.copytree(ROOT / part, folder / part, ignore=UNTRACKED)
+            shutil.copytree(ROOT / part, folder / part)
         else:
-            folder.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / part, folder / part)
     return folder
 

@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from remuda.cli.rendering.results import applied_lines
@@ -229,8 +228,11 @@ def one_line(text: str) -> str:
 
 
 class StepLog:
-    def __init__(self, stream: TextIO) -> None:
+    """The step's log. With `tells_runner`, GitHub's runner masks secrets, too; otherwise none leaves this process."""
+
+    def __init__(self, stream: TextIO, *, tells_runner: bool = True) -> None:
         self._stream = stream
+        self._tells_runner = tells_runner
         self._secrets: set[str] = set()
 
     def mask(self, secret: str) -> None:
@@ -239,7 +241,8 @@ class StepLog:
             part = line.strip()
             if part and part not in self._secrets:
                 self._secrets.add(part)
-                self._write(f"::add-mask::{escape_data(part)}")
+                if self._tells_runner:
+                    self._write(f"::add-mask::{escape_data(part)}")
 
     def redact(self, text: str) -> str:
         # Longest first, because one secret may contain another.
@@ -247,6 +250,14 @@ class StepLog:
             if len(secret) >= MIN_SECRET:
                 text = text.replace(secret, "***")
         return text
+
+    def redact_all(self, document: Any) -> Any:
+        """The document with every text redacted."""
+        if isinstance(document, str):
+            return self.redact(document)
+        if isinstance(document, Mapping):
+            return {self.redact_all(key): self.redact_all(value) for key, value in document.items()}
+        return [*map(self.redact_all, document)] if isinstance(document, list | tuple) else document
 
     def say(self, text: str) -> None:
         for line in plain_lines(self.redact(text)):
@@ -270,11 +281,12 @@ class StepLog:
         self._stream.flush()
 
 
-def write_outputs(file: Path, values: dict[str, str], delimiter: Callable[[], str]) -> None:
-    """Append outputs. A random delimiter prevents a value from defining further outputs."""
-    with file.open("a", encoding="utf-8") as out:
-        for name, value in values.items():
-            end = delimiter()
-            if end in value:
-                raise ValueError(f"the delimiter of output {name} is part of its value")
-            out.write(f"{name}<<{end}\n{value}\n{end}\n")
+def outputs_text(values: Mapping[str, str], delimiter: Callable[[], str]) -> str:
+    """The outputs as GITHUB_OUTPUT has them. A random delimiter prevents a value from defining further outputs."""
+    parts = []
+    for name, value in values.items():
+        end = delimiter()
+        if end in value:
+            raise ValueError(f"the delimiter of output {name} is part of its value")
+        parts.append(f"{name}<<{end}\n{value}\n{end}\n")
+    return "".join(parts)

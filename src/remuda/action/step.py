@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from remuda.action.output import RolledBackInstance, StepFailure, StepLog, summary, write_outputs
+from remuda.action.output import RolledBackInstance, StepFailure, StepLog, outputs_text, summary
+from remuda.adapters.system.clock import SystemIds
 from remuda.cli.output import ConsoleEventLog, Output
 from remuda.cli.run import EXIT_INTERRUPTED, EXIT_OK, EXIT_PARTIAL, load_settings, run_command
 from remuda.config.declaration import ACTION_MODES
@@ -47,7 +48,9 @@ SECRETS = frozenset(item.key for item in SETTINGS.values() if item.is_input and 
 #: Boolean inputs and the mode that uses them.
 SWITCHES = {"sweep-only": "refresh", "dry-run": "scale-down"}
 #: Inputs that are no settings.
-STEP_INPUTS = frozenset({"mode", "aws-region", "config", *SWITCHES})
+STEP_INPUTS = frozenset(
+    {"mode", "aws-region", "config", "direct", "broker-url", "direct-bundle", "direct-bundle-sha256", *SWITCHES}
+)
 #: Environment variables that contain secrets and are masked.
 SECRET_VARIABLES = ("REMUDA_GITHUB_TOKEN", "REMUDA_GITHUB_APP_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
@@ -234,25 +237,46 @@ def _run(inputs: ActionInputs, output: StepOutput) -> int:
 
 def _finish(inputs: ActionInputs, output: StepOutput, code: int) -> int:
     """Write annotations, summary and outputs. Return the step's exit code."""
-    mode = inputs.given.get("mode", "")[:20]
-    failure = _failure(output, code)
-    for text in output.messages:
-        output.channel.say(text)
-    _annotate(f"remuda {mode}".strip(), output, failure)
+    files = finish(inputs.given.get("mode", "")[:20], output, code)
     try:
-        page = summary(mode, output.document, failure, output.rolled_back)
-        _append(os.environ.get("GITHUB_STEP_SUMMARY"), output.channel.redact(page))
+        _append(os.environ.get("GITHUB_STEP_SUMMARY"), files.summary)
     except OSError as error:
         output.channel.annotate("warning", f"cannot write the summary: {error.strerror}", title="remuda")
-    if mode != "provision" or code != EXIT_OK:
-        return code
     try:
-        _write_outputs(output.document)
+        _append(os.environ.get("GITHUB_OUTPUT"), files.outputs)
     except OSError as error:
         message = f"cannot write the outputs: {error.strerror}; run release to return the runners"
         output.channel.annotate("error", message, title="remuda provision")
         return EXIT_PARTIAL
     return code
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepFiles:
+    """The texts that the step appends to GitHub's files."""
+
+    summary: str
+    outputs: str = ""
+
+
+def finish(mode: str, output: StepOutput, code: int) -> StepFiles:
+    """Write the messages and annotations to the log. Return summary and outputs."""
+    failure = _failure(output, code)
+    for text in output.messages:
+        output.channel.say(text)
+    _annotate(f"remuda {mode}".strip(), output, failure)
+    # Before the summary escapes and cuts texts: a part of a secret is not recognized any more.
+    page = summary(mode, output.channel.redact_all(output.document), failure, output.rolled_back)
+    if mode != "provision" or code != EXIT_OK:
+        return StepFiles(summary=page)
+    document, ids = output.document, SystemIds()
+    values = {
+        "label": str(document["label"]),
+        "instance-ids": json.dumps([item["instance_id"] for item in document["instances"]]),
+        "reused": str(document["reused"]),
+        "created": str(document["created"]),
+    }
+    return StepFiles(summary=page, outputs=outputs_text(values, lambda: ids.new("end-of-output-")))
 
 
 def _annotate(title: str, output: StepOutput, failure: StepFailure | None) -> None:
@@ -275,34 +299,18 @@ def _failure(output: StepOutput, code: int) -> StepFailure | None:
     if error is None:
         return None
     return StepFailure(
-        message=as_inputs(error.message),
-        fix=as_inputs(error.fix),
+        message=as_inputs(output.channel.redact(error.message)),
+        fix=as_inputs(output.channel.redact(error.fix)),
         exit_code=error.exit_code,
         interrupted=isinstance(error, Interrupted),
     )
 
 
-def _append(file: str | None, page: str) -> None:
-    """Append to the summary file. It does not exist outside of a workflow."""
-    if file:
+def _append(file: str | None, text: str) -> None:
+    """Append to a file of GitHub's. It does not exist outside of a workflow."""
+    if file and text:
         with Path(file).open("a", encoding="utf-8") as out:
-            out.write(page)
-
-
-def _write_outputs(document: Mapping[str, Any]) -> None:
-    from remuda.adapters.system.clock import SystemIds  # noqa: PLC0415 - only provision has outputs
-
-    file = os.environ.get("GITHUB_OUTPUT")
-    if not file:
-        return
-    values = {
-        "label": str(document["label"]),
-        "instance-ids": json.dumps([item["instance_id"] for item in document["instances"]]),
-        "reused": str(document["reused"]),
-        "created": str(document["created"]),
-    }
-    ids = SystemIds()
-    write_outputs(Path(file), values, lambda: ids.new("end-of-output-"))
+            out.write(text)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -70,10 +70,15 @@ def run_provision(settings: Settings, output: Output) -> int:
         async with open_context(settings, event_log, needs_github=settings.ephemeral) as context:
             return await provision(output.guarded(context), request)
 
-    result = run_async(work, on_interrupt_message="interrupted; acquired instances were given back")
+    return show_provision(
+        output, run_async(work, on_interrupt_message="interrupted; acquired instances were given back")
+    )
+
+
+def show_provision(output: Output, result: ProvisionResult) -> int:
     output.say(
         f"run {result.run_id} has {plural(len(result.instances), 'runner')}: {result.reused} reused, "
-        f"{result.created} created, in {result.seconds:.2f} s ({trusted})"
+        f"{result.created} created, in {result.seconds:.2f} s ({result.tier}: {result.tier_reason})"
     )
     output.result(results.provision_document(result))
     return EXIT_OK
@@ -86,7 +91,12 @@ def run_release(settings: Settings, output: Output) -> int:
         async with open_context(settings, output.event_log(SystemClock()), needs_github=False) as context:
             return await release(output.guarded(context), run_id=settings.run_id, attempt=settings.run_attempt)
 
-    result = run_async(work, on_interrupt_message="interrupted; the next sweep finishes the release")
+    return show_release(
+        output, run_async(work, on_interrupt_message="interrupted; the next sweep finishes the release")
+    )
+
+
+def show_release(output: Output, result: ReleaseResult) -> int:
     for outcome in result.outcomes:
         if outcome.status is not ReleaseStatus.RELEASED:
             detail = f" ({outcome.detail})" if outcome.detail else ""

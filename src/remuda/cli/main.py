@@ -172,6 +172,12 @@ def _instances() -> Argument:
     )
 
 
+def _region() -> click.Option:
+    return option(
+        "--region", "Region of AWS. (default: AWS_REGION, or that of the profile)", text(metavar="REGION"), default=""
+    )
+
+
 def _every(limits: str = "") -> click.Option:
     return option("--every", f"Repeat after this many seconds, until interrupted.{limits}", _SECONDS_BETWEEN_RUNS)
 
@@ -294,6 +300,53 @@ _command(
     option(*_REASON, text(), default=""),
     option(*_DRY_RUN),
     more="Asks for confirmation. Only instances with the tag of the pool are terminated.",
+)
+_command(
+    "deploy",
+    "cli.deploy:run_deploy",
+    "Create or upgrade a pool on AWS: everything that it needs.",
+    _region(),
+    option("--vpc", "VPC of the machines. (default: the default VPC, or the only one)", text(metavar="ID"), default=""),
+    option(
+        "--github-token",
+        "File with the GitHub token. (default: REMUDA_GITHUB_TOKEN)",
+        text(metavar="@FILE"),
+        default="",
+    ),
+    option(
+        "--github-app-key",
+        "File with the private key of the GitHub App. (default: REMUDA_GITHUB_APP_KEY)",
+        text(metavar="@FILE"),
+        default="",
+    ),
+    option(
+        "--bundles",
+        "Folder or address with the bundles of this version. (default: dist, or the page of the release)",
+        text(metavar="FOLDER|URL"),
+        default="",
+    ),
+    option(
+        "--parameter",
+        "Another parameter of the stack, such as AlarmTopicArn=arn:aws:sns:REGION:ACCOUNT:TOPIC; may be repeated.",
+        text(metavar="NAME=VALUE"),
+        repeated=True,
+    ),
+    option("--allow-replacement", "Accept that the table is replaced, with the records of all machines."),
+    option("--yes", "Do not ask.", to="confirmed"),
+    option(*_DRY_RUN),
+    more="Shows the changes first. An interrupted deployment continues when it is run again. Settings that are not "
+    "given keep their values.",
+)
+_command(
+    "destroy",
+    "cli.deploy:run_destroy",
+    "Delete a pool on AWS: its machines, the stack and everything else.",
+    _region(),
+    option("--force", "Terminate the machines now, with their jobs, instead of waiting for the jobs."),
+    option("--keep-data", "Keep the table, the logs and the secret with the GitHub credential."),
+    option("--yes", "Do not ask.", to="confirmed"),
+    option(*_DRY_RUN),
+    more="Asks before it deletes data. An interrupted removal continues when it is run again.",
 )
 _command("doctor", "cli.read:run_doctor", "Check everything that the pool needs, and say what to fix.")
 _command("config", "cli.read:run_config", "Show every setting, its value and its source.")

@@ -56,12 +56,21 @@ def option(
     to: str | None = None,
     default: Any = None,
     section: str = OWN_OPTIONS,
+    repeated: bool = False,
 ) -> GroupedOption:
     """An option that is no setting. Without a `kind` it is a switch. `to` names the parameter of the command."""
     names = [name] if to is None else [name, to]
     if kind is None:
         return GroupedOption(names, is_flag=True, default=False, help=help, section=section)
-    return GroupedOption(names, type=_Value(kind), metavar=kind.metavar, default=default, help=help, section=section)
+    return GroupedOption(
+        names,
+        type=_Value(kind),
+        metavar=kind.metavar,
+        default=default,
+        multiple=repeated,
+        help=help,
+        section=section,
+    )
 
 
 def _setting_option(declared: Setting) -> GroupedOption:

@@ -246,10 +246,10 @@ def run_doctor(settings: Settings, output: Output) -> int:
 
     results = run_async(work)
     if sys.stdout.isatty():
-        output.answer(_check_table(results))
+        output.answer(check_table(results))
     elif not output.as_json:
         # One line per check, never wrapped, for logs and grep.
-        sys.stdout.write(_check_lines(results))
+        sys.stdout.write(check_lines(results))
     output.result({"checks": [check_document(name, result) for name, result in results.items()]})
     return exit_code(results.values())
 
@@ -271,7 +271,7 @@ def _one_line(text: str) -> str:
     return " ".join(text.splitlines())
 
 
-def _check_lines(results: Mapping[str, CheckResult]) -> str:
+def check_lines(results: Mapping[str, CheckResult]) -> str:
     text = ""
     for name, result in results.items():
         fix = f" -> {result.fix}" if result.fix else ""
@@ -279,7 +279,7 @@ def _check_lines(results: Mapping[str, CheckResult]) -> str:
     return text
 
 
-def _check_table(results: Mapping[str, CheckResult]) -> Table:
+def check_table(results: Mapping[str, CheckResult]) -> Table:
     from rich import box  # noqa: PLC0415 - rich is slow to import
     from rich.table import Table  # noqa: PLC0415 - as above
     from rich.text import Text  # noqa: PLC0415 - as above

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import os
 import re
 import signal
@@ -20,9 +21,10 @@ import httpx
 from remuda.adapters.system.clock import SystemClock
 from remuda.cli.output import Output
 from remuda.cli.run import run_async
-from remuda.cli.workflow_file import MAX_BYTES, WorkflowJob, load_workflow, parse_workflow
+from remuda.cli.workflow_file import MAX_BYTES, MAX_SHOWN, WorkflowJob, load_workflow, parse_workflow
 from remuda.config.settings import Settings
 from remuda.domain.errors import Unavailable, UserError
+from remuda.domain.text import quote
 from remuda.fake_github.client import FakeGitHubClient, FakeGitHubError, JobStep, JobView
 from remuda.wiring.local import check_local, layout, local_endpoint
 
@@ -38,6 +40,9 @@ STEP_GRACE_S = 7.5
 #: Seconds to wait for remaining output after a step has exited.
 LAST_OUTPUT_S = 0.5
 CHUNK_BYTES = 64 * 1024
+EVENT_NAME = "workflow_dispatch"
+#: Prefix of the variables with which steps request OIDC tokens.
+OIDC_VARIABLES = "ACTIONS_ID_TOKEN_"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,13 +225,36 @@ class WorkflowRun:
 
     async def _run_hosted(self, job: WorkflowJob) -> str:
         self._say(job.name, "runs on this machine")
+        token_variables = await self._token_variables(job)
         for step in job.steps:
-            code = await self._run_step(job, step.run, {**job.env, **step.env})
+            code = await self._run_step(job, step.run, {**job.env, **step.env, **token_variables})
             if code != 0:
                 self._say(job.name, f"failure: a step ended with exit code {code}")
                 return "failure"
         self._say(job.name, "success")
         return "success"
+
+    async def _token_variables(self, job: WorkflowJob) -> dict[str, str]:
+        """The variables with which steps request OIDC tokens. As on GitHub, none without the permission."""
+        if not job.may_request_tokens:
+            return {}
+        run_id, where = self._github["run_id"], f"jobs.{job.key}.permissions"
+        if importlib.util.find_spec("jwt") is None or importlib.util.find_spec("cryptography") is None:
+            message = "id-token: write requires PyJWT, which is not installed"
+            raise UserError(message, field=where, fix="run pip install 'remuda[github-app]'")
+        if not run_id.isdecimal():
+            message = f"id-token: write requires a run id as on GitHub, got {quote(run_id, MAX_SHOWN)}"
+            raise UserError(message, field="run-id", fix="use a number")
+        try:
+            return await self._client.permit_id_tokens(
+                repository=self._github["repository"],
+                run_id=run_id,
+                run_attempt=self._github["run_attempt"],
+                event_name=EVENT_NAME,
+                environment=job.environment,
+            )
+        except (FakeGitHubError, httpx.HTTPError) as error:
+            raise Unavailable(f"the local GitHub does not respond: {error}") from error
 
     async def _run_step(self, job: WorkflowJob, script: str, env: Mapping[str, str]) -> int:
         # As a file, like on GitHub: other users can read command lines.
@@ -274,7 +302,8 @@ class WorkflowRun:
         # Steps that call remuda use this installation and this state folder.
         here = str(Path(sys.executable).parent)
         return {
-            **os.environ,
+            # If this command is itself a step on GitHub, its permission is not that of the jobs.
+            **{name: value for name, value in os.environ.items() if not name.startswith(OIDC_VARIABLES)},
             "PATH": f"{here}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
             "REMUDA_DIR": str(layout(self._settings).root),
             "GITHUB_ACTIONS": "true",
@@ -282,7 +311,7 @@ class WorkflowRun:
             "GITHUB_RUN_ID": self._github["run_id"],
             "GITHUB_RUN_ATTEMPT": self._github["run_attempt"],
             "GITHUB_REPOSITORY": self._github["repository"],
-            "GITHUB_EVENT_NAME": "workflow_dispatch",
+            "GITHUB_EVENT_NAME": EVENT_NAME,
             "GITHUB_JOB": job.key,
         }
 

@@ -29,7 +29,9 @@ MAX_BITS = 64
 DEFAULT_TIMEOUT_MIN = 60.0
 
 _WORKFLOW_KEYS = frozenset({"name", "on", True, "env", "jobs", "permissions", "concurrency"})
-_JOB_KEYS = frozenset({"name", "needs", "runs-on", "strategy", "if", "steps", "env", "timeout-minutes"})
+_JOB_KEYS = frozenset(
+    {"name", "needs", "runs-on", "strategy", "if", "steps", "env", "timeout-minutes", "permissions", "environment"}
+)
 _STEP_KEYS = frozenset({"name", "run", "env", "id", "shell"})
 
 
@@ -52,6 +54,10 @@ class WorkflowJob:
     steps: tuple[WorkflowStep, ...]
     env: Mapping[str, str]
     timeout_s: float
+    #: Whether its steps may request OIDC tokens (`permissions: id-token: write`).
+    may_request_tokens: bool = False
+    #: The deployment environment, or an empty text.
+    environment: str = ""
 
     @property
     def hosted(self) -> bool:
@@ -112,9 +118,10 @@ def parse_workflow(document: Any, github: Mapping[str, str]) -> list[WorkflowJob
     _only(workflow, _WORKFLOW_KEYS, "the workflow")
     env = _env(workflow.get("env"), "env", {"github": github})
     bodies = {_name(key, "jobs"): body for key, body in _mapping(workflow.get("jobs"), "jobs").items()}
+    may_request_tokens = _may_request_tokens(workflow.get("permissions"), "permissions")
     jobs: list[WorkflowJob] = []
     for key, body in bodies.items():
-        jobs += _expand(key, body, github, env)
+        jobs += _expand(key, body, github, env, may_request_tokens=may_request_tokens)
         if len(jobs) > MAX_JOBS:
             raise _error("jobs", f"define more than {MAX_JOBS} jobs", f"use at most {MAX_JOBS}")
         if sum(len(job.steps) for job in jobs) > MAX_STEPS:
@@ -159,7 +166,22 @@ def _as_list(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _expand(key: str, body: Any, github: Mapping[str, str], env: Mapping[str, str]) -> list[WorkflowJob]:
+def _may_request_tokens(value: Any, where: str) -> bool:
+    """Whether permissions include `id-token: write`. By default, they do not."""
+    if value is None or value == "read-all":
+        return False
+    if value == "write-all":
+        return True
+    levels = {_name(scope, where): _plain(level, where) for scope, level in _mapping(value, where).items()}
+    for scope, level in levels.items():
+        if level not in {"read", "write", "none"}:
+            raise _error(f"{where}.{scope}", f"is {quote(level, MAX_SHOWN)}", "use read, write or none")
+    return levels.get("id-token") == "write"
+
+
+def _expand(
+    key: str, body: Any, github: Mapping[str, str], env: Mapping[str, str], *, may_request_tokens: bool
+) -> list[WorkflowJob]:
     where = f"jobs.{key}"
     job = _mapping(body, where)
     _only(job, _JOB_KEYS, where)
@@ -171,11 +193,22 @@ def _expand(key: str, body: Any, github: Mapping[str, str], env: Mapping[str, st
     if math.prod(map(len, matrix.values())) > MAX_JOBS:
         raise _error(f"{where}.strategy.matrix", f"expands to more than {MAX_JOBS} jobs", f"use at most {MAX_JOBS}")
     axes = [[(_name(axis, where), value) for value in values] for axis, values in matrix.items()]
-    return [_job(key, job, github, env, dict(values)) for values in itertools.product(*axes)]
+    if "permissions" in job:
+        may_request_tokens = _may_request_tokens(job["permissions"], f"{where}.permissions")
+    return [
+        _job(key, job, github, env, dict(values), may_request_tokens=may_request_tokens)
+        for values in itertools.product(*axes)
+    ]
 
 
 def _job(
-    key: str, job: Mapping[Any, Any], github: Mapping[str, str], env: Mapping[str, str], matrix: Mapping[str, Any]
+    key: str,
+    job: Mapping[Any, Any],
+    github: Mapping[str, str],
+    env: Mapping[str, str],
+    matrix: Mapping[str, Any],
+    *,
+    may_request_tokens: bool,
 ) -> WorkflowJob:
     where = f"jobs.{key}"
     matrix = {axis: _plain(value, f"{where}.strategy.matrix") for axis, value in matrix.items()}
@@ -201,7 +234,16 @@ def _job(
         steps=tuple(_step(step, scope, f"{where}.steps[{index}]") for index, step in enumerate(steps)),
         env=env,
         timeout_s=_timeout(job.get("timeout-minutes", DEFAULT_TIMEOUT_MIN), where) * 60,
+        may_request_tokens=may_request_tokens,
+        environment=_environment(job.get("environment"), scope, f"{where}.environment"),
     )
+
+
+def _environment(value: Any, scope: Mapping[str, Mapping[str, str]], where: str) -> str:
+    if isinstance(value, Mapping):
+        _only(value, frozenset({"name", "url"}), where)
+        value = value.get("name")
+    return "" if value is None else _text(value, scope, where)
 
 
 def _timeout(value: Any, where: str) -> float:

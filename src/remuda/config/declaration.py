@@ -26,7 +26,9 @@ POOL_COMMANDS = (
     "terminate",
     "doctor",
 )
-ALL_COMMANDS = (*POOL_COMMANDS, "config", "run-workflow", "demo")
+#: Commands that create or delete a pool on AWS. They have no backend to choose.
+DEPLOY_COMMANDS = ("deploy", "destroy")
+ALL_COMMANDS = (*POOL_COMMANDS, *DEPLOY_COMMANDS, "config", "run-workflow", "demo")
 #: Modes of the GitHub Action: each runs the command of that name.
 ACTION_MODES = ("provision", "release", "refresh", "scale-down")
 
@@ -140,9 +142,12 @@ def declare(
 ) -> Any:
     """A dataclass field with the declaration.
 
-    Unless `is_input` says otherwise, a flag of a command that the action runs is an input of the action.
+    Unless `is_input` says otherwise, a flag of a command that the action runs is an input of the action. A parameter of
+    the stack is a flag of `deploy`.
     """
     taken_by = tuple(commands)
+    if is_parameter and "deploy" not in taken_by:
+        taken_by = (*taken_by, "deploy")
     declared = Setting(
         kind=kind,
         default=default,

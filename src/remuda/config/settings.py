@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from remuda.config.declaration import (
     ALL_COMMANDS,
+    DEPLOY_COMMANDS,
     POOL_COMMANDS,
     Group,
     InvalidValue,
@@ -63,6 +64,8 @@ MAX_PROVISION_S = 2_400.0
 MAX_SCRIPT_CHARS = 10_000
 MAX_TAG_CHARS = 256
 MAX_GROUP_CHARS = 64
+#: Commands with a choice of the backend.
+LOCAL_COMMANDS = tuple(name for name in ALL_COMMANDS if name not in DEPLOY_COMMANDS)
 #: Default clock margin in seconds, by backend.
 LOCAL_MARGIN_S = 1.0
 AWS_MARGIN_S = 60.0
@@ -252,13 +255,15 @@ class Settings:
 
     #: The source of each value that is not the default, as the user wrote it: a flag, a variable, a key of the file.
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    #: These values as they were written, without credentials.
+    written: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     backend: str = declare(
         choice(("local", "aws")),
         "local",
         "Where instances run: processes on this machine, or EC2.",
         group=Group.COMMON,
-        commands=ALL_COMMANDS,
+        commands=LOCAL_COMMANDS,
         is_input=False,
     )
     dir: Path = declare(
@@ -266,7 +271,7 @@ class Settings:
         Path(".remuda"),
         "State directory of the local backend.",
         group=Group.COMMON,
-        commands=ALL_COMMANDS,
+        commands=LOCAL_COMMANDS,
         is_input=False,
     )
     pool: str = declare(
@@ -278,7 +283,7 @@ class Settings:
         "default",
         "Name of the pool.",
         group=Group.COMMON,
-        commands=POOL_COMMANDS,
+        commands=(*POOL_COMMANDS, *DEPLOY_COMMANDS),
     )
     github_scope: str = _github_setting(
         text(metavar="OWNER[/REPO]", parse=check_scope),
@@ -502,10 +507,14 @@ class Settings:
     actions_runner_url: str = _launch_option(
         "URL", "URL of a mirror of the package of a fixed version, or one per architecture: x64=URL,arm64=URL."
     )
-    agent_url: str = _launch_option("URL", "URL of the agent package, unless the image contains the agent.")
-    agent_sha256: str = _launch_option("SHA256", "SHA-256 digest of the agent package.")
-    python_url: str = _launch_option("URL", "URL of a Python build for the agent, unless the image contains one.")
-    python_sha256: str = _launch_option("SHA256", "SHA-256 digest of the Python build.")
+    agent_url: str = _launch_option(
+        "URL",
+        "https:// or s3:// URL of the agent's bundle, or one per architecture: x86_64=URL,arm64=URL. Not needed if "
+        "the image contains the agent.",
+    )
+    agent_sha256: str = _launch_option(
+        "SHA256", "SHA-256 digest of the agent's bundle, or one per architecture: x86_64=SHA256,arm64=SHA256."
+    )
     job_image_url: str = _launch_option(
         "URL", "URL of a tar archive with the root file system of jobs, instead of the instance's own."
     )
@@ -575,7 +584,8 @@ class Settings:
         (),
         "Repositories whose workflows may use the pool through the broker, separated by commas: owner/name, owner/*, "
         "owner@id/name@id or owner@id/*.",
-        default_text="none",
+        commands=("deploy",),
+        default_text="none; deploy: those of the scope",
     )
     environments: tuple[str, ...] = _broker_setting(
         ValueKind(
@@ -585,6 +595,7 @@ class Settings:
         ),
         (),
         "GitHub environments whose jobs may use the pool through the broker, separated by commas.",
+        commands=("deploy",),
         default_text="all jobs may",
     )
     oidc_issuer: str = _broker_setting(
@@ -683,4 +694,5 @@ def shown_name(name: str, origins: Mapping[str, str]) -> str:
     """The setting in the user's words: its source, or else its flag, or its variable if it has no flag."""
     if name in origins:
         return origins[name].removeprefix("file: ")
-    return variable(name) if name in SETTINGS and not SETTINGS[name].commands else flag(name)
+    # Flags of `deploy` alone do not count: the other commands do not have them.
+    return variable(name) if name in SETTINGS and not set(SETTINGS[name].commands) - {"deploy"} else flag(name)

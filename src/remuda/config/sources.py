@@ -38,7 +38,8 @@ def load(flags: Mapping[str, Any], *, environ: Mapping[str, str], file: Path | N
         if flags.get(name) is not None:
             values[name], origins[name] = flags[name], flag(name)
     parsed = {name: _parse(name, value, origins) for name, value in values.items()}
-    return Settings(**parsed, origins=origins)
+    written = {name: value for name, value in values.items() if not SETTINGS[name].kind.is_secret}
+    return Settings(**parsed, origins=origins, written=written)
 
 
 def _parse(name: str, value: Any, origins: Mapping[str, str]) -> Any:

@@ -121,6 +121,12 @@ def agent() -> Policy:
                 # The caller must be the target: `ec2:InstanceID` is the id of the target.
                 conditions={"ArnLike": {"ec2:SourceInstanceARN": arn("ec2", "instance/${ec2:InstanceID}")}},
             ),
+            Statement(
+                sid="DownloadAgent",
+                purpose="download its own program from the bucket of `remuda deploy`",
+                actions=("s3:GetObject",),
+                resources=("arn:<partition>:s3:::remuda-<pool>-<account>-<region>/agent/*",),
+            ),
         ),
     )
 

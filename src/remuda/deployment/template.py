@@ -94,7 +94,8 @@ def substituted(text: str) -> Any:
     return {"Fn::Sub": changed} if changed != text else text.replace("${!", "${")
 
 
-def template(classes: Sequence[ResourceClass] = DEFAULT_CLASSES) -> dict[str, Any]:
+def template(classes: Sequence[ResourceClass] = DEFAULT_CLASSES, *, issuer: str = GITHUB) -> dict[str, Any]:
+    """`issuer` is the host and path of the issuer of OIDC tokens: keys of conditions cannot refer to a parameter."""
     made = policies(classes)
     return {
         "AWSTemplateFormatVersion": "2010-09-09",
@@ -112,9 +113,9 @@ def template(classes: Sequence[ResourceClass] = DEFAULT_CLASSES) -> dict[str, An
                 "Type": "AWS::IAM::InstanceProfile",
                 "Properties": {"InstanceProfileName": substituted(AGENT_NAME), "Roles": [{"Ref": "AgentRole"}]},
             },
-            "WorkflowRole": _workflow_role(),
+            "WorkflowRole": _workflow_role(issuer),
             # Only reviewed code on this branch may change the pool; other branches may only use it.
-            "RefreshRole": _github_role("refresh", _refresh_subjects(), SCHEDULED, "HasRefresh"),
+            "RefreshRole": _github_role("refresh", issuer, _refresh_subjects(issuer), SCHEDULED, "HasRefresh"),
             "Settings": _settings(),
             **{_logical(who, "Logs"): _logs(who) for who in FUNCTIONS},
             **{name: resource for who in SCHEDULED for name, resource in _scheduled(who).items()},
@@ -393,20 +394,20 @@ def _for_each(parameter: str, before: str, after: str) -> dict[str, Any]:
     return {"Fn::Split": [",", {"Fn::Join": ["", [before, joined, after]]}]}
 
 
-def _workflow_subjects() -> Mapping[str, Any]:
+def _workflow_subjects(issuer: str) -> Mapping[str, Any]:
     """Conditions on the subject of GitHub's token: `repo:owner/name:` and a branch, tag, event or environment.
 
     Both operators must hold. The second one has another name because a condition has each operator once.
     """
     of_environments = {"Fn::If": ["HasEnvironments", _for_each("Environments", "repo:*:environment:", ""), "repo:*"]}
     return {
-        "StringLike": {f"{GITHUB}:sub": _for_each("Repositories", "repo:", ":*")},
-        "StringLikeIfExists": {f"{GITHUB}:sub": of_environments},
+        "StringLike": {f"{issuer}:sub": _for_each("Repositories", "repo:", ":*")},
+        "StringLikeIfExists": {f"{issuer}:sub": of_environments},
     }
 
 
-def _workflow_role() -> Resource:
-    role = _github_role("workflow", _workflow_subjects(), (), "HasWorkflow")
+def _workflow_role(issuer: str) -> Resource:
+    role = _github_role("workflow", issuer, _workflow_subjects(issuer), (), "HasWorkflow")
     # Without functions there is no broker, and workflows provision in direct mode.
     direct = [{"Fn::If": [HAS_FUNCTIONS, {"Ref": "WorkflowPolicy"}, {"Ref": "ProvisionPolicy"}]}]
     key = {"Fn::If": [HAS_FUNCTIONS, {"Ref": "AWS::NoValue"}, _policy_arn("volume-key")]}
@@ -414,12 +415,14 @@ def _workflow_role() -> Resource:
     return role
 
 
-def _refresh_subjects() -> Mapping[str, Any]:
-    return {"StringLike": {f"{GITHUB}:sub": {"Fn::Sub": "repo:${RefreshRepository}:ref:refs/heads/${Branch}"}}}
+def _refresh_subjects(issuer: str) -> Mapping[str, Any]:
+    return {"StringLike": {f"{issuer}:sub": {"Fn::Sub": "repo:${RefreshRepository}:ref:refs/heads/${Branch}"}}}
 
 
-def _github_role(name: str, subjects: Mapping[str, Any], attached: Sequence[str], condition: str) -> Resource:
-    conditions = {"StringEquals": {f"{GITHUB}:aud": "sts.amazonaws.com"}, **subjects}
+def _github_role(
+    name: str, issuer: str, subjects: Mapping[str, Any], attached: Sequence[str], condition: str
+) -> Resource:
+    conditions = {"StringEquals": {f"{issuer}:aud": "sts.amazonaws.com"}, **subjects}
     role = _role(name, {"Federated": {"Ref": "OidcProviderArn"}}, "sts:AssumeRoleWithWebIdentity", attached, conditions)
     return _only_if(condition, role)
 

@@ -104,6 +104,8 @@ class ProvisionOutcome:
     launches: tuple[LaunchAttempt, ...] = ()
     #: Why the provision failed, or empty.
     error: str = ""
+    #: Exit code of the command that failed.
+    exit_code: int = 0
 
     @property
     def kind(self) -> ProvisionKind:

@@ -86,20 +86,42 @@ def trust_of(event: str, payload: object) -> Trust:
     return Trust(tier=Tier.TRUSTED, why=f"event {event}")
 
 
+def claimed_trust(event: str, requested: Tier | None, *, trusts_pull_requests: bool) -> Trust:
+    """Return the tier of a run of which only the event's name is proven, by the claims of its OIDC token.
+
+    No claim names the fork of a pull request. Workflows of forks get such a token only if a repository sends write
+    tokens to them, which is a setting of private repositories; `trusts_pull_requests` says that none does.
+    For `pull_request_target` they always get one.
+    """
+    if event == "pull_request" and trusts_pull_requests:
+        found = Trust(tier=Tier.TRUSTED, why="event pull_request, which the pool trusts")
+    elif event == "pull_request":
+        why = "event pull_request: its token does not say whether it comes from a fork (stack: TrustPullRequests)"
+        found = Trust(tier=Tier.UNTRUSTED, why=why)
+    elif _needs_payload(event):
+        found = Trust(tier=Tier.UNTRUSTED, why=f"event {_shown(event)}: its token does not say whose code it runs")
+    else:
+        found = trust_of(event, None)
+    return _lowered(found, requested, fix="omit tier: untrusted code runs on separate instances")
+
+
 def decide_trust(event: str, payload: object, requested: Tier | None) -> Trust:
     """Return the tier of a run. A requested tier may be lower than the event's, never higher."""
     if not event:
         why = "requested" if requested else "default: no event started the run"
         return Trust(tier=requested or Tier.TRUSTED, why=why)
-    found = trust_of(event, payload)
-    if requested is None or requested is found.tier:
-        return found
-    if requested is Tier.UNTRUSTED:
-        return Trust(tier=requested, why="requested")
     fix = "omit --tier: untrusted code runs on separate instances"
     if isinstance(payload, UnreadablePayload) and _needs_payload(event):
         given = f"{payload.file} is not readable" if payload.file else "none is given"
         fix = f"set GITHUB_EVENT_PATH to the event's file ({given}), or {fix}"
+    return _lowered(trust_of(event, payload), requested, fix=fix)
+
+
+def _lowered(found: Trust, requested: Tier | None, *, fix: str) -> Trust:
+    if requested is None or requested is found.tier:
+        return found
+    if requested is Tier.UNTRUSTED:
+        return Trust(tier=requested, why="requested")
     raise UserError(f"tier is {requested}, but the event is {found}", field="tier", fix=fix)
 
 

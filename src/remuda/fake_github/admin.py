@@ -18,6 +18,7 @@ from remuda.fake_github.app_state import (
     json_body,
     wait_of,
 )
+from remuda.fake_github.oidc import OidcIssuer, OidcJob
 from remuda.fake_github.rest import RunnersRest, timestamp
 from remuda.fake_github.state import ApiError, GitHubJob, JobPhase, RegisteredRunner, settings_from
 
@@ -53,6 +54,7 @@ class NewToken(pydantic.BaseModel):
 class NewSettings(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid")
     token_life_s: float = 0
+    id_token_life_s: float = pydantic.Field(default=0, ge=1)
     lease_s: float = 0
     liveness_s: float = 0
     pickup_s: float = 0
@@ -71,8 +73,8 @@ class NewSettings(pydantic.BaseModel):
     oldest_served_version: str = pydantic.Field(default="", pattern=_VERSION)
 
 
-def routes(app: AppState) -> list[BaseRoute]:
-    api = AdminApi(app)
+def routes(app: AppState, issuer: OidcIssuer) -> list[BaseRoute]:
+    api = AdminApi(app, issuer)
     table: list[tuple[str, str, Handler]] = [
         ("POST", "/_admin/jobs", api.queue_job),
         ("GET", "/_admin/jobs", api.list_jobs),
@@ -85,14 +87,16 @@ def routes(app: AppState) -> list[BaseRoute]:
         ("GET", "/_admin/settings", api.get_settings),
         ("PATCH", "/_admin/settings", api.change_settings),
         ("POST", "/_admin/tokens", api.issue_token),
+        ("POST", "/_admin/oidc-jobs", api.permit_id_tokens),
     ]
     return [Route(path, api.endpoint(handler), methods=[method]) for method, path, handler in table]
 
 
 class AdminApi:
-    def __init__(self, app: AppState) -> None:
+    def __init__(self, app: AppState, issuer: OidcIssuer) -> None:
         self._app = app
         self._core = app.core
+        self._issuer = issuer
 
     def endpoint(self, handler: Handler) -> Handler:
         async def handle(request: Request) -> Response:
@@ -185,6 +189,11 @@ class AdminApi:
         new = NewToken.model_validate(await json_body(request))
         token = self._core.registry.issue_access(scopes=tuple(new.scopes), write=new.write)
         return JSONResponse({"token": token.value}, status_code=201)
+
+    async def permit_id_tokens(self, request: Request) -> Response:
+        """Return the variables of a job with the permission `id-token: write`."""
+        job = OidcJob.model_validate(await json_body(request))
+        return JSONResponse(self._issuer.permit(job, str(request.base_url).rstrip("/")), status_code=201)
 
     def _runner_document(self, runner: RegisteredRunner) -> dict[str, Any]:
         job = self._core.state.jobs.get(runner.job_id or 0)

@@ -185,6 +185,12 @@ class FakeGitHubClient:
         answer = await self._call("POST", "/_admin/tokens", body={"scopes": list(scopes), "write": write})
         return str(answer["token"])
 
+    async def permit_id_tokens(self, *, repository: str, run_id: str, **claims: str) -> dict[str, str]:
+        """Return the variables with which the steps of a job request OIDC tokens. `claims` are fields of `OidcJob`."""
+        return await self._call(
+            "POST", "/_admin/oidc-jobs", body={"repository": repository, "run_id": run_id, **claims}
+        )
+
     async def _call(
         self,
         method: str,

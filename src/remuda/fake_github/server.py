@@ -18,6 +18,7 @@ from starlette.responses import Response
 
 from remuda.fake_github import Endpoint, admin, read_endpoint, rest, runner_api, write_endpoint
 from remuda.fake_github.app_state import AppState, error_response
+from remuda.fake_github.oidc import OidcIssuer
 from remuda.fake_github.registry import ACCESS_PREFIX, GitHubCore
 from remuda.fake_github.state import DocumentStore, TokenClock
 
@@ -41,8 +42,15 @@ def build_app(app: AppState) -> Starlette:
     async def not_found(_request: Request, _problem: Exception) -> Response:
         return error_response(404, "Not Found")
 
+    issuer = OidcIssuer(app)
     return Starlette(
-        routes=[*rest.routes(app), *rest.app_routes(app), *runner_api.routes(app), *admin.routes(app)],
+        routes=[
+            *rest.routes(app),
+            *rest.app_routes(app),
+            *runner_api.routes(app),
+            *issuer.routes(),
+            *admin.routes(app, issuer),
+        ],
         lifespan=lifespan,
         # GitHub responds with 404 also to an unknown method of a path.
         exception_handlers={404: not_found, 405: not_found},

@@ -68,6 +68,8 @@ JOB_TRANSITIONS: dict[JobPhase, frozenset[JobPhase]] = {
 class FakeGitHubSettings:
     #: Lifetime of registration and removal tokens in seconds.
     token_life_s: float = 3600.0
+    #: Lifetime of OIDC tokens in seconds.
+    id_token_life_s: float = 300.0
     #: Seconds until a job fails whose runner no longer renews it. Until then the runner stays busy.
     lease_s: float = 600.0
     #: Seconds until a session without an open poll or another request counts as lost.

@@ -40,6 +40,11 @@ class CallCounter:
             self.fail(service, operation, count)
             raise
 
+    def reset(self) -> None:
+        """Forget all counts, in a process that counts the calls of each request."""
+        self._counts.clear()
+        self._failures.clear()
+
     def outcomes(self) -> dict[tuple[str, str], tuple[int, int]]:
         """Return the numbers of successful and failed calls by service and operation."""
         return {

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from remuda.action import output as step_output
 from remuda.action import step as action_step
-from remuda.action.output import StepLog, one_line, plain_lines, write_outputs
+from remuda.action.output import StepLog, one_line, outputs_text, plain_lines
 from remuda.action.step import StepOutput, as_inputs, input_variable, main, read_inputs
 from remuda.adapters.system.clock import SystemClock
 from remuda.cli import lifecycle
@@ -121,17 +121,23 @@ def test_every_input_is_passed_to_the_step() -> None:
     declared = set(ACTION["inputs"])
     assert set(REQUIRED_INPUTS.split()) <= declared
     assert set(ACTION["outputs"]) == {"label", "instance-ids", "reused", "created"}
-    install, run = ACTION["runs"]["steps"]
+    (run,) = ACTION["runs"]["steps"]
     assert declared == action_step.SETTING_INPUTS | action_step.STEP_INPUTS | {"python"}
     passed = {input_variable(name): f"${{{{ inputs.{name} }}}}" for name in declared - {"python"}}
-    assert run["env"] == {"REMUDA_PYTHON": "${{ steps.install.outputs.python }}", **passed}
-    assert install["env"] == {"INPUT_PYTHON": "${{ inputs.python }}"}
+    assert run["env"] == {
+        "REMUDA_PYTHON": "${{ inputs.python }}",
+        "ACTION_REPOSITORY": "${{ github.action_repository }}",
+        "HEAD_REPOSITORY": "${{ github.event.pull_request.head.repo.full_name }}",
+        **passed,
+    }
 
 
-def test_scripts_contain_no_expressions_and_exec_their_process() -> None:
-    for step in ACTION["runs"]["steps"]:
-        assert "${{" not in step["run"], "the text of an input would become part of the script"
-        assert step["run"].startswith("exec "), "signals would reach only the shell"
+def test_the_step_contains_no_expressions_and_executes_its_scripts() -> None:
+    (run,) = ACTION["runs"]["steps"]
+    assert "${{" not in run["run"], "the text of an input would become part of the script"
+    commands = [line for line in run["run"].splitlines() if ")" in line]
+    assert commands
+    assert all(") exec bash " in line for line in commands), "signals would reach only the shell"
 
 
 def test_modes_accept_the_flags_of_their_commands_and_the_credentials() -> None:
@@ -208,17 +214,15 @@ def test_control_characters_and_commands_are_neutralized() -> None:
 
 
 @given(st.text(), st.text())
-def test_outputs_round_trip(tmp_path_factory: pytest.TempPathFactory, one: str, other: str) -> None:
-    file = tmp_path_factory.mktemp("output") / "file"
+def test_outputs_round_trip(one: str, other: str) -> None:
     values = {"one": " ".join(one.split()), "other": "label=evil\nlabel<<x\nx\n" + " ".join(other.split())}
     counter = iter(range(9))
-    write_outputs(file, values, lambda: f"end-{next(counter)}-of-it")
-    assert parse_file(file.read_text()) == values
+    assert parse_file(outputs_text(values, lambda: f"end-{next(counter)}-of-it")) == values
 
 
-def test_delimiter_inside_a_value_is_rejected(tmp_path: Path) -> None:
+def test_delimiter_inside_a_value_is_rejected() -> None:
     with pytest.raises(ValueError, match="delimiter"):
-        write_outputs(tmp_path / "file", {"label": "1\nend\nother=2"}, lambda: "end")
+        outputs_text({"label": "1\nend\nother=2"}, lambda: "end")
 
 
 def test_secrets_are_masked_first_and_never_shown(step: InProcessStep, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,9 +386,25 @@ def test_summary_text_is_escaped(value: str) -> None:
     assert "://" not in shown
 
 
-def test_install_script_passes_shellcheck() -> None:
+@pytest.mark.parametrize("script", sorted(ROOT.joinpath("deploy", "action").glob("*.sh")), ids=lambda file: file.name)
+def test_scripts_pass_shellcheck(script: Path) -> None:
     if shutil.which("shellcheck") is None:
-        pytest.skip("shellcheck is not installed (apt-get install shellcheck): install.sh is not linted")
-    script = ROOT / "deploy" / "action" / "install.sh"
+        pytest.skip("shellcheck is not installed (apt-get install shellcheck): the scripts are not linted")
     done = subprocess.run(["shellcheck", "--severity=style", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
+
+
+def test_secrets_are_not_cut_into_parts_that_are_not_recognized(
+    step: InProcessStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The summary cuts long texts."""
+    secret = "eyJhbGciOi_-" * 100
+
+    def run(_settings: Any, output: StepOutput, **_more: Any) -> int:
+        output.result({**PROVISIONED, "tier_reason": f"because of {secret}"})
+        raise Unavailable(f"no answer for {secret}")
+
+    monkeypatch.setattr(lifecycle, "run_provision", run)
+    assert step.run(mode="provision", github_token=secret) == 4
+    assert "eyJhbGciOi" not in step.summary()
+    assert "no answer for &#42;&#42;&#42;" in step.summary()

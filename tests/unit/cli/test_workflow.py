@@ -62,6 +62,33 @@ def test_ubuntu_jobs_run_locally_and_others_are_queued() -> None:
 
 
 @pytest.mark.parametrize(
+    ("workflow", "job", "allowed"),
+    [
+        ({}, {}, False),
+        ({"permissions": {"id-token": "write"}}, {}, True),
+        ({"permissions": {"id-token": "write"}}, {"permissions": {"contents": "read"}}, False),
+        ({"permissions": {"id-token": "write"}}, {"permissions": {}}, False),
+        ({"permissions": "read-all"}, {"permissions": {"id-token": "write"}}, True),
+        ({"permissions": "write-all"}, {}, True),
+        ({"permissions": {"id-token": "none"}}, {}, False),
+    ],
+)
+def test_permissions_of_a_job_replace_those_of_the_workflow(
+    workflow: dict[str, Any],
+    job: dict[str, Any],
+    allowed: bool,  # noqa: FBT001
+) -> None:
+    (parsed,) = parse({"a": {"runs-on": "x", "steps": STEPS, **job}}, **workflow)
+    assert parsed.may_request_tokens is allowed
+
+
+def test_environment_of_a_job() -> None:
+    assert one().environment == ""
+    assert one(environment="prod-${{ github.run_id }}").environment == "prod-77"
+    assert one(environment={"name": "prod", "url": "https://example.com"}).environment == "prod"
+
+
+@pytest.mark.parametrize(
     ("condition", "after_success", "after_failure", "after_skip"),
     [
         (None, True, False, False),
@@ -98,6 +125,8 @@ def test_conditions(condition: str | None, after_success: bool, after_failure: b
             {"a": {"runs-on": "x", "steps": STEPS, "strategy": {"matrix": {"n": list(range(300))}}}},
             "jobs.a.strategy.matrix",
         ),
+        ({"a": {"runs-on": "x", "steps": STEPS, "permissions": "all"}}, "jobs.a.permissions"),
+        ({"a": {"runs-on": "x", "steps": STEPS, "permissions": {"id-token": True}}}, "jobs.a.permissions.id-token"),
         ({str(n): {"runs-on": "x", "steps": STEPS} for n in range(300)}, "jobs"),
     ],
 )

@@ -70,6 +70,11 @@ class Place:
         return self.arn("secretsmanager", f"secret:remuda/{self.pool}/github-AbCdEf")
 
     @property
+    def bundle(self) -> str:
+        """The agent in the bucket of the pool, which all its instances download."""
+        return f"arn:aws:s3:::remuda-{self.pool}-{self.account}-{self.region}/agent/bundle.tar.gz"
+
+    @property
     def volume_key(self) -> str:
         return self.arn("kms", f"key/{self.pool}")
 
@@ -263,6 +268,8 @@ def at(  # noqa: C901, PLR0912 - one branch per service
     elif service == "ssm":
         yield of.arn("ssm", f"parameter/remuda/{of.pool}/ami"), {}
         yield of.arn("ssm", f"parameter/remuda/{of.pool}/settings"), {}
+    elif service == "s3":
+        yield of.bundle, {}
     elif service == "kms":
         yield of.volume_key, {"kms:ViaService": f"ec2.{of.region}.amazonaws.com", "kms:GrantIsForAWSResource": "true"}
     else:
@@ -296,7 +303,8 @@ def test_an_instance_cannot_reach_another(pair):
     documents = policies_of("AgentRole", own)
     # Including the actions of all other roles.
     actions = sorted({action for role in ROLES for action in granted(policies_of(role, own))} - CREATE_ACTIONS)
-    assert not allowed_requests(documents, requests(actions, of=other, by=own))
+    found = allowed_requests(documents, requests(actions, of=other, by=own))
+    assert not [each for each in found if each.resource != own.bundle]
 
 
 @thorough
@@ -322,6 +330,7 @@ def test_an_instance_can_use_its_control_its_report_and_its_termination(place):
         ("dynamodb:GetItem", place.table, control),
         ("dynamodb:UpdateItem", place.table, report),
         ("ec2:TerminateInstances", place.machine),
+        ("s3:GetObject", place.bundle),
     }
 
 

@@ -25,7 +25,7 @@ from remuda.controlplane.provision.plan import (
 from remuda.controlplane.provision.registration import RegisteredInstance
 from remuda.controlplane.provision.rollback import AcquiredInstances, roll_back
 from remuda.controlplane.provision.selection import Selection
-from remuda.domain.errors import Conflict, RemudaError, Unavailable
+from remuda.domain.errors import Conflict, Interrupted, RemudaError, Unavailable
 from remuda.domain.instance import Instance
 from remuda.domain.provision import Provision, committed
 from remuda.domain.transitions import Actor, Commit
@@ -47,8 +47,8 @@ async def provision(context: Context, request: ProvisionRequest) -> ProvisionRes
         recorder.end_phase("instances")
         running = await _commit(context, plan, registered, acquired, recorder)
     except BaseException as error:
-        why = error.message if isinstance(error, RemudaError) else "interrupted"
-        await _undo(context, plan, acquired, recorder, why=why)
+        failure = error if isinstance(error, RemudaError) else Interrupted("interrupted")
+        await _undo(context, plan, acquired, recorder, failure)
         if jit is not None:
             await asyncio.shield(asyncio.ensure_future(jit.remove_all()))
         raise
@@ -183,10 +183,16 @@ async def _record_commit(context: Context, provision: Provision, after: Provisio
 
 
 async def _undo(
-    context: Context, plan: ProvisionPlan, acquired: AcquiredInstances, recorder: OutcomeRecorder, *, why: str
+    context: Context,
+    plan: ProvisionPlan,
+    acquired: AcquiredInstances,
+    recorder: OutcomeRecorder,
+    failure: RemudaError,
 ) -> None:
+    why = failure.message
     context.event_log.record("rollback", why, run_id=plan.provision.run_id, instances=len(acquired.all()))
-    undoing = roll_back(context, plan.config, plan.provision, acquired, why=why, outcome=recorder.outcome(error=why))
+    outcome = recorder.outcome(error=why, exit_code=failure.exit_code)
+    undoing = roll_back(context, plan.config, plan.provision, acquired, why=why, outcome=outcome)
     await asyncio.shield(asyncio.ensure_future(undoing))
 
 

@@ -70,7 +70,7 @@ class OutcomeRecorder:
                 )
             )
 
-    def outcome(self, *, error: str = "") -> ProvisionOutcome:
+    def outcome(self, *, error: str = "", exit_code: int = 0) -> ProvisionOutcome:
         return ProvisionOutcome(
             ended_at=to_milliseconds(self._clock.now()),
             seconds=self.seconds,
@@ -82,4 +82,5 @@ class OutcomeRecorder:
             rejections=tuple(self._rejections),
             launches=tuple(self._launches),
             error=error[:MAX_REASON],
+            exit_code=exit_code,
         )

@@ -39,6 +39,10 @@ class ProvisionRequest:
     #: None: the pool's value.
     max_runtime_s: float | None = None
     timeout_s: float | None = None
+    #: Whether the pool's value limits `max_runtime_s`.
+    is_runtime_limited: bool = False
+    #: Upper limit of the timeout, such as the time that the caller has left.
+    max_timeout_s: float | None = None
 
 
 def missing_credential() -> UserError:
@@ -140,6 +144,9 @@ async def make_plan(context: Context, request: ProvisionRequest) -> ProvisionPla
     _validate(request, config)
     resource_class = config.resource_class(request.resource_class)
     timeout_s = request.timeout_s or config.lifetimes.provision_timeout_s
+    if request.max_timeout_s is not None and timeout_s > request.max_timeout_s:
+        timeout_s = request.max_timeout_s
+        context.event_log.record("limit", f"the provision has {timeout_s:.0f} s, the most that is possible here")
     now = context.clock.now()
     return ProvisionPlan(
         config=config,
@@ -165,8 +172,16 @@ async def make_plan(context: Context, request: ProvisionRequest) -> ProvisionPla
         repository=request.repository,
         registration=await _registration_token(context, config, request, timeout_s),
         until=context.clock.monotonic() + timeout_s - min(ROLLBACK_RESERVE_S, timeout_s * ROLLBACK_RESERVE_FRACTION),
-        max_runtime_s=request.max_runtime_s or config.lifetimes.max_runtime_s,
+        max_runtime_s=_max_runtime_s(context, request, config),
     )
+
+
+def _max_runtime_s(context: Context, request: ProvisionRequest, config: PoolConfig) -> float:
+    limit_s = config.lifetimes.max_runtime_s
+    if request.is_runtime_limited and (request.max_runtime_s or 0) > limit_s:
+        context.event_log.record("limit", f"max-runtime-min is {limit_s / 60:g}, the limit of the pool")
+        return limit_s
+    return request.max_runtime_s or limit_s
 
 
 def _validate(request: ProvisionRequest, config: PoolConfig) -> None:

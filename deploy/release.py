@@ -1,0 +1,160 @@
+"""Builder of a release: wheel, source distribution, bundles, SBOM and SHA256SUMS. Builds are reproducible.
+
+Refuses to build if the version is not the same everywhere, or not that of the tag.
+"""
+
+from __future__ import annotations
+
+import argparse
+import email.parser
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import bundles
+
+ROOT = Path(__file__).parents[1]
+DIST = ROOT / "dist"
+SUMS = "SHA256SUMS"
+SBOM = "sbom.cdx.json"
+#: What the wheel is built from. A copy, because setuptools also packs files that earlier builds left in the folder.
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "src")
+#: The earliest time in a zip file, as SOURCE_DATE_EPOCH: the wheel's files have no other time.
+EPOCH_S = 315_532_800
+UNRELEASED = "Unreleased"
+_USES = re.compile(r"uses: your-org/remuda@v(\S+)")
+_HEADING = re.compile(r"^## \[?([^\]\s]+)", re.MULTILINE)
+
+
+def version_problems(environment: Mapping[str, str], root: Path = ROOT) -> list[str]:
+    """Places whose version differs from that of pyproject.toml."""
+    version = bundles.version(root)
+    problems = []
+    code = re.search(r'__version__ = "(.*)"', (root / "src" / "remuda" / "__init__.py").read_text(encoding="utf-8"))
+    if code is None or code[1] != version:
+        problems.append(f"src/remuda/__init__.py must have __version__ = {version!r}")
+    tag = environment.get("GITHUB_REF_NAME", "") if environment.get("GITHUB_REF_TYPE") == "tag" else ""
+    newest = _HEADING.search((root / "CHANGELOG.md").read_text(encoding="utf-8"))
+    expected = {version} if tag else {version, UNRELEASED}
+    if newest is None or newest[1] not in expected:
+        problems.append(f"the newest heading of CHANGELOG.md must be {' or '.join(sorted(expected))}")
+    if tag and tag != f"v{version}":
+        problems.append(f"the tag is {tag!r}, but the version is {version}")
+    for file in sorted([*root.glob("deploy/workflows/*.yml"), *root.glob("docs/**/*.md"), root / "README.md"]):
+        named = {name for name in _USES.findall(file.read_text(encoding="utf-8")) if name != version}
+        if named:
+            problems.append(f"{file.relative_to(root)} uses version {', '.join(sorted(named))}, not {version}")
+    return problems
+
+
+def build_packages(folder: Path) -> None:
+    """Build wheel and source distribution."""
+    with tempfile.TemporaryDirectory(prefix="remuda-dist-") as temporary:
+        source, built = Path(temporary, "source"), Path(temporary, "built")
+        source.mkdir()
+        for name in SOURCES:
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+            else:
+                shutil.copy(ROOT / name, source / name)
+        for path in source.rglob("*"):
+            path.chmod(bundles.PROGRAM_MODE if path.is_dir() else bundles.FILE_MODE)
+        done = subprocess.run(
+            [sys.executable, "-m", "build", "--sdist", "--wheel", "--outdir", str(built), str(source)],
+            env={**os.environ, "SOURCE_DATE_EPOCH": str(EPOCH_S)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            sys.exit(f"{done.stdout}{done.stderr}the wheel or the source distribution cannot be built")
+        (wheel,) = built.glob("*.whl")
+        shutil.copy(wheel, folder / wheel.name)
+        # setuptools writes the time of the build into the source distribution.
+        (archive,) = built.glob("*.tar.gz")
+        with tarfile.open(archive) as content:
+            files = {
+                member.name: bundles.BundleFile(data=opened.read())
+                for member in content
+                if (opened := content.extractfile(member)) is not None
+            }
+        (folder / archive.name).write_bytes(bundles.tar_bundle(files))
+
+
+def components(bundle: Path) -> list[dict[str, str]]:
+    """Name, version and license of the packages in a Lambda bundle. All bundles have the same."""
+    found = []
+    with zipfile.ZipFile(bundle) as archive:
+        for name in sorted(archive.namelist()):
+            if name.endswith(".dist-info/METADATA"):
+                metadata = email.parser.Parser().parsestr(archive.read(name).decode(), headersonly=True)
+                terms = metadata["License-Expression"] or metadata["License"] or ""
+                found.append(
+                    {
+                        "name": bundles.normalized(metadata["Name"]),
+                        "version": metadata["Version"],
+                        # Some packages have the whole text there.
+                        "license": terms if "\n" not in terms else "",
+                    }
+                )
+    return found
+
+
+def write_sbom(folder: Path, python: Path) -> None:
+    """Write the bill of materials with the virtualenv that has the CycloneDX library."""
+    (bundle,) = folder.glob("remuda-lambda-*-x86_64.zip")
+    document: dict[str, Any] = {"version": bundles.version(), "epoch": EPOCH_S, "components": components(bundle)}
+    text = subprocess.run(
+        [str(python), "-I", str(ROOT / "deploy" / "sbom.py")],
+        input=json.dumps(document),
+        text=True,
+        check=True,
+        stdout=subprocess.PIPE,
+    ).stdout
+    (folder / SBOM).write_text(text, encoding="utf-8")
+
+
+def write_sums(folder: Path) -> str:
+    lines = [
+        f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n"
+        for path in sorted(folder.iterdir())
+        if path.name != SUMS
+    ]
+    text = "".join(lines)
+    (folder / SUMS).write_text(text, encoding="utf-8")
+    return text
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--to", type=Path, default=DIST, help="folder of the files; it is emptied first")
+    parser.add_argument("--sbom-python", type=Path, default=ROOT / ".venv-lint" / "bin" / "python")
+    parser.add_argument("--check", action="store_true", help="only check the version")
+    given = parser.parse_args(arguments)
+    problems = version_problems(os.environ)
+    if problems:
+        sys.exit("\n".join(problems))
+    if given.check:
+        return 0
+    shutil.rmtree(given.to, ignore_errors=True)
+    given.to.mkdir(parents=True)
+    build_packages(given.to)
+    for architecture in bundles.ARCHITECTURES:
+        bundles.build(list(bundles.KINDS), architecture=architecture, folder=given.to)
+    write_sbom(given.to, given.sbom_python)
+    print(f"{given.to / SUMS}:\n{write_sums(given.to)}", end="")  # noqa: T201
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

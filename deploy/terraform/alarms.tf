@@ -1,0 +1,51 @@
+# Alarms, if there is a topic and the functions exist. The next run makes up for a single failure.
+
+locals {
+  has_alarms = local.has_functions && var.alarm_topic != null
+  alarms = merge(
+    {
+      for name, function in aws_lambda_function.this : name => {
+        description = name == "broker" ? "The broker crashes; its log contains the error." : "remuda ${name} fails; its log contains the error."
+        namespace   = "AWS/Lambda"
+        metric      = "Errors"
+        dimensions  = { FunctionName = function.function_name }
+        # A missing refresh is as bad as a failed one; scale-down may be disabled, and the broker waits for workflows.
+        missing = name == "refresh" ? "breaching" : "notBreaching"
+      }
+    },
+    {
+      provision = {
+        description = "Provisions fail through no fault of the workflows; the log of the broker contains the errors."
+        namespace   = "Remuda"
+        metric      = "Failed"
+        dimensions  = { Pool = var.pool, Command = "provision" }
+        missing     = "notBreaching"
+      }
+      runner-version = {
+        description = "GitHub refuses the pool's version of the actions runner soon; remuda status says when and what to do."
+        namespace   = "Remuda"
+        metric      = "RunnerVersionWarnings"
+        dimensions  = { Pool = var.pool, Command = "refresh" }
+        missing     = "notBreaching"
+      }
+    },
+  )
+}
+
+resource "aws_cloudwatch_metric_alarm" "this" {
+  for_each = { for name, alarm in local.alarms : name => alarm if local.has_alarms }
+
+  alarm_name          = "${local.name}-${each.key}"
+  alarm_description   = each.value.description
+  namespace           = each.value.namespace
+  metric_name         = each.value.metric
+  dimensions          = each.value.dimensions
+  statistic           = "Sum"
+  period              = 300
+  evaluation_periods  = 3
+  threshold           = 1
+  comparison_operator = "GreaterThanOrEqualToThreshold"
+  treat_missing_data  = each.value.missing
+  alarm_actions       = [var.alarm_topic.arn]
+  ok_actions          = [var.alarm_topic.arn]
+}

@@ -1,0 +1,126 @@
+# Policies, and the roles of machines and workflows.
+
+locals {
+  partition = data.aws_partition.current.partition
+  region    = data.aws_region.current.region
+  account   = data.aws_caller_identity.current.account_id
+}
+
+resource "aws_iam_policy" "this" {
+  for_each = { for name, holder in local.policies : name => holder if name != "volume-key" || var.volume_kms_key != null }
+
+  name        = "${local.name}-${each.key}"
+  description = each.value
+
+  policy = templatefile("${path.module}/policies/${each.key}.json.tftpl", {
+    partition      = local.partition
+    region         = local.region
+    account        = local.account
+    pool           = var.pool
+    environment    = local.environment
+    volume_kms_key = one(var.volume_kms_key[*].arn)
+    # Without an ARN, all secrets of the pool.
+    github_credential = (
+      var.github_secret_arn != "" ? var.github_secret_arn :
+      "arn:${local.partition}:secretsmanager:${local.region}:${local.account}:secret:remuda/${var.pool}/*"
+    )
+  })
+}
+
+# Machines ------------------------------------------------------------------------------------------------------------
+
+resource "aws_iam_role" "agent" {
+  # Fixed names, because policies refer to the role of the agent by name.
+  name = "${local.name}-agent"
+  tags = local.tags
+
+  assume_role_policy = jsonencode({
+    Version = "2012-10-17"
+    Statement = [{
+      Effect    = "Allow"
+      Principal = { Service = "ec2.amazonaws.com" }
+      Action    = "sts:AssumeRole"
+    }]
+  })
+}
+
+resource "aws_iam_role_policy_attachment" "agent" {
+  role       = aws_iam_role.agent.name
+  policy_arn = aws_iam_policy.this["agent"].arn
+}
+
+resource "aws_iam_instance_profile" "agent" {
+  name = "${local.name}-agent"
+  role = aws_iam_role.agent.name
+}
+
+# Workflows -----------------------------------------------------------------------------------------------------------
+
+locals {
+  github       = "token.actions.githubusercontent.com"
+  has_workflow = var.oidc_provider != null && length(var.repositories) > 0
+  has_refresh  = var.oidc_provider != null && var.refresh_repository != ""
+  environments = length(var.environments) > 0 ? [for each in var.environments : "repo:*:environment:${each}"] : ["repo:*"]
+
+  # For provisions, by the broker or in direct mode.
+  provision = var.volume_kms_key == null ? ["provision"] : ["provision", "volume-key"]
+}
+
+# The subject of GitHub's token is `repo:owner/name:` and a branch, tag, event or environment. Both conditions on it must
+# hold. The second one has another operator because a statement has each operator once.
+resource "aws_iam_role" "workflow" {
+  count = local.has_workflow ? 1 : 0
+
+  name = "${local.name}-workflow"
+  tags = local.tags
+
+  assume_role_policy = jsonencode({
+    Version = "2012-10-17"
+    Statement = [{
+      Effect    = "Allow"
+      Principal = { Federated = var.oidc_provider.arn }
+      Action    = "sts:AssumeRoleWithWebIdentity"
+      Condition = {
+        StringEquals       = { "${local.github}:aud" = "sts.amazonaws.com" }
+        StringLike         = { "${local.github}:sub" = [for each in var.repositories : "repo:${each}:*"] }
+        StringLikeIfExists = { "${local.github}:sub" = local.environments }
+      }
+    }]
+  })
+}
+
+resource "aws_iam_role_policy_attachment" "workflow" {
+  # Without functions there is no broker, and workflows provision in direct mode.
+  for_each = toset([for policy in local.has_functions ? ["workflow"] : local.provision : policy if local.has_workflow])
+
+  role       = aws_iam_role.workflow[0].name
+  policy_arn = aws_iam_policy.this[each.key].arn
+}
+
+# Only reviewed code on this branch may change the pool; other branches may only use it.
+resource "aws_iam_role" "refresh" {
+  count = local.has_refresh ? 1 : 0
+
+  name = "${local.name}-refresh"
+  tags = local.tags
+
+  assume_role_policy = jsonencode({
+    Version = "2012-10-17"
+    Statement = [{
+      Effect    = "Allow"
+      Principal = { Federated = var.oidc_provider.arn }
+      Action    = "sts:AssumeRoleWithWebIdentity"
+      Condition = {
+        StringEquals = { "${local.github}:aud" = "sts.amazonaws.com" }
+        StringLike   = { "${local.github}:sub" = "repo:${var.refresh_repository}:ref:refs/heads/${var.branch}" }
+      }
+    }]
+  })
+}
+
+resource "aws_iam_role_policy_attachment" "refresh" {
+  for_each = toset([for policy in ["refresh", "scale-down"] : policy if local.has_refresh])
+
+  role       = aws_iam_role.refresh[0].name
+  policy_arn = aws_iam_policy.this[each.key].arn
+}

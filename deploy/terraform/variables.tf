@@ -1,0 +1,165 @@
+# Variables of the stack. Those of the settings are in generated.tf.
+#
+# Optional resources are objects with an `arn`, so that the plan that creates them knows whether they exist. They take the
+# resource itself: `alarm_topic = aws_sns_topic.alarms`.
+
+variable "pool" {
+  description = "Name of the pool."
+  type        = string
+  default     = "default"
+  nullable    = false
+
+  validation {
+    condition     = can(regex("^[a-z0-9-]{1,20}$", var.pool))
+    error_message = "pool must have 1 to 20 lower-case letters, digits and hyphens."
+  }
+}
+
+variable "oidc_provider" {
+  description = "GitHub's OIDC provider in IAM. If null, no roles for workflows are created."
+  type        = object({ arn = string })
+  default     = null
+}
+
+variable "repositories" {
+  description = "Repositories whose workflows may use the pool: owner/name, owner/* for all repositories of an organisation, or owner@id/name@id and owner@id/* for immutable subject claims."
+  type        = list(string)
+  default     = []
+  nullable    = false
+
+  validation {
+    # No wildcard except for all repositories of an owner, because the trust policy uses StringLike.
+    condition     = alltrue([for each in var.repositories : can(regex("^[A-Za-z0-9-]+(@[0-9]+)?/([A-Za-z0-9_.-]+(@[0-9]+)?|\\*)$", each))])
+    error_message = "repositories must have the form owner/name, owner/*, owner@id/name@id or owner@id/*."
+  }
+}
+
+variable "environments" {
+  description = "GitHub environments whose jobs may use the pool. If empty, all jobs of the repositories may."
+  type        = list(string)
+  default     = []
+  nullable    = false
+
+  validation {
+    condition     = alltrue([for each in var.environments : can(regex("^[^*?:,]+$", each))])
+    error_message = "environments must be names without *, ?, colon and comma."
+  }
+}
+
+variable "refresh_repository" {
+  description = "Repository (owner/name, owner@id/name@id) whose workflows may run refresh and scale-down."
+  type        = string
+  default     = ""
+  nullable    = false
+
+  validation {
+    condition     = can(regex("^([A-Za-z0-9-]+(@[0-9]+)?/[A-Za-z0-9_.-]+(@[0-9]+)?)?$", var.refresh_repository))
+    error_message = "refresh_repository must have the form owner/name or owner@id/name@id."
+  }
+}
+
+variable "branch" {
+  description = "Branch of refresh_repository whose workflows may run refresh and scale-down."
+  type        = string
+  default     = "main"
+  nullable    = false
+
+  validation {
+    condition     = can(regex("^[A-Za-z0-9_./-]+$", var.branch))
+    error_message = "branch must be the name of a branch, without wildcards."
+  }
+}
+
+variable "code" {
+  description = "Code of the functions: filename of remuda-lambda-<version>-<arch>.zip, or its s3_bucket and s3_key. If null, no functions and schedules are created."
+  type = object({
+    filename  = optional(string)
+    s3_bucket = optional(string)
+    s3_key    = optional(string)
+  })
+  default = null
+
+  validation {
+    condition     = var.code == null ? true : (var.code.filename != null) != (var.code.s3_bucket != null && var.code.s3_key != null)
+    error_message = "code must have either filename, or s3_bucket and s3_key."
+  }
+
+  validation {
+    condition     = var.code == null || (var.github_secret_arn != "" && var.github_scope != "")
+    error_message = "The functions need a GitHub credential and the scope of the runners. Set github_secret_arn and github_scope."
+  }
+}
+
+variable "architecture" {
+  description = "Architecture that the code was built for."
+  type        = string
+  default     = "x86_64"
+  nullable    = false
+
+  validation {
+    condition     = contains(["x86_64", "arm64"], var.architecture)
+    error_message = "architecture must be x86_64 or arm64."
+  }
+}
+
+variable "runtime" {
+  description = "Python version that the code was built for."
+  type        = string
+  default     = "python3.13"
+  nullable    = false
+
+  validation {
+    condition     = contains(["python3.11", "python3.12", "python3.13"], var.runtime)
+    error_message = "runtime must be python3.11, python3.12 or python3.13."
+  }
+}
+
+variable "github_secret_arn" {
+  description = "ARN of the secret with the GitHub token, or with the private key of the GitHub App if github_app_id is set."
+  type        = string
+  default     = ""
+  nullable    = false
+
+  validation {
+    condition     = can(regex("^(arn:[a-z-]+:secretsmanager:[a-z0-9-]+:[0-9]{12}:secret:.+)?$", var.github_secret_arn))
+    error_message = "github_secret_arn must be the ARN of a secret in Secrets Manager."
+  }
+}
+
+variable "scale_down" {
+  description = "Whether scale-down runs on its schedule."
+  type        = bool
+  default     = true
+  nullable    = false
+}
+
+variable "alarm_topic" {
+  description = "SNS topic for alarms: functions that fail repeatedly, and a runner version that GitHub refuses soon. If null, no alarms are created."
+  type        = object({ arn = string })
+  default     = null
+}
+
+variable "reserve_concurrency" {
+  description = "Whether each scheduled function reserves one of the account's concurrent executions."
+  type        = bool
+  default     = false
+  nullable    = false
+}
+
+variable "function_url" {
+  description = "Whether the broker has a public URL, so that workflows need no AWS credentials. It requires the same OIDC token of the workflow as without URL."
+  type        = bool
+  default     = false
+  nullable    = false
+}
+
+variable "broker_concurrency" {
+  description = "Maximum number of concurrent requests to the broker, reserved from the account's concurrent executions. Each waiting workflow needs two. If null, only the limit of the account applies."
+  type        = number
+  default     = null
+
+  validation {
+    condition     = can(regex("^([1-9][0-9]{0,4})?$", var.broker_concurrency == null ? "" : tostring(var.broker_concurrency)))
+    error_message = "broker_concurrency must be an integer from 1 to 99999."
+  }
+}

@@ -1,0 +1,534 @@
+"""`remuda deploy` and `remuda destroy`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from remuda.adapters.system.clock import SystemClock, SystemIds
+from remuda.cli.output import Output, table
+from remuda.cli.read import check_document, check_lines, check_table
+from remuda.cli.run import EXIT_OK, plural, run_async
+from remuda.config.declaration import is_secret_arn
+from remuda.config.settings import SETTINGS, Settings
+from remuda.config.sources import read_private_key
+from remuda.controlplane.doctor import exit_code, run_checks
+from remuda.domain.errors import Partial, UserError
+from remuda.domain.resources import MAX_SHOWN, check_scope
+from remuda.ports.calls import CallCounter
+from remuda.ports.doctor import CheckResult, CheckStatus
+from remuda.wiring.aws import aws_libraries
+from remuda.wiring.github import GithubCredential, github_client
+
+if TYPE_CHECKING:
+    from remuda.adapters.github.client import GitHubClient
+    from remuda.deployment.deploy import DeployRequest, DeployResult, StackPlan
+    from remuda.deployment.destroy import RemovalPlan
+    from remuda.deployment.preflight import Facts
+    from remuda.deployment.stack import StackChange, StackState
+
+#: Settings that are list parameters of the stack.
+LIST_PARAMETERS = ("repositories", "environments")
+_INTERRUPTED = "interrupted; what was created stays, and the same command continues from there"
+_REMOVAL_INTERRUPTED = "interrupted; remuda destroy continues from there"
+_CREDENTIAL = (
+    "no GitHub credential is given: set REMUDA_GITHUB_TOKEN or give --github-token @FILE; for a GitHub App give "
+    "--github-app-id and --github-app-key @FILE"
+)
+_SCOPE = "--github-scope is missing: give the organization or owner/repo that the runners register in"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Credential:
+    credential: GithubCredential | None = None
+    secret_arn: str = ""
+    app_id: str = ""
+
+    @property
+    def is_given(self) -> bool:
+        return self.credential is not None or bool(self.secret_arn)
+
+
+class ConsoleProgress:
+    """One line per step on stderr."""
+
+    def __init__(self, output: Output) -> None:
+        self._output = output
+
+    def step(self, text: str) -> None:
+        self._output.say(text)
+
+    def detail(self, text: str) -> None:
+        self._output.say(f"  {text}", style="dim")
+
+
+def run_deploy(
+    settings: Settings,
+    output: Output,
+    *,
+    region: str,
+    vpc: str,
+    github_token: str,
+    github_app_key: str,
+    bundles: str,
+    parameter: Sequence[str],
+    allow_replacement: bool,
+    confirmed: bool,
+    dry_run: bool,
+) -> int:
+    with aws_libraries():
+        from remuda.deployment.bundles import BundleSource, check_location  # noqa: PLC0415 - AWS libraries are slow
+
+    asks = sys.stdin.isatty() and not confirmed
+    extra = parse_parameters(parameter)
+    credential = read_credential(settings, github_token, github_app_key)
+    source = check_location(bundles) if bundles else BundleSource.default()
+    _choose_region(region, asks=asks)
+    settings = _with_pool(replace(settings, backend="aws"), asks=asks)
+    check_launch_options(settings)
+
+    stored = run_async(lambda: _describe_stack(settings.pool), on_interrupt_message=_INTERRUPTED)
+    parameters = {**given_parameters(settings), **extra}
+    scope = parameters.get("GithubScope") or _stored(stored, "GithubScope")
+    if not scope and settings.given("github_scope"):
+        scope = settings.github_scope
+    scope, credential = _complete(scope, credential, stored, asks=asks)
+    request = _request(settings, parameters, scope=scope, vpc=vpc, credential=credential, stored=stored)
+    request = replace(request, bundles=source, allow_replacement=allow_replacement)
+    facts, results = run_async(lambda: _check(settings, request), on_interrupt_message=_INTERRUPTED)
+    _show_checks(output, results)
+    problems = [name for name, result in results.items() if result.status is CheckStatus.PROBLEM]
+    if problems:
+        output.result({"checks": [check_document(name, result) for name, result in results.items()]})
+        output.say(f"nothing was changed: {', '.join(problems)} must be fixed first", style="bold red")
+        return exit_code(results.values())
+    return _deploy(output, request, facts, results, asks=asks, confirmed=confirmed, dry_run=dry_run)
+
+
+def _deploy(
+    output: Output,
+    request: DeployRequest,
+    facts: Facts,
+    results: Mapping[str, CheckResult],
+    *,
+    asks: bool,
+    confirmed: bool,
+    dry_run: bool,
+) -> int:
+    from remuda.deployment.deploy import Deployment  # noqa: PLC0415 - AWS libraries are slow to import
+
+    is_new = facts.stack is None or not facts.stack.exists
+    progress = ConsoleProgress(output)
+    document = _base_document(request, facts, results, dry_run=dry_run)
+
+    async def preview() -> tuple[StackChange, ...]:
+        async with AsyncExitStack() as stack:
+            return await Deployment(**await _ports(stack), request=request, facts=facts, progress=progress).preview()
+
+    if dry_run or is_new:
+        changes = run_async(preview, on_interrupt_message=_INTERRUPTED)
+        outside = [name for name, creates in facts.creates.items() if creates]
+        if outside:
+            output.say(f"outside the stack, to create: {', '.join(outside)}")
+        _show_changes(output, changes)
+        if dry_run:
+            output.say("nothing was changed (--dry-run)")
+            output.result({**document, "outside": outside, "changes": change_documents(changes)})
+            return 0
+        _confirm(f"create stack remuda-{request.wanted.pool} and its resources?", asks=asks, confirmed=confirmed)
+
+    async def stage() -> tuple[StackPlan, DeployResult]:
+        async with AsyncExitStack() as stack:
+            deployment = Deployment(**await _ports(stack), request=request, facts=facts, progress=progress)
+            return await deployment.stage(), deployment.result
+
+    plan, staged = run_async(stage, on_interrupt_message=_INTERRUPTED)
+    if not is_new and staged.changes:
+        _show_changes(output, staged.changes)
+        _confirm(f"change stack remuda-{request.wanted.pool}?", asks=asks, confirmed=confirmed)
+
+    async def apply() -> DeployResult:
+        async with AsyncExitStack() as stack:
+            deployment = Deployment(**await _ports(stack), request=request, facts=facts, progress=progress)
+            deployment.result = staged
+            return await deployment.apply(plan)
+
+    result = run_async(apply, on_interrupt_message=_INTERRUPTED)
+    return _report(output, request, facts, result, document)
+
+
+def _report(
+    output: Output, request: DeployRequest, facts: Facts, result: DeployResult, document: dict[str, Any]
+) -> int:
+    from remuda.deployment.workflow import workflow_text  # noqa: PLC0415 - only at the end
+
+    _show_checks(output, result.doctor)
+    role = result.outputs.get("WorkflowRoleArn", "")
+    text = workflow_text(pool=request.wanted.pool, region=facts.known_account.region, role=role) if role else ""
+    if text:
+        output.say(f"pool {request.wanted.pool} is ready; a workflow that uses it (.github/workflows/ci.yml):")
+        if not output.as_json:
+            sys.stdout.write(f"\n{text}")
+    output.result(
+        {
+            **document,
+            "done": result.done,
+            "changes": change_documents(result.changes),
+            "refresh": result.refresh,
+            "drained": result.drained,
+            "doctor": [check_document(name, item) for name, item in result.doctor.items()],
+            "outputs": dict(result.outputs),
+            "workflow": text,
+        }
+    )
+    return exit_code(result.doctor.values())
+
+
+# Removal ------------------------------------------------------------------------------------------------------------
+
+
+def run_destroy(
+    settings: Settings,
+    output: Output,
+    *,
+    region: str,
+    force: bool,
+    keep_data: bool,
+    confirmed: bool,
+    dry_run: bool,
+) -> int:
+    with aws_libraries():
+        from remuda.deployment.destroy import Destruction  # noqa: PLC0415 - AWS libraries are slow
+
+    _choose_region(region, asks=False)
+    progress = ConsoleProgress(output)
+
+    async def opened(stack: AsyncExitStack) -> Destruction:
+        ports = await _ports(stack)
+        account = await ports["api"].account()
+        return Destruction(**ports, pool=settings.pool, account=account, progress=progress, keeps_data=keep_data)
+
+    async def plan() -> RemovalPlan:
+        async with AsyncExitStack() as stack:
+            return await (await opened(stack)).plan()
+
+    async def remove() -> RemovalPlan:
+        async with AsyncExitStack() as stack:
+            destruction = await opened(stack)
+            await destruction.remove_machines(force=force)
+            await destruction.remove_rest()
+            return await destruction.plan()
+
+    found = run_async(plan)
+    document = {
+        "pool": settings.pool,
+        "dry_run": dry_run,
+        "machines": found.machines,
+        "deleted": [item.what for item in found.deleted],
+    }
+    if not found.removals and not found.machines:
+        output.say(f"nothing is left of pool {settings.pool}")
+        output.result({**document, "kept": {}})
+        return EXIT_OK
+    _show_removals(output, found)
+    if not dry_run:
+        data = [item.what for item in found.deleted if item.is_data]
+        jobs = f" and end {plural(found.busy, 'run')}" if found.busy and force else ""
+        lost = f" (with its data: {', '.join(data)})" if data else ""
+        _confirm(
+            f"delete pool {settings.pool}{lost}{jobs}?", asks=sys.stdin.isatty(), confirmed=confirmed, default=False
+        )
+        left = run_async(remove, on_interrupt_message=_REMOVAL_INTERRUPTED)
+        if left.deleted:
+            raise Partial(
+                f"not deleted yet: {', '.join(item.what for item in left.deleted)}", fix="run remuda destroy again"
+            )
+        output.say(f"pool {settings.pool} is deleted")
+    output.result({**document, "kept": {item.what: item.kept_because for item in found.kept}})
+    return EXIT_OK
+
+
+def _show_removals(output: Output, plan: RemovalPlan) -> None:
+    if plan.machines:
+        output.say(f"{plural(plan.machines, 'machine')}, {plan.busy} of them in use")
+    for item in plan.deleted:
+        output.say(f"delete  {item.what}{' (data)' if item.is_data else ''}")
+    for item in plan.kept:
+        output.say(f"keep    {item.what}: {item.kept_because}", style="yellow")
+
+
+# Input --------------------------------------------------------------------------------------------------------------
+
+
+def parse_parameters(values: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for value in values:
+        name, given, text = value.partition("=")
+        if not given or not name.isalnum():
+            raise UserError(
+                f"--parameter must be NAME=VALUE, got {value[:MAX_SHOWN]!r}",
+                field="--parameter",
+                fix="give a parameter of the stack, such as AlarmTopicArn=arn:…",
+            )
+        found[name] = text
+    return found
+
+
+def read_credential(settings: Settings, token: str, app_key: str) -> _Credential:
+    """The credential of the flags, the environment or the file; empty if there is none."""
+    if settings.github_app_id and not token and (app_key or settings.github_app_key):
+        text = _read_file("--github-app-key", app_key) if app_key else ""
+        if not text and settings.github_app_key is not None:
+            text = settings.github_app_key.text
+        if is_secret_arn(text):
+            return _Credential(secret_arn=text, app_id=settings.github_app_id)
+        return _Credential(
+            credential=GithubCredential(text=read_private_key(text), app_id=settings.github_app_id),
+            app_id=settings.github_app_id,
+        )
+    if app_key:
+        raise UserError("--github-app-key needs --github-app-id", field="--github-app-id", fix="give the App's id")
+    text = _read_file("--github-token", token) if token else ""
+    if not text and settings.github_token is not None:
+        text = settings.github_token.text
+    return _token(text)
+
+
+def _token(text: str) -> _Credential:
+    if not text:
+        return _Credential()
+    if is_secret_arn(text):
+        return _Credential(secret_arn=text)
+    if not text.isascii() or not text.isprintable() or " " in text:
+        raise UserError("the GitHub token has spaces or other characters", field="--github-token")
+    return _Credential(credential=GithubCredential(text=text))
+
+
+def _read_file(flag: str, value: str) -> str:
+    if not value.startswith("@"):
+        raise UserError(
+            f"{flag} must be @FILE: other users of this machine can read the arguments of a command",
+            field=flag,
+            fix=f"store the credential in a file and give {flag} @FILE",
+        )
+    try:
+        text = Path(value[1:]).expanduser().read_text(encoding="ascii").strip()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise UserError(f"{flag}: {value[1:][:MAX_SHOWN]} cannot be read: {reason}", field=flag) from None
+    if not text:
+        raise UserError(f"{flag}: {value[1:][:MAX_SHOWN]} is empty", field=flag)
+    return text
+
+
+def _choose_region(region: str, *, asks: bool) -> None:
+    from remuda.adapters.aws.clients import AwsClients  # noqa: PLC0415 - AWS libraries are slow to import
+
+    if region:
+        os.environ["AWS_REGION"] = region
+        return
+    try:
+        AwsClients().region()
+    except UserError:
+        if not asks:
+            raise UserError("no AWS region is given", field="--region", fix="give --region or set AWS_REGION") from None
+        os.environ["AWS_REGION"] = click.prompt("AWS region", err=True)
+
+
+def _with_pool(settings: Settings, *, asks: bool) -> Settings:
+    if settings.given("pool") or not asks:
+        return settings
+    text = click.prompt("name of the pool", default=settings.pool, err=True)
+    return replace(settings, pool=SETTINGS["pool"].kind.parse(text))
+
+
+def given_parameters(settings: Settings) -> dict[str, str]:
+    """The parameters of the stack for settings that were given, as they were written."""
+    found = {}
+    for name, declared in SETTINGS.items():
+        # In a workflow, GITHUB_REPOSITORY is the repository of the workflow; it must not change an existing pool.
+        is_own = settings.given(name) and settings.origins[name] != "GITHUB_REPOSITORY"
+        if not is_own or not (declared.is_parameter or name in LIST_PARAMETERS):
+            continue
+        value = settings.written.get(name)
+        found[declared.parameter] = value if isinstance(value, str) else _text(value)
+    return found
+
+
+def _text(value: Any) -> str:
+    """A value of the settings file as the text of a parameter."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    is_list = isinstance(value, list) and all(isinstance(item, str) for item in value)
+    return ",".join(value) if is_list else json.dumps(value)
+
+
+def check_launch_options(settings: Settings) -> None:
+    """Check the options of machines before any call, with placeholders for those that are not known yet."""
+    from remuda.adapters.aws.ec2.options import AMI, PROFILE, SUBNETS, Ec2LaunchOptions  # noqa: PLC0415 - as above
+
+    unknown = {AMI: "ami-00000000", SUBNETS: "subnet-00000000", PROFILE: "remuda"}
+    Ec2LaunchOptions.parse({**unknown, **settings.launch_options()})
+
+
+def _complete(scope: str, credential: _Credential, stored: StackState | None, *, asks: bool) -> tuple[str, _Credential]:
+    """Ask for what is missing, or name all of it in one error."""
+    needs_credential = not credential.is_given and not _stored(stored, "GithubSecretArn")
+    if not asks:
+        missing = [text for text, is_missing in ((_SCOPE, not scope), (_CREDENTIAL, needs_credential)) if is_missing]
+        if missing:
+            raise UserError(". ".join(missing), field="--github-scope" if not scope else "REMUDA_GITHUB_TOKEN")
+        return scope, credential
+    if not scope:
+        scope = check_scope(click.prompt("organization or owner/repo that the runners register in", err=True))
+    if needs_credential:
+        text = click.prompt("GitHub token (hidden; empty for a GitHub App)", hide_input=True, default="", err=True)
+        credential = _token(text.strip()) if text.strip() else _ask_for_app()
+    return scope, credential
+
+
+def _ask_for_app() -> _Credential:
+    app_id = click.prompt("id of the GitHub App", err=True).strip()
+    path = click.prompt("file with its private key (PEM)", err=True).strip()
+    return _Credential(credential=GithubCredential(text=read_private_key(path), app_id=app_id), app_id=app_id)
+
+
+def _stored(stack: StackState | None, parameter: str) -> str:
+    return stack.parameters.get(parameter, "") if stack and stack.exists else ""
+
+
+def _request(
+    settings: Settings,
+    parameters: Mapping[str, str],
+    *,
+    scope: str,
+    vpc: str,
+    credential: _Credential,
+    stored: StackState | None,
+) -> DeployRequest:
+    from remuda.deployment.bundles import BundleSource  # noqa: PLC0415 - AWS libraries are slow to import
+    from remuda.deployment.deploy import DeployRequest  # noqa: PLC0415
+    from remuda.deployment.preflight import Wanted  # noqa: PLC0415
+    from remuda.deployment.resources import issuer_of  # noqa: PLC0415
+    from remuda.deployment.template import template  # noqa: PLC0415
+
+    classes = settings.resource_class_config if settings.given("resource_class_config") else None
+    api_url = settings.github_api_url or _stored(stored, "GithubApiUrl")
+    limit = parameters.get("MaxInstances") or _stored(stored, "MaxInstances")
+    return DeployRequest(
+        wanted=Wanted(
+            pool=settings.pool,
+            scope=scope,
+            vpc=vpc,
+            subnets=tuple(settings.subnet_ids.replace(",", " ").split()),
+            security_groups=settings.security_group_ids,
+            image=settings.ami,
+            classes=classes,
+            max_instances=int(limit) if limit else settings.max_instances,
+            issuer=parameters.get("OidcIssuer") or _stored(stored, "OidcIssuer") or issuer_of(api_url),
+            has_credential=credential.credential is not None,
+            has_own_secret=bool(credential.secret_arn),
+            resource_types=frozenset(item["Type"] for item in template()["Resources"].values()),
+        ),
+        parameters=parameters,
+        repositories=scope if "/" in scope else f"{scope}/*",
+        credential=credential.credential,
+        own_secret=credential.secret_arn,
+        app_id=credential.app_id,
+        api_url=api_url,
+        bundles=BundleSource.default(),
+    )
+
+
+# Calls --------------------------------------------------------------------------------------------------------------
+
+
+async def _ports(stack: AsyncExitStack) -> dict[str, Any]:
+    from remuda.adapters.aws.clients import AwsClients  # noqa: PLC0415 - AWS libraries are slow to import
+    from remuda.deployment.api import AwsApi  # noqa: PLC0415
+
+    return {"api": AwsApi(await stack.enter_async_context(AwsClients())), "clock": SystemClock()}
+
+
+async def _describe_stack(pool: str) -> StackState | None:
+    from remuda.deployment.resources import stack_name  # noqa: PLC0415 - AWS libraries are slow to import
+    from remuda.deployment.stack import Stack  # noqa: PLC0415
+
+    async with AsyncExitStack() as stack:
+        ports = await _ports(stack)
+        return await Stack(ports["api"], stack_name(pool), ports["clock"]).describe()
+
+
+async def _check(settings: Settings, request: DeployRequest) -> tuple[Facts, Mapping[str, CheckResult]]:
+    from remuda.deployment.preflight import Preflight  # noqa: PLC0415 - AWS libraries are slow to import
+
+    async with AsyncExitStack() as stack:
+        open_github = None
+        if request.credential is not None:
+            system = (SystemClock(), SystemIds(), CallCounter())
+            client = github_client(replace(settings, github_api_url=request.api_url), request.credential, *system)
+            stack.push_async_callback(client.close)
+
+            async def open_github() -> GitHubClient:
+                return client
+
+        preflight = Preflight(**await _ports(stack), wanted=request.wanted, bundles=request.bundles, github=open_github)
+        results = await run_checks(preflight.checks())
+        return preflight.facts, results
+
+
+# Output -------------------------------------------------------------------------------------------------------------
+
+
+def _show_checks(output: Output, results: Mapping[str, CheckResult]) -> None:
+    if sys.stderr.isatty():
+        output.show(check_table(results))
+    else:
+        output.say(check_lines(results).rstrip())
+
+
+def _show_changes(output: Output, changes: Sequence[StackChange]) -> None:
+    rows = [(item.word, item.logical_id, item.resource_type) for item in changes]
+    if rows:
+        output.show(table("changes of the stack", ("change", "resource", "type"), rows))
+    else:
+        output.say("the stack is up to date")
+
+
+def change_documents(changes: Sequence[StackChange]) -> list[dict[str, str]]:
+    return [{"change": item.word, "resource": item.logical_id, "type": item.resource_type} for item in changes]
+
+
+def _base_document(
+    request: DeployRequest, facts: Facts, results: Mapping[str, CheckResult], *, dry_run: bool
+) -> dict[str, Any]:
+    account = facts.known_account
+    return {
+        "pool": request.wanted.pool,
+        "account": account.account_id,
+        "region": account.region,
+        "stack": f"remuda-{request.wanted.pool}",
+        "dry_run": dry_run,
+        "checks": [check_document(name, result) for name, result in results.items()],
+    }
+
+
+def _confirm(question: str, *, asks: bool, confirmed: bool, default: bool = True) -> None:
+    if confirmed:
+        return
+    if not asks:
+        raise UserError(
+            "confirmation is required, but standard input is not a terminal",
+            field="--yes",
+            fix="pass --yes, or --dry-run",
+        )
+    if not click.confirm(question, default=default, err=True):
+        raise UserError("the stack was not changed", field="--yes", fix="answer y, or pass --yes")

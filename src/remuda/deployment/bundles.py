@@ -1,0 +1,143 @@
+"""Bundles of a release: where they are found, and their digests.
+
+A folder or a web address contains the bundles and `SHA256SUMS`, which `make dist` writes. Every bundle is compared with
+its digest there before it is used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from remuda import __version__
+from remuda.domain.errors import Unavailable, UserError
+
+SUMS = "SHA256SUMS"
+RELEASES = "https://github.com/your-org/remuda/releases/download"
+#: Built by `make dist` in the working directory.
+DIST = Path("dist")
+ARCHITECTURES = ("x86_64", "arm64")
+#: Seconds to wait for the next bytes of a download.
+TIMEOUT_S = 60.0
+_LINE = re.compile(r"([0-9a-f]{64}) [ *]([A-Za-z0-9._+-]+)")
+_FIX = "run make dist, or name the folder or address of a release with --bundles"
+
+
+class BundleKind(StrEnum):
+    LAMBDA = "lambda"
+    AGENT = "agent"
+
+
+_ENDINGS = {BundleKind.LAMBDA: "zip", BundleKind.AGENT: "tar.gz"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bundle:
+    kind: BundleKind
+    architecture: str
+    sha256: str
+    version: str = __version__
+
+    @property
+    def name(self) -> str:
+        return bundle_name(self.kind, self.architecture, self.version)
+
+    @property
+    def key(self) -> str:
+        """The key in the bucket. With the digest in it, CloudFormation notices other content."""
+        return f"{self.kind}/{self.sha256}/{self.name}"
+
+
+def bundle_name(kind: BundleKind, architecture: str, version: str = __version__) -> str:
+    return f"remuda-{kind}-{version}-{architecture}.{_ENDINGS[kind]}"
+
+
+class BundleSource:
+    """A folder, or the address of a release."""
+
+    def __init__(self, location: str) -> None:
+        self.location = location.rstrip("/")
+
+    @classmethod
+    def default(cls, folder: Path = DIST) -> BundleSource:
+        """`dist` in the working directory if it has bundles of this version, else the page of the release."""
+        sums = folder / SUMS
+        if sums.is_file() and f"-{__version__}-" in sums.read_text(encoding="utf-8", errors="replace"):
+            return cls(str(folder))
+        return cls(f"{RELEASES}/v{__version__}")
+
+    @property
+    def is_address(self) -> bool:
+        return self.location.startswith("https://")
+
+    async def list(self) -> tuple[Bundle, ...]:
+        """The bundles of this version for Lambda and for agents. Fails if there is none of a kind."""
+        digests = parse_sums((await self._read(SUMS)).decode("utf-8", "replace"))
+        found = tuple(
+            Bundle(kind=kind, architecture=architecture, sha256=digests[name])
+            for kind in BundleKind
+            for architecture in ARCHITECTURES
+            if (name := bundle_name(kind, architecture)) in digests
+        )
+        for kind in BundleKind:
+            if not any(bundle.kind is kind for bundle in found):
+                raise UserError(
+                    f"{self.location}/{SUMS} lists no {bundle_name(kind, '<architecture>')}",
+                    field="--bundles",
+                    fix=_FIX,
+                )
+        return found
+
+    async def read(self, bundle: Bundle) -> bytes:
+        """The content, compared with its digest."""
+        content = await self._read(bundle.name)
+        found = hashlib.sha256(content).hexdigest()
+        if found != bundle.sha256:
+            raise UserError(
+                f"{self.location}/{bundle.name} has the SHA-256 {found}, and {SUMS} lists {bundle.sha256}",
+                field="--bundles",
+                fix="build or download the bundle again",
+            )
+        return content
+
+    async def _read(self, name: str) -> bytes:
+        if self.is_address:
+            return await self._download(f"{self.location}/{name}")
+        try:
+            return await asyncio.to_thread((Path(self.location) / name).read_bytes)
+        except OSError as error:
+            raise UserError(
+                f"{self.location}/{name} cannot be read: {error.strerror}", field="--bundles", fix=_FIX
+            ) from None
+
+    async def _download(self, url: str) -> bytes:
+        import httpx  # noqa: PLC0415 - slow to import
+
+        try:
+            async with httpx.AsyncClient(follow_redirects=True, timeout=TIMEOUT_S) as client:
+                response = await client.get(url)
+        except httpx.HTTPError as error:
+            raise Unavailable(f"{url} cannot be downloaded: {type(error).__name__}", fix=_FIX) from None
+        if not response.is_success:
+            raise UserError(f"{url} answers with {response.status_code}", field="--bundles", fix=_FIX)
+        return response.content
+
+
+def parse_sums(text: str) -> Mapping[str, str]:
+    """Digests by file name, from the output of `sha256sum`."""
+    return {found[2]: found[1] for line in text.splitlines() if (found := _LINE.fullmatch(line.strip()))}
+
+
+def check_location(text: str) -> BundleSource:
+    """A folder that exists, or an https:// address."""
+    source = BundleSource(text)
+    if not source.is_address and not Path(text).is_dir():
+        raise UserError(
+            f"--bundles must be a folder or an https:// address, got {text[:80]!r}", field="--bundles", fix=_FIX
+        )
+    return source

@@ -1,0 +1,386 @@
+"""Deployment of a pool: the steps of `remuda deploy` after its checks.
+
+Each step completes what an interrupted run has left and is skipped if there is nothing to do, so the command can be cut
+anywhere and run again. An upgrade is the same command of a newer version.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Protocol
+
+from remuda.adapters.aws.ec2.template import template_name
+from remuda.config.settings import Settings
+from remuda.config.sources import load
+from remuda.controlplane import operator
+from remuda.controlplane.doctor import run_checks
+from remuda.controlplane.operator import InstanceSelector
+from remuda.deployment.api import AwsApi
+from remuda.deployment.bundles import Bundle, BundleKind, BundleSource
+from remuda.deployment.preflight import Facts, Wanted
+from remuda.deployment.resources import Bucket, CredentialSecret, OidcProvider, SecurityGroup, stack_name
+from remuda.deployment.stack import FAILED_CREATION, Stack, StackChange, new_resources
+from remuda.deployment.template import template
+from remuda.domain.errors import Partial, UserError
+from remuda.ports.clock import Clock
+from remuda.ports.compute import POOL_TAG
+from remuda.ports.doctor import CheckResult
+from remuda.ports.event_log import SilentEventLog
+from remuda.wiring import open_context
+from remuda.wiring.doctor import open_doctor
+from remuda.wiring.github import GithubCredential
+
+#: Attempts of the first refresh. New permissions take seconds until every service knows them.
+REFRESH_ATTEMPTS = 6
+REFRESH_PAUSE_S = 5.0
+_DENIED = re.compile(r"AccessDenied|UnauthorizedOperation|not authorized|do not permit")
+_NO_TEMPLATE = frozenset({"InvalidLaunchTemplateName.NotFoundException", "InvalidLaunchTemplateId.NotFound"})
+OUTDATED = "launched before the current launch template"
+
+
+class Progress(Protocol):
+    def step(self, text: str) -> None: ...
+
+    def detail(self, text: str) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeployRequest:
+    wanted: Wanted
+    #: Parameters of the stack: settings that were given, and others.
+    parameters: Mapping[str, str]
+    #: The default of the parameter Repositories for a new stack.
+    repositories: str
+    #: None if the stored credential stays.
+    credential: GithubCredential | None
+    #: ARN of a secret of the user, instead of a credential.
+    own_secret: str
+    app_id: str
+    api_url: str
+    bundles: BundleSource
+    allow_replacement: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackPlan:
+    template: Mapping[str, Any]
+    parameters: Mapping[str, str]
+    #: Parameters that keep the values of the existing stack.
+    kept: tuple[str, ...]
+
+    @property
+    def text(self) -> bytes:
+        return json.dumps(self.template, separators=(",", ":")).encode()
+
+    @property
+    def key(self) -> str:
+        return template_key(self.text)
+
+    def value(self, name: str, facts: Facts) -> str:
+        if name in self.parameters:
+            return self.parameters[name]
+        default = str(self.template["Parameters"].get(name, {}).get("Default", ""))
+        return facts.stored(name) if name in self.kept else default
+
+
+@dataclass(kw_only=True)
+class DeployResult:
+    #: Changes outside the stack, in words.
+    done: list[str] = field(default_factory=list)
+    changes: tuple[StackChange, ...] = ()
+    refresh: dict[str, Any] = field(default_factory=dict)
+    drained: list[str] = field(default_factory=list)
+    doctor: Mapping[str, CheckResult] = field(default_factory=dict)
+    outputs: Mapping[str, str] = field(default_factory=dict)
+
+
+def plan_stack(request: DeployRequest, facts: Facts, *, secret: str, groups: str) -> StackPlan:
+    """Template and parameters. `groups` are new security groups; empty if the stack or the user has some."""
+    wanted = request.wanted
+    made = template(facts.classes, issuer=wanted.issuer.partition("://")[2])
+    known = made["Parameters"]
+    account = facts.known_account
+    bucket = Bucket.name_of(wanted.pool, account)
+    architecture = request.parameters.get("Architecture") or facts.stored("Architecture")
+    code = choose_code(facts.bundles, architecture)
+    agents = {item.architecture: item for item in facts.bundles if item.kind is BundleKind.AGENT}
+    parameters = {
+        "Pool": wanted.pool,
+        "CodeBucket": bucket,
+        "CodeKey": code.key,
+        "Architecture": code.architecture,
+        "GithubSecretArn": secret,
+        "OidcProviderArn": OidcProvider.arn_of(account, wanted.issuer),
+        "OidcIssuer": wanted.issuer,
+        "AgentUrl": per_architecture({name: f"s3://{bucket}/{item.key}" for name, item in agents.items()}),
+        "AgentSha256": per_architecture({name: item.sha256 for name, item in agents.items()}),
+    }
+    defaults = {
+        "GithubScope": wanted.scope,
+        "Repositories": request.repositories,
+        "Ami": facts.image,
+        "SubnetIds": ",".join(facts.subnets),
+        "SecurityGroupIds": groups,
+    }
+    if wanted.vpc:
+        parameters["SubnetIds"] = defaults.pop("SubnetIds")
+    if groups:
+        parameters["SecurityGroupIds"] = groups
+    if request.credential or request.own_secret:
+        parameters["GithubAppId"] = request.app_id
+    parameters |= {name: value for name, value in defaults.items() if name in known and not facts.stored(name)}
+    parameters |= request.parameters
+    for name in request.parameters:
+        if name not in known:
+            raise UserError(
+                f"the stack has no parameter {name[:60]!r}", field="--parameter", fix=f"use {', '.join(known)}"
+            )
+    kept = (
+        [] if not facts.stack or not facts.stack.exists else [name for name in known if name in facts.stack.parameters]
+    )
+    return StackPlan(template=made, parameters=parameters, kept=tuple(name for name in kept if name not in parameters))
+
+
+def choose_code(bundles: tuple[Bundle, ...], architecture: str) -> Bundle:
+    """The bundle of the functions for this architecture, or the first one."""
+    found = [item for item in bundles if item.kind is BundleKind.LAMBDA]
+    for item in found:
+        if architecture in {"", item.architecture}:
+            return item
+    raise UserError(
+        f"there is no bundle of the functions for {architecture}, only for {found[0].architecture}",
+        field="--parameter",
+        fix="build it, or set another Architecture",
+    )
+
+
+def per_architecture(values: Mapping[str, str]) -> str:
+    """One value, or one per architecture, as settings of launch options take them."""
+    if len(values) == 1:
+        return next(iter(values.values()))
+    return ",".join(f"{name}={value}" for name, value in values.items())
+
+
+class Deployment:
+    """The steps. `facts` are those of the checks."""
+
+    def __init__(self, *, api: AwsApi, request: DeployRequest, facts: Facts, clock: Clock, progress: Progress) -> None:
+        self._api = api
+        self._request = request
+        self._facts = facts
+        self._clock = clock
+        self._progress = progress
+        self._pool = request.wanted.pool
+        self._stack = Stack(api, stack_name(self._pool), clock)
+        self._bucket = Bucket(api, self._pool, facts.known_account)
+        self.result = DeployResult()
+
+    # Before the stack -----------------------------------------------------------------------------------------
+
+    async def stage(self) -> StackPlan:
+        """Create what the stack needs, and the change set."""
+        await self._recover()
+        await self._ensure_bucket()
+        secret = await self._ensure_secret()
+        done = await OidcProvider(self._api, self._facts.known_account, self._request.wanted.issuer).ensure(self._pool)
+        self._note("OIDC provider of GitHub", done)
+        groups = await self._ensure_group()
+        plan = plan_stack(self._request, self._facts, secret=secret, groups=groups)
+        for bundle in self._used_bundles(plan):
+            await self._upload(bundle)
+        await self._bucket.upload(plan.key, plan.text)
+        self._progress.step(f"change set of stack {self._stack.name}")
+        self.result.changes = await self._create_change_set(plan)
+        return plan
+
+    async def preview(self) -> tuple[StackChange, ...]:
+        """The changes of the stack, and nothing left behind."""
+        facts = self._facts
+        secret = facts.stored("GithubSecretArn") or self._request.own_secret or "arn:new"
+        has_group = self._request.wanted.security_groups or facts.stored("SecurityGroupIds")
+        plan = plan_stack(self._request, facts, secret=secret, groups="" if has_group else "sg-new")
+        if facts.stack is None or not facts.stack.exists:
+            return new_resources(plan.template, plan.parameters)
+        if facts.stack.is_busy:
+            raise UserError(
+                f"stack {self._stack.name} is {facts.stack.status}",
+                field="--dry-run",
+                fix="run it again when it is done",
+            )
+        is_new = await self._bucket.upload(plan.key, plan.text)
+        try:
+            return await self._create_change_set(plan)
+        finally:
+            await self._stack.discard_plan()
+            if is_new:
+                await self._bucket.remove(plan.key)
+
+    async def _recover(self) -> None:
+        """Wait for an operation in progress, and delete the remains of a failed creation."""
+        state = await self._stack.describe()
+        if state is not None and state.is_busy:
+            self._progress.step(f"stack {self._stack.name} is {state.status}; waiting for its end")
+            try:
+                state = await self._stack.settle(self._progress.detail)
+            except Partial as error:
+                self._progress.detail(error.message)
+                state = await self._stack.describe()
+        if state is not None and state.status in FAILED_CREATION:
+            self._progress.step(f"stack {self._stack.name} is {state.status}; deleting it")
+            await self._stack.delete(self._progress.detail)
+            state = None
+        self._facts.stack = state
+
+    async def _ensure_bucket(self) -> None:
+        self._note(f"bucket {self._bucket.name}", "created" if await self._bucket.ensure() else "")
+
+    async def _ensure_secret(self) -> str:
+        if self._request.own_secret:
+            return self._request.own_secret
+        secret = CredentialSecret(self._api, self._pool)
+        stored = self._facts.stored("GithubSecretArn")
+        if self._request.credential is None and stored:
+            return stored
+        arn, done = await secret.ensure(self._request.credential.text if self._request.credential else None)
+        self._note(f"secret {secret.name}", done)
+        return arn
+
+    async def _ensure_group(self) -> str:
+        if self._request.wanted.security_groups or self._facts.stored("SecurityGroupIds"):
+            return ""
+        group = SecurityGroup(self._api, self._pool)
+        group_id, is_new = await group.ensure(self._facts.vpc)
+        self._note(f"security group {group.name}", "created" if is_new else "")
+        return group_id
+
+    def _used_bundles(self, plan: StackPlan) -> list[Bundle]:
+        code = plan.parameters["CodeKey"]
+        return [item for item in self._facts.bundles if item.kind is BundleKind.AGENT or item.key == code]
+
+    async def _upload(self, bundle: Bundle) -> None:
+        async def read() -> bytes:
+            self._progress.step(f"uploading {bundle.name}")
+            return await self._request.bundles.read(bundle)
+
+        if await self._bucket.upload(bundle.key, read):
+            self.result.done.append(f"{bundle.name}: uploaded")
+
+    def _note(self, what: str, done: str) -> None:
+        if done:
+            self._progress.step(f"{what}: {done}")
+            self.result.done.append(f"{what}: {done}")
+
+    async def _create_change_set(self, plan: StackPlan) -> tuple[StackChange, ...]:
+        changes = await self._stack.plan(
+            template_url=await self._bucket.address(plan.key),
+            parameters=plan.parameters,
+            kept=plan.kept,
+            tags={POOL_TAG: self._pool},
+            is_new=self._facts.stack is None or not self._facts.stack.exists,
+        )
+        lost = [change.logical_id for change in changes if change.loses_data]
+        if lost and not self._request.allow_replacement:
+            await self._stack.discard_plan()
+            raise UserError(
+                f"the change would replace or remove the table ({', '.join(lost)}), with the records of all machines",
+                field="--allow-replacement",
+                fix="destroy the pool and deploy it again, or pass --allow-replacement",
+            )
+        return changes
+
+    async def discard(self) -> None:
+        await self._stack.discard_plan()
+
+    # Stack and after ------------------------------------------------------------------------------------------
+
+    async def apply(self, plan: StackPlan) -> DeployResult:
+        if self.result.changes:
+            self._progress.step(f"changing stack {self._stack.name}")
+            await self._stack.apply(self._progress.detail)
+        else:
+            self._progress.step(f"stack {self._stack.name} is up to date")
+        state = await self._stack.describe()
+        self.result.outputs = state.outputs if state else {}
+        settings = self._settings(plan)
+        self._progress.step("first refresh" if "Table" in _added(self.result.changes) else "refresh")
+        self.result.refresh = await self._refresh({"command": "refresh"})
+        await self._drain_outdated(settings)
+        self._progress.step("doctor")
+        async with open_doctor(settings, {}) as checks:
+            self.result.doctor = await run_checks(checks)
+        return self.result
+
+    def _settings(self, plan: StackPlan) -> Settings:
+        """The settings of commands that act on the pool from here."""
+        facts = self._facts
+        app_id = plan.value("GithubAppId", facts)
+        secret = "github_app_key" if app_id else "github_token"
+        return pool_settings(
+            self._pool,
+            github_scope=plan.value("GithubScope", facts),
+            github_api_url=self._request.api_url or plan.value("GithubApiUrl", facts),
+            github_app_id=app_id,
+            **{secret: plan.value("GithubSecretArn", facts)},
+        )
+
+    async def _refresh(self, event: Mapping[str, Any]) -> dict[str, Any]:
+        """Invoke the function: it proves that its code, its role and its settings work."""
+        name = f"{stack_name(self._pool)}-refresh"
+        for attempt in range(REFRESH_ATTEMPTS):
+            answer = await self._api.call("lambda", "Invoke", FunctionName=name, Payload=json.dumps(event).encode())
+            document: dict[str, Any] = json.loads(await answer["Payload"].read() or b"{}")
+            if not answer.get("FunctionError"):
+                return document
+            message = str(document.get("errorMessage") or "it gives no reason")
+            if not _DENIED.search(message) or attempt == REFRESH_ATTEMPTS - 1:
+                break
+            self._progress.detail(f"{message}; again in {REFRESH_PAUSE_S:g} s, until the new permissions are known")
+            await self._clock.sleep(REFRESH_PAUSE_S)
+        raise Partial(f"function {name} failed: {message}", fix="remove the cause, and run the same command again")
+
+    async def _drain_outdated(self, settings: Settings) -> None:
+        """Let machines with another agent, image or network finish their runs, and give them no other."""
+        since = await self._template_created_at()
+        if since is None:
+            return
+        async with open_context(settings, SilentEventLog(), needs_github=False) as context:
+            live = await operator.select_instances(context, InstanceSelector(everything=True))
+            old = [item for item in live if item.created_at < since]
+            result = await operator.drain(context, old, reason=OUTDATED, dry_run=False)
+        self.result.drained = [item.instance_id for item in result.done]
+        if self.result.drained:
+            self._progress.step(f"{len(self.result.drained)} machines {OUTDATED}: they end when they are free")
+            await self._refresh({"command": "refresh", "sweep_only": True})
+
+    async def _template_created_at(self) -> datetime | None:
+        answer = await self._api.find(
+            "ec2",
+            "DescribeLaunchTemplateVersions",
+            _NO_TEMPLATE,
+            LaunchTemplateName=template_name(self._pool),
+            Versions=["$Default"],
+        )
+        for version in (answer or {}).get("LaunchTemplateVersions") or ():
+            created: datetime = version["CreateTime"]
+            return created if created.tzinfo else created.replace(tzinfo=UTC)
+        return None
+
+
+def template_key(text: bytes) -> str:
+    return f"template/{hashlib.sha256(text).hexdigest()}.json"
+
+
+def _added(changes: tuple[StackChange, ...]) -> set[str]:
+    return {change.logical_id for change in changes if change.action == "Add"}
+
+
+def pool_settings(pool: str, **values: str) -> Settings:
+    """Settings of commands on an existing pool: its name and the GitHub credential, nothing of the environment."""
+    given = {name: value for name, value in values.items() if value}
+    return load({"backend": "aws", "pool": pool, **given}, environ={"REMUDA_CONFIG": os.devnull})

@@ -1,0 +1,419 @@
+"""Checks before a deployment. They change nothing, and find out what the plan needs to know."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from remuda.adapters.aws.clients import read_parameter
+from remuda.adapters.aws.ec2.create_fleet import MAX_ZONES
+from remuda.adapters.aws.ec2.options import MAX_SUBNETS, SSM_PREFIX
+from remuda.adapters.github.client import GitHubClient, GitHubDoctor
+from remuda.deployment.api import AwsAccount, AwsApi
+from remuda.deployment.bundles import Bundle, BundleKind, BundleSource
+from remuda.deployment.resources import Bucket, CredentialSecret, OidcProvider, SecurityGroup, stack_name
+from remuda.deployment.stack import Stack, StackState
+from remuda.domain.errors import RemudaError, UserError
+from remuda.domain.resources import DEFAULT_CLASSES, ResourceClass, parse_classes
+from remuda.ports.clock import Clock
+from remuda.ports.compute import POOL_TAG
+from remuda.ports.doctor import Check, CheckResult, ok, problem, warning
+
+CREDENTIALS = "aws credentials"
+STACK = "stack"
+#: Ubuntu's current image, which Canonical publishes in every region ("Find Ubuntu images on AWS" in its documentation).
+DEFAULT_IMAGE = f"{SSM_PREFIX}/aws/service/canonical/ubuntu/server/24.04/stable/current/amd64/hvm/ebs-gp3/ami-id"
+#: Quotas of EC2 in vCPUs (Service Quotas, service ec2): running on-demand and spot instances of the standard families.
+QUOTAS = {"on-demand": "L-1216C47A", "spot": "L-34B43A08"}
+#: Actions that creating, changing and deleting a resource of each type of the template needs.
+ACTIONS = {
+    "AWS::CloudWatch::Alarm": ("cloudwatch:PutMetricAlarm", "cloudwatch:DeleteAlarms"),
+    "AWS::DynamoDB::Table": ("dynamodb:CreateTable", "dynamodb:UpdateTimeToLive", "dynamodb:DeleteTable"),
+    "AWS::Events::Rule": ("events:PutRule", "events:PutTargets", "events:DeleteRule"),
+    "AWS::IAM::InstanceProfile": ("iam:CreateInstanceProfile", "iam:AddRoleToInstanceProfile"),
+    "AWS::IAM::ManagedPolicy": ("iam:CreatePolicy", "iam:CreatePolicyVersion", "iam:DeletePolicy"),
+    "AWS::IAM::Role": ("iam:CreateRole", "iam:AttachRolePolicy", "iam:PassRole", "iam:DeleteRole"),
+    "AWS::Lambda::EventInvokeConfig": ("lambda:PutFunctionEventInvokeConfig",),
+    "AWS::Lambda::Function": ("lambda:CreateFunction", "lambda:UpdateFunctionCode", "lambda:DeleteFunction"),
+    "AWS::Lambda::Permission": ("lambda:AddPermission",),
+    "AWS::Lambda::Url": ("lambda:CreateFunctionUrlConfig",),
+    "AWS::Logs::LogGroup": ("logs:CreateLogGroup", "logs:PutRetentionPolicy", "logs:DeleteLogGroup"),
+    "AWS::SQS::Queue": ("sqs:CreateQueue", "sqs:DeleteQueue"),
+    "AWS::SSM::Parameter": ("ssm:PutParameter", "ssm:DeleteParameter"),
+}
+#: Actions of `deploy` itself.
+OWN_ACTIONS = (
+    "cloudformation:CreateChangeSet",
+    "cloudformation:ExecuteChangeSet",
+    "ec2:CreateSecurityGroup",
+    "iam:CreateOpenIDConnectProvider",
+    "lambda:InvokeFunction",
+    "s3:CreateBucket",
+    "s3:PutBucketPolicy",
+    "s3:PutObject",
+    "secretsmanager:CreateSecret",
+    "secretsmanager:GetSecretValue",
+)
+_NO_TABLE = frozenset({"ResourceNotFoundException"})
+_NO_ROLE = frozenset({"NoSuchEntity", "AccessDenied", "AccessDeniedException"})
+_NO_QUOTA = frozenset({"NoSuchResourceException"})
+_DENIED = frozenset({"AccessDenied", "AccessDeniedException"})
+#: Actions per call of the simulation, IAM's limit of the request size allows about a hundred.
+_SIMULATED = 50
+#: Fewer free addresses in all subnets together are worth a warning.
+FEW_ADDRESSES = 50
+
+
+@dataclass(kw_only=True)
+class Facts:
+    """What the checks found out."""
+
+    account: AwsAccount | None = None
+    stack: StackState | None = None
+    bundles: tuple[Bundle, ...] = ()
+    subnets: tuple[str, ...] = ()
+    vpc: str = ""
+    image: str = ""
+    classes: tuple[ResourceClass, ...] = DEFAULT_CLASSES
+    #: Whether the deployment will create them.
+    creates: dict[str, bool] = field(default_factory=dict)
+
+    @property
+    def known_account(self) -> AwsAccount:
+        if self.account is None:
+            raise UserError("the AWS credentials were not checked", field="aws-credentials")
+        return self.account
+
+    def stored(self, parameter: str) -> str:
+        """The parameter of the existing stack, or an empty text."""
+        return self.stack.parameters.get(parameter, "") if self.stack and self.stack.exists else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What the person asked for. Empty values are those of the existing stack, or the defaults."""
+
+    pool: str
+    scope: str
+    vpc: str
+    subnets: tuple[str, ...]
+    security_groups: str
+    image: str
+    classes: tuple[ResourceClass, ...] | None
+    max_instances: int
+    issuer: str
+    #: Whether the credential is a new one, or the ARN of a secret.
+    has_credential: bool
+    has_own_secret: bool
+    resource_types: frozenset[str]
+
+
+class Preflight:
+    def __init__(
+        self,
+        *,
+        api: AwsApi,
+        wanted: Wanted,
+        bundles: BundleSource,
+        github: Callable[[], Awaitable[GitHubClient]] | None,
+        clock: Clock,
+    ) -> None:
+        """`github` opens a client with the new credential; None if the stored one stays."""
+        self._api = api
+        self._wanted = wanted
+        self._bundles = bundles
+        self._github = github
+        self._clock = clock
+        self.facts = Facts()
+
+    def checks(self) -> Sequence[Check]:
+        after = (CREDENTIALS, STACK)
+        checks = [
+            Check(name=CREDENTIALS, run=self._credentials),
+            Check(name=STACK, run=self._stack, needs=(CREDENTIALS,)),
+            Check(name="bundles", run=self._list_bundles),
+            Check(name="bucket", run=self._bucket, needs=after),
+            Check(name="secret", run=self._secret, needs=after),
+            Check(name="oidc provider", run=self._provider, needs=after),
+            Check(name="table", run=self._table, needs=after),
+            Check(name="subnets", run=self._subnets, needs=after),
+            Check(name="security group", run=self._group, needs=("subnets",)),
+            Check(name="image", run=self._image, needs=(*after, "bundles")),
+            Check(name="quotas", run=self._quotas, needs=after),
+            Check(name="permissions", run=self._permissions, needs=after),
+        ]
+        if self._github is not None:
+            doctor = GitHubDoctor(github=self._github, scope=self._wanted.scope, clock=self._clock)
+            checks += [check for check in doctor.checks() if check.name in {"github credential", "github access"}]
+        return checks
+
+    # AWS ------------------------------------------------------------------------------------------------------
+
+    async def _credentials(self) -> CheckResult:
+        self.facts.account = account = await self._api.account()
+        return ok(f"{account.caller} in {account.region}")
+
+    async def _stack(self) -> CheckResult:
+        name = stack_name(self._wanted.pool)
+        self.facts.stack = state = await Stack(self._api, name, self._clock).describe()
+        self.facts.classes = self._wanted.classes or _parse_stored(self.facts.stored("ResourceClassConfig"))
+        if state is None or not state.exists:
+            return ok(f"{name} will be created")
+        if state.tags.get(POOL_TAG, state.parameters.get("Pool")) != self._wanted.pool:
+            return problem(f"stack {name} exists, but is not a stack of this pool", "choose another pool name")
+        if state.status == "DELETE_FAILED":
+            return problem(f"stack {name} is {state.status}: {state.reason}", "run remuda destroy first")
+        if state.status == "UPDATE_ROLLBACK_FAILED":
+            fix = f"run aws cloudformation continue-update-rollback --stack-name {name}"
+            return problem(f"stack {name} is {state.status}: {state.reason}", fix)
+        return ok(f"{name} exists and will be updated if it differs")
+
+    async def _list_bundles(self) -> CheckResult:
+        self.facts.bundles = found = await self._bundles.list()
+        return ok(f"{', '.join(bundle.name for bundle in found)} in {self._bundles.location}")
+
+    async def _bucket(self) -> CheckResult:
+        found = await (bucket := Bucket(self._api, self._wanted.pool, self.facts.known_account)).find()
+        self.facts.creates["bucket"] = found is None or not found.is_ours
+        if found is not None and found.problem:
+            return problem(f"bucket {bucket.name} exists, but {found.problem}", "choose another pool name")
+        return ok(f"{bucket.name} {'exists' if found else 'will be created'}")
+
+    async def _secret(self) -> CheckResult:
+        if self._wanted.has_own_secret:
+            return ok("the GitHub credential is in a secret of yours")
+        found = await (secret := CredentialSecret(self._api, self._wanted.pool)).find()
+        self.facts.creates["secret"] = found is None
+        if found is None and not self._wanted.has_credential:
+            if self.facts.stored("GithubSecretArn"):
+                return ok(f"{self.facts.stored('GithubSecretArn')} stays")
+            return problem("there is no GitHub credential", "set REMUDA_GITHUB_TOKEN, or give --github-token @FILE")
+        return ok(f"{secret.name} {'exists' if found else 'will be created'}")
+
+    async def _provider(self) -> CheckResult:
+        found = await (provider := OidcProvider(self._api, self.facts.known_account, self._wanted.issuer)).find()
+        self.facts.creates["oidc provider"] = found is None
+        return ok(f"{provider.arn} {'exists' if found else 'will be created'}")
+
+    async def _table(self) -> CheckResult:
+        """A table without its stack: CloudFormation could not create it."""
+        name = stack_name(self._wanted.pool)
+        if self.facts.stack is not None and self.facts.stack.exists:
+            return ok("part of the stack")
+        found = await self._api.find("dynamodb", "DescribeTable", _NO_TABLE, TableName=name)
+        # A failed creation of the stack may not have deleted its table yet.
+        if found is None or (self.facts.stack is not None and self.facts.stack.status != "REVIEW_IN_PROGRESS"):
+            return ok(f"{name} will be created")
+        return problem(
+            f"table {name} exists without stack {name}",
+            "choose another pool name, or delete the table if its records are not needed",
+        )
+
+    # Network --------------------------------------------------------------------------------------------------
+
+    async def _subnets(self) -> CheckResult:
+        chosen = self._wanted.subnets or tuple(_words("" if self._wanted.vpc else self.facts.stored("SubnetIds")))
+        if chosen:
+            filters = [{"Name": "subnet-id", "Values": list(chosen)}]
+        else:
+            filters = [{"Name": "vpc-id", "Values": [await self._choose_vpc()]}]
+        found = [item async for item in self._api.items("ec2", "DescribeSubnets", "Subnets", Filters=filters)]
+        missing = sorted(set(chosen) - {str(item["SubnetId"]) for item in found})
+        if missing:
+            return problem(f"{', '.join(missing)} not found in this region and account", "correct --subnet-ids")
+        if not found:
+            return problem("the VPC has no subnets", "give --subnet-ids, or --vpc with another VPC")
+        vpcs = {str(item["VpcId"]) for item in found}
+        if len(vpcs) > 1:
+            return problem(f"the subnets are in several VPCs: {', '.join(sorted(vpcs))}", "give subnets of one VPC")
+        (self.facts.vpc,) = vpcs
+        routes = await self._routes(self.facts.vpc)
+        outbound = {str(item["SubnetId"]): _outbound(item, routes) for item in found}
+        if not chosen:
+            kinds = set(outbound.values())
+            best = "nat" if "nat" in kinds else "public"
+            found = [item for item in found if outbound[str(item["SubnetId"])] == best]
+            if not found:
+                return problem(
+                    f"no subnet of {self.facts.vpc} has a route to the internet that its machines can use",
+                    "give --subnet-ids with public subnets that assign public addresses, or with subnets behind a NAT",
+                )
+        found.sort(key=lambda item: -int(item.get("AvailableIpAddressCount", 0)))
+        self.facts.subnets = tuple(str(item["SubnetId"]) for item in found[:MAX_SUBNETS])
+        return _judge_subnets(found[:MAX_SUBNETS], outbound)
+
+    async def _choose_vpc(self) -> str:
+        if self._wanted.vpc:
+            return self._wanted.vpc
+        vpcs = [item async for item in self._api.items("ec2", "DescribeVpcs", "Vpcs")]
+        default = [item for item in vpcs if item.get("IsDefault")] or vpcs
+        if len(default) != 1:
+            names = ", ".join(str(item["VpcId"]) for item in vpcs) or "none"
+            raise UserError(
+                f"there is no default VPC; the VPCs of this region: {names}",
+                field="--vpc",
+                fix="give --vpc or --subnet-ids",
+            )
+        return str(default[0]["VpcId"])
+
+    async def _routes(self, vpc: str) -> list[dict[str, Any]]:
+        filters = [{"Name": "vpc-id", "Values": [vpc]}]
+        return [item async for item in self._api.items("ec2", "DescribeRouteTables", "RouteTables", Filters=filters)]
+
+    async def _group(self) -> CheckResult:
+        given = self._wanted.security_groups or self.facts.stored("SecurityGroupIds")
+        if given:
+            return ok(given)
+        found = await (group := SecurityGroup(self._api, self._wanted.pool)).find(self.facts.vpc)
+        self.facts.creates["security group"] = found is None
+        if found is not None and found.problem:
+            return problem(
+                f"security group {group.name} ({found.identifier}) exists, but {found.problem}",
+                "give --security-group-ids, or choose another pool name",
+            )
+        return ok(found.identifier if found else f"{group.name} will be created, without inbound rules")
+
+    async def _image(self) -> CheckResult:
+        self.facts.image = image = self._wanted.image or self.facts.stored("Ami") or DEFAULT_IMAGE
+        name = image
+        if image.startswith(SSM_PREFIX):
+            name = await read_parameter(self._api.clients, image.removeprefix(SSM_PREFIX))
+        answer = await self._api.call("ec2", "DescribeImages", Filters=[{"Name": "image-id", "Values": [name]}])
+        images = answer.get("Images") or ()
+        if not images:
+            return problem(f"{image} does not exist in this region, or is not shared", "give another --ami")
+        architecture = str(images[0].get("Architecture", ""))
+        built = [bundle.architecture for bundle in self.facts.bundles if bundle.kind is BundleKind.AGENT]
+        if architecture not in built:
+            return problem(
+                f"{image} is for {architecture}, and there is an agent only for {', '.join(built)}",
+                "give another --ami, or bundles for its architecture",
+            )
+        return ok(f"{image} ({architecture})")
+
+    # Quotas and permissions -----------------------------------------------------------------------------------
+
+    async def _quotas(self) -> CheckResult:
+        try:
+            values = await asyncio.gather(*map(self._quota, QUOTAS.values()))
+        except RemudaError as error:
+            return warning(f"the quotas of EC2 cannot be read: {error.message}", "check them in Service Quotas")
+        return judge_quotas(dict(zip(QUOTAS, values, strict=True)), self.facts.classes, self._wanted.max_instances)
+
+    async def _quota(self, code: str) -> float:
+        """The quota of the account, or the default of AWS if the account has no value of its own."""
+        wanted = {"ServiceCode": "ec2", "QuotaCode": code}
+        answer = await self._api.find("service-quotas", "GetServiceQuota", _NO_QUOTA, **wanted)
+        if answer is None:
+            answer = await self._api.call("service-quotas", "GetAWSDefaultServiceQuota", **wanted)
+        return float(answer["Quota"]["Value"])
+
+    async def _permissions(self) -> CheckResult:
+        account = self.facts.known_account
+        if account.caller.endswith(":root"):
+            return warning("these are the credentials of the account's root user", "use a role of an administrator")
+        principal = await self._principal(account)
+        if not principal:
+            return warning(f"the permissions of {account.caller} cannot be read", "grant iam:GetRole to check them")
+        wanted = sorted({*OWN_ACTIONS, *(action for kind in self._wanted.resource_types for action in ACTIONS[kind])})
+        denied: list[str] = []
+        for start in range(0, len(wanted), _SIMULATED):
+            answer = await self._api.find(
+                "iam",
+                "SimulatePrincipalPolicy",
+                {*_DENIED, "NoSuchEntity", "InvalidInput"},
+                PolicySourceArn=principal,
+                ActionNames=wanted[start : start + _SIMULATED],
+            )
+            if answer is None:
+                fix = "grant iam:SimulatePrincipalPolicy to check them before the deployment"
+                return warning("the permissions of these credentials were not checked", fix)
+            denied += [
+                str(item["EvalActionName"])
+                for item in answer.get("EvaluationResults") or ()
+                if item["EvalDecision"] != "allowed"
+            ]
+        if denied:
+            # Only a warning: IAM simulates without the conditions and resources of the real calls.
+            return warning(f"{account.caller} seems to lack {', '.join(denied)}", "grant them if the deployment fails")
+        return ok(f"{len(wanted)} actions are permitted, by simulation")
+
+    async def _principal(self, account: AwsAccount) -> str:
+        """The ARN whose policies apply: of an assumed role, the role's. Its session's ARN does not have the path."""
+        kind, _, rest = account.caller.rpartition(":")[2].partition("/")
+        if kind != "assumed-role":
+            return account.caller
+        answer = await self._api.find("iam", "GetRole", _NO_ROLE, RoleName=rest.partition("/")[0])
+        return str(answer["Role"]["Arn"]) if answer else ""
+
+
+def _parse_stored(text: str) -> tuple[ResourceClass, ...]:
+    return parse_classes(json.loads(text)) if text else DEFAULT_CLASSES
+
+
+def _words(text: str) -> list[str]:
+    return text.replace(",", " ").split()
+
+
+def _outbound(subnet: Mapping[str, Any], tables: Sequence[Mapping[str, Any]]) -> str:
+    """How machines in the subnet reach the internet: `public`, `nat`, or `none`."""
+    name = subnet["SubnetId"]
+    own = [table for table in tables if any(item.get("SubnetId") == name for item in table.get("Associations") or ())]
+    main = [table for table in tables if any(item.get("Main") for item in table.get("Associations") or ())]
+    for table in own or main:
+        for route in table.get("Routes") or ():
+            if route.get("DestinationCidrBlock") != "0.0.0.0/0" or route.get("State") == "blackhole":
+                continue
+            if str(route.get("GatewayId") or "").startswith("igw-"):
+                # A machine without a public address cannot use an internet gateway.
+                return "public" if subnet.get("MapPublicIpOnLaunch") else "none"
+            return "nat"
+    return "none"
+
+
+def _judge_subnets(subnets: Sequence[Mapping[str, Any]], outbound: Mapping[str, str]) -> CheckResult:
+    zones = sorted({str(item.get("AvailabilityZone", "")) for item in subnets})
+    free = sum(int(item.get("AvailableIpAddressCount", 0)) for item in subnets)
+    kinds = {outbound[str(item["SubnetId"])] for item in subnets}
+    shown = f"{', '.join(str(item['SubnetId']) for item in subnets)} in {', '.join(zones)}, {free} free addresses"
+    if "none" in kinds:
+        isolated = [str(item["SubnetId"]) for item in subnets if outbound[str(item["SubnetId"])] == "none"]
+        return warning(
+            f"{', '.join(isolated)} have no route to the internet that machines without a public address can use",
+            "add a NAT gateway, or use public subnets that assign public addresses",
+        )
+    if free < FEW_ADDRESSES:
+        return warning(f"{shown}: few machines fit", "give more subnets with --subnet-ids")
+    if "public" in kinds:
+        return warning(
+            f"{shown}; machines get public addresses, and nothing can connect to them",
+            "nothing to do, or give --subnet-ids with private subnets behind a NAT",
+        )
+    unused = f"; a launch uses {MAX_ZONES} zones" if len(zones) > MAX_ZONES else ""
+    return ok(shown + unused)
+
+
+def judge_quotas(quotas: Mapping[str, float], classes: Sequence[ResourceClass], max_instances: int) -> CheckResult:
+    """Compare the quotas with one machine of the largest class, and with `max_instances` of the smallest."""
+    standard = [item for item in classes if not item.gpu]
+    if not standard:
+        return ok("not checked: all classes have GPUs, which have other quotas")
+    smallest = min(standard, key=lambda item: item.cpu)
+    texts, is_low = [], False
+    for kind, vcpus in quotas.items():
+        fitting = int(vcpus // smallest.cpu)
+        too_large = [item.name for item in standard if item.cpu > vcpus]
+        text = f"{vcpus:g} {kind} vCPUs: {fitting} machines of class {smallest.name}"
+        if too_large:
+            text += f", none of {', '.join(too_large)}"
+        is_low = is_low or bool(too_large) or fitting < max_instances
+        texts.append(text)
+    if is_low:
+        return warning(
+            f"{'; '.join(texts)} (max-instances is {max_instances})",
+            "request higher quotas of EC2 in Service Quotas, or lower --max-instances",
+        )
+    return ok("; ".join(texts))

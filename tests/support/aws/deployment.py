@@ -1,0 +1,285 @@
+"""An empty account on the test servers, in which `remuda deploy` creates pools.
+
+EC2 is moto's. All other services are ministack's, whose CloudFormation creates functions that it runs. Service Quotas
+is a server of its own, because ministack has none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import json
+import os
+import signal
+import threading
+import zipfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, TypeVar
+from unittest.mock import patch
+
+import aiobotocore
+
+import remuda
+from remuda.adapters.system.clock import SystemClock
+from remuda.cli.main import main as run_remuda
+from remuda.deployment.api import AwsApi
+from remuda.deployment.bundles import SUMS, BundleKind, bundle_name
+from remuda.domain.instance import State
+from remuda.ports.compute import POOL_TAG
+from tests.support.aws.servers import LOOPBACK, aws_client
+from tests.support.aws.stack import SCOPE, AwsStack
+from tests.support.cli import CommandResult, ForkedProcess, run_cli, start_cli
+from tests.support.records import birth, instance
+
+T = TypeVar("T")
+
+PACKAGE = Path(remuda.__file__).parent
+#: Where the functions find the libraries that a real bundle contains.
+LIBRARIES = Path(aiobotocore.__file__).parents[1]
+ARCHITECTURE = "x86_64"
+#: vCPUs by quota code of EC2.
+QUOTAS = {"L-1216C47A": 512.0, "L-34B43A08": 16.0}
+#: Lists of everything that a pool has: service, operation, list, and the name of an element.
+RESOURCES = (
+    ("cloudformation", "describe_stacks", "Stacks", "StackName"),
+    ("dynamodb", "list_tables", "TableNames", ""),
+    ("ec2", "describe_launch_templates", "LaunchTemplates", "LaunchTemplateName"),
+    ("ec2", "describe_security_groups", "SecurityGroups", "GroupName"),
+    ("events", "list_rules", "Rules", "Name"),
+    ("iam", "list_instance_profiles", "InstanceProfiles", "InstanceProfileName"),
+    ("iam", "list_roles", "Roles", "RoleName"),
+    ("lambda", "list_functions", "Functions", "FunctionName"),
+    ("logs", "describe_log_groups", "logGroups", "logGroupName"),
+    ("s3", "list_buckets", "Buckets", "Name"),
+    ("secretsmanager", "list_secrets", "SecretList", "Name"),
+    ("sqs", "list_queues", "QueueUrls", ""),
+    ("ssm", "describe_parameters", "Parameters", "Name"),
+)
+
+
+#: Variable with an operation of AWS and a signal: the process gets the signal when it has called the operation.
+CUT_AFTER = "REMUDA_TEST_CUT_AFTER"
+
+
+def main(arguments: list[str]) -> int:
+    """The `remuda` command, cut after an operation. For `start_cli`."""
+    operation, _, number = os.environ.pop(CUT_AFTER).partition(":")
+    original = AwsApi._call
+
+    async def call(self: AwsApi, service: str, called: str, parameters: dict[str, Any]) -> dict[str, Any]:
+        answer = await original(self, service, called, parameters)
+        if called == operation:
+            os.kill(os.getpid(), int(number))
+        return answer
+
+    with patch.object(AwsApi, "_call", call):
+        return run_remuda(arguments)
+
+
+class QuotaHandler(BaseHTTPRequestHandler):
+    """Service Quotas: GetServiceQuota of the quotas above, and errors for everything else."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        operation = self.headers["X-Amz-Target"].rpartition(".")[2]
+        value = QUOTAS.get(body.get("QuotaCode")) if body.get("ServiceCode") == "ec2" else None
+        if operation != "GetServiceQuota" or value is None:
+            self._answer(400, {"__type": "NoSuchResourceException", "message": "the quota does not exist"})
+        else:
+            self._answer(200, {"Quota": {"ServiceCode": "ec2", "QuotaCode": body["QuotaCode"], "Value": value}})
+
+    def _answer(self, status: int, document: Mapping[str, Any]) -> None:
+        content = json.dumps(document).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/x-amz-json-1.1")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the name of the base class
+        """Write no log."""
+
+
+@contextmanager
+def quota_server() -> Iterator[str]:
+    server = ThreadingHTTPServer((LOOPBACK, 0), QuotaHandler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://{LOOPBACK}:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmptyAccount:
+    stack: AwsStack
+    quotas_url: str
+
+    def environment(self, **changed: str) -> dict[str, str]:
+        """Variables of a person who deploys, with the services that the functions of the stack use, too."""
+        given = self.stack.environment()
+        for name in ("AWS_ENDPOINT_URL_IAM", "AWS_ENDPOINT_URL_SSM", "AWS_ENDPOINT_URL_STS", "REMUDA_BACKEND"):
+            given.pop(name)
+        return {**given, "AWS_ENDPOINT_URL_SERVICE_QUOTAS": self.quotas_url, **changed}
+
+    def bundles(self, agent: str = "first") -> Path:
+        """Bundles with these functions, and an agent with this content."""
+        folder = self.stack.folder / f"bundles-{agent}"
+        if not folder.exists():
+            folder.mkdir()
+            names = {kind: folder / bundle_name(kind, ARCHITECTURE) for kind in BundleKind}
+            names[BundleKind.LAMBDA].write_bytes(function_code(self._function_environment()))
+            names[BundleKind.AGENT].write_text(agent, encoding="utf-8")
+            lines = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in names.values()]
+            (folder / SUMS).write_text("".join(lines), encoding="utf-8")
+        return folder
+
+    def _function_environment(self) -> dict[str, str]:
+        """Endpoints that the functions cannot know: ministack gives them its own for every service."""
+        known = self.environment()
+        return {name: known[name] for name in known if name.startswith("AWS_ENDPOINT_URL")}
+
+    def arguments(self, *more: str, pool: str, agent: str = "first") -> list[str]:
+        flags = ("--bundles", str(self.bundles(agent)), "--ami", self.stack.launch["ami"], "--github-scope", SCOPE)
+        return ["deploy", "--pool", pool, *flags, *more]
+
+    def deploy(self, *more: str, pool: str, agent: str = "first", **variables: str) -> CommandResult:
+        arguments = self.arguments("--json", *more, pool=pool, agent=agent)
+        return self._run(arguments, variables)
+
+    def destroy(self, *more: str, pool: str, **variables: str) -> CommandResult:
+        return self._run(["destroy", "--pool", pool, "--json", *more], variables)
+
+    async def cut(self, arguments: list[str], operation: str, number: int = signal.SIGKILL) -> CommandResult:
+        """Run a command that gets this signal once AWS has carried out an operation."""
+        environment = self.environment(**{CUT_AFTER: f"{operation}:{number}"})
+        command = await start_cli(arguments, environment=environment, cwd=self.stack.folder, program=__name__)
+        return await command.result()
+
+    async def start(self, *arguments: str) -> ForkedProcess:
+        return await start_cli(arguments, environment=self.environment(), cwd=self.stack.folder)
+
+    def remuda(self, *arguments: str, pool: str, **variables: str) -> CommandResult:
+        return self._run([*arguments, "--backend", "aws", "--pool", pool, "--json"], variables)
+
+    def _run(self, arguments: list[str], variables: Mapping[str, str]) -> CommandResult:
+        result = run_cli(arguments, environment=self.environment(**variables))
+        assert "Traceback" not in result.stderr, result.stderr
+        return result
+
+    def call(self, service: str, work: Callable[[Any], Awaitable[T]]) -> T:
+        """Call a service directly, from a test without an event loop."""
+
+        async def call() -> T:
+            async with aws_client(service, self.stack.ec2.url if service == "ec2" else self.stack.store.url) as client:
+                return await work(client)
+
+        return asyncio.run(call())
+
+    def resources(self, pool: str) -> list[str]:
+        """Everything in the account with the name of the pool."""
+
+        async def list_all() -> list[str]:
+            return [name async for name in self._names() if f"remuda-{pool}" in name or f"remuda/{pool}" in name]
+
+        return asyncio.run(list_all())
+
+    def launch_machines(self, pool: str, *states: State) -> list[str]:
+        """Machines with the tag of the pool, and with records in these states."""
+
+        async def launch(ec2: Any) -> list[str]:
+            count = len(states)
+            answer = await ec2.run_instances(ImageId=self.stack.launch["ami"], MinCount=count, MaxCount=count)
+            names = [item["InstanceId"] for item in answer["Instances"]]
+            await ec2.create_tags(Resources=names, Tags=[{"Key": POOL_TAG, "Value": pool}])
+            return names
+
+        names = self.call("ec2", launch)
+        now = SystemClock().now()
+        records = [
+            instance(
+                instance_id=name,
+                state=state,
+                run_id="" if state is State.IDLE else "77",
+                threshold=now + timedelta(seconds=600),
+                created_at=now,
+            )
+            for name, state in zip(names, states, strict=True)
+        ]
+
+        async def put(client: Any) -> None:
+            store = self.stack.instance_store(client, pool)
+            for record in records:
+                await store.apply(birth(record))
+            await store.close()
+
+        self.call("dynamodb", put)
+        return names
+
+    def machines(self, pool: str) -> dict[str, str]:
+        """The states of the pool's machines on EC2."""
+
+        async def describe(ec2: Any) -> dict[str, str]:
+            filters = [{"Name": f"tag:{POOL_TAG}", "Values": [pool]}]
+            pages = ec2.get_paginator("describe_instances").paginate(Filters=filters)
+            return {
+                item["InstanceId"]: item["State"]["Name"]
+                async for page in pages
+                for reservation in page["Reservations"]
+                for item in reservation["Instances"]
+            }
+
+        return self.call("ec2", describe)
+
+    async def _names(self) -> AsyncIterator[str]:
+        for service, operation, key, name in RESOURCES:
+            url = self.stack.ec2.url if service == "ec2" else self.stack.store.url
+            async with aws_client(service, url) as client:
+                answer = await getattr(client, operation)()
+            for item in answer.get(key) or ():
+                yield f"{service} {item[name] if name else item}"
+
+
+def function_code(environment: Mapping[str, str]) -> bytes:
+    """A bundle of the functions with this source code and these variables, without libraries."""
+    start = f"import os, sys\nsys.path.append({str(LIBRARIES)!r})\nos.environ.update({dict(environment)!r})\n"
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, code in _source().items():
+            # Imported first, so that the modules after it find the libraries and the endpoints.
+            more = start.encode() if name == "remuda/__init__.py" else b""
+            archive.writestr(zipfile.ZipInfo(name), code + more)
+    return content.getvalue()
+
+
+@cache
+def _source() -> dict[str, bytes]:
+    files = sorted(file for file in PACKAGE.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
+    return {str(file.relative_to(PACKAGE.parent)): file.read_bytes() for file in files}
+
+
+@contextmanager
+def empty_account(stack: AwsStack) -> Iterator[EmptyAccount]:
+    """An account with a default VPC whose subnets reach the internet. Must be called outside an event loop."""
+
+    async def connect(ec2: Any) -> None:
+        (vpc,) = (await ec2.describe_vpcs())["Vpcs"]
+        gateway = (await ec2.create_internet_gateway())["InternetGateway"]["InternetGatewayId"]
+        await ec2.attach_internet_gateway(InternetGatewayId=gateway, VpcId=vpc["VpcId"])
+        (table,) = (await ec2.describe_route_tables())["RouteTables"]
+        await ec2.create_route(RouteTableId=table["RouteTableId"], DestinationCidrBlock="0.0.0.0/0", GatewayId=gateway)
+
+    with quota_server() as url:
+        account = EmptyAccount(stack=stack, quotas_url=url)
+        account.call("ec2", connect)
+        yield account

@@ -1,0 +1,400 @@
+"""Resources of the Terraform module in the form of the CloudFormation template, so that the two can be compared."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from remuda.deployment.template import template
+from tests.support.cloudformation import EvaluatedStack
+from tests.support.terraform import TerraformModule
+
+ACCOUNT, REGION = "123456789012", "eu-central-1"
+PSEUDO = {"AWS::Partition": "aws", "AWS::Region": REGION, "AWS::AccountId": ACCOUNT}
+#: Forms of ARNs, with the name of the resource.
+ARNS = {
+    "AWS::DynamoDB::Table": f"arn:aws:dynamodb:{REGION}:{ACCOUNT}:table/{{}}",
+    "AWS::Events::Rule": f"arn:aws:events:{REGION}:{ACCOUNT}:rule/{{}}",
+    "AWS::IAM::ManagedPolicy": f"arn:aws:iam::{ACCOUNT}:policy/{{}}",
+    "AWS::IAM::Role": f"arn:aws:iam::{ACCOUNT}:role/{{}}",
+    "AWS::Lambda::Function": f"arn:aws:lambda:{REGION}:{ACCOUNT}:function:{{}}",
+}
+#: The property with the name of a resource.
+NAMES = {
+    "AWS::CloudWatch::Alarm": "AlarmName",
+    "AWS::DynamoDB::Table": "TableName",
+    "AWS::Events::Rule": "Name",
+    "AWS::IAM::InstanceProfile": "InstanceProfileName",
+    "AWS::IAM::ManagedPolicy": "ManagedPolicyName",
+    "AWS::IAM::Role": "RoleName",
+    "AWS::Lambda::EventInvokeConfig": "FunctionName",
+    "AWS::Lambda::Function": "FunctionName",
+    "AWS::Lambda::Url": "TargetFunctionArn",
+    "AWS::Logs::LogGroup": "LogGroupName",
+    "AWS::SQS::Queue": "QueueName",
+    "AWS::SSM::Parameter": "Name",
+}
+Properties = dict[str, Any]
+
+
+# Twins: the properties in CloudFormation of a resource of Terraform -------------------------------------------------
+
+
+def _tags(tags: Mapping[str, str]) -> list[dict[str, str]]:
+    return [{"Key": key, "Value": value} for key, value in tags.items()]
+
+
+def _keys(hash_key: str, range_key: str) -> list[dict[str, str]]:
+    return [{"AttributeName": hash_key, "KeyType": "HASH"}, {"AttributeName": range_key, "KeyType": "RANGE"}]
+
+
+def _table(found: Mapping[str, Any]) -> Properties:
+    (ttl,) = found["ttl"]
+    return {
+        "TableName": found["name"],
+        "BillingMode": found["billing_mode"],
+        "AttributeDefinitions": [
+            {"AttributeName": each["name"], "AttributeType": each["type"]} for each in found["attribute"]
+        ],
+        "KeySchema": _keys(found["hash_key"], found["range_key"]),
+        "GlobalSecondaryIndexes": [
+            {
+                "IndexName": each["name"],
+                "KeySchema": _keys(each["hash_key"], each["range_key"]),
+                "Projection": {"ProjectionType": each["projection_type"]},
+            }
+            for each in found["global_secondary_index"]
+        ],
+        "TimeToLiveSpecification": {"AttributeName": ttl["attribute_name"], "Enabled": ttl["enabled"]},
+        "Tags": _tags(found["tags"]),
+    }
+
+
+def _queue(found: Mapping[str, Any]) -> Properties:
+    return {
+        "QueueName": found["name"],
+        "MessageRetentionPeriod": found["message_retention_seconds"],
+        "VisibilityTimeout": found["visibility_timeout_seconds"],
+        "DelaySeconds": found["delay_seconds"],
+        "ReceiveMessageWaitTimeSeconds": found["receive_wait_time_seconds"],
+        "SqsManagedSseEnabled": found["sqs_managed_sse_enabled"],
+        "Tags": _tags(found["tags"]),
+    }
+
+
+def _role(found: Mapping[str, Any]) -> Properties:
+    return {
+        "RoleName": found["name"],
+        "AssumeRolePolicyDocument": json.loads(found["assume_role_policy"]),
+        "ManagedPolicyArns": [],
+        "Tags": _tags(found["tags"]),
+    }
+
+
+def _function(found: Mapping[str, Any]) -> Properties:
+    (logging,), (environment,) = found["logging_config"], found["environment"]
+    reserved = found["reserved_concurrent_executions"]
+    return {
+        "FunctionName": found["function_name"],
+        "Description": found["description"],
+        "Code": {"S3Bucket": found["s3_bucket"], "S3Key": found["s3_key"]},
+        "Handler": found["handler"],
+        "Runtime": found["runtime"],
+        "Architectures": found["architectures"],
+        "Role": found["role"],
+        "MemorySize": found["memory_size"],
+        "Timeout": found["timeout"],
+        # The provider's word for no reservation.
+        **({} if reserved == -1 else {"ReservedConcurrentExecutions": reserved}),
+        "LoggingConfig": {"LogGroup": logging["log_group"], "LogFormat": logging["log_format"]},
+        "Environment": {"Variables": environment["variables"]},
+        "Tags": _tags(found["tags"]),
+    }
+
+
+def _permission(found: Mapping[str, Any]) -> Properties:
+    made = {
+        "Action": found["action"],
+        "FunctionName": found["function_name"],
+        "Principal": found["principal"],
+        "SourceArn": found.get("source_arn"),
+        "FunctionUrlAuthType": found.get("function_url_auth_type"),
+        "InvokedViaFunctionUrl": found.get("invoked_via_function_url"),
+    }
+    return {name: value for name, value in made.items() if value}
+
+
+def _alarm(found: Mapping[str, Any]) -> Properties:
+    return {
+        "AlarmName": found["alarm_name"],
+        "AlarmDescription": found["alarm_description"],
+        "Namespace": found["namespace"],
+        "MetricName": found["metric_name"],
+        "Dimensions": [{"Name": key, "Value": value} for key, value in found["dimensions"].items()],
+        "Statistic": found["statistic"],
+        "Period": found["period"],
+        "EvaluationPeriods": found["evaluation_periods"],
+        "Threshold": found["threshold"],
+        "ComparisonOperator": found["comparison_operator"],
+        "TreatMissingData": found["treat_missing_data"],
+        "AlarmActions": found["alarm_actions"],
+        "OKActions": found["ok_actions"],
+    }
+
+
+def _renamed(**names: str) -> Callable[[Mapping[str, Any]], Properties]:
+    """A twin whose properties only have other names."""
+    return lambda found: {new: found[old] for new, old in names.items()}
+
+
+TWINS: dict[str, tuple[str, Callable[[Mapping[str, Any]], Properties]]] = {
+    "aws_cloudwatch_event_rule": (
+        "AWS::Events::Rule",
+        lambda found: {
+            "Name": found["name"],
+            "Description": found["description"],
+            "ScheduleExpression": found["schedule_expression"],
+            "State": found["state"],
+            "Targets": [],
+        },
+    ),
+    "aws_cloudwatch_log_group": (
+        "AWS::Logs::LogGroup",
+        _renamed(LogGroupName="name", RetentionInDays="retention_in_days"),
+    ),
+    "aws_cloudwatch_metric_alarm": ("AWS::CloudWatch::Alarm", _alarm),
+    "aws_dynamodb_table": ("AWS::DynamoDB::Table", _table),
+    "aws_iam_instance_profile": (
+        "AWS::IAM::InstanceProfile",
+        lambda found: {"InstanceProfileName": found["name"], "Roles": [found["role"]]},
+    ),
+    "aws_iam_policy": (
+        "AWS::IAM::ManagedPolicy",
+        lambda found: {
+            "ManagedPolicyName": found["name"],
+            "Description": found["description"],
+            "PolicyDocument": json.loads(found["policy"]),
+        },
+    ),
+    "aws_iam_role": ("AWS::IAM::Role", _role),
+    "aws_lambda_function": ("AWS::Lambda::Function", _function),
+    "aws_lambda_function_event_invoke_config": (
+        "AWS::Lambda::EventInvokeConfig",
+        _renamed(
+            FunctionName="function_name",
+            Qualifier="qualifier",
+            MaximumRetryAttempts="maximum_retry_attempts",
+            MaximumEventAgeInSeconds="maximum_event_age_in_seconds",
+        ),
+    ),
+    "aws_lambda_function_url": (
+        "AWS::Lambda::Url",
+        _renamed(TargetFunctionArn="function_name", AuthType="authorization_type"),
+    ),
+    "aws_lambda_permission": ("AWS::Lambda::Permission", _permission),
+    "aws_sqs_queue": ("AWS::SQS::Queue", _queue),
+    "aws_ssm_parameter": (
+        "AWS::SSM::Parameter",
+        _renamed(Name="name", Type="type", Tier="tier", Value="value", Description="description"),
+    ),
+}
+#: Resources of Terraform that are a property of another resource in CloudFormation.
+PARTS = {"aws_iam_role_policy_attachment", "aws_cloudwatch_event_target"}
+
+Resources = dict[tuple[str, str], Properties]
+
+
+def _identity(kind: str, properties: Mapping[str, Any]) -> tuple[str, str]:
+    if kind == "AWS::Lambda::Permission":
+        return kind, f"{properties['FunctionName']} {properties['Action']}"
+    return kind, properties[NAMES[kind]]
+
+
+def attributes(kind: str, properties: Mapping[str, Any]) -> dict[str, str]:
+    """The attributes of a resource in CloudFormation."""
+    name = _identity(kind, properties)[1]
+    arn = ARNS.get(kind, "{}").format(name)
+    return {"Arn": arn, "Ref": arn if kind == "AWS::IAM::ManagedPolicy" else name, "FunctionUrl": f"https://{name}/"}
+
+
+def computed(kind: str, found: Mapping[str, Any]) -> dict[str, str]:
+    if kind in PARTS:
+        return {}
+    twin, convert = TWINS[kind]
+    made = attributes(twin, convert(found))
+    return {"arn": made["Arn"]} if twin in ARNS else {"function_url": made["FunctionUrl"]}
+
+
+def twins(resources: Iterable[tuple[str, Mapping[str, Any]]]) -> Resources:
+    """Resources of Terraform, each with its type, in the form of the template."""
+    instances = list(resources)
+    made: Resources = {}
+    for kind, found in instances:
+        if kind not in PARTS:
+            twin, convert = TWINS[kind]
+            properties = convert(found)
+            assert _identity(twin, properties) not in made
+            made[_identity(twin, properties)] = properties
+    for kind, found in instances:
+        if kind == "aws_iam_role_policy_attachment":
+            made["AWS::IAM::Role", found["role"]]["ManagedPolicyArns"].append(found["policy_arn"])
+        elif kind == "aws_cloudwatch_event_target":
+            (retry,) = found["retry_policy"]
+            target = {
+                "Id": found["target_id"],
+                "Arn": found["arn"],
+                "Input": found["input"],
+                "RetryPolicy": {
+                    "MaximumRetryAttempts": retry["maximum_retry_attempts"],
+                    "MaximumEventAgeInSeconds": retry["maximum_event_age_in_seconds"],
+                },
+            }
+            made["AWS::Events::Rule", found["rule"]]["Targets"].append(target)
+    return {key: normalized(key[0], properties) for key, properties in made.items()}
+
+
+def normalized(kind: str, properties: Properties) -> Properties:
+    """Without the order of sets, and with JSON as values."""
+    properties = json.loads(json.dumps(properties))
+    if kind == "AWS::IAM::Role":
+        properties["ManagedPolicyArns"].sort()
+        properties["AssumeRolePolicyDocument"] = _without_single_lists(properties["AssumeRolePolicyDocument"])
+    if kind == "AWS::DynamoDB::Table":
+        properties["AttributeDefinitions"].sort(key=lambda each: each["AttributeName"])
+        properties["GlobalSecondaryIndexes"].sort(key=lambda each: each["IndexName"])
+    if kind == "AWS::Events::Rule":
+        for each in properties["Targets"]:
+            each["Input"] = json.loads(each["Input"])
+    if kind == "AWS::SSM::Parameter":
+        properties["Value"] = sorted(map(_setting_line, properties["Value"].split("\n")))
+        # It names parameters of a stack there, and variables of a module here.
+        properties.pop("Description")
+    if kind == "AWS::Lambda::Function" and "ReservedConcurrentExecutions" in properties:
+        # Parameters are texts.
+        properties["ReservedConcurrentExecutions"] = int(properties["ReservedConcurrentExecutions"])
+    if kind == "AWS::CloudWatch::Alarm":
+        properties["Dimensions"].sort(key=lambda each: each["Name"])
+    return properties
+
+
+def _without_single_lists(document: Any) -> Any:
+    """The policy with single values in place of lists of one value, which mean the same to IAM."""
+    if isinstance(document, dict):
+        return {key: _without_single_lists(value) for key, value in document.items()}
+    if isinstance(document, list):
+        return (
+            document[0]
+            if len(document) == 1 and isinstance(document[0], str)
+            else [*map(_without_single_lists, document)]
+        )
+    return document
+
+
+def _setting_line(line: str) -> tuple[str, Any]:
+    name, _, value = line.partition("=")
+    return name, json.loads(value) if value.startswith(("{", "[")) else value
+
+
+def stack_of(parameters: Mapping[str, str]) -> EvaluatedStack:
+    return EvaluatedStack(template=template(), parameters=parameters, pseudo=PSEUDO, attributes=attributes)
+
+
+def stacked(stack: EvaluatedStack) -> Resources:
+    """The resources of the template."""
+    return {_identity(kind, each): normalized(kind, each) for kind, each in stack.resources.values()}
+
+
+# Parameters and variables --------------------------------------------------------------------------------------------
+
+#: Parameters of the template that are objects of the module.
+OBJECTS = {"OidcProviderArn": "oidc_provider", "AlarmTopicArn": "alarm_topic", "VolumeKmsKey": "volume_kms_key"}
+CODE = {"CodeBucket": "s3_bucket", "CodeKey": "s3_key"}
+
+
+def variable_name(parameter: str) -> str:
+    if parameter in CODE:
+        return "code"
+    return OBJECTS.get(parameter) or re.sub(r"(?<!^)(?=[A-Z])", "_", parameter).lower()
+
+
+def variables_of(module: TerraformModule, parameters: Mapping[str, str]) -> dict[str, Any]:
+    """The variables of the module for parameters of the stack."""
+    made: dict[str, Any] = {}
+    for parameter, value in parameters.items():
+        name = variable_name(parameter)
+        if parameter in CODE:
+            made.setdefault("code", {})[CODE[parameter]] = value
+        elif parameter in OBJECTS:
+            made[name] = {"arn": value}
+        else:
+            made[name] = _typed(module.variables[name].attributes["type"], value)
+    return made
+
+
+def _typed(kind: Any, value: str) -> Any:
+    (shown,) = kind.scan_values(lambda token: token.type == "NAME" and token != "list") or ("",)
+    if "list" in list(kind.scan_values(lambda token: token.type == "NAME")):
+        return value.split(",")
+    if shown in {"number", "any"}:
+        return json.loads(value)
+    return value == "true" if shown == "bool" else value
+
+
+SECRET = f"arn:aws:secretsmanager:{REGION}:{ACCOUNT}:secret:remuda/ci/github-Ab12Cd"
+FUNCTIONS = {
+    "Pool": "ci",
+    "CodeBucket": "acme-code",
+    "CodeKey": "remuda-lambda-1.zip",
+    "GithubSecretArn": SECRET,
+    "GithubScope": "acme/app",
+}
+ROLES = {"OidcProviderArn": f"arn:aws:iam::{ACCOUNT}:oidc-provider/github", "Repositories": "acme/app,acme/lib"}
+ALARMS = {"AlarmTopicArn": f"arn:aws:sns:{REGION}:{ACCOUNT}:alarms"}
+EVERYTHING = {
+    **FUNCTIONS,
+    **ROLES,
+    **ALARMS,
+    "Environments": "ci,release",
+    "RefreshRepository": "acme@1/app@2",
+    "Branch": "trunk",
+    "Architecture": "arm64",
+    "Runtime": "python3.12",
+    "ScaleDown": "false",
+    "ReserveConcurrency": "true",
+    "VolumeKmsKey": f"arn:aws:kms:{REGION}:{ACCOUNT}:key/1",
+    "GithubEnvironment": 'the "ci" one',
+    "GithubAppId": "12345",
+    "Ami": "ami-1",
+    "SubnetIds": "subnet-1,subnet-2",
+    "SecurityGroupIds": "sg-1",
+    "CachePaths": "/var/lib/docker,/home/runner/.m2",
+    "ResourceClassConfig": '{"large": {"cpu": 2, "mmem": 4096}}',
+    "IdleConfig": '[{"cron": "* * 9-17 * * 1-5", "timeZone": "Europe/Berlin", "idleCount": 2}]',
+    "FunctionUrl": "true",
+    "BrokerConcurrency": "20",
+    "OidcIssuer": "https://ghes.example/_services/token",
+    "MaxUses": "7",
+    "MaxRuntimeMin": "0.5",
+    "VolumeSizeGib": "100",
+    "Reuse": "never",
+}
+CASES = {
+    "defaults": {},
+    "functions": FUNCTIONS,
+    "functions of an App": {**FUNCTIONS, "GithubAppId": "1"},
+    "functions with an image": {**FUNCTIONS, "Ami": "ami-1", "SubnetIds": "subnet-1"},
+    "code without a topic's functions": ALARMS,
+    "alarms": {**FUNCTIONS, **ALARMS},
+    "function URL": {**FUNCTIONS, "FunctionUrl": "true"},
+    "function URL without functions": {"FunctionUrl": "true"},
+    "workflow role": ROLES,
+    "workflow role with functions": {**FUNCTIONS, **ROLES},
+    "broker with a key": {**FUNCTIONS, **ROLES, "VolumeKmsKey": f"arn:aws:kms:{REGION}:{ACCOUNT}:key/1"},
+    "workflow role with a key": {**ROLES, "VolumeKmsKey": EVERYTHING["VolumeKmsKey"]},
+    "provider without repositories": {"OidcProviderArn": ROLES["OidcProviderArn"]},
+    "repositories without a provider": {"Repositories": "acme/*"},
+    "refresh role": {"OidcProviderArn": ROLES["OidcProviderArn"], "RefreshRepository": "acme/app"},
+    "everything": EVERYTHING,
+}
