@@ -6,17 +6,20 @@ import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.config.declaration import variable
 from remuda.config.settings import SETTINGS, Settings
 from remuda.controlplane.context import Context
-from remuda.controlplane.scale_down import FleetContext
 from remuda.domain.errors import UserError
 from remuda.ports.calls import CallCounter
 from remuda.ports.event_log import EventLog
 from remuda.wiring.backend import Backend, SystemPorts
 from remuda.wiring.github import github_client, github_credential, missing_credential
+
+if TYPE_CHECKING:
+    from remuda.controlplane.scale_down import FleetContext
 
 #: Seconds that scale-down may wait for GitHub's rate limit. A cycle has minutes, a provision does not.
 FLEET_MAX_WAIT_S = 10.0
@@ -112,6 +115,8 @@ async def open_aws_fleet(
         from remuda.adapters.aws.clients import AwsClients  # noqa: PLC0415 - see above
         from remuda.adapters.aws.ec2.calls import client_config  # noqa: PLC0415 - see above
         from remuda.adapters.aws.ec2.tagged_fleet import READ_TIMEOUT_S, Ec2Fleet  # noqa: PLC0415 - see above
+    from remuda.controlplane.scale_down import FleetContext  # noqa: PLC0415 - only scale-down needs it
+
     async with AsyncExitStack() as stack:
         clock, ids = SystemClock(), SystemIds()
         clients = await stack.enter_async_context(AwsClients())
