@@ -114,6 +114,7 @@ bench: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed ## Run 
 docs: $(VENV)/.tools ## Generate parts of the docs, policies and template from the code
 	PYTHONPATH=. $(BIN)/python docs/generate.py
 	$(BIN)/python deploy/build.py
+	$(BIN)/python deploy/aws_shapes.py
 
 agent direct: $(VENV)/.installed ## Build the bundle of machines, or of the action (ARCH, PYTHON_ARCHIVE)
 	@$(BIN)/python deploy/bundles.py $@ --architecture $(ARCH) $(if $(PYTHON_ARCHIVE),--python-archive '$(PYTHON_ARCHIVE)')
