@@ -22,7 +22,7 @@ from remuda.controlplane import operator
 from remuda.controlplane.doctor import run_checks
 from remuda.controlplane.operator import InstanceSelector
 from remuda.deployment.api import AwsApi
-from remuda.deployment.bundles import Bundle, BundleKind, BundleSource
+from remuda.deployment.bundles import Bundle, BundleSource, BundleUse
 from remuda.deployment.preflight import Facts, Wanted
 from remuda.deployment.resources import Bucket, CredentialSecret, OidcProvider, SecurityGroup, stack_name
 from remuda.deployment.stack import FAILED_CREATION, Stack, StackChange, new_resources
@@ -109,7 +109,7 @@ def plan_stack(request: DeployRequest, facts: Facts, *, secret: str, groups: str
     bucket = Bucket.name_of(wanted.pool, account)
     architecture = request.parameters.get("Architecture") or facts.stored("Architecture")
     code = choose_code(facts.bundles, architecture)
-    agents = {item.architecture: item for item in facts.bundles if item.kind is BundleKind.AGENT}
+    agents = {item.architecture: item for item in facts.bundles if item.use is BundleUse.AGENT}
     parameters = {
         "Pool": wanted.pool,
         "CodeBucket": bucket,
@@ -149,7 +149,7 @@ def plan_stack(request: DeployRequest, facts: Facts, *, secret: str, groups: str
 
 def choose_code(bundles: tuple[Bundle, ...], architecture: str) -> Bundle:
     """The bundle of the functions for this architecture, or the first one."""
-    found = [item for item in bundles if item.kind is BundleKind.LAMBDA]
+    found = [item for item in bundles if item.use is BundleUse.LAMBDA]
     for item in found:
         if architecture in {"", item.architecture}:
             return item
@@ -261,7 +261,7 @@ class Deployment:
 
     def _used_bundles(self, plan: StackPlan) -> list[Bundle]:
         code = plan.parameters["CodeKey"]
-        return [item for item in self._facts.bundles if item.kind is BundleKind.AGENT or item.key == code]
+        return [item for item in self._facts.bundles if item.use is BundleUse.AGENT or item.key == code]
 
     async def _upload(self, bundle: Bundle) -> None:
         async def read() -> bytes:
