@@ -161,9 +161,7 @@ def choose_code(bundles: tuple[Bundle, ...], architecture: str) -> Bundle:
 
 
 def per_architecture(values: Mapping[str, str]) -> str:
-    """One value, or one per architecture, as settings of launch options take them."""
-    if len(values) == 1:
-        return next(iter(values.values()))
+    """One value per architecture, as the settings of the agent take them."""
     return ",".join(f"{name}={value}" for name, value in values.items())
 
 

@@ -279,7 +279,7 @@ def test_code_for_an_architecture_without_a_bundle_is_refused() -> None:
 
 
 def test_values_per_architecture() -> None:
-    assert per_architecture({"x86_64": "a"}) == "a"
+    assert per_architecture({"x86_64": "a"}) == "x86_64=a"
     assert per_architecture({"x86_64": "a", "arm64": "b"}) == "x86_64=a,arm64=b"
 
 
