@@ -24,7 +24,7 @@ from remuda.controlplane.operator import InstanceSelector
 from remuda.deployment.api import AwsApi
 from remuda.deployment.bundles import Bundle, BundleSource, BundleUse
 from remuda.deployment.preflight import Facts, Wanted
-from remuda.deployment.resources import Bucket, CredentialSecret, OidcProvider, SecurityGroup, stack_name
+from remuda.deployment.resources import Bucket, CredentialSecret, OidcProvider, SecurityGroup, SpotRole, stack_name
 from remuda.deployment.stack import FAILED_CREATION, Stack, StackChange, new_resources
 from remuda.deployment.template import template
 from remuda.domain.errors import Partial, UserError
@@ -188,6 +188,7 @@ class Deployment:
         secret = await self._ensure_secret()
         done = await OidcProvider(self._api, self._facts.known_account, self._request.wanted.issuer).ensure(self._pool)
         self._note("OIDC provider of GitHub", done)
+        self._note(f"role {SpotRole.name}", "created" if await SpotRole(self._api).ensure() else "")
         groups = await self._ensure_group()
         plan = plan_stack(self._request, self._facts, secret=secret, groups=groups)
         for bundle in self._used_bundles(plan):

@@ -50,6 +50,7 @@ OWN_ACTIONS = (
     "cloudformation:ExecuteChangeSet",
     "ec2:CreateSecurityGroup",
     "iam:CreateOpenIDConnectProvider",
+    "iam:CreateServiceLinkedRole",
     "lambda:InvokeFunction",
     "s3:CreateBucket",
     "s3:PutBucketPolicy",
