@@ -212,7 +212,7 @@ async def test_changed_settings_apply_after_a_while(subject: Broker, monkeypatch
 
     async def read_parameter(_clients: Any, name: str) -> str:
         read.append(name)
-        return "REMUDA_REPOSITORIES=" + ("octo/repo" if len(read) == 1 else "octo/other")
+        return "REMUDA_REPOSITORIES=" + {1: "octo/repo", 2: "octo/other"}.get(len(read), "octo/*")
 
     monkeypatch.setattr(aws_clients, "read_parameter", read_parameter)
     monkeypatch.setenv("AWS_REGION", "eu-central-1")
@@ -224,6 +224,13 @@ async def test_changed_settings_apply_after_a_while(subject: Broker, monkeypatch
     await asyncio.sleep(SETTINGS_LIFETIME_S)
     assert "may not use pool test" in await subject.refused()
     assert len(read) == 2
+    await asyncio.sleep(SETTINGS_LIFETIME_S)
+    assert (await subject.call("provision")).exit == 0
+    # With the new settings.
+    assert [[str(each) for each in settings.repositories] for settings, _ in subject.opened] == [
+        ["octo/repo"],
+        ["octo/*"],
+    ]
 
 
 # Refusals -------------------------------------------------------------------------------------------------------------
