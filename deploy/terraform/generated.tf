@@ -44,8 +44,6 @@ locals {
     REMUDA_ACTIONS_RUNNER_URL              = var.actions_runner_url
     REMUDA_AGENT_URL                       = var.agent_url
     REMUDA_AGENT_SHA256                    = var.agent_sha256
-    REMUDA_PYTHON_URL                      = var.python_url
-    REMUDA_PYTHON_SHA256                   = var.python_sha256
     REMUDA_JOB_IMAGE_URL                   = var.job_image_url
     REMUDA_JOB_IMAGE_SHA256                = var.job_image_sha256
     REMUDA_CACHE_PATHS                     = join(",", var.cache_paths)
@@ -229,28 +227,14 @@ variable "actions_runner_url" {
 }
 
 variable "agent_url" {
-  description = "URL of the agent package, unless the image contains the agent."
+  description = "https:// or s3:// URL of the agent's bundle, or one per architecture: x86_64=URL,arm64=URL. Not needed if the image contains the agent."
   type        = string
   default     = ""
   nullable    = false
 }
 
 variable "agent_sha256" {
-  description = "SHA-256 digest of the agent package."
-  type        = string
-  default     = ""
-  nullable    = false
-}
-
-variable "python_url" {
-  description = "URL of a Python build for the agent, unless the image contains one."
-  type        = string
-  default     = ""
-  nullable    = false
-}
-
-variable "python_sha256" {
-  description = "SHA-256 digest of the Python build."
+  description = "SHA-256 digest of the agent's bundle, or one per architecture: x86_64=SHA256,arm64=SHA256."
   type        = string
   default     = ""
   nullable    = false

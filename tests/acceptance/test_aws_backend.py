@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from tests.support.aws.stack import POOL, SCOPE, SHORT_TIMES, AwsStack
 from tests.support.cli import run_installed
 from tests.support.records import birth, instance
+from tests.support.user_data import decode_user_data
 
 
 def test_provision_whose_machines_never_boot_leaves_nothing(stack: AwsStack):
@@ -54,7 +54,7 @@ async def test_launch_template_follows_the_newest_runner(stack: AwsStack):
             answer = await client.describe_launch_template_versions(
                 LaunchTemplateName=f"remuda-{pool}", Versions=["$Default"]
             )
-        return base64.b64decode(answer["LaunchTemplateVersions"][0]["LaunchTemplateData"]["UserData"]).decode()
+        return decode_user_data(answer["LaunchTemplateVersions"][0]["LaunchTemplateData"]["UserData"])
 
     async with stack.github_client() as github:
         try:

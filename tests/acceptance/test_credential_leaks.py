@@ -29,6 +29,7 @@ from tests.support.aws.stack import POOL, SCOPE
 from tests.support.cli import run_cli
 from tests.support.leak_scanner import Leak, LeakScanner, issued_credentials, key_pair, observe_processes
 from tests.support.namespace_machine.machine import NamespaceMachine, unsupported_reason
+from tests.support.user_data import decode_user_data
 from tests.support.virtual_time import until
 
 APP_ID = "4242"
@@ -405,4 +406,4 @@ async def add_ec2_state(leak_test: LeakTest) -> None:
         )
     for number, version in enumerate(versions["LaunchTemplateVersions"]):
         data = version["LaunchTemplateData"]["UserData"]
-        leak_test.seen[f"launch template {number}"] = f"{version} {base64.b64decode(data).decode()}"
+        leak_test.seen[f"launch template {number}"] = f"{version} {decode_user_data(data)}"

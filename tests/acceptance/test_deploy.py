@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from remuda.deployment.policies import FUNCTIONS
+from remuda.deployment.template import template
+from remuda.domain.instance import State
 from tests.support.aws.deployment import EmptyAccount, empty_account
 from tests.support.aws.stack import SCOPE, AwsStack
 
@@ -20,26 +27,35 @@ def statuses(checks: list[dict[str, str]]) -> dict[str, str]:
     return {item["name"]: item["status"] for item in checks}
 
 
+def changes(document: dict[str, Any]) -> set[tuple[str, str]]:
+    return {(item["change"], item["resource"]) for item in document["changes"]}
+
+
 def test_dry_run_lists_everything_and_leaves_nothing(account: EmptyAccount):
     before = account.resources("")
-    result = account.deploy("--dry-run", pool="dry")
+    result = account.deploy("--dry-run", pool="whole")
     assert result.code == 0, result.stderr
-    found = {(item["change"], item["resource"]) for item in result.document["changes"]}
-    assert {("add", "Table"), ("add", "RefreshFunction"), ("add", "WorkflowRole"), ("add", "QueueLarge")} <= found
-    assert not [name for _, name in found if name.endswith("Alarm")]
+    assert {("add", "Table"), ("add", "RefreshFunction"), ("add", "WorkflowRole")} <= changes(result.document)
     assert set(result.document["outside"]) == {"bucket", "secret", "oidc provider", "security group"}
     assert account.resources("") == before
 
 
 def test_deploy_creates_a_pool_that_doctor_finds_healthy_and_again_changes_nothing(account: EmptyAccount):
+    planned = account.deploy("--dry-run", pool="whole").document
     result = account.deploy("--yes", pool="whole")
     assert result.code == 0, result.stderr
     document = result.document
+
+    async def created(client: Any) -> set[tuple[str, str]]:
+        found = await client.describe_stack_resources(StackName="remuda-whole")
+        return {("add", item["LogicalResourceId"]) for item in found["StackResources"]}
+
+    # The dry run evaluates the conditions of the template like CloudFormation.
+    assert changes(planned) == account.call("cloudformation", created)
     assert statuses(document["doctor"]).keys() >= {"table", "launch template", "github access"}
     assert {status for name, status in statuses(document["doctor"]).items()} == {"ok"}, document["doctor"]
     assert f"tokens for {SCOPE}" in document["refresh"]["applied"]
     assert f"role-to-assume: {document['outputs']['WorkflowRoleArn']}" in document["workflow"]
-    assert {"add"} == {item["change"] for item in document["changes"]}
     # Events of the stack are shown as they happen.
     assert "Table: create complete" in result.stderr
     assert account.stack.github.token not in result.stdout + result.stderr
@@ -54,8 +70,143 @@ def test_deploy_creates_a_pool_that_doctor_finds_healthy_and_again_changes_nothi
 def test_changed_settings_change_only_what_depends_on_them(account: EmptyAccount):
     result = account.deploy("--yes", "--max-uses", "7", pool="whole")
     assert result.code == 0, result.stderr
-    assert {(item["change"], item["resource"]) for item in result.document["changes"]} == {("change", "Settings")}
+    assert changes(result.document) == {("change", "Settings")}
     assert result.document["refresh"]["changes"] == {"max-uses": [50, 7]}
     # Settings that are not given keep their values.
     again = account.deploy("--yes", pool="whole")
     assert (again.document["changes"], again.document["refresh"]["changes"]) == ([], {})
+
+
+# Upgrade and removal --------------------------------------------------------------------------------------------------
+
+
+def test_upgrade_replaces_idle_machines_and_lets_runs_finish(account: EmptyAccount):
+    idle, busy = account.launch_machines("whole", State.IDLE, State.RUNNING)
+    same = account.deploy("--yes", pool="whole")
+    assert (same.document["drained"], account.machines("whole")[idle]) == ([], "running"), same.stderr
+    result = account.deploy("--yes", pool="whole", agent="second")
+    assert result.code == 0, result.stderr
+    assert changes(result.document) == {("change", "Settings")}
+    assert [line for line in result.document["done"] if "remuda-agent" in line]
+    assert sorted(result.document["drained"]) == sorted([idle, busy])
+    states = account.machines("whole")
+    assert (states[idle], states[busy]) == ("terminated", "running")
+    # Nothing is drained twice.
+    assert account.deploy("--yes", pool="whole", agent="second").document["drained"] == []
+
+
+async def test_destroy_waits_for_runs_and_can_be_interrupted(account: EmptyAccount):
+    command = await account.start("destroy", "--pool", "whole", "--yes")
+    async for line in command.stderr:
+        if b"1 of them in use; --force terminates them now" in line:
+            break
+    command.send_signal(signal.SIGINT)
+    result = await command.result()
+    assert (result.code, "remuda destroy continues from there" in result.stderr) == (130, True), result.stderr
+    assert "running" in (await asyncio.to_thread(account.machines, "whole")).values()
+
+
+def test_destroy_leaves_nothing_and_can_be_repeated(account: EmptyAccount):
+    refused = account.destroy(pool="whole")
+    assert (refused.code, refused.document["error"]["field"]) == (2, "--yes")
+    before = account.resources("whole")
+    dry = account.destroy("--dry-run", pool="whole")
+    assert (dry.code, account.resources("whole")) == (0, before)
+    assert "table remuda-whole" in dry.document["deleted"]
+    result = account.destroy("--yes", "--force", pool="whole")
+    assert result.code == 0, result.stderr
+    assert account.resources("whole") == []
+    assert set(account.machines("whole").values()) <= {"terminated"}
+    again = account.destroy("--yes", pool="whole")
+    assert (again.code, again.document["deleted"]) == (0, [])
+    assert "nothing is left" in again.stderr
+
+
+# Cuts -----------------------------------------------------------------------------------------------------------------
+
+CREATIONS = (
+    *("CreateBucket", "PutBucketPolicy", "CreateSecret", "CreateOpenIDConnectProvider", "CreateSecurityGroup"),
+    *("PutObject", "CreateChangeSet", "ExecuteChangeSet", "Invoke"),
+)
+DELETIONS = (
+    *("DeleteLaunchTemplate", "DeleteStack", "DeleteSecurityGroup", "DeleteObjects", "DeleteSecret"),
+    "DeleteOpenIDConnectProvider",
+)
+
+
+async def test_deploy_and_destroy_continue_after_every_cut(account: EmptyAccount):
+    pool = "cut"
+    for operation in CREATIONS:
+        result = await account.cut(account.arguments("--yes", pool=pool), operation)
+        assert result.code == -signal.SIGKILL, (operation, result.stderr)
+    last = await asyncio.to_thread(account.deploy, "--yes", pool=pool)
+    assert (last.code, last.document["changes"], last.document["done"]) == (0, [], []), last.stderr
+    assert {item["status"] for item in last.document["doctor"]} == {"ok"}
+    for operation in DELETIONS:
+        result = await account.cut(["destroy", "--pool", pool, "--yes"], operation)
+        assert result.code == -signal.SIGKILL, (operation, result.stderr)
+    last = await asyncio.to_thread(account.destroy, "--yes", pool=pool)
+    assert (last.code, last.document["deleted"]) == (0, []), last.stderr
+    assert await asyncio.to_thread(account.resources, pool) == []
+
+
+def test_failed_creation_is_explained_and_the_next_run_recovers(account: EmptyAccount):
+    pool, name = "failed", "/remuda/failed/settings"
+
+    async def create(ssm: Any) -> None:
+        await ssm.put_parameter(Name=name, Value="of somebody else", Type="String")
+
+    async def delete(ssm: Any) -> None:
+        await ssm.delete_parameter(Name=name)
+
+    account.call("ssm", create)
+    result = account.deploy("--yes", pool=pool)
+    assert result.code == 4, result.stderr
+    assert "Settings (AWS::SSM::Parameter)" in result.document["error"]["message"]
+    account.call("ssm", delete)
+    again = account.deploy("--yes", pool=pool)
+    assert (again.code, "ROLLBACK_COMPLETE; deleting it" in again.stderr) == (0, True), again.stderr
+
+
+def test_replacement_of_the_table_is_refused(account: EmptyAccount):
+    made = template()
+    made["Resources"] = {"Table": made["Resources"]["Table"]}
+    made["Outputs"] = {}
+    table = made["Resources"]["Table"]["Properties"]
+    table |= {
+        "AttributeDefinitions": [{"AttributeName": "other", "AttributeType": "S"}],
+        "KeySchema": [{"AttributeName": "other", "KeyType": "HASH"}],
+    }
+    del table["GlobalSecondaryIndexes"]
+
+    async def create(client: Any) -> None:
+        parameters = [{"ParameterKey": "Pool", "ParameterValue": "odd"}]
+        await client.create_stack(StackName="remuda-odd", TemplateBody=json.dumps(made), Parameters=parameters)
+
+    account.call("cloudformation", create)
+    result = account.deploy("--yes", pool="odd")
+    assert (result.code, result.document["error"]["field"]) == (2, "--allow-replacement"), result.stderr
+
+    async def describe(client: Any) -> Any:
+        await client.delete_stack(StackName="remuda-odd")
+        return (await client.list_change_sets(StackName="remuda-odd"))["Summaries"]
+
+    assert account.call("cloudformation", describe) == []
+
+
+def test_kept_data_survives_and_is_deleted_later(account: EmptyAccount):
+    pool = "failed"
+    result = account.destroy("--yes", "--keep-data", pool=pool)
+    assert result.code == 0, result.stderr
+    kept = {
+        "table remuda-failed",
+        "secret remuda/failed/github",
+        *(f"log group /remuda/failed/{who}" for who in FUNCTIONS),
+    }
+    assert set(result.document["kept"]) == kept
+    assert {name.partition(" ")[0] for name in account.resources(pool)} == {"dynamodb", "logs", "secretsmanager"}
+    refused = account.deploy("--yes", pool=pool)
+    assert (refused.code, statuses(refused.document["checks"])["table"]) == (2, "problem")
+    last = account.destroy("--yes", pool=pool)
+    assert (last.code, set(last.document["deleted"])) == (0, kept), last.stderr
+    assert account.resources(pool) == []

@@ -278,13 +278,18 @@ def test_the_architecture_of_the_image_must_fit(patient: Patient):
     assert "Windows" in lines["image"]["message"]
 
     digest = "0" * 64
-    python = {
-        "REMUDA_PYTHON_URL": "https://example.org/cpython-3.12-x86_64-linux.tar.gz",
-        "REMUDA_PYTHON_SHA256": digest,
+    agent = {
+        "REMUDA_AGENT_URL": "https://example.org/remuda-agent-0.1.0-x86_64.tar.gz",
+        "REMUDA_AGENT_SHA256": digest,
     }
-    code, lines = patient.doctor(flags={"ami": ARM_AMI}, **python)
+    code, lines = patient.doctor(flags={"ami": ARM_AMI}, **agent)
     assert (code, problems(lines)) == (2, {"image"}), lines
-    assert "is for arm64, python-url for x86_64" in lines["image"]["message"]
+    assert "is for arm64, agent-url for x86_64" in lines["image"]["message"]
+    code, lines = patient.doctor(
+        flags={"ami": ARM_AMI}, **{**agent, "REMUDA_AGENT_URL": f"x86_64={agent['REMUDA_AGENT_URL']}"}
+    )
+    assert (code, problems(lines)) == (2, {"image"}), lines
+    assert "agent-url has no value for it" in lines["image"]["message"]
 
     job_image = {"REMUDA_JOB_IMAGE_URL": "s3://bucket/jobs-amd64.tar", "REMUDA_JOB_IMAGE_SHA256": digest}
     code, lines = patient.doctor(flags={"ami": ARM_AMI}, **job_image)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -22,6 +21,7 @@ from remuda.ports.compute import POOL_TAG, PROVISION_TAG, LaunchRequest, Machine
 from tests.support.aws.ec2 import ARM_AMI, LINUX_AMI, WINDOWS_AMI, Ec2Fixture, ec2_fixture, instance_ids
 from tests.support.aws.ec2_shim import PAGE
 from tests.support.records import runner_request
+from tests.support.user_data import decode_user_data
 
 NO_ROOM = "InsufficientInstanceCapacity"
 UNKNOWN = "i-0123456789abcdef0"
@@ -66,7 +66,7 @@ async def test_template_allows_self_termination_and_metadata_tags(world: Ec2Fixt
         "InstanceMetadataTags": "enabled",
     }
     sent = world.server.last("CreateLaunchTemplate")["LaunchTemplateData.UserData"]
-    assert base64.b64decode(sent).startswith(b"#!/bin/bash\n")
+    assert decode_user_data(sent).startswith("#!/bin/bash\n")
 
 
 async def test_new_version_only_if_the_content_changed(world: Ec2Fixture) -> None:
@@ -132,14 +132,17 @@ async def test_template_of_another_owner_is_rejected(world: Ec2Fixture) -> None:
         ({"volume-kms-key": "alias/runners"}, "volume-kms-key"),
         ({"actions-runner-version": "latest"}, "actions-runner-version"),
         ({"actions-runner-sha256": "abc"}, "actions-runner-sha256"),
-        ({"agent-url": "http://example.com/remuda.whl"}, "agent-url"),
-        ({"agent-url": "https://user:secret@example.com/remuda.whl"}, "agent-url"),
-        ({"agent-url": "https://example.com/remuda.whl?X-Amz-Signature=secret"}, "agent-url"),
+        ({"agent-url": "http://example.com/remuda.tar.gz"}, "agent-url"),
+        ({"agent-url": "https://example.com/remuda.whl"}, "agent-url"),
+        ({"agent-url": "https://user:secret@example.com/remuda.tar.gz"}, "agent-url"),
+        ({"agent-url": "https://example.com/remuda.tar.gz?X-Amz-Signature=secret"}, "agent-url"),
+        ({"agent-url": "x64=https://example.com/remuda.tar.gz"}, "agent-url"),
+        ({"agent-sha256": "x86_64=abc"}, "agent-sha256"),
         ({"github-environment": "line\nbreak"}, "github-environment"),
         ({"pre-runner-script": "\0"}, "pre-runner-script"),
         ({"colour": "red"}, "colour"),
         ({"agent-url": "https://example.com/remuda.tar.gz"}, "agent-sha256"),
-        ({"agent-url": "s3://bucket/remuda-1-py3-none-any.whl", "agent-sha256": "0" * 64}, "python-url"),
+        ({"agent-url": "s3://bucket/remuda.tar.gz", "agent-sha256": f"arm64={'0' * 64}"}, "agent-sha256"),
         ({"actions-runner-version": "2.336.0"}, "actions-runner-sha256"),
     ],
 )

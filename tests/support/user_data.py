@@ -5,12 +5,15 @@ User data runs on folders in place of a machine's root, with system commands rep
 
 from __future__ import annotations
 
+import base64
+import gzip
 import hashlib
 import io
 import json
 import shutil
 import socket
 import subprocess
+import sys
 import tarfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +35,7 @@ class FakeImds:
             "instance-id": INSTANCE_ID,
             "instance-life-cycle": "on-demand",
             "placement/region": "eu-central-1",
+            "services/domain": "amazonaws.com",
             "tags/instance/remuda:pool": "pool",
             "tags/instance/remuda:margin-s": "60",
             "tags/instance/remuda:first-life-s": "400",
@@ -67,6 +71,7 @@ class FakeImds:
             "instance-life-cycle": life_cycle,
             "placement/availability-zone": zone,
             "placement/region": zone[:-1],
+            "services/domain": "amazonaws.com",
             **{f"tags/instance/{key}": value for key, value in tags.items()},
         }
 
@@ -150,6 +155,12 @@ def user_data(launch: dict[str, str] | None = None, **more: object) -> str:
     return build_user_data(options, pool="pool", environment={}, **more)  # type: ignore[arg-type]
 
 
+def decode_user_data(value: str) -> str:
+    """The text of user data as EC2 returns it. cloud-init decompresses it, too."""
+    data = base64.b64decode(value)
+    return (gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data).decode()
+
+
 class BootstrapBox:
     """The folders of a machine, and replaced commands that record their calls."""
 
@@ -163,6 +174,7 @@ class BootstrapBox:
         self.mirror, self.bin = folder / "mirror", folder / "bin"
         self.mirror.mkdir()
         self.bin.mkdir()
+        self.imds = imds
         self._calls = folder / "calls"
         for name in (
             *("systemd-run", "systemctl", "shutdown", "networkctl", "ip6tables", "apt-get", "sleep"),
@@ -182,6 +194,11 @@ class BootstrapBox:
 
     def command(self, name: str, text: str) -> None:
         executable(self.bin / name, text)
+
+    def no_pauses(self) -> None:
+        """Let Python programs of the bootstrap repeat failed requests at once."""
+        program = "import sys, time; time.sleep = lambda _: 0; del sys.argv[:2]; exec(sys.stdin.read())"
+        self.command("python3", f'#!/bin/sh\nexec {sys.executable} -ISc "{program}" "$@"\n')
 
     def without(self, *names: str) -> None:
         """Remove commands, also those of this computer."""

@@ -86,8 +86,12 @@ WORKFLOW_INPUTS = frozenset(
         "usage-class",
     }
 )
+#: Inputs of direct mode that the token replaces.
+CLAIMED_INPUTS = frozenset({"repository", "run-attempt"})
 #: Seconds that a provision leaves of the function's time, for its rollback and for the answer.
 PROVISION_RESERVE_S = 30.0
+#: Seconds that a cancelled step waits for its instances: GitHub kills it after ten.
+CANCEL_WAIT_S = 3.0
 #: Seconds that settings are used before they are read again.
 SETTINGS_LIFETIME_S = 60.0
 MAX_BODY = 65_536
@@ -174,6 +178,8 @@ def _inputs(document: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _refused_input(name: str) -> UserError:
+    if name in CLAIMED_INPUTS:
+        return UserError(f"{name} comes from the workflow's OIDC token", field=name, fix="remove it from the step")
     if name in SETTING_INPUTS | STEP_INPUTS:
         return UserError(
             f"{name} is set by the pool, not by a workflow",
@@ -338,23 +344,35 @@ async def run_job(job: Job, context: Context, output: BrokerOutput, *, limit_s: 
     operation = job.request.operation
     if operation == "state":
         return await _state(job, context, output)
-    mode = "provision" if operation == "cancel" else operation
-    unused = ActionInputs(given={"mode": mode, **job.request.inputs}).unused()
-    if unused and operation == "release":
-        output.warnings.append(f"mode release does not use {', '.join(unused)}: remove it")
-    with output.channel.grouped(f"remuda {mode}"):
+    if operation == "cancel":
+        return await _cancel(job, context, output)
+    with output.channel.grouped(f"remuda {operation}"):
         if operation == "provision":
             request = job.provision_request(max_timeout_s=max(1.0, limit_s - PROVISION_RESERVE_S))
             provisioned = await provision(context, request)
         else:
             released = await release(context, run_id=job.label, attempt=job.identity.run_attempt)
     if operation == "provision":
-        return output.answer_of(mode, show_provision(output, provisioned))
-    code = show_release(output, released)
-    if operation == "release":
-        return output.answer_of(mode, code)
-    output.error(Interrupted("cancelled; the provision was stopped and its instances were given back"))
-    return output.answer_of(mode, EXIT_INTERRUPTED)
+        return output.answer_of(operation, show_provision(output, provisioned))
+    unused = ActionInputs(given={"mode": operation, **job.request.inputs}).unused()
+    if unused:
+        output.warnings.append(f"mode release does not use {', '.join(unused)}: remove it")
+    return output.answer_of(operation, show_release(output, released))
+
+
+async def _cancel(job: Job, context: Context, output: BrokerOutput) -> BrokerAnswer:
+    """Release the run without waiting for its machines: the provision in progress gives them back itself."""
+    given_back = "its instances were given back"
+    with output.channel.grouped("remuda release"):
+        try:
+            async with asyncio.timeout(CANCEL_WAIT_S) as limit:
+                await release(context, run_id=job.label, attempt=job.identity.run_attempt)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            given_back = "its instances are being given back"
+    output.error(Interrupted(f"cancelled; the provision was stopped, and {given_back}"))
+    return output.answer_of("provision", EXIT_INTERRUPTED)
 
 
 async def _state(job: Job, context: Context, output: BrokerOutput) -> BrokerAnswer:

@@ -1,4 +1,4 @@
-"""`remuda deploy`."""
+"""`remuda deploy` and `remuda destroy`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import click
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.cli.output import Output, table
 from remuda.cli.read import check_document, check_lines, check_table
-from remuda.cli.run import run_async
+from remuda.cli.run import EXIT_OK, plural, run_async
 from remuda.config.declaration import is_secret_arn
 from remuda.config.settings import SETTINGS, Settings
 from remuda.config.sources import read_private_key
 from remuda.controlplane.doctor import exit_code, run_checks
-from remuda.domain.errors import UserError
+from remuda.domain.errors import Partial, UserError
 from remuda.domain.resources import MAX_SHOWN, check_scope
 from remuda.ports.calls import CallCounter
 from remuda.ports.doctor import CheckResult, CheckStatus
@@ -31,12 +31,14 @@ from remuda.wiring.github import GithubCredential, github_client
 if TYPE_CHECKING:
     from remuda.adapters.github.client import GitHubClient
     from remuda.deployment.deploy import DeployRequest, DeployResult, StackPlan
+    from remuda.deployment.destroy import RemovalPlan
     from remuda.deployment.preflight import Facts
     from remuda.deployment.stack import StackChange, StackState
 
 #: Settings that are list parameters of the stack.
 LIST_PARAMETERS = ("repositories", "environments")
 _INTERRUPTED = "interrupted; what was created stays, and the same command continues from there"
+_REMOVAL_INTERRUPTED = "interrupted; remuda destroy continues from there"
 _CREDENTIAL = (
     "no GitHub credential is given: set REMUDA_GITHUB_TOKEN or give --github-token @FILE; for a GitHub App give "
     "--github-app-id and --github-app-key @FILE"
@@ -188,6 +190,79 @@ def _report(
         }
     )
     return exit_code(result.doctor.values())
+
+
+# Removal ------------------------------------------------------------------------------------------------------------
+
+
+def run_destroy(
+    settings: Settings,
+    output: Output,
+    *,
+    region: str,
+    force: bool,
+    keep_data: bool,
+    confirmed: bool,
+    dry_run: bool,
+) -> int:
+    with aws_libraries():
+        from remuda.deployment.destroy import Destruction  # noqa: PLC0415 - AWS libraries are slow
+
+    _choose_region(region, asks=False)
+    progress = ConsoleProgress(output)
+
+    async def opened(stack: AsyncExitStack) -> Destruction:
+        ports = await _ports(stack)
+        account = await ports["api"].account()
+        return Destruction(**ports, pool=settings.pool, account=account, progress=progress, keeps_data=keep_data)
+
+    async def plan() -> RemovalPlan:
+        async with AsyncExitStack() as stack:
+            return await (await opened(stack)).plan()
+
+    async def remove() -> RemovalPlan:
+        async with AsyncExitStack() as stack:
+            destruction = await opened(stack)
+            await destruction.remove_machines(force=force)
+            await destruction.remove_rest()
+            return await destruction.plan()
+
+    found = run_async(plan)
+    document = {
+        "pool": settings.pool,
+        "dry_run": dry_run,
+        "machines": found.machines,
+        "deleted": [item.what for item in found.deleted],
+    }
+    if not found.removals and not found.machines:
+        output.say(f"nothing is left of pool {settings.pool}")
+        output.result({**document, "kept": {}})
+        return EXIT_OK
+    _show_removals(output, found)
+    if not dry_run:
+        data = [item.what for item in found.deleted if item.is_data]
+        jobs = f" and end {plural(found.busy, 'run')}" if found.busy and force else ""
+        lost = f" (with its data: {', '.join(data)})" if data else ""
+        _confirm(
+            f"delete pool {settings.pool}{lost}{jobs}?", asks=sys.stdin.isatty(), confirmed=confirmed, default=False
+        )
+        left = run_async(remove, on_interrupt_message=_REMOVAL_INTERRUPTED)
+        if left.deleted:
+            raise Partial(
+                f"not deleted yet: {', '.join(item.what for item in left.deleted)}", fix="run remuda destroy again"
+            )
+        output.say(f"pool {settings.pool} is deleted")
+    output.result({**document, "kept": {item.what: item.kept_because for item in found.kept}})
+    return EXIT_OK
+
+
+def _show_removals(output: Output, plan: RemovalPlan) -> None:
+    if plan.machines:
+        output.say(f"{plural(plan.machines, 'machine')}, {plan.busy} of them in use")
+    for item in plan.deleted:
+        output.say(f"delete  {item.what}{' (data)' if item.is_data else ''}")
+    for item in plan.kept:
+        output.say(f"keep    {item.what}: {item.kept_because}", style="yellow")
 
 
 # Input --------------------------------------------------------------------------------------------------------------
@@ -446,7 +521,7 @@ def _base_document(
     }
 
 
-def _confirm(question: str, *, asks: bool, confirmed: bool) -> None:
+def _confirm(question: str, *, asks: bool, confirmed: bool, default: bool = True) -> None:
     if confirmed:
         return
     if not asks:
@@ -455,5 +530,5 @@ def _confirm(question: str, *, asks: bool, confirmed: bool) -> None:
             field="--yes",
             fix="pass --yes, or --dry-run",
         )
-    if not click.confirm(question, default=True, err=True):
+    if not click.confirm(question, default=default, err=True):
         raise UserError("the stack was not changed", field="--yes", fix="answer y, or pass --yes")

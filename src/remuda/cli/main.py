@@ -172,6 +172,12 @@ def _instances() -> Argument:
     )
 
 
+def _region() -> click.Option:
+    return option(
+        "--region", "Region of AWS. (default: AWS_REGION, or that of the profile)", text(metavar="REGION"), default=""
+    )
+
+
 def _every(limits: str = "") -> click.Option:
     return option("--every", f"Repeat after this many seconds, until interrupted.{limits}", _SECONDS_BETWEEN_RUNS)
 
@@ -299,9 +305,7 @@ _command(
     "deploy",
     "cli.deploy:run_deploy",
     "Create or upgrade a pool on AWS: everything that it needs.",
-    option(
-        "--region", "Region of AWS. (default: AWS_REGION, or that of the profile)", text(metavar="REGION"), default=""
-    ),
+    _region(),
     option("--vpc", "VPC of the machines. (default: the default VPC, or the only one)", text(metavar="ID"), default=""),
     option(
         "--github-token",
@@ -332,6 +336,17 @@ _command(
     option(*_DRY_RUN),
     more="Shows the changes first. An interrupted deployment continues when it is run again. Settings that are not "
     "given keep their values.",
+)
+_command(
+    "destroy",
+    "cli.deploy:run_destroy",
+    "Delete a pool on AWS: its machines, the stack and everything else.",
+    _region(),
+    option("--force", "Terminate the machines now, with their jobs, instead of waiting for the jobs."),
+    option("--keep-data", "Keep the table, the logs and the secret with the GitHub credential."),
+    option("--yes", "Do not ask.", to="confirmed"),
+    option(*_DRY_RUN),
+    more="Asks before it deletes data. An interrupted removal continues when it is run again.",
 )
 _command("doctor", "cli.read:run_doctor", "Check everything that the pool needs, and say what to fix.")
 _command("config", "cli.read:run_config", "Show every setting, its value and its source.")

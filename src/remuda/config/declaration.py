@@ -27,7 +27,7 @@ POOL_COMMANDS = (
     "doctor",
 )
 #: Commands that create or delete a pool on AWS. They have no backend to choose.
-DEPLOY_COMMANDS = ("deploy",)
+DEPLOY_COMMANDS = ("deploy", "destroy")
 ALL_COMMANDS = (*POOL_COMMANDS, *DEPLOY_COMMANDS, "config", "run-workflow", "demo")
 #: Modes of the GitHub Action: each runs the command of that name.
 ACTION_MODES = ("provision", "release", "refresh", "scale-down")

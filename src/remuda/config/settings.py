@@ -507,10 +507,14 @@ class Settings:
     actions_runner_url: str = _launch_option(
         "URL", "URL of a mirror of the package of a fixed version, or one per architecture: x64=URL,arm64=URL."
     )
-    agent_url: str = _launch_option("URL", "URL of the agent package, unless the image contains the agent.")
-    agent_sha256: str = _launch_option("SHA256", "SHA-256 digest of the agent package.")
-    python_url: str = _launch_option("URL", "URL of a Python build for the agent, unless the image contains one.")
-    python_sha256: str = _launch_option("SHA256", "SHA-256 digest of the Python build.")
+    agent_url: str = _launch_option(
+        "URL",
+        "https:// or s3:// URL of the agent's bundle, or one per architecture: x86_64=URL,arm64=URL. Not needed if "
+        "the image contains the agent.",
+    )
+    agent_sha256: str = _launch_option(
+        "SHA256", "SHA-256 digest of the agent's bundle, or one per architecture: x86_64=SHA256,arm64=SHA256."
+    )
     job_image_url: str = _launch_option(
         "URL", "URL of a tar archive with the root file system of jobs, instead of the instance's own."
     )

@@ -75,12 +75,12 @@ class StackPlan:
     kept: tuple[str, ...]
 
     @property
-    def text(self) -> str:
-        return json.dumps(self.template, separators=(",", ":"))
+    def text(self) -> bytes:
+        return json.dumps(self.template, separators=(",", ":")).encode()
 
     @property
     def key(self) -> str:
-        return f"template/{hashlib.sha256(self.text.encode()).hexdigest()}.json"
+        return template_key(self.text)
 
     def value(self, name: str, facts: Facts) -> str:
         if name in self.parameters:
@@ -194,7 +194,7 @@ class Deployment:
         plan = plan_stack(self._request, self._facts, secret=secret, groups=groups)
         for bundle in self._used_bundles(plan):
             await self._upload(bundle)
-        await self._bucket.upload(plan.key, plan_reader(plan))
+        await self._bucket.upload(plan.key, plan.text)
         self._progress.step(f"change set of stack {self._stack.name}")
         self.result.changes = await self._create_change_set(plan)
         return plan
@@ -213,7 +213,7 @@ class Deployment:
                 field="--dry-run",
                 fix="run it again when it is done",
             )
-        is_new = await self._bucket.upload(plan.key, plan_reader(plan))
+        is_new = await self._bucket.upload(plan.key, plan.text)
         try:
             return await self._create_change_set(plan)
         finally:
@@ -372,11 +372,8 @@ class Deployment:
         return None
 
 
-def plan_reader(plan: StackPlan) -> Any:
-    async def read() -> bytes:
-        return plan.text.encode()
-
-    return read
+def template_key(text: bytes) -> str:
+    return f"template/{hashlib.sha256(text).hexdigest()}.json"
 
 
 def _added(changes: tuple[StackChange, ...]) -> set[str]:

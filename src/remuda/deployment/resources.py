@@ -147,11 +147,12 @@ class Bucket:
     async def has(self, key: str) -> bool:
         return await self._api.find("s3", "HeadObject", _NO_OBJECT, Bucket=self.name, Key=key) is not None
 
-    async def upload(self, key: str, read: Callable[[], Awaitable[bytes]]) -> bool:
+    async def upload(self, key: str, content: bytes | Callable[[], Awaitable[bytes]]) -> bool:
         """Store the content under a key that contains its digest. Whether it was not there yet."""
         if await self.has(key):
             return False
-        content = await read()
+        if not isinstance(content, bytes):
+            content = await content()
         digest = base64.b64encode(hashlib.sha256(content).digest()).decode()
         # S3 refuses content with another digest, so an object under the key is complete.
         await self._api.call("s3", "PutObject", Bucket=self.name, Key=key, Body=content, ChecksumSHA256=digest)
@@ -258,6 +259,10 @@ class OidcProvider:
 
     async def _get(self) -> dict[str, Any] | None:
         return await self._api.find("iam", "GetOpenIDConnectProvider", _NO_ENTITY, OpenIDConnectProviderArn=self.arn)
+
+    async def owner(self) -> str:
+        """The pool whose deployment created it; empty if something else did."""
+        return tags_of(((await self._get()) or {}).get("Tags")).get(POOL_TAG, "")
 
     async def ensure(self, pool: str) -> str:
         """What was done, or an empty text."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 from remuda.domain.errors import UserError
@@ -29,6 +30,12 @@ REFUSED_AFTER = timedelta(days=30)
 WARN_BEFORE = timedelta(days=7)
 #: Time without an answer of GitHub about the newest version after which to warn.
 UNCHECKED_AFTER = timedelta(days=7)
+
+#: What the options with one value per architecture expect.
+DIGEST_HINT = "the SHA-256 of the package: 64 digits 0-9, a-f"
+URL_HINT = "an https:// or s3:// URL that ends in .tar.gz, without a user or a query"
+
+ArchitectureName = TypeVar("ArchitectureName", bound=StrEnum)
 
 _VERSION = re.compile(r"[0-9]{1,4}\.[0-9]{1,5}\.[0-9]{1,5}")
 DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -143,10 +150,8 @@ class RunnerChoice:
     @classmethod
     def parse(cls, launch: Mapping[str, str]) -> RunnerChoice:
         version = launch.get(VERSION, "").strip() or IMAGE
-        digests = _by_architecture(launch, SHA256, "the SHA-256 of the package: 64 digits 0-9, a-f", is_digest)
-        urls = _by_architecture(
-            launch, URL, "an https:// or s3:// URL that ends in .tar.gz, without a user or a query", is_package_url
-        )
+        digests = by_architecture(launch, SHA256, DIGEST_HINT, is_digest, PackageArchitecture)
+        urls = by_architecture(launch, URL, URL_HINT, is_package_url, PackageArchitecture)
         if version in {LATEST, IMAGE}:
             for name, given in ((SHA256, digests), (URL, urls)):
                 if given:
@@ -238,23 +243,28 @@ def is_newer(version: str, other: str) -> bool:
     return tuple(map(int, version.split("."))) > tuple(map(int, other.split(".")))
 
 
-def _by_architecture(
-    launch: Mapping[str, str], name: str, expected: str, is_valid: Callable[[str], bool]
-) -> dict[PackageArchitecture, str]:
+def by_architecture(
+    launch: Mapping[str, str],
+    name: str,
+    expected: str,
+    is_valid: Callable[[str], bool],
+    architectures: type[ArchitectureName],
+) -> dict[ArchitectureName, str]:
     """Parse one value for all architectures, or `x64=…,arm64=…`."""
     text = launch.get(name, "").strip()
     if not text:
         return {}
     if is_valid(text):
-        return dict.fromkeys(PackageArchitecture, text)
-    found: dict[PackageArchitecture, str] = {}
+        return dict.fromkeys(architectures, text)
+    found: dict[ArchitectureName, str] = {}
     for part in text.split(","):
         key, _, value = (word.strip() for word in part.partition("="))
-        if key not in {each.value for each in PackageArchitecture} or not is_valid(value) or key in found:
+        if key not in {each.value for each in architectures} or not is_valid(value) or key in found:
             # A URL may contain a credential.
             shown = f": {text[:MAX_SHOWN]!r}" if "@" not in text and "?" not in text else ""
+            each = ",".join(f"{one}=…" for one in architectures)
             raise UserError(
-                f"{name} is invalid{shown}", field=name, fix=f"set {expected}; or one per architecture, x64=…,arm64=…"
+                f"{name} is invalid{shown}", field=name, fix=f"set {expected}; or one per architecture, {each}"
             )
-        found[PackageArchitecture(key)] = value
+        found[architectures(key)] = value
     return found

@@ -10,23 +10,33 @@ import asyncio
 import hashlib
 import io
 import json
+import os
+import signal
 import threading
 import zipfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import aiobotocore
 
 import remuda
+from remuda.adapters.system.clock import SystemClock
+from remuda.cli.main import main as run_remuda
+from remuda.deployment.api import AwsApi
 from remuda.deployment.bundles import SUMS, BundleKind, bundle_name
+from remuda.domain.instance import State
+from remuda.ports.compute import POOL_TAG
 from tests.support.aws.servers import LOOPBACK, aws_client
 from tests.support.aws.stack import SCOPE, AwsStack
-from tests.support.cli import CommandResult, run_cli
+from tests.support.cli import CommandResult, ForkedProcess, run_cli, start_cli
+from tests.support.records import birth, instance
 
 T = TypeVar("T")
 
@@ -52,6 +62,25 @@ RESOURCES = (
     ("sqs", "list_queues", "QueueUrls", ""),
     ("ssm", "describe_parameters", "Parameters", "Name"),
 )
+
+
+#: Variable with an operation of AWS and a signal: the process gets the signal when it has called the operation.
+CUT_AFTER = "REMUDA_TEST_CUT_AFTER"
+
+
+def main(arguments: list[str]) -> int:
+    """The `remuda` command, cut after an operation. For `start_cli`."""
+    operation, _, number = os.environ.pop(CUT_AFTER).partition(":")
+    original = AwsApi._call
+
+    async def call(self: AwsApi, service: str, called: str, parameters: dict[str, Any]) -> dict[str, Any]:
+        answer = await original(self, service, called, parameters)
+        if called == operation:
+            os.kill(os.getpid(), int(number))
+        return answer
+
+    with patch.object(AwsApi, "_call", call):
+        return run_remuda(arguments)
 
 
 class QuotaHandler(BaseHTTPRequestHandler):
@@ -131,6 +160,15 @@ class EmptyAccount:
     def destroy(self, *more: str, pool: str, **variables: str) -> CommandResult:
         return self._run(["destroy", "--pool", pool, "--json", *more], variables)
 
+    async def cut(self, arguments: list[str], operation: str, number: int = signal.SIGKILL) -> CommandResult:
+        """Run a command that gets this signal once AWS has carried out an operation."""
+        environment = self.environment(**{CUT_AFTER: f"{operation}:{number}"})
+        command = await start_cli(arguments, environment=environment, cwd=self.stack.folder, program=__name__)
+        return await command.result()
+
+    async def start(self, *arguments: str) -> ForkedProcess:
+        return await start_cli(arguments, environment=self.environment(), cwd=self.stack.folder)
+
     def remuda(self, *arguments: str, pool: str, **variables: str) -> CommandResult:
         return self._run([*arguments, "--backend", "aws", "--pool", pool, "--json"], variables)
 
@@ -152,9 +190,56 @@ class EmptyAccount:
         """Everything in the account with the name of the pool."""
 
         async def list_all() -> list[str]:
-            return [name async for name in self._names() if f"remuda-{pool}" in name or f"remuda/{pool}/" in name]
+            return [name async for name in self._names() if f"remuda-{pool}" in name or f"remuda/{pool}" in name]
 
         return asyncio.run(list_all())
+
+    def launch_machines(self, pool: str, *states: State) -> list[str]:
+        """Machines with the tag of the pool, and with records in these states."""
+
+        async def launch(ec2: Any) -> list[str]:
+            count = len(states)
+            answer = await ec2.run_instances(ImageId=self.stack.launch["ami"], MinCount=count, MaxCount=count)
+            names = [item["InstanceId"] for item in answer["Instances"]]
+            await ec2.create_tags(Resources=names, Tags=[{"Key": POOL_TAG, "Value": pool}])
+            return names
+
+        names = self.call("ec2", launch)
+        now = SystemClock().now()
+        records = [
+            instance(
+                instance_id=name,
+                state=state,
+                run_id="" if state is State.IDLE else "77",
+                threshold=now + timedelta(seconds=600),
+                created_at=now,
+            )
+            for name, state in zip(names, states, strict=True)
+        ]
+
+        async def put(client: Any) -> None:
+            store = self.stack.instance_store(client, pool)
+            for record in records:
+                await store.apply(birth(record))
+            await store.close()
+
+        self.call("dynamodb", put)
+        return names
+
+    def machines(self, pool: str) -> dict[str, str]:
+        """The states of the pool's machines on EC2."""
+
+        async def describe(ec2: Any) -> dict[str, str]:
+            filters = [{"Name": f"tag:{POOL_TAG}", "Values": [pool]}]
+            pages = ec2.get_paginator("describe_instances").paginate(Filters=filters)
+            return {
+                item["InstanceId"]: item["State"]["Name"]
+                async for page in pages
+                for reservation in page["Reservations"]
+                for item in reservation["Instances"]
+            }
+
+        return self.call("ec2", describe)
 
     async def _names(self) -> AsyncIterator[str]:
         for service, operation, key, name in RESOURCES:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import base64
 import contextlib
 import re
 import shutil
@@ -32,7 +31,7 @@ from tests.support.aws.servers import aws_client
 from tests.support.aws.stack import SCOPE, AwsStack
 from tests.support.namespace_machine.machine import NamespaceMachine, bake_image, unsupported_reason
 from tests.support.namespace_machine.network import MetadataNetwork
-from tests.support.user_data import FakeImds, fake_imds
+from tests.support.user_data import FakeImds, decode_user_data, fake_imds
 
 if TYPE_CHECKING:
     from types_aiobotocore_ec2 import EC2Client
@@ -179,7 +178,7 @@ class Ec2MachineRunner:
 
     async def _user_data(self, instance_id: str) -> str:
         answer = await self._ec2.describe_instance_attribute(InstanceId=instance_id, Attribute="userData")
-        return base64.b64decode(answer["UserData"]["Value"]).decode()
+        return decode_user_data(answer["UserData"]["Value"])
 
 
 @asynccontextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from pathlib import Path
@@ -88,10 +89,11 @@ def test_a_launch_uses_the_zones_with_the_most_free_addresses() -> None:
 
 
 def test_the_largest_template_is_within_the_limits() -> None:
-    data = template_data(OPTIONS, "x" * 16_384, POOL, ROOT_DEVICE)
-    parameters = {"LaunchTemplateName": template_name(POOL), "LaunchTemplateData": data}
+    data = template_data(OPTIONS, "echo", POOL, ROOT_DEVICE)
+    longest = {**data, "UserData": base64.b64encode(bytes(16_384)).decode()}
+    parameters = {"LaunchTemplateName": template_name(POOL), "LaunchTemplateData": longest}
     check_request("ec2", "CreateLaunchTemplate", parameters)
-    longer = {**parameters, "LaunchTemplateData": template_data(OPTIONS, "x" * 16_385, POOL, ROOT_DEVICE)}
+    longer = {**parameters, "LaunchTemplateData": {**data, "UserData": base64.b64encode(bytes(16_385)).decode()}}
     with pytest.raises(ContractViolation, match="UserData is or has 16385"):
         check_request("ec2", "CreateLaunchTemplate", longer)
 

@@ -8,14 +8,16 @@ import os
 import shutil
 import stat
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from remuda.adapters.aws.ec2.options import Ec2LaunchOptions
-from remuda.adapters.aws.user_data import MAX_BYTES, MachineLayout, build_user_data
+from remuda.adapters.aws.user_data import MAX_BYTES, MachineLayout, build_user_data, compress
 from remuda.domain.errors import UserError
+from tests.support.fake_s3 import FakeS3, fake_s3
 from tests.support.user_data import (
     LIMIT_S,
     NEEDED,
@@ -27,16 +29,15 @@ from tests.support.user_data import (
     user_data,
 )
 
+AGENT = "s3://remuda-pool-123456789012-eu-central-1/agent/remuda-agent-0.1.0-"
 RUNNER = "https://github.com/actions/runner/releases/download/v2.336.0/actions-runner-linux-"
 
 
 def everything() -> dict[str, str]:
     digest = "0" * 64
     return {
-        "agent-url": "https://downloads.example.com/remuda-0.1.0-py3-none-any.whl",
-        "agent-sha256": digest,
-        "python-url": "s3://bucket/cpython-3.12-install_only.tar.gz",
-        "python-sha256": digest,
+        "agent-url": f"x86_64={AGENT}x86_64.tar.gz,arm64={AGENT}arm64.tar.gz",
+        "agent-sha256": f"x86_64={digest},arm64={digest}",
         "actions-runner-version": "2.336.0",
         "actions-runner-sha256": f"x64={digest},arm64={digest}",
         "actions-runner-url": f"x64={RUNNER}x64-2.336.0.tar.gz,arm64={RUNNER}arm64-2.336.0.tar.gz",
@@ -50,7 +51,7 @@ def everything() -> dict[str, str]:
 @pytest.mark.parametrize("launch", [{}, everything()])
 def test_user_data_is_valid_bash_within_the_size_limit(launch: dict[str, str]) -> None:
     text = user_data(launch)
-    assert len(text.encode()) < MAX_BYTES
+    assert len(compress(text)) < MAX_BYTES // 2, "scripts need the rest"
     subprocess.run(["bash", "-n"], input=text.encode(), check=True, timeout=LIMIT_S)
 
 
@@ -67,20 +68,25 @@ def test_shellcheck_accepts_the_bootstrap() -> None:
 
 
 def test_dead_man_timer_is_set_before_anything_can_fail() -> None:
-    lines = [line.strip() for line in user_data(everything()).splitlines() if not line.startswith("#")]
+    text = user_data({**everything(), "pre-runner-script": ""})
+    lines = [line.strip() for line in text.splitlines() if not line.startswith("#")]
     commands = [line for line in lines if line and "=" not in line.split()[0]]
+    timer = (
+        '[[ $purpose == image ]] || dead_man remuda-dead-man-boot "$boot_life_s" || '
+        'shutdown -P "+$((boot_life_s / 60 + 1))"'
+    )
     assert commands[:6] == [
         "set -u",
         "umask 077",
         "dead_man() { # UNIT SECONDS",
         'systemd-run --quiet --unit="$1" --on-active="$2" --timer-property=AccuracySec=1s systemctl poweroff --force',
         "}",
-        'dead_man remuda-dead-man-boot "$boot_life_s" || shutdown -P "+$((boot_life_s / 60 + 1))"',
+        timer,
     ]
 
 
 def test_too_long_pre_runner_script_is_rejected() -> None:
-    noise = "".join(hashlib.sha256(str(number).encode()).hexdigest() for number in range(400))
+    noise = "".join(hashlib.sha256(str(number).encode()).hexdigest() for number in range(600))
     with pytest.raises(UserError) as caught:
         user_data({"pre-runner-script": noise})
     assert caught.value.field == "pre-runner-script"
@@ -333,24 +339,130 @@ def test_unresolved_version_is_rejected() -> None:
     assert caught.value.field == "actions-runner-version"
 
 
-def test_wheel_is_installed_with_the_downloaded_interpreter(box: BootstrapBox) -> None:
-    python = (
-        '#!/bin/sh\necho "pip $*" >>"$CALLS"\nprintf "#!/bin/sh\\n" >"${0%/*}/remuda"; chmod 755 "${0%/*}/remuda"\n'
-    )
-    interpreter = box.offer("cpython.tar.gz", {"python/bin/python3": python})
-    wheel = "remuda-0.1.0-py3-none-any.whl"
-    (box.mirror / wheel).write_bytes(b"a wheel")
-    executable(box.opt / "runner" / "bin" / "Runner.Listener", "#!/bin/sh\n")
+@pytest.mark.parametrize(("machine", "arch"), [("x86_64", "x86_64"), ("aarch64", "arm64")])
+def test_agent_for_the_architecture_of_the_machine_is_installed(box: BootstrapBox, machine: str, arch: str) -> None:
+    box.preinstall()
+    (box.opt / "bin" / "remuda").unlink()
+    box.command("uname", f"#!/bin/sh\ncase $1 in -m) echo {machine} ;; *) echo 6.1.0 ;; esac\n")
+    digests = {
+        name: box.offer(f"{name}.tar.gz", {"bin/remuda": f"#!/bin/sh\n# {name}\n"}) for name in ("x86_64", "arm64")
+    }
     launch = {
-        "agent-url": f"https://downloads.example.com/{wheel}",
-        "agent-sha256": hashlib.sha256(b"a wheel").hexdigest(),
-        "python-url": "https://downloads.example.com/cpython.tar.gz",
-        "python-sha256": interpreter,
+        "agent-url": ",".join(f"{name}=https://downloads.example.com/{name}.tar.gz" for name in digests),
+        "agent-sha256": ",".join(f"{name}={digest}" for name, digest in digests.items()),
     }
     done = box.boot(launch)
     assert (done.returncode, done.stderr) == (0, "")
-    assert any(call.startswith("pip -m pip install") and call.endswith(f"/{wheel}[aws]") for call in box.calls)
-    assert os.access(box.opt / "bin" / "remuda", os.X_OK)
+    assert (box.opt / "bin" / "remuda").read_text() == f"#!/bin/sh\n# {arch}\n"
+
+
+# Downloads from S3
+
+CREDENTIALS = {"AccessKeyId": "ASIAEXAMPLE", "SecretAccessKey": "secret/of+the=role", "Token": "token/of+the=role=="}
+KEY = "/remuda-pool-123456789012-eu-central-1/agent/remuda-agent-0.1.0-x86_64~1.tar.gz"
+
+
+@pytest.fixture
+def s3(box: BootstrapBox) -> Iterator[FakeS3]:
+    box.preinstall()
+    box.imds.set_credentials("agent", CREDENTIALS)
+    # Like the real one: new tokens do not end older ones.
+    box.imds.valid = 100
+    with fake_s3("eu-central-1", CREDENTIALS) as server:
+        box.environment["AWS_ENDPOINT_URL_S3"] = server.url
+        yield server
+
+
+def s3_options(box: BootstrapBox, s3: FakeS3) -> dict[str, str]:
+    digest = box.offer("agent.tar.gz", {"bin/remuda": "#!/bin/sh\n# from S3\n"})
+    s3.objects[KEY] = (box.mirror / "agent.tar.gz").read_bytes()
+    return {"agent-url": f"s3:/{KEY}", "agent-sha256": digest}
+
+
+def test_agent_is_downloaded_from_s3_with_the_role_of_the_machine(box: BootstrapBox, s3: FakeS3) -> None:
+    box.command("aws", "#!/bin/sh\nexit 1\n")
+    box.command("python3", f'#!/bin/sh\necho "python3 $*" >>"$CALLS"\nexec {sys.executable} "$@"\n')
+    done = box.boot(s3_options(box, s3))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (box.opt / "bin" / "remuda").read_text() == "#!/bin/sh\n# from S3\n"
+    assert s3.requests == [KEY]
+    seen = "\n".join([*box.calls, done.stdout])
+    assert not [value for value in CREDENTIALS.values() if value in seen]
+
+
+@pytest.mark.parametrize("status", [301, 400])
+def test_bucket_may_be_in_another_region(box: BootstrapBox, s3: FakeS3, status: int) -> None:
+    s3.region, s3.redirect = "us-east-1", status
+    box.no_pauses()
+    done = box.boot(s3_options(box, s3))
+    assert (done.returncode, done.stderr, len(s3.requests)) == (0, "", 2), done.stdout
+
+
+def test_failed_requests_to_s3_are_repeated(box: BootstrapBox, s3: FakeS3) -> None:
+    s3.failures = 4
+    box.no_pauses()
+    done = box.boot(s3_options(box, s3))
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    assert done.stdout.count("503") == 4
+
+
+@pytest.mark.parametrize("problem", ["missing", "denied", "no role", "other key"])
+def test_reason_of_a_failed_download_from_s3_is_reported(box: BootstrapBox, s3: FakeS3, problem: str) -> None:
+    options = s3_options(box, s3)
+    box.no_pauses()
+    expected = "404"
+    if problem == "missing":
+        s3.objects.clear()
+        expected = "NoSuchKey The specified key does not exist."
+    elif problem == "no role":
+        box.imds.values.pop("iam/security-credentials/")
+    elif problem == "other key":
+        box.imds.set_credentials("agent", {**CREDENTIALS, "SecretAccessKey": "another"})
+        expected = "SignatureDoesNotMatch"
+    else:
+        box.imds.set_credentials("agent", {**CREDENTIALS, "Token": "expired"})
+        expected = "InvalidAccessKeyId"
+    done = box.boot(options)
+    assert done.returncode == 1
+    assert expected in done.stdout
+    assert f"the role of this machine needs s3:GetObject on s3:/{KEY}" in done.stdout
+
+
+def agent_options(box: BootstrapBox, text: str, **more: str) -> dict[str, str]:
+    """Offer an agent and return the launch options that install it."""
+    digest = box.offer("agent.tar.gz", {"bin/remuda": text, **more})
+    return {"agent-url": "https://downloads.example.com/agent.tar.gz", "agent-sha256": digest}
+
+
+def test_agent_of_the_image_is_replaced_if_another_one_is_set(box: BootstrapBox) -> None:
+    box.preinstall()
+    first = agent_options(box, "#!/bin/sh\n# first\n", **{"lib/old.py": ""})
+    assert box.boot(first).returncode == 0
+    assert box.boot(first).returncode == 0
+    assert box.calls.count(f"fetch {first['agent-url']}") == 1, "the second boot has it already"
+    assert box.boot(agent_options(box, "#!/bin/sh\n# second\n")).returncode == 0
+    assert (box.opt / "bin" / "remuda").read_text() == "#!/bin/sh\n# second\n"
+    assert not (box.opt / "lib" / "old.py").exists()
+    assert box.boot().returncode == 0
+    assert box.calls.count(f"fetch {first['agent-url']}") == 2, "without the setting, the image's agent is kept"
+
+
+@pytest.mark.parametrize("manager", ["apt-get", "dnf"])
+def test_python_is_installed_if_the_agent_finds_none(box: BootstrapBox, manager: str) -> None:
+    box.preinstall()
+    box.command(manager, f'{RECORD_CALL}case "$*" in *"install"*python3.11) touch "$CALLS.python" ;; esac\n')
+    done = box.boot(agent_options(box, '#!/bin/sh\n[ -e "$CALLS.python" ]\n'))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [call for call in box.calls if call.endswith(" python3.11")]
+
+
+def test_an_agent_that_does_not_run_is_reported(box: BootstrapBox) -> None:
+    box.preinstall()
+    done = box.boot(agent_options(box, "#!/bin/sh\necho it needs another machine >&2\nexit 2\n"))
+    assert done.returncode == 1
+    assert "the agent does not run" in done.stdout
+    assert done.stderr == "it needs another machine\n"
+    assert not [call for call in box.calls if "start" in call]
 
 
 def test_download_with_wrong_digest_is_not_run(box: BootstrapBox) -> None:
@@ -531,7 +643,7 @@ def test_machine_without_docker_is_usable(box: BootstrapBox) -> None:
 )
 def test_old_kernels_are_reported(box: BootstrapBox, kernel: str, *, is_supported: bool) -> None:
     box.preinstall()
-    box.command("uname", f"#!/bin/sh\necho {kernel}\n")
+    box.command("uname", f"#!/bin/sh\ncase $1 in -m) echo x86_64 ;; *) echo {kernel} ;; esac\n")
     done = box.boot()
     assert (done.returncode == 0) is is_supported
     assert (f"the kernel is {kernel}; sandboxes need Linux 5.19" in done.stdout) is not is_supported

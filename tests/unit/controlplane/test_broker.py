@@ -14,7 +14,7 @@ import pytest
 
 from remuda.adapters.aws import clients as aws_clients
 from remuda.aws_lambda import broker
-from remuda.aws_lambda.broker import SETTINGS_LIFETIME_S, WORKFLOW_INPUTS, BrokerFunction
+from remuda.aws_lambda.broker import CANCEL_WAIT_S, SETTINGS_LIFETIME_S, WORKFLOW_INPUTS, BrokerFunction
 from remuda.config.settings import Settings
 from remuda.controlplane.context import Context
 from remuda.domain.errors import Unavailable
@@ -324,7 +324,8 @@ async def test_without_the_issuers_keys_the_step_may_try_again(subject: Broker) 
         ({"inputs": {"github-token": "x"}}, "github-token is set by the pool, not by a workflow; "),
         ({"inputs": {"ami": "ami-1"}}, "ami is set by the pool, not by a workflow; "),
         ({"inputs": {"github-scope": "eve"}}, "github-scope is set by the pool, not by a workflow; "),
-        ({"inputs": {"repository": "eve/x"}}, "repository is set by the pool, not by a workflow; "),
+        ({"inputs": {"repository": "eve/x"}}, "repository comes from the workflow's OIDC token; remove it from the "),
+        ({"inputs": {"run-attempt": "2"}}, "run-attempt comes from the workflow's OIDC token; remove it from the "),
         ({"inputs": {"instance-counts": "9"}}, "there is no input 'instance-counts'; did you mean instance-count?"),
         ({"inputs": {"zzz": "9"}}, "there is no input 'zzz'; use allowed-instance-types, ephemeral, "),
         ({"inputs": {"instance-count": "many"}}, "instance-count must be an integer from 1 to 1000, got 'many'"),
@@ -563,12 +564,28 @@ async def test_a_cancelled_step_stops_its_provision(subject: Broker) -> None:
     await asyncio.sleep(5.0)
     cancelled = await subject.call("cancel")
     assert (cancelled.exit, cancelled.done) == (130, True)
-    assert cancelled.annotations("notice") == ["cancelled; the provision was stopped and its instances were given back"]
+    assert cancelled.annotations("notice") == [
+        "cancelled; the provision was stopped, and its instances were given back"
+    ]
     assert cancelled.summary.startswith("### remuda provision: cancelled\n")
     answer = await provisioning
     assert answer.exit == 4
     assert "was released while it was being provisioned" in answer.annotations("error")[0]
     subject.world.check_holds_nothing("123")
+
+
+async def test_a_cancelled_step_does_not_wait_for_machines(subject: Broker) -> None:
+    await subject.call("provision")
+    subject.world.behaviour.reset_s = 20.0
+    started = subject.world.loop.time()
+    cancelled = await subject.call("cancel")
+    assert subject.world.loop.time() - started == pytest.approx(CANCEL_WAIT_S)
+    assert cancelled.exit == 130
+    assert cancelled.annotations("notice") == [
+        "cancelled; the provision was stopped, and its instances are being given back"
+    ]
+    await subject.world.pass_time(60.0)
+    assert len(subject.world.in_state(State.IDLE)) == 1
 
 
 # Function URL ---------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
-# Bootstrap of a runner machine, run as user data. Remuda's user_data.py puts the variables above this text. Supports
-# Amazon Linux 2023, Ubuntu 22.04 and 24.04. It contains no credential: anyone who can describe the launch template can
-# read it.
+# Bootstrap of a runner machine, run as user data: Remuda's user_data.py puts the variables above this text. Also prepares
+# images (purpose=image, see deploy/image), with the variables in the environment. Supports Amazon Linux 2023, Debian 12,
+# Ubuntu 22.04 and 24.04. It contains no credential: anyone who can describe the launch template can read it.
 # shellcheck shell=bash disable=SC2154  # the variables are set above
 set -u
 umask 077
@@ -9,7 +9,7 @@ umask 077
 dead_man() { # UNIT SECONDS
   systemd-run --quiet --unit="$1" --on-active="$2" --timer-property=AccuracySec=1s systemctl poweroff --force
 }
-dead_man remuda-dead-man-boot "$boot_life_s" || shutdown -P "+$((boot_life_s / 60 + 1))"
+[[ $purpose == image ]] || dead_man remuda-dead-man-boot "$boot_life_s" || shutdown -P "+$((boot_life_s / 60 + 1))"
 
 set -eE -o pipefail
 say() { printf 'remuda: %s\n' "$*"; }
@@ -32,31 +32,90 @@ for folder in "$opt/bin" "$state/dead-man"; do
     [[ -z $open ]] || fail "users other than root can write to $open; run in the image: chown root $open; chmod go-w $open"
   done
 done
-# The agent stops the timers in this file after it has set its own.
-printf 'remuda-dead-man-boot\n' >"$state/dead-man"
 
 imds=${AWS_EC2_METADATA_SERVICE_ENDPOINT:-http://169.254.169.254}
 imds=${imds%/}
 imds_curl() { curl -sSf --noproxy '*' --retry 5 --retry-connrefused --max-time 5 "$@"; }
-imds_token=$(imds_curl -X PUT -H 'X-aws-ec2-metadata-token-ttl-seconds: 600' "$imds/latest/api/token")
 metadata() { imds_curl -H @- "$imds/latest/meta-data/$1" <<<"X-aws-ec2-metadata-token: $imds_token"; }
 
-# The launch may set a shorter dead-man timer in a tag.
-first_life_s=$(metadata "tags/instance/$first_life_tag" 2>/dev/null || true)
-if [[ $first_life_s =~ ^[0-9]{1,7}$ ]]; then
-  printf 'remuda-dead-man-boot\nremuda-dead-man-launch\n' >"$state/dead-man"
-  dead_man remuda-dead-man-launch "$first_life_s"
-  systemctl stop remuda-dead-man-boot.timer || true
+if [[ $purpose == boot ]]; then
+  # The agent stops the timers in this file after it has set its own.
+  printf 'remuda-dead-man-boot\n' >"$state/dead-man"
+  imds_token=$(imds_curl -X PUT -H 'X-aws-ec2-metadata-token-ttl-seconds: 600' "$imds/latest/api/token")
+  # The launch may set a shorter dead-man timer in a tag.
+  first_life_s=$(metadata "tags/instance/$first_life_tag" 2>/dev/null || true)
+  if [[ $first_life_s =~ ^[0-9]{1,7}$ ]]; then
+    printf 'remuda-dead-man-boot\nremuda-dead-man-launch\n' >"$state/dead-man"
+    dead_man remuda-dead-man-launch "$first_life_s"
+    systemctl stop remuda-dead-man-boot.timer || true
+  fi
 fi
 
 work=$(mktemp -d)
+# Gets an object with the role of this machine. Stock images lack the aws command, but have a Python for cloud-init.
+# Signature: Amazon S3 API Reference, "Authenticating Requests (AWS Signature Version 4)".
+s3_get() { # URL FILE
+  python3 -I - "$imds" "$1" "$2" <<'EOF'
+import hashlib, hmac, json, os, re, shutil, sys, time, urllib.error
+from urllib.parse import quote, urlsplit
+from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
+
+class NoRedirect(HTTPRedirectHandler):
+    def redirect_request(self, *_):
+        return None
+
+def metadata(path, headers, method="GET"):
+    request = Request(imds + "/latest/" + path, headers=headers, method=method)
+    return build_opener(ProxyHandler({})).open(request, timeout=5).read().decode()
+
+def get(region):
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or "https://s3.%s.%s" % (region, read("services/domain"))
+    now = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    scope = [now[:8], region, "s3", "aws4_request"]
+    sent = {"host": urlsplit(endpoint).netloc, "x-amz-content-sha256": "UNSIGNED-PAYLOAD", "x-amz-date": now}
+    sent["x-amz-security-token"] = keys["Token"]
+    lines = ["%s:%s" % pair for pair in sorted(sent.items())]
+    signed = ";".join(sorted(sent))
+    canonical = "\n".join(["GET", path, "", *lines, "", signed, "UNSIGNED-PAYLOAD"])
+    digest = hashlib.sha256(canonical.encode()).hexdigest()
+    mac = ("AWS4" + keys["SecretAccessKey"]).encode()
+    for text in [*scope, "\n".join(["AWS4-HMAC-SHA256", now, "/".join(scope), digest])]:
+        mac = hmac.new(mac, text.encode(), "sha256").digest()
+    credential = "/".join([keys["AccessKeyId"], *scope])
+    value = "AWS4-HMAC-SHA256 Credential=%s,SignedHeaders=%s,Signature=%s" % (credential, signed, mac.hex())
+    request = Request(endpoint + path, headers={**sent, "authorization": value})
+    with build_opener(NoRedirect).open(request, timeout=60) as answer, open(file, "wb") as out:
+        shutil.copyfileobj(answer, out)
+
+imds, url, file = sys.argv[1:]
+path, region = "/" + quote(url[5:], safe="/~"), ""
+for pause in 1, 2, 4, 8, 0:
+    try:
+        life = {"X-aws-ec2-metadata-token-ttl-seconds": "600"}
+        token = {"X-aws-ec2-metadata-token": metadata("api/token", life, "PUT")}
+        read = lambda name: metadata("meta-data/" + name, token)
+        role = "iam/security-credentials/"
+        keys = json.loads(read(role + read(role).split()[0]))
+        region = region or read("placement/region")
+        get(region)
+        break
+    except urllib.error.HTTPError as error:
+        text = error.read(4096).decode(errors="replace")
+        problem = " ".join([str(error), *re.findall("<(?:Code|Message)>([^<]*)", text)])
+        # The bucket is in another region.
+        region = error.headers.get("x-amz-bucket-region") or "".join(re.findall("<Region>([a-z0-9-]+)", text)) or region
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        problem = str(error) or type(error).__name__
+    print("remuda: cannot get %s: %s" % (url, problem), flush=True)
+    time.sleep(pause)
+else:
+    sys.exit(1)
+EOF
+}
 fetch() { # URL SHA256 FILE
   say "fetching $1"
   case $1 in
-    s3://*)
-      command -v aws >/dev/null || fail "$1 needs the aws command: install it in the image, or use an https URL"
-      aws s3 cp --only-show-errors "$1" "$3"
-      ;;
+    s3://*) s3_get "$1" "$3" || fail "the role of this machine needs s3:GetObject on $1" ;;
     *) curl -sSfL --proto '=https' --retry 5 --retry-connrefused --max-time 600 -o "$3" "$1" ;;
   esac
   printf '%s  %s\n' "$2" "$3" | sha256sum --check --quiet - || fail "$1 does not have the expected SHA-256"
@@ -81,26 +140,29 @@ install_packages() { # PACKAGE...
   fi
 }
 
-# The agent: installed in the image, or downloaded together with a Python interpreter.
-if [[ ! -x $opt/bin/remuda ]]; then
-  case $agent_url in
-    '') fail "the image has no $opt/bin/remuda, and agent-url is not set" ;;
-    *.tar.gz)
-      fetch "$agent_url" "$agent_sha256" "$work/agent.tar.gz"
-      tar -xzf "$work/agent.tar.gz" -C "$opt" --no-same-owner
-      ;;
-    *)
-      fetch "$python_url" "$python_sha256" "$work/python.tar.gz"
-      fetch "$agent_url" "$agent_sha256" "$work/${agent_url##*/}"
-      # Layout of python-build-standalone: one relocatable directory.
-      mkdir -p "$opt/python"
-      tar -xzf "$work/python.tar.gz" -C "$opt/python" --strip-components=1 --no-same-owner
-      "$opt/python/bin/python3" -m pip install --quiet --no-cache-dir --disable-pip-version-check \
-        "$work/${agent_url##*/}[aws]"
-      ln -sf "$opt/python/bin/remuda" "$opt/bin/remuda"
-      ;;
-  esac
+case $(uname -m) in
+  x86_64)
+    arch=x64 runner_url=$runner_url_x64 runner_sha256=$runner_sha256_x64
+    agent_url=$agent_url_x86_64 agent_sha256=$agent_sha256_x86_64
+    ;;
+  aarch64)
+    arch=arm64 runner_url=$runner_url_arm64 runner_sha256=$runner_sha256_arm64
+    agent_url=$agent_url_arm64 agent_sha256=$agent_sha256_arm64
+    ;;
+  *) fail "Remuda and the actions runner do not support $(uname -m)" ;;
+esac
+
+# The agent: that of the image, unless agent-url names another one.
+if [[ ! -x $opt/bin/remuda || (-n $agent_url && $(cat "$opt/agent.sha256" 2>/dev/null) != "$agent_sha256") ]]; then
+  [[ -n $agent_url ]] || fail "the image has no $opt/bin/remuda, and agent-url is not set for $(uname -m)"
+  fetch "$agent_url" "$agent_sha256" "$work/agent.tar.gz"
+  rm -rf "${opt:?}"/{lib,python,agent.sha256} "$opt"/bin/remuda*
+  tar -xzf "$work/agent.tar.gz" -C "$opt" --no-same-owner
   [[ -x $opt/bin/remuda ]] || fail "$agent_url has no bin/remuda"
+  # Older distributions have a supported Python beside their default one.
+  "$opt/bin/remuda" agent --help &>/dev/null || retry install_packages python3.11
+  "$opt/bin/remuda" agent --help >/dev/null || fail "the agent does not run"
+  printf '%s\n' "$agent_sha256" >"$opt/agent.sha256"
 fi
 
 # The actions runner, unmodified. Jobs run a copy-on-write clone. GitHub refuses old versions, so that of an image is
@@ -109,11 +171,6 @@ listener=$opt/runner/bin/Runner.Listener
 installed=$(DOTNET_SYSTEM_GLOBALIZATION_INVARIANT=1 "$listener" --version </dev/null 2>/dev/null || true)
 if [[ ! -x $listener || (-n $runner_version && $installed != "$runner_version") ]]; then
   [[ -n $runner_version ]] || fail "the image has no runner in $opt/runner, and actions-runner-version is image"
-  case $(uname -m) in
-    x86_64) arch=x64 runner_url=$runner_url_x64 runner_sha256=$runner_sha256_x64 ;;
-    aarch64) arch=arm64 runner_url=$runner_url_arm64 runner_sha256=$runner_sha256_arm64 ;;
-    *) fail "the actions runner does not support $(uname -m)" ;;
-  esac
   [[ -n $runner_url ]] || fail "actions-runner-sha256 has no value for $arch"
   say "runner ${installed:-none}, wanted $runner_version"
   fetch "$runner_url" "$runner_sha256" "$work/runner.tar.gz"
@@ -162,6 +219,11 @@ if [[ -n $job_image_url && ! -e $state/job-image ]]; then
     fail "$job_image_url has no systemd; sandboxes need it"
   mv "$state/job-image.new" "$state/job-image"
 fi
+rm -rf "$work"
+if [[ $purpose == image ]]; then
+  say "the image is prepared"
+  exit
+fi
 cat >"$opt/bin/remuda-firewall" <<'EOF'
 #!/bin/sh
 # Network rules of sandboxes: they reach the network through this machine's address, but neither the metadata service,
@@ -189,7 +251,7 @@ EOF
 chmod 700 "$opt/bin/remuda-firewall"
 
 if [[ -n $script ]]; then
-  base64 -d <<<"$script" | gzip -d >"$state/pre-runner.sh"
+  printf '%s' "$script" >"$state/pre-runner.sh"
   chmod 700 "$state/pre-runner.sh"
 fi
 
@@ -268,7 +330,6 @@ LimitNPROC=infinity
 WantedBy=multi-user.target
 EOF
 chmod 644 "$units"/remuda-*
-rm -rf "$work"
 systemctl daemon-reload
 systemctl enable remuda-firewall.service remuda-agent.service remuda-dead-man-reboot.timer
 # --no-block: this script may itself be part of the boot transaction.

@@ -19,7 +19,7 @@ from remuda.adapters.aws.dynamodb.keys import instance_profile_role, profile_nam
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.ec2.compute import Ec2Compute
 from remuda.adapters.aws.ec2.create_fleet import MAX_ZONES, fleet_request, one_subnet_per_zone
-from remuda.adapters.aws.ec2.options import AMI, JOB_IMAGE_URL, SECURITY_GROUPS, SUBNETS, Ec2LaunchOptions
+from remuda.adapters.aws.ec2.options import AGENT_URL, AMI, JOB_IMAGE_URL, SECURITY_GROUPS, SUBNETS, Ec2LaunchOptions
 from remuda.adapters.aws.ec2.template import template_name
 from remuda.adapters.aws.sqs import SqsResourcePool
 from remuda.domain.errors import UserError
@@ -329,9 +329,15 @@ def _check_architecture(options: Ec2LaunchOptions, architecture: str, system: st
                 f"{options.ami} is for {architecture}, but {RUNNER_SHA256} has no value for {wanted}",
                 f"set {RUNNER_SHA256} for {wanted}",
             )
+    agent_url = next((each.url for each in options.agents if each.architecture == architecture), "")
+    if options.agents and not agent_url:
+        return problem(
+            f"{options.ami} is for {architecture}, but {AGENT_URL} has no value for it",
+            f"set {AGENT_URL} for {architecture}",
+        )
     downloads = {
         "actions-runner-url": runner_url,
-        "python-url": options.python_url,
+        AGENT_URL: agent_url,
         JOB_IMAGE_URL: options.job_image_url,
     }
     for name, url in downloads.items():

@@ -5,17 +5,17 @@ Also the other parts of the contract between a launch and the agent: directory l
 
 from __future__ import annotations
 
-import base64
 import gzip
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
-from remuda.adapters.aws.ec2.options import SCRIPT, Ec2LaunchOptions
+from remuda.adapters.aws.ec2.options import SCRIPT, AgentBundle, Ec2LaunchOptions
 from remuda.domain.errors import UserError
+from remuda.domain.resources import Architecture
 from remuda.domain.runner_release import LATEST, VERSION, PackageArchitecture, RunnerChoice
 
 #: EC2's limit for user data before base64 encoding.
@@ -68,19 +68,17 @@ def build_user_data(
     """`environment` is added to the agent's environment (backend, pool, region). It must not contain a secret."""
     layout = layout or MachineLayout()
     variables = {
+        "purpose": "boot",
         "boot_life_s": str(boot_life_s),
         "first_life_tag": FIRST_LIFE_TAG,
         "opt": layout.opt,
         "state": layout.state,
         "units": layout.units,
-        "agent_url": options.agent_url,
-        "agent_sha256": options.agent_sha256,
-        "python_url": options.python_url,
-        "python_sha256": options.python_sha256,
+        **_agent_variables(options.agents),
         **_runner_variables(options.runner),
         "job_image_url": options.job_image_url,
         "job_image_sha256": options.job_image_sha256,
-        "script": _compressed(options.script),
+        "script": options.script,
     }
     pairs = {"REMUDA_BACKEND": "aws", "REMUDA_POOL": pool, **environment}
     if options.cache_paths:
@@ -88,13 +86,24 @@ def build_user_data(
     header = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
     header.append(f"environment=({' '.join(shlex.quote(_pair(name, pairs[name])) for name in sorted(pairs))})")
     text = "\n".join(["#!/bin/bash", *header, _bootstrap()])
-    if len(text.encode()) > MAX_BYTES:
+    size = len(compress(text))
+    if size > MAX_BYTES:
         raise UserError(
-            f"the user data with {SCRIPT} is {len(text.encode())} bytes long, EC2's limit is {MAX_BYTES}",
+            f"the compressed user data with {SCRIPT} is {size} bytes long, EC2's limit is {MAX_BYTES}",
             field=SCRIPT,
             fix="shorten the script: let it download large parts",
         )
     return text
+
+
+def _agent_variables(agents: Sequence[AgentBundle]) -> dict[str, str]:
+    bundles = {each.architecture: each for each in agents}
+    variables = {}
+    for name in Architecture:
+        bundle = bundles.get(name)
+        variables[f"agent_url_{name}"] = bundle.url if bundle else ""
+        variables[f"agent_sha256_{name}"] = bundle.sha256 if bundle else ""
+    return variables
 
 
 def _runner_variables(choice: RunnerChoice) -> dict[str, str]:
@@ -115,9 +124,9 @@ def _runner_variables(choice: RunnerChoice) -> dict[str, str]:
     return variables
 
 
-def _compressed(script: str) -> str:
-    # mtime=0: the same script always gives the same user data, hence no new version of the launch template.
-    return base64.b64encode(gzip.compress(script.encode(), mtime=0)).decode() if script else ""
+def compress(text: str) -> bytes:
+    """The user data as EC2 keeps it. cloud-init decompresses it (its documentation, "Gzip compressed content")."""
+    return gzip.compress(text.encode(), mtime=0)
 
 
 def _pair(name: str, value: str) -> str:

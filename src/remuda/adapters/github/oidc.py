@@ -55,7 +55,9 @@ async def fetch_url(url: str) -> bytes:
 
 
 def _read_url(url: str) -> bytes:
-    import urllib.request  # noqa: PLC0415 - not needed while the keys are cached
+    import urllib.error  # noqa: PLC0415 - not needed while the keys are cached
+    import urllib.request  # noqa: PLC0415
+    from http.client import HTTPException  # noqa: PLC0415
 
     class NoRedirects(urllib.request.HTTPRedirectHandler):
         """The issuer itself must answer."""
@@ -64,8 +66,15 @@ def _read_url(url: str) -> bytes:
             return None
 
     opener = urllib.request.build_opener(NoRedirects)
-    with opener.open(url, timeout=FETCH_TIMEOUT_S) as answer:
-        body: bytes = answer.read(MAX_JWKS_BYTES + 1)
+    try:
+        with opener.open(url, timeout=FETCH_TIMEOUT_S) as answer:
+            body: bytes = answer.read(MAX_JWKS_BYTES + 1)
+    except urllib.error.HTTPError as error:
+        # It is also the response, with an open connection.
+        with error:
+            raise ValueError(f"HTTP status {error.code}") from None
+    except HTTPException as error:
+        raise ValueError(f"the answer is not HTTP: {error}") from None
     if len(body) > MAX_JWKS_BYTES:
         raise ValueError(f"the answer is larger than {MAX_JWKS_BYTES} bytes")
     return body

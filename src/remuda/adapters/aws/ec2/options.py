@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from remuda.domain import runner_release
 from remuda.domain.errors import UserError
-from remuda.domain.resources import IMAGE, MAX_SHOWN
+from remuda.domain.resources import IMAGE, MAX_SHOWN, Architecture
 from remuda.domain.runner_release import RunnerChoice
 
 AMI = "ami"
@@ -27,8 +27,6 @@ SPOT_FALLBACK = "spot-fallback"
 SCRIPT = "pre-runner-script"
 AGENT_URL = "agent-url"
 AGENT_SHA256 = "agent-sha256"
-PYTHON_URL = "python-url"
-PYTHON_SHA256 = "python-sha256"
 JOB_IMAGE_URL = "job-image-url"
 JOB_IMAGE_SHA256 = "job-image-sha256"
 CACHE_PATHS = "cache-paths"
@@ -52,8 +50,6 @@ NAMES = (
     runner_release.URL,
     AGENT_URL,
     AGENT_SHA256,
-    PYTHON_URL,
-    PYTHON_SHA256,
     JOB_IMAGE_URL,
     JOB_IMAGE_SHA256,
     CACHE_PATHS,
@@ -135,6 +131,15 @@ class RootVolume:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AgentBundle:
+    """The archive of the agent for one architecture."""
+
+    architecture: Architecture
+    url: str
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Ec2LaunchOptions:
     ami: str
     subnets: tuple[str, ...]
@@ -148,10 +153,8 @@ class Ec2LaunchOptions:
     script: str = ""
     #: The actions runner.
     runner: RunnerChoice
-    agent_url: str = ""
-    agent_sha256: str = ""
-    python_url: str = ""
-    python_sha256: str = ""
+    #: One bundle per architecture; none if the image has the agent.
+    agents: tuple[AgentBundle, ...] = ()
     #: The root file system of jobs, instead of the machine's.
     job_image_url: str = ""
     job_image_sha256: str = ""
@@ -178,10 +181,7 @@ class Ec2LaunchOptions:
             falls_back=_fallback(launch),
             script=_script(launch),
             runner=RunnerChoice.parse(launch),
-            agent_url=_url(launch, AGENT_URL, (".whl", ".tar.gz")),
-            agent_sha256=_sha256(launch, AGENT_SHA256),
-            python_url=_url(launch, PYTHON_URL, (".tar.gz",)),
-            python_sha256=_sha256(launch, PYTHON_SHA256),
+            agents=_agents(launch),
             job_image_url=_url(launch, JOB_IMAGE_URL, (".tar", ".tar.gz", ".tar.xz")),
             job_image_sha256=_sha256(launch, JOB_IMAGE_SHA256),
             cache_paths=_cache_paths(launch),
@@ -194,19 +194,12 @@ class Ec2LaunchOptions:
     def check_downloads(self) -> None:
         """Reject downloads without a digest: their content runs as root."""
         pairs = (
-            (AGENT_URL, self.agent_url, AGENT_SHA256, self.agent_sha256),
-            (PYTHON_URL, self.python_url, PYTHON_SHA256, self.python_sha256),
+            *((AGENT_URL, each.url, AGENT_SHA256, each.sha256) for each in self.agents),
             (JOB_IMAGE_URL, self.job_image_url, JOB_IMAGE_SHA256, self.job_image_sha256),
         )
         for name, value, needed, given in pairs:
             if value and not given:
                 raise UserError(f"{name} {value[:MAX_SHOWN]!r} needs {needed}", field=needed, fix=f"set {needed} too")
-        if self.agent_url.endswith(".whl") and not self.python_url:
-            raise UserError(
-                f"{AGENT_URL} {self.agent_url[:MAX_SHOWN]!r} is a wheel and needs a Python interpreter",
-                field=PYTHON_URL,
-                fix=f"set {PYTHON_URL} to a standalone Python 3.11 or newer (.tar.gz), and set {PYTHON_SHA256}",
-            )
 
 
 def _invalid(name: str, value: str, fix: str) -> UserError:
@@ -341,6 +334,16 @@ def _script(launch: Mapping[str, str]) -> str:
     if "\0" in script:
         raise UserError(f"{SCRIPT} is not text", field=SCRIPT, fix="set the text of a shell script")
     return script
+
+
+def _agents(launch: Mapping[str, str]) -> tuple[AgentBundle, ...]:
+    urls = runner_release.by_architecture(
+        launch, AGENT_URL, runner_release.URL_HINT, runner_release.is_package_url, Architecture
+    )
+    digests = runner_release.by_architecture(
+        launch, AGENT_SHA256, runner_release.DIGEST_HINT, runner_release.is_digest, Architecture
+    )
+    return tuple(AgentBundle(architecture=name, url=url, sha256=digests.get(name, "")) for name, url in urls.items())
 
 
 def _sha256(launch: Mapping[str, str], name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 import json
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from remuda.adapters.aws.ec2.options import (
     Ec2LaunchOptions,
     RootVolume,
 )
+from remuda.adapters.aws.user_data import compress
 from remuda.domain.errors import Unavailable, UserError
 from remuda.ports.compute import POOL_TAG
 
@@ -123,7 +125,7 @@ def template_data(
             "HttpPutResponseHopLimit": 1,
             "InstanceMetadataTags": "enabled",
         },
-        "UserData": base64.b64encode(user_data.encode()).decode(),
+        "UserData": base64.b64encode(compress(user_data)).decode(),
         # Only a template can tag them. IAM allows only network interfaces with the tag of the pool.
         "TagSpecifications": [
             {"ResourceType": "network-interface", "Tags": [{"Key": POOL_TAG, "Value": pool}]},
@@ -137,7 +139,9 @@ def template_data(
 
 
 def digest(data: RequestLaunchTemplateDataTypeDef) -> str:
-    text = json.dumps(data, sort_keys=True, separators=(",", ":"))
+    # Versions of zlib may compress the same text differently.
+    user_data = gzip.decompress(base64.b64decode(data["UserData"])).decode()
+    text = json.dumps({**data, "UserData": user_data}, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:DIGEST_CHARS]
 
 

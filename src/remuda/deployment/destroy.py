@@ -1,0 +1,376 @@
+"""Removal of a pool: the steps of `remuda destroy`, machines first.
+
+Every step looks for what is left, so an interrupted removal continues when it is run again. Until the stack is deleted,
+the pool goes on if nobody does so: the next refresh creates the launch template again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from remuda.adapters.aws.ec2.template import template_name
+from remuda.config.settings import Settings
+from remuda.controlplane import operator
+from remuda.controlplane.context import Context
+from remuda.controlplane.operator import InstanceSelector
+from remuda.controlplane.refresh import refresh
+from remuda.deployment.api import AwsAccount, AwsApi, tags_of
+from remuda.deployment.deploy import Progress, pool_settings, template_key
+from remuda.deployment.resources import Bucket, CredentialSecret, OidcProvider, SecurityGroup, stack_name
+from remuda.deployment.stack import Stack, StackState
+from remuda.domain.errors import RemudaError, Unavailable, UserError
+from remuda.domain.instance import ABSORBING, Instance
+from remuda.ports.clock import Clock
+from remuda.ports.compute import POOL_TAG, MachineState
+from remuda.ports.event_log import SilentEventLog
+from remuda.wiring import open_context
+
+#: Seconds between two looks at the machines: the first, and the longest.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
+#: Seconds until the network interfaces of terminated machines must be gone.
+GROUP_TIMEOUT_S = 300.0
+REASON = "the pool is destroyed"
+#: Logical ids of the resources with data. Log groups have the ending.
+TABLE, LOGS_ENDING = "Table", "Logs"
+#: Prefixes of the objects that `deploy` stores.
+OWN_PREFIXES = ("agent/", "lambda/", "template/")
+_NOT_OURS = "remuda deploy did not create it"
+_NO_TABLE = frozenset({"ResourceNotFoundException"})
+_NO_TEMPLATE = frozenset({"InvalidLaunchTemplateName.NotFoundException", "InvalidLaunchTemplateId.NotFound"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Removal:
+    """A resource, and whether it is deleted."""
+
+    what: str
+    #: Why it is kept; empty if it is deleted.
+    kept_because: str = ""
+    #: Whether it holds data that cannot be created again.
+    is_data: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemovalPlan:
+    removals: tuple[Removal, ...]
+    #: Machines of the pool, and those of them that belong to a run.
+    machines: int = 0
+    busy: int = 0
+
+    @property
+    def deleted(self) -> list[Removal]:
+        return [item for item in self.removals if not item.kept_because]
+
+    @property
+    def kept(self) -> list[Removal]:
+        return [item for item in self.removals if item.kept_because]
+
+
+@dataclass(kw_only=True)
+class _Pool:
+    """What is left of the pool."""
+
+    stack: StackState | None = None
+    has_table: bool = False
+    has_template: bool = False
+    log_groups: list[str] = field(default_factory=list)
+
+
+class Destruction:
+    def __init__(
+        self, *, api: AwsApi, pool: str, account: AwsAccount, clock: Clock, progress: Progress, keeps_data: bool
+    ) -> None:
+        self._api = api
+        self._pool = pool
+        self._account = account
+        self._clock = clock
+        self._progress = progress
+        self._keeps_data = keeps_data
+        self._stack = Stack(api, stack_name(pool), clock)
+        self._bucket = Bucket(api, pool, account)
+        self._secret = CredentialSecret(api, pool)
+        self._group = SecurityGroup(api, pool)
+
+    # What is there --------------------------------------------------------------------------------------------
+
+    async def plan(self) -> RemovalPlan:
+        found = await self._find()
+        if found.stack is not None and found.stack.tags.get(POOL_TAG, found.stack.parameters.get("Pool")) != self._pool:
+            raise UserError(
+                f"stack {self._stack.name} is not a stack of pool {self._pool}", field="--pool", fix="check --pool"
+            )
+        removals: list[Removal] = []
+        data = "--keep-data" if self._keeps_data else ""
+
+        def add(what: str, *, why: str = "", is_data: bool = False) -> None:
+            removals.append(Removal(what=what, kept_because=why or (data if is_data else ""), is_data=is_data))
+
+        if found.has_template:
+            add(f"launch template {template_name(self._pool)}")
+        if found.stack is not None:
+            add(f"stack {self._stack.name}")
+        if found.has_table:
+            is_ours = (found.stack is not None and found.stack.exists) or await self._owns_table()
+            add(f"table {self._stack.name}", why="" if is_ours else _NOT_OURS, is_data=True)
+        for name in found.log_groups:
+            add(f"log group {name}", is_data=True)
+        await self._plan_others(add)
+        for provider, why in await self._providers():
+            add(f"OIDC provider {provider.arn}", why=why)
+        machines, busy = await self._count_machines(found)
+        return RemovalPlan(removals=tuple(removals), machines=machines, busy=busy)
+
+    async def _plan_others(self, add: Callable[..., None]) -> None:
+        if (group := await self._group.find()) is not None:
+            add(f"security group {self._group.name} ({group.identifier})")
+        bucket = await self._bucket.find()
+        if bucket is not None:
+            add(f"bucket {self._bucket.name}", why=await self._bucket_reason(is_ours=bucket.is_ours))
+        secret = await self._secret.find()
+        if secret is not None:
+            why = "" if secret.is_ours else _NOT_OURS
+            add(f"secret {self._secret.name}", why=why, is_data=True)
+
+    async def _bucket_reason(self, *, is_ours: bool) -> str:
+        """Why the bucket is kept, or an empty text."""
+        keys = [item["Key"] for item in await self._bucket.keys()] if is_ours or self._keeps_data else []
+        foreign = [key for key in keys if not key.startswith(OWN_PREFIXES)]
+        if self._keeps_data and foreign:
+            return f"--keep-data, and it has other objects, such as {foreign[0]}"
+        return "" if is_ours or not keys else _NOT_OURS
+
+    async def _find(self) -> _Pool:
+        name = template_name(self._pool)
+        return _Pool(
+            stack=await self._stack.describe(),
+            has_table=await self._api.find("dynamodb", "DescribeTable", _NO_TABLE, TableName=name) is not None,
+            has_template=await self._has_template(),
+            log_groups=[
+                str(item["logGroupName"])
+                async for item in self._api.items(
+                    "logs", "DescribeLogGroups", "logGroups", logGroupNamePrefix=f"/remuda/{self._pool}/"
+                )
+            ],
+        )
+
+    async def _owns_table(self) -> bool:
+        """Whether a table without a stack is one that `--keep-data` has kept."""
+        found = await self._api.find("dynamodb", "DescribeTable", _NO_TABLE, TableName=self._stack.name)
+        if found is None:
+            return False
+        # DynamoDB denies access to the tags of a table that does not exist.
+        tags = await self._api.call("dynamodb", "ListTagsOfResource", ResourceArn=found["Table"]["TableArn"])
+        return tags_of(tags.get("Tags")).get(POOL_TAG) == self._pool
+
+    async def _has_template(self) -> bool:
+        answer = await self._api.find(
+            "ec2", "DescribeLaunchTemplates", _NO_TEMPLATE, LaunchTemplateNames=[template_name(self._pool)]
+        )
+        found = (answer or {}).get("LaunchTemplates") or ()
+        return any(tags_of(item.get("Tags")).get(POOL_TAG) == self._pool for item in found)
+
+    async def _providers(self) -> list[tuple[OidcProvider, str]]:
+        """Providers that `deploy` created, each with the reason to keep it.
+
+        A provider created for a pool that still exists is that pool's.
+        """
+        answer = await self._api.call("iam", "ListOpenIDConnectProviders")
+        found: list[tuple[OidcProvider, str]] = []
+        for item in answer.get("OpenIDConnectProviderList") or ():
+            arn = str(item["Arn"])
+            provider = OidcProvider(self._api, self._account, f"https://{arn.partition(':oidc-provider/')[2]}")
+            owner = await provider.owner()
+            if not owner or (owner != self._pool and await self._exists(owner)):
+                continue
+            own = {f"{stack_name(self._pool)}-{role}" for role in ("workflow", "refresh")}
+            others = [name for name in await provider.users() if name not in own]
+            found.append((provider, f"role {others[0]} uses it" if others else ""))
+        return found
+
+    async def _exists(self, pool: str) -> bool:
+        return await Stack(self._api, stack_name(pool), self._clock).describe() is not None
+
+    async def _count_machines(self, found: _Pool) -> tuple[int, int]:
+        async with AsyncExitStack() as stack:
+            context = await self._open(stack, found)
+            machines = [item for item in await context.compute.list_pool() if item.state in _EXISTING]
+            busy = [item for item in await _live(context) if item.run_id] if found.has_table else []
+        return len(machines), len(busy)
+
+    # Machines -------------------------------------------------------------------------------------------------
+
+    async def remove_machines(self, *, force: bool) -> None:
+        """Drain the machines and wait until they are gone, or terminate them now."""
+        found = await self._find()
+        async with AsyncExitStack() as stack:
+            context = await self._open(stack, found)
+            shown, pause_s = "", FIRST_PAUSE_S
+            while True:
+                await self._delete_template()
+                live = await self._end_machines(context, force=force) if found.has_table else []
+                if not any(item.state not in ABSORBING for item in live):
+                    # What is left has no record that could protect it, or is ending.
+                    left = [item.instance_id for item in await context.compute.list_pool() if item.state in _RUNNING]
+                    await self._terminate(context, left)
+                    left = [item.instance_id for item in await context.compute.list_pool() if item.state in _EXISTING]
+                    if not left and not live:
+                        return
+                busy = sum(bool(item.run_id) for item in live)
+                text = f"{len(live)} machines are left, {busy} of them in use" if live else "machines are shutting down"
+                if text != shown:
+                    hint = "; --force terminates them now" if busy and not force else ""
+                    self._progress.step(text + hint)
+                    shown = text
+                await self._clock.sleep(pause_s)
+                pause_s = min(pause_s * 1.5, LONGEST_PAUSE_S)
+
+    async def _end_machines(self, context: Context, *, force: bool) -> list[Instance]:
+        """Drain or terminate all, sweep, and return those that are left."""
+        live = await _live(context)
+        if live:
+            act = operator.terminate if force else operator.drain
+            result = await act(context, live, reason=REASON, dry_run=False)
+            for error in result.errors:
+                self._progress.detail(error)
+        # Ends idle machines, and removes registrations from GitHub.
+        swept = await refresh(context, None)
+        for error in swept.errors:
+            self._progress.detail(error)
+        return await _live(context)
+
+    async def _terminate(self, context: Context, instance_ids: list[str]) -> None:
+        failures = await context.compute.terminate(instance_ids) if instance_ids else {}
+        for instance_id, why in failures.items():
+            raise Unavailable(f"{instance_id} cannot be terminated: {why}")
+
+    async def _open(self, stack: AsyncExitStack, found: _Pool) -> Context:
+        """The ports of the pool; without GitHub if the credential is gone."""
+        values = found.stack.parameters if found.stack else {}
+        app_id, secret = values.get("GithubAppId", ""), values.get("GithubSecretArn", "")
+        base = {"github_scope": values.get("GithubScope", ""), "github_api_url": values.get("GithubApiUrl", "")}
+        settings = pool_settings(self._pool, **base)
+        if secret:
+            key = "github_app_key" if app_id else "github_token"
+            with_github = pool_settings(self._pool, **base, github_app_id=app_id, **{key: secret})
+            try:
+                return await self._enter(stack, with_github, needs_github=True)
+            except RemudaError as error:
+                self._progress.detail(f"registrations stay on GitHub: {error.message}")
+        return await self._enter(stack, settings, needs_github=False)
+
+    @staticmethod
+    async def _enter(stack: AsyncExitStack, settings: Settings, *, needs_github: bool) -> Context:
+        return await stack.enter_async_context(open_context(settings, SilentEventLog(), needs_github=needs_github))
+
+    async def _delete_template(self) -> None:
+        if await self._has_template():
+            await self._api.find(
+                "ec2", "DeleteLaunchTemplate", _NO_TEMPLATE, LaunchTemplateName=template_name(self._pool)
+            )
+
+    # Everything else ------------------------------------------------------------------------------------------
+
+    async def remove_rest(self) -> None:
+        state = await self._stack.describe()
+        if state is not None:
+            if state.is_busy and state.status != "DELETE_IN_PROGRESS":
+                self._progress.step(f"stack {self._stack.name} is {state.status}; waiting for its end")
+                state = await self._settle()
+            if self._keeps_data and state is not None and state.exists and state.status != "DELETE_FAILED":
+                await self._retain_data(state)
+            self._progress.step(f"deleting stack {self._stack.name}")
+            await self._stack.delete(self._progress.detail)
+        # A refresh that ran meanwhile may have created the template, and a provision a machine.
+        await self.remove_machines(force=True)
+        await self._delete_data()
+        await self._delete_group()
+        bucket = await self._bucket.find()
+        if bucket is not None and not await self._bucket_reason(is_ours=bucket.is_ours):
+            await self._bucket.delete()
+            self._progress.step(f"bucket {self._bucket.name} deleted")
+        secret = await self._secret.find()
+        if secret is not None and secret.is_ours and not self._keeps_data:
+            await self._secret.delete()
+            self._progress.step(f"secret {self._secret.name} deleted")
+        for provider, why in await self._providers():
+            if not why:
+                await provider.delete()
+                self._progress.step(f"OIDC provider {provider.arn} deleted")
+
+    async def _settle(self) -> StackState | None:
+        try:
+            return await self._stack.settle(self._progress.detail)
+        except RemudaError as error:
+            self._progress.detail(error.message)
+            return await self._stack.describe()
+
+    async def _retain_data(self, state: StackState) -> None:
+        """Change the policies of table and log groups, so that the deletion of the stack keeps them.
+
+        CloudFormation ignores an update that changes nothing but a DeletionPolicy ("Update stack templates" in its user
+        guide), so the metadata of these resources changes, too.
+        """
+        answer = await self._api.call("cloudformation", "GetTemplate", StackName=self._stack.name)
+        body: Any = answer["TemplateBody"]
+        if not isinstance(body, dict):
+            raise UserError(
+                f"the template of stack {self._stack.name} is not that of remuda deploy",
+                field="--keep-data",
+                fix="run remuda deploy first, or omit --keep-data",
+            )
+        for name, resource in body["Resources"].items():
+            if name == TABLE or name.endswith(LOGS_ENDING):
+                resource |= {"DeletionPolicy": "Retain", "Metadata": {"KeptBy": "remuda destroy --keep-data"}}
+        self._progress.step("changing the stack so that its data is kept")
+        text = json.dumps(body, separators=(",", ":")).encode()
+        key = template_key(text)
+        await self._bucket.upload(key, text)
+        changes = await self._stack.plan(
+            template_url=await self._bucket.address(key),
+            parameters={},
+            kept=tuple(name for name in body["Parameters"] if name in state.parameters),
+            tags={POOL_TAG: self._pool},
+            is_new=False,
+        )
+        if changes:
+            await self._stack.apply(self._progress.detail)
+
+    async def _delete_data(self) -> None:
+        """What is left of an earlier removal with `--keep-data`, and log groups that a function created again."""
+        if self._keeps_data:
+            return
+        if await self._owns_table():
+            await self._api.find("dynamodb", "DeleteTable", _NO_TABLE, TableName=self._stack.name)
+            self._progress.step(f"table {self._stack.name} deleted")
+        for name in (await self._find()).log_groups:
+            await self._api.find("logs", "DeleteLogGroup", _NO_TABLE, logGroupName=name)
+
+    async def _delete_group(self) -> None:
+        group = await self._group.find()
+        if group is None:
+            return
+        started_at = self._clock.monotonic()
+        while not await self._group.delete(group.identifier):
+            if self._clock.monotonic() - started_at > GROUP_TIMEOUT_S:
+                raise Unavailable(
+                    f"security group {group.identifier} is still in use",
+                    fix="remove its other users, and run remuda destroy again",
+                )
+            await self._clock.sleep(LONGEST_PAUSE_S)
+        self._progress.step(f"security group {self._group.name} deleted")
+
+
+#: Machines that still have a network interface.
+_EXISTING = frozenset({MachineState.PENDING, MachineState.RUNNING, MachineState.SHUTTING_DOWN})
+_RUNNING = frozenset({MachineState.PENDING, MachineState.RUNNING})
+
+
+async def _live(context: Context) -> list[Instance]:
+    """All machines with a record. A pool without a configuration has none."""
+    if await context.store.get_config() is None:
+        return []
+    return await operator.select_instances(context, InstanceSelector(everything=True))
