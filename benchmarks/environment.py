@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl
 
 from benchmarks.agents import AgentGroup, AgentHostProcess, agent_host
 from remuda.adapters.aws.calls import chunks, gather
@@ -21,6 +22,8 @@ from remuda.adapters.aws.dynamodb.keys import role_key_prefix
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.ec2.calls import client_config
 from remuda.adapters.aws.ec2.compute import Ec2Compute
+from remuda.adapters.aws.http import HttpResponse
+from remuda.adapters.aws.service import ServiceClient
 from remuda.adapters.aws.sqs import SqsResourcePool
 from remuda.adapters.github.client import GitHubClient
 from remuda.adapters.system.clock import SystemClock, SystemIds
@@ -111,19 +114,30 @@ TINY = Size(
 )
 
 
+def watch_requests(client: ServiceClient, sent: Callable[[str, str], None]) -> None:
+    """Call `sent` with service and operation of each request of the client, from now on."""
+    post: Callable[[Mapping[str, str], bytes], Awaitable[HttpResponse]] = client.http.post
+
+    async def watched(headers: Mapping[str, str], body: bytes) -> HttpResponse:
+        target = headers.get("x-amz-target") or dict(parse_qsl(body.decode()))["Action"]
+        sent(client.name, target.rpartition(".")[2])
+        return await post(headers, body)
+
+    client.http.post = watched  # type: ignore[method-assign]
+
+
 class RequestCounter:
     """Counts every request that a client sends, retries included, by service and operation."""
 
     def __init__(self) -> None:
         self._seen: Counter[tuple[str, str]] = Counter()
 
-    def watch(self, client: Any) -> None:
+    def watch(self, client: ServiceClient) -> None:
         """Count the client's requests from now on."""
-        client.meta.events.register("before-send", self._sent)
+        watch_requests(client, self._sent)
 
-    def _sent(self, event_name: str, **_: Any) -> None:
-        service, operation = event_name.split(".")[1:]
-        self._seen[service.lower(), operation] += 1
+    def _sent(self, service: str, operation: str) -> None:
+        self._seen[service, operation] += 1
 
     @contextmanager
     def during(self) -> Iterator[RequestCounts]:
@@ -382,8 +396,8 @@ async def open_environment(servers: AwsStack, size: Size) -> AsyncIterator[Bench
             requests=requests,
             dynamodb=await clients.dynamodb(),
             sqs=await clients.sqs(),
-            ec2=await clients.client("ec2", "EC2", client_config()),
-            iam=await clients.client("iam", "IAM", config()),
+            ec2=await clients.service("ec2", "EC2", client_config()),
+            iam=await clients.service("iam", "IAM", config()),
         )
         for client in (environment.dynamodb, environment.sqs, environment.ec2, environment.iam):
             requests.watch(client)

@@ -35,6 +35,8 @@ class Figure:
     max_floors: float | None = None
     samples: int = 1
     note: str = ""
+    #: Heading of its table. Figures without one come first.
+    section: str = ""
 
     @property
     def met(self) -> bool:

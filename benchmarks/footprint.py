@@ -93,7 +93,7 @@ def resident_mb(pid: int) -> float:
 async def run_agent(pool: str, prefix: str, instance_id: str) -> None:
     """Run an agent like `remuda agent` on EC2, with a fake machine and runner."""
     async with AwsClients() as clients:
-        await clients.client("sts", "STS", config())
+        await clients.service("sts", "STS", config())
         imds = Imds(endpoint=imds_endpoint({}), clock=SystemClock())
         store = agent_store(await clients.dynamodb(), pool, prefix)
         respond({"command": agent_ec2.__name__, "metadata": imds is not None})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -15,11 +16,13 @@ from benchmarks.figures import Figure, GrowthPoint, Results
 from benchmarks.floor import Floor
 from benchmarks.warm import polls
 from remuda.adapters.aws.calls import chunks
-from remuda.adapters.aws.clients import open_session
+from remuda.adapters.aws.clients import service_client
 from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.dynamodb.items import Item, ItemKeys
 from remuda.adapters.aws.ec2.calls import client_config
 from remuda.adapters.aws.ec2.tagged_fleet import Ec2Fleet
+from remuda.adapters.aws.environment import AwsEndpoint, AwsEnvironment
+from remuda.adapters.aws.service import ServiceClient
 from remuda.adapters.github.client import GitHubClient
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.config.settings import Settings
@@ -230,7 +233,7 @@ async def run_scale_down(environment: BenchmarkEnvironment, _floor: Floor) -> Re
         fleet.add_machine(FleetInstance(name, launched_at, "running", tags()))
         fleet.add_runner({"id": each + 1, "name": f"runner-{name}", "owner": ORG, "busy": True})
     with serve_fleet(fleet) as served:
-        async with open_session().create_client("ec2", config=client_config(), endpoint_url=served.ec2_url) as client:
+        async with _ec2_client(served.ec2_url) as client:
             done = await _run_scale_down(ENVIRONMENT, client, served.github_url, CallCounter())
     if fleet.effects.terminated:
         raise RuntimeError(f"busy runners were terminated: {fleet.effects.terminated}")
@@ -243,10 +246,15 @@ async def run_scale_down(environment: BenchmarkEnvironment, _floor: Floor) -> Re
     return Results(figures=(figure,))
 
 
+def _ec2_client(url: str) -> ServiceClient:
+    endpoint = AwsEndpoint(url, os.environ["AWS_REGION"])
+    return service_client("ec2", endpoint, client_config(), AwsEnvironment().credentials)
+
+
 @asynccontextmanager
 async def growing_pool(environment: BenchmarkEnvironment, servers: ExternalServers) -> AsyncIterator[GrowingPool]:
     pool = await environment.pool()
-    async with open_session().create_client("ec2", config=client_config(), endpoint_url=servers.ec2_url) as client:
+    async with _ec2_client(servers.ec2_url) as client:
         environment.requests.watch(client)
         pool.ec2 = client
         pool.github = lambda calls: _github(servers.github_url, calls)

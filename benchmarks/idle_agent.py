@@ -10,11 +10,12 @@ import selectors
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from benchmarks.agents import BenchmarkMachine, agent, agent_store
-from benchmarks.environment import SCOPE, BenchmarkEnvironment, BenchmarkPool, fresh_report, idle
+from benchmarks.environment import SCOPE, BenchmarkEnvironment, BenchmarkPool, fresh_report, idle, watch_requests
 from benchmarks.figures import Figure, Results, percentile, timed
 from benchmarks.floor import Floor
 from benchmarks.json_lines import json_process, respond
@@ -109,21 +110,19 @@ class FastClock(SystemClock):
 async def count_calls(pool: str, prefix: str, instance_id: str, minutes: float) -> list[dict[str, int]]:
     """Run an agent and count its reads and writes, minute by minute."""
     clock, seen = FastClock(), Counter[tuple[int, str]]()
-    settings = config(read_timeout_s=30 * SPEED)
-    settings.connect_timeout = 10 * SPEED  # type: ignore[attr-defined]  # set dynamically by botocore
+    settings = replace(config(read_timeout_s=30 * SPEED), connect_timeout_s=10 * SPEED)
     async with AwsClients() as clients:
-        client = await clients.client("dynamodb", DYNAMODB, settings)
+        client = await clients.service("dynamodb", DYNAMODB, settings)
         store = agent_store(client, pool, prefix, clock)
         accelerated = agent(store, BenchmarkMachine(instance_id, pool), clock=clock)
         began = clock.monotonic()
 
-        def count(event_name: str, **_: Any) -> None:
-            operation = event_name.rpartition(".")[2]
+        def count(_service: str, operation: str) -> None:
             minute = int((clock.monotonic() - began) // MINUTE_S)
             if operation in READS | WRITES:
                 seen[minute, "reads" if operation in READS else "writes"] += 1
 
-        client.meta.events.register("before-send", count)
+        watch_requests(client, count)
         running = asyncio.create_task(accelerated.run())
         await asyncio.sleep(minutes * MINUTE_S)
         running.cancel()

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from aiobotocore.client import AioBaseClient
 from aiobotocore.session import AioSession
 from hypothesis import settings
 
@@ -19,6 +18,7 @@ from remuda.adapters.aws import clients as aws_clients
 from remuda.adapters.aws.clients import AwsClients, open_session
 from remuda.adapters.aws.dynamodb.items import ItemKeys, key, run_pk
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
+from remuda.adapters.aws.service import ServiceClient
 from remuda.adapters.aws.sqs import SqsResourcePool
 from remuda.adapters.github import client as github_client
 from remuda.adapters.sqlite.pool import SqliteResourcePool
@@ -325,13 +325,12 @@ def other_pool(pools: Pools, pool: ResourcePool) -> Any:
 @pytest.fixture(autouse=True, scope="session")
 def _checked_requests() -> Iterator[None]:
     """Check every request of this process to AWS against the models and the documented limits."""
-    client_class: Any = AioBaseClient
-    send = client_class._make_api_call
+    send = ServiceClient.call
 
-    async def check_and_send(client: Any, operation: str, parameters: Any) -> Any:
-        check_request(client.meta.service_model.service_name, operation, parameters)
+    async def check_and_send(client: ServiceClient, operation: str, parameters: Any) -> Any:
+        check_request(client.name, operation, parameters)
         return await send(client, operation, parameters)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(client_class, "_make_api_call", check_and_send)
+        patched.setattr(ServiceClient, "call", check_and_send)
         yield

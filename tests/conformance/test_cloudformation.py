@@ -67,7 +67,7 @@ class CreatedStack:
             endpoint_url=shared_ec2_server().url,
             aws_access_key_id="test",
             aws_secret_access_key="test",
-            config=config(read_timeout_s=60),
+            config=config(read_timeout_s=60).for_botocore(),
         )
         return await self._opened.enter_async_context(made)
 

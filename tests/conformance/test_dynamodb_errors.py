@@ -154,7 +154,8 @@ async def test_both_region_variables_are_read(
         monkeypatch.delenv(name)
     monkeypatch.setenv(variable, "eu-west-1")
     async with AwsClients() as clients:
-        assert (await clients.dynamodb()).meta.region_name == "eu-west-1"
+        client: Any = await clients.dynamodb()
+        assert clients.region() == client.region == "eu-west-1"
 
 
 @pytest.mark.parametrize("code", ["AccessDeniedException", "ExpiredTokenException", "UnrecognizedClientException"])
@@ -289,7 +290,7 @@ async def test_hanging_write_times_out_and_may_have_been_applied(
         return await never_respond(request, forward)
 
     async with AwsClients(session=aws_session) as clients:
-        hasty = stores.open(client=await clients.client("dynamodb", "DynamoDB", config(read_timeout_s=0.2)))
+        hasty = stores.open(client=await clients.service("dynamodb", "DynamoDB", config(read_timeout_s=0.2)))
         between.always["UpdateItem"] = fault
         with pytest.raises(TimedOut):
             await hasty.apply(birth(instance()))

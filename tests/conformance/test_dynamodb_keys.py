@@ -13,12 +13,13 @@ from remuda.adapters.aws.clients import AwsClients
 from remuda.adapters.aws.dynamodb.items import ItemKeys
 from remuda.adapters.aws.dynamodb.keys import CACHE_TTL_S, own_key_prefix, role_key_prefix
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
+from remuda.adapters.aws.signature import AwsCredentials
 from remuda.domain.errors import Conflict, Unavailable, UserError
 from remuda.domain.signals import Signal
 from remuda.ports.calls import CallCounter
 from tests.conformance.conftest import DynamoStores
 from tests.support.aws.ec2 import PROFILE, Ec2Server, instance_credentials, shared_ec2_server
-from tests.support.aws.servers import aws_client
+from tests.support.aws.servers import service_client
 from tests.support.records import LONG_S, birth, claim_change, instance, instance_id
 from tests.support.virtual_time import AdjustableClock
 
@@ -185,7 +186,7 @@ class Account:
 async def account() -> AsyncIterator[Account]:
     server = shared_ec2_server()
     await server.make_profile(PROFILE)
-    async with server.iam() as iam:
+    async with service_client("iam", server.url) as iam:
         yield Account(server=server, iam=iam)
 
 
@@ -194,20 +195,19 @@ async def test_machine_and_control_plane_compute_the_same_prefix(account: Accoun
     profile = (await account.iam.get_instance_profile(InstanceProfileName=PROFILE))["InstanceProfile"]
     assert await account.prefix_of(profile["Arn"]) == prefix
     given = await instance_credentials(account.server.url, INSTANCE)
-    async with aws_client(
-        "sts",
-        account.server.url,
-        aws_access_key_id=given["AccessKeyId"],
-        aws_secret_access_key=given["SecretAccessKey"],
-        aws_session_token=given["Token"],
-    ) as sts:
+    credentials = AwsCredentials(
+        access_key=given["AccessKeyId"], secret_key=given["SecretAccessKey"], token=given["Token"]
+    )
+    async with service_client("sts", account.server.url, credentials=credentials) as opened:
+        sts: Any = opened
         assert await own_key_prefix(sts, INSTANCE) == prefix
         with pytest.raises(UserError, match="not to instance i-0"):
             await own_key_prefix(sts, "i-0" + "1" * 16)
 
 
 async def test_credentials_of_another_identity_are_rejected(account: Account) -> None:
-    async with aws_client("sts", account.server.url) as sts:
+    async with service_client("sts", account.server.url) as opened:
+        sts: Any = opened
         with pytest.raises(UserError, match="not to instance"):
             await own_key_prefix(sts, INSTANCE)
 
@@ -216,10 +216,11 @@ async def test_missing_profile_and_profile_without_role_are_rejected(account: Ac
     with pytest.raises(UserError, match="instance profile 'unknown' does not exist") as caught:
         await account.prefix_of("unknown")
     assert caught.value.field == "iam-instance-profile"
-    await account.iam.create_instance_profile(InstanceProfileName="empty")
-    try:
-        with pytest.raises(UserError, match="'empty' has no role") as caught:
-            await account.prefix_of("empty")
-        assert caught.value.field == "iam-instance-profile"
-    finally:
-        await account.iam.delete_instance_profile(InstanceProfileName="empty")
+    async with account.server.iam() as iam:
+        await iam.create_instance_profile(InstanceProfileName="empty")
+        try:
+            with pytest.raises(UserError, match="'empty' has no role") as caught:
+                await account.prefix_of("empty")
+            assert caught.value.field == "iam-instance-profile"
+        finally:
+            await iam.delete_instance_profile(InstanceProfileName="empty")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random  # noqa: TID251 - seeded: the same cases map_concurrently time
-from collections.abc import Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -233,7 +234,7 @@ async def add_items(stores: DynamoStores, name: str, count: int, **indexed: str)
 
 
 async def test_other_items_of_a_machine_are_not_read_as_troubled_reports(
-    store: DynamoInstanceStore, stores: DynamoStores, between: FaultProxy
+    store: DynamoInstanceStore, stores: DynamoStores, between: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """IAM cannot restrict sort keys, so one machine can fill the index. A sweep must not pay for that."""
     await store.beat(ID, **{**BEAT, "notice": "terminate"})
@@ -242,10 +243,14 @@ async def test_other_items_of_a_machine_are_not_read_as_troubled_reports(
     between.requests.clear()
     read: list[int] = []
 
-    def count(parsed: dict[str, Any], **_: Any) -> None:
-        read.append(parsed["ScannedCount"])
+    query = stores.client.query
 
-    stores.client.meta.events.register("after-call.dynamodb.Query", count)
+    async def count(**parameters: Any) -> Any:
+        page = await query(**parameters)
+        read.append(page["ScannedCount"])
+        return page
+
+    monkeypatch.setattr(stores.client, "query", count, raising=False)
     assert [report.instance_id for report in await store.troubled_reports()] == [ID]
     assert sum(read) == 1
     assert between.requests["Query"] == items.SHARDS
@@ -442,6 +447,10 @@ async def test_every_call_of_an_agent_is_permitted_by_its_policy(
     assert denied_requests("agent", pool, others) == others, "the policy permits none of them to another instance"
 
 
+async def _small_pages(read: Callable[..., Awaitable[Any]], **parameters: Any) -> Any:
+    return await read(**{**parameters, "Limit": 2})
+
+
 async def test_an_agent_may_write_only_the_attributes_of_a_report(
     store: DynamoInstanceStore, other: DynamoInstanceStore, between: FaultProxy, table_name: str
 ) -> None:
@@ -457,7 +466,7 @@ async def test_an_agent_may_write_only_the_attributes_of_a_report(
 
 
 async def test_every_query_reads_all_pages(
-    between: FaultProxy, stores: DynamoStores, store: DynamoInstanceStore
+    between: FaultProxy, stores: DynamoStores, store: DynamoInstanceStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(20):
         state = State.TERMINATED if number % 4 == 0 else State.IDLE
@@ -467,11 +476,8 @@ async def test_every_query_reads_all_pages(
     for number in range(6):
         await store.apply(change(instance(1, provision_id="p-1"), transition=f"step-{number}", uses=number))
 
-    def small_pages(params: dict[str, Any], **_: Any) -> None:
-        params["Limit"] = 2
-
-    for operation in ("Query", "Scan"):
-        stores.client.meta.events.register(f"provide-client-params.dynamodb.{operation}", small_pages)
+    for name in ("query", "scan"):
+        monkeypatch.setattr(stores.client, name, partial(_small_pages, getattr(stores.client, name)), raising=False)
     paged = stores.open()
     await store.history(ID)
     between.requests.clear()

@@ -692,7 +692,7 @@ async def test_tagging_skips_and_reports_unknown_instances(world: Ec2Fixture, co
 
 @pytest.fixture
 def market(world: Ec2Fixture) -> SpotPrices:
-    return Ec2SpotPrices(client=world.client, clock=world.clock, ids=SystemIds(), calls=world.calls)
+    return Ec2SpotPrices(client=world.product_client, clock=world.clock, ids=SystemIds(), calls=world.calls)
 
 
 async def test_prices_by_type_and_zone(world: Ec2Fixture, market: SpotPrices) -> None:

@@ -8,11 +8,9 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
-from functools import cache
 from typing import Any, Protocol
 
 import pytest
-from aiobotocore.session import AioSession, get_session
 
 from remuda.adapters.aws.ec2.tagged_fleet import Ec2Fleet
 from remuda.adapters.github import client as github_client
@@ -31,6 +29,7 @@ from remuda.ports.compute import LaunchRequest, TaggedFleet
 from remuda.ports.event_log import SilentEventLog
 from simulation.memory.compute import MemoryCloud, MemoryCompute, MemoryFleet, MemoryMachines
 from tests.support.aws.ec2 import LINUX_AMI, shared_ec2_server, slow_server_config
+from tests.support.aws.servers import service_client
 from tests.support.fleet_servers import TOKEN, FleetInstance, FleetState, FleetUrls, serve_fleet
 from tests.support.records import LONG_S, NOW
 from tests.support.scripted_fleet import ENVIRONMENT, REFUSED, SCENARIOS, expected, tags, variables
@@ -140,7 +139,7 @@ async def backend(request: pytest.FixtureRequest) -> AsyncIterator[FleetBackend]
     else:
         server = shared_ec2_server()
         server.reset()
-        async with server.client() as client:
+        async with server.product_client() as client:
             yield MotoFleetBackend(client)
 
 
@@ -196,22 +195,10 @@ async def test_machines_that_were_not_listed_are_rejected(backend: FleetBackend)
 # EC2 only -------------------------------------------------------------------------------------------------------------
 
 
-@cache
-def _session() -> AioSession:
-    """Cached: loading EC2's service model takes a second."""
-    return get_session()
-
-
 @asynccontextmanager
 async def ec2_fleet(served: FleetUrls, clock: Clock, environment: str = ENVIRONMENT) -> AsyncIterator[Ec2Fleet]:
-    async with _session().create_client(
-        "ec2",
-        region_name="eu-central-1",
-        endpoint_url=served.ec2_url,
-        aws_access_key_id="test",
-        aws_secret_access_key="test",
-        config=slow_server_config(),
-    ) as client:
+    async with service_client("ec2", served.ec2_url, settings=slow_server_config()) as opened:
+        client: Any = opened
         yield Ec2Fleet(client=client, environment=environment, clock=clock, ids=SystemIds(), calls=CallCounter())
 
 

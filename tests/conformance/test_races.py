@@ -89,7 +89,7 @@ async def open_stores(location: str, count: int = 1) -> AsyncIterator[list[Insta
                 stores.append(SqliteInstanceStore(path=path, clock=clock, ids=ids, calls=calls, busy_timeout_s=LONG_S))
             else:
                 clients = await stack.enter_async_context(AwsClients(session=session))
-                client = await clients.client("dynamodb", "DynamoDB", config(read_timeout_s=LONG_S))
+                client = await clients.service("dynamodb", "DynamoDB", config(read_timeout_s=LONG_S))
                 stores.append(DynamoInstanceStore(client=client, table=name, clock=clock, ids=ids, calls=calls))
             stack.push_async_callback(stores[-1].close)
         yield stores

@@ -23,7 +23,7 @@ TOKEN = "ghp_kept_elsewhere"
 
 async def put(clients: AwsClients, **content: Any) -> str:
     """Create a secret. Return its ARN."""
-    client = await clients.client("secretsmanager", SECRETS_MANAGER, config())
+    client = await clients.service("secretsmanager", SECRETS_MANAGER, config())
     answer = await client.create_secret(Name=f"remuda/ci/{secrets.token_hex(4)}", **content)
     return str(answer["ARN"])
 
@@ -75,7 +75,7 @@ async def test_missing_secret(clients: AwsClients):
 
 async def test_secret_scheduled_for_deletion(clients: AwsClients):
     arn = await put(clients, SecretString=TOKEN)
-    client = await clients.client("secretsmanager", SECRETS_MANAGER, config())
+    client = await clients.service("secretsmanager", SECRETS_MANAGER, config())
     await client.delete_secret(SecretId=arn, RecoveryWindowInDays=7)
     with pytest.raises(UserError, match="scheduled for deletion"):
         await read(clients, arn)

@@ -58,8 +58,7 @@ async def run(environment: Mapping[str, str], *, clock: SystemClock, event_log: 
         clients = await stack.enter_async_context(AwsClients())
 
         async def terminate(instance_id: str) -> None:
-            # Opened on demand: the EC2 client is the largest of all.
-            client = await clients.client("ec2", "EC2", client_config())
+            client = await clients.service("ec2", "EC2", client_config())
             ec2 = Ec2Calls(client=client, clock=clock, ids=ids, calls=calls)
             await ec2.call("TerminateInstances", InstanceIds=[instance_id])
 
@@ -74,7 +73,7 @@ async def run(environment: Mapping[str, str], *, clock: SystemClock, event_log: 
         stack.push_async_callback(machine.close)
         identity = await _retry_until_ready(machine.identity, clock, event_log)
         _check_pool(identity, environment)
-        sts = await clients.client("sts", "STS", config())
+        sts = await clients.service("sts", "STS", config())
         prefix = await _retry_until_ready(partial(own_key_prefix, sts, identity.instance_id), clock, event_log)
         _discard_state_of_image(state, identity.instance_id, machine)
         config_folder = _config_folder(state / "registration", software / "runner")

@@ -11,7 +11,7 @@ import re
 import stat
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from remuda.adapters.system.clock import SystemClock
 from remuda.cli.output import Output
@@ -20,9 +20,7 @@ from remuda.cli.run import EXIT_OK, EXIT_PARTIAL, plural, run_async
 from remuda.config.settings import Settings
 from remuda.controlplane.provision import ProvisionRequest, ProvisionResult, provision
 from remuda.controlplane.provision.plan import missing_credential
-from remuda.controlplane.refresh import RefreshResult, refresh
 from remuda.controlplane.release import ReleaseResult, ReleaseStatus, release
-from remuda.controlplane.scale_down import ScaleDownResult, scale_down
 from remuda.domain.errors import RemudaError, UserError
 from remuda.domain.resources import repository_of
 from remuda.domain.scale_down.decisions import Action
@@ -30,6 +28,10 @@ from remuda.domain.text import truncate
 from remuda.domain.trust import Trust, UnreadablePayload, decide_trust
 from remuda.ports.event_log import EventLog
 from remuda.wiring import desired, open_context, open_fleet
+
+if TYPE_CHECKING:
+    from remuda.controlplane.refresh import RefreshResult
+    from remuda.controlplane.scale_down import ScaleDownResult
 
 #: Event name if only the payload file is known.
 UNNAMED_EVENT = "(none)"
@@ -116,6 +118,8 @@ def _require_run_id(settings: Settings) -> None:
 
 
 def run_refresh(settings: Settings, output: Output, *, sweep_only: bool, every: float | None) -> int:
+    from remuda.controlplane.refresh import refresh  # noqa: PLC0415 - the other commands do not wait for it
+
     event_log = output.event_log(SystemClock())
 
     async def once() -> RefreshResult:
@@ -132,6 +136,8 @@ def run_refresh(settings: Settings, output: Output, *, sweep_only: bool, every: 
 
 
 def run_scale_down(settings: Settings, output: Output, *, dry_run: bool, every: float | None) -> int:
+    from remuda.controlplane.scale_down import scale_down  # noqa: PLC0415 - the other commands do not wait for it
+
     event_log = output.event_log(SystemClock())
 
     async def once() -> ScaleDownResult:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
@@ -141,6 +140,8 @@ class Output:
 
     @property
     def width(self) -> int:
+        import shutil  # noqa: PLC0415 - slow to import and often not needed
+
         return shutil.get_terminal_size((160, 40)).columns
 
     def log(self, action: str, why: str, facts: Mapping[str, Any]) -> None:

@@ -6,9 +6,7 @@ the same setting. The source of each value is kept, so that an error names what 
 
 from __future__ import annotations
 
-import difflib
-import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +59,8 @@ def _read_file(file: Path | None, environ: Mapping[str, str]) -> dict[str, Any]:
         return {}
     fix = "correct it, or name another file with --config"
     try:
+        import tomllib  # noqa: PLC0415 - not needed without a file
+
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}", field="config", fix=fix) from None
@@ -71,8 +71,8 @@ def _read_file(file: Path | None, environ: Mapping[str, str]) -> dict[str, Any]:
     document |= _read_scale_down_table(path, document)
     for given in document:
         if given not in known:
-            near = difflib.get_close_matches(given, known, n=1)
-            fix = f"did you mean {near[0]}?" if near else "'remuda config' lists the settings"
+            near = _nearest(given, known)
+            fix = f"did you mean {near}?" if near else "'remuda config' lists the settings"
             raise UserError(f"{path} has an unknown key {given[:MAX_SHOWN]!r}", field=given[:MAX_SHOWN], fix=fix)
     return {known[given]: value for given, value in document.items()}
 
@@ -85,13 +85,20 @@ def _read_scale_down_table(path: Path, document: dict[str, Any]) -> dict[str, An
         )
     for given in table:
         if given not in _SCALE_DOWN_KEYS:
-            near = difflib.get_close_matches(given, _SCALE_DOWN_KEYS, n=1)
+            near = _nearest(given, _SCALE_DOWN_KEYS)
             raise UserError(
                 f"{path} has an unknown key {given[:MAX_SHOWN]!r} in [{SCALE_DOWN_TABLE}]",
                 field=f"{SCALE_DOWN_TABLE}.{given[:MAX_SHOWN]}",
-                fix=f"did you mean {near[0]}?" if near else f"use {', '.join(_SCALE_DOWN_KEYS)}",
+                fix=f"did you mean {near}?" if near else f"use {', '.join(_SCALE_DOWN_KEYS)}",
             )
     return {key(name): value for name, value in table.items()}
+
+
+def _nearest(given: str, known: Collection[str]) -> str:
+    """The known word that is most similar, or empty."""
+    import difflib  # noqa: PLC0415 - for mistakes only
+
+    return next(iter(difflib.get_close_matches(given, known, n=1)), "")
 
 
 def read_private_key(value: str) -> str:

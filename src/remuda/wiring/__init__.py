@@ -1,23 +1,27 @@
-"""Wiring: from settings to adapters. The only package that names concrete adapters."""
+"""Wiring: from settings to adapters. The only package that names concrete adapters.
+
+Functions import the adapters of a backend, so that a command waits only for those of its own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
+from typing import TYPE_CHECKING
 
-from remuda.adapters.local.compute import LocalFleet
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.config.settings import Settings
 from remuda.controlplane.context import Context
-from remuda.controlplane.refresh.configure import DesiredConfig
-from remuda.controlplane.scale_down import FleetContext
 from remuda.domain.errors import UserError
 from remuda.ports.calls import CallCounter
 from remuda.ports.event_log import EventLog
 from remuda.wiring.aws import open_aws, open_aws_fleet
 from remuda.wiring.backend import SystemPorts
 from remuda.wiring.github import PUBLIC_API, missing_credential
-from remuda.wiring.local import local_endpoint, open_local
+
+if TYPE_CHECKING:
+    from remuda.controlplane.refresh.configure import DesiredConfig
+    from remuda.controlplane.scale_down import FleetContext
 
 
 @asynccontextmanager
@@ -38,6 +42,8 @@ async def open_context(
     if settings.backend == "aws":
         opening = open_aws(settings, event_log, system, needs_github=needs_github)
     else:
+        from remuda.wiring.local import open_local  # noqa: PLC0415 - see above
+
         opening = open_local(settings, system, needs_github=needs_github, require_local_github=require_local_github)
     async with opening as backend:
         yield Context(
@@ -71,6 +77,9 @@ async def open_fleet(
             yield context
         return
     async with open_context(settings, event_log, needs_github=True, calls=calls) as pool:
+        from remuda.adapters.local.compute import LocalFleet  # noqa: PLC0415 - see above
+        from remuda.controlplane.scale_down import FleetContext  # noqa: PLC0415 - see above
+
         environment = _environment_tag(settings, pool.pool_name)
         if pool.github is None:
             raise missing_credential()
@@ -93,6 +102,8 @@ def _environment_tag(settings: Settings, pool: str) -> str:
 
 def desired(settings: Settings, *, pool: str) -> DesiredConfig:
     """The configuration that `refresh` applies."""
+    from remuda.controlplane.refresh.configure import DesiredConfig  # noqa: PLC0415 - see above
+
     if settings.backend == "aws" and not settings.given("github_scope"):
         raise UserError(
             "github-scope is not set",
@@ -126,6 +137,8 @@ def desired(settings: Settings, *, pool: str) -> DesiredConfig:
 def _registration_url(settings: Settings) -> str:
     """The GitHub URL that runners register at."""
     if settings.backend == "local":
+        from remuda.wiring.local import local_endpoint  # noqa: PLC0415 - see above
+
         return local_endpoint(settings).url
     from remuda.adapters.github.client import web_url  # noqa: PLC0415 - httpx is slow to import
 

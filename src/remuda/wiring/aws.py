@@ -6,17 +6,20 @@ import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.config.declaration import variable
 from remuda.config.settings import SETTINGS, Settings
 from remuda.controlplane.context import Context
-from remuda.controlplane.scale_down import FleetContext
 from remuda.domain.errors import UserError
 from remuda.ports.calls import CallCounter
 from remuda.ports.event_log import EventLog
 from remuda.wiring.backend import Backend, SystemPorts
 from remuda.wiring.github import github_client, github_credential, missing_credential
+
+if TYPE_CHECKING:
+    from remuda.controlplane.scale_down import FleetContext
 
 #: Seconds that scale-down may wait for GitHub's rate limit. A cycle has minutes, a provision does not.
 FLEET_MAX_WAIT_S = 10.0
@@ -63,7 +66,9 @@ async def open_aws(
         name = f"remuda-{settings.pool}"
 
         async def newest_prefix() -> str:
-            return await role_key_prefix(await clients.client("iam", "IAM", config()), settings.launch_options(), calls)
+            return await role_key_prefix(
+                await clients.service("iam", "IAM", config()), settings.launch_options(), calls
+            )
 
         store = DynamoInstanceStore(
             client=await clients.dynamodb(),
@@ -77,8 +82,7 @@ async def open_aws(
         stack.push_async_callback(store.close)
         pool = SqsResourcePool(client=await clients.sqs(), prefix=name, clock=clock, ids=ids, calls=calls)
         stack.push_async_callback(pool.close)
-        # Opened at the first call: a warm provision, a release and the read commands never call EC2.
-        ec2 = clients.lazy_client("ec2", "EC2", client_config())
+        ec2 = await clients.service("ec2", "EC2", client_config())
         compute = Ec2Compute(
             client=ec2,
             pool=settings.pool,
@@ -111,6 +115,8 @@ async def open_aws_fleet(
         from remuda.adapters.aws.clients import AwsClients  # noqa: PLC0415 - see above
         from remuda.adapters.aws.ec2.calls import client_config  # noqa: PLC0415 - see above
         from remuda.adapters.aws.ec2.tagged_fleet import READ_TIMEOUT_S, Ec2Fleet  # noqa: PLC0415 - see above
+    from remuda.controlplane.scale_down import FleetContext  # noqa: PLC0415 - only scale-down needs it
+
     async with AsyncExitStack() as stack:
         clock, ids = SystemClock(), SystemIds()
         clients = await stack.enter_async_context(AwsClients())
@@ -119,7 +125,7 @@ async def open_aws_fleet(
             raise missing_credential()
         github = github_client(settings, credential, clock, ids, calls, max_wait_s=FLEET_MAX_WAIT_S)
         stack.push_async_callback(github.close)
-        ec2 = await clients.client("ec2", "EC2", client_config(read_timeout_s=READ_TIMEOUT_S))
+        ec2 = await clients.service("ec2", "EC2", client_config(read_timeout_s=READ_TIMEOUT_S))
         yield FleetContext(
             environment=environment,
             fleet=Ec2Fleet(client=ec2, environment=environment, clock=clock, ids=ids, calls=calls),

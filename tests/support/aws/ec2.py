@@ -6,20 +6,21 @@ import atexit
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import httpx
-from aiobotocore.config import AioConfig
 
+from remuda.adapters.aws.clients import ClientConfig
 from remuda.adapters.aws.ec2.calls import client_config
 from remuda.adapters.aws.ec2.compute import Ec2Compute
+from remuda.adapters.aws.service import ServiceClient
 from remuda.adapters.system.clock import SystemIds
 from remuda.domain.resources import TypePatterns, UsageClass
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import LaunchRequest, LaunchResult
-from tests.support.aws.servers import HERE, LOOPBACK, ROOT, ServerError, aws_client
+from tests.support.aws.servers import HERE, LOOPBACK, ROOT, ServerError, aws_client, service_client
 from tests.support.records import launch_request, runner_request
 from tests.support.virtual_time import AdjustableClock
 
@@ -93,7 +94,11 @@ class Ec2Server:
         return {f"AWS_ENDPOINT_URL_{service}": self.url for service in ("EC2", "IAM", "SSM", "STS")}
 
     def client(self) -> AbstractAsyncContextManager[EC2Client]:
-        return aws_client("ec2", self.url, config=slow_server_config())
+        """The client of botocore, for what tests do themselves."""
+        return aws_client("ec2", self.url, config=slow_server_config().for_botocore())
+
+    def product_client(self) -> ServiceClient:
+        return service_client("ec2", self.url, settings=slow_server_config())
 
     def iam(self) -> AbstractAsyncContextManager[IAMClient]:
         return aws_client("iam", self.url)
@@ -130,15 +135,15 @@ def shared_ec2_server() -> Ec2Server:
     return server
 
 
-def slow_server_config() -> AioConfig:
+def slow_server_config() -> ClientConfig:
     """The product's configuration with longer timeouts: the test server may be slow on a busy computer."""
-    return client_config().merge(AioConfig(connect_timeout=LIMIT_S, read_timeout=LIMIT_S))
+    return replace(client_config(), connect_timeout_s=LIMIT_S, read_timeout_s=LIMIT_S)
 
 
 async def instance_credentials(ec2_url: str, instance_id: str, *, profile: str = PROFILE) -> dict[str, str]:
     """Credentials of the profile's role in a session named after the instance, as the metadata service returns them."""
     role = f"arn:aws:iam::123456789012:role/{profile}"
-    async with aws_client("sts", ec2_url, config=slow_server_config()) as sts:
+    async with aws_client("sts", ec2_url, config=slow_server_config().for_botocore()) as sts:
         given = (await sts.assume_role(RoleArn=role, RoleSessionName=instance_id))["Credentials"]
     return {
         "AccessKeyId": given["AccessKeyId"],
@@ -165,6 +170,7 @@ async def describe_instances(client: EC2Client) -> dict[str, dict[str, Any]]:
 class Ec2Fixture:
     server: Ec2Server
     client: EC2Client
+    product_client: Any
     #: Valid launch options.
     options: dict[str, str]
     calls: CallCounter
@@ -181,7 +187,7 @@ class Ec2Fixture:
             return self.parameters[name]
 
         return Ec2Compute(
-            client=self.client,
+            client=self.product_client,
             pool=pool,
             clock=self.clock,
             ids=SystemIds(),
@@ -235,11 +241,12 @@ class Ec2Fixture:
 async def ec2_fixture() -> AsyncIterator[Ec2Fixture]:
     server = shared_ec2_server()
     server.reset()
-    async with server.client() as client:
+    async with server.client() as client, server.product_client() as product_client:
         options = await server.launch_options(client)
         yield Ec2Fixture(
             server=server,
             client=client,
+            product_client=product_client,
             options=options,
             calls=CallCounter(),
             clock=AdjustableClock(longest_sleep_s=0.0),

@@ -186,7 +186,7 @@ async def ec2_machines(
     *, ec2_url: str, folder: Path, kind: type[Ec2MachineRunner] = Ec2MachineRunner, **options: Any
 ) -> AsyncIterator[Ec2MachineRunner]:
     """Run machines in the background. `options` are those of `kind`."""
-    async with aws_client("ec2", ec2_url, config=slow_server_config()) as ec2:
+    async with aws_client("ec2", ec2_url, config=slow_server_config().for_botocore()) as ec2:
         runner = kind(ec2=ec2, ec2_url=ec2_url, folder=folder, **options)
         running = asyncio.create_task(runner.run())
         try:

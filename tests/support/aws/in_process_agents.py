@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import httpx
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from remuda.adapters.aws.clients import config
 from remuda.adapters.aws.user_data import MARGIN_TAG
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.agent.loop import Agent
@@ -24,7 +23,7 @@ from remuda.ports.event_log import SilentEventLog
 from remuda.ports.machine import Identity, RemovalStatus, StepResult
 from remuda.ports.store import InstanceStore
 from tests.support.agents import RecordingMachine, RecordingRunner
-from tests.support.aws.servers import aws_client
+from tests.support.aws.servers import service_client
 from tests.support.aws.stack import AwsStack
 
 if TYPE_CHECKING:
@@ -236,7 +235,7 @@ def agents_in_thread(stack: AwsStack, pool: str) -> Iterator[ThreadedAgents]:
     @asynccontextmanager
     async def running() -> AsyncIterator[tuple[InstanceStore, PoolAgents]]:
         url = stack.environment()["AWS_ENDPOINT_URL_DYNAMODB"]
-        async with aws_client("dynamodb", url, config=config()) as client, in_process_agents(stack) as agents:
+        async with service_client("dynamodb", url) as client, in_process_agents(stack) as agents:
             store = stack.instance_store(client, pool)
             async with agents.of_pool(pool, store) as pool_agents:
                 yield store, pool_agents

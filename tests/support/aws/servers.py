@@ -27,6 +27,11 @@ import certifi
 import pytest
 from aiobotocore.session import AioSession, get_session
 
+from remuda.adapters.aws import clients
+from remuda.adapters.aws.clients import ClientConfig
+from remuda.adapters.aws.environment import AwsEndpoint
+from remuda.adapters.aws.service import ServiceClient
+from remuda.adapters.aws.signature import AwsCredentials
 from remuda.fake_github import Endpoint, read_endpoint
 from tests.support.records import NOW
 
@@ -59,6 +64,9 @@ ENVIRONMENT = {
 }
 
 
+CREDENTIALS = AwsCredentials(access_key="test", secret_key="test")
+
+
 class ServerError(RuntimeError):
     """A test server is not installed or did not start."""
 
@@ -69,6 +77,17 @@ def aws_client(service: str, url: str, **options: Any) -> AbstractAsyncContextMa
     defaults = {"region_name": REGION, "aws_access_key_id": "test", "aws_secret_access_key": "test"}
     client: AbstractAsyncContextManager[Any] = create(service, endpoint_url=url, **{**defaults, **options})
     return client
+
+
+def service_client(
+    service: str, url: str, *, credentials: AwsCredentials = CREDENTIALS, settings: ClientConfig | None = None
+) -> ServiceClient:
+    """The product's client of a test server."""
+
+    async def given() -> AwsCredentials:
+        return credentials
+
+    return clients.service_client(service, AwsEndpoint(url, REGION), settings or clients.config(), given)
 
 
 @cache

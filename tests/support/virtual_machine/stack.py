@@ -15,7 +15,7 @@ from remuda.domain.instance import Instance
 from remuda.domain.signals import Report
 from remuda.fake_github.client import FakeGitHubClient, JobStep, JobView
 from tests.support.aws.ec2_machines import Ec2MachineRunner, MachineStack, SimulatedMachine, ec2_machines
-from tests.support.aws.servers import LOOPBACK, aws_client
+from tests.support.aws.servers import LOOPBACK, service_client
 from tests.support.aws.stack import POOL, SCOPE, aws_stack
 from tests.support.cli import run_cli
 from tests.support.user_data import FakeImds, fake_imds
@@ -139,7 +139,7 @@ class VirtualMachineStack(MachineStack):
 
     @asynccontextmanager
     async def _store(self) -> AsyncIterator[DynamoInstanceStore]:
-        async with aws_client("dynamodb", self.stack.store.url) as client:
+        async with service_client("dynamodb", self.stack.store.url) as client:
             store = self.stack.instance_store(client)
             try:
                 yield store

@@ -1,32 +1,11 @@
-"""AWS clients are opened lazily, and endpoint URLs for agents are validated."""
+"""Endpoint URLs for agents are validated."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from remuda.adapters.aws.clients import AwsClients, agent_environment_from, config
+from remuda.adapters.aws.clients import agent_environment_from
 from remuda.domain.errors import UserError
-
-
-class Service:
-    async def describe_things(self, **parameters: Any) -> dict[str, Any]:
-        return parameters
-
-
-async def test_lazy_client_is_opened_on_its_first_call(monkeypatch: pytest.MonkeyPatch):
-    opened: list[str] = []
-
-    async def client(_clients: AwsClients, name: str, title: str, settings: object) -> Service:
-        opened.append(f"{name} {title}")
-        return Service()
-
-    monkeypatch.setattr(AwsClients, "client", client)
-    lazy = AwsClients().lazy_client("things", "Things", config())
-    assert opened == []
-    assert await lazy.describe_things(Number=4) == {"Number": 4}
-    assert opened == ["things Things"]
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:4566", "https://ec2.example.com", "http://[::1]:8000"])

@@ -1,4 +1,4 @@
-"""Arbitrary AWS responses through botocore's parsers: an unreadable response is an error, never an empty result."""
+"""Arbitrary AWS responses through the clients: an unreadable response is an error, never an empty result."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from aiobotocore.session import AioSession
 from botocore.exceptions import ClientError
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from remuda.adapters.aws.calls import EC2, translate
-from remuda.adapters.aws.clients import _value
+from remuda.adapters.aws.clients import MAX_ATTEMPTS, PROTOCOLS, _value
 from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.dynamodb.keys import own_key_prefix
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.ec2.compute import Ec2Compute, Ec2SpotPrices, _point
 from remuda.adapters.aws.ec2.create_fleet import launch_failure, parse_fleet
 from remuda.adapters.aws.ec2.tagged_fleet import Ec2Fleet
+from remuda.adapters.aws.http import HttpResponse
+from remuda.adapters.aws.service import ServiceClient
+from remuda.adapters.aws.signature import AwsCredentials
 from remuda.adapters.aws.sqs import SqsResourcePool
 from remuda.domain.errors import RemudaError
 from remuda.domain.instance import Instance
@@ -57,60 +59,57 @@ MARKS = [
 ]
 
 
-class _Response:
-    def __init__(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
-        self.status_code, self.headers, self._body = status, dict(headers), body
-        self.raw = None
+class _FakeHttp:
+    """Replaces the connections of a client: one response for everything except the named operations."""
 
-    @property
-    async def content(self) -> bytes:
-        return self._body
-
-
-class _FakeHttpSession:
-    """Replaces botocore's HTTP session: one response for everything except the named operations."""
+    host, path = "127.0.0.1", "/"
 
     def __init__(self) -> None:
         self.status, self.body, self.headers = 200, b"", {"x-amzn-requestid": "r"}
         self.fixed: dict[str, bytes] = {}
 
-    async def send(self, request: Any) -> _Response:
-        target = request.headers.get("X-Amz-Target", b"")
-        name = (target.decode() if isinstance(target, bytes) else target).rpartition(".")[2]
+    async def post(self, headers: Mapping[str, str], body: bytes) -> HttpResponse:  # noqa: ARG002 - as in the protocol
+        name = headers.get("x-amz-target", "").rpartition(".")[2]
         if name in self.fixed:
-            return _Response(200, self.fixed[name], {"x-amzn-requestid": "r"})
-        return _Response(self.status, self.body, self.headers)
+            return HttpResponse(200, {"x-amzn-requestid": "r"}, self.fixed[name])
+        return HttpResponse(self.status, self.headers, self.body)
 
     async def close(self) -> None:
         """Nothing to close."""
 
 
+async def _credentials() -> AwsCredentials:
+    return AwsCredentials(access_key="a", secret_key="b")
+
+
 class FuzzedAws:
-    """Real clients on the fake HTTP session. Created once because that is slow; they keep no state."""
+    """Real clients on the fake connections. They keep no state."""
 
     def __init__(self) -> None:
-        self.http = _FakeHttpSession()
+        self.http = _FakeHttp()
         self.loop = new_loop()
-        self.ports = self.loop.run_until_complete(self._open())
+        self.ports = self._open()
 
-    async def _client(self, name: str) -> Any:
-        create: Any = AioSession().create_client
-        keys = {"aws_access_key_id": "a", "aws_secret_access_key": "b"}
-        opening = create(name, region_name="eu-central-1", endpoint_url="http://127.0.0.1:1", **keys)
-        client = await opening.__aenter__()
-        client._endpoint.http_session = self.http
-        return client
+    def _client(self, name: str) -> Any:
+        return ServiceClient(
+            name=name,
+            protocol=PROTOCOLS[name](),
+            http=self.http,
+            region="eu-central-1",
+            credentials=_credentials,
+            attempts=1 if name == "ec2" else MAX_ATTEMPTS,
+        )
 
-    async def _open(self) -> dict[str, Any]:
+    def _open(self) -> dict[str, Any]:
         own: dict[str, Any] = {"clock": VirtualClock(), "ids": SeededIds(), "calls": CallCounter()}
-        ec2 = await self._client("ec2")
+        ec2 = self._client("ec2")
         return {
-            "store": DynamoInstanceStore(client=await self._client("dynamodb"), table="t", **own),
-            "pool": SqsResourcePool(client=await self._client("sqs"), prefix="p", **own),
+            "store": DynamoInstanceStore(client=self._client("dynamodb"), table="t", **own),
+            "pool": SqsResourcePool(client=self._client("sqs"), prefix="p", **own),
             "compute": Ec2Compute(client=ec2, pool="p", read_parameter=_read_parameter, **own),
             "fleet": Ec2Fleet(client=ec2, environment="e", **own),
             "prices": Ec2SpotPrices(client=ec2, **own),
-            "sts": await self._client("sts"),
+            "sts": self._client("sts"),
         }
 
     def call(self, work: Callable[[dict[str, Any]], Awaitable[Any]]) -> Any:

@@ -14,10 +14,9 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import Any, TypeVar
 
-import aiohttp
 from botocore import exceptions as boto
-from botocore.parsers import ResponseParserError
 
+from remuda.adapters.aws.protocols import UnreadableResponse
 from remuda.domain.errors import CapacityError, NotFound, RemudaError, Throttled, TimedOut, Unavailable, UserError
 from remuda.ports.calls import CallCounter
 
@@ -48,8 +47,8 @@ LAUNCH_FIX = "correct the launch options and run remuda refresh"
 _CREDENTIALS_FIX = "set valid AWS credentials for this region"
 _TABLE_FIX = "run remuda refresh, or check the region and the pool name"
 
-#: Exceptions that botocore and aiohttp raise instead of returning a response.
-FAILURES = (boto.BotoCoreError, boto.ClientError, ResponseParserError, aiohttp.ClientError, OSError)
+#: Exceptions of a call instead of a response.
+FAILURES = (boto.BotoCoreError, boto.ClientError, OSError)
 #: The instance is protected, or in a state that does not allow the operation. A retry does not help.
 _WRONG_INSTANCE_STATE = frozenset({"OperationNotPermitted", "IncorrectInstanceState", "IncorrectState"})
 _INPUT = re.compile(
@@ -264,28 +263,29 @@ def _from_library(error: Exception, service: str, what: str) -> RemudaError:
 
 
 async def await_response(call: Awaitable[T]) -> T:
-    """Await one call. A response that botocore cannot parse raises `ResponseParserError`, whatever botocore raised."""
+    """Await one call of botocore's client. Its failures in HTTP and in its parsers raise `UnreadableResponse`."""
     try:
         return await call
     except Exception as error:
-        if isinstance(error, FAILURES) or not _is_parser_failure(error):
+        if isinstance(error, FAILURES) or not _is_library_failure(error):
             raise
-        raise ResponseParserError(f"the response cannot be parsed: {type(error).__name__}") from error
+        raise UnreadableResponse(error=type(error).__name__) from error
 
 
-def _is_parser_failure(error: Exception) -> bool:
-    """Whether a user of a parsed response raised the error, or a parser took part."""
+def _is_library_failure(error: Exception) -> bool:
+    """Whether a user of a parsed response raised the error, or a parser took part, or it is one of aiohttp."""
     # Outermost frame first: the last module raised the error.
     modules = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return modules[-1].startswith(_PARSER_USERS) or not _PARSERS.isdisjoint(modules)
+    is_http = any(each.__module__.startswith("aiohttp.") for each in type(error).__mro__)
+    return is_http or modules[-1].startswith(_PARSER_USERS) or not _PARSERS.isdisjoint(modules)
 
 
 async def await_and_count(call: Awaitable[T], calls: CallCounter, service: str, operation: str) -> T:
-    """Await one call and count its HTTP requests, including botocore's retries."""
+    """Await one call and count its HTTP requests, including retries."""
     # Values if the call is cancelled or raises an unexpected error.
     requests, failed = 1, 0
     try:
-        answer = await await_response(call)
+        answer = await call
     except FAILURES as error:
         requests = failed = requests_of(error.response) if isinstance(error, boto.ClientError) else 1
         if isinstance(error, boto.ClientError) and code_of(error) in _EXPECTED_CODES:

@@ -1,38 +1,44 @@
-"""Clients for AWS services: one session, one connection pool per service, closed together.
+"""Clients for AWS services, opened on first use and closed together.
 
-botocore reads `AWS_PROFILE`, `AWS_ENDPOINT_URL`, `AWS_ENDPOINT_URL_DYNAMODB` and the other standard variables. Unlike
-the other AWS SDKs it does not read `AWS_REGION`, so the session is configured to do so.
+`AwsClients.service` opens Remuda's own client, for the calls of the pool. `AwsClients.client` opens botocore's, for all
+other services and operations; it takes half a second to import. Both read the standard variables (`AWS_PROFILE`,
+`AWS_ENDPOINT_URL`, `AWS_ENDPOINT_URL_DYNAMODB` and others).
 `read_secret` reads a credential from Secrets Manager.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Self
+from urllib.parse import urlsplit
 
-from aiobotocore.config import AioConfig
-from aiobotocore.session import AioSession
 from botocore.exceptions import ClientError
-from botocore.loaders import Loader, create_loader
-from botocore.utils import is_valid_endpoint_url, is_valid_ipv6_endpoint_url
 
 from remuda.adapters.aws.calls import (
     DYNAMODB,
     SQS,
     ErrorCategory,
-    await_response,
     category_of,
     checked_settings,
     code_of,
     translated,
 )
+from remuda.adapters.aws.environment import REGION, AwsEndpoint, AwsEnvironment, CredentialSource
+from remuda.adapters.aws.http import HttpConnections
+from remuda.adapters.aws.protocols import JsonProtocol, Protocol, QueryProtocol
+from remuda.adapters.aws.service import ServiceClient
 from remuda.domain.errors import RemudaError, UserError
 
 if TYPE_CHECKING:
+    from aiobotocore.config import AioConfig
+    from aiobotocore.session import AioSession
+    from botocore.loaders import Loader
     from types_aiobotocore_dynamodb import DynamoDBClient
     from types_aiobotocore_sqs import SQSClient
 
@@ -45,9 +51,6 @@ MAX_ATTEMPTS = 3
 #: Connections per service: at least the number of concurrent operations of one process
 #: (`controlplane.context.CONCURRENCY`), plus polling.
 CONNECTIONS = 80
-
-#: botocore's definition of a setting: key in the AWS config file, environment variables, default, conversion.
-REGION = ("region", ["AWS_REGION", "AWS_DEFAULT_REGION"], None, None)
 
 #: Variables copied to the agents, so that they use the same endpoints as the process that launches them.
 AGENT_VARIABLES = (
@@ -64,6 +67,14 @@ _MISSING = "ResourceNotFoundException"
 #: The secret is scheduled for deletion.
 _BEING_DELETED = "InvalidRequestException"
 _DECRYPTION_FAILED = frozenset({"DecryptionFailure", "KMSAccessDeniedException"})
+#: Protocols of the services that Remuda's own client can call.
+PROTOCOLS: Mapping[str, Callable[[], Protocol]] = {
+    "dynamodb": partial(JsonProtocol, prefix="DynamoDB_20120810", version="1.0"),
+    "sqs": partial(JsonProtocol, prefix="AmazonSQS", version="1.0", is_query_compatible=True),
+    "secretsmanager": partial(JsonProtocol, prefix="secretsmanager", version="1.1"),
+    "ssm": partial(JsonProtocol, prefix="AmazonSSM", version="1.1"),
+    **{name: partial(QueryProtocol, name) for name in ("ec2", "iam", "sts")},
+}
 
 
 def agent_environment_from(environment: Mapping[str, str]) -> dict[str, str]:
@@ -72,13 +83,23 @@ def agent_environment_from(environment: Mapping[str, str]) -> dict[str, str]:
     for name, value in passed.items():
         if "@" in value:
             raise UserError(f"{name} contains a credential", field=name, fix="remove the user part of the URL")
-        is_url = is_valid_endpoint_url(value) or is_valid_ipv6_endpoint_url(value)
-        if name.startswith("AWS_ENDPOINT_URL") and not is_url:
+        if name.startswith("AWS_ENDPOINT_URL") and not _is_url(value):
             raise UserError(f"{name} is not a URL: {value!r}", field=name, fix="set a URL such as https://host:443")
     return passed
 
 
+def _is_url(value: str) -> bool:
+    try:
+        parts = urlsplit(value)
+        return parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0 and value.isprintable()
+    except ValueError:
+        return False
+
+
 def open_session() -> AioSession:
+    """A session of botocore. Unlike the other AWS SDKs it does not read `AWS_REGION`, so it is configured to do so."""
+    from aiobotocore.session import AioSession  # noqa: PLC0415 - slow to import
+
     session = AioSession(session_vars={"region": REGION})
     session.lazy_register_component("data_loader", lambda: _data_loader(session.get_config_variable("data_path")))
     return session
@@ -87,16 +108,55 @@ def open_session() -> AioSession:
 @cache
 def _data_loader(path: str | None) -> Loader:
     """The loader of botocore's service models, cached because a warm Lambda function opens a session per event."""
+    from botocore.loaders import create_loader  # noqa: PLC0415 - slow to import
+
     return create_loader(path)
 
 
-def config(*, read_timeout_s: float = READ_TIMEOUT_S) -> AioConfig:
-    return AioConfig(
-        connect_timeout=CONNECT_TIMEOUT_S,
-        read_timeout=read_timeout_s,
-        retries={"mode": "standard", "total_max_attempts": MAX_ATTEMPTS},
-        max_pool_connections=CONNECTIONS,
-        tcp_keepalive=True,
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClientConfig:
+    connect_timeout_s: float
+    read_timeout_s: float
+    #: Attempts per call, including the first.
+    attempts: int = MAX_ATTEMPTS
+    connections: int = CONNECTIONS
+    #: Empty: that of the environment.
+    region: str = ""
+
+    def for_botocore(self) -> AioConfig:
+        from aiobotocore.config import AioConfig  # noqa: PLC0415 - slow to import
+
+        return AioConfig(
+            connect_timeout=self.connect_timeout_s,
+            read_timeout=self.read_timeout_s,
+            retries={"mode": "standard", "total_max_attempts": self.attempts},
+            max_pool_connections=self.connections,
+            tcp_keepalive=True,
+            region_name=self.region or None,
+        )
+
+
+def config(*, read_timeout_s: float = READ_TIMEOUT_S) -> ClientConfig:
+    return ClientConfig(connect_timeout_s=CONNECT_TIMEOUT_S, read_timeout_s=read_timeout_s)
+
+
+def service_client(
+    name: str, endpoint: AwsEndpoint, settings: ClientConfig, credentials: CredentialSource, *, ca_bundle: str = ""
+) -> ServiceClient:
+    http = HttpConnections(
+        endpoint.url,
+        connect_timeout_s=settings.connect_timeout_s,
+        read_timeout_s=settings.read_timeout_s,
+        connections=settings.connections,
+        ca_bundle=ca_bundle,
+    )
+    return ServiceClient(
+        name=name,
+        protocol=PROTOCOLS[name](),
+        http=http,
+        region=endpoint.region,
+        credentials=credentials,
+        attempts=settings.attempts,
     )
 
 
@@ -104,9 +164,10 @@ class AwsClients:
     """Clients, opened on first use: `async with AwsClients() as clients: await clients.dynamodb()`."""
 
     def __init__(self, *, session: AioSession | None = None) -> None:
-        self._session = session or open_session()
+        """`session`: a session of botocore to share."""
+        self._environment = AwsEnvironment(session=session)
         self._stack = AsyncExitStack()
-        self._clients: dict[str, Any] = {}
+        self._clients: dict[tuple[str, ...], Any] = {}
         self._lock = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
@@ -120,49 +181,52 @@ class AwsClients:
         await self._stack.aclose()
 
     async def dynamodb(self) -> DynamoDBClient:
-        client: DynamoDBClient = await self.client("dynamodb", DYNAMODB, config())
+        client: DynamoDBClient = await self.service("dynamodb", DYNAMODB, config())
         return client
 
     async def sqs(self) -> SQSClient:
-        client: SQSClient = await self.client("sqs", SQS, config(read_timeout_s=SQS_READ_TIMEOUT_S))
+        client: SQSClient = await self.service("sqs", SQS, config(read_timeout_s=SQS_READ_TIMEOUT_S))
         return client
 
     def region(self) -> str:
         """The region of all clients whose settings do not name another one."""
-        region = self._session.get_config_variable("region")
+        region = self._environment.region()
         if not region:
             raise UserError("no AWS region is configured", field="AWS_REGION", fix="set AWS_REGION")
-        return str(region)
+        return region
 
-    def lazy_client(self, name: str, title: str, settings: AioConfig) -> Any:
-        """A client that is opened on its first call. EC2's service model takes long to load and is often not needed."""
-        return _LazyClient(partial(self.client, name, title, settings))
+    async def service(self, name: str, title: str, settings: ClientConfig) -> Any:
+        """Remuda's client of a service of `PROTOCOLS`, opened once per region.
 
-    async def client(self, name: str, title: str, settings: AioConfig) -> Any:
-        """The client of a service, opened once per region. `title` is the service's name in error messages."""
-        region = settings.region_name  # type: ignore[attr-defined]  # set by botocore at run time
-        key = f"{name}@{region or ''}"
-        if not region:
+        It has the operations of botocore's client, those of EC2, IAM and STS as far as Remuda uses them. `title` is the
+        service's name in error messages.
+        """
+        return await self._open(("service", name, settings.region), title, partial(self._service, name, settings))
+
+    async def client(self, name: str, title: str, settings: ClientConfig) -> Any:
+        """The client of botocore for any service, opened once per region."""
+        return await self._open(("client", name, settings.region), title, partial(self._client, name, settings))
+
+    async def _open(self, key: tuple[str, ...], title: str, make: Callable[[], Awaitable[Any]]) -> Any:
+        if not key[-1]:
             self.region()
         async with self._lock:
             if key not in self._clients:
-                create: Any = self._session.create_client
                 with checked_settings(title):
-                    self._clients[key] = await self._stack.enter_async_context(create(name, config=settings))
+                    self._clients[key] = await make()
         return self._clients[key]
 
+    async def _service(self, name: str, settings: ClientConfig) -> ServiceClient:
+        endpoint = await self._environment.endpoint(name, settings.region)
+        made = service_client(
+            name, endpoint, settings, self._environment.credentials, ca_bundle=self._environment.ca_bundle()
+        )
+        self._stack.push_async_callback(made.close)
+        return made
 
-class _LazyClient:
-    """Offers the operations of a client, which it opens on the first call."""
-
-    def __init__(self, open_client: Callable[[], Awaitable[Any]]) -> None:
-        self._open_client = open_client
-
-    def __getattr__(self, operation: str) -> Callable[..., Awaitable[Any]]:
-        async def call(**parameters: Any) -> Any:
-            return await getattr(await self._open_client(), operation)(**parameters)
-
-        return call
+    async def _client(self, name: str, settings: ClientConfig) -> Any:
+        create: Any = self._environment.session.create_client
+        return await self._stack.enter_async_context(create(name, config=settings.for_botocore()))
 
 
 async def read_secret(clients: AwsClients, arn: str, *, key: str, field: str) -> str:
@@ -170,11 +234,12 @@ async def read_secret(clients: AwsClients, arn: str, *, key: str, field: str) ->
 
     `field` is the setting that contains the ARN. Errors name both, never the secret.
     """
-    client = await clients.client("secretsmanager", SECRETS_MANAGER, _in_region_of(arn))
+    settings = replace(config(), region=arn.split(":")[3])  # It may differ from the pool's.
+    client = await clients.service("secretsmanager", SECRETS_MANAGER, settings)
     try:
         with translated(SECRETS_MANAGER, arn):
             try:
-                answer = await await_response(client.get_secret_value(SecretId=arn))
+                answer = await client.get_secret_value(SecretId=arn)
             except ClientError as error:
                 known = _known_error(error, arn, field)
                 if known is None:
@@ -187,9 +252,9 @@ async def read_secret(clients: AwsClients, arn: str, *, key: str, field: str) ->
 
 async def read_parameter(clients: AwsClients, name: str) -> str:
     """The value of a Systems Manager parameter: a name, or NAME:VERSION. EC2 reads images with the same call."""
-    client = await clients.client("ssm", SYSTEMS_MANAGER, config())
+    client = await clients.service("ssm", SYSTEMS_MANAGER, config())
     with translated(SYSTEMS_MANAGER, f"parameter {name}"):
-        answer = await await_response(client.get_parameters(Names=[name]))
+        answer = await client.get_parameters(Names=[name])
     for parameter in answer.get("Parameters", ()):
         return str(parameter.get("Value", ""))
     raise UserError(
@@ -197,11 +262,6 @@ async def read_parameter(clients: AwsClients, name: str) -> str:
         field=name,
         fix="correct its name, or create it",
     )
-
-
-def _in_region_of(arn: str) -> AioConfig:
-    """The client settings for the secret's region, which may differ from the pool's."""
-    return config().merge(AioConfig(region_name=arn.split(":")[3]))
 
 
 def _known_error(error: ClientError, arn: str, field: str) -> RemudaError | None:
@@ -229,8 +289,8 @@ def _text(answer: dict[str, Any], arn: str, field: str) -> str:
     if "SecretString" in answer:
         return str(answer["SecretString"])
     try:
-        return bytes(answer.get("SecretBinary", b"")).decode()
-    except UnicodeDecodeError:
+        return base64.b64decode(answer.get("SecretBinary", "")).decode()
+    except (TypeError, ValueError):
         raise UserError(f"secret {arn} is not text", field=field, fix="store the credential as text") from None
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from botocore.exceptions import ClientError
 
-from remuda.adapters.aws.calls import await_response, code_of, message_of, translated
+from remuda.adapters.aws.calls import code_of, message_of, translated
 from remuda.adapters.aws.clients import AwsClients, config
 from remuda.adapters.aws.dynamodb.keys import instance_profile_role, profile_name
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
@@ -111,9 +111,9 @@ class AwsDoctor:
         return ok(str((await self._identity())["Arn"]))
 
     async def _identity(self) -> dict[str, Any]:
-        client = await self._clients.client("sts", "STS", config())
+        client = await self._clients.service("sts", "STS", config())
         with translated("STS", "the caller's identity"):
-            answer: dict[str, Any] = await await_response(client.get_caller_identity())
+            answer: dict[str, Any] = await client.get_caller_identity()
         return answer
 
     async def _clocks(self) -> CheckResult:
@@ -214,7 +214,7 @@ class AwsDoctor:
 
     async def _profile(self) -> CheckResult:
         name = profile_name(self._launch_options().profile)
-        role = await instance_profile_role(await self._clients.client("iam", "IAM", config()), name)
+        role = await instance_profile_role(await self._clients.service("iam", "IAM", config()), name)
         return ok(f"{name}, with role {role['RoleName']}")
 
     async def _template(self) -> CheckResult:

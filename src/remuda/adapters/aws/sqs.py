@@ -142,7 +142,7 @@ class SqsResourcePool:
                 VisibilityTimeout=_whole_seconds(visibility_s, MAX_VISIBILITY_S),
                 WaitTimeSeconds=_whole_seconds(remaining_s, MAX_WAIT_S),
             )
-            messages = answer.get("Messages", [])
+            messages = self._list(answer, "Messages", resource_class)
             is_over = self._clock.monotonic() >= deadline if wait_s > 0 else polls >= SHORT_POLLS
             if messages or is_over:
                 # A message without a receipt can be neither deleted nor made visible; SQS delivers it again later.
@@ -207,7 +207,19 @@ class SqsResourcePool:
 
     async def _attributes(self, resource_class: str, url: str, wanted: Sequence[str]) -> Mapping[str, str]:
         answer = await self._call("GetQueueAttributes", resource_class, QueueUrl=url, AttributeNames=wanted)
-        return {str(key): value for key, value in answer.get("Attributes", {}).items()}
+        found = answer.get("Attributes") or {}
+        if not isinstance(found, Mapping):
+            raise self._unreadable(resource_class)
+        return found
+
+    def _list(self, answer: Mapping[str, Any], name: str, resource_class: str) -> list[Mapping[str, Any]]:
+        found = answer.get(name) or []
+        if not isinstance(found, list) or not all(isinstance(each, Mapping) for each in found):
+            raise self._unreadable(resource_class)
+        return found
+
+    def _unreadable(self, resource_class: str) -> Unavailable:
+        return Unavailable(f"the response of {SQS} for queue {self._queue(resource_class)} cannot be parsed")
 
     # Calls ----------------------------------------------------------------------------------------------------
 
@@ -229,7 +241,7 @@ class SqsResourcePool:
             answer = await self._call(operation, resource_class, QueueUrl=url, Entries=batch)
             failed = {
                 str(each.get("Id")): str(each.get("Code", ""))
-                for each in answer.get("Failed", [])
+                for each in self._list(answer, "Failed", resource_class)
                 # The codes of a stale receipt can mean other failures in a send, whose entries have no receipt.
                 if "ReceiptHandle" not in entries[0] or each.get("Code") not in _STALE_RECEIPT
             }

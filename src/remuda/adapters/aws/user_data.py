@@ -5,13 +5,11 @@ Also the other parts of the contract between a launch and the agent: directory l
 
 from __future__ import annotations
 
-import gzip
 import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 
 from remuda.adapters.aws.ec2.options import SCRIPT, AgentBundle, Ec2LaunchOptions
 from remuda.domain.errors import UserError
@@ -54,6 +52,8 @@ class MachineLayout:
 
 @cache
 def _bootstrap() -> str:
+    from importlib import resources  # noqa: PLC0415 - slow to import, and only a new launch template needs it
+
     return resources.files("remuda.adapters.aws").joinpath("bootstrap.sh").read_text(encoding="utf-8")
 
 
@@ -126,6 +126,8 @@ def _runner_variables(choice: RunnerChoice) -> dict[str, str]:
 
 def compress(text: str) -> bytes:
     """The user data as EC2 keeps it. cloud-init decompresses it (its documentation, "Gzip compressed content")."""
+    import gzip  # noqa: PLC0415 - as above
+
     return gzip.compress(text.encode(), mtime=0)
 
 

@@ -9,10 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from remuda.config.declaration import DEFAULT, Secret
 from remuda.config.settings import SETTINGS, Settings
-from remuda.controlplane.provision.plan import ProvisionResult
-from remuda.controlplane.refresh.result import RefreshResult
 from remuda.controlplane.release import ReleaseResult, ReleaseStatus
-from remuda.controlplane.scale_down.result import ScaleDownResult
 from remuda.domain.instance import Instance
 from remuda.domain.resources import TypePatterns
 from remuda.domain.scale_down.idle_config import IdleWindow
@@ -20,6 +17,10 @@ from remuda.domain.serialization import to_jsonable
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from remuda.controlplane.provision.plan import ProvisionResult
+    from remuda.controlplane.refresh.result import RefreshResult
+    from remuda.controlplane.scale_down.result import ScaleDownResult
 
 
 def record_document(record: Any) -> dict[str, Any]:

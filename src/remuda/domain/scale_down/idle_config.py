@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import calendar
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -281,4 +280,6 @@ def _weekdays(text: str) -> tuple[frozenset[int], frozenset[tuple[int, int]]]:
 
 
 def _days_of(local: datetime) -> int:
+    import calendar  # noqa: PLC0415 - slow to import, and idle windows are rare
+
     return calendar.monthrange(local.year, local.month)[1]

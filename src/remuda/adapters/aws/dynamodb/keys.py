@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from botocore.exceptions import ClientError
 
-from remuda.adapters.aws.calls import ErrorCategory, await_response, category_of, code_of, translated
+from remuda.adapters.aws.calls import ErrorCategory, category_of, code_of, translated
 from remuda.adapters.aws.dynamodb import expressions, items
 from remuda.adapters.aws.dynamodb.items import ItemKeys
 from remuda.adapters.aws.dynamodb.table import ConditionFailed, Table, key_of
@@ -79,7 +79,7 @@ async def instance_profile_role(client: IAMClient, name: str) -> Mapping[str, An
 
 async def _get_instance_profile(client: IAMClient, name: str) -> Any:
     try:
-        return await await_response(client.get_instance_profile(InstanceProfileName=name))
+        return await client.get_instance_profile(InstanceProfileName=name)
     except ClientError as error:
         if code_of(error) == _NO_SUCH_PROFILE:
             raise UserError(
@@ -99,7 +99,7 @@ async def _get_instance_profile(client: IAMClient, name: str) -> Any:
 async def own_key_prefix(client: STSClient, instance_id: str) -> str:
     """The key prefix of the machine that this process runs on, taken from the client's credentials."""
     with translated("STS", "the machine's identity"):
-        answer = await await_response(client.get_caller_identity())
+        answer = await client.get_caller_identity()
     user_id = str(answer.get("UserId", ""))
     if not _ROLE_ID.fullmatch(user_id.removesuffix(f":{instance_id}")) or ":" not in user_id:
         raise UserError(

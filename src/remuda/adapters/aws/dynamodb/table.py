@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from botocore.exceptions import ClientError, ParamValidationError
+from botocore.exceptions import ClientError
 
 from remuda.adapters.aws.calls import (
     CONDITION_FAILED,
@@ -50,7 +49,7 @@ class ConditionFailed(Exception):
         super().__init__("the condition failed")
         #: The stored item.
         self.item = item
-        #: botocore sent the call more than once: an earlier attempt may have been applied.
+        #: The call was sent more than once: an earlier attempt may have been applied.
         self.retried = retried
 
 
@@ -94,9 +93,9 @@ class Table:
         )
         # For a missing item DynamoDB returns a response without Item but with a request id. Without either, something
         # else answered.
-        if "Item" not in answer and not answer.get("ResponseMetadata", {}).get("RequestId"):
+        if not answer.get("Item") and not answer.get("ResponseMetadata", {}).get("RequestId"):
             raise self._unreadable()
-        return answer.get("Item") or None
+        return self._with_keys([answer["Item"]])[0] if answer.get("Item") else None
 
     async def update(self, key: Item, arguments: Mapping[str, Any]) -> Item:
         """The item after the update. Raises `ConditionFailed` with the stored item."""
@@ -115,7 +114,11 @@ class Table:
     async def update_together(self, updates: Sequence[tuple[Item, Mapping[str, Any]]]) -> None:
         """Apply up to `TRANSACTION` updates, all or none. Raises `TransactionCancelled`."""
         parts: list[Any] = [{"Update": {"TableName": self.name, "Key": key, **arguments}} for key, arguments in updates]
-        await self.call("TransactWriteItems", self.client.transact_write_items, TransactItems=parts)
+        # With the token, a retry of the client is not another transaction.
+        token = self._ids.new("remuda-")
+        await self.call(
+            "TransactWriteItems", self.client.transact_write_items, TransactItems=parts, ClientRequestToken=token
+        )
 
     async def put(self, item: Item, arguments: Mapping[str, Any]) -> None:
         await self.call(
@@ -142,12 +145,13 @@ class Table:
         wanted: Mapping[str, Any] = {self.name: {"Keys": keys, "ConsistentRead": True}}
         for attempt in range(BATCH_ATTEMPTS):
             await self._pause_after(attempt)
-            with self._unreadable_if_invalid(is_continuation=attempt > 0):
-                answer = await self.call("BatchGetItem", self.client.batch_get_item, prefix, RequestItems=wanted)
+            answer = await self.call("BatchGetItem", self.client.batch_get_item, prefix, RequestItems=wanted)
             found.extend(self._with_keys(self._part(answer, "Responses", Mapping).get(self.name, [])))
-            wanted = answer.get("UnprocessedKeys", {})
-            if not wanted:
+            if not answer.get("UnprocessedKeys"):
                 return found
+            unread = self._part(answer["UnprocessedKeys"], self.name, Mapping)
+            self._with_keys(self._part(unread, "Keys", list))
+            wanted = {self.name: unread}
         raise Throttled(f"{DYNAMODB} did not finish a batch read of table {self.name} in {BATCH_ATTEMPTS} attempts")
 
     async def put_all(self, new: Sequence[Item]) -> None:
@@ -162,11 +166,13 @@ class Table:
         wanted: Mapping[str, Any] = {self.name: requests}
         for attempt in range(BATCH_ATTEMPTS):
             await self._pause_after(attempt)
-            with self._unreadable_if_invalid(is_continuation=attempt > 0):
-                answer = await self.call("BatchWriteItem", self.client.batch_write_item, RequestItems=wanted)
-            wanted = answer.get("UnprocessedItems", {})
-            if not wanted:
+            answer = await self.call("BatchWriteItem", self.client.batch_write_item, RequestItems=wanted)
+            if not answer.get("UnprocessedItems"):
                 return
+            unwritten = self._part(answer["UnprocessedItems"], self.name, list)
+            if not all(isinstance(each, Mapping) for each in unwritten):
+                raise self._unreadable()
+            wanted = {self.name: unwritten}
         raise Throttled(f"{DYNAMODB} did not finish a batch write of table {self.name} in {BATCH_ATTEMPTS} attempts")
 
     async def _pause_after(self, attempts: int) -> None:
@@ -194,26 +200,16 @@ class Table:
     def _items(self, page: Mapping[str, Any]) -> list[Item]:
         return self._with_keys(self._part(page, "Items", list))
 
-    def _with_keys(self, found: list[Item]) -> list[Item]:
-        if not all(isinstance(item, Mapping) and _has_keys(item) for item in found):
+    def _with_keys(self, found: Any) -> list[Item]:
+        if not isinstance(found, list) or not all(map(_is_item, found)):
             raise self._unreadable()
         return found
 
-    def _part(self, answer: Mapping[str, Any], name: str, kind: Any) -> Any:
+    def _part(self, answer: Any, name: str, kind: Any) -> Any:
         """A required part of a response. A response without it must not be taken for an empty result."""
-        if not isinstance(answer.get(name), kind):
+        if not isinstance(answer, Mapping) or not isinstance(answer.get(name), kind):
             raise self._unreadable()
         return answer[name]
-
-    @contextmanager
-    def _unreadable_if_invalid(self, *, is_continuation: bool) -> Iterator[None]:
-        """If botocore rejects keys of a response that are sent back for its continuation, that response was invalid."""
-        try:
-            yield
-        except ParamValidationError:
-            if not is_continuation:
-                raise
-            raise self._unreadable() from None
 
     def _unreadable(self) -> Unavailable:
         return Unavailable(f"the response of {DYNAMODB} for table {self.name} cannot be parsed")
@@ -223,18 +219,20 @@ class Table:
     ) -> AsyncIterator[Any]:
         start: Mapping[str, Any] = {}
         while True:
-            with self._unreadable_if_invalid(is_continuation=bool(start)):
-                page = await self.call(operation, method, TableName=self.name, **{**arguments, **start})
+            page = await self.call(operation, method, TableName=self.name, **{**arguments, **start})
             yield page
             if not page.get("LastEvaluatedKey"):
                 return
-            start = {"ExclusiveStartKey": page["LastEvaluatedKey"]}
+            start = {"ExclusiveStartKey": self._with_keys([page["LastEvaluatedKey"]])[0]}
 
 
-def _has_keys(item: Item) -> bool:
+def _is_item(item: Any) -> bool:
+    """Whether this is an item of the table: attribute values with one type each, and the keys."""
+    if not isinstance(item, Mapping) or not all(isinstance(each, Mapping) and len(each) == 1 for each in item.values()):
+        return False
     # Some queries project the partition key only.
     keys = (item.get(PK), item.get(SK, {"S": ""}))
-    return all(isinstance(key, Mapping) and isinstance(key.get("S"), str) for key in keys)
+    return all(key is not None and isinstance(key.get("S"), str) for key in keys)
 
 
 def key_of(item: Item) -> tuple[str, str]:

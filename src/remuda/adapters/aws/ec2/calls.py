@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from aiobotocore.config import AioConfig
 from botocore import xform_name
 from botocore.exceptions import ClientError
 
-from remuda.adapters.aws.calls import EC2, FAILURES, await_response, code_of, translate
+from remuda.adapters.aws.calls import EC2, FAILURES, code_of, translate
+from remuda.adapters.aws.clients import ClientConfig
 from remuda.domain.errors import RemudaError, Throttled, TimedOut, Unavailable
 from remuda.domain.resources import is_instance_id
 from remuda.domain.timestamps import to_milliseconds
@@ -47,13 +47,13 @@ _STATES = {
 Filters = list[dict[str, Any]]
 
 
-def client_config(*, read_timeout_s: float = READ_TIMEOUT_S) -> AioConfig:
-    """Settings of the EC2 client. botocore's retries are off: `Ec2Calls` retries, and knows which calls are safe."""
-    return AioConfig(
-        connect_timeout=CONNECT_TIMEOUT_S,
-        read_timeout=read_timeout_s,
-        max_pool_connections=MAX_CONNECTIONS,
-        retries={"mode": "standard", "total_max_attempts": 1},
+def client_config(*, read_timeout_s: float = READ_TIMEOUT_S) -> ClientConfig:
+    """Settings of the EC2 client, without its retries: `Ec2Calls` retries, and knows which calls are safe."""
+    return ClientConfig(
+        connect_timeout_s=CONNECT_TIMEOUT_S,
+        read_timeout_s=read_timeout_s,
+        connections=MAX_CONNECTIONS,
+        attempts=1,
     )
 
 
@@ -105,7 +105,7 @@ class Ec2Calls:
     ) -> dict[str, Any]:
         self._calls.add(SERVICE, operation)
         try:
-            answer: dict[str, Any] = await await_response(getattr(self._client, xform_name(operation))(**parameters))
+            answer: dict[str, Any] = await getattr(self._client, xform_name(operation))(**parameters)
         except FAILURES as error:
             if isinstance(error, ClientError) and code_of(error) in raw_codes:
                 raise

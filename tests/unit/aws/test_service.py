@@ -1,0 +1,143 @@
+"""Retries of the AWS clients."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from botocore.exceptions import ClientError, ConnectionClosedError, HTTPClientError, ReadTimeoutError
+
+from remuda.adapters.aws import service as module
+from remuda.adapters.aws.clients import MAX_ATTEMPTS, PROTOCOLS
+from remuda.adapters.aws.http import HttpResponse
+from remuda.adapters.aws.protocols import UnreadableResponse
+from remuda.adapters.aws.service import ServiceClient
+from remuda.adapters.aws.signature import AwsCredentials
+
+GOOD = HttpResponse(200, {"x-amzn-requestid": "r-1"}, b'{"Item": {}}')
+CLOSED = ConnectionClosedError(endpoint_url="http://x")
+TIMEOUT = ReadTimeoutError(endpoint_url="http://x")
+
+
+def refusal(code: str, status: int = 400) -> HttpResponse:
+    return HttpResponse(status, {}, json.dumps({"__type": f"com.amazonaws#{code}", "message": "no"}).encode())
+
+
+class ScriptedHttp:
+    host, path = "x", "/"
+
+    def __init__(self, *outcomes: HttpResponse | Exception) -> None:
+        self._outcomes = list(outcomes)
+        self.requests: list[tuple[Mapping[str, str], bytes]] = []
+
+    async def post(self, headers: Mapping[str, str], body: bytes) -> HttpResponse:
+        self.requests.append((headers, body))
+        outcome = self._outcomes.pop(0) if len(self._outcomes) > 1 else self._outcomes[0]
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+
+class Client(ServiceClient):
+    def __init__(self, http: ScriptedHttp) -> None:
+        self.keys = 0
+        super().__init__(
+            name="dynamodb",
+            protocol=PROTOCOLS["dynamodb"](),
+            http=http,
+            region="eu-central-1",
+            credentials=self._key,
+            attempts=MAX_ATTEMPTS,
+        )
+
+    async def _key(self) -> AwsCredentials:
+        self.keys += 1
+        return AwsCredentials(access_key=f"AK{self.keys}", secret_key="s")
+
+
+@pytest.fixture(autouse=True)
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The pauses between attempts, without jitter, which take no time."""
+    made: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        made.append(seconds)
+
+    monkeypatch.setattr("remuda.adapters.aws.service.asyncio.sleep", sleep)
+    monkeypatch.setattr(module, "random", lambda: 1.0)
+    return made
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        CLOSED,
+        TIMEOUT,
+        refusal("ThrottlingException"),
+        refusal("TransactionInProgressException"),
+        refusal("InternalServerError", 500),
+        HttpResponse(503, {}, b"<html>"),
+        HttpResponse(200, {"x-amz-crc32": "1"}, b"{}"),
+    ],
+    ids=["closed", "timeout", "throttled", "in progress", "500", "503", "checksum"],
+)
+async def test_temporary_failure_is_retried(failure: Any, pauses: list[float]):
+    http = ScriptedHttp(failure, failure, GOOD)
+    client: Any = Client(http)
+    answer = await client.get_item(TableName="t")
+    assert answer["ResponseMetadata"]["RetryAttempts"] == 2
+    assert answer["ResponseMetadata"]["RequestId"] == "r-1"
+    assert pauses == [1.0, 2.0]
+    assert ["AK3/" in headers["authorization"] for headers, _ in http.requests] == [False, False, True]
+
+
+@pytest.mark.parametrize("failure", [CLOSED, refusal("ThrottlingException")], ids=["closed", "throttled"])
+async def test_lasting_failure_is_raised(failure: Any):
+    http = ScriptedHttp(failure)
+    with pytest.raises((ClientError, HTTPClientError)) as raised:
+        await Client(http).call("GetItem", {})
+    assert len(http.requests) == MAX_ATTEMPTS
+    if isinstance(raised.value, ClientError):
+        assert raised.value.response["ResponseMetadata"]["RetryAttempts"] == MAX_ATTEMPTS - 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "failure"),
+    [
+        (refusal("ConditionalCheckFailedException"), ClientError),
+        (refusal("AccessDeniedException"), ClientError),
+        (HttpResponse(301, {}, b""), ClientError),
+        (HttpResponse(200, {}, b"<html>"), UnreadableResponse),
+        (HttpResponse(200, {}, b"[1]"), UnreadableResponse),
+        (HttpResponse(200, {}, b"[" * 100_000), UnreadableResponse),
+    ],
+)
+async def test_lasting_refusal_is_not_retried(answer: HttpResponse, failure: type[Exception], pauses: list[float]):
+    with pytest.raises(failure):
+        await Client(ScriptedHttp(answer)).call("GetItem", {})
+    assert pauses == []
+
+
+async def test_details_of_a_refusal():
+    body = {"__type": "x#TransactionCanceledException", "Message": "no", "CancellationReasons": [{"Code": "None"}]}
+    with pytest.raises(ClientError) as raised:
+        await Client(ScriptedHttp(HttpResponse(400, {}, json.dumps(body).encode()))).call("TransactWriteItems", {})
+    response: Any = raised.value.response
+    assert response["Error"] == {"Code": "TransactionCanceledException", "Message": "no"}
+    assert response["CancellationReasons"] == [{"Code": "None"}]
+
+
+async def test_retries_end_while_the_service_fails():
+    """As in botocore: the quota is shared by all calls of a client."""
+    http = ScriptedHttp(CLOSED)
+    client = Client(http)
+    calls = module.QUOTA // module.RETRY_COST
+    for _ in range(calls):
+        with pytest.raises(ConnectionClosedError):
+            await client.call("GetItem", {})
+    assert len(http.requests) == calls + module.QUOTA // module.RETRY_COST
