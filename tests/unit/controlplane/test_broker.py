@@ -347,7 +347,8 @@ async def test_refused_requests(subject: Broker) -> None:
 
 
 async def test_other_events_are_refused(subject: Broker) -> None:
-    for event in (None, [], "x", {}, {"operation": "provision"}, {"requestContext": {"http": {}}}):
+    events: list[Any] = [None, [], "x", {}, {"operation": "provision"}, {"requestContext": {"http": {}}}]
+    for event in events:
         document = await subject.function.respond(event, subject.invocation)
         answer = Answer.parse(json.loads(document["body"]) if "body" in document else document)
         assert answer.exit == 2
