@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import yaml
 
 import terraform_module
-from remuda.action.step import SECRETS, SETTINGS_BY_MODE, STEP_INPUTS, input_variable
+from remuda.action.step import BROKER_MODES, SECRETS, SETTINGS_BY_MODE, STEP_INPUTS, input_variable
 from remuda.config.declaration import Group
 from remuda.config.settings import SETTINGS
 from remuda.deployment.policies import policies
@@ -133,8 +134,9 @@ def broker_step_text(text: str) -> str:
     """broker.sh with the names and variables of all inputs, and those that each mode passes to the broker."""
     inputs = [item.key for item in SETTINGS.values() if item.is_input] + sorted(STEP_INPUTS)
     names = [name for name in inputs if name not in BROKER_STEP_INPUTS]
-    lines = [f"all_inputs='{' '.join(f'{name}:{input_variable(name)}' for name in names)}'"]
-    for mode in ("provision", "release"):
+    pairs = textwrap.wrap(" ".join(f"{name}:{input_variable(name)}" for name in names), 118, break_on_hyphens=False)
+    lines = ["all_inputs='", *(f"  {line}" for line in pairs), "'"]
+    for mode in BROKER_MODES:
         passed = [name for name in names if name in SETTINGS_BY_MODE[mode] - SECRETS]
         lines.append(f"{mode}_inputs='{' '.join(passed)}'")
     return with_part(text, ("# generated: inputs", "# end of inputs"), "\n".join(lines))
