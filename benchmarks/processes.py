@@ -54,7 +54,7 @@ def _commands(environment: BenchmarkEnvironment, pool: BenchmarkPool, count: int
     variables = environment.servers.environment()
     # A workflow has no GitHub credential: its runners register with the tokens of the pool.
     workflow = {name: value for name, value in variables.items() if name != "REMUDA_GITHUB_TOKEN"}
-    common = ("--pool", pool.name, "--quiet")
+    common = ("--pool", pool.name)
     provisions, releases = [], []
     for _ in range(environment.size.starts):
         run_id = ("--run-id", environment.next_run())
