@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := requirements/constraints.txt
 NPM := requirements/node_modules
-WORKFLOWS := $(wildcard deploy/workflows/*.yml)
+WORKFLOWS := $(wildcard deploy/workflows/*.yml .github/workflows/*.yml)
 # Also pins build dependencies.
 export PIP_CONSTRAINT := $(CURDIR)/$(CONSTRAINTS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -26,7 +26,7 @@ PARALLEL_MAKE := $(MAKE) --no-print-directory $(if $(filter output-sync,$(.FEATU
 # CPU-bound parts run with lower priority than parts with time limits.
 LOW_PRIORITY :=
 
-.PHONY: help demo demo-aws test installed sandbox-packages check unit conformance acceptance simulation simulate attacks machine-test terraform-test machine-image smoke-runner fuzz bench screenshots docs agent direct lambda dist bundle-requirements clean
+.PHONY: help demo demo-aws test installed sandbox-packages check unit conformance acceptance simulation simulate attacks machine-test terraform-test machine-image smoke-runner fuzz bench screenshots docs agent direct lambda dist image bundle-requirements clean
 
 help: ## List the targets
 	@grep -hE '^[a-z -]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -52,6 +52,7 @@ check: $(VENV)/.tools $(VENV)-moto/.installed $(VENV)-lint/.installed $(NPM)/.in
 	$(BIN)/lint-imports --no-logo
 	PYTHONPATH=. $(BIN)/python docs/generate.py --check
 	$(BIN)/python deploy/build.py --check
+	$(BIN)/python deploy/release.py --check
 	$(VENV)-moto/bin/cfn-lint deploy/cloudformation.yml
 	$(VENV)-lint/bin/checkov --config-file deploy/checkov.yml --directory deploy
 	$(BIN)/zizmor --offline --quiet --persona pedantic --config deploy/zizmor.yml action.yml $(WORKFLOWS)
@@ -120,6 +121,11 @@ agent direct: $(VENV)/.installed ## Build the bundle of machines, or of the acti
 
 lambda: $(VENV)/.installed ## Build the bundle of the Lambda functions (ARCH)
 	@$(BIN)/python deploy/bundles.py lambda --architecture $(ARCH)
+
+# IMAGE: further variables of the recipe, at least -var region=… -var runner_version=… -var runner_sha256=….
+image: ## Build a machine image on AWS with Packer from dist/ (one ARCH, IMAGE)
+	@bundle=$$(ls dist/remuda-agent-*-$(ARCH).tar.gz) && packer init deploy/image && packer build -var architecture=$(ARCH) \
+	  -var agent_bundle=$$bundle -var agent_sha256=$$(sha256sum $$bundle | cut -d ' ' -f 1) $(IMAGE) deploy/image
 
 dist: $(VENV)/.tools $(VENV)-lint/.installed ## Build everything of a release into dist/: packages, bundles, SBOM, SHA256SUMS
 	@$(BIN)/python deploy/release.py --sbom-python $(VENV)-lint/bin/python

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -133,7 +134,8 @@ def broker_step_text(text: str) -> str:
     """broker.sh with the names and variables of all inputs, and those that each mode passes to the broker."""
     inputs = [item.key for item in SETTINGS.values() if item.is_input] + sorted(STEP_INPUTS)
     names = [name for name in inputs if name not in BROKER_STEP_INPUTS]
-    lines = [f"all_inputs='{' '.join(f'{name}:{input_variable(name)}' for name in names)}'"]
+    pairs = textwrap.wrap(" ".join(f"{name}:{input_variable(name)}" for name in names), 118, break_on_hyphens=False)
+    lines = ["all_inputs='", *(f"  {line}" for line in pairs), "'"]
     for mode in ("provision", "release"):
         passed = [name for name in names if name in SETTINGS_BY_MODE[mode] - SECRETS]
         lines.append(f"{mode}_inputs='{' '.join(passed)}'")

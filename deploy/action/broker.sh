@@ -9,9 +9,31 @@ set -uo pipefail
 # Each background command is a process group, and can be ended with its children.
 set -m
 export LC_ALL=C
+umask 077
 
 # generated: inputs
-all_inputs='github-scope:INPUT_GITHUB_SCOPE github-token:INPUT_GITHUB_TOKEN github-app-id:INPUT_GITHUB_APP_ID github-app-key:INPUT_GITHUB_APP_KEY runner-group:INPUT_RUNNER_GROUP run-id:INPUT_RUN_ID run-attempt:INPUT_RUN_ATTEMPT instance-count:INPUT_INSTANCE_COUNT resource-class:INPUT_RESOURCE_CLASS usage-class:INPUT_USAGE_CLASS allowed-instance-types:INPUT_ALLOWED_INSTANCE_TYPES tier:INPUT_TIER repository:INPUT_REPOSITORY ephemeral:INPUT_EPHEMERAL max-runtime-min:INPUT_MAX_RUNTIME_MIN provision-timeout-sec:INPUT_PROVISION_TIMEOUT_SEC idle-time-sec:INPUT_IDLE_TIME_SEC release-time-sec:INPUT_RELEASE_TIME_SEC max-age-sec:INPUT_MAX_AGE_SEC max-uses:INPUT_MAX_USES reuse:INPUT_REUSE max-instances:INPUT_MAX_INSTANCES resource-class-config:INPUT_RESOURCE_CLASS_CONFIG pre-runner-script:INPUT_PRE_RUNNER_SCRIPT ami:INPUT_AMI subnet-ids:INPUT_SUBNET_IDS security-group-ids:INPUT_SECURITY_GROUP_IDS iam-instance-profile:INPUT_IAM_INSTANCE_PROFILE key-name:INPUT_KEY_NAME volume-size-gib:INPUT_VOLUME_SIZE_GIB volume-type:INPUT_VOLUME_TYPE volume-iops:INPUT_VOLUME_IOPS volume-throughput:INPUT_VOLUME_THROUGHPUT volume-kms-key:INPUT_VOLUME_KMS_KEY spot-fallback:INPUT_SPOT_FALLBACK actions-runner-version:INPUT_ACTIONS_RUNNER_VERSION actions-runner-sha256:INPUT_ACTIONS_RUNNER_SHA256 actions-runner-url:INPUT_ACTIONS_RUNNER_URL agent-url:INPUT_AGENT_URL agent-sha256:INPUT_AGENT_SHA256 job-image-url:INPUT_JOB_IMAGE_URL job-image-sha256:INPUT_JOB_IMAGE_SHA256 cache-paths:INPUT_CACHE_PATHS cache-size-gib:INPUT_CACHE_SIZE_GIB github-environment:INPUT_GITHUB_ENVIRONMENT environment:INPUT_ENVIRONMENT idle-config:INPUT_IDLE_CONFIG minimum-running-time-in-minutes:INPUT_MINIMUM_RUNNING_TIME_IN_MINUTES runner-boot-time-in-minutes:INPUT_RUNNER_BOOT_TIME_IN_MINUTES idle-scope:INPUT_IDLE_SCOPE max-removals-per-cycle:INPUT_MAX_REMOVALS_PER_CYCLE config:INPUT_CONFIG direct-bundle:INPUT_DIRECT_BUNDLE direct-bundle-sha256:INPUT_DIRECT_BUNDLE_SHA256 dry-run:INPUT_DRY_RUN sweep-only:INPUT_SWEEP_ONLY'
+all_inputs='
+  github-scope:INPUT_GITHUB_SCOPE github-token:INPUT_GITHUB_TOKEN github-app-id:INPUT_GITHUB_APP_ID
+  github-app-key:INPUT_GITHUB_APP_KEY runner-group:INPUT_RUNNER_GROUP run-id:INPUT_RUN_ID run-attempt:INPUT_RUN_ATTEMPT
+  instance-count:INPUT_INSTANCE_COUNT resource-class:INPUT_RESOURCE_CLASS usage-class:INPUT_USAGE_CLASS
+  allowed-instance-types:INPUT_ALLOWED_INSTANCE_TYPES tier:INPUT_TIER repository:INPUT_REPOSITORY
+  ephemeral:INPUT_EPHEMERAL max-runtime-min:INPUT_MAX_RUNTIME_MIN provision-timeout-sec:INPUT_PROVISION_TIMEOUT_SEC
+  idle-time-sec:INPUT_IDLE_TIME_SEC release-time-sec:INPUT_RELEASE_TIME_SEC max-age-sec:INPUT_MAX_AGE_SEC
+  max-uses:INPUT_MAX_USES reuse:INPUT_REUSE max-instances:INPUT_MAX_INSTANCES
+  resource-class-config:INPUT_RESOURCE_CLASS_CONFIG pre-runner-script:INPUT_PRE_RUNNER_SCRIPT ami:INPUT_AMI
+  subnet-ids:INPUT_SUBNET_IDS security-group-ids:INPUT_SECURITY_GROUP_IDS
+  iam-instance-profile:INPUT_IAM_INSTANCE_PROFILE key-name:INPUT_KEY_NAME volume-size-gib:INPUT_VOLUME_SIZE_GIB
+  volume-type:INPUT_VOLUME_TYPE volume-iops:INPUT_VOLUME_IOPS volume-throughput:INPUT_VOLUME_THROUGHPUT
+  volume-kms-key:INPUT_VOLUME_KMS_KEY spot-fallback:INPUT_SPOT_FALLBACK
+  actions-runner-version:INPUT_ACTIONS_RUNNER_VERSION actions-runner-sha256:INPUT_ACTIONS_RUNNER_SHA256
+  actions-runner-url:INPUT_ACTIONS_RUNNER_URL agent-url:INPUT_AGENT_URL agent-sha256:INPUT_AGENT_SHA256
+  job-image-url:INPUT_JOB_IMAGE_URL job-image-sha256:INPUT_JOB_IMAGE_SHA256 cache-paths:INPUT_CACHE_PATHS
+  cache-size-gib:INPUT_CACHE_SIZE_GIB github-environment:INPUT_GITHUB_ENVIRONMENT environment:INPUT_ENVIRONMENT
+  idle-config:INPUT_IDLE_CONFIG minimum-running-time-in-minutes:INPUT_MINIMUM_RUNNING_TIME_IN_MINUTES
+  runner-boot-time-in-minutes:INPUT_RUNNER_BOOT_TIME_IN_MINUTES idle-scope:INPUT_IDLE_SCOPE
+  max-removals-per-cycle:INPUT_MAX_REMOVALS_PER_CYCLE config:INPUT_CONFIG direct-bundle:INPUT_DIRECT_BUNDLE
+  direct-bundle-sha256:INPUT_DIRECT_BUNDLE_SHA256 dry-run:INPUT_DRY_RUN sweep-only:INPUT_SWEEP_ONLY
+'
 provision_inputs='github-scope github-app-id run-id run-attempt instance-count resource-class usage-class allowed-instance-types tier repository ephemeral max-runtime-min provision-timeout-sec'
 release_inputs='github-app-id run-id run-attempt'
 # end of inputs
@@ -30,7 +52,8 @@ pool='' region='' broker_url='' function='' lambda_url='' signer='' work=''
 given=()
 attempts=3 token_limit=10
 token='' token_expires=0
-poller='' provision_pid='' request=''
+# `role` is part of file names: the progress is polled in a second process.
+role='' poller='' provision_pid='' request=''
 # Result of a request: `answered` (by the broker, in `answer`), `refused` (by AWS), `lost` or `unreachable`.
 result='' answer='' status='' error_type='' function_error='' problem=''
 
@@ -82,18 +105,23 @@ option() {
 # -q: without ~/.curlrc. Redirects are not followed: token and credentials must reach no other server.
 run_curl() { curl -q --silent --show-error --config - --connect-timeout 10 --max-time "$1" --write-out "$2"; }
 
-# Get a token, unless there is one that stays valid for a while.
+request_token() {
+  {
+    # As in getIDToken of actions/toolkit.
+    option url "$ACTIONS_ID_TOKEN_REQUEST_URL&audience=remuda-$pool"
+    option header "Authorization: Bearer $ACTIONS_ID_TOKEN_REQUEST_TOKEN"
+  } | run_curl "$token_limit" '\n%{http_code}'
+}
+
+# Get a token, unless there is one that stays valid for a while. In the background, as in `ask`.
 get_token() {
   local text code attempt payload
   if [ -n "$token" ] && [ "$SECONDS" -lt "$token_expires" ]; then return 0; fi
   for ((attempt = 1; attempt <= attempts; attempt++)); do
-    text=$(
-      {
-        # As in getIDToken of actions/toolkit.
-        option url "$ACTIONS_ID_TOKEN_REQUEST_URL&audience=remuda-$pool"
-        option header "Authorization: Bearer $ACTIONS_ID_TOKEN_REQUEST_TOKEN"
-      } | run_curl "$token_limit" '\n%{http_code}' 2>/dev/null
-    )
+    request_token >"$work/token$role" 2>/dev/null &
+    wait "$!" 2>/dev/null
+    text=$(cat "$work/token$role")
+    rm -f "$work/token$role"
     code=${text##*$'\n'}
     if [ "$code" = 200 ] && [[ $text =~ \"value\"[[:space:]]*:[[:space:]]*\"([A-Za-z0-9_-]+)\.([A-Za-z0-9_-]+)\.([A-Za-z0-9_-]+)\" ]]; then
       token=${BASH_REMATCH[1]}.${BASH_REMATCH[2]}.${BASH_REMATCH[3]} payload=${BASH_REMATCH[2]}
@@ -109,7 +137,12 @@ get_token() {
       return 0
     fi
     case $code in
-      000 | 429 | 5??) if [ "$attempt" -lt "$attempts" ]; then sleep "$attempt"; fi ;;
+      000 | 429 | 5??)
+        if [ "$attempt" -lt "$attempts" ]; then
+          sleep "$attempt" &
+          wait "$!"
+        fi
+        ;;
       *) break ;;
     esac
   done
@@ -322,6 +355,7 @@ finish() {
 # Print a line whenever the progress of the provision changes. Runs in the background.
 poll() {
   local shown='' line was_running=''
+  role=.poll
   sleep "$POLL_AFTER"
   while :; do
     ask state "$POLL_LIMIT"
@@ -487,6 +521,8 @@ choose_function() {
 }
 
 main() {
+  trap clean_up EXIT
+  trap cancel INT TERM
   mask "${AWS_SECRET_ACCESS_KEY:-}"
   mask "${AWS_SESSION_TOKEN:-}"
   if [ "${RUNNER_OS:-}" = Windows ]; then
@@ -509,8 +545,6 @@ main() {
     *) fail "$EXIT_REFUSED" 'broker-url must start with https://; use the output BrokerUrl of the stack' ;;
   esac
   work=$(mktemp -d "${RUNNER_TEMP:-${TMPDIR:-/tmp}}/remuda.XXXXXX") || exit "$EXIT_BUG"
-  trap clean_up EXIT
-  trap cancel INT TERM
   if [ "$mode" = provision ]; then provision; fi
   ask "$mode" "$PROVISION_LIMIT"
   finish

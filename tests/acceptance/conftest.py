@@ -25,6 +25,7 @@ LONG_FILES = (
     "test_aws_network_faults.py",
     "test_aws_error_messages.py",
     "test_action.py",
+    "test_broker.py",
     "test_deploy.py",
     "test_lambda.py",
     "test_attacks.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import signal
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jwt
 import pytest
 
 from remuda.fake_github import read_endpoint
@@ -178,3 +180,41 @@ def test_invalid_files_are_rejected(backend: Path, tmp_path: Path, text: str, me
     done = run_local(backend, "run-workflow", str(file))
     assert done.code == 2
     assert message in document_of(done)["error"]["message"]
+
+
+TOKENS = """
+on: push
+permissions: {id-token: write}
+jobs:
+  allowed:
+    runs-on: ubuntu-latest
+    environment: production
+    steps:
+      - run: |
+          curl --silent --fail -H "Authorization: Bearer $ACTIONS_ID_TOKEN_REQUEST_TOKEN" \\
+            "$ACTIONS_ID_TOKEN_REQUEST_URL&audience=remuda-ci" > "%(folder)s/token"
+  denied:
+    runs-on: ubuntu-latest
+    permissions: {contents: read}
+    steps:
+      - run: test -z "$ACTIONS_ID_TOKEN_REQUEST_URL$ACTIONS_ID_TOKEN_REQUEST_TOKEN"
+"""
+
+
+def test_only_jobs_with_permission_get_oidc_tokens(backend: Path, tmp_path: Path):
+    file = tmp_path / "tokens.yml"
+    file.write_text(TOKENS % {"folder": tmp_path})
+    # As in a step on GitHub that has the permission itself.
+    outer = {"ACTIONS_ID_TOKEN_REQUEST_URL": "http://127.0.0.1:9/?a=b", "ACTIONS_ID_TOKEN_REQUEST_TOKEN": "outer"}
+    words = ["run-workflow", str(file), "--run-id", "5150", "--dir", str(backend), "--json"]
+    done = run_installed(words, environment={**os.environ, **outer})
+    assert document_of(done)["conclusion"] == "success", done.stderr
+    token = json.loads((tmp_path / "token").read_text())["value"]
+    claims = jwt.decode(token, options={"verify_signature": False})
+    assert (claims["aud"], claims["run_id"], claims["event_name"]) == ("remuda-ci", "5150", "workflow_dispatch")
+    assert claims["sub"].endswith(":environment:production")
+    assert token not in done.stdout + done.stderr
+
+    refused = run_installed([*words[:3], "no-number", *words[4:]], environment=os.environ)
+    assert refused.code == 2
+    assert "requires a run id as on GitHub, got 'no-number'" in document_of(refused)["error"]["message"]

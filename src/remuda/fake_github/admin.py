@@ -54,7 +54,7 @@ class NewToken(pydantic.BaseModel):
 class NewSettings(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid")
     token_life_s: float = 0
-    id_token_life_s: float = pydantic.Field(default=0, ge=1)
+    id_token_life_s: float = 0
     lease_s: float = 0
     liveness_s: float = 0
     pickup_s: float = 0

@@ -111,6 +111,7 @@ class LambdaFunction:
     timeout_s: float = 60.0
     concurrency: int = 10
     has_url: bool = False
+    _workers: list[LambdaWorker] = field(default_factory=list)
     _idle: list[LambdaWorker] = field(default_factory=list)
     _running: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -129,7 +130,7 @@ class LambdaFunction:
             self._running += 1
             worker = self._idle.pop() if self._idle else None
         try:
-            worker = worker or LambdaWorker(self)
+            worker = worker or self._start()
             answer = worker.invoke(event, request_id, self.timeout_s)
             if worker.is_alive:
                 with self._lock:
@@ -141,11 +142,23 @@ class LambdaFunction:
 
     def warm_up(self) -> None:
         """Start a worker, so that the next invocation finds the handler imported."""
-        self._idle.append(LambdaWorker(self))
+        self._idle.append(self._start())
 
     def stop(self) -> None:
-        for worker in self._idle:
+        """End all workers, also those of current invocations."""
+        for worker in self._workers:
             worker.stop()
+
+    def close(self) -> None:
+        """After the last invocation."""
+        for worker in self._workers:
+            worker.close()
+
+    def _start(self) -> LambdaWorker:
+        worker = LambdaWorker(self)
+        with self._lock:
+            self._workers.append(worker)
+        return worker
 
 
 class LambdaWorker:
@@ -187,7 +200,6 @@ class LambdaWorker:
             document: dict[str, Any] = json.loads(answer)
             return document
         code = self._process.wait()
-        self._close()
         if code == -signal.SIGKILL:
             return {
                 "errorType": "Sandbox.Timedout",
@@ -199,9 +211,8 @@ class LambdaWorker:
     def stop(self) -> None:
         self._process.kill()
         self._process.wait()
-        self._close()
 
-    def _close(self) -> None:
+    def close(self) -> None:
         self._results.close()
         with suppress(BrokenPipeError):
             if self._process.stdin is not None:
@@ -219,9 +230,11 @@ class LambdaServer:
         self.operations: list[str] = []
         #: Operations whose next connection is closed without a response. The function runs to its end.
         self.cut: list[str] = []
+        self.cut_requests: list[threading.Thread] = []
         self._numbers = count(1)
         self._http = ThreadingHTTPServer((LOOPBACK, 0), _handler(self))
-        self._http.daemon_threads = True
+        # Closing the server waits for the requests in progress.
+        self._http.daemon_threads = False
         self.url = f"http://{LOOPBACK}:{self._http.server_address[1]}"
 
     def add(self, function: LambdaFunction) -> LambdaFunction:
@@ -241,9 +254,13 @@ class LambdaServer:
 
     def stop(self) -> None:
         self._http.shutdown()
-        self._http.server_close()
         for function in self.functions.values():
             function.stop()
+        self._http.server_close()
+        for thread in self.cut_requests:
+            thread.join()
+        for function in self.functions.values():
+            function.close()
 
     # Requests
 
@@ -371,7 +388,9 @@ def _handler(server: LambdaServer) -> type[BaseHTTPRequestHandler]:
             headers = {name.lower(): value for name, value in self.headers.items()}
             request = LambdaRequest(method="POST", path=self.path, headers=headers, body=body)
             if self._is_cut(body):
-                threading.Thread(target=self._answer, args=(request,), daemon=True).start()
+                thread = threading.Thread(target=self._answer, args=(request,))
+                server.cut_requests.append(thread)
+                thread.start()
                 # Without the wait for data that the client may still send.
                 self.connection.shutdown(socket.SHUT_RDWR)
                 self.close_connection = True

@@ -115,6 +115,8 @@ EOF
 fetch() { # URL SHA256 FILE
   say "fetching $1"
   case $1 in
+    # While an image is built; the setting agent-url cannot name a file.
+    file://*) cp "${1#file://}" "$3" ;;
     s3://*) s3_get "$1" "$3" || fail "the role of this machine needs s3:GetObject on $1" ;;
     *) curl -sSfL --proto '=https' --retry 5 --retry-connrefused --max-time 600 -o "$3" "$1" ;;
   esac
