@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 import terraform_module
-from remuda.action.step import SECRETS, SETTINGS_BY_MODE, STEP_INPUTS, input_variable
+from remuda.action.step import BROKER_MODES, SECRETS, SETTINGS_BY_MODE, STEP_INPUTS, input_variable
 from remuda.config.declaration import Group
 from remuda.config.settings import SETTINGS
 from remuda.deployment.policies import policies
@@ -136,7 +136,7 @@ def broker_step_text(text: str) -> str:
     names = [name for name in inputs if name not in BROKER_STEP_INPUTS]
     pairs = textwrap.wrap(" ".join(f"{name}:{input_variable(name)}" for name in names), 118, break_on_hyphens=False)
     lines = ["all_inputs='", *(f"  {line}" for line in pairs), "'"]
-    for mode in ("provision", "release"):
+    for mode in BROKER_MODES:
         passed = [name for name in names if name in SETTINGS_BY_MODE[mode] - SECRETS]
         lines.append(f"{mode}_inputs='{' '.join(passed)}'")
     return with_part(text, ("# generated: inputs", "# end of inputs"), "\n".join(lines))

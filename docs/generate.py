@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from remuda.action.step import SECRETS, SETTINGS_BY_MODE, SWITCHES
+from remuda.action.step import BROKER_MODES, SECRETS, SETTINGS_BY_MODE, SWITCHES
 from remuda.config.declaration import Group
 from remuda.config.settings import SETTINGS
 from remuda.domain.transitions import TRANSITIONS, RetireReason
@@ -82,6 +82,7 @@ def inputs_table() -> str:
     lines = ["| input | modes | meaning |", "|---|---|---|"]
     for name, entry in action()["inputs"].items():
         modes = [mode for mode, used in SETTINGS_BY_MODE.items() if name in used or SWITCHES.get(name) == mode]
+        modes += BROKER_MODES if name in {"broker-url", "direct"} else ()
         used_by = "all" if len(modes) in {0, len(SETTINGS_BY_MODE)} else ", ".join(modes)
         secret = " A secret." if name in SECRETS else ""
         lines.append(f"| `{name}` | {used_by} | {entry['description']}{secret} |")

@@ -51,6 +51,8 @@ SWITCHES = {"sweep-only": "refresh", "dry-run": "scale-down"}
 STEP_INPUTS = frozenset(
     {"mode", "aws-region", "config", "direct", "broker-url", "direct-bundle", "direct-bundle-sha256", *SWITCHES}
 )
+#: Modes that use the broker, unless they are direct.
+BROKER_MODES = ("provision", "release")
 #: Environment variables that contain secrets and are masked.
 SECRET_VARIABLES = ("REMUDA_GITHUB_TOKEN", "REMUDA_GITHUB_APP_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
@@ -356,7 +358,8 @@ class ActionInputs:
     def unused(self) -> list[str]:
         """Return the inputs that are set but have no effect in this mode."""
         other_modes = {name for name, mode in SWITCHES.items() if mode != self.mode}
-        used = SETTINGS_BY_MODE[self.mode] | STEP_INPUTS - other_modes
+        # This code runs without the broker.
+        used = SETTINGS_BY_MODE[self.mode] | STEP_INPUTS - other_modes - {"broker-url"}
         return sorted(name for name in self.given if name not in used)
 
 

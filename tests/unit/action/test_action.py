@@ -19,6 +19,7 @@ from remuda.action import step as action_step
 from remuda.action.output import StepLog, one_line, outputs_text, plain_lines
 from remuda.action.step import StepOutput, as_inputs, input_variable, main, read_inputs
 from remuda.adapters.system.clock import SystemClock
+from remuda.aws_lambda.broker import WORKFLOW_INPUTS
 from remuda.cli import lifecycle
 from remuda.config.settings import SETTINGS
 from remuda.domain.errors import Interrupted, RemudaError, Unavailable
@@ -168,7 +169,10 @@ def test_sample_workflows_use_existing_inputs_and_release_their_runners(file: Pa
     }
     assert uses
     for (_, mode), (job, given_inputs) in uses.items():
-        assert set(given_inputs) <= action_step.SETTINGS_BY_MODE[mode] | {"mode"}
+        known = action_step.SETTINGS_BY_MODE[mode]
+        if mode in action_step.BROKER_MODES:
+            known = known & WORKFLOW_INPUTS | {"pool", "broker-url"}
+        assert set(given_inputs) <= known | {"mode"}
         assert job["permissions"] == {"id-token": "write"}
     modes = {mode for _, mode in uses}
     if "provision" in modes:
