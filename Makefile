@@ -98,7 +98,7 @@ smoke-aws: $(VENV)/.tools ## Deploy, run jobs and destroy in a real AWS account 
 
 # Cached in the user's cache folder. Takes some minutes when it is built.
 machine-image: $(VENV)/.tools | /usr/sbin/debootstrap
-	@$(BIN)/python -m tests.support.virtual_machine
+	@PYTHONPATH=deploy $(BIN)/python -m tests.support.virtual_machine
 
 fuzz: $(VENV)/.tools ## Fuzz external input, and run new examples of every property (FUZZ, FUZZ_S)
 	REMUDA_FUZZ=$(FUZZ) $(BIN)/pytest tests/unit -m hypothesis -q -n 2 --timeout 0

@@ -28,9 +28,10 @@ class FakeGitDatabase:
             return httpx.Response(401, json={"message": "Bad credentials"})
         path = request.url.path.removeprefix("/repos/octo/demo/")
         body = json.loads(request.content) if request.content else {}
-        return self._answer(request.method, path, body, request.url.params)
+        answer = self._git(request.method, path, body) or self._actions(request.method, path, request.url.params)
+        return answer or httpx.Response(404, json={"message": "Not Found"})
 
-    def _answer(self, method: str, path: str, body: Any, params: httpx.QueryParams) -> httpx.Response:
+    def _git(self, method: str, path: str, body: Any) -> httpx.Response | None:
         match method, path.split("/"):
             case "POST", ["git", "trees"]:
                 if not body["tree"]:
@@ -61,6 +62,12 @@ class FakeGitDatabase:
                 return httpx.Response(
                     200, json=[{"ref": f"refs/heads/{name}"} for name in self.branches if name.startswith(prefix)]
                 )
+            case "GET", [""] | ["/repos", "octo", "demo"]:
+                return httpx.Response(200, json={"id": 2, "name": "demo", "owner": {"login": "octo", "id": 1}})
+        return None
+
+    def _actions(self, method: str, path: str, params: httpx.QueryParams) -> httpx.Response | None:
+        match method, path.split("/"):
             case "GET", ["actions", "runs"]:
                 found = [run for run in self.runs if params.get("head_sha") in {None, run["head_sha"]}]
                 found = [run for run in found if params.get("branch") in {None, run["head_branch"]}]
@@ -76,9 +83,7 @@ class FakeGitDatabase:
                     return httpx.Response(409, json={"message": "Cannot cancel a workflow run that is completed."})
                 self.runs[int(number)]["status"] = "completed"
                 return httpx.Response(202, json={})
-            case "GET", [""] | ["/repos", "octo", "demo"]:
-                return httpx.Response(200, json={"id": 2, "name": "demo", "owner": {"login": "octo", "id": 1}})
-        return httpx.Response(404, json={"message": "Not Found"})
+        return None
 
     def _pushed(self, name: str, sha: str, status: int) -> httpx.Response:
         if sha not in self.commits:

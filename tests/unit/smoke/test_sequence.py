@@ -245,7 +245,8 @@ def nothing_is_left(world: FakeWorld) -> bool:
 
 
 def test_all_steps_pass_and_nothing_is_left():
-    world, ended = FakeWorld(), []
+    world = FakeWorld()
+    ended: list[str] = []
     run = smoke_run(world)
     run.on_step_end = ended.append
     run_virtual(run.run())
