@@ -1,4 +1,4 @@
-"""Recorder of requests and answers of AWS and GitHub, by hooks of botocore and httpx.
+"""Recorder of requests and answers of AWS and GitHub, by hooks of botocore, httpx and Remuda's own AWS client.
 
 `python -m tests.smoke.recording FILE ARGUMENTS…` runs the `remuda` command with these arguments and writes its redacted
 recording to the file. Nothing is written before it is redacted.
@@ -16,7 +16,9 @@ from typing import Any
 
 import httpx
 from aiobotocore.session import AioSession
+from botocore.exceptions import ClientError
 
+from remuda.adapters.aws.service import ServiceClient
 from tests.smoke.redaction import Redactor
 
 #: Variables of the recording process: the key of the replacements, and names to replace as a JSON object.
@@ -41,7 +43,7 @@ class ExchangeRecorder:
     def install(self) -> None:
         """Record the calls of all clients that are created from now on."""
         recorder = self
-        create_session, create_http = AioSession.__init__, httpx.AsyncClient.__init__
+        create_session, create_http, call_service = AioSession.__init__, httpx.AsyncClient.__init__, ServiceClient.call
 
         def session_init(session: AioSession, *arguments: Any, **options: Any) -> None:
             create_session(session, *arguments, **options)
@@ -52,8 +54,31 @@ class ExchangeRecorder:
             create_http(client, *arguments, **options)
             client.event_hooks["response"].append(recorder._on_http_response)
 
-        setattr(AioSession, "__init__", session_init)  # noqa: B010 - mypy refuses the assignment
+        async def service_call(client: ServiceClient, operation: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+            try:
+                answer = await call_service(client, operation, parameters)
+            except ClientError as error:
+                recorder.on_call(client.name, operation, parameters, error.response)
+                raise
+            recorder.on_call(client.name, operation, parameters, answer)
+            return answer
+
+        setattr(ServiceClient, "call", service_call)  # noqa: B010 - mypy refuses the assignment
+        setattr(AioSession, "__init__", session_init)  # noqa: B010
         setattr(httpx.AsyncClient, "__init__", http_init)  # noqa: B010
+
+    def on_call(self, service: str, operation: str, request: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
+        """Record a call of Remuda's own client."""
+        if operation in _UNRECORDED:
+            return
+        status = answer["ResponseMetadata"]["HTTPStatusCode"]
+        self.add(
+            service=service,
+            operation=operation,
+            request=copy.deepcopy(dict(request)),
+            status=status,
+            answer=dict(answer),
+        )
 
     def _on_parameters(self, params: Mapping[str, Any], context: dict[str, Any], **_: object) -> None:
         readable = {name: "<stream>" if hasattr(value, "read") else value for name, value in params.items()}

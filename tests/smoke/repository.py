@@ -16,7 +16,7 @@ _HEADERS = {"Accept": "application/vnd.github+json", "X-GitHub-Api-Version": "20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WorkflowRun:
+class PushedRun:
     run_id: int
     status: str
     conclusion: str | None
@@ -73,14 +73,14 @@ class SmokeRepository:
         # 422: "Reference does not exist".
         await self._call("DELETE", f"git/refs/heads/{branch}", accept=(404, 422))
 
-    async def run_of(self, commit: str) -> WorkflowRun | None:
+    async def run_of(self, commit: str) -> PushedRun | None:
         """The run of a push, which appears some seconds after it."""
         found = await self._call("GET", "actions/runs", params={"head_sha": commit, "event": "push"})
         for each in found["workflow_runs"]:
             return _run(each)
         return None
 
-    async def run(self, run_id: int) -> WorkflowRun:
+    async def run(self, run_id: int) -> PushedRun:
         return _run(await self._call("GET", f"actions/runs/{run_id}"))
 
     async def jobs(self, run_id: int) -> dict[str, tuple[str, str | None]]:
@@ -88,7 +88,7 @@ class SmokeRepository:
         found = await self._call("GET", f"actions/runs/{run_id}/jobs")
         return {str(each["name"]): (str(each["status"]), each["conclusion"]) for each in found["jobs"]}
 
-    async def open_runs(self, branch: str) -> list[WorkflowRun]:
+    async def open_runs(self, branch: str) -> list[PushedRun]:
         found = await self._call("GET", "actions/runs", params={"branch": branch, "per_page": "100"})
         return [run for run in map(_run, found["workflow_runs"]) if not run.is_done]
 
@@ -109,7 +109,5 @@ class SmokeRepository:
         raise RemudaError(f"GitHub: {method} {path} failed with {response.status_code}: {message[:200]}")
 
 
-def _run(document: Mapping[str, Any]) -> WorkflowRun:
-    return WorkflowRun(
-        run_id=int(document["id"]), status=str(document["status"]), conclusion=document.get("conclusion")
-    )
+def _run(document: Mapping[str, Any]) -> PushedRun:
+    return PushedRun(run_id=int(document["id"]), status=str(document["status"]), conclusion=document.get("conclusion"))

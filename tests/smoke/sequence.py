@@ -10,7 +10,7 @@ from remuda.domain.errors import RemudaError, TimedOut
 from remuda.ports.clock import Clock
 from tests.smoke.budget import MACHINES, TYPES, Meter
 from tests.smoke.repository import PREFIX as BRANCH_PREFIX
-from tests.smoke.repository import WorkflowRun
+from tests.smoke.repository import PushedRun
 from tests.smoke.workflow import JOB, LONG_JOB, branch_files, smoke_workflow
 
 T = TypeVar("T")
@@ -32,13 +32,13 @@ class SmokeFailure(RemudaError):
     """A step did not show what it must show."""
 
 
-class Remuda(Protocol):
+class RemudaCommand(Protocol):
     async def __call__(self, step: str, *arguments: str) -> Mapping[str, Any]:
         """Run the command and return its JSON document. Raises if its exit code is not 0."""
         ...
 
 
-class Account(Protocol):
+class AccountCalls(Protocol):
     async def machines(self, pool: str) -> list[str]: ...
 
     async def terminate(self, machines: list[str]) -> None: ...
@@ -54,7 +54,7 @@ class Account(Protocol):
     async def pools(self) -> set[str]: ...
 
 
-class Repository(Protocol):
+class RepositoryCalls(Protocol):
     async def identity(self) -> str: ...
 
     async def push(self, branch: str, files: Mapping[str, str]) -> str: ...
@@ -63,13 +63,13 @@ class Repository(Protocol):
 
     async def delete_branch(self, branch: str) -> None: ...
 
-    async def run_of(self, commit: str) -> WorkflowRun | None: ...
+    async def run_of(self, commit: str) -> PushedRun | None: ...
 
-    async def run(self, run_id: int) -> WorkflowRun: ...
+    async def run(self, run_id: int) -> PushedRun: ...
 
     async def jobs(self, run_id: int) -> dict[str, tuple[str, str | None]]: ...
 
-    async def open_runs(self, branch: str) -> list[WorkflowRun]: ...
+    async def open_runs(self, branch: str) -> list[PushedRun]: ...
 
     async def cancel(self, run_id: int) -> None: ...
 
@@ -80,9 +80,9 @@ class SmokeRun:
     #: owner/name.
     scope: str
     bundles: str
-    remuda: Remuda
-    account: Account
-    repository: Repository
+    remuda: RemudaCommand
+    account: AccountCalls
+    repository: RepositoryCalls
     clock: Clock
     meter: Meter
     say: Callable[[str], None]
@@ -234,13 +234,13 @@ class SmokeRun:
 
     # Workflow runs --------------------------------------------------------------------------------------------------
 
-    async def _start(self, workflow: str) -> WorkflowRun:
+    async def _start(self, workflow: str) -> PushedRun:
         commit = await self.repository.push(self.branch, branch_files(workflow))
         return await self.until(
             "the start of the workflow", lambda: self.repository.run_of(commit), within_s=RUN_STARTS_WITHIN_S
         )
 
-    async def _end(self, run_id: int) -> WorkflowRun | None:
+    async def _end(self, run_id: int) -> PushedRun | None:
         run = await self.repository.run(run_id)
         return run if run.is_done else None
 

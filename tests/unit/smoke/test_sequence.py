@@ -15,7 +15,7 @@ from remuda.deployment.workflow import workflow_text
 from remuda.domain.errors import RemudaError
 from simulation.loop import VirtualClock
 from tests.smoke.budget import RUN_HOURS, BudgetExceeded, Meter
-from tests.smoke.repository import WorkflowRun
+from tests.smoke.repository import PushedRun
 from tests.smoke.sequence import SmokeFailure, SmokeRun
 from tests.smoke.workflow import JOB, branch_files, smoke_workflow
 from tests.support.virtual_time import run_virtual
@@ -178,19 +178,19 @@ class FakeWorld:
             idle = [self.machines[name]]
         idle[0] |= {"state": "running", "run_id": str(number), "uses": idle[0]["uses"] + 1}
 
-    def _seen(self, number: int) -> WorkflowRun:
+    def _seen(self, number: int) -> PushedRun:
         self._advance()
         run = self.runs[number]
-        return WorkflowRun(run_id=number, status=run["status"], conclusion=run["conclusion"])
+        return PushedRun(run_id=number, status=run["status"], conclusion=run["conclusion"])
 
-    async def run_of(self, commit: str) -> WorkflowRun | None:
+    async def run_of(self, commit: str) -> PushedRun | None:
         self._call("run_of")
         for number, run in self.runs.items():
             if run["sha"] == commit and self._now - run["started"] > 5:
                 return self._seen(number)
         return None
 
-    async def run(self, run_id: int) -> WorkflowRun:
+    async def run(self, run_id: int) -> PushedRun:
         self._call("run")
         return self._seen(run_id)
 
@@ -199,7 +199,7 @@ class FakeWorld:
         run = self._seen(run_id)
         return {"test": (run.status, run.conclusion)}
 
-    async def open_runs(self, branch: str) -> list[WorkflowRun]:
+    async def open_runs(self, branch: str) -> list[PushedRun]:
         seen = [self._seen(number) for number, run in self.runs.items() if run["branch"] == branch]
         return [run for run in seen if not run.is_done]
 
@@ -355,8 +355,8 @@ def test_a_run_that_takes_too_long_is_stopped_and_cleaned_up(monkeypatch):
     world = FakeWorld()
     run = smoke_run(world, budget_usd=50.0)
 
-    async def never_done(run_id: int) -> WorkflowRun:
-        return WorkflowRun(run_id=run_id, status="in_progress", conclusion=None)
+    async def never_done(run_id: int) -> PushedRun:
+        return PushedRun(run_id=run_id, status="in_progress", conclusion=None)
 
     run.repository.run = never_done  # type: ignore[method-assign]
 
