@@ -92,6 +92,60 @@ def test_changed_settings_change_only_what_depends_on_them(account: EmptyAccount
     assert (again.document["changes"], again.document["refresh"]["changes"]) == ([], {})
 
 
+# Input and checks -----------------------------------------------------------------------------------------------------
+
+
+def test_missing_values_are_named_together(account: EmptyAccount):
+    result = account.remuda_command("deploy", "--pool", "none", "--yes", "--json", REMUDA_GITHUB_TOKEN="")
+    assert result.code == 2, result.stderr
+    message = result.document["error"]["message"]
+    assert "--github-scope is missing" in message
+    assert "no GitHub credential is given" in message
+    assert account.resources("none") == []
+
+
+def test_values_are_asked_for_on_a_terminal(account: EmptyAccount):
+    arguments = ["deploy", "--dry-run", "--bundles", str(account.bundles()), "--ami", account.stack.launch["ami"]]
+    answers = {"name of the pool": "asked", "organization or owner/repo": SCOPE, "GitHub token": "wrong-token"}
+    code, shown = account.run_on_terminal(arguments, answers, REMUDA_GITHUB_TOKEN="")
+    assert code == 2, shown
+    # GitHub refuses the token, which was not shown.
+    assert "github access" in shown
+    assert "Bad credentials" in shown
+    assert "wrong-token" not in shown
+    answers["GitHub token"] = account.stack.github.token
+    code, shown = account.run_on_terminal(arguments, answers, REMUDA_GITHUB_TOKEN="")
+    assert (code, "nothing was changed" in shown) == (0, True), shown
+
+
+def test_foreign_resources_and_missing_permissions_are_reported_before_any_change(account: EmptyAccount):
+    async def create_bucket(s3: Any) -> None:
+        name = "remuda-foreign-000000000000-eu-central-1"
+        await s3.create_bucket(Bucket=name, CreateBucketConfiguration={"LocationConstraint": "eu-central-1"})
+        await s3.put_object(Bucket=name, Key="of-somebody", Body=b"else")
+
+    async def create_user(iam: Any) -> dict[str, str]:
+        allowed = ["cloudformation:*", "s3:*", "dynamodb:*", "ec2:*", "iam:*", "secretsmanager:*", "sts:*"]
+        statement = {"Effect": "Allow", "Action": allowed, "Resource": "*"}
+        document = json.dumps({"Version": "2012-10-17", "Statement": [statement]})
+        await iam.create_user(UserName="limited")
+        await iam.put_user_policy(UserName="limited", PolicyName="most", PolicyDocument=document)
+        key = (await iam.create_access_key(UserName="limited"))["AccessKey"]
+        return {"AWS_ACCESS_KEY_ID": key["AccessKeyId"], "AWS_SECRET_ACCESS_KEY": key["SecretAccessKey"]}
+
+    account.call("s3", create_bucket)
+    before = account.resources("foreign")
+    result = account.deploy("--yes", pool="foreign", **account.call("iam", create_user))
+    found = {item["name"]: item for item in result.document["checks"]}
+    assert (result.code, found["bucket"]["status"]) == (2, "problem"), result.stderr
+    assert "not the tag remuda:pool=foreign" in found["bucket"]["message"]
+    assert found["permissions"]["status"] == "warning"
+    assert "user/limited seems to lack cloudwatch:DeleteAlarms" in found["permissions"]["message"]
+    assert "lambda:CreateFunction" in found["permissions"]["message"]
+    assert "s3:PutObject" not in found["permissions"]["message"]
+    assert account.resources("foreign") == before
+
+
 # Upgrade and removal --------------------------------------------------------------------------------------------------
 
 
