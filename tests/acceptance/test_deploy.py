@@ -13,6 +13,7 @@ import pytest
 from remuda.deployment.policies import FUNCTIONS
 from remuda.deployment.template import template
 from remuda.domain.instance import State
+from remuda.fake_github.oidc import number_of
 from tests.support.aws.deployment import EmptyAccount, empty_account
 from tests.support.aws.stack import SCOPE, AwsStack
 
@@ -55,6 +56,14 @@ def test_deploy_creates_a_pool_that_doctor_finds_healthy_and_again_changes_nothi
     assert statuses(document["doctor"]).keys() >= {"table", "launch template", "github access"}
     assert {status for name, status in statuses(document["doctor"]).items()} == {"ok"}, document["doctor"]
     assert f"tokens for {SCOPE}" in document["refresh"]["applied"]
+
+    async def repositories(client: Any) -> list[str]:
+        (found,) = (await client.describe_stacks(StackName="remuda-whole"))["Stacks"]
+        return [item["ParameterValue"] for item in found["Parameters"] if item["ParameterKey"] == "Repositories"]
+
+    owner, name = SCOPE.split("/")
+    with_ids = f"{owner}@{number_of(owner)}/{name}@{number_of(SCOPE)}"
+    assert account.call("cloudformation", repositories) == [f"{SCOPE},{with_ids}"]
     assert f"role-to-assume: {document['outputs']['WorkflowRoleArn']}" in document["workflow"]
     # Events of the stack are shown as they happen.
     assert "Table: create complete" in result.stderr

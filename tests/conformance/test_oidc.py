@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import httpx
 import pytest
@@ -15,6 +17,8 @@ from remuda.config.sources import load
 from remuda.domain.errors import Unavailable
 from remuda.domain.workflow_identity import TokenRejected, parse_identity
 from remuda.fake_github import Endpoint
+from tests.support.oidc import KEY_ID, jwk, rsa_key
+from tests.support.tls_server import TlsFileServer
 
 
 def verifier(issuer: str, audience: str = "remuda-ci") -> TokenVerifier:
@@ -76,3 +80,15 @@ async def test_issuers_without_keys_are_unavailable(response: bytes) -> None:
         with pytest.raises(Unavailable, match=f"cannot be read from {url}/.well-known/jwks") as raised:
             await keys.find("x")
     assert "127.0.0.1:1/" not in raised.value.message
+
+
+async def test_the_certificate_of_the_issuer_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GitHub Enterprise Server may have a certificate of its own authority."""
+    body = tmp_path / "jwks"
+    body.write_text(json.dumps({"keys": [jwk(rsa_key())]}))
+    with TlsFileServer(tmp_path, {"/_services/token/.well-known/jwks": body}) as server:
+        issuer = f"{server.url}/_services/token"
+        with pytest.raises(Unavailable, match="CERTIFICATE_VERIFY_FAILED"):
+            await IssuerKeys(issuer=issuer, clock=SystemClock(), fetch=fetch_url).find(KEY_ID)
+        monkeypatch.setenv("SSL_CERT_FILE", str(server.ca))
+        assert await IssuerKeys(issuer=issuer, clock=SystemClock(), fetch=fetch_url).find(KEY_ID)

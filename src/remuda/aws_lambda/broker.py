@@ -24,8 +24,13 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+# Imported for the first request already here, while Lambda initializes the process with a full CPU.
+import remuda.adapters.aws.dynamodb.store
+import remuda.adapters.aws.ec2.compute
+import remuda.adapters.aws.sqs  # noqa: F401
 from remuda.action.output import StepLog
 from remuda.action.step import SETTING_INPUTS, STEP_INPUTS, ActionInputs, StepOutput, finish
+from remuda.adapters.aws.clients import AwsClients
 from remuda.adapters.github.oidc import Fetch, IssuerKeys, TokenVerifier, fetch_url
 from remuda.adapters.system.clock import SystemClock
 from remuda.aws_lambda.runtime import (
@@ -424,6 +429,7 @@ class BrokerFunction:
         self._calls = CallCounter()
         self._kept = AsyncExitStack()
         self._context: Context | None = None
+        self._clients: AwsClients | None = None
         self._variables: Mapping[str, str] | None = None
         self._variables_at = 0.0
         self._verifier: tuple[str, str, TokenVerifier] | None = None
@@ -518,7 +524,9 @@ class BrokerFunction:
         """The settings of the function, with the inputs of a workflow."""
         now = self._clock.now().timestamp()
         if self._variables is None or abs(now - self._variables_at) >= SETTINGS_LIFETIME_S:
-            variables = await read_environment(self._environ)
+            if self._clients is None:
+                self._clients = await self._kept.enter_async_context(AwsClients())
+            variables = await read_environment(self._environ, self._clients)
             if self._variables is not None and variables != self._variables:
                 await self.close()
             self._variables, self._variables_at = variables, now
@@ -535,7 +543,7 @@ class BrokerFunction:
 
     async def close(self) -> None:
         """Close the connections. The next request opens new ones."""
-        self._context = None
+        self._context = self._clients = None
         kept, self._kept = self._kept, AsyncExitStack()
         await kept.aclose()
 

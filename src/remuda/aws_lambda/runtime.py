@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from remuda.cli.output import record_line
 from remuda.domain.errors import RemudaError, TimedOut
@@ -25,6 +25,9 @@ from remuda.domain.instance import RetireReason
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock
 from remuda.ports.event_log import EventLog
+
+if TYPE_CHECKING:
+    from remuda.adapters.aws.clients import AwsClients
 
 T = TypeVar("T")
 
@@ -81,15 +84,17 @@ def write_line(line: str) -> None:
     sys.stdout.flush()
 
 
-async def read_environment(environ: Mapping[str, str]) -> Mapping[str, str]:
+async def read_environment(environ: Mapping[str, str], clients: AwsClients | None = None) -> Mapping[str, str]:
     """The function's environment, and the variables of the parameter that it does not set itself."""
     name = environ.get(SETTINGS_VARIABLE)
     if not name:
-        return environ
+        return dict(environ)
     from remuda.adapters.aws import clients as aws_clients  # noqa: PLC0415 - slow to import
 
-    async with aws_clients.AwsClients() as clients:
-        text = await aws_clients.read_parameter(clients, name)
+    if clients is None:
+        async with aws_clients.AwsClients() as opened:
+            return await read_environment(environ, opened)
+    text = await aws_clients.read_parameter(clients, name)
     return {**parse_variables(text), **{key: value for key, value in environ.items() if value}}
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from remuda.config.declaration import is_secret_arn
 from remuda.config.settings import SETTINGS, Settings
 from remuda.config.sources import read_private_key
 from remuda.controlplane.doctor import exit_code, run_checks
-from remuda.domain.errors import Partial, UserError
+from remuda.domain.errors import Partial, RemudaError, UserError
 from remuda.domain.resources import MAX_SHOWN, check_scope
 from remuda.ports.calls import CallCounter
 from remuda.ports.doctor import CheckResult, CheckStatus
@@ -103,7 +103,8 @@ def run_deploy(
     scope, credential = _complete(scope, credential, stored, asks=asks)
     request = _request(settings, parameters, scope=scope, vpc=vpc, credential=credential, stored=stored)
     request = replace(request, bundles=source, allow_replacement=allow_replacement)
-    facts, results = run_async(lambda: _check(settings, request), on_interrupt_message=_INTERRUPTED)
+    facts, results, repositories = run_async(lambda: _check(settings, request), on_interrupt_message=_INTERRUPTED)
+    request = replace(request, repositories=repositories)
     _show_checks(output, results)
     problems = [name for name, result in results.items() if result.status is CheckStatus.PROBLEM]
     if problems:
@@ -174,9 +175,9 @@ def _report(
     role = result.outputs.get("WorkflowRoleArn", "")
     text = workflow_text(pool=request.wanted.pool, region=facts.known_account.region, role=role) if role else ""
     if text:
-        output.say(f"pool {request.wanted.pool} is ready; a workflow that uses it (.github/workflows/ci.yml):")
+        output.say(f"pool {request.wanted.pool} is ready; a workflow that uses it, for .github/workflows/ci.yml:\n")
         if not output.as_json:
-            sys.stdout.write(f"\n{text}")
+            sys.stdout.write(text)
     output.result(
         {
             **document,
@@ -467,11 +468,13 @@ async def _describe_stack(pool: str) -> StackState | None:
         return await Stack(ports["api"], stack_name(pool), ports["clock"]).describe()
 
 
-async def _check(settings: Settings, request: DeployRequest) -> tuple[Facts, Mapping[str, CheckResult]]:
+async def _check(settings: Settings, request: DeployRequest) -> tuple[Facts, Mapping[str, CheckResult], str]:
+    """Also returns the default of the repositories."""
     from remuda.deployment.preflight import Preflight  # noqa: PLC0415 - AWS libraries are slow to import
 
+    repositories = request.repositories
     async with AsyncExitStack() as stack:
-        open_github = None
+        open_github = client = None
         if request.credential is not None:
             system = (SystemClock(), SystemIds(), CallCounter())
             client = github_client(replace(settings, github_api_url=request.api_url), request.credential, *system)
@@ -482,7 +485,11 @@ async def _check(settings: Settings, request: DeployRequest) -> tuple[Facts, Map
 
         preflight = Preflight(**await _ports(stack), wanted=request.wanted, bundles=request.bundles, github=open_github)
         results = await run_checks(preflight.checks())
-        return preflight.facts, results
+        if client is not None:
+            # Tokens of repositories created since July 2026 name ids, too. Without them, such a workflow has no access.
+            with suppress(RemudaError):
+                repositories += f",{await client.immutable_name(request.wanted.scope)}"
+        return preflight.facts, results, repositories
 
 
 # Output -------------------------------------------------------------------------------------------------------------

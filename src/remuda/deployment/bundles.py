@@ -28,33 +28,33 @@ _LINE = re.compile(r"([0-9a-f]{64}) [ *]([A-Za-z0-9._+-]+)")
 _FIX = "run make dist, or name the folder or address of a release with --bundles"
 
 
-class BundleKind(StrEnum):
+class BundleUse(StrEnum):
     LAMBDA = "lambda"
     AGENT = "agent"
 
 
-_ENDINGS = {BundleKind.LAMBDA: "zip", BundleKind.AGENT: "tar.gz"}
+_ENDINGS = {BundleUse.LAMBDA: "zip", BundleUse.AGENT: "tar.gz"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bundle:
-    kind: BundleKind
+    use: BundleUse
     architecture: str
     sha256: str
     version: str = __version__
 
     @property
     def name(self) -> str:
-        return bundle_name(self.kind, self.architecture, self.version)
+        return bundle_name(self.use, self.architecture, self.version)
 
     @property
     def key(self) -> str:
         """The key in the bucket. With the digest in it, CloudFormation notices other content."""
-        return f"{self.kind}/{self.sha256}/{self.name}"
+        return f"{self.use}/{self.sha256}/{self.name}"
 
 
-def bundle_name(kind: BundleKind, architecture: str, version: str = __version__) -> str:
-    return f"remuda-{kind}-{version}-{architecture}.{_ENDINGS[kind]}"
+def bundle_name(use: BundleUse, architecture: str, version: str = __version__) -> str:
+    return f"remuda-{use}-{version}-{architecture}.{_ENDINGS[use]}"
 
 
 class BundleSource:
@@ -79,15 +79,15 @@ class BundleSource:
         """The bundles of this version for Lambda and for agents. Fails if there is none of a kind."""
         digests = parse_sums((await self._read(SUMS)).decode("utf-8", "replace"))
         found = tuple(
-            Bundle(kind=kind, architecture=architecture, sha256=digests[name])
-            for kind in BundleKind
+            Bundle(use=use, architecture=architecture, sha256=digests[name])
+            for use in BundleUse
             for architecture in ARCHITECTURES
-            if (name := bundle_name(kind, architecture)) in digests
+            if (name := bundle_name(use, architecture)) in digests
         )
-        for kind in BundleKind:
-            if not any(bundle.kind is kind for bundle in found):
+        for use in BundleUse:
+            if not any(bundle.use is use for bundle in found):
                 raise UserError(
-                    f"{self.location}/{SUMS} lists no {bundle_name(kind, '<architecture>')}",
+                    f"{self.location}/{SUMS} lists no {bundle_name(use, '<architecture>')}",
                     field="--bundles",
                     fix=_FIX,
                 )

@@ -22,9 +22,9 @@ from remuda.controlplane import operator
 from remuda.controlplane.doctor import run_checks
 from remuda.controlplane.operator import InstanceSelector
 from remuda.deployment.api import AwsApi
-from remuda.deployment.bundles import Bundle, BundleKind, BundleSource
+from remuda.deployment.bundles import Bundle, BundleSource, BundleUse
 from remuda.deployment.preflight import Facts, Wanted
-from remuda.deployment.resources import Bucket, CredentialSecret, OidcProvider, SecurityGroup, stack_name
+from remuda.deployment.resources import Bucket, CredentialSecret, OidcProvider, SecurityGroup, SpotRole, stack_name
 from remuda.deployment.stack import FAILED_CREATION, Stack, StackChange, new_resources
 from remuda.deployment.template import template
 from remuda.domain.errors import Partial, UserError
@@ -109,7 +109,7 @@ def plan_stack(request: DeployRequest, facts: Facts, *, secret: str, groups: str
     bucket = Bucket.name_of(wanted.pool, account)
     architecture = request.parameters.get("Architecture") or facts.stored("Architecture")
     code = choose_code(facts.bundles, architecture)
-    agents = {item.architecture: item for item in facts.bundles if item.kind is BundleKind.AGENT}
+    agents = {item.architecture: item for item in facts.bundles if item.use is BundleUse.AGENT}
     parameters = {
         "Pool": wanted.pool,
         "CodeBucket": bucket,
@@ -149,7 +149,7 @@ def plan_stack(request: DeployRequest, facts: Facts, *, secret: str, groups: str
 
 def choose_code(bundles: tuple[Bundle, ...], architecture: str) -> Bundle:
     """The bundle of the functions for this architecture, or the first one."""
-    found = [item for item in bundles if item.kind is BundleKind.LAMBDA]
+    found = [item for item in bundles if item.use is BundleUse.LAMBDA]
     for item in found:
         if architecture in {"", item.architecture}:
             return item
@@ -161,9 +161,7 @@ def choose_code(bundles: tuple[Bundle, ...], architecture: str) -> Bundle:
 
 
 def per_architecture(values: Mapping[str, str]) -> str:
-    """One value, or one per architecture, as settings of launch options take them."""
-    if len(values) == 1:
-        return next(iter(values.values()))
+    """One value per architecture, as the settings of the agent take them."""
     return ",".join(f"{name}={value}" for name, value in values.items())
 
 
@@ -190,6 +188,7 @@ class Deployment:
         secret = await self._ensure_secret()
         done = await OidcProvider(self._api, self._facts.known_account, self._request.wanted.issuer).ensure(self._pool)
         self._note("OIDC provider of GitHub", done)
+        self._note(f"role {SpotRole.name}", "created" if await SpotRole(self._api).ensure() else "")
         groups = await self._ensure_group()
         plan = plan_stack(self._request, self._facts, secret=secret, groups=groups)
         for bundle in self._used_bundles(plan):
@@ -261,7 +260,7 @@ class Deployment:
 
     def _used_bundles(self, plan: StackPlan) -> list[Bundle]:
         code = plan.parameters["CodeKey"]
-        return [item for item in self._facts.bundles if item.kind is BundleKind.AGENT or item.key == code]
+        return [item for item in self._facts.bundles if item.use is BundleUse.AGENT or item.key == code]
 
     async def _upload(self, bundle: Bundle) -> None:
         async def read() -> bytes:

@@ -13,7 +13,7 @@ from remuda.adapters.aws.ec2.create_fleet import MAX_ZONES
 from remuda.adapters.aws.ec2.options import MAX_SUBNETS, SSM_PREFIX
 from remuda.adapters.github.client import GitHubClient, GitHubDoctor
 from remuda.deployment.api import AwsAccount, AwsApi
-from remuda.deployment.bundles import Bundle, BundleKind, BundleSource
+from remuda.deployment.bundles import Bundle, BundleSource, BundleUse
 from remuda.deployment.resources import Bucket, CredentialSecret, OidcProvider, SecurityGroup, stack_name
 from remuda.deployment.stack import Stack, StackState
 from remuda.domain.errors import RemudaError, UserError
@@ -50,6 +50,7 @@ OWN_ACTIONS = (
     "cloudformation:ExecuteChangeSet",
     "ec2:CreateSecurityGroup",
     "iam:CreateOpenIDConnectProvider",
+    "iam:CreateServiceLinkedRole",
     "lambda:InvokeFunction",
     "s3:CreateBucket",
     "s3:PutBucketPolicy",
@@ -231,7 +232,7 @@ class Preflight:
             return problem(f"the subnets are in several VPCs: {', '.join(sorted(vpcs))}", "give subnets of one VPC")
         (self.facts.vpc,) = vpcs
         routes = await self._routes(self.facts.vpc)
-        outbound = {str(item["SubnetId"]): _outbound(item, routes) for item in found}
+        outbound = {str(item["SubnetId"]): outbound_route(item, routes) for item in found}
         if not chosen:
             kinds = set(outbound.values())
             best = "nat" if "nat" in kinds else "public"
@@ -286,7 +287,7 @@ class Preflight:
         if not images:
             return problem(f"{image} does not exist in this region, or is not shared", "give another --ami")
         architecture = str(images[0].get("Architecture", ""))
-        built = [bundle.architecture for bundle in self.facts.bundles if bundle.kind is BundleKind.AGENT]
+        built = [bundle.architecture for bundle in self.facts.bundles if bundle.use is BundleUse.AGENT]
         if architecture not in built:
             return problem(
                 f"{image} is for {architecture}, and there is an agent only for {', '.join(built)}",
@@ -358,7 +359,7 @@ def _words(text: str) -> list[str]:
     return text.replace(",", " ").split()
 
 
-def _outbound(subnet: Mapping[str, Any], tables: Sequence[Mapping[str, Any]]) -> str:
+def outbound_route(subnet: Mapping[str, Any], tables: Sequence[Mapping[str, Any]]) -> str:
     """How machines in the subnet reach the internet: `public`, `nat`, or `none`."""
     name = subnet["SubnetId"]
     own = [table for table in tables if any(item.get("SubnetId") == name for item in table.get("Associations") or ())]

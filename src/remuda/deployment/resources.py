@@ -343,3 +343,25 @@ class SecurityGroup:
         """Whether it is gone. EC2 refuses as long as a network interface uses it."""
         answer = await self._api.find("ec2", "DeleteSecurityGroup", {"DependencyViolation"}, GroupId=group_id)
         return answer is not None
+
+
+class SpotRole:
+    """The service-linked role of spot instances. Roles of Remuda may not create it, so the first launch would fail."""
+
+    name = "AWSServiceRoleForEC2Spot"
+
+    def __init__(self, api: AwsApi) -> None:
+        self._api = api
+
+    async def ensure(self) -> bool:
+        """Whether it was created."""
+        if await self._api.find("iam", "GetRole", _NO_ENTITY, RoleName=self.name) is not None:
+            return False
+        # IAM answers with InvalidInput if another process was faster.
+        made = await self._api.find(
+            "iam",
+            "CreateServiceLinkedRole",
+            {"InvalidInput", "InvalidInputException", "EntityAlreadyExists"},
+            AWSServiceName="spot.amazonaws.com",
+        )
+        return made is not None

@@ -131,7 +131,7 @@ class RepositoryPattern:
     def parse(cls, text: str) -> RepositoryPattern:
         """Parse `acme/app`, `acme/*`, `acme@1234/app@5678` or `acme@1234/*`. Raises ValueError."""
         if not _REPOSITORY.fullmatch(text):
-            raise ValueError(text)
+            raise ValueError(f"not a repository: {text!r}")
         (owner, _, owner_id), (name, _, name_id) = (part.partition("@") for part in text.split("/"))
         return cls(owner=owner, name=name, owner_id=owner_id, name_id=name_id)
 

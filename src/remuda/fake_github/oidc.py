@@ -59,14 +59,14 @@ class OidcJob(pydantic.BaseModel):
             "sha": self.sha,
             "repository": self.repository,
             "repository_owner": owner,
-            "repository_owner_id": _number(owner),
-            "repository_id": _number(self.repository),
+            "repository_owner_id": number_of(owner),
+            "repository_id": number_of(self.repository),
             "repository_visibility": self.repository_visibility,
             "run_id": self.run_id,
             "run_number": self.run_number,
             "run_attempt": self.run_attempt,
             "actor": self.actor,
-            "actor_id": _number(self.actor),
+            "actor_id": number_of(self.actor),
             "workflow": self.workflow,
             "workflow_ref": workflow_ref,
             "workflow_sha": self.sha,
@@ -178,6 +178,6 @@ def _server_url(request: Request) -> str:
     return str(request.base_url).rstrip("/")
 
 
-def _number(name: str) -> str:
+def number_of(name: str) -> str:
     """A stable id for a name."""
     return str(int.from_bytes(hashlib.sha256(name.lower().encode()).digest()[:4]))

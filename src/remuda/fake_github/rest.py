@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from remuda.fake_github.app_state import AppState, FaultKind, Snapshot, bearer, json_body
+from remuda.fake_github.oidc import number_of
 from remuda.fake_github.registry import DEFAULT_GROUP_ID
 from remuda.fake_github.state import READ_ONLY_LABELS, ApiError, RegisteredRunner, TokenKind
 
@@ -50,7 +51,9 @@ def routes(app: AppState) -> list[BaseRoute]:
         ("DELETE", "/{runner_id}", "delete", rest.delete_runner),
     ]
     groups = rest.endpoint("runner-groups", rest.list_groups)
+    described = rest.endpoint("describe", rest.describe)
     return [
+        *(Route(f"{prefix}{scope}", described, methods=["GET"]) for prefix in PREFIXES for scope in SCOPES),
         *(Route(f"{prefix}/orgs/{{org}}/actions/runner-groups", groups, methods=["GET"]) for prefix in PREFIXES),
         *(
             Route(f"{prefix}{scope}/actions/runners{path}", rest.endpoint(name, answer), methods=[method])
@@ -84,6 +87,14 @@ class RunnersRest:
         return answer(request, scope, await json_body(request))
 
     # Operations
+
+    def describe(self, _request: Request, scope: str, _body: dict[str, Any]) -> Response:
+        """The repository or organization, with the ids of its OIDC tokens and without most of GitHub's fields."""
+        owner, _, name = scope.partition("/")
+        account = {"login": owner, "id": int(number_of(owner))}
+        if not name:
+            return JSONResponse(account)
+        return JSONResponse({"id": int(number_of(scope)), "name": name, "full_name": scope, "owner": account})
 
     def registration_token(self, _request: Request, scope: str, _body: dict[str, Any]) -> Response:
         return self._token(TokenKind.REGISTRATION, scope)

@@ -30,7 +30,7 @@ import remuda
 from remuda.adapters.system.clock import SystemClock
 from remuda.cli.main import main as run_remuda
 from remuda.deployment.api import AwsApi
-from remuda.deployment.bundles import SUMS, BundleKind, bundle_name
+from remuda.deployment.bundles import SUMS, BundleUse, bundle_name
 from remuda.domain.instance import State
 from remuda.ports.compute import POOL_TAG
 from tests.support.aws.servers import LOOPBACK, aws_client
@@ -137,9 +137,9 @@ class EmptyAccount:
         folder = self.stack.folder / f"bundles-{agent}"
         if not folder.exists():
             folder.mkdir()
-            names = {kind: folder / bundle_name(kind, ARCHITECTURE) for kind in BundleKind}
-            names[BundleKind.LAMBDA].write_bytes(function_code(self._function_environment()))
-            names[BundleKind.AGENT].write_text(agent, encoding="utf-8")
+            names = {use: folder / bundle_name(use, ARCHITECTURE) for use in BundleUse}
+            names[BundleUse.LAMBDA].write_bytes(function_code(self._function_environment()))
+            names[BundleUse.AGENT].write_text(agent, encoding="utf-8")
             lines = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in names.values()]
             (folder / SUMS).write_text("".join(lines), encoding="utf-8")
         return folder

@@ -212,7 +212,7 @@ async def test_changed_settings_apply_after_a_while(subject: Broker, monkeypatch
 
     async def read_parameter(_clients: Any, name: str) -> str:
         read.append(name)
-        return "REMUDA_REPOSITORIES=" + ("octo/repo" if len(read) == 1 else "octo/other")
+        return "REMUDA_REPOSITORIES=" + {1: "octo/repo", 2: "octo/other"}.get(len(read), "octo/*")
 
     monkeypatch.setattr(aws_clients, "read_parameter", read_parameter)
     monkeypatch.setenv("AWS_REGION", "eu-central-1")
@@ -224,41 +224,49 @@ async def test_changed_settings_apply_after_a_while(subject: Broker, monkeypatch
     await asyncio.sleep(SETTINGS_LIFETIME_S)
     assert "may not use pool test" in await subject.refused()
     assert len(read) == 2
+    await asyncio.sleep(SETTINGS_LIFETIME_S)
+    assert (await subject.call("provision")).exit == 0
+    # With the new settings.
+    assert [[str(each) for each in settings.repositories] for settings, _ in subject.opened] == [
+        ["octo/repo"],
+        ["octo/*"],
+    ]
 
 
 # Refusals -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("claims", "sentence"),
-    [
-        ({"aud": "sts.amazonaws.com"}, "the OIDC token is for 'sts.amazonaws.com', not for remuda-test; request it "),
-        ({"iss": "https://evil.example"}, "the OIDC token was issued by 'https://evil.example', not by https://token."),
-        ({"exp": 1_000_000_000}, "the OIDC token expired "),
-        ({"nbf": 4_000_000_000}, "the OIDC token is not valid yet: it begins in "),
-        ({"run_id": "99"}, "the token is of run 99, this step is of run '123'; request the token in the step that "),
-        ({"run_attempt": "2"}, "the token is of attempt 2 of run 123, this step is of attempt '1'; request the token "),
-        (
-            {"repository": "eve/repo", "repository_owner": "eve"},
-            "repository eve/repo (id 74, owner id 65) may not use pool test; add it to Repositories of the pool's ",
-        ),
-        ({"repository": "octo/other"}, "repository octo/other (id 74, owner id 65) may not use pool test; "),
-        (
-            {"repository": "acme/app", "repository_owner": "acme", "repository_owner_id": "13"},
-            "repository acme/app (id 74, owner id 13) may not use pool test; ",
-        ),
-        (
-            {"repository": "acme/app", "repository_owner": "acme", "repository_owner_id": "12"},
-            "the runners of pool test register in octo/repo and cannot serve acme/app; ",
-        ),
-        ({"repository": "eve/repo"}, "the claim repository of the OIDC token is 'eve/repo'; "),
-        ({"run_attempt": "x"}, "the claim run_attempt of the OIDC token is 'x'; "),
-        ({"event_name": None}, "the OIDC token has no claim event_name; "),
-    ],
-)
-async def test_refused_tokens(subject: Broker, claims: dict[str, Any], sentence: str) -> None:
-    for operation in ("provision", "release", "state", "cancel"):
-        assert (await subject.refused(operation, claims=claims)).startswith(sentence)
+#: Claims, and how the refusal of their token begins.
+REFUSED_CLAIMS: list[tuple[dict[str, Any], str]] = [
+    ({"aud": "sts.amazonaws.com"}, "the OIDC token is for 'sts.amazonaws.com', not for remuda-test; request it "),
+    ({"iss": "https://evil.example"}, "the OIDC token was issued by 'https://evil.example', not by https://token."),
+    ({"exp": 1_000_000_000}, "the OIDC token expired "),
+    ({"nbf": 4_000_000_000}, "the OIDC token is not valid yet: it begins in "),
+    ({"run_id": "99"}, "the token is of run 99, this step is of run '123'; request the token in the step that "),
+    ({"run_attempt": "2"}, "the token is of attempt 2 of run 123, this step is of attempt '1'; request the token "),
+    (
+        {"repository": "eve/repo", "repository_owner": "eve"},
+        "repository eve/repo (id 74, owner id 65) may not use pool test; add it to Repositories of the pool's ",
+    ),
+    ({"repository": "octo/other"}, "repository octo/other (id 74, owner id 65) may not use pool test; "),
+    (
+        {"repository": "acme/app", "repository_owner": "acme", "repository_owner_id": "13"},
+        "repository acme/app (id 74, owner id 13) may not use pool test; ",
+    ),
+    (
+        {"repository": "acme/app", "repository_owner": "acme", "repository_owner_id": "12"},
+        "the runners of pool test register in octo/repo and cannot serve acme/app; ",
+    ),
+    ({"repository": "eve/repo"}, "the claim repository of the OIDC token is 'eve/repo'; "),
+    ({"run_attempt": "x"}, "the claim run_attempt of the OIDC token is 'x'; "),
+    ({"event_name": None}, "the OIDC token has no claim event_name; "),
+]
+
+
+async def test_refused_tokens(subject: Broker) -> None:
+    for claims, sentence in REFUSED_CLAIMS:
+        for operation in ("provision", "release", "state", "cancel"):
+            assert (await subject.refused(operation, claims=claims)).startswith(sentence)
     assert not subject.opened
 
 
@@ -308,41 +316,43 @@ async def test_without_the_issuers_keys_the_step_may_try_again(subject: Broker) 
     assert (await subject.call("provision")).exit == 0
 
 
-@pytest.mark.parametrize(
-    ("changed", "sentence"),
-    [
-        ({"operation": "destroy"}, "operation is 'destroy'; use provision, release, state, cancel"),
-        ({"operation": 7}, "operation is a int; send a text"),
-        ({"token": None}, "token is a NoneType; send a text"),
-        ({"run-id": 123}, "run-id is a int; send a text"),
-        ({"inputs": ["x"]}, "inputs is a list; send an object of texts"),
-        ({"inputs": {"instance-count": 2}}, "instance-count is a int; send a text"),
-        (
-            {"inputs": {"max-instances": "9"}},
-            "max-instances is set by the pool, not by a workflow; remove it from the ",
-        ),
-        ({"inputs": {"github-token": "x"}}, "github-token is set by the pool, not by a workflow; "),
-        ({"inputs": {"ami": "ami-1"}}, "ami is set by the pool, not by a workflow; "),
-        ({"inputs": {"github-scope": "eve"}}, "github-scope is set by the pool, not by a workflow; "),
-        ({"inputs": {"repository": "eve/x"}}, "repository comes from the workflow's OIDC token; remove it from the "),
-        ({"inputs": {"run-attempt": "2"}}, "run-attempt comes from the workflow's OIDC token; remove it from the "),
-        ({"inputs": {"instance-counts": "9"}}, "there is no input 'instance-counts'; did you mean instance-count?"),
-        ({"inputs": {"zzz": "9"}}, "there is no input 'zzz'; use allowed-instance-types, ephemeral, "),
-        ({"inputs": {"instance-count": "many"}}, "instance-count must be an integer from 1 to 1000, got 'many'"),
-        ({"inputs": {"usage-class": "free"}}, "usage-class must be on-demand or spot, got 'free'"),
-        ({"inputs": {"eyJhbGciOiJSUzI1NiJ9": "x"}}, "an input has an invalid name; use allowed-instance-types, "),
-    ],
-)
-async def test_refused_requests(subject: Broker, changed: dict[str, Any], sentence: str) -> None:
-    assert (await subject.refused(**changed)).startswith(sentence)
+#: Changes of a request, and how its refusal begins.
+REFUSED_REQUESTS: list[tuple[dict[str, Any], str]] = [
+    ({"operation": "destroy"}, "operation is 'destroy'; use provision, release, state, cancel"),
+    ({"operation": 7}, "operation is a int; send a text"),
+    ({"token": None}, "token is a NoneType; send a text"),
+    ({"run-id": 123}, "run-id is a int; send a text"),
+    ({"inputs": ["x"]}, "inputs is a list; send an object of texts"),
+    ({"inputs": {"instance-count": 2}}, "instance-count is a int; send a text"),
+    (
+        {"inputs": {"max-instances": "9"}},
+        "max-instances is set by the pool, not by a workflow; remove it from the ",
+    ),
+    ({"inputs": {"github-token": "x"}}, "github-token is set by the pool, not by a workflow; "),
+    ({"inputs": {"ami": "ami-1"}}, "ami is set by the pool, not by a workflow; "),
+    ({"inputs": {"github-scope": "eve"}}, "github-scope is set by the pool, not by a workflow; "),
+    ({"inputs": {"repository": "eve/x"}}, "repository comes from the workflow's OIDC token; remove it from the "),
+    ({"inputs": {"run-attempt": "2"}}, "run-attempt comes from the workflow's OIDC token; remove it from the "),
+    ({"inputs": {"instance-counts": "9"}}, "there is no input 'instance-counts'; did you mean instance-count?"),
+    ({"inputs": {"zzz": "9"}}, "there is no input 'zzz'; use allowed-instance-types, ephemeral, "),
+    ({"inputs": {"instance-count": "many"}}, "instance-count must be an integer from 1 to 1000, got 'many'"),
+    ({"inputs": {"usage-class": "free"}}, "usage-class must be on-demand or spot, got 'free'"),
+    ({"inputs": {"eyJhbGciOiJSUzI1NiJ9": "x"}}, "an input has an invalid name; use allowed-instance-types, "),
+]
 
 
-@pytest.mark.parametrize("event", [None, [], "x", {}, {"operation": "provision"}, {"requestContext": {"http": {}}}])
-async def test_other_events_are_refused(subject: Broker, event: Any) -> None:
-    document = await subject.function.respond(event, subject.invocation)
-    answer = Answer.parse(json.loads(document["body"]) if "body" in document else document)
-    assert answer.exit == 2
-    assert len(answer.annotations("error")) == 1
+async def test_refused_requests(subject: Broker) -> None:
+    for changed, sentence in REFUSED_REQUESTS:
+        assert (await subject.refused(**changed)).startswith(sentence)
+
+
+async def test_other_events_are_refused(subject: Broker) -> None:
+    events: list[Any] = [None, [], "x", {}, {"operation": "provision"}, {"requestContext": {"http": {}}}]
+    for event in events:
+        document = await subject.function.respond(event, subject.invocation)
+        answer = Answer.parse(json.loads(document["body"]) if "body" in document else document)
+        assert answer.exit == 2
+        assert len(answer.annotations("error")) == 1
 
 
 async def test_empty_inputs_are_not_set(subject: Broker) -> None:

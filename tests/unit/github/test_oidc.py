@@ -173,6 +173,15 @@ async def test_tampered_claims_are_rejected(subject):
     assert await subject.message_of(f"{head}.{forged}.{tail}") == "the signature of the OIDC token is not valid"
 
 
+async def test_a_token_has_only_one_form(subject):
+    """The last character of a signature of 256 bytes has four unused bits."""
+    token = subject.issuer.token(NOW)
+    other = {"A": "B", "Q": "R", "g": "h", "w": "x"}[token[-1]]
+    for same in (token[:-1] + other, f"{token}=", f"{token}==", token.replace(".", "=.", 1), f"{token}\n"):
+        assert await subject.message_of(same) == "the OIDC token is not a JWT"
+    assert await subject.verifier.verify(token)
+
+
 async def test_long_tokens_are_rejected(subject):
     sentence = f"the OIDC token is not a JWT: it is longer than {MAX_TOKEN} characters"
     assert await subject.message_of("a" * (MAX_TOKEN + 1)) == sentence

@@ -189,6 +189,17 @@ class GitHubClient:
                     raise Conflict(f"{conflict.message}; it runs a job") from conflict
         return await self._request_jit_config(scope, body)
 
+    async def immutable_name(self, scope: str) -> str:
+        """The scope with ids, as the subjects of OIDC tokens have it: `acme@1234/app@5678`, or `acme@1234/*`.
+
+        https://docs.github.com/rest/repos/repos#get-a-repository and
+        https://docs.github.com/rest/orgs/orgs#get-an-organization
+        """
+        path = f"/repos/{scope}" if "/" in scope else f"/orgs/{scope}"
+        with _scope_must_exist(scope):
+            response = await self._call(scope, "GET", path, idempotent=True)
+        return responses.parse_immutable_name(responses.json_object(response))
+
     async def runner_downloads(self, scope: str) -> RunnerRelease:
         """https://docs.github.com/rest/actions/self-hosted-runners#list-runner-applications-for-a-repository.
 

@@ -12,6 +12,7 @@ import asyncio
 import base64
 import binascii
 import json
+import os
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -26,6 +27,7 @@ from remuda.domain.errors import Unavailable
 from remuda.domain.text import quote
 from remuda.domain.workflow_identity import MAX_CLAIM_SHOWN, TokenRejected
 from remuda.ports.clock import Clock
+from remuda.tls import client_context
 
 ALGORITHM = "RS256"
 #: Characters of a token. GitHub's have one to three thousand.
@@ -65,7 +67,10 @@ def _read_url(url: str) -> bytes:
         def redirect_request(self, *_: Any) -> None:
             return None
 
-    opener = urllib.request.build_opener(NoRedirects)
+    handlers: list[Any] = [NoRedirects]
+    if url.startswith("https:"):
+        handlers.append(urllib.request.HTTPSHandler(context=client_context(os.environ.get("SSL_CERT_FILE", ""))))
+    opener = urllib.request.build_opener(*handlers)
     try:
         with opener.open(url, timeout=FETCH_TIMEOUT_S) as answer:
             body: bytes = answer.read(MAX_JWKS_BYTES + 1)

@@ -70,6 +70,16 @@ def json_object(response: httpx.Response) -> dict[str, Any]:
     return body
 
 
+def parse_immutable_name(body: Mapping[str, Any]) -> str:
+    """From a repository, or from an organization."""
+    owner = body.get("owner", body)
+    known = isinstance(owner, Mapping) and isinstance(owner.get("login"), str) and isinstance(owner.get("id"), int)
+    if not known or ("owner" in body and not (isinstance(body.get("name"), str) and isinstance(body.get("id"), int))):
+        raise Unavailable("GitHub's response names no id")
+    repository = f"{body['name']}@{body['id']}" if "owner" in body else "*"
+    return f"{owner['login']}@{owner['id']}/{repository}"
+
+
 def _json(response: httpx.Response) -> Any:
     try:
         return parse_json(response)

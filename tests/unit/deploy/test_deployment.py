@@ -1,0 +1,383 @@
+"""Decisions of `remuda deploy`: bundles, checks, parameters of the stack, credentials."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from remuda import __version__
+from remuda.cli.deploy import (
+    check_launch_options,
+    given_parameters,
+    parse_parameters,
+    read_credential,
+)
+from remuda.config.settings import GITHUB_ISSUER
+from remuda.config.sources import load
+from remuda.deployment.api import AwsAccount
+from remuda.deployment.bundles import (
+    RELEASES,
+    SUMS,
+    Bundle,
+    BundleSource,
+    BundleUse,
+    bundle_name,
+    check_location,
+    parse_sums,
+)
+from remuda.deployment.deploy import DeployRequest, choose_code, per_architecture, plan_stack
+from remuda.deployment.preflight import ACTIONS, Facts, Wanted, judge_quotas, outbound_route
+from remuda.deployment.resources import issuer_of
+from remuda.deployment.stack import StackChange, StackState, new_resources
+from remuda.deployment.template import template
+from remuda.deployment.workflow import workflow_text
+from remuda.domain.errors import UserError
+from remuda.domain.resources import DEFAULT_CLASSES, parse_classes
+from remuda.ports.doctor import CheckStatus
+
+ACCOUNT = AwsAccount(account_id="123456789012", partition="aws", region="eu-central-1", caller="arn:aws:iam::1:user/x")
+SECRET = "arn:aws:secretsmanager:eu-central-1:123456789012:secret:remuda/ci/github-AbCdEf"
+PEM = "-----BEGIN RSA PRIVATE KEY-----\nkey\n-----END RSA PRIVATE KEY-----"
+
+
+# Bundles --------------------------------------------------------------------------------------------------------------
+
+
+def make_bundles(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).write_text(name, encoding="utf-8")
+    lines = [f"{hashlib.sha256(name.encode()).hexdigest()}  {name}" for name in names]
+    (folder / SUMS).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+NAMES = [bundle_name(use, each) for use in BundleUse for each in ("x86_64", "arm64")]
+
+
+async def test_bundles_of_this_version_are_found_with_their_digests(tmp_path: Path) -> None:
+    make_bundles(tmp_path, *NAMES, "remuda-agent-9.9.9-x86_64.tar.gz", "sbom.cdx.json")
+    source = BundleSource(str(tmp_path))
+    found = await source.list()
+    assert [bundle.name for bundle in found] == NAMES
+    for bundle in found:
+        assert (await source.read(bundle)).decode() == bundle.name
+        assert bundle.sha256 in bundle.key
+
+
+async def test_bundle_with_another_digest_is_refused(tmp_path: Path) -> None:
+    make_bundles(tmp_path, *NAMES)
+    source = BundleSource(str(tmp_path))
+    bundle = (await source.list())[0]
+    (tmp_path / bundle.name).write_text("changed", encoding="utf-8")
+    with pytest.raises(UserError, match=f"lists {bundle.sha256}"):
+        await source.read(bundle)
+
+
+async def test_missing_bundles_are_named(tmp_path: Path) -> None:
+    make_bundles(tmp_path, bundle_name(BundleUse.LAMBDA, "x86_64"))
+    with pytest.raises(UserError, match="lists no remuda-agent-"):
+        await BundleSource(str(tmp_path)).list()
+    with pytest.raises(UserError, match="SHA256SUMS cannot be read: No such file"):
+        await BundleSource(str(tmp_path / "none")).list()
+
+
+def test_bundles_come_from_dist_only_if_it_has_this_version(tmp_path: Path) -> None:
+    release = f"{RELEASES}/v{__version__}"
+    assert BundleSource.default(tmp_path).location == release
+    make_bundles(tmp_path, "remuda-agent-9.9.9-x86_64.tar.gz")
+    assert BundleSource.default(tmp_path).location == release
+    make_bundles(tmp_path, *NAMES)
+    assert BundleSource.default(tmp_path).location == str(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["http://example.org/x", "nowhere", "ftp://example.org"])
+def test_location_is_a_folder_or_a_secure_address(text: str) -> None:
+    with pytest.raises(UserError, match="must be a folder or an https:// address"):
+        check_location(text)
+
+
+def test_sums_ignore_other_lines() -> None:
+    digest = "a" * 64
+    assert parse_sums(f"{digest}  one\n{digest} *two\nnot a line\n{digest}  ../three\n") == {
+        "one": digest,
+        "two": digest,
+    }
+
+
+# Checks ---------------------------------------------------------------------------------------------------------------
+
+
+def test_every_type_of_the_template_has_its_actions() -> None:
+    assert {item["Type"] for item in template()["Resources"].values()} <= set(ACTIONS)
+
+
+@pytest.mark.parametrize(
+    ("quotas", "status", "text"),
+    [
+        ({"on-demand": 512.0, "spot": 512.0}, CheckStatus.OK, "256 machines of class large"),
+        ({"on-demand": 5.0}, CheckStatus.WARNING, "5 on-demand vCPUs: 2 machines of class large, none of 2xlarge"),
+        ({"on-demand": 512.0, "spot": 100.0}, CheckStatus.WARNING, "max-instances is 100"),
+    ],
+)
+def test_quotas_are_compared_with_the_classes(quotas: dict[str, float], status: CheckStatus, text: str) -> None:
+    result = judge_quotas(quotas, DEFAULT_CLASSES, 100)
+    assert (result.status, text in result.message) == (status, True), result.message
+
+
+def route_table(target: dict[str, str], *subnets: str) -> dict[str, Any]:
+    associations: list[dict[str, Any]] = [{"SubnetId": name} for name in subnets] or [{"Main": True}]
+    return {"Associations": associations, "Routes": [{"DestinationCidrBlock": "0.0.0.0/0", **target}]}
+
+
+MAIN, PRIVATE = route_table({"GatewayId": "igw-1"}), route_table({"NatGatewayId": "nat-1"}, "subnet-2")
+
+
+@pytest.mark.parametrize(
+    ("subnet", "tables", "route"),
+    [
+        ({"SubnetId": "subnet-1", "MapPublicIpOnLaunch": True}, [MAIN, PRIVATE], "public"),
+        ({"SubnetId": "subnet-1", "MapPublicIpOnLaunch": False}, [MAIN, PRIVATE], "none"),
+        ({"SubnetId": "subnet-2"}, [MAIN, PRIVATE], "nat"),
+        ({"SubnetId": "subnet-2"}, [route_table({"GatewayId": "igw-1", "State": "blackhole"})], "none"),
+        ({"SubnetId": "subnet-1"}, [], "none"),
+    ],
+)
+def test_route_of_a_subnet(subnet: dict[str, Any], tables: list[dict[str, Any]], route: str) -> None:
+    assert outbound_route(subnet, tables) == route
+
+
+@pytest.mark.parametrize(
+    ("api_url", "issuer"),
+    [
+        ("", GITHUB_ISSUER),
+        ("https://api.github.com", GITHUB_ISSUER),
+        ("https://api.acme.ghe.com", "https://token.actions.acme.ghe.com"),
+        ("https://github.acme.org/api/v3", "https://github.acme.org/_services/token"),
+    ],
+)
+def test_issuer_follows_from_the_api(api_url: str, issuer: str) -> None:
+    assert issuer_of(api_url) == issuer
+
+
+# Parameters of the stack ----------------------------------------------------------------------------------------------
+
+
+def facts(**changed: Any) -> Facts:
+    bundles = tuple(
+        Bundle(use=use, architecture=each, sha256=f"{use}{each}".encode().hex().ljust(64, "0")[:64])
+        for use in BundleUse
+        for each in ("x86_64", "arm64")
+    )
+    values: dict[str, Any] = {"account": ACCOUNT, "bundles": bundles, "subnets": ("subnet-1",), "image": "ami-1"}
+    return Facts(**{**values, **changed})
+
+
+def request(parameters: dict[str, str] | None = None, **changed: Any) -> DeployRequest:
+    wanted: dict[str, Any] = {
+        "pool": "ci",
+        "scope": "acme/app",
+        "vpc": "",
+        "subnets": (),
+        "security_groups": "",
+        "image": "",
+        "classes": None,
+        "max_instances": 100,
+        "issuer": GITHUB_ISSUER,
+        "has_credential": False,
+        "has_own_secret": False,
+        "resource_types": frozenset(),
+    }
+    values: dict[str, Any] = {
+        "repositories": "acme/app",
+        "credential": None,
+        "own_secret": "",
+        "app_id": "",
+        "api_url": "",
+        "bundles": BundleSource("dist"),
+    }
+    given = {name: changed.pop(name) for name in list(changed) if name in wanted}
+    return DeployRequest(wanted=Wanted(**{**wanted, **given}), parameters=parameters or {}, **{**values, **changed})
+
+
+def test_parameters_of_a_new_stack() -> None:
+    plan = plan_stack(request(), facts(), secret=SECRET, groups="sg-1")
+    bucket = "remuda-ci-123456789012-eu-central-1"
+    assert plan.kept == ()
+    assert dict(plan.parameters) | {"AgentUrl": "", "AgentSha256": "", "CodeKey": ""} == {
+        "Pool": "ci",
+        "CodeBucket": bucket,
+        "CodeKey": "",
+        "Architecture": "x86_64",
+        "GithubSecretArn": SECRET,
+        "OidcProviderArn": "arn:aws:iam::123456789012:oidc-provider/token.actions.githubusercontent.com",
+        "OidcIssuer": GITHUB_ISSUER,
+        "AgentUrl": "",
+        "AgentSha256": "",
+        "GithubScope": "acme/app",
+        "Repositories": "acme/app",
+        "Ami": "ami-1",
+        "SubnetIds": "subnet-1",
+        "SecurityGroupIds": "sg-1",
+    }
+    code, *_, agent = facts().bundles
+    assert plan.parameters["CodeKey"] == f"lambda/{code.sha256}/{code.name}"
+    assert plan.parameters["AgentUrl"].endswith(f",arm64=s3://{bucket}/{agent.key}")
+    assert plan.parameters["AgentSha256"].endswith(f",arm64={agent.sha256}")
+
+
+def test_existing_stack_keeps_what_is_not_given() -> None:
+    stored = {
+        "Pool": "ci",
+        "GithubScope": "acme",
+        "Repositories": "acme/*",
+        "Ami": "ami-2",
+        "SubnetIds": "subnet-2",
+        "SecurityGroupIds": "sg-2",
+        "GithubAppId": "7",
+        "MaxUses": "9",
+        "Architecture": "arm64",
+        "Removed": "x",
+    }
+    known = facts(stack=StackState(status="CREATE_COMPLETE", parameters=stored))
+    plan = plan_stack(request({"MaxAgeSec": "60"}), known, secret=SECRET, groups="")
+    assert {"GithubScope", "Repositories", "Ami", "SubnetIds", "SecurityGroupIds", "GithubAppId", "MaxUses"} == set(
+        plan.kept
+    )
+    assert (plan.parameters["MaxAgeSec"], plan.parameters["Architecture"]) == ("60", "arm64")
+    assert "-arm64.zip" in plan.parameters["CodeKey"]
+    assert plan.value("GithubAppId", known) == "7"
+    # A new credential replaces the App.
+    token = plan_stack(request(own_secret=SECRET), known, secret=SECRET, groups="")
+    assert token.parameters["GithubAppId"] == ""
+    # Another VPC replaces the subnets.
+    moved = plan_stack(request(vpc="vpc-1"), known, secret=SECRET, groups="")
+    assert moved.parameters["SubnetIds"] == "subnet-1"
+
+
+def test_unknown_parameter_is_refused() -> None:
+    with pytest.raises(UserError, match="the stack has no parameter 'Colour'"):
+        plan_stack(request({"Colour": "red"}), facts(), secret=SECRET, groups="")
+
+
+def test_template_has_the_classes_and_the_issuer() -> None:
+    classes = parse_classes({"tiny": {"cpu": 1, "mmem": 512}})
+    made = plan_stack(
+        request(issuer="https://github.acme.org/_services/token"), facts(classes=classes), secret=SECRET, groups=""
+    ).template
+    assert [name for name in made["Resources"] if name.startswith("Queue")] == ["QueueTiny"]
+    trust = made["Resources"]["WorkflowRole"]["Properties"]["AssumeRolePolicyDocument"]["Statement"][0]
+    assert trust["Condition"]["StringEquals"] == {"github.acme.org/_services/token:aud": "sts.amazonaws.com"}
+
+
+def test_code_for_an_architecture_without_a_bundle_is_refused() -> None:
+    (code, *_) = facts().bundles
+    with pytest.raises(UserError, match="no bundle of the functions for arm64, only for x86_64"):
+        choose_code((code,), "arm64")
+
+
+def test_values_per_architecture() -> None:
+    assert per_architecture({"x86_64": "a"}) == "x86_64=a"
+    assert per_architecture({"x86_64": "a", "arm64": "b"}) == "x86_64=a,arm64=b"
+
+
+def test_conditions_decide_the_resources_of_a_new_stack() -> None:
+    made = template()
+    bare = {change.logical_id for change in new_resources(made, {"Pool": "ci"})}
+    assert {"Table", "AgentRole"} <= bare
+    assert not bare & {"RefreshFunction", "WorkflowRole", "VolumeKeyPolicy", "RefreshAlarm"}
+    functions = {"CodeBucket": "b", "CodeKey": "k", "AlarmTopicArn": "arn:aws:sns:x", "FunctionUrl": "true"}
+    full = {change.logical_id for change in new_resources(made, functions)}
+    assert {"RefreshFunction", "RefreshAlarm", "BrokerUrl"} <= full
+    assert full < set(made["Resources"])
+
+
+@pytest.mark.parametrize(
+    ("action", "replacement", "word", "loses"),
+    [
+        ("Add", "", "add", False),
+        ("Modify", "False", "change", False),
+        ("Modify", "True", "replace", True),
+        ("Modify", "Conditional", "change or replace", True),
+        ("Remove", "", "remove", True),
+    ],
+)
+def test_changes_in_words(action: str, replacement: str, word: str, *, loses: bool) -> None:
+    change = StackChange(
+        action=action, logical_id="Table", resource_type="AWS::DynamoDB::Table", replacement=replacement
+    )
+    assert (change.word, change.loses_data) == (word, loses)
+
+
+# Input ----------------------------------------------------------------------------------------------------------------
+
+
+def test_given_settings_are_parameters_as_they_were_written(tmp_path: Path) -> None:
+    file = tmp_path / "remuda.toml"
+    text = 'max-uses = 9\nrepositories = ["acme/app", "acme/lib"]\n[resource-class-config.tiny]\ncpu = 1\nmmem = 512\n'
+    file.write_text(text, encoding="utf-8")
+    environ = {"REMUDA_IDLE_TIME_SEC": "60", "GITHUB_REPOSITORY": "acme/other", "REMUDA_GITHUB_TOKEN": "t"}
+    settings = load({"trust_pull_requests": True}, environ=environ, file=file)
+    assert given_parameters(settings) == {
+        "MaxUses": "9",
+        "Repositories": "acme/app,acme/lib",
+        "ResourceClassConfig": json.dumps({"tiny": {"cpu": 1, "mmem": 512}}),
+        "IdleTimeSec": "60",
+        "TrustPullRequests": "true",
+    }
+
+
+@pytest.mark.parametrize("value", ["AlarmTopicArn", "=x", "A b=c"])
+def test_parameter_needs_a_name_and_a_value(value: str) -> None:
+    with pytest.raises(UserError, match="--parameter must be NAME=VALUE"):
+        parse_parameters([value])
+
+
+def test_launch_options_are_checked_before_any_call() -> None:
+    with pytest.raises(UserError, match="volume-type is invalid: 'floppy'"):
+        check_launch_options(load({"backend": "aws", "volume_type": "floppy"}, environ={}))
+
+
+def test_credential_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:
+    file, key = tmp_path / "token", tmp_path / "key.pem"
+    file.write_text("ghp_1\n", encoding="utf-8")
+    key.write_text(PEM, encoding="utf-8")
+    token = {"REMUDA_GITHUB_TOKEN": "ghp_2"}
+    app = {"REMUDA_GITHUB_APP_ID": "7"}
+
+    def read(environ: dict[str, str], token: str = "", app_key: str = "") -> Any:
+        return read_credential(load({}, environ=environ), token, app_key)
+
+    assert not read({}).is_given
+    assert read(token).credential.text == "ghp_2"
+    assert read(token, f"@{file}").credential.text == "ghp_1"
+    assert (read({"REMUDA_GITHUB_TOKEN": SECRET}).secret_arn, read({"REMUDA_GITHUB_TOKEN": SECRET}).credential) == (
+        SECRET,
+        None,
+    )
+    from_key = read(app, app_key=f"@{key}")
+    assert (from_key.credential.text, from_key.app_id) == (PEM, "7")
+    assert read({**app, "REMUDA_GITHUB_APP_KEY": SECRET}).secret_arn == SECRET
+    for values, message in (
+        ({"token": "ghp_3"}, "--github-token must be @FILE"),
+        ({"token": f"@{tmp_path}/none"}, "cannot be read: No such file"),
+        ({"app_key": f"@{key}"}, "--github-app-key needs --github-app-id"),
+    ):
+        with pytest.raises(UserError, match=message) as caught:
+            read({}, **values)
+        assert "ghp_3" not in str(caught.value)
+
+
+def test_workflow_is_valid_and_names_the_pool() -> None:
+    import yaml  # noqa: PLC0415 - only here
+
+    text = workflow_text(pool="ci", region="eu-central-1", role="arn:aws:iam::1:role/remuda-ci-workflow")
+    jobs = yaml.safe_load(text)["jobs"]
+    assert set(jobs) == {"provision", "test", "release"}
+    assert jobs["release"]["needs"] == ["provision", "test"]
+    for name in ("provision", "release"):
+        configure, step = jobs[name]["steps"]
+        assert configure["with"]["role-to-assume"] == "arn:aws:iam::1:role/remuda-ci-workflow"
+        assert (step["with"]["mode"], step["with"]["pool"]) == (name, "ci")
