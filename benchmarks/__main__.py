@@ -12,7 +12,19 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import claims, cold, dashboard, footprint, growth, idle_agent, refresh, sandbox, warm, workflow_step
+from benchmarks import (
+    claims,
+    cold,
+    dashboard,
+    footprint,
+    growth,
+    idle_agent,
+    processes,
+    refresh,
+    sandbox,
+    warm,
+    workflow_step,
+)
 from benchmarks.environment import FULL, QUICK, ROOT, TINY, BenchmarkEnvironment, Size, open_environment
 from benchmarks.figures import Results
 from benchmarks.floor import Floor, open_floor
@@ -27,6 +39,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "footprint": footprint.run,
     "sandbox": sandbox.run,
     "dashboard": dashboard.run,
+    "processes": processes.run,
     "refresh": refresh.run,
     "warm": warm.run,
     "workflow-step": workflow_step.run,

@@ -54,7 +54,7 @@ def _commands(environment: BenchmarkEnvironment, pool: BenchmarkPool, count: int
     variables = environment.servers.environment()
     # A workflow has no GitHub credential: its runners register with the tokens of the pool.
     workflow = {name: value for name, value in variables.items() if name != "REMUDA_GITHUB_TOKEN"}
-    common = ("--pool", pool.name, "--quiet")
+    common = ("--pool", pool.name)
     provisions, releases = [], []
     for _ in range(environment.size.starts):
         run_id = ("--run-id", environment.next_run())
@@ -63,12 +63,12 @@ def _commands(environment: BenchmarkEnvironment, pool: BenchmarkPool, count: int
         releases.append(measure([COMMAND, "release", *run_id, *common], workflow))
     figures = [
         _time(
-            f"warm provision, N = {count}",
+            f"process: warm provision, N = {count}",
             provisions,
             PROVISION_LIMIT_S.get(count, 1.0),
             PROVISION_PREDECESSOR.get(count, ""),
         ),
-        _time(f"release, N = {count}", releases, RELEASE_LIMIT_S, ""),
+        _time(f"process: release, N = {count}", releases, RELEASE_LIMIT_S, ""),
     ]
     if count > 1:
         return figures
@@ -78,9 +78,9 @@ def _commands(environment: BenchmarkEnvironment, pool: BenchmarkPool, count: int
     first = [seconds_to_first_call(provision, workflow) for _ in range(environment.size.starts)]
     return [
         *figures,
-        _time("next refresh", refreshes, REFRESH_LIMIT_S, "0.30 s"),
+        _time("process: next refresh", refreshes, REFRESH_LIMIT_S, "0.30 s"),
         timed(
-            "provision, start to first AWS call",
+            "process: provision, start to first AWS call",
             first,
             limit=FIRST_CALL_LIMIT_S,
             predecessor="0.21 s",
@@ -88,15 +88,15 @@ def _commands(environment: BenchmarkEnvironment, pool: BenchmarkPool, count: int
             section=SECTION,
         ),
         timed(
-            "warm provision, N = 1: CPU time",
+            "process: warm provision, N = 1: CPU time",
             [each.cpu_s for each in provisions],
             limit=CPU_LIMIT_S,
             predecessor="0.29 s",
             floor=None,
             section=SECTION,
         ),
-        _memory("warm provision, N = 1", provisions),
-        _memory("next refresh", refreshes),
+        _memory("process: warm provision, N = 1", provisions),
+        _memory("process: next refresh", refreshes),
     ]
 
 
@@ -105,7 +105,7 @@ def _imports(times: int) -> list[Figure]:
     figures = []
     for module in LAMBDA_MODULES:
         found = [measure([sys.executable, "-c", f"import {module}"], os.environ) for _ in range(times)]
-        figures.append(_time(f"Lambda: process that imports {module.rpartition('.')[2]}", found, LAMBDA_LIMIT_S, ""))
+        figures.append(_time(f"process: import of {module}", found, LAMBDA_LIMIT_S, ""))
     return figures
 
 

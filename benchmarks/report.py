@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -67,19 +67,25 @@ def machine() -> dict[str, Any]:
 
 
 def show(results: Results, console: Console) -> None:
-    table = Table(box=box.SIMPLE_HEAD, title="Figures", title_justify="left")
-    for name in ("figure", "predecessor"):
-        table.add_column(name, overflow="fold")
-    for name in ("limit", "measured", "floor", "× floor", "× with waits"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("")
-    for figure in results.figures:
-        verdict = Text("met", style="green") if figure.met else Text("missed", style="bold red")
-        table.add_row(*_cells(figure), verdict)
-    if results.figures:
+    for section, figures in _sections(results).items():
+        table = Table(box=box.SIMPLE_HEAD, title=section or "Figures", title_justify="left")
+        for name in ("figure", "predecessor"):
+            table.add_column(name, overflow="fold")
+        for name in ("limit", "measured", "floor", "× floor", "× with waits"):
+            table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("")
+        for figure in figures:
+            verdict = Text("met", style="green") if figure.met else Text("missed", style="bold red")
+            table.add_row(*_cells(figure), verdict)
         console.print(table)
     if results.points:
         console.print(_growth_table(results))
+
+
+def _sections(results: Results) -> Mapping[str, Sequence[Figure]]:
+    """The figures by heading, those without one first."""
+    headings = sorted({figure.section for figure in results.figures})
+    return {each: [figure for figure in results.figures if figure.section == each] for each in headings}
 
 
 def _growth_table(results: Results) -> Table:
@@ -144,11 +150,18 @@ def markdown(run: BenchmarkRun) -> str:
             f"{host['python']}, in {run.seconds / 60:.0f} minutes: {met} of {len(found)} limits are met."
         ),
         "",
-        "| figure | predecessor | limit | measured | floor | × floor | × with waits | |",
-        "|---|---|---|---|---|---|---|---|",
     ]
-    lines += [f"| {' | '.join(_cells(figure))} | {'met' if figure.met else '**missed**'} |" for figure in found]
-    lines += ["", *(f"- {figure.name}: {figure.note}." for figure in found if figure.note)]
+    for section, figures in _sections(run.results).items():
+        lines += [f"### {section}", ""] if section else []
+        lines += [
+            "| figure | predecessor | limit | measured | floor | × floor | × with waits | |",
+            "|---|---|---|---|---|---|---|---|",
+            *(f"| {' | '.join(_cells(figure))} | {'met' if figure.met else '**missed**'} |" for figure in figures),
+            "",
+            *(f"- {figure.name}: {figure.note}." for figure in figures if figure.note),
+            "",
+        ]
+    del lines[-1]
     if run.results.points:
         rule = ("--:" if justify == "right" else "---" for justify in GROWTH_COLUMNS.values())
         lines += ["", f"| {' | '.join(GROWTH_COLUMNS)} |", f"|{'|'.join(rule)}|"]

@@ -48,6 +48,18 @@ MAX_UNPACKED = 250 * 1024 * 1024
 _REQUIREMENT = re.compile(r"^[^\s#].*?(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
 
 
+#: The programs of a bundle with the modules of their function `main`.
+PROGRAMS = {"remuda": "remuda.__main__", "remuda-action": "remuda.action.step"}
+PROGRAM = """import os.path
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(__file__)))
+from {module} import main
+
+sys.exit(main())
+"""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BundleKind:
     suffix: str
@@ -93,28 +105,28 @@ def libraries(architecture: str, pythons: Sequence[str]) -> dict[str, BundleFile
     for python in pythons:
         with tempfile.TemporaryDirectory(prefix="remuda-bundle-") as folder:
             installed = Path(folder, "installed")
-            _install(wanted, installed, architecture, python)
+            install(wanted, installed, architecture, python)
             _merge(files, installed)
             # The other packages have the same files for every version.
             wanted = {name: entry for name, entry in wanted.items() if name in _versioned(installed, python)}
     return files
 
 
-def _install(wanted: Mapping[str, str], folder: Path, architecture: str, python: str) -> None:
+def install(wanted: Mapping[str, str], folder: Path, architecture: str, python: str) -> None:
     """Install wheels only: a build here would be for this computer.
 
     pip evaluates markers for this interpreter, not for `python`. So the file lists all packages without markers.
     """
-    listed = folder.with_name("requirements.txt")
-    listed.write_text("".join(wanted.values()), encoding="utf-8")
     machine = ARCHITECTURES[architecture]
     subprocess.run(
         [
             *(sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"),
-            *("--no-deps", "--require-hashes", "--only-binary", ":all:", "--requirement", str(listed)),
+            *("--no-deps", "--require-hashes", "--only-binary", ":all:", "--requirement", "/dev/stdin"),
             *("--target", str(folder), "--implementation", "cp", "--python-version", python),
             *(word for platform in PLATFORMS for word in ("--platform", f"{platform}_{machine}")),
         ],
+        input="".join(wanted.values()),
+        text=True,
         check=True,
     )
 
@@ -180,14 +192,18 @@ def interpreter(archive: Path, architecture: str) -> tuple[str, dict[str, Bundle
 
 
 def programs(pythons: Sequence[str]) -> dict[str, BundleFile]:
-    """The launchers, for these versions of Python."""
+    """The launchers for these versions of Python, and what they run."""
     text = LAUNCHER.read_text(encoding="utf-8")
     line = re.compile(r"^versions='[0-9. ]*'$", re.MULTILINE)
     text, replaced = line.subn(f"versions='{' '.join(reversed(pythons))}'", text)
     if replaced != 1:
         sys.exit(f"{LAUNCHER} must have one line versions='…'")
     launcher = BundleFile(data=text.encode(), mode=PROGRAM_MODE)
-    return {"bin/remuda": launcher, "bin/remuda-action": launcher}
+    files = {}
+    for name, module in PROGRAMS.items():
+        files[f"bin/{name}"] = launcher
+        files[f"lib/bin/{name}"] = BundleFile(data=PROGRAM.format(module=module).encode())
+    return files
 
 
 def tar_bundle(files: Mapping[str, BundleFile]) -> bytes:

@@ -4,12 +4,8 @@
 # change what is imported (-IS).
 set -eu
 versions='3.14 3.13 3.12 3.11'
-root=$(readlink -f "$0")
-root=${root%/*/*}
-case ${0##*/} in
-  remuda-action) main='from remuda.action.step import main; sys.exit(main())' ;;
-  *) main='from remuda.__main__ import main; main()' ;;
-esac
+program=$(readlink -f "$0")
+root=${program%/*/*}
 check='import sys; sys.exit("%d.%d" % sys.version_info[:2] not in sys.argv[1:] or sys.implementation.name != "cpython")'
 
 # shellcheck disable=SC2086  # a list of words
@@ -17,7 +13,7 @@ try() { # PYTHON ARGUMENT...
   python=$1
   shift
   command -v "$python" >/dev/null && "$python" -ISc "$check" $versions 2>/dev/null || return 0
-  exec "$python" -ISc "import sys; sys.path.insert(0, sys.argv[1]); sys.argv[:2] = ['remuda']; $main" "$root/lib" "$@"
+  exec "$python" -IS "$root/lib/bin/${program##*/}" "$@"
 }
 
 if [ -n "${REMUDA_PYTHON:-}" ]; then

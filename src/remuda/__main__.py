@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 
 
@@ -10,9 +11,12 @@ def main() -> None:
         from remuda.cli.agent import main as run_agent  # noqa: PLC0415 - see above
 
         sys.exit(run_agent(sys.argv[2:]))
+    # Imports create no garbage. `cli.main` enables the collection again when it runs the command.
+    gc.disable()
     from remuda.cli.main import main as run_cli  # noqa: PLC0415 - see above
+    from remuda.cli.run import exit_process  # noqa: PLC0415 - see above
 
-    sys.exit(run_cli(sys.argv[1:]))
+    exit_process(run_cli(sys.argv[1:]))
 
 
 if __name__ == "__main__":

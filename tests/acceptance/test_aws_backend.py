@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from datetime import UTC, datetime, timedelta
 from typing import Any
+
+import pytest
 
 from tests.support.aws.stack import POOL, SCOPE, SHORT_TIMES, AwsStack
 from tests.support.cli import run_installed
@@ -128,6 +132,45 @@ def put_idle_record(stack: AwsStack, instance_id: str) -> None:
         await store.close()
 
     stack.call("dynamodb", put)
+
+
+#: Modules that take long to import.
+SLOW = {
+    *("aiobotocore", "aiohttp", "boto3", "botocore.client", "botocore.loaders", "botocore.session", "cryptography"),
+    *("httpx", "jwt", "pydantic", "rich", "sqlite3", "starlette", "urllib3", "uvicorn", "yaml"),
+}
+PROBE = """
+import sys
+from remuda.cli.main import main
+code = main(sys.argv[2:])
+print(code, *sorted(set(sys.argv[1].split()) & set(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "allowed"),
+    [
+        (["refresh", "--github-scope", SCOPE], 0, {"httpx", "rich"}),
+        (["release", "--run-id", "1"], 0, set()),
+        # It fails because the table is missing, at its first call.
+        (["provision", "--run-id", "1", "--pool", "missing"], 2, set()),
+    ],
+    ids=["refresh", "release", "provision"],
+)
+def test_commands_import_no_slow_libraries(stack: AwsStack, arguments: list[str], code: int, allowed: set[str]):
+    """httpx, which imports rich, is needed for GitHub."""
+    flags = stack.flags() if arguments[0] == "refresh" else []
+    environment = stack.environment(REMUDA_POOL="imports")
+    if arguments[0] != "refresh":
+        del environment["REMUDA_GITHUB_TOKEN"]
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, " ".join(SLOW - allowed), *arguments, *flags],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == [str(code)], done.stderr
 
 
 def test_scale_down_keeps_an_idle_recorded_instance_and_terminates_an_unrecorded_orphan(stack: AwsStack):

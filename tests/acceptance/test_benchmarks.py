@@ -17,6 +17,7 @@ from tests.support.sandbox_host import missing
 #: Benchmarks that together use every part, each with one of its figures.
 EXPECTED = {
     "dashboard": "dashboard of 40 instances: updates never received",
+    "processes": "process: warm provision, N = 1",
     "refresh": "next refresh",
     "warm": "warm provision, N = 1, registration 0",
     "workflow-step": "broker: step starts → request sent",

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import pytest
 
 from remuda.fake_github.client import JobView
-from tests.support.aws.ec2 import LINUX_AMI, Ec2Server, describe_instances
+from tests.support.aws.ec2 import LINUX_AMI, PROFILE, Ec2Server, describe_instances
 from tests.support.aws.ec2_machines import LIMIT_S, MachineStack
-from tests.support.aws.servers import ROOT
+from tests.support.aws.servers import REGION, ROOT
+from tests.support.bundle_builds import shared_bundles
 from tests.support.cli import run_installed
+from tests.support.fake_s3 import FakeS3, fake_s3
 from tests.support.namespace_machine.machine import NamespaceMachine, unsupported_reason
-from tests.support.user_data import fake_imds
+from tests.support.user_data import CREDENTIALS, fake_imds
 
 requires_machines = pytest.mark.skipif(bool(unsupported_reason()), reason=unsupported_reason())
 #: A job step that uses what jobs have, and tries to read, as root, what they must not.
@@ -71,13 +77,46 @@ def found(job: JobView) -> list[str]:
     return [line for line in lines if "left" in line or "was-here" in line or "4096" in line or "sleep" in line]
 
 
+@pytest.fixture
+def bucket(machine_stack: MachineStack) -> Iterator[FakeS3]:
+    """A bucket that accepts the role of every machine."""
+    host = urlsplit(machine_stack.stack.ec2.url).hostname
+
+    def find_credentials(key: str) -> Mapping[str, str] | None:
+        found = [json.loads(imds.values[CREDENTIALS + PROFILE]) for imds in machine_stack.runner.metadata.values()]
+        return next((item for item in found if item["AccessKeyId"] == key), None)
+
+    with (
+        socket.create_server((str(host), 0)) as listening,
+        fake_s3(REGION, find_credentials, listening) as server,
+    ):
+        server.url = f"http://{host}:{listening.getsockname()[1]}"
+        yield server
+
+
+def upload_agent(bucket: FakeS3, bundles: Path) -> dict[str, str]:
+    """Upload the agent's bundle and return the settings that install it."""
+    (bundle,) = bundles.glob("remuda-agent-*.tar.gz")
+    bucket.objects[f"/bucket/agent/{bundle.name}"] = bundle.read_bytes()
+    return {
+        "REMUDA_AGENT_URL": f"s3://bucket/agent/{bundle.name}",
+        "REMUDA_AGENT_SHA256": hashlib.sha256(bundle.read_bytes()).hexdigest(),
+    }
+
+
 @pytest.mark.namespaces
 @requires_machines
-async def test_machine_boots_runs_jobs_is_reset_and_terminates_itself(machine_stack: MachineStack) -> None:
-    await machine_stack.refresh(REMUDA_MARGIN_SEC="0.5")
-    async with machine_stack.booting():
+async def test_machine_boots_runs_jobs_is_reset_and_terminates_itself(
+    machine_stack: MachineStack, bucket: FakeS3, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    # A stock image, without an agent.
+    (machine_stack.folder / "image" / "bin" / "remuda").unlink()
+    settings = {"REMUDA_MARGIN_SEC": "0.5", **upload_agent(bucket, shared_bundles(tmp_path_factory))}
+    await machine_stack.refresh(**settings)
+    async with machine_stack.booting(AWS_ENDPOINT_URL_S3=bucket.url):
         assert (await machine_stack.provision("1"))["created"] == 1
         ((name, machine),) = machine_stack.machines.items()
+        assert agents(machine), "the agent of the bundle"
         job = await machine_stack.run_job("1", PROBE, LEAVE_TRACES)
         assert job.conclusion == "success", f"{job} {machine.console}"
         assert len(sleepers(machine)) == 2
@@ -100,7 +139,7 @@ async def test_machine_boots_runs_jobs_is_reset_and_terminates_itself(machine_st
         assert (await machine_stack.provision("2"))["reused"] == 1
         assert found(await machine_stack.run_job("2", LOOK)) == []
         terminations = machine_stack.stack.ec2.requests().get("TerminateInstances", 0)
-        await machine_stack.refresh("--idle-time-sec", "2", REMUDA_MARGIN_SEC="0.5")
+        await machine_stack.refresh("--idle-time-sec", "2", **settings)
         # While the agent starts a process, the child has the same command line.
         await until(lambda: len(agents(machine)) == 1, "one agent")
         (agent,) = agents(machine)

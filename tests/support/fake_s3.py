@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+import socket
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
 
@@ -22,7 +23,8 @@ _SIGNED = frozenset({"host", "x-amz-content-sha256", "x-amz-date", "x-amz-securi
 
 
 class FakeS3:
-    def __init__(self, region: str, credentials: Mapping[str, str]) -> None:
+    def __init__(self, region: str, find_credentials: Callable[[str], Mapping[str, str] | None]) -> None:
+        """`find_credentials` returns AccessKeyId, SecretAccessKey and Token for the id of a key."""
         self.region = region
         #: By path: `/bucket/key`, encoded as in the request.
         self.objects: dict[str, bytes] = {}
@@ -32,9 +34,7 @@ class FakeS3:
         #: Number of requests to refuse.
         self.failures = 0
         self.url = ""
-        self._credentials = Credentials(
-            credentials["AccessKeyId"], credentials["SecretAccessKey"], credentials["Token"]
-        )
+        self._find_credentials = find_credentials
 
     def answer(self, path: str, headers: Mapping[str, str]) -> tuple[int, dict[str, str], bytes]:
         self.requests.append(path)
@@ -50,19 +50,21 @@ class FakeS3:
             name = "AuthorizationHeaderMalformed" if self.redirect == 400 else "PermanentRedirect"
             more = {} if self.redirect == 400 else {"x-amz-bucket-region": self.region}
             return _error(self.redirect, name, "Use the region of the bucket.", more=hint, headers=more)
-        if key != self._credentials.access_key or headers["x-amz-security-token"] != self._credentials.token:
+        credentials = self._find_credentials(key)
+        if credentials is None or headers["x-amz-security-token"] != credentials["Token"]:
             return _error(403, "InvalidAccessKeyId", "The AWS Access Key Id you provided does not exist.")
-        names = signed.split(";")
-        if not set(names) >= _SIGNED or signature != self._signature(path, {name: headers[name] for name in names}):
+        sent = {name: headers[name] for name in signed.split(";")}
+        if not set(sent) >= _SIGNED or signature != self._signature(path, sent, credentials):
             return _error(403, "SignatureDoesNotMatch", "The request signature we calculated does not match.")
         if path not in self.objects:
             return _error(404, "NoSuchKey", "The specified key does not exist.")
         return 200, {}, self.objects[path]
 
-    def _signature(self, path: str, headers: Mapping[str, str]) -> str:
+    def _signature(self, path: str, headers: Mapping[str, str], credentials: Mapping[str, str]) -> str:
         request = AWSRequest("GET", f"http://{headers['host']}{path}", headers=dict(headers))
         request.context["timestamp"] = headers["x-amz-date"]
-        signer = S3SigV4Auth(self._credentials, "s3", self.region)
+        keys = Credentials(credentials["AccessKeyId"], credentials["SecretAccessKey"], credentials["Token"])
+        signer = S3SigV4Auth(keys, "s3", self.region)
         text = signer.string_to_sign(request, signer.canonical_request(request))
         return str(signer.signature(text, request))
 
@@ -75,8 +77,13 @@ def _error(
 
 
 @contextmanager
-def fake_s3(region: str, credentials: Mapping[str, str]) -> Iterator[FakeS3]:
-    s3 = FakeS3(region, credentials)
+def fake_s3(
+    region: str,
+    find_credentials: Callable[[str], Mapping[str, str] | None],
+    listening: socket.socket | None = None,
+) -> Iterator[FakeS3]:
+    """Run the server on a listening socket, or on loopback."""
+    s3 = FakeS3(region, find_credentials)
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -93,6 +100,6 @@ def fake_s3(region: str, credentials: Mapping[str, str]) -> Iterator[FakeS3]:
         def log_message(self, *_line: object) -> None:
             """Write no access log."""
 
-    with serve(Handler) as url:
+    with serve(Handler, listening) as url:
         s3.url = url
         yield s3

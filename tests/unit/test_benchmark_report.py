@@ -35,7 +35,11 @@ RUN = BenchmarkRun(
     at=datetime(2026, 1, 5, tzinfo=UTC),
     seconds=60.0,
     results=Results(
-        figures=(figure(), figure(name="calls <many>", unit="calls", kind=FigureKind.COUNT, limit=3, measured=4)),
+        figures=(
+            figure(name="process: release", section="As a user sees it"),
+            figure(),
+            figure(name="calls <many>", unit="calls", kind=FigureKind.COUNT, limit=3, measured=4),
+        ),
         points=tuple(point(live, old) for live in (10, 100) for old in (0, 1_000)),
     ),
 )
@@ -104,5 +108,6 @@ def test_docs_are_written_between_their_markers(tmp_path: Path) -> None:
         assert text.startswith(f"before\n{BEGIN}\nMeasured on 05 January 2026")
         assert text.endswith(f"{END}\nafter\n")
         assert "old\n" not in text
-        assert "1 of 2 limits are met" in text
+        assert "2 of 3 limits are met" in text
+        assert text.index("calls <many>") < text.index("### As a user sees it") < text.index("process: release")
     assert (tmp_path / "benchmarks" / "figures.json").exists()

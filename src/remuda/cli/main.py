@@ -5,7 +5,9 @@ A command's module is imported when it runs, so that `--help` and completion sta
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -140,8 +142,11 @@ def _command(name: str, implementation: str, summary: str, *own: click.Parameter
         given = {each: values.pop(each) for each in flags}
         settings = load_settings(given, config)
         module, _, function = implementation.partition(":")
-        code: int = getattr(import_module(f"remuda.{module}"), function)(settings, output, **values)
-        return code
+        run: Callable[..., int] = getattr(import_module(f"remuda.{module}"), function)
+        # The objects of the imported modules live as long as the process.
+        gc.freeze()
+        gc.enable()
+        return run(settings, output, **values)
 
     common = (
         option(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,6 +46,10 @@ JSON_LOGS = "json"
 DAY_S = 86_400.0
 _DURATION = re.compile(r"(\d{1,7})\s*([mhdw])", re.ASCII)
 _UNITS_S = {"m": 60.0, "h": 3_600.0, "d": DAY_S, "w": 7 * DAY_S}
+
+
+#: Variables with which rich treats a stream as a terminal.
+_STYLE_VARIABLES = ("FORCE_COLOR", "TTY_COMPATIBLE")
 
 
 def early_log_format(arguments: Sequence[str], environ: Mapping[str, str]) -> str:
@@ -105,9 +110,16 @@ class Output:
         if self._quiet:
             return
         if not self.logs_json:
-            self.console.print(text, style=style, markup=False)
+            self._print(text, style)
         elif text.strip():
             self.event("message", {"text": text.strip()}, level="warning" if style and "yellow" in style else "info")
+
+    def _print(self, text: str, style: str | None) -> None:
+        """One line on stderr. rich is slow to import, and only a terminal shows styles."""
+        if sys.stderr.isatty() or any(name in os.environ for name in _STYLE_VARIABLES):
+            self.console.print(text, style=style, markup=False)
+        else:
+            self.log_line(plain_text(text))
 
     def say_errors(self, errors: Iterable[str]) -> None:
         for error in errors:
@@ -168,7 +180,7 @@ class Output:
         if self.logs_json:
             self.log_line(error_line(SystemClock().now(), error))
         else:
-            self.console.print(line, style="bold red", markup=False)
+            self._print(line, "bold red")
         self.result(
             {
                 "error": {
@@ -233,6 +245,11 @@ def table(
         # `Text` prevents rich from interpreting markup in names.
         made.add_row(*(Text(clean(value)) for value in row))
     return made
+
+
+def plain_text(text: str) -> str:
+    """The text with its lines, without other control characters."""
+    return text if text.isprintable() else "\n".join(map(sanitize, text.split("\n")))
 
 
 def clean(text: str) -> str:

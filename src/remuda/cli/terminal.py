@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.segment import Segment
 
-from remuda.domain.text import sanitize
+from remuda.cli.output import plain_text
 
 
 class PlainConsole(Console):
@@ -19,8 +19,4 @@ class PlainConsole(Console):
 
     def render(self, *arguments: Any, **options: Any) -> Iterable[Segment]:
         for segment in super().render(*arguments, **options):
-            yield segment if segment.control else Segment(_plain(segment.text), segment.style)
-
-
-def _plain(text: str) -> str:
-    return text if text.isprintable() else "\n".join(map(sanitize, text.split("\n")))
+            yield segment if segment.control else Segment(plain_text(segment.text), segment.style)

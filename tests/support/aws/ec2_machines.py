@@ -77,8 +77,13 @@ class Ec2MachineRunner:
         image: Path,
         log: Callable[[str], None] = lambda _line: None,
         terminate_powered_off: bool = True,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`terminate_powered_off` is false in tests that check whether agents terminate their instances themselves."""
+        """`terminate_powered_off` is false in tests that check whether agents terminate their instances themselves.
+
+        `environment` is set for the user data and all services of machines in namespaces.
+        """
+        self._environment = environment
         self._ec2 = ec2
         self._ec2_url = ec2_url
         self._folder = folder
@@ -174,7 +179,13 @@ class Ec2MachineRunner:
             yield imds
 
     def _start_machine(self, folder: Path, user_data: str, imds: FakeImds) -> SimulatedMachine:
-        return NamespaceMachine(folder, image=self._image, user_data=user_data, metadata_network=imds.network)
+        return NamespaceMachine(
+            folder,
+            image=self._image,
+            user_data=user_data,
+            metadata_network=imds.network,
+            environment=self._environment,
+        )
 
     async def _user_data(self, instance_id: str) -> str:
         answer = await self._ec2.describe_instance_attribute(InstanceId=instance_id, Attribute="userData")
@@ -238,12 +249,13 @@ class MachineStack:
         return self.runner.machines
 
     @asynccontextmanager
-    async def booting(self) -> AsyncIterator[None]:
+    async def booting(self, **environment: str) -> AsyncIterator[None]:
         async with ec2_machines(
             ec2_url=self.stack.ec2.url,
             folder=self.folder,
             image=self.folder / "image",
             terminate_powered_off=False,
+            environment=environment,
         ) as self._runner:
             yield
 

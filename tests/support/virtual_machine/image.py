@@ -13,23 +13,21 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
-import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import bundles
+
 HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
 GUEST = HERE / "guest"
 SUITE = "bookworm"
 #: Environment variable with the URL of a Debian mirror, for computers whose own apt uses none of this suite.
 MIRROR = "REMUDA_TEST_DEBIAN_MIRROR"
 #: The Python version of the suite.
 PYTHON = "3.11"
-PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 PACKAGES = (
     *("systemd", "systemd-sysv", "libpam-systemd", "dbus", "udev", "kmod", "procps", "linux-image-cloud-amd64"),
     *("systemd-container", "docker.io", "iptables", "iproute2", "netbase", "curl", "ca-certificates"),
@@ -65,9 +63,8 @@ FILES = {
     "etc/initramfs-tools/modules": "virtio_pci\nvirtio_blk\next4\n",
 }
 DISK_BYTES = 8 * 1024**3
-#: Where the libraries of the agent are, as in an installation by bootstrap.sh.
-VENV = "opt/remuda/python"
-SITE_PACKAGES = f"{VENV}/lib/python{PYTHON}/site-packages"
+#: Where the libraries of the agent are, as in its bundle.
+LIBRARIES = "opt/remuda/lib"
 #: Images that no test has used for so many days are removed.
 KEEP_DAYS = 14
 DAY_S = 86_400
@@ -129,7 +126,7 @@ def debian_mirror() -> str:
 
 def _image_folder() -> Path:
     guest = {path.name: path.read_text() for path in sorted(GUEST.iterdir()) if path.is_file()}
-    recipe = [_debian_digest(), Path(__file__).read_text(), guest, _requirements(), _constraints().read_text()]
+    recipe = [_debian_digest(), Path(__file__).read_text(), guest, bundles.requirements()]
     return cache_folder() / "virtual-machines" / f"image-{_digest(recipe)}"
 
 
@@ -218,24 +215,10 @@ def _install_guest_files(root: Path) -> None:
 
 
 def _install_libraries(root: Path) -> None:
-    """Install the requirements of the agent for the machine's Python, with the pip of this computer."""
-    _run("chroot", root, "python3", "-m", "venv", "--without-pip", f"/{VENV}")
-    platforms = [word for name in PLATFORMS for word in ("--platform", name)]
-    _run(
-        *(sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"),
-        *("--target", root / SITE_PACKAGES, "--constraint", _constraints(), "--only-binary=:all:"),
-        *("--python-version", PYTHON, "--implementation", "cp", *platforms, *_requirements()),
-    )
-    _run("chroot", root, f"/{VENV}/bin/python3", "-m", "compileall", "-q", "-j", "0", f"/{SITE_PACKAGES}")
-
-
-def _requirements() -> list[str]:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return [*project["dependencies"], *project["optional-dependencies"]["aws"]]
-
-
-def _constraints() -> Path:
-    return ROOT / "requirements" / "constraints.txt"
+    """Install the libraries of the agent's bundle for the machine's Python, compiled because emulation is slow."""
+    (root / LIBRARIES).parent.mkdir(parents=True)
+    bundles.install(bundles.requirements(), root / LIBRARIES, "x86_64", PYTHON)
+    _run("chroot", root, "python3", "-m", "compileall", "-q", "-j", "0", f"/{LIBRARIES}")
 
 
 def _run(*command: object) -> None:

@@ -9,22 +9,17 @@ import shutil
 import sys
 import tarfile
 import tempfile
-from importlib.metadata import distribution
 from pathlib import Path
 
+import bundles
 import remuda
 from remuda.fake_github import PROGRAMS, install_runner
+from tests.support.virtual_machine.image import LIBRARIES
 from tests.support.virtual_machine.image import PYTHON as PYTHON_VERSION
-from tests.support.virtual_machine.image import SITE_PACKAGES, VENV
 
 PYTHON = "/usr/bin/python3"
 #: Block devices have a whole number of sectors; tar ignores the zeros at the end.
 SECTOR = 512
-_COMMAND = f"""#!/{VENV}/bin/python3 -I
-import sys
-from remuda.__main__ import main
-sys.exit(main())
-"""
 
 
 def write_software_disk(path: Path) -> None:
@@ -35,12 +30,12 @@ def write_software_disk(path: Path) -> None:
         _write_runner(runner)
         shutil.copytree(source, package, ignore=shutil.ignore_patterns("__pycache__"))
         _compile(package)
-        archive.add(package, f"{SITE_PACKAGES}/remuda", filter=_of_root)
-        _add_metadata(archive)
+        archive.add(package, f"{LIBRARIES}/remuda", filter=_of_root)
         archive.add(runner, "opt/remuda/runner", filter=_of_root)
-        command = tarfile.TarInfo("opt/remuda/bin/remuda")
-        command.mode, command.size = 0o755, len(_COMMAND)
-        archive.addfile(command, io.BytesIO(_COMMAND.encode()))
+        for name, file in bundles.programs((PYTHON_VERSION,)).items():
+            program = tarfile.TarInfo(f"opt/remuda/{name}")
+            program.mode, program.size = file.mode, len(file.data)
+            archive.addfile(program, io.BytesIO(file.data))
     with path.open("ab") as disk:
         disk.truncate(-(-path.stat().st_size // SECTOR) * SECTOR)
 
@@ -60,17 +55,8 @@ def _compile(package: Path) -> None:
         return
     mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
     compileall.compile_dir(
-        package, quiet=1, stripdir=str(package.parent), prependdir=f"/{SITE_PACKAGES}", invalidation_mode=mode
+        package, quiet=1, stripdir=str(package.parent), prependdir=f"/{LIBRARIES}", invalidation_mode=mode
     )
-
-
-def _add_metadata(archive: tarfile.TarFile) -> None:
-    """The metadata of the installed package, which may be an editable one."""
-    found = distribution("remuda")
-    text = (found.read_text("METADATA") or "").encode()
-    member = tarfile.TarInfo(f"{SITE_PACKAGES}/remuda-{found.version}.dist-info/METADATA")
-    member.mode, member.size = 0o644, len(text)
-    archive.addfile(member, io.BytesIO(text))
 
 
 def _of_root(member: tarfile.TarInfo) -> tarfile.TarInfo:

@@ -64,7 +64,8 @@ class VirtualMachineStack(MachineStack):
         return list(self.virtual_machines.values())[-1]
 
     @asynccontextmanager
-    async def booting(self) -> AsyncIterator[None]:
+    async def booting(self, **environment: str) -> AsyncIterator[None]:
+        assert not environment, "virtual machines have an environment of their own"
         async with ec2_machines(
             kind=VirtualMachineRunner,
             ec2_url=self.stack.ec2.url,

@@ -368,7 +368,7 @@ def s3(box: BootstrapBox) -> Iterator[FakeS3]:
     box.imds.set_credentials("agent", CREDENTIALS)
     # Like the real one: new tokens do not end older ones.
     box.imds.valid = 100
-    with fake_s3("eu-central-1", CREDENTIALS) as server:
+    with fake_s3("eu-central-1", {CREDENTIALS["AccessKeyId"]: CREDENTIALS}.get) as server:
         box.environment["AWS_ENDPOINT_URL_S3"] = server.url
         yield server
 

@@ -166,10 +166,10 @@ class FakePip:
         self.calls: list[tuple[str, set[str]]] = []
         self.shared = ""
 
-    def __call__(self, command: list[str], **_options: object) -> None:
+    def __call__(self, command: list[str], *, input: str, **_options: object) -> None:  # noqa: A002 - subprocess.run
         python = command[command.index("--python-version") + 1]
-        text = Path(command[command.index("--requirement") + 1]).read_text(encoding="utf-8")
-        self.calls.append((python, {line.partition("==")[0] for line in text.splitlines() if "==" in line}))
+        self.calls.append((python, {line.partition("==")[0] for line in input.splitlines() if "==" in line}))
+        assert command[command.index("--requirement") + 1] == "/dev/stdin"
         assert {"--no-deps", "--require-hashes", "--only-binary"} <= set(command)
         tag = "cp" + python.replace(".", "")
         installation(

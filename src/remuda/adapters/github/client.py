@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import ssl
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -22,6 +23,7 @@ from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock, Ids, backoff_s, retry
 from remuda.ports.doctor import Check, CheckResult, compare_clocks, ok, problem, warning
 from remuda.ports.github import Deletion, GitHubRunner, JitRunner, missing_group
+from remuda.tls import client_context
 
 PER_PAGE = 100
 #: Maximum number of pages read, against Link headers that never end.
@@ -356,8 +358,13 @@ def _is_local(url: str) -> bool:
 
 
 def _tls_verification(url: str) -> ssl.SSLContext | bool:
-    """Httpx's default. Without TLS, an empty context saves the time to load CA certificates."""
-    return httpx.URL(url).scheme != "http" or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    """The context of all clients, or httpx's default if a variable names other certificates.
+
+    Without TLS, an empty context saves the time to load them.
+    """
+    if httpx.URL(url).scheme == "http":
+        return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    return any(os.environ.get(name) for name in ("SSL_CERT_FILE", "SSL_CERT_DIR")) or client_context()
 
 
 def _runners(scope: str) -> str:
