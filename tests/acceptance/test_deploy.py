@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +19,8 @@ from remuda.deployment.resources import SpotRole
 from remuda.deployment.template import template
 from remuda.domain.instance import State
 from remuda.fake_github.oidc import number_of
+from tests.smoke.recording import KEY_VARIABLE, NAMES_VARIABLE
+from tests.smoke.workflow import ROOT
 from tests.support.aws.deployment import EmptyAccount, empty_account
 from tests.support.aws.stack import SCOPE, AwsStack
 
@@ -284,3 +290,25 @@ def test_kept_data_survives_and_is_deleted_later(account: EmptyAccount):
     last = account.destroy("--yes", pool=pool)
     assert (last.code, set(last.document["deleted"])) == (0, kept), last.stderr
     assert account.resources(pool) == []
+
+
+def test_a_recording_of_a_deployment_contains_no_secret(account: EmptyAccount, tmp_path: Path):
+    file = tmp_path / "deploy.json"
+    environment = {
+        **account.environment(),
+        KEY_VARIABLE: "00" * 16,
+        NAMES_VARIABLE: json.dumps({SCOPE: "octo/demo"}),
+    }
+    arguments = account.arguments("--dry-run", "--json", pool="recorded")
+    command = [sys.executable, "-m", "tests.smoke.recording", str(file), *arguments]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    text = file.read_text(encoding="utf-8")
+    exchanges = json.loads(text)
+    assert {"ec2", "sts", "http"} <= {each["service"] for each in exchanges}
+    operations = {each["operation"]: each for each in exchanges}
+    # The form of answers is kept.
+    (vpc,) = operations["DescribeVpcs"]["answer"]["Vpcs"]
+    assert re.fullmatch(r"vpc-[0-9a-f]{8,17}", vpc["VpcId"])
+    for secret in (account.stack.github.token, SCOPE, "123456789012", environment["AWS_SECRET_ACCESS_KEY"]):
+        assert secret not in text
