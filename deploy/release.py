@@ -27,6 +27,8 @@ ROOT = Path(__file__).parents[1]
 DIST = ROOT / "dist"
 SUMS = "SHA256SUMS"
 SBOM = "sbom.cdx.json"
+#: The digests of a release, from which the action knows its bundle. No built file contains it.
+ACTION_SUMS = Path("deploy", "action", SUMS)
 #: What the wheel is built from. A copy, because setuptools also packs files that earlier builds left in the folder.
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "src")
 #: The earliest time in a zip file, as SOURCE_DATE_EPOCH: the wheel's files have no other time.
@@ -36,6 +38,11 @@ _USES = re.compile(r"uses: your-org/remuda@v(\S+)")
 _HEADING = re.compile(r"^## \[?([^\]\s]+)", re.MULTILINE)
 
 
+def tag_name(environment: Mapping[str, str]) -> str:
+    """The tag that a workflow builds, or empty."""
+    return environment.get("GITHUB_REF_NAME", "") if environment.get("GITHUB_REF_TYPE") == "tag" else ""
+
+
 def version_problems(environment: Mapping[str, str], root: Path = ROOT) -> list[str]:
     """Places whose version differs from that of pyproject.toml."""
     version = bundles.version(root)
@@ -43,7 +50,7 @@ def version_problems(environment: Mapping[str, str], root: Path = ROOT) -> list[
     code = re.search(r'__version__ = "(.*)"', (root / "src" / "remuda" / "__init__.py").read_text(encoding="utf-8"))
     if code is None or code[1] != version:
         problems.append(f"src/remuda/__init__.py must have __version__ = {version!r}")
-    tag = environment.get("GITHUB_REF_NAME", "") if environment.get("GITHUB_REF_TYPE") == "tag" else ""
+    tag = tag_name(environment)
     newest = _HEADING.search((root / "CHANGELOG.md").read_text(encoding="utf-8"))
     expected = {version} if tag else {version, UNRELEASED}
     if newest is None or newest[1] not in expected:
@@ -135,6 +142,13 @@ def write_sums(folder: Path) -> str:
     return text
 
 
+def check_action_sums(sums: str, environment: Mapping[str, str], root: Path = ROOT) -> None:
+    """Reject a tag whose action would refuse the bundles of the release."""
+    known = root / ACTION_SUMS
+    if tag_name(environment) and (not known.exists() or known.read_text(encoding="utf-8") != sums):
+        sys.exit(f"{ACTION_SUMS} must be a copy of dist/{SUMS}; copy it, commit it and move the tag")
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--to", type=Path, default=DIST, help="folder of the files; it is emptied first")
@@ -152,7 +166,9 @@ def main(arguments: Sequence[str]) -> int:
     for architecture in bundles.ARCHITECTURES:
         bundles.build(list(bundles.KINDS), architecture=architecture, folder=given.to)
     write_sbom(given.to, given.sbom_python)
-    print(f"{given.to / SUMS}:\n{write_sums(given.to)}", end="")  # noqa: T201
+    sums = write_sums(given.to)
+    print(f"{given.to / SUMS}:\n{sums}", end="")  # noqa: T201
+    check_action_sums(sums, os.environ)
     return 0
 
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +18,8 @@ from remuda.deployment.policies import FUNCTIONS
 from remuda.deployment.template import template
 from remuda.domain.instance import State
 from remuda.fake_github.oidc import number_of
+from tests.smoke.recording import KEY_VARIABLE, NAMES_VARIABLE
+from tests.smoke.workflow import ROOT
 from tests.support.aws.deployment import EmptyAccount, empty_account
 from tests.support.aws.stack import SCOPE, AwsStack
 
@@ -84,6 +90,60 @@ def test_changed_settings_change_only_what_depends_on_them(account: EmptyAccount
     # Settings that are not given keep their values.
     again = account.deploy("--yes", pool="whole")
     assert (again.document["changes"], again.document["refresh"]["changes"]) == ([], {})
+
+
+# Input and checks -----------------------------------------------------------------------------------------------------
+
+
+def test_missing_values_are_named_together(account: EmptyAccount):
+    result = account.remuda_command("deploy", "--pool", "none", "--yes", "--json", REMUDA_GITHUB_TOKEN="")
+    assert result.code == 2, result.stderr
+    message = result.document["error"]["message"]
+    assert "--github-scope is missing" in message
+    assert "no GitHub credential is given" in message
+    assert account.resources("none") == []
+
+
+def test_values_are_asked_for_on_a_terminal(account: EmptyAccount):
+    arguments = ["deploy", "--dry-run", "--bundles", str(account.bundles()), "--ami", account.stack.launch["ami"]]
+    answers = {"name of the pool": "asked", "organization or owner/repo": SCOPE, "GitHub token": "wrong-token"}
+    code, shown = account.run_on_terminal(arguments, answers, REMUDA_GITHUB_TOKEN="")
+    assert code == 2, shown
+    # GitHub refuses the token, which was not shown.
+    assert "github access" in shown
+    assert "Bad credentials" in shown
+    assert "wrong-token" not in shown
+    answers["GitHub token"] = account.stack.github.token
+    code, shown = account.run_on_terminal(arguments, answers, REMUDA_GITHUB_TOKEN="")
+    assert (code, "nothing was changed" in shown) == (0, True), shown
+
+
+def test_foreign_resources_and_missing_permissions_are_reported_before_any_change(account: EmptyAccount):
+    async def create_bucket(s3: Any) -> None:
+        name = "remuda-foreign-000000000000-eu-central-1"
+        await s3.create_bucket(Bucket=name, CreateBucketConfiguration={"LocationConstraint": "eu-central-1"})
+        await s3.put_object(Bucket=name, Key="of-somebody", Body=b"else")
+
+    async def create_user(iam: Any) -> dict[str, str]:
+        allowed = ["cloudformation:*", "s3:*", "dynamodb:*", "ec2:*", "iam:*", "secretsmanager:*", "sts:*"]
+        statement = {"Effect": "Allow", "Action": allowed, "Resource": "*"}
+        document = json.dumps({"Version": "2012-10-17", "Statement": [statement]})
+        await iam.create_user(UserName="limited")
+        await iam.put_user_policy(UserName="limited", PolicyName="most", PolicyDocument=document)
+        key = (await iam.create_access_key(UserName="limited"))["AccessKey"]
+        return {"AWS_ACCESS_KEY_ID": key["AccessKeyId"], "AWS_SECRET_ACCESS_KEY": key["SecretAccessKey"]}
+
+    account.call("s3", create_bucket)
+    before = account.resources("foreign")
+    result = account.deploy("--yes", pool="foreign", **account.call("iam", create_user))
+    found = {item["name"]: item for item in result.document["checks"]}
+    assert (result.code, found["bucket"]["status"]) == (2, "problem"), result.stderr
+    assert "not the tag remuda:pool=foreign" in found["bucket"]["message"]
+    assert found["permissions"]["status"] == "warning"
+    assert "user/limited seems to lack cloudwatch:DeleteAlarms" in found["permissions"]["message"]
+    assert "lambda:CreateFunction" in found["permissions"]["message"]
+    assert "s3:PutObject" not in found["permissions"]["message"]
+    assert account.resources("foreign") == before
 
 
 # Upgrade and removal --------------------------------------------------------------------------------------------------
@@ -219,3 +279,25 @@ def test_kept_data_survives_and_is_deleted_later(account: EmptyAccount):
     last = account.destroy("--yes", pool=pool)
     assert (last.code, set(last.document["deleted"])) == (0, kept), last.stderr
     assert account.resources(pool) == []
+
+
+def test_a_recording_of_a_deployment_contains_no_secret(account: EmptyAccount, tmp_path: Path):
+    file = tmp_path / "deploy.json"
+    environment = {
+        **account.environment(),
+        KEY_VARIABLE: "00" * 16,
+        NAMES_VARIABLE: json.dumps({SCOPE: "octo/demo"}),
+    }
+    arguments = account.arguments("--dry-run", "--json", pool="recorded")
+    command = [sys.executable, "-m", "tests.smoke.recording", str(file), *arguments]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    text = file.read_text(encoding="utf-8")
+    exchanges = json.loads(text)
+    assert {"ec2", "sts", "http"} <= {each["service"] for each in exchanges}
+    operations = {each["operation"]: each for each in exchanges}
+    # The form of answers is kept.
+    (vpc,) = operations["DescribeVpcs"]["answer"]["Vpcs"]
+    assert re.fullmatch(r"vpc-[0-9a-f]{8,17}", vpc["VpcId"])
+    for secret in (account.stack.github.token, SCOPE, "123456789012", environment["AWS_SECRET_ACCESS_KEY"]):
+        assert secret not in text

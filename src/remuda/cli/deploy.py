@@ -17,7 +17,7 @@ from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.cli.output import Output, table
 from remuda.cli.read import check_document, check_lines, check_table
 from remuda.cli.run import EXIT_OK, plural, run_async
-from remuda.config.declaration import is_secret_arn
+from remuda.config.declaration import flag, is_secret_arn
 from remuda.config.settings import SETTINGS, Settings
 from remuda.config.sources import read_private_key
 from remuda.controlplane.doctor import exit_code, run_checks
@@ -37,6 +37,12 @@ if TYPE_CHECKING:
 
 #: Settings that are list parameters of the stack.
 LIST_PARAMETERS = ("repositories", "environments")
+#: Parameters of the stack that are settings, with their flags.
+_FLAGS = {
+    SETTINGS[name].parameter: flag(name) for name in SETTINGS if SETTINGS[name].is_parameter or name in LIST_PARAMETERS
+}
+#: Parameters of the stack that follow from the deployment.
+_OWN_PARAMETERS = frozenset({"Pool", "CodeBucket", "CodeKey", "GithubSecretArn", "OidcProviderArn"})
 _INTERRUPTED = "interrupted; what was created stays, and the same command continues from there"
 _REMOVAL_INTERRUPTED = "interrupted; remuda destroy continues from there"
 _CREDENTIAL = (
@@ -279,13 +285,18 @@ def parse_parameters(values: Sequence[str]) -> dict[str, str]:
                 field="--parameter",
                 fix="give a parameter of the stack, such as AlarmTopicArn=arn:…",
             )
+        if name in _FLAGS or name in _OWN_PARAMETERS:
+            fix = f"give {_FLAGS[name]}" if name in _FLAGS else "omit it: deploy sets it"
+            raise UserError(f"--parameter {name} cannot be given", field="--parameter", fix=fix)
         found[name] = text
     return found
 
 
 def read_credential(settings: Settings, token: str, app_key: str) -> _Credential:
     """The credential of the flags, the environment or the file; empty if there is none."""
-    if settings.github_app_id and not token and (app_key or settings.github_app_key):
+    is_app = bool(settings.github_app_id) and not token
+    # As for the other commands, a token has priority over an App.
+    if is_app and (app_key or (settings.github_app_key and settings.github_token is None)):
         text = _read_file("--github-app-key", app_key) if app_key else ""
         if not text and settings.github_app_key is not None:
             text = settings.github_app_key.text

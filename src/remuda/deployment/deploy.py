@@ -126,16 +126,16 @@ def plan_stack(request: DeployRequest, facts: Facts, *, secret: str, groups: str
         "Repositories": request.repositories,
         "Ami": facts.image,
         "SubnetIds": ",".join(facts.subnets),
-        "SecurityGroupIds": groups,
     }
     if wanted.vpc:
         parameters["SubnetIds"] = defaults.pop("SubnetIds")
     if groups:
         parameters["SecurityGroupIds"] = groups
-    if request.credential or request.own_secret:
-        parameters["GithubAppId"] = request.app_id
-    parameters |= {name: value for name, value in defaults.items() if name in known and not facts.stored(name)}
+    parameters |= {name: value for name, value in defaults.items() if not facts.stored(name)}
     parameters |= request.parameters
+    if request.credential or request.own_secret:
+        # Decides what the secret contains.
+        parameters["GithubAppId"] = request.app_id
     for name in request.parameters:
         if name not in known:
             raise UserError(
@@ -202,8 +202,7 @@ class Deployment:
         """The changes of the stack, and nothing left behind."""
         facts = self._facts
         secret = facts.stored("GithubSecretArn") or self._request.own_secret or "arn:new"
-        has_group = self._request.wanted.security_groups or facts.stored("SecurityGroupIds")
-        plan = plan_stack(self._request, facts, secret=secret, groups="" if has_group else "sg-new")
+        plan = plan_stack(self._request, facts, secret=secret, groups="" if facts.groups else "sg-new")
         if facts.stack is None or not facts.stack.exists:
             return new_resources(plan.template, plan.parameters)
         if facts.stack.is_busy:
@@ -251,7 +250,7 @@ class Deployment:
         return arn
 
     async def _ensure_group(self) -> str:
-        if self._request.wanted.security_groups or self._facts.stored("SecurityGroupIds"):
+        if self._facts.groups:
             return ""
         group = SecurityGroup(self._api, self._pool)
         group_id, is_new = await group.ensure(self._facts.vpc)

@@ -125,7 +125,7 @@ class Destruction:
         return RemovalPlan(removals=tuple(removals), machines=machines, busy=busy)
 
     async def _plan_others(self, add: Callable[..., None]) -> None:
-        if (group := await self._group.find()) is not None:
+        for group in await self._group.find_all():
             add(f"security group {self._group.name} ({group.identifier})")
         bucket = await self._bucket.find()
         if bucket is not None:
@@ -287,7 +287,7 @@ class Destruction:
         # A refresh that ran meanwhile may have created the template, and a provision a machine.
         await self.remove_machines(force=True)
         await self._delete_data()
-        await self._delete_group()
+        await self._delete_groups()
         bucket = await self._bucket.find()
         if bucket is not None and not await self._bucket_reason(is_ours=bucket.is_ours):
             await self._bucket.delete()
@@ -349,19 +349,17 @@ class Destruction:
         for name in (await self._find()).log_groups:
             await self._api.find("logs", "DeleteLogGroup", _NO_TABLE, logGroupName=name)
 
-    async def _delete_group(self) -> None:
-        group = await self._group.find()
-        if group is None:
-            return
+    async def _delete_groups(self) -> None:
         started_at = self._clock.monotonic()
-        while not await self._group.delete(group.identifier):
-            if self._clock.monotonic() - started_at > GROUP_TIMEOUT_S:
-                raise Unavailable(
-                    f"security group {group.identifier} is still in use",
-                    fix="remove its other users, and run remuda destroy again",
-                )
-            await self._clock.sleep(LONGEST_PAUSE_S)
-        self._progress.step(f"security group {self._group.name} deleted")
+        for group in await self._group.find_all():
+            while not await self._group.delete(group.identifier):
+                if self._clock.monotonic() - started_at > GROUP_TIMEOUT_S:
+                    raise Unavailable(
+                        f"security group {group.identifier} is still in use",
+                        fix="remove its other users, and run remuda destroy again",
+                    )
+                await self._clock.sleep(LONGEST_PAUSE_S)
+            self._progress.step(f"security group {group.identifier} deleted")
 
 
 #: Machines that still have a network interface.

@@ -77,6 +77,8 @@ class Facts:
     bundles: tuple[Bundle, ...] = ()
     subnets: tuple[str, ...] = ()
     vpc: str = ""
+    #: Security groups of the user or of the existing stack; empty if the pool gets its own.
+    groups: str = ""
     image: str = ""
     classes: tuple[ResourceClass, ...] = DEFAULT_CLASSES
     #: Whether the deployment will create them.
@@ -265,9 +267,13 @@ class Preflight:
         return [item async for item in self._api.items("ec2", "DescribeRouteTables", "RouteTables", Filters=filters)]
 
     async def _group(self) -> CheckResult:
-        given = self._wanted.security_groups or self.facts.stored("SecurityGroupIds")
-        if given:
-            return ok(given)
+        if self._wanted.security_groups:
+            self.facts.groups = self._wanted.security_groups
+            return ok(self.facts.groups)
+        stored = _words(self.facts.stored("SecurityGroupIds"))
+        if stored and await self._are_in_vpc(stored):
+            self.facts.groups = ",".join(stored)
+            return ok(self.facts.groups)
         found = await (group := SecurityGroup(self._api, self._wanted.pool)).find(self.facts.vpc)
         self.facts.creates["security group"] = found is None
         if found is not None and found.problem:
@@ -276,6 +282,13 @@ class Preflight:
                 "give --security-group-ids, or choose another pool name",
             )
         return ok(found.identifier if found else f"{group.name} will be created, without inbound rules")
+
+    async def _are_in_vpc(self, groups: Sequence[str]) -> bool:
+        """Whether the groups of the stack are in the VPC of the subnets, which may be new."""
+        filters = [{"Name": "group-id", "Values": list(groups)}]
+        answer = await self._api.call("ec2", "DescribeSecurityGroups", Filters=filters)
+        found = {item["GroupId"]: item.get("VpcId") for item in answer.get("SecurityGroups") or ()}
+        return all(found.get(name) == self.facts.vpc for name in groups)
 
     async def _image(self) -> CheckResult:
         self.facts.image = image = self._wanted.image or self.facts.stored("Ami") or DEFAULT_IMAGE

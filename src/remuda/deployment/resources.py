@@ -304,18 +304,23 @@ class SecurityGroup:
         self._pool = pool
         self.name = stack_name(pool)
 
-    async def find(self, vpc: str = "") -> Found | None:
-        """The group of this name in the VPC, or the pool's group in any VPC."""
-        filters = [{"Name": "group-name", "Values": [self.name]}]
-        filters.append(
-            {"Name": "vpc-id", "Values": [vpc]} if vpc else {"Name": f"tag:{POOL_TAG}", "Values": [self._pool]}
-        )
+    async def find(self, vpc: str) -> Found | None:
+        """The group of this name in the VPC."""
+        return next(iter(await self._find({"Name": "vpc-id", "Values": [vpc]})), None)
+
+    async def find_all(self) -> list[Found]:
+        """The pool's groups. A pool that was moved has one per VPC."""
+        return await self._find({"Name": f"tag:{POOL_TAG}", "Values": [self._pool]})
+
+    async def _find(self, *more: dict[str, Any]) -> list[Found]:
+        filters = [{"Name": "group-name", "Values": [self.name]}, *more]
         answer = await self._api.call("ec2", "DescribeSecurityGroups", Filters=filters)
+        found = []
         for group in answer.get("SecurityGroups", ()):
             is_ours = tags_of(group.get("Tags")).get(POOL_TAG) == self._pool
             problem = "" if is_ours else f"it does not have the tag {POOL_TAG}={self._pool}"
-            return Found(identifier=str(group["GroupId"]), is_ours=is_ours, problem=problem)
-        return None
+            found.append(Found(identifier=str(group["GroupId"]), is_ours=is_ours, problem=problem))
+        return found
 
     async def ensure(self, vpc: str) -> tuple[str, bool]:
         """Its id, and whether it was created."""

@@ -12,10 +12,12 @@ import io
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import zipfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -171,6 +173,33 @@ class EmptyAccount:
 
     def remuda(self, *arguments: str, pool: str, **variables: str) -> CommandResult:
         return self._run([*arguments, "--backend", "aws", "--pool", pool, "--json"], variables)
+
+    def remuda_command(self, *arguments: str, **variables: str) -> CommandResult:
+        return self._run(list(arguments), variables)
+
+    def run_on_terminal(self, arguments: list[str], answers: Mapping[str, str], **variables: str) -> tuple[int, str]:
+        """Run a command whose input and messages are a terminal, and answer its questions, which begin like this."""
+        controller, terminal = os.openpty()
+        shown = ""
+        with subprocess.Popen(
+            [sys.executable, "-m", "remuda", *arguments],
+            env=self.environment(**variables),
+            stdin=terminal,
+            stdout=subprocess.DEVNULL,
+            stderr=terminal,
+            start_new_session=True,
+        ) as process:
+            os.close(terminal)
+            waiting = dict(answers)
+            # A terminal without writers answers with an error.
+            with suppress(OSError):
+                while text := os.read(controller, 65_536).decode(errors="replace"):
+                    shown += text
+                    for question in [each for each in waiting if each in shown]:
+                        os.write(controller, f"{waiting.pop(question)}\n".encode())
+        os.close(controller)
+        assert not waiting, shown
+        return process.returncode, shown
 
     def _run(self, arguments: list[str], variables: Mapping[str, str]) -> CommandResult:
         result = run_cli(arguments, environment=self.environment(**variables))

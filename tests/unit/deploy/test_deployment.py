@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from build import DEPLOY
 from remuda import __version__
 from remuda.cli.deploy import (
     check_launch_options,
@@ -34,7 +36,7 @@ from remuda.deployment.preflight import ACTIONS, Facts, Wanted, judge_quotas, ou
 from remuda.deployment.resources import issuer_of
 from remuda.deployment.stack import StackChange, StackState, new_resources
 from remuda.deployment.template import template
-from remuda.deployment.workflow import workflow_text
+from remuda.deployment.workflow import CONFIGURE_CREDENTIALS, workflow_text
 from remuda.domain.errors import UserError
 from remuda.domain.resources import DEFAULT_CLASSES, parse_classes
 from remuda.ports.doctor import CheckStatus
@@ -250,7 +252,7 @@ def test_existing_stack_keeps_what_is_not_given() -> None:
     assert "-arm64.zip" in plan.parameters["CodeKey"]
     assert plan.value("GithubAppId", known) == "7"
     # A new credential replaces the App.
-    token = plan_stack(request(own_secret=SECRET), known, secret=SECRET, groups="")
+    token = plan_stack(request({"GithubAppId": "7"}, own_secret=SECRET), known, secret=SECRET, groups="")
     assert token.parameters["GithubAppId"] == ""
     # Another VPC replaces the subnets.
     moved = plan_stack(request(vpc="vpc-1"), known, secret=SECRET, groups="")
@@ -335,6 +337,15 @@ def test_parameter_needs_a_name_and_a_value(value: str) -> None:
         parse_parameters([value])
 
 
+@pytest.mark.parametrize(
+    ("name", "fix"), [("MaxUses", "--max-uses"), ("Repositories", "--repositories"), ("Pool", "it")]
+)
+def test_parameters_that_have_a_flag_or_follow_from_the_deployment_are_refused(name: str, fix: str) -> None:
+    with pytest.raises(UserError, match=f"--parameter {name} cannot be given") as caught:
+        parse_parameters([f"{name}=1"])
+    assert fix in caught.value.fix
+
+
 def test_launch_options_are_checked_before_any_call() -> None:
     with pytest.raises(UserError, match="volume-type is invalid: 'floppy'"):
         check_launch_options(load({"backend": "aws", "volume_type": "floppy"}, environ={}))
@@ -360,6 +371,7 @@ def test_credential_comes_from_a_file_or_the_environment(tmp_path: Path) -> None
     from_key = read(app, app_key=f"@{key}")
     assert (from_key.credential.text, from_key.app_id) == (PEM, "7")
     assert read({**app, "REMUDA_GITHUB_APP_KEY": SECRET}).secret_arn == SECRET
+    assert read({**app, "REMUDA_GITHUB_APP_KEY": SECRET, **token}).credential.text == "ghp_2"
     for values, message in (
         ({"token": "ghp_3"}, "--github-token must be @FILE"),
         ({"token": f"@{tmp_path}/none"}, "cannot be read: No such file"),
@@ -371,10 +383,9 @@ def test_credential_comes_from_a_file_or_the_environment(tmp_path: Path) -> None
 
 
 def test_workflow_is_valid_and_names_the_pool() -> None:
-    import yaml  # noqa: PLC0415 - only here
-
     text = workflow_text(pool="ci", region="eu-central-1", role="arn:aws:iam::1:role/remuda-ci-workflow")
     jobs = yaml.safe_load(text)["jobs"]
+    assert CONFIGURE_CREDENTIALS in (DEPLOY / "workflows" / "matrix.yml").read_text(encoding="utf-8")
     assert set(jobs) == {"provision", "test", "release"}
     assert jobs["release"]["needs"] == ["provision", "test"]
     for name in ("provision", "release"):
