@@ -26,7 +26,7 @@ PARALLEL_MAKE := $(MAKE) --no-print-directory $(if $(filter output-sync,$(.FEATU
 # CPU-bound parts run with lower priority than parts with time limits.
 LOW_PRIORITY :=
 
-.PHONY: help demo demo-aws test installed sandbox-packages check unit conformance acceptance simulation simulate attacks machine-test terraform-test machine-image smoke-runner fuzz bench screenshots docs agent direct lambda dist image bundle-requirements clean
+.PHONY: help demo demo-aws test installed sandbox-packages check unit conformance acceptance simulation simulate attacks machine-test terraform-test machine-image smoke-runner smoke-aws fuzz bench screenshots docs agent direct lambda dist image bundle-requirements clean
 
 help: ## List the targets
 	@grep -hE '^[a-z -]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -91,6 +91,10 @@ terraform-test: $(VENV)/.tools $(VENV)-moto/.installed ## Apply the Terraform mo
 # RUNNER: path or URL of an archive of actions/runner; without it, the fake runner is tried.
 smoke-runner: $(VENV)/.tools | sandbox-packages ## Start a real Actions runner in a sandbox (RUNNER; Linux, root)
 	@$(BIN)/python -m tests.support.smoke_runner $(RUNNER)
+
+# REMUDA_SMOKE=yes, REMUDA_SMOKE_BUDGET_USD, REMUDA_SMOKE_REPOSITORY, REMUDA_GITHUB_TOKEN; docs/howto/smoke-aws.md.
+smoke-aws: $(VENV)/.tools ## Deploy, run jobs and destroy in a real AWS account (opt-in, costs money)
+	@$(BIN)/python -m tests.smoke
 
 # Cached in the user's cache folder. Takes some minutes when it is built.
 machine-image: $(VENV)/.tools | /usr/sbin/debootstrap

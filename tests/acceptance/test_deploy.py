@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from remuda.deployment.policies import FUNCTIONS
+from remuda.deployment.resources import SpotRole
 from remuda.deployment.template import template
 from remuda.domain.instance import State
 from remuda.fake_github.oidc import number_of
+from tests.smoke.recording import KEY_VARIABLE, NAMES_VARIABLE
+from tests.smoke.workflow import ROOT
 from tests.support.aws.deployment import EmptyAccount, empty_account
 from tests.support.aws.stack import SCOPE, AwsStack
 
@@ -37,7 +44,7 @@ def test_dry_run_lists_everything_and_leaves_nothing(account: EmptyAccount):
     result = account.deploy("--dry-run", pool="whole")
     assert result.code == 0, result.stderr
     assert {("add", "Table"), ("add", "RefreshFunction"), ("add", "WorkflowRole")} <= changes(result.document)
-    assert set(result.document["outside"]) == {"bucket", "secret", "oidc provider", "security group"}
+    assert set(result.document["outside"]) == {"bucket", "secret", "oidc provider", "spot role", "security group"}
     assert account.resources("") == before
 
 
@@ -69,6 +76,13 @@ def test_deploy_creates_a_pool_that_doctor_finds_healthy_and_again_changes_nothi
     assert "Table: create complete" in result.stderr
     assert account.stack.github.token not in result.stdout + result.stderr
 
+    async def rename_spot_role(iam: Any) -> None:
+        """The server gives it another name than AWS."""
+        role = (await iam.get_role(RoleName="AWSServiceRoleForSpot"))["Role"]
+        trust = json.dumps(role["AssumeRolePolicyDocument"])
+        await iam.create_role(RoleName=SpotRole.name, AssumeRolePolicyDocument=trust)
+
+    account.call("iam", rename_spot_role)
     again = account.deploy("--yes", pool="whole")
     assert (again.code, again.document["changes"], again.document["done"]) == (0, [], []), again.stderr
     assert again.document["refresh"]["applied"] == []
@@ -202,6 +216,9 @@ async def test_deploy_and_destroy_continue_after_every_cut(account: EmptyAccount
     for operation in CREATIONS:
         result = await account.cut(account.arguments("--yes", pool=pool), operation)
         assert result.code == -signal.SIGKILL, (operation, result.stderr)
+    interrupted = await account.cut(account.arguments("--yes", pool=pool), "Invoke", signal.SIGINT)
+    assert interrupted.code == 130
+    assert "interrupted; what was created stays, and the same command continues from there" in interrupted.stderr
     last = await asyncio.to_thread(account.deploy, "--yes", pool=pool)
     assert (last.code, last.document["changes"], last.document["done"]) == (0, [], []), last.stderr
     assert {item["status"] for item in last.document["doctor"]} == {"ok"}
@@ -273,3 +290,25 @@ def test_kept_data_survives_and_is_deleted_later(account: EmptyAccount):
     last = account.destroy("--yes", pool=pool)
     assert (last.code, set(last.document["deleted"])) == (0, kept), last.stderr
     assert account.resources(pool) == []
+
+
+def test_a_recording_of_a_deployment_contains_no_secret(account: EmptyAccount, tmp_path: Path):
+    file = tmp_path / "deploy.json"
+    environment = {
+        **account.environment(),
+        KEY_VARIABLE: "00" * 16,
+        NAMES_VARIABLE: json.dumps({SCOPE: "octo/demo"}),
+    }
+    arguments = account.arguments("--dry-run", "--json", pool="recorded")
+    command = [sys.executable, "-m", "tests.smoke.recording", str(file), *arguments]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    text = file.read_text(encoding="utf-8")
+    exchanges = json.loads(text)
+    assert {"ec2", "sts", "http"} <= {each["service"] for each in exchanges}
+    operations = {each["operation"]: each for each in exchanges}
+    # The form of answers is kept.
+    (vpc,) = operations["DescribeVpcs"]["answer"]["Vpcs"]
+    assert re.fullmatch(r"vpc-[0-9a-f]{8,17}", vpc["VpcId"])
+    for secret in (account.stack.github.token, SCOPE, "123456789012", environment["AWS_SECRET_ACCESS_KEY"]):
+        assert secret not in text

@@ -1,0 +1,1 @@
+"""The smoke run in a real AWS account: `make smoke-aws`."""
