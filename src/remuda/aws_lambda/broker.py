@@ -97,6 +97,8 @@ CLAIMED_INPUTS = frozenset({"repository", "run-attempt"})
 PROVISION_RESERVE_S = 30.0
 #: Seconds that a cancelled step waits for its instances: GitHub kills it after ten.
 CANCEL_WAIT_S = 3.0
+#: Seconds between two looks for the provision that it cancels.
+CANCEL_POLL_S = 0.25
 #: Seconds that settings are used before they are read again.
 SETTINGS_LIFETIME_S = 60.0
 MAX_BODY = 65_536
@@ -369,17 +371,33 @@ async def run_request(
 
 async def _cancel(authorized: AuthorizedRequest, context: Context, output: BrokerOutput) -> BrokerAnswer:
     """Release the run without waiting for its machines: the provision in progress gives them back itself."""
-    given_back = "its instances were given back"
+    result = "no provision has started yet; release gives back the instances of one that starts later"
     with output.channel.grouped("remuda release"):
         try:
             async with asyncio.timeout(CANCEL_WAIT_S) as limit:
+                await _wait_for_start(authorized, context)
+                result = "the provision was stopped, and its instances are being given back"
                 await release(context, run_id=authorized.label, attempt=authorized.identity.run_attempt)
+                result = "the provision was stopped, and its instances were given back"
         except TimeoutError:
             if not limit.expired():
                 raise
-            given_back = "its instances are being given back"
-    output.error(Interrupted(f"cancelled; the provision was stopped, and {given_back}"))
+    output.error(Interrupted(f"cancelled; {result}"))
     return output.answer_of("provision", EXIT_INTERRUPTED)
+
+
+async def _wait_for_start(authorized: AuthorizedRequest, context: Context) -> None:
+    """Wait for the record of the provision: until its function has started and written it, nothing can be stopped."""
+    ended = ""
+    while True:
+        attempt = authorized.identity.run_attempt
+        found = (await read_progress(context, run_id=authorized.label, attempt=attempt)).provision
+        if found is not None and found.status in {ProvisionStatus.OPEN, ProvisionStatus.COMMITTED}:
+            return
+        # Another provision of the attempt may have ended before this one.
+        if found is not None and found.provision_id != (ended := ended or found.provision_id):
+            return
+        await context.clock.sleep(CANCEL_POLL_S)
 
 
 async def _state(authorized: AuthorizedRequest, context: Context, output: BrokerOutput) -> BrokerAnswer:

@@ -584,6 +584,29 @@ async def test_a_cancelled_step_stops_its_provision(subject: Broker) -> None:
     subject.world.check_holds_nothing("123")
 
 
+async def test_a_step_cancelled_before_its_provision_starts_stops_it(subject: Broker) -> None:
+    """The function of the provision may still be starting while a warm one receives the cancellation."""
+    assert (await subject.call("provision")).exit == 0
+    assert (await subject.call("release")).exit == 0
+    subject.world.behaviour.boot_s = 20.0
+    cancelling = asyncio.ensure_future(subject.call("cancel"))
+    await asyncio.sleep(1.0)
+    answer = await subject.call("provision", inputs={"instance_count": "2"})
+    assert answer.exit == 4
+    assert (await cancelling).annotations("notice") == [
+        "cancelled; the provision was stopped, and its instances were given back"
+    ]
+    subject.world.check_holds_nothing("123")
+
+
+async def test_cancellation_without_a_provision_says_so(subject: Broker) -> None:
+    cancelled = await subject.call("cancel")
+    assert cancelled.exit == 130
+    assert cancelled.annotations("notice") == [
+        "cancelled; no provision has started yet; release gives back the instances of one that starts later"
+    ]
+
+
 async def test_a_cancelled_step_does_not_wait_for_machines(subject: Broker) -> None:
     await subject.call("provision")
     subject.world.behaviour.reset_s = 20.0
