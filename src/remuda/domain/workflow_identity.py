@@ -135,12 +135,18 @@ class RepositoryPattern:
         (owner, _, owner_id), (name, _, name_id) = (part.partition("@") for part in text.split("/"))
         return cls(owner=owner, name=name, owner_id=owner_id, name_id=name_id)
 
+    def names_owner(self, identity: WorkflowIdentity) -> bool:
+        """GitHub ignores the case of names."""
+        return self.owner.lower() == identity.repository.lower().partition("/")[0]
+
+    def names(self, identity: WorkflowIdentity) -> bool:
+        name = identity.repository.lower().partition("/")[2]
+        return self.names_owner(identity) and self.name.lower() in {"*", name}
+
     def matches(self, identity: WorkflowIdentity) -> bool:
-        """Whether it is the identity's repository. GitHub ignores the case of names."""
-        owner, _, name = identity.repository.lower().partition("/")
+        """Whether it is the identity's repository."""
         return (
-            self.owner.lower() == owner
-            and self.name.lower() in {"*", name}
+            self.names(identity)
             and self.owner_id in {"", identity.owner_id}
             and self.name_id in {"", identity.repository_id}
         )
@@ -148,6 +154,21 @@ class RepositoryPattern:
     def __str__(self) -> str:
         parts = ((self.owner, self.owner_id), (self.name, self.name_id))
         return "/".join(f"{name}@{number}" if number else name for name, number in parts)
+
+
+def is_listed(identity: WorkflowIdentity, repositories: Sequence[RepositoryPattern]) -> bool:
+    """Whether a pattern matches, and the ids in all patterns with these names allow it.
+
+    `deploy` lists `acme/*` and `acme@1234/*`, because the subjects of tokens have either form. The ids apply to both:
+    the name of a deleted or renamed owner or repository can be registered by someone else.
+    """
+    owner_ids = {item.owner_id for item in repositories if item.owner_id and item.names_owner(identity)}
+    name_ids = {item.name_id for item in repositories if item.name_id and item.names(identity)}
+    return (
+        any(pattern.matches(identity) for pattern in repositories)
+        and identity.owner_id in (owner_ids or {identity.owner_id})
+        and identity.repository_id in (name_ids or {identity.repository_id})
+    )
 
 
 def authorize(
@@ -159,7 +180,7 @@ def authorize(
     environments: Sequence[str],
 ) -> None:
     """Raise `NotAllowed` unless the job may use the pool, whose runners register in `scope`."""
-    if not any(pattern.matches(identity) for pattern in repositories):
+    if not is_listed(identity, repositories):
         known = f"repository {identity.repository} (id {identity.repository_id}, owner id {identity.owner_id})"
         raise NotAllowed(
             f"{known} may not use pool {pool}",

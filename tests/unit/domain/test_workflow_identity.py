@@ -72,6 +72,30 @@ def test_a_pattern_of_one_repository_matches_no_other(owner: str, name: str) -> 
     assert matches is (other.repository.lower() == "acme/app")
 
 
+@pytest.mark.parametrize(
+    ("listed", "strangers"),
+    [
+        # As `deploy` lists an organization and a repository.
+        ("acme/* acme@12/*", {"owner_id": "13"}),
+        ("acme/app acme@12/app@34", {"owner_id": "13"}),
+        ("acme/app acme@12/app@34", {"repository_id": "35"}),
+        ("acme/app acme@12/lib@99", {"owner_id": "13"}),
+    ],
+)
+def test_an_id_applies_to_every_pattern_with_its_name(listed: str, strangers: dict[str, str]) -> None:
+    """A renamed or deleted owner's name can be registered by someone else."""
+    patterns = tuple(map(RepositoryPattern.parse, listed.split()))
+    authorize(IDENTITY, pool="ci", scope="acme", repositories=patterns, environments=())
+    with pytest.raises(NotAllowed, match="owner id"):
+        authorize(
+            replace(IDENTITY, **strangers),  # type: ignore[arg-type]
+            pool="ci",
+            scope="acme",
+            repositories=patterns,
+            environments=(),
+        )
+
+
 def test_an_organization_serves_only_its_own_repositories() -> None:
     anyone = tuple(map(RepositoryPattern.parse, ("acme/*", "eve/*")))
     authorize(IDENTITY, pool="ci", scope="acme", repositories=anyone, environments=())
