@@ -53,7 +53,7 @@ given=()
 attempts=3 token_limit=10
 token='' token_expires=0
 # `role` is part of file names: the progress is polled in a second process.
-role='' poller='' provision_pid='' request=''
+role='' poller='' is_provisioning='' provision_pid='' request=''
 # Result of a request: `answered` (by the broker, in `answer`), `refused` (by AWS), `lost` or `unreachable`.
 result='' answer='' status='' error_type='' function_error='' problem=''
 
@@ -284,6 +284,8 @@ ask() {
       return
     fi
     build_request "$1"
+    # Before the request: a signal may arrive right after it.
+    if [ "$1" = provision ]; then is_provisioning=yes; fi
     send "$2" >"$work/$1" 2>"$work/$1.errors" &
     pid=$!
     if [ "$1" = provision ]; then provision_pid=$pid && printf '%s' "$pid" >"$work/provision.pid"; fi
@@ -415,11 +417,13 @@ cancel() {
   trap '' INT TERM
   stop "$poller"
   poller='' attempts=1 token_limit=2
-  if [ -z "$provision_pid" ]; then
+  if [ -z "$is_provisioning" ]; then
     annotate notice interrupted
     summarize cancelled interrupted
     exit "$EXIT_INTERRUPTED"
   fi
+  # A request that is not sent yet must not follow its cancellation.
+  stop "$provision_pid"
   ask cancel "$CANCEL_LIMIT"
   if [ "$result" = answered ]; then
     write_answer

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ import jwt
 import pytest
 
 from remuda.ports.machine import StepResult
-from tests.support.action_steps import ActionResult
+from tests.support.action_steps import ROOT, ActionResult
 from tests.support.aws.in_process_agents import ThreadedAgents, agents_in_thread
 from tests.support.aws.servers import LOOPBACK
 from tests.support.aws.stack import SCOPE, AwsStack
@@ -212,6 +213,50 @@ def test_step_cancelled_before_its_request_has_nothing_to_stop(broker: BrokerSta
         done = job.end_last(step, step.finish(SIGTERM_AFTER_S + BUSY_MACHINE_S))
     assert done.code == 130, done.log
     assert [notice.data for notice in done.annotations("notice")] == ["interrupted"]
+
+
+#: A curl whose request for a provision is still connecting when the step is cancelled.
+SLOW_CURL = r"""#!/bin/bash
+request=$(cat)
+case $request in
+  *Bearer*) printf '{"value": "a.b.c"}\n200' ;;
+  *'"provision\"'*)
+    echo >"$FOLDER/started"
+    until [ -e "$FOLDER/cancelled" ]; do sleep 0.01; done
+    touch "$FOLDER/sent-late"
+    ;;
+  *'"cancel\"'*)
+    touch "$FOLDER/cancelled"
+    sleep 0.5
+    printf '{"exit": "130", "done": "true", "log": "", "outputs": "", "summary": ""}\n200'
+    ;;
+esac
+"""
+
+
+def test_request_for_a_provision_does_not_follow_its_cancellation(tmp_path: Path):
+    (tmp_path / "curl").write_text(SLOW_CURL)
+    (tmp_path / "curl").chmod(0o755)
+    os.mkfifo(tmp_path / "started")
+    variables = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "FOLDER": str(tmp_path),
+        "RUNNER_TEMP": str(tmp_path),
+        "INPUT_MODE": "provision",
+        "INPUT_BROKER_URL": "https://broker.example",
+        "ACTIONS_ID_TOKEN_REQUEST_URL": "https://github.example/?",
+        "ACTIONS_ID_TOKEN_REQUEST_TOKEN": "any",
+        "GITHUB_RUN_ID": "1",
+    }
+    script = ROOT / "deploy" / "action" / "broker.sh"
+    with subprocess.Popen(["bash", script], env=variables, stdout=subprocess.PIPE, text=True) as step:
+        # Ends when curl opens the other side.
+        (tmp_path / "started").read_text()
+        step.send_signal(signal.SIGINT)
+        output, _ = step.communicate(timeout=BUSY_MACHINE_S)
+    assert step.returncode == 130, output
+    assert (tmp_path / "cancelled").exists()
+    assert not (tmp_path / "sent-late").exists()
 
 
 # Refusals of the broker -----------------------------------------------------------------------------------------------
