@@ -12,7 +12,19 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import claims, cold, dashboard, footprint, growth, idle_agent, processes, refresh, sandbox, warm
+from benchmarks import (
+    claims,
+    cold,
+    dashboard,
+    footprint,
+    growth,
+    idle_agent,
+    processes,
+    refresh,
+    sandbox,
+    warm,
+    workflow_step,
+)
 from benchmarks.environment import FULL, QUICK, ROOT, TINY, BenchmarkEnvironment, Size, open_environment
 from benchmarks.figures import Results
 from benchmarks.floor import Floor, open_floor
@@ -30,6 +42,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "processes": processes.run,
     "refresh": refresh.run,
     "warm": warm.run,
+    "workflow-step": workflow_step.run,
     "cold": cold.run,
     "idle": idle_agent.run,
     "claims": claims.run,

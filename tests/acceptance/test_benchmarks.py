@@ -20,6 +20,7 @@ EXPECTED = {
     "processes": "process: warm provision, N = 1",
     "refresh": "next refresh",
     "warm": "warm provision, N = 1, registration 0",
+    "workflow-step": "broker: step starts → request sent",
     "idle": "idle agent: writes per minute",
     # Skipped where sandboxes cannot be made.
     **({} if missing() else {"sandbox": "sandbox: releasing read → OK signal"}),

@@ -638,6 +638,20 @@ async def test_waiters_share_reads(
     assert "GetItem" not in made
 
 
+async def test_a_closed_store_has_written_everything_and_can_be_used_again(
+    store: DynamoInstanceStore, stores: DynamoStores
+) -> None:
+    """As the broker does between two requests, when its process may be frozen."""
+    for number in (1, 2):
+        await store.apply(birth(instance(number)))
+        waiting = asyncio.create_task(store.wait_for_report(instance_id(number), None, LONG_S))
+        await asyncio.sleep(0)
+        await store.write_signal(instance_id(number), epoch=1, signal=Signal.UD_OK)
+        assert (await waiting) is not None
+        await store.close()
+        assert f"history#{instance_id(number)}" in await scanned(stores)
+
+
 def test_poll_interval_depends_on_the_state() -> None:
     clock = FixedClock()
     intervals = PollIntervals(clock=clock)

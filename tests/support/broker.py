@@ -40,10 +40,6 @@ class BrokerStack:
     def __post_init__(self) -> None:
         self._numbers = count(1)
 
-    @property
-    def issuer(self) -> str:
-        return f"{self.stack.github.url}/_services/token"
-
     def token_variables(self, run_id: str, **claims: str) -> dict[str, str]:
         """The variables of a job with the permission `id-token: write`."""
 
@@ -114,9 +110,17 @@ def broker_stack(stack: AwsStack, pool: str, package: Path) -> Iterator[BrokerSt
     """Configure the pool and start its broker from the bundle of the Lambda functions."""
     code, refreshed = stack.refresh(pool=pool)
     assert code == 0, refreshed
-    folder = stack.folder / f"broker-{pool}"
+    task = stack.folder / f"broker-{pool}" / "task"
     with zipfile.ZipFile(package) as archive:
-        archive.extractall(folder / "task")
+        archive.extractall(task)
+    with start_broker(stack, pool, task=str(task)) as started:
+        yield started
+
+
+@contextmanager
+def start_broker(stack: AwsStack, pool: str, *, scope: str = SCOPE, task: str = "") -> Iterator[BrokerStack]:
+    """Start the broker of a configured pool from the folder `task`, or with the packages of this Python."""
+    folder = stack.folder / f"broker-{pool}"
     with lambda_server(folder) as server:
         function = server.add(
             LambdaFunction(
@@ -125,11 +129,11 @@ def broker_stack(stack: AwsStack, pool: str, package: Path) -> Iterator[BrokerSt
                 environment={
                     **stack.environment(REMUDA_GITHUB_TOKEN=""),
                     "REMUDA_POOL": pool,
-                    "REMUDA_GITHUB_SCOPE": SCOPE,
-                    "REMUDA_REPOSITORIES": SCOPE,
+                    "REMUDA_GITHUB_SCOPE": scope,
+                    "REMUDA_REPOSITORIES": scope,
                     "REMUDA_OIDC_ISSUER": f"{stack.github.url}/_services/token",
                 },
-                folder=str(folder / "task"),
+                folder=task,
                 timeout_s=60.0,
                 has_url=True,
             )

@@ -228,6 +228,8 @@ class LambdaServer:
         self.roles: dict[str, AssumedRole] = {}
         #: Operations in the events of all invocations.
         self.operations: list[str] = []
+        #: Times of all requests, by the monotonic clock.
+        self.arrivals: list[float] = []
         #: Operations whose next connection is closed without a response. The function runs to its end.
         self.cut: list[str] = []
         self.cut_requests: list[threading.Thread] = []
@@ -384,6 +386,7 @@ def _handler(server: LambdaServer) -> type[BaseHTTPRequestHandler]:
         protocol_version = "HTTP/1.1"
 
         def do_POST(self) -> None:
+            server.arrivals.append(SystemClock().monotonic())
             body = self.rfile.read(int(self.headers.get("content-length", 0)))
             headers = {name.lower(): value for name, value in self.headers.items()}
             request = LambdaRequest(method="POST", path=self.path, headers=headers, body=body)

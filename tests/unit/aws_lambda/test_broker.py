@@ -6,11 +6,15 @@ import base64
 import json
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from remuda.aws_lambda import broker
-from remuda.aws_lambda.broker import handler
+from remuda.aws_lambda.broker import OPERATIONS, WORKFLOW_INPUTS, handler, parse_request
+from remuda.domain.errors import UserError
 from tests.support.emf import check_emf
 
 
@@ -45,6 +49,36 @@ def test_one_process_answers_many_requests(monkeypatch: pytest.MonkeyPatch, caps
     assert [event.get("event") for event in events] == ["refused", None] * 3
     check_emf(events[-1])
     assert (events[-1]["Pool"], events[-1]["RefusedToken"]) == ("ci", 1)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=12), inner, max_size=3),
+    max_leaves=8,
+)
+KEYS = ("operation", "token", "run-id", "run-attempt", "inputs", "requestContext", "body", "isBase64Encoded")
+INPUTS = st.dictionaries(st.sampled_from([*WORKFLOW_INPUTS, "ami", "x"]), JSON, max_size=3)
+EVENTS = JSON | st.fixed_dictionaries(
+    {},
+    optional={
+        **dict.fromkeys(KEYS, JSON),
+        "operation": st.sampled_from(OPERATIONS) | JSON,
+        "token": st.text(min_size=1, max_size=9) | JSON,
+        "inputs": INPUTS | JSON,
+        "requestContext": st.just({"http": {"method": "POST"}}) | JSON,
+    },
+)
+
+
+@given(EVENTS)
+def test_any_event_is_parsed_or_refused(event: Any) -> None:
+    try:
+        request = parse_request(event)
+    except UserError:
+        return
+    assert request.operation in OPERATIONS
+    assert set(request.inputs) <= WORKFLOW_INPUTS
+    assert request.token not in repr(request) or len(request.token) < 9
 
 
 @pytest.mark.usefixtures("new_process")

@@ -84,7 +84,7 @@ class DynamoInstanceStore:
         return await schema.inspect(self._table)
 
     async def close(self) -> None:
-        """Write pending history. The client belongs to the caller, who closes it afterwards."""
+        """Write pending history. The client belongs to the caller, who closes it afterwards or uses the store again."""
         await self._poller.close()
         await self._history.close()
 
