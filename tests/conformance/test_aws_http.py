@@ -152,6 +152,7 @@ async def test_old_connection_is_not_used_again(monkeypatch: pytest.MonkeyPatch)
         (b"", ConnectionClosedError),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nok", ConnectionClosedError),
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n9\r\nok", ConnectionClosedError),
+        (b"HTTP/1.1 408 Request Timeout\r\nContent-Length: 0\r\n\r\n", ConnectionClosedError),
         (b"SSH-2.0-OpenSSH\r\n\r\n", HTTPClientError),
         (b"HTTP/1.1 200 OK\r\nContent-Length: two\r\n\r\nok", HTTPClientError),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\nok", HTTPClientError),

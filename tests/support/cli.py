@@ -32,6 +32,7 @@ from remuda.adapters.system.clock import SystemClock
 CLI = "remuda.cli.main"
 #: Imported once by the fork server, because most commands need them.
 PRELOADED = (
+    "aiobotocore.session",
     "remuda.adapters.aws.clients",
     "remuda.adapters.aws.dynamodb.keys",
     "remuda.adapters.aws.dynamodb.store",
@@ -48,9 +49,11 @@ PRELOADED = (
     "remuda.cli.read",
     "remuda.cli.run_workflow",
     "remuda.cli.terminal",
+    "remuda.controlplane.refresh",
+    "remuda.controlplane.scale_down",
+    "remuda.wiring.local",
+    "xml.etree.ElementTree",
 )
-#: Set in the fork server, which then loads the data of botocore, too.
-LOADS_DATA = "REMUDA_TEST_FORK_SERVER"
 ROOT = Path(__file__).parents[2]
 #: Seconds that a command may take. Generous: only a broken command reaches it.
 LIMIT_S = 240.0
@@ -208,24 +211,9 @@ def _context() -> ForkServerContext:
     # The fork server ignores a module that it cannot find, and does not inherit sys.path.
     assert all(map(importlib.util.find_spec, PRELOADED))
     context.set_forkserver_preload([*PRELOADED, __name__])
-    with patch.dict(os.environ, {"PYTHONPATH": str(ROOT), LOADS_DATA: "1"}):
+    with patch.dict(os.environ, {"PYTHONPATH": str(ROOT)}):
         forkserver.ensure_running()
     return context
-
-
-def _load_data() -> None:
-    from remuda.adapters.aws.clients import open_session  # noqa: PLC0415 - only in the fork server
-
-    loader = open_session().get_component("data_loader")
-    for service in ("dynamodb", "ec2", "iam", "sqs", "sts"):
-        for kind in ("service-2", "endpoint-rule-set-1", "paginators-1"):
-            loader.load_service_model(service, kind)
-    for name in ("endpoints", "partitions", "sdk-default-configuration"):
-        loader.load_data(name)
-
-
-if os.environ.pop(LOADS_DATA, ""):
-    _load_data()
 
 
 def _content(file: Any) -> str:

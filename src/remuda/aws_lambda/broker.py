@@ -283,7 +283,7 @@ class CurrentEventLog:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class AuthorizedRequest:
     """An authorized request: the job that sent it, and the settings that apply to it."""
 
     request: BrokerRequest
@@ -315,8 +315,8 @@ class Job:
         )
 
 
-def authorized_job(request: BrokerRequest, identity: WorkflowIdentity, settings: Settings) -> Job:
-    """The job of a request with verified claims. Raises `TokenRejected`, `NotAllowed` or `UserError`."""
+def authorize_request(request: BrokerRequest, identity: WorkflowIdentity, settings: Settings) -> AuthorizedRequest:
+    """The request with verified claims. Raises `TokenRejected`, `NotAllowed` or `UserError`."""
     check_run(identity, run_id=request.run_id, run_attempt=request.run_attempt)
     if not settings.given("github_scope"):
         raise UserError(
@@ -340,38 +340,40 @@ def authorized_job(request: BrokerRequest, identity: WorkflowIdentity, settings:
         )
     requested = settings.tier if "tier" in request.inputs else None
     trust = claimed_trust(identity.event, requested, trusts_pull_requests=settings.trust_pull_requests)
-    return Job(request=request, identity=identity, settings=settings, trust=trust, label=label)
+    return AuthorizedRequest(request=request, identity=identity, settings=settings, trust=trust, label=label)
 
 
-async def run_job(job: Job, context: Context, output: BrokerOutput, *, limit_s: float) -> BrokerAnswer:
+async def run_request(
+    authorized: AuthorizedRequest, context: Context, output: BrokerOutput, *, limit_s: float
+) -> BrokerAnswer:
     """Do what the request asks for. `limit_s` are the seconds that are left."""
     context = output.guarded(replace(context, event_log=output.event_log(context.clock)))
-    operation = job.request.operation
+    operation = authorized.request.operation
     if operation == "state":
-        return await _state(job, context, output)
+        return await _state(authorized, context, output)
     if operation == "cancel":
-        return await _cancel(job, context, output)
+        return await _cancel(authorized, context, output)
     with output.channel.grouped(f"remuda {operation}"):
         if operation == "provision":
-            request = job.provision_request(max_timeout_s=max(1.0, limit_s - PROVISION_RESERVE_S))
+            request = authorized.provision_request(max_timeout_s=max(1.0, limit_s - PROVISION_RESERVE_S))
             provisioned = await provision(context, request)
         else:
-            released = await release(context, run_id=job.label, attempt=job.identity.run_attempt)
+            released = await release(context, run_id=authorized.label, attempt=authorized.identity.run_attempt)
     if operation == "provision":
         return output.answer_of(operation, show_provision(output, provisioned))
-    unused = ActionInputs(given={"mode": operation, **job.request.inputs}).unused()
+    unused = ActionInputs(given={"mode": operation, **authorized.request.inputs}).unused()
     if unused:
         output.warnings.append(f"mode release does not use {', '.join(unused)}: remove it")
     return output.answer_of(operation, show_release(output, released))
 
 
-async def _cancel(job: Job, context: Context, output: BrokerOutput) -> BrokerAnswer:
+async def _cancel(authorized: AuthorizedRequest, context: Context, output: BrokerOutput) -> BrokerAnswer:
     """Release the run without waiting for its machines: the provision in progress gives them back itself."""
     given_back = "its instances were given back"
     with output.channel.grouped("remuda release"):
         try:
             async with asyncio.timeout(CANCEL_WAIT_S) as limit:
-                await release(context, run_id=job.label, attempt=job.identity.run_attempt)
+                await release(context, run_id=authorized.label, attempt=authorized.identity.run_attempt)
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -380,23 +382,25 @@ async def _cancel(job: Job, context: Context, output: BrokerOutput) -> BrokerAns
     return output.answer_of("provision", EXIT_INTERRUPTED)
 
 
-async def _state(job: Job, context: Context, output: BrokerOutput) -> BrokerAnswer:
+async def _state(authorized: AuthorizedRequest, context: Context, output: BrokerOutput) -> BrokerAnswer:
     """The progress of the provision or, once it is done, the answer that the provision itself gives."""
-    progress = await read_progress(context, run_id=job.label, attempt=job.identity.run_attempt)
+    progress = await read_progress(context, run_id=authorized.label, attempt=authorized.identity.run_attempt)
     if not progress.is_done:
         output.channel.say(progress.text)
         return BrokerAnswer(exit_code=EXIT_OK, log=output.stream.getvalue(), is_done=False)
-    result = await _result(job, context, progress)
+    result = await _result(authorized, context, progress)
     if result is not None:
         return output.answer_of("provision", show_provision(output, result))
     record = progress.provision
     outcome = record.outcome if record is not None else None
     message = outcome.error if outcome is not None and outcome.error else progress.text
-    output.error(Unavailable(message, fix=f"'remuda explain {job.label}' shows what happened"))
+    output.error(Unavailable(message, fix=f"'remuda explain {authorized.label}' shows what happened"))
     return output.answer_of("provision", (outcome.exit_code if outcome else 0) or Unavailable.exit_code)
 
 
-async def _result(job: Job, context: Context, progress: ProvisionProgress) -> ProvisionResult | None:
+async def _result(
+    authorized: AuthorizedRequest, context: Context, progress: ProvisionProgress
+) -> ProvisionResult | None:
     record = progress.provision
     if record is None or record.status is not ProvisionStatus.COMMITTED or record.outcome is None:
         return None
@@ -405,9 +409,9 @@ async def _result(job: Job, context: Context, progress: ProvisionProgress) -> Pr
         provision_id=record.provision_id,
         label=record.run_id,
         instances=await provisioned_instances(context, record),
-        tier=job.trust.tier,
-        tier_reason=job.trust.why,
-        ephemeral=job.settings.ephemeral,
+        tier=authorized.trust.tier,
+        tier_reason=authorized.trust.why,
+        ephemeral=authorized.settings.ephemeral,
         seconds=record.outcome.seconds,
         phases=record.outcome.phases,
         calls={},
@@ -467,12 +471,12 @@ class BrokerFunction:
             settings = await self._settings()
             metrics.pool = settings.pool
             claims = await self._verifier_for(settings).verify(request.token)
-            job = authorized_job(request, parse_identity(claims), await self._settings(request.inputs))
-            identity = job.identity
+            authorized = authorize_request(request, parse_identity(claims), await self._settings(request.inputs))
+            identity = authorized.identity
             event_log.record(
                 "request",
                 operation,
-                run_id=job.label,
+                run_id=authorized.label,
                 attempt=identity.run_attempt,
                 repository=identity.repository,
                 github_event=identity.event,
@@ -480,7 +484,7 @@ class BrokerFunction:
             )
             is_working = True
             limit_s = invocation.get_remaining_time_in_millis() / 1000 - RESERVE_S
-            work = self._work(job, output, limit_s)
+            work = self._work(authorized, output, limit_s)
             answer = await run_with_timeout(limit_s, operation, work, fix="raise the function's timeout")
         except RemudaError as error:
             failure = error
@@ -500,9 +504,9 @@ class BrokerFunction:
         mode = {"cancel": "provision", "state": "provision"}.get(operation, operation)
         return output.answer_of(mode, failure.exit_code, http_status=200 if is_working else _http_status(failure))
 
-    async def _work(self, job: Job, output: BrokerOutput, limit_s: float) -> BrokerAnswer:
-        async with self._opened(job.settings) as context:
-            return await run_job(job, context, output, limit_s=limit_s)
+    async def _work(self, authorized: AuthorizedRequest, output: BrokerOutput, limit_s: float) -> BrokerAnswer:
+        async with self._opened(authorized.settings) as context:
+            return await run_request(authorized, context, output, limit_s=limit_s)
 
     @asynccontextmanager
     async def _opened(self, settings: Settings) -> AsyncIterator[Context]:

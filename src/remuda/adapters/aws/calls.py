@@ -257,6 +257,8 @@ def _from_library(error: Exception, service: str, what: str) -> RemudaError:
     at = f"{service} at {endpoint}" if endpoint else service
     if isinstance(error, _TIMEOUTS):
         return TimedOut(f"{at} did not answer in time ({what})")
+    if isinstance(error, UnreadableResponse):
+        return Unavailable(f"the response of {at} cannot be parsed ({what})")
     if isinstance(error, boto.EndpointConnectionError):
         return Unavailable(f"{at} cannot be reached ({what})")
     return Unavailable(f"the connection to {at} failed ({what}): {type(error).__name__}")
