@@ -11,6 +11,7 @@ import gzip
 import hashlib
 import io
 import re
+import struct
 import subprocess
 import sys
 import tarfile
@@ -136,10 +137,27 @@ def _merge(files: dict[str, BundleFile], installed: Path) -> None:
         parts = file.relative_to(installed).parts
         if not file.is_file() or not is_used(parts):
             continue
-        name, found = "/".join(parts), BundleFile(data=file.read_bytes())
+        name, found = "/".join(parts), BundleFile(data=without_sections(file.read_bytes()))
         # Metadata name the platform of the wheel.
         if files.setdefault(name, found) != found and not parts[0].endswith(".dist-info"):
             sys.exit(f"{name} differs between versions of Python, so one bundle cannot serve them all")
+
+
+def without_sections(data: bytes) -> bytes:
+    """An extension module without the parts that are not loaded: debug information, two thirds of most.
+
+    Loaders use the segments only (elf(5)), so sections can go together with their table at the end of the file.
+    """
+    if not data.startswith(b"\x7fELF\x02\x01"):
+        return data
+    (table,) = struct.unpack_from("<Q", data, 32)
+    size, count = struct.unpack_from("<HH", data, 54)
+    # Fields p_offset and p_filesz of the program headers.
+    segments = [struct.unpack_from("<Q16xQ", data, table + number * size + 8) for number in range(count)]
+    kept = bytearray(data[: max(offset + length for offset, length in segments)])
+    struct.pack_into("<Q", kept, 40, 0)
+    struct.pack_into("<HH", kept, 60, 0, 0)
+    return bytes(kept)
 
 
 def is_used(parts: Sequence[str]) -> bool:

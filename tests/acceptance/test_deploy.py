@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from remuda.deployment.policies import FUNCTIONS
+from remuda.deployment.resources import SpotRole
 from remuda.deployment.template import template
 from remuda.domain.instance import State
 from remuda.fake_github.oidc import number_of
@@ -43,7 +44,7 @@ def test_dry_run_lists_everything_and_leaves_nothing(account: EmptyAccount):
     result = account.deploy("--dry-run", pool="whole")
     assert result.code == 0, result.stderr
     assert {("add", "Table"), ("add", "RefreshFunction"), ("add", "WorkflowRole")} <= changes(result.document)
-    assert set(result.document["outside"]) == {"bucket", "secret", "oidc provider", "security group"}
+    assert set(result.document["outside"]) == {"bucket", "secret", "oidc provider", "spot role", "security group"}
     assert account.resources("") == before
 
 
@@ -75,6 +76,13 @@ def test_deploy_creates_a_pool_that_doctor_finds_healthy_and_again_changes_nothi
     assert "Table: create complete" in result.stderr
     assert account.stack.github.token not in result.stdout + result.stderr
 
+    async def rename_spot_role(iam: Any) -> None:
+        """The server gives it another name than AWS."""
+        role = (await iam.get_role(RoleName="AWSServiceRoleForSpot"))["Role"]
+        trust = json.dumps(role["AssumeRolePolicyDocument"])
+        await iam.create_role(RoleName=SpotRole.name, AssumeRolePolicyDocument=trust)
+
+    account.call("iam", rename_spot_role)
     again = account.deploy("--yes", pool="whole")
     assert (again.code, again.document["changes"], again.document["done"]) == (0, [], []), again.stderr
     assert again.document["refresh"]["applied"] == []
@@ -208,6 +216,9 @@ async def test_deploy_and_destroy_continue_after_every_cut(account: EmptyAccount
     for operation in CREATIONS:
         result = await account.cut(account.arguments("--yes", pool=pool), operation)
         assert result.code == -signal.SIGKILL, (operation, result.stderr)
+    interrupted = await account.cut(account.arguments("--yes", pool=pool), "Invoke", signal.SIGINT)
+    assert interrupted.code == 130
+    assert "interrupted; what was created stays, and the same command continues from there" in interrupted.stderr
     last = await asyncio.to_thread(account.deploy, "--yes", pool=pool)
     assert (last.code, last.document["changes"], last.document["done"]) == (0, [], []), last.stderr
     assert {item["status"] for item in last.document["doctor"]} == {"ok"}

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from remuda.adapters.github.client import GitHubClient
     from remuda.deployment.deploy import DeployRequest, DeployResult, StackPlan
     from remuda.deployment.destroy import RemovalPlan
-    from remuda.deployment.preflight import Facts
+    from remuda.deployment.preflight import DeployFacts
     from remuda.deployment.stack import StackChange, StackState
 
 #: Settings that are list parameters of the stack.
@@ -123,7 +123,7 @@ def run_deploy(
 def _deploy(
     output: Output,
     request: DeployRequest,
-    facts: Facts,
+    facts: DeployFacts,
     results: Mapping[str, CheckResult],
     *,
     asks: bool,
@@ -173,7 +173,7 @@ def _deploy(
 
 
 def _report(
-    output: Output, request: DeployRequest, facts: Facts, result: DeployResult, document: dict[str, Any]
+    output: Output, request: DeployRequest, facts: DeployFacts, result: DeployResult, document: dict[str, Any]
 ) -> int:
     from remuda.deployment.workflow import workflow_text  # noqa: PLC0415 - only at the end
 
@@ -428,7 +428,7 @@ def _request(
 ) -> DeployRequest:
     from remuda.deployment.bundles import BundleSource  # noqa: PLC0415 - AWS libraries are slow to import
     from remuda.deployment.deploy import DeployRequest  # noqa: PLC0415
-    from remuda.deployment.preflight import Wanted  # noqa: PLC0415
+    from remuda.deployment.preflight import DeployTarget  # noqa: PLC0415
     from remuda.deployment.resources import issuer_of  # noqa: PLC0415
     from remuda.deployment.template import template  # noqa: PLC0415
 
@@ -436,7 +436,7 @@ def _request(
     api_url = settings.github_api_url or _stored(stored, "GithubApiUrl")
     limit = parameters.get("MaxInstances") or _stored(stored, "MaxInstances")
     return DeployRequest(
-        wanted=Wanted(
+        wanted=DeployTarget(
             pool=settings.pool,
             scope=scope,
             vpc=vpc,
@@ -479,7 +479,7 @@ async def _describe_stack(pool: str) -> StackState | None:
         return await Stack(ports["api"], stack_name(pool), ports["clock"]).describe()
 
 
-async def _check(settings: Settings, request: DeployRequest) -> tuple[Facts, Mapping[str, CheckResult], str]:
+async def _check(settings: Settings, request: DeployRequest) -> tuple[DeployFacts, Mapping[str, CheckResult], str]:
     """Also returns the default of the repositories."""
     from remuda.deployment.preflight import Preflight  # noqa: PLC0415 - AWS libraries are slow to import
 
@@ -526,7 +526,7 @@ def change_documents(changes: Sequence[StackChange]) -> list[dict[str, str]]:
 
 
 def _base_document(
-    request: DeployRequest, facts: Facts, results: Mapping[str, CheckResult], *, dry_run: bool
+    request: DeployRequest, facts: DeployFacts, results: Mapping[str, CheckResult], *, dry_run: bool
 ) -> dict[str, Any]:
     account = facts.known_account
     return {

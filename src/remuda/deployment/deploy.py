@@ -23,7 +23,7 @@ from remuda.controlplane.doctor import run_checks
 from remuda.controlplane.operator import InstanceSelector
 from remuda.deployment.api import AwsApi
 from remuda.deployment.bundles import Bundle, BundleSource, BundleUse
-from remuda.deployment.preflight import Facts, Wanted
+from remuda.deployment.preflight import DeployFacts, DeployTarget
 from remuda.deployment.resources import Bucket, CredentialSecret, OidcProvider, SecurityGroup, SpotRole, stack_name
 from remuda.deployment.stack import FAILED_CREATION, Stack, StackChange, new_resources
 from remuda.deployment.template import template
@@ -44,7 +44,7 @@ _NO_TEMPLATE = frozenset({"InvalidLaunchTemplateName.NotFoundException", "Invali
 OUTDATED = "launched before the current launch template"
 
 
-class Progress(Protocol):
+class DeployProgress(Protocol):
     def step(self, text: str) -> None: ...
 
     def detail(self, text: str) -> None: ...
@@ -52,7 +52,7 @@ class Progress(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class DeployRequest:
-    wanted: Wanted
+    wanted: DeployTarget
     #: Parameters of the stack: settings that were given, and others.
     parameters: Mapping[str, str]
     #: The default of the parameter Repositories for a new stack.
@@ -82,7 +82,7 @@ class StackPlan:
     def key(self) -> str:
         return template_key(self.text)
 
-    def value(self, name: str, facts: Facts) -> str:
+    def value(self, name: str, facts: DeployFacts) -> str:
         if name in self.parameters:
             return self.parameters[name]
         default = str(self.template["Parameters"].get(name, {}).get("Default", ""))
@@ -100,7 +100,7 @@ class DeployResult:
     outputs: Mapping[str, str] = field(default_factory=dict)
 
 
-def plan_stack(request: DeployRequest, facts: Facts, *, secret: str, groups: str) -> StackPlan:
+def plan_stack(request: DeployRequest, facts: DeployFacts, *, secret: str, groups: str) -> StackPlan:
     """Template and parameters. `groups` are new security groups; empty if the stack or the user has some."""
     wanted = request.wanted
     made = template(facts.classes, issuer=wanted.issuer.partition("://")[2])
@@ -168,7 +168,9 @@ def per_architecture(values: Mapping[str, str]) -> str:
 class Deployment:
     """The steps. `facts` are those of the checks."""
 
-    def __init__(self, *, api: AwsApi, request: DeployRequest, facts: Facts, clock: Clock, progress: Progress) -> None:
+    def __init__(
+        self, *, api: AwsApi, request: DeployRequest, facts: DeployFacts, clock: Clock, progress: DeployProgress
+    ) -> None:
         self._api = api
         self._request = request
         self._facts = facts

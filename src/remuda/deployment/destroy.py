@@ -19,7 +19,7 @@ from remuda.controlplane.context import Context
 from remuda.controlplane.operator import InstanceSelector
 from remuda.controlplane.refresh import refresh
 from remuda.deployment.api import AwsAccount, AwsApi, tags_of
-from remuda.deployment.deploy import Progress, pool_settings, template_key
+from remuda.deployment.deploy import DeployProgress, pool_settings, template_key
 from remuda.deployment.resources import Bucket, CredentialSecret, OidcProvider, SecurityGroup, stack_name
 from remuda.deployment.stack import Stack, StackState
 from remuda.domain.errors import RemudaError, Unavailable, UserError
@@ -82,7 +82,7 @@ class _Pool:
 
 class Destruction:
     def __init__(
-        self, *, api: AwsApi, pool: str, account: AwsAccount, clock: Clock, progress: Progress, keeps_data: bool
+        self, *, api: AwsApi, pool: str, account: AwsAccount, clock: Clock, progress: DeployProgress, keeps_data: bool
     ) -> None:
         self._api = api
         self._pool = pool

@@ -14,7 +14,7 @@ from remuda.adapters.aws.ec2.options import MAX_SUBNETS, SSM_PREFIX
 from remuda.adapters.github.client import GitHubClient, GitHubDoctor
 from remuda.deployment.api import AwsAccount, AwsApi
 from remuda.deployment.bundles import Bundle, BundleSource, BundleUse
-from remuda.deployment.resources import Bucket, CredentialSecret, OidcProvider, SecurityGroup, stack_name
+from remuda.deployment.resources import Bucket, CredentialSecret, OidcProvider, SecurityGroup, SpotRole, stack_name
 from remuda.deployment.stack import Stack, StackState
 from remuda.domain.errors import RemudaError, UserError
 from remuda.domain.resources import DEFAULT_CLASSES, ResourceClass, parse_classes
@@ -69,7 +69,7 @@ FEW_ADDRESSES = 50
 
 
 @dataclass(kw_only=True)
-class Facts:
+class DeployFacts:
     """What the checks found out."""
 
     account: AwsAccount | None = None
@@ -96,7 +96,7 @@ class Facts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class DeployTarget:
     """What the person asked for. Empty values are those of the existing stack, or the defaults."""
 
     pool: str
@@ -119,7 +119,7 @@ class Preflight:
         self,
         *,
         api: AwsApi,
-        wanted: Wanted,
+        wanted: DeployTarget,
         bundles: BundleSource,
         github: Callable[[], Awaitable[GitHubClient]] | None,
         clock: Clock,
@@ -130,7 +130,7 @@ class Preflight:
         self._bundles = bundles
         self._github = github
         self._clock = clock
-        self.facts = Facts()
+        self.facts = DeployFacts()
 
     def checks(self) -> Sequence[Check]:
         after = (CREDENTIALS, STACK)
@@ -141,6 +141,7 @@ class Preflight:
             Check(name="bucket", run=self._bucket, needs=after),
             Check(name="secret", run=self._secret, needs=after),
             Check(name="oidc provider", run=self._provider, needs=after),
+            Check(name="spot role", run=self._spot_role, needs=after),
             Check(name="table", run=self._table, needs=after),
             Check(name="subnets", run=self._subnets, needs=after),
             Check(name="security group", run=self._group, needs=("subnets",)),
@@ -200,6 +201,11 @@ class Preflight:
         found = await (provider := OidcProvider(self._api, self.facts.known_account, self._wanted.issuer)).find()
         self.facts.creates["oidc provider"] = found is None
         return ok(f"{provider.arn} {'exists' if found else 'will be created'}")
+
+    async def _spot_role(self) -> CheckResult:
+        exists = await SpotRole(self._api).exists()
+        self.facts.creates["spot role"] = not exists
+        return ok(f"{SpotRole.name} {'exists' if exists else 'will be created'}")
 
     async def _table(self) -> CheckResult:
         """A table without its stack: CloudFormation could not create it."""

@@ -18,7 +18,7 @@ from botocore.exceptions import ClientError
 from remuda.adapters.aws.calls import code_of
 from remuda.config.settings import GITHUB_ISSUER
 from remuda.deployment.api import AwsAccount, AwsApi, tags_of
-from remuda.domain.errors import Unavailable, UserError
+from remuda.domain.errors import RemudaError, Unavailable, UserError
 from remuda.ports.compute import POOL_TAG
 
 AUDIENCE = "sts.amazonaws.com"
@@ -54,7 +54,7 @@ def issuer_of(api_url: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class FoundResource:
     """A resource that exists."""
 
     identifier: str
@@ -80,7 +80,7 @@ class Bucket:
     def name_of(pool: str, account: AwsAccount) -> str:
         return f"remuda-{pool}-{account.account_id}-{account.region}"
 
-    async def find(self) -> Found | None:
+    async def find(self) -> FoundResource | None:
         owner = self._account.account_id
         try:
             if (
@@ -88,20 +88,20 @@ class Bucket:
                 is None
             ):
                 return None
-        except UserError as error:
+        except RemudaError as error:
             cause = error.__cause__
             if isinstance(cause, ClientError) and code_of(cause) in _FORBIDDEN:
-                return Found(
+                return FoundResource(
                     identifier=self.name, is_ours=False, problem="it belongs to another account, or access is denied"
                 )
             raise
         answer = await self._api.find("s3", "GetBucketTagging", {"NoSuchTagSet"}, Bucket=self.name)
         if tags_of((answer or {}).get("TagSet")).get(POOL_TAG) == self._pool:
-            return Found(identifier=self.name, is_ours=True)
+            return FoundResource(identifier=self.name, is_ours=True)
         objects = await self._api.call("s3", "ListObjectsV2", Bucket=self.name, MaxKeys=1)
         # An empty bucket is what an interrupted run leaves.
         problem = f"it has objects, but not the tag {POOL_TAG}={self._pool}" if objects.get("KeyCount") else ""
-        return Found(identifier=self.name, is_ours=False, problem=problem)
+        return FoundResource(identifier=self.name, is_ours=False, problem=problem)
 
     async def ensure(self) -> bool:
         """Whether it was created or completed."""
@@ -192,12 +192,12 @@ class CredentialSecret:
         self._pool = pool
         self.name = secret_name(pool)
 
-    async def find(self) -> Found | None:
+    async def find(self) -> FoundResource | None:
         answer = await self._api.find("secretsmanager", "DescribeSecret", _NO_SECRET, SecretId=self.name)
         if answer is None:
             return None
         is_ours = tags_of(answer.get("Tags")).get(POOL_TAG) == self._pool
-        return Found(
+        return FoundResource(
             identifier=str(answer["ARN"]),
             is_ours=is_ours,
             problem="it is scheduled for deletion" if answer.get("DeletedDate") else "",
@@ -251,11 +251,11 @@ class OidcProvider:
         host = issuer.partition("://")[2]
         return f"arn:{account.partition}:iam::{account.account_id}:oidc-provider/{host}"
 
-    async def find(self) -> Found | None:
+    async def find(self) -> FoundResource | None:
         answer = await self._get()
         if answer is None:
             return None
-        return Found(identifier=self.arn, is_ours=POOL_TAG in tags_of(answer.get("Tags")))
+        return FoundResource(identifier=self.arn, is_ours=POOL_TAG in tags_of(answer.get("Tags")))
 
     async def _get(self) -> dict[str, Any] | None:
         return await self._api.find("iam", "GetOpenIDConnectProvider", _NO_ENTITY, OpenIDConnectProviderArn=self.arn)
@@ -304,22 +304,22 @@ class SecurityGroup:
         self._pool = pool
         self.name = stack_name(pool)
 
-    async def find(self, vpc: str) -> Found | None:
+    async def find(self, vpc: str) -> FoundResource | None:
         """The group of this name in the VPC."""
         return next(iter(await self._find({"Name": "vpc-id", "Values": [vpc]})), None)
 
-    async def find_all(self) -> list[Found]:
+    async def find_all(self) -> list[FoundResource]:
         """The pool's groups. A pool that was moved has one per VPC."""
         return await self._find({"Name": f"tag:{POOL_TAG}", "Values": [self._pool]})
 
-    async def _find(self, *more: dict[str, Any]) -> list[Found]:
+    async def _find(self, *more: dict[str, Any]) -> list[FoundResource]:
         filters = [{"Name": "group-name", "Values": [self.name]}, *more]
         answer = await self._api.call("ec2", "DescribeSecurityGroups", Filters=filters)
         found = []
         for group in answer.get("SecurityGroups", ()):
             is_ours = tags_of(group.get("Tags")).get(POOL_TAG) == self._pool
             problem = "" if is_ours else f"it does not have the tag {POOL_TAG}={self._pool}"
-            found.append(Found(identifier=str(group["GroupId"]), is_ours=is_ours, problem=problem))
+            found.append(FoundResource(identifier=str(group["GroupId"]), is_ours=is_ours, problem=problem))
         return found
 
     async def ensure(self, vpc: str) -> tuple[str, bool]:
@@ -358,9 +358,12 @@ class SpotRole:
     def __init__(self, api: AwsApi) -> None:
         self._api = api
 
+    async def exists(self) -> bool:
+        return await self._api.find("iam", "GetRole", _NO_ENTITY, RoleName=self.name) is not None
+
     async def ensure(self) -> bool:
         """Whether it was created."""
-        if await self._api.find("iam", "GetRole", _NO_ENTITY, RoleName=self.name) is not None:
+        if await self.exists():
             return False
         # IAM answers with InvalidInput if another process was faster.
         made = await self._api.find(

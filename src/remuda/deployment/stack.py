@@ -168,7 +168,7 @@ class Stack:
         await self._api.call("cloudformation", "ExecuteChangeSet", StackName=self.name, ChangeSetName=CHANGE_SET)
         await self.settle(report, after=before)
 
-    # Progress -------------------------------------------------------------------------------------------------
+    # DeployProgress -------------------------------------------------------------------------------------------------
 
     async def settle(self, report: Report, *, after: str | None = None) -> StackState | None:
         """Wait until no operation is in progress, and raise if it failed. None if the stack is gone.

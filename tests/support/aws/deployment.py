@@ -146,6 +146,22 @@ class EmptyAccount:
             (folder / SUMS).write_text("".join(lines), encoding="utf-8")
         return folder
 
+    def bundles_of(self, release: Path) -> Path:
+        """Bundles of a release, whose functions use these servers."""
+        folder = self.stack.folder / f"bundles-of-{release.name}"
+        folder.mkdir()
+        lines = []
+        for name in (bundle_name(use, ARCHITECTURE) for use in BundleUse):
+            content = (release / name).read_bytes()
+            if name.endswith(".zip"):
+                with zipfile.ZipFile(io.BytesIO(content)) as archive:
+                    files = {item.filename: archive.read(item) for item in archive.infolist()}
+                content = zipped(files, self._function_environment())
+            (folder / name).write_bytes(content)
+            lines.append(f"{hashlib.sha256(content).hexdigest()}  {name}\n")
+        (folder / SUMS).write_text("".join(lines), encoding="utf-8")
+        return folder
+
     def _function_environment(self) -> dict[str, str]:
         """Endpoints that the functions cannot know: ministack gives them its own for every service."""
         known = self.environment()
@@ -281,13 +297,16 @@ class EmptyAccount:
 
 def function_code(environment: Mapping[str, str]) -> bytes:
     """A bundle of the functions with this source code and these variables, without libraries."""
-    start = f"import os, sys\nsys.path.append({str(LIBRARIES)!r})\nos.environ.update({dict(environment)!r})\n"
+    return zipped(_source(), environment, f"import sys\nsys.path.append({str(LIBRARIES)!r})\n")
+
+
+def zipped(files: Mapping[str, bytes], environment: Mapping[str, str], more: str = "") -> bytes:
+    """An archive of these files. Its package sets the variables when it is imported."""
+    start = f"\n{more}import os\nos.environ.update({dict(environment)!r})\n".encode()
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, code in _source().items():
-            # Imported first, so that the modules after it find the libraries and the endpoints.
-            more = start.encode() if name == "remuda/__init__.py" else b""
-            archive.writestr(zipfile.ZipInfo(name), code + more)
+        for name, code in files.items():
+            archive.writestr(zipfile.ZipInfo(name), code + (start if name == "remuda/__init__.py" else b""))
     return content.getvalue()
 
 

@@ -220,6 +220,22 @@ def test_a_module_that_differs_between_versions_is_rejected(pip: FakePip):
         bundles.libraries("x86_64", bundles.PYTHONS)
 
 
+def test_extension_modules_keep_only_what_is_loaded():
+    header = (
+        b"\x7fELF\x02\x01" + bytes(10) + struct.pack("<HHIQQQIHHHHHH", 3, 62, 1, 0, 64, 200, 0, 64, 56, 2, 64, 5, 4)
+    )
+    segments = b"".join(
+        struct.pack("<IIQQQQQQ", 1, 5, offset, offset, offset, size, size, 4096)
+        for offset, size in ((0, 176), (176, 8))
+    )
+    module = header + segments + b"loaded!!" + b"debug information" * 10
+    stripped = bundles.without_sections(module)
+    assert stripped[64:] == segments + b"loaded!!"
+    fields = struct.unpack_from("<HHIQQQIHHHHHH", stripped, 16)
+    assert fields == (3, 62, 1, 0, 64, 0, 0, 64, 56, 2, 64, 0, 0), "without a table of sections"
+    assert bundles.without_sections(b"text") == b"text"
+
+
 FILES = {
     "lib/one.py": bundles.BundleFile(data=b"1"),
     "bin/remuda": bundles.BundleFile(data=b"#!/bin/sh", mode=0o755),

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import yaml
+from botocore.exceptions import ClientError
 
 from build import DEPLOY
 from remuda import __version__
+from remuda.adapters.aws.calls import translate
 from remuda.cli.deploy import (
     check_launch_options,
     given_parameters,
@@ -32,14 +34,15 @@ from remuda.deployment.bundles import (
     parse_sums,
 )
 from remuda.deployment.deploy import DeployRequest, choose_code, per_architecture, plan_stack
-from remuda.deployment.preflight import ACTIONS, Facts, Wanted, judge_quotas, outbound_route
-from remuda.deployment.resources import issuer_of
-from remuda.deployment.stack import StackChange, StackState, new_resources
+from remuda.deployment.preflight import ACTIONS, DeployFacts, DeployTarget, judge_quotas, outbound_route
+from remuda.deployment.resources import Bucket, issuer_of
+from remuda.deployment.stack import Stack, StackChange, StackState, new_resources
 from remuda.deployment.template import template
 from remuda.deployment.workflow import CONFIGURE_CREDENTIALS, workflow_text
-from remuda.domain.errors import UserError
+from remuda.domain.errors import Partial, UserError
 from remuda.domain.resources import DEFAULT_CLASSES, parse_classes
 from remuda.ports.doctor import CheckStatus
+from tests.support.virtual_time import AdjustableClock
 
 ACCOUNT = AwsAccount(account_id="123456789012", partition="aws", region="eu-central-1", caller="arn:aws:iam::1:user/x")
 SECRET = "arn:aws:secretsmanager:eu-central-1:123456789012:secret:remuda/ci/github-AbCdEf"
@@ -167,14 +170,14 @@ def test_issuer_follows_from_the_api(api_url: str, issuer: str) -> None:
 # Parameters of the stack ----------------------------------------------------------------------------------------------
 
 
-def facts(**changed: Any) -> Facts:
+def facts(**changed: Any) -> DeployFacts:
     bundles = tuple(
         Bundle(use=use, architecture=each, sha256=f"{use}{each}".encode().hex().ljust(64, "0")[:64])
         for use in BundleUse
         for each in ("x86_64", "arm64")
     )
     values: dict[str, Any] = {"account": ACCOUNT, "bundles": bundles, "subnets": ("subnet-1",), "image": "ami-1"}
-    return Facts(**{**values, **changed})
+    return DeployFacts(**{**values, **changed})
 
 
 def request(parameters: dict[str, str] | None = None, **changed: Any) -> DeployRequest:
@@ -201,7 +204,9 @@ def request(parameters: dict[str, str] | None = None, **changed: Any) -> DeployR
         "bundles": BundleSource("dist"),
     }
     given = {name: changed.pop(name) for name in list(changed) if name in wanted}
-    return DeployRequest(wanted=Wanted(**{**wanted, **given}), parameters=parameters or {}, **{**values, **changed})
+    return DeployRequest(
+        wanted=DeployTarget(**{**wanted, **given}), parameters=parameters or {}, **{**values, **changed}
+    )
 
 
 def test_parameters_of_a_new_stack() -> None:
@@ -392,3 +397,110 @@ def test_workflow_is_valid_and_names_the_pool() -> None:
         configure, step = jobs[name]["steps"]
         assert configure["with"]["role-to-assume"] == "arn:aws:iam::1:role/remuda-ci-workflow"
         assert (step["with"]["mode"], step["with"]["pool"]) == (name, "ci")
+
+
+# AWS ------------------------------------------------------------------------------------------------------------------
+
+
+class ScriptedApi:
+    """Answers of AWS in the order of the calls. The last one of an operation is repeated."""
+
+    def __init__(self, **answers: list[Any]) -> None:
+        self._answers = answers
+
+    async def call(self, service: str, operation: str, **_: Any) -> Any:
+        answers = self._answers[operation]
+        answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        if isinstance(answer, ClientError):
+            raise translate(answer, service, operation) from answer
+        return answer
+
+    async def find(self, service: str, operation: str, _missing: Any, **parameters: Any) -> Any:
+        return await self.call(service, operation, **parameters)
+
+
+def stack_answer(status: str) -> dict[str, Any]:
+    return {"Stacks": [{"StackStatus": status}]}
+
+
+def event(number: int, status: str, resource: str = "Table", reason: str = "") -> dict[str, Any]:
+    return {
+        "EventId": str(number),
+        "LogicalResourceId": resource,
+        "ResourceType": "AWS::DynamoDB::Table",
+        "ResourceStatus": status,
+        "ResourceStatusReason": reason,
+    }
+
+
+def events(*listed: dict[str, Any]) -> dict[str, Any]:
+    return {"StackEvents": list(listed)[::-1]}
+
+
+def scripted_stack(**answers: list[Any]) -> Stack:
+    api: Any = ScriptedApi(**answers)
+    return Stack(api, "remuda-ci", AdjustableClock(longest_sleep_s=10.0))
+
+
+async def test_operation_ends_after_its_first_event_and_the_cleanup() -> None:
+    old, start, end = event(1, "CREATE_COMPLETE"), event(2, "UPDATE_IN_PROGRESS"), event(3, "UPDATE_COMPLETE")
+    stack = scripted_stack(
+        # The first answer is the state before the operation.
+        DescribeStacks=[
+            *map(stack_answer, ("CREATE_COMPLETE", "UPDATE_IN_PROGRESS", "UPDATE_COMPLETE_CLEANUP_IN_PROGRESS")),
+            stack_answer("UPDATE_COMPLETE"),
+        ],
+        DescribeStackEvents=[events(old), events(old), events(old, start), events(old, start, end)],
+        ExecuteChangeSet=[{}],
+    )
+    lines: list[str] = []
+    await stack.apply(lines.append)
+    assert lines == ["Table: update in progress", "Table: update complete"]
+
+
+async def test_failed_operation_is_explained_by_its_first_failure() -> None:
+    cancelled = event(2, "CREATE_FAILED", "Settings", "Resource creation cancelled")
+    failed = event(3, "CREATE_FAILED", "AgentRole", "the role exists")
+    later = event(4, "CREATE_FAILED", "Table", "the table exists")
+    stack = scripted_stack(
+        DescribeStacks=[stack_answer("ROLLBACK_COMPLETE")],
+        DescribeStackEvents=[events(), events(cancelled, failed, later)],
+        ExecuteChangeSet=[{}],
+    )
+    with pytest.raises(Partial, match=r"ROLLBACK_COMPLETE: AgentRole \(AWS::DynamoDB::Table\): the role exists"):
+        await stack.apply(lambda _: None)
+
+
+async def test_change_set_without_changes_is_deleted() -> None:
+    reason = "The submitted information didn't contain changes. Submit different information to create a change set."
+    stack = scripted_stack(
+        DeleteChangeSet=[{}],
+        CreateChangeSet=[{}],
+        DescribeStacks=[stack_answer("CREATE_COMPLETE")],
+        DescribeChangeSet=[{"Status": "CREATE_PENDING"}, {"Status": "FAILED", "StatusReason": reason}],
+    )
+    assert await stack.plan(template_url="", parameters={}, kept=(), tags={}, is_new=False) == ()
+
+
+async def test_change_set_has_the_changes_of_all_pages() -> None:
+    def page(name: str, **more: str) -> dict[str, Any]:
+        change = {"Action": "Modify", "LogicalResourceId": name, "ResourceType": "X", "Replacement": "True"}
+        return {"Status": "CREATE_COMPLETE", "Changes": [{"ResourceChange": change}], **more}
+
+    stack = scripted_stack(
+        DeleteChangeSet=[{}],
+        CreateChangeSet=[{}],
+        DescribeStacks=[stack_answer("CREATE_COMPLETE")],
+        DescribeChangeSet=[page("One", NextToken="2"), page("Two")],
+    )
+    changes = await stack.plan(template_url="", parameters={}, kept=(), tags={}, is_new=False)
+    assert [(item.logical_id, item.is_replaced) for item in changes] == [("One", True), ("Two", True)]
+
+
+async def test_bucket_of_another_account_is_a_problem() -> None:
+    # HeadBucket has no body: its code is the status.
+    denied = ClientError({"Error": {"Code": "403", "Message": "Forbidden"}}, "HeadBucket")
+    api: Any = ScriptedApi(HeadBucket=[denied])
+    found = await Bucket(api, "ci", ACCOUNT).find()
+    assert found is not None
+    assert "belongs to another account" in found.problem
