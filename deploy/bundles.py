@@ -50,7 +50,7 @@ _REQUIREMENT = re.compile(r"^[^\s#].*?(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
 
 
 #: The programs of a bundle with the modules of their function `main`.
-PROGRAMS = {"remuda": "remuda.__main__", "remuda-action": "remuda.action.step"}
+PROGRAMS = {"remuda": "remuda.__main__", "remuda-action": "remuda.action.__main__"}
 PROGRAM = """import os.path
 import sys
 
