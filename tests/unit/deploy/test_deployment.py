@@ -14,6 +14,7 @@ from botocore.exceptions import ClientError
 from build import DEPLOY
 from remuda import __version__
 from remuda.adapters.aws.calls import translate
+from remuda.adapters.github.responses import parse_immutable_name
 from remuda.cli.deploy import (
     check_launch_options,
     given_parameters,
@@ -39,7 +40,7 @@ from remuda.deployment.resources import Bucket, issuer_of
 from remuda.deployment.stack import Stack, StackChange, StackState, new_resources
 from remuda.deployment.template import template
 from remuda.deployment.workflow import CONFIGURE_CREDENTIALS, workflow_text
-from remuda.domain.errors import Partial, UserError
+from remuda.domain.errors import Partial, Unavailable, UserError
 from remuda.domain.resources import DEFAULT_CLASSES, parse_classes
 from remuda.ports.doctor import CheckStatus
 from tests.support.virtual_time import AdjustableClock
@@ -165,6 +166,23 @@ def test_route_of_a_subnet(subnet: dict[str, Any], tables: list[dict[str, Any]],
 )
 def test_issuer_follows_from_the_api(api_url: str, issuer: str) -> None:
     assert issuer_of(api_url) == issuer
+
+
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        ({"name": "app", "id": 2, "owner": {"login": "acme", "id": 1}}, "acme@1/app@2"),
+        ({"login": "acme", "id": 1}, "acme@1/*"),
+    ],
+)
+def test_name_with_ids_of_a_repository_and_of_an_organization(body: dict[str, Any], name: str) -> None:
+    assert parse_immutable_name(body) == name
+
+
+@pytest.mark.parametrize("body", [{}, {"login": "acme"}, {"owner": {"login": "acme", "id": 1}}, {"owner": 1, "id": 2}])
+def test_answer_without_ids_is_refused(body: dict[str, Any]) -> None:
+    with pytest.raises(Unavailable):
+        parse_immutable_name(body)
 
 
 # Parameters of the stack ----------------------------------------------------------------------------------------------
