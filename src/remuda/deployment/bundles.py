@@ -16,6 +16,7 @@ from pathlib import Path
 
 from remuda import __version__
 from remuda.domain.errors import Unavailable, UserError
+from remuda.domain.resources import MAX_SHOWN
 
 SUMS = "SHA256SUMS"
 RELEASES = "https://github.com/your-org/remuda/releases/download"
@@ -123,6 +124,10 @@ class BundleSource:
                 response = await client.get(url)
         except httpx.HTTPError as error:
             raise Unavailable(f"{url} cannot be downloaded: {type(error).__name__}", fix=_FIX) from None
+        if insecure := [str(item.url) for item in (*response.history, response) if item.url.scheme != "https"]:
+            raise UserError(
+                f"{url} redirects to {insecure[0][:MAX_SHOWN]}, not to https://", field="--bundles", fix=_FIX
+            )
         if not response.is_success:
             raise UserError(f"{url} answers with {response.status_code}", field="--bundles", fix=_FIX)
         return response.content

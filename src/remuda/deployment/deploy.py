@@ -94,6 +94,8 @@ class DeployResult:
     #: Changes outside the stack, in words.
     done: list[str] = field(default_factory=list)
     changes: tuple[StackChange, ...] = ()
+    #: The change set with these changes.
+    change_set: str = ""
     refresh: dict[str, Any] = field(default_factory=dict)
     drained: list[str] = field(default_factory=list)
     doctor: Mapping[str, CheckResult] = field(default_factory=dict)
@@ -198,6 +200,7 @@ class Deployment:
         await self._bucket.upload(plan.key, plan.text)
         self._progress.step(f"change set of stack {self._stack.name}")
         self.result.changes = await self._create_change_set(plan)
+        self.result.change_set = self._stack.change_set
         return plan
 
     async def preview(self) -> tuple[StackChange, ...]:
@@ -302,6 +305,7 @@ class Deployment:
     async def apply(self, plan: StackPlan) -> DeployResult:
         if self.result.changes:
             self._progress.step(f"changing stack {self._stack.name}")
+            self._stack.change_set = self.result.change_set
             await self._stack.apply(self._progress.detail)
         else:
             self._progress.step(f"stack {self._stack.name} is up to date")

@@ -15,7 +15,7 @@ from remuda.adapters.github.client import GitHubClient, GitHubDoctor
 from remuda.deployment.api import AwsAccount, AwsApi
 from remuda.deployment.bundles import Bundle, BundleSource, BundleUse
 from remuda.deployment.resources import Bucket, CredentialSecret, OidcProvider, SecurityGroup, SpotRole, stack_name
-from remuda.deployment.stack import Stack, StackState
+from remuda.deployment.stack import REVIEW, Stack, StackState
 from remuda.domain.errors import RemudaError, UserError
 from remuda.domain.resources import DEFAULT_CLASSES, ResourceClass, parse_classes
 from remuda.ports.clock import Clock
@@ -164,10 +164,12 @@ class Preflight:
         name = stack_name(self._wanted.pool)
         self.facts.stack = state = await Stack(self._api, name, self._clock).describe()
         self.facts.classes = self._wanted.classes or _parse_stored(self.facts.stored("ResourceClassConfig"))
-        if state is None or not state.exists:
+        if state is None or state.status == REVIEW:
             return ok(f"{name} will be created")
         if state.tags.get(POOL_TAG, state.parameters.get("Pool")) != self._wanted.pool:
             return problem(f"stack {name} exists, but is not a stack of this pool", "choose another pool name")
+        if not state.exists:
+            return ok(f"{name} will be created again, after a creation that failed")
         if state.status == "DELETE_FAILED":
             return problem(f"stack {name} is {state.status}: {state.reason}", "run remuda destroy first")
         if state.status == "UPDATE_ROLLBACK_FAILED":
@@ -214,7 +216,7 @@ class Preflight:
             return ok("part of the stack")
         found = await self._api.find("dynamodb", "DescribeTable", _NO_TABLE, TableName=name)
         # A failed creation of the stack may not have deleted its table yet.
-        if found is None or (self.facts.stack is not None and self.facts.stack.status != "REVIEW_IN_PROGRESS"):
+        if found is None or (self.facts.stack is not None and self.facts.stack.status != REVIEW):
             return ok(f"{name} will be created")
         return problem(
             f"table {name} exists without stack {name}",

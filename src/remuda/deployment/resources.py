@@ -75,18 +75,16 @@ class Bucket:
         self._pool = pool
         self._account = account
         self.name = self.name_of(pool, account)
+        #: The bucket in calls. Names are global: another account may have taken that of a deleted bucket.
+        self._target: dict[str, Any] = {"Bucket": self.name, "ExpectedBucketOwner": account.account_id}
 
     @staticmethod
     def name_of(pool: str, account: AwsAccount) -> str:
         return f"remuda-{pool}-{account.account_id}-{account.region}"
 
     async def find(self) -> FoundResource | None:
-        owner = self._account.account_id
         try:
-            if (
-                await self._api.find("s3", "HeadBucket", _NO_BUCKET, Bucket=self.name, ExpectedBucketOwner=owner)
-                is None
-            ):
+            if await self._api.find("s3", "HeadBucket", _NO_BUCKET, **self._target) is None:
                 return None
         except RemudaError as error:
             cause = error.__cause__
@@ -95,10 +93,10 @@ class Bucket:
                     identifier=self.name, is_ours=False, problem="it belongs to another account, or access is denied"
                 )
             raise
-        answer = await self._api.find("s3", "GetBucketTagging", {"NoSuchTagSet"}, Bucket=self.name)
+        answer = await self._api.find("s3", "GetBucketTagging", {"NoSuchTagSet"}, **self._target)
         if tags_of((answer or {}).get("TagSet")).get(POOL_TAG) == self._pool:
             return FoundResource(identifier=self.name, is_ours=True)
-        objects = await self._api.call("s3", "ListObjectsV2", Bucket=self.name, MaxKeys=1)
+        objects = await self._api.call("s3", "ListObjectsV2", **self._target, MaxKeys=1)
         # An empty bucket is what an interrupted run leaves.
         problem = f"it has objects, but not the tag {POOL_TAG}={self._pool}" if objects.get("KeyCount") else ""
         return FoundResource(identifier=self.name, is_ours=False, problem=problem)
@@ -118,14 +116,14 @@ class Bucket:
         blocked = dict.fromkeys(
             ("BlockPublicAcls", "IgnorePublicAcls", "BlockPublicPolicy", "RestrictPublicBuckets"), True
         )
-        await self._api.call("s3", "PutPublicAccessBlock", Bucket=self.name, PublicAccessBlockConfiguration=blocked)
+        await self._api.call("s3", "PutPublicAccessBlock", **self._target, PublicAccessBlockConfiguration=blocked)
         rules = [{"ApplyServerSideEncryptionByDefault": {"SSEAlgorithm": "AES256"}}]
         await self._api.call(
-            "s3", "PutBucketEncryption", Bucket=self.name, ServerSideEncryptionConfiguration={"Rules": rules}
+            "s3", "PutBucketEncryption", **self._target, ServerSideEncryptionConfiguration={"Rules": rules}
         )
-        await self._api.call("s3", "PutBucketPolicy", Bucket=self.name, Policy=json.dumps(self._policy()))
+        await self._api.call("s3", "PutBucketPolicy", **self._target, Policy=json.dumps(self._policy()))
         tags = [{"Key": POOL_TAG, "Value": self._pool}]
-        await self._api.call("s3", "PutBucketTagging", Bucket=self.name, Tagging={"TagSet": tags})
+        await self._api.call("s3", "PutBucketTagging", **self._target, Tagging={"TagSet": tags})
         return True
 
     def _policy(self) -> dict[str, Any]:
@@ -145,7 +143,7 @@ class Bucket:
         }
 
     async def has(self, key: str) -> bool:
-        return await self._api.find("s3", "HeadObject", _NO_OBJECT, Bucket=self.name, Key=key) is not None
+        return await self._api.find("s3", "HeadObject", _NO_OBJECT, **self._target, Key=key) is not None
 
     async def upload(self, key: str, content: bytes | Callable[[], Awaitable[bytes]]) -> bool:
         """Store the content under a key that contains its digest. Whether it was not there yet."""
@@ -155,11 +153,11 @@ class Bucket:
             content = await content()
         digest = base64.b64encode(hashlib.sha256(content).digest()).decode()
         # S3 refuses content with another digest, so an object under the key is complete.
-        await self._api.call("s3", "PutObject", Bucket=self.name, Key=key, Body=content, ChecksumSHA256=digest)
+        await self._api.call("s3", "PutObject", **self._target, Key=key, Body=content, ChecksumSHA256=digest)
         return True
 
     async def remove(self, key: str) -> None:
-        await self._api.call("s3", "DeleteObject", Bucket=self.name, Key=key)
+        await self._api.call("s3", "DeleteObject", **self._target, Key=key)
 
     async def address(self, key: str) -> str:
         """The address of an object for CloudFormation, with the bucket in its path."""
@@ -169,7 +167,7 @@ class Bucket:
         """All objects with their versions. Versioning is off, but someone may have enabled it."""
         found = []
         for kind in ("Versions", "DeleteMarkers"):
-            async for item in self._api.items("s3", "ListObjectVersions", kind, Bucket=self.name):
+            async for item in self._api.items("s3", "ListObjectVersions", kind, **self._target):
                 version = str(item.get("VersionId") or "")
                 found.append({"Key": str(item["Key"]), **({"VersionId": version} if version else {})})
         return found
@@ -178,10 +176,10 @@ class Bucket:
         keys = await self.keys()
         for start in range(0, len(keys), _DELETE_BATCH):
             batch = {"Objects": keys[start : start + _DELETE_BATCH], "Quiet": True}
-            answer = await self._api.call("s3", "DeleteObjects", Bucket=self.name, Delete=batch)
+            answer = await self._api.call("s3", "DeleteObjects", **self._target, Delete=batch)
             for failed in answer.get("Errors") or ():
                 raise Unavailable(f"S3 does not delete {failed.get('Key')}: {failed.get('Message')}")
-        await self._api.find("s3", "DeleteBucket", _NO_BUCKET, Bucket=self.name)
+        await self._api.find("s3", "DeleteBucket", _NO_BUCKET, **self._target)
 
 
 class CredentialSecret:

@@ -79,6 +79,8 @@ class Stack:
         self._api = api
         self._clock = clock
         self.name = name
+        #: The change set that `plan` has created: another deployment at the same time uses the same name.
+        self.change_set = CHANGE_SET
 
     async def describe(self) -> StackState | None:
         answer = await self._api.find("cloudformation", "DescribeStacks", _NO_STACK, StackName=self.name)
@@ -117,7 +119,7 @@ class Stack:
             {"ParameterKey": key, "ParameterValue": value} for key, value in parameters.items()
         ]
         given += [{"ParameterKey": key, "UsePreviousValue": True} for key in kept]
-        await self._api.call(
+        made = await self._api.call(
             "cloudformation",
             "CreateChangeSet",
             StackName=self.name,
@@ -128,6 +130,7 @@ class Stack:
             Tags=[{"Key": key, "Value": value} for key, value in tags.items()],
             Capabilities=["CAPABILITY_NAMED_IAM"],
         )
+        self.change_set = str(made["Id"])
         pause_s = FIRST_PAUSE_S
         while True:
             answer = await self._describe_change_set()
@@ -146,7 +149,7 @@ class Stack:
         token: dict[str, str] = {}
         while True:
             page = await self._api.call(
-                "cloudformation", "DescribeChangeSet", StackName=self.name, ChangeSetName=CHANGE_SET, **token
+                "cloudformation", "DescribeChangeSet", StackName=self.name, ChangeSetName=self.change_set, **token
             )
             changes += page.get("Changes") or ()
             if not page.get("NextToken"):
@@ -165,7 +168,14 @@ class Stack:
     async def apply(self, report: Report) -> None:
         """Execute the change set and wait for the end."""
         before = await self._newest_event()
-        await self._api.call("cloudformation", "ExecuteChangeSet", StackName=self.name, ChangeSetName=CHANGE_SET)
+        started = await self._api.find(
+            "cloudformation", "ExecuteChangeSet", _NO_CHANGE_SET, StackName=self.name, ChangeSetName=self.change_set
+        )
+        if started is None:
+            raise UserError(
+                f"the change set of stack {self.name} is gone: another deployment has replaced it",
+                fix="run the same command again, and only one at a time",
+            )
         await self.settle(report, after=before)
 
     # DeployProgress -------------------------------------------------------------------------------------------------

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 from botocore.exceptions import ClientError
@@ -35,7 +37,7 @@ from remuda.deployment.bundles import (
     parse_sums,
 )
 from remuda.deployment.deploy import DeployRequest, choose_code, per_architecture, plan_stack
-from remuda.deployment.preflight import ACTIONS, DeployFacts, DeployTarget, judge_quotas, outbound_route
+from remuda.deployment.preflight import ACTIONS, DeployFacts, DeployTarget, Preflight, judge_quotas, outbound_route
 from remuda.deployment.resources import Bucket, issuer_of
 from remuda.deployment.stack import Stack, StackChange, StackState, new_resources
 from remuda.deployment.template import template
@@ -47,6 +49,7 @@ from tests.support.virtual_time import AdjustableClock
 
 ACCOUNT = AwsAccount(account_id="123456789012", partition="aws", region="eu-central-1", caller="arn:aws:iam::1:user/x")
 SECRET = "arn:aws:secretsmanager:eu-central-1:123456789012:secret:remuda/ci/github-AbCdEf"
+CHANGE_SET_ARN = "arn:aws:cloudformation:eu-central-1:123456789012:changeSet/remuda-deploy/1"
 PEM = "-----BEGIN RSA PRIVATE KEY-----\nkey\n-----END RSA PRIVATE KEY-----"
 
 
@@ -88,6 +91,20 @@ async def test_missing_bundles_are_named(tmp_path: Path) -> None:
         await BundleSource(str(tmp_path)).list()
     with pytest.raises(UserError, match="SHA256SUMS cannot be read: No such file"):
         await BundleSource(str(tmp_path / "none")).list()
+
+
+async def test_redirect_to_an_insecure_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    sums = "".join(f"{'a' * 64}  {name}\n" for name in NAMES)
+    targets = {"https://one.example/SHA256SUMS": "http://two.example/", "http://two.example/": "https://three.example/"}
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        target = targets.get(str(request.url))
+        return httpx.Response(302, headers={"location": target}) if target else httpx.Response(200, text=sums)
+
+    monkeypatch.setattr(httpx, "AsyncClient", partial(httpx.AsyncClient, transport=httpx.MockTransport(answer)))
+    assert len(await BundleSource("https://three.example").list()) == len(NAMES)
+    with pytest.raises(UserError, match=r"redirects to http://two.example/, not to https://"):
+        await BundleSource("https://one.example").list()
 
 
 def test_bundles_come_from_dist_only_if_it_has_this_version(tmp_path: Path) -> None:
@@ -425,8 +442,11 @@ class ScriptedApi:
 
     def __init__(self, **answers: list[Any]) -> None:
         self._answers = answers
+        #: Operations with their parameters.
+        self.calls: list[tuple[str, dict[str, Any]]] = []
 
-    async def call(self, service: str, operation: str, **_: Any) -> Any:
+    async def call(self, service: str, operation: str, **parameters: Any) -> Any:
+        self.calls.append((operation, parameters))
         answers = self._answers[operation]
         answer = answers.pop(0) if len(answers) > 1 else answers[0]
         if isinstance(answer, ClientError):
@@ -435,6 +455,10 @@ class ScriptedApi:
 
     async def find(self, service: str, operation: str, _missing: Any, **parameters: Any) -> Any:
         return await self.call(service, operation, **parameters)
+
+    async def items(self, service: str, operation: str, key: str, **parameters: Any) -> Any:
+        for item in (await self.call(service, operation, **parameters)).get(key, ()):
+            yield item
 
 
 def stack_answer(status: str) -> dict[str, Any]:
@@ -493,7 +517,7 @@ async def test_change_set_without_changes_is_deleted() -> None:
     reason = "The submitted information didn't contain changes. Submit different information to create a change set."
     stack = scripted_stack(
         DeleteChangeSet=[{}],
-        CreateChangeSet=[{}],
+        CreateChangeSet=[{"Id": CHANGE_SET_ARN}],
         DescribeStacks=[stack_answer("CREATE_COMPLETE")],
         DescribeChangeSet=[{"Status": "CREATE_PENDING"}, {"Status": "FAILED", "StatusReason": reason}],
     )
@@ -507,12 +531,72 @@ async def test_change_set_has_the_changes_of_all_pages() -> None:
 
     stack = scripted_stack(
         DeleteChangeSet=[{}],
-        CreateChangeSet=[{}],
+        CreateChangeSet=[{"Id": CHANGE_SET_ARN}],
         DescribeStacks=[stack_answer("CREATE_COMPLETE")],
         DescribeChangeSet=[page("One", NextToken="2"), page("Two")],
     )
     changes = await stack.plan(template_url="", parameters={}, kept=(), tags={}, is_new=False)
     assert [(item.logical_id, item.is_replaced) for item in changes] == [("One", True), ("Two", True)]
+
+
+async def test_only_the_planned_change_set_is_executed() -> None:
+    """Another deployment at the same time may have replaced the one of the same name."""
+    change = {"Action": "Modify", "LogicalResourceId": "One", "ResourceType": "X"}
+    api: Any = ScriptedApi(
+        DeleteChangeSet=[{}],
+        CreateChangeSet=[{"Id": CHANGE_SET_ARN}],
+        DescribeStacks=[stack_answer("CREATE_COMPLETE")],
+        DescribeStackEvents=[events()],
+        DescribeChangeSet=[{"Status": "CREATE_COMPLETE", "Changes": [{"ResourceChange": change}]}],
+        # It does not exist any more.
+        ExecuteChangeSet=[None],
+    )
+    stack = Stack(api, "remuda-ci", AdjustableClock(longest_sleep_s=10.0))
+    await stack.plan(template_url="", parameters={}, kept=(), tags={}, is_new=False)
+    with pytest.raises(UserError, match="another deployment has replaced it"):
+        await stack.apply(lambda _: None)
+    assert {
+        name: given["ChangeSetName"] for name, given in api.calls if name in {"DescribeChangeSet", "ExecuteChangeSet"}
+    } == {
+        "DescribeChangeSet": CHANGE_SET_ARN,
+        "ExecuteChangeSet": CHANGE_SET_ARN,
+    }
+
+
+@pytest.mark.parametrize("status", ["CREATE_COMPLETE", "ROLLBACK_FAILED", "CREATE_FAILED"])
+async def test_stack_of_something_else_is_a_problem(status: str) -> None:
+    api: Any = ScriptedApi(DescribeStacks=[stack_answer(status)])
+    preflight = Preflight(
+        api=api,
+        wanted=request().wanted,
+        bundles=BundleSource("dist"),
+        github=None,
+        clock=AdjustableClock(longest_sleep_s=1.0),
+    )
+    (check,) = [check for check in preflight.checks() if check.name == "stack"]
+    assert (await check.run()).message == "stack remuda-ci exists, but is not a stack of this pool"
+
+
+async def test_calls_name_the_owner_of_the_bucket() -> None:
+    versions = {"Versions": [{"Key": "agent/x", "VersionId": "null"}]}
+    api: Any = ScriptedApi(
+        HeadBucket=[None, {}],
+        GetBucketTagging=[None],
+        ListObjectsV2=[{}],
+        HeadObject=[None],
+        ListObjectVersions=[versions],
+        **{name: [{}] for name in ("CreateBucket", "PutPublicAccessBlock", "PutBucketEncryption", "PutBucketPolicy")},
+        **{name: [{}] for name in ("PutBucketTagging", "PutObject", "DeleteObject", "DeleteObjects", "DeleteBucket")},
+    )
+    bucket = Bucket(api, "ci", ACCOUNT)
+    await bucket.ensure()
+    await bucket.find()
+    await bucket.upload("agent/x", b"content")
+    await bucket.remove("agent/x")
+    await bucket.delete()
+    without = {name for name, given in api.calls if given.get("ExpectedBucketOwner") != ACCOUNT.account_id}
+    # It has no such parameter, and fails if the name is taken.
+    assert without == {"CreateBucket"}
 
 
 async def test_bucket_of_another_account_is_a_problem() -> None:
