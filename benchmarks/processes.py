@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.environment import SCOPE, BenchmarkEnvironment, BenchmarkPool
+from benchmarks.environment import ROOT, SCOPE, BenchmarkEnvironment, BenchmarkPool
 from benchmarks.figures import Figure, FigureKind, Results, median, timed
 from benchmarks.floor import Floor
 from remuda.adapters.system.clock import SystemClock
@@ -32,7 +34,7 @@ LAMBDA_MODULES = ("remuda.aws_lambda.handler", "remuda.aws_lambda.broker")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Process:
+class MeasuredProcess:
     """Resources of a process that has ended."""
 
     seconds: float
@@ -51,7 +53,7 @@ async def run(environment: BenchmarkEnvironment, _floor: Floor) -> Results:
 
 
 def _commands(environment: BenchmarkEnvironment, pool: BenchmarkPool, count: int) -> list[Figure]:
-    variables = environment.servers.environment()
+    variables = environment.servers.environment()  # Without PYTHONDONTWRITEBYTECODE.
     # A workflow has no GitHub credential: its runners register with the tokens of the pool.
     workflow = {name: value for name, value in variables.items() if name != "REMUDA_GITHUB_TOKEN"}
     common = ("--pool", pool.name)
@@ -101,21 +103,27 @@ def _commands(environment: BenchmarkEnvironment, pool: BenchmarkPool, count: int
 
 
 def _imports(times: int) -> list[Figure]:
-    """The import of each function's module, as the first invocation of a function waits for it."""
+    """The import of each function's module, for which the first invocation of a function waits.
+
+    Without the bytecode of Remuda: bundles contain none, and the folder of a function is read-only.
+    """
     figures = []
-    for module in LAMBDA_MODULES:
-        found = [measure([sys.executable, "-c", f"import {module}"], os.environ) for _ in range(times)]
-        figures.append(_time(f"process: import of {module}", found, LAMBDA_LIMIT_S, ""))
+    with tempfile.TemporaryDirectory(prefix="remuda-bench-") as folder:
+        shutil.copytree(ROOT / "src", folder, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+        variables = {**os.environ, "PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1"}
+        for module in LAMBDA_MODULES:
+            found = [measure([sys.executable, "-c", f"import {module}"], variables) for _ in range(times)]
+            figures.append(_time(f"process: import of {module}", found, LAMBDA_LIMIT_S, ""))
     return figures
 
 
-def _time(name: str, found: Sequence[Process], limit: float, predecessor: str) -> Figure:
+def _time(name: str, found: Sequence[MeasuredProcess], limit: float, predecessor: str) -> Figure:
     return timed(
         name, [each.seconds for each in found], limit=limit, predecessor=predecessor or "—", floor=None, section=SECTION
     )
 
 
-def _memory(name: str, found: Sequence[Process]) -> Figure:
+def _memory(name: str, found: Sequence[MeasuredProcess]) -> Figure:
     measured = median([each.memory_mb for each in found])
     # Like a time, it depends on the machine: on its versions of Python and the libraries.
     return Figure(
@@ -140,11 +148,11 @@ print(time.monotonic() - started, used.ru_utime + used.ru_stime, used.ru_maxrss 
 """
 
 
-def measure(command: Sequence[str], variables: Mapping[str, str]) -> Process:
+def measure(command: Sequence[str], variables: Mapping[str, str]) -> MeasuredProcess:
     """Run a command, which must succeed."""
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", _MEASURE, *command],
-        env=_with_bytecode(variables),
+        env=variables,
         stdout=subprocess.PIPE,
         check=True,
         text=True,
@@ -152,7 +160,7 @@ def measure(command: Sequence[str], variables: Mapping[str, str]) -> Process:
     seconds, cpu_s, memory_mb, status = done.stdout.split()
     if int(status):
         raise RuntimeError(f"{' '.join(command)}: status {os.waitstatus_to_exitcode(int(status))}")
-    return Process(seconds=float(seconds), cpu_s=float(cpu_s), memory_mb=float(memory_mb))
+    return MeasuredProcess(seconds=float(seconds), cpu_s=float(cpu_s), memory_mb=float(memory_mb))
 
 
 def seconds_to_first_call(command: Sequence[str], variables: Mapping[str, str]) -> float:
@@ -162,7 +170,7 @@ def seconds_to_first_call(command: Sequence[str], variables: Mapping[str, str]) 
     clock = SystemClock()
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
-        environment = {**_with_bytecode(variables), "AWS_ENDPOINT_URL": url, "AWS_ENDPOINT_URL_DYNAMODB": url}
+        environment = {**variables, "AWS_ENDPOINT_URL": url, "AWS_ENDPOINT_URL_DYNAMODB": url}
         started = clock.monotonic()
         with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
             connection, _ = server.accept()
@@ -172,8 +180,3 @@ def seconds_to_first_call(command: Sequence[str], variables: Mapping[str, str]) 
                 connection.recv(65_536)
                 connection.sendall(response)
     return seconds
-
-
-def _with_bytecode(variables: Mapping[str, str]) -> dict[str, str]:
-    # Without bytecode files, each start would compile the sources.
-    return {name: value for name, value in variables.items() if name != "PYTHONDONTWRITEBYTECODE"}

@@ -151,22 +151,25 @@ def markdown(run: BenchmarkRun) -> str:
         ),
         "",
     ]
-    for section, figures in _sections(run.results).items():
-        lines += [f"### {section}", ""] if section else []
-        lines += [
-            "| figure | predecessor | limit | measured | floor | × floor | × with waits | |",
-            "|---|---|---|---|---|---|---|---|",
-            *(f"| {' | '.join(_cells(figure))} | {'met' if figure.met else '**missed**'} |" for figure in figures),
-            "",
-            *(f"- {figure.name}: {figure.note}." for figure in figures if figure.note),
-            "",
-        ]
-    del lines[-1]
+    sections = dict(_sections(run.results))
+    lines += _figure_lines(sections.pop("", ()))
     if run.results.points:
         rule = ("--:" if justify == "right" else "---" for justify in GROWTH_COLUMNS.values())
         lines += ["", f"| {' | '.join(GROWTH_COLUMNS)} |", f"|{'|'.join(rule)}|"]
         lines += [f"| {' | '.join(_growth_cells(run.results, point))} |" for point in run.results.points]
+    for section, figures in sections.items():
+        lines += ["", f"### {section}", "", *_figure_lines(figures)]
     return "\n".join(lines)
+
+
+def _figure_lines(figures: Sequence[Figure]) -> list[str]:
+    notes = [f"- {figure.name}: {figure.note}." for figure in figures if figure.note]
+    return [
+        "| figure | predecessor | limit | measured | floor | × floor | × with waits | |",
+        "|---|---|---|---|---|---|---|---|",
+        *(f"| {' | '.join(_cells(figure))} | {'met' if figure.met else '**missed**'} |" for figure in figures),
+        *(["", *notes] if notes else ()),
+    ]
 
 
 def plots(results: Results) -> dict[str, str]:

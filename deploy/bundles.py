@@ -50,7 +50,7 @@ _REQUIREMENT = re.compile(r"^[^\s#].*?(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
 
 
 #: The programs of a bundle with the modules of their function `main`.
-PROGRAMS = {"remuda": "remuda.__main__", "remuda-action": "remuda.action.step"}
+PROGRAMS = {"remuda": "remuda.__main__", "remuda-action": "remuda.action.__main__"}
 PROGRAM = """import os.path
 import sys
 
@@ -119,7 +119,7 @@ def install(wanted: Mapping[str, str], folder: Path, architecture: str, python: 
     pip evaluates markers for this interpreter, not for `python`. So the file lists all packages without markers.
     """
     machine = ARCHITECTURES[architecture]
-    subprocess.run(
+    done = subprocess.run(
         [
             *(sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"),
             *("--no-deps", "--require-hashes", "--only-binary", ":all:", "--requirement", "/dev/stdin"),
@@ -128,8 +128,10 @@ def install(wanted: Mapping[str, str], folder: Path, architecture: str, python: 
         ],
         input="".join(wanted.values()),
         text=True,
-        check=True,
+        check=False,
     )
+    if done.returncode:
+        sys.exit(f"pip could not install the packages of {REQUIREMENTS.name}; its output is above")
 
 
 def _merge(files: dict[str, BundleFile], installed: Path) -> None:

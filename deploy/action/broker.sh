@@ -45,6 +45,12 @@ readonly PROVISION_LIMIT=930
 readonly POLL_AFTER=2 POLL_EVERY=3 POLL_LIMIT=20 MAX_POLL_FAILURES=10
 # Seconds for the request of a cancelled step: GitHub sends SIGTERM after 7.5 and SIGKILL after another 2.5.
 readonly CANCEL_LIMIT=5
+# In variables, because bash 3.2 and newer versions quote patterns differently.
+readonly POOL_PATTERN='^[a-z0-9][a-z0-9-]{0,19}$' REGION_PATTERN='^[a-z]{2,4}(-[a-z]{2,12}){1,3}-[0-9]{1,2}$'
+readonly TOKEN_PATTERN='"value"[[:space:]]*:[[:space:]]*"([A-Za-z0-9_-]+)\.([A-Za-z0-9_-]+)\.([A-Za-z0-9_-]+)"'
+readonly EXPIRY_PATTERN='"exp": *([0-9]+)' ISSUE_PATTERN='"iat": *([0-9]+)'
+readonly MESSAGE_PATTERN='"errorMessage"[[:space:]]*:[[:space:]]*"([^"]+)"'
+readonly CLI_ERROR_PATTERN='\(([A-Za-z]+)\) when calling' VERSION_PATTERN='^curl ([0-9]+)\.([0-9]+)'
 
 mode=${INPUT_MODE:-}
 title="remuda $mode"
@@ -123,16 +129,16 @@ get_token() {
     text=$(cat "$work/token$role")
     rm -f "$work/token$role"
     code=${text##*$'\n'}
-    if [ "$code" = 200 ] && [[ $text =~ \"value\"[[:space:]]*:[[:space:]]*\"([A-Za-z0-9_-]+)\.([A-Za-z0-9_-]+)\.([A-Za-z0-9_-]+)\" ]]; then
+    if [ "$code" = 200 ] && [[ $text =~ $TOKEN_PATTERN ]]; then
       token=${BASH_REMATCH[1]}.${BASH_REMATCH[2]}.${BASH_REMATCH[3]} payload=${BASH_REMATCH[2]}
       mask "$token"
       # Replaced after four fifths of its life, which is 300 s on GitHub.
       token_expires=$((SECONDS + 240))
       while [ $((${#payload} % 4)) -ne 0 ]; do payload+='='; done
       payload=$(base64 --decode <<<"$(tr '_-' '/+' <<<"$payload")" 2>/dev/null)
-      if [[ $payload =~ \"exp\":\ *([0-9]+) ]]; then
+      if [[ $payload =~ $EXPIRY_PATTERN ]]; then
         code=${BASH_REMATCH[1]}
-        if [[ $payload =~ \"iat\":\ *([0-9]+) ]]; then token_expires=$((SECONDS + (code - BASH_REMATCH[1]) * 4 / 5)); fi
+        if [[ $payload =~ $ISSUE_PATTERN ]]; then token_expires=$((SECONDS + (code - BASH_REMATCH[1]) * 4 / 5)); fi
       fi
       return 0
     fi
@@ -208,7 +214,7 @@ send_with_aws_cli() {
     printf '\n200 %s' "${text#None}"
     return 0
   fi
-  if [[ $text =~ \(([A-Za-z]+)\)\ when\ calling ]]; then
+  if [[ $text =~ $CLI_ERROR_PATTERN ]]; then
     case ${BASH_REMATCH[1]} in
       ResourceNotFoundException) status=404 ;;
       TooManyRequestsException) status=429 ;;
@@ -305,7 +311,7 @@ explain() {
     fail "$EXIT_UNAVAILABLE" "$what does not respond ($problem); run the job again, and check the network of this runner if it keeps failing"
   fi
   if [ -n "$function_error" ]; then
-    if [[ $answer =~ \"errorMessage\"[[:space:]]*:[[:space:]]*\"([^\"]+)\" ]]; then
+    if [[ $answer =~ $MESSAGE_PATTERN ]]; then
       clean "${BASH_REMATCH[1]}"
       message=$REPLY
     fi
@@ -364,7 +370,7 @@ poll() {
         was_running=yes line=$(decoded log)
         if [ "$line" != "$shown" ]; then printf '%s\n' "$line"; fi
         shown=$line
-      elif [ -n "$was_running" ]; then
+      elif [ "$REPLY" = true ] && [ -n "$was_running" ]; then
         # A dead connection goes unnoticed. End the request, so that the step asks for the result.
         sleep "$POLL_LIMIT"
         kill -- "-$(cat "$work/provision.pid")" 2>/dev/null
@@ -380,16 +386,16 @@ stop() {
 
 # Wait for the result of a provision whose connection was lost: a function continues without its client.
 follow() {
-  local failures=0
+  local failures=0 begun=''
   printf 'the connection to the broker was lost (%s); waiting for the provision\n' "$problem"
   while [ "$SECONDS" -lt "$PROVISION_LIMIT" ] && [ "$failures" -lt "$MAX_POLL_FAILURES" ]; do
     ask state "$POLL_LIMIT"
-    if [ "$result" != answered ]; then
-      failures=$((failures + 1))
-    elif field 'done' && [ "$REPLY" != false ]; then
-      return
-    else
-      failures=0 result=lost problem="no result after $PROVISION_LIMIT s"
+    if [ "$result" = answered ] && field 'done' && [ "$REPLY" = true ]; then return; fi
+    failures=$((failures + 1))
+    if [ "$result" = answered ]; then
+      if [ "$REPLY" = false ]; then failures=0 begun=yes; fi
+      result=lost problem='the request had no effect'
+      if [ -n "$begun" ]; then problem='the provision takes too long'; fi
     fi
     sleep "$POLL_EVERY" &
     wait "$!"
@@ -493,7 +499,7 @@ choose_function() {
   local suffix=amazonaws.com version
   input INPUT_AWS_REGION "${AWS_REGION:-${AWS_DEFAULT_REGION:-}}"
   region=$REPLY
-  if ! [[ $region =~ ^[a-z]{2,4}(-[a-z]{2,12}){1,3}-[0-9]{1,2}$ ]]; then
+  if ! [[ $region =~ $REGION_PATTERN ]]; then
     fail "$EXIT_REFUSED" 'aws-region is not a region such as eu-central-1; set it, or run aws-actions/configure-aws-credentials before this step'
   fi
   # As in partitions.json of botocore.
@@ -507,7 +513,7 @@ choose_function() {
   lambda_url=${lambda_url%/}/2015-03-31/functions/$function/invocations
   if [ -n "${AWS_ACCESS_KEY_ID:-}" ] && [ -n "${AWS_SECRET_ACCESS_KEY:-}" ]; then
     version=$(curl --version)
-    if [[ $version =~ ^curl\ ([0-9]+)\.([0-9]+) ]] && ((BASH_REMATCH[1] * 1000 + BASH_REMATCH[2] >= 7086)); then
+    if [[ $version =~ $VERSION_PATTERN ]] && ((BASH_REMATCH[1] * 1000 + BASH_REMATCH[2] >= 7086)); then
       signer=curl
       return
     fi
@@ -531,7 +537,7 @@ main() {
   if ! command -v curl >/dev/null; then fail "$EXIT_REFUSED" 'curl is not installed; install it on this runner'; fi
   input INPUT_POOL "${REMUDA_POOL:-default}"
   pool=$REPLY
-  if ! [[ $pool =~ ^[a-z0-9][a-z0-9-]{0,19}$ ]]; then
+  if ! [[ $pool =~ $POOL_PATTERN ]]; then
     fail "$EXIT_REFUSED" 'pool must have at most 20 lower-case letters, digits and dashes; use the name of the pool in the stack'
   fi
   read_inputs

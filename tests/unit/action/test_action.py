@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -412,3 +413,12 @@ def test_secrets_are_not_cut_into_parts_that_are_not_recognized(
     assert step.run(mode="provision", github_token=secret) == 4
     assert "eyJhbGciOi" not in step.summary()
     assert "no answer for &#42;&#42;&#42;" in step.summary()
+
+
+def test_broker_step_has_no_syntax_newer_than_the_bash_of_macos() -> None:
+    """Bash 3.2 has other rules for quotes in patterns, and none of the newer expansions and commands."""
+    text = (ROOT / "deploy" / "action" / "broker.sh").read_text(encoding="utf-8")
+    newer = (
+        r"=~ [^$]|\$\{\w+(,|\^|@)|\b(mapfile|readarray|coproc|declare -[An]|local -n|wait -n|BASHPID|EPOCH\w+)\b|&>>"
+    )
+    assert re.findall(f".*(?:{newer}).*", text) == []

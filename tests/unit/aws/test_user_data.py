@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import configparser
+import gzip
 import hashlib
 import os
 import shutil
@@ -15,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from remuda.adapters.aws.ec2.options import Ec2LaunchOptions
+from remuda.adapters.aws.ec2.template import RootDevice, digest, template_data
 from remuda.adapters.aws.user_data import MAX_BYTES, MachineLayout, build_user_data, compress
 from remuda.domain.errors import UserError
 from tests.support.fake_s3 import FakeS3, fake_s3
@@ -53,6 +56,15 @@ def test_user_data_is_valid_bash_within_the_size_limit(launch: dict[str, str]) -
     text = user_data(launch)
     assert len(compress(text)) < MAX_BYTES // 2, "scripts need the rest"
     subprocess.run(["bash", "-n"], input=text.encode(), check=True, timeout=LIMIT_S)
+
+
+def test_template_does_not_depend_on_the_version_of_zlib() -> None:
+    root = RootDevice(name="/dev/xvda", gib=8)
+    first = template_data(Ec2LaunchOptions.parse(NEEDED), user_data(), "pool", root)
+    other = {**first, "UserData": base64.b64encode(gzip.compress(user_data().encode(), 1)).decode()}
+    assert other != first
+    assert digest(other) == digest(first)  # type: ignore[arg-type]
+    assert digest(template_data(Ec2LaunchOptions.parse(NEEDED), "echo", "pool", root)) != digest(first)
 
 
 def shellcheck(text: str) -> str:

@@ -86,9 +86,8 @@ def test_requirements_are_a_part_of_the_project():
     assert required(project["optional-dependencies"]["aws"]) <= required(listed()), "add the package to bundle.in"
 
 
-@pytest.mark.parametrize("python", bundles.PYTHONS)
-@pytest.mark.parametrize("machine", bundles.ARCHITECTURES.values())
-def test_requirements_are_complete_on_every_platform(python: str, machine: str):
+def needed_packages(python: str, machine: str) -> set[str]:
+    """What the listed packages need on a platform, directly and indirectly."""
     environment = {
         "python_version": python,
         "python_full_version": f"{python}.0",
@@ -99,15 +98,28 @@ def test_requirements_are_complete_on_every_platform(python: str, machine: str):
         "implementation_name": "cpython",
         "platform_python_implementation": "CPython",
     }
-    names = set(pinned())
-    assert required(listed()) <= names, FIX
-    extras = {bundles.normalized(item.name): item.extras for item in map(Requirement, listed())}
-    for name in names:
-        for line in requires(name) or ():
-            needed = Requirement(line)
-            wanted = [{**environment, "extra": extra} for extra in ("", *extras.get(name, ()))]
-            if needed.marker is None or any(needed.marker.evaluate(each) for each in wanted):
-                assert bundles.normalized(needed.name) in names, f"{name} needs {line}: {FIX}"
+    found: set[str] = set()
+    waiting = [Requirement(line) for line in listed()]
+    while waiting:
+        requirement = waiting.pop()
+        name = bundles.normalized(requirement.name)
+        if name in found:
+            continue
+        found.add(name)
+        extras = [{**environment, "extra": extra} for extra in ("", *requirement.extras)]
+        waiting += [
+            needed
+            for needed in map(Requirement, requires(name) or ())
+            if needed.marker is None or any(needed.marker.evaluate(each) for each in extras)
+        ]
+    return found
+
+
+def test_requirements_are_what_the_listed_packages_need_on_any_platform():
+    needed = [
+        needed_packages(python, machine) for python in bundles.PYTHONS for machine in bundles.ARCHITECTURES.values()
+    ]
+    assert set(pinned()) == set().union(*needed), FIX
 
 
 def imported(path: Path) -> set[str]:
@@ -165,8 +177,9 @@ class FakePip:
     def __init__(self) -> None:
         self.calls: list[tuple[str, set[str]]] = []
         self.shared = ""
+        self.code = 0
 
-    def __call__(self, command: list[str], *, input: str, **_options: object) -> None:  # noqa: A002 - subprocess.run
+    def __call__(self, command: list[str], *, input: str, **_options: object) -> subprocess.CompletedProcess[str]:  # noqa: A002 - subprocess.run
         python = command[command.index("--python-version") + 1]
         self.calls.append((python, {line.partition("==")[0] for line in input.splitlines() if "==" in line}))
         assert command[command.index("--requirement") + 1] == "/dev/stdin"
@@ -180,6 +193,7 @@ class FakePip:
                 "aiohttp-3.14.5.dist-info/WHEEL": f"Tag: {tag}-{tag}-manylinux_2_28_x86_64",
             },
         )
+        return subprocess.CompletedProcess(command, self.code)
 
 
 @pytest.fixture
@@ -234,6 +248,12 @@ def test_extension_modules_keep_only_what_is_loaded():
     fields = struct.unpack_from("<HHIQQQIHHHHHH", stripped, 16)
     assert fields == (3, 62, 1, 0, 64, 0, 0, 64, 56, 2, 64, 0, 0), "without a table of sections"
     assert bundles.without_sections(b"text") == b"text"
+
+
+def test_packages_that_cannot_be_installed_end_the_build(pip: FakePip):
+    pip.code = 1
+    with pytest.raises(SystemExit, match="pip could not install"):
+        bundles.libraries("x86_64", ["3.11"])
 
 
 FILES = {
