@@ -370,7 +370,7 @@ poll() {
         was_running=yes line=$(decoded log)
         if [ "$line" != "$shown" ]; then printf '%s\n' "$line"; fi
         shown=$line
-      elif [ -n "$was_running" ]; then
+      elif [ "$REPLY" = true ] && [ -n "$was_running" ]; then
         # A dead connection goes unnoticed. End the request, so that the step asks for the result.
         sleep "$POLL_LIMIT"
         kill -- "-$(cat "$work/provision.pid")" 2>/dev/null
@@ -386,16 +386,16 @@ stop() {
 
 # Wait for the result of a provision whose connection was lost: a function continues without its client.
 follow() {
-  local failures=0
+  local failures=0 begun=''
   printf 'the connection to the broker was lost (%s); waiting for the provision\n' "$problem"
   while [ "$SECONDS" -lt "$PROVISION_LIMIT" ] && [ "$failures" -lt "$MAX_POLL_FAILURES" ]; do
     ask state "$POLL_LIMIT"
-    if [ "$result" != answered ]; then
-      failures=$((failures + 1))
-    elif field 'done' && [ "$REPLY" != false ]; then
-      return
-    else
-      failures=0 result=lost problem="no result after $PROVISION_LIMIT s"
+    if [ "$result" = answered ] && field 'done' && [ "$REPLY" = true ]; then return; fi
+    failures=$((failures + 1))
+    if [ "$result" = answered ]; then
+      if [ "$REPLY" = false ]; then failures=0 begun=yes; fi
+      result=lost problem='the request had no effect'
+      if [ -n "$begun" ]; then problem='the provision takes too long'; fi
     fi
     sleep "$POLL_EVERY" &
     wait "$!"

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import date, datetime
 from typing import Any
 from urllib.parse import quote as url_quote
+from urllib.parse import unquote
 
 #: Names of values that are replaced as a whole, whatever they contain.
 SENSITIVE = re.compile(
@@ -27,6 +28,8 @@ MIN_SECRET_CHARS = 8
 #: Keys of a name and of its value, in lists of pairs.
 _PAIR_NAMES, _PAIR_VALUES = ("Name", "Key", "ParameterKey", "name", "key"), ("Value", "ParameterValue", "value")
 _ASSIGNMENT = re.compile(rf"((?:[\w.-]*(?:{SENSITIVE.pattern})[\w.-]*)\s*[=:]\s*)([^\s&,;\"'}}]+)", re.IGNORECASE)
+#: A part of a URL with encoded characters.
+_URL_ENCODED = re.compile(r"[\w.~%+-]*%[0-9A-Fa-f]{2}[\w.~%+-]*")
 _KEPT_ADDRESSES = {"0.0.0.0", "127.0.0.1", "169.254.169.254", "::", "::1"}  # noqa: S104 - compared, not bound
 _OCTETS = r"\d{1,3}(?:\.\d{1,3}){3}"
 _FORMS = {
@@ -124,6 +127,14 @@ class Redactor:
         return self.text(value)
 
     def text(self, text: str) -> str:
+        return self._plain(_URL_ENCODED.sub(self._encoded, text))
+
+    def _encoded(self, found: re.Match[str]) -> str:
+        decoded = unquote(found.group())
+        redacted = self._plain(decoded)
+        return found.group() if redacted == decoded else url_quote(redacted, safe="")
+
+    def _plain(self, text: str) -> str:
         text = _ASSIGNMENT.sub(lambda found: found[1] + self._pseudonym("secret", found[2]), text)
         if self._known is None:
             self._known = self._compile_known()

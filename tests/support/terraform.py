@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ def _text(node: Node) -> str:
     return "".join(str(each) for each in node.scan_values(lambda _: True))
 
 
+@cache
 def parse(text: str) -> HclBlock:
     return _block("", (), _trees(hcl2.parses_to_tree(text))[0])
 
@@ -362,7 +363,7 @@ class TerraformPlan:
         values = [self._evaluate(each, names) for each in arguments]
         if name == "templatefile":
             return self._template(Path(values[0]).read_text("utf-8"), values[1])
-        if name == "filebase64sha256":
+        if name in {"filebase64sha256", "filesha256"}:
             return f"digest of {values[0]}"
         if name not in _FUNCTIONS:
             raise HclError(f"unknown function {name}")

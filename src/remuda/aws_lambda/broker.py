@@ -213,13 +213,15 @@ class BrokerAnswer:
     outputs: str = ""
     summary: str = ""
     is_done: bool = True
+    #: Whether there is a provision; after a lost connection, the step does not wait for one that never began.
+    is_begun: bool = True
     #: Status of the answer to a request to the function's URL.
     http_status: int = 200
 
     def document(self) -> dict[str, str]:
         return {
             "exit": str(self.exit_code),
-            "done": "true" if self.is_done else "false",
+            "done": "true" if self.is_done else "false" if self.is_begun else "none",
             "log": _encoded(self.log),
             "outputs": _encoded(self.outputs),
             "summary": _encoded(self.summary),
@@ -384,10 +386,16 @@ async def _cancel(authorized: AuthorizedRequest, context: Context, output: Broke
 
 async def _state(authorized: AuthorizedRequest, context: Context, output: BrokerOutput) -> BrokerAnswer:
     """The progress of the provision or, once it is done, the answer that the provision itself gives."""
-    progress = await read_progress(context, run_id=authorized.label, attempt=authorized.identity.run_attempt)
+    progress = await read_progress(
+        context,
+        run_id=authorized.label,
+        attempt=authorized.identity.run_attempt,
+        resource_class=authorized.settings.resource_class,
+    )
     if not progress.is_done:
         output.channel.say(progress.text)
-        return BrokerAnswer(exit_code=EXIT_OK, log=output.stream.getvalue(), is_done=False)
+        is_begun = progress.provision is not None
+        return BrokerAnswer(exit_code=EXIT_OK, log=output.stream.getvalue(), is_done=False, is_begun=is_begun)
     result = await _result(authorized, context, progress)
     if result is not None:
         return output.answer_of("provision", show_provision(output, result))

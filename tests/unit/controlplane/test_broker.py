@@ -50,7 +50,8 @@ class Answer:
     """An answer, as the step uses it."""
 
     exit: int
-    done: bool
+    #: None if there is no provision.
+    done: bool | None
     log: str
     outputs: dict[str, str]
     summary: str
@@ -63,7 +64,7 @@ class Answer:
             assert document[name].isalnum()
         return cls(
             exit=int(document["exit"]),
-            done={"true": True, "false": False}[document["done"]],
+            done={"true": True, "false": False, "none": None}[document["done"]],
             log=texts["log"],
             outputs=parse_file(texts["outputs"]),
             summary=texts["summary"],
@@ -499,7 +500,7 @@ async def test_state_shows_progress_and_then_the_result(subject: Broker) -> None
     await subject.world.warm(1)
     subject.world.behaviour.boot_s = 20.0
     none = await subject.call("state")
-    assert (none.exit, none.done) == (0, False)
+    assert (none.exit, none.done) == (0, None)
     assert none.log == "run 123 has no provision of attempt 1 yet\n"
     inputs = {"instance_count": "3", "tier": "trusted"}
     provisioning = asyncio.ensure_future(subject.call("provision", inputs=inputs))
@@ -543,10 +544,20 @@ async def test_state_of_a_failed_provision_has_its_error(subject: Broker) -> Non
     assert shown in state.annotations("error")[0]
 
 
+async def test_state_is_that_of_the_resource_class(subject: Broker) -> None:
+    """A run with two classes has two steps, each with a provision of its own."""
+    large = await subject.call("provision", inputs={"instance_count": "2"})
+    xlarge = await subject.call("provision", inputs={"resource_class": "xlarge"})
+    assert (await subject.call("state", inputs={"instance_count": "2"})).outputs == large.outputs
+    assert (await subject.call("state", inputs={"resource_class": "xlarge"})).outputs == xlarge.outputs
+    assert large.outputs != xlarge.outputs
+    assert (await subject.call("state", inputs={"resource_class": "2xlarge"})).done is None
+
+
 async def test_state_of_another_attempt_is_not_shown(subject: Broker) -> None:
     await subject.call("provision")
     state = await subject.call("state", attempt="2")
-    assert not state.done
+    assert state.done is None
     assert state.log == "run 123 has no provision of attempt 2 yet\n"
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import build
 import terraform_module
 from remuda.deployment.template import STACK_SETTINGS, template
+from tests.support.iam import IamRequest, allows
 from tests.support.terraform import HclError, TerraformModule, TerraformPlan, parse
 from tests.support.terraform_twins import (
     ACCOUNT,
@@ -90,8 +92,8 @@ def test_every_setting_of_the_stack_reaches_the_functions():
             continue
         value = (declared.kind.choices or ("7",))[0]
         parameters = {**FUNCTIONS, declared.parameter: value}
-        lines = planned(parameters)["AWS::SSM::Parameter", "/remuda/ci/settings"]["Value"]
-        assert (f"REMUDA_{declared.name.upper()}", value) in lines
+        (parameter,) = plan_of(parameters)._resource("aws_ssm_parameter", "settings")
+        assert f"REMUDA_{declared.name.upper()}={value}" in parameter["value"].splitlines()
 
 
 @pytest.mark.parametrize(
@@ -163,6 +165,17 @@ def test_every_name_is_declared_and_used(module):
 def test_the_example_gives_only_variables_of_the_module():
     (call,) = EXAMPLE.of("module")
     assert call.attributes.keys() - {"source"} <= MODULE.variables.keys()
+
+
+def test_machines_may_read_the_agent_of_the_example():
+    def bucket(kind: str, found: Mapping[str, Any]) -> dict[str, str]:
+        return {"id": found["bucket"]} if kind == "aws_s3_bucket" else {}
+
+    given = {"dist": "dist", "release": "1.0.0"}
+    agent = TerraformPlan(module=EXAMPLE, given=given, data=DATA, computed=bucket)._resource("aws_s3_object", "agent")
+    policy = planned({"Pool": "ci"})["AWS::IAM::ManagedPolicy", "remuda-ci-agent"]["PolicyDocument"]
+    request = IamRequest(action="s3:GetObject", resource=f"arn:aws:s3:::{agent['bucket']}/{agent['key']}")
+    assert allows(policy, request)
 
 
 def test_the_guide_names_only_variables_and_settings_that_exist():

@@ -3,6 +3,7 @@
 provider "aws" {}
 
 data "aws_caller_identity" "current" {}
+data "aws_region" "current" {}
 
 # Once per account. If it exists: `data "aws_iam_openid_connect_provider"`.
 resource "aws_iam_openid_connect_provider" "github" {
@@ -21,8 +22,9 @@ resource "aws_sns_topic" "alarms" {
   kms_master_key_id = "alias/aws/sns"
 }
 
+# The role of the machines may read only `agent/` of the bucket with this name.
 resource "aws_s3_bucket" "artefacts" {
-  bucket        = "remuda-ci-${data.aws_caller_identity.current.account_id}"
+  bucket        = "remuda-ci-${data.aws_caller_identity.current.account_id}-${data.aws_region.current.region}"
   force_destroy = true
 }
 
@@ -41,7 +43,7 @@ locals {
 
 resource "aws_s3_object" "agent" {
   bucket      = aws_s3_bucket.artefacts.id
-  key         = local.agent
+  key         = "agent/${local.agent}"
   source      = "${var.dist}/${local.agent}"
   source_hash = filesha256("${var.dist}/${local.agent}")
 }

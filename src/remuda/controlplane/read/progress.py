@@ -32,8 +32,13 @@ class ProvisionProgress:
         return not is_open or self.is_overdue
 
 
-async def read_progress(context: Context, *, run_id: str, attempt: int) -> ProvisionProgress:
-    provisions = [item for item in await context.store.provisions_of_run(run_id) if item.attempt == attempt]
+async def read_progress(context: Context, *, run_id: str, attempt: int, resource_class: str) -> ProvisionProgress:
+    """The progress of the newest provision of this class: a run may have one per class."""
+    provisions = [
+        item
+        for item in await context.store.provisions_of_run(run_id)
+        if (item.attempt, item.resource_class) == (attempt, resource_class)
+    ]
     if not provisions:
         return ProvisionProgress(provision=None, text=f"run {run_id} has no provision of attempt {attempt} yet")
     newest = max(provisions, key=lambda item: (item.created_at, item.provision_id))
