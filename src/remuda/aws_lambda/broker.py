@@ -392,8 +392,7 @@ async def _wait_for_start(authorized: AuthorizedRequest, context: Context) -> No
     """Wait for the record of the provision: until its function has started and written it, nothing can be stopped."""
     ended = ""
     while True:
-        attempt = authorized.identity.run_attempt
-        found = (await read_progress(context, run_id=authorized.label, attempt=attempt)).provision
+        found = (await _progress(authorized, context)).provision
         if found is not None and found.status in {ProvisionStatus.OPEN, ProvisionStatus.COMMITTED}:
             return
         # Another provision of the attempt may have ended before this one.
@@ -402,14 +401,18 @@ async def _wait_for_start(authorized: AuthorizedRequest, context: Context) -> No
         await context.clock.sleep(CANCEL_POLL_S)
 
 
-async def _state(authorized: AuthorizedRequest, context: Context, output: BrokerOutput) -> BrokerAnswer:
-    """The progress of the provision or, once it is done, the answer that the provision itself gives."""
-    progress = await read_progress(
+async def _progress(authorized: AuthorizedRequest, context: Context) -> ProvisionProgress:
+    return await read_progress(
         context,
         run_id=authorized.label,
         attempt=authorized.identity.run_attempt,
         resource_class=authorized.settings.resource_class,
     )
+
+
+async def _state(authorized: AuthorizedRequest, context: Context, output: BrokerOutput) -> BrokerAnswer:
+    """The progress of the provision or, once it is done, the answer that the provision itself gives."""
+    progress = await _progress(authorized, context)
     if not progress.is_done:
         output.channel.say(progress.text)
         is_begun = progress.provision is not None

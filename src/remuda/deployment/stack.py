@@ -21,7 +21,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 3.0
 #: Seconds within which CloudFormation must start an operation.
 START_TIMEOUT_S = 120.0
 _NO_STACK = frozenset({"ValidationError"})
-_NO_CHANGE_SET = frozenset({"ChangeSetNotFound", "ChangeSetNotFoundException", "ValidationError"})
+_CHANGE_SET_GONE = frozenset({"ChangeSetNotFound", "ChangeSetNotFoundException"})
+_NO_CHANGE_SET = _CHANGE_SET_GONE | _NO_STACK
 #: Words of the reason of a change set that failed because there is nothing to change. CloudFormation has no code for it
 #: (the AWS CLI's deploy command compares the same two texts).
 _NO_CHANGES = ("didn't contain changes", "No updates are to be performed")
@@ -172,7 +173,7 @@ class Stack:
         """Execute the change set and wait for the end."""
         before = await self._newest_event()
         started = await self._api.find(
-            "cloudformation", "ExecuteChangeSet", _NO_CHANGE_SET, StackName=self.name, ChangeSetName=self.change_set
+            "cloudformation", "ExecuteChangeSet", _CHANGE_SET_GONE, StackName=self.name, ChangeSetName=self.change_set
         )
         if started is None:
             raise UserError(
