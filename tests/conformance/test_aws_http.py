@@ -146,6 +146,27 @@ async def test_old_connection_is_not_used_again(monkeypatch: pytest.MonkeyPatch)
     assert len(server.connections) == 2
 
 
+async def test_connection_from_before_a_freeze_is_not_used_again(monkeypatch: pytest.MonkeyPatch):
+    """Lambda freezes a process between two invocations: the wall clock goes on, the monotonic one may not."""
+    server = Server(OK)
+    async with serving(server) as port, connecting(f"http://{LOOPBACK}:{port}") as http:
+        await post(http)
+        later = module._wall_s() + 60.0
+        monkeypatch.setattr(module, "_wall_s", lambda: later)
+        await post(http)
+    assert len(server.connections) == 2
+
+
+async def test_header_with_a_line_break_is_not_sent():
+    server = Server(OK)
+    async with serving(server) as port, connecting(f"http://{LOOPBACK}:{port}") as http:
+        for value in ("token\n", "token\r\nx-amz-target: Other", "\0"):
+            with pytest.raises(HTTPClientError, match="check the AWS credentials") as raised:
+                await http.post({"host": http.host, "x-amz-security-token": value}, b"{}")
+            assert "token" not in str(raised.value)
+    assert server.connections == []
+
+
 @pytest.mark.parametrize(
     ("response", "failure"),
     [

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
+import time
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 from urllib.parse import SplitResult, unquote, urlsplit
@@ -96,11 +97,12 @@ class HttpConnections:
         await asyncio.sleep(0)
 
     async def post(self, headers: Mapping[str, str], body: bytes) -> AwsHttpResponse:
+        head = self._head(headers, len(body))
         async with self._slots:
             connection = self._reused() or await self._connected()
             try:
                 async with asyncio.timeout(self._read_timeout_s):
-                    connection.writer.write(self._head(headers, len(body)) + body)
+                    connection.writer.write(head + body)
                     response, is_open = await _read_response(connection.reader)
                     _check_timeout(response)
             except TimeoutError as error:
@@ -117,7 +119,7 @@ class HttpConnections:
                 connection.writer.transport.abort()
                 raise
             if is_open:
-                self._idle.append((connection, asyncio.get_running_loop().time()))
+                self._idle.append((connection, _wall_s()))
             else:
                 connection.writer.transport.abort()
             return response
@@ -128,14 +130,18 @@ class HttpConnections:
         if self._proxy is not None and self._scheme == "http":
             target = f"http://{self.host}{self.path}"
             lines |= _proxy_authorization(self._proxy)
+        if any(char in value for value in lines.values() for char in "\r\n\0"):
+            # Such as the newline at the end of a credential: what follows it would be read as further headers.
+            raise HTTPClientError(error="a header contains a line break; check the AWS credentials")
         head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
         return f"POST {target} HTTP/1.1\r\n{head}\r\n".encode()
 
     def _reused(self) -> _Connection | None:
-        now = asyncio.get_running_loop().time()
+        now = _wall_s()
         while self._idle:
             connection, since = self._idle.pop()
-            if now - since < KEEP_ALIVE_S and not connection.reader.at_eof() and not connection.writer.is_closing():
+            is_recent = abs(now - since) < KEEP_ALIVE_S
+            if is_recent and not connection.reader.at_eof() and not connection.writer.is_closing():
                 return connection
             connection.writer.transport.abort()
         return None
@@ -176,6 +182,11 @@ class HttpConnections:
             connection.writer.transport.abort()
             raise
         return connection
+
+
+def _wall_s() -> float:
+    """The monotonic clock of a Lambda function may stop between two invocations; AWS closes connections meanwhile."""
+    return time.time()  # noqa: TID251 - the age of a connection; nothing else depends on it
 
 
 def _check_timeout(response: AwsHttpResponse) -> None:
