@@ -22,7 +22,7 @@ from remuda.adapters.aws.dynamodb.keys import role_key_prefix
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.ec2.calls import client_config
 from remuda.adapters.aws.ec2.compute import Ec2Compute
-from remuda.adapters.aws.http import HttpResponse
+from remuda.adapters.aws.http import AwsHttpResponse
 from remuda.adapters.aws.service import ServiceClient
 from remuda.adapters.aws.sqs import SqsResourcePool
 from remuda.adapters.github.client import GitHubClient
@@ -116,9 +116,9 @@ TINY = Size(
 
 def watch_requests(client: ServiceClient, sent: Callable[[str, str], None]) -> None:
     """Call `sent` with service and operation of each request of the client, from now on."""
-    post: Callable[[Mapping[str, str], bytes], Awaitable[HttpResponse]] = client.http.post
+    post: Callable[[Mapping[str, str], bytes], Awaitable[AwsHttpResponse]] = client.http.post
 
-    async def watched(headers: Mapping[str, str], body: bytes) -> HttpResponse:
+    async def watched(headers: Mapping[str, str], body: bytes) -> AwsHttpResponse:
         target = headers.get("x-amz-target") or dict(parse_qsl(body.decode()))["Action"]
         sent(client.name, target.rpartition(".")[2])
         return await post(headers, body)

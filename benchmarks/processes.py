@@ -34,7 +34,7 @@ LAMBDA_MODULES = ("remuda.aws_lambda.handler", "remuda.aws_lambda.broker")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Process:
+class MeasuredProcess:
     """Resources of a process that has ended."""
 
     seconds: float
@@ -117,13 +117,13 @@ def _imports(times: int) -> list[Figure]:
     return figures
 
 
-def _time(name: str, found: Sequence[Process], limit: float, predecessor: str) -> Figure:
+def _time(name: str, found: Sequence[MeasuredProcess], limit: float, predecessor: str) -> Figure:
     return timed(
         name, [each.seconds for each in found], limit=limit, predecessor=predecessor or "—", floor=None, section=SECTION
     )
 
 
-def _memory(name: str, found: Sequence[Process]) -> Figure:
+def _memory(name: str, found: Sequence[MeasuredProcess]) -> Figure:
     measured = median([each.memory_mb for each in found])
     # Like a time, it depends on the machine: on its versions of Python and the libraries.
     return Figure(
@@ -148,7 +148,7 @@ print(time.monotonic() - started, used.ru_utime + used.ru_stime, used.ru_maxrss 
 """
 
 
-def measure(command: Sequence[str], variables: Mapping[str, str]) -> Process:
+def measure(command: Sequence[str], variables: Mapping[str, str]) -> MeasuredProcess:
     """Run a command, which must succeed."""
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", _MEASURE, *command],
@@ -160,7 +160,7 @@ def measure(command: Sequence[str], variables: Mapping[str, str]) -> Process:
     seconds, cpu_s, memory_mb, status = done.stdout.split()
     if int(status):
         raise RuntimeError(f"{' '.join(command)}: status {os.waitstatus_to_exitcode(int(status))}")
-    return Process(seconds=float(seconds), cpu_s=float(cpu_s), memory_mb=float(memory_mb))
+    return MeasuredProcess(seconds=float(seconds), cpu_s=float(cpu_s), memory_mb=float(memory_mb))
 
 
 def seconds_to_first_call(command: Sequence[str], variables: Mapping[str, str]) -> float:

@@ -10,7 +10,7 @@ from functools import cache
 def client_context(ca_bundle: str = "") -> ssl.SSLContext:
     """The context that verifies servers with this file of certificates, by default with those of certifi.
 
-    Loading certifi's takes about 20 ms, so all clients share one context.
+    Loading certifi's takes about 30 ms, so all clients share one context.
     """
     if not ca_bundle:
         import certifi  # noqa: PLC0415 - servers without TLS need no certificates

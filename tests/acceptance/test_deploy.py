@@ -16,7 +16,7 @@ import pytest
 
 from remuda.deployment.policies import FUNCTIONS
 from remuda.deployment.resources import SpotRole
-from remuda.deployment.template import template
+from remuda.deployment.template import logs_id, template
 from remuda.domain.instance import State
 from remuda.fake_github.oidc import number_of
 from tests.smoke.recording import KEY_VARIABLE, NAMES_VARIABLE
@@ -274,7 +274,7 @@ def test_replacement_of_the_table_is_refused(account: EmptyAccount):
     assert account.call("cloudformation", describe) == []
 
 
-def test_kept_data_survives_and_is_deleted_later(account: EmptyAccount):
+def test_kept_data_is_reused_by_the_next_deployment(account: EmptyAccount):
     pool = "failed"
     result = account.destroy("--yes", "--keep-data", pool=pool)
     assert result.code == 0, result.stderr
@@ -285,10 +285,14 @@ def test_kept_data_survives_and_is_deleted_later(account: EmptyAccount):
     }
     assert set(result.document["kept"]) == kept
     assert {name.partition(" ")[0] for name in account.resources(pool)} == {"dynamodb", "logs", "secretsmanager"}
-    refused = account.deploy("--yes", pool=pool)
-    assert (refused.code, statuses(refused.document["checks"])["table"]) == (2, "problem")
+    planned = account.deploy("--dry-run", pool=pool)
+    assert {name for word, name in changes(planned.document) if word == "import"} == {"Table", *map(logs_id, FUNCTIONS)}
+    again = account.deploy("--yes", pool=pool)
+    assert again.code == 0, again.stderr
+    # The configuration of the pool is the one before, with a new security group.
+    assert set(again.document["refresh"]["changes"]) == {"security-group-ids"}
     last = account.destroy("--yes", pool=pool)
-    assert (last.code, set(last.document["deleted"])) == (0, kept), last.stderr
+    assert (last.code, kept <= set(last.document["deleted"])) == (0, True), last.stderr
     assert account.resources(pool) == []
 
 

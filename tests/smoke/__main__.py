@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from botocore.exceptions import BotoCoreError, ClientError
+
 from remuda.adapters.aws.clients import AwsClients
 from remuda.adapters.system.clock import SystemClock
 from remuda.adapters.system.prices import shipped_prices
@@ -130,7 +132,7 @@ def main() -> int:
     except (KeyboardInterrupt, asyncio.CancelledError):
         say("interrupted; everything was cleaned up, unless the lines above say otherwise")
         return EXIT_INTERRUPTED
-    except RemudaError as error:
+    except (RemudaError, BotoCoreError, ClientError) as error:
         say(f"failed: {error}")
         return EXIT_FAILED
     say(f"passed; the fixtures are in {FIXTURES.relative_to(ROOT)}: look at them before you commit them")

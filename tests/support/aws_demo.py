@@ -96,7 +96,7 @@ class DemoResults:
         self.checks.append(DemoCheck(text=text, passed=passed, detail=detail))
 
 
-class AwsEnvironment(DemoEnvironment):
+class AwsDemoEnvironment(DemoEnvironment):
     """Runs commands with the settings of an AWS stack."""
 
     def __init__(self, output: Output, stack: AwsStack) -> None:
@@ -119,7 +119,7 @@ class AwsDemo:
     def __init__(
         self,
         *,
-        environment: AwsEnvironment,
+        environment: AwsDemoEnvironment,
         context: Context,
         machines: Ec2MachineRunner,
         results: DemoResults,
@@ -376,7 +376,7 @@ def _instances(jobs: Sequence[JobView]) -> set[str]:
 
 
 async def _run_demo(output: Output, stack: AwsStack, results: DemoResults, *, short: bool) -> None:
-    environment = AwsEnvironment(output, stack)
+    environment = AwsDemoEnvironment(output, stack)
     # This process uses the same servers as the commands.
     os.environ.update({name: value for name, value in environment.variables.items() if name.startswith("AWS_")})
     settings = load({}, environ=environment.variables)

@@ -104,6 +104,10 @@ def plan_stack(request: DeployRequest, facts: DeployFacts, *, secret: str, group
     """Template and parameters. `groups` are new security groups; empty if the stack or the user has some."""
     wanted = request.wanted
     made = template(facts.classes, issuer=wanted.issuer.partition("://")[2])
+    for name, names in facts.adopted.items():
+        # CloudFormation takes over only resources that it would not delete, and whose names are written as they are.
+        made["Resources"][name] |= {"DeletionPolicy": "Retain"}
+        made["Resources"][name]["Properties"] |= names
     known = made["Parameters"]
     account = facts.known_account
     bucket = Bucket.name_of(wanted.pool, account)
@@ -206,7 +210,7 @@ class Deployment:
         secret = facts.stored("GithubSecretArn") or self._request.own_secret or "arn:new"
         plan = plan_stack(self._request, facts, secret=secret, groups="" if facts.groups else "sg-new")
         if facts.stack is None or not facts.stack.exists:
-            return new_resources(plan.template, plan.parameters)
+            return new_resources(plan.template, plan.parameters, facts.adopted)
         if facts.stack.is_busy:
             raise UserError(
                 f"stack {self._stack.name} is {facts.stack.status}",
@@ -283,6 +287,7 @@ class Deployment:
             kept=plan.kept,
             tags={POOL_TAG: self._pool},
             is_new=self._facts.stack is None or not self._facts.stack.exists,
+            adopts=bool(self._facts.adopted),
         )
         lost = [change.logical_id for change in changes if change.loses_data]
         if lost and not self._request.allow_replacement:

@@ -12,10 +12,12 @@ from remuda.adapters.aws.clients import read_parameter
 from remuda.adapters.aws.ec2.create_fleet import MAX_ZONES
 from remuda.adapters.aws.ec2.options import MAX_SUBNETS, SSM_PREFIX
 from remuda.adapters.github.client import GitHubClient, GitHubDoctor
-from remuda.deployment.api import AwsAccount, AwsApi
+from remuda.deployment.api import AwsAccount, AwsApi, tags_of
 from remuda.deployment.bundles import Bundle, BundleSource, BundleUse
+from remuda.deployment.policies import FUNCTIONS, log_group
 from remuda.deployment.resources import Bucket, CredentialSecret, OidcProvider, SecurityGroup, SpotRole, stack_name
 from remuda.deployment.stack import Stack, StackState
+from remuda.deployment.template import logs_id
 from remuda.domain.errors import RemudaError, UserError
 from remuda.domain.resources import DEFAULT_CLASSES, ResourceClass, parse_classes
 from remuda.ports.clock import Clock
@@ -81,6 +83,8 @@ class DeployFacts:
     groups: str = ""
     image: str = ""
     classes: tuple[ResourceClass, ...] = DEFAULT_CLASSES
+    #: Existing resources that a new stack takes over: their names by logical id, as properties of the template.
+    adopted: dict[str, dict[str, str]] = field(default_factory=dict)
     #: Whether the deployment will create them.
     creates: dict[str, bool] = field(default_factory=dict)
 
@@ -142,7 +146,7 @@ class Preflight:
             Check(name="secret", run=self._secret, needs=after),
             Check(name="oidc provider", run=self._provider, needs=after),
             Check(name="spot role", run=self._spot_role, needs=after),
-            Check(name="table", run=self._table, needs=after),
+            Check(name="data", run=self._data, needs=after),
             Check(name="subnets", run=self._subnets, needs=after),
             Check(name="security group", run=self._group, needs=("subnets",)),
             Check(name="image", run=self._image, needs=(*after, "bundles")),
@@ -207,19 +211,27 @@ class Preflight:
         self.facts.creates["spot role"] = not exists
         return ok(f"{SpotRole.name} {'exists' if exists else 'will be created'}")
 
-    async def _table(self) -> CheckResult:
-        """A table without its stack: CloudFormation could not create it."""
+    async def _data(self) -> CheckResult:
+        """Data without its stack, which `destroy --keep-data` has left: it becomes part of the new stack."""
         name = stack_name(self._wanted.pool)
         if self.facts.stack is not None and self.facts.stack.exists:
             return ok("part of the stack")
         found = await self._api.find("dynamodb", "DescribeTable", _NO_TABLE, TableName=name)
-        # A failed creation of the stack may not have deleted its table yet.
-        if found is None or (self.facts.stack is not None and self.facts.stack.status != "REVIEW_IN_PROGRESS"):
-            return ok(f"{name} will be created")
-        return problem(
-            f"table {name} exists without stack {name}",
-            "choose another pool name, or delete the table if its records are not needed",
+        if found is not None:
+            tags = await self._api.call("dynamodb", "ListTagsOfResource", ResourceArn=found["Table"]["TableArn"])
+            if tags_of(tags.get("Tags")).get(POOL_TAG) != self._wanted.pool:
+                return problem(f"table {name} exists, but is not a table of this pool", "choose another pool name")
+            self.facts.adopted["Table"] = {"TableName": name}
+        groups = self._api.items(
+            "logs", "DescribeLogGroups", "logGroups", logGroupNamePrefix=f"/remuda/{self._wanted.pool}/"
         )
+        known = {log_group(who).replace("<pool>", self._wanted.pool): logs_id(who) for who in FUNCTIONS}
+        async for group in groups:
+            if group["logGroupName"] in known:
+                self.facts.adopted[known[group["logGroupName"]]] = {"LogGroupName": str(group["logGroupName"])}
+        if self.facts.adopted:
+            return ok(f"{', '.join(next(iter(item.values())) for item in self.facts.adopted.values())} will be reused")
+        return ok(f"table {name} will be created")
 
     # Network --------------------------------------------------------------------------------------------------
 

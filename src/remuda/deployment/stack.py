@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,10 +107,12 @@ class Stack:
         kept: Sequence[str],
         tags: Mapping[str, str],
         is_new: bool,
+        adopts: bool = False,
     ) -> tuple[StackChange, ...]:
         """Create the change set and return its changes; none if the stack is up to date.
 
-        `kept` are the parameters that keep their values.
+        `kept` are the parameters that keep their values. With `adopts`, existing resources with the names in the
+        template become part of the stack.
         """
         await self.discard_plan()
         given: list[dict[str, Any]] = [
@@ -127,6 +129,7 @@ class Stack:
             Parameters=given,
             Tags=[{"Key": key, "Value": value} for key, value in tags.items()],
             Capabilities=["CAPABILITY_NAMED_IAM"],
+            ImportExistingResources=adopts,
         )
         pause_s = FIRST_PAUSE_S
         while True:
@@ -273,7 +276,9 @@ def _event_line(event: Mapping[str, Any]) -> str:
 # A new stack without CloudFormation ---------------------------------------------------------------------------------
 
 
-def new_resources(template: Mapping[str, Any], parameters: Mapping[str, str]) -> tuple[StackChange, ...]:
+def new_resources(
+    template: Mapping[str, Any], parameters: Mapping[str, str], adopted: Collection[str] = ()
+) -> tuple[StackChange, ...]:
     """The resources that a new stack would have, for a dry run: a change set would create an empty stack."""
     values = {
         name: parameters.get(name, str(declared.get("Default", "")))
@@ -308,7 +313,7 @@ def new_resources(template: Mapping[str, Any], parameters: Mapping[str, str]) ->
         raise ValueError(name)
 
     return tuple(
-        StackChange(action="Add", logical_id=name, resource_type=resource["Type"])
+        StackChange(action="Import" if name in adopted else "Add", logical_id=name, resource_type=resource["Type"])
         for name, resource in template["Resources"].items()
         if "Condition" not in resource or holds(conditions[resource["Condition"]])
     )

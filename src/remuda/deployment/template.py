@@ -117,7 +117,7 @@ def template(classes: Sequence[ResourceClass] = DEFAULT_CLASSES, *, issuer: str 
             # Only reviewed code on this branch may change the pool; other branches may only use it.
             "RefreshRole": _github_role("refresh", issuer, _refresh_subjects(issuer), SCHEDULED, "HasRefresh"),
             "Settings": _settings(),
-            **{_logical(who, "Logs"): _logs(who) for who in FUNCTIONS},
+            **{logs_id(who): _logs(who) for who in FUNCTIONS},
             **{name: resource for who in SCHEDULED for name, resource in _scheduled(who).items()},
             **_broker(),
             **{_logical(who, "Alarm"): _alarm(who) for who in FUNCTIONS},
@@ -447,6 +447,11 @@ def _settings() -> Resource:
     return _only_if(HAS_FUNCTIONS, settings)
 
 
+def logs_id(who: str) -> str:
+    """The logical id of a log group."""
+    return _logical(who, "Logs")
+
+
 def _logs(who: str) -> Resource:
     # Created here to set the retention: a group that Lambda creates never expires its events.
     return {
@@ -482,7 +487,7 @@ def _function(
                 "MemorySize": memory_mb,
                 "Timeout": timeout_s,
                 "ReservedConcurrentExecutions": reserved,
-                "LoggingConfig": {"LogGroup": {"Ref": _logical(who, "Logs")}, "LogFormat": "Text"},
+                "LoggingConfig": {"LogGroup": {"Ref": logs_id(who)}, "LogFormat": "Text"},
                 "Environment": {"Variables": _variables(who)},
                 "Tags": TAGS,
             },

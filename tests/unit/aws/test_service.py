@@ -11,28 +11,28 @@ from botocore.exceptions import ClientError, ConnectionClosedError, HTTPClientEr
 
 from remuda.adapters.aws import service as module
 from remuda.adapters.aws.clients import MAX_ATTEMPTS, PROTOCOLS
-from remuda.adapters.aws.http import HttpResponse
+from remuda.adapters.aws.http import AwsHttpResponse
 from remuda.adapters.aws.protocols import UnreadableResponse
 from remuda.adapters.aws.service import ServiceClient
 from remuda.adapters.aws.signature import AwsCredentials
 
-GOOD = HttpResponse(200, {"x-amzn-requestid": "r-1"}, b'{"Item": {}}')
+GOOD = AwsHttpResponse(200, {"x-amzn-requestid": "r-1"}, b'{"Item": {}}')
 CLOSED = ConnectionClosedError(endpoint_url="http://x")
 TIMEOUT = ReadTimeoutError(endpoint_url="http://x")
 
 
-def refusal(code: str, status: int = 400) -> HttpResponse:
-    return HttpResponse(status, {}, json.dumps({"__type": f"com.amazonaws#{code}", "message": "no"}).encode())
+def refusal(code: str, status: int = 400) -> AwsHttpResponse:
+    return AwsHttpResponse(status, {}, json.dumps({"__type": f"com.amazonaws#{code}", "message": "no"}).encode())
 
 
 class ScriptedHttp:
     host, path = "x", "/"
 
-    def __init__(self, *outcomes: HttpResponse | Exception) -> None:
+    def __init__(self, *outcomes: AwsHttpResponse | Exception) -> None:
         self._outcomes = list(outcomes)
         self.requests: list[tuple[Mapping[str, str], bytes]] = []
 
-    async def post(self, headers: Mapping[str, str], body: bytes) -> HttpResponse:
+    async def post(self, headers: Mapping[str, str], body: bytes) -> AwsHttpResponse:
         self.requests.append((headers, body))
         outcome = self._outcomes.pop(0) if len(self._outcomes) > 1 else self._outcomes[0]
         if isinstance(outcome, Exception):
@@ -81,8 +81,8 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         refusal("ThrottlingException"),
         refusal("TransactionInProgressException"),
         refusal("InternalServerError", 500),
-        HttpResponse(503, {}, b"<html>"),
-        HttpResponse(200, {"x-amz-crc32": "1"}, b"{}"),
+        AwsHttpResponse(503, {}, b"<html>"),
+        AwsHttpResponse(200, {"x-amz-crc32": "1"}, b"{}"),
     ],
     ids=["closed", "timeout", "throttled", "in progress", "500", "503", "checksum"],
 )
@@ -111,13 +111,13 @@ async def test_lasting_failure_is_raised(failure: Any):
     [
         (refusal("ConditionalCheckFailedException"), ClientError),
         (refusal("AccessDeniedException"), ClientError),
-        (HttpResponse(301, {}, b""), ClientError),
-        (HttpResponse(200, {}, b"<html>"), UnreadableResponse),
-        (HttpResponse(200, {}, b"[1]"), UnreadableResponse),
-        (HttpResponse(200, {}, b"[" * 100_000), UnreadableResponse),
+        (AwsHttpResponse(301, {}, b""), ClientError),
+        (AwsHttpResponse(200, {}, b"<html>"), UnreadableResponse),
+        (AwsHttpResponse(200, {}, b"[1]"), UnreadableResponse),
+        (AwsHttpResponse(200, {}, b"[" * 100_000), UnreadableResponse),
     ],
 )
-async def test_lasting_refusal_is_not_retried(answer: HttpResponse, failure: type[Exception], pauses: list[float]):
+async def test_lasting_refusal_is_not_retried(answer: AwsHttpResponse, failure: type[Exception], pauses: list[float]):
     with pytest.raises(failure):
         await Client(ScriptedHttp(answer)).call("GetItem", {})
     assert pauses == []
@@ -126,7 +126,7 @@ async def test_lasting_refusal_is_not_retried(answer: HttpResponse, failure: typ
 async def test_details_of_a_refusal():
     body = {"__type": "x#TransactionCanceledException", "Message": "no", "CancellationReasons": [{"Code": "None"}]}
     with pytest.raises(ClientError) as raised:
-        await Client(ScriptedHttp(HttpResponse(400, {}, json.dumps(body).encode()))).call("TransactWriteItems", {})
+        await Client(ScriptedHttp(AwsHttpResponse(400, {}, json.dumps(body).encode()))).call("TransactWriteItems", {})
     response: Any = raised.value.response
     assert response["Error"] == {"Code": "TransactionCanceledException", "Message": "no"}
     assert response["CancellationReasons"] == [{"Code": "None"}]

@@ -21,7 +21,7 @@ from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.ec2.compute import Ec2Compute, Ec2SpotPrices, _point
 from remuda.adapters.aws.ec2.create_fleet import launch_failure, parse_fleet
 from remuda.adapters.aws.ec2.tagged_fleet import Ec2Fleet
-from remuda.adapters.aws.http import HttpResponse
+from remuda.adapters.aws.http import AwsHttpResponse
 from remuda.adapters.aws.service import ServiceClient
 from remuda.adapters.aws.signature import AwsCredentials
 from remuda.adapters.aws.sqs import SqsResourcePool
@@ -68,11 +68,11 @@ class _FakeHttp:
         self.status, self.body, self.headers = 200, b"", {"x-amzn-requestid": "r"}
         self.fixed: dict[str, bytes] = {}
 
-    async def post(self, headers: Mapping[str, str], body: bytes) -> HttpResponse:  # noqa: ARG002 - as in the protocol
+    async def post(self, headers: Mapping[str, str], body: bytes) -> AwsHttpResponse:  # noqa: ARG002 - as in the protocol
         name = headers.get("x-amz-target", "").rpartition(".")[2]
         if name in self.fixed:
-            return HttpResponse(200, {"x-amzn-requestid": "r"}, self.fixed[name])
-        return HttpResponse(self.status, self.headers, self.body)
+            return AwsHttpResponse(200, {"x-amzn-requestid": "r"}, self.fixed[name])
+        return AwsHttpResponse(self.status, self.headers, self.body)
 
     async def close(self) -> None:
         """Nothing to close."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from botocore.exceptions import ClientError, EndpointConnectionError
 
 from remuda.adapters.system.prices import shipped_prices
 from remuda.domain.errors import UserError
+from tests.smoke import __main__ as smoke_main
 from tests.smoke.budget import (
     CLEANUP_HOURS,
     MACHINES,
@@ -23,6 +27,7 @@ from tests.smoke.budget import (
     machine_hour_usd,
     upper_limit,
 )
+from tests.smoke.sequence import SmokeFailure
 from tests.smoke.settings import read_settings
 
 PRICES = shipped_prices()
@@ -90,6 +95,28 @@ def test_the_command_refuses_with_one_sentence_and_exit_code_2(given_variables, 
     (sentence,) = done.stderr.splitlines()
     assert sentence.startswith("smoke-aws: ")
     assert next(iter(changed)) in sentence
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (EndpointConnectionError(endpoint_url="https://ec2.example"), 1),
+        (ClientError({"Error": {"Code": "UnauthorizedOperation", "Message": "no"}}, "DescribeInstances"), 1),
+        (SmokeFailure("the job failed"), 1),
+        (asyncio.CancelledError(), 130),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_failed_run_ends_with_one_sentence_and_its_exit_code(given_variables, monkeypatch, capsys, error, code):
+    async def fail(*_: Any) -> None:
+        raise error
+
+    for name, value in given_variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(smoke_main, "smoke", fail)
+    assert smoke_main.main() == code
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("smoke-aws: failed: " if code == 1 else "smoke-aws: interrupted")
 
 
 def test_the_upper_limit_covers_the_most_expensive_machines_for_the_whole_time():

@@ -33,7 +33,7 @@ DEFAULT_PORTS = {"http": 80, "https": 443}
 _WITHOUT_BODY = frozenset({204, 304})
 
 
-class HttpResponse(NamedTuple):
+class AwsHttpResponse(NamedTuple):
     status: int
     #: By lower-case name.
     headers: Mapping[str, str]
@@ -49,7 +49,7 @@ class Http(Protocol):
     @property
     def path(self) -> str: ...
 
-    async def post(self, headers: Mapping[str, str], body: bytes) -> HttpResponse:
+    async def post(self, headers: Mapping[str, str], body: bytes) -> AwsHttpResponse:
         """Send one request. Raises `ConnectionError` or `HTTPClientError` of botocore."""
         ...
 
@@ -95,7 +95,7 @@ class HttpConnections:
         # The sockets are closed by the next iteration of the event loop.
         await asyncio.sleep(0)
 
-    async def post(self, headers: Mapping[str, str], body: bytes) -> HttpResponse:
+    async def post(self, headers: Mapping[str, str], body: bytes) -> AwsHttpResponse:
         async with self._slots:
             connection = self._reused() or await self._connected()
             try:
@@ -178,7 +178,7 @@ class HttpConnections:
         return connection
 
 
-def _check_timeout(response: HttpResponse) -> None:
+def _check_timeout(response: AwsHttpResponse) -> None:
     """A server may send status 408 while it closes an unused connection: it is no response to this request."""
     if response.status == 408:
         raise ConnectionResetError("the server closed the connection")
@@ -192,24 +192,26 @@ def _check_tunnel(head: tuple[int, Mapping[str, str]]) -> None:
 # Responses ------------------------------------------------------------------------------------------------------------
 
 
-async def _read_response(reader: asyncio.StreamReader) -> tuple[HttpResponse, bool]:
+async def _read_response(reader: asyncio.StreamReader) -> tuple[AwsHttpResponse, bool]:
     """The response, and whether the connection stays open."""
     status, headers = await _read_head(reader)
     while 100 <= status < 200:
         status, headers = await _read_head(reader)
     is_open = headers.get("connection", "").lower() != "close"
     if status in _WITHOUT_BODY:
-        return HttpResponse(status, headers, b""), is_open
+        return AwsHttpResponse(status, headers, b""), is_open
     if headers.get("transfer-encoding", "").lower() == "chunked":
-        return HttpResponse(status, headers, await _read_chunks(reader)), is_open
+        return AwsHttpResponse(status, headers, await _read_chunks(reader)), is_open
     if "content-length" in headers:
-        return HttpResponse(status, headers, await reader.readexactly(_length(headers["content-length"], 10))), is_open
+        return AwsHttpResponse(
+            status, headers, await reader.readexactly(_length(headers["content-length"], 10))
+        ), is_open
     body = await reader.read(MAX_BODY + 1)
     while len(body) <= MAX_BODY and (more := await reader.read(MAX_BODY)):
         body += more
     if len(body) > MAX_BODY:
         raise _InvalidResponse("the response is too long")
-    return HttpResponse(status, headers, body), False
+    return AwsHttpResponse(status, headers, body), False
 
 
 async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:

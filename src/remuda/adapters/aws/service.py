@@ -22,7 +22,7 @@ from botocore.exceptions import (
     ReadTimeoutError,
 )
 
-from remuda.adapters.aws.http import Http, HttpResponse
+from remuda.adapters.aws.http import AwsHttpResponse, Http
 from remuda.adapters.aws.protocols import Protocol, UnreadableResponse
 from remuda.adapters.aws.signature import AwsCredentials, sign
 
@@ -140,7 +140,7 @@ def _is_retried(failure: BotoCoreError | ClientError) -> bool:
     return error.get("Code") in RETRIED_CODES or metadata["HTTPStatusCode"] in RETRIED_STATUSES
 
 
-def _check_sum(response: HttpResponse) -> None:
+def _check_sum(response: AwsHttpResponse) -> None:
     """DynamoDB sends a checksum of each response."""
     expected = response.headers.get("x-amz-crc32", "")
     if expected.isdecimal() and int(expected) != zlib.crc32(response.body):
