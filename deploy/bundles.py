@@ -62,16 +62,16 @@ sys.exit(main())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BundleKind:
+class BundleFormat:
     suffix: str
     #: Bytes.
     limit: int
 
 
 KINDS = {
-    "agent": BundleKind(suffix=".tar.gz", limit=25 * MB),
-    "direct": BundleKind(suffix=".tar.gz", limit=25 * MB),
-    "lambda": BundleKind(suffix=".zip", limit=30 * MB),
+    "agent": BundleFormat(suffix=".tar.gz", limit=25 * MB),
+    "direct": BundleFormat(suffix=".tar.gz", limit=25 * MB),
+    "lambda": BundleFormat(suffix=".zip", limit=30 * MB),
 }
 
 

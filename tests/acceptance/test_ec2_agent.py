@@ -104,6 +104,8 @@ def upload_agent(bucket: FakeS3, bundles: Path) -> dict[str, str]:
     }
 
 
+# It may build the bundle, which takes minutes on a busy machine.
+@pytest.mark.timeout(900)
 @pytest.mark.namespaces
 @requires_machines
 async def test_machine_boots_runs_jobs_is_reset_and_terminates_itself(

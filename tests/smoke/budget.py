@@ -1,7 +1,7 @@
 """The costs of a smoke run: an upper limit before it starts, and an estimate while it runs.
 
-All figures are upper limits. Prices of machines come from the table of the package; the other prices are those of
-us-east-1 in November 2026 (pricing pages of EC2, EBS, VPC, Lambda and FIS).
+All figures are upper limits. Prices of machines come from the table of the package. The other prices are list prices of
+us-east-1 that change rarely; they were not read from the pricing pages, so they are no basis for a bill.
 """
 
 from __future__ import annotations

@@ -285,7 +285,7 @@ def test_entries_have_fixed_owners_times_and_modes():
 
 
 def test_bundles_beyond_their_limits_are_rejected(pip: FakePip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    small = bundles.BundleKind(suffix=".zip", limit=1_000)
+    small = bundles.BundleFormat(suffix=".zip", limit=1_000)
     monkeypatch.setitem(bundles.KINDS, "lambda", small)
     with pytest.raises(SystemExit, match="the limit is 1000"):
         bundles.build(["lambda"], architecture="x86_64", folder=tmp_path)
