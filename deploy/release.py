@@ -79,6 +79,8 @@ def build_packages(folder: Path) -> None:
         done = subprocess.run(
             [sys.executable, "-m", "build", "--sdist", "--wheel", "--outdir", str(built), str(source)],
             env={**os.environ, "SOURCE_DATE_EPOCH": str(EPOCH_S)},
+            # setuptools writes the modes of its files into the wheel.
+            umask=0o022,
             capture_output=True,
             text=True,
             check=False,

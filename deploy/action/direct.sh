@@ -48,22 +48,23 @@ place=$cache/$digest
 if [ ! -d "$place" ]; then
   draft=$(mktemp -d "$cache/draft.XXXXXX")
   trap 'rm -rf "$draft"' EXIT
+  archive=$draft/bundle
   case $bundle in
     https://*)
-      # To the log, not the step's result.
-      curl -q --silent --show-error --fail --location --proto '=https' --retry 3 --max-time 120 --output "$draft/bundle" "$bundle" ||
+      curl -q --silent --show-error --fail --location --proto '=https' --retry 3 --max-time 120 --output "$archive" "$bundle" ||
         fail 4 'the bundle cannot be downloaded; the message of curl is in the log above'
       ;;
     *://*) fail 2 'direct-bundle must be a path or a URL that starts with https://' ;;
     *)
       [ -f "$bundle" ] || fail 2 'direct-bundle does not exist; give the path of a bundle, or omit it'
-      cp "$bundle" "$draft/bundle"
+      archive=$bundle
       ;;
   esac
-  sha256sum --quiet --check <<<"$digest  $draft/bundle" >/dev/null 2>&1 ||
+  sha256sum --quiet --check <<<"$digest  $archive" >/dev/null 2>&1 ||
     fail 2 'the digest of the bundle is not direct-bundle-sha256; nothing was executed'
   mkdir "$draft/files"
-  tar --extract --gzip --no-same-owner --file "$draft/bundle" --directory "$draft/files"
+  # --force-local: a colon in the path does not name a host.
+  tar --extract --gzip --no-same-owner --force-local --file "$archive" --directory "$draft/files"
   # Atomic. Fails if another job was faster, whose files are the same.
   mv --no-target-directory "$draft/files" "$place" 2>/dev/null || [ -d "$place" ]
   rm -rf "$draft"

@@ -95,6 +95,16 @@ def test_changed_settings_change_only_what_depends_on_them(account: EmptyAccount
     assert result.code == 0, result.stderr
     assert changes(result.document) == {("change", "Settings")}
     assert result.document["refresh"]["changes"] == {"max-uses": [50, 7]}
+    # A change that is declined leaves nothing.
+    arguments = account.arguments("--max-uses", "9", pool="whole")
+    code, shown = account.run_on_terminal(arguments, {"change stack remuda-whole?": "n"})
+    assert (code, "the stack was not changed" in shown) == (2, True), shown
+
+    async def change_sets(client: Any) -> list[Any]:
+        found: list[Any] = (await client.list_change_sets(StackName="remuda-whole"))["Summaries"]
+        return [item for item in found if item["ExecutionStatus"] == "AVAILABLE"]
+
+    assert account.call("cloudformation", change_sets) == []
     # Settings that are not given keep their values.
     again = account.deploy("--yes", pool="whole")
     assert (again.document["changes"], again.document["refresh"]["changes"]) == ([], {})
@@ -110,6 +120,8 @@ def test_missing_values_are_named_together(account: EmptyAccount):
     assert "--github-scope is missing" in message
     assert "no GitHub credential is given" in message
     assert account.resources("none") == []
+    refused = account.deploy(pool="none")
+    assert (refused.code, refused.document["error"]["field"]) == (2, "--yes")
 
 
 def test_values_are_asked_for_on_a_terminal(account: EmptyAccount):

@@ -94,6 +94,8 @@ def run_deploy(
         from remuda.deployment.bundles import BundleSource, check_location  # noqa: PLC0415 - AWS libraries are slow
 
     asks = sys.stdin.isatty() and not confirmed
+    if not (asks or confirmed or dry_run):
+        raise _no_confirmation()
     extra = parse_parameters(parameter)
     credential = read_credential(settings, github_token, github_app_key)
     source = check_location(bundles) if bundles else BundleSource.default()
@@ -157,10 +159,18 @@ def _deploy(
             deployment = Deployment(**await _ports(stack), request=request, facts=facts, progress=progress)
             return await deployment.stage(), deployment.result
 
+    async def discard() -> None:
+        async with AsyncExitStack() as stack:
+            await Deployment(**await _ports(stack), request=request, facts=facts, progress=progress).discard()
+
     plan, staged = run_async(stage, on_interrupt_message=_INTERRUPTED)
     if not is_new and staged.changes:
         _show_changes(output, staged.changes)
-        _confirm(f"change stack remuda-{request.wanted.pool}?", asks=asks, confirmed=confirmed)
+        try:
+            _confirm(f"change stack remuda-{request.wanted.pool}?", asks=asks, confirmed=confirmed)
+        except (UserError, click.Abort):
+            run_async(discard)
+            raise
 
     async def apply() -> DeployResult:
         async with AsyncExitStack() as stack:
@@ -539,14 +549,16 @@ def _base_document(
     }
 
 
+def _no_confirmation() -> UserError:
+    return UserError(
+        "confirmation is required, but standard input is not a terminal", field="--yes", fix="pass --yes, or --dry-run"
+    )
+
+
 def _confirm(question: str, *, asks: bool, confirmed: bool, default: bool = True) -> None:
     if confirmed:
         return
     if not asks:
-        raise UserError(
-            "confirmation is required, but standard input is not a terminal",
-            field="--yes",
-            fix="pass --yes, or --dry-run",
-        )
+        raise _no_confirmation()
     if not click.confirm(question, default=default, err=True):
         raise UserError("the stack was not changed", field="--yes", fix="answer y, or pass --yes")
