@@ -124,6 +124,11 @@ def test_missing_values_are_named_together(account: EmptyAccount):
     assert (refused.code, refused.document["error"]["field"]) == (2, "--yes")
 
 
+def test_github_without_https_is_refused_because_of_its_oidc_tokens(account: EmptyAccount):
+    result = account.deploy("--dry-run", pool="none", GITHUB_API_URL="http://github.example/api/v3")
+    assert (result.code, result.document["error"]["field"]) == (2, "--github-api-url"), result.stderr
+
+
 def test_values_are_asked_for_on_a_terminal(account: EmptyAccount):
     arguments = ["deploy", "--dry-run", "--bundles", str(account.bundles()), "--ami", account.stack.launch["ami"]]
     answers = {"name of the pool": "asked", "organization or owner/repo": SCOPE, "GitHub token": "wrong-token"}

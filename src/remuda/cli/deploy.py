@@ -17,7 +17,7 @@ from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.cli.output import Output, table
 from remuda.cli.read import check_document, check_lines, check_table
 from remuda.cli.run import EXIT_OK, plural, run_async
-from remuda.config.declaration import flag, is_secret_arn
+from remuda.config.declaration import InvalidValue, flag, is_secret_arn
 from remuda.config.settings import SETTINGS, Settings
 from remuda.config.sources import read_private_key
 from remuda.controlplane.doctor import exit_code, run_checks
@@ -439,7 +439,6 @@ def _request(
     from remuda.deployment.bundles import BundleSource  # noqa: PLC0415 - AWS libraries are slow to import
     from remuda.deployment.deploy import DeployRequest  # noqa: PLC0415
     from remuda.deployment.preflight import DeployTarget  # noqa: PLC0415
-    from remuda.deployment.resources import issuer_of  # noqa: PLC0415
     from remuda.deployment.template import template  # noqa: PLC0415
 
     classes = settings.resource_class_config if settings.given("resource_class_config") else None
@@ -455,7 +454,7 @@ def _request(
             image=settings.ami,
             classes=classes,
             max_instances=int(limit) if limit else settings.max_instances,
-            issuer=parameters.get("OidcIssuer") or _stored(stored, "OidcIssuer") or issuer_of(api_url),
+            issuer=parameters.get("OidcIssuer") or _stored(stored, "OidcIssuer") or _checked_issuer(api_url),
             has_credential=credential.credential is not None,
             has_own_secret=bool(credential.secret_arn),
             resource_types=frozenset(item["Type"] for item in template()["Resources"].values()),
@@ -468,6 +467,21 @@ def _request(
         api_url=api_url,
         bundles=BundleSource.default(),
     )
+
+
+def _checked_issuer(api_url: str) -> str:
+    """The issuer of an installation of GitHub. The functions accept the same ones."""
+    from remuda.deployment.resources import issuer_of  # noqa: PLC0415 - AWS libraries are slow to import
+
+    issuer = issuer_of(api_url)
+    try:
+        return str(SETTINGS["oidc_issuer"].kind.parse(issuer))
+    except InvalidValue:
+        raise UserError(
+            f"--github-api-url is {api_url[:MAX_SHOWN]!r}, but OIDC tokens need an issuer with https",
+            field="--github-api-url",
+            fix="give the https URL of the API, or --oidc-issuer",
+        ) from None
 
 
 # Calls --------------------------------------------------------------------------------------------------------------
