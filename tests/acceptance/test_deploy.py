@@ -91,9 +91,11 @@ def test_deploy_creates_a_pool_that_doctor_finds_healthy_and_again_changes_nothi
 
 
 def test_changed_settings_change_only_what_depends_on_them(account: EmptyAccount):
-    result = account.deploy("--yes", "--max-uses", "7", pool="whole")
+    result = account.deploy("--yes", "--max-uses", "7", "--environments", "prod,test", pool="whole")
     assert result.code == 0, result.stderr
-    assert changes(result.document) == {("change", "Settings")}
+    assert changes(result.document) == {("change", "Settings"), ("change", "WorkflowRole")}
+    # Without it, the workflow could not assume the role.
+    assert '    environment: "prod"\n' in result.document["workflow"]
     assert result.document["refresh"]["changes"] == {"max-uses": [50, 7]}
     # A change that is declined leaves nothing.
     arguments = account.arguments("--max-uses", "9", pool="whole")

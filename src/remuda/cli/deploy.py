@@ -179,19 +179,24 @@ def _deploy(
             return await deployment.apply(plan)
 
     result = run_async(apply, on_interrupt_message=_INTERRUPTED)
-    return _report(output, request, facts, result, document)
+    environment = plan.value("Environments", facts).split(",")[0]
+    document["workflow"] = _workflow(request.wanted.pool, facts, result.outputs, environment)
+    return _report(output, result, document)
 
 
-def _report(
-    output: Output, request: DeployRequest, facts: DeployFacts, result: DeployResult, document: dict[str, Any]
-) -> int:
+def _workflow(pool: str, facts: DeployFacts, outputs: Mapping[str, str], environment: str) -> str:
+    """The workflow to paste; empty if the stack has no role for workflows."""
     from remuda.deployment.workflow import workflow_text  # noqa: PLC0415 - only at the end
 
+    role = outputs.get("WorkflowRoleArn", "")
+    region = facts.known_account.region
+    return workflow_text(pool=pool, region=region, role=role, environment=environment) if role else ""
+
+
+def _report(output: Output, result: DeployResult, document: dict[str, Any]) -> int:
     _show_checks(output, result.doctor)
-    role = result.outputs.get("WorkflowRoleArn", "")
-    text = workflow_text(pool=request.wanted.pool, region=facts.known_account.region, role=role) if role else ""
-    if text:
-        output.say(f"pool {request.wanted.pool} is ready; a workflow that uses it, for .github/workflows/ci.yml:\n")
+    if text := document["workflow"]:
+        output.say(f"pool {document['pool']} is ready; a workflow that uses it, for .github/workflows/ci.yml:\n")
         if not output.as_json:
             sys.stdout.write(text)
     output.result(
@@ -203,7 +208,6 @@ def _report(
             "drained": result.drained,
             "doctor": [check_document(name, item) for name, item in result.doctor.items()],
             "outputs": dict(result.outputs),
-            "workflow": text,
         }
     )
     return exit_code(result.doctor.values())

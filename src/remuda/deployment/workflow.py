@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from remuda import __version__
 
 #: Pinned like in deploy/workflows.
@@ -16,7 +18,7 @@ permissions: {{}}
 jobs:
   provision:
     runs-on: ubuntu-latest
-    permissions:
+{environment}    permissions:
       id-token: write # proves to AWS and to the pool which run this is
     outputs:
       label: ${{{{ steps.remuda.outputs.label }}}}
@@ -42,7 +44,7 @@ jobs:
     needs: [provision, test]
     if: always()
     runs-on: ubuntu-latest
-    permissions:
+{environment}    permissions:
       id-token: write
     steps:
       - uses: {configure}
@@ -56,5 +58,13 @@ jobs:
 """
 
 
-def workflow_text(*, pool: str, region: str, role: str) -> str:
-    return _TEMPLATE.format(configure=CONFIGURE_CREDENTIALS, role=role, region=region, pool=pool, version=__version__)
+def workflow_text(*, pool: str, region: str, role: str, environment: str = "") -> str:
+    """`environment` is a GitHub environment, if only jobs in some of them may use the pool."""
+    return _TEMPLATE.format(
+        configure=CONFIGURE_CREDENTIALS,
+        role=role,
+        region=region,
+        pool=pool,
+        version=__version__,
+        environment=f"    environment: {json.dumps(environment)}\n" if environment else "",
+    )

@@ -428,10 +428,22 @@ def test_workflow_is_valid_and_names_the_pool() -> None:
     assert CONFIGURE_CREDENTIALS in (DEPLOY / "workflows" / "matrix.yml").read_text(encoding="utf-8")
     assert set(jobs) == {"provision", "test", "release"}
     assert jobs["release"]["needs"] == ["provision", "test"]
+    assert "environment" not in text
     for name in ("provision", "release"):
         configure, step = jobs[name]["steps"]
         assert configure["with"]["role-to-assume"] == "arn:aws:iam::1:role/remuda-ci-workflow"
         assert (step["with"]["mode"], step["with"]["pool"]) == (name, "ci")
+
+
+def test_workflow_of_a_pool_for_environments_runs_in_one() -> None:
+    text = workflow_text(pool="ci", region="eu-central-1", role="arn:aws:iam::1:role/r", environment="it's: prod")
+    jobs = yaml.safe_load(text)["jobs"]
+    # Jobs on the pool's runners need no credentials.
+    assert {name: job.get("environment") for name, job in jobs.items()} == {
+        "provision": "it's: prod",
+        "test": None,
+        "release": "it's: prod",
+    }
 
 
 # AWS ------------------------------------------------------------------------------------------------------------------
