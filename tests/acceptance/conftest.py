@@ -27,6 +27,7 @@ LONG_FILES = (
     "test_action.py",
     "test_broker.py",
     "test_deploy.py",
+    "test_new_user.py",
     "test_lambda.py",
     "test_attacks.py",
     "test_ec2_agent.py",

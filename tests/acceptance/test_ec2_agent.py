@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 import pytest
 
 from remuda.fake_github.client import JobView
-from tests.support.aws.ec2 import LINUX_AMI, PROFILE, Ec2Server, describe_instances
-from tests.support.aws.ec2_machines import LIMIT_S, MachineStack
-from tests.support.aws.servers import REGION, ROOT
+from tests.support.aws.ec2 import LINUX_AMI, Ec2Server, describe_instances
+from tests.support.aws.ec2_machines import LIMIT_S, MachineStack, machine_bucket, until
+from tests.support.aws.servers import ROOT
 from tests.support.bundle_builds import shared_bundles
 from tests.support.cli import run_installed
-from tests.support.fake_s3 import FakeS3, fake_s3
+from tests.support.fake_s3 import FakeS3
 from tests.support.namespace_machine.machine import NamespaceMachine, unsupported_reason
-from tests.support.user_data import CREDENTIALS, fake_imds
+from tests.support.user_data import fake_imds
 
 requires_machines = pytest.mark.skipif(bool(unsupported_reason()), reason=unsupported_reason())
 #: A job step that uses what jobs have, and tries to read, as root, what they must not.
@@ -79,19 +75,8 @@ def found(job: JobView) -> list[str]:
 
 @pytest.fixture
 def bucket(machine_stack: MachineStack) -> Iterator[FakeS3]:
-    """A bucket that accepts the role of every machine."""
-    host = urlsplit(machine_stack.stack.ec2.url).hostname
-
-    def find_credentials(key: str) -> Mapping[str, str] | None:
-        found = [json.loads(imds.values[CREDENTIALS + PROFILE]) for imds in machine_stack.runner.metadata.values()]
-        return next((item for item in found if item["AccessKeyId"] == key), None)
-
-    with (
-        socket.create_server((str(host), 0)) as listening,
-        fake_s3(REGION, find_credentials, listening) as server,
-    ):
-        server.url = f"http://{host}:{listening.getsockname()[1]}"
-        yield server
+    with machine_bucket(machine_stack) as made:
+        yield made
 
 
 def upload_agent(bucket: FakeS3, bundles: Path) -> dict[str, str]:
@@ -155,13 +140,6 @@ async def test_machine_boots_runs_jobs_is_reset_and_terminates_itself(
         await until(
             lambda: machine_stack.stack.ec2.requests().get("TerminateInstances", 0) > terminations, machine.console
         )
-
-
-async def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline, what
-        await asyncio.sleep(0.05)
 
 
 def test_agent_that_cannot_start_reports_the_reason_in_one_line() -> None:

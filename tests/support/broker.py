@@ -52,7 +52,7 @@ class BrokerStack:
     def job(self, run_id: str, *, head_repository: str = "", **variables: str) -> ActionJob:
         """A job on a hosted runner, with the credentials of the workflow role. Only the broker's server is known."""
         environment = {
-            "PATH": str(self.programs()),
+            "PATH": str(program_folder(self.folder / "programs")),
             "AWS_REGION": REGION,
             "AWS_ENDPOINT_URL_LAMBDA": self.server.url,
             **self.role.environment(),
@@ -72,17 +72,6 @@ class BrokerStack:
             head_repository=head_repository,
         )
 
-    def programs(self) -> Path:
-        """A search path with the programs that the step requires, and no others."""
-        folder = self.folder / "programs"
-        if not folder.exists():
-            folder.mkdir()
-            for name in PROGRAMS:
-                found = shutil.which(name)
-                assert found, f"{name} is not installed"
-                (folder / name).symlink_to(found)
-        return folder
-
     def add_function(self, pool: str, **changed: str) -> LambdaFunction:
         """Another function of this package."""
         function = LambdaFunction(
@@ -92,6 +81,17 @@ class BrokerStack:
             folder=self.function.folder,
         )
         return self.server.add(function)
+
+
+def program_folder(folder: Path) -> Path:
+    """A search path with the programs that the step requires, and no others."""
+    if not folder.exists():
+        folder.mkdir()
+        for name in PROGRAMS:
+            found = shutil.which(name)
+            assert found, f"{name} is not installed"
+            (folder / name).symlink_to(found)
+    return folder
 
 
 def workflow_role(pool: str, key: str = "ASIAWORKFLOW") -> AssumedRole:

@@ -7,6 +7,7 @@ is a server of its own, because ministack has none.
 from __future__ import annotations
 
 import asyncio
+import gzip
 import hashlib
 import io
 import json
@@ -14,6 +15,7 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import threading
 import zipfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
@@ -46,6 +48,8 @@ PACKAGE = Path(remuda.__file__).parent
 #: Where the functions find the libraries that a real bundle contains.
 LIBRARIES = Path(aiobotocore.__file__).parents[1]
 ARCHITECTURE = "x86_64"
+#: File in marked bundles.
+MARK = "mark"
 #: vCPUs by quota code of EC2.
 QUOTAS = {"L-1216C47A": 512.0, "L-34B43A08": 16.0}
 #: Lists of everything that a pool has: service, operation, list, and the name of an element.
@@ -146,19 +150,20 @@ class EmptyAccount:
             (folder / SUMS).write_text("".join(lines), encoding="utf-8")
         return folder
 
-    def bundles_of(self, release: Path) -> Path:
-        """Bundles of a release, whose functions use these servers."""
-        folder = self.stack.folder / f"bundles-of-{release.name}"
+    def bundles_of(self, release: Path, mark: str = "") -> Path:
+        """Bundles of a release, whose functions use these servers. `mark` is a text that makes them another version."""
+        folder = self.stack.folder / f"bundles-of-{release.name}{mark}"
         folder.mkdir()
         lines = []
-        for name in (bundle_name(use, ARCHITECTURE) for use in BundleUse):
-            content = (release / name).read_bytes()
-            if name.endswith(".zip"):
-                with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        for file in (file for use in BundleUse for file in release.glob(f"remuda-{use}-*")):
+            if file.suffix == ".zip":
+                with zipfile.ZipFile(file) as archive:
                     files = {item.filename: archive.read(item) for item in archive.infolist()}
-                content = zipped(files, self._function_environment())
-            (folder / name).write_bytes(content)
-            lines.append(f"{hashlib.sha256(content).hexdigest()}  {name}\n")
+                content = zipped({**files, MARK: mark.encode()}, self._function_environment())
+            else:
+                content = marked_archive(file.read_bytes(), mark)
+            (folder / file.name).write_bytes(content)
+            lines.append(f"{hashlib.sha256(content).hexdigest()}  {file.name}\n")
         (folder / SUMS).write_text("".join(lines), encoding="utf-8")
         return folder
 
@@ -308,6 +313,18 @@ def zipped(files: Mapping[str, bytes], environment: Mapping[str, str], more: str
         for name, code in files.items():
             archive.writestr(zipfile.ZipInfo(name), code + (start if name == "remuda/__init__.py" else b""))
     return content.getvalue()
+
+
+def marked_archive(content: bytes, mark: str) -> bytes:
+    """The agent's archive with one more file. With an empty mark it is unchanged."""
+    if not mark:
+        return content
+    files = io.BytesIO(gzip.decompress(content))
+    with tarfile.open(fileobj=files, mode="a") as archive:
+        entry = tarfile.TarInfo(MARK)
+        entry.size = len(mark.encode())
+        archive.addfile(entry, io.BytesIO(mark.encode()))
+    return gzip.compress(files.getvalue(), compresslevel=1, mtime=0)
 
 
 @cache

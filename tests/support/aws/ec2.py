@@ -37,6 +37,8 @@ LINUX_AMI = "ami-076f415166b04f5fe"
 ARM_AMI = "ami-0e9271c829888680e"
 WINDOWS_AMI = "ami-12c6146b"
 PROFILE = "remuda-agent"
+#: The role of the profile.
+AGENT_ROLE = f"arn:aws:iam::123456789012:role/{PROFILE}"
 TRUST_POLICY = '{"Version": "2012-10-17", "Statement": []}'
 
 
@@ -140,10 +142,9 @@ def slow_server_config() -> ClientConfig:
     return replace(client_config(), connect_timeout_s=LIMIT_S, read_timeout_s=LIMIT_S)
 
 
-async def instance_credentials(ec2_url: str, instance_id: str, *, profile: str = PROFILE) -> dict[str, str]:
-    """Credentials of the profile's role in a session named after the instance, as the metadata service returns them."""
-    role = f"arn:aws:iam::123456789012:role/{profile}"
-    async with aws_client("sts", ec2_url, config=slow_server_config().for_botocore()) as sts:
+async def instance_credentials(sts_url: str, instance_id: str, *, role: str = AGENT_ROLE) -> dict[str, str]:
+    """Credentials of the role in a session named after the instance, as the metadata service returns them."""
+    async with aws_client("sts", sts_url, config=slow_server_config().for_botocore()) as sts:
         given = (await sts.assume_role(RoleArn=role, RoleSessionName=instance_id))["Credentials"]
     return {
         "AccessKeyId": given["AccessKeyId"],

@@ -14,9 +14,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import re
 import shutil
 import signal
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -24,14 +26,16 @@ from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
 
 from remuda.fake_github.client import FakeGitHubClient, JobStep, JobView
-from tests.support.aws.ec2 import PROFILE, describe_instances, instance_credentials, slow_server_config
-from tests.support.aws.servers import aws_client
+from tests.support.aws.ec2 import AGENT_ROLE, PROFILE, describe_instances, instance_credentials, slow_server_config
+from tests.support.aws.servers import REGION, aws_client
 from tests.support.aws.stack import SCOPE, AwsStack
+from tests.support.fake_s3 import FakeS3, fake_s3
 from tests.support.namespace_machine.machine import NamespaceMachine, bake_image, unsupported_reason
 from tests.support.namespace_machine.network import MetadataNetwork
-from tests.support.user_data import FakeImds, decode_user_data, fake_imds
+from tests.support.user_data import CREDENTIALS, FakeImds, decode_user_data, fake_imds
 
 if TYPE_CHECKING:
     from types_aiobotocore_ec2 import EC2Client
@@ -78,14 +82,18 @@ class Ec2MachineRunner:
         log: Callable[[str], None] = lambda _line: None,
         terminate_powered_off: bool = True,
         environment: Mapping[str, str] | None = None,
+        sts_url: str = "",
+        role: str = AGENT_ROLE,
     ) -> None:
         """`terminate_powered_off` is false in tests that check whether agents terminate their instances themselves.
 
-        `environment` is set for the user data and all services of machines in namespaces.
+        `environment` is set for the user data and all services of machines in namespaces. `sts_url` is the server of
+        `role`, by default that of EC2.
         """
+        self._sts_url = sts_url or ec2_url
+        self._role = role
         self._environment = environment
         self._ec2 = ec2
-        self._ec2_url = ec2_url
         self._folder = folder
         self._image = image
         self._log = log
@@ -156,7 +164,8 @@ class Ec2MachineRunner:
                 zone=description["Placement"]["AvailabilityZone"],
                 life_cycle=description.get("InstanceLifecycle", "on-demand"),
             )
-            imds.set_credentials(PROFILE, await instance_credentials(self._ec2_url, instance_id))
+            credentials = await instance_credentials(self._sts_url, instance_id, role=self._role)
+            imds.set_credentials(self._role.rpartition("/")[2], credentials)
             machine = self._start_machine(self._folder / instance_id, await self._user_data(instance_id), imds)
             booted = self._booted[instance_id]
             booted.imds, booted.machine = imds, machine
@@ -249,13 +258,15 @@ class MachineStack:
         return self.runner.machines
 
     @asynccontextmanager
-    async def booting(self, **environment: str) -> AsyncIterator[None]:
+    async def booting(self, *, sts_url: str = "", role: str = AGENT_ROLE, **environment: str) -> AsyncIterator[None]:
         async with ec2_machines(
             ec2_url=self.stack.ec2.url,
             folder=self.folder,
             image=self.folder / "image",
             terminate_powered_off=False,
             environment=environment,
+            sts_url=sts_url,
+            role=role,
         ) as self._runner:
             yield
 
@@ -288,6 +299,28 @@ class MachineStack:
                 assert time.monotonic() < deadline, self.consoles()
                 job = await github.job(job.id, wait_s=5.0, since=job.status)
             return job
+
+
+@contextmanager
+def machine_bucket(stack: MachineStack, role: str = PROFILE) -> Iterator[FakeS3]:
+    """S3 for the machines. It accepts the credentials that they have of this role."""
+    host = str(urlsplit(stack.stack.ec2.url).hostname)
+
+    def find_credentials(key: str) -> Mapping[str, str] | None:
+        found = [json.loads(imds.values[CREDENTIALS + role]) for imds in stack.runner.metadata.values()]
+        return next((item for item in found if item["AccessKeyId"] == key), None)
+
+    with socket.create_server((host, 0)) as listening, fake_s3(REGION, find_credentials, listening) as server:
+        server.url = f"http://{host}:{listening.getsockname()[1]}"
+        yield server
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait for something that sends no event."""
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        await asyncio.sleep(0.05)
 
 
 # The process ----------------------------------------------------------------------------------------------------------

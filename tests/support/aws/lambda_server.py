@@ -90,7 +90,7 @@ class AssumedRole:
     key: str
     secret: str
     session_token: str
-    policy: Mapping[str, Any]
+    policy: Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
     def environment(self) -> dict[str, str]:
         return {
@@ -117,10 +117,6 @@ class LambdaFunction:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     #: The log of all workers.
     log: Path = Path(os.devnull)
-
-    @property
-    def arn(self) -> str:
-        return f"arn:aws:lambda:{REGION}:{ACCOUNT}:function:{self.name}"
 
     def invoke(self, event: Any, request_id: str) -> dict[str, Any]:
         """The result, or the error document of the runtime. Raises `AwsError` if the function is throttled."""
@@ -222,8 +218,9 @@ class LambdaWorker:
 class LambdaServer:
     """Functions and callers, behind one HTTP server."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, account: str = ACCOUNT) -> None:
         self.folder = folder
+        self.account = account
         self.functions: dict[str, LambdaFunction] = {}
         self.roles: dict[str, AssumedRole] = {}
         #: Operations in the events of all invocations.
@@ -240,6 +237,10 @@ class LambdaServer:
         self.url = f"http://{LOOPBACK}:{self._http.server_address[1]}"
 
     def add(self, function: LambdaFunction) -> LambdaFunction:
+        """Add a function, or replace the one with its name."""
+        if replaced := self.functions.get(function.name):
+            replaced.stop()
+            replaced.close()
         function.log = self.folder / f"{function.name}.log"
         self.functions[function.name] = function
         return function
@@ -271,7 +272,7 @@ class LambdaServer:
         if found is None:
             raise AwsError(404, "UnknownOperationException", "")
         role = self._caller(request)
-        arn = f"arn:aws:lambda:{REGION}:{ACCOUNT}:function:{found[1]}"
+        arn = f"arn:aws:lambda:{REGION}:{self.account}:function:{found[1]}"
         if not allows(role.policy, IamRequest(action="lambda:InvokeFunction", resource=arn)):
             raise AwsError(
                 403,
@@ -438,9 +439,9 @@ def _error(error: AwsError) -> LambdaResponse:
 
 
 @contextmanager
-def lambda_server(folder: Path) -> Iterator[LambdaServer]:
+def lambda_server(folder: Path, account: str = ACCOUNT) -> Iterator[LambdaServer]:
     folder.mkdir(parents=True, exist_ok=True)
-    server = LambdaServer(folder)
+    server = LambdaServer(folder, account)
     thread = threading.Thread(target=server.serve)
     thread.start()
     try:
