@@ -244,7 +244,7 @@ field() {
 }
 
 decoded() {
-  field "$1"
+  field "$1" || return 1
   printf '%s' "$REPLY" | base64 --decode
 }
 
@@ -341,7 +341,7 @@ explain() {
   esac
 }
 
-# Write log, summary and outputs of the broker's answer.
+# Write log, summary and outputs of the broker's answer. Fails if the outputs cannot be written.
 write_answer() {
   decoded log
   if [ -n "${GITHUB_STEP_SUMMARY:-}" ]; then decoded summary >>"$GITHUB_STEP_SUMMARY"; fi
@@ -350,7 +350,9 @@ write_answer() {
 
 finish() {
   if [ "$result" != answered ]; then explain; fi
-  write_answer
+  if ! write_answer; then
+    fail "$EXIT_UNAVAILABLE" 'the outputs of this step cannot be written; release gives its runners back'
+  fi
   field exit
   case $REPLY in
     '' | *[!0-9]* | ????*) exit "$EXIT_BUG" ;;

@@ -215,41 +215,45 @@ def test_step_cancelled_before_its_request_has_nothing_to_stop(broker: BrokerSta
     assert [notice.data for notice in done.annotations("notice")] == ["interrupted"]
 
 
-#: A curl whose request for a provision is still connecting when the step is cancelled.
-SLOW_CURL = r"""#!/bin/bash
-request=$(cat)
-case $request in
-  *Bearer*) printf '{"value": "a.b.c"}\n200' ;;
-  *'"provision\"'*)
-    echo >"$FOLDER/started"
-    until [ -e "$FOLDER/cancelled" ]; do sleep 0.01; done
-    touch "$FOLDER/sent-late"
-    ;;
-  *'"cancel\"'*)
-    touch "$FOLDER/cancelled"
-    sleep 0.5
-    printf '{"exit": "130", "done": "true", "log": "", "outputs": "", "summary": ""}\n200'
-    ;;
-esac
-"""
-
-
-def test_request_for_a_provision_does_not_follow_its_cancellation(tmp_path: Path):
-    (tmp_path / "curl").write_text(SLOW_CURL)
-    (tmp_path / "curl").chmod(0o755)
-    os.mkfifo(tmp_path / "started")
-    variables = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "FOLDER": str(tmp_path),
-        "RUNNER_TEMP": str(tmp_path),
+@contextmanager
+def step_with_curl(folder: Path, cases: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
+    """A provision whose curl is a script: these cases decide by its configuration."""
+    curl = folder / "curl"
+    token = """*Bearer*) printf '{"value": "a.b.c"}\\n200' ;;"""
+    curl.write_text(f"#!/bin/bash\nrequest=$(cat)\ncase $request in\n{token}\n{cases}\nesac\n")
+    curl.chmod(0o755)
+    environment = {
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "FOLDER": str(folder),
+        "RUNNER_TEMP": str(folder),
         "INPUT_MODE": "provision",
         "INPUT_BROKER_URL": "https://broker.example",
         "ACTIONS_ID_TOKEN_REQUEST_URL": "https://github.example/?",
         "ACTIONS_ID_TOKEN_REQUEST_TOKEN": "any",
         "GITHUB_RUN_ID": "1",
+        **variables,
     }
-    script = ROOT / "deploy" / "action" / "broker.sh"
-    with subprocess.Popen(["bash", script], env=variables, stdout=subprocess.PIPE, text=True) as step:
+    command = ["bash", str(ROOT / "deploy" / "action" / "broker.sh")]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as step:
+        yield step
+
+
+def test_request_for_a_provision_does_not_follow_its_cancellation(tmp_path: Path):
+    # The provision is still connecting when the step is cancelled.
+    cases = r"""
+    *'"provision\"'*)
+      echo >"$FOLDER/started"
+      until [ -e "$FOLDER/cancelled" ]; do sleep 0.01; done
+      touch "$FOLDER/sent-late"
+      ;;
+    *'"cancel\"'*)
+      touch "$FOLDER/cancelled"
+      sleep 0.5
+      printf '{"exit": "130", "done": "true", "log": "", "outputs": "", "summary": ""}\n200'
+      ;;
+    """
+    os.mkfifo(tmp_path / "started")
+    with step_with_curl(tmp_path, cases) as step:
         # Ends when curl opens the other side.
         (tmp_path / "started").read_text()
         step.send_signal(signal.SIGINT)
@@ -257,6 +261,16 @@ def test_request_for_a_provision_does_not_follow_its_cancellation(tmp_path: Path
     assert step.returncode == 130, output
     assert (tmp_path / "cancelled").exists()
     assert not (tmp_path / "sent-late").exists()
+
+
+@pytest.mark.parametrize(("file", "outputs"), [("missing/output", "bGFiZWw9MQo="), ("output", "?")])
+def test_lost_outputs_fail_the_step(tmp_path: Path, file: str, outputs: str):
+    answer = f"""{{"exit": "0", "done": "true", "log": "", "outputs": "{outputs}", "summary": ""}}"""
+    cases = rf"""*'"provision\"'*) printf '{answer}\n200' ;;"""
+    with step_with_curl(tmp_path, cases, GITHUB_OUTPUT=str(tmp_path / file)) as step:
+        output, _ = step.communicate(timeout=BUSY_MACHINE_S)
+    assert step.returncode == 4, output
+    assert "::error title=remuda provision::the outputs of this step cannot be written; release gives" in output
 
 
 # Refusals of the broker -----------------------------------------------------------------------------------------------

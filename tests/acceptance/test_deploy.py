@@ -171,6 +171,10 @@ def test_foreign_resources_and_missing_permissions_are_reported_before_any_chang
     assert "lambda:CreateFunction" in found["permissions"]["message"]
     assert "s3:PutObject" not in found["permissions"]["message"]
     assert account.resources("foreign") == before
+    removed = account.destroy("--yes", pool="foreign")
+    assert (removed.code, removed.document["deleted"]) == (0, []), removed.stderr
+    assert "not the tag remuda:pool=foreign" in next(iter(removed.document["kept"].values()))
+    assert account.resources("foreign") == before
 
 
 # Upgrade and removal --------------------------------------------------------------------------------------------------

@@ -534,13 +534,15 @@ class BrokerFunction:
         return output.answer_of(mode, failure.exit_code, http_status=200 if is_working else _http_status(failure))
 
     async def _work(self, authorized: AuthorizedRequest, output: BrokerOutput, limit_s: float) -> BrokerAnswer:
-        async with self._opened(authorized.settings) as context:
+        # A state is only read.
+        needs_github = authorized.settings.ephemeral and authorized.request.operation != "state"
+        async with self._opened(authorized.settings, needs_github=needs_github) as context:
             return await run_request(authorized, context, output, limit_s=limit_s)
 
     @asynccontextmanager
-    async def _opened(self, settings: Settings) -> AsyncIterator[Context]:
+    async def _opened(self, settings: Settings, *, needs_github: bool) -> AsyncIterator[Context]:
         """The ports for a request. Only ephemeral runners need the GitHub credential, which is not kept."""
-        if settings.ephemeral:
+        if needs_github:
             async with open_context(settings, self._event_log, needs_github=True, calls=self._calls) as context:
                 yield context
             return

@@ -20,7 +20,14 @@ from remuda.controlplane.operator import InstanceSelector
 from remuda.controlplane.refresh import refresh
 from remuda.deployment.api import AwsAccount, AwsApi, tags_of
 from remuda.deployment.deploy import DeployProgress, pool_settings, template_key
-from remuda.deployment.resources import Bucket, CredentialSecret, OidcProvider, SecurityGroup, stack_name
+from remuda.deployment.resources import (
+    Bucket,
+    CredentialSecret,
+    FoundResource,
+    OidcProvider,
+    SecurityGroup,
+    stack_name,
+)
 from remuda.deployment.stack import Stack, StackState
 from remuda.domain.errors import RemudaError, Unavailable, UserError
 from remuda.domain.instance import ABSORBING, Instance
@@ -129,19 +136,24 @@ class Destruction:
             add(f"security group {self._group.name} ({group.identifier})")
         bucket = await self._bucket.find()
         if bucket is not None:
-            add(f"bucket {self._bucket.name}", why=await self._bucket_reason(is_ours=bucket.is_ours))
+            why, other = await self._look_into(bucket)
+            add(
+                f"bucket {self._bucket.name}{f' with {other}' if other and not why else ''}",
+                why=why,
+                is_data=bool(other),
+            )
         secret = await self._secret.find()
         if secret is not None:
             why = "" if secret.is_ours else _NOT_OURS
             add(f"secret {self._secret.name}", why=why, is_data=True)
 
-    async def _bucket_reason(self, *, is_ours: bool) -> str:
-        """Why the bucket is kept, or an empty text."""
-        keys = [item["Key"] for item in await self._bucket.keys()] if is_ours or self._keeps_data else []
-        foreign = [key for key in keys if not key.startswith(OWN_PREFIXES)]
-        if self._keeps_data and foreign:
-            return f"--keep-data, and it has other objects, such as {foreign[0]}"
-        return "" if is_ours or not keys else _NOT_OURS
+    async def _look_into(self, bucket: FoundResource) -> tuple[str, str]:
+        """Why the bucket is kept, and an object in it that `deploy` did not store; both may be empty."""
+        if bucket.problem:
+            return bucket.problem, ""
+        keys = (item["Key"] for item in await self._bucket.keys())
+        other = next((key for key in keys if not key.startswith(OWN_PREFIXES)), "")
+        return (f"--keep-data, and it has other objects, such as {other}" if self._keeps_data and other else ""), other
 
     async def _find(self) -> _Pool:
         name = template_name(self._pool)
@@ -289,7 +301,7 @@ class Destruction:
         await self._delete_data()
         await self._delete_groups()
         bucket = await self._bucket.find()
-        if bucket is not None and not await self._bucket_reason(is_ours=bucket.is_ours):
+        if bucket is not None and not (await self._look_into(bucket))[0]:
             await self._bucket.delete()
             self._progress.step(f"bucket {self._bucket.name} deleted")
         secret = await self._secret.find()

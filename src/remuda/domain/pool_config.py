@@ -9,8 +9,9 @@ from datetime import datetime, timedelta
 
 from remuda.domain.errors import UserError
 from remuda.domain.instance import ABSORBING, Credential, Instance, State
-from remuda.domain.resources import ResourceClass, Reuse, is_instance_id
+from remuda.domain.resources import MAX_SHOWN, ResourceClass, Reuse, is_instance_id
 from remuda.domain.runner_release import RunnerRelease
+from remuda.domain.text import quote
 from remuda.domain.thresholds import Lifetimes
 
 #: GitHub's id of the default runner group of an organisation, and of the only one of a repository.
@@ -68,7 +69,7 @@ class PoolConfig:
                 return candidate
         known = ", ".join(candidate.name for candidate in self.classes)
         raise UserError(
-            f"resource-class {name!r} is not a class of this pool",
+            f"resource-class {quote(name, MAX_SHOWN)} is not a class of this pool",
             field="resource-class",
             fix=f"use one of {known}, or add it with --resource-class-config and run remuda refresh",
         )

@@ -459,11 +459,18 @@ async def test_trust_comes_from_the_event_of_the_claims(subject: Broker) -> None
 # Credentials ----------------------------------------------------------------------------------------------------------
 
 
+async def test_long_name_of_a_class_is_cut(subject: Broker) -> None:
+    assert len(await subject.refused(inputs={"resource_class": "x" * 1_000_000})) < 300
+
+
 async def test_ephemeral_runners_use_the_credential_of_the_function(subject: Broker) -> None:
     answer = await subject.call("provision", inputs={"ephemeral": "true"})
     assert answer.exit == 0
     assert [needs for _, needs in subject.opened] == [True]
     assert "Ephemeral: each instance runs one job" in answer.summary
+    # A step asks for the state every few seconds, which needs no credential.
+    assert (await subject.call("state", inputs={"ephemeral": "true"})).done
+    assert [needs for _, needs in subject.opened] == [True, False]
     assert (await subject.call("release")).exit == 0
 
 

@@ -107,6 +107,8 @@ class IssuerKeys:
     async def find(self, key_id: str) -> RSAPublicKey:
         """The key of that id. Raises `TokenRejected` if there is none, `Unavailable` if the issuer does not answer."""
         cached = self._cached
+        if cached is not None and self._age_s(cached.at) >= KEYS_MAX_AGE_S:
+            cached = None
         is_fresh = cached is not None and self._age_s(cached.at) < KEYS_LIFETIME_S
         if cached is not None and key_id in cached.keys and (is_fresh or not self._may_fetch()):
             return cached.keys[key_id]
@@ -122,13 +124,13 @@ class IssuerKeys:
         return found
 
     async def _renewed(self, cached: _CachedKeys | None, key_id: str) -> _CachedKeys:
-        """The keys after a fetch. If it fails, known keys are used further until they are too old."""
+        """The keys after a fetch. If it fails, known keys are used further."""
         self._tried_at = self._clock.now()
         url = f"{self._issuer}/.well-known/jwks"
         try:
             keys = parse_keys(await self._fetch(url))
         except (OSError, ValueError, RecursionError) as error:
-            if cached is not None and key_id in cached.keys and self._age_s(cached.at) < KEYS_MAX_AGE_S:
+            if cached is not None and key_id in cached.keys:
                 return cached
             raise Unavailable(
                 f"the signing keys of OIDC tokens cannot be read from {url}: {quote(str(error), MAX_CLAIM_SHOWN)}",
