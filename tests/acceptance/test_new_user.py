@@ -16,7 +16,7 @@ import pytest
 
 from remuda.fake_github.oidc import ISSUER_PATH
 from tests.support.action_steps import ActionResult
-from tests.support.aws.deployed_pool import ACCOUNT, DeployedPool, WorkflowRun, deployed_pool, loopback_url
+from tests.support.aws.deployed_pool import ACCOUNT, DeployedPool, PastedWorkflow, deployed_pool, loopback_url
 from tests.support.aws.deployment import MARK, EmptyAccount, empty_account
 from tests.support.aws.ec2_machines import MachineStack, machine_bucket, until
 from tests.support.aws.stack import SCOPE
@@ -70,7 +70,7 @@ class NewUser:
         document: dict[str, Any] = result.document
         return document
 
-    async def step(self, run: WorkflowRun, job: str, **inputs: str) -> ActionResult:
+    async def step(self, run: PastedWorkflow, job: str, **inputs: str) -> ActionResult:
         """A job on a hosted runner that must succeed without warnings."""
         result = await asyncio.to_thread(run.run_hosted, job, **inputs)
         assert result.code == 0, f"{result.log} {self.stack.consoles()}"
@@ -132,7 +132,7 @@ async def use_and_upgrade(
     account, stack = user.account, user.stack
     # The workflow as `deploy` prints it, with a second machine.
     workflow = deployed["workflow"].replace('instance-count: "1"', 'instance-count: "2"')
-    run = WorkflowRun(pool, workflow, "101", pool.broker_environment())
+    run = PastedWorkflow(pool, workflow, "101", pool.broker_environment())
     created = await user.step(run, "provision")
     assert (created.outputs["created"], created.outputs["reused"]) == ("2", "0")
     machines = ids(created)
@@ -147,7 +147,7 @@ async def use_and_upgrade(
     own_role = await asyncio.to_thread(pool.create_role, "own", like=f"remuda-{POOL}-workflow", policy=policy)
     workflow = deployed["workflow"].replace(deployed["outputs"]["WorkflowRoleArn"], own_role)
     direct = direct_inputs(release)
-    run = WorkflowRun(pool, workflow, "102", pool.direct_environment())
+    run = PastedWorkflow(pool, workflow, "102", pool.direct_environment())
     reused = await user.step(run, "provision", **direct)
     assert (reused.outputs["created"], reused.outputs["reused"]) == ("0", "1")
     (busy,) = ids(reused)
@@ -175,7 +175,7 @@ async def use_and_upgrade(
     # The new version of everything.
     await asyncio.to_thread(pool.load_broker)
     await asyncio.to_thread(pool.fill_bucket, bucket)
-    run = WorkflowRun(pool, upgraded["workflow"], "103", pool.broker_environment())
+    run = PastedWorkflow(pool, upgraded["workflow"], "103", pool.broker_environment())
     created = await user.step(run, "provision")
     assert (created.outputs["created"], created.outputs["reused"]) == ("1", "0")
     assert {user.mark_of(each) for each in ids(created)} == {"second"}

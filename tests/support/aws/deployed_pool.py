@@ -245,7 +245,7 @@ def deployed_pool(account: EmptyAccount, pool: str, issuer_url: str) -> Iterator
         )
 
 
-class WorkflowRun:
+class PastedWorkflow:
     """One run of a workflow: its jobs on hosted runners, and what the others are."""
 
     def __init__(self, pool: DeployedPool, workflow: str, run_id: str, environment: Mapping[str, str]) -> None:
