@@ -57,7 +57,8 @@ resource "aws_iam_instance_profile" "agent" {
 # Workflows -----------------------------------------------------------------------------------------------------------
 
 locals {
-  github       = "token.actions.githubusercontent.com"
+  # Keys of conditions begin with the issuer.
+  github       = var.oidc_issuer == "" ? "token.actions.githubusercontent.com" : trimsuffix(trimprefix(var.oidc_issuer, "https://"), "/")
   has_workflow = var.oidc_provider != null && length(var.repositories) > 0
   has_refresh  = var.oidc_provider != null && var.refresh_repository != ""
   environments = length(var.environments) > 0 ? [for each in var.environments : "repo:*:environment:${each}"] : ["repo:*"]

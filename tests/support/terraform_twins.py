@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from remuda.deployment.template import template
+from remuda.deployment.template import GITHUB, template
 from tests.support.cloudformation import EvaluatedStack
 from tests.support.terraform import TerraformModule
 
@@ -298,7 +298,9 @@ def _setting_line(line: str) -> tuple[str, Any]:
 
 
 def stack_of(parameters: Mapping[str, str]) -> EvaluatedStack:
-    return EvaluatedStack(template=template(), parameters=parameters, pseudo=PSEUDO, attributes=attributes)
+    # As `remuda deploy` makes it.
+    issuer = parameters.get("OidcIssuer", "").partition("://")[2] or GITHUB
+    return EvaluatedStack(template=template(issuer=issuer), parameters=parameters, pseudo=PSEUDO, attributes=attributes)
 
 
 def stacked(stack: EvaluatedStack) -> Resources:
