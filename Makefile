@@ -26,7 +26,7 @@ PARALLEL_MAKE := $(MAKE) --no-print-directory $(if $(filter output-sync,$(.FEATU
 # CPU-bound parts run with lower priority than parts with time limits.
 LOW_PRIORITY :=
 
-.PHONY: help demo demo-aws test installed sandbox-packages check unit conformance acceptance simulation simulate attacks machine-test terraform-test machine-image smoke-runner smoke-aws fuzz bench screenshots docs agent direct lambda dist image bundle-requirements clean
+.PHONY: help demo demo-aws test installed sandbox-packages check unit conformance conformance-and-simulation acceptance simulation simulate attacks machine-test terraform-test machine-image smoke-runner smoke-aws fuzz bench screenshots docs agent direct lambda dist image bundle-requirements clean
 
 help: ## List the targets
 	@grep -hE '^[a-z -]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -41,7 +41,7 @@ test: ## Run linters, type checks and all tests
 	@$(PARALLEL_MAKE) -j 4 installed
 	@$(PARALLEL_MAKE) -j 2 check unit
 	@echo 'running acceptance, conformance and simulation tests; output appears when a part is done'
-	@$(PARALLEL_MAKE) -j 2 acceptance conformance simulation LOW_PRIORITY='nice -n 5'
+	@$(PARALLEL_MAKE) -j 2 acceptance conformance-and-simulation
 
 installed: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed $(VENV)-lint/.installed $(NPM)/.installed machine-image | /usr/bin/shellcheck /usr/bin/chromium-headless-shell sandbox-packages ## Install everything that the tests need
 
@@ -62,11 +62,16 @@ check: $(VENV)/.tools $(VENV)-moto/.installed $(VENV)-lint/.installed $(NPM)/.in
 unit: $(VENV)/.tools | /usr/bin/shellcheck ## Run the unit tests
 	$(BIN)/pytest tests/unit -q -n 2
 
+# One goal, so that acceptance, the longest part, does not wait for a free job.
+conformance-and-simulation:
+	@$(MAKE) --no-print-directory conformance
+	@$(MAKE) --no-print-directory simulation LOW_PRIORITY='nice -n 5'
+
 conformance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed $(VENV)-lint/.installed $(NPM)/.installed ## Run one suite per port over every adapter
 	$(BIN)/pytest tests/conformance -q -n 2
 
 acceptance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed machine-image | /usr/bin/chromium-headless-shell sandbox-packages ## Test the installed command with real processes and servers
-	$(BIN)/pytest tests/acceptance tests/machine/test_boot.py -q -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest tests/machine/test_boot.py tests/acceptance -q -n 3 --dist loadfile --no-loadscope-reorder
 
 simulation: $(VENV)/.tools ## Run the short campaign: simulated worlds in virtual time under faults
 	$(LOW_PRIORITY) $(BIN)/pytest tests/simulation -q -n 2 --dist worksteal --timeout 1200
