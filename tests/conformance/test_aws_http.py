@@ -7,7 +7,6 @@ import base64
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from datetime import timedelta
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -21,14 +20,12 @@ from botocore.exceptions import (
     SSLError,
 )
 from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 
 from remuda.adapters.aws import http as module
 from remuda.adapters.aws.http import HttpConnections
-from remuda.adapters.system.clock import SystemClock
 from tests.support.aws.servers import LOOPBACK, unused_port
 from tests.support.records import LONG_S
+from tests.support.tls_server import write_certificate
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
@@ -241,33 +238,16 @@ async def test_number_of_connections_is_limited():
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A self-signed certificate of this computer, with its key."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "test")])
-    now = SystemClock().now()
-    made = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(1)
-        .not_valid_before(now - timedelta(days=1))
-        .not_valid_after(now + timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address(LOOPBACK))]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    encoding, unencrypted = serialization.Encoding.PEM, serialization.NoEncryption()
+    """A certificate of this computer. Its key is beside it."""
     file = tmp_path_factory.mktemp("tls") / "server.pem"
-    private = key.private_bytes(encoding, serialization.PrivateFormat.PKCS8, unencrypted)
-    file.write_bytes(made.public_bytes(encoding) + private)
+    write_certificate(file, file.with_name("key.pem"), x509.IPAddress(ip_address(LOOPBACK)))
     return file
 
 
 @pytest.fixture
 def server_context(certificate: Path) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate)
+    context.load_cert_chain(certificate, certificate.with_name("key.pem"))
     return context
 
 

@@ -26,7 +26,7 @@ class TlsFileServer:
         #: The certificate, which clients must trust.
         self.ca = folder / "ca.pem"
         key = folder / "key.pem"
-        _write_certificate(self.ca, key)
+        write_certificate(self.ca, key, x509.DNSName(HOST))
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(self.ca, key)
         self._http = ThreadingHTTPServer((HOST, 0), _handler(files))
@@ -60,7 +60,8 @@ def _handler(files: Mapping[str, Path]) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
-def _write_certificate(certificate: Path, key: Path) -> None:
+def write_certificate(certificate: Path, key: Path, subject: x509.GeneralName) -> None:
+    """A self-signed certificate of this server, and its private key."""
     private = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, HOST)])
     now = SystemClock().now()
@@ -72,7 +73,7 @@ def _write_certificate(certificate: Path, key: Path) -> None:
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - timedelta(days=1))
         .not_valid_after(now + timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName(HOST)]), critical=False)
+        .add_extension(x509.SubjectAlternativeName([subject]), critical=False)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .sign(private, hashes.SHA256())
     )

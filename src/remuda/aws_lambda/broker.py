@@ -43,7 +43,7 @@ from remuda.aws_lambda.runtime import (
     run_with_timeout,
     write_line,
 )
-from remuda.cli.lifecycle import show_provision, show_release
+from remuda.cli.lifecycle import LABEL_SEPARATORS, show_provision, show_release
 from remuda.cli.run import EXIT_INTERRUPTED, EXIT_OK, bug_error
 from remuda.config.settings import Settings
 from remuda.config.sources import load
@@ -103,8 +103,6 @@ CANCEL_POLL_S = 0.25
 SETTINGS_LIFETIME_S = 60.0
 MAX_BODY = 65_536
 MAX_SHOWN = 60
-#: Characters that may follow the run's number in a label.
-LABEL_SEPARATORS = "._-"
 _INPUT_NAME = re.compile(r"[a-z-]{1,40}")
 
 

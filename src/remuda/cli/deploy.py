@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -30,10 +30,12 @@ from remuda.wiring.github import GithubCredential, github_client
 
 if TYPE_CHECKING:
     from remuda.adapters.github.client import GitHubClient
-    from remuda.deployment.deploy import DeployRequest, DeployResult, StackPlan
+    from remuda.deployment.deploy import Deployment, DeployRequest, DeployResult
     from remuda.deployment.destroy import RemovalPlan
     from remuda.deployment.preflight import DeployFacts
-    from remuda.deployment.stack import StackChange, StackState
+    from remuda.deployment.stack import StackChange
+
+T = TypeVar("T")
 
 #: Settings that are list parameters of the stack.
 LIST_PARAMETERS = ("repositories", "environments")
@@ -103,9 +105,9 @@ def run_deploy(
     settings = _with_pool(replace(settings, backend="aws"), asks=asks)
     check_launch_options(settings)
 
-    stored = run_async(lambda: _describe_stack(settings.pool), on_interrupt_message=_INTERRUPTED)
+    stored = run_async(lambda: _stored_parameters(settings.pool), on_interrupt_message=_INTERRUPTED)
     parameters = {**given_parameters(settings), **extra}
-    scope = parameters.get("GithubScope") or _stored(stored, "GithubScope")
+    scope = parameters.get("GithubScope") or stored.get("GithubScope", "")
     if not scope and settings.given("github_scope"):
         scope = settings.github_scope
     scope, credential = _complete(scope, credential, stored, asks=asks)
@@ -132,18 +134,23 @@ def _deploy(
     confirmed: bool,
     dry_run: bool,
 ) -> int:
-    from remuda.deployment.deploy import Deployment  # noqa: PLC0415 - AWS libraries are slow to import
+    from remuda.deployment.deploy import Deployment, DeployResult  # noqa: PLC0415 - AWS libraries are slow to import
 
     is_new = facts.stack is None or not facts.stack.exists
     progress = ConsoleProgress(output)
+    result = DeployResult()
     document = _base_document(request, facts, results, dry_run=dry_run)
 
-    async def preview() -> tuple[StackChange, ...]:
-        async with AsyncExitStack() as stack:
-            return await Deployment(**await _ports(stack), request=request, facts=facts, progress=progress).preview()
+    def run(work: Callable[[Deployment], Awaitable[T]]) -> T:
+        async def opened() -> T:
+            async with AsyncExitStack() as stack:
+                ports = await _ports(stack)
+                return await work(Deployment(**ports, request=request, facts=facts, progress=progress, result=result))
+
+        return run_async(opened, on_interrupt_message=_INTERRUPTED)
 
     if dry_run or is_new:
-        changes = run_async(preview, on_interrupt_message=_INTERRUPTED)
+        changes = run(Deployment.preview)
         outside = [name for name, creates in facts.creates.items() if creates]
         if outside:
             output.say(f"outside the stack, to create: {', '.join(outside)}")
@@ -154,31 +161,15 @@ def _deploy(
             return 0
         _confirm(f"create stack remuda-{request.wanted.pool} and its resources?", asks=asks, confirmed=confirmed)
 
-    async def stage() -> tuple[StackPlan, DeployResult]:
-        async with AsyncExitStack() as stack:
-            deployment = Deployment(**await _ports(stack), request=request, facts=facts, progress=progress)
-            return await deployment.stage(), deployment.result
-
-    async def discard() -> None:
-        async with AsyncExitStack() as stack:
-            await Deployment(**await _ports(stack), request=request, facts=facts, progress=progress).discard()
-
-    plan, staged = run_async(stage, on_interrupt_message=_INTERRUPTED)
-    if not is_new and staged.changes:
-        _show_changes(output, staged.changes)
+    plan = run(Deployment.stage)
+    if not is_new and result.changes:
+        _show_changes(output, result.changes)
         try:
             _confirm(f"change stack remuda-{request.wanted.pool}?", asks=asks, confirmed=confirmed)
         except (UserError, click.Abort):
-            run_async(discard)
+            run(Deployment.discard)
             raise
-
-    async def apply() -> DeployResult:
-        async with AsyncExitStack() as stack:
-            deployment = Deployment(**await _ports(stack), request=request, facts=facts, progress=progress)
-            deployment.result = staged
-            return await deployment.apply(plan)
-
-    result = run_async(apply, on_interrupt_message=_INTERRUPTED)
+    run(lambda deployment: deployment.apply(plan))
     environment = plan.value("Environments", facts).split(",")[0]
     document["workflow"] = _workflow(request.wanted.pool, facts, result.outputs, environment)
     return _report(output, result, document)
@@ -405,9 +396,9 @@ def check_launch_options(settings: Settings) -> None:
     Ec2LaunchOptions.parse({**unknown, **settings.launch_options()})
 
 
-def _complete(scope: str, credential: _Credential, stored: StackState | None, *, asks: bool) -> tuple[str, _Credential]:
+def _complete(scope: str, credential: _Credential, stored: Mapping[str, str], *, asks: bool) -> tuple[str, _Credential]:
     """Ask for what is missing, or name all of it in one error."""
-    needs_credential = not credential.is_given and not _stored(stored, "GithubSecretArn")
+    needs_credential = not credential.is_given and not stored.get("GithubSecretArn", "")
     if not asks:
         missing = [text for text, is_missing in ((_SCOPE, not scope), (_CREDENTIAL, needs_credential)) if is_missing]
         if missing:
@@ -427,10 +418,6 @@ def _ask_for_app() -> _Credential:
     return _Credential(credential=GithubCredential(text=read_private_key(path), app_id=app_id), app_id=app_id)
 
 
-def _stored(stack: StackState | None, parameter: str) -> str:
-    return stack.parameters.get(parameter, "") if stack and stack.exists else ""
-
-
 def _request(
     settings: Settings,
     parameters: Mapping[str, str],
@@ -438,7 +425,7 @@ def _request(
     scope: str,
     vpc: str,
     credential: _Credential,
-    stored: StackState | None,
+    stored: Mapping[str, str],
 ) -> DeployRequest:
     from remuda.deployment.bundles import BundleSource  # noqa: PLC0415 - AWS libraries are slow to import
     from remuda.deployment.deploy import DeployRequest  # noqa: PLC0415
@@ -446,8 +433,8 @@ def _request(
     from remuda.deployment.template import template  # noqa: PLC0415
 
     classes = settings.resource_class_config if settings.given("resource_class_config") else None
-    api_url = settings.github_api_url or _stored(stored, "GithubApiUrl")
-    limit = parameters.get("MaxInstances") or _stored(stored, "MaxInstances")
+    api_url = settings.github_api_url or stored.get("GithubApiUrl", "")
+    limit = parameters.get("MaxInstances") or stored.get("MaxInstances", "")
     return DeployRequest(
         wanted=DeployTarget(
             pool=settings.pool,
@@ -458,7 +445,7 @@ def _request(
             image=settings.ami,
             classes=classes,
             max_instances=int(limit) if limit else settings.max_instances,
-            issuer=parameters.get("OidcIssuer") or _stored(stored, "OidcIssuer") or _checked_issuer(api_url),
+            issuer=parameters.get("OidcIssuer") or stored.get("OidcIssuer", "") or _checked_issuer(api_url),
             has_credential=credential.credential is not None,
             has_own_secret=bool(credential.secret_arn),
             resource_types=frozenset(item["Type"] for item in template()["Resources"].values()),
@@ -498,13 +485,13 @@ async def _ports(stack: AsyncExitStack) -> dict[str, Any]:
     return {"api": AwsApi(await stack.enter_async_context(AwsClients())), "clock": SystemClock()}
 
 
-async def _describe_stack(pool: str) -> StackState | None:
+async def _stored_parameters(pool: str) -> Mapping[str, str]:
     from remuda.deployment.resources import stack_name  # noqa: PLC0415 - AWS libraries are slow to import
-    from remuda.deployment.stack import Stack  # noqa: PLC0415
+    from remuda.deployment.stack import Stack, stored_parameters  # noqa: PLC0415
 
     async with AsyncExitStack() as stack:
         ports = await _ports(stack)
-        return await Stack(ports["api"], stack_name(pool), ports["clock"]).describe()
+        return stored_parameters(await Stack(ports["api"], stack_name(pool), ports["clock"]).describe())
 
 
 async def _check(settings: Settings, request: DeployRequest) -> tuple[DeployFacts, Mapping[str, CheckResult], str]:

@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 
 #: Event name if only the payload file is known.
 UNNAMED_EVENT = "(none)"
-_STARTS_WITH_RUN_NUMBER = re.compile(r"[0-9]+([._-]|$)")
+#: Characters that may follow the run's number in a label. The hook before a job (`job-started.sh`) knows them, too.
+LABEL_SEPARATORS = "._-"
+_STARTS_WITH_RUN_NUMBER = re.compile(rf"[0-9]+([{LABEL_SEPARATORS}]|$)")
 #: GitHub limits a payload to 25 MB.
 MAX_EVENT_BYTES = 32 * 1024 * 1024
 #: Characters of a path that a reason repeats.

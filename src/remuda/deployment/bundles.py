@@ -16,13 +16,12 @@ from pathlib import Path
 
 from remuda import __version__
 from remuda.domain.errors import Unavailable, UserError
-from remuda.domain.resources import MAX_SHOWN
+from remuda.domain.resources import MAX_SHOWN, Architecture
 
 SUMS = "SHA256SUMS"
 RELEASES = "https://github.com/your-org/remuda/releases/download"
 #: Built by `make dist` in the working directory.
 DIST = Path("dist")
-ARCHITECTURES = ("x86_64", "arm64")
 #: Seconds to wait for the next bytes of a download.
 TIMEOUT_S = 60.0
 _LINE = re.compile(r"([0-9a-f]{64}) [ *]([A-Za-z0-9._+-]+)")
@@ -82,7 +81,7 @@ class BundleSource:
         found = tuple(
             Bundle(use=use, architecture=architecture, sha256=digests[name])
             for use in BundleUse
-            for architecture in ARCHITECTURES
+            for architecture in Architecture
             if (name := bundle_name(use, architecture)) in digests
         )
         for use in BundleUse:

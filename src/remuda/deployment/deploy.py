@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from remuda.adapters.aws.ec2.template import template_name
+from remuda.adapters.aws.ec2.template import TEMPLATE_MISSING, template_name
 from remuda.config.settings import Settings
 from remuda.config.sources import load
 from remuda.controlplane import operator
@@ -40,7 +40,6 @@ from remuda.wiring.github import GithubCredential
 REFRESH_ATTEMPTS = 6
 REFRESH_PAUSE_S = 5.0
 _DENIED = re.compile(r"AccessDenied|UnauthorizedOperation|not authorized|do not permit")
-_NO_TEMPLATE = frozenset({"InvalidLaunchTemplateName.NotFoundException", "InvalidLaunchTemplateId.NotFound"})
 OUTDATED = "launched before the current launch template"
 
 
@@ -175,8 +174,16 @@ class Deployment:
     """The steps. `facts` are those of the checks."""
 
     def __init__(
-        self, *, api: AwsApi, request: DeployRequest, facts: DeployFacts, clock: Clock, progress: DeployProgress
+        self,
+        *,
+        api: AwsApi,
+        request: DeployRequest,
+        facts: DeployFacts,
+        clock: Clock,
+        progress: DeployProgress,
+        result: DeployResult,
     ) -> None:
+        """`result` is completed by every step."""
         self._api = api
         self._request = request
         self._facts = facts
@@ -185,7 +192,7 @@ class Deployment:
         self._pool = request.wanted.pool
         self._stack = Stack(api, stack_name(self._pool), clock)
         self._bucket = Bucket(api, self._pool, facts.known_account)
-        self.result = DeployResult()
+        self.result = result
 
     # Before the stack -----------------------------------------------------------------------------------------
 
@@ -307,7 +314,7 @@ class Deployment:
 
     # Stack and after ------------------------------------------------------------------------------------------
 
-    async def apply(self, plan: StackPlan) -> DeployResult:
+    async def apply(self, plan: StackPlan) -> None:
         if self.result.changes:
             self._progress.step(f"changing stack {self._stack.name}")
             self._stack.change_set = self.result.change_set
@@ -323,19 +330,16 @@ class Deployment:
         self._progress.step("doctor")
         async with open_doctor(settings, {}) as checks:
             self.result.doctor = await run_checks(checks)
-        return self.result
 
     def _settings(self, plan: StackPlan) -> Settings:
         """The settings of commands that act on the pool from here."""
         facts = self._facts
-        app_id = plan.value("GithubAppId", facts)
-        secret = "github_app_key" if app_id else "github_token"
         return pool_settings(
             self._pool,
-            github_scope=plan.value("GithubScope", facts),
-            github_api_url=self._request.api_url or plan.value("GithubApiUrl", facts),
-            github_app_id=app_id,
-            **{secret: plan.value("GithubSecretArn", facts)},
+            scope=plan.value("GithubScope", facts),
+            api_url=self._request.api_url or plan.value("GithubApiUrl", facts),
+            app_id=plan.value("GithubAppId", facts),
+            secret=plan.value("GithubSecretArn", facts),
         )
 
     async def _refresh(self, event: Mapping[str, Any]) -> dict[str, Any]:
@@ -371,7 +375,7 @@ class Deployment:
         answer = await self._api.find(
             "ec2",
             "DescribeLaunchTemplateVersions",
-            _NO_TEMPLATE,
+            TEMPLATE_MISSING,
             LaunchTemplateName=template_name(self._pool),
             Versions=["$Default"],
         )
@@ -389,7 +393,16 @@ def _added(changes: tuple[StackChange, ...]) -> set[str]:
     return {change.logical_id for change in changes if change.action == "Add"}
 
 
-def pool_settings(pool: str, **values: str) -> Settings:
-    """Settings of commands on an existing pool: its name and the GitHub credential, nothing of the environment."""
+def pool_settings(pool: str, *, scope: str, api_url: str, app_id: str = "", secret: str = "") -> Settings:
+    """Settings of commands on an existing pool: its name and the GitHub credential, nothing of the environment.
+
+    `secret` is the ARN of the secret with the token, or with the private key if there is an App.
+    """
+    values = {
+        "github_scope": scope,
+        "github_api_url": api_url,
+        "github_app_id": app_id,
+        "github_app_key" if app_id else "github_token": secret,
+    }
     given = {name: value for name, value in values.items() if value}
     return load({"backend": "aws", "pool": pool, **given}, environ={"REMUDA_CONFIG": os.devnull})

@@ -10,9 +10,10 @@ import json
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from remuda.adapters.aws.ec2.template import template_name
+from remuda.adapters.aws.ec2.template import TEMPLATE_MISSING, template_name
 from remuda.config.settings import Settings
 from remuda.controlplane import operator
 from remuda.controlplane.context import Context
@@ -24,7 +25,9 @@ from remuda.deployment.resources import (
     Bucket,
     CredentialSecret,
     FoundResource,
+    LogGroups,
     OidcProvider,
+    PoolTable,
     SecurityGroup,
     stack_name,
 )
@@ -46,8 +49,6 @@ TABLE, LOGS_ENDING = "Table", "Logs"
 #: Prefixes of the objects that `deploy` stores.
 OWN_PREFIXES = ("agent/", "lambda/", "template/")
 _NOT_OURS = "remuda deploy did not create it"
-_NO_TABLE = frozenset({"ResourceNotFoundException"})
-_NO_TEMPLATE = frozenset({"InvalidLaunchTemplateName.NotFoundException", "InvalidLaunchTemplateId.NotFound"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,12 +102,14 @@ class Destruction:
         self._bucket = Bucket(api, pool, account)
         self._secret = CredentialSecret(api, pool)
         self._group = SecurityGroup(api, pool)
+        self._table = PoolTable(api, pool)
+        self._logs = LogGroups(api, pool)
 
     # What is there --------------------------------------------------------------------------------------------
 
     async def plan(self) -> RemovalPlan:
         found = await self._find()
-        if found.stack is not None and found.stack.tags.get(POOL_TAG, found.stack.parameters.get("Pool")) != self._pool:
+        if found.stack is not None and found.stack.pool != self._pool:
             raise UserError(
                 f"stack {self._stack.name} is not a stack of pool {self._pool}", field="--pool", fix="check --pool"
             )
@@ -121,8 +124,8 @@ class Destruction:
         if found.stack is not None:
             add(f"stack {self._stack.name}")
         if found.has_table:
-            is_ours = (found.stack is not None and found.stack.exists) or await self._owns_table()
-            add(f"table {self._stack.name}", why="" if is_ours else _NOT_OURS, is_data=True)
+            is_ours = (found.stack is not None and found.stack.exists) or await self._table.is_ours()
+            add(f"table {self._table.name}", why="" if is_ours else _NOT_OURS, is_data=True)
         for name in found.log_groups:
             add(f"log group {name}", is_data=True)
         await self._plan_others(add)
@@ -156,31 +159,16 @@ class Destruction:
         return (f"--keep-data, and it has other objects, such as {other}" if self._keeps_data and other else ""), other
 
     async def _find(self) -> _Pool:
-        name = template_name(self._pool)
         return _Pool(
             stack=await self._stack.describe(),
-            has_table=await self._api.find("dynamodb", "DescribeTable", _NO_TABLE, TableName=name) is not None,
+            has_table=await self._table.exists(),
             has_template=await self._has_template(),
-            log_groups=[
-                str(item["logGroupName"])
-                async for item in self._api.items(
-                    "logs", "DescribeLogGroups", "logGroups", logGroupNamePrefix=f"/remuda/{self._pool}/"
-                )
-            ],
+            log_groups=await self._logs.names(),
         )
-
-    async def _owns_table(self) -> bool:
-        """Whether a table without a stack is one that `--keep-data` has kept."""
-        found = await self._api.find("dynamodb", "DescribeTable", _NO_TABLE, TableName=self._stack.name)
-        if found is None:
-            return False
-        # DynamoDB denies access to the tags of a table that does not exist.
-        tags = await self._api.call("dynamodb", "ListTagsOfResource", ResourceArn=found["Table"]["TableArn"])
-        return tags_of(tags.get("Tags")).get(POOL_TAG) == self._pool
 
     async def _has_template(self) -> bool:
         answer = await self._api.find(
-            "ec2", "DescribeLaunchTemplates", _NO_TEMPLATE, LaunchTemplateNames=[template_name(self._pool)]
+            "ec2", "DescribeLaunchTemplates", TEMPLATE_MISSING, LaunchTemplateNames=[template_name(self._pool)]
         )
         found = (answer or {}).get("LaunchTemplates") or ()
         return any(tags_of(item.get("Tags")).get(POOL_TAG) == self._pool for item in found)
@@ -262,17 +250,16 @@ class Destruction:
     async def _open(self, stack: AsyncExitStack, found: _Pool) -> Context:
         """The ports of the pool; without GitHub if the credential is gone."""
         values = found.stack.parameters if found.stack else {}
-        app_id, secret = values.get("GithubAppId", ""), values.get("GithubSecretArn", "")
-        base = {"github_scope": values.get("GithubScope", ""), "github_api_url": values.get("GithubApiUrl", "")}
-        settings = pool_settings(self._pool, **base)
-        if secret:
-            key = "github_app_key" if app_id else "github_token"
-            with_github = pool_settings(self._pool, **base, github_app_id=app_id, **{key: secret})
+        settings = partial(
+            pool_settings, self._pool, scope=values.get("GithubScope", ""), api_url=values.get("GithubApiUrl", "")
+        )
+        if secret := values.get("GithubSecretArn", ""):
+            with_github = settings(app_id=values.get("GithubAppId", ""), secret=secret)
             try:
                 return await self._enter(stack, with_github, needs_github=True)
             except RemudaError as error:
                 self._progress.detail(f"registrations stay on GitHub: {error.message}")
-        return await self._enter(stack, settings, needs_github=False)
+        return await self._enter(stack, settings(), needs_github=False)
 
     @staticmethod
     async def _enter(stack: AsyncExitStack, settings: Settings, *, needs_github: bool) -> Context:
@@ -281,7 +268,7 @@ class Destruction:
     async def _delete_template(self) -> None:
         if await self._has_template():
             await self._api.find(
-                "ec2", "DeleteLaunchTemplate", _NO_TEMPLATE, LaunchTemplateName=template_name(self._pool)
+                "ec2", "DeleteLaunchTemplate", TEMPLATE_MISSING, LaunchTemplateName=template_name(self._pool)
             )
 
     # Everything else ------------------------------------------------------------------------------------------
@@ -355,11 +342,11 @@ class Destruction:
         """What is left of an earlier removal with `--keep-data`, and log groups that a function created again."""
         if self._keeps_data:
             return
-        if await self._owns_table():
-            await self._api.find("dynamodb", "DeleteTable", _NO_TABLE, TableName=self._stack.name)
-            self._progress.step(f"table {self._stack.name} deleted")
-        for name in (await self._find()).log_groups:
-            await self._api.find("logs", "DeleteLogGroup", _NO_TABLE, logGroupName=name)
+        if await self._table.is_ours():
+            await self._table.delete()
+            self._progress.step(f"table {self._table.name} deleted")
+        for name in await self._logs.names():
+            await self._logs.delete(name)
 
     async def _delete_groups(self) -> None:
         started_at = self._clock.monotonic()

@@ -12,16 +12,24 @@ from remuda.adapters.aws.clients import read_parameter
 from remuda.adapters.aws.ec2.create_fleet import MAX_ZONES
 from remuda.adapters.aws.ec2.options import MAX_SUBNETS, SSM_PREFIX
 from remuda.adapters.github.client import GitHubClient, GitHubDoctor
-from remuda.deployment.api import AwsAccount, AwsApi, tags_of
+from remuda.deployment.api import AwsAccount, AwsApi
 from remuda.deployment.bundles import Bundle, BundleSource, BundleUse
 from remuda.deployment.policies import FUNCTIONS, log_group
-from remuda.deployment.resources import Bucket, CredentialSecret, OidcProvider, SecurityGroup, SpotRole, stack_name
-from remuda.deployment.stack import REVIEW, Stack, StackState
+from remuda.deployment.resources import (
+    Bucket,
+    CredentialSecret,
+    LogGroups,
+    OidcProvider,
+    PoolTable,
+    SecurityGroup,
+    SpotRole,
+    stack_name,
+)
+from remuda.deployment.stack import REVIEW, Stack, StackState, stored_parameters
 from remuda.deployment.template import logs_id
 from remuda.domain.errors import RemudaError, UserError
 from remuda.domain.resources import DEFAULT_CLASSES, ResourceClass, parse_classes
 from remuda.ports.clock import Clock
-from remuda.ports.compute import POOL_TAG
 from remuda.ports.doctor import Check, CheckResult, ok, problem, warning
 
 CREDENTIALS = "aws credentials"
@@ -60,7 +68,6 @@ OWN_ACTIONS = (
     "secretsmanager:CreateSecret",
     "secretsmanager:GetSecretValue",
 )
-_NO_TABLE = frozenset({"ResourceNotFoundException"})
 _NO_ROLE = frozenset({"NoSuchEntity", "AccessDenied", "AccessDeniedException"})
 _NO_QUOTA = frozenset({"NoSuchResourceException"})
 _DENIED = frozenset({"AccessDenied", "AccessDeniedException"})
@@ -96,7 +103,7 @@ class DeployFacts:
 
     def stored(self, parameter: str) -> str:
         """The parameter of the existing stack, or an empty text."""
-        return self.stack.parameters.get(parameter, "") if self.stack and self.stack.exists else ""
+        return stored_parameters(self.stack).get(parameter, "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +177,7 @@ class Preflight:
         self.facts.classes = self._wanted.classes or _parse_stored(self.facts.stored("ResourceClassConfig"))
         if state is None or state.status == REVIEW:
             return ok(f"{name} will be created")
-        if state.tags.get(POOL_TAG, state.parameters.get("Pool")) != self._wanted.pool:
+        if state.pool != self._wanted.pool:
             return problem(f"stack {name} exists, but is not a stack of this pool", "choose another pool name")
         if not state.exists:
             return ok(f"{name} will be created again, after a creation that failed")
@@ -215,25 +222,20 @@ class Preflight:
 
     async def _data(self) -> CheckResult:
         """Data without its stack, which `destroy --keep-data` has left: it becomes part of the new stack."""
-        name = stack_name(self._wanted.pool)
         if self.facts.stack is not None and self.facts.stack.exists:
             return ok("part of the stack")
-        found = await self._api.find("dynamodb", "DescribeTable", _NO_TABLE, TableName=name)
-        if found is not None:
-            tags = await self._api.call("dynamodb", "ListTagsOfResource", ResourceArn=found["Table"]["TableArn"])
-            if tags_of(tags.get("Tags")).get(POOL_TAG) != self._wanted.pool:
-                return problem(f"table {name} exists, but is not a table of this pool", "choose another pool name")
-            self.facts.adopted["Table"] = {"TableName": name}
-        groups = self._api.items(
-            "logs", "DescribeLogGroups", "logGroups", logGroupNamePrefix=f"/remuda/{self._wanted.pool}/"
-        )
+        is_ours = await (table := PoolTable(self._api, self._wanted.pool)).is_ours()
+        if is_ours is False:
+            return problem(f"table {table.name} exists, but is not a table of this pool", "choose another pool name")
+        if is_ours:
+            self.facts.adopted["Table"] = {"TableName": table.name}
         known = {log_group(who).replace("<pool>", self._wanted.pool): logs_id(who) for who in FUNCTIONS}
-        async for group in groups:
-            if group["logGroupName"] in known:
-                self.facts.adopted[known[group["logGroupName"]]] = {"LogGroupName": str(group["logGroupName"])}
+        for name in await LogGroups(self._api, self._wanted.pool).names():
+            if name in known:
+                self.facts.adopted[known[name]] = {"LogGroupName": name}
         if self.facts.adopted:
             return ok(f"{', '.join(next(iter(item.values())) for item in self.facts.adopted.values())} will be reused")
-        return ok(f"table {name} will be created")
+        return ok(f"table {table.name} will be created")
 
     # Network --------------------------------------------------------------------------------------------------
 

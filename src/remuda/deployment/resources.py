@@ -1,4 +1,4 @@
-"""Resources outside the stack: bucket, secret, OIDC provider and security group.
+"""Resources outside the stack: bucket, secret, OIDC provider and security group; and data that may outlive it.
 
 The stack needs the first three before it exists. Each has a tag with the name of the pool, which says that `deploy`
 created it. Every `ensure` completes what an interrupted run has left, and changes nothing if there is nothing to do.
@@ -18,11 +18,13 @@ from botocore.exceptions import ClientError
 from remuda.adapters.aws.calls import code_of
 from remuda.config.settings import GITHUB_ISSUER
 from remuda.deployment.api import AwsAccount, AwsApi, tags_of
+from remuda.deployment.statements import VERSION
 from remuda.domain.errors import RemudaError, Unavailable, UserError
 from remuda.ports.compute import POOL_TAG
 
 AUDIENCE = "sts.amazonaws.com"
-_NO_SECRET = frozenset({"ResourceNotFoundException"})
+#: The code of Secrets Manager, DynamoDB and CloudWatch Logs.
+_MISSING = frozenset({"ResourceNotFoundException"})
 _NO_ENTITY = frozenset({"NoSuchEntity", "NoSuchEntityException"})
 _NO_OBJECT = frozenset({"404", "NoSuchKey", "NotFound"})
 _NO_BUCKET = frozenset({"404", "NoSuchBucket", "NotFound"})
@@ -129,7 +131,7 @@ class Bucket:
     def _policy(self) -> dict[str, Any]:
         arn = f"arn:{self._account.partition}:s3:::{self.name}"
         return {
-            "Version": "2012-10-17",
+            "Version": VERSION,
             "Statement": [
                 {
                     "Sid": "RequireTls",
@@ -191,7 +193,7 @@ class CredentialSecret:
         self.name = secret_name(pool)
 
     async def find(self) -> FoundResource | None:
-        answer = await self._api.find("secretsmanager", "DescribeSecret", _NO_SECRET, SecretId=self.name)
+        answer = await self._api.find("secretsmanager", "DescribeSecret", _MISSING, SecretId=self.name)
         if answer is None:
             return None
         is_ours = tags_of(answer.get("Tags")).get(POOL_TAG) == self._pool
@@ -227,12 +229,12 @@ class CredentialSecret:
 
     async def _value(self) -> str:
         # A secret without a value answers as if it did not exist.
-        answer = await self._api.find("secretsmanager", "GetSecretValue", _NO_SECRET, SecretId=self.name)
+        answer = await self._api.find("secretsmanager", "GetSecretValue", _MISSING, SecretId=self.name)
         return str((answer or {}).get("SecretString", ""))
 
     async def delete(self) -> None:
         await self._api.find(
-            "secretsmanager", "DeleteSecret", _NO_SECRET, SecretId=self.name, ForceDeleteWithoutRecovery=True
+            "secretsmanager", "DeleteSecret", _MISSING, SecretId=self.name, ForceDeleteWithoutRecovery=True
         )
 
 
@@ -371,3 +373,45 @@ class SpotRole:
             AWSServiceName="spot.amazonaws.com",
         )
         return made is not None
+
+
+class PoolTable:
+    """The table, which is part of the stack or what `destroy --keep-data` has kept of it."""
+
+    def __init__(self, api: AwsApi, pool: str) -> None:
+        self._api = api
+        self._pool = pool
+        self.name = stack_name(pool)
+
+    async def exists(self) -> bool:
+        return await self._describe() is not None
+
+    async def is_ours(self) -> bool | None:
+        """Whether it has the tag of the pool. None if there is no table."""
+        found = await self._describe()
+        if found is None:
+            return None
+        # DynamoDB denies access to the tags of a table that does not exist.
+        tags = await self._api.call("dynamodb", "ListTagsOfResource", ResourceArn=found["Table"]["TableArn"])
+        return tags_of(tags.get("Tags")).get(POOL_TAG) == self._pool
+
+    async def _describe(self) -> dict[str, Any] | None:
+        return await self._api.find("dynamodb", "DescribeTable", _MISSING, TableName=self.name)
+
+    async def delete(self) -> None:
+        await self._api.find("dynamodb", "DeleteTable", _MISSING, TableName=self.name)
+
+
+class LogGroups:
+    """The log groups of the functions."""
+
+    def __init__(self, api: AwsApi, pool: str) -> None:
+        self._api = api
+        self._prefix = f"/remuda/{pool}/"
+
+    async def names(self) -> list[str]:
+        groups = self._api.items("logs", "DescribeLogGroups", "logGroups", logGroupNamePrefix=self._prefix)
+        return [str(item["logGroupName"]) async for item in groups]
+
+    async def delete(self, name: str) -> None:
+        await self._api.find("logs", "DeleteLogGroup", _MISSING, logGroupName=name)

@@ -9,6 +9,7 @@ from typing import Any
 from remuda.deployment.api import AwsApi, tags_of
 from remuda.domain.errors import Partial, Unavailable, UserError
 from remuda.ports.clock import Clock
+from remuda.ports.compute import POOL_TAG
 
 CHANGE_SET = "remuda-deploy"
 TABLE_TYPE = "AWS::DynamoDB::Table"
@@ -50,6 +51,11 @@ class StackState:
         """Whether it has resources."""
         return self.status != REVIEW and self.status not in FAILED_CREATION
 
+    @property
+    def pool(self) -> str:
+        """The pool that it belongs to; empty if it is a stack of something else. A stack made by hand has no tag."""
+        return self.tags.get(POOL_TAG, self.parameters.get("Pool", ""))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StackChange:
@@ -73,6 +79,11 @@ class StackChange:
     @property
     def loses_data(self) -> bool:
         return self.resource_type == TABLE_TYPE and (self.is_replaced or self.action == "Remove")
+
+
+def stored_parameters(stack: StackState | None) -> Mapping[str, str]:
+    """The parameters of an existing stack; empty if there is none."""
+    return stack.parameters if stack and stack.exists else {}
 
 
 class Stack:
@@ -182,7 +193,7 @@ class Stack:
             )
         await self.settle(report, after=before)
 
-    # DeployProgress -------------------------------------------------------------------------------------------------
+    # Progress -------------------------------------------------------------------------------------------------
 
     async def settle(self, report: Report, *, after: str | None = None) -> StackState | None:
         """Wait until no operation is in progress, and raise if it failed. None if the stack is gone.

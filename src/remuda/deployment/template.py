@@ -30,7 +30,7 @@ from remuda.deployment.policies import (
     settings_parameter,
 )
 from remuda.deployment.statements import VERSION, Policy, render
-from remuda.domain.resources import DEFAULT_CLASSES, ResourceClass
+from remuda.domain.resources import DEFAULT_CLASSES, Architecture, ResourceClass
 from remuda.domain.workflow_identity import NAME_FORM, OWNER_FORM, REPOSITORY_FORM
 from remuda.ports.compute import POOL_TAG
 
@@ -255,7 +255,9 @@ def _function_parameters() -> dict[str, Any]:
             "S3 bucket with the code of the functions. If empty, no functions and schedules are created."
         ),
         "CodeKey": _text("Key of remuda-lambda.zip in the bucket ('make lambda' builds it).", "remuda-lambda.zip"),
-        "Architecture": _text("Architecture that the code was built for.", "x86_64", AllowedValues=["x86_64", "arm64"]),
+        "Architecture": _text(
+            "Architecture that the code was built for.", "x86_64", AllowedValues=[each.value for each in Architecture]
+        ),
         "Runtime": _text(
             "Python version that the code was built for.",
             "python3.13",

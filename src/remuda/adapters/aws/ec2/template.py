@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 DESCRIPTION_PREFIX = "remuda "
 DIGEST_CHARS = 32
 _ALREADY_EXISTS = frozenset({"InvalidLaunchTemplateName.AlreadyExistsException"})
-_NOT_FOUND = frozenset({"InvalidLaunchTemplateName.NotFoundException", "InvalidLaunchTemplateId.NotFound"})
+TEMPLATE_MISSING = frozenset({"InvalidLaunchTemplateName.NotFoundException", "InvalidLaunchTemplateId.NotFound"})
 
 
 def template_name(pool: str) -> str:
@@ -174,7 +174,7 @@ class LaunchTemplate:
     async def _exists(self) -> bool:
         try:
             answer = await self._calls.call(
-                "DescribeLaunchTemplates", raw_codes=_NOT_FOUND, LaunchTemplateNames=[self.name]
+                "DescribeLaunchTemplates", raw_codes=TEMPLATE_MISSING, LaunchTemplateNames=[self.name]
             )
         except ClientError:
             return False
