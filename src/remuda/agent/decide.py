@@ -73,7 +73,7 @@ def next_step(observation: Observation) -> AgentStep:
         return _wait("no record yet")
     if record.state in {State.TERMINATING, State.TERMINATED}:
         return AgentStep(action=AgentAction.END, reason=f"record state is {record.state}")
-    if expired(record.threshold, now=observation.now, margin_s=observation.margin_s):
+    if expired(record.deadline(busy=observation.runner.busy), now=observation.now, margin_s=observation.margin_s):
         return AgentStep(action=AgentAction.END, reason=f"threshold of state {record.state} passed")
     match record.state:
         case State.CREATED | State.CLAIMED:
@@ -106,6 +106,9 @@ def _when_assigned(observation: Observation, record: Instance) -> AgentStep:
         return _wait("registered; the runner starts when the record is running")
     if record.assignment is None:
         return _signal_once(observation, Signal.UD_REG_FAILED, "the record has no assignment")
+    if record.runner_set:
+        # It gets its registration with the state `running`.
+        return _signal_once(observation, Signal.UD_OK, "ready for a job of its runner set")
     if observation.runner.listening:
         return _signal_once(observation, Signal.UD_REG_FAILED, "a runner of an earlier assignment is still listening")
     if observation.runner.registered_as == record.assignment.runner_name:
@@ -121,10 +124,15 @@ def _when_running(observation: Observation, record: Instance) -> AgentStep:
     name = record.assignment.runner_name if record.assignment else ""
     if observation.signalled is Signal.UD_REG_FAILED:
         return _wait("the runner failed; waiting for termination")
+    if record.runner_set and (step := _before_listening(observation, record)):
+        return step
     if not name or observation.runner.registered_as != name:
         return _signal_once(observation, Signal.UD_REG_FAILED, "not registered for this assignment")
     if observation.runner.listening:
         return _wait("a job is running" if observation.runner.busy else "listening for jobs")
+    if record.runner_set and (observation.runner.unused or spent_epoch(record, observation.runner)):
+        used = "its registration was removed before it had a job" if observation.runner.unused else "its job has ended"
+        return _wait(f"{used}; waiting for release")
     # A spent runner was registered for a single job, which has ended or was refused: it cannot be started again.
     if observation.runner.spent and observation.runner.refused:
         return _signal_once(
@@ -137,6 +145,30 @@ def _when_running(observation: Observation, record: Instance) -> AgentStep:
     if observation.starts >= MAX_STARTS:
         return _signal_once(observation, Signal.UD_REG_FAILED, f"the runner exited {observation.starts} times")
     return AgentStep(action=AgentAction.START, reason=f"committed to run {record.run_id}")
+
+
+def _before_listening(observation: Observation, record: Instance) -> AgentStep | None:
+    """Return the step of a machine of a runner set that is due before its listener starts."""
+    runner, assignment = observation.runner, record.assignment
+    if assignment is not None and assignment.jit_config and not runner.registered_as and not runner.listening:
+        return AgentStep(action=AgentAction.REGISTER, reason=f"equipped for runner set {record.runner_set}")
+    is_registered = assignment is not None and runner.registered_as == assignment.runner_name
+    if is_registered and (observation.signalled is None or observation.signalled.rank < Signal.UD_REG_OK.rank):
+        # Also after a restart: without a signal of this epoch, nobody counts its heartbeats.
+        return AgentStep(action=AgentAction.SIGNAL, reason="registered just in time", signal=Signal.UD_REG_OK)
+    return None
+
+
+def spent_epoch(record: Instance | None, runner: RunnerState) -> int:
+    """The epoch of the record if its just-in-time registration is used up, or 0.
+
+    A listener of a set that fails after its job began is used up too: a restart must not run a second job.
+    """
+    if record is None or record.assignment is None or runner.registered_as != record.assignment.runner_name:
+        return 0
+    if runner.listening or runner.busy or runner.exit_code is None or runner.unused:
+        return 0
+    return record.epoch if runner.spent or (record.runner_set and runner.had_job) else 0
 
 
 def _describe_exit(runner: RunnerState) -> str:
@@ -172,6 +204,6 @@ def _remove(observation: Observation, record: Instance) -> AgentStep:
         return _signal_once(
             observation, Signal.UD_REMOVE_REG_FAILED, f"removal failed {observation.failed_removals} times"
         )
-    if credential is None or credential.expires_at <= observation.now:
+    if not record.runner_set and (credential is None or credential.expires_at <= observation.now):
         return _wait("waiting for a removal credential")
     return AgentStep(action=AgentAction.REMOVE, reason="released")

@@ -1,4 +1,10 @@
-"""The job-started hook: refuses jobs that do not belong to the run and repository of this machine's assignment."""
+"""The job-started hook: refuses jobs that do not belong to the run and repository of this machine's assignment.
+
+A runner of a set accepts any run of its scope. If the assignment says so, it refuses jobs that are not proven to be
+trusted. What earlier jobs of the machine were is in the control record, which no job can write; the agent writes it
+into the hook's folder, which no job can change. What this job is comes from the variables and the event file that the
+runner sets for the hook before any step of the job (Runner.Worker/JobHookProvider.cs).
+"""
 
 from __future__ import annotations
 
@@ -14,6 +20,7 @@ from urllib.parse import urlsplit
 
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import Assignment
+from remuda.domain.trust import OWN_CODE
 
 STARTED = "ACTIONS_RUNNER_HOOK_JOB_STARTED"
 _STARTED_PREFIX = f"{STARTED}=".encode()
@@ -25,10 +32,14 @@ ENTERPRISES = "enterprises"
 #: Name of the file in which the hook lists refused jobs.
 REFUSED = ".remuda-refused"
 READABLE = 0o444
+#: In place of a run's label. No label is empty or contains spaces only.
+ANY_RUN = " "
 MAX_REFUSED_BYTES = 4096
 #: Refused jobs that the summary names; it counts the others.
 MAX_NAMED = 3
-_REFUSED_LINE = re.compile(r"(?P<run>[\w.-]{1,64}) (?P<repository>[\w.-]{1,100}/[\w.-]{1,100})", re.ASCII)
+_REFUSED_LINE = re.compile(
+    r"(?P<run>[\w.-]{1,64}) (?P<repository>[\w.-]{1,100}/[\w.-]{1,100})(?P<untrusted> untrusted)?", re.ASCII
+)
 
 
 @cache
@@ -62,7 +73,9 @@ class JobHook:
         files, image_hook = self._environment_files(runner)
         label = assignment.labels[0] if assignment.labels else ""
         image_hook = image_hook or environment.get(STARTED, "")
-        lines = (label, _repository(assignment), str(self._refused_file), image_hook)
+        run = ANY_RUN if assignment.any_run else label
+        trusted = " ".join(("", *sorted(OWN_CODE), "")) if assignment.only_trusted else ""
+        lines = (run, _repository(assignment), str(self._refused_file), image_hook, trusted)
         if any(not line.isprintable() for line in lines):
             raise Unavailable("the assignment's label or repository contains unprintable characters")
         script = self._folder / "job-started.sh"
@@ -80,13 +93,14 @@ class JobHook:
 
     def refused(self) -> str:
         """Return a summary of the refused jobs, or an empty string. Ignores malformed lines."""
-        lines = filter(None, map(_REFUSED_LINE.fullmatch, self._refused_lines()))
+        lines = list(filter(None, map(_REFUSED_LINE.fullmatch, self._refused_lines())))
         found = Counter(f"run {line['run']} of {line['repository']}" for line in lines)
         if not found:
             return ""
         shown = ", ".join(list(found)[:MAX_NAMED])
         more = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
-        jobs = "1 foreign job" if found.total() == 1 else f"{found.total()} foreign jobs"
+        kind = "untrusted" if all(line["untrusted"] for line in lines) else "foreign"
+        jobs = f"1 {kind} job" if found.total() == 1 else f"{found.total()} {kind} jobs"
         return f"refused {jobs}: {shown}{more}"
 
     def _refused_lines(self) -> list[str]:

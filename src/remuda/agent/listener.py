@@ -33,6 +33,8 @@ MAX_BACKLOG = 64 * 1024 * 1024
 #: Bytes kept of the log of the listener before.
 KEPT_LOG_BYTES = 256 * 1024
 
+#: Message of a listener whose registration does not exist any more (BrokerMessageListener.cs, CreateSessionAsync).
+REGISTRATION_DELETED = "The runner registration has been deleted from the server"
 #: Bytes at the end of the log in which the last error is searched, and maximum characters of its message.
 ERROR_BYTES = 16 * 1024
 MAX_ERROR = 300
@@ -118,6 +120,8 @@ class Listener:
         self._worker = host.runner_folder / "bin" / "Runner.Worker"
         self._jobs = _JobLog(log)
         self._wrapper = self._find_wrapper()
+        #: Whether this process has watched the listener since its start.
+        self._watched = False
 
     async def start(self, assignment: Assignment, files: Files, environment: Mapping[str, str]) -> None:
         command = await self._host.prepare_start(assignment, files)
@@ -144,6 +148,11 @@ class Listener:
         # An unfinished Popen object would emit a ResourceWarning; `is_running` reaps the process.
         process.returncode = 0
         self._wrapper = procfs.read_process(process.pid)
+        self._watched = True
+
+    @property
+    def was_started(self) -> bool:
+        return self._pid_file.exists()
 
     def is_running(self) -> bool:
         wrapper = self._wrapper
@@ -167,14 +176,36 @@ class Listener:
 
     def last_error(self) -> str:
         """The last error message in the log, or an empty text."""
+        found = _ERROR.findall(self._end_of_log())
+        return sanitize(found[-1].strip())[:MAX_ERROR] if found else ""
+
+    def lost_registration(self) -> bool:
+        """Whether the listener has ended because its registration does not exist. A job can forge this."""
+        code = self.exit_code()
+        # With 0 if its access token was revoked while it listened (Runner.cs, RunAsync).
+        return code == 0 or (code is not None and REGISTRATION_DELETED in self._end_of_log())
+
+    def _end_of_log(self) -> str:
         try:
             with self._log.open("rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - ERROR_BYTES))
-                text = file.read(ERROR_BYTES).decode(errors="replace")
+                return file.read(ERROR_BYTES).decode(errors="replace")
         except OSError:
             return ""
-        found = _ERROR.findall(text)
-        return sanitize(found[-1].strip())[:MAX_ERROR] if found else ""
+
+    def had_job(self) -> bool:
+        """Whether the last listener may have begun a job.
+
+        Jobs can truncate the log, so the first sight of a job is noted on disk. A listener that ended without an error
+        and that this process has not watched from its start may have run one that nobody noticed.
+        """
+        if self._job_file.exists():
+            return True
+        busy = self.is_busy()
+        if busy or self._jobs.seen:
+            self._job_file.touch()
+            return True
+        return not self._watched and self.exit_code() == 0
 
     def is_busy(self) -> bool:
         """Whether a job is running, by the log or by a worker process, because each can lag behind the other. After
@@ -221,8 +252,13 @@ class Listener:
         """Forget the last listener and its job."""
         self._pid_file.unlink(missing_ok=True)
         self._exit_code_file.unlink(missing_ok=True)
+        self._job_file.unlink(missing_ok=True)
         self._wrapper = None
         self._jobs.close()
+
+    @property
+    def _job_file(self) -> Path:
+        return self._folder / "job-seen"
 
     @property
     def _pid_file(self) -> Path:
@@ -260,6 +296,8 @@ class _JobLog:
         self._offset = 0
         self._partial = b""
         self._running = False
+        #: Whether a job has started, or the log was truncated, which only a job does.
+        self.seen = False
 
     def has_grown(self) -> bool:
         with contextlib.suppress(OSError):
@@ -273,6 +311,7 @@ class _JobLog:
         with self._path.open("rb") as file:
             # Whoever has the log open can truncate it or make it endless.
             size = file.seek(0, os.SEEK_END)
+            self.seen |= size < self._offset
             self._offset = min(size, max(self._offset, size - MAX_BACKLOG))
             file.seek(self._offset)
             while chunk := file.read(MAX_CHUNK):
@@ -284,11 +323,12 @@ class _JobLog:
 
     def close(self) -> None:
         """Forget a running job, because the listener was stopped."""
-        self._running = False
+        self._running = self.seen = False
 
     def _take(self, line: str) -> None:
         # Check for a start first: a job's name may look like an end.
         if _JOB_STARTED.match(line):
-            self._running = True
+            self._running = self.seen = True
         elif _JOB_ENDED.match(line):
             self._running = False
+            self.seen = True

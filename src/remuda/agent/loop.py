@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Awaitable
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-from remuda.agent.decide import AgentAction, AgentStep, Observation, next_step
+from remuda.agent.decide import AgentAction, AgentStep, Observation, next_step, spent_epoch
 from remuda.domain.errors import Conflict, RemudaError
 from remuda.domain.instance import Instance, State
-from remuda.domain.signals import FailureKind, Signal
+from remuda.domain.signals import FailureKind, Report, Signal
 from remuda.domain.thresholds import HEARTBEAT_INTERVAL_S, expired
 from remuda.ports.clock import Clock, Ids
 from remuda.ports.event_log import BoundEventLog, EventLog
@@ -117,8 +117,9 @@ class Agent:
                     record = await self._read_record(identity)
                     must_read = False
                 step, runner = self._decide(identity, record, expiry)
+                heartbeat.observe(record, runner)
                 if step.action is AgentAction.WAIT:
-                    record = await self._wait(identity, record, runner, expiry, heartbeat)
+                    record = await self._wait(identity, record, runner, expiry)
                     continue
                 if self._clock.monotonic() - self._record_read_at > MAX_RECORD_AGE_S:
                     # The record may have changed during the last step or wait: decide again with the current one.
@@ -132,13 +133,10 @@ class Agent:
                     record = fresh
                     continue
                 await self._act(record, step)
-                # A signal does not carry these fields, so a change of them needs a heartbeat.
-                if _heartbeat_fields(self._runner.state()) != _heartbeat_fields(runner):
-                    heartbeat.beat_now()
                 self._failures = 0
             except RemudaError as error:
                 self._event_log.record("step-failed", error.message)
-                if expiry.has_passed():
+                if expiry.has_passed(self._runner.state()):
                     return "threshold passed and the store is unreachable"
                 must_read = True
                 self._failures += 1
@@ -164,7 +162,7 @@ class Agent:
                 self._event_log.record("state", f"record state is {record.state}")
             if self._signalled is not None and self._signalled[0] == record.epoch:
                 signalled = self._signalled[1]
-        elif expiry.has_passed():
+        elif expiry.has_passed(runner):
             return AgentStep(action=AgentAction.END, reason="threshold passed and the record is gone"), runner
         observation = Observation(
             record=record,
@@ -184,10 +182,9 @@ class Agent:
         record: Instance | None,
         runner: RunnerState,
         expiry: Expiry,
-        heartbeat: Heartbeat,
     ) -> Instance | None:
         """Wait until the record or the runner changes, or the threshold passes. Return the latest record."""
-        left_s = expiry.seconds_left(record)
+        left_s = expiry.seconds_left(record, runner)
         timeout_s = WAIT_LIMIT_S if left_s is None else min(WAIT_LIMIT_S, max(0.0, left_s) + 0.001)
         if self._next_wait_limit_s is not None:
             timeout_s, self._next_wait_limit_s = min(timeout_s, self._next_wait_limit_s), None
@@ -199,8 +196,6 @@ class Agent:
         local = asyncio.create_task(self._runner.wait_for_change(runner, timeout_s))
         try:
             await asyncio.wait({control, local}, return_when=asyncio.FIRST_COMPLETED)
-            if local.done() and local.result() != runner:
-                heartbeat.beat_now()
             if not control.done():
                 return record
             self._record_read_at = self._clock.monotonic()
@@ -295,8 +290,12 @@ class Agent:
                 failure=failure,
             )
         except Conflict as conflict:
-            # The store has a signal of a higher rank or epoch, sent before this agent restarted. It stays.
+            # The store has a signal of a higher rank or epoch, sent before this agent restarted. It stays, and decides
+            # what to do next: a runner must not start after its failure was signalled.
             self._event_log.record("signal-rejected", conflict.message, signal=signal.value)
+            stored = conflict.current
+            if isinstance(stored, Report) and stored.epoch == record.epoch and stored.signal is not None:
+                signal = stored.signal
         self._signalled = (record.epoch, signal)
 
     async def _back_off(self, failures: int) -> None:
@@ -304,8 +303,16 @@ class Agent:
         await self._clock.sleep(pause_s * (0.5 + self._ids.jitter() / 2))
 
 
-def _heartbeat_fields(runner: RunnerState) -> tuple[bool, bool]:
-    return runner.busy, runner.listening
+class _RunnerFields(NamedTuple):
+    """What a heartbeat says about the runner. Signals do not carry it, so a change needs a heartbeat."""
+
+    busy: bool
+    listening: bool
+    spent_epoch: int
+
+
+def _runner_fields(record: Instance | None, runner: RunnerState) -> _RunnerFields:
+    return _RunnerFields(runner.busy, runner.listening, spent_epoch(record, runner))
 
 
 class Expiry:
@@ -317,24 +324,30 @@ class Expiry:
         self._machine = machine
         self._clock = clock
         self._margin_s = margin_s
-        self._threshold = machine.load().threshold
-        if self._threshold is not None:
-            self._set_dead_man_timer(self._threshold)
+        state = machine.load()
+        #: The last threshold without and with a running job.
+        self._thresholds = (state.threshold, state.busy_threshold or state.threshold)
+        if self._thresholds[1] is not None:
+            self._set_dead_man_timer(self._thresholds[1])
 
     def observe(self, record: Instance) -> None:
-        if record.threshold == self._threshold:
+        thresholds = free, busy = record.deadline(busy=False), record.deadline(busy=True)
+        if thresholds == self._thresholds:
             return
-        self._set_dead_man_timer(record.threshold)
-        self._machine.save(replace(self._machine.load(), threshold=record.threshold))
+        # A listener may get a job while the agent is down, so the timer allows for it.
+        self._set_dead_man_timer(busy)
+        kept = replace(self._machine.load(), threshold=free, busy_threshold=None if busy == free else busy)
+        self._machine.save(kept)
         # Assigned last, so that the next call repeats a step that failed.
-        self._threshold = record.threshold
+        self._thresholds = thresholds
 
-    def has_passed(self) -> bool:
-        return self._threshold is not None and expired(self._threshold, now=self._clock.now(), margin_s=self._margin_s)
+    def has_passed(self, runner: RunnerState) -> bool:
+        threshold = self._thresholds[runner.busy]
+        return threshold is not None and expired(threshold, now=self._clock.now(), margin_s=self._margin_s)
 
-    def seconds_left(self, record: Instance | None) -> float | None:
+    def seconds_left(self, record: Instance | None, runner: RunnerState) -> float | None:
         """Seconds until the agent must end the machine. None if neither the record nor the disk has a threshold."""
-        threshold = record.threshold if record else self._threshold
+        threshold = record.deadline(busy=runner.busy) if record else self._thresholds[runner.busy]
         if threshold is None:
             return None
         return (threshold - self._clock.now()).total_seconds() + self._margin_s
@@ -373,10 +386,16 @@ class Heartbeat:
     version: str
     notice: str = field(default="", init=False)
     due: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    #: The last record that was read.
+    record: Instance | None = field(default=None, init=False)
+    #: What the last heartbeat said. A failed one is repeated after the interval.
+    written: _RunnerFields | None = field(default=None, init=False)
 
-    def beat_now(self) -> None:
-        """Write the next heartbeat at once, because a field that others wait for has changed."""
-        self.due.set()
+    def observe(self, record: Instance | None, runner: RunnerState) -> None:
+        """Write the next heartbeat at once if a field that others wait for differs from the last one."""
+        self.record = record
+        if _runner_fields(record, runner) != self.written:
+            self.due.set()
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -392,14 +411,10 @@ class Heartbeat:
 
     async def _beat(self) -> None:
         try:
-            runner = self.runner.state()
+            notice = await self._spot_notice()
+            fields = self.written = _runner_fields(self.record, self.runner.state())
             await self.store.beat(
-                self.instance_id,
-                at=self.clock.now(),
-                busy=runner.busy,
-                listening=runner.listening,
-                notice=await self._spot_notice(),
-                version=self.version,
+                self.instance_id, at=self.clock.now(), notice=notice, version=self.version, **fields._asdict()
             )
         except RemudaError as error:
             self.event_log.record("heartbeat-failed", error.message)

@@ -105,14 +105,18 @@ class ActionsRunner:
         listening = self._listener.is_running()
         exit_code = self._listener.exit_code()
         jit = self._jit_config()
-        spent = exit_code == 0 and jit is not None and not jit.config
+        has_started = jit is not None and not jit.config
+        had_job = has_started and self._listener.had_job()
+        spent = has_started and exit_code == 0
         return RunnerState(
             registered_as=self._registered_as(),
             listening=listening,
             busy=self._listener.is_busy(),
             exit_code=exit_code,
             exit_detail=self._listener.last_error() if exit_code else "",
+            had_job=had_job,
             spent=spent,
+            unused=has_started and not had_job and self._listener.lost_registration(),
             refused=self.refused() if spent else "",
         )
 
@@ -167,8 +171,9 @@ class ActionsRunner:
         files |= self._registration_files()
         environment = self._environment | variables | {_DEPRECATED_EXIT: "1"}
         jit = self._jit_config()
-        if jit is not None and jit.config:
-            environment[_INPUT + "JITCONFIG"] = jit.config
+        if jit is not None and not self._listener.was_started:
+            # From the assignment if an earlier attempt to start has dropped it. The listener keeps it for its restarts.
+            environment[_INPUT + "JITCONFIG"] = jit.config or assignment.jit_config
             # Drop the configuration before any job runs. Keep the name: it shows that the listener registers itself.
             _write(self._jit_file, to_document(_JitConfig(runner_name=jit.runner_name)))
         await self._listener.start(assignment, files, environment)

@@ -61,6 +61,7 @@ async def _refresh(
     counts = {f"Instances{pascal_case(state)}": count for state, count in (result.live_instances or {}).items()}
     counts["StaleRegistrationsRemoved"] = len(result.stale_registrations)
     counts["RunnerVersionWarnings"] = len(result.warnings)
+    counts["JobsWaitingTooLong"] = len(result.waiting_jobs)
     return LambdaOutcome(document=results.refresh_document(result), errors=result.errors, counts=counts)
 
 

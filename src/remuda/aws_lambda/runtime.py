@@ -19,6 +19,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from remuda.adapters.aws.cloudwatch import NAMESPACE
 from remuda.cli.output import record_line
 from remuda.domain.errors import RemudaError, TimedOut
 from remuda.domain.instance import RetireReason
@@ -37,7 +38,6 @@ RESERVE_S = 5.0
 SETTINGS_VARIABLE = "REMUDA_SETTINGS_PARAMETER"
 _VARIABLE_LINE = re.compile(r"^(REMUDA_[A-Z0-9_]+)=", re.MULTILINE)
 GITHUB = "github"
-NAMESPACE = "Remuda"
 #: CloudWatch's limits: metrics per line, and characters of a dimension's value.
 MAX_METRICS = 100
 MAX_DIMENSION_LENGTH = 1_024

@@ -22,7 +22,8 @@ from remuda.config.settings import SETTINGS, Settings
 from remuda.config.sources import read_private_key
 from remuda.controlplane.doctor import exit_code, run_checks
 from remuda.domain.errors import Partial, RemudaError, UserError
-from remuda.domain.resources import MAX_SHOWN, check_scope
+from remuda.domain.resources import MAX_SHOWN, Reuse, check_scope
+from remuda.domain.runner_set import RunnerSet, in_scope
 from remuda.ports.calls import CallCounter
 from remuda.ports.doctor import CheckResult, CheckStatus
 from remuda.wiring.aws import aws_libraries
@@ -30,9 +31,9 @@ from remuda.wiring.github import GithubCredential, github_client
 
 if TYPE_CHECKING:
     from remuda.adapters.github.client import GitHubClient
-    from remuda.deployment.deploy import Deployment, DeployRequest, DeployResult
+    from remuda.deployment.deploy import Deployment, DeployRequest, DeployResult, StackPlan
     from remuda.deployment.destroy import RemovalPlan
-    from remuda.deployment.preflight import DeployFacts
+    from remuda.deployment.preflight import DeployFacts, DeployTarget, ListenerTarget
     from remuda.deployment.stack import StackChange
 
 T = TypeVar("T")
@@ -43,6 +44,9 @@ LIST_PARAMETERS = ("repositories", "environments")
 _FLAGS = {
     SETTINGS[name].parameter: flag(name) for name in SETTINGS if SETTINGS[name].is_parameter or name in LIST_PARAMETERS
 }
+#: Parameter with the place of the listener.
+LISTENER = "Listener"
+_FLAGS[LISTENER] = "--listener"
 #: Parameters of the stack that follow from the deployment.
 _OWN_PARAMETERS = frozenset({"Pool", "CodeBucket", "CodeKey", "GithubSecretArn", "OidcProviderArn"})
 _INTERRUPTED = "interrupted; what was created stays, and the same command continues from there"
@@ -88,6 +92,7 @@ def run_deploy(
     github_app_key: str,
     bundles: str,
     parameter: Sequence[str],
+    listener: str | None,
     allow_replacement: bool,
     confirmed: bool,
     dry_run: bool,
@@ -99,6 +104,8 @@ def run_deploy(
     if not (asks or confirmed or dry_run):
         raise _no_confirmation()
     extra = parse_parameters(parameter)
+    if listener:
+        extra[LISTENER] = listener
     credential = read_credential(settings, github_token, github_app_key)
     source = check_location(bundles) if bundles else BundleSource.default()
     _choose_region(region, asks=asks)
@@ -170,22 +177,43 @@ def _deploy(
             run(Deployment.discard)
             raise
     run(lambda deployment: deployment.apply(plan))
-    environment = plan.value("Environments", facts).split(",")[0]
-    document["workflow"] = _workflow(request.wanted.pool, facts, result.outputs, environment)
+    document["workflow"] = _workflow(request.wanted, facts, result.outputs, plan)
+    document["container"] = _container(request.wanted, facts, plan)
     return _report(output, result, document)
 
 
-def _workflow(pool: str, facts: DeployFacts, outputs: Mapping[str, str], environment: str) -> str:
-    """The workflow to paste; empty if the stack has no role for workflows."""
-    from remuda.deployment.workflow import workflow_text  # noqa: PLC0415 - only at the end
+def _workflow(wanted: DeployTarget, facts: DeployFacts, outputs: Mapping[str, str], plan: StackPlan) -> str:
+    """The workflow to paste: without provision if there are runner sets; empty if no workflow may provision."""
+    from remuda.deployment.workflow import set_workflow_text, workflow_text  # noqa: PLC0415 - only at the end
 
+    if wanted.listener and wanted.listener.runner_sets:
+        return set_workflow_text(wanted.listener.runner_sets[0])
     role = outputs.get("WorkflowRoleArn", "")
-    region = facts.known_account.region
-    return workflow_text(pool=pool, region=region, role=role, environment=environment) if role else ""
+    if not role:
+        return ""
+    environment = plan.value("Environments", facts).split(",")[0]
+    return workflow_text(pool=wanted.pool, region=facts.known_account.region, role=role, environment=environment)
+
+
+def _container(wanted: DeployTarget, facts: DeployFacts, plan: StackPlan) -> str:
+    """How to run the listener elsewhere; empty if the stack runs it, or nobody must."""
+    from remuda.deployment.workflow import container_text  # noqa: PLC0415 - only at the end
+
+    if wanted.listener is None or wanted.listener.is_on_instance:
+        return ""
+    is_app = bool(plan.value("GithubAppId", facts))
+    return container_text(
+        pool=wanted.pool,
+        region=facts.known_account.region,
+        secret=plan.value("GithubSecretArn", facts),
+        is_app=is_app,
+    )
 
 
 def _report(output: Output, result: DeployResult, document: dict[str, Any]) -> int:
     _show_checks(output, result.doctor)
+    if text := document["container"]:
+        output.say(f"the listener of the runner sets does not run in the stack; start it elsewhere:\n\n{text}")
     if text := document["workflow"]:
         output.say(f"pool {document['pool']} is ready; a workflow that uses it, for .github/workflows/ci.yml:\n")
         if not output.as_json:
@@ -197,6 +225,7 @@ def _report(output: Output, result: DeployResult, document: dict[str, Any]) -> i
             "changes": change_documents(result.changes),
             "refresh": result.refresh,
             "drained": result.drained,
+            "listener": result.listener,
             "doctor": [check_document(name, item) for name, item in result.doctor.items()],
             "outputs": dict(result.outputs),
         }
@@ -432,6 +461,9 @@ def _request(
     from remuda.deployment.preflight import DeployTarget  # noqa: PLC0415
     from remuda.deployment.template import template  # noqa: PLC0415
 
+    made = template()
+    defaults = {name: str(item["Default"]) for name, item in made["Parameters"].items()}
+    given = {name: value for name, value in stored.items() if value}
     classes = settings.resource_class_config if settings.given("resource_class_config") else None
     api_url = settings.github_api_url or stored.get("GithubApiUrl", "")
     limit = parameters.get("MaxInstances") or stored.get("MaxInstances", "")
@@ -448,7 +480,8 @@ def _request(
             issuer=parameters.get("OidcIssuer") or stored.get("OidcIssuer", "") or _checked_issuer(api_url),
             has_credential=credential.credential is not None,
             has_own_secret=bool(credential.secret_arn),
-            resource_types=frozenset(item["Type"] for item in template()["Resources"].values()),
+            resource_types=frozenset(item["Type"] for item in made["Resources"].values()),
+            listener=_listener_target(settings, {**defaults, **given, **parameters}, scope),
         ),
         parameters=parameters,
         repositories=scope if "/" in scope else f"{scope}/*",
@@ -458,6 +491,32 @@ def _request(
         api_url=api_url,
         bundles=BundleSource.default(),
     )
+
+
+def _listener_target(settings: Settings, values: Mapping[str, str], scope: str) -> ListenerTarget | None:
+    """`values` are the parameters that the stack will have."""
+    from remuda.deployment.preflight import ListenerTarget  # noqa: PLC0415 - AWS libraries are slow to import
+
+    runner_sets = parse_stack_sets(values["RunnerSets"], scope)
+    if runner_sets is None:
+        return None
+    return ListenerTarget(
+        runner_sets=runner_sets,
+        reuse=settings.reuse if settings.given("reuse") else Reuse(values["Reuse"] or settings.reuse),
+        is_on_instance=values[LISTENER] == "instance",
+        image=values["ListenerAmi"],
+        instance_type=values["ListenerInstanceType"],
+    )
+
+
+def parse_stack_sets(text: str, scope: str) -> tuple[RunnerSet, ...] | None:
+    """The runner sets of the stack's parameter; None if it is not set."""
+    if not text:
+        return None
+    try:
+        return in_scope(SETTINGS["runner_sets"].kind.parse(text), scope)
+    except UserError as error:
+        raise UserError(error.message, field="--runner-sets", fix=error.fix) from None
 
 
 def _checked_issuer(api_url: str) -> str:

@@ -18,19 +18,17 @@ from remuda.cli.output import Output
 from remuda.cli.rendering import results
 from remuda.cli.run import EXIT_OK, EXIT_PARTIAL, plural, run_async
 from remuda.config.settings import Settings
-from remuda.controlplane.provision import ProvisionRequest, ProvisionResult, provision
-from remuda.controlplane.provision.plan import missing_credential
-from remuda.controlplane.release import ReleaseResult, ReleaseStatus, release
 from remuda.domain.errors import RemudaError, UserError
 from remuda.domain.resources import repository_of
-from remuda.domain.scale_down.decisions import Action
 from remuda.domain.text import truncate
 from remuda.domain.trust import Trust, UnreadablePayload, decide_trust
 from remuda.ports.event_log import EventLog
 from remuda.wiring import desired, open_context, open_fleet
 
 if TYPE_CHECKING:
+    from remuda.controlplane.provision import ProvisionResult
     from remuda.controlplane.refresh import RefreshResult
+    from remuda.controlplane.release import ReleaseResult
     from remuda.controlplane.scale_down import ScaleDownResult
 
 #: Event name if only the payload file is known.
@@ -45,6 +43,9 @@ MAX_SHOWN = 120
 
 
 def run_provision(settings: Settings, output: Output) -> int:
+    from remuda.controlplane.provision import ProvisionRequest, provision  # noqa: PLC0415 - as in run_refresh
+    from remuda.controlplane.provision.plan import missing_credential  # noqa: PLC0415
+
     _require_run_id(settings)
     # Checked before any API call. The local backend always has a credential.
     if settings.ephemeral and settings.backend == "aws" and not (settings.github_token or settings.github_app_id):
@@ -89,6 +90,8 @@ def show_provision(output: Output, result: ProvisionResult) -> int:
 
 
 def run_release(settings: Settings, output: Output) -> int:
+    from remuda.controlplane.release import release  # noqa: PLC0415 - as in run_refresh
+
     _require_run_id(settings)
 
     async def work() -> ReleaseResult:
@@ -101,6 +104,8 @@ def run_release(settings: Settings, output: Output) -> int:
 
 
 def show_release(output: Output, result: ReleaseResult) -> int:
+    from remuda.controlplane.release import ReleaseStatus  # noqa: PLC0415 - as in run_refresh
+
     for outcome in result.outcomes:
         if outcome.status is not ReleaseStatus.RELEASED:
             detail = f" ({outcome.detail})" if outcome.detail else ""
@@ -129,16 +134,37 @@ def run_refresh(settings: Settings, output: Output, *, sweep_only: bool, every: 
             wanted = None if sweep_only else desired(settings, pool=context.pool_name)
             return await refresh(output.guarded(context), wanted)
 
+    async def supervise() -> None:
+        """On the local backend, let the listener of runner sets follow the configuration."""
+        if settings.backend == "local":
+            from remuda.cli.local_backend import adjust_listener  # noqa: PLC0415 - see above
+
+            try:
+                await adjust_listener(settings, event_log, wait=every is None)
+            except RemudaError as error:
+                event_log.record("listener-unsupervised", error.message)
+
+    async def sweep() -> None:
+        # First: the listener must not depend on the success of a sweep.
+        await supervise()
+        await once()
+
+    async def apply() -> RefreshResult:
+        result = await once()
+        await supervise()
+        return result
+
     if every is not None:
-        return run_async(lambda: run_periodically(once, every, event_log, failure_event="sweep-failed"))
-    result = run_async(once)
+        return run_async(lambda: run_periodically(sweep, every, event_log, failure_event="sweep-failed"))
+    result = run_async(apply)
     _say_refresh(output, result)
     output.result(results.refresh_document(result))
     return EXIT_PARTIAL if result.errors else EXIT_OK
 
 
 def run_scale_down(settings: Settings, output: Output, *, dry_run: bool, every: float | None) -> int:
-    from remuda.controlplane.scale_down import scale_down  # noqa: PLC0415 - the other commands do not wait for it
+    from remuda.controlplane.scale_down import scale_down  # noqa: PLC0415 - as in run_refresh
+    from remuda.domain.scale_down.decisions import Action  # noqa: PLC0415
 
     event_log = output.event_log(SystemClock())
 

@@ -1,4 +1,8 @@
-"""`remuda up` and `remuda down`: the background processes of the local backend, a local GitHub and a sweeper."""
+"""`remuda up` and `remuda down`: the background processes of the local backend.
+
+These are a local GitHub, a sweeper, and the listener if runner sets are configured. `up`, `refresh` and each sweep
+start the listener if it is needed and not running, and stop it when the last set is gone.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +19,7 @@ from dataclasses import asdict, dataclass
 
 from remuda import procfs
 from remuda.adapters.local.layout import LocalLayout
-from remuda.adapters.sqlite.store import SqliteInstanceStore
-from remuda.adapters.system.clock import SystemClock, SystemIds
+from remuda.adapters.system.clock import SystemClock
 from remuda.agent.processes import command
 from remuda.cli.output import Output
 from remuda.cli.run import EXIT_OK, EXIT_PARTIAL, plural, run_async
@@ -29,7 +32,15 @@ from remuda.ports.calls import CallCounter
 from remuda.ports.compute import MachineState
 from remuda.ports.event_log import EventLog
 from remuda.wiring import open_context
-from remuda.wiring.local import check_local, child_environment, layout, local_compute, with_stored_pool
+from remuda.wiring.local import (
+    check_local,
+    child_environment,
+    layout,
+    local_compute,
+    local_store,
+    stored_config,
+    with_stored_pool,
+)
 
 #: Seconds that a background process may take to become ready, and to exit.
 READY_TIMEOUT_S = 60.0
@@ -42,6 +53,7 @@ PRIVATE_MODE = 0o700
 
 GITHUB = "github"
 SWEEPER = "sweeper"
+LISTENER = "listener"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,12 +79,17 @@ class BackgroundProcess:
         self._log = places.logs / f"{name}.log"
         self.name = name
 
+    @property
+    def was_started(self) -> bool:
+        """Whether it was started and not stopped since. It may have crashed."""
+        return self._file.exists()
+
     def is_running(self) -> bool:
         known = self._known()
         return known is not None and procfs.is_alive(*known)
 
     def start(self, command: Sequence[str]) -> int:
-        with self._log.open("ab") as log:
+        with self._log.open("ab") as log, _ignored(signal.SIGHUP):
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -86,6 +103,12 @@ class BackgroundProcess:
         draft.write_text(json.dumps({"pid": process.pid, "started": seen.started if seen else 0}))
         draft.replace(self._file)
         return process.pid
+
+    def send_signal(self, number: signal.Signals) -> None:
+        known = self._known()
+        descriptor = procfs.send_signal(*known, number) if known else None
+        if descriptor is not None:
+            os.close(descriptor)
 
     async def stop(self, clock: SystemClock) -> bool:
         """Stop the process. Return False if it was not running."""
@@ -115,6 +138,16 @@ class BackgroundProcess:
             return None
 
 
+@contextlib.contextmanager
+def _ignored(number: signal.Signals) -> Iterator[None]:
+    """Ignore a signal. A process that is started meanwhile ignores it until it sets a handler."""
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
 def _is_running_child(pid: int, started: int) -> bool:
     """Reap the process first if it is a child: a zombie would count as running."""
     with contextlib.suppress(OSError):
@@ -133,8 +166,14 @@ async def _wait_until(clock: SystemClock, timeout_s: float, condition: Callable[
 
 def background_processes(settings: Settings) -> dict[str, Callable[[], bool]]:
     """The background processes by description, each with a check whether it is running."""
-    names = {GITHUB: "the local GitHub", SWEEPER: "the sweeper"}
-    return {shown: BackgroundProcess(layout(settings), name).is_running for name, shown in names.items()}
+    names = {GITHUB: "the local GitHub", SWEEPER: "the sweeper", LISTENER: "the listener"}
+    processes = {shown: BackgroundProcess(layout(settings), name) for name, shown in names.items()}
+    # Only pools with runner sets have a listener.
+    return {
+        shown: process.is_running
+        for shown, process in processes.items()
+        if process.name != LISTENER or process.was_started
+    }
 
 
 def stopped_processes(settings: Settings) -> list[str]:
@@ -146,7 +185,7 @@ def stopped_processes(settings: Settings) -> list[str]:
 
 def can_list_registrations(settings: Settings) -> bool:
     """Whether read commands need no credential of the user to list registrations: the local GitHub is running."""
-    return settings.backend == "local" and not stopped_processes(settings)
+    return settings.backend == "local" and BackgroundProcess(layout(settings), GITHUB).is_running()
 
 
 def run_up(settings: Settings, output: Output) -> int:
@@ -171,12 +210,12 @@ async def start(settings: Settings, event_log: EventLog) -> UpResult:
     clock, places = SystemClock(), layout(settings)
     _make_folders(places)
     with _locked(places):
-        return await _start(event_log, clock, places, settings.log_format)
+        return await _start(settings, event_log, clock, places)
 
 
-async def _start(event_log: EventLog, clock: SystemClock, places: LocalLayout, log_format: str) -> UpResult:
+async def _start(settings: Settings, event_log: EventLog, clock: SystemClock, places: LocalLayout) -> UpResult:
     install_runner(places.runner)
-    store = SqliteInstanceStore(path=places.database, clock=clock, ids=SystemIds(), calls=CallCounter())
+    store = local_store(settings)
     try:
         await store.prepare()
     finally:
@@ -188,20 +227,65 @@ async def _start(event_log: EventLog, clock: SystemClock, places: LocalLayout, l
         sweeper.start(
             [
                 *(sys.executable, "-m", "remuda", "refresh", "--sweep-only", "--every", f"{SWEEP_INTERVAL_S:g}"),
-                *("--dir", str(places.root), "--log-format", log_format),
+                *("--dir", str(places.root), "--log-format", settings.log_format),
             ]
         )
         started.append(SWEEPER)
+    if await _needs_listener(settings) and _start_listener(places, settings.log_format):
+        started.append(LISTENER)
     for name in started:
         event_log.record("started", name)
     return UpResult(url=url, started=tuple(started))
 
 
+async def adjust_listener(settings: Settings, event_log: EventLog, *, wait: bool) -> None:
+    """Start or stop the listener, as the stored configuration says, if the backend is up.
+
+    With `wait`, for commands: a running listener reads the configuration at once. Without, for the sweeper: nothing is
+    done while `up` or `down` runs, because `down` waits for the sweeper.
+    """
+    clock, places = SystemClock(), layout(settings)
+    if not BackgroundProcess(places, GITHUB).was_started:
+        return
+    with contextlib.suppress(BlockingIOError), _locked(places, wait=wait):
+        if not BackgroundProcess(places, GITHUB).was_started:
+            return  # `down` was faster
+        if await _needs_listener(settings):
+            if _start_listener(places, settings.log_format):
+                event_log.record("started", LISTENER)
+            elif wait:
+                # It reads the configuration once a minute by itself.
+                BackgroundProcess(places, LISTENER).send_signal(signal.SIGHUP)
+        elif await BackgroundProcess(places, LISTENER).stop(clock):
+            event_log.record("stopped", LISTENER)
+
+
+async def _needs_listener(settings: Settings) -> bool:
+    """Whether sets are configured, or were: the listener removes them from GitHub."""
+    store = local_store(settings)
+    try:
+        config = await store.get_config()
+        return bool(config and (config.runner_sets or await store.get_demand()))
+    finally:
+        await store.close()
+
+
+def _start_listener(places: LocalLayout, log_format: str) -> bool:
+    """Start the listener. Return False if it is running."""
+    listener = BackgroundProcess(places, LISTENER)
+    if listener.is_running():
+        return False
+    listener.start(
+        [*(sys.executable, "-m", "remuda", "listen"), *("--dir", str(places.root), "--log-format", log_format)]
+    )
+    return True
+
+
 @contextlib.contextmanager
-def _locked(places: LocalLayout) -> Iterator[None]:
-    """Serialize `up` and `down`: others wait for the lock."""
+def _locked(places: LocalLayout, *, wait: bool = True) -> Iterator[None]:
+    """Serialize changes of the background processes. Others wait, or raise `BlockingIOError`."""
     with (places.root / "up.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         yield
 
 
@@ -237,7 +321,7 @@ async def _start_github(places: LocalLayout, clock: SystemClock, started: list[s
 
 
 async def stop(settings: Settings, event_log: EventLog, *, purge: bool) -> DownResult:
-    """Stop the sweeper, terminate the instances, sweep once more to update records and registrations, stop GitHub."""
+    """Stop sweeper and listener, terminate the instances, sweep to update records and registrations, stop GitHub."""
     check_local(settings)
     clock, places = SystemClock(), layout(settings)
     if not places.database.exists():
@@ -250,8 +334,8 @@ async def _stop(
     settings: Settings, event_log: EventLog, clock: SystemClock, places: LocalLayout, *, purge: bool
 ) -> DownResult:
     stopped: list[str] = []
-    if await BackgroundProcess(places, SWEEPER).stop(clock):
-        stopped.append(SWEEPER)
+    # The sweeper first: it would start the listener again. The listener while GitHub runs: it ends its sessions.
+    stopped += [name for name in (SWEEPER, LISTENER) if await BackgroundProcess(places, name).stop(clock)]
     terminated = await _terminate_instances(await _with_stored_pool(settings), event_log)
     github = BackgroundProcess(places, GITHUB)
     if github.is_running():
@@ -277,15 +361,9 @@ def _purge(places: LocalLayout) -> None:
 
 
 async def _with_stored_pool(settings: Settings) -> Settings:
-    store = SqliteInstanceStore(
-        path=layout(settings).database, clock=SystemClock(), ids=SystemIds(), calls=CallCounter()
-    )
-    try:
-        return with_stored_pool(settings, await store.get_config())
-    except Unavailable:
-        return settings
-    finally:
-        await store.close()
+    with contextlib.suppress(Unavailable):
+        return with_stored_pool(settings, await stored_config(settings))
+    return settings
 
 
 async def _terminate_instances(settings: Settings, event_log: EventLog) -> tuple[str, ...]:

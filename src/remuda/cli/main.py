@@ -187,7 +187,12 @@ def _every(limits: str = "") -> click.Option:
     return option("--every", f"Repeat after this many seconds, until interrupted.{limits}", _SECONDS_BETWEEN_RUNS)
 
 
-_command("up", "cli.local_backend:run_up", "Start the local backend: a local GitHub and a sweeper.")
+_command(
+    "up",
+    "cli.local_backend:run_up",
+    "Start the local backend: a local GitHub and a sweeper.",
+    more="If runner sets are configured, it also starts their listener.",
+)
 _command(
     "down",
     "cli.local_backend:run_down",
@@ -201,6 +206,19 @@ _command(
     option("--sweep-only", "Do not change the stored configuration."),
     _every(),
     more="The sweep retires expired, lost and interrupted instances and removes orphans.",
+)
+_command(
+    "listen",
+    "cli.listen:run_listen",
+    "Serve the runner sets: runners for jobs without a provision in the workflow.",
+    option("--once", "Reconcile once and exit."),
+    option(
+        "--alive-file",
+        "File to touch every 30 seconds, for the health check of a container.",
+        text(metavar="FILE"),
+        default="",
+    ),
+    more="Runs until interrupted. A second listener of the pool waits as a standby. SIGHUP: read the configuration.",
 )
 _command(
     "provision",
@@ -225,7 +243,7 @@ _command(
 _command(
     "status",
     "cli.read:run_status",
-    "Show instances, launches, pools, runs and warnings.",
+    "Show runner sets, instances, launches, pools, runs and warnings.",
     option("--all", "Show terminated instances, too.", to="everything"),
     option("--watch", "Keep showing the status until interrupted."),
     option(
@@ -237,14 +255,18 @@ _command(
 _command(
     "explain",
     "cli.read:run_explain",
-    "Show the history of a run or an instance, with reasons.",
-    Argument(["subject"], metavar="RUN|INSTANCE", help="A run id, an instance id, or the name of a runner on GitHub."),
+    "Show the history of a run, a job, a runner set or an instance, with reasons.",
+    Argument(
+        ["subject"],
+        metavar="RUN|JOB|SET|INSTANCE",
+        help="A run id, a job id, set.NAME for a runner set, an instance id, or the name of a runner on GitHub.",
+    ),
     more="It ends with what happens next.",
 )
 _command(
     "report",
     "cli.read:run_report",
-    "Show reuse, waiting times, instance hours, cost and savings.",
+    "Show reuse, waiting times, jobs of runner sets, instance hours, cost and savings.",
     option(
         "--since",
         "Begin of the period: 90m, 12h, 7d, 2w, or a date such as 2026-11-01. (default: 7d)",
@@ -336,6 +358,12 @@ _command(
         text(metavar="NAME=VALUE"),
         repeated=True,
     ),
+    option(
+        "--listener",
+        "Where the listener of --runner-sets runs: on an instance of the stack, or none in the stack. "
+        "(default: instance, which exists if there are runner sets)",
+        choice(("instance", "none")),
+    ),
     option("--allow-replacement", "Accept that the table is replaced, with the records of all machines."),
     option("--yes", "Do not ask.", to="confirmed"),
     option(*_DRY_RUN),
@@ -360,6 +388,7 @@ _command(
     "cli.run_workflow:run_workflow_file",
     "Run a small workflow against the local GitHub.",
     Argument(["file"], metavar="FILE", help="A workflow with jobs, needs, runs-on, strategy.matrix and run steps."),
+    option("--rerun-failed", "Run the failed jobs of the last run again, and those that need them."),
 )
 _command(
     "demo",

@@ -255,10 +255,9 @@ def run_doctor(settings: Settings, output: Output) -> int:
 
 
 def run_config(settings: Settings, output: Output) -> int:
-    rows = config_rows(settings)
     if not output.as_json:
-        output.answer(config_table(rows))
-    output.result({"settings": rows})
+        output.answer(config_table(settings))
+    output.result({"settings": config_rows(settings)})
     return EXIT_OK
 
 

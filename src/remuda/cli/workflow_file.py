@@ -311,7 +311,7 @@ def _resolved(expression: str, scope: Mapping[str, Mapping[str, str]], where: st
     context, _, name = expression.strip().partition(".")
     values = scope.get(context)
     if values is None or name not in values:
-        known = "github.run_id, github.run_attempt, github.repository, github.job, matrix.*, env.*"
+        known = "github.run_id, github.run_attempt, github.repository, github.workflow_ref, github.job, matrix.*, env.*"
         raise _error(where, f"has {quote(_OPEN + expression + _CLOSE, MAX_SHOWN)}", f"use one of {known}")
     return values[name]
 

@@ -14,6 +14,7 @@ POOL_COMMANDS = (
     "up",
     "down",
     "refresh",
+    "listen",
     "provision",
     "release",
     "scale-down",

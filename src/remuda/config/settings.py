@@ -49,10 +49,13 @@ from remuda.domain.resources import (
     parse_classes,
 )
 from remuda.domain.runner_release import LATEST
-from remuda.domain.scale_down.decisions import BOOT_MIN, IdleScope, ScaleDownPolicy
+from remuda.domain.runner_set import EXAMPLE as RUNNER_SETS_EXAMPLE
+from remuda.domain.runner_set import FIX as RUNNER_SETS_FIX
+from remuda.domain.runner_set import RunnerSet, parse_runner_sets
 from remuda.domain.scale_down.idle_config import EXAMPLE as IDLE_CONFIG_EXAMPLE
 from remuda.domain.scale_down.idle_config import FIX as IDLE_CONFIG_FIX
 from remuda.domain.scale_down.idle_config import IdleWindow, parse_idle_config
+from remuda.domain.scale_down.policy import BOOT_MIN, IdleScope, ScaleDownPolicy
 from remuda.domain.thresholds import Lifetimes
 from remuda.domain.workflow_identity import MAX_ENVIRONMENT_CHARS, RepositoryPattern
 
@@ -146,6 +149,12 @@ def _parse_classes(value: Any) -> tuple[ResourceClass, ...]:
 
 def _parse_idle_config(value: Any) -> tuple[IdleWindow, ...]:
     return parse_idle_config(_from_json(value, field="idle-config", fix=IDLE_CONFIG_FIX), zone_of=time_zone)
+
+
+def _parse_runner_sets(value: Any) -> tuple[RunnerSet, ...]:
+    """Sets without a scope get that of the pool when all settings are known."""
+    document = _from_json(value, field="runner-sets", fix=RUNNER_SETS_FIX)
+    return parse_runner_sets(document, default_scope="", zone_of=time_zone)
 
 
 def _words(value: Any) -> list[str]:
@@ -431,6 +440,13 @@ class Settings:
         is_parameter=True,
         default_text="seven classes, large to 16xlarge",
     )
+    runner_sets: tuple[RunnerSet, ...] = _pool_option(
+        ValueKind(metavar="JSON", expected=f"JSON such as {RUNNER_SETS_EXAMPLE}", parse=_parse_runner_sets),
+        (),
+        f"Runner sets as JSON, which serve all jobs with certain labels: {RUNNER_SETS_EXAMPLE}.",
+        is_parameter=True,
+        default_text="none",
+    )
     pre_runner_script: str = _pool_option(
         text(
             expected=f"a shell script of up to {MAX_SCRIPT_CHARS} characters, or @FILE",
@@ -447,6 +463,16 @@ class Settings:
         None,
         "Seconds by which the clocks of two machines may differ.",
         default_text=f"{LOCAL_MARGIN_S:g} on the local backend, {AWS_MARGIN_S:g} on AWS",
+    )
+    listening_time_sec: float = _pool_tunable(
+        _seconds(5, DAY_S),
+        900.0,
+        "Seconds that a runner of a runner set listens for a job; renewed while the set needs the runner.",
+    )
+    surplus_grace_sec: float = _pool_tunable(
+        _seconds(0, DAY_S),
+        60.0,
+        "Seconds that a runner set may have more runners than it needs before they return to the pool.",
     )
     unrecorded_grace_sec: float = _pool_tunable(
         _seconds(1, DAY_S), 300.0, "Seconds after which refresh terminates an instance without a record."
@@ -650,6 +676,8 @@ class Settings:
         return Lifetimes(
             provision_timeout_s=self.provision_timeout_sec,
             max_runtime_s=self.max_runtime_min * 60,
+            listening_time_s=self.listening_time_sec,
+            surplus_grace_s=self.surplus_grace_sec,
             idle_time_s=self.idle_time_sec,
             release_time_s=self.release_time_sec,
             max_age_s=self.max_age_sec,

@@ -7,6 +7,7 @@ the same setting. The source of each value is kept, so that an error names what 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from remuda.config.declaration import Group, InvalidValue, flag, key, variable
 from remuda.config.settings import SETTINGS, Settings, shown_name
 from remuda.domain.errors import UserError
 from remuda.domain.resources import MAX_SHOWN
+from remuda.domain.runner_set import in_scope
 from remuda.domain.text import quote
 
 FILE_NAME = "remuda.toml"
@@ -37,7 +39,11 @@ def load(flags: Mapping[str, Any], *, environ: Mapping[str, str], file: Path | N
             values[name], origins[name] = flags[name], flag(name)
     parsed = {name: _parse(name, value, origins) for name, value in values.items()}
     written = {name: value for name, value in values.items() if not SETTINGS[name].kind.is_secret}
-    return Settings(**parsed, origins=origins, written=written)
+    settings = Settings(**parsed, origins=origins, written=written)
+    try:
+        return replace(settings, runner_sets=in_scope(settings.runner_sets, settings.github_scope))
+    except UserError as error:
+        raise UserError(error.message, field=settings.shown("runner_sets"), fix=error.fix) from None
 
 
 def _parse(name: str, value: Any, origins: Mapping[str, str]) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 from remuda.domain.errors import RemudaError, Unavailable, UserError
 from remuda.domain.pool_config import PoolConfig
+from remuda.domain.reporting.demand import WAITING_LIMIT_S, DemandStatus, SessionState
 from remuda.ports.clock import Clock
 from remuda.ports.doctor import Check, CheckResult, CheckStatus, ok, problem, warning
 
@@ -103,6 +104,32 @@ def pool_checks(
         Check(name="tokens", run=tokens, needs=(CONFIGURATION,)),
         Check(name="runner version", run=runner_version, needs=(CONFIGURATION,)),
     )
+
+
+def runner_set_check(read_demand: Callable[[], Awaitable[DemandStatus]]) -> Check:
+    """The check of the runner sets: their sessions, and jobs that wait too long."""
+
+    async def runner_sets() -> CheckResult:
+        return _check_runner_sets(await read_demand())
+
+    return Check(name="runner sets", run=runner_sets, needs=(CONFIGURATION,))
+
+
+def _check_runner_sets(demand: DemandStatus) -> CheckResult:
+    if not demand.sets:
+        return ok("none are configured")
+    closed = [item for item in demand.sets if item.session is not SessionState.OPEN]
+    if closed:
+        return problem(f"{closed[0].name}: {closed[0].detail}", "check that remuda listen runs, and its log")
+    if demand.overdue:
+        first, count = demand.overdue[0], len(demand.overdue)
+        text = f"{count} job{' waits' if count == 1 else 's wait'} for more than {WAITING_LIMIT_S / 60:.0f} min"
+        return warning(f"{text}; the oldest: {first.detail}", f"run remuda explain {first.job_id}")
+    if doubts := [f"{name}: {text}" for name, text in {**demand.disagreements, **demand.unaudited}.items()]:
+        return warning("; ".join(doubts), "see remuda explain set.NAME, and the permissions of the GitHub credential")
+    names = ", ".join(item.name for item in demand.sets)
+    owner = f", listener {demand.listener.owner}" if demand.listener and demand.listener.owner else ""
+    return ok(f"{names}{owner}; no job waits too long")
 
 
 def _check_configuration(config: PoolConfig | None, pool: str) -> CheckResult:

@@ -6,7 +6,7 @@ Idempotent, resumable and safe to run concurrently: the records show what anothe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -22,12 +22,13 @@ from remuda.controlplane.context import (
 )
 from remuda.controlplane.signal_waiter import SignalWaiter, StopReason, WaitResult
 from remuda.domain.errors import Conflict, RemudaError, Unavailable, Unreadable
-from remuda.domain.instance import ABSORBING, Credential, Instance, State
+from remuda.domain.instance import ABSORBING, Credential, Instance, State, holder_id
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision, ProvisionStatus, released
 from remuda.domain.release_policy import credential_expires_early, next_for_releasing
+from remuda.domain.resources import Tier
 from remuda.domain.signals import Report, removal_verdict
-from remuda.domain.transitions import Actor, Announce, End, Release, RenewCredential, RetireReason
+from remuda.domain.transitions import Actor, Announce, Bind, End, Release, RenewCredential, Retire, RetireReason
 from remuda.ports.github import Deletion
 from remuda.ports.pool import BATCH
 
@@ -327,9 +328,13 @@ async def publish_to_pool(context: Context, instances: Collection[Instance], *, 
 class PoolPublisher:
     """Publishes instances in batches as they become idle. Sweeps publish what it could not."""
 
-    def __init__(self, context: Context, *, by: Actor) -> None:
+    def __init__(
+        self, context: Context, *, by: Actor, on_sent: Callable[[Sequence[Instance]], None] = lambda _instances: None
+    ) -> None:
+        """`on_sent` is called with the instances of each batch, whether or not it could be sent."""
         self._context = context
         self._by = by
+        self._on_sent = on_sent
         self._waiting: list[Instance] = []
         self._batch_is_full = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -361,6 +366,7 @@ class PoolPublisher:
             batch, self._waiting = self._waiting, []
             for error in await publish_to_pool(self._context, batch, by=self._by):
                 self._context.event_log.record("publish-failed", error.message, instances=len(batch))
+            self._on_sent(batch)
 
 
 # Removal of registrations: the agent's credential, and the API call for just-in-time runners -------------------------
@@ -385,6 +391,62 @@ async def removal_credential(context: Context, config: PoolConfig, scope: str) -
             raise
         context.event_log.record("removal-token-failed", f"{error.message}; using the pool's token", scope=scope)
         return config.tokens_for(scope).removal
+
+
+# Machines of runner sets: GitHub has removed their registration before they are released ----------------------------
+
+
+def release_of_set(config: PoolConfig, *, deregistered: bool) -> Release:
+    """The event that releases a machine of a runner set. No removal token is needed."""
+    return Release(release_time_s=config.lifetimes.release_time_s, credential=None, deregistered=deregistered)
+
+
+def binding_of_unknown_job(config: PoolConfig, report: Report | None, *, set_tier: Tier) -> Bind:
+    """The event that binds a job which no message has named: its run is unknown, and it counts as untrusted."""
+    return Bind(
+        report=report,
+        tier=Tier.UNTRUSTED,
+        set_tier=set_tier,
+        max_runtime_s=config.lifetimes.max_runtime_s,
+        margin_s=config.lifetimes.margin_s,
+    )
+
+
+async def release_set_provision(context: Context, instance: Instance, *, why: str) -> None:
+    """Mark the provision of a machine of a runner set as released."""
+    provision = await context.store.get_provision(holder_id(instance.runner_set), instance.provision_id)
+    while provision is not None and provision.status is not ProvisionStatus.RELEASED:
+        try:
+            await _replace(context, provision, released(provision, now=context.clock.now(), why=why))
+        except Conflict as conflict:
+            provision = conflict.current if isinstance(conflict.current, Provision) else None
+        else:
+            return
+
+
+async def deregister_set_runner(context: Context, instance: Instance, *, by: Actor) -> bool:
+    """Remove the registration of a runner of a set. Return whether it certainly has no job any more.
+
+    A registration that is gone may have been used up by a job that nobody has recorded: a trusted machine is retired.
+    """
+    assignment = instance.assignment
+    if context.github is None or assignment is None or not assignment.runner_id:
+        return False
+    deletion = await context.github.delete_runner(instance.scope, assignment.runner_id)
+    context.event_log.record("deregistered", deletion.value, instance_id=instance.instance_id)
+    if deletion is Deletion.GONE:
+        await retire_after_unknown_job(context, instance, by=by)
+    return deletion is not Deletion.BUSY
+
+
+async def retire_after_unknown_job(context: Context, instance: Instance, *, by: Actor) -> Instance:
+    """Retire a trusted machine that may have served an unknown job."""
+    if instance.is_bound or instance.retire_reason is not None or instance.tier is not Tier.TRUSTED:
+        return instance
+    event = Retire(
+        reason=RetireReason.UNTRUSTED_JOB, detail="its registration was gone: it may have had an unknown job"
+    )
+    return await transition(context, instance, event, by=by, why=event.detail)
 
 
 async def remove_jit_registration(context: Context, instance: Instance) -> bool:

@@ -25,11 +25,11 @@ from remuda.deployment.api import AwsApi
 from remuda.deployment.bundles import Bundle, BundleSource, BundleUse
 from remuda.deployment.preflight import DeployFacts, DeployTarget
 from remuda.deployment.resources import Bucket, CredentialSecret, OidcProvider, SecurityGroup, SpotRole, stack_name
-from remuda.deployment.stack import FAILED_CREATION, Stack, StackChange, new_resources
+from remuda.deployment.stack import FAILED_CREATION, STACK_TAG, Stack, StackChange, new_resources
 from remuda.deployment.template import template
+from remuda.domain.demand import LISTENER_LEASE
 from remuda.domain.errors import Partial, UserError
 from remuda.ports.clock import Clock
-from remuda.ports.compute import POOL_TAG
 from remuda.ports.doctor import CheckResult
 from remuda.ports.event_log import SilentEventLog
 from remuda.wiring import open_context
@@ -41,6 +41,11 @@ REFRESH_ATTEMPTS = 6
 REFRESH_PAUSE_S = 5.0
 _DENIED = re.compile(r"AccessDenied|UnauthorizedOperation|not authorized|do not permit")
 OUTDATED = "launched before the current launch template"
+#: Parameters with lists of ids, of which the template needs the elements.
+LIST_SETTINGS = ("SubnetIds", "SecurityGroupIds")
+#: Seconds in which a new listener must serve the runner sets: its machine boots and downloads the program.
+LISTENER_TIMEOUT_S = 300.0
+LISTENER_POLL_S = 3.0
 
 
 class DeployProgress(Protocol):
@@ -97,6 +102,8 @@ class DeployResult:
     change_set: str = ""
     refresh: dict[str, Any] = field(default_factory=dict)
     drained: list[str] = field(default_factory=list)
+    #: The process that serves the runner sets; empty if there is none.
+    listener: str = ""
     doctor: Mapping[str, CheckResult] = field(default_factory=dict)
     outputs: Mapping[str, str] = field(default_factory=dict)
 
@@ -138,6 +145,11 @@ def plan_stack(request: DeployRequest, facts: DeployFacts, *, secret: str, group
         parameters["SecurityGroupIds"] = groups
     parameters |= {name: value for name, value in defaults.items() if not facts.stored(name)}
     parameters |= request.parameters
+    for name in LIST_SETTINGS:
+        # The template splits them at commas; settings also accept spaces.
+        text = parameters.get(name) or facts.stored(name)
+        if text and text.split() != [text]:
+            parameters[name] = ",".join(text.replace(",", " ").split())
     if request.credential or request.own_secret:
         # Decides what the secret contains.
         parameters["GithubAppId"] = request.app_id
@@ -295,7 +307,7 @@ class Deployment:
             template_url=await self._bucket.address(plan.key),
             parameters=plan.parameters,
             kept=plan.kept,
-            tags={POOL_TAG: self._pool},
+            tags={STACK_TAG: self._pool},
             is_new=self._facts.stack is None or not self._facts.stack.exists,
             adopts=bool(self._facts.adopted),
         )
@@ -327,6 +339,8 @@ class Deployment:
         self._progress.step("first refresh" if "Table" in _added(self.result.changes) else "refresh")
         self.result.refresh = await self._refresh({"command": "refresh"})
         await self._drain_outdated(settings)
+        if "ListenerGroupName" in self.result.outputs:
+            await self._await_listener(settings)
         self._progress.step("doctor")
         async with open_doctor(settings, {}) as checks:
             self.result.doctor = await run_checks(checks)
@@ -370,6 +384,23 @@ class Deployment:
         if self.result.drained:
             self._progress.step(f"{len(self.result.drained)} machines {OUTDATED}: they end when they are free")
             await self._refresh({"command": "refresh", "sweep_only": True})
+
+    async def _await_listener(self, settings: Settings) -> None:
+        """Wait until a listener renews its lease. If none does, doctor reports it."""
+        self._progress.step("waiting for the listener of the runner sets")
+        started_at = self._clock.monotonic()
+        async with open_context(settings, SilentEventLog(), needs_github=False) as context:
+            before = await context.store.get_lease(LISTENER_LEASE)
+            while self._clock.monotonic() - started_at < LISTENER_TIMEOUT_S:
+                await self._clock.sleep(LISTENER_POLL_S)
+                lease = await context.store.get_lease(LISTENER_LEASE)
+                if lease is not None and lease.owner and lease != before:
+                    self.result.listener = lease.owner
+                    return
+        self._progress.detail(
+            f"no listener after {LISTENER_TIMEOUT_S:g} s; its machine's log: aws ec2 get-console-output --latest "
+            f"--instance-id ID (of the Auto Scaling group {self.result.outputs['ListenerGroupName']})"
+        )
 
     async def _template_created_at(self) -> datetime | None:
         answer = await self._api.find(

@@ -1,4 +1,4 @@
-"""Removal of a pool: the steps of `remuda destroy`, machines first.
+"""Removal of a pool: the steps of `remuda destroy`, runner sets and machines first.
 
 Every step looks for what is left, so an interrupted removal continues when it is run again. Until the stack is deleted,
 the pool goes on if nobody does so: the next refresh creates the launch template again.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,8 @@ from remuda.adapters.aws.ec2.template import TEMPLATE_MISSING, template_name
 from remuda.config.settings import Settings
 from remuda.controlplane import operator
 from remuda.controlplane.context import Context
+from remuda.controlplane.demand.lease import EXPIRES_AFTER_S
+from remuda.controlplane.demand.listener import removed_set
 from remuda.controlplane.operator import InstanceSelector
 from remuda.controlplane.refresh import refresh
 from remuda.deployment.api import AwsAccount, AwsApi, tags_of
@@ -31,13 +33,16 @@ from remuda.deployment.resources import (
     SecurityGroup,
     stack_name,
 )
-from remuda.deployment.stack import Stack, StackState
-from remuda.domain.errors import RemudaError, Unavailable, UserError
+from remuda.deployment.stack import STACK_TAG, Stack, StackState
+from remuda.domain.demand import LISTENER_LEASE, Lease
+from remuda.domain.errors import Conflict, RemudaError, Unavailable, UserError
 from remuda.domain.instance import ABSORBING, Instance
+from remuda.domain.runner_set import RunnerSet
 from remuda.ports.clock import Clock
 from remuda.ports.compute import POOL_TAG, MachineState
 from remuda.ports.event_log import SilentEventLog
 from remuda.wiring import open_context
+from remuda.wiring.github import open_demand_source
 
 #: Seconds between two looks at the machines: the first, and the longest.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
@@ -104,6 +109,10 @@ class Destruction:
         self._group = SecurityGroup(api, pool)
         self._table = PoolTable(api, pool)
         self._logs = LogGroups(api, pool)
+        #: Runner sets to delete on GitHub.
+        self._sets: dict[str, RunnerSet] = {}
+        self._lease: Lease | None = None
+        self._lease_changed_at = clock.monotonic()
 
     # What is there --------------------------------------------------------------------------------------------
 
@@ -211,22 +220,55 @@ class Destruction:
             shown, pause_s = "", FIRST_PAUSE_S
             while True:
                 await self._delete_template()
+                has_sets = found.has_table and await self._give_up_sets(context)
                 live = await self._end_machines(context, force=force) if found.has_table else []
                 if not any(item.state not in ABSORBING for item in live):
                     # What is left has no record that could protect it, or is ending.
                     left = [item.instance_id for item in await context.compute.list_pool() if item.state in _RUNNING]
                     await self._terminate(context, left)
                     left = [item.instance_id for item in await context.compute.list_pool() if item.state in _EXISTING]
-                    if not left and not live:
-                        return
+                    if not left and not live and not has_sets:
+                        break
                 busy = sum(bool(item.run_id) for item in live)
                 text = f"{len(live)} machines are left, {busy} of them in use" if live else "machines are shutting down"
+                if has_sets and not live:
+                    text = f"the listener removes its runner sets from GitHub: {', '.join(self._sets)}"
                 if text != shown:
                     hint = "; --force terminates them now" if busy and not force else ""
                     self._progress.step(text + hint)
                     shown = text
                 await self._clock.sleep(pause_s)
                 pause_s = min(pause_s * 1.5, LONGEST_PAUSE_S)
+            await self._delete_sets(context)
+
+    async def _give_up_sets(self, context: Context) -> bool:
+        """Configure no runner sets. Whether a listener still has to delete some on GitHub.
+
+        The next refresh may configure them again, so this is repeated.
+        """
+        config, demand = await context.store.get_config(), await context.store.get_demand()
+        self._sets |= {name: removed_set(name, record) for name, record in demand.items()}
+        if config is not None and config.runner_sets:
+            self._sets |= {item.name: item for item in config.runner_sets}
+            with suppress(Conflict):
+                await context.store.put_config(replace(config, runner_sets=(), revision=config.revision + 1))
+        lease, now = await context.store.get_lease(LISTENER_LEASE), self._clock.monotonic()
+        if lease != self._lease:
+            self._lease, self._lease_changed_at = lease, now
+        is_alive = lease is not None and bool(lease.owner) and now - self._lease_changed_at < EXPIRES_AFTER_S
+        return bool(demand) and is_alive
+
+    async def _delete_sets(self, context: Context) -> None:
+        """Delete the sets on GitHub that no listener has deleted, or that one has created again."""
+        if not self._sets or context.github is None:
+            return
+        async with open_demand_source(context) as source:
+            for name, runner_set in self._sets.items():
+                try:
+                    if await source.delete_set(runner_set):
+                        self._progress.step(f"runner set {name} deleted on GitHub")
+                except RemudaError as error:
+                    self._progress.detail(f"runner set {name} stays on GitHub: {error.message}")
 
     async def _end_machines(self, context: Context, *, force: bool) -> list[Instance]:
         """Drain or terminate all, sweep, and return those that are left."""
@@ -332,7 +374,7 @@ class Destruction:
             template_url=await self._bucket.address(key),
             parameters={},
             kept=tuple(name for name in body["Parameters"] if name in state.parameters),
-            tags={POOL_TAG: self._pool},
+            tags={STACK_TAG: self._pool},
             is_new=False,
         )
         if changes:

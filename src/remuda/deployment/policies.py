@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from remuda.adapters.aws.cloudwatch import NAMESPACE
 from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.ec2.template import template_name
 from remuda.deployment.statements import Conditions, Policy, Statement
@@ -41,6 +42,8 @@ SCHEDULED = ("refresh", "scale-down")
 #: The function that provisions and releases for workflows.
 BROKER = "broker"
 FUNCTIONS = (*SCHEDULED, BROKER)
+#: The process that serves runner sets, on an instance of its own or elsewhere.
+LISTENER = "listener"
 
 
 def arn(service: str, resource: str, *, region: str = "<region>", account: str = "<account>") -> str:
@@ -121,17 +124,30 @@ def agent() -> Policy:
                 # The caller must be the target: `ec2:InstanceID` is the id of the target.
                 conditions={"ArnLike": {"ec2:SourceInstanceARN": arn("ec2", "instance/${ec2:InstanceID}")}},
             ),
-            Statement(
-                sid="DownloadAgent",
-                purpose="download its own program from the bucket of `remuda deploy`",
-                actions=("s3:GetObject",),
-                resources=("arn:<partition>:s3:::remuda-<pool>-<account>-<region>/agent/*",),
-            ),
+            _download(),
         ),
     )
 
 
 # Shared statements --------------------------------------------------------------------------------------------------
+
+
+def _download() -> Statement:
+    return Statement(
+        sid="DownloadAgent",
+        purpose="download its own program from the bucket of `remuda deploy`",
+        actions=("s3:GetObject",),
+        resources=("arn:<partition>:s3:::remuda-<pool>-<account>-<region>/agent/*",),
+    )
+
+
+def _read_settings() -> Statement:
+    return Statement(
+        sid="ReadSettings",
+        purpose="read its settings",
+        actions=("ssm:GetParameters",),
+        resources=(arn("ssm", f"parameter{settings_parameter()}"),),
+    )
 
 
 def _queues(classes: Sequence[ResourceClass]) -> tuple[str, ...]:
@@ -154,14 +170,14 @@ def _on_items(*operations: str) -> tuple[str, ...]:
 
 
 def _write(sid: str, purpose: str, operation: str, *partitions: str) -> Statement:
-    """Write access to items with these key prefixes. None of them matches the configuration of the pool."""
-    prefixes = tuple(f"{partition}*" for partition in partitions)
+    """Write access to items with these keys, or with key prefixes, which end with `#`. None is the configuration's."""
+    keys = tuple(f"{partition}*" if partition.endswith("#") else partition for partition in partitions)
     return Statement(
         sid=sid,
         purpose=purpose,
         actions=_on_items(operation),
         resources=(TABLE,),
-        conditions={"ForAllValues:StringLike": {LEADING_KEYS: prefixes}, "Null": {LEADING_KEYS: "false"}},
+        conditions={"ForAllValues:StringLike": {LEADING_KEYS: keys}, "Null": {LEADING_KEYS: "false"}},
     )
 
 
@@ -525,14 +541,47 @@ def function(who: str) -> Policy:
                 actions=("logs:CreateLogStream", "logs:PutLogEvents"),
                 resources=(arn("logs", f"log-group:{log_group(who)}:*"),),
             ),
-            Statement(
-                sid="ReadSettings",
-                purpose="read its settings",
-                actions=("ssm:GetParameters",),
-                resources=(arn("ssm", f"parameter{settings_parameter()}"),),
-            ),
+            _read_settings(),
             # The policies of the scheduled commands contain it; `provision` does not, because workflows may have that.
             *((_credential(),) if who == BROKER else ()),
+        ),
+    )
+
+
+# Listener -----------------------------------------------------------------------------------------------------------
+
+
+def listener() -> Policy:
+    return Policy(
+        name=LISTENER,
+        holder="the listener of runner sets, in addition to the policy `provision`",
+        statements=(
+            _write(
+                "WriteDemand",
+                "write the demand of runner sets, their jobs and its lease",
+                "PutItem",
+                items.DEMAND,
+                items.JOB_PREFIX,
+                items.LEASE,
+            ),
+            _write(
+                "WriteJobs",
+                "write many jobs, and remove the demand of a removed set",
+                "BatchWriteItem",
+                items.DEMAND,
+                items.JOB_PREFIX,
+            ),
+            Statement(
+                sid="WriteMetrics",
+                purpose="write its heartbeat and the counts of the runner sets",
+                actions=("cloudwatch:PutMetricData",),
+                # CloudWatch supports no resources for it, only the namespace.
+                resources=(ANY_RESOURCE,),
+                conditions={"StringEquals": {"cloudwatch:namespace": NAMESPACE}},
+            ),
+            _read_settings(),
+            _download(),
+            _credential(),
         ),
     )
 
@@ -546,4 +595,5 @@ def policies(classes: Sequence[ResourceClass] = DEFAULT_CLASSES) -> tuple[Policy
         refresh(classes),
         scale_down(),
         *map(function, FUNCTIONS),
+        listener(),
     )

@@ -11,7 +11,8 @@ from typing import Any
 from remuda.adapters.aws.clients import read_parameter
 from remuda.adapters.aws.ec2.create_fleet import MAX_ZONES
 from remuda.adapters.aws.ec2.options import MAX_SUBNETS, SSM_PREFIX
-from remuda.adapters.github.client import GitHubClient, GitHubDoctor
+from remuda.adapters.github.client import GitHubClient
+from remuda.adapters.github.doctor import GitHubDoctor
 from remuda.deployment.api import AwsAccount, AwsApi
 from remuda.deployment.bundles import Bundle, BundleSource, BundleUse
 from remuda.deployment.policies import FUNCTIONS, log_group
@@ -28,7 +29,8 @@ from remuda.deployment.resources import (
 from remuda.deployment.stack import REVIEW, Stack, StackState, stored_parameters
 from remuda.deployment.template import logs_id
 from remuda.domain.errors import RemudaError, UserError
-from remuda.domain.resources import DEFAULT_CLASSES, ResourceClass, parse_classes
+from remuda.domain.resources import DEFAULT_CLASSES, ResourceClass, Reuse, parse_classes
+from remuda.domain.runner_set import RunnerSet, check_fits_pool
 from remuda.ports.clock import Clock
 from remuda.ports.doctor import Check, CheckResult, ok, problem, warning
 
@@ -40,8 +42,15 @@ DEFAULT_IMAGE = f"{SSM_PREFIX}/aws/service/canonical/ubuntu/server/24.04/stable/
 QUOTAS = {"on-demand": "L-1216C47A", "spot": "L-34B43A08"}
 #: Actions that creating, changing and deleting a resource of each type of the template needs.
 ACTIONS = {
+    "AWS::AutoScaling::AutoScalingGroup": (
+        "autoscaling:CreateAutoScalingGroup",
+        "autoscaling:UpdateAutoScalingGroup",
+        "autoscaling:DeleteAutoScalingGroup",
+    ),
     "AWS::CloudWatch::Alarm": ("cloudwatch:PutMetricAlarm", "cloudwatch:DeleteAlarms"),
     "AWS::DynamoDB::Table": ("dynamodb:CreateTable", "dynamodb:UpdateTimeToLive", "dynamodb:DeleteTable"),
+    # A group with a launch template needs permission to launch with it.
+    "AWS::EC2::LaunchTemplate": ("ec2:CreateLaunchTemplate", "ec2:DeleteLaunchTemplate", "ec2:RunInstances"),
     "AWS::Events::Rule": ("events:PutRule", "events:PutTargets", "events:DeleteRule"),
     "AWS::IAM::InstanceProfile": ("iam:CreateInstanceProfile", "iam:AddRoleToInstanceProfile"),
     "AWS::IAM::ManagedPolicy": ("iam:CreatePolicy", "iam:CreatePolicyVersion", "iam:DeletePolicy"),
@@ -59,6 +68,7 @@ OWN_ACTIONS = (
     "cloudformation:CreateChangeSet",
     "cloudformation:ExecuteChangeSet",
     "ec2:CreateSecurityGroup",
+    "ec2:DescribeInstanceTypes",
     "iam:CreateOpenIDConnectProvider",
     "iam:CreateServiceLinkedRole",
     "lambda:InvokeFunction",
@@ -107,6 +117,18 @@ class DeployFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ListenerTarget:
+    """The runner sets, also if there are none any more, and the place of their listener."""
+
+    runner_sets: tuple[RunnerSet, ...]
+    reuse: Reuse
+    #: Whether it runs on an instance of the stack.
+    is_on_instance: bool
+    image: str
+    instance_type: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class DeployTarget:
     """What the person asked for. Empty values are those of the existing stack, or the defaults."""
 
@@ -123,6 +145,8 @@ class DeployTarget:
     has_credential: bool
     has_own_secret: bool
     resource_types: frozenset[str]
+    #: None if the pool has never had runner sets.
+    listener: ListenerTarget | None = None
 
 
 class Preflight:
@@ -157,6 +181,7 @@ class Preflight:
             Check(name="subnets", run=self._subnets, needs=after),
             Check(name="security group", run=self._group, needs=("subnets",)),
             Check(name="image", run=self._image, needs=(*after, "bundles")),
+            Check(name="listener", run=self._listener, needs=(*after, "bundles")),
             Check(name="quotas", run=self._quotas, needs=after),
             Check(name="permissions", run=self._permissions, needs=after),
         ]
@@ -314,21 +339,51 @@ class Preflight:
 
     async def _image(self) -> CheckResult:
         self.facts.image = image = self._wanted.image or self.facts.stored("Ami") or DEFAULT_IMAGE
+        architecture = await self._find_image(image, "--ami")
+        return architecture if isinstance(architecture, CheckResult) else ok(f"{image} ({architecture})")
+
+    async def _find_image(self, image: str, flag: str) -> str | CheckResult:
+        """The architecture of an image that there is an agent for, or a problem."""
         name = image
         if image.startswith(SSM_PREFIX):
             name = await read_parameter(self._api.clients, image.removeprefix(SSM_PREFIX))
         answer = await self._api.call("ec2", "DescribeImages", Filters=[{"Name": "image-id", "Values": [name]}])
         images = answer.get("Images") or ()
         if not images:
-            return problem(f"{image} does not exist in this region, or is not shared", "give another --ami")
+            return problem(f"{image} does not exist in this region, or is not shared", f"give another {flag}")
         architecture = str(images[0].get("Architecture", ""))
         built = [bundle.architecture for bundle in self.facts.bundles if bundle.use is BundleUse.AGENT]
         if architecture not in built:
             return problem(
                 f"{image} is for {architecture}, and there is an agent only for {', '.join(built)}",
-                "give another --ami, or bundles for its architecture",
+                f"give another {flag}, or bundles for its architecture",
             )
-        return ok(f"{image} ({architecture})")
+        return architecture
+
+    async def _listener(self) -> CheckResult:
+        wanted = self._wanted.listener
+        if wanted is None:
+            return ok("not needed: no runner sets are configured")
+        try:
+            check_fits_pool(wanted.runner_sets, classes=[item.name for item in self.facts.classes], reuse=wanted.reuse)
+        except UserError as error:
+            return problem(error.message, error.fix)
+        names = f"runner sets: {', '.join(item.name for item in wanted.runner_sets) or 'none'}"
+        if not wanted.is_on_instance:
+            return ok(f"{names}; the listener runs elsewhere")
+        architecture = await self._find_image(wanted.image, "--parameter ListenerAmi")
+        if isinstance(architecture, CheckResult):
+            return architecture
+        answer = await self._api.find(
+            "ec2", "DescribeInstanceTypes", {"InvalidInstanceType"}, InstanceTypes=[wanted.instance_type]
+        )
+        found = (answer or {}).get("InstanceTypes") or ()
+        fix = "give another --parameter ListenerInstanceType or ListenerAmi"
+        if not found:
+            return problem(f"instance type {wanted.instance_type} does not exist in this region", fix)
+        if architecture not in found[0]["ProcessorInfo"]["SupportedArchitectures"]:
+            return problem(f"{wanted.instance_type} cannot run {wanted.image}, which is for {architecture}", fix)
+        return ok(f"{names}; the listener runs on {wanted.instance_type} ({architecture})")
 
     # Quotas and permissions -----------------------------------------------------------------------------------
 

@@ -9,9 +9,11 @@ from typing import Any
 from remuda.deployment.api import AwsApi, tags_of
 from remuda.domain.errors import Partial, Unavailable, UserError
 from remuda.ports.clock import Clock
-from remuda.ports.compute import POOL_TAG
 
 CHANGE_SET = "remuda-deploy"
+#: Tag with the pool of a stack. Not that of machines: CloudFormation gives all instances of a stack its tags ("Resource
+#: tags" in its template reference), and refresh would take the listener for a machine of the pool.
+STACK_TAG = "remuda:stack"
 TABLE_TYPE = "AWS::DynamoDB::Table"
 #: A stack that exists only as the place of a change set.
 REVIEW = "REVIEW_IN_PROGRESS"
@@ -54,7 +56,7 @@ class StackState:
     @property
     def pool(self) -> str:
         """The pool that it belongs to; empty if it is a stack of something else. A stack made by hand has no tag."""
-        return self.tags.get(POOL_TAG, self.parameters.get("Pool", ""))
+        return self.tags.get(STACK_TAG, self.parameters.get("Pool", ""))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

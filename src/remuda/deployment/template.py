@@ -7,12 +7,22 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from remuda.adapters.aws.cloudwatch import NAMESPACE
 from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.dynamodb.schema import INDEXES, KEYS
 from remuda.adapters.aws.sqs import ATTRIBUTES
 from remuda.aws_lambda.runtime import SETTINGS_VARIABLE
 from remuda.config.declaration import Group, Setting, variable
 from remuda.config.settings import SETTINGS
+from remuda.controlplane.demand.heartbeat import HEARTBEATS
+from remuda.deployment.listener import (
+    DEFAULT_LISTENER_IMAGE,
+    DEFAULT_LISTENER_TYPE,
+    MAX_LIFE_S,
+    ROOT_DEVICE,
+    VOLUME_GIB,
+    listener_user_data,
+)
 from remuda.deployment.policies import (
     AGENT_NAME,
     BROKER,
@@ -21,6 +31,7 @@ from remuda.deployment.policies import (
     EC2,
     ENVIRONMENT,
     FUNCTIONS,
+    LISTENER,
     NAME,
     SCHEDULED,
     VOLUME_KEY,
@@ -61,6 +72,9 @@ BROKER_MB = 1_769
 HAS_FUNCTIONS = "HasFunctions"
 HAS_URL = "HasFunctionUrl"
 ALARMS = "Alarms"
+HAS_SETS = "HasRunnerSets"
+HAS_LISTENER = "HasListener"
+SET_ALARMS = "RunnerSetAlarms"
 HAS_VOLUME_KEY = "HasVolumeKey"
 #: Policies that exist only under a condition.
 POLICY_CONDITIONS = {"volume-key": HAS_VOLUME_KEY}
@@ -68,6 +82,9 @@ POLICY_CONDITIONS = {"volume-key": HAS_VOLUME_KEY}
 ALARM_AFTER = 3
 #: Settings of the functions that are parameters of the stack.
 STACK_SETTINGS = tuple(declared for declared in SETTINGS.values() if declared.is_parameter)
+#: Parameters that contain the runner sets and the places of machines.
+SETS, SUBNETS, GROUPS = (SETTINGS[name].parameter for name in ("runner_sets", "subnet_ids", "security_group_ids"))
+AGENT_URL, AGENT_SHA256 = (SETTINGS[name].parameter for name in ("agent_url", "agent_sha256"))
 TAGS = [{"Key": POOL_TAG, "Value": {"Ref": "Pool"}}]
 
 
@@ -120,9 +137,12 @@ def template(classes: Sequence[ResourceClass] = DEFAULT_CLASSES, *, issuer: str 
             **{logs_id(who): _logs(who) for who in FUNCTIONS},
             **{name: resource for who in SCHEDULED for name, resource in _scheduled(who).items()},
             **_broker(),
+            **_listener(),
             **{_logical(who, "Alarm"): _alarm(who) for who in FUNCTIONS},
             "ProvisionAlarm": _provision_alarm(),
             "RunnerVersionAlarm": _runner_version_alarm(),
+            "ListenerAlarm": _listener_alarm(),
+            "WaitingJobsAlarm": _waiting_jobs_alarm(),
         },
         "Outputs": _outputs(),
     }
@@ -137,6 +157,10 @@ def _is_list_set(parameter: str) -> dict[str, Any]:
     return {"Fn::Not": [{"Fn::Equals": [{"Fn::Join": ["", {"Ref": parameter}]}, ""]}]}
 
 
+def _is_on_instance() -> dict[str, Any]:
+    return {"Fn::Equals": [{"Ref": "Listener"}, "instance"]}
+
+
 def _conditions() -> dict[str, Any]:
     return {
         "HasWorkflow": {"Fn::And": [_is_set("OidcProviderArn"), _is_list_set("Repositories")]},
@@ -144,6 +168,10 @@ def _conditions() -> dict[str, Any]:
         "HasEnvironments": _is_list_set("Environments"),
         HAS_FUNCTIONS: {"Fn::And": [_is_set("CodeBucket"), _is_set("CodeKey")]},
         ALARMS: {"Fn::And": [{"Condition": HAS_FUNCTIONS}, _is_set("AlarmTopicArn")]},
+        # Also if the list is empty: the listener removes the last set from GitHub.
+        HAS_SETS: _is_set(SETS),
+        HAS_LISTENER: {"Fn::And": [{"Condition": HAS_FUNCTIONS}, {"Condition": HAS_SETS}, _is_on_instance()]},
+        SET_ALARMS: {"Fn::And": [{"Condition": ALARMS}, {"Condition": HAS_SETS}]},
         "HasSecret": _is_set("GithubSecretArn"),
         "IsApp": _is_set("GithubAppId"),
         HAS_VOLUME_KEY: _is_set(SETTINGS["volume_kms_key"].parameter),
@@ -172,27 +200,45 @@ def _rules() -> dict[str, Any]:
         },
         "Instances": {
             "RuleCondition": _is_set("Ami"),
-            "Assertions": [{"Assert": _is_set("SubnetIds"), "AssertDescription": "Ami requires SubnetIds."}],
+            "Assertions": [{"Assert": _is_set(SUBNETS), "AssertDescription": "Ami requires SubnetIds."}],
+        },
+        "Listener": {
+            "RuleCondition": {"Fn::And": [_is_set("CodeBucket"), _is_set(SETS), _is_on_instance()]},
+            "Assertions": [
+                {
+                    "Assert": _is_set(name),
+                    "AssertDescription": f"The listener of RunnerSets requires {name}, or Listener=none.",
+                }
+                for name in (AGENT_URL, AGENT_SHA256, SUBNETS, GROUPS)
+            ],
         },
     }
 
 
+def _without_checks(*names: str) -> dict[str, Any]:
+    """Metadata that disables checks of cfn-lint."""
+    return {"cfn-lint": {"config": {"ignore_checks": list(names)}}}
+
+
 def _metadata() -> dict[str, Any]:
-    """Groups of the parameters in the CloudFormation console."""
+    """Groups of the parameters in the CloudFormation console, and settings of the linter."""
     groups = {
         "Pool": ["Pool"],
         "Workflows": ["OidcProviderArn", "Repositories", "Environments", "RefreshRepository", "Branch"],
         "Functions": list(_function_parameters()),
         "Broker": [*_broker_parameters(), *(item.parameter for item in STACK_SETTINGS if item.group is Group.BROKER)],
+        "Listener of runner sets": list(_listener_parameters()),
         "Settings of refresh": [
             item.parameter for item in STACK_SETTINGS if item.group not in {Group.SCALE_DOWN, Group.BROKER}
         ],
         "Settings of scale-down": [item.parameter for item in STACK_SETTINGS if item.group is Group.SCALE_DOWN],
     }
     return {
+        # An image may be resolve:ssm:NAME, which the type of parameters for images refuses.
+        **_without_checks("W2506"),
         "AWS::CloudFormation::Interface": {
             "ParameterGroups": [{"Label": {"default": label}, "Parameters": names} for label, names in groups.items()]
-        }
+        },
     }
 
 
@@ -241,6 +287,7 @@ def _parameters() -> dict[str, Any]:
         },
         **_function_parameters(),
         **_broker_parameters(),
+        **_listener_parameters(),
         **{declared.parameter: _setting(declared) for declared in STACK_SETTINGS},
     }
 
@@ -269,7 +316,8 @@ def _function_parameters() -> dict[str, Any]:
         ),
         "ScaleDown": _text("Whether scale-down runs on its schedule.", "true", AllowedValues=["true", "false"]),
         "AlarmTopicArn": _text(
-            "SNS topic for alarms: functions that fail repeatedly, and a runner version that GitHub refuses soon. "
+            "SNS topic for alarms: functions that fail repeatedly, a runner version that GitHub refuses soon, a silent "
+            "listener, and jobs of runner sets that wait too long. "
             "If empty, no alarms are created.",
             AllowedPattern="(arn:[a-z-]+:sns:[a-z0-9-]+:[0-9]{12}:.+)?",
         ),
@@ -293,6 +341,26 @@ def _broker_parameters() -> dict[str, Any]:
             "Maximum number of concurrent requests to the broker, reserved from the account's concurrent executions. "
             "Each waiting workflow needs two. If empty, only the limit of the account applies.",
             AllowedPattern="([1-9][0-9]{0,4})?",
+        ),
+    }
+
+
+def _listener_parameters() -> dict[str, Any]:
+    return {
+        "Listener": _text(
+            "Where the listener of RunnerSets runs: on an instance of its own, which exists if RunnerSets is set "
+            "(also as []), or none in this stack.",
+            "instance",
+            AllowedValues=["instance", "none"],
+        ),
+        "ListenerInstanceType": _text(
+            "Instance type of the listener.", DEFAULT_LISTENER_TYPE, AllowedPattern=r"[a-z0-9-]+\.[a-z0-9-]+"
+        ),
+        "ListenerAmi": _text(
+            "Image of the listener: Ubuntu 24.04 for the architecture of ListenerInstanceType, as an id or as "
+            "resolve:ssm:NAME.",
+            DEFAULT_LISTENER_IMAGE,
+            AllowedPattern="ami-[0-9a-f]+|resolve:ssm:.+",
         ),
     }
 
@@ -592,6 +660,88 @@ def _broker() -> dict[str, Resource]:
     }
 
 
+# Listener -----------------------------------------------------------------------------------------------------------
+
+
+def _listener() -> dict[str, Resource]:
+    """The listener on an instance of its own, which an Auto Scaling group replaces if it fails.
+
+    During a replacement there may be two: the lease lets one of them serve the sets. Template and instance do not have
+    the tag of the pool: provision may launch with tagged templates, and refresh ends tagged instances without a record.
+    """
+    name = substituted(f"{NAME}-{LISTENER}")
+    named = {"Key": "Name", "Value": name}
+    made: dict[str, Resource] = {
+        "ListenerRole": _role(LISTENER, {"Service": EC2}, "sts:AssumeRole", ("provision", "volume-key", LISTENER)),
+        "ListenerProfile": {
+            "Type": "AWS::IAM::InstanceProfile",
+            "Properties": {"InstanceProfileName": name, "Roles": [{"Ref": "ListenerRole"}]},
+        },
+        "ListenerTemplate": {
+            "Type": "AWS::EC2::LaunchTemplate",
+            # The list of security groups is empty by default; a rule requires one.
+            "Metadata": _without_checks("W1033"),
+            "Properties": {
+                "LaunchTemplateName": name,
+                "LaunchTemplateData": {
+                    "ImageId": {"Ref": "ListenerAmi"},
+                    "InstanceType": {"Ref": "ListenerInstanceType"},
+                    "IamInstanceProfile": {"Name": {"Ref": "ListenerProfile"}},
+                    "SecurityGroupIds": {"Fn::Split": [",", {"Ref": GROUPS}]},
+                    "MetadataOptions": {
+                        "HttpEndpoint": "enabled",
+                        "HttpTokens": "required",
+                        "HttpPutResponseHopLimit": 1,
+                    },
+                    "BlockDeviceMappings": [
+                        {
+                            "DeviceName": ROOT_DEVICE,
+                            "Ebs": {"Encrypted": True, "VolumeType": "gp3", "VolumeSize": VOLUME_GIB},
+                        }
+                    ],
+                    "TagSpecifications": [{"ResourceType": "volume", "Tags": [named]}],
+                    "UserData": {"Fn::Base64": _listener_user_data()},
+                },
+            },
+        },
+        "ListenerGroup": {
+            "Type": "AWS::AutoScaling::AutoScalingGroup",
+            # The new instance starts as a standby, before the old one ends.
+            "UpdatePolicy": {
+                "AutoScalingRollingUpdate": {"MinInstancesInService": 1, "MaxBatchSize": 1, "PauseTime": "PT2M"}
+            },
+            "Properties": {
+                "AutoScalingGroupName": name,
+                "MinSize": "1",
+                "MaxSize": "2",
+                "DesiredCapacity": "1",
+                "VPCZoneIdentifier": {"Fn::Split": [",", {"Ref": SUBNETS}]},
+                "LaunchTemplate": {
+                    "LaunchTemplateId": {"Ref": "ListenerTemplate"},
+                    "Version": {"Fn::GetAtt": ["ListenerTemplate", "LatestVersionNumber"]},
+                },
+                "HealthCheckType": "EC2",
+                "MaxInstanceLifetime": MAX_LIFE_S,
+                "InstanceMaintenancePolicy": {"MinHealthyPercentage": 100, "MaxHealthyPercentage": 200},
+                "Tags": [{**named, "PropagateAtLaunch": True}],
+            },
+        },
+    }
+    return {name: _only_if(HAS_LISTENER, resource) for name, resource in made.items()}
+
+
+def _listener_user_data() -> dict[str, Any]:
+    references = {"pool": "Pool", "agent_url": AGENT_URL, "agent_sha256": AGENT_SHA256, "settings": "Settings"}
+    secret = {"Ref": "GithubSecretArn"}
+    credentials = {
+        "github_token": {"Fn::If": ["IsApp", "", secret]},
+        "github_app_key": {"Fn::If": ["IsApp", secret, ""]},
+    }
+    keys = {**references, **{name: _logical(name) for name in credentials}}
+    text = listener_user_data(lambda name: f"${{{keys[name]}}}", lambda text: text.replace("${", "${!"))
+    return {"Fn::Sub": [text, {keys[name]: value for name, value in credentials.items()}]}
+
+
 def _alarm(who: str) -> Resource:
     return _alarm_on(
         who,
@@ -610,7 +760,7 @@ def _provision_alarm() -> Resource:
     return _alarm_on(
         "provision",
         "Provisions fail through no fault of the workflows; the log of the broker contains the errors.",
-        namespace="Remuda",
+        namespace=NAMESPACE,
         metric="Failed",
         dimensions={"Pool": {"Ref": "Pool"}, "Command": "provision"},
         missing="notBreaching",
@@ -621,16 +771,50 @@ def _runner_version_alarm() -> Resource:
     return _alarm_on(
         "runner-version",
         "GitHub refuses the pool's version of the actions runner soon; remuda status says when and what to do.",
-        namespace="Remuda",
+        namespace=NAMESPACE,
         metric="RunnerVersionWarnings",
         dimensions={"Pool": {"Ref": "Pool"}, "Command": "refresh"},
         missing="notBreaching",
     )
 
 
+def _listener_alarm() -> Resource:
+    return _alarm_on(
+        LISTENER,
+        "The listener of the runner sets is silent; its machine's console has its log.",
+        namespace=NAMESPACE,
+        metric=HEARTBEATS,
+        dimensions={"Pool": {"Ref": "Pool"}, "Command": "listen"},
+        missing="breaching",
+        condition=SET_ALARMS,
+        Period=60,
+        ComparisonOperator="LessThanThreshold",
+    )
+
+
+def _waiting_jobs_alarm() -> Resource:
+    return _alarm_on(
+        "waiting-jobs",
+        "Jobs wait for a runner for more than five minutes; remuda status says which, and why.",
+        namespace=NAMESPACE,
+        metric="JobsWaitingTooLong",
+        dimensions={"Pool": {"Ref": "Pool"}, "Command": "refresh"},
+        missing="notBreaching",
+    )
+
+
 def _alarm_on(
-    name: str, description: str, *, namespace: str, metric: str, dimensions: Mapping[str, Any], missing: str
+    name: str,
+    description: str,
+    *,
+    namespace: str,
+    metric: str,
+    dimensions: Mapping[str, Any],
+    missing: str,
+    condition: str = ALARMS,
+    **more: Any,
 ) -> Resource:
+    """`more` are properties that differ from the usual ones."""
     alarm: Resource = {
         "Type": "AWS::CloudWatch::Alarm",
         "Properties": {
@@ -647,9 +831,10 @@ def _alarm_on(
             "TreatMissingData": missing,
             "AlarmActions": [{"Ref": "AlarmTopicArn"}],
             "OKActions": [{"Ref": "AlarmTopicArn"}],
+            **more,
         },
     }
-    return _only_if(ALARMS, alarm)
+    return _only_if(condition, alarm)
 
 
 def _state(who: str) -> Any:
@@ -699,6 +884,10 @@ def _outputs() -> dict[str, Any]:
         "WorkflowRoleArn": output("Role for workflows.", role("WorkflowRole"), Condition="HasWorkflow"),
         "RefreshRoleArn": output("Role for a scheduled workflow.", role("RefreshRole"), Condition="HasRefresh"),
         "ScaleDownPolicyArn": output("Policy for your own role.", {"Ref": "ScaleDownPolicy"}),
+        "ListenerPolicyArn": output("Policy for your own role, with that of provision.", {"Ref": "ListenerPolicy"}),
+        "ListenerGroupName": output(
+            "Auto Scaling group of the listener.", {"Ref": "ListenerGroup"}, Condition=HAS_LISTENER
+        ),
         **{
             _logical(who, "FunctionName"): output(
                 f"Runs {who} every five minutes.", {"Ref": _logical(who, "Function")}, Condition=HAS_FUNCTIONS

@@ -8,6 +8,13 @@ from enum import StrEnum
 
 from remuda.domain.resources import PoolMessage, Reuse, Tier, UsageClass
 
+#: In records, a machine of a runner set without a job has this prefix and the set's name in place of a run id.
+HOLDER_PREFIX = "set."
+
+
+def holder_id(runner_set: str) -> str:
+    return f"{HOLDER_PREFIX}{runner_set}"
+
 
 class State(StrEnum):
     CREATED = "created"
@@ -34,6 +41,7 @@ class Actor(StrEnum):
     RELEASE = "release"
     REFRESH = "refresh"
     SCALE_DOWN = "scale-down"
+    LISTENER = "listener"
     #: A person, by `drain`, `quarantine` or `terminate`.
     OPERATOR = "operator"
 
@@ -65,6 +73,8 @@ class RetireReason(StrEnum):
     EPHEMERAL = "ephemeral"
     #: Its actions runner has another version than the pool's.
     OUTDATED = "outdated"
+    #: A machine of a trusted runner set served an untrusted or an unknown job.
+    UNTRUSTED_JOB = "untrusted-job"
 
 
 #: Reasons to terminate an instance that works: after it has been reset, and not while it is in quarantine.
@@ -78,6 +88,7 @@ RETIREMENTS = frozenset(
         RetireReason.NEVER_REUSED,
         RetireReason.EPHEMERAL,
         RetireReason.OUTDATED,
+        RetireReason.UNTRUSTED_JOB,
     }
 )
 #: Reasons that an instance has from its creation because it serves a single run.
@@ -110,6 +121,10 @@ class Assignment:
     credential: Credential | None = None
     #: Just-in-time configuration, valid for one job. Replaces the registration token.
     jit_config: str = field(default="", repr=False)
+    #: Whether it may run jobs of any run of its scope, as a runner of a set does.
+    any_run: bool = False
+    #: Whether it refuses jobs that are not proven to be trusted.
+    only_trusted: bool = False
     #: GitHub's id of a just-in-time registration, which can be removed only by this id. 0 if there is no such
     #: registration or GitHub confirmed its removal.
     runner_id: int = 0
@@ -133,6 +148,9 @@ class Instance:
     created_at: datetime
     run_id: str = ""
     last_run_id: str = ""
+    #: Runner set that its current or last assignment belongs to; empty for a run with its own provision. Until GitHub
+    #: starts a job on it, `run_id` is the set's holder id.
+    runner_set: str = ""
     #: Provision id and worker nonce of the claim or launch.
     owner: str = ""
     provision_id: str = ""
@@ -143,7 +161,8 @@ class Instance:
     uses: int = 0
     #: Version of the actions runner that the pool installed at the launch. Empty if the image contains the runner.
     runner_version: str = ""
-    #: Threshold of `running`, kept while `releasing`: a job may run until then.
+    #: Threshold of `running`, kept while `releasing`: a job may run until then. While a runner of a set listens, the
+    #: time until which a job may run that starts before anybody has recorded it.
     run_deadline: datetime | None = None
     #: Why the instance does not return to the pool, or why it was terminated. None while it may be reused.
     retire_reason: RetireReason | None = None
@@ -167,6 +186,17 @@ class Instance:
     def retire_text(self) -> str:
         """The retire reason for people, or empty."""
         return describe_retirement(self.retire_reason, self.retire_detail) if self.retire_reason else ""
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the run of its job is known. Instances of a run with its own provision always are."""
+        return self.run_id != holder_id(self.runner_set) if self.runner_set else bool(self.run_id)
+
+    def deadline(self, *, busy: bool) -> datetime:
+        """The time at which it expires. A job that nobody has recorded yet protects a listening runner."""
+        if busy and self.state is State.RUNNING and self.run_deadline is not None and not self.is_bound:
+            return max(self.threshold, self.run_deadline)
+        return self.threshold
 
     def is_quarantined(self, now: datetime) -> bool:
         return self.quarantined_until is not None and self.quarantined_until > now

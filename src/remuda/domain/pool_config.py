@@ -11,6 +11,7 @@ from remuda.domain.errors import UserError
 from remuda.domain.instance import ABSORBING, Credential, Instance, State
 from remuda.domain.resources import MAX_SHOWN, ResourceClass, Reuse, is_instance_id
 from remuda.domain.runner_release import RunnerRelease
+from remuda.domain.runner_set import RunnerSet
 from remuda.domain.text import quote
 from remuda.domain.thresholds import Lifetimes
 
@@ -50,6 +51,7 @@ class PoolConfig:
     launch: Mapping[str, str] = field(default_factory=dict)
     #: Which instances a run may reuse.
     reuse: Reuse = Reuse.SAME_TRUST
+    runner_sets: tuple[RunnerSet, ...] = ()
     #: The actions runner that new machines install. None if they use that of their image.
     runner: RunnerRelease | None = None
 
@@ -73,6 +75,9 @@ class PoolConfig:
             field="resource-class",
             fix=f"use one of {known}, or add it with --resource-class-config and run remuda refresh",
         )
+
+    def find_set(self, name: str) -> RunnerSet | None:
+        return next((item for item in self.runner_sets if item.name == name), None)
 
     def find_tokens(self, scope: str) -> ScopeTokens | None:
         return next((item for item in self.tokens if item.scope.lower() == scope.lower()), None)

@@ -130,6 +130,8 @@ class Provision:
     resource_class: str
     count: int
     created_at: datetime
+    #: The runner set that holds it, whose holder id is the run id; empty for a run.
+    runner_set: str = ""
     #: Time limit of the commit; after the commit, of the instances' use. A sweep releases a provision past it.
     deadline: datetime
     status: ProvisionStatus = ProvisionStatus.OPEN

@@ -75,7 +75,12 @@ def _is_worth_extending(instance: Instance, *, now: datetime, lifetimes: Lifetim
 
 
 def credential_expires_early(instance: Instance, *, now: datetime, margin_s: float) -> bool:
-    """Whether the removal credential expires before the instance's threshold."""
+    """Whether the removal credential expires before the instance's threshold.
+
+    A machine of a runner set needs none: its registration is removed by GitHub, or through the API before the release.
+    """
+    if instance.runner_set:
+        return False
     credential = instance.assignment.credential if instance.assignment else None
     if credential is None:
         return instance.assignment is not None

@@ -31,6 +31,8 @@ _INSTANCE_ID = re.compile(r"i-[0-9a-f]{8,17}")
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SCOPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,38}(/(?!\.{1,2}$)[A-Za-z0-9._-]{1,100})?")
 
+#: See `instance.HOLDER_PREFIX`.
+_HOLDER_PREFIX = "set."
 #: Labels that GitHub adds to runners by default. As a run id they would attract jobs of other workflows.
 _GENERIC_LABELS = frozenset({"self-hosted", "linux", "windows", "macos", "x64", "arm", "arm64"})
 
@@ -366,6 +368,12 @@ def check_run_id(text: str, *, field: str = "run-id") -> str:
             f"{field} is {text[:80]!r}",
             field=field,
             fix="give the workflow's run id (github.run_id): up to 64 letters, digits, '.', '_' or '-'",
+        )
+    if text.startswith(_HOLDER_PREFIX):
+        raise UserError(
+            f"{field} is {text[:80]!r}, which is reserved for runner sets",
+            field=field,
+            fix="give the workflow's run id (github.run_id)",
         )
     if text.lower() in _GENERIC_LABELS:
         raise UserError(

@@ -100,6 +100,8 @@ class Report:
     busy: bool = False
     #: Whether the runner's listener is running.
     listening: bool = False
+    #: Epoch whose just-in-time registration is used up: its only job has ended. 0 if there is none.
+    spent_epoch: int = 0
     #: Spot notice, or empty.
     notice: str = ""
     version: str = ""
@@ -144,10 +146,24 @@ class Report:
             self, epoch=epoch, signal=signal, detail=detail[:MAX_DETAIL], duration_s=duration_s, failure=failure
         )
 
-    def with_heartbeat(self, *, at: datetime, busy: bool, listening: bool, notice: str, version: str) -> Report:
+    def with_heartbeat(
+        self, *, at: datetime, busy: bool, listening: bool, notice: str, version: str, spent_epoch: int = 0
+    ) -> Report:
         return replace(
-            self, beat=self.beat + 1, beat_at=at, busy=busy, listening=listening, notice=notice, version=version
+            self,
+            beat=self.beat + 1,
+            beat_at=at,
+            busy=busy,
+            listening=listening,
+            spent_epoch=spent_epoch,
+            notice=notice,
+            version=version,
         )
+
+
+def boot_verdict(report: Report | None, epoch: int) -> Verdict:
+    """Whether the instance has booted and its pre-runner script is done."""
+    return _verdict(report, epoch, Signal.UD_OK, _REGISTRATION_FAILURES)
 
 
 def registration_verdict(report: Report | None, epoch: int) -> Verdict:

@@ -27,6 +27,10 @@ class Lifetimes:
     provision_timeout_s: float = 300.0
     #: Limit of `running`, unless a provision requests another.
     max_runtime_s: float = 1_800.0
+    #: Limit of `running` for a runner of a set without a job; renewed while it is wanted.
+    listening_time_s: float = 900.0
+    #: Time that a set may have more runners than it needs before they return to the pool.
+    surplus_grace_s: float = 60.0
     #: Limit of `idle`.
     idle_time_s: float = 420.0
     #: Limit of `releasing`, extended while a job runs.

@@ -16,7 +16,7 @@ from remuda.domain.resources import Tier, is_repository
 #: Maximum characters of an event's name in a reason.
 MAX_EVENT = 40
 #: Events whose workflows run code of the repository itself, regardless of the user who caused them.
-_OWN_CODE = frozenset(
+OWN_CODE = frozenset(
     {
         "branch_protection_rule",
         "check_run",
@@ -72,7 +72,7 @@ class Trust:
 def trust_of(event: str, payload: object) -> Trust:
     """Return the trust in an event. `payload` is `UnreadablePayload` if the event's file cannot be read."""
     content = payload if isinstance(payload, Mapping) else None
-    if content is None and _needs_payload(event):
+    if content is None and needs_payload(event):
         why = f": {payload}" if isinstance(payload, UnreadablePayload) else ""
         return Trust(tier=Tier.UNTRUSTED, why=f"event {_shown(event)}, whose payload cannot be read{why}")
     if event.startswith("pull_request"):
@@ -81,7 +81,7 @@ def trust_of(event: str, payload: object) -> Trust:
         return _workflow_run(content or {})
     if event == "issue_comment":
         return _issue_comment(content or {})
-    if event not in _OWN_CODE:
+    if event not in OWN_CODE:
         return Trust(tier=Tier.UNTRUSTED, why=f"event {_shown(event)}: it is unknown whose code it runs")
     return Trust(tier=Tier.TRUSTED, why=f"event {event}")
 
@@ -98,7 +98,7 @@ def claimed_trust(event: str, requested: Tier | None, *, trusts_pull_requests: b
     elif event == "pull_request":
         why = "event pull_request: its token does not say whether it comes from a fork (stack: TrustPullRequests)"
         found = Trust(tier=Tier.UNTRUSTED, why=why)
-    elif _needs_payload(event):
+    elif needs_payload(event):
         found = Trust(tier=Tier.UNTRUSTED, why=f"event {_shown(event)}: its token does not say whose code it runs")
     else:
         found = trust_of(event, None)
@@ -111,7 +111,7 @@ def decide_trust(event: str, payload: object, requested: Tier | None) -> Trust:
         why = "requested" if requested else "default: no event started the run"
         return Trust(tier=requested or Tier.TRUSTED, why=why)
     fix = "omit --tier: untrusted code runs on separate instances"
-    if isinstance(payload, UnreadablePayload) and _needs_payload(event):
+    if isinstance(payload, UnreadablePayload) and needs_payload(event):
         given = f"{payload.file} is not readable" if payload.file else "none is given"
         fix = f"set GITHUB_EVENT_PATH to the event's file ({given}), or {fix}"
     return _lowered(trust_of(event, payload), requested, fix=fix)
@@ -125,7 +125,25 @@ def _lowered(found: Trust, requested: Tier | None, *, fix: str) -> Trust:
     raise UserError(f"tier is {requested}, but the event is {found}", field="tier", fix=fix)
 
 
-def _needs_payload(event: str) -> bool:
+def names_head(event: str) -> bool:
+    """Whether the run of this event, as GitHub's API shows it, names the repository of the code that it runs.
+
+    The run of `pull_request_target`, of a comment or after another run belongs to the base repository, although its
+    jobs may use code of a fork.
+    """
+    return event.startswith("pull_request") and event != "pull_request_target"
+
+
+def trust_of_run(event: str, head_repository: str, repository: str) -> Trust:
+    """Return the trust in a run, by the event's name and the repositories that GitHub's API names."""
+    if names_head(event):
+        return _compare("pull request", head_repository, repository)
+    if needs_payload(event):
+        return Trust(tier=Tier.UNTRUSTED, why=f"event {_shown(event)}: its run does not say whose code it runs")
+    return trust_of(event, None)
+
+
+def needs_payload(event: str) -> bool:
     """Whether the event's name alone does not decide the tier."""
     return event.startswith("pull_request") or event in {"workflow_run", "issue_comment"}
 
@@ -142,7 +160,7 @@ def _pull_request(payload: Mapping[str, Any]) -> Trust:
 def _workflow_run(payload: Mapping[str, Any]) -> Trust:
     run = _part(payload, "workflow_run")
     cause = run.get("event")
-    if not isinstance(cause, str) or not (cause in _OWN_CODE or cause.startswith("pull_request")):
+    if not isinstance(cause, str) or not (cause in OWN_CODE or cause.startswith("pull_request")):
         # For comments and nested workflow runs, the payload does not name the original code.
         return Trust(tier=Tier.UNTRUSTED, why="workflow run after an event that does not say whose code it runs")
     home = _repository(payload, "repository") or _repository(run, "repository")

@@ -12,15 +12,15 @@ from starlette.routing import BaseRoute, Route
 from remuda.fake_github.app_state import (
     ANYTHING,
     AppState,
-    FaultKind,
     administrator,
     error_response,
     json_body,
     wait_of,
 )
+from remuda.fake_github.faults import FaultKind
 from remuda.fake_github.oidc import OidcIssuer, OidcJob
-from remuda.fake_github.rest import RunnersRest, timestamp
-from remuda.fake_github.state import ApiError, GitHubJob, JobPhase, RegisteredRunner, settings_from
+from remuda.fake_github.rest import RunnersRest
+from remuda.fake_github.state import ApiError, GitHubJob, JobPhase, RegisteredRunner, ScaleSet, settings_from, timestamp
 
 Handler = Callable[[Request], Awaitable[Response]]
 _VERSION = r"^[0-9]+\.[0-9]+\.[0-9]+$"
@@ -43,6 +43,16 @@ class NewJob(pydantic.BaseModel):
     labels: list[str] = pydantic.Field(min_length=1)
     steps: list[NewStep] = []
     env: dict[str, str] = {}
+    event: str = "push"
+    #: Path and ref of the workflow.
+    workflow: str = ""
+    #: Repository of the run's commit; empty for `repo`.
+    head_repo: str = pydantic.Field(default="", pattern=r"^([^/\s]+/[^/\s]+)?$")
+
+
+class NewSession(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid")
+    owner: str = "another"
 
 
 class NewToken(pydantic.BaseModel):
@@ -71,6 +81,17 @@ class NewSettings(pydantic.BaseModel):
     newest_runner_version: str = pydantic.Field(default="", pattern=_VERSION)
     minimum_runner_version: str = pydantic.Field(default="", pattern=_VERSION)
     oldest_served_version: str = pydantic.Field(default="", pattern=_VERSION)
+    admin_token_life_s: float = 0
+    queue_token_life_s: float = 0
+    message_poll_s: float = 0
+    message_session_s: float = 0
+    session_loses_messages: bool = False
+    assignment_life_s: float = 0
+    reassignment_delay_s: float = 0
+    scale_set_life_s: float = 0
+    zero_capacity_trap: bool = True
+    jobs_must_be_acquired: bool = False
+    byte_order_mark: bool = True
 
 
 def routes(app: AppState, issuer: OidcIssuer) -> list[BaseRoute]:
@@ -81,6 +102,10 @@ def routes(app: AppState, issuer: OidcIssuer) -> list[BaseRoute]:
         ("GET", "/_admin/jobs/{job_id:int}", api.get_job),
         ("POST", "/_admin/jobs/{job_id:int}/cancel", api.cancel_job),
         ("GET", "/_admin/runners", api.list_runners),
+        ("GET", "/_admin/scale-sets", api.list_scale_sets),
+        ("DELETE", "/_admin/scale-sets/{set_id:int}", api.delete_scale_set),
+        ("POST", "/_admin/scale-sets/{set_id:int}/session", api.open_session),
+        ("DELETE", "/_admin/scale-sets/{set_id:int}/session", api.end_session),
         ("POST", "/_admin/faults", api.add_fault),
         ("GET", "/_admin/faults", api.list_faults),
         ("DELETE", "/_admin/faults", api.clear_faults),
@@ -122,6 +147,9 @@ class AdminApi:
             labels=tuple(new.labels),
             steps=[step.model_dump(by_alias=True) for step in new.steps],
             env=new.env,
+            event=new.event,
+            workflow=new.workflow,
+            head_repo=new.head_repo,
         )
         return JSONResponse(job_document(job), status_code=201)
 
@@ -135,11 +163,19 @@ class AdminApi:
         return JSONResponse({"total_count": len(jobs), "jobs": jobs})
 
     async def get_job(self, request: Request) -> Response:
-        """Return the job. With `wait` and `since`, answer as soon as its status differs from `since`."""
+        """Return the job. With `wait` and `since`, answer as soon as its status differs from `since`.
+
+        With `since_scale_set`, also answer as soon as it is assigned to another scale set.
+        """
         job = self._core.queue.get(int(request.path_params["job_id"]))
         since = request.query_params.get("since", job.status)
+        scale_set = request.query_params.get("since_scale_set")
         await self._app.until(
-            lambda: job.status != since or job.phase is JobPhase.COMPLETED,
+            lambda: (
+                job.status != since
+                or job.phase is JobPhase.COMPLETED
+                or (scale_set is not None and str(job.scale_set_id) != scale_set)
+            ),
             key=f"job:{job.id}",
             timeout_s=wait_of(request),
             request=request,
@@ -160,6 +196,52 @@ class AdminApi:
             )
         runners = [self._runner_document(runner) for runner in state]
         return JSONResponse({"version": state.version, "runners": runners})
+
+    async def list_scale_sets(self, request: Request) -> Response:
+        """Return the scale sets. `wait` and `since` are those of `list_runners`."""
+        state = self._core.state
+        since = request.query_params.get("since")
+        if since is not None:
+            await self._app.until(
+                lambda: str(state.version) != since, key=ANYTHING, timeout_s=wait_of(request), request=request
+            )
+        sets = [self._scale_set_document(each) for each in state.scale_sets.values()]
+        return JSONResponse({"version": state.version, "scale_sets": sets})
+
+    async def delete_scale_set(self, request: Request) -> Response:
+        """Delete a set as GitHub itself does, without a request of its owner."""
+        self._core.scale_sets.delete(self._scale_set(request), forced=True)
+        return Response(status_code=204)
+
+    async def open_session(self, request: Request) -> Response:
+        """Open a session of another process, which never polls. It ends by inactivity."""
+        scale_set, new = self._scale_set(request), NewSession.model_validate(await json_body(request))
+        self._core.scale_sets.open_session(scale_set, new.owner)
+        return JSONResponse(self._scale_set_document(scale_set), status_code=201)
+
+    async def end_session(self, request: Request) -> Response:
+        self._core.scale_sets.close_session(self._scale_set(request))
+        return Response(status_code=204)
+
+    def _scale_set(self, request: Request) -> ScaleSet:
+        found = self._core.state.scale_sets.get(int(request.path_params["set_id"]))
+        if found is None:
+            raise ApiError(404, "Not Found")
+        return found
+
+    def _scale_set_document(self, scale_set: ScaleSet) -> dict[str, Any]:
+        jobs = [job for job in self._core.queue.unfinished if job.scale_set_id == scale_set.id]
+        return {
+            "id": scale_set.id,
+            "scope": scale_set.scope,
+            "name": scale_set.name,
+            "labels": list(scale_set.labels),
+            "session_owner": scale_set.session_owner,
+            "capacity": scale_set.capacity,
+            "assigned": len(jobs),
+            "runners": len(self._core.scale_sets.runners(scale_set)),
+            "unacknowledged": len(scale_set.messages),
+        }
 
     async def add_fault(self, request: Request) -> Response:
         fault = self._app.faults.add(await json_body(request))
@@ -208,6 +290,7 @@ class AdminApi:
             "state": _runner_state(runner, job),
             "job_id": runner.job_id,
             "version": runner.version,
+            "scale_set_id": runner.scale_set_id,
             "created_at": timestamp(runner.created_at),
         }
 
@@ -225,6 +308,10 @@ def job_document(job: GitHubJob) -> dict[str, Any]:
         "conclusion": job.conclusion,
         "runner_id": job.runner_id,
         "runner_name": job.runner_name,
+        "event": job.event,
+        "scale_set_id": job.scale_set_id,
+        "message_job_id": job.message_job_id,
+        "lapses": job.lapses,
         "created_at": timestamp(job.created_at),
         "started_at": timestamp(job.started_at),
         "completed_at": timestamp(job.completed_at),

@@ -2,17 +2,16 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
-from enum import StrEnum
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from remuda.fake_github.faults import ApiFault, FaultKind
 from remuda.fake_github.registry import GitHubCore
 from remuda.fake_github.state import ApiError, DocumentStore, IssuedToken
 
@@ -23,16 +22,13 @@ ANYTHING = "*"
 MAX_WAIT_S = 120.0
 #: Status of a response that is cut off on purpose.
 DROPPED_STATUS = 502
-#: All REST operations. It excludes the operations of runners, because their polls would consume the fault.
-ANY_OPERATION = "*"
-RUNNER_PREFIX = "runner."
 
 
 class AppState:
     def __init__(self, *, core: GitHubCore, store: DocumentStore) -> None:
         self.core = core
         self.store = store
-        self.faults = FaultBoard()
+        self.faults = core.faults
         self._waiters: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
         self._timer_moved = asyncio.Event()
         #: Set and replaced when the faults are cleared.
@@ -107,39 +103,48 @@ class AppState:
         cleared, self._cleared = self._cleared, asyncio.Event()
         cleared.set()
 
-    async def respond(self, operation: str, answer: Callable[[], Awaitable[Response]]) -> Response:
-        """The response to a request, with the faults of its operation."""
-        response = await self._apply_faults_before(operation)
+    async def respond(
+        self,
+        operation: str,
+        answer: Callable[[], Awaitable[Response]],
+        *,
+        refuse: Callable[[ApiError], Response] | None = None,
+    ) -> Response:
+        """The response to a request, with the faults of its operation. `refuse` makes error responses."""
+        refuse = refuse or _refuse
+        response = await self._apply_faults_before(operation, refuse)
         if response is None:
             try:
                 response = await answer()
             except ApiError as problem:
-                response = error_response(problem.status, problem.message)
+                response = refuse(problem)
             self.commit_changes()
-        return self._apply_faults_after(operation, response)
+        return self._apply_faults_after(operation, response, refuse)
 
-    async def _apply_faults_before(self, operation: str) -> Response | None:
+    async def _apply_faults_before(self, operation: str, refuse: Callable[[ApiError], Response]) -> Response | None:
         """Apply faults that precede the operation: a delay, or an error response instead of the operation."""
         if fault := self.faults.take(FaultKind.DELAY, operation):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._cleared.wait(), fault.seconds or 0.0)
         if fault := self.faults.take(FaultKind.RATE_LIMIT, operation):
             message = fault.message or "You have exceeded a secondary rate limit."
-            response = error_response(fault.status or 403, message)
+            response = refuse(ApiError(fault.status or 403, message))
             if fault.seconds is not None:
                 response.headers["retry-after"] = str(int(fault.seconds))
             return response
         if fault := self.faults.take(FaultKind.STATUS, operation):
-            return error_response(fault.status or 500, fault.message or "Server Error")
+            return refuse(_error_of(fault, 500))
         return None
 
-    def _apply_faults_after(self, operation: str, response: Response) -> Response:
+    def _apply_faults_after(
+        self, operation: str, response: Response, refuse: Callable[[ApiError], Response]
+    ) -> Response:
         """Apply faults that follow the operation: it takes effect, but its response is lost or replaced."""
         fault = self.faults.take(FaultKind.LOST_ANSWER, operation)
         if fault is None:
             return response
         if fault.status is not None:
-            return error_response(fault.status, fault.message or "Server Error")
+            return refuse(_error_of(fault, fault.status))
         return DroppedResponse()
 
 
@@ -154,6 +159,16 @@ class DroppedResponse(Response):
 def error_response(status: int, message: str) -> JSONResponse:
     body = {"message": message, "documentation_url": DOCUMENTATION_URL, "status": str(status)}
     return JSONResponse(body, status_code=status)
+
+
+def _refuse(problem: ApiError) -> Response:
+    return error_response(problem.status, problem.message)
+
+
+def _error_of(fault: ApiFault, status: int) -> ApiError:
+    """The error of a fault. A message that is the name of an exception becomes the error's type."""
+    message = fault.message or "Server Error"
+    return ApiError(fault.status or status, message, type_name=message if message.endswith("Exception") else "")
 
 
 def bearer(request: Request) -> str:
@@ -196,93 +211,3 @@ async def _wait_for_disconnect(request: Request) -> None:
     await request.body()
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-class FaultKind(StrEnum):
-    #: The write is applied, then the connection is dropped (or answered with `status`, if given).
-    LOST_ANSWER = "lost_answer"
-    #: The list comes from a snapshot up to `seconds` old.
-    STALE_LIST = "stale_list"
-    #: A page lacks its last runner, but `total_count` includes it.
-    SHORT_LIST = "short_list"
-    #: `busy` is inverted.
-    WRONG_BUSY = "wrong_busy"
-    #: An online runner is reported as offline.
-    TRANSIENT_OFFLINE = "transient_offline"
-    #: 403 (or `status`) with `retry-after: seconds`.
-    RATE_LIMIT = "rate_limit"
-    #: An idle online runner gets a job just before its DELETE is processed.
-    JOB_ON_DELETE = "job_on_delete"
-    #: The operation does nothing and returns `status`.
-    STATUS = "status"
-    #: The response is delayed by `seconds`, or until the faults are cleared.
-    DELAY = "delay"
-
-
-@dataclasses.dataclass(kw_only=True, slots=True)
-class ApiFault:
-    id: int
-    kind: FaultKind
-    operation: str = ANY_OPERATION
-    #: Remaining number of requests that it affects; None means until it is cleared.
-    times: int | None = 1
-    status: int | None = None
-    message: str | None = None
-    seconds: float | None = None
-    #: Name of the only runner that it affects. For kinds that concern one runner.
-    runner: str | None = None
-
-    def document(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-
-@dataclasses.dataclass(kw_only=True, slots=True)
-class Snapshot:
-    taken_at: float
-    #: Runner documents by lower-case scope.
-    runners: dict[str, list[dict[str, Any]]]
-
-
-class FaultBoard:
-    def __init__(self) -> None:
-        self._faults: list[ApiFault] = []
-        self._last_id = 0
-        self.snapshot: Snapshot | None = None
-
-    def add(self, document: dict[str, Any]) -> ApiFault:
-        known = {field.name for field in dataclasses.fields(ApiFault)} - {"id"}
-        if unknown := sorted(set(document) - known):
-            raise ApiError(422, f"Unknown fields of a fault: {', '.join(unknown)}.")
-        if document.get("kind") not in set(FaultKind):
-            raise ApiError(422, f"kind must be one of {', '.join(FaultKind)}.")
-        self._last_id += 1
-        fault = ApiFault(**{**document, "id": self._last_id, "kind": FaultKind(document["kind"])})
-        self._faults.append(fault)
-        return fault
-
-    def all(self) -> list[ApiFault]:
-        return list(self._faults)
-
-    def clear(self) -> None:
-        self._faults.clear()
-        self.snapshot = None
-
-    def take(self, kind: FaultKind, operation: str, *, runner: str | None = None) -> ApiFault | None:
-        """Return the first fault that applies, and decrement its count."""
-        for fault in self._faults:
-            if fault.kind is not kind or not _applies_to(fault, operation):
-                continue
-            if fault.runner is not None and fault.runner != runner:
-                continue
-            if fault.times is not None:
-                fault.times -= 1
-                if fault.times <= 0:
-                    self._faults.remove(fault)
-            return fault
-        return None
-
-
-def _applies_to(fault: ApiFault, operation: str) -> bool:
-    if fault.operation == ANY_OPERATION:
-        return not operation.startswith(RUNNER_PREFIX)
-    return fault.operation == operation

@@ -44,6 +44,13 @@ class JobView:
     conclusion: str | None
     runner_id: int | None
     runner_name: str | None
+    event: str
+    #: 0 if the job is not assigned to a scale set.
+    scale_set_id: int
+    #: Id of the job in the messages of scale sets.
+    message_job_id: str
+    #: Assignments that no runner took.
+    lapses: int
     created_at: str
     started_at: str | None
     completed_at: str | None
@@ -64,7 +71,24 @@ class RunnerView:
     state: str
     job_id: int | None
     version: str | None
+    scale_set_id: int
     created_at: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ScaleSetView:
+    id: int
+    scope: str
+    name: str
+    labels: tuple[str, ...]
+    #: Empty if there is no session.
+    session_owner: str
+    #: None if none was announced in this session.
+    capacity: int | None
+    assigned: int
+    runners: int
+    #: Delivered messages that were not acknowledged.
+    unacknowledged: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +101,7 @@ class FaultView:
     message: str | None
     seconds: float | None
     runner: str | None
+    value: int | None
 
 
 class FakeGitHubClient:
@@ -109,6 +134,9 @@ class FakeGitHubClient:
         name: str = "job",
         steps: Sequence[JobStep] = (),
         env: Mapping[str, str] | None = None,
+        event: str = "push",
+        workflow: str = "",
+        head_repo: str = "",
     ) -> JobView:
         body = {
             "repo": repo,
@@ -121,12 +149,21 @@ class FakeGitHubClient:
                 for step in steps
             ],
             "env": dict(env or {}),
+            "event": event,
+            "workflow": workflow,
+            "head_repo": head_repo,
         }
         return _job(await self._call("POST", "/_admin/jobs", body=body))
 
-    async def job(self, job_id: int, *, wait_s: float = 0.0, since: str | None = None) -> JobView:
-        """Return the job. With `wait_s`, wait until its status differs from `since` (default: the current status)."""
-        query = {"wait": str(wait_s)} | ({} if since is None else {"since": since})
+    async def job(
+        self, job_id: int, *, wait_s: float = 0.0, since: str | None = None, since_scale_set: int | None = None
+    ) -> JobView:
+        """Return the job. With `wait_s`, wait until its status differs from `since` (default: the current status).
+
+        With `since_scale_set`, the wait also ends when the job is assigned to another scale set.
+        """
+        wanted = {"wait": wait_s, "since": since, "since_scale_set": since_scale_set}
+        query = {name: str(value) for name, value in wanted.items() if value is not None}
         return _job(await self._call("GET", f"/_admin/jobs/{job_id}", query=query, wait_s=wait_s))
 
     async def jobs(self, *, run_id: int | str | None = None, repo: str | None = None) -> list[JobView]:
@@ -147,6 +184,37 @@ class FakeGitHubClient:
         answer = await self._call("GET", "/_admin/runners", query=query, wait_s=wait_s)
         return answer["version"], [_runner(document) for document in answer["runners"]]
 
+    async def scale_sets(self) -> list[ScaleSetView]:
+        return (await self.watch_scale_sets())[1]
+
+    async def watch_scale_sets(
+        self, *, since: int | None = None, wait_s: float = 0.0
+    ) -> tuple[int, list[ScaleSetView]]:
+        """Return the state's version and the scale sets. With both arguments, wait for the next change first."""
+        query = {} if since is None else {"since": str(since), "wait": str(wait_s)}
+        answer = await self._call("GET", "/_admin/scale-sets", query=query, wait_s=wait_s)
+        found = [ScaleSetView(**{**each, "labels": tuple(each["labels"])}) for each in answer["scale_sets"]]
+        return answer["version"], found
+
+    async def delete_scale_set(self, set_id: int) -> None:
+        """Delete a scale set as GitHub itself does with dormant ones, even if a runner is busy."""
+        await self._call("DELETE", f"/_admin/scale-sets/{set_id}")
+
+    async def open_session(self, set_id: int, *, owner: str = "another") -> None:
+        """Open a session as another process, which then never uses it."""
+        await self._call("POST", f"/_admin/scale-sets/{set_id}/session", body={"owner": owner})
+
+    async def end_session(self, set_id: int) -> None:
+        """End the session of a scale set without its owner's request."""
+        await self._call("DELETE", f"/_admin/scale-sets/{set_id}/session")
+
+    async def rerun_failed_jobs(self, *, repo: str, run_id: int | str) -> None:
+        """Run the failed jobs of a completed run again, as part of a new attempt."""
+        await self._call("POST", f"/repos/{repo}/actions/runs/{run_id}/rerun-failed-jobs")
+
+    async def rerun_job(self, *, repo: str, job_id: int) -> None:
+        await self._call("POST", f"/repos/{repo}/actions/jobs/{job_id}/rerun")
+
     async def set_fault(
         self,
         kind: str,
@@ -157,6 +225,7 @@ class FakeGitHubClient:
         message: str | None = None,
         seconds: float | None = None,
         runner: str | None = None,
+        value: int | None = None,
     ) -> FaultView:
         body = {
             "kind": kind,
@@ -166,6 +235,7 @@ class FakeGitHubClient:
             "message": message,
             "seconds": seconds,
             "runner": runner,
+            "value": value,
         }
         return FaultView(**await self._call("POST", "/_admin/faults", body=body))
 

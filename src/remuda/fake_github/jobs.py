@@ -1,6 +1,6 @@
 """The job queue: assigns jobs to runners and tracks them to their conclusion."""
 
-from typing import Any
+from typing import Any, Protocol
 
 from remuda.fake_github.state import (
     JOB_TRANSITIONS,
@@ -19,9 +19,20 @@ LEASE_LOST = "The self-hosted runner lost communication with the server.\n"
 QUEUED_TOO_LONG = "The job was not picked up by a runner in 24 hours.\n"
 
 
+class JobObserver(Protocol):
+    """Learns of the jobs' progress. Scale sets take jobs that no other runner has taken."""
+
+    def job_queued(self, job: GitHubJob) -> None: ...
+
+    def job_started(self, job: GitHubJob) -> None: ...
+
+    def job_finished(self, job: GitHubJob) -> None: ...
+
+
 class JobQueue:
     def __init__(self, state: GitHubState) -> None:
         self._state = state
+        self.observer: JobObserver | None = None
         #: Ids of waiting jobs in order. A job that its runner did not pick up returns to the front.
         self._waiting: list[int] = []
         self._unfinished: dict[int, GitHubJob] = {}
@@ -47,6 +58,9 @@ class JobQueue:
         labels: tuple[str, ...],
         steps: list[dict[str, Any]],
         env: dict[str, str],
+        event: str = "push",
+        workflow: str = "",
+        head_repo: str = "",
         only_runner: RegisteredRunner | None = None,
     ) -> GitHubJob:
         """Queue a job and assign it to a free matching runner, if any. `only_runner` restricts the assignment."""
@@ -59,18 +73,37 @@ class JobQueue:
             labels=labels,
             steps=steps,
             env=env,
+            event=event,
+            workflow=workflow,
+            head_repo=head_repo or repo,
             created_at=self._state.clock.now(),
         )
         self._state.jobs[job.id] = job
         self._unfinished[job.id] = job
         self._waiting.append(job.id)
         self._state.changed("job", job.id)
-        candidates = self._state if only_runner is None else [only_runner]
-        for runner in candidates:
+        if only_runner is not None:
+            job.scale_set_id = only_runner.scale_set_id
+        self.dispatch(job, only_runner)
+        if job.phase is JobPhase.QUEUED and self.observer is not None:
+            self.observer.job_queued(job)
+        return job
+
+    def dispatch(self, job: GitHubJob, only_runner: RegisteredRunner | None = None) -> None:
+        """Assign a queued job to a free runner that accepts it, if any."""
+        for runner in self._state if only_runner is None else [only_runner]:
             if runner.online and runner.job_id is None and runner.accepts(job):
                 self._assign(job, runner)
-                break
-        return job
+                return
+
+    @property
+    def waiting(self) -> list[GitHubJob]:
+        """The queued jobs in order."""
+        return [self._state.jobs[job_id] for job_id in self._waiting]
+
+    @property
+    def unfinished(self) -> list[GitHubJob]:
+        return list(self._unfinished.values())
 
     def get(self, job_id: int) -> GitHubJob:
         job = self._state.jobs.get(job_id)
@@ -82,11 +115,11 @@ class JobQueue:
         """Assign the first matching job to an idle runner."""
         if not runner.online or runner.job_id is not None:
             return
-        for job_id in self._waiting:
-            job = self._state.jobs[job_id]
-            if runner.accepts(job):
-                self._assign(job, runner)
-                return
+        accepted = (job for job in self.waiting if runner.accepts(job))
+        # Runners of a scale set get jobs in the order of their assignment to the set.
+        job = min(accepted, key=_assigned_at, default=None) if runner.scale_set_id else next(accepted, None)
+        if job is not None:
+            self._assign(job, runner)
 
     def acknowledge(self, runner: RegisteredRunner, job_id: int) -> GitHubJob:
         """Mark the job as started by its runner. Idempotent, because the response may get lost."""
@@ -96,6 +129,8 @@ class JobQueue:
             self._advance(job, JobPhase.IN_PROGRESS)
             job.started_at = now
             self._state.changed("runner", runner.id)
+            if self.observer is not None:
+                self.observer.job_started(job)
         job.due_at = now + self._state.settings.lease_s
         return job
 
@@ -171,6 +206,7 @@ class JobQueue:
         self._advance(job, JobPhase.ASSIGNED)
         self._waiting.remove(job.id)
         job.runner_id, job.runner_name = runner.id, runner.name
+        job.runner_assigned_at = self._state.clock.now()
         job.due_at = self._state.clock.now() + self._state.settings.pickup_s
         runner.job_id = job.id
         self._state.changed("runner", runner.id)
@@ -178,7 +214,7 @@ class JobQueue:
     def _return_to_queue(self, job: GitHubJob) -> None:
         self._advance(job, JobPhase.QUEUED)
         runner = self._release(job)
-        job.runner_id = job.runner_name = job.due_at = None
+        job.runner_id = job.runner_name = job.due_at = job.runner_assigned_at = None
         self._waiting.insert(0, job.id)
         for other in self._state:
             if other.online and other.job_id is None and other is not runner and other.accepts(job):
@@ -195,6 +231,8 @@ class JobQueue:
         job.conclusion = conclusion
         job.completed_at = self._state.clock.now()
         job.due_at = None
+        if self.observer is not None:
+            self.observer.job_finished(job)
         self._retire(job)
         runner = self._release(job)
         if runner is None:
@@ -240,3 +278,7 @@ class JobQueue:
 
 def _due(job: GitHubJob) -> float:
     return job.created_at + QUEUED_JOB_LIFE_S if job.due_at is None else job.due_at
+
+
+def _assigned_at(job: GitHubJob) -> float:
+    return job.set_assigned_at or 0.0

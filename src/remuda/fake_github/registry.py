@@ -1,6 +1,11 @@
 """Tokens, registrations and sessions of runners, and the core that combines them with the job queue."""
 
+import base64
+import json
+
+from remuda.fake_github.faults import FaultBoard
 from remuda.fake_github.jobs import JobQueue
+from remuda.fake_github.scale_sets import ScaleSets
 from remuda.fake_github.state import (
     DEFAULT_LABELS,
     MAX_LABELS,
@@ -13,6 +18,7 @@ from remuda.fake_github.state import (
     IssuedToken,
     JobPhase,
     RegisteredRunner,
+    ScaleSet,
     TokenClock,
     TokenKind,
     is_older,
@@ -55,6 +61,26 @@ class Registry:
         value = self._state.clock.token(INSTALLATION_PREFIX)
         expires_at = now + self._state.settings.token_life_s
         return self._keep(IssuedToken(value=value, kind=TokenKind.ACCESS, scopes=(owner,), expires_at=expires_at))
+
+    def issue_service(self, kind: TokenKind, *scopes: str, life_s: float) -> IssuedToken:
+        """Issue a token of the Actions service: a JSON web token, of which clients read the expiry."""
+        now = self._state.clock.now()
+        self._forget_expired(now)
+        expires_at = float(int(now + life_s))
+        claims = {"exp": int(expires_at), "nbf": int(now), "jti": self._state.clock.token("")}
+        parts = ({"alg": "RS256", "typ": "JWT"}, claims)
+        value = ".".join([*(_b64url(json.dumps(part)) for part in parts), _b64url(self._state.clock.token(""))])
+        return self._keep(IssuedToken(value=value, kind=kind, scopes=scopes, expires_at=expires_at))
+
+    def service_scopes(self, value: str, kind: TokenKind) -> tuple[str, ...]:
+        """Return the scopes of a token of the Actions service."""
+        token = self._state.tokens.get(value)
+        if token is None or token.kind is not kind or (token.expires_at or 0.0) <= self._state.clock.now():
+            raise ApiError(401, "The token is expired or invalid.")
+        return token.scopes
+
+    def check_registration_token(self, value: str, scope: str) -> None:
+        self._check(value, TokenKind.REGISTRATION, scope)
 
     def keep_access(self, value: str) -> None:
         """Accept this access token, which an earlier run of the server issued."""
@@ -144,6 +170,20 @@ class Registry:
             raise ApiError(404, "Not Found")
         return self._create(scope=scope, name=name, labels=labels, ephemeral=True, group_id=group_id)
 
+    def register_for_set(self, scale_set: ScaleSet, name: str) -> RegisteredRunner:
+        """Register a runner of a scale set. It has the set's labels and no default labels (rhobuild/runpool#141)."""
+        if self.find(scale_set.scope, name) is not None:
+            raise ApiError(409, f"The agent {name} exists.", type_name="AgentExistsException")
+        return self._create(
+            scope=scale_set.scope,
+            name=name,
+            labels=scale_set.labels,
+            ephemeral=True,
+            group_id=scale_set.group_id,
+            disable_update=scale_set.disable_update,
+            scale_set_id=scale_set.id,
+        )
+
     def groups(self, scope: str) -> dict[str, int]:
         """The ids of runner groups by name. Repositories have the default group only."""
         names = () if "/" in scope else self._state.settings.runner_groups
@@ -194,6 +234,7 @@ class Registry:
         ephemeral: bool,
         group_id: int = DEFAULT_GROUP_ID,
         disable_update: bool = False,
+        scale_set_id: int = 0,
     ) -> RegisteredRunner:
         if not 0 < len(name) <= MAX_NAME_LENGTH:
             raise ApiError(422, f"The name of a runner must have 1 to {MAX_NAME_LENGTH} characters.")
@@ -210,6 +251,7 @@ class Registry:
             secret=self._state.clock.token("rs_"),
             group_id=group_id,
             disable_update=disable_update,
+            scale_set_id=scale_set_id,
             created_at=now,
             offline_since=now,
         )
@@ -288,17 +330,41 @@ class GitHubCore:
     def __init__(self, *, clock: TokenClock, settings: FakeGitHubSettings | None = None) -> None:
         self.clock = clock
         self.state = GitHubState(clock=clock, settings=settings)
+        self.faults = FaultBoard()
         self.queue = JobQueue(self.state)
         self.registry = Registry(self.state, self.queue)
+        self.scale_sets = ScaleSets(self.state, self.queue, self.faults)
+
+    def restore(self) -> None:
+        """Rebuild what follows from the loaded state."""
+        self.queue.restore()
+        self.scale_sets.restore()
+
+    def give_job(self, runner: RegisteredRunner) -> None:
+        """Assign a new job to this runner, unless it has one."""
+        if runner.job_id is not None:
+            return
+        job = self.queue.add(
+            repo=runner.scope if "/" in runner.scope else f"{runner.scope}/any",
+            run_id="0",
+            run_attempt=1,
+            name="job-on-delete",
+            labels=runner.labels,
+            steps=[{"run": "true"}],
+            env={},
+            only_runner=runner,
+        )
+        self.scale_sets.job_given(job)
 
     def next_due(self) -> float | None:
         """Return the time at which `tick` must be called next, or None."""
-        dues = [due for due in (self.queue.next_due(), self.registry.next_due()) if due is not None]
-        return min(dues, default=None)
+        parts = (self.queue, self.registry, self.scale_sets)
+        return min((due for part in parts if (due := part.next_due()) is not None), default=None)
 
     def tick(self) -> None:
         self.registry.expire()
         self.queue.expire()
+        self.scale_sets.expire()
 
 
 def _within(scope: str, allowed: tuple[str, ...]) -> bool:
@@ -308,3 +374,7 @@ def _within(scope: str, allowed: tuple[str, ...]) -> bool:
 
 def _distinct(labels: tuple[str, ...]) -> tuple[str, ...]:
     return tuple({label.lower(): label for label in reversed(labels)}.values())[::-1]
+
+
+def _b64url(text: str) -> str:
+    return base64.urlsafe_b64encode(text.encode()).rstrip(b"=").decode()

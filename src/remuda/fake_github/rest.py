@@ -1,7 +1,6 @@
 """GitHub's REST API for self-hosted runners of repositories and organizations, and for GitHub Apps."""
 
 import base64
-import datetime as dt
 import hashlib
 import json
 from collections.abc import Callable
@@ -11,10 +10,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from remuda.fake_github.app_state import AppState, FaultKind, Snapshot, bearer, json_body
+from remuda.fake_github.app_state import AppState, bearer, json_body
+from remuda.fake_github.faults import FaultKind, Snapshot
 from remuda.fake_github.oidc import number_of
 from remuda.fake_github.registry import DEFAULT_GROUP_ID
-from remuda.fake_github.state import READ_ONLY_LABELS, ApiError, RegisteredRunner, TokenKind
+from remuda.fake_github.state import READ_ONLY_LABELS, ApiError, RegisteredRunner, TokenKind, timestamp
 
 MAX_PER_PAGE = 100
 DEFAULT_PER_PAGE = 30
@@ -118,14 +118,13 @@ class RunnersRest:
         files = runner_files(
             runner, server_url=str(request.base_url).rstrip("/"), work=str(body.get("work_folder") or "_work")
         )
-        packed = {name: _b64(json.dumps(content)) for name, content in files.items()}
         return JSONResponse(
-            {"runner": self.document(runner), "encoded_jit_config": _b64(json.dumps(packed))}, status_code=201
+            {"runner": self.document(runner), "encoded_jit_config": encoded_jit_config(files)}, status_code=201
         )
 
     def list_groups(self, request: Request, scope: str, _body: dict[str, Any]) -> Response:
         groups = [_group(scope, name, group_id) for name, group_id in self._core.registry.groups(scope).items()]
-        return _page(request, "runner_groups", groups)
+        return page_response(request, "runner_groups", groups)
 
     def downloads(self, _request: Request, _scope: str, _body: dict[str, Any]) -> Response:
         """Like GitHub, list packages for all systems, which other clients ignore."""
@@ -136,7 +135,9 @@ class RunnersRest:
         runners = self._listed(scope)
         if name := request.query_params.get("name"):
             runners = [runner for runner in runners if runner["name"] == name]
-        return _page(request, "runners", runners, short=self._app.faults.take(FaultKind.SHORT_LIST, "list") is not None)
+        return page_response(
+            request, "runners", runners, short=self._app.faults.take(FaultKind.SHORT_LIST, "list") is not None
+        )
 
     def get_runner(self, request: Request, scope: str, _body: dict[str, Any]) -> Response:
         runner = self._core.registry.get(scope, _runner_id(request))
@@ -196,21 +197,8 @@ class RunnersRest:
         return document
 
     def _apply_job_on_delete(self, runner: RegisteredRunner) -> None:
-        if not runner.online or runner.job_id is not None:
-            return
-        if self._app.faults.take(FaultKind.JOB_ON_DELETE, "delete", runner=runner.name) is None:
-            return
-        repo = runner.scope if "/" in runner.scope else f"{runner.scope}/any"
-        self._core.queue.add(
-            repo=repo,
-            run_id="0",
-            run_attempt=1,
-            name="job-on-delete",
-            labels=runner.labels,
-            steps=[{"run": "true"}],
-            env={},
-            only_runner=runner,
-        )
+        if runner.online and self._app.faults.take(FaultKind.JOB_ON_DELETE, "delete", runner=runner.name):
+            self._core.give_job(runner)
 
     # Rate limit
 
@@ -222,6 +210,12 @@ class RunnersRest:
         settings = self._core.state.settings
         if settings.enforce_rate_limit and self._used[token, hour] > settings.rate_limit:
             raise ApiError(403, "API rate limit exceeded for user.")
+
+    def uncount(self, request: Request) -> None:
+        """Undo the count of a request that GitHub does not count."""
+        hour = int(self._core.clock.now()) // HOUR_S
+        key = bearer(request), hour
+        self._used[key] = max(0, self._used.get(key, 0) - 1)
 
     def _add_headers(self, request: Request, response: Response) -> None:
         now = int(self._core.clock.now())
@@ -236,7 +230,7 @@ class RunnersRest:
         response.headers["x-github-request-id"] = self._core.clock.token("").upper()
 
 
-def _page(request: Request, key: str, documents: list[dict[str, Any]], *, short: bool = False) -> Response:
+def page_response(request: Request, key: str, documents: list[dict[str, Any]], *, short: bool = False) -> Response:
     """Respond with the requested page of a list. A `short` page lacks its last document."""
     per_page = min(_positive(request, "per_page", DEFAULT_PER_PAGE), MAX_PER_PAGE)
     page = _positive(request, "page", 1)
@@ -268,20 +262,21 @@ def runner_files(runner: RegisteredRunner, *, server_url: str, work: str) -> dic
             "poolId": runner.group_id,
             "poolName": "Default",
             "disableUpdate": True,
+            "useV2Flow": True,
             "ephemeral": runner.ephemeral,
             "serverUrl": server_url,
             "gitHubUrl": f"{server_url}/{runner.scope}",
             "workFolder": work,
         },
         ".credentials": {"scheme": "OAuth", "data": {"clientId": str(runner.id), "token": runner.secret}},
+        # The real file has the runner's private key; the fake runner authenticates with its secret.
+        ".credentials_rsaparams": {"exponent": "AQAB", "modulus": str(runner.id)},
     }
 
 
-def timestamp(at: float | None) -> str | None:
-    if at is None:
-        return None
-    moment = dt.datetime.fromtimestamp(at, tz=dt.UTC)
-    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+def encoded_jit_config(files: dict[str, dict[str, Any]]) -> str:
+    """Pack the runner's files (actions/runner, Runner.Listener/Runner.cs, ExecuteCommand)."""
+    return _b64(json.dumps({name: _b64(json.dumps(content)) for name, content in files.items()}))
 
 
 def _group(scope: str, name: str, group_id: int) -> dict[str, Any]:

@@ -16,7 +16,16 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
-from remuda.fake_github import Endpoint, admin, read_endpoint, rest, runner_api, write_endpoint
+from remuda.fake_github import (
+    Endpoint,
+    admin,
+    read_endpoint,
+    rest,
+    runner_api,
+    scale_set_api,
+    workflow_runs,
+    write_endpoint,
+)
 from remuda.fake_github.app_state import AppState, error_response
 from remuda.fake_github.oidc import OidcIssuer
 from remuda.fake_github.registry import ACCESS_PREFIX, GitHubCore
@@ -48,6 +57,8 @@ def build_app(app: AppState) -> Starlette:
             *rest.routes(app),
             *rest.app_routes(app),
             *runner_api.routes(app),
+            *scale_set_api.routes(app),
+            *workflow_runs.routes(app),
             *issuer.routes(),
             *admin.routes(app, issuer),
         ],
@@ -62,7 +73,7 @@ def open_app_state(folder: pathlib.Path, *, clock: TokenClock) -> AppState:
     core = GitHubCore(clock=clock)
     store = DocumentStore(folder / DATABASE)
     core.state.load(store.read())
-    core.queue.restore()
+    core.restore()
     return AppState(core=core, store=store)
 
 

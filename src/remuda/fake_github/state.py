@@ -1,6 +1,7 @@
 """State of the fake GitHub: its data model (runners, tokens, jobs, settings), in memory, and its storage in SQLite."""
 
 import dataclasses
+import datetime as dt
 import json
 import pathlib
 import sqlite3
@@ -21,6 +22,8 @@ MAX_COMPLETED_JOBS = 5000
 QUEUED_JOB_LIFE_S = 24 * 3600.0
 OFFLINE_RUNNER_LIFE_S = 14 * 24 * 3600.0
 OFFLINE_EPHEMERAL_LIFE_S = 24 * 3600.0
+#: Ids of messages as seen on github.com (actions/actions-runner-controller#4602).
+FIRST_MESSAGE_ID = 100_000_001
 Document = dict[str, Any]
 #: Kind, key and document. None instead of a document means that it was deleted.
 StoredChange = tuple[str, str, Document | None]
@@ -29,16 +32,21 @@ StoredChange = tuple[str, str, Document | None]
 class ApiError(Exception):
     """A rejected request, with GitHub's status and message."""
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, message: str, *, type_name: str = "") -> None:
         super().__init__(message)
         self.status = status
         self.message = message
+        #: Name of the exception that the Actions service reports.
+        self.type_name = type_name
 
 
 class TokenKind(StrEnum):
     REGISTRATION = "registration"
     REMOVAL = "removal"
     ACCESS = "access"
+    #: For the Actions service: all its operations for one scope, or one message session.
+    ADMIN = "admin"
+    QUEUE = "queue"
 
 
 class JobPhase(StrEnum):
@@ -101,6 +109,27 @@ class FakeGitHubSettings:
     minimum_runner_version: str = "2.329.0"
     #: Runners of older versions receive no jobs. GitHub's limit follows new releases after 30 days.
     oldest_served_version: str = "2.329.0"
+    #: Lifetimes of the tokens of the Actions service in seconds.
+    admin_token_life_s: float = 3600.0
+    queue_token_life_s: float = 3600.0
+    #: Seconds until a poll for messages ends without one.
+    message_poll_s: float = 50.0
+    #: Seconds until a message session without a request ends.
+    message_session_s: float = 50.0
+    #: Whether messages that were not acknowledged are lost with their session.
+    session_loses_messages: bool = False
+    #: Seconds until the assignment of a job to a scale set lapses if no runner takes the job.
+    assignment_life_s: float = 300.0
+    #: Seconds until a job is assigned again after its assignment has lapsed, times the number of lapses.
+    reassignment_delay_s: float = 30.0
+    #: Seconds without a session after which a scale set is deleted.
+    scale_set_life_s: float = 7 * 24 * 3600.0
+    #: Whether a job that is queued while a set announces the capacity 0 is never assigned to this set.
+    zero_capacity_trap: bool = True
+    #: Whether scale sets must acquire jobs, as on GitHub Enterprise Server. github.com assigns them directly.
+    jobs_must_be_acquired: bool = False
+    #: Whether responses of the Actions service begin with a byte order mark.
+    byte_order_mark: bool = True
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -137,17 +166,17 @@ class RegisteredRunner:
     job_id: int | None = None
     #: Whether its version is too old to receive jobs.
     deprecated: bool = False
+    #: The scale set that it belongs to; 0 if none.
+    scale_set_id: int = 0
 
     @property
     def online(self) -> bool:
         return self.session is not None
 
     def accepts(self, job: "GitHubJob") -> bool:
-        return not self.deprecated and self.covers(job.repo) and matches(job.labels, self.labels)
-
-    def covers(self, repo: str) -> bool:
-        scope, target = self.scope.lower(), repo.lower()
-        return target == scope or ("/" not in scope and target.split("/")[0] == scope)
+        if self.deprecated or job.scale_set_id != self.scale_set_id:
+            return False
+        return bool(self.scale_set_id) or (covers(self.scope, job.repo) and matches(job.labels, self.labels))
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -171,15 +200,70 @@ class GitHubJob:
     due_at: float | None = None
     cancel_requested: bool = False
     log: str = ""
+    #: Name of the event that started the run, the workflow's path and ref, and the repository of the commit.
+    event: str = "push"
+    workflow: str = ""
+    head_repo: str = ""
+    #: The scale set that the job is assigned to; 0 if none.
+    scale_set_id: int = 0
+    #: The job's id in messages. It changes when an assignment has lapsed.
+    message_job_id: str = ""
+    set_assigned_at: float | None = None
+    runner_assigned_at: float | None = None
+    #: When the assignment to the set lapses; after a lapse, when the job may be assigned again.
+    set_due_at: float | None = None
+    lapses: int = 0
+    #: Sets that never get the job, and those that it was offered to.
+    blind_sets: list[int] = dataclasses.field(default_factory=list)
+    offered_sets: list[int] = dataclasses.field(default_factory=list)
 
     @property
     def status(self) -> str:
         return JobPhase.QUEUED if self.phase is JobPhase.ASSIGNED else self.phase
 
 
+@dataclasses.dataclass(kw_only=True, slots=True)
+class ScaleSet:
+    id: int
+    #: "owner/repo" or "org".
+    scope: str
+    name: str
+    group_id: int
+    labels: tuple[str, ...]
+    disable_update: bool
+    created_at: float
+    #: Time of the last connection.
+    seen_at: float
+    #: Empty if there is no session.
+    session_id: str = ""
+    session_owner: str = ""
+    #: Announced by the last poll of the session; None if there was none.
+    capacity: int | None = None
+    last_message_id: int = FIRST_MESSAGE_ID - 1
+    last_event_id: int = 0
+    #: Ids of the events that are not part of a message yet, and of those that come later with their time.
+    ready: list[int] = dataclasses.field(default_factory=list)
+    delayed: list[tuple[float, int]] = dataclasses.field(default_factory=list)
+    #: Messages that were not acknowledged, with the ids of their events.
+    messages: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+
+def covers(scope: str, repo: str) -> bool:
+    """Whether runners of a scope may serve jobs of the repository."""
+    scope, target = scope.lower(), repo.lower()
+    return target == scope or ("/" not in scope and target.split("/")[0] == scope)
+
+
 def matches(wanted: tuple[str, ...], offered: tuple[str, ...]) -> bool:
     """Whether all wanted labels are offered, ignoring case. As on GitHub, a job without labels matches no runner."""
     return bool(wanted) and {label.lower() for label in wanted} <= {label.lower() for label in offered}
+
+
+def timestamp(at: float | None) -> str | None:
+    if at is None:
+        return None
+    moment = dt.datetime.fromtimestamp(at, tz=dt.UTC)
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def is_older(version: str, than: str) -> bool:
@@ -212,6 +296,9 @@ class GitHubState:
         self.jobs: dict[int, GitHubJob] = {}
         self.tokens: dict[str, IssuedToken] = {}
         self.labels: dict[str, int] = {}
+        self.scale_sets: dict[int, ScaleSet] = {}
+        #: Job messages of scale sets by "set/event".
+        self.set_events: dict[str, Document] = {}
         #: Increases with each change, so that clients can wait for the next one.
         self.version = 0
         self._last_id = 0
@@ -277,6 +364,9 @@ class GitHubState:
         for runner in self.runners.values():
             if runner.online:
                 runner.seen_at = now
+        for scale_set in self.scale_sets.values():
+            if scale_set.session_id:
+                scale_set.seen_at = now
         self._dirty.clear()
         self._woken.clear()
 
@@ -297,6 +387,12 @@ class GitHubState:
                 self.add_runner(RegisteredRunner(**document))
             case "job", _:
                 self.jobs[int(key)] = _job_from(document)
+            case "scale-set", _:
+                document["labels"] = tuple(document["labels"])
+                document["delayed"] = [(at, event) for at, event in document["delayed"]]
+                self.scale_sets[int(key)] = ScaleSet(**document)
+            case "set-event", _:
+                self.set_events[key] = document
 
     def _document(self, kind: str, key: str) -> Document | None:
         match kind, key:
@@ -312,6 +408,10 @@ class GitHubState:
                 return _as_document(self.runners.get(int(number)))
             case "job", number:
                 return _as_document(self.jobs.get(int(number)))
+            case "scale-set", number:
+                return _as_document(self.scale_sets.get(int(number)))
+            case "set-event", name:
+                return self.set_events.get(name)
         raise ValueError(f"unknown kind of document: {kind}")
 
     def __iter__(self) -> Iterator[RegisteredRunner]:
@@ -379,5 +479,5 @@ def _job_from(document: Document) -> GitHubJob:
     )
 
 
-def _as_document(value: IssuedToken | RegisteredRunner | GitHubJob | None) -> Document | None:
+def _as_document(value: IssuedToken | RegisteredRunner | GitHubJob | ScaleSet | None) -> Document | None:
     return None if value is None else dataclasses.asdict(value)

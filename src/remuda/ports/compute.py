@@ -6,11 +6,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from remuda.domain.reporting.prices import SpotPrice
 from remuda.domain.resources import ResourceClass, RunnerRequest, UsageClass
 from remuda.domain.scale_down.fleet import FleetMachine
+
+if TYPE_CHECKING:
+    from remuda.domain.reporting.prices import SpotPrice
 
 #: Tags of every launched machine. Machines without them are never terminated.
 POOL_TAG = "remuda:pool"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from enum import Enum
 from typing import Protocol
 
@@ -31,6 +32,41 @@ class JitRunner:
     runner_id: int
     #: A credential.
     config: str = field(repr=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunList:
+    """The newest runs of a repository in one status."""
+
+    run_ids: tuple[int, ...]
+    #: Identifies this answer in the next request; empty if GitHub sent none.
+    etag: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ListedJob:
+    """A job of a workflow run. Its texts are untrusted."""
+
+    job_id: int
+    run_id: int
+    name: str
+    #: GitHub's status: queued, in_progress, completed, waiting, …
+    status: str
+    labels: tuple[str, ...]
+    created_at: datetime
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GitHubRun:
+    """A workflow run. Its texts are untrusted."""
+
+    run_id: int
+    #: GitHub's status: queued, in_progress, completed, …
+    status: str
+    #: Result of a completed run, or empty.
+    conclusion: str
+    #: Repository of the code that it runs as owner/name; empty if it is unknown or deleted.
+    head_repository: str
 
 
 class Deletion(Enum):
@@ -77,3 +113,26 @@ class GitHub(Protocol):
     async def get_runner(self, scope: str, runner_id: int) -> GitHubRunner | None: ...
 
     async def delete_runner(self, scope: str, runner_id: int) -> Deletion: ...
+
+    async def list_runs(self, scope: str, repository: str, *, status: str, etag: str = "") -> RunList | None:
+        """Return the newest runs of a repository in a status, at most 100, by one call.
+
+        None if nothing has changed since the answer with this `etag`; such a call does not count for the rate limit.
+        The scope selects the credential. Needs the permission to read Actions.
+        """
+        ...
+
+    async def list_jobs(self, scope: str, repository: str, run_id: int) -> Sequence[ListedJob]:
+        """Return the jobs of the run's latest attempt, at most 100, by one call. Empty if the run is gone."""
+        ...
+
+    async def get_run(self, scope: str, repository: str, run_id: int) -> GitHubRun | None:
+        """Return a workflow run of a repository in the scope; None if there is none."""
+        ...
+
+    async def rerun_failed_jobs(self, scope: str, repository: str, run_id: int) -> None:
+        """Run the failed jobs of a completed run again.
+
+        Raises `Conflict` if GitHub refuses because of the run's state, and `UserError` if the permission is missing.
+        """
+        ...

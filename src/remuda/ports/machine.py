@@ -35,6 +35,8 @@ class AgentState:
     script_detail: str = ""
     #: The last threshold that was read. It applies while the store is unreachable.
     threshold: datetime | None = None
+    #: The threshold while a job runs, if it is another one.
+    busy_threshold: datetime | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,8 +98,13 @@ class RunnerState:
     exit_code: int | None = None
     #: The listener's last error message, if it failed. A job can forge this.
     exit_detail: str = ""
+    #: Whether its listener may have run a job since its start.
+    had_job: bool = False
     #: Whether it was registered for one job and its listener has exited after it.
     spent: bool = False
+    #: Whether it was registered for one job and its listener has exited without one, because GitHub removed the
+    #: registration.
+    unused: bool = False
     #: If `spent`: description of the refused job of another run, or empty.
     refused: str = ""
 

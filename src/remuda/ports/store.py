@@ -24,12 +24,13 @@ from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
 from remuda.domain.signals import FailureKind, Report, Signal
 from remuda.domain.transitions import Change
+from remuda.ports.demand import DemandStore
 
 #: Maximum history entries per instance. Fifty uses create about 250.
 HISTORY_LIMIT = 400
 
 
-class InstanceStore(Protocol):
+class InstanceStore(DemandStore, Protocol):
     """The store of one pool."""
 
     async def prepare(self) -> Sequence[str]:
@@ -132,7 +133,15 @@ class InstanceStore(Protocol):
         ...
 
     async def beat(
-        self, instance_id: str, *, at: datetime, busy: bool, listening: bool, notice: str, version: str
+        self,
+        instance_id: str,
+        *,
+        at: datetime,
+        busy: bool,
+        listening: bool,
+        notice: str,
+        version: str,
+        spent_epoch: int = 0,
     ) -> None:
         """Write one heartbeat: increment the counter and replace the fields. The signal keeps its value."""
         ...

@@ -26,6 +26,7 @@ from remuda import __version__
 from remuda.controlplane.read.status import Status
 from remuda.domain.instance import LIVE, HistoryEntry, Instance, State
 from remuda.domain.provision import Provision, ProvisionKind
+from remuda.domain.reporting.demand import SessionState, WaitReason, waited_s
 from remuda.domain.reporting.warnings import WarningKind
 from remuda.domain.resources import UsageClass
 from remuda.domain.transitions import TRANSITIONS
@@ -94,6 +95,40 @@ HEARTBEAT_AGE = _gauge(
 WITHOUT_HEARTBEAT = _gauge(
     "remuda_instances_without_heartbeat", "pool state", "Instances whose agent has not reported yet."
 )
+SET_JOBS = _gauge(
+    "remuda_set_jobs",
+    "pool runner_set state",
+    "Jobs of a runner set. State: waiting (not started), assigned (GitHub's count, including running) or running.",
+)
+SET_RUNNERS = _gauge(
+    "remuda_set_runners",
+    "pool runner_set state",
+    "Machines of a runner set. State: running (with a job), hot (listening), launching (booting or registering)"
+    " or warm (idle in the pool; sets of the same class share them).",
+)
+SET_MAX = _gauge("remuda_set_max_runners", "pool runner_set", "Maximum number of machines of a runner set.")
+SET_OLDEST_WAIT = _gauge(
+    "remuda_set_oldest_wait_seconds",
+    "pool runner_set",
+    "Waiting time of the job that has waited longest; 0 if none waits.",
+)
+SET_SESSION_UP = _gauge(
+    "remuda_set_session_up", "pool runner_set", "Whether a live listener has a working session for the set: 1 or 0."
+)
+SET_MESSAGE_AGE = _gauge(
+    "remuda_set_last_message_age_seconds",
+    "pool runner_set",
+    "Age of the last message or count of GitHub. Absent before the first one.",
+)
+LISTENER_UP = _gauge("remuda_listener_up", "pool", "Whether a listener is alive: 1 or 0. Absent without runner sets.")
+LISTENER_BEAT = _gauge(
+    "remuda_listener_beat",
+    "pool",
+    "Heartbeat counter of the listener's lease: it changes every few seconds while a listener is alive.",
+)
+WAITING_TOO_LONG = _gauge(
+    "remuda_jobs_waiting_too_long", "pool reason", "Jobs that have waited for more than five minutes, by reason."
+)
 WARNINGS = _gauge("remuda_warnings", "pool kind", "Warnings of `remuda status`, by kind.")
 TOKEN_EXPIRY = _gauge(
     "remuda_registration_token_expiry_timestamp_seconds", "pool", "Expiry of the registration token that expires first."
@@ -124,6 +159,17 @@ RETIREMENTS = _counter(
 TRANSITION_COUNT = _counter(
     "remuda_transitions_total", "pool transition", "State transitions of instances, by row of the transition table."
 )
+JOB_WAIT = _counter(
+    "remuda_job_wait_seconds",
+    "pool runner_set",
+    "Time that jobs of a runner set waited, from the queue to their start.",
+    MetricKind.HISTOGRAM,
+)
+JOBS = _counter(
+    "remuda_jobs_total",
+    "pool runner_set result",
+    "Ended jobs of a runner set, by GitHub's result: succeeded, failed, canceled, …; any unknown one is other.",
+)
 API_CALLS = _counter(
     "remuda_api_calls_total",
     "service operation outcome",
@@ -131,8 +177,12 @@ API_CALLS = _counter(
     " a failed condition and a missing item count as ok.",
 )
 
+_JOB_STATES = ("waiting", "assigned", "running")
+_RUNNER_STATES = ("running", "hot", "launching", "warm")
 _LIVE = tuple(state for state in State if state in LIVE)
 _SOURCES = ("warm", "cold", "mixed")
+#: Results of jobs that are labels of their own. GitHub's runner reports these (TaskResult of actions/runner).
+JOB_RESULTS = ("succeeded", "succeededwithissues", "failed", "canceled", "skipped", "abandoned")
 
 
 class EventDeduplicator:
@@ -197,7 +247,12 @@ class FleetMetrics:
         self._initialize(RUNNERS, [("pool",), ("created",)])
         self._initialize(RETIREMENTS, _retirement_labels())
         self._initialize(TRANSITION_COUNT, [(row.name,) for row in TRANSITIONS])
-        self._seconds = {source: Histogram() for source in _SOURCES}
+        self._histograms: dict[str, dict[str, Histogram]] = {
+            PROVISION_SECONDS.name: {source: Histogram() for source in _SOURCES},
+            JOB_WAIT.name: {},
+        }
+        self._started_jobs = EventDeduplicator(since=started_at)
+        self._ended_jobs = EventDeduplicator(since=started_at)
         self._ended = EventDeduplicator(since=started_at)
         self._changed = EventDeduplicator(since=started_at)
 
@@ -211,6 +266,25 @@ class FleetMetrics:
         self._pool = status.pool
         self._gauges = dict(_gauges(status.pool, status))
         self.add_provisions(status.runs)
+        self._add_jobs(status)
+
+    def _add_jobs(self, status: Status) -> None:
+        """Count the jobs that started or ended. The same job may be in many statuses."""
+        names = {item.name for item in status.demand.sets}
+        waits = self._histograms[JOB_WAIT.name]
+        for name in names:
+            waits.setdefault(name, Histogram())
+            self._initialize(
+                JOBS,
+                [(name, result) for result in (*JOB_RESULTS, OTHER) if (name, result) not in self._counts[JOBS.name]],
+            )
+        for job in status.demand.jobs:
+            name = job.runner_set if job.runner_set in names else OTHER
+            if job.started_at is not None and self._started_jobs.accept(job.job_id, job.started_at):
+                waits.setdefault(name, Histogram()).observe(waited_s(job, status.at))
+            if job.completed_at is not None and self._ended_jobs.accept(job.job_id, job.completed_at):
+                result = job.result.lower()
+                self._counts[JOBS.name][name, result if result in JOB_RESULTS else OTHER] += 1
 
     def on_poll_failed(self) -> None:
         """Count the failure. The gauges keep their values; `remuda_last_poll_timestamp_seconds` shows their age."""
@@ -225,7 +299,7 @@ class FleetMetrics:
             self._counts[PROVISIONS.name][outcome.kind,] += 1
             if outcome.kind is ProvisionKind.FAILED:
                 continue
-            self._seconds[outcome.kind].observe(outcome.seconds)
+            self._histograms[PROVISION_SECONDS.name][outcome.kind].observe(outcome.seconds)
             self._counts[RUNNERS.name]["pool",] += outcome.reused
             self._counts[RUNNERS.name]["created",] += outcome.created
 
@@ -267,7 +341,7 @@ class FleetMetrics:
                 yield counter
             else:
                 family = HistogramMetricFamily(item.name, item.help, labels=item.labels)
-                for source, histogram in self._seconds.items():
+                for source, histogram in self._histograms[item.name].items():
                     if self._pool is not None:
                         family.add_metric([self._pool, source], histogram.buckets(), histogram.sum)
                 yield family
@@ -321,6 +395,7 @@ def _gauges(pool: str, status: Status) -> Iterator[tuple[str, Values]]:
     yield OPEN_PROVISIONS.name, {(pool,): float(len(ages))}
     yield OPEN_PROVISION_AGE.name, {(pool,): max(ages, default=0.0)}
     yield from _heartbeats(pool, status)
+    yield from _demand(pool, status)
     kinds = Counter(item.kind for item in status.warnings)
     yield WARNINGS.name, {(pool, kind.value): float(kinds[kind]) for kind in WarningKind}
     yield LAST_POLL.name, {(pool,): status.at.timestamp()}
@@ -366,6 +441,26 @@ def _heartbeats(pool: str, status: Status) -> Iterator[tuple[str, Values]]:
     states = [state for state in _LIVE if state is not State.TERMINATING]
     yield HEARTBEAT_AGE.name, {(pool, state.value): max_age[state] for state in states}
     yield WITHOUT_HEARTBEAT.name, {(pool, state.value): float(missing[state]) for state in states}
+
+
+def _demand(pool: str, status: Status) -> Iterator[tuple[str, Values]]:
+    """The sets of the configuration are few, and their names are bounded."""
+    sets, demand = status.demand.sets, status.demand
+    jobs: Values = {(pool, item.name, name): float(getattr(item, name)) for item in sets for name in _JOB_STATES}
+    runners: Values = {(pool, item.name, name): float(getattr(item, name)) for item in sets for name in _RUNNER_STATES}
+    yield SET_JOBS.name, jobs
+    yield SET_RUNNERS.name, runners
+    yield SET_MAX.name, {(pool, item.name): float(item.max) for item in sets}
+    yield SET_OLDEST_WAIT.name, {(pool, item.name): item.oldest_wait_s or 0.0 for item in sets}
+    yield SET_SESSION_UP.name, {(pool, item.name): float(item.session is SessionState.OPEN) for item in sets}
+    ages: Values = {(pool, item.name): item.message_age_s for item in sets if item.message_age_s is not None}
+    yield SET_MESSAGE_AGE.name, ages
+    if sets:
+        listener = demand.listener
+        yield LISTENER_UP.name, {(pool,): float(listener is not None and listener.is_alive)}
+        yield LISTENER_BEAT.name, {(pool,): float(listener.beat)} if listener else {}
+        reasons = Counter(item.reason for item in demand.overdue)
+        yield WAITING_TOO_LONG.name, {(pool, reason.value): float(reasons[reason]) for reason in WaitReason}
 
 
 def _live(status: Status) -> list[Instance]:

@@ -13,6 +13,7 @@ from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.config.settings import Settings
 from remuda.controlplane.context import Context
 from remuda.domain.errors import UserError
+from remuda.domain.runner_set import check_fits_pool
 from remuda.ports.calls import CallCounter
 from remuda.ports.event_log import EventLog
 from remuda.wiring.aws import open_aws, open_aws_fleet
@@ -116,6 +117,14 @@ def desired(settings: Settings, *, pool: str) -> DesiredConfig:
             field=settings.shown("runner_group"),
             fix="set github-scope to the organization, or remove runner-group",
         )
+    try:
+        check_fits_pool(
+            settings.runner_sets,
+            classes=[item.name for item in settings.resource_class_config],
+            reuse=settings.reuse,
+        )
+    except UserError as error:
+        raise UserError(error.message, field=settings.shown("runner_sets"), fix=error.fix) from None
     launch = settings.launch_options()
     if settings.backend == "aws":
         from remuda.adapters.aws.ec2.options import Ec2LaunchOptions  # noqa: PLC0415 - slow to import
@@ -131,6 +140,7 @@ def desired(settings: Settings, *, pool: str) -> DesiredConfig:
         runner_group=settings.runner_group,
         launch=launch,
         reuse=settings.reuse,
+        runner_sets=settings.runner_sets,
     )
 
 
@@ -140,6 +150,6 @@ def _registration_url(settings: Settings) -> str:
         from remuda.wiring.local import local_endpoint  # noqa: PLC0415 - see above
 
         return local_endpoint(settings).url
-    from remuda.adapters.github.client import web_url  # noqa: PLC0415 - httpx is slow to import
+    from remuda.adapters.github.client import web_url  # noqa: PLC0415 - see above
 
     return web_url(settings.github_api_url or PUBLIC_API)

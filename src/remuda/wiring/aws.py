@@ -20,6 +20,7 @@ from remuda.wiring.github import github_client, github_credential, missing_crede
 
 if TYPE_CHECKING:
     from remuda.controlplane.scale_down import FleetContext
+    from remuda.ports.metrics import MetricWriter
 
 #: Seconds that scale-down may wait for GitHub's rate limit. A cycle has minutes, a provision does not.
 FLEET_MAX_WAIT_S = 10.0
@@ -99,6 +100,20 @@ async def open_aws(
             stack.push_async_callback(github.close)
         spot = Ec2SpotPrices(client=ec2, clock=clock, ids=ids, calls=calls)
         yield Backend(settings.pool, store, pool, compute, github, spot)
+
+
+@asynccontextmanager
+async def open_metrics(settings: Settings, calls: CallCounter) -> AsyncIterator[MetricWriter | None]:
+    """The metrics of the listener in CloudWatch; None on another backend."""
+    if settings.backend != "aws":
+        yield None
+        return
+    with aws_libraries():
+        from remuda.adapters.aws import cloudwatch  # noqa: PLC0415 - see above
+        from remuda.adapters.aws.clients import AwsClients, config  # noqa: PLC0415 - see above
+    async with AwsClients() as clients:
+        client = await clients.service(cloudwatch.SERVICE, cloudwatch.CLOUDWATCH, config())
+        yield cloudwatch.CloudWatchMetrics(client=client, pool=settings.pool, command="listen", calls=calls)
 
 
 @asynccontextmanager

@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
-from remuda.adapters.github.client import GitHubClient, GitHubDoctor
+from remuda.adapters.github.client import GitHubClient
+from remuda.adapters.github.doctor import GitHubDoctor
 from remuda.adapters.local.layout import LocalDoctor
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.config.settings import SETTINGS, Settings
 from remuda.controlplane.context import Context
-from remuda.controlplane.doctor import pool_checks
+from remuda.controlplane.doctor import pool_checks, runner_set_check
+from remuda.controlplane.read.status import status
 from remuda.domain.errors import RemudaError
 from remuda.domain.pool_config import PoolConfig
+from remuda.domain.reporting.demand import DemandStatus
 from remuda.domain.runner_release import LATEST, VERSION
 from remuda.ports.calls import CallCounter
 from remuda.ports.doctor import Check
@@ -75,12 +79,13 @@ async def open_doctor(
         if settings.backend == "aws":
             yield await _aws_checks(settings, stack, context, get_config)
         else:
-            yield _local_checks(settings, stack, get_config, background)
+            yield _local_checks(settings, stack, context, get_config, background)
 
 
 def _local_checks(
     settings: Settings,
     stack: AsyncExitStack,
+    context: Once[Context],
     get_config: Once[PoolConfig | None],
     background: Mapping[str, Callable[[], bool]],
 ) -> Sequence[Check]:
@@ -97,6 +102,7 @@ def _local_checks(
     return (
         *local.checks(),
         *pool_checks(get_config, clock, scope=settings.github_scope, needs=(local.ready,)),
+        runner_set_check(partial(_read_demand, context, get_config)),
         *GitHubDoctor(github=Once(github), scope=settings.github_scope, clock=clock, needs=(local.ready,)).checks(),
     )
 
@@ -140,8 +146,16 @@ async def _aws_checks(
             clock=clock,
         ).checks(),
         *pool_checks(get_config, clock, pool=settings.pool, scope=scope, needs=(CREDENTIALS,)),
+        runner_set_check(partial(_read_demand, context, get_config)),
         *GitHubDoctor(github=Once(github), scope=scope, clock=clock).checks(),
     )
+
+
+async def _read_demand(context: Once[Context], get_config: Once[PoolConfig | None]) -> DemandStatus:
+    config = await get_config()
+    if config is None or not config.runner_sets:
+        return DemandStatus()
+    return (await status(await context(), check_registrations=False)).demand
 
 
 async def _stored_config(get_config: Once[PoolConfig | None]) -> PoolConfig | None:

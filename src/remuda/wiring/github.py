@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from remuda.adapters.aws.clients import AwsClients
     from remuda.adapters.github.auth import Auth
     from remuda.adapters.github.client import GitHubClient
+    from remuda.controlplane.context import Context
+    from remuda.ports.demand import DemandSource
 
 PUBLIC_API = "https://api.github.com"
 
@@ -90,7 +94,7 @@ def token_client(
     max_wait_s: float | None = None,
 ) -> GitHubClient:
     """A client with a fixed token, or with `auth`, which obtains tokens."""
-    from remuda.adapters.github.client import MAX_WAIT_S, GitHubClient  # noqa: PLC0415 - httpx is slow to import
+    from remuda.adapters.github.client import MAX_WAIT_S, GitHubClient  # noqa: PLC0415 - not every command calls GitHub
 
     return GitHubClient(
         api_url=api_url,
@@ -101,3 +105,20 @@ def token_client(
         calls=calls,
         max_wait_s=MAX_WAIT_S if max_wait_s is None else max_wait_s,
     )
+
+
+@asynccontextmanager
+async def open_demand_source(context: Context) -> AsyncIterator[DemandSource]:
+    """The runner scale sets of the GitHub that the context uses, with its credential."""
+    from remuda.adapters.github.client import GitHubClient  # noqa: PLC0415 - slow to import
+    from remuda.adapters.github.scale_sets import ScaleSetSource  # noqa: PLC0415 - only the listener needs it
+
+    if not isinstance(context.github, GitHubClient):
+        raise missing_credential()
+    source = ScaleSetSource(
+        github=context.github, clock=context.clock, ids=context.ids, calls=context.calls, event_log=context.event_log
+    )
+    try:
+        yield source
+    finally:
+        await source.close()

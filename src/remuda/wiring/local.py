@@ -61,7 +61,7 @@ async def open_local(
     async with AsyncExitStack() as stack:
         database = layout(settings).database
         endpoint = local_endpoint(settings, require_running=require_local_github)
-        store = SqliteInstanceStore(path=database, clock=clock, ids=ids, calls=calls)
+        store = local_store(settings, system)
         stack.push_async_callback(store.close)
         settings = with_stored_pool(settings, await store.get_config())
         pool = SqliteResourcePool(path=database, clock=clock, ids=ids, calls=calls)
@@ -74,6 +74,19 @@ async def open_local(
             github = token_client(endpoint.url, clock, ids, calls, token=token)
             stack.push_async_callback(github.close)
         yield Backend(settings.pool, store, pool, compute, github)
+
+
+def local_store(settings: Settings, system: SystemPorts | None = None) -> SqliteInstanceStore:
+    clock, ids, calls = system or SystemPorts(SystemClock(), SystemIds(), CallCounter())
+    return SqliteInstanceStore(path=layout(settings).database, clock=clock, ids=ids, calls=calls)
+
+
+async def stored_config(settings: Settings) -> PoolConfig | None:
+    store = local_store(settings)
+    try:
+        return await store.get_config()
+    finally:
+        await store.close()
 
 
 def with_stored_pool(settings: Settings, config: PoolConfig | None) -> Settings:

@@ -33,25 +33,12 @@ for folder in "$opt/bin" "$state/dead-man"; do
   done
 done
 
+# Shared with the user data of the listener: downloads and packages.
 imds=${AWS_EC2_METADATA_SERVICE_ENDPOINT:-http://169.254.169.254}
 imds=${imds%/}
 imds_curl() { curl -sSf --noproxy '*' --retry 5 --retry-connrefused --max-time 5 "$@"; }
 metadata() { imds_curl -H @- "$imds/latest/meta-data/$1" <<<"X-aws-ec2-metadata-token: $imds_token"; }
 
-if [[ $purpose == boot ]]; then
-  # The agent stops the timers in this file after it has set its own.
-  printf 'remuda-dead-man-boot\n' >"$state/dead-man"
-  imds_token=$(imds_curl -X PUT -H 'X-aws-ec2-metadata-token-ttl-seconds: 600' "$imds/latest/api/token")
-  # The launch may set a shorter dead-man timer in a tag.
-  first_life_s=$(metadata "tags/instance/$first_life_tag" 2>/dev/null || true)
-  if [[ $first_life_s =~ ^[0-9]{1,7}$ ]]; then
-    printf 'remuda-dead-man-boot\nremuda-dead-man-launch\n' >"$state/dead-man"
-    dead_man remuda-dead-man-launch "$first_life_s"
-    systemctl stop remuda-dead-man-boot.timer || true
-  fi
-fi
-
-work=$(mktemp -d)
 # Gets an object with the role of this machine. Stock images lack the aws command, but have a Python for cloud-init.
 # Signature: Amazon S3 API Reference, "Authenticating Requests (AWS Signature Version 4)".
 s3_get() { # URL FILE
@@ -142,6 +129,22 @@ install_packages() { # PACKAGE...
   fi
 }
 
+# End of the shared part.
+
+if [[ $purpose == boot ]]; then
+  # The agent stops the timers in this file after it has set its own.
+  printf 'remuda-dead-man-boot\n' >"$state/dead-man"
+  imds_token=$(imds_curl -X PUT -H 'X-aws-ec2-metadata-token-ttl-seconds: 600' "$imds/latest/api/token")
+  # The launch may set a shorter dead-man timer in a tag.
+  first_life_s=$(metadata "tags/instance/$first_life_tag" 2>/dev/null || true)
+  if [[ $first_life_s =~ ^[0-9]{1,7}$ ]]; then
+    printf 'remuda-dead-man-boot\nremuda-dead-man-launch\n' >"$state/dead-man"
+    dead_man remuda-dead-man-launch "$first_life_s"
+    systemctl stop remuda-dead-man-boot.timer || true
+  fi
+fi
+
+work=$(mktemp -d)
 case $(uname -m) in
   x86_64)
     arch=x64 runner_url=$runner_url_x64 runner_sha256=$runner_sha256_x64

@@ -29,11 +29,11 @@ from remuda.adapters.aws.calls import (
     code_of,
     translated,
 )
-from remuda.adapters.aws.environment import REGION, AwsEndpoint, AwsEnvironment, CredentialSource
-from remuda.adapters.aws.http import HttpConnections
+from remuda.adapters.aws.environment import HOST_NAMES, REGION, AwsEndpoint, AwsEnvironment, CredentialSource
 from remuda.adapters.aws.protocols import JsonProtocol, Protocol, QueryProtocol
 from remuda.adapters.aws.service import ServiceClient
 from remuda.domain.errors import RemudaError, UserError
+from remuda.http import HttpConnections
 
 if TYPE_CHECKING:
     from aiobotocore.config import AioConfig
@@ -51,6 +51,8 @@ MAX_ATTEMPTS = 3
 #: Connections per service: at least the number of concurrent operations of one process
 #: (`controlplane.context.CONCURRENCY`), plus polling.
 CONNECTIONS = 80
+#: Maximum size of a response in bytes. DynamoDB limits a batch to 16 MB; a page of 1,000 EC2 instances has about 8 MB.
+MAX_BODY = 64 * 1024 * 1024
 
 #: Variables copied to the agents, so that they use the same endpoints as the process that launches them.
 AGENT_VARIABLES = (
@@ -73,6 +75,9 @@ PROTOCOLS: Mapping[str, Callable[[], Protocol]] = {
     "sqs": partial(JsonProtocol, prefix="AmazonSQS", version="1.0", is_query_compatible=True),
     "secretsmanager": partial(JsonProtocol, prefix="secretsmanager", version="1.1"),
     "ssm": partial(JsonProtocol, prefix="AmazonSSM", version="1.1"),
+    "cloudwatch": partial(
+        JsonProtocol, prefix="GraniteServiceVersion20100801", version="1.0", is_query_compatible=True
+    ),
     **{name: partial(QueryProtocol, name) for name in ("ec2", "iam", "sts")},
 }
 
@@ -146,12 +151,13 @@ def service_client(
     http = HttpConnections(
         endpoint.url,
         connect_timeout_s=settings.connect_timeout_s,
-        read_timeout_s=settings.read_timeout_s,
+        timeout_s=settings.read_timeout_s,
         connections=settings.connections,
+        max_body=MAX_BODY,
         ca_bundle=ca_bundle,
     )
     return ServiceClient(
-        name=name,
+        name=HOST_NAMES.get(name, name),
         protocol=PROTOCOLS[name](),
         http=http,
         region=endpoint.region,

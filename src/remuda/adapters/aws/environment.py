@@ -26,6 +26,8 @@ REGION = ("region", ["AWS_REGION", "AWS_DEFAULT_REGION"], None, None)
 _USUAL_REGION = re.compile(r"(us|eu|ap|sa|ca|me|af|il|mx)-\w+-\d+")
 #: IAM has one endpoint, in this region.
 _GLOBAL_REGION = "us-east-1"
+#: Names of services in host names and signatures that differ from those of their clients.
+HOST_NAMES = {"cloudwatch": "monitoring"}
 #: Settings of endpoints that botocore implements.
 _ENDPOINT_OPTIONS = ("AWS_USE_DUALSTACK_ENDPOINT", "AWS_USE_FIPS_ENDPOINT")
 
@@ -81,7 +83,7 @@ class AwsEnvironment:
             return await self._endpoint_of_botocore(service, region)
         if service == "iam":
             return AwsEndpoint(given or "https://iam.amazonaws.com", _GLOBAL_REGION)
-        return AwsEndpoint(given or f"https://{service}.{region}.amazonaws.com", region)
+        return AwsEndpoint(given or f"https://{HOST_NAMES.get(service, service)}.{region}.amazonaws.com", region)
 
     async def _endpoint_of_botocore(self, service: str, region: str) -> AwsEndpoint:
         create: Any = self.session.create_client

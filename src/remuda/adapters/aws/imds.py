@@ -8,14 +8,11 @@ import json
 import math
 import os
 import re
-import ssl
 import subprocess
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
-
-import httpx
 
 from remuda import procfs, scripts
 from remuda.adapters.aws.user_data import MARGIN_TAG, MachineLayout
@@ -23,14 +20,16 @@ from remuda.domain.errors import NotFound, RemudaError, Unavailable, UserError
 from remuda.domain.resources import is_instance_id
 from remuda.domain.serialization import from_document, to_document
 from remuda.domain.text import truncate
+from remuda.http import ClientResponse, HttpConnections, HttpError, ResponseTooLong
 from remuda.ports.clock import Clock
 from remuda.ports.compute import POOL_TAG
 from remuda.ports.machine import AgentState, Identity, StepResult
 
 ENDPOINT_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
 DEFAULT_ENDPOINT = "http://169.254.169.254"
-#: Timeouts in seconds of connecting and of each read. The service runs on the same host.
+#: Timeout in seconds of connecting. The service runs on the same host.
 TIMEOUT_S = 2.0
+CONNECTIONS = 4
 #: Timeout in seconds of a whole response.
 RESPONSE_TIMEOUT_S = 2 * TIMEOUT_S
 MAX_RESPONSE_BYTES = 64 * 1024
@@ -82,33 +81,38 @@ class Imds:
 
     def __init__(self, *, endpoint: str, clock: Clock) -> None:
         self._clock = clock
-        self._client = httpx.AsyncClient(
-            base_url=endpoint.rstrip("/"),
-            timeout=TIMEOUT_S,
-            # Plain HTTP without a proxy. The empty context saves the time to load CA certificates.
-            trust_env=False,
-            verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
-        )
+        try:
+            self._http = HttpConnections(
+                endpoint,
+                connect_timeout_s=TIMEOUT_S,
+                timeout_s=RESPONSE_TIMEOUT_S,
+                connections=CONNECTIONS,
+                max_body=MAX_RESPONSE_BYTES,
+                use_proxy=False,
+            )
+        except ValueError as error:
+            raise UserError(str(error), field=ENDPOINT_VARIABLE, fix=f"set {DEFAULT_ENDPOINT}, or no value") from None
+        self._base = self._http.path.rstrip("/")
         self._token = ""
         self._token_until = -math.inf
 
     async def close(self) -> None:
-        await self._client.aclose()
+        await self._http.close()
 
     async def get(self, path: str) -> str:
         """The value at a metadata path. Raises `NotFound` if it does not exist."""
         response = await self._get(path)
-        if response.status_code == 401:
+        if response.status == 401:
             # The token was rejected; retry once with a new one.
             self._token_until = -math.inf
             response = await self._get(path)
-        if response.status_code == 404:
+        if response.status == 404:
             raise NotFound(f"the instance metadata has no {path}")
         if not response.is_success:
-            raise Unavailable(f"the instance metadata service returned {response.status_code} for {path}")
-        return response.text.strip()
+            raise Unavailable(f"the instance metadata service returned {response.status} for {path}")
+        return _text(response)
 
-    async def _get(self, path: str) -> httpx.Response:
+    async def _get(self, path: str) -> ClientResponse:
         headers = {"X-aws-ec2-metadata-token": await self._fresh_token()}
         return await self._request("GET", f"/latest/meta-data/{path}", headers)
 
@@ -118,30 +122,25 @@ class Imds:
             headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_TTL_S)}
             response = await self._request("PUT", "/latest/api/token", headers)
             if not response.is_success:
-                raise Unavailable(f"the instance metadata service returned {response.status_code} instead of a token")
-            token = response.text.strip()
+                raise Unavailable(f"the instance metadata service returned {response.status} instead of a token")
+            token = _text(response)
             if not _TOKEN.fullmatch(token):
                 raise Unavailable("the instance metadata service returned an invalid token")
             self._token = token
             self._token_until = requested_at + TOKEN_TTL_S - RENEW_BEFORE_S
         return self._token
 
-    async def _request(self, method: str, path: str, headers: Mapping[str, str]) -> httpx.Response:
+    async def _request(self, method: str, path: str, headers: Mapping[str, str]) -> ClientResponse:
         try:
-            async with (
-                asyncio.timeout(RESPONSE_TIMEOUT_S),
-                self._client.stream(method, path, headers=headers) as response,
-            ):
-                body = bytearray()
-                async for chunk in response.aiter_raw():
-                    body += chunk
-                    if len(body) > MAX_RESPONSE_BYTES:
-                        raise Unavailable(
-                            f"the instance metadata service returned more than {MAX_RESPONSE_BYTES} bytes"
-                        )
-                return httpx.Response(response.status_code, content=bytes(body))
-        except (httpx.HTTPError, TimeoutError) as error:
+            return await self._http.request(method, f"{self._base}{path}", headers=headers)
+        except ResponseTooLong:
+            raise Unavailable(f"the instance metadata service returned more than {MAX_RESPONSE_BYTES} bytes") from None
+        except HttpError as error:
             raise Unavailable(f"the instance metadata service cannot be reached: {type(error).__name__}") from error
+
+
+def _text(response: ClientResponse) -> str:
+    return response.body.decode(errors="replace").strip()
 
 
 class Ec2Machine:

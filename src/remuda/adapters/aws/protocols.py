@@ -18,7 +18,7 @@ from urllib.parse import urlencode
 
 from botocore.exceptions import BotoCoreError
 
-from remuda.adapters.aws.http import AwsHttpResponse
+from remuda.http import ClientResponse
 
 if TYPE_CHECKING:
     from xml.etree.ElementTree import Element
@@ -35,11 +35,11 @@ class Protocol(TypingProtocol):
         """The headers and the body of a request."""
         ...
 
-    def document(self, operation: str, response: AwsHttpResponse) -> dict[str, Any]:
+    def document(self, operation: str, response: ClientResponse) -> dict[str, Any]:
         """The document of a successful response. Raises `ValueError` if it cannot be read."""
         ...
 
-    def error(self, response: AwsHttpResponse) -> dict[str, Any]:
+    def error(self, response: ClientResponse) -> dict[str, Any]:
         """The document of an error, with `Error`: `Code` and `Message`."""
         ...
 
@@ -59,13 +59,13 @@ class JsonProtocol:
         body = json.dumps(parameters, separators=(",", ":"), default=_plain).encode()
         return {**self._headers, "x-amz-target": f"{self._prefix}.{operation}"}, body
 
-    def document(self, operation: str, response: AwsHttpResponse) -> dict[str, Any]:  # noqa: ARG002 - as in the protocol
+    def document(self, operation: str, response: ClientResponse) -> dict[str, Any]:  # noqa: ARG002 - as in the protocol
         document = json.loads(response.body or b"{}")
         if not isinstance(document, dict):
             raise ValueError("the response is not a JSON object")
         return document
 
-    def error(self, response: AwsHttpResponse) -> dict[str, Any]:
+    def error(self, response: ClientResponse) -> dict[str, Any]:
         try:
             found = json.loads(response.body)
         except ValueError:
@@ -138,7 +138,7 @@ class QueryProtocol:
         else:
             yield prefix, str(value)
 
-    def document(self, operation: str, response: AwsHttpResponse) -> dict[str, Any]:
+    def document(self, operation: str, response: ClientResponse) -> dict[str, Any]:
         root = _parse_xml(response.body)
         if _tag(root) != f"{operation}Response":
             raise ValueError("another element was expected")
@@ -159,7 +159,7 @@ class QueryProtocol:
             return [self._value(described[0], child) for child in element if _tag(child) == described[1]]
         return _scalar(described, element.text or "")
 
-    def error(self, response: AwsHttpResponse) -> dict[str, Any]:
+    def error(self, response: ClientResponse) -> dict[str, Any]:
         found: dict[str, str] = {}
         try:
             root = _parse_xml(response.body)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import typing
 import zlib
 from collections.abc import Awaitable, Callable, Mapping
 from random import random  # noqa: TID251 - jitter of retries, as in botocore; nothing else depends on it
@@ -16,15 +17,29 @@ from typing import Any, Self
 from botocore.exceptions import (
     BotoCoreError,
     ClientError,
+    ConnectionClosedError,
     ConnectionError,  # noqa: A004 - botocore's name
     ConnectTimeoutError,
+    EndpointConnectionError,
     HTTPClientError,
+    ProxyConnectionError,
     ReadTimeoutError,
+    SSLError,
 )
 
-from remuda.adapters.aws.http import AwsHttpResponse, Http
 from remuda.adapters.aws.protocols import Protocol, UnreadableResponse
 from remuda.adapters.aws.signature import AwsCredentials, sign
+from remuda.http import (
+    ClientResponse,
+    ConnectError,
+    ConnectionLost,
+    ConnectTimeout,
+    HttpError,
+    InvalidRequest,
+    ProxyError,
+    ReadTimeout,
+    TlsError,
+)
 
 #: Codes and statuses that are retried: `botocore.retries.standard`.
 RETRIED_CODES = frozenset({"PriorRequestNotComplete", "RequestTimeout", "RequestTimeoutException"}) | {
@@ -40,6 +55,32 @@ MAX_PAUSE_S = 20.0
 QUOTA = 500
 RETRY_COST, TIMEOUT_COST = 5, 10
 USER_AGENT = "remuda"
+_BOTOCORE_ERRORS: Mapping[type[HttpError], type[BotoCoreError]] = {
+    ConnectError: EndpointConnectionError,
+    ConnectTimeout: ConnectTimeoutError,
+    ConnectionLost: ConnectionClosedError,
+    ReadTimeout: ReadTimeoutError,
+    TlsError: SSLError,
+}
+
+
+class Http(typing.Protocol):
+    """The part of `HttpConnections` that clients use."""
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def host(self) -> str:
+        """The value of the header `Host`."""
+        ...
+
+    @property
+    def path(self) -> str: ...
+
+    async def request(self, method: str, target: str, *, headers: Mapping[str, str], body: bytes) -> ClientResponse: ...
+
+    async def close(self) -> None: ...
 
 
 class ServiceClient:
@@ -112,7 +153,12 @@ class ServiceClient:
             at=time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()),
             path=self.http.path,
         )
-        response = await self.http.post({**signed, "user-agent": USER_AGENT}, body)
+        try:
+            response = await self.http.request(
+                "POST", self.http.path, headers={**signed, "user-agent": USER_AGENT}, body=body
+            )
+        except HttpError as problem:
+            raise _for_botocore(problem, self.http.url) from None
         _check_sum(response)
         metadata = {
             "HTTPStatusCode": response.status,
@@ -140,7 +186,17 @@ def _is_retried(failure: BotoCoreError | ClientError) -> bool:
     return error.get("Code") in RETRIED_CODES or metadata["HTTPStatusCode"] in RETRIED_STATUSES
 
 
-def _check_sum(response: AwsHttpResponse) -> None:
+def _for_botocore(error: HttpError, url: str) -> BotoCoreError:
+    match error:
+        case InvalidRequest():
+            return HTTPClientError(error=f"{error}; check the AWS credentials")
+        case ProxyError():
+            return ProxyConnectionError(proxy_url=error.proxy, error=error)
+        case _:
+            return _BOTOCORE_ERRORS.get(type(error), HTTPClientError)(endpoint_url=url, error=error)
+
+
+def _check_sum(response: ClientResponse) -> None:
     """DynamoDB sends a checksum of each response."""
     expected = response.headers.get("x-amz-crc32", "")
     if expected.isdecimal() and int(expected) != zlib.crc32(response.body):

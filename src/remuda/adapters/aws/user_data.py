@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 from remuda.adapters.aws.ec2.options import SCRIPT, AgentBundle, Ec2LaunchOptions
 from remuda.domain.errors import UserError
@@ -52,9 +53,7 @@ class MachineLayout:
 
 @cache
 def _bootstrap() -> str:
-    from importlib import resources  # noqa: PLC0415 - slow to import, and only a new launch template needs it
-
-    return resources.files("remuda.adapters.aws").joinpath("bootstrap.sh").read_text(encoding="utf-8")
+    return Path(__file__).with_name("bootstrap.sh").read_text(encoding="utf-8")
 
 
 def build_user_data(

@@ -1,35 +1,45 @@
-"""Client of GitHub's REST API for self-hosted runners of a repository or an organisation, and its doctor checks."""
+"""Client of GitHub's REST API for self-hosted runners of a repository or an organisation."""
 
 from __future__ import annotations
 
 import asyncio
+import json as json_module
 import os
-import ssl
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from typing import Any, NamedTuple
-
-import httpx
+from urllib.parse import urlencode, urlsplit
 
 from remuda.adapters.github import responses
 from remuda.adapters.github.auth import Auth, StaticToken
-from remuda.adapters.github.responses import translate
+from remuda.adapters.github.responses import ServiceAccess, translate
 from remuda.domain.errors import Conflict, NotFound, RemudaError, Throttled, TimedOut, Unavailable, UserError
 from remuda.domain.instance import Credential
 from remuda.domain.pool_config import DEFAULT_GROUP_ID
 from remuda.domain.runner_release import RunnerRelease
+from remuda.http import (
+    ClientResponse,
+    ConnectTimeout,
+    HttpConnections,
+    HttpError,
+    InvalidRequest,
+    ReadTimeout,
+    ResponseTooLong,
+)
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock, Ids, backoff_s, retry
-from remuda.ports.doctor import Check, CheckResult, compare_clocks, ok, problem, warning
-from remuda.ports.github import Deletion, GitHubRunner, JitRunner, missing_group
-from remuda.tls import client_context
+from remuda.ports.github import Deletion, GitHubRun, GitHubRunner, JitRunner, ListedJob, RunList, missing_group
 
 PER_PAGE = 100
 #: Maximum number of pages read, against Link headers that never end.
 MAX_PAGES = 1_000
 #: Timeout in seconds of a whole call. A call that timed out is not retried here.
 TIMEOUT_S = 10.0
+#: GitHub permits 100 concurrent requests per credential.
+CONNECTIONS = 100
+#: Seconds after which an unused connection is not used again.
+KEEP_ALIVE_S = 5.0
 #: Attempts to read a list of runners that changes while it is read.
 LIST_ATTEMPTS = 3
 #: Attempts per call, and seconds before the first retry.
@@ -42,13 +52,13 @@ _LOCAL_HOSTS = frozenset({"127.0.0.1", "::1", "localhost"})
 _HEADERS = {
     "Accept": "application/vnd.github+json",
     "X-GitHub-Api-Version": "2022-11-28",
+    "Accept-Encoding": "gzip",
     "User-Agent": "remuda",
 }
+#: Responses to a registration token that has just been created.
+_NOT_YET_KNOWN = frozenset({401, 403, 404})
 #: Last parts of paths that are operations of their own in the call counts.
-_COUNTED = frozenset({"downloads", "installation", "runner-groups"})
-ACCESS = "github access"
-#: The doctor warns if less than one part in this many of the hourly rate limit is left.
-LOW_DIVISOR = 10
+_COUNTED = frozenset({"downloads", "installation", "jobs", "runner-groups", "runs"})
 
 
 def web_url(api_url: str) -> str:
@@ -72,6 +82,9 @@ class _Request(NamedTuple):
     idempotent: bool
     #: Status codes that are results, not errors.
     accept: frozenset[int] = frozenset()
+    #: Scheme of the authorization.
+    scheme: str = "Bearer"
+    etag: str = ""
 
     @property
     def what(self) -> str:
@@ -115,18 +128,12 @@ class GitHubClient:
         self._clock = clock
         self._ids = ids
         self._calls = calls
-        self._client = httpx.AsyncClient(
-            base_url=api_url.rstrip("/"),
-            headers=_HEADERS,
-            timeout=TIMEOUT_S,
-            follow_redirects=False,
-            # A local GitHub is not reachable through a proxy.
-            trust_env=not _is_local(api_url),
-            verify=_tls_verification(api_url),
-        )
+        self._api_url = api_url
+        self._http = open_connections(api_url)
+        self._base = self._http.path.rstrip("/")
 
     async def close(self) -> None:
-        await self._client.aclose()
+        await self._http.close()
 
     async def registration_token(self, scope: str) -> Credential:
         return await self._token(scope, "registration-token")
@@ -139,6 +146,32 @@ class GitHubClient:
         with _scope_must_exist(scope):
             response = await self._call(scope, "POST", f"{_runners(scope)}/{kind}", idempotent=True)
         return responses.parse_credential(responses.json_object(response), kind)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the API is reached without encryption, as that of a local GitHub is."""
+        return urlsplit(self._api_url).scheme == "http"
+
+    async def actions_service(self, scope: str) -> ServiceAccess:
+        """Address and admin token of the Actions service, which serves runner scale sets.
+
+        github.com/actions/scaleset, client.go, getActionsServiceAdminConnection. A new registration token may be
+        rejected for a moment (actions-runner-controller#3377).
+        """
+        token = (await self.registration_token(scope)).token
+        body = {"url": f"{web_url(self._api_url)}/{scope}", "runner_event": "register"}
+        request = _Request("POST", "/actions/runner-registration", None, body, idempotent=True, scheme="RemoteAuth")
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            # 404: GitHub's answer to a token or scope that it does not know.
+            is_last = attempt == MAX_ATTEMPTS
+            with _scope_must_exist(scope):
+                response = await self._send(request, token, accept=frozenset() if is_last else _NOT_YET_KNOWN)
+            if response.is_success:
+                break
+            await self._clock.sleep(backoff_s(attempt, first_s=PAUSE_S, ids=self._ids))
+        return responses.parse_service_access(
+            responses.json_object(response), now=self._clock.now(), is_local=self.is_local
+        )
 
     async def jit_config(
         self, scope: str, *, name: str, labels: Sequence[str], group_id: int = DEFAULT_GROUP_ID
@@ -169,11 +202,11 @@ class GitHubClient:
                 return group_id
         raise missing_group(scope, name, groups)
 
-    async def _request_jit_config(self, scope: str, body: Mapping[str, Any]) -> httpx.Response:
+    async def _request_jit_config(self, scope: str, body: Mapping[str, Any]) -> ClientResponse:
         with _scope_must_exist(scope):
             return await self._call(scope, "POST", f"{_runners(scope)}/generate-jitconfig", json=body)
 
-    async def _retry_jit_config(self, scope: str, body: Mapping[str, Any]) -> httpx.Response:
+    async def _retry_jit_config(self, scope: str, body: Mapping[str, Any]) -> ClientResponse:
         """Retry after a lost response.
 
         If a runner with this name exists now, the lost call created it, and its configuration cannot be read again. The
@@ -245,7 +278,7 @@ class GitHubClient:
                 break
         return _RunnerList(runners, totals)
 
-    async def first_runner_response(self, scope: str) -> httpx.Response:
+    async def first_runner_response(self, scope: str) -> ClientResponse:
         """The response with at most one runner of a scope, for checks of access and headers."""
         with _scope_must_exist(scope):
             return await self._call(scope, "GET", _runners(scope), params={"per_page": "1"}, idempotent=True)
@@ -268,7 +301,57 @@ class GitHubClient:
             )
         except NotFound:
             return Deletion.GONE
-        return Deletion.BUSY if response.status_code == 422 else Deletion.DELETED
+        return Deletion.BUSY if response.status == 422 else Deletion.DELETED
+
+    async def list_runs(self, scope: str, repository: str, *, status: str, etag: str = "") -> RunList | None:
+        """https://docs.github.com/rest/actions/workflow-runs#list-workflow-runs-for-a-repository.
+
+        https://docs.github.com/rest/using-the-rest-api/best-practices-for-using-the-rest-api: a 304 response to an
+        authorised request does not count for the primary rate limit.
+        """
+        params = {"status": status, "per_page": str(PER_PAGE)}
+        with _actions_must_be_readable(repository):
+            response = await self._call(
+                scope,
+                "GET",
+                f"/repos/{repository}/actions/runs",
+                params=params,
+                idempotent=True,
+                accept={304},
+                etag=etag,
+            )
+        return None if response.status == 304 else responses.parse_runs(response)
+
+    async def list_jobs(self, scope: str, repository: str, run_id: int) -> Sequence[ListedJob]:
+        """https://docs.github.com/rest/actions/workflow-jobs#list-jobs-for-a-workflow-run."""
+        params = {"filter": "latest", "per_page": str(PER_PAGE)}
+        path = f"/repos/{repository}/actions/runs/{run_id}/jobs"
+        try:
+            with _actions_must_be_readable(repository):
+                response = await self._call(scope, "GET", path, params=params, idempotent=True)
+        except NotFound:
+            return ()
+        return responses.parse_jobs(responses.json_object(response))
+
+    async def get_run(self, scope: str, repository: str, run_id: int) -> GitHubRun | None:
+        """https://docs.github.com/rest/actions/workflow-runs#get-a-workflow-run."""
+        try:
+            response = await self._call(scope, "GET", f"/repos/{repository}/actions/runs/{run_id}", idempotent=True)
+        except NotFound:
+            return None
+        return responses.parse_run(responses.json_object(response))
+
+    async def rerun_failed_jobs(self, scope: str, repository: str, run_id: int) -> None:
+        """https://docs.github.com/rest/actions/workflow-runs#re-run-failed-jobs-from-a-workflow-run.
+
+        GitHub answers 403 without the permission, and for a run that is not completed or too old.
+        """
+        path = f"/repos/{repository}/actions/runs/{run_id}/rerun-failed-jobs"
+        try:
+            await self._call(scope, "POST", path)
+        except UserError as error:
+            error.fix = f"grant the credential the permission Actions: write on {repository}"
+            raise
 
     async def _call(
         self,
@@ -280,23 +363,24 @@ class GitHubClient:
         json: Any = None,
         idempotent: bool = False,
         accept: frozenset[int] | set[int] = frozenset(),
-    ) -> httpx.Response:
+        etag: str = "",
+    ) -> ClientResponse:
         """Call with the scope's token. If GitHub rejects it, retry once with a new one."""
         token = await self._auth.token(scope, self._call_as_app)
-        request = _Request(method, path, params, json, idempotent, frozenset(accept))
+        request = _Request(method, path, params, json, idempotent, frozenset(accept), etag=etag)
         response = await self._send(request, token, accept={401})
-        if response.status_code == 401 and self._auth.invalidate(scope, token):
+        if response.status == 401 and self._auth.invalidate(scope, token):
             token = await self._auth.token(scope, self._call_as_app)
             response = await self._send(request, token, accept={401})
-        if response.status_code == 401:
-            raise translate(response, request.what, self._clock.now())
+        if response.status == 401:
+            raise translate(response, request.what, self._clock.now(), credential=token)
         return response
 
     async def _call_as_app(self, method: str, path: str, *, bearer: str) -> dict[str, Any]:
         # Idempotent: an extra token does no harm.
         return responses.json_object(await self._send(_Request(method, path, None, None, idempotent=True), bearer))
 
-    async def _send(self, request: _Request, token: str, accept: AbstractSet[int] = frozenset()) -> httpx.Response:
+    async def _send(self, request: _Request, token: str, accept: AbstractSet[int] = frozenset()) -> ClientResponse:
         """Send a request and retry temporary failures."""
 
         def pause_s(error: RemudaError, attempt: int) -> float | None:
@@ -306,38 +390,62 @@ class GitHubClient:
             is_safe = request.idempotent and type(error) is Unavailable
             return backoff_s(attempt, first_s=PAUSE_S, ids=self._ids) if is_safe else None
 
-        async def send_once() -> httpx.Response:
+        async def send_once() -> ClientResponse:
             return await self._send_once(request, token, accept)
 
         return await retry(send_once, attempts=MAX_ATTEMPTS, pause_s=pause_s, clock=self._clock)
 
-    async def _send_once(self, request: _Request, token: str, accept: AbstractSet[int]) -> httpx.Response:
+    async def _send_once(self, request: _Request, token: str, accept: AbstractSet[int]) -> ClientResponse:
         self._calls.add("github", request.name)
         try:
             response = await self._receive(request, token)
-        except Unavailable:
+        except RemudaError:
             self._calls.fail("github", request.name)
             raise
-        status = response.status_code
+        status = response.status
         # 404 and accepted codes do not count as failures. A rejected credential does, even if a new token works.
         if not (response.is_success or status in request.accept | {404}):
             self._calls.fail("github", request.name)
         if response.is_success or status in request.accept | accept:
             return response
-        raise translate(response, request.what, self._clock.now())
+        raise translate(response, request.what, self._clock.now(), credential=token)
 
-    async def _receive(self, request: _Request, token: str) -> httpx.Response:
-        headers = {"Authorization": f"Bearer {token}"}
+    async def _receive(self, request: _Request, token: str) -> ClientResponse:
+        headers = {**_HEADERS, "Authorization": f"{request.scheme} {token}"}
+        if request.etag:
+            headers["If-None-Match"] = request.etag
+        query = f"?{urlencode(request.params)}" if request.params else ""
+        body = b""
+        if request.json is not None:
+            headers["Content-Type"] = "application/json"
+            body = json_module.dumps(request.json).encode()
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                async with self._client.stream(
-                    request.method, request.path, params=request.params, json=request.json, headers=headers
-                ) as response:
-                    return await responses.read_body(response)
-        except (TimeoutError, httpx.TimeoutException):
+                response = await self._http.request(
+                    request.method, f"{self._base}{request.path}{query}", headers=headers, body=body
+                )
+        except (TimeoutError, ConnectTimeout, ReadTimeout):
             raise TimedOut(f"GitHub did not respond within {TIMEOUT_S:g} s ({request.what})") from None
-        except httpx.HTTPError as error:
+        except ResponseTooLong:
+            raise responses.too_long() from None
+        except InvalidRequest:
+            raise UserError(
+                f"GitHub cannot be called ({request.what}): the credential or the path has an invalid character",
+                field="github-token",
+                fix="set REMUDA_GITHUB_TOKEN to the token alone, without a line break",
+            ) from None
+        except HttpError as error:
             raise Unavailable(f"GitHub cannot be reached ({request.what}): {type(error).__name__}") from None
+        return responses.decompress(response)
+
+
+@contextmanager
+def _actions_must_be_readable(repository: str) -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        error.fix = f"grant the credential the permission to read Actions of {repository}"
+        raise
 
 
 @contextmanager
@@ -353,78 +461,27 @@ def _scope_must_exist(scope: str) -> Iterator[None]:
         ) from error
 
 
-def _is_local(url: str) -> bool:
-    return httpx.URL(url).host in _LOCAL_HOSTS
-
-
-def _tls_verification(url: str) -> ssl.SSLContext | bool:
-    """The context of all clients, or httpx's default if a variable names other certificates.
-
-    Without TLS, an empty context saves the time to load them.
-    """
-    if httpx.URL(url).scheme == "http":
-        return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    return any(os.environ.get(name) for name in ("SSL_CERT_FILE", "SSL_CERT_DIR")) or client_context()
+def open_connections(url: str, *, connections: int = CONNECTIONS) -> HttpConnections:
+    """Connections to GitHub's API, or to another service of GitHub."""
+    try:
+        return HttpConnections(
+            url,
+            connect_timeout_s=TIMEOUT_S,
+            timeout_s=TIMEOUT_S,
+            connections=connections,
+            max_body=responses.MAX_BODY,
+            ca_bundle=os.environ.get("SSL_CERT_FILE") or os.environ.get("SSL_CERT_DIR", ""),
+            # A local GitHub is not reachable through a proxy.
+            use_proxy=urlsplit(url).hostname not in _LOCAL_HOSTS,
+            keep_alive_s=KEEP_ALIVE_S,
+        )
+    except ValueError as error:
+        raise UserError(
+            f"GitHub cannot be called: {error}",
+            field="github-api-url",
+            fix="check REMUDA_GITHUB_API_URL and HTTPS_PROXY",
+        ) from None
 
 
 def _runners(scope: str) -> str:
     return f"/repos/{scope}/actions/runners" if "/" in scope else f"/orgs/{scope}/actions/runners"
-
-
-class GitHubDoctor:
-    """Checks of GitHub: credential, access to the scope, rate limit and clock difference."""
-
-    def __init__(
-        self,
-        *,
-        github: Callable[[], Awaitable[GitHubClient]],
-        scope: str,
-        clock: Clock,
-        needs: tuple[str, ...] = (),
-    ) -> None:
-        """`github` opens the client. It raises if there is no usable credential."""
-        self._github = github
-        self._scope = scope
-        self._clock = clock
-        self._needs = needs
-        self._response: httpx.Response | None = None
-
-    def checks(self) -> Sequence[Check]:
-        return (
-            Check(name="github credential", run=self._credential, needs=self._needs),
-            Check(name=ACCESS, run=self._access, needs=("github credential",)),
-            Check(name="github rate limit", run=self._rate_limit, needs=(ACCESS,)),
-            Check(name="github clock", run=self._clocks, needs=(ACCESS,)),
-        )
-
-    async def _credential(self) -> CheckResult:
-        github = await self._github()
-        return ok(github.credential_description)
-
-    async def _access(self) -> CheckResult:
-        if not self._scope:
-            raise UserError("no scope is configured", fix="set --github-scope to an organisation or owner/repo")
-        _, count = responses.parse_runner_page(responses.json_object(await self._first_page()))
-        return ok(f"{self._scope} is accessible, {count} runners registered")
-
-    async def _first_page(self) -> httpx.Response:
-        if self._response is None:
-            self._response = await (await self._github()).first_runner_response(self._scope)
-        return self._response
-
-    async def _rate_limit(self) -> CheckResult:
-        headers = (await self._first_page()).headers
-        try:
-            left, limit = int(headers["x-ratelimit-remaining"]), int(headers["x-ratelimit-limit"])
-        except (KeyError, ValueError):
-            # GitHub Enterprise Server may have no rate limit.
-            return ok("no rate limit")
-        found = f"{left} of {limit} calls left this hour"
-        if left == 0:
-            return problem(found, "wait for the next hour, or use a GitHub App, which has a higher limit")
-        if left * LOW_DIVISOR < limit:
-            return warning(found, "check what else uses this credential, or use a GitHub App, which has a higher limit")
-        return ok(found)
-
-    async def _clocks(self) -> CheckResult:
-        return compare_clocks("GitHub", (await self._first_page()).headers.get("date", ""), self._clock)

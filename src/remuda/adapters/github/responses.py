@@ -6,18 +6,20 @@ an HTML page, truncated JSON, or an endless body.
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from base64 import b64encode
+import zlib
+from base64 import b64encode, urlsafe_b64decode
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from typing import Any
-from urllib.parse import quote
-
-import httpx
+from urllib.parse import quote, urlsplit
 
 from remuda.domain.errors import Conflict, NotFound, RemudaError, Throttled, Unavailable, UserError
 from remuda.domain.instance import Credential
+from remuda.domain.resources import is_repository
 from remuda.domain.runner_release import (
     PackageArchitecture,
     RunnerPackage,
@@ -29,45 +31,109 @@ from remuda.domain.runner_release import (
 )
 from remuda.domain.serialization import EARLIEST, LATEST
 from remuda.domain.timestamps import to_milliseconds
-from remuda.ports.github import GitHubRunner, JitRunner
+from remuda.http import ClientResponse
+from remuda.ports.github import GitHubRun, GitHubRunner, JitRunner, ListedJob, RunList
 
 #: Maximum size of a body in bytes. A page of 100 runners with all labels is far smaller.
 MAX_BODY = 10_000_000
 #: Characters of a credential: it must be valid in a header and in an environment variable.
 _CREDENTIAL = re.compile(r"[!-~]{1,100000}")
 _MAX_ID = 2**63
-#: Headers about the encoded body, dropped because the body is decoded here.
-_ENCODING_HEADERS = frozenset({"content-encoding", "content-length", "transfer-encoding"})
+#: RFC 9110, section 8.8.3, with a limit of its length.
+_ETAG = re.compile(r'(?:W/)?"[!#-~]{1,200}"')
 #: GitHub's documentation: without a retry-after header, wait at least one minute.
 DEFAULT_RETRY_AFTER_S = 60.0
 #: Upper bound of a plausible wait. GitHub's rate limits reset within an hour.
 MAX_RETRY_AFTER_S = 86_400.0
+MAX_URL = 2_000
+#: Upper bound of a plausible lifetime of a token. GitHub's admin tokens are valid for about an hour.
+MAX_TOKEN_LIFE = timedelta(days=1)
 
 
-async def read_body(response: httpx.Response) -> httpx.Response:
-    """A streamed response with its whole body. Raises `Unavailable` if it is longer than `MAX_BODY`."""
-    body = bytearray()
-    async for chunk in response.aiter_bytes():
-        body += chunk
-        if len(body) > MAX_BODY:
-            raise Unavailable(f"GitHub's response is longer than {MAX_BODY} bytes")
-    headers = [(name, value) for name, value in response.headers.multi_items() if name.lower() not in _ENCODING_HEADERS]
-    return httpx.Response(response.status_code, headers=headers, content=bytes(body), request=response.request)
+def decompress(response: ClientResponse) -> ClientResponse:
+    """The response without its content coding. Raises `Unavailable` if the body is longer than `MAX_BODY`."""
+    coding = response.headers.get("content-encoding", "identity").lower()
+    if coding == "identity" or not response.body:
+        return response
+    if coding != "gzip":
+        raise Unavailable("GitHub's response has a content coding that was not requested")
+    decoder = zlib.decompressobj(wbits=31)  # 31: gzip
+    try:
+        body = decoder.decompress(response.body, MAX_BODY + 1)
+    except zlib.error:
+        raise Unavailable("GitHub's response cannot be decompressed") from None
+    if len(body) > MAX_BODY:
+        raise too_long()
+    if not decoder.eof:
+        raise Unavailable("GitHub's response cannot be decompressed")
+    return response._replace(body=body)
 
 
-def parse_json(response: httpx.Response) -> Any:
+def too_long() -> Unavailable:
+    return Unavailable(f"GitHub's response is longer than {MAX_BODY} bytes")
+
+
+def parse_json(response: ClientResponse) -> Any:
     """The JSON document of a response. Raises `ValueError`."""
     try:
-        return response.json()
-    except (LookupError, RecursionError) as error:
+        return json.loads(response.body)
+    except RecursionError as error:
         raise ValueError(f"invalid JSON: {type(error).__name__}") from None
 
 
-def json_object(response: httpx.Response) -> dict[str, Any]:
+def json_object(response: ClientResponse) -> dict[str, Any]:
     body = _json(response)
     if not isinstance(body, dict):
         raise Unavailable("GitHub's response is not a JSON object")
     return body
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServiceAccess:
+    """Address and token of the Actions service for one scope."""
+
+    url: str
+    credential: Credential = field(repr=False)
+
+
+def parse_service_access(body: Mapping[str, Any], *, now: datetime, is_local: bool) -> ServiceAccess:
+    token = parse_token(body.get("token"), "token of the Actions service")
+    expires_at = min(_expiry(token), now + MAX_TOKEN_LIFE)
+    return ServiceAccess(
+        url=parse_service_url(body.get("url"), is_local=is_local),
+        credential=Credential(token=token, expires_at=to_milliseconds(expires_at)),
+    )
+
+
+def _expiry(token: str) -> datetime:
+    """The expiry in a JSON web token, which is not verified: GitHub does that."""
+    try:
+        payload = token.split(".")[1]
+        claims = json.loads(urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
+        expires_at = datetime.fromtimestamp(claims["exp"], tz=UTC)
+    except (IndexError, ValueError, KeyError, TypeError, OverflowError, OSError, RecursionError):
+        raise Unavailable("GitHub's token of the Actions service has no valid expiry") from None
+    if not EARLIEST <= expires_at <= LATEST:
+        raise Unavailable("GitHub's token of the Actions service has no valid expiry")
+    return expires_at
+
+
+def parse_token(value: Any, what: str) -> str:
+    if not isinstance(value, str) or not _CREDENTIAL.fullmatch(value):
+        raise Unavailable(f"GitHub's {what} is missing or invalid")
+    return value
+
+
+def parse_service_url(value: Any, *, is_local: bool) -> str:
+    """An address that GitHub names. Tokens are sent to it, so it must be encrypted unless the API is local."""
+    try:
+        parts = urlsplit(value if isinstance(value, str) and len(value) <= MAX_URL else "")
+        valid = parts.hostname is not None and parts.username is None and parts.port != 0
+    except ValueError:
+        valid = False
+    if not valid or parts.scheme not in ({"https", "http"} if is_local else {"https"}):
+        raise Unavailable("GitHub's address of the Actions service is missing or invalid")
+    return str(value)
 
 
 def parse_immutable_name(body: Mapping[str, Any]) -> str:
@@ -80,7 +146,7 @@ def parse_immutable_name(body: Mapping[str, Any]) -> str:
     return f"{owner['login']}@{owner['id']}/{repository}"
 
 
-def _json(response: httpx.Response) -> Any:
+def _json(response: ClientResponse) -> Any:
     try:
         return parse_json(response)
     except ValueError as error:
@@ -135,6 +201,18 @@ def parse_runner(body: Any) -> GitHubRunner:
     )
 
 
+def parse_run(body: Mapping[str, Any]) -> GitHubRun:
+    status, conclusion, head = (body.get(key) for key in ("status", "conclusion", "head_repository"))
+    # GitHub sends null for the repository of a deleted fork.
+    name = head.get("full_name") if isinstance(head, dict) else ""
+    return GitHubRun(
+        run_id=parse_id(body, "workflow run"),
+        status=_text(status),
+        conclusion=_text(conclusion or ""),
+        head_repository=name if isinstance(name, str) and is_repository(name) else "",
+    )
+
+
 def parse_runner_page(body: Mapping[str, Any]) -> tuple[list[GitHubRunner], int]:
     """The runners on one page of the list, and the total number of runners."""
     found, total = body.get("runners"), body.get("total_count")
@@ -143,7 +221,44 @@ def parse_runner_page(body: Mapping[str, Any]) -> tuple[list[GitHubRunner], int]
     return [parse_runner(each) for each in found], total
 
 
-def parse_runner_downloads(response: httpx.Response) -> RunnerRelease:
+def parse_runs(response: ClientResponse) -> RunList:
+    found = json_object(response).get("workflow_runs")
+    if not isinstance(found, list):
+        raise Unavailable("GitHub's list of workflow runs has no workflow_runs")
+    etag = response.headers.get("etag", "")
+    return RunList(
+        run_ids=tuple(parse_id(each, "workflow run") for each in found),
+        etag=etag if _ETAG.fullmatch(etag) else "",
+    )
+
+
+def parse_jobs(body: Mapping[str, Any]) -> list[ListedJob]:
+    found = body.get("jobs")
+    if not isinstance(found, list):
+        raise Unavailable("GitHub's list of jobs has no jobs")
+    return [_parse_job(each) for each in found]
+
+
+def _parse_job(body: Any) -> ListedJob:
+    job_id = parse_id(body, "job")
+    labels = body.get("labels")
+    try:
+        created_at = datetime.fromisoformat(str(body.get("created_at"))).astimezone(UTC)
+    except (ValueError, OverflowError):
+        created_at = datetime.min.replace(tzinfo=UTC)
+    if not isinstance(labels, list) or not EARLIEST <= created_at <= LATEST:
+        raise Unavailable("GitHub's job has no valid labels or created_at")
+    return ListedJob(
+        job_id=job_id,
+        run_id=parse_id({"id": body.get("run_id")}, "job's run"),
+        name=_text(body.get("name")),
+        status=_text(body.get("status")),
+        labels=tuple(_text(label) for label in labels),
+        created_at=to_milliseconds(created_at),
+    )
+
+
+def parse_runner_downloads(response: ClientResponse) -> RunnerRelease:
     """The newest release for Linux, from the list of packages for all systems.
 
     `temp_download_token` is ignored: a credential must not become part of the launch template. github.com serves its
@@ -198,10 +313,13 @@ def _text(value: Any) -> str:
     return value.encode(errors="replace").decode()
 
 
-def translate(response: httpx.Response, what: str, now: datetime) -> RemudaError:
-    """The error for a response. `now` is used for rate limits that reset at an absolute time."""
-    status = response.status_code
-    message = _message(response)
+def translate(response: ClientResponse, what: str, now: datetime, *, credential: str = "") -> RemudaError:
+    """The error for a response. `now` is used for rate limits that reset at an absolute time.
+
+    `credential` is that of the request, which the message must not contain.
+    """
+    status = response.status
+    message = _message(response, credential)
     if status in {403, 429} and _is_rate_limit(response, message):
         return Throttled(f"GitHub limits our calls ({what}): {message}", retry_after_s=_retry_after_s(response, now))
     if status in {401, 403}:
@@ -227,19 +345,18 @@ def translate(response: httpx.Response, what: str, now: datetime) -> RemudaError
     return Unavailable(f"GitHub returned {status} ({what}): {message}")
 
 
-def _message(response: httpx.Response) -> str:
+def _message(response: ClientResponse, credential: str) -> str:
     try:
         body = parse_json(response)
     except ValueError:
         return "no explanation"
     message = str(body.get("message", "no explanation")) if isinstance(body, dict) else "no explanation"
     # Redacted before truncation, which could leave part of a credential.
-    return _without_credential(message, response.request)[:200]
+    return without_credential(message, credential)[:200]
 
 
-def _without_credential(message: str, request: httpx.Request) -> str:
+def without_credential(message: str, credential: str) -> str:
     """The text without the request's credential: a proxy may echo the request."""
-    credential = request.headers.get("authorization", "").partition(" ")[2].strip()
     if not credential:
         return message
     for form in (credential, quote(credential, safe=""), b64encode(credential.encode()).decode().rstrip("=")):
@@ -247,16 +364,16 @@ def _without_credential(message: str, request: httpx.Request) -> str:
     return message
 
 
-def _is_rate_limit(response: httpx.Response, message: str) -> bool:
+def _is_rate_limit(response: ClientResponse, message: str) -> bool:
     return (
-        response.status_code == 429
+        response.status == 429
         or "retry-after" in response.headers
         or response.headers.get("x-ratelimit-remaining") == "0"
         or "rate limit" in message.lower()
     )
 
 
-def _retry_after_s(response: httpx.Response, now: datetime) -> float:
+def _retry_after_s(response: ClientResponse, now: datetime) -> float:
     """Seconds to wait: `retry-after`, else the reset time of a used-up rate limit, else a minute."""
     seconds = _number(response.headers.get("retry-after"))
     if seconds is None and response.headers.get("x-ratelimit-remaining") == "0":

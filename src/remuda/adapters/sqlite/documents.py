@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Any, TypeVar
 
 from remuda.domain import serialization, timestamps
+from remuda.domain.demand import DemandRecord, JobRecord
 from remuda.domain.instance import Instance
 from remuda.domain.provision import Provision
 from remuda.domain.signals import Report
@@ -27,6 +28,10 @@ def decode(kind: type[T], text: str, name: str = "") -> T:
             own = record.instance_id
         case Provision():
             own = record.provision_id
+        case JobRecord():
+            own = record.job_id
+        case DemandRecord():
+            own = record.runner_set
         case _:
             own = name
     if name and own != name:

@@ -77,6 +77,18 @@ CREATE TABLE messages (
 );
 CREATE INDEX messages_by_queue ON messages (queue, visible_at);
 """
+#: Added later. A store that lacks them gets them when it is opened; older versions ignore them.
+_JOBS = """
+CREATE TABLE IF NOT EXISTS jobs (
+  job_id TEXT PRIMARY KEY,
+  run_id TEXT NOT NULL,
+  seen_at TEXT NOT NULL,
+  expires_at TEXT NOT NULL,
+  doc TEXT NOT NULL
+);
+CREATE INDEX IF NOT EXISTS jobs_by_run ON jobs (run_id, seen_at);
+CREATE INDEX IF NOT EXISTS jobs_by_age ON jobs (seen_at);
+"""
 
 
 def create(path: Path, scratch: Path) -> bool:
@@ -100,7 +112,7 @@ def _build(path: Path) -> None:
     connection = sqlite3.connect(path, isolation_level=None)
     try:
         connection.execute("PRAGMA journal_mode = WAL")
-        connection.executescript(f"BEGIN IMMEDIATE; {_TABLES} PRAGMA user_version = {VERSION}; COMMIT;")
+        connection.executescript(f"BEGIN IMMEDIATE; {_TABLES} {_JOBS} PRAGMA user_version = {VERSION}; COMMIT;")
     finally:
         connection.close()
 
@@ -127,6 +139,8 @@ def connect(path: Path, *, busy_timeout_s: float) -> sqlite3.Connection:
     try:
         connection.execute("PRAGMA synchronous = NORMAL")
         _check(connection, path)
+        if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'jobs_by_age'").fetchone():
+            connection.executescript(f"BEGIN IMMEDIATE; {_JOBS} COMMIT;")
     except BaseException:
         connection.close()
         raise

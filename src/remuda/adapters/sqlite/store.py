@@ -13,6 +13,7 @@ from remuda.adapters.sqlite import tables
 from remuda.adapters.sqlite.connection import BUSY_TIMEOUT_S, ChangePoller, FileVersion, SqliteFile, transaction
 from remuda.adapters.sqlite.documents import decode, decode_times, encode
 from remuda.adapters.sqlite.tables import Key, RecordKind
+from remuda.domain.demand import DemandRecord, JobRecord, Lease
 from remuda.domain.errors import Conflict, RemudaError, Unreadable
 from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.pool_config import PoolConfig
@@ -27,6 +28,9 @@ R = TypeVar("R", Instance, Report)
 
 _CONFIG = "config"
 _FIRST_SEEN = "first_seen"
+#: Prefixes of single documents.
+_DEMAND = "demand/"
+_LEASE = "lease/"
 _KINDS: Mapping[type[Any], RecordKind] = {Instance: RecordKind.CONTROL, Report: RecordKind.REPORT}
 
 
@@ -162,11 +166,21 @@ class SqliteInstanceStore:
         await self._write("write_signal", job)
 
     async def beat(
-        self, instance_id: str, *, at: datetime, busy: bool, listening: bool, notice: str, version: str
+        self,
+        instance_id: str,
+        *,
+        at: datetime,
+        busy: bool,
+        listening: bool,
+        notice: str,
+        version: str,
+        spent_epoch: int = 0,
     ) -> None:
         def job(connection: sqlite3.Connection) -> None:
             report = self._one(connection, Report, instance_id) or Report(instance_id=instance_id)
-            beaten = report.with_heartbeat(at=at, busy=busy, listening=listening, notice=notice, version=version)
+            beaten = report.with_heartbeat(
+                at=at, busy=busy, listening=listening, notice=notice, version=version, spent_epoch=spent_epoch
+            )
             tables.write_report(connection, beaten)
 
         await self._write("beat", job)
@@ -208,6 +222,51 @@ class SqliteInstanceStore:
 
     async def recent_provisions(self, limit: int, *, since: datetime | None = None) -> Sequence[Provision]:
         return await self._search(Provision, "recent_provisions", partial(tables.recent, limit=limit, since=since))
+
+    # Runner sets ----------------------------------------------------------------------------------------------
+
+    async def get_demand(self) -> Mapping[str, DemandRecord]:
+        return self._parse_strictly(
+            DemandRecord, await self._read("get_demand", partial(tables.singles, prefix=_DEMAND))
+        )
+
+    async def put_demand(self, record: DemandRecord, jobs: Collection[JobRecord] = ()) -> None:
+        def job(connection: sqlite3.Connection) -> None:
+            tables.write_jobs(connection, jobs)
+            tables.write_single(connection, f"{_DEMAND}{record.runner_set}", encode(record))
+
+        await self._write("put_demand", job)
+
+    async def delete_demand(self, runner_set: str) -> None:
+        await self._write("delete_demand", partial(tables.write_deleted_single, name=f"{_DEMAND}{runner_set}"))
+
+    async def get_lease(self, name: str) -> Lease | None:
+        return await self._read("get_lease", partial(self._lease, name=name))
+
+    async def replace_lease(self, name: str, before: Lease | None, after: Lease) -> None:
+        def job(connection: sqlite3.Connection) -> None:
+            current = self._lease(connection, name)
+            if current != before:
+                raise Conflict(f"lease {name} was changed by another process", current=current)
+            tables.write_single(connection, f"{_LEASE}{name}", encode(after))
+
+        await self._write("replace_lease", job)
+
+    def _lease(self, connection: sqlite3.Connection, name: str) -> Lease | None:
+        return self._parse_optional(Lease, tables.single(connection, f"{_LEASE}{name}"), f"lease {name}")
+
+    async def get_jobs(self, job_ids: Collection[str]) -> Mapping[str, JobRecord]:
+        return self._parse_strictly(JobRecord, await self._read("get_jobs", partial(tables.jobs, job_ids=job_ids)))
+
+    async def put_jobs(self, jobs: Collection[JobRecord]) -> None:
+        if jobs:
+            await self._write("put_jobs", partial(tables.write_jobs, jobs=jobs))
+
+    async def jobs_of_run(self, run_id: str) -> Sequence[JobRecord]:
+        return await self._search(JobRecord, "jobs_of_run", partial(tables.jobs_of_run, run_id=run_id))
+
+    async def recent_jobs(self, limit: int, *, since: datetime | None = None) -> Sequence[JobRecord]:
+        return await self._search(JobRecord, "recent_jobs", partial(tables.recent_jobs, limit=limit, since=since))
 
     # Pool configuration and the sweeps' memory ----------------------------------------------------------------
 

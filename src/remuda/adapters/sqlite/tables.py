@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from datetime import datetime
 from enum import StrEnum
 from typing import Any
 
 from remuda.adapters.sqlite.documents import encode, time_text
+from remuda.domain.demand import JobRecord
 from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.provision import Provision, ProvisionStatus
 from remuda.domain.signals import Report
@@ -177,6 +178,30 @@ def recent(connection: sqlite3.Connection, limit: int, since: datetime | None) -
     return _named(connection, statement, time_text(since) or "", max(limit, 0))
 
 
+# Jobs of runner sets ----------------------------------------------------------------------------------------------
+
+
+def write_jobs(connection: sqlite3.Connection, jobs: Iterable[JobRecord]) -> None:
+    connection.executemany(
+        "INSERT OR REPLACE INTO jobs (job_id, run_id, seen_at, expires_at, doc) VALUES (?, ?, ?, ?, ?)",
+        [(job.job_id, job.run_id, time_text(job.seen_at), time_text(job.expires_at), encode(job)) for job in jobs],
+    )
+
+
+def jobs(connection: sqlite3.Connection, job_ids: Collection[str]) -> list[tuple[str, str]]:
+    statement = "SELECT job_id, doc FROM jobs WHERE job_id IN (SELECT value FROM json_each(?))"
+    return _named(connection, statement, json.dumps(sorted(job_ids)))
+
+
+def jobs_of_run(connection: sqlite3.Connection, run_id: str) -> list[tuple[str, str]]:
+    return _named(connection, "SELECT job_id, doc FROM jobs WHERE run_id = ? ORDER BY seen_at, job_id", run_id)
+
+
+def recent_jobs(connection: sqlite3.Connection, limit: int, since: datetime | None) -> list[tuple[str, str]]:
+    statement = "SELECT job_id, doc FROM jobs WHERE seen_at >= ? ORDER BY seen_at DESC, job_id DESC LIMIT ?"
+    return _named(connection, statement, time_text(since) or "", max(limit, 0))
+
+
 # Single documents, and expired records ----------------------------------------------------------------------------
 
 
@@ -188,8 +213,20 @@ def write_single(connection: sqlite3.Connection, name: str, doc: str) -> None:
     connection.execute("INSERT OR REPLACE INTO singles VALUES (?, ?)", (name, doc))
 
 
+def singles(connection: sqlite3.Connection, prefix: str) -> list[tuple[str, str]]:
+    """Return the documents whose names begin with the prefix, without it."""
+    statement = (
+        "SELECT substr(name, length(?1) + 1), doc FROM singles WHERE substr(name, 1, length(?1)) = ?1 ORDER BY 1"
+    )
+    return _named(connection, statement, prefix)
+
+
+def write_deleted_single(connection: sqlite3.Connection, name: str) -> None:
+    connection.execute("DELETE FROM singles WHERE name = ?", (name,))
+
+
 def write_forget(connection: sqlite3.Connection, *, now: datetime) -> int:
-    """Delete records and provisions that are due. Return their number."""
+    """Delete records, provisions and jobs that are due. Return their number."""
     due = "SELECT instance_id FROM instances WHERE state = 'terminated' AND forget_at <= ?"
     connection.execute(f"DELETE FROM reports WHERE instance_id IN ({due})", (time_text(now),))  # noqa: S608 - constant
     connection.execute(f"DELETE FROM history WHERE instance_id IN ({due})", (time_text(now),))  # noqa: S608 - constant
@@ -197,7 +234,8 @@ def write_forget(connection: sqlite3.Connection, *, now: datetime) -> int:
         "DELETE FROM instances WHERE state = 'terminated' AND forget_at <= ?", (time_text(now),)
     )
     provisions = connection.execute("DELETE FROM provisions WHERE forget_at <= ?", (time_text(now),))
-    return instances.rowcount + provisions.rowcount
+    expired = connection.execute("DELETE FROM jobs WHERE expires_at <= ?", (time_text(now),))
+    return instances.rowcount + provisions.rowcount + expired.rowcount
 
 
 def _named(connection: sqlite3.Connection, statement: str, *parameters: Any) -> list[tuple[str, str]]:

@@ -15,9 +15,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from remuda.cli.demo.environment import BOOT_S, SCOPE, DemoEnvironment, ScaleDownDecisions, launch_fleet
+from remuda.cli.demo.environment import BOOT_S, DEMAND_CLASS, SCOPE, DemoEnvironment, ScaleDownDecisions, launch_fleet
 from remuda.cli.demo.report import (
     DemoCheck,
+    DemoDemand,
     DemoProvision,
     DemoRelease,
     DemoReport,
@@ -31,6 +32,7 @@ from remuda.cli.run import run_async
 from remuda.config.settings import Settings
 from remuda.domain.errors import Unavailable, UserError
 from remuda.domain.instance import State
+from remuda.domain.pool_config import parse_runner_name
 from remuda.fake_github.client import FakeGitHubClient, JobStep
 from remuda.fake_github.state import FakeGitHubSettings
 from remuda.wiring.local import check_local
@@ -93,6 +95,7 @@ class LocalDemo:
         self._provisions: list[DemoProvision] = []
         self._releases: list[DemoRelease] = []
         self._checks: list[DemoCheck] = []
+        self._demands: list[DemoDemand] = []
         self._down = False
 
     async def run(self) -> DemoReport:
@@ -103,6 +106,7 @@ class LocalDemo:
         await environment.refresh(idle_s=IDLE_S)
         await self._cold_provision()
         await self._warm_provision()
+        await self._demand()
         await self._scale_down()
         await self._crash_during_release()
         await self._self_termination()
@@ -141,6 +145,81 @@ class LocalDemo:
         await self._workflow("warm", run_id="1004", count=3)
         warm = self._provisions[-1]
         self._check("a run on a warm pool creates no runner", passed=(warm.reused, warm.created) == (3, 0))
+
+    async def _demand(self) -> None:
+        environment = self.environment
+        environment.title("Demand: a runner set serves three jobs without a provision; its first machines boot")
+        await environment.refresh(idle_s=IDLE_S, runner_sets=[_runner_set()])
+        file = environment.demand_file("burst", count=3, step="sleep 0.5")
+        cold = await self._demand_run("cold", file, run_id="1011")
+        self._check("three jobs without a provision get three machines", passed=_successful_instances(cold) == 3)
+        await environment.wait_until(lambda: self._idle(3), "the machines to return to the pool")
+        environment.title("Warm start: the same jobs again; one fails in its first attempt and is run again")
+        step = 'test "${{ matrix.shard }}-${{ github.run_attempt }}" != 2-1'
+        file = environment.demand_file("again", count=3, step=step)
+        first = await self._demand_run("warm", file, run_id="1012")
+        self._check(
+            "the jobs reuse these machines",
+            passed={job["instance_id"] for job in first} <= {job["instance_id"] for job in cold},
+        )
+        second = await self._demand_run("warm", file, "--rerun-failed", run_id="1012")
+        reran = [job for job in second if job["job_id"]]
+        self._check(
+            "a re-run of failed jobs runs one job, which succeeds",
+            passed=[job["conclusion"] for job in reran] == ["success"]
+            and reran[0]["job_id"] not in {job["job_id"] for job in first},
+        )
+        await self._hot_start()
+        await self._cancelled_job()
+
+    async def _hot_start(self) -> None:
+        environment = self.environment
+        environment.title("Hot start: one runner of the set listens before there is a job")
+        await environment.refresh(idle_s=IDLE_S, runner_sets=[_runner_set(windows=[{"hot": 1}])])
+        await environment.wait_until(self._is_listening, "a runner to listen")
+        listening = await self._listening()
+        file = environment.demand_file("hot", count=1, step="sleep 0.5")
+        (job,) = await self._demand_run("hot", file, run_id="1013")
+        self._check(
+            "a job runs on the runner that listened before", passed=[job["instance_id"]] == listening, detail=str(job)
+        )
+
+    async def _cancelled_job(self) -> None:
+        environment = self.environment
+        environment.title("Cancel: Ctrl-C ends the job of a run, and its machine returns to the pool")
+        await environment.refresh(idle_s=IDLE_S, runner_sets=[_runner_set()])
+        file = environment.demand_file("cancelled", count=1, step="sleep 600")
+        run = asyncio.create_task(environment.remuda("run-workflow", file, "--run-id", "1014"))
+        async with environment.github() as github:
+            await environment.wait_until(lambda: _run_started(github, "1014"), "the job to start")
+            run.cancel()
+            await asyncio.gather(run, return_exceptions=True)
+            await environment.wait_until(lambda: _run_completed(github, "1014"), "the job to end")
+            (job,) = await github.jobs(run_id="1014")
+        await environment.wait_until(lambda: self._idle(3), "the machines to return to the pool")
+        self._check("a cancelled job's machine returns to the pool", passed=job.conclusion == "cancelled")
+
+    async def _demand_run(self, kind: str, file: str, *more: str, run_id: str) -> list[dict[str, Any]]:
+        result = await self.environment.json("run-workflow", file, "--run-id", run_id, *more, ok={0, 1})
+        self._demands.append(DemoDemand.parse(kind, run_id, result["jobs"]))
+        jobs: list[dict[str, Any]] = result["jobs"]
+        return jobs
+
+    async def _idle(self, count: int) -> bool:
+        """Whether at least this many machines of the runner set are idle, and none is in use."""
+        records = [record for record, _ in (await self.environment.histories()).values()]
+        states = [record.state for record in records if record.resource_class == DEMAND_CLASS]
+        return states.count(State.IDLE) >= count and set(states) <= {State.IDLE, State.TERMINATED}
+
+    async def _listening(self) -> list[str]:
+        """Ids of the machines whose runner of the set waits for a job."""
+        async with self.environment.github() as github:
+            runners = [runner for runner in await github.runners() if runner.scale_set_id and runner.state == "idle"]
+        parsed = (parse_runner_name(self.environment.settings.pool, runner.name) for runner in runners)
+        return [instance_id for _, instance_id in filter(None, parsed)]
+
+    async def _is_listening(self) -> bool:
+        return bool(await self._listening())
 
     async def _scale_down(self) -> None:
         environment = self.environment
@@ -258,6 +337,7 @@ class LocalDemo:
             leaked_processes=len(leaked),
             foreign_jobs=len(foreign),
             seconds=round(environment.clock.monotonic() - self._began, 1),
+            demand=tuple(self._demands),
         )
 
     # Results ----------------------------------------------------------------------------------------------------
@@ -270,6 +350,19 @@ class LocalDemo:
 
     def _check(self, text: str, *, passed: bool, detail: str = "") -> None:
         self._checks.append(DemoCheck(text=text, passed=passed, detail=detail))
+
+
+def _runner_set(**more: Any) -> dict[str, Any]:
+    labels = ["self-hosted", "remuda", "demand"]
+    return {"name": "demand", "labels": labels, "resource-class": DEMAND_CLASS, "max": 4, **more}
+
+
+async def _run_started(github: FakeGitHubClient, run_id: str) -> bool:
+    return any(job.status == "in_progress" for job in await github.jobs(run_id=run_id))
+
+
+async def _run_completed(github: FakeGitHubClient, run_id: str) -> bool:
+    return all(job.status == "completed" for job in await github.jobs(run_id=run_id))
 
 
 def _successful_instances(jobs: list[dict[str, Any]]) -> int:

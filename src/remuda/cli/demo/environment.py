@@ -83,6 +83,23 @@ jobs:
     steps:
       - run: remuda release --json > "$DEMO_FOLDER/release-$GITHUB_RUN_ID.json"
 """
+_DEMAND_WORKFLOW = """\
+name: {name}
+on: push
+jobs:
+  test:
+    runs-on: [self-hosted, remuda, demand]
+    strategy:
+      matrix:
+        shard: [{shards}]
+    steps:
+      - name: check that the home directory is clean
+        run: test ! -e "$HOME/left-behind" && touch "$HOME/left-behind"
+      - name: test
+        run: {step}
+"""
+#: A class that the other chapters do not use, so that the first jobs of the set find no idle machine.
+DEMAND_CLASS = "xlarge"
 #: Instances without records: name of the fleet, registered instances, lifetime in seconds.
 FLEET = "demo-fleet"
 REGISTERED = 3
@@ -151,10 +168,11 @@ class DemoEnvironment:
                 for line in lines:
                     self.output.say("  " + line.rstrip())
 
-    async def refresh(self, *, idle_s: float) -> None:
+    async def refresh(self, *, idle_s: float, runner_sets: Sequence[Mapping[str, Any]] = ()) -> None:
         await self.remuda(
             *("refresh", "--github-scope", SCOPE),
             *("--idle-time-sec", f"{idle_s:g}", "--release-time-sec", f"{RELEASE_S:g}"),
+            *(("--runner-sets", json.dumps(runner_sets)) if runner_sets else ()),
         )
 
     async def workflow(
@@ -170,6 +188,13 @@ class DemoEnvironment:
         released = json.loads((self._root / f"release-{run_id}.json").read_text())
         provision = DemoProvision.parse(name, provisioned, jobs_ok=result["conclusion"] == "success")
         return provision, DemoRelease.parse(name, released), jobs
+
+    def demand_file(self, name: str, *, count: int, step: str) -> str:
+        """Write a workflow with `count` jobs for the runner set. Return its path."""
+        file = self._root / f"{name}.yml"
+        shards = ", ".join(str(number + 1) for number in range(count))
+        file.write_text(_DEMAND_WORKFLOW.format(name=name, shards=shards, step=step))
+        return str(file)
 
     async def stop_sweeper(self) -> None:
         await BackgroundProcess(layout(self.settings), SWEEPER).stop(self.clock)

@@ -13,6 +13,8 @@ from remuda.domain.pool_config import parse_runner_name
 from remuda.fake_github.client import JobView
 from remuda.ports.store import InstanceStore
 
+#: Transition that assigns a machine of a runner set to the run of its job.
+BIND = "bind"
 #: Goal for the seconds spent in addition to the runner's own registration or deregistration.
 GOAL_S = 0.5
 
@@ -77,6 +79,23 @@ class DemoRelease:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DemoDemand:
+    """Jobs of a runner set that started under the same conditions."""
+
+    #: cold, warm or hot.
+    kind: str
+    run_id: str
+    #: Seconds that each job waited for a runner.
+    waits: tuple[float, ...]
+
+    @classmethod
+    def parse(cls, kind: str, run_id: str, jobs: Iterable[Mapping[str, Any]]) -> DemoDemand:
+        return cls(
+            kind=kind, run_id=run_id, waits=tuple(float(job["wait_seconds"]) for job in jobs if job["wait_seconds"])
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DemoRetirement:
     instance_id: str
     #: State before the termination.
@@ -102,6 +121,8 @@ class DemoReport:
     leaked_processes: int
     foreign_jobs: int
     seconds: float
+    #: Jobs without a provision.
+    demand: tuple[DemoDemand, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -134,6 +155,7 @@ class DemoReport:
                 for item in self.provisions
             ],
             "releases": [{**asdict(item), "overhead_seconds": item.overhead_seconds} for item in self.releases],
+            "demand": [asdict(item) for item in self.demand],
             "retired": [asdict(item) for item in self.retired],
             "checks": [asdict(item) for item in self.checks],
             "leaked_processes": self.leaked_processes,
@@ -153,6 +175,14 @@ def show_report(output: Output, report: DemoReport) -> None:
         for item in report.provisions
     ]
     output.show(table("Provisions", ("run", "kind", *numbers), provisions, numeric=frozenset(numbers)))
+    if report.demand:
+        columns = ("jobs", "median wait", "longest wait")
+        waits = [
+            (item.run_id, item.kind, str(len(item.waits)), f"{median(item.waits):.2f}", f"{max(item.waits):.2f}")
+            for item in report.demand
+            if item.waits
+        ]
+        output.show(table("Jobs without provision", ("run", "kind", *columns), waits, numeric=frozenset(columns)))
     retired = [(item.instance_id, item.state, item.reason, item.stop_reason) for item in report.retired]
     output.show(table("Retired", ("instance", "state", "reason", "reason recorded by the instance"), retired))
     output.say(f"cold {report.median_s('cold')} s, warm {report.median_s('warm')} s, {report.reuse_rate:.0%} reused")
@@ -182,7 +212,10 @@ async def read_histories(store: InstanceStore) -> Histories:
 
 
 def foreign_jobs(jobs: Iterable[JobView], histories: Histories, *, pool: str) -> list[str]:
-    """Jobs whose instance was assigned to another run at the epoch in the runner's name."""
+    """Jobs whose instance was assigned to another run at the epoch in the runner's name.
+
+    A machine of a runner set is assigned to the run of its job when the job starts.
+    """
     return [f"{job.name} of run {job.run_id}" for job in jobs if _is_foreign(job, histories, pool)]
 
 
@@ -194,7 +227,9 @@ def _is_foreign(job: JobView, histories: Histories, pool: str) -> bool:
     if instance_id not in histories:
         return True
     return not any(
-        entry.epoch == epoch and entry.run_id == job.run_id and entry.target in {State.CREATED, State.CLAIMED}
+        entry.epoch == epoch
+        and entry.run_id == job.run_id
+        and (entry.target in {State.CREATED, State.CLAIMED} or entry.transition == BIND)
         for entry in histories[instance_id][1]
     )
 

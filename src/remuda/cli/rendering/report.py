@@ -7,7 +7,7 @@ from typing import Any
 
 from remuda.cli.output import format_duration, table
 from remuda.domain.reporting.timeline import MachinePhase
-from remuda.domain.reporting.usage import DurationStats, UsageReport
+from remuda.domain.reporting.usage import DurationStats, RunnerSetUsage, UsageReport
 from remuda.domain.serialization import to_jsonable
 
 #: Maximum rows of a table; the rest is summed up.
@@ -16,9 +16,12 @@ KINDS = ("warm", "mixed", "cold", "failed")
 PHASES = tuple(phase.value for phase in MachinePhase)
 NO_RUN = "(no run)"
 DURATION_COLUMNS = ("kind", "count", "p50", "p95")
+SET_COLUMNS = ("set", "jobs", "wait p50", "wait p95", "reused", "results")
 PHASE_COLUMNS = ("state", "time", "share", "cost")
 
-_NUMERIC = frozenset({"count", "p50", "p95", "time", "cost", "share"})
+_NUMERIC = frozenset({"count", "p50", "p95", "time", "cost", "share", "jobs", "wait p50", "wait p95", "reused"})
+#: Maximum number of results in a row; the rest is summed up.
+MAX_RESULTS = 5
 
 
 def report_document(usage: UsageReport, *, pool: str) -> dict[str, Any]:
@@ -42,6 +45,8 @@ def report_document(usage: UsageReport, *, pool: str) -> dict[str, Any]:
             "by_usage": _all_rounded(costs.by_usage),
             "by_type": _all_rounded(costs.by_type),
             "by_run": _all_rounded(costs.by_run),
+            "by_repository": _all_rounded(usage.jobs.cost_by_repository),
+            "by_workflow": _all_rounded(usage.jobs.cost_by_workflow),
             "unpriced_hours": _all_rounded(costs.unpriced_hours),
         },
         "savings": {
@@ -52,9 +57,19 @@ def report_document(usage: UsageReport, *, pool: str) -> dict[str, Any]:
             "idle_cost": _rounded(savings.idle_cost),
             "net": _rounded(savings.net),
         },
+        "runner_sets": {name: _set_document(item) for name, item in usage.jobs.by_set.items()},
         "failures": dict(usage.failures),
         "retirements": dict(usage.retirements),
         "notes": list(usage.notes),
+    }
+
+
+def _set_document(item: RunnerSetUsage) -> dict[str, Any]:
+    return {
+        "jobs": item.jobs,
+        "queue_wait_seconds": _times(item.queue_wait) if item.queue_wait else None,
+        "results": dict(item.results),
+        "reuse": {"reused": item.reused, "created": item.created, "rate": _rounded(item.reuse_rate)},
     }
 
 
@@ -119,6 +134,8 @@ def _tables(usage: UsageReport, pool: str) -> Iterator[Any]:
     yield table(title, ("figure", "value"), headlines(usage))
     if times := duration_rows(usage):
         yield table("Provisions", DURATION_COLUMNS, times, numeric=_NUMERIC)
+    if sets := set_rows(usage):
+        yield table("Runner sets", SET_COLUMNS, sets, numeric=_NUMERIC)
     if usage.hours:
         yield table("Instance hours by state", PHASE_COLUMNS, phase_rows(usage), numeric=_NUMERIC)
     for heading, columns, rows in breakdowns(usage):
@@ -131,6 +148,22 @@ def _tables(usage: UsageReport, pool: str) -> Iterator[Any]:
 def duration_rows(usage: UsageReport) -> list[tuple[str, ...]]:
     times = [(kind, usage.provision_times[kind]) for kind in in_order(usage.provision_times, KINDS)]
     return [(kind, str(stats.count), f"{stats.p50:.2f} s", f"{stats.p95:.2f} s") for kind, stats in times]
+
+
+def set_rows(usage: UsageReport) -> list[tuple[str, ...]]:
+    return [(name, *_set_cells(item)) for name, item in usage.jobs.by_set.items()]
+
+
+def _set_cells(item: RunnerSetUsage) -> tuple[str, ...]:
+    wait, rate = item.queue_wait, item.reuse_rate
+    results = ", ".join(f"{count} {name}" for name, count in largest_first(item.results, MAX_RESULTS))
+    return (
+        str(item.jobs),
+        f"{wait.p50:.2f} s" if wait else "",
+        f"{wait.p95:.2f} s" if wait else "",
+        "" if rate is None else f"{rate:.0%}",
+        results,
+    )
 
 
 def phase_rows(usage: UsageReport) -> list[tuple[str, ...]]:
@@ -149,7 +182,13 @@ def phase_rows(usage: UsageReport) -> list[tuple[str, ...]]:
 def breakdowns(usage: UsageReport) -> Iterator[tuple[str, tuple[str, str], list[tuple[str, str]]]]:
     """Yield title, columns and rows of each table of costs or reasons that is not empty."""
     by_run = {run or NO_RUN: value for run, value in usage.costs.by_run.items()}
-    costs = {"class": usage.costs.by_class, "usage": usage.costs.by_usage, "run": by_run}
+    costs = {
+        "class": usage.costs.by_class,
+        "usage": usage.costs.by_usage,
+        "run": by_run,
+        "repository": usage.jobs.cost_by_repository,
+        "workflow": usage.jobs.cost_by_workflow,
+    }
     for dimension, values in costs.items():
         if values:
             rows = [(name, format_money(value, usage.currency)) for name, value in largest_first(values)]

@@ -13,11 +13,13 @@ from remuda.cli.rendering.report import (
     KINDS,
     PHASE_COLUMNS,
     PHASES,
+    SET_COLUMNS,
     breakdowns,
     duration_rows,
     headlines,
     in_order,
     phase_rows,
+    set_rows,
 )
 from remuda.domain.reporting.usage import UsageReport
 
@@ -74,6 +76,9 @@ def _sections(usage: UsageReport) -> Iterator[str]:
     cards = "".join(f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd></div>" for label, value in headlines(usage))
     yield f"<dl>{cards}</dl>"
     yield from _provisions(usage)
+    if sets := set_rows(usage):
+        yield "<h2>Runner sets</h2>"
+        yield _table(SET_COLUMNS, sets)
     yield from _instances(usage)
     for title, columns, rows in breakdowns(usage):
         yield f"<h2>{escape(title)}</h2>"

@@ -7,11 +7,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from remuda.config.declaration import DEFAULT, Secret
+from remuda.config.declaration import DEFAULT, Secret, key
 from remuda.config.settings import SETTINGS, Settings
-from remuda.controlplane.release import ReleaseResult, ReleaseStatus
 from remuda.domain.instance import Instance
 from remuda.domain.resources import TypePatterns
+from remuda.domain.runner_set import RunnerSet
 from remuda.domain.scale_down.idle_config import IdleWindow
 from remuda.domain.serialization import to_jsonable
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from remuda.controlplane.provision.plan import ProvisionResult
     from remuda.controlplane.refresh.result import RefreshResult
+    from remuda.controlplane.release import ReleaseResult
     from remuda.controlplane.scale_down.result import ScaleDownResult
 
 
@@ -67,6 +68,8 @@ def provision_document(result: ProvisionResult) -> dict[str, Any]:
 
 
 def release_document(result: ReleaseResult) -> dict[str, Any]:
+    from remuda.controlplane.release import ReleaseStatus  # noqa: PLC0415 - not every command waits for it
+
     return {
         "run_id": result.run_id,
         **{status.value: [item.instance_id for item in result.of(status)] for status in ReleaseStatus},
@@ -96,6 +99,7 @@ def refresh_document(result: RefreshResult) -> dict[str, Any]:
         "deleted_records": result.deleted_records,
         "errors": list(result.errors),
         "warnings": list(result.warnings),
+        "waiting_jobs": list(result.waiting_jobs),
         "seconds": result.seconds,
         "calls": to_jsonable(result.calls),
     }
@@ -109,6 +113,8 @@ def config_rows(settings: Settings) -> dict[str, dict[str, Any]]:
             shown: Any = "(hidden)"
         elif name == "resource_class_config":
             shown = {item.name: item.describe() for item in value}
+        elif name == "runner_sets":
+            shown = [_runner_set_document(item) for item in value]
         elif name == "idle_config":
             shown = [_window_document(window) for window in value]
         elif name == "repositories":
@@ -132,16 +138,28 @@ def applied_lines(document: Mapping[str, Any]) -> list[str]:
 
 def _shown_value(value: Any) -> str:
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} ({_class_text(each)})" for name, each in value.items()) or "none"
+        return ", ".join(f"{name} ({_item_text(each)})" for name, each in value.items()) or "none"
     if isinstance(value, float):
         return f"{value:g}"
     return "not set" if value is None else str(value)
 
 
-def _class_text(written: Mapping[str, Any]) -> str:
-    """A resource class in words."""
-    others = (f"{key} {value}" for key, value in written.items() if key not in {"cpu", "mmem"})
+def _item_text(written: Mapping[str, Any] | str) -> str:
+    """A resource class, or a runner set, in words."""
+    if isinstance(written, str):
+        return written
+    others = (f"{name} {value}" for name, value in written.items() if name not in {"cpu", "mmem"})
     return ", ".join((f"{written['cpu']} vCPU", f"{written['mmem']} MiB", *others))
+
+
+def _runner_set_document(runner_set: RunnerSet) -> dict[str, Any]:
+    """The set as it is written in the configuration, with its defaults."""
+    document = _with_setting_names(runner_set)
+    return {**document, "windows": [_with_setting_names(window) for window in runner_set.windows]}
+
+
+def _with_setting_names(record: Any) -> dict[str, Any]:
+    return {key(name): value for name, value in record_document(record).items()}
 
 
 def _window_document(window: IdleWindow) -> dict[str, Any]:
@@ -194,14 +212,17 @@ def scale_down_table(result: ScaleDownResult) -> Table:
     return table
 
 
-def config_table(rows: dict[str, dict[str, Any]]) -> Table:
+def config_table(settings: Settings) -> Table:
     from rich.table import Table  # noqa: PLC0415 - slow to import
 
     table = Table()
     for column in ("setting", "value", "from"):
         table.add_column(column)
-    for name, row in rows.items():
+    for name, row in config_rows(settings).items():
         value = row["value"]
-        text = ", ".join(value) if isinstance(value, dict) else "" if value is None else str(value)
+        if name == "runner-sets":
+            text = "\n".join(f"{item.name}: {item.describe()}" for item in settings.runner_sets)
+        else:
+            text = ", ".join(value) if isinstance(value, dict) else "" if value is None else str(value)
         table.add_row(name, text, row["source"])
     return table

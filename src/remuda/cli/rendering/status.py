@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 from remuda.cli.output import clean, format_duration, table
 from remuda.cli.rendering.results import instance_document, record_document
 from remuda.controlplane.read.status import RECENT_PROVISIONS, OpenProvision, Status
+from remuda.domain.demand import JobRecord
 from remuda.domain.instance import ABSORBING, Instance
+from remuda.domain.reporting.demand import DemandStatus, ListenerStatus, RunnerSetStatus, waited_s
 from remuda.domain.reporting.explanation import ExplainedEvent, Explanation, Severity
 from remuda.domain.runner_release import RunnerRelease
 from remuda.domain.serialization import to_jsonable
@@ -22,7 +24,10 @@ FULL_WIDTH = 120
 #: Maximum number of runs shown.
 MAX_RUNS = 10
 
-_NUMERIC = frozenset({"time left", "heartbeat", "uses", "idle", "messages", "runners", "attempt"})
+_NUMERIC = frozenset(
+    {"time left", "heartbeat", "uses", "idle", "messages", "runners", "attempt", "oldest wait", "last message"}
+    | {"waiting", "assigned", "running", "hot", "warm", "launching", "at capacity"}
+)
 _NO_WRAP = frozenset({"instance", "state", "run", "class", "tier", "warning"})
 _STYLES = {Severity.NORMAL: "", Severity.GOOD: "green", Severity.BAD: "yellow", Severity.MINOR: "dim"}
 #: Width of an instance id, to align the texts.
@@ -40,6 +45,10 @@ def status_document(status: Status) -> dict[str, Any]:
         "runs": [
             {**record_document(run), "instances_terminated": run.provision_id in status.ended} for run in status.runs
         ],
+        "runner_sets": [_set_document(item) for item in status.demand.sets],
+        "listener": _listener_document(status.demand.listener) if status.demand.listener else None,
+        "jobs": [{**record_document(job), "waited_seconds": _waited(job, status.at)} for job in status.demand.jobs],
+        "waiting_too_long": [record_document(job) for job in status.demand.overdue],
         "open_provisions": [_open_provision_document(item) for item in status.open_provisions],
         "warnings": [record_document(warning) for warning in status.warnings],
         "unreadable": list(status.unreadable),
@@ -53,6 +62,48 @@ def _runner_document(release: RunnerRelease) -> dict[str, Any]:
         "checked_at": to_jsonable(release.checked_at),
         "deadline": to_jsonable(release.deadline),
     }
+
+
+def _set_document(item: RunnerSetStatus) -> dict[str, Any]:
+    return {
+        "name": item.name,
+        "configured": item.runner_set is not None,
+        "labels": list(item.runner_set.labels) if item.runner_set else [],
+        "scope": item.runner_set.scope if item.runner_set else None,
+        "resource_class": item.runner_set.resource_class if item.runner_set else None,
+        "waiting": item.waiting,
+        "assigned": item.assigned,
+        "running": item.running,
+        "hot": item.hot,
+        "warm": item.warm,
+        "launching": item.launching,
+        "max": item.max,
+        "at_capacity": item.is_at_capacity,
+        "session": item.session.value,
+        "owner": item.owner or None,
+        "failing_since": to_jsonable(item.failing_since),
+        "last_message_age_seconds": _rounded(item.message_age_s),
+        "oldest_wait_seconds": _rounded(item.oldest_wait_s),
+        "reason": item.reason.value if item.reason else None,
+        "detail": item.detail,
+    }
+
+
+def _listener_document(listener: ListenerStatus) -> dict[str, Any]:
+    return {
+        "owner": listener.owner or None,
+        "beat": listener.beat,
+        "alive": listener.is_alive,
+        "silent_since": to_jsonable(listener.silent_since),
+    }
+
+
+def _waited(job: JobRecord, now: datetime) -> float:
+    return round(waited_s(job, now), 3)
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 3)
 
 
 def _instance(status: Status, instance: Instance) -> dict[str, Any]:
@@ -96,6 +147,8 @@ def _tables(status: Status, width: int, rows: int | None) -> Iterator[Any]:
     if status.config:
         version = f", runner {status.config.runner_version}" if status.config.runner else ""
         yield f"pool {status.pool}, reuse {status.config.reuse}{version}"
+    if status.demand.sets:
+        yield from _sets(status.demand, wide=width >= FULL_WIDTH)
     if not status.instances and not status.runs:
         yield "no instances, no runs"
         return
@@ -107,21 +160,57 @@ def _tables(status: Status, width: int, rows: int | None) -> Iterator[Any]:
     pools = [(name, str(level.idle), str(level.messages)) for name, level in status.pools.items() if _is_used(level)]
     if pools:
         yield table("Pools", ("class", "idle", "messages"), pools, numeric=_NUMERIC, no_wrap=_NO_WRAP)
-    if status.runs:
-        yield from _runs(status)
+    yield from _runs(status)
+
+
+def _sets(demand: DemandStatus, *, wide: bool) -> Iterator[Any]:
+    from rich.text import Text  # noqa: PLC0415 - slow to import
+
+    columns = ["set", "waiting", "assigned", "hot", "warm", "launching", "at capacity"]
+    if wide:
+        columns[3:3] = ["running"]
+        columns += ["oldest wait", "last message", "session"]
+    rows = [[_set_values(item)[name] for name in columns] for item in demand.sets]
+    yield table("Runner sets", columns, rows, numeric=_NUMERIC, no_wrap=_NO_WRAP)
+    for item in demand.sets:
+        if item.reason is not None:
+            oldest = f"; the oldest waits for {format_duration(item.oldest_wait_s)}" if item.oldest_wait_s else ""
+            jobs = f"{item.waiting} job{'' if item.waiting == 1 else 's'}"
+            # `Text` prevents rich from interpreting markup in error messages.
+            yield Text(clean(f"  {item.name}: {jobs} waiting: {item.detail}{oldest}"))
+
+
+def _set_values(item: RunnerSetStatus) -> dict[str, str]:
+    return {
+        "set": item.name,
+        "waiting": str(item.waiting),
+        "assigned": str(item.assigned),
+        "running": str(item.running),
+        "hot": str(item.hot),
+        "warm": str(item.warm),
+        "launching": str(item.launching),
+        "at capacity": f"yes, {item.max}" if item.is_at_capacity else f"{item.machines} of {item.max}",
+        "oldest wait": "" if item.oldest_wait_s is None else format_duration(item.oldest_wait_s),
+        "last message": "none" if item.message_age_s is None else f"{format_duration(item.message_age_s)} ago",
+        "session": item.session.value,
+    }
 
 
 def _runs(status: Status) -> Iterator[Any]:
+    # The provisions of runner sets are shown with their sets.
+    runs = [run for run in status.runs if not run.runner_set]
+    if not runs:
+        return
     shown = [
         (
             *(run.run_id, str(run.attempt), run.resource_class, str(run.count), run.status.value),
             status.ended.get(run.provision_id, run.why),
         )
-        for run in status.runs[:MAX_RUNS]
+        for run in runs[:MAX_RUNS]
     ]
     columns = ("run", "attempt", "class", "runners", "status", "reason")
     yield table("Runs, newest first", columns, shown, numeric=_NUMERIC, no_wrap=_NO_WRAP)
-    if more := len(status.runs) - len(shown):
+    if more := len(runs) - len(shown):
         # The status reads only the newest provisions.
         at_least = "at least " if len(status.runs) >= RECENT_PROVISIONS else ""
         yield f"  and {at_least}{more} more"
@@ -193,7 +282,7 @@ def headline(status: Status) -> str:
 
 def changes(before: Status | None, after: Status) -> list[str]:
     """Return one line per change after a headline, or nothing if there are no changes."""
-    lines = [*_instance_changes(before, after), *_new_warnings(before, after)]
+    lines = [*_instance_changes(before, after), *_set_changes(before, after), *_new_warnings(before, after)]
     return [headline(after), *(f"  {line}" for line in lines)] if lines or before is None else []
 
 
@@ -214,6 +303,18 @@ def _instance_changes(before: Status | None, after: Status) -> Iterator[str]:
         yield f"{instance.instance_id} is {instance.state}{run}{previous}{left}{reason}"
     for instance_id in known:
         yield f"{instance_id} is gone"
+
+
+def _set_changes(before: Status | None, after: Status) -> Iterator[str]:
+    known = {item.name: item for item in before.demand.sets} if before else {}
+    for item in after.demand.sets:
+        old = known.get(item.name)
+        counts = f"{item.waiting} waiting, {item.running} running, {item.hot} hot, {item.launching} launching"
+        if old is None or (old.waiting, old.running, old.hot, old.launching, old.session) != (
+            *(item.waiting, item.running, item.hot, item.launching),
+            item.session,
+        ):
+            yield f"set {item.name}: {counts}, session {item.session}"
 
 
 def _new_warnings(before: Status | None, after: Status) -> Iterator[str]:

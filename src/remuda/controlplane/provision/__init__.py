@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Sequence
 
 from remuda.controlplane.context import Context, map_concurrently, retry_write, transition
-from remuda.controlplane.provision.creation import Creation, JustInTimeRegistrations
+from remuda.controlplane.provision.creation import Creation, JustInTimeRegistrations, wait_for_created
 from remuda.controlplane.provision.outcome import OutcomeRecorder
 from remuda.controlplane.provision.pickup import PickupManager
 from remuda.controlplane.provision.plan import (
@@ -36,7 +36,7 @@ __all__ = ["ProvisionRequest", "ProvisionResult", "ProvisionedInstance", "provis
 async def provision(context: Context, request: ProvisionRequest) -> ProvisionResult:
     recorder = OutcomeRecorder(context.clock)
     plan = await make_plan(context, request)
-    await _record_intent(context, plan.provision)
+    await record_intent(context, plan.provision)
     recorder.end_phase("intent")
     if request.tier_reason:
         context.event_log.record("tier", f"{request.tier}: {request.tier_reason}", run_id=request.run_id)
@@ -67,7 +67,7 @@ async def provision(context: Context, request: ProvisionRequest) -> ProvisionRes
     )
 
 
-async def _record_intent(context: Context, intent: Provision) -> None:
+async def record_intent(context: Context, intent: Provision) -> None:
     """Write the provision record. Its id is new, so a stored record that equals it is our own write."""
 
     async def write() -> None:
@@ -92,11 +92,11 @@ async def _acquire_all(
     """
     pickup = PickupManager(context, plan.request, recorder)
     selection = Selection(context, plan, pickup, acquired, recorder)
-    creation = Creation(context, plan, acquired, recorder, jit)
+    creation = Creation(context, recorder, jit)
 
     async def acquire_one() -> RegisteredInstance:
         claimed = None if plan.retire_reason else await selection.claim_one()
-        registered = claimed or await creation.create_one()
+        registered = claimed or await wait_for_created(context, plan, await creation.create_one(plan, acquired))
         recorder.acquire(registered)
         return registered
 
@@ -113,7 +113,7 @@ async def _acquire_all(
     except BaseExceptionGroup as group_error:
         raise _most_specific(group_error) from group_error
     finally:
-        await _close_pickup(context, pickup)
+        await close_pickup(context, pickup)
     return [worker.result() for worker in workers]
 
 
@@ -126,7 +126,7 @@ def _most_specific(group: BaseExceptionGroup[BaseException]) -> BaseException:
     return _most_specific(first) if isinstance(first, BaseExceptionGroup) else first
 
 
-async def _close_pickup(context: Context, pickup: PickupManager) -> None:
+async def close_pickup(context: Context, pickup: PickupManager) -> None:
     try:
         await asyncio.shield(pickup.close())
     except RemudaError as error:
@@ -162,11 +162,11 @@ async def _commit(
     deadline = max((instance.threshold for instance in running), default=provision.deadline)
     ids = tuple(instance.instance_id for instance in running)
     recorder.end_phase("commit")
-    await _record_commit(context, provision, committed(provision, ids, deadline=deadline, outcome=recorder.outcome()))
+    await record_commit(context, provision, committed(provision, ids, deadline=deadline, outcome=recorder.outcome()))
     return running
 
 
-async def _record_commit(context: Context, provision: Provision, after: Provision) -> None:
+async def record_commit(context: Context, provision: Provision, after: Provision) -> None:
     async def write() -> None:
         try:
             await context.store.replace_provision(provision, after)

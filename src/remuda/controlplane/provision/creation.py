@@ -1,10 +1,10 @@
-"""Creation of new instances: one launch for all that are missing at a time, all or nothing."""
+"""Creation of new instances: one launch for all that are missing at a time."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from remuda.controlplane.context import Context, apply_confirmed, map_concurrently
 from remuda.controlplane.provision.outcome import OutcomeRecorder
@@ -18,7 +18,7 @@ from remuda.domain.provision import RunnerSource
 from remuda.domain.resources import normalize_repository
 from remuda.domain.signals import Verdict
 from remuda.domain.timestamps import to_milliseconds
-from remuda.domain.transitions import Actor, create
+from remuda.domain.transitions import create
 from remuda.ports.compute import Launched, LaunchRequest, LaunchResult
 from remuda.ports.github import GitHub
 
@@ -28,46 +28,65 @@ LAUNCH_ANSWER_TIMEOUT_S = 4.0
 REMOVAL_TIMEOUT_S = 10.0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _LaunchOrder:
+    """A machine that a worker waits for."""
+
+    plan: ProvisionPlan
+    acquired: AcquiredInstances
+    instance: asyncio.Future[Instance]
+
+
 class Creation:
+    """Launches. Concurrent requests share one: those of a run's workers, or those of all provisions of a runner set."""
+
     def __init__(
         self,
         context: Context,
-        plan: ProvisionPlan,
-        acquired: AcquiredInstances,
         recorder: OutcomeRecorder,
         jit: JustInTimeRegistrations | None = None,
+        *,
+        all_or_nothing: bool = True,
     ) -> None:
+        """With `all_or_nothing`, a missing machine fails `run`; without, only the request that waits for it."""
         self._context = context
         self._jit = jit
-        self._plan = plan
-        self._acquired = acquired
         self._recorder = recorder
-        self._requests: list[asyncio.Future[Instance]] = []
+        self._all_or_nothing = all_or_nothing
+        self._orders: list[_LaunchOrder] = []
         self._wake = asyncio.Event()
         self._launches = 0
 
-    async def create_one(self) -> RegisteredInstance:
-        """Launch an instance and wait until it is registered. Concurrent requests share a launch."""
+    async def create_one(self, plan: ProvisionPlan, acquired: AcquiredInstances) -> Instance:
+        """Launch an instance and write its record."""
         future: asyncio.Future[Instance] = asyncio.get_running_loop().create_future()
-        self._requests.append(future)
+        self._orders.append(_LaunchOrder(plan=plan, acquired=acquired, instance=future))
         self._wake.set()
-        return await self._wait_for_registration(await future)
+        return await future
 
     async def run(self) -> None:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            requests, self._requests = self._requests, []
-            if requests:
-                instances = await self._launch(len(requests))
-                for future, instance in zip(requests, instances, strict=True):
-                    if not future.done():
-                        future.set_result(instance)
+            orders, self._orders = self._orders, []
+            if not orders:
+                continue
+            try:
+                instances = await self._launch(orders)
+            except RemudaError as error:
+                if self._all_or_nothing:
+                    raise
+                _fail(orders, error)
+                continue
+            for order, instance in zip(orders, instances, strict=False):
+                if not order.instance.done():
+                    order.instance.set_result(instance)
 
-    async def _launch(self, count: int) -> list[Instance]:
-        plan, context = self._plan, self._context
+    async def _launch(self, orders: Sequence[_LaunchOrder]) -> list[Instance]:
+        """Launch for all orders. Without `all_or_nothing`, the last ones may fail alone."""
+        plan, context = orders[0].plan, self._context
         raise_if_past_deadline(context, plan)
-        await self._check_limit_before_launch(count)
+        count = await self._count_within_limit(plan, len(orders))
         self._launches += 1
         lifetimes = plan.config.lifetimes
         request = LaunchRequest(
@@ -83,47 +102,60 @@ class Creation:
         single_use = describe_retirement(plan.retire_reason, "") if plan.retire_reason else ""
         why = single_use or f"{count} not available in the pool"
         context.event_log.record("launch", why, count=count, run_id=plan.provision.run_id)
-        result = await self._call_launch(request)
+        result = await self._call_launch(request, orders)
         self._recorder.launch(count, len(result.instances), result.errors, why=single_use)
-        if len(result.instances) < count:
-            errors = "; ".join(result.errors) or "no reason was given"
-            raise CapacityError(
-                f"{len(result.instances)} of {count} instances were launched: {errors}",
-                fix="allow more instance types or subnets, another usage class, or try later",
-            )
+        launched = len(result.instances)
+        if launched < len(orders):
+            self._fail_missing(orders, result, requested=count)
         for error in result.errors:
             context.event_log.record("launch-refused", error, run_id=plan.provision.run_id)
-        created = [self._new_record(launched) for launched in result.instances]
+        orders = orders[:launched]
+        created = [self._new_record(order.plan, item) for order, item in zip(orders, result.instances, strict=True)]
         if self._jit is not None:
             created = await self._jit.register(created)
         async with asyncio.TaskGroup() as group:
-            writes = [group.create_task(self._write_record(record)) for record in created]
+            writes = [
+                group.create_task(self._write_record(record, order))
+                for record, order in zip(created, orders, strict=True)
+            ]
         instances = [write.result() for write in writes]
-        await self._check_limit_after_launch(instances)
+        await self._check_limit_after_launch(plan, instances)
         return instances
 
-    async def _check_limit_before_launch(self, count: int) -> None:
-        live = await self._context.store.count_live()
-        if live + count > self._plan.config.max_instances:
-            raise self._limit_exceeded(f"{count} more instances would make {live + count}")
+    def _fail_missing(self, orders: Sequence[_LaunchOrder], result: LaunchResult, *, requested: int) -> None:
+        launched, wanted = len(result.instances), len(orders)
+        errors = "; ".join(result.errors) or "no reason was given"
+        if launched == requested:
+            limit = orders[0].plan.config.max_instances
+            error = _limit_exceeded(limit, f"{wanted - launched} of {wanted} instances would exceed the limit")
+        else:
+            error = CapacityError(
+                f"{launched} of {requested} instances were launched: {errors}",
+                fix="allow more instance types or subnets, another usage class, or try later",
+            )
+        if self._all_or_nothing:
+            raise error
+        _fail(orders[launched:], error)
 
-    async def _check_limit_after_launch(self, ours: Sequence[Instance]) -> None:
+    async def _count_within_limit(self, plan: ProvisionPlan, count: int) -> int:
+        live, limit = await self._context.store.count_live(), plan.config.max_instances
+        if live + count <= limit:
+            return count
+        if self._all_or_nothing or live >= limit:
+            raise _limit_exceeded(limit, f"{count} more instances would make {live + count}")
+        return limit - live
+
+    async def _check_limit_after_launch(self, plan: ProvisionPlan, ours: Sequence[Instance]) -> None:
         """Another provision may have launched at the same time. The oldest instances within the limit stay."""
-        limit = self._plan.config.max_instances
+        limit = plan.config.max_instances
         if await self._context.store.count_live() <= limit:
             return
         live = sorted(await self._context.store.find(LIVE), key=lambda item: (item.created_at, item.instance_id))
         oldest = {item.instance_id for item in live[:limit]}
         if any(instance.instance_id not in oldest for instance in ours):
-            raise self._limit_exceeded(f"another provision launched first, and there are {len(live)} instances")
+            raise _limit_exceeded(limit, f"another provision launched first, and there are {len(live)} instances")
 
-    def _limit_exceeded(self, problem: str) -> CapacityError:
-        return CapacityError(
-            f"{problem}; max-instances is {self._plan.config.max_instances}",
-            fix="raise --max-instances and run remuda refresh, or try later",
-        )
-
-    async def _call_launch(self, request: LaunchRequest) -> LaunchResult:
+    async def _call_launch(self, request: LaunchRequest, orders: Sequence[_LaunchOrder]) -> LaunchResult:
         """Launch and track the machines, even if cancelled while the call is in progress."""
         launching = asyncio.ensure_future(self._context.compute.launch(request))
         try:
@@ -131,18 +163,17 @@ class Creation:
         except asyncio.CancelledError:
             await asyncio.wait({launching}, timeout=LAUNCH_ANSWER_TIMEOUT_S)
             if launching.done() and not launching.cancelled() and launching.exception() is None:
-                self._track(launching.result())
+                self._track(launching.result(), orders)
             launching.cancel()
             raise
-        self._track(result)
+        self._track(result, orders)
         return result
 
-    def _track(self, result: LaunchResult) -> None:
-        for launched in result.instances:
-            self._acquired.add(self._new_record(launched), recorded=False)
+    def _track(self, result: LaunchResult, orders: Sequence[_LaunchOrder]) -> None:
+        for order, launched in zip(orders, result.instances, strict=False):
+            order.acquired.add(self._new_record(order.plan, launched), recorded=False)
 
-    def _new_record(self, launched: Launched) -> Instance:
-        plan = self._plan
+    def _new_record(self, plan: ProvisionPlan, launched: Launched) -> Instance:
         resource_class = plan.request.resource_class
         return Instance(
             instance_id=launched.instance_id,
@@ -150,6 +181,7 @@ class Creation:
             epoch=1,
             threshold=to_milliseconds(plan.provision.deadline),
             run_id=plan.provision.run_id,
+            runner_set=plan.provision.runner_set,
             owner=f"{plan.provision.provision_id}/launch",
             provision_id=plan.provision.provision_id,
             resource_class=resource_class.name,
@@ -166,10 +198,10 @@ class Creation:
             assignment=plan.assignment(launched.instance_id, 1),
         )
 
-    async def _write_record(self, record: Instance) -> Instance:
+    async def _write_record(self, record: Instance, order: _LaunchOrder) -> Instance:
         why = "launched"
-        instance = await apply_confirmed(self._context, create(record, by=Actor.PROVISION, why=why))
-        self._acquired.add(instance)
+        instance = await apply_confirmed(self._context, create(record, by=order.plan.actor, why=why))
+        order.acquired.add(instance)
         self._context.event_log.record(
             "create",
             why,
@@ -180,14 +212,28 @@ class Creation:
         )
         return instance
 
-    async def _wait_for_registration(self, instance: Instance) -> RegisteredInstance:
-        waited = await wait_for_registration(self._context, instance, until=self._plan.until)
-        if waited.verdict is Verdict.OK:
-            return RegisteredInstance(instance=instance, source=RunnerSource.CREATED, report=waited.report)
-        why = f"new instance {instance.instance_id}: {describe_failure(waited)}"
-        if waited.stopped is StopReason.TIMEOUT:
-            raise TimedOut(why, fix="raise --provision-timeout-sec, or read the machine's console log")
-        raise Unavailable(why)
+
+def _limit_exceeded(limit: int, problem: str) -> CapacityError:
+    return CapacityError(
+        f"{problem}; max-instances is {limit}", fix="raise --max-instances and run remuda refresh, or try later"
+    )
+
+
+def _fail(orders: Sequence[_LaunchOrder], error: RemudaError) -> None:
+    for order in orders:
+        if not order.instance.done():
+            order.instance.set_exception(error)
+
+
+async def wait_for_created(context: Context, plan: ProvisionPlan, instance: Instance) -> RegisteredInstance:
+    """Wait until a new instance is registered."""
+    waited = await wait_for_registration(context, instance, until=plan.until)
+    if waited.verdict is Verdict.OK:
+        return RegisteredInstance(instance=instance, source=RunnerSource.CREATED, report=waited.report)
+    why = f"new instance {instance.instance_id}: {describe_failure(waited)}"
+    if waited.stopped is StopReason.TIMEOUT:
+        raise TimedOut(why, fix="raise --provision-timeout-sec, or read the machine's console log")
+    raise Unavailable(why)
 
 
 class JustInTimeRegistrations:

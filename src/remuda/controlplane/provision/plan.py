@@ -8,10 +8,11 @@ from datetime import timedelta
 
 from remuda.controlplane.context import Context, read_config
 from remuda.domain.errors import CapacityError, TimedOut, UserError
-from remuda.domain.instance import Assignment, Credential, Instance, RetireReason
+from remuda.domain.instance import Actor, Assignment, Credential, Instance, RetireReason
 from remuda.domain.pool_config import DEFAULT_GROUP_ID, PoolConfig, runner_name
 from remuda.domain.provision import MAX_REASON, Provision, RunnerSource
 from remuda.domain.resources import Reuse, RunnerRequest, Tier, TypePatterns, UsageClass, normalize_repository
+from remuda.domain.runner_set import RunnerSet
 from remuda.domain.timestamps import to_milliseconds
 
 #: A provision stops acquiring instances this many seconds, or this fraction of its timeout, before its deadline,
@@ -94,28 +95,34 @@ class ProvisionPlan:
     request: RunnerRequest
     scope: str
     #: None if each instance gets a just-in-time registration.
-    registration: Credential | None
+    registration: Credential | None = None
     #: Monotonic time at which the provision stops acquiring instances.
     until: float
     max_runtime_s: float
     #: The run's repository as it was given.
     repository: str = ""
+    #: The set that the instance is for; None for a run.
+    runner_set: RunnerSet | None = None
+
+    @property
+    def actor(self) -> Actor:
+        return Actor.LISTENER if self.runner_set is not None else Actor.PROVISION
 
     @property
     def retire_reason(self) -> RetireReason | None:
         """Why new instances of this provision never serve another run; None if they may."""
-        if self.registration is None:
+        if self.registration is None and self.runner_set is None:
             return RetireReason.EPHEMERAL
         return RetireReason.NEVER_REUSED if self.request.reuse is Reuse.NEVER else None
 
     def assignment(self, instance_id: str, epoch: int) -> Assignment:
-        tokens = self.config.find_tokens(self.scope)
+        tokens, runner_set = self.config.find_tokens(self.scope), self.runner_set
         return Assignment(
             url=f"{self.config.github_url}/{self.scope}",
             runner_name=runner_name(self.config.pool, epoch, instance_id),
-            labels=(self.provision.run_id, self.provision.resource_class),
+            labels=runner_set.labels if runner_set else (self.provision.run_id, self.provision.resource_class),
             repository=self.repository,
-            runner_group=tokens.runner_group if tokens else "",
+            runner_group=runner_set.runner_group if runner_set else tokens.runner_group if tokens else "",
             tier=self.request.tier,
             credential=self.registration,
         )

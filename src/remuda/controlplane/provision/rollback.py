@@ -63,14 +63,16 @@ async def roll_back(
             for result in results:
                 if isinstance(result, RemudaError):
                     context.event_log.record("rollback-incomplete", result.message)
-            await _close_provision(context, provision, why=why, outcome=outcome)
+            # A runner of a set that listens keeps its provision: a sweep would take it back otherwise.
+            if not any(result is True for result in results):
+                await _close_provision(context, provision, why=why, outcome=outcome)
     except (TimeoutError, RemudaError) as error:
         context.event_log.record("rollback-incomplete", f"sweeps will finish it ({error or 'timeout'})")
 
 
 async def _removal_credential(context: Context, config: PoolConfig, acquired: AcquiredInstances) -> Credential | None:
     """Without one, registered instances wait for a sweep; the others can still be given back."""
-    if not acquired.all():
+    if not acquired.all() or acquired.all()[0].instance.runner_set:
         return None
     try:
         return await removal_credential(context, config, acquired.all()[0].instance.scope)
@@ -81,15 +83,21 @@ async def _removal_credential(context: Context, config: PoolConfig, acquired: Ac
 
 async def _give_back(
     context: Context, config: PoolConfig, item: AcquiredInstance, removal: Credential | None, *, why: str
-) -> None:
+) -> bool:
+    """Return whether the provision keeps the instance."""
     if not item.recorded:
         await _tombstone(context, item.instance, why=why)
-        return
+        return False
     instance = item.instance
     for _ in range(CONFLICT_ATTEMPTS):
         event: End | Release
         if instance.state is State.CREATED:
             event = End(reason=RetireReason.RELEASED, owner=item.instance.owner)
+        elif instance.runner_set and instance.state is State.CLAIMED:
+            event = Release(release_time_s=config.lifetimes.release_time_s, credential=None, owner=item.instance.owner)
+        elif instance.runner_set:
+            # It listens, so it may have a job already: the listener decides.
+            return instance.state is State.RUNNING
         elif instance.state in ASSIGNED and removal is not None:
             event = Release(
                 release_time_s=config.lifetimes.release_time_s,
@@ -98,16 +106,21 @@ async def _give_back(
                 deregistered=await remove_jit_registration(context, instance),
             )
         else:
-            return
+            return False
         try:
-            await transition(context, instance, event, by=Actor.PROVISION, why=why)
+            await transition(context, instance, event, by=_actor(instance), why=why)
         except Conflict as conflict:
             current = conflict.current
             if not isinstance(current, Instance) or current.owner != item.instance.owner or current == instance:
-                return
+                return False
             instance = current
         else:
-            return
+            return False
+    return False
+
+
+def _actor(instance: Instance) -> Actor:
+    return Actor.LISTENER if instance.runner_set else Actor.PROVISION
 
 
 async def _tombstone(context: Context, instance: Instance, *, why: str) -> None:
@@ -117,7 +130,7 @@ async def _tombstone(context: Context, instance: Instance, *, why: str) -> None:
         instance, state=State.TERMINATING, threshold=now, run_id="", last_run_id=instance.run_id, assignment=None
     )
     try:
-        await context.store.apply(tombstone(record, by=Actor.PROVISION, now=now, why=why))
+        await context.store.apply(tombstone(record, by=_actor(instance), now=now, why=why))
         context.event_log.record(
             "tombstone", why, instance_id=instance.instance_id, retire_reason=RetireReason.UNRECORDED
         )
@@ -126,7 +139,7 @@ async def _tombstone(context: Context, instance: Instance, *, why: str) -> None:
         if not isinstance(current, Instance) or current.owner != instance.owner or current.state is not State.CREATED:
             return
         event = End(reason=RetireReason.RELEASED, owner=instance.owner)
-        await transition(context, current, event, by=Actor.PROVISION, why=why)
+        await transition(context, current, event, by=_actor(instance), why=why)
     await context.compute.terminate([instance.instance_id])
 
 

@@ -1,6 +1,8 @@
-"""Claim workers: claim idle instances from the pool and wait for their registration."""
+"""Claim workers: claim idle instances from the pool, for runs and for runner sets, and wait for their registration."""
 
 from __future__ import annotations
+
+from collections.abc import Awaitable
 
 from remuda.controlplane.context import Context, apply_confirmed, transition
 from remuda.controlplane.provision.outcome import OutcomeRecorder
@@ -38,8 +40,12 @@ class Selection:
         pickup: PickupManager,
         acquired: AcquiredInstances,
         recorder: OutcomeRecorder,
+        *,
+        intent: Awaitable[None] | None = None,
     ) -> None:
+        """`intent` is the write of the provision record, if it is in progress: nothing is claimed before its end."""
         self._context = context
+        self._intent = intent
         self._plan = plan
         self._pickup = pickup
         self._acquired = acquired
@@ -50,18 +56,26 @@ class Selection:
 
     async def claim_one(self) -> RegisteredInstance | None:
         """Claim one matching instance and wait until it is registered. Return None if the pool is exhausted."""
+        while (claimed := await self.claim()) is not None:
+            registered = await self._wait_for_registration(claimed)
+            if registered is not None:
+                return registered
+        return None
+
+    async def claim(self) -> Instance | None:
+        """Claim one matching instance. Return None if the pool is exhausted."""
         while True:
             raise_if_past_deadline(self._context, self._plan)
             delivery = await self._pickup.next_match()
+            if self._intent is not None:
+                await self._intent
             if delivery is None or delivery.message is None:
                 return None
             await self._ensure_provision_open()
             claimed = await self._try_claim(delivery, delivery.message)
-            if claimed is None:
-                continue  # lost the race; try the next message
-            registered = await self._wait_for_registration(claimed)
-            if registered is not None:
-                return registered
+            if claimed is not None:
+                return claimed
+            # Another process was first: try the next message.
 
     async def watch_provision_open(self) -> None:
         """Raise `Conflict` if the run is released while the workers wait for machines."""
@@ -100,9 +114,10 @@ class Selection:
                 assignment=plan.assignment(message.id, message.epoch + 1),
                 reuse=plan.request.reuse,
                 repository=normalize_repository(plan.repository),
+                runner_set=plan.provision.runner_set,
                 margin_s=plan.config.lifetimes.margin_s,
             ),
-            by=Actor.PROVISION,
+            by=plan.actor,
             now=now,
             why=_claim_reason(message, plan),
         )

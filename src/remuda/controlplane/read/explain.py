@@ -1,43 +1,53 @@
-"""Explanation of a run or an instance: reads the records, histories and reports that it needs. Reads only."""
+"""Explanation of a run, job, runner set or instance: reads the records that it needs. Reads only."""
 
 from __future__ import annotations
 
 import asyncio
 import difflib
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from remuda.controlplane.context import Context, read_config, skip_unreadable
+from remuda.controlplane.read.demand import read_demand_input
 from remuda.domain.errors import UserError
-from remuda.domain.instance import LIVE
+from remuda.domain.instance import HOLDER_PREFIX, LIVE
 from remuda.domain.pool_config import PoolConfig, parse_runner_name
 from remuda.domain.provision import Provision, RejectionKind
+from remuda.domain.reporting.demand import DemandInput, DemandStatus, demand_status
 from remuda.domain.reporting.explanation import Explanation, ExplanationInput, explain_instance, explain_run
+from remuda.domain.reporting.job_explanation import explain_job, explain_jobs, explain_queued, explain_set
 from remuda.domain.resources import check_run_id, is_instance_id
+from remuda.domain.runner_set import is_set_name
 
-FIELD = "RUN|INSTANCE"
+FIELD = "RUN|JOB|SET|INSTANCE"
 #: For an unknown run: recent provisions searched for similar ids, and ids named in the error.
 MAX_SEARCHED = 200
 MAX_SUGGESTIONS = 5
+#: Newest provisions that explain why jobs of sets wait.
+RECENT_PROVISIONS = 50
 
 
 def check_subject(subject: str) -> str:
-    """Validate a run id, instance id or runner name. Makes no call."""
-    return subject if is_instance_id(subject) else check_run_id(subject, field=FIELD)
+    """Validate a run id, job id, holder id of a set, instance id or runner name. Makes no call."""
+    if is_instance_id(subject) or (subject.startswith(HOLDER_PREFIX) and is_set_name(subject[len(HOLDER_PREFIX) :])):
+        return subject
+    return check_run_id(subject, field=FIELD)
 
 
 async def explain(context: Context, subject: str) -> Explanation:
-    """Explain a run id, an instance id or the name of a runner."""
+    """Explain a run id, a job id, `set.` and the name of a runner set, an instance id or the name of a runner."""
     config = await read_config(context)
     parsed = parse_runner_name(config.pool, subject)
     if parsed is not None:
         return await _explain_instance(context, config, parsed[1])
     if is_instance_id(subject):
         return await _explain_instance(context, config, subject)
+    if subject.startswith(HOLDER_PREFIX):
+        return await _explain_set(context, config, subject[len(HOLDER_PREFIX) :])
     provisions = await context.store.provisions_of_run(subject)
     if not provisions:
-        recent = await context.store.recent_provisions(MAX_SEARCHED)
-        raise _unknown("run", subject, list(dict.fromkeys(item.run_id for item in recent)), config)
+        return await _explain_jobs(context, config, subject)
     return explain_run(subject, provisions, await _read_input(context, config, await _ids(context, provisions)))
 
 
@@ -48,6 +58,51 @@ async def _explain_instance(context: Context, config: PoolConfig, instance_id: s
         newest = sorted(live, key=lambda item: item.created_at, reverse=True)
         raise _unknown("instance", instance_id, [item.instance_id for item in newest], config)
     return explain_instance(found.instances[instance_id], found)
+
+
+async def _explain_jobs(context: Context, config: PoolConfig, subject: str) -> Explanation:
+    """Explain a run without a provision of its own, or a single job."""
+    store = context.store
+    jobs, single = await asyncio.gather(store.jobs_of_run(subject), store.get_jobs([subject]))
+    jobs = jobs or list(single.values())
+    found = await _read_demand(context, config)
+    if not jobs:
+        queued = [job for job in found.status.overdue if subject in {job.run_id, job.job_id}]
+        if queued:
+            return explain_queued(queued[0])
+        recent = await store.recent_provisions(MAX_SEARCHED)
+        known = [*(item.run_id for item in found.records.jobs), *(item.run_id for item in recent)]
+        raise _unknown("run or job", subject, list(dict.fromkeys(known)), config)
+    ids = {parsed[1] for job in jobs if (parsed := parse_runner_name(config.pool, job.runner_name)) is not None}
+    records = await _read_input(context, config, ids)
+    if subject in single:
+        return explain_job(single[subject], records, found.records, found.status)
+    return explain_jobs(subject, jobs, records, found.records, found.status)
+
+
+async def _explain_set(context: Context, config: PoolConfig, name: str) -> Explanation:
+    found = await _read_demand(context, config)
+    status = found.status.find_set(name)
+    if status is None:
+        raise _unknown("set", name, [item.name for item in found.status.sets], config)
+    provisions = [item for item in found.records.provisions if item.runner_set == name]
+    return explain_set(status, found.records, provisions)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Demand:
+    records: DemandInput
+    status: DemandStatus
+
+
+async def _read_demand(context: Context, config: PoolConfig) -> _Demand:
+    live, provisions = await asyncio.gather(
+        context.store.find(LIVE), context.store.recent_provisions(RECENT_PROVISIONS)
+    )
+    ids = [item.instance_id for item in live if item.runner_set]
+    reports, _ = await skip_unreadable(context.store.get_reports(ids), partial(context.event_log.record, "unreadable"))
+    records = await read_demand_input(context, config, live, reports, provisions)
+    return _Demand(records=records, status=demand_status(records))
 
 
 async def _ids(context: Context, provisions: Sequence[Provision]) -> set[str]:

@@ -9,13 +9,20 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
 from remuda.controlplane.context import Context, skip_unreadable
+from remuda.controlplane.read.demand import read_demand
 from remuda.domain.errors import NotFound, RemudaError
 from remuda.domain.instance import ABSORBING, LIVE, Instance, State
 from remuda.domain.pool_config import PoolConfig, parse_runner_name, stale_registration_reason
 from remuda.domain.provision import Provision, ProvisionStatus, describe_ended
+from remuda.domain.reporting.demand import DemandStatus
 from remuda.domain.reporting.prices import PriceTable, mean_spot_prices
 from remuda.domain.reporting.usage import UsageReport, usage_report
-from remuda.domain.reporting.warnings import PoolWarning, WarningKind, find_warnings
+from remuda.domain.reporting.warnings import (
+    PoolWarning,
+    WarningKind,
+    find_demand_warnings,
+    find_warnings,
+)
 from remuda.domain.resources import UsageClass
 from remuda.domain.signals import Report
 from remuda.ports.github import GitHubRunner
@@ -31,6 +38,8 @@ REGISTRATION_CHECK_INTERVAL_S = 60.0
 _GITHUB_WARNINGS = frozenset({WarningKind.STALE_REGISTRATION, WarningKind.GITHUB})
 #: Maximum number of provisions in a report; the newest are taken.
 MAX_PROVISIONS = 50_000
+#: The same for jobs of runner sets.
+MAX_JOBS = 50_000
 #: Maximum seconds between the decision to end a machine and its confirmed termination.
 MAX_TERMINATION_S = 3_600.0
 
@@ -62,6 +71,7 @@ class Status:
     runs: Sequence[Provision]
     #: A sentence by provision id, for committed runs whose machines have all ended.
     ended: Mapping[str, str] = field(default_factory=dict)
+    demand: DemandStatus = field(default_factory=DemandStatus)
     warnings: Sequence[PoolWarning] = ()
     #: One sentence per record that cannot be parsed.
     unreadable: Sequence[str] = ()
@@ -99,6 +109,7 @@ async def status(context: Context, *, include_terminated: bool = False, check_re
         asyncio.gather(*(_depth(context, name) for name in classes)),
         _ended(context, runs, instances),
     )
+    demand = await read_demand(context, config, instances, reports, runs)
     idle = Counter(item.resource_class for item in instances if item.state is State.IDLE)
     unreadable += [f"the record {name} cannot be read: {why}" for name, why in store.malformed_records.items()]
     now = context.clock.now()
@@ -111,8 +122,10 @@ async def status(context: Context, *, include_terminated: bool = False, check_re
         pools={name: PoolLevel(idle=idle[name], messages=depth) for name, depth in zip(classes, depths, strict=True)},
         runs=runs,
         ended=ended,
+        demand=demand,
         warnings=(
             *find_warnings(config, instances, reports, runs, now=now),
+            *find_demand_warnings(demand),
             *(await _stale_registrations(context, config, runners, instances) if config and runners else ()),
             *failures,
             *(PoolWarning(kind=WarningKind.UNREADABLE, subject="", text=sentence) for sentence in unreadable),
@@ -228,7 +241,10 @@ async def report(context: Context, *, since: datetime, prices: PriceTable) -> Us
         notes.append(f"only the newest {MAX_PROVISIONS} provisions are counted")
     if store.malformed_records:
         notes.append(f"{len(store.malformed_records)} records cannot be parsed and are left out")
-    usage = usage_report(provisions, instances, histories, prices, since=since, until=until)
+    jobs = await store.recent_jobs(MAX_JOBS, since=since)
+    if len(jobs) == MAX_JOBS:
+        notes.append(f"only the newest {MAX_JOBS} jobs are counted")
+    usage = usage_report(provisions, instances, histories, prices, jobs=jobs, since=since, until=until)
     notes += (f"no price is known for {name}: it counts as free" for name in sorted(usage.costs.unpriced_hours))
     return replace(usage, notes=tuple(notes))
 

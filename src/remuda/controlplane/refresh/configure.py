@@ -13,6 +13,8 @@ from remuda.domain.errors import Conflict, RemudaError, UserError
 from remuda.domain.pool_config import DEFAULT_GROUP_ID, PoolConfig, ScopeTokens
 from remuda.domain.resources import ResourceClass, Reuse
 from remuda.domain.runner_release import IMAGE, RunnerChoice, RunnerRelease, resolve_release
+from remuda.domain.runner_set import FIELD as RUNNER_SETS
+from remuda.domain.runner_set import RunnerSet, capacity_warnings
 from remuda.domain.serialization import to_jsonable
 from remuda.domain.thresholds import Lifetimes
 from remuda.domain.timestamps import to_milliseconds
@@ -38,12 +40,15 @@ class DesiredConfig:
     runner_group: str = ""
     launch: Mapping[str, str] = field(default_factory=dict)
     reuse: Reuse = Reuse.SAME_TRUST
+    runner_sets: tuple[RunnerSet, ...] = ()
 
 
 async def apply_configuration(context: Context, desired: DesiredConfig, result: RefreshResultBuilder) -> PoolConfig:
     github = context.github
     if github is None:
         raise UserError("refresh needs a GitHub credential", field="github-token", fix="set REMUDA_GITHUB_TOKEN")
+    for warning in capacity_warnings(desired.runner_sets, max_instances=desired.max_instances):
+        result.warn(warning)
     # Check the store and the GitHub credential first, so that nothing else is created if one of them is rejected.
     result.applied.extend(await context.store.prepare())
     stored = await context.store.get_config()
@@ -67,6 +72,7 @@ async def apply_configuration(context: Context, desired: DesiredConfig, result: 
             github_url=desired.github_url,
             launch=dict(desired.launch),
             reuse=desired.reuse,
+            runner_sets=desired.runner_sets,
             applied_at=to_milliseconds(context.clock.now()),
             revision=stored.revision + 1 if stored else 1,
             tokens=_with_tokens(stored_tokens, tokens),
@@ -226,6 +232,9 @@ def _field_changes(name: str, old: Any, new: Any) -> Iterator[SettingChange]:
     elif name == "classes":
         before, after = ({item.name: item.describe() for item in classes} for classes in (old, new))
         yield _CLASSES, (_without(before, after), _without(after, before))
+    elif name == "runner_sets":
+        before, after = ({item.name: item.describe() for item in sets} for sets in (old, new))
+        yield RUNNER_SETS, (_without(before, after), _without(after, before))
     else:
         yield _setting_name(name), (to_jsonable(old), to_jsonable(new))
 

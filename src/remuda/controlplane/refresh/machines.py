@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from remuda.controlplane.context import Context, map_concurrently, skip_unreadable, transition, transition_all
 from remuda.controlplane.refresh.result import RefreshResultBuilder
+from remuda.controlplane.release import release_set_provision
 from remuda.domain.errors import Conflict, RemudaError
 from remuda.domain.instance import ABSORBING, Instance, State
 from remuda.domain.pool_config import PoolConfig, parse_runner_name, stale_registration_reason
@@ -44,6 +45,20 @@ class FirstSeen:
         """Record that it is seen now; return whether the previous sweep saw it, too."""
         self.since(anomaly)
         return anomaly in self._known
+
+    def record(self, anomaly: str, at: datetime) -> None:
+        """Record that it is seen now, and exists since a time that is known better than by the sweeps."""
+        self._seen[anomaly] = to_milliseconds(at)
+
+    @property
+    def known(self) -> Mapping[str, datetime]:
+        """What earlier sweeps saw."""
+        return self._known
+
+    @property
+    def seen(self) -> Mapping[str, datetime]:
+        """What this sweep has seen or kept so far."""
+        return self._seen
 
     def keep(self, anomaly: str) -> None:
         """Keep the time of a known anomaly, because this sweep could not check it."""
@@ -96,6 +111,9 @@ class MachineSweep(PartialSweep):
         why = f"the machine is {view.state}" if view else "the machine no longer exists"
         await transition(self._context, instance, End(reason=RetireReason.GONE), by=Actor.REFRESH, why=why)
         self._result.retired[instance.instance_id] = why
+        if instance.runner_set:
+            # Nobody else closes it before its deadline. A run closes its own.
+            await release_set_provision(self._context, instance, why=why)
 
     def _is_missing(self, instance: Instance, listed_at: datetime) -> bool:
         """Whether the machine was missing in two lists, a grace period apart, and was launched before the grace period.

@@ -34,6 +34,8 @@ class RefreshResult:
     errors: tuple[str, ...]
     #: Sentences about the version of the actions runner, if GitHub will refuse it soon.
     warnings: tuple[str, ...] = ()
+    #: One sentence per job that waits too long for a runner.
+    waiting_jobs: tuple[str, ...] = ()
     #: Number of live instances per state before the sweeps; None if they could not be read.
     live_instances: Mapping[str, int] | None = None
     seconds: float
@@ -59,6 +61,7 @@ class RefreshResultBuilder:
         self.live_instances: dict[str, int] | None = None
         self.errors: list[str] = []
         self.warnings: list[str] = []
+        self.waiting_jobs: list[str] = []
 
     def warn(self, message: str) -> None:
         self.warnings.append(message)
@@ -85,6 +88,7 @@ class RefreshResultBuilder:
             deleted_records=self.deleted_records,
             errors=tuple(self.errors),
             warnings=tuple(self.warnings),
+            waiting_jobs=tuple(self.waiting_jobs),
             live_instances=self.live_instances,
             seconds=round(self._context.clock.monotonic() - self._started_at, 4),
             calls=self._context.calls.by_service(),

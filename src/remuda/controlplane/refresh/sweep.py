@@ -14,11 +14,15 @@ from datetime import datetime, timedelta
 from math import inf
 
 from remuda.controlplane.context import Context, map_concurrently, skip_unreadable, transition, transition_all
+from remuda.controlplane.refresh.audit import WaitingJobAudit
 from remuda.controlplane.refresh.machines import FirstSeen, MachineSweep, PartialSweep, StaleRegistrationSweep
 from remuda.controlplane.refresh.result import RefreshResultBuilder
+from remuda.controlplane.refresh.runner_sets import RunnerSetSweep
 from remuda.controlplane.release import (
     advance_release,
+    deregister_set_runner,
     publish_to_pool,
+    release_of_set,
     removal_credential,
     remove_jit_registration,
 )
@@ -77,7 +81,15 @@ class Sweep:
         counts = Counter(item.state for item in records.values())
         result.live_instances = {state.value: counts[state] for state in State if state in LIVE}
         reports = await self._read_reports(records)
-        await self._guarded("records", lambda: self._sweep_records(records, reports))
+        in_sets: frozenset[str] = frozenset()
+
+        async def sweep_runner_sets() -> None:
+            nonlocal in_sets
+            in_sets = await RunnerSetSweep(context, config, result, first_seen).run(records, reports)
+
+        await self._guarded("runner sets", sweep_runner_sets)
+        rest = {key: item for key, item in records.items() if key not in in_sets}
+        await self._guarded("records", lambda: self._sweep_records(rest, reports))
         if external.machines is not None:
             machines = MachineSweep(context, config, result, first_seen)
             views = external.machines
@@ -89,6 +101,8 @@ class Sweep:
         )
         not_retired = {key: item for key, item in records.items() if key not in result.retired}
         await self._guarded("stale registrations", lambda: registrations.run(external.runners, not_retired))
+        audit = WaitingJobAudit(context, config, result, first_seen, runners=external.runners)
+        await self._guarded("waiting jobs", lambda: audit.run(not_retired))
         await self._guarded("anomalies", lambda: first_seen.save(context.store))
         await self._guarded("old records", self._delete_old_records)
         for name, why in context.store.malformed_records.items():
@@ -126,7 +140,7 @@ class Sweep:
     async def _list_runners(self) -> Mapping[str, Sequence[GitHubRunner]]:
         runners: dict[str, Sequence[GitHubRunner]] = {}
         github = self._context.github
-        for scope in [item.scope for item in self._config.tokens] if github is not None else []:
+        for scope in _scopes(self._config) if github is not None else []:
             try:
                 runners[scope] = await github.list_runners(scope) if github is not None else ()
             except RemudaError as error:
@@ -134,12 +148,17 @@ class Sweep:
         return runners
 
     async def _read_reports(self, records: Mapping[str, Instance]) -> Mapping[str, Report]:
-        """Read only the reports that decide something: those with a problem, and those of releasing instances.
+        """Read only the reports that decide something: those with a problem, and those of releasing instances and of
+        runners of sets.
 
         Without them, only thresholds decide.
         """
         store = self._context.store
-        releasing = [key for key, item in records.items() if item.state is State.RELEASING]
+        releasing = [
+            key
+            for key, item in records.items()
+            if item.state is State.RELEASING or (item.state is State.RUNNING and item.runner_set)
+        ]
         found: dict[str, Report] = {}
 
         async def read_troubled() -> None:
@@ -169,7 +188,7 @@ class Sweep:
                 due.append(after)
 
         live = [item for item in records.values() if item.state not in ABSORBING]
-        overdue = await self._end_overdue(live)
+        overdue = await self._end_overdue(live, reports)
         others = [item for item in live if item.instance_id not in overdue]
         for instance, result in zip(others, await map_concurrently(others, one), strict=True):
             if isinstance(result, RemudaError):
@@ -180,10 +199,12 @@ class Sweep:
         if not errors:
             self._result.published.extend(item.instance_id for item in due)
 
-    async def _end_overdue(self, live: Sequence[Instance]) -> frozenset[str]:
-        """End instances past their threshold, in one batch per state. Return their ids."""
+    async def _end_overdue(self, live: Sequence[Instance], reports: Mapping[str, Report]) -> frozenset[str]:
+        """End instances past their time limit, in one batch per state. Return their ids."""
         margin_s, now = self._config.lifetimes.margin_s, self._context.clock.now()
-        overdue = [item for item in live if expired(item.threshold, now=now, margin_s=margin_s)]
+        overdue = [
+            item for item in live if expired(item.deadline(busy=_is_busy(item, reports)), now=now, margin_s=margin_s)
+        ]
         event = End(reason=RetireReason.EXPIRED, margin_s=margin_s)
         for state in sorted({item.state for item in overdue}):
             batch = [item for item in overdue if item.state is state]
@@ -210,7 +231,8 @@ class Sweep:
                 self._result.retired[instance.instance_id] = instance.retire_text
             if instance != before:
                 return instance
-        if instance.state is State.RUNNING and registration_verdict(report, instance.epoch) is Verdict.FAILED:
+        has_failed = registration_verdict(report, instance.epoch) is Verdict.FAILED
+        if instance.state is State.RUNNING and has_failed and not (instance.runner_set and report and report.busy):
             why = f"its runner failed: {report.detail if report else ''}"
             return await self._end(instance, End(reason=RetireReason.FAILED, report=report), why)
         if instance.state is State.IDLE and (found := self._retirement(instance, now)):
@@ -250,6 +272,17 @@ class Sweep:
 
     async def _delete_old_records(self) -> None:
         self._result.deleted_records = await self._context.store.forget(self._context.clock.now())
+
+
+def _scopes(config: PoolConfig) -> list[str]:
+    """Scopes in which the pool has registered runners, each once."""
+    scopes = [*(item.scope for item in config.tokens), *(item.scope for item in config.runner_sets)]
+    return list({scope.lower(): scope for scope in reversed(scopes)}.values())[::-1]
+
+
+def _is_busy(instance: Instance, reports: Mapping[str, Report]) -> bool:
+    report = reports.get(instance.instance_id)
+    return report is not None and report.busy and report.epoch == instance.epoch
 
 
 class ProvisionSweep(PartialSweep):
@@ -301,6 +334,13 @@ class ProvisionSweep(PartialSweep):
         event: End | Release
         if instance.state is State.CREATED:
             event = End(reason=RetireReason.RELEASED)
+        elif instance.runner_set:
+            if instance.state is State.RUNNING and not await deregister_set_runner(
+                self._context, instance, by=Actor.REFRESH
+            ):
+                # It has a job, or may have one.
+                return
+            event = release_of_set(self._config, deregistered=instance.state is State.RUNNING)
         else:
             credential = await removal_credential(self._context, self._config, instance.scope)
             event = Release(

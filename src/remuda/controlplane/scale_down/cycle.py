@@ -20,7 +20,6 @@ from remuda.domain.scale_down.decisions import (
     Decision,
     Lookup,
     ScaleDownPhase,
-    ScaleDownPolicy,
     decide_active,
     decide_bypassed,
     decide_orphan,
@@ -30,6 +29,7 @@ from remuda.domain.scale_down.decisions import (
 )
 from remuda.domain.scale_down.fleet import FleetMachine, Registration, Registrations, match_registrations
 from remuda.domain.scale_down.idle_config import quota_at
+from remuda.domain.scale_down.policy import ScaleDownPolicy
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock
 from remuda.ports.compute import POOL_TAG, TaggedFleet

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
 
-from remuda.domain.instance import HistoryEntry, Instance, State
+from remuda.domain.instance import HOLDER_PREFIX, HistoryEntry, Instance, State
 from remuda.domain.provision import (
     Provision,
     ProvisionOutcome,
@@ -41,7 +41,7 @@ class ExplainedEvent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
-    #: `run` or `instance`.
+    #: `run`, `instance`, `job` or `set`.
     kind: str
     subject: str
     title: str
@@ -67,6 +67,10 @@ _DESCRIPTIONS: Mapping[str, tuple[str, Severity]] = {
     "tombstone": ("locked: it has the pool's tags but no record", Severity.BAD),
     "claim": ("claimed from the pool", Severity.GOOD),
     "commit": ("running, accepts jobs", Severity.GOOD),
+    "equip": ("registered for one job of its set, starts to listen", Severity.GOOD),
+    "bind": ("runs a job", Severity.GOOD),
+    "listen-on": ("keeps listening", Severity.MINOR),
+    "fill": ("idle, in the pool ahead of demand", Severity.GOOD),
     "release": ("releasing", Severity.NORMAL),
     "extend": ("threshold extended", Severity.NORMAL),
     "credential": ("removal credential renewed", Severity.MINOR),
@@ -87,6 +91,7 @@ _REJECTIONS: Mapping[RejectionKind, str] = {
 }
 _ACQUIRED = frozenset({"create", "claim"})
 _COMMIT = "commit"
+_BIND = "bind"
 _ANNOUNCE = "announce"
 
 
@@ -154,13 +159,20 @@ def explain_entry(instance_id: str, entry: HistoryEntry, *, with_run: bool = Fal
         what, severity = f"terminating, was {entry.source}", Severity.BAD
     else:
         what, severity = _DESCRIPTIONS.get(entry.transition, (entry.transition, Severity.NORMAL))
-    if with_run and entry.run_id and entry.transition in _ACQUIRED:
-        what = f"{what} for run {entry.run_id}"
+    if with_run and entry.run_id and entry.transition in _ACQUIRED | {_BIND}:
+        what = f"{what} {describe_holder(entry.run_id)}"
     why = f"{entry.why} ({entry.by})"
     if entry.transition == _ANNOUNCE:
         # The description says it all; only the actor is new.
         what, why = f"{what} ({entry.by})", ""
     return ExplainedEvent(at=entry.at, instance_id=instance_id, what=what, why=why, severity=severity)
+
+
+def describe_holder(run_id: str) -> str:
+    """Say for whom a machine is acquired: a run, or a set that has no job for it yet."""
+    if run_id.startswith(HOLDER_PREFIX):
+        return f"for set {run_id.removeprefix(HOLDER_PREFIX)}"
+    return f"for run {run_id}"
 
 
 def _request_events(provision: Provision) -> Iterator[ExplainedEvent]:
@@ -275,6 +287,8 @@ def describe_next(instance: Instance, report: Report | None, records: Explanatio
         return f"its threshold as {instance.state} has passed: the next refresh terminates it"
     busy = report is not None and report.busy
     ending = f"; then it is terminated: {instance.retire_text}" if instance.retire_reason else ""
+    if instance.runner_set and instance.state is State.RUNNING:
+        return _describe_next_in_set(instance, report, until, ending)
     return {
         State.CREATED: f"boots and registers; if it is not running by {until}, it is terminated",
         State.CLAIMED: f"registers; if it is not running by {until}, it is terminated",
@@ -286,3 +300,14 @@ def describe_next(instance: Instance, report: Report | None, records: Explanatio
         if instance.quarantined_until is not None
         else f"waits for a run in the pool; if none claims it by {until}, it is terminated{ending}",
     }[instance.state]
+
+
+def _describe_next_in_set(instance: Instance, report: Report | None, until: str, ending: str) -> str:
+    pool = ending or ", then it is reset and returns to the pool"
+    if report is not None and report.spent_epoch == instance.epoch:
+        return f"has run its job of set {instance.runner_set} and is about to be released{pool}"
+    if instance.is_bound:
+        return f"runs a job of run {instance.run_id} for set {instance.runner_set}, at most until {until}{pool}"
+    if report is not None and report.busy:
+        return f"runs a job of set {instance.runner_set} that GitHub has not reported yet{pool}"
+    return f"listens for a job of set {instance.runner_set}; without one it is released after {until}{ending}"

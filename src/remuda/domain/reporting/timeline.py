@@ -32,6 +32,8 @@ _PHASES = {
     State.IDLE: MachinePhase.IDLE,
     State.TERMINATING: MachinePhase.ENDING,
 }
+#: Row of the transition table that tells a running machine of a set the run of its job.
+_BIND = "bind"
 #: Phases that belong to a run.
 _ASSIGNED = frozenset({MachinePhase.BOOTING, MachinePhase.CLAIMED, MachinePhase.RUNNING, MachinePhase.RELEASING})
 
@@ -47,7 +49,7 @@ class Span:
     phase: MachinePhase
     begin: datetime
     end: datetime
-    #: The run that the instance served, or empty.
+    #: The run that the instance served, the holder id of its set before its job started, or empty.
     run_id: str = ""
 
     @property
@@ -69,7 +71,7 @@ def spans_of(instance: Instance, history: Sequence[HistoryEntry], *, now: dateti
     begin, end = lifetime(instance, history, now=now)
     found: list[Span] = []
     phase, run_id, at = MachinePhase.UNKNOWN, "", begin
-    for entry in [item for item in history if item.source is not item.target]:
+    for entry in [item for item in history if item.source is not item.target or item.transition == _BIND]:
         # Clocks differ: a later entry may have an earlier time.
         until = min(max(entry.at, at), end)
         found.append(_span(instance, phase, at, until, run_id))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from remuda.domain.demand import JobRecord
 from remuda.domain.instance import HistoryEntry, Instance
 from remuda.domain.provision import Provision, ProvisionKind, ProvisionOutcome, RunnerSource
 from remuda.domain.reporting.prices import PriceTable
@@ -15,6 +16,7 @@ from remuda.domain.reporting.timeline import MachinePhase, Span, clip, mean_coun
 #: Intervals of the chart of the fleet.
 CHART_STEPS = 168
 HOUR_S = 3_600.0
+UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +37,8 @@ class CostBreakdown:
     by_class: Mapping[str, float]
     by_usage: Mapping[str, float]
     by_type: Mapping[str, float]
-    #: The empty key holds the costs of idle, ending and unknown phases.
+    #: The empty key holds the costs of idle, ending and unknown phases, a holder id those of a set's runners without a
+    #: job.
     by_run: Mapping[str, float]
     #: Hours of types without a known price, by type and usage class.
     unpriced_hours: Mapping[str, float]
@@ -72,6 +75,35 @@ class ProvisionPoint:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RunnerSetUsage:
+    """The jobs of one runner set in a period."""
+
+    jobs: int
+    #: Seconds from the queue to the start of the jobs that started.
+    queue_wait: DurationStats | None
+    #: Number of jobs per result; `running` and `waiting` for those without one.
+    results: Mapping[str, int]
+    #: Machines taken from the pool, and launched ones.
+    reused: int
+    created: int
+
+    @property
+    def reuse_rate(self) -> float | None:
+        return _share(self.reused, self.created)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobUsage:
+    """The jobs of runner sets in a period."""
+
+    by_set: Mapping[str, RunnerSetUsage] = field(default_factory=dict)
+    #: Costs of the machines from the start of a job to their return to the pool, without idle and listening time.
+    cost_by_repository: Mapping[str, float] = field(default_factory=dict)
+    #: By repository and workflow file.
+    cost_by_workflow: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class UsageReport:
     since: datetime
     until: datetime
@@ -95,6 +127,7 @@ class UsageReport:
     failures: Mapping[str, int]
     #: Number of terminated instances per state and reason.
     retirements: Mapping[str, int]
+    jobs: JobUsage = field(default_factory=JobUsage)
     points: tuple[ProvisionPoint, ...] = ()
     #: Mean number of machines per phase, in equal intervals from `chart_start` on.
     fleet: tuple[Mapping[MachinePhase, float], ...] = ()
@@ -104,8 +137,11 @@ class UsageReport:
 
     @property
     def reuse_rate(self) -> float | None:
-        runners = self.reused + self.created
-        return self.reused / runners if runners else None
+        return _share(self.reused, self.created)
+
+
+def _share(reused: int, created: int) -> float | None:
+    return reused / (reused + created) if reused + created else None
 
 
 def usage_report(
@@ -114,6 +150,7 @@ def usage_report(
     histories: Mapping[str, Sequence[HistoryEntry]],
     prices: PriceTable,
     *,
+    jobs: Sequence[JobRecord] = (),
     since: datetime,
     until: datetime,
 ) -> UsageReport:
@@ -148,6 +185,7 @@ def usage_report(
         ),
         failures=dict(Counter(outcome.error for outcome in outcomes if outcome.error)),
         retirements=_retirements(histories, since, until),
+        jobs=_job_usage(jobs, finished, costs.by_run),
         points=tuple(_point(item, outcome) for item, outcome in finished),
         fleet=tuple(mean_counts(spans, since=chart_start, until=until, steps=CHART_STEPS)),
         chart_start=chart_start,
@@ -234,6 +272,58 @@ def _reused(outcomes: Sequence[ProvisionOutcome]) -> int:
 
 def _created(outcomes: Sequence[ProvisionOutcome]) -> int:
     return sum(outcome.created for outcome in outcomes if not outcome.error)
+
+
+def _job_usage(
+    jobs: Sequence[JobRecord], finished: Sequence[tuple[Provision, ProvisionOutcome]], cost_by_run: Mapping[str, float]
+) -> JobUsage:
+    groups: dict[str, list[JobRecord]] = defaultdict(list)
+    for job in jobs:
+        groups[job.runner_set].append(job)
+    outcomes: dict[str, list[ProvisionOutcome]] = defaultdict(list)
+    for item, outcome in finished:
+        if item.runner_set:
+            outcomes[item.runner_set].append(outcome)
+    by_repository: dict[str, float] = defaultdict(float)
+    by_workflow: dict[str, float] = defaultdict(float)
+    # A run belongs to one workflow; its jobs may name files that the workflow calls, so the first one decides.
+    runs = {job.run_id: job for job in sorted(jobs, key=lambda job: job.seen_at, reverse=True) if job.run_id}
+    for run_id, job in runs.items():
+        cost = cost_by_run.get(run_id)
+        if cost is not None:
+            by_repository[job.repository or UNKNOWN] += cost
+            by_workflow[_workflow_name(job)] += cost
+    return JobUsage(
+        by_set={name: _set_usage(groups[name], outcomes[name]) for name in sorted({*groups, *outcomes})},
+        cost_by_repository=dict(by_repository),
+        cost_by_workflow=dict(by_workflow),
+    )
+
+
+def _workflow_name(job: JobRecord) -> str:
+    """Repository and file, without the ref: `acme/app/.github/workflows/ci.yml@refs/heads/main`."""
+    return job.workflow.partition("@")[0] or job.repository or UNKNOWN
+
+
+def _set_usage(jobs: Sequence[JobRecord], outcomes: Sequence[ProvisionOutcome]) -> RunnerSetUsage:
+    waits = [
+        ("", max(0.0, (job.started_at - job.queued_at).total_seconds()))
+        for job in jobs
+        if job.started_at and job.queued_at
+    ]
+    return RunnerSetUsage(
+        jobs=len(jobs),
+        queue_wait=duration_stats(waits).get(""),
+        results=dict(Counter(_result(job) for job in jobs)),
+        reused=_reused(outcomes),
+        created=_created(outcomes),
+    )
+
+
+def _result(job: JobRecord) -> str:
+    if job.completed_at is not None:
+        return job.result or UNKNOWN
+    return "running" if job.started_at is not None else "waiting"
 
 
 def _prices_as_of(prices: PriceTable) -> str:

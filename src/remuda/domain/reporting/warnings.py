@@ -7,14 +7,17 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
 
-from remuda.domain.instance import Instance, State
+from remuda.domain.instance import Instance, State, holder_id
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision, ProvisionStatus
+from remuda.domain.reporting.demand import DemandStatus, SessionState
 from remuda.domain.signals import Report
 from remuda.domain.thresholds import HEARTBEAT_DEAD_AFTER_S
 
 #: Seconds that a termination may take. EC2 needs a minute or two, and sweeps on AWS run every five minutes.
 MAX_TERMINATION_S = 900.0
+#: Maximum number of warnings about single jobs.
+MAX_WAITING_JOBS = 20
 
 
 class WarningKind(StrEnum):
@@ -32,6 +35,10 @@ class WarningKind(StrEnum):
     UNCONFIGURED = "unconfigured"
     #: GitHub will refuse the pool's version of the actions runner soon, or it is unknown for long whether it does.
     RUNNER_VERSION = "runner-version"
+    #: A job waits for a runner for too long.
+    WAITING_JOB = "waiting-job"
+    #: A runner set cannot be served, or GitHub's counts of its jobs are wrong.
+    RUNNER_SET = "runner-set"
     #: A record cannot be parsed.
     UNREADABLE = "unreadable"
     #: GitHub cannot be reached.
@@ -41,7 +48,7 @@ class WarningKind(StrEnum):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolWarning:
     kind: WarningKind
-    #: Instance id, run id, runner name or scope, or empty.
+    #: Instance id, run id, job id, holder id of a set, runner name or scope, or empty.
     subject: str
     text: str
 
@@ -67,6 +74,22 @@ def find_warnings(
     for instance in instances:
         found += _instance_warnings(instance, reports.get(instance.instance_id), now, margin_s)
     return found
+
+
+def find_demand_warnings(demand: DemandStatus) -> Iterator[PoolWarning]:
+    """Sets that cannot be served, then jobs that wait too long."""
+    for item in demand.sets:
+        if item.session is not SessionState.OPEN:
+            yield PoolWarning(kind=WarningKind.RUNNER_SET, subject=holder_id(item.name), text=item.detail)
+    for name, text in demand.disagreements.items():
+        yield PoolWarning(kind=WarningKind.RUNNER_SET, subject=holder_id(name), text=text)
+    for repository, reason in demand.unaudited.items():
+        text = f"its waiting jobs cannot be checked: {reason}"
+        yield PoolWarning(kind=WarningKind.WAITING_JOB, subject=repository, text=text)
+    for job in demand.overdue[:MAX_WAITING_JOBS]:
+        name = f"{job.name or job.job_id} of {job.repository}" if job.repository else job.name or job.job_id
+        text = f"job {name} waits since {job.queued_at:%H:%M:%S} UTC: {job.detail}"
+        yield PoolWarning(kind=WarningKind.WAITING_JOB, subject=job.job_id, text=text)
 
 
 def _token_warnings(config: PoolConfig, now: datetime) -> Iterator[PoolWarning]:
@@ -97,7 +120,8 @@ def _instance_warnings(
     subject, state = instance.instance_id, instance.state
     if state is State.TERMINATED:
         return
-    over_s = (now - instance.threshold).total_seconds()
+    # A job that nobody has recorded yet protects a runner of a set.
+    over_s = (now - instance.deadline(busy=report is not None and report.busy)).total_seconds()
     if state is State.TERMINATING:
         if over_s > MAX_TERMINATION_S:
             text = f"terminating for {over_s / 60:.0f} min without confirmation: check that refresh runs"

@@ -15,13 +15,10 @@ from operator import itemgetter
 
 from remuda.domain.instance import Instance, State
 from remuda.domain.scale_down.fleet import GHR_OWNER_TAG, GHR_TYPE_TAG, FleetMachine, Registration, Registrations
-from remuda.domain.scale_down.idle_config import Eviction, IdleWindow, Quota
+from remuda.domain.scale_down.idle_config import Eviction, Quota
+from remuda.domain.scale_down.policy import IdleScope, ScaleDownPolicy
 from remuda.domain.timestamps import after
 
-#: Default minutes after its launch in which a runner is not removed, by operating system.
-MINIMUM_MIN = {"linux": 5.0, "windows": 15.0}
-#: Default minutes after its launch in which a machine may lack a registration.
-BOOT_MIN = 5.0
 #: Instance id at the end of a runner's name.
 _INSTANCE = re.compile(r"i-[0-9a-f]{8,17}$", re.IGNORECASE)
 
@@ -37,32 +34,6 @@ class Action(StrEnum):
 class ScaleDownPhase(Enum):
     ORPHANS = 1
     ACTIVE = 2
-
-
-class IdleScope(StrEnum):
-    """Scope of an idle quota."""
-
-    ENVIRONMENT = "environment"
-    OWNER = "owner"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScaleDownPolicy:
-    windows: tuple[IdleWindow, ...] = ()
-    #: Minutes after the launch in which a runner is not removed. None: the default of its operating system.
-    minimum_min: float | None = None
-    boot_min: float = BOOT_MIN
-    idle_scope: IdleScope = IdleScope.ENVIRONMENT
-    #: Maximum registrations removed per cycle; None for no limit.
-    max_removals: int | None = None
-
-    def minimum(self, machine: FleetMachine) -> timedelta:
-        minutes = MINIMUM_MIN[machine.os] if self.minimum_min is None else self.minimum_min
-        return timedelta(minutes=minutes)
-
-    @property
-    def boot(self) -> timedelta:
-        return timedelta(minutes=self.boot_min)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,19 +19,23 @@ from remuda.domain.instance import (
     RetireReason,
     State,
 )
-from remuda.domain.resources import PoolMessage, Reuse, Tier
-from remuda.domain.signals import Verdict, registration_verdict, removal_verdict
+from remuda.domain.resources import PoolMessage, Reuse, Tier, normalize_repository
+from remuda.domain.signals import Report, Verdict, boot_verdict, registration_verdict, removal_verdict
 from remuda.domain.timestamps import after, to_milliseconds
 from remuda.domain.transitions.table import (
     END_ROWS,
     ROWS_BY_NAME,
     Announce,
+    Bind,
     Claim,
     Commit,
     Confirm,
     End,
+    Equip,
     Event,
     Extend,
+    Fill,
+    ListenOn,
     Quarantine,
     Release,
     Renew,
@@ -41,6 +45,8 @@ from remuda.domain.transitions.table import (
     Transition,
 )
 
+#: The run of a job that neither GitHub's event nor a hook has named.
+UNKNOWN_RUN = "unknown"
 #: Maximum characters of a history entry's text and of a retire detail.
 MAX_WHY = 300
 
@@ -48,6 +54,10 @@ _FIELDS = frozenset(item.name for item in fields(Instance))
 _ROW_OF_EVENT: dict[type, str] = {
     Claim: "claim",
     Commit: "commit",
+    Equip: "equip",
+    Bind: "bind",
+    ListenOn: "listen-on",
+    Fill: "fill",
     Release: "release",
     Extend: "extend",
     RenewCredential: "credential",
@@ -251,8 +261,8 @@ def _effect(instance: Instance, event: Event, now: datetime) -> tuple[WriteCondi
     match event:
         case Claim():
             return _claim(instance, event, now)
-        case Commit():
-            return _commit(instance, event, alive, now)
+        case Commit() | Equip() | Bind() | ListenOn() | Fill():
+            return _effect_of_start(instance, event, alive, timed, now)
         case Release():
             return replace(timed, owner=event.owner), _release(instance, event, now)
         case Extend():
@@ -269,7 +279,7 @@ def _effect(instance: Instance, event: Event, now: datetime) -> tuple[WriteCondi
             return replace(alive, not_retired=True, threshold_at_or_before=event.until), {"threshold": event.until}
         case Retire():
             # The first reason stands: a drain must not overwrite a quarantine that was written later.
-            condition = replace(alive, not_retired=instance.retire_reason is None)
+            condition = replace(alive, not_retired=instance.retire_reason is None, equals=_unknown_job(instance, event))
             return condition, {"retire_reason": event.reason, "retire_detail": event.detail[:MAX_WHY]}
         case Quarantine():
             return alive, _quarantine(instance, event)
@@ -278,6 +288,31 @@ def _effect(instance: Instance, event: Event, now: datetime) -> tuple[WriteCondi
         case Confirm():
             condition = WriteCondition(state=instance.state, epoch=instance.epoch)
             return condition, {"forget_at": after(now, event.keep_records_s)}
+
+
+def _effect_of_start(
+    instance: Instance,
+    event: Commit | Equip | Bind | ListenOn | Fill,
+    alive: WriteCondition,
+    timed: WriteCondition,
+    now: datetime,
+) -> tuple[WriteCondition, dict[str, Any]]:
+    match event:
+        case Commit():
+            return _commit(instance, event, alive, now)
+        case Equip():
+            return _equip(instance, event, alive, now)
+        case Bind():
+            return _bind(instance, event, timed, now)
+        case ListenOn():
+            return _listen_on(instance, event, timed, now)
+        case Fill():
+            return _fill(instance, event, timed, now)
+
+
+def _unknown_job(instance: Instance, event: Retire) -> tuple[tuple[str, Any], ...]:
+    """Condition of a retirement for an unknown job: nobody has recorded the job meanwhile."""
+    return (("run_id", instance.run_id),) if event.reason is RetireReason.UNTRUSTED_JOB else ()
 
 
 def _claim(instance: Instance, event: Claim, now: datetime) -> tuple[WriteCondition, dict[str, Any]]:
@@ -304,6 +339,7 @@ def _claim(instance: Instance, event: Claim, now: datetime) -> tuple[WriteCondit
         "run_id": event.run_id,
         "owner": event.owner,
         "provision_id": event.provision_id,
+        "runner_set": event.runner_set,
         "scope": event.scope,
         "threshold": to_milliseconds(event.threshold),
         "assignment": event.assignment,
@@ -323,6 +359,101 @@ def _commit(
     }
 
 
+def _equip(
+    instance: Instance, event: Equip, alive: WriteCondition, now: datetime
+) -> tuple[WriteCondition, dict[str, Any]]:
+    if not instance.runner_set or instance.assignment is None or not event.jit_config or not event.runner_id:
+        raise _illegal(instance, "just-in-time registration of an instance that no runner set holds")
+    if instance.state is State.CREATED and boot_verdict(event.report, instance.epoch) is not Verdict.OK:
+        raise _illegal(instance, "start of the runner without UD_OK of this epoch")
+    assignment = replace(
+        instance.assignment,
+        credential=None,
+        jit_config=event.jit_config,
+        runner_id=event.runner_id,
+        any_run=True,
+        # A tier never rises: a trusted machine that was used has served trusted jobs only.
+        only_trusted=event.strict and instance.tier is Tier.TRUSTED and instance.uses > 0,
+    )
+    return replace(alive, owner=event.owner), {
+        **_listening(now, event.listening_time_s, event.max_runtime_s),
+        "assignment": assignment,
+    }
+
+
+def _listening(now: datetime, listening_time_s: float, max_runtime_s: float) -> dict[str, Any]:
+    threshold = after(now, listening_time_s)
+    return {"threshold": threshold, "run_deadline": after(threshold, max_runtime_s)}
+
+
+def _bind(
+    instance: Instance, event: Bind, timed: WriteCondition, now: datetime
+) -> tuple[WriteCondition, dict[str, Any]]:
+    assignment = instance.assignment
+    if instance.is_bound or assignment is None:
+        raise _illegal(instance, "job on an instance that no runner set holds, or that has one already")
+    by_event = bool(event.runner_name) and event.runner_name == assignment.runner_name
+    if not by_event and not _has_had_job(event.report, instance.epoch):
+        raise _illegal(instance, "job without an event or a report about this epoch's runner")
+    # Without the event, nobody knows whose code has run.
+    tier = event.tier if by_event else Tier.UNTRUSTED
+    repository = normalize_repository(event.repository) if by_event else ""
+    if instance.tier is Tier.UNTRUSTED:
+        tier = Tier.UNTRUSTED
+    is_first_use = instance.uses == 0 and not instance.repository
+    sets: dict[str, Any] = {
+        "run_id": event.run_id if by_event and event.run_id else UNKNOWN_RUN,
+        "tier": tier,
+        "repository": repository if is_first_use or repository == instance.repository else "",
+        "threshold": after(now, event.max_runtime_s),
+        "run_deadline": None,
+        "assignment": replace(assignment, credential=None, jit_config="", tier=tier, repository=repository),
+    }
+    if tier is not event.set_tier and event.set_tier is Tier.TRUSTED and instance.retire_reason is None:
+        detail = f"run {sets['run_id']}" if by_event else "its run is unknown"
+        sets |= {"retire_reason": RetireReason.UNTRUSTED_JOB, "retire_detail": detail}
+    earliest = now - timedelta(seconds=event.margin_s)
+    is_unbound = (("run_id", instance.run_id),)
+    return replace(timed, threshold_after=earliest, equals=is_unbound), sets
+
+
+def _has_had_job(report: Report | None, epoch: int) -> bool:
+    """Whether the agent reports that a job runs, or has run, in this epoch."""
+    if report is None or report.epoch != epoch:
+        return False
+    return report.busy or report.spent_epoch == epoch
+
+
+def _listen_on(
+    instance: Instance, event: ListenOn, timed: WriteCondition, now: datetime
+) -> tuple[WriteCondition, dict[str, Any]]:
+    if instance.is_bound or not instance.runner_set:
+        raise _illegal(instance, "renewal of a runner that has a job or that no set holds")
+    if event.report.epoch != instance.epoch or event.report.busy or not event.report.listening:
+        raise _illegal(instance, "renewal of a runner that does not listen in this epoch, or is busy")
+    return replace(timed, equals=(("run_id", instance.run_id),)), {
+        **_listening(now, event.listening_time_s, event.max_runtime_s),
+        # Its listener has started, so the configuration is not needed any more.
+        "assignment": _with_credential(instance, None),
+    }
+
+
+def _fill(
+    instance: Instance, event: Fill, timed: WriteCondition, now: datetime
+) -> tuple[WriteCondition, dict[str, Any]]:
+    if not instance.runner_set or instance.retire_reason is not None:
+        raise _illegal(instance, "pooling of a new instance that no runner set launched, or that is retired")
+    if boot_verdict(event.report, instance.epoch) is not Verdict.OK:
+        raise _illegal(instance, "pooling of a new instance without UD_OK of this epoch")
+    return replace(timed, owner=event.owner, not_retired=True), {
+        "run_id": "",
+        "last_run_id": instance.run_id,
+        "assignment": None,
+        "announced_at": None,
+        "threshold": after(now, event.idle_time_s),
+    }
+
+
 def _release(instance: Instance, event: Release, now: datetime) -> dict[str, Any]:
     assignment = _with_credential(instance, event.credential)
     if assignment is not None and event.deregistered:
@@ -330,7 +461,7 @@ def _release(instance: Instance, event: Release, now: datetime) -> dict[str, Any
     return {
         "run_id": "",
         "last_run_id": instance.run_id,
-        "run_deadline": instance.threshold,
+        "run_deadline": instance.deadline(busy=True),
         "threshold": _at_least_quarantine(instance, after(now, event.release_time_s)),
         "assignment": assignment,
     }

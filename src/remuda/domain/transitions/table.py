@@ -5,7 +5,7 @@ Each event carries the evidence that its row requires. The state diagram in the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 
 from remuda.domain.instance import RETIREMENTS, Actor, Assignment, Credential, RetireReason, State
@@ -26,6 +26,8 @@ class Claim:
     reuse: Reuse = Reuse.SAME_TRUST
     #: The run's repository in lower case.
     repository: str = ""
+    #: The runner set that claims the instance; empty for a run.
+    runner_set: str = ""
     #: Seconds that must remain until the instance's threshold.
     margin_s: float
 
@@ -38,9 +40,66 @@ class Commit:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Equip:
+    """A just-in-time registration exists for the instance's runner name: its listener may start."""
+
+    owner: str
+    #: Evidence for a created instance: its UD_OK.
+    report: Report | None
+    #: Just-in-time configuration, a credential, and GitHub's id of the registration.
+    jit_config: str = field(repr=False)
+    runner_id: int
+    #: Whether the set refuses untrusted jobs on a machine that has served trusted ones.
+    strict: bool = False
+    #: Seconds that it may listen without a job, and that a job may run.
+    listening_time_s: float
+    max_runtime_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bind:
+    """A job has started on a runner of a set.
+
+    The evidence is GitHub's event with this runner's name, or the agent's report of a running or ended job. Without the
+    event, the job's run and repository are unknown, and it counts as untrusted.
+    """
+
+    #: Name of the runner in GitHub's event; empty without an event.
+    runner_name: str = ""
+    report: Report | None = None
+    run_id: str = ""
+    repository: str = ""
+    tier: Tier = Tier.UNTRUSTED
+    #: Trust in the set's jobs: a trusted set does not reuse a machine that served a job of a lower tier.
+    set_tier: Tier
+    max_runtime_s: float
+    #: Seconds after the threshold in which it is still accepted: no sweep terminates the instance earlier.
+    margin_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ListenOn:
+    """A listening runner without a job stays wanted."""
+
+    report: Report
+    listening_time_s: float
+    max_runtime_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fill:
+    """A machine that was launched for the pool has booted."""
+
+    owner: str
+    report: Report | None
+    idle_time_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Release:
     release_time_s: float
-    credential: Credential
+    #: Removal token. None for a just-in-time registration, which no token can remove.
+    credential: Credential | None
     #: Set by a rollback, which may release only its own assignments.
     owner: str | None = None
     #: Whether GitHub confirmed the removal of a just-in-time registration.
@@ -112,6 +171,10 @@ class Confirm:
 Event = (
     Claim
     | Commit
+    | Equip
+    | Bind
+    | ListenOn
+    | Fill
     | Release
     | Extend
     | RenewCredential
@@ -172,7 +235,7 @@ TRANSITIONS: tuple[Transition, ...] = (
         "create",
         (None,),
         State.CREATED,
-        (Actor.PROVISION,),
+        (Actor.PROVISION, Actor.LISTENER),
         "no record",
         "epoch 1; threshold = provision deadline; "
         "marked not reusable at creation if the reuse policy is never or the runner is ephemeral",
@@ -181,7 +244,7 @@ TRANSITIONS: tuple[Transition, ...] = (
         "tombstone",
         (None,),
         State.TERMINATING,
-        (Actor.PROVISION, Actor.REFRESH),
+        (Actor.PROVISION, Actor.REFRESH, Actor.LISTENER),
         "EC2 instance with the pool's tags and no record after a grace period, or the provision was rolled back",
         "exists only to terminate the instance; never claimable",
         (RetireReason.UNRECORDED,),
@@ -190,7 +253,7 @@ TRANSITIONS: tuple[Transition, ...] = (
         "claim",
         (State.IDLE,),
         State.CLAIMED,
-        (Actor.PROVISION,),
+        (Actor.PROVISION, Actor.LISTENER),
         "epoch equals the pool message's; tier and repository fit the pool's reuse policy; not retired",
         "epoch + 1; run, owner, assignment; tier may fall, never rise; threshold = provision deadline",
     ),
@@ -203,18 +266,51 @@ TRANSITIONS: tuple[Transition, ...] = (
         "threshold = now + max runtime; registration credential removed",
     ),
     _row(
+        "equip",
+        (State.CREATED, State.CLAIMED),
+        State.RUNNING,
+        (Actor.LISTENER,),
+        "just-in-time registration for this epoch's runner name, by its owner; if created, UD_OK of this epoch",
+        "just-in-time configuration and runner id in the assignment; threshold = now + listening time",
+    ),
+    _row(
+        "bind",
+        (State.RUNNING,),
+        None,
+        (Actor.LISTENER, Actor.REFRESH),
+        "a runner of a set, not bound: GitHub's job-started event with its name, or the agent reports a job",
+        "run, repository, tier; configuration removed; threshold = now + max runtime; "
+        "retired if the tier is below the set's",
+    ),
+    _row(
+        "listen-on",
+        (State.RUNNING,),
+        None,
+        (Actor.LISTENER,),
+        "a runner of a set, not bound, wanted, listening and not busy",
+        "threshold = now + listening time",
+    ),
+    _row(
+        "fill",
+        (State.CREATED,),
+        State.IDLE,
+        (Actor.LISTENER,),
+        "UD_OK of this epoch, by its owner, not retired",
+        "assignment removed; threshold = now + idle time",
+    ),
+    _row(
         "release",
         (State.CLAIMED, State.RUNNING),
         State.RELEASING,
-        (Actor.PROVISION, Actor.RELEASE, Actor.REFRESH),
-        "provision released or failed",
+        (Actor.PROVISION, Actor.RELEASE, Actor.REFRESH, Actor.LISTENER),
+        "provision released or failed; a runner of a set has run its job, or GitHub removed its unused registration",
         "run cleared; threshold = now + release time; removal credential added",
     ),
     _row(
         "extend",
         (State.RELEASING,),
         None,
-        (Actor.RELEASE, Actor.REFRESH),
+        (Actor.RELEASE, Actor.REFRESH, Actor.LISTENER),
         "the agent reports a running job",
         "threshold = now + an extension, at most the run's deadline",
     ),
@@ -222,7 +318,7 @@ TRANSITIONS: tuple[Transition, ...] = (
         "credential",
         (State.RELEASING,),
         None,
-        (Actor.RELEASE, Actor.REFRESH),
+        (Actor.RELEASE, Actor.REFRESH, Actor.LISTENER),
         "the credential expires before the threshold",
         "credential only",
     ),
@@ -230,7 +326,7 @@ TRANSITIONS: tuple[Transition, ...] = (
         "pool",
         (State.RELEASING,),
         State.IDLE,
-        (Actor.RELEASE, Actor.REFRESH),
+        (Actor.RELEASE, Actor.REFRESH, Actor.LISTENER),
         "UD_REMOVE_REG_REMOVE_RUN_OK of this epoch, not retired",
         "credential removed; uses + 1; threshold = now + idle time",
     ),
@@ -238,19 +334,24 @@ TRANSITIONS: tuple[Transition, ...] = (
         "announce",
         (State.IDLE,),
         None,
-        (Actor.RELEASE, Actor.REFRESH),
+        (Actor.RELEASE, Actor.REFRESH, Actor.LISTENER),
         "never announced, or long ago",
         "announced at = now",
     ),
     # Scale-down renews the idle instances that it keeps; the others expire.
     _row(
-        "renew", (State.IDLE,), None, (Actor.SCALE_DOWN,), "within the idle quota and the maximum age", "threshold only"
+        "renew",
+        (State.IDLE,),
+        None,
+        (Actor.SCALE_DOWN, Actor.LISTENER),
+        "within the idle quota and the maximum age",
+        "threshold only",
     ),
     _row(
         "retire",
         _BEFORE_TERMINATING,
         None,
-        (Actor.RELEASE, Actor.REFRESH, Actor.OPERATOR),
+        (Actor.RELEASE, Actor.REFRESH, Actor.OPERATOR, Actor.LISTENER),
         "spot notice, or drained",
         "not pooled again",
     ),
@@ -266,7 +367,7 @@ TRANSITIONS: tuple[Transition, ...] = (
         "end-created",
         (State.CREATED,),
         State.TERMINATING,
-        (Actor.PROVISION, Actor.RELEASE, Actor.REFRESH, Actor.OPERATOR),
+        (Actor.PROVISION, Actor.RELEASE, Actor.REFRESH, Actor.OPERATOR, Actor.LISTENER),
         "failed, timed out, released, expired, gone from EC2, ordered by an operator",
         _END_EFFECT,
         (RetireReason.FAILED, RetireReason.TIMED_OUT, RetireReason.RELEASED, *_ALWAYS),
@@ -275,7 +376,7 @@ TRANSITIONS: tuple[Transition, ...] = (
         "end-claimed",
         (State.CLAIMED,),
         State.TERMINATING,
-        (Actor.PROVISION, Actor.REFRESH, Actor.OPERATOR),
+        (Actor.PROVISION, Actor.REFRESH, Actor.OPERATOR, Actor.LISTENER),
         "failed signal, owner's timeout, expired, gone, ordered by an operator",
         _END_EFFECT,
         (RetireReason.FAILED, RetireReason.TIMED_OUT, *_ALWAYS),
@@ -284,7 +385,7 @@ TRANSITIONS: tuple[Transition, ...] = (
         "end-running",
         (State.RUNNING,),
         State.TERMINATING,
-        (Actor.REFRESH, Actor.OPERATOR),
+        (Actor.REFRESH, Actor.OPERATOR, Actor.LISTENER),
         "expired, UD_REG_FAILED of this epoch, gone, ordered by an operator",
         _END_EFFECT,
         (RetireReason.FAILED, *_ALWAYS),
@@ -293,7 +394,7 @@ TRANSITIONS: tuple[Transition, ...] = (
         "end-releasing",
         (State.RELEASING,),
         State.TERMINATING,
-        (Actor.RELEASE, Actor.REFRESH, Actor.OPERATOR),
+        (Actor.RELEASE, Actor.REFRESH, Actor.OPERATOR, Actor.LISTENER),
         "UD_REMOVE_*_FAILED of this epoch; UD_REMOVE_REG_REMOVE_RUN_OK of this epoch and retired; "
         "expired; gone; ordered by an operator",
         _END_EFFECT,

@@ -11,6 +11,7 @@ from . import VERSION
 
 RUNNER_FILE = ".runner"
 CREDENTIALS_FILE = ".credentials"
+KEY_FILE = ".credentials_rsaparams"
 VERSION_FILE = "VERSION"
 INPUT_PREFIX = "ACTIONS_RUNNER_INPUT_"
 #: Flags without a value.
@@ -56,7 +57,12 @@ class RunnerHome:
             json.dump(document, file, indent=2)
 
     def forget(self) -> None:
-        """Remove the local configuration, with the output of the real runner."""
+        """Remove the local configuration, with the output of the real runner.
+
+        Runner.Listener/Configuration/ConfigurationManager.cs, DeleteLocalRunnerConfig.
+        """
+        if (self.root / CREDENTIALS_FILE).exists():
+            (self.root / KEY_FILE).unlink(missing_ok=True)
         for name in (CREDENTIALS_FILE, RUNNER_FILE):
             path = self.root / name
             if path.exists():

@@ -9,7 +9,17 @@ import time
 from typing import Any
 
 from . import LENGTH_DIGITS
-from .home import CREDENTIALS_FILE, RUNNER_FILE, TRUE, RunnerHome, check_readable, say, say_error, say_with_time
+from .home import (
+    CREDENTIALS_FILE,
+    KEY_FILE,
+    RUNNER_FILE,
+    TRUE,
+    RunnerHome,
+    check_readable,
+    say,
+    say_error,
+    say_with_time,
+)
 from .protocol import Call, HttpResponse
 
 OK, TERMINATED, RETRY, UPDATING, UPDATING_AFTER_ONE_JOB, SESSION_CONFLICT, VERSION_DEPRECATED = 0, 1, 2, 3, 4, 5, 7
@@ -377,6 +387,10 @@ def listen(home: RunnerHome) -> int:
     settings, credentials = home.load(RUNNER_FILE), home.load(CREDENTIALS_FILE)
     if settings is None or credentials is None:
         say_error("An error occurred: Not configured. Run config.(sh/cmd) to configure the runner.")
+        return TERMINATED
+    if not (home.root / KEY_FILE).exists():
+        # Runner.Listener/Configuration/RSAFileKeyManager.cs, GetKey.
+        say_error(f"An error occurred: RSA key file {home.root / KEY_FILE} was not found")
         return TERMINATED
     work = home.root / str(settings["workFolder"])
     try:

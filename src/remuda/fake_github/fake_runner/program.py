@@ -7,7 +7,7 @@ import pathlib
 import sys
 from typing import Any
 
-from .home import CREDENTIALS_FILE, RUNNER_FILE, RunnerHome, RunnerInputs, check_readable, say, say_error
+from .home import CREDENTIALS_FILE, KEY_FILE, RUNNER_FILE, RunnerHome, RunnerInputs, check_readable, say, say_error
 from .protocol import Call, HttpResponse
 
 OK, TERMINATED = 0, 1
@@ -53,8 +53,8 @@ def main() -> int:
             from .listener import listen  # noqa: PLC0415 - start-up time counts in tests and the demo
 
             packed = inputs.text("jitconfig")
-            if packed is not None and not _unpack(home, packed):
-                say_error("An error occurred: Invalid jit config.")
+            if packed is not None and (invalid := _unpack(home, packed)):
+                say_error(invalid)
                 return TERMINATED
             return listen(home)
         case "warmup":
@@ -68,13 +68,17 @@ def main() -> int:
             return TERMINATED
 
 
-def _unpack(home: RunnerHome, packed: str) -> bool:
+def _unpack(home: RunnerHome, packed: str) -> str:
+    """Write the files of a just-in-time configuration over existing ones. Return what is wrong with it.
+
+    Runner.Listener/Runner.cs, ExecuteCommand.
+    """
     try:
-        for name, content in json.loads(base64.b64decode(packed)).items():
-            home.save(pathlib.PurePath(name).name, json.loads(base64.b64decode(content)))
-    except (ValueError, AttributeError):
-        return False
-    return True
+        for name, content in json.loads(base64.b64decode(packed, validate=True)).items():
+            home.save(pathlib.PurePath(name).name, json.loads(base64.b64decode(content, validate=True)))
+    except (ValueError, AttributeError) as problem:
+        return str(problem)
+    return ""
 
 
 def configure(home: RunnerHome, inputs: RunnerInputs) -> int:
@@ -101,6 +105,7 @@ def configure(home: RunnerHome, inputs: RunnerInputs) -> int:
     say("√ Runner successfully added\n√ Runner connection is good\n\n# Runner settings\n\n")
     files = response.body["files"]
     files[RUNNER_FILE]["disableUpdate"] = inputs.switch("disableupdate")
+    home.save(KEY_FILE, files[KEY_FILE])
     home.save(CREDENTIALS_FILE, files[CREDENTIALS_FILE])
     home.save(RUNNER_FILE, files[RUNNER_FILE])
     say("√ Settings Saved.\n")

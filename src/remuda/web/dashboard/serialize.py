@@ -15,8 +15,10 @@ from typing import Any
 from remuda.cli.rendering.results import record_document
 from remuda.controlplane.read.feed import KnownInstance
 from remuda.controlplane.read.status import Status
-from remuda.domain.instance import HistoryEntry, Instance, State
+from remuda.domain.demand import JobRecord
+from remuda.domain.instance import ASSIGNED, HistoryEntry, Instance, State
 from remuda.domain.provision import Provision
+from remuda.domain.reporting.demand import RunnerSetStatus
 from remuda.domain.reporting.explanation import explain_entry
 from remuda.domain.reporting.timeline import MachinePhase, spans_of
 from remuda.domain.reporting.usage import UsageSummary, duration_stats
@@ -30,6 +32,8 @@ MAX_TEXT = 300
 MAX_WARNINGS = 100
 #: Number of instance types without a price that are named.
 MAX_UNPRICED = 5
+#: Newest jobs of runner sets shown.
+MAX_JOBS = 50
 _DECIDING_TRANSITIONS = ("retire", "quarantine")
 _KEEPING_TRANSITION = "renew"
 #: Suffix of a decision to keep an instance. It is repeated by each scale-down, so only the last one is shown.
@@ -59,6 +63,7 @@ def instance_text(seen: KnownInstance, *, now: datetime, busy: bool) -> str:
             "usage": instance.usage_class.value,
             "created_at": milliseconds(instance.created_at),
             "threshold": milliseconds(instance.threshold),
+            "set": instance.runner_set if instance.state in ASSIGNED else "",
             "run": instance.run_id,
             "last_run": instance.last_run_id,
             "uses": instance.uses,
@@ -101,6 +106,7 @@ def provision_text(provision: Provision) -> str:
     return encode(
         {
             "run": provision.run_id,
+            "set": provision.runner_set,
             "attempt": provision.attempt,
             "class": provision.resource_class,
             "count": provision.count,
@@ -177,16 +183,54 @@ def _decision(instance: Instance, entry: HistoryEntry) -> str:
 
 
 def status_texts(status: Status) -> dict[str, str]:
-    """Facts that come with a status: queues, warnings, and the instances of open provisions by state."""
+    """Facts that come with a status: queues, warnings, runner sets, and the instances of open provisions by state."""
     warnings = [record_document(item) for item in status.warnings[:MAX_WARNINGS]]
     return {
         "pools": encode(
             {name: {"idle": level.idle, "messages": level.messages} for name, level in status.pools.items()}
         ),
         "warnings": encode({"count": len(status.warnings), "shown": warnings}),
+        "sets": encode([_set_document(item) for item in status.demand.sets]),
+        "jobs": encode([_job_document(job) for job in status.demand.jobs[:MAX_JOBS]]),
         "open_provisions": encode(
             {item.provision.provision_id: dict(item.instances) for item in status.open_provisions}
         ),
+    }
+
+
+def _set_document(item: RunnerSetStatus) -> dict[str, Any]:
+    """Times, not ages: an unchanged set must not make a new version."""
+    return {
+        "name": item.name,
+        "labels": list(item.runner_set.labels) if item.runner_set else [],
+        "waiting": item.waiting,
+        "assigned": item.assigned,
+        "running": item.running,
+        "hot": item.hot,
+        "warm": item.warm,
+        "launching": item.launching,
+        "max": item.max,
+        "at_capacity": item.is_at_capacity,
+        "session": item.session.value,
+        "owner": item.owner,
+        "updated_at": milliseconds(item.updated_at),
+        "oldest_queued_at": milliseconds(item.oldest_queued_at),
+        "detail": item.detail,
+    }
+
+
+def _job_document(job: JobRecord) -> dict[str, Any]:
+    return {
+        "id": job.job_id,
+        "run": job.run_id,
+        "set": job.runner_set,
+        "name": job.display_name,
+        "repository": job.repository,
+        "queued_at": milliseconds(job.queued_at or job.seen_at),
+        "started_at": milliseconds(job.started_at),
+        "completed_at": milliseconds(job.completed_at),
+        "result": job.result,
+        "instance": job.instance_id,
     }
 
 

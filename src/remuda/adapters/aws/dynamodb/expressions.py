@@ -9,6 +9,7 @@ from typing import Any
 from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.dynamodb.items import Attribute, attribute
 from remuda.domain import timestamps
+from remuda.domain.demand import Lease
 from remuda.domain.instance import State
 from remuda.domain.provision import Provision
 from remuda.domain.serialization import camel, to_jsonable
@@ -215,6 +216,15 @@ def if_stored_is(before: Provision) -> dict[str, Any]:
         _equal(expression, "instanceIds", before.instance_ids),
         _equal(expression, "settled", before.settled),
     ]
+    return expression.arguments(" AND ".join(terms))
+
+
+def if_lease_is(before: Lease | None) -> dict[str, Any]:
+    """The stored lease equals `before`; there is none if that is None."""
+    if before is None:
+        return if_absent()
+    expression = ExpressionBuilder()
+    terms = [_equal(expression, "owner", before.owner), _equal(expression, "beat", before.beat)]
     return expression.arguments(" AND ".join(terms))
 
 

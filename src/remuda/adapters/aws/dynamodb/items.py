@@ -6,6 +6,9 @@
 | report | `report#<role's id>:<id>` | `report` | | |
 | history | `history#<id>` | time, epoch, sequence | | |
 | provision | `run#<run id>` | provision id | `unsettled`, deadline or `0` (released) | `provisions`, creation |
+| demand of a runner set | `demand` | name of the set | | |
+| job of a runner set | `job#<job id>` | `job` | `jobs-of-run#<run id>`, first seen | `jobs`, first seen |
+| lease | `lease` | name | | |
 | configuration, first_seen, key prefixes | `pool` | `config`, `first_seen`, `prefixes` | | |
 
 Reports with a failure or spot notice are also in the index `troubled`: `troubled#<shard>`, `sk`. Machines write their
@@ -23,6 +26,7 @@ from datetime import datetime, timedelta
 from typing import Any, TypeVar
 
 from remuda.domain import serialization, timestamps
+from remuda.domain.demand import DemandRecord, JobRecord
 from remuda.domain.instance import HistoryEntry, Instance
 from remuda.domain.provision import Provision, ProvisionStatus
 from remuda.domain.signals import Report
@@ -44,6 +48,7 @@ TROUBLED_INDEX, TROUBLED_PK = "troubled", "gsi3pk"
 SHARDS = 4
 UNSETTLED = "unsettled"
 PROVISIONS = "provisions"
+JOBS = "jobs"
 #: Sorts before every timestamp: a released provision is always due.
 ALWAYS_DUE = "0"
 #: Time until history entries expire if the pool configuration was not read yet, and until reports expire after the
@@ -52,6 +57,11 @@ DEFAULT_RETENTION = timedelta(days=30)
 
 CONTROL, CONTROL_PREFIX = "control", "control#"
 REPORT, REPORT_PREFIX = "report", "report#"
+#: Partitions of the runner sets' records. No agent's policy matches them.
+DEMAND, LEASE = "demand", "lease"
+JOB, JOB_PREFIX = "job", "job#"
+#: Maximum characters of a job id in a sort key, which DynamoDB limits to 1,024 bytes.
+MAX_SORTED_ID = 200
 #: Attributes that an agent names when it writes its report. Its policy allows no others.
 REPORT_ATTRIBUTES = (PK, SK, TTL, TROUBLED_PK, "rank", *(serialization.camel(each.name) for each in fields(Report)))
 
@@ -83,6 +93,22 @@ def history_pk(instance_id: str) -> str:
 
 def run_pk(run_id: str) -> str:
     return f"run#{run_id}"
+
+
+def demand_key(runner_set: str) -> Item:
+    return key(DEMAND, runner_set)
+
+
+def lease_key(name: str) -> Item:
+    return key(LEASE, name)
+
+
+def job_key(job_id: str) -> Item:
+    return key(f"{JOB_PREFIX}{job_id}", JOB)
+
+
+def jobs_of_run_partition(run_id: str) -> str:
+    return f"jobs-of-run#{run_id}"
 
 
 CONFIG = key("pool", "config")
@@ -189,6 +215,10 @@ def _has_own_key(record: object, item: Item) -> bool:
             return sk == REPORT and _instance_in(pk, REPORT_PREFIX) == record.instance_id
         case Provision():
             return (pk, sk) == (run_pk(record.run_id), record.provision_id)
+        case JobRecord():
+            return (pk, sk) == (f"{JOB_PREFIX}{record.job_id}", JOB)
+        case DemandRecord():
+            return (pk, sk) == (DEMAND, record.runner_set)
         case _:
             return True
 
@@ -240,6 +270,20 @@ def provision_item(provision: Provision) -> Item:
         item |= {LIVE_PK: attribute(UNSETTLED), LIVE_SK: attribute(due)}
     if provision.forget_at is not None:
         item |= {TTL: seconds(provision.forget_at)}
+    return item
+
+
+def job_item(job: JobRecord) -> Item:
+    # Sort keys of an index need not be unique.
+    order = attribute(f"{timestamps.to_text(job.seen_at)}#{job.job_id[:MAX_SORTED_ID]}")
+    item = {
+        **document_item(job_key(job.job_id), job),
+        PROVISION_PK: attribute(JOBS),
+        PROVISION_SK: order,
+        TTL: seconds(job.expires_at),
+    }
+    if job.run_id:
+        item |= {LIVE_PK: attribute(jobs_of_run_partition(job.run_id)), LIVE_SK: order}
     return item
 
 

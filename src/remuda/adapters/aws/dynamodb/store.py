@@ -7,13 +7,21 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from remuda.adapters.aws.calls import chunks, gather
-from remuda.adapters.aws.dynamodb import expressions, items, schema
+from remuda.adapters.aws.dynamodb import expressions, items
 from remuda.adapters.aws.dynamodb.changes import ChangeWriter, HistoryWriter
 from remuda.adapters.aws.dynamodb.items import Item, ItemKeys, record_of
 from remuda.adapters.aws.dynamodb.keys import FixedKeys, InstanceKeys, StoredKeys
 from remuda.adapters.aws.dynamodb.polling import ItemPoller, PollInterval, PollIntervals
-from remuda.adapters.aws.dynamodb.table import POLL, WRITE_BATCH, ConditionFailed, Table, key_of
+from remuda.adapters.aws.dynamodb.table import (
+    POLL,
+    WRITE_BATCH,
+    ConditionFailed,
+    Table,
+    TransactionCancelled,
+    key_of,
+)
 from remuda.domain import timestamps
+from remuda.domain.demand import DemandRecord, JobRecord, Lease
 from remuda.domain.errors import Conflict, RemudaError, Unreadable
 from remuda.domain.instance import LIVE, HistoryEntry, Instance, State
 from remuda.domain.pool_config import PoolConfig
@@ -28,8 +36,13 @@ from remuda.ports.store import HISTORY_LIMIT
 if TYPE_CHECKING:
     from types_aiobotocore_dynamodb import DynamoDBClient
 
+    from remuda.adapters.aws.dynamodb.schema import TableInspection
+
 #: Concurrent history queries.
 CONCURRENT_HISTORIES = 64
+#: Jobs that are written in one transaction with their demand: as many as a message of GitHub contains. A transaction
+#: may have 4 MB, and the texts of a job up to 40 kB.
+JOBS_PER_TRANSACTION = 50
 #: Unreadable reports that one call of `forget` deletes.
 MAX_DELETED = 100
 
@@ -76,11 +89,15 @@ class DynamoInstanceStore:
         self._malformed_reports: dict[str, str] = {}
 
     async def prepare(self) -> Sequence[str]:
+        from remuda.adapters.aws.dynamodb import schema  # noqa: PLC0415 - a provision does not need it
+
         await self._keys.fetch()
         created = await schema.prepare(self._table)
         return [*created, *await self._keys.store()]
 
-    async def inspect(self) -> schema.TableInspection:
+    async def inspect(self) -> TableInspection:
+        from remuda.adapters.aws.dynamodb import schema  # noqa: PLC0415 - see above
+
         return await schema.inspect(self._table)
 
     async def close(self) -> None:
@@ -228,9 +245,24 @@ class DynamoInstanceStore:
             raise Conflict(f"{instance_id} already has a later signal than {signal}", current=current) from None
 
     async def beat(
-        self, instance_id: str, *, at: datetime, busy: bool, listening: bool, notice: str, version: str
+        self,
+        instance_id: str,
+        *,
+        at: datetime,
+        busy: bool,
+        listening: bool,
+        notice: str,
+        version: str,
+        spent_epoch: int = 0,
     ) -> None:
-        fields = {"beat_at": at, "busy": busy, "listening": listening, "notice": notice, "version": version}
+        fields = {
+            "beat_at": at,
+            "busy": busy,
+            "listening": listening,
+            "spent_epoch": spent_epoch,
+            "notice": notice,
+            "version": version,
+        }
         await self._write_report(instance_id, expressions.beat_arguments(instance_id, fields, now=self._clock.now()))
 
     async def _write_report(self, instance_id: str, arguments: Mapping[str, Any]) -> None:
@@ -269,17 +301,71 @@ class DynamoInstanceStore:
         return self._parse_readable(Provision, await self._table.query({"IndexName": items.LIVE_INDEX, **arguments}))
 
     async def recent_provisions(self, limit: int, *, since: datetime | None = None) -> Sequence[Provision]:
+        return await self._newest(Provision, items.PROVISIONS, limit, since)
+
+    # Runner sets ----------------------------------------------------------------------------------------------
+
+    async def get_demand(self) -> Mapping[str, DemandRecord]:
+        arguments = expressions.query_arguments(*expressions.key_condition(items.PK, items.DEMAND))
+        found = await self._table.query({"ConsistentRead": True, **arguments})
+        return self._parse_all(DemandRecord, ((key_of(item)[1], item) for item in found))
+
+    async def put_demand(self, record: DemandRecord, jobs: Collection[JobRecord] = ()) -> None:
+        item = items.document_item(items.demand_key(record.runner_set), record)
+        # One call. Not a batch: it could write the record and lose the jobs, whose message is then not delivered again.
+        new = [*_job_items(jobs), item]
+        if 1 < len(new) <= JOBS_PER_TRANSACTION + 1:
+            try:
+                await self._table.put_together(new)
+            except TransactionCancelled:
+                # Another process writes one of the jobs at this moment. Nothing was written.
+                pass
+            else:
+                return
+        await self.put_jobs(jobs)
+        await self._table.put(item, {})
+
+    async def delete_demand(self, runner_set: str) -> None:
+        await self._table.delete_all([items.demand_key(runner_set)])
+
+    async def get_lease(self, name: str) -> Lease | None:
+        return self._parsed(Lease, await self._table.get(items.lease_key(name)), f"lease {name}")
+
+    async def replace_lease(self, name: str, before: Lease | None, after: Lease) -> None:
+        item = items.document_item(items.lease_key(name), after)
+        await self._put(Lease, item, expressions.if_lease_is(before), f"lease {name} was changed by another process")
+
+    async def get_jobs(self, job_ids: Collection[str]) -> Mapping[str, JobRecord]:
+        wanted = sorted(set(job_ids))
+        found = await self._table.get_all([items.job_key(job_id) for job_id in wanted]) if wanted else []
+        names = ((key_of(item)[0].removeprefix(items.JOB_PREFIX), item) for item in found)
+        return self._parse_all(JobRecord, names)
+
+    async def put_jobs(self, jobs: Collection[JobRecord]) -> None:
+        await gather(map(self._table.put_all, chunks(_job_items(jobs), WRITE_BATCH)))
+
+    async def jobs_of_run(self, run_id: str) -> Sequence[JobRecord]:
+        partition = items.jobs_of_run_partition(run_id)
+        arguments = expressions.query_arguments(*expressions.key_condition(items.LIVE_PK, partition))
+        found = await self._table.query({"IndexName": items.LIVE_INDEX, **arguments})
+        return sorted(self._parse_readable(JobRecord, found), key=lambda each: (each.seen_at, each.job_id))
+
+    async def recent_jobs(self, limit: int, *, since: datetime | None = None) -> Sequence[JobRecord]:
+        return await self._newest(JobRecord, items.JOBS, limit, since)
+
+    async def _newest(self, kind: type[T], partition: str, limit: int, since: datetime | None) -> list[T]:
+        """The newest records of a partition of the provision index, which sorts them by time."""
         from_key = None if since is None else (items.PROVISION_SK, timestamps.to_text(since))
         arguments = expressions.query_arguments(
-            *expressions.key_condition(items.PROVISION_PK, items.PROVISIONS, since=from_key)
+            *expressions.key_condition(items.PROVISION_PK, partition, since=from_key)
         )
         newest = await self._table.query_first(
             {"IndexName": items.PROVISION_INDEX, "ScanIndexForward": False, **arguments},
             limit,
-            # Unreadable provisions do not count towards the limit.
-            lambda item: bool(self._parse_readable(Provision, [item])),
+            # Unreadable records do not count towards the limit.
+            lambda item: bool(self._parse_readable(kind, [item])),
         )
-        return self._parse_readable(Provision, newest)
+        return self._parse_readable(kind, newest)
 
     # Pool configuration and first_seen -------------------------------------------------------------------------
 
@@ -386,3 +472,8 @@ class DynamoInstanceStore:
     @property
     def _table_name(self) -> str:
         return f"table {self._table.name}"
+
+
+def _job_items(jobs: Iterable[JobRecord]) -> list[Item]:
+    """One item per job: DynamoDB rejects a call that writes an item twice."""
+    return [items.job_item(job) for job in {job.job_id: job for job in jobs}.values()]

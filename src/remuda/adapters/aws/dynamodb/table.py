@@ -114,6 +114,14 @@ class Table:
     async def update_together(self, updates: Sequence[tuple[Item, Mapping[str, Any]]]) -> None:
         """Apply up to `TRANSACTION` updates, all or none. Raises `TransactionCancelled`."""
         parts: list[Any] = [{"Update": {"TableName": self.name, "Key": key, **arguments}} for key, arguments in updates]
+        await self._transact(parts)
+
+    async def put_together(self, new: Sequence[Item]) -> None:
+        """Write up to `TRANSACTION` items, all or none. Raises `TransactionCancelled`."""
+        parts: list[Any] = [{"Put": {"TableName": self.name, "Item": item}} for item in new]
+        await self._transact(parts)
+
+    async def _transact(self, parts: Any) -> None:
         # With the token, a retry of the client is not another transaction.
         token = self._ids.new("remuda-")
         await self.call(

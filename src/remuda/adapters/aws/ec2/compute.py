@@ -19,7 +19,6 @@ from remuda.adapters.aws.ec2.options import AMI, SECURITY_GROUPS, SSM_PREFIX, SU
 from remuda.adapters.aws.ec2.template import LaunchTemplate, RootDevice, check_same_root, root_device, template_data
 from remuda.adapters.aws.user_data import MachineLayout, build_user_data
 from remuda.domain.errors import NotFound, RemudaError, UserError
-from remuda.domain.reporting.prices import SpotPrice
 from remuda.domain.resources import ResourceClass, is_instance_id
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock, Ids
@@ -27,6 +26,8 @@ from remuda.ports.compute import POOL_TAG, LaunchRequest, LaunchResult, MachineV
 
 if TYPE_CHECKING:
     from types_aiobotocore_ec2 import EC2Client
+
+    from remuda.domain.reporting.prices import SpotPrice
 
 #: Ids or instance types per call. EC2 advises against more for TerminateInstances; a filter takes up to 200 values.
 BATCH = 100
@@ -333,6 +334,8 @@ class Ec2SpotPrices:
 
 
 def _point(item: Mapping[str, Any]) -> SpotPrice | None:
+    from remuda.domain.reporting.prices import SpotPrice  # noqa: PLC0415 - only reports need prices
+
     """The price in an entry, or None if the entry is malformed."""
     at = item.get("Timestamp")
     try:

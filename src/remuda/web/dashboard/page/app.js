@@ -2,7 +2,7 @@
 import { drawLevel, drawTimes, showKinds } from "./charts.js";
 import { Model } from "./model.js";
 import { onThemeChange } from "./paint.js";
-import { ROWS, showChoices, showClasses, showDecisions, showLegend, showInstances, showRuns, showTiles, showUsage, showWarnings } from "./panels.js";
+import { ROWS, showChoices, showClasses, showDecisions, showDemand, showLegend, showInstances, showRuns, showTiles, showUsage, showWarnings } from "./panels.js";
 import { fragment, explain } from "./explanation.js";
 import { Stream } from "./stream.js";
 import { clock, find, setText } from "./text.js";
@@ -47,6 +47,7 @@ function showPanels() {
   showChoices(model);
   if (!find("table").hidden) showInstances(model, rows);
   showUsage(model);
+  showDemand(model);
   showWarnings(model);
   showClasses(model);
   showDecisions(model);

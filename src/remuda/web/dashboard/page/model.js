@@ -43,6 +43,12 @@ export class Model {
     this.lastSuccess = poll.last_success;
   }
 
+  // The running job of a machine of a runner set.
+  jobOf(instance) {
+    if (!instance.set) return undefined;
+    return (this.facts.get("jobs") ?? []).find((job) => job.instance === instance.id && job.started_at && !job.completed_at);
+  }
+
   now() {
     return Date.now() + this.offset;
   }
@@ -59,7 +65,7 @@ export class Model {
 
   matchesText(instance, text) {
     const pattern = text.toLowerCase();
-    return [instance.id, instance.run, instance.last_run, ...instance.runs].some((name) => name.toLowerCase().includes(pattern));
+    return [instance.id, instance.set, instance.run, instance.last_run, ...instance.runs].some((name) => name.toLowerCase().includes(pattern));
   }
 
   // Instances that match the filters: live before terminated, then newest first.

@@ -88,12 +88,18 @@ export function showInstances(model, limit) {
         [instance.usage, "whole"],
         [String(instance.uses), "n"],
         [ending ? "" : left >= 0 ? duration(left) : `overdue by ${duration(-left)}`, "n"],
-        [quarantine, instance.retire_text || (instance.busy ? "a job is running" : "")].filter(Boolean).join(": "),
+        [quarantine, instance.retire_text || remark(model, instance)].filter(Boolean).join(": "),
       ]);
     },
   });
   find("more").hidden = lanes.length <= limit;
   setText(find("more"), `Show ${Math.min(ROWS, lanes.length - limit)} more of ${lanes.length}`);
+}
+
+function remark(model, instance) {
+  const job = model.jobOf(instance);
+  if (instance.set) return `set ${instance.set}${job ? `, job ${job.name || job.id}` : ""}`;
+  return instance.busy ? "a job is running" : "";
 }
 
 function showStateIn(td, phase) {
@@ -120,6 +126,92 @@ export function showWarnings(model) {
       setText(row.children[2], item.text);
     },
   });
+}
+
+// Runner sets and their newest jobs. Hidden in a pool without sets.
+export function showDemand(model) {
+  const sets = model.facts.get("sets") ?? [];
+  find("demand").hidden = !sets.length;
+  if (!sets.length) return;
+  const now = model.now();
+  showSets(sets, now);
+  const jobs = (model.facts.get("jobs") ?? []).map((job) => ({ ...job, waited: Math.max((job.started_at || job.completed_at || now) - job.queued_at, 0) }));
+  // Waiting jobs first, then the newest.
+  const rank = (job) => (job.started_at || job.completed_at ? 1 : 0);
+  jobs.sort((one, other) => rank(one) - rank(other) || other.queued_at - one.queued_at || (one.id < other.id ? -1 : 1));
+  const longest = Math.max(...jobs.map((job) => job.waited), 1000);
+  find("jobs-empty").hidden = jobs.length > 0;
+  syncChildren(find("jobs"), jobs, {
+    key: (job) => job.id,
+    create: () => make("tr"),
+    update: (row, job) => {
+      fillRow(row, [
+        [(td) => showJobIn(td, job), "job"],
+        [(td) => explainButton(td, `set.${job.set}`, job.set), "whole"],
+        [(td) => showWaitIn(td, job.waited, longest, !job.started_at && !job.completed_at), "wait"],
+        [jobState(job, now), "whole"],
+        [(td) => explainButton(td, job.instance, job.instance && `…${job.instance.slice(-8)}`), "whole"],
+      ]);
+    },
+  });
+}
+
+function showSets(sets, now) {
+  const waiting = sets.reduce((sum, set) => sum + set.waiting, 0);
+  setText(find("sets-note"), waiting ? `${waiting} waiting` : "no job waits");
+  syncChildren(find("sets"), sets, {
+    key: (set) => set.name,
+    create: () => make("tr"),
+    update: (row, set) => {
+      row.title = set.labels.join(", ");
+      fillRow(row, [
+        [(td) => explainButton(td, `set.${set.name}`, set.name), "long"],
+        ...[set.waiting, set.assigned, set.running, set.hot, set.warm, set.launching].map((count) => [String(count), "n"]),
+        [(td) => showKind(td, set.at_capacity ? `yes, ${set.max}` : `${set.running + set.hot + set.launching} of ${set.max}`, set.at_capacity), "whole"],
+        [(td) => showKind(td, set.session, set.session !== "open"), "whole"],
+      ]);
+    },
+  });
+  syncChildren(find("sets-reasons"), sets.filter((set) => set.detail), {
+    key: (set) => set.name,
+    create: () => {
+      const row = make("li");
+      row.append(make("span", "who"), " ", make("span", "means"));
+      return row;
+    },
+    update: (row, set) => {
+      explainButton(row.children[0], `set.${set.name}`, set.name);
+      const oldest = set.oldest_queued_at ? `; the oldest job waits for ${duration(Math.max(now - set.oldest_queued_at, 0))}` : "";
+      setText(row.children[1], `${set.detail}${oldest}`);
+    },
+  });
+}
+
+function showKind(td, text, alert) {
+  const mark = td.querySelector(".kind") ?? td.appendChild(make("span", "kind"));
+  mark.classList.toggle("alert", alert);
+  setText(mark, text);
+}
+
+function showJobIn(td, job) {
+  const name = td.querySelector(".who") ?? td.appendChild(make("span", "who"));
+  const where = td.querySelector(".soft") ?? td.appendChild(make("span", "soft"));
+  explainButton(name, job.id, job.name || job.id);
+  setText(where, job.repository ? ` ${job.repository}` : "");
+}
+
+// A bar in proportion to the longest wait, beside the time.
+function showWaitIn(td, waited, longest, waiting) {
+  const bar = td.querySelector(".fill") ?? td.appendChild(make("span", "fill"));
+  const text = td.querySelector(".time") ?? td.appendChild(make("span", "time"));
+  bar.classList.toggle("waiting", waiting);
+  bar.style.width = `${Math.max((40 * waited) / longest, 2)}px`;
+  setText(text, seconds(waited / 1000));
+}
+
+function jobState(job, now) {
+  if (job.completed_at) return job.result || "completed";
+  return job.started_at ? `runs for ${duration(Math.max(now - job.started_at, 0))}` : "waits";
 }
 
 // Reuse, cost and savings, calculated as in `remuda report`.
@@ -197,7 +289,7 @@ export function showRuns(model) {
   const { text } = model.filter;
   const open = model.facts.get("open_provisions") ?? {};
   const runs = [...model.provisions.values()]
-    .filter((item) => model.matchesKind(item) && (!text || item.run.toLowerCase().includes(text.toLowerCase())))
+    .filter((item) => !item.set && model.matchesKind(item) && (!text || item.run.toLowerCase().includes(text.toLowerCase())))
     .sort((one, other) => other.at - one.at || (one.id < other.id ? 1 : -1))
     .slice(0, SHOWN_RUNS);
   find("runs-empty").hidden = runs.length > 0;
@@ -219,6 +311,7 @@ export function showRuns(model) {
       ]);
     },
   });
-  const known = [...runs.map((item) => item.run), ...model.lanes().slice(0, 20).map((instance) => instance.id)];
+  const sets = (model.facts.get("sets") ?? []).map((set) => `set.${set.name}`);
+  const known = [...sets, ...runs.map((item) => item.run), ...model.lanes().slice(0, 20).map((instance) => instance.id)];
   syncChildren(find("known"), [...new Set(known)], { key: (name) => name, create: (name) => Object.assign(make("option"), { value: name }), update: () => {} });
 }

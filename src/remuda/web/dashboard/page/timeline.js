@@ -7,6 +7,7 @@ const LANE_HEIGHT = 18;
 const BAR_HEIGHT = 12;
 const AXIS_HEIGHT = 22;
 const MIN_HEIGHT = 150;
+const MIN_LABEL = 40;
 const MAX_HEIGHT = 368;
 
 export class Timeline {
@@ -117,8 +118,27 @@ export class Timeline {
         context.fillText(letter(each), from + 7, middle + 0.5);
       }
     });
+    if (instance.set) this.label(context, instance, middle);
     if (instance.quarantined_until > this.span.until) this.flag(context, this.x(this.span.until) - 3, middle);
     context.textAlign = "left";
+  }
+
+  // Write the set and the job of a machine into its current bar, if there is room.
+  label(context, instance, middle) {
+    let from = 0;
+    eachSpan(instance, this.span.until, (begin, end, phase) => (from = phase === phaseOf(instance) ? this.x(begin) + 16 : from));
+    const room = this.x(this.span.until) - from - 4;
+    if (!from || room < MIN_LABEL) return;
+    const job = this.model.jobOf(instance);
+    context.save();
+    context.beginPath();
+    context.rect(from, middle - BAR_HEIGHT / 2, room, BAR_HEIGHT);
+    context.clip();
+    context.font = "10px system-ui, sans-serif";
+    context.textAlign = "left";
+    context.fillStyle = phaseOf(instance) === "running" ? colour("letter-dark") : colour("letter");
+    context.fillText(`${instance.set}${job ? `: ${job.name || job.id}` : ""}`, from, middle + 0.5);
+    context.restore();
   }
 
   // Mark an instance in quarantine.
@@ -146,7 +166,8 @@ export class Timeline {
     if (time !== null) {
       eachSpan(instance, this.span.until, (begin, end, phase, run) => {
         if (time < begin || time >= end) return;
-        lines.push(`${phase}${run ? ` for run ${run}` : ""}, ${when(begin, end)} for ${duration(end - begin)}`);
+        const holder = run.startsWith("set.") ? ` for set ${run.slice(4)}` : run ? ` for run ${run}` : "";
+        lines.push(`${phase}${holder}, ${when(begin, end)} for ${duration(end - begin)}`);
       });
     }
     setText(this.tip, lines.join("\n"));
@@ -187,9 +208,11 @@ export class Timeline {
   }
 
   describe(instance) {
-    const run = instance.run ? `, run ${instance.run}` : "";
+    const job = this.model.jobOf(instance);
+    const set = instance.set ? `, set ${instance.set}${job ? `, job ${job.name || job.id}` : ""}` : "";
+    const run = instance.run && !instance.run.startsWith("set.") ? `, run ${instance.run}` : "";
     const quarantine = quarantineLeft(instance, this.model.now());
     const busy = instance.busy ? ", a job is running" : "";
-    return `${instance.id}: ${phaseOf(instance)}${run}${busy}${quarantine ? `, ${quarantine}` : ""}, ${instance.class}, ${instance.type}, ${instance.usage}`;
+    return `${instance.id}: ${phaseOf(instance)}${set}${run}${busy}${quarantine ? `, ${quarantine}` : ""}, ${instance.class}, ${instance.type}, ${instance.usage}`;
   }
 }

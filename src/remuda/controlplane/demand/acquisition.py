@@ -1,0 +1,273 @@
+"""Acquisitions: machines for a set, from the pool if possible, newly launched otherwise.
+
+Each machine has a provision record of its own, written before anything is claimed or launched. A claimed machine is
+equipped at once; a launched one when its agent reports that it has booted, which the reconciler sees.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from datetime import timedelta
+
+from remuda.controlplane.context import Context
+from remuda.controlplane.demand.context import BackgroundTasks, DemandContext
+from remuda.controlplane.demand.equipment import Equipment
+from remuda.controlplane.demand.machines import MachineTable
+from remuda.controlplane.demand.sets import SetState
+from remuda.controlplane.provision import close_pickup, record_intent
+from remuda.controlplane.provision.creation import Creation
+from remuda.controlplane.provision.outcome import OutcomeRecorder
+from remuda.controlplane.provision.pickup import PickupManager
+from remuda.controlplane.provision.plan import ROLLBACK_RESERVE_FRACTION, ROLLBACK_RESERVE_S, ProvisionPlan
+from remuda.controlplane.provision.rollback import AcquiredInstances, roll_back
+from remuda.controlplane.provision.selection import Selection
+from remuda.domain.errors import Interrupted, RemudaError, Unavailable
+from remuda.domain.instance import Instance
+from remuda.domain.pool_config import PoolConfig
+from remuda.domain.provision import MAX_REASON, Provision
+from remuda.domain.resources import RunnerRequest, normalize_repository, repository_of
+from remuda.domain.runner_set import RunnerSet
+from remuda.domain.timestamps import to_milliseconds
+from remuda.ports.clock import backoff_s
+
+#: Seconds after the first failed acquisition of a set, and the maximum.
+FIRST_RETRY_S = 5.0
+LAST_RETRY_S = 60.0
+#: Doublings of the pause after which it stays at its maximum.
+MAX_DOUBLINGS = 5
+
+
+def runner_request(config: PoolConfig, runner_set: RunnerSet) -> RunnerRequest:
+    """What machines of a set must be like."""
+    resource_class = config.resource_class(runner_set.resource_class)
+    return RunnerRequest(
+        resource_class=resource_class,
+        usage_class=runner_set.usage_class,
+        patterns=resource_class.types.narrowed(runner_set.patterns),
+        tier=runner_set.trust,
+        reuse=config.reuse,
+        repository=normalize_repository(_repository(runner_set)),
+    )
+
+
+def _repository(runner_set: RunnerSet) -> str:
+    """The only repository that the set serves; empty if its scope is an organisation."""
+    return repository_of(runner_set.scope, "")
+
+
+def _first(errors: ExceptionGroup[RemudaError]) -> RemudaError:
+    first = errors.exceptions[0]
+    return _first(first) if isinstance(first, ExceptionGroup) else first
+
+
+class Acquisitions:
+    def __init__(
+        self,
+        demand: DemandContext,
+        table: MachineTable,
+        equipment: Equipment,
+        tasks: BackgroundTasks,
+        *,
+        on_rollback: Callable[[], None],
+    ) -> None:
+        """`on_rollback` is called after machines were given back: their records have changed."""
+        self._demand = demand
+        self._table = table
+        self._equipment = equipment
+        self._tasks = tasks
+        self._on_rollback = on_rollback
+
+    def start(self, state: SetState, config: PoolConfig, count: int, *, for_pool: bool = False) -> None:
+        """Acquire machines in the background. They count as supply at once."""
+        batch = _Batch(self._demand, self._table, self._equipment, state, config=config, count=count, for_pool=for_pool)
+        self._tasks.start("acquisition", self._run(batch))
+
+    async def _run(self, batch: _Batch) -> None:
+        try:
+            await batch.run()
+        finally:
+            if batch.has_failed:
+                self._on_rollback()
+
+
+class _Batch:
+    """Acquisitions that share one pass over the pool and one launch."""
+
+    def __init__(
+        self,
+        demand: DemandContext,
+        table: MachineTable,
+        equipment: Equipment,
+        state: SetState,
+        *,
+        config: PoolConfig,
+        count: int,
+        for_pool: bool,
+    ) -> None:
+        self._demand = demand
+        self._table = table
+        self._equipment = equipment
+        self._state = state
+        self._config = config
+        self._for_pool = for_pool
+        #: Whether it is started during the pause after a failure, for machines that came to the pool.
+        self._is_between = not for_pool and state.retry_at > self._context.clock.monotonic()
+        self._request = runner_request(config, state.runner_set)
+        self._plans = [self._plan() for _ in range(count)]
+        recorder = OutcomeRecorder(self._context.clock)
+        self._pickup = PickupManager(self._context, self._request, recorder)
+        self._creation = Creation(self._context, recorder, all_or_nothing=False)
+        #: Workers that may still find a machine in the pool. The others are launched together.
+        self._undecided = count
+        self._all_decided = asyncio.Event()
+        self._error: RemudaError | None = None
+        self.has_failed = False
+        self._count(count)
+
+    @property
+    def _context(self) -> Context:
+        return self._demand.context
+
+    def _plan(self) -> ProvisionPlan:
+        context, config, runner_set = self._context, self._config, self._state.runner_set
+        now, timeout_s = context.clock.now(), config.lifetimes.provision_timeout_s
+        purpose = "for the pool" if self._for_pool else "for a job"
+        summary = f"{runner_set.usage_class}, {runner_set.trust}, {purpose}, types {runner_set.allowed_instance_types}"
+        return ProvisionPlan(
+            config=config,
+            provision=Provision(
+                provision_id=context.ids.new("p-"),
+                run_id=runner_set.holder_id,
+                attempt=1,
+                resource_class=runner_set.resource_class,
+                count=1,
+                created_at=to_milliseconds(now),
+                runner_set=runner_set.name,
+                deadline=to_milliseconds(now + timedelta(seconds=timeout_s)),
+                request_summary=summary[:MAX_REASON],
+            ),
+            request=self._request,
+            scope=runner_set.scope,
+            until=context.clock.monotonic()
+            + timeout_s
+            - min(ROLLBACK_RESERVE_S, timeout_s * ROLLBACK_RESERVE_FRACTION),
+            max_runtime_s=config.lifetimes.max_runtime_s,
+            repository=_repository(runner_set),
+            runner_set=runner_set,
+        )
+
+    async def run(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                services = [group.create_task(self._pickup.run()), group.create_task(self._creation.run())]
+                workers = [group.create_task(self._acquire(plan)) for plan in self._plans]
+                await asyncio.wait(workers)
+                for service in services:
+                    service.cancel()
+        except* RemudaError as errors:
+            # Of the pass over the pool. The workers have rolled back.
+            self._error = _first(errors)
+        except* Exception:
+            self._error = Unavailable("a bug")
+            raise
+        finally:
+            # Before the set is woken: it would try again at once.
+            self._note_result()
+            self._state.wake()
+            if not self._for_pool:
+                await close_pickup(self._context, self._pickup)
+
+    async def _acquire(self, plan: ProvisionPlan) -> None:
+        acquired, recorder = AcquiredInstances(), OutcomeRecorder(self._context.clock)
+        intent = asyncio.ensure_future(record_intent(self._context, plan.provision))
+        is_counted = is_undecided = True
+        try:
+            claimed: Instance | None = None
+            if not self._for_pool and not plan.retire_reason:
+                selection = Selection(self._context, plan, self._pickup, acquired, recorder, intent=intent)
+                claimed = await selection.claim()
+            await intent
+            is_undecided = self._decide()
+            if claimed is None:
+                await self._all_decided.wait()
+                instance = await self._creation.create_one(plan, acquired)
+            else:
+                instance = claimed
+            machine = self._table.put(instance, now=self._context.clock.now())
+            is_counted = self._count(-1)
+            if machine is not None:
+                machine.provision = plan.provision
+                machine.for_pool = self._for_pool
+                if claimed is not None:
+                    await self._equip(machine_id=instance.instance_id, acquired=acquired)
+        except BaseException as error:
+            intent.cancel()
+            if is_undecided:
+                self._decide()
+            if is_counted:
+                self._count(-1)
+            failure = error if isinstance(error, RemudaError) else Interrupted("interrupted")
+            await self._give_back(plan, acquired, recorder, failure)
+            if not isinstance(error, RemudaError):
+                raise
+            self._error = error
+
+    async def _equip(self, *, machine_id: str, acquired: AcquiredInstances) -> None:
+        machine = self._table.get(machine_id)
+        if machine is None:
+            return
+        machine.handled = True
+        try:
+            await self._equipment.equip(self._state, self._config, machine, "claimed for a job")
+        finally:
+            machine.handled = False
+        acquired.remove(machine.instance)
+        self._state.wake()
+
+    async def _give_back(
+        self, plan: ProvisionPlan, acquired: AcquiredInstances, recorder: OutcomeRecorder, failure: RemudaError
+    ) -> None:
+        context = self._context
+        self.has_failed = True
+        why = failure.message
+        context.event_log.record("rollback", why, run_id=plan.provision.run_id, instances=len(acquired.all()))
+        outcome = recorder.outcome(error=why, exit_code=failure.exit_code)
+        undoing = roll_back(context, self._config, plan.provision, acquired, why=why, outcome=outcome)
+        await asyncio.shield(asyncio.ensure_future(undoing))
+        for item in acquired.all():
+            self._table.remove(item.instance.instance_id)
+
+    def _decide(self) -> bool:
+        """One more worker knows whether it needs a launch. Returns False, the worker's new state."""
+        self._undecided -= 1
+        if not self._undecided:
+            self._all_decided.set()
+        return False
+
+    def _count(self, change: int) -> bool:
+        """Count acquisitions without a machine. Returns False, the worker's new state."""
+        if self._for_pool:
+            self._state.filling += change
+        else:
+            self._state.acquiring += change
+        return False
+
+    def _note_result(self) -> None:
+        """After a failure, the set waits before it tries again."""
+        state, error = self._state, self._error
+        if self._is_between:
+            # It says nothing about launches.
+            return
+        failures = (state.fill_failures if self._for_pool else state.failures) + 1 if error is not None else 0
+        pause_s = backoff_s(min(failures, MAX_DOUBLINGS), first_s=FIRST_RETRY_S, ids=self._context.ids)
+        retry_at = self._context.clock.monotonic() + min(pause_s, LAST_RETRY_S) if error is not None else 0.0
+        # Jobs do not wait because the pool could not be filled.
+        if self._for_pool:
+            state.fill_failures, state.fill_retry_at = failures, retry_at
+        else:
+            state.failures, state.retry_at = failures, retry_at
+        state.shortage = error.message if error is not None else ""
+        if error is None:
+            return
+        self._context.event_log.record("acquisition-failed", error.message, runner_set=state.name, fix=error.fix)

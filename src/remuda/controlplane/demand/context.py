@@ -1,0 +1,60 @@
+"""The ports of the listener, and its background tasks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from datetime import tzinfo
+from typing import Any
+
+from remuda.controlplane.context import Context
+from remuda.domain.errors import RemudaError
+from remuda.ports.demand import DemandSource, DemandStore
+from remuda.ports.metrics import MetricWriter
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemandContext:
+    context: Context
+    source: DemandSource
+    store: DemandStore
+    #: Raises `ValueError` for an unknown time zone.
+    zone_of: Callable[[str], tzinfo]
+    #: Identifies this process in the lease and in sessions.
+    owner: str
+    #: None if nothing stores metrics.
+    metrics: MetricWriter | None = None
+    #: Whether the process with that owner's name is known to have ended.
+    has_ended: Callable[[str], bool] = lambda _: False
+
+
+@dataclass(kw_only=True, eq=False)
+class BackgroundTasks:
+    """Tasks that run beside the loops of the listener. An error ends only its own task."""
+
+    context: Context
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def start(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(self._guard(name, work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _guard(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except RemudaError as error:
+            self.context.event_log.record(f"{name}-failed", error.message)
+        except Exception as error:  # noqa: BLE001 - a bug in one task must not stop the others
+            self.context.event_log.record(f"{name}-failed", f"a bug: {type(error).__name__}: {error}")
+
+    async def drain(self, timeout_s: float) -> None:
+        """Wait for the tasks, then cancel those that are left and wait until they have cleaned up."""
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=timeout_s)
+        left = set(self._tasks)
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left)

@@ -1,0 +1,109 @@
+"""The listener's lease: one process serves the sets of a pool, others wait as a standby.
+
+A lease is judged like a heartbeat, by its change on the reader's own clock. Two processes may hold it for a moment, for
+example after a pause; all their writes are conditional, so that is safe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+
+from remuda.controlplane.context import Context, pause_before_retry
+from remuda.domain.demand import LISTENER_LEASE, Lease
+from remuda.domain.errors import Conflict, RemudaError, Unavailable
+from remuda.ports.demand import DemandStore
+
+#: Seconds between two renewals.
+BEAT_S = 10.0
+#: Seconds without a change after which a lease has expired.
+EXPIRES_AFTER_S = 35.0
+#: Seconds without a successful renewal after which the holder stops: earlier than another process can take the lease.
+STOPS_AFTER_S = 25.0
+#: Seconds between two reads of a standby.
+STANDBY_POLL_S = 5.0
+
+
+class LeaseLost(Conflict):
+    """Another listener serves the pool."""
+
+
+class ListenerLease:
+    def __init__(
+        self, context: Context, store: DemandStore, owner: str, *, has_ended: Callable[[str], bool] = lambda _: False
+    ) -> None:
+        """`has_ended` knows of an owner that its process does not run any more."""
+        self._has_ended = has_ended
+        self._context = context
+        self._store = store
+        self._owner = owner
+        self._held: Lease | None = None
+
+    async def acquire(self, *, wait: bool = True) -> None:
+        """Wait until this process has the lease. Without `wait`, raise `LeaseLost` if another process has it."""
+        seen: Lease | None = None
+        seen_at = self._context.clock.monotonic()
+        announced = False
+        while True:
+            try:
+                current = await self._store.get_lease(LISTENER_LEASE)
+                now = self._context.clock.monotonic()
+                if current != seen:
+                    seen, seen_at = current, now
+                if self._is_free(current, now - seen_at):
+                    await self._write(current)
+                    return
+            except Conflict:
+                continue
+            except Unavailable as error:
+                self._context.event_log.record("read-failed", error.message)
+            else:
+                if not wait:
+                    raise LeaseLost(f"another listener serves pool {self._context.pool_name}")
+                if not announced and current is not None:
+                    announced = True
+                    self._context.event_log.record("standby", f"{current.owner} serves the pool")
+            await self._context.clock.sleep(STANDBY_POLL_S)
+
+    def _is_free(self, current: Lease | None, unchanged_s: float) -> bool:
+        if current is None or current.owner in {"", self._owner} or unchanged_s >= EXPIRES_AFTER_S:
+            return True
+        return self._has_ended(current.owner)
+
+    async def keep(self) -> None:
+        """Renew the lease. Raise `LeaseLost` if another process has it, or may have it."""
+        renewed_at = self._context.clock.monotonic()
+        while True:
+            await self._context.clock.sleep(BEAT_S)
+            try:
+                await self._write(self._held)
+                renewed_at = self._context.clock.monotonic()
+            except Conflict as conflict:
+                raise LeaseLost("another listener has taken over") from conflict
+            except Unavailable as error:
+                self._context.event_log.record("lease-unconfirmed", error.message)
+                if self._context.clock.monotonic() - renewed_at >= STOPS_AFTER_S:
+                    raise LeaseLost("the lease could not be renewed") from error
+
+    async def give_up(self) -> None:
+        """Let another process take the lease at once."""
+        held, self._held = self._held, None
+        if held is not None:
+            with suppress(RemudaError):
+                await self._store.replace_lease(LISTENER_LEASE, held, Lease(owner="", beat=held.beat + 1))
+
+    async def _write(self, before: Lease | None) -> None:
+        after = Lease(owner=self._owner, beat=before.beat + 1 if before is not None else 1)
+        try:
+            await self._store.replace_lease(LISTENER_LEASE, before, after)
+        except Conflict as conflict:
+            current = conflict.current
+            if not isinstance(current, Lease) or current.owner != self._owner:
+                raise
+            # The answer to an earlier write was lost.
+            after = current
+        except Unavailable:
+            await pause_before_retry(self._context)
+            if await self._store.get_lease(LISTENER_LEASE) != after:
+                raise
+        self._held = after

@@ -1,0 +1,242 @@
+"""The machines of the runner sets as the listener knows them, from its own writes and its reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from datetime import datetime, timedelta
+
+from remuda.domain.instance import Instance, State
+from remuda.domain.provision import Provision
+from remuda.domain.signals import Pulse, Report
+from remuda.domain.supply import SetMachine
+from remuda.domain.thresholds import HEARTBEAT_DEAD_AFTER_S, HEARTBEAT_STALE_AFTER_S
+
+#: States in which a machine belongs to its set, or is on its way back from it.
+HELD = frozenset({State.CREATED, State.CLAIMED, State.RUNNING, State.RELEASING})
+#: Seconds between two reads of a report: of one that changes soon, of a booting machine, and of others. A heartbeat is
+#: dead after three of the latter.
+SOON_S = 0.5
+BOOTING_S = 1.0
+STEADY_S = 5.0
+#: Seconds for which a runner counts as busy after GitHub refused to remove its registration.
+TAKEN_FOR_S = 60.0
+#: Seconds in which a search may miss a machine that this process has moved to the pool.
+SEARCH_LAG_S = 10.0
+
+
+class KnownMachine:
+    """One machine: its record, its report, and what was observed since."""
+
+    __slots__ = (
+        "completed",
+        "dead",
+        "failures",
+        "for_pool",
+        "handled",
+        "instance",
+        "interrupted",
+        "job_id",
+        "provision",
+        "pulse",
+        "read_at",
+        "report",
+        "retry_at",
+        "silent_since",
+        "spent_since",
+        "surplus_since",
+        "taken_until",
+        "unwanted",
+    )
+
+    def __init__(self, instance: Instance, *, now: datetime) -> None:
+        self.instance = instance
+        self.report: Report | None = None
+        self.pulse = Pulse(dead_after_s=HEARTBEAT_DEAD_AFTER_S, stale_after_s=HEARTBEAT_STALE_AFTER_S)
+        self.dead = False
+        self.silent_since: datetime | None = now
+        self.spent_since: datetime | None = None
+        self.surplus_since: datetime | None = None
+        self.completed = False
+        self.taken_until: datetime | None = None
+        self.unwanted = ""
+        self.for_pool = False
+        #: Whether a task is changing it.
+        self.handled = False
+        #: Its provision, if it was read or written by this process.
+        self.provision: Provision | None = None
+        #: The job that GitHub started on it.
+        self.job_id = ""
+        #: Whether its spot notice was recorded for its job.
+        self.interrupted = False
+        #: Monotonic times: of the next read of its report, and before which a failed step is not repeated.
+        self.read_at = 0.0
+        self.retry_at = 0.0
+        #: Consecutive failed steps.
+        self.failures = 0
+
+    def update(self, instance: Instance, *, now: datetime) -> None:
+        before, self.instance = self.instance, instance
+        if (before.state, before.epoch) != (instance.state, instance.epoch):
+            self.silent_since = now
+            self.spent_since = self.surplus_since = self.taken_until = None
+            self.completed = self.for_pool = False
+            self.unwanted = ""
+            self.read_at = 0.0
+        if before.epoch != instance.epoch:
+            self.job_id = ""
+            self.interrupted = False
+        if before.provision_id != instance.provision_id:
+            self.provision = None
+        self._observe(now)
+
+    def observe(self, report: Report | None, *, now: datetime, monotonic: float) -> bool:
+        """Note a report. Return whether a decision may change."""
+        before, was_dead = self.report, self.dead
+        self.report = report
+        self.pulse = self.pulse.observe(report, now=now, monotonic=monotonic)
+        self.dead = self.pulse.is_dead(monotonic)
+        self.read_at = monotonic + self._interval_s()
+        self._observe(now)
+        return self.dead != was_dead or _decisive(before) != _decisive(report)
+
+    def _observe(self, now: datetime) -> None:
+        report, instance = self.report, self.instance
+        is_current = report is not None and report.epoch == instance.epoch
+        active = report is not None and is_current and (report.busy or report.listening)
+        if active or instance.is_bound:
+            self.silent_since = None
+        elif self.silent_since is None:
+            self.silent_since = now
+        if report is not None and report.spent_epoch == instance.epoch:
+            self.spent_since = self.spent_since or now
+        if active and report is not None and report.busy:
+            self.taken_until = None
+
+    def _interval_s(self) -> float:
+        if self.instance.state is State.RELEASING or self.completed:
+            return SOON_S
+        return BOOTING_S if self.instance.state is State.CREATED else STEADY_S
+
+    def view(self, now: datetime, monotonic: float) -> SetMachine:
+        return SetMachine(
+            instance=self.instance,
+            report=self.report,
+            dead=self.dead,
+            silent_since=self.silent_since,
+            spent_since=self.spent_since,
+            surplus_since=self.surplus_since,
+            completed=self.completed,
+            taken=self.taken_until is not None and self.taken_until > now,
+            unwanted=self.unwanted,
+            for_pool=self.for_pool,
+            handled=self.handled or self.retry_at > monotonic,
+        )
+
+    @property
+    def is_spent(self) -> bool:
+        return self.report is not None and self.report.spent_epoch == self.instance.epoch
+
+    def restart_heartbeat(self, monotonic: float) -> None:
+        """Forget how long the heartbeat has not changed."""
+        self.pulse = replace(self.pulse, changed_at=monotonic)
+
+    def take(self, now: datetime) -> None:
+        """GitHub says that it has a job."""
+        self.taken_until = now + timedelta(seconds=TAKEN_FOR_S)
+
+
+def _decisive(report: Report | None) -> object:
+    if report is None:
+        return None
+    return (
+        report.epoch,
+        report.signal,
+        report.busy,
+        report.listening,
+        report.spent_epoch,
+        report.notice,
+    )
+
+
+class MachineTable:
+    """All known machines, by id and by set."""
+
+    def __init__(self) -> None:
+        #: Called if a report is to be read sooner than planned.
+        self.on_due: Callable[[], None] = lambda: None
+        self._by_id: dict[str, KnownMachine] = {}
+        self._by_set: dict[str, dict[str, KnownMachine]] = {}
+        #: Idle machines by id, as the last search found them.
+        self._idle: dict[str, Instance] = {}
+        #: Machines that this process moved to the pool, with the monotonic time.
+        self._pooled: dict[str, tuple[Instance, float]] = {}
+        #: Idle machines whose pool message is being sent.
+        self._publishing: dict[str, Instance] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[KnownMachine]:
+        return iter(list(self._by_id.values()))
+
+    def get(self, instance_id: str) -> KnownMachine | None:
+        return self._by_id.get(instance_id)
+
+    def of_set(self, name: str) -> Iterable[KnownMachine]:
+        return self._by_set.get(name, {}).values()
+
+    def set_names(self) -> Iterable[str]:
+        return [name for name, machines in self._by_set.items() if machines]
+
+    def put(self, instance: Instance, *, now: datetime) -> KnownMachine | None:
+        """Note a record that was written or read. Return its machine; None if it belongs to no set any more."""
+        instance_id = instance.instance_id
+        machine = self._by_id.get(instance_id)
+        if machine is not None and machine.instance.runner_set != instance.runner_set:
+            self._by_set[machine.instance.runner_set].pop(instance_id, None)
+        if not instance.runner_set or instance.state not in HELD:
+            self.remove(instance_id)
+            return None
+        if machine is None:
+            machine = self._by_id[instance_id] = KnownMachine(instance, now=now)
+        else:
+            machine.update(instance, now=now)
+        self._by_set.setdefault(instance.runner_set, {})[instance_id] = machine
+        self._pooled.pop(instance_id, None)
+        self._idle.pop(instance_id, None)
+        if not machine.read_at:
+            self.on_due()
+        return machine
+
+    def read_soon(self, machine: KnownMachine) -> None:
+        """Its report is expected to change."""
+        machine.read_at = 0.0
+        self.on_due()
+
+    def remove(self, instance_id: str) -> None:
+        machine = self._by_id.pop(instance_id, None)
+        if machine is not None:
+            self._by_set.get(machine.instance.runner_set, {}).pop(instance_id, None)
+
+    # Idle machines
+
+    def add_publishing(self, instance: Instance) -> None:
+        self._publishing[instance.instance_id] = instance
+
+    def publishing(self, name: str) -> int:
+        """Machines that return from this set, and have no pool message yet."""
+        return sum(item.runner_set == name for item in self._publishing.values())
+
+    def add_idle(self, instance: Instance, monotonic: float) -> None:
+        self._publishing.pop(instance.instance_id, None)
+        self._pooled[instance.instance_id] = (instance, monotonic)
+
+    def set_idle(self, found: Iterable[Instance], monotonic: float) -> None:
+        self._idle = {item.instance_id: item for item in found}
+        self._pooled = {key: (item, at) for key, (item, at) in self._pooled.items() if monotonic - at < SEARCH_LAG_S}
+
+    def idle(self) -> list[Instance]:
+        """Idle machines, without those that this process has claimed since the search."""
+        known = {**self._idle, **{key: item for key, (item, _) in self._pooled.items()}}
+        return [item for key, item in known.items() if key not in self._by_id and key not in self._publishing]

@@ -1,0 +1,156 @@
+"""Re-runs of jobs that were lost to a spot interruption, once per job and only after their run has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from datetime import timedelta
+
+from remuda.controlplane.context import Context
+from remuda.controlplane.demand.context import BackgroundTasks, DemandContext
+from remuda.controlplane.demand.machines import KnownMachine
+from remuda.controlplane.demand.sets import SetState
+from remuda.domain.demand import JobRecord
+from remuda.domain.errors import RemudaError, UserError
+from remuda.domain.instance import Instance, State
+from remuda.domain.resources import is_repository
+from remuda.domain.timestamps import to_milliseconds
+
+#: Seconds between two looks at a run that has not ended.
+POLL_S = 60.0
+#: Hours after the interruption in which a run must end to be run again.
+GIVE_UP = timedelta(hours=6)
+#: Jobs that a new listener searches for unfinished re-runs.
+MAX_JOBS = 500
+COMPLETED = "completed"
+#: Results of jobs that need no re-run. GitHub's messages and its API use different words.
+SUCCESSES = frozenset({"succeeded", "success", "skipped"})
+
+
+class InterruptedJobs:
+    def __init__(self, demand: DemandContext, tasks: BackgroundTasks, find: Callable[[str], SetState | None]) -> None:
+        """`find` returns the state of a set."""
+        self._demand = demand
+        self._tasks = tasks
+        self._find = find
+        self._followed: set[str] = set()
+
+    @property
+    def _context(self) -> Context:
+        return self._demand.context
+
+    def note(self, state: SetState, machines: Iterable[KnownMachine]) -> None:
+        """Record the jobs of machines that got a spot notice, if the set runs such jobs again."""
+        if not state.runner_set.rerun_on_interruption:
+            return
+        for machine in machines:
+            report, instance = machine.report, machine.instance
+            is_hit = report is not None and report.notice and instance.state is State.RUNNING and instance.is_bound
+            if is_hit and not machine.interrupted and not machine.is_spent:
+                machine.interrupted = True
+                self._tasks.start("interruption", self._record(machine.job_id, instance))
+
+    async def _record(self, job_id: str, instance: Instance) -> None:
+        job = await self._find_job(job_id, instance)
+        if job is None or job.completed_at is not None or job.interrupted_at is not None:
+            return
+        job_id = job.job_id
+        now = to_milliseconds(self._context.clock.now())
+        state = self._find(job.runner_set)
+        job = replace(job, interrupted_at=now)
+        if state is not None and job_id in state.jobs:
+            state.jobs[job_id] = job
+        await self._demand.store.put_jobs([job])
+        self._context.event_log.record("interrupted", "its machine got a spot notice", run_id=job.run_id, job_id=job_id)
+        self.follow(job)
+
+    async def _find_job(self, job_id: str, instance: Instance) -> JobRecord | None:
+        """The job of a machine, which an earlier listener may have bound."""
+        if job_id:
+            return (await self._demand.store.get_jobs([job_id])).get(job_id)
+        name = instance.assignment.runner_name if instance.assignment else ""
+        jobs = await self._demand.store.jobs_of_run(instance.run_id)
+        return next((job for job in jobs if name and job.runner_name == name), None)
+
+    def follow(self, job: JobRecord) -> None:
+        """Run the job again when its run has ended."""
+        state = self._find(job.runner_set)
+        wanted = state is not None and state.runner_set.rerun_on_interruption
+        is_open = job.interrupted_at is not None and job.rerun_at is None and not job.rerun_detail
+        if wanted and is_open and job.job_id not in self._followed:
+            self._followed.add(job.job_id)
+            self._tasks.start("rerun", self._run_again(job.job_id))
+
+    async def resume(self) -> None:
+        """Follow the jobs that an earlier listener has recorded."""
+        since = self._context.clock.now() - GIVE_UP
+        for job in await self._demand.store.recent_jobs(MAX_JOBS, since=since):
+            self.follow(job)
+
+    async def _run_again(self, job_id: str) -> None:
+        try:
+            while not await self._advance(job_id):
+                await self._context.clock.sleep(POLL_S)
+        finally:
+            self._followed.discard(job_id)
+
+    async def _advance(self, job_id: str) -> bool:
+        """Return whether nothing is left to do."""
+        try:
+            job = (await self._demand.store.get_jobs([job_id])).get(job_id)
+            if job is None or job.rerun_at is not None or job.rerun_detail or job.interrupted_at is None:
+                return True
+            if job.result in SUCCESSES:
+                return await self._close(job, "it succeeded before the interruption")
+            if self._context.clock.now() - job.interrupted_at >= GIVE_UP:
+                return await self._close(job, "its run did not end")
+            if job.completed_at is None:
+                # GitHub's message may be missing, so the run decides as well.
+                self._context.event_log.record("rerun-waits", "the job has not ended", job_id=job_id)
+            return await self._try(job)
+        except RemudaError as error:
+            self._context.event_log.record("rerun-failed", error.message, job_id=job_id)
+            return False
+
+    async def _try(self, job: JobRecord) -> bool:
+        github, state = self._context.github, self._find(job.runner_set)
+        if github is None or state is None or not is_repository(job.repository) or not job.run_id.isdecimal():
+            return await self._close(job, "its run is unknown")
+        if any(item.rerun_at and _is_same(item, job) for item in await self._demand.store.jobs_of_run(job.run_id)):
+            return await self._close(job, "it was run again once")
+        scope, run_id = state.runner_set.scope, int(job.run_id)
+        try:
+            run = await github.get_run(scope, job.repository, run_id)
+        except UserError as error:
+            return await self._close(job, f"{error.message}; grant the permission Actions: read and write")
+        if run is None:
+            return await self._close(job, "its run does not exist")
+        if run.status != COMPLETED:
+            return False
+        if run.conclusion in SUCCESSES:
+            return await self._close(job, "its run succeeded")
+        # Recorded before the call: a lost answer must not cause a second one.
+        intent = replace(job, rerun_at=to_milliseconds(self._context.clock.now()))
+        await self._demand.store.put_jobs([intent])
+        try:
+            await github.rerun_failed_jobs(scope, job.repository, run_id)
+        except UserError as error:
+            detail = f"{error.message}; grant the permission Actions: write on {job.repository}"
+            await self._demand.store.put_jobs([replace(intent, rerun_at=None, rerun_detail=detail)])
+            self._context.event_log.record("rerun-refused", detail, run_id=job.run_id, job_id=job.job_id)
+            return True
+        except RemudaError as error:
+            # GitHub may have received it: never twice.
+            await self._demand.store.put_jobs([replace(intent, rerun_detail=f"unconfirmed: {error.message}")])
+            return True
+        self._context.event_log.record("rerun", "its machine was interrupted", run_id=job.run_id, job_id=job.job_id)
+        return True
+
+    async def _close(self, job: JobRecord, detail: str) -> bool:
+        await self._demand.store.put_jobs([replace(job, rerun_detail=detail)])
+        return True
+
+
+def _is_same(one: JobRecord, other: JobRecord) -> bool:
+    """Whether both are the same job of a workflow, in different attempts: GitHub gives each attempt a new id."""
+    return (one.workflow, one.display_name) == (other.workflow, other.display_name) and one.job_id != other.job_id

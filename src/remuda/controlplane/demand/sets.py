@@ -1,0 +1,128 @@
+"""The state of one runner set in the listener: its demand, its jobs, its errors and its acquisitions in progress."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
+
+from remuda.controlplane.context import Context, retry_write
+from remuda.controlplane.demand.context import DemandContext
+from remuda.domain.demand import MAX_TEXT, DemandRecord, DemandStatistics, JobRecord
+from remuda.domain.runner_set import RunnerSet
+from remuda.domain.supply import JOB_COUNTS_FOR_S
+from remuda.domain.text import truncate
+from remuda.domain.timestamps import to_milliseconds
+
+#: Jobs that a set remembers. GitHub's messages may be missing, so some are never completed.
+MAX_JOBS = 5_000
+#: Registrations of a set in progress at once. Those of a scope that does not answer must not delay other sets.
+CONCURRENT_REGISTRATIONS = 32
+#: Age at which the recorded statistics of an earlier process say nothing.
+STATISTICS_LIFE = timedelta(minutes=10)
+#: Seconds for which a job's end that only its machine has reported reduces GitHub's count. Its message may never come.
+ENDED_COUNTS_FOR_S = 30.0
+
+
+@dataclass(kw_only=True, eq=False)
+class SetState:
+    runner_set: RunnerSet
+    record: DemandRecord
+    #: Removed from the configuration: it gives up its runners and is deleted on GitHub.
+    draining: bool = False
+    #: Jobs that have not ended, by id.
+    jobs: dict[str, JobRecord] = field(default_factory=dict)
+    #: Jobs of them that have ended by their machines' reports, with the time.
+    ended: dict[str, datetime] = field(default_factory=dict)
+    #: Acquisitions in progress that have no machine yet, for jobs and for the pool.
+    acquiring: int = 0
+    filling: int = 0
+    #: Consecutive failed acquisitions, and the monotonic time before which none is started, for jobs and for the pool.
+    failures: int = 0
+    retry_at: float = 0.0
+    fill_failures: int = 0
+    fill_retry_at: float = 0.0
+    #: Machines that came to the pool in the meantime: so many may be acquired before that time.
+    returned: int = 0
+    #: Problems of the acquisitions and of the session, for people; empty if there are none.
+    shortage: str = ""
+    session_problem: str = ""
+    #: Set by whatever may change a decision.
+    woken: asyncio.Event = field(default_factory=asyncio.Event)
+    registrations: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(CONCURRENT_REGISTRATIONS))
+    _write_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def name(self) -> str:
+        return self.runner_set.name
+
+    @property
+    def scale_set_id(self) -> int:
+        return self.record.scale_set_id
+
+    @property
+    def statistics(self) -> DemandStatistics:
+        return self.record.statistics
+
+    def wake(self) -> None:
+        self.woken.set()
+
+    # Jobs
+
+    def note_jobs(self, changed: Mapping[str, JobRecord]) -> None:
+        for job_id, job in changed.items():
+            if job.completed_at is not None:
+                self.jobs.pop(job_id, None)
+                self.ended.pop(job_id, None)
+            else:
+                self.jobs[job_id] = job
+        while len(self.jobs) > MAX_JOBS:
+            self.jobs.pop(next(iter(self.jobs)))
+
+    def note_ended(self, job_id: str, now: datetime) -> None:
+        """Note that the machine of a job has reported its end."""
+        if job_id in self.jobs:
+            self.ended.setdefault(job_id, now)
+
+    def ended_jobs(self, now: datetime) -> int:
+        """Jobs that have ended although no message says so yet."""
+        oldest = now - timedelta(seconds=ENDED_COUNTS_FOR_S)
+        return sum(ended_at >= oldest for job_id, ended_at in self.ended.items() if job_id in self.jobs)
+
+    def waiting_jobs(self, now: datetime) -> int:
+        """Known jobs that have not started. Those that GitHub must have assigned again by now do not count."""
+        oldest = now - timedelta(seconds=JOB_COUNTS_FOR_S)
+        return sum(job.is_waiting and job.seen_at >= oldest for job in self.jobs.values())
+
+    # Record
+
+    async def save(self, demand: DemandContext, jobs: Mapping[str, JobRecord] | None = None, **changed: object) -> None:
+        """Write the record with the changed fields, and the jobs. The latest state is written, in order."""
+        self.record = replace(self.record, **changed)  # type: ignore[arg-type]
+        context = demand.context
+        async with self._write_lock:
+            record = self.record = replace(self.record, updated_at=to_milliseconds(context.clock.now()))
+            rows = tuple((jobs or {}).values())
+            await retry_write(context, lambda: demand.store.put_demand(record, rows), runner_set=self.name)
+
+    async def save_problem(self, demand: DemandContext) -> None:
+        """Record since when the set cannot be served, or that it can. Writes only changes."""
+        problem, shortage = truncate(self.session_problem, MAX_TEXT), truncate(self.shortage, MAX_TEXT)
+        if (problem, shortage) == (self.record.error, self.record.shortage):
+            return
+        now = to_milliseconds(demand.context.clock.now())
+        since = (self.record.failing_since or now) if problem or shortage else None
+        await self.save(demand, error=problem, shortage=shortage, failing_since=since)
+
+
+def new_state(context: Context, runner_set: RunnerSet, stored: DemandRecord | None) -> SetState:
+    now = to_milliseconds(context.clock.now())
+    record = stored or DemandRecord(runner_set=runner_set.name, updated_at=now)
+    if now - record.updated_at > STATISTICS_LIFE:
+        # No runner is launched for the jobs of yesterday, if the session cannot be opened at once.
+        record = replace(record, statistics=DemandStatistics())
+    return SetState(
+        runner_set=runner_set,
+        record=replace(record, scope=runner_set.scope, runner_group=runner_set.runner_group),
+    )

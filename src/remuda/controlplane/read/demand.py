@@ -1,0 +1,58 @@
+"""Status of the runner sets: reads their demand, jobs and the listener's lease. Reads only."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+from remuda.controlplane.context import Context
+from remuda.domain.demand import LISTENER_LEASE
+from remuda.domain.instance import LIVE, Instance
+from remuda.domain.pool_config import PoolConfig
+from remuda.domain.provision import Provision
+from remuda.domain.reporting.demand import MAX_QUEUED_S, DemandInput, DemandStatus, demand_status
+from remuda.domain.signals import Report
+
+#: Newest jobs that a status contains.
+RECENT_JOBS = 200
+
+
+async def read_demand(
+    context: Context,
+    config: PoolConfig | None,
+    instances: Sequence[Instance],
+    reports: Mapping[str, Report],
+    provisions: Sequence[Provision],
+) -> DemandStatus:
+    """Combine the demand with records that the caller has read. A pool without sets costs no call."""
+    if config is None or not (config.runner_sets or any(item.runner_set and item.state in LIVE for item in instances)):
+        return DemandStatus()
+    return demand_status(await read_demand_input(context, config, instances, reports, provisions))
+
+
+async def read_demand_input(
+    context: Context,
+    config: PoolConfig,
+    instances: Sequence[Instance],
+    reports: Mapping[str, Report],
+    provisions: Sequence[Provision],
+) -> DemandInput:
+    store, now = context.store, context.clock.now()
+    demand, lease, jobs, first_seen = await asyncio.gather(
+        store.get_demand(),
+        store.get_lease(LISTENER_LEASE),
+        store.recent_jobs(RECENT_JOBS, since=now - timedelta(seconds=MAX_QUEUED_S)),
+        store.get_first_seen(),
+    )
+    return DemandInput(
+        now=now,
+        config=config,
+        demand=demand,
+        lease=lease,
+        jobs=jobs,
+        instances=instances,
+        reports=reports,
+        provisions=provisions,
+        first_seen=first_seen,
+    )

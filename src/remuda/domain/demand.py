@@ -1,0 +1,219 @@
+"""Demand of runner sets: what GitHub says about their jobs, the records of it, and the number of runners they need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from datetime import datetime, timedelta
+from enum import StrEnum
+
+from remuda.domain.text import truncate
+
+#: Maximum characters of a text that GitHub sent.
+MAX_TEXT = 300
+MAX_JOB_LABELS = 20
+#: Name of the lease of the process that serves the sets.
+LISTENER_LEASE = "listener"
+#: How long a job's record is kept if nobody says.
+DEFAULT_RETENTION = timedelta(days=30)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DemandStatistics:
+    """GitHub's counts of a set's jobs and runners. They may be wrong for a while, in both directions."""
+
+    available: int = 0
+    acquired: int = 0
+    #: Jobs that the set must run, including those that run.
+    assigned: int = 0
+    running: int = 0
+    registered: int = 0
+    busy: int = 0
+    idle: int = 0
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            object.__setattr__(self, item.name, max(0, getattr(self, item.name)))
+
+
+class JobEventKind(StrEnum):
+    #: A job waits for a set to acquire it. GitHub Enterprise Server only; github.com assigns jobs directly.
+    AVAILABLE = "available"
+    ASSIGNED = "assigned"
+    STARTED = "started"
+    COMPLETED = "completed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobEvent:
+    """One event of a job, as GitHub sent it. The texts are untrusted."""
+
+    kind: JobEventKind
+    #: Changes if an assignment lapses and the job is queued again.
+    job_id: str
+    #: Identifies the job in an acquisition; 0 on github.com.
+    request_id: int = 0
+    run_id: str = ""
+    #: owner/name.
+    repository: str = ""
+    #: Path of the workflow file and its ref.
+    workflow: str = ""
+    display_name: str = ""
+    #: Name of the event that started the run.
+    event: str = ""
+    labels: tuple[str, ...] = ()
+    queued_at: datetime | None = None
+    #: When GitHub assigned the job to the set, and to a runner.
+    assigned_at: datetime | None = None
+    started_at: datetime | None = None
+    finished_at: datetime | None = None
+    #: Result of a completed job: succeeded, failed, canceled, …
+    result: str = ""
+    runner_id: int = 0
+    runner_name: str = ""
+
+    def __post_init__(self) -> None:
+        _bound(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DemandMessage:
+    message_id: int
+    statistics: DemandStatistics
+    events: tuple[JobEvent, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DemandRecord:
+    """What the listener knows about one set. Written before a message is acknowledged."""
+
+    runner_set: str
+    #: Scope and runner group of the set, to find it on GitHub after it was removed from the configuration.
+    scope: str = ""
+    runner_group: str = ""
+    #: 0 before the set exists on GitHub.
+    scale_set_id: int = 0
+    #: The open session, which another listener may take over; empty if there is none.
+    session_id: str = ""
+    #: Process that has the session.
+    owner: str = ""
+    last_message_id: int = 0
+    statistics: DemandStatistics = field(default_factory=DemandStatistics)
+    #: Capacity that GitHub was told last.
+    capacity: int = 0
+    updated_at: datetime
+    #: Since when the set cannot be served; None if it can.
+    failing_since: datetime | None = None
+    #: Why its session does not work, and why it gets no machines; empty if it does.
+    error: str = ""
+    shortage: str = ""
+
+    def __post_init__(self) -> None:
+        _bound(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lease:
+    """The right of one process to serve the sets of a pool.
+
+    It counts as expired for a reader that has seen no change of it for a time on its own clock, like a heartbeat.
+    """
+
+    #: Empty if the owner gave it up.
+    owner: str
+    beat: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobRecord:
+    """A job of a runner set. For reports and explanations only: nothing is decided by it but its own re-run."""
+
+    job_id: str
+    runner_set: str
+    run_id: str = ""
+    repository: str = ""
+    workflow: str = ""
+    display_name: str = ""
+    event: str = ""
+    labels: tuple[str, ...] = ()
+    queued_at: datetime | None = None
+    assigned_at: datetime | None = None
+    started_at: datetime | None = None
+    completed_at: datetime | None = None
+    result: str = ""
+    runner_name: str = ""
+    instance_id: str = ""
+    #: When the job's machine got a spot notice, and when the job was run again because of it.
+    interrupted_at: datetime | None = None
+    rerun_at: datetime | None = None
+    #: Why it is not run again, for people.
+    rerun_detail: str = ""
+    #: When the record was written first; the order of records.
+    seen_at: datetime
+    #: Time after which the record may be deleted.
+    forget_at: datetime | None = None
+
+    def __post_init__(self) -> None:
+        _bound(self)
+
+    def check(self) -> None:
+        """Raise `ValueError` if a stored record has impossible values."""
+        if not self.job_id:
+            raise ValueError("its job id is empty")
+
+    @property
+    def expires_at(self) -> datetime:
+        return self.forget_at or self.seen_at + DEFAULT_RETENTION
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.started_at is None and self.completed_at is None
+
+    def with_event(self, event: JobEvent, *, now: datetime) -> JobRecord:
+        """Merge an event. Events may come twice, late or in another order; what is known stays."""
+        merged = replace(
+            self,
+            run_id=event.run_id or self.run_id,
+            repository=event.repository or self.repository,
+            workflow=event.workflow or self.workflow,
+            display_name=event.display_name or self.display_name,
+            event=event.event or self.event,
+            labels=event.labels or self.labels,
+            queued_at=self.queued_at or event.queued_at,
+            assigned_at=self.assigned_at or event.assigned_at,
+            runner_name=event.runner_name or self.runner_name,
+        )
+        if event.kind is JobEventKind.STARTED:
+            return replace(merged, started_at=self.started_at or event.started_at or now)
+        if event.kind is JobEventKind.COMPLETED:
+            return replace(
+                merged, completed_at=self.completed_at or event.finished_at or now, result=event.result or self.result
+            )
+        return merged
+
+
+def _bound(record: JobEvent | JobRecord | DemandRecord) -> None:
+    """Sanitize and cut the texts of a record: they come from GitHub, and records must fit into a store's item."""
+    for item in fields(record):
+        value = getattr(record, item.name)
+        if type(value) is str:
+            object.__setattr__(record, item.name, truncate(value, MAX_TEXT))
+        elif item.name == "labels":
+            labels = tuple(truncate(label, MAX_TEXT) for label in value[:MAX_JOB_LABELS])
+            object.__setattr__(record, item.name, labels)
+
+
+def merge_events(
+    known: Mapping[str, JobRecord], events: Iterable[JobEvent], *, runner_set: str, now: datetime
+) -> dict[str, JobRecord]:
+    """Return the records that the events change or add, by job id."""
+    changed: dict[str, JobRecord] = {}
+    for event in events:
+        if not event.job_id:
+            continue
+        before = changed.get(event.job_id) or known.get(event.job_id)
+        record = before or JobRecord(job_id=event.job_id, runner_set=runner_set, seen_at=now)
+        after = record.with_event(event, now=now)
+        if after != before:
+            changed[event.job_id] = after
+    return changed
