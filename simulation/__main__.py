@@ -34,6 +34,7 @@ MAX_REPORTS = 3
     default="swarm",
     help="swarm (each seed draws half of the faults), few (one to six), all, none, or comma-separated names.",
 )
+@click.option("--demand", is_flag=True, help="Simulate worlds with runner sets, their jobs and listeners.")
 @click.option("--seed", type=click.IntRange(0, 2**63), help="Run this seed only.")
 @click.option("--trace", is_flag=True, help="Print every event; requires --seed.")
 @click.option("--first-seed", type=click.IntRange(0, 2**63), help="First seed. (default: random)")
@@ -46,6 +47,7 @@ def main(
     hours: float,
     instances: int,
     faults: str,
+    demand: bool,
     seed: int | None,
     trace: bool,
     first_seed: int | None,
@@ -54,7 +56,7 @@ def main(
     quiet: bool,
 ) -> int:
     """Run the control plane and its agents in virtual time under faults and check every invariant."""
-    settings = CampaignSettings(hours=hours, instances=instances, faults=parse_faults(faults))
+    settings = CampaignSettings(hours=hours, instances=instances, faults=parse_faults(faults), demand=demand)
     output = Output(as_json=as_json, quiet=quiet)
     if seed is not None:
         return run_one(seed, settings, output, trace=trace)
@@ -123,7 +125,8 @@ def _run_with_progress(
 def _report(found: SimulationResult, settings: CampaignSettings, output: Output) -> list[str]:
     """Shrink a violation and describe it, with the command that shows the whole trace."""
     world = f"--seed {found.plan.seed} --hours {settings.hours:g} --instances {settings.instances}"
-    command = f"full trace: python -m simulation {world} --faults {format_faults(settings.faults)} --trace"
+    kind = " --demand" if settings.demand else ""
+    command = f"full trace: python -m simulation {world} --faults {format_faults(settings.faults)}{kind} --trace"
     lines = [*describe(shrink(found)), command]
     for line in lines:
         output.say(line, style="red" if line.startswith("seed ") else None)

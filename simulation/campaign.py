@@ -38,6 +38,7 @@ COUNTED = {
     "releases": "releases",
     "refreshes": "refreshs",
     "crashes": "crashes",
+    "set_jobs": "jobs of sets",
 }
 
 
@@ -86,7 +87,7 @@ def _simulate(plan: WorldPlan, *, keep_trace: bool) -> SimulationResult:
         digest=world.trace.digest,
         seconds=loop.time(),
         steps=loop.steps,
-        checks=world.safety.checks + (load.liveness.checks if load.liveness else 0),
+        checks=world.safety.checks + world.safety.demand.checks + (load.liveness.checks if load.liveness else 0),
         stats=world.stats,
         faults=world.faults.counts,
         injected=tuple(world.faults.injected),
@@ -100,9 +101,11 @@ class CampaignSettings:
     hours: float
     instances: int
     faults: FaultChoice = Swarm.HALF
+    #: Whether the worlds have runner sets.
+    demand: bool = False
 
     def plan(self, seed: int) -> WorldPlan:
-        return draw_plan(seed, hours=self.hours, instances=self.instances, faults=self.faults)
+        return draw_plan(seed, hours=self.hours, instances=self.instances, faults=self.faults, demand=self.demand)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -207,8 +210,10 @@ def first_violation(seeds: Sequence[int], settings: CampaignSettings) -> FirstVi
 
 def main(arguments: Sequence[str]) -> None:
     """Print the first violation as JSON."""
-    first, count, hours, instances, faults = arguments
-    settings = CampaignSettings(hours=float(hours), instances=int(instances), faults=parse_faults(faults))
+    first, count, hours, instances, faults, demand = arguments
+    settings = CampaignSettings(
+        hours=float(hours), instances=int(instances), faults=parse_faults(faults), demand=demand == "demand"
+    )
     # Exclude imported objects from garbage collection, which makes the simulation faster.
     gc.freeze()
     found = first_violation(range(int(first), int(first) + int(count)), settings)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 from remuda.domain.instance import ASSIGNED, Instance, State
+from simulation.demand_model import DemandBounds, DemandModel, DemandState
 from simulation.instance_model import (
     ABSENT,
     CRASH,
@@ -442,10 +443,67 @@ def _normalized(run: ModelRun, assigned: tuple[bool, bool]) -> ModelRun:
     return run._replace(at=0, known=0, owns=owns)
 
 
-def explore_and_describe(bounds: SearchBounds, limit: int | None = None) -> tuple[SearchResult, str]:
+def explore_demand(bounds: DemandBounds | None = None, *, limit: int | None = None) -> SearchResult:
+    """Search all states of a runner set within the bounds, and check that every job can be served from each."""
+    model = DemandModel(bounds or DemandBounds())
+    first = model.first()
+    came_from: dict[DemandState, tuple[DemandState, str]] = {first: (first, "")}
+    reached_from: dict[DemandState, list[DemandState]] = {}
+    frontier = [first]
+    search = SearchResult()
+    while frontier and not search.violation:
+        found: list[DemandState] = []
+        for state in frontier:
+            for step in model.steps(state):
+                search.actions += 1
+                if step.violation:
+                    search.violation = step.violation
+                    search.path = [*_demand_path(came_from, state), step.text]
+                    break
+                reached_from.setdefault(step.after, []).append(state)
+                if step.after not in came_from:
+                    came_from[step.after] = (state, step.text)
+                    found.append(step.after)
+            if search.violation:
+                break
+        search.depth += bool(found)
+        frontier = found
+        if limit is not None and len(came_from) >= limit:
+            break
+    search.states = len(came_from)
+    search.complete = not frontier and not search.violation
+    if search.complete and (stuck := _find_stuck(model, came_from, reached_from)) is not None:
+        search.violation = "D1: a job can never be served any more"
+        search.path = _demand_path(came_from, stuck)
+    return search
+
+
+def _find_stuck(
+    model: DemandModel, states: Mapping[DemandState, object], reached_from: Mapping[DemandState, Sequence[DemandState]]
+) -> DemandState | None:
+    """The first state from which no order of events serves all jobs."""
+    pending = [state for state in states if model.is_served(state)]
+    good = set(pending)
+    while pending:
+        for before in reached_from.get(pending.pop(), ()):
+            if before not in good:
+                good.add(before)
+                pending.append(before)
+    return next((state for state in states if state not in good), None)
+
+
+def _demand_path(came_from: Mapping[DemandState, tuple[DemandState, str]], last: DemandState) -> list[str]:
+    texts: list[str] = []
+    while came_from[last][0] is not last:
+        last, text = came_from[last]
+        texts.append(text)
+    return texts[::-1]
+
+
+def explore_and_describe(bounds: SearchBounds | DemandBounds, limit: int | None = None) -> tuple[SearchResult, str]:
     """Search, and describe the result in lines of text."""
     started = time.process_time()
-    search = explore(bounds, limit=limit)
+    search = explore_demand(bounds, limit=limit) if isinstance(bounds, DemandBounds) else explore(bounds, limit=limit)
     extent = "all" if search.complete else "the first"
     size = f"{extent} {search.states:,} states, {search.actions:,} actions, depth {search.depth}"
     verdict = search.violation or "no violation"
@@ -462,8 +520,10 @@ def main(arguments: Sequence[str]) -> int:
     for bit, name in INCIDENTS.items():
         flag = "--" + name.replace(" ", "-")
         parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=bit == CRASH, help=f"one {name}")
+    parser.add_argument("--jobs", type=int, choices=range(1, 4), help="search a runner set with this many jobs instead")
+    parser.add_argument("--lost-event", action="store_true", help="one lost event of a runner set's job")
     given = parser.parse_args(arguments)
-    bounds = SearchBounds(
+    bounds: SearchBounds | DemandBounds = SearchBounds(
         instances=given.instances,
         runs=given.runs,
         crash=given.crash,
@@ -471,6 +531,17 @@ def main(arguments: Sequence[str]) -> int:
         lost_answer=given.lost_answer,
         operator=given.operator,
     )
+    if given.jobs:
+        # Two machines have too many states for late writes and three uses.
+        is_single = given.instances == 1
+        bounds = DemandBounds(
+            machines=given.instances,
+            jobs=given.jobs,
+            crash=given.crash,
+            lost_event=given.lost_event,
+            uses=3 if is_single else 2,
+            stale=is_single,
+        )
     search, text = explore_and_describe(bounds, given.states)
     sys.stdout.write(f"{text}\n")
     return 1 if search.violation else 0

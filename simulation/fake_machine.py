@@ -244,6 +244,8 @@ class FakeMachine:
 
     async def register(self, assignment: Assignment) -> StepResult:
         await self._loop.sleep(self._behaviour.seconds(TimedAction.CONFIGURE))
+        if self._world.faults.inject(Fault.NEVER_REGISTERS, 0.05, [self.instance_id]):
+            await self._loop.sleep(_NEVER.total_seconds())
         result = self._behaviour.register()
         if not result.ok:
             return result
@@ -275,7 +277,8 @@ class FakeMachine:
             return
         self._world.safety.listener_starts(self)
         self._set(replace(self._state, listening=True, exit_code=None))
-        if not self._world.github.connect(self._runner_id, self._accept):
+        removed = self._registration_removed if self._is_ephemeral else None
+        if not self._world.github.connect(self._runner_id, self._accept, removed):
             self._set(replace(self._state, listening=False, exit_code=1))
         elif self._world.faults.inject(Fault.LISTENER_DIES, 0.08, [self.instance_id]):
             self._later(self._rng.uniform(0.5, 120.0), self._listener_dies)
@@ -284,6 +287,15 @@ class FakeMachine:
         if self.alive and self._state.listening and self.job is None:
             self._world.github.disconnect(self._runner_id)
             self._set(replace(self._state, listening=False, busy=False, exit_code=2))
+
+    def _registration_removed(self) -> None:
+        """GitHub answers the next poll of the listener that its registration is gone, and it exits."""
+        runner_id = self._runner_id
+        self._later(self._rng.uniform(0.1, 20.0), lambda: self._exit_removed(runner_id))
+
+    def _exit_removed(self, runner_id: int) -> None:
+        if self.alive and self._state.listening and self._runner_id == runner_id and self.job is None:
+            self._set(replace(self._state, listening=False, exit_code=1, unused=True))
 
     def refused(self) -> str:
         return ""
@@ -357,18 +369,23 @@ class FakeMachine:
 
     def _start_job(self, job: MemoryJob) -> None:
         runner = self._world.github.runners.get(self._runner_id)
-        if not self.alive or not self._state.listening or runner is None or runner.job is not job:
+        if not self.alive or not self._state.listening or runner is None or runner.job is not job or job.started:
             return
         self.job = job
-        job.started = self.dirty = True
+        self.dirty = True
+        self._world.github.start(job)
         self._world.safety.job_starts(job, self)
-        self._set(replace(self._state, busy=True))
+        self._set(replace(self._state, busy=True, had_job=True))
         self._later(job.seconds, lambda: self._finish(job))
 
-    def _finish(self, job: MemoryJob) -> None:
+    def cancel(self, job: MemoryJob) -> None:
+        """A user cancels a running job."""
+        self._finish(job, "cancelled")
+
+    def _finish(self, job: MemoryJob, conclusion: str = "success") -> None:
         if self.job is job:
             self.job = None
-            self._world.github.finish(job)
+            self._world.github.finish(job, conclusion)
             if self._is_ephemeral:
                 self._set(replace(self._state, busy=False, listening=False, exit_code=0, spent=True))
             else:

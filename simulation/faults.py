@@ -82,7 +82,32 @@ class Fault(StrEnum):
     DRAIN = "drain", "an operator drains an instance in any state"
     QUARANTINE = "quarantine", "an operator puts an instance into quarantine"
     TERMINATE = "terminate", "an operator terminates an instance, even if it runs a job"
+    # Runner sets, in worlds with demand only
+    LISTENER_CRASH = "listener-crash", "the listener is killed between any two steps and restarted"
+    LISTENER_PAUSE = "listener-pause", "the listener is paused, for longer than its lease or shortly"
+    LISTENER_RESTART = "listener-restart", "the listener is stopped in an orderly way and restarted"
+    SESSION_CONFLICT = "session-conflict", "GitHub refuses a session although none is open"
+    SESSION_LOST = "session-lost", "a message session ends although it is used"
+    DEMAND_FAILED = "demand-failed", "a call to the Actions service fails, applied or not, or its token expires"
+    DEMAND_HANGS = "demand-hangs", "a call to the Actions service hangs for up to five minutes"
+    EVENT_LOST = "event-lost", "GitHub never sends an event of a job"
+    EVENT_LATE = "event-late", "GitHub sends an event of a job up to three minutes late"
+    EVENT_TWICE = "event-twice", "GitHub sends an acknowledged message again"
+    COMPLETED_EARLY = "completed-early", "GitHub says that a job has ended which still runs"
+    STATISTICS_HIGH = "statistics-high", "GitHub counts too many assigned jobs for some minutes"
+    STATISTICS_LOW = "statistics-low", "GitHub counts too few assigned jobs for some minutes"
+    ASSIGNMENT_LAPSES = "assignment-lapses", "the assignment of a job lapses after some seconds"
+    JIT_UNSURE = "jit-unsure", "GitHub registers a runner and its answer is lost"
+    REGISTRATION_GONE = "registration-gone", "GitHub removes the registration of an idle runner"
+    NEVER_REGISTERS = "never-registers", "a machine boots, and its agent hangs before the runner listens"
+    SET_DELETED = "set-deleted", "GitHub deletes a scale set"
 
+    @property
+    def needs_demand(self) -> bool:
+        return self in _DEMAND
+
+
+_DEMAND = frozenset(list(Fault)[list(Fault).index(Fault.LISTENER_CRASH) :])
 
 #: Maximum error of a wall clock in seconds.
 MAX_SKEW_S = 30.0
@@ -139,13 +164,15 @@ def format_faults(faults: FaultChoice) -> str:
     return ",".join(sorted(faults)) or "none"
 
 
-def draw_half(rng: random.Random) -> frozenset[Fault]:
-    faults = list(Fault)
+def draw_half(rng: random.Random, *, demand: bool = False) -> frozenset[Fault]:
+    """Half of the faults that need demand, or half of the others."""
+    faults = [fault for fault in Fault if fault.needs_demand is demand]
     return frozenset(rng.sample(faults, len(faults) // 2))
 
 
-def draw_few(rng: random.Random) -> frozenset[Fault]:
-    return frozenset(rng.sample(list(Fault), rng.randint(1, FEW)))
+def draw_few(rng: random.Random, *, demand: bool = False) -> frozenset[Fault]:
+    faults = [fault for fault in Fault if demand or not fault.needs_demand]
+    return frozenset(rng.sample(faults, rng.randint(1, FEW)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,7 +196,9 @@ class FaultInjector:
         rng: random.Random,
         suppressed: Collection[InjectedFault] = (),
         trace: Callable[[str], None],
+        now: Callable[[], float] = lambda: 0.0,
     ) -> None:
+        self._now = now
         self.enabled = enabled
         #: Set to False when the faults of a world end.
         self.active = True
@@ -180,6 +209,8 @@ class FaultInjector:
         self._trace = trace
         self._drawn: Counter[Fault] = Counter()
         self.counts: Counter[Fault] = Counter()
+        #: Time of the last fault.
+        self.last_at = -1e9
         self.injected: list[InjectedFault] = []
 
     def inject(self, fault: Fault, probability: float, subjects: Iterable[str] = ()) -> bool:
@@ -197,6 +228,7 @@ class FaultInjector:
         self.counts[fault] += 1
         self.injected.append(injected)
         if fault is not Fault.CLOCK_SKEW:
+            self.last_at = self._now()
             self._trace(f"fault {injected} {' '.join(subjects)}".rstrip())
         return True
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
+from remuda.domain.demand import JobRecord
 from remuda.domain.errors import CapacityError, RemudaError, Throttled, Unavailable, UserError
 from remuda.domain.instance import Instance, State
 from remuda.domain.provision import Provision
@@ -88,11 +89,13 @@ class FaultyPort:
         self._world.trace.add(self._process.name, f"{operation} {' '.join(subjects)}")
 
 
-_SEARCHES = frozenset(
-    {"find", "find_by_provision", "count_live", "unsettled_provisions", "recent_provisions", "troubled_reports"}
-)
+_JOB_SEARCHES = frozenset({"jobs_of_run", "recent_jobs"})
+_SEARCHES = _JOB_SEARCHES | {
+    "find", "find_by_provision", "count_live", "unsettled_provisions", "recent_provisions", "troubled_reports",
+}  # fmt: skip
 _WRITES = frozenset(
     {"apply", "apply_all", "put_provision", "replace_provision", "put_config", "put_first_seen", "forget", "prepare"}
+    | {"put_demand", "delete_demand", "replace_lease"}
 )
 
 
@@ -138,6 +141,13 @@ class FaultyStore(FaultyPort):
         self._world.safety.signal_sent(instance_id, epoch, signal)
         write = self._write("write_signal", self._port.write_signal)
         await write(instance_id, epoch=epoch, signal=signal, **named)
+
+    async def put_jobs(self, jobs: Collection[JobRecord]) -> None:
+        """A batch is not atomic: some of its items may be written before it fails."""
+        if len(jobs) > 1 and self._inject(Fault.WRITE_UNSURE, SOME):
+            await self._port.put_jobs(list(jobs)[: self._rng.randint(1, len(jobs) - 1)])
+            raise Unavailable("the store did not write all jobs")
+        await self._write("put_jobs", self._port.put_jobs)(jobs)
 
     def _later(self, inner: Call, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         """Apply a request after its caller has given up on it."""
@@ -198,6 +208,9 @@ class FaultyStore(FaultyPort):
             if operation == "find_by_provision" and self._inject(Fault.STALE_INDEX, OFTEN):
                 return self._stale_records(lambda item: item.provision_id == given[0])
             answer = await inner(*given, **named)
+            if operation in _JOB_SEARCHES and answer and self._inject(Fault.STALE_INDEX, OFTEN):
+                newest = max(answer, key=lambda job: job.seen_at)
+                return [job for job in answer if job is not newest]
             if operation == "find" and len(answer) > 1 and self._inject(Fault.SHORT_PAGES, OFTEN):
                 return await self._in_pages(answer, given[0])
             return answer
@@ -253,7 +266,8 @@ class FaultyStore(FaultyPort):
         if isinstance(first, Change):
             return [first.instance_id]
         if isinstance(first, Collection) and not isinstance(first, Mapping):
-            return sorted(item.instance_id if isinstance(item, Change) else item for item in first)
+            ids = (item.instance_id if isinstance(item, Change | JobRecord) else item for item in first)
+            return sorted(item for item in ids if item.startswith("i-"))
         return []
 
 

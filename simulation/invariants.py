@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 from remuda.domain.instance import Instance, RetireReason, State
 from remuda.domain.resources import Reuse, Tier
+from remuda.domain.runner_set import RunnerSet
+from simulation.memory.github import MemoryDemandJob
 
 if TYPE_CHECKING:
     from simulation.world import SimulatedProcess
@@ -27,7 +29,8 @@ _OURS = re.compile(rf"remuda-{POOL}-([1-9][0-9]*)-(i-[0-9a-f]{{8,17}})")
 
 INVARIANTS: Mapping[str, str] = {
     "S1": "at most one provision owns an instance",
-    "S2": "a job runs only on an instance whose current or last assignment is its run, never on an idle one",
+    "S2": "a job runs only on an instance whose current or last assignment is its run, or the set that GitHub assigned "
+    "it to, never on an idle one",
     "S3": "an idle instance has no listener and no online registration, and its machine is reset",
     "S4": "a signal counts only for its epoch and step, and is true when it is sent",
     "S5": "an instance never leaves terminating and terminated",
@@ -45,6 +48,12 @@ INVARIANTS: Mapping[str, str] = {
     "L3": "stale registrations are removed within a sweep after GitHub allows it",
     "L4": "a lost pool message is sent again within a sweep of its time; no message is deleted before its claim",
     "L5": "every provision ends with a typed result and holds nothing after that",
+    "D1": "a machine of a set listens in time while the set has an assigned job and room for another runner",
+    "D2": "no machine of a set that has, or may get, a job is deregistered, released or terminated before its time",
+    "D3": "a set has more runners than its maximum only until the next reconciliation",
+    "D4": "a registration of a set serves one job",
+    "D5": "a listener that is killed loses no job, and leaves no machine, registration, session or set behind",
+    "D6": "a listener always announces the set's maximum, never 0",
 }
 
 ABSORBING = frozenset({State.TERMINATING, State.TERMINATED})
@@ -134,8 +143,14 @@ class ReuseInvariant:
         before = [reuse for at, reuse in self._policies if at <= process.started_at]
         return [*before[-1:], *since]
 
-    def created(self, record: Instance, process: SimulatedProcess) -> Found:
+    def created(self, record: Instance, process: SimulatedProcess, *, runner_set: RunnerSet | None) -> Found:
         request = process.request
+        if runner_set is not None:
+            # It has served nobody until a job starts, but the tier of its set is that of an untrusted machine.
+            served = [ServedRun(tier=Tier.UNTRUSTED, repository=runner_set.scope)]
+            self._served[record.instance_id] = served if runner_set.trust is Tier.UNTRUSTED else []
+            if record.retire_reason not in _initial_reasons(self.may_have_read(process)):
+                yield "S14", f"created with {record.retire_text!r} for set {runner_set.name}"
         if request is None:
             return
         self._served[record.instance_id] = [_run(process)]
@@ -146,7 +161,26 @@ class ReuseInvariant:
             yield "S14", f"created with {record.retire_text!r} for {process}"
         yield from self._repository(record)
 
-    def claimed(self, record: Instance, process: SimulatedProcess) -> Found:
+    def job_starts(self, instance_id: str, job: MemoryDemandJob, runner_set: RunnerSet | None) -> None:
+        """A job of a set: which one a machine gets is decided by GitHub."""
+        is_untrusted = job.is_fork or (runner_set is not None and runner_set.trust is Tier.UNTRUSTED)
+        tier = Tier.UNTRUSTED if is_untrusted else Tier.TRUSTED
+        self._served.setdefault(instance_id, []).append(ServedRun(tier=tier, repository=job.repository))
+
+    def _claimed_by_set(self, record: Instance, process: SimulatedProcess, runner_set: RunnerSet) -> Found:
+        """The set is the boundary of trust: what its jobs may be, the machine must be allowed to serve."""
+        before = self._served.setdefault(record.instance_id, [])
+        run = ServedRun(tier=runner_set.trust, repository=runner_set.scope)
+        if run.tier is Tier.TRUSTED and any(item.tier is Tier.UNTRUSTED for item in before):
+            yield "S11", f"the trusted set {runner_set.name} gets a machine that served an untrusted job"
+        policies = self.may_have_read(process)
+        if not any(_admits(reuse, run, before) or not before for reuse in policies):
+            served = ", ".join(sorted({f"{item.tier} {item.repository}" for item in before}))
+            yield "S14", f"given to set {runner_set.name} after {served}; the policy is {policies}"
+
+    def claimed(self, record: Instance, process: SimulatedProcess, *, runner_set: RunnerSet | None) -> Found:
+        if runner_set is not None:
+            yield from self._claimed_by_set(record, process, runner_set)
         if process.request is None:
             return
         run = _run(process)

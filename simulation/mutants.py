@@ -39,6 +39,11 @@ _RELEASE = "remuda.controlplane.release"
 _SWEEP = "remuda.controlplane.refresh.sweep"
 _MACHINE_SWEEP = "remuda.controlplane.refresh.machines"
 _SCALE_DOWN = "remuda.controlplane.scale_down.pool_records"
+_SESSION = "remuda.controlplane.demand.session"
+_LEASE = "remuda.controlplane.demand.lease"
+_EQUIPMENT = "remuda.controlplane.demand.equipment"
+_BINDING = "remuda.controlplane.demand.binding"
+_SUPPLY = "remuda.domain.supply"
 _DECIDE = "remuda.agent.decide"
 _LOOP = "remuda.agent.loop"
 
@@ -46,6 +51,12 @@ _LOOP = "remuda.agent.loop"
 _OPERATED = CampaignSettings(
     hours=0.25, instances=5, faults=frozenset({Fault.DRAIN, Fault.QUARANTINE, Fault.PAUSE, Fault.SLOW_CALL})
 )
+
+
+#: Worlds with runner sets: with half of all faults, without faults, and those whose listeners are killed.
+_SETS = CampaignSettings(hours=0.15, instances=3, demand=True)
+_CALM_SETS = CampaignSettings(hours=0.15, instances=3, demand=True, faults=frozenset())
+_LOST_LISTENERS = CampaignSettings(hours=0.15, instances=3, demand=True, faults=frozenset({Fault.LISTENER_CRASH}))
 
 
 expression = partial(Replacement, NodeKind.EXPRESSION)
@@ -182,12 +193,12 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "launch-before-intent",
         "machines are launched before the provision is recorded",
-        statements(_PROVISION, "provision", "await _record_intent(context, plan.provision)", ""),
+        statements(_PROVISION, "provision", "await record_intent(context, plan.provision)", ""),
         statements(
             _PROVISION,
             "provision",
             "recorder.end_phase('instances')",
-            "recorder.end_phase('instances')\nawait _record_intent(context, plan.provision)",
+            "recorder.end_phase('instances')\nawait record_intent(context, plan.provision)",
         ),
     ),
     _mutant(
@@ -203,7 +214,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "success-after-release",
         "a provision that was released meanwhile reports success",
-        expression(_PROVISION, "_record_commit.write", "conflict.current != after", "False"),
+        expression(_PROVISION, "record_commit.write", "conflict.current != after", "False"),
     ),
     _mutant(
         "commit-point-first",
@@ -213,13 +224,13 @@ MUTANTS: tuple[Mutant, ...] = (
             "_commit",
             "running: list[Instance] = []",
             "early = tuple(item.instance.instance_id for item in registered)\n"
-            "await _record_commit(context, provision, committed(provision, early, deadline=provision.deadline))\n"
+            "await record_commit(context, provision, committed(provision, early, deadline=provision.deadline))\n"
             "running: list[Instance] = []",
         ),
         statements(
             _PROVISION,
             "_commit",
-            "await _record_commit("
+            "await record_commit("
             "context, provision, committed(provision, ids, deadline=deadline, outcome=recorder.outcome()))",
             "",
         ),
@@ -398,8 +409,8 @@ MUTANTS: tuple[Mutant, ...] = (
         expression(
             _SWEEP,
             "Sweep._end_overdue",
-            "expired(item.threshold, now=now, margin_s=margin_s)",
-            "expired(item.threshold, now=now, margin_s=0.0)",
+            "expired(item.deadline(busy=_is_busy(item, reports)), now=now, margin_s=margin_s)",
+            "expired(item.deadline(busy=_is_busy(item, reports)), now=now, margin_s=0.0)",
         ),
         expression(
             _SWEEP,
@@ -615,6 +626,158 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "dead-man-not-rearmed",
         "the dead-man timer stays at the first threshold",
-        statements(_LOOP, "Expiry.observe", "self._set_dead_man_timer(record.threshold)", ""),
+        statements(_LOOP, "Expiry.observe", "self._set_dead_man_timer(busy)", ""),
+    ),
+    # Runner sets
+    _mutant(
+        "free-capacity-announced",
+        "a poll announces how many more runners the set may have, not its maximum",
+        expression(
+            _SESSION, "SetSession.poll", "state.runner_set.max", "state.runner_set.max - state.statistics.assigned"
+        ),
+        settings=_SETS,
+    ),
+    _mutant(
+        "message-of-another-session",
+        "a new session continues after the last message of the former one",
+        expression(
+            _SESSION, "SetSession.open", "before.last_message_id if is_continued else 0", "before.last_message_id"
+        ),
+        settings=_SETS,
+    ),
+    _mutant(
+        "acknowledged-and-forgotten",
+        "the jobs of a message are neither remembered nor counted",
+        statements(_SESSION, "SetSession._handle", "state.note_jobs(jobs)", ""),
+        statements(
+            _SESSION,
+            "SetSession._handle",
+            "state.record = replace(state.record, statistics=message.statistics)",
+            "",
+        ),
+        settings=_SETS,
+    ),
+    _mutant(
+        "lease-without-expiry",
+        "the lease of a listener that was killed never expires",
+        expression(_LEASE, "ListenerLease._is_free", "unchanged_s >= EXPIRES_AFTER_S", "unchanged_s < 0"),
+        settings=_LOST_LISTENERS,
+    ),
+    _mutant(
+        "maximum-ignored",
+        "a set gets a runner per job, more than its maximum",
+        expression(_SUPPLY, "decide_supply", "min(runner_set.max, jobs + window.hot)", "jobs + window.hot"),
+        expression(_SUPPLY, "decide_supply", "min(shortfall, runner_set.max - supply)", "shortfall"),
+        settings=_SETS,
+    ),
+    _mutant(
+        "own-acquisitions-uncounted",
+        "machines that are being acquired do not count as supply",
+        expression(
+            _SUPPLY,
+            "decide_supply",
+            "acquiring + sum(use in SUPPLY for use in uses.values())",
+            "sum(use in SUPPLY for use in uses.values())",
+        ),
+        settings=_CALM_SETS,
+    ),
+    _mutant(
+        "surplus-without-deregistration",
+        "a runner that is not needed is released while it can still get a job",
+        statements(
+            _EQUIPMENT,
+            "Equipment.withdraw",
+            "if runner_id:\n    deletion = await self._demand.source.deregister(state.runner_set, runner_id)",
+            "",
+        ),
+        settings=_SETS,
+    ),
+    _mutant(
+        "busy-runner-withdrawn",
+        "a runner is released although GitHub refuses to remove its registration because of a job",
+        statements(_EQUIPMENT, "Equipment.withdraw", "if deletion is Deletion.BUSY:\n    ...", ""),
+        settings=_SETS,
+    ),
+    _mutant(
+        "completed-is-spent",
+        "GitHub's message about a completed job ends a machine that still works",
+        expression(_SUPPLY, "_classify_running", "machine.is_spent", "machine.is_spent or machine.completed"),
+        settings=_SETS,
+    ),
+    _mutant(
+        "release-of-the-unbound",
+        "a machine is released after a job that nobody knows, as if it had served none",
+        expression(_SUPPLY, "_decide_spent", "machine.instance.is_bound", "machine.is_spent"),
+        settings=_SETS,
+    ),
+    _mutant(
+        "late-binding-is-trusted",
+        "a job that no message has named counts as trusted",
+        expression(
+            _TRANSITIONS,
+            "_bind",
+            "event.tier if by_event else Tier.UNTRUSTED",
+            "event.tier if by_event else event.set_tier",
+        ),
+        settings=_SETS,
+    ),
+    _mutant(
+        "fork-by-its-event",
+        "a pull request counts as trusted without a look at its head repository",
+        expression(_BINDING, "Binder._trust", "run.head_repository if run else ''", "event.repository"),
+        settings=_SETS,
+    ),
+    _mutant(
+        "untrusted-and-reused",
+        "a machine of a trusted set that served an untrusted job keeps its tier and is not retired",
+        entry(_TRANSITIONS, "_bind", "'tier': tier", "'tier': instance.tier"),
+        expression(_TRANSITIONS, "_bind", "tier is not event.set_tier", "not event.set_tier"),
+        settings=_SETS,
+    ),
+    _mutant(
+        "configuration-kept-while-bound",
+        "the just-in-time configuration stays on the record while a job runs",
+        argument(_TRANSITIONS, "_bind", "jit_config=''", ""),
+        settings=_SETS,
+    ),
+    _mutant(
+        "listener-before-the-boot",
+        "a machine gets its registration before it has booted",
+        expression(
+            _SUPPLY,
+            "_classify_coming",
+            "instance.state is State.CLAIMED or booted is Verdict.OK",
+            "instance.state in {State.CLAIMED, State.CREATED}",
+        ),
+        expression(
+            _TRANSITIONS,
+            "_equip",
+            "instance.state is State.CREATED and boot_verdict(event.report, instance.epoch) is not Verdict.OK",
+            "not instance.epoch",
+        ),
+        settings=_SETS,
+    ),
+    _mutant(
+        "release-before-its-provision",
+        "a machine of a set is released, but its provision is not",
+        statements(_EQUIPMENT, "Equipment.release", "await self._release_provision(machine, why)", ""),
+        settings=_SETS,
+    ),
+    _mutant(
+        "second-job-of-a-registration",
+        "an agent starts the runner of a set again after its job",
+        expression(
+            _DECIDE,
+            "_when_running",
+            "observation.runner.unused or spent_epoch(record, observation.runner)",
+            "observation.runner.unused",
+        ),
+        statements(
+            _DECIDE,
+            "_when_running",
+            "if observation.runner.spent:\n    return _wait('its only job has ended; waiting for release')",
+            "",
+        ),
+        settings=_SETS,
     ),
 )

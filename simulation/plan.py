@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 from remuda.controlplane.operator import OperatorAction
 from remuda.domain.resources import Reuse, Tier, UsageClass
+from remuda.domain.runner_set import CapacityWindow, RunnerSet
 from simulation.faults import Fault, FaultChoice, InjectedFault, Swarm, draw_few, draw_half
-from simulation.invariants import REPOSITORIES
+from simulation.invariants import REPOSITORIES, SCOPE
 
 #: Approximate seconds that a run holds its instances. Determines the number of runs in a world.
 HOLDS_S = 150.0
@@ -27,7 +28,11 @@ CALLS = {
     "sweep": ("apply", "apply", "replace_provision", "terminate", "send", "put_first_seen", "delete_runner"),
     "operator": ("apply", "terminate"),
     "scale-down": ("apply",),
-}
+    "listener": (
+        "put_demand", "acknowledge", "open_session", "put_provision", "apply", "apply", "apply", "replace_provision",
+        "launch", "register", "register", "deregister", "receive", "delete", "send", "replace_lease",
+    ),
+}  # fmt: skip
 #: Calls of these that a command usually makes once.
 ONCE = frozenset({"put_provision", "replace_provision", "launch", "send", "terminate", "put_first_seen"})
 #: Approximate seconds between two runs of scale-down.
@@ -153,6 +158,37 @@ class PlannedScaleDown:
         return f"scale-down to {self.idle_count} idle instances"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedDemand:
+    """A job that is served by a runner set."""
+
+    at: float
+    run_id: str
+    #: Name of its set.
+    runner_set: str
+    labels: tuple[str, ...]
+    seconds: float
+    event: str = "push"
+    is_fork: bool = False
+    #: Seconds after which a user cancels it; 0 if nobody does.
+    cancelled_after_s: float = 0.0
+
+    def __str__(self) -> str:
+        fork = " of a fork" if self.is_fork else ""
+        return f"job of run {self.run_id} ({self.event}{fork}) for set {self.runner_set}, {self.seconds:.0f} s"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SetDeletion:
+    """GitHub deletes a scale set. `pick` selects one."""
+
+    at: float
+    pick: float
+
+    def __str__(self) -> str:
+        return "GitHub deletes a scale set"
+
+
 Operation = (
     PlannedRun
     | PlannedRefresh
@@ -162,6 +198,8 @@ Operation = (
     | MachineLoss
     | OperatorCommand
     | PlannedScaleDown
+    | PlannedDemand
+    | SetDeletion
 )
 
 
@@ -176,22 +214,37 @@ class WorldPlan:
     reuses: tuple[Reuse, ...] = (Reuse.SAME_TRUST,) * CONFIGURATIONS
     #: Version of the actions runner of each configuration.
     runners: tuple[str, ...] = ("",) * CONFIGURATIONS
+    #: Runner sets of each configuration; empty in worlds without demand.
+    runner_sets: tuple[tuple[RunnerSet, ...], ...] = ((),) * CONFIGURATIONS
+    #: Number of listeners: one, or one and a standby.
+    listeners: int = 0
+    #: Whether GitHub offers jobs, which must be acquired, as on GitHub Enterprise Server.
+    offers_jobs: bool = False
+    #: Whether the ids of messages begin again with each session.
+    restarts_ids: bool = False
     #: Faults that the shrinker leaves out.
     suppressed: frozenset[InjectedFault] = frozenset()
 
 
-def draw_plan(seed: int, *, hours: float, instances: int, faults: FaultChoice = Swarm.HALF) -> WorldPlan:
+def draw_plan(
+    seed: int, *, hours: float, instances: int, faults: FaultChoice = Swarm.HALF, demand: bool = False
+) -> WorldPlan:
     rng = random.Random(f"{seed} plan")
     # Always drawn, so that the operations of a seed do not depend on how its faults are chosen.
     half = draw_half(rng)
+    # A separate generator, so that worlds without demand do not depend on it.
+    demand_rng = random.Random(f"{seed} demand")
+    if demand:
+        half |= draw_half(demand_rng, demand=True)
     if isinstance(faults, Swarm):
-        on = half if faults is Swarm.HALF else draw_few(random.Random(f"{seed} few"))
+        on = half if faults is Swarm.HALF else draw_few(random.Random(f"{seed} few"), demand=demand)
     else:
         on = faults
-    draft = _Draft(rng, on, hours * 3_600.0, instances)
     # A separate generator, so that the other draws do not depend on it.
     reuse_rng = random.Random(f"{seed} reuse")
-    return WorldPlan(
+    # Fewer runs: jobs of sets need machines, too.
+    draft = _Draft(rng, on, hours * 3_600.0, max(1, instances // 2) if demand else instances)
+    plan = WorldPlan(
         seed=seed,
         hours=hours,
         instances=instances,
@@ -200,6 +253,7 @@ def draw_plan(seed: int, *, hours: float, instances: int, faults: FaultChoice = 
         runners=_runners(random.Random(f"{seed} runners")),
         operations=tuple(_with_repositories(draft.operations(), reuse_rng)),
     )
+    return _DemandDraft(demand_rng, on, hours * 3_600.0, instances).added_to(plan) if demand else plan
 
 
 def _reuses(rng: random.Random) -> tuple[Reuse, ...]:
@@ -381,4 +435,121 @@ class _Draft:
                 made.append(PlannedScaleDown(at=at, number=number, idle_count=self._rng.choice((0, 1, 2, 4))))
                 made += self._interruptions(f"scale-down {number}", 30)
                 at += self._rng.uniform(0, 40)
+        return made
+
+
+#: Events that start runs; a pull request may come from a fork.
+_EVENTS = ("push", "push", "push", "workflow_dispatch", "pull_request")
+#: Approximate seconds between two jobs per possible runner of a set.
+DEMAND_S = 75.0
+
+
+class _DemandDraft(_Draft):
+    """Runner sets, their jobs, and what happens to their listeners."""
+
+    def added_to(self, plan: WorldPlan) -> WorldPlan:
+        rng = self._rng
+        sets = self._sets()
+        later = [self._changed(sets) for _ in range(CONFIGURATIONS - 1)]
+        listeners = 2 if rng.random() < 0.4 else 1
+        return replace(
+            plan,
+            runner_sets=(sets, *later),
+            listeners=listeners,
+            offers_jobs=rng.random() < 0.2,
+            restarts_ids=rng.random() < 0.5,
+            operations=(*plan.operations, *self._jobs(sets), *self._deletions(), *self._of_listeners(listeners)),
+        )
+
+    def _sets(self) -> tuple[RunnerSet, ...]:
+        rng = self._rng
+        made = []
+        for name in ("one", "two", "three")[: rng.choice((1, 1, 2, 2, 3))]:
+            is_untrusted = rng.random() < 0.2
+            made.append(
+                RunnerSet(
+                    name=name,
+                    labels=("self-hosted", f"set-{name}"),
+                    resource_class=CLASSES[rng.random() < 0.2],
+                    usage_class=UsageClass.SPOT if rng.random() < 0.2 else UsageClass.ON_DEMAND,
+                    scope=SCOPE,
+                    max=rng.choice((1, 2, 2, 3, 4)),
+                    trust=Tier.UNTRUSTED if is_untrusted else Tier.TRUSTED,
+                    windows=self._windows(),
+                )
+            )
+        return tuple(made)
+
+    def _windows(self) -> tuple[CapacityWindow, ...]:
+        rng = self._rng
+        if rng.random() < 0.5:
+            return ()
+        first = CapacityWindow(hot=rng.choice((0, 1, 1, 2)), warm=rng.choice((0, 0, 1, 2)))
+        # Worlds begin at noon; the first window may close or open while they run.
+        cron = rng.choice(("* * * * *", "* * * * *", "0-9 * * * *", "8-59 * * * *"))
+        return (replace(first, cron=cron),)
+
+    def _changed(self, sets: tuple[RunnerSet, ...]) -> tuple[RunnerSet, ...]:
+        rng = self._rng
+        changed = [replace(item, max=rng.choice((1, 2, 3, 4)), windows=self._windows()) for item in sets]
+        # Seldom, because the jobs of a removed set wait for ever.
+        if len(changed) > 1 and rng.random() < 0.3:
+            changed.pop(rng.randrange(len(changed)))
+        return tuple(changed)
+
+    def _jobs(self, sets: tuple[RunnerSet, ...]) -> list[Operation]:
+        rng = self._rng
+        made: list[Operation] = []
+        for item in sets:
+            left = max(1, round(self._seconds / DEMAND_S * item.max * rng.uniform(0.3, 1.0)))
+            while left > 0:
+                size = min(left, rng.choice((1, 1, 2, 3, 6)))
+                left -= size
+                at = rng.random() * self._seconds
+                run_id = str(1_000 + len(made))
+                event = rng.choice(_EVENTS)
+                is_fork = event == "pull_request" and rng.random() < 0.4
+                made += [self._job(item, run_id, at + rng.random() * 3, event, is_fork=is_fork) for _ in range(size)]
+        return made
+
+    def _job(self, item: RunnerSet, run_id: str, at: float, event: str, *, is_fork: bool) -> PlannedDemand:
+        cancelled = self._rng.random() < 0.06
+        cancelled_after_s = self._soon() + 0.1
+        return PlannedDemand(
+            at=at,
+            run_id=run_id,
+            runner_set=item.name,
+            labels=item.labels if self._rng.random() < 0.5 else item.labels[1:],
+            seconds=self._job_s(),
+            event=event,
+            is_fork=is_fork,
+            cancelled_after_s=cancelled_after_s if cancelled else 0.0,
+        )
+
+    def _deletions(self) -> list[Operation]:
+        at, pick = self._rng.random() * self._seconds, self._rng.random()
+        return [SetDeletion(at=at, pick=pick)] if self._sometimes(Fault.SET_DELETED, 0.8) else []
+
+    def _of_listeners(self, listeners: int) -> list[Operation]:
+        """Interruptions. A restarted listener has a name of its own."""
+        made: list[Operation] = []
+        rng = self._rng
+        for slot in range(1, listeners + 1):
+            for start in range(1, 5):
+                process = f"listener {slot}.{start}"
+                step = 1 + int(rng.random() ** 2 * 3_000)
+                call = rng.choice(CALLS["listener"])
+                nth = 1 + int(rng.random() ** 2 * 8)
+                pause_s = rng.choice((rng.uniform(1, 15), rng.uniform(15, 90), rng.uniform(60, 240)))
+                restart_s = rng.uniform(1, 400)
+                if self._sometimes(Fault.LISTENER_RESTART, 0.4):
+                    made.append(PlannedCancel(process=process, after_s=restart_s))
+                if self._sometimes(Fault.LISTENER_CRASH, 0.5):
+                    made.append(PlannedInterruption(process=process, step=step))
+                if self._sometimes(Fault.LISTENER_CRASH, 0.6):
+                    made.append(PlannedInterruption(process=process, call=call, step=nth))
+                if self._sometimes(Fault.LISTENER_PAUSE, 0.6):
+                    made.append(PlannedInterruption(process=process, step=step // 2 + 1, pause_s=pause_s))
+                if self._sometimes(Fault.LISTENER_PAUSE, 0.4):
+                    made.append(PlannedInterruption(process=process, call=call, step=nth + 1, pause_s=pause_s))
         return made

@@ -7,12 +7,13 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from remuda.controlplane.operator import OperatorAction
-from remuda.domain.instance import Instance, State
+from remuda.domain.instance import Instance, RetireReason, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision, ProvisionStatus
 from remuda.domain.resources import Reuse
 from remuda.domain.signals import Report, Signal
 from remuda.ports.compute import POOL_TAG, MachineState
+from simulation.demand_invariants import DemandInvariants
 from simulation.invariants import ReuseInvariant, Violation, is_secret, parse_runner, transition_violations
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class RecordInvariants:
         #: Time at which each provision was recorded, even if it was deleted since: a paused process may act for it.
         self._intended: dict[str, float] = {}
         self._reuse = ReuseInvariant()
+        self.demand = DemandInvariants(world)
         #: Each version of the actions runner with the time from which the pool had it.
         self._runners: list[tuple[float, str]] = []
         self.checks = 0
@@ -56,6 +58,7 @@ class RecordInvariants:
 
     def configured(self, config: PoolConfig) -> None:
         self._reuse.configured(config.reuse, self._world.loop.time())
+        self.demand.configured(config)
         self._runners.append((self._world.loop.time(), config.runner_version))
 
     # Records
@@ -92,10 +95,11 @@ class RecordInvariants:
             yield "S8", "a record without a provision"
         process = self._world.writer(after.instance_id)
         if after.state is State.CREATED:
-            yield from self._reuse.created(after, process)
+            yield from self.demand.acquired(after)
+            yield from self._reuse.created(after, process, runner_set=self.demand.known_set(after.runner_set))
         age = self._world.clock.now() - machine.launched_at
         grace = timedelta(seconds=self._world.lifetimes.unrecorded_grace_s)
-        if after.state is State.TERMINATING and process.kind == "refresh" and age < grace - self._tolerance:
+        if after.state is State.TERMINATING and process.kind == "refresh" and age < grace - self.tolerance:
             yield "S6", f"tombstone {age.total_seconds():.0f} s after a launch that may still be in progress"
 
     def _changed(self, before: Instance, after: Instance) -> Iterable[tuple[str, str]]:
@@ -107,7 +111,8 @@ class RecordInvariants:
         claimed = (before.state, after.state) == (State.IDLE, State.CLAIMED)
         if process.kind == "provision" and not claimed and before.provision_id not in process.provisions:
             yield "S1", f"{process} wrote to an instance of {before.provision_id}"
-        if (after.tier, after.repository) != (before.tier, before.repository) and not claimed:
+        bound = before.state is after.state is State.RUNNING and before.run_id != after.run_id
+        if (after.tier, after.repository) != (before.tier, before.repository) and not (claimed or bound):
             yield "S11", f"tier {before.tier} became {after.tier}, or its repository changed, at {after.state}"
         checks = {
             State.CLAIMED: self._claimed,
@@ -133,7 +138,10 @@ class RecordInvariants:
             (after.instance_id, after.epoch) not in process.sent
         ):
             yield "L4", f"{process} marks it as announced without a pool message"
-        if before.state in {State.CREATED, State.CLAIMED, State.RUNNING} and after.threshold != before.threshold:
+        of_set = before.state is State.RUNNING and bool(before.runner_set)
+        if of_set and (after.threshold, after.run_id) != (before.threshold, before.run_id):
+            yield from self.demand.changed_while_running(before, after)
+        elif before.state in {State.CREATED, State.CLAIMED, State.RUNNING} and after.threshold != before.threshold:
             yield "S6", f"the threshold of a {before.state} instance was changed"
         yield from self._retired(before, after, process)
         if before.state is State.IDLE and after.threshold != before.threshold:
@@ -158,7 +166,11 @@ class RecordInvariants:
             and before.quarantined_until == after.quarantined_until
             and not before.retire_reason
         )
-        if not after.retire_reason or not (ordered or has_notice):
+        # By a job of a lower tier than its set's; or its registration was gone, so that there may have been one.
+        untrusted = (
+            after.retire_reason is RetireReason.UNTRUSTED_JOB and bool(before.runner_set) and not before.is_bound
+        )
+        if not after.retire_reason or not (ordered or has_notice or (untrusted and not before.retire_reason)):
             yield (
                 "S6",
                 f"{process} changed {before.retire_text!r} to {after.retire_text!r} until {after.quarantined_until}",
@@ -167,25 +179,27 @@ class RecordInvariants:
     def _renewed(self, before: Instance, after: Instance, process: SimulatedProcess) -> Iterable[tuple[str, str]]:
         if process.action is OperatorAction.QUARANTINE:
             return
-        latest = before.created_at + timedelta(seconds=self._world.most("max_age_s")) + 2 * self._tolerance
-        if process.kind != "scale-down" or before.retire_reason or not before.threshold < after.threshold <= latest:
+        latest = before.created_at + timedelta(seconds=self._world.most("max_age_s")) + 2 * self.tolerance
+        allowed = process.kind in {"scale-down", "listener"}
+        if not allowed or before.retire_reason or not before.threshold < after.threshold <= latest:
             yield (
                 "S6",
                 f"{process} moved the threshold of an idle instance from {before.threshold} to {after.threshold}",
             )
 
     def _claimed(self, before: Instance, after: Instance, process: SimulatedProcess) -> Iterable[tuple[str, str]]:
+        yield from self.demand.acquired(after)
         if after.provision_id not in self._intended:
             yield "S8", "a claim without a provision"
         if after.provision_id not in process.provisions:
             yield "S1", f"claimed by {process} for {after.provision_id}"
-        yield from self._reuse.claimed(after, process)
+        yield from self._reuse.claimed(after, process, runner_set=self.demand.known_set(after.runner_set))
         if process.request is not None and process.request.run_id != after.run_id:
             yield "S1", f"claimed for run {after.run_id} by {process}"
         if before.retire_reason:
             yield "S6", f"claimed although {before.retire_text}"
         left = before.threshold - self._world.clock.now()
-        if left < self._margin - self._tolerance - timedelta(seconds=process.pause_s):
+        if left < self.margin - self.tolerance - timedelta(seconds=process.pause_s):
             yield "S13", f"claimed {left.total_seconds():.0f} s before its end"
         if after.assignment is None or self._epoch_of(after.assignment.runner_name) != after.epoch:
             yield "S4", "its runner's name is not of this epoch"
@@ -201,6 +215,11 @@ class RecordInvariants:
     def _committed(self, before: Instance, after: Instance, process: SimulatedProcess) -> Iterable[tuple[str, str]]:
         if before.state not in {State.CREATED, State.CLAIMED}:
             yield "S5", f"{before.state} became running"
+        if after.runner_set:
+            if before.state is State.CREATED and not self._may_have_read(after, Signal.UD_OK, process):
+                yield "S4", "running before it has booted"
+            yield from self.demand.equipped(before, after)
+            return
         report = self._world.database.reports.get(after.instance_id)
         if not self._may_have_read(after, Signal.UD_REG_OK, process):
             yield "S4", f"running on {report and report.signal} of epoch {report and report.epoch}"
@@ -212,20 +231,28 @@ class RecordInvariants:
         if before.state not in {State.CLAIMED, State.RUNNING}:
             yield "S5", f"{before.state} became releasing"
         provision = self._provision(before.provision_id)
-        if process.kind in {"release", "refresh"} and (
-            provision is None or provision.status is not ProvisionStatus.RELEASED
+        if before.runner_set and before.state is State.RUNNING:
+            yield from self.demand.released(before, process)
+        # A listener gives back what it could not start, like a provision.
+        own = process.kind == "listener" and before.state is State.CLAIMED and before.provision_id in process.provisions
+        if (
+            process.kind in {"release", "refresh", "listener"}
+            and not own
+            and (provision is None or provision.status is not ProvisionStatus.RELEASED)
         ):
             yield "S1", f"{process} took it from provision {before.provision_id}, which is not released"
         if process.kind == "release" and provision is not None and not process.may_release(provision):
             yield "S1", f"{process} took it from attempt {provision.attempt} of run {provision.run_id}"
 
     def _pooled(self, before: Instance, after: Instance, process: SimulatedProcess) -> Iterable[tuple[str, str]]:
-        if before.state is not State.RELEASING:
+        filled = before.state is State.CREATED and bool(before.runner_set)
+        if before.state is not State.RELEASING and not filled:
             yield "S3", f"{before.state} became idle"
         report = self._world.database.reports.get(after.instance_id)
-        if not self._may_have_read(after, Signal.UD_REMOVE_REG_REMOVE_RUN_OK, process):
+        needed = Signal.UD_OK if filled else Signal.UD_REMOVE_REG_REMOVE_RUN_OK
+        if not self._may_have_read(after, needed, process):
             yield "S4", f"idle on {report and report.signal} of epoch {report and report.epoch}"
-        if after.retire_reason and not self._is_held(after, slack=self._tolerance):
+        if after.retire_reason and not self._is_held(after, slack=self.tolerance):
             yield "S6", f"idle although {after.retire_text}"
         yield from self._reuse.pooled(after)
         yield from self._idle(after)
@@ -243,16 +270,19 @@ class RecordInvariants:
     def _ended(self, before: Instance, after: Instance, process: SimulatedProcess) -> Iterable[tuple[str, str]]:
         if self._world.cloud.state(before.instance_id) in OVER or process.action is OperatorAction.TERMINATE:
             return
-        late = self._world.clock.now() >= before.threshold + self._margin - self._tolerance
+        if before.runner_set and before.state is State.RUNNING:
+            yield from self.demand.ended(before, process)
+        late = self._world.clock.now() >= before.threshold + self.margin - self.tolerance
         if late:
             return
         report = self._world.database.reports.get(before.instance_id)
         signal = report.signal if report is not None and report.epoch == before.epoch else None
         provision = self._provision(before.provision_id)
         released = provision is None or provision.status is ProvisionStatus.RELEASED
-        own = process.kind == "provision" and before.provision_id in process.provisions
+        own = process.kind in {"provision", "listener"} and before.provision_id in process.provisions
         allowed = {
-            State.CREATED: own or released,
+            # A machine that boots has no job: any listener of its set may end it.
+            State.CREATED: own or released or (process.kind == "listener" and bool(before.runner_set)),
             State.CLAIMED: own or signal in {Signal.UD_FAILED, Signal.UD_REG_FAILED},
             State.RUNNING: signal is Signal.UD_REG_FAILED,
             State.RELEASING: signal in {Signal.UD_REMOVE_REG_FAILED, Signal.UD_REMOVE_REG_REMOVE_RUN_FAILED}
@@ -261,7 +291,7 @@ class RecordInvariants:
             or Reuse.NEVER in self._reuse.may_have_read(process)
             or self._may_be_outdated(before, process),
         }[before.state]
-        if before.state in {State.RELEASING, State.IDLE} and self._is_held(before, slack=-self._tolerance):
+        if before.state in {State.RELEASING, State.IDLE} and self._is_held(before, slack=-self.tolerance):
             allowed = False
         if not allowed:
             left = (before.threshold - self._world.clock.now()).total_seconds()
@@ -294,7 +324,9 @@ class RecordInvariants:
         allowed = {State.CREATED: "AREGISTRATION", State.CLAIMED: "AREGISTRATION", State.RELEASING: "AREMOVAL"}
         if credential is not None and not credential.token.startswith(allowed.get(record.state, "no credential")):
             yield "S12", f"{record.state} with a credential of another step"
-        if record.assignment is not None and record.assignment.jit_config and record.state is not State.CREATED:
+        starting = record.state is State.RUNNING and bool(record.runner_set) and not record.is_bound
+        may_have_jit = record.state is State.CREATED or starting
+        if record.assignment is not None and record.assignment.jit_config and not may_have_jit:
             yield "S12", f"{record.state} with a just-in-time configuration"
         entries = self._world.database.histories.get(record.instance_id, ())
         if entries and is_secret(entries[-1].why):
@@ -358,7 +390,9 @@ class RecordInvariants:
         own = after.provision_id in process.provisions
         if after.status is ProvisionStatus.COMMITTED:
             missing = [key for key in after.instance_ids if (key, after.provision_id) not in self._ran_for]
-            if not own or missing or len(set(after.instance_ids)) != after.count:
+            # A listener finishes what another one began.
+            may_commit = own or (process.kind == "listener" and bool(after.runner_set))
+            if not may_commit or missing or len(set(after.instance_ids)) != after.count:
                 self.violated(
                     "S1", f"provision {after.provision_id} is committed with {after.instance_ids} by {process}"
                 )
@@ -366,18 +400,21 @@ class RecordInvariants:
             self.violated("S1", f"{process} released attempt {after.attempt} of run {after.run_id}")
         elif process.kind == "provision" and not own:
             self.violated("S1", f"{process} released provision {after.provision_id}")
-        elif process.kind == "refresh" and self._world.clock.now() < before.deadline + self._margin - self._tolerance:
+        elif after.runner_set:
+            for invariant, text in self.demand.provision_released(before, process):
+                self.violated(invariant, f"provision {after.provision_id}: {text}")
+        elif process.kind == "refresh" and self._world.clock.now() < before.deadline + self.margin - self.tolerance:
             self.violated("S13", f"{process} released provision {after.provision_id} before its deadline")
 
     # Facts
 
     @property
-    def _tolerance(self) -> timedelta:
+    def tolerance(self) -> timedelta:
         """Difference between the true time and the time by which a process decided."""
         return self._world.max_skew + self._world.max_latency
 
     @property
-    def _margin(self) -> timedelta:
+    def margin(self) -> timedelta:
         return timedelta(seconds=self._world.lifetimes.margin_s)
 
     def _provision(self, provision_id: str) -> Provision | None:

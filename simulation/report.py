@@ -11,8 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from simulation.campaign import CampaignSettings, FirstViolation
+from simulation.demand_model import DemandBounds
 from simulation.exhaustive import SearchBounds, explore_and_describe
-from simulation.faults import format_faults
+from simulation.faults import Swarm, format_faults
 from simulation.mutants import MUTANTS, Mutant
 from simulation.mutation import command
 
@@ -21,13 +22,15 @@ ROOT = Path(__file__).parents[1]
 MAX_SEEDS = 10_000
 SETTINGS = CampaignSettings(hours=0.5, instances=10)
 #: Small worlds that are searched completely.
-WORLDS = (
+WORLDS: tuple[SearchBounds | DemandBounds, ...] = (
     SearchBounds(instances=2, runs=3),
     SearchBounds(instances=2, runs=3, expiry=True),
     SearchBounds(instances=2, runs=3, lost_answer=True),
     SearchBounds(instances=2, runs=3, operator=True),
     SearchBounds(instances=1, runs=3, expiry=True, lost_answer=True),
     SearchBounds(instances=1, runs=2, expiry=True, lost_answer=True, operator=True),
+    DemandBounds(machines=1, jobs=2, lost_event=True),
+    DemandBounds(machines=2, jobs=2, uses=2, stale=False),
 )
 
 
@@ -40,7 +43,8 @@ def run_module_with_mutant(mutant: Mutant, module: str, *arguments: str) -> subp
 def run_mutant(mutant: Mutant, *, seed_count: int) -> FirstViolation:
     """Simulate up to `seed_count` seeds until one violates an invariant."""
     used = mutant.settings or SETTINGS
-    arguments = (0, seed_count, used.hours, used.instances, format_faults(used.faults))
+    kind = "demand" if used.demand else "runs"
+    arguments = (0, seed_count, used.hours, used.instances, format_faults(used.faults), kind)
     process = run_module_with_mutant(mutant, "simulation.campaign", *map(str, arguments))
     if process.returncode:
         raise RuntimeError(f"the simulation of mutant {mutant.name} failed:\n{process.stderr}")
@@ -66,7 +70,9 @@ def table(found: Sequence[tuple[Mutant, FirstViolation]]) -> str:
 def _settings_text(world: CampaignSettings | None) -> str:
     if world is None:
         return ""
-    return f" ({world.hours:g} h, {world.instances} instances, only {format_faults(world.faults)})"
+    sets = ", runner sets" if world.demand else ""
+    faults = "" if isinstance(world.faults, Swarm) else f", only {format_faults(world.faults)}"
+    return f" ({world.hours:g} h, {world.instances} instances{sets}{faults})"
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -17,7 +17,7 @@ from remuda.domain.resources import PoolMessage
 from remuda.ports.compute import POOL_TAG
 from simulation.invariants import ABSORBING, is_secret, parse_runner
 from simulation.memory.compute import MemoryMachine
-from simulation.memory.github import MemoryJob
+from simulation.memory.github import MemoryDemandJob, MemoryJob
 from simulation.record_invariants import OVER, RecordInvariants
 
 if TYPE_CHECKING:
@@ -60,19 +60,21 @@ class SafetyInvariants(RecordInvariants):
             return True
         boot = timedelta(minutes=BOOT_MIN)
         age = self._world.clock.now() - machine.launched_at
-        return self._world.writer().kind == "scale-down" and age >= boot - self._tolerance
+        return self._world.writer().kind == "scale-down" and age >= boot - self.tolerance
 
     def ends_itself(self, machine: FakeMachine, reason: str) -> None:
         """An agent ends its machine only if its record says so or its threshold has passed."""
         self.checks += 1
         record = self._world.database.instances.get(machine.instance_id)
-        now, margin = self._world.clock.now(), self._margin
-        if record is None or record.state in ABSORBING or now >= record.threshold + margin - self._tolerance:
+        now, margin = self._world.clock.now(), self.margin
+        for invariant, text in self.demand.ends_itself(record, machine) if record is not None else ():
+            self.violated(invariant, f"{machine.instance_id} {text}", machine.instance_id)
+        if record is None or record.state in ABSORBING or now >= record.threshold + margin - self.tolerance:
             return
         recent = self._world.loop.time() - AGENT_READ_S
         if self.written_at(machine.instance_id) > recent or self._world.disturbed_at(machine) > recent:
             threshold = machine.agent_state.threshold
-            if threshold is not None and now >= threshold + margin - self._tolerance:
+            if threshold is not None and now >= threshold + margin - self.tolerance:
                 return
         self.violated("S6", f"{machine.instance_id} ended itself while {record.state}: {reason}", machine.instance_id)
 
@@ -84,7 +86,7 @@ class SafetyInvariants(RecordInvariants):
             return
         written_at = self.written_at(machine.instance_id)
         healthy = self._world.disturbed_at(machine) < written_at < self._world.loop.time() - AGENT_READ_S
-        if healthy and self._world.clock.now() < record.threshold + self._margin - self._tolerance:
+        if healthy and self._world.clock.now() < record.threshold + self.margin - self.tolerance:
             self.violated(
                 "S6", f"the dead-man timer ended {machine.instance_id} while {record.state}", machine.instance_id
             )
@@ -110,6 +112,11 @@ class SafetyInvariants(RecordInvariants):
     def job_starts(self, job: MemoryJob, machine: FakeMachine) -> None:
         self.checks += 1
         self._world.stats["jobs"] += 1
+        if isinstance(job, MemoryDemandJob):
+            self._world.stats["jobs of sets"] += 1
+            self.demand.job_starts(job, machine)
+            self._reuse.job_starts(machine.instance_id, job, self.demand.known_set(job.set_name))
+            return
         record = self._world.database.instances.get(machine.instance_id)
         if record is None:
             self.violated("S2", f"a job runs on {machine.instance_id}, which has no record", machine.instance_id)
@@ -156,6 +163,13 @@ class SafetyInvariants(RecordInvariants):
             what = f"{runner.name} was removed as stale; its instance is {record.state} at epoch {record.epoch}"
             self.violated("S6", what, instance_id)
 
+    def deregistration_requested(self, runner_id: int) -> None:
+        """A listener removes registrations of its own pool only; GitHub keeps those that have a job."""
+        self.checks += 1
+        runner = self._world.github.runners.get(runner_id)
+        if runner is not None and parse_runner(runner.name) is None:
+            self.violated("S7", f"{runner.name} is not this pool's runner")
+
     def _is_released(self, record: Instance) -> bool:
         provision = self._provision(record.provision_id)
         released = provision is None or provision.status is ProvisionStatus.RELEASED
@@ -183,6 +197,8 @@ class SafetyInvariants(RecordInvariants):
     def event_recorded(self, action: str, why: str, facts: Mapping[str, Any]) -> None:
         if is_secret(why) or any(is_secret(value) for value in facts.values() if isinstance(value, str)):
             self.violated("S12", f"a credential in the event log: {action}")
+        if why.startswith("a bug:"):
+            self.violated("S10", f"{action}: {why}")
 
     def process_ended(self, process: SimulatedProcess) -> None:
         """A command ends with a result or a typed error, unless it is cancelled or killed."""

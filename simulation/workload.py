@@ -6,18 +6,19 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from datetime import UTC
 from typing import Any
 
 from remuda.controlplane import operator
 from remuda.controlplane.context import Context
+from remuda.controlplane.demand import DemandContext, DemandListener
 from remuda.controlplane.provision import ProvisionRequest, provision
 from remuda.controlplane.refresh import RefreshResult, refresh
 from remuda.controlplane.release import release
 from remuda.controlplane.scale_down import FleetContext, scale_down
 from remuda.domain.errors import NotFound
 from remuda.domain.resources import DEFAULT_CLASSES, RunnerRequest, Tier, TypePatterns, UsageClass
-from remuda.domain.scale_down.decisions import ScaleDownPolicy
 from remuda.domain.scale_down.fleet import (
     GHR_APPLICATION,
     GHR_APPLICATION_TAG,
@@ -30,7 +31,9 @@ from remuda.domain.scale_down.fleet import (
     FleetMachine,
 )
 from remuda.domain.scale_down.idle_config import IdleWindow, parse_cron
+from remuda.domain.scale_down.policy import ScaleDownPolicy
 from remuda.ports.compute import LaunchRequest, MachineState, MachineView
+from remuda.ports.github import GitHubRun
 from simulation.faults import Fault
 from simulation.invariants import ABSORBING, FOREIGN_RUNNERS, POOL, SCOPE
 from simulation.liveness import SWEEP_S, LivenessInvariants
@@ -40,15 +43,25 @@ from simulation.plan import (
     MachineLoss,
     Operation,
     OperatorCommand,
+    PlannedDemand,
     PlannedRefresh,
     PlannedRun,
     PlannedScaleDown,
+    SetDeletion,
 )
 from simulation.safety import BOOT_MIN
+from simulation.scale_sets import CheckedScaleSets
 from simulation.world import LIFETIMES, SimulatedProcess, World
 
-#: Maximum seconds from the end of the faults until nothing is left.
+#: Maximum seconds from the end of the faults until all jobs of sets are over, and then until nothing is left.
+MAX_DEMAND_S = 5_400.0
 MAX_REST_S = 3_600.0
+#: Seconds between two checks of the runner sets.
+CHECK_S = 5.0
+#: Minimum and maximum seconds until a listener is restarted.
+RESTART_S = (0.5, 8.0)
+#: Fraction of worlds whose listeners are not stopped, but lost at the end.
+LOST_LISTENERS = 0.3
 #: Approximate seconds between two checks of a workflow for the end of its jobs.
 JOB_CHECK_S = 12.0
 #: Fraction of operator commands that concern a live instance.
@@ -64,6 +77,8 @@ class Workload:
         self._tasks: list[asyncio.Task[None]] = []
         self._sweeps = 0
         self._extra_commands = 0
+        self._listeners: dict[int, SimulatedProcess] = {}
+        self._listening = True
         self.liveness: LivenessInvariants | None = None
 
     async def run(self) -> None:
@@ -76,11 +91,17 @@ class Workload:
             MachineLoss: self._lose,
             OperatorCommand: self._operate,
             PlannedScaleDown: self._scale_down,
+            PlannedDemand: self._demand,
+            SetDeletion: self._delete_set,
         }
         for item in self._world.plan.operations:
             if type(item) in works:
                 self._spawn(self._at(item, works[type(item)]))
         self._spawn(self._sweep_regularly())
+        for slot in range(1, self._world.plan.listeners + 1):
+            self._spawn(self._keep_listening(slot))
+        if self._world.plan.listeners:
+            self._spawn(self._check_sets())
         await self._world.loop.sleep(self._world.plan.hours * 3_600.0)
         await self._come_to_rest()
 
@@ -190,6 +211,96 @@ class Workload:
                 return
             await self._world.loop.sleep(JOB_CHECK_S * (0.5 + self._rng.random()))
 
+    # Runner sets
+
+    async def _keep_listening(self, slot: int) -> None:
+        """Run a listener, and another one when it has ended."""
+        number = 0
+        while self._listening:
+            number += 1
+            process = self._listeners[slot] = self._listen(f"listener {slot}.{number}")
+            await process.ended
+            await self._world.loop.sleep(self._rng.uniform(*RESTART_S))
+
+    def _listen(self, name: str) -> SimulatedProcess:
+        async def work(context: Context) -> None:
+            source = self._world.demand_source(self._world.processes[name])
+            demand = DemandContext(
+                context=context, source=source, store=context.store, zone_of=lambda _name: UTC, owner=name
+            )
+            await DemandListener(demand).run()
+
+        return self._world.command(name, "listener", work, credentialed=True)
+
+    async def _check_sets(self) -> None:
+        while self._listening:
+            await self._world.loop.sleep(CHECK_S)
+            if isinstance(self._world.scale_sets, CheckedScaleSets):
+                self._world.scale_sets.remove_some_registration()
+            self._world.safety.demand.check()
+
+    async def _demand(self, item: PlannedDemand) -> None:
+        sets = self._world.scale_sets
+        head = "stranger/fork" if item.is_fork else SCOPE
+        self._world.github.runs[SCOPE.lower(), int(item.run_id)] = GitHubRun(
+            run_id=int(item.run_id), status="in_progress", conclusion="", head_repository=head
+        )
+        job = sets.queue(
+            run_id=item.run_id,
+            labels=item.labels,
+            repository=SCOPE,
+            event=item.event,
+            is_fork=item.is_fork,
+            seconds=item.seconds,
+        )
+        if not item.cancelled_after_s:
+            return
+        await self._world.loop.sleep(item.cancelled_after_s)
+        for machine in self._world.machines.values():
+            machine.cancel(job)
+        sets.cancel(job)
+
+    async def _delete_set(self, item: SetDeletion) -> None:
+        sets = self._world.scale_sets
+        if sets.sets:
+            chosen = list(sets.sets)[int(item.pick * len(sets.sets))]
+            self._world.faults.record(Fault.SET_DELETED)
+            self._world.trace.add("github", f"deletes scale set {sets.sets[chosen].name}")
+            sets.delete(chosen)
+
+    async def _finish_demand(self) -> None:
+        """Serve the jobs that are left, then remove the sets; or lose the listeners with their sets."""
+        world = self._world
+        demand, sets = world.safety.demand, world.scale_sets
+        await self._sweep_until(lambda: not demand.open_jobs(), MAX_DEMAND_S)
+        demand.check_jobs()
+        if self._rng.random() < LOST_LISTENERS:
+            self._listening = False
+            for process in self._listeners.values():
+                process.crash()
+            return
+        process = self._start_refresh("refresh without sets", 0, without_sets=True)
+        await process.ended
+        await self._sweep_until(lambda: not sets.sets, MAX_DEMAND_S)
+        self._listening = False
+        for process in self._listeners.values():
+            if process.task is not None:
+                process.task.cancel()
+            await process.ended
+        demand.at_rest()
+
+    async def _sweep_until(self, is_done: Callable[[], bool], limit_s: float) -> None:
+        until = self._world.loop.time() + limit_s
+        while not is_done() and self._world.loop.time() < until:
+            await self._sweep_once()
+
+    async def _sweep_once(self) -> None:
+        await self._world.loop.sleep(SWEEP_S)
+        self._sweeps += 1
+        process = self._start_refresh(f"sweep {self._sweeps}", None)
+        await process.ended
+        self._check_sweep(process)
+
     # Operators
 
     async def _extra_release(self, item: ExtraRelease) -> None:
@@ -254,8 +365,10 @@ class Workload:
 
         self._world.command(f"scale-down {item.number}", "scale-down", work, credentialed=True)
 
-    def _start_refresh(self, name: str, config: int | None) -> SimulatedProcess:
+    def _start_refresh(self, name: str, config: int | None, *, without_sets: bool = False) -> SimulatedProcess:
         desired = None if config is None else self._world.desired(config)
+        if desired is not None and without_sets:
+            desired = replace(desired, runner_sets=())
 
         async def work(context: Context) -> RefreshResult:
             return await refresh(context, desired)
@@ -278,14 +391,12 @@ class Workload:
         for job in world.github.jobs:
             if not job.conclusion and not job.runner_name:
                 job.conclusion = "cancelled"
+        if world.plan.listeners:
+            await self._finish_demand()
         self.liveness = LivenessInvariants(world)
         until = world.loop.time() + MAX_REST_S
         while world.loop.time() < until:
-            await self._world.loop.sleep(SWEEP_S)
-            self._sweeps += 1
-            process = self._start_refresh(f"sweep {self._sweeps}", None)
-            await process.ended
-            self._check_sweep(process)
+            await self._sweep_once()
             self.liveness.swept()
             if self.liveness.is_at_rest():
                 return

@@ -28,6 +28,7 @@ from remuda.domain.signals import Report
 from remuda.domain.thresholds import Lifetimes
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import POOL_TAG
+from remuda.ports.demand import DemandSource
 from remuda.ports.github import Deletion, GitHubRunner
 from remuda.ports.store import InstanceStore
 from simulation.fake_machine import FakeMachine, MachineBehaviour, RandomBehaviour
@@ -36,11 +37,13 @@ from simulation.faulty_ports import FaultyCompute, FaultyGitHub, FaultyPool, Fau
 from simulation.invariants import POOL, SCOPE, Violation, parse_runner
 from simulation.loop import Interruption, SeededIds, VirtualClock, VirtualLoop, VirtualProcess, current_process
 from simulation.memory.compute import MemoryCloud, MemoryCompute, MemoryMachine
+from simulation.memory.demand import MemoryDemandSource, MemoryScaleSets
 from simulation.memory.github import MemoryGitHub, MemoryGitHubServer, MemoryJob, MemoryRunner, view_of
 from simulation.memory.pool import MemoryQueues, MemoryResourcePool
 from simulation.memory.store import ChangeNotifier, MemoryDatabase, MemoryInstanceStore
 from simulation.plan import PlannedCancel, PlannedInterruption, WorldPlan
 from simulation.safety import SafetyInvariants
+from simulation.scale_sets import CheckedScaleSets, FaultyDemandSource
 
 #: Short enough for several uses of an instance in half an hour, with the clock margin and grace periods of a real pool.
 LIFETIMES = Lifetimes(
@@ -57,6 +60,8 @@ LIFETIMES = Lifetimes(
     gone_after_s=60.0,
     reannounce_s=120.0,
     keep_records_s=300.0,
+    listening_time_s=240.0,
+    surplus_grace_s=30.0,
 )
 #: Seconds that a registration token is valid: short, so that some tokens expire while they are in use.
 TOKEN_LIFE_S = 400.0
@@ -67,6 +72,11 @@ CONFIGURATIONS = (
     replace(LIFETIMES, max_runtime_s=200.0, release_time_s=60.0, reannounce_s=60.0),
     replace(LIFETIMES, max_age_s=600.0, provision_timeout_s=120.0, keep_records_s=60.0),
 )
+#: Faults by which processes crash and pause, if they are no commands.
+_INTERRUPTIONS = {
+    "agent": (Fault.AGENT_CRASH, Fault.AGENT_PAUSE),
+    "listener": (Fault.LISTENER_CRASH, Fault.LISTENER_PAUSE),
+}
 #: Number of versions of a record that a lagging index can return.
 VERSIONS = 12
 
@@ -181,15 +191,27 @@ class CheckedGitHub(MemoryGitHubServer):
         self._world.safety.registered(name)
         return runner
 
-    def add(self, scope: str, name: str, labels: Sequence[str] = (), *, ephemeral: bool = False) -> MemoryRunner:
-        runner = super().add(scope, name, labels, ephemeral=ephemeral)
+    def add(
+        self,
+        scope: str,
+        name: str,
+        labels: Sequence[str] = (),
+        *,
+        ephemeral: bool = False,
+        scale_set_id: int = 0,
+    ) -> MemoryRunner:
+        runner = super().add(scope, name, labels, ephemeral=ephemeral, scale_set_id=scale_set_id)
         if ephemeral:
             self._changed(f"registered {name} for one job")
+        if ephemeral and not scale_set_id:
+            # That of a set is of no use before its configuration is on the record.
             self._world.safety.registered(name)
         return runner
 
-    def connect(self, runner_id: int, take: Callable[[MemoryJob], None]) -> bool:
-        connected = super().connect(runner_id, take)
+    def connect(
+        self, runner_id: int, take: Callable[[MemoryJob], None], removed: Callable[[], None] | None = None
+    ) -> bool:
+        connected = super().connect(runner_id, take, removed)
         self._changed(f"listener of {runner_id}: {connected}")
         return connected
 
@@ -255,6 +277,7 @@ class World:
             rng=random.Random(f"{plan.seed} faults"),
             suppressed=plan.suppressed,
             trace=lambda text: self.trace.add("", text),
+            now=loop.time,
         )
         self.ids = SeededIds(random.Random(f"{plan.seed} ids"))
         self._skews = random.Random(f"{plan.seed} skews")
@@ -272,6 +295,7 @@ class World:
         self.cloud.watchers.append(self)
         self.github = CheckedGitHub(self, token_life_s)
         self.token = self.github.grant()
+        self.scale_sets: MemoryScaleSets = CheckedScaleSets(self)
         self.machines: dict[str, FakeMachine] = {}
         self.processes: dict[str, SimulatedProcess] = {}
         #: Stands for writes by no process of the world.
@@ -429,19 +453,21 @@ class World:
                 await asyncio.sleep(0)
 
     def _interrupted(self, process: SimulatedProcess, interruption: Interruption) -> None:
-        is_agent = process.kind == "agent"
+        crash, pause = _INTERRUPTIONS.get(process.kind, (Fault.CRASH, Fault.PAUSE))
         if interruption.pause_s:
             process.pause_s += interruption.pause_s
             process.last_fault_at = self.loop.time() + interruption.pause_s
-            self.faults.record(Fault.AGENT_PAUSE if is_agent else Fault.PAUSE, process.subjects)
+            self.faults.record(pause, process.subjects)
+            self.faults.last_at = process.last_fault_at
         else:
             self.stats["crashes"] += 1
-            self.faults.record(Fault.AGENT_CRASH if is_agent else Fault.CRASH, process.subjects)
+            self.faults.record(crash, process.subjects)
         self.trace.add(process.name, f"interruption: {interruption}")
 
     def _cancel(self, process: SimulatedProcess) -> None:
         if self.faults.active and process.task is not None and not process.task.done():
-            self.faults.record(Fault.CANCEL, self.held_by(process))
+            is_listener = process.kind == "listener"
+            self.faults.record(Fault.LISTENER_RESTART if is_listener else Fault.CANCEL, self.held_by(process))
             process.task.cancel()
 
     def _ended(self, process: SimulatedProcess) -> None:
@@ -454,6 +480,10 @@ class World:
         if not process.ended.done():
             process.ended.set_result(None)
 
+    def demand_source(self, process: SimulatedProcess) -> DemandSource:
+        source = MemoryDemandSource(server=self.scale_sets, calls=CallCounter())
+        return cast("DemandSource", FaultyDemandSource(source, self, process))
+
     def desired(self, config: int) -> DesiredConfig:
         return DesiredConfig(
             pool=POOL,
@@ -461,10 +491,16 @@ class World:
             lifetimes=self.configurations[config],
             reuse=self.plan.reuses[config],
             launch=_runner_options(self.plan.runners[config]),
-            max_instances=self.plan.instances,
+            max_instances=self.max_instances,
+            runner_sets=self.plan.runner_sets[config],
             github_url="https://github.com",
             scope=SCOPE,
         )
+
+    @property
+    def max_instances(self) -> int:
+        """Room for the jobs of the sets, besides the runs."""
+        return self.plan.instances + sum(item.max + 2 for item in self.plan.runner_sets[0])
 
     # State of the world
 

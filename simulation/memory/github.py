@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING
 
 from remuda.domain.errors import Conflict, NotFound, UserError
 from remuda.domain.instance import Credential
@@ -18,7 +19,10 @@ from remuda.domain.runner_release import PackageArchitecture, RunnerPackage, Run
 from remuda.domain.timestamps import to_milliseconds
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock
-from remuda.ports.github import Deletion, GitHubRunner, JitRunner, missing_group
+from remuda.ports.github import Deletion, GitHubRun, GitHubRunner, JitRunner, ListedJob, RunList, missing_group
+
+if TYPE_CHECKING:
+    from simulation.memory.demand import MemoryScaleSets
 
 SERVICE = "github"
 PER_PAGE = 100
@@ -36,6 +40,45 @@ class MemoryJob:
     started: bool = False
     #: `success`, `failure` or `cancelled`; empty until it ends.
     conclusion: str = ""
+    #: owner/name, for lists of a repository's jobs.
+    repository: str = ""
+    queued_at: datetime | None = None
+
+    @property
+    def status(self) -> str:
+        if self.conclusion:
+            return "completed"
+        return "in_progress" if self.started else "queued"
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class MemoryDemandJob(MemoryJob):
+    """A job that waits for a runner of a scale set."""
+
+    repository: str
+    #: Name of the event that started its run, and whether that is a pull request of a fork.
+    event: str = "push"
+    is_fork: bool = False
+    queued_at: datetime
+    #: Id in messages. Changes if an assignment lapses.
+    key: str
+    #: The set that it is assigned or offered to; 0 while it waits.
+    set_id: int = 0
+    #: Name of the set that it was assigned to last.
+    set_name: str = ""
+    is_offered: bool = False
+    assigned_at: datetime | None = None
+    lapses_at: datetime | None = None
+    started_at: datetime | None = None
+    lapses: int = 0
+    #: Not assigned before this time.
+    waits_until: datetime
+    #: Queued while its set announced no capacity: never delivered (facts: the zero-capacity trap).
+    is_stranded: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self.conclusion)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -50,6 +93,13 @@ class MemoryRunner:
     #: Called with a job; None while the runner does not listen.
     take: Callable[[MemoryJob], None] | None = None
     job: MemoryJob | None = None
+    #: The runner scale set that it belongs to, or 0.
+    scale_set_id: int = 0
+    registered_at: datetime | None = None
+    #: Whether it has ever listened.
+    was_online: bool = False
+    #: Called if its registration is removed while it listens.
+    removed: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +124,11 @@ class MemoryGitHubServer:
         self.runner_version = "2.336.0"
         self.runners: dict[int, MemoryRunner] = {}
         self.jobs: list[MemoryJob] = []
+        #: Workflow runs by repository in lower case and id, and the ids of those that were run again.
+        self.runs: dict[tuple[str, int], GitHubRun] = {}
+        self.reruns: list[int] = []
+        #: The scale sets and their jobs, if there are any.
+        self.scale_sets: MemoryScaleSets | None = None
         self._access: dict[str, _Access] = {}
         self._tokens: dict[str, tuple[str, str, Credential]] = {}
         self._last_id = 0
@@ -119,14 +174,24 @@ class MemoryGitHubServer:
         self._check_token(REMOVAL, scope, token)
         return self.delete(scope, runner_id)
 
-    def connect(self, runner_id: int, take: Callable[[MemoryJob], None]) -> bool:
+    def connect(
+        self, runner_id: int, take: Callable[[MemoryJob], None], removed: Callable[[], None] | None = None
+    ) -> bool:
         """Start to listen. Return False if the registration is gone."""
         runner = self.runners.get(runner_id)
         if runner is None:
             return False
         runner.take = take
+        runner.removed = removed
+        runner.was_online = True
         self._offer(runner)
         return True
+
+    def start(self, job: MemoryJob) -> None:
+        """A runner starts a job that it was given."""
+        job.started = True
+        if isinstance(job, MemoryDemandJob) and self.scale_sets is not None:
+            self.scale_sets.started(job)
 
     def disconnect(self, runner_id: int) -> None:
         """Stop listening. A started job fails; one that was not started goes to another runner."""
@@ -135,7 +200,12 @@ class MemoryGitHubServer:
             return
         runner.take = None
         job, runner.job = runner.job, None
-        if job is not None and job.started:
+        if isinstance(job, MemoryDemandJob) and self.scale_sets is not None:
+            if job.started:
+                self.scale_sets.ended(job, "failed", runner=runner)
+            else:
+                self.scale_sets.returned(job)
+        elif job is not None and job.started:
             job.conclusion = "failure"
         elif job is not None:
             job.runner_name = ""
@@ -148,21 +218,43 @@ class MemoryGitHubServer:
                 runner.job = None
                 if runner.ephemeral:
                     del self.runners[runner.runner_id]
+                    if isinstance(job, MemoryDemandJob) and self.scale_sets is not None:
+                        self.scale_sets.ended(job, conclusion, runner=runner)
                 else:
                     self._offer(runner)
                 return
 
     # Calls of workflows and of the control plane
 
-    def queue(self, *, run_id: str, labels: Sequence[str], seconds: float = 1.0) -> MemoryJob:
-        job = MemoryJob(job_id=self._new_id(), run_id=run_id, labels=tuple(labels), seconds=seconds)
+    def queue(self, *, run_id: str, labels: Sequence[str], seconds: float = 1.0, repository: str = "") -> MemoryJob:
+        job = MemoryJob(
+            job_id=self._new_id(),
+            run_id=run_id,
+            labels=tuple(labels),
+            seconds=seconds,
+            repository=repository,
+            queued_at=to_milliseconds(self.clock.now()),
+        )
         self.jobs.append(job)
         self._place(job)
         return job
 
-    def add(self, scope: str, name: str, labels: Sequence[str] = (), *, ephemeral: bool = False) -> MemoryRunner:
+    def add(
+        self,
+        scope: str,
+        name: str,
+        labels: Sequence[str] = (),
+        *,
+        ephemeral: bool = False,
+        scale_set_id: int = 0,
+    ) -> MemoryRunner:
         runner = MemoryRunner(
-            runner_id=self._new_id(), scope=scope, name=name, labels=tuple(labels), ephemeral=ephemeral
+            runner_id=self._new_id(),
+            scope=scope,
+            name=name,
+            labels=tuple(labels),
+            ephemeral=ephemeral,
+            scale_set_id=scale_set_id,
         )
         self.runners[runner.runner_id] = runner
         return runner
@@ -180,7 +272,28 @@ class MemoryGitHubServer:
         if runner.job is not None:
             return Deletion.BUSY
         del self.runners[runner_id]
+        if runner.take is not None and runner.removed is not None:
+            runner.removed()
         return Deletion.DELETED
+
+    def workflow_jobs(self, repository: str, run_status: str = "") -> list[ListedJob]:
+        """The jobs of a repository, optionally only those of runs in a status."""
+        jobs = [job for job in self.jobs if job.repository.lower() == repository.lower() and job.run_id.isdecimal()]
+        statuses: dict[str, set[str]] = {}
+        for job in jobs:
+            statuses.setdefault(job.run_id, set()).add(job.status)
+        return [
+            ListedJob(
+                job_id=job.job_id,
+                run_id=int(job.run_id),
+                name=f"job {job.job_id}",
+                status=job.status,
+                labels=job.labels,
+                created_at=job.queued_at,
+            )
+            for job in jobs
+            if job.queued_at and run_status in {"", _run_status(statuses[job.run_id])}
+        ]
 
     def _check_token(self, kind: str, scope: str, token: str) -> None:
         known = self._tokens.get(token)
@@ -188,6 +301,9 @@ class MemoryGitHubServer:
             raise UserError(f"GitHub refuses the {kind} token: 401", field="github-token")
 
     def _offer(self, runner: MemoryRunner) -> None:
+        if runner.scale_set_id and self.scale_sets is not None:
+            self.scale_sets.offer(runner)
+            return
         for job in self.jobs:
             if not job.runner_name and not job.conclusion and self._give(job, runner):
                 return
@@ -199,7 +315,9 @@ class MemoryGitHubServer:
 
     @staticmethod
     def _give(job: MemoryJob, runner: MemoryRunner) -> bool:
-        if runner.take is None or runner.job is not None or not set(job.labels) <= set(runner.labels):
+        if runner.take is None or runner.job is not None or runner.scale_set_id:
+            return False
+        if not set(job.labels) <= set(runner.labels):
             return False
         job.runner_name = runner.name
         runner.job = job
@@ -209,6 +327,12 @@ class MemoryGitHubServer:
     def _new_id(self) -> int:
         self._last_id += 1
         return self._last_id
+
+
+def _run_status(statuses: Collection[str]) -> str:
+    """The status of a run by those of its jobs."""
+    only = next(iter(statuses)) if len(set(statuses)) == 1 else ""
+    return only or "in_progress"
 
 
 class MemoryGitHub:
@@ -263,10 +387,34 @@ class MemoryGitHub:
         runner = self._github.runners.get(runner_id)
         return view_of(runner) if runner is not None and runner.scope.lower() == scope.lower() else None
 
+    async def get_run(self, scope: str, repository: str, run_id: int) -> GitHubRun | None:
+        self._enter("GET run", scope)
+        return self._github.runs.get((repository.lower(), run_id))
+
+    async def rerun_failed_jobs(self, scope: str, repository: str, run_id: int) -> None:
+        self._enter("POST rerun-failed-jobs", scope, write=True)
+        run = self._github.runs.get((repository.lower(), run_id))
+        if run is None:
+            raise NotFound(f"{repository} has no run {run_id}")
+        if run.status != "completed" or run.conclusion == "success":
+            raise UserError("GitHub refuses: This workflow run cannot be retried (403)", field="github-token")
+        self._github.reruns.append(run_id)
+        self._github.runs[repository.lower(), run_id] = replace(run, status="queued", conclusion="")
+
     async def delete_runner(self, scope: str, runner_id: int) -> Deletion:
         if not self._sees("DELETE runners", scope, write=True):
             return Deletion.GONE
         return self._github.delete(scope, runner_id)
+
+    async def list_runs(self, scope: str, repository: str, *, status: str, etag: str = "") -> RunList | None:
+        self._enter("GET runs", scope)
+        runs = tuple(sorted({job.run_id for job in self._github.workflow_jobs(repository, status)}, reverse=True))
+        found = RunList(run_ids=runs[:PER_PAGE], etag=f'W/"{runs}"')
+        return None if found.etag == etag else found
+
+    async def list_jobs(self, scope: str, repository: str, run_id: int) -> Sequence[ListedJob]:
+        self._enter("GET jobs", scope)
+        return tuple(job for job in self._github.workflow_jobs(repository) if job.run_id == run_id)[:PER_PAGE]
 
     def _sees(self, operation: str, scope: str, *, write: bool = False) -> bool:
         """GitHub answers 404 for a runner that is gone and for one that the credential cannot see."""

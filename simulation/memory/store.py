@@ -7,12 +7,14 @@ loop, which makes it atomic.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from datetime import datetime
-from functools import cache
+from functools import cache, partial
+from operator import is_
 from typing import Any, TypeVar, cast
 
+from remuda.domain.demand import DemandRecord, JobRecord, Lease
 from remuda.domain.errors import Conflict, RemudaError
 from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.pool_config import PoolConfig
@@ -62,6 +64,10 @@ class MemoryDatabase:
     provisions: dict[tuple[str, str], Provision] = field(default_factory=dict)
     config: PoolConfig | None = None
     first_seen: dict[str, datetime] = field(default_factory=dict)
+    #: Demand by runner set, leases by name, jobs by id.
+    demand: dict[str, DemandRecord] = field(default_factory=dict)
+    leases: dict[str, Lease] = field(default_factory=dict)
+    jobs: dict[str, JobRecord] = field(default_factory=dict)
     prepared: bool = False
     changes: ChangeNotifier = field(default_factory=ChangeNotifier)
 
@@ -178,7 +184,10 @@ class MemoryInstanceStore:
         ]
         for key in old:
             del database.provisions[key]
-        return len(due) + len(old)
+        expired = [job.job_id for job in database.jobs.values() if job.expires_at <= now]
+        for job_id in expired:
+            del database.jobs[job_id]
+        return len(due) + len(old) + len(expired)
 
     # Reports --------------------------------------------------------------------------------------------------
 
@@ -214,12 +223,24 @@ class MemoryInstanceStore:
         )
 
     async def beat(
-        self, instance_id: str, *, at: datetime, busy: bool, listening: bool, notice: str, version: str
+        self,
+        instance_id: str,
+        *,
+        at: datetime,
+        busy: bool,
+        listening: bool,
+        notice: str,
+        version: str,
+        spent_epoch: int = 0,
     ) -> None:
         self._count("beat")
         report = self._database.reports.get(instance_id) or Report(instance_id=instance_id)
         at = to_milliseconds(at)
-        self._keep_report(report.with_heartbeat(at=at, busy=busy, listening=listening, notice=notice, version=version))
+        self._keep_report(
+            report.with_heartbeat(
+                at=at, busy=busy, listening=listening, notice=notice, version=version, spent_epoch=spent_epoch
+            )
+        )
 
     async def wait_for_report(self, instance_id: str, since: Report | None, timeout_s: float) -> Report | None:
         return await self._wait(Report, self._database.reports, instance_id, since, timeout_s)
@@ -257,6 +278,50 @@ class MemoryInstanceStore:
         newest = self._by_age()[::-1]
         return [item for item in newest if since is None or item.created_at >= since][: max(limit, 0)]
 
+    # Runner sets ----------------------------------------------------------------------------------------------
+
+    async def get_demand(self) -> Mapping[str, DemandRecord]:
+        self._count("get_demand")
+        return dict(sorted(self._database.demand.items()))
+
+    async def put_demand(self, record: DemandRecord, jobs: Collection[JobRecord] = ()) -> None:
+        self._count("put_demand")
+        self._keep_jobs(jobs)
+        self._database.demand[record.runner_set] = _kept(record)
+
+    async def delete_demand(self, runner_set: str) -> None:
+        self._count("delete_demand")
+        self._database.demand.pop(runner_set, None)
+
+    async def get_lease(self, name: str) -> Lease | None:
+        self._count("get_lease")
+        return self._database.leases.get(name)
+
+    async def replace_lease(self, name: str, before: Lease | None, after: Lease) -> None:
+        self._count("replace_lease")
+        current = self._database.leases.get(name)
+        if current != before:
+            raise Conflict(f"lease {name} was changed by another process", current=current)
+        self._database.leases[name] = after
+
+    async def get_jobs(self, job_ids: Collection[str]) -> Mapping[str, JobRecord]:
+        self._count("get_jobs")
+        return _those(self._database.jobs, job_ids)
+
+    async def put_jobs(self, jobs: Collection[JobRecord]) -> None:
+        if jobs:
+            self._count("put_jobs")
+            self._keep_jobs(jobs)
+
+    async def jobs_of_run(self, run_id: str) -> Sequence[JobRecord]:
+        self._count("jobs_of_run")
+        return [job for job in self._jobs_by_age() if job.run_id == run_id]
+
+    async def recent_jobs(self, limit: int, *, since: datetime | None = None) -> Sequence[JobRecord]:
+        self._count("recent_jobs")
+        newest = self._jobs_by_age()[::-1]
+        return [job for job in newest if since is None or job.seen_at >= since][: max(limit, 0)]
+
     # Pool configuration and first-seen times ----------------------------------------------------------------
 
     async def get_config(self) -> PoolConfig | None:
@@ -286,6 +351,12 @@ class MemoryInstanceStore:
     def _by_age(self) -> list[Provision]:
         return sorted(self._database.provisions.values(), key=lambda each: (each.created_at, each.provision_id))
 
+    def _jobs_by_age(self) -> list[JobRecord]:
+        return sorted(self._database.jobs.values(), key=lambda each: (each.seen_at, each.job_id))
+
+    def _keep_jobs(self, jobs: Collection[JobRecord]) -> None:
+        self._database.jobs.update((job.job_id, _kept(job)) for job in jobs)
+
     def _keep_report(self, report: Report) -> None:
         self._database.reports[report.instance_id] = report
         self._database.changes.notify((Report, report.instance_id))
@@ -309,33 +380,38 @@ def _kept(value: T) -> T:
     return cast("T", _settled(value))
 
 
-#: Types that are not copied.
-_PLAIN = frozenset({str, int, float, bool, type(None)})
-
-
 def _settled(value: Any) -> Any:
     kind: Any = type(value)
-    if kind in _PLAIN:
-        return value
-    if kind is datetime:
-        return to_milliseconds(value) if value.microsecond % 1000 else value
-    if isinstance(value, tuple):
-        return tuple(_settled(item) for item in value) if value else value
-    if isinstance(value, Mapping):
-        return {key: _settled(item) for key, item in value.items()}
-    if is_dataclass(value) and not isinstance(value, type):
-        changed = {}
-        for name in _names(kind):
-            before = getattr(value, name)
-            if type(before) not in _PLAIN and (after := _settled(before)) is not before:
-                changed[name] = after
-        return replace(value, **changed) if changed else value
-    return value
+    copy = _copier(kind)
+    return value if copy is None else copy(value)
 
 
 @cache
-def _names(kind: Any) -> tuple[str, ...]:
-    return tuple(item.name for item in fields(kind))
+def _copier(kind: Any) -> Callable[[Any], Any] | None:
+    """The function that copies values of a type; None if they are immutable. Cached, because it is needed so often."""
+    if issubclass(kind, datetime):
+        return lambda value: to_milliseconds(value) if value.microsecond % 1000 else value
+    if issubclass(kind, tuple):
+        return _settled_tuple
+    if issubclass(kind, Mapping):
+        return lambda value: {key: _settled(item) for key, item in value.items()}
+    return partial(_settled_fields, tuple(item.name for item in fields(kind))) if is_dataclass(kind) else None
+
+
+def _settled_tuple(value: tuple[Any, ...]) -> tuple[Any, ...]:
+    after = tuple(map(_settled, value))
+    return value if all(map(is_, value, after)) else after
+
+
+def _settled_fields(names: Sequence[str], value: Any) -> Any:
+    changed = {}
+    for name in names:
+        before = getattr(value, name)
+        kind: Any = type(before)
+        copy = _copier(kind)
+        if copy is not None and (after := copy(before)) is not before:
+            changed[name] = after
+    return replace(value, **changed) if changed else value
 
 
 def _those(records: Mapping[str, T], wanted: Collection[str]) -> dict[str, T]:

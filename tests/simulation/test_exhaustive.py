@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from simulation.exhaustive import _BITS, _BUDGETS, SearchBounds, _Explorer, explore
+from simulation.demand_model import DemandBounds
+from simulation.exhaustive import _BITS, _BUDGETS, SearchBounds, _Explorer, explore, explore_demand
 from simulation.mutants import MUTANTS, Mutant, expression
 from simulation.report import run_module_with_mutant
 
@@ -23,6 +24,18 @@ def test_no_order_of_events_violates_an_invariant(bounds: SearchBounds, least: i
     assert not search.violation, "\n".join([search.violation, *search.path])
     assert search.complete
     # A search that misses steps would find no violation, either.
+    assert search.states > least
+
+
+@pytest.mark.parametrize(
+    ("bounds", "least"),
+    [(DemandBounds(machines=1, lost_event=True), 15_000), (DemandBounds(machines=2, jobs=1, crash=False), 1_400)],
+    ids=str,
+)
+def test_no_order_of_events_of_a_runner_set_violates_an_invariant(bounds: DemandBounds, least: int):
+    search = explore_demand(bounds)
+    assert not search.violation, "\n".join([search.violation, *search.path])
+    assert search.complete
     assert search.states > least
 
 
@@ -91,3 +104,10 @@ def test_a_mutant_is_caught(mutant: Mutant, found: str, options: tuple[str, ...]
     assert done.returncode == 1, done.stderr
     assert f" s: {found}" in summary
     assert path[0] == "  1. instance 0: run 0 launches"
+
+
+def test_a_mutant_of_demand_mode_is_caught():
+    for name, found in (("release-of-the-unbound", "S11"), ("second-job-of-a-registration", "S")):
+        done = run_module_with_mutant(_mutant(name), "simulation.exhaustive", "--instances=1", "--jobs=2")
+        assert done.returncode == 1, (name, done.stdout, done.stderr)
+        assert f" s: {found}" in done.stdout.splitlines()[0]

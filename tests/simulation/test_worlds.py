@@ -79,8 +79,11 @@ def test_no_faults_are_injected_if_none_are_enabled(seed: int):
 DRAWS = range(300)
 
 
-def drawn(seed: int, faults: FaultChoice) -> frozenset[Fault]:
-    return draw_plan(seed, hours=0.1, instances=4, faults=faults).faults
+OF_RUNS = frozenset(fault for fault in Fault if not fault.needs_demand)
+
+
+def drawn(seed: int, faults: FaultChoice, *, demand: bool = False) -> frozenset[Fault]:
+    return draw_plan(seed, hours=0.1, instances=4, faults=faults, demand=demand).faults
 
 
 @pytest.mark.parametrize("text", ["swarm", "few", "all", "none", "crash,write-lost"])
@@ -90,15 +93,33 @@ def test_formatted_faults_parse_to_the_same(text: str):
 
 def test_swarm_draws_half_of_the_faults_per_seed():
     drawings = [drawn(seed, Swarm.HALF) for seed in DRAWS]
-    assert {len(faults) for faults in drawings} == {len(Fault) // 2}
-    assert frozenset[Fault]().union(*drawings) == frozenset(Fault)
+    assert {len(faults) for faults in drawings} == {len(OF_RUNS) // 2}
+    assert frozenset[Fault]().union(*drawings) == OF_RUNS
     assert len(set(drawings)) == len(drawings)
+
+
+def test_worlds_with_runner_sets_also_draw_half_of_their_own_faults():
+    drawings = [drawn(seed, Swarm.HALF, demand=True) for seed in DRAWS]
+    own = frozenset(Fault) - OF_RUNS
+    assert {len(faults & own) for faults in drawings} == {len(own) // 2}
+    assert [faults & OF_RUNS for faults in drawings] == [drawn(seed, Swarm.HALF) for seed in DRAWS]
+    assert frozenset[Fault]().union(*drawings) == frozenset(Fault)
+
+
+def test_runner_sets_change_nothing_else_of_a_plan():
+    without, with_sets = (draw_plan(3, hours=0.2, instances=4, demand=demand) for demand in (False, True))
+    assert not any(without.runner_sets)
+    assert not without.listeners
+    assert with_sets.runner_sets[0]
+    assert (without.reuses, without.runners) == (with_sets.reuses, with_sets.runners)
 
 
 def test_few_draws_one_to_six_faults_and_every_fault_occurs():
     drawings = [drawn(seed, Swarm.FEW) for seed in DRAWS]
     assert {len(faults) for faults in drawings} == set(range(1, FEW + 1))
-    assert frozenset[Fault]().union(*drawings) == frozenset(Fault)
+    assert frozenset[Fault]().union(*drawings) == OF_RUNS
+    with_sets = [drawn(seed, Swarm.FEW, demand=True) for seed in DRAWS]
+    assert frozenset[Fault]().union(*with_sets) == frozenset(Fault)
 
 
 def test_the_same_faults_by_name_give_the_same_plan():

@@ -1,0 +1,336 @@
+"""Invariants of runner sets (D1 to D6), and what S2 and S11 mean for their machines.
+
+As the other checks, these use the true state of GitHub and of the machines, not the demand and job records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from remuda.controlplane.operator import OperatorAction
+from remuda.domain.instance import Instance, State
+from remuda.domain.pool_config import PoolConfig
+from remuda.domain.provision import Provision
+from remuda.domain.runner_set import RunnerSet
+from remuda.ports.compute import POOL_TAG
+from simulation.invariants import ABSORBING, parse_runner
+from simulation.loop import START
+from simulation.memory.github import MemoryDemandJob, MemoryRunner
+
+if TYPE_CHECKING:
+    from simulation.fake_machine import FakeMachine
+    from simulation.world import SimulatedProcess, World
+
+Found = Iterable[tuple[str, str]]
+
+#: States in which a machine counts for its set.
+HELD = frozenset({State.CREATED, State.CLAIMED, State.RUNNING})
+#: Seconds of a reconciliation: reads, writes and calls.
+RECONCILE_S = 30.0
+#: Seconds after a change of the configuration in which a listener may still use the former one.
+CONFIG_READ_S = 90.0
+#: Longest effect of a fault in seconds: a call that hangs, statistics that are wrong, a machine that never boots.
+FAULT_EFFECT_S = 300.0
+
+
+class DemandInvariants:
+    def __init__(self, world: World) -> None:
+        self._world = world
+        #: Sets of each configuration, with the time from which it applied.
+        self._sets: list[tuple[float, tuple[RunnerSet, ...]]] = []
+        #: Job that ran on each instance and epoch.
+        self._jobs: dict[tuple[str, int], MemoryDemandJob] = {}
+        #: Times since which a set has had too many machines, and at which sets and the pool were seen without room.
+        self._above_max_since: dict[str, float] = {}
+        self._full_at: dict[str, float] = {}
+        self._pool_full_at = 0.0
+        self._fills = any(window.warm for sets in world.plan.runner_sets for item in sets for window in item.windows)
+        self.checks = 0
+
+    def _violated(self, invariant: str, text: str, instance_id: str = "") -> None:
+        self._world.safety.violated(invariant, text, instance_id)
+
+    # Configuration
+
+    def configured(self, config: PoolConfig) -> None:
+        if not self._sets or self._sets[-1][1] != config.runner_sets:
+            self._sets.append((self._world.loop.time(), config.runner_sets))
+
+    @property
+    def configured_sets(self) -> tuple[RunnerSet, ...]:
+        return self._sets[-1][1] if self._sets else ()
+
+    def _recent(self, name: str, since: float) -> list[RunnerSet]:
+        """The set in every configuration that applied at or after a time."""
+        until = [*(at for at, _ in self._sets[1:]), float("inf")]
+        return [
+            item
+            for (_, sets), end in zip(self._sets, until, strict=True)
+            if end >= since
+            for item in sets
+            if item.name == name
+        ]
+
+    def known_set(self, name: str) -> RunnerSet | None:
+        """The set as it was configured last, even if it was removed since."""
+        found = [item for _, sets in self._sets for item in sets if item.name == name]
+        return found[-1] if found else None
+
+    # D6
+
+    def polled(self, process: SimulatedProcess, name: str, capacity: int) -> None:
+        """A poll announces the set's maximum, never 0."""
+        self.checks += 1
+        known = self._recent(name, self._world.loop.time() - CONFIG_READ_S - process.pause_s)
+        # A removed set is drained under its last maximum, or under 1.
+        allowed = {item.max for item in known} or {item.max for _, sets in self._sets for item in sets} | {1}
+        is_disturbed = process.fault_count > 0
+        if capacity < 1 or (capacity not in allowed and not is_disturbed):
+            self._violated("D6", f"{process} announces {capacity} runners of set {name}, not {sorted(allowed)}")
+
+    # Jobs: S2, D4
+
+    def job_starts(self, job: MemoryDemandJob, machine: FakeMachine) -> None:
+        self.checks += 1
+        instance_id = machine.instance_id
+        record = self._world.database.instances.get(instance_id)
+        if record is None:
+            self._violated("S2", f"a job runs on {instance_id}, which has no record", instance_id)
+            return
+        epoch = self._epoch_of(machine)
+        holder = f"{record.state} for set {record.runner_set!r} at epoch {record.epoch}"
+        if (
+            record.runner_set != job.set_name
+            or record.epoch != epoch
+            or record.state
+            not in {
+                State.RUNNING,
+                State.RELEASING,
+            }
+        ):
+            self._violated("S2", f"a job of set {job.set_name} runs on {instance_id}, which is {holder}", instance_id)
+        if (instance_id, epoch) in self._jobs:
+            self._violated("D4", f"a second job runs on {instance_id} at epoch {epoch}", instance_id)
+        self._jobs[instance_id, epoch] = job
+
+    def job_of(self, record: Instance) -> MemoryDemandJob | None:
+        """The job that has started on an instance in its epoch."""
+        return self._jobs.get((record.instance_id, record.epoch))
+
+    # Records: D2
+
+    def equipped(self, before: Instance, after: Instance) -> Found:
+        """A runner may start only with a registration of its epoch, which was made for its set."""
+        self.checks += 1
+        held = after.assignment
+        if held is None or parse_runner(held.runner_name) != (after.epoch, after.instance_id) or not held.runner_id:
+            yield "S4", f"running with the registration {held and held.runner_name}"
+            return
+        runner = self._world.github.runners.get(held.runner_id)
+        if runner is not None and runner.name != held.runner_name:
+            yield "S4", f"running with the registration of {runner.name}"
+        if before.runner_set != after.runner_set:
+            yield "S1", f"set {before.runner_set!r} became {after.runner_set!r}"
+
+    def changed_while_running(self, before: Instance, after: Instance) -> Found:
+        """A runner of a set is renewed while it listens, and bound once, to a job that has started on it."""
+        self.checks += 1
+        if before.run_id == after.run_id:
+            if before.is_bound:
+                yield "S6", "the threshold of a runner with a job was changed"
+            elif after.threshold < before.threshold:
+                yield "D2", "the time of a listening runner was shortened"
+            return
+        job = self.job_of(after)
+        if before.is_bound:
+            yield "S1", f"run {before.run_id} became {after.run_id}"
+        elif job is None:
+            yield "S2", f"bound to run {after.run_id}, but no job has started on it"
+        elif after.run_id not in {job.run_id, "unknown"}:
+            yield "S2", f"bound to run {after.run_id}, but its job is of run {job.run_id}"
+        elif job.is_fork and after.tier.value == "trusted":
+            yield "S11", f"bound as trusted, but its job is of a fork (run {job.run_id})"
+
+    def released(self, before: Instance, process: SimulatedProcess) -> Found:
+        """A runner that has or may get a job is not released before its time."""
+        self.checks += 1
+        machine = self._world.machines[before.instance_id]
+        if not machine.alive or self._is_past(before.deadline(busy=True)):
+            return
+        if machine.job is not None:
+            yield "D2", f"{process} released it while a job of run {machine.job.run_id} runs"
+        elif (runner := self._online(before)) is not None:
+            yield "D2", f"{process} released it while {runner.name} listens and can get a job"
+
+    def ended(self, before: Instance, process: SimulatedProcess) -> Found:
+        """A machine with a job that nobody has recorded is not terminated before the time of such a job is over."""
+        self.checks += 1
+        machine = self._world.machines[before.instance_id]
+        if machine.job is None or before.is_bound or before.run_deadline is None or self._is_lost(machine):
+            return
+        if process.action is not OperatorAction.TERMINATE and not self._is_past(before.run_deadline):
+            yield "D2", f"{process} ended it while a job of run {machine.job.run_id} runs"
+
+    def ends_itself(self, record: Instance, machine: FakeMachine) -> Found:
+        """An agent knows of the job on its machine, whether or not anybody has recorded it."""
+        self.checks += 1
+        if record.state is not State.RUNNING or not record.runner_set or machine.job is None:
+            return
+        if not self._is_past(record.deadline(busy=True)):
+            yield "D2", f"ends itself while a job of run {machine.job.run_id} runs"
+
+    def provision_released(self, provision: Provision, process: SimulatedProcess) -> Found:
+        self.checks += 1
+        for record in self._world.database.instances.values():
+            if record.provision_id == provision.provision_id and record.state is State.RUNNING:
+                yield from self.released(record, process)
+
+    def _online(self, record: Instance) -> MemoryRunner | None:
+        """The registration by which GitHub can give the instance a job."""
+        found = self._world.registrations(record.instance_id)
+        return next((runner for runner in found if runner.take is not None and runner.scale_set_id), None)
+
+    def _is_past(self, at: datetime) -> bool:
+        safety = self._world.safety
+        return self._world.clock.now() >= at + safety.margin - safety.tolerance
+
+    def _is_lost(self, machine: FakeMachine) -> bool:
+        """Whether a fault may have kept the machine from reporting its job."""
+        since = max(self._world.disturbed_at(machine), self._world.faults.last_at)
+        return not machine.alive or self._world.loop.time() - since < FAULT_EFFECT_S
+
+    def acquired(self, after: Instance) -> Found:
+        """Without faults, a listener does not even take one machine too many."""
+        self.checks += 1
+        runner_set = self.known_set(after.runner_set)
+        now = self._world.loop.time()
+        if runner_set is None or self._fills or now < max(self.quiet_since(), self._sets[-1][0] + CONFIG_READ_S):
+            return
+        count = sum(
+            record.runner_set == runner_set.name
+            and record.state in HELD
+            and not self._world.machines[record.instance_id].state().spent
+            and record.deadline(busy=True) > self._world.clock.now() + self._world.safety.tolerance
+            for record in self._world.database.instances.values()
+        )
+        if count > runner_set.max:
+            yield "D3", f"it is the {count}th runner of set {runner_set.name}, and at most {runner_set.max} are allowed"
+
+    # D1 and D3, checked regularly
+
+    def check(self) -> None:
+        world = self._world
+        now = world.loop.time()
+        live = sum(
+            world.cloud.is_alive(key)
+            for key, machine in world.cloud.machines.items()
+            if machine.tags.get(POOL_TAG) == world.pool_name
+        )
+        recorded = sum(record.state not in ABSORBING for record in world.database.instances.values())
+        if max(live, recorded) >= world.max_instances:
+            self._pool_full_at = now
+        for runner_set in self.configured_sets:
+            self._check_waiting(runner_set, now)
+            self._check_supply(runner_set, now)
+
+    def quiet_since(self) -> float:
+        """Time since which no fault has had an effect."""
+        faults = self._world.faults
+        return faults.last_at + FAULT_EFFECT_S if faults.last_at > 0 else 0.0
+
+    def waits_s(self) -> float:
+        """Seconds within which some machine of a set must listen: boot deadline, one poll, reconciliation."""
+        return self._world.most("provision_timeout_s") + self._world.scale_sets.poll_s + RECONCILE_S
+
+    def _check_waiting(self, runner_set: RunnerSet, now: float) -> None:
+        self.checks += 1
+        world = self._world
+        sets = world.scale_sets
+        found = sets.find(runner_set.scope, runner_set.name)
+        jobs = [job for job in sets.jobs if not job.is_over and self._waits_for(job, runner_set)]
+        held = [job for job in jobs if job.runner_name]
+        if len(held) >= runner_set.max:
+            self._full_at[runner_set.name] = now
+        waiting = [job for job in jobs if not job.runner_name and not job.is_stranded]
+        if not waiting:
+            return
+        assigned = [job for job in waiting if job.set_id]
+        if not assigned and found is not None and len(held) + len(assigned) >= (found.capacity or 0) > 0:
+            return
+        first = min(assigned or waiting, key=lambda job: job.assigned_at or job.waits_until)
+        since = max(
+            ((first.assigned_at or first.waits_until) - START).total_seconds(),
+            self._full_at.get(runner_set.name, 0.0),
+            self._pool_full_at,
+            self._sets[-1][0],
+            self.quiet_since(),
+        )
+        if now - since > self.waits_s():
+            what = "assigned" if assigned else "waiting"
+            self._violated("D1", f"job {first.key} of set {runner_set.name} has been {what} for {now - since:.0f} s")
+
+    @staticmethod
+    def _waits_for(job: MemoryDemandJob, runner_set: RunnerSet) -> bool:
+        return job.set_name == runner_set.name if job.set_id else runner_set.serves(job.labels)
+
+    def _check_supply(self, runner_set: RunnerSet, now: float) -> None:
+        self.checks += 1
+        count = len(self.supply(runner_set.name))
+        limit = max(runner_set.max, len(self._busy(runner_set.name)))
+        if count <= limit:
+            self._above_max_since.pop(runner_set.name, None)
+            return
+        since = max(self._above_max_since.setdefault(runner_set.name, now), self._sets[-1][0], self.quiet_since())
+        grace_s = self._world.most("surplus_grace_s") + self._world.scale_sets.poll_s + RECONCILE_S
+        if now - since > grace_s:
+            self._violated("D3", f"set {runner_set.name} has {count} runners, and at most {runner_set.max} are allowed")
+
+    def supply(self, name: str) -> list[Instance]:
+        """Machines of a set that have, or may get, a job."""
+        found = []
+        for record in self._world.database.instances.values():
+            machine = self._world.machines.get(record.instance_id)
+            if record.runner_set != name or record.state not in HELD or machine is None or not machine.alive:
+                continue
+            if record.state is State.RUNNING and self._online(record) is None and machine.job is None:
+                continue
+            if record.state is State.CREATED and self._fills:
+                # It may be for the pool.
+                continue
+            found.append(record)
+        return found
+
+    def _busy(self, name: str) -> list[Instance]:
+        return [record for record in self.supply(name) if self._world.machines[record.instance_id].job is not None]
+
+    def _epoch_of(self, machine: FakeMachine) -> int:
+        parsed = parse_runner(machine.state().registered_as)
+        return parsed[0] if parsed else 0
+
+    # D5
+
+    def open_jobs(self) -> list[MemoryDemandJob]:
+        """Jobs that some configured set must still run."""
+        served = self.configured_sets
+        return [
+            job
+            for job in self._world.scale_sets.jobs
+            if not job.is_over and (job.runner_name or any(item.serves(job.labels) for item in served))
+        ]
+
+    def check_jobs(self) -> None:
+        """Every job has run once, or has ended by GitHub's rules."""
+        self.checks += 1
+        for job in self.open_jobs():
+            why = "it was queued while no capacity was announced" if job.is_stranded else "it was never served"
+            self._violated("D5", f"job {job.key} was lost: {why}")
+
+    def at_rest(self) -> None:
+        """After the sets were removed from the configuration, nothing of them is left on GitHub."""
+        self.checks += 1
+        sets = self._world.scale_sets
+        sets.settle()
+        for scale_set in sets.sets.values():
+            self._violated("D5", f"scale set {scale_set.name} is left on GitHub: {scale_set.sessions}")

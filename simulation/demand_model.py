@@ -1,0 +1,738 @@
+"""Exhaustive search of a small runner set: every order of events of two machines and two jobs.
+
+As in `exhaustive`, the steps come from the real transition table, the decisions about a set's supply, those of agents
+and of releases. GitHub registers, gives and starts jobs and tells about them. The listener may be killed after any of
+its steps, agents restart, machines disappear, and messages get lost. Besides the invariants, the search checks that
+every job can still be served from every state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from enum import IntEnum
+from functools import partial
+from typing import NamedTuple
+
+from remuda.agent.decide import AgentAction, Observation, next_step
+from remuda.domain.demand import DemandStatistics
+from remuda.domain.errors import IllegalTransition
+from remuda.domain.instance import ABSORBING, ASSIGNED, Assignment, Instance, RetireReason, State, holder_id
+from remuda.domain.pool_config import runner_name
+from remuda.domain.release_policy import next_for_releasing
+from remuda.domain.resources import Tier
+from remuda.domain.runner_set import CapacityWindow, RunnerSet
+from remuda.domain.signals import Report, Signal, Verdict, boot_verdict, registration_verdict
+from remuda.domain.supply import MachineStep, SetMachine, decide_supply
+from remuda.domain.transitions import (
+    Actor,
+    Bind,
+    Change,
+    Claim,
+    End,
+    Equip,
+    Event,
+    ListenOn,
+    Release,
+    Retire,
+    advance,
+    create,
+    presumed_idle,
+    tombstone,
+)
+from remuda.ports.machine import RunnerState, ScriptStatus
+from simulation.instance_model import (
+    DEADLINE,
+    ID,
+    LIFETIMES,
+    NOW,
+    POOL,
+    ModelViolation,
+    PendingWrite,
+    new_record,
+    write_of,
+)
+from simulation.invariants import STATE_ORDER, transition_violations
+
+SET = RunnerSet(name="set", labels=("set",), resource_class="large", scope="o/r", max=2)
+HOLDER = holder_id(SET.name)
+#: The run of the set's jobs.
+RUN = "7"
+LONG_AGO = NOW - timedelta(hours=1)
+
+OPEN, COMMITTED, RELEASED = 0, 1, 2
+#: Incidents, each with a budget of one per search.
+CRASH, LOST_EVENT = 1, 2
+
+
+class Acquisition(IntEnum):
+    """What the listener does with a machine at the moment."""
+
+    NONE = 0
+    LAUNCHED = 1
+    #: The record is created or claimed.
+    HOLDS = 2
+    #: GitHub has registered its runner.
+    REGISTERED = 3
+    #: Its runner may start; the provision is not committed yet.
+    EQUIPPED = 4
+    #: GitHub has removed its registration, so that it can be released.
+    WITHDRAWN = 5
+
+
+class SetAgent(NamedTuple):
+    """State of a machine and of its agent."""
+
+    #: Epoch of the just-in-time configuration on its disk, or 0.
+    configured: int = 0
+    listening: bool = False
+    job: bool = False
+    spent: bool = False
+    #: Whether the listener exited because its registration was gone.
+    unused: bool = False
+    dirty: bool = False
+    #: Epoch and signal that this agent process has sent last.
+    memory: tuple[int, Signal] | None = None
+    alive: bool = True
+
+
+class MachineModel(NamedTuple):
+    record: Instance | None = None
+    launched: bool = False
+    signal: tuple[int, Signal | None] = (0, None)
+    #: Last heartbeat: busy, listening, spent epoch.
+    beat: tuple[bool, bool, int] = (False, False, 0)
+    agent: SetAgent = SetAgent()
+    #: GitHub: epoch of the registered runner name or 0, and whether it was given a job that has not started.
+    registered: int = 0
+    taken: bool = False
+    #: Last epoch in which a job started, and whether nobody has recorded that job yet.
+    served: int = 0
+    unrecorded_job: bool = False
+    #: Epochs of job-started events under way.
+    told: tuple[int, ...] = ()
+    acquisition: Acquisition = Acquisition.NONE
+    provision: int = RELEASED
+    #: Decided by a state that has changed since.
+    pending: PendingWrite | None = None
+
+    @property
+    def online(self) -> bool:
+        agent = self.agent
+        return agent.alive and agent.listening and bool(self.registered) and self.registered == agent.configured
+
+    @property
+    def report(self) -> Report:
+        (epoch, signal), (busy, listening, spent_epoch) = self.signal, self.beat
+        return Report(
+            instance_id=ID,
+            epoch=epoch,
+            signal=signal,
+            beat=1,
+            beat_at=NOW,
+            busy=busy,
+            listening=listening,
+            spent_epoch=spent_epoch,
+        )
+
+
+class DemandState(NamedTuple):
+    #: Numbers of the machines, in order: machines are interchangeable.
+    machines: tuple[int, ...]
+    #: Jobs that are assigned to the set and that no runner has.
+    waiting: int
+    budget: int
+
+
+class DemandStep(NamedTuple):
+    text: str
+    after: DemandState
+    violation: str = ""
+
+
+class Orders(NamedTuple):
+    """What the decision about the set's supply wants of one machine."""
+
+    bind: bool = False
+    release: bool = False
+    end: bool = False
+    renew: bool = False
+    withdraw: bool = False
+    #: Whether the set needs another runner.
+    acquire: bool = False
+
+
+class _Step(NamedTuple):
+    """One step of one machine: its number after it, the change of the waiting jobs, and the incident that it costs."""
+
+    text: str
+    after: int
+    waiting: int = 0
+    cost: int = 0
+    violation: str = ""
+
+
+#: A step of one machine before its result is numbered: text, machine, change of the waiting jobs, incident.
+_RawStep = tuple[str, MachineModel, int, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DemandBounds:
+    machines: int = 2
+    jobs: int = 2
+    crash: bool = True
+    lost_event: bool = False
+    #: Times that a machine is used before it is replaced.
+    uses: int = 3
+    #: Whether writes that were decided by an earlier state may come late.
+    stale: bool = True
+
+    def __str__(self) -> str:
+        plural = "s" if self.machines > 1 else ""
+        incidents = [name for name, on in (("one crash", self.crash), ("one lost event", self.lost_event)) if on]
+        late = "" if self.stale else ", no late writes"
+        what = ", ".join(incidents) or "no incident"
+        return f"{self.machines} machine{plural} of a set for {self.uses} uses, {self.jobs} jobs, {what}{late}"
+
+
+class DemandModel:
+    """The steps of a set, its listener, machines and jobs. The steps of one machine are computed once per question."""
+
+    def __init__(self, bounds: DemandBounds) -> None:
+        self._bounds = bounds
+        self._machines: list[MachineModel] = []
+        self._numbers: dict[MachineModel, int] = {}
+        #: What the decision about the supply reads of each machine, as a number; and a machine for each.
+        self._signatures: list[int] = []
+        self._signature_numbers: dict[MachineModel, int] = {}
+        self._signature_of: list[MachineModel] = []
+        self._plans: dict[tuple[tuple[int, ...], int], tuple[Orders, ...]] = {}
+        self._local: dict[tuple[int, Orders, bool, int], list[_Step]] = {}
+
+    def first(self) -> DemandState:
+        bounds = self._bounds
+        budget = CRASH * bounds.crash | LOST_EVENT * bounds.lost_event
+        machines = (self._number(MachineModel()),) * bounds.machines
+        return DemandState(machines=machines, waiting=bounds.jobs, budget=budget)
+
+    def is_served(self, state: DemandState) -> bool:
+        machines = [self._machines[number] for number in state.machines]
+        return not state.waiting and not any(item.taken or item.agent.job for item in machines)
+
+    def _number(self, machine: MachineModel) -> int:
+        number = self._numbers.get(machine)
+        if number is None:
+            number = self._numbers[machine] = len(self._machines)
+            self._machines.append(machine)
+            self._signatures.append(self._signature(machine))
+        return number
+
+    def _signature(self, machine: MachineModel) -> int:
+        record = machine.record
+        if record is not None and (not record.runner_set or record.state not in ASSIGNED):
+            record = None
+        read = MachineModel(
+            record=record,
+            signal=machine.signal,
+            beat=machine.beat,
+            taken=machine.taken,
+            agent=SetAgent(job=machine.agent.job),
+            acquisition=machine.acquisition if machine.acquisition is Acquisition.LAUNCHED else Acquisition.NONE,
+        )
+        number = self._signature_numbers.get(read)
+        if number is None:
+            number = self._signature_numbers[read] = len(self._signature_of)
+            self._signature_of.append(read)
+        return number
+
+    def steps(self, state: DemandState) -> Iterator[DemandStep]:
+        orders = self._orders(tuple(map(self._signatures.__getitem__, state.machines)), state.waiting)
+        for at, number in enumerate(state.machines):
+            for step in self._steps(number, orders[at], has_waiting=state.waiting > 0, budget=state.budget):
+                machines = [*state.machines]
+                machines[at] = step.after
+                after = DemandState(tuple(sorted(machines)), state.waiting + step.waiting, state.budget & ~step.cost)
+                yield DemandStep(f"machine {at}: {step.text}", after, step.violation)
+        if state.budget & CRASH:
+            # The listener loses what it was doing, and perhaps messages that it has acknowledged.
+            for text, told in (("the listener is killed", True), ("the listener is killed with its messages", False)):
+                killed = sorted(self._number(self._killed(number, told=told)) for number in state.machines)
+                yield DemandStep(text, DemandState(tuple(killed), state.waiting, state.budget & ~CRASH))
+
+    def _killed(self, number: int, *, told: bool) -> MachineModel:
+        machine = self._machines[number]
+        return machine._replace(acquisition=Acquisition.NONE, told=machine.told if told else ())
+
+    def _steps(self, number: int, orders: Orders, *, has_waiting: bool, budget: int) -> list[_Step]:
+        key = (number, orders, has_waiting, budget)
+        known = self._local.get(key)
+        if known is None:
+            known = self._local[key] = list(self._find_steps(number, orders, has_waiting=has_waiting, budget=budget))
+        return known
+
+    def _find_steps(self, number: int, orders: Orders, *, has_waiting: bool, budget: int) -> Iterator[_Step]:
+        machine = self._machines[number]
+        try:
+            decided = list(self._decide(machine, orders))
+            makers = (
+                self._by_writes(machine, decided),
+                self._by_listener(machine, orders),
+                self._by_agent(machine),
+                self._by_github(machine, has_waiting=has_waiting),
+                self._by_incidents(machine, budget),
+            )
+            for maker in makers:
+                for text, raw, waiting, cost in maker:
+                    for after in self._with_pending(machine, raw, decided):
+                        yield _Step(text, self._number(after), waiting, cost)
+        except ModelViolation as violation:
+            yield _Step("continues", number, violation=str(violation))
+
+    def _with_pending(
+        self, machine: MachineModel, raw: MachineModel, decided: list[PendingWrite]
+    ) -> Iterator[MachineModel]:
+        """The machine after a step, alone and with a write that was decided before the step."""
+        kept = raw.pending if raw.pending is not None and _may_apply(raw.pending, raw.record) else None
+        after = _normalized(raw._replace(pending=kept))
+        yield after
+        if not self._bounds.stale or kept is not None or machine.pending is not None or raw.record == machine.record:
+            return
+        fresh = list(self._decide(after, Orders()))
+        for write in decided:
+            if write not in fresh and _may_apply(write, after.record):
+                yield after._replace(pending=write)
+
+    def _orders(self, signatures: tuple[int, ...], waiting: int) -> tuple[Orders, ...]:
+        known = self._plans.get((signatures, waiting))
+        if known is None:
+            machines = [self._signature_of[signature] for signature in signatures]
+            known = self._plans[signatures, waiting] = tuple(_orders(machines, waiting))
+        return known
+
+    # Writes that the listener and sweeps decide on
+
+    def _decide(self, machine: MachineModel, orders: Orders) -> Iterator[PendingWrite]:
+        record = machine.record
+        if record is None:
+            if machine.launched and machine.acquisition is Acquisition.NONE:
+                stone = replace(new_record("x"), state=State.TERMINATING, threshold=NOW, run_id="", assignment=None)
+                yield write_of(tombstone(stone, by=Actor.REFRESH, now=NOW, why=""), "a sweep buries it", Actor.REFRESH)
+            return
+        for text, by, event in self._events(machine, record, orders):
+            try:
+                # An idle machine expires at any time.
+                is_expiry = isinstance(event, End) and event.reason is RetireReason.EXPIRED
+                late = record.threshold + timedelta(seconds=LIFETIMES.margin_s + 1)
+                change = advance(record, event, by=by, now=late if is_expiry else NOW, why="")
+            except IllegalTransition as illegal:
+                raise ModelViolation(f"S10: {illegal}") from illegal
+            yield write_of(change, text, by, machine.signal if isinstance(event, End) else (0, None))
+
+    def _events(self, machine: MachineModel, record: Instance, orders: Orders) -> Iterator[tuple[str, Actor, Event]]:
+        report = machine.report
+        if record.state in ABSORBING:
+            return
+        if record.state is State.RELEASING:
+            upcoming = next_for_releasing(record, report, now=NOW, lifetimes=LIFETIMES)
+            if upcoming is not None:
+                yield f"its release advances ({type(upcoming.event).__name__.lower()})", Actor.LISTENER, upcoming.event
+        if record.state is State.IDLE:
+            end = End(reason=RetireReason.EXPIRED, margin_s=LIFETIMES.margin_s)
+            yield "a sweep ends it: not used", Actor.REFRESH, end
+        if not machine.agent.alive:
+            yield "a sweep ends it: gone", Actor.REFRESH, End(reason=RetireReason.GONE)
+        if machine.provision == RELEASED and record.state in ASSIGNED:
+            yield "it is taken back", Actor.REFRESH, _release_of(record)
+        if record.state is not State.RUNNING or not record.runner_set:
+            return
+        if record.epoch in machine.told and not record.is_bound:
+            name = record.assignment.runner_name if record.assignment else ""
+            yield "the listener binds it", Actor.LISTENER, _bind(runner_name=name, run_id=RUN, tier=Tier.TRUSTED)
+        if orders.bind:
+            yield "the listener binds it late", Actor.LISTENER, _bind(report=report)
+        if orders.renew:
+            event = ListenOn(report=report, listening_time_s=1_000.0, max_runtime_s=LIFETIMES.max_runtime_s)
+            yield "the listener renews it", Actor.LISTENER, event
+        if orders.end and registration_verdict(report, record.epoch) is Verdict.FAILED:
+            yield "the listener ends it: failed", Actor.LISTENER, End(reason=RetireReason.FAILED, report=report)
+
+    def _by_writes(self, machine: MachineModel, decided: list[PendingWrite]) -> Iterator[_RawStep]:
+        pending = [machine.pending] if machine.pending is not None else []
+        for write in [*decided, *pending]:
+            if not write.condition.is_met_by(machine.record):
+                continue
+            after = _written(machine, write)
+            if write in pending:
+                yield f"{write.text}, late", after._replace(pending=None), 0, 0
+            else:
+                yield write.text, after, 0, 0
+
+    # Steps of the listener with more than one write or call
+
+    def _by_listener(self, machine: MachineModel, orders: Orders) -> Iterator[_RawStep]:
+        record = machine.record
+        if machine.acquisition is not Acquisition.NONE:
+            yield from self._continue(machine)
+            return
+        if orders.acquire:
+            yield from self._acquire(machine)
+        if orders.withdraw and not machine.taken and not machine.agent.job:
+            # GitHub refuses while it has a job.
+            gone = machine._replace(registered=0, acquisition=Acquisition.WITHDRAWN)
+            if not machine.registered and record is not None and record.retire_reason is None:
+                retire = Retire(reason=RetireReason.UNTRUSTED_JOB)
+                change = advance(record, retire, by=Actor.LISTENER, now=NOW, why="")
+                gone = _written(gone, write_of(change, "retire", Actor.LISTENER))
+            yield "GitHub removes its registration for the listener", gone, 0, 0
+        if orders.release:
+            yield "the listener releases its provision", machine._replace(provision=RELEASED), 0, 0
+        if record is not None and machine.provision == OPEN and record.state in {State.CREATED, State.CLAIMED}:
+            yield "a sweep closes its provision", machine._replace(provision=RELEASED), 0, 0
+        if record is not None and machine.provision == OPEN and record.state is State.RUNNING:
+            yield "its provision is committed", machine._replace(provision=COMMITTED), 0, 0
+
+    def _acquire(self, machine: MachineModel) -> Iterator[_RawStep]:
+        record = machine.record
+        if record is None:
+            if not machine.launched:
+                launched = machine._replace(launched=True, acquisition=Acquisition.LAUNCHED, provision=OPEN)
+                yield "the listener launches it", launched, 0, 0
+            return
+        if record.state is not State.IDLE or record.epoch >= self._bounds.uses:
+            return
+        change = _claim(record.epoch)
+        if change.condition.is_met_by(record):
+            claimed = _written(machine, write_of(change, "claim", Actor.LISTENER))
+            yield "the listener claims it", claimed._replace(acquisition=Acquisition.HOLDS, provision=OPEN), 0, 0
+
+    def _continue(self, machine: MachineModel) -> Iterator[_RawStep]:
+        record = machine.record
+        match machine.acquisition:
+            case Acquisition.LAUNCHED:
+                made = create(_new_record(), by=Actor.LISTENER, why="")
+                if made.condition.is_met_by(record):
+                    created = _written(machine, write_of(made, "record", Actor.LISTENER))
+                    yield "the listener records it", created._replace(acquisition=Acquisition.HOLDS), 0, 0
+                else:
+                    yield "the listener finds a tombstone", machine._replace(acquisition=Acquisition.NONE), 0, 0
+            case Acquisition.HOLDS if record is not None:
+                booted = record.state is State.CLAIMED or boot_verdict(machine.report, record.epoch) is Verdict.OK
+                if record.state in {State.CREATED, State.CLAIMED} and booted:
+                    yield from self._register(machine, record)
+                yield "the listener gives up", _given_back(machine), 0, 0
+            case Acquisition.REGISTERED if record is not None:
+                equip = Equip(
+                    owner=record.owner,
+                    report=machine.report,
+                    jit_config="jit",
+                    runner_id=record.epoch,
+                    listening_time_s=1_000.0,
+                    max_runtime_s=LIFETIMES.max_runtime_s,
+                )
+                if record.state in {State.CREATED, State.CLAIMED}:
+                    change = advance(record, equip, by=Actor.LISTENER, now=NOW, why="")
+                    equipped = _written(machine, write_of(change, "equip", Actor.LISTENER))
+                    yield "the listener equips it", equipped._replace(acquisition=Acquisition.EQUIPPED), 0, 0
+                yield "the listener gives up", _given_back(machine), 0, 0
+            case Acquisition.EQUIPPED:
+                done = machine._replace(acquisition=Acquisition.NONE)
+                if machine.provision == OPEN:
+                    done = done._replace(provision=COMMITTED)
+                yield "the listener commits its provision", done, 0, 0
+            case Acquisition.WITHDRAWN:
+                done = machine._replace(acquisition=Acquisition.NONE, provision=RELEASED)
+                yield "the listener releases its provision", done, 0, 0
+            case _:
+                yield "the listener stops", machine._replace(acquisition=Acquisition.NONE), 0, 0
+
+    @staticmethod
+    def _register(machine: MachineModel, record: Instance) -> Iterator[_RawStep]:
+        # A name that exists is removed first, unless it has a job.
+        if machine.registered == record.epoch and (machine.taken or machine.agent.job):
+            return
+        registered = machine._replace(registered=record.epoch, acquisition=Acquisition.REGISTERED)
+        yield "GitHub registers it", registered, 0, 0
+
+    # Agents
+
+    def _by_agent(self, machine: MachineModel) -> Iterator[_RawStep]:
+        agent, record = machine.agent, machine.record
+        if not agent.alive or not machine.launched:
+            return
+        true = (agent.job, agent.listening, agent.configured if agent.spent else 0)
+        if machine.beat != true:
+            yield "its agent beats", machine._replace(beat=true), 0, 0
+        if record is None:
+            return
+        step = next_step(_observation(machine, record))
+        text = f"its agent: {step.action.value}"
+        if step.action is AgentAction.END:
+            if record.state not in ABSORBING:
+                raise ModelViolation(f"S6: its agent ends it while it is {record.state}, before its time")
+            yield text, machine._replace(agent=SetAgent(alive=False)), int(machine.taken), 0
+        elif step.action is AgentAction.SIGNAL and step.signal is not None:
+            yield f"{text} {step.signal}", _signalled(machine, record.epoch, step.signal), 0, 0
+        else:
+            for result, after in _performed(machine, record, step.action):
+                yield f"{text}{result}", after, 0, 0
+
+    # GitHub and incidents
+
+    @staticmethod
+    def _by_github(machine: MachineModel, *, has_waiting: bool) -> Iterator[_RawStep]:
+        agent, record = machine.agent, machine.record
+        if machine.online and not agent.job and not machine.taken and has_waiting:
+            yield "GitHub gives it a job", machine._replace(taken=True), -1, 0
+        if machine.taken and machine.online:
+            if (
+                record is None
+                or record.epoch != agent.configured
+                or record.state
+                not in {
+                    State.RUNNING,
+                    State.RELEASING,
+                }
+            ):
+                raise ModelViolation(f"S2: a job starts while it is {record and record.state}")
+            if machine.served == agent.configured:
+                raise ModelViolation(f"D4: a second job starts at epoch {agent.configured}")
+            started = machine._replace(
+                taken=False,
+                agent=agent._replace(job=True, dirty=True),
+                served=agent.configured,
+                unrecorded_job=True,
+                told=(agent.configured,),
+            )
+            yield "its job starts", started, 0, 0
+        if agent.job:
+            spent = agent._replace(job=False, listening=False, spent=True)
+            yield "its job ends", machine._replace(agent=spent, registered=0), 0, 0
+        if agent.listening and not agent.job and machine.registered != agent.configured:
+            exited = agent._replace(listening=False, unused=True)
+            yield "its runner exits: the registration is gone", machine._replace(agent=exited), 0, 0
+        if machine.told and (record is None or record.is_bound or record.epoch not in machine.told):
+            yield "an event is of no use any more", machine._replace(told=()), 0, 0
+
+    @staticmethod
+    def _by_incidents(machine: MachineModel, budget: int) -> Iterator[_RawStep]:
+        agent = machine.agent
+        if budget & LOST_EVENT and machine.told:
+            yield "GitHub does not send its event", machine._replace(told=()), 0, LOST_EVENT
+        if not budget & CRASH or not agent.alive or not machine.launched:
+            return
+        # A job that has not started goes to another runner.
+        off = machine._replace(agent=SetAgent(alive=False), taken=False, beat=machine.beat)
+        yield "it disappears", off, int(machine.taken), CRASH
+        yield "its agent restarts", machine._replace(agent=agent._replace(memory=None)), 0, CRASH
+        if agent.listening and not agent.job:
+            exited = agent._replace(listening=False)
+            yield "its runner exits", machine._replace(agent=exited, taken=False), int(machine.taken), CRASH
+
+
+def _performed(machine: MachineModel, record: Instance, action: AgentAction) -> Iterator[tuple[str, MachineModel]]:
+    """The results of an action of the agent."""
+    agent = machine.agent
+    if agent.job and action in {AgentAction.STOP, AgentAction.RESET}:
+        raise ModelViolation(f"S6: its agent is about to {action.value} while a job runs")
+    match action:
+        case AgentAction.REGISTER:
+            if record.assignment is None or not record.assignment.jit_config:
+                raise ModelViolation("S4: its agent registers without a configuration")
+            made = machine._replace(agent=agent._replace(configured=record.epoch))
+            yield "", _signalled(made, record.epoch, Signal.UD_REG_OK)
+            yield ", fails", _signalled(machine, record.epoch, Signal.UD_REG_FAILED)
+        case AgentAction.START:
+            if record.state is not State.RUNNING or agent.configured != record.epoch:
+                raise ModelViolation(f"S2: its runner starts while it is {record.state}")
+            if agent.spent:
+                raise ModelViolation("S14: its runner starts again after its only job")
+            exists = machine.registered == agent.configured
+            yield "", machine._replace(agent=agent._replace(listening=exists, unused=not exists))
+        case AgentAction.REMOVE if not agent.job:
+            yield "", machine._replace(agent=agent._replace(configured=0, spent=False, unused=False))
+        case AgentAction.STOP:
+            yield "", machine._replace(agent=agent._replace(listening=False))
+        case AgentAction.RESET:
+            clean = machine._replace(agent=agent._replace(dirty=False, unused=False, spent=False))
+            yield "", _signalled(clean, record.epoch, Signal.UD_REMOVE_REG_REMOVE_RUN_OK)
+            yield ", fails", _signalled(machine, record.epoch, Signal.UD_REMOVE_REG_REMOVE_RUN_FAILED)
+        case _:
+            return
+
+
+def _orders(states: Sequence[MachineModel], waiting: int) -> Iterator[Orders]:
+    """The real decision about the supply, for each machine."""
+    machines, acquiring = [], 0
+    for at, item in enumerate(states):
+        acquiring += item.record is None and item.acquisition is Acquisition.LAUNCHED
+        if item.record is not None:
+            machines.append(
+                SetMachine(
+                    instance=replace(item.record, instance_id=f"{ID}{at}"),
+                    report=item.report,
+                    silent_since=None if item.report.listening else NOW,
+                    spent_since=LONG_AGO,
+                    surplus_since=LONG_AGO,
+                )
+            )
+    plan = decide_supply(
+        SET,
+        CapacityWindow(),
+        DemandStatistics(assigned=waiting + sum(item.taken or item.agent.job for item in states)),
+        machines,
+        waiting_jobs=waiting,
+        acquiring=acquiring,
+        lifetimes=LIFETIMES,
+        now=NOW,
+    )
+    for at in range(len(states)):
+        of_machine = partial(_concerns, f"{ID}{at}")
+        yield Orders(
+            bind=of_machine(plan.bind),
+            release=of_machine(plan.release),
+            end=of_machine(plan.end),
+            renew=of_machine(plan.renew),
+            withdraw=of_machine(plan.withdraw),
+            acquire=plan.deficit > 0,
+        )
+
+
+def _concerns(instance_id: str, steps: Sequence[MachineStep]) -> bool:
+    return any(step.machine.instance.instance_id == instance_id for step in steps)
+
+
+def _assignment(epoch: int) -> Assignment:
+    return Assignment(url="https://github.com/o/r", runner_name=runner_name(POOL, epoch, ID), labels=("set",))
+
+
+def _new_record() -> Instance:
+    return replace(
+        new_record(HOLDER), owner="own/w1", provision_id="own", runner_set=SET.name, assignment=_assignment(1)
+    )
+
+
+def _claim(epoch: int) -> Change:
+    message = replace(_new_record(), state=State.IDLE, epoch=epoch).message()
+    event = Claim(
+        run_id=HOLDER,
+        owner=f"own/w{epoch + 1}",
+        provision_id="own",
+        scope="o/r",
+        tier=Tier.TRUSTED,
+        threshold=DEADLINE,
+        assignment=_assignment(epoch + 1),
+        runner_set=SET.name,
+        margin_s=LIFETIMES.margin_s,
+    )
+    return advance(presumed_idle(message, now=NOW), event, by=Actor.LISTENER, now=NOW, why="")
+
+
+def _bind(
+    *, runner_name: str = "", run_id: str = "", tier: Tier = Tier.UNTRUSTED, report: Report | None = None
+) -> Bind:
+    return Bind(
+        runner_name=runner_name,
+        report=report,
+        run_id=run_id,
+        tier=tier,
+        set_tier=SET.trust,
+        max_runtime_s=LIFETIMES.max_runtime_s,
+        margin_s=LIFETIMES.margin_s,
+    )
+
+
+def _release_of(record: Instance, *, owner: str | None = None) -> Event:
+    if record.state is State.CREATED:
+        return End(reason=RetireReason.RELEASED, owner=owner)
+    return Release(release_time_s=LIFETIMES.release_time_s, credential=None, deregistered=True, owner=owner)
+
+
+def _given_back(machine: MachineModel) -> MachineModel:
+    """One conditional write gives the machine back; then the provision is released."""
+    record = machine.record
+    done = machine._replace(acquisition=Acquisition.NONE, provision=RELEASED)
+    if record is None or record.state not in {State.CREATED, State.CLAIMED}:
+        return done
+    event = _release_of(record, owner=record.owner)
+    change = advance(record, event, by=Actor.LISTENER, now=NOW, why="")
+    return _written(done, write_of(change, "give back", Actor.LISTENER))
+
+
+def _signalled(machine: MachineModel, epoch: int, signal: Signal) -> MachineModel:
+    if machine.report.may_become(epoch, signal):
+        return machine._replace(signal=(epoch, signal), agent=machine.agent._replace(memory=(epoch, signal)))
+    # The agent learns of the signal that it sent before it was restarted.
+    stored_epoch, stored = machine.signal
+    memory = (epoch, stored) if stored_epoch == epoch and stored is not None else (epoch, signal)
+    return machine._replace(agent=machine.agent._replace(memory=memory))
+
+
+def _observation(machine: MachineModel, record: Instance) -> Observation:
+    agent = machine.agent
+    memory = agent.memory
+    return Observation(
+        record=record,
+        runner=RunnerState(
+            registered_as=runner_name(POOL, agent.configured, ID) if agent.configured else "",
+            listening=agent.listening,
+            busy=agent.job,
+            exit_code=0 if agent.spent else 1 if agent.unused else None,
+            had_job=agent.job or agent.spent,
+            spent=agent.spent,
+            unused=agent.unused,
+        ),
+        script=ScriptStatus.OK,
+        now=NOW,
+        margin_s=LIFETIMES.margin_s,
+        signalled=memory[1] if memory is not None and memory[0] == record.epoch else None,
+    )
+
+
+def _may_apply(write: PendingWrite, record: Instance | None) -> bool:
+    if record is None or write.condition.state is None:
+        return record is None and write.condition.state is None
+    here = (record.epoch, STATE_ORDER[record.state])
+    return (write.condition.epoch, STATE_ORDER[write.condition.state]) >= here
+
+
+def _normalized(machine: MachineModel) -> MachineModel:
+    """The machine without what nothing reads, checked."""
+    record, agent = machine.record, machine.agent
+    if record is None:
+        return machine
+    if record.state in ABSORBING:
+        if agent.alive and (agent.job or machine.taken):
+            # Only its agent, or a sweep, may end it.
+            return machine
+        # The listener may launch another one in its place.
+        return MachineModel()
+    record = replace(record, last_run_id="", announced_at=None, uses=0)
+    if agent.alive and record.state is State.IDLE:
+        if agent.listening or agent.configured or agent.dirty or agent.job or machine.taken:
+            raise ModelViolation(f"S3: idle with {agent}")
+        if machine.unrecorded_job and record.retire_reason is None:
+            raise ModelViolation("S11: pooled for trusted jobs after a job that nobody knows")
+    if agent.listening and record.state in {State.CREATED, State.CLAIMED}:
+        raise ModelViolation(f"S2: it listens while it is {record.state}")
+    if record.state is State.IDLE and record.assignment is not None:
+        raise ModelViolation("S12: idle with an assignment")
+    return machine._replace(record=record)
+
+
+def _written(machine: MachineModel, write: PendingWrite) -> MachineModel:
+    """The machine after a write that its condition admits, checked against the true state."""
+    before, agent = machine.record, machine.agent
+    after = write.applied_to(before)
+    if before is not None:
+        for invariant, text in transition_violations(before, after):
+            raise ModelViolation(f"{invariant}: {text}")
+        has_job = agent.alive and (agent.job or machine.taken)
+        if before.state is State.RUNNING and after.state is State.RELEASING and (has_job or machine.online):
+            raise ModelViolation(f"D2: {write.text} while it has, or may get, a job")
+        if before.state is State.RUNNING and after.state is State.TERMINATING and has_job:
+            raise ModelViolation(f"D2: {write.text} while it has a job")
+    bound = before is not None and before.run_id != after.run_id and after.state is State.RUNNING
+    if bound and machine.served != after.epoch:
+        raise ModelViolation("S2: bound, but no job has started in this epoch")
+    return machine._replace(record=after, launched=True, unrecorded_job=machine.unrecorded_job and not bound)
