@@ -60,10 +60,18 @@ class TemplateDumper(yaml.SafeDumper):
             argument = ".".join(argument or ())
         if isinstance(argument, str):
             return self.represent_scalar(tag, argument, style="|" if "\n" in argument else None)
-        return self.represent_sequence(tag, argument or (), flow_style=True)
+        if isinstance(argument, dict):
+            # A value has one tag, so that of the inner function.
+            return self.represent_dict(data)
+        is_long = any(isinstance(item, str) and "\n" in item for item in argument or ())
+        return self.represent_sequence(tag, argument or (), flow_style=not is_long)
+
+    def represent_text(self, data: str) -> yaml.Node:
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
 
 
 TemplateDumper.add_representer(dict, TemplateDumper.represent_function)
+TemplateDumper.add_representer(str, TemplateDumper.represent_text)
 
 
 def policy_text(policy: Policy) -> str:

@@ -34,7 +34,7 @@ PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 #: Wheel platforms that Amazon Linux 2023, Debian 12 and Ubuntu 22.04 support: glibc 2.34 or newer.
 PLATFORMS = ("manylinux_2_34", "manylinux_2_28", "manylinux_2_17", "manylinux2014")
 #: AWS services whose models Remuda needs, out of hundreds.
-SERVICES = frozenset({"dynamodb", "ec2", "iam", "secretsmanager", "sqs", "ssm", "sts"})
+SERVICES = frozenset({"cloudwatch", "dynamodb", "ec2", "iam", "secretsmanager", "sqs", "ssm", "sts"})
 #: Files that contain local paths, or that nobody imports.
 EXCLUDED = frozenset(
     {"__pycache__", "bin", "RECORD", "INSTALLER", "REQUESTED", "direct_url.json", "tests", "docs.json.gz"}

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from remuda.config.declaration import Setting, variable
+from remuda.deployment.listener import listener_user_data
 from remuda.deployment.policies import CREDENTIAL, ENVIRONMENT, VOLUME_KEY
 from remuda.deployment.statements import Policy, fill_placeholders
 from remuda.deployment.template import PARAMETERS, STACK_SETTINGS
@@ -30,8 +31,7 @@ def _name(placeholder: str) -> str:
 
 def policy_template(policy: Policy) -> str:
     """The policy for Terraform's templatefile(). IAM policy variables (`${…}`) are escaped."""
-    text = json.dumps(fill_placeholders(policy, partition="<partition>"), indent=2)
-    text = text.replace("${", "$${").replace("%{", "%%{")
+    text = _escaped(json.dumps(fill_placeholders(policy, partition="<partition>"), indent=2))
     for placeholder in WHOLE:
         text = text.replace(f'"{placeholder}"', f"${{jsonencode({_name(placeholder)})}}")
     for placeholder in PARAMETERS:
@@ -39,9 +39,14 @@ def policy_template(policy: Policy) -> str:
     return text + "\n"
 
 
+def _escaped(text: str) -> str:
+    """A text without references in a template of HCL."""
+    return text.replace("${", "$${").replace("%{", "%%{")
+
+
 def _quoted(text: str) -> str:
     """A string literal of HCL."""
-    return json.dumps(text, ensure_ascii=False).replace("${", "$${").replace("%{", "%%{")
+    return _escaped(json.dumps(text, ensure_ascii=False))
 
 
 def _aligned(pairs: Mapping[str, str], indent: str) -> list[str]:
@@ -122,5 +127,6 @@ def module_text(policies: Sequence[Policy], classes: Sequence[ResourceClass]) ->
 def files(policies: Sequence[Policy], classes: Sequence[ResourceClass]) -> dict[Path, str]:
     return {
         MODULE / "generated.tf": module_text(policies, classes),
+        MODULE / "listener.sh.tftpl": listener_user_data(lambda name: f"${{{name}}}", _escaped),
         **{MODULE / "policies" / f"{each.name}.json.tftpl": policy_template(each) for each in policies},
     }

@@ -20,11 +20,11 @@ all_inputs='
   ephemeral:INPUT_EPHEMERAL max-runtime-min:INPUT_MAX_RUNTIME_MIN provision-timeout-sec:INPUT_PROVISION_TIMEOUT_SEC
   idle-time-sec:INPUT_IDLE_TIME_SEC release-time-sec:INPUT_RELEASE_TIME_SEC max-age-sec:INPUT_MAX_AGE_SEC
   max-uses:INPUT_MAX_USES reuse:INPUT_REUSE max-instances:INPUT_MAX_INSTANCES
-  resource-class-config:INPUT_RESOURCE_CLASS_CONFIG pre-runner-script:INPUT_PRE_RUNNER_SCRIPT ami:INPUT_AMI
-  subnet-ids:INPUT_SUBNET_IDS security-group-ids:INPUT_SECURITY_GROUP_IDS
-  iam-instance-profile:INPUT_IAM_INSTANCE_PROFILE key-name:INPUT_KEY_NAME volume-size-gib:INPUT_VOLUME_SIZE_GIB
-  volume-type:INPUT_VOLUME_TYPE volume-iops:INPUT_VOLUME_IOPS volume-throughput:INPUT_VOLUME_THROUGHPUT
-  volume-kms-key:INPUT_VOLUME_KMS_KEY spot-fallback:INPUT_SPOT_FALLBACK
+  resource-class-config:INPUT_RESOURCE_CLASS_CONFIG runner-sets:INPUT_RUNNER_SETS
+  pre-runner-script:INPUT_PRE_RUNNER_SCRIPT ami:INPUT_AMI subnet-ids:INPUT_SUBNET_IDS
+  security-group-ids:INPUT_SECURITY_GROUP_IDS iam-instance-profile:INPUT_IAM_INSTANCE_PROFILE key-name:INPUT_KEY_NAME
+  volume-size-gib:INPUT_VOLUME_SIZE_GIB volume-type:INPUT_VOLUME_TYPE volume-iops:INPUT_VOLUME_IOPS
+  volume-throughput:INPUT_VOLUME_THROUGHPUT volume-kms-key:INPUT_VOLUME_KMS_KEY spot-fallback:INPUT_SPOT_FALLBACK
   actions-runner-version:INPUT_ACTIONS_RUNNER_VERSION actions-runner-sha256:INPUT_ACTIONS_RUNNER_SHA256
   actions-runner-url:INPUT_ACTIONS_RUNNER_URL agent-url:INPUT_AGENT_URL agent-sha256:INPUT_AGENT_SHA256
   job-image-url:INPUT_JOB_IMAGE_URL job-image-sha256:INPUT_JOB_IMAGE_SHA256 cache-paths:INPUT_CACHE_PATHS

@@ -28,6 +28,22 @@ locals {
         dimensions  = { Pool = var.pool, Command = "refresh" }
         missing     = "notBreaching"
       }
+      waiting-jobs = {
+        description = "Jobs wait for a runner for more than five minutes; remuda status says which, and why."
+        namespace   = "Remuda"
+        metric      = "JobsWaitingTooLong"
+        dimensions  = { Pool = var.pool, Command = "refresh" }
+        missing     = "notBreaching"
+      }
+    },
+    {
+      for name in ["listener"] : name => {
+        description = "The listener of the runner sets is silent; its machine's console has its log."
+        namespace   = "Remuda"
+        metric      = "Heartbeats"
+        dimensions  = { Pool = var.pool, Command = "listen" }
+        missing     = "breaching"
+      } if local.has_sets
     },
   )
 }
@@ -41,10 +57,10 @@ resource "aws_cloudwatch_metric_alarm" "this" {
   metric_name         = each.value.metric
   dimensions          = each.value.dimensions
   statistic           = "Sum"
-  period              = 300
+  period              = each.key == "listener" ? 60 : 300
   evaluation_periods  = 3
   threshold           = 1
-  comparison_operator = "GreaterThanOrEqualToThreshold"
+  comparison_operator = each.key == "listener" ? "LessThanThreshold" : "GreaterThanOrEqualToThreshold"
   treat_missing_data  = each.value.missing
   alarm_actions       = [var.alarm_topic.arn]
   ok_actions          = [var.alarm_topic.arn]

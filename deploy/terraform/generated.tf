@@ -14,6 +14,7 @@ locals {
     "refresh-function"    = "For the function that runs refresh, in addition to the policy refresh."
     "scale-down-function" = "For the function that runs scale-down, in addition to the policy scale-down."
     "broker-function"     = "For the function that is the broker, in addition to the policy provision."
+    "listener"            = "For the listener of runner sets, in addition to the policy provision."
   }
 
   # Variables of the functions, from the settings of the module.
@@ -29,6 +30,7 @@ locals {
     REMUDA_REUSE                           = var.reuse
     REMUDA_MAX_INSTANCES                   = var.max_instances
     REMUDA_RESOURCE_CLASS_CONFIG           = var.resource_class_config == null ? null : jsonencode(var.resource_class_config)
+    REMUDA_RUNNER_SETS                     = var.runner_sets == null ? null : jsonencode(var.runner_sets)
     REMUDA_AMI                             = var.ami
     REMUDA_SUBNET_IDS                      = join(",", var.subnet_ids)
     REMUDA_SECURITY_GROUP_IDS              = join(",", var.security_group_ids)
@@ -130,6 +132,12 @@ variable "max_instances" {
 
 variable "resource_class_config" {
   description = "Resource classes of the pool, such as {\"large\": {\"cpu\": 2, \"mmem\": 4096}} (memory in MiB). Default: seven classes, large to 16xlarge."
+  type        = any
+  default     = null
+}
+
+variable "runner_sets" {
+  description = "Runner sets, which serve all jobs with certain labels: [{\"name\": \"large\", \"labels\": [\"self-hosted\", \"remuda\", \"large\"], \"resource-class\": \"large\", \"max\": 20}]. Default: none."
   type        = any
   default     = null
 }

@@ -43,6 +43,16 @@ output "scale_down_policy_arn" {
   value       = aws_iam_policy.this["scale-down"].arn
 }
 
+output "listener_policy_arn" {
+  description = "Policy for your own role, with that of provision."
+  value       = aws_iam_policy.this["listener"].arn
+}
+
+output "listener_group_name" {
+  description = "Auto Scaling group of the listener."
+  value       = one(aws_autoscaling_group.listener[*].name)
+}
+
 output "refresh_function_name" {
   description = "Runs refresh every five minutes."
   value       = one([for name, function in aws_lambda_function.this : function.function_name if name == "refresh"])

@@ -134,7 +134,7 @@ variable "scale_down" {
 }
 
 variable "alarm_topic" {
-  description = "SNS topic for alarms: functions that fail repeatedly, and a runner version that GitHub refuses soon. If null, no alarms are created."
+  description = "SNS topic for alarms: functions that fail repeatedly, a runner version that GitHub refuses soon, a silent listener, and jobs of runner sets that wait too long. If null, no alarms are created."
   type        = object({ arn = string })
   default     = null
 }
@@ -161,5 +161,49 @@ variable "broker_concurrency" {
   validation {
     condition     = can(regex("^([1-9][0-9]{0,4})?$", var.broker_concurrency == null ? "" : tostring(var.broker_concurrency)))
     error_message = "broker_concurrency must be an integer from 1 to 99999."
+  }
+}
+
+variable "listener" {
+  description = "Where the listener of runner_sets runs: on an instance of its own, which exists if runner_sets is set (also as []), or none in this module."
+  type        = string
+  default     = "instance"
+  nullable    = false
+
+  validation {
+    condition     = contains(["instance", "none"], var.listener)
+    error_message = "listener must be instance or none."
+  }
+
+  validation {
+    condition = (
+      var.code == null || var.runner_sets == null || var.listener != "instance" ? true :
+      var.agent_url != "" && var.agent_sha256 != "" && length(var.subnet_ids) > 0 && length(var.security_group_ids) > 0
+    )
+    error_message = "The listener of runner_sets requires agent_url, agent_sha256, subnet_ids and security_group_ids, or listener = \"none\"."
+  }
+}
+
+variable "listener_instance_type" {
+  description = "Instance type of the listener."
+  type        = string
+  default     = "t4g.micro"
+  nullable    = false
+
+  validation {
+    condition     = can(regex("^[a-z0-9-]+\\.[a-z0-9-]+$", var.listener_instance_type))
+    error_message = "listener_instance_type must be an instance type."
+  }
+}
+
+variable "listener_ami" {
+  description = "Image of the listener: Ubuntu 24.04 for the architecture of listener_instance_type, as an id or as resolve:ssm:NAME."
+  type        = string
+  default     = "resolve:ssm:/aws/service/canonical/ubuntu/server/24.04/stable/current/arm64/hvm/ebs-gp3/ami-id"
+  nullable    = false
+
+  validation {
+    condition     = can(regex("^(ami-[0-9a-f]+|resolve:ssm:.+)$", var.listener_ami))
+    error_message = "listener_ami must be the id of an image, or resolve:ssm: and the name of a parameter."
   }
 }
