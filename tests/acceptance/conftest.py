@@ -20,6 +20,7 @@ from tests.support.namespace_machine.network import server_address
 LONG_FILES = (
     "test_boot.py",
     "test_demo.py",
+    "test_demand.py",
     "test_credential_leaks.py",
     "test_crash_points.py",
     "test_aws_network_faults.py",

@@ -6,6 +6,7 @@ import json
 import sqlite3
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,23 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
+from remuda.adapters.system.clock import SystemClock
 from remuda.domain.instance import State
 from tests.support.dashboard import (
     LIMIT_S,
+    SAMPLE_SETS,
     Dashboard,
     SampleInstance,
     SampleStore,
     environment,
+    in_sets,
     live_instances,
+    prepare_store,
     remuda,
+    sample_fleet,
     with_store,
+    write_demand,
+    write_samples,
 )
 from tests.support.local_backend import run_local
 
@@ -112,6 +120,42 @@ def test_snapshot_agrees_with_the_commands(
     for subject, code in (("i-00000000000000000", 404), ("", 404), ("<b>", 404), ("9999", 404)):
         response = client.get("/api/explanation", params={"subject": subject})
         assert (response.status_code, bool(response.json()["error"]["message"])) == (code, True)
+
+
+def test_runner_sets_agree_in_dashboard_metrics_and_commands(tmp_path: Path) -> None:
+    folder, now = tmp_path / "state", SystemClock().now()
+    file = prepare_store(folder, runner_sets=SAMPLE_SETS)
+    samples, jobs = in_sets(sample_fleet(12, 150, now=now), pool="default", now=now)
+    write_samples(file, samples, now=now)
+    hostile = replace(jobs[-1], job_id="hostile", display_name='<b>"\\\x1b[2J', repository="a/{b}", result='x"\n')
+    write_demand(file, [*jobs, hostile], now=now)
+    with Dashboard(folder) as started, httpx.Client(base_url=started.url, timeout=LIMIT_S) as client:
+        shown = snapshot(client)["facts"]
+        metrics = client.get("/metrics").raise_for_status().text
+        explained = client.get("/api/explanation", params={"subject": "hostile"}).raise_for_status().json()
+    status = remuda(folder, "status")
+    assert [item["name"] for item in status["runner_sets"]] == [item.name for item in SAMPLE_SETS]
+    values = {
+        (sample.labels["runner_set"], sample.labels["state"]): sample.value
+        for family in parse_text(metrics)
+        if family.name == "remuda_set_jobs"
+        for sample in family.samples
+    }
+    for item, other in zip(status["runner_sets"], shown["sets"], strict=True):
+        counts = ("waiting", "assigned", "running", "hot", "warm", "launching", "max", "at_capacity", "session")
+        assert {name: item[name] for name in counts} == {name: other[name] for name in counts}
+        assert item["waiting"] == values[item["name"], "waiting"] > 0
+    full = status["runner_sets"][1]
+    assert (full["at_capacity"], full["reason"], full["session"]) == (True, "at-capacity", "open")
+    assert len(shown["jobs"]) == len(jobs) + 1
+    assert "{b}" not in metrics
+    waiting = next(job for job in jobs if job.started_at is None and job.runner_set == full["name"])
+    assert full["detail"] in remuda(folder, "explain", waiting.job_id)["next"][0]
+    assert remuda(folder, "explain", f"set.{full['name']}")["kind"] == "set"
+    assert explained["title"].isprintable()
+    usage = remuda(folder, "report", "--since", "1d")
+    assert usage["runner_sets"]["large"]["queue_wait_seconds"]["count"] > 0
+    assert sum(usage["runner_sets"]["large"]["results"].values()) == usage["runner_sets"]["large"]["jobs"]
 
 
 def test_unchanged_snapshot_is_not_sent_again(client: httpx.Client, samples: list[SampleInstance]) -> None:

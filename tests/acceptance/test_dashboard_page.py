@@ -14,17 +14,23 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from remuda.adapters.system.clock import SystemClock
 from remuda.domain.instance import HistoryEntry, RetireReason, State
 from tests.support.dashboard import (
     LIMIT_S,
+    SAMPLE_SETS,
     Dashboard,
     SampleInstance,
     SampleStore,
     chromium,
+    in_sets,
     live_instances,
+    prepare_store,
     remuda,
     requires_browser,
+    sample_fleet,
     sample_provisions,
+    write_demand,
     write_samples,
 )
 from tests.support.namespace_machine.machine import quiet_network
@@ -353,6 +359,41 @@ def test_injected_markup_is_shown_as_text(browser: Browser, tmp_path: Path) -> N
         assert IMAGE in page.inner_text("#tip")
         page.goto(dashboard.url + f"#explain={IMAGE}")
         wait(page, "document.getElementById('explanation').open")
+        assert page.evaluate("window.hit") is None
+        assert page.eval_on_selector_all("main img, dialog img, #tip img, body script", "all => all.length") == 0
+
+
+def test_jobs_of_runner_sets_and_their_hostile_names(browser: Browser, tmp_path: Path) -> None:
+    folder, now = tmp_path / "state", SystemClock().now()
+    file = prepare_store(folder, runner_sets=SAMPLE_SETS)
+    samples, jobs = in_sets(sample_fleet(20, 200, now=now), pool="default", now=now)
+    write_samples(file, samples, now=now)
+    running = next(job for job in jobs if job.instance_id)
+    hostile = replace(running, display_name=SCRIPT, repository=IMAGE, workflow=SCRIPT)
+    lost = replace(jobs[-1], job_id="lost", result=IMAGE)
+    write_demand(file, [lost, *(hostile if job is running else job for job in jobs)], now=now)
+    phone = {"viewport": {"width": 390, "height": 844}}
+    with Dashboard(folder) as dashboard, opened(browser, dashboard.url, **phone) as page:
+        ready(page)
+        wait(page, "document.querySelectorAll('#sets tr').length === 2")
+        counts = page.eval_on_selector_all("#sets tr:nth-child(2) td", "all => all.map(e => e.textContent)")
+        assert (counts[0], counts[1], counts[7], counts[8]) == ("medium-forks", "4", "yes, 1", "open")
+        assert "the set has 1 of at most 1 runners" in page.inner_text("#sets-reasons")
+        states = page.eval_on_selector_all("#jobs tr td:nth-child(4)", "all => all.map(e => e.textContent)")
+        assert states[:5] == ["waits"] * 5, "waiting jobs first"
+        assert IMAGE in states
+        row = f"#jobs [data-key='{hostile.job_id}']"
+        assert (SCRIPT in page.inner_text(row), IMAGE in page.inner_text(row)) == (True, True)
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        page.click(f"{row} button.name >> nth=0")
+        wait(page, "document.querySelectorAll('#explanation-lines li').length > 3")
+        assert f"job {SCRIPT} started" in page.inner_text("#explanation")
+        page.press("#explanation-close", "Enter")
+        page.fill("#text", hostile.instance_id)
+        wait(page, "document.getElementById('shown').textContent.startsWith('1 of')")
+        page.hover("#lanes-canvas", position={"x": 30, "y": 30})
+        wait(page, "!document.getElementById('tip').hidden")
+        assert f"job {SCRIPT}" in page.inner_text("#tip")
         assert page.evaluate("window.hit") is None
         assert page.eval_on_selector_all("main img, dialog img, #tip img, body script", "all => all.length") == 0
 

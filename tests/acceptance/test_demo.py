@@ -87,6 +87,12 @@ def test_demo(tmp_path: Path):
     assert (report["leaked_processes"], report["foreign_jobs"]) == (0, 0)
     assert report["cold_seconds"] > report["warm_seconds"]
     assert report["reuse_rate"] > 0.5
+    assert [(item["kind"], len(item["waits"])) for item in report["demand"]] == [
+        ("cold", 3),
+        ("warm", 3),
+        ("warm", 1),
+        ("hot", 1),
+    ]
     reasons = {item["state"]: item["stop_reason"] for item in report["retired"]}
     assert reasons["releasing"] == "lost power"
     assert any(text in reasons["idle"] for text in SELF_TERMINATED), reasons

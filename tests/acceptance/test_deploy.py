@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from remuda.controlplane.demand.heartbeat import HEARTBEATS
 from remuda.deployment.policies import FUNCTIONS
 from remuda.deployment.resources import SpotRole
 from remuda.deployment.template import logs_id, template
@@ -23,6 +24,7 @@ from tests.smoke.recording import KEY_VARIABLE, NAMES_VARIABLE
 from tests.smoke.workflow import ROOT
 from tests.support.aws.deployment import EmptyAccount, empty_account
 from tests.support.aws.stack import SCOPE, AwsStack
+from tests.support.cli import LIMIT_S, ForkedProcess, start_cli
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +169,7 @@ def test_foreign_resources_and_missing_permissions_are_reported_before_any_chang
     assert (result.code, found["bucket"]["status"]) == (2, "problem"), result.stderr
     assert "not the tag remuda:pool=foreign" in found["bucket"]["message"]
     assert found["permissions"]["status"] == "warning"
-    assert "user/limited seems to lack cloudwatch:DeleteAlarms" in found["permissions"]["message"]
+    assert "user/limited seems to lack autoscaling:CreateAutoScalingGroup" in found["permissions"]["message"]
     assert "lambda:CreateFunction" in found["permissions"]["message"]
     assert "s3:PutObject" not in found["permissions"]["message"]
     assert account.resources("foreign") == before
@@ -186,7 +188,8 @@ def test_upgrade_replaces_idle_machines_and_lets_runs_finish(account: EmptyAccou
     assert (same.document["drained"], account.machines("whole")[idle]) == ([], "running"), same.stderr
     result = account.deploy("--yes", pool="whole", agent="second")
     assert result.code == 0, result.stderr
-    assert changes(result.document) == {("change", "Settings")}
+    # The server also lists resources whose condition does not hold.
+    assert {item for item in changes(result.document) if not item[1].startswith("Listener")} == {("change", "Settings")}
     assert [line for line in result.document["done"] if "remuda-agent" in line]
     assert sorted(result.document["drained"]) == sorted([idle, busy])
     states = account.machines("whole")
@@ -220,6 +223,122 @@ def test_destroy_leaves_nothing_and_can_be_repeated(account: EmptyAccount):
     again = account.destroy("--yes", pool="whole")
     assert (again.code, again.document["deleted"]) == (0, [])
     assert "nothing is left" in again.stderr
+
+
+# Runner sets ----------------------------------------------------------------------------------------------------------
+
+SETS = [{"name": "large", "labels": ["self-hosted", "remuda", "large"], "resource-class": "large", "max": 2}]
+
+
+def set_arguments(account: EmptyAccount, sets: list[dict[str, Any]], *more: str, pool: str = "sets") -> list[str]:
+    place = (
+        "--parameter",
+        f"ListenerAmi={account.stack.launch['ami']}",
+        "--parameter",
+        "ListenerInstanceType=m5.large",
+    )
+    return account.arguments("--json", "--runner-sets", json.dumps(sets), *place, *more, pool=pool)
+
+
+async def wait_for_line(process: ForkedProcess, text: bytes) -> list[bytes]:
+    """The lines up to the one that contains the text."""
+    lines = []
+    async for line in process.stderr:
+        lines.append(line)
+        if text in line:
+            return lines
+    raise AssertionError(b"".join(lines).decode())
+
+
+async def start_listener(account: EmptyAccount, pool: str) -> ForkedProcess:
+    """The listener with the variables of its machine."""
+
+    async def read_secret(client: Any) -> str:
+        return str((await client.describe_secret(SecretId=f"remuda/{pool}/github"))["ARN"])
+
+    environment = account.environment(
+        REMUDA_BACKEND="aws",
+        REMUDA_POOL=pool,
+        REMUDA_GITHUB_TOKEN=await asyncio.to_thread(account.call, "secretsmanager", read_secret),
+        REMUDA_SETTINGS_PARAMETER=f"/remuda/{pool}/settings",
+    )
+    del environment["GITHUB_API_URL"]
+    return await start_cli(["listen"], environment=environment, cwd=account.stack.folder)
+
+
+def test_runner_sets_are_checked_before_any_change(account: EmptyAccount):
+    def listener_of(arguments: list[str]) -> dict[str, str]:
+        result = account.remuda_command(*arguments, "--dry-run")
+        assert result.code == 2, result.stderr
+        (found,) = [item for item in result.document["checks"] if item["name"] == "listener"]
+        assert found["status"] == "problem"
+        return dict(found)
+
+    unknown = listener_of(set_arguments(account, [{**SETS[0], "resource-class": "huge"}]))
+    assert "resource-class of 'large' is 'huge'" in unknown["message"]
+    arm = listener_of(set_arguments(account, SETS, "--parameter", "ListenerInstanceType=t4g.micro"))
+    assert "t4g.micro cannot run" in arm["message"]
+    assert account.resources("sets") == []
+
+
+async def test_runner_sets_get_a_listener_and_are_removed_from_github_with_the_pool(account: EmptyAccount):
+    deployment = await start_cli(
+        set_arguments(account, SETS, "--yes"), environment=account.environment(), cwd=account.stack.folder
+    )
+    await wait_for_line(deployment, b"waiting for the listener")
+    listener = await start_listener(account, "sets")
+    try:
+        result = await deployment.result()
+        assert result.code == 0, result.stderr
+        document = result.document
+        assert {("add", "ListenerGroup"), ("add", "ListenerRole")} <= changes(document)
+        assert document["listener"]
+        assert statuses(document["doctor"])["runner sets"] == "ok", document["doctor"]
+        assert document["workflow"].count("runs-on") == 1
+        assert 'runs-on: ["self-hosted", "remuda", "large"]' in document["workflow"]
+        async with account.stack.github_client() as github:
+            assert [item.name for item in await github.scale_sets()] == ["large"]
+
+        async def heartbeats(client: Any) -> list[Any]:
+            found: list[Any] = (await client.list_metrics(Namespace="Remuda", MetricName=HEARTBEATS))["Metrics"]
+            return found
+
+        (metric,) = await asyncio.to_thread(account.call, "cloudwatch", heartbeats)
+        assert {item["Name"]: item["Value"] for item in metric["Dimensions"]} == {"Pool": "sets", "Command": "listen"}
+
+        removal = await account.start("destroy", "--pool", "sets", "--yes")
+        await wait_for_line(removal, b"the listener removes its runner sets from GitHub: large")
+        # It reads the configuration every minute, or now.
+        listener.send_signal(signal.SIGHUP)
+        await wait_for_line(listener, b"set-deleted")
+        listener.terminate()
+        removed = await removal.result()
+        assert removed.code == 0, removed.stderr
+        async with account.stack.github_client() as github:
+            assert await github.scale_sets() == []
+        assert await asyncio.to_thread(account.resources, "sets") == []
+    finally:
+        listener.kill()
+
+
+async def test_sets_without_a_listener_are_removed_by_destroy(account: EmptyAccount):
+    arguments = set_arguments(account, SETS, "--listener", "none", "--yes", pool="elsewhere")
+    result = await asyncio.to_thread(account.remuda_command, *arguments)
+    # Doctor does not find the listener.
+    assert (result.code, result.document["listener"]) == (2, ""), result.stderr
+    assert "ListenerGroupName" not in result.document["outputs"]
+    assert "docker run" in result.document["container"]
+    listener = await start_listener(account, "elsewhere")
+    async with account.stack.github_client() as github:
+        version, found = await github.watch_scale_sets()
+        while not found:
+            version, found = await github.watch_scale_sets(since=version, wait_s=LIMIT_S)
+        listener.kill()
+        await listener.wait()
+        removed = await asyncio.to_thread(account.destroy, "--yes", pool="elsewhere")
+        assert removed.code == 0, removed.stderr
+        assert "runner set large deleted on GitHub" in removed.stderr
+        assert await github.scale_sets() == []
 
 
 # Cuts -----------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """The fake GitHub and the fake runner as real processes."""
 
 import asyncio
+import base64
+import json
 import os
 import pathlib
 import re
@@ -9,15 +11,23 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import httpx
 import pytest
 
+from remuda.adapters.github.client import GitHubClient
+from remuda.adapters.github.scale_sets import ScaleSetSource
+from remuda.adapters.system.clock import SystemClock, SystemIds
+from remuda.domain.demand import DemandMessage
+from remuda.domain.runner_set import RunnerSet
 from remuda.fake_github import Endpoint, install_runner, read_endpoint
 from remuda.fake_github.client import FakeGitHubClient, FakeGitHubError, JobStep
 from remuda.fake_github.fake_runner import VERSION
+from remuda.ports.calls import CallCounter
+
+T = TypeVar("T")
 
 REPO = "acme/widgets"
 RUNNERS = f"/repos/{REPO}/actions/runners"
@@ -135,10 +145,10 @@ class RunnerFolder:
         assert done.returncode == 0, done.stdout
         assert "√ Settings Saved." in done.stdout
 
-    def listen(self, **environment: str) -> subprocess.Popen[bytes]:
+    def listen(self, *arguments: str, **environment: str) -> subprocess.Popen[bytes]:
         with self.output.open("ab") as output:
             listener = subprocess.Popen(
-                [str(self.folder / "bin" / "Runner.Listener"), "run"],
+                [str(self.folder / "bin" / "Runner.Listener"), "run", *arguments],
                 env=self.environment(**environment),
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -596,6 +606,90 @@ def test_jit_runner_runs_one_job(server: FakeGitHubServer, runner: RunnerFolder)
     assert server.rest() is None
     assert server.http.get(f"/_admin/jobs/{second}").json()["status"] == "queued"
     assert not (runner.folder / ".runner").exists()
+
+
+class ScaleSetWorld:
+    """A scale set of the server, used by the real client."""
+
+    def __init__(self, server: FakeGitHubServer) -> None:
+        self._server = server
+        self.runner_set = RunnerSet(name="warm", labels=("warm",), resource_class="x", scope=REPO, max=5)
+        server.change(message_poll_s=0.05, message_session_s=LIMIT_S)
+        self.number = self.run(lambda source: source.ensure_set(self.runner_set))
+        self.session_id = ""
+        self.poll()
+
+    def run(self, use: Callable[[ScaleSetSource], Awaitable[T]]) -> T:
+        async def connected() -> T:
+            endpoint, clock, ids, calls = self._server.endpoint, SystemClock(), SystemIds(), CallCounter()
+            github = GitHubClient(api_url=endpoint.url, token=endpoint.token, clock=clock, ids=ids, calls=calls)
+            source = ScaleSetSource(github=github, clock=clock, ids=ids, calls=calls)
+            try:
+                return await use(source)
+            finally:
+                await source.close()
+                await github.close()
+
+        return asyncio.run(connected())
+
+    def poll(self) -> DemandMessage | None:
+        """The first message, in the session that the first call opened."""
+
+        async def receive(source: ScaleSetSource) -> DemandMessage | None:
+            session = await source.open_session(self.runner_set, self.number, owner="x", session_id=self.session_id)
+            assert self.session_id in {"", session.session_id}
+            self.session_id = session.session_id
+            return await session.receive(last_message_id=0, capacity=5)
+
+        return self.run(receive)
+
+    def register(self, name: str = "one") -> str:
+        return self.run(lambda source: source.register(self.runner_set, self.number, name=name)).config
+
+
+@pytest.mark.parametrize("as_argument", [False, True])
+def test_runner_of_a_scale_set_runs_one_job(
+    server: FakeGitHubServer, runner: RunnerFolder, *, as_argument: bool
+) -> None:
+    scale_set = ScaleSetWorld(server)
+    first, second = server.queue("echo first"), server.queue("echo second")
+    config = scale_set.register()
+    given = (("--jitconfig", config), {}) if as_argument else ((), {"ACTIONS_RUNNER_INPUT_JITCONFIG": config})
+    listener = runner.listen(*given[0], **given[1])
+    assert server.finished(first)["conclusion"] == "success"
+    assert listener.wait(LIMIT_S) == 0
+    assert server.rest() is None
+    assert server.http.get(f"/_admin/jobs/{second}").json()["status"] == "queued"
+    for name in (".runner", ".credentials", ".credentials_rsaparams"):
+        assert not (runner.folder / name).exists()
+    # The configuration is used up.
+    assert runner.listen(ACTIONS_RUNNER_INPUT_JITCONFIG=config).wait(LIMIT_S) == 1
+    assert "registration has been deleted" in runner.output.read_text()
+
+
+def test_runner_refuses_a_bad_configuration(server: FakeGitHubServer, runner: RunnerFolder) -> None:
+    config = ScaleSetWorld(server).register()
+    assert runner.listen("--jitconfig", "no base64!").wait(LIMIT_S) == 1
+    assert runner.listen("--jitconfig", config[: len(config) // 4 * 2]).wait(LIMIT_S) == 1
+    assert not (runner.folder / ".runner").exists()
+    packed = json.loads(base64.b64decode(config))
+    del packed[".credentials_rsaparams"]
+    incomplete = base64.b64encode(json.dumps(packed).encode()).decode()
+    assert runner.listen("--jitconfig", incomplete).wait(LIMIT_S) == 1
+    assert "RSA key file" in runner.output.read_text()
+
+
+def test_scale_set_survives_a_kill_of_the_server(server: FakeGitHubServer, runner: RunnerFolder) -> None:
+    scale_set = ScaleSetWorld(server)
+    job = server.queue("echo done")
+    before = scale_set.poll()
+    assert before is not None
+    config = scale_set.register()
+    server.stop(signal.SIGKILL)
+    server.start()
+    assert scale_set.poll() == before
+    runner.listen(ACTIONS_RUNNER_INPUT_JITCONFIG=config)
+    assert server.finished(job)["conclusion"] == "success"
 
 
 @pytest.mark.parametrize(("flags", "code"), [((), 3), (("--ephemeral",), 4)])

@@ -158,7 +158,7 @@ def test_interrupted_run_cancels_its_jobs_and_still_releases(backend: Path, tmp_
     assert process.stderr is not None
     with process.stderr as lines:
         for line in lines:
-            if "runs on i-" in line:
+            if " on i-" in line:
                 break
         process.send_signal(signal.SIGINT)
         rest = lines.read()

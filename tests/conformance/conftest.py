@@ -16,7 +16,7 @@ from hypothesis import settings
 
 from remuda.adapters.aws import clients as aws_clients
 from remuda.adapters.aws.clients import AwsClients, open_session
-from remuda.adapters.aws.dynamodb.items import ItemKeys, key, run_pk
+from remuda.adapters.aws.dynamodb.items import ItemKeys, demand_key, job_key, key, lease_key, run_pk
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.service import ServiceClient
 from remuda.adapters.aws.sqs import SqsResourcePool
@@ -113,7 +113,10 @@ class Stores(Adapters):
     counted: ClassVar = {name: ("store", name) for name in ("apply", "get", "poll")}
 
     async def corrupt(self, number: int) -> None:
-        """Make the control record, the report and the provision of this number unreadable."""
+        """Make the control record, the report, the provision and the job of this number unreadable.
+
+        And the demand of the runner set `set-<number>`, and the lease `lease-<number>`.
+        """
         raise NotImplementedError("records in memory are never parsed")
 
 
@@ -135,6 +138,9 @@ class SqliteStores(Stores):
             connection.execute(
                 "UPDATE provisions SET doc = CAST(x'ff' AS TEXT) WHERE provision_id = ?", (f"p-{number}",)
             )
+            connection.execute("UPDATE jobs SET doc = '{}' WHERE job_id = ?", (f"job-{number}",))
+            names = (f"demand/set-{number}", f"lease/lease-{number}")
+            connection.execute("UPDATE singles SET doc = 'null' WHERE name IN (?, ?)", names)
         connection.close()
 
 
@@ -156,6 +162,9 @@ class DynamoStores(Stores):
             (ItemKeys().control(instance_id(number)), "cpu"),
             (ItemKeys().report(instance_id(number)), "beat"),
             (key(run_pk("1234"), f"p-{number}"), "count"),
+            (job_key(f"job-{number}"), "labels"),
+            (demand_key(f"set-{number}"), "statistics"),
+            (lease_key(f"lease-{number}"), "beat"),
         ):
             await self.client.update_item(
                 TableName=self.table,

@@ -9,9 +9,9 @@ import asyncio
 import json
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
-from datetime import timedelta
+from datetime import UTC, timedelta
 from typing import Any
 
 import pytest
@@ -23,12 +23,14 @@ from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.sqs import SqsResourcePool
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.controlplane.context import Context
+from remuda.controlplane.demand import DemandContext, DemandListener
 from remuda.controlplane.provision import ProvisionRequest, provision
 from remuda.controlplane.release import ReleaseStatus, release
 from remuda.domain.errors import TimedOut
-from remuda.domain.instance import Credential, Instance, State
-from remuda.domain.pool_config import ScopeTokens
+from remuda.domain.instance import Credential, Instance, State, holder_id
+from remuda.domain.pool_config import ScopeTokens, runner_name
 from remuda.domain.resources import Tier, TypePatterns, UsageClass
+from remuda.domain.runner_set import RunnerSet
 from remuda.domain.signals import Signal
 from remuda.domain.timestamps import to_milliseconds
 from remuda.ports.calls import CallCounter
@@ -36,6 +38,8 @@ from remuda.ports.event_log import SilentEventLog
 from remuda.ports.pool import BATCH
 from remuda.ports.store import InstanceStore
 from simulation.memory.compute import MemoryCloud, MemoryCompute
+from simulation.memory.demand import MemoryDemandSource, MemoryScaleSets
+from simulation.memory.github import MemoryGitHubServer
 from tests.conformance.conftest import DynamoStores
 from tests.support.aws.fault_proxy import JSON, Fault, FaultProxy, fault_proxy, hold_until, respond, respond_together
 from tests.support.aws.servers import Ministack
@@ -255,6 +259,80 @@ async def test_every_call_is_permitted_by_the_provision_policy(
     sent = aws.dynamodb.sent
     assert {"UpdateItem", "PutItem", "BatchWriteItem", "Query"} <= set(sent)
     assert not denied_requests("provision", pool, iam_requests(sent))
+
+
+async def set_agent(store: InstanceStore, known: Instance, scale_sets: MemoryScaleSets) -> None:
+    """An agent of a runner set: its runner listens, takes the assigned job, ends it and is spent."""
+    current: Instance | None = known
+
+    async def beat(**reported: Any) -> None:
+        values = {"at": SystemClock().now(), "busy": False, "listening": False, "notice": "", "version": "1"}
+        await store.beat(known.instance_id, **{**values, **reported})
+
+    while True:
+        current = await store.wait_for_control(known.instance_id, current, LONG_S)
+        if current is None:
+            return
+        match current.state:
+            case State.CLAIMED:
+                await store.write_signal(known.instance_id, epoch=current.epoch, signal=Signal.UD_OK)
+            case State.RUNNING if current.run_id == holder_id("large"):
+                await store.write_signal(known.instance_id, epoch=current.epoch, signal=Signal.UD_REG_OK)
+                await beat(listening=True)
+                scale_sets.start("large", "job-1", runner_name("test", current.epoch, known.instance_id))
+                await beat(busy=True)
+            case State.RUNNING:
+                scale_sets.complete("large", "job-1")
+                await beat(spent_epoch=current.epoch)
+            case State.RELEASING:
+                signal = Signal.UD_REMOVE_REG_REMOVE_RUN_OK
+                await store.write_signal(known.instance_id, epoch=current.epoch, signal=signal)
+            case State.IDLE if current.epoch > known.epoch:
+                return
+
+
+async def test_every_call_of_the_listener_is_permitted_by_its_policies(
+    agent_store: InstanceStore, aws: ProxiedAws, table_name: str
+) -> None:
+    """A job on an idle machine, from GitHub's message to the return to the pool, and the removal of the set."""
+    pool, store = table_name.removeprefix("remuda-"), aws.context.store
+    runner_set = RunnerSet(name="large", labels=("large",), resource_class="large", scope=SCOPE, max=1)
+    config = await store.get_config()
+    assert config is not None
+    await store.put_config(replace(config, runner_sets=(runner_set,), revision=config.revision + 1))
+    machine = await agent_store.apply(birth(in_use(1)))
+    await aws.context.pool.send([machine.message()])
+    scale_sets = MemoryScaleSets(github=MemoryGitHubServer(clock=aws.context.clock), poll_s=0.2)
+    source = MemoryDemandSource(server=scale_sets, calls=aws.context.calls)
+    demand = DemandContext(
+        context=aws.context, source=source, store=store, zone_of=lambda _: UTC, owner="listener-1", metrics=None
+    )
+    aws.dynamodb.sent.clear()
+    listener = DemandListener(demand)
+    running = asyncio.create_task(listener.run())
+    async with asyncio.timeout(3 * LONG_S):
+        while not await agent_store.get_demand():  # noqa: ASYNC110 - another process would write it
+            await asyncio.sleep(0.05)
+        job = scale_sets.assign("large", "job-1", repository=SCOPE)
+        await set_agent(agent_store, machine, scale_sets)
+        assert job.conclusion
+        await agent_store.put_config(replace(config, runner_sets=(), revision=config.revision + 2))
+        listener.reload()
+        while await agent_store.get_demand():  # noqa: ASYNC110 - as above
+            await asyncio.sleep(0.05)
+    running.cancel()
+    with suppress(asyncio.CancelledError):
+        await running
+    await store.close()
+    assert not scale_sets.sets
+    requests = list(iam_requests(aws.dynamodb.sent))
+    written = {
+        key for each in requests if each.action.endswith("PutItem") for key in each.values("dynamodb:LeadingKeys")
+    }
+    assert {"lease", "demand", "job#job-1", f"run#{holder_id('large')}"} <= written
+    assert not denied_requests("provision listener", pool, requests)
+    # The broker's policy alone is not enough.
+    assert denied_requests("provision", pool, requests)
 
 
 async def test_pool_without_a_match_costs_few_calls(agent_store: InstanceStore, aws: ProxiedAws) -> None:

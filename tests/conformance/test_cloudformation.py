@@ -21,6 +21,7 @@ from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.aws_lambda.handler import parse_event
 from remuda.aws_lambda.runtime import SETTINGS_VARIABLE, parse_variables
 from remuda.config.sources import load
+from remuda.controlplane.demand.heartbeat import HEARTBEATS, INTERVAL_S
 from remuda.deployment.policies import BROKER, CLASSES, FUNCTIONS, SCHEDULED, policies
 from remuda.deployment.statements import fill_placeholders
 from remuda.deployment.template import (
@@ -30,6 +31,7 @@ from remuda.deployment.template import (
     FUNCTION_TIMEOUT_S,
     HANDLER,
     LOG_DAYS,
+    SET_ALARMS,
     template,
 )
 from remuda.ports.calls import CallCounter
@@ -342,11 +344,21 @@ def test_alarms_require_a_topic():
     """Checked in the template: the server creates no alarms."""
     made = template()
     alarms = {name: item for name, item in made["Resources"].items() if item["Type"] == "AWS::CloudWatch::Alarm"}
-    assert set(alarms) == {"RefreshAlarm", "ScaleDownAlarm", "BrokerAlarm", "ProvisionAlarm", "RunnerVersionAlarm"}
-    for alarm in alarms.values():
-        assert alarm["Condition"] == ALARMS
+    functions = {"RefreshAlarm", "ScaleDownAlarm", "BrokerAlarm"}
+    assert set(alarms) == functions | {"ProvisionAlarm", "RunnerVersionAlarm", "WaitingJobsAlarm", "ListenerAlarm"}
+    for name, alarm in alarms.items():
+        assert alarm["Condition"] == (SET_ALARMS if name == "ListenerAlarm" else ALARMS)
         assert alarm["Properties"]["AlarmActions"] == [{"Ref": "AlarmTopicArn"}]
-    own = {"RunnerVersionAlarm": ("RunnerVersionWarnings", "refresh"), "ProvisionAlarm": ("Failed", "provision")}
+    own = {
+        "RunnerVersionAlarm": ("RunnerVersionWarnings", "refresh"),
+        "WaitingJobsAlarm": ("JobsWaitingTooLong", "refresh"),
+        "ProvisionAlarm": ("Failed", "provision"),
+        "ListenerAlarm": (HEARTBEATS, "listen"),
+    }
+    silent = alarms["ListenerAlarm"]["Properties"]
+    assert (silent["TreatMissingData"], silent["Period"] * silent["EvaluationPeriods"]) == ("breaching", 180)
+    # It writes more often than the alarm looks.
+    assert silent["Period"] > INTERVAL_S
     for name, (metric, command) in own.items():
         properties = alarms.pop(name)["Properties"]
         assert (properties["Namespace"], properties["MetricName"]) == ("Remuda", metric)
@@ -392,6 +404,7 @@ def test_each_role_has_only_its_policies():
         "RefreshFunctionRole": {"Refresh", "RefreshFunction"},
         "ScaleDownFunctionRole": {"ScaleDown", "ScaleDownFunction"},
         "BrokerFunctionRole": {"Provision", "VolumeKey if HasVolumeKey", "BrokerFunction"},
+        "ListenerRole": {"Provision", "VolumeKey if HasVolumeKey", "Listener"},
     }
 
 

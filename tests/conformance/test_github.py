@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import httpx
@@ -16,8 +19,9 @@ from remuda.domain.errors import Conflict, NotFound, Throttled, Unavailable, Use
 from remuda.domain.runner_release import PackageArchitecture, release_url
 from remuda.fake_github import Endpoint
 from remuda.fake_github.client import FakeGitHubClient
+from remuda.http import ClientResponse
 from remuda.ports.calls import CallCounter
-from remuda.ports.github import Deletion, GitHub
+from remuda.ports.github import Deletion, GitHub, GitHubRun
 from simulation.memory.github import MemoryGitHub, MemoryGitHubServer
 from tests.conformance.conftest import Adapters
 from tests.support.records import LONG_S
@@ -40,6 +44,14 @@ class GitHubs(Adapters):
         """Register a runner that runs a job. Return its id."""
         raise NotImplementedError
 
+    async def queue_job(self, repository: str, run_id: int, labels: Sequence[str]) -> int:
+        """Queue a job that no runner takes. Return its id."""
+        raise NotImplementedError
+
+    async def add_run(self, repository: str, run_id: int, *, head: str) -> Callable[[], Awaitable[object]]:
+        """Start a run of code of another repository. Return a function that cancels its only job."""
+        raise NotImplementedError
+
 
 class MemoryGitHubs(GitHubs):
     def __init__(self) -> None:
@@ -59,6 +71,18 @@ class MemoryGitHubs(GitHubs):
         self._github.connect(runner.runner_id, take)
         self._github.queue(run_id="1", labels=labels)
         return runner.runner_id
+
+    async def queue_job(self, repository: str, run_id: int, labels: Sequence[str]) -> int:
+        return self._github.queue(run_id=str(run_id), labels=labels, repository=repository).job_id
+
+    async def add_run(self, repository: str, run_id: int, *, head: str) -> Callable[[], Awaitable[object]]:
+        runs, key = self._github.runs, (repository, run_id)
+        runs[key] = GitHubRun(run_id=run_id, status="queued", conclusion="", head_repository=head)
+
+        async def cancel() -> None:
+            runs[key] = replace(runs[key], status="completed", conclusion="cancelled")
+
+        return cancel
 
 
 class GitHubClients(GitHubs):
@@ -82,6 +106,15 @@ class GitHubClients(GitHubs):
             answer = await http.post(f"/_runner/sessions/{session}/jobs/{job.id}/acknowledge")
             assert answer.is_success, answer.text
         return int(files[".runner"]["agentId"])
+
+    async def queue_job(self, repository: str, run_id: int, labels: Sequence[str]) -> int:
+        return (await self.admin.queue_job(repo=repository, run_id=run_id, labels=labels)).id
+
+    async def add_run(self, repository: str, run_id: int, *, head: str) -> Callable[[], Awaitable[object]]:
+        job = await self.admin.queue_job(
+            repo=repository, run_id=run_id, labels=["nobody-has-this"], event="pull_request", head_repo=head
+        )
+        return partial(self.admin.cancel_job, job.id)
 
 
 @pytest.fixture
@@ -160,6 +193,44 @@ async def test_runner_can_be_listed_read_and_deleted(github: GitHub) -> None:
     assert await github.delete_runner(REPO, jit.runner_id) is Deletion.GONE
     assert await github.get_runner(REPO, jit.runner_id) is None
     assert await github.list_runners(REPO) == []
+
+
+async def test_queued_jobs_of_a_repository(github: GitHub, github_clients: GitHubs) -> None:
+    before = await github.list_runs(REPO, REPO, status="queued")
+    assert before is not None
+    assert before.etag
+    assert await github.list_runs(REPO, REPO, status="queued", etag=before.etag) is None
+    began = SystemClock().now() - timedelta(minutes=1)
+    job_id = await github_clients.queue_job(REPO, 4_711, ["self-hosted", "nobody-has-this"])
+    runs = await github.list_runs(REPO, REPO, status="queued", etag=before.etag)
+    assert runs is not None
+    assert set(runs.run_ids) - set(before.run_ids) == {4_711}
+    (job,) = await github.list_jobs(REPO, REPO, 4_711)
+    assert (job.job_id, job.run_id, job.status, job.labels) == (
+        job_id,
+        4_711,
+        "queued",
+        ("self-hosted", "nobody-has-this"),
+    )
+    assert began < job.created_at < began + timedelta(minutes=2)
+    assert 4_711 not in (await github.list_runs(REPO, REPO, status="in_progress") or before).run_ids
+    assert await github.list_jobs(REPO, REPO, 4_712) == ()
+
+
+async def test_run_names_its_head_and_runs_again_when_it_has_ended(github: GitHub, github_clients: GitHubs) -> None:
+    cancel = await github_clients.add_run(REPO, 4_800, head="stranger/fork")
+    waiting = GitHubRun(run_id=4_800, status="queued", conclusion="", head_repository="stranger/fork")
+    assert await github.get_run(REPO, REPO, 4_800) == waiting
+    with pytest.raises(UserError):
+        await github.rerun_failed_jobs(REPO, REPO, 4_800)
+    await cancel()
+    ended = replace(waiting, status="completed", conclusion="cancelled")
+    assert await github.get_run(REPO, REPO, 4_800) == ended
+    await github.rerun_failed_jobs(REPO, REPO, 4_800)
+    again = await github.get_run(REPO, REPO, 4_800)
+    assert again is not None
+    assert again.status == "queued"
+    assert await github.get_run(REPO, REPO, 4_801) is None
 
 
 @pytest.mark.parametrize("scope", [REPO, ORG])
@@ -321,27 +392,30 @@ async def test_incomplete_list_is_read_again_and_then_rejected(fake_github: GitH
         await client.list_runners(REPO)
 
 
-class Pages(httpx.AsyncBaseTransport):
-    """Responds with one page per request: ids on the page, and total count. Further requests fail."""
+class Pages:
+    """Replaces the connections: one page per request, with ids and total count. Further requests fail."""
 
     def __init__(self, *pages: tuple[list[int], int | None]) -> None:
         self._pages = list(pages)
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+    async def request(self, _method: str, target: str, **_: Any) -> ClientResponse:
         if not self._pages:
-            return httpx.Response(500)
+            return ClientResponse(500, {}, b"")
         numbers, total = self._pages.pop(0)
         body: dict[str, Any] = {
             "runners": [{"id": each, "name": str(each), "status": "online", "busy": False} for each in numbers]
         }
         if total is not None:
             body["total_count"] = total
-        link = {"link": '<http://x/?page=2>; rel="next"'} if request.url.params["page"] == "1" else {}
-        return httpx.Response(200, json=body, headers=link)
+        link = {"link": '<http://x/?page=2>; rel="next"'} if "&page=1" in target else {}
+        return ClientResponse(200, link, json.dumps(body).encode())
+
+    async def close(self) -> None:
+        """Nothing to close."""
 
 
 async def listed(client: GitHub, *pages: tuple[list[int], int | None]) -> list[int]:
-    client._client._transport = Pages(*pages)  # type: ignore[attr-defined]
+    client._http = Pages(*pages)  # type: ignore[attr-defined]
     return sorted(runner.runner_id for runner in await client.list_runners(REPO))
 
 

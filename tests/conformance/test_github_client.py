@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,13 +18,15 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
 from remuda.adapters.github.auth import AppAuth
-from remuda.adapters.github.client import GitHubClient
+from remuda.adapters.github.client import MAX_ATTEMPTS, GitHubClient
+from remuda.adapters.github.responses import MAX_BODY
 from remuda.adapters.system.clock import SystemIds
 from remuda.domain.errors import Conflict, Throttled, Unavailable, UserError
 from remuda.fake_github import Endpoint
 from remuda.ports.calls import CallCounter
 from tests.conformance.conftest import Adapters
 from tests.support.records import LONG_S
+from tests.support.tls_server import TlsFileServer
 from tests.support.virtual_time import AdjustableClock
 
 pytestmark = pytest.mark.usefixtures("patient_client")
@@ -232,6 +237,69 @@ async def test_enterprise_server_with_a_token_or_an_app(
     for credential in ({"token": endpoint.token}, {"auth": app._auth}):
         github = connect(api_url=enterprise + slash, **credential)
         assert (await github.registration_token(scope)).token
+
+
+async def test_huge_body_is_not_read_completely(connect: Connect) -> None:
+    sent, attempts = 0, 0
+
+    async def endless(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent, attempts
+        attempts += 1
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        with suppress(ConnectionError):
+            while sent < 100 * MAX_BODY:
+                writer.write(b"80000\r\n" + b" " * 0x80000 + b"\r\n")
+                await writer.drain()
+                sent += 0x80000
+        writer.close()
+
+    async with await asyncio.start_server(endless, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(Unavailable, match=f"longer than {MAX_BODY} bytes"):
+            await connect(api_url=f"http://127.0.0.1:{port}", token="t0ken").registration_token(ORG)
+    assert attempts == MAX_ATTEMPTS
+    # Buffers of the operating system contain the rest.
+    assert sent <= MAX_ATTEMPTS * (MAX_BODY + 10_000_000)
+
+
+@pytest.mark.parametrize("token", ["t0ken\n", "t0ken\r\nX-Evil: 1", "tök€n"])
+async def test_token_that_is_no_header_value_is_reported(connect: Connect, token: str) -> None:
+    with pytest.raises(UserError, match="invalid character") as caught:
+        await connect(token=token).list_runners(REPO)
+    assert caught.value.field == "github-token"
+    assert token[:3] not in caught.value.message
+
+
+def subject_hash(certificate: Path) -> str:
+    """The name by which OpenSSL finds a certificate in a folder."""
+    command = ["openssl", "x509", "-hash", "-noout", "-in", str(certificate)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.mark.parametrize("variable", ["SSL_CERT_FILE", "SSL_CERT_DIR"])
+async def test_certificates_of_the_environment(
+    connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    """As the server does not answer as GitHub does, its response is an error of its own, unlike one of TLS."""
+    for name in ("SSL_CERT_FILE", "SSL_CERT_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    with TlsFileServer(tmp_path, {}) as server:
+        github = connect(api_url=server.url, token="t0ken")
+        with pytest.raises(Unavailable, match=r"cannot be reached .*: TlsError"):
+            await github.list_runners(REPO)
+        if variable == "SSL_CERT_DIR":
+            (tmp_path / f"{subject_hash(server.ca)}.0").symlink_to(server.ca)
+        monkeypatch.setenv(variable, str(server.ca if variable == "SSL_CERT_FILE" else tmp_path))
+        github = connect(api_url=server.url, token="t0ken")
+        with pytest.raises(UserError, match="not found on GitHub"):
+            await github.list_runners(REPO)
+
+
+async def test_invalid_address_is_reported(connect: Connect) -> None:
+    with pytest.raises(UserError, match="Invalid endpoint: ftp://x") as caught:
+        connect(api_url="ftp://x", token="t0ken")
+    assert caught.value.field == "github-api-url"
 
 
 # Rate limits

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from remuda.adapters.aws.clients import AwsClients, config, open_session
+from remuda.adapters.aws.clients import AwsClients, config
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.sqlite.store import SqliteInstanceStore
 from remuda.adapters.system.clock import SystemClock, SystemIds
@@ -28,8 +28,8 @@ from remuda.controlplane.context import Context, map_concurrently
 from remuda.controlplane.scale_down import FleetContext, scale_down
 from remuda.domain.errors import Conflict
 from remuda.domain.instance import Instance, State
-from remuda.domain.scale_down.decisions import ScaleDownPolicy
 from remuda.domain.scale_down.idle_config import IdleWindow, parse_cron
+from remuda.domain.scale_down.policy import ScaleDownPolicy
 from remuda.domain.transitions import Actor, Claim, advance
 from remuda.ports.calls import CallCounter
 from remuda.ports.event_log import SilentEventLog
@@ -80,7 +80,6 @@ async def open_stores(location: str, count: int = 1) -> AsyncIterator[list[Insta
     kind, _, name = location.partition(":")
     clock, ids, calls = SystemClock(), SystemIds(), CallCounter()
     stores: list[InstanceStore] = []
-    session = open_session()
     async with AsyncExitStack() as stack:
         for _ in range(count):
             # Long timeouts, because a busy computer may suspend the holder of a lock or the server.
@@ -88,7 +87,7 @@ async def open_stores(location: str, count: int = 1) -> AsyncIterator[list[Insta
                 path = Path(name)
                 stores.append(SqliteInstanceStore(path=path, clock=clock, ids=ids, calls=calls, busy_timeout_s=LONG_S))
             else:
-                clients = await stack.enter_async_context(AwsClients(session=session))
+                clients = await stack.enter_async_context(AwsClients())
                 client = await clients.service("dynamodb", "DynamoDB", config(read_timeout_s=LONG_S))
                 stores.append(DynamoInstanceStore(client=client, table=name, clock=clock, ids=ids, calls=calls))
             stack.push_async_callback(stores[-1].close)

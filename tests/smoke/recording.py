@@ -1,4 +1,4 @@
-"""Recorder of requests and answers of AWS and GitHub, by hooks of botocore, httpx and Remuda's own AWS client.
+"""Recorder of requests and answers of AWS and GitHub, by hooks of botocore, httpx and Remuda's own clients.
 
 `python -m tests.smoke.recording FILE ARGUMENTS…` runs the `remuda` command with these arguments and writes its redacted
 recording to the file. Nothing is written before it is redacted.
@@ -7,6 +7,7 @@ recording to the file. Nothing is written before it is redacted.
 from __future__ import annotations
 
 import copy
+import gzip
 import json
 import os
 import sys
@@ -19,6 +20,7 @@ from aiobotocore.session import AioSession
 from botocore.exceptions import ClientError
 
 from remuda.adapters.aws.service import ServiceClient
+from remuda.http import ClientResponse, HttpConnections
 from tests.smoke.redaction import Redactor
 
 #: Variables of the recording process: the key of the replacements, and names to replace as a JSON object.
@@ -29,6 +31,8 @@ CREDENTIALS = ("REMUDA_GITHUB_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KE
 PARAMETERS = "smoke_parameters"
 #: Longer bodies are downloads and uploads of bundles.
 MAX_BODY_CHARS = 100_000
+#: Schemes of GitHub's credentials. Requests to AWS are signed and recorded as calls; those to IMDS have no such header.
+_GITHUB_SCHEMES = ("bearer ", "token ", "remoteauth ")
 #: Requests whose answers are credentials.
 _UNRECORDED = frozenset({"AssumeRole", "AssumeRoleWithWebIdentity", "GetSessionToken", "GetRoleCredentials"})
 
@@ -44,6 +48,7 @@ class ExchangeRecorder:
         """Record the calls of all clients that are created from now on."""
         recorder = self
         create_session, create_http, call_service = AioSession.__init__, httpx.AsyncClient.__init__, ServiceClient.call
+        request_http = HttpConnections.request
 
         def session_init(session: AioSession, *arguments: Any, **options: Any) -> None:
             create_session(session, *arguments, **options)
@@ -63,6 +68,22 @@ class ExchangeRecorder:
             recorder.on_call(client.name, operation, parameters, answer)
             return answer
 
+        async def http_request(
+            client: HttpConnections,
+            method: str,
+            target: str,
+            *,
+            headers: Mapping[str, str] | None = None,
+            body: bytes = b"",
+            timeout_s: float | None = None,
+        ) -> ClientResponse:
+            response = await request_http(client, method, target, headers=headers, body=body, timeout_s=timeout_s)
+            named = {name.lower(): value for name, value in (headers or {}).items()}
+            if named.get("authorization", "").lower().startswith(_GITHUB_SCHEMES):
+                recorder.on_github_response(f"{method} {client.url.rstrip('/')}{target}", body, response)
+            return response
+
+        setattr(HttpConnections, "request", http_request)  # noqa: B010
         setattr(ServiceClient, "call", service_call)  # noqa: B010 - mypy refuses the assignment
         setattr(AioSession, "__init__", session_init)  # noqa: B010
         setattr(httpx.AsyncClient, "__init__", http_init)  # noqa: B010
@@ -107,16 +128,31 @@ class ExchangeRecorder:
     async def _on_http_response(self, response: httpx.Response) -> None:
         request = response.request
         length = int(response.headers.get("content-length", "0"))
-        text = "<large>" if length > MAX_BODY_CHARS else (await response.aread()).decode("utf-8", "replace")
+        body = b"" if length > MAX_BODY_CHARS else await response.aread()
+        self._add_http(
+            f"{request.method} {request.url}",
+            request.content if request.method != "GET" else b"",
+            response.status_code,
+            response.headers,
+            "<large>" if length > MAX_BODY_CHARS else body.decode("utf-8", "replace"),
+        )
+
+    def on_github_response(self, operation: str, request: bytes, response: ClientResponse) -> None:
+        """Record a request of Remuda's own client to GitHub."""
+        compressed = response.headers.get("content-encoding", "") == "gzip"
+        body = gzip.decompress(response.body) if compressed and response.body else response.body
+        self._add_http(operation, request, response.status, response.headers, body.decode("utf-8", "replace"))
+
+    def _add_http(self, operation: str, request: bytes, status: int, headers: Mapping[str, str], text: str) -> None:
         self.add(
             service="http",
-            operation=f"{request.method} {request.url}",
-            request=request.content.decode("utf-8", "replace") if request.method != "GET" else None,
-            status=response.status_code,
+            operation=operation,
+            request=request.decode("utf-8", "replace") or None,
+            status=status,
             answer=text if len(text) <= MAX_BODY_CHARS else "<large>",
             headers={
                 name: value
-                for name, value in response.headers.items()
+                for name, value in headers.items()
                 if name.startswith(("x-ratelimit", "x-github-request", "link", "retry-after"))
             },
         )

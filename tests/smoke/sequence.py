@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -11,7 +12,7 @@ from remuda.ports.clock import Clock
 from tests.smoke.budget import MACHINES, TYPES, Meter
 from tests.smoke.repository import PREFIX as BRANCH_PREFIX
 from tests.smoke.repository import PushedRun
-from tests.smoke.workflow import JOB, LONG_JOB, branch_files, smoke_workflow
+from tests.smoke.workflow import JOB, LONG_JOB, branch_files, set_workflow, smoke_workflow
 
 T = TypeVar("T")
 
@@ -106,6 +107,7 @@ class SmokeRun:
             ("doctor", self.doctor),
             ("cold run", self.cold_run),
             ("reuse", self.reuse),
+            ("runner set", self.runner_set),
             ("spot notice", self.spot_notice),
             ("destroy", self.destroy),
         )
@@ -162,22 +164,21 @@ class SmokeRun:
         self._role_arn = await self.account.create_fis_role(self.pool)
         # New repositories have immutable subject claims, older ones do not.
         repositories = f"{self.scope},{await self.repository.identity()}"
-        document = await self.remuda(
+        self._workflow = await self._deployed_workflow(
             "deploy",
-            *("deploy", "--pool", self.pool, "--github-scope", self.scope, "--bundles", self.bundles, "--yes"),
-            *(
-                "--repositories",
-                repositories,
-                "--max-instances",
-                str(MACHINES),
-                "--max-runtime-min",
-                str(MAX_RUNTIME_MIN),
-            ),
+            *("--github-scope", self.scope, "--repositories", repositories),
+            *("--max-instances", str(MACHINES), "--max-runtime-min", str(MAX_RUNTIME_MIN)),
             *("--idle-time-sec", str(IDLE_TIME_S), "--resource-class-config", CLASSES),
         )
-        self._workflow = str(document["workflow"])
-        if not self._workflow:
+
+    async def _deployed_workflow(self, step: str, *settings: str) -> str:
+        """Deploy with these settings. Return the workflow that the command prints."""
+        document = await self.remuda(
+            step, *("deploy", "--pool", self.pool, "--bundles", self.bundles, "--yes"), *settings
+        )
+        if not document["workflow"]:
             raise SmokeFailure("remuda deploy printed no workflow")
+        return str(document["workflow"])
 
     async def doctor(self) -> None:
         document = await self.remuda("doctor", "doctor", "--backend", "aws", "--pool", self.pool)
@@ -196,6 +197,16 @@ class SmokeRun:
         (machine,) = await self._idle_machines("reuse")
         if (machine["instance_id"], machine["uses"]) != (self._machine, self._uses + 1):
             raise SmokeFailure(f"the second run did not reuse {self._machine}, but used {machine['instance_id']}")
+
+    async def runner_set(self) -> None:
+        """A job without provision gets the idle machine by its labels; deploy waits for the listener."""
+        (resource_class,) = json.loads(CLASSES)
+        sets = [{"name": self.pool, "labels": [self.pool], "resource-class": resource_class, "max": 1}]
+        pasted = await self._deployed_workflow("runner set", "--runner-sets", json.dumps(sets))
+        await self._run_workflow(set_workflow(pasted, job=JOB))
+        (machine,) = await self._idle_machines("runner set")
+        if machine["instance_id"] != self._machine:
+            raise SmokeFailure(f"the runner set did not reuse {self._machine}, but used {machine['instance_id']}")
 
     async def spot_notice(self) -> None:
         run = await self._start(smoke_workflow(self._workflow, job=LONG_JOB, spot=True))
@@ -251,7 +262,10 @@ class SmokeRun:
 
     async def _successful_run(self, name: str) -> None:
         # The comment makes the commits of two runs differ.
-        run = await self._start(f"# {name}\n{smoke_workflow(self._workflow, job=JOB)}")
+        await self._run_workflow(f"# {name}\n{smoke_workflow(self._workflow, job=JOB)}")
+
+    async def _run_workflow(self, text: str) -> None:
+        run = await self._start(text)
         ended = await self.until("the end of the workflow", lambda: self._end(run.run_id), within_s=RUN_TAKES_S)
         if ended.conclusion != "success":
             jobs = await self.repository.jobs(run.run_id)

@@ -50,6 +50,14 @@ def smoke_workflow(pasted: str, *, job: str, spot: bool = False) -> str:
     return text
 
 
+def set_workflow(pasted: str, *, job: str) -> str:
+    """The workflow that `remuda deploy` printed for a runner set, with these steps."""
+    text, jobs = _STEPS.subn(lambda _: job, pasted)
+    if jobs != 1 or "your-org" in text:
+        raise RemudaError("the workflow of remuda deploy has another form than the smoke run expects")
+    return text
+
+
 def branch_files(workflow: str) -> dict[str, str]:
     """The files of the branch: the workflow, and the action as it is in this repository."""
     action = [ROOT / "action.yml", *sorted(file for file in (ROOT / "deploy" / "action").iterdir() if file.is_file())]

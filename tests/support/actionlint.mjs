@@ -10,8 +10,8 @@ const ACCEPTED = [
   /^undefined variable "vars"\./,
   /^unknown permission scope "attestations"\./,
   /^label "ubuntu-24.04" is unknown\./,
-  // A resource class is a label of our runners.
-  /^label "(large|\d+xlarge|xlarge)" is unknown\./,
+  // Labels of our runners: resource classes, and those of the tutorial.
+  /^label "(remuda|large|\d+xlarge|xlarge)" is unknown\./,
 ];
 
 const lint = await createLinter();

@@ -11,9 +11,10 @@ from typing import Any
 
 from remuda.agent.loop import Agent
 from remuda.domain.errors import Unavailable
-from remuda.domain.instance import Assignment, Credential, Instance, State
+from remuda.domain.instance import Assignment, Credential, Instance, State, holder_id
+from remuda.domain.resources import Tier
 from remuda.domain.signals import Report, Signal
-from remuda.domain.transitions import Actor, Claim, Commit, Event, Release, ReturnToPool, advance, create
+from remuda.domain.transitions import Actor, Bind, Claim, Commit, Equip, Event, Release, ReturnToPool, advance, create
 from remuda.ports.calls import CallCounter
 from remuda.ports.machine import AgentState, Identity, RemovalStatus, RunnerState, StepResult
 from remuda.ports.store import InstanceStore
@@ -24,6 +25,8 @@ from tests.support.virtual_time import until
 
 ID = instance_id(1)
 MARGIN_S = 1.0
+#: Name of the runner set.
+SET = "large"
 IDENTITY = Identity(instance_id=ID, pool="test", margin_s=MARGIN_S)
 
 
@@ -99,7 +102,7 @@ class RecordingRunner:
         self.log.append(f"register {assignment.runner_name}")
         self.configured.append(assignment)
         if self.configure_outcome.ok:
-            self.become(registered_as=assignment.runner_name)
+            self.become(registered_as=assignment.runner_name, exit_code=None, had_job=False, spent=False, unused=False)
         return self.configure_outcome
 
     async def start(self, assignment: Assignment) -> None:
@@ -109,6 +112,10 @@ class RecordingRunner:
             self.become(listening=False, exit_code=self.exits.pop(0))
         else:
             self.become(listening=True, exit_code=None)
+
+    def finish_only_job(self) -> None:
+        """The listener of a just-in-time registration exits after its job."""
+        self.become(listening=False, busy=False, exit_code=0, had_job=True, spent=True)
 
     def refused(self) -> str:
         return self.turned_away
@@ -211,6 +218,26 @@ class AgentFixture:
         assert self.task is not None
         return await self.task
 
+    def kill_after(self, steps: int) -> asyncio.Task[None]:
+        """Kill the agent after this many steps of machine and runner. The task ends when it has been restarted."""
+        died, fixture = asyncio.Event(), self
+
+        class Log(list[str]):
+            def append(self, item: str) -> None:
+                super().append(item)
+                if len(self) == steps and not died.is_set():
+                    died.set()
+                    asyncio.get_running_loop().call_soon(lambda: fixture.task and fixture.task.cancel())
+
+        self.log = self.machine.log = self.runner.log = Log()
+
+        async def restart_later() -> None:
+            await died.wait()
+            await asyncio.sleep(3)
+            await self.restart()
+
+        return asyncio.create_task(restart_later())
+
     async def restart(self) -> None:
         await self.crash()
         self.start()
@@ -236,12 +263,10 @@ class AgentFixture:
     async def create(self, **changed: Any) -> None:
         record = instance(
             state=State.CREATED,
-            run_id="1234",
             owner="p-1/a",
             provision_id="p-1",
             threshold=at(self.clock.monotonic() + 300),
-            assignment=assignment(1),
-            **changed,
+            **{"run_id": "1234", "assignment": assignment(1), **changed},
         )
         await self.control.apply(create(record, by=Actor.PROVISION, why="a test"))
 
@@ -268,6 +293,55 @@ class AgentFixture:
 
     async def pool(self) -> None:
         await self.apply(ReturnToPool(report=self.report, idle_time_s=420.0), Actor.RELEASE)
+
+    # Runner sets
+
+    async def create_in_set(self) -> None:
+        await self.create(run_id=holder_id(SET), runner_set=SET, assignment=self._bare(1))
+
+    async def claim_for_set(self) -> None:
+        event = Claim(
+            run_id=holder_id(SET),
+            runner_set=SET,
+            owner="p-2/a",
+            provision_id="p-2",
+            scope="octo/repo",
+            tier=self.record.tier,
+            threshold=at(self.clock.monotonic() + 300),
+            assignment=self._bare(self.record.epoch + 1),
+            margin_s=MARGIN_S,
+        )
+        await self.apply(event, Actor.LISTENER)
+
+    def _bare(self, epoch: int) -> Assignment:
+        return replace(assignment(epoch), credential=None, labels=("self-hosted", "large"))
+
+    async def equip(self, listening_time_s: float = 900.0, max_runtime_s: float = 1_800.0) -> None:
+        event = Equip(
+            owner=self.record.owner,
+            report=self.report,
+            jit_config=f"configuration-{self.record.epoch}",
+            runner_id=6 + self.record.epoch,
+            listening_time_s=listening_time_s,
+            max_runtime_s=max_runtime_s,
+        )
+        await self.apply(event, Actor.LISTENER)
+
+    async def bind(self, run_id: str = "77") -> None:
+        assert self.record.assignment is not None
+        event = Bind(
+            runner_name=self.record.assignment.runner_name,
+            run_id=run_id,
+            repository="octo/repo",
+            tier=Tier.TRUSTED,
+            set_tier=Tier.TRUSTED,
+            max_runtime_s=1_800.0,
+            margin_s=MARGIN_S,
+        )
+        await self.apply(event, Actor.LISTENER)
+
+    async def release_from_set(self) -> None:
+        await self.apply(Release(release_time_s=300.0, credential=None, deregistered=True), Actor.LISTENER)
 
     async def serve(self, max_runtime_s: float = 1_800.0) -> None:
         """Start the agent, and wait until its listener accepts jobs of the first run."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -110,6 +111,8 @@ class EvaluatedStack:
             return self._named(argument)
         if function == "Fn::GetAtt":
             return self._attribute(*argument)
+        if function == "Fn::Base64":
+            return base64.b64encode(self._resolve(argument).encode()).decode()
         if function == "Fn::If":
             condition, yes, no = argument
             return self._resolve(yes if self._holds({"Condition": condition}) else no)

@@ -15,7 +15,6 @@ from pathlib import Path
 import atheris
 
 with atheris.instrument_imports(include=["remuda", "yaml", "tomllib"]):
-    import httpx
     import yaml
 
     from remuda.adapters.github import responses
@@ -28,6 +27,7 @@ with atheris.instrument_imports(include=["remuda", "yaml", "tomllib"]):
     from remuda.domain.scale_down.idle_config import parse_cron
     from remuda.domain.serialization import to_document
     from remuda.domain.signals import Report
+    from remuda.http import ClientResponse
     from tests.support.records import NOW, instance, message
 
 GITHUB = {"run_id": "77", "run_attempt": "1", "repository": "octo/repo"}
@@ -50,7 +50,7 @@ def _cron(data: bytes) -> object:
 
 
 def _page(data: bytes) -> object:
-    return responses.parse_runner_page(responses.json_object(httpx.Response(200, content=data)))
+    return responses.parse_runner_page(responses.json_object(ClientResponse(200, {}, data)))
 
 
 def _json(record: object) -> bytes:

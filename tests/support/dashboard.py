@@ -13,11 +13,11 @@ import signal
 import sqlite3
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from datetime import datetime, timedelta
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,11 +29,13 @@ from remuda.adapters.sqlite.documents import decode, encode
 from remuda.adapters.sqlite.schema import connect, create
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.controlplane.context import Context
+from remuda.domain.demand import LISTENER_LEASE, DemandRecord, DemandStatistics, JobRecord, Lease
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import Actor, HistoryEntry, Instance, RetireReason, State
-from remuda.domain.pool_config import PoolConfig
+from remuda.domain.pool_config import PoolConfig, runner_name
 from remuda.domain.provision import AcquiredRunner, Provision, ProvisionOutcome, ProvisionStatus, RunnerSource
 from remuda.domain.resources import DEFAULT_CLASSES, UsageClass
+from remuda.domain.runner_set import RunnerSet
 from remuda.domain.signals import Report
 from remuda.domain.thresholds import Lifetimes
 from remuda.domain.timestamps import to_milliseconds
@@ -204,7 +206,13 @@ _DURATION_S = {
 _SHORT = frozenset({State.CLAIMED, State.RELEASING})
 
 
-def prepare_store(folder: Path, *, pool: str = "default", lifetimes: Lifetimes | None = None) -> Path:
+def prepare_store(
+    folder: Path,
+    *,
+    pool: str = "default",
+    lifetimes: Lifetimes | None = None,
+    runner_sets: tuple[RunnerSet, ...] = (),
+) -> Path:
     """Create a state folder like `remuda up` and `refresh`, but without processes. Return the store's file."""
     (folder / "github").mkdir(parents=True)
     write_endpoint(folder / "github", Endpoint(url="http://127.0.0.1:9", pid=os.getpid(), token="none"))
@@ -217,6 +225,7 @@ def prepare_store(folder: Path, *, pool: str = "default", lifetimes: Lifetimes |
         max_instances=5_000,
         github_url="http://127.0.0.1:9",
         applied_at=NOW,
+        runner_sets=runner_sets,
     )
     with_store(file, lambda connection: tables.write_single(connection, "config", encode(config)))
     return file
@@ -248,6 +257,112 @@ def write_samples(
             tables.write_report(connection, report)
         for provision in provisions:
             tables.write_provision(connection, provision)
+
+    with_store(file, work)
+
+
+#: A set that has free capacity, and one that is full.
+SAMPLE_SETS = (
+    RunnerSet(
+        name="large", labels=("self-hosted", "remuda", "large"), resource_class="large", scope="remuda/demo", max=40
+    ),
+    RunnerSet(
+        name="medium-forks",
+        labels=("self-hosted", "remuda", "forks"),
+        resource_class="medium",
+        scope="remuda/demo",
+        max=1,
+    ),
+)
+
+
+def in_sets(
+    samples: Iterable[SampleInstance], *, pool: str, now: datetime
+) -> tuple[list[SampleInstance], list[JobRecord]]:
+    """Let some of the running instances serve jobs of the sample sets. Return the instances and all jobs."""
+    names = cycle(("test (3.11)", "test (3.12)", "build", "lint", "integration: a long name of a job", "package"))
+    changed: list[SampleInstance] = []
+    jobs: list[JobRecord] = []
+    for record, entries in samples:
+        runner_set = next((item for item in SAMPLE_SETS if item.resource_class == record.resource_class), None)
+        is_full = runner_set is SAMPLE_SETS[1] and any(job.runner_set == runner_set.name for job in jobs)
+        if record.state is not State.RUNNING or runner_set is None or is_full:
+            changed.append((record, entries))
+            continue
+        began = entries[-1].at
+        jobs.append(
+            _job(next(names), runner_set, record, now, queued=began - timedelta(seconds=2), started=began, pool=pool)
+        )
+        changed.append((replace(record, runner_set=runner_set.name), entries))
+    for number, runner_set in enumerate((SAMPLE_SETS[0], *[SAMPLE_SETS[1]] * 4)):
+        jobs.append(
+            _job(next(names), runner_set, None, now, queued=now - timedelta(seconds=12 + 40 * number), pool=pool)
+        )
+    for number in range(14):
+        began = now - timedelta(seconds=60 + 45 * number)
+        done = _job(
+            next(names),
+            SAMPLE_SETS[0],
+            None,
+            now,
+            queued=began,
+            started=began + timedelta(seconds=1 + number),
+            pool=pool,
+        )
+        result = "failed" if number == 3 else "succeeded"
+        jobs.append(replace(done, completed_at=to_milliseconds(began + timedelta(seconds=40)), result=result))
+    numbered = [replace(job, job_id=f"{number:08d}-5b1c-4f60-9d7e-2f6c0c8b7a11") for number, job in enumerate(jobs)]
+    return changed, numbered
+
+
+def _job(
+    name: str,
+    runner_set: RunnerSet,
+    machine: Instance | None,
+    now: datetime,
+    *,
+    queued: datetime,
+    started: datetime | None = None,
+    pool: str,
+) -> JobRecord:
+    return JobRecord(
+        job_id="0",
+        runner_set=runner_set.name,
+        run_id=machine.run_id if machine else "4000119",
+        repository="remuda/demo",
+        workflow="remuda/demo/.github/workflows/ci.yml@refs/heads/main",
+        display_name=name,
+        event="push",
+        labels=runner_set.labels,
+        queued_at=to_milliseconds(queued),
+        assigned_at=to_milliseconds(queued + timedelta(milliseconds=50)),
+        started_at=to_milliseconds(started) if started else None,
+        runner_name=runner_name(pool, machine.epoch, machine.instance_id) if machine else "",
+        instance_id=machine.instance_id if machine else "",
+        seen_at=to_milliseconds(min(queued + timedelta(seconds=1), now)),
+    )
+
+
+def write_demand(file: Path, jobs: Sequence[JobRecord], *, now: datetime) -> None:
+    """Write the jobs and what a live listener writes about the sample sets."""
+
+    def work(connection: sqlite3.Connection) -> None:
+        tables.write_single(connection, f"lease/{LISTENER_LEASE}", encode(Lease(owner="listener-1", beat=17)))
+        tables.write_jobs(connection, jobs)
+        for runner_set in SAMPLE_SETS:
+            own = [job for job in jobs if job.runner_set == runner_set.name and job.completed_at is None]
+            running = sum(job.started_at is not None for job in own)
+            record = DemandRecord(
+                runner_set=runner_set.name,
+                scope=runner_set.scope,
+                scale_set_id=1,
+                session_id="session",
+                owner="listener-1",
+                statistics=DemandStatistics(assigned=len(own), running=running, registered=running, busy=running),
+                capacity=runner_set.max,
+                updated_at=to_milliseconds(now),
+            )
+            tables.write_single(connection, f"demand/{runner_set.name}", encode(record))
 
     with_store(file, work)
 

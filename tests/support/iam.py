@@ -235,11 +235,13 @@ def _list(value: Any) -> list[Any]:
 ACCOUNT, REGION = "123456789012", "eu-central-1"
 
 
-def denied_requests(policy_name: str, pool: str, sent: Iterable[IamRequest]) -> list[IamRequest]:
-    """The requests that the policy of this name does not allow."""
-    (policy,) = [each for each in policies() if each.name == policy_name]
-    document = fill_placeholders(policy, pool=pool, account=ACCOUNT, region=REGION)
-    return [each for each in sent if not allows(document, each)]
+def denied_requests(policy_names: str, pool: str, sent: Iterable[IamRequest]) -> list[IamRequest]:
+    """The requests that the policies of these names, separated by spaces, do not allow together."""
+    made = {policy.name: policy for policy in policies()}
+    documents = [
+        fill_placeholders(made[name], pool=pool, account=ACCOUNT, region=REGION) for name in policy_names.split()
+    ]
+    return [each for each in sent if not allows(documents, each)]
 
 
 def iam_requests(sent: Mapping[str, list[Any]], context: Mapping[str, Value] | None = None) -> Iterator[IamRequest]:
@@ -280,8 +282,9 @@ def _dynamodb_parts(operation: str, sent: Mapping[str, Any]) -> Iterator[tuple[s
                 yield operation, table, [_pk(_written(each)) for each in wanted]
         case "TransactWriteItems":
             # IAM checks the permissions of the parts.
-            for each in sent["TransactItems"]:
-                yield "UpdateItem", each["Update"]["TableName"], [_pk(each["Update"]["Key"])]
+            for part in sent["TransactItems"]:
+                for action, each in part.items():
+                    yield f"{action}Item", each["TableName"], [_pk(each.get("Key") or each["Item"])]
         case _:
             raise NotImplementedError(operation)
 

@@ -6,7 +6,8 @@ from dataclasses import fields, replace
 from datetime import datetime, timedelta
 from typing import Any
 
-from remuda.domain.instance import Assignment, Credential, HistoryEntry, Instance, State
+from remuda.domain.demand import DemandRecord, JobRecord
+from remuda.domain.instance import ASSIGNED, Assignment, Credential, HistoryEntry, Instance, State, holder_id
 from remuda.domain.pool_config import PoolConfig, ScopeTokens
 from remuda.domain.provision import Provision
 from remuda.domain.resources import (
@@ -23,13 +24,17 @@ from remuda.domain.thresholds import Lifetimes
 from remuda.domain.transitions import (
     Actor,
     Announce,
+    Bind,
     Change,
     Claim,
     Commit,
     Confirm,
     End,
+    Equip,
     Event,
     Extend,
+    Fill,
+    ListenOn,
     Quarantine,
     Release,
     Renew,
@@ -132,6 +137,24 @@ def provision(number: int = 1, **changed: Any) -> Provision:
     return Provision(**{**values, **changed})
 
 
+def demand_record(runner_set: str = "large", **changed: Any) -> DemandRecord:
+    values: dict[str, Any] = {"runner_set": runner_set, "scale_set_id": 3, "capacity": 5, "updated_at": NOW}
+    return DemandRecord(**{**values, **changed})
+
+
+def job_record(number: int = 1, **changed: Any) -> JobRecord:
+    values: dict[str, Any] = {
+        "job_id": f"job-{number}",
+        "runner_set": "large",
+        "run_id": "77",
+        "repository": "octo/repo",
+        "labels": ("self-hosted", "large"),
+        "queued_at": at(number - 1),
+        "seen_at": at(number),
+    }
+    return JobRecord(**{**values, **changed})
+
+
 def runner_request(**changed: Any) -> RunnerRequest:
     values: dict[str, Any] = {
         "resource_class": ResourceClass(name="large", cpu=2, memory_mib=4_096),
@@ -216,6 +239,17 @@ def in_state(state: State, **changed: Any) -> Instance:
     return replace(base, **{**values[state], **changed})
 
 
+def in_set(state: State, **changed: Any) -> Instance:
+    """An instance in this state that the runner set `large` holds, without a job."""
+    values: dict[str, Any] = {"runner_set": "large"}
+    if state in ASSIGNED:
+        values["run_id"] = holder_id("large")
+        values["assignment"] = replace(assignment(1 if state is State.CREATED else 2), credential=None)
+    if state is State.RUNNING:
+        values |= {"threshold": at(900), "run_deadline": at(2_700)}
+    return in_state(state, **{**values, **changed})
+
+
 def report(signal: Signal | None = None, epoch: int = 2, **changed: Any) -> Report:
     return Report(instance_id=instance_id(1), epoch=epoch, signal=signal, **changed)
 
@@ -267,6 +301,22 @@ def evidence(record: Instance) -> dict[type, Event]:
         Retire(reason=RetireReason.SPOT_NOTICE, detail="soon"),
         Quarantine(detail="odd", until=at(3_600)),
         Confirm(keep_records_s=600.0),
+    )
+    return {type(event): event for event in events}
+
+
+def evidence_in_set(record: Instance) -> dict[type, Event]:
+    """One valid event of each type for this instance of a runner set."""
+    epoch = record.epoch
+    listening = report(Signal.UD_REG_OK, epoch, listening=True)
+    limits: Any = {"listening_time_s": 900.0, "max_runtime_s": 1_800.0}
+    booted = report(Signal.UD_OK, epoch)
+    name = record.assignment.runner_name if record.assignment else "none"
+    events: tuple[Event, ...] = (
+        Equip(owner=OWNER, report=booted, jit_config="configuration", runner_id=7, **limits),
+        Bind(runner_name=name, run_id="77", set_tier=Tier.TRUSTED, max_runtime_s=1_800.0, margin_s=60.0),
+        ListenOn(report=listening, **limits),
+        Fill(owner=OWNER, report=booted, idle_time_s=420.0),
     )
     return {type(event): event for event in events}
 

@@ -19,7 +19,7 @@ from remuda.domain.runner_release import RunnerRelease
 from remuda.domain.scale_down.fleet import FleetMachine
 from remuda.domain.scale_down.idle_config import IdleWindow, parse_cron
 from remuda.ports.calls import CallCounter
-from remuda.ports.github import Deletion, GitHubRunner, JitRunner
+from remuda.ports.github import Deletion, GitHubRun, GitHubRunner, JitRunner, ListedJob, RunList
 from tests.support.records import NOW, instance_id
 
 ENVIRONMENT = "ci"
@@ -108,6 +108,12 @@ class ScriptedGitHub:
         runner = self.runners.get(runner_id)
         return runner.lookup() if runner is not None and runner.scope == scope else None
 
+    async def get_run(self, scope: str, repository: str, run_id: int) -> GitHubRun | None:
+        raise NotImplementedError
+
+    async def rerun_failed_jobs(self, scope: str, repository: str, run_id: int) -> None:
+        raise NotImplementedError
+
     async def delete_runner(self, scope: str, runner_id: int) -> Deletion:
         self._enter("delete", scope, runner_id)
         runner = self.runners.get(runner_id)
@@ -133,6 +139,12 @@ class ScriptedGitHub:
         raise NotImplementedError
 
     async def runner_downloads(self, scope: str) -> RunnerRelease:
+        raise NotImplementedError
+
+    async def list_runs(self, scope: str, repository: str, *, status: str, etag: str = "") -> RunList | None:
+        raise NotImplementedError
+
+    async def list_jobs(self, scope: str, repository: str, run_id: int) -> Sequence[ListedJob]:
         raise NotImplementedError
 
     def _enter(self, operation: str, scope: str, runner_id: int) -> None:

@@ -6,6 +6,7 @@ resources, data sources and attributes must be declared, as `terraform validate`
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -103,6 +104,7 @@ def _flatten(values: Sequence[Any]) -> list[Any]:
 
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "alltrue": all,
+    "base64encode": lambda text: base64.b64encode(text.encode()).decode(),
     "concat": lambda *lists: [item for each in lists for item in each],
     "contains": lambda values, value: value in values,
     "flatten": _flatten,

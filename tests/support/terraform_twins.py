@@ -23,7 +23,9 @@ ARNS = {
 }
 #: The property with the name of a resource.
 NAMES = {
+    "AWS::AutoScaling::AutoScalingGroup": "AutoScalingGroupName",
     "AWS::CloudWatch::Alarm": "AlarmName",
+    "AWS::EC2::LaunchTemplate": "LaunchTemplateName",
     "AWS::DynamoDB::Table": "TableName",
     "AWS::Events::Rule": "Name",
     "AWS::IAM::InstanceProfile": "InstanceProfileName",
@@ -144,12 +146,72 @@ def _alarm(found: Mapping[str, Any]) -> Properties:
     }
 
 
+def _launch_template(found: Mapping[str, Any]) -> Properties:
+    (profile,), (metadata,), (device,) = (
+        found[name] for name in ("iam_instance_profile", "metadata_options", "block_device_mappings")
+    )
+    (ebs,) = device["ebs"]
+    return {
+        "LaunchTemplateName": found["name"],
+        "LaunchTemplateData": {
+            "ImageId": found["image_id"],
+            "InstanceType": found["instance_type"],
+            "IamInstanceProfile": {"Name": profile["name"]},
+            "SecurityGroupIds": found["vpc_security_group_ids"],
+            "MetadataOptions": {
+                "HttpEndpoint": metadata["http_endpoint"],
+                "HttpTokens": metadata["http_tokens"],
+                "HttpPutResponseHopLimit": metadata["http_put_response_hop_limit"],
+            },
+            "BlockDeviceMappings": [
+                {
+                    "DeviceName": device["device_name"],
+                    "Ebs": {
+                        "Encrypted": ebs["encrypted"],
+                        "VolumeType": ebs["volume_type"],
+                        "VolumeSize": ebs["volume_size"],
+                    },
+                }
+            ],
+            "TagSpecifications": [
+                {"ResourceType": each["resource_type"], "Tags": _tags(each["tags"])}
+                for each in found["tag_specifications"]
+            ],
+            "UserData": found["user_data"],
+        },
+    }
+
+
+def _group(found: Mapping[str, Any]) -> Properties:
+    (template,), (maintenance,) = found["launch_template"], found["instance_maintenance_policy"]
+    return {
+        "AutoScalingGroupName": found["name"],
+        "MinSize": str(found["min_size"]),
+        "MaxSize": str(found["max_size"]),
+        "DesiredCapacity": str(found["desired_capacity"]),
+        "VPCZoneIdentifier": found["vpc_zone_identifier"],
+        "LaunchTemplate": {"LaunchTemplateId": template["id"], "Version": template["version"]},
+        "HealthCheckType": found["health_check_type"],
+        "MaxInstanceLifetime": found["max_instance_lifetime"],
+        "InstanceMaintenancePolicy": {
+            "MinHealthyPercentage": maintenance["min_healthy_percentage"],
+            "MaxHealthyPercentage": maintenance["max_healthy_percentage"],
+        },
+        "Tags": [
+            {"Key": each["key"], "Value": each["value"], "PropagateAtLaunch": each["propagate_at_launch"]}
+            for each in found["tag"]
+        ],
+    }
+
+
 def _renamed(**names: str) -> Callable[[Mapping[str, Any]], Properties]:
     """A twin whose properties only have other names."""
     return lambda found: {new: found[old] for new, old in names.items()}
 
 
 TWINS: dict[str, tuple[str, Callable[[Mapping[str, Any]], Properties]]] = {
+    "aws_autoscaling_group": ("AWS::AutoScaling::AutoScalingGroup", _group),
+    "aws_launch_template": ("AWS::EC2::LaunchTemplate", _launch_template),
     "aws_cloudwatch_event_rule": (
         "AWS::Events::Rule",
         lambda found: {
@@ -216,13 +278,16 @@ def attributes(kind: str, properties: Mapping[str, Any]) -> dict[str, str]:
     """The attributes of a resource in CloudFormation."""
     name = _identity(kind, properties)[1]
     arn = ARNS.get(kind, "{}").format(name)
-    return {"Arn": arn, "Ref": arn if kind == "AWS::IAM::ManagedPolicy" else name, "FunctionUrl": f"https://{name}/"}
+    reference = arn if kind == "AWS::IAM::ManagedPolicy" else name
+    return {"Arn": arn, "Ref": reference, "FunctionUrl": f"https://{name}/", "LatestVersionNumber": f"of {name}"}
 
 
 def computed(kind: str, found: Mapping[str, Any]) -> dict[str, str]:
     if kind in PARTS:
         return {}
     twin, convert = TWINS[kind]
+    if kind == "aws_launch_template":
+        return {"id": found["name"], "latest_version": f"of {found['name']}"}
     made = attributes(twin, convert(found))
     return {"arn": made["Arn"]} if twin in ARNS else {"function_url": made["FunctionUrl"]}
 
@@ -382,6 +447,16 @@ EVERYTHING = {
     "VolumeSizeGib": "100",
     "Reuse": "never",
 }
+SETS = '[{"name": "large", "labels": ["large"], "resource-class": "large", "max": 20}]'
+LISTENER = {
+    **FUNCTIONS,
+    "RunnerSets": SETS,
+    "AgentUrl": "arm64=s3://b/agent/a.tar.gz",
+    "AgentSha256": f"arm64={'0' * 64}",
+    "SubnetIds": "subnet-1,subnet-2",
+    "SecurityGroupIds": "sg-1,sg-2",
+}
+EVERYTHING |= {**LISTENER, "ListenerInstanceType": "t4g.nano", "ListenerAmi": "ami-2"}
 CASES = {
     "defaults": {},
     "functions": FUNCTIONS,
@@ -398,5 +473,10 @@ CASES = {
     "provider without repositories": {"OidcProviderArn": ROLES["OidcProviderArn"]},
     "repositories without a provider": {"Repositories": "acme/*"},
     "refresh role": {"OidcProviderArn": ROLES["OidcProviderArn"], "RefreshRepository": "acme/app"},
+    "listener": LISTENER,
+    "listener of an App with alarms": {**LISTENER, **ALARMS, "GithubAppId": "1"},
+    "listener elsewhere": {**FUNCTIONS, **ALARMS, "RunnerSets": SETS, "Listener": "none"},
+    "listener without sets": {**LISTENER, "RunnerSets": "[]"},
+    "runner sets without functions": {"RunnerSets": SETS},
     "everything": EVERYTHING,
 }

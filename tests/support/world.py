@@ -274,11 +274,13 @@ class PoolWorld(World):
         assert not done.errors
         return [item.instance.instance_id for item in made.instances]
 
-    async def pass_time(self, seconds: float, *, sweeps: bool = True) -> None:
-        """Let time pass with regular sweeps, and check the invariants after each."""
+    async def pass_time(
+        self, seconds: float, *, sweeps: bool = True, is_over: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Let time pass with regular sweeps, and check the invariants after each. Ends early when it `is_over`."""
         until = self.loop.time() + seconds
         liveness = LivenessInvariants(self, sweep_s=SWEEP_S, sweep_duration_s=0.0)
-        while (left := until - self.loop.time()) > 0:
+        while (left := until - self.loop.time()) > 0 and not is_over():
             await asyncio.sleep(min(SWEEP_S, left))
             if sweeps:
                 result = await self.sweep()
@@ -321,16 +323,19 @@ class PoolWorld(World):
         held = [item for item in self.database.instances.values() if item.run_id == run_id and item.state in ASSIGNED]
         assert not held, f"L5: run {run_id} still holds {held}"
 
+    def _left(self) -> list[str]:
+        """Everything that must end by itself."""
+        records = [f"record {key}: {state}" for key, state in self.states().items() if state is not State.TERMINATED]
+        provisions = [f"open {item}" for item in self.database.provisions.values() if item.status.value == "open"]
+        machines = [f"machine {item}" for item in self.alive()]
+        return [*records, *provisions, *machines, *(f"registration {item}" for item in self.registrations())]
+
     async def end(self) -> None:
-        """Let all time pass, and check that nothing is left."""
-        await self.pass_time(ALL_OVER_S)
+        """Let time pass until nothing is left, and check that nothing comes back with the next sweeps."""
+        await self.pass_time(ALL_OVER_S, is_over=lambda: not self._left())
+        await self.pass_time(2 * SWEEP_S)
         self.check()
-        left = {key: state for key, state in self.states().items() if state is not State.TERMINATED}
-        assert not left, f"records are left: {left}"
-        assert not self.alive(), f"machines are left: {self.alive()}"
-        assert not self.registrations(), f"registrations are left: {self.registrations()}"
-        open_ones = [item for item in self.database.provisions.values() if item.status.value == "open"]
-        assert not open_ones, f"provisions are open: {open_ones}"
+        assert not self._left()
 
 
 def provision_request(run_id: str, **changed: Any) -> ProvisionRequest:

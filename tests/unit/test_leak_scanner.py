@@ -11,10 +11,10 @@ from base64 import b64encode
 from datetime import UTC, datetime
 from urllib.parse import quote
 
-import httpx
 import pytest
 
 from remuda.adapters.github.responses import translate
+from remuda.http import ClientResponse
 from tests.support.leak_scanner import LeakScanner, ObservedProcesses
 
 TOKEN = 'ghs_A1b2+C3d4/E5f6"G7h8\\I9j0&K1l2M3n4O5p6'
@@ -101,12 +101,11 @@ ECHOES = {
 @pytest.mark.parametrize("status", [401, 403, 404, 409, 422, 429, 500])
 @pytest.mark.parametrize("said", ECHOES.values(), ids=ECHOES)
 def test_echoed_credential_is_redacted(said: str, status: int) -> None:
-    request = httpx.Request("POST", "https://api.github.com/x", headers={"Authorization": f"Bearer {GITHUB_TOKEN}"})
-    error = translate(httpx.Response(status, json={"message": said}, request=request), "a test", NOW)
+    answer = ClientResponse(status, {}, json.dumps({"message": said}).encode())
+    error = translate(answer, "a test", NOW, credential=GITHUB_TOKEN)
     assert LeakScanner({"token": GITHUB_TOKEN}).find(f"{error} {error!r}", "the error") == []
 
 
 def test_other_text_is_quoted() -> None:
-    request = httpx.Request("GET", "https://api.github.com/x")
-    answer = httpx.Response(422, json={"message": "labels: must be an array"}, request=request)
+    answer = ClientResponse(422, {}, json.dumps({"message": "labels: must be an array"}).encode())
     assert "labels: must be an array" in translate(answer, "a test", NOW).message

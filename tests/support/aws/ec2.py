@@ -20,7 +20,7 @@ from remuda.adapters.system.clock import SystemIds
 from remuda.domain.resources import TypePatterns, UsageClass
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import LaunchRequest, LaunchResult
-from tests.support.aws.servers import HERE, LOOPBACK, ROOT, ServerError, aws_client, service_client
+from tests.support.aws.servers import HERE, LOOPBACK, REGION, ROOT, ServerError, aws_client, service_client
 from tests.support.records import launch_request, runner_request
 from tests.support.virtual_time import AdjustableClock
 
@@ -47,7 +47,7 @@ class Ec2Server:
         if not PYTHON.exists():
             raise ServerError("the EC2 test server is not installed; run make .venv-moto/.installed")
         self._process = subprocess.Popen(
-            [PYTHON, HERE / "ec2_shim.py", host],
+            [PYTHON, HERE / "ec2_shim.py", host, REGION],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             # Ctrl-C must not reach the server: tests need it for their cleanup.

@@ -5,7 +5,8 @@ that is smaller than the image, and IOPS or a throughput that are too high for t
 cost over 20 % more than the cheapest one, unless the request lifts price protection. A mapping for another device than
 the root device of the image is an error here; EC2 would attach a second volume.
 
-Runs in the interpreter of moto's own virtualenv, prints its port, and exits at the end of its standard input.
+Runs in the interpreter of moto's own virtualenv, with host and region as arguments, prints its port, and exits at the
+end of its standard input.
 POST /_shim takes a JSON object of:
   capacity       {"subnet-1" | "c6i.large" | "spot" | "subnet-1 c6i.large": number of instances that it still provides}
   faults         [{"action", "code", "status", "message", "times"}]: error responses instead of the action
@@ -20,6 +21,7 @@ POST /_shim/reset discards these settings and all instances. GET /_shim returns 
 from __future__ import annotations
 
 import fnmatch
+import importlib
 import io
 import json
 import os
@@ -29,6 +31,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
 from xml.etree import ElementTree as ET
@@ -414,6 +417,7 @@ def _without(answer: bytes, names: set[str]) -> bytes:
 
 def main() -> None:
     # Imported here: moto is installed in the server's virtualenv only, and tests import constants of this module.
+    _import_moto_fast(sys.argv[2])
     from moto.ec2.models import ec2_backends  # noqa: PLC0415
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app  # noqa: PLC0415
     from werkzeug.serving import WSGIRequestHandler, make_server  # noqa: PLC0415
@@ -433,6 +437,17 @@ def main() -> None:
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     print(server.server_port, flush=True)  # noqa: T201 - read by `Ec2Server`
     server.serve_forever()
+
+
+def _import_moto_fast(region: str) -> None:
+    """Import moto's EC2 with one reading of botocore's endpoints instead of three, and the offerings of one region."""
+    boto3: Any = importlib.import_module("boto3")
+    utils: Any = importlib.import_module("moto.utilities.utils")
+    load, real = utils.load_resource, boto3.Session
+    boto3.Session = cache(real)
+    utils.load_resource = lambda path: [] if "/instance_type_offerings/" in path and region not in path else load(path)
+    importlib.import_module("moto.ec2.models")
+    boto3.Session, utils.load_resource = real, load
 
 
 def _exit_with_parent() -> None:

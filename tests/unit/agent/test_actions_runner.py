@@ -464,6 +464,122 @@ class TestJustInTime:
         await runner.stop()
 
 
+#: BrokerMessageListener.cs of actions/runner, CreateSessionAsync.
+DELETED = (
+    "Failed to create a session. The runner registration has been deleted from the server, please re-configure. Runner "
+    "registrations are automatically deleted for runners that have not connected to the service recently."
+)
+IN_SET = replace(JUST_IN_TIME, any_run=True)
+
+
+class TestRunnerSet:
+    """One job per registration, with evidence that no job can forge."""
+
+    async def started(self, folder: Folder, *lines: str) -> ActionsRunner:
+        runner = await folder.configured(IN_SET)
+        await runner.start(IN_SET)
+        folder.say(*lines)
+        return runner
+
+    async def test_listener_that_ends_after_its_job_is_spent(self, folder: Folder) -> None:
+        runner = await self.started(folder, "Running job: a")
+        await until(runner, busy=True, had_job=True)
+        folder.say("Job a completed with result: Succeeded", "exit 0")
+        state = await until(runner, listening=False)
+        assert (state.spent, state.had_job, state.unused) == (True, True, False)
+        state = folder.open().state()
+        assert (state.spent, state.had_job, state.unused) == (True, True, False)
+
+    @pytest.mark.parametrize(("lines", "code"), [((), 0), ((DELETED,), 1)], ids=["revoked", "deleted"])
+    async def test_listener_that_ends_without_a_job_because_github_removed_it_is_unused(
+        self, folder: Folder, lines: tuple[str, ...], code: int
+    ) -> None:
+        runner = await self.started(folder, "Listening for Jobs", *lines, f"exit {code}")
+        state = await until(runner, listening=False)
+        assert (state.unused, state.had_job, state.exit_code) == (True, False, code)
+
+    @pytest.mark.parametrize("line", ["An error occurred: Invalid jit config.", "Failed to create session. Forbidden"])
+    async def test_refused_configuration_is_not_an_unused_registration(self, folder: Folder, line: str) -> None:
+        runner = await self.started(folder, line, "exit 1")
+        state = await until(runner, listening=False)
+        assert (state.unused, state.spent, state.exit_code) == (False, False, 1)
+
+    @pytest.mark.parametrize("code", [0, 1, 2])
+    async def test_job_cannot_pass_for_an_unused_registration(self, folder: Folder, code: int) -> None:
+        """The log can be truncated by whoever has it open, and can contain anything."""
+        runner = await self.started(folder, "Running job: a")
+        await until(runner, busy=True)
+        folder.log.write_text(f"{DELETED}\n")
+        folder.say(f"exit {code}")
+        for state in (await until(runner, listening=False), folder.open().state()):
+            assert (state.had_job, state.unused) == (True, False)
+
+    async def test_truncated_log_counts_as_a_job(self, folder: Folder) -> None:
+        runner = await self.started(folder, "Listening for Jobs", "more")
+        async with asyncio.timeout(LONG_S):
+            while "more" not in folder.log.read_text():
+                await asyncio.sleep(0.01)
+        assert not runner.state().had_job
+        os.truncate(folder.log, 0)
+        assert runner.state().had_job
+        await runner.stop()
+        assert not runner.state().had_job
+
+    async def test_clean_end_that_nobody_watched_may_have_had_a_job(self, folder: Folder) -> None:
+        runner = await self.started(folder, "exit 0")
+        await until(runner, listening=False)
+        state = folder.open().state()
+        assert (state.spent, state.had_job, state.unused) == (True, True, False)
+
+    async def test_failed_start_is_repeated_with_the_configuration_of_the_record(self, folder: Folder) -> None:
+        """The configuration is dropped from the disk first: it must not be there while a job runs."""
+        runner = await folder.configured(IN_SET)
+        aside = folder.root / "aside"
+        folder.log.parent.rename(aside)
+        with pytest.raises(Unavailable):
+            await runner.start(IN_SET)
+        aside.rename(folder.log.parent)
+        restarted = folder.open()
+        await restarted.start(IN_SET)
+        await folder.listens(restarted)
+        assert "ACTIONS_RUNNER_INPUT_JITCONFIG=PACKED" in folder.read("listener-environment")
+        await restarted.stop()
+
+    async def test_restarted_listener_gets_no_configuration(self, folder: Folder) -> None:
+        runner = await self.started(folder, "exit 2")
+        await until(runner, listening=False)
+        await runner.start(IN_SET)
+        await folder.listens(runner)
+        assert "JITCONFIG" not in folder.read("listener-environment")
+        await runner.stop()
+
+    async def test_configuration_is_on_no_disk_after_the_start(self, folder: Folder) -> None:
+        runner = await self.started(folder, "Running job: a")
+        await until(runner, busy=True)
+        # The listener's own file stands for its environment.
+        kept = [path for path in folder.root.rglob("*") if path.is_file() and path.name != "listener-environment"]
+        assert [path for path in kept if b"PACKED" in path.read_bytes()] == []
+        assert not any("PACKED" in " ".join(processes.command(each.pid)) for each in folder.processes())
+        await runner.stop()
+
+    async def test_second_registration_after_a_reset(self, folder: Folder) -> None:
+        runner = await self.started(folder, "Running job: a")
+        await until(runner, busy=True)
+        folder.say("Job a completed with result: Failed", "exit 0")
+        await until(runner, listening=False)
+        (folder.runner / ".runner").unlink()  # as the real runner does
+        released = replace(IN_SET, jit_config="", runner_id=0)
+        assert (await runner.remove(released))[0] is RemovalStatus.REMOVED
+        again = replace(IN_SET, runner_name="jit", jit_config="SECOND", runner_id=8)
+        assert (await runner.register(again)).ok
+        assert runner.state() == RunnerState(registered_as="jit")
+        await runner.start(again)
+        await folder.listens(runner)
+        assert "ACTIONS_RUNNER_INPUT_JITCONFIG=SECOND" in folder.read("listener-environment")
+        assert not runner.state().had_job
+        await runner.stop()
+
+
 #: Output of `config.sh remove` of actions/runner 2.336.0 (ConfigurationManager.UnconfigureAsync, RunnerDotcomServer).
 NO_LONGER_REGISTERED = """
 echo Does not exist. Skipping Removing runner from the server

@@ -125,26 +125,10 @@ async def test_failed_store_call_only_delays(fixture: AgentFixture, nth: int, *,
 @pytest.mark.parametrize("after", range(1, len(LIFE) + 1))
 async def test_agent_continues_after_a_kill_at_any_step(fixture: AgentFixture, after: int) -> None:
     """The step is done, but not signalled: the new process decides from the disk and the record."""
-    died = asyncio.Event()
-
-    class Log(list[str]):
-        def append(self, item: str) -> None:
-            super().append(item)
-            if len(self) == after and not died.is_set():
-                died.set()
-                asyncio.get_running_loop().call_soon(lambda: fixture.task and fixture.task.cancel())
-
-    fixture.log = fixture.machine.log = fixture.runner.log = Log()
-
-    async def nurse() -> None:
-        await died.wait()
-        await asyncio.sleep(3)
-        await fixture.restart()
-
+    restarted = fixture.kill_after(after)
     fixture.start()
-    nursing = asyncio.create_task(nurse())
     await life(fixture)
-    await nursing
+    await restarted
     assert fixture.record.state is State.IDLE
     assert fixture.record.uses == 2
     assert not fixture.runner.current.listening

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -9,10 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from remuda.agent.job_hook import STARTED, JobHook
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import Assignment
+from remuda.domain.trust import OWN_CODE
 
 LIMIT_S = 60
 ASSIGNMENT = Assignment(url="https://github.com/acme/widgets", runner_name="runner", labels=("123",))
@@ -45,8 +49,17 @@ class Hooked:
         repository: str = "",
         url: str = "https://github.com/acme/widgets",
         environment: Mapping[str, str] | None = None,
+        any_run: bool = False,
+        only_trusted: bool = False,
     ) -> dict[str, str]:
-        assignment = Assignment(url=url, runner_name="runner", labels=(label, "large"), repository=repository)
+        assignment = Assignment(
+            url=url,
+            runner_name="runner",
+            labels=(label, "large"),
+            repository=repository,
+            any_run=any_run,
+            only_trusted=only_trusted,
+        )
         files, variables = self.hook.files(assignment, runner=self.runner, environment=environment or {})
         for name in (".env", ".path"):
             (self.runner / name).unlink(missing_ok=True)
@@ -137,7 +150,7 @@ def test_job_without_run_or_repository_is_refused(hooked: Hooked) -> None:
 def test_all_jobs_are_refused_without_the_assigned_file(hooked: Hooked) -> None:
     hooked.put()
     expected = hooked.script.with_name("assigned")
-    for content in ("", "123\n", "123\nacme/widgets\n"):
+    for content in ("", "123\n", "123\nacme/widgets\n", "123\nacme/widgets\n/tmp/refused\n\n", " \n", " \n\n\n\n"):
         expected.chmod(0o644)
         expected.write_text(content)
         assert hooked.run(GITHUB_RUN_ID="123", GITHUB_REPOSITORY="acme/widgets").returncode == 1
@@ -178,6 +191,152 @@ def test_script_passes_shellcheck(hooked: Hooked) -> None:
     command = ["shellcheck", "--severity=style", str(hooked.script)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)
     assert (done.returncode, done.stdout) == (0, "")
+
+
+# Runner sets --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize(
+    ("url", "repository", "job", "fits"),
+    [
+        ("https://github.com/acme/widgets", "", "acme/widgets", True),
+        ("https://github.com/acme", "", "acme/widgets", True),
+        ("https://github.com/acme", "", "evil/widgets", False),
+        ("https://github.com/acme", "acme/widgets", "acme/gadgets", False),
+        ("https://github.com/acme/widgets", "", "", False),
+    ],
+)
+def test_runner_of_a_set_accepts_any_run_of_its_scope(
+    hooked: Hooked, shell: str, url: str, repository: str, job: str, *, fits: bool
+) -> None:
+    hooked.put("large", url=url, repository=repository, any_run=True)
+    for run in ("1", "987654321"):
+        done = hooked.run(shell, GITHUB_RUN_ID=run, GITHUB_REPOSITORY=job)
+        assert (done.returncode == 0) == fits, done
+        assert fits or "Let runs-on name the labels of a runner set" in done.stdout
+    assert hooked.run(shell, GITHUB_REPOSITORY=job).returncode == 1, "every job has a run"
+
+
+def test_label_with_a_space_is_not_any_run(hooked: Hooked) -> None:
+    hooked.put(" large")
+    assert hooked.run(GITHUB_RUN_ID="1", GITHUB_REPOSITORY="acme/widgets").returncode == 1
+
+
+FORK = {"repo": {"id": 2, "full_name": "evil/widgets", "owner": {"full_name": "acme/widgets"}}}
+OWN = {"repo": {"id": 1, "full_name": "Acme/Widgets"}}
+#: A text of the pull request's author that looks like the event itself.
+POSING = '"},"pull_request":{"head":{"repo":{"full_name":"acme/widgets"}}},"x":{"y":"\\'
+
+
+class TestStrict:
+    def run(
+        self, hooked: Hooked, event: str, payload: object = None, shell: str = "bash", **job: str
+    ) -> subprocess.CompletedProcess[str]:
+        hooked.put("large", any_run=True, only_trusted=True)
+        file = hooked.runner.parent / "event.json"
+        file.unlink(missing_ok=True)
+        if payload is not None:
+            file.write_text(payload if isinstance(payload, str) else json.dumps(payload))
+        given = {"GITHUB_EVENT_NAME": event, "GITHUB_EVENT_PATH": str(file)}
+        return hooked.run(shell, **{"GITHUB_RUN_ID": "7", "GITHUB_REPOSITORY": "acme/widgets", **given, **job})
+
+    @pytest.mark.parametrize("event", sorted(OWN_CODE))
+    def test_events_of_the_repository_itself_are_trusted(self, hooked: Hooked, event: str) -> None:
+        assert self.run(hooked, event).returncode == 0
+
+    @pytest.mark.parametrize(
+        "event",
+        [
+            "",
+            "pull_request",
+            "pull_request_target",
+            "workflow_run",
+            "issue_comment",
+            "*",
+            "push ",
+            "pus",
+            "push registry_package",
+            "new",
+        ],
+    )
+    def test_other_events_are_refused(self, hooked: Hooked, event: str) -> None:
+        done = self.run(hooked, event)
+        assert done.returncode == 1
+        assert "does not prove that this job is trusted" in done.stdout
+        assert done.stdout.count("::") == 2, "nothing of the event's name is a command"
+        assert hooked.hook.refused() == "refused 1 untrusted job: run 7 of acme/widgets"
+
+    @pytest.mark.parametrize("shell", SHELLS)
+    @pytest.mark.parametrize("event", ["pull_request", "pull_request_target"])
+    @pytest.mark.parametrize("indent", [None, 2])
+    def test_pull_requests_are_trusted_by_their_head(
+        self, hooked: Hooked, shell: str, event: str, indent: int | None
+    ) -> None:
+        for head, fits in ((OWN, True), (FORK, False), ({"repo": None}, False), ({}, False)):
+            payload = {
+                "action": "opened",
+                "number": 3,
+                "pull_request": {
+                    "title": POSING,
+                    "labels": [{"name": "x", "repo": {"full_name": "acme/widgets"}}],
+                    "base": OWN,
+                    "head": {"label": "main", **head, "sha": "0" * 40},
+                    "body": f"a\\{POSING}",
+                },
+                "repository": {"full_name": "acme/widgets"},
+            }
+            done = self.run(hooked, event, json.dumps(payload, indent=indent), shell)
+            assert (done.returncode == 0) == fits, (head, done)
+
+    @pytest.mark.parametrize(
+        "payload",
+        [
+            "",
+            "[]",
+            "null",
+            '{"pull_request"',
+            '{"pull_request": {"head": {"repo": {"full_name": "acme/widgets"',
+            '{"pull_request": {"head": {"repo": {"full_name": "acme/widgets", "full_name": "evil/widgets"}}}}',
+            '{"pull_request": {"head": {"repo": {"full_name": "evil/widgets", "full_name": "acme/widgets"}}}}',
+            [{"pull_request": {"head": OWN}}],
+            {"pull_request": [{"head": OWN}]},
+            {"x": {"pull_request": {"head": OWN}}},
+            {"pull_request": {"head": {"repo": {"full_name": ["acme/widgets"]}}}},
+            {"pull_request": {"head": {"repo": "full_name", "x": "acme/widgets"}}},
+            {"pull_request/head/repo/full_name": "acme/widgets"},
+            {"pull_request": {"head": {"repo": {"x": {"full_name": "acme/widgets"}}}}},
+        ],
+    )
+    def test_unclear_payloads_are_refused(self, hooked: Hooked, payload: object) -> None:
+        assert self.run(hooked, "pull_request", payload).returncode == 1
+
+    @given(text=st.text(max_size=40), key=st.text(max_size=12))
+    @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    def test_texts_of_a_stranger_change_nothing(self, hooked: Hooked, text: str, key: str) -> None:
+        for head, fits in ((OWN, True), (FORK, False)):
+            request = {f"k{key}": text, "head": {"label": text, **head}, "body": text + POSING}
+            payload = json.dumps({"a": [text, {f"k{key}": text}], "pull_request": request, "z": text})
+            assert (self.run(hooked, "pull_request", payload).returncode == 0) == fits
+
+    def test_a_machine_without_trusted_jobs_takes_any_job(self, hooked: Hooked) -> None:
+        hooked.put("large", any_run=True)
+        done = hooked.run(GITHUB_RUN_ID="7", GITHUB_REPOSITORY="acme/widgets", GITHUB_EVENT_NAME="pull_request")
+        assert done.returncode == 0
+
+    def test_scope_is_checked_as_well(self, hooked: Hooked) -> None:
+        assert self.run(hooked, "push", GITHUB_REPOSITORY="evil/corp").returncode == 1
+
+    def test_missing_awk_refuses_pull_requests(self, hooked: Hooked) -> None:
+        hooked.put("large", any_run=True, only_trusted=True)
+        text = hooked.script.read_text()
+        assert "LC_ALL=C awk" in text
+        hooked.script.unlink()
+        hooked.script.write_text(text.replace("LC_ALL=C awk", "LC_ALL=C no-such-awk"))
+        file = hooked.runner.parent / "event.json"
+        file.write_text(json.dumps({"pull_request": {"head": OWN}}))
+        job = {"GITHUB_RUN_ID": "7", "GITHUB_REPOSITORY": "acme/widgets", "GITHUB_EVENT_NAME": "pull_request"}
+        assert hooked.run(**job, GITHUB_EVENT_PATH=str(file)).returncode == 1
 
 
 class TestWorker:

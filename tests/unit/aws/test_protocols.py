@@ -16,8 +16,8 @@ from botocore.serialize import create_serializer
 
 from aws_shapes import OPERATIONS, text
 from remuda.adapters.aws.clients import PROTOCOLS
-from remuda.adapters.aws.http import AwsHttpResponse
 from remuda.adapters.aws.protocols import SHAPES, JsonProtocol
+from remuda.http import ClientResponse
 
 #: Depth at which recursive shapes end.
 MAX_DEPTH = 12
@@ -94,7 +94,7 @@ def test_document_equals_that_of_botocore(session: Any, service: str, operation:
     else:
         result = f"<requestId>r-1</requestId>{result}"
     body = f'<{operation}Response xmlns="http://example.com/doc/">{result}</{operation}Response>'.encode()
-    document = PROTOCOLS[service]().document(operation, AwsHttpResponse(200, {}, body))
+    document = PROTOCOLS[service]().document(operation, ClientResponse(200, {}, body))
     parser = create_parser(model.metadata["protocol"])
     expected = parser.parse({"status_code": 200, "headers": {}, "body": body}, shape)
     assert document.pop("requestId") == expected.pop("ResponseMetadata")["RequestId"] == "r-1"
@@ -116,14 +116,14 @@ def test_document_equals_that_of_botocore(session: Any, service: str, operation:
     ],
 )
 def test_error_of_a_query_protocol(service: str, status: int, body: bytes, code: str):
-    error = PROTOCOLS[service]().error(AwsHttpResponse(status, {}, body))
+    error = PROTOCOLS[service]().error(ClientResponse(status, {}, body))
     assert error["Error"]["Code"] == code
 
 
 @pytest.mark.parametrize("body", [b"", b"<html>", b"<html/>", b"<OtherResponse/>"])
 def test_other_documents_are_not_taken_for_an_empty_list(body: bytes):
     with pytest.raises(ValueError):
-        PROTOCOLS["ec2"]().document("DescribeInstances", AwsHttpResponse(200, {}, body))
+        PROTOCOLS["ec2"]().document("DescribeInstances", ClientResponse(200, {}, body))
 
 
 def test_unknown_member_of_a_request_is_a_bug():
@@ -145,5 +145,5 @@ def test_unknown_member_of_a_request_is_a_bug():
     ],
 )
 def test_code_of_a_json_error(headers: dict[str, str], body: Any, code: str):
-    error = JsonProtocol(prefix="X", version="1.0").error(AwsHttpResponse(400, headers, json.dumps(body).encode()))
+    error = JsonProtocol(prefix="X", version="1.0").error(ClientResponse(400, headers, json.dumps(body).encode()))
     assert error["Error"]["Code"] == code

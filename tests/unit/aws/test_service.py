@@ -7,32 +7,53 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from botocore.exceptions import ClientError, ConnectionClosedError, HTTPClientError, ReadTimeoutError
+from botocore.exceptions import (
+    ClientError,
+    ConnectionClosedError,
+    ConnectTimeoutError,
+    EndpointConnectionError,
+    HTTPClientError,
+    ProxyConnectionError,
+    ReadTimeoutError,
+    SSLError,
+)
 
 from remuda.adapters.aws import service as module
 from remuda.adapters.aws.clients import MAX_ATTEMPTS, PROTOCOLS
-from remuda.adapters.aws.http import AwsHttpResponse
 from remuda.adapters.aws.protocols import UnreadableResponse
 from remuda.adapters.aws.service import ServiceClient
 from remuda.adapters.aws.signature import AwsCredentials
+from remuda.http import (
+    ClientResponse,
+    ConnectError,
+    ConnectionLost,
+    ConnectTimeout,
+    InvalidRequest,
+    InvalidResponse,
+    ProxyError,
+    ReadTimeout,
+    ResponseTooLong,
+    TlsError,
+)
 
-GOOD = AwsHttpResponse(200, {"x-amzn-requestid": "r-1"}, b'{"Item": {}}')
-CLOSED = ConnectionClosedError(endpoint_url="http://x")
-TIMEOUT = ReadTimeoutError(endpoint_url="http://x")
+GOOD = ClientResponse(200, {"x-amzn-requestid": "r-1"}, b'{"Item": {}}')
+CLOSED = ConnectionLost("closed")
+TIMEOUT = ReadTimeout("slow")
 
 
-def refusal(code: str, status: int = 400) -> AwsHttpResponse:
-    return AwsHttpResponse(status, {}, json.dumps({"__type": f"com.amazonaws#{code}", "message": "no"}).encode())
+def refusal(code: str, status: int = 400) -> ClientResponse:
+    return ClientResponse(status, {}, json.dumps({"__type": f"com.amazonaws#{code}", "message": "no"}).encode())
 
 
 class ScriptedHttp:
-    host, path = "x", "/"
+    url, host, path = "http://x", "x", "/"
 
-    def __init__(self, *outcomes: AwsHttpResponse | Exception) -> None:
+    def __init__(self, *outcomes: ClientResponse | Exception) -> None:
         self._outcomes = list(outcomes)
         self.requests: list[tuple[Mapping[str, str], bytes]] = []
 
-    async def post(self, headers: Mapping[str, str], body: bytes) -> AwsHttpResponse:
+    async def request(self, method: str, target: str, *, headers: Mapping[str, str], body: bytes) -> ClientResponse:
+        assert (method, target) == ("POST", "/")
         self.requests.append((headers, body))
         outcome = self._outcomes.pop(0) if len(self._outcomes) > 1 else self._outcomes[0]
         if isinstance(outcome, Exception):
@@ -81,8 +102,8 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         refusal("ThrottlingException"),
         refusal("TransactionInProgressException"),
         refusal("InternalServerError", 500),
-        AwsHttpResponse(503, {}, b"<html>"),
-        AwsHttpResponse(200, {"x-amz-crc32": "1"}, b"{}"),
+        ClientResponse(503, {}, b"<html>"),
+        ClientResponse(200, {"x-amz-crc32": "1"}, b"{}"),
     ],
     ids=["closed", "timeout", "throttled", "in progress", "500", "503", "checksum"],
 )
@@ -107,17 +128,37 @@ async def test_lasting_failure_is_raised(failure: Any):
 
 
 @pytest.mark.parametrize(
+    ("problem", "failure", "said"),
+    [
+        (CLOSED, ConnectionClosedError, "http://x"),
+        (TIMEOUT, ReadTimeoutError, "http://x"),
+        (ConnectError("refused"), EndpointConnectionError, "http://x"),
+        (ConnectTimeout("slow"), ConnectTimeoutError, "http://x"),
+        (TlsError("CERTIFICATE_VERIFY_FAILED"), SSLError, "CERTIFICATE_VERIFY_FAILED"),
+        (ProxyError("proxy.example", "status 407"), ProxyConnectionError, "proxy.example"),
+        (InvalidRequest("a header has a line break"), HTTPClientError, "check the AWS credentials"),
+        (InvalidResponse("no status line"), HTTPClientError, "no status line"),
+        (ResponseTooLong("the response is too long"), HTTPClientError, "too long"),
+    ],
+)
+async def test_failed_connection_raises_the_error_of_botocore(problem: Exception, failure: type[Exception], said: str):
+    with pytest.raises(failure, match=said) as raised:
+        await Client(ScriptedHttp(problem)).call("GetItem", {})
+    assert type(raised.value) is failure
+
+
+@pytest.mark.parametrize(
     ("answer", "failure"),
     [
         (refusal("ConditionalCheckFailedException"), ClientError),
         (refusal("AccessDeniedException"), ClientError),
-        (AwsHttpResponse(301, {}, b""), ClientError),
-        (AwsHttpResponse(200, {}, b"<html>"), UnreadableResponse),
-        (AwsHttpResponse(200, {}, b"[1]"), UnreadableResponse),
-        (AwsHttpResponse(200, {}, b"[" * 100_000), UnreadableResponse),
+        (ClientResponse(301, {}, b""), ClientError),
+        (ClientResponse(200, {}, b"<html>"), UnreadableResponse),
+        (ClientResponse(200, {}, b"[1]"), UnreadableResponse),
+        (ClientResponse(200, {}, b"[" * 100_000), UnreadableResponse),
     ],
 )
-async def test_lasting_refusal_is_not_retried(answer: AwsHttpResponse, failure: type[Exception], pauses: list[float]):
+async def test_lasting_refusal_is_not_retried(answer: ClientResponse, failure: type[Exception], pauses: list[float]):
     with pytest.raises(failure):
         await Client(ScriptedHttp(answer)).call("GetItem", {})
     assert pauses == []
@@ -126,7 +167,7 @@ async def test_lasting_refusal_is_not_retried(answer: AwsHttpResponse, failure: 
 async def test_details_of_a_refusal():
     body = {"__type": "x#TransactionCanceledException", "Message": "no", "CancellationReasons": [{"Code": "None"}]}
     with pytest.raises(ClientError) as raised:
-        await Client(ScriptedHttp(AwsHttpResponse(400, {}, json.dumps(body).encode()))).call("TransactWriteItems", {})
+        await Client(ScriptedHttp(ClientResponse(400, {}, json.dumps(body).encode()))).call("TransactWriteItems", {})
     response: Any = raised.value.response
     assert response["Error"] == {"Code": "TransactionCanceledException", "Message": "no"}
     assert response["CancellationReasons"] == [{"Code": "None"}]

@@ -9,6 +9,7 @@ from dataclasses import replace
 from datetime import timedelta
 from html.parser import HTMLParser
 from io import StringIO
+from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -19,6 +20,7 @@ from rich.console import Console
 from remuda.cli.rendering import plots
 from remuda.cli.rendering.report import MAX_ROWS, largest_first, report_document, report_tables
 from remuda.cli.rendering.report_page import report_page
+from remuda.domain.demand import JobRecord
 from remuda.domain.instance import State
 from remuda.domain.provision import AcquiredRunner, ProvisionOutcome, RunnerSource
 from remuda.domain.reporting.prices import PriceTable
@@ -161,3 +163,90 @@ def test_charts_stay_inside_their_frame(
     numbers = re.findall(r"([\d.]+),([\d.]+)", " ".join(re.findall(r'points="([^"]*)"', area)))
     numbers += re.findall(r'cx="([\d.-]+)" cy="([\d.-]+)"', dotted)
     assert all(plots.LEFT <= float(x) <= plots.WIDTH and 0 <= float(y) <= plots.HEIGHT for x, y in numbers)
+
+
+# Runner sets --------------------------------------------------------------------------------------------------------
+
+
+def set_usage(repository: str = "octo/app", result: str = "succeeded") -> UsageReport:
+    """A machine of a set that listens for a minute and then runs a job for ten, and a job that waits."""
+    record = instance(state=State.IDLE, epoch=1, created_at=at(0), runner_set="large")
+    history = [
+        entry("create", at=at(0), source=None, target=State.CREATED, run_id="set.large"),
+        entry("equip", at=at(60), source=State.CREATED, target=State.RUNNING, run_id="set.large"),
+        entry("bind", at=at(120), source=State.RUNNING, target=State.RUNNING, run_id="77"),
+        entry("release", at=at(720), source=State.RUNNING, target=State.RELEASING, run_id="77"),
+        entry("pool", at=at(780), source=State.RELEASING, target=State.IDLE, run_id="77"),
+    ]
+    workflow = f"{repository}/.github/workflows/ci.yml@refs/heads/main"
+    known: dict[str, Any] = {"runner_set": "large", "run_id": "77", "repository": repository, "workflow": workflow}
+    jobs = [
+        JobRecord(
+            job_id=f"job-{number}",
+            queued_at=at(100),
+            started_at=at(100 + wait),
+            completed_at=at(700),
+            result=result,
+            seen_at=at(100),
+            **known,
+        )
+        for number, wait in enumerate((20, 40))
+    ]
+    jobs.append(JobRecord(job_id="job-3", queued_at=at(900), seen_at=at(900), **known))
+    reused = ProvisionOutcome(ended_at=at(60), seconds=1.0, reused=1)
+    created = ProvisionOutcome(ended_at=at(60), seconds=60.0, created=1)
+    provisions = [
+        provision(number, run_id="set.large", runner_set="large", outcome=outcome)
+        for number, outcome in enumerate((created, reused, reused, reused))
+    ]
+    prices = PriceTable(on_demand={"c6i.large": 3.6})
+    return usage_report(
+        provisions, [record], {record.instance_id: history}, prices, jobs=jobs, since=at(-60), until=at(1_000)
+    )
+
+
+def test_jobs_of_a_set() -> None:
+    usage = set_usage()
+    item = usage.jobs.by_set["large"]
+    assert (item.jobs, item.results, item.reuse_rate) == (3, {"succeeded": 2, "waiting": 1}, 0.75)
+    assert item.queue_wait is not None
+    assert (item.queue_wait.count, item.queue_wait.p50, item.queue_wait.p95) == (2, 30, 39)
+
+
+def test_job_costs_its_machine_from_its_start_to_the_pool() -> None:
+    usage = set_usage()
+    # 0.001 per second: 600 s of the job and 60 s of the reset; boot and listening time belong to the set.
+    assert usage.jobs.cost_by_repository == {"octo/app": pytest.approx(0.66)}
+    assert usage.jobs.cost_by_workflow == {"octo/app/.github/workflows/ci.yml": pytest.approx(0.66)}
+    assert usage.costs.by_run == {
+        "set.large": pytest.approx(0.12),
+        "77": pytest.approx(0.66),
+        "": pytest.approx(0.22),
+    }
+
+
+def test_report_shows_sets() -> None:
+    usage = set_usage()
+    document = report_document(usage, pool="default")
+    assert document["runner_sets"]["large"] == {
+        "jobs": 3,
+        "queue_wait_seconds": {"count": 2, "p50": 30, "p95": 39},
+        "results": {"succeeded": 2, "waiting": 1},
+        "reuse": {"reused": 3, "created": 1, "rate": 0.75},
+    }
+    assert document["cost"]["by_repository"] == {"octo/app": 0.66}
+    console = Console(file=StringIO(), width=80, highlight=False)
+    for part in report_tables(usage, pool="default"):
+        console.print(part)
+    assert isinstance(console.file, StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    (row,) = (line for line in lines if line.split()[:2] == ["large", "3"])
+    assert row.split()[2:7] == ["30.00", "s", "39.00", "s", "75%"]
+
+
+def test_hostile_repository_and_result_are_escaped() -> None:
+    text = report_page(set_usage(HOSTILE, HOSTILE), pool="default")
+    page = ReportParser(text)
+    assert not {"script", "img"} & set(page.tags)
+    assert "&lt;script&gt;" in text

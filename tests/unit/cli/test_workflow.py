@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from remuda.adapters.system.clock import SystemClock
-from remuda.cli.run_workflow import WorkflowRun
+from remuda.cli.run_workflow import LastRun, WorkflowRun, kept_jobs
 from remuda.cli.workflow_file import WorkflowJob, WorkflowStep, parse_workflow
 from remuda.domain.errors import UserError
 from remuda.fake_github.client import JobView
 
-GITHUB = {"run_id": "77", "run_attempt": "2", "repository": "owner/repo"}
+GITHUB = {"run_id": "77", "run_attempt": "2", "repository": "owner/repo", "workflow_ref": "owner/repo/w.yml@main"}
 STEPS = [{"run": "true"}]
 
 
@@ -143,6 +143,25 @@ def test_cyclic_needs_are_rejected() -> None:
         parse({"a": {**job, "needs": "b"}, "b": {**job, "needs": ["a"]}, "c": job})
 
 
+@pytest.mark.parametrize(
+    ("conclusions", "kept"),
+    [
+        ({"build": "success", "test": "failure", "report": "skipped"}, {"build"}),
+        ({"build": "failure", "test": "success", "report": "success"}, set()),
+        ({"build": "success", "test": "success"}, {"build", "test"}),
+        ({"build": "cancelled"}, set()),
+    ],
+)
+def test_failed_jobs_and_those_that_need_them_run_again(conclusions: dict[str, str], kept: set[str]) -> None:
+    jobs = [job("report", "test"), job("test", "build"), job("build")]
+    assert kept_jobs(jobs, LastRun(run_id="1", attempt=1, conclusions=conclusions)) == kept
+
+
+def test_run_without_failed_jobs_is_not_run_again() -> None:
+    with pytest.raises(UserError, match="run 1 has no failed job"):
+        kept_jobs([job("build")], LastRun(run_id="1", attempt=1, conclusions={"build": "success"}))
+
+
 # Interrupted runs -----------------------------------------------------------------------------------------------------
 
 #: Event loop iterations that the cancellation of each job takes. The first must not interrupt the others.
@@ -168,6 +187,9 @@ class SlowGitHub:
         self.followed.put_nowait(name)
         await asyncio.Event().wait()
         return _job(name)
+
+    async def runners(self) -> list[Any]:
+        return []
 
     async def cancel_job(self, name: str) -> JobView:
         for _ in range(ITERATIONS[name]):

@@ -24,6 +24,8 @@ SECONDS: dict[str, tuple[float, float]] = {
     "provision_timeout_sec": (2, 2_400),
     "max_age_sec": (10, 365 * DAY_S),
     "margin_sec": (0.1, 3_600),
+    "listening_time_sec": (5, DAY_S),
+    "surplus_grace_sec": (0, DAY_S),
     "unrecorded_grace_sec": (1, DAY_S),
     "stale_registration_grace_sec": (1, DAY_S),
     "gone_after_sec": (1, DAY_S),

@@ -227,6 +227,22 @@ def test_malformed_classes_are_rejected(text: str) -> None:
     assert len(error.message) < 300
 
 
+def test_runner_sets_may_be_tables_or_json_and_get_the_scope_of_the_pool(file: SettingsFile) -> None:
+    table = file.load(
+        'github-scope = "acme/app"\n[[runner-sets]]\nname = "large"\nlabels = ["remuda", "large"]\nmax = 4\n'
+        '[[runner-sets.windows]]\ncron = "* 9-17 * * 1-5"\nhot = 1\n'
+    )
+    windows = '[{"cron": "* 9-17 * * 1-5", "hot": 1}]'
+    written = f'[{{"name": "large", "labels": ["remuda", "large"], "max": 4, "windows": {windows}}}]'
+    json_text = load({}, environ={"REMUDA_RUNNER_SETS": written, "REMUDA_GITHUB_SCOPE": "acme/app"})
+    assert table.runner_sets == json_text.runner_sets
+    assert [item.scope for item in table.runner_sets] == ["acme/app"]
+    assert load({}, environ={"REMUDA_RUNNER_SETS": ""}).runner_sets == ()
+    error = refuse({}, {"REMUDA_RUNNER_SETS": '[{"name": "large", "labels": ["remuda"], "max": 0}]'})
+    assert (error.field, error.message) == ("REMUDA_RUNNER_SETS", "runner-sets[0]: max is 0")
+    assert error.fix == "give an integer from 1 to 1000"
+
+
 def test_types_may_be_a_list_in_the_file(file: SettingsFile) -> None:
     assert str(file.load('allowed-instance-types = ["c*", "m6i.large"]').allowed_instance_types) == ("c* m6i.large")
 

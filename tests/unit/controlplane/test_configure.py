@@ -14,6 +14,7 @@ from remuda.domain.errors import Unavailable, UserError
 from remuda.domain.instance import State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.resources import ResourceClass, Reuse
+from remuda.domain.runner_set import RunnerSet
 from simulation.invariants import SCOPE
 from tests.support.virtual_time import AmbiguousAnswer, Call
 from tests.support.world import LIFETIMES, PoolWorld
@@ -99,6 +100,22 @@ async def test_changes_use_setting_names_and_contain_no_secrets(world: PoolWorld
     assert document["changes"]["reuse"] == ["same-trust", "never"]
     assert "hidden" not in f"{document}{lines}"
     assert "Signature" not in f"{document}{lines}"
+
+
+async def test_runner_sets_are_stored_and_reported_by_name(world: PoolWorld) -> None:
+    large = RunnerSet(name="large", labels=("remuda", "large"), resource_class="large", scope=SCOPE, max=4)
+    small = replace(large, name="small", labels=("remuda", "small"))
+    result = await world.configure(runner_sets=(large, small))
+    assert config(world).runner_sets == (large, small)
+    assert result.applied == ("runner-sets",)
+    assert (await world.configure(runner_sets=(large, small))).applied == ()
+    changed = await world.configure(runner_sets=(replace(large, max=200),))
+    before = f"large ({large.describe()}), small ({small.describe()})"
+    after = f"large ({replace(large, max=200).describe()})"
+    assert applied_lines(refresh_document(changed)) == [f"runner-sets: {before} -> {after}"]
+    assert changed.warnings == (
+        "runner-sets: max of 'large' is 200, but max-instances is 100: raise max-instances, or jobs above it wait",
+    )
 
 
 async def test_records_of_another_pool_are_never_swept(world: PoolWorld) -> None:

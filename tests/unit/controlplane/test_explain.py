@@ -174,7 +174,7 @@ async def test_unknown_subject_suggests_known_ones(world: PoolWorld) -> None:
 def test_invalid_subject_is_rejected_before_any_call(subject: str) -> None:
     with pytest.raises(UserError) as failure:
         check_subject(subject)
-    assert failure.value.field == "RUN|INSTANCE"
+    assert failure.value.field == "RUN|JOB|SET|INSTANCE"
 
 
 async def test_control_characters_from_agents_are_removed(world: PoolWorld) -> None:

@@ -11,8 +11,9 @@ import pytest
 
 from remuda.controlplane.scale_down import FleetContext, ScaleDownResult, scale_down
 from remuda.domain.errors import Unavailable, UserError
-from remuda.domain.scale_down.decisions import Action, ScaleDownPolicy
+from remuda.domain.scale_down.decisions import Action
 from remuda.domain.scale_down.fleet import FleetMachine
+from remuda.domain.scale_down.policy import ScaleDownPolicy
 from remuda.ports.calls import CallCounter
 from simulation.loop import VirtualClock
 from simulation.memory.compute import MemoryFleet, MemoryMachines

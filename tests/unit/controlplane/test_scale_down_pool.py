@@ -18,9 +18,10 @@ from remuda.controlplane.read.feed import KnownInstance
 from remuda.controlplane.scale_down import FleetContext, ScaleDownResult, scale_down
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import LIVE, State
-from remuda.domain.scale_down.decisions import Action, ScaleDownPolicy
+from remuda.domain.scale_down.decisions import Action
 from remuda.domain.scale_down.fleet import FleetMachine
 from remuda.domain.scale_down.idle_config import Eviction
+from remuda.domain.scale_down.policy import ScaleDownPolicy
 from remuda.ports.calls import CallCounter
 from remuda.web.dashboard.serialize import decisions, milliseconds
 from simulation.invariants import POOL, SCOPE

@@ -21,6 +21,7 @@ from remuda.cli.deploy import (
     check_launch_options,
     given_parameters,
     parse_parameters,
+    parse_stack_sets,
     read_credential,
 )
 from remuda.config.settings import GITHUB_ISSUER
@@ -41,7 +42,7 @@ from remuda.deployment.preflight import ACTIONS, DeployFacts, DeployTarget, Pref
 from remuda.deployment.resources import Bucket, issuer_of
 from remuda.deployment.stack import Stack, StackChange, StackState, new_resources
 from remuda.deployment.template import template
-from remuda.deployment.workflow import CONFIGURE_CREDENTIALS, workflow_text
+from remuda.deployment.workflow import CONFIGURE_CREDENTIALS, set_workflow_text, workflow_text
 from remuda.domain.errors import Partial, Unavailable, UserError
 from remuda.domain.resources import DEFAULT_CLASSES, parse_classes
 from remuda.ports.doctor import CheckStatus
@@ -444,6 +445,37 @@ def test_workflow_of_a_pool_for_environments_runs_in_one() -> None:
         "test": None,
         "release": "it's: prod",
     }
+
+
+def test_workflow_of_a_runner_set_has_its_labels_and_nothing_else() -> None:
+    (runner_set,) = parse_stack_sets(SETS, "acme/app") or ()
+    workflow = yaml.safe_load(set_workflow_text(runner_set))
+    assert workflow["jobs"].keys() == {"test"}
+    assert workflow["jobs"]["test"]["runs-on"] == ["self-hosted", 'la"rge']
+    assert "id-token" not in str(workflow)
+
+
+SETS = '[{"name": "large", "labels": ["self-hosted", "la\\"rge"], "resource-class": "large", "max": 20}]'
+
+
+def test_sets_of_the_stack_have_its_scope_and_may_be_none() -> None:
+    (found,) = parse_stack_sets(SETS, "acme/app") or ()
+    assert (found.name, found.scope) == ("large", "acme/app")
+    assert parse_stack_sets("[]", "acme") == ()
+    assert parse_stack_sets("", "acme") is None
+    with pytest.raises(UserError) as caught:
+        parse_stack_sets('[{"name": "large"}]', "acme")
+    assert caught.value.field == "--runner-sets"
+
+
+def test_lists_of_ids_reach_the_template_with_commas() -> None:
+    known = facts(
+        stack=StackState(status="CREATE_COMPLETE", parameters={"Pool": "ci", "SecurityGroupIds": "sg-1 sg-2"})
+    )
+    plan = plan_stack(request({"SubnetIds": "subnet-1, subnet-2"}), known, secret=SECRET, groups="")
+    assert plan.parameters["SubnetIds"] == "subnet-1,subnet-2"
+    assert plan.parameters["SecurityGroupIds"] == "sg-1,sg-2"
+    assert "SecurityGroupIds" not in plan.kept
 
 
 # AWS ------------------------------------------------------------------------------------------------------------------

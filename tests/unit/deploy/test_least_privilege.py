@@ -6,6 +6,7 @@ The same requests are allowed on a role's own resources. Removing any condition 
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.dynamodb.schema import INDEXES
 from remuda.aws_lambda.runtime import pascal_case
 from remuda.deployment.policies import ATTRIBUTES, CLASSES, FUNCTIONS, LEADING_KEYS, ORPHAN_TAG
+from remuda.deployment.stack import STACK_TAG
 from remuda.deployment.template import GITHUB, template
 from remuda.domain.scale_down.fleet import GHR_APPLICATION, GHR_APPLICATION_TAG, GHR_ENVIRONMENT_TAG
 from remuda.ports.compute import POOL_TAG
@@ -32,6 +34,8 @@ REPOSITORY, BRANCH = "acme/app", "main"
 POOL, REQUESTED = f"aws:ResourceTag/{POOL_TAG}", f"aws:RequestTag/{POOL_TAG}"
 #: Actions that create resources; `misuses` covers their parts.
 CREATE_ACTIONS = frozenset({"ec2:CreateFleet", "ec2:CreateLaunchTemplate", "ec2:RunInstances"})
+#: IAM can restrict it to a namespace, but not to the dimension of a pool.
+METRICS = "cloudwatch:PutMetricData"
 
 #: Each example makes hundreds of requests.
 thorough = settings(deadline=None, max_examples=10)
@@ -103,6 +107,10 @@ class Place:
             items.shard_of(self.instance),
             items.troubled_of(self.instance),
             items.provision_partition("p-1"),
+            items.DEMAND,
+            items.LEASE,
+            f"{items.JOB_PREFIX}4711",
+            items.jobs_of_run_partition("4711"),
         ]
 
     @property
@@ -218,7 +226,7 @@ def granted(documents: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def test_roles_have_nothing_but_the_policies_of_the_template():
     functions = {"RefreshFunctionRole", "ScaleDownFunctionRole", "BrokerFunctionRole"}
-    assert {"AgentRole", "WorkflowRole", "RefreshRole", *functions} == set(ROLES)
+    assert {"AgentRole", "WorkflowRole", "RefreshRole", "ListenerRole", *functions} == set(ROLES)
     for role in ROLES:
         properties = TEMPLATE[role]["Properties"]
         assert "Policies" not in properties
@@ -274,7 +282,7 @@ def at(  # noqa: C901, PLR0912 - one branch per service
         yield of.volume_key, {"kms:ViaService": f"ec2.{of.region}.amazonaws.com", "kms:GrantIsForAWSResource": "true"}
     else:
         # Describe calls, which have no resources, and calls that create resources.
-        assert action in CREATE_ACTIONS or name.startswith("Describe"), f"nothing to try {action} on"
+        assert action in {*CREATE_ACTIONS, METRICS} or name.startswith("Describe"), f"nothing to try {action} on"
 
 
 def requests(actions: Sequence[str], *, of: Place, by: Place) -> Iterator[IamRequest]:
@@ -358,9 +366,10 @@ def test_a_role_can_use_every_granted_action_in_its_pool(role, place):
     """Proves that the requests above cover every granted action."""
     documents = policies_of(role, place)
     allowed = {each.action for each in allowed_requests(documents, requests(granted(documents), of=place, by=place))}
-    tried = {each for each in granted(documents) if each not in CREATE_ACTIONS and not each.startswith("ec2:Describe")}
-    # These two may tag only at creation.
-    at_creation = {"ec2:CreateTags"} if role in {"BrokerFunctionRole", "RefreshFunctionRole"} else set()
+    untried = {*CREATE_ACTIONS, METRICS}
+    tried = {each for each in granted(documents) if each not in untried and not each.startswith("ec2:Describe")}
+    # These may tag only at creation.
+    at_creation = {"ec2:CreateTags"} if role in {"BrokerFunctionRole", "ListenerRole", "RefreshFunctionRole"} else set()
     assert allowed == tried - at_creation
 
 
@@ -469,6 +478,33 @@ def test_the_broker_may_read_the_credential_and_cannot_change_the_configuration(
     assert "lambda:InvokeFunction" not in granted(documents)
 
 
+def test_machines_workflows_and_other_holders_of_no_need_cannot_read_the_credential():
+    """Of the machines, only that of the listener can. Jobs run on the others."""
+    place = Place()
+    read = IamRequest(action="secretsmanager:GetSecretValue", resource=place.secret)
+    allowed = {role for role in ROLES if allows(policies_of(role, place), read)}
+    functions = {"RefreshFunctionRole", "ScaleDownFunctionRole", "BrokerFunctionRole"}
+    # A scheduled workflow in place of the functions is optional, and reads the credential like them.
+    assert allowed == {"ListenerRole", "RefreshRole", *functions}
+    assert {"AgentRole", "WorkflowRole"} == set(ROLES) - allowed
+
+
+def test_only_the_listener_writes_metrics_and_only_in_one_namespace():
+    place = Place()
+    for role in ROLES:
+        for namespace, is_own in (("Remuda", True), ("AWS/EC2", False), ("", False)):
+            context = {"cloudwatch:namespace": namespace} if namespace else {}
+            request = IamRequest(action=METRICS, resource="*", context=context)
+            assert allows(policies_of(role, place), request) is (is_own and role == "ListenerRole")
+
+
+def test_the_listener_and_its_template_do_not_have_the_tag_of_the_pool():
+    """A role that may launch with the pool's templates, or end its machines, could use it for the listener."""
+    data = TEMPLATE["ListenerTemplate"]["Properties"]
+    assert POOL_TAG not in json.dumps([data, TEMPLATE["ListenerGroup"]])
+    assert STACK_TAG != POOL_TAG
+
+
 def test_only_the_url_of_the_broker_is_public():
     """The permissions of the URL exist only with it, and the second one does not allow direct invocations."""
     public = {
@@ -489,7 +525,7 @@ def test_only_the_url_of_the_broker_is_public():
 # Configuration --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("role", ["BrokerFunctionRole", "ScaleDownFunctionRole"])
+@pytest.mark.parametrize("role", ["BrokerFunctionRole", "ListenerRole", "ScaleDownFunctionRole"])
 @thorough
 @given(PLACES)
 def test_only_refresh_may_write_the_configuration(role, place):
@@ -503,11 +539,12 @@ def test_only_refresh_may_write_the_configuration(role, place):
         return allows(documents, IamRequest(action=f"dynamodb:{operation}", resource=place.table, context=context))
 
     control, report = place.own_keys
-    history, run = items.history_pk(place.instance), items.run_pk("4711")
+    history, run, job = items.history_pk(place.instance), items.run_pk("4711"), f"{items.JOB_PREFIX}4711"
+    sets = {items.DEMAND, job} if role == "ListenerRole" else set()
     for operation, its in (
         ("UpdateItem", {control, report}),
-        ("BatchWriteItem", {history}),
-        ("PutItem", {run} if role == "BrokerFunctionRole" else set()),
+        ("BatchWriteItem", {history, *sets}),
+        ("PutItem", {run, *sets, *([items.LEASE] if sets else [])} if role != "ScaleDownFunctionRole" else set()),
     ):
         assert {key for key in place.keys if writes(operation, [key])} == its
         assert not any(writes(operation, [key, pool]) for key in place.keys)
@@ -576,9 +613,14 @@ def test_a_role_cannot_create_or_tag_resources_outside_its_pool(role, pair):
 # Sensitivity of these tests -------------------------------------------------------------------------------------------
 
 
+#: The policy of each role whose conditions are removed; the broker has the first policy of the listener, too.
+LOOSENED = {"AgentRole": 0, "BrokerFunctionRole": 0, "RefreshFunctionRole": 0, "ScaleDownFunctionRole": 0}
+LOOSENED["ListenerRole"] = -1
+
+
 def _conditions() -> Iterator[tuple[str, int, str, str]]:
-    for role in ("AgentRole", "BrokerFunctionRole", "RefreshFunctionRole", "ScaleDownFunctionRole"):
-        for number, statement in enumerate(policies_of(role, Place())[0]["Statement"]):
+    for role, policy in LOOSENED.items():
+        for number, statement in enumerate(policies_of(role, Place())[policy]["Statement"]):
             for operator, keys in statement.get("Condition", {}).items():
                 for key in keys:
                     yield role, number, operator, key
@@ -613,13 +655,14 @@ def test_removing_any_condition_allows_more(role, number, operator, key):
     other = replace(own, instance="i-00000000000000002", pool="ci" if role == "AgentRole" else "ci-2")
     whole = policies_of(role, own)
     loosened = copy.deepcopy(whole)
-    del loosened[0]["Statement"][number]["Condition"][operator][key]
+    del loosened[LOOSENED[role]]["Statement"][number]["Condition"][operator][key]
     tried = [
         *requests(granted(whole), of=other, by=own),
         *misuses(own, replace(own, pool="ci-2")),
         *half_tagged(own),
         *unkeyed(own),
         *forged(own),
+        IamRequest(action=METRICS, resource="*", context={"cloudwatch:namespace": "AWS/EC2"}),
     ]
     assert len(allowed_requests(loosened, iter(tried))) > len(allowed_requests(whole, iter(tried)))
 
@@ -744,6 +787,7 @@ def test_parameters_of_trust_policies_accept_no_other_wildcards(name):
         ("RefreshFunctionRole", "lambda"),
         ("ScaleDownFunctionRole", "lambda"),
         ("BrokerFunctionRole", "lambda"),
+        ("ListenerRole", "ec2"),
     ],
 )
 def test_other_roles_are_assumed_by_a_service(role, service):

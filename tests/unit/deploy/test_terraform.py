@@ -23,6 +23,7 @@ from tests.support.terraform_twins import (
     CASES,
     CODE,
     FUNCTIONS,
+    LISTENER,
     OBJECTS,
     REGION,
     SECRET,
@@ -120,6 +121,13 @@ def test_every_setting_of_the_stack_reaches_the_functions():
         {"CodeBucket": "acme", "CodeKey": "k", "GithubScope": "acme"},
         {"CodeBucket": "acme", "CodeKey": "k", "GithubSecretArn": SECRET},
         {"Ami": "ami-1"},
+        {"Listener": "container"},
+        {"ListenerInstanceType": "large"},
+        {"ListenerAmi": "ubuntu"},
+        *(
+            {key: value for key, value in LISTENER.items() if key != name}
+            for name in ("AgentUrl", "AgentSha256", "SubnetIds", "SecurityGroupIds")
+        ),
     ],
     ids=str,
 )

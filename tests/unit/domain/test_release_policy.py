@@ -164,6 +164,7 @@ def test_missing_credential_is_renewed_unless_the_assignment_is_missing() -> Non
     record = in_state(State.RELEASING, assignment=replace(assignment(2), credential=None))
     assert credential_expires_early(record, now=NOW, margin_s=60.0)
     assert not credential_expires_early(replace(record, assignment=None), now=NOW, margin_s=60.0)
+    assert not credential_expires_early(replace(record, runner_set="large"), now=NOW, margin_s=60.0)
 
 
 # Retirement and time ----------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from remuda.domain.reporting.usage import UsageReport, instance_cost, quantile, 
 from remuda.domain.reporting.warnings import MAX_TERMINATION_S, PoolWarning, find_warnings
 from remuda.domain.resources import UsageClass
 from remuda.domain.signals import Report
-from tests.support.records import NOW, at, entry, in_state, instance, instance_id, pool_config, provision
+from tests.support.records import NOW, at, entry, in_set, in_state, instance, instance_id, pool_config, provision
 
 PRICES = PriceTable(on_demand={"c6i.large": 1.0, "m6i.large": 2.0}, spot={"c6i.large": 0.25})
 BEFORE, AFTER = at(-100), at(4_000)
@@ -411,6 +411,13 @@ def test_expired_means_past_threshold_plus_margin(over_s: float, kinds: list[str
     late = warnings_of(in_state(State.RUNNING, threshold=at(-over_s)))
     assert [item.kind for item in late] == kinds
     assert all("running" in item.text and item.subject == instance_id(1) for item in late)
+
+
+@pytest.mark.parametrize(("busy", "kinds"), [(True, []), (False, ["expired"])])
+def test_unrecorded_job_of_a_set_is_not_expired_before_its_deadline(*, busy: bool, kinds: list[str]) -> None:
+    record = in_set(State.RUNNING, threshold=at(-MARGIN_S - 1), run_deadline=at(600))
+    reports = {name: replace(each, busy=busy) for name, each in beating(record).items()}
+    assert [item.kind for item in warnings_of(record, reports)] == kinds
 
 
 @pytest.mark.parametrize(("age_s", "kinds"), [(74, []), (76, ["stale-heartbeat"])])

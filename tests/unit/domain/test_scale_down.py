@@ -13,10 +13,8 @@ from remuda.domain.instance import RetireReason, State
 from remuda.domain.scale_down.decisions import (
     Action,
     Decision,
-    IdleScope,
     Lookup,
     ScaleDownPhase,
-    ScaleDownPolicy,
     decide_active,
     decide_bypassed,
     decide_orphan,
@@ -26,6 +24,7 @@ from remuda.domain.scale_down.decisions import (
 )
 from remuda.domain.scale_down.fleet import FleetMachine, Registration, match_registrations
 from remuda.domain.scale_down.idle_config import Eviction, Quota, parse_cron, quota_at
+from remuda.domain.scale_down.policy import IdleScope, ScaleDownPolicy
 from tests.support.records import NOW, at, instance, instance_id
 from tests.support.scripted_fleet import idle_window, machine
 

@@ -17,14 +17,19 @@ from remuda.domain.signals import Signal
 from remuda.domain.transitions import (
     MAX_WHY,
     TRANSITIONS,
+    UNKNOWN_RUN,
     Actor,
     Announce,
+    Bind,
     Change,
     Claim,
     Commit,
     Confirm,
+    Equip,
     Event,
     Extend,
+    Fill,
+    ListenOn,
     Quarantine,
     Release,
     Renew,
@@ -46,6 +51,8 @@ from tests.support.records import (
     claim,
     end,
     evidence,
+    evidence_in_set,
+    in_set,
     in_state,
     instance,
     provision,
@@ -53,27 +60,27 @@ from tests.support.records import (
     write,
 )
 
-P, L, R, S = Actor.PROVISION, Actor.RELEASE, Actor.REFRESH, Actor.SCALE_DOWN
+P, L, R, S, D = Actor.PROVISION, Actor.RELEASE, Actor.REFRESH, Actor.SCALE_DOWN, Actor.LISTENER
 OPERATOR = Actor.OPERATOR
 
 #: Target state and actors by event and state. Everything else is illegal.
 LEGAL: dict[tuple[type, State], tuple[State, set[Actor]]] = {
-    (Claim, State.IDLE): (State.CLAIMED, {P}),
+    (Claim, State.IDLE): (State.CLAIMED, {P, D}),
     (Commit, State.CREATED): (State.RUNNING, {P}),
     (Commit, State.CLAIMED): (State.RUNNING, {P}),
-    (Release, State.CLAIMED): (State.RELEASING, {P, L, R}),
-    (Release, State.RUNNING): (State.RELEASING, {P, L, R}),
-    (Extend, State.RELEASING): (State.RELEASING, {L, R}),
-    (RenewCredential, State.RELEASING): (State.RELEASING, {L, R}),
-    (ReturnToPool, State.RELEASING): (State.IDLE, {L, R}),
-    (Announce, State.IDLE): (State.IDLE, {L, R}),
-    (Renew, State.IDLE): (State.IDLE, {S}),
+    (Release, State.CLAIMED): (State.RELEASING, {P, L, R, D}),
+    (Release, State.RUNNING): (State.RELEASING, {P, L, R, D}),
+    (Extend, State.RELEASING): (State.RELEASING, {L, R, D}),
+    (RenewCredential, State.RELEASING): (State.RELEASING, {L, R, D}),
+    (ReturnToPool, State.RELEASING): (State.IDLE, {L, R, D}),
+    (Announce, State.IDLE): (State.IDLE, {L, R, D}),
+    (Renew, State.IDLE): (State.IDLE, {S, D}),
     # Section 5: "spot notice: the control plane sets `retire_reason`".
-    (Retire, State.CREATED): (State.CREATED, {L, R, OPERATOR}),
-    (Retire, State.CLAIMED): (State.CLAIMED, {L, R, OPERATOR}),
-    (Retire, State.RUNNING): (State.RUNNING, {L, R, OPERATOR}),
-    (Retire, State.RELEASING): (State.RELEASING, {L, R, OPERATOR}),
-    (Retire, State.IDLE): (State.IDLE, {L, R, OPERATOR}),
+    (Retire, State.CREATED): (State.CREATED, {L, R, D, OPERATOR}),
+    (Retire, State.CLAIMED): (State.CLAIMED, {L, R, D, OPERATOR}),
+    (Retire, State.RUNNING): (State.RUNNING, {L, R, D, OPERATOR}),
+    (Retire, State.RELEASING): (State.RELEASING, {L, R, D, OPERATOR}),
+    (Retire, State.IDLE): (State.IDLE, {L, R, D, OPERATOR}),
     # An operator may quarantine any live instance.
     (Quarantine, State.CREATED): (State.CREATED, {OPERATOR}),
     (Quarantine, State.CLAIMED): (State.CLAIMED, {OPERATOR}),
@@ -83,19 +90,29 @@ LEGAL: dict[tuple[type, State], tuple[State, set[Actor]]] = {
     (Confirm, State.TERMINATING): (State.TERMINATED, {R}),
 }
 
+#: The same for events of instances that a runner set holds.
+LEGAL_IN_SET: dict[tuple[type, State], tuple[State, set[Actor]]] = {
+    (Equip, State.CREATED): (State.RUNNING, {D}),
+    (Equip, State.CLAIMED): (State.RUNNING, {D}),
+    (Bind, State.RUNNING): (State.RUNNING, {D, R}),
+    (ListenOn, State.RUNNING): (State.RUNNING, {D}),
+    (Fill, State.CREATED): (State.IDLE, {D}),
+}
+
 #: Actors and reasons of ends by state. In addition, only an operator may end an instance in any live state.
 ENDS: dict[State, tuple[set[Actor], set[RetireReason]]] = {
     State.CREATED: (
-        {P, L, R},
+        {P, L, R, D},
         {RetireReason.FAILED, RetireReason.TIMED_OUT, RetireReason.RELEASED, RetireReason.EXPIRED, RetireReason.GONE},
     ),
-    State.CLAIMED: ({P, R}, {RetireReason.FAILED, RetireReason.TIMED_OUT, RetireReason.EXPIRED, RetireReason.GONE}),
-    State.RUNNING: ({R}, {RetireReason.FAILED, RetireReason.EXPIRED, RetireReason.GONE}),
-    State.RELEASING: ({L, R}, {RetireReason.FAILED, RetireReason.EXPIRED, RetireReason.GONE, *RETIREMENTS}),
+    State.CLAIMED: ({P, R, D}, {RetireReason.FAILED, RetireReason.TIMED_OUT, RetireReason.EXPIRED, RetireReason.GONE}),
+    State.RUNNING: ({R, D}, {RetireReason.FAILED, RetireReason.EXPIRED, RetireReason.GONE}),
+    State.RELEASING: ({L, R, D}, {RetireReason.FAILED, RetireReason.EXPIRED, RetireReason.GONE, *RETIREMENTS}),
     State.IDLE: ({R}, {RetireReason.EXPIRED, RetireReason.GONE, *RETIREMENTS}),
 }
 
 EVENTS = (Claim, Commit, Release, Extend, RenewCredential, ReturnToPool, Announce, Renew, Retire, Quarantine, Confirm)
+EVENTS_IN_SET = (Equip, Bind, ListenOn, Fill)
 
 
 def _name(value: Any) -> str:
@@ -113,6 +130,21 @@ def test_event_is_legal_exactly_as_in_the_contract(state: State, kind: type, by:
     change = write(record, evidence(record)[kind], by)
     assert change.applied_to(record).state is target
     assert (change.entry.source, change.entry.target, change.entry.by) == (state, target, by)
+
+
+@pytest.mark.parametrize(("state", "kind", "by"), list(itertools.product(State, EVENTS_IN_SET, Actor)), ids=_name)
+def test_event_in_a_set_is_legal_exactly_as_in_the_contract(state: State, kind: type, by: Actor) -> None:
+    record = in_set(state)
+    target, actors = LEGAL_IN_SET.get((kind, state), (None, set()))
+    with pytest.raises(IllegalTransition):
+        # Without a set.
+        write(in_state(state), evidence_in_set(record)[kind], by)
+    if by not in actors:
+        with pytest.raises(IllegalTransition):
+            write(record, evidence_in_set(record)[kind], by)
+        return
+    change = write(record, evidence_in_set(record)[kind], by)
+    assert change.applied_to(record).state is target
 
 
 @pytest.mark.parametrize(("state", "reason", "by"), list(itertools.product(State, RetireReason, Actor)), ids=_name)
@@ -157,7 +189,9 @@ def test_transition_table_equals_the_contract() -> None:
         for by in row.by
         if source is not None and row.target is not State.TERMINATING
     }
-    assert rows == {(state, target, by) for (_, state), (target, actors) in LEGAL.items() for by in actors}
+    assert rows == {
+        (state, target, by) for (_, state), (target, actors) in (LEGAL | LEGAL_IN_SET).items() for by in actors
+    }
     ends = {
         source: (set(row.by) - {OPERATOR}, set(row.reasons) - {RetireReason.TERMINATED_BY_OPERATOR})
         for row in TRANSITIONS
@@ -166,7 +200,7 @@ def test_transition_table_equals_the_contract() -> None:
     }
     assert ends == ENDS
     inserts = {(row.target, row.by) for row in TRANSITIONS if None in row.sources}
-    assert inserts == {(State.CREATED, (P,)), (State.TERMINATING, (P, R))}
+    assert inserts == {(State.CREATED, (P, D)), (State.TERMINATING, (P, R, D))}
     assert len({row.name for row in TRANSITIONS}) == len(TRANSITIONS)
 
 
@@ -185,14 +219,14 @@ def test_create_requires_epoch_1(epoch: int) -> None:
         create(instance(state=State.CREATED, epoch=epoch), by=P, why="a test")
 
 
-@pytest.mark.parametrize("by", [each for each in Actor if each is not P], ids=_name)
-def test_only_a_provision_creates(by: Actor) -> None:
+@pytest.mark.parametrize("by", [each for each in Actor if each not in {P, D}], ids=_name)
+def test_only_a_provision_or_the_listener_creates(by: Actor) -> None:
     with pytest.raises(IllegalTransition):
         create(in_state(State.CREATED), by=by, why="a test")
 
 
 @pytest.mark.parametrize("by", [L, S, OPERATOR], ids=_name)
-def test_only_provision_and_refresh_write_tombstones(by: Actor) -> None:
+def test_only_launching_processes_and_refresh_write_tombstones(by: Actor) -> None:
     with pytest.raises(IllegalTransition):
         tombstone(in_state(State.TERMINATING), by=by, now=NOW, why="a test")
 
@@ -495,3 +529,103 @@ def test_only_a_released_provision_can_be_settled(status: ProvisionStatus) -> No
         settled(provision(status=status), forget_at=FORGET_AT)
     after = settled(provision(status=RELEASED), forget_at=FORGET_AT)
     assert (after.settled, after.forget_at) == (True, FORGET_AT)
+
+
+# Runner sets ------------------------------------------------------------------------------------------------------
+
+
+def bind(**changed: Any) -> Bind:
+    values: dict[str, Any] = {"runner_name": in_set(State.RUNNING).assignment.runner_name, "run_id": "77"}  # type: ignore[union-attr]
+    values |= {"repository": "Octo/App", "tier": Tier.TRUSTED, "set_tier": Tier.TRUSTED}
+    return Bind(**{**values, "max_runtime_s": 1_800.0, "margin_s": 60.0, **changed})
+
+
+def test_equip_adds_the_registration_and_bind_removes_its_configuration() -> None:
+    claimed = in_set(State.CLAIMED)
+    listening = write(claimed, evidence_in_set(claimed)[Equip], D).applied_to(claimed)
+    assert listening.assignment is not None
+    assert (listening.assignment.jit_config, listening.assignment.runner_id) == ("configuration", 7)
+    assert (listening.threshold, listening.run_deadline) == (at(900), at(2_700))
+    assert not listening.is_bound
+    bound = write(listening, bind(), D).applied_to(listening)
+    assert bound.assignment is not None
+    assert (bound.assignment.jit_config, bound.assignment.runner_id) == ("", 7)
+    assert (bound.run_id, bound.tier, bound.retire_reason) == ("77", Tier.TRUSTED, None)
+    assert (bound.threshold, bound.run_deadline, bound.is_bound) == (at(1_800), None, True)
+    with pytest.raises(IllegalTransition):
+        write(bound, bind(run_id="78"), D)
+
+
+@pytest.mark.parametrize(
+    ("strict", "tier", "uses", "only_trusted"),
+    [
+        (True, Tier.TRUSTED, 1, True),
+        (True, Tier.TRUSTED, 0, False),
+        (True, Tier.UNTRUSTED, 1, False),
+        (False, Tier.TRUSTED, 1, False),
+    ],
+)
+def test_a_strict_set_takes_only_trusted_jobs_after_trusted_ones(
+    *, strict: bool, tier: Tier, uses: int, only_trusted: bool
+) -> None:
+    claimed = in_set(State.CLAIMED, tier=tier, uses=uses)
+    event: Any = evidence_in_set(claimed)[Equip]
+    listening = write(claimed, replace(event, strict=strict), D).applied_to(claimed)
+    assert listening.assignment is not None
+    assert (listening.assignment.any_run, listening.assignment.only_trusted) == (True, only_trusted)
+
+
+def test_a_created_instance_needs_its_ok_before_it_listens_or_fills_the_pool() -> None:
+    created = in_set(State.CREATED)
+    for kind in (Equip, Fill):
+        event: Any = evidence_in_set(created)[kind]
+        for found in (None, report(None, 1), report(Signal.UD_OK, 2), report(Signal.UD_FAILED, 1)):
+            with pytest.raises(IllegalTransition):
+                write(created, replace(event, report=found), D)
+
+
+def test_only_the_event_of_this_runner_or_a_report_of_this_epoch_binds() -> None:
+    listening = in_set(State.RUNNING)
+    for event in (
+        bind(runner_name="another"),
+        bind(runner_name=""),
+        bind(runner_name="", report=report(Signal.UD_REG_OK, 1, busy=True)),
+        bind(runner_name="", report=report(Signal.UD_REG_OK, 2, spent_epoch=1)),
+    ):
+        with pytest.raises(IllegalTransition):
+            write(listening, event, D)
+
+
+def test_a_job_that_only_the_agent_reports_is_untrusted_and_retires_the_machine_of_a_trusted_set() -> None:
+    listening = in_set(State.RUNNING)
+    for found in (report(Signal.UD_REG_OK, 2, busy=True), report(Signal.UD_REG_OK, 2, spent_epoch=2)):
+        bound = write(listening, bind(runner_name="", report=found), R).applied_to(listening)
+        assert (bound.run_id, bound.tier) == (UNKNOWN_RUN, Tier.UNTRUSTED)
+        assert bound.retire_reason is RetireReason.UNTRUSTED_JOB
+        assert bound.repository == ""
+
+
+def test_an_untrusted_set_reuses_its_machines() -> None:
+    listening = in_set(State.RUNNING, tier=Tier.UNTRUSTED)
+    bound = write(listening, bind(tier=Tier.TRUSTED, set_tier=Tier.UNTRUSTED), D).applied_to(listening)
+    assert (bound.tier, bound.retire_reason) == (Tier.UNTRUSTED, None)
+
+
+def test_a_running_job_that_nobody_recorded_protects_a_listening_runner() -> None:
+    listening = in_set(State.RUNNING)
+    assert listening.deadline(busy=False) == at(900)
+    assert listening.deadline(busy=True) == at(2_700)
+    bound = write(listening, bind(), D).applied_to(listening)
+    assert bound.deadline(busy=True) == bound.threshold
+    released_early = write(listening, evidence(listening)[Release], D).applied_to(listening)
+    assert released_early.run_deadline == at(2_700)
+
+
+def test_a_machine_whose_job_was_recorded_meanwhile_is_not_retired_for_an_unknown_one() -> None:
+    listening = in_set(State.RUNNING)
+    bound = write(listening, bind(), D).applied_to(listening)
+    unknown = write(listening, Retire(reason=RetireReason.UNTRUSTED_JOB), D)
+    assert unknown.condition.is_met_by(listening)
+    assert not unknown.condition.is_met_by(bound)
+    drained = write(listening, Retire(reason=RetireReason.DRAINED), D)
+    assert drained.condition.is_met_by(bound)

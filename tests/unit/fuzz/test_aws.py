@@ -21,13 +21,13 @@ from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.ec2.compute import Ec2Compute, Ec2SpotPrices, _point
 from remuda.adapters.aws.ec2.create_fleet import launch_failure, parse_fleet
 from remuda.adapters.aws.ec2.tagged_fleet import Ec2Fleet
-from remuda.adapters.aws.http import AwsHttpResponse
 from remuda.adapters.aws.service import ServiceClient
 from remuda.adapters.aws.signature import AwsCredentials
 from remuda.adapters.aws.sqs import SqsResourcePool
 from remuda.domain.errors import RemudaError
 from remuda.domain.instance import Instance
 from remuda.domain.resources import DEFAULT_CLASSES, RunnerRequest, Tier, TypePatterns, UsageClass
+from remuda.http import ClientResponse
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import MachineView
 from remuda.ports.pool import Delivery
@@ -62,17 +62,17 @@ MARKS = [
 class _FakeHttp:
     """Replaces the connections of a client: one response for everything except the named operations."""
 
-    host, path = "127.0.0.1", "/"
+    url, host, path = "http://127.0.0.1", "127.0.0.1", "/"
 
     def __init__(self) -> None:
         self.status, self.body, self.headers = 200, b"", {"x-amzn-requestid": "r"}
         self.fixed: dict[str, bytes] = {}
 
-    async def post(self, headers: Mapping[str, str], body: bytes) -> AwsHttpResponse:  # noqa: ARG002 - as in the protocol
+    async def request(self, method: str, target: str, *, headers: Mapping[str, str], body: bytes) -> ClientResponse:  # noqa: ARG002 - as in the protocol
         name = headers.get("x-amz-target", "").rpartition(".")[2]
         if name in self.fixed:
-            return AwsHttpResponse(200, {"x-amzn-requestid": "r"}, self.fixed[name])
-        return AwsHttpResponse(self.status, self.headers, self.body)
+            return ClientResponse(200, {"x-amzn-requestid": "r"}, self.fixed[name])
+        return ClientResponse(self.status, self.headers, self.body)
 
     async def close(self) -> None:
         """Nothing to close."""

@@ -28,6 +28,7 @@ from remuda.config.sources import load
 from remuda.domain.errors import UserError
 from remuda.domain.reporting.prices import parse_prices
 from remuda.domain.resources import TypePatterns, check_run_id, check_scope, parse_classes
+from remuda.domain.runner_set import parse_runner_sets
 from remuda.domain.scale_down.idle_config import parse_cron, parse_idle_config, quota_at
 from tests.support.mutations import (
     DEEP,
@@ -67,6 +68,16 @@ NAMES = list(SETTINGS)
 CLASSES = {"large": {"cpu": 2, "mmem": 4_096}, "xlarge": {"cpu": 4, "mmem": 8_192}}
 WINDOWS = [
     {"cron": "* * 9-17 * * 1-5", "timeZone": "Europe/Berlin", "idleCount": 2, "evictionStrategy": "newest_first"}
+]
+SETS = [
+    {
+        "name": "large",
+        "labels": ["self-hosted", "large"],
+        "max": 4,
+        "trust": "trusted",
+        "windows": [{"cron": "* 9-17 * * 1-5", "time-zone": "Europe/Berlin", "hot": 1, "warm": 2}],
+    },
+    {"name": "forks", "labels": ["forks"], "max": 2, "scope": "acme", "usage-class": "spot", "strict": True},
 ]
 PRICES = {
     "dated": "2025-05-31",
@@ -141,6 +152,19 @@ def test_random_resource_classes(document: Any) -> None:
 def test_random_idle_windows(document: Any) -> None:
     windows = result_or_rejected(lambda: parse_idle_config(document, zone_of=time_zone))
     assert quota_at(windows or (), NOW).idle_count >= 0
+
+
+@fuzzed()
+@given(mutated(SETS) | any_json)
+@example([{**SETS[0], "max": 10**5_000}])
+@example([{**SETS[0], "labels": [LONE]}])
+@example([{**SETS[0], "windows": [{"cron": [], "time-zone": {}}]}])
+def test_random_runner_sets(document: Any) -> None:
+    sets = result_or_rejected(lambda: parse_runner_sets(document, default_scope="acme/app", zone_of=time_zone))
+    for item in sets or ():
+        item.check()
+        assert item.capacity_at(NOW, zone_of=time_zone).hot <= item.max
+        assert item.describe().isprintable()
 
 
 @fuzzed(100)

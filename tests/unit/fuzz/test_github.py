@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import gzip
 import json
-from collections.abc import Awaitable, Callable
+import re
+from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, timedelta
 from typing import Any
 
-import httpx
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from remuda.adapters.github.auth import AppAuth, Auth, StaticToken
-from remuda.adapters.github.client import LIST_ATTEMPTS, MAX_ATTEMPTS, GitHubClient, GitHubDoctor
+from remuda.adapters.github.client import LIST_ATTEMPTS, MAX_ATTEMPTS, GitHubClient
+from remuda.adapters.github.doctor import GitHubDoctor
 from remuda.adapters.github.responses import MAX_BODY, MAX_RETRY_AFTER_S
-from remuda.domain.errors import RemudaError, Throttled, Unavailable
+from remuda.domain.errors import RemudaError, Throttled, Unavailable, UserError
 from remuda.domain.instance import Credential
 from remuda.domain.runner_release import RunnerChoice, RunnerRelease
 from remuda.domain.serialization import from_document, to_document
+from remuda.http import ClientResponse, InvalidRequest, ResponseTooLong
 from remuda.ports.calls import CallCounter
 from remuda.ports.doctor import clock_skew_s
 from remuda.ports.github import Deletion, GitHubRunner, JitRunner
@@ -79,32 +82,35 @@ headers = st.fixed_dictionaries(
 statuses = st.sampled_from([200, 201, 204, 206, 301, 304, 400, 401, 403, 404, 409, 422, 429, 500, 502, 503])
 
 
-class FixedResponse(httpx.AsyncBaseTransport):
-    """Gives the same response to every request and counts the requests."""
+class FixedResponse:
+    """Replaces the connections: gives the same response to every request and counts the requests."""
 
     def __init__(self, status: int, found: dict[str, str], body: bytes) -> None:
-        self._answer = (
-            status,
-            [(name.encode(), value.encode("latin-1", "replace")) for name, value in found.items()],
-            body,
-        )
+        # A head is read as Latin-1.
+        found = {name: value.encode("latin-1", "replace").decode("latin-1") for name, value in found.items()}
+        self._answer = ClientResponse(status, found, body)
         self.requests = 0
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:  # noqa: ARG002 - not used
+    async def request(self, method: str, target: str, **_: Any) -> ClientResponse:
+        check_target(method, target)
         self.requests += 1
-        status, found, body = self._answer
-        return httpx.Response(status, headers=found, stream=httpx.ByteStream(body))
+        return self._answer
+
+
+def check_target(method: str, target: str) -> None:
+    """What the real connections accept."""
+    assert method in {"DELETE", "GET", "POST"}
+    assert re.fullmatch("/[!-~]+", target)
 
 
 #: Shared by all examples: creating a client is slow, and it keeps no state.
 _FORGE = GitHubClient(
     api_url="http://127.0.0.1:1", clock=VirtualClock(), ids=SeededIds(), calls=CallCounter(), token="t0ken"
 )
-_FORGE._client._mounts = {}
 
 
-def github_on(transport: httpx.AsyncBaseTransport, auth: Auth | None = None) -> GitHubClient:
-    _FORGE._client._transport = transport
+def github_on(http: Any, auth: Auth | None = None) -> GitHubClient:
+    _FORGE._http = http
     _FORGE._auth = auth or StaticToken("t0ken")
     return _FORGE
 
@@ -240,24 +246,35 @@ def test_endless_pages_are_not_followed() -> None:
     assert transport.requests <= 2 * LIST_ATTEMPTS
 
 
-def test_huge_body_is_not_read_completely() -> None:
-    class HugeBody(httpx.AsyncByteStream):
-        sent = 0
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        (gzip.compress(json.dumps(TOKEN).encode()), ""),
+        (gzip.compress(json.dumps(TOKEN).encode())[:-9], "cannot be decompressed"),
+        (gzip.compress(b" " * (MAX_BODY + 1)), f"longer than {MAX_BODY}"),
+        (json.dumps(TOKEN).encode(), "cannot be decompressed"),
+    ],
+    ids=["valid", "truncated", "bomb", "not compressed"],
+)
+def test_compressed_response(body: bytes, problem: str) -> None:
+    result = run(github_on(FixedResponse(201, {"content-encoding": "gzip"}, body)).registration_token("octo"))
+    assert isinstance(result, Unavailable if problem else Credential)
+    assert problem in str(result)
 
-        async def __aiter__(self):
-            while True:
-                self.sent += 1_000_000
-                yield b" " * 1_000_000
 
-    giant = HugeBody()
+@pytest.mark.parametrize(
+    ("failure", "error", "said"),
+    [(ResponseTooLong(""), Unavailable, f"longer than {MAX_BODY}"), (InvalidRequest(""), UserError, "credential")],
+    ids=["long", "request"],
+)
+def test_request_without_a_usable_response(failure: Exception, error: type[RemudaError], said: str) -> None:
+    class Failing:
+        async def request(self, *_: Any, **__: Any) -> ClientResponse:
+            raise failure
 
-    class Sending(httpx.AsyncBaseTransport):
-        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:  # noqa: ARG002
-            return httpx.Response(200, stream=giant)
-
-    error = run(github_on(Sending()).registration_token("octo"))
-    assert "longer than" in str(error)
-    assert giant.sent <= MAX_ATTEMPTS * (MAX_BODY + 2_000_000)
+    result = run(github_on(Failing()).registration_token("octo"))
+    assert type(result) is error
+    assert said in str(result)
 
 
 @fuzzed()
@@ -269,14 +286,17 @@ def test_app_installation(found: bytes, minted: bytes) -> None:
     """A GitHub App looks up its installation and creates a token."""
     paths: list[str] = []
 
-    class Both(httpx.AsyncBaseTransport):
-        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-            paths.append(request.url.path)
-            if request.url.path.endswith("/access_tokens"):
-                return httpx.Response(201, content=minted)
-            return httpx.Response(
-                200, content=found if request.url.path.endswith("/installation") else json.dumps(LIST)
-            )
+    class Both:
+        async def request(self, method: str, target: str, *, headers: Mapping[str, str], body: bytes) -> ClientResponse:
+            check_target(method, target)
+            # It accepts what the parsers let through.
+            assert re.fullmatch("Bearer [!-~]+", headers["Authorization"])
+            assert not body
+            path = target.partition("?")[0]
+            paths.append(path)
+            if path.endswith("/access_tokens"):
+                return ClientResponse(201, {}, minted)
+            return ClientResponse(200, {}, found if path.endswith("/installation") else json.dumps(LIST).encode())
 
     auth = AppAuth.__new__(AppAuth)
     auth._app_id, auth._clock, auth._installations = "1", VirtualClock(), {}

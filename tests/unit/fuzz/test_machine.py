@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Iterator
+import re
+from collections.abc import Awaitable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from remuda.adapters.aws.imds import STATE_FILE, TIMERS, Ec2Machine, Imds
+from remuda.adapters.aws.imds import MAX_RESPONSE_BYTES, STATE_FILE, TIMERS, Ec2Machine, Imds
 from remuda.adapters.aws.user_data import MachineLayout
 from remuda.adapters.local import folder as machine_folder
 from remuda.adapters.local.folder import supervisor
@@ -27,7 +27,8 @@ from remuda.agent.runner import ActionsRunner, _describe_result
 from remuda.domain.errors import RemudaError
 from remuda.domain.serialization import from_document, to_document
 from remuda.domain.signals import MAX_DURATION_S, Report
-from remuda.ports.machine import AgentState, Identity, ScriptStatus, StepResult
+from remuda.http import ClientResponse, ResponseTooLong
+from remuda.ports.machine import AgentState, Identity, RunnerState, ScriptStatus, StepResult
 from simulation.loop import VirtualClock
 from tests.support.mutations import ESCAPES, LONE, TEXTS, check_shown, fuzzed, in_virtual_time, spoiled_text
 from tests.support.records import NOW
@@ -51,16 +52,22 @@ RECORD = MachineRecord(
 )
 
 
-class _Metadata(httpx.AsyncBaseTransport):
+class _Metadata:
+    """Replaces the connections to the metadata service."""
+
     def __init__(self) -> None:
         self.token, self.status = b"token", 200
         self.values: dict[str, bytes] = {}
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        if request.method == "PUT":
-            return httpx.Response(self.status, stream=httpx.ByteStream(self.token))
-        found = self.values.get(request.url.path.removeprefix("/latest/meta-data/"))
-        return httpx.Response(404 if found is None else self.status, stream=httpx.ByteStream(found or b""))
+    async def request(self, method: str, target: str, *, headers: Mapping[str, str]) -> ClientResponse:
+        # What the real connections accept.
+        assert all(re.fullmatch("[!-~]+", value) for value in headers.values())
+        if method == "PUT":
+            return ClientResponse(self.status, {}, self.token)
+        found = self.values.get(target.removeprefix("/latest/meta-data/"))
+        if len(found or b"") > MAX_RESPONSE_BYTES:
+            raise ResponseTooLong("too long")
+        return ClientResponse(404 if found is None else self.status, {}, found or b"")
 
 
 class FuzzedMachine:
@@ -73,8 +80,7 @@ class FuzzedMachine:
         self.folder = folder
         self.metadata = _Metadata()
         self.imds = Imds(endpoint="http://127.0.0.1:1", clock=VirtualClock())
-        self.imds._client._transport = self.metadata
-        self.imds._client._mounts = {}
+        self.imds._http = self.metadata  # type: ignore[assignment]
         self.agent = Ec2Machine(
             imds=self.imds, clock=VirtualClock(), reset=clean, layout=MachineLayout(state=str(folder)), run=lambda _: 0
         )
@@ -158,7 +164,7 @@ def test_stored_agent_state(machine: FuzzedMachine, memory: bytes, timers: bytes
     machine.agent._run = run
 
     async def start() -> bool:
-        return Expiry(machine=machine.agent, clock=VirtualClock(), margin_s=60.0).has_passed()
+        return Expiry(machine=machine.agent, clock=VirtualClock(), margin_s=60.0).has_passed(RunnerState())
 
     assert machine.call(start()) is not None
     assert all(name.startswith("remuda-dead-man-") for name in stopped)

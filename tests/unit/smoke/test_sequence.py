@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,8 +12,10 @@ import pytest
 import yaml
 
 from remuda.adapters.system.prices import shipped_prices
-from remuda.deployment.workflow import workflow_text
+from remuda.config.settings import time_zone
+from remuda.deployment.workflow import set_workflow_text, workflow_text
 from remuda.domain.errors import RemudaError
+from remuda.domain.runner_set import parse_runner_sets
 from simulation.loop import VirtualClock
 from tests.smoke.budget import RUN_HOURS, BudgetExceeded, Meter
 from tests.smoke.repository import PushedRun
@@ -77,7 +80,14 @@ class FakeWorld:
         await asyncio.sleep(1)
         if command == "deploy":
             assert "--yes" in arguments
-            return {"workflow": PASTED}
+            if "--runner-sets" not in arguments:
+                return {"workflow": PASTED}
+            (found,) = parse_runner_sets(
+                json.loads(arguments[arguments.index("--runner-sets") + 1]),
+                default_scope="octo/demo",
+                zone_of=time_zone,
+            )
+            return {"workflow": set_workflow_text(found)}
         if command == "doctor":
             return {"checks": [{"name": "table", "status": "ok"}]}
         if command == "status":
@@ -132,7 +142,7 @@ class FakeWorld:
         workflow = yaml.safe_load(files[".github/workflows/smoke.yml"])
         number = len(self.runs) + 1
         self.branches[branch] = f"sha{number}"
-        with_inputs = workflow["jobs"]["provision"]["steps"][-1]["with"]
+        with_inputs = workflow["jobs"].get("provision", {"steps": [{"with": {}}]})["steps"][-1]["with"]
         self.runs[number] = {
             "sha": f"sha{number}",
             "branch": branch,
@@ -250,8 +260,8 @@ def test_all_steps_pass_and_nothing_is_left():
     run = smoke_run(world)
     run.on_step_end = ended.append
     run_virtual(run.run())
-    assert ended == ["deploy", "doctor", "cold run", "reuse", "spot notice", "destroy", "clean-up"]
-    assert len(world.runs) == 3
+    assert ended == ["deploy", "doctor", "cold run", "reuse", "runner set", "spot notice", "destroy", "clean-up"]
+    assert len(world.runs) == 4
     assert nothing_is_left(world)
 
 
@@ -266,7 +276,9 @@ CALLS = [
     ("status", 1),
     ("push", 2),
     ("status", 2),
+    ("deploy", 2),
     ("push", 3),
+    ("push", 4),
     ("jobs", 1),
     ("send_spot_notice", 1),
     ("experiment_state", 1),

@@ -18,8 +18,17 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from starlette.applications import Starlette
 
 from remuda.controlplane.read.status import PoolLevel, Status
+from remuda.domain.demand import JobRecord
 from remuda.domain.instance import HistoryEntry, State
 from remuda.domain.provision import Provision, ProvisionOutcome, ProvisionStatus
+from remuda.domain.reporting.demand import (
+    DemandStatus,
+    ListenerStatus,
+    OverdueJob,
+    RunnerSetStatus,
+    SessionState,
+    WaitReason,
+)
 from remuda.domain.reporting.warnings import PoolWarning, WarningKind
 from remuda.domain.runner_release import REFUSED_AFTER
 from remuda.domain.signals import Report
@@ -372,3 +381,81 @@ async def test_metrics_route_refreshes_and_negotiates_the_format(accept: str, co
     assert 'remuda_api_calls_total{operation="find",outcome="ok",service="store"} 1.0' in response.text.splitlines()
     if content_type.startswith("text/plain"):
         assert len(list(parse_text(response.text))) == len(METRICS)
+
+
+# Runner sets --------------------------------------------------------------------------------------------------------
+
+
+def set_status(**changed: Any) -> RunnerSetStatus:
+    values: dict[str, Any] = {"name": "large", "runner_set": None, "session": SessionState.OPEN, "at": NOW, "max": 9}
+    counts = dict.fromkeys(("waiting", "assigned", "running", "hot", "warm", "launching"), 0)
+    return RunnerSetStatus(**{**values, **counts, **changed})
+
+
+def with_demand(**changed: Any) -> Status:
+    return replace(status(), demand=DemandStatus(**changed))
+
+
+def job(number: int = 1, **changed: Any) -> JobRecord:
+    values: dict[str, Any] = {"job_id": f"job-{number}", "runner_set": "large", "seen_at": NOW, "queued_at": NOW}
+    return JobRecord(**{**values, **changed})
+
+
+def test_gauges_of_runner_sets() -> None:
+    metrics = fleet_metrics()
+    item = set_status(
+        waiting=3, assigned=5, running=2, hot=1, warm=4, launching=6, updated_at=at(-30), oldest_queued_at=at(-70)
+    )
+    overdue = OverdueJob(
+        job_id="9", run_id="8", repository="", name="", labels=(), runner_set="", queued_at=NOW,
+        reason=WaitReason.NO_SET, detail="",
+    )  # fmt: skip
+    listener = ListenerStatus(owner="host", beat=12)
+    metrics.on_status(with_demand(sets=(item,), overdue=(overdue,), listener=listener))
+    found = read(metrics)
+    jobs = {state: one(found, "remuda_set_jobs", runner_set="large", state=state) for state in ("waiting", "assigned")}
+    assert jobs == {"waiting": 3, "assigned": 5}
+    runners = ("running", "hot", "launching", "warm")
+    assert [one(found, "remuda_set_runners", runner_set="large", state=name) for name in runners] == [2, 1, 6, 4]
+    assert one(found, "remuda_set_max_runners", runner_set="large") == 9
+    assert one(found, "remuda_set_oldest_wait_seconds", runner_set="large") == 70
+    assert one(found, "remuda_set_last_message_age_seconds", runner_set="large") == 30
+    assert one(found, "remuda_set_session_up", runner_set="large") == 1
+    assert (one(found, "remuda_listener_up"), one(found, "remuda_listener_beat")) == (1, 12)
+    assert one(found, "remuda_jobs_waiting_too_long", reason="no-set") == 1
+    assert one(found, "remuda_jobs_waiting_too_long", reason="session") == 0
+
+
+def test_silent_listener_and_closed_session() -> None:
+    metrics = fleet_metrics()
+    listener = ListenerStatus(owner="host", beat=12, silent_since=at(-90))
+    metrics.on_status(with_demand(sets=(set_status(session=SessionState.SILENT),), listener=listener))
+    found = read(metrics)
+    assert (one(found, "remuda_listener_up"), one(found, "remuda_set_session_up", runner_set="large")) == (0, 0)
+    metrics.on_status(with_demand())
+    assert total(read(metrics), "remuda_listener_up") == 0
+
+
+def test_jobs_are_counted_once_when_they_start_and_end() -> None:
+    metrics = fleet_metrics()
+    sets = (set_status(),)
+    metrics.on_status(with_demand(sets=sets, jobs=(job(1), job(9, started_at=at(-5)))))
+    assert one(read(metrics), "remuda_job_wait_seconds_count", runner_set="large") == 0, "started before the process"
+    assert one(read(metrics), "remuda_jobs_total", runner_set="large", result="failed") == 0
+    for _ in range(3):
+        metrics.on_status(with_demand(sets=sets, jobs=(job(1, started_at=at(4)),)))
+    found = read(metrics)
+    assert one(found, "remuda_job_wait_seconds_count", runner_set="large") == 1
+    assert one(found, "remuda_job_wait_seconds_sum", runner_set="large") == 4
+    assert one(found, "remuda_job_wait_seconds_bucket", runner_set="large", le="5.0") == 1
+    done = [
+        job(1, started_at=at(4), completed_at=at(9), result="Succeeded"),
+        job(2, completed_at=at(9), result='a result\n{of} "another" service'),
+        job(3, runner_set="unknown\nset", completed_at=at(9), result="failed"),
+    ]
+    for _ in range(3):
+        metrics.on_status(with_demand(sets=sets, jobs=tuple(done)))
+    found = read(metrics)
+    assert one(found, "remuda_jobs_total", runner_set="large", result="succeeded") == 1
+    assert one(found, "remuda_jobs_total", runner_set="large", result="other") == 1
+    assert one(found, "remuda_jobs_total", runner_set="other", result="failed") == 1

@@ -1,9 +1,10 @@
-"""HTTP connections of the AWS clients, with servers and proxies that behave badly."""
+"""HTTP connections, with servers and proxies that behave badly."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import select
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
@@ -11,24 +12,27 @@ from ipaddress import ip_address
 from pathlib import Path
 
 import pytest
-from botocore.exceptions import (
-    ConnectionClosedError,
-    EndpointConnectionError,
-    HTTPClientError,
-    ProxyConnectionError,
-    ReadTimeoutError,
-    SSLError,
-)
 from cryptography import x509
 
-from remuda.adapters.aws import http as module
-from remuda.adapters.aws.http import HttpConnections
+from remuda import http as module
+from remuda.http import (
+    ConnectError,
+    ConnectionLost,
+    HttpConnections,
+    InvalidRequest,
+    InvalidResponse,
+    ProxyError,
+    ReadTimeout,
+    ResponseTooLong,
+    TlsError,
+)
 from tests.support.aws.servers import LOOPBACK, unused_port
 from tests.support.records import LONG_S
 from tests.support.tls_server import write_certificate
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+MAX_BODY = 1_000_000
 
 
 class Server:
@@ -46,12 +50,12 @@ class Server:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
                 received.append(head)
-                length = next(
+                lengths = [
                     int(line.partition(b":")[2])
                     for line in head.split(b"\r\n")
                     if line.lower().startswith(b"content-length")
-                )
-                await reader.readexactly(length)
+                ]
+                await reader.readexactly(sum(lengths))
                 response = self._responses.pop(0) if len(self._responses) > 1 else self._responses[0]
                 writer.write(response)
                 await writer.drain()
@@ -79,10 +83,21 @@ async def serving(handler: Handler, context: ssl.SSLContext | None = None) -> As
 
 @asynccontextmanager
 async def connecting(
-    url: str, *, read_timeout_s: float = LONG_S, connections: int = 4, ca: str = ""
+    url: str,
+    *,
+    timeout_s: float = LONG_S,
+    connections: int = 4,
+    ca: str = "",
+    keep_alive_s: float = 12.0,
 ) -> AsyncIterator[HttpConnections]:
     opened = HttpConnections(
-        url, connect_timeout_s=LONG_S, read_timeout_s=read_timeout_s, connections=connections, ca_bundle=ca
+        url,
+        connect_timeout_s=LONG_S,
+        timeout_s=timeout_s,
+        connections=connections,
+        max_body=MAX_BODY,
+        ca_bundle=ca,
+        keep_alive_s=keep_alive_s,
     )
     try:
         yield opened
@@ -91,7 +106,7 @@ async def connecting(
 
 
 async def post(http: HttpConnections) -> bytes:
-    response = await http.post({"host": http.host, "x-amz-target": "T"}, b"{}")
+    response = await http.request("POST", http.path, headers={"x-amz-target": "T"}, body=b"{}")
     return response.body
 
 
@@ -135,10 +150,69 @@ async def test_closed_connection_is_not_used_again(response: bytes):
     assert [len(requests) for requests in server.connections] == [1, 1]
 
 
-async def test_old_connection_is_not_used_again(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "KEEP_ALIVE_S", 0.0)
-    server = Server(OK)
+async def test_connection_whose_end_the_event_loop_has_not_read_is_not_used_again():
+    """As with httpx: otherwise a request that must not be repeated would be lost."""
+    server = Server(OK, closes=True)
     async with serving(server) as port, connecting(f"http://{LOOPBACK}:{port}") as http:
+        await post(http)
+        ((connection, _),) = http._idle
+        socket = connection.writer.get_extra_info("socket")
+        # Like an event loop that is busy otherwise.
+        connection.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        while not select.select([socket], [], [], 0)[0]:  # noqa: ASYNC110 - there is no event
+            await asyncio.sleep(0)
+        assert not connection.reader.at_eof()
+        assert await post(http) == b"ok"
+    assert [len(requests) for requests in server.connections] == [1, 1]
+
+
+async def test_connection_with_an_unrequested_response_is_not_used_again():
+    server = Server(OK + b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil", OK)
+    async with serving(server) as port, connecting(f"http://{LOOPBACK}:{port}") as http:
+        assert [await post(http), await post(http)] == [b"ok", b"ok"]
+    assert [len(requests) for requests in server.connections] == [1, 1]
+
+
+async def test_lost_request_is_not_sent_again():
+    server = Server(OK, b"", OK)
+    async with serving(server) as port, connecting(f"http://{LOOPBACK}:{port}") as http:
+        await post(http)
+        with pytest.raises(ConnectionLost):
+            await post(http)
+        assert await post(http) == b"ok"
+    assert [len(requests) for requests in server.connections] == [2, 1]
+
+
+async def test_methods_targets_and_headers():
+    server = Server(OK, OK, b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\nLink: <a>\r\nLINK: <b>\r\n\r\n", OK)
+    async with serving(server) as port, connecting(f"http://me:secret@{LOOPBACK}:{port}/base") as http:
+        await http.request("GET", "/base/list?page=1", headers={"Accept": "text/plain"})
+        await http.request("PATCH", "/x", body=b"{}")
+        head = await http.request("HEAD", "/x")
+        await http.request("POST", "/x")
+    assert (head.headers["link"], head.body) == ("<a>, <b>", b"")
+    host = f"host: {LOOPBACK}:{port}\r\n".encode()
+    assert server.connections == [
+        [
+            b"GET /base/list?page=1 HTTP/1.1\r\n" + host + b"Accept: text/plain\r\n\r\n",
+            b"PATCH /x HTTP/1.1\r\n" + host + b"content-length: 2\r\n\r\n",
+            b"HEAD /x HTTP/1.1\r\n" + host + b"\r\n",
+            b"POST /x HTTP/1.1\r\n" + host + b"content-length: 0\r\n\r\n",
+        ]
+    ]
+
+
+async def test_redirect_is_not_followed():
+    server = Server(b"HTTP/1.1 302 Found\r\nLocation: /other\r\nContent-Length: 0\r\n\r\n")
+    async with serving(server) as port, connecting(f"http://{LOOPBACK}:{port}") as http:
+        response = await http.request("GET", "/")
+    assert (response.status, response.is_success) == (302, False)
+    assert len(server.connections[0]) == 1
+
+
+async def test_old_connection_is_not_used_again():
+    server = Server(OK)
+    async with serving(server) as port, connecting(f"http://{LOOPBACK}:{port}", keep_alive_s=0.0) as http:
         assert [await post(http), await post(http)] == [b"ok", b"ok"]
     assert len(server.connections) == 2
 
@@ -154,29 +228,50 @@ async def test_connection_from_before_a_freeze_is_not_used_again(monkeypatch: py
     assert len(server.connections) == 2
 
 
-async def test_header_with_a_line_break_is_not_sent():
+@pytest.mark.parametrize(
+    ("method", "target", "name", "value"),
+    [
+        ("POST", "/", "x-amz-security-token", "token\n"),
+        ("POST", "/", "x-amz-security-token", "token\r\nx-amz-target: Other"),
+        ("POST", "/", "x-amz-security-token", "\0"),
+        ("POST", "/", "x-amz-security-token", "tökén"),
+        ("POST", "/", "x: y\r\nz", "token"),
+        ("POST", "/ HTTP/1.1\r\nx: y", "x", "token"),
+        ("POST", "/a b", "x", "token"),
+        ("POST", "//token/ü", "x", "token"),
+        ("POST", "http://other/token", "x", "token"),
+        ("GET / HTTP/1.1\r\n", "/", "x", "token"),
+    ],
+)
+async def test_request_with_an_invalid_character_is_not_sent(method: str, target: str, name: str, value: str):
     server = Server(OK)
     async with serving(server) as port, connecting(f"http://{LOOPBACK}:{port}") as http:
-        for value in ("token\n", "token\r\nx-amz-target: Other", "\0"):
-            with pytest.raises(HTTPClientError, match="check the AWS credentials") as raised:
-                await http.post({"host": http.host, "x-amz-security-token": value}, b"{}")
-            assert "token" not in str(raised.value)
+        with pytest.raises(InvalidRequest) as raised:
+            await http.request(method, target, headers={name: value}, body=b"{}")
+        assert "token" not in str(raised.value)
     assert server.connections == []
 
 
 @pytest.mark.parametrize(
     ("response", "failure"),
     [
-        (b"", ConnectionClosedError),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nok", ConnectionClosedError),
-        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n9\r\nok", ConnectionClosedError),
-        (b"HTTP/1.1 408 Request Timeout\r\nContent-Length: 0\r\n\r\n", ConnectionClosedError),
-        (b"SSH-2.0-OpenSSH\r\n\r\n", HTTPClientError),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: two\r\n\r\nok", HTTPClientError),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\nok", HTTPClientError),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\nok", HTTPClientError),
-        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", HTTPClientError),
-        (b"HTTP/1.1 200 OK\r\nX: " + b"x" * (module.MAX_HEAD + 10) + b"\r\n\r\n", HTTPClientError),
+        (b"", ConnectionLost),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nok", ConnectionLost),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n9\r\nok", ConnectionLost),
+        (b"HTTP/1.1 408 Request Timeout\r\nContent-Length: 0\r\n\r\n", ConnectionLost),
+        (b"SSH-2.0-OpenSSH\r\n\r\n", InvalidResponse),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: two\r\n\r\nok", InvalidResponse),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\nok", InvalidResponse),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\nok", InvalidResponse),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", InvalidResponse),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 1_0\r\n\r\n", InvalidResponse),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\nok", InvalidResponse),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip, chunked\r\n\r\n", InvalidResponse),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nok\r\n", InvalidResponse),
+        (b"HTTP/1.1 200 OK\r\nno header\r\n\r\n", InvalidResponse),
+        (b"HTTP/1.1 2000 OK\r\n\r\n", InvalidResponse),
+        (b"HTTP/2 200 OK\r\n\r\n", InvalidResponse),
+        (b"HTTP/1.1 200 OK\r\nX: " + b"x" * (module.MAX_HEAD + 10) + b"\r\n\r\n", InvalidResponse),
     ],
 )
 async def test_incomplete_and_invalid_responses(response: bytes, failure: type[Exception]):
@@ -185,10 +280,39 @@ async def test_incomplete_and_invalid_responses(response: bytes, failure: type[E
             await post(http)
 
 
+@pytest.mark.parametrize(
+    ("head", "part"),
+    [
+        (b"Content-Length: 1000001", b""),
+        (b"Transfer-Encoding: chunked", b"ffff\r\n" + b"x" * 0xFFFF + b"\r\n"),
+        (b"Connection: close", b"x" * 0xFFFF),
+    ],
+    ids=["length", "chunked", "until the end"],
+)
+async def test_body_is_read_up_to_the_limit(head: bytes, part: bytes):
+    sent = 0
+
+    async def endless(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\n" + head + b"\r\n\r\n")
+        with suppress(ConnectionError):
+            while part and sent < 100 * MAX_BODY:
+                writer.write(part)
+                await writer.drain()
+                sent += len(part)
+
+    async with serving(endless) as port, connecting(f"http://{LOOPBACK}:{port}") as http:
+        with pytest.raises(ResponseTooLong):
+            await post(http)
+    # The rest is in buffers of the operating system.
+    assert sent < 50 * MAX_BODY
+
+
 async def test_server_that_does_not_listen_is_named():
     with unused_port() as port:
         async with connecting(f"http://{LOOPBACK}:{port}") as http:
-            with pytest.raises(EndpointConnectionError, match=str(port)):
+            with pytest.raises(ConnectError, match=str(port)):
                 await post(http)
 
 
@@ -197,9 +321,12 @@ async def test_slow_response():
         await reader.read()
         writer.close()
 
-    async with serving(silent) as port, connecting(f"http://{LOOPBACK}:{port}", read_timeout_s=0.05) as http:
-        with pytest.raises(ReadTimeoutError):
+    async with serving(silent) as port, connecting(f"http://{LOOPBACK}:{port}", timeout_s=0.05) as http:
+        with pytest.raises(ReadTimeout):
             await post(http)
+    async with serving(silent) as port, connecting(f"http://{LOOPBACK}:{port}") as http:
+        with pytest.raises(ReadTimeout):
+            await http.request("GET", "/", timeout_s=0.05)
 
 
 async def test_response_of_a_cancelled_request_is_not_taken_for_that_of_the_next():
@@ -257,7 +384,7 @@ async def test_tls(certificate: Path, server_context: ssl.SSLContext):
         async with connecting(f"https://{LOOPBACK}:{port}", ca=str(certificate)) as http:
             assert [await post(http), await post(http)] == [b"ok", b"ok"]
         async with connecting(f"https://{LOOPBACK}:{port}") as http:
-            with pytest.raises(SSLError, match="CERTIFICATE_VERIFY_FAILED"):
+            with pytest.raises(TlsError, match="CERTIFICATE_VERIFY_FAILED"):
                 await post(http)
     assert len(server.connections) == 1
 
@@ -303,10 +430,11 @@ async def test_tls_through_a_proxy(certificate: Path, server_context: ssl.SSLCon
     assert b"proxy-authorization" not in b"".join(server.connections[0])
 
 
-async def test_http_through_a_proxy(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("variable", ["http_proxy", "ALL_PROXY"])
+async def test_http_through_a_proxy(monkeypatch: pytest.MonkeyPatch, variable: str):
     proxy = Proxy()
     async with serving(proxy) as proxy_port:
-        monkeypatch.setenv("http_proxy", f"{LOOPBACK}:{proxy_port}")
+        monkeypatch.setenv(variable, f"{LOOPBACK}:{proxy_port}")
         async with connecting("http://dynamodb.example.com/base") as http:
             assert await post(http) == b"ok"
     assert proxy.heads[0].startswith(b"POST http://dynamodb.example.com/base HTTP/1.1\r\n")
@@ -316,7 +444,7 @@ async def test_proxy_that_refuses(monkeypatch: pytest.MonkeyPatch):
     async with serving(Proxy(b"407 Proxy Authentication Required")) as proxy_port:
         monkeypatch.setenv("HTTPS_PROXY", f"http://me:s3cret@{LOOPBACK}:{proxy_port}")
         async with connecting("https://dynamodb.example.com") as http:
-            with pytest.raises(ProxyConnectionError) as refused:
+            with pytest.raises(ProxyError) as refused:
                 await post(http)
     assert "s3cret" not in str(refused.value)
 

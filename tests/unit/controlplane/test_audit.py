@@ -1,0 +1,226 @@
+"""Audit of waiting jobs by refresh: which jobs it finds, how many calls it makes, and who shows the result."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from remuda.controlplane.read.explain import explain
+from remuda.controlplane.read.status import status
+from remuda.controlplane.refresh.audit import AUDIT_INTERVAL_S, MAX_CALLS, MAX_STORED
+from remuda.controlplane.refresh.result import RefreshResult
+from remuda.domain.demand import DemandRecord, DemandStatistics, JobRecord, Lease
+from remuda.domain.errors import UserError
+from remuda.domain.reporting.demand import (
+    LISTENER_SILENT_S,
+    WAITING_LIMIT_S,
+    DemandStatus,
+    SessionState,
+    WaitReason,
+)
+from remuda.domain.runner_set import RunnerSet
+from simulation.invariants import SCOPE
+from tests.support.world import PoolWorld
+
+LABELS = ("self-hosted", "remuda", "large")
+
+
+def runner_set(name: str = "large", **changed: Any) -> RunnerSet:
+    values: dict[str, Any] = {"labels": LABELS, "resource_class": "large", "scope": SCOPE, "max": 3}
+    return RunnerSet(name=name, **{**values, **changed})
+
+
+@pytest.fixture
+async def world(world: PoolWorld) -> PoolWorld:
+    await world.configure(runner_sets=(runner_set(),))
+    await listen(world)
+    return world
+
+
+async def listen(world: PoolWorld, beat: int = 1, jobs: tuple[JobRecord, ...] = (), **statistics: int) -> None:
+    """What a listener writes."""
+    store = world.process().store
+    before = await store.get_lease("listener")
+    await store.replace_lease("listener", before, Lease(owner="host", beat=beat))
+    await store.put_demand(
+        DemandRecord(
+            runner_set="large",
+            session_id="session",
+            owner="host",
+            statistics=DemandStatistics(**statistics),
+            updated_at=world.clock.now(),
+        ),
+        jobs,
+    )
+
+
+async def demand(world: PoolWorld) -> DemandStatus:
+    return (await status(world.process())).demand
+
+
+async def wait_and_sweep(world: PoolWorld, seconds: float = WAITING_LIMIT_S + 1) -> RefreshResult:
+    await asyncio.sleep(seconds)
+    await listen(world, beat=int(world.clock.now().timestamp()))
+    return await world.sweep()
+
+
+async def test_job_whose_labels_no_set_has(world: PoolWorld) -> None:
+    job = world.github.queue(run_id="77", labels=["self-hosted", "gpu"], repository=SCOPE)
+    world.github.queue(run_id="78", labels=["ubuntu-latest"], repository=SCOPE)
+    result = await wait_and_sweep(world)
+    (sentence,) = result.waiting_jobs
+    assert "no runner has label gpu; sets: large (self-hosted, remuda, large)" in sentence
+    (found,) = (await demand(world)).overdue
+    assert (found.reason, found.run_id, found.job_id) == (WaitReason.NO_SET, "77", str(job.job_id))
+    for subject in ("77", str(job.job_id)):
+        explanation = await explain(world.process(), subject)
+        assert explanation.next_steps == (f"it waits: {found.detail}",)
+    job.started = True
+    assert (await wait_and_sweep(world, AUDIT_INTERVAL_S + 1)).waiting_jobs == ()
+    assert (await demand(world)).overdue == ()
+
+
+async def test_recent_job_is_no_anomaly_yet(world: PoolWorld) -> None:
+    await asyncio.sleep(AUDIT_INTERVAL_S)
+    world.github.queue(run_id="77", labels=["self-hosted", "gpu"], repository=SCOPE)
+    assert (await wait_and_sweep(world, WAITING_LIMIT_S - 5)).waiting_jobs == ()
+
+
+async def test_job_that_another_runner_serves_is_none_of_ours(world: PoolWorld) -> None:
+    world.ignore("S3")
+    world.github.add(SCOPE, "own-machine", ["self-hosted", "GPU", "linux"])
+    world.github.queue(run_id="77", labels=["self-hosted", "gpu"], repository=SCOPE)
+    assert (await wait_and_sweep(world)).waiting_jobs == ()
+
+
+async def test_job_that_github_does_not_assign_to_its_set(world: PoolWorld) -> None:
+    queued = world.github.queue(run_id="77", labels=LABELS, repository=SCOPE)
+    await wait_and_sweep(world)
+    (found,) = (await demand(world)).overdue
+    assert (found.reason, found.runner_set) == (WaitReason.DISAGREEMENT, "large")
+    known = JobRecord(
+        job_id="guid",
+        runner_set="large",
+        run_id="77",
+        repository=SCOPE,
+        display_name=f"job {queued.job_id}",
+        seen_at=world.clock.now(),
+    )
+    await world.process().store.put_jobs([known])
+    await wait_and_sweep(world)
+    assert [item.job_id for item in (await demand(world)).overdue] == ["guid"]
+
+
+async def test_queue_is_audited_every_five_minutes_and_unchanged_lists_are_not_read_again(world: PoolWorld) -> None:
+    answers: list[Any] = []
+    process = world.process(credentialed=True)
+    github = process.github
+    assert github is not None
+    await wait_and_sweep(world)
+    first_seen = await process.store.get_first_seen()
+    assert sum(name.startswith("no-runs:") for name in first_seen) == 2
+    list_runs = type(github).list_runs
+
+    async def spy(self: Any, *args: Any, **options: Any) -> Any:
+        answers.append((options["status"], await list_runs(self, *args, **options)))
+        return answers[-1][1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(github), "list_runs", spy)
+        await wait_and_sweep(world, 60)
+        assert answers == []
+        await wait_and_sweep(world)
+        assert answers == [("queued", None), ("in_progress", None)]
+    assert sum(name.startswith("no-runs:") for name in await process.store.get_first_seen()) == 2
+
+
+async def test_calls_are_limited(world: PoolWorld) -> None:
+    for number in range(60):
+        world.github.queue(run_id=str(100 + number), labels=["self-hosted", "gpu"], repository=SCOPE)
+    result = await wait_and_sweep(world)
+    calls = result.calls["github"]
+    assert calls["GET runs"] + calls["GET jobs"] == MAX_CALLS
+    # The oldest have waited longest.
+    runs = {int(sentence.partition(", run ")[2].partition(",")[0]) for sentence in result.waiting_jobs}
+    assert runs == set(range(100, 100 + MAX_CALLS - 2))
+
+
+async def test_stored_results_are_limited(world: PoolWorld) -> None:
+    labels = ["self-hosted", *(f"{number}{'x' * 250}" for number in range(19))]
+    for number in range(30):
+        world.github.queue(run_id=str(100 + number), labels=labels, repository=SCOPE)
+    assert 0 < len((await wait_and_sweep(world)).waiting_jobs) < 30
+    assert sum(map(len, await world.process().store.get_first_seen())) < MAX_STORED + 1_000
+
+
+async def test_organisation_is_audited_by_the_repositories_of_its_jobs(world: PoolWorld) -> None:
+    owner = SCOPE.partition("/")[0]
+    await world.configure(runner_sets=(runner_set(scope=owner),))
+    world.github.queue(run_id="77", labels=["self-hosted", "gpu"], repository=SCOPE)
+    assert (await wait_and_sweep(world)).waiting_jobs == ()
+    known = JobRecord(
+        job_id="guid",
+        runner_set="large",
+        run_id="5",
+        repository=SCOPE,
+        seen_at=world.clock.now(),
+        completed_at=world.clock.now(),
+    )
+    await world.process().store.put_jobs([known])
+    assert len((await wait_and_sweep(world)).waiting_jobs) == 1
+
+
+async def test_missing_permission_is_a_warning(world: PoolWorld) -> None:
+    world.github.queue(run_id="77", labels=["self-hosted", "gpu"], repository=SCOPE)
+    await wait_and_sweep(world)
+
+    async def refuse(*_: Any, **__: Any) -> Any:
+        raise UserError("GitHub refuses the credential", fix="grant it to read Actions")
+
+    github = world.process(credentialed=True).github
+    assert github is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(github), "list_runs", refuse)
+        result = await wait_and_sweep(world)
+    assert result.errors == ()
+    found = await status(world.process())
+    assert found.demand.unaudited == {SCOPE: "GitHub refuses the credential; grant it to read Actions"}
+    assert [(item.kind, item.subject) for item in found.warnings] == [("waiting-job", SCOPE)]
+    await wait_and_sweep(world)
+    assert (await demand(world)).unaudited == {}
+
+
+async def test_silent_listener_is_found_by_a_later_sweep(world: PoolWorld) -> None:
+    await world.sweep()
+    assert (await demand(world)).sets[0].session is SessionState.OPEN
+    await asyncio.sleep(LISTENER_SILENT_S + 1)
+    found = await demand(world)
+    assert found.sets[0].session is SessionState.SILENT
+    assert found.listener is not None
+    assert found.listener.silent_since == world.clock.now() - timedelta(seconds=LISTENER_SILENT_S + 1)
+    await listen(world, beat=2)
+    assert (await demand(world)).sets[0].session is SessionState.OPEN
+
+
+async def test_lasting_difference_of_the_counts_is_found(world: PoolWorld) -> None:
+    await listen(world, beat=2, assigned=2)
+    await world.sweep()
+    assert (await demand(world)).disagreements == {}
+    await asyncio.sleep(WAITING_LIMIT_S + 1)
+    await listen(world, beat=3, assigned=2)
+    await world.sweep()
+    assert "large" in (await demand(world)).disagreements
+    await listen(world, beat=4)
+    await world.sweep()
+    assert (await demand(world)).disagreements == {}
+
+
+async def test_pool_without_sets_costs_no_call(world: PoolWorld) -> None:
+    await world.configure(runner_sets=())
+    process = world.process()
+    assert (await status(process)).demand == DemandStatus()
+    assert not {"get_demand", "get_lease", "recent_jobs"} & set(process.calls.by_service()["store"])
+    assert "GET runs" not in (await wait_and_sweep(world)).calls["github"]

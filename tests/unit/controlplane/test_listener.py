@@ -1,0 +1,395 @@
+"""The listener: runner sets get machines for their jobs, and the machines return to the pool."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from datetime import timedelta
+
+import pytest
+
+from remuda.controlplane.demand import DemandListener
+from remuda.controlplane.demand.lease import LeaseLost
+from remuda.domain.demand import DemandRecord, DemandStatistics, JobEvent, JobEventKind
+from remuda.domain.errors import Unavailable
+from remuda.domain.instance import RetireReason, State
+from remuda.domain.provision import ProvisionStatus
+from remuda.domain.resources import Tier
+from remuda.ports.github import GitHubRun
+from remuda.ports.machine import StepResult
+from simulation.invariants import SCOPE
+from tests.support.set_world import DemandWorld, runner_set, window
+from tests.support.virtual_time import AmbiguousAnswer, failing
+
+
+@pytest.fixture
+async def sets() -> AsyncIterator[DemandWorld]:
+    """A pool with the runner set `large`. At the end the listeners stop, and every instance ends."""
+    world = DemandWorld()
+    await world.configure_sets()
+    yield world
+    world.check()
+    await world.end()
+
+
+async def test_job_gets_a_new_machine_which_returns_to_the_pool(sets: DemandWorld) -> None:
+    sets.listen()
+    jobs = sets.queue()
+    await sets.wait_for_jobs(jobs)
+    await sets.wait_for(lambda: sets.in_state(State.IDLE))
+    assert sets.messages() == sets.in_state(State.IDLE)
+    (record,) = sets.database.instances.values()
+    assert (record.uses, record.last_run_id, record.tier) == (1, "77", "trusted")
+
+
+async def test_second_job_reuses_the_machine(sets: DemandWorld) -> None:
+    sets.listen()
+    await sets.wait_for_jobs(sets.queue())
+    await sets.wait_for(lambda: sets.in_state(State.IDLE))
+    await sets.wait_for_jobs(sets.queue())
+    assert len(sets.database.instances) == 1
+
+
+async def test_burst_is_served_within_the_maximum(sets: DemandWorld) -> None:
+    sets.listen()
+    jobs = sets.queue(7)
+    await sets.wait_for_jobs(jobs)
+    assert len(sets.database.instances) == 3
+    assert len({job.runner_name for job in jobs}) == 7
+
+
+async def test_hot_runner_listens_before_there_is_a_job(sets: DemandWorld) -> None:
+    await sets.configure_sets(runner_set(windows=window(hot=1)))
+    sets.listen()
+    await sets.wait_for(lambda: any(runner.take for runner in sets.github.runners.values()))
+    (job,) = sets.queue()
+    assert await sets.wait_for(lambda: job.started) < 0.1
+    await sets.wait_for_jobs([job])
+    await sets.wait_for(lambda: any(runner.take for runner in sets.github.runners.values()))
+
+
+async def test_cancelled_job_leaves_its_machine_to_the_pool(sets: DemandWorld) -> None:
+    sets.listen()
+    (job,) = sets.queue()
+    await sets.wait_for(lambda: sets.in_state(State.CREATED))
+    sets.scale_sets.cancel(job)
+    await sets.wait_for(lambda: sets.in_state(State.IDLE))
+    assert not sets.registrations()
+
+
+async def test_surplus_runner_returns_to_the_pool_after_the_grace(sets: DemandWorld) -> None:
+    await sets.configure_sets(runner_set(windows=window(hot=1)))
+    listener = sets.listen()
+    await sets.wait_for(lambda: sets.in_state(State.RUNNING))
+    await sets.configure_sets()
+    listener.listener.reload()
+    assert await sets.wait_for(lambda: sets.in_state(State.IDLE)) >= sets.lifetimes.surplus_grace_s
+    assert not sets.registrations()
+
+
+async def test_hot_runner_is_kept_beyond_its_listening_time(sets: DemandWorld) -> None:
+    await sets.configure_sets(runner_set(windows=window(hot=1)))
+    sets.listen()
+    await sets.wait_for(lambda: sets.in_state(State.RUNNING))
+    await sets.pass_time(3 * sets.lifetimes.listening_time_s)
+    assert len(sets.database.instances) == 1
+    (provision,) = sets.database.provisions.values()
+    assert provision.status is ProvisionStatus.COMMITTED
+
+
+async def test_warm_machines_are_launched_kept_and_claimed(sets: DemandWorld) -> None:
+    await sets.configure_sets(runner_set(windows=window(warm=2)))
+    sets.listen()
+    await sets.wait_for(lambda: len(sets.in_state(State.IDLE)) == 2)
+    await sets.pass_time(2 * sets.lifetimes.idle_time_s)
+    assert len(sets.in_state(State.IDLE)) == 2
+    warm = sets.in_state(State.IDLE)
+    jobs = sets.queue(2)
+    assert await sets.wait_for(lambda: all(job.started for job in jobs)) < 2.0
+    assert {sets.record(item).state for item in warm} == {State.RUNNING}
+    await sets.wait_for(lambda: len(sets.in_state(State.IDLE)) == 2)
+
+
+async def test_machine_that_never_listens_is_replaced(sets: DemandWorld) -> None:
+    sets.behaviour.registration["i-00000000000000001"] = StepResult(ok=False, detail="broken")
+    sets.listen()
+    await sets.wait_for_jobs(sets.queue())
+    assert len(sets.database.instances) == 2
+
+
+async def test_machine_whose_agent_dies_is_replaced(sets: DemandWorld) -> None:
+    await sets.configure_sets(runner_set(windows=window(hot=1)))
+    sets.listen()
+    await sets.wait_for(lambda: any(runner.take for runner in sets.github.runners.values()))
+    await asyncio.sleep(6)
+    (lost,) = sets.in_state(State.RUNNING)
+    sets.stop_agent(lost)
+    sets.machines[lost].power_off("a test")
+    await sets.wait_for(lambda: [item for item in sets.in_state(State.RUNNING) if item != lost])
+    await sets.wait_for_jobs(sets.queue())
+
+
+async def test_provision_of_a_lost_machine_is_closed_at_once(sets: DemandWorld) -> None:
+    sets.listen()
+    (job,) = sets.queue(seconds=10_000)
+    await sets.wait_for(lambda: job.started)
+    (lost,) = sets.in_state(State.RUNNING)
+    sets.cut_power(lost, "a test")
+    await asyncio.sleep(5)
+    await sets.sweep()
+    assert sets.record(lost).retire_reason is RetireReason.GONE
+    statuses = {item.status for item in sets.database.provisions.values() if lost in item.instance_ids}
+    assert statuses == {ProvisionStatus.RELEASED}
+
+
+async def test_machine_that_never_boots_is_replaced_after_its_deadline(sets: DemandWorld) -> None:
+    sets.behaviour.without_agent.add("i-00000000000000001")
+    sets.listen()
+    await sets.wait_for_jobs(sets.queue(), 3 * sets.lifetimes.provision_timeout_s)
+
+
+async def test_job_without_messages_is_bound_late_and_its_machine_retired(sets: DemandWorld) -> None:
+    told = sets.scale_sets.tell
+
+    def without_starts(set_id: int, event: JobEvent) -> None:
+        if event.kind is not JobEventKind.STARTED:
+            told(set_id, event)
+
+    sets.scale_sets.tell = without_starts  # type: ignore[method-assign]
+    sets.listen()
+    await sets.wait_for_jobs(sets.queue())
+    (record,) = sets.database.instances.values()
+    await sets.wait_for(lambda: sets.in_state(State.TERMINATING))
+    record = sets.record(record.instance_id)
+    assert (record.retire_reason, record.last_run_id) == (RetireReason.UNTRUSTED_JOB, "unknown")
+
+
+@pytest.mark.parametrize(
+    ("event", "head", "tier"),
+    [
+        ("push", "", Tier.TRUSTED),
+        ("pull_request", SCOPE, Tier.TRUSTED),
+        ("pull_request", "stranger/fork", Tier.UNTRUSTED),
+        ("pull_request", "", Tier.UNTRUSTED),
+        ("pull_request_target", SCOPE, Tier.UNTRUSTED),
+        ("workflow_run", SCOPE, Tier.UNTRUSTED),
+    ],
+)
+async def test_trust_of_a_job_decides_whether_its_machine_is_reused(
+    sets: DemandWorld, event: str, head: str, tier: Tier
+) -> None:
+    sets.github.runs[SCOPE, 77] = GitHubRun(run_id=77, status="in_progress", conclusion="", head_repository=head)
+    sets.listen()
+    await sets.wait_for_jobs(sets.queue(event=event))
+    ended = State.IDLE if tier is Tier.TRUSTED else State.TERMINATING
+    await sets.wait_for(lambda: sets.in_state(ended))
+    (record,) = sets.database.instances.values()
+    assert record.tier is tier
+
+
+async def test_registration_whose_answer_was_lost_is_replaced(sets: DemandWorld) -> None:
+    lost = AmbiguousAnswer("source.register", applied=True)
+    sets.listen(lost)
+    await sets.wait_for_jobs(sets.queue())
+    assert lost.count == 3
+    assert len(sets.database.instances) == 1
+
+
+async def test_set_that_github_deleted_is_created_again(sets: DemandWorld) -> None:
+    await sets.configure_sets(runner_set(windows=window(hot=1)))
+    sets.listen()
+    await sets.wait_for(lambda: any(runner.take for runner in sets.github.runners.values()))
+    before = sets.scale_sets.named("large").scale_set_id
+    sets.scale_sets.delete(before)
+    await sets.wait_for(lambda: sets.scale_sets.find(SCOPE, "large"))
+    await sets.wait_for_jobs(sets.queue())
+    assert sets.database.demand["large"].scale_set_id != before
+
+
+async def test_removed_set_is_drained_and_deleted(sets: DemandWorld) -> None:
+    await sets.configure_sets(runner_set(windows=window(hot=1)))
+    listener = sets.listen()
+    (job,) = sets.queue(seconds=30.0)
+    await sets.wait_for(lambda: job.started)
+    await sets.configure(runner_sets=(), lifetimes=sets.lifetimes)
+    listener.listener.reload()
+    await sets.wait_for_jobs([job])
+    await sets.wait_for(lambda: not sets.scale_sets.sets)
+    assert "large" not in sets.database.demand
+    assert not sets.in_state(State.RUNNING)
+
+
+async def test_job_that_no_message_has_named_survives_the_end_of_its_set(sets: DemandWorld) -> None:
+    await sets.configure_sets(runner_set(windows=window(hot=1)))
+    listener = sets.listen()
+    await sets.wait_for(lambda: any(runner.take for runner in sets.github.runners.values()))
+    await asyncio.sleep(7.0)
+    sets.scale_sets.tell = lambda set_id, event: None  # type: ignore[method-assign]  # noqa: ARG005
+    await sets.configure(runner_sets=(), lifetimes=sets.lifetimes)
+    (job,) = sets.queue(seconds=20.0)
+    listener.listener.reload()
+    await sets.wait_for_jobs([job])
+    assert ("kept", "it has a job") in listener.events
+    await sets.wait_for(lambda: not sets.scale_sets.sets)
+
+
+async def test_set_that_was_removed_while_no_listener_ran_is_deleted(sets: DemandWorld) -> None:
+    first = sets.listen()
+    await sets.wait_for(lambda: sets.scale_sets.find(SCOPE, "large"))
+    await first.stop()
+    await sets.configure(runner_sets=(), lifetimes=sets.lifetimes)
+    sets.listen()
+    await sets.wait_for(lambda: not sets.scale_sets.sets)
+
+
+async def test_stopped_listener_leaves_machines_and_gives_up_session_and_lease(sets: DemandWorld) -> None:
+    await sets.configure_sets(runner_set(windows=window(hot=1)))
+    listener = sets.listen()
+    await sets.wait_for(lambda: sets.in_state(State.RUNNING))
+    began = sets.loop.time()
+    await listener.stop()
+    assert sets.loop.time() - began < 10.0
+    assert not sets.scale_sets.named("large").sessions
+    assert sets.database.leases["listener"].owner == ""
+    assert sets.in_state(State.RUNNING)
+    sets.listen()
+    await sets.wait_for_jobs(sets.queue(), 10.0)
+
+
+async def test_second_listener_waits_until_the_first_has_ended(sets: DemandWorld) -> None:
+    first, second = sets.listen(), sets.listen()
+    await asyncio.sleep(100.0)
+    assert "scale-sets" not in second.demand.context.calls.by_service()
+    await first.stop()
+    await sets.wait_for_jobs(sets.queue())
+
+
+async def test_idle_set_makes_no_call_but_its_poll(sets: DemandWorld) -> None:
+    listener = sets.listen()
+    await asyncio.sleep(30.0)
+    before = listener.demand.context.calls.by_service()
+    await asyncio.sleep(200.0)
+    after = listener.demand.context.calls.by_service()
+    polls = after["scale-sets"]["GET message"] - before["scale-sets"]["GET message"]
+    assert polls == 4
+    changed = {
+        (service, name): count - before.get(service, {}).get(name, 0)
+        for service, counts in after.items()
+        for name, count in counts.items()
+        if count != before.get(service, {}).get(name, 0)
+    }
+    # The lease is renewed and the configuration read by the process, however many sets there are.
+    assert set(changed) == {("scale-sets", "GET message"), ("store", "replace_lease"), ("store", "get_config")}
+
+
+async def test_burst_needs_few_calls_per_job(sets: DemandWorld) -> None:
+    count = 20
+    await sets.configure_sets(runner_set(max=count), max_instances=100)
+    await sets.warm(count)
+    listener = sets.listen()
+    await asyncio.sleep(5.0)
+    before = listener.demand.context.calls.by_service()
+    await sets.wait_for_jobs(sets.queue(count))
+    await sets.wait_for(lambda: len(sets.in_state(State.IDLE)) == count)
+    await asyncio.sleep(1.0)
+    after = listener.demand.context.calls.by_service()
+    made = {name: sum(after[name].values()) - sum(before.get(name, {}).values()) for name in after}
+    polls = sum(
+        after["scale-sets"][name] - before["scale-sets"].get(name, 0) for name in ("GET message", "DELETE message")
+    )
+    assert made["scale-sets"] - polls + made.get("github", 0) <= 2 * count
+    assert made["store"] <= 12 * count
+    assert made["pool"] <= 2 * count
+
+
+async def test_refresh_releases_a_spent_runner_without_a_listener(sets: DemandWorld) -> None:
+    listener = sets.listen()
+    (job,) = sets.queue(seconds=20.0)
+    await sets.wait_for(lambda: job.started)
+    await asyncio.sleep(2.0)
+    await listener.stop()
+    await sets.wait_for_jobs([job])
+    await sets.pass_time(40.0)
+    assert sets.in_state(State.IDLE)
+
+
+async def test_refresh_keeps_a_job_that_no_listener_has_recorded(sets: DemandWorld) -> None:
+    await sets.configure_sets(runner_set(windows=window(hot=1)))
+    listener = sets.listen()
+    await sets.wait_for(lambda: any(runner.take for runner in sets.github.runners.values()))
+    sets.scale_sets.tell = lambda set_id, event: None  # type: ignore[method-assign]  # noqa: ARG005
+    (job,) = sets.queue(seconds=sets.lifetimes.listening_time_s + 40.0)
+    await listener.stop()
+    await sets.wait_for(lambda: job.started)
+    await sets.pass_time(sets.lifetimes.listening_time_s + 30.0)
+    (record,) = (item for item in sets.database.instances.values() if item.state is State.RUNNING)
+    assert record.run_id == "unknown"
+    await sets.wait_for_jobs([job])
+
+
+async def test_job_lost_to_a_spot_interruption_is_run_again_once(sets: DemandWorld) -> None:
+    await sets.configure_sets(runner_set(rerun_on_interruption=True))
+    sets.listen()
+    (job,) = sets.queue(seconds=300.0)
+    await sets.wait_for(lambda: job.started)
+    await asyncio.sleep(1.0)
+    sets.machines[sets.in_state(State.RUNNING)[0]].give_spot_notice()
+    key = (SCOPE, 77)
+    sets.github.runs[key] = GitHubRun(run_id=77, status="in_progress", conclusion="", head_repository=SCOPE)
+    await asyncio.sleep(200.0)
+    assert not sets.github.reruns
+    sets.github.runs[key] = GitHubRun(run_id=77, status="completed", conclusion="failure", head_repository=SCOPE)
+    await asyncio.sleep(100.0)
+    assert sets.github.reruns == [77]
+    await sets.stop_listeners()
+    sets.listen()
+    await asyncio.sleep(200.0)
+    assert sets.github.reruns == [77]
+
+
+async def test_once_reconciles_and_gives_everything_up(sets: DemandWorld) -> None:
+    await sets.configure_sets(runner_set(windows=window(hot=2)))
+    result = await DemandListener(sets.demand()).run_once()
+    assert (result.errors, result.sets["large"]["desired"]) == ((), 2)
+    assert len(sets.in_state(State.CREATED)) == 2
+    assert not sets.scale_sets.named("large").sessions
+    assert sets.database.leases["listener"].owner == ""
+    await asyncio.sleep(5.0)
+    # The machines have booted: the next one lets them listen.
+    await DemandListener(sets.demand(owner="second")).run_once()
+    assert len(sets.in_state(State.RUNNING)) == 2
+
+
+async def test_once_fails_if_another_listener_serves_the_pool(sets: DemandWorld) -> None:
+    sets.listen()
+    await asyncio.sleep(5.0)
+    with pytest.raises(LeaseLost):
+        await DemandListener(sets.demand(owner="second")).run_once()
+
+
+async def test_message_that_could_not_be_persisted_comes_again(sets: DemandWorld) -> None:
+    # All attempts of one write fail: the first job is assigned by then.
+    failing_writes = AmbiguousAnswer("store.put_demand", applied=False, at=range(2, 8))
+    sets.listen(failing_writes)
+    jobs = sets.queue(2)
+    await sets.wait_for_jobs(jobs)
+    assert failing_writes.count > 8
+    await sets.wait_for(lambda: len(sets.database.jobs) == 2)
+    await sets.wait_for(lambda: not sets.scale_sets.named("large").messages)
+    assert {job.result for job in sets.database.jobs.values()} <= {"success", "succeeded"}
+
+
+async def test_statistics_of_yesterday_launch_nothing(sets: DemandWorld) -> None:
+    sets.database.demand["large"] = DemandRecord(
+        runner_set="large",
+        scope=SCOPE,
+        scale_set_id=1,
+        statistics=DemandStatistics(assigned=3),
+        updated_at=sets.clock.now() - timedelta(hours=12),
+    )
+    sets.listen(failing("source.ensure_set", Unavailable("GitHub does not answer")))
+    await asyncio.sleep(60.0)
+    assert not sets.database.instances
+    record = sets.database.demand["large"]
+    assert record.error == "GitHub does not answer"
+    assert record.failing_since is not None

@@ -1,0 +1,44 @@
+"""State of a runner set in the listener: which jobs count."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+
+from remuda.controlplane.demand.sets import ENDED_COUNTS_FOR_S, SetState
+from remuda.domain.demand import DemandRecord, JobRecord
+from remuda.domain.runner_set import RunnerSet
+from tests.support.records import NOW
+
+SET = RunnerSet(name="large", labels=("large",), resource_class="large", scope="octo/repo", max=4)
+JOB = JobRecord(job_id="j-1", runner_set="large", seen_at=NOW, started_at=NOW)
+
+
+def state_with(*jobs: JobRecord) -> SetState:
+    state = SetState(runner_set=SET, record=DemandRecord(runner_set="large", updated_at=NOW))
+    state.note_jobs({job.job_id: job for job in jobs})
+    return state
+
+
+def test_a_job_that_ended_by_its_machine_counts_until_the_message_about_it() -> None:
+    state = state_with(JOB)
+    state.note_ended(JOB.job_id, NOW)
+    assert state.ended_jobs(NOW) == 1
+    state.note_jobs({JOB.job_id: replace(JOB, completed_at=NOW)})
+    assert state.ended_jobs(NOW) == 0
+
+
+def test_a_job_whose_message_never_comes_counts_for_a_while() -> None:
+    state, limit = state_with(JOB), timedelta(seconds=ENDED_COUNTS_FOR_S)
+    state.note_ended(JOB.job_id, NOW)
+    # The report is read again and again.
+    state.note_ended(JOB.job_id, NOW + limit)
+    assert state.ended_jobs(NOW + limit) == 1
+    assert state.ended_jobs(NOW + limit + timedelta(seconds=1)) == 0
+
+
+def test_a_job_that_is_completed_or_unknown_is_not_counted_again() -> None:
+    state = state_with()
+    state.note_ended(JOB.job_id, NOW)
+    state.note_ended("", NOW)
+    assert state.ended_jobs(NOW) == 0

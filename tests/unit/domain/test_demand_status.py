@@ -1,0 +1,513 @@
+"""Status of runner sets: counts, sessions, why jobs wait, and the explanation of jobs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from io import StringIO
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from remuda.cli.rendering.status import changes, explanation_lines, status_document, status_tables
+from remuda.controlplane.doctor import _check_runner_sets
+from remuda.controlplane.read.status import Status
+from remuda.domain.demand import DemandRecord, DemandStatistics, JobRecord, Lease
+from remuda.domain.instance import State, holder_id
+from remuda.domain.provision import LaunchAttempt, Provision, ProvisionOutcome
+from remuda.domain.reporting.demand import (
+    LISTENER_SILENT_S,
+    WAITING_LIMIT_S,
+    DemandInput,
+    DemandStatus,
+    QueuedJob,
+    RunnerSetStatus,
+    SessionState,
+    WaitReason,
+    demand_status,
+    describe_missing_labels,
+    disagreement_anomaly,
+    listener_anomaly,
+    unaudited_anomaly,
+)
+from remuda.domain.reporting.explanation import Explanation, ExplanationInput
+from remuda.domain.reporting.job_explanation import explain_job, explain_jobs, explain_queued, explain_set
+from remuda.domain.reporting.warnings import find_demand_warnings
+from remuda.domain.runner_set import RunnerSet
+from remuda.domain.signals import Report
+from remuda.domain.thresholds import Lifetimes
+from tests.support.records import NOW, at, entry, in_set, instance, instance_id, pool_config, provision
+
+HOSTILE = "\x1b[31m[bold]evil[/bold]\u202e\n<script>"
+LARGE = RunnerSet(
+    name="large",
+    labels=("self-hosted", "remuda", "large"),
+    resource_class="large",
+    scope="octo",
+    max=3,
+)
+SPOT = replace(LARGE, name="spot", labels=("self-hosted", "remuda", "spot"), resource_class="spot")
+LEASE = Lease(owner="host-1", beat=7)
+
+
+def record(assigned: int = 0, running: int = 0, **changed: Any) -> DemandRecord:
+    values: dict[str, Any] = {
+        "runner_set": "large",
+        "scale_set_id": 5,
+        "session_id": "session",
+        "owner": "host-1",
+        "statistics": DemandStatistics(assigned=assigned, running=running),
+        "updated_at": at(-20),
+    }
+    return DemandRecord(**{**values, **changed})
+
+
+def job(number: int = 1, *, queued: float = -60, **changed: Any) -> JobRecord:
+    values: dict[str, Any] = {
+        "job_id": f"job-{number}",
+        "runner_set": "large",
+        "run_id": "77",
+        "repository": "octo/app",
+        "workflow": "octo/app/.github/workflows/ci.yml@refs/heads/main",
+        "display_name": f"build {number}",
+        "event": "push",
+        "labels": LARGE.labels,
+        "queued_at": at(queued),
+        "assigned_at": at(queued + 1),
+        "seen_at": at(queued + 1),
+    }
+    return JobRecord(**{**values, **changed})
+
+
+def machine(number: int, state: State = State.RUNNING, **changed: Any) -> Any:
+    return replace(in_set(state), instance_id=instance_id(number), **changed)
+
+
+def listening(number: int, epoch: int = 2, **changed: Any) -> Report:
+    return Report(instance_id=instance_id(number), epoch=epoch, **{"listening": True, **changed})
+
+
+def demand_input(**changed: Any) -> DemandInput:
+    values: dict[str, Any] = {
+        "now": NOW,
+        "config": pool_config(runner_sets=(LARGE,)),
+        "demand": {"large": record()},
+        "lease": LEASE,
+        "jobs": (),
+        "instances": (),
+        "reports": {},
+        "provisions": (),
+        "first_seen": {},
+    }
+    return DemandInput(**{**values, **changed})
+
+
+def large(**changed: Any) -> RunnerSetStatus:
+    return demand_status(demand_input(**changed)).sets[0]
+
+
+def failed_launch(message: str, *, ended: float = -10, **changed: Any) -> Provision:
+    launch = LaunchAttempt(count=1, launched=0, seconds=1.0, errors=(message,))
+    outcome = ProvisionOutcome(ended_at=at(ended), seconds=2.0, launches=(launch,), error="no machine")
+    return provision(1, run_id=holder_id("large"), runner_set="large", outcome=outcome, **changed)
+
+
+def test_machines_are_counted_by_what_they_do() -> None:
+    machines = [
+        machine(1, State.CREATED),
+        machine(2, State.CLAIMED),
+        machine(3),
+        machine(4),
+        machine(5),
+        machine(6, run_id="77"),
+        machine(7, run_id="78"),
+        machine(8, State.RELEASING),
+        machine(9, State.IDLE),
+        instance(10),
+        instance(11, resource_class="other"),
+        instance(12, quarantined_until=at(60)),
+    ]
+    reports = {
+        instance_id(3): listening(3),
+        instance_id(4): listening(4, listening=False),
+        instance_id(5): listening(5, busy=True),
+        instance_id(7): listening(7, spent_epoch=2),
+    }
+    status = large(instances=machines, reports=reports)
+    assert (status.launching, status.hot, status.running, status.warm) == (3, 1, 2, 2)
+    assert (status.machines, status.max, status.is_at_capacity) == (6, 3, True)
+
+
+def test_waiting_jobs_are_githubs_count_or_the_known_jobs() -> None:
+    assert large(demand={"large": record(5, 2)}).waiting == 3
+    assert large(demand={"large": record(5, 2)}, jobs=[job(1)]).waiting == 3
+    assert large(jobs=[job(1), job(2), job(3, started_at=at(-5)), job(4, runner_set="other")]).waiting == 2
+    available = record(statistics=DemandStatistics(available=4))
+    assert large(demand={"large": available}).waiting == 4
+
+
+def test_a_job_that_github_does_not_count_is_forgotten_after_a_while() -> None:
+    old = job(1, queued=-3_000)
+    assert large(jobs=[old]).waiting == 0
+    assert large(jobs=[old], demand={"large": record(1)}).oldest_wait_s == 3_000
+    assert large(jobs=[job(1, queued=-90_000)], demand={"large": record(1)}).oldest_wait_s is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason", "text"),
+    [
+        ({"demand": {}}, WaitReason.SESSION, "no listener has a session"),
+        ({"demand": {"large": record(1, session_id="")}}, WaitReason.SESSION, "start remuda listen"),
+        (
+            {"demand": {"large": record(1, failing_since=at(-90), error="GitHub refuses the credential")}},
+            WaitReason.SESSION,
+            "GitHub refuses the credential",
+        ),
+        ({"lease": Lease(owner="", beat=9)}, WaitReason.SESSION, "the listener is silent at present"),
+        (
+            {"first_seen": {listener_anomaly(LEASE): at(-LISTENER_SILENT_S - 1)}},
+            WaitReason.SESSION,
+            "the listener (host-1) is silent since",
+        ),
+        (
+            {"instances": [machine(number, run_id=str(number)) for number in (1, 2, 3)]},
+            WaitReason.AT_CAPACITY,
+            "the set has 3 of at most 3 runners",
+        ),
+        (
+            {"instances": [machine(number, State.CREATED) for number in (1, 2, 3)]},
+            WaitReason.STARTING,
+            "3 machines of the set start",
+        ),
+        (
+            {"provisions": [failed_launch("InsufficientInstanceCapacity: no spot")]},
+            WaitReason.LAUNCH_FAILED,
+            "InsufficientInstanceCapacity: no spot",
+        ),
+        (
+            {"demand": {"large": record(1, failing_since=at(-90), shortage="VcpuLimitExceeded")}},
+            WaitReason.LAUNCH_FAILED,
+            "no machine can be acquired: VcpuLimitExceeded",
+        ),
+        ({"provisions": [failed_launch("quota", ended=-2_000)]}, WaitReason.STARTING, "or launches one"),
+        ({"instances": [machine(1, State.CREATED)]}, WaitReason.STARTING, "1 machine of the set starts"),
+        (
+            {"instances": [machine(1)], "reports": {instance_id(1): listening(1)}},
+            WaitReason.STARTING,
+            "1 machine of the set listens",
+        ),
+        (
+            {
+                "instances": [instance(number, resource_class="other") for number in range(2)],
+                "config": pool_config(runner_sets=(LARGE,), max_instances=2),
+            },
+            WaitReason.AT_CAPACITY,
+            "the pool has 2 of at most 2 instances",
+        ),
+    ],
+)
+def test_reason_why_jobs_wait(changed: dict[str, Any], reason: WaitReason, text: str) -> None:
+    status = large(**{"jobs": [job()], "demand": {"large": record(1)}, **changed})
+    assert (status.reason, text in status.detail) == (reason, True), status.detail
+
+
+def test_a_successful_launch_after_a_failed_one_is_no_reason() -> None:
+    good = provision(
+        2, runner_set="large", outcome=ProvisionOutcome(ended_at=at(-5), seconds=1.0, created=1), run_id="set.large"
+    )
+    assert large(jobs=[job()], provisions=[good, failed_launch("quota")]).reason is WaitReason.STARTING
+
+
+def test_one_read_of_a_lease_does_not_make_a_listener_silent() -> None:
+    assert large().session is SessionState.OPEN
+    seen = {listener_anomaly(LEASE): at(-LISTENER_SILENT_S + 1)}
+    assert large(first_seen=seen).session is SessionState.OPEN
+    assert large(first_seen={listener_anomaly(Lease(owner="host-1", beat=6)): at(-900)}).session is SessionState.OPEN
+
+
+def test_a_set_that_was_removed_from_the_configuration_is_shown_until_it_is_drained() -> None:
+    found = demand_status(demand_input(demand={"large": record(), "old": record(runner_set="old")}))
+    assert [(item.name, item.runner_set is None, item.max) for item in found.sets] == [
+        ("large", False, 3),
+        ("old", True, 0),
+    ]
+
+
+def test_overdue_jobs_have_the_reason_of_their_set_oldest_first() -> None:
+    jobs = [job(1, queued=-400), job(2, queued=-800), job(3, queued=-WAITING_LIMIT_S + 1)]
+    found = demand_status(demand_input(jobs=jobs, demand={"large": record(3)}))
+    assert [(item.job_id, item.reason) for item in found.overdue] == [
+        ("job-2", WaitReason.STARTING),
+        ("job-1", WaitReason.STARTING),
+    ]
+    lost = demand_status(demand_input(jobs=[job(1, queued=-400)]))
+    assert [item.reason for item in lost.overdue] == [WaitReason.DISAGREEMENT]
+
+
+def queued(*labels: str, **changed: Any) -> QueuedJob:
+    values: dict[str, Any] = {"job_id": "9", "run_id": "88", "repository": "octo/app", "name": "gpu", "labels": labels}
+    return QueuedJob(**{**values, **changed})
+
+
+def test_job_in_githubs_queue_that_no_set_serves() -> None:
+    seen = {queued("self-hosted", "gpu").anomaly(): at(-900)}
+    (found,) = demand_status(demand_input(first_seen=seen)).overdue
+    assert (found.reason, found.runner_set, found.queued_at) == (WaitReason.NO_SET, "", at(-900))
+    assert found.detail == "no runner has label gpu; sets: large (self-hosted, remuda, large)"
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({}, WaitReason.DISAGREEMENT),
+        ({"demand": {}}, WaitReason.SESSION),
+        ({"demand": {"large": record(3, 3)}}, WaitReason.AT_CAPACITY),
+    ],
+)
+def test_job_in_githubs_queue_that_a_set_should_serve(changed: dict[str, Any], reason: WaitReason) -> None:
+    seen = {queued("Self-Hosted", "LARGE").anomaly(): at(-900)}
+    (found,) = demand_status(demand_input(first_seen=seen, **changed)).overdue
+    assert (found.reason, found.runner_set) == (reason, "large")
+
+
+@pytest.mark.parametrize(
+    "anomaly",
+    ["missing:i-1", "waiting-job:", "waiting-job:{}", "waiting-job:[1,2,3,4,[]]", 'waiting-job:["a","b","c","d",5]'],
+)
+def test_other_and_malformed_anomalies_are_no_jobs(anomaly: str) -> None:
+    assert QueuedJob.parse(anomaly) is None
+
+
+def test_queued_job_survives_its_storage_and_is_sanitized() -> None:
+    job = queued("self-hosted", HOSTILE, name=HOSTILE)
+    assert QueuedJob.parse(job.anomaly()) == job
+    assert job.name.isprintable()
+    assert all(label.isprintable() for label in job.labels)
+
+
+def test_missing_labels_are_explained() -> None:
+    sets = (LARGE, SPOT)
+    assert "no runner has labels gpu, a100; sets: large (" in describe_missing_labels(["gpu", "remuda", "a100"], sets)
+    text = describe_missing_labels(["large", "spot"], sets)
+    assert text.startswith(
+        "no runner has all of the labels large, spot; sets: large (self-hosted, remuda, large), spot"
+    )
+    assert describe_missing_labels(["gpu"], ()) == "no runner has label gpu; sets: none"
+
+
+def test_a_lasting_disagreement_is_reported() -> None:
+    seen = {disagreement_anomaly("large"): at(-WAITING_LIMIT_S - 1)}
+    wrong = {"large": record(2)}
+    assert demand_status(demand_input(demand=wrong)).disagreements == {}
+    found = demand_status(demand_input(demand=wrong, first_seen=seen))
+    assert found.disagreements == {"large": "GitHub counts 2 waiting jobs, but has sent none that waits"}
+    assert demand_status(demand_input(demand=wrong, first_seen=seen, jobs=[job()])).disagreements == {}
+
+
+def test_warnings_about_sets_and_jobs() -> None:
+    seen = {
+        queued("self-hosted", "gpu").anomaly(): at(-900),
+        unaudited_anomaly("octo/app", "403"): at(-900),
+        disagreement_anomaly("large"): at(-900),
+    }
+    warnings = list(find_demand_warnings(demand_status(demand_input(first_seen=seen, demand={"large": record(2)}))))
+    assert [(item.kind, item.subject) for item in warnings] == [
+        ("runner-set", "set.large"),
+        ("waiting-job", "octo/app"),
+        ("waiting-job", "9"),
+    ]
+    assert "waits since" in warnings[-1].text
+    (silent,) = find_demand_warnings(demand_status(demand_input(lease=Lease(owner="", beat=1))))
+    assert (silent.kind, silent.subject) == ("runner-set", "set.large")
+    assert list(find_demand_warnings(demand_status(demand_input()))) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"config": pool_config(), "demand": {}}, ("ok", "none are configured")),
+        ({}, ("ok", "large, listener host-1; no job waits too long")),
+        ({"lease": Lease(owner="", beat=1)}, ("problem", "large: the listener is silent")),
+        ({"jobs": [job(1, queued=-400)], "demand": {"large": record(1)}}, ("warning", "1 job waits for more than 5")),
+        ({"first_seen": {unaudited_anomaly("octo/app", "403"): NOW}}, ("warning", "octo/app: 403")),
+    ],
+)
+def test_doctor_checks_the_sets(changed: dict[str, Any], expected: tuple[str, str]) -> None:
+    found = _check_runner_sets(demand_status(demand_input(**changed)))
+    assert (found.status.value, expected[1] in found.message) == (expected[0], True), found
+
+
+# Status of the pool -------------------------------------------------------------------------------------------------
+
+
+def pool_status(demand: DemandStatus, **changed: Any) -> Status:
+    values: dict[str, Any] = {"at": NOW, "pool": "test", "config": pool_config(runner_sets=(LARGE,)), "demand": demand}
+    return Status(**{**values, "instances": (), "reports": {}, "pools": {}, "runs": (), **changed})
+
+
+def shown(status: Status, width: int) -> list[str]:
+    console = Console(file=StringIO(), width=width, highlight=False)
+    for part in status_tables(status, width=width):
+        console.print(part)
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_table_of_sets_fits_the_terminal(width: int) -> None:
+    found = demand_input(
+        config=pool_config(runner_sets=(replace(LARGE, max=100), SPOT)),
+        demand={"large": record(120, 100)},
+        jobs=[job(queued=-700)],
+    )
+    lines = shown(pool_status(demand_status(found)), width)
+    assert all(len(line) <= width for line in lines)
+    (header,) = (line for line in lines if "waiting" in line and "launching" in line)
+    assert header.split()[:3] == ["set", "waiting", "assigned"]
+    (row,) = (line for line in lines if line.strip().startswith("large  "))
+    assert row.split()[1:5] == ["20", "120", "0", "0"]
+    assert ("running" in header) == (width == 120)
+    assert ("12 min" in row, "open" in row) == (width == 120, width == 120)
+    assert any("large: 20 jobs waiting: the listener takes a machine" in line for line in lines)
+
+
+def test_hostile_error_is_shown_as_text() -> None:
+    found = demand_input(demand={"large": record(1, failing_since=at(-5), error=HOSTILE)}, jobs=[job()])
+    text = "\n".join(shown(pool_status(demand_status(found)), 120))
+    assert "[bold]evil[/bold]" in text
+    assert all(letter.isprintable() or letter == "\n" for letter in text)
+
+
+def test_status_document_of_a_set() -> None:
+    found = demand_input(jobs=[job(queued=-400)], demand={"large": record(1)})
+    document = status_document(pool_status(demand_status(found)))
+    (item,) = document["runner_sets"]
+    assert (item["waiting"], item["oldest_wait_seconds"], item["session"]) == (1, 400, "open")
+    assert (item["last_message_age_seconds"], item["reason"], item["at_capacity"]) == (20, "starting", False)
+    assert document["jobs"][0]["waited_seconds"] == 400
+    assert document["waiting_too_long"][0]["reason"] == "starting"
+    assert document["listener"] == {"owner": "host-1", "beat": 7, "alive": True, "silent_since": None}
+
+
+def test_watch_shows_changes_of_a_set() -> None:
+    before = pool_status(demand_status(demand_input()))
+    after = pool_status(demand_status(demand_input(jobs=[job()], demand={"large": record(1)})))
+    assert changes(before, before) == []
+    assert any("set large: 1 waiting, 0 running" in line for line in changes(before, after))
+
+
+# Explanations -------------------------------------------------------------------------------------------------------
+
+RUNNER = f"remuda-test-2-{instance_id(1)}"
+HISTORY = [
+    entry("claim", at=at(-80), epoch=2, run_id="set.large", source=State.IDLE, target=State.CLAIMED, why="1 job"),
+    entry("equip", at=at(-79), epoch=2, run_id="set.large", source=State.CLAIMED, target=State.RUNNING),
+    entry("bind", at=at(-77), epoch=2, run_id="77", source=State.RUNNING, target=State.RUNNING),
+    entry("release", at=at(-20), epoch=2, run_id="77", source=State.RUNNING, target=State.RELEASING),
+    entry("pool", at=at(-18), epoch=2, source=State.RELEASING, target=State.IDLE),
+    entry("claim", at=at(-10), epoch=3, run_id="set.large", source=State.IDLE, target=State.CLAIMED),
+]
+
+
+def records(**changed: Any) -> ExplanationInput:
+    values: dict[str, Any] = {
+        "now": NOW,
+        "lifetimes": Lifetimes(),
+        "instances": {instance_id(1): machine(1, State.CLAIMED, epoch=3)},
+        "histories": {instance_id(1): HISTORY},
+        "reports": {},
+    }
+    return ExplanationInput(**{**values, **changed})
+
+
+def rendered(explanation: Explanation) -> str:
+    return "\n".join(line.plain for line in explanation_lines(explanation))
+
+
+def test_story_of_a_finished_job() -> None:
+    done = job(
+        queued=-90,
+        started_at=at(-77),
+        completed_at=at(-21),
+        result="succeeded",
+        runner_name=RUNNER,
+        instance_id=instance_id(1),
+    )
+    found = demand_input(jobs=[done])
+    explanation = explain_job(done, records(), found, demand_status(found))
+    assert explanation.title == "Job build 1 (job-1): succeeded"
+    assert [event.what.partition(" with ")[0] for event in explanation.events] == [
+        "job build 1 queued",
+        "job build 1 assigned to set large",
+        "claimed from the pool for set large",
+        "registered for one job of its set, starts to listen",
+        "job build 1 started",
+        "job build 1 ended: succeeded",
+        "releasing",
+        "idle, clean, in the pool",
+    ]
+    assert "it waited for 13.00 s" in rendered(explanation)
+    assert explanation.next_steps == (f"{instance_id(1)}: was reused since; it is claimed",)
+
+
+def test_waiting_job_says_why() -> None:
+    waiting = job(queued=-90)
+    found = demand_input(jobs=[waiting], demand={"large": record(1)}, provisions=[failed_launch("VcpuLimitExceeded")])
+    explanation = explain_job(waiting, records(), found, demand_status(found))
+    assert explanation.title.endswith("waits for 90 s")
+    assert explanation.next_steps == (
+        "job build 1 (job-1) waits for 90 s: no machine can be acquired: VcpuLimitExceeded",
+    )
+
+
+def test_assignment_that_lapsed() -> None:
+    lapsed = job(queued=-90, completed_at=at(-30), result="canceled")
+    found = demand_input(jobs=[lapsed])
+    text = rendered(explain_job(lapsed, records(histories={}), found, demand_status(found)))
+    assert "ended: canceled: no runner took it; GitHub queues it again under another id" in text
+
+
+def test_run_with_several_jobs() -> None:
+    jobs = [job(1, started_at=at(-50), runner_name=RUNNER), job(2)]
+    found = demand_input(jobs=jobs, demand={"large": record(2, 1)})
+    explanation = explain_jobs("77", jobs, records(), found, demand_status(found))
+    assert (explanation.kind, explanation.title) == ("run", "Run 77 of octo/app: 2 jobs, 1 waiting, 1 running")
+    assert [text.partition(":")[0] for text in explanation.next_steps] == [
+        "job build 2 (job-2) waits for 60 s",
+        instance_id(1),
+    ]
+
+
+def test_job_that_no_set_serves() -> None:
+    seen = {queued("self-hosted", "gpu").anomaly(): at(-900)}
+    (overdue,) = demand_status(demand_input(first_seen=seen)).overdue
+    explanation = explain_queued(overdue)
+    assert explanation.next_steps == ("it waits: no runner has label gpu; sets: large (self-hosted, remuda, large)",)
+    assert "queued with labels self-hosted, gpu" in rendered(explanation)
+
+
+def test_explanation_of_a_set() -> None:
+    jobs = [job(1, started_at=at(-50), completed_at=at(-10), result="failed"), job(2)]
+    found = demand_input(jobs=jobs, demand={"large": record(2, 1)}, provisions=[failed_launch("quota")])
+    explanation = explain_set(demand_status(found).sets[0], found, found.provisions)
+    text = rendered(explanation)
+    assert explanation.title.startswith("Runner set large (labels self-hosted, remuda, large): 1 waiting, 0 running")
+    assert "job build 1 ended: failed" in text
+    assert "no machine was acquired: quota" in text
+    assert explanation.next_steps[0] == "1 job waiting, the oldest for 60 s: no machine can be acquired: quota"
+    assert "session of host-1: open, last news 20 s ago" in text
+
+
+def test_hostile_names_are_shown_as_text() -> None:
+    hostile = JobRecord(
+        job_id="job-1",
+        runner_set="large",
+        run_id="77",
+        seen_at=NOW,
+        queued_at=NOW,
+        display_name=HOSTILE,
+        result=HOSTILE,
+    )
+    found = demand_input(jobs=[hostile])
+    text = rendered(explain_job(hostile, records(), found, demand_status(found)))
+    assert all(letter.isprintable() or letter == "\n" for letter in text)
