@@ -22,7 +22,6 @@ from remuda.adapters.aws.dynamodb.keys import role_key_prefix
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.ec2.calls import client_config
 from remuda.adapters.aws.ec2.compute import Ec2Compute
-from remuda.adapters.aws.http import AwsHttpResponse
 from remuda.adapters.aws.service import ServiceClient
 from remuda.adapters.aws.sqs import SqsResourcePool
 from remuda.adapters.github.client import GitHubClient
@@ -37,6 +36,7 @@ from remuda.domain.instance import Instance, State
 from remuda.domain.resources import Tier, TypePatterns, UsageClass
 from remuda.domain.signals import Report
 from remuda.domain.timestamps import to_milliseconds, to_text
+from remuda.http import ClientResponse
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import LaunchRequest, LaunchResult
 from remuda.ports.event_log import SilentEventLog
@@ -86,10 +86,31 @@ class Size:
     shown_transitions: int = 50_000
     shown_s: float = 10.0
     shown_in_browser: bool = True
+    #: Jobs of a runner set, one after the other.
+    jobs: int = 20
+    #: Numbers of runner sets and of their machines.
+    sets: tuple[int, ...] = (1, 10, 50)
+    set_machines: tuple[int, ...] = (10, 100, 1_000)
+    #: Jobs per second of the largest listener, and of each of the others, and seconds of both loads.
+    job_rate: float = 10.0
+    grow_rate: float = 1.0
+    load_s: float = 10.0
+    #: Simulated minutes of idle sets.
+    demand_idle_min: float = 6.0
 
 
 FULL = Size()
-QUICK = Size(samples=3, boots_s=(2.0,), reactions=40, live=(10, 100, 1_000), old=10_000, starts=3, shown_s=5.0)
+QUICK = Size(
+    samples=3,
+    boots_s=(2.0,),
+    reactions=40,
+    live=(10, 100, 1_000),
+    old=10_000,
+    starts=3,
+    shown_s=5.0,
+    jobs=10,
+    sets=(1, 10),
+)
 TINY = Size(
     samples=1,
     counts=(1,),
@@ -111,19 +132,25 @@ TINY = Size(
     shown_transitions=400,
     shown_s=1.0,
     shown_in_browser=False,
+    jobs=2,
+    sets=(2,),
+    set_machines=(4,),
+    job_rate=2.0,
+    load_s=1.0,
+    demand_idle_min=1.0,
 )
 
 
 def watch_requests(client: ServiceClient, sent: Callable[[str, str], None]) -> None:
     """Call `sent` with service and operation of each request of the client, from now on."""
-    post: Callable[[Mapping[str, str], bytes], Awaitable[AwsHttpResponse]] = client.http.post
+    send: Callable[..., Awaitable[ClientResponse]] = client.http.request
 
-    async def watched(headers: Mapping[str, str], body: bytes) -> AwsHttpResponse:
+    async def watched(method: str, path: str, *, headers: Mapping[str, str], body: bytes) -> ClientResponse:
         target = headers.get("x-amz-target") or dict(parse_qsl(body.decode()))["Action"]
         sent(client.name, target.rpartition(".")[2])
-        return await post(headers, body)
+        return await send(method, path, headers=headers, body=body)
 
-    client.http.post = watched  # type: ignore[method-assign]
+    client.http.request = watched  # type: ignore[assignment,method-assign]
 
 
 class RequestCounter:
@@ -358,9 +385,12 @@ class BenchmarkEnvironment:
     def new_pool(self, **changed: Any) -> BenchmarkPool:
         """Configure a pool without creating its resources."""
         name = f"bench{next(self._pools)}"
-        flags = {"backend": "aws", "pool": name, "github_scope": SCOPE, **SETTINGS, **changed}
+        return BenchmarkPool(name=name, environment=self, settings=self.new_settings(name, **changed))
+
+    def new_settings(self, pool: str, **changed: Any) -> Settings:
+        flags = {"backend": "aws", "pool": pool, "github_scope": SCOPE, **SETTINGS, **changed}
         flags |= {key.replace("-", "_"): value for key, value in self.servers.launch.items()}
-        return BenchmarkPool(name=name, environment=self, settings=load(flags, environ=self.servers.environment()))
+        return load(flags, environ=self.servers.environment())
 
     async def pool(self, **changed: Any) -> BenchmarkPool:
         made = self.new_pool(**changed)

@@ -77,9 +77,24 @@ class GrowthPoint:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ListenerPoint:
+    """Cost of a listener at one number of sets and of machines that have a job."""
+
+    sets: int
+    machines: int
+    jobs_per_s: float
+    #: Share of a core, and maximum memory.
+    cpu_share: float
+    memory_mb: float
+    #: Per minute, by service.
+    calls: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Results:
     figures: tuple[Figure, ...] = ()
     points: tuple[GrowthPoint, ...] = ()
+    listeners: tuple[ListenerPoint, ...] = ()
 
     def ratio(self, point: GrowthPoint) -> float:
         """Seconds of an operation, relative to its seconds with the fewest instances and no old records."""
@@ -87,7 +102,11 @@ class Results:
         return point.seconds / min(same, key=lambda each: (each.old, each.live)).seconds
 
     def __add__(self, other: Results) -> Results:
-        return Results(figures=self.figures + other.figures, points=self.points + other.points)
+        return Results(
+            figures=self.figures + other.figures,
+            points=self.points + other.points,
+            listeners=self.listeners + other.listeners,
+        )
 
     def missed(self, *, strict: bool) -> list[Figure]:
         """Return the figures that fail the run."""

@@ -13,10 +13,13 @@ from remuda.adapters.aws.dynamodb import items, schema
 from remuda.adapters.aws.dynamodb.items import ItemKeys
 from remuda.adapters.aws.dynamodb.polling import CONTROL
 from remuda.adapters.aws.sqs import ATTRIBUTES
+from remuda.adapters.github.scale_sets import ScaleSetSource
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.domain.resources import DEFAULT_CLASSES
+from remuda.domain.runner_set import RunnerSet
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import POOL_TAG
+from remuda.ports.event_log import SilentEventLog
 
 #: Number of times that the calls of a small operation are measured.
 REPEATS = 3
@@ -65,6 +68,19 @@ def release(instances: int) -> Calls:
         "batch_get": 2,
         "update": 4 * instances,
         "send": batches,
+    }
+
+
+def set_start(jobs: int) -> Calls:
+    """From a message of a runner set to the start of the runners: the message's record, intents, pool messages, and per
+    job the claim, the registration, its record, the agent's read and its signal.
+    """
+    return {
+        "put": 1 + jobs,
+        "receive": math.ceil(jobs / BATCH),
+        "update": 3 * jobs,
+        "jit": jobs,
+        "get": jobs,
     }
 
 
@@ -126,6 +142,11 @@ class Floor:
         self._key = ItemKeys(prefix=pool.prefix).control(self._record.instance_id)
         self._queue = ""
         self._github = environment.github(CallCounter())
+        self._source = ScaleSetSource(
+            github=self._github, clock=self._clock, ids=SystemIds(), calls=CallCounter(), event_log=SilentEventLog()
+        )
+        self._set = RunnerSet(name="floor", labels=("floor",), resource_class=CLASS, scope=SCOPE, max=1)
+        self._set_id = 0
         self._terminated: list[str] = []
 
     async def prepare(self) -> None:
@@ -135,10 +156,13 @@ class Floor:
         self._terminated = await self._create_fleet(1)
 
     async def close(self) -> None:
+        await self._source.close()
         await self._github.close()
 
     async def seconds(self, calls: Calls) -> float:
         """Measure the calls, one after the other. Small operations are repeated; the median counts."""
+        if "jit" in calls and not self._set_id:
+            self._set_id = await self._source.ensure_set(self._set)
         repeats = 1 if sum(calls.values()) > MANY_CALLS * REPEATS else REPEATS
         return median([await self._once(calls) for _ in range(repeats)])
 
@@ -236,6 +260,9 @@ class Floor:
 
     async def _token(self) -> None:
         await self._github.registration_token(SCOPE)
+
+    async def _jit(self) -> None:
+        await self._source.register(self._set, self._set_id, name=SystemIds().new("floor-"))
 
     async def _depth(self) -> None:
         await self._world.sqs.get_queue_attributes(QueueUrl=self._queue, AttributeNames=["ApproximateNumberOfMessages"])

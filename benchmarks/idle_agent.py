@@ -169,7 +169,7 @@ async def _group(environment: BenchmarkEnvironment, pool: BenchmarkPool, first: 
 
         await asyncio.gather(*(claim(number) for number in range(len(records))))
         await clock.sleep(WAIT_S)
-    began = await environment.agents.registrations()
+    began = (await environment.agents.times())["registered"]
     await environment.clear()
     # An agent may read the claim before the response arrives here.
     return [max(0.0, began[name] - written[name]) for name in written if name in began]

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from benchmarks import curves
 from benchmarks.curves import Bar
-from benchmarks.figures import Figure, FigureKind, GrowthPoint, Results
+from benchmarks.figures import Figure, FigureKind, GrowthPoint, ListenerPoint, Results
 
 BEGIN = "<!-- generated: figures -->"
 END = "<!-- end of figures -->"
@@ -32,6 +32,7 @@ GROWTH_COLUMNS: Mapping[str, Literal["left", "right"]] = {
     "× time of the smallest pool": "right",
     "by service": "left",
 }
+LISTENER_COLUMNS = ("sets", "machines", "jobs/s", "cores", "memory", "DynamoDB / min", "SQS / min", "GitHub / min")
 _NUMBER = re.compile(r"[\d.,]+")
 
 
@@ -50,6 +51,7 @@ class BenchmarkRun:
             "machine": machine(),
             "figures": [figure.document() for figure in self.results.figures],
             "growth": [asdict(point) for point in self.results.points],
+            "listeners": [asdict(point) for point in self.results.listeners],
         }
 
 
@@ -80,6 +82,13 @@ def show(results: Results, console: Console) -> None:
         console.print(table)
     if results.points:
         console.print(_growth_table(results))
+    if results.listeners:
+        table = Table(box=box.SIMPLE_HEAD, title="Growth of the listener", title_justify="left")
+        for name in LISTENER_COLUMNS:
+            table.add_column(name, justify="right")
+        for point in results.listeners:
+            table.add_row(*_listener_cells(point))
+        console.print(table)
 
 
 def _sections(results: Results) -> Mapping[str, Sequence[Figure]]:
@@ -101,6 +110,12 @@ def _growth_cells(results: Results, point: GrowthPoint) -> tuple[str, ...]:
     by_service = ", ".join(f"{service} {number}" for service, number in point.calls.items())
     ratio = f"{results.ratio(point):.1f}"
     return point.operation, f"{point.live:,}", f"{point.old:,}", f"{point.total:,}", ratio, by_service
+
+
+def _listener_cells(point: ListenerPoint) -> tuple[str, ...]:
+    calls = (f"{point.calls.get(service, 0):,}" for service in ("dynamodb", "sqs", "github"))
+    cost = f"{point.cpu_share:.2f}", f"{point.memory_mb:.0f} MB"
+    return f"{point.sets:,}", f"{point.machines:,}", f"{point.jobs_per_s:g}", *cost, *calls
 
 
 def _cells(figure: Figure) -> tuple[str, ...]:
@@ -159,6 +174,10 @@ def markdown(run: BenchmarkRun) -> str:
         lines += [f"| {' | '.join(_growth_cells(run.results, point))} |" for point in run.results.points]
     for section, figures in sections.items():
         lines += ["", f"### {section}", "", *_figure_lines(figures)]
+    if run.results.listeners:
+        lines += ["", "### Growth of the listener", ""]
+        lines += [f"| {' | '.join(LISTENER_COLUMNS)} |", f"|{'|'.join('--:' for _ in LISTENER_COLUMNS)}|"]
+        lines += [f"| {' | '.join(_listener_cells(point))} |" for point in run.results.listeners]
     return "\n".join(lines)
 
 
@@ -195,6 +214,18 @@ def plots(results: Results) -> dict[str, str]:
                     lines.setdefault(point.operation, []).append((float(point.live), value(point)))
             title = f"{quantity} by live instances, {number:,} old records"
             drawn[f"{name}{suffix}.svg"] = curves.lines(lines, title=title, x_label="live instances")
+    by_sets: dict[str, list[ListenerPoint]] = {}
+    for listener in results.listeners:
+        by_sets.setdefault(f"{listener.sets} sets" if listener.sets > 1 else "1 set", []).append(listener)
+    if by_sets:
+        cores = {name: [(float(each.machines), each.cpu_share) for each in group] for name, group in by_sets.items()}
+        calls = {
+            name: [(float(each.machines), float(sum(each.calls.values()))) for each in group]
+            for name, group in by_sets.items()
+        }
+        label = "machines of the sets"
+        drawn["listener-cores.svg"] = curves.lines(cores, title="Cores used by a listener", x_label=label)
+        drawn["listener-calls.svg"] = curves.lines(calls, title="Calls per minute of a listener", x_label=label)
     return drawn
 
 
