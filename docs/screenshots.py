@@ -16,12 +16,15 @@ from typing import Any
 from remuda.adapters.system.clock import SystemClock
 from remuda.domain.provision import Provision
 from tests.support.dashboard import (
+    SAMPLE_SETS,
     Dashboard,
     chromium,
     environment,
+    in_sets,
     prepare_store,
     sample_fleet,
     sample_provisions,
+    write_demand,
     write_samples,
 )
 
@@ -37,11 +40,13 @@ def main() -> int:
     now = SystemClock().now()
     with tempfile.TemporaryDirectory(prefix="remuda-pictures-") as name:
         folder = Path(name) / "state"
-        file = prepare_store(folder, pool="ci")
-        samples = list(sample_fleet(INSTANCES, TRANSITIONS, now=now + timedelta(seconds=5), seed=7, ended=0.35))
+        file = prepare_store(folder, pool="ci", runner_sets=SAMPLE_SETS)
+        fleet = sample_fleet(INSTANCES, TRANSITIONS, now=now + timedelta(seconds=5), seed=7, ended=0.35)
+        samples, jobs = in_sets(fleet, pool="ci", now=now)
         names = cycle(record.instance_id for record, _ in samples)
         runs = [on_instances(run, names) for run in sample_provisions(120, now=now, span_s=5_000)]
         write_samples(file, samples, runs, now=now)
+        write_demand(file, jobs, now=now)
         with Dashboard(folder) as dashboard, chromium() as browser:
             take_screenshot(browser, dashboard.url, "dashboard-light", color_scheme="light", **WIDE)
             take_screenshot(browser, dashboard.url, "dashboard-dark", color_scheme="dark", **WIDE)
