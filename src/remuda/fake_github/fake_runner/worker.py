@@ -120,7 +120,7 @@ class Worker:
             if self._shut_down or not self._context.is_due(step, env):
                 outcome = "skipped"
             else:
-                self._print(f"##[group]Run {name}\n##[endgroup]\n")
+                _send({"output": f"##[group]Run {name}\n##[endgroup]\n"})
                 continues = is_true(_value(step.get("continue-on-error"), scope))
                 outcome = self._run_due(number, step, scope, {**env, **files.variables})
                 files.apply(self._context)
@@ -304,6 +304,8 @@ class Worker:
             **_named("RUNNER", self._runner_context()),
             "RUNNER_WORKSPACE": str(self._workspace.parent),
             **({"RUNNER_TRACKING_ID": self._tracking} if self._tracking else {}),
+            # Such as those for OIDC tokens, which are not part of the env context.
+            **self._job.get("variables", {}),
         }
 
 
