@@ -79,9 +79,8 @@ def test_runs_on_uses_outputs_of_needed_jobs() -> None:
 
 
 def test_texts_follow_yaml_1_2_as_on_github() -> None:
-    document = load_workflow(
-        b"on: push\njobs: {a: {runs-on: x, env: {A: yes, B: true, C: 3.10, D: 12:30, E: , F: 010}}}"
-    )
+    env = b"{A: yes, B: true, C: 3.10, D: 12:30, E: , F: 010}"
+    document = load_workflow(b"on: push\njobs: {a: {runs-on: x, env: %s}}" % env)
     assert list(document) == ["on", "jobs"]
     document["jobs"]["a"]["steps"] = STEPS
     (job,) = parse_workflow(document, GITHUB)
@@ -157,10 +156,7 @@ def test_environment_of_a_job() -> None:
         ({"a": {"runs-on": "x", "steps": [{"run": "${{ needs.b.result }}"}]}}, "jobs.a.steps[0].run"),
         ({"a": {"runs-on": "x", "steps": [{"run": "${{ always() }}"}]}}, "jobs.a.steps[0].run"),
         ({"a": {"runs-on": "x", "steps": [{"run": "true", "if": "env.A =="}]}}, "jobs.a.steps[0].if"),
-        (
-            {"a": {"runs-on": "x", "steps": [{"run": "true", "continue-on-error": "x"}]}},
-            "jobs.a.steps[0].continue-on-error",
-        ),
+        ({"a": {"runs-on": "x", "steps": STEPS, "continue-on-error": "x"}}, "jobs.a.continue-on-error"),
         ({"a": {"runs-on": "x", "steps": STEPS, "container": "node"}}, "jobs.a.container"),
         ({"a": {"uses": "./.github/workflows/b.yml"}}, "jobs.a.uses"),
         ({"a": {"runs-on": {"group": "g"}, "steps": STEPS}}, "jobs.a.runs-on.group"),
@@ -248,6 +244,51 @@ def test_failed_jobs_and_those_that_need_them_run_again(conclusions: dict[str, s
 def test_run_without_failed_jobs_is_not_run_again() -> None:
     with pytest.raises(UserError, match="run 1 has no failed job"):
         kept_jobs([job("build")], LastRun(run_id="1", attempt=1, conclusions={"build": "success"}))
+
+
+# Conditions of jobs ---------------------------------------------------------------------------------------------------
+
+
+class ScriptedRunner:
+    """Ends the jobs on this machine with the conclusions of their names."""
+
+    def __init__(self) -> None:
+        self.ran: list[str] = []
+
+    async def run(self, message: dict[str, Any], _on_output: Any) -> dict[str, Any]:
+        self.ran.append(message["name"])
+        return {"result": "failure" if message["name"].startswith("bad") else "success", "outputs": {"x": "1"}}
+
+
+NOT_CANCELLED = "!cancelled() && needs.bad.result == 'failure'"
+
+
+@pytest.mark.parametrize(
+    ("jobs", "ran"),
+    [
+        ({"bad": {}, "after": {"needs": "bad"}}, {"bad"}),
+        ({"bad": {}, "after": {"needs": "bad", "if": "failure()"}}, {"bad", "after"}),
+        ({"bad": {}, "after": {"needs": "bad", "if": "always()"}}, {"bad", "after"}),
+        ({"bad": {}, "after": {"needs": "bad", "if": "needs.bad.result == 'failure'"}}, {"bad"}),
+        ({"bad": {}, "after": {"needs": "bad", "if": NOT_CANCELLED}}, {"bad", "after"}),
+        # A failure or a skip applies to all jobs that follow in the chain.
+        ({"bad": {}, "b": {"needs": "bad"}, "c": {"needs": "b", "if": "failure()"}}, {"bad", "c"}),
+        ({"bad": {}, "b": {"needs": "bad", "if": "always()"}, "c": {"needs": "b"}}, {"bad", "b"}),
+        ({"skip": {"if": "false"}, "after": {"needs": "skip"}}, set()),
+        ({"skip": {"if": "false"}, "after": {"needs": "skip", "if": "failure()"}}, set()),
+        # A failure that is allowed counts as success for the jobs that need it.
+        ({"bad": {"continue-on-error": True}, "after": {"needs": "bad"}}, {"bad", "after"}),
+        ({"a": {"outputs": {"x": "1"}}, "b": {"needs": "a", "if": "needs.a.outputs.x == 1"}}, {"a", "b"}),
+        ({"a": {}, "b": {"needs": "a", "if": "needs.a.outputs.nothing"}}, {"a"}),
+    ],
+)
+async def test_conditions_of_jobs(jobs: dict[str, dict[str, Any]], ran: set[str]) -> None:
+    hosted = ScriptedRunner()
+    run = WorkflowRun(SilentOutput(), None, SystemClock(), GITHUB, hosted=hosted)  # type: ignore[arg-type]
+    bodies = {key: {"runs-on": "ubuntu-latest", "steps": STEPS, **body} for key, body in jobs.items()}
+    results = await run.run(parse(bodies))
+    assert set(hosted.ran) == ran
+    assert {result.name for result in results if result.conclusion == "skipped"} == set(jobs) - ran
 
 
 # Interrupted runs -----------------------------------------------------------------------------------------------------
