@@ -286,6 +286,47 @@ def test_all_problems_are_reported_before_anything_runs(backend: Path, tmp_path:
     assert not trace.exists()
 
 
+LABELS = """
+on: push
+jobs:
+  provision:
+    runs-on: ubuntu-latest
+    steps: [{run: remuda provision}]
+  both:
+    needs: provision
+    runs-on: [self-hosted, "${{ github.run_id }}"]
+    timeout-minutes: 0.02
+    steps: [{run: exit 1}]
+  other:
+    needs: provision
+    runs-on: [self-hosted, linux]
+    timeout-minutes: 0.02
+    steps: [{run: exit 1}]
+  good:
+    needs: [both, other]
+    if: always()
+    runs-on: ["${{ github.run_id }}", large]
+    steps: [{run: "true"}]
+  release:
+    needs: good
+    if: always()
+    runs-on: ubuntu-latest
+    steps: [{run: remuda release}]
+"""
+
+
+def test_runner_of_a_run_takes_no_job_that_asks_for_default_labels(backend: Path, tmp_path: Path):
+    file = tmp_path / "w.yml"
+    file.write_text(LABELS)
+    done = run_local(backend, "run-workflow", str(file), "--run-id", "9200")
+    conclusions = {job["name"]: job["conclusion"] for job in document_of(done)["jobs"]}
+    expected = {"both": "cancelled", "other": "cancelled", "good": "success"}
+    assert conclusions == {"provision": "success", **expected, "release": "success"}, done.stderr
+    known = "run 9200 has runners with labels 9200, large: use runs-on: 9200"
+    assert f"queued for self-hosted, 9200, but no runner has label self-hosted; {known}" in done.stderr
+    assert f"queued for self-hosted, linux, but no runner has labels self-hosted, linux; {known}" in done.stderr
+
+
 TOKENS = """
 on: push
 permissions: {id-token: write}

@@ -33,6 +33,7 @@ from remuda.cli.workflow_file import (
 )
 from remuda.config.settings import Settings
 from remuda.domain.errors import Unavailable, UserError
+from remuda.domain.reporting.demand import describe_missing_labels
 from remuda.domain.runner_set import RunnerSet
 from remuda.domain.text import quote, truncate
 from remuda.fake_github.client import FakeGitHubClient, FakeGitHubError, JobStep, JobView
@@ -425,16 +426,17 @@ class WorkflowRun:
         if runner_set:
             self._say(job.name, f"waiting for a runner of set {runner_set}")
             return
-        wanted = {label.lower() for label in job.labels}
-        if any(wanted <= {label.lower() for label in runner.labels} for runner in await self._client.runners()):
+        wanted, run_id = {label.lower() for label in job.labels}, self._github["run_id"]
+        runners = await self._client.runners()
+        if any(wanted <= {label.lower() for label in runner.labels} for runner in runners):
             self._say(job.name, f"queued for {', '.join(job.labels)}")
             return
-        sets = "; ".join(f"{item.name} has {', '.join(item.labels)}" for item in self._runner_sets)
-        known = f"the runner sets are: {sets}" if sets else "no runner sets are configured"
-        self._say(
-            job.name,
-            f"queued for {', '.join(job.labels)}: no runner has these labels, and no runner set serves them ({known})",
+        # The labels of a run's runners contain its id.
+        of_run = dict.fromkeys(label for runner in runners if run_id in runner.labels for label in runner.labels)
+        why = describe_missing_labels(
+            job.labels, self._runner_sets, run_id=run_id, runs={run_id: list(of_run)} if of_run else {}
         )
+        self._say(job.name, f"queued for {', '.join(job.labels)}, but {why}")
 
     async def _queue(self, job: ResolvedJob) -> JobView:
         """Queue the job. If interrupted, wait for the job's id in order to cancel it."""
