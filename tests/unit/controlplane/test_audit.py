@@ -100,10 +100,11 @@ async def test_job_that_another_runner_serves_is_none_of_ours(world: PoolWorld) 
 async def test_job_with_a_label_that_the_runners_of_its_run_lack(world: PoolWorld, *, with_sets: bool) -> None:
     if not with_sets:
         await world.configure(runner_sets=())
+    await asyncio.sleep(AUDIT_INTERVAL_S)
     await world.provision("77", repository=SCOPE)
     job = world.github.queue(run_id="77", labels=["self-hosted", "77"], repository=SCOPE)
     world.github.queue(run_id="77", labels=["ubuntu-latest"], repository=SCOPE)
-    result = await wait_and_sweep(world, AUDIT_INTERVAL_S + 1)
+    result = await wait_and_sweep(world, 10)
     (sentence,) = result.waiting_jobs
     why = "no runner has label self-hosted; run 77 has runners with labels 77, large: use runs-on: 77"
     assert why in sentence
