@@ -16,6 +16,7 @@ import jwt
 import pytest
 
 from remuda.fake_github import read_endpoint
+from remuda.fake_github.client import FakeGitHubClient, JobStep
 from tests.support.cli import CommandResult, run_installed
 from tests.support.leak_scanner import LeakScanner, ObservedProcesses, issued_credentials, observe_processes
 from tests.support.local_backend import run_local
@@ -286,45 +287,26 @@ def test_all_problems_are_reported_before_anything_runs(backend: Path, tmp_path:
     assert not trace.exists()
 
 
-LABELS = """
-on: push
-jobs:
-  provision:
-    runs-on: ubuntu-latest
-    steps: [{run: remuda provision}]
-  both:
-    needs: provision
-    runs-on: [self-hosted, "${{ github.run_id }}"]
-    timeout-minutes: 0.02
-    steps: [{run: exit 1}]
-  other:
-    needs: provision
-    runs-on: [self-hosted, linux]
-    timeout-minutes: 0.02
-    steps: [{run: exit 1}]
-  good:
-    needs: [both, other]
-    if: always()
-    runs-on: ["${{ github.run_id }}", large]
-    steps: [{run: "true"}]
-  release:
-    needs: good
-    if: always()
-    runs-on: ubuntu-latest
-    steps: [{run: remuda release}]
-"""
-
-
-def test_runner_of_a_run_takes_no_job_that_asks_for_default_labels(backend: Path, tmp_path: Path):
-    file = tmp_path / "w.yml"
-    file.write_text(LABELS)
-    done = run_local(backend, "run-workflow", str(file), "--run-id", "9200")
-    conclusions = {job["name"]: job["conclusion"] for job in document_of(done)["jobs"]}
-    expected = {"both": "cancelled", "other": "cancelled", "good": "success"}
-    assert conclusions == {"provision": "success", **expected, "release": "success"}, done.stderr
-    known = "run 9200 has runners with labels 9200, large: use runs-on: 9200"
-    assert f"queued for self-hosted, 9200, but no runner has label self-hosted; {known}" in done.stderr
-    assert f"queued for self-hosted, linux, but no runner has labels self-hosted, linux; {known}" in done.stderr
+async def test_runner_of_a_run_takes_no_job_that_asks_for_default_labels(backend: Path):
+    """docs/adr/0040-default-labels.md: default labels would also match jobs of other runs."""
+    assert run_local(backend, "provision", "--run-id", "9200").code == 0
+    endpoint = read_endpoint(backend / "github")
+    assert endpoint is not None
+    async with FakeGitHubClient(endpoint.url, endpoint.token) as client:
+        (runner,) = [item for item in await client.runners() if "9200" in item.labels]
+        assert runner.labels == ("9200", "large")
+        steps, repo = [JobStep(run="true")], runner.scope
+        wanted = (["self-hosted"], ["self-hosted", "linux"], ["self-hosted", "9200"], ["linux", "x64"])
+        others = [await client.queue_job(repo=repo, run_id=9201, labels=labels, steps=steps) for labels in wanted]
+        own = await client.queue_job(repo=repo, run_id=9200, labels=["9200", "LARGE"], steps=steps)
+        while own.status != "completed":
+            own = await client.job(own.id, wait_s=LIMIT_S)
+        # The queue is served in order: the runner had the choice of the earlier ones.
+        assert [(await client.job(job.id)).runner_name for job in others] == [None] * len(others)
+        for job in others:
+            await client.cancel_job(job.id)
+    assert own.conclusion == "success"
+    assert run_local(backend, "release", "--run-id", "9200").code == 0
 
 
 TOKENS = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from remuda.adapters.system.clock import SystemClock
 from remuda.cli.run_workflow import LastRun, WorkflowRun, kept_jobs
 from remuda.cli.workflow_file import WorkflowError, WorkflowJob, load_workflow, parse_workflow
 from remuda.domain.errors import UserError
-from remuda.fake_github.client import JobStep, JobView
+from remuda.fake_github.client import JobStep, JobView, RunnerView
 from remuda.fake_github.fake_runner.expressions import parse_condition
 
 GITHUB = {"run_id": "77", "run_attempt": "2", "repository": "owner/repo", "workflow_ref": "owner/repo/w.yml@main"}
@@ -298,8 +299,11 @@ ITERATIONS = {"one": 20, "two": 60}
 
 
 class SilentOutput:
-    def say(self, *_texts: Any, **_style: Any) -> None:
-        """Discard the text."""
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, text: str, **_style: Any) -> None:
+        self.said.append(text)
 
 
 class SlowGitHub:
@@ -317,8 +321,8 @@ class SlowGitHub:
         await asyncio.Event().wait()
         return _job(name)
 
-    async def runners(self) -> list[Any]:
-        return []
+    async def runners(self) -> list[RunnerView]:
+        return [_runner("77", "large"), _runner("self-hosted", "linux")]
 
     async def cancel_job(self, name: str) -> JobView:
         for _ in range(ITERATIONS[name]):
@@ -330,6 +334,11 @@ class SlowGitHub:
 def _job(name: str) -> JobView:
     known = dict.fromkeys(JobView.__dataclass_fields__)
     return JobView(**{**known, "id": name, "name": name, "status": "queued"})  # type: ignore[arg-type]
+
+
+def _runner(*labels: str) -> RunnerView:
+    known = dict.fromkeys(RunnerView.__dataclass_fields__)
+    return RunnerView(**{**known, "labels": labels})  # type: ignore[arg-type]
 
 
 def job(key: str, *needs: str, on: str = "1") -> WorkflowJob:
@@ -354,3 +363,27 @@ async def test_an_interrupted_run_cancels_all_its_jobs(*, without_dependent: boo
     with pytest.raises(asyncio.CancelledError):
         await running
     assert github.cancelled == set(ITERATIONS)
+
+
+KNOWN = "run 77 has runners with labels 77, large: use runs-on: 77"
+
+
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        (
+            ("self-hosted", "77"),
+            f"queued for self-hosted, 77, but no runner has label self-hosted; {KNOWN}",
+        ),
+        (("77",), "queued for 77"),
+        (("Self-Hosted", "linux"), "queued for Self-Hosted, linux"),
+    ],
+)
+async def test_labels_that_no_runner_has_are_explained_at_once(labels: tuple[str, ...], said: str) -> None:
+    github, output = SlowGitHub(), SilentOutput()
+    run = WorkflowRun(output, github, SystemClock(), GITHUB, hosted=None)  # type: ignore[arg-type]
+    running = asyncio.create_task(run.run([replace(job("one"), labels=labels)]))
+    await github.followed.get()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert output.said[0].endswith(said)
