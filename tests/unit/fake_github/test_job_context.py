@@ -9,7 +9,7 @@ import pytest
 
 from remuda.fake_github.fake_runner import job_context
 from remuda.fake_github.fake_runner.expressions import ExpressionError
-from remuda.fake_github.fake_runner.job_context import FileCommandError, JobContext, StepFiles
+from remuda.fake_github.fake_runner.job_context import FileCommandError, JobContext, StepCommandFiles
 
 
 @pytest.fixture
@@ -17,8 +17,8 @@ def context() -> JobContext:
     return JobContext({"env": {"A": "job"}}, github={"run_id": "7"}, runner={"os": "Linux"})
 
 
-def apply(context: JobContext, folder: Path, **texts: str) -> StepFiles:
-    files = StepFiles(folder / "files", 1)
+def apply(context: JobContext, folder: Path, **texts: str) -> StepCommandFiles:
+    files = StepCommandFiles(folder / "files", 1)
     for name, text in texts.items():
         Path(files.variables[f"GITHUB_{name.upper()}"]).write_text(text)
     files.apply(context)
@@ -63,7 +63,7 @@ def test_node_options_are_refused_as_on_github(context: JobContext, tmp_path: Pa
 def test_large_files_and_pipes_are_harmless(
     context: JobContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = StepFiles(tmp_path / "files", 1)
+    files = StepCommandFiles(tmp_path / "files", 1)
     path = Path(files.variables["GITHUB_OUTPUT"])
     path.unlink()
     os.mkfifo(path)
