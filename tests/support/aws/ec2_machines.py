@@ -1,6 +1,6 @@
 """Machines for the instances of an EC2 test server.
 
-The test server manages instances, but runs nothing. `Ec2MachineRunner` polls it and replaces the hardware of EC2: it
+The test server manages instances, but runs nothing. `Ec2MachineRunner` follows it and replaces the hardware of EC2: it
 boots a machine with the user data of the instance and its own metadata service, switches it off when EC2 terminates
 the instance, and terminates the instance when the machine powers itself off.
 
@@ -22,14 +22,21 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, closing, contextmanager
+from contextlib import aclosing, asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
 from remuda.fake_github.client import FakeGitHubClient, JobStep, JobView
-from tests.support.aws.ec2 import AGENT_ROLE, PROFILE, describe_instances, instance_credentials, slow_server_config
+from tests.support.aws.ec2 import (
+    AGENT_ROLE,
+    PROFILE,
+    describe_instances,
+    instance_changes,
+    instance_credentials,
+    slow_server_config,
+)
 from tests.support.aws.servers import REGION, aws_client
 from tests.support.aws.stack import SCOPE, AwsStack
 from tests.support.fake_s3 import FakeS3, fake_s3
@@ -90,6 +97,7 @@ class Ec2MachineRunner:
         `environment` is set for the user data and all services of machines in namespaces. `sts_url` is the server of
         `role`, by default that of EC2.
         """
+        self._ec2_url = ec2_url
         self._sts_url = sts_url or ec2_url
         self._role = role
         self._environment = environment
@@ -99,15 +107,13 @@ class Ec2MachineRunner:
         self._log = log
         self._terminate_powered_off = terminate_powered_off
         self._booted: dict[str, _Booted] = {}
-        #: Whether new instances do not boot yet.
-        self.paused = False
 
     async def run(self) -> None:
         """Run until cancelled; then switch all machines off."""
         try:
-            while True:
-                await self._update()
-                await asyncio.sleep(POLL_S)
+            async with aclosing(instance_changes(self._ec2_url)) as changes:
+                async for _ in changes:
+                    await self._update()
         finally:
             tasks = [booted.task for booted in self._booted.values()]
             for task in tasks:
@@ -146,10 +152,9 @@ class Ec2MachineRunner:
     async def _update(self) -> None:
         found = await describe_instances(self._ec2)
         live = {key: item for key, item in found.items() if item["State"]["Name"] in LIVE}
-        if not self.paused:
-            for instance_id in live.keys() - self._booted.keys():
-                task = asyncio.create_task(self._run_machine(instance_id, live[instance_id]))
-                self._booted[instance_id] = _Booted(task=task)
+        for instance_id in live.keys() - self._booted.keys():
+            task = asyncio.create_task(self._run_machine(instance_id, live[instance_id]))
+            self._booted[instance_id] = _Booted(task=task)
         for instance_id, booted in self._booted.items():
             if instance_id not in live:
                 # The task switches its machine off when cancelled.
