@@ -18,7 +18,7 @@ from tests.support.agents import AgentFixture
 from tests.support.mutations import LONG, SHORT
 from tests.support.world import PoolWorld
 
-settings.register_profile("new", deadline=None, max_examples=LONG or SHORT)
+settings.register_profile("new", deadline=None)
 settings.register_profile("short", settings.get_profile("ci"), max_examples=SHORT)
 settings.load_profile("new" if LONG else "short")
 
