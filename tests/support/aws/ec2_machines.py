@@ -107,6 +107,8 @@ class Ec2MachineRunner:
         self._log = log
         self._terminate_powered_off = terminate_powered_off
         self._booted: dict[str, _Booted] = {}
+        #: Whether new instances do not boot yet.
+        self.paused = False
 
     async def run(self) -> None:
         """Run until cancelled; then switch all machines off."""
@@ -152,9 +154,10 @@ class Ec2MachineRunner:
     async def _update(self) -> None:
         found = await describe_instances(self._ec2)
         live = {key: item for key, item in found.items() if item["State"]["Name"] in LIVE}
-        for instance_id in live.keys() - self._booted.keys():
-            task = asyncio.create_task(self._run_machine(instance_id, live[instance_id]))
-            self._booted[instance_id] = _Booted(task=task)
+        if not self.paused:
+            for instance_id in live.keys() - self._booted.keys():
+                task = asyncio.create_task(self._run_machine(instance_id, live[instance_id]))
+                self._booted[instance_id] = _Booted(task=task)
         for instance_id, booted in self._booted.items():
             if instance_id not in live:
                 # The task switches its machine off when cancelled.
