@@ -94,7 +94,17 @@ _SEARCHES = _JOB_SEARCHES | {
     "find", "find_by_provision", "count_live", "unsettled_provisions", "recent_provisions", "troubled_reports",
 }  # fmt: skip
 _WRITES = frozenset(
-    {"apply", "apply_all", "put_provision", "replace_provision", "put_config", "put_first_seen", "forget", "prepare"}
+    {
+        "apply",
+        "apply_all",
+        "apply_with_provision",
+        "put_provision",
+        "replace_provision",
+        "put_config",
+        "put_first_seen",
+        "forget",
+        "prepare",
+    }
     | {"put_demand", "delete_demand", "replace_lease"}
 )
 

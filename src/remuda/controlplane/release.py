@@ -19,16 +19,18 @@ from remuda.controlplane.context import (
     retry_write,
     skip_unreadable,
     transition,
+    transition_with_provision,
 )
 from remuda.controlplane.signal_waiter import SignalWaiter, StopReason, WaitResult
-from remuda.domain.errors import Conflict, RemudaError, Unavailable, Unreadable
+from remuda.domain.errors import Conflict, ProvisionConflict, RemudaError, Unavailable, Unreadable
 from remuda.domain.instance import ABSORBING, Credential, Instance, State, holder_id
 from remuda.domain.pool_config import PoolConfig
-from remuda.domain.provision import Provision, ProvisionStatus, released
+from remuda.domain.provision import Provision, ProvisionChange, ProvisionStatus, released, settled
 from remuda.domain.release_policy import credential_expires_early, next_for_releasing
 from remuda.domain.resources import Tier
 from remuda.domain.signals import Report, removal_verdict
-from remuda.domain.transitions import Actor, Announce, Bind, End, Release, RenewCredential, Retire, RetireReason
+from remuda.domain.timestamps import after
+from remuda.domain.transitions import Actor, Announce, Bind, End, Event, Release, RenewCredential, Retire, RetireReason
 from remuda.ports.github import Deletion
 from remuda.ports.pool import BATCH
 
@@ -412,16 +414,62 @@ def binding_of_unknown_job(config: PoolConfig, report: Report | None, *, set_tie
     )
 
 
-async def release_set_provision(context: Context, instance: Instance, *, why: str) -> None:
-    """Mark the provision of a machine of a runner set as released."""
-    provision = await context.store.get_provision(holder_id(instance.runner_set), instance.provision_id)
-    while provision is not None and provision.status is not ProvisionStatus.RELEASED:
+async def transition_in_set(
+    context: Context,
+    instance: Instance,
+    event: Event,
+    replaced: Callable[[Provision], Provision | None],
+    *,
+    by: Actor,
+    why: str,
+    provision: Provision | None = None,
+) -> tuple[Instance, Provision | None]:
+    """Apply a transition of a machine of a runner set and replace its provision in one step. Return both records.
+
+    `replaced` returns the new provision, or None if the stored one remains. `provision` is the stored one, if known.
+    """
+    for _ in range(CONFLICT_ATTEMPTS):
+        if provision is None:
+            provision = await context.store.get_provision(holder_id(instance.runner_set), instance.provision_id)
+        new = replaced(provision) if provision is not None else None
+        if provision is None or new is None:
+            return await transition(context, instance, event, by=by, why=why), provision
+        change = ProvisionChange(before=provision, after=new)
         try:
-            await _replace(context, provision, released(provision, now=context.clock.now(), why=why))
-        except Conflict as conflict:
-            provision = conflict.current if isinstance(conflict.current, Provision) else None
+            changed = await transition_with_provision(context, instance, event, change, by=by, why=why)
+        except ProvisionConflict as conflict:
+            provision = conflict.current
         else:
-            return
+            return changed, new
+    raise Conflict(f"the provision of {instance.instance_id} keeps changing")
+
+
+async def leave_provision(
+    context: Context,
+    config: PoolConfig,
+    instance: Instance,
+    event: Event,
+    *,
+    by: Actor,
+    why: str,
+    provision: Provision | None = None,
+) -> tuple[Instance, Provision | None]:
+    """Apply a transition after which the provision of a machine of a runner set does not hold it any more."""
+
+    def closed(stored: Provision) -> Provision | None:
+        return closed_provision(context, config, stored, why)
+
+    return await transition_in_set(context, instance, event, closed, by=by, why=why, provision=provision)
+
+
+def closed_provision(context: Context, config: PoolConfig, provision: Provision, why: str) -> Provision | None:
+    """The provision of a machine of a runner set that it does not hold any more; None if that is recorded."""
+    if provision.settled:
+        return None
+    now = context.clock.now()
+    if provision.status is not ProvisionStatus.RELEASED:
+        provision = released(provision, now=now, why=why)
+    return settled(provision, forget_at=after(now, config.lifetimes.keep_records_s))
 
 
 async def deregister_set_runner(context: Context, instance: Instance, *, by: Actor) -> bool:

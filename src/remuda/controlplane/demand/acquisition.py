@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 
 from remuda.controlplane.context import Context
@@ -181,21 +182,20 @@ class _Batch:
     async def _acquire(self, plan: ProvisionPlan) -> None:
         acquired, recorder = AcquiredInstances(), OutcomeRecorder(self._context.clock)
         intent = asyncio.ensure_future(record_intent(self._context, plan.provision))
-        is_counted = is_undecided = True
         try:
-            claimed: Instance | None = None
-            if not self._for_pool and not plan.retire_reason:
-                selection = Selection(self._context, plan, self._pickup, acquired, recorder, intent=intent)
-                claimed = await selection.claim()
-            await intent
-            is_undecided = self._decide()
-            if claimed is None:
-                await self._all_decided.wait()
-                instance = await self._creation.create_one(plan, acquired)
-            else:
-                instance = claimed
-            machine = self._table.put(instance, now=self._context.clock.now())
-            is_counted = self._count(-1)
+            with ExitStack() as undecided, ExitStack() as counted:
+                undecided.callback(self._decide)
+                counted.callback(self._count, -1)
+                claimed: Instance | None = None
+                if not self._for_pool and not plan.retire_reason:
+                    selection = Selection(self._context, plan, self._pickup, acquired, recorder, intent=intent)
+                    claimed = await selection.claim()
+                await intent
+                undecided.close()
+                if claimed is None:
+                    await self._all_decided.wait()
+                instance = claimed or await self._creation.create_one(plan, acquired)
+                machine = self._table.put(instance, now=self._context.clock.now())
             if machine is not None:
                 machine.provision = plan.provision
                 machine.for_pool = self._for_pool
@@ -203,10 +203,6 @@ class _Batch:
                     await self._equip(machine_id=instance.instance_id, acquired=acquired)
         except BaseException as error:
             intent.cancel()
-            if is_undecided:
-                self._decide()
-            if is_counted:
-                self._count(-1)
             failure = error if isinstance(error, RemudaError) else Interrupted("interrupted")
             await self._give_back(plan, acquired, recorder, failure)
             if not isinstance(error, RemudaError):
@@ -238,20 +234,18 @@ class _Batch:
         for item in acquired.all():
             self._table.remove(item.instance.instance_id)
 
-    def _decide(self) -> bool:
-        """One more worker knows whether it needs a launch. Returns False, the worker's new state."""
+    def _decide(self) -> None:
+        """One more worker knows whether it needs a launch."""
         self._undecided -= 1
         if not self._undecided:
             self._all_decided.set()
-        return False
 
-    def _count(self, change: int) -> bool:
-        """Count acquisitions without a machine. Returns False, the worker's new state."""
+    def _count(self, change: int) -> None:
+        """Count acquisitions without a machine."""
         if self._for_pool:
             self._state.filling += change
         else:
             self._state.acquiring += change
-        return False
 
     def _note_result(self) -> None:
         """After a failure, the set waits before it tries again."""
