@@ -19,7 +19,7 @@ from remuda.controlplane.demand.sets import SetState
 from remuda.controlplane.provision import close_pickup, record_intent
 from remuda.controlplane.provision.creation import Creation
 from remuda.controlplane.provision.outcome import OutcomeRecorder
-from remuda.controlplane.provision.pickup import PickupManager
+from remuda.controlplane.provision.pickup import PickupManager, UsedMessages
 from remuda.controlplane.provision.plan import ROLLBACK_RESERVE_FRACTION, ROLLBACK_RESERVE_S, ProvisionPlan
 from remuda.controlplane.provision.rollback import AcquiredInstances, roll_back
 from remuda.controlplane.provision.selection import Selection
@@ -78,10 +78,24 @@ class Acquisitions:
         self._equipment = equipment
         self._tasks = tasks
         self._on_rollback = on_rollback
+        self._used = UsedMessages(demand.context)
+
+    async def close(self) -> None:
+        """Delete the pool messages of claimed machines."""
+        await self._used.close()
 
     def start(self, state: SetState, config: PoolConfig, count: int, *, for_pool: bool = False) -> None:
         """Acquire machines in the background. They count as supply at once."""
-        batch = _Batch(self._demand, self._table, self._equipment, state, config=config, count=count, for_pool=for_pool)
+        batch = _Batch(
+            self._demand,
+            self._table,
+            self._equipment,
+            state,
+            used=self._used,
+            config=config,
+            count=count,
+            for_pool=for_pool,
+        )
         self._tasks.start("acquisition", self._run(batch))
 
     async def _run(self, batch: _Batch) -> None:
@@ -102,6 +116,7 @@ class _Batch:
         equipment: Equipment,
         state: SetState,
         *,
+        used: UsedMessages,
         config: PoolConfig,
         count: int,
         for_pool: bool,
@@ -117,7 +132,7 @@ class _Batch:
         self._request = runner_request(config, state.runner_set)
         self._plans = [self._plan() for _ in range(count)]
         recorder = OutcomeRecorder(self._context.clock)
-        self._pickup = PickupManager(self._context, self._request, recorder)
+        self._pickup = PickupManager(self._context, self._request, recorder, used)
         self._creation = Creation(self._context, recorder, all_or_nothing=False)
         #: Workers that may still find a machine in the pool. The others are launched together.
         self._undecided = count
@@ -195,7 +210,7 @@ class _Batch:
                 if claimed is None:
                     await self._all_decided.wait()
                 instance = claimed or await self._creation.create_one(plan, acquired)
-                machine = self._table.put(instance, now=self._context.clock.now())
+                machine = self._table.put(instance)
             if machine is not None:
                 machine.provision = plan.provision
                 machine.for_pool = self._for_pool

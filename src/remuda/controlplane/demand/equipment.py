@@ -110,7 +110,7 @@ class Equipment:
             self._note(current)
 
     def _note(self, instance: Instance) -> None:
-        self._table.put(instance, now=self._context.clock.now())
+        self._table.put(instance)
 
     async def _transition(self, machine: KnownMachine, event: Event, why: str) -> Instance:
         instance = await transition(self._context, machine.instance, event, by=Actor.LISTENER, why=why)

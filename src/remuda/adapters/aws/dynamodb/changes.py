@@ -34,7 +34,7 @@ TRANSACTION_ATTEMPTS = 2
 #: Concurrent single writes.
 CONCURRENT_WRITES = 64
 #: Seconds that an entry waits for others, to be written in one call.
-FLUSH_AFTER_S = 1.0
+FLUSH_AFTER_S = 5.0
 #: Maximum seconds before a failed write is retried. A new entry triggers it sooner if a batch is full.
 RETRY_AFTER_S = 2.0
 #: Maximum number of queued entries. Beyond it the oldest are dropped.
