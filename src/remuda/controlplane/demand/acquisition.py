@@ -27,14 +27,17 @@ from remuda.domain.errors import Interrupted, RemudaError, Unavailable
 from remuda.domain.instance import Instance
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import MAX_REASON, Provision
-from remuda.domain.resources import RunnerRequest, normalize_repository, repository_of
+from remuda.domain.resources import RunnerRequest, mismatch, normalize_repository, repository_of
 from remuda.domain.runner_set import RunnerSet
 from remuda.domain.timestamps import to_milliseconds
 from remuda.ports.clock import backoff_s
+from remuda.ports.pool import BATCH
 
 #: Seconds after the first failed acquisition of a set, and the maximum.
 FIRST_RETRY_S = 5.0
 LAST_RETRY_S = 60.0
+#: Messages of claimed machines that may be in the pool of a class: as many as one call deletes.
+MAX_STALE = BATCH
 #: Doublings of the pause after which it stays at its maximum.
 MAX_DOUBLINGS = 5
 
@@ -132,6 +135,7 @@ class _Batch:
         self._request = runner_request(config, state.runner_set)
         self._plans = [self._plan() for _ in range(count)]
         recorder = OutcomeRecorder(self._context.clock)
+        self._used = used
         self._pickup = PickupManager(self._context, self._request, recorder, used)
         self._creation = Creation(self._context, recorder, all_or_nothing=False)
         #: Workers that may still find a machine in the pool. The others are launched together.
@@ -204,7 +208,7 @@ class _Batch:
                 claimed: Instance | None = None
                 if not self._for_pool and not plan.retire_reason:
                     selection = Selection(self._context, plan, self._pickup, acquired, recorder, intent=intent)
-                    claimed = await selection.claim()
+                    claimed = await self._claim_known(selection) or await selection.claim()
                 await intent
                 undecided.close()
                 if claimed is None:
@@ -212,6 +216,7 @@ class _Batch:
                 instance = claimed or await self._creation.create_one(plan, acquired)
                 machine = self._table.put(instance)
             if machine is not None:
+                machine.read_later(self._context.clock.monotonic())
                 machine.provision = plan.provision
                 machine.for_pool = self._for_pool
                 if claimed is not None:
@@ -223,6 +228,18 @@ class _Batch:
             if not isinstance(error, RemudaError):
                 raise
             self._error = error
+
+    async def _claim_known(self, selection: Selection) -> Instance | None:
+        """Claim a machine that this process knows to be idle. Its pool message stays, until enough can be deleted."""
+        while self._used.count_stale(self._request.resource_class.name) < MAX_STALE:
+            message = self._table.take_idle(lambda item: mismatch(item.message(), self._request) is None)
+            if message is None:
+                return None
+            claimed = await selection.claim_known(message)
+            if claimed is not None:
+                self._used.add_stale(message)
+                return claimed
+        return None
 
     async def _equip(self, *, machine_id: str, acquired: AcquiredInstances) -> None:
         machine = self._table.get(machine_id)

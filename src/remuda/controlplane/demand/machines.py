@@ -8,6 +8,7 @@ from datetime import datetime, timedelta
 
 from remuda.domain.instance import Instance, State
 from remuda.domain.provision import Provision
+from remuda.domain.resources import PoolMessage
 from remuda.domain.signals import Pulse, Report
 from remuda.domain.supply import SetMachine
 from remuda.domain.thresholds import HEARTBEAT_DEAD_AFTER_S, HEARTBEAT_STALE_AFTER_S
@@ -207,14 +208,11 @@ class MachineTable:
         if not instance.runner_set or instance.state not in HELD:
             self.remove(instance_id)
             return None
-        now, monotonic = self._clock.now(), self._clock.monotonic()
+        now = self._clock.now()
         if machine is None:
             machine = self._by_id[instance_id] = KnownMachine(instance, now=now)
-            if instance.state in {State.CREATED, State.CLAIMED}:
-                # It was acquired just now.
-                machine.read_later(monotonic)
         else:
-            machine.update(instance, now=now, monotonic=monotonic)
+            machine.update(instance, now=now, monotonic=self._clock.monotonic())
         self._by_set.setdefault(instance.runner_set, {})[instance_id] = machine
         self._pooled.pop(instance_id, None)
         self._idle.pop(instance_id, None)
@@ -249,6 +247,15 @@ class MachineTable:
         """Whether a machine that this process moved to the pool is still there, as far as this process knows."""
         found, _ = self._pooled.get(instance.instance_id, (None, 0.0))
         return found is not None and found.epoch == instance.epoch
+
+    def take_idle(self, fits: Callable[[Instance], bool]) -> PoolMessage | None:
+        """Take an idle machine that no other task of this process may claim now. Return its pool message."""
+        for item in self.idle():
+            if item.retire_reason is None and fits(item):
+                self._idle.pop(item.instance_id, None)
+                self._pooled.pop(item.instance_id, None)
+                return item.message()
+        return None
 
     def set_idle(self, found: Iterable[Instance], monotonic: float) -> None:
         self._idle = {item.instance_id: item for item in found}

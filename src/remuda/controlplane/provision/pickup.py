@@ -22,6 +22,8 @@ from remuda.ports.pool import BATCH, Delivery
 VISIBILITY_S = 30.0
 #: Seconds that a used message waits for others that can share its deletion, less than it stays hidden.
 DELETE_AFTER_S = 10.0
+#: Seconds for which a stale message is expected in the pool: two sweeps, which delete it.
+STALE_FOR_S = 600.0
 #: Maximum number of non-matching messages held at once.
 MAX_HELD = 200
 #: If one non-matching instance was received this often, the queue holds only known mismatches.
@@ -37,6 +39,22 @@ class UsedMessages:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._batches = Batcher(self._delete, size=BATCH, window_s=DELETE_AFTER_S)
+        #: Messages in the pool by class, instance and epoch whose instances were claimed without them, with the time.
+        self._stale: dict[tuple[str, str, int], float] = {}
+
+    def add_stale(self, message: PoolMessage) -> None:
+        """The instance of a message that is still in the pool was claimed."""
+        self._stale[message.resource_class, message.id, message.epoch] = self._context.clock.monotonic()
+
+    def count_stale(self, resource_class: str) -> int:
+        """Known stale messages. Another process may have deleted them, so each is counted for a time only."""
+        oldest = self._context.clock.monotonic() - STALE_FOR_S
+        self._stale = {key: at for key, at in self._stale.items() if at > oldest}
+        return sum(name == resource_class for name, _, _ in self._stale)
+
+    def take_stale(self, message: PoolMessage) -> bool:
+        """Whether a received message is known to be stale."""
+        return self._stale.pop((message.resource_class, message.id, message.epoch), None) is not None
 
     def add(self, resource_class: str, receipt: str) -> None:
         self._batches.add((resource_class, receipt))
@@ -118,7 +136,8 @@ class PickupManager:
         """Receive until no worker waits or the queue has nothing new."""
         while waiting := self._waiting_count():
             # If the queue holds mismatches, small batches would cost one call per mismatch.
-            limit = BATCH if self._has_seen_mismatch else min(BATCH, waiting)
+            is_large = self._has_seen_mismatch or self._used.count_stale(self._class)
+            limit = BATCH if is_large else min(BATCH, waiting)
             batch = await self._context.pool.receive(self._class, limit=limit, visibility_s=VISIBILITY_S)
             surplus = [delivery.receipt for delivery in batch if not self._accept(delivery)]
             if surplus:
@@ -136,6 +155,8 @@ class PickupManager:
         message = delivery.message
         if message is None:
             self._drop(delivery, RejectionKind.MALFORMED, delivery.malformed)
+        elif self._used.take_stale(message):
+            self._drop(delivery, RejectionKind.CLAIM_LOST, "stale pool message: claimed without it", message.id)
         elif (message.id, message.epoch) in self._finished:
             self._drop_duplicate(delivery)
         elif (message.id, message.epoch) in self._in_progress:
