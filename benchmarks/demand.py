@@ -309,7 +309,7 @@ def calls_per_job(name: str, used: ListenerState, jobs: int, agent_calls: int) -
         "GitHub": (used.github, f"and {messages / jobs:.1f} polls and acknowledgements"),
         "DynamoDB": (
             used.of("dynamodb"),
-            f"{used.describe('dynamodb')}; {own} of the listener's own; of the agents, {agent_calls / jobs:.1f} per job",
+            f"{used.describe('dynamodb')}; {own} of the listener's own; of agents, {agent_calls / jobs:.1f} per job",
         ),
         # The address of the queue is read once.
         "SQS": (used.of("sqs", without=frozenset({"GetQueueUrl"})), used.describe("sqs")),
