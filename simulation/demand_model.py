@@ -823,4 +823,8 @@ def _written(machine: MachineModel, write: PendingWrite) -> MachineModel:
     bound = before is not None and before.run_id != after.run_id and after.state is State.RUNNING
     if bound and machine.served != after.epoch:
         raise ModelViolation("S2: bound, but no job has started in this epoch")
+    if bound and after.run_id != RUN and after.tier is Tier.TRUSTED:
+        raise ModelViolation("S11: a job that nobody knows counts as trusted")
+    if bound and after.assignment is not None and after.assignment.jit_config:
+        raise ModelViolation("S12: bound with its just-in-time configuration")
     return machine._replace(record=after, launched=True, unrecorded_job=machine.unrecorded_job and not bound)

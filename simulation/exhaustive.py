@@ -534,9 +534,7 @@ def main(arguments: Sequence[str]) -> int:
         operator=given.operator,
     )
     if given.jobs:
-        bounds = DemandBounds(
-            machines=given.instances, jobs=given.jobs, crash=given.crash, lost_event=given.lost_event
-        )
+        bounds = DemandBounds(machines=given.instances, jobs=given.jobs, crash=given.crash, lost_event=given.lost_event)
     search, text = explore_and_describe(bounds, given.states)
     sys.stdout.write(f"{text}\n")
     return 1 if search.violation else 0
