@@ -300,7 +300,7 @@ class MachineStack:
 
     async def run_job(self, run_id: str, *runs: str, label: str = "", always: bool = False) -> JobView:
         async with self.github() as github:
-            steps = [JobStep(run=run, always=always) for run in runs]
+            steps = [JobStep(run=run, condition="always()" if always else "") for run in runs]
             job = await github.queue_job(repo=SCOPE, run_id=run_id, labels=[label or run_id], steps=steps)
             deadline = time.monotonic() + LIMIT_S
             while job.status != "completed":

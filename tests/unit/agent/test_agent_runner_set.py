@@ -268,6 +268,22 @@ async def test_machine_serves_two_jobs_with_a_registration_each(fixture: AgentFi
     await until(lambda: fixture.report.spent_epoch == 0)
 
 
+async def test_job_is_reported_until_the_end_of_the_release(fixture: AgentFixture) -> None:
+    """It may have had the job while its registration was removed, and nobody else has noticed it."""
+    fixture.start()
+    await fixture.create_in_set()
+    await until(lambda: fixture.signalled(Signal.UD_OK))
+    await fixture.equip()
+    await until(lambda: fixture.report.listening)
+    fixture.runner.become(busy=True, had_job=True)
+    fixture.runner.finish_only_job()
+    await until(lambda: fixture.report.spent_epoch == 1)
+    await fixture.release_from_set()
+    await until(lambda: fixture.signalled(CLEAN, 1))
+    await asyncio.sleep(10)
+    assert fixture.report.spent_epoch == 1
+
+
 async def test_end_of_the_job_is_reported_at_once(fixture: AgentFixture) -> None:
     fixture.start()
     await fixture.create_in_set()
