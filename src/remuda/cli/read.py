@@ -258,8 +258,8 @@ def run_doctor(settings: Settings, output: Output) -> int:
 
 def run_config(settings: Settings, output: Output, *, pool: str | None) -> int:
     if pool is not None:
-        named = {"pool": pool, "origins": {**settings.origins, "pool": "--pool"}} if pool else {}
-        return _show_pool_config(replace(settings, **named), output)
+        origins = {**settings.origins, "pool": "--pool"}
+        return _show_pool_config(replace(settings, pool=pool, origins=origins) if pool else settings, output)
     if not output.as_json:
         output.answer(config_table(settings))
     output.result({"settings": config_rows(settings)})
