@@ -183,16 +183,15 @@ class Output:
             self.log_line(error_line(SystemClock().now(), error))
         else:
             self._print(f"remuda: {error.message}{fix}", "bold red")
-        self.result(
-            {
-                "error": {
-                    "type": type(error).__name__,
-                    "message": error.message,
-                    "field": error.field if isinstance(error, UserError) else None,
-                    "fix": error.fix or None,
-                }
-            }
-        )
+        details = error.details if isinstance(error, UserError) else ()
+        self.say_errors(details)
+        document = {
+            "type": type(error).__name__,
+            "message": error.message,
+            "field": error.field if isinstance(error, UserError) else None,
+            "fix": error.fix or None,
+        }
+        self.result({"error": document | ({"details": list(details)} if details else {})})
 
 
 class ConsoleEventLog:

@@ -100,7 +100,7 @@ async def test_class_and_image_are_both_required(world: PoolWorld) -> None:
         answer = await call()
         return [replace(view, image=images[view.instance_id]) for view in answer] if "list_pool" in name else answer
 
-    async def selected(**given: str) -> list[str]:
+    async def selected(**given: Any) -> list[str]:
         return [item.instance_id for item in await select_instances(world.process(hook), InstanceSelector(**given))]
 
     assert await selected(resource_class="large", ami="ami-1") == [large]

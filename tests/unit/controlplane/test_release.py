@@ -198,7 +198,7 @@ async def test_removal_token_of_a_long_process_is_renewed(world: PoolWorld) -> N
         await asyncio.sleep(pause_s)
         instance = await world.one(run_id, process=world.process(credentialed=True))
         releasing = asyncio.create_task(world.release(run_id, process=process))
-        await until(lambda instance=instance: world.record(instance.instance_id).state is State.RELEASING)
+        await until(lambda: bool(world.in_state(State.RELEASING)))
         record = world.record(instance.instance_id)
         assert record.assignment is not None
         assert record.assignment.credential is not None

@@ -295,6 +295,24 @@ def test_missing_labels_are_explained() -> None:
     assert describe_missing_labels(["gpu"], ()) == "no runner has label gpu; sets: none"
 
 
+@pytest.mark.parametrize(
+    ("labels", "run_id", "expected"),
+    [
+        (["self-hosted", "77"], "77", "no runner has label self-hosted; run 77 has runners with labels 77, large"),
+        # The runners of another run, because the job names it.
+        (["self-hosted", "77"], "78", "no runner has label self-hosted; run 77 has runners with labels 77, large"),
+        (["self-hosted"], "77", "no runner has label self-hosted; run 77 has runners with labels 77, large"),
+        (["77", "gpu", "x"], "77", "no runner has labels gpu, x; run 77 has runners with labels 77, large"),
+        (["self-hosted", "79"], "79", "no runner has label 79; sets: set (self-hosted, remuda, large)"),
+    ],
+)
+def test_missing_labels_of_a_run(labels: list[str], run_id: str, expected: str) -> None:
+    sets = [
+        RunnerSet(name="set", labels=("self-hosted", "remuda", "large"), resource_class="large", scope="o/r", max=1)
+    ]
+    assert describe_missing_labels(labels, sets, run_id=run_id, runs={"77": ("77", "large")}).startswith(expected)
+
+
 def test_a_lasting_disagreement_is_reported() -> None:
     seen = {disagreement_anomaly("large"): at(-WAITING_LIMIT_S - 1)}
     wrong = {"large": record(2)}

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import httpx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -31,6 +31,7 @@ from remuda.web.dashboard.feed import Feed
 from remuda.web.dashboard.serialize import PHASES, ChangeLog
 from remuda.web.dashboard.server import TOKEN_VARIABLE, ListenAddress, listen, parse_listen_address, parse_window
 from tests.support.dashboard import feed_without_store
+from tests.support.mutations import fuzzed
 from tests.support.records import LONG_S
 
 TEXT = "0123456789abcdef"
@@ -303,7 +304,7 @@ def without_empty(known: Kinds) -> Kinds:
     return {kind: items for kind, items in known.items() if items}
 
 
-@settings(max_examples=150, deadline=None)
+@fuzzed()
 @given(steps=STEPS, intervals=st.lists(st.integers(0, 5), min_size=1, max_size=8))
 def test_a_slow_client_gets_the_newest_text_of_every_item(
     steps: list[tuple[str, str, int | None, bool]], intervals: list[int]
