@@ -10,7 +10,6 @@ import asyncio
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
-from datetime import timedelta
 
 from remuda.controlplane.context import Context
 from remuda.controlplane.demand.context import BackgroundTasks, DemandContext
@@ -21,7 +20,7 @@ from remuda.controlplane.provision import close_pickup, record_intent
 from remuda.controlplane.provision.creation import Creation
 from remuda.controlplane.provision.outcome import OutcomeRecorder
 from remuda.controlplane.provision.pickup import PickupManager, UsedMessages
-from remuda.controlplane.provision.plan import ROLLBACK_RESERVE_FRACTION, ROLLBACK_RESERVE_S, ProvisionPlan
+from remuda.controlplane.provision.plan import ProvisionLimits, ProvisionPlan
 from remuda.controlplane.provision.rollback import AcquiredInstances, roll_back
 from remuda.controlplane.provision.selection import Selection
 from remuda.domain.errors import Interrupted, RemudaError, Unavailable
@@ -30,7 +29,6 @@ from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import MAX_REASON, Provision
 from remuda.domain.resources import RunnerRequest, mismatch, normalize_repository, repository_of
 from remuda.domain.runner_set import RunnerSet
-from remuda.domain.timestamps import to_milliseconds
 from remuda.ports.clock import backoff_s
 from remuda.ports.pool import BATCH
 
@@ -152,7 +150,7 @@ class _Batch:
 
     def _plan(self) -> ProvisionPlan:
         context, config, runner_set = self._context, self._config, self._state.runner_set
-        now, timeout_s = context.clock.now(), config.lifetimes.provision_timeout_s
+        limits = ProvisionLimits.start(context.clock, config.lifetimes.provision_timeout_s)
         purpose = "for the pool" if self._for_pool else "for a job"
         summary = f"{runner_set.usage_class}, {runner_set.trust}, {purpose}, types {runner_set.allowed_instance_types}"
         return ProvisionPlan(
@@ -163,16 +161,14 @@ class _Batch:
                 attempt=1,
                 resource_class=runner_set.resource_class,
                 count=1,
-                created_at=to_milliseconds(now),
+                created_at=limits.started_at,
                 runner_set=runner_set.name,
-                deadline=to_milliseconds(now + timedelta(seconds=timeout_s)),
+                deadline=limits.deadline,
                 request_summary=summary[:MAX_REASON],
             ),
             request=self._request,
             scope=runner_set.scope,
-            until=context.clock.monotonic()
-            + timeout_s
-            - min(ROLLBACK_RESERVE_S, timeout_s * ROLLBACK_RESERVE_FRACTION),
+            until=limits.until,
             max_runtime_s=config.lifetimes.max_runtime_s,
             repository=_repository(runner_set),
             runner_set=runner_set,
