@@ -7,6 +7,7 @@ equipped at once; a launched one when its agent reports that it has booted, whic
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -204,7 +205,9 @@ class _Batch:
                 claimed: Instance | None = None
                 if not self._for_pool and not plan.retire_reason:
                     selection = Selection(self._context, plan, self._pickup, acquired, recorder, intent=intent)
-                    claimed = await self._claim_known(selection) or await selection.claim()
+                    claimed = await self._claim_known(selection, MAX_STALE) or await selection.claim()
+                    # Messages may be hidden by another set's pass: known machines are better than a launch.
+                    claimed = claimed or await self._claim_known(selection)
                 await intent
                 undecided.close()
                 if claimed is None:
@@ -225,9 +228,9 @@ class _Batch:
                 raise
             self._error = error
 
-    async def _claim_known(self, selection: Selection) -> Instance | None:
+    async def _claim_known(self, selection: Selection, max_stale: float = math.inf) -> Instance | None:
         """Claim a machine that this process knows to be idle. Its pool message stays, until enough can be deleted."""
-        while self._used.count_stale(self._request.resource_class.name) < MAX_STALE:
+        while self._used.count_stale(self._request.resource_class.name) < max_stale:
             message = self._table.take_idle(lambda item: mismatch(item.message(), self._request) is None)
             if message is None:
                 return None
