@@ -9,7 +9,6 @@ from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
-from rich.console import Console
 
 from benchmarks import demand
 from benchmarks import floor as floors
@@ -17,6 +16,7 @@ from benchmarks.demand_listener import ACKNOWLEDGEMENT, OWN_PREFIX, POLL, Listen
 from benchmarks.figures import Figure, FigureKind, GrowthPoint, ListenerPoint, Results, percentile
 from benchmarks.report import BEGIN, END, BenchmarkRun, first_number, plots, show, write_docs
 from remuda.adapters.github.scale_sets import SERVICE
+from remuda.cli.terminal import PlainConsole
 
 
 def figure(**changed: Any) -> Figure:
@@ -90,7 +90,7 @@ def test_first_number(text: str, number: float | None) -> None:
 
 def test_table_marks_missed_limits() -> None:
     text = io.StringIO()
-    show(RUN.results, Console(file=text, width=170))
+    show(RUN.results, PlainConsole(file=text, width=170))
     lines = {line.split("  ")[1]: line for line in text.getvalue().splitlines() if "met" in line or "missed" in line}
     assert "missed" not in lines["warm provision, N = 1"]
     assert "missed" in lines["calls <many>"]

@@ -7,9 +7,9 @@ from io import StringIO
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from remuda.cli.rendering.status import changes, explanation_lines, status_document, status_tables
+from remuda.cli.terminal import PlainConsole
 from remuda.controlplane.doctor import _check_runner_sets
 from remuda.controlplane.read.status import Status
 from remuda.domain.demand import DemandRecord, DemandStatistics, JobRecord, Lease
@@ -364,7 +364,7 @@ def pool_status(demand: DemandStatus, **changed: Any) -> Status:
 
 
 def shown(status: Status, width: int) -> list[str]:
-    console = Console(file=StringIO(), width=width, highlight=False)
+    console = PlainConsole(file=StringIO(), width=width)
     for part in status_tables(status, width=width):
         console.print(part)
     assert isinstance(console.file, StringIO)

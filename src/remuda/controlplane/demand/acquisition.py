@@ -7,9 +7,9 @@ equipped at once; a launched one when its agent reports that it has booted, whic
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from contextlib import ExitStack
-from datetime import timedelta
 
 from remuda.controlplane.context import Context
 from remuda.controlplane.demand.context import BackgroundTasks, DemandContext
@@ -20,7 +20,7 @@ from remuda.controlplane.provision import close_pickup, record_intent
 from remuda.controlplane.provision.creation import Creation
 from remuda.controlplane.provision.outcome import OutcomeRecorder
 from remuda.controlplane.provision.pickup import PickupManager, UsedMessages
-from remuda.controlplane.provision.plan import ROLLBACK_RESERVE_FRACTION, ROLLBACK_RESERVE_S, ProvisionPlan
+from remuda.controlplane.provision.plan import ProvisionLimits, ProvisionPlan
 from remuda.controlplane.provision.rollback import AcquiredInstances, roll_back
 from remuda.controlplane.provision.selection import Selection
 from remuda.domain.errors import Interrupted, RemudaError, Unavailable
@@ -29,7 +29,6 @@ from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import MAX_REASON, Provision
 from remuda.domain.resources import RunnerRequest, mismatch, normalize_repository, repository_of
 from remuda.domain.runner_set import RunnerSet
-from remuda.domain.timestamps import to_milliseconds
 from remuda.ports.clock import backoff_s
 from remuda.ports.pool import BATCH
 
@@ -151,7 +150,7 @@ class _Batch:
 
     def _plan(self) -> ProvisionPlan:
         context, config, runner_set = self._context, self._config, self._state.runner_set
-        now, timeout_s = context.clock.now(), config.lifetimes.provision_timeout_s
+        limits = ProvisionLimits.start(context.clock, config.lifetimes.provision_timeout_s)
         purpose = "for the pool" if self._for_pool else "for a job"
         summary = f"{runner_set.usage_class}, {runner_set.trust}, {purpose}, types {runner_set.allowed_instance_types}"
         return ProvisionPlan(
@@ -162,16 +161,14 @@ class _Batch:
                 attempt=1,
                 resource_class=runner_set.resource_class,
                 count=1,
-                created_at=to_milliseconds(now),
+                created_at=limits.started_at,
                 runner_set=runner_set.name,
-                deadline=to_milliseconds(now + timedelta(seconds=timeout_s)),
+                deadline=limits.deadline,
                 request_summary=summary[:MAX_REASON],
             ),
             request=self._request,
             scope=runner_set.scope,
-            until=context.clock.monotonic()
-            + timeout_s
-            - min(ROLLBACK_RESERVE_S, timeout_s * ROLLBACK_RESERVE_FRACTION),
+            until=limits.until,
             max_runtime_s=config.lifetimes.max_runtime_s,
             repository=_repository(runner_set),
             runner_set=runner_set,
@@ -208,7 +205,9 @@ class _Batch:
                 claimed: Instance | None = None
                 if not self._for_pool and not plan.retire_reason:
                     selection = Selection(self._context, plan, self._pickup, acquired, recorder, intent=intent)
-                    claimed = await self._claim_known(selection) or await selection.claim()
+                    claimed = await self._claim_known(selection, MAX_STALE) or await selection.claim()
+                    # Messages may be hidden by another set's pass: known machines are better than a launch.
+                    claimed = claimed or await self._claim_known(selection)
                 await intent
                 undecided.close()
                 if claimed is None:
@@ -229,9 +228,9 @@ class _Batch:
                 raise
             self._error = error
 
-    async def _claim_known(self, selection: Selection) -> Instance | None:
+    async def _claim_known(self, selection: Selection, max_stale: float = math.inf) -> Instance | None:
         """Claim a machine that this process knows to be idle. Its pool message stays, until enough can be deleted."""
-        while self._used.count_stale(self._request.resource_class.name) < MAX_STALE:
+        while self._used.count_stale(self._request.resource_class.name) < max_stale:
             message = self._table.take_idle(lambda item: mismatch(item.message(), self._request) is None)
             if message is None:
                 return None

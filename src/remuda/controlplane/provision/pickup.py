@@ -136,8 +136,8 @@ class PickupManager:
         """Receive until no worker waits or the queue has nothing new."""
         while waiting := self._waiting_count():
             # If the queue holds mismatches, small batches would cost one call per mismatch.
-            is_large = self._has_seen_mismatch or self._used.count_stale(self._class)
-            limit = BATCH if is_large else min(BATCH, waiting)
+            stale = self._used.count_stale(self._class)
+            limit = BATCH if self._has_seen_mismatch else min(BATCH, waiting + stale)
             batch = await self._context.pool.receive(self._class, limit=limit, visibility_s=VISIBILITY_S)
             surplus = [delivery.receipt for delivery in batch if not self._accept(delivery)]
             if surplus:
