@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from mutation_testing import verdicts
 from remuda.action.step import BROKER_MODES, SECRETS, SETTINGS_BY_MODE, SWITCHES
 from remuda.config.declaration import Group
 from remuda.config.settings import SETTINGS
@@ -73,6 +74,21 @@ def mutant_table() -> str:
     return "\n".join([*lines, *(f"| `{mutant.name}` | {mutant.bug} |" for mutant in MUTANTS)])
 
 
+def mutation_testing() -> str:
+    results = verdicts.load_results()
+    known = verdicts.load_verdicts()
+    mutants = results["mutants"]
+    return "\n".join([
+        f"Seed {results['seed']}, {len(mutants)} mutants:",
+        "",
+        verdicts.score_table(mutants, known),
+        "",
+        "Survivors:",
+        "",
+        verdicts.survivor_table(mutants, known),
+    ])
+
+
 def action() -> dict[str, Any]:
     document: dict[str, Any] = yaml.safe_load((DOCS.parent / "action.yml").read_text(encoding="utf-8"))
     return document
@@ -127,6 +143,7 @@ PARTS = (
     ("reference/simulation.md", "invariants", invariants_table),
     ("reference/simulation.md", "faults", faults_table),
     ("reference/simulation.md", "mutants", mutant_table),
+    ("reference/mutation-testing.md", "mutation testing", mutation_testing),
     ("howto/github-action.md", "inputs", inputs_table),
     ("howto/github-action.md", "outputs", outputs_table),
     ("adr/README.md", "decisions", decisions_list),

@@ -237,7 +237,9 @@ class TestJudge:
         if mutant.is_in_function:
             lines = range(mutant.first_line, mutant.last_line + 1)
             return [name for name in self.recording.of_lines(mutant.file, lines) if name in self.items]
-        return [name for name in self.recording.of_lines(mutant.file) if name in self.items]
+        # Outside functions: the tests of functions that mention the constant or field, or all of the module.
+        found = {test for file, lines in mutant.mentions() for test in self.recording.of_lines(file, lines)}
+        return [name for name in found or self.recording.of_lines(mutant.file) if name in self.items]
 
     def _seconds(self, name: str) -> float:
         return self.recording.tests[name].seconds
@@ -321,7 +323,8 @@ class TestJudge:
 
 def collect_and_run(judge: TestJudge, files: Sequence[str]) -> int:
     """Collect the tests of these files, then let the judge work."""
-    return pytest.main([*PYTEST_ARGUMENTS, *files], plugins=[judge])
+    # Without capture of file descriptors, forked processes can redirect the output of pytest.
+    return pytest.main([*PYTEST_ARGUMENTS, "--capture=sys", *files], plugins=[judge])
 
 
 class SimulationJudge:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -81,6 +82,24 @@ class GeneratedMutant:
     @property
     def place(self) -> str:
         return f"{self.file.relative_to(ROOT) if self.file.is_relative_to(ROOT) else self.file}:{self.first_line}"
+
+    def mentions(self) -> Iterator[tuple[Path, range]]:
+        """Lines of all modules with the name of the changed constant or field, which is outside functions."""
+        tree = ast.parse(self.file.read_text(encoding="utf-8"))
+        names = {
+            target.id
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Assign | ast.AnnAssign) and node.lineno <= self.first_line <= (node.end_lineno or 0)
+            for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+            if isinstance(target, ast.Name)
+        }
+        if not names:
+            return
+        pattern = re.compile(rf"\b({'|'.join(names)})\b")
+        for file in (path for folder in SOURCES for path in folder.rglob("*.py")):
+            for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+                if pattern.search(line):
+                    yield file, range(number, number + 1)
 
     def located(self) -> Replacement:
         """The replacement of exactly this place, if its code occurs more than once in the function."""

@@ -27,7 +27,10 @@ PACKAGES = ("domain", "controlplane", "agent", "adapters")
 SOURCES = tuple(ROOT / "src" / "remuda" / package for package in PACKAGES)
 #: Folders of tests that judge mutants. The others test entry points, or start a process per test.
 TESTS = (
-    *(f"tests/unit/{name}" for name in ("domain", "agent", "controlplane", "aws", "github")),
+    *(
+        f"tests/unit/{name}"
+        for name in ("domain", "agent", "controlplane", "aws", "github", "config", "web", "aws_lambda")
+    ),
     "tests/conformance",
 )
 #: Tests of files and policies, which no mutant changes, or which are too slow for a judge.

@@ -415,6 +415,7 @@ def test_idle_machine_is_not_kept_beyond_the_maximum_age() -> None:
     target = WarmTarget(key=KEY, request=runner_request(), wanted=1)
     (renewal,) = decide_warm([target], [old], lifetimes=LIFETIMES, now=NOW).renewals
     assert renewal.until == at(100)
+    assert renewal.why == f"kept warm: 1 of 1 of class {KEY.resource_class}"
 
 
 @given(
