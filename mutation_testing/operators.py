@@ -51,6 +51,10 @@ _TEXT_CALLS = frozenset({"debug", "info", "warning", "error", "exception", "log"
 #: Fields of nodes that hold types, names and parameters.
 _SKIPPED_FIELDS = frozenset({"annotation", "returns", "decorator_list", "bases", "type_params"})
 
+#: Modules of the agent that only run as root in processes of their own, with real mounts and namespaces. Their tests
+#: take seconds each, in other processes, which mutants do not reach.
+_MACHINE_ONLY = frozenset({"sandbox.py", "enter_sandbox.py", "mounts.py"})
+
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratedMutant:
@@ -153,7 +157,7 @@ def mutants_of(file: Path, signatures: Signatures, source: Path = ROOT / "src") 
 
 
 def all_mutants() -> list[GeneratedMutant]:
-    files = [file for folder in SOURCES for file in sorted(folder.rglob("*.py"))]
+    files = [file for folder in SOURCES for file in sorted(folder.rglob("*.py")) if file.name not in _MACHINE_ONLY]
     signatures = read_signatures(files)
     return [mutant for file in files for mutant in mutants_of(file, signatures)]
 

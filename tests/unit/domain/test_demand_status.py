@@ -218,6 +218,12 @@ def test_a_successful_launch_after_a_failed_one_is_no_reason() -> None:
     assert large(jobs=[job()], provisions=[good, failed_launch("quota")]).reason is WaitReason.STARTING
 
 
+def test_an_open_provision_is_no_reason() -> None:
+    current = provision(2, runner_set="large", run_id=holder_id("large"))
+    assert large(jobs=[job()], provisions=[current]).reason is WaitReason.STARTING
+    assert "quota" in large(jobs=[job()], provisions=[current, failed_launch("quota")]).detail
+
+
 def test_errors_of_a_complete_launch_are_no_reason() -> None:
     launch = LaunchAttempt(count=1, launched=1, seconds=1.0, errors=("no spot capacity",))
     outcome = ProvisionOutcome(ended_at=at(-10), seconds=2.0, launches=(launch,), error="it did not boot")
