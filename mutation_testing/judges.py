@@ -219,7 +219,8 @@ class TestJudge:
         if not covering:
             return Judgement(outcome=Outcome.NOT_COVERED)
         names = [name for name in ordered(covering, self._seconds) if name not in self.unreliable]
-        chosen, total = [], 0.0
+        chosen: list[str] = []
+        total = 0.0
         for name in names:
             total += self._seconds(name)
             if chosen and total > BUDGET_S:
