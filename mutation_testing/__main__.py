@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mutation_testing import recording
-from mutation_testing.judges import LIFECYCLE, Judgement, SimulationJudge, TestJudge, collect_and_run
+from mutation_testing.judges import LIFECYCLE, Judgement, SimulationJudge, TestJudge, collect_and_run, covering
 from mutation_testing.operators import GeneratedMutant, all_mutants, sample
 from mutation_testing.recording import BUILD, PACKAGES
 from mutation_testing.verdicts import RESULTS_FILE, load_verdicts, score
@@ -135,8 +135,8 @@ def _judge_with_tests(run: Run, *, with_simulation: bool) -> None:
         if judge.unreliable:
             _say(f"failed without a mutant, and were not used: {', '.join(sorted(judge.unreliable))}")
 
-    if run.pending():
-        files = sorted({name.partition("::")[0] for name in recorded.tests})
+    if pending := run.pending():
+        files = sorted({name.partition("::")[0] for mutant in pending for name in covering(mutant, recorded)})
         collect_and_run(TestJudge(recorded, BUILD, work), files)
     if not with_simulation:
         return

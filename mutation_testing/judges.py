@@ -17,6 +17,7 @@ import select
 import signal
 import subprocess
 import time
+import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -42,11 +43,12 @@ SIMULATION = (
     (CampaignSettings(hours=0.25, instances=5), 12),
     (CampaignSettings(hours=0.15, instances=3, demand=True), 12),
 )
-#: CPU seconds of recorded time that the tests of one mutant may take, and how many of them share a forked process.
-BUDGET_S = 15.0
-BATCH = 40
-#: Limits of a process: CPU seconds beyond five times the recorded time, and seconds without progress.
-CPU_RESERVE_S = 20.0
+#: CPU seconds of recorded time that the tests of one mutant may take.
+BUDGET_S = 10.0
+#: Tests that share a forked process: few at first, because most mutants are killed by the first ones.
+BATCHES = (5, 15, 40)
+#: Limits of a process: CPU seconds beyond three times the recorded time, and seconds without progress.
+CPU_RESERVE_S = 5.0
 STALLED_S = 30.0
 #: Test files of a mutant outside functions, whose tests are collected in a new process.
 FRESH_FILES = 6
@@ -100,6 +102,8 @@ def run_forked(work: Callable[[], str], *, cpu_s: float, log: Path) -> _ForkResu
             os.dup2(output, 2)
             os.write(writer, work().encode())
             status = 0
+        except BaseException:  # noqa: BLE001 - nothing may leave this process
+            os.write(2, traceback.format_exc().encode())
         finally:
             os._exit(status)
     os.close(writer)
@@ -168,6 +172,16 @@ def swap_code(functions: Sequence[FunctionType], code: CodeType) -> None:
             item.cache_clear()
 
 
+def covering(mutant: GeneratedMutant, recording: Recording) -> set[str]:
+    """Tests that execute the changed code. Outside functions: those of functions that mention the constant or field, or
+    else all of the module.
+    """
+    if mutant.is_in_function:
+        return recording.of_lines(mutant.file, range(mutant.first_line, mutant.last_line + 1))
+    mentioned = {test for file, lines in mutant.mentions() for test in recording.of_lines(file, lines)}
+    return mentioned or recording.of_lines(mutant.file)
+
+
 def ordered(tests: Sequence[str], seconds: Callable[[str], float]) -> list[str]:
     """Fastest first, but one case of each test function before the second cases."""
     counts = Counter[str]()
@@ -179,7 +193,7 @@ def ordered(tests: Sequence[str], seconds: Callable[[str], float]) -> list[str]:
     return [name for _, _, name in sorted(ranked)]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class TestJudge:
     """Runs tests in forked processes. A plugin of pytest: it runs `work` instead of the tests."""
 
@@ -212,13 +226,13 @@ class TestJudge:
         for name in ("server", "other_sqs"):
             using = [item for item in self.items.values() if name in getattr(item, "fixturenames", ())]
             if using:
-                session.config.hook.pytest_runtest_protocol(item=using[0], nextitem=using[-1])
+                session.config.hook.pytest_runtest_protocol(item=using[0], nextitem=session)
 
     def judge(self, mutant: GeneratedMutant) -> Judgement:
-        covering = self._covering(mutant)
-        if not covering:
+        found = [name for name in covering(mutant, self.recording) if name in self.items]
+        if not found:
             return Judgement(outcome=Outcome.NOT_COVERED)
-        names = [name for name in ordered(covering, self._seconds) if name not in self.unreliable]
+        names = [name for name in ordered(found, self._seconds) if name not in self.unreliable]
         chosen: list[str] = []
         total = 0.0
         for name in names:
@@ -234,24 +248,17 @@ class TestJudge:
                 return self._judge_forked(chosen, functions, code, is_cut=len(chosen) < len(names))
         return self._judge_fresh(chosen, replacement, is_cut=len(chosen) < len(names))
 
-    def _covering(self, mutant: GeneratedMutant) -> list[str]:
-        if mutant.is_in_function:
-            lines = range(mutant.first_line, mutant.last_line + 1)
-            return [name for name in self.recording.of_lines(mutant.file, lines) if name in self.items]
-        # Outside functions: the tests of functions that mention the constant or field, or all of the module.
-        found = {test for file, lines in mutant.mentions() for test in self.recording.of_lines(file, lines)}
-        return [name for name in found or self.recording.of_lines(mutant.file) if name in self.items]
-
     def _seconds(self, name: str) -> float:
         return self.recording.tests[name].seconds
 
     def _judge_forked(
         self, chosen: list[str], functions: list[FunctionType], code: CodeType, *, is_cut: bool
     ) -> Judgement:
-        waiting, run = chosen, 0
+        waiting, run, number = chosen, 0, 0
         while waiting:
+            size = BATCHES[min(number, len(BATCHES) - 1)]
             # Neighbours share the fixtures of their module.
-            batch = sorted(waiting[:BATCH], key=lambda name: name.partition("::")[0])
+            batch = sorted(waiting[:size], key=lambda name: name.partition("::")[0])
             found = self._run(batch, lambda: swap_code(functions, code))
             run += len(batch)
             if found.answer:
@@ -259,10 +266,12 @@ class TestJudge:
                     return Judgement(outcome=Outcome.KILLED, by=found.answer, tests=run)
                 waiting.remove(found.answer)
                 continue
-            if found.answer is None and self._run(batch).answer is not None:
-                outcome = Outcome.TIMEOUT if found.is_timeout else Outcome.KILLED
-                return Judgement(outcome=outcome, by="" if found.is_timeout else "the process died", tests=run)
-            waiting = waiting[BATCH:]
+            if found.answer is None:
+                if self._run(batch).answer is not None:
+                    outcome = Outcome.TIMEOUT if found.is_timeout else Outcome.KILLED
+                    return Judgement(outcome=outcome, by="" if found.is_timeout else "the process died", tests=run)
+                self.unreliable.update(batch)
+            waiting, number = waiting[size:], number + 1
         return Judgement(outcome=Outcome.SURVIVED, tests=run, is_cut=is_cut)
 
     def _is_unreliable(self, name: str) -> bool:
@@ -281,18 +290,15 @@ class TestJudge:
             prepare()
             items = [self.items[name] for name in names]
             self._failed = []
-            for item, following in zip(items, [*items[1:], None], strict=True):
-                item.config.hook.pytest_runtest_protocol(item=item, nextitem=following or self._elsewhere(item))
+            # To go to the session ends the fixtures of the last file, but not those of the session.
+            for item, following in zip(items, [*items[1:], items[0].session], strict=True):
+                item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
                 if self._failed:
                     return self._failed[0]
             return ""
 
         seconds = sum(map(self._seconds, names))
-        return run_forked(work, cpu_s=CPU_RESERVE_S + 5 * seconds, log=self.build / "output.txt")
-
-    def _elsewhere(self, item: pytest.Item) -> pytest.Item:
-        """A test of another file: to go there ends the fixtures of this file, but not those of the session."""
-        return next((other for other in self.items.values() if other.path != item.path), item)
+        return run_forked(work, cpu_s=CPU_RESERVE_S + 3 * seconds, log=self.build / "output.txt")
 
     def _judge_fresh(self, chosen: list[str], replacement: Replacement, *, is_cut: bool) -> Judgement:
         """Run whole test functions of a few files in a new process, because the change may rename cases."""
@@ -300,7 +306,8 @@ class TestJudge:
         files = [*dict.fromkeys(name.partition("::")[0] for name in functions)][:FRESH_FILES]
         names = [name for name in functions if name.partition("::")[0] in files]
         argv = command([replacement], "mutation_testing.fresh", *names)
-        limit_s = CPU_RESERVE_S + 5 * sum(map(self._seconds, chosen))
+        # With the start of Python and the collection of the tests.
+        limit_s = 20 + CPU_RESERVE_S + 3 * sum(map(self._seconds, chosen))
         try:
             process = subprocess.run(
                 argv,

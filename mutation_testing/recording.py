@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -101,11 +101,14 @@ class Recording:
 
     tests: Mapping[str, RecordedTest]
     _lines: CoverageData
+    #: Tests by file and line, as far as they were asked for.
+    _known: dict[Path, dict[int, list[str]]] = field(default_factory=dict)
 
     def of_lines(self, file: Path, lines: range | None = None) -> set[str]:
         """Tests that execute one of these lines of a file; any of its functions if none are given."""
-        found = self._lines.contexts_by_lineno(str(file))
-        chosen = (tests for line, tests in found.items() if lines is None or line in lines)
+        if file not in self._known:
+            self._known[file] = self._lines.contexts_by_lineno(str(file))
+        chosen = (tests for line, tests in self._known[file].items() if lines is None or line in lines)
         return {test for tests in chosen for test in tests if test in self.tests}
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from mutation_testing.judges import ordered
-from mutation_testing.recording import ROOT
+from mutation_testing.judges import Outcome, TestJudge, ordered
+from mutation_testing.recording import ROOT, RecordedTest
+from simulation.mutation import NodeKind, Replacement
 
 MODULE = """
 def double(value):
@@ -116,6 +120,20 @@ def test_an_endless_mutant_is_a_timeout(results):
 
 def test_code_that_no_test_executes_is_not_covered(results):
     assert results["unused: value - 1"] == ["not covered", ""]
+
+
+@pytest.mark.parametrize(
+    ("new", "outcome", "by"),
+    [("1 // 0", Outcome.KILLED, "import"), ("100 * 366 * 86_401", Outcome.SURVIVED, "")],
+    ids=["breaks the import", "other constant"],
+)
+def test_code_outside_functions_is_changed_at_import(tmp_path: Path, new: str, outcome: Outcome, by: str):
+    name = "tests/unit/domain/test_signals.py::test_signals_are_ranked_by_phase_and_failed_over_ok"
+    recording: Any = SimpleNamespace(tests={name: RecordedTest(digest="", passed=True, seconds=0.1)})
+    judge = TestJudge(recording=recording, build=tmp_path, work=lambda _: None)
+    replacement = Replacement(NodeKind.EXPRESSION, "remuda.domain.thresholds", "", "100 * 366 * 86_400", new)
+    found = judge._judge_fresh([name], replacement, is_cut=False)
+    assert (found.outcome, found.by) == (outcome, by)
 
 
 def test_tests_are_ordered_by_time_with_one_case_of_each_function_first():
