@@ -50,6 +50,8 @@ BATCHES = (5, 15, 40)
 #: Limits of a process: CPU seconds beyond three times the recorded time, and seconds without progress.
 CPU_RESERVE_S = 5.0
 STALLED_S = 30.0
+#: Limit of a process in seconds, for one that waits in a loop for what never happens.
+MAX_S = 240.0
 #: Test files of a mutant outside functions, whose tests are collected in a new process.
 FRESH_FILES = 6
 #: The exit status of a forked process, if it did not write its result.
@@ -121,13 +123,16 @@ def run_forked(work: Callable[[], str], *, cpu_s: float, log: Path) -> _ForkResu
 
 
 def _wait_for_end(pid: int, reader: int) -> bool:
-    """Wait for the answer or the death of a process. True if it used no CPU time for a while."""
-    used, since = -1.0, time.monotonic()
+    """Wait for the answer or the death of a process. True if it took too long or did nothing for a while."""
+    started = since = time.monotonic()
+    used = -1.0
     while not select.select([reader], [], [], 1.0)[0]:
         now = _cpu_seconds(pid)
         if now > used + 0.02:
             used, since = now, time.monotonic()
         elif time.monotonic() - since > STALLED_S:
+            return True
+        if time.monotonic() - started > MAX_S:
             return True
     return False
 

@@ -47,7 +47,7 @@ _OTHER_FUNCTION = {"min": "max", "max": "min", "any": "all", "all": "any"}
 #: Functions whose code is not changed: texts for people.
 _TEXT_FUNCTIONS = frozenset({"__repr__", "__str__", "__rich__"})
 #: Names of loggers, of their methods, and of calls whose arguments serve people or type checkers only.
-_TEXT_CALLS = frozenset({"debug", "info", "warning", "error", "exception", "log", "cast", "TypeVar", "warn"})
+_TEXT_CALLS = frozenset({"debug", "info", "warning", "error", "exception", "log", "cast", "TypeVar", "warn", "_log"})
 #: Fields of nodes that hold types, names and parameters.
 _SKIPPED_FIELDS = frozenset({"annotation", "returns", "decorator_list", "bases", "type_params"})
 
