@@ -78,15 +78,17 @@ def mutation_testing() -> str:
     results = verdicts.load_results()
     known = verdicts.load_verdicts()
     mutants = results["mutants"]
-    return "\n".join([
-        f"Seed {results['seed']}, {len(mutants)} mutants:",
-        "",
-        verdicts.score_table(mutants, known),
-        "",
-        "Survivors:",
-        "",
-        verdicts.survivor_table(mutants, known),
-    ])
+    return "\n".join(
+        [
+            f"Seed {results['seed']}: {len(mutants)} of the {results['sample']} mutants of the sample were judged.",
+            "",
+            verdicts.score_table(mutants, known),
+            "",
+            "Survivors:",
+            "",
+            verdicts.survivor_table(mutants, known),
+        ]
+    )
 
 
 def action() -> dict[str, Any]:

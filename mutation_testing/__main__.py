@@ -165,7 +165,7 @@ def _report(run: Run, *, seed: int, write: bool) -> int:
         _say(f"  - {item['old']}\n  + {item['new'] or '(nothing)'}")
     _say(f"\nseed {seed}: {len(survivors)} survivors, {len(new)} without a verdict")
     if write:
-        document = {"seed": seed, "judge": run.judge_name, "mutants": results}
+        document = {"seed": seed, "judge": run.judge_name, "sample": len(run.mutants), "mutants": results}
         RESULTS_FILE.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return 1 if new else 0
 

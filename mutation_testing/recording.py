@@ -35,8 +35,6 @@ TESTS = (
 )
 #: Tests of files and policies, which no mutant changes, or which are too slow for a judge.
 IGNORED = (
-    "tests/unit/controlplane/test_interruption.py",
-    "tests/unit/controlplane/test_listener_interruption.py",
     "tests/conformance/test_sbom.py",
     "tests/conformance/test_policy_lint.py",
     "tests/conformance/test_cloudformation.py",
