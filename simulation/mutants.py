@@ -209,7 +209,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "rollback-leaves-it-open",
         "a failed provision does not close its record",
-        statements(_ROLLBACK, "roll_back", "await _close_provision(...)", ""),
+        statements(_ROLLBACK, "roll_back", "await _guarded(context, _close_provision(...))", ""),
     ),
     _mutant(
         "success-after-release",
@@ -306,15 +306,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "an instance is marked as announced before the message is sent",
         statements(
             _RELEASE,
-            "publish_to_pool",
-            "try:\n    await context.pool.send(...)\nexcept RemudaError as error:\n    ...",
-            "",
-        ),
-        statements(
-            _RELEASE,
-            "publish_to_pool",
-            "results = await map_concurrently(idle, record_sent)",
-            "results = await map_concurrently(idle, record_sent)\n"
+            "_send_messages",
+            "if idle:\n    ...",
+            "await _record_sent(context, idle, by=Actor.REFRESH)\n"
             "await context.pool.send([instance.message() for instance in idle])",
         ),
     ),
@@ -520,7 +514,7 @@ MUTANTS: tuple[Mutant, ...] = (
             _MACHINE_SWEEP,
             "StaleRegistrationSweep._stale_reason",
             "grace_s=self._config.lifetimes.registration_stale_after_s",
-            "grace_s=self._config.lifetimes.registration_grace_s",
+            "grace_s=self._config.lifetimes.stale_registration_grace_s",
         ),
     ),
     _mutant(
@@ -760,7 +754,12 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "release-before-its-provision",
         "a machine of a set is released, but its provision is not",
-        statements(_EQUIPMENT, "Equipment.release", "await self._release_provision(machine, why)", ""),
+        statements(
+            _EQUIPMENT,
+            "Equipment.release",
+            "await self._leave_provision(...)",
+            "await self._transition(machine, release_of_set(config, deregistered=deregistered), why)",
+        ),
         settings=_SETS,
     ),
     _mutant(

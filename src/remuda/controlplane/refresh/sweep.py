@@ -138,13 +138,16 @@ class Sweep:
             return None
 
     async def _list_runners(self) -> Mapping[str, Sequence[GitHubRunner]]:
-        runners: dict[str, Sequence[GitHubRunner]] = {}
         github = self._context.github
-        for scope in _scopes(self._config) if github is not None else []:
-            try:
-                runners[scope] = await github.list_runners(scope) if github is not None else ()
-            except RemudaError as error:
-                self._result.error(f"runners of {scope}: {error.message}")
+        if github is None:
+            return {}
+        runners: dict[str, Sequence[GitHubRunner]] = {}
+        scopes = _scopes(self._config)
+        for scope, listed in zip(scopes, await map_concurrently(scopes, github.list_runners), strict=True):
+            if isinstance(listed, RemudaError):
+                self._result.error(f"runners of {scope}: {listed.message}")
+            else:
+                runners[scope] = listed
         return runners
 
     async def _read_reports(self, records: Mapping[str, Instance]) -> Mapping[str, Report]:
@@ -265,7 +268,7 @@ class Sweep:
         if instance.announced_at is None:
             return True
         age = self._context.clock.now() - instance.announced_at
-        return age >= timedelta(seconds=self._config.lifetimes.reannounce_s)
+        return age >= timedelta(seconds=self._config.lifetimes.republish_s)
 
     def _still_idle(self, records: Mapping[str, Instance]) -> list[Instance]:
         return [item for key, item in records.items() if item.state is State.IDLE and key not in self._result.retired]
