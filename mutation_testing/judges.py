@@ -310,28 +310,36 @@ class TestJudge:
         functions = list(dict.fromkeys(name.partition("[")[0] for name in chosen))
         files = [*dict.fromkeys(name.partition("::")[0] for name in functions)][:FRESH_FILES]
         names = [name for name in functions if name.partition("::")[0] in files]
-        argv = command([replacement], "mutation_testing.fresh", *names)
         # With the start of Python and the collection of the tests.
         limit_s = 20 + CPU_RESERVE_S + 3 * sum(map(self._seconds, chosen))
-        try:
-            process = subprocess.run(
-                argv,
-                cwd=ROOT,
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=20 * limit_s,
-                preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (int(limit_s), int(limit_s) + 1)),
-            )
-        except subprocess.TimeoutExpired:
+        found = _run_fresh([replacement], names, limit_s)
+        if found is None:
             return Judgement(outcome=Outcome.TIMEOUT, tests=len(names))
-        if process.returncode == -signal.SIGXCPU:
-            return Judgement(outcome=Outcome.TIMEOUT, tests=len(names))
-        answer = process.stdout.rpartition("RESULT ")[2] if process.returncode == 0 else '["import"]'
-        failed = [name for name in json.loads(answer) if not self._is_unreliable(name)]
-        if failed:
+        failed = [name for name in found if not self._is_unreliable(name)]
+        # Errors that belong to no test, for example of an import, are evidence only if the mutant causes them.
+        if failed and (failed[0] in self.items or _run_fresh([], names, limit_s) == []):
             return Judgement(outcome=Outcome.KILLED, by=failed[0], tests=len(names))
         return Judgement(outcome=Outcome.SURVIVED, tests=len(names), is_cut=is_cut or len(names) < len(functions))
+
+
+def _run_fresh(replacements: Sequence[Replacement], names: Sequence[str], limit_s: float) -> list[str] | None:
+    """Run tests in a new process. Return those that failed, or None after a time limit."""
+    try:
+        process = subprocess.run(
+            command(replacements, "mutation_testing.fresh", *names),
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=20 * limit_s,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (int(limit_s), int(limit_s) + 1)),
+        )
+    except subprocess.TimeoutExpired:
+        return None
+    if process.returncode == -signal.SIGXCPU:
+        return None
+    failed: list[str] = json.loads(process.stdout.rpartition("RESULT ")[2]) if process.returncode == 0 else ["import"]
+    return failed
 
 
 def collect_and_run(judge: TestJudge, files: Sequence[str]) -> int:
