@@ -82,7 +82,7 @@ def test_counts_are_those_of_all_sets():
         report = Report(instance_id=f"i-{number}", epoch=epoch, busy=busy, listening=not busy)
         machine.observe(report, now=NOW, monotonic=0.0)
     booting = instance(instance_id="i-9", state=State.RUNNING, run_id="set.large", runner_set="large", epoch=1)
-    assert table.put(booting, now=NOW) is not None
+    assert table.put(booting) is not None
     # The report of the third machine is about an earlier use; the last one has not reported yet.
     assert pool_counts(context, [state], table) == {
         "JobsWaiting": 1.0,

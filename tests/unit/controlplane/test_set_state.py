@@ -10,6 +10,7 @@ from remuda.controlplane.demand.sets import ENDED_COUNTS_FOR_S, SetState, new_st
 from remuda.domain.demand import DemandRecord, DemandStatistics, JobRecord
 from remuda.domain.runner_set import RunnerSet
 from tests.support.records import NOW, instance
+from tests.support.virtual_time import FixedClock
 from tests.support.world import PoolWorld
 
 SET = RunnerSet(name="large", labels=("large",), resource_class="large", scope="octo/repo", max=4)
@@ -58,7 +59,7 @@ async def test_statistics_of_an_earlier_process_count_for_ten_minutes(world: Poo
 
 
 def test_a_machine_that_was_pooled_is_idle_until_the_search_must_have_found_it() -> None:
-    machines = MachineTable()
+    machines = MachineTable(FixedClock(NOW))
     machines.add_idle(instance(1), 100.0)
     machines.set_idle([], 100.0 + SEARCH_LAG_S - 1)
     assert machines.idle() == [instance(1)]
