@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from mutation_testing import verdicts
 from remuda.action.step import BROKER_MODES, SECRETS, SETTINGS_BY_MODE, SWITCHES
 from remuda.config.declaration import Group
 from remuda.config.settings import SETTINGS
@@ -72,6 +73,23 @@ def faults_table() -> str:
 def mutant_table() -> str:
     lines = ["| mutant | description |", "|---|---|"]
     return "\n".join([*lines, *(f"| `{mutant.name}` | {mutant.bug} |" for mutant in MUTANTS)])
+
+
+def mutation_testing() -> str:
+    results = verdicts.load_results()
+    known = verdicts.load_verdicts()
+    mutants = results["mutants"]
+    return "\n".join(
+        [
+            f"Seed {results['seed']}: {len(mutants)} of the {results['sample']} mutants of the sample were judged.",
+            "",
+            verdicts.score_table(mutants, known),
+            "",
+            "Survivors:",
+            "",
+            verdicts.survivor_table(mutants, known),
+        ]
+    )
 
 
 def searches_table() -> str:
@@ -139,6 +157,7 @@ PARTS = (
     ("reference/simulation.md", "invariants", invariants_table),
     ("reference/simulation.md", "faults", faults_table),
     ("reference/simulation.md", "mutants", mutant_table),
+    ("reference/mutation-testing.md", "mutation testing", mutation_testing),
     ("reference/simulation.md", "searches", searches_table),
     ("howto/github-action.md", "inputs", inputs_table),
     ("howto/github-action.md", "outputs", outputs_table),

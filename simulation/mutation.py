@@ -1,7 +1,8 @@
 """Replacement of code in named functions: on syntax trees, and at import in a separate process.
 
 Patterns are compared with the syntax tree of one function, so layout and comments do not matter. A pattern must match
-exactly once. `...` matches any expression, `f(...)` a call with any arguments, and `...` as a body any statements.
+exactly once, unless the number of the match is given. `...` matches any expression, `f(...)` a call with any arguments,
+and `...` as a body any statements.
 
 `python -m simulation.mutation REPLACEMENTS MODULE [ARGUMENT...]` runs a module with replacements given as JSON. This
 module imports only the standard library: what it imports cannot be replaced.
@@ -48,29 +49,33 @@ class NodeKind(StrEnum):
 class Replacement:
     kind: NodeKind
     module: str
-    #: Qualified name of a function or method in the module, for example `WriteCondition.is_met_by`.
+    #: Qualified name of a function or method in the module, for example `WriteCondition.is_met_by`. Empty: the code
+    #: outside functions.
     function: str
     old: str
     new: str
+    #: Which of several matches is replaced, from 0. None: there must be exactly one.
+    number: int | None = None
 
     def apply(self, tree: ast.Module) -> None:
-        """Replace the one match in `tree`."""
-        places = list(self._find(_function(tree, self)))
-        if len(places) != 1:
+        """Replace the match in `tree`."""
+        places = list(self.find(scope(tree, self)))
+        if self.number is None and len(places) != 1:
             raise MutationError(f"{self.module}:{self.function}: {len(places)} matches for {self.old!r}, expected one")
-        places[0].put(_parse(self.new, self.kind) if self.new else [])
+        places[self.number or 0].put(_parse(self.new, self.kind) if self.new else [])
         ast.fix_missing_locations(tree)
 
-    def _find(self, function: ast.AST) -> Iterator[_Place | _Entry]:
+    def find(self, root: ast.AST) -> Iterator[Place | _Entry]:
+        """The matches in a function, or in the code of a module outside its functions."""
         pattern = _parse(self.old, self.kind)
-        for parent in ast.walk(function):
+        for parent in _walk(root):
             for name, value in ast.iter_fields(parent):
                 if isinstance(value, list):
                     for start in range(len(value) - len(pattern) + 1):
                         if all(_matches(*pair) for pair in zip(pattern, value[start:], strict=False)):
-                            yield _Place(parent, name, slice(start, start + len(pattern)))
+                            yield Place(parent, name, slice(start, start + len(pattern)))
                 elif isinstance(value, ast.AST) and len(pattern) == 1 and _matches(pattern[0], value):
-                    yield _Place(parent, name, None)
+                    yield Place(parent, name, None)
             if self.kind is NodeKind.ENTRY and isinstance(parent, ast.Dict):
                 for number, entry in enumerate(zip(parent.keys, parent.values, strict=True)):
                     if _matches(pattern, [*entry]):
@@ -78,7 +83,7 @@ class Replacement:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class Place:
     """One field of a node, or a slice of it if the field is a list."""
 
     parent: ast.AST
@@ -159,15 +164,30 @@ def _is_wildcard(node: object) -> bool:
     return isinstance(node, ast.Constant) and node.value is ...
 
 
-def _function(tree: ast.Module, wanted: Replacement) -> ast.AST:
-    """The one function of this qualified name."""
-    found = [node for name, node in _definitions(tree) if name == wanted.function]
+def _walk(scope: ast.AST) -> Iterator[ast.AST]:
+    """All nodes of a function, or those of a module outside its functions."""
+    if not isinstance(scope, ast.Module):
+        yield from ast.walk(scope)
+        return
+    waiting: list[ast.AST] = [scope]
+    for node in waiting:
+        yield node
+        children = ast.iter_child_nodes(node)
+        waiting += [child for child in children if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def scope(tree: ast.Module, wanted: Replacement) -> ast.AST:
+    """The one function of this qualified name, or the module."""
+    if not wanted.function:
+        return tree
+    found = [node for name, node in definitions(tree) if name == wanted.function]
     if len(found) != 1:
         raise MutationError(f"{wanted.module} has {len(found)} functions {wanted.function}, expected one")
     return found[0]
 
 
-def _definitions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
+def definitions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
+    """All functions and methods with their qualified names."""
     for child in ast.iter_child_nodes(node):
         name = prefix
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -175,7 +195,7 @@ def _definitions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST
             if not isinstance(child, ast.ClassDef):
                 yield name, child
             name += "."
-        yield from _definitions(child, name)
+        yield from definitions(child, name)
 
 
 def _check_names(replacement: Replacement, mutated: ast.Module, package_words: frozenset[str]) -> None:

@@ -186,6 +186,16 @@ async def until(runner: ActionsRunner, **wanted: object) -> RunnerState:
 
 
 class TestConfigure:
+    async def test_registration_fails_if_jobs_cannot_start(
+        self, folder: Folder, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def ready(_: JobFolders) -> None:
+            raise Unavailable("no sandbox")
+
+        monkeypatch.setattr(JobFolders, "ready", ready)
+        outcome = await folder.open().register(ASSIGNMENT)
+        assert (outcome.ok, outcome.detail) == (False, "no sandbox")
+
     async def test_registers_with_the_token_in_the_environment_only(self, folder: Folder) -> None:
         runner = folder.open()
         assert runner.state() == RunnerState()

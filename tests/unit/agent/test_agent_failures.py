@@ -12,7 +12,7 @@ from remuda.agent.decide import MAX_FAILED_REMOVALS, MAX_STARTS
 from remuda.agent.loop import STEP_LIMIT_S
 from remuda.domain.instance import State
 from remuda.domain.signals import Signal
-from remuda.domain.thresholds import HEARTBEAT_INTERVAL_S
+from remuda.domain.thresholds import HEARTBEAT_DEAD_AFTER_S, HEARTBEAT_INTERVAL_S
 from remuda.domain.transitions import Actor, Extend, Renew
 from remuda.ports.machine import AgentState, RemovalStatus, ScriptStatus
 from simulation.loop import VirtualClock
@@ -137,6 +137,10 @@ async def test_heartbeat_is_regular_and_reports_the_runner(fixture: AgentFixture
     fixture.runner.become(busy=True)
     await asyncio.sleep(0.1)
     assert fixture.report.busy
+
+
+def test_two_lost_heartbeats_do_not_make_a_machine_dead() -> None:
+    assert 3 * HEARTBEAT_INTERVAL_S <= HEARTBEAT_DEAD_AFTER_S
 
 
 async def test_spot_notice_is_reported_and_the_job_continues(fixture: AgentFixture) -> None:

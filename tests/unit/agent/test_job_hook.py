@@ -395,6 +395,11 @@ class TestImageHook:
         assert (hooked.runner / ".env").read_text() == "LANG=C\nLAST=1\n"
         assert "theirs" in hooked.run(GITHUB_RUN_ID="123", GITHUB_REPOSITORY="acme/widgets").stdout
 
+    def test_last_hook_in_the_env_file_is_the_one_that_is_called(self, hooked: Hooked) -> None:
+        (hooked.pristine / ".env").write_text(f"{STARTED}=/missing\n{STARTED}={self.image_hook(hooked)}\n")
+        hooked.put()
+        assert "theirs" in hooked.run(GITHUB_RUN_ID="123", GITHUB_REPOSITORY="acme/widgets").stdout
+
 
 def test_environment_files_come_from_the_unmodified_software(hooked: Hooked) -> None:
     (hooked.pristine / ".path").write_text("/usr/bin")

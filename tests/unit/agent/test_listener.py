@@ -18,7 +18,16 @@ from remuda import procfs
 from remuda.adapters.system.clock import SystemClock
 from remuda.agent import listener as agent_listener
 from remuda.agent import processes
-from remuda.agent.listener import KILLED, UPDATE_LIMIT_S, UPDATING, WAIT_FOR_UPDATE, Files, Listener, StartCommand
+from remuda.agent.listener import (
+    ERROR_BYTES,
+    KILLED,
+    UPDATE_LIMIT_S,
+    UPDATING,
+    WAIT_FOR_UPDATE,
+    Files,
+    Listener,
+    StartCommand,
+)
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import Assignment
 from tests.support.records import LONG_S
@@ -202,6 +211,10 @@ class TestStart:
         assert await listener.wait(LONG_S, for_log=False)
         assert listener.exit_code() not in {None, 0}
         assert "running" not in fixture.log.read_text()
+
+    async def test_last_error_is_found_at_the_end_of_a_long_log(self, fixture: Fixture) -> None:
+        fixture.log.write_text(f"An error occurred: old\n{'x' * ERROR_BYTES}\nAn error occurred: new\n")
+        assert fixture.open().last_error() == "new"
 
     async def test_log_that_cannot_be_opened_is_an_error(self, fixture: Fixture) -> None:
         fixture.log = fixture.log.parent / "missing" / "runner.log"

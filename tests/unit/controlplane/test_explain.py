@@ -170,7 +170,7 @@ async def test_unknown_subject_suggests_known_ones(world: PoolWorld) -> None:
     assert world.in_state(State.RUNNING)[0] in failure.value.fix
 
 
-@pytest.mark.parametrize("subject", ["", "a b", "x" * 100, "-", "i-zzz;"])
+@pytest.mark.parametrize("subject", ["", "a b", "x" * 100, "-", "i-zzz;", "set.", "set.a b"])
 def test_invalid_subject_is_rejected_before_any_call(subject: str) -> None:
     with pytest.raises(UserError) as failure:
         check_subject(subject)

@@ -81,7 +81,9 @@ def test_counts_are_those_of_all_sets():
         assert machine is not None
         report = Report(instance_id=f"i-{number}", epoch=epoch, busy=busy, listening=not busy)
         machine.observe(report, now=NOW, monotonic=0.0)
-    # The report of the last machine is about an earlier use.
+    booting = instance(instance_id="i-9", state=State.RUNNING, run_id="set.large", runner_set="large", epoch=1)
+    assert table.put(booting) is not None
+    # The report of the third machine is about an earlier use; the last one has not reported yet.
     assert pool_counts(context, [state], table) == {
         "JobsWaiting": 1.0,
         "RunnersListening": 1.0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from datetime import timedelta
+from typing import NoReturn
 
 import pytest
 
@@ -48,6 +49,8 @@ async def test_second_job_reuses_the_machine(sets: DemandWorld) -> None:
     await sets.wait_for(lambda: sets.in_state(State.IDLE))
     await sets.wait_for_jobs(sets.queue())
     assert len(sets.database.instances) == 1
+    outcomes = [item.outcome for item in sorted(sets.database.provisions.values(), key=lambda item: item.created_at)]
+    assert [(item.created, item.reused) for item in outcomes if item] == [(1, 0), (0, 1)]
 
 
 async def test_burst_is_served_within_the_maximum(sets: DemandWorld) -> None:
@@ -381,6 +384,28 @@ async def test_once_reconciles_and_gives_everything_up(sets: DemandWorld) -> Non
     # The machines have booted: the next one lets them listen.
     await DemandListener(sets.demand(owner="second")).run_once()
     assert len(sets.in_state(State.RUNNING)) == 2
+
+
+async def test_once_records_why_a_set_cannot_be_served(sets: DemandWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    demand = sets.demand()
+
+    async def fail(*_: object, **__: object) -> NoReturn:
+        raise Unavailable("GitHub is down")
+
+    monkeypatch.setattr(demand.source, "open_session", fail)
+    result = await DemandListener(demand).run_once()
+    assert result.errors == ("large: GitHub is down",)
+    assert (await demand.store.get_demand())["large"].error == "GitHub is down"
+
+
+async def test_refresh_leaves_a_runner_without_a_report_alone(sets: DemandWorld) -> None:
+    await sets.configure_sets(runner_set(windows=window(hot=1)))
+    listener = sets.listen()
+    await sets.wait_for(lambda: sets.in_state(State.RUNNING))
+    await listener.stop()
+    sets.database.reports.clear()
+    await sets.sweep()
+    assert sets.in_state(State.RUNNING)
 
 
 async def test_once_fails_if_another_listener_serves_the_pool(sets: DemandWorld) -> None:

@@ -127,6 +127,14 @@ async def test_failed_new_machine_fails_the_provision(world: PoolWorld) -> None:
     assert "i-00000000000000003" in error.message
 
 
+async def test_machine_from_the_pool_that_fails_late_is_replaced_by_another_launch(world: PoolWorld) -> None:
+    (warm,) = await world.warm(1)
+    world.behaviour.registration[warm] = StepResult(ok=False, detail="no network")
+    result = await world.provision("7", count=2)
+    ids = {item.instance.instance_id for item in result.instances}
+    assert (len(ids), warm in ids, result.calls["compute"]["launch"]) == (2, False, 2)
+
+
 async def test_failed_pre_runner_script_fails_the_provision(world: PoolWorld) -> None:
     world.behaviour.script = StepResult(ok=False, detail="line 3: no such package")
     error = await assert_fails(world, UserError, count=2)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 
-from remuda.controlplane.demand.sets import ENDED_COUNTS_FOR_S, SetState
-from remuda.domain.demand import DemandRecord, JobRecord
+from remuda.controlplane.demand.machines import SEARCH_LAG_S, MachineTable
+from remuda.controlplane.demand.sets import ENDED_COUNTS_FOR_S, SetState, new_state
+from remuda.domain.demand import DemandRecord, DemandStatistics, JobRecord
 from remuda.domain.runner_set import RunnerSet
-from tests.support.records import NOW
+from tests.support.records import NOW, instance
+from tests.support.virtual_time import FixedClock
+from tests.support.world import PoolWorld
 
 SET = RunnerSet(name="large", labels=("large",), resource_class="large", scope="octo/repo", max=4)
 JOB = JobRecord(job_id="j-1", runner_set="large", seen_at=NOW, started_at=NOW)
@@ -42,3 +45,23 @@ def test_a_job_that_is_completed_or_unknown_is_not_counted_again() -> None:
     state.note_ended(JOB.job_id, NOW)
     state.note_ended("", NOW)
     assert state.ended_jobs(NOW) == 0
+
+
+async def test_statistics_of_an_earlier_process_count_for_ten_minutes(world: PoolWorld) -> None:
+    context = world.process()
+    stored = DemandRecord(
+        runner_set="large", updated_at=context.clock.now(), statistics=DemandStatistics(assigned=2, running=1)
+    )
+    recent = replace(stored, updated_at=stored.updated_at - timedelta(minutes=9, seconds=59))
+    old = replace(stored, updated_at=stored.updated_at - timedelta(minutes=10, seconds=1))
+    assert new_state(context, SET, recent).record.statistics == stored.statistics
+    assert new_state(context, SET, old).record.statistics == DemandStatistics()
+
+
+def test_a_machine_that_was_pooled_is_idle_until_the_search_must_have_found_it() -> None:
+    machines = MachineTable(FixedClock(NOW))
+    machines.add_idle(instance(1), 100.0)
+    machines.set_idle([], 100.0 + SEARCH_LAG_S - 1)
+    assert machines.idle() == [instance(1)]
+    machines.set_idle([], 100.0 + SEARCH_LAG_S)
+    assert machines.idle() == []

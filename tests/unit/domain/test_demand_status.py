@@ -218,6 +218,20 @@ def test_a_successful_launch_after_a_failed_one_is_no_reason() -> None:
     assert large(jobs=[job()], provisions=[good, failed_launch("quota")]).reason is WaitReason.STARTING
 
 
+def test_an_open_provision_is_no_reason() -> None:
+    current = provision(2, runner_set="large", run_id=holder_id("large"))
+    assert large(jobs=[job()], provisions=[current]).reason is WaitReason.STARTING
+    assert "quota" in large(jobs=[job()], provisions=[current, failed_launch("quota")]).detail
+
+
+def test_errors_of_a_complete_launch_are_no_reason() -> None:
+    launch = LaunchAttempt(count=1, launched=1, seconds=1.0, errors=("no spot capacity",))
+    outcome = ProvisionOutcome(ended_at=at(-10), seconds=2.0, launches=(launch,), error="it did not boot")
+    status = large(jobs=[job()], provisions=[provision(1, runner_set="large", outcome=outcome)])
+    assert "it did not boot" in status.detail
+    assert "no spot capacity" not in status.detail
+
+
 def test_one_read_of_a_lease_does_not_make_a_listener_silent() -> None:
     assert large().session is SessionState.OPEN
     seen = {listener_anomaly(LEASE): at(-LISTENER_SILENT_S + 1)}
@@ -242,6 +256,10 @@ def test_overdue_jobs_have_the_reason_of_their_set_oldest_first() -> None:
     ]
     lost = demand_status(demand_input(jobs=[job(1, queued=-400)]))
     assert [item.reason for item in lost.overdue] == [WaitReason.DISAGREEMENT]
+
+
+def test_a_job_that_started_late_is_not_overdue() -> None:
+    assert demand_status(demand_input(jobs=[job(queued=-800, started_at=at(-100))])).overdue == ()
 
 
 def queued(*labels: str, **changed: Any) -> QueuedJob:

@@ -19,6 +19,7 @@ from remuda.domain.errors import UserError
 from remuda.domain.instance import Credential, HistoryEntry, Instance, RetireReason, State
 from remuda.domain.pool_config import ScopeTokens
 from remuda.domain.provision import AcquiredRunner, Provision, ProvisionOutcome, ProvisionStatus, RunnerSource
+from remuda.domain.reporting.explanation import Severity, explain_entry
 from remuda.domain.reporting.prices import PriceTable, SpotPrice, mean_spot_prices, parse_prices
 from remuda.domain.reporting.timeline import MachinePhase, clip, lifetime, mean_counts, spans_of
 from remuda.domain.reporting.usage import UsageReport, instance_cost, quantile, usage_report, usage_summary
@@ -274,6 +275,20 @@ def test_mean_counts_add_up_to_the_total_time(machines: list[tuple[Instance, lis
 
 def test_empty_period_has_no_mean_counts() -> None:
     assert mean_counts([], since=END, until=END, steps=3) == [{}, {}, {}]
+
+
+@pytest.mark.parametrize(
+    ("region", "dated", "shown"),
+    [("eu-central-1", "2026-11", "eu-central-1, 2026-11"), ("", "2026-11", "2026-11"), ("", "", "")],
+)
+def test_report_says_where_and_when_its_prices_apply(region: str, dated: str, shown: str) -> None:
+    prices = replace(PRICES, region=region, dated=dated)
+    assert usage_report((), (), {}, prices, since=BEFORE, until=AFTER).prices_as_of == shown
+
+
+def test_unknown_transition_is_explained_by_its_name() -> None:
+    event = explain_entry(instance_id(1), entry("later-version"))
+    assert (event.what, event.severity) == ("later-version", Severity.NORMAL)
 
 
 # Prices: tables are validated, and spot prices are means over time and zones ------------------------------------------

@@ -15,6 +15,7 @@ from remuda.domain.errors import UserError
 from remuda.domain.resources import Reuse, Tier, UsageClass
 from remuda.domain.runner_set import (
     EXAMPLE,
+    MAX_GROUP,
     CapacityWindow,
     RunnerSet,
     capacity_warnings,
@@ -209,6 +210,12 @@ def test_runner_group_needs_an_organization() -> None:
         error.message == "runner-sets: runner-group of 'large' is 'warm', but acme/app is a repository without groups"
     )
     assert parse({**LARGE, "runner-group": "warm"}, scope="acme")[0].runner_group == "warm"
+
+
+def test_runner_group_has_a_maximum_length() -> None:
+    longest = "g" * MAX_GROUP
+    assert parse({**LARGE, "runner-group": longest}, scope="acme")[0].runner_group == longest
+    assert "runner-group" in refuse({**LARGE, "runner-group": f"{longest}g"}, scope="acme").message
 
 
 def test_class_must_exist_in_the_pool() -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from remuda.domain.errors import UserError
 from remuda.domain.instance import RetireReason, State
 from remuda.domain.scale_down.decisions import (
     Action,
@@ -23,7 +24,7 @@ from remuda.domain.scale_down.decisions import (
     within_budget,
 )
 from remuda.domain.scale_down.fleet import FleetMachine, Registration, match_registrations
-from remuda.domain.scale_down.idle_config import Eviction, Quota, parse_cron, quota_at
+from remuda.domain.scale_down.idle_config import MAX_IDLE, Eviction, Quota, parse_cron, parse_idle_config, quota_at
 from remuda.domain.scale_down.policy import IdleScope, ScaleDownPolicy
 from tests.support.records import NOW, at, instance, instance_id
 from tests.support.scripted_fleet import idle_window, machine
@@ -99,6 +100,19 @@ def test_confirmed_orphan_with_a_busy_second_runner_is_not_an_orphan() -> None:
     )
     # The confirmation does not need the list.
     assert decide_orphan(orphan, crashed, None).action is Action.TERMINATE
+
+
+def test_crashed_runner_itself_does_not_keep_a_confirmed_orphan() -> None:
+    crashed = registration(1, online=False, busy=True)
+    orphan = machine(1, orphan="true", github_runner_id=str(crashed.runner_id))
+    assert decide_orphan(orphan, Lookup(found=crashed), [crashed]).action is Action.TERMINATE
+
+
+@pytest.mark.parametrize(
+    ("text", "runner_id"), [("7", 7), ("9" * 19, int("9" * 19)), ("9" * 20, None), ("\u0663", None), ("x", None)]
+)
+def test_tagged_runner_id_has_at_most_19_ascii_digits(text: str, runner_id: int | None) -> None:
+    assert machine(1, github_runner_id=text).runner_id == runner_id
 
 
 def test_unknown_runner_id_needs_a_complete_list() -> None:
@@ -212,6 +226,17 @@ def test_first_open_window_applies() -> None:
     assert quota_at([closed, idle_window(2), idle_window(3)], NOW).idle_count == 2
     assert quota_at([idle_window(0), idle_window(3)], NOW).idle_count == 0
     assert quota_at([closed], NOW) == Quota()
+
+
+def test_idle_count_has_a_maximum() -> None:
+    def parse(count: int) -> int:
+        (window,) = parse_idle_config([{"cron": "* * * * * *", "idleCount": count}], zone_of=lambda _: UTC)
+        return window.idle_count
+
+    assert (parse(0), parse(MAX_IDLE)) == (0, MAX_IDLE)
+    for count in (-1, MAX_IDLE + 1):
+        with pytest.raises(UserError, match="idleCount"):
+            parse(count)
 
 
 # The pool

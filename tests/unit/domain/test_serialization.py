@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remuda.domain.instance import HistoryEntry, Instance, RetireReason, State
+from remuda.domain.errors import Unreadable
+from remuda.domain.instance import Credential, HistoryEntry, Instance, RetireReason, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision, ProvisionStatus
 from remuda.domain.resources import PoolMessage
@@ -94,6 +95,28 @@ def test_integer_is_accepted_as_float() -> None:
     document = to_document(pool_config())
     document["lifetimes"]["idleTimeS"] = 7
     assert from_document(PoolConfig, document).lifetimes.idle_time_s == 7.0
+
+
+def test_integers_are_those_that_json_represents_exactly() -> None:
+    document = to_document(instance())
+    for number in (2**53 - 1, -(2**53) + 1):
+        assert from_document(Instance, {**document, "cpu": number}).cpu == number
+    for number in (2**53, -(2**53)):
+        with pytest.raises(ValueError, match="is larger than"):
+            from_document(Instance, {**document, "cpu": number})
+
+
+def test_tokens_are_not_part_of_a_representation() -> None:
+    assert "opensesame" not in repr(Credential(token="opensesame", expires_at=NOW))
+
+
+def test_unreadable_records_are_named_up_to_a_limit() -> None:
+    def message(count: int) -> str:
+        return Unreadable("the store", {f"r{number}": "bad" for number in range(count)}).message
+
+    assert "more" not in message(Unreadable.MAX_NAMED)
+    assert message(Unreadable.MAX_NAMED + 2).endswith("; and 2 more")
+    assert message(Unreadable.MAX_NAMED + 2).count("cannot be read") == Unreadable.MAX_NAMED
 
 
 REQUIRED = ["instanceId", "state", "epoch", "threshold", "resourceClass", "usageClass", "cpu", "createdAt"]

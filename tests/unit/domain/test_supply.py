@@ -194,6 +194,9 @@ def test_claimed_machine_of_an_interrupted_acquisition_is_equipped() -> None:
 
 def test_machine_that_is_handled_gets_no_step() -> None:
     assert not decide(machine(1, State.CLAIMED, handled=True), assigned=1).equip
+    filling = machine(1, State.CREATED, for_pool=True, signal=Signal.UD_OK, handled=True)
+    plan = decide(filling, assigned=1)
+    assert (plan.deficit, plan.equip) == (1, ())
 
 
 def test_booted_machine_that_no_job_needs_fills_the_pool() -> None:
@@ -415,6 +418,7 @@ def test_idle_machine_is_not_kept_beyond_the_maximum_age() -> None:
     target = WarmTarget(key=KEY, request=runner_request(), wanted=1)
     (renewal,) = decide_warm([target], [old], lifetimes=LIFETIMES, now=NOW).renewals
     assert renewal.until == at(100)
+    assert renewal.why == f"kept warm: 1 of 1 of class {KEY.resource_class}"
 
 
 @given(

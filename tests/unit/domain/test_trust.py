@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from remuda.domain.errors import UserError
 from remuda.domain.resources import Tier, repository_of
-from remuda.domain.trust import decide_trust, trust_of
+from remuda.domain.trust import claimed_trust, decide_trust, trust_of
 
 HOME, FORK = {"full_name": "octo/repo"}, {"full_name": "eve/repo"}
 
@@ -135,6 +135,12 @@ def test_requested_tier_must_not_be_higher_than_the_events() -> None:
     with pytest.raises(UserError, match=r"tier is trusted, but the event is untrusted: pull request #12") as error:
         decide_trust("pull_request", pull_request(FORK), Tier.TRUSTED)
     assert (error.value.field, "--tier" in error.value.fix) == ("tier", True)
+
+
+def test_pull_requests_are_trusted_by_their_claims_only_if_the_pool_trusts_them() -> None:
+    assert claimed_trust("pull_request", None, trusts_pull_requests=True).tier is Tier.TRUSTED
+    assert claimed_trust("pull_request", None, trusts_pull_requests=False).tier is Tier.UNTRUSTED
+    assert claimed_trust("pull_request_target", None, trusts_pull_requests=True).tier is Tier.UNTRUSTED
 
 
 @pytest.mark.parametrize(
