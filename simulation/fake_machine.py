@@ -132,6 +132,9 @@ class FakeMachine:
         #: Files or processes of a job may be left on it.
         self.dirty = False
         self.job: MemoryJob | None = None
+        #: When its last job ended, when a step on it last failed, and whether its script failed.
+        self.job_ended_at = self.step_failed_at = -1e9
+        self.script_failed = False
         self.agent_state = AgentState()
         self.notice = ""
         self.agent: SimulatedProcess | None = None
@@ -162,6 +165,12 @@ class FakeMachine:
         self._agents += 1
         self.agent = self._world.start_agent(self, f"agent {self.number:04x}.{self._agents}")
         self.agent.on_end = self._agent_ended
+
+    @property
+    def has_agent(self) -> bool:
+        """Whether its agent runs."""
+        task = self.agent.task if self.agent is not None and not self.agent.dead else None
+        return task is not None and not task.done()
 
     def _agent_ended(self) -> None:
         self._world.agent_ended(self)
@@ -221,6 +230,7 @@ class FakeMachine:
 
     async def run_script(self, timeout_s: float) -> StepResult:  # noqa: ARG002 - no simulated script takes that long
         await self._loop.sleep(self._behaviour.seconds(TimedAction.SCRIPT))
+        self.script_failed = not self._script.ok
         return self._script
 
     async def reset(self) -> StepResult:
@@ -228,9 +238,14 @@ class FakeMachine:
         await self._loop.sleep(self._behaviour.seconds(TimedAction.RESET))
         if self.agent is not None:
             await self._world.called(self.agent, "reset")
-        result = self._behaviour.reset()
+        result = self._noted(self._behaviour.reset())
         if result.ok:
             self.dirty = False
+        return result
+
+    def _noted(self, result: StepResult) -> StepResult:
+        if not result.ok:
+            self.step_failed_at = self._loop.time()
         return result
 
     async def end(self, reason: str) -> None:
@@ -246,7 +261,7 @@ class FakeMachine:
         await self._loop.sleep(self._behaviour.seconds(TimedAction.CONFIGURE))
         if self._world.faults.inject(Fault.NEVER_REGISTERS, 0.05, [self.instance_id]):
             await self._loop.sleep(_NEVER.total_seconds())
-        result = self._behaviour.register()
+        result = self._noted(self._behaviour.register())
         if not result.ok:
             return result
         self._is_ephemeral = bool(assignment.jit_config)
@@ -256,7 +271,7 @@ class FakeMachine:
             self._set(RunnerState(registered_as=assignment.runner_name))
             return result
         if assignment.credential is None:
-            return StepResult(ok=False, detail="there is no registration token in the assignment")
+            return self._noted(StepResult(ok=False, detail="there is no registration token in the assignment"))
         try:
             self._raise_github_error()
             runner = self._world.github.register(
@@ -264,9 +279,9 @@ class FakeMachine:
             )
             self._lose_github_answer()
         except UserError as error:
-            return StepResult(ok=False, detail=error.message, failure=FailureKind.CREDENTIAL_REFUSED)
+            return self._noted(StepResult(ok=False, detail=error.message, failure=FailureKind.CREDENTIAL_REFUSED))
         except Unavailable as error:
-            return StepResult(ok=False, detail=error.message, failure=FailureKind.GITHUB_UNREACHABLE)
+            return self._noted(StepResult(ok=False, detail=error.message, failure=FailureKind.GITHUB_UNREACHABLE))
         self._runner_id = runner.runner_id
         self._set(RunnerState(registered_as=assignment.runner_name))
         await self._loop.sleep(self._behaviour.seconds(TimedAction.CONFIGURED))
@@ -279,6 +294,7 @@ class FakeMachine:
         self._set(replace(self._state, listening=True, exit_code=None))
         removed = self._registration_removed if self._is_ephemeral else None
         if not self._world.github.connect(self._runner_id, self._accept, removed):
+            self.step_failed_at = self._loop.time()
             self._set(replace(self._state, listening=False, exit_code=1))
         elif self._world.faults.inject(Fault.LISTENER_DIES, 0.08, [self.instance_id]):
             self._later(self._rng.uniform(0.5, 120.0), self._listener_dies)
@@ -286,6 +302,7 @@ class FakeMachine:
     def _listener_dies(self) -> None:
         if self.alive and self._state.listening and self.job is None:
             self._world.github.disconnect(self._runner_id)
+            self.step_failed_at = self._loop.time()
             self._set(replace(self._state, listening=False, busy=False, exit_code=2))
 
     def _registration_removed(self) -> None:
@@ -313,6 +330,7 @@ class FakeMachine:
             if self._world.faults.inject(Fault.GITHUB_422, 0.04, [self.instance_id]):
                 return RemovalStatus.BUSY, "GitHub says that it runs a job"
         except UserError as error:
+            self.step_failed_at = self._loop.time()
             return RemovalStatus.FAILED, error.message
         except Unavailable as error:
             return RemovalStatus.UNREACHABLE, error.message
@@ -323,6 +341,7 @@ class FakeMachine:
 
     def _remove_ephemeral(self, assignment: Assignment) -> tuple[RemovalStatus, str]:
         if assignment.runner_id and not self._state.spent:
+            self.step_failed_at = self._loop.time()
             return RemovalStatus.FAILED, "it was registered just in time: only the service can remove it"
         self._set(replace(self._state, registered_as=""))
         return RemovalStatus.REMOVED, ""
@@ -385,6 +404,7 @@ class FakeMachine:
     def _finish(self, job: MemoryJob, conclusion: str = "success") -> None:
         if self.job is job:
             self.job = None
+            self.job_ended_at = self._loop.time()
             self._world.github.finish(job, conclusion)
             if self._is_ephemeral:
                 self._set(replace(self._state, busy=False, listening=False, exit_code=0, spent=True))

@@ -209,8 +209,9 @@ class FaultInjector:
         self._trace = trace
         self._drawn: Counter[Fault] = Counter()
         self.counts: Counter[Fault] = Counter()
-        #: Time of the last fault.
+        #: Time of the last fault, and of the last one that affected each instance.
         self.last_at = -1e9
+        self.affected_at: dict[str, float] = {}
         self.injected: list[InjectedFault] = []
 
     def inject(self, fault: Fault, probability: float, subjects: Iterable[str] = ()) -> bool:
@@ -221,6 +222,7 @@ class FaultInjector:
 
     def record(self, fault: Fault, subjects: Iterable[str] = ()) -> bool:
         """Record a fault that occurs now. Return False if the plan suppresses it."""
+        subjects = list(subjects)
         self._drawn[fault] += 1
         injected = InjectedFault(fault=fault, number=self._drawn[fault])
         if injected in self._suppressed:
@@ -229,6 +231,7 @@ class FaultInjector:
         self.injected.append(injected)
         if fault is not Fault.CLOCK_SKEW:
             self.last_at = self._now()
+            self.affected_at.update(dict.fromkeys(subjects, self.last_at))
             self._trace(f"fault {injected} {' '.join(subjects)}".rstrip())
         return True
 

@@ -333,6 +333,7 @@ class FaultyPool(FaultyPort):
         await self._world.called(self._process, "receive")
         if self._rng.random() < 0.5:
             await self._transfer(ids)
+        self._process.receipts.update(item.receipt for item in taken)
         return taken
 
     async def delete(self, resource_class: str, receipts: Collection[str]) -> None:
@@ -373,6 +374,7 @@ class FaultyCompute(FaultyPort):
     async def launch(self, request: LaunchRequest) -> LaunchResult:
         await self._transfer()
         self._trace("launch")
+        self._world.safety.launch_requested(request, self._process)
         if self._inject(Fault.NO_CAPACITY, SOME):
             raise CapacityError("m6i.large in eu-west-1a: no capacity")
         short = request.count > 1 and self._inject(Fault.FLEET_PARTIAL, 2 * OFTEN)

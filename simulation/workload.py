@@ -354,7 +354,7 @@ class Workload:
                 case operator.OperatorAction.TERMINATE:
                     return await operator.terminate(context, chosen, reason="not needed", dry_run=False)
 
-        self._world.command(f"operator {item.number}", "operator", work, action=item.action)
+        self._world.command(f"operator {item.number}", "operator", work, action=item.action, for_s=item.for_s)
 
     async def _scale_down(self, item: PlannedScaleDown) -> None:
         window = IdleWindow(cron=_ALWAYS, zone=UTC, zone_name="UTC", idle_count=item.idle_count)

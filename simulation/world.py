@@ -100,6 +100,7 @@ class SimulatedProcess(VirtualProcess):
         run_id: str = "",
         attempt: int = 0,
         action: OperatorAction | None = None,
+        for_s: float | None = None,
     ) -> None:
         super().__init__(loop, name, skew_s=skew_s, interruptions=interruptions)
         self.kind = kind
@@ -108,9 +109,14 @@ class SimulatedProcess(VirtualProcess):
         self.attempt = attempt
         #: The command of an operator.
         self.action = action
+        #: Seconds of a quarantine that it orders.
+        self.for_s = for_s
         self.started_at = loop.time()
         #: Provisions whose intent it recorded.
         self.provisions: set[str] = set()
+        #: Instances that it ever claimed or launched, and receipts of the messages that it got.
+        self.held: set[str] = set()
+        self.receipts: set[str] = set()
         #: Number of faults that affected it, and the time of the last.
         self.fault_count = 0
         self.last_fault_at = -1e9
@@ -396,6 +402,7 @@ class World:
             self._tiers[process.request.run_id] = process.request.tier
         process.on_end = lambda: self._ended(process)
         self.stats[f"{kind}s"] += 1
+        self.safety.completeness.began(process)
         process.start(work(self._context(process, credentialed=credentialed)))
         if (after_s := self._cancels.get(name)) is not None:
             self.loop.call_later(after_s, self._cancel, process, context=self.loop.outside)

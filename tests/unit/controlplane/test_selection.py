@@ -152,6 +152,27 @@ async def test_expiring_instance_is_not_claimed(world: PoolWorld) -> None:
     result = await world.provision()
     assert result.created == 1
     assert world.record(warm).epoch == 1
+    (left,) = world.queues.named("large").messages
+    assert left.visible_at <= world.clock.now()
+
+
+async def test_message_of_a_cancelled_worker_is_made_visible_again(world: PoolWorld) -> None:
+    await world.warm(1)
+    claims = asyncio.Event()
+
+    async def hook(name: str, call: Call) -> Any:
+        if name == "store.apply" and not claims.is_set():
+            claims.set()
+            await asyncio.Event().wait()
+        return await call()
+
+    provisioning = asyncio.create_task(world.provision(process=world.process(hook)))
+    await claims.wait()
+    provisioning.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await provisioning
+    (left,) = world.queues.named("large").messages
+    assert left.visible_at <= world.clock.now()
 
 
 async def test_worker_continues_after_a_lost_claim(world: PoolWorld) -> None:

@@ -39,6 +39,8 @@ class PickupManager:
         self._mismatch_receives: Counter[str] = Counter()
         #: Messages by instance and epoch: given to a worker; received again meanwhile; no longer needed.
         self._in_progress: set[tuple[str, int]] = set()
+        #: Receipts of those that their worker has neither used nor handed back.
+        self._unsettled: set[str] = set()
         self._copies: dict[tuple[str, int], list[Delivery]] = {}
         self._finished: set[tuple[str, int]] = set()
         self._has_seen_mismatch = False
@@ -52,12 +54,18 @@ class PickupManager:
 
     def mark_used(self, delivery: Delivery) -> None:
         """The message is no longer needed: its instance is claimed, or its record proves it stale."""
+        self._unsettled.discard(delivery.receipt)
         self._used.append(delivery.receipt)
         if delivery.message is not None:
             key = (delivery.message.id, delivery.message.epoch)
             self._finished.add(key)
             for copy in self._copies.pop(key, ()):
                 self._drop_duplicate(copy)
+
+    def hand_back(self, delivery: Delivery) -> None:
+        """The message is valid, but its instance cannot be claimed now. Visible again after this pass."""
+        self._unsettled.discard(delivery.receipt)
+        self._held.append(delivery.receipt)
 
     async def run(self) -> None:
         while True:
@@ -73,7 +81,8 @@ class PickupManager:
                     self._fail(error)
 
     async def close(self) -> None:
-        """Delete used messages and make all others visible."""
+        """Delete used messages and make all others visible, also those whose worker was cancelled before its claim."""
+        self._held += sorted(self._unsettled)
         self._held += [copy.receipt for copies in self._copies.values() for copy in copies]
         await self._delete_used(everything=True)
         await self._make_held_visible()
@@ -116,6 +125,7 @@ class PickupManager:
             return False
         else:
             self._in_progress.add((message.id, message.epoch))
+            self._unsettled.add(delivery.receipt)
             self._waiting.popleft().set_result(delivery)
         return True
 

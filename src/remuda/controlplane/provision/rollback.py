@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, replace
+from functools import partial
 
-from remuda.controlplane.context import CONFLICT_ATTEMPTS, Context, map_concurrently, transition
+from remuda.controlplane.context import CONFLICT_ATTEMPTS, Context, map_concurrently, retry_write, transition
 from remuda.controlplane.release import removal_credential, remove_jit_registration
 from remuda.domain.errors import Conflict, RemudaError
 from remuda.domain.instance import ASSIGNED, Credential, Instance, State
@@ -154,7 +155,9 @@ async def _close_provision(context: Context, provision: Provision, *, why: str, 
         else:
             after = released(current, now=context.clock.now(), why=why, outcome=outcome)
         try:
-            await context.store.replace_provision(current, after)
+            await retry_write(
+                context, partial(context.store.replace_provision, current, after), run_id=provision.run_id
+            )
         except Conflict as conflict:
             current = conflict.current if isinstance(conflict.current, Provision) else None
         else:

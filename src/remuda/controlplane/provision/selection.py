@@ -130,13 +130,16 @@ class Selection:
             self._acquired.remove(expected)
             why = _claim_lost_reason(conflict.current, message)
             self._recorder.reject(RejectionKind.CLAIM_LOST, why, message.id)
-            if not _is_still_idle(conflict.current, message):
+            if _is_still_idle(conflict.current, message):
+                self._pickup.hand_back(delivery)
+            else:
                 self._pickup.mark_used(delivery)
             context.event_log.record("claim-lost", why, instance_id=message.id, run_id=plan.provision.run_id)
             return None
         except Unreadable as error:
             # The message stays in the pool: it is valid again after somebody repaired the record.
             self._acquired.remove(expected)
+            self._pickup.hand_back(delivery)
             self._recorder.reject(RejectionKind.UNREADABLE, error.message, message.id)
             context.event_log.record("claim-failed", error.message, instance_id=message.id)
             return None
