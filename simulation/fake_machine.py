@@ -19,7 +19,7 @@ from remuda.domain.instance import Assignment
 from remuda.domain.signals import FailureKind
 from remuda.ports.github import Deletion
 from remuda.ports.machine import AgentState, Identity, RemovalStatus, RunnerState, StepResult
-from simulation.faults import Fault, FaultInjector
+from simulation.faults import GITHUB_TIMEOUT_S, Fault, FaultInjector
 from simulation.loop import START
 from simulation.memory.compute import MemoryMachine
 from simulation.memory.github import MemoryJob
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 #: Seconds between a spot notice and the end of the machine.
 NOTICE_S = 120.0
 _NEVER = timedelta(days=365)
+#: Maximum seconds of a slow pre-runner script, and of a step that waits for a GitHub that does not answer.
+SLOW_SCRIPT_S = 1_200.0
+HANG_S = 60.0
 
 
 class TimedAction(Enum):
@@ -88,12 +91,17 @@ class MachineBehaviour(Protocol):
 class RandomBehaviour:
     """Durations at random, and failures by injected faults."""
 
-    def __init__(self, faults: FaultInjector, rng: random.Random, instance_id: str) -> None:
+    def __init__(
+        self, faults: FaultInjector, rng: random.Random, instance_id: str, *, slow_scripts: bool = False
+    ) -> None:
+        self._slow_scripts = slow_scripts
         self._faults = faults
         self._rng = rng
         self._subjects = [instance_id]
 
     def seconds(self, action: TimedAction) -> float:
+        if action is TimedAction.SCRIPT and self._slow_scripts:
+            return self._rng.uniform(0.0, SLOW_SCRIPT_S)
         return self._rng.uniform(*_SECONDS[action])
 
     def boots(self) -> bool:
@@ -228,7 +236,8 @@ class FakeMachine:
     async def spot_notice(self) -> str:
         return self.notice
 
-    async def run_script(self, timeout_s: float) -> StepResult:  # noqa: ARG002 - no simulated script takes that long
+    async def run_script(self, timeout_s: float) -> StepResult:
+        assert timeout_s > SLOW_SCRIPT_S  # noqa: S101 - no simulated script takes longer
         await self._loop.sleep(self._behaviour.seconds(TimedAction.SCRIPT))
         self.script_failed = not self._script.ok
         return self._script
@@ -273,7 +282,7 @@ class FakeMachine:
         if assignment.credential is None:
             return self._noted(StepResult(ok=False, detail="there is no registration token in the assignment"))
         try:
-            self._raise_github_error()
+            await self._raise_github_error()
             runner = self._world.github.register(
                 scope_of(assignment), assignment.credential.token, assignment.runner_name, assignment.labels
             )
@@ -324,7 +333,7 @@ class FakeMachine:
         if assignment.credential is None:
             return RemovalStatus.FAILED, "there is no removal token in the assignment"
         try:
-            self._raise_github_error()
+            await self._raise_github_error()
             deletion = self._world.github.unregister(scope_of(assignment), assignment.credential.token, self._runner_id)
             self._lose_github_answer()
             if self._world.faults.inject(Fault.GITHUB_422, 0.04, [self.instance_id]):
@@ -365,7 +374,10 @@ class FakeMachine:
             self._waiters.pop(changed, None)
         return self._state
 
-    def _raise_github_error(self) -> None:
+    async def _raise_github_error(self) -> None:
+        if self._world.faults.inject(Fault.GITHUB_HANGS, 0.04, [self.instance_id]):
+            await self._loop.sleep(self._rng.uniform(GITHUB_TIMEOUT_S, HANG_S))
+            raise Unavailable("GitHub does not answer")
         for fault, message in (
             (Fault.GITHUB_401, "401"),
             (Fault.GITHUB_403, "403"),

@@ -100,7 +100,7 @@ class ThresholdInvariant:
         tick = timedelta(milliseconds=1)
         if process.task is None:
             start = now - timedelta(days=1)
-        elif not process.fault_count and not process.pause_s:
+        elif process.is_undisturbed:
             start = max(start, now - timedelta(seconds=PROMPT_S))
         if not start - tick <= at <= now + tick:
             yield "T1", f"{what} at {at} by {process}, whose clock shows {now}"
@@ -161,7 +161,7 @@ class ThresholdInvariant:
         """The idle time from the decision, at most the maximum age. A fault may delay the write."""
         oldest = _after(before.created_at, config.lifetimes.max_age_s)
         latest = min(_after(at, config.lifetimes.idle_time_s), oldest)
-        prompt = not process.fault_count and not process.pause_s and process.task is not None
+        prompt = process.is_undisturbed and process.task is not None
         earliest = min(latest - timedelta(seconds=PROMPT_S), oldest) if prompt else before.threshold
         return after.threshold if earliest <= after.threshold <= latest else latest
 

@@ -50,7 +50,7 @@ class WasteInvariants:
 
     @staticmethod
     def _is_prompt(process: SimulatedProcess) -> bool:
-        return process.task is not None and not process.fault_count and not process.pause_s
+        return process.task is not None and process.is_undisturbed
 
     def _is_healthy(self, instance_id: str, since: float) -> bool:
         """Whether the machine and its agent run, and no fault has affected them since a time."""

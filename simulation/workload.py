@@ -51,9 +51,10 @@ from simulation.plan import (
 )
 from simulation.safety import BOOT_MIN
 from simulation.scale_sets import CheckedScaleSets
-from simulation.world import LIFETIMES, SimulatedProcess, World
+from simulation.world import SimulatedProcess, World
 
-#: Maximum seconds from the end of the faults until all jobs of sets are over, and then until nothing is left.
+#: Maximum seconds from the end of the faults until all jobs of sets are over, and then until nothing is left, besides
+#: the time of a provision and a run.
 MAX_DEMAND_S = 5_400.0
 MAX_REST_S = 3_600.0
 #: Seconds between two checks of the runner sets.
@@ -205,7 +206,7 @@ class Workload:
 
     async def _until_over(self, jobs: list[MemoryJob]) -> None:
         """Wait until the jobs have ended, at most the maximum runtime."""
-        limit = self._world.loop.time() + LIFETIMES.max_runtime_s
+        limit = self._world.loop.time() + self._world.lifetimes.max_runtime_s
         while not self._ending.is_set() and self._world.loop.time() < limit:
             if all(job.conclusion for job in jobs):
                 return
@@ -394,7 +395,7 @@ class Workload:
         if world.plan.listeners:
             await self._finish_demand()
         self.liveness = LivenessInvariants(world)
-        until = world.loop.time() + MAX_REST_S
+        until = world.loop.time() + MAX_REST_S + world.lifetimes.max_runtime_s + world.lifetimes.provision_timeout_s
         while world.loop.time() < until:
             await self._sweep_once()
             self.liveness.swept()

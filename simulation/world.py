@@ -31,7 +31,7 @@ from remuda.ports.compute import POOL_TAG
 from remuda.ports.demand import DemandSource
 from remuda.ports.github import Deletion, GitHubRunner
 from remuda.ports.store import InstanceStore
-from simulation.fake_machine import FakeMachine, MachineBehaviour, RandomBehaviour
+from simulation.fake_machine import SLOW_SCRIPT_S, FakeMachine, MachineBehaviour, RandomBehaviour
 from simulation.faults import MAX_SKEW_S, Fault, FaultInjector, Trace
 from simulation.faulty_ports import FaultyCompute, FaultyGitHub, FaultyPool, FaultyStore
 from simulation.invariants import POOL, SCOPE, Violation, parse_runner
@@ -41,7 +41,7 @@ from simulation.memory.demand import MemoryDemandSource, MemoryScaleSets
 from simulation.memory.github import MemoryGitHub, MemoryGitHubServer, MemoryJob, MemoryRunner, view_of
 from simulation.memory.pool import MemoryQueues, MemoryResourcePool
 from simulation.memory.store import ChangeNotifier, MemoryDatabase, MemoryInstanceStore
-from simulation.plan import PlannedCancel, PlannedInterruption, WorldPlan
+from simulation.plan import LONG_JOB_S, PlannedCancel, PlannedInterruption, WorldPlan, WorldScale
 from simulation.safety import SafetyInvariants
 from simulation.scale_sets import CheckedScaleSets, FaultyDemandSource
 
@@ -63,8 +63,6 @@ LIFETIMES = Lifetimes(
     listening_time_s=240.0,
     surplus_grace_s=30.0,
 )
-#: Seconds that a registration token is valid: short, so that some tokens expire while they are in use.
-TOKEN_LIFE_S = 400.0
 #: Lifetimes of the configurations that a world switches between; the first one applies at the start.
 CONFIGURATIONS = (
     LIFETIMES,
@@ -117,8 +115,8 @@ class SimulatedProcess(VirtualProcess):
         #: Instances that it ever claimed or launched, and receipts of the messages that it got.
         self.held: set[str] = set()
         self.receipts: set[str] = set()
-        #: Number of faults that affected it, and the time of the last.
-        self.fault_count = 0
+        #: Faults that affected it, without crashes and pauses, and the time of the last.
+        self.faults: list[Fault] = []
         self.last_fault_at = -1e9
         self.calls: Counter[str] = Counter()
         #: Seconds that it was paused in all.
@@ -131,6 +129,10 @@ class SimulatedProcess(VirtualProcess):
         self.subjects: Sequence[str] = ()
         #: Set when it ends.
         self.ended: asyncio.Future[None] = loop.create_future()
+
+    @property
+    def is_undisturbed(self) -> bool:
+        return not self.faults and not self.pause_s
 
     def may_release(self, provision: Provision) -> bool:
         return provision.run_id == self.run_id and provision.attempt <= self.attempt
@@ -269,7 +271,7 @@ class World:
         configurations: Sequence[Lifetimes] = CONFIGURATIONS,
         ending_s: float = 20.0,
         remembers_s: float = 600.0,
-        token_life_s: float = TOKEN_LIFE_S,
+        token_life_s: float | None = None,
         keep_trace: bool = False,
     ) -> None:
         self.plan = plan
@@ -287,8 +289,8 @@ class World:
         )
         self.ids = SeededIds(random.Random(f"{plan.seed} ids"))
         self._skews = random.Random(f"{plan.seed} skews")
-        self.configurations = configurations
-        self.lifetimes = configurations[0]
+        self.configurations: Sequence[Lifetimes] = [_scaled(item, plan.scale) for item in configurations]
+        self.lifetimes = self.configurations[0]
         self.throttled_until = -1.0
         #: The process whose delayed write is being applied.
         self.delayed_writer: SimulatedProcess | None = None
@@ -299,7 +301,7 @@ class World:
         self.queues = MemoryQueues(clock=self.clock)
         self.cloud = MemoryCloud(clock=self.clock, ending_s=ending_s, remembers_s=remembers_s)
         self.cloud.watchers.append(self)
-        self.github = CheckedGitHub(self, token_life_s)
+        self.github = CheckedGitHub(self, plan.token_life_s if token_life_s is None else token_life_s)
         self.token = self.github.grant()
         self.scale_sets: MemoryScaleSets = CheckedScaleSets(self)
         self.machines: dict[str, FakeMachine] = {}
@@ -325,7 +327,8 @@ class World:
     # Machines
 
     def behaviour_of(self, instance_id: str, rng: random.Random) -> MachineBehaviour:
-        return RandomBehaviour(self.faults, rng, instance_id)
+        slow = self.plan.scale is WorldScale.SLOW_SCRIPTS
+        return RandomBehaviour(self.faults, rng, instance_id, slow_scripts=slow)
 
     def kill(self, process: SimulatedProcess) -> None:
         process.crash()
@@ -559,6 +562,16 @@ class World:
     def registrations(self, instance_id: str | None = None) -> list[MemoryRunner]:
         found = [(runner, parse_runner(runner.name)) for runner in self.github.runners.values()]
         return [runner for runner, name in found if name and instance_id in {None, name[1]}]
+
+
+def _scaled(limits: Lifetimes, scale: WorldScale) -> Lifetimes:
+    match scale:
+        case WorldScale.SLOW_SCRIPTS:
+            return replace(limits, provision_timeout_s=limits.provision_timeout_s + 2 * SLOW_SCRIPT_S)
+        case WorldScale.LONG_JOBS:
+            return replace(limits, max_runtime_s=limits.max_runtime_s + LONG_JOB_S[1])
+        case WorldScale.USUAL:
+            return limits
 
 
 def _runner_options(version: str) -> dict[str, str]:
