@@ -321,6 +321,7 @@ class FakeMachine:
 
     def _exit_removed(self, runner_id: int) -> None:
         if self.alive and self._state.listening and self._runner_id == runner_id and self.job is None:
+            self.step_failed_at = self._loop.time()
             self._set(replace(self._state, listening=False, exit_code=1, unused=True))
 
     def refused(self) -> str:

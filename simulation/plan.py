@@ -463,7 +463,7 @@ class _Draft:
         made: list[Operation] = []
         for number in range(1, 2 + self._instances // 2):
             at, pick = self._rng.random() * self._seconds, self._rng.random()
-            for_s = self._rng.choice((self._rng.uniform(5, 60), self._rng.uniform(60, 400)))
+            for_s = self._rng.choice((self._rng.uniform(5, 60), self._rng.uniform(60, 900)))
             action = self._rng.choice(tuple(OperatorAction))
             if Fault(action.value) not in self._on:
                 continue

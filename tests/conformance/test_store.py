@@ -425,6 +425,9 @@ async def test_troubled_reports(store: InstanceStore, other: InstanceStore) -> N
     await store.write_signal(instance_id(1), epoch=1, signal=Signal.UD_REG_FAILED)
     await store.beat(instance_id(2), **quiet, notice="terminate")
     await store.write_signal(instance_id(3), epoch=1, signal=Signal.UD_REG_OK)
+    for number in (1, 3):
+        # A heartbeat is no news about the failure.
+        await store.beat(instance_id(number), **quiet, notice="")
     found = sorted(await other.troubled_reports(), key=lambda report: report.instance_id)
     assert found == [await store.get_report(instance_id(1)), await store.get_report(instance_id(2))]
     await store.write_signal(instance_id(1), epoch=2, signal=Signal.UD_REG_OK)
