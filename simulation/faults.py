@@ -113,7 +113,7 @@ class Fault(StrEnum):
 
 _DEMAND = frozenset(list(Fault)[list(Fault).index(Fault.LISTENER_CRASH) :])
 #: Faults that are drawn separately, so that the other draws of a seed do not depend on them.
-_SEPARATE = (Fault.BATCH_SPLIT, Fault.DESCRIBE_PARTIAL, Fault.LIST_MOVES, Fault.GITHUB_HANGS)
+SEPARATE = (Fault.BATCH_SPLIT, Fault.DESCRIBE_PARTIAL, Fault.LIST_MOVES, Fault.GITHUB_HANGS)
 #: Probability that `Swarm.FEW` adds one of these to the others.
 _ADDED = 0.3
 
@@ -176,19 +176,19 @@ def format_faults(faults: FaultChoice) -> str:
 
 def draw_half(rng: random.Random, *, demand: bool = False) -> frozenset[Fault]:
     """Half of the faults that need demand, or half of the others."""
-    faults = [fault for fault in Fault if fault.needs_demand is demand and fault not in _SEPARATE]
+    faults = [fault for fault in Fault if fault.needs_demand is demand and fault not in SEPARATE]
     return frozenset(rng.sample(faults, len(faults) // 2))
 
 
 def draw_separate(rng: random.Random) -> frozenset[Fault]:
     """Half of the faults that are drawn separately."""
-    return frozenset(rng.sample(_SEPARATE, len(_SEPARATE) // 2))
+    return frozenset(rng.sample(SEPARATE, len(SEPARATE) // 2))
 
 
 def draw_few(rng: random.Random, *, demand: bool = False) -> frozenset[Fault]:
-    faults = [fault for fault in Fault if (demand or not fault.needs_demand) and fault not in _SEPARATE]
+    faults = [fault for fault in Fault if (demand or not fault.needs_demand) and fault not in SEPARATE]
     drawn = rng.sample(faults, rng.randint(1, FEW))
-    return frozenset([*drawn, rng.choice(_SEPARATE)] if rng.random() < _ADDED else drawn)
+    return frozenset([*drawn, rng.choice(SEPARATE)] if rng.random() < _ADDED else drawn)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

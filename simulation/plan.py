@@ -45,7 +45,7 @@ TOKEN_LIVES_S = (260.0, 400.0, 400.0, 1_900.0, 3_600.0)
 MAX_QUIET_POLL_S = 15.0
 #: Fractions of worlds with slow scripts and with long jobs, least and most seconds of a long job, and the fraction of
 #: the runs that have one.
-SLOW_SCRIPTS = 0.04
+SLOW_SCRIPTS = 0.08
 LONG_JOBS = 0.02
 LONG_JOB_S = (3_600.0, 3 * 3_600.0)
 LONG_RUNS = 0.3
