@@ -127,7 +127,7 @@ class LivenessInvariants:
         world = self._world
         now = world.clock.now()
         patience = (
-            timedelta(seconds=world.lifetimes.reannounce_s + self._sweep_s + self._sweep_duration_s) + world.max_skew
+            timedelta(seconds=world.lifetimes.republish_s + self._sweep_s + self._sweep_duration_s) + world.max_skew
         )
         for record in world.database.instances.values():
             if record.state is not State.IDLE or record.retire_reason:

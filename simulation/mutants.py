@@ -520,7 +520,7 @@ MUTANTS: tuple[Mutant, ...] = (
             _MACHINE_SWEEP,
             "StaleRegistrationSweep._stale_reason",
             "grace_s=self._config.lifetimes.registration_stale_after_s",
-            "grace_s=self._config.lifetimes.registration_grace_s",
+            "grace_s=self._config.lifetimes.stale_registration_grace_s",
         ),
     ),
     _mutant(

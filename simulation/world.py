@@ -56,9 +56,9 @@ LIFETIMES = Lifetimes(
     margin_s=60.0,
     unrecorded_grace_s=300.0,
     # Zero, because nothing may depend on this grace period.
-    registration_grace_s=0.0,
+    stale_registration_grace_s=0.0,
     gone_after_s=60.0,
-    reannounce_s=120.0,
+    republish_s=120.0,
     keep_records_s=300.0,
     listening_time_s=240.0,
     surplus_grace_s=30.0,
@@ -66,8 +66,8 @@ LIFETIMES = Lifetimes(
 #: Lifetimes of the configurations that a world switches between; the first one applies at the start.
 CONFIGURATIONS = (
     LIFETIMES,
-    replace(LIFETIMES, idle_time_s=120.0, max_uses=2, registration_grace_s=300.0, keep_records_s=60.0),
-    replace(LIFETIMES, max_runtime_s=200.0, release_time_s=60.0, reannounce_s=60.0),
+    replace(LIFETIMES, idle_time_s=120.0, max_uses=2, stale_registration_grace_s=300.0, keep_records_s=60.0),
+    replace(LIFETIMES, max_runtime_s=200.0, release_time_s=60.0, republish_s=60.0),
     replace(LIFETIMES, max_age_s=600.0, provision_timeout_s=120.0, keep_records_s=60.0),
 )
 #: Faults by which processes crash and pause, if they are no commands.

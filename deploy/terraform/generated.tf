@@ -89,7 +89,7 @@ variable "github_api_url" {
 }
 
 variable "max_runtime_min" {
-  description = "Minutes that a run may keep its runners. refresh sets the limit of the pool, provision that of one run. Default: 30."
+  description = "Minutes that a run may keep its runners. refresh sets the limit of the pool, provision that of one run. Default: 360."
   type        = number
   default     = null
 }

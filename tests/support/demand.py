@@ -96,7 +96,7 @@ class DemandBackend(LocalBackend):
         until, version = time.monotonic() + LIMIT_S, None
         async with self.github() as github:
             while True:
-                version, found = await read(github, since=version, wait_s=5.0)
+                version, found = await self.retried(partial(read, github, since=version, wait_s=5.0))
                 if condition(found):
                     return found
                 assert time.monotonic() < until, f"{what}: not within {LIMIT_S} s; {found}; {self.summary()}"

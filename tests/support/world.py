@@ -44,9 +44,9 @@ LIFETIMES = Lifetimes(
     release_time_s=30.0,
     margin_s=2.0,
     unrecorded_grace_s=20.0,
-    registration_grace_s=30.0,
+    stale_registration_grace_s=30.0,
     gone_after_s=12.0,
-    reannounce_s=40.0,
+    republish_s=40.0,
 )
 #: Seconds after which every instance has ended: provision, run, release, idle time, settled provisions and sweeps.
 ALL_OVER_S = 480.0

@@ -233,7 +233,7 @@ def _run(inputs: ActionInputs, output: StepOutput) -> int:
         if mode == "release":
             return lifecycle.run_release(settings, output)
         if mode == "refresh":
-            return lifecycle.run_refresh(settings, output, sweep_only=switches["sweep-only"], every=None)
+            return lifecycle.run_refresh(settings, output, sweep_only=switches["sweep-only"], reset=False, every=None)
         return lifecycle.run_scale_down(settings, output, dry_run=switches["dry-run"], every=None)
 
 

@@ -56,7 +56,8 @@ async def _refresh(
     settings: Settings, event_log: EventLog, command: LambdaCommand, calls: CallCounter
 ) -> LambdaOutcome:
     async with open_context(settings, event_log, needs_github=True, calls=calls) as context:
-        wanted = None if command.sweep_only else desired(settings, pool=context.pool_name)
+        # The parameters of the stack are the whole configuration.
+        wanted = None if command.sweep_only else desired(settings, pool=context.pool_name, keeps_unset=False)
         result = await refresh(context, wanted)
     counts = {f"Instances{pascal_case(state)}": count for state, count in (result.live_instances or {}).items()}
     counts["StaleRegistrationsRemoved"] = len(result.stale_registrations)

@@ -124,14 +124,16 @@ def _require_run_id(settings: Settings) -> None:
         )
 
 
-def run_refresh(settings: Settings, output: Output, *, sweep_only: bool, every: float | None) -> int:
+def run_refresh(settings: Settings, output: Output, *, sweep_only: bool, reset: bool, every: float | None) -> int:
     from remuda.controlplane.refresh import refresh  # noqa: PLC0415 - the other commands do not wait for it
 
+    if sweep_only and reset:
+        raise UserError("--reset contradicts --sweep-only", field="--reset", fix="pass one of them")
     event_log = output.event_log(SystemClock())
 
     async def once() -> RefreshResult:
         async with open_context(settings, event_log, needs_github=True, require_local_github=not sweep_only) as context:
-            wanted = None if sweep_only else desired(settings, pool=context.pool_name)
+            wanted = None if sweep_only else desired(settings, pool=context.pool_name, keeps_unset=not reset)
             return await refresh(output.guarded(context), wanted)
 
     async def supervise() -> None:

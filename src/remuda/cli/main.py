@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from click.shell_completion import get_completion_class
 from remuda import __version__
 from remuda.cli.options import HELP_WIDTH, Argument, GroupedCommand, option, options_of, settings_of
 from remuda.cli.output import Output, early_log_format, set_log_format
-from remuda.cli.run import EXIT_INTERRUPTED, load_settings, run_command
+from remuda.cli.run import EXIT_INTERRUPTED, load_settings, mistyped_variables, run_command
 from remuda.config.declaration import Group, choice, integer, number, text
+from remuda.config.settings import SETTINGS
 from remuda.domain.errors import UserError
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": HELP_WIDTH}
@@ -141,6 +143,8 @@ def _command(name: str, implementation: str, summary: str, *own: click.Parameter
         config = values.pop("config")
         given = {each: values.pop(each) for each in flags}
         settings = load_settings(given, config)
+        for warning in mistyped_variables():
+            output.say(f"warning: {warning}", style="yellow")
         module, _, function = implementation.partition(":")
         run: Callable[..., int] = getattr(import_module(f"remuda.{module}"), function)
         # The objects of the imported modules live as long as the process.
@@ -204,6 +208,7 @@ _command(
     "cli.lifecycle:run_refresh",
     "Apply the configuration, renew tokens and sweep the pool.",
     option("--sweep-only", "Do not change the stored configuration."),
+    option("--reset", "Set what is not given to its default, instead of keeping the stored value."),
     _every(),
     more="The sweep retires expired, lost and interrupted instances and removes orphans.",
 )
@@ -382,7 +387,19 @@ _command(
     more="Asks before it deletes data. An interrupted removal continues when it is run again.",
 )
 _command("doctor", "cli.read:run_doctor", "Check everything that the pool needs, and say what to fix.")
-_command("config", "cli.read:run_config", "Show every setting, its value and its source.")
+#: Kind of the name of a pool.
+POOL = SETTINGS["pool"].kind
+_command(
+    "config",
+    "cli.read:run_config",
+    "Show every setting, its value and its source.",
+    option(
+        "--pool",
+        "Show the configuration that the pool has stored, and how the settings here differ from it.",
+        replace(POOL, metavar="[NAME]", parse=lambda value: value and POOL.parse(value)),
+        without_value="",
+    ),
+)
 _command(
     "run-workflow",
     "cli.run_workflow:run_workflow_file",

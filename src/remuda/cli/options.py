@@ -57,8 +57,12 @@ def option(
     default: Any = None,
     section: str = OWN_OPTIONS,
     repeated: bool = False,
+    without_value: str | None = None,
 ) -> GroupedOption:
-    """An option that is no setting. Without a `kind` it is a switch. `to` names the parameter of the command."""
+    """An option that is no setting. Without a `kind` it is a switch. `to` names the parameter of the command.
+
+    `without_value` is its value if it is given without one.
+    """
     names = [name] if to is None else [name, to]
     if kind is None:
         return GroupedOption(names, is_flag=True, default=False, help=help, section=section)
@@ -67,6 +71,8 @@ def option(
         type=_Value(kind),
         metavar=kind.metavar,
         default=default,
+        is_flag=False,
+        flag_value=without_value,
         multiple=repeated,
         help=help,
         section=section,

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -16,13 +17,14 @@ from remuda.cli.local_backend import background_processes, can_list_registration
 from remuda.cli.output import DAY_S, Output, parse_duration
 from remuda.cli.rendering import status as status_view
 from remuda.cli.rendering.report import report_document, report_tables
-from remuda.cli.rendering.results import config_rows, config_table
-from remuda.cli.run import EXIT_OK, run_async
+from remuda.cli.rendering.results import config_rows, config_table, pool_config_rows, pool_config_table
+from remuda.cli.run import EXIT_OK, plural, run_async
 from remuda.config.settings import Settings
 from remuda.controlplane.doctor import exit_code, run_checks
 from remuda.controlplane.read.explain import check_subject, explain
 from remuda.controlplane.read.status import REGISTRATION_CHECK_INTERVAL_S, Status, keep_github_warnings, report, status
 from remuda.domain.errors import RemudaError, UserError
+from remuda.domain.pool_config import PoolConfig
 from remuda.domain.reporting.explanation import Explanation
 from remuda.domain.reporting.usage import UsageReport
 from remuda.ports.doctor import CheckResult, CheckStatus
@@ -254,10 +256,38 @@ def run_doctor(settings: Settings, output: Output) -> int:
     return exit_code(results.values())
 
 
-def run_config(settings: Settings, output: Output) -> int:
+def run_config(settings: Settings, output: Output, *, pool: str | None) -> int:
+    if pool is not None:
+        named = {"pool": pool, "origins": {**settings.origins, "pool": "--pool"}} if pool else {}
+        return _show_pool_config(replace(settings, **named), output)
     if not output.as_json:
         output.answer(config_table(settings))
     output.result({"settings": config_rows(settings)})
+    return EXIT_OK
+
+
+def _show_pool_config(settings: Settings, output: Output) -> int:
+    async def work() -> PoolConfig | None:
+        event_log = output.event_log(SystemClock())
+        async with open_context(settings, event_log, needs_github=False, require_local_github=False) as context:
+            return await output.guarded(context).store.get_config()
+
+    stored = run_async(work)
+    if stored is None:
+        raise UserError(
+            f"pool {settings.pool} has no configuration yet", field="--pool", fix="run remuda refresh, or name a pool"
+        )
+    rows = pool_config_rows(stored, settings)
+    if not output.as_json:
+        output.answer(pool_config_table(stored, rows))
+    differing = sum(row["differs"] for row in rows.values())
+    output.say(
+        f"{plural(differing, 'setting')} here {'differs' if differing == 1 else 'differ'} from the pool: "
+        "'remuda refresh' would apply the values of here"
+        if differing
+        else "the settings here do not differ from the pool; refresh keeps what they do not name"
+    )
+    output.result({"pool": stored.pool, "applied_at": stored.applied_at, "revision": stored.revision, "settings": rows})
     return EXIT_OK
 
 

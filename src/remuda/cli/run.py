@@ -32,6 +32,13 @@ def load_settings(flags: Mapping[str, Any], config: str | None = None) -> Settin
     return settings
 
 
+def mistyped_variables() -> list[str]:
+    """One sentence per environment variable that looks like a setting and is none."""
+    from remuda.config.sources import mistyped_variables as find  # noqa: PLC0415 - as above
+
+    return find(os.environ)
+
+
 def run_async(work: Callable[[], Coroutine[Any, Any, T]], *, on_interrupt_message: str = "interrupted") -> T:
     """Run to completion. The first SIGINT or SIGTERM cancels the work, which cleans up; a repeated one exits at once.
 

@@ -405,7 +405,7 @@ class Settings:
 
     max_runtime_min: float = declare(
         number(0.05, WEEK_MIN, "minutes"),
-        30.0,
+        360.0,
         "Minutes that a run may keep its runners. refresh sets the limit of the pool, provision that of one run.",
         group=Group.POOL,
         commands=("refresh", "provision"),
@@ -673,22 +673,9 @@ class Settings:
 
     @property
     def lifetimes(self) -> Lifetimes:
-        return Lifetimes(
-            provision_timeout_s=self.provision_timeout_sec,
-            max_runtime_s=self.max_runtime_min * 60,
-            listening_time_s=self.listening_time_sec,
-            surplus_grace_s=self.surplus_grace_sec,
-            idle_time_s=self.idle_time_sec,
-            release_time_s=self.release_time_sec,
-            max_age_s=self.max_age_sec,
-            max_uses=self.max_uses,
-            margin_s=self.margin_sec or (LOCAL_MARGIN_S if self.backend == "local" else AWS_MARGIN_S),
-            unrecorded_grace_s=self.unrecorded_grace_sec,
-            registration_grace_s=self.stale_registration_grace_sec,
-            gone_after_s=self.gone_after_sec,
-            reannounce_s=self.republish_sec,
-            keep_records_s=self.keep_records_sec,
-        )
+        values = {name: getattr(self, setting) for name, setting in LIFETIME_SETTINGS.items()}
+        margin_s = self.margin_sec or (LOCAL_MARGIN_S if self.backend == "local" else AWS_MARGIN_S)
+        return Lifetimes(**values | {"max_runtime_s": self.max_runtime_min * 60, "margin_s": margin_s})
 
     @property
     def scale_down_policy(self) -> ScaleDownPolicy:
@@ -712,6 +699,15 @@ class Settings:
             }
         return {name: value for name, value in options.items() if value}
 
+
+def _lifetime_setting(name: str) -> str:
+    if name == "max_runtime_s":
+        return "max_runtime_min"
+    return f"{name}ec" if name.endswith("_s") else name
+
+
+#: Settings by the fields of `Lifetimes` that they set.
+LIFETIME_SETTINGS: Mapping[str, str] = {item.name: _lifetime_setting(item.name) for item in fields(Lifetimes)}
 
 SETTINGS: Mapping[str, Setting] = {
     item.name: replace(item.metadata["setting"], name=item.name) for item in fields(Settings) if item.metadata

@@ -23,6 +23,11 @@ FILE_NAME = "remuda.toml"
 SCALE_DOWN_TABLE = "scale_down"
 _SCALE_DOWN_KEYS = tuple(name for name, item in SETTINGS.items() if item.group is Group.SCALE_DOWN)
 _PEM = "-----BEGIN"
+_PREFIX = "REMUDA_"
+#: Variables of our own that are no settings: for this module, the dashboard, the functions and the steps of the action.
+OTHER_VARIABLES = frozenset(
+    {"REMUDA_CONFIG", "REMUDA_DASHBOARD_TOKEN", "REMUDA_SETTINGS_PARAMETER", "REMUDA_BROKER_URL", "REMUDA_STEP"}
+)
 
 
 def load(flags: Mapping[str, Any], *, environ: Mapping[str, str], file: Path | None = None) -> Settings:
@@ -100,11 +105,26 @@ def _read_scale_down_table(path: Path, document: dict[str, Any]) -> dict[str, An
     return {key(name): value for name, value in table.items()}
 
 
-def _nearest(given: str, known: Collection[str]) -> str:
-    """The known word that is most similar, or empty."""
+def mistyped_variables(environ: Mapping[str, str]) -> list[str]:
+    """One sentence per variable whose name is almost that of a setting.
+
+    Others may belong to another program: a variable that resembles no setting is not reported.
+    """
+    known = {variable(name) for name in SETTINGS}
+    found = []
+    for given in sorted(environ):
+        if given.startswith(_PREFIX) and given not in known and given not in OTHER_VARIABLES:
+            near = _nearest(given, known, cutoff=0.8)
+            if near:
+                found.append(f"{given[:MAX_SHOWN]} is not a setting and has no effect; did you mean {near}?")
+    return found
+
+
+def _nearest(given: str, known: Collection[str], cutoff: float = 0.6) -> str:
+    """The known word that is most similar, or empty. `cutoff` is the least similarity, up to 1."""
     import difflib  # noqa: PLC0415 - for mistakes only
 
-    return next(iter(difflib.get_close_matches(given, known, n=1)), "")
+    return next(iter(difflib.get_close_matches(given, known, n=1, cutoff=cutoff)), "")
 
 
 def read_private_key(value: str) -> str:

@@ -26,7 +26,7 @@ class Lifetimes:
     #: Limit of a provision; also of the states `created` and `claimed`.
     provision_timeout_s: float = 300.0
     #: Limit of `running`, unless a provision requests another.
-    max_runtime_s: float = 1_800.0
+    max_runtime_s: float = 21_600.0
     #: Limit of `running` for a runner of a set without a job; renewed while it is wanted.
     listening_time_s: float = 900.0
     #: Time that a set may have more runners than it needs before they return to the pool.
@@ -44,11 +44,11 @@ class Lifetimes:
     #: Time that an EC2 instance with the pool's tags may lack a record.
     unrecorded_grace_s: float = 300.0
     #: Time that a registration with the pool's prefix may lack both a record and a machine.
-    registration_grace_s: float = 900.0
+    stale_registration_grace_s: float = 900.0
     #: Minimum time between two failed lookups before an instance counts as gone.
     gone_after_s: float = 60.0
     #: Time after which an idle instance is announced again.
-    reannounce_s: float = 600.0
+    republish_s: float = 600.0
     #: Time that the record of a terminated instance is kept.
     keep_records_s: float = 30 * 86_400.0
 
@@ -65,7 +65,7 @@ class Lifetimes:
     @property
     def registration_stale_after_s(self) -> float:
         """Time that a registration must lack both a record and a machine before it is stale."""
-        return max(self.registration_grace_s, self.missing_after_s)
+        return max(self.stale_registration_grace_s, self.missing_after_s)
 
 
 def expired(threshold: datetime, *, now: datetime, margin_s: float) -> bool:

@@ -10,10 +10,9 @@ from contextlib import asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from remuda.adapters.system.clock import SystemClock, SystemIds
-from remuda.config.settings import Settings
+from remuda.config.settings import LIFETIME_SETTINGS, SETTINGS, Settings
 from remuda.controlplane.context import Context
 from remuda.domain.errors import UserError
-from remuda.domain.runner_set import check_fits_pool
 from remuda.ports.calls import CallCounter
 from remuda.ports.event_log import EventLog
 from remuda.wiring.aws import open_aws, open_aws_fleet
@@ -101,8 +100,8 @@ def _environment_tag(settings: Settings, pool: str) -> str:
     return settings.environment or settings.github_environment or pool
 
 
-def desired(settings: Settings, *, pool: str) -> DesiredConfig:
-    """The configuration that `refresh` applies."""
+def desired(settings: Settings, *, pool: str, keeps_unset: bool = True) -> DesiredConfig:
+    """The configuration that `refresh` applies. What no source sets keeps its stored value, or gets its default."""
     from remuda.controlplane.refresh.configure import DesiredConfig  # noqa: PLC0415 - see above
 
     if settings.backend == "aws" and not settings.given("github_scope"):
@@ -117,19 +116,16 @@ def desired(settings: Settings, *, pool: str) -> DesiredConfig:
             field=settings.shown("runner_group"),
             fix="set github-scope to the organization, or remove runner-group",
         )
-    try:
-        check_fits_pool(
-            settings.runner_sets,
-            classes=[item.name for item in settings.resource_class_config],
-            reuse=settings.reuse,
-        )
-    except UserError as error:
-        raise UserError(error.message, field=settings.shown("runner_sets"), fix=error.fix) from None
-    launch = settings.launch_options()
+    launch, unset = settings.launch_options(), _unset(settings) if keeps_unset else frozenset()
     if settings.backend == "aws":
         from remuda.adapters.aws.ec2.options import Ec2LaunchOptions  # noqa: PLC0415 - slow to import
 
-        Ec2LaunchOptions.parse(launch)  # Checked before any API call.
+        try:
+            Ec2LaunchOptions.parse(launch)  # Checked before any API call.
+        except UserError as error:
+            # The pool may have it. The compute adapter checks the whole.
+            if error.field not in unset:
+                raise
     return DesiredConfig(
         pool=pool,
         classes=settings.resource_class_config,
@@ -141,7 +137,23 @@ def desired(settings: Settings, *, pool: str) -> DesiredConfig:
         launch=launch,
         reuse=settings.reuse,
         runner_sets=settings.runner_sets,
+        unset=unset,
     )
+
+
+def _unset(settings: Settings) -> frozenset[str]:
+    """Parts of the configuration that no flag, variable or file sets."""
+    by_setting = {
+        **{setting: name for name, setting in LIFETIME_SETTINGS.items()},
+        **{item.name: item.key for item in SETTINGS.values() if item.is_launch_option},
+        **{name: name for name in ("max_instances", "reuse", "runner_sets", "runner_group")},
+        "resource_class_config": "classes",
+    }
+    if settings.backend == "local":
+        by_setting |= {"boot_delay_sec": "boot-delay-s", "fault": "fault"}
+    else:
+        by_setting["github_api_url"] = "github_url"
+    return frozenset(part for setting, part in by_setting.items() if not settings.given(setting))
 
 
 def _registration_url(settings: Settings) -> str:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from remuda.config.declaration import flag
 from remuda.config.settings import AWS_MARGIN_S, LOCAL_MARGIN_S, SETTINGS
-from remuda.config.sources import load
+from remuda.config.sources import load, mistyped_variables
 from remuda.domain.errors import UserError
 from remuda.wiring import desired
 
@@ -182,3 +182,32 @@ def test_runner_group_requires_an_organization() -> None:
         desired(settings, pool="default")
     assert caught.value.field == "--runner-group"
     assert "github-scope" in caught.value.fix
+
+
+def test_settings_that_no_source_sets_keep_their_stored_values() -> None:
+    flags = {"backend": "aws", "github_scope": "octo", "idle_time_sec": "900", "reuse": "never", "key_name": ""}
+    unset = desired(load(flags, environ={"REMUDA_MAX_USES": "3"}), pool="default").unset
+    assert not {"idle_time_s", "reuse", "max_uses", "key-name"} & unset
+    assert {"max_runtime_s", "ami", "classes", "max_instances", "runner_sets", "runner_group", "github_url"} <= unset
+
+
+def test_launch_options_that_the_pool_may_have_are_not_required() -> None:
+    given = {"backend": "aws", "github_scope": "octo"}
+    assert "ami" in desired(load(given, environ={}), pool="default").unset
+    with pytest.raises(UserError, match="subnet-ids is invalid"):
+        desired(load({**given, "ami": "ami-00000000", "subnet_ids": "x"}, environ={}), pool="default")
+    with pytest.raises(UserError, match="ami is missing"):
+        desired(load(given, environ={}), pool="default", keeps_unset=False)
+
+
+def test_mistyped_variables_are_reported_with_a_guess() -> None:
+    environ = {
+        "REMUDA_IDLE_TIME": "9",
+        "REMUDA_IDLE_TIME_SEC": "9",
+        "REMUDA_CONFIG": "x",
+        "REMUDA_ZZZ": "",
+        "HOME": "/",
+    }
+    assert mistyped_variables(environ) == [
+        "REMUDA_IDLE_TIME is not a setting and has no effect; did you mean REMUDA_IDLE_TIME_SEC?"
+    ]

@@ -80,6 +80,40 @@ async def test_changed_settings_are_applied_and_reported(world: PoolWorld) -> No
     assert config(world).lifetimes.idle_time_s == 33.0
 
 
+async def test_unset_parts_keep_their_stored_values(world: PoolWorld) -> None:
+    world.github.groups["warm"] = 7
+    classes = (ResourceClass(name="tiny", cpu=1, memory_mib=512),)
+    few = RunnerSet(name="few", labels=("few",), resource_class="tiny", scope=SCOPE, max=2)
+    before = {
+        "classes": classes,
+        "lifetimes": replace(LIFETIMES, max_uses=3, idle_time_s=33.0),
+        "max_instances": 7,
+        "launch": {"boot-delay-s": "2", "fault": "none"},
+        "reuse": Reuse.NEVER,
+        "runner_sets": (few,),
+        "runner_group": "warm",
+    }
+    await world.configure(**before)
+    unset = frozenset({"classes", "max_uses", "max_instances", "boot-delay-s", "reuse", "runner_sets", "runner_group"})
+    result = await world.configure(lifetimes=replace(LIFETIMES, idle_time_s=900.0), unset=unset)
+    assert set(result.applied) == {"idle-time-sec", "fault"}
+    after = config(world)
+    assert (after.classes, after.max_instances, after.reuse) == (classes, 7, Reuse.NEVER)
+    assert (after.lifetimes.max_uses, after.lifetimes.idle_time_s) == (3, 900.0)
+    assert (after.launch, after.runner_sets) == ({"boot-delay-s": "2"}, (few,))
+    assert [item.runner_group for item in after.tokens] == ["warm"]
+
+
+async def test_sets_must_fit_the_stored_classes(world: PoolWorld) -> None:
+    stray = RunnerSet(name="few", labels=("few",), resource_class="gpu", scope=SCOPE, max=2)
+    with pytest.raises(UserError, match="resource-class of 'few' is 'gpu'"):
+        await world.configure(runner_sets=(stray,), unset=frozenset({"classes"}))
+    gpu = ResourceClass(name="gpu", cpu=4, memory_mib=512)
+    await world.configure(classes=(gpu,))
+    await world.configure(runner_sets=(stray,), unset=frozenset({"classes"}))
+    assert config(world).runner_sets == (stray,)
+
+
 async def test_changes_use_setting_names_and_contain_no_secrets(world: PoolWorld) -> None:
     await world.configure(launch={"boot-delay-s": "2", "agent-url": "https://s3/agent?X-Amz-Signature=old"})
     launch = {"pre-runner-script": "TOKEN=hidden", "agent-url": "https://s3/agent?X-Amz-Signature=new"}

@@ -207,7 +207,7 @@ def names(world: PoolWorld) -> set[str]:
 async def test_registration_without_a_record_is_removed_after_the_grace_period(world: PoolWorld) -> None:
     name = add_registration(world, 1, "i-0000000000000beef")
     await world.sweep()
-    await asyncio.sleep(world.lifetimes.registration_grace_s - 1)
+    await asyncio.sleep(world.lifetimes.stale_registration_grace_s - 1)
     assert not (await world.sweep()).stale_registrations
     await asyncio.sleep(2)
     assert (await world.sweep()).stale_registrations == (name,)
@@ -216,7 +216,7 @@ async def test_registration_without_a_record_is_removed_after_the_grace_period(w
 
 async def test_registration_without_a_record_stays_while_its_machine_exists(world: PoolWorld) -> None:
     """Just-in-time runners are registered before their record is written."""
-    await world.configure(lifetimes=replace(world.lifetimes, registration_grace_s=0.0, unrecorded_grace_s=500.0))
+    await world.configure(lifetimes=replace(world.lifetimes, stale_registration_grace_s=0.0, unrecorded_grace_s=500.0))
     machine = await launch_unrecorded(world)
     name = add_registration(world, 1, machine)
     for _ in range(3):
@@ -312,14 +312,14 @@ async def test_other_runners_are_never_removed(world: PoolWorld) -> None:
     }
     for name in others:
         world.github.add(SCOPE, name)
-    await world.pass_time(3 * world.lifetimes.registration_grace_s)
+    await world.pass_time(3 * world.lifetimes.stale_registration_grace_s)
     assert names(world) == others
 
 
 async def test_runners_of_a_pool_with_a_similar_name_stay(world: PoolWorld) -> None:
     """The prefix `remuda-test-2-` of pool `test-2` parses as epoch 2 of pool `test`."""
     name = add_registration(world, 5, "i-0000000000000beef", pool="test-2")
-    await world.pass_time(3 * world.lifetimes.registration_grace_s)
+    await world.pass_time(3 * world.lifetimes.stale_registration_grace_s)
     assert names(world) == {name}
     world.github.runners.clear()
 
@@ -355,7 +355,7 @@ async def test_unreadable_record_is_reported_and_others_are_swept(world: PoolWor
     """The record exists, so its machine, registration and pool message stay."""
     corrupted = (await world.provision(count=2)).instances[0].instance.instance_id
     lost = await launch_unrecorded(world)
-    await asyncio.sleep(world.lifetimes.unrecorded_grace_s + world.lifetimes.registration_grace_s)
+    await asyncio.sleep(world.lifetimes.unrecorded_grace_s + world.lifetimes.stale_registration_grace_s)
     context = world.process(credentialed=True)
     store = CorruptedStore(clock=world.clock, calls=context.calls, database=world.database)
     store.corrupted = frozenset({corrupted})
@@ -364,7 +364,7 @@ async def test_unreadable_record_is_reported_and_others_are_swept(world: PoolWor
         result = await refresh(replace(context, store=store), None)
         assert len([error for error in result.errors if corrupted in error]) == 1
         assert not [error for error in result.errors if corrupted not in error]
-        await asyncio.sleep(world.lifetimes.registration_grace_s + 1)
+        await asyncio.sleep(world.lifetimes.stale_registration_grace_s + 1)
     assert world.cloud.is_alive(corrupted)
     assert world.registrations(corrupted) == registered
     assert len(registered) == 1

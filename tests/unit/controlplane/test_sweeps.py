@@ -127,7 +127,7 @@ async def test_unpublished_idle_instance_is_published(world: PoolWorld) -> None:
 async def test_lost_pool_message_is_sent_again(world: PoolWorld) -> None:
     (warm,) = await world.warm(1)
     world.queues.named("large").messages.clear()
-    await world.pass_time(world.lifetimes.reannounce_s - 11)
+    await world.pass_time(world.lifetimes.republish_s - 11)
     assert not world.messages()
     await world.pass_time(21)
     assert world.messages() == [warm]

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from remuda.cli.output import table
 from remuda.config.declaration import DEFAULT, Secret, key
-from remuda.config.settings import SETTINGS, Settings
+from remuda.config.settings import LIFETIME_SETTINGS, SETTINGS, Settings
 from remuda.domain.instance import Instance
-from remuda.domain.resources import TypePatterns
+from remuda.domain.pool_config import PoolConfig
+from remuda.domain.resources import ResourceClass, TypePatterns
 from remuda.domain.runner_set import RunnerSet
 from remuda.domain.scale_down.idle_config import IdleWindow
 from remuda.domain.serialization import to_jsonable
+from remuda.domain.thresholds import Lifetimes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -108,23 +112,97 @@ def refresh_document(result: RefreshResult) -> dict[str, Any]:
 def config_rows(settings: Settings) -> dict[str, dict[str, Any]]:
     rows: dict[str, dict[str, Any]] = {}
     for name, declared in SETTINGS.items():
-        value = getattr(settings, name)
-        if isinstance(value, Secret):
-            shown: Any = "(hidden)"
-        elif name == "resource_class_config":
-            shown = {item.name: item.describe() for item in value}
-        elif name == "runner_sets":
-            shown = [_runner_set_document(item) for item in value]
-        elif name == "idle_config":
-            shown = [_window_document(window) for window in value]
-        elif name == "repositories":
-            shown = [str(pattern) for pattern in value]
-        elif isinstance(value, TypePatterns | Path):
-            shown = str(value)
-        else:
-            shown = to_jsonable(value)
-        rows[declared.key] = {"value": shown, "source": settings.origins.get(name, DEFAULT)}
+        value = _jsonable_setting(name, getattr(settings, name))
+        rows[declared.key] = {"value": value, "source": settings.origins.get(name, DEFAULT)}
     return rows
+
+
+def _jsonable_setting(name: str, value: Any) -> Any:
+    if isinstance(value, Secret):
+        return "(hidden)"
+    if name == "resource_class_config":
+        return {item.name: item.describe() for item in value}
+    if name == "runner_sets":
+        return [_runner_set_document(item) for item in value]
+    if name == "idle_config":
+        return [_window_document(window) for window in value]
+    if name == "repositories":
+        return [str(pattern) for pattern in value]
+    return str(value) if isinstance(value, TypePatterns | Path) else to_jsonable(value)
+
+
+def pool_config_rows(stored: PoolConfig, settings: Settings) -> dict[str, dict[str, Any]]:
+    """The pool's stored values by setting, with the local value of those that a flag, a variable or the file sets."""
+    tokens = stored.find_tokens(settings.github_scope)
+    pool = _pool_values(
+        classes=stored.classes,
+        lifetimes=stored.lifetimes,
+        launch=stored.launch,
+        values={
+            "max_instances": stored.max_instances,
+            "reuse": stored.reuse,
+            "runner_sets": stored.runner_sets,
+            "runner_group": tokens.runner_group if tokens else "",
+        },
+    )
+    here = _pool_values(
+        classes=settings.resource_class_config,
+        lifetimes=settings.lifetimes,
+        launch=settings.launch_options(),
+        values={name: getattr(settings, name) for name in ("max_instances", "reuse", "runner_sets", "runner_group")},
+    )
+    rows: dict[str, dict[str, Any]] = {}
+    for name in sorted({**pool, **here}, key=list(SETTINGS).index):
+        is_given, is_secret = settings.given(name), _may_hold_secret(name)
+        value, local = pool.get(name), here.get(name)
+        rows[key(name)] = {
+            "value": "(hidden)" if is_secret and value else _jsonable_setting(name, value),
+            "here": None if not is_given else "(hidden)" if is_secret and local else _jsonable_setting(name, local),
+            "source": settings.origins.get(name),
+            "differs": is_given and (value or None) != (local or None),
+        }
+    return rows
+
+
+def _pool_values(
+    *,
+    classes: tuple[ResourceClass, ...],
+    lifetimes: Lifetimes,
+    launch: Mapping[str, str],
+    values: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The parts of a configuration by the names of their settings, in the units of these."""
+    times = {setting: getattr(lifetimes, name) for name, setting in LIFETIME_SETTINGS.items()}
+    options = {"boot_delay_sec" if name == "boot-delay-s" else name.replace("-", "_"): launch[name] for name in launch}
+    return {
+        **values,
+        **times,
+        "max_runtime_min": lifetimes.max_runtime_s / 60,
+        "resource_class_config": classes,
+        **{name: value for name, value in options.items() if name in SETTINGS},
+    }
+
+
+def _may_hold_secret(name: str) -> bool:
+    """A script, or a signed URL."""
+    return name == "pre_runner_script" or name.endswith("_url")
+
+
+def pool_config_table(stored: PoolConfig, rows: Mapping[str, Mapping[str, Any]]) -> Table:
+    def shown(value: Any) -> str:
+        if isinstance(value, list):
+            return json.dumps(value) if value else "none"
+        return _shown_value(None if value == "" else value)
+
+    return table(
+        f"Pool {stored.pool}, configured {stored.applied_at:%Y-%m-%d %H:%M:%S} UTC",
+        ("setting", "pool", "here", "from"),
+        [
+            (name, shown(row["value"]), shown(row["here"]) if row["differs"] else "", str(row["source"] or ""))
+            for name, row in rows.items()
+        ],
+        no_wrap=frozenset({"setting"}),
+    )
 
 
 def applied_lines(document: Mapping[str, Any]) -> list[str]:
@@ -140,7 +218,7 @@ def _shown_value(value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{name} ({_item_text(each)})" for name, each in value.items()) or "none"
     if isinstance(value, float):
-        return f"{value:g}"
+        return f"{value:.15g}"
     return "not set" if value is None else str(value)
 
 

@@ -14,7 +14,7 @@ from remuda.domain.pool_config import DEFAULT_GROUP_ID, PoolConfig, ScopeTokens
 from remuda.domain.resources import ResourceClass, Reuse
 from remuda.domain.runner_release import IMAGE, RunnerChoice, RunnerRelease, resolve_release
 from remuda.domain.runner_set import FIELD as RUNNER_SETS
-from remuda.domain.runner_set import RunnerSet, capacity_warnings
+from remuda.domain.runner_set import RunnerSet, capacity_warnings, check_fits_pool
 from remuda.domain.serialization import to_jsonable
 from remuda.domain.thresholds import Lifetimes
 from remuda.domain.timestamps import to_milliseconds
@@ -41,17 +41,41 @@ class DesiredConfig:
     launch: Mapping[str, str] = field(default_factory=dict)
     reuse: Reuse = Reuse.SAME_TRUST
     runner_sets: tuple[RunnerSet, ...] = ()
+    #: What nobody has set, so that the stored value stays: fields of this class, fields of `Lifetimes`, launch options.
+    unset: frozenset[str] = frozenset()
+
+    def over(self, stored: PoolConfig | None) -> DesiredConfig:
+        """Return it with the stored values of what is unset."""
+        if stored is None or not self.unset:
+            return self
+        tokens = stored.find_tokens(self.scope)
+        values = {
+            **{name: getattr(stored, name) for name in _STORED_FIELDS & self.unset},
+            **({"runner_group": tokens.runner_group} if tokens and "runner_group" in self.unset else {}),
+        }
+        kept = {
+            item.name: getattr(stored.lifetimes, item.name) for item in fields(Lifetimes) if item.name in self.unset
+        }
+        launch = {name: value for name, value in self.launch.items() if name not in self.unset}
+        launch |= {name: value for name, value in stored.launch.items() if name in self.unset}
+        return replace(self, **values, lifetimes=replace(self.lifetimes, **kept), launch=launch)
+
+
+#: Fields of `DesiredConfig` that the stored configuration has under the same name.
+_STORED_FIELDS = frozenset({"classes", "max_instances", "github_url", "reuse", "runner_sets"})
 
 
 async def apply_configuration(context: Context, desired: DesiredConfig, result: RefreshResultBuilder) -> PoolConfig:
     github = context.github
     if github is None:
         raise UserError("refresh needs a GitHub credential", field="github-token", fix="set REMUDA_GITHUB_TOKEN")
-    for warning in capacity_warnings(desired.runner_sets, max_instances=desired.max_instances):
-        result.warn(warning)
     # Check the store and the GitHub credential first, so that nothing else is created if one of them is rejected.
     result.applied.extend(await context.store.prepare())
     stored = await context.store.get_config()
+    given = desired
+    desired = _checked(given, stored)
+    for warning in capacity_warnings(desired.runner_sets, max_instances=desired.max_instances):
+        result.warn(warning)
     tokens: ScopeTokens | None = None
     if not _are_fresh(context, stored.tokens if stored else (), desired.scope, desired.runner_group):
         tokens = await _mint(github, desired.scope, desired.runner_group)
@@ -91,11 +115,19 @@ async def apply_configuration(context: Context, desired: DesiredConfig, result: 
             await context.store.put_config(config)
         except Conflict:
             stored = await context.store.get_config()
+            desired = _checked(given, stored)
             continue
         result.applied.extend(applied)
         result.changes.update({name: values for name, values in changed.items() if values is not None})
         return await renew_tokens(context, config, result)
     raise Conflict("the pool's configuration keeps changing; check whether another refresh is running")
+
+
+def _checked(given: DesiredConfig, stored: PoolConfig | None) -> DesiredConfig:
+    """What to apply. Raise `UserError` for sets that the rest of the pool's configuration does not allow."""
+    desired = given.over(stored)
+    check_fits_pool(desired.runner_sets, classes=[item.name for item in desired.classes], reuse=desired.reuse)
+    return desired
 
 
 async def _prepare(

@@ -265,7 +265,7 @@ class Sweep:
         if instance.announced_at is None:
             return True
         age = self._context.clock.now() - instance.announced_at
-        return age >= timedelta(seconds=self._config.lifetimes.reannounce_s)
+        return age >= timedelta(seconds=self._config.lifetimes.republish_s)
 
     def _still_idle(self, records: Mapping[str, Instance]) -> list[Instance]:
         return [item for key, item in records.items() if item.state is State.IDLE and key not in self._result.retired]
