@@ -209,7 +209,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "rollback-leaves-it-open",
         "a failed provision does not close its record",
-        statements(_ROLLBACK, "roll_back", "await _close_provision(...)", ""),
+        statements(_ROLLBACK, "roll_back", "await _guarded(context, _close_provision(...))", ""),
     ),
     _mutant(
         "success-after-release",

@@ -11,8 +11,9 @@ from datetime import datetime, timedelta
 from enum import Enum
 from typing import Any, ParamSpec, TypeVar, cast
 
+from remuda.adapters.github.client import TIMEOUT_S as GITHUB_TIMEOUT_S
 from remuda.adapters.system.clock import SystemClock
-from remuda.domain.errors import Unavailable
+from remuda.domain.errors import TimedOut, Unavailable
 from simulation.fake_machine import FakeMachine
 from simulation.loop import START, new_loop
 
@@ -228,6 +229,18 @@ def failing(operations: str, error: BaseException) -> Hook:
         if name.startswith(operations):
             raise error
         return await call()
+
+    return hook
+
+
+def hanging(operations: str) -> Hook:
+    """Lets each call whose name starts with this text hang until the client of GitHub gives up."""
+
+    async def hook(name: str, call: Call) -> Any:
+        if not name.startswith(operations):
+            return await call()
+        await asyncio.sleep(GITHUB_TIMEOUT_S)
+        raise TimedOut(f"no answer to {name}")
 
     return hook
 

@@ -50,6 +50,8 @@ class Context:
     #: Removal tokens minted by this process, by scope. One token serves all instances of a scope.
     removal_tokens: dict[str, Credential] = field(default_factory=dict)
     removal_token_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    #: Monotonic times until which no removal token is minted, by scope, because GitHub did not answer.
+    removal_token_retry_at: dict[str, float] = field(default_factory=dict)
 
 
 async def read_config(context: Context) -> PoolConfig:

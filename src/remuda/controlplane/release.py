@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from math import inf
 
 from remuda.controlplane.context import (
     CONFLICT_ATTEMPTS,
@@ -29,7 +30,7 @@ from remuda.domain.release_policy import credential_expires_early, next_for_rele
 from remuda.domain.resources import Tier
 from remuda.domain.signals import Report, removal_verdict
 from remuda.domain.transitions import Actor, Announce, Bind, End, Release, RenewCredential, Retire, RetireReason
-from remuda.ports.github import Deletion
+from remuda.ports.github import Deletion, GitHub
 from remuda.ports.pool import BATCH
 
 #: Seconds between two checks of the record, its threshold and its credential while a release waits for the agent.
@@ -38,6 +39,11 @@ RECHECK_INTERVAL_S = 5.0
 BATCH_WINDOW_S = 0.03
 #: A cached removal token with fewer seconds left is replaced.
 MIN_TOKEN_LIFE_S = 1_800.0
+#: Seconds that GitHub has for a removal token, or for the removal of a registration, before instances are given back
+#: without its answer.
+TOKEN_TIMEOUT_S = 3.0
+#: Seconds after a failed attempt in which the pool's token is used at once.
+TOKEN_RETRY_S = 30.0
 
 
 class ReleaseStatus(Enum):
@@ -372,25 +378,39 @@ class PoolPublisher:
 # Removal of registrations: the agent's credential, and the API call for just-in-time runners -------------------------
 
 
-async def removal_credential(context: Context, config: PoolConfig, scope: str) -> Credential:
+async def removal_credential(
+    context: Context, config: PoolConfig, scope: str, *, timeout_s: float = TOKEN_TIMEOUT_S
+) -> Credential:
     """Mint a removal token, or take the one in the pool's configuration if this process has no GitHub credential.
 
     The pool's token may expire too early. A sweep then renews it on the instance.
     """
     if context.github is None:
         return config.tokens_for(scope).removal
+    stored = config.find_tokens(scope)
+    if stored is not None and context.clock.monotonic() < context.removal_token_retry_at.get(scope, -inf):
+        return stored.removal
     try:
-        async with context.removal_token_lock:
-            token = context.removal_tokens.get(scope)
-            if token is None or (token.expires_at - context.clock.now()).total_seconds() < MIN_TOKEN_LIFE_S:
-                token = context.removal_tokens[scope] = await context.github.removal_token(scope)
-            return token
+        return await _mint_removal_token(context, context.github, scope, timeout_s=timeout_s)
     except RemudaError as error:
         # Instances must be released even if GitHub does not answer.
-        if all(item.scope.lower() != scope.lower() for item in config.tokens):
+        if stored is None:
             raise
+        context.removal_token_retry_at[scope] = context.clock.monotonic() + TOKEN_RETRY_S
         context.event_log.record("removal-token-failed", f"{error.message}; using the pool's token", scope=scope)
-        return config.tokens_for(scope).removal
+        return stored.removal
+
+
+async def _mint_removal_token(context: Context, github: GitHub, scope: str, *, timeout_s: float) -> Credential:
+    try:
+        # The wait for another's attempt counts as well.
+        async with asyncio.timeout(timeout_s), context.removal_token_lock:
+            token = context.removal_tokens.get(scope)
+            if token is None or (token.expires_at - context.clock.now()).total_seconds() < MIN_TOKEN_LIFE_S:
+                token = context.removal_tokens[scope] = await github.removal_token(scope)
+            return token
+    except TimeoutError:
+        raise Unavailable(f"GitHub made no removal token in {timeout_s:.1f} s") from None
 
 
 # Machines of runner sets: GitHub has removed their registration before they are released ----------------------------
@@ -459,9 +479,11 @@ async def remove_jit_registration(context: Context, instance: Instance) -> bool:
     if context.github is None or assignment is None or not assignment.runner_id:
         return False
     try:
-        deletion = await context.github.delete_runner(instance.scope, assignment.runner_id)
-    except RemudaError as error:
-        context.event_log.record("deregistration-failed", error.message, instance_id=instance.instance_id)
+        async with asyncio.timeout(TOKEN_TIMEOUT_S):
+            deletion = await context.github.delete_runner(instance.scope, assignment.runner_id)
+    except (TimeoutError, RemudaError) as error:
+        why = str(error) or "timeout"
+        context.event_log.record("deregistration-failed", why, instance_id=instance.instance_id)
         return False
     context.event_log.record("deregistered", deletion.value, instance_id=instance.instance_id)
     return deletion is not Deletion.BUSY

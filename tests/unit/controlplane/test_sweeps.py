@@ -290,6 +290,7 @@ async def test_failed_list_cancels_the_other_list(world: PoolWorld) -> None:
 
     async def hook(name: str, call: Call) -> Any:
         if name == "compute.list_pool":
+            await asyncio.sleep(1)
             raise RuntimeError("a bug")
         if name == "github.list_runners":
             try:

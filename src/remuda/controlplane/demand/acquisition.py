@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from datetime import timedelta
 
 from remuda.controlplane.context import Context
 from remuda.controlplane.demand.context import BackgroundTasks, DemandContext
@@ -19,7 +18,7 @@ from remuda.controlplane.provision import close_pickup, record_intent
 from remuda.controlplane.provision.creation import Creation
 from remuda.controlplane.provision.outcome import OutcomeRecorder
 from remuda.controlplane.provision.pickup import PickupManager
-from remuda.controlplane.provision.plan import ROLLBACK_RESERVE_FRACTION, ROLLBACK_RESERVE_S, ProvisionPlan
+from remuda.controlplane.provision.plan import ProvisionLimits, ProvisionPlan
 from remuda.controlplane.provision.rollback import AcquiredInstances, roll_back
 from remuda.controlplane.provision.selection import Selection
 from remuda.domain.errors import Interrupted, RemudaError, Unavailable
@@ -28,7 +27,6 @@ from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import MAX_REASON, Provision
 from remuda.domain.resources import RunnerRequest, normalize_repository, repository_of
 from remuda.domain.runner_set import RunnerSet
-from remuda.domain.timestamps import to_milliseconds
 from remuda.ports.clock import backoff_s
 
 #: Seconds after the first failed acquisition of a set, and the maximum.
@@ -131,7 +129,7 @@ class _Batch:
 
     def _plan(self) -> ProvisionPlan:
         context, config, runner_set = self._context, self._config, self._state.runner_set
-        now, timeout_s = context.clock.now(), config.lifetimes.provision_timeout_s
+        limits = ProvisionLimits.start(context.clock, config.lifetimes.provision_timeout_s)
         purpose = "for the pool" if self._for_pool else "for a job"
         summary = f"{runner_set.usage_class}, {runner_set.trust}, {purpose}, types {runner_set.allowed_instance_types}"
         return ProvisionPlan(
@@ -142,16 +140,14 @@ class _Batch:
                 attempt=1,
                 resource_class=runner_set.resource_class,
                 count=1,
-                created_at=to_milliseconds(now),
+                created_at=limits.started_at,
                 runner_set=runner_set.name,
-                deadline=to_milliseconds(now + timedelta(seconds=timeout_s)),
+                deadline=limits.deadline,
                 request_summary=summary[:MAX_REASON],
             ),
             request=self._request,
             scope=runner_set.scope,
-            until=context.clock.monotonic()
-            + timeout_s
-            - min(ROLLBACK_RESERVE_S, timeout_s * ROLLBACK_RESERVE_FRACTION),
+            until=limits.until,
             max_runtime_s=config.lifetimes.max_runtime_s,
             repository=_repository(runner_set),
             runner_set=runner_set,

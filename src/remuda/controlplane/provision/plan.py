@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 from remuda.controlplane.context import Context, read_config
 from remuda.domain.errors import CapacityError, TimedOut, UserError
@@ -14,11 +14,32 @@ from remuda.domain.provision import MAX_REASON, Provision, RunnerSource
 from remuda.domain.resources import Reuse, RunnerRequest, Tier, TypePatterns, UsageClass, normalize_repository
 from remuda.domain.runner_set import RunnerSet
 from remuda.domain.timestamps import to_milliseconds
+from remuda.ports.clock import Clock
 
 #: A provision stops acquiring instances this many seconds, or this fraction of its timeout, before its deadline,
 #: whichever is less. Claimed instances can be given back only before their threshold, which is the deadline.
 ROLLBACK_RESERVE_S = 10.0
 ROLLBACK_RESERVE_FRACTION = 0.1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProvisionLimits:
+    """The times of a provision, on both clocks. Both are read at the same moment: what follows uses up both alike."""
+
+    started_at: datetime
+    #: Threshold of the instances until the commit.
+    deadline: datetime
+    #: Monotonic time at which the provision stops acquiring instances.
+    until: float
+
+    @classmethod
+    def start(cls, clock: Clock, timeout_s: float) -> ProvisionLimits:
+        now, reserve_s = clock.now(), min(ROLLBACK_RESERVE_S, timeout_s * ROLLBACK_RESERVE_FRACTION)
+        return cls(
+            started_at=to_milliseconds(now),
+            deadline=to_milliseconds(now + timedelta(seconds=timeout_s)),
+            until=clock.monotonic() + timeout_s - reserve_s,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,7 +175,7 @@ async def make_plan(context: Context, request: ProvisionRequest) -> ProvisionPla
     if request.max_timeout_s is not None and timeout_s > request.max_timeout_s:
         timeout_s = request.max_timeout_s
         context.event_log.record("limit", f"the provision has {timeout_s:.0f} s, the most that is possible here")
-    now = context.clock.now()
+    limits = ProvisionLimits.start(context.clock, timeout_s)
     return ProvisionPlan(
         config=config,
         provision=Provision(
@@ -163,8 +184,8 @@ async def make_plan(context: Context, request: ProvisionRequest) -> ProvisionPla
             attempt=request.attempt,
             resource_class=request.resource_class,
             count=request.count,
-            created_at=to_milliseconds(now),
-            deadline=to_milliseconds(now + timedelta(seconds=timeout_s)),
+            created_at=limits.started_at,
+            deadline=limits.deadline,
             request_summary=_describe_request(request),
         ),
         request=RunnerRequest(
@@ -178,7 +199,7 @@ async def make_plan(context: Context, request: ProvisionRequest) -> ProvisionPla
         scope=request.scope,
         repository=request.repository,
         registration=await _registration_token(context, config, request, timeout_s),
-        until=context.clock.monotonic() + timeout_s - min(ROLLBACK_RESERVE_S, timeout_s * ROLLBACK_RESERVE_FRACTION),
+        until=limits.until,
         max_runtime_s=_max_runtime_s(context, request, config),
     )
 

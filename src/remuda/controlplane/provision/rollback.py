@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from remuda.controlplane.context import CONFLICT_ATTEMPTS, Context, map_concurrently, retry_write, transition
-from remuda.controlplane.release import removal_credential, remove_jit_registration
+from remuda.controlplane.release import TOKEN_TIMEOUT_S, removal_credential, remove_jit_registration
 from remuda.domain.errors import Conflict, RemudaError
 from remuda.domain.instance import ASSIGNED, Credential, Instance, State
 from remuda.domain.pool_config import PoolConfig
@@ -54,41 +55,69 @@ async def roll_back(
     why: str,
     outcome: ProvisionOutcome,
 ) -> None:
-    """Give back every instance with one conditional write, then close the provision. Does not wait for machines."""
+    """Give back every instance with one conditional write, and close the provision. Does not wait for machines.
+
+    What needs no token of GitHub is done first, because GitHub may not answer.
+    """
     try:
         async with asyncio.timeout(ROLLBACK_TIMEOUT_S):
-            removal = await _removal_credential(context, config, acquired)
-            results = await map_concurrently(
-                acquired.all(), lambda item: _give_back(context, config, item, removal, why=why)
-            )
-            for result in results:
-                if isinstance(result, RemudaError):
-                    context.event_log.record("rollback-incomplete", result.message)
+            assigned = await _give_back_all(context, config, acquired.all(), None, why=why)
             # A runner of a set that listens keeps its provision: a sweep would take it back otherwise.
-            if not any(result is True for result in results):
-                await _close_provision(context, provision, why=why, outcome=outcome)
-    except (TimeoutError, RemudaError) as error:
-        context.event_log.record("rollback-incomplete", f"sweeps will finish it ({error or 'timeout'})")
+            if not any(item.instance.runner_set for item in assigned):
+                await _guarded(context, _close_provision(context, provision, why=why, outcome=outcome))
+            await _guarded(context, _release_all(context, config, provision, assigned, why=why))
+    except TimeoutError:
+        _log_incomplete(context, "timeout")
 
 
-async def _removal_credential(context: Context, config: PoolConfig, acquired: AcquiredInstances) -> Credential | None:
-    """Without one, registered instances wait for a sweep; the others can still be given back."""
-    if not acquired.all() or acquired.all()[0].instance.runner_set:
-        return None
+async def _guarded(context: Context, step: Awaitable[None]) -> None:
     try:
-        return await removal_credential(context, config, acquired.all()[0].instance.scope)
+        await step
     except RemudaError as error:
-        context.event_log.record("rollback-incomplete", f"sweeps will finish it ({error.message})")
-        return None
+        _log_incomplete(context, error.message)
+
+
+def _log_incomplete(context: Context, why: str) -> None:
+    context.event_log.record("rollback-incomplete", f"sweeps will finish it ({why})")
+
+
+async def _release_all(
+    context: Context, config: PoolConfig, provision: Provision, assigned: Sequence[AcquiredInstance], *, why: str
+) -> None:
+    """Release the claimed and running instances of a run."""
+    assigned = [item for item in assigned if not item.instance.runner_set]
+    if not assigned:
+        return
+    left_s = (provision.deadline - context.clock.now()).total_seconds()
+    # A claimed instance cannot be given back after its threshold, the deadline.
+    timeout_s = min(TOKEN_TIMEOUT_S, left_s / 2) if left_s > 0 else TOKEN_TIMEOUT_S
+    removal = await removal_credential(context, config, assigned[0].instance.scope, timeout_s=timeout_s)
+    await _give_back_all(context, config, assigned, removal, why=why)
+
+
+async def _give_back_all(
+    context: Context,
+    config: PoolConfig,
+    items: Sequence[AcquiredInstance],
+    removal: Credential | None,
+    *,
+    why: str,
+) -> list[AcquiredInstance]:
+    """Return the instances that are still assigned."""
+    results = await map_concurrently(items, lambda item: _give_back(context, config, item, removal, why=why))
+    for result in results:
+        if isinstance(result, RemudaError):
+            _log_incomplete(context, result.message)
+    return [result for result in results if isinstance(result, AcquiredInstance)]
 
 
 async def _give_back(
     context: Context, config: PoolConfig, item: AcquiredInstance, removal: Credential | None, *, why: str
-) -> bool:
-    """Return whether the provision keeps the instance."""
+) -> AcquiredInstance | None:
+    """Return the instance if it stays assigned: without a removal credential, or as the listening runner of a set."""
     if not item.recorded:
         await _tombstone(context, item.instance, why=why)
-        return False
+        return None
     instance = item.instance
     for _ in range(CONFLICT_ATTEMPTS):
         event: End | Release
@@ -96,28 +125,28 @@ async def _give_back(
             event = End(reason=RetireReason.RELEASED, owner=item.instance.owner)
         elif instance.runner_set and instance.state is State.CLAIMED:
             event = Release(release_time_s=config.lifetimes.release_time_s, credential=None, owner=item.instance.owner)
-        elif instance.runner_set:
-            # It listens, so it may have a job already: the listener decides.
-            return instance.state is State.RUNNING
-        elif instance.state in ASSIGNED and removal is not None:
+        elif instance.state not in ASSIGNED:
+            return None
+        elif instance.runner_set or removal is None:
+            # A runner of a set listens, so it may have a job already: the listener decides.
+            return replace(item, instance=instance)
+        else:
             event = Release(
                 release_time_s=config.lifetimes.release_time_s,
                 credential=removal,
                 owner=item.instance.owner,
                 deregistered=await remove_jit_registration(context, instance),
             )
-        else:
-            return False
         try:
             await transition(context, instance, event, by=_actor(instance), why=why)
         except Conflict as conflict:
             current = conflict.current
             if not isinstance(current, Instance) or current.owner != item.instance.owner or current == instance:
-                return False
+                return None
             instance = current
         else:
-            return False
-    return False
+            return None
+    return None
 
 
 def _actor(instance: Instance) -> Actor:

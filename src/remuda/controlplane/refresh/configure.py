@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from remuda.controlplane.context import Context
+from remuda.controlplane.context import Context, map_concurrently
 from remuda.controlplane.refresh.result import RefreshResultBuilder
-from remuda.domain.errors import Conflict, RemudaError, UserError
+from remuda.domain.errors import Conflict, RemudaError, Unavailable, UserError
 from remuda.domain.pool_config import DEFAULT_GROUP_ID, PoolConfig, ScopeTokens
 from remuda.domain.resources import ResourceClass, Reuse
 from remuda.domain.runner_release import IMAGE, RunnerChoice, RunnerRelease, resolve_release
@@ -76,18 +76,13 @@ async def apply_configuration(context: Context, desired: DesiredConfig, result: 
     desired = _checked(given, stored)
     for warning in capacity_warnings(desired.runner_sets, max_instances=desired.max_instances):
         result.warn(warning)
-    tokens: ScopeTokens | None = None
-    if not _are_fresh(context, stored.tokens if stored else (), desired.scope, desired.runner_group):
-        tokens = await _mint(github, desired.scope, desired.runner_group)
+    tokens = await _mint_if_due(context, github, stored, desired)
     choice = RunnerChoice.parse(desired.launch)
     newest = await _newest_runner(github, desired.scope, choice, stored, result)
     now = to_milliseconds(context.clock.now())
     runner = resolve_release(choice, newest, stored.runner if stored else None, now=now, github_url=desired.github_url)
     await _prepare(context, desired, runner, result)
     for _ in range(CONFIG_WRITE_ATTEMPTS):
-        stored_tokens = stored.tokens if stored else ()
-        if tokens is None and not _are_fresh(context, stored_tokens, desired.scope, desired.runner_group):
-            tokens = await _mint(github, desired.scope, desired.runner_group)
         config = PoolConfig(
             pool=desired.pool,
             classes=desired.classes,
@@ -99,7 +94,7 @@ async def apply_configuration(context: Context, desired: DesiredConfig, result: 
             runner_sets=desired.runner_sets,
             applied_at=to_milliseconds(context.clock.now()),
             revision=stored.revision + 1 if stored else 1,
-            tokens=_with_tokens(stored_tokens, tokens),
+            tokens=_with_tokens(stored.tokens if stored else (), tokens),
             runner=resolve_release(
                 choice, newest, stored.runner if stored else None, now=now, github_url=desired.github_url
             ),
@@ -116,6 +111,7 @@ async def apply_configuration(context: Context, desired: DesiredConfig, result: 
         except Conflict:
             stored = await context.store.get_config()
             desired = _checked(given, stored)
+            tokens = tokens or await _mint_if_due(context, github, stored, desired)
             continue
         result.applied.extend(applied)
         result.changes.update({name: values for name, values in changed.items() if values is not None})
@@ -177,31 +173,51 @@ def _has_runner_news(stored: PoolConfig | None, config: PoolConfig) -> bool:
 # Tokens -------------------------------------------------------------------------------------------------------------
 
 
+async def _mint_if_due(
+    context: Context, github: GitHub, stored: PoolConfig | None, desired: DesiredConfig
+) -> ScopeTokens | None:
+    """New tokens for the desired scope. None if the stored ones are fresh, or if GitHub does not answer.
+
+    The sweeps run without an answer of GitHub. `renew_tokens` tries again, and reports the failure.
+    """
+    known, scope, group = stored.tokens if stored else (), desired.scope, desired.runner_group
+    if _are_fresh(context, known, scope, group):
+        return None
+    try:
+        return await _mint(github, scope, group)
+    except Unavailable:
+        if not any(_is_for(item, scope, group) for item in known):
+            raise
+        return None
+
+
 async def renew_tokens(context: Context, config: PoolConfig, result: RefreshResultBuilder) -> PoolConfig:
     """Replace tokens that expire soon, for every scope of the pool."""
-    if context.github is None:
+    github = context.github
+    if github is None:
         return config
-    for scope, group in [(tokens.scope, tokens.runner_group) for tokens in config.tokens]:
-        if _are_fresh(context, config.tokens, scope, group):
-            continue
-        try:
-            minted = await _mint(context.github, scope, group)
-            after = replace(
-                config,
-                tokens=_with_tokens(config.tokens, minted),
-                revision=config.revision + 1,
-                applied_at=to_milliseconds(context.clock.now()),
-            )
-            await context.store.put_config(after)
-        except Conflict as conflict:
-            # Another refresh wrote first; its tokens are as fresh.
-            config = conflict.current if isinstance(conflict.current, PoolConfig) else config
-        except RemudaError as error:
-            result.error(f"tokens for {scope}: {error.message}")
+    due = [item for item in config.tokens if not _are_fresh(context, config.tokens, item.scope, item.runner_group)]
+    # Concurrently: the sweeps wait for this, and GitHub may not answer.
+    minted = await map_concurrently(due, lambda item: _mint(github, item.scope, item.runner_group))
+    after = config
+    for old, new in zip(due, minted, strict=True):
+        if isinstance(new, RemudaError):
+            result.error(f"tokens for {old.scope}: {new.message}")
         else:
-            config = after
-            result.applied.append(f"tokens for {scope}")
-    return config
+            after = replace(after, tokens=_with_tokens(after.tokens, new))
+    if after == config:
+        return config
+    after = replace(after, revision=config.revision + 1, applied_at=to_milliseconds(context.clock.now()))
+    try:
+        await context.store.put_config(after)
+    except Conflict as conflict:
+        # Another refresh wrote first; its tokens are as fresh.
+        return conflict.current if isinstance(conflict.current, PoolConfig) else config
+    except RemudaError as error:
+        result.error(f"tokens: {error.message}")
+        return config
+    result.applied.extend(f"tokens for {item.scope}" for item in minted if not isinstance(item, RemudaError))
+    return after
 
 
 def _are_fresh(context: Context, tokens: tuple[ScopeTokens, ...], scope: str, group: str) -> bool:
@@ -209,8 +225,12 @@ def _are_fresh(context: Context, tokens: tuple[ScopeTokens, ...], scope: str, gr
     return any(
         (min(item.registration.expires_at, item.removal.expires_at) - now).total_seconds() > MIN_TOKEN_LIFE_S
         for item in tokens
-        if item.scope.lower() == scope.lower() and item.runner_group == group
+        if _is_for(item, scope, group)
     )
+
+
+def _is_for(tokens: ScopeTokens, scope: str, group: str) -> bool:
+    return tokens.scope.lower() == scope.lower() and tokens.runner_group == group
 
 
 async def _mint(github: GitHub, scope: str, group: str) -> ScopeTokens:

@@ -138,13 +138,16 @@ class Sweep:
             return None
 
     async def _list_runners(self) -> Mapping[str, Sequence[GitHubRunner]]:
-        runners: dict[str, Sequence[GitHubRunner]] = {}
         github = self._context.github
-        for scope in _scopes(self._config) if github is not None else []:
-            try:
-                runners[scope] = await github.list_runners(scope) if github is not None else ()
-            except RemudaError as error:
-                self._result.error(f"runners of {scope}: {error.message}")
+        if github is None:
+            return {}
+        runners: dict[str, Sequence[GitHubRunner]] = {}
+        scopes = _scopes(self._config)
+        for scope, listed in zip(scopes, await map_concurrently(scopes, github.list_runners), strict=True):
+            if isinstance(listed, RemudaError):
+                self._result.error(f"runners of {scope}: {listed.message}")
+            else:
+                runners[scope] = listed
         return runners
 
     async def _read_reports(self, records: Mapping[str, Instance]) -> Mapping[str, Report]:
