@@ -30,9 +30,8 @@ if TYPE_CHECKING:
 #: Seconds between a spot notice and the end of the machine.
 NOTICE_S = 120.0
 _NEVER = timedelta(days=365)
-#: Maximum seconds of a slow pre-runner script, and of a step that waits for a GitHub that does not answer.
+#: Maximum seconds of a slow pre-runner script.
 SLOW_SCRIPT_S = 1_200.0
-HANG_S = 60.0
 
 
 class TimedAction(Enum):
@@ -376,8 +375,8 @@ class FakeMachine:
         return self._state
 
     async def _raise_github_error(self) -> None:
-        if self._world.faults.inject(Fault.GITHUB_HANGS, 0.04, [self.instance_id]):
-            await self._loop.sleep(self._rng.uniform(GITHUB_TIMEOUT_S, HANG_S))
+        if self._world.github_hangs([self.instance_id]):
+            await self._loop.sleep(GITHUB_TIMEOUT_S)
             raise Unavailable("GitHub does not answer")
         for fault, message in (
             (Fault.GITHUB_401, "401"),

@@ -60,7 +60,7 @@ class Fault(StrEnum):
     GITHUB_429 = "github-429", "GitHub limits the request rate"
     GITHUB_5XX = "github-5xx", "GitHub answers with a server error"
     GITHUB_UNSURE = "github-unsure", "GitHub applies a request and its answer is lost"
-    GITHUB_HANGS = "github-hangs", "GitHub does not answer until the client gives up"
+    GITHUB_HANGS = "github-hangs", "for up to two minutes, each call to GitHub takes as long as its timeout"
     # Processes and clocks
     CRASH = "crash", "a command is killed between any two steps"
     PAUSE = "pause", "a command is paused for up to ten minutes"

@@ -506,8 +506,10 @@ class FaultyGitHub(FaultyPort):
             raise Unavailable("GitHub's answer was lost")
         return found
 
-    async def _hang(self, subjects: Iterable[str] = ()) -> None:
-        if self._inject(Fault.GITHUB_HANGS, SOME, subjects):
+    async def _hang(self, subjects: Sequence[str] = ()) -> None:
+        if self._world.github_hangs(subjects):
+            self._process.faults.append(Fault.GITHUB_HANGS)
+            self._process.last_fault_at = self._world.loop.time()
             await self._world.loop.sleep(GITHUB_TIMEOUT_S)
             raise TimedOut(f"GitHub did not respond within {GITHUB_TIMEOUT_S:g} s")
 

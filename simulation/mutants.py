@@ -161,7 +161,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "delete-what-expires",
         "a message is deleted although its instance is idle and may be renewed",
-        expression(_SELECTION, "Selection._try_claim", "not _is_still_idle(conflict.current, message)", "True"),
+        expression(_SELECTION, "Selection._try_claim", "_is_still_idle(conflict.current, message)", "False"),
     ),
     _mutant(
         "adopt-a-sibling",

@@ -16,6 +16,7 @@ from remuda.domain.provision import Provision, ProvisionStatus
 from remuda.domain.resources import PoolMessage, Reuse, Tier
 from remuda.domain.signals import Report, Signal
 from remuda.ports.compute import LaunchRequest
+from simulation.faults import Fault
 from simulation.loop import START
 from simulation.threshold_invariants import PROMPT_S, PolicyHistory
 
@@ -27,6 +28,10 @@ Found = Iterable[tuple[str, str]]
 
 #: Seconds within which an agent finishes a release whose job is over, unless a fault affects it.
 RELEASE_WORK_S = 60.0
+#: Seconds that a claimed machine has to register.
+REGISTRATION_S = 60.0
+#: Faults by which a search misses records.
+_SEARCH_FAULTS = frozenset({Fault.STALE_INDEX, Fault.SHORT_PAGES})
 #: Seconds that must be left of an idle instance's time, besides the margin, for a claim to be certain.
 CLAIM_S = 5.0
 
@@ -91,8 +96,11 @@ class WasteInvariants:
         reason, healthy = entry.retire_reason, self._is_healthy(before.instance_id, entered_at)
         if reason is RetireReason.GONE and self._world.cloud.is_alive(before.instance_id):
             yield "W1", f"{process} ended it as gone, but it runs"
-        elif reason is RetireReason.TIMED_OUT and healthy and process.last_fault_at < entered_at:
-            yield "W2", f"{process} gave up a healthy {before.state} machine"
+        elif reason is RetireReason.TIMED_OUT and healthy:
+            # A process that cannot read reports gives up after a while, not at once.
+            is_early = self._world.loop.time() - entered_at < REGISTRATION_S
+            if is_early or process.last_fault_at < entered_at:
+                yield "W2", f"{process} gave up a healthy {before.state} machine"
         elif reason is RetireReason.EXPIRED and before.state is State.RELEASING and healthy:
             yield from self._release_expired(before)
         elif reason not in _CHECKED_ELSEWHERE and not self._holds(before, entry, process):
@@ -203,7 +211,7 @@ class WasteInvariants:
             self._released_by.setdefault(provision.provision_id, process)
             return
         policies = self._policies.may_have_read(process)
-        if not self._is_prompt(process) or not policies:
+        if not policies or _SEARCH_FAULTS.intersection(process.faults):
             return
         limit = max(config.max_instances for config in policies)
         records = self._world.database.instances

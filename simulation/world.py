@@ -75,6 +75,9 @@ _INTERRUPTIONS = {
     "agent": (Fault.AGENT_CRASH, Fault.AGENT_PAUSE),
     "listener": (Fault.LISTENER_CRASH, Fault.LISTENER_PAUSE),
 }
+#: Probability per call that GitHub begins to hang, and the maximum of seconds.
+HANG_RATE = 0.01
+MAX_HANG_S = 120.0
 #: Number of versions of a record that a lagging index can return.
 VERSIONS = 12
 
@@ -291,7 +294,7 @@ class World:
         self._skews = random.Random(f"{plan.seed} skews")
         self.configurations: Sequence[Lifetimes] = [_scaled(item, plan.scale) for item in configurations]
         self.lifetimes = self.configurations[0]
-        self.throttled_until = -1.0
+        self.throttled_until = self._github_hangs_until = -1.0
         #: The process whose delayed write is being applied.
         self.delayed_writer: SimulatedProcess | None = None
         self.safety = SafetyInvariants(self)
@@ -352,6 +355,17 @@ class World:
     def cut_power(self, instance_id: str, why: str) -> None:
         if self.cloud.is_alive(instance_id):
             self.cloud.end(instance_id, why)
+
+    def github_hangs(self, subjects: Sequence[str]) -> bool:
+        """Whether GitHub does not answer a call now. It hangs for a while, for everybody."""
+        now = self.loop.time()
+        if now >= self._github_hangs_until and self.faults.inject(Fault.GITHUB_HANGS, HANG_RATE, subjects):
+            self._github_hangs_until = now + self.faults.rng.uniform(1.0, MAX_HANG_S)
+        hangs = now < self._github_hangs_until and self.faults.active
+        if hangs:
+            self.faults.last_at = now
+            self.faults.affected_at.update(dict.fromkeys(subjects, now))
+        return hangs
 
     @contextmanager
     def cloud_as_it_was(self, lag_s: float) -> Generator[None]:
