@@ -945,6 +945,12 @@ MUTANTS: tuple[Mutant, ...] = (
         statements(_CONTEXT, "run_to_end", "await asyncio.wait({task})", ""),
         settings=_CANCELLED,
     ),
+    _mutant(
+        "release-over-a-binding",
+        "a release of a listening runner overwrites the run of a job that was recorded meanwhile",
+        argument(_TRANSITIONS, "_effect", "equals=unbound", ""),
+        settings=_SETS,
+    ),
     # Runner sets
     _mutant(
         "free-capacity-announced",
