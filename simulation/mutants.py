@@ -38,7 +38,6 @@ _PICKUP = "remuda.controlplane.provision.pickup"
 _CREATION = "remuda.controlplane.provision.creation"
 _ROLLBACK = "remuda.controlplane.provision.rollback"
 _RELEASE = "remuda.controlplane.release"
-_SIGNAL_WAITER = "remuda.controlplane.signal_waiter"
 _SWEEP = "remuda.controlplane.refresh.sweep"
 _MACHINE_SWEEP = "remuda.controlplane.refresh.machines"
 _SCALE_DOWN = "remuda.controlplane.scale_down.pool_records"
@@ -66,13 +65,8 @@ _QUARANTINED = _only(Fault.QUARANTINE)
 _PAUSED = _only(Fault.PAUSE)
 _AGED = _only(Fault.CONFIG_CHANGE, hours=0.5)
 _NOTICED = _only(Fault.SPOT_NOTICE)
-_CROWDED = _only(Fault.SLOW_CALL, instances=2)
 _RELEASED_EARLY = _only(Fault.RELEASE_EARLY)
-_REUSED = _only(hours=0.5, instances=3)
 _HANGING = _only(Fault.GITHUB_HANGS, Fault.GITHUB_5XX)
-_HANGING_AND_PAUSED = _only(Fault.GITHUB_HANGS, Fault.GITHUB_5XX, Fault.PAUSE)
-_CANCELLED = _only(Fault.CANCEL, Fault.SLOW_CALL, Fault.NO_CAPACITY)
-_UNREADABLE = _only(Fault.THROTTLED, Fault.READ_FAILED)
 
 
 #: Worlds with runner sets: with half of all faults, without faults, and those whose listeners are killed.
@@ -793,14 +787,6 @@ MUTANTS: tuple[Mutant, ...] = (
         settings=_FEW_FAULTS,
     ),
     _mutant(
-        "healthy-claim-ended",
-        "a claimed machine is terminated at the provision's deadline instead of given back",
-        statements(
-            _SELECTION, "Selection._wait_for_registration", "if waited.stopped is StopReason.TIMEOUT:\n    ...", ""
-        ),
-        settings=_HANGING_AND_PAUSED,
-    ),
-    _mutant(
         "impatient-claim",
         "a claimed machine has a few seconds to register",
         statements(
@@ -842,12 +828,6 @@ MUTANTS: tuple[Mutant, ...] = (
         settings=_FEW_FAULTS,
     ),
     _mutant(
-        "limit-checked-once",
-        "two provisions at the same time exceed the maximum of instances",
-        statements(_CREATION, "Creation._launch", "await self._check_limit_after_launch(plan, instances)", ""),
-        settings=_CROWDED,
-    ),
-    _mutant(
         "limit-without-the-new",
         "the launched instances do not count for the maximum",
         expression(_CREATION, "Creation._count_within_limit", "live + count <= limit", "live <= limit"),
@@ -877,32 +857,10 @@ MUTANTS: tuple[Mutant, ...] = (
         settings=_FEW_FAULTS,
     ),
     _mutant(
-        "starts-of-all-states",
-        "starts of the listener are counted over all assignments",
-        statements(
-            _LOOP,
-            "Agent._decide",
-            "self._starts = self._failed_removals = self._unsuccessful_removals = 0",
-            "self._failed_removals = self._unsuccessful_removals = 0",
-        ),
-        settings=_REUSED,
-    ),
-    _mutant(
         "unreachable-is-failed",
         "an agent gives up on the removal when GitHub is unreachable for some seconds",
         expression(_LOOP, "Agent._remove", "removal is RemovalStatus.FAILED", "True"),
         settings=_HANGING,
-    ),
-    _mutant(
-        "silence-of-the-store",
-        "failed reads of a report count as silence of the agent",
-        statements(
-            _SIGNAL_WAITER,
-            "SignalWaiter._read_report",
-            "self._pulse = replace(self._pulse, changed_at=clock.monotonic())",
-            "",
-        ),
-        settings=_UNREADABLE,
     ),
     _mutant(
         "stale-whenever",
@@ -938,12 +896,6 @@ MUTANTS: tuple[Mutant, ...] = (
             _ROLLBACK, "_close_provision", "retry_write(...)", "context.store.replace_provision(current, after)"
         ),
         settings=_FEW_FAULTS,
-    ),
-    _mutant(
-        "rollback-that-is-cancelled",
-        "a cancellation during a rollback ends it",
-        statements(_CONTEXT, "run_to_end", "await asyncio.wait({task})", ""),
-        settings=_CANCELLED,
     ),
     _mutant(
         "release-over-a-binding",

@@ -28,6 +28,8 @@ Found = Iterable[tuple[str, str]]
 
 #: Seconds within which an agent finishes a release whose job is over, unless a fault affects it.
 RELEASE_WORK_S = 60.0
+#: Seconds after which the heartbeat of an agent that was paused is fresh again.
+HEARTBEAT_S = 10.0
 #: Seconds that a claimed machine has to register.
 REGISTRATION_S = 60.0
 #: Faults by which a search misses records.
@@ -96,7 +98,7 @@ class WasteInvariants:
         reason, healthy = entry.retire_reason, self._is_healthy(before.instance_id, entered_at)
         if reason is RetireReason.GONE and self._world.cloud.is_alive(before.instance_id):
             yield "W1", f"{process} ended it as gone, but it runs"
-        elif reason is RetireReason.TIMED_OUT and healthy:
+        elif reason is RetireReason.TIMED_OUT and self._is_healthy(before.instance_id, entered_at - HEARTBEAT_S):
             # A process that cannot read reports gives up after a while, not at once.
             is_early = self._world.loop.time() - entered_at < REGISTRATION_S
             if is_early or process.last_fault_at < entered_at:
@@ -251,7 +253,7 @@ class WasteInvariants:
         policies = self._policies.may_have_read(process)
         if any(self._released_by.get(key, process) is not process for key in process.provisions):
             return True
-        if any(not self._is_healthy(key, process.started_at) for key in process.held):
+        if any(not self._is_healthy(key, process.started_at - HEARTBEAT_S) for key in process.held):
             return True
         before = next(live for at, live in reversed(self._live) if at <= process.started_at)
         most = max([before, *(live for at, live in self._live if at > process.started_at)])

@@ -34,6 +34,10 @@ FOUND_BUGS = {
     "quarantine-without-patience": 20,
     "renewal-that-comes-late": 7,
     "renewal-that-lasts-longer": 364,
+    "expiring-and-hidden": 1,
+    "unclaimed-and-hidden": 51,
+    "closed-by-one-write": 21,
+    "release-over-a-binding": 700_088,
 }
 #: Settings that each mutant is simulated with.
 MUTANT_SETTINGS = {mutant.name: mutant.settings or SETTINGS for mutant in MUTANTS}
@@ -41,7 +45,13 @@ MUTANT_SETTINGS = {mutant.name: mutant.settings or SETTINGS for mutant in MUTANT
 REMOVED_BEFORE_ITS_RECORD = 620_239
 REMOVED_FAULTS = "reset-failed,listener-dies,write-unsure,slow-call,agent-pause,terminate,pause,throttled"
 #: Bugs that the small worlds of the long campaign found.
-FOUND_IN_SMALL_WORLDS = {"quarantine-unseen": 422, "expired at creation": 7260, "a drain over a quarantine": 13_866}
+FOUND_IN_SMALL_WORLDS = {
+    "quarantine-unseen": 422,
+    "expired at creation": 7260,
+    "a drain over a quarantine": 13_866,
+    "a cancelled rollback": 69,
+    "a cancelled call to make messages visible": 710_172,
+}
 #: Some mutants of each kind that need few seeds; `make simulate` runs all of them.
 QUICK = (
     "claim-without-epoch",
@@ -53,6 +63,11 @@ QUICK = (
     "start-before-running",
     "stop-before-removal",
     "agent-without-margin",
+    "runtime-after-the-deadline",
+    "half-the-age",
+    "surplus-kept-hidden",
+    "limit-without-the-new",
+    "notice-of-the-idle-ignored",
 )
 #: Worlds with runner sets, the transitions that only they have, and mutants that need few of them.
 DEMAND = CampaignSettings(hours=0.1, instances=3, demand=True)

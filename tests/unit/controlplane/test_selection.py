@@ -175,6 +175,25 @@ async def test_message_of_a_cancelled_worker_is_made_visible_again(world: PoolWo
     assert left.visible_at <= world.clock.now()
 
 
+async def test_cancelled_call_to_make_messages_visible_is_repeated(world: PoolWorld) -> None:
+    put(world, matching(0xABC, usage_class=UsageClass.SPOT))
+    called = asyncio.Event()
+
+    async def hook(name: str, call: Call) -> Any:
+        if name == "pool.make_visible" and not called.is_set():
+            called.set()
+            await asyncio.Event().wait()
+        return await call()
+
+    provisioning = asyncio.create_task(world.provision(process=world.process(hook)))
+    await called.wait()
+    provisioning.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await provisioning
+    (left,) = world.queues.named("large").messages
+    assert left.visible_at <= world.clock.now()
+
+
 async def test_worker_continues_after_a_lost_claim(world: PoolWorld) -> None:
     """Two runs receive the same messages; each machine goes to one of them."""
     ids = await world.warm(4)

@@ -39,7 +39,7 @@ class PickupManager:
         self._mismatch_receives: Counter[str] = Counter()
         #: Messages by instance and epoch: given to a worker; received again meanwhile; no longer needed.
         self._in_progress: set[tuple[str, int]] = set()
-        #: Receipts of those that their worker has neither used nor handed back.
+        #: Receipts of those that their worker has neither used nor handed back, and of surplus that is not visible yet.
         self._unsettled: set[str] = set()
         self._copies: dict[tuple[str, int], list[Delivery]] = {}
         self._finished: set[tuple[str, int]] = set()
@@ -99,7 +99,9 @@ class PickupManager:
             batch = await self._context.pool.receive(self._class, limit=limit, visibility_s=VISIBILITY_S)
             surplus = [delivery.receipt for delivery in batch if not self._accept(delivery)]
             if surplus:
+                self._unsettled.update(surplus)
                 await self._context.pool.make_visible(self._class, surplus)
+                self._unsettled.difference_update(surplus)
             await self._delete_used(everything=False)
             if not batch or self._has_only_known_mismatches():
                 break
@@ -150,9 +152,10 @@ class PickupManager:
         return any(count >= MAX_RECEIVES for count in self._mismatch_receives.values())
 
     async def _make_held_visible(self) -> None:
-        receipts, self._held = self._held, []
-        if receipts:
+        if receipts := list(self._held):
             await self._context.pool.make_visible(self._class, receipts)
+            # Only now: a cancelled call is repeated at the end.
+            del self._held[: len(receipts)]
 
     async def _delete_used(self, *, everything: bool) -> None:
         """Delete in full batches, or `everything`. A message that is not deleted returns and proves stale."""
