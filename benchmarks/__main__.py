@@ -10,8 +10,6 @@ import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from benchmarks import (
     claims,
     cold,
@@ -31,6 +29,7 @@ from benchmarks.figures import Results
 from benchmarks.floor import Floor, open_floor
 from benchmarks.report import BenchmarkRun, show, write_docs
 from remuda.adapters.system.clock import SystemClock
+from remuda.cli.terminal import PlainConsole
 from tests.support.aws.stack import AwsStack, aws_stack
 
 Benchmark = Callable[[BenchmarkEnvironment, Floor], Awaitable[Results]]
@@ -57,7 +56,7 @@ WIDTH = 170
 RESULTS = ROOT / "build" / "benchmarks.json"
 
 
-async def measure(names: Sequence[str], servers: AwsStack, size: Size, console: Console) -> Results:
+async def measure(names: Sequence[str], servers: AwsStack, size: Size, console: PlainConsole) -> Results:
     results, clock = Results(), SystemClock()
     async with open_environment(servers, size) as environment, open_floor(environment) as floor:
         for name in names:
@@ -70,13 +69,13 @@ async def measure(names: Sequence[str], servers: AwsStack, size: Size, console: 
 
 def main(arguments: Sequence[str]) -> int:
     parsed = _parsed(arguments)
-    console, clock = Console(stderr=True), SystemClock()
+    console, clock = PlainConsole(stderr=True), SystemClock()
     at, started = clock.now(), clock.monotonic()
     with tempfile.TemporaryDirectory(prefix="remuda-bench-") as folder, aws_stack(Path(folder)) as servers:
         results = asyncio.run(measure(parsed.benchmarks, servers, SIZES[parsed.size], console))
     run = BenchmarkRun(at=at, seconds=clock.monotonic() - started, results=results)
     # Files and pipes have no width.
-    show(results, Console() if sys.stdout.isatty() else Console(width=WIDTH))
+    show(results, PlainConsole() if sys.stdout.isatty() else PlainConsole(width=WIDTH))
     parsed.json.parent.mkdir(parents=True, exist_ok=True)
     parsed.json.write_text(json.dumps(run.document(), indent=1) + "\n", encoding="utf-8")
     if parsed.docs:

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -33,6 +34,12 @@ from remuda.ports.demand import DemandSession, DemandSource
 from remuda.wiring import open_context
 from remuda.wiring.github import open_demand_source
 
+#: Operations of the store that the listener calls at intervals for all sets together: its lease, the configuration and
+#: the search for records.
+OWN = frozenset({"get_lease", "replace_lease", "get_config", "find"})
+#: Prefix of the service under which their calls are counted.
+OWN_PREFIX = "own "
+_is_own: ContextVar[bool] = ContextVar("is_own", default=False)
 #: Calls that a set makes without a job: polls. An acknowledgement belongs to a message.
 POLL = "GET message"
 ACKNOWLEDGEMENT = "DELETE message"
@@ -57,6 +64,16 @@ class Gates:
         self.polls.set()
 
 
+class AttributedCalls(CallCounter):
+    """Counts the calls that the listener makes at intervals apart from those for sets and jobs."""
+
+    def add(self, service: str, operation: str, count: int = 1) -> None:
+        super().add(f"{OWN_PREFIX}{service}" if _is_own.get() else service, operation, count)
+
+    def failures(self) -> int:
+        return sum(self._failures.values())
+
+
 class GatedPort:
     """A port whose calls wait until the gate is open."""
 
@@ -71,7 +88,11 @@ class GatedPort:
 
         async def gated(*given: Any, **named: Any) -> Any:
             await self._gates.calls.wait()
-            return await found(*given, **named)
+            before = _is_own.set(name in OWN)
+            try:
+                return await found(*given, **named)
+            finally:
+                _is_own.reset(before)
 
         return gated
 
@@ -139,7 +160,7 @@ class ListenerHost:
         self._options = options
         self._output = output
         self._gates = Gates()
-        self._calls = CallCounter()
+        self._calls = AttributedCalls()
         self._source: ObservedSource | None = None
 
     async def run(self) -> None:
@@ -189,6 +210,7 @@ class ListenerHost:
             raise RuntimeError("the listener has ended")
         return {
             "calls": self._calls.by_service(),
+            "failed": self._calls.failures(),
             "cpu_s": time.process_time(),
             "memory_mb": _memory_mb(),
             "received": self._source.received,
@@ -211,6 +233,8 @@ class ListenerState:
     """What the process has used since it started."""
 
     calls: dict[str, dict[str, int]]
+    #: Calls that failed, and may have been repeated.
+    failed: int
     cpu_s: float
     memory_mb: float
     #: Monotonic time of each job's assignment.
@@ -225,10 +249,14 @@ class ListenerState:
             }
             for service, operations in self.calls.items()
         }
-        return replace(self, calls=calls, cpu_s=self.cpu_s - before.cpu_s)
+        return replace(self, calls=calls, failed=self.failed - before.failed, cpu_s=self.cpu_s - before.cpu_s)
 
     def of(self, service: str, *, without: frozenset[str] = frozenset()) -> int:
         return sum(count for name, count in self.calls.get(service, {}).items() if name not in without)
+
+    def all_of(self, service: str) -> int:
+        """Calls for sets and jobs, and those of the listener at intervals."""
+        return self.of(service) + self.of(f"{OWN_PREFIX}{service}")
 
     @property
     def github(self) -> int:

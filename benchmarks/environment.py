@@ -95,8 +95,9 @@ class Size:
     job_rate: float = 10.0
     grow_rate: float = 1.0
     load_s: float = 10.0
-    #: Simulated minutes of idle sets.
-    demand_idle_min: float = 6.0
+    grow_s: float = 10.0
+    #: Polls of each idle set.
+    idle_polls: int = 7
 
 
 FULL = Size()
@@ -137,7 +138,8 @@ TINY = Size(
     set_machines=(4,),
     job_rate=2.0,
     load_s=1.0,
-    demand_idle_min=1.0,
+    grow_s=1.0,
+    idle_polls=2,
 )
 
 

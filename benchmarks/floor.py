@@ -72,12 +72,11 @@ def release(instances: int) -> Calls:
 
 
 def set_start(jobs: int) -> Calls:
-    """From a message of a runner set to the start of the runners: the message's record, intents, pool messages, and per
-    job the claim, the registration, its record, the agent's read and its signal.
+    """From a message of a runner set to the start of the runners: the message's record, intents, and per job the claim,
+    the registration, its record, the agent's read and its signal.
     """
     return {
         "put": 1 + jobs,
-        "receive": math.ceil(jobs / BATCH),
         "update": 3 * jobs,
         "jit": jobs,
         "get": jobs,

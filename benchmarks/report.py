@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from benchmarks import curves
 from benchmarks.curves import Bar
 from benchmarks.figures import Figure, FigureKind, GrowthPoint, ListenerPoint, Results
+from remuda.cli.terminal import PlainConsole
 
 BEGIN = "<!-- generated: figures -->"
 END = "<!-- end of figures -->"
@@ -68,7 +68,7 @@ def machine() -> dict[str, Any]:
 # Tables -----------------------------------------------------------------------------------------------------------
 
 
-def show(results: Results, console: Console) -> None:
+def show(results: Results, console: PlainConsole) -> None:
     for section, figures in _sections(results).items():
         table = Table(box=box.SIMPLE_HEAD, title=section or "Figures", title_justify="left")
         for name in ("figure", "predecessor"):

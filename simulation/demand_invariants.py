@@ -1,10 +1,11 @@
-"""Invariants of runner sets (D1 to D6), and what S2 and S11 mean for their machines.
+"""Invariants of runner sets (D1 to D7), and what S2 and S11 mean for their machines.
 
 As the other checks, these use the true state of GitHub and of the machines, not the demand and job records.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from datetime import datetime
 from typing import TYPE_CHECKING
@@ -47,6 +48,12 @@ class DemandInvariants:
         self._full_at: dict[str, float] = {}
         self._pool_full_at = 0.0
         self._fills = any(window.warm for sets in world.plan.runner_sets for item in sets for window in item.windows)
+        #: Names of the jobs of each run whose machine got a spot notice.
+        self._interrupted: dict[int, set[str]] = {}
+        #: When each process read that a run has ended, when runs were started again, and re-runs that were requested.
+        self._read_end_at: dict[tuple[str, int], float] = {}
+        self._restarted_at: dict[int, float] = {}
+        self._reruns: Counter[int] = Counter()
         self.checks = 0
 
     def _violated(self, invariant: str, text: str, instance_id: str = "") -> None:
@@ -114,10 +121,39 @@ class DemandInvariants:
         if (instance_id, epoch) in self._jobs:
             self._violated("D4", f"a second job runs on {instance_id} at epoch {epoch}", instance_id)
         self._jobs[instance_id, epoch] = job
+        if machine.notice:
+            self.interrupted(machine)
 
     def job_of(self, record: Instance) -> MemoryDemandJob | None:
         """The job that has started on an instance in its epoch."""
         return self._jobs.get((record.instance_id, record.epoch))
+
+    # Re-runs: D7
+
+    def interrupted(self, machine: FakeMachine) -> None:
+        """A machine got a spot notice."""
+        if isinstance(machine.job, MemoryDemandJob):
+            self._interrupted.setdefault(int(machine.job.run_id), set()).add(machine.job.name)
+
+    def read_end(self, process: SimulatedProcess, run_id: int) -> None:
+        self._read_end_at[process.name, run_id] = self._world.loop.time()
+
+    def run_restarted(self, run_id: int) -> None:
+        self._restarted_at[run_id] = self._world.loop.time()
+
+    def rerun_requested(self, process: SimulatedProcess, run_id: int, *, has_ended: bool) -> None:
+        self.checks += 1
+        self._reruns[run_id] += 1
+        read_at = self._read_end_at.get((process.name, run_id))
+        # Somebody else may have run it again since.
+        if read_at is None or (not has_ended and self._restarted_at.get(run_id, -1.0) < read_at):
+            self._violated("D7", f"{process} runs run {run_id} again, which has not ended")
+        jobs = self._interrupted.get(run_id, set())
+        if self._reruns[run_id] > len(jobs):
+            lost = ", ".join(sorted(jobs)) or "none"
+            self._violated(
+                "D7", f"{process} runs run {run_id} again for the {self._reruns[run_id]}. time; lost: {lost}"
+            )
 
     # Records: D2
 

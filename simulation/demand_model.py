@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from enum import IntEnum
 from functools import partial
+from itertools import permutations, product
 from typing import NamedTuple
 
 from remuda.agent.decide import AgentAction, Observation, next_step
@@ -64,6 +65,13 @@ LONG_AGO = NOW - timedelta(hours=1)
 OPEN, COMMITTED, RELEASED = 0, 1, 2
 #: Incidents, each with a budget of one per search.
 CRASH, LOST_EVENT = 1, 2
+#: Bits of a state's number: of each machine, of the waiting jobs and the budget together, and of the budget.
+_BITS = 16
+_MASK = (1 << _BITS) - 1
+_REST = 4
+_REST_MASK = (1 << _REST) - 1
+_BUDGETS = 2
+_BUDGET_MASK = (1 << _BUDGETS) - 1
 
 
 class Acquisition(IntEnum):
@@ -110,8 +118,8 @@ class MachineModel(NamedTuple):
     #: Last epoch in which a job started, and whether nobody has recorded that job yet.
     served: int = 0
     unrecorded_job: bool = False
-    #: Epochs of job-started events under way.
-    told: tuple[int, ...] = ()
+    #: Whether the event about the job that started in this epoch is under way.
+    told: bool = False
     acquisition: Acquisition = Acquisition.NONE
     provision: int = RELEASED
     #: Decided by a state that has changed since.
@@ -124,31 +132,21 @@ class MachineModel(NamedTuple):
 
     @property
     def report(self) -> Report:
-        (epoch, signal), (busy, listening, spent_epoch) = self.signal, self.beat
-        return Report(
-            instance_id=ID,
-            epoch=epoch,
-            signal=signal,
-            beat=1,
-            beat_at=NOW,
-            busy=busy,
-            listening=listening,
-            spent_epoch=spent_epoch,
-        )
+        return _report(self.signal, self.beat)
 
 
-class DemandState(NamedTuple):
-    #: Numbers of the machines, in order: machines are interchangeable.
-    machines: tuple[int, ...]
-    #: Jobs that are assigned to the set and that no runner has.
-    waiting: int
-    budget: int
+class _SupplyView(NamedTuple):
+    """What the decision about the supply depends on, of one machine."""
 
-
-class DemandStep(NamedTuple):
-    text: str
-    after: DemandState
-    violation: str = ""
+    #: None unless it is assigned to the set.
+    record: Instance | None
+    signal: tuple[int, Signal | None]
+    beat: tuple[bool, bool, int]
+    has_job: bool
+    #: Whether it is launched and has no record yet.
+    is_coming: bool
+    #: Whether it may have been silent for long: its agent has nothing to do any more.
+    is_silent: bool
 
 
 class Orders(NamedTuple):
@@ -163,14 +161,17 @@ class Orders(NamedTuple):
     acquire: bool = False
 
 
-class _Step(NamedTuple):
-    """One step of one machine: its number after it, the change of the waiting jobs, and the incident that it costs."""
+class DemandStep(NamedTuple):
+    """One step of one machine, or of the listener."""
 
     text: str
+    #: Number of the machine after it.
     after: int
-    waiting: int = 0
-    cost: int = 0
+    #: Added to the number of waiting jobs and incidents that are left.
+    change: int = 0
     violation: str = ""
+    #: Whether it is an incident.
+    is_incident: bool = False
 
 
 #: A step of one machine before its result is numbered: text, machine, change of the waiting jobs, incident.
@@ -197,97 +198,141 @@ class DemandBounds:
 
 
 class DemandModel:
-    """The steps of a set, its listener, machines and jobs. The steps of one machine are computed once per question."""
+    """The steps of a set, its listener, machines and jobs, on numbers.
+
+    The number of a state consists of the numbers of its machines, the waiting jobs and the incidents that are left.
+    Jobs differ by nothing but their runner, and machines are interchangeable: the lower number comes first.
+    """
 
     def __init__(self, bounds: DemandBounds) -> None:
         self._bounds = bounds
-        self._machines: list[MachineModel] = []
+        # Number 0 stands for no machine.
+        self._machines: list[MachineModel] = [MachineModel()]
         self._numbers: dict[MachineModel, int] = {}
-        #: What the decision about the supply reads of each machine, as a number; and a machine for each.
-        self._signatures: list[int] = []
-        self._signature_numbers: dict[MachineModel, int] = {}
-        self._signature_of: list[MachineModel] = []
-        self._plans: dict[tuple[tuple[int, ...], int], tuple[Orders, ...]] = {}
-        self._local: dict[tuple[int, Orders, bool, int], list[_Step]] = {}
+        #: Number of the view of each machine, and views by number.
+        self._views: list[int] = [0]
+        self._view_numbers: dict[_SupplyView, int] = {}
+        self._view_of: list[_SupplyView] = []
+        #: The answers of the real code, which depend on their arguments only.
+        self._plans: dict[int, tuple[int, int]] = {}
+        self._orders: dict[Orders, int] = {}
+        self._steps_of: dict[int, list[DemandStep]] = {}
+        self._killed: dict[tuple[int, bool], int] = {}
 
-    def first(self) -> DemandState:
+    def first(self) -> int:
         bounds = self._bounds
+        machine = self._number(MachineModel())
         budget = CRASH * bounds.crash | LOST_EVENT * bounds.lost_event
-        machines = (self._number(MachineModel()),) * bounds.machines
-        return DemandState(machines=machines, waiting=bounds.jobs, budget=budget)
+        other = machine if bounds.machines > 1 else 0
+        return (other << _BITS | machine) << _REST | bounds.jobs << _BUDGETS | budget
 
-    def is_served(self, state: DemandState) -> bool:
-        machines = [self._machines[number] for number in state.machines]
-        return not state.waiting and not any(item.taken or item.agent.job for item in machines)
+    def is_served(self, state: int) -> bool:
+        pair, rest = state >> _REST, state & _REST_MASK
+        machines = self._machines[pair >> _BITS], self._machines[pair & _MASK]
+        return not rest >> _BUDGETS and not any(item.taken or item.agent.job for item in machines)
 
     def _number(self, machine: MachineModel) -> int:
         number = self._numbers.get(machine)
         if number is None:
             number = self._numbers[machine] = len(self._machines)
+            if number > _MASK:
+                raise OverflowError(f"more than {_MASK} states of a machine: raise _BITS")
             self._machines.append(machine)
-            self._signatures.append(self._signature(machine))
+            self._views.append(self._number_view(machine))
         return number
 
-    def _signature(self, machine: MachineModel) -> int:
+    def _number_view(self, machine: MachineModel) -> int:
         record = machine.record
-        if record is not None and (not record.runner_set or record.state not in ASSIGNED):
-            record = None
-        read = MachineModel(
-            record=record,
-            signal=machine.signal,
-            beat=machine.beat,
-            taken=machine.taken,
-            agent=SetAgent(job=machine.agent.job),
-            acquisition=machine.acquisition if machine.acquisition is Acquisition.LAUNCHED else Acquisition.NONE,
+        is_set = record is not None and bool(record.runner_set) and record.state in ASSIGNED
+        view = _SupplyView(
+            record=record if is_set else None,
+            signal=machine.signal if is_set else (0, None),
+            beat=machine.beat if is_set else (False, False, 0),
+            has_job=machine.taken or machine.agent.job,
+            is_coming=record is None and machine.acquisition is Acquisition.LAUNCHED,
+            is_silent=is_set and not machine.beat[1] and not self._has_agent_steps(machine),
         )
-        number = self._signature_numbers.get(read)
+        number = self._view_numbers.get(view)
         if number is None:
-            number = self._signature_numbers[read] = len(self._signature_of)
-            self._signature_of.append(read)
+            number = self._view_numbers[view] = len(self._view_of)
+            self._view_of.append(view)
         return number
 
-    def steps(self, state: DemandState) -> Iterator[DemandStep]:
-        orders = self._orders(tuple(map(self._signatures.__getitem__, state.machines)), state.waiting)
-        for at, number in enumerate(state.machines):
-            for step in self._steps(number, orders[at], has_waiting=state.waiting > 0, budget=state.budget):
-                machines = [*state.machines]
-                machines[at] = step.after
-                after = DemandState(tuple(sorted(machines)), state.waiting + step.waiting, state.budget & ~step.cost)
-                yield DemandStep(f"machine {at}: {step.text}", after, step.violation)
-        if state.budget & CRASH:
-            # The listener loses what it was doing, and perhaps messages that it has acknowledged.
-            for text, told in (("the listener is killed", True), ("the listener is killed with its messages", False)):
-                killed = sorted(self._number(self._killed(number, told=told)) for number in state.machines)
-                yield DemandStep(text, DemandState(tuple(killed), state.waiting, state.budget & ~CRASH))
+    def _has_agent_steps(self, machine: MachineModel) -> bool:
+        try:
+            return any(_normalized(after) != machine for _, after, _, _ in self._by_agent(machine))
+        except ModelViolation:
+            return True
 
-    def _killed(self, number: int, *, told: bool) -> MachineModel:
-        machine = self._machines[number]
-        return machine._replace(acquisition=Acquisition.NONE, told=machine.told if told else ())
+    def steps(self, state: int) -> Iterator[tuple[int, DemandStep]]:
+        """Every step of a state, with the number of the state after it. The hot path, so it works on numbers only."""
+        pair, rest = state >> _REST, state & _REST_MASK
+        zero, one = pair >> _BITS, pair & _MASK
+        waiting = rest >> _BUDGETS
+        question = (self._views[zero] << _BITS | self._views[one]) << _REST | waiting
+        orders = self._plans.get(question)
+        if orders is None:
+            orders = self._plans[question] = self._decide_orders(zero, one, waiting)
+        for machine, other, order in ((zero, one, orders[0]), (one, zero, orders[1])):
+            if not machine:
+                continue
+            key = (order << _BITS | machine) << _REST | rest
+            steps = self._steps_of.get(key)
+            if steps is None:
+                steps = self._steps_of[key] = list(self._find_steps(machine, order, rest))
+            for step in steps:
+                after = step.after
+                moved = after << _BITS | other if after < other else other << _BITS | after
+                yield moved << _REST | rest + step.change, step
+        if rest & CRASH:
+            yield from self._kill(zero, one, rest)
 
-    def _steps(self, number: int, orders: Orders, *, has_waiting: bool, budget: int) -> list[_Step]:
-        key = (number, orders, has_waiting, budget)
-        known = self._local.get(key)
+    def _kill(self, zero: int, one: int, rest: int) -> Iterator[tuple[int, DemandStep]]:
+        """The listener loses what it was doing, and perhaps messages that it has acknowledged."""
+        for text, told in (("the listener is killed", True), ("the listener is killed with its messages", False)):
+            pair = sorted(self._after_kill(number, told=told) if number else 0 for number in (zero, one))
+            if pair != [zero, one]:
+                killed = (pair[0] << _BITS | pair[1]) << _REST | rest - CRASH
+                yield killed, DemandStep(text, 0, -CRASH, is_incident=True)
+
+    def _after_kill(self, number: int, *, told: bool) -> int:
+        known = self._killed.get((number, told))
         if known is None:
-            known = self._local[key] = list(self._find_steps(number, orders, has_waiting=has_waiting, budget=budget))
+            machine = self._machines[number]
+            machine = machine._replace(acquisition=Acquisition.NONE, told=machine.told and told)
+            known = self._killed[number, told] = self._number(machine)
         return known
 
-    def _find_steps(self, number: int, orders: Orders, *, has_waiting: bool, budget: int) -> Iterator[_Step]:
-        machine = self._machines[number]
+    def _decide_orders(self, zero: int, one: int, waiting: int) -> tuple[int, int]:
+        views = [self._view_of[self._views[number]] for number in (zero, one) if number]
+        found = _orders(views, waiting)
+        first, *others = [self._orders.setdefault(orders, len(self._orders)) for orders in found]
+        return (first, others[0]) if others else (0, first)
+
+    def _find_steps(self, number: int, order: int, rest: int) -> Iterator[DemandStep]:
+        machine, orders = self._machines[number], tuple(self._orders)[order]
+        found: dict[tuple[int, int], DemandStep] = {}
         try:
             decided = list(self._decide(machine, orders))
             makers = (
                 self._by_writes(machine, decided),
                 self._by_listener(machine, orders),
                 self._by_agent(machine),
-                self._by_github(machine, has_waiting=has_waiting),
-                self._by_incidents(machine, budget),
+                self._by_github(machine, has_waiting=rest >> _BUDGETS > 0),
+                self._by_incidents(machine, rest & _BUDGET_MASK),
             )
             for maker in makers:
                 for text, raw, waiting, cost in maker:
-                    for after in self._with_pending(machine, raw, decided):
-                        yield _Step(text, self._number(after), waiting, cost)
+                    change = (waiting << _BUDGETS) - cost
+                    for machine_after in self._with_pending(machine, raw, decided):
+                        after = self._number(machine_after)
+                        # An incident without an effect leaves a state that can do nothing more than this one.
+                        if after != number or waiting:
+                            step = DemandStep(text, after, change, is_incident=cost > 0)
+                            found.setdefault((after, change), step)
         except ModelViolation as violation:
-            yield _Step("continues", number, violation=str(violation))
+            yield DemandStep("continues", number, violation=str(violation))
+        yield from found.values()
 
     def _with_pending(
         self, machine: MachineModel, raw: MachineModel, decided: list[PendingWrite]
@@ -298,17 +343,11 @@ class DemandModel:
         yield after
         if not self._bounds.stale or kept is not None or machine.pending is not None or raw.record == machine.record:
             return
+        # A write that would be decided on now as well is no late one.
         fresh = list(self._decide(after, Orders()))
         for write in decided:
             if write not in fresh and _may_apply(write, after.record):
                 yield after._replace(pending=write)
-
-    def _orders(self, signatures: tuple[int, ...], waiting: int) -> tuple[Orders, ...]:
-        known = self._plans.get((signatures, waiting))
-        if known is None:
-            machines = [self._signature_of[signature] for signature in signatures]
-            known = self._plans[signatures, waiting] = tuple(_orders(machines, waiting))
-        return known
 
     # Writes that the listener and sweeps decide on
 
@@ -346,7 +385,7 @@ class DemandModel:
             yield "it is taken back", Actor.REFRESH, _release_of(record)
         if record.state is not State.RUNNING or not record.runner_set:
             return
-        if record.epoch in machine.told and not record.is_bound:
+        if machine.told and machine.served == record.epoch and not record.is_bound:
             name = record.assignment.runner_name if record.assignment else ""
             yield "the listener binds it", Actor.LISTENER, _bind(runner_name=name, run_id=RUN, tier=Tier.TRUSTED)
         if orders.bind:
@@ -460,9 +499,8 @@ class DemandModel:
         agent, record = machine.agent, machine.record
         if not agent.alive or not machine.launched:
             return
-        true = (agent.job, agent.listening, agent.configured if agent.spent else 0)
-        if machine.beat != true:
-            yield "its agent beats", machine._replace(beat=true), 0, 0
+        beat = (agent.job, agent.listening, agent.configured if agent.spent else 0)
+        yield "its agent beats", machine._replace(beat=beat), 0, 0
         if record is None:
             return
         step = next_step(_observation(machine, record))
@@ -502,7 +540,7 @@ class DemandModel:
                 agent=agent._replace(job=True, dirty=True),
                 served=agent.configured,
                 unrecorded_job=True,
-                told=(agent.configured,),
+                told=True,
             )
             yield "its job starts", started, 0, 0
         if agent.job:
@@ -511,14 +549,12 @@ class DemandModel:
         if agent.listening and not agent.job and machine.registered != agent.configured:
             exited = agent._replace(listening=False, unused=True)
             yield "its runner exits: the registration is gone", machine._replace(agent=exited), 0, 0
-        if machine.told and (record is None or record.is_bound or record.epoch not in machine.told):
-            yield "an event is of no use any more", machine._replace(told=()), 0, 0
 
     @staticmethod
     def _by_incidents(machine: MachineModel, budget: int) -> Iterator[_RawStep]:
         agent = machine.agent
         if budget & LOST_EVENT and machine.told:
-            yield "GitHub does not send its event", machine._replace(told=()), 0, LOST_EVENT
+            yield "GitHub does not send its event", machine._replace(told=False), 0, LOST_EVENT
         if not budget & CRASH or not agent.alive or not machine.launched:
             return
         # A job that has not started goes to another runner.
@@ -561,45 +597,72 @@ def _performed(machine: MachineModel, record: Instance, action: AgentAction) -> 
             return
 
 
-def _orders(states: Sequence[MachineModel], waiting: int) -> Iterator[Orders]:
-    """The real decision about the supply, for each machine."""
-    machines, acquiring = [], 0
-    for at, item in enumerate(states):
-        acquiring += item.record is None and item.acquisition is Acquisition.LAUNCHED
-        if item.record is not None:
-            machines.append(
-                SetMachine(
-                    instance=replace(item.record, instance_id=f"{ID}{at}"),
-                    report=item.report,
-                    silent_since=None if item.report.listening else NOW,
-                    spent_since=LONG_AGO,
-                    surplus_since=LONG_AGO,
-                )
-            )
+def _orders(views: Sequence[_SupplyView], waiting: int) -> list[Orders]:
+    """The real decision about the supply, for each machine: what it wants of it now, or after some time."""
+    times = [(NOW, LONG_AGO) if view.is_silent else (NOW,) for view in views]
+    # The ids decide between machines that are equal otherwise, and either may have the lower one.
+    names = permutations(f"{ID}{at}" for at in range(len(views)))
+    plans = [_orders_at(views, waiting, *given) for given in product(names, product(*times))]
+    # Each order allows a step of its own, so that the steps of all plans are those of the united orders.
+    return [Orders(*map(any, zip(*orders, strict=True))) for orders in zip(*plans, strict=True)]
+
+
+def _orders_at(
+    views: Sequence[_SupplyView], waiting: int, names: Sequence[str], silent_since: Sequence[datetime]
+) -> list[Orders]:
+    machines = [
+        SetMachine(
+            instance=replace(view.record, instance_id=names[at]),
+            report=_report(view.signal, view.beat),
+            silent_since=None if view.beat[1] else silent_since[at],
+            spent_since=LONG_AGO,
+            surplus_since=LONG_AGO,
+        )
+        for at, view in enumerate(views)
+        if view.record is not None
+    ]
     plan = decide_supply(
         SET,
         CapacityWindow(),
-        DemandStatistics(assigned=waiting + sum(item.taken or item.agent.job for item in states)),
+        DemandStatistics(assigned=waiting + sum(view.has_job for view in views)),
         machines,
         waiting_jobs=waiting,
-        acquiring=acquiring,
+        acquiring=sum(view.is_coming for view in views),
         lifetimes=LIFETIMES,
         now=NOW,
     )
-    for at in range(len(states)):
-        of_machine = partial(_concerns, f"{ID}{at}")
-        yield Orders(
-            bind=of_machine(plan.bind),
-            release=of_machine(plan.release),
-            end=of_machine(plan.end),
-            renew=of_machine(plan.renew),
-            withdraw=of_machine(plan.withdraw),
-            acquire=plan.deficit > 0,
+    found = []
+    for name in names:
+        of_machine = partial(_concerns, name)
+        found.append(
+            Orders(
+                bind=of_machine(plan.bind),
+                release=of_machine(plan.release),
+                end=of_machine(plan.end),
+                renew=of_machine(plan.renew),
+                withdraw=of_machine(plan.withdraw),
+                acquire=plan.deficit > 0,
+            )
         )
+    return found
 
 
 def _concerns(instance_id: str, steps: Sequence[MachineStep]) -> bool:
     return any(step.machine.instance.instance_id == instance_id for step in steps)
+
+
+def _report(signal: tuple[int, Signal | None], beat: tuple[bool, bool, int]) -> Report:
+    busy, listening, spent_epoch = beat
+    return Report(
+        instance_id=ID,
+        epoch=signal[0],
+        signal=signal[1],
+        beat=1,
+        beat_at=NOW,
+        busy=busy,
+        listening=listening,
+        spent_epoch=spent_epoch,
+    )
 
 
 def _assignment(epoch: int) -> Assignment:
@@ -707,7 +770,6 @@ def _normalized(machine: MachineModel) -> MachineModel:
             return machine
         # The listener may launch another one in its place.
         return MachineModel()
-    record = replace(record, last_run_id="", announced_at=None, uses=0)
     if agent.alive and record.state is State.IDLE:
         if agent.listening or agent.configured or agent.dirty or agent.job or machine.taken:
             raise ModelViolation(f"S3: idle with {agent}")
@@ -717,7 +779,33 @@ def _normalized(machine: MachineModel) -> MachineModel:
         raise ModelViolation(f"S2: it listens while it is {record.state}")
     if record.state is State.IDLE and record.assignment is not None:
         raise ModelViolation("S12: idle with an assignment")
-    return machine._replace(record=record)
+    return _without_unread(machine, record)
+
+
+def _without_unread(machine: MachineModel, record: Instance) -> MachineModel:
+    """The machine without values that nothing reads before they are overwritten."""
+    agent, epoch = machine.agent, record.epoch
+    is_running = record.state is State.RUNNING
+    is_over = record.state in {State.RELEASING, State.IDLE}
+    record = replace(record, last_run_id="", announced_at=None, uses=0, retire_detail="")
+    busy, listening, spent_epoch = machine.beat
+    if is_over and record.retire_reason is not None:
+        # It is never claimed again.
+        listening = False
+    return machine._replace(
+        record=record,
+        # Verdicts and agents compare the epoch of a signal; a new one replaces it whatever it was.
+        signal=machine.signal if machine.signal[0] == epoch else (0, None),
+        agent=agent if agent.memory is None or agent.memory[0] == epoch else agent._replace(memory=None),
+        # Only a running machine is asked whether it is spent.
+        beat=(busy, listening, spent_epoch if is_running and spent_epoch == epoch else 0),
+        # The next claim has a registration and a provision of its own.
+        registered=machine.registered if machine.registered in {epoch, agent.configured} else 0,
+        provision=RELEASED if is_over else machine.provision,
+        # The event is read until the machine is bound or released, for this epoch only.
+        told=machine.told and is_running and machine.served == epoch and not record.is_bound,
+        served=machine.served if machine.served in {epoch, agent.configured} else 0,
+    )
 
 
 def _written(machine: MachineModel, write: PendingWrite) -> MachineModel:
@@ -735,4 +823,8 @@ def _written(machine: MachineModel, write: PendingWrite) -> MachineModel:
     bound = before is not None and before.run_id != after.run_id and after.state is State.RUNNING
     if bound and machine.served != after.epoch:
         raise ModelViolation("S2: bound, but no job has started in this epoch")
+    if bound and after.run_id != RUN and after.tier is Tier.TRUSTED:
+        raise ModelViolation("S11: a job that nobody knows counts as trusted")
+    if bound and after.assignment is not None and after.assignment.jit_config:
+        raise ModelViolation("S12: bound with its just-in-time configuration")
     return machine._replace(record=after, launched=True, unrecorded_job=machine.unrecorded_job and not bound)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 from remuda.domain.instance import ASSIGNED, Instance, State
-from simulation.demand_model import DemandBounds, DemandModel, DemandState
+from simulation.demand_model import DemandBounds, DemandModel
 from simulation.instance_model import (
     ABSENT,
     CRASH,
@@ -447,23 +447,21 @@ def explore_demand(bounds: DemandBounds | None = None, *, limit: int | None = No
     """Search all states of a runner set within the bounds, and check that every job can be served from each."""
     model = DemandModel(bounds or DemandBounds())
     first = model.first()
-    came_from: dict[DemandState, tuple[DemandState, str]] = {first: (first, "")}
-    reached_from: dict[DemandState, list[DemandState]] = {}
+    came_from = {first: first}
     frontier = [first]
     search = SearchResult()
     while frontier and not search.violation:
-        found: list[DemandState] = []
+        found: list[int] = []
         for state in frontier:
-            for step in model.steps(state):
+            for reached, step in model.steps(state):
                 search.actions += 1
                 if step.violation:
                     search.violation = step.violation
-                    search.path = [*_demand_path(came_from, state), step.text]
+                    search.path = [*_demand_path(model, came_from, state), step.text]
                     break
-                reached_from.setdefault(step.after, []).append(state)
-                if step.after not in came_from:
-                    came_from[step.after] = (state, step.text)
-                    found.append(step.after)
+                if reached not in came_from:
+                    came_from[reached] = state
+                    found.append(reached)
             if search.violation:
                 break
         search.depth += bool(found)
@@ -472,31 +470,35 @@ def explore_demand(bounds: DemandBounds | None = None, *, limit: int | None = No
             break
     search.states = len(came_from)
     search.complete = not frontier and not search.violation
-    if search.complete and (stuck := _find_stuck(model, came_from, reached_from)) is not None:
+    if search.complete and (stuck := _find_stuck(model, came_from)) is not None:
         search.violation = "D1: a job can never be served any more"
-        search.path = _demand_path(came_from, stuck)
+        search.path = _demand_path(model, came_from, stuck)
     return search
 
 
-def _find_stuck(
-    model: DemandModel, states: Mapping[DemandState, object], reached_from: Mapping[DemandState, Sequence[DemandState]]
-) -> DemandState | None:
-    """The first state from which no order of events serves all jobs."""
-    pending = [state for state in states if model.is_served(state)]
-    good = set(pending)
-    while pending:
-        for before in reached_from.get(pending.pop(), ()):
-            if before not in good:
-                good.add(before)
-                pending.append(before)
-    return next((state for state in states if state not in good), None)
+def _find_stuck(model: DemandModel, states: Mapping[int, int]) -> int | None:
+    """The first state from which no order of events serves all jobs without another incident.
+
+    The steps are computed again, because all of them would not fit into memory. Most lead to later states, so that the
+    reverse order of discovery settles nearly all states at once.
+    """
+    stuck = {state: None for state in states if not model.is_served(state)}
+    count = 0
+    while len(stuck) != count:
+        count = len(stuck)
+        for state in reversed(list(stuck)):
+            if any(reached not in stuck and not step.is_incident for reached, step in model.steps(state)):
+                del stuck[state]
+    return next(iter(stuck), None)
 
 
-def _demand_path(came_from: Mapping[DemandState, tuple[DemandState, str]], last: DemandState) -> list[str]:
+def _demand_path(model: DemandModel, came_from: Mapping[int, int], last: int) -> list[str]:
+    """The shortest path to a state. Machines have no names: the text says which step was taken by one of them."""
     texts: list[str] = []
-    while came_from[last][0] is not last:
-        last, text = came_from[last]
-        texts.append(text)
+    while came_from[last] != last:
+        before = came_from[last]
+        texts.append(next(step.text for reached, step in model.steps(before) if reached == last))
+        last = before
     return texts[::-1]
 
 
@@ -532,16 +534,7 @@ def main(arguments: Sequence[str]) -> int:
         operator=given.operator,
     )
     if given.jobs:
-        # Two machines have too many states for late writes and three uses.
-        is_single = given.instances == 1
-        bounds = DemandBounds(
-            machines=given.instances,
-            jobs=given.jobs,
-            crash=given.crash,
-            lost_event=given.lost_event,
-            uses=3 if is_single else 2,
-            stale=is_single,
-        )
+        bounds = DemandBounds(machines=given.instances, jobs=given.jobs, crash=given.crash, lost_event=given.lost_event)
     search, text = explore_and_describe(bounds, given.states)
     sys.stdout.write(f"{text}\n")
     return 1 if search.violation else 0

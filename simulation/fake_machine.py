@@ -22,13 +22,15 @@ from remuda.ports.machine import AgentState, Identity, RemovalStatus, RunnerStat
 from simulation.faults import GITHUB_TIMEOUT_S, Fault, FaultInjector
 from simulation.loop import START
 from simulation.memory.compute import MemoryMachine
-from simulation.memory.github import MemoryJob
+from simulation.memory.github import MemoryDemandJob, MemoryJob
 
 if TYPE_CHECKING:
     from simulation.world import SimulatedProcess, World
 
 #: Seconds between a spot notice and the end of the machine.
 NOTICE_S = 120.0
+#: Seconds until a job has failed that the hook refuses.
+REFUSAL_S = 1.0
 _NEVER = timedelta(days=365)
 #: Maximum seconds of a slow pre-runner script.
 SLOW_SCRIPT_S = 1_200.0
@@ -152,6 +154,8 @@ class FakeMachine:
         self._waiters: dict[asyncio.Future[None], None] = {}
         self._runner_id = 0
         self._is_ephemeral = False
+        #: Whether its hook refuses untrusted jobs.
+        self._only_trusted = False
         self._dead_man = self._later(machine.request.first_life_s, self._dead_man_fires)
         self._script = self._behaviour.script()
         if self._behaviour.boots():
@@ -273,6 +277,7 @@ class FakeMachine:
         if not result.ok:
             return result
         self._is_ephemeral = bool(assignment.jit_config)
+        self._only_trusted = assignment.only_trusted
         if self._is_ephemeral:
             # The just-in-time configuration contains the registration: GitHub is not called before the start.
             self._runner_id = assignment.runner_id
@@ -405,19 +410,21 @@ class FakeMachine:
         self.job = job
         self.dirty = True
         self._world.github.start(job)
-        self._world.safety.job_starts(job, self)
+        # The hook runs before any step of the job: a refused one fails without running anything.
+        refused = self._only_trusted and isinstance(job, MemoryDemandJob) and job.is_fork
+        self._world.safety.job_starts(job, self, refused=refused)
         self._set(replace(self._state, busy=True, had_job=True))
-        self._later(job.seconds, lambda: self._finish(job))
+        self._later(REFUSAL_S if refused else job.seconds, lambda: self._finish(job, "failure" if refused else ""))
 
     def cancel(self, job: MemoryJob) -> None:
         """A user cancels a running job."""
         self._finish(job, "cancelled")
 
-    def _finish(self, job: MemoryJob, conclusion: str = "success") -> None:
+    def _finish(self, job: MemoryJob, conclusion: str = "") -> None:
         if self.job is job:
             self.job = None
             self.job_ended_at = self._loop.time()
-            self._world.github.finish(job, conclusion)
+            self._world.github.finish(job, conclusion or job.outcome)
             if self._is_ephemeral:
                 self._set(replace(self._state, busy=False, listening=False, exit_code=0, spent=True))
             else:

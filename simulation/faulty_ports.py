@@ -19,7 +19,7 @@ from remuda.domain.resources import PoolMessage
 from remuda.domain.signals import Report, Signal
 from remuda.domain.transitions import Change
 from remuda.ports.compute import LaunchRequest, LaunchResult, MachineView
-from remuda.ports.github import Deletion, GitHubRunner
+from remuda.ports.github import Deletion, GitHubRun, GitHubRunner
 from remuda.ports.pool import BATCH, Delivery
 from simulation.faults import GITHUB_TIMEOUT_S, MAX_DESCRIBE_LAG_S, MAX_INDEX_LAG_S, MAX_LIST_LAG_S, Fault
 from simulation.invariants import parse_runner
@@ -97,7 +97,17 @@ _SEARCHES = _JOB_SEARCHES | {
     "find", "find_by_provision", "count_live", "unsettled_provisions", "recent_provisions", "troubled_reports",
 }  # fmt: skip
 _WRITES = frozenset(
-    {"apply", "apply_all", "put_provision", "replace_provision", "put_config", "put_first_seen", "forget", "prepare"}
+    {
+        "apply",
+        "apply_all",
+        "apply_with_provision",
+        "put_provision",
+        "replace_provision",
+        "put_config",
+        "put_first_seen",
+        "forget",
+        "prepare",
+    }
     | {"put_demand", "delete_demand", "replace_lease"}
 )
 
@@ -546,6 +556,26 @@ class FaultyGitHub(FaultyPort):
     def _earlier_list(self) -> Sequence[GitHubRunner]:
         at = self._world.loop.time() - self._rng.random() * MAX_LIST_LAG_S
         return next((views for written_at, views in reversed(self._world.github.snapshots) if written_at <= at), ())
+
+    async def get_run(self, scope: str, repository: str, run_id: int) -> GitHubRun | None:
+        await self._transfer()
+        self._trace("get_run")
+        run: GitHubRun | None = await self._answer(self._port.get_run, scope, repository, run_id)
+        if run is not None and run.status == "completed":
+            self._world.safety.demand.read_end(self._process, run_id)
+        return run
+
+    async def rerun_failed_jobs(self, scope: str, repository: str, run_id: int) -> None:
+        async def request() -> None:
+            run = self._world.github.runs.get((repository.lower(), run_id))
+            has_ended = run is not None and run.status == "completed"
+            self._world.safety.demand.rerun_requested(self._process, run_id, has_ended=has_ended)
+            await self._port.rerun_failed_jobs(scope, repository, run_id)
+            await self._world.called(self._process, "rerun_failed_jobs")
+
+        await self._transfer()
+        self._trace("rerun_failed_jobs")
+        await self._answer(request)
 
     async def delete_runner(self, scope: str, runner_id: int) -> Deletion:
         runner = self._world.github.runners.get(runner_id)

@@ -63,6 +63,7 @@ INVARIANTS: Mapping[str, str] = {
     "D4": "a registration of a set serves one job",
     "D5": "a listener that is killed loses no job, and leaves no machine, registration, session or set behind",
     "D6": "a listener always announces the set's maximum, never 0",
+    "D7": "a job that a spot interruption ended is run again at most once, and only after its run has ended",
 }
 
 ABSORBING = frozenset({State.TERMINATING, State.TERMINATED})
@@ -161,11 +162,15 @@ class ReuseInvariant:
             yield "S14", f"created with {record.retire_text!r} for {process}"
         yield from self._repository(record)
 
-    def job_starts(self, instance_id: str, job: MemoryDemandJob, runner_set: RunnerSet | None) -> None:
+    def job_starts(self, instance_id: str, job: MemoryDemandJob, runner_set: RunnerSet | None) -> Found:
         """A job of a set: which one a machine gets is decided by GitHub."""
         is_untrusted = job.is_fork or (runner_set is not None and runner_set.trust is Tier.UNTRUSTED)
         tier = Tier.UNTRUSTED if is_untrusted else Tier.TRUSTED
-        self._served.setdefault(instance_id, []).append(ServedRun(tier=tier, repository=job.repository))
+        before = self._served.setdefault(instance_id, [])
+        has_trusted = any(item.tier is Tier.TRUSTED for item in before)
+        if runner_set is not None and runner_set.strict and job.is_fork and has_trusted:
+            yield "S14", f"the strict set {runner_set.name} runs an untrusted job after trusted ones"
+        before.append(ServedRun(tier=tier, repository=job.repository))
 
     def _claimed_by_set(self, record: Instance, process: SimulatedProcess, runner_set: RunnerSet) -> Found:
         """The set is the boundary of trust: what its jobs may be, the machine must be allowed to serve."""

@@ -322,15 +322,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "an instance is marked as announced before the message is sent",
         statements(
             _RELEASE,
-            "publish_to_pool",
-            "try:\n    await context.pool.send(...)\nexcept RemudaError as error:\n    ...",
-            "",
-        ),
-        statements(
-            _RELEASE,
-            "publish_to_pool",
-            "results = await map_concurrently(idle, record_sent)",
-            "results = await map_concurrently(idle, record_sent)\n"
+            "_send_messages",
+            "if idle:\n    ...",
+            "await _record_sent(context, idle, by=Actor.REFRESH)\n"
             "await context.pool.send([instance.message() for instance in idle])",
         ),
     ),
@@ -874,13 +868,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "expiring-and-hidden",
         "the message about an idle instance that is about to expire stays hidden after a failed claim",
-        statements(
-            _SELECTION,
-            "Selection._try_claim",
-            "if _is_still_idle(conflict.current, message):\n    ...\nelse:\n    ...",
-            "if not _is_still_idle(conflict.current, message):\n    self._pickup.mark_used(delivery)",
-        ),
-        statements(_PICKUP, "PickupManager.close", "self._held += sorted(self._unsettled)", ""),
+        statements(_PICKUP, "PickupManager.hand_back", "self._held.append(delivery.receipt)", ""),
         settings=_FEW_FAULTS,
     ),
     _mutant(
@@ -1035,7 +1023,12 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "release-before-its-provision",
         "a machine of a set is released, but its provision is not",
-        statements(_EQUIPMENT, "Equipment.release", "await self._release_provision(machine, why)", ""),
+        statements(
+            _EQUIPMENT,
+            "Equipment.release",
+            "await self._leave_provision(...)",
+            "await self._transition(machine, release_of_set(config, deregistered=deregistered), why)",
+        ),
         settings=_SETS,
     ),
     _mutant(

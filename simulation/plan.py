@@ -32,6 +32,7 @@ CALLS = {
     "listener": (
         "put_demand", "acknowledge", "open_session", "put_provision", "apply", "apply", "apply", "replace_provision",
         "launch", "register", "register", "deregister", "receive", "delete", "send", "replace_lease",
+        "rerun_failed_jobs",
     ),
 }  # fmt: skip
 #: Calls of these that a command usually makes once.
@@ -183,6 +184,12 @@ class PlannedDemand:
     is_fork: bool = False
     #: Seconds after which a user cancels it; 0 if nobody does.
     cancelled_after_s: float = 0.0
+    #: Whether it fails by itself, in every attempt.
+    fails: bool = False
+    #: Seconds after its end at which a user runs the failed jobs of its run again; 0 if nobody does.
+    rerun_after_s: float = 0.0
+    #: Seconds after each start at which its machine gets a spot notice, one for each of the first attempts.
+    notices_after_s: tuple[float, ...] = ()
 
     def __str__(self) -> str:
         fork = " of a fork" if self.is_fork else ""
@@ -280,7 +287,38 @@ def draw_plan(
         operations=tuple(_with_repositories(draft.operations(), reuse_rng)),
     )
     plan = _scaled(plan, random.Random(f"{seed} scale"), demand=demand)
-    return _DemandDraft(demand_rng, on, hours * 3_600.0, instances).added_to(plan) if demand else plan
+    if not demand:
+        return plan
+    plan = _DemandDraft(demand_rng, on, hours * 3_600.0, instances).added_to(plan)
+    # A separate generator, so that the other draws do not depend on it.
+    return _with_reruns(plan, random.Random(f"{seed} re-runs"))
+
+
+def _with_reruns(plan: WorldPlan, rng: random.Random) -> WorldPlan:
+    """Make sets strict or let them run interrupted jobs again; let jobs fail, be interrupted and be run again."""
+    drawn = {item.name: (rng.random() < 0.4, rng.random() < 0.5) for item in plan.runner_sets[0]}
+    sets = [
+        tuple(
+            # Machines of an untrusted set may serve untrusted jobs at any time.
+            replace(item, strict=strict and item.trust is Tier.TRUSTED, rerun_on_interruption=rerun)
+            for item in configured
+            for strict, rerun in [drawn[item.name]]
+        )
+        for configured in plan.runner_sets
+    ]
+    jobs = [_rerun(item, plan.faults, rng) if isinstance(item, PlannedDemand) else item for item in plan.operations]
+    return replace(plan, runner_sets=tuple(sets), operations=tuple(jobs))
+
+
+def _rerun(job: PlannedDemand, on: frozenset[Fault], rng: random.Random) -> PlannedDemand:
+    fails, rerun, interrupted, again = (rng.random() for _ in range(4))
+    rerun_s, first_s, second_s = rng.uniform(1, 120), rng.uniform(0, 20), rng.uniform(0, 20)
+    job = replace(job, fails=fails < 0.1, rerun_after_s=rerun_s if rerun < 0.15 else 0.0)
+    if interrupted >= INTERRUPTED or Fault.SPOT_NOTICE not in on:
+        return job
+    # Longer than the time from a notice to the end of the machine.
+    notices = (first_s, second_s) if again < 0.5 else (first_s,)
+    return replace(job, seconds=150.0, notices_after_s=notices)
 
 
 def _scaled(plan: WorldPlan, rng: random.Random, *, demand: bool) -> WorldPlan:
@@ -487,6 +525,8 @@ class _Draft:
 
 #: Events that start runs; a pull request may come from a fork.
 _EVENTS = ("push", "push", "push", "workflow_dispatch", "pull_request")
+#: Fraction of the jobs of sets whose machines get a spot notice.
+INTERRUPTED = 0.1
 #: Approximate seconds between two jobs per possible runner of a set.
 DEMAND_S = 75.0
 

@@ -115,13 +115,17 @@ class SafetyInvariants(RecordInvariants):
         elif record is not None and record.state is State.IDLE:
             self.violated("S3", f"the listener of {machine.instance_id} starts while it is idle", machine.instance_id)
 
-    def job_starts(self, job: MemoryJob, machine: FakeMachine) -> None:
+    def job_starts(self, job: MemoryJob, machine: FakeMachine, *, refused: bool = False) -> None:
+        """A refused job runs no step."""
         self.checks += 1
         self._world.stats["jobs"] += 1
         if isinstance(job, MemoryDemandJob):
             self._world.stats["jobs of sets"] += 1
             self.demand.job_starts(job, machine)
-            self._reuse.job_starts(machine.instance_id, job, self.demand.known_set(job.set_name))
+            self._world.stats["refused jobs"] += refused
+            served_by = self.demand.known_set(job.set_name)
+            for invariant, text in () if refused else self._reuse.job_starts(machine.instance_id, job, served_by):
+                self.violated(invariant, text, machine.instance_id)
             return
         record = self._world.database.instances.get(machine.instance_id)
         if record is None:

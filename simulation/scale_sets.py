@@ -15,7 +15,7 @@ from remuda.ports.github import Deletion, JitRunner
 from simulation.faults import Fault
 from simulation.faulty_ports import OFTEN, RARE, SOME, Call, FaultyPort
 from simulation.invariants import parse_runner
-from simulation.memory.demand import MemoryScaleSet, MemoryScaleSets
+from simulation.memory.demand import SUCCESSES, MemoryScaleSet, MemoryScaleSets
 from simulation.memory.github import MemoryDemandJob, MemoryRunner
 
 if TYPE_CHECKING:
@@ -90,6 +90,36 @@ class CheckedScaleSets(MemoryScaleSets):
         runner = super().register(scale_set, name)
         self._world.stats["registrations of sets"] += 1
         return runner
+
+    def ended(self, job: MemoryDemandJob, result: str, *, runner: MemoryRunner | None = None) -> None:
+        super().ended(job, result, runner=runner)
+        self._end_run(job)
+
+    def _lapse(self, job: MemoryDemandJob) -> None:
+        super()._lapse(job)
+        self._end_run(job)
+
+    def _end_run(self, job: MemoryDemandJob) -> None:
+        """A run ends with its last job. It succeeds if the last attempt of each job did."""
+        jobs = [item for item in self.jobs if item.run_id == job.run_id]
+        if all(item.is_over for item in jobs):
+            last = {item.name: item.conclusion for item in jobs}
+            conclusion = "success" if SUCCESSES.issuperset(last.values()) else "failure"
+            key = (job.repository.lower(), int(job.run_id))
+            self.github.runs[key] = replace(self.github.runs[key], status="completed", conclusion=conclusion)
+
+    def run_again(self, repository: str, run_id: int) -> None:
+        self._world.stats["re-runs"] += 1
+        self._world.trace.add("github", f"runs the failed jobs of run {run_id} again")
+        self._world.safety.demand.run_restarted(run_id)
+        super().run_again(repository, run_id)
+
+    def run_again_by_user(self, repository: str, run_id: int) -> None:
+        key = (repository.lower(), run_id)
+        run = self.github.runs[key]
+        if run.status == "completed" and run.conclusion != "success":
+            self.github.runs[key] = replace(run, status="queued", conclusion="")
+            self.run_again(repository, run_id)
 
     def remove_some_registration(self) -> None:
         """GitHub removes the registration of an idle runner."""

@@ -34,10 +34,11 @@ from remuda.domain.scale_down.idle_config import IdleWindow, parse_cron
 from remuda.domain.scale_down.policy import ScaleDownPolicy
 from remuda.ports.compute import LaunchRequest, MachineState, MachineView
 from remuda.ports.github import GitHubRun
+from simulation.fake_machine import FakeMachine
 from simulation.faults import Fault
 from simulation.invariants import ABSORBING, FOREIGN_RUNNERS, POOL, SCOPE
 from simulation.liveness import SWEEP_S, LivenessInvariants
-from simulation.memory.github import MemoryJob
+from simulation.memory.github import MemoryDemandJob, MemoryJob
 from simulation.plan import (
     ExtraRelease,
     MachineLoss,
@@ -246,6 +247,7 @@ class Workload:
         self._world.github.runs[SCOPE.lower(), int(item.run_id)] = GitHubRun(
             run_id=int(item.run_id), status="in_progress", conclusion="", head_repository=head
         )
+        self._world.safety.demand.run_restarted(int(item.run_id))
         job = sets.queue(
             run_id=item.run_id,
             labels=item.labels,
@@ -253,13 +255,48 @@ class Workload:
             event=item.event,
             is_fork=item.is_fork,
             seconds=item.seconds,
+            outcome="failure" if item.fails else "success",
         )
+        if item.notices_after_s:
+            self._spawn(self._interrupt(job, item.notices_after_s))
+        if item.rerun_after_s:
+            self._spawn(self._run_again(job, item.rerun_after_s))
         if not item.cancelled_after_s:
             return
         await self._world.loop.sleep(item.cancelled_after_s)
         for machine in self._world.machines.values():
             machine.cancel(job)
         sets.cancel(job)
+
+    async def _interrupt(self, job: MemoryDemandJob, notices_after_s: Sequence[float]) -> None:
+        """Give a spot notice to the machine of each of the first attempts of a job."""
+        seen: list[MemoryJob] = []
+        for after_s in notices_after_s:
+            while not (started := [item for item in self._attempts(job) if item.started and item not in seen]):
+                if self._ending.is_set():
+                    return
+                await self._world.loop.sleep(JOB_CHECK_S / 2)
+            seen += started
+            await self._world.loop.sleep(after_s)
+            for machine in self._world.machines.values():
+                if machine.job in started and machine.alive and not self._ending.is_set():
+                    self._give_notice(machine)
+
+    def _attempts(self, job: MemoryDemandJob) -> list[MemoryDemandJob]:
+        return [item for item in self._world.scale_sets.jobs if (item.run_id, item.name) == (job.run_id, job.name)]
+
+    async def _run_again(self, job: MemoryDemandJob, after_s: float) -> None:
+        """A user runs the failed jobs of a run again."""
+        while not job.is_over and not self._ending.is_set():
+            await self._world.loop.sleep(JOB_CHECK_S)
+        await self._world.loop.sleep(after_s)
+        if not self._ending.is_set() and isinstance(self._world.scale_sets, CheckedScaleSets):
+            self._world.scale_sets.run_again_by_user(SCOPE, int(job.run_id))
+
+    def _give_notice(self, machine: FakeMachine) -> None:
+        self._world.faults.record(Fault.SPOT_NOTICE, [machine.instance_id])
+        machine.give_spot_notice()
+        self._world.safety.demand.interrupted(machine)
 
     async def _delete_set(self, item: SetDeletion) -> None:
         sets = self._world.scale_sets
@@ -327,8 +364,7 @@ class Workload:
             return
         machine = alive[int(item.pick * len(alive))]
         if item.with_notice:
-            self._world.faults.record(Fault.SPOT_NOTICE, [machine.instance_id])
-            machine.give_spot_notice()
+            self._give_notice(machine)
         else:
             self._world.faults.record(Fault.POWER_CUT, [machine.instance_id])
             self._world.cut_power(machine.instance_id, "power cut")

@@ -32,6 +32,9 @@ MAX_EVENTS = 50
 MAX_LAPSES = 3
 #: Seconds until a lapsed job is assigned again, per earlier lapse.
 LAPSE_DELAY_S = 10.0
+#: Conclusions of jobs that are not run again with the failed ones.
+SUCCESSES = frozenset({"success", "succeeded"})
+_SAME_IN_EVERY_ATTEMPT = ("name", "run_id", "labels", "repository", "event", "is_fork", "seconds", "outcome")
 #: Seconds after which an available job that nobody acquired is offered again.
 OFFER_AGAIN_S = 60.0
 
@@ -155,6 +158,7 @@ class MemoryScaleSets:
         event: str = "push",
         is_fork: bool = False,
         seconds: float = 1.0,
+        outcome: str = "success",
     ) -> MemoryDemandJob:
         job = self._new_job(
             run_id=run_id,
@@ -163,12 +167,23 @@ class MemoryScaleSets:
             event=event,
             is_fork=is_fork,
             seconds=seconds,
+            outcome=outcome,
         )
         self.settle()
         return job
 
+    def run_again(self, repository: str, run_id: int) -> None:
+        """Queue the failed jobs of a run again, under new ids and as the next attempt."""
+        key = (repository.lower(), str(run_id))
+        last = {job.name: job for job in self.jobs if (job.repository.lower(), job.run_id) == key}
+        for job in last.values():
+            if job.is_over and job.conclusion not in SUCCESSES:
+                self._new_job(**{name: getattr(job, name) for name in _SAME_IN_EVERY_ATTEMPT})
+        self.settle()
+
     def _new_job(self, *, key: str = "", **known: Any) -> MemoryDemandJob:
         number, now = self.new_id(), self.clock.now()
+        known = {"name": f"job {number}", **known}
         job = MemoryDemandJob(job_id=number, key=key or f"job-{number}", queued_at=now, waits_until=now, **known)
         self.jobs.append(job)
         return job
@@ -463,7 +478,7 @@ class MemoryScaleSets:
             run_id=job.run_id,
             repository=job.repository,
             workflow=f"{job.repository}/.github/workflows/test.yml@refs/heads/main",
-            display_name=f"job {job.job_id}",
+            display_name=job.name,
             event=job.event,
             labels=job.labels,
             queued_at=job.queued_at,

@@ -40,6 +40,8 @@ class MemoryJob:
     started: bool = False
     #: `success`, `failure` or `cancelled`; empty until it ends.
     conclusion: str = ""
+    #: Conclusion if nothing interrupts it.
+    outcome: str = "success"
     #: owner/name, for lists of a repository's jobs.
     repository: str = ""
     queued_at: datetime | None = None
@@ -62,6 +64,8 @@ class MemoryDemandJob(MemoryJob):
     queued_at: datetime
     #: Id in messages. Changes if an assignment lapses.
     key: str
+    #: Name in its workflow, the same in every attempt.
+    name: str = ""
     #: The set that it is assigned or offered to; 0 while it waits.
     set_id: int = 0
     #: Name of the set that it was assigned to last.
@@ -400,6 +404,8 @@ class MemoryGitHub:
             raise UserError("GitHub refuses: This workflow run cannot be retried (403)", field="github-token")
         self._github.reruns.append(run_id)
         self._github.runs[repository.lower(), run_id] = replace(run, status="queued", conclusion="")
+        if self._github.scale_sets is not None:
+            self._github.scale_sets.run_again(repository, run_id)
 
     async def delete_runner(self, scope: str, runner_id: int) -> Deletion:
         if not self._sees("DELETE runners", scope, write=True):

@@ -96,7 +96,7 @@ async def test_foreign_job_with_the_runs_label_is_refused(backend: LocalBackend,
     """Labels are not secret, and a failed hook alone does not prevent `if: always()` steps."""
     await backend.provision("1")
     trace = tmp_path / "was-here"
-    steps = [JobStep(run=f"touch {trace}"), JobStep(run=f"touch {trace}", always=True)]
+    steps = [JobStep(run=f"touch {trace}"), JobStep(run=f"touch {trace}", condition="always()")]
     async with backend.github() as github:
         # Variables of the workflow cannot fake another run.
         disguise = {"GITHUB_RUN_ID": "1", "BASH_ENV": "/dev/stdin"}

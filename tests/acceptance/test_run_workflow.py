@@ -16,6 +16,7 @@ import jwt
 import pytest
 
 from remuda.fake_github import read_endpoint
+from remuda.fake_github.client import FakeGitHubClient, JobStep
 from tests.support.cli import CommandResult, run_installed
 from tests.support.leak_scanner import LeakScanner, ObservedProcesses, issued_credentials, observe_processes
 from tests.support.local_backend import run_local
@@ -170,7 +171,7 @@ def test_interrupted_run_cancels_its_jobs_and_still_releases(backend: Path, tmp_
     ("text", "message"),
     [
         ("jobs: [", "is not valid YAML"),
-        ("jobs: {a: {runs-on: x, steps: [{uses: a/b}]}}", "uses an action"),
+        ("jobs: {a: {runs-on: x, steps: [{uses: a/b}]}}", "line 1: jobs.a.steps[0].uses names the action 'a/b'"),
         ("jobs: {}", "jobs"),
     ],
 )
@@ -180,6 +181,132 @@ def test_invalid_files_are_rejected(backend: Path, tmp_path: Path, text: str, me
     done = run_local(backend, "run-workflow", str(file))
     assert done.code == 2
     assert message in document_of(done)["error"]["message"]
+
+
+FEATURES = r"""
+name: features
+on: push
+env: {LEVEL: workflow}
+jobs:
+  provision:
+    runs-on: ubuntu-latest
+    outputs:
+      label: ${{ steps.runners.outputs.label }}
+    steps:
+      - uses: actions/checkout@v4
+      - id: runners
+        run: |
+          test "$(cat hello.txt)" = committed
+          test "$GITHUB_SHA" = "$(git rev-parse HEAD)"
+          remuda provision
+          echo "label=$GITHUB_RUN_ID" >> "$GITHUB_OUTPUT"
+          echo "provisioned on ${{ github.ref_name }}" >> "$GITHUB_STEP_SUMMARY"
+  test:
+    needs: provision
+    runs-on: ${{ needs.provision.outputs.label }}
+    env: {LEVEL: job}
+    outputs:
+      lines: ${{ steps.write.outputs.lines }}
+    steps:
+      - uses: actions/checkout@v4
+        with: {path: sub}
+      - id: write
+        run: |
+          test -f sub/hello.txt && test ! -e hello.txt
+          printf 'lines<<END\none\ntwo=2\nEND\n' >> "$GITHUB_OUTPUT"
+          echo "FROM_FILE=x y" >> "$GITHUB_ENV"
+          mkdir tools && printf '#!/bin/sh\necho tool\n' > tools/mytool && chmod +x tools/mytool
+          echo "$PWD/tools" >> "$GITHUB_PATH"
+      - run: test "$FROM_FILE$(mytool)$LEVEL" = "x ytooljob" && test "${{ env.FROM_FILE }}" = "x y"
+      - {id: bad, continue-on-error: true, run: exit 3}
+      - {id: slow, continue-on-error: true, timeout-minutes: 0.001, run: sleep 60}
+      - if: failure()
+        run: echo must not run; exit 9
+      - if: steps.bad.outcome == 'failure' && steps.slow.outcome == 'failure' && steps.bad.conclusion == 'success'
+        shell: python
+        working-directory: sub
+        run: open("hello.txt").read(); print("visible", "in the tail"); raise SystemExit(4)
+      - run: echo must not run
+      - if: failure()
+        run: echo "after a failure" >> "$GITHUB_STEP_SUMMARY"
+  release:
+    needs: [provision, test]
+    if: always() && contains(needs.*.result, 'failure')
+    runs-on: ubuntu-latest
+    env: {LINES_OF_TEST: "${{ needs.test.outputs.lines }}"}
+    steps:
+      - run: remuda release
+      - run: test "$LINES_OF_TEST" = "$(printf 'one\ntwo=2')"
+"""
+
+
+def test_features_of_workflows_on_both_kinds_of_runners(backend: Path, tmp_path: Path):
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    (repository / "hello.txt").write_text("committed")
+    (repository / "w.yml").write_text(FEATURES)
+    git = ["git", "-C", str(repository), "-c", "user.name=n", "-c", "user.email=e"]
+    for words in (["init", "--quiet", "--initial-branch", "topic"], ["add", "."], ["commit", "--quiet", "-m", "m"]):
+        subprocess.run([*git, *words], check=True)
+    (repository / "hello.txt").write_text("changed")
+
+    done = run_local(backend, "run-workflow", str(repository / "w.yml"), "--run-id", "9100")
+    jobs = {job["name"]: job for job in document_of(done)["jobs"]}
+    conclusions = {name: job["conclusion"] for name, job in jobs.items()}
+    assert conclusions == {"provision": "success", "test": "failure", "release": "success"}, done.stderr
+    assert jobs["provision"]["outputs"] == {"label": "9100"}
+    assert jobs["provision"]["summary"] == "provisioned on topic\n"
+    assert jobs["test"]["summary"] == "after a failure\n"
+    outcomes = ["success", "success", "success", "failure", "failure", "skipped", "failure", "skipped", "success"]
+    assert [step["outcome"] for step in jobs["test"]["steps"]] == outcomes
+    assert jobs["test"]["steps"][3]["conclusion"] == "success"
+    assert "uncommitted changes are not included" in done.stderr
+    assert "| visible in the tail" in done.stderr
+    assert "| provisioned on topic" in done.stderr
+    assert (repository / "hello.txt").read_text() == "changed"
+    assert sorted(path.name for path in repository.iterdir()) == [".git", "hello.txt", "w.yml"]
+
+
+def test_all_problems_are_reported_before_anything_runs(backend: Path, tmp_path: Path):
+    file, trace = tmp_path / "w.yml", tmp_path / "trace"
+    file.write_text(
+        f"on: push\njobs:\n  first:\n    runs-on: ubuntu-latest\n    steps: [{{run: touch {trace}}}]\n"
+        "  test:\n    runs-on: x\n    services: {db: {image: postgres}}\n    container: node\n"
+        "    steps: [{uses: a/b@v1}]\n"
+    )
+    done = run_local(backend, "run-workflow", str(file))
+    assert done.code == 2
+    error = document_of(done)["error"]
+    assert error["message"] == "the workflow has 3 problems"
+    assert [detail.split(" ")[2] for detail in error["details"]] == [
+        "jobs.test.services",
+        "jobs.test.container",
+        "jobs.test.steps[0].uses",
+    ]
+    assert "error: line 8: jobs.test.services needs containers" in done.stderr
+    assert not trace.exists()
+
+
+async def test_runner_of_a_run_takes_no_job_that_asks_for_default_labels(backend: Path):
+    """docs/adr/0040-default-labels.md: default labels would also match jobs of other runs."""
+    assert run_local(backend, "provision", "--run-id", "9200").code == 0
+    endpoint = read_endpoint(backend / "github")
+    assert endpoint is not None
+    async with FakeGitHubClient(endpoint.url, endpoint.token) as client:
+        (runner,) = [item for item in await client.runners() if "9200" in item.labels]
+        assert runner.labels == ("9200", "large")
+        steps, repo = [JobStep(run="true")], runner.scope
+        wanted = (["self-hosted"], ["self-hosted", "linux"], ["self-hosted", "9200"], ["linux", "x64"])
+        others = [await client.queue_job(repo=repo, run_id=9201, labels=labels, steps=steps) for labels in wanted]
+        own = await client.queue_job(repo=repo, run_id=9200, labels=["9200", "LARGE"], steps=steps)
+        while own.status != "completed":
+            own = await client.job(own.id, wait_s=LIMIT_S)
+        # The queue is served in order: the runner had the choice of the earlier ones.
+        assert [(await client.job(job.id)).runner_name for job in others] == [None] * len(others)
+        for job in others:
+            await client.cancel_job(job.id)
+    assert own.conclusion == "success"
+    assert run_local(backend, "release", "--run-id", "9200").code == 0
 
 
 TOKENS = """

@@ -16,14 +16,16 @@ from remuda.adapters.aws.dynamodb.changes import CHANGES_PER_TRANSACTION
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.dynamodb.table import BATCH_ATTEMPTS
 from remuda.controlplane.context import is_applied
+from remuda.domain import provision as provisions
 from remuda.domain.errors import Conflict, Throttled, TimedOut, Unavailable, UserError
 from remuda.domain.instance import Instance, State
+from remuda.domain.provision import ProvisionChange
 from remuda.domain.signals import Signal
 from remuda.ports.calls import CallCounter
 from tests.conformance.conftest import DynamoStores
 from tests.support.aws.fault_proxy import FaultProxy, after_forwarding, cut_connection, fail, never_respond, respond
 from tests.support.aws.servers import LOOPBACK, Ministack, unused_port
-from tests.support.records import LONG_S, at, birth, change, claim_change, instance, instance_id
+from tests.support.records import LONG_S, NOW, at, birth, change, claim_change, instance, instance_id, provision
 from tests.support.virtual_time import AdjustableClock, EventRecorder
 
 ID = instance_id(1)
@@ -261,6 +263,40 @@ async def test_transaction_with_a_lost_response_has_one_history_entry_per_change
     for made, failure in zip(changes, failures, strict=True):
         assert failure is None or (isinstance(failure, Conflict) and is_applied(made, failure.current))
         assert [entry.transition for entry in await store.history(made.instance_id)] == ["birth", "end"]
+
+
+async def test_transaction_that_another_one_delays_is_unavailable(
+    store: DynamoInstanceStore, between: FaultProxy
+) -> None:
+    """A conflict of transactions says nothing about the records."""
+    running = await store.apply(birth(instance(state=State.RUNNING)))
+    opened = provision()
+    await store.put_provision(opened)
+    ours = change(running, transition="release", state=State.RELEASING)
+    close = ProvisionChange(before=opened, after=provisions.released(opened, now=NOW, why="done"))
+    reasons = [{"Code": "TransactionConflict"}, {"Code": "None"}]
+    between.then("TransactWriteItems", fail(400, "TransactionCanceledException", CancellationReasons=reasons))
+    with pytest.raises(Unavailable):
+        await store.apply_with_provision(ours, close)
+    await store.apply_with_provision(ours, close)
+    assert [entry.transition for entry in await store.history(ID)] == ["birth", "release"]
+
+
+async def test_instance_and_provision_with_a_lost_response_are_recognised(
+    store: DynamoInstanceStore, between: FaultProxy
+) -> None:
+    running = await store.apply(birth(instance(state=State.RUNNING)))
+    opened = provision()
+    await store.put_provision(opened)
+    ours = change(running, transition="release", state=State.RELEASING)
+    close = ProvisionChange(before=opened, after=provisions.released(opened, now=NOW, why="done"))
+    between.then("TransactWriteItems", after_forwarding(fail(400, "SomethingNew")))
+    with pytest.raises(Unavailable):
+        await store.apply_with_provision(ours, close)
+    with pytest.raises(Conflict) as caught:
+        await store.apply_with_provision(ours, close)
+    assert caught.value.current == ours.applied_to(running)
+    assert [entry.transition for entry in await store.history(ID)] == ["birth", "release"]
 
 
 async def test_failed_transaction_does_not_affect_the_others(store: DynamoInstanceStore, between: FaultProxy) -> None:

@@ -62,7 +62,7 @@ class ClaimRace:
 
 CLAIM_RACES = {
     "sqlite": ClaimRace(processes=8, clients_per_process=1, items=200, rivals=8),
-    "dynamodb": ClaimRace(processes=2, clients_per_process=32, items=500, rivals=4),
+    "dynamodb": ClaimRace(processes=2, clients_per_process=32, items=200, rivals=4),
 }
 
 

@@ -693,6 +693,23 @@ async def test_app_and_organisation(local: LocalScaleSets, connect: Connect, clo
         await source.ensure_set(replace(runner_set, runner_group="cold"))
 
 
+async def test_runner_group_that_was_created_again_has_its_new_id(
+    local: LocalScaleSets, connect: Connect, clock: AdjustableClock
+) -> None:
+    settings = {"app_id": APP_ID, "app_key": PUBLIC, "app_owners": ["acme"]}
+    await local.admin.change_settings(**settings, runner_groups=["again", "other"])
+    source = connect(auth=AppAuth(app_id=APP_ID, key=pem(KEY), clock=clock))
+    runner_set = replace(local.runner_set, scope="acme", runner_group="again")
+    first = await source.ensure_set(runner_set)
+    # The ids are those of the order.
+    await local.admin.change_settings(runner_groups=["other", "again"])
+    assert await source.ensure_set(runner_set) != first
+    assert await source.delete_set(replace(runner_set, runner_group="other"))
+    await local.admin.change_settings(runner_groups=["other"])
+    with pytest.raises(UserError, match="no runner group 'again'"):
+        await source.delete_set(runner_set)
+
+
 @pytest.mark.parametrize("path", ["/api/v3", "/api/v3/"])
 async def test_enterprise_server(local: LocalScaleSets, connect: Connect, path: str) -> None:
     assert await connect(path).ensure_set(local.runner_set) == await local.source.ensure_set(local.runner_set)

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from remuda.adapters.sqlite import tables
 from remuda.adapters.sqlite.connection import FIRST_INTERVAL_S, LAST_INTERVAL_S
 from remuda.adapters.sqlite.pool import SqliteResourcePool
 from remuda.adapters.sqlite.schema import VERSION, translated
@@ -403,6 +404,32 @@ async def test_documents_are_read_again_only_after_a_commit(
         asleep.set_result(None)
         assert await waiting == written
         assert polls(calls) == 3
+
+
+async def test_commit_between_the_reads_of_a_poll_is_seen_by_the_next_one(
+    polling: SqliteInstanceStore, store: SqliteInstanceStore, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = await polling.apply(birth(instance()))
+    loop = asyncio.get_running_loop()
+    read = tables.by_keys
+    written: list[Instance] = []
+
+    def read_then_commit(*arguments: Any) -> Any:
+        found = read(*arguments)
+        if not written:
+            writing = asyncio.run_coroutine_threadsafe(store.apply(change(record, uses=1)), loop)
+            written.append(writing.result(LONG_S))
+        return found
+
+    monkeypatch.setattr(tables, "by_keys", read_then_commit)
+    async with asyncio.timeout(LONG_S):
+        waiting = asyncio.create_task(polling.wait_for_control(record.instance_id, record, 2 * LONG_S))
+        await clock.end_sleep()
+        asleep = asyncio.create_task(clock.next_sleep())
+        await asyncio.wait({waiting, asleep}, return_when=asyncio.FIRST_COMPLETED)
+        assert not asleep.done(), "the second poll has not seen the commit"
+        assert [await waiting] == written
+        asleep.cancel()
 
 
 async def test_polling_interval_grows_within_bounds(polling: SqliteInstanceStore, clock: ManualClock) -> None:

@@ -20,10 +20,11 @@ from simulation.mutants import MUTANTS
 from simulation.report import ROOT, SETTINGS, run_all
 from simulation.shrink import describe, shrink
 
-SEEDS = 200
+#: Catches every mutant that 200 seeds catch; the seed of `acquired-by-instance` has a test of its own.
+SEEDS = 80
 SMALL = CampaignSettings(hours=0.25, instances=5)
 FEW_FAULTS = replace(SMALL, faults=Swarm.FEW)
-FEW_SEEDS = 60
+FEW_SEEDS = 30
 #: Bugs that the simulation found, and the seeds that find their mutants.
 FOUND_BUGS = {
     "duplicates-of-the-unclaimed": 248,
@@ -41,6 +42,8 @@ FOUND_BUGS = {
 }
 #: Settings that each mutant is simulated with.
 MUTANT_SETTINGS = {mutant.name: mutant.settings or SETTINGS for mutant in MUTANTS}
+#: Seeds and settings of the short campaign.
+CAMPAIGN = {(seed, SETTINGS) for seed in range(SEEDS)}
 #: The registration of a new machine was removed as stale while its provision was paused.
 REMOVED_BEFORE_ITS_RECORD = 620_239
 REMOVED_FAULTS = "reset-failed,listener-dies,write-unsure,slow-call,agent-pause,terminate,pause,throttled"
@@ -54,7 +57,7 @@ FOUND_IN_SMALL_WORLDS = {
 }
 #: Some mutants of each kind that need few seeds; `make simulate` runs all of them.
 QUICK = (
-    "claim-without-epoch",
+    "claim-keeps-epoch",
     "adopt-a-sibling",
     "no-rollback",
     "signals-of-any-epoch",
@@ -71,7 +74,7 @@ QUICK = (
 )
 #: Worlds with runner sets, the transitions that only they have, and mutants that need few of them.
 DEMAND = CampaignSettings(hours=0.1, instances=3, demand=True)
-DEMAND_SEEDS = 100
+DEMAND_SEEDS = 50
 DEMAND_ROWS = frozenset({"equip", "bind", "listen-on", "fill"})
 QUICK_OF_DEMAND = (
     "free-capacity-announced",
@@ -130,7 +133,7 @@ def test_no_invariant_is_violated_with_few_faults():
 @pytest.mark.parametrize(
     ("seed", "settings"),
     [
-        *sorted({(seed, MUTANT_SETTINGS[name]) for name, seed in FOUND_BUGS.items()}, key=itemgetter(0)),
+        *sorted({(seed, MUTANT_SETTINGS[name]) for name, seed in FOUND_BUGS.items()} - CAMPAIGN, key=itemgetter(0)),
         *((seed, SMALL) for seed in FOUND_IN_SMALL_WORLDS.values()),
         (REMOVED_BEFORE_ITS_RECORD, replace(SMALL, faults=parse_faults(REMOVED_FAULTS))),
     ],

@@ -7,7 +7,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import cache
 
 import pytest
 
@@ -30,10 +31,11 @@ for seed in sys.argv[1:]:
     result = simulate(draw_plan(int(seed), hours=0.5, instances=10))
     print(result.digest, result.steps, result.violation)
 """
-SEEDS = ("203", "12", "13")
+SEEDS = ("12", "13", "203")
 
 
-def history(salt: str, seeds: Sequence[str]) -> str:
+@cache
+def history(salt: str, seeds: tuple[str, ...]) -> str:
     environment = {**os.environ, "PYTHONHASHSEED": salt}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, *seeds], env=environment, capture_output=True, text=True, check=True
@@ -47,8 +49,8 @@ def test_a_seed_gives_the_same_trace_under_another_hash_seed():
 
 def test_an_earlier_simulation_does_not_change_the_trace():
     """Memory addresses of tasks differ then."""
-    *_, last = history("1", ("5", "6", "203")).splitlines()
-    assert [last] == history("1", ("203",)).splitlines()
+    *_, last = history("1", SEEDS).splitlines()
+    assert [last] == history("1", SEEDS[-1:]).splitlines()
 
 
 def test_a_seed_gives_the_same_trace_again_and_another_seed_another():

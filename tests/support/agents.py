@@ -42,8 +42,8 @@ class RecordingMachine:
         self.notice = ""
         self.script = StepResult(ok=True)
         self.reset_outcome = StepResult(ok=True)
-        #: Seconds that a reset takes.
-        self.reset_s = 0.0
+        #: Seconds that the script and a reset take.
+        self.script_s = self.reset_s = 0.0
 
     async def identity(self) -> Identity:
         return self._identity
@@ -62,6 +62,7 @@ class RecordingMachine:
 
     async def run_script(self, timeout_s: float) -> StepResult:  # noqa: ARG002 - the port's
         self.log.append("script")
+        await asyncio.sleep(self.script_s)
         return self.script
 
     async def reset(self) -> StepResult:

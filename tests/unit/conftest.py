@@ -7,7 +7,6 @@ examples each time, however slow this computer is; `make fuzz` tries new ones.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
@@ -16,10 +15,12 @@ from hypothesis import settings
 
 from simulation.loop import new_loop
 from tests.support.agents import AgentFixture
+from tests.support.mutations import LONG, SHORT
 from tests.support.world import PoolWorld
 
 settings.register_profile("new", deadline=None)
-settings.load_profile("new" if "REMUDA_FUZZ" in os.environ else "ci")
+settings.register_profile("short", settings.get_profile("ci"), max_examples=SHORT)
+settings.load_profile("new" if LONG else "short")
 
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> Mapping[str, Callable[[], Any]]:

@@ -84,7 +84,8 @@ def _provision(document: Document) -> list[str]:
     head = f"{plural(len(instances), 'runner')} for run {escape(document['run_id'])}"
     facts = (
         f"{document['reused']} reused, {document['created']} created, in {_seconds(document['seconds'])}. "
-        f"Use them with <code>runs-on: {escape(document['label'])}</code><br>"
+        f"Use them with <code>runs-on: {escape(document['label'])}</code>. "
+        "They have no label <code>self-hosted</code>: a job that asks for it as well waits for ever.<br>"
         f"Tier {escape(document['tier'])}: {escape(document['tier_reason'])}"
         + ("<br>Ephemeral: each instance runs one job" if document["ephemeral"] else "")
     )

@@ -25,6 +25,7 @@ from remuda.config.declaration import ACTION_MODES
 from remuda.config.settings import SETTINGS
 from remuda.domain.errors import Interrupted, RemudaError, UserError
 from remuda.domain.pool_config import DEFAULT_GROUP_ID
+from remuda.domain.text import sanitize
 
 if TYPE_CHECKING:
     from remuda.controlplane.context import Context
@@ -114,8 +115,9 @@ class LogOutput(Output):
         super().__init__(as_json=False)
         self.channel = channel
 
-    def say(self, text: str, *, style: str | None = None) -> None:  # noqa: ARG002 - a log has no styles
-        self.channel.say(text)
+    def say(self, *lines: str, style: str | None = None) -> None:  # noqa: ARG002 - a log has no styles
+        for line in lines:
+            self.channel.say(sanitize(line))
 
     def log_line(self, line: str) -> None:
         self.channel.say(line)
@@ -134,8 +136,8 @@ class StepOutput(Output):
         self.warnings: list[str] = []
         self.rolled_back: list[RolledBackInstance] = []
 
-    def say(self, text: str, *, style: str | None = None) -> None:  # noqa: ARG002 - a log has no styles
-        self.messages.append(text)
+    def say(self, *lines: str, style: str | None = None) -> None:  # noqa: ARG002 - a log has no styles
+        self.messages.extend(map(sanitize, lines))
 
     def show(self, renderable: Any) -> None:
         """Do nothing: the summary contains the tables."""

@@ -394,8 +394,15 @@ class Heartbeat:
     def observe(self, record: Instance | None, runner: RunnerState) -> None:
         """Write the next heartbeat at once if a field that others wait for differs from the last one."""
         self.record = record
-        if _runner_fields(record, runner) != self.written:
+        if self._fields(runner) != self.written:
             self.due.set()
+
+    def _fields(self, runner: RunnerState) -> _RunnerFields:
+        """That its registration was used up is said until the end of the release, also after the runner was removed."""
+        fields, record, written = _runner_fields(self.record, runner), self.record, self.written
+        if record is None or written is None or record.state is not State.RELEASING:
+            return fields
+        return fields._replace(spent_epoch=record.epoch) if written.spent_epoch == record.epoch else fields
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -412,7 +419,7 @@ class Heartbeat:
     async def _beat(self) -> None:
         try:
             notice = await self._spot_notice()
-            fields = self.written = _runner_fields(self.record, self.runner.state())
+            fields = self.written = self._fields(self.runner.state())
             await self.store.beat(
                 self.instance_id, at=self.clock.now(), notice=notice, version=self.version, **fields._asdict()
             )

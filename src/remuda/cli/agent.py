@@ -20,6 +20,7 @@ from remuda.agent.loop import Agent
 from remuda.agent.runner import ActionsRunner
 from remuda.cli.output import JSON_LOGS, error_line, record_line
 from remuda.domain.errors import RemudaError, Unavailable, UserError
+from remuda.domain.text import sanitize
 from remuda.domain.timestamps import to_text
 from remuda.ports.calls import CallCounter
 from remuda.ports.event_log import EventLog
@@ -36,20 +37,20 @@ class LineEventLog:
         self._as_json = as_json
 
     def record(self, action: str, why: str = "", **facts: Any) -> None:
-        # Texts of jobs and other programs may contain line breaks.
+        # Texts of jobs and other programs may contain line breaks and escape sequences.
         why = " ".join(why.splitlines())
         if self._as_json:
             line = record_line(self._clock.now(), action, why, facts)
         else:
             fields = " ".join(f"{key}={value}" for key, value in facts.items() if value not in {None, ""})
-            line = f"{to_text(self._clock.now())} {action} {fields} {why}".rstrip()
+            line = sanitize(f"{to_text(self._clock.now())} {action} {fields} {why}").rstrip()
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
 
     def fail(self, error: RemudaError) -> None:
         """Report the error that stops the agent, on stderr."""
         fix = f"; {error.fix}" if error.fix else ""
-        plain = " ".join(f"remuda agent: {error.message}{fix}".splitlines())
+        plain = sanitize(f"remuda agent: {error.message}{fix}")
         sys.stderr.write((error_line(self._clock.now(), error) if self._as_json else plain) + "\n")
 
 

@@ -213,9 +213,10 @@ def _container(wanted: DeployTarget, facts: DeployFacts, plan: StackPlan) -> str
 def _report(output: Output, result: DeployResult, document: dict[str, Any]) -> int:
     _show_checks(output, result.doctor)
     if text := document["container"]:
-        output.say(f"the listener of the runner sets does not run in the stack; start it elsewhere:\n\n{text}")
+        output.say("the listener of the runner sets does not run in the stack; start it elsewhere:", "")
+        output.say(*text.splitlines())
     if text := document["workflow"]:
-        output.say(f"pool {document['pool']} is ready; a workflow that uses it, for .github/workflows/ci.yml:\n")
+        output.say(f"pool {document['pool']} is ready; a workflow that uses it, for .github/workflows/ci.yml:", "")
         if not output.as_json:
             sys.stdout.write(text)
     output.result(
@@ -584,7 +585,7 @@ def _show_checks(output: Output, results: Mapping[str, CheckResult]) -> None:
     if sys.stderr.isatty():
         output.show(check_table(results))
     else:
-        output.say(check_lines(results).rstrip())
+        output.say(*check_lines(results))
 
 
 def _show_changes(output: Output, changes: Sequence[StackChange]) -> None:

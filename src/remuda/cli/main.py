@@ -404,8 +404,9 @@ _command(
     "run-workflow",
     "cli.run_workflow:run_workflow_file",
     "Run a small workflow against the local GitHub.",
-    Argument(["file"], metavar="FILE", help="A workflow with jobs, needs, runs-on, strategy.matrix and run steps."),
+    Argument(["file"], metavar="FILE", help="A workflow with run steps and actions/checkout."),
     option("--rerun-failed", "Run the failed jobs of the last run again, and those that need them."),
+    option("--verbose", "Show the whole output of each job, not only the last lines of failed steps."),
 )
 _command(
     "demo",

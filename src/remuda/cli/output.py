@@ -18,9 +18,9 @@ from remuda.ports.clock import Clock
 from remuda.ports.event_log import EventLog
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
+    from remuda.cli.terminal import PlainConsole
     from remuda.controlplane.context import Context
 
 #: Terminal style per event; others are plain.
@@ -91,35 +91,38 @@ class Output:
     def __init__(self, *, as_json: bool, quiet: bool = False) -> None:
         self.as_json = as_json
         self._quiet = quiet
-        self._console: Console | None = None
+        self._console: PlainConsole | None = None
 
     @property
     def is_quiet(self) -> bool:
         return self._quiet
 
     @property
-    def console(self) -> Console:
+    def console(self) -> PlainConsole:
         """The console on stderr: styled on a terminal, plain lines in a log."""
         if self._console is None:
             from remuda.cli.terminal import PlainConsole  # noqa: PLC0415 - slow to import and often not needed
 
-            self._console = PlainConsole(stderr=True, highlight=False, width=self.width, soft_wrap=True)
+            self._console = PlainConsole(stderr=True, width=self.width, soft_wrap=True)
         return self._console
 
-    def say(self, text: str, *, style: str | None = None) -> None:
+    def say(self, *lines: str, style: str | None = None) -> None:
+        """Print lines for people. A line break in one of them, as in texts from outside, does not start a new line."""
         if self._quiet:
             return
+        text = "\n".join(lines).strip()
         if not self.logs_json:
-            self._print(text, style)
-        elif text.strip():
-            self.event("message", {"text": text.strip()}, level="warning" if style and "yellow" in style else "info")
+            for line in lines:
+                self._print(line, style)
+        elif text:
+            self.event("message", {"text": text}, level="warning" if style and "yellow" in style else "info")
 
-    def _print(self, text: str, style: str | None) -> None:
+    def _print(self, line: str, style: str | None) -> None:
         """One line on stderr. rich is slow to import, and only a terminal shows styles."""
         if sys.stderr.isatty() or any(name in os.environ for name in _STYLE_VARIABLES):
-            self.console.print(text, style=style, markup=False)
+            self.console.print(sanitize(line), style=style)
         else:
-            self.log_line(plain_text(text))
+            self.log_line(sanitize(line))
 
     def say_errors(self, errors: Iterable[str]) -> None:
         for error in errors:
@@ -140,15 +143,16 @@ class Output:
     def answer(self, *renderables: Any, soft_wrap: bool = False) -> None:
         """Print the result for people on stdout. With --json, `result` prints the document there instead.
 
-        `soft_wrap` leaves long lines unbroken, for logs and grep.
+        A text is one line. `soft_wrap` leaves long lines unbroken, for logs and grep.
         """
         if self.as_json:
             return
         from remuda.cli.terminal import PlainConsole  # noqa: PLC0415 - slow to import and often not needed
 
-        console = PlainConsole(highlight=False, width=self.width)
+        console = PlainConsole(width=self.width)
         for renderable in renderables:
-            console.print(renderable, soft_wrap=soft_wrap)
+            shown = sanitize(renderable) if isinstance(renderable, str) else renderable
+            console.print(shown, soft_wrap=soft_wrap)
 
     @property
     def width(self) -> int:
@@ -175,22 +179,19 @@ class Output:
 
     def error(self, error: RemudaError) -> None:
         fix = f"; {error.fix}" if error.fix else ""
-        # A value or a message of another program may contain line breaks.
-        line = " ".join(f"remuda: {error.message}{fix}".splitlines())
         if self.logs_json:
             self.log_line(error_line(SystemClock().now(), error))
         else:
-            self._print(line, "bold red")
-        self.result(
-            {
-                "error": {
-                    "type": type(error).__name__,
-                    "message": error.message,
-                    "field": error.field if isinstance(error, UserError) else None,
-                    "fix": error.fix or None,
-                }
-            }
-        )
+            self._print(f"remuda: {error.message}{fix}", "bold red")
+        details = error.details if isinstance(error, UserError) else ()
+        self.say_errors(details)
+        document = {
+            "type": type(error).__name__,
+            "message": error.message,
+            "field": error.field if isinstance(error, UserError) else None,
+            "fix": error.fix or None,
+        }
+        self.result({"error": document | ({"details": list(details)} if details else {})})
 
 
 class ConsoleEventLog:
@@ -212,8 +213,7 @@ class ConsoleEventLog:
         if facts.get("source") or facts.get("target"):
             arrow = f"{facts.get('source') or 'new'} to {facts.get('target')}: "
         line = f"{at:%H:%M:%S} {action:<16} {subject:<20} {arrow}{why}"
-        # Texts from outside must not break the line.
-        self._output.say(sanitize(line).rstrip(), style=self._style(action))
+        self._output.say(line.rstrip(), style=self._style(action))
 
     @staticmethod
     def _style(action: str) -> str | None:
@@ -237,24 +237,13 @@ def table(
     from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 
-    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    made = Table(title=sanitize(title), title_justify="left", box=box.SIMPLE_HEAD)
     for column in columns:
         justify = "right" if column in numeric else "left"
         made.add_column(column, justify=justify, no_wrap=column in no_wrap, overflow="fold")  # type: ignore[arg-type]
     for row in rows:
-        # `Text` prevents rich from interpreting markup in names.
-        made.add_row(*(Text(clean(value)) for value in row))
+        made.add_row(*(Text(sanitize(value)) for value in row))
     return made
-
-
-def plain_text(text: str) -> str:
-    """The text with its lines, without other control characters."""
-    return text if text.isprintable() else "\n".join(map(sanitize, text.split("\n")))
-
-
-def clean(text: str) -> str:
-    """Replace characters that could control the terminal. Instances and GitHub are untrusted sources."""
-    return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def format_duration(seconds: float) -> str:

@@ -27,6 +27,7 @@ from remuda.domain.errors import RemudaError, UserError
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.reporting.explanation import Explanation
 from remuda.domain.reporting.usage import UsageReport
+from remuda.domain.text import sanitize
 from remuda.ports.doctor import CheckResult, CheckStatus
 from remuda.ports.event_log import SilentEventLog
 from remuda.wiring import open_context
@@ -91,7 +92,7 @@ class StatusScreen:
 
         from remuda.cli.terminal import PlainConsole  # noqa: PLC0415 - as above
 
-        self._console = PlainConsole(highlight=False)
+        self._console = PlainConsole()
         self._live = Live(console=self._console, screen=True, auto_refresh=False, vertical_overflow="crop")
 
     def __enter__(self) -> Self:
@@ -106,10 +107,10 @@ class StatusScreen:
 
         rows = max(self._console.height - RESERVED_ROWS - len(current.warnings), 3)
         tables = status_view.status_tables(current, width=self._console.width, rows=rows)
-        self._live.update(Group(_plain(status_view.headline(current)), *tables), refresh=True)
+        self._live.update(Group(sanitize(status_view.headline(current)), *tables), refresh=True)
 
     def show_error(self, error: RemudaError) -> None:
-        self._live.update(_plain(_retry_message(error)), refresh=True)
+        self._live.update(sanitize(_retry_message(error)), refresh=True)
 
 
 class StatusLines:
@@ -131,17 +132,11 @@ class StatusLines:
         else:
             lines = status_view.changes(self._previous, current)
         self._previous = current
-        sys.stdout.writelines(f"{line}\n" for line in lines)
+        sys.stdout.writelines(f"{sanitize(line)}\n" for line in lines)
         sys.stdout.flush()
 
     def show_error(self, error: RemudaError) -> None:
         self._output.say(_retry_message(error), style="yellow")
-
-
-def _plain(text: str) -> Any:
-    from rich.text import Text  # noqa: PLC0415 - as above
-
-    return Text(text)
 
 
 def _retry_message(error: RemudaError) -> str:
@@ -251,15 +246,15 @@ def run_doctor(settings: Settings, output: Output) -> int:
         output.answer(check_table(results))
     elif not output.as_json:
         # One line per check, never wrapped, for logs and grep.
-        sys.stdout.write(check_lines(results))
+        sys.stdout.writelines(f"{line}\n" for line in check_lines(results))
     output.result({"checks": [check_document(name, result) for name, result in results.items()]})
     return exit_code(results.values())
 
 
 def run_config(settings: Settings, output: Output, *, pool: str | None) -> int:
     if pool is not None:
-        named = {"pool": pool, "origins": {**settings.origins, "pool": "--pool"}} if pool else {}
-        return _show_pool_config(replace(settings, **named), output)
+        origins = {**settings.origins, "pool": "--pool"}
+        return _show_pool_config(replace(settings, pool=pool, origins=origins) if pool else settings, output)
     if not output.as_json:
         output.answer(config_table(settings))
     output.result({"settings": config_rows(settings)})
@@ -295,17 +290,10 @@ def check_document(name: str, result: CheckResult) -> dict[str, Any]:
     return {"name": name, "status": result.status.value, "message": result.message, "fix": result.fix or None}
 
 
-def _one_line(text: str) -> str:
-    """Remove line breaks, which messages of other programs may contain."""
-    return " ".join(text.splitlines())
-
-
-def check_lines(results: Mapping[str, CheckResult]) -> str:
-    text = ""
-    for name, result in results.items():
-        fix = f" -> {result.fix}" if result.fix else ""
-        text += _one_line(f"{result.status:<8} {name}: {result.message}{fix}") + "\n"
-    return text
+def check_lines(results: Mapping[str, CheckResult]) -> list[str]:
+    """One line per check."""
+    fixes = {name: f" -> {result.fix}" if result.fix else "" for name, result in results.items()}
+    return [sanitize(f"{item.status:<8} {name}: {item.message}{fixes[name]}") for name, item in results.items()]
 
 
 def check_table(results: Mapping[str, CheckResult]) -> Table:
@@ -318,5 +306,5 @@ def check_table(results: Mapping[str, CheckResult]) -> Table:
         table.add_column(column, no_wrap=column in {"check", "status"}, overflow="fold")
     for name, result in results.items():
         status = Text(result.status.value, style=_STYLES[result.status])
-        table.add_row(Text(name), status, Text(_one_line(result.message)), Text(_one_line(result.fix)))
+        table.add_row(sanitize(name), status, sanitize(result.message), sanitize(result.fix))
     return table

@@ -8,26 +8,36 @@ import importlib.util
 import json
 import os
 import re
-import signal
-import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import Any
 
 import httpx
 
 from remuda.adapters.system.clock import SystemClock
+from remuda.cli.checkout import NO_COMMIT, Repository, find_repository, take_snapshot
+from remuda.cli.hosted_job import HostedRunner, steps_of
 from remuda.cli.output import Output
 from remuda.cli.run import run_async
-from remuda.cli.workflow_file import MAX_BYTES, MAX_SHOWN, WorkflowJob, load_workflow, parse_workflow
+from remuda.cli.workflow_file import (
+    MAX_BYTES,
+    MAX_SHOWN,
+    ResolvedJob,
+    WorkflowJob,
+    load_workflow,
+    parse_workflow,
+)
 from remuda.config.settings import Settings
 from remuda.domain.errors import Unavailable, UserError
+from remuda.domain.reporting.demand import describe_missing_labels
 from remuda.domain.runner_set import RunnerSet
-from remuda.domain.text import quote
+from remuda.domain.text import quote, truncate
 from remuda.fake_github.client import FakeGitHubClient, FakeGitHubError, JobStep, JobView
+from remuda.fake_github.fake_runner.expressions import ExpressionError, Scope, is_met
 from remuda.wiring.local import check_local, layout, local_endpoint, stored_config
 
 EXIT_JOB_FAILED = 1
@@ -37,14 +47,13 @@ _INSTANCE = re.compile(r"i-[0-9a-f]{8,17}$")
 POLL_S = 20.0
 #: Seconds for jobs with `if: always()` after the run was cancelled.
 ALWAYS_JOBS_S = 60.0
-#: Seconds between the signals to an interrupted step, as on GitHub.
-STEP_GRACE_S = 7.5
-#: Seconds to wait for remaining output after a step has exited.
-LAST_OUTPUT_S = 0.5
-CHUNK_BYTES = 64 * 1024
 EVENT_NAME = "workflow_dispatch"
-#: Prefix of the variables with which steps request OIDC tokens.
-OIDC_VARIABLES = "ACTIONS_ID_TOKEN_"
+#: Lines of a failed step that are shown without --verbose, and lines of a job's summary.
+SHOWN_LINES = 20
+SUMMARY_LINES = 40
+MAX_STEP_NAME = 40
+#: Conclusions of jobs, the one that decides for a matrix first.
+_CONCLUSIONS = ("failure", "cancelled", "success", "skipped")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +68,25 @@ class WorkflowJobResult:
     runner_set: str = ""
     #: Seconds until a runner started the job; None if none did.
     wait_seconds: float | None = None
+    outputs: Mapping[str, str] = field(default_factory=dict)
+    #: Markdown that its steps wrote to $GITHUB_STEP_SUMMARY.
+    summary: str = ""
+    #: Steps that have ended.
+    steps: tuple[JobStep, ...] = ()
+    #: Whether a failure of the job leaves the run successful.
+    continues_on_error: bool = False
+
+    @property
+    def result(self) -> str:
+        """The result for the jobs that need it."""
+        return "success" if self.continues_on_error and self.conclusion == "failure" else self.conclusion
+
+    def document(self) -> dict[str, Any]:
+        steps = [
+            {"name": step.name, "conclusion": step.conclusion, "outcome": step.outcome, "seconds": step.seconds}
+            for step in self.steps
+        ]
+        return asdict(replace(self, steps=())) | {"steps": steps}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,40 +97,69 @@ class LastRun:
     attempt: int
     #: By name of the job.
     conclusions: Mapping[str, str]
+    outputs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
-def run_workflow_file(settings: Settings, output: Output, *, file: str, rerun_failed: bool) -> int:
+def run_workflow_file(
+    settings: Settings, output: Output, *, file: str, rerun_failed: bool = False, verbose: bool = False
+) -> int:
     check_local(settings)
     return run_async(
-        lambda: run_workflow(settings, output, file=file, rerun_failed=rerun_failed),
+        lambda: run_workflow(settings, output, file=file, rerun_failed=rerun_failed, verbose=verbose),
         on_interrupt_message="interrupted; the jobs of the run were cancelled",
     )
 
 
-async def run_workflow(settings: Settings, output: Output, *, file: str, rerun_failed: bool = False) -> int:
+async def run_workflow(
+    settings: Settings, output: Output, *, file: str, rerun_failed: bool = False, verbose: bool = False
+) -> int:
     clock = SystemClock()
     before = _last_run(settings) if rerun_failed else None
     # Like GitHub's run ids: an increasing number.
     run_id = before.run_id if before else settings.run_id or str(int(clock.now().timestamp() * 1000))
     attempt = before.attempt + 1 if before else settings.run_attempt
-    repository = settings.github_scope if "/" in settings.github_scope else f"{settings.github_scope}/demo"
-    github = {
-        "run_id": run_id,
-        "run_attempt": str(attempt),
-        "repository": repository,
-        "workflow_ref": f"{repository}/.github/workflows/{Path(file).name}@refs/heads/main",
-    }
-    jobs = parse_workflow(_read(file), github)
+    document = _read(file)
+    repository = await find_repository(await asyncio.to_thread(lambda: Path(file).absolute().parent))
+    github = _github_context(settings, file, document, repository, run_id=run_id, attempt=attempt)
+    jobs = parse_workflow(document, github)
     kept = kept_jobs(jobs, before) if before else set()
     endpoint = local_endpoint(settings)
     config = await stored_config(settings)
+    state = layout(settings).root
     async with FakeGitHubClient(endpoint.url, endpoint.token) as client:
-        run = WorkflowRun(settings, output, client, clock, github, runner_sets=config.runner_sets if config else ())
-        try:
-            results = await run.run(jobs, kept)
-        finally:
-            _save_run(settings, LastRun(run_id=run_id, attempt=attempt, conclusions={**run.conclusions}))
-    failed = [result for result in results if result.conclusion not in {"success", "skipped"}]
+        with tempfile.TemporaryDirectory(prefix="remuda-run-", ignore_cleanup_errors=True) as folder:
+            checkout: dict[str, str] = {}
+            checkouts = [step for job in jobs for step in job.steps if step.uses]
+            if checkouts:
+                with_history = any(step.inputs.get("fetch-depth", "1") != "1" for step in checkouts)
+                target = Path(folder) / "repository"
+                checkout = await take_snapshot(repository, target, state=state, with_history=with_history)
+                output.say(f"actions/checkout copies {repository.summary}")
+            run = WorkflowRun(
+                output,
+                client,
+                clock,
+                github,
+                hosted=HostedRunner(Path(folder) / "hosted", state=state),
+                server=endpoint.url,
+                runner_sets=config.runner_sets if config else (),
+                checkout=checkout,
+                verbose=verbose,
+                kept_outputs=before.outputs if before else {},
+            )
+            try:
+                results = await run.run(jobs, kept)
+            finally:
+                _save_run(
+                    settings,
+                    LastRun(
+                        run_id=run_id,
+                        attempt=attempt,
+                        conclusions={name: result.conclusion for name, result in run.results.items()},
+                        outputs={name: result.outputs for name, result in run.results.items()},
+                    ),
+                )
+    failed = [result for result in results if result.result not in {"success", "skipped"}]
     conclusion = "failure" if failed else "success"
     output.say(f"run {run_id}: {conclusion}", style="bold red" if failed else "bold green")
     output.result(
@@ -110,10 +167,36 @@ async def run_workflow(settings: Settings, output: Output, *, file: str, rerun_f
             "run_id": run_id,
             "run_attempt": attempt,
             "conclusion": conclusion,
-            "jobs": [asdict(result) for result in results],
+            "jobs": [result.document() for result in results],
         }
     )
     return EXIT_JOB_FAILED if failed else 0
+
+
+def _github_context(
+    settings: Settings, file: str, document: object, repository: Repository, *, run_id: str, attempt: int
+) -> dict[str, str]:
+    """The values of the github context that make sense on this machine."""
+    name = settings.github_scope if "/" in settings.github_scope else f"{settings.github_scope}/demo"
+    given = document.get("name") if isinstance(document, Mapping) else None
+    actor, ref = name.partition("/")[0], f"refs/heads/{repository.branch}"
+    return {
+        "run_id": run_id,
+        "run_attempt": str(attempt),
+        "run_number": "1",
+        "repository": name,
+        "workflow": given if isinstance(given, str) else f".github/workflows/{Path(file).name}",
+        "workflow_ref": f"{name}/.github/workflows/{Path(file).name}@{ref}",
+        "sha": repository.commit or NO_COMMIT,
+        "ref": ref,
+        "ref_name": repository.branch,
+        "ref_type": "branch",
+        "head_ref": "",
+        "base_ref": "",
+        "event_name": EVENT_NAME,
+        "actor": actor,
+        "triggering_actor": actor,
+    }
 
 
 # Re-runs ------------------------------------------------------------------------------------------------------------
@@ -179,18 +262,29 @@ def _read(file: str) -> object:
 class WorkflowRun:
     def __init__(
         self,
-        settings: Settings,
         output: Output,
         client: FakeGitHubClient,
         clock: SystemClock,
         github: Mapping[str, str],
         *,
+        hosted: HostedRunner,
+        server: str = "",
         runner_sets: Sequence[RunnerSet] = (),
+        checkout: Mapping[str, str] | None = None,
+        verbose: bool = False,
+        kept_outputs: Mapping[str, Mapping[str, str]] | None = None,
     ) -> None:
-        self._settings = settings
+        self._hosted = hosted
+        self._server = server
+        self._checkout = dict(checkout or {})
+        self._verbose = verbose
+        self._kept_outputs = kept_outputs or {}
         self._runner_sets = [item for item in runner_sets if item.covers(github["repository"])]
         #: By name of the job.
-        self.conclusions: dict[str, str] = {}
+        self.results: dict[str, WorkflowJobResult] = {}
+        self._by_key: defaultdict[str, list[WorkflowJobResult]] = defaultdict(list)
+        self._ancestors: dict[str, frozenset[str]] = {}
+        self._cancelled = False
         self._output = output
         self._client = client
         self._clock = clock
@@ -204,6 +298,7 @@ class WorkflowRun:
         for key in TopologicalSorter({job.key: job.needs for job in jobs}).static_order():
             for index, job in enumerate(jobs):
                 if job.key == key:
+                    self._ancestors[key] = frozenset(job.needs).union(*(self._ancestors[need] for need in job.needs))
                     needed = [task for need in job.needs for task in tasks[need]]
                     started[index] = asyncio.create_task(self._run_after(job, needed, is_kept=job.name in kept))
                     tasks[key].append(started[index])
@@ -216,72 +311,134 @@ class WorkflowRun:
                 if not task.cancelling():
                     task.cancel()
             await asyncio.gather(*ordered, return_exceptions=True)
-            await self._run_always_jobs(jobs, ordered)
+            self._cancelled = True
+            await self._run_after_cancellation(jobs, ordered)
             raise
 
     async def _run_after(
         self, job: WorkflowJob, needed: list[asyncio.Task[WorkflowJobResult]], *, is_kept: bool
     ) -> WorkflowJobResult:
-        results = [await task for task in needed]
+        await asyncio.gather(*needed)
         if is_kept:
             self._say(job.name, "success in an earlier attempt")
-            result = WorkflowJobResult(name=job.name, conclusion="success", instance_id=None, seconds=0.0)
-        elif not job.runs_after([result.conclusion for result in results]):
+            outputs = self._kept_outputs.get(job.name, {})
+            result = _ended(job.name, "success", outputs=outputs)
+        elif not self._is_due(job):
             self._say(job.name, "skipped")
-            result = WorkflowJobResult(name=job.name, conclusion="skipped", instance_id=None, seconds=0.0)
+            result = _ended(job.name, "skipped")
         else:
             result = await self._run_job(job)
-        self.conclusions[job.name] = result.conclusion
+        self._keep(job, result)
         return result
+
+    def _keep(self, job: WorkflowJob, result: WorkflowJobResult) -> None:
+        self.results[job.name] = result
+        self._by_key[job.key].append(result)
+
+    def _is_due(self, job: WorkflowJob) -> bool:
+        """Evaluate the condition. As on GitHub, success() and failure() look at all ancestors."""
+        ancestors = {result.result for key in self._ancestors[job.key] for result in self._by_key[key]}
+        status = {
+            "always": lambda: True,
+            "success": lambda: ancestors <= {"success"} and not self._cancelled,
+            "failure": lambda: "failure" in ancestors,
+            "cancelled": lambda: self._cancelled,
+        }
+        contexts = {"github": {**self._github, "job": job.key}, "needs": self._needs(job)}
+        try:
+            return is_met(job.condition, Scope(contexts, status))
+        except ExpressionError as error:
+            where = f"jobs.{job.key}.if"
+            raise UserError(f"{where}: {error}", field=where, fix="correct the file") from None
+
+    def _needs(self, job: WorkflowJob) -> dict[str, Any]:
+        """The needs context: result and outputs of the jobs that the job needs. A matrix counts as one job."""
+        return {
+            need: {
+                "result": next(
+                    (each for each in _CONCLUSIONS if each in {result.result for result in self._by_key[need]}),
+                    "cancelled",
+                ),
+                # Of a matrix, the last job that sets an output decides.
+                "outputs": {
+                    name: value for result in self._by_key[need] for name, value in result.outputs.items() if value
+                },
+            }
+            for need in job.needs
+        }
 
     async def _run_job(self, job: WorkflowJob) -> WorkflowJobResult:
         began = self._clock.monotonic()
-        result = WorkflowJobResult(name=job.name, conclusion="cancelled", instance_id=None, seconds=0.0)
+        resolved = job.resolve(self._github, self._needs(job))
+        result = _ended(job.name, "cancelled")
         try:
-            async with asyncio.timeout(job.timeout_s):
-                if job.hosted:
-                    result = replace(result, conclusion=await self._run_hosted(job))
-                else:
-                    result = await self._run_queued(job)
+            async with asyncio.timeout(resolved.timeout_s):
+                result = await (self._run_hosted(resolved) if resolved.hosted else self._run_queued(resolved))
         except TimeoutError:
-            self._say(job.name, f"cancelled: it took longer than {job.timeout_s / 60:g} min")
-        return replace(result, seconds=round(self._clock.monotonic() - began, 3))
+            self._say(job.name, f"cancelled: it took longer than {resolved.timeout_s / 60:g} min")
+        seconds = round(self._clock.monotonic() - began, 3)
+        result = replace(result, seconds=seconds, continues_on_error=resolved.continues_on_error)
+        self._show_result(result)
+        return result
 
-    async def _run_always_jobs(self, jobs: list[WorkflowJob], tasks: list[asyncio.Task[WorkflowJobResult]]) -> None:
-        """Run the jobs with `if: always()` that have not run, as GitHub does after a cancellation."""
-        left = [
-            job
-            for job, task in zip(jobs, tasks, strict=True)
-            if job.hosted and job.condition == "always()" and task.cancelled()
-        ]
+    def _show_result(self, result: WorkflowJobResult) -> None:
+        """Show how the job ended, the last lines of its failed steps, and its summary."""
+        self._say(result.name, f"{result.conclusion} after {result.seconds:.2f} s")
+        for number, step in enumerate(result.steps, start=1):
+            name = truncate(step.name or step.uses, MAX_STEP_NAME)
+            took = f"step {number} ({name}): {step.outcome} after {step.seconds:.2f} s"
+            if step.outcome == "failure" and not self._verbose:
+                lines = step.tail.splitlines()
+                self._say(result.name, f"{took}; the last {min(len(lines), SHOWN_LINES)} lines (--verbose shows all):")
+                self._say_lines(result.name, lines[-SHOWN_LINES:])
+            elif step.outcome != "skipped":
+                self._say(result.name, took)
+        if result.summary.strip():
+            lines = result.summary.strip().splitlines()
+            self._say(result.name, "summary:")
+            self._say_lines(result.name, lines if self._verbose else lines[:SUMMARY_LINES])
+
+    def _say_lines(self, name: str, lines: Iterable[str]) -> None:
+        for line in lines:
+            self._say(name, f"| {line.rstrip()}")
+
+    async def _run_after_cancellation(
+        self, jobs: list[WorkflowJob], tasks: list[asyncio.Task[WorkflowJobResult]]
+    ) -> None:
+        """Run the jobs on this machine whose condition is met in a cancelled run, as GitHub does."""
+        cancelled = [job for job, task in zip(jobs, tasks, strict=True) if task.cancelled()]
+        for job in cancelled:
+            self._by_key[job.key].append(_ended(job.name, "cancelled"))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ALWAYS_JOBS_S):
-                for job in left:
-                    await self._run_job(job)
+                for job in cancelled:
+                    if self._is_due(job) and job.resolve(self._github, self._needs(job)).hosted:
+                        await self._run_job(job)
 
-    async def _run_queued(self, job: WorkflowJob) -> WorkflowJobResult:
+    async def _run_queued(self, job: ResolvedJob) -> WorkflowJobResult:
         try:
             return await self._follow(job, await self._queue(job))
         except (FakeGitHubError, httpx.HTTPError) as error:
             raise Unavailable(f"the local GitHub does not respond: {error}") from error
 
-    async def _say_waiting(self, job: WorkflowJob, runner_set: str) -> None:
+    async def _say_waiting(self, job: ResolvedJob, runner_set: str) -> None:
         """Say who will take the job, or why nobody will."""
         if runner_set:
             self._say(job.name, f"waiting for a runner of set {runner_set}")
             return
-        wanted = {label.lower() for label in job.labels}
-        if any(wanted <= {label.lower() for label in runner.labels} for runner in await self._client.runners()):
+        wanted, run_id = {label.lower() for label in job.labels}, self._github["run_id"]
+        runners = await self._client.runners()
+        if any(wanted <= {label.lower() for label in runner.labels} for runner in runners):
             self._say(job.name, f"queued for {', '.join(job.labels)}")
             return
-        sets = "; ".join(f"{item.name} has {', '.join(item.labels)}" for item in self._runner_sets)
-        known = f"the runner sets are: {sets}" if sets else "no runner sets are configured"
-        self._say(
-            job.name,
-            f"queued for {', '.join(job.labels)}: no runner has these labels, and no runner set serves them ({known})",
+        # The labels of a run's runners contain its id.
+        of_run = dict.fromkeys(label for runner in runners if run_id in runner.labels for label in runner.labels)
+        why = describe_missing_labels(
+            job.labels, self._runner_sets, run_id=run_id, runs={run_id: list(of_run)} if of_run else {}
         )
+        self._say(job.name, f"queued for {', '.join(job.labels)}, but {why}")
 
-    async def _queue(self, job: WorkflowJob) -> JobView:
+    async def _queue(self, job: ResolvedJob) -> JobView:
         """Queue the job. If interrupted, wait for the job's id in order to cancel it."""
         queueing = asyncio.ensure_future(
             self._client.queue_job(
@@ -290,8 +447,11 @@ class WorkflowRun:
                 run_attempt=int(self._github["run_attempt"]),
                 name=job.name,
                 labels=job.labels,
-                steps=[JobStep(run=step.run, name=step.name or None, env=step.env) for step in job.steps],
+                steps=job.job.steps,
                 env=job.env,
+                contexts=job.contexts,
+                outputs=job.job.outputs,
+                checkout=self._checkout,
                 event=EVENT_NAME,
                 workflow=self._github["workflow_ref"],
             )
@@ -303,7 +463,7 @@ class WorkflowRun:
                 await self._client.cancel_job((await queueing).id)
             raise
 
-    async def _follow(self, job: WorkflowJob, current: JobView) -> WorkflowJobResult:
+    async def _follow(self, job: ResolvedJob, current: JobView) -> WorkflowJobResult:
         began, wait_s, assigned_to = self._clock.monotonic(), None, 0
         runner_set = next((item.name for item in self._runner_sets if item.serves(job.labels)), "")
         try:
@@ -326,37 +486,54 @@ class WorkflowRun:
             with contextlib.suppress(FakeGitHubError, httpx.HTTPError):
                 await self._client.cancel_job(current.id)
             raise
-        conclusion = current.conclusion or "failure"
-        self._say(job.name, f"{conclusion} after {self._clock.monotonic() - began:.2f} s")
-        if conclusion != "success":
-            for line in current.log.splitlines()[-20:]:
-                self._say(job.name, f"| {line}")
+        if self._verbose:
+            self._say_lines(job.name, current.log.splitlines())
         return WorkflowJobResult(
             name=job.name,
-            conclusion=conclusion,
+            conclusion=current.conclusion or "failure",
             instance_id=_instance(current),
             seconds=0.0,
             job_id=current.id,
             runner_set=runner_set,
             wait_seconds=wait_s,
+            outputs=current.outputs,
+            summary=current.summary,
+            steps=tuple(step for step in current.steps if step.outcome),
         )
 
-    async def _run_hosted(self, job: WorkflowJob) -> str:
+    async def _run_hosted(self, job: ResolvedJob) -> WorkflowJobResult:
         self._say(job.name, "runs on this machine")
-        token_variables = await self._token_variables(job)
-        for step in job.steps:
-            code = await self._run_step(job, step.run, {**job.env, **step.env, **token_variables})
-            if code != 0:
-                self._say(job.name, f"failure: a step ended with exit code {code}")
-                return "failure"
-        self._say(job.name, "success")
-        return "success"
+        message = {
+            "name": job.name,
+            "repo": self._github["repository"],
+            "run_id": self._github["run_id"],
+            "run_attempt": self._github["run_attempt"],
+            "server": self._server,
+            "steps": [step.document() for step in job.job.steps],
+            "env": job.env,
+            "variables": await self._token_variables(job),
+            "contexts": job.contexts,
+            "outputs": dict(job.job.outputs),
+            "checkout": self._checkout,
+        }
+        lines = _Lines(lambda line: self._say(job.name, f"| {line}"))
+        report = await self._hosted.run(message, lines.add if self._verbose else lambda _text: None)
+        lines.end()
+        return WorkflowJobResult(
+            name=job.name,
+            conclusion=str(report["result"]),
+            instance_id=None,
+            seconds=0.0,
+            outputs=report.get("outputs", {}),
+            summary=report.get("summary", ""),
+            steps=steps_of(job.job.steps, report),
+        )
 
-    async def _token_variables(self, job: WorkflowJob) -> dict[str, str]:
+    async def _token_variables(self, job: ResolvedJob) -> dict[str, str]:
         """The variables with which steps request OIDC tokens. As on GitHub, none without the permission."""
-        if not job.may_request_tokens:
+        if not job.job.may_request_tokens:
             return {}
-        run_id, where = self._github["run_id"], f"jobs.{job.key}.permissions"
+        run_id, where = self._github["run_id"], f"jobs.{job.job.key}.permissions"
         if importlib.util.find_spec("jwt") is None or importlib.util.find_spec("cryptography") is None:
             message = "id-token: write requires PyJWT, which is not installed"
             raise UserError(message, field=where, fix="run pip install 'remuda[github-app]'")
@@ -374,65 +551,6 @@ class WorkflowRun:
         except (FakeGitHubError, httpx.HTTPError) as error:
             raise Unavailable(f"the local GitHub does not respond: {error}") from error
 
-    async def _run_step(self, job: WorkflowJob, script: str, env: Mapping[str, str]) -> int:
-        # As a file, like on GitHub: other users can read command lines.
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", errors="replace", suffix=".sh") as file:
-            file.write(script)
-            file.flush()
-            return await self._run_script(job, file.name, env)
-
-    async def _run_script(self, job: WorkflowJob, script: str, env: Mapping[str, str]) -> int:
-        process = await asyncio.create_subprocess_exec(
-            "bash",
-            "-e",
-            script,
-            env={**self._environment(job), **env},
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
-        )
-        output = asyncio.create_task(self._show_output(job, process.stdout))
-        try:
-            code = await process.wait()
-            # A background process of the step may keep the pipe open, so the wait is limited.
-            await asyncio.wait({output}, timeout=LAST_OUTPUT_S)
-        except BaseException:
-            await _interrupt(process)
-            raise
-        finally:
-            output.cancel()
-            await asyncio.gather(output, return_exceptions=True)
-        return code
-
-    async def _show_output(self, job: WorkflowJob, stream: asyncio.StreamReader | None) -> None:
-        rest = b""
-        while stream is not None and (chunk := await stream.read(CHUNK_BYTES)):
-            *lines, rest = (rest + chunk).split(b"\n")
-            if len(rest) > CHUNK_BYTES:
-                lines, rest = [*lines, rest], b""
-            for line in lines:
-                self._say(job.name, line.decode(errors="replace").rstrip())
-        if rest:
-            self._say(job.name, rest.decode(errors="replace").rstrip())
-
-    def _environment(self, job: WorkflowJob) -> dict[str, str]:
-        # Steps that call remuda use this installation and this state folder.
-        here = str(Path(sys.executable).parent)
-        return {
-            # If this command is itself a step on GitHub, its permission is not that of the jobs.
-            **{name: value for name, value in os.environ.items() if not name.startswith(OIDC_VARIABLES)},
-            "PATH": f"{here}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
-            "REMUDA_DIR": str(layout(self._settings).root),
-            "GITHUB_ACTIONS": "true",
-            "CI": "true",
-            "GITHUB_RUN_ID": self._github["run_id"],
-            "GITHUB_RUN_ATTEMPT": self._github["run_attempt"],
-            "GITHUB_REPOSITORY": self._github["repository"],
-            "GITHUB_EVENT_NAME": EVENT_NAME,
-            "GITHUB_JOB": job.key,
-        }
-
     def _say(self, name: str, text: str) -> None:
         self._output.say(f"{self._clock.now():%H:%M:%S} {name:<16} {text}")
 
@@ -443,12 +561,23 @@ def _instance(job: JobView) -> str | None:
     return found.group() if found else None
 
 
-async def _interrupt(process: asyncio.subprocess.Process) -> None:
-    """Interrupt the step's process group, and kill it after a grace period."""
-    for number, grace_s in ((signal.SIGINT, STEP_GRACE_S), (signal.SIGKILL, STEP_GRACE_S)):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(grace_s):
-                await process.wait()
-                return
+def _ended(name: str, conclusion: str, *, outputs: Mapping[str, str] | None = None) -> WorkflowJobResult:
+    """The result of a job without a run of its own."""
+    return WorkflowJobResult(name=name, conclusion=conclusion, instance_id=None, seconds=0.0, outputs=outputs or {})
+
+
+class _Lines:
+    """Splits output into lines."""
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        self._show = show
+        self._rest = ""
+
+    def add(self, text: str) -> None:
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in lines:
+            self._show(line.rstrip())
+
+    def end(self) -> None:
+        if self._rest:
+            self._show(self._rest.rstrip())

@@ -10,6 +10,7 @@ from typing import TypeVar
 from remuda.domain.errors import Conflict, RemudaError, Unavailable, Unreadable, UserError
 from remuda.domain.instance import Credential, Instance
 from remuda.domain.pool_config import PoolConfig
+from remuda.domain.provision import ProvisionChange
 from remuda.domain.transitions import Actor, Change, Event, advance
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock, Ids, backoff_s, retry
@@ -140,6 +141,24 @@ async def transition(context: Context, instance: Instance, event: Event, *, by: 
     return after
 
 
+async def transition_with_provision(
+    context: Context, instance: Instance, event: Event, provision: ProvisionChange, *, by: Actor, why: str
+) -> Instance:
+    """Apply one transition and replace the provision of the instance, in one step, and log the transition.
+
+    Raise `Conflict` if another process changed the instance, and `ProvisionConflict` if one changed the provision.
+    """
+    change = advance(instance, event, by=by, now=context.clock.now(), why=why).only_for(instance)
+
+    async def write() -> Instance:
+        await context.store.apply_with_provision(change, provision)
+        return change.applied_to(instance)
+
+    after = await _confirmed(context, change, write)
+    _log_transition(context, change)
+    return after
+
+
 async def transition_all(
     context: Context, instances: Sequence[Instance], event: Event, *, by: Actor, why: str
 ) -> Sequence[RemudaError | None]:
@@ -209,10 +228,13 @@ async def apply_confirmed(context: Context, change: Change) -> Instance:
     A repeated write fails with `Conflict` if the first one was applied. The record then equals the result of our
     change, including our owner. (state, epoch) never recurs, so no other process can have written it.
     """
+    return await _confirmed(context, change, lambda: context.store.apply(change))
 
+
+async def _confirmed(context: Context, change: Change, apply: Callable[[], Awaitable[Instance]]) -> Instance:
     async def write() -> Instance:
         try:
-            return await context.store.apply(change)
+            return await apply()
         except Conflict as conflict:
             current = conflict.current
             if isinstance(current, Instance) and is_applied(change, current):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from math import inf
 
+from remuda.controlplane.batching import Batcher
 from remuda.controlplane.context import (
     CONFLICT_ATTEMPTS,
     Context,
@@ -20,16 +21,19 @@ from remuda.controlplane.context import (
     retry_write,
     skip_unreadable,
     transition,
+    transition_all,
+    transition_with_provision,
 )
 from remuda.controlplane.signal_waiter import SignalWaiter, StopReason, WaitResult
-from remuda.domain.errors import Conflict, RemudaError, Unavailable, Unreadable
+from remuda.domain.errors import Conflict, ProvisionConflict, RemudaError, Unavailable, Unreadable
 from remuda.domain.instance import ABSORBING, Credential, Instance, State, holder_id
 from remuda.domain.pool_config import PoolConfig
-from remuda.domain.provision import Provision, ProvisionStatus, released
+from remuda.domain.provision import Provision, ProvisionChange, ProvisionStatus, released, settled
 from remuda.domain.release_policy import credential_expires_early, next_for_releasing
 from remuda.domain.resources import Tier
 from remuda.domain.signals import Report, removal_verdict
-from remuda.domain.transitions import Actor, Announce, Bind, End, Release, RenewCredential, Retire, RetireReason
+from remuda.domain.timestamps import after
+from remuda.domain.transitions import Actor, Announce, Bind, End, Event, Release, RenewCredential, Retire, RetireReason
 from remuda.ports.github import Deletion, GitHub
 from remuda.ports.pool import BATCH
 
@@ -37,6 +41,8 @@ from remuda.ports.pool import BATCH
 RECHECK_INTERVAL_S = 5.0
 #: Seconds that a pool message waits for others that can share its call.
 BATCH_WINDOW_S = 0.03
+#: Instances whose pool messages are recorded as sent in one call.
+RECORD_BATCH = 50
 #: A cached removal token with fewer seconds left is replaced.
 MIN_TOKEN_LIFE_S = 1_800.0
 #: Seconds that GitHub has for a removal token, or for the removal of a registration, before instances are given back
@@ -311,68 +317,69 @@ async def _renew_credential(context: Context, config: PoolConfig, instance: Inst
 
 async def publish_to_pool(context: Context, instances: Collection[Instance], *, by: Actor) -> list[RemudaError]:
     """Send pool messages for idle instances, then record that. After a crash in between, the message is repeated."""
-    # Retired and quarantined instances cannot be claimed.
-    idle = [instance for instance in instances if instance.state is State.IDLE and instance.retire_reason is None]
-    if not idle:
-        return []
     try:
-        await context.pool.send([instance.message() for instance in idle])
+        sent = await _send_messages(context, instances)
     except RemudaError as error:
         return [error]
+    return await _record_sent(context, sent, by=by)
 
-    async def record_sent(instance: Instance) -> None:
-        try:
-            await transition(context, instance, Announce(), by=by, why="sent to the pool")
-        except Conflict:
-            # A provision has claimed it already.
-            return
 
-    results = await map_concurrently(idle, record_sent)
-    return [result for result in results if isinstance(result, RemudaError)]
+async def _send_messages(context: Context, instances: Collection[Instance]) -> list[Instance]:
+    """Return the instances whose messages were sent. Retired and quarantined ones cannot be claimed."""
+    idle = [instance for instance in instances if instance.state is State.IDLE and instance.retire_reason is None]
+    if idle:
+        await context.pool.send([instance.message() for instance in idle])
+    return idle
+
+
+async def _record_sent(context: Context, sent: Sequence[Instance], *, by: Actor) -> list[RemudaError]:
+    results = await transition_all(context, sent, Announce(), by=by, why="sent to the pool")
+    # After a conflict, a provision has claimed it already.
+    return [result for result in results if result is not None and not isinstance(result, Conflict)]
 
 
 class PoolPublisher:
     """Publishes instances in batches as they become idle. Sweeps publish what it could not."""
 
     def __init__(
-        self, context: Context, *, by: Actor, on_sent: Callable[[Sequence[Instance]], None] = lambda _instances: None
+        self,
+        context: Context,
+        *,
+        by: Actor,
+        on_sent: Callable[[Sequence[Instance]], None] = lambda _instances: None,
+        record_after_s: float = 0.0,
+        is_idle: Callable[[Instance], bool] = lambda _instance: True,
     ) -> None:
-        """`on_sent` is called with the instances of each batch, whether or not it could be sent."""
+        """`on_sent` is called with the instances of each batch, whether or not it could be sent.
+
+        That a message was sent is recorded after `record_after_s`, if `is_idle` does not know of a claim by then.
+        """
         self._context = context
         self._by = by
         self._on_sent = on_sent
-        self._waiting: list[Instance] = []
-        self._batch_is_full = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._is_idle = is_idle
+        self._sending = Batcher(self._send, size=BATCH, window_s=BATCH_WINDOW_S)
+        self._recording = Batcher(self._record, size=RECORD_BATCH, window_s=record_after_s)
 
     def add(self, instance: Instance) -> None:
-        self._waiting.append(instance)
-        if len(self._waiting) >= BATCH:
-            self._batch_is_full.set()
-        if self._task is None or self._task.done():
-            self._batch_is_full.clear()
-            self._task = asyncio.create_task(self._send_soon())
+        self._sending.add(instance)
 
     async def close(self) -> None:
-        self._batch_is_full.set()
-        if self._task is not None:
-            await self._task
-        await self._send()
+        await self._sending.close()
+        await self._recording.close()
 
-    async def _send_soon(self) -> None:
+    async def _send(self, batch: list[Instance]) -> None:
         try:
-            async with asyncio.timeout(BATCH_WINDOW_S):
-                await self._batch_is_full.wait()
-        except TimeoutError:
-            pass
-        await self._send()
+            for instance in await _send_messages(self._context, batch):
+                self._recording.add(instance)
+        except RemudaError as error:
+            self._context.event_log.record("publish-failed", error.message, instances=len(batch))
+        self._on_sent(batch)
 
-    async def _send(self) -> None:
-        while self._waiting:
-            batch, self._waiting = self._waiting, []
-            for error in await publish_to_pool(self._context, batch, by=self._by):
-                self._context.event_log.record("publish-failed", error.message, instances=len(batch))
-            self._on_sent(batch)
+    async def _record(self, batch: list[Instance]) -> None:
+        idle = [instance for instance in batch if self._is_idle(instance)]
+        for error in await _record_sent(self._context, idle, by=self._by):
+            self._context.event_log.record("publish-failed", error.message, instances=len(batch))
 
 
 # Removal of registrations: the agent's credential, and the API call for just-in-time runners -------------------------
@@ -432,16 +439,62 @@ def binding_of_unknown_job(config: PoolConfig, report: Report | None, *, set_tie
     )
 
 
-async def release_set_provision(context: Context, instance: Instance, *, why: str) -> None:
-    """Mark the provision of a machine of a runner set as released."""
-    provision = await context.store.get_provision(holder_id(instance.runner_set), instance.provision_id)
-    while provision is not None and provision.status is not ProvisionStatus.RELEASED:
+async def transition_in_set(
+    context: Context,
+    instance: Instance,
+    event: Event,
+    replaced: Callable[[Provision], Provision | None],
+    *,
+    by: Actor,
+    why: str,
+    provision: Provision | None = None,
+) -> tuple[Instance, Provision | None]:
+    """Apply a transition of a machine of a runner set and replace its provision in one step. Return both records.
+
+    `replaced` returns the new provision, or None if the stored one remains. `provision` is the stored one, if known.
+    """
+    for _ in range(CONFLICT_ATTEMPTS):
+        if provision is None:
+            provision = await context.store.get_provision(holder_id(instance.runner_set), instance.provision_id)
+        new = replaced(provision) if provision is not None else None
+        if provision is None or new is None:
+            return await transition(context, instance, event, by=by, why=why), provision
+        change = ProvisionChange(before=provision, after=new)
         try:
-            await _replace(context, provision, released(provision, now=context.clock.now(), why=why))
-        except Conflict as conflict:
-            provision = conflict.current if isinstance(conflict.current, Provision) else None
+            changed = await transition_with_provision(context, instance, event, change, by=by, why=why)
+        except ProvisionConflict as conflict:
+            provision = conflict.current
         else:
-            return
+            return changed, new
+    raise Conflict(f"the provision of {instance.instance_id} keeps changing")
+
+
+async def leave_provision(
+    context: Context,
+    config: PoolConfig,
+    instance: Instance,
+    event: Event,
+    *,
+    by: Actor,
+    why: str,
+    provision: Provision | None = None,
+) -> tuple[Instance, Provision | None]:
+    """Apply a transition after which the provision of a machine of a runner set does not hold it any more."""
+
+    def closed(stored: Provision) -> Provision | None:
+        return closed_provision(context, config, stored, why)
+
+    return await transition_in_set(context, instance, event, closed, by=by, why=why, provision=provision)
+
+
+def closed_provision(context: Context, config: PoolConfig, provision: Provision, why: str) -> Provision | None:
+    """The provision of a machine of a runner set that it does not hold any more; None if that is recorded."""
+    if provision.settled:
+        return None
+    now = context.clock.now()
+    if provision.status is not ProvisionStatus.RELEASED:
+        provision = released(provision, now=now, why=why)
+    return settled(provision, forget_at=after(now, config.lifetimes.keep_records_s))
 
 
 async def deregister_set_runner(context: Context, instance: Instance, *, by: Actor) -> bool:

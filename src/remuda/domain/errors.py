@@ -45,10 +45,12 @@ class UserError(RemudaError):
 
     exit_code = 2
 
-    def __init__(self, message: str = "", *, field: str = "", fix: str = "") -> None:
+    def __init__(self, message: str = "", *, field: str = "", fix: str = "", details: Sequence[str] = ()) -> None:
         super().__init__(message, fix=fix)
         #: The input as the user wrote it: a flag, an environment variable or a key of the file.
         self.field = field
+        #: The problems one by one, if there are several.
+        self.details = tuple(truncate(detail, MAX_MESSAGE) for detail in details)
 
 
 class Conflict(RemudaError):
@@ -60,6 +62,10 @@ class Conflict(RemudaError):
         super().__init__(message)
         #: The stored record, or None if there is none.
         self.current = current
+
+
+class ProvisionConflict(Conflict):
+    """A provision that is written together with its instance does not meet the condition. `current` is a provision."""
 
 
 class NotFound(RemudaError):

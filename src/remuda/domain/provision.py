@@ -164,6 +164,14 @@ class Provision:
         return self.deadline <= deadline_before
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProvisionChange:
+    """The replacement of a provision, if the stored one is as `before`."""
+
+    before: Provision
+    after: Provision
+
+
 def describe_ended(provision: Provision, records: Mapping[str, Instance]) -> str:
     """Say that all instances of a committed run are terminated. Empty if one is live or its record is unknown."""
     ids = provision.instance_ids

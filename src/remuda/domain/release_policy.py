@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from remuda.domain.instance import Instance, Retirement, RetireReason, decide_retirement
-from remuda.domain.resources import Reuse
+from remuda.domain.instance import Instance, Retirement, RetireReason, decide_retirement, holder_id
+from remuda.domain.resources import Reuse, Tier
 from remuda.domain.signals import Report, Verdict, removal_verdict
 from remuda.domain.thresholds import Lifetimes
 from remuda.domain.transitions import End, Event, Extend, ReturnToPool
@@ -43,6 +43,9 @@ def next_for_releasing(
             runner_version=runner_version,
             notice=report.notice,
         )
+        if retirement is None and not instance.is_quarantined(now) and _had_unknown_job(instance, report):
+            detail = "it had a job while its registration was removed"
+            retirement = Retirement(reason=RetireReason.UNTRUSTED_JOB, detail=detail)
         return _after_reset(report, retirement, idle_time_s=lifetimes.idle_time_s)
     if report is not None and verdict is Verdict.FAILED and not instance.is_quarantined(now):
         return NextAction(event=End(reason=RetireReason.FAILED, report=report), why=report.describe_signal())
@@ -50,6 +53,12 @@ def next_for_releasing(
         extend = Extend(report=report, extension_s=_extension_s(lifetimes), margin_s=lifetimes.margin_s)
         return NextAction(event=extend, why="a job is still running")
     return None
+
+
+def _had_unknown_job(instance: Instance, report: Report) -> bool:
+    """Whether a trusted machine of a runner set was released without a job and had one, whose run nobody knows."""
+    was_unbound = bool(instance.runner_set) and instance.last_run_id == holder_id(instance.runner_set)
+    return was_unbound and instance.tier is Tier.TRUSTED and report.spent_epoch == instance.epoch
 
 
 def _after_reset(report: Report, retirement: Retirement | None, *, idle_time_s: float) -> NextAction:

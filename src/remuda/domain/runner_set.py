@@ -239,7 +239,8 @@ class _SetParser:
         if len(group) > MAX_GROUP or not group.isprintable():
             raise self._invalid("runner-group", group, "give the name of a runner group of the organisation")
         return RunnerSet(
-            name=name,
+            # GitHub ignores the case of names: in another case, it is the same set.
+            name=name.lower(),
             labels=self._labels(),
             resource_class=self._text("resource-class", name),
             usage_class=self._choice("usage-class", UsageClass, UsageClass.ON_DEMAND),

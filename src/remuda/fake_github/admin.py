@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Awaitable, Callable
-from typing import Any, Literal
+from typing import Any, Self
 
 import pydantic
 from starlette.requests import Request
@@ -28,10 +28,24 @@ _VERSION = r"^[0-9]+\.[0-9]+\.[0-9]+$"
 
 class NewStep(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid")
+    id: str = ""
     name: str | None = None
-    run: str
+    run: str = ""
+    #: actions/checkout, in place of `run`.
+    uses: str = ""
+    inputs: dict[str, str] = pydantic.Field(default={}, alias="with")
     env: dict[str, str] = {}
-    condition: Literal["", "always()"] = pydantic.Field(default="", alias="if")
+    condition: str = pydantic.Field(default="", alias="if")
+    shell: str = ""
+    working_directory: str = pydantic.Field(default="", alias="working-directory")
+    continue_on_error: str = pydantic.Field(default="", alias="continue-on-error")
+    timeout_minutes: str = pydantic.Field(default="", alias="timeout-minutes")
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> Self:
+        if bool(self.run) == bool(self.uses):
+            raise ValueError("a step has either run or uses")
+        return self
 
 
 class NewJob(pydantic.BaseModel):
@@ -48,6 +62,12 @@ class NewJob(pydantic.BaseModel):
     workflow: str = ""
     #: Repository of the run's commit; empty for `repo`.
     head_repo: str = pydantic.Field(default="", pattern=r"^([^/\s]+/[^/\s]+)?$")
+    #: Contexts of the expressions in its steps and outputs: github, needs, matrix, strategy.
+    contexts: dict[str, dict[str, Any]] = {}
+    #: Expressions of the outputs by name.
+    outputs: dict[str, str] = {}
+    #: The snapshot that actions/checkout copies: its `kind` and `path`.
+    checkout: dict[str, str] = {}
 
 
 class NewSession(pydantic.BaseModel):
@@ -150,6 +170,9 @@ class AdminApi:
             event=new.event,
             workflow=new.workflow,
             head_repo=new.head_repo,
+            contexts=new.contexts,
+            output_expressions=new.outputs,
+            checkout=new.checkout,
         )
         return JSONResponse(job_document(job), status_code=201)
 
@@ -317,8 +340,12 @@ def job_document(job: GitHubJob) -> dict[str, Any]:
         "completed_at": timestamp(job.completed_at),
         "log": job.log,
         "steps": [
-            {"name": step.get("name"), "run": step["run"], "conclusion": step.get("conclusion")} for step in job.steps
+            {"name": step.get("name"), "run": step["run"], "conclusion": step.get("conclusion")}
+            | (step.get("result") or {})
+            for step in job.steps
         ],
+        "outputs": job.outputs,
+        "summary": job.summary,
     }
 
 

@@ -21,13 +21,43 @@ class FakeGitHubError(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class JobStep:
-    run: str
+    """A step with the keys of the workflow syntax. The runner evaluates the expressions in its texts."""
+
+    run: str = ""
     name: str | None = None
-    #: success, failure, cancelled or skipped; None until the job has completed.
-    conclusion: str | None = None
+    id: str = ""
+    #: actions/checkout, in place of `run`.
+    uses: str = ""
+    inputs: Mapping[str, str] = dataclasses.field(default_factory=dict)
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    #: Run the step even after a failure, like `if: always()`.
-    always: bool = False
+    #: Of the key `if`; empty for success().
+    condition: str = ""
+    shell: str = ""
+    working_directory: str = ""
+    continue_on_error: str = ""
+    timeout_minutes: str = ""
+    #: success, failure, cancelled or skipped; None until the job has completed. The outcome ignores continue-on-error.
+    conclusion: str | None = None
+    outcome: str | None = None
+    seconds: float = 0.0
+    #: The end of the step's output.
+    tail: str = ""
+
+    def document(self) -> dict[str, Any]:
+        """The step as the runner gets it."""
+        return {
+            "id": self.id,
+            "name": self.name,
+            "run": self.run,
+            "uses": self.uses,
+            "with": dict(self.inputs),
+            "env": dict(self.env),
+            "if": self.condition,
+            "shell": self.shell,
+            "working-directory": self.working_directory,
+            "continue-on-error": self.continue_on_error,
+            "timeout-minutes": self.timeout_minutes,
+        }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +86,9 @@ class JobView:
     completed_at: str | None
     log: str
     steps: tuple[JobStep, ...]
+    outputs: Mapping[str, str]
+    #: Markdown of the steps' summaries.
+    summary: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,21 +170,25 @@ class FakeGitHubClient:
         event: str = "push",
         workflow: str = "",
         head_repo: str = "",
+        contexts: Mapping[str, Any] | None = None,
+        outputs: Mapping[str, str] | None = None,
+        checkout: Mapping[str, str] | None = None,
     ) -> JobView:
+        """Queue a job. `contexts` are those of its expressions, `outputs` the expressions of its outputs."""
         body = {
             "repo": repo,
             "run_id": run_id,
             "run_attempt": run_attempt,
             "name": name,
             "labels": list(labels),
-            "steps": [
-                {"name": step.name, "run": step.run, "env": dict(step.env), "if": "always()" if step.always else ""}
-                for step in steps
-            ],
+            "steps": [step.document() for step in steps],
             "env": dict(env or {}),
             "event": event,
             "workflow": workflow,
             "head_repo": head_repo,
+            "contexts": dict(contexts or {}),
+            "outputs": dict(outputs or {}),
+            "checkout": dict(checkout or {}),
         }
         return _job(await self._call("POST", "/_admin/jobs", body=body))
 

@@ -6,6 +6,9 @@ from remuda.fake_github.state import (
     JOB_TRANSITIONS,
     MAX_COMPLETED_JOBS,
     MAX_LOG_CHARS,
+    MAX_OUTPUTS_CHARS,
+    MAX_SUMMARY_CHARS,
+    MAX_TAIL_CHARS,
     QUEUED_JOB_LIFE_S,
     ApiError,
     Conclusion,
@@ -61,6 +64,9 @@ class JobQueue:
         event: str = "push",
         workflow: str = "",
         head_repo: str = "",
+        contexts: dict[str, Any] | None = None,
+        output_expressions: dict[str, str] | None = None,
+        checkout: dict[str, str] | None = None,
         only_runner: RegisteredRunner | None = None,
     ) -> GitHubJob:
         """Queue a job and assign it to a free matching runner, if any. `only_runner` restricts the assignment."""
@@ -76,6 +82,9 @@ class JobQueue:
             event=event,
             workflow=workflow,
             head_repo=head_repo or repo,
+            contexts=contexts or {},
+            output_expressions=output_expressions or {},
+            checkout=checkout or {},
             created_at=self._state.clock.now(),
         )
         self._state.jobs[job.id] = job
@@ -146,15 +155,32 @@ class JobQueue:
         self._log(job, output)
 
     def complete(
-        self, runner: RegisteredRunner, job_id: int, conclusion: Conclusion, *, output: str, steps: list[dict[str, Any]]
+        self,
+        runner: RegisteredRunner,
+        job_id: int,
+        conclusion: Conclusion,
+        *,
+        output: str,
+        steps: list[dict[str, Any]],
+        outputs: dict[str, Any] | None = None,
+        summary: str = "",
     ) -> GitHubJob:
         job = self.get(job_id)
         if job.phase is JobPhase.COMPLETED and job.runner_id == runner.id:
             return job  # a repeated report, or a report after the lease has expired
         self._of(runner, job_id)
         self._log(job, output)
-        for step, outcome in zip(job.steps, steps, strict=False):
-            step["conclusion"] = outcome.get("conclusion")
+        for step, result in zip(job.steps, steps, strict=False):
+            step["conclusion"] = result.get("conclusion")
+            step["result"] = {
+                "name": str(result.get("name", "")),
+                "outcome": str(result.get("outcome", "")),
+                "seconds": float(result.get("seconds", 0.0)),
+                "tail": str(result.get("tail", ""))[-MAX_TAIL_CHARS:],
+            }
+        values = {str(name): str(value) for name, value in (outputs or {}).items()}
+        job.outputs = values if sum(map(len, values.values())) <= MAX_OUTPUTS_CHARS else {}
+        job.summary = summary[:MAX_SUMMARY_CHARS]
         self._finish(job, conclusion)
         return job
 

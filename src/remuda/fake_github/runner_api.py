@@ -175,6 +175,8 @@ class RunnerApi:
             conclusion,
             output=str(body.get("output", "")),
             steps=list(body.get("steps", ())),
+            outputs=dict(body.get("outputs") or {}),
+            summary=str(body.get("summary", "")),
         )
         return JSONResponse({})
 
@@ -203,6 +205,9 @@ def _job_message(job: GitHubJob) -> dict[str, Any]:
             "run_attempt": job.run_attempt,
             "steps": job.steps,
             "env": job.env,
+            "contexts": job.contexts,
+            "outputs": job.output_expressions,
+            "checkout": job.checkout,
         },
     }
 

@@ -18,6 +18,10 @@ READ_ONLY_LABELS = frozenset({"self-hosted", "linux", "macos", "windows", "x64",
 MAX_NAME_LENGTH = 64
 MAX_LABELS = 100
 MAX_LOG_CHARS = 64 * 1024
+#: Maximum characters of a job's summary, of all its outputs, and of the end of a step's output.
+MAX_SUMMARY_CHARS = 256 * 1024
+MAX_OUTPUTS_CHARS = 1024 * 1024
+MAX_TAIL_CHARS = 8 * 1024
 MAX_COMPLETED_JOBS = 5000
 QUEUED_JOB_LIFE_S = 24 * 3600.0
 OFFLINE_RUNNER_LIFE_S = 14 * 24 * 3600.0
@@ -200,6 +204,13 @@ class GitHubJob:
     due_at: float | None = None
     cancel_requested: bool = False
     log: str = ""
+    #: Contexts of the job's expressions, and the expressions of its outputs by name.
+    contexts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    output_expressions: dict[str, str] = dataclasses.field(default_factory=dict)
+    #: The snapshot that actions/checkout copies: its `kind` and `path`.
+    checkout: dict[str, str] = dataclasses.field(default_factory=dict)
+    outputs: dict[str, str] = dataclasses.field(default_factory=dict)
+    summary: str = ""
     #: Name of the event that started the run, the workflow's path and ref, and the repository of the commit.
     event: str = "push"
     workflow: str = ""

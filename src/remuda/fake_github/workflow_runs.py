@@ -92,7 +92,7 @@ class WorkflowRunsRest(RunnersRest):
             raise ApiError(403, "This workflow run is already running.")
         attempt = max(job.run_attempt for job in jobs) + 1
         for job in chosen:
-            steps = [{**step, "conclusion": None} for step in job.steps]
+            steps = [{**step, "conclusion": None, "result": None} for step in job.steps]
             self._core.queue.add(
                 repo=job.repo,
                 run_id=job.run_id,
@@ -104,8 +104,17 @@ class WorkflowRunsRest(RunnersRest):
                 event=job.event,
                 workflow=job.workflow,
                 head_repo=job.head_repo,
+                contexts=_next_attempt(job, attempt),
+                output_expressions=job.output_expressions,
+                checkout=job.checkout,
             )
         return JSONResponse({}, status_code=201)
+
+
+def _next_attempt(job: GitHubJob, attempt: int) -> dict[str, Any]:
+    """The contexts of a job that runs again."""
+    github = job.contexts.get("github")
+    return {**job.contexts, "github": {**github, "run_attempt": str(attempt)}} if github else job.contexts
 
 
 def _name(job: GitHubJob, latest: dict[str, GitHubJob]) -> str:

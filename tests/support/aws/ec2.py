@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -162,6 +162,15 @@ async def describe_instances(client: EC2Client) -> dict[str, dict[str, Any]]:
         for reservation in page["Reservations"]
         for item in reservation["Instances"]
     }
+
+
+async def instance_changes(ec2_url: str) -> AsyncGenerator[None]:
+    """Yield at once, after each change of instances, and at least every second."""
+    async with httpx.AsyncClient(base_url=ec2_url, timeout=LIMIT_S, trust_env=False) as http:
+        known = -1
+        while True:
+            known = (await http.get("/_shim", params={"changes": known})).json()["changes"]
+            yield
 
 
 # Compute --------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Machines for the instances of an EC2 test server.
 
-The test server manages instances, but runs nothing. `Ec2MachineRunner` polls it and replaces the hardware of EC2: it
+The test server manages instances, but runs nothing. `Ec2MachineRunner` follows it and replaces the hardware of EC2: it
 boots a machine with the user data of the instance and its own metadata service, switches it off when EC2 terminates
 the instance, and terminates the instance when the machine powers itself off.
 
@@ -22,14 +22,21 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, closing, contextmanager
+from contextlib import aclosing, asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
 from remuda.fake_github.client import FakeGitHubClient, JobStep, JobView
-from tests.support.aws.ec2 import AGENT_ROLE, PROFILE, describe_instances, instance_credentials, slow_server_config
+from tests.support.aws.ec2 import (
+    AGENT_ROLE,
+    PROFILE,
+    describe_instances,
+    instance_changes,
+    instance_credentials,
+    slow_server_config,
+)
 from tests.support.aws.servers import REGION, aws_client
 from tests.support.aws.stack import SCOPE, AwsStack
 from tests.support.fake_s3 import FakeS3, fake_s3
@@ -90,6 +97,7 @@ class Ec2MachineRunner:
         `environment` is set for the user data and all services of machines in namespaces. `sts_url` is the server of
         `role`, by default that of EC2.
         """
+        self._ec2_url = ec2_url
         self._sts_url = sts_url or ec2_url
         self._role = role
         self._environment = environment
@@ -105,9 +113,9 @@ class Ec2MachineRunner:
     async def run(self) -> None:
         """Run until cancelled; then switch all machines off."""
         try:
-            while True:
-                await self._update()
-                await asyncio.sleep(POLL_S)
+            async with aclosing(instance_changes(self._ec2_url)) as changes:
+                async for _ in changes:
+                    await self._update()
         finally:
             tasks = [booted.task for booted in self._booted.values()]
             for task in tasks:
@@ -292,7 +300,7 @@ class MachineStack:
 
     async def run_job(self, run_id: str, *runs: str, label: str = "", always: bool = False) -> JobView:
         async with self.github() as github:
-            steps = [JobStep(run=run, always=always) for run in runs]
+            steps = [JobStep(run=run, condition="always()" if always else "") for run in runs]
             job = await github.queue_job(repo=SCOPE, run_id=run_id, labels=[label or run_id], steps=steps)
             deadline = time.monotonic() + LIMIT_S
             while job.status != "completed":

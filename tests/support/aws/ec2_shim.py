@@ -17,7 +17,8 @@ POST /_shim takes a JSON object of:
                  more
   honour_tokens  false: ignore client tokens
 POST /_shim/reset discards these settings and all instances. GET /_shim returns the number of requests per action
-(`requests`) and the fields of the last one (`last`).
+(`requests`), the fields of the last one (`last`), and the number of requests that may have changed instances
+(`changes`). With ?changes=N it waits for another number than N, at most a second.
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ TAGGABLE = {
 _TAGGED = re.compile(r"TagSpecification\.\d+\.ResourceType")
 #: Reservations per page of DescribeInstances. EC2 may return fewer than requested; a small page tests the paging.
 PAGE = 2
+#: Seconds that GET /_shim waits for a change.
+WAIT_S = 1.0
 _OVERRIDE = re.compile(r"LaunchTemplateConfigs\.1\.Overrides\.(\d+)\.(.+)")
 _ALLOWED = re.compile(r"InstanceRequirements\.AllowedInstanceType\.\d+")
 
@@ -83,6 +86,8 @@ class Ec2Shim:
         self._app = app
         self._reset = reset
         self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._changes = 0
         self._discard()
 
     def _discard(self) -> None:
@@ -111,6 +116,8 @@ class Ec2Shim:
         with self._lock:
             status, answer = self._answer(environ, form, action)
             response_lost = self._take(self.lost, action)
+            if not action.startswith("Describe"):
+                self._note_change()
         if response_lost:
             environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
         start_response(status, [*XML, ("Content-Length", str(len(answer)))])
@@ -121,14 +128,22 @@ class Ec2Shim:
             if environ["PATH_INFO"] == "/_shim/reset":
                 self._discard()
                 self._reset()
+                self._note_change()
             elif environ["REQUEST_METHOD"] == "POST":
                 for name, value in json.loads(body).items():
                     if name not in {"capacity", "faults", "lost", "lag", "shown", "honour_tokens"}:
                         raise ValueError(name)
                     setattr(self, name, value)
-            answer = json.dumps({"requests": self._requests, "last": self._last}).encode()
+            elif known := dict(parse_qsl(environ["QUERY_STRING"])).get("changes"):
+                self._changed.wait_for(lambda: str(self._changes) != known, WAIT_S)
+            seen = {"requests": self._requests, "last": self._last, "changes": self._changes}
+            answer = json.dumps(seen).encode()
         start_response("200 OK", [("Content-Type", "application/json"), ("Content-Length", str(len(answer)))])
         return [answer]
+
+    def _note_change(self) -> None:
+        self._changes += 1
+        self._changed.notify_all()
 
     def _answer(self, environ: Environ, form: list[tuple[str, str]], action: str) -> Answer:
         self._requests[action] += 1

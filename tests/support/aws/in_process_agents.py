@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -23,13 +23,13 @@ from remuda.ports.event_log import SilentEventLog
 from remuda.ports.machine import Identity, RemovalStatus, StepResult
 from remuda.ports.store import InstanceStore
 from tests.support.agents import RecordingMachine, RecordingRunner
+from tests.support.aws.ec2 import instance_changes
 from tests.support.aws.servers import service_client
 from tests.support.aws.stack import AwsStack
 
 if TYPE_CHECKING:
     from types_aiobotocore_ec2 import EC2Client
 
-POLL_S = 0.4
 #: Seconds for a response of the fake GitHub. Generous: an agent that cannot register ends its machine.
 LIMIT_S = 120.0
 #: EC2 states of a machine that runs an agent.
@@ -158,19 +158,20 @@ async def _live_instances(ec2: EC2Client) -> dict[str, dict[str, Tags]]:
 
 
 class InProcessAgents:
-    """The agents of all pools on one EC2 server, which is polled once for all of them."""
+    """The agents of all pools on one EC2 server."""
 
-    def __init__(self, *, ec2: EC2Client, http: httpx.AsyncClient) -> None:
+    def __init__(self, *, ec2_url: str, ec2: EC2Client, http: httpx.AsyncClient) -> None:
+        self._ec2_url = ec2_url
         self._ec2 = ec2
         self._http = http
         self._pools: dict[str, PoolAgents] = {}
 
     async def run(self) -> None:
-        while True:
-            live = await _live_instances(self._ec2)
-            for pool, agents in self._pools.items():
-                agents.update(live.get(pool, {}))
-            await asyncio.sleep(POLL_S)
+        async with aclosing(instance_changes(self._ec2_url)) as changes:
+            async for _ in changes:
+                live = await _live_instances(self._ec2)
+                for pool, agents in self._pools.items():
+                    agents.update(live.get(pool, {}))
 
     @asynccontextmanager
     async def of_pool(self, pool: str, store: InstanceStore) -> AsyncIterator[PoolAgents]:
@@ -191,7 +192,7 @@ async def in_process_agents(stack: AwsStack) -> AsyncIterator[InProcessAgents]:
         stack.ec2.client() as ec2,
         httpx.AsyncClient(base_url=stack.github.url, timeout=LIMIT_S, trust_env=False) as http,
     ):
-        agents = InProcessAgents(ec2=ec2, http=http)
+        agents = InProcessAgents(ec2_url=stack.ec2.url, ec2=ec2, http=http)
         running = asyncio.create_task(agents.run())
         try:
             yield agents

@@ -29,7 +29,7 @@ def write_software_disk(path: Path) -> None:
         runner, package = Path(folder) / "runner", Path(folder) / "remuda"
         _write_runner(runner)
         shutil.copytree(source, package, ignore=shutil.ignore_patterns("__pycache__"))
-        _compile(package)
+        _compile(package, LIBRARIES)
         archive.add(package, f"{LIBRARIES}/remuda", filter=_of_root)
         archive.add(runner, "opt/remuda/runner", filter=_of_root)
         for name, file in bundles.programs((PYTHON_VERSION,)).items():
@@ -46,16 +46,21 @@ def _write_runner(folder: Path) -> None:
         program = folder / "bin" / name
         lines = program.read_text().splitlines(keepends=True)
         program.write_text("".join([f"#!{PYTHON} -ISB\n", *lines[1:]]))
-    shutil.rmtree(folder / "bin" / "fake_runner" / "__pycache__", ignore_errors=True)
+    package = folder / "bin" / "fake_runner"
+    shutil.rmtree(package / "__pycache__", ignore_errors=True)
+    _compile(package, "opt/remuda/runner/bin")
 
 
-def _compile(package: Path) -> None:
-    """Compile as pip does, if this computer has the Python version of the machine. Emulated machines are slow at it."""
+def _compile(package: Path, place: str) -> None:
+    """Compile as pip does, if this computer has the Python version of the machine. Emulated machines are slow at it.
+
+    `place` is the folder of the package on the machine.
+    """
     if f"{sys.version_info.major}.{sys.version_info.minor}" != PYTHON_VERSION:
         return
     mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
     compileall.compile_dir(
-        package, quiet=1, stripdir=str(package.parent), prependdir=f"/{LIBRARIES}", invalidation_mode=mode
+        package, quiet=1, stripdir=str(package.parent), prependdir=f"/{place}", invalidation_mode=mode
     )
 
 

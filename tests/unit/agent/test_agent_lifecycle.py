@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from remuda.agent.decide import AgentAction
-from remuda.agent.loop import DEAD_MAN_SLACK_S
+from remuda.agent.loop import DEAD_MAN_SLACK_S, SCRIPT_LIMIT_S
 from remuda.domain.instance import State
 from remuda.domain.signals import Signal
+from remuda.domain.thresholds import HEARTBEAT_DEAD_AFTER_S
 from remuda.domain.transitions import Actor, End, RetireReason
 from remuda.ports.machine import ScriptStatus, StepResult
 from tests.support.agents import ID, MARGIN_S, AgentFixture
@@ -228,6 +229,28 @@ async def test_script_runs_once_per_machine(fixture: AgentFixture) -> None:
     await fixture.restart()
     await asyncio.sleep(30)
     assert fixture.log.count("script") == 1
+
+
+async def test_heartbeat_continues_while_the_script_runs(fixture: AgentFixture) -> None:
+    """A script has its own time limit, which is longer than that of other steps."""
+    fixture.machine.script_s = SCRIPT_LIMIT_S - 60
+    fixture.start()
+    await fixture.create()
+    while fixture.machine.memory.script is not ScriptStatus.OK:
+        await asyncio.sleep(HEARTBEAT_DEAD_AFTER_S)
+        assert fixture.report.beat_at is not None
+        silent_s = (fixture.clock.now() - fixture.report.beat_at).total_seconds()
+        assert silent_s < HEARTBEAT_DEAD_AFTER_S
+
+
+async def test_heartbeat_stops_if_the_script_hangs(fixture: AgentFixture) -> None:
+    fixture.machine.script_s = 10 * SCRIPT_LIMIT_S
+    fixture.start()
+    await fixture.create()
+    await asyncio.sleep(SCRIPT_LIMIT_S + 2 * HEARTBEAT_DEAD_AFTER_S)
+    beats = fixture.report.beat
+    await asyncio.sleep(HEARTBEAT_DEAD_AFTER_S)
+    assert fixture.report.beat == beats
 
 
 async def test_failed_registration_is_signalled_immediately(fixture: AgentFixture) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -70,32 +71,35 @@ def machine(state: State, *, jit: bool = False, **changed: object) -> Instance:
     return replace(record, assignment=given)
 
 
-RECORDS = [machine(state, jit=jit) for state in State for jit in (False, True)]
-ALL = [
-    Observation(
-        record=record,
-        runner=runner,
-        script=script,
-        now=NOW,
-        margin_s=1.0,
-        signalled=signalled,
-        starts=starts,
-        failed_removals=removals,
+@cache
+def steps() -> list[tuple[Observation, AgentStep]]:
+    """The step of each combination. Not computed at import, which each worker does for all files."""
+    records = [machine(state, jit=jit) for state in State for jit in (False, True)]
+    observations = (
+        Observation(
+            record=record,
+            runner=runner,
+            script=script,
+            now=NOW,
+            margin_s=1.0,
+            signalled=signalled,
+            starts=starts,
+            failed_removals=removals,
+        )
+        for record, runner, script, signalled, starts, removals in itertools.product(
+            records, RUNNERS, ScriptStatus, (None, *Signal), (0, MAX_STARTS), (0, MAX_FAILED_REMOVALS)
+        )
     )
-    for record, runner, script, signalled, starts, removals in itertools.product(
-        RECORDS, RUNNERS, ScriptStatus, (None, *Signal), (0, MAX_STARTS), (0, MAX_FAILED_REMOVALS)
-    )
-]
-STEPS: list[tuple[Observation, AgentStep]] = [(each, next_step(each)) for each in ALL]
+    return [(each, next_step(each)) for each in observations]
 
 
 def in_state(state: State) -> list[tuple[Observation, AgentStep]]:
-    return [(seen, step) for seen, step in STEPS if seen.record is not None and seen.record.state is state]
+    return [(seen, step) for seen, step in steps() if seen.record is not None and seen.record.state is state]
 
 
 def test_every_combination_has_a_step_with_a_reason() -> None:
-    assert len(STEPS) == len(State) * 2 * len(RUNNERS) * 3 * 9 * 4
-    assert all(step.reason and (step.action is AgentAction.SIGNAL) == (step.signal is not None) for _, step in STEPS)
+    assert len(steps()) == len(State) * 2 * len(RUNNERS) * 3 * 9 * 4
+    assert all(step.reason and (step.action is AgentAction.SIGNAL) == (step.signal is not None) for _, step in steps())
 
 
 @pytest.mark.parametrize("state", [State.CREATED, State.CLAIMED])
@@ -112,7 +116,7 @@ def test_before_its_registration_it_runs_the_script_and_reports_ready(state: Sta
 
 
 def test_it_registers_only_with_a_configuration_and_without_another_runner() -> None:
-    registering = [seen for seen, step in STEPS if step.action is AgentAction.REGISTER]
+    registering = [seen for seen, step in steps() if step.action is AgentAction.REGISTER]
     assert registering
     for seen in registering:
         assert seen.record is not None
@@ -123,7 +127,7 @@ def test_it_registers_only_with_a_configuration_and_without_another_runner() -> 
 
 
 def test_listener_starts_only_after_the_signal_of_its_registration() -> None:
-    starting = [seen for seen, step in STEPS if step.action is AgentAction.START]
+    starting = [seen for seen, step in steps() if step.action is AgentAction.START]
     assert starting
     for seen in starting:
         assert seen.signalled is not None
@@ -133,7 +137,7 @@ def test_listener_starts_only_after_the_signal_of_its_registration() -> None:
 
 def test_listener_that_has_had_a_job_never_starts_again() -> None:
     """One job per epoch."""
-    for seen, step in STEPS:
+    for seen, step in steps():
         exited = seen.runner.exit_code is not None
         if step.action is AgentAction.START:
             assert not (exited and seen.runner.had_job and not seen.runner.busy)
@@ -167,7 +171,7 @@ def test_refused_configuration_is_a_failure(code: int) -> None:
 
 
 def test_removal_needs_no_token() -> None:
-    removing = [seen for seen, step in STEPS if step.action is AgentAction.REMOVE]
+    removing = [seen for seen, step in steps() if step.action is AgentAction.REMOVE]
     assert removing
     for seen, step in in_state(State.RELEASING):
         if seen.runner.busy:
@@ -178,13 +182,13 @@ def test_removal_needs_no_token() -> None:
 
 
 def test_signal_ranks_increase() -> None:
-    for seen, step in STEPS:
+    for seen, step in steps():
         if step.signal is not None and seen.signalled is not None:
             assert step.signal.rank > seen.signalled.rank
 
 
 def test_only_an_ended_job_of_this_registration_is_reported_as_spent() -> None:
-    for seen in ALL:
+    for seen, _ in steps():
         runner = seen.runner
         expected = (
             seen.record is not None
@@ -262,6 +266,22 @@ async def test_machine_serves_two_jobs_with_a_registration_each(fixture: AgentFi
     assert fixture.runner.removed_with == [None, None]
     assert (fixture.record.state, fixture.record.uses) == (State.IDLE, 2)
     await until(lambda: fixture.report.spent_epoch == 0)
+
+
+async def test_job_is_reported_until_the_end_of_the_release(fixture: AgentFixture) -> None:
+    """It may have had the job while its registration was removed, and nobody else has noticed it."""
+    fixture.start()
+    await fixture.create_in_set()
+    await until(lambda: fixture.signalled(Signal.UD_OK))
+    await fixture.equip()
+    await until(lambda: fixture.report.listening)
+    fixture.runner.become(busy=True, had_job=True)
+    fixture.runner.finish_only_job()
+    await until(lambda: fixture.report.spent_epoch == 1)
+    await fixture.release_from_set()
+    await until(lambda: fixture.signalled(CLEAN, 1))
+    await asyncio.sleep(10)
+    assert fixture.report.spent_epoch == 1
 
 
 async def test_end_of_the_job_is_reported_at_once(fixture: AgentFixture) -> None:

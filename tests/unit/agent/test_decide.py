@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from datetime import datetime
+from functools import cache
 
 import pytest
 
@@ -43,13 +44,21 @@ def _assignment(state: State) -> object:
     return None if state in {State.IDLE, State.TERMINATING, State.TERMINATED} else assignment(2)
 
 
-ALL = [
-    observation(state, runner=runner, script=script, signalled=signalled, starts=starts, failed_removals=removals)
-    for state, runner, script, signalled, starts, removals in itertools.product(
-        (None, *State), RUNNERS, ScriptStatus, SIGNALLED, (0, MAX_STARTS), (0, MAX_FAILED_REMOVALS)
+@cache
+def steps() -> list[tuple[Observation, AgentStep]]:
+    """The step of each combination. Not computed at import, which each worker does for all files."""
+    observations = (
+        replace(seen, runner=runner, script=script, signalled=signalled, starts=starts, failed_removals=removals)
+        for seen, runner, script, signalled, starts, removals in itertools.product(
+            [observation(state) for state in (None, *State)],
+            RUNNERS,
+            ScriptStatus,
+            SIGNALLED,
+            (0, MAX_STARTS),
+            (0, MAX_FAILED_REMOVALS),
+        )
     )
-]
-STEPS: list[tuple[Observation, AgentStep]] = [(each, next_step(each)) for each in ALL]
+    return [(each, next_step(each)) for each in observations]
 
 
 def state_of(seen: Observation) -> State | None:
@@ -57,12 +66,12 @@ def state_of(seen: Observation) -> State | None:
 
 
 def observations_leading_to(*actions: AgentAction) -> list[Observation]:
-    return [seen for seen, step in STEPS if step.action in actions]
+    return [seen for seen, step in steps() if step.action in actions]
 
 
 def test_every_combination_has_a_step_with_a_reason() -> None:
-    assert len(STEPS) == 8 * 48 * 3 * 9 * 4
-    assert all(step.reason and (step.action is AgentAction.SIGNAL) == (step.signal is not None) for _, step in STEPS)
+    assert len(steps()) == 8 * 48 * 3 * 9 * 4
+    assert all(step.reason and (step.action is AgentAction.SIGNAL) == (step.signal is not None) for _, step in steps())
 
 
 @pytest.mark.parametrize(
@@ -83,7 +92,7 @@ def test_actions_occur_only_in_their_states(action: AgentAction, states: set[Sta
 
 
 def test_idle_agent_only_waits() -> None:
-    assert {step.action for seen, step in STEPS if state_of(seen) is State.IDLE} == {AgentAction.WAIT}
+    assert {step.action for seen, step in steps() if state_of(seen) is State.IDLE} == {AgentAction.WAIT}
 
 
 def test_runner_starts_only_for_its_registration_and_if_not_listening() -> None:
@@ -95,7 +104,7 @@ def test_runner_starts_only_for_its_registration_and_if_not_listening() -> None:
 
 def test_refused_version_is_signalled_with_the_runners_own_sentence() -> None:
     sentence = "Runner version v2.330.0 is deprecated and cannot receive messages."
-    (seen, *_) = [seen for seen, step in STEPS if state_of(seen) is State.RUNNING and "terminal code" in step.reason]
+    (seen, *_) = [seen for seen, step in steps() if state_of(seen) is State.RUNNING and "terminal code" in step.reason]
     for code, what in ((7, "GitHub refuses the runner because of its version"), (1, "the terminal code 1")):
         step = next_step(replace(seen, runner=replace(seen.runner, exit_code=code, exit_detail=sentence)))
         assert (step.action, step.signal) == (AgentAction.SIGNAL, Signal.UD_REG_FAILED)
@@ -118,18 +127,18 @@ def test_release_order_is_remove_stop_reset() -> None:
 
 def test_running_job_is_not_interrupted() -> None:
     """S6: while a job runs, the agent neither ends it nor signals its end."""
-    busy = [step for seen, step in STEPS if seen.runner.busy and state_of(seen) is State.RELEASING]
+    busy = [step for seen, step in steps() if seen.runner.busy and state_of(seen) is State.RELEASING]
     assert {step.action for step in busy} == {AgentAction.WAIT}
 
 
 def test_signals_belong_to_the_state_of_the_record() -> None:
-    for seen, step in STEPS:
+    for seen, step in steps():
         if step.signal is not None:
             assert (step.signal in REMOVE_FAMILY) == (state_of(seen) is State.RELEASING)
 
 
 def test_ok_signals_match_the_observed_state() -> None:
-    for seen, step in STEPS:
+    for seen, step in steps():
         if step.signal is Signal.UD_REG_OK:
             assert seen.runner == replace(seen.runner, registered_as=RIGHT, listening=False)
             assert seen.script is ScriptStatus.OK
@@ -140,20 +149,20 @@ def test_ok_signals_match_the_observed_state() -> None:
 
 
 def test_signal_ranks_increase() -> None:
-    for seen, step in STEPS:
+    for seen, step in steps():
         if step.signal is not None and seen.signalled is not None:
             assert step.signal.rank > seen.signalled.rank
 
 
 def test_agent_waits_after_a_failed_release() -> None:
     failed = {Signal.UD_REMOVE_REG_FAILED, Signal.UD_REMOVE_REG_REMOVE_RUN_FAILED}
-    after = {step.action for seen, step in STEPS if state_of(seen) is State.RELEASING and seen.signalled in failed}
+    after = {step.action for seen, step in steps() if state_of(seen) is State.RELEASING and seen.signalled in failed}
     assert after == {AgentAction.WAIT}
 
 
 def test_running_instance_without_registration_signals_a_failure() -> None:
     """Neither listening nor configured for this epoch: `UD_REG_FAILED`, unless already signalled."""
-    for seen, step in STEPS:
+    for seen, step in steps():
         if state_of(seen) is State.RUNNING and seen.runner.registered_as != RIGHT and seen.signalled is None:
             assert step.signal is Signal.UD_REG_FAILED
 
@@ -235,7 +244,7 @@ def test_agent_ends_after_threshold_and_margin(state: State, threshold: datetime
 
 @pytest.mark.parametrize("state", [State.TERMINATING, State.TERMINATED])
 def test_terminated_record_always_ends_the_machine(state: State) -> None:
-    assert {step.action for seen, step in STEPS if state_of(seen) is state} == {AgentAction.END}
+    assert {step.action for seen, step in steps() if state_of(seen) is state} == {AgentAction.END}
 
 
 def test_without_record_the_agent_runs_the_script_and_waits() -> None:

@@ -15,11 +15,11 @@ from xml.etree import ElementTree as ET
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from remuda.cli.rendering import plots
 from remuda.cli.rendering.report import MAX_ROWS, largest_first, report_document, report_tables
 from remuda.cli.rendering.report_page import report_page
+from remuda.cli.terminal import PlainConsole
 from remuda.domain.demand import JobRecord
 from remuda.domain.instance import State
 from remuda.domain.provision import AcquiredRunner, ProvisionOutcome, RunnerSource
@@ -116,7 +116,7 @@ def test_empty_period() -> None:
 
 def test_tables_and_document_agree() -> None:
     found = sample_usage()
-    console = Console(file=StringIO(), width=100, highlight=False)
+    console = PlainConsole(file=StringIO(), width=100)
     for part in report_tables(found, pool="default"):
         console.print(part)
     assert isinstance(console.file, StringIO)
@@ -235,7 +235,7 @@ def test_report_shows_sets() -> None:
         "reuse": {"reused": 3, "created": 1, "rate": 0.75},
     }
     assert document["cost"]["by_repository"] == {"octo/app": 0.66}
-    console = Console(file=StringIO(), width=80, highlight=False)
+    console = PlainConsole(file=StringIO(), width=80)
     for part in report_tables(usage, pool="default"):
         console.print(part)
     assert isinstance(console.file, StringIO)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from remuda.adapters.system.clock import SystemClock
 from remuda.cli.run_workflow import LastRun, WorkflowRun, kept_jobs
-from remuda.cli.workflow_file import WorkflowJob, WorkflowStep, parse_workflow
+from remuda.cli.workflow_file import WorkflowError, WorkflowJob, load_workflow, parse_workflow
 from remuda.domain.errors import UserError
-from remuda.fake_github.client import JobView
+from remuda.fake_github.client import JobStep, JobView, RunnerView
+from remuda.fake_github.fake_runner.expressions import parse_condition
 
 GITHUB = {"run_id": "77", "run_attempt": "2", "repository": "owner/repo", "workflow_ref": "owner/repo/w.yml@main"}
 STEPS = [{"run": "true"}]
+CHECKOUT = {"uses": "actions/checkout@v4"}
 
 
 def parse(jobs: Any, **workflow: Any) -> list[WorkflowJob]:
@@ -32,33 +35,83 @@ def test_matrix_expands_to_one_job_per_combination() -> None:
             "test": {
                 "runs-on": ["${{ github.run_id }}", "${{ matrix.size }}"],
                 "strategy": {"matrix": {"size": ["large", "xlarge"], "shard": [1, 2]}},
-                "steps": [{"run": "echo ${{ matrix.shard }} ${{github.run_attempt}}"}],
+                "steps": STEPS,
             }
         }
     )
     assert [job.name for job in jobs] == ["test (large, 1)", "test (large, 2)", "test (xlarge, 1)", "test (xlarge, 2)"]
-    assert jobs[0].labels == ("77", "large")
-    assert jobs[3].steps[0].run == "echo 2 2"
+    assert jobs[0].resolve(GITHUB, {}).labels == ("77", "large")
+    assert jobs[3].matrix == {"size": "xlarge", "shard": 2}
+    assert jobs[3].strategy["job-index"] == 3
 
 
-def test_env_of_step_overrides_job_and_workflow() -> None:
+def test_matrix_with_include_and_exclude() -> None:
+    """The example of GitHub's documentation."""
+    include = [
+        {"color": "green"},
+        {"color": "pink", "animal": "cat"},
+        {"fruit": "apple", "shape": "circle"},
+        {"fruit": "banana"},
+    ]
+    matrix = {"fruit": ["apple", "pear"], "animal": ["cat", "dog"], "include": include}
+    jobs = parse({"a": {"runs-on": "x", "steps": STEPS, "strategy": {"matrix": matrix}}})
+    assert [job.matrix for job in jobs] == [
+        {"fruit": "apple", "animal": "cat", "color": "pink", "shape": "circle"},
+        {"fruit": "apple", "animal": "dog", "color": "green", "shape": "circle"},
+        {"fruit": "pear", "animal": "cat", "color": "pink"},
+        {"fruit": "pear", "animal": "dog", "color": "green"},
+        {"fruit": "banana"},
+    ]
+    matrix["exclude"] = [{"fruit": "apple", "animal": "dog"}]
+    jobs = parse({"a": {"runs-on": "x", "steps": STEPS, "strategy": {"matrix": matrix}}})
+    assert [job.matrix["fruit"] for job in jobs] == ["apple", "pear", "pear", "banana"]
+
+
+def test_runs_on_uses_outputs_of_needed_jobs() -> None:
+    needs = {"b": {"result": "success", "outputs": {"label": "77", "all": '["77", "large"]'}}}
+    jobs = {"b": {"runs-on": "x", "steps": STEPS}, "a": {"needs": "b", "steps": STEPS}}
+    for runs_on, labels in (
+        ("${{ needs.b.outputs.label }}", ("77",)),
+        (["${{ needs.b.outputs.label }}", "x"], ("77", "x")),
+        ("${{ fromJSON(needs.b.outputs.all) }}", ("77", "large")),
+    ):
+        jobs["a"]["runs-on"] = runs_on
+        assert parse(jobs)[1].resolve(GITHUB, needs).labels == labels
+
+
+def test_texts_follow_yaml_1_2_as_on_github() -> None:
+    env = b"{A: yes, B: true, C: 3.10, D: 12:30, E: , F: 010}"
+    document = load_workflow(b"on: push\njobs: {a: {runs-on: x, env: %s}}" % env)
+    assert list(document) == ["on", "jobs"]
+    document["jobs"]["a"]["steps"] = STEPS
+    (job,) = parse_workflow(document, GITHUB)
+    assert job.resolve(GITHUB, {}).env == {"A": "yes", "B": "true", "C": "3.1", "D": "12:30", "E": "", "F": "10"}
+
+
+def test_env_of_a_job_overrides_that_of_the_workflow() -> None:
+    (job,) = parse(
+        {"a": {"runs-on": "x", "env": {"B": "${{ github.run_id }}-job"}, "steps": STEPS}}, env={"A": "a", "B": "b"}
+    )
+    assert job.resolve(GITHUB, {}).env == {"A": "a", "B": "77-job"}
+
+
+def test_defaults_of_run_steps() -> None:
     (job,) = parse(
         {
             "a": {
                 "runs-on": "x",
-                "env": {"B": "${{ env.A }}-job"},
-                "steps": [{"run": "echo ${{ env.A }} ${{ env.B }} ${{ env.C }}", "env": {"A": "step", "C": "c"}}],
+                "defaults": {"run": {"working-directory": "sub"}},
+                "steps": [{"run": "true"}, {"run": "true", "shell": "sh"}],
             }
         },
-        env={"A": "workflow"},
+        defaults={"run": {"shell": "bash"}},
     )
-    assert job.env == {"A": "workflow", "B": "workflow-job"}
-    assert job.steps[0].run == "echo step workflow-job c"
+    assert [(step.shell, step.working_directory) for step in job.steps] == [("bash", "sub"), ("sh", "sub")]
 
 
 def test_ubuntu_jobs_run_locally_and_others_are_queued() -> None:
-    assert one(**{"runs-on": "ubuntu-latest"}).hosted
-    assert not one(**{"runs-on": "${{ github.run_id }}"}).hosted
+    assert one(**{"runs-on": "ubuntu-latest"}).resolve(GITHUB, {}).hosted
+    assert not one(**{"runs-on": "${{ github.run_id }}"}).resolve(GITHUB, {}).hosted
 
 
 @pytest.mark.parametrize(
@@ -83,26 +136,9 @@ def test_permissions_of_a_job_replace_those_of_the_workflow(
 
 
 def test_environment_of_a_job() -> None:
-    assert one().environment == ""
-    assert one(environment="prod-${{ github.run_id }}").environment == "prod-77"
-    assert one(environment={"name": "prod", "url": "https://example.com"}).environment == "prod"
-
-
-@pytest.mark.parametrize(
-    ("condition", "after_success", "after_failure", "after_skip"),
-    [
-        (None, True, False, False),
-        ("success()", True, False, False),
-        ("always()", True, True, True),
-        ("${{ always() }}", True, True, True),
-        ("failure()", False, True, False),
-    ],
-)
-def test_conditions(condition: str | None, after_success: bool, after_failure: bool, after_skip: bool):  # noqa: FBT001
-    job = one(**({"if": condition} if condition else {}))
-    assert job.runs_after(["success", "success"]) is after_success
-    assert job.runs_after(["success", "failure"]) is after_failure
-    assert job.runs_after(["skipped"]) is after_skip
+    assert one().resolve(GITHUB, {}).environment == ""
+    assert one(environment="prod-${{ github.run_id }}").resolve(GITHUB, {}).environment == "prod-77"
+    assert one(environment={"name": "prod", "url": "https://example.com"}).resolve(GITHUB, {}).environment == "prod"
 
 
 @pytest.mark.parametrize(
@@ -113,11 +149,24 @@ def test_conditions(condition: str | None, after_success: bool, after_failure: b
         ({"a": []}, "jobs.a"),
         ({"a": {"steps": STEPS}}, "jobs.a.runs-on"),
         ({"a": {"runs-on": "x"}}, "jobs.a.steps"),
-        ({"a": {"runs-on": "x", "steps": [{"uses": "actions/checkout@v4"}]}}, "jobs.a.steps[0]"),
+        ({"a": {"runs-on": "x", "steps": [{"uses": "actions/cache@v4"}]}}, "jobs.a.steps[0].uses"),
+        ({"a": {"runs-on": "x", "steps": [CHECKOUT | {"with": {"ref": "x"}}]}}, "jobs.a.steps[0].with.ref"),
+        ({"a": {"runs-on": "x", "steps": [{"run": "true", "shell": "pwsh"}]}}, "jobs.a.steps[0].shell"),
+        ({"a": {"runs-on": "x", "steps": [{"run": "${{ secrets.X }}"}]}}, "jobs.a.steps[0].run"),
+        ({"a": {"runs-on": "x", "steps": [{"run": "${{ github.token }}"}]}}, "jobs.a.steps[0].run"),
+        ({"a": {"runs-on": "x", "steps": [{"run": "${{ needs.b.result }}"}]}}, "jobs.a.steps[0].run"),
+        ({"a": {"runs-on": "x", "steps": [{"run": "${{ always() }}"}]}}, "jobs.a.steps[0].run"),
+        ({"a": {"runs-on": "x", "steps": [{"run": "true", "if": "env.A =="}]}}, "jobs.a.steps[0].if"),
+        ({"a": {"runs-on": "x", "steps": STEPS, "continue-on-error": "x"}}, "jobs.a.continue-on-error"),
+        ({"a": {"runs-on": "x", "steps": STEPS, "container": "node"}}, "jobs.a.container"),
+        ({"a": {"uses": "./.github/workflows/b.yml"}}, "jobs.a.uses"),
+        ({"a": {"runs-on": {"group": "g"}, "steps": STEPS}}, "jobs.a.runs-on.group"),
+        ({"a": {"runs-on": "x", "steps": STEPS, "env": {"A": "${{ env.B }}"}}}, "jobs.a.env.A"),
+        ({"a": {"runs-on": "x", "steps": STEPS, "strategy": {"max-parallel": 2}}}, "jobs.a.strategy.max-parallel"),
         ({"a": {"runs-on": "x", "steps": [{"name": "nothing"}]}}, "jobs.a.steps[0]"),
         ({"a": {"runs-on": "x", "steps": STEPS, "needs": "b"}}, "jobs.a.needs"),
-        ({"a": {"runs-on": "x", "steps": STEPS, "services": {}}}, "jobs.a"),
-        ({"a": {"runs-on": "x", "steps": STEPS, "if": "github.ref == 'x'"}}, "jobs.a.if"),
+        ({"a": {"runs-on": "x", "steps": STEPS, "services": {}}}, "jobs.a.services"),
+        ({"a": {"runs-on": "x", "steps": STEPS, "if": "matrix.x == 'x'"}}, "jobs.a.if"),
         ({"a": {"runs-on": "${{ secrets.X }}", "steps": STEPS}}, "jobs.a.runs-on"),
         ({"a": {"runs-on": "x", "steps": STEPS, "timeout-minutes": -1}}, "jobs.a.timeout-minutes"),
         ({"a": {"runs-on": "x", "steps": STEPS, "strategy": {"matrix": {"n": 3}}}}, "jobs.a.strategy.matrix.n"),
@@ -135,6 +184,42 @@ def test_unsupported_keys_are_rejected_by_name(jobs: Any, where: str):
         parse(jobs)
     assert raised.value.field == where
     assert raised.value.fix
+
+
+BAD = b"""\
+on: push
+jobs:
+  test:
+    runs-on: x
+    services: {db: {image: postgres}}
+    steps:
+      - uses: actions/setup-node@v4
+      - run: echo ${{ secrets.TOKEN }}
+        if: hashFiles('x')
+  call:
+    uses: ./.github/workflows/other.yml
+"""
+
+
+def test_all_problems_of_a_file_are_reported_at_once_with_their_lines() -> None:
+    with pytest.raises(WorkflowError) as raised:
+        parse_workflow(load_workflow(BAD), GITHUB)
+    found = {(problem.place.line, problem.place.path) for problem in raised.value.problems}
+    assert found == {
+        (5, "jobs.test.services"),
+        (7, "jobs.test.steps[0].uses"),
+        (8, "jobs.test.steps[1].run"),
+        (9, "jobs.test.steps[1].if"),
+        (11, "jobs.call.uses"),
+    }
+    assert raised.value.message == "the workflow has 5 problems"
+    assert "line 5: jobs.test.services needs containers" in raised.value.details[0]
+    assert all(problem.fix for problem in raised.value.problems)
+
+
+def test_keys_that_are_defined_twice_are_rejected() -> None:
+    with pytest.raises(ValueError, match="'a' is defined twice"):
+        load_workflow(b"jobs: {a: 1, a: 2}")
 
 
 def test_cyclic_needs_are_rejected() -> None:
@@ -162,6 +247,51 @@ def test_run_without_failed_jobs_is_not_run_again() -> None:
         kept_jobs([job("build")], LastRun(run_id="1", attempt=1, conclusions={"build": "success"}))
 
 
+# Conditions of jobs ---------------------------------------------------------------------------------------------------
+
+
+class ScriptedRunner:
+    """Ends the jobs on this machine with the conclusions of their names."""
+
+    def __init__(self) -> None:
+        self.ran: list[str] = []
+
+    async def run(self, message: dict[str, Any], _on_output: Any) -> dict[str, Any]:
+        self.ran.append(message["name"])
+        return {"result": "failure" if message["name"].startswith("bad") else "success", "outputs": {"x": "1"}}
+
+
+NOT_CANCELLED = "!cancelled() && needs.bad.result == 'failure'"
+
+
+@pytest.mark.parametrize(
+    ("jobs", "ran"),
+    [
+        ({"bad": {}, "after": {"needs": "bad"}}, {"bad"}),
+        ({"bad": {}, "after": {"needs": "bad", "if": "failure()"}}, {"bad", "after"}),
+        ({"bad": {}, "after": {"needs": "bad", "if": "always()"}}, {"bad", "after"}),
+        ({"bad": {}, "after": {"needs": "bad", "if": "needs.bad.result == 'failure'"}}, {"bad"}),
+        ({"bad": {}, "after": {"needs": "bad", "if": NOT_CANCELLED}}, {"bad", "after"}),
+        # A failure or a skip applies to all jobs that follow in the chain.
+        ({"bad": {}, "b": {"needs": "bad"}, "c": {"needs": "b", "if": "failure()"}}, {"bad", "c"}),
+        ({"bad": {}, "b": {"needs": "bad", "if": "always()"}, "c": {"needs": "b"}}, {"bad", "b"}),
+        ({"skip": {"if": "false"}, "after": {"needs": "skip"}}, set()),
+        ({"skip": {"if": "false"}, "after": {"needs": "skip", "if": "failure()"}}, set()),
+        # A failure that is allowed counts as success for the jobs that need it.
+        ({"bad": {"continue-on-error": True}, "after": {"needs": "bad"}}, {"bad", "after"}),
+        ({"a": {"outputs": {"x": "1"}}, "b": {"needs": "a", "if": "needs.a.outputs.x == 1"}}, {"a", "b"}),
+        ({"a": {}, "b": {"needs": "a", "if": "needs.a.outputs.nothing"}}, {"a"}),
+    ],
+)
+async def test_conditions_of_jobs(jobs: dict[str, dict[str, Any]], ran: set[str]) -> None:
+    hosted = ScriptedRunner()
+    run = WorkflowRun(SilentOutput(), None, SystemClock(), GITHUB, hosted=hosted)  # type: ignore[arg-type]
+    bodies = {key: {"runs-on": "ubuntu-latest", "steps": STEPS, **body} for key, body in jobs.items()}
+    results = await run.run(parse(bodies))
+    assert set(hosted.ran) == ran
+    assert {result.name for result in results if result.conclusion == "skipped"} == set(jobs) - ran
+
+
 # Interrupted runs -----------------------------------------------------------------------------------------------------
 
 #: Event loop iterations that the cancellation of each job takes. The first must not interrupt the others.
@@ -169,8 +299,11 @@ ITERATIONS = {"one": 20, "two": 60}
 
 
 class SilentOutput:
-    def say(self, *_texts: Any, **_style: Any) -> None:
-        """Discard the text."""
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, text: str, **_style: Any) -> None:
+        self.said.append(text)
 
 
 class SlowGitHub:
@@ -188,8 +321,8 @@ class SlowGitHub:
         await asyncio.Event().wait()
         return _job(name)
 
-    async def runners(self) -> list[Any]:
-        return []
+    async def runners(self) -> list[RunnerView]:
+        return [_runner("77", "large"), _runner("self-hosted", "linux")]
 
     async def cancel_job(self, name: str) -> JobView:
         for _ in range(ITERATIONS[name]):
@@ -203,23 +336,26 @@ def _job(name: str) -> JobView:
     return JobView(**{**known, "id": name, "name": name, "status": "queued"})  # type: ignore[arg-type]
 
 
+def _runner(*labels: str) -> RunnerView:
+    known = dict.fromkeys(RunnerView.__dataclass_fields__)
+    return RunnerView(**{**known, "labels": labels})  # type: ignore[arg-type]
+
+
 def job(key: str, *needs: str, on: str = "1") -> WorkflowJob:
     return WorkflowJob(
         key=key,
         name=key,
         needs=needs,
         labels=(on,),
-        condition="",
-        steps=(WorkflowStep(run="true"),),
-        env={},
-        timeout_s=600,
+        condition=parse_condition(""),
+        steps=(JobStep(run="true"),),
     )
 
 
 @pytest.mark.parametrize("without_dependent", [True, False])
 async def test_an_interrupted_run_cancels_all_its_jobs(*, without_dependent: bool) -> None:
     github = SlowGitHub()
-    run = WorkflowRun(None, SilentOutput(), github, SystemClock(), GITHUB)  # type: ignore[arg-type]
+    run = WorkflowRun(SilentOutput(), github, SystemClock(), GITHUB, hosted=None)  # type: ignore[arg-type]
     jobs = [job("one"), job("two"), *([] if without_dependent else [job("after", "one", "two", on="ubuntu-latest")])]
     running = asyncio.create_task(run.run(jobs))
     assert {await github.followed.get() for _ in ITERATIONS} == set(ITERATIONS)
@@ -227,3 +363,27 @@ async def test_an_interrupted_run_cancels_all_its_jobs(*, without_dependent: boo
     with pytest.raises(asyncio.CancelledError):
         await running
     assert github.cancelled == set(ITERATIONS)
+
+
+KNOWN = "run 77 has runners with labels 77, large: use runs-on: 77"
+
+
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        (
+            ("self-hosted", "77"),
+            f"queued for self-hosted, 77, but no runner has label self-hosted; {KNOWN}",
+        ),
+        (("77",), "queued for 77"),
+        (("Self-Hosted", "linux"), "queued for Self-Hosted, linux"),
+    ],
+)
+async def test_labels_that_no_runner_has_are_explained_at_once(labels: tuple[str, ...], said: str) -> None:
+    github, output = SlowGitHub(), SilentOutput()
+    run = WorkflowRun(output, github, SystemClock(), GITHUB, hosted=None)  # type: ignore[arg-type]
+    running = asyncio.create_task(run.run([replace(job("one"), labels=labels)]))
+    await github.followed.get()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert output.said[0].endswith(said)

@@ -96,6 +96,37 @@ async def test_job_that_another_runner_serves_is_none_of_ours(world: PoolWorld) 
     assert (await wait_and_sweep(world)).waiting_jobs == ()
 
 
+@pytest.mark.parametrize("with_sets", [True, False])
+async def test_job_with_a_label_that_the_runners_of_its_run_lack(world: PoolWorld, *, with_sets: bool) -> None:
+    if not with_sets:
+        await world.configure(runner_sets=())
+    await asyncio.sleep(AUDIT_INTERVAL_S)
+    await world.provision("77", repository=SCOPE)
+    job = world.github.queue(run_id="77", labels=["self-hosted", "77"], repository=SCOPE)
+    world.github.queue(run_id="77", labels=["ubuntu-latest"], repository=SCOPE)
+    result = await wait_and_sweep(world, 10)
+    (sentence,) = result.waiting_jobs
+    why = "no runner has label self-hosted; run 77 has runners with labels 77, large: use runs-on: 77"
+    assert why in sentence
+    (found,) = (await demand(world)).overdue
+    assert (found.job_id, found.detail) == (str(job.job_id), why)
+    explanation = await explain(world.process(), "77")
+    assert f"job {found.name} waits: {why}" in explanation.next_steps
+    await world.release("77")
+    job.started = True
+    assert (await wait_and_sweep(world, AUDIT_INTERVAL_S + 1)).waiting_jobs == ()
+
+
+async def test_job_that_waits_for_a_busy_runner_of_its_run_is_no_anomaly(world: PoolWorld) -> None:
+    await world.configure(runner_sets=())
+    await world.provision("77", repository=SCOPE)
+    for _ in range(2):
+        world.github.queue(run_id="77", labels=["77"], seconds=600, repository=SCOPE)
+    assert (await wait_and_sweep(world, 60)).waiting_jobs == ()
+    await wait_and_sweep(world, 700)
+    await world.release("77")
+
+
 async def test_job_that_github_does_not_assign_to_its_set(world: PoolWorld) -> None:
     queued = world.github.queue(run_id="77", labels=LABELS, repository=SCOPE)
     await wait_and_sweep(world)

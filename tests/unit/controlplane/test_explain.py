@@ -7,9 +7,9 @@ import json
 from io import StringIO
 
 import pytest
-from rich.console import Console
 
 from remuda.cli.rendering.status import explanation_document, explanation_lines, status_document
+from remuda.cli.terminal import PlainConsole
 from remuda.controlplane.operator import terminate
 from remuda.controlplane.read.explain import check_subject, explain
 from remuda.controlplane.read.status import status
@@ -35,7 +35,7 @@ def event_names(explanation: Explanation) -> list[str]:
 
 
 def rendered(explanation: Explanation) -> str:
-    console = Console(file=StringIO(), width=200, highlight=False)
+    console = PlainConsole(file=StringIO(), width=200)
     for line in explanation_lines(explanation):
         console.print(line, soft_wrap=True)
     assert isinstance(console.file, StringIO)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from remuda.adapters.github.client import TIMEOUT_S as GITHUB_TIMEOUT_S
 from remuda.controlplane.context import CONCURRENCY
 from remuda.controlplane.provision.plan import ROLLBACK_RESERVE_S
 from remuda.controlplane.refresh import refresh
@@ -14,7 +15,7 @@ from remuda.controlplane.release import TOKEN_TIMEOUT_S
 from remuda.domain.errors import CapacityError, RemudaError, TimedOut, Unavailable
 from remuda.domain.instance import ASSIGNED, State
 from remuda.domain.provision import ProvisionStatus
-from tests.support.virtual_time import GITHUB_TIMEOUT_S, Call, Cut, CutKind, hanging
+from tests.support.virtual_time import Call, Cut, CutKind, hanging
 from tests.support.world import PoolWorld
 
 

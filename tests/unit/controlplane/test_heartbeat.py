@@ -22,6 +22,7 @@ from remuda.domain.runner_set import RunnerSet
 from remuda.domain.signals import Report
 from remuda.wiring.github import GithubCredential
 from tests.support.records import NOW, instance, job_record
+from tests.support.virtual_time import FixedClock
 
 
 class StoppingClock:
@@ -72,11 +73,10 @@ def test_counts_are_those_of_all_sets():
     state: SetState = new_state(context, runner_set, None)
     state.note_jobs({"job-1": job_record(1, seen_at=NOW), "job-2": job_record(2, seen_at=NOW, started_at=NOW)})
     state.shortage = "no capacity"
-    table = MachineTable()
+    table = MachineTable(FixedClock(NOW))
     for number, (busy, epoch) in enumerate(((True, 1), (False, 1), (True, 0))):
         machine = table.put(
-            instance(instance_id=f"i-{number}", state=State.RUNNING, run_id="set.large", runner_set="large", epoch=1),
-            now=NOW,
+            instance(instance_id=f"i-{number}", state=State.RUNNING, run_id="set.large", runner_set="large", epoch=1)
         )
         assert machine is not None
         report = Report(instance_id=f"i-{number}", epoch=epoch, busy=busy, listening=not busy)

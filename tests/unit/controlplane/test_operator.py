@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
@@ -22,6 +24,7 @@ from remuda.domain.signals import Signal
 from remuda.ports.compute import POOL_TAG
 from remuda.ports.machine import StepResult
 from tests.support.records import instance_id
+from tests.support.virtual_time import Call
 from tests.support.world import PoolWorld
 
 ALL = InstanceSelector(everything=True)
@@ -86,6 +89,24 @@ async def test_drain_by_class(world: PoolWorld) -> None:
 async def test_drain_by_image(world: PoolWorld) -> None:
     await world.warm(1)
     assert (await drain_all(world, InstanceSelector(ami="ami-1"))).outcomes == ()
+
+
+async def test_class_and_image_are_both_required(world: PoolWorld) -> None:
+    large, other = await world.warm(2)
+    xlarge = await world.one("7", resource_class="xlarge")
+    images = {large: "ami-1", other: "ami-2", xlarge.instance_id: "ami-1"}
+
+    async def hook(name: str, call: Call) -> Any:
+        answer = await call()
+        return [replace(view, image=images[view.instance_id]) for view in answer] if "list_pool" in name else answer
+
+    async def selected(**given: Any) -> list[str]:
+        return [item.instance_id for item in await select_instances(world.process(hook), InstanceSelector(**given))]
+
+    assert await selected(resource_class="large", ami="ami-1") == [large]
+    assert await selected(ami="ami-1") == [large, xlarge.instance_id]
+    assert await selected(resource_class="large") == [large, other]
+    assert await selected(resource_class="xlarge", ami="ami-2") == []
 
 
 async def test_drain_is_idempotent_and_dry_run_changes_nothing(world: PoolWorld) -> None:

@@ -9,9 +9,9 @@ from datetime import datetime, timedelta
 from io import StringIO
 
 import pytest
-from rich.console import Console
 
 from remuda.cli.rendering.status import changes, headline, status_document, status_tables
+from remuda.cli.terminal import PlainConsole
 from remuda.controlplane.context import Context
 from remuda.controlplane.read.status import Status, report, status
 from remuda.domain.errors import UserError
@@ -28,7 +28,7 @@ async def read_status(world: PoolWorld, *, credentialed: bool = False) -> Status
 
 
 def shown(found: Status, width: int = 160) -> str:
-    console = Console(file=StringIO(), width=width, highlight=False)
+    console = PlainConsole(file=StringIO(), width=width)
     for part in status_tables(found, width=width):
         console.print(part)
     assert isinstance(console.file, StringIO)

@@ -14,7 +14,7 @@ from remuda.domain.resources import Reuse
 from remuda.domain.signals import Signal
 from remuda.ports.machine import StepResult
 from simulation.invariants import SCOPE
-from tests.support.virtual_time import Call, Cut, CutKind, Hook
+from tests.support.virtual_time import Call, Cut, CutKind, Hook, until
 from tests.support.world import LIFETIMES, PoolWorld
 
 
@@ -188,6 +188,24 @@ async def test_process_with_a_credential_mints_the_removal_token(world: PoolWorl
     result = await world.release(process=world.process(credentialed=True))
     assert statuses(result) == ["released"]
     assert result.calls["github"]["POST remove-token"] == 1
+
+
+async def test_removal_token_of_a_long_process_is_renewed(world: PoolWorld) -> None:
+    """One token serves all releases of a process, until it is about to expire."""
+    process = world.process(credentialed=True)
+    tokens = []
+    for run_id, pause_s in (("1", 0.0), ("2", 10.0), ("3", 3_600.0)):
+        await asyncio.sleep(pause_s)
+        instance = await world.one(run_id, process=world.process(credentialed=True))
+        releasing = asyncio.create_task(world.release(run_id, process=process))
+        await until(lambda: bool(world.in_state(State.RELEASING)))
+        record = world.record(instance.instance_id)
+        assert record.assignment is not None
+        assert record.assignment.credential is not None
+        assert record.assignment.credential.expires_at > record.threshold
+        tokens.append(record.assignment.credential.token)
+        assert statuses(await releasing) == ["released"]
+    assert tokens[0] == tokens[1] != tokens[2]
 
 
 async def test_instance_with_max_uses_is_retired(world: PoolWorld) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from remuda.adapters.local.compute import LocalFleet
@@ -29,6 +29,7 @@ from simulation.loop import SeededIds, VirtualClock
 from simulation.memory.compute import MemoryCloud, MemoryCompute, MemoryFleet, MemoryMachines
 from simulation.memory.pool import MemoryQueues, MemoryResourcePool
 from simulation.memory.store import MemoryDatabase, MemoryInstanceStore
+from tests.support.mutations import fuzzed
 from tests.support.records import birth, instance, instance_id, pool_config
 from tests.support.scripted_fleet import ENVIRONMENT, ScriptedGitHub, ScriptedRunner, idle_window, machine, tags
 from tests.support.virtual_time import Call, EventRecorder, Hook, failing, hooked, run_virtual
@@ -253,7 +254,6 @@ async def test_dry_run_renews_nothing(world: PoolWorld, *, dry_run: bool) -> Non
 
 OWNERS = ("acme", "beta", "solo/tool")
 CYCLES = 3
-EXAMPLES = 400
 
 
 @dataclass(frozen=True)
@@ -417,7 +417,7 @@ class Trial:
 
 
 @given(cases())
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@fuzzed(120)
 def test_no_job_is_killed_and_no_recorded_machine_terminated(case: Case) -> None:
     trial = Trial(case)
     results = run_virtual(trial.run())

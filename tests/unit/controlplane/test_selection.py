@@ -32,6 +32,11 @@ def put(world: PoolWorld, pool_message: PoolMessage | None, *, queue: str = "lar
     world.queues.put(queue, pool_message, shuffle=0.5, malformed=malformed)
 
 
+def put_first(world: PoolWorld, pool_message: PoolMessage) -> None:
+    """Received first: after a mismatch, the provision receives more messages than it needs."""
+    world.queues.put("large", pool_message, shuffle=-1.0)
+
+
 def matching(number: int = 1, **changed: Any) -> PoolMessage:
     return message(number, **{"usage_class": UsageClass.ON_DEMAND, **changed})
 
@@ -84,11 +89,24 @@ async def test_search_ends_with_more_mismatches_than_the_limit(world: PoolWorld)
 
 async def test_surplus_messages_stay_in_the_pool(world: PoolWorld) -> None:
     await world.warm(8)
-    put(world, matching(0xABC, usage_class=UsageClass.SPOT))
+    put_first(world, matching(0xABC, usage_class=UsageClass.SPOT))
     result = await world.provision(count=2)
     assert result.reused == 2
     visible = [item for item in world.queues.named("large").messages if item.visible_at <= world.clock.now()]
     assert len(visible) == 7
+
+
+async def test_surplus_messages_are_handed_back_at_once(world: PoolWorld) -> None:
+    """Not when the provision ends: other runs need them while its machines register."""
+    await world.warm(8)
+    put_first(world, matching(0xABC, usage_class=UsageClass.SPOT))
+    world.behaviour.configure_s = 40.0
+    provisioning = asyncio.create_task(world.provision(count=2))
+    await asyncio.sleep(5)
+    assert len(world.in_state(State.CLAIMED)) == 2
+    visible = [item for item in world.queues.named("large").messages if item.visible_at <= world.clock.now()]
+    assert len(visible) == 7
+    assert (await provisioning).reused == 2
 
 
 async def test_malformed_messages_are_dropped_and_counted(world: PoolWorld) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
 from remuda.controlplane.context import transition_all
+from remuda.controlplane.refresh.sweep import SETTLE_AFTER_S
 from remuda.domain.errors import RemudaError, Unavailable, UserError
 from remuda.domain.instance import LIVE, State
 from remuda.domain.provision import ProvisionStatus
@@ -207,6 +209,35 @@ async def test_late_claim_of_a_released_provision_is_taken_back(world: PoolWorld
     await world.sweep()
     assert world.record(warm).state is State.RELEASING
     world.violations.clear()  # The record was written without a transition.
+
+
+async def test_provision_is_not_settled_before_its_deadline(world: PoolWorld) -> None:
+    """A claim of a paused process may be applied until the deadline, however early the provision was released."""
+    (warm,) = await world.warm(1)
+    now = world.clock.now()
+    closed = provision(
+        9, created_at=now, deadline=now + timedelta(seconds=600), status=ProvisionStatus.RELEASED, released_at=now
+    )
+    store = world.process().store
+
+    async def is_settled() -> bool:
+        stored = await store.get_provision(closed.run_id, closed.provision_id)
+        assert stored is not None
+        return stored.settled
+
+    await store.put_provision(closed)
+    await asyncio.sleep(SETTLE_AFTER_S + MARGIN_S + 5)
+    await world.sweep()
+    assert not await is_settled()
+    late: dict[str, Any] = {"provision_id": "p-9", "owner": "p-9/w", "run_id": "1234", "scope": "octo/repo"}
+    world.database.instances[warm] = replace(
+        world.record(warm), state=State.CLAIMED, epoch=2, threshold=closed.deadline, **late
+    )
+    await world.sweep()
+    assert world.record(warm).state is State.RELEASING
+    world.violations.clear()  # The record was written without a transition.
+    await world.pass_time(600 + SETTLE_AFTER_S)
+    assert await is_settled()
 
 
 async def test_old_records_are_deleted() -> None:

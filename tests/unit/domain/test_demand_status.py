@@ -7,9 +7,9 @@ from io import StringIO
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from remuda.cli.rendering.status import changes, explanation_lines, status_document, status_tables
+from remuda.cli.terminal import PlainConsole
 from remuda.controlplane.doctor import _check_runner_sets
 from remuda.controlplane.read.status import Status
 from remuda.domain.demand import DemandRecord, DemandStatistics, JobRecord, Lease
@@ -295,6 +295,24 @@ def test_missing_labels_are_explained() -> None:
     assert describe_missing_labels(["gpu"], ()) == "no runner has label gpu; sets: none"
 
 
+@pytest.mark.parametrize(
+    ("labels", "run_id", "expected"),
+    [
+        (["self-hosted", "77"], "77", "no runner has label self-hosted; run 77 has runners with labels 77, large"),
+        # The runners of another run, because the job names it.
+        (["self-hosted", "77"], "78", "no runner has label self-hosted; run 77 has runners with labels 77, large"),
+        (["self-hosted"], "77", "no runner has label self-hosted; run 77 has runners with labels 77, large"),
+        (["77", "gpu", "x"], "77", "no runner has labels gpu, x; run 77 has runners with labels 77, large"),
+        (["self-hosted", "79"], "79", "no runner has label 79; sets: set (self-hosted, remuda, large)"),
+    ],
+)
+def test_missing_labels_of_a_run(labels: list[str], run_id: str, expected: str) -> None:
+    sets = [
+        RunnerSet(name="set", labels=("self-hosted", "remuda", "large"), resource_class="large", scope="o/r", max=1)
+    ]
+    assert describe_missing_labels(labels, sets, run_id=run_id, runs={"77": ("77", "large")}).startswith(expected)
+
+
 def test_a_lasting_disagreement_is_reported() -> None:
     seen = {disagreement_anomaly("large"): at(-WAITING_LIMIT_S - 1)}
     wrong = {"large": record(2)}
@@ -346,7 +364,7 @@ def pool_status(demand: DemandStatus, **changed: Any) -> Status:
 
 
 def shown(status: Status, width: int) -> list[str]:
-    console = Console(file=StringIO(), width=width, highlight=False)
+    console = PlainConsole(file=StringIO(), width=width)
     for part in status_tables(status, width=width):
         console.print(part)
     assert isinstance(console.file, StringIO)

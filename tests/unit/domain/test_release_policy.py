@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remuda.domain.instance import Credential, RetireReason, State, decide_retirement
+from remuda.domain.instance import Credential, RetireReason, State, decide_retirement, holder_id
 from remuda.domain.release_policy import credential_expires_early, next_for_releasing
-from remuda.domain.resources import Reuse
+from remuda.domain.resources import Reuse, Tier
 from remuda.domain.signals import Signal
 from remuda.domain.thresholds import Lifetimes, expired
 from remuda.domain.transitions import Actor, End, Extend, ReturnToPool, advance
@@ -45,6 +45,31 @@ def test_clean_instance_that_must_retire_is_terminated_with_the_reason(
 ) -> None:
     event = decide(report(CLEAN, notice=notice), **changed)
     assert (event.reason, event.detail) == reason
+
+
+UNBOUND = {"runner_set": "large", "last_run_id": holder_id("large")}
+
+
+@pytest.mark.parametrize(
+    ("changed", "spent_epoch", "retires"),
+    [
+        (UNBOUND, 2, True),
+        # The job was recorded: its trust is known.
+        ({**UNBOUND, "last_run_id": "1234"}, 2, False),
+        (UNBOUND, 1, False),
+        ({**UNBOUND, "tier": Tier.UNTRUSTED}, 2, False),
+        ({"last_run_id": "1234"}, 2, False),
+        ({**UNBOUND, "retire_reason": RetireReason.QUARANTINED, "quarantined_until": at(60)}, 2, False),
+    ],
+)
+def test_machine_that_had_a_job_during_its_withdrawal_is_not_reused(
+    changed: dict[str, Any],
+    spent_epoch: int,
+    retires: bool,  # noqa: FBT001
+) -> None:
+    event = decide(report(CLEAN, spent_epoch=spent_epoch), **changed)
+    assert isinstance(event, End) is retires
+    assert not retires or event.reason is RetireReason.UNTRUSTED_JOB
 
 
 @pytest.mark.parametrize(

@@ -152,9 +152,15 @@ def test_other_documents_are_rejected(document: Any) -> None:
 # Contradictions -----------------------------------------------------------------------------------------------------
 
 
+def test_name_in_another_letter_case_is_the_same_set() -> None:
+    """GitHub would find the set of one name by the other, and the listener would delete it as removed."""
+    document = {**LARGE, "resource-class": "large"}
+    assert parse({**document, "name": "Large"}) == parse(document)
+
+
 def test_names_are_unique_in_any_letter_case() -> None:
     error = refuse(LARGE, {**LARGE, "name": "LARGE", "labels": ["other"]})
-    assert error.message == "runner-sets: two sets are named 'LARGE'"
+    assert error.message == "runner-sets: two sets are named 'large'"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from remuda.domain.errors import IllegalTransition
@@ -33,6 +33,7 @@ from remuda.domain.transitions import (
     advance,
     create,
 )
+from tests.support.mutations import fuzzed
 from tests.support.records import NOW, REMOVAL, assignment, in_state, instance_id
 
 SIGNALS = st.sampled_from([None, *Signal])
@@ -147,7 +148,7 @@ def test_state_never_recurs_in_its_epoch(events: list[RandomEvent]) -> None:
 
 
 @given(SEQUENCES)
-@settings(max_examples=200)
+@fuzzed(80)
 def test_fields_per_state(events: list[RandomEvent]) -> None:
     for record, _ in apply_events(events):
         if record.state in ASSIGNED:
@@ -222,7 +223,7 @@ def test_last_run_is_kept_after_a_release(events: list[RandomEvent]) -> None:
 
 
 @given(SEQUENCES, st.integers(1, 6))
-@settings(max_examples=200)
+@fuzzed(80)
 def test_stale_registration_stays_stale(events: list[RandomEvent], epoch: int) -> None:
     """Deleting a stale registration is safe however old the read record is."""
     name = runner_name("test", epoch, instance_id(1))

@@ -6,14 +6,15 @@ import asyncio
 import json
 import re
 import sys
-from collections.abc import MutableMapping
+from collections.abc import AsyncIterator, MutableMapping
+from contextlib import asynccontextmanager, suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NoReturn
 
 import httpx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -23,13 +24,15 @@ from remuda.domain.errors import UserError
 from remuda.domain.instance import State
 from remuda.domain.reporting.timeline import MachinePhase
 from remuda.web.dashboard import app as routes
-from remuda.web.dashboard import serialize
+from remuda.web.dashboard import connections, serialize
 from remuda.web.dashboard.app import MAX_STREAMS, build_app
 from remuda.web.dashboard.auth import CONTENT_SECURITY_POLICY, SESSION_COOKIE, AccessToken, is_loopback_host
 from remuda.web.dashboard.feed import Feed
 from remuda.web.dashboard.serialize import PHASES, ChangeLog
-from remuda.web.dashboard.server import TOKEN_VARIABLE, parse_listen_address, parse_window
+from remuda.web.dashboard.server import TOKEN_VARIABLE, ListenAddress, listen, parse_listen_address, parse_window
 from tests.support.dashboard import feed_without_store
+from tests.support.mutations import fuzzed
+from tests.support.records import LONG_S
 
 TEXT = "0123456789abcdef"
 
@@ -177,6 +180,102 @@ async def test_client_that_does_not_read_is_disconnected(monkeypatch: pytest.Mon
     assert feed.watching == 0
 
 
+@pytest.mark.parametrize("encoding", ["gzip", "identity"])
+async def test_snapshot_is_new_after_each_change(encoding: str) -> None:
+    feed = feed_without_store()
+    feed._first_poll_done.set()
+    async with client(feed) as opened:
+        for number in ("1", "2"):
+            feed.change_log.put("x", "y", number)
+            feed.change_log.commit()
+            response = await opened.get("/api/snapshot", headers={"accept-encoding": encoding})
+            assert response.headers.get("content-encoding", "identity") == encoding
+            assert response.text == feed.change_log.snapshot()
+            assert response.headers["etag"] == f'"{feed.change_log.tag}"'
+
+
+# Connections: real sockets ---------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def served(feed: Feed) -> AsyncIterator[int]:
+    """The port of a server with the dashboard's limits."""
+    listener = listen(ListenAddress(host="127.0.0.1", port=0, token=None))
+    server = connections.make_server(build_app(feed, token=AccessToken(TEXT), loopback=True))
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        await serving
+
+
+async def status_of(port: int) -> int:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=LONG_S) as opened:
+        return (await opened.get("/login")).status_code
+
+
+#: Clients that never complete a request: nothing, half of the headers, half of a form, half of a second request.
+INCOMPLETE = (
+    b"",
+    b"GET /login HTTP/1.1\r\nHost: 127.0.0.1\r\n",
+    b"POST /login HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\ntoken=",
+    b"GET /login HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\nGET /lo",
+)
+
+
+@pytest.mark.parametrize("sent", INCOMPLETE, ids=["nothing", "headers", "form", "second request"])
+async def test_incomplete_request_is_ended(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    monkeypatch.setattr(connections, "REQUEST_TIMEOUT_S", 0.2)
+    async with served(feed_without_store()) as port, asyncio.timeout(LONG_S):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(sent)
+        with suppress(ConnectionError):
+            await reader.read()
+        writer.close()
+
+
+@pytest.mark.parametrize("sent", INCOMPLETE, ids=["nothing", "headers", "form", "second request"])
+async def test_incomplete_requests_lock_nobody_out(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    """More connections than the server's limit, opened before anybody's timeout."""
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 20)
+    monkeypatch.setattr(connections, "MAX_WAITING", 10)
+    monkeypatch.setattr(connections, "REQUEST_TIMEOUT_S", 1_000.0)
+    async with served(feed_without_store()) as port, asyncio.timeout(LONG_S):
+        opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(30)]
+        for _, writer in opened:
+            writer.write(sent)
+        # The oldest connection ends because of the others: the server has seen all of them.
+        with suppress(ConnectionError):
+            await opened[0][0].read()
+        assert await status_of(port) == 200
+        for _, writer in opened:
+            writer.close()
+
+
+async def test_open_stream_is_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its request is complete, so other clients do not end it, and neither does the timeout."""
+    monkeypatch.setattr(connections, "MAX_WAITING", 1)
+    monkeypatch.setattr(connections, "REQUEST_TIMEOUT_S", 0.1)
+    feed = feed_without_store()
+    async with served(feed) as port, asyncio.timeout(LONG_S):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = f"GET /api/events HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {TEXT}\r\n\r\n"
+        writer.write(head.encode())
+        await reader.readuntil(b"event: update")
+        for _ in range(3):
+            silent, other = await asyncio.open_connection("127.0.0.1", port)
+            with suppress(ConnectionError):
+                await silent.read()
+            other.close()
+        feed.change_log.put("x", "y", "1")
+        feed.change_log.commit()
+        feed._wake_pages()
+        await reader.readuntil(b"event: change")
+        writer.close()
+        feed.close()
+
+
 # Change log: a client that applies the changes, however seldom, ends with the snapshot --------------------------------
 
 
@@ -205,7 +304,7 @@ def without_empty(known: Kinds) -> Kinds:
     return {kind: items for kind, items in known.items() if items}
 
 
-@settings(max_examples=150, deadline=None)
+@fuzzed()
 @given(steps=STEPS, intervals=st.lists(st.integers(0, 5), min_size=1, max_size=8))
 def test_a_slow_client_gets_the_newest_text_of_every_item(
     steps: list[tuple[str, str, int | None, bool]], intervals: list[int]

@@ -142,10 +142,14 @@ def item_of(error: boto.ClientError) -> dict[str, Any] | None:
     return item or None
 
 
-def cancellation_reasons(error: boto.ClientError) -> list[str]:
-    """The cancellation code of each item of a transaction, in order. Empty if the error does not list them."""
+def cancellation_reasons(error: boto.ClientError) -> tuple[list[str], list[dict[str, Any] | None]]:
+    """The cancellation code of each item of a transaction and the stored items whose condition failed, in order.
+
+    Empty if the error does not list them.
+    """
     reasons: list[Mapping[str, Any]] = error.response.get("CancellationReasons") or []  # type: ignore[assignment]
-    return [str(reason.get("Code") or NOT_THE_CAUSE) for reason in reasons]
+    codes = [str(reason.get("Code") or NOT_THE_CAUSE) for reason in reasons]
+    return codes, [reason.get("Item") or None for reason in reasons]
 
 
 @contextmanager

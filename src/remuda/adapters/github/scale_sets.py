@@ -79,7 +79,6 @@ class ScaleSetSource:
         self._calls = calls
         self._event_log = event_log or SilentEventLog()
         self._scopes: dict[str, _Scope] = {}
-        self._groups: dict[tuple[str, str], int] = {}
         self._origins: dict[str, HttpConnections] = {}
 
     async def close(self) -> None:
@@ -88,13 +87,14 @@ class ScaleSetSource:
     # Scale sets
 
     async def ensure_set(self, runner_set: RunnerSet) -> int:
-        found = await self._find(runner_set)
+        group_id = await self._group_id(runner_set)
+        found = await self._find(runner_set, group_id)
         if found is None:
             try:
-                found = await self._create(runner_set)
+                found = await self._create(runner_set, group_id)
             except Conflict:
                 # Created by a lost request, or by another process.
-                found = await self._find(runner_set)
+                found = await self._find(runner_set, group_id)
         if found is None:
             raise Unavailable(f"GitHub says that runner set {runner_set.name!r} exists, but does not list it")
         given, wanted = ({label.lower() for label in labels} for labels in (found.labels, runner_set.labels))
@@ -109,7 +109,7 @@ class ScaleSetSource:
         return found.scale_set_id
 
     async def delete_set(self, runner_set: RunnerSet) -> bool:
-        found = await self._find(runner_set)
+        found = await self._find(runner_set, await self._group_id(runner_set))
         if found is None:
             return False
         try:
@@ -118,8 +118,7 @@ class ScaleSetSource:
             return False
         return True
 
-    async def _find(self, runner_set: RunnerSet) -> parsing.ScaleSetDescription | None:
-        group_id = await self._group_id(runner_set)
+    async def _find(self, runner_set: RunnerSet, group_id: int) -> parsing.ScaleSetDescription | None:
         params = {"runnerGroupId": str(group_id), "name": runner_set.name}
         response = await self._call(runner_set, "GET", _SETS, "runnerscalesets", params=params)
         named = [
@@ -129,10 +128,10 @@ class ScaleSetSource:
         ]
         return parsing.parse_scale_set(named[0]) if named else None
 
-    async def _create(self, runner_set: RunnerSet) -> parsing.ScaleSetDescription:
+    async def _create(self, runner_set: RunnerSet, group_id: int) -> parsing.ScaleSetDescription:
         body = {
             "name": runner_set.name,
-            "runnerGroupId": await self._group_id(runner_set),
+            "runnerGroupId": group_id,
             "labels": [{"name": label, "type": "System"} for label in runner_set.labels],
             # Machines have the runner's version of their image or pool.
             "RunnerSetting": {"disableUpdate": True},
@@ -142,22 +141,20 @@ class ScaleSetSource:
         return parsing.parse_scale_set(parsing.parse_object(response))
 
     async def _group_id(self, runner_set: RunnerSet) -> int:
+        """The id of the set's runner group now: a group may be deleted, renamed and created again."""
         if not runner_set.runner_group:
             return DEFAULT_GROUP_ID
-        key = (runner_set.scope.lower(), runner_set.runner_group.lower())
-        if key not in self._groups:
-            params = {"groupName": runner_set.runner_group}
-            response = await self._call(runner_set, "GET", "_apis/runtime/runnergroups/", "runnergroups", params=params)
-            groups = [each for each in parsing.parse_list(response) if isinstance(each, dict)]
-            named = [each for each in groups if str(each.get("name", "")).lower() == key[1]]
-            if not named:
-                raise UserError(
-                    f"{runner_set.scope} has no runner group {runner_set.runner_group!r}",
-                    field=FIELD,
-                    fix=f"create the group, or remove runner-group of the set {runner_set.name!r}",
-                )
-            self._groups[key] = parse_id(named[0], "runner group")
-        return self._groups[key]
+        params = {"groupName": runner_set.runner_group}
+        response = await self._call(runner_set, "GET", "_apis/runtime/runnergroups/", "runnergroups", params=params)
+        groups = [each for each in parsing.parse_list(response) if isinstance(each, dict)]
+        named = [each for each in groups if str(each.get("name", "")).lower() == runner_set.runner_group.lower()]
+        if not named:
+            raise UserError(
+                f"{runner_set.scope} has no runner group {runner_set.runner_group!r}",
+                field=FIELD,
+                fix=f"create the group, or remove runner-group of the set {runner_set.name!r}",
+            )
+        return parse_id(named[0], "runner group")
 
     # Sessions
 

@@ -14,10 +14,10 @@ from remuda.adapters.sqlite.connection import BUSY_TIMEOUT_S, ChangePoller, File
 from remuda.adapters.sqlite.documents import decode, decode_times, encode
 from remuda.adapters.sqlite.tables import Key, RecordKind
 from remuda.domain.demand import DemandRecord, JobRecord, Lease
-from remuda.domain.errors import Conflict, RemudaError, Unreadable
+from remuda.domain.errors import Conflict, ProvisionConflict, RemudaError, Unreadable
 from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.pool_config import PoolConfig
-from remuda.domain.provision import Provision
+from remuda.domain.provision import Provision, ProvisionChange
 from remuda.domain.signals import FailureKind, Report, Signal
 from remuda.domain.transitions import Change
 from remuda.ports.calls import CallCounter
@@ -69,6 +69,16 @@ class SqliteInstanceStore:
         # Parse the written document, so that the caller gets exactly what readers will get.
         written = await self._write("apply", partial(self._change, change=change))
         return self._parse(Instance, written, change.instance_id)
+
+    async def apply_with_provision(self, change: Change, provision: ProvisionChange) -> None:
+        def job(connection: sqlite3.Connection) -> None:
+            self._change(connection, change)
+            try:
+                self._replace_provision(connection, provision.before, provision.after)
+            except Conflict as conflict:
+                raise ProvisionConflict(conflict.message, current=conflict.current) from None
+
+        await self._write("apply_with_provision", job)
 
     async def apply_all(self, changes: Sequence[Change]) -> Sequence[RemudaError | None]:
         def job(connection: sqlite3.Connection) -> list[Conflict | None]:
@@ -200,13 +210,13 @@ class SqliteInstanceStore:
         await self._write("put_provision", job)
 
     async def replace_provision(self, before: Provision, after: Provision) -> None:
-        def job(connection: sqlite3.Connection) -> None:
-            current = self._provision(connection, before.run_id, before.provision_id)
-            if not before.is_as_stored(current):
-                raise Conflict(f"provision {before.provision_id} has changed", current=current)
-            tables.write_provision(connection, after)
+        await self._write("replace_provision", partial(self._replace_provision, before=before, after=after))
 
-        await self._write("replace_provision", job)
+    def _replace_provision(self, connection: sqlite3.Connection, before: Provision, after: Provision) -> None:
+        current = self._provision(connection, before.run_id, before.provision_id)
+        if not before.is_as_stored(current):
+            raise Conflict(f"provision {before.provision_id} has changed", current=current)
+        tables.write_provision(connection, after)
 
     async def get_provision(self, run_id: str, provision_id: str) -> Provision | None:
         return await self._read("get_provision", lambda connection: self._provision(connection, run_id, provision_id))

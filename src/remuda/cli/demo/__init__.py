@@ -228,7 +228,8 @@ class LocalDemo:
         environment.log(f"{fleet.unregistered} never registers; {fleet.mistagged} is tagged as an orphan by mistake")
         limits = ("--minimum-running-time-in-minutes", "0", "--runner-boot-time-in-minutes", "0.01")
         keep_two = ("--idle-config", json.dumps([{"cron": "* * * * *", "idleCount": 2}]))
-        self._output.say(await environment.remuda("scale-down", "--dry-run", *limits, *keep_two))
+        shown = await environment.remuda("scale-down", "--dry-run", *limits, *keep_two)
+        self._output.say(*shown.splitlines())
         first = ScaleDownDecisions.parse(await environment.json("scale-down", *limits, *keep_two))
         second = ScaleDownDecisions.parse(await environment.json("scale-down", *limits, *keep_two))
         orphan = [fleet.unregistered]

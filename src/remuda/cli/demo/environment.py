@@ -116,7 +116,7 @@ class DemoEnvironment:
         root.mkdir(parents=True, exist_ok=True)
 
     def title(self, text: str) -> None:
-        self.output.say(f"\n== {text}", style="bold")
+        self.output.say("", f"== {text}", style="bold")
 
     def log(self, text: str) -> None:
         self.output.say(f"{self.clock.now():%H:%M:%S} {text}")

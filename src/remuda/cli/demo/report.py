@@ -197,7 +197,7 @@ def show_report(output: Output, report: DemoReport) -> None:
             style=None if check.passed else "bold red",
         )
     summary = "all checks passed" if report.passed else "some checks failed"
-    output.say(f"\n{summary} ({report.seconds:.0f} s)", style="bold green" if report.passed else "bold red")
+    output.say("", f"{summary} ({report.seconds:.0f} s)", style="bold green" if report.passed else "bold red")
 
 
 # Records ----------------------------------------------------------------------------------------------------------

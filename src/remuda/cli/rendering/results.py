@@ -276,31 +276,25 @@ def scale_down_document(result: ScaleDownResult) -> dict[str, Any]:
 
 
 def scale_down_table(result: ScaleDownResult) -> Table:
-    from rich.table import Table  # noqa: PLC0415 - slow to import
-
     title = f"Scale-down of {result.environment}" + (" (dry run)" if result.dry_run else "")
-    table = Table(title=title, title_justify="left")
-    for column in ("phase", "instance", "owner", "action", "reason"):
-        table.add_column(column)
+    rows = []
     for item in result.outcomes:
         decision = item.decision
         failed = not item.done and not result.dry_run
         action = f"{decision.action} (not done)" if failed else str(decision.action)
-        table.add_row(str(decision.phase.value), decision.instance_id, decision.owner, action, decision.reason)
-    return table
+        rows.append((str(decision.phase.value), decision.instance_id, decision.owner, action, decision.reason))
+    return table(title, ("phase", "instance", "owner", "action", "reason"), rows)
 
 
 def config_table(settings: Settings) -> Table:
     from rich.table import Table  # noqa: PLC0415 - slow to import
 
-    table = Table()
-    for column in ("setting", "value", "from"):
-        table.add_column(column)
+    made = Table("setting", "value", "from")
     for name, row in config_rows(settings).items():
         value = row["value"]
         if name == "runner-sets":
             text = "\n".join(f"{item.name}: {item.describe()}" for item in settings.runner_sets)
         else:
             text = ", ".join(value) if isinstance(value, dict) else "" if value is None else str(value)
-        table.add_row(name, text, row["source"])
-    return table
+        made.add_row(name, text, row["source"])
+    return made

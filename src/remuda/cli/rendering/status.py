@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from remuda.cli.output import clean, format_duration, table
+from remuda.cli.output import format_duration, table
 from remuda.cli.rendering.results import instance_document, record_document
 from remuda.controlplane.read.status import RECENT_PROVISIONS, OpenProvision, Status
 from remuda.domain.demand import JobRecord
@@ -15,6 +15,7 @@ from remuda.domain.reporting.demand import DemandStatus, ListenerStatus, RunnerS
 from remuda.domain.reporting.explanation import ExplainedEvent, Explanation, Severity
 from remuda.domain.runner_release import RunnerRelease
 from remuda.domain.serialization import to_jsonable
+from remuda.domain.text import sanitize
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -164,8 +165,6 @@ def _tables(status: Status, width: int, rows: int | None) -> Iterator[Any]:
 
 
 def _sets(demand: DemandStatus, *, wide: bool) -> Iterator[Any]:
-    from rich.text import Text  # noqa: PLC0415 - slow to import
-
     columns = ["set", "waiting", "assigned", "hot", "warm", "launching", "at capacity"]
     if wide:
         columns[3:3] = ["running"]
@@ -176,8 +175,7 @@ def _sets(demand: DemandStatus, *, wide: bool) -> Iterator[Any]:
         if item.reason is not None:
             oldest = f"; the oldest waits for {format_duration(item.oldest_wait_s)}" if item.oldest_wait_s else ""
             jobs = f"{item.waiting} job{'' if item.waiting == 1 else 's'}"
-            # `Text` prevents rich from interpreting markup in error messages.
-            yield Text(clean(f"  {item.name}: {jobs} waiting: {item.detail}{oldest}"))
+            yield sanitize(f"  {item.name}: {jobs} waiting: {item.detail}{oldest}")
 
 
 def _set_values(item: RunnerSetStatus) -> dict[str, str]:
@@ -338,7 +336,7 @@ def explanation_document(explanation: Explanation) -> dict[str, Any]:
 def explanation_lines(explanation: Explanation) -> list[Text]:
     from rich.text import Text  # noqa: PLC0415 - slow to import
 
-    lines = [Text(clean(explanation.title), style="bold")]
+    lines = [Text(sanitize(explanation.title), style="bold")]
     day = None
     began = explanation.events[0].at if explanation.events else None
     for event in explanation.events:
@@ -346,7 +344,7 @@ def explanation_lines(explanation: Explanation) -> list[Text]:
             day = event.at.date()
             lines.append(Text(f"{event.at:%Y-%m-%d} UTC", style="dim"))
         lines.append(_event_line(event, began or event.at, with_id=explanation.kind == "run"))
-    lines += [Text("Next", style="bold"), *(Text(f"  {clean(text)}") for text in explanation.next_steps)]
+    lines += [Text("Next", style="bold"), *(Text(f"  {sanitize(text)}") for text in explanation.next_steps)]
     return lines
 
 
@@ -356,8 +354,8 @@ def _event_line(event: ExplainedEvent, began: datetime, *, with_id: bool) -> Tex
     since_s = (event.at - began).total_seconds()
     text = Text(f"  {event.at:%H:%M:%S}.{event.at.microsecond // 1000:03d} {since_s:>+10.2f} s  ", style="dim")
     if with_id:
-        text.append(f"{event.instance_id:<{_ID_WIDTH}}  ", style="not dim")
-    text.append(clean(event.what), style=f"not dim {_STYLES[event.severity]}".strip())
+        text.append(f"{sanitize(event.instance_id):<{_ID_WIDTH}}  ", style="not dim")
+    text.append(sanitize(event.what), style=f"not dim {_STYLES[event.severity]}".strip())
     if event.why:
-        text.append(f": {clean(event.why)}", style="not dim")
+        text.append(f": {sanitize(event.why)}", style="not dim")
     return text

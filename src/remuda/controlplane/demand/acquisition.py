@@ -7,7 +7,9 @@ equipped at once; a launched one when its agent reports that it has booted, whic
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from remuda.controlplane.context import Context
 from remuda.controlplane.demand.context import BackgroundTasks, DemandContext
@@ -17,7 +19,7 @@ from remuda.controlplane.demand.sets import SetState
 from remuda.controlplane.provision import close_pickup, record_intent
 from remuda.controlplane.provision.creation import Creation
 from remuda.controlplane.provision.outcome import OutcomeRecorder
-from remuda.controlplane.provision.pickup import PickupManager
+from remuda.controlplane.provision.pickup import PickupManager, UsedMessages
 from remuda.controlplane.provision.plan import ProvisionLimits, ProvisionPlan
 from remuda.controlplane.provision.rollback import AcquiredInstances, roll_back
 from remuda.controlplane.provision.selection import Selection
@@ -25,13 +27,16 @@ from remuda.domain.errors import Interrupted, RemudaError, Unavailable
 from remuda.domain.instance import Instance
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import MAX_REASON, Provision
-from remuda.domain.resources import RunnerRequest, normalize_repository, repository_of
+from remuda.domain.resources import RunnerRequest, mismatch, normalize_repository, repository_of
 from remuda.domain.runner_set import RunnerSet
 from remuda.ports.clock import backoff_s
+from remuda.ports.pool import BATCH
 
 #: Seconds after the first failed acquisition of a set, and the maximum.
 FIRST_RETRY_S = 5.0
 LAST_RETRY_S = 60.0
+#: Messages of claimed machines that may be in the pool of a class: as many as one call deletes.
+MAX_STALE = BATCH
 #: Doublings of the pause after which it stays at its maximum.
 MAX_DOUBLINGS = 5
 
@@ -75,10 +80,24 @@ class Acquisitions:
         self._equipment = equipment
         self._tasks = tasks
         self._on_rollback = on_rollback
+        self._used = UsedMessages(demand.context)
+
+    async def close(self) -> None:
+        """Delete the pool messages of claimed machines."""
+        await self._used.close()
 
     def start(self, state: SetState, config: PoolConfig, count: int, *, for_pool: bool = False) -> None:
         """Acquire machines in the background. They count as supply at once."""
-        batch = _Batch(self._demand, self._table, self._equipment, state, config=config, count=count, for_pool=for_pool)
+        batch = _Batch(
+            self._demand,
+            self._table,
+            self._equipment,
+            state,
+            used=self._used,
+            config=config,
+            count=count,
+            for_pool=for_pool,
+        )
         self._tasks.start("acquisition", self._run(batch))
 
     async def _run(self, batch: _Batch) -> None:
@@ -99,6 +118,7 @@ class _Batch:
         equipment: Equipment,
         state: SetState,
         *,
+        used: UsedMessages,
         config: PoolConfig,
         count: int,
         for_pool: bool,
@@ -114,7 +134,8 @@ class _Batch:
         self._request = runner_request(config, state.runner_set)
         self._plans = [self._plan() for _ in range(count)]
         recorder = OutcomeRecorder(self._context.clock)
-        self._pickup = PickupManager(self._context, self._request, recorder)
+        self._used = used
+        self._pickup = PickupManager(self._context, self._request, recorder, used)
         self._creation = Creation(self._context, recorder, all_or_nothing=False)
         #: Workers that may still find a machine in the pool. The others are launched together.
         self._undecided = count
@@ -177,37 +198,49 @@ class _Batch:
     async def _acquire(self, plan: ProvisionPlan) -> None:
         acquired, recorder = AcquiredInstances(), OutcomeRecorder(self._context.clock)
         intent = asyncio.ensure_future(record_intent(self._context, plan.provision))
-        is_counted = is_undecided = True
         try:
-            claimed: Instance | None = None
-            if not self._for_pool and not plan.retire_reason:
-                selection = Selection(self._context, plan, self._pickup, acquired, recorder, intent=intent)
-                claimed = await selection.claim()
-            await intent
-            is_undecided = self._decide()
-            if claimed is None:
-                await self._all_decided.wait()
-                instance = await self._creation.create_one(plan, acquired)
-            else:
-                instance = claimed
-            machine = self._table.put(instance, now=self._context.clock.now())
-            is_counted = self._count(-1)
+            with ExitStack() as undecided, ExitStack() as counted:
+                undecided.callback(self._decide)
+                counted.callback(self._count, -1)
+                claimed: Instance | None = None
+                if not self._for_pool and not plan.retire_reason:
+                    selection = Selection(self._context, plan, self._pickup, acquired, recorder, intent=intent)
+                    claimed = await self._claim_known(selection, MAX_STALE) or await selection.claim()
+                    # Messages may be hidden by another set's pass: known machines are better than a launch.
+                    claimed = claimed or await self._claim_known(selection)
+                await intent
+                undecided.close()
+                if claimed is None:
+                    await self._all_decided.wait()
+                instance = claimed or await self._creation.create_one(plan, acquired)
+                machine = self._table.put(instance)
             if machine is not None:
+                machine.read_later(self._context.clock.monotonic())
                 machine.provision = plan.provision
                 machine.for_pool = self._for_pool
                 if claimed is not None:
                     await self._equip(machine_id=instance.instance_id, acquired=acquired)
         except BaseException as error:
             intent.cancel()
-            if is_undecided:
-                self._decide()
-            if is_counted:
-                self._count(-1)
             failure = error if isinstance(error, RemudaError) else Interrupted("interrupted")
             await self._give_back(plan, acquired, recorder, failure)
             if not isinstance(error, RemudaError):
                 raise
             self._error = error
+
+    async def _claim_known(self, selection: Selection, max_stale: float = math.inf) -> Instance | None:
+        """Claim a machine that this process knows to be idle. Its pool message stays, until enough can be deleted."""
+        while self._used.count_stale(self._request.resource_class.name) < max_stale:
+            message = self._table.take_idle(lambda item: mismatch(item.message(), self._request) is None)
+            if message is None:
+                return None
+            # Before the claim: others may be in progress.
+            self._used.add_stale(message)
+            claimed = await selection.claim_known(message)
+            if claimed is not None:
+                return claimed
+            self._used.take_stale(message)
+        return None
 
     async def _equip(self, *, machine_id: str, acquired: AcquiredInstances) -> None:
         machine = self._table.get(machine_id)
@@ -234,20 +267,18 @@ class _Batch:
         for item in acquired.all():
             self._table.remove(item.instance.instance_id)
 
-    def _decide(self) -> bool:
-        """One more worker knows whether it needs a launch. Returns False, the worker's new state."""
+    def _decide(self) -> None:
+        """One more worker knows whether it needs a launch."""
         self._undecided -= 1
         if not self._undecided:
             self._all_decided.set()
-        return False
 
-    def _count(self, change: int) -> bool:
-        """Count acquisitions without a machine. Returns False, the worker's new state."""
+    def _count(self, change: int) -> None:
+        """Count acquisitions without a machine."""
         if self._for_pool:
             self._state.filling += change
         else:
             self._state.acquiring += change
-        return False
 
     def _note_result(self) -> None:
         """After a failure, the set waits before it tries again."""

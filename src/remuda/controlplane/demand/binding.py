@@ -60,7 +60,7 @@ class Binder:
         known = self._table.get(instance_id)
         if known is None or not _runs(known, state, epoch):
             record = await self._context.store.get(instance_id)
-            known = self._table.put(record, now=self._context.clock.now()) if record is not None else None
+            known = self._table.put(record) if record is not None else None
         return known if known is not None and _runs(known, state, epoch) else None
 
     async def _bind(self, state: SetState, config: PoolConfig, machine: KnownMachine, event: JobEvent) -> None:

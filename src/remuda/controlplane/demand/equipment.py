@@ -8,19 +8,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime
 
 from remuda.controlplane.context import Context, pause_before_retry, retry_write, transition
 from remuda.controlplane.demand.context import DemandContext
 from remuda.controlplane.demand.machines import KnownMachine, MachineTable
 from remuda.controlplane.demand.sets import SetState
-from remuda.controlplane.provision import record_commit
 from remuda.controlplane.release import (
     PoolPublisher,
     advance_release,
     binding_of_unknown_job,
+    closed_provision,
+    leave_provision,
     release_of_set,
     retire_after_unknown_job,
+    transition_in_set,
 )
 from remuda.domain.errors import Conflict, NotFound, RemudaError, Throttled, Unavailable
 from remuda.domain.instance import ABSORBING, Actor, Instance, RetireReason, State, holder_id
@@ -32,8 +34,6 @@ from remuda.domain.provision import (
     ProvisionStatus,
     RunnerSource,
     committed,
-    released,
-    settled,
 )
 from remuda.domain.signals import Verdict, boot_verdict, registration_verdict
 from remuda.domain.timestamps import after, to_milliseconds
@@ -110,7 +110,7 @@ class Equipment:
             self._note(current)
 
     def _note(self, instance: Instance) -> None:
-        self._table.put(instance, now=self._context.clock.now())
+        self._table.put(instance)
 
     async def _transition(self, machine: KnownMachine, event: Event, why: str) -> Instance:
         instance = await transition(self._context, machine.instance, event, by=Actor.LISTENER, why=why)
@@ -120,12 +120,16 @@ class Equipment:
     # Registration
 
     async def equip(self, state: SetState, config: PoolConfig, machine: KnownMachine, why: str) -> None:
-        """Register a runner for the machine and let it listen, then commit its provision."""
+        """Register a runner for the machine, let it listen and commit its provision."""
         instance = machine.instance
         if instance.assignment is None:
             raise Unavailable(f"{instance.instance_id} has no assignment")
         if instance.tier is not state.runner_set.trust:
             raise Unavailable(f"{instance.instance_id} is {instance.tier}, and its set is {state.runner_set.trust} now")
+        provision = await self._provision_of(machine)
+        if provision is None or provision.status is not ProvisionStatus.OPEN:
+            machine.unwanted = "its provision was released"
+            return
         async with state.registrations:
             runner = await self._register(state, instance.assignment.runner_name)
         event = Equip(
@@ -137,12 +141,18 @@ class Equipment:
             listening_time_s=config.lifetimes.listening_time_s,
             max_runtime_s=config.lifetimes.max_runtime_s,
         )
+
+        def with_runner(provision: Provision) -> Provision:
+            if provision.status is not ProvisionStatus.OPEN:
+                raise Conflict(f"the provision of {instance.instance_id} was released")
+            outcome = self._outcome(instance, provision)
+            return committed(provision, (instance.instance_id,), deadline=self._deadline(config), outcome=outcome)
+
         try:
-            await self._transition(machine, event, why)
+            await self._transition_with_provision(machine, event, why, with_runner)
         except BaseException:
             await self._remove_registration(state, runner.runner_id)
             raise
-        await self.commit(machine)
 
     async def _register(self, state: SetState, name: str) -> JitRunner:
         """Register a runner. A registration of this name can only be ours, from a call whose answer was lost."""
@@ -177,26 +187,36 @@ class Equipment:
 
     # Provisions
 
-    async def commit(self, machine: KnownMachine) -> None:
-        """Commit the provision of a listening machine. If it was released meanwhile, the machine is not wanted."""
-        instance = machine.instance
-        provision = await self._provision_of(machine)
-        if provision is None or provision.status is ProvisionStatus.RELEASED:
-            machine.unwanted = "its provision was released"
-            return
-        if provision.status is ProvisionStatus.COMMITTED:
-            return
-        deadline = instance.deadline(busy=True)
-        record = committed(
-            provision, (instance.instance_id,), deadline=deadline, outcome=self._outcome(instance, provision)
+    async def _transition_with_provision(
+        self, machine: KnownMachine, event: Event, why: str, replaced: Callable[[Provision], Provision | None]
+    ) -> Instance:
+        instance, machine.provision = await transition_in_set(
+            self._context,
+            machine.instance,
+            event,
+            replaced,
+            by=Actor.LISTENER,
+            why=why,
+            provision=machine.provision,
         )
-        try:
-            await record_commit(self._context, provision, record)
-        except Conflict:
-            machine.provision = None
-            machine.unwanted = "its provision was released"
-            return
-        machine.provision = record
+        self._note(instance)
+        return instance
+
+    async def _leave_provision(self, machine: KnownMachine, config: PoolConfig, event: Event, why: str) -> Instance:
+        """Apply a transition after which the provision does not hold the machine any more."""
+        instance, machine.provision = await leave_provision(
+            self._context, config, machine.instance, event, by=Actor.LISTENER, why=why, provision=machine.provision
+        )
+        self._note(instance)
+        return instance
+
+    def _deadline(self, config: PoolConfig) -> datetime:
+        """Until when a provision holds a runner that listens from now on: a little longer than the runner's own limit,
+        so that no sweep releases it earlier.
+        """
+        lifetimes = config.lifetimes
+        until_s = lifetimes.listening_time_s + lifetimes.max_runtime_s + lifetimes.margin_s
+        return after(self._context.clock.now(), until_s)
 
     def _outcome(self, instance: Instance, provision: Provision) -> ProvisionOutcome:
         now = self._context.clock.now()
@@ -219,38 +239,28 @@ class Equipment:
             )
         return machine.provision
 
-    async def _release_provision(self, machine: KnownMachine, why: str) -> None:
+    async def _settle(self, machine: KnownMachine, config: PoolConfig) -> None:
+        """Settle the provision of a machine that another process has released."""
         provision = await self._provision_of(machine)
-        while provision is not None and provision.status is not ProvisionStatus.RELEASED:
-            provision = machine.provision = await self._replace(
-                provision, released(provision, now=self._context.clock.now(), why=why)
-            )
-
-    async def settle(self, machine: KnownMachine, config: PoolConfig) -> None:
-        """Settle the provision of a machine that it does not hold any more."""
-        await self._release_provision(machine, "its machine is not assigned any more")
-        provision = machine.provision
-        if provision is not None and not provision.settled:
-            forget_at = after(self._context.clock.now(), config.lifetimes.keep_records_s)
-            machine.provision = await self._replace(provision, settled(provision, forget_at=forget_at))
-
-    async def _replace(self, before: Provision, changed: Provision) -> Provision | None:
-        """Replace a provision. Return the stored one, which another process may have written."""
+        closed = provision and closed_provision(
+            self._context, config, provision, "its machine is not assigned any more"
+        )
+        if provision is None or closed is None:
+            return
         try:
             await retry_write(
-                self._context, lambda: self._context.store.replace_provision(before, changed), run_id=before.run_id
+                self._context, lambda: self._context.store.replace_provision(provision, closed), run_id=closed.run_id
             )
         except Conflict as conflict:
-            return conflict.current if isinstance(conflict.current, Provision) else None
-        return changed
+            # A sweep has released or settled it; sweeps do the rest.
+            self._context.event_log.record("settle-lost", conflict.message, run_id=closed.run_id)
 
     # The pool
 
     async def fill(self, config: PoolConfig, machine: KnownMachine, why: str) -> None:
         instance = machine.instance
         event = Fill(owner=instance.owner, report=machine.report, idle_time_s=config.lifetimes.idle_time_s)
-        self._publish(await self._transition(machine, event, why))
-        await self.settle(machine, config)
+        self._publish(await self._leave_provision(machine, config, event, why))
 
     def _publish(self, instance: Instance) -> None:
         self._table.add_publishing(instance)
@@ -263,7 +273,7 @@ class Equipment:
         if instance.state is State.IDLE:
             self._publish(instance)
         if instance.state is State.IDLE or instance.state in ABSORBING:
-            await self.settle(machine, config)
+            await self._settle(machine, config)
 
     # A listening runner
 
@@ -275,29 +285,28 @@ class Equipment:
         await self._transition(machine, event, why)
 
     async def renew(self, config: PoolConfig, machine: KnownMachine, why: str) -> None:
-        """Prolong the listening time. The provision is prolonged first, so that no sweep releases it earlier."""
+        """Prolong the listening time and its provision."""
         if machine.report is None:
             return
         lifetimes = config.lifetimes
-        until = after(self._context.clock.now(), lifetimes.listening_time_s + lifetimes.max_runtime_s)
-        provision = await self._provision_of(machine)
-        if provision is not None and provision.status is ProvisionStatus.COMMITTED and provision.deadline < until:
-            # A little later than the instance's own limit, whose write follows.
-            deadline = until + timedelta(seconds=lifetimes.margin_s)
-            machine.provision = await self._replace(provision, replace(provision, deadline=deadline))
         event = ListenOn(
             report=machine.report,
             listening_time_s=lifetimes.listening_time_s,
             max_runtime_s=lifetimes.max_runtime_s,
         )
-        await self._transition(machine, event, why)
+
+        def prolonged(provision: Provision) -> Provision | None:
+            deadline = self._deadline(config)
+            is_held = provision.status is ProvisionStatus.COMMITTED and provision.deadline < deadline
+            return replace(provision, deadline=deadline) if is_held else None
+
+        await self._transition_with_provision(machine, event, why, prolonged)
 
     # The end of a use
 
     async def release(self, config: PoolConfig, machine: KnownMachine, why: str, *, deregistered: bool = True) -> None:
         """Release a machine that has no job, and whose registration GitHub has removed."""
-        await self._release_provision(machine, why)
-        await self._transition(machine, release_of_set(config, deregistered=deregistered), why)
+        await self._leave_provision(machine, config, release_of_set(config, deregistered=deregistered), why)
 
     async def withdraw(self, state: SetState, config: PoolConfig, machine: KnownMachine, why: str) -> None:
         """Remove the registration of a machine without a job, then release it. If it has a job, it keeps it."""
@@ -333,7 +342,6 @@ class Equipment:
         event = End(
             reason=RetireReason.FAILED if failed else RetireReason.RELEASED, report=report, owner=instance.owner
         )
-        await self._transition(machine, event, why)
-        await self.settle(machine, config)
+        await self._leave_provision(machine, config, event, why)
         if instance.assignment is not None and instance.assignment.runner_id:
             await self._remove_registration(state, instance.assignment.runner_id)

@@ -30,6 +30,8 @@ from remuda.domain.runner_set import RunnerSet
 
 #: Seconds between two reads of the configuration.
 CONFIG_S = 60.0
+#: Seconds until it is recorded that a machine is in the pool. Until then, the next job may have claimed it.
+RECORD_AFTER_S = 5.0
 #: Seconds between two attempts to delete a removed set.
 DELETE_S = 10.0
 #: Seconds that a stopping listener waits for steps in progress, and for GitHub to end its sessions.
@@ -121,9 +123,15 @@ class ListenerService:
         self._config: PoolConfig | None = None
         self._config_due = asyncio.Event()
         self._sets: dict[str, _ServedSet] = {}
-        self._table = MachineTable()
+        self._table = MachineTable(context.clock)
         self._tasks = BackgroundTasks(context=context)
-        self._publisher = PoolPublisher(context, by=Actor.LISTENER, on_sent=self._note_idle)
+        self._publisher = PoolPublisher(
+            context,
+            by=Actor.LISTENER,
+            on_sent=self._note_idle,
+            record_after_s=RECORD_AFTER_S,
+            is_idle=self._table.is_idle,
+        )
         self._equipment = Equipment(demand, self._table, self._publisher)
         self._warm_due = asyncio.Event()
         self._observer = MachineObserver(
@@ -366,6 +374,7 @@ class ListenerService:
         with suppress(RemudaError, TimeoutError):
             async with asyncio.timeout(CLOSE_S):
                 await self._publisher.close()
+                await self._acquisitions.close()
         if not keep_sessions:
             await asyncio.gather(*(self._close(served) for served in self._sets.values()))
 

@@ -8,14 +8,16 @@ from datetime import datetime, timedelta
 
 from remuda.domain.instance import Instance, State
 from remuda.domain.provision import Provision
+from remuda.domain.resources import PoolMessage
 from remuda.domain.signals import Pulse, Report
 from remuda.domain.supply import SetMachine
 from remuda.domain.thresholds import HEARTBEAT_DEAD_AFTER_S, HEARTBEAT_STALE_AFTER_S
+from remuda.ports.clock import Clock
 
 #: States in which a machine belongs to its set, or is on its way back from it.
 HELD = frozenset({State.CREATED, State.CLAIMED, State.RUNNING, State.RELEASING})
-#: Seconds between two reads of a report: of one that changes soon, of a booting machine, and of others. A heartbeat is
-#: dead after three of the latter.
+#: Seconds between two reads of a report: of one that changes soon, at first, of a booting machine, and of others. A
+#: heartbeat is dead after three of the latter.
 SOON_S = 0.5
 BOOTING_S = 1.0
 STEADY_S = 5.0
@@ -31,6 +33,7 @@ class KnownMachine:
     __slots__ = (
         "completed",
         "dead",
+        "expected_since",
         "failures",
         "for_pool",
         "handled",
@@ -72,17 +75,21 @@ class KnownMachine:
         #: Monotonic times: of the next read of its report, and before which a failed step is not repeated.
         self.read_at = 0.0
         self.retry_at = 0.0
+        #: Monotonic time since when a change of its report is expected.
+        self.expected_since = 0.0
         #: Consecutive failed steps.
         self.failures = 0
 
-    def update(self, instance: Instance, *, now: datetime) -> None:
+    def update(self, instance: Instance, *, now: datetime, monotonic: float) -> None:
         before, self.instance = self.instance, instance
         if (before.state, before.epoch) != (instance.state, instance.epoch):
             self.silent_since = now
             self.spent_since = self.surplus_since = self.taken_until = None
             self.completed = self.for_pool = False
             self.unwanted = ""
-            self.read_at = 0.0
+            # The agent must read the record before it reports something new.
+            self.expected_since = monotonic
+            self.read_later(monotonic)
         if before.epoch != instance.epoch:
             self.job_id = ""
             self.interrupted = False
@@ -96,7 +103,7 @@ class KnownMachine:
         self.report = report
         self.pulse = self.pulse.observe(report, now=now, monotonic=monotonic)
         self.dead = self.pulse.is_dead(monotonic)
-        self.read_at = monotonic + self._interval_s()
+        self.read_later(monotonic)
         self._observe(now)
         return self.dead != was_dead or _decisive(before) != _decisive(report)
 
@@ -113,10 +120,12 @@ class KnownMachine:
         if active and report is not None and report.busy:
             self.taken_until = None
 
-    def _interval_s(self) -> float:
+    def read_later(self, monotonic: float) -> None:
+        """Plan the next read of the report: the longer a change is expected already, the later."""
+        interval_s = BOOTING_S if self.instance.state is State.CREATED else STEADY_S
         if self.instance.state is State.RELEASING or self.completed:
-            return SOON_S
-        return BOOTING_S if self.instance.state is State.CREATED else STEADY_S
+            interval_s = min(STEADY_S, max(SOON_S, (monotonic - self.expected_since) / 2))
+        self.read_at = monotonic + interval_s
 
     def view(self, now: datetime, monotonic: float) -> SetMachine:
         return SetMachine(
@@ -162,7 +171,8 @@ def _decisive(report: Report | None) -> object:
 class MachineTable:
     """All known machines, by id and by set."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         #: Called if a report is to be read sooner than planned.
         self.on_due: Callable[[], None] = lambda: None
         self._by_id: dict[str, KnownMachine] = {}
@@ -189,7 +199,7 @@ class MachineTable:
     def set_names(self) -> Iterable[str]:
         return [name for name, machines in self._by_set.items() if machines]
 
-    def put(self, instance: Instance, *, now: datetime) -> KnownMachine | None:
+    def put(self, instance: Instance) -> KnownMachine | None:
         """Note a record that was written or read. Return its machine; None if it belongs to no set any more."""
         instance_id = instance.instance_id
         machine = self._by_id.get(instance_id)
@@ -198,19 +208,20 @@ class MachineTable:
         if not instance.runner_set or instance.state not in HELD:
             self.remove(instance_id)
             return None
+        now = self._clock.now()
         if machine is None:
             machine = self._by_id[instance_id] = KnownMachine(instance, now=now)
         else:
-            machine.update(instance, now=now)
+            machine.update(instance, now=now, monotonic=self._clock.monotonic())
         self._by_set.setdefault(instance.runner_set, {})[instance_id] = machine
         self._pooled.pop(instance_id, None)
         self._idle.pop(instance_id, None)
-        if not machine.read_at:
-            self.on_due()
+        self.on_due()
         return machine
 
     def read_soon(self, machine: KnownMachine) -> None:
         """Its report is expected to change."""
+        machine.expected_since = self._clock.monotonic()
         machine.read_at = 0.0
         self.on_due()
 
@@ -231,6 +242,20 @@ class MachineTable:
     def add_idle(self, instance: Instance, monotonic: float) -> None:
         self._publishing.pop(instance.instance_id, None)
         self._pooled[instance.instance_id] = (instance, monotonic)
+
+    def is_idle(self, instance: Instance) -> bool:
+        """Whether a machine that this process moved to the pool is still there, as far as this process knows."""
+        found, _ = self._pooled.get(instance.instance_id, (None, 0.0))
+        return found is not None and found.epoch == instance.epoch
+
+    def take_idle(self, fits: Callable[[Instance], bool]) -> PoolMessage | None:
+        """Take an idle machine that no other task of this process may claim now. Return its pool message."""
+        for item in self.idle():
+            if item.retire_reason is None and fits(item):
+                self._idle.pop(item.instance_id, None)
+                self._pooled.pop(item.instance_id, None)
+                return item.message()
+        return None
 
     def set_idle(self, found: Iterable[Instance], monotonic: float) -> None:
         self._idle = {item.instance_id: item for item in found}

@@ -119,7 +119,7 @@ class MachineObserver:
         if record is None:
             self._table.remove(instance_id)
             return
-        if self._table.put(record, now=self._context.clock.now()) is not None:
+        if self._table.put(record) is not None:
             self._wake(record.runner_set)
 
     async def read_reports(self) -> None:

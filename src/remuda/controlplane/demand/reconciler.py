@@ -19,7 +19,6 @@ from remuda.controlplane.demand.sets import SetState
 from remuda.domain.errors import Conflict, RemudaError
 from remuda.domain.instance import Actor, State
 from remuda.domain.pool_config import PoolConfig
-from remuda.domain.provision import ProvisionStatus
 from remuda.domain.release_policy import next_for_releasing
 from remuda.domain.resources import Reuse, mismatch
 from remuda.domain.runner_set import RunnerSet
@@ -195,14 +194,12 @@ class Reconciler:
     def _start_upkeep(
         self, state: SetState, config: PoolConfig, machines: list[KnownMachine], *, now: datetime, monotonic: float
     ) -> None:
-        """Steps that do not depend on the demand: releases to finish, and provisions to commit."""
+        """Finish releases, which do not depend on the demand."""
         for machine in machines:
             if machine.handled or machine.retry_at > monotonic:
                 continue
             if machine.instance.state is State.RELEASING and self._can_advance(config, machine, now):
                 self._start(state, machine, lambda machine, _why: self._equipment.advance(config, machine), "")
-            elif self._is_uncommitted(machine):
-                self._start(state, machine, lambda machine, _why: self._equipment.commit(machine), "")
 
     @staticmethod
     def _can_advance(config: PoolConfig, machine: KnownMachine, now: datetime) -> bool:
@@ -215,13 +212,6 @@ class Reconciler:
             runner_version=config.runner_version,
         )
         return action is not None
-
-    @staticmethod
-    def _is_uncommitted(machine: KnownMachine) -> bool:
-        """Whether it listens or works, and its provision is open or was not read yet."""
-        if machine.instance.state is not State.RUNNING or machine.unwanted:
-            return False
-        return machine.provision is None or machine.provision.status is ProvisionStatus.OPEN
 
     # Idle machines
 

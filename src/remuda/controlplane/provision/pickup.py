@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 
+from remuda.controlplane.batching import Batcher
 from remuda.controlplane.context import Context
 from remuda.controlplane.provision.outcome import OutcomeRecorder
 from remuda.domain.errors import NotFound, RemudaError, UserError
@@ -19,23 +20,72 @@ from remuda.ports.pool import BATCH, Delivery
 
 #: Seconds that a received message stays hidden from other provisions.
 VISIBILITY_S = 30.0
+#: Seconds that a used message waits for others that can share its deletion, less than it stays hidden.
+DELETE_AFTER_S = 10.0
+#: Seconds for which a stale message is expected in the pool: two sweeps, which delete it.
+STALE_FOR_S = 600.0
 #: Maximum number of non-matching messages held at once.
 MAX_HELD = 200
 #: If one non-matching instance was received this often, the queue holds only known mismatches.
 MAX_RECEIVES = 5
 
 
+class UsedMessages:
+    """Messages that are no longer needed. Those that are used soon after each other are deleted in one call.
+
+    A message that is not deleted returns to the pool and proves stale.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._batches = Batcher(self._delete, size=BATCH, window_s=DELETE_AFTER_S)
+        #: Messages in the pool by class, instance and epoch whose instances were claimed without them, with the time.
+        self._stale: dict[tuple[str, str, int], float] = {}
+
+    def add_stale(self, message: PoolMessage) -> None:
+        """The instance of a message that is still in the pool was claimed."""
+        self._stale[message.resource_class, message.id, message.epoch] = self._context.clock.monotonic()
+
+    def count_stale(self, resource_class: str) -> int:
+        """Known stale messages. Another process may have deleted them, so each is counted for a time only."""
+        oldest = self._context.clock.monotonic() - STALE_FOR_S
+        self._stale = {key: at for key, at in self._stale.items() if at > oldest}
+        return sum(name == resource_class for name, _, _ in self._stale)
+
+    def take_stale(self, message: PoolMessage) -> bool:
+        """Whether a received message is known to be stale."""
+        return self._stale.pop((message.resource_class, message.id, message.epoch), None) is not None
+
+    def add(self, resource_class: str, receipt: str) -> None:
+        self._batches.add((resource_class, receipt))
+
+    async def close(self) -> None:
+        """Delete those that are left."""
+        await self._batches.close()
+
+    async def _delete(self, batch: list[tuple[str, str]]) -> None:
+        for name in dict.fromkeys(name for name, _ in batch):
+            try:
+                await self._context.pool.delete(name, [receipt for each, receipt in batch if each == name])
+            except RemudaError as error:
+                self._context.event_log.record("delete-failed", error.message, resource_class=name)
+
+
 class PickupManager:
-    def __init__(self, context: Context, request: RunnerRequest, recorder: OutcomeRecorder) -> None:
+    def __init__(
+        self, context: Context, request: RunnerRequest, recorder: OutcomeRecorder, used: UsedMessages | None = None
+    ) -> None:
+        """`used` belongs to the caller, who closes it; otherwise the used messages are deleted at the end."""
+        self._own_used = UsedMessages(context)
+        self._used = used or self._own_used
         self._context = context
         self._recorder = recorder
         self._request = request
         self._class = request.resource_class.name
         self._waiting: deque[asyncio.Future[Delivery | None]] = deque()
         self._wake = asyncio.Event()
-        #: Receipts to make visible again, and receipts to delete.
+        #: Receipts to make visible again.
         self._held: list[str] = []
-        self._used: list[str] = []
         self._mismatch_receives: Counter[str] = Counter()
         #: Messages by instance and epoch: given to a worker; received again meanwhile; no longer needed.
         self._in_progress: set[tuple[str, int]] = set()
@@ -55,7 +105,7 @@ class PickupManager:
     def mark_used(self, delivery: Delivery) -> None:
         """The message is no longer needed: its instance is claimed, or its record proves it stale."""
         self._unsettled.discard(delivery.receipt)
-        self._used.append(delivery.receipt)
+        self._used.add(self._class, delivery.receipt)
         if delivery.message is not None:
             key = (delivery.message.id, delivery.message.epoch)
             self._finished.add(key)
@@ -81,10 +131,13 @@ class PickupManager:
                     self._fail(error)
 
     async def close(self) -> None:
-        """Delete used messages and make all others visible, also those whose worker was cancelled before its claim."""
+        """Delete used messages, unless the caller does, and make all others visible.
+
+        Also those whose worker was cancelled before its claim.
+        """
         self._held += sorted(self._unsettled)
         self._held += [copy.receipt for copies in self._copies.values() for copy in copies]
-        await self._delete_used(everything=True)
+        await self._own_used.close()
         await self._make_held_visible()
 
     def _waiting_count(self) -> int:
@@ -95,14 +148,14 @@ class PickupManager:
         """Receive until no worker waits or the queue has nothing new."""
         while waiting := self._waiting_count():
             # If the queue holds mismatches, small batches would cost one call per mismatch.
-            limit = BATCH if self._has_seen_mismatch else min(BATCH, waiting)
+            stale = self._used.count_stale(self._class)
+            limit = BATCH if self._has_seen_mismatch else min(BATCH, waiting + stale)
             batch = await self._context.pool.receive(self._class, limit=limit, visibility_s=VISIBILITY_S)
             surplus = [delivery.receipt for delivery in batch if not self._accept(delivery)]
             if surplus:
                 self._unsettled.update(surplus)
                 await self._context.pool.make_visible(self._class, surplus)
                 self._unsettled.difference_update(surplus)
-            await self._delete_used(everything=False)
             if not batch or self._has_only_known_mismatches():
                 break
             if len(self._held) >= MAX_HELD:
@@ -116,6 +169,8 @@ class PickupManager:
         message = delivery.message
         if message is None:
             self._drop(delivery, RejectionKind.MALFORMED, delivery.malformed)
+        elif self._used.take_stale(message):
+            self._drop(delivery, RejectionKind.CLAIM_LOST, "stale pool message: claimed without it", message.id)
         elif (message.id, message.epoch) in self._finished:
             self._drop_duplicate(delivery)
         elif (message.id, message.epoch) in self._in_progress:
@@ -137,7 +192,7 @@ class PickupManager:
 
     def _drop(self, delivery: Delivery, kind: RejectionKind, why: str, instance_id: str = "") -> None:
         self._recorder.reject(kind, why, instance_id)
-        self._used.append(delivery.receipt)
+        self._used.add(self._class, delivery.receipt)
         self._context.event_log.record("message-dropped", why, kind=kind.value)
 
     def _hold(self, delivery: Delivery, message: PoolMessage, why: str) -> None:
@@ -156,12 +211,6 @@ class PickupManager:
             await self._context.pool.make_visible(self._class, receipts)
             # Only now: a cancelled call is repeated at the end.
             del self._held[: len(receipts)]
-
-    async def _delete_used(self, *, everything: bool) -> None:
-        """Delete in full batches, or `everything`. A message that is not deleted returns and proves stale."""
-        while len(self._used) >= BATCH or (everything and self._used):
-            batch, self._used = self._used[:BATCH], self._used[BATCH:]
-            await self._context.pool.delete(self._class, batch)
 
     def _fail(self, error: RemudaError) -> None:
         while self._waiting_count():

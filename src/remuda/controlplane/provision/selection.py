@@ -72,10 +72,16 @@ class Selection:
             if delivery is None or delivery.message is None:
                 return None
             await self._ensure_provision_open()
-            claimed = await self._try_claim(delivery, delivery.message)
+            claimed = await self._try_claim(delivery.message, delivery)
             if claimed is not None:
                 return claimed
             # Another process was first: try the next message.
+
+    async def claim_known(self, message: PoolMessage) -> Instance | None:
+        """Claim an instance whose pool message was not received. Return None if another process was first."""
+        if self._intent is not None:
+            await self._intent
+        return await self._try_claim(message)
 
     async def watch_provision_open(self) -> None:
         """Raise `Conflict` if the run is released while the workers wait for machines."""
@@ -97,7 +103,7 @@ class Selection:
         if current is None or current.status is not ProvisionStatus.OPEN:
             raise Conflict(f"run {ours.run_id} was released while it was being provisioned", current=current)
 
-    async def _try_claim(self, delivery: Delivery, message: PoolMessage) -> Instance | None:
+    async def _try_claim(self, message: PoolMessage, delivery: Delivery | None = None) -> Instance | None:
         """Return the claimed instance, or None if another process was first or the record is unreadable."""
         context, plan = self._context, self._plan
         now = context.clock.now()
@@ -130,21 +136,23 @@ class Selection:
             self._acquired.remove(expected)
             why = _claim_lost_reason(conflict.current, message)
             self._recorder.reject(RejectionKind.CLAIM_LOST, why, message.id)
-            if _is_still_idle(conflict.current, message):
+            if delivery is not None and _is_still_idle(conflict.current, message):
                 self._pickup.hand_back(delivery)
-            else:
+            elif delivery is not None:
                 self._pickup.mark_used(delivery)
             context.event_log.record("claim-lost", why, instance_id=message.id, run_id=plan.provision.run_id)
             return None
         except Unreadable as error:
             # The message stays in the pool: it is valid again after somebody repaired the record.
             self._acquired.remove(expected)
-            self._pickup.hand_back(delivery)
+            if delivery is not None:
+                self._pickup.hand_back(delivery)
             self._recorder.reject(RejectionKind.UNREADABLE, error.message, message.id)
             context.event_log.record("claim-failed", error.message, instance_id=message.id)
             return None
         self._acquired.add(claimed)
-        self._pickup.mark_used(delivery)
+        if delivery is not None:
+            self._pickup.mark_used(delivery)
         context.event_log.record(
             "claim-won",
             change.entry.why,

@@ -25,8 +25,9 @@ async def read_demand(
     reports: Mapping[str, Report],
     provisions: Sequence[Provision],
 ) -> DemandStatus:
-    """Combine the demand with records that the caller has read. A pool without sets costs no call."""
-    if config is None or not (config.runner_sets or any(item.runner_set and item.state in LIVE for item in instances)):
+    """Combine the demand with records that the caller has read. A pool without sets and runs costs no call."""
+    has_runners = any(item.run_id and item.state in LIVE for item in instances)
+    if config is None or not (config.runner_sets or has_runners):
         return DemandStatus()
     return demand_status(await read_demand_input(context, config, instances, reports, provisions))
 

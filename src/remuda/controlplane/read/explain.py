@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from remuda.controlplane.context import Context, read_config, skip_unreadable
@@ -48,7 +48,10 @@ async def explain(context: Context, subject: str) -> Explanation:
     provisions = await context.store.provisions_of_run(subject)
     if not provisions:
         return await _explain_jobs(context, config, subject)
-    return explain_run(subject, provisions, await _read_input(context, config, await _ids(context, provisions)))
+    explanation = explain_run(subject, provisions, await _read_input(context, config, await _ids(context, provisions)))
+    overdue = (await _read_demand(context, config)).status.overdue
+    waiting = [f"job {job.name or job.job_id} waits: {job.detail}" for job in overdue if job.run_id == subject]
+    return replace(explanation, next_steps=(*waiting, *explanation.next_steps))
 
 
 async def _explain_instance(context: Context, config: PoolConfig, instance_id: str) -> Explanation:

@@ -1,4 +1,4 @@
-"""Audit of waiting jobs: jobs in GitHub's queue that no runner set serves, and signs of a silent listener.
+"""Audit of waiting jobs: jobs in GitHub's queue that no runner serves, and signs of a silent listener.
 
 Its results are stored as anomalies of the sweeps. `status` and the other views derive the reasons from them.
 """
@@ -26,6 +26,8 @@ from remuda.domain.reporting.demand import (
     demand_status,
     disagreement_anomaly,
     find_disagreement,
+    find_run,
+    labels_by_run,
     listener_anomaly,
     parse_unaudited,
     sets_for,
@@ -68,9 +70,16 @@ class WaitingJobAudit(PartialSweep):
         self._runners = runners
         self._calls_left = 0
         self._room_left = MAX_STORED
+        #: Labels of the runners of each run with a provision of its own, and the scope of its repository.
+        self._runs: Mapping[str, Sequence[str]] = {}
+        self._scopes: dict[str, str] = {}
 
     async def run(self, records: Mapping[str, Instance]) -> None:
-        if not self._config.runner_sets:
+        self._runs = labels_by_run(records.values())
+        for item in records.values():
+            if item.run_id in self._runs and item.assignment and is_repository(item.assignment.repository):
+                self._scopes[item.assignment.repository.lower()] = item.scope
+        if not self._config.runner_sets and not self._scopes:
             return
         # The reports would only tell which machines listen already.
         provisions = await self._context.store.recent_provisions(RECENT_PROVISIONS)
@@ -125,6 +134,9 @@ class WaitingJobAudit(PartialSweep):
             except NotFound:
                 continue
             except UserError as error:
+                if not sets_for(repository, self._config.runner_sets):
+                    # Runs with a provision of their own need no permission to read GitHub's queue.
+                    continue
                 fix = f"; {error.fix}" if error.fix else ""
                 self._first_seen.since(unaudited_anomaly(repository, f"{error.message}{fix}"))
                 done.add(repository.lower())
@@ -139,7 +151,8 @@ class WaitingJobAudit(PartialSweep):
         self._keep(lambda repository: repository.lower() not in done)
 
     def _repositories(self, jobs: Iterable[JobRecord]) -> list[str]:
-        """The repositories of the sets' scopes: those that are a scope, and those of organisations with recent jobs.
+        """The repositories of runs with runners, and those of the sets' scopes: those that are a scope, and those of
+        organisations with recent jobs.
 
         A job without a set in a repository without recent jobs is not found: listing all repositories of an
         organisation would take too many calls.
@@ -147,11 +160,12 @@ class WaitingJobAudit(PartialSweep):
         scopes = {item.scope.lower() for item in self._config.runner_sets}
         seen = {job.repository.lower() for job in jobs if is_repository(job.repository)}
         of_organisations = {name for name in seen if name.partition("/")[0] in scopes}
-        return sorted({scope for scope in scopes if "/" in scope} | of_organisations)
+        return sorted({scope for scope in scopes if "/" in scope} | of_organisations | self._scopes.keys())
 
     async def _queued_jobs(self, github: GitHub, repository: str, share: int) -> list[ListedJob]:
         """The queued jobs of a repository, by at most `share` calls."""
-        scope = sets_for(repository, self._config.runner_sets)[0].scope
+        sets = sets_for(repository, self._config.runner_sets)
+        scope = sets[0].scope if sets else self._scopes[repository]
         etags = {
             (name, status): etag
             for name, status, etag in map(_parse_no_runs, self._first_seen.known)
@@ -179,7 +193,9 @@ class WaitingJobAudit(PartialSweep):
 
     def _check(self, job: ListedJob, repository: str, found: DemandInput) -> None:
         """Record a job that waits too long and that the listener does not know."""
-        if (found.now - job.created_at).total_seconds() <= WAITING_LIMIT_S:
+        names_run = any(label in self._runs for label in job.labels)
+        # A runner that exists does not get further labels, so a job that names its run need not wait first.
+        if not names_run and (found.now - job.created_at).total_seconds() <= WAITING_LIMIT_S:
             return
         if self._is_served(job, repository) or _is_known(job, found.jobs):
             return
@@ -199,7 +215,11 @@ class WaitingJobAudit(PartialSweep):
         sets = sets_for(repository, self._config.runner_sets)
         if any(item.serves(job.labels) for item in sets):
             return False
-        if not wanted & {SELF_HOSTED, *(label.lower() for item in sets for label in item.labels)}:
+        of_run = self._runs.get(find_run(job.labels, str(job.run_id), self._runs), ())
+        if wanted <= {label.lower() for label in of_run}:
+            return True
+        ours = {SELF_HOSTED, *(label.lower() for item in sets for label in item.labels)}
+        if not wanted & (ours | {label.lower() for label in of_run}):
             return True
         scopes = {repository.lower(), repository.lower().partition("/")[0]}
         return any(

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from remuda.controlplane.context import Context, map_concurrently, skip_unreadable, transition, transition_all
 from remuda.controlplane.refresh.result import RefreshResultBuilder
-from remuda.controlplane.release import release_set_provision
+from remuda.controlplane.release import leave_provision
 from remuda.domain.errors import Conflict, RemudaError
 from remuda.domain.instance import ABSORBING, Instance, State
 from remuda.domain.pool_config import PoolConfig, parse_runner_name, stale_registration_reason
@@ -109,11 +109,13 @@ class MachineSweep(PartialSweep):
         if view is None and not self._is_missing(instance, listed_at):
             return
         why = f"the machine is {view.state}" if view else "the machine no longer exists"
-        await transition(self._context, instance, End(reason=RetireReason.GONE), by=Actor.REFRESH, why=why)
-        self._result.retired[instance.instance_id] = why
+        event = End(reason=RetireReason.GONE)
         if instance.runner_set:
-            # Nobody else closes it before its deadline. A run closes its own.
-            await release_set_provision(self._context, instance, why=why)
+            # Nobody else closes its provision before the deadline. A run closes its own.
+            await leave_provision(self._context, self._config, instance, event, by=Actor.REFRESH, why=why)
+        else:
+            await transition(self._context, instance, event, by=Actor.REFRESH, why=why)
+        self._result.retired[instance.instance_id] = why
 
     def _is_missing(self, instance: Instance, listed_at: datetime) -> bool:
         """Whether the machine was missing in two lists, a grace period apart, and was launched before the grace period.

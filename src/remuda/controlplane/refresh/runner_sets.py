@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 
 from remuda.controlplane.context import map_concurrently, transition
 from remuda.controlplane.refresh.machines import PartialSweep
-from remuda.controlplane.release import binding_of_unknown_job, release_of_set, release_set_provision
+from remuda.controlplane.release import binding_of_unknown_job, leave_provision, release_of_set
 from remuda.domain.errors import Conflict, RemudaError
 from remuda.domain.instance import Instance, State
 from remuda.domain.resources import Tier
@@ -46,9 +46,8 @@ class RunnerSetSweep(PartialSweep):
             if not instance.is_bound:
                 instance = await self._bind(instance, report)
             why = "its job has ended"
-            await release_set_provision(self._context, instance, why=why)
             event = release_of_set(self._config, deregistered=True)
-            await transition(self._context, instance, event, by=Actor.REFRESH, why=why)
+            await leave_provision(self._context, self._config, instance, event, by=Actor.REFRESH, why=why)
             return True
         if report.busy and not instance.is_bound and self._is_binding_due(instance, now):
             await self._bind(instance, report)

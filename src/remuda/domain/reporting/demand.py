@@ -46,7 +46,7 @@ class SessionState(StrEnum):
 
 
 class WaitReason(StrEnum):
-    #: No set has all labels of the job.
+    #: No set, and no runner of the job's run, has all of its labels.
     NO_SET = "no-set"
     #: The set, or the pool, has its maximum of machines.
     AT_CAPACITY = "at-capacity"
@@ -405,15 +405,44 @@ def _launch_error(name: str, found: DemandInput) -> str:
 # Labels -------------------------------------------------------------------------------------------------------------
 
 
-def describe_missing_labels(labels: Sequence[str], sets: Sequence[RunnerSet]) -> str:
-    """Say why no set serves a job with these labels."""
-    known = {label.lower() for item in sets for label in item.labels}
+def labels_by_run(instances: Iterable[Instance]) -> dict[str, tuple[str, ...]]:
+    """The labels of the runners of each run with a provision of its own."""
+    found: dict[str, dict[str, None]] = {}
+    for item in instances:
+        if item.run_id and not item.runner_set and item.assignment is not None:
+            found.setdefault(item.run_id, {}).update(dict.fromkeys(item.assignment.labels))
+    return {run_id: tuple(labels) for run_id, labels in found.items()}
+
+
+def find_run(labels: Iterable[str], run_id: str, runs: Mapping[str, Sequence[str]]) -> str:
+    """The run whose runners a job means by its labels, else the job's own run; empty if it has no runners."""
+    named = [label for label in labels if label in runs]
+    return named[0] if named else run_id if run_id in runs else ""
+
+
+def describe_missing_labels(
+    labels: Sequence[str],
+    sets: Sequence[RunnerSet],
+    *,
+    run_id: str = "",
+    runs: Mapping[str, Sequence[str]] | None = None,
+) -> str:
+    """Say why no runner serves a job with these labels. `runs` has the labels of the runners of each run.
+
+    GitHub gives a job to a runner that has all of its labels, see docs/adr/0040-default-labels.md.
+    """
+    run = find_run(labels, run_id, runs or {})
+    of_run = (runs or {}).get(run, ())
+    # A job that names a run is for the runners of this run, whatever labels the sets have.
+    known = {label.lower() for label in of_run} or {label.lower() for item in sets for label in item.labels}
     missing = [label for label in labels if label.lower() not in known]
     if missing:
         noun = "label" if len(missing) == 1 else "labels"
         problem = f"no runner has {noun} {_listed(missing)}"
     else:
         problem = f"no runner has all of the labels {_listed(labels)}"
+    if of_run:
+        return f"{problem}; run {run} has runners with labels {_listed(of_run)}: use runs-on: {run}"
     named = [f"{item.name} ({_listed(item.labels)})" for item in sets[:MAX_NAMED_SETS]]
     more = f" and {len(sets) - len(named)} more" if len(sets) > len(named) else ""
     return f"{problem}; sets: {', '.join(named) or 'none'}{more}"
@@ -478,7 +507,9 @@ def _overdue_in_queue(by_name: Mapping[str, RunnerSetStatus], found: DemandInput
         candidates = sets_for(job.repository, found.config.runner_sets)
         serving = next((item for item in candidates if item.serves(job.labels)), None)
         if serving is None:
-            reason, detail = WaitReason.NO_SET, describe_missing_labels(job.labels, candidates)
+            runs = labels_by_run(found.instances)
+            reason = WaitReason.NO_SET
+            detail = describe_missing_labels(job.labels, candidates, run_id=job.run_id, runs=runs)
         else:
             reason, detail = _why_not_assigned(by_name[serving.name])
         yield OverdueJob(

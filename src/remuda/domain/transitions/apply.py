@@ -68,6 +68,8 @@ _ROW_OF_EVENT: dict[type, str] = {
     Quarantine: "quarantine",
     Confirm: "confirm",
 }
+#: Fields of which each row that keeps the state of a used instance changes one. Its agent's credential is no matter.
+_CHANGED_IN_STATE = ("run_id", "threshold", "retire_reason", "quarantined_until")
 #: Fields by which a run selects an instance, besides its tier.
 _SELECTED_BY = ("resource_class", "instance_type", "usage_class", "cpu", "memory_mib")
 
@@ -131,6 +133,11 @@ class Change:
         if record is None:
             return Instance(**self.sets)
         return replace(record, **self.sets)
+
+    def only_for(self, record: Instance) -> Change:
+        """The change on condition that nobody has changed the record meanwhile: its result is known without a read."""
+        equals = dict(self.condition.equals) | {name: getattr(record, name) for name in _CHANGED_IN_STATE}
+        return replace(self, condition=replace(self.condition, equals=tuple(equals.items())))
 
 
 def create(record: Instance, *, by: Actor, why: str) -> Change:

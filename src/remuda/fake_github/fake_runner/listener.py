@@ -56,7 +56,8 @@ class WorkerProcess:
         self.job_id: int = message["id"]
         self.job_name: str = message["name"]
         self.result = "failure"  # if the worker ends without a result
-        self.steps: list[dict[str, Any]] = []
+        #: Steps, outputs and summary.
+        self.report: dict[str, Any] = {}
         self.cancelled = False
         self._output = ""
         self._partial = b""
@@ -108,8 +109,8 @@ class WorkerProcess:
     def _handle(self, document: dict[str, Any]) -> None:
         self._output = (self._output + document.get("output", ""))[-MAX_OUTPUT_CHARS:]
         if "result" in document:
-            self.result = document["result"]
-            self.steps = document["steps"]
+            self.result = document.pop("result")
+            self.report = document
 
     def _send(self, data: bytes) -> None:
         assert self._process.stdin is not None  # noqa: S101  # opened with PIPE
@@ -324,7 +325,7 @@ class FakeListener:
     def _finish_job(self, worker: WorkerProcess) -> None:
         self._worker = None
         conclusion = "cancelled" if self._stopping or worker.cancelled else worker.result
-        body = {"conclusion": conclusion, "output": worker.take_output(), "steps": worker.steps}
+        body = {"conclusion": conclusion, "output": worker.take_output(), **worker.report}
         limit_s = SHUTDOWN_LIMIT_S if self._stopping else REPORT_LIMIT_S
         self._request_until_answered("POST", self._path(f"/jobs/{worker.job_id}/complete"), body, limit_s=limit_s)
         say_with_time(f"Job {worker.job_name} completed with result: {RESULTS[conclusion]}")

@@ -36,10 +36,6 @@ POLL_INTERVAL_S = {"local": 0.25, "aws": 5.0}
 #: Maximum age in seconds of the status in a scrape, and seconds to wait for it. Prometheus gives up after ten seconds.
 SCRAPE_MAX_AGE_S = {"local": 5.0, "aws": 15.0}
 SCRAPE_TIMEOUT_S = 5.0
-#: Maximum number of connections of all kinds; `MAX_STREAMS` limits the event streams.
-MAX_CONNECTIONS = 400
-#: Seconds that open requests get at shutdown. Streams end at once, so nothing takes longer.
-SHUTDOWN_GRACE_S = 1
 MAX_SINCE_S = 30 * 86_400.0
 
 
@@ -168,9 +164,8 @@ async def serving(
 ) -> AsyncIterator[asyncio.Task[None]]:
     """Serve while the block runs. Yields the server's task. All streams are closed at the end of the block."""
     with web_libraries():
-        import uvicorn  # noqa: PLC0415 - slow to import
-
         from remuda.web.dashboard.app import build_app  # noqa: PLC0415 - imports starlette
+        from remuda.web.dashboard.connections import make_server  # noqa: PLC0415 - imports uvicorn
         from remuda.web.dashboard.feed import Feed  # noqa: PLC0415 - imports starlette
         from remuda.web.metrics import FleetMetrics, metrics_route  # noqa: PLC0415 - imports starlette
     clock = SystemClock()
@@ -195,20 +190,9 @@ async def serving(
         calls,
         refresh=lambda: feed.recent_status(max_age_s=SCRAPE_MAX_AGE_S[settings.backend], timeout_s=SCRAPE_TIMEOUT_S),
     )
-    config = uvicorn.Config(
-        build_app(feed, token=address.token, loopback=address.is_loopback, extra_routes=[lambda _: [metrics_page]]),
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        lifespan="off",
-        limit_concurrency=MAX_CONNECTIONS,
-        ws="none",
-        timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
+    server = make_server(
+        build_app(feed, token=address.token, loopback=address.is_loopback, extra_routes=[lambda _: [metrics_page]])
     )
-    server = uvicorn.Server(config)
-    # `run_async` handles the signals.
-    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
     polling = asyncio.create_task(feed.run())
     serve = asyncio.create_task(server.serve(sockets=[listener]))
     try:

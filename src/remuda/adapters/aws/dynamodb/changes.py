@@ -34,7 +34,7 @@ TRANSACTION_ATTEMPTS = 2
 #: Concurrent single writes.
 CONCURRENT_WRITES = 64
 #: Seconds that an entry waits for others, to be written in one call.
-FLUSH_AFTER_S = 1.0
+FLUSH_AFTER_S = 5.0
 #: Maximum seconds before a failed write is retried. A new entry triggers it sooner if a batch is full.
 RETRY_AFTER_S = 2.0
 #: Maximum number of queued entries. Beyond it the oldest are dropped.
@@ -71,19 +71,46 @@ class ChangeWriter:
         try:
             item = await self._table.update(key, arguments)
         except ConditionFailed as failed:
-            current = None if failed.item is None else self._parse(failed.item, change.instance_id)
-            self._resolve_ambiguous(change, current, retried=failed.retried)
-            message = f"{change.instance_id} is not in the state that {change.entry.transition} requires"
-            raise Conflict(message, current=current) from None
+            raise self._conflict(change, failed.item, retried=failed.retried) from None
         except Unavailable:
             self._ambiguous[change.instance_id] = change
             raise
-        self._ambiguous.pop(change.instance_id, None)
-        self._history.add(change.instance_id, change.entry)
-        self._on_write(key_of(key))
+        self._note_applied(change, key)
         if expires_at := _report_expiry(change):
             await self._expire_report(change.instance_id, expires_at)
         return self._parse(item, change.instance_id)
+
+    async def apply_with(self, change: Change, item: Item, condition: Mapping[str, Any]) -> None:
+        """Apply a change and write another item, both or none.
+
+        Raises `Conflict` if the change is not possible, and otherwise `ConditionFailed` with the stored other item.
+        """
+        key = (await self._keys_of(change.instance_id)).control(change.instance_id)
+        try:
+            await self._table.update_and_put((key, expressions.change_arguments(change)), (item, condition))
+        except TransactionCancelled as cancelled:
+            for reason, stored, is_change in zip(cancelled.reasons, cancelled.items, (True, False), strict=False):
+                if reason == REASON_CONDITION_FAILED:
+                    if is_change:
+                        raise self._conflict(change, stored, retried=cancelled.retried) from None
+                    raise ConditionFailed(stored, retried=cancelled.retried) from None
+            # Another process writes one of the items at this moment.
+            raise Unavailable(f"DynamoDB cancelled a transaction of table {self._table.name}") from None
+        except Unavailable:
+            self._ambiguous[change.instance_id] = change
+            raise
+        self._note_applied(change, key)
+
+    def _note_applied(self, change: Change, key: Item) -> None:
+        self._ambiguous.pop(change.instance_id, None)
+        self._history.add(change.instance_id, change.entry)
+        self._on_write(key_of(key))
+
+    def _conflict(self, change: Change, item: Item | None, *, retried: bool) -> Conflict:
+        current = None if item is None else self._parse(item, change.instance_id)
+        self._resolve_ambiguous(change, current, retried=retried)
+        message = f"{change.instance_id} is not in the state that {change.entry.transition} requires"
+        return Conflict(message, current=current)
 
     async def apply_all(self, changes: Sequence[Change]) -> Sequence[RemudaError | None]:
         if not changes:
@@ -139,9 +166,7 @@ class ChangeWriter:
                 self._mark_ambiguous(changes)
             return dict.fromkeys(records, error)
         for change in changes:
-            self._ambiguous.pop(change.instance_id, None)
-            self._history.add(change.instance_id, change.entry)
-            self._on_write(key_of(keys[change.instance_id].control(change.instance_id)))
+            self._note_applied(change, keys[change.instance_id].control(change.instance_id))
         return dict.fromkeys(records)
 
     async def _apply_one(self, change: Change) -> tuple[str, RemudaError | None]:

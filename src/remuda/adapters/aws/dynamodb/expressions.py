@@ -108,7 +108,7 @@ def _condition(expression: ExpressionBuilder, condition: WriteCondition) -> str:
     if condition.state is None:
         return f"attribute_not_exists({expression.name(items.PK)})"
     terms = [_equal(expression, "state", condition.state), _equal(expression, "epoch", condition.epoch)]
-    terms += [_equal(expression, camel(name), value) for name, value in condition.equals]
+    terms += [_same(expression, camel(name), value) for name, value in condition.equals]
     if condition.owner is not None:
         terms.append(_equal(expression, "owner", condition.owner))
     # Timestamps are stored as fixed-width text with milliseconds, so text order is time order.
@@ -131,6 +131,13 @@ def _condition(expression: ExpressionBuilder, condition: WriteCondition) -> str:
     elif condition.repository is not None:
         terms.append(_empty(expression, "repository"))
     return " AND ".join(terms)
+
+
+def _same(expression: ExpressionBuilder, attribute_name: str, value: Any) -> str:
+    """The attribute has the value. Attributes without one are not stored."""
+    if value is None:
+        return f"attribute_not_exists({expression.name(attribute_name)})"
+    return _equal(expression, attribute_name, value)
 
 
 def _empty(expression: ExpressionBuilder, attribute_name: str) -> str:

@@ -56,10 +56,12 @@ class ConditionFailed(Exception):
 class TransactionCancelled(Exception):
     """A transaction was cancelled. Nothing was written."""
 
-    def __init__(self, reasons: Sequence[str], *, retried: bool) -> None:
+    def __init__(self, reasons: Sequence[str], items: Sequence[Item | None], *, retried: bool) -> None:
         super().__init__("the transaction was cancelled")
         #: The reason of each item, in order. Empty if DynamoDB gave none.
         self.reasons = reasons
+        #: The stored items whose condition failed, in the same order.
+        self.items = items
         #: As in `ConditionFailed`.
         self.retried = retried
 
@@ -82,7 +84,8 @@ class Table:
                 if code_of(error) == CONDITION_FAILED:
                     raise ConditionFailed(item_of(error), retried=retried) from None
                 if code_of(error) in TRANSACTION_CANCELLED:
-                    raise TransactionCancelled(cancellation_reasons(error), retried=retried) from None
+                    reasons, stored = cancellation_reasons(error)
+                    raise TransactionCancelled(reasons, stored, retried=retried) from None
                 raise
 
     # One item -------------------------------------------------------------------------------------------------
@@ -120,6 +123,13 @@ class Table:
         """Write up to `TRANSACTION` items, all or none. Raises `TransactionCancelled`."""
         parts: list[Any] = [{"Put": {"TableName": self.name, "Item": item}} for item in new]
         await self._transact(parts)
+
+    async def update_and_put(self, update: tuple[Item, Mapping[str, Any]], put: tuple[Item, Mapping[str, Any]]) -> None:
+        """Update one item and write another, both or none. Raises `TransactionCancelled` with the stored items."""
+        shared = {"TableName": self.name, "ReturnValuesOnConditionCheckFailure": "ALL_OLD"}
+        await self._transact(
+            [{"Update": {**shared, "Key": update[0], **update[1]}}, {"Put": {**shared, "Item": put[0], **put[1]}}]
+        )
 
     async def _transact(self, parts: Any) -> None:
         # With the token, a retry of the client is not another transaction.

@@ -1,0 +1,101 @@
+"""Answers of AWS in parts: half a batch, and a launch whose instances become visible one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+
+from remuda.adapters.aws.dynamodb.table import BATCH_ATTEMPTS, Table
+from remuda.adapters.aws.ec2.calls import Ec2Calls
+from remuda.adapters.aws.ec2.create_fleet import FIND_ATTEMPTS, FleetLauncher
+from remuda.adapters.aws.ec2.options import Ec2LaunchOptions
+from remuda.domain.errors import Throttled, Unavailable
+from remuda.domain.runner_release import RunnerChoice
+from remuda.ports.calls import CallCounter
+from simulation.loop import SeededIds
+from tests.support.records import NOW, instance_id, launch_request
+from tests.support.virtual_time import FixedClock
+
+TABLE = "remuda"
+
+
+class BatchClient:
+    """A table that reads and writes a limited number of items per call, and returns the rest as unprocessed."""
+
+    def __init__(self, per_call: int) -> None:
+        self._per_call = per_call
+        self.written: list[Any] = []
+
+    async def batch_get_item(self, *, RequestItems: Any) -> Any:  # noqa: N803 - AWS' name
+        wanted = RequestItems[TABLE]
+        done, rest = wanted["Keys"][: self._per_call], wanted["Keys"][self._per_call :]
+        return {"Responses": {TABLE: done}, "UnprocessedKeys": {TABLE: {**wanted, "Keys": rest}} if rest else {}}
+
+    async def batch_write_item(self, *, RequestItems: Any) -> Any:  # noqa: N803 - AWS' name
+        wanted = RequestItems[TABLE]
+        self.written += wanted[: self._per_call]
+        rest = wanted[self._per_call :]
+        return {"UnprocessedItems": {TABLE: rest} if rest else {}}
+
+
+def table(client: BatchClient) -> Table:
+    return Table(client=cast("Any", client), name=TABLE, clock=FixedClock(), ids=SeededIds(), calls=CallCounter())
+
+
+def keys(count: int) -> list[Any]:
+    return [{"pk": {"S": f"control#{number}"}, "sk": {"S": "-"}} for number in range(count)]
+
+
+@pytest.mark.parametrize("per_call", [1, 2, 3, 5])
+async def test_batch_in_parts_is_read_and_written_completely(per_call: int) -> None:
+    client = BatchClient(per_call)
+    assert await table(client).get_all(keys(5)) == keys(5)
+    await table(client).put_all(keys(5))
+    assert client.written == [{"PutRequest": {"Item": item}} for item in keys(5)]
+
+
+async def test_batch_that_makes_no_progress_is_an_error() -> None:
+    """A part of the items must not be taken for all of them."""
+    with pytest.raises(Throttled):
+        await table(BatchClient(1)).get_all(keys(BATCH_ATTEMPTS + 1))
+    with pytest.raises(Throttled):
+        await table(BatchClient(1)).put_all(keys(BATCH_ATTEMPTS + 1))
+
+
+class LostLaunch(Ec2Calls):
+    """EC2 whose answers to CreateFleet are lost. `visible` instances are shown by the first and each later call."""
+
+    def __init__(self, visible: Sequence[int]) -> None:
+        super().__init__(client=cast("Any", None), clock=FixedClock(), ids=SeededIds(), calls=CallCounter())
+        self._visible = list(visible)
+        self.fleets = 0
+
+    async def call(self, operation: str, **_: Any) -> dict[str, Any]:
+        if operation == "CreateFleet":
+            self.fleets += 1
+            raise Unavailable("the answer was lost")
+        count = self._visible.pop(0) if len(self._visible) > 1 else self._visible[0]
+        found = [{"InstanceId": instance_id(number), "LaunchTime": NOW} for number in range(1, count + 1)]
+        return {"Reservations": [{"Instances": found}]}
+
+
+async def launch(ec2: LostLaunch, count: int) -> tuple[int, tuple[str, ...]]:
+    launcher = FleetLauncher(calls=ec2, pool="test", template="remuda-test")
+    options = Ec2LaunchOptions(ami="ami-1", subnets=("subnet-1",), profile="p", runner=RunnerChoice.parse({}))
+    result = await launcher.launch(launch_request(count=count), options, may_have_launched=False)
+    return len(result.instances), result.errors
+
+
+async def test_all_instances_of_a_lost_launch_are_found() -> None:
+    """EC2 shows three of them, then four, then five."""
+    ec2 = LostLaunch([3, 4, 5])
+    assert await launch(ec2, 5) == (5, ())
+    assert ec2.fleets == 1
+
+
+async def test_instances_of_a_lost_launch_that_stay_invisible_are_reported() -> None:
+    found, errors = await launch(LostLaunch([2] * FIND_ATTEMPTS), 3)
+    assert found == 2
+    assert "2 of 3 instances were found" in errors[0]
