@@ -35,9 +35,9 @@ FOUND_BUGS = {
     "quarantine-without-patience": 20,
     "renewal-that-comes-late": 7,
     "renewal-that-lasts-longer": 364,
-    "expiring-and-hidden": 1,
-    "unclaimed-and-hidden": 51,
-    "closed-by-one-write": 21,
+    "expiring-and-hidden": 2,
+    "unclaimed-and-hidden": 13,
+    "closed-by-one-write": 19,
     "release-over-a-binding": 700_088,
 }
 #: Settings that each mutant is simulated with.
