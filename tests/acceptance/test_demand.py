@@ -102,11 +102,11 @@ async def test_job_that_no_set_serves_is_explained(backend: DemandBackend) -> No
     file = backend.workflow("gpu", shards=1, step="echo", labels=("self-hosted", "gpu"))
     process = await backend.start("run-workflow", file, "--run-id", "40")
     line = ""
-    while "no runner set serves" not in line:
+    while "no runner has label gpu" not in line:
         line = (await process.stderr.readline()).decode()
         assert line, "the command has ended"
     assert "queued for self-hosted, gpu" in line
-    assert f"large has {', '.join(LABELS)}" in line
+    assert f"sets: large ({', '.join(LABELS)})" in line
     process.send_signal(signal.SIGINT)
     await process.result(LIMIT_S)
 

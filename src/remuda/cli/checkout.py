@@ -99,6 +99,8 @@ async def _git(folder: Path, *words: str, show_error: bool = False) -> str | Non
             "git",
             *words,
             cwd=folder,
+            # A git hook that calls run-workflow sets variables that name another repository.
+            env={name: value for name, value in os.environ.items() if not name.startswith("GIT_")},
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=None if show_error else asyncio.subprocess.DEVNULL,

@@ -382,7 +382,7 @@ class WorkflowRun:
         return result
 
     def _show_result(self, result: WorkflowJobResult) -> None:
-        """Show how the job ended, the last lines of its failed steps, and its summary."""
+        """Show how the job ended, the last lines of its steps, and its summary."""
         self._say(result.name, f"{result.conclusion} after {result.seconds:.2f} s")
         for number, step in enumerate(result.steps, start=1):
             name = truncate(step.name or step.uses, MAX_STEP_NAME)
@@ -393,6 +393,8 @@ class WorkflowRun:
                 self._say_lines(result.name, lines[-SHOWN_LINES:])
             elif step.outcome != "skipped":
                 self._say(result.name, took)
+                # It often says what the step has done.
+                self._say_lines(result.name, [] if self._verbose else step.tail.strip().splitlines()[-1:])
         if result.summary.strip():
             lines = result.summary.strip().splitlines()
             self._say(result.name, "summary:")

@@ -97,21 +97,21 @@ _ABSENT_CONTEXTS = {
 }
 
 
-class Place(NamedTuple):
+class FilePlace(NamedTuple):
     """A place in the file: its path, such as jobs.test.steps[0], and its line if known."""
 
     path: str = ""
     line: int = 0
 
-    def child(self, container: object, key: Any) -> Place:
+    def child(self, container: object, key: Any) -> FilePlace:
         name = str(key) if str(key).isprintable() else repr(str(key))
         suffix = f"[{key}]" if isinstance(container, list) else f".{name}" if self.path else name
-        return Place(self.path + suffix[: MAX_SHOWN + 1], getattr(container, "lines", {}).get(key, self.line))
+        return FilePlace(self.path + suffix[: MAX_SHOWN + 1], getattr(container, "lines", {}).get(key, self.line))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkflowProblem:
-    place: Place
+    place: FilePlace
     what: str
     fix: str
 
@@ -327,11 +327,11 @@ class _WorkflowParser:
         self.problems: list[WorkflowProblem] = []
 
     def parse(self, document: Any) -> list[WorkflowJob]:
-        root = Place("the workflow", 1)
+        root = FilePlace("the workflow", 1)
         workflow = self._mapping(document, root)
         if not workflow:
             return []
-        top = Place()
+        top = FilePlace()
         self._only(workflow, _WORKFLOW_KEYS, top)
         env = self._texts(workflow, "env", top, _WORKFLOW_CONTEXTS)
         defaults = self._defaults(workflow, top, {})
@@ -357,26 +357,26 @@ class _WorkflowParser:
 
     # Problems
 
-    def _add(self, place: Place, what: str, fix: str) -> None:
+    def _add(self, place: FilePlace, what: str, fix: str) -> None:
         problem = WorkflowProblem(place=place, what=what, fix=fix)
         # A matrix repeats the problems of its job.
         if problem not in self.problems:
             self.problems.append(problem)
 
-    def _mapping(self, value: Any, place: Place) -> Mapping[Any, Any]:
+    def _mapping(self, value: Any, place: FilePlace) -> Mapping[Any, Any]:
         if isinstance(value, Mapping):
             return value
         found = "empty" if value is None else f"a {type(value).__name__.removeprefix('Located').lower()}, not a mapping"
         self._add(place, f"is {found}", f"see {SYNTAX_PAGE}")
         return {}
 
-    def _only(self, value: Mapping[Any, Any], known: Collection[str], place: Place) -> None:
+    def _only(self, value: Mapping[Any, Any], known: Collection[str], place: FilePlace) -> None:
         for key in value:
             if key not in known:
                 reason, fix = _REASONS.get(str(key), ("is not supported", "remove it"))
                 self._add(place.child(value, key), reason, fix)
 
-    def _is_name(self, value: Any, place: Place) -> bool:
+    def _is_name(self, value: Any, place: FilePlace) -> bool:
         """Whether a key can be printed later."""
         name = str(value)
         if name.isprintable() and 0 < len(name) <= MAX_SHOWN:
@@ -386,7 +386,7 @@ class _WorkflowParser:
 
     # Values
 
-    def _plain(self, value: Any, place: Place) -> str:
+    def _plain(self, value: Any, place: FilePlace) -> str:
         """Convert a scalar to text. Lists and mappings are rejected: with anchors, their text could be very long."""
         if not isinstance(value, str | int | float | None):
             self._add(place, "is not a text or a number", "use a text or a number")
@@ -397,7 +397,7 @@ class _WorkflowParser:
             return ""
         return text
 
-    def _text(self, value: Any, place: Place, contexts: Collection[str], needs: Collection[str] = ()) -> str:
+    def _text(self, value: Any, place: FilePlace, contexts: Collection[str], needs: Collection[str] = ()) -> str:
         """A text whose expressions are valid."""
         text = self._plain(value, place)
         try:
@@ -411,7 +411,7 @@ class _WorkflowParser:
         return text
 
     def _check_expression(
-        self, node: Node, place: Place, contexts: Collection[str], needs: Collection[str], *, has_status: bool
+        self, node: Node, place: FilePlace, contexts: Collection[str], needs: Collection[str], *, has_status: bool
     ) -> None:
         for each in node.walk():
             match each:
@@ -428,7 +428,7 @@ class _WorkflowParser:
                     if "needs" in contexts and name.lower() not in {need.lower() for need in needs}:
                         self._add(place, f"uses needs.{name}, but the job does not need {name}", f"add {name} to needs")
 
-    def _condition(self, value: Any, place: Place, contexts: Collection[str], needs: Collection[str]) -> str:
+    def _condition(self, value: Any, place: FilePlace, contexts: Collection[str], needs: Collection[str]) -> str:
         text = self._plain(value, place)
         try:
             self._check_expression(parse_condition(text), place, contexts, needs, has_status=True)
@@ -441,7 +441,7 @@ class _WorkflowParser:
         self,
         container: Mapping[Any, Any],
         key: str,
-        place: Place,
+        place: FilePlace,
         contexts: Collection[str],
         needs: Collection[str] = (),
     ) -> dict[str, str]:
@@ -457,7 +457,12 @@ class _WorkflowParser:
         }
 
     def _boolean(
-        self, container: Mapping[Any, Any], key: str, place: Place, contexts: Collection[str], needs: Collection[str]
+        self,
+        container: Mapping[Any, Any],
+        key: str,
+        place: FilePlace,
+        contexts: Collection[str],
+        needs: Collection[str],
     ) -> str:
         where = place.child(container, key)
         text = self._text(container.get(key), where, contexts, needs)
@@ -466,7 +471,7 @@ class _WorkflowParser:
         return text
 
     def _minutes(
-        self, container: Mapping[Any, Any], place: Place, contexts: Collection[str], needs: Collection[str]
+        self, container: Mapping[Any, Any], place: FilePlace, contexts: Collection[str], needs: Collection[str]
     ) -> str:
         where = place.child(container, "timeout-minutes")
         text = self._text(container.get("timeout-minutes"), where, contexts, needs)
@@ -475,7 +480,7 @@ class _WorkflowParser:
         return text
 
     def _defaults(
-        self, container: Mapping[Any, Any], place: Place, outer: Mapping[str, str], needs: Collection[str] = ()
+        self, container: Mapping[Any, Any], place: FilePlace, outer: Mapping[str, str], needs: Collection[str] = ()
     ) -> Mapping[str, str]:
         """The default shell and working directory of run steps."""
         if container.get("defaults") is None:
@@ -489,7 +494,7 @@ class _WorkflowParser:
         self._only(run, {"shell", "working-directory"}, where.child(values, "run"))
         return {**outer, **self._texts(values, "run", where, _JOB_CONTEXTS | {"env"}, needs)}
 
-    def _may_request_tokens(self, container: Mapping[Any, Any], place: Place, *, default: bool) -> bool:
+    def _may_request_tokens(self, container: Mapping[Any, Any], place: FilePlace, *, default: bool) -> bool:
         """Whether permissions include `id-token: write`."""
         if "permissions" not in container:
             return default
@@ -510,7 +515,7 @@ class _WorkflowParser:
         self,
         key: str,
         job: Mapping[Any, Any],
-        place: Place,
+        place: FilePlace,
         env: Mapping[str, str],
         defaults: Mapping[str, str],
         *,
@@ -548,7 +553,7 @@ class _WorkflowParser:
         return jobs
 
     def _job_name(
-        self, template: str, matrix: Mapping[str, Any], strategy: Mapping[str, Any], key: str, place: Place
+        self, template: str, matrix: Mapping[str, Any], strategy: Mapping[str, Any], key: str, place: FilePlace
     ) -> str:
         """The name of a job. As on GitHub, the values of the matrix follow unless the name uses them."""
         contexts = {"github": {**self._github, "job": key}, "matrix": matrix, "strategy": strategy}
@@ -562,21 +567,21 @@ class _WorkflowParser:
         has_values = "matrix." in template
         return name if has_values or not matrix else f"{name} ({', '.join(map(to_text, matrix.values()))})"
 
-    def _runs_on(self, job: Mapping[Any, Any], place: Place, needs: Collection[str]) -> tuple[str, ...]:
+    def _runs_on(self, job: Mapping[Any, Any], place: FilePlace, needs: Collection[str]) -> tuple[str, ...]:
         where, value = place.child(job, "runs-on"), job.get("runs-on")
         if isinstance(value, Mapping):
             self._only(value, {"labels"}, where)
             where, value = where.child(value, "labels"), value.get("labels")
         return tuple(self._text(label, where, _JOB_CONTEXTS, needs) for label in _as_list(value))
 
-    def _environment(self, job: Mapping[Any, Any], place: Place, needs: Collection[str]) -> str:
+    def _environment(self, job: Mapping[Any, Any], place: FilePlace, needs: Collection[str]) -> str:
         where, value = place.child(job, "environment"), job.get("environment")
         if isinstance(value, Mapping):
             self._only(value, {"name", "url"}, where)
             where, value = where.child(value, "name"), value.get("name")
         return self._text(value, where, _JOB_CONTEXTS, needs)
 
-    def _matrix(self, job: Mapping[Any, Any], place: Place) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    def _matrix(self, job: Mapping[Any, Any], place: FilePlace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """The facts of the strategy, and the combinations of the matrix."""
         if job.get("strategy") is None:
             return {}, [{}]
@@ -607,7 +612,7 @@ class _WorkflowParser:
         exclude = self._entries(matrix, "exclude", where)
         return facts, _combinations(axes, include, exclude) or [{}]
 
-    def _entries(self, matrix: Mapping[Any, Any], key: str, place: Place) -> list[dict[str, Any]]:
+    def _entries(self, matrix: Mapping[Any, Any], key: str, place: FilePlace) -> list[dict[str, Any]]:
         where, entries = place.child(matrix, key), matrix.get(key) or []
         valid = isinstance(entries, list) and all(
             isinstance(entry, Mapping) and all(isinstance(item, str | int | float) for item in entry.values())
@@ -621,7 +626,7 @@ class _WorkflowParser:
     # Steps
 
     def _steps(
-        self, job: Mapping[Any, Any], place: Place, defaults: Mapping[str, str], needs: Collection[str]
+        self, job: Mapping[Any, Any], place: FilePlace, defaults: Mapping[str, str], needs: Collection[str]
     ) -> tuple[JobStep, ...]:
         where, steps = place.child(job, "steps"), job.get("steps")
         if not isinstance(steps, list) or not steps:
@@ -633,7 +638,7 @@ class _WorkflowParser:
             return ()
         return tuple(self._step(step, where.child(steps, index), defaults, needs) for index, step in enumerate(steps))
 
-    def _step(self, value: Any, place: Place, defaults: Mapping[str, str], needs: Collection[str]) -> JobStep:
+    def _step(self, value: Any, place: FilePlace, defaults: Mapping[str, str], needs: Collection[str]) -> JobStep:
         step = self._mapping(value, place)
         self._only(step, _STEP_KEYS, place)
 
@@ -664,7 +669,7 @@ class _WorkflowParser:
             timeout_minutes=self._minutes(step, place, _STEP_CONTEXTS, needs),
         )
 
-    def _check_action(self, uses: str, step: Mapping[Any, Any], place: Place) -> None:
+    def _check_action(self, uses: str, step: Mapping[Any, Any], place: FilePlace) -> None:
         where = place.child(step, "uses")
         if not _CHECKOUT.fullmatch(uses):
             fix = "replace it by a run step; actions/checkout is supported"
@@ -674,7 +679,7 @@ class _WorkflowParser:
         if isinstance(inputs, Mapping):
             self._only(inputs, _CHECKOUT_INPUTS | _IGNORED_INPUTS, where)
 
-    def _check_cycles(self, bodies: Mapping[Any, Any], jobs: Sequence[WorkflowJob], place: Place) -> None:
+    def _check_cycles(self, bodies: Mapping[Any, Any], jobs: Sequence[WorkflowJob], place: FilePlace) -> None:
         for job in jobs:
             for need in job.needs:
                 if need not in bodies:

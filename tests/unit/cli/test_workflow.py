@@ -250,7 +250,7 @@ def test_run_without_failed_jobs_is_not_run_again() -> None:
 # Conditions of jobs ---------------------------------------------------------------------------------------------------
 
 
-class ScriptedRunner:
+class ScriptedHostedRunner:
     """Ends the jobs on this machine with the conclusions of their names."""
 
     def __init__(self) -> None:
@@ -284,7 +284,7 @@ NOT_CANCELLED = "!cancelled() && needs.bad.result == 'failure'"
     ],
 )
 async def test_conditions_of_jobs(jobs: dict[str, dict[str, Any]], ran: set[str]) -> None:
-    hosted = ScriptedRunner()
+    hosted = ScriptedHostedRunner()
     run = WorkflowRun(SilentOutput(), None, SystemClock(), GITHUB, hosted=hosted)  # type: ignore[arg-type]
     bodies = {key: {"runs-on": "ubuntu-latest", "steps": STEPS, **body} for key, body in jobs.items()}
     results = await run.run(parse(bodies))

@@ -109,6 +109,8 @@ def scope(status: str = "success") -> Scope:
         ("join(matrix.list, '-')", "1-b-"),
         ("join(matrix.list)", "1,b,"),
         ("fromJSON(needs.build.outputs.json).a[1]", 2),
+        (f"fromJSON('1{'0' * 400}') == Infinity", True),
+        (f"format('{{0}}', fromJSON('-1{'0' * 400}'))", "-Infinity"),
         ("toJSON(matrix.list)", '[\n  1,\n  "b",\n  null\n]'),
         ("success() && !failure() && !cancelled() && always()", True),
     ],

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable
 from datetime import UTC, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from remuda.domain.reporting.prices import parse_prices
 from remuda.domain.resources import TypePatterns, check_run_id, check_scope, parse_classes
 from remuda.domain.runner_set import parse_runner_sets
 from remuda.domain.scale_down.idle_config import parse_cron, parse_idle_config, quota_at
+from remuda.fake_github.fake_runner.expressions import MAX_TEXT as MAX_RENDERED
 from tests.support.mutations import (
     DEEP,
     ESCAPES,
@@ -268,8 +270,21 @@ WORKFLOW = {
             "runs-on": ["${{ github.run_id }}", "large"],
             "strategy": {"matrix": {"n": [1, 2], "m": ["x"]}},
             "timeout-minutes": 5,
-            "env": {"B": "${{ env.A }}"},
-            "steps": [{"name": "s", "run": "echo ${{ matrix.n }}", "env": {"C": "${{ env.B }}"}}],
+            "env": {"B": "${{ github.run_id }}"},
+            "outputs": {"o": "${{ steps.s.outputs.o }}"},
+            "continue-on-error": False,
+            "defaults": {"run": {"shell": "sh"}},
+            "steps": [
+                {"uses": "actions/checkout@v4", "with": {"path": "sub"}},
+                {
+                    "id": "s",
+                    "name": "s",
+                    "if": "contains(env.B, '7') && matrix.n == 1",
+                    "run": "echo ${{ matrix.n }}",
+                    "env": {"C": "${{ env.B }}"},
+                    "timeout-minutes": 1,
+                },
+            ],
         },
     },
 }
@@ -278,9 +293,11 @@ GITHUB = {"run_id": "77", "run_attempt": "1", "repository": "octo/repo"}
 
 def check_workflow(document: Any) -> None:
     for job in result_or_rejected(lambda: parse_workflow(document, GITHUB)) or ():
-        assert 0 < job.timeout_s <= 86_400
-        for text in (job.name, *job.labels, *job.env.values(), *(step.run for step in job.steps)):
-            assert len(text) <= 2 * MAX_TEXT
+        resolved = result_or_rejected(partial(job.resolve, GITHUB, {}))
+        if resolved is not None:
+            assert 0 < resolved.timeout_s <= 86_400
+            assert all(len(text) <= MAX_RENDERED for text in (*resolved.labels, *resolved.env.values()))
+        assert all(len(text) <= MAX_TEXT for text in (job.name, *(step.run for step in job.steps)))
 
 
 @fuzzed(120)
@@ -305,11 +322,13 @@ def check_workflow(document: Any) -> None:
     {
         "env": {"A": "x" * 60_000},
         "jobs": {
-            "a": {"runs-on": "x", "env": {"B": "${{ env.A }}" * 9_000}, "steps": [{"run": "${{ env.B }}" * 9_000}]}
+            "a": {"runs-on": "x", "env": {"B": "${{ github }}" * 9_000}, "steps": [{"run": "${{ env.B }}" * 9_000}]}
         },
     }
 )
 @example({"jobs": {str(n): {"runs-on": "x", "steps": [{"run": "x"}] * MAX_STEPS} for n in range(2)}})
+@example({"jobs": {"a": {"runs-on": "${{ " + "!" * 1_000 + "true }}", "if": "(" * 1_000, "steps": [{"run": "x"}]}}})
+@example({"jobs": {"a": {"runs-on": f"${{{{ fromJSON('1{'0' * 5_000}') }}}}", "steps": [{"run": "x"}]}}})
 def test_random_workflows(document: Any) -> None:
     check_workflow(document)
 

@@ -281,11 +281,19 @@ def to_number(value: Value) -> float:
     match value:
         case None:
             return 0.0
-        case bool() | int() | float():
-            return float(value)
+        case int() | float():
+            return _to_float(value)
         case str():
             return _parse_number(value.strip())
     return math.nan
+
+
+def _to_float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        # An integer of JSON may have any size.
+        return math.inf if value > 0 else -math.inf
 
 
 def _parse_number(text: str) -> float:
@@ -310,7 +318,7 @@ def to_text(value: Value) -> str:
         case str():
             return value
         case int() | float():
-            return _number_text(float(value))
+            return _number_text(_to_float(value))
         case list():
             return "Array"
     return "Object"

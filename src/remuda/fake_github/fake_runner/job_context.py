@@ -88,7 +88,7 @@ class JobContext:
         return outputs
 
 
-class StepFiles:
+class StepCommandFiles:
     """The files of one step, and the values in them when the step has ended."""
 
     def __init__(self, folder: pathlib.Path, number: int) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from . import LENGTH_DIGITS
 from .expressions import ExpressionError, Scope, evaluate, is_true, parse_template, render, to_number
 from .home import RunnerHome
-from .job_context import FileCommandError, JobContext, StepFiles
+from .job_context import FileCommandError, JobContext, StepCommandFiles
 
 #: Seconds to wait after SIGINT and after SIGTERM to a cancelled step. The real runner waits 7.5 and 2.5 s.
 CANCEL_GRACE_S = (0.5, 0.5)
@@ -111,7 +111,7 @@ class Worker:
     def _run_step(self, number: int, step: Mapping[str, Any]) -> dict[str, Any]:
         """Run the step if its condition is met. Return its result."""
         began, self._tail = time.monotonic(), ""
-        files = StepFiles(self._temp / "_runner_file_commands", number)
+        files = StepCommandFiles(self._temp / "_runner_file_commands", number)
         name, continues = _default_name(step), False
         try:
             env = self._context.step_env(step)
