@@ -272,6 +272,24 @@ async def test_rollback_repeats_a_lost_write_of_the_provision(world: PoolWorld) 
     assert [item.status for item in world.database.provisions.values()] == [ProvisionStatus.RELEASED]
 
 
+async def test_rollback_repeats_a_lost_write_of_a_tombstone(world: PoolWorld) -> None:
+    """One of two machines was launched, and has no record yet."""
+    world.cloud.capacity = dict.fromkeys([kind.name for kind in world.cloud.types], 0) | {"m6i.large": 1}
+    writes = 0
+
+    async def hook(name: str, call: Call) -> Any:
+        nonlocal writes
+        if name == "store.apply":
+            writes += 1
+            if writes == 1:
+                raise Unavailable("the store did not answer")
+        return await call()
+
+    with pytest.raises(CapacityError):
+        await world.provision(count=2, process=world.process(hook))
+    assert len(world.in_state(State.TERMINATING)) == 1
+
+
 async def test_cancellation_during_a_rollback_does_not_end_it(world: PoolWorld) -> None:
     await world.warm(1)
     world.cloud.capacity = dict.fromkeys([kind.name for kind in world.cloud.types], 0)
