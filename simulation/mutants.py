@@ -800,13 +800,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "mismatches-kept-hidden",
         "messages that do not match stay hidden after the provision",
-        statements(_PICKUP, "PickupManager.close", "await self._make_held_visible()", ""),
-        statements(
-            _PICKUP,
-            "PickupManager._run_pass",
-            "await self._make_held_visible()\nwhile self._waiting_count():\n    ...",
-            "while self._waiting_count():\n    self._waiting.popleft().set_result(None)",
-        ),
+        statements(_PICKUP, "PickupManager._make_held_visible", "await self._context.pool.make_visible(...)", ""),
         settings=_FEW_FAULTS,
     ),
     _mutant(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -210,6 +211,24 @@ async def test_cancelled_call_to_make_messages_visible_is_repeated(world: PoolWo
         await provisioning
     (left,) = world.queues.named("large").messages
     assert left.visible_at <= world.clock.now()
+
+
+async def test_worker_that_waits_while_messages_are_made_visible_gets_the_next_one(world: PoolWorld) -> None:
+    """The first instance expires before it is claimed; its message is handed back while the worker asks again."""
+    first, second = await world.warm(2)
+    for item in world.queues.named("large").messages:
+        item.shuffle = 0.0 if item.message is not None and item.message.id == first else 1.0
+    soon = world.clock.now() + timedelta(seconds=1)
+    world.ignore("T1")
+    world.database.instances[first] = replace(world.record(first), threshold=soon)
+
+    async def hook(name: str, call: Call) -> Any:
+        if name == "pool.make_visible":
+            await asyncio.sleep(1)
+        return await call()
+
+    result = await world.provision(process=world.process(hook))
+    assert [item.instance.instance_id for item in result.instances] == [second]
 
 
 async def test_worker_continues_after_a_lost_claim(world: PoolWorld) -> None:

@@ -146,6 +146,7 @@ class PickupManager:
 
     async def _run_pass(self) -> None:
         """Receive until no worker waits or the queue has nothing new."""
+        without_match: list[asyncio.Future[Delivery | None]] = []
         while waiting := self._waiting_count():
             # If the queue holds mismatches, small batches would cost one call per mismatch.
             stale = self._used.count_stale(self._class)
@@ -157,12 +158,15 @@ class PickupManager:
                 await self._context.pool.make_visible(self._class, surplus)
                 self._unsettled.difference_update(surplus)
             if not batch or self._has_only_known_mismatches():
+                without_match = list(self._waiting)
                 break
             if len(self._held) >= MAX_HELD:
                 await self._make_held_visible()
         await self._make_held_visible()
-        while self._waiting_count():
-            self._waiting.popleft().set_result(None)
+        # A worker that came meanwhile waits for the next pass.
+        for future in without_match:
+            if not future.done():
+                future.set_result(None)
 
     def _accept(self, delivery: Delivery) -> bool:
         """Give a delivery to a worker, hold it or drop it. Return False if it is surplus."""
