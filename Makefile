@@ -86,6 +86,7 @@ simulate: $(VENV)/.tools ## Run the long campaign, all mutants, and the exhausti
 	$(BIN)/python -m simulation --seeds 5000 --first-seed 200000 --hours 0.25 --instances 5 --faults few --json > build/few-faults.json
 	$(BIN)/python -m simulation --seeds 10000 --first-seed 300000 --hours 0.15 --instances 3 --demand --json > build/runner-sets.json
 	$(BIN)/python -m benchmarks.simulation
+	$(BIN)/python -m simulation.exhaustive --all
 	$(BIN)/python -m simulation.report --write docs/reference/mutants.md
 
 attacks: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed ## Run the attacks and write the table of results (Linux, root)

@@ -13,6 +13,7 @@ from remuda.config.declaration import Group
 from remuda.config.settings import SETTINGS
 from remuda.domain.transitions import TRANSITIONS, RetireReason
 from remuda.web.metrics import METRICS
+from simulation.exhaustive import read_figures
 from simulation.faults import Fault
 from simulation.invariants import INVARIANTS
 from simulation.mutants import MUTANTS
@@ -73,6 +74,17 @@ def mutant_table() -> str:
     return "\n".join([*lines, *(f"| `{mutant.name}` | {mutant.bug} |" for mutant in MUTANTS)])
 
 
+def searches_table() -> str:
+    figures = read_figures()
+    if not figures:
+        sys.exit("the figures of the searches are of other models; run python -m simulation.exhaustive --all")
+    lines = ["| world | states | actions | depth | seconds |", "|---|---|---|---|---|"]
+    for world, item in figures.items():
+        numbers = f"{item['states']:,} | {item['actions']:,} | {item['depth']} | {item['seconds']}"
+        lines.append(f"| {world} | {numbers} |")
+    return "\n".join(lines)
+
+
 def action() -> dict[str, Any]:
     document: dict[str, Any] = yaml.safe_load((DOCS.parent / "action.yml").read_text(encoding="utf-8"))
     return document
@@ -127,6 +139,7 @@ PARTS = (
     ("reference/simulation.md", "invariants", invariants_table),
     ("reference/simulation.md", "faults", faults_table),
     ("reference/simulation.md", "mutants", mutant_table),
+    ("reference/simulation.md", "searches", searches_table),
     ("howto/github-action.md", "inputs", inputs_table),
     ("howto/github-action.md", "outputs", outputs_table),
     ("adr/README.md", "decisions", decisions_list),

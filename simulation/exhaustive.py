@@ -9,11 +9,14 @@ budget of incidents. Instances are interchangeable and so are runs, so states th
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 from remuda.domain.instance import ASSIGNED, Instance, State
 from simulation.demand_model import DemandBounds, DemandModel
@@ -70,6 +73,8 @@ class SearchResult:
     #: The first violation and the shortest path to it.
     violation: str = ""
     path: list[str] = field(default_factory=list)
+    #: CPU time.
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -502,16 +507,69 @@ def _demand_path(model: DemandModel, came_from: Mapping[int, int], last: int) ->
     return texts[::-1]
 
 
+#: Worlds whose figures are in the docs, the quick ones first.
+WORLDS: tuple[SearchBounds | DemandBounds, ...] = (
+    DemandBounds(machines=1, jobs=2, lost_event=True),
+    DemandBounds(machines=2, jobs=1),
+    DemandBounds(machines=2, jobs=2),
+    SearchBounds(instances=2, runs=3),
+    SearchBounds(instances=1, runs=3, expiry=True, lost_answer=True),
+    SearchBounds(instances=1, runs=2, expiry=True, lost_answer=True, operator=True),
+    SearchBounds(instances=2, runs=3, expiry=True),
+    SearchBounds(instances=2, runs=3, lost_answer=True),
+    SearchBounds(instances=2, runs=3, operator=True),
+)
+#: Figures of their last searches, and the modules that decide how many states there are.
+FIGURES = Path(__file__).parents[1] / "docs/reference/searches.json"
+_MODELS = ("demand_model.py", "instance_model.py", "provision_model.py")
+
+
+def digest_models() -> str:
+    """A digest of the models. Figures of other models are stale."""
+    folder = Path(__file__).parent
+    return hashlib.sha256(b"".join((folder / name).read_bytes() for name in _MODELS)).hexdigest()[:16]
+
+
+def read_figures() -> dict[str, Any]:
+    """The figures by world, without those of other models."""
+    document = json.loads(FIGURES.read_text(encoding="utf-8"))
+    return dict(document["searches"]) if document["models"] == digest_models() else {}
+
+
+def _write_figures(bounds: SearchBounds | DemandBounds, search: SearchResult) -> None:
+    figures = read_figures() if FIGURES.exists() else {}
+    figures[str(bounds)] = {
+        "states": search.states,
+        "actions": search.actions,
+        "depth": search.depth,
+        "seconds": round(search.seconds),
+    }
+    ordered = {str(world): figures[str(world)] for world in WORLDS if str(world) in figures}
+    document = {"models": digest_models(), "searches": ordered}
+    FIGURES.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
 def explore_and_describe(bounds: SearchBounds | DemandBounds, limit: int | None = None) -> tuple[SearchResult, str]:
     """Search, and describe the result in lines of text."""
     started = time.process_time()
     search = explore_demand(bounds, limit=limit) if isinstance(bounds, DemandBounds) else explore(bounds, limit=limit)
+    search.seconds = time.process_time() - started
     extent = "all" if search.complete else "the first"
     size = f"{extent} {search.states:,} states, {search.actions:,} actions, depth {search.depth}"
     verdict = search.violation or "no violation"
-    lines = [f"{bounds}: {size}, {time.process_time() - started:.0f} s: {verdict}"]
+    lines = [f"{bounds}: {size}, {search.seconds:.0f} s: {verdict}"]
     lines += [f"  {number}. {text}" for number, text in enumerate(search.path, start=1)]
     return search, "\n".join(lines)
+
+
+def _search_and_write(bounds: SearchBounds | DemandBounds) -> int:
+    search, text = explore_and_describe(bounds)
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+    if search.violation:
+        return 1
+    _write_figures(bounds, search)
+    return 0
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -524,7 +582,10 @@ def main(arguments: Sequence[str]) -> int:
         parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=bit == CRASH, help=f"one {name}")
     parser.add_argument("--jobs", type=int, choices=range(1, 4), help="search a runner set with this many jobs instead")
     parser.add_argument("--lost-event", action="store_true", help="one lost event of a runner set's job")
+    parser.add_argument("--all", action="store_true", help="search the worlds of the docs and write their figures")
     given = parser.parse_args(arguments)
+    if given.all:
+        return max(_search_and_write(bounds) for bounds in WORLDS)
     bounds: SearchBounds | DemandBounds = SearchBounds(
         instances=given.instances,
         runs=given.runs,

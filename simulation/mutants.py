@@ -45,6 +45,7 @@ _SESSION = "remuda.controlplane.demand.session"
 _LEASE = "remuda.controlplane.demand.lease"
 _EQUIPMENT = "remuda.controlplane.demand.equipment"
 _BINDING = "remuda.controlplane.demand.binding"
+_RERUN = "remuda.controlplane.demand.rerun"
 _SUPPLY = "remuda.domain.supply"
 _DECIDE = "remuda.agent.decide"
 _LOOP = "remuda.agent.loop"
@@ -72,6 +73,7 @@ _HANGING = _only(Fault.GITHUB_HANGS, Fault.GITHUB_5XX)
 #: Worlds with runner sets: with half of all faults, without faults, and those whose listeners are killed.
 _SETS = CampaignSettings(hours=0.15, instances=3, demand=True)
 _CALM_SETS = CampaignSettings(hours=0.15, instances=3, demand=True, faults=frozenset())
+_SPOT_SETS = CampaignSettings(hours=0.15, instances=3, demand=True, faults=frozenset({Fault.SPOT_NOTICE}))
 _LOST_LISTENERS = CampaignSettings(hours=0.15, instances=3, demand=True, faults=frozenset({Fault.LISTENER_CRASH}))
 
 
@@ -1041,5 +1043,23 @@ MUTANTS: tuple[Mutant, ...] = (
             "",
         ),
         settings=_SETS,
+    ),
+    _mutant(
+        "strict-with-new-machines",
+        "a strict set refuses untrusted jobs on new machines, not on those that served trusted ones",
+        expression(_TRANSITIONS, "_equip", "instance.uses > 0", "not instance.uses"),
+        settings=_CALM_SETS,
+    ),
+    _mutant(
+        "rerun-before-the-end",
+        "an interrupted job is run again while its run is in progress",
+        statements(_RERUN, "InterruptedJobs._try", "if run.status != COMPLETED:\n    return False", ""),
+        settings=_SPOT_SETS,
+    ),
+    _mutant(
+        "rerun-of-a-rerun",
+        "a job that was run again after an interruption is run again after the next one",
+        expression(_RERUN, "_is_same", "one.job_id != other.job_id", "one.job_id == other.job_id"),
+        settings=_SPOT_SETS,
     ),
 )

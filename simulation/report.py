@@ -1,4 +1,4 @@
-"""Runs of mutants in separate processes, and the report of all mutants and searches: `python -m simulation.report`."""
+"""Runs of mutants in separate processes, and the report of all mutants: `python -m simulation.report`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from simulation.campaign import CampaignSettings, FirstViolation
-from simulation.demand_model import DemandBounds
-from simulation.exhaustive import SearchBounds, explore_and_describe
 from simulation.faults import Swarm, format_faults
 from simulation.mutants import MUTANTS, Mutant
 from simulation.mutation import command
@@ -21,17 +19,6 @@ ROOT = Path(__file__).parents[1]
 #: Maximum number of seeds within which each mutant must be caught.
 MAX_SEEDS = 10_000
 SETTINGS = CampaignSettings(hours=0.5, instances=10)
-#: Small worlds that are searched completely.
-WORLDS: tuple[SearchBounds | DemandBounds, ...] = (
-    SearchBounds(instances=2, runs=3),
-    SearchBounds(instances=2, runs=3, expiry=True),
-    SearchBounds(instances=2, runs=3, lost_answer=True),
-    SearchBounds(instances=2, runs=3, operator=True),
-    SearchBounds(instances=1, runs=3, expiry=True, lost_answer=True),
-    SearchBounds(instances=1, runs=2, expiry=True, lost_answer=True, operator=True),
-    DemandBounds(machines=1, jobs=2, lost_event=True),
-    DemandBounds(machines=2, jobs=2, uses=2, stale=False),
-)
 
 
 def run_module_with_mutant(mutant: Mutant, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -78,7 +65,6 @@ def _settings_text(world: CampaignSettings | None) -> str:
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m simulation.report", description=__doc__)
     parser.add_argument("--seeds", type=int, default=MAX_SEEDS, help="maximum seeds per mutant")
-    parser.add_argument("--states", type=int, help="maximum states per small world (default: all)")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--only", nargs="*", default=[], help="names of mutants to run")
     parser.add_argument("--write", type=Path, help="file to write the table to")
@@ -94,18 +80,7 @@ def main(arguments: Sequence[str]) -> int:
         given.write.write_text(f"# Mutants\n\n{table(found)}\n", encoding="utf-8")
     missed = [mutant.name for mutant, result in found if result.seed is None]
     sys.stdout.write(f"{len(found) - len(missed)} of {len(found)} mutants were caught\n")
-    violated = _search(given.states)
-    return 1 if missed or violated else 0
-
-
-def _search(limit: int | None) -> bool:
-    violated = False
-    for bounds in WORLDS:
-        search, text = explore_and_describe(bounds, limit)
-        sys.stdout.write(f"{text}\n")
-        sys.stdout.flush()
-        violated = violated or bool(search.violation)
-    return violated
+    return 1 if missed else 0
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import select
 import signal
 import time
 from collections import Counter
@@ -39,6 +40,17 @@ jobs:
 
 def runner_set(**changed: Any) -> dict[str, Any]:
     return {"name": "large", "labels": list(LABELS), "max": MAX, **changed}
+
+
+def kill_process(pid: int) -> None:
+    """Kill a process and wait for its end: on a busy computer it runs for a while, and `up` would not replace it."""
+    descriptor = os.pidfd_open(pid)
+    try:
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        ended, _, _ = select.select([descriptor], [], [], LIMIT_S)
+        assert ended, f"process {pid} does not end"
+    finally:
+        os.close(descriptor)
 
 
 class DemandBackend(LocalBackend):
@@ -142,7 +154,10 @@ class DemandBackend(LocalBackend):
         """Send a signal to a background process. Return its pid."""
         pid = self.background(name)
         assert pid is not None, f"{name} is not running"
-        os.kill(pid, number)
+        if number == signal.SIGKILL:
+            kill_process(pid)
+        else:
+            os.kill(pid, number)
         return pid
 
     async def restarted(self, name: str, killed: int) -> None:

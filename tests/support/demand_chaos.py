@@ -12,11 +12,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import os
 import random  # noqa: TID251 - a test with a seed
 import secrets
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -27,7 +25,7 @@ from statistics import median, quantiles
 
 from remuda.cli.output import Output, table
 from remuda.fake_github.client import JobView
-from tests.support.demand import DemandBackend, runner_set
+from tests.support.demand import DemandBackend, kill_process, runner_set
 
 MAX = 4
 #: Seconds after which the local GitHub gives up the job of a lost runner, and takes back one that no runner took.
@@ -183,7 +181,7 @@ def _kill(pid: int | None) -> bool:
     if pid is None:
         return False
     with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+        kill_process(pid)
         return True
     return False
 

@@ -134,7 +134,8 @@ def run_refresh(settings: Settings, output: Output, *, sweep_only: bool, reset: 
     async def once() -> RefreshResult:
         async with open_context(settings, event_log, needs_github=True, require_local_github=not sweep_only) as context:
             wanted = None if sweep_only else desired(settings, pool=context.pool_name, keeps_unset=not reset)
-            return await refresh(output.guarded(context), wanted)
+            with _named(settings, only="runner-sets"):
+                return await refresh(output.guarded(context), wanted)
 
     async def supervise() -> None:
         """On the local backend, let the listener of runner sets follow the configuration."""
@@ -257,11 +258,13 @@ def repository(settings: Settings) -> str:
 
 
 @contextmanager
-def _named(settings: Settings) -> Iterator[None]:
-    """Make errors name the setting as the user wrote it."""
+def _named(settings: Settings, only: str = "") -> Iterator[None]:
+    """Make errors name the setting as the user wrote it: every setting, or only one."""
     try:
         yield
     except UserError as error:
+        if only and error.field != only:
+            raise
         raise UserError(error.message, field=settings.shown(error.field.replace("-", "_")), fix=error.fix) from None
 
 

@@ -347,6 +347,29 @@ async def test_job_lost_to_a_spot_interruption_is_run_again_once(sets: DemandWor
     assert sets.github.reruns == [77]
 
 
+async def test_decision_about_a_second_interruption_survives_later_messages(sets: DemandWorld) -> None:
+    await sets.configure_sets(runner_set(rerun_on_interruption=True))
+    sets.listen()
+    key = (SCOPE, 77)
+    sets.github.runs[key] = GitHubRun(run_id=77, status="in_progress", conclusion="", head_repository=SCOPE)
+    (first,) = sets.queue(seconds=300.0)
+    await sets.wait_for(lambda: first.started)
+    await asyncio.sleep(1.0)
+    sets.machines[sets.in_state(State.RUNNING)[0]].give_spot_notice()
+    await sets.wait_for(lambda: first.is_over, 200.0)
+    sets.github.runs[key] = GitHubRun(run_id=77, status="completed", conclusion="failure", head_repository=SCOPE)
+    await sets.wait_for(lambda: sets.github.reruns == [77], 200.0)
+    (second,) = (job for job in sets.scale_sets.jobs if job is not first)
+    await sets.wait_for(lambda: second.started, 200.0)
+    await asyncio.sleep(1.0)
+    next(machine for machine in sets.machines.values() if machine.job is second).give_spot_notice()
+    await sets.wait_for(lambda: sets.database.jobs[second.key].rerun_detail)
+    await sets.wait_for(lambda: sets.database.jobs[second.key].completed_at, 200.0)
+    assert sets.database.jobs[second.key].rerun_detail == "it was run again once"
+    # Longer than other records: a later attempt must not be run again, either.
+    assert sets.database.jobs[first.key].expires_at > sets.database.jobs[second.key].expires_at
+
+
 async def test_once_reconciles_and_gives_everything_up(sets: DemandWorld) -> None:
     await sets.configure_sets(runner_set(windows=window(hot=2)))
     result = await DemandListener(sets.demand()).run_once()

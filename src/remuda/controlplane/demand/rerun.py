@@ -20,6 +20,8 @@ from remuda.domain.timestamps import to_milliseconds
 POLL_S = 60.0
 #: Hours after the interruption in which a run must end to be run again.
 GIVE_UP = timedelta(hours=6)
+#: Time for which the record of a re-run is kept: the longest time of a workflow run (35 days on github.com).
+KEPT = timedelta(days=35)
 #: Jobs that a new listener searches for unfinished re-runs.
 MAX_JOBS = 500
 COMPLETED = "completed"
@@ -57,12 +59,11 @@ class InterruptedJobs:
         job_id = job.job_id
         now = to_milliseconds(self._context.clock.now())
         state = self._find(job.runner_set)
-        job = replace(job, interrupted_at=now)
-        if state is not None and job_id in state.jobs:
-            state.jobs[job_id] = job
-        await self._demand.store.put_jobs([job])
+        if state is None:
+            return
+        await state.save_rerun(self._demand, job_id, interrupted_at=now)
         self._context.event_log.record("interrupted", "its machine got a spot notice", run_id=job.run_id, job_id=job_id)
-        self.follow(job)
+        self.follow(replace(job, interrupted_at=now))
 
     async def _find_job(self, job_id: str, instance: Instance) -> JobRecord | None:
         """The job of a machine, which an earlier listener may have bound."""
@@ -114,7 +115,10 @@ class InterruptedJobs:
 
     async def _try(self, job: JobRecord) -> bool:
         github, state = self._context.github, self._find(job.runner_set)
-        if github is None or state is None or not is_repository(job.repository) or not job.run_id.isdecimal():
+        if state is None:
+            # Its set was removed.
+            return True
+        if github is None or not is_repository(job.repository) or not job.run_id.isdecimal():
             return await self._close(job, "its run is unknown")
         if any(item.rerun_at and _is_same(item, job) for item in await self._demand.store.jobs_of_run(job.run_id)):
             return await self._close(job, "it was run again once")
@@ -130,24 +134,26 @@ class InterruptedJobs:
         if run.conclusion in SUCCESSES:
             return await self._close(job, "its run succeeded")
         # Recorded before the call: a lost answer must not cause a second one.
-        intent = replace(job, rerun_at=to_milliseconds(self._context.clock.now()))
-        await self._demand.store.put_jobs([intent])
+        now = to_milliseconds(self._context.clock.now())
+        kept_until = max(job.expires_at, now + KEPT)
+        await state.save_rerun(self._demand, job.job_id, rerun_at=now, forget_at=kept_until)
         try:
             await github.rerun_failed_jobs(scope, job.repository, run_id)
         except UserError as error:
             detail = f"{error.message}; grant the permission Actions: write on {job.repository}"
-            await self._demand.store.put_jobs([replace(intent, rerun_at=None, rerun_detail=detail)])
+            await state.save_rerun(self._demand, job.job_id, rerun_at=None, rerun_detail=detail)
             self._context.event_log.record("rerun-refused", detail, run_id=job.run_id, job_id=job.job_id)
             return True
         except RemudaError as error:
             # GitHub may have received it: never twice.
-            await self._demand.store.put_jobs([replace(intent, rerun_detail=f"unconfirmed: {error.message}")])
+            await state.save_rerun(self._demand, job.job_id, rerun_detail=f"unconfirmed: {error.message}")
             return True
         self._context.event_log.record("rerun", "its machine was interrupted", run_id=job.run_id, job_id=job.job_id)
         return True
 
     async def _close(self, job: JobRecord, detail: str) -> bool:
-        await self._demand.store.put_jobs([replace(job, rerun_detail=detail)])
+        if (state := self._find(job.runner_set)) is not None:
+            await state.save_rerun(self._demand, job.job_id, rerun_detail=detail)
         return True
 
 

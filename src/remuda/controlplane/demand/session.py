@@ -207,11 +207,9 @@ class SetSession:
         """The record with its machine and the time until which it is kept."""
         parsed = self._binder.parse(config, job.runner_name)
         instance_id = parsed[1] if parsed else job.instance_id
-        return replace(
-            job,
-            instance_id=instance_id,
-            forget_at=after(self._context.clock.now(), config.lifetimes.keep_records_s),
-        )
+        forget_at = after(self._context.clock.now(), config.lifetimes.keep_records_s)
+        # The record of a re-run is kept for longer.
+        return replace(job, instance_id=instance_id, forget_at=max(forget_at, job.forget_at or forget_at))
 
     def _note_completed(self, config: PoolConfig, jobs: Iterable[JobRecord]) -> None:
         """The machine of a completed job reports soon that it is spent. GitHub's message alone ends nothing."""

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
+from typing import Any
 
 from remuda.controlplane.context import Context, retry_write
 from remuda.controlplane.demand.context import DemandContext
@@ -51,6 +52,8 @@ class SetState:
     #: Set by whatever may change a decision.
     woken: asyncio.Event = field(default_factory=asyncio.Event)
     registrations: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(CONCURRENT_REGISTRATIONS))
+    #: Fields about the re-runs of interrupted jobs, by id. Messages about a job are merged into records without them.
+    _reruns: dict[str, dict[str, Any]] = field(default_factory=dict)
     _write_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -103,8 +106,16 @@ class SetState:
         context = demand.context
         async with self._write_lock:
             record = self.record = replace(self.record, updated_at=to_milliseconds(context.clock.now()))
-            rows = tuple((jobs or {}).values())
+            rows = tuple(replace(job, **self._reruns.get(job_id, {})) for job_id, job in (jobs or {}).items())
             await retry_write(context, lambda: demand.store.put_demand(record, rows), runner_set=self.name)
+
+    async def save_rerun(self, demand: DemandContext, job_id: str, **changed: Any) -> None:
+        """Write what is known about the re-run of a job. Messages about the job that come later do not change it."""
+        async with self._write_lock:
+            job = (await demand.store.get_jobs([job_id])).get(job_id)
+            if job is not None:
+                await demand.store.put_jobs([replace(job, **changed)])
+                self._reruns[job_id] = {**self._reruns.get(job_id, {}), **changed}
 
     async def save_problem(self, demand: DemandContext) -> None:
         """Record since when the set cannot be served, or that it can. Writes only changes."""
