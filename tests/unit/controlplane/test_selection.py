@@ -214,13 +214,14 @@ async def test_cancelled_call_to_make_messages_visible_is_repeated(world: PoolWo
 
 
 async def test_worker_that_waits_while_messages_are_made_visible_gets_the_next_one(world: PoolWorld) -> None:
-    """The first instance expires before it is claimed; its message is handed back while the worker asks again."""
-    first, second = await world.warm(2)
+    """Two instances are about to expire; their messages are handed back while the worker asks again."""
+    *expiring, good = await world.warm(3)
     for item in world.queues.named("large").messages:
-        item.shuffle = 0.0 if item.message is not None and item.message.id == first else 1.0
+        item.shuffle = 1.0 if item.message is not None and item.message.id == good else 0.0
     soon = world.clock.now() + timedelta(seconds=1)
     world.ignore("T1")
-    world.database.instances[first] = replace(world.record(first), threshold=soon)
+    for key in expiring:
+        world.database.instances[key] = replace(world.record(key), threshold=soon)
 
     async def hook(name: str, call: Call) -> Any:
         if name == "pool.make_visible":
@@ -228,7 +229,7 @@ async def test_worker_that_waits_while_messages_are_made_visible_gets_the_next_o
         return await call()
 
     result = await world.provision(process=world.process(hook))
-    assert [item.instance.instance_id for item in result.instances] == [second]
+    assert [item.instance.instance_id for item in result.instances] == [good]
 
 
 async def test_worker_continues_after_a_lost_claim(world: PoolWorld) -> None:
