@@ -153,8 +153,9 @@ class CompletenessInvariants:
 
     def _given_back(self, process: SimulatedProcess) -> Found:
         """A provision that failed holds nothing, unless its rollback was cut short."""
-        rollback = self._rollbacks.get(process)
-        if rollback is None or self._is_cut_short(process, rollback):
+        # Without a rollback, everything since the start counts.
+        rollback = self._rollbacks.get(process) or _Rollback(at=process.started_at, fault_count=0, pause_s=0.0)
+        if self._is_cut_short(process, rollback):
             return
         for provision_id in process.provisions:
             provision = self._world.database.provisions.by_id(provision_id)
