@@ -93,7 +93,7 @@ class DemandInvariants:
         known = self._recent(name, self._world.loop.time() - CONFIG_READ_S - process.pause_s)
         # A removed set is drained under its last maximum, or under 1.
         allowed = {item.max for item in known} or {item.max for _, sets in self._sets for item in sets} | {1}
-        is_disturbed = process.fault_count > 0
+        is_disturbed = self._world.loop.time() - process.last_fault_at < CONFIG_READ_S
         if capacity < 1 or (capacity not in allowed and not is_disturbed):
             self._violated("D6", f"{process} announces {capacity} runners of set {name}, not {sorted(allowed)}")
 

@@ -19,7 +19,7 @@ from remuda.domain.instance import Assignment
 from remuda.domain.signals import FailureKind
 from remuda.ports.github import Deletion
 from remuda.ports.machine import AgentState, Identity, RemovalStatus, RunnerState, StepResult
-from simulation.faults import Fault, FaultInjector
+from simulation.faults import GITHUB_TIMEOUT_S, Fault, FaultInjector
 from simulation.loop import START
 from simulation.memory.compute import MemoryMachine
 from simulation.memory.github import MemoryDemandJob, MemoryJob
@@ -32,6 +32,8 @@ NOTICE_S = 120.0
 #: Seconds until a job has failed that the hook refuses.
 REFUSAL_S = 1.0
 _NEVER = timedelta(days=365)
+#: Maximum seconds of a slow pre-runner script.
+SLOW_SCRIPT_S = 1_200.0
 
 
 class TimedAction(Enum):
@@ -90,12 +92,17 @@ class MachineBehaviour(Protocol):
 class RandomBehaviour:
     """Durations at random, and failures by injected faults."""
 
-    def __init__(self, faults: FaultInjector, rng: random.Random, instance_id: str) -> None:
+    def __init__(
+        self, faults: FaultInjector, rng: random.Random, instance_id: str, *, slow_scripts: bool = False
+    ) -> None:
+        self._slow_scripts = slow_scripts
         self._faults = faults
         self._rng = rng
         self._subjects = [instance_id]
 
     def seconds(self, action: TimedAction) -> float:
+        if action is TimedAction.SCRIPT and self._slow_scripts:
+            return self._rng.uniform(0.0, SLOW_SCRIPT_S)
         return self._rng.uniform(*_SECONDS[action])
 
     def boots(self) -> bool:
@@ -134,6 +141,9 @@ class FakeMachine:
         #: Files or processes of a job may be left on it.
         self.dirty = False
         self.job: MemoryJob | None = None
+        #: When its last job ended, when a step on it last failed, and whether its script failed.
+        self.job_ended_at = self.step_failed_at = -1e9
+        self.script_failed = False
         self.agent_state = AgentState()
         self.notice = ""
         self.agent: SimulatedProcess | None = None
@@ -166,6 +176,12 @@ class FakeMachine:
         self._agents += 1
         self.agent = self._world.start_agent(self, f"agent {self.number:04x}.{self._agents}")
         self.agent.on_end = self._agent_ended
+
+    @property
+    def has_agent(self) -> bool:
+        """Whether its agent runs."""
+        task = self.agent.task if self.agent is not None and not self.agent.dead else None
+        return task is not None and not task.done()
 
     def _agent_ended(self) -> None:
         self._world.agent_ended(self)
@@ -223,8 +239,10 @@ class FakeMachine:
     async def spot_notice(self) -> str:
         return self.notice
 
-    async def run_script(self, timeout_s: float) -> StepResult:  # noqa: ARG002 - no simulated script takes that long
+    async def run_script(self, timeout_s: float) -> StepResult:
+        assert timeout_s > SLOW_SCRIPT_S  # noqa: S101 - no simulated script takes longer
         await self._loop.sleep(self._behaviour.seconds(TimedAction.SCRIPT))
+        self.script_failed = not self._script.ok
         return self._script
 
     async def reset(self) -> StepResult:
@@ -232,9 +250,14 @@ class FakeMachine:
         await self._loop.sleep(self._behaviour.seconds(TimedAction.RESET))
         if self.agent is not None:
             await self._world.called(self.agent, "reset")
-        result = self._behaviour.reset()
+        result = self._noted(self._behaviour.reset())
         if result.ok:
             self.dirty = False
+        return result
+
+    def _noted(self, result: StepResult) -> StepResult:
+        if not result.ok:
+            self.step_failed_at = self._loop.time()
         return result
 
     async def end(self, reason: str) -> None:
@@ -250,7 +273,7 @@ class FakeMachine:
         await self._loop.sleep(self._behaviour.seconds(TimedAction.CONFIGURE))
         if self._world.faults.inject(Fault.NEVER_REGISTERS, 0.05, [self.instance_id]):
             await self._loop.sleep(_NEVER.total_seconds())
-        result = self._behaviour.register()
+        result = self._noted(self._behaviour.register())
         if not result.ok:
             return result
         self._is_ephemeral = bool(assignment.jit_config)
@@ -261,17 +284,17 @@ class FakeMachine:
             self._set(RunnerState(registered_as=assignment.runner_name))
             return result
         if assignment.credential is None:
-            return StepResult(ok=False, detail="there is no registration token in the assignment")
+            return self._noted(StepResult(ok=False, detail="there is no registration token in the assignment"))
         try:
-            self._raise_github_error()
+            await self._raise_github_error()
             runner = self._world.github.register(
                 scope_of(assignment), assignment.credential.token, assignment.runner_name, assignment.labels
             )
             self._lose_github_answer()
         except UserError as error:
-            return StepResult(ok=False, detail=error.message, failure=FailureKind.CREDENTIAL_REFUSED)
+            return self._noted(StepResult(ok=False, detail=error.message, failure=FailureKind.CREDENTIAL_REFUSED))
         except Unavailable as error:
-            return StepResult(ok=False, detail=error.message, failure=FailureKind.GITHUB_UNREACHABLE)
+            return self._noted(StepResult(ok=False, detail=error.message, failure=FailureKind.GITHUB_UNREACHABLE))
         self._runner_id = runner.runner_id
         self._set(RunnerState(registered_as=assignment.runner_name))
         await self._loop.sleep(self._behaviour.seconds(TimedAction.CONFIGURED))
@@ -284,6 +307,7 @@ class FakeMachine:
         self._set(replace(self._state, listening=True, exit_code=None))
         removed = self._registration_removed if self._is_ephemeral else None
         if not self._world.github.connect(self._runner_id, self._accept, removed):
+            self.step_failed_at = self._loop.time()
             self._set(replace(self._state, listening=False, exit_code=1))
         elif self._world.faults.inject(Fault.LISTENER_DIES, 0.08, [self.instance_id]):
             self._later(self._rng.uniform(0.5, 120.0), self._listener_dies)
@@ -291,6 +315,7 @@ class FakeMachine:
     def _listener_dies(self) -> None:
         if self.alive and self._state.listening and self.job is None:
             self._world.github.disconnect(self._runner_id)
+            self.step_failed_at = self._loop.time()
             self._set(replace(self._state, listening=False, busy=False, exit_code=2))
 
     def _registration_removed(self) -> None:
@@ -300,6 +325,7 @@ class FakeMachine:
 
     def _exit_removed(self, runner_id: int) -> None:
         if self.alive and self._state.listening and self._runner_id == runner_id and self.job is None:
+            self.step_failed_at = self._loop.time()
             self._set(replace(self._state, listening=False, exit_code=1, unused=True))
 
     def refused(self) -> str:
@@ -312,12 +338,13 @@ class FakeMachine:
         if assignment.credential is None:
             return RemovalStatus.FAILED, "there is no removal token in the assignment"
         try:
-            self._raise_github_error()
+            await self._raise_github_error()
             deletion = self._world.github.unregister(scope_of(assignment), assignment.credential.token, self._runner_id)
             self._lose_github_answer()
             if self._world.faults.inject(Fault.GITHUB_422, 0.04, [self.instance_id]):
                 return RemovalStatus.BUSY, "GitHub says that it runs a job"
         except UserError as error:
+            self.step_failed_at = self._loop.time()
             return RemovalStatus.FAILED, error.message
         except Unavailable as error:
             return RemovalStatus.UNREACHABLE, error.message
@@ -328,6 +355,7 @@ class FakeMachine:
 
     def _remove_ephemeral(self, assignment: Assignment) -> tuple[RemovalStatus, str]:
         if assignment.runner_id and not self._state.spent:
+            self.step_failed_at = self._loop.time()
             return RemovalStatus.FAILED, "it was registered just in time: only the service can remove it"
         self._set(replace(self._state, registered_as=""))
         return RemovalStatus.REMOVED, ""
@@ -351,7 +379,10 @@ class FakeMachine:
             self._waiters.pop(changed, None)
         return self._state
 
-    def _raise_github_error(self) -> None:
+    async def _raise_github_error(self) -> None:
+        if self._world.github_hangs([self.instance_id]):
+            await self._loop.sleep(GITHUB_TIMEOUT_S)
+            raise Unavailable("GitHub does not answer")
         for fault, message in (
             (Fault.GITHUB_401, "401"),
             (Fault.GITHUB_403, "403"),
@@ -392,6 +423,7 @@ class FakeMachine:
     def _finish(self, job: MemoryJob, conclusion: str = "") -> None:
         if self.job is job:
             self.job = None
+            self.job_ended_at = self._loop.time()
             self._world.github.finish(job, conclusion or job.outcome)
             if self._is_ephemeral:
                 self._set(replace(self._state, busy=False, listening=False, exit_code=0, spent=True))

@@ -32,6 +32,7 @@ class Fault(StrEnum):
     STALE_INDEX = "stale-index", "a search returns records as they were up to 20 s ago"
     SHORT_PAGES = "short-pages", "a list comes in pages of 1 to 5, with time between them"
     SLOW_CALL = "slow-call", "a call or its answer takes up to 25 s"
+    BATCH_SPLIT = "batch-split", "a batch is read or written in two parts; the second may be late or fail"
     # Pool
     MESSAGE_LOST = "message-lost", "a message that was sent never arrives"
     MESSAGE_TWICE = "message-twice", "a message arrives twice, or reappears before its visibility timeout"
@@ -46,9 +47,11 @@ class Fault(StrEnum):
     LAUNCH_UNSURE = "launch-unsure", "a launch succeeds and its answer is lost"
     NO_CAPACITY = "no-capacity", "a launch is refused for capacity"
     DESCRIBE_LAGS = "describe-lags", "EC2 describes machines as they were up to 40 s ago"
+    DESCRIBE_PARTIAL = "describe-partial", "EC2 shows new machines one after the other"
     COMPUTE_FAILED = "compute-failed", "a call to EC2 fails, applied or not"
     # GitHub
     LIST_OLD = "list-old", "GitHub lists runners as they were up to a minute ago"
+    LIST_MOVES = "list-moves", "GitHub's list misses a runner that moved to another page between two calls"
     BUSY_WRONG = "busy-wrong", "GitHub's busy flag is wrong"
     GITHUB_401 = "github-401", "GitHub rejects a valid credential"
     GITHUB_403 = "github-403", "GitHub denies a permission"
@@ -57,6 +60,7 @@ class Fault(StrEnum):
     GITHUB_429 = "github-429", "GitHub limits the request rate"
     GITHUB_5XX = "github-5xx", "GitHub answers with a server error"
     GITHUB_UNSURE = "github-unsure", "GitHub applies a request and its answer is lost"
+    GITHUB_HANGS = "github-hangs", "for up to two minutes, each call to GitHub takes as long as its timeout"
     # Processes and clocks
     CRASH = "crash", "a command is killed between any two steps"
     PAUSE = "pause", "a command is paused for up to ten minutes"
@@ -108,6 +112,10 @@ class Fault(StrEnum):
 
 
 _DEMAND = frozenset(list(Fault)[list(Fault).index(Fault.LISTENER_CRASH) :])
+#: Faults that are drawn separately, so that the other draws of a seed do not depend on them.
+SEPARATE = (Fault.BATCH_SPLIT, Fault.DESCRIBE_PARTIAL, Fault.LIST_MOVES, Fault.GITHUB_HANGS)
+#: Probability that `Swarm.FEW` adds one of these to the others.
+_ADDED = 0.3
 
 #: Maximum error of a wall clock in seconds.
 MAX_SKEW_S = 30.0
@@ -116,8 +124,10 @@ MAX_SKEW_S = 30.0
 MAX_INDEX_LAG_S = 20.0
 MAX_DESCRIBE_LAG_S = 40.0
 MAX_LIST_LAG_S = 60.0
+#: Timeout in seconds of a call to GitHub.
+GITHUB_TIMEOUT_S = 10.0
 
-#: Maximum number of faults that `Swarm.FEW` enables.
+#: Maximum number of faults that `Swarm.FEW` enables, besides one that is drawn separately.
 FEW = 6
 
 
@@ -166,13 +176,19 @@ def format_faults(faults: FaultChoice) -> str:
 
 def draw_half(rng: random.Random, *, demand: bool = False) -> frozenset[Fault]:
     """Half of the faults that need demand, or half of the others."""
-    faults = [fault for fault in Fault if fault.needs_demand is demand]
+    faults = [fault for fault in Fault if fault.needs_demand is demand and fault not in SEPARATE]
     return frozenset(rng.sample(faults, len(faults) // 2))
 
 
+def draw_separate(rng: random.Random) -> frozenset[Fault]:
+    """Half of the faults that are drawn separately."""
+    return frozenset(rng.sample(SEPARATE, len(SEPARATE) // 2))
+
+
 def draw_few(rng: random.Random, *, demand: bool = False) -> frozenset[Fault]:
-    faults = [fault for fault in Fault if demand or not fault.needs_demand]
-    return frozenset(rng.sample(faults, rng.randint(1, FEW)))
+    faults = [fault for fault in Fault if (demand or not fault.needs_demand) and fault not in SEPARATE]
+    drawn = rng.sample(faults, rng.randint(1, FEW))
+    return frozenset([*drawn, rng.choice(SEPARATE)] if rng.random() < _ADDED else drawn)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -209,8 +225,9 @@ class FaultInjector:
         self._trace = trace
         self._drawn: Counter[Fault] = Counter()
         self.counts: Counter[Fault] = Counter()
-        #: Time of the last fault.
+        #: Time of the last fault, and of the last one that affected each instance.
         self.last_at = -1e9
+        self.affected_at: dict[str, float] = {}
         self.injected: list[InjectedFault] = []
 
     def inject(self, fault: Fault, probability: float, subjects: Iterable[str] = ()) -> bool:
@@ -221,6 +238,7 @@ class FaultInjector:
 
     def record(self, fault: Fault, subjects: Iterable[str] = ()) -> bool:
         """Record a fault that occurs now. Return False if the plan suppresses it."""
+        subjects = list(subjects)
         self._drawn[fault] += 1
         injected = InjectedFault(fault=fault, number=self._drawn[fault])
         if injected in self._suppressed:
@@ -229,6 +247,7 @@ class FaultInjector:
         self.injected.append(injected)
         if fault is not Fault.CLOCK_SKEW:
             self.last_at = self._now()
+            self.affected_at.update(dict.fromkeys(subjects, self.last_at))
             self._trace(f"fault {injected} {' '.join(subjects)}".rstrip())
         return True
 

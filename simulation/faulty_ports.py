@@ -9,24 +9,25 @@ import inspect
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from remuda.domain.demand import JobRecord
-from remuda.domain.errors import CapacityError, RemudaError, Throttled, Unavailable, UserError
+from remuda.domain.errors import CapacityError, RemudaError, Throttled, TimedOut, Unavailable, UserError
 from remuda.domain.instance import Instance, State
 from remuda.domain.provision import Provision
 from remuda.domain.resources import PoolMessage
-from remuda.domain.signals import Signal
+from remuda.domain.signals import Report, Signal
 from remuda.domain.transitions import Change
-from remuda.ports.compute import LaunchRequest, LaunchResult
+from remuda.ports.compute import LaunchRequest, LaunchResult, MachineView
 from remuda.ports.github import Deletion, GitHubRun, GitHubRunner
 from remuda.ports.pool import BATCH, Delivery
-from simulation.faults import MAX_DESCRIBE_LAG_S, MAX_INDEX_LAG_S, MAX_LIST_LAG_S, Fault
+from simulation.faults import GITHUB_TIMEOUT_S, MAX_DESCRIBE_LAG_S, MAX_INDEX_LAG_S, MAX_LIST_LAG_S, Fault
 from simulation.invariants import parse_runner
 
 if TYPE_CHECKING:
     from simulation.world import SimulatedProcess, World
 
+T = TypeVar("T")
 Call = Callable[..., Awaitable[Any]]
 
 #: Whether an operation of a port is a coroutine function. Cached, because it is needed for every new port.
@@ -44,6 +45,8 @@ BEATS_AT_RISK = 0.08
 EARLY_S = 0.6
 #: Fraction of the writes with a lost answer that are applied with a delay, and its maximum in seconds.
 LATE, LATE_S = 0.3, 15.0
+#: Maximum seconds between the two parts of a batch.
+SPLIT_S = 3.0
 
 
 class FaultyPort:
@@ -80,7 +83,7 @@ class FaultyPort:
     def _inject(self, fault: Fault, probability: float, subjects: Iterable[str] = ()) -> bool:
         injected = self._faults.inject(fault, probability, subjects)
         if injected:
-            self._process.fault_count += 1
+            self._process.faults.append(fault)
             self._process.last_fault_at = self._world.loop.time()
         return injected
 
@@ -152,6 +155,38 @@ class FaultyStore(FaultyPort):
         write = self._write("write_signal", self._port.write_signal)
         await write(instance_id, epoch=epoch, signal=signal, **named)
 
+    async def get_many(self, instance_ids: Collection[str]) -> Mapping[str, Instance]:
+        return await self._in_parts("get_many", instance_ids)
+
+    async def get_reports(self, instance_ids: Collection[str]) -> Mapping[str, Report]:
+        return await self._in_parts("get_reports", instance_ids)
+
+    async def _in_parts(self, operation: str, instance_ids: Collection[str]) -> dict[str, Any]:
+        """A batch read is not atomic: its second part may be read later."""
+        read = self._read(operation, getattr(self._port, operation))
+        first, second = self._halves(sorted(instance_ids))
+        if not second:
+            return {**await read(instance_ids)}
+        found = {**await read(first)}
+        await self._world.loop.sleep(self._rng.random() * SPLIT_S)
+        return {**found, **await read(second)}
+
+    async def apply_all(self, changes: Sequence[Change]) -> Sequence[RemudaError | None]:
+        """The second part of a batch may be written later, or not at all."""
+        write = self._write("apply_all", self._port.apply_all)
+        first, second = self._halves(changes)
+        if not second:
+            return [*await write(changes)]
+        results = [*await write(first)]
+        await self._world.loop.sleep(self._rng.random() * SPLIT_S)
+        if self._rng.random() < 0.5:
+            return [*results, *(Unavailable("the store did not process all items") for _ in second)]
+        return [*results, *await write(second)]
+
+    def _halves(self, items: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
+        is_split = len(items) > 1 and self._inject(Fault.BATCH_SPLIT, OFTEN)
+        return (items[: len(items) // 2], items[len(items) // 2 :]) if is_split else (items, ())
+
     async def put_jobs(self, jobs: Collection[JobRecord]) -> None:
         """A batch is not atomic: some of its items may be written before it fails."""
         if len(jobs) > 1 and self._inject(Fault.WRITE_UNSURE, SOME):
@@ -195,6 +230,11 @@ class FaultyStore(FaultyPort):
 
     async def wait_for_control(self, instance_id: str, since: Any, timeout_s: float, **named: Any) -> Any:
         self._fail_wait(instance_id)
+        quiet_s = 0.0 if named.get("urgent", True) else self._rng.random() * self._world.plan.quiet_poll_s
+        if quiet_s:
+            # The store is polled less often.
+            await self._world.loop.sleep(min(quiet_s, timeout_s))
+            timeout_s = max(0.0, timeout_s - quiet_s)
         return await self._port.wait_for_control(instance_id, since, timeout_s, **named)
 
     async def wait_for_report(self, instance_id: str, since: Any, timeout_s: float) -> Any:
@@ -258,7 +298,7 @@ class FaultyStore(FaultyPort):
         if now >= self._world.throttled_until and self._inject(Fault.THROTTLED, RARE / 10, subjects):
             self._world.throttled_until = now + self._rng.uniform(1.0, BURST_S)
         if now < self._world.throttled_until and self._faults.active and self._rng.random() < 0.7:
-            self._process.fault_count += 1
+            self._process.faults.append(Fault.THROTTLED)
             self._process.last_fault_at = now
             raise Throttled("the store throttles", retry_after_s=1.0)
 
@@ -343,6 +383,7 @@ class FaultyPool(FaultyPort):
         await self._world.called(self._process, "receive")
         if self._rng.random() < 0.5:
             await self._transfer(ids)
+        self._process.receipts.update(item.receipt for item in taken)
         return taken
 
     async def delete(self, resource_class: str, receipts: Collection[str]) -> None:
@@ -383,6 +424,7 @@ class FaultyCompute(FaultyPort):
     async def launch(self, request: LaunchRequest) -> LaunchResult:
         await self._transfer()
         self._trace("launch")
+        self._world.safety.launch_requested(request, self._process)
         if self._inject(Fault.NO_CAPACITY, SOME):
             raise CapacityError("m6i.large in eu-west-1a: no capacity")
         short = request.count > 1 and self._inject(Fault.FLEET_PARTIAL, 2 * OFTEN)
@@ -403,6 +445,8 @@ class FaultyCompute(FaultyPort):
             self._trace(operation)
             if self._inject(Fault.COMPUTE_FAILED, SOME):
                 raise Unavailable(f"EC2 did not answer {operation}")
+            if self._inject(Fault.DESCRIBE_PARTIAL, 2 * OFTEN):
+                return self._some_of(await inner(*given))
             lags = self._inject(Fault.DESCRIBE_LAGS, 2 * OFTEN)
             lag_s = self._rng.random() * MAX_DESCRIBE_LAG_S if lags else 0.0
             if not lags:
@@ -413,6 +457,18 @@ class FaultyCompute(FaultyPort):
             return self._launched_before(views, since)
 
         return describe
+
+    def _some_of(self, views: Any) -> Any:
+        """Each new machine appears at a time of its own."""
+        now = self._world.clock.now()
+
+        def is_shown(view: MachineView) -> bool:
+            age_s = (now - view.launched_at).total_seconds()
+            return age_s >= self._rng.random() * MAX_DESCRIBE_LAG_S
+
+        if isinstance(views, Mapping):
+            return {key: view for key, view in views.items() if is_shown(view)}
+        return [view for view in views if is_shown(view)]
 
     @staticmethod
     def _launched_before(views: Any, since: datetime) -> Any:
@@ -449,6 +505,7 @@ class FaultyGitHub(FaultyPort):
 
     async def _answer(self, inner: Call, *given: Any, subjects: Sequence[str] = (), **named: Any) -> Any:
         """The answer to a request, unless a fault occurs."""
+        await self._hang(subjects)
         self._raise_error(subjects)
         if self._inject(Fault.GITHUB_404, RARE, subjects):
             raise UserError("GitHub does not find the scope: 404", field="github-scope")
@@ -458,6 +515,13 @@ class FaultyGitHub(FaultyPort):
         if self._inject(Fault.GITHUB_UNSURE, RARE, subjects):
             raise Unavailable("GitHub's answer was lost")
         return found
+
+    async def _hang(self, subjects: Sequence[str] = ()) -> None:
+        if self._world.github_hangs(subjects):
+            self._process.faults.append(Fault.GITHUB_HANGS)
+            self._process.last_fault_at = self._world.loop.time()
+            await self._world.loop.sleep(GITHUB_TIMEOUT_S)
+            raise TimedOut(f"GitHub did not respond within {GITHUB_TIMEOUT_S:g} s")
 
     def _raise_error(self, subjects: Iterable[str] = ()) -> None:
         for fault in _GITHUB_ERRORS:
@@ -475,6 +539,9 @@ class FaultyGitHub(FaultyPort):
         found: Sequence[GitHubRunner] = await self._answer(self._port.list_runners, scope, subjects=self._registered)
         if self._inject(Fault.LIST_OLD, 2 * OFTEN):
             found = self._earlier_list()
+        if len(found) > 1 and self._inject(Fault.LIST_MOVES, OFTEN):
+            moved = self._rng.randrange(len(found))
+            found = [*found[:moved], *found[moved + 1 :]]
         if found and self._inject(Fault.BUSY_WRONG, OFTEN):
             found = [replace(runner, busy=self._rng.random() < 0.5) for runner in found]
         await self._transfer()
@@ -516,6 +583,7 @@ class FaultyGitHub(FaultyPort):
         ids = [parsed[1]] if parsed else []
         await self._transfer(ids)
         self._trace("delete_runner", ids)
+        await self._hang(ids)
         self._raise_error(ids)
         if self._inject(Fault.GITHUB_404, SOME, ids):
             return Deletion.GONE

@@ -17,6 +17,7 @@ from remuda.domain.runner_set import RunnerSet
 from simulation.memory.github import MemoryDemandJob
 
 if TYPE_CHECKING:
+    from simulation.threshold_invariants import PolicyHistory
     from simulation.world import SimulatedProcess
 
 POOL = "test"
@@ -47,7 +48,15 @@ INVARIANTS: Mapping[str, str] = {
     "L2": "no machine is without a record for longer than its grace period and a sweep",
     "L3": "stale registrations are removed within a sweep after GitHub allows it",
     "L4": "a lost pool message is sent again within a sweep of its time; no message is deleted before its claim",
-    "L5": "every provision ends with a typed result and holds nothing after that",
+    "L5": "every provision ends with a typed result and holds nothing after that, even if faults affected it",
+    "L6": "a sweep or release that meets no fault leaves nothing undone that was due when it began",
+    "T1": "each write sets the times and counters that its event and the policy give, by the writer's clock",
+    "W1": "a healthy machine is ended only for a reason that is true, and signals no failure",
+    "W2": "a provision that meets no fault succeeds, and nobody gives up a claimed machine that is alive",
+    "W3": "no machine is launched for a run while an idle one that fits can be claimed",
+    "W4": "uses, age and number of instances stay within their maximum",
+    "W5": "a machine with a spot notice does not return to the pool",
+    "W6": "no process ends and leaves a valid pool message hidden, unless a fault keeps it from that",
     "D1": "a machine of a set listens in time while the set has an assigned job and room for another runner",
     "D2": "no machine of a set that has, or may get, a job is deregistered, released or terminated before its time",
     "D3": "a set has more runners than its maximum only until the next reconciliation",
@@ -124,25 +133,16 @@ class ServedRun:
 class ReuseInvariant:
     """Which runs a machine may serve, given the runs that it has served (S11, S14).
 
-    Keeps its own record of served runs and of the policies that a provision may have read. It does not rely on the tier
-    and repository of a record.
+    Keeps its own record of served runs. It does not rely on the tier and repository of a record.
     """
 
-    def __init__(self) -> None:
-        #: Each policy with the time from which it applied.
-        self._policies: list[tuple[float, Reuse]] = []
+    def __init__(self, policies: PolicyHistory) -> None:
+        self._policies = policies
         self._served: dict[str, list[ServedRun]] = {}
         self._ephemeral: set[str] = set()
 
-    def configured(self, reuse: Reuse, at: float) -> None:
-        if not self._policies or self._policies[-1][1] is not reuse:
-            self._policies.append((at, reuse))
-
     def may_have_read(self, process: SimulatedProcess) -> list[Reuse]:
-        """Policies that applied when a process began or later."""
-        since = [reuse for at, reuse in self._policies if at > process.started_at]
-        before = [reuse for at, reuse in self._policies if at <= process.started_at]
-        return [*before[-1:], *since]
+        return [config.reuse for config in self._policies.may_have_read(process)]
 
     def created(self, record: Instance, process: SimulatedProcess, *, runner_set: RunnerSet | None) -> Found:
         request = process.request

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from simulation.campaign import CampaignSettings
-from simulation.faults import Fault
+from simulation.faults import Fault, Swarm
 from simulation.mutation import NodeKind, Replacement
 
 
@@ -27,6 +27,7 @@ class Mutant:
 _TRANSITIONS = "remuda.domain.transitions.apply"
 _INSTANCE = "remuda.domain.instance"
 _SIGNALS = "remuda.domain.signals"
+_RELEASE_POLICY = "remuda.domain.release_policy"
 _RESOURCES = "remuda.domain.resources"
 _POOL_CONFIG = "remuda.domain.pool_config"
 _CONTEXT = "remuda.controlplane.context"
@@ -34,6 +35,7 @@ _PROVISION_PLAN = "remuda.controlplane.provision.plan"
 _PROVISION = "remuda.controlplane.provision"
 _SELECTION = "remuda.controlplane.provision.selection"
 _PICKUP = "remuda.controlplane.provision.pickup"
+_CREATION = "remuda.controlplane.provision.creation"
 _ROLLBACK = "remuda.controlplane.provision.rollback"
 _RELEASE = "remuda.controlplane.release"
 _SWEEP = "remuda.controlplane.refresh.sweep"
@@ -52,6 +54,20 @@ _LOOP = "remuda.agent.loop"
 _OPERATED = CampaignSettings(
     hours=0.25, instances=5, faults=frozenset({Fault.DRAIN, Fault.QUARANTINE, Fault.PAUSE, Fault.SLOW_CALL})
 )
+
+
+def _only(*faults: Fault, hours: float = 0.25, instances: int = 5) -> CampaignSettings:
+    return CampaignSettings(hours=hours, instances=instances, faults=frozenset(faults))
+
+
+#: Small worlds with few faults, and worlds in which one thing happens often.
+_FEW_FAULTS = CampaignSettings(hours=0.25, instances=5, faults=Swarm.FEW)
+_QUARANTINED = _only(Fault.QUARANTINE)
+_PAUSED = _only(Fault.PAUSE)
+_AGED = _only(Fault.CONFIG_CHANGE, hours=0.5)
+_NOTICED = _only(Fault.SPOT_NOTICE)
+_RELEASED_EARLY = _only(Fault.RELEASE_EARLY)
+_HANGING = _only(Fault.GITHUB_HANGS, Fault.GITHUB_5XX)
 
 
 #: Worlds with runner sets: with half of all faults, without faults, and those whose listeners are killed.
@@ -163,7 +179,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "delete-what-expires",
         "a message is deleted although its instance is idle and may be renewed",
-        expression(_SELECTION, "Selection._try_claim", "not _is_still_idle(conflict.current, message)", "True"),
+        expression(_SELECTION, "Selection._try_claim", "_is_still_idle(conflict.current, message)", "False"),
     ),
     _mutant(
         "adopt-a-sibling",
@@ -623,6 +639,253 @@ MUTANTS: tuple[Mutant, ...] = (
         "dead-man-not-rearmed",
         "the dead-man timer stays at the first threshold",
         statements(_LOOP, "Expiry.observe", "self._set_dead_man_timer(busy)", ""),
+    ),
+    # Times, waste and unfinished work
+    _mutant(
+        "quarantine-cut-by-the-pool",
+        "an instance in quarantine that is pooled gets the idle time only",
+        expression(
+            _TRANSITIONS,
+            "_pool",
+            "_at_least_quarantine(instance, after(now, event.idle_time_s))",
+            "after(now, event.idle_time_s)",
+        ),
+        settings=_QUARANTINED,
+    ),
+    _mutant(
+        "quarantine-cut-by-a-release",
+        "a release ends with its own time, although the instance is in quarantine for longer",
+        expression(
+            _TRANSITIONS,
+            "_release",
+            "_at_least_quarantine(instance, after(now, event.release_time_s))",
+            "after(now, event.release_time_s)",
+        ),
+        settings=_QUARANTINED,
+    ),
+    _mutant(
+        "commit-of-the-expired",
+        "an instance is committed after its time as claimed or created is up",
+        expression(
+            _TRANSITIONS,
+            "_commit",
+            "replace(alive, owner=event.owner)",
+            "replace(alive, owner=event.owner, threshold_after=None)",
+        ),
+        settings=_PAUSED,
+    ),
+    _mutant(
+        "runtime-after-the-deadline",
+        "the maximum runtime counts from the provision's deadline, not from the commit",
+        expression(
+            _TRANSITIONS, "_commit", "after(now, event.max_runtime_s)", "after(instance.threshold, event.max_runtime_s)"
+        ),
+        settings=_FEW_FAULTS,
+    ),
+    _mutant(
+        "run-deadline-forgotten",
+        "a release forgets until when the run's job may go on",
+        entry(_TRANSITIONS, "_release", "'run_deadline': instance.deadline(busy=True)", "'run_deadline': None"),
+        settings=_FEW_FAULTS,
+    ),
+    _mutant(
+        "extension-at-the-last-moment",
+        "a release is extended only when its time is up",
+        statements(_RELEASE_POLICY, "_is_worth_extending", "half = ...", "half = timedelta(0)"),
+        settings=_FEW_FAULTS,
+    ),
+    _mutant(
+        "extension-of-a-release",
+        "an extension lasts as long as a release, not at least 15 minutes",
+        expression(
+            _RELEASE_POLICY,
+            "_extension_s",
+            "max(lifetimes.release_time_s, MIN_EXTENSION_S)",
+            "lifetimes.release_time_s",
+        ),
+        settings=_FEW_FAULTS,
+    ),
+    _mutant(
+        "uses-not-counted",
+        "a use is not counted when the instance is pooled",
+        entry(_TRANSITIONS, "_pool", "'uses': instance.uses + 1", "'uses': instance.uses"),
+        settings=_FEW_FAULTS,
+    ),
+    _mutant(
+        "one-use-too-many",
+        "an instance is pooled although its last use was the last allowed one",
+        expression(_INSTANCE, "decide_retirement", "instance.uses + 1 >= max_uses", "instance.uses >= max_uses"),
+        settings=_FEW_FAULTS,
+    ),
+    _mutant(
+        "one-use-too-few",
+        "a sweep ends an idle instance that may serve one more run",
+        statements(_SWEEP, "Sweep._retirement", "max_uses = lifetimes.max_uses + 1", "max_uses = lifetimes.max_uses"),
+        settings=_FEW_FAULTS,
+    ),
+    _mutant(
+        "age-ignored",
+        "an instance is pooled whatever its age",
+        statements(
+            _INSTANCE, "decide_retirement", "if (now - instance.created_at).total_seconds() >= max_age_s:\n    ...", ""
+        ),
+        settings=_AGED,
+    ),
+    _mutant(
+        "half-the-age",
+        "an instance is too old at half of the maximum age",
+        expression(
+            _INSTANCE,
+            "decide_retirement",
+            "(now - instance.created_at).total_seconds() >= max_age_s",
+            "(now - instance.created_at).total_seconds() >= max_age_s / 2",
+        ),
+        settings=_FEW_FAULTS,
+    ),
+    _mutant(
+        "notice-and-pooled",
+        "a machine with a spot notice is pooled",
+        argument(_RELEASE_POLICY, "next_for_releasing", "notice=report.notice", "notice=''"),
+        settings=_NOTICED,
+    ),
+    _mutant(
+        "notice-of-the-idle-ignored",
+        "a sweep does not retire machines with a spot notice",
+        statements(
+            _SWEEP,
+            "Sweep._advance",
+            "if report is not None and report.notice and instance.retire_reason is None and instance.threshold > now:"
+            "\n    ...",
+            "",
+        ),
+        settings=_FEW_FAULTS,
+    ),
+    _mutant(
+        "idle-time-of-a-release",
+        "an idle instance gets the release time",
+        argument(
+            _RELEASE_POLICY,
+            "next_for_releasing",
+            "idle_time_s=lifetimes.idle_time_s",
+            "idle_time_s=lifetimes.release_time_s",
+        ),
+        settings=_FEW_FAULTS,
+    ),
+    _mutant(
+        "deadline-with-a-reserve",
+        "a provision's deadline is later by the time for its rollback",
+        expression(
+            _PROVISION_PLAN,
+            "ProvisionLimits.start",
+            "timedelta(seconds=timeout_s)",
+            "timedelta(seconds=timeout_s + reserve_s)",
+        ),
+        settings=_FEW_FAULTS,
+    ),
+    _mutant(
+        "impatient-claim",
+        "a claimed machine has a few seconds to register",
+        statements(
+            _SELECTION,
+            "Selection._wait_for_registration",
+            "timeout_at = ...",
+            "timeout_at = self._context.clock.monotonic() + OPEN_CHECK_INTERVAL_S",
+        ),
+        settings=_FEW_FAULTS,
+    ),
+    _mutant(
+        "surplus-kept-hidden",
+        "messages that no worker needs stay hidden",
+        statements(_PICKUP, "PickupManager._run_pass", "if surplus:\n    ...", ""),
+        settings=_FEW_FAULTS,
+    ),
+    _mutant(
+        "mismatches-kept-hidden",
+        "messages that do not match stay hidden after the provision",
+        statements(_PICKUP, "PickupManager._make_held_visible", "await self._context.pool.make_visible(...)", ""),
+        settings=_FEW_FAULTS,
+    ),
+    _mutant(
+        "one-mismatch-is-enough",
+        "a pool whose first messages do not match counts as exhausted",
+        expression(_PICKUP, "PickupManager._has_only_known_mismatches", "count >= MAX_RECEIVES", "count >= 1"),
+        settings=_FEW_FAULTS,
+    ),
+    _mutant(
+        "short-batch-is-the-end",
+        "a pool is exhausted when a receive returns fewer messages than requested",
+        expression(_PICKUP, "PickupManager._run_pass", "not batch", "len(batch) < BATCH"),
+        settings=_FEW_FAULTS,
+    ),
+    _mutant(
+        "limit-without-the-new",
+        "the launched instances do not count for the maximum",
+        expression(_CREATION, "Creation._count_within_limit", "live + count <= limit", "live <= limit"),
+        settings=_FEW_FAULTS,
+    ),
+    _mutant(
+        "release-without-the-claimed",
+        "a release leaves claimed instances to the sweeps",
+        expression(
+            _RELEASE,
+            "_InstanceReleaser.run",
+            "instance.state not in {State.CLAIMED, State.RUNNING}",
+            "instance.state is not State.RUNNING",
+        ),
+        settings=_RELEASED_EARLY,
+    ),
+    _mutant(
+        "release-of-the-committed-only",
+        "a release leaves the instances of an uncommitted provision to the sweeps",
+        statements(_RELEASE, "_instances_of", "if not provision.instance_ids:\n    ...", ""),
+        settings=_FEW_FAULTS,
+    ),
+    _mutant(
+        "script-without-its-limit",
+        "an agent whose pre-runner script takes long stops its heartbeat",
+        statements(_LOOP, "Agent._run_script", "self._watchdog.expect_progress_within(SCRIPT_LIMIT_S)", ""),
+        settings=_FEW_FAULTS,
+    ),
+    _mutant(
+        "unreachable-is-failed",
+        "an agent gives up on the removal when GitHub is unreachable for some seconds",
+        expression(_LOOP, "Agent._remove", "removal is RemovalStatus.FAILED", "True"),
+        settings=_HANGING,
+    ),
+    _mutant(
+        "stale-whenever",
+        "a heartbeat that is old by the clock is dead, not only the first one",
+        argument(
+            _SIGNALS, "Pulse.observe", "stale=first and age_s > self.stale_after_s", "stale=age_s > self.dead_after_s"
+        ),
+        settings=_FEW_FAULTS,
+    ),
+    # Bugs that the rules about waste found
+    _mutant(
+        "expiring-and-hidden",
+        "the message about an idle instance that is about to expire stays hidden after a failed claim",
+        statements(_PICKUP, "PickupManager.hand_back", "self._held.append(delivery.receipt)", ""),
+        settings=_FEW_FAULTS,
+    ),
+    _mutant(
+        "unclaimed-and-hidden",
+        "the message of a worker that is cancelled before its claim stays hidden",
+        statements(_PICKUP, "PickupManager.close", "self._held += sorted(self._unsettled)", ""),
+        settings=_FEW_FAULTS,
+    ),
+    _mutant(
+        "closed-by-one-write",
+        "a rollback leaves its provision open if one write is lost",
+        expression(
+            _ROLLBACK, "_close_provision", "retry_write(...)", "context.store.replace_provision(current, after)"
+        ),
+        settings=_FEW_FAULTS,
+    ),
+    _mutant(
+        "release-over-a-binding",
+        "a release of a listening runner overwrites the run of a job that was recorded meanwhile",
+        argument(_TRANSITIONS, "_effect", "equals=unbound", ""),
+        settings=_SETS,
     ),
     # Runner sets
     _mutant(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 
 from remuda.controlplane.operator import OperatorAction
 from remuda.domain.resources import Reuse, Tier, UsageClass
 from remuda.domain.runner_set import CapacityWindow, RunnerSet
-from simulation.faults import Fault, FaultChoice, InjectedFault, Swarm, draw_few, draw_half
+from simulation.faults import Fault, FaultChoice, InjectedFault, Swarm, draw_few, draw_half, draw_separate
 from simulation.invariants import REPOSITORIES, SCOPE
 
 #: Approximate seconds that a run holds its instances. Determines the number of runs in a world.
@@ -39,6 +40,16 @@ ONCE = frozenset({"put_provision", "replace_provision", "launch", "send", "termi
 #: Approximate seconds between two runs of scale-down.
 SCALE_DOWN_S = 300.0
 MAX_AGENT_PAUSE_S = 300.0
+#: Seconds that tokens are valid: just longer than a provision, some minutes, about half an hour, and GitHub's hour.
+TOKEN_LIVES_S = (260.0, 400.0, 400.0, 1_900.0, 3_600.0)
+#: Maximum seconds of an interval between two polls that nobody waits for.
+MAX_QUIET_POLL_S = 15.0
+#: Fractions of worlds with slow scripts and with long jobs, least and most seconds of a long job, and the fraction of
+#: the runs that have one.
+SLOW_SCRIPTS = 0.08
+LONG_JOBS = 0.02
+LONG_JOB_S = (3_600.0, 3 * 3_600.0)
+LONG_RUNS = 0.3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,6 +221,16 @@ Operation = (
 )
 
 
+class WorldScale(Enum):
+    """Times of a world, which limits of the product must fit."""
+
+    USUAL = auto()
+    #: Pre-runner scripts of up to 20 minutes.
+    SLOW_SCRIPTS = auto()
+    #: Jobs of hours.
+    LONG_JOBS = auto()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorldPlan:
     seed: int
@@ -229,6 +250,11 @@ class WorldPlan:
     offers_jobs: bool = False
     #: Whether the ids of messages begin again with each session.
     restarts_ids: bool = False
+    scale: WorldScale = WorldScale.USUAL
+    #: Seconds that a registration or removal token is valid.
+    token_life_s: float = 400.0
+    #: Maximum seconds until an agent with a running job sees a change of its record.
+    quiet_poll_s: float = 0.0
     #: Faults that the shrinker leaves out.
     suppressed: frozenset[InjectedFault] = frozenset()
 
@@ -238,7 +264,7 @@ def draw_plan(
 ) -> WorldPlan:
     rng = random.Random(f"{seed} plan")
     # Always drawn, so that the operations of a seed do not depend on how its faults are chosen.
-    half = draw_half(rng)
+    half = draw_half(rng) | draw_separate(random.Random(f"{seed} separate"))
     # A separate generator, so that worlds without demand do not depend on it.
     demand_rng = random.Random(f"{seed} demand")
     if demand:
@@ -260,6 +286,7 @@ def draw_plan(
         runners=_runners(random.Random(f"{seed} runners")),
         operations=tuple(_with_repositories(draft.operations(), reuse_rng)),
     )
+    plan = _scaled(plan, random.Random(f"{seed} scale"), demand=demand)
     if not demand:
         return plan
     plan = _DemandDraft(demand_rng, on, hours * 3_600.0, instances).added_to(plan)
@@ -292,6 +319,26 @@ def _rerun(job: PlannedDemand, on: frozenset[Fault], rng: random.Random) -> Plan
     # Longer than the time from a notice to the end of the machine.
     notices = (first_s, second_s) if again < 0.5 else (first_s,)
     return replace(job, seconds=150.0, notices_after_s=notices)
+
+
+def _scaled(plan: WorldPlan, rng: random.Random, *, demand: bool) -> WorldPlan:
+    """Draw the times of a world. Few worlds have slow scripts or long jobs, because they take long to simulate."""
+    drawn = rng.random()
+    token_life_s = rng.choice(TOKEN_LIVES_S)
+    quiet_poll_s = rng.choice((0.0, 0.0, MAX_QUIET_POLL_S))
+    scale = WorldScale.USUAL
+    if drawn < SLOW_SCRIPTS and not demand:
+        scale = WorldScale.SLOW_SCRIPTS
+    elif drawn < SLOW_SCRIPTS + LONG_JOBS and not demand:
+        scale = WorldScale.LONG_JOBS
+        operations = [
+            replace(item, jobs=(rng.uniform(*LONG_JOB_S), *item.jobs[1:]))
+            if isinstance(item, PlannedRun) and rng.random() < LONG_RUNS
+            else item
+            for item in plan.operations
+        ]
+        plan = replace(plan, operations=tuple(operations))
+    return replace(plan, scale=scale, token_life_s=token_life_s, quiet_poll_s=quiet_poll_s)
 
 
 def _reuses(rng: random.Random) -> tuple[Reuse, ...]:
@@ -454,7 +501,7 @@ class _Draft:
         made: list[Operation] = []
         for number in range(1, 2 + self._instances // 2):
             at, pick = self._rng.random() * self._seconds, self._rng.random()
-            for_s = self._rng.choice((self._rng.uniform(5, 60), self._rng.uniform(60, 400)))
+            for_s = self._rng.choice((self._rng.uniform(5, 60), self._rng.uniform(60, 900)))
             action = self._rng.choice(tuple(OperatorAction))
             if Fault(action.value) not in self._on:
                 continue

@@ -13,8 +13,11 @@ from remuda.domain.provision import Provision, ProvisionStatus
 from remuda.domain.resources import Reuse
 from remuda.domain.signals import Report, Signal
 from remuda.ports.compute import POOL_TAG, MachineState
+from simulation.completeness import CompletenessInvariants
 from simulation.demand_invariants import DemandInvariants
 from simulation.invariants import ReuseInvariant, Violation, is_secret, parse_runner, transition_violations
+from simulation.threshold_invariants import PolicyHistory, ThresholdInvariant
+from simulation.waste_invariants import WasteInvariants
 
 if TYPE_CHECKING:
     from simulation.world import SimulatedProcess, World
@@ -41,10 +44,12 @@ class RecordInvariants:
         self._returned: dict[tuple[str, int], str] = {}
         #: Time at which each provision was recorded, even if it was deleted since: a paused process may act for it.
         self._intended: dict[str, float] = {}
-        self._reuse = ReuseInvariant()
+        self.policies = PolicyHistory(world)
+        self._thresholds = ThresholdInvariant(world, self.policies)
+        self._reuse = ReuseInvariant(self.policies)
+        self.waste = WasteInvariants(world, self.policies)
+        self.completeness = CompletenessInvariants(world, self.policies)
         self.demand = DemandInvariants(world)
-        #: Each version of the actions runner with the time from which the pool had it.
-        self._runners: list[tuple[float, str]] = []
         self.checks = 0
 
     def violated(self, invariant: str, text: str, instance_id: str = "") -> None:
@@ -57,9 +62,8 @@ class RecordInvariants:
         return self._written_at.get(instance_id, -1e9)
 
     def configured(self, config: PoolConfig) -> None:
-        self._reuse.configured(config.reuse, self._world.loop.time())
+        self.policies.configured(config)
         self.demand.configured(config)
-        self._runners.append((self._world.loop.time(), config.runner_version))
 
     # Records
 
@@ -81,7 +85,11 @@ class RecordInvariants:
         elif after.state is State.RELEASING:
             self._released.add((instance_id, after.epoch))
         found = self._created(after) if before is None else self._changed(before, after)
-        for invariant, what in (*found, *self._secrets_of(after)):
+        entry = self._world.database.histories[instance_id][-1]
+        process = self._world.writer(instance_id)
+        times = self._thresholds.written(before, after, entry, process)
+        waste = self.waste.record_written(before, after, entry, process)
+        for invariant, what in (*found, *self._secrets_of(after), *times, *waste):
             self.violated(invariant, f"{instance_id}: {what}", instance_id)
 
     def _created(self, after: Instance) -> Iterable[tuple[str, str]]:
@@ -304,9 +312,8 @@ class RecordInvariants:
 
     def _may_be_outdated(self, record: Instance, process: SimulatedProcess) -> bool:
         """Whether the process may have read a configuration with another version of the runner."""
-        since = [version for at, version in self._runners if at > process.started_at]
-        before = [version for at, version in self._runners if at <= process.started_at]
-        versions = {*before[-1:], *since} - {"", record.runner_version}
+        read = {config.runner_version for config in self.policies.may_have_read(process)}
+        versions = read - {"", record.runner_version}
         return bool(record.runner_version and versions)
 
     def _may_retire(self, record: Instance, report: Report | None) -> bool:
@@ -341,6 +348,7 @@ class RecordInvariants:
             self._reports.pop(instance_id, None)
             return
         self._reports[instance_id] = after
+        self.waste.report_written(before, after)
         if before is not None and (before.epoch, before.signal) == (after.epoch, after.signal):
             return
         self.checks += 1
@@ -362,6 +370,8 @@ class RecordInvariants:
         machine = self._world.machines.get(instance_id)
         if machine is None or not machine.alive:
             return
+        for invariant, text in self.waste.signal_sent(machine, epoch, signal):
+            self.violated(invariant, text, instance_id)
         state = machine.state()
         if signal is Signal.UD_REG_OK and self._epoch_of(state.registered_as) != epoch:
             self.violated("S4", f"{instance_id} signals {signal} of epoch {epoch} while it is {state}", instance_id)
@@ -380,14 +390,15 @@ class RecordInvariants:
         self.checks += 1
         process = self._world.writer()
         if before is None:
-            process.provisions.add(after.provision_id)
-            self._intended[after.provision_id] = self._world.loop.time()
+            self._provision_recorded(after, process)
             return
         if before.status is ProvisionStatus.RELEASED and after.status is not ProvisionStatus.RELEASED:
             self.violated("S1", f"provision {after.provision_id} was released and became {after.status}")
         if after.status is before.status:
             return
         own = after.provision_id in process.provisions
+        for invariant, text in self.waste.provision_changed(after, process):
+            self.violated(invariant, text)
         if after.status is ProvisionStatus.COMMITTED:
             missing = [key for key in after.instance_ids if (key, after.provision_id) not in self._ran_for]
             # A listener finishes what another one began.
@@ -405,6 +416,12 @@ class RecordInvariants:
                 self.violated(invariant, f"provision {after.provision_id}: {text}")
         elif process.kind == "refresh" and self._world.clock.now() < before.deadline + self.margin - self.tolerance:
             self.violated("S13", f"{process} released provision {after.provision_id} before its deadline")
+
+    def _provision_recorded(self, provision: Provision, process: SimulatedProcess) -> None:
+        process.provisions.add(provision.provision_id)
+        self._intended[provision.provision_id] = self._world.loop.time()
+        for invariant, text in self._thresholds.provision_recorded(provision, process):
+            self.violated(invariant, f"provision {provision.provision_id}: {text}")
 
     # Facts
 

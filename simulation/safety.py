@@ -14,7 +14,7 @@ from remuda.domain.errors import InvariantViolated, RemudaError
 from remuda.domain.instance import Instance, State
 from remuda.domain.provision import ProvisionStatus
 from remuda.domain.resources import PoolMessage
-from remuda.ports.compute import POOL_TAG
+from remuda.ports.compute import POOL_TAG, LaunchRequest
 from simulation.invariants import ABSORBING, is_secret, parse_runner
 from simulation.memory.compute import MemoryMachine
 from simulation.memory.github import MemoryDemandJob, MemoryJob
@@ -39,8 +39,14 @@ class SafetyInvariants(RecordInvariants):
         self.checks += 1
         if machine.request.provision_id not in self._intended:
             self.violated("S8", f"{machine.instance_id} was launched without a provision", machine.instance_id)
+        self._world.writer().held.add(machine.instance_id)
         if is_secret(f"{machine.tags} {machine.request}"):
             self.violated("S12", f"{machine.instance_id} was launched with a credential in its tags or user-data")
+
+    def launch_requested(self, request: LaunchRequest, process: SimulatedProcess) -> None:
+        self.checks += 1
+        for invariant, text in self.waste.launch_requested(request, process):
+            self.violated(invariant, text)
 
     def termination_requested(self, instance_ids: Sequence[str]) -> None:
         self.checks += 1
@@ -203,20 +209,23 @@ class SafetyInvariants(RecordInvariants):
             self.violated("S12", f"a credential in the event log: {action}")
         if why.startswith("a bug:"):
             self.violated("S10", f"{action}: {why}")
+        if action == "rollback":
+            self.completeness.rolls_back(self._world.writer())
 
     def process_ended(self, process: SimulatedProcess) -> None:
         """A command ends with a result or a typed error, unless it is cancelled or killed."""
         self.checks += 1
+        for invariant, text in self.waste.process_ended(process):
+            self.violated(invariant, text)
+        for invariant, text, instance_id in self.completeness.ended(process):
+            self.violated(invariant, text, instance_id)
         task = process.task
         if process.dead or task is None or not task.done() or task.cancelled():
             return
         error = task.exception()
         if error is not None and (not isinstance(error, RemudaError) or isinstance(error, InvariantViolated)):
             self.violated("L5" if process.kind == "provision" else "S10", f"{process} failed unexpectedly: {error!r}")
-        if process.kind != "provision":
-            return
-        if error is not None:
-            self._holds_nothing(process)
+        if process.kind != "provision" or error is not None:
             return
         result = task.result()
         held = [(item.instance.instance_id, item.instance.epoch) for item in result.instances]
@@ -230,16 +239,3 @@ class SafetyInvariants(RecordInvariants):
                 self.violated("S1", f"{key} was returned by {self._returned[key]} and by {result.provision_id}", key[0])
             if key not in self._ran:
                 self.violated("L5", f"{process} returned {key}, which never was running", key[0])
-
-    def _holds_nothing(self, process: SimulatedProcess) -> None:
-        """A failed provision without injected faults has released everything when it ends."""
-        if process.fault_count or process.pause_s:
-            return
-        for provision_id in process.provisions:
-            provision = self._provision(provision_id)
-            if provision is not None and provision.status is not ProvisionStatus.RELEASED:
-                self.violated("L5", f"{process} failed and left {provision_id} {provision.status}")
-        for record in self._world.database.instances.values():
-            live = record.state in {State.CREATED, State.CLAIMED, State.RUNNING}
-            if live and record.provision_id in process.provisions and self._world.cloud.is_alive(record.instance_id):
-                self.violated("L5", f"{process} failed and still holds {record.instance_id}", record.instance_id)

@@ -52,9 +52,10 @@ from simulation.plan import (
 )
 from simulation.safety import BOOT_MIN
 from simulation.scale_sets import CheckedScaleSets
-from simulation.world import LIFETIMES, SimulatedProcess, World
+from simulation.world import SimulatedProcess, World
 
-#: Maximum seconds from the end of the faults until all jobs of sets are over, and then until nothing is left.
+#: Maximum seconds from the end of the faults until all jobs of sets are over, and then until nothing is left, besides
+#: the time of a provision and a run.
 MAX_DEMAND_S = 5_400.0
 MAX_REST_S = 3_600.0
 #: Seconds between two checks of the runner sets.
@@ -206,7 +207,7 @@ class Workload:
 
     async def _until_over(self, jobs: list[MemoryJob]) -> None:
         """Wait until the jobs have ended, at most the maximum runtime."""
-        limit = self._world.loop.time() + LIFETIMES.max_runtime_s
+        limit = self._world.loop.time() + self._world.lifetimes.max_runtime_s
         while not self._ending.is_set() and self._world.loop.time() < limit:
             if all(job.conclusion for job in jobs):
                 return
@@ -390,7 +391,7 @@ class Workload:
                 case operator.OperatorAction.TERMINATE:
                     return await operator.terminate(context, chosen, reason="not needed", dry_run=False)
 
-        self._world.command(f"operator {item.number}", "operator", work, action=item.action)
+        self._world.command(f"operator {item.number}", "operator", work, action=item.action, for_s=item.for_s)
 
     async def _scale_down(self, item: PlannedScaleDown) -> None:
         window = IdleWindow(cron=_ALWAYS, zone=UTC, zone_name="UTC", idle_count=item.idle_count)
@@ -430,7 +431,7 @@ class Workload:
         if world.plan.listeners:
             await self._finish_demand()
         self.liveness = LivenessInvariants(world)
-        until = world.loop.time() + MAX_REST_S
+        until = world.loop.time() + MAX_REST_S + world.lifetimes.max_runtime_s + world.lifetimes.provision_timeout_s
         while world.loop.time() < until:
             await self._sweep_once()
             self.liveness.swept()

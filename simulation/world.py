@@ -31,7 +31,7 @@ from remuda.ports.compute import POOL_TAG
 from remuda.ports.demand import DemandSource
 from remuda.ports.github import Deletion, GitHubRunner
 from remuda.ports.store import InstanceStore
-from simulation.fake_machine import FakeMachine, MachineBehaviour, RandomBehaviour
+from simulation.fake_machine import SLOW_SCRIPT_S, FakeMachine, MachineBehaviour, RandomBehaviour
 from simulation.faults import MAX_SKEW_S, Fault, FaultInjector, Trace
 from simulation.faulty_ports import FaultyCompute, FaultyGitHub, FaultyPool, FaultyStore
 from simulation.invariants import POOL, SCOPE, Violation, parse_runner
@@ -41,7 +41,7 @@ from simulation.memory.demand import MemoryDemandSource, MemoryScaleSets
 from simulation.memory.github import MemoryGitHub, MemoryGitHubServer, MemoryJob, MemoryRunner, view_of
 from simulation.memory.pool import MemoryQueues, MemoryResourcePool
 from simulation.memory.store import ChangeNotifier, MemoryDatabase, MemoryInstanceStore
-from simulation.plan import PlannedCancel, PlannedInterruption, WorldPlan
+from simulation.plan import LONG_JOB_S, PlannedCancel, PlannedInterruption, WorldPlan, WorldScale
 from simulation.safety import SafetyInvariants
 from simulation.scale_sets import CheckedScaleSets, FaultyDemandSource
 
@@ -63,8 +63,6 @@ LIFETIMES = Lifetimes(
     listening_time_s=240.0,
     surplus_grace_s=30.0,
 )
-#: Seconds that a registration token is valid: short, so that some tokens expire while they are in use.
-TOKEN_LIFE_S = 400.0
 #: Lifetimes of the configurations that a world switches between; the first one applies at the start.
 CONFIGURATIONS = (
     LIFETIMES,
@@ -77,6 +75,9 @@ _INTERRUPTIONS = {
     "agent": (Fault.AGENT_CRASH, Fault.AGENT_PAUSE),
     "listener": (Fault.LISTENER_CRASH, Fault.LISTENER_PAUSE),
 }
+#: Probability per call that GitHub begins to hang, and the maximum of seconds.
+HANG_RATE = 0.01
+MAX_HANG_S = 120.0
 #: Number of versions of a record that a lagging index can return.
 VERSIONS = 12
 
@@ -100,6 +101,7 @@ class SimulatedProcess(VirtualProcess):
         run_id: str = "",
         attempt: int = 0,
         action: OperatorAction | None = None,
+        for_s: float | None = None,
     ) -> None:
         super().__init__(loop, name, skew_s=skew_s, interruptions=interruptions)
         self.kind = kind
@@ -108,11 +110,16 @@ class SimulatedProcess(VirtualProcess):
         self.attempt = attempt
         #: The command of an operator.
         self.action = action
+        #: Seconds of a quarantine that it orders.
+        self.for_s = for_s
         self.started_at = loop.time()
         #: Provisions whose intent it recorded.
         self.provisions: set[str] = set()
-        #: Number of faults that affected it, and the time of the last.
-        self.fault_count = 0
+        #: Instances that it ever claimed or launched, and receipts of the messages that it got.
+        self.held: set[str] = set()
+        self.receipts: set[str] = set()
+        #: Faults that affected it, without crashes and pauses, and the time of the last.
+        self.faults: list[Fault] = []
         self.last_fault_at = -1e9
         self.calls: Counter[str] = Counter()
         #: Seconds that it was paused in all.
@@ -125,6 +132,10 @@ class SimulatedProcess(VirtualProcess):
         self.subjects: Sequence[str] = ()
         #: Set when it ends.
         self.ended: asyncio.Future[None] = loop.create_future()
+
+    @property
+    def is_undisturbed(self) -> bool:
+        return not self.faults and not self.pause_s
 
     def may_release(self, provision: Provision) -> bool:
         return provision.run_id == self.run_id and provision.attempt <= self.attempt
@@ -263,7 +274,7 @@ class World:
         configurations: Sequence[Lifetimes] = CONFIGURATIONS,
         ending_s: float = 20.0,
         remembers_s: float = 600.0,
-        token_life_s: float = TOKEN_LIFE_S,
+        token_life_s: float | None = None,
         keep_trace: bool = False,
     ) -> None:
         self.plan = plan
@@ -281,9 +292,9 @@ class World:
         )
         self.ids = SeededIds(random.Random(f"{plan.seed} ids"))
         self._skews = random.Random(f"{plan.seed} skews")
-        self.configurations = configurations
-        self.lifetimes = configurations[0]
-        self.throttled_until = -1.0
+        self.configurations: Sequence[Lifetimes] = [_scaled(item, plan.scale) for item in configurations]
+        self.lifetimes = self.configurations[0]
+        self.throttled_until = self._github_hangs_until = -1.0
         #: The process whose delayed write is being applied.
         self.delayed_writer: SimulatedProcess | None = None
         self.safety = SafetyInvariants(self)
@@ -293,7 +304,7 @@ class World:
         self.queues = MemoryQueues(clock=self.clock)
         self.cloud = MemoryCloud(clock=self.clock, ending_s=ending_s, remembers_s=remembers_s)
         self.cloud.watchers.append(self)
-        self.github = CheckedGitHub(self, token_life_s)
+        self.github = CheckedGitHub(self, plan.token_life_s if token_life_s is None else token_life_s)
         self.token = self.github.grant()
         self.scale_sets: MemoryScaleSets = CheckedScaleSets(self)
         self.machines: dict[str, FakeMachine] = {}
@@ -319,7 +330,8 @@ class World:
     # Machines
 
     def behaviour_of(self, instance_id: str, rng: random.Random) -> MachineBehaviour:
-        return RandomBehaviour(self.faults, rng, instance_id)
+        slow = self.plan.scale is WorldScale.SLOW_SCRIPTS
+        return RandomBehaviour(self.faults, rng, instance_id, slow_scripts=slow)
 
     def kill(self, process: SimulatedProcess) -> None:
         process.crash()
@@ -343,6 +355,17 @@ class World:
     def cut_power(self, instance_id: str, why: str) -> None:
         if self.cloud.is_alive(instance_id):
             self.cloud.end(instance_id, why)
+
+    def github_hangs(self, subjects: Sequence[str]) -> bool:
+        """Whether GitHub does not answer a call now. It hangs for a while, for everybody."""
+        now = self.loop.time()
+        if now >= self._github_hangs_until and self.faults.inject(Fault.GITHUB_HANGS, HANG_RATE, subjects):
+            self._github_hangs_until = now + self.faults.rng.uniform(1.0, MAX_HANG_S)
+        hangs = now < self._github_hangs_until and self.faults.active
+        if hangs:
+            self.faults.last_at = now
+            self.faults.affected_at.update(dict.fromkeys(subjects, now))
+        return hangs
 
     @contextmanager
     def cloud_as_it_was(self, lag_s: float) -> Generator[None]:
@@ -396,6 +419,7 @@ class World:
             self._tiers[process.request.run_id] = process.request.tier
         process.on_end = lambda: self._ended(process)
         self.stats[f"{kind}s"] += 1
+        self.safety.completeness.began(process)
         process.start(work(self._context(process, credentialed=credentialed)))
         if (after_s := self._cancels.get(name)) is not None:
             self.loop.call_later(after_s, self._cancel, process, context=self.loop.outside)
@@ -552,6 +576,16 @@ class World:
     def registrations(self, instance_id: str | None = None) -> list[MemoryRunner]:
         found = [(runner, parse_runner(runner.name)) for runner in self.github.runners.values()]
         return [runner for runner, name in found if name and instance_id in {None, name[1]}]
+
+
+def _scaled(limits: Lifetimes, scale: WorldScale) -> Lifetimes:
+    match scale:
+        case WorldScale.SLOW_SCRIPTS:
+            return replace(limits, provision_timeout_s=limits.provision_timeout_s + 2 * SLOW_SCRIPT_S)
+        case WorldScale.LONG_JOBS:
+            return replace(limits, max_runtime_s=limits.max_runtime_s + LONG_JOB_S[1])
+        case WorldScale.USUAL:
+            return limits
 
 
 def _runner_options(version: str) -> dict[str, str]:

@@ -63,6 +63,10 @@ class MemoryQueues:
         self.clock = clock
         self._queues: dict[str, _Queue] = {}
 
+    @property
+    def names(self) -> Collection[str]:
+        return self._queues.keys()
+
     def create(self, name: str) -> bool:
         if name in self._queues:
             return False

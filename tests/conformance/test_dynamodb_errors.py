@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -365,6 +366,23 @@ async def test_unprocessed_keys_are_retried(store: DynamoInstanceStore, between:
     with pytest.raises(Throttled):
         await store.get_many([instance_id(1), instance_id(2)])
     assert between.requests["BatchGetItem"] == 3 + BATCH_ATTEMPTS
+
+
+async def test_parts_of_a_batch_read_are_joined(
+    store: DynamoInstanceStore, between: FaultProxy, table_name: str
+) -> None:
+    records = [await store.apply(birth(instance(number))) for number in (1, 2, 3)]
+
+    async def first_only(request: web.Request, forward: Callable[[], Awaitable[web.Response]]) -> web.Response:
+        first, *rest = json.loads((await forward()).text or "")["Responses"][table_name]
+        keys = [{"pk": item["pk"], "sk": item["sk"]} for item in rest]
+        unread = {table_name: {"Keys": keys, "ConsistentRead": True}}
+        return await respond({"Responses": {table_name: [first]}, "UnprocessedKeys": unread})(request, forward)
+
+    between.then("BatchGetItem", first_only, first_only)
+    ids = [record.instance_id for record in records]
+    assert await store.get_many(ids) == dict(zip(ids, records, strict=True))
+    assert between.requests["BatchGetItem"] == 3
 
 
 async def test_unwritable_history_does_not_block_writes(store: DynamoInstanceStore, between: FaultProxy) -> None:

@@ -521,6 +521,19 @@ async def test_client_token_prevents_a_second_launch_if_describe_lags(world: Ec2
     assert len(await world.instances()) == 2
 
 
+@pytest.mark.parametrize(("shown", "found"), [(3, 5), (2, 4)])
+async def test_instances_of_a_lost_response_appear_one_after_the_other(
+    world: Ec2Fixture, compute: Ec2Compute, shown: int, found: int
+) -> None:
+    """The launch looks again while some are missing; those that it does not find are an error."""
+    world.server.configure(lost=[{"action": "CreateFleet"}], shown=shown)
+    result = await compute.launch(world.launch_request(count=5))
+    assert len(instance_ids(result)) == found
+    assert world.server.requests()["CreateFleet"] == 1
+    assert world.server.requests()["DescribeInstances"] == 3
+    assert [f"{found} of 5" in error for error in result.errors] == [True] * (found < 5)
+
+
 async def test_instances_of_lost_responses_are_found_by_tag(world: Ec2Fixture, compute: Ec2Compute) -> None:
     world.server.configure(
         lost=[{"action": "CreateFleet", "times": 99}],

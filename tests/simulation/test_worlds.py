@@ -16,9 +16,9 @@ from remuda.cli.output import Output
 from remuda.domain.errors import InvariantViolated
 from simulation.__main__ import run_one
 from simulation.campaign import CampaignSettings, simulate
-from simulation.faults import FEW, Fault, FaultChoice, Swarm, format_faults, parse_faults
+from simulation.faults import FEW, SEPARATE, Fault, FaultChoice, Swarm, format_faults, parse_faults
 from simulation.invariants import Violation
-from simulation.plan import draw_plan
+from simulation.plan import LONG_JOB_S, TOKEN_LIVES_S, PlannedRun, WorldScale, draw_plan
 from simulation.safety import SafetyInvariants
 from simulation.shrink import describe, minimize, shrink
 from simulation.world import World
@@ -82,6 +82,7 @@ DRAWS = range(300)
 
 
 OF_RUNS = frozenset(fault for fault in Fault if not fault.needs_demand)
+SEPARATELY = frozenset(SEPARATE)
 
 
 def drawn(seed: int, faults: FaultChoice, *, demand: bool = False) -> frozenset[Fault]:
@@ -95,7 +96,8 @@ def test_formatted_faults_parse_to_the_same(text: str):
 
 def test_swarm_draws_half_of_the_faults_per_seed():
     drawings = [drawn(seed, Swarm.HALF) for seed in DRAWS]
-    assert {len(faults) for faults in drawings} == {len(OF_RUNS) // 2}
+    assert {len(faults - SEPARATELY) for faults in drawings} == {len(OF_RUNS - SEPARATELY) // 2}
+    assert {len(faults & SEPARATELY) for faults in drawings} == {len(SEPARATELY) // 2}
     assert frozenset[Fault]().union(*drawings) == OF_RUNS
     assert len(set(drawings)) == len(drawings)
 
@@ -118,10 +120,19 @@ def test_runner_sets_change_nothing_else_of_a_plan():
 
 def test_few_draws_one_to_six_faults_and_every_fault_occurs():
     drawings = [drawn(seed, Swarm.FEW) for seed in DRAWS]
-    assert {len(faults) for faults in drawings} == set(range(1, FEW + 1))
+    assert {len(faults - SEPARATELY) for faults in drawings} == set(range(1, FEW + 1))
+    assert {len(faults & SEPARATELY) for faults in drawings} == {0, 1}
     assert frozenset[Fault]().union(*drawings) == OF_RUNS
     with_sets = [drawn(seed, Swarm.FEW, demand=True) for seed in DRAWS]
     assert frozenset[Fault]().union(*with_sets) == frozenset(Fault)
+
+
+def test_worlds_differ_in_their_times():
+    plans = [draw_plan(seed, hours=0.1, instances=4) for seed in DRAWS]
+    assert {plan.scale for plan in plans} == set(WorldScale)
+    assert {plan.token_life_s for plan in plans} == set(TOKEN_LIVES_S)
+    operations = [item for plan in plans if plan.scale is WorldScale.LONG_JOBS for item in plan.operations]
+    assert max(seconds for item in operations if isinstance(item, PlannedRun) for seconds in item.jobs) >= LONG_JOB_S[0]
 
 
 def test_the_same_faults_by_name_give_the_same_plan():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -101,6 +101,16 @@ async def skip_unreadable(
         if report_error is not None:
             report_error(error.message)
         return error.records, frozenset(error.unreadable)
+
+
+async def run_to_end(work: Coroutine[None, None, None]) -> None:
+    """Await a clean-up. If this task is cancelled meanwhile, the cancellation is raised after the end of the work."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise
 
 
 async def pause_before_retry(context: Context) -> None:

@@ -13,6 +13,8 @@ POST /_shim takes a JSON object of:
   lost           [{"action", "times"}]: the action is executed, but its response never arrives
   lag            number of DescribeInstances calls that hide instances launched from now on; DescribeTags hides them as
                  long
+  shown          number of instances of each launch that DescribeInstances shows at first; each further call shows one
+                 more
   honour_tokens  false: ignore client tokens
 POST /_shim/reset discards these settings and all instances. GET /_shim returns the number of requests per action
 (`requests`), the fields of the last one (`last`), and the number of requests that may have changed instances
@@ -93,6 +95,7 @@ class Ec2Shim:
         self.faults: list[dict[str, Any]] = []
         self.lost: list[dict[str, Any]] = []
         self.lag = 0
+        self.shown: int | None = None
         self.honour_tokens = True
         self._hidden: set[str] = set()
         self._tokens: dict[str, tuple[list[tuple[str, str]], Answer]] = {}
@@ -128,7 +131,7 @@ class Ec2Shim:
                 self._note_change()
             elif environ["REQUEST_METHOD"] == "POST":
                 for name, value in json.loads(body).items():
-                    if name not in {"capacity", "faults", "lost", "lag", "honour_tokens"}:
+                    if name not in {"capacity", "faults", "lost", "lag", "shown", "honour_tokens"}:
                         raise ValueError(name)
                     setattr(self, name, value)
             elif known := dict(parse_qsl(environ["QUERY_STRING"])).get("changes"):
@@ -171,7 +174,9 @@ class Ec2Shim:
             answer = _without(answer, self._hidden)
         if action == "DescribeInstances" and self._hidden:
             self.lag -= 1
-            if self.lag <= 0:
+            if self.shown is not None:
+                self._hidden.remove(min(self._hidden))
+            elif self.lag <= 0:
                 self._hidden.clear()
         return status, answer
 
@@ -230,8 +235,8 @@ class Ec2Shim:
                 return answer
             return "400 BAD", _error("IdempotentParameterMismatch", "The client token was used with other parameters.")
         made, refused = self._launch(environ, form)
-        if made and self.lag > 0:
-            self._hidden |= {name for names in made.values() for name in names}
+        if made and (self.lag > 0 or self.shown is not None):
+            self._hidden |= set(sorted(name for names in made.values() for name in names)[self.shown :])
         answer = ("200 OK", _fleet(made, refused, _usage(values)))
         self._tokens[token] = (form, answer)
         return answer

@@ -263,6 +263,62 @@ async def test_rollback_uses_the_pool_token_if_github_is_down(world: PoolWorld) 
     assert world.in_state(State.IDLE) == ids
 
 
+async def test_rollback_repeats_a_lost_write_of_the_provision(world: PoolWorld) -> None:
+    world.cloud.capacity = dict.fromkeys([kind.name for kind in world.cloud.types], 0)
+    writes = 0
+
+    async def hook(name: str, call: Call) -> Any:
+        nonlocal writes
+        if name == "store.replace_provision":
+            writes += 1
+            if writes == 1:
+                raise Unavailable("the store did not answer")
+        return await call()
+
+    with pytest.raises(CapacityError):
+        await world.provision(process=world.process(hook))
+    assert [item.status for item in world.database.provisions.values()] == [ProvisionStatus.RELEASED]
+
+
+async def test_rollback_repeats_a_lost_write_of_a_tombstone(world: PoolWorld) -> None:
+    """One of two machines was launched, and has no record yet."""
+    world.cloud.capacity = dict.fromkeys([kind.name for kind in world.cloud.types], 0) | {"m6i.large": 1}
+    writes = 0
+
+    async def hook(name: str, call: Call) -> Any:
+        nonlocal writes
+        if name == "store.apply":
+            writes += 1
+            if writes == 1:
+                raise Unavailable("the store did not answer")
+        return await call()
+
+    with pytest.raises(CapacityError):
+        await world.provision(count=2, process=world.process(hook))
+    assert len(world.in_state(State.TERMINATING)) == 1
+
+
+async def test_cancellation_during_a_rollback_does_not_end_it(world: PoolWorld) -> None:
+    await world.warm(1)
+    world.cloud.capacity = dict.fromkeys([kind.name for kind in world.cloud.types], 0)
+    rolls_back = asyncio.Event()
+
+    async def hook(name: str, call: Call) -> Any:
+        if name == "github.removal_token":
+            rolls_back.set()
+            await asyncio.sleep(2)
+        return await call()
+
+    provisioning = asyncio.create_task(world.provision(count=2, process=world.process(hook, credentialed=True)))
+    await rolls_back.wait()
+    provisioning.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await provisioning
+    world.check_holds_nothing("1")
+    (failed,) = (item for item in world.database.provisions.values() if item.run_id == "1")
+    assert failed.status is ProvisionStatus.RELEASED
+
+
 async def test_run_id_can_be_provisioned_again(world: PoolWorld) -> None:
     await world.provision(count=1, attempt=1)
     await world.release(attempt=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -170,6 +171,65 @@ async def test_expiring_instance_is_not_claimed(world: PoolWorld) -> None:
     result = await world.provision()
     assert result.created == 1
     assert world.record(warm).epoch == 1
+    (left,) = world.queues.named("large").messages
+    assert left.visible_at <= world.clock.now()
+
+
+async def test_message_of_a_cancelled_worker_is_made_visible_again(world: PoolWorld) -> None:
+    await world.warm(1)
+    claims = asyncio.Event()
+
+    async def hook(name: str, call: Call) -> Any:
+        if name == "store.apply" and not claims.is_set():
+            claims.set()
+            await asyncio.Event().wait()
+        return await call()
+
+    provisioning = asyncio.create_task(world.provision(process=world.process(hook)))
+    await claims.wait()
+    provisioning.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await provisioning
+    (left,) = world.queues.named("large").messages
+    assert left.visible_at <= world.clock.now()
+
+
+async def test_cancelled_call_to_make_messages_visible_is_repeated(world: PoolWorld) -> None:
+    put(world, matching(0xABC, usage_class=UsageClass.SPOT))
+    called = asyncio.Event()
+
+    async def hook(name: str, call: Call) -> Any:
+        if name == "pool.make_visible" and not called.is_set():
+            called.set()
+            await asyncio.Event().wait()
+        return await call()
+
+    provisioning = asyncio.create_task(world.provision(process=world.process(hook)))
+    await called.wait()
+    provisioning.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await provisioning
+    (left,) = world.queues.named("large").messages
+    assert left.visible_at <= world.clock.now()
+
+
+async def test_worker_that_waits_while_messages_are_made_visible_gets_the_next_one(world: PoolWorld) -> None:
+    """Two instances are about to expire; their messages are handed back while the worker asks again."""
+    *expiring, good = await world.warm(3)
+    for item in world.queues.named("large").messages:
+        item.shuffle = 1.0 if item.message is not None and item.message.id == good else 0.0
+    soon = world.clock.now() + timedelta(seconds=1)
+    world.ignore("T1")
+    for key in expiring:
+        world.database.instances[key] = replace(world.record(key), threshold=soon)
+
+    async def hook(name: str, call: Call) -> Any:
+        if name == "pool.make_visible":
+            await asyncio.sleep(1)
+        return await call()
+
+    result = await world.provision(process=world.process(hook))
+    assert [item.instance.instance_id for item in result.instances] == [good]
 
 
 async def test_worker_continues_after_a_lost_claim(world: PoolWorld) -> None:

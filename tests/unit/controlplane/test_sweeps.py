@@ -29,7 +29,7 @@ MARGIN_S = LIFETIMES.margin_s
 @pytest.mark.parametrize("state", sorted(LIVE - {State.TERMINATING}))
 async def test_expired_instances_end_in_every_live_state(world: PoolWorld, state: State) -> None:
     """Not before the clock margin has passed."""
-    world.ignore("S7")
+    world.ignore("S7", "T1")
     threshold = world.clock.now()
     record = make_record(7, state=state, threshold=threshold, provision_id="p-7", owner="p-7/w", run_id="1")
     await world.process().store.apply(birth(record))
@@ -147,6 +147,7 @@ async def test_failed_pool_message_is_reported_and_sent_again(world: PoolWorld) 
 
 
 async def test_failed_runner_ends_its_machine(world: PoolWorld) -> None:
+    world.ignore("W1")
     key = (await world.one()).instance_id
     await world.process().store.write_signal(key, epoch=1, signal=Signal.UD_REG_FAILED, detail="runner too old")
     result = await world.sweep()
@@ -154,7 +155,7 @@ async def test_failed_runner_ends_its_machine(world: PoolWorld) -> None:
 
 
 async def test_failure_of_an_earlier_epoch_is_ignored(world: PoolWorld) -> None:
-    world.ignore("S4")
+    world.ignore("S4", "W1")
     (warm,) = await world.warm(1)
     world.behaviour.without_agent.add(warm)
     await world.provision()
@@ -346,7 +347,7 @@ class HalfWritten(MemoryInstanceStore):
 
 
 async def test_successful_writes_of_a_failed_batch_are_logged(world: PoolWorld) -> None:
-    world.ignore("S7")
+    world.ignore("S7", "T1")
     context = world.process()
     store = HalfWritten(clock=world.clock, calls=context.calls, database=world.database)
     records = [make_record(number, state=State.TERMINATING, threshold=world.clock.now()) for number in (1, 2, 3)]

@@ -556,6 +556,14 @@ def test_equip_adds_the_registration_and_bind_removes_its_configuration() -> Non
         write(bound, bind(run_id="78"), D)
 
 
+def test_a_release_of_a_listening_runner_does_not_overwrite_the_run_of_its_job() -> None:
+    listening = in_set(State.RUNNING)
+    change = write(listening, Release(release_time_s=300.0, credential=None), D)
+    assert change.condition.is_met_by(listening)
+    bound = write(listening, bind(), D).applied_to(listening)
+    assert not change.condition.is_met_by(bound)
+
+
 @pytest.mark.parametrize(
     ("strict", "tier", "uses", "only_trusted"),
     [

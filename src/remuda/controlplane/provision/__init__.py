@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from remuda.controlplane.context import Context, map_concurrently, retry_write, transition
+from remuda.controlplane.context import Context, map_concurrently, retry_write, run_to_end, transition
 from remuda.controlplane.provision.creation import Creation, JustInTimeRegistrations, wait_for_created
 from remuda.controlplane.provision.outcome import OutcomeRecorder
 from remuda.controlplane.provision.pickup import PickupManager
@@ -50,7 +50,7 @@ async def provision(context: Context, request: ProvisionRequest) -> ProvisionRes
         failure = error if isinstance(error, RemudaError) else Interrupted("interrupted")
         await _undo(context, plan, acquired, recorder, failure)
         if jit is not None:
-            await asyncio.shield(asyncio.ensure_future(jit.remove_all()))
+            await run_to_end(jit.remove_all())
         raise
     return ProvisionResult(
         run_id=request.run_id,
@@ -128,7 +128,7 @@ def _most_specific(group: BaseExceptionGroup[BaseException]) -> BaseException:
 
 async def close_pickup(context: Context, pickup: PickupManager) -> None:
     try:
-        await asyncio.shield(pickup.close())
+        await run_to_end(pickup.close())
     except RemudaError as error:
         # The messages become visible again after their timeout; claims recognise those that are stale by then.
         context.event_log.record("make-visible-failed", error.message)
@@ -192,8 +192,7 @@ async def _undo(
     why = failure.message
     context.event_log.record("rollback", why, run_id=plan.provision.run_id, instances=len(acquired.all()))
     outcome = recorder.outcome(error=why, exit_code=failure.exit_code)
-    undoing = roll_back(context, plan.config, plan.provision, acquired, why=why, outcome=outcome)
-    await asyncio.shield(asyncio.ensure_future(undoing))
+    await run_to_end(roll_back(context, plan.config, plan.provision, acquired, why=why, outcome=outcome))
 
 
 def _provisioned(item: RegisteredInstance, instance: Instance) -> ProvisionedInstance:

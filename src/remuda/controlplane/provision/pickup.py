@@ -89,6 +89,8 @@ class PickupManager:
         self._mismatch_receives: Counter[str] = Counter()
         #: Messages by instance and epoch: given to a worker; received again meanwhile; no longer needed.
         self._in_progress: set[tuple[str, int]] = set()
+        #: Receipts of those that their worker has neither used nor handed back, and of surplus that is not visible yet.
+        self._unsettled: set[str] = set()
         self._copies: dict[tuple[str, int], list[Delivery]] = {}
         self._finished: set[tuple[str, int]] = set()
         self._has_seen_mismatch = False
@@ -102,12 +104,18 @@ class PickupManager:
 
     def mark_used(self, delivery: Delivery) -> None:
         """The message is no longer needed: its instance is claimed, or its record proves it stale."""
+        self._unsettled.discard(delivery.receipt)
         self._used.add(self._class, delivery.receipt)
         if delivery.message is not None:
             key = (delivery.message.id, delivery.message.epoch)
             self._finished.add(key)
             for copy in self._copies.pop(key, ()):
                 self._drop_duplicate(copy)
+
+    def hand_back(self, delivery: Delivery) -> None:
+        """The message is valid, but its instance cannot be claimed now. Visible again after this pass."""
+        self._unsettled.discard(delivery.receipt)
+        self._held.append(delivery.receipt)
 
     async def run(self) -> None:
         while True:
@@ -123,7 +131,11 @@ class PickupManager:
                     self._fail(error)
 
     async def close(self) -> None:
-        """Delete used messages, unless the caller does, and make all others visible."""
+        """Delete used messages, unless the caller does, and make all others visible.
+
+        Also those whose worker was cancelled before its claim.
+        """
+        self._held += sorted(self._unsettled)
         self._held += [copy.receipt for copies in self._copies.values() for copy in copies]
         await self._own_used.close()
         await self._make_held_visible()
@@ -134,6 +146,7 @@ class PickupManager:
 
     async def _run_pass(self) -> None:
         """Receive until no worker waits or the queue has nothing new."""
+        without_match: list[asyncio.Future[Delivery | None]] = []
         while waiting := self._waiting_count():
             # If the queue holds mismatches, small batches would cost one call per mismatch.
             stale = self._used.count_stale(self._class)
@@ -141,14 +154,19 @@ class PickupManager:
             batch = await self._context.pool.receive(self._class, limit=limit, visibility_s=VISIBILITY_S)
             surplus = [delivery.receipt for delivery in batch if not self._accept(delivery)]
             if surplus:
+                self._unsettled.update(surplus)
                 await self._context.pool.make_visible(self._class, surplus)
+                self._unsettled.difference_update(surplus)
             if not batch or self._has_only_known_mismatches():
+                without_match = list(self._waiting)
                 break
             if len(self._held) >= MAX_HELD:
                 await self._make_held_visible()
         await self._make_held_visible()
-        while self._waiting_count():
-            self._waiting.popleft().set_result(None)
+        # A worker that came meanwhile waits for the next pass.
+        for future in without_match:
+            if not future.done():
+                future.set_result(None)
 
     def _accept(self, delivery: Delivery) -> bool:
         """Give a delivery to a worker, hold it or drop it. Return False if it is surplus."""
@@ -168,6 +186,7 @@ class PickupManager:
             return False
         else:
             self._in_progress.add((message.id, message.epoch))
+            self._unsettled.add(delivery.receipt)
             self._waiting.popleft().set_result(delivery)
         return True
 
@@ -192,9 +211,10 @@ class PickupManager:
         return any(count >= MAX_RECEIVES for count in self._mismatch_receives.values())
 
     async def _make_held_visible(self) -> None:
-        receipts, self._held = self._held, []
-        if receipts:
+        if receipts := list(self._held):
             await self._context.pool.make_visible(self._class, receipts)
+            # Only now: a cancelled call is repeated at the end.
+            del self._held[: len(receipts)]
 
     def _fail(self, error: RemudaError) -> None:
         while self._waiting_count():

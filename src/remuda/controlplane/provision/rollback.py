@@ -5,8 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
-from remuda.controlplane.context import CONFLICT_ATTEMPTS, Context, map_concurrently, transition
+from remuda.controlplane.context import (
+    CONFLICT_ATTEMPTS,
+    Context,
+    apply_confirmed,
+    map_concurrently,
+    retry_write,
+    transition,
+)
 from remuda.controlplane.release import TOKEN_TIMEOUT_S, removal_credential, remove_jit_registration
 from remuda.domain.errors import Conflict, RemudaError
 from remuda.domain.instance import ASSIGNED, Credential, Instance, State
@@ -159,7 +167,7 @@ async def _tombstone(context: Context, instance: Instance, *, why: str) -> None:
         instance, state=State.TERMINATING, threshold=now, run_id="", last_run_id=instance.run_id, assignment=None
     )
     try:
-        await context.store.apply(tombstone(record, by=_actor(instance), now=now, why=why))
+        await apply_confirmed(context, tombstone(record, by=_actor(instance), now=now, why=why))
         context.event_log.record(
             "tombstone", why, instance_id=instance.instance_id, retire_reason=RetireReason.UNRECORDED
         )
@@ -183,7 +191,9 @@ async def _close_provision(context: Context, provision: Provision, *, why: str, 
         else:
             after = released(current, now=context.clock.now(), why=why, outcome=outcome)
         try:
-            await context.store.replace_provision(current, after)
+            await retry_write(
+                context, partial(context.store.replace_provision, current, after), run_id=provision.run_id
+            )
         except Conflict as conflict:
             current = conflict.current if isinstance(conflict.current, Provision) else None
         else:

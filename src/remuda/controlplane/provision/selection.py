@@ -136,13 +136,17 @@ class Selection:
             self._acquired.remove(expected)
             why = _claim_lost_reason(conflict.current, message)
             self._recorder.reject(RejectionKind.CLAIM_LOST, why, message.id)
-            if delivery is not None and not _is_still_idle(conflict.current, message):
+            if delivery is not None and _is_still_idle(conflict.current, message):
+                self._pickup.hand_back(delivery)
+            elif delivery is not None:
                 self._pickup.mark_used(delivery)
             context.event_log.record("claim-lost", why, instance_id=message.id, run_id=plan.provision.run_id)
             return None
         except Unreadable as error:
             # The message stays in the pool: it is valid again after somebody repaired the record.
             self._acquired.remove(expected)
+            if delivery is not None:
+                self._pickup.hand_back(delivery)
             self._recorder.reject(RejectionKind.UNREADABLE, error.message, message.id)
             context.event_log.record("claim-failed", error.message, instance_id=message.id)
             return None

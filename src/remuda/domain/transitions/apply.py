@@ -271,7 +271,9 @@ def _effect(instance: Instance, event: Event, now: datetime) -> tuple[WriteCondi
         case Commit() | Equip() | Bind() | ListenOn() | Fill():
             return _effect_of_start(instance, event, alive, timed, now)
         case Release():
-            return replace(timed, owner=event.owner), _release(instance, event, now)
+            # A release of a listening runner must not overwrite the run of a job that was recorded meanwhile.
+            unbound = (("run_id", instance.run_id),) if instance.runner_set else ()
+            return replace(timed, owner=event.owner, equals=unbound), _release(instance, event, now)
         case Extend():
             earliest = now - timedelta(seconds=event.margin_s)
             return replace(timed, threshold_after=earliest), _extend(instance, event, now)
