@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 
 from mutation_testing.recording import ROOT, SOURCES
-from simulation.mutation import MutationError, NodeKind, Place, Replacement, scope
+from simulation.mutation import MutationError, NodeKind, NodePlace, Replacement, scope
 
 _BOUNDARIES: Mapping[type[ast.cmpop], ast.cmpop] = {
     ast.Lt: ast.LtE(),
@@ -108,7 +108,9 @@ class GeneratedMutant:
     def located(self) -> Replacement:
         """The replacement of exactly this place, if its code occurs more than once in the function."""
         tree = ast.parse(self.file.read_text(encoding="utf-8"))
-        matches = [place for place in self.replacement.find(scope(tree, self.replacement)) if isinstance(place, Place)]
+        matches = [
+            place for place in self.replacement.find(scope(tree, self.replacement)) if isinstance(place, NodePlace)
+        ]
         found = [number for number, place in enumerate(matches) if _line(place) == self.first_line]
         if not found:
             raise MutationError(f"{self.place}: {self.replacement.old!r} was not found again")
@@ -116,7 +118,7 @@ class GeneratedMutant:
         return replace(self.replacement, number=found[self.ordinal % len(found)])
 
 
-def _line(place: Place) -> int:
+def _line(place: NodePlace) -> int:
     value = getattr(place.parent, place.field)
     node = value if place.part is None else value[place.part][0]
     return int(node.lineno)

@@ -65,7 +65,7 @@ class Replacement:
         places[self.number or 0].put(_parse(self.new, self.kind) if self.new else [])
         ast.fix_missing_locations(tree)
 
-    def find(self, root: ast.AST) -> Iterator[Place | _Entry]:
+    def find(self, root: ast.AST) -> Iterator[NodePlace | _Entry]:
         """The matches in a function, or in the code of a module outside its functions."""
         pattern = _parse(self.old, self.kind)
         for parent in _walk(root):
@@ -73,9 +73,9 @@ class Replacement:
                 if isinstance(value, list):
                     for start in range(len(value) - len(pattern) + 1):
                         if all(_matches(*pair) for pair in zip(pattern, value[start:], strict=False)):
-                            yield Place(parent, name, slice(start, start + len(pattern)))
+                            yield NodePlace(parent, name, slice(start, start + len(pattern)))
                 elif isinstance(value, ast.AST) and len(pattern) == 1 and _matches(pattern[0], value):
-                    yield Place(parent, name, None)
+                    yield NodePlace(parent, name, None)
             if self.kind is NodeKind.ENTRY and isinstance(parent, ast.Dict):
                 for number, entry in enumerate(zip(parent.keys, parent.values, strict=True)):
                     if _matches(pattern, [*entry]):
@@ -83,7 +83,7 @@ class Replacement:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class NodePlace:
     """One field of a node, or a slice of it if the field is a list."""
 
     parent: ast.AST
