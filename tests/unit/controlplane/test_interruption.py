@@ -299,6 +299,19 @@ async def test_intent_repeated_by_the_client_is_recognised(world: PoolWorld) -> 
     assert (await world.provision(process=world.process(hook))).created == 1
 
 
+async def test_intent_that_is_cancelled_after_its_write_is_closed(world: PoolWorld) -> None:
+    async def cancel(name: str, call: Call) -> Any:
+        answer = await call()
+        if name == "store.put_provision":
+            raise asyncio.CancelledError
+        return answer
+
+    with pytest.raises(asyncio.CancelledError):
+        await world.provision(process=world.process(cancel))
+    (intent,) = world.database.provisions.values()
+    assert (intent.status, intent.outcome and intent.outcome.error) == (ProvisionStatus.RELEASED, "interrupted")
+
+
 async def test_intent_of_another_process_is_a_conflict(world: PoolWorld) -> None:
     hook = failing("store.put_provision", Conflict("it exists", current=provision(1)))
     with pytest.raises(Conflict):

@@ -36,19 +36,21 @@ __all__ = ["ProvisionRequest", "ProvisionResult", "ProvisionedInstance", "provis
 async def provision(context: Context, request: ProvisionRequest) -> ProvisionResult:
     recorder = OutcomeRecorder(context.clock)
     plan = await make_plan(context, request)
-    await record_intent(context, plan.provision)
-    recorder.end_phase("intent")
-    if request.tier_reason:
-        context.event_log.record("tier", f"{request.tier}: {request.tier_reason}", run_id=request.run_id)
     acquired = AcquiredInstances()
     jit = JustInTimeRegistrations(context, context.github, plan) if request.ephemeral and context.github else None
     try:
+        await record_intent(context, plan.provision)
+        recorder.end_phase("intent")
+        if request.tier_reason:
+            context.event_log.record("tier", f"{request.tier}: {request.tier_reason}", run_id=request.run_id)
         registered = await _acquire_all(context, plan, acquired, recorder, jit)
         recorder.end_phase("instances")
         running = await _commit(context, plan, registered, acquired, recorder)
     except BaseException as error:
-        failure = error if isinstance(error, RemudaError) else Interrupted("interrupted")
-        await _undo(context, plan, acquired, recorder, failure)
+        # The intent may have been written even if its write failed, unless another process's record was there.
+        if "intent" in recorder.phases or not isinstance(error, Conflict):
+            failure = error if isinstance(error, RemudaError) else Interrupted("interrupted")
+            await _undo(context, plan, acquired, recorder, failure)
         if jit is not None:
             await run_to_end(jit.remove_all())
         raise
