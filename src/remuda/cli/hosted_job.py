@@ -33,16 +33,20 @@ class HostedRunner:
         self._folder = folder
         self._state = state
         self._jobs = 0
+        self._installation = asyncio.Lock()
 
     async def run(self, message: Mapping[str, Any], on_output: Callable[[str], None]) -> dict[str, Any]:
         """Run a job and return the worker's report. A cancellation interrupts its steps as on GitHub."""
-        if not self._jobs:
-            await asyncio.to_thread(install_runner, self._folder)
-        self._jobs += 1
+        # Jobs that start together must not install it together.
+        async with self._installation:
+            if not self._jobs:
+                await asyncio.to_thread(install_runner, self._folder)
+            self._jobs += 1
+            number = self._jobs
         job = {
             **message,
-            "runner": f"{os.uname().nodename} {self._jobs}",
-            "work": f"_work/{self._jobs}",
+            "runner": f"{os.uname().nodename} {number}",
+            "work": f"_work/{number}",
             # GitHub deletes the machine; here, machines that `remuda provision` has started must stay.
             "tracking": "",
             "cancel_grace_s": STEP_GRACE_S,
