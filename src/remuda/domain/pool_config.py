@@ -93,6 +93,11 @@ class PoolConfig:
         )
 
 
+def may_hold_secret(launch_option: str) -> bool:
+    """Whether the option's value must not be shown: a script, or a URL that may be signed."""
+    return launch_option == "pre-runner-script" or launch_option.endswith("-url")
+
+
 def runner_prefix(pool: str) -> str:
     return f"remuda-{pool}-"
 

@@ -12,7 +12,7 @@ from remuda.cli.output import table
 from remuda.config.declaration import DEFAULT, Secret, key
 from remuda.config.settings import LIFETIME_SETTINGS, SETTINGS, Settings
 from remuda.domain.instance import Instance
-from remuda.domain.pool_config import PoolConfig
+from remuda.domain.pool_config import PoolConfig, may_hold_secret
 from remuda.domain.resources import ResourceClass, TypePatterns
 from remuda.domain.runner_set import RunnerSet
 from remuda.domain.scale_down.idle_config import IdleWindow
@@ -153,7 +153,7 @@ def pool_config_rows(stored: PoolConfig, settings: Settings) -> dict[str, dict[s
     )
     rows: dict[str, dict[str, Any]] = {}
     for name in sorted({**pool, **here}, key=list(SETTINGS).index):
-        is_given, is_secret = settings.given(name), _may_hold_secret(name)
+        is_given, is_secret = settings.given(name), may_hold_secret(key(name))
         value, local = pool.get(name), here.get(name)
         rows[key(name)] = {
             "value": "(hidden)" if is_secret and value else _jsonable_setting(name, value),
@@ -181,11 +181,6 @@ def _pool_values(
         "resource_class_config": classes,
         **{name: value for name, value in options.items() if name in SETTINGS},
     }
-
-
-def _may_hold_secret(name: str) -> bool:
-    """A script, or a signed URL."""
-    return name == "pre_runner_script" or name.endswith("_url")
 
 
 def pool_config_table(stored: PoolConfig, rows: Mapping[str, Mapping[str, Any]]) -> Table:

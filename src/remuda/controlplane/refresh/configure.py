@@ -10,7 +10,7 @@ from typing import Any
 from remuda.controlplane.context import Context, map_concurrently
 from remuda.controlplane.refresh.result import RefreshResultBuilder
 from remuda.domain.errors import Conflict, RemudaError, Unavailable, UserError
-from remuda.domain.pool_config import DEFAULT_GROUP_ID, PoolConfig, ScopeTokens
+from remuda.domain.pool_config import DEFAULT_GROUP_ID, PoolConfig, ScopeTokens, may_hold_secret
 from remuda.domain.resources import ResourceClass, Reuse
 from remuda.domain.runner_release import IMAGE, RunnerChoice, RunnerRelease, resolve_release
 from remuda.domain.runner_set import FIELD as RUNNER_SETS
@@ -255,7 +255,6 @@ _RUNNER = "runner"
 #: Settings whose name or unit differs from the field's.
 _CLASSES = "resource-class-config"
 _RUNTIME = "max-runtime-min"
-_SCRIPT = "pre-runner-script"
 
 #: A setting's name with its previous and new value. The values are None if they may hold a secret: a script, or a
 #: signed URL.
@@ -306,7 +305,7 @@ def _launch_changes(before: Mapping[str, str], after: Mapping[str, str]) -> Iter
     for name in sorted({**before, **after}):
         old, new = before.get(name), after.get(name)
         if old != new:
-            yield _setting_name(name), None if name == _SCRIPT or name.endswith("-url") else (old, new)
+            yield _setting_name(name), None if may_hold_secret(name) else (old, new)
 
 
 def _setting_name(name: str) -> str:
