@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -15,7 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from remuda import procfs
+from remuda.adapters.local import folder
 from remuda.adapters.local.compute import LocalCompute
+from remuda.adapters.local.launch import is_on
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.domain.errors import CapacityError
 from remuda.domain.resources import ResourceClass, RunnerRequest, Tier, TypePatterns, UsageClass, is_instance_id
@@ -249,3 +253,22 @@ async def test_tag_and_untag(compute: Compute, wanted: Wanted) -> None:
         assert "key-1" not in view.tags
         assert {f"key-{number}" for number in range(2, 10)} <= set(view.tags)
         assert view.tags[POOL_TAG] == "pool"
+
+
+# Specific to the local backend
+
+
+def test_local_machine_is_on_while_its_supervisor_lives(tmp_path: Path) -> None:
+    """After its death, a remaining child may still hold the lock."""
+    assert not is_on(tmp_path)
+    with (tmp_path / folder.POWER).open("wb") as power:
+        assert not is_on(tmp_path)
+        fcntl.flock(power, fcntl.LOCK_EX)
+        # The launcher has the lock before the supervisor starts.
+        assert is_on(tmp_path)
+        me = procfs.read_process(os.getpid())
+        assert me is not None
+        folder.write_supervisor(power.fileno(), me.pid, me.started)
+        assert is_on(tmp_path)
+        folder.write_supervisor(power.fileno(), me.pid, me.started + 1)
+        assert not is_on(tmp_path)

@@ -97,6 +97,11 @@ async def test_table_is_billed_on_demand(store: DynamoInstanceStore, stores: Dyn
     assert table["BillingModeSummary"]["BillingMode"] == "PAY_PER_REQUEST"
 
 
+async def test_indexes_contain_whole_items(store: DynamoInstanceStore, stores: DynamoStores) -> None:
+    table = (await stores.client.describe_table(TableName=stores.table))["Table"]
+    assert {index["Projection"].get("ProjectionType") for index in table["GlobalSecondaryIndexes"]} == {"ALL"}
+
+
 async def test_fields_are_stored_as_attributes(store: DynamoInstanceStore, stores: DynamoStores) -> None:
     await store.apply(birth(instance(provision_id="p-1")))
     item = (await scanned(stores))[f"control#{PREFIX}{ID}"]

@@ -40,7 +40,7 @@ class BatchClient:
         return {"UnprocessedItems": {TABLE: rest} if rest else {}}
 
 
-def table(client: BatchClient) -> Table:
+def table(client: BatchClient | ItemClient) -> Table:
     return Table(client=cast("Any", client), name=TABLE, clock=FixedClock(), ids=SeededIds(), calls=CallCounter())
 
 
@@ -62,6 +62,33 @@ async def test_batch_that_makes_no_progress_is_an_error() -> None:
         await table(BatchClient(1)).get_all(keys(BATCH_ATTEMPTS + 1))
     with pytest.raises(Throttled):
         await table(BatchClient(1)).put_all(keys(BATCH_ATTEMPTS + 1))
+
+
+class ItemClient:
+    """A table that answers a read of one item with this."""
+
+    def __init__(self, answer: Any) -> None:
+        self._answer = answer
+
+    async def get_item(self, **_: Any) -> Any:
+        return self._answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [
+        ({"Item": keys(1)[0]}, keys(1)[0]),
+        ({"Item": keys(1)[0], "ResponseMetadata": {"RequestId": "r"}}, keys(1)[0]),
+        ({"ResponseMetadata": {"RequestId": "r"}}, None),
+    ],
+)
+async def test_item_is_read_or_missing(answer: Any, found: Any) -> None:
+    assert await table(ItemClient(answer)).get(keys(1)[0]) == found
+
+
+async def test_answer_without_item_and_request_id_is_not_one_of_a_table() -> None:
+    with pytest.raises(Unavailable):
+        await table(ItemClient({"ResponseMetadata": {}})).get(keys(1)[0])
 
 
 class LostLaunch(Ec2Calls):

@@ -177,6 +177,11 @@ def test_invalid_subject_is_rejected_before_any_call(subject: str) -> None:
     assert failure.value.field == "RUN|JOB|SET|INSTANCE"
 
 
+@pytest.mark.parametrize("subject", ["7", "set.large", instance_id(1)])
+def test_runs_sets_and_instances_are_valid_subjects(subject: str) -> None:
+    assert check_subject(subject) == subject
+
+
 async def test_control_characters_from_agents_are_removed(world: PoolWorld) -> None:
     machine = (await world.one("7")).instance_id
     world.behaviour.resets[machine] = StepResult(ok=False, detail="\x1b[2J[bold]boo[/bold]\nnext")

@@ -115,6 +115,28 @@ async def test_changes_found_by_a_failed_poll_are_returned_by_the_next(
     assert page.histories[instance_id]
 
 
+async def test_history_written_after_its_record_is_returned_by_the_next_poll(
+    world: PoolWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = world.process()
+    page = Page(context)
+    await page.poll(include_terminated=True)
+    (instance_id,) = await world.warm(1)
+    await page.poll()
+    before = dict(page.histories)
+
+    async def read_early(_: object) -> dict[str, Any]:
+        return before
+
+    await drain(context, [page.instances[instance_id]], reason="test", dry_run=False)
+    with monkeypatch.context() as early:
+        early.setattr(context.store, "histories", read_early)
+        assert await page.poll() == {instance_id}
+    assert await page.poll() == {instance_id}
+    assert len(page.histories[instance_id]) > len(before[instance_id])
+    assert await page.poll() == set()
+
+
 def asked(world: PoolWorld, number: int, *, age_s: float = 0.0, status: ProvisionStatus = OPEN) -> Provision:
     """A stored provision."""
     now = world.process().clock.now() - timedelta(seconds=age_s)

@@ -281,6 +281,19 @@ async def test_machines_of_an_ambiguous_launch_are_found_by_tag(world: PoolWorld
     assert not world.alive()
 
 
+async def test_machines_launched_after_the_cancellation_are_ended(world: PoolWorld) -> None:
+    async def hook(name: str, call: Call) -> Any:
+        if name == "compute.launch":
+            provisioning.cancel()
+            await asyncio.sleep(1)
+        return await call()
+
+    provisioning = asyncio.create_task(world.provision(count=2, process=world.process(hook)))
+    with pytest.raises(asyncio.CancelledError):
+        await provisioning
+    assert len(world.in_state(State.TERMINATING)) == 2
+
+
 @pytest.mark.parametrize("applied", [True, False], ids=["applied", "lost"])
 async def test_intent_with_a_lost_answer_is_recognised(world: PoolWorld, *, applied: bool) -> None:
     hook = AmbiguousAnswer("store.put_provision", applied=applied, at=(1,))

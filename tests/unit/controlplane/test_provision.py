@@ -188,6 +188,11 @@ async def test_max_instances_counts_live_instances(world: PoolWorld) -> None:
     await world.provision("4", count=1)
 
 
+async def test_provision_may_need_all_instances_of_the_limit(world: PoolWorld) -> None:
+    await world.configure(max_instances=2)
+    assert (await world.provision(count=2)).created == 2
+
+
 async def test_max_instances_holds_for_concurrent_provisions(world: PoolWorld) -> None:
     await world.configure(max_instances=4)
     outcomes = await asyncio.gather(*(world.provision(str(run), count=2) for run in range(4)), return_exceptions=True)
@@ -334,6 +339,17 @@ async def test_request_overrides_pool_times(world: PoolWorld) -> None:
     threshold = result.instances[0].instance.threshold
     assert threshold - world.clock.now() == timedelta(seconds=1_000)
     await world.release()
+
+
+@pytest.mark.parametrize(("limit_s", "is_limited"), [(50.0, True), (60.0, False)])
+async def test_caller_limits_the_time_of_a_provision(world: PoolWorld, limit_s: float, *, is_limited: bool) -> None:
+    process, started = world.process(), world.clock.now()
+    world.behaviour.boot_s = 1_000.0
+    with pytest.raises(TimedOut):
+        await world.provision(max_timeout_s=limit_s, process=process)
+    assert world.clock.now() - started <= timedelta(seconds=limit_s)
+    assert isinstance(process.event_log, EventRecorder)
+    assert process.event_log.count("limit") == is_limited
 
 
 class OnDemandFallback(MemoryCompute):

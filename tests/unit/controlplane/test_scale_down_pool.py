@@ -168,8 +168,12 @@ async def test_pool_machines_are_skipped_if_the_store_is_unreachable(world: Pool
     assert sorted(world.alive()) == sorted(ids)
     assert is_marked(world, ids[0])
     assert {item.decision.action for item in result.outcomes} == {Action.SKIP}
-    (error,) = result.errors
-    assert "out of reach" in error
+    assert result.errors == (f"pool {POOL}: the store is out of reach",)
+
+
+async def test_nothing_is_renewed_in_a_pool_without_a_configuration() -> None:
+    result = await cycle(PoolWorld(), keeping(2))
+    assert not result.errors
 
 
 async def test_record_written_during_the_lists_counts(world: PoolWorld) -> None:

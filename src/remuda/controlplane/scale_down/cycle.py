@@ -24,7 +24,6 @@ from remuda.domain.scale_down.decisions import (
     decide_bypassed,
     decide_orphan,
     found_busy,
-    needs_lookup,
     within_budget,
 )
 from remuda.domain.scale_down.fleet import FleetMachine, Registration, Registrations, match_registrations
@@ -185,7 +184,7 @@ class ScaleDownCycle:
         }
 
     async def _look_up(self, machine: FleetMachine) -> Lookup | None:
-        if not needs_lookup(machine) or machine.scope is None or machine.runner_id is None:
+        if machine.scope is None or machine.runner_id is None:
             return None
         return Lookup(found=await self._remover.get(machine.scope, machine.runner_id))
 

@@ -106,10 +106,6 @@ class Lookup:
     failed: str = ""
 
 
-def needs_lookup(machine: FleetMachine) -> bool:
-    return machine.scope is not None and machine.runner_id is not None
-
-
 def decide_orphan(
     machine: FleetMachine,
     lookup: Lookup | None,

@@ -1,0 +1,31 @@
+"""Records of jobs: events of GitHub are merged in any order."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from itertools import permutations
+
+from remuda.domain.demand import JobEvent, JobEventKind, merge_events
+from tests.support.records import NOW
+
+QUEUED, STARTED, FINISHED = NOW, NOW + timedelta(minutes=1), NOW + timedelta(minutes=2)
+JOB = {"job_id": "j-1", "run_id": "7", "repository": "octo/app", "queued_at": QUEUED}
+EVENTS = (
+    JobEvent(kind=JobEventKind.ASSIGNED, assigned_at=QUEUED, **JOB),
+    JobEvent(kind=JobEventKind.STARTED, started_at=STARTED, runner_name="r-1", **JOB),
+    JobEvent(kind=JobEventKind.COMPLETED, finished_at=FINISHED, result="success", runner_name="r-1", **JOB),
+)
+
+
+def test_events_of_a_job_are_merged_in_any_order() -> None:
+    expected = merge_events({}, EVENTS, runner_set="large", now=NOW)["j-1"]
+    assert (expected.assigned_at, expected.started_at, expected.completed_at) == (QUEUED, STARTED, FINISHED)
+    assert (expected.runner_name, expected.result) == ("r-1", "success")
+    for events in permutations(EVENTS):
+        assert merge_events({}, events, runner_set="large", now=NOW) == {"j-1": expected}
+
+
+def test_event_that_comes_twice_changes_nothing() -> None:
+    known = merge_events({}, EVENTS, runner_set="large", now=NOW)
+    for event in EVENTS:
+        assert merge_events(known, [event], runner_set="large", now=FINISHED) == {}
