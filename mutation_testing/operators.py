@@ -90,13 +90,15 @@ class GeneratedMutant:
     def mentions(self) -> Iterator[tuple[Path, range]]:
         """Lines of all modules with the name of the changed constant or field, which is outside functions."""
         tree = ast.parse(self.file.read_text(encoding="utf-8"))
-        names = {
-            target.id
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Assign | ast.AnnAssign) and node.lineno <= self.first_line <= (node.end_lineno or 0)
-            for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
-            if isinstance(target, ast.Name)
-        }
+        names: set[str] = set()
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Assign | ast.AnnAssign):
+                continue
+            used = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+            if node.lineno <= self.first_line <= (node.end_lineno or 0) or (node in tree.body and used & names):
+                # The constant, or a later one that is computed from it.
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names |= {target.id for target in targets if isinstance(target, ast.Name)}
         if not names:
             return
         pattern = re.compile(rf"\b({'|'.join(names)})\b")

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from coverage import Coverage, CoverageData
@@ -43,6 +44,8 @@ IGNORED = (
     "tests/conformance/test_oidc.py",
     "tests/conformance/test_sandbox.py",
 )
+#: Seconds of CPU time after which a recorded test is ended. A judge has no time for such tests.
+MAX_TEST_S = 4.0
 #: Arguments of pytest: no workers, no cache on disk, no properties, which take as long as a hundred other tests.
 PYTEST_ARGUMENTS = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not hypothesis")
 
@@ -68,6 +71,14 @@ def source_digest() -> str:
     return digest(*(file for folder in SOURCES for file in sorted(folder.rglob("*.py"))))
 
 
+class _TooSlow(BaseException):
+    """Ends a test, whatever exceptions it handles."""
+
+
+def _end_test(*_: object) -> NoReturn:
+    raise _TooSlow
+
+
 class Recorder:
     """A plugin of pytest that records each test under its own context."""
 
@@ -88,6 +99,17 @@ class Recorder:
             self._coverage.switch_context("")
             passed = self._outcomes == ["passed"] * 3
             self.tests[item.nodeid] = RecordedTest(digest=digest(item.path), passed=passed, seconds=round(seconds, 4))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self) -> Iterator[None]:
+        # Again and again: the first exception may end a background task only.
+        before = signal.signal(signal.SIGVTALRM, _end_test)
+        signal.setitimer(signal.ITIMER_VIRTUAL, MAX_TEST_S, 0.2)
+        try:
+            return (yield)
+        finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            signal.signal(signal.SIGVTALRM, before)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._outcomes.append(report.outcome)
