@@ -464,9 +464,10 @@ async def test_unusable_connection_is_unavailable(
         await scripted.ensure_set(SET)
 
 
-async def test_tokens_are_never_sent_unencrypted_to_another_service(clock: AdjustableClock) -> None:
+@pytest.mark.parametrize("url", ["http://p.example/", "https://p.example:0/", "https://me@p.example/", "https:///x"])
+async def test_tokens_are_never_sent_unencrypted_to_another_service(clock: AdjustableClock, url: str) -> None:
     """With an API that is reached over TLS, the service must be, too."""
-    body = {"url": "http://pipelines.example/", "token": token_until(clock.now() + timedelta(hours=1))}
+    body = {"url": url, "token": token_until(clock.now() + timedelta(hours=1))}
     with pytest.raises(Unavailable, match="address"):
         parse_service_access(body, now=clock.now(), is_local=False)
     assert parse_service_access({**body, "url": "https://p.example/x"}, now=clock.now(), is_local=False).url

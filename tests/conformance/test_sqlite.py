@@ -386,6 +386,32 @@ async def test_message_of_this_process_is_received_without_a_sleep(path: Path, c
     await pool.close()
 
 
+async def test_close_ends_the_wait_for_a_message(path: Path, clock: ManualClock) -> None:
+    pool = open_pool(path, clock)
+    await pool.prepare(["large"])
+    async with asyncio.timeout(LONG_S):
+        waiting = asyncio.create_task(pool.receive("large", visibility_s=30, wait_s=2 * LONG_S))
+        await clock.next_sleep()
+        await pool.close()
+        with pytest.raises(Unavailable, match="closed"):
+            await waiting
+
+
+async def test_replacement_of_the_file_is_seen_by_a_wait(
+    path: Path, stores: SqliteStores, polling: SqliteInstanceStore, clock: ManualClock
+) -> None:
+    other = stores.open(path=path.with_name("other.db"))
+    await other.prepare()
+    written = await other.apply(birth(instance()))
+    await other.close()
+    async with asyncio.timeout(LONG_S):
+        waiting = asyncio.create_task(polling.wait_for_control(written.instance_id, None, 2 * LONG_S))
+        asleep = await clock.next_sleep()
+        path.with_name("other.db").replace(path)
+        asleep.set_result(None)
+        assert await waiting == written
+
+
 async def test_documents_are_read_again_only_after_a_commit(
     polling: SqliteInstanceStore, store: SqliteInstanceStore, clock: ManualClock, calls: CallCounter
 ) -> None:

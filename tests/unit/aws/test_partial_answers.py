@@ -9,7 +9,7 @@ import pytest
 
 from remuda.adapters.aws.dynamodb.table import BATCH_ATTEMPTS, Table
 from remuda.adapters.aws.ec2.calls import Ec2Calls
-from remuda.adapters.aws.ec2.create_fleet import FIND_ATTEMPTS, FleetLauncher
+from remuda.adapters.aws.ec2.create_fleet import FIND_ATTEMPTS, MAX_TOKEN, FleetLauncher, client_token
 from remuda.adapters.aws.ec2.options import Ec2LaunchOptions
 from remuda.domain.errors import Throttled, Unavailable
 from remuda.domain.runner_release import RunnerChoice
@@ -113,6 +113,13 @@ async def launch(ec2: LostLaunch, count: int) -> tuple[int, tuple[str, ...]]:
     options = Ec2LaunchOptions(ami="ami-1", subnets=("subnet-1",), profile="p", runner=RunnerChoice.parse({}))
     result = await launcher.launch(launch_request(count=count), options, may_have_launched=False)
     return len(result.instances), result.errors
+
+
+def test_token_that_ec2_accepts_is_used_as_it_is() -> None:
+    assert client_token("x" * MAX_TOKEN) == "x" * MAX_TOKEN
+    digests = [client_token(token) for token in ("x" * (MAX_TOKEN + 1), "ü", "a\nb")]
+    assert len({*digests}) == 3
+    assert {len(token) for token in digests} == {64}
 
 
 async def test_all_instances_of_a_lost_launch_are_found() -> None:

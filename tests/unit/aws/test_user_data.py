@@ -676,3 +676,11 @@ def test_systemd_networkd_ignores_the_network_of_sandboxes(box: BootstrapBox) ->
     assert "Name=ve-remuda-*" in text
     assert "Unmanaged=yes" in text
     assert "networkctl reload" in box.calls
+
+
+def test_user_data_above_the_limit_of_ec2_is_rejected() -> None:
+    """16 KiB before base64 encoding, after compression."""
+    size = len(compress(user_data({})))
+    noise = hashlib.shake_256(b"noise").hexdigest(16_384 - size)
+    with pytest.raises(UserError, match="EC2's limit is 16384"):
+        user_data({"pre-runner-script": noise})
