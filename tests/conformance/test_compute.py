@@ -42,6 +42,19 @@ class ComputeBackend:
     launch: dict[str, str] = field(default_factory=dict)
 
 
+def local_compute(root: Path, pool: str, runner_source: Path) -> LocalCompute:
+    return LocalCompute(
+        root=root,
+        pool=pool,
+        runner_source=runner_source,
+        agent_command=["/bin/sh", "-c", "exec sleep 1000"],
+        clock=SystemClock(),
+        ids=SystemIds(),
+        calls=CallCounter(),
+        environment={"PATH": os.environ["PATH"]},
+    )
+
+
 @asynccontextmanager
 async def local_backend() -> AsyncIterator[ComputeBackend]:
     """Fails if machines or processes are left after their termination."""
@@ -52,17 +65,7 @@ async def local_backend() -> AsyncIterator[ComputeBackend]:
         pools: dict[str, LocalCompute] = {}
 
         def open_compute(pool: str) -> Compute:
-            compute = LocalCompute(
-                root=Path(folder) / "machines",
-                pool=pool,
-                runner_source=source,
-                agent_command=["/bin/sh", "-c", "exec sleep 1000"],
-                clock=SystemClock(),
-                ids=SystemIds(),
-                calls=CallCounter(),
-                environment={"PATH": os.environ["PATH"]},
-            )
-            return pools.setdefault(pool, compute)
+            return pools.setdefault(pool, local_compute(Path(folder) / "machines", pool, source))
 
         yield ComputeBackend(open=open_compute)
         marks = []
@@ -256,6 +259,12 @@ async def test_tag_and_untag(compute: Compute, wanted: Wanted) -> None:
 
 
 # Specific to the local backend
+
+
+async def test_local_machine_with_an_unreadable_record_is_not_reported_as_terminated(tmp_path: Path) -> None:
+    compute = local_compute(tmp_path, "pool", tmp_path)
+    (tmp_path / UNKNOWN).mkdir()
+    assert await compute.terminate([UNKNOWN]) == {UNKNOWN: "cannot read its record"}
 
 
 def test_local_machine_is_on_while_its_supervisor_lives(tmp_path: Path) -> None:

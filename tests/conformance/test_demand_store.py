@@ -489,6 +489,12 @@ def test_largest_job_fits_into_an_item() -> None:
     assert size * (JOBS_PER_TRANSACTION + 1) < 4 * 1024 * 1024
 
 
+async def test_set_and_its_jobs_are_written_in_one_call(table: Any, between: FaultProxy) -> None:
+    between.requests.clear()
+    await table.put_demand(demand_record(), [job_record(number) for number in range(JOBS_PER_TRANSACTION)])
+    assert between.requests == {"TransactWriteItems": 1}
+
+
 async def test_jobs_expire_by_their_ttl(table: Any, dynamo_stores: DynamoStores) -> None:
     await table.put_jobs([job_record(1, forget_at=at(600)), job_record(2)])
     scanned = await dynamo_stores.client.scan(TableName=dynamo_stores.table)

@@ -309,6 +309,16 @@ async def test_expiry_is_enabled(store: DynamoInstanceStore, stores: DynamoStore
     assert await store.forget(at(1e9)) == 0
 
 
+async def test_expiry_by_another_attribute_is_not_taken_for_that_of_records(
+    store: DynamoInstanceStore, stores: DynamoStores
+) -> None:
+    assert (await store.inspect()).expires
+    for enabled, name in ((False, "ttl"), (True, "other")):
+        specification: Any = {"Enabled": enabled, "AttributeName": name}
+        await stores.client.update_time_to_live(TableName=stores.table, TimeToLiveSpecification=specification)
+        assert not (await store.inspect()).expires
+
+
 async def test_terminated_records_and_settled_provisions_expire(
     store: DynamoInstanceStore, stores: DynamoStores
 ) -> None:

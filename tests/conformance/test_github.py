@@ -352,8 +352,9 @@ async def test_deletion_with_a_lost_response(fake_github: GitHubClients, client:
         ("remove-token", lambda client: client.removal_token(REPO)),
         ("get", lambda client: client.get_runner(REPO, 1)),
         ("downloads", lambda client: client.runner_downloads(REPO)),
+        ("run", lambda client: client.get_run(REPO, REPO, 4_801)),
     ],
-    ids=["list", "registration-token", "remove-token", "get", "downloads"],
+    ids=["list", "registration-token", "remove-token", "get", "downloads", "run"],
 )
 async def test_idempotent_calls_with_lost_responses_are_retried(
     fake_github: GitHubClients, client: GitHub, operation: str, call: Callable[[GitHub], Awaitable[object]]
