@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mutation_testing import operators
 from mutation_testing.operators import GeneratedMutant, mutants_of, read_signatures, sample
 from simulation.mutation import mutated_tree
 
@@ -115,3 +116,12 @@ def test_a_sample_is_reproducible_and_differs_by_seed(tmp_path: Path):
     assert [item.id for item in chosen] == [item.id for item in sample([*reversed(found)], 10, 1)]
     assert {item.id for item in chosen} != {item.id for item in sample(found, 10, 2)}
     assert len(chosen) == 10
+
+
+def test_mentions_of_a_constant_include_those_of_constants_computed_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(operators, "SOURCES", (tmp_path,))
+    found = mutants(tmp_path, "FIRST = 5\nSECOND = FIRST * 2\n\n\ndef f():\n    return SECOND\n")
+    (mutant,) = (item for item in found if item.operator == "constant + 1" and item.first_line == 1)
+    assert {lines.start for _, lines in mutant.mentions()} == {1, 2, 6}
