@@ -44,7 +44,7 @@ SIMULATION = (
     (CampaignSettings(hours=0.15, instances=3, demand=True), 12),
 )
 #: CPU seconds of recorded time that the tests of one mutant may take.
-BUDGET_S = 10.0
+BUDGET_S = 20.0
 #: Tests that share a forked process: few at first, because most mutants are killed by the first ones.
 BATCHES = (5, 15, 40)
 #: Limits of a process: CPU seconds beyond three times the recorded time, and seconds without progress.

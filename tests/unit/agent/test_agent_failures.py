@@ -67,6 +67,18 @@ async def test_job_continues_while_the_store_is_unreachable(fixture: AgentFixtur
     assert fixture.report.busy
 
 
+async def test_runner_does_not_start_after_its_failure_was_signalled(fixture: AgentFixture) -> None:
+    """The write of a killed agent may arrive late."""
+    fixture.machine.script_s = 5.0
+    await fixture.create()
+    fixture.start()
+    await until(lambda: "script" in fixture.log)
+    await fixture.control.write_signal(ID, epoch=1, signal=Signal.UD_REG_FAILED, detail="test")
+    await asyncio.sleep(30)
+    assert fixture.signalled(Signal.UD_REG_FAILED)
+    assert not fixture.runner.configured
+
+
 async def test_requests_to_an_unreachable_store_back_off(fixture: AgentFixture) -> None:
     fixture.store.down = True
     fixture.start()

@@ -21,6 +21,7 @@ from remuda.agent import processes
 from remuda.agent.listener import (
     ERROR_BYTES,
     KILLED,
+    REGISTRATION_DELETED,
     UPDATE_LIMIT_S,
     UPDATING,
     WAIT_FOR_UPDATE,
@@ -215,6 +216,14 @@ class TestStart:
     async def test_last_error_is_found_at_the_end_of_a_long_log(self, fixture: Fixture) -> None:
         fixture.log.write_text(f"An error occurred: old\n{'x' * ERROR_BYTES}\nAn error occurred: new\n")
         assert fixture.open().last_error() == "new"
+
+    async def test_registration_is_not_lost_while_the_listener_runs(self, fixture: Fixture) -> None:
+        listener = await fixture.started()
+        with fixture.log.open("a") as log:
+            log.write(f"{REGISTRATION_DELETED}\n")
+        assert not listener.lost_registration()
+        await fixture.end(listener, 1)
+        assert listener.lost_registration()
 
     async def test_log_that_cannot_be_opened_is_an_error(self, fixture: Fixture) -> None:
         fixture.log = fixture.log.parent / "missing" / "runner.log"

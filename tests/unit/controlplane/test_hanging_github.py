@@ -15,7 +15,7 @@ from remuda.controlplane.release import TOKEN_TIMEOUT_S
 from remuda.domain.errors import CapacityError, RemudaError, TimedOut, Unavailable
 from remuda.domain.instance import ASSIGNED, State
 from remuda.domain.provision import ProvisionStatus
-from tests.support.virtual_time import Call, Cut, CutKind, hanging
+from tests.support.virtual_time import Call, Cut, CutKind, EventRecorder, hanging
 from tests.support.world import PoolWorld
 
 
@@ -66,6 +66,8 @@ async def test_rollback_without_a_token_closes_the_provision(world: PoolWorld) -
         await world.provision(count=2, scope="octo/other", process=process)
     assert provision_status(world) == {ProvisionStatus.RELEASED}
     assert world.in_state(State.CLAIMED) == ids
+    assert isinstance(process.event_log, EventRecorder)
+    assert process.event_log.count("rollback-incomplete") == 1
     await world.sweep()
     assert world.in_state(State.CLAIMED) == []
 

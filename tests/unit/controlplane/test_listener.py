@@ -17,6 +17,7 @@ from remuda.domain.errors import CapacityError, Unavailable
 from remuda.domain.instance import RetireReason, State
 from remuda.domain.provision import ProvisionStatus
 from remuda.domain.resources import Tier
+from remuda.domain.thresholds import HEARTBEAT_DEAD_AFTER_S
 from remuda.ports.github import GitHubRun
 from remuda.ports.machine import StepResult
 from simulation.invariants import SCOPE
@@ -326,6 +327,50 @@ async def test_known_idle_machine_that_another_process_has_claimed_is_replaced(s
     assert "claim-lost" in dict(listener.events)
     assert len(sets.database.instances) == 2
     assert sets.states()[first] is State.RUNNING
+
+
+async def test_known_idle_machine_that_is_about_to_expire_is_not_claimed(sets: DemandWorld) -> None:
+    listener = sets.listen()
+    await sets.wait_for_jobs(sets.queue())
+    await sets.wait_for(lambda: sets.in_state(State.IDLE))
+    (first,) = sets.in_state(State.IDLE)
+    left = sets.record(first).threshold - sets.clock.now()
+    await asyncio.sleep(left.total_seconds() - sets.lifetimes.margin_s)
+    await sets.wait_for_jobs(sets.queue())
+    assert "claim-lost" in dict(listener.events)
+    assert "bug" not in dict(listener.events)
+    assert len(sets.database.instances) == 2
+
+
+async def test_idle_machine_of_a_set_that_is_gone_is_recorded_as_terminated(sets: DemandWorld) -> None:
+    listener = sets.listen()
+    await sets.wait_for_jobs(sets.queue())
+    await sets.wait_for(lambda: sets.in_state(State.IDLE))
+    (first,) = sets.in_state(State.IDLE)
+    await listener.stop()
+    sets.cloud.end(first, "power loss")
+    await sets.pass_time(sets.lifetimes.idle_time_s / 2)
+    assert sets.record(first).state is State.TERMINATED
+
+
+async def test_agents_are_not_dead_because_the_store_was_down(sets: DemandWorld) -> None:
+    """Their next heartbeats come later than the listener's next read."""
+    is_down = False
+
+    async def hook(name: str, call: Call) -> Any:
+        if is_down and name in {"store.get_reports", "store.beat"}:
+            raise Unavailable("no answer of the store")
+        return await call()
+
+    await sets.configure_sets(runner_set(windows=window(hot=1)))
+    sets.agent_hook = lambda _: hook
+    sets.listen(hook)
+    await sets.wait_for(lambda: sets.in_state(State.RUNNING))
+    is_down = True
+    await asyncio.sleep(HEARTBEAT_DEAD_AFTER_S + 1)
+    is_down = False
+    await asyncio.sleep(HEARTBEAT_DEAD_AFTER_S)
+    assert len(sets.database.instances) == 1
 
 
 async def test_listener_that_is_stopped_twice_gives_back_what_it_has_acquired(sets: DemandWorld) -> None:

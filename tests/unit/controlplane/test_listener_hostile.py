@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from remuda.controlplane.demand.acquisition import FIRST_RETRY_S
 from remuda.controlplane.demand.sets import CONCURRENT_REGISTRATIONS
 from remuda.domain.demand import JobEvent, JobEventKind
 from remuda.domain.errors import CapacityError, Throttled, Unavailable
@@ -184,7 +185,8 @@ async def test_pool_that_cannot_be_filled_does_not_delay_jobs(sets: DemandWorld)
     await sets.wait_for(lambda: sets.in_state(State.IDLE))
     await sets.configure_sets(runner_set(windows=window(warm=2)))
     listener.listener.reload()
-    await sets.wait_for(lambda: launches > 3, 200)
+    # With growing pauses.
+    assert await sets.wait_for(lambda: launches > 3, 200) >= FIRST_RETRY_S
     (job,) = sets.queue(seconds=1)
     assert await sets.wait_for(lambda: job.started) < 5
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 
-from remuda.controlplane.demand.machines import SEARCH_LAG_S, MachineTable
+from remuda.controlplane.demand.machines import SEARCH_LAG_S, KnownMachine, MachineTable
 from remuda.controlplane.demand.sets import ENDED_COUNTS_FOR_S, SetState, new_state
 from remuda.domain.demand import DemandRecord, DemandStatistics, JobRecord
+from remuda.domain.instance import State
 from remuda.domain.runner_set import RunnerSet
+from remuda.domain.signals import Report
 from tests.support.records import NOW, instance
 from tests.support.virtual_time import FixedClock
 from tests.support.world import PoolWorld
@@ -56,6 +58,15 @@ async def test_statistics_of_an_earlier_process_count_for_ten_minutes(world: Poo
     old = replace(stored, updated_at=stored.updated_at - timedelta(minutes=10, seconds=1))
     assert new_state(context, SET, recent).record.statistics == stored.statistics
     assert new_state(context, SET, old).record.statistics == DemandStatistics()
+
+
+def test_the_report_of_an_earlier_use_does_not_count() -> None:
+    used = instance(1, state=State.CLAIMED, epoch=2)
+    machine = KnownMachine(used, now=NOW)
+    for epoch, silent_since in ((1, NOW), (2, None)):
+        report = Report(instance_id=used.instance_id, epoch=epoch, listening=True)
+        machine.observe(report, now=NOW + timedelta(seconds=9), monotonic=9.0)
+        assert machine.silent_since == silent_since
 
 
 def test_a_machine_that_was_pooled_is_idle_until_the_search_must_have_found_it() -> None:

@@ -27,6 +27,7 @@ from remuda.domain.reporting.demand import (
     demand_status,
     describe_missing_labels,
     disagreement_anomaly,
+    labels_by_run,
     listener_anomaly,
     unaudited_anomaly,
 )
@@ -36,7 +37,7 @@ from remuda.domain.reporting.warnings import find_demand_warnings
 from remuda.domain.runner_set import RunnerSet
 from remuda.domain.signals import Report
 from remuda.domain.thresholds import Lifetimes
-from tests.support.records import NOW, at, entry, in_set, instance, instance_id, pool_config, provision
+from tests.support.records import NOW, assignment, at, entry, in_set, instance, instance_id, pool_config, provision
 
 HOSTILE = "\x1b[31m[bold]evil[/bold]\u202e\n<script>"
 LARGE = RunnerSet(
@@ -329,6 +330,13 @@ def test_missing_labels_of_a_run(labels: list[str], run_id: str, expected: str) 
         RunnerSet(name="set", labels=("self-hosted", "remuda", "large"), resource_class="large", scope="o/r", max=1)
     ]
     assert describe_missing_labels(labels, sets, run_id=run_id, runs={"77": ("77", "large")}).startswith(expected)
+
+
+def test_labels_of_a_run_are_those_of_its_runners() -> None:
+    ours = machine(1, run_id="77", runner_set="", assignment=assignment(1))
+    released, of_set = replace(ours, run_id=""), replace(ours, runner_set="large")
+    assert assignment(1).labels
+    assert labels_by_run([ours, released, of_set]) == {"77": assignment(1).labels}
 
 
 def test_a_lasting_disagreement_is_reported() -> None:
