@@ -312,13 +312,14 @@ class TestJudge:
         names = [name for name in functions if name.partition("::")[0] in files]
         # With the start of Python and the collection of the tests.
         limit_s = 20 + CPU_RESERVE_S + 3 * sum(map(self._seconds, chosen))
-        found = _run_fresh([replacement], names, limit_s)
-        if found is None:
-            return Judgement(outcome=Outcome.TIMEOUT, tests=len(names))
-        failed = [name for name in found if not self._is_unreliable(name)]
-        # Errors that belong to no test, for example of an import, are evidence only if the mutant causes them.
-        if failed and (failed[0] in self.items or _run_fresh([], names, limit_s) == []):
-            return Judgement(outcome=Outcome.KILLED, by=failed[0], tests=len(names))
+        for batch in filter(None, (names[: BATCHES[0]], names[BATCHES[0] :])):
+            found = _run_fresh([replacement], batch, limit_s)
+            if found is None:
+                return Judgement(outcome=Outcome.TIMEOUT, tests=len(names))
+            failed = [name for name in found if not self._is_unreliable(name)]
+            # Errors that belong to no test, for example of an import, are evidence only if the mutant causes them.
+            if failed and (failed[0] in self.items or _run_fresh([], batch, limit_s) == []):
+                return Judgement(outcome=Outcome.KILLED, by=failed[0], tests=len(names))
         return Judgement(outcome=Outcome.SURVIVED, tests=len(names), is_cut=is_cut or len(names) < len(functions))
 
 
