@@ -6,23 +6,19 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
-from botocore.exceptions import ClientError
 
 from remuda.adapters.aws.dynamodb.table import BATCH_ATTEMPTS, Table
-from remuda.adapters.aws.ec2.calls import MAX_ATTEMPTS, Ec2Calls
+from remuda.adapters.aws.ec2.calls import Ec2Calls
 from remuda.adapters.aws.ec2.create_fleet import FIND_ATTEMPTS, MAX_TOKEN, FleetLauncher, client_token
 from remuda.adapters.aws.ec2.options import Ec2LaunchOptions
-from remuda.adapters.aws.ec2.tagged_fleet import MAX_CONSECUTIVE_FAILURES, Ec2Fleet
 from remuda.domain.errors import Throttled, Unavailable
 from remuda.domain.runner_release import RunnerChoice
-from remuda.domain.scale_down.fleet import GHR_APPLICATION, GHR_APPLICATION_TAG, GHR_ENVIRONMENT_TAG
 from remuda.ports.calls import CallCounter
 from simulation.loop import SeededIds
 from tests.support.records import NOW, instance_id, launch_request
 from tests.support.virtual_time import FixedClock
 
 TABLE = "remuda"
-FLEET_TAGS = {GHR_ENVIRONMENT_TAG: "test", GHR_APPLICATION_TAG: GHR_APPLICATION}
 
 
 class BatchClient:
@@ -137,32 +133,3 @@ async def test_instances_of_a_lost_launch_that_stay_invisible_are_reported() -> 
     found, errors = await launch(LostLaunch([2] * FIND_ATTEMPTS), 3)
     assert found == 2
     assert "2 of 3 instances were found" in errors[0]
-
-
-class FailingEc2:
-    """EC2 that shows the machines of a fleet, and fails to terminate any."""
-
-    def __init__(self, count: int) -> None:
-        tags = [{"Key": key, "Value": value} for key, value in FLEET_TAGS.items()]
-        self._found = [
-            {"InstanceId": instance_id(number), "State": {"Name": "running"}, "Tags": tags} for number in range(count)
-        ]
-        self.calls = 0
-
-    async def describe_instances(self, **_: Any) -> Any:
-        return {"Reservations": [{"Instances": self._found}]}
-
-    async def terminate_instances(self, **_: Any) -> Any:
-        self.calls += 1
-        raise ClientError({"Error": {"Code": "InternalError", "Message": "down"}}, "TerminateInstances")
-
-
-async def test_fleet_stops_calling_ec2_after_some_failures() -> None:
-    ec2 = FailingEc2(64)
-    fleet = Ec2Fleet(
-        client=cast("Any", ec2), environment="test", clock=FixedClock(), ids=SeededIds(), calls=CallCounter()
-    )
-    names = [machine.instance_id for machine in await fleet.list_machines()]
-    assert len(names) == 64
-    assert set(await fleet.terminate(names)) == set(names)
-    assert ec2.calls == MAX_CONSECUTIVE_FAILURES * MAX_ATTEMPTS
