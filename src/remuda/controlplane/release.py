@@ -28,7 +28,7 @@ from remuda.controlplane.signal_waiter import SignalWaiter, StopReason, WaitResu
 from remuda.domain.errors import Conflict, ProvisionConflict, RemudaError, Unavailable, Unreadable
 from remuda.domain.instance import ABSORBING, Credential, Instance, State, holder_id
 from remuda.domain.pool_config import PoolConfig
-from remuda.domain.provision import Provision, ProvisionChange, ProvisionStatus, released, settled
+from remuda.domain.provision import Provision, ProvisionChange, ProvisionEnding, ProvisionStatus, released, settled
 from remuda.domain.release_policy import credential_expires_early, next_for_releasing
 from remuda.domain.resources import Tier
 from remuda.domain.signals import Report, removal_verdict
@@ -130,7 +130,9 @@ async def _mark_released(context: Context, *, run_id: str, attempt: int, errors:
             if provision.status is ProvisionStatus.RELEASED:
                 return provision
             before = provision
-            after = released(before, now=context.clock.now(), why=f"by attempt {attempt}")
+            is_open = before.status is ProvisionStatus.OPEN
+            why = f"released by attempt {attempt} before its runners were ready" if is_open else f"by attempt {attempt}"
+            after = released(before, now=context.clock.now(), why=why)
             try:
                 await _replace(context, before, after)
             except Conflict as conflict:
@@ -482,18 +484,32 @@ async def leave_provision(
     """Apply a transition after which the provision of a machine of a runner set does not hold it any more."""
 
     def closed(stored: Provision) -> Provision | None:
-        return closed_provision(context, config, stored, why)
+        return closed_provision(context, config, stored, why, ending=_ending_after(event))
 
     return await transition_in_set(context, instance, event, closed, by=by, why=why, provision=provision)
 
 
-def closed_provision(context: Context, config: PoolConfig, provision: Provision, why: str) -> Provision | None:
+def _ending_after(event: Event) -> ProvisionEnding:
+    """How the provision of a machine of a runner set ends with the event after which it does not hold it any more."""
+    if not isinstance(event, End) or event.reason is RetireReason.RELEASED:
+        return ProvisionEnding.RELEASED
+    return ProvisionEnding.EXPIRED if event.reason is RetireReason.EXPIRED else ProvisionEnding.FAILED
+
+
+def closed_provision(
+    context: Context,
+    config: PoolConfig,
+    provision: Provision,
+    why: str,
+    *,
+    ending: ProvisionEnding = ProvisionEnding.RELEASED,
+) -> Provision | None:
     """The provision of a machine of a runner set that it does not hold any more; None if that is recorded."""
     if provision.settled:
         return None
     now = context.clock.now()
     if provision.status is not ProvisionStatus.RELEASED:
-        provision = released(provision, now=now, why=why)
+        provision = released(provision, now=now, why=why, ending=ending)
     return settled(provision, forget_at=after(now, config.lifetimes.keep_records_s))
 
 

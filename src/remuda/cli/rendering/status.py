@@ -11,6 +11,7 @@ from remuda.cli.rendering.results import instance_document, record_document
 from remuda.controlplane.read.status import RECENT_PROVISIONS, OpenProvision, Status
 from remuda.domain.demand import JobRecord
 from remuda.domain.instance import ABSORBING, Instance
+from remuda.domain.provision import describe_status
 from remuda.domain.reporting.demand import DemandStatus, ListenerStatus, RunnerSetStatus, waited_s
 from remuda.domain.reporting.explanation import ExplainedEvent, Explanation, Severity
 from remuda.domain.runner_release import RunnerRelease
@@ -44,7 +45,12 @@ def status_document(status: Status) -> dict[str, Any]:
         "instances": [_instance(status, instance) for instance in status.instances],
         "pools": {name: {"idle": level.idle, "messages": level.messages} for name, level in status.pools.items()},
         "runs": [
-            {**record_document(run), "instances_terminated": run.provision_id in status.ended} for run in status.runs
+            {
+                **record_document(run),
+                "status": run.shown_status,
+                "lost_ids": list(status.lost.get(run.provision_id, ())),
+            }
+            for run in status.runs
         ],
         "runner_sets": [_set_document(item) for item in status.demand.sets],
         "listener": _listener_document(status.demand.listener) if status.demand.listener else None,
@@ -114,6 +120,7 @@ def _instance(status: Status, instance: Instance) -> dict[str, Any]:
     return {
         **instance_document(instance),
         "report": record_document(report) if report else None,
+        "agent_dead": bool(status.agent_death(instance)),
         "seconds_left": None if instance.state in ABSORBING else round(left_s, 3),
         "heartbeat_age_seconds": round((status.at - beat_at).total_seconds(), 3) if beat_at else None,
     }
@@ -201,8 +208,8 @@ def _runs(status: Status) -> Iterator[Any]:
         return
     shown = [
         (
-            *(run.run_id, str(run.attempt), run.resource_class, str(run.count), run.status.value),
-            status.ended.get(run.provision_id, run.why),
+            *(run.run_id, str(run.attempt), run.resource_class, str(run.count), run.shown_status),
+            describe_status(run, status.lost.get(run.provision_id, ())),
         )
         for run in runs[:MAX_RUNS]
     ]
@@ -247,6 +254,7 @@ def _column_values(status: Status, instance: Instance) -> dict[str, str]:
     report = status.reports.get(instance.instance_id)
     age_s = (now - report.beat_at).total_seconds() if report and report.beat_at else None
     busy = "a job is running" if report and report.busy else ""
+    dead = "agent dead" if status.agent_death(instance) else ""
     return {
         "instance": instance.instance_id,
         "state": instance.state.value,
@@ -258,7 +266,7 @@ def _column_values(status: Status, instance: Instance) -> dict[str, str]:
         "usage": instance.usage_class.value,
         "tier": instance.tier.value,
         "uses": str(instance.uses),
-        "remark": instance.retire_text or busy,
+        "remark": "; ".join(filter(None, (dead, instance.retire_text or busy))),
     }
 
 

@@ -11,15 +11,16 @@ from datetime import datetime, timedelta
 from remuda.controlplane.context import Context, skip_unreadable
 from remuda.controlplane.read.demand import read_demand
 from remuda.domain.errors import NotFound, RemudaError
-from remuda.domain.instance import ABSORBING, LIVE, Instance, State
+from remuda.domain.instance import LIVE, Instance, State
 from remuda.domain.pool_config import PoolConfig, parse_runner_name, stale_registration_reason
-from remuda.domain.provision import Provision, ProvisionStatus, describe_ended
+from remuda.domain.provision import Provision, ProvisionStatus, lost_instances
 from remuda.domain.reporting.demand import DemandStatus
 from remuda.domain.reporting.prices import PriceTable, mean_spot_prices
 from remuda.domain.reporting.usage import UsageReport, usage_report
 from remuda.domain.reporting.warnings import (
     PoolWarning,
     WarningKind,
+    describe_dead_agent,
     find_demand_warnings,
     find_warnings,
 )
@@ -69,8 +70,8 @@ class Status:
     reports: Mapping[str, Report]
     pools: Mapping[str, PoolLevel]
     runs: Sequence[Provision]
-    #: A sentence by provision id, for committed runs whose machines have all ended.
-    ended: Mapping[str, str] = field(default_factory=dict)
+    #: By provision id, the instances that a run lost: they ended before it was released.
+    lost: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     demand: DemandStatus = field(default_factory=DemandStatus)
     warnings: Sequence[PoolWarning] = ()
     #: One sentence per record that cannot be parsed.
@@ -83,6 +84,12 @@ class Status:
     def _open_provision(self, run: Provision) -> OpenProvision:
         counts = Counter(item.state.value for item in self.instances if item.provision_id == run.provision_id)
         return OpenProvision(provision=run, instances=dict(counts))
+
+    def agent_death(self, instance: Instance) -> str:
+        """Say that its agent is dead, or return an empty string."""
+        margin_s = self.config.lifetimes.margin_s if self.config else 0.0
+        report = self.reports.get(instance.instance_id)
+        return describe_dead_agent(instance, report, now=self.at, margin_s=margin_s)
 
     def by_state(self) -> Mapping[str, int]:
         """Number of live instances per state, in lifecycle order."""
@@ -104,10 +111,10 @@ async def status(context: Context, *, include_terminated: bool = False, check_re
     instances = sorted(found, key=lambda item: (item.created_at, item.instance_id))
     classes = [item.name for item in config.classes] if config else []
     unreadable: list[str] = []
-    (reports, _), depths, ended = await asyncio.gather(
+    (reports, _), depths, lost = await asyncio.gather(
         skip_unreadable(store.get_reports([item.instance_id for item in instances]), unreadable.append),
         asyncio.gather(*(_depth(context, name) for name in classes)),
-        _ended(context, runs, instances),
+        _lost(context, runs, instances),
     )
     demand = await read_demand(context, config, instances, reports, runs)
     idle = Counter(item.resource_class for item in instances if item.state is State.IDLE)
@@ -121,7 +128,7 @@ async def status(context: Context, *, include_terminated: bool = False, check_re
         reports=reports,
         pools={name: PoolLevel(idle=idle[name], messages=depth) for name, depth in zip(classes, depths, strict=True)},
         runs=runs,
-        ended=ended,
+        lost=lost,
         demand=demand,
         warnings=(
             *find_warnings(config, instances, reports, runs, now=now),
@@ -152,16 +159,17 @@ async def _runs(context: Context) -> Sequence[Provision]:
     return [*newest, *sorted(older, key=lambda item: (item.created_at, item.provision_id), reverse=True)]
 
 
-async def _ended(context: Context, runs: Sequence[Provision], instances: Sequence[Instance]) -> dict[str, str]:
-    """Read the records of runs without a live instance: the search may lag, so it does not prove that they ended."""
-    alive = {item.instance_id for item in instances if item.state not in ABSORBING}
-    candidates = [run for run in runs if run.status is ProvisionStatus.COMMITTED and alive.isdisjoint(run.instance_ids)]
-    if not candidates:
-        return {}
-    ids = {instance_id for run in candidates for instance_id in run.instance_ids}
-    records, _ = await skip_unreadable(context.store.get_many(ids))
-    sentences = {run.provision_id: describe_ended(run, records) for run in candidates}
-    return {provision_id: sentence for provision_id, sentence in sentences.items() if sentence}
+async def _lost(
+    context: Context, runs: Sequence[Provision], instances: Sequence[Instance]
+) -> dict[str, tuple[str, ...]]:
+    """Read the records that the search did not find: it may lag, so a missing one may be live."""
+    records = {item.instance_id: item for item in instances}
+    unsettled = [run for run in runs if not run.settled and not run.runner_set]
+    ids = {item for run in unsettled for item in run.instance_ids if item not in records}
+    if ids:
+        found, _ = await skip_unreadable(context.store.get_many(ids))
+        records |= found
+    return {run.provision_id: lost for run in runs if (lost := lost_instances(run, records))}
 
 
 async def _depth(context: Context, resource_class: str) -> int:

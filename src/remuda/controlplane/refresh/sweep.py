@@ -38,7 +38,7 @@ from remuda.domain.instance import (
     describe_retirement,
 )
 from remuda.domain.pool_config import PoolConfig
-from remuda.domain.provision import Provision, ProvisionStatus, released, settled
+from remuda.domain.provision import Provision, ProvisionStatus, lost_instances, released, settled
 from remuda.domain.signals import Report, Verdict, registration_verdict
 from remuda.domain.thresholds import expired
 from remuda.domain.timestamps import after
@@ -314,7 +314,8 @@ class ProvisionSweep(PartialSweep):
         # An unreadable instance may still be assigned.
         if not assigned and not unreadable and self._may_settle(provision, now):
             forget_at = after(now, self._config.lifetimes.keep_records_s)
-            await self._context.store.replace_provision(provision, settled(provision, forget_at=forget_at))
+            after_settling = settled(provision, forget_at=forget_at, lost=lost_instances(provision, records))
+            await self._context.store.replace_provision(provision, after_settling)
 
     def _report(self, provision: Provision, result: RemudaError | None) -> None:
         if isinstance(result, RemudaError) and not isinstance(result, Conflict):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
 
-from remuda.domain.instance import Instance, State, holder_id
+from remuda.domain.instance import ABSORBING, Instance, State, holder_id
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision, ProvisionStatus
 from remuda.domain.reporting.demand import DemandStatus, SessionState
@@ -130,12 +130,24 @@ def _instance_warnings(
     if over_s > margin_s:
         text = f"its threshold as {state} passed {over_s:.0f} s ago: refresh terminates it"
         yield PoolWarning(kind=WarningKind.EXPIRED, subject=subject, text=text)
-    silent = _time_since_heartbeat(instance, report, now)
-    if silent is not None and silent > timedelta(seconds=HEARTBEAT_DEAD_AFTER_S + margin_s):
-        text = f"no heartbeat for {silent.total_seconds():.0f} s: its agent or its machine is dead"
-        yield PoolWarning(kind=WarningKind.STALE_HEARTBEAT, subject=subject, text=text)
+    if death := describe_dead_agent(instance, report, now=now, margin_s=margin_s):
+        yield PoolWarning(kind=WarningKind.STALE_HEARTBEAT, subject=subject, text=death)
     if report is not None and report.notice:
         yield PoolWarning(kind=WarningKind.SPOT_NOTICE, subject=subject, text=f"spot notice: {report.notice}")
+
+
+def describe_dead_agent(instance: Instance, report: Report | None, *, now: datetime, margin_s: float) -> str:
+    """Say that the agent of a live instance is dead. Empty if it is not, or if the machine is still booting.
+
+    The one rule for status, explanations, metrics and the dashboard. Their reader has no earlier beat to compare with,
+    so the time of the last one counts, with the clock margin.
+    """
+    if instance.state in ABSORBING:
+        return ""
+    silent = _time_since_heartbeat(instance, report, now)
+    if silent is None or silent <= timedelta(seconds=HEARTBEAT_DEAD_AFTER_S + margin_s):
+        return ""
+    return f"no heartbeat for {silent.total_seconds():.0f} s: its agent or its machine is dead"
 
 
 def _time_since_heartbeat(instance: Instance, report: Report | None, now: datetime) -> timedelta | None:

@@ -17,7 +17,7 @@ from remuda.controlplane.read.feed import KnownInstance
 from remuda.controlplane.read.status import Status
 from remuda.domain.demand import JobRecord
 from remuda.domain.instance import ASSIGNED, HistoryEntry, Instance, State
-from remuda.domain.provision import Provision
+from remuda.domain.provision import Provision, describe_status
 from remuda.domain.reporting.demand import RunnerSetStatus
 from remuda.domain.reporting.explanation import explain_entry
 from remuda.domain.reporting.timeline import MachinePhase, spans_of
@@ -52,7 +52,7 @@ def milliseconds(at: datetime | None) -> int:
     return 0 if at is None else round(at.timestamp() * 1_000)
 
 
-def instance_text(seen: KnownInstance, *, now: datetime, busy: bool) -> str:
+def instance_text(seen: KnownInstance, *, now: datetime, busy: bool, agent_dead: bool) -> str:
     instance = seen.instance
     spans, runs, ended_at = _spans(instance, seen.history, now)
     return encode(
@@ -71,6 +71,7 @@ def instance_text(seen: KnownInstance, *, now: datetime, busy: bool) -> str:
             "retire_text": instance.retire_text[:MAX_TEXT],
             "quarantined_until": milliseconds(instance.quarantined_until) if instance.is_quarantined(now) else 0,
             "busy": busy,
+            "agent_dead": agent_dead,
             "ended_at": ended_at,
             "spans": spans,
             "runs": runs,
@@ -112,7 +113,7 @@ def provision_text(provision: Provision) -> str:
             "count": provision.count,
             "at": milliseconds(provision.created_at),
             "deadline": milliseconds(provision.deadline),
-            "status": provision.status.value,
+            "status": provision.shown_status,
             "why": (outcome.error if outcome and outcome.error else provision.why)[:MAX_TEXT],
             "kind": outcome.kind if outcome else "",
             "seconds": round(outcome.seconds, 3) if outcome else None,
@@ -185,11 +186,13 @@ def _decision(instance: Instance, entry: HistoryEntry) -> str:
 def status_texts(status: Status) -> dict[str, str]:
     """Facts that come with a status: queues, warnings, runner sets, and the instances of open provisions by state."""
     warnings = [record_document(item) for item in status.warnings[:MAX_WARNINGS]]
+    runs = {run.provision_id: run for run in status.runs}
     return {
         "pools": encode(
             {name: {"idle": level.idle, "messages": level.messages} for name, level in status.pools.items()}
         ),
         "warnings": encode({"count": len(status.warnings), "shown": warnings}),
+        "lost": encode({name: describe_status(runs[name], ids)[:MAX_TEXT] for name, ids in status.lost.items()}),
         "sets": encode([_set_document(item) for item in status.demand.sets]),
         "jobs": encode([_job_document(job) for job in status.demand.jobs[:MAX_JOBS]]),
         "open_provisions": encode(

@@ -99,7 +99,7 @@ export function showInstances(model, limit) {
 function remark(model, instance) {
   const job = model.jobOf(instance);
   if (instance.set) return `set ${instance.set}${job ? `, job ${job.name || job.id}` : ""}`;
-  return instance.busy ? "a job is running" : "";
+  return instance.agent_dead ? "agent dead" : instance.busy ? "a job is running" : "";
 }
 
 function showStateIn(td, phase) {
@@ -288,6 +288,7 @@ export function showRuns(model) {
   const now = model.now();
   const { text } = model.filter;
   const open = model.facts.get("open_provisions") ?? {};
+  const lost = model.facts.get("lost") ?? {};
   const runs = [...model.provisions.values()]
     .filter((item) => !item.set && model.matchesKind(item) && (!text || item.run.toLowerCase().includes(text.toLowerCase())))
     .sort((one, other) => other.at - one.at || (one.id < other.id ? 1 : -1))
@@ -298,7 +299,7 @@ export function showRuns(model) {
     create: () => make("tr"),
     update: (row, item) => {
       const acquired = Object.entries(open[item.id] ?? {}).map(([state, count]) => `${count} ${state}`);
-      const status = item.status === "open" ? `open: ${acquired.join(", ") || "no instances yet"}` : item.kind === "failed" ? `failed: ${item.why}` : item.status;
+      const status = item.status === "open" ? `open: ${acquired.join(", ") || "no instances yet"}` : lost[item.id] ? `${item.status}: ${lost[item.id]}` : ["failed", "expired", "interrupted"].includes(item.status) ? `${item.status}: ${item.why}` : item.status;
       const elapsed = item.status === "open" ? `${duration(Math.max(now - item.at, 0))} so far` : seconds(item.seconds);
       fillRow(row, [
         [(td) => explainButton(td, item.run, item.attempt > 1 ? `${item.run} (${item.attempt})` : item.run), "long"],

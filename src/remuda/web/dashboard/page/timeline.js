@@ -212,7 +212,7 @@ export class Timeline {
     const set = instance.set ? `, set ${instance.set}${job ? `, job ${job.name || job.id}` : ""}` : "";
     const run = instance.run && !instance.run.startsWith("set.") ? `, run ${instance.run}` : "";
     const quarantine = quarantineLeft(instance, this.model.now());
-    const busy = instance.busy ? ", a job is running" : "";
+    const busy = instance.agent_dead ? ", agent dead" : instance.busy ? ", a job is running" : "";
     return `${instance.id}: ${phaseOf(instance)}${set}${run}${busy}${quarantine ? `, ${quarantine}` : ""}, ${instance.class}, ${instance.type}, ${instance.usage}`;
   }
 }
