@@ -465,6 +465,17 @@ def test_focus_survives_inserted_removed_and_moved_rows(browser: Browser, dashbo
         assert result == [["bcd", "nbcd", "dcbn", "cdbn", "nbdc", "c", "xcy", "yxc", "cc", "c"], [0, "c"]]
 
 
+def test_warnings_come_first_and_their_number_is_in_the_title(browser: Browser, dashboard: Dashboard) -> None:
+    with opened(browser, dashboard.url) as page:
+        ready(page)
+        page.wait_for_function(
+            "() => { const count = parseInt(document.querySelector('#warnings-count').textContent);"
+            " return count > 0 && document.title.startsWith(`(${count}) Remuda`); }"
+        )
+        assert page.evaluate("document.querySelector('main').firstElementChild.id") == "warnings-card"
+        assert page.locator("#warnings-card").is_visible()
+
+
 def test_phone_layout_needs_no_horizontal_scrolling(browser: Browser, dashboard: Dashboard) -> None:
     phone = {"viewport": {"width": 360, "height": 740}, "device_scale_factor": 2, "is_mobile": True, "has_touch": True}
     with opened(browser, dashboard.url, **phone) as page:

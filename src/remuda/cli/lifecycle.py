@@ -135,7 +135,7 @@ def run_refresh(settings: Settings, output: Output, *, sweep_only: bool, reset: 
         async with open_context(settings, event_log, needs_github=True, require_local_github=not sweep_only) as context:
             wanted = None if sweep_only else desired(settings, pool=context.pool_name, keeps_unset=not reset)
             with _named(settings, only="runner-sets"):
-                return await refresh(output.guarded(context), wanted)
+                return await refresh(output.guarded(context), wanted, interval_s=every)
 
     async def supervise() -> None:
         """On the local backend, let the listener of runner sets follow the configuration."""

@@ -14,6 +14,7 @@ from remuda.domain.instance import ABSORBING, Instance
 from remuda.domain.provision import describe_status
 from remuda.domain.reporting.demand import DemandStatus, ListenerStatus, RunnerSetStatus, waited_s
 from remuda.domain.reporting.explanation import ExplainedEvent, Explanation, Severity
+from remuda.domain.reporting.warnings import PoolWarning, WarningKind
 from remuda.domain.runner_release import RunnerRelease
 from remuda.domain.serialization import to_jsonable
 from remuda.domain.text import sanitize
@@ -323,12 +324,22 @@ def _set_changes(before: Status | None, after: Status) -> Iterator[str]:
             yield f"set {item.name}: {counts}, session {item.session}"
 
 
+def warning_lines(status: Status) -> list[str]:
+    """One line per warning, except for unreadable records, which are errors of the command."""
+    return [_warning_line(item) for item in status.warnings if item.kind is not WarningKind.UNREADABLE]
+
+
+def _warning_line(warning: PoolWarning) -> str:
+    subject = f" {warning.subject}" if warning.subject else ""
+    return f"warning: {warning.kind}{subject}: {warning.text}"
+
+
 def _new_warnings(before: Status | None, after: Status) -> Iterator[str]:
     """A warning is new if its kind or subject is: its text may contain a number of seconds."""
     known = {(item.kind, item.subject) for item in before.warnings} if before else set()
     for item in after.warnings:
         if (item.kind, item.subject) not in known:
-            yield f"warning: {item.kind} {item.subject}: {item.text}"
+            yield _warning_line(item)
 
 
 def explanation_document(explanation: Explanation) -> dict[str, Any]:

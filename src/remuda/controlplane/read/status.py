@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
 from remuda.controlplane.context import Context, skip_unreadable
 from remuda.controlplane.read.demand import read_demand
-from remuda.domain.errors import NotFound, RemudaError
+from remuda.domain.errors import NotFound, RemudaError, Unreadable
 from remuda.domain.instance import LIVE, Instance, State
 from remuda.domain.pool_config import PoolConfig, parse_runner_name, stale_registration_reason
 from remuda.domain.provision import Provision, ProvisionStatus, lost_instances
@@ -18,6 +18,7 @@ from remuda.domain.reporting.demand import DemandStatus
 from remuda.domain.reporting.prices import PriceTable, mean_spot_prices
 from remuda.domain.reporting.usage import UsageReport, usage_report
 from remuda.domain.reporting.warnings import (
+    SWEEP_DUE,
     PoolWarning,
     WarningKind,
     describe_dead_agent,
@@ -111,12 +112,13 @@ async def status(context: Context, *, include_terminated: bool = False, check_re
     instances = sorted(found, key=lambda item: (item.created_at, item.instance_id))
     classes = [item.name for item in config.classes] if config else []
     unreadable: list[str] = []
-    (reports, _), depths, lost = await asyncio.gather(
+    (reports, _), depths, lost, first_seen = await asyncio.gather(
         skip_unreadable(store.get_reports([item.instance_id for item in instances]), unreadable.append),
         asyncio.gather(*(_depth(context, name) for name in classes)),
         _lost(context, runs, instances),
+        _read_first_seen(context, unreadable.append),
     )
-    demand = await read_demand(context, config, instances, reports, runs)
+    demand = await read_demand(context, config, instances, reports, runs, first_seen=first_seen)
     idle = Counter(item.resource_class for item in instances if item.state is State.IDLE)
     unreadable += [f"the record {name} cannot be read: {why}" for name, why in store.malformed_records.items()]
     now = context.clock.now()
@@ -131,9 +133,13 @@ async def status(context: Context, *, include_terminated: bool = False, check_re
         lost=lost,
         demand=demand,
         warnings=(
-            *find_warnings(config, instances, reports, runs, now=now),
+            *find_warnings(config, instances, reports, runs, lost=lost, sweep_due=first_seen.get(SWEEP_DUE), now=now),
             *find_demand_warnings(demand),
-            *(await _stale_registrations(context, config, runners, instances) if config and runners else ()),
+            *(
+                await _stale_registrations(context, config, runners, instances, first_seen)
+                if config and runners
+                else ()
+            ),
             *failures,
             *(PoolWarning(kind=WarningKind.UNREADABLE, subject="", text=sentence) for sentence in unreadable),
         ),
@@ -172,6 +178,14 @@ async def _lost(
     return {run.provision_id: lost for run in runs if (lost := lost_instances(run, records))}
 
 
+async def _read_first_seen(context: Context, report_error: Callable[[str], None]) -> Mapping[str, datetime]:
+    try:
+        return await context.store.get_first_seen()
+    except Unreadable as error:
+        report_error(error.message)
+        return {}
+
+
 async def _depth(context: Context, resource_class: str) -> int:
     try:
         return await context.pool.depth(resource_class)
@@ -198,6 +212,7 @@ async def _stale_registrations(
     config: PoolConfig,
     runners: Mapping[str, Sequence[GitHubRunner]],
     instances: Sequence[Instance],
+    first_seen: Mapping[str, datetime],
 ) -> Sequence[PoolWarning]:
     """Warn about registrations that no assignment owns. Reads by key only the records that the search missed."""
     now, known = context.clock.now(), {item.instance_id: item for item in instances}
@@ -219,10 +234,8 @@ async def _stale_registrations(
         if (parsed := parse_runner_name(config.pool, runner.name)) is not None
         and (parsed[1] not in known or reason_for(runner.name, known[parsed[1]], None) is not None)
     ]
-    (records, unreadable), first_seen = await asyncio.gather(
-        skip_unreadable(context.store.get_many({instance_id for _, _, instance_id in ours})),
-        context.store.get_first_seen(),
-    )
+    ids = {instance_id for _, _, instance_id in ours}
+    records, unreadable = await skip_unreadable(context.store.get_many(ids)) if ids else ({}, {})
     found = []
     for scope, name, instance_id in ours:
         if instance_id in unreadable:

@@ -14,8 +14,11 @@ from remuda.controlplane.refresh.sweep import Sweep
 __all__ = ["DesiredConfig", "RefreshResult", "refresh"]
 
 
-async def refresh(context: Context, desired: DesiredConfig | None) -> RefreshResult:
-    """With `desired` None the stored configuration stays; tokens are renewed and the sweeps run."""
+async def refresh(context: Context, desired: DesiredConfig | None, *, interval_s: float | None = None) -> RefreshResult:
+    """With `desired` None the stored configuration stays; tokens are renewed and the sweeps run.
+
+    `interval_s` is the time to the next refresh, if the caller repeats it.
+    """
     result = RefreshResultBuilder(context)
     if desired is not None:
         config = await apply_configuration(context, desired, result)
@@ -27,5 +30,5 @@ async def refresh(context: Context, desired: DesiredConfig | None) -> RefreshRes
     check_pool_name(context, config)
     if config.runner is not None and (found := config.runner.warning(context.clock.now())):
         result.warn(str(found))
-    await Sweep(context, config, result).run()
+    await Sweep(context, config, result, interval_s=interval_s).run()
     return result.build()

@@ -38,7 +38,8 @@ function showPanels() {
   const live = showTiles(model, toggleState);
   const about = model.facts.get("about");
   setText(find("about"), about ? `pool ${about.pool}` : "");
-  document.title = about ? `Remuda: ${about.pool}, ${live} live` : "Remuda";
+  const warned = model.facts.get("warnings")?.count ? `(${model.facts.get("warnings").count}) ` : "";
+  document.title = warned + (about ? `Remuda: ${about.pool}, ${live} live` : "Remuda");
   const lanes = model.lanes();
   const filtered = isFiltered();
   setText(find("shown"), filtered ? `${lanes.length} of ${model.instances.size} instances` : `${lanes.length} instances`);

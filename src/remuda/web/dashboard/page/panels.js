@@ -112,7 +112,7 @@ export function showWarnings(model) {
   const { count, shown: warnings } = model.facts.get("warnings") ?? { count: 0, shown: [] };
   const more = count > warnings.length ? `, showing the first ${warnings.length}` : "";
   setText(find("warnings-count"), count ? `${count}${more}` : "");
-  find("warnings-empty").hidden = warnings.length > 0;
+  find("warnings-card").hidden = !count;
   syncChildren(find("warnings"), warnings, {
     key: (item) => `${item.kind} ${item.subject} ${item.kind === "unreadable" ? item.text : ""}`,
     create: () => {
