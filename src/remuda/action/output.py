@@ -87,6 +87,7 @@ def _provision(document: Document) -> list[str]:
         f"Use them with <code>runs-on: {escape(document['label'])}</code>. "
         "They have no label <code>self-hosted</code>: a job that asks for it as well waits for ever.<br>"
         f"Tier {escape(document['tier'])}: {escape(document['tier_reason'])}"
+        + (f"<br>They end at {escape(document['ends_at'])}, even if a job runs" if document["ends_at"] else "")
         + ("<br>Ephemeral: each instance runs one job" if document["ephemeral"] else "")
     )
     rows = [
@@ -120,6 +121,7 @@ def _release(document: Document) -> list[str]:
     return [
         _title("release", f"run {escape(document['run_id'])}"),
         f"{counts or 'nothing to release'}, in {_seconds(document['seconds'])}",
+        *(f"⚠ {escape(warning)}" for warning in document["warnings"]),
         *_table(("instance", "result", "reason", "reset in"), rows),
         *_errors(document),
         *_calls(document),

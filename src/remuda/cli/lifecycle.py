@@ -110,6 +110,8 @@ def show_release(output: Output, result: ReleaseResult) -> int:
         if outcome.status is not ReleaseStatus.RELEASED:
             detail = f" ({outcome.detail})" if outcome.detail else ""
             output.say(f"{outcome.instance_id} {outcome.status.value}: {outcome.why}{detail}", style="yellow")
+    for warning in result.warnings:
+        output.say(f"warning: {warning}", style="yellow")
     output.say_errors(result.errors)
     counts = ", ".join(f"{len(result.of(status))} {status.value}" for status in ReleaseStatus if result.of(status))
     output.say(f"run {result.run_id}: {counts or 'nothing to release'}, in {result.seconds:.2f} s")

@@ -6,7 +6,7 @@ Idempotent, resumable and safe to run concurrently: the records show what anothe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from math import inf
@@ -28,7 +28,16 @@ from remuda.controlplane.signal_waiter import SignalWaiter, StopReason, WaitResu
 from remuda.domain.errors import Conflict, ProvisionConflict, RemudaError, Unavailable, Unreadable
 from remuda.domain.instance import ABSORBING, Credential, Instance, State, holder_id
 from remuda.domain.pool_config import PoolConfig
-from remuda.domain.provision import Provision, ProvisionChange, ProvisionEnding, ProvisionStatus, released, settled
+from remuda.domain.provision import (
+    Provision,
+    ProvisionChange,
+    ProvisionEnding,
+    ProvisionStatus,
+    describe_status,
+    lost_instances,
+    released,
+    settled,
+)
 from remuda.domain.release_policy import credential_expires_early, next_for_releasing
 from remuda.domain.resources import Tier
 from remuda.domain.signals import Report, removal_verdict
@@ -81,6 +90,8 @@ class ReleaseResult:
     run_id: str
     outcomes: tuple[ReleaseOutcome, ...]
     errors: tuple[str, ...]
+    #: Sentences about provisions that expired before the release, and about lost instances.
+    warnings: tuple[str, ...] = ()
     seconds: float
     calls: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
@@ -116,9 +127,20 @@ async def release(context: Context, *, run_id: str, attempt: int) -> ReleaseResu
         run_id=run_id,
         outcomes=tuple(outcomes),
         errors=tuple(errors),
+        warnings=tuple(_warnings(provisions, instances)),
         seconds=round(context.clock.monotonic() - started, 4),
         calls=context.calls.by_service(),
     )
+
+
+def _warnings(provisions: Sequence[Provision], instances: Sequence[Instance]) -> Iterator[str]:
+    records = {item.instance_id: item for item in instances}
+    for provision in provisions:
+        lost = lost_instances(provision, records)
+        if provision.ending is ProvisionEnding.EXPIRED:
+            yield f"run {provision.run_id} expired: its max-runtime-min was over before it was released"
+        elif lost:
+            yield f"run {provision.run_id}: {describe_status(provision, lost)}"
 
 
 async def _mark_released(context: Context, *, run_id: str, attempt: int, errors: list[str]) -> list[Provision]:

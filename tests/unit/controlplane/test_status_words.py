@@ -13,12 +13,13 @@ from remuda.cli.rendering.status import status_document
 from remuda.controlplane.operator import terminate
 from remuda.controlplane.read.explain import explain
 from remuda.controlplane.read.status import status
+from remuda.controlplane.refresh import refresh
 from remuda.domain.errors import Interrupted, RemudaError
 from remuda.domain.instance import State
 from remuda.domain.resources import TypePatterns
 from remuda.domain.thresholds import HEARTBEAT_DEAD_AFTER_S, HEARTBEAT_INTERVAL_S
 from remuda.web.dashboard import serialize
-from tests.support.virtual_time import Cut, CutKind
+from tests.support.virtual_time import Cut, CutKind, EventRecorder
 from tests.support.world import LIFETIMES, PoolWorld
 from tests.unit.controlplane.test_read import shown
 
@@ -152,3 +153,34 @@ async def deaths(world: PoolWorld, instance_id: str) -> set[bool]:
         "its agent is dead" in (await explain(world.process(), instance_id)).title,
         "its agent or its machine is dead" in (await explain(world.process(), RUN)).next_steps[1],
     }
+
+
+async def test_job_that_exceeds_the_maximum_runtime_is_announced_and_recorded(world: PoolWorld) -> None:
+    instance_id = (await world.one(RUN)).instance_id
+    world.github.queue(run_id=RUN, labels=[RUN], seconds=10_000)
+    runtime_s = world.lifetimes.max_runtime_s
+    await world.pass_time(runtime_s * 0.85)
+    assert not (await status(world.process())).warnings
+    await asyncio.sleep(runtime_s * 0.1)
+    (warning,) = (await status(world.process())).warnings
+    assert (warning.kind, warning.subject) == ("expires-soon", instance_id)
+    # Logged once.
+    logged = []
+    for _ in range(2):
+        process = world.process(credentialed=True)
+        assert isinstance(process.event_log, EventRecorder)
+        await refresh(process, None)
+        logged += [why for action, why in process.event_log.lines if action == "expiry-warning"]
+    assert len(logged) == 1
+    await world.pass_time(runtime_s * 0.1 + 10)
+    assert world.record(instance_id).retire_text == "expired: a job was running"
+    assert await shown_statuses(world) == {"expired"}
+    result = await world.release(RUN)
+    assert result.warnings == ("run 7 expired: its max-runtime-min was over before it was released",)
+
+
+async def test_release_names_lost_machines(world: PoolWorld) -> None:
+    await world.provision(RUN, count=2)
+    (victim, _) = world.in_state(State.RUNNING)
+    await terminate(world.process(), [world.record(victim)], reason="enough", dry_run=False)
+    assert (await world.release(RUN)).warnings == (f"run 7: by attempt 1; it lost 1 of its 2 instances: {victim}",)

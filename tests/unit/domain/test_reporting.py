@@ -31,6 +31,7 @@ from remuda.domain.reporting.prices import PriceTable, SpotPrice, mean_spot_pric
 from remuda.domain.reporting.timeline import MachinePhase, clip, lifetime, mean_counts, spans_of
 from remuda.domain.reporting.usage import UsageReport, instance_cost, quantile, usage_report, usage_summary
 from remuda.domain.reporting.warnings import (
+    EXPIRY_WARNING_S,
     MAX_SWEEP_PAUSE_S,
     MAX_TERMINATION_S,
     RECENT_FAILURE_S,
@@ -543,3 +544,28 @@ def test_sweeper_that_does_not_run_is_the_first_warning(due: int | None, applied
     late = in_state(State.RUNNING, threshold=at(-MARGIN_S - 1))
     found = found_warnings(config, [late], beating(late), sweep_due=None if due is None else at(due))
     assert [item.kind for item in found] == [*kinds, "expired"]
+
+
+@pytest.mark.parametrize(
+    ("left_s", "busy", "own_runtime_s", "is_near"),
+    [
+        (EXPIRY_WARNING_S + 1, True, None, False),
+        (EXPIRY_WARNING_S - 1, True, None, True),
+        (EXPIRY_WARNING_S - 1, False, None, False),
+        (EXPIRY_WARNING_S - 1, True, 1_000.0, False),
+        (99.0, True, 1_000.0, True),
+    ],
+)
+def test_job_near_its_time_limit_is_a_warning(
+    *, left_s: float, busy: bool, own_runtime_s: float | None, is_near: bool
+) -> None:
+    """Less than ten minutes and less than a tenth of the maximum runtime, which a run may choose."""
+    record = in_state(State.RUNNING, threshold=at(left_s), provision_id="p-1")
+    report = replace(beating(record)[record.instance_id], busy=busy, epoch=record.epoch)
+    provisions = []
+    if own_runtime_s is not None:
+        outcome = ProvisionOutcome(ended_at=at(left_s - own_runtime_s), seconds=1.0)
+        provisions = [provision(1, status=ProvisionStatus.COMMITTED, deadline=at(left_s), outcome=outcome)]
+    found = found_warnings(CONFIG, [record], {record.instance_id: report}, provisions)
+    assert [item.kind for item in found] == ["expires-soon"] * is_near
+    assert all("max-runtime-min" in item.text for item in found)
