@@ -114,7 +114,8 @@ def show_release(output: Output, result: ReleaseResult) -> int:
         output.say(f"warning: {warning}", style="yellow")
     output.say_errors(result.errors)
     counts = ", ".join(f"{len(result.of(status))} {status.value}" for status in ReleaseStatus if result.of(status))
-    output.say(f"run {result.run_id}: {counts or 'nothing to release'}, in {result.seconds:.2f} s")
+    nothing = "nothing was released" if result.errors else "nothing to release"
+    output.say(f"run {result.run_id}: {counts or nothing}, in {result.seconds:.2f} s")
     output.result(results.release_document(result))
     return EXIT_PARTIAL if result.errors or result.of(ReleaseStatus.EXPIRED) else EXIT_OK
 
@@ -218,7 +219,10 @@ def _say_refresh(output: Output, result: RefreshResult) -> None:
         "stale registrations removed": len(result.stale_registrations),
     }
     changes = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
-    output.say(f"refresh: {changes or 'no changes'} ({result.seconds:.2f} s)")
+    failed = f"incomplete, {plural(len(result.errors), 'error')}; " if result.errors else ""
+    output.say(
+        f"refresh: {failed}{changes or 'no changes'} ({result.seconds:.2f} s)", style="yellow" if failed else None
+    )
     for line in results.applied_lines(results.refresh_document(result)):
         output.say(f"  applied: {line}")
 

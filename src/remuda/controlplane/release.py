@@ -106,7 +106,7 @@ async def release(context: Context, *, run_id: str, attempt: int) -> ReleaseResu
     errors: list[str] = []
     provisions = await _mark_released(context, run_id=run_id, attempt=attempt, errors=errors)
     instances = await _instances_of(context, provisions, errors=errors)
-    if not provisions:
+    if not provisions and not errors:
         context.event_log.record("release", f"run {run_id} has no provision up to attempt {attempt}", run_id=run_id)
 
     publisher = PoolPublisher(context, by=Actor.RELEASE)

@@ -85,6 +85,7 @@ class Sweep:
         self._context = context
         self._config = config
         self._result = result
+        self._interval_s = interval_s
         self._pause = timedelta(seconds=sweep_pause_s(interval_s))
 
     async def run(self) -> None:
@@ -126,10 +127,16 @@ class Sweep:
             result.error(f"the record {name} cannot be read: {why}; repair or delete it by hand")
 
     def _record_next_due(self, first_seen: FirstSeen) -> None:
-        """Record until when the next sweep must have run. It is written again only if half of that time has passed."""
+        """Record until when the next sweep must have run.
+
+        Frequent sweeps write it only if half of that time has passed. Others write it always, which also proves that
+        the store can be written to.
+        """
         now = self._context.clock.now()
         due = first_seen.known.get(SWEEP_DUE)
-        is_recent = due is not None and now + self._pause / 2 <= due <= now + self._pause
+        is_recent = (
+            self._interval_s is not None and due is not None and now + self._pause / 2 <= due <= now + self._pause
+        )
         first_seen.record(SWEEP_DUE, due if due is not None and is_recent else now + self._pause)
 
     async def _guarded(self, name: str, sweep: Callable[[], Awaitable[None]]) -> None:
