@@ -64,6 +64,7 @@ def run_provision(settings: Settings, output: Output) -> int:
         tier_reason=trusted.why,
         repository=repository(settings),
         ephemeral=settings.ephemeral,
+        add=settings.add,
         # None: the limit of the pool applies.
         max_runtime_s=settings.max_runtime_min * 60 if settings.given("max_runtime_min") else None,
         timeout_s=settings.provision_timeout_sec if settings.given("provision_timeout_sec") else None,
