@@ -7,17 +7,16 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from remuda.adapters.system.clock import SystemClock
 from remuda.domain.instance import HistoryEntry, RetireReason, State
+from tests.support.browser import PAUSE_MS, opened, ready, wait
 from tests.support.dashboard import (
-    LIMIT_S,
     SAMPLE_SETS,
     Dashboard,
     SampleInstance,
@@ -40,8 +39,6 @@ if TYPE_CHECKING:
 
 pytestmark = requires_browser
 
-LIMIT_MS = LIMIT_S * 1_000
-PAUSE_MS = 40
 IMAGE = '<img src=x onerror="window.hit=1">'
 SCRIPT = "<script>window.hit=1</script>"
 #: Relative luminance as defined by WCAG.
@@ -86,40 +83,8 @@ def samples(store: SampleStore) -> list[SampleInstance]:
     return store.fleet(60, 900)
 
 
-@contextmanager
-def opened(browser: Browser, url: str, **options: Any) -> Iterator[Page]:
-    """Open a page. Script errors and violations of the content security policy fail the test."""
-    context = browser.new_context(**options)
-    context.set_default_timeout(LIMIT_MS)
-    context.add_init_script(
-        "window.violations=[];addEventListener('securitypolicyviolation',e=>window.violations.push(e.violatedDirective))"
-    )
-    page = context.new_page()
-    errors: list[str] = []
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    try:
-        page.goto(url)
-        yield page
-        assert errors == []
-        assert page.evaluate("window.violations") == []
-    finally:
-        context.close()
-
-
-def ready(page: Page) -> None:
-    page.wait_for_selector("html[data-ready] #link[data-state=live]")
-
-
 def wait_for_count(page: Page, phase: str, count: int) -> None:
     wait(page, f"document.querySelector('#tiles [data-key={phase}] .count').textContent === '{count}'")
-
-
-def wait(page: Page, expression: str) -> None:
-    """Poll from outside, because the page's policy forbids the script that playwright would inject."""
-    deadline = time.monotonic() + LIMIT_S
-    while not page.evaluate(expression):
-        assert time.monotonic() < deadline, f"timed out: {expression}; {page.inner_text('body')[:2_000]}"
-        page.wait_for_timeout(PAUSE_MS)
 
 
 # Live updates -------------------------------------------------------------------------------------------------------

@@ -185,6 +185,7 @@ async def make_plan(context: Context, request: ProvisionRequest) -> ProvisionPla
             resource_class=request.resource_class,
             count=request.count,
             created_at=limits.started_at,
+            repository=request.repository,
             deadline=limits.deadline,
             request_summary=_describe_request(request),
         ),

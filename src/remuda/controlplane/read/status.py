@@ -246,7 +246,9 @@ async def report(context: Context, *, since: datetime, prices: PriceTable) -> Us
         notes.append(f"only the newest {MAX_JOBS} jobs are counted")
     usage = usage_report(provisions, instances, histories, prices, jobs=jobs, since=since, until=until)
     notes += (f"no price is known for {name}: it counts as free" for name in sorted(usage.costs.unpriced_hours))
-    return replace(usage, notes=tuple(notes))
+    config = await store.get_config()
+    run_urls = {run: config.run_url(name, run) for run, name in usage.repositories.items()} if config else {}
+    return replace(usage, notes=tuple(notes), run_urls={run: url for run, url in run_urls.items() if url})
 
 
 async def _with_spot_prices(
