@@ -297,11 +297,14 @@ def test_injected_markup_is_shown_as_text(browser: Browser, tmp_path: Path) -> N
     provision, *_ = sample_provisions(1, now=last.at, span_s=60)
     outcome = replace(provision.outcome, error=f"the job {SCRIPT} failed") if provision.outcome else None
     job = replace(provision, run_id=SCRIPT, resource_class=IMAGE, why=IMAGE, request_summary=SCRIPT, outcome=outcome)
+    job = replace(job, repository=f"octo/{IMAGE}")
     write_samples(store.file, [], [job], now=last.at)
     with Dashboard(store.folder) as dashboard, opened(browser, dashboard.url + "?view=table") as page:
         ready(page)
         text = page.inner_text(f"#runs [data-key='{job.provision_id}']")
         assert (SCRIPT in text, IMAGE in text, f"the job {SCRIPT} failed" in text) == (True, True, True)
+        assert page.inner_text(f"#runs [data-key='{job.provision_id}'] .repository") == job.repository
+        assert page.locator("#runs a").count() == 0, "neither the run id nor the repository is one of GitHub's"
         row = f"#instances [data-key='{record.instance_id}']"
         values = page.eval_on_selector_all(f"{row} td", "all => all.map(e => e.textContent)")
         assert values[2] == IMAGE
@@ -361,6 +364,22 @@ def test_jobs_of_runner_sets_and_their_hostile_names(browser: Browser, tmp_path:
         assert f"job {SCRIPT}" in page.inner_text("#tip")
         assert page.evaluate("window.hit") is None
         assert page.eval_on_selector_all("main img, dialog img, #tip img, body script", "all => all.length") == 0
+
+
+def test_only_web_addresses_become_links(browser: Browser, dashboard: Dashboard) -> None:
+    with opened(browser, dashboard.url) as page:
+        ready(page)
+        script = """async (urls) => {
+          const { make, runLink } = await import("/text.js");
+          const cell = make("td");
+          return urls.map((url) => {
+            runLink(cell, url, "41");
+            return cell.querySelector("a")?.href;
+          });
+        }"""
+        urls = ["https://github.com/a", "javascript:window.hit=1", "http://ghe/a", "data:text/html,x", "//ghe/a", ""]
+        links = ["https://github.com/a", None, "http://ghe/a", None, None, None]
+        assert page.evaluate(script, urls) == links
 
 
 def _retirement(last: HistoryEntry) -> HistoryEntry:

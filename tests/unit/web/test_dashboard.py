@@ -20,8 +20,9 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.routing import Route
 
+from remuda.controlplane.read.feed import KnownInstance
 from remuda.domain.errors import UserError
-from remuda.domain.instance import State
+from remuda.domain.instance import LIVE, RetireReason, State
 from remuda.domain.reporting.timeline import MachinePhase
 from remuda.web.dashboard import app as routes
 from remuda.web.dashboard import connections, serialize
@@ -32,7 +33,7 @@ from remuda.web.dashboard.serialize import PHASES, ChangeLog
 from remuda.web.dashboard.server import TOKEN_VARIABLE, ListenAddress, listen, parse_listen_address, parse_window
 from tests.support.dashboard import feed_without_store
 from tests.support.mutations import fuzzed
-from tests.support.records import LONG_S
+from tests.support.records import LONG_S, at, instance
 
 TEXT = "0123456789abcdef"
 
@@ -369,6 +370,16 @@ def test_names_are_escaped() -> None:
     assert "\n" not in log.snapshot()
 
 
+def test_only_live_instances_are_in_quarantine() -> None:
+    marked = set()
+    for state in State:
+        record = instance(state=state, quarantined_until=at(60), retire_reason=RetireReason.QUARANTINED)
+        text = serialize.instance_text(KnownInstance(instance=record, history=None), now=at(0), busy=False)
+        if json.loads(text)["quarantined_until"]:
+            marked.add(state)
+    assert marked == LIVE - {State.TERMINATING}
+
+
 # Page files: complete, self-contained, and without ways to turn a name into markup ------------------------------------
 
 
@@ -428,3 +439,4 @@ def test_docs_show_every_picture_and_none_is_large() -> None:
     sizes = {file.name: file.stat().st_size for file in (docs / "pictures").iterdir()}
     assert shown == set(sizes)
     assert all(size < 200_000 for size in sizes.values())
+    assert sum(sizes.values()) < 1_500_000

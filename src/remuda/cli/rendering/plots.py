@@ -11,7 +11,7 @@ from html import escape
 WIDTH, HEIGHT = 720.0, 260.0
 #: The values are at the right, beside the newest time, which a narrow screen shows first.
 LEFT, RIGHT, TOP, BOTTOM = 12.0, 62.0, 12.0, 34.0
-#: Most times at the axis, and the room that one of them needs on each side.
+#: Most times at the axis, and the room that one of them needs at its left.
 TIME_TICKS = 6
 TIME_ROOM = 24.0
 #: Steps between times at the axis, in seconds: from one second to 90 days.
@@ -143,9 +143,11 @@ def _grid(frame: _Frame, ticks: Sequence[tuple[float, str]]) -> str:
         for value, text in ticks
     ]
     step, times = _round_times(frame.since, frame.until)
-    for at in times:
-        if LEFT + TIME_ROOM <= frame.x(at) <= right:
-            lines.append(f'<text class="x" x="{frame.x(at):.1f}" y="{HEIGHT - 12:g}">{_time(at, step)}</text>')
+    lines += [
+        f'<text class="x" x="{frame.x(at):.1f}" y="{HEIGHT - 12:g}">{_time(at, step)}</text>'
+        for at in times
+        if frame.x(at) >= LEFT + TIME_ROOM
+    ]
     return "".join(lines)
 
 

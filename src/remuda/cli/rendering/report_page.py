@@ -35,7 +35,8 @@ body { margin: 0 auto; max-width: 60rem; padding: 1.25rem; background: var(--pap
   font: 16px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
 p, .note { color: var(--soft); margin: .25rem 0; }
-dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(13rem, 45%), 1fr)); gap: .75rem; margin: 1.25rem 0; }
+dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(13rem, 45%), 1fr)); gap: .75rem;
+  margin: 1.25rem 0; }
 dl div { background: var(--card); border: 1px solid var(--line); border-radius: .5rem; padding: .75rem; }
 dt { color: var(--soft); font-size: .875rem; } dd { margin: 0; font-weight: 600; overflow-wrap: anywhere; }
 .chart { container-type: inline-size; } .hint { display: none; font-size: .875rem; }

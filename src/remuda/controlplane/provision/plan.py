@@ -11,7 +11,15 @@ from remuda.domain.errors import CapacityError, TimedOut, UserError
 from remuda.domain.instance import Actor, Assignment, Credential, Instance, RetireReason
 from remuda.domain.pool_config import DEFAULT_GROUP_ID, PoolConfig, runner_name
 from remuda.domain.provision import MAX_REASON, Provision, RunnerSource
-from remuda.domain.resources import Reuse, RunnerRequest, Tier, TypePatterns, UsageClass, normalize_repository
+from remuda.domain.resources import (
+    Reuse,
+    RunnerRequest,
+    Tier,
+    TypePatterns,
+    UsageClass,
+    is_repository,
+    normalize_repository,
+)
 from remuda.domain.runner_set import RunnerSet
 from remuda.domain.timestamps import to_milliseconds
 from remuda.ports.clock import Clock
@@ -185,7 +193,7 @@ async def make_plan(context: Context, request: ProvisionRequest) -> ProvisionPla
             resource_class=request.resource_class,
             count=request.count,
             created_at=limits.started_at,
-            repository=request.repository,
+            repository=request.repository or (request.scope if is_repository(request.scope) else ""),
             deadline=limits.deadline,
             request_summary=_describe_request(request),
         ),
