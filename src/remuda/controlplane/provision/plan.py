@@ -17,8 +17,8 @@ from remuda.domain.resources import (
     Tier,
     TypePatterns,
     UsageClass,
-    is_repository,
     normalize_repository,
+    repository_of,
 )
 from remuda.domain.runner_set import RunnerSet
 from remuda.domain.timestamps import to_milliseconds
@@ -193,7 +193,7 @@ async def make_plan(context: Context, request: ProvisionRequest) -> ProvisionPla
             resource_class=request.resource_class,
             count=request.count,
             created_at=limits.started_at,
-            repository=request.repository or (request.scope if is_repository(request.scope) else ""),
+            repository=repository_of(request.scope, "") or request.repository,
             deadline=limits.deadline,
             request_summary=_describe_request(request),
         ),
