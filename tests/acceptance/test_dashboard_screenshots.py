@@ -201,7 +201,7 @@ def test_phone_shows_the_newest_time_first(browser: Browser, dashboard: Dashboar
 def test_quarantine_is_marked_on_live_machines_only(browser: Browser, dashboard: Dashboard) -> None:
     with opened(browser, dashboard.url + "?view=table&time=0", **WIDE) as page:
         drawn(page)
-        assert "in quarantine" in page.text_content("#legend")
+        assert "in quarantine" in str(page.text_content("#legend"))
         rows = "#instances tr"
         states = page.eval_on_selector_all(
             rows, "all => all.filter(e => e.textContent.includes('in quarantine')).map(e => e.children[1].textContent)"

@@ -52,7 +52,8 @@ def wait(page: Page, expression: str) -> None:
 
 def accessibility_violations(page: Page) -> dict[str, list[str]]:
     """Return the elements that violate a rule of WCAG AA, by rule, according to axe-core."""
-    from axe_playwright_python.sync_playwright import Axe  # noqa: PLC0415 - only if there is a browser
+    # The package has no types. It is imported only if there is a browser.
+    from axe_playwright_python.sync_playwright import Axe  # type: ignore[import-untyped]  # noqa: PLC0415
 
     options = {"runOnly": {"type": "tag", "values": WCAG_AA}, "resultTypes": ["violations"]}
     found = Axe().run(page, options=options).response["violations"]

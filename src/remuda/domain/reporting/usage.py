@@ -193,7 +193,8 @@ def usage_report(
         points=tuple(_point(item, outcome) for item, outcome in finished),
         fleet=tuple(mean_counts(spans, since=chart_start, until=until, steps=CHART_STEPS)),
         chart_start=chart_start,
-        repositories={item.run_id: item.repository for item in (*jobs, *provisions) if item.repository},
+        repositories={job.run_id: job.repository for job in jobs if job.repository}
+        | {item.run_id: item.repository for item in provisions if item.repository},
     )
 
 
