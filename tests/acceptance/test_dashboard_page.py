@@ -138,7 +138,7 @@ def test_filters_apply_and_survive_a_reload(
 ) -> None:
     running = live_instances(samples, State.RUNNING)
     large = [item for item in running if item.resource_class == "large"]
-    with opened(browser, dashboard.url) as page:
+    with opened(browser, dashboard.url + "?time=0") as page:
         ready(page)
         assert page.inner_text("#live") == str(len(live_instances(samples)))
         assert page.inner_text("#shown") == f"{len(samples)} instances"
