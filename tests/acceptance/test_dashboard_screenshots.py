@@ -228,6 +228,17 @@ def test_ended_machines_leave_the_window(browser: Browser, dashboard: Dashboard)
         wait(page, f"{shown} === '{live} instances; {INSTANCES - live} ended earlier'")
 
 
+def test_pool_level_is_listed_at_round_times(browser: Browser, dashboard: Dashboard) -> None:
+    with opened(browser, dashboard.url, **WIDE) as page:
+        drawn(page)
+        page.click("#level-details summary")
+        wait(page, "document.getElementById('level-rows').children.length > 5")
+        times = page.eval_on_selector_all("#level-rows td:first-child", "all => all.map(e => e.textContent)")
+        assert all(re.fullmatch(r"\d\d:\d[05]:00", text) for text in times)
+        live = page.eval_on_selector_all("#level-rows tr:first-child td.n", "all => all.map(e => +e.textContent)")
+        assert 0 < sum(live) <= INSTANCES
+
+
 def test_runs_link_to_github(browser: Browser, dashboard: Dashboard, report: str) -> None:
     with opened(browser, dashboard.url, **WIDE) as page:
         drawn(page)

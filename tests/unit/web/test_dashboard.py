@@ -433,6 +433,12 @@ def test_every_element_used_by_scripts_exists() -> None:
     assert used <= existing
 
 
+def test_footer_is_constant() -> None:
+    found = re.search(r"<footer.*?</footer>", TEXTS["index.html"], re.DOTALL)
+    assert found is not None
+    assert "id=" not in found.group()
+
+
 def test_docs_show_every_picture_and_none_is_large() -> None:
     docs = Path(__file__).parents[3] / "docs"
     shown = set(re.findall(r"\.\./pictures/([\w.-]+)", (docs / "howto" / "dashboard.md").read_text()))
