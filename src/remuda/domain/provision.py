@@ -146,6 +146,8 @@ class Provision:
     created_at: datetime
     #: The runner set that holds it, whose holder id is the run id; empty for a run.
     runner_set: str = ""
+    #: The run's repository as owner/name; empty if unknown, and for a set.
+    repository: str = ""
     #: Time limit of the commit; after the commit, of the instances' use. A sweep releases a provision past it.
     deadline: datetime
     status: ProvisionStatus = ProvisionStatus.OPEN

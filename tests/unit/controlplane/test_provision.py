@@ -386,6 +386,7 @@ async def test_outcome_names_the_source_of_each_runner(world: PoolWorld) -> None
     assert list(outcome.phases) == ["intent", "instances", "commit"]
     assert max(item.seconds for item in outcome.acquired) <= outcome.seconds <= result.seconds
     assert provision_of(world).request_summary == "on-demand, trusted, for octo/repo, types *"
+    assert provision_of(world).repository == "octo/repo"
 
 
 async def test_outcome_names_rejected_messages_with_reasons(world: PoolWorld) -> None:

@@ -12,7 +12,15 @@ from remuda.domain.errors import CapacityError, TimedOut, Unreadable, UserError
 from remuda.domain.instance import Actor, Assignment, Credential, Instance, RetireReason
 from remuda.domain.pool_config import DEFAULT_GROUP_ID, PoolConfig, runner_name
 from remuda.domain.provision import MAX_REASON, Provision, ProvisionStatus, RunnerSource, lost_instances
-from remuda.domain.resources import Reuse, RunnerRequest, Tier, TypePatterns, UsageClass, normalize_repository
+from remuda.domain.resources import (
+    Reuse,
+    RunnerRequest,
+    Tier,
+    TypePatterns,
+    UsageClass,
+    normalize_repository,
+    repository_of,
+)
 from remuda.domain.runner_set import RunnerSet
 from remuda.domain.timestamps import to_milliseconds
 from remuda.ports.clock import Clock
@@ -190,6 +198,7 @@ async def make_plan(context: Context, request: ProvisionRequest) -> ProvisionPla
             resource_class=request.resource_class,
             count=request.count,
             created_at=limits.started_at,
+            repository=repository_of(request.scope, "") or request.repository,
             deadline=limits.deadline,
             request_summary=_describe_request(request),
         ),

@@ -62,6 +62,8 @@ class WarningKind(StrEnum):
     UNCONFIGURED = "unconfigured"
     #: GitHub will refuse the pool's version of the actions runner soon, or it is unknown for long whether it does.
     RUNNER_VERSION = "runner-version"
+    #: Most of the month's budget is spent, or all of it.
+    BUDGET = "budget"
     #: A job waits for a runner for too long.
     WAITING_JOB = "waiting-job"
     #: A runner set cannot be served, or GitHub's counts of its jobs are wrong.
@@ -101,6 +103,7 @@ def find_warnings(
     margin_s = config.lifetimes.margin_s
     found = [
         *_sweep_warnings(sweep_due or after(config.applied_at, MAX_SWEEP_PAUSE_S), now),
+        *_budget_warnings(config, now),
         *_token_warnings(config, now),
         *_runner_warnings(config, now),
         *_overdue_warnings(provisions, now, margin_s),
@@ -168,6 +171,11 @@ def _run_warning(run: Provision, lost: Mapping[str, Sequence[str]], now: datetim
     if run.ending is ProvisionEnding.EXPIRED and not run.runner_set:
         return PoolWarning(kind=WarningKind.RUN_EXPIRED, subject=run.run_id, text=f"expired at {at}: {run.why}")
     return None
+
+
+def _budget_warnings(config: PoolConfig, now: datetime) -> Iterator[PoolWarning]:
+    if text := config.budget.warning(now):
+        yield PoolWarning(kind=WarningKind.BUDGET, subject=config.pool, text=text)
 
 
 def _token_warnings(config: PoolConfig, now: datetime) -> Iterator[PoolWarning]:

@@ -260,9 +260,10 @@ class Feed:
         now = self._clock.now()
         log = self.change_log
         self._record_instances(changes, now)
+        config = self.status.config if self.status else None
         for provision in changes.provisions:
             self._provisions[provision.provision_id] = provision
-            log.put("provisions", provision.provision_id, serialize.provision_text(provision))
+            log.put("provisions", provision.provision_id, serialize.provision_text(provision, config))
         for name in changes.removed_provisions:
             self._provisions.pop(name, None)
             log.drop("provisions", name)
