@@ -31,6 +31,7 @@ _SECONDS_BETWEEN_RUNS = number(0.2, 86_400, "seconds")
 _DRY_RUN = ("--dry-run", "Show what would be done and why; change nothing.")
 _REASON = ("--reason", "Reason, for the history.")
 _ALL = ("--all", "All instances of the pool.")
+_WIDE = ("--wide", "Show whole ids, all columns and all rows, in lines as long as needed.")
 PROGRAM = "remuda"
 #: If it is set, click answers the shell's request for completions and exits.
 VARIABLE = "_REMUDA_COMPLETE"
@@ -139,7 +140,7 @@ def _command(name: str, implementation: str, summary: str, *own: click.Parameter
     flags = {declared.name for declared in settings_of(name)}
 
     def call(**values: Any) -> int:
-        output = Output(as_json=values.pop("as_json"), quiet=values.pop("quiet"))
+        output = Output(as_json=values.pop("as_json"), quiet=values.pop("quiet"), wide=bool(values.pop("wide", False)))
         config = values.pop("config")
         given = {each: values.pop(each) for each in flags}
         settings = load_settings(given, config)
@@ -242,6 +243,7 @@ _command(
     "cli.lifecycle:run_scale_down",
     "Terminate idle runners beyond the quota, and orphans.",
     option(*_DRY_RUN),
+    option(*_WIDE, section=Group.OUTPUT),
     _every(),
     more="It also works on instances of terraform-aws-github-runner.",
 )
@@ -250,6 +252,7 @@ _command(
     "cli.read:run_status",
     "Show runner sets, instances, launches, pools, runs and warnings.",
     option("--all", "Show terminated instances, too.", to="everything"),
+    option(*_WIDE, section=Group.OUTPUT),
     option("--watch", "Keep showing the status until interrupted."),
     option(
         "--every",
@@ -266,6 +269,7 @@ _command(
         metavar="RUN|JOB|SET|INSTANCE",
         help="A run id, a job id, set.NAME for a runner set, an instance id, or the name of a runner on GitHub.",
     ),
+    option(*_WIDE, section=Group.OUTPUT),
     more="It ends with what happens next.",
 )
 _command(
@@ -279,6 +283,7 @@ _command(
         default="7d",
     ),
     option("--html", "Write the report to this file as a single HTML page.", text(metavar="FILE")),
+    option(*_WIDE, section=Group.OUTPUT),
 )
 _command(
     "dashboard",
@@ -386,7 +391,12 @@ _command(
     option(*_DRY_RUN),
     more="Asks before it deletes data. An interrupted removal continues when it is run again.",
 )
-_command("doctor", "cli.read:run_doctor", "Check everything that the pool needs, and say what to fix.")
+_command(
+    "doctor",
+    "cli.read:run_doctor",
+    "Check everything that the pool needs, and say what to fix.",
+    option(*_WIDE, section=Group.OUTPUT),
+)
 #: Kind of the name of a pool.
 POOL = SETTINGS["pool"].kind
 _command(
@@ -399,6 +409,7 @@ _command(
         replace(POOL, metavar="[NAME]", parse=lambda value: value and POOL.parse(value)),
         without_value="",
     ),
+    option(*_WIDE, section=Group.OUTPUT),
 )
 _command(
     "run-workflow",

@@ -18,8 +18,6 @@ from remuda.ports.clock import Clock
 from remuda.ports.event_log import EventLog
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from remuda.cli.terminal import PlainConsole
     from remuda.controlplane.context import Context
 
@@ -43,6 +41,8 @@ _JSON_ONLY = frozenset({"announce", "renew", "credential", "extend", "scale-keep
 _PLANNED = "would-"
 
 JSON_LOGS = "json"
+#: Characters per line with --wide; the longest lines are shorter.
+MAX_WIDTH = 10_000
 DAY_S = 86_400.0
 _DURATION = re.compile(r"(\d{1,7})\s*([mhdw])", re.ASCII)
 _UNITS_S = {"m": 60.0, "h": 3_600.0, "d": DAY_S, "w": 7 * DAY_S}
@@ -88,8 +88,10 @@ class Output:
     #: Whether stderr gets one JSON document per line.
     logs_json: ClassVar[bool] = False
 
-    def __init__(self, *, as_json: bool, quiet: bool = False) -> None:
+    def __init__(self, *, as_json: bool, quiet: bool = False, wide: bool = False) -> None:
         self.as_json = as_json
+        #: Whether tables show all columns and rows, as wide as they are.
+        self.wide = wide
         self._quiet = quiet
         self._console: PlainConsole | None = None
 
@@ -156,9 +158,11 @@ class Output:
 
     @property
     def width(self) -> int:
-        import shutil  # noqa: PLC0415 - slow to import and often not needed
+        return MAX_WIDTH if self.wide else _terminal_size()[0]
 
-        return shutil.get_terminal_size((160, 40)).columns
+    @property
+    def height(self) -> int:
+        return _terminal_size()[1]
 
     def log(self, action: str, why: str, facts: Mapping[str, Any]) -> None:
         if not self._quiet:
@@ -194,6 +198,12 @@ class Output:
         self.result({"error": document | ({"details": list(details)} if details else {})})
 
 
+def _terminal_size() -> tuple[int, int]:
+    import shutil  # noqa: PLC0415 - slow to import and often not needed
+
+    return shutil.get_terminal_size((160, 40))
+
+
 class ConsoleEventLog:
     """One line per event, as it happens."""
 
@@ -222,28 +232,6 @@ class ConsoleEventLog:
         if action.startswith(("end-", "tombstone", "retire", "stale-registration")):
             return _TERMINATION_STYLE
         return _STYLES.get(action)
-
-
-def table(
-    title: str,
-    columns: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    numeric: frozenset[str] = frozenset(),
-    no_wrap: frozenset[str] = frozenset(),
-) -> Table:
-    """Build a table. `numeric` columns are right-aligned; `no_wrap` columns stay on one line, for copying."""
-    from rich import box  # noqa: PLC0415 - slow to import
-    from rich.table import Table  # noqa: PLC0415
-    from rich.text import Text  # noqa: PLC0415
-
-    made = Table(title=sanitize(title), title_justify="left", box=box.SIMPLE_HEAD)
-    for column in columns:
-        justify = "right" if column in numeric else "left"
-        made.add_column(column, justify=justify, no_wrap=column in no_wrap, overflow="fold")  # type: ignore[arg-type]
-    for row in rows:
-        made.add_row(*(Text(sanitize(value)) for value in row))
-    return made
 
 
 def format_duration(seconds: float) -> str:

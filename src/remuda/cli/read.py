@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from remuda.adapters.system.clock import SystemClock
 from remuda.adapters.system.prices import chosen_prices
@@ -18,6 +18,7 @@ from remuda.cli.output import DAY_S, Output, parse_duration
 from remuda.cli.rendering import status as status_view
 from remuda.cli.rendering.report import report_document, report_tables
 from remuda.cli.rendering.results import config_rows, config_table, pool_config_rows, pool_config_table
+from remuda.cli.rendering.table import FittedTable
 from remuda.cli.run import EXIT_OK, plural, run_async
 from remuda.config.settings import Settings
 from remuda.controlplane.doctor import exit_code, run_checks
@@ -32,13 +33,8 @@ from remuda.ports.doctor import CheckResult, CheckStatus
 from remuda.ports.event_log import SilentEventLog
 from remuda.wiring import open_context
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
 #: Default seconds between two updates of --watch, by backend. On AWS each update costs API calls.
 WATCH_INTERVAL_S = {"local": 1.0, "aws": 5.0}
-#: Rows of the screen that are not for instances: titles, pools, runs.
-RESERVED_ROWS = 23
 #: Longest period of a report in days.
 MAX_DAYS = 3_650
 _STYLES = {CheckStatus.OK: "green", CheckStatus.WARNING: "yellow", CheckStatus.PROBLEM: "bold red"}
@@ -63,8 +59,11 @@ def run_status(settings: Settings, output: Output, *, everything: bool, watch: b
     for name in stopped_processes(settings):
         output.say(f"{name} is not running; run 'remuda up' to start it", style="bold yellow")
     output.say_errors(result.unreadable)
-    if not output.as_json:
-        output.answer(*status_view.status_tables(result, width=output.width))
+    if sys.stdout.isatty() and not output.wide:
+        # Leaves a line for the prompt and one for a message on stderr.
+        output.answer(*status_view.status_screen(result, width=output.width, height=output.height - 2))
+    elif not output.as_json:
+        output.answer(*status_view.status_tables(result))
     output.result(status_view.status_document(result))
     return EXIT_OK
 
@@ -79,7 +78,8 @@ def run_explain(settings: Settings, output: Output, *, subject: str) -> int:
 
     found = run_async(work)
     if not output.as_json:
-        output.answer(*status_view.explanation_lines(found), soft_wrap=True)
+        wide = output.wide or not sys.stdout.isatty()
+        output.answer(*status_view.explanation_lines(found, wide=wide), soft_wrap=wide)
     output.result(status_view.explanation_document(found))
     return EXIT_OK
 
@@ -105,8 +105,7 @@ class StatusScreen:
     def show(self, current: Status) -> None:
         from rich.console import Group  # noqa: PLC0415 - as above
 
-        rows = max(self._console.height - RESERVED_ROWS - len(current.warnings), 3)
-        tables = status_view.status_tables(current, width=self._console.width, rows=rows)
+        tables = status_view.status_screen(current, width=self._console.width, height=self._console.height - 1)
         self._live.update(Group(sanitize(status_view.headline(current)), *tables), refresh=True)
 
     def show_error(self, error: RemudaError) -> None:
@@ -296,15 +295,8 @@ def check_lines(results: Mapping[str, CheckResult]) -> list[str]:
     return [sanitize(f"{item.status:<8} {name}: {item.message}{fixes[name]}") for name, item in results.items()]
 
 
-def check_table(results: Mapping[str, CheckResult]) -> Table:
-    from rich import box  # noqa: PLC0415 - rich is slow to import
-    from rich.table import Table  # noqa: PLC0415 - as above
-    from rich.text import Text  # noqa: PLC0415 - as above
-
-    table = Table(box=box.SIMPLE_HEAD)
-    for column in ("check", "status", "message", "fix"):
-        table.add_column(column, no_wrap=column in {"check", "status"}, overflow="fold")
-    for name, result in results.items():
-        status = Text(result.status.value, style=_STYLES[result.status])
-        table.add_row(sanitize(name), status, sanitize(result.message), sanitize(result.fix))
-    return table
+def check_table(results: Mapping[str, CheckResult]) -> FittedTable:
+    rows = [(name, item.status.value, item.message, item.fix) for name, item in results.items()]
+    columns, one_line = ("check", "status", "message", "fix"), frozenset({"check", "status"})
+    styles = {status.value: style for status, style in _STYLES.items()}
+    return FittedTable("", columns, rows, no_wrap=one_line, styles=styles)

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from remuda.cli.output import Output, table
+from remuda.cli.output import Output
+from remuda.cli.rendering.table import FittedTable
 from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.pool_config import parse_runner_name
 from remuda.fake_github.client import JobView
@@ -174,7 +175,7 @@ def show_report(output: Output, report: DemoReport) -> None:
         )
         for item in report.provisions
     ]
-    output.show(table("Provisions", ("run", "kind", *numbers), provisions, numeric=frozenset(numbers)))
+    output.show(FittedTable("Provisions", ("run", "kind", *numbers), provisions, numeric=frozenset(numbers)))
     if report.demand:
         columns = ("jobs", "median wait", "longest wait")
         waits = [
@@ -182,9 +183,9 @@ def show_report(output: Output, report: DemoReport) -> None:
             for item in report.demand
             if item.waits
         ]
-        output.show(table("Jobs without provision", ("run", "kind", *columns), waits, numeric=frozenset(columns)))
+        output.show(FittedTable("Jobs without provision", ("run", "kind", *columns), waits, numeric=frozenset(columns)))
     retired = [(item.instance_id, item.state, item.reason, item.stop_reason) for item in report.retired]
-    output.show(table("Retired", ("instance", "state", "reason", "reason recorded by the instance"), retired))
+    output.show(FittedTable("Retired", ("instance", "state", "reason", "reason recorded by the instance"), retired))
     output.say(f"cold {report.median_s('cold')} s, warm {report.median_s('warm')} s, {report.reuse_rate:.0%} reused")
     for operation, seconds in report.overheads().items():
         verdict = "met" if seconds < GOAL_S else "missed; is this machine busy?"
