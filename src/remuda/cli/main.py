@@ -21,13 +21,12 @@ from remuda import __version__
 from remuda.cli.options import HELP_WIDTH, Argument, GroupedCommand, option, options_of, settings_of
 from remuda.cli.output import Output, early_log_format, set_log_format
 from remuda.cli.run import EXIT_INTERRUPTED, load_settings, mistyped_variables, run_command
-from remuda.config.declaration import Group, choice, integer, number, text
+from remuda.config.declaration import DURATION_EXAMPLES, Group, choice, duration, integer, text
 from remuda.config.settings import SETTINGS
 from remuda.domain.errors import UserError
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": HELP_WIDTH}
-_DURATION = text(metavar="DURATION")
-_SECONDS_BETWEEN_RUNS = number(0.2, 86_400, "seconds")
+_DAY_S = 86_400.0
 _DRY_RUN = ("--dry-run", "Show what would be done and why; change nothing.")
 _REASON = ("--reason", "Reason, for the history.")
 _ALL = ("--all", "All instances of the pool.")
@@ -39,13 +38,25 @@ SHELLS = choice(("bash", "zsh", "fish"))
 CURRENT = "current"
 
 
+#: Sections of the commands in `--help`.
+COMMAND_SECTIONS = {
+    "Try it on this machine": ("demo", "up", "run-workflow", "down"),
+    "Runners for workflows": ("provision", "release", "listen"),
+    "Pool": ("deploy", "refresh", "scale-down", "config", "doctor", "destroy"),
+    "Observe": ("status", "explain", "report", "dashboard"),
+    "Intervene": ("drain", "quarantine", "terminate"),
+}
+
+
 class _App(click.Group):
-    """`remuda` itself: one line per command, never cut."""
+    """`remuda` itself: commands by section, with whole sentences."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 - click's signature
-        rows = [(name, command.short_help or "") for name, command in self.commands.items()]
-        with formatter.section("Commands"):
-            formatter.write_dl(rows)
+        width = max(map(len, self.commands))
+        for title, names in COMMAND_SECTIONS.items():
+            with formatter.section(title):
+                # Padded, so that the texts of all sections are aligned.
+                formatter.write_dl([(f"{name:<{width}}", self.commands[name].short_help or "") for name in names])
 
 
 @click.group(
@@ -188,8 +199,8 @@ def _region() -> click.Option:
     )
 
 
-def _every(limits: str = "") -> click.Option:
-    return option("--every", f"Repeat after this many seconds, until interrupted.{limits}", _SECONDS_BETWEEN_RUNS)
+def _every() -> click.Option:
+    return option("--every", "Repeat after this time, until interrupted.", duration(0.2, _DAY_S))
 
 
 _command(
@@ -256,8 +267,8 @@ _command(
     option("--watch", "Keep showing the status until interrupted."),
     option(
         "--every",
-        "With --watch: seconds between updates. (default: 1 on the local backend, 5 on AWS)",
-        number(0.2, 3_600, "seconds"),
+        "With --watch: time between updates. (default: 1s on the local backend, 5s on AWS)",
+        duration(0.2, 3_600),
     ),
 )
 _command(
@@ -278,7 +289,7 @@ _command(
     "Show reuse, waiting times, jobs of runner sets, instance hours, cost and savings.",
     option(
         "--since",
-        "Begin of the period: 90m, 12h, 7d, 2w, or a date such as 2026-11-01. (default: 7d)",
+        f"Begin of the period: {DURATION_EXAMPLES}, or a date such as 2026-11-01. (default: 7d)",
         text(metavar="DURATION|DATE"),
         default="7d",
     ),
@@ -297,11 +308,13 @@ _command(
     ),
     option("--port", "Port to listen on; 0 selects a free one. (default: 8421)", integer(0, 65_535), default=8421),
     option("--token-file", "Require the token in this file. (default: REMUDA_DASHBOARD_TOKEN)", text(metavar="FILE")),
-    option("--since", "Period to show: 90m, 12h, 7d. (default: 24h)", _DURATION, default="24h"),
+    option(
+        "--since", "Period to show, at most 30d. (default: 24h)", duration(1, 30 * _DAY_S), to="since_s", default="24h"
+    ),
     option(
         "--every",
-        "Seconds between updates. (default: 0.25 on the local backend, 5 on AWS)",
-        number(0.02, 3_600, "seconds"),
+        "Time between updates. (default: 0.25s on the local backend, 5s on AWS)",
+        duration(0.02, 3_600),
     ),
 )
 _command(
@@ -322,7 +335,7 @@ _command(
     "Keep instances out of the pool for inspection.",
     _instances(),
     option(
-        "--for", "How long to keep them: 30m, 4h, at most 7d. (default: 4h)", _DURATION, to="duration", default="4h"
+        "--for", "How long to keep them, at most 7d. (default: 4h)", duration(1, 7 * _DAY_S), to="for_s", default="4h"
     ),
     option(*_REASON, text(), default=""),
     option(*_DRY_RUN),
@@ -425,6 +438,7 @@ _command(
     "Show the whole lifecycle on this machine, in two minutes.",
     option("--dashboard", "Serve the dashboard; on a terminal it stays open until Ctrl-C."),
     option("--keep", "With --dashboard: keep the page open without a terminal, too."),
+    option("--verbose", "Show every command, its progress, and every check."),
     more="The demo verifies its own claims.",
 )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
@@ -43,9 +42,6 @@ _PLANNED = "would-"
 JSON_LOGS = "json"
 #: Characters per line with --wide; the longest lines are shorter.
 MAX_WIDTH = 10_000
-DAY_S = 86_400.0
-_DURATION = re.compile(r"(\d{1,7})\s*([mhdw])", re.ASCII)
-_UNITS_S = {"m": 60.0, "h": 3_600.0, "d": DAY_S, "w": 7 * DAY_S}
 
 
 #: Variables with which rich treats a stream as a terminal.
@@ -240,9 +236,3 @@ def format_duration(seconds: float) -> str:
         if seconds >= minimum:
             return f"{seconds / unit_s:.0f} {name}"
     return f"{seconds:.0f} s"
-
-
-def parse_duration(text: str) -> float | None:
-    """Parse a duration such as 90m, 12h, 7d or 2w into seconds. Return None if it is not one."""
-    found = _DURATION.fullmatch(text.strip())
-    return int(found.group(1)) * _UNITS_S[found.group(2)] if found else None

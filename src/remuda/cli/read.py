@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -14,12 +15,13 @@ from typing import Any, Self
 from remuda.adapters.system.clock import SystemClock
 from remuda.adapters.system.prices import chosen_prices
 from remuda.cli.local_backend import background_processes, can_list_registrations, stopped_processes
-from remuda.cli.output import DAY_S, Output, parse_duration
+from remuda.cli.output import Output
 from remuda.cli.rendering import status as status_view
 from remuda.cli.rendering.report import report_document, report_tables
 from remuda.cli.rendering.results import config_rows, config_table, pool_config_rows, pool_config_table
 from remuda.cli.rendering.table import FittedTable
 from remuda.cli.run import EXIT_OK, plural, run_async
+from remuda.config.declaration import DURATION_EXAMPLES, parse_duration
 from remuda.config.settings import Settings
 from remuda.controlplane.doctor import exit_code, run_checks
 from remuda.controlplane.read.explain import check_subject, explain
@@ -171,21 +173,17 @@ async def watch_status(settings: Settings, output: Output, *, everything: bool, 
 
 
 def parse_since(text: str, *, now: datetime) -> datetime:
-    """`90m`, `12h`, `7d`, `2w`, or a day such as 2026-11-01."""
-    period_s = parse_duration(text)
-    if period_s is not None:
-        if 0 < period_s <= MAX_DAYS * DAY_S:
-            return now - timedelta(seconds=period_s)
-    else:
-        try:
-            day = datetime.strptime(text.strip(), "%Y-%m-%d").replace(tzinfo=UTC)
-        except ValueError:
-            pass
-        else:
-            if now - timedelta(days=MAX_DAYS) <= day < now:
-                return day
+    """A duration before now, or a day such as 2026-11-01."""
+    with suppress(ValueError, OverflowError):
+        began = now - timedelta(seconds=parse_duration(text))
+        if now - timedelta(days=MAX_DAYS) <= began < now:
+            return began
+    with suppress(ValueError):
+        day = datetime.strptime(text.strip(), "%Y-%m-%d").replace(tzinfo=UTC)
+        if now - timedelta(days=MAX_DAYS) <= day < now:
+            return day
     raise UserError(
-        f"--since must be a duration such as 90m, 12h, 7d or 2w, or a past date such as 2026-11-01, got {text[:40]!r}",
+        f"--since must be a duration such as {DURATION_EXAMPLES}, or a past date such as 2026-11-01, got {text[:40]!r}",
         field="--since",
     )
 
