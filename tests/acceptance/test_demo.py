@@ -20,7 +20,8 @@ from remuda.cli.demo import SELF_TERMINATED
 from tests.support import aws_demo
 from tests.support.aws.servers import ROOT
 from tests.support.dashboard import CHROMIUM, chromium
-from tests.support.namespace_machine.machine import quiet_network, unsupported_reason
+from tests.support.namespace_machine.machine import quiet_network
+from tests.support.namespace_machine.requirements import unsupported_reason
 
 #: Seconds for a demo. Generous: only a broken demo reaches it.
 LIMIT_S = 600

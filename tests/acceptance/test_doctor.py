@@ -105,6 +105,8 @@ def test_text_output_has_one_line_per_check(patient: Patient):
     assert done.code == 2
     lines = done.stdout.splitlines()
     assert all(line.split()[0] in {"ok", "warning", "problem"} for line in lines), lines
+    order = [line.split()[0] for line in lines]
+    assert order == sorted(order, key=["problem", "warning", "ok"].index)
     (image,) = [line for line in lines if " image: " in line]
     assert image.startswith("problem")
     assert " -> " in image

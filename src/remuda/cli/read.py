@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -238,14 +239,22 @@ def run_doctor(settings: Settings, output: Output) -> int:
         async with open_doctor(settings, background_processes(settings)) as checks:
             return await run_checks(checks)
 
-    results = run_async(work)
+    results = problems_first(run_async(work))
     if sys.stdout.isatty():
         output.answer(check_table(results))
     elif not output.as_json:
         # One line per check, never wrapped, for logs and grep.
         sys.stdout.writelines(f"{line}\n" for line in check_lines(results))
     output.result({"checks": [check_document(name, result) for name, result in results.items()]})
+    counts = Counter(result.status for result in results.values())
+    shown = (plural(counts[status], status.value) for status in (CheckStatus.PROBLEM, CheckStatus.WARNING))
+    output.say(f"{', '.join(shown)}, {counts[CheckStatus.OK]} ok")
     return exit_code(results.values())
+
+
+def problems_first(results: Mapping[str, CheckResult]) -> dict[str, CheckResult]:
+    order = (CheckStatus.PROBLEM, CheckStatus.WARNING, CheckStatus.OK)
+    return dict(sorted(results.items(), key=lambda item: order.index(item[1].status)))
 
 
 def run_config(settings: Settings, output: Output, *, pool: str | None) -> int:

@@ -13,7 +13,7 @@ import pytest
 from remuda.cli.demo.report import DemoCheck, DemoDemand, DemoProvision, DemoReport, DemoRetirement, show_report
 from remuda.cli.deploy import _show_changes
 from remuda.cli.output import Output
-from remuda.cli.read import check_table
+from remuda.cli.read import check_lines, check_table, problems_first
 from remuda.cli.rendering.report import report_tables
 from remuda.cli.rendering.results import config_table, pool_config_rows, pool_config_table, scale_down_table
 from remuda.cli.rendering.status import explanation_lines, status_screen, status_tables
@@ -343,3 +343,11 @@ def test_columns_are_dropped_in_order_and_only_as_needed() -> None:
     headers = {width: rendered([made], width)[0].split() for width in (90, 60, 45, 20)}
     assert headers == {90: ["id", "one", "two"], 60: ["id", "two"], 45: ["id", "two"], 20: ["id"]}
     assert [("…" in rendered([made], width)[1]) for width in (60, 45)] == [False, True]
+
+
+def test_doctor_shows_problems_first() -> None:
+    found = {
+        status.value: CheckResult(status=status, message="x", fix="")
+        for status in (CheckStatus.OK, CheckStatus.WARNING, CheckStatus.PROBLEM)
+    }
+    assert [line.split()[0] for line in check_lines(problems_first(found))] == ["problem", "warning", "ok"]
