@@ -42,7 +42,7 @@ CURRENT = "current"
 COMMAND_SECTIONS = {
     "Try it on this machine": ("demo", "up", "run-workflow", "down"),
     "Runners for workflows": ("provision", "release", "listen"),
-    "Pool": ("deploy", "refresh", "scale-down", "config", "doctor", "destroy"),
+    "Pool": ("deploy", "refresh", "scale-down", "budget", "config", "doctor", "destroy"),
     "Observe": ("status", "explain", "report", "dashboard"),
     "Intervene": ("drain", "quarantine", "terminate"),
 }

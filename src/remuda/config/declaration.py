@@ -223,23 +223,28 @@ def integer(least: int, most: int) -> ValueKind:
     return ValueKind(metavar="INTEGER", expected=f"an integer from {least} to {most}", parse=convert, is_number=True)
 
 
+def number(least: float, most: float, unit: str) -> ValueKind:
+    """`unit` is a plural, such as dollars."""
+    return ValueKind(
+        metavar=unit.upper(),
+        expected=_number_expected(least, most, unit),
+        parse=lambda value: _parse_number(value, least, most),
+        is_number=True,
+    )
+
+
 def duration(least: float, most: float, unit: str = "seconds") -> ValueKind:
     """A period of time, as a float in `unit`: seconds or minutes. A number without a suffix has that unit."""
 
     def convert(value: Any) -> float:
-        if isinstance(value, str):
-            value = parse_duration(value, unit)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise InvalidValue
-        # Compared before the conversion: an integer may be too large for a float.
-        if not least <= value <= most or not math.isfinite(value):
-            raise InvalidValue
-        return float(value)
+        return _parse_number(parse_duration(value, unit) if isinstance(value, str) else value, least, most)
 
     return ValueKind(
         metavar="DURATION",
-        expected=f"a number of {unit} from {least:g} to {most:.15g}, or a time such as {DURATION_EXAMPLES}",
-        parse=convert,
+        expected=f"{_number_expected(least, most, unit)}, or a time such as {DURATION_EXAMPLES}",
+        parse=lambda value: _parse_number(
+            parse_duration(value, unit) if isinstance(value, str) else value, least, most
+        ),
         is_number=True,
         is_duration=True,
     )
@@ -251,9 +256,28 @@ def parse_duration(text: str, unit: str = "seconds") -> float:
     Nothing is rounded: `90s` is 1.5 minutes.
     """
     found = _DURATION.fullmatch(text)
+    if found:
+        return float(found.group(1)) * _SUFFIXES_S[found.group(2)] / _UNITS_S[unit]
+    return _parse_float(text)
+
+
+def _number_expected(least: float, most: float, unit: str) -> str:
+    return f"a number of {unit} from {least:g} to {most:.15g}"
+
+
+def _parse_number(value: Any, least: float, most: float) -> float:
+    if isinstance(value, str):
+        value = _parse_float(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidValue
+    # Compared before the conversion: an integer may be too large for a float.
+    if not least <= value <= most or not math.isfinite(value):
+        raise InvalidValue
+    return float(value)
+
+
+def _parse_float(text: str) -> float:
     try:
-        if found:
-            return float(found.group(1)) * _SUFFIXES_S[found.group(2)] / _UNITS_S[unit]
         if _NUMBER_TEXT.fullmatch(text):
             return float(text)
     except ValueError:

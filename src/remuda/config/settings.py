@@ -31,6 +31,7 @@ from remuda.config.declaration import (
     duration,
     flag,
     integer,
+    number,
     secret,
     text,
     variable,
