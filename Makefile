@@ -37,7 +37,10 @@ help: ## List the targets
 demo: $(VENV)/.installed ## Show the whole lifecycle on this machine, in under two minutes
 	@$(BIN)/remuda demo
 
-demo-aws: $(VENV)/.installed $(VENV)-servers/.installed $(VENV)-moto/.installed ## The same with the AWS backend on local test servers (Linux, root)
+# The requirements are checked before anything is installed.
+demo-aws: ## The same with the AWS backend on local test servers (Linux, root)
+	@$(PYTHON) -m tests.support.namespace_machine.requirements
+	@$(MAKE) --no-print-directory $(VENV)/.installed $(VENV)-servers/.installed $(VENV)-moto/.installed
 	@$(BIN)/python -m tests.support.aws_demo
 
 test: ## Run linters, type checks and all tests
@@ -88,6 +91,7 @@ simulate: $(VENV)/.tools ## Run the long campaign, all mutants, and the exhausti
 	$(BIN)/python -m benchmarks.simulation
 	$(BIN)/python -m simulation.exhaustive --all
 	$(BIN)/python -m simulation.report --write docs/reference/mutants.md
+	@echo 'verdict: passed (no campaign, search or mutant run reported a failure; figures in build and docs/reference)'
 
 # SAMPLE: number of mutants. SEED, MODULE (for example domain.trust), JUDGE (all, tests, simulation). AGAIN=1: only the survivors of the last
 # run with this seed. WRITE=1: update the docs.

@@ -23,7 +23,8 @@ from collections.abc import Awaitable
 from pathlib import Path
 from statistics import median, quantiles
 
-from remuda.cli.output import Output, table
+from remuda.cli.output import Output
+from remuda.cli.rendering.table import FittedTable
 from remuda.fake_github.client import JobView
 from tests.support.demand import DemandBackend, kill_process, runner_set
 
@@ -196,7 +197,7 @@ def run(output: Output, *, minutes: float, seed: int) -> int:
         asyncio.run(_stop(backend))
         shutil.rmtree(folder, ignore_errors=True)
     rows = [(name, _shown(value)) for name, value in figures.items()]
-    output.show(table("Chaos", ("figure", "value"), rows))
+    output.show(FittedTable("Chaos", ("figure", "value"), rows))
     failed = [name for name, value in figures.items() if isinstance(value, list) and value]
     failed += [name for name in ("jobs without a conclusion",) if figures[name]]
     output.say("all checks passed" if not failed else f"FAILED: {', '.join(failed)}")
