@@ -51,6 +51,19 @@ SETTINGS = {
     "republish_sec": 60,
     "surplus_grace_sec": 5,
 }
+#: Times of a run of less than a minute, with which everything settles within seconds.
+SHORT_SETTINGS = {
+    **SETTINGS,
+    "margin_sec": 2,
+    "idle_time_sec": 30,
+    "release_time_sec": 20,
+    "gone_after_sec": 1,
+    "unrecorded_grace_sec": 10,
+    "stale_registration_grace_sec": 5,
+    "surplus_grace_sec": 1,
+}
+SHORT_LEASE_S = 15.0
+MINUTE_S = 60.0
 #: Seconds between two lines of progress.
 PROGRESS_S = 60.0
 PERCENTILE_GROUPS = 20
@@ -70,6 +83,7 @@ class ChaosRun:
         self._backend = backend
         self._output = output
         self._machines = machines
+        self._is_short = False
         choices = random.Random(seed)  # noqa: S311 - not for secrets
         self._faults = ChaosFaults(backend, clocks=clocks, disk=disk, choices=choices)
         self._load = ChaosLoad(backend, self._faults, machines=machines, choices=choices)
@@ -78,9 +92,10 @@ class ChaosRun:
     async def run(self, seconds: float) -> tuple[dict[str, object], dict[str, list[str]]]:
         """Return the figures, and the violations by rule."""
         async with self._backend.running():
+            self._is_short = seconds < MINUTE_S
             await self._configure(runner_set(max=self._load.set_max, windows=[{"hot": 1, "warm": 1}]))
             async with self._backend.github() as github:
-                await github.change_settings(lease_s=LEASE_S, pickup_s=PICKUP_S)
+                await github.change_settings(lease_s=SHORT_LEASE_S if self._is_short else LEASE_S, pickup_s=PICKUP_S)
             endless = [self._load.run(), self._faults.run(), self._say_progress()]
             tasks = [asyncio.create_task(work) for work in endless]
             done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
@@ -99,8 +114,9 @@ class ChaosRun:
         return self._figures(), violations
 
     async def _configure(self, *sets: dict[str, object], **settings: object) -> None:
-        document = {**self._backend.set_settings(*sets), **SETTINGS, "max_instances": self._machines, **settings}
-        await self._backend.refresh(**document)
+        times = SHORT_SETTINGS if self._is_short else SETTINGS
+        changed = {**times, "max_instances": self._machines, **settings}
+        await self._backend.refresh(**{**self._backend.set_settings(*sets), **changed})
 
     async def _say_progress(self) -> None:
         while True:
@@ -127,7 +143,7 @@ class ChaosRun:
         }
 
 
-def run(output: Output, *, backend_name: str, machines: int, minutes: float, seed: int) -> int:
+def run(output: Output, *, backend_name: str, machines: int, minutes: float, seed: int, keep: Path | None) -> int:
     output.say(f"seed {seed}, {minutes:g} minutes, {machines} machines, {backend_name}")
     folder = Path(tempfile.mkdtemp(prefix="remuda-chaos-"))
     try:
@@ -142,10 +158,13 @@ def run(output: Output, *, backend_name: str, machines: int, minutes: float, see
             multiprocessing.set_executable(str(clocks.python))
             backend = stack.enter_context(BACKENDS[backend_name](folder / "state", clocks))
             chaos = ChaosRun(backend, output, clocks=clocks, disk=disk, machines=machines, seed=seed)
-            figures, violations = asyncio.run(_finally_shut_down(chaos, backend, minutes * 60))
+            figures, violations = asyncio.run(_finally_shut_down(chaos, backend, minutes * MINUTE_S))
+            broken = {rule: found for rule, found in violations.items() if found}
+            if broken and keep is not None:
+                # Now: the disk disappears with its mount.
+                shutil.copytree(folder, keep, symlinks=True, ignore=shutil.ignore_patterns("python", "runner"))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    broken = {rule: found for rule, found in violations.items() if found}
     rows = [(name, str(value)) for name, value in figures.items()]
     rows += [(rule, "; ".join(found) or "none") for rule, found in violations.items()]
     output.show(table("Chaos", ("figure", "value"), rows))
@@ -170,6 +189,7 @@ def main() -> int:
     parser.add_argument("--machines", type=int, default=8, help="maximum number of machines (default: 8)")
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=None, help="default: a random one, which is printed")
+    parser.add_argument("--keep", type=Path, help="new folder for logs and records, if a check fails")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     given = parser.parse_args()
     # Both signals raise KeyboardInterrupt, so that everything is stopped.
@@ -181,6 +201,7 @@ def main() -> int:
         machines=given.machines,
         minutes=given.minutes,
         seed=given.seed if given.seed is not None else secrets.randbelow(1_000_000),
+        keep=given.keep,
     )
 
 

@@ -31,7 +31,7 @@ from tests.support.aws.ec2_machines import LIVE, POLL_S, Ec2MachineRunner, ec2_m
 from tests.support.aws.servers import ROOT, fake_github, ministack
 from tests.support.aws.stack import AwsStack, launch_options
 from tests.support.chaos.environment import SteppedClocks
-from tests.support.cli import ForkedProcess
+from tests.support.cli import CommandResult, ForkedProcess
 from tests.support.demand import DemandBackend
 from tests.support.local_backend import REPO
 from tests.support.records import launch_request
@@ -50,6 +50,8 @@ BOOT_RETRY_S = 1.0
 class LocalChaosBackend(DemandBackend):
     """The local backend. Its background processes are started again when they end, as a service manager does."""
 
+    #: The processes that must run. The sweeper starts the listener.
+    kept: tuple[str, ...] = (GITHUB, SWEEPER)
     #: The pids of servers that can be stopped for a while, by name.
     servers: Mapping[str, int] = {}
 
@@ -70,7 +72,7 @@ class LocalChaosBackend(DemandBackend):
 
     async def _keep_up(self) -> None:
         while True:
-            if any(self.background(name) is None for name in BACKGROUND):
+            if any(self.background(name) is None for name in self.kept):
                 await self._start_missing()
             await asyncio.sleep(KEEP_S)
 
@@ -124,6 +126,8 @@ class AwsChaosBackend(LocalChaosBackend):
     the store in DynamoDB. Listener and sweeper are the commands that the stack runs on AWS.
     """
 
+    kept = BACKGROUND
+
     def __init__(self, folder: Path, stack: AwsStack, clocks: SteppedClocks) -> None:
         super().__init__(folder)
         self._stack = stack
@@ -162,6 +166,13 @@ class AwsChaosBackend(LocalChaosBackend):
         for name in (SWEEPER, LISTENER, GITHUB):
             if self.background(name) is None:
                 self.start_background(name)
+
+    async def refresh(self, **settings: object) -> CommandResult:
+        done = await super().refresh(**settings)
+        if (listener := self.background(LISTENER)) is not None:
+            # It reads the configuration at once, as on the local backend.
+            os.kill(listener, signal.SIGHUP)
+        return done
 
     def start_background(self, name: str) -> subprocess.Popen[bytes]:
         commands = {

@@ -31,6 +31,8 @@ SET_SHARE, RUN_SHARE = 0.6, 0.3
 #: Jobs of the set at a time, by its limit: more than machines, so that some wait.
 QUEUED_SHARE = 1.5
 MAX_RUN = 4
+#: Attempts to release a run: a release may be killed, or find the disk full.
+MAX_RELEASES = 20
 CANCELLED = 0.05
 MAX_ERROR_CHARS = 2_000
 
@@ -120,8 +122,10 @@ class ChaosLoad:
             machines = tuple(item["instance_id"] for item in provisioned.document["instances"])
             jobs = [await self._queue(run_id, [run_id], machines) for _ in machines]
             await asyncio.gather(*(self._wait(job) for job in jobs))
-        # A release that was killed is not repeated: a sweep must finish it.
-        await self._command("release", "--run-id", run_id)
+        # Without a release, a run keeps its machines until its maximum runtime.
+        for _ in range(MAX_RELEASES):
+            if (await self._command("release", "--run-id", run_id)).code == 0:
+                break
 
     async def _command(self, *words: str) -> CommandResult:
         process = await self._backend.start(*words, "--json")
