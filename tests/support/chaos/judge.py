@@ -19,8 +19,9 @@ from tests.support.demand import ENDED, STARTED
 
 T = TypeVar("T")
 
-#: Seconds in which everything must settle after the last fault: all limits of the pool are shorter.
-SETTLE_S = 420.0
+#: Seconds in which everything must settle after the last job, and again after all machines are retired: all limits of
+#: the pool are shorter.
+SETTLE_S = 300.0
 POLL_S = 0.5
 #: The age with which `refresh` retires every machine: the smallest that it accepts.
 MAX_AGE_S = 10
@@ -34,6 +35,8 @@ class ChaosJudge:
         self._load = load
         #: Jobs that did not succeed, by cause.
         self.causes: Counter[str] = Counter()
+        self.histories: Histories = {}
+        self._until = 0.0
 
     # Jobs
 
@@ -79,6 +82,7 @@ class ChaosJudge:
     async def settle(self, configure: Callable[..., Awaitable[object]]) -> dict[str, list[str]]:
         """Remove the set, retire all machines, and return what is left, by kind."""
         backend = self._backend
+        self._until = time.monotonic() + SETTLE_S
         await configure()
         async with backend.context() as context:
 
@@ -90,9 +94,10 @@ class ChaosJudge:
                     if item.state not in {State.IDLE, State.TERMINATED}
                 ]
 
-            left = {"not settled": await _until_empty(settled)}
-            left["scale sets"] = await _until_empty(lambda: backend.retried(self._scale_sets))
+            left = {"not settled": await self._until_empty(settled)}
+            left["scale sets"] = await self._until_empty(lambda: backend.retried(self._scale_sets))
             # All machines are old now.
+            self._until = time.monotonic() + SETTLE_S
             await configure(max_age_sec=MAX_AGE_S)
 
             async def open_provisions() -> list[str]:
@@ -106,15 +111,21 @@ class ChaosJudge:
             async def live() -> list[str]:
                 return live_instances(await read_histories(context.store))
 
-            left["records of live machines"] = await _until_empty(live)
-            left["machines"] = await _until_empty(backend.live_on_compute)
-            left["processes of machines"] = await _until_empty(self._processes)
-            left["registrations"] = await _until_empty(lambda: backend.retried(self._registrations))
-            left["open provisions"] = await _until_empty(open_provisions)
-            left["messages"] = await _until_empty(messages)
+            left["records of live machines"] = await self._until_empty(live)
+            left["machines"] = await self._until_empty(backend.live_on_compute)
+            left["processes of machines"] = await self._until_empty(self._processes)
+            left["registrations"] = await self._until_empty(lambda: backend.retried(self._registrations))
+            left["open provisions"] = await self._until_empty(open_provisions)
+            left["messages"] = await self._until_empty(messages)
             self.histories = await read_histories(context.store)
         left["sessions"] = await backend.retried(backend.sessions)
         return left
+
+    async def _until_empty(self, read: Callable[[], Awaitable[Sequence[str]]]) -> list[str]:
+        """Wait until nothing is found. Return what is left at the end of the time limit."""
+        while (found := list(await read())) and time.monotonic() < self._until:  # noqa: ASYNC110 - no events
+            await asyncio.sleep(POLL_S)
+        return found
 
     async def _scale_sets(self) -> list[str]:
         async with self._backend.github() as github:
@@ -138,11 +149,3 @@ def reuse(histories: Histories) -> dict[str, int]:
         "machines launched": len(histories),
         "machines reused": sum(entry.target is State.CLAIMED and entry.source is State.IDLE for entry in entries),
     }
-
-
-async def _until_empty(read: Callable[[], Awaitable[Sequence[str]]]) -> list[str]:
-    """Wait until nothing is found. Return what is left at the end of the time limit."""
-    until = time.monotonic() + SETTLE_S
-    while (found := list(await read())) and time.monotonic() < until:  # noqa: ASYNC110 - servers and processes are asked
-        await asyncio.sleep(POLL_S)
-    return found
