@@ -113,9 +113,9 @@ class ChaosRun:
         violations = {**wrong, **left, "errors of the load": self._load.errors}
         return self._figures(), violations
 
-    async def _configure(self, *sets: dict[str, object], **settings: object) -> None:
+    async def _configure(self, *sets: dict[str, object]) -> None:
         times = SHORT_SETTINGS if self._is_short else SETTINGS
-        changed = {**times, "max_instances": self._machines, **settings}
+        changed = {**times, "max_instances": self._machines}
         await self._backend.refresh(**{**self._backend.set_settings(*sets), **changed})
 
     async def _say_progress(self) -> None:

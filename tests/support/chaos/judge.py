@@ -11,20 +11,19 @@ from typing import TypeVar
 
 from remuda.cli.demo.report import Histories, live_instances, read_histories
 from remuda.domain.instance import State
+from remuda.domain.provision import ProvisionStatus
 from remuda.domain.resources import DEFAULT_CLASSES
 from tests.support.chaos.backends import LocalChaosBackend
 from tests.support.chaos.faults import ChaosFaults
 from tests.support.chaos.load import ChaosLoad, FollowedJob
-from tests.support.demand import ENDED, STARTED
+from tests.support.demand import ENDED, LOST, STARTED
 
 T = TypeVar("T")
 
-#: Seconds in which everything must settle after the last job, and again after all machines are retired: all limits of
+#: Seconds in which everything must settle after the last job, and again after all machines are drained: all limits of
 #: the pool are shorter.
 SETTLE_S = 300.0
 POLL_S = 0.5
-#: The age with which `refresh` retires every machine: the smallest that it accepts.
-MAX_AGE_S = 10
 FAR = timedelta(days=1)
 
 
@@ -67,23 +66,24 @@ class ChaosJudge:
 
     def _cause(self, job: FollowedJob) -> str:
         """The fault that explains why a job did not succeed; empty if there is none."""
-        machines = job.machines if job.view.conclusion == "cancelled" else (machine_of(job),)
-        if any(machine in self._faults.killed_machines for machine in machines):
-            return "machine killed"
         if job.is_cancelled and not job.machines:
             return "cancelled on purpose"
+        # A job of a run is cancelled here if no machine of its run is left.
+        machines = job.machines if job.is_cancelled else (machine_of(job),)
+        if all(machine in self._faults.killed_machines for machine in machines):
+            return "machine killed"
         # Until the end of the job: its runner may have been lost before.
         if self._faults.was_full(job.queued_at, job.ended_at):
-            return "disk full"
+            return "disk full, runner lost" if LOST in job.view.log else "disk full, job failed"
         return ""
 
     # The end
 
-    async def settle(self, configure: Callable[..., Awaitable[object]]) -> dict[str, list[str]]:
-        """Remove the set, retire all machines, and return what is left, by kind."""
+    async def settle(self, remove_set: Callable[[], Awaitable[object]]) -> dict[str, list[str]]:
+        """Remove the set, drain all machines, and return what is left, by kind."""
         backend = self._backend
         self._until = time.monotonic() + SETTLE_S
-        await configure()
+        await remove_set()
         async with backend.context() as context:
 
             async def settled() -> list[str]:
@@ -96,13 +96,13 @@ class ChaosJudge:
 
             left = {"not settled": await self._until_empty(settled)}
             left["scale sets"] = await self._until_empty(lambda: backend.retried(self._scale_sets))
-            # All machines are old now.
             self._until = time.monotonic() + SETTLE_S
-            await configure(max_age_sec=MAX_AGE_S)
+            await backend.run("drain", "--all", "--reason", "the end of the test")
 
             async def open_provisions() -> list[str]:
                 found = await context.store.unsettled_provisions(context.clock.now() + FAR)
-                return [f"{item.run_id} {item.status}" for item in found]
+                # A released one is settled by the first sweep after its deadline.
+                return [f"{item.run_id} {item.status}" for item in found if item.status is not ProvisionStatus.RELEASED]
 
             async def messages() -> list[str]:
                 depths = {item.name: await context.pool.depth(item.name) for item in DEFAULT_CLASSES}
