@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -36,6 +37,7 @@ from remuda.controlplane.demand.observer import IDLE_SEARCH_S
 from remuda.domain.instance import Assignment, Instance, State, holder_id
 from remuda.domain.pool_config import runner_name
 from remuda.domain.provision import Provision, ProvisionStatus
+from remuda.domain.runner_set import MAX_RUNNERS
 from remuda.domain.timestamps import to_milliseconds
 from remuda.fake_github.client import FakeGitHubClient, JobView
 
@@ -126,7 +128,7 @@ async def demand_pool(
     busy: int = 0,
     job_s: float = 0.0,
     hot: int = 0,
-    maximum: int = 1_000,
+    maximum: int = MAX_RUNNERS,
     fast: bool = False,
 ) -> AsyncIterator[DemandPool]:
     """A pool with sets, warm machines that have agents, and machines that have a long job, and its listener."""
@@ -144,7 +146,7 @@ async def demand_pool(
     await start_agents(environment, made, [record.instance_id for record in warm], job_s)
     async with made.context() as context:
         await context.pool.send([record.message() for record in warm])
-    options = ListenerOptions(pool=made.name, busy=busy // sets, fast=fast)
+    options = ListenerOptions(pool=made.name, busy=dict(Counter(names[each % sets] for each in range(busy))), fast=fast)
     async with environment.servers.github_client() as github, listener_process(options) as listener:
         pool = DemandPool(
             pool=made, environment=environment, github=github, listener=listener, sets=names, machines=machines
@@ -415,7 +417,7 @@ async def serve_many(environment: BenchmarkEnvironment) -> list[Figure]:
     await environment.clear()
     # As many as jobs: on a slow computer, none returns in time, and a launched machine would never boot.
     warm = int(size.job_rate * size.load_s)
-    async with demand_pool(environment, sets=sets, machines=warm, busy=machines, job_s=JOB_S) as pool:
+    async with demand_pool(environment, sets=sets, machines=warm, busy=machines - warm, job_s=JOB_S) as pool:
         load = await apply_load(pool, rate=size.job_rate, seconds=size.load_s)
     name = f"listener of {sets} sets, {machines:,} machines, {size.job_rate:g} jobs/s"
     used = load.used
@@ -453,7 +455,7 @@ async def grow_to(environment: BenchmarkEnvironment, sets: int, machines: int) -
     size = environment.size
     await environment.clear()
     warm = int(size.grow_rate * size.grow_s)
-    async with demand_pool(environment, sets=sets, machines=warm, busy=machines) as pool:
+    async with demand_pool(environment, sets=sets, machines=warm, busy=machines - warm) as pool:
         load = await apply_load(pool, rate=size.grow_rate, seconds=size.grow_s)
 
     def per_minute(calls: int) -> int:

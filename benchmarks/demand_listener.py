@@ -11,10 +11,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -48,8 +48,8 @@ ACKNOWLEDGEMENT = "DELETE message"
 @dataclass(frozen=True, kw_only=True)
 class ListenerOptions:
     pool: str
-    #: Jobs of each set that GitHub does not know: those of machines without agents.
-    busy: int = 0
+    #: Jobs by set that GitHub does not know: those of machines without agents.
+    busy: Mapping[str, int] = field(default_factory=dict)
     #: Whether its clock and its timers are accelerated.
     fast: bool = False
 
@@ -130,7 +130,7 @@ class ObservedSession:
 
 
 class ObservedSource(GatedPort):
-    def __init__(self, source: DemandSource, gates: Gates, busy: int) -> None:
+    def __init__(self, source: DemandSource, gates: Gates, busy: Mapping[str, int]) -> None:
         super().__init__(source, gates)
         self._source = source
         self._busy = busy
@@ -140,7 +140,9 @@ class ObservedSource(GatedPort):
         self, runner_set: RunnerSet, scale_set_id: int, *, owner: str, session_id: str = ""
     ) -> DemandSession:
         session = await self._source.open_session(runner_set, scale_set_id, owner=owner, session_id=session_id)
-        return cast("DemandSession", ObservedSession(session, self._gates, self._busy, self.received))
+        return cast(
+            "DemandSession", ObservedSession(session, self._gates, self._busy.get(runner_set.name, 0), self.received)
+        )
 
 
 class DiscardedLines:

@@ -242,6 +242,21 @@ async def test_missing_capacity_is_reported_and_leaves_no_machine(backend: Local
         await backend.until_settled()
 
 
+async def test_used_up_budget_refuses_launches_and_says_why(backend: LocalBackend, tmp_path: Path) -> None:
+    await backend.provision("1")
+    (record,) = backend.records().values()
+    prices = tmp_path / "prices.json"
+    prices.write_text(json.dumps({"on-demand": {record["instanceType"]: 10_000}}))
+    set_to = await backend.run("budget", "0.01", "--prices", str(prices), "--json")
+    assert set_to.document["budget"] == 0.01
+    await backend.refresh(prices=prices)
+    refused = await backend.provision("2", code=3)
+    assert "the budget of the pool is used up" in refused.document["error"]["message"]
+    shown = (await backend.run("budget", "--prices", str(prices), "--json")).document
+    assert (shown["launching"], shown["spent"] >= 0.01) == (False, True)
+    assert "DOLLARS must be a number" in (await backend.run("budget", "lots", code=2)).stderr
+
+
 async def test_ephemeral_machines_serve_one_job_each(backend: LocalBackend) -> None:
     await backend.provision("0")
     await backend.release("0")

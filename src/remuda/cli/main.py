@@ -334,6 +334,19 @@ _command(
     more="Asks for confirmation. Only instances with the tag of the pool are terminated.",
 )
 _command(
+    "budget",
+    "cli.budget:run_budget",
+    "Show or set what the pool's machines may cost per month.",
+    Argument(
+        ["amount"],
+        required=False,
+        metavar="[DOLLARS]",
+        help="The new limit; 0 removes it. Without, the budget is shown.",
+    ),
+    more="When it is spent, no machine is launched until the next month. Running jobs continue, and idle machines are "
+    "used. Every refresh counts the cost.",
+)
+_command(
     "deploy",
     "cli.deploy:run_deploy",
     "Create or upgrade a pool on AWS: everything that it needs.",

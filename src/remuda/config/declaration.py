@@ -25,6 +25,7 @@ POOL_COMMANDS = (
     "drain",
     "quarantine",
     "terminate",
+    "budget",
     "doctor",
 )
 #: Commands that create or delete a pool on AWS. They have no backend to choose.

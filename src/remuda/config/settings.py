@@ -66,6 +66,8 @@ WEEK_MIN = 7 * 1_440
 MAX_PROVISION_S = 2_400.0
 MAX_SCRIPT_CHARS = 10_000
 MAX_TAG_CHARS = 256
+#: Dollars per month.
+MAX_BUDGET = 10_000_000
 MAX_GROUP_CHARS = 64
 #: Commands with a choice of the backend.
 LOCAL_COMMANDS = tuple(name for name in ALL_COMMANDS if name not in DEPLOY_COMMANDS)
@@ -433,6 +435,12 @@ class Settings:
     max_instances: int = _pool_option(
         integer(1, 100_000), 100, "Maximum number of instances in the pool.", is_parameter=True
     )
+    monthly_budget: float = _pool_option(
+        number(0, MAX_BUDGET, "dollars"),
+        0.0,
+        "Cost of the pool's machines per month beyond which none is launched.",
+        default_text="no limit",
+    )
     resource_class_config: tuple[ResourceClass, ...] = _pool_option(
         ValueKind(metavar="JSON", expected=f"JSON such as {CLASSES_EXAMPLE}", parse=_parse_classes),
         DEFAULT_CLASSES,
@@ -647,7 +655,7 @@ class Settings:
         "",
         "JSON file with prices per hour.",
         group=Group.OUTPUT,
-        commands=("report", "dashboard"),
+        commands=("refresh", "report", "dashboard", "budget"),
         default_text="the price list of the package",
     )
     log_format: str = declare(

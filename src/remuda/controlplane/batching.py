@@ -20,12 +20,12 @@ class Batcher(Generic[T]):
         self._task: asyncio.Task[None] | None = None
 
     def add(self, item: T) -> None:
-        self._waiting.append(item)
-        if len(self._waiting) >= self._size:
-            self._is_full.set()
         if self._task is None or self._task.done():
             self._is_full.clear()
             self._task = asyncio.create_task(self._handle_soon())
+        self._waiting.append(item)
+        if len(self._waiting) >= self._size:
+            self._is_full.set()
 
     async def close(self) -> None:
         """Handle what is left."""

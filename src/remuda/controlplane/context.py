@@ -11,6 +11,7 @@ from remuda.domain.errors import Conflict, RemudaError, Unavailable, Unreadable,
 from remuda.domain.instance import Credential, Instance
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import ProvisionChange
+from remuda.domain.reporting.prices import PriceTable
 from remuda.domain.transitions import Actor, Change, Event, advance
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock, Ids, backoff_s, retry
@@ -48,6 +49,8 @@ class Context:
     calls: CallCounter
     #: None if the backend has no spot market.
     spot_prices: SpotPrices | None = None
+    #: Reads the table of prices.
+    read_prices: Callable[[], PriceTable] = PriceTable
     #: Removal tokens minted by this process, by scope. One token serves all instances of a scope.
     removal_tokens: dict[str, Credential] = field(default_factory=dict)
     removal_token_lock: asyncio.Lock = field(default_factory=asyncio.Lock)

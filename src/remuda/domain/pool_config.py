@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
+from remuda.domain.budget import Budget, Spending
 from remuda.domain.errors import UserError
 from remuda.domain.instance import ABSORBING, Credential, Instance, State
 from remuda.domain.resources import MAX_SHOWN, ResourceClass, Reuse, is_instance_id
@@ -54,6 +55,14 @@ class PoolConfig:
     runner_sets: tuple[RunnerSet, ...] = ()
     #: The actions runner that new machines install. None if they use that of their image.
     runner: RunnerRelease | None = None
+    #: What the pool's machines may cost in a month before no more are launched. 0 for no limit.
+    monthly_budget: float = 0.0
+    #: What they have cost. Known only if there is a budget.
+    spending: Spending | None = None
+
+    @property
+    def budget(self) -> Budget:
+        return Budget(limit=self.monthly_budget, spending=self.spending)
 
     @property
     def runner_version(self) -> str:

@@ -18,7 +18,7 @@ from remuda.wiring import desired
 WEEK_S, DAY_S = 604_800, 86_400
 
 #: Minimum and maximum.
-SECONDS: dict[str, tuple[float, float]] = {
+FRACTIONS: dict[str, tuple[float, float]] = {
     "idle_time_sec": (1, WEEK_S),
     "release_time_sec": (5, DAY_S),
     "provision_timeout_sec": (2, 2_400),
@@ -35,6 +35,7 @@ SECONDS: dict[str, tuple[float, float]] = {
     "max_runtime_min": (0.05, 7 * 1_440),
     "minimum_running_time_in_minutes": (0, 7 * 1_440),
     "runner_boot_time_in_minutes": (0, 7 * 1_440),
+    "monthly_budget": (0, 10_000_000),
 }
 WHOLE: dict[str, tuple[int, int]] = {
     "run_attempt": (1, 1_000_000),
@@ -43,7 +44,7 @@ WHOLE: dict[str, tuple[int, int]] = {
     "max_instances": (1, 100_000),
     "max_removals_per_cycle": (0, 100_000),
 }
-NUMBERS: dict[str, tuple[float, float]] = {**SECONDS, **WHOLE}
+NUMBERS: dict[str, tuple[float, float]] = {**FRACTIONS, **WHOLE}
 
 NEVER = ["", " ", "NaN", "nan", "inf", "-inf", "Infinity", "-1", "1e9", "1e400", "abc", "1,5", "0x10", "5s"]
 NEVER += ["9" * 5_000, "1" * 100_000, "\u0663", "None", "true", "1 2", "--"]

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
 from remuda.controlplane.demand import DemandListener
 from remuda.controlplane.demand.lease import LeaseLost
+from remuda.controlplane.demand.listener import FINISH_S
 from remuda.domain.demand import DemandRecord, DemandStatistics, JobEvent, JobEventKind
-from remuda.domain.errors import Unavailable
+from remuda.domain.errors import CapacityError, Unavailable
 from remuda.domain.instance import RetireReason, State
 from remuda.domain.provision import ProvisionStatus
 from remuda.domain.resources import Tier
@@ -21,7 +22,7 @@ from remuda.ports.github import GitHubRun
 from remuda.ports.machine import StepResult
 from simulation.invariants import SCOPE
 from tests.support.set_world import DemandWorld, runner_set, window
-from tests.support.virtual_time import AmbiguousAnswer, failing
+from tests.support.virtual_time import AmbiguousAnswer, Call, failing
 
 
 @pytest.fixture
@@ -318,6 +319,48 @@ async def test_burst_needs_few_calls_per_job(sets: DemandWorld) -> None:
     assert made["scale-sets"] - polls + made.get("github", 0) <= 2 * count
     assert made["store"] <= 12 * count
     assert made["pool"] <= 2 * count
+
+
+async def test_known_idle_machine_is_claimed_without_its_message(sets: DemandWorld) -> None:
+    listener = sets.listen()
+    await sets.wait_for_jobs(sets.queue())
+    await sets.wait_for(lambda: sets.in_state(State.IDLE))
+    before = listener.demand.context.calls.by_service()["pool"].get("receive", 0)
+    await sets.wait_for_jobs(sets.queue())
+    assert listener.demand.context.calls.by_service()["pool"].get("receive", 0) == before
+    assert len(sets.database.instances) == 1
+
+
+async def test_known_idle_machine_that_another_process_has_claimed_is_replaced(sets: DemandWorld) -> None:
+    listener = sets.listen()
+    await sets.wait_for_jobs(sets.queue())
+    await sets.wait_for(lambda: sets.in_state(State.IDLE))
+    (first,) = sets.in_state(State.IDLE)
+    await sets.provision("other")
+    await sets.wait_for_jobs(sets.queue())
+    assert "claim-lost" in dict(listener.events)
+    assert len(sets.database.instances) == 2
+    assert sets.states()[first] is State.RUNNING
+
+
+async def test_listener_that_is_stopped_twice_gives_back_what_it_has_acquired(sets: DemandWorld) -> None:
+    """The stop cancels a rollback that is in progress already."""
+    is_slow = asyncio.Event()
+
+    async def hook(name: str, call: Call) -> Any:
+        if name == "compute.launch":
+            raise CapacityError("no capacity")
+        if name == "store.replace_provision":
+            is_slow.set()
+            await asyncio.sleep(FINISH_S + 1)
+        return await call()
+
+    listener = sets.listen(hook)
+    sets.queue()
+    await is_slow.wait()
+    await listener.stop()
+    (provision,) = sets.database.provisions.values()
+    assert provision.status is not ProvisionStatus.OPEN
 
 
 async def test_refresh_releases_a_spent_runner_without_a_listener(sets: DemandWorld) -> None:

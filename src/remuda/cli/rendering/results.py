@@ -143,13 +143,17 @@ def pool_config_rows(stored: PoolConfig, settings: Settings) -> dict[str, dict[s
             "reuse": stored.reuse,
             "runner_sets": stored.runner_sets,
             "runner_group": tokens.runner_group if tokens else "",
+            "monthly_budget": stored.monthly_budget,
         },
     )
     here = _pool_values(
         classes=settings.resource_class_config,
         lifetimes=settings.lifetimes,
         launch=settings.launch_options(),
-        values={name: getattr(settings, name) for name in ("max_instances", "reuse", "runner_sets", "runner_group")},
+        values={
+            name: getattr(settings, name)
+            for name in ("max_instances", "reuse", "runner_sets", "runner_group", "monthly_budget")
+        },
     )
     rows: dict[str, dict[str, Any]] = {}
     for name in sorted({**pool, **here}, key=list(SETTINGS).index):

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from remuda.controlplane.context import Context
+from remuda.controlplane.context import Context, run_to_end
 from remuda.controlplane.demand.context import BackgroundTasks, DemandContext
 from remuda.controlplane.demand.equipment import Equipment
 from remuda.controlplane.demand.machines import MachineTable
@@ -263,7 +263,7 @@ class _Batch:
         context.event_log.record("rollback", why, run_id=plan.provision.run_id, instances=len(acquired.all()))
         outcome = recorder.outcome(error=why, exit_code=failure.exit_code)
         undoing = roll_back(context, self._config, plan.provision, acquired, why=why, outcome=outcome)
-        await asyncio.shield(asyncio.ensure_future(undoing))
+        await run_to_end(undoing)
         for item in acquired.all():
             self._table.remove(item.instance.instance_id)
 

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from datetime import datetime
 
-from remuda.controlplane.context import Context, pause_before_retry, retry_write, transition
+from remuda.controlplane.context import Context, pause_before_retry, retry_write, run_to_end, transition
 from remuda.controlplane.demand.context import DemandContext
 from remuda.controlplane.demand.machines import KnownMachine, MachineTable
 from remuda.controlplane.demand.sets import SetState
@@ -183,7 +183,7 @@ class Equipment:
             except (TimeoutError, RemudaError) as error:
                 self._context.event_log.record("deregistration-failed", f"a sweep removes it ({error or 'timeout'})")
 
-        await asyncio.shield(asyncio.ensure_future(remove()))
+        await run_to_end(remove())
 
     # Provisions
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from remuda.controlplane.context import Context, read_config
+from remuda.controlplane.context import Context, read_config, run_to_end
 from remuda.controlplane.demand.acquisition import Acquisitions
 from remuda.controlplane.demand.binding import Binder
 from remuda.controlplane.demand.context import BackgroundTasks, DemandContext
@@ -81,7 +81,7 @@ class DemandListener:
                 continue
             finally:
                 # Give up the lease also if the service ends by an error or a cancellation.
-                await asyncio.shield(asyncio.ensure_future(self._lease.give_up()))
+                await run_to_end(self._lease.give_up())
 
     def reload(self) -> None:
         """Read the configuration soon."""
@@ -101,7 +101,7 @@ class DemandListener:
                 task.cancel()
             await asyncio.wait({keeping, serving})
             # The sessions belong to the process that has taken over.
-            await asyncio.shield(asyncio.ensure_future(service.stop(keep_sessions=is_lost)))
+            await run_to_end(service.stop(keep_sessions=is_lost))
 
     async def run_once(self) -> ListenerResult:
         """Open the sessions, reconcile once, wait for the steps and stop."""
@@ -110,8 +110,8 @@ class DemandListener:
         try:
             return await service.run_once()
         finally:
-            await asyncio.shield(asyncio.ensure_future(service.stop()))
-            await asyncio.shield(asyncio.ensure_future(self._lease.give_up()))
+            await run_to_end(service.stop())
+            await run_to_end(self._lease.give_up())
 
 
 class ListenerService:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
+from remuda.controlplane.budget import with_spot_prices
 from remuda.controlplane.context import Context, skip_unreadable
 from remuda.controlplane.read.demand import read_demand
 from remuda.domain.errors import NotFound, RemudaError
@@ -15,7 +16,7 @@ from remuda.domain.instance import ABSORBING, LIVE, Instance, State
 from remuda.domain.pool_config import PoolConfig, parse_runner_name, stale_registration_reason
 from remuda.domain.provision import Provision, ProvisionStatus, describe_ended
 from remuda.domain.reporting.demand import DemandStatus
-from remuda.domain.reporting.prices import PriceTable, mean_spot_prices
+from remuda.domain.reporting.prices import PriceTable
 from remuda.domain.reporting.usage import UsageReport, usage_report
 from remuda.domain.reporting.warnings import (
     PoolWarning,
@@ -23,7 +24,6 @@ from remuda.domain.reporting.warnings import (
     find_demand_warnings,
     find_warnings,
 )
-from remuda.domain.resources import UsageClass
 from remuda.domain.signals import Report
 from remuda.ports.github import GitHubRunner
 
@@ -236,7 +236,7 @@ async def report(context: Context, *, since: datetime, prices: PriceTable) -> Us
     found = await store.find(frozenset(State))
     instances = [item for item in found if item.state is not State.TERMINATED or item.threshold >= ended_before]
     histories = await store.histories([item.instance_id for item in instances])
-    prices, notes = await _with_spot_prices(context, prices, instances, since=since, until=until)
+    prices, notes = await with_spot_prices(context, prices, instances, since=since, until=until)
     if len(provisions) == MAX_PROVISIONS:
         notes.append(f"only the newest {MAX_PROVISIONS} provisions are counted")
     if store.malformed_records:
@@ -247,24 +247,3 @@ async def report(context: Context, *, since: datetime, prices: PriceTable) -> Us
     usage = usage_report(provisions, instances, histories, prices, jobs=jobs, since=since, until=until)
     notes += (f"no price is known for {name}: it counts as free" for name in sorted(usage.costs.unpriced_hours))
     return replace(usage, notes=tuple(notes))
-
-
-async def _with_spot_prices(
-    context: Context, prices: PriceTable, instances: list[Instance], *, since: datetime, until: datetime
-) -> tuple[PriceTable, list[str]]:
-    """Add EC2's spot prices if there were spot machines. Return notes about missing prices."""
-    types = {item.instance_type for item in instances if item.usage_class is UsageClass.SPOT}
-    if not types:
-        return prices, []
-    notes: list[str] = []
-    if context.spot_prices is not None:
-        try:
-            points = await context.spot_prices.spot_history(types, since=since, until=until)
-        except RemudaError as error:
-            notes.append(f"EC2's spot prices could not be read: {error.message}")
-        else:
-            prices = prices.with_spot(mean_spot_prices(points, since=since, until=until))
-    missing = sorted(types - set(prices.spot))
-    if missing:
-        notes.append(f"spot counts as on-demand, which is more than was paid, for {', '.join(missing)}")
-    return prices, notes

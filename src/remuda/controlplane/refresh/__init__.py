@@ -6,10 +6,13 @@ interrupted at any await and run again.
 
 from __future__ import annotations
 
+from remuda.controlplane.budget import update_spending
 from remuda.controlplane.context import Context, check_pool_name
 from remuda.controlplane.refresh.configure import DesiredConfig, apply_configuration, renew_tokens
 from remuda.controlplane.refresh.result import RefreshResult, RefreshResultBuilder
 from remuda.controlplane.refresh.sweep import Sweep
+from remuda.domain.errors import RemudaError
+from remuda.domain.pool_config import PoolConfig
 
 __all__ = ["DesiredConfig", "RefreshResult", "refresh"]
 
@@ -27,5 +30,17 @@ async def refresh(context: Context, desired: DesiredConfig | None) -> RefreshRes
     check_pool_name(context, config)
     if config.runner is not None and (found := config.runner.warning(context.clock.now())):
         result.warn(str(found))
+    config = await _keep_account(context, config, result)
     await Sweep(context, config, result).run()
     return result.build()
+
+
+async def _keep_account(context: Context, config: PoolConfig, result: RefreshResultBuilder) -> PoolConfig:
+    """Before the sweeps, which confirm terminations."""
+    try:
+        config = await update_spending(context, config)
+    except RemudaError as error:
+        result.error(f"the spending of this month is not updated: {error.message}")
+    if warning := config.budget.warning(context.clock.now()):
+        result.warn(f"budget: {warning}")
+    return config

@@ -41,6 +41,7 @@ class DesiredConfig:
     launch: Mapping[str, str] = field(default_factory=dict)
     reuse: Reuse = Reuse.SAME_TRUST
     runner_sets: tuple[RunnerSet, ...] = ()
+    monthly_budget: float = 0.0
     #: What nobody has set, so that the stored value stays: fields of this class, fields of `Lifetimes`, launch options.
     unset: frozenset[str] = frozenset()
 
@@ -62,7 +63,7 @@ class DesiredConfig:
 
 
 #: Fields of `DesiredConfig` that the stored configuration has under the same name.
-_STORED_FIELDS = frozenset({"classes", "max_instances", "github_url", "reuse", "runner_sets"})
+_STORED_FIELDS = frozenset({"classes", "max_instances", "github_url", "reuse", "runner_sets", "monthly_budget"})
 
 
 async def apply_configuration(context: Context, desired: DesiredConfig, result: RefreshResultBuilder) -> PoolConfig:
@@ -92,6 +93,8 @@ async def apply_configuration(context: Context, desired: DesiredConfig, result: 
             launch=dict(desired.launch),
             reuse=desired.reuse,
             runner_sets=desired.runner_sets,
+            monthly_budget=desired.monthly_budget,
+            spending=stored.spending if stored else None,
             applied_at=to_milliseconds(context.clock.now()),
             revision=stored.revision + 1 if stored else 1,
             tokens=_with_tokens(stored.tokens if stored else (), tokens),
@@ -250,7 +253,7 @@ def _with_tokens(tokens: tuple[ScopeTokens, ...], new: ScopeTokens | None) -> tu
 # Changed settings ---------------------------------------------------------------------------------------------------
 
 #: Fields that every refresh changes.
-_BOOKKEEPING = frozenset({"applied_at", "revision", "tokens"})
+_BOOKKEEPING = frozenset({"applied_at", "revision", "tokens", "spending"})
 _RUNNER = "runner"
 #: Settings whose name or unit differs from the field's.
 _CLASSES = "resource-class-config"

@@ -35,6 +35,8 @@ class WarningKind(StrEnum):
     UNCONFIGURED = "unconfigured"
     #: GitHub will refuse the pool's version of the actions runner soon, or it is unknown for long whether it does.
     RUNNER_VERSION = "runner-version"
+    #: Most of the month's budget is spent, or all of it.
+    BUDGET = "budget"
     #: A job waits for a runner for too long.
     WAITING_JOB = "waiting-job"
     #: A runner set cannot be served, or GitHub's counts of its jobs are wrong.
@@ -67,6 +69,7 @@ def find_warnings(
         return [PoolWarning(kind=WarningKind.UNCONFIGURED, subject="", text=text)]
     margin_s = config.lifetimes.margin_s
     found = [
+        *_budget_warnings(config, now),
         *_token_warnings(config, now),
         *_runner_warnings(config, now),
         *_overdue_warnings(provisions, now, margin_s),
@@ -90,6 +93,11 @@ def find_demand_warnings(demand: DemandStatus) -> Iterator[PoolWarning]:
         name = f"{job.name or job.job_id} of {job.repository}" if job.repository else job.name or job.job_id
         text = f"job {name} waits since {job.queued_at:%H:%M:%S} UTC: {job.detail}"
         yield PoolWarning(kind=WarningKind.WAITING_JOB, subject=job.job_id, text=text)
+
+
+def _budget_warnings(config: PoolConfig, now: datetime) -> Iterator[PoolWarning]:
+    if text := config.budget.warning(now):
+        yield PoolWarning(kind=WarningKind.BUDGET, subject=config.pool, text=text)
 
 
 def _token_warnings(config: PoolConfig, now: datetime) -> Iterator[PoolWarning]:
