@@ -56,7 +56,7 @@ def chaos(*arguments: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("backend", ["local", "aws-servers"])
 def test_short_run_with_faults_kills_no_job_and_leaves_nothing(backend: str) -> None:
-    document = chaos("--backend", backend, "--minutes", "0.3", "--machines", "3", "--seed", "1")
+    document = chaos("--backend", backend, "--minutes", "0.2", "--machines", "3", "--seed", "1")
     figures = document["figures"]
     assert figures["jobs"] >= figures["succeeded"] > 0
     assert figures["faults"] > 0

@@ -78,6 +78,10 @@ class ChaosFaults:
                 task.cancel()
             await asyncio.gather(*self._running, return_exceptions=True)
 
+    @property
+    def has_disk(self) -> bool:
+        return self._disk is not None
+
     def was_full(self, begin: float, end: float) -> bool:
         """Whether the disk was full at any time between these."""
         return any(first <= end and last >= begin for first, last in self.full_disk)
