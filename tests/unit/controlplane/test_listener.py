@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -361,6 +362,26 @@ async def test_listener_that_is_stopped_twice_gives_back_what_it_has_acquired(se
     await listener.stop()
     (provision,) = sets.database.provisions.values()
     assert provision.status is not ProvisionStatus.OPEN
+
+
+async def test_listener_ends_if_a_loop_of_a_set_cannot_continue(
+    sets: DemandWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would look alive and serve nothing."""
+    listener = sets.listen()
+    await asyncio.sleep(1.0)
+
+    def fail(action: str, why: str = "", **_facts: Any) -> None:
+        if action in {"supply", "reconcile-failed"}:
+            raise OSError(errno.EIO, f"the log is broken: {why}")
+
+    monkeypatch.setattr(listener.demand.context.event_log, "record", fail)
+    sets.queue()
+    with pytest.raises(OSError, match="the log is broken"):
+        await asyncio.wait_for(listener.task, 60.0)
+    sets.listeners.remove(listener)
+    sets.listen()
+    await sets.wait_for_jobs(sets.queue())
 
 
 async def test_refresh_releases_a_spent_runner_without_a_listener(sets: DemandWorld) -> None:
