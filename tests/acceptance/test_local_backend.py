@@ -20,6 +20,7 @@ from remuda import procfs
 from remuda.agent.processes import command
 from remuda.fake_github import install_runner, read_endpoint
 from remuda.fake_github.client import FakeGitHubClient, JobStep, JobView
+from tests.support.aws.servers import ROOT
 from tests.support.local_backend import LIMIT_S, REPO, LocalBackend, run_local, wait_for_job
 
 INTERRUPTED = 130
@@ -338,6 +339,27 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     assert processes_of(state) == []
 
 
+def test_up_applies_the_first_configuration_and_keeps_a_later_one(folder: Path):
+    code, answer = remuda(folder, "up", REMUDA_MAX_USES="7")
+    assert (code, answer["configured"]) == (0, True)
+    assert remuda(folder, "provision", "--run-id", "1")[0] == 0
+    assert remuda(folder, "refresh", "--idle-time-sec", "15m")[0] == 0
+    code, answer = remuda(folder, "up")
+    assert (code, answer["configured"]) == (0, False)
+    settings = remuda(folder, "config", "--pool")[1]["settings"]
+    assert (settings["idle-time-sec"]["value"], settings["max-uses"]["value"]) == (900, 7)
+
+
+def test_a_command_in_another_folder_says_where_the_backend_runs(folder: Path, tmp_path: Path):
+    assert remuda(folder, "up")[0] == 0
+    workflow = str(ROOT / "docs" / "tutorial" / "first.yml")
+    for words in (("status",), ("provision", "--run-id", "1"), ("run-workflow", workflow)):
+        code, answer = remuda(tmp_path / "elsewhere", *words)
+        assert code == 2
+        assert "is not running" in answer["error"]["message"]
+        assert f"--dir {folder}" in answer["error"]["fix"]
+
+
 def test_concurrent_ups_start_one_backend(folder: Path):
     with ThreadPoolExecutor(3) as threads:
         outcomes = list(threads.map(lambda _: remuda(folder, "up"), range(3)))
@@ -371,8 +393,7 @@ def test_purge_removes_only_files_of_the_backend(folder: Path):
 
 def test_folder_belongs_to_one_pool(folder: Path):
     """With another pool name, all machines would look orphaned and their jobs would be killed."""
-    remuda(folder, "up")
-    assert remuda(folder, "refresh", REMUDA_POOL="ci")[0] == 0
+    assert remuda(folder, "up", REMUDA_POOL="ci")[0] == 0
     code, provisioned = remuda(folder, "provision", "--run-id", "1")
     assert code == 0, provisioned
     assert remuda(folder, "refresh", "--sweep-only")[1]["retired"] == []

@@ -401,8 +401,9 @@ class WorkflowRun:
             self._say_lines(result.name, lines if self._verbose else lines[:SUMMARY_LINES])
 
     def _say_lines(self, name: str, lines: Iterable[str]) -> None:
+        # Without the time: programs often begin their lines with it.
         for line in lines:
-            self._say(name, f"| {line.rstrip()}")
+            self._output.say(f"{'':8} {name:<16} | {line.rstrip()}")
 
     async def _run_after_cancellation(
         self, jobs: list[WorkflowJob], tasks: list[asyncio.Task[WorkflowJobResult]]

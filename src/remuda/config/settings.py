@@ -28,6 +28,7 @@ from remuda.config.declaration import (
     boolean,
     choice,
     declare,
+    duration,
     flag,
     integer,
     number,
@@ -220,10 +221,10 @@ def time_zone(name: str) -> tzinfo:
 
 
 def _seconds(least: float, most: float) -> ValueKind:
-    return number(least, most, "seconds")
+    return duration(least, most)
 
 
-_MINUTES = number(0, WEEK_MIN, "minutes")
+_MINUTES = duration(0, WEEK_MIN, "minutes")
 
 
 def _launch_option(
@@ -411,7 +412,7 @@ class Settings:
     )
 
     max_runtime_min: float = declare(
-        number(0.05, WEEK_MIN, "minutes"),
+        duration(0.05, WEEK_MIN, "minutes"),
         360.0,
         "Minutes that a run may keep its runners. refresh sets the limit of the pool, provision that of one run.",
         group=Group.POOL,

@@ -371,7 +371,7 @@ def _setting(declared: Setting) -> dict[str, Any]:
     if declared.kind.choices:
         limits["AllowedValues"] = ["", *declared.kind.choices]
     elif declared.kind.is_number:
-        limits["AllowedPattern"] = "[0-9.]*"
+        limits["AllowedPattern"] = "[0-9.]*[smhdw]?" if declared.kind.is_duration else "[0-9.]*"
     return _text(declared.full_description, **limits)
 
 

@@ -31,7 +31,7 @@ async def read_status(world: PoolWorld, *, credentialed: bool = False) -> Status
 
 def shown(found: Status, width: int = 160) -> str:
     console = PlainConsole(file=StringIO(), width=width)
-    for part in status_tables(found, width=width):
+    for part in status_tables(found):
         console.print(part)
     assert isinstance(console.file, StringIO)
     return console.file.getvalue()

@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from remuda.cli.output import table
+from remuda.cli.rendering.table import SHORTEN, FittedTable
 from remuda.config.declaration import DEFAULT, Secret, key
 from remuda.config.settings import LIFETIME_SETTINGS, SETTINGS, Settings
 from remuda.domain.instance import Instance
@@ -20,8 +20,6 @@ from remuda.domain.serialization import to_jsonable
 from remuda.domain.thresholds import Lifetimes
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from remuda.controlplane.provision.plan import ProvisionResult
     from remuda.controlplane.refresh.result import RefreshResult
     from remuda.controlplane.release import ReleaseResult
@@ -189,13 +187,13 @@ def _pool_values(
     }
 
 
-def pool_config_table(stored: PoolConfig, rows: Mapping[str, Mapping[str, Any]]) -> Table:
+def pool_config_table(stored: PoolConfig, rows: Mapping[str, Mapping[str, Any]]) -> FittedTable:
     def shown(value: Any) -> str:
         if isinstance(value, list):
             return json.dumps(value) if value else "none"
         return _shown_value(None if value == "" else value)
 
-    return table(
+    return FittedTable(
         f"Pool {stored.pool}, configured {stored.applied_at:%Y-%m-%d %H:%M:%S} UTC",
         ("setting", "pool", "here", "from"),
         [
@@ -276,7 +274,7 @@ def scale_down_document(result: ScaleDownResult) -> dict[str, Any]:
     }
 
 
-def scale_down_table(result: ScaleDownResult) -> Table:
+def scale_down_table(result: ScaleDownResult) -> FittedTable:
     title = f"Scale-down of {result.environment}" + (" (dry run)" if result.dry_run else "")
     rows = []
     for item in result.outcomes:
@@ -284,18 +282,18 @@ def scale_down_table(result: ScaleDownResult) -> Table:
         failed = not item.done and not result.dry_run
         action = f"{decision.action} (not done)" if failed else str(decision.action)
         rows.append((str(decision.phase.value), decision.instance_id, decision.owner, action, decision.reason))
-    return table(title, ("phase", "instance", "owner", "action", "reason"), rows)
+    columns = ("phase", "instance", "owner", "action", "reason")
+    ids, one_line = frozenset({"instance"}), frozenset({"phase", "instance"})
+    return FittedTable(title, columns, rows, no_wrap=one_line, ids=ids, reductions=("phase", SHORTEN))
 
 
-def config_table(settings: Settings) -> Table:
-    from rich.table import Table  # noqa: PLC0415 - slow to import
-
-    made = Table("setting", "value", "from")
+def config_table(settings: Settings) -> FittedTable:
+    rows: list[tuple[str, str, str]] = []
     for name, row in config_rows(settings).items():
         value = row["value"]
-        if name == "runner-sets":
-            text = "\n".join(f"{item.name}: {item.describe()}" for item in settings.runner_sets)
+        if name == "runner-sets" and settings.runner_sets:
+            texts = [f"{item.name}: {item.describe()}" for item in settings.runner_sets]
         else:
-            text = ", ".join(value) if isinstance(value, dict) else "" if value is None else str(value)
-        made.add_row(name, text, row["source"])
-    return made
+            texts = [", ".join(value) if isinstance(value, dict) else "" if value is None else str(value)]
+        rows += [(name if index == 0 else "", text, row["source"]) for index, text in enumerate(texts)]
+    return FittedTable("", ("setting", "value", "from"), rows, no_wrap=frozenset({"setting"}))
