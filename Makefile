@@ -131,7 +131,7 @@ fuzz: $(VENV)/.tools ## Fuzz external input, and run new examples of every prope
 	fi
 
 screenshots: $(VENV)/.tools | /usr/bin/chromium-headless-shell ## Renew the pictures of dashboard and report in the docs
-	@PYTHONPATH=. $(BIN)/python docs/screenshots.py
+	@REMUDA_WRITE_SCREENSHOTS=1 $(BIN)/pytest -q -n 0 tests/acceptance/test_dashboard_screenshots.py
 
 # BENCH=--quick: a shorter run that does not update the docs.
 bench: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed ## Run the benchmarks: tables, JSON, plots in the docs

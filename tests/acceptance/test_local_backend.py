@@ -190,17 +190,22 @@ async def test_machine_is_retired_after_its_last_use(backend: LocalBackend) -> N
     assert backend.pool_messages() == []
 
 
-async def test_job_ends_when_the_threshold_of_its_run_passes(backend: LocalBackend) -> None:
+async def test_job_fails_at_once_when_the_time_of_its_run_is_up(backend: LocalBackend) -> None:
+    """GitHub would find out after ten minutes that the machine is gone, but the runner reports its job before."""
     async with backend.github() as github:
         # Queued before the machine starts, because its lifetime is short.
         job = await queue(github, "1", "sleep 1000")
         await backend.provision("1", 1, "--max-runtime-min", "0.2")
         job = await wait_for_job(github, job, status="in_progress")
-        await github.change_settings(lease_s=2.0)
         async with backend.sweeping():
             await backend.until_settled()
         assert (await wait_for_job(github, job)).conclusion == "failure"
     assert backend.processes() == []
+    status = (await backend.run("status", "--all")).document
+    (run,), (instance,) = status["runs"], status["instances"]
+    assert run["status"] == "expired"
+    assert (instance["retire_reason"], instance["retire_detail"]) == ("expired", "a job was running")
+    assert "run-expired" in {item["kind"] for item in status["warnings"]}
 
 
 async def test_failing_script_is_reported_and_leaves_no_machine(backend: LocalBackend) -> None:

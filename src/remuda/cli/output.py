@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -135,8 +136,13 @@ class Output:
         self.log_line(event_line(SystemClock().now(), name, facts, level=level))
 
     def log_line(self, line: str) -> None:
-        sys.stderr.write(f"{line}\n")
-        sys.stderr.flush()
+        try:
+            sys.stderr.write(f"{line}\n")
+            sys.stderr.flush()
+        except OSError as error:
+            # A full disk must not stop a background process that writes its log there.
+            if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+                raise
 
     def answer(self, *renderables: Any, soft_wrap: bool = False) -> None:
         """Print the result for people on stdout. With --json, `result` prints the document there instead.

@@ -31,6 +31,7 @@ from remuda.domain.errors import RemudaError, UserError
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.reporting.explanation import Explanation
 from remuda.domain.reporting.usage import UsageReport
+from remuda.domain.reporting.warnings import PoolWarning, WarningKind
 from remuda.domain.text import sanitize
 from remuda.ports.doctor import CheckResult, CheckStatus
 from remuda.ports.event_log import SilentEventLog
@@ -56,12 +57,15 @@ def run_status(settings: Settings, output: Output, *, everything: bool, watch: b
             needs_github=can_list_registrations(settings),
             require_local_github=False,
         ) as context:
-            return await status(output.guarded(context), include_terminated=everything)
+            found = await status(output.guarded(context), include_terminated=everything)
+            return _with_stopped_processes(settings, found)
 
     result = run_async(work)
-    for name in stopped_processes(settings):
-        output.say(f"{name} is not running; run 'remuda up' to start it", style="bold yellow")
     output.say_errors(result.unreadable)
+    if output.as_json or not sys.stdout.isatty():
+        # Nobody may see the table, which begins with the warnings.
+        for line in status_view.warning_lines(result):
+            output.say(line, style="bold yellow")
     if sys.stdout.isatty() and not output.wide:
         # Leaves a line for the prompt and one for a message on stderr.
         output.answer(*status_view.status_screen(result, width=output.width, height=output.height - 2))
@@ -69,6 +73,17 @@ def run_status(settings: Settings, output: Output, *, everything: bool, watch: b
         output.answer(*status_view.status_tables(result))
     output.result(status_view.status_document(result))
     return EXIT_OK
+
+
+def _with_stopped_processes(settings: Settings, found: Status) -> Status:
+    """Add a warning per background process of the local backend that is not running."""
+    stopped = [
+        PoolWarning(
+            kind=WarningKind.STOPPED_PROCESS, subject="", text=f"{name} is not running; run 'remuda up' to start it"
+        )
+        for name in stopped_processes(settings)
+    ]
+    return replace(found, warnings=(*stopped, *found.warnings))
 
 
 def run_explain(settings: Settings, output: Output, *, subject: str) -> int:
@@ -165,7 +180,7 @@ async def watch_status(settings: Settings, output: Output, *, everything: bool, 
                 try:
                     fresh = await status(context, include_terminated=everything, check_registrations=due)
                     current = fresh if due else keep_github_warnings(fresh, current)
-                    view.show(current)
+                    view.show(_with_stopped_processes(settings, current))
                 except UserError:
                     raise
                 except RemudaError as error:

@@ -405,6 +405,11 @@ class Settings:
         False,
         "Launch new instances that serve one job each, with just-in-time registration. Requires a GitHub credential.",
     )
+    add: bool = _run_option(
+        boolean(),
+        False,
+        "Add runners to a run that has runners of the class already. Without it, a second provision is refused.",
+    )
 
     max_runtime_min: float = declare(
         duration(0.05, WEEK_MIN, "minutes"),

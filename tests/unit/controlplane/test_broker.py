@@ -335,10 +335,10 @@ REFUSED_REQUESTS: list[tuple[dict[str, Any], str]] = [
     ({"inputs": {"repository": "eve/x"}}, "repository comes from the workflow's OIDC token; remove it from the "),
     ({"inputs": {"run-attempt": "2"}}, "run-attempt comes from the workflow's OIDC token; remove it from the "),
     ({"inputs": {"instance-counts": "9"}}, "there is no input 'instance-counts'; did you mean instance-count?"),
-    ({"inputs": {"zzz": "9"}}, "there is no input 'zzz'; use allowed-instance-types, ephemeral, "),
+    ({"inputs": {"zzz": "9"}}, "there is no input 'zzz'; use add, allowed-instance-types, ephemeral, "),
     ({"inputs": {"instance-count": "many"}}, "instance-count must be an integer from 1 to 1000, got 'many'"),
     ({"inputs": {"usage-class": "free"}}, "usage-class must be on-demand or spot, got 'free'"),
-    ({"inputs": {"eyJhbGciOiJSUzI1NiJ9": "x"}}, "an input has an invalid name; use allowed-instance-types, "),
+    ({"inputs": {"eyJhbGciOiJSUzI1NiJ9": "x"}}, "an input has an invalid name; use add, allowed-instance-types, "),
 ]
 
 

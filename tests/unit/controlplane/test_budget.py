@@ -108,7 +108,7 @@ def test_months_are_those_of_utc(now: datetime, after: datetime) -> None:
 class EveryType(dict[str, float]):
     """The same price for all types."""
 
-    def get(self, _name: str, _default: object = None) -> float:  # type: ignore[override]
+    def get(self, _name: str, _default: object = None) -> float:
         return DEAR
 
 

@@ -88,7 +88,7 @@ def sample_status() -> Status:
         reports={item.instance_id: report(detail="x") for item in instances},
         pools={"large": PoolLevel(idle=1, messages=1)},
         runs=[provision(1), provision(2, status=ProvisionStatus.COMMITTED, why="x")],
-        ended={"p-2": "its machines have ended"},
+        lost={"p-2": ("i-1",)},
         demand=DemandStatus(sets=(item,), jobs=(job_record(),)),
         warnings=(PoolWarning(kind=next(iter(WarningKind)), subject="i-1", text="x"),),
         unreadable=("a record",),

@@ -59,6 +59,7 @@ def provision_document(result: ProvisionResult) -> dict[str, Any]:
         ],
         "reused": result.reused,
         "created": result.created,
+        "ends_at": to_jsonable(min((item.instance.threshold for item in result.instances), default=None)),
         "tier": result.tier.value,
         "tier_reason": result.tier_reason,
         "ephemeral": result.ephemeral,
@@ -80,6 +81,7 @@ def release_document(result: ReleaseResult) -> dict[str, Any]:
         "deregistration_seconds": {
             item.instance_id: item.deregistration_s for item in result.outcomes if item.deregistration_s is not None
         },
+        "warnings": list(result.warnings),
         "errors": list(result.errors),
         "seconds": result.seconds,
         "calls": to_jsonable(result.calls),

@@ -12,9 +12,10 @@ from remuda.cli.rendering.table import SHORTEN, FittedTable, fit_height, shorten
 from remuda.controlplane.read.status import RECENT_PROVISIONS, OpenProvision, PoolLevel, Status
 from remuda.domain.demand import JobRecord
 from remuda.domain.instance import ABSORBING, Instance, State
-from remuda.domain.provision import Provision, ProvisionStatus
+from remuda.domain.provision import Provision, ProvisionStatus, describe_status
 from remuda.domain.reporting.demand import DemandStatus, ListenerStatus, RunnerSetStatus, waited_s
 from remuda.domain.reporting.explanation import ExplainedEvent, Explanation, Severity
+from remuda.domain.reporting.warnings import PoolWarning, WarningKind
 from remuda.domain.runner_release import RunnerRelease
 from remuda.domain.serialization import to_jsonable
 from remuda.domain.text import sanitize
@@ -53,7 +54,12 @@ def status_document(status: Status) -> dict[str, Any]:
         "instances": [_instance(status, instance) for instance in status.instances],
         "pools": {name: {"idle": level.idle, "messages": level.messages} for name, level in status.pools.items()},
         "runs": [
-            {**record_document(run), "instances_terminated": run.provision_id in status.ended} for run in status.runs
+            {
+                **record_document(run),
+                "status": run.shown_status,
+                "lost_ids": list(status.lost.get(run.provision_id, ())),
+            }
+            for run in status.runs
         ],
         "runner_sets": [_set_document(item) for item in status.demand.sets],
         "listener": _listener_document(status.demand.listener) if status.demand.listener else None,
@@ -123,6 +129,7 @@ def _instance(status: Status, instance: Instance) -> dict[str, Any]:
     return {
         **instance_document(instance),
         "report": record_document(report) if report else None,
+        "agent_dead": bool(status.agent_death(instance)),
         "seconds_left": None if instance.state in ABSORBING else round(left_s, 3),
         "heartbeat_age_seconds": round((status.at - beat_at).total_seconds(), 3) if beat_at else None,
     }
@@ -246,7 +253,9 @@ def _runs(status: Status, limit: int, *, cuts: bool) -> Iterator[Any]:
     if not opened and not runs:
         return
     shown = [_run_row(item.provision, _progress(item, status.at)) for item in opened[:limit]]
-    shown += [_run_row(run, status.ended.get(run.provision_id, run.why)) for run in runs[: limit - len(shown)]]
+    shown += [
+        _run_row(run, describe_status(run, status.lost.get(run.provision_id, ()))) for run in runs[: limit - len(shown)]
+    ]
     columns = ("run", "attempt", "class", "runners", "status", "reason")
     yield FittedTable(
         "",
@@ -265,7 +274,7 @@ def _runs(status: Status, limit: int, *, cuts: bool) -> Iterator[Any]:
 
 
 def _run_row(run: Provision, reason: str) -> tuple[str, ...]:
-    return run.run_id, str(run.attempt), run.resource_class, str(run.count), run.status.value, reason
+    return run.run_id, str(run.attempt), run.resource_class, str(run.count), run.shown_status, reason
 
 
 def _progress(item: OpenProvision, now: datetime) -> str:
@@ -314,6 +323,7 @@ def _column_values(status: Status, instance: Instance) -> dict[str, str]:
     report = status.reports.get(instance.instance_id)
     age_s = (now - report.beat_at).total_seconds() if report and report.beat_at else None
     busy = "a job is running" if report and report.busy else ""
+    dead = "agent dead" if status.agent_death(instance) else ""
     return {
         "instance": instance.instance_id,
         "state": instance.state.value,
@@ -325,7 +335,7 @@ def _column_values(status: Status, instance: Instance) -> dict[str, str]:
         "usage": instance.usage_class.value,
         "tier": instance.tier.value,
         "uses": str(instance.uses),
-        "remark": instance.retire_text or busy,
+        "remark": "; ".join(filter(None, (dead, instance.retire_text or busy))),
     }
 
 
@@ -380,12 +390,22 @@ def _set_changes(before: Status | None, after: Status) -> Iterator[str]:
             yield f"set {item.name}: {counts}, session {item.session}"
 
 
+def warning_lines(status: Status) -> list[str]:
+    """One line per warning, except for unreadable records, which are errors of the command."""
+    return [_warning_line(item) for item in status.warnings if item.kind is not WarningKind.UNREADABLE]
+
+
+def _warning_line(warning: PoolWarning) -> str:
+    subject = f" {warning.subject}" if warning.subject else ""
+    return f"warning: {warning.kind}{subject}: {warning.text}"
+
+
 def _new_warnings(before: Status | None, after: Status) -> Iterator[str]:
     """A warning is new if its kind or subject is: its text may contain a number of seconds."""
     known = {(item.kind, item.subject) for item in before.warnings} if before else set()
     for item in after.warnings:
         if (item.kind, item.subject) not in known:
-            yield f"warning: {item.kind} {item.subject}: {item.text}"
+            yield _warning_line(item)
 
 
 def explanation_document(explanation: Explanation) -> dict[str, Any]:

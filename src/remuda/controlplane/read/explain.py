@@ -107,7 +107,8 @@ async def _read_demand(context: Context, config: PoolConfig) -> _Demand:
     )
     ids = [item.instance_id for item in live if item.runner_set]
     reports, _ = await skip_unreadable(context.store.get_reports(ids), partial(context.event_log.record, "unreadable"))
-    records = await read_demand_input(context, config, live, reports, provisions)
+    first_seen = await context.store.get_first_seen()
+    records = await read_demand_input(context, config, live, reports, provisions, first_seen=first_seen)
     return _Demand(records=records, status=demand_status(records))
 
 

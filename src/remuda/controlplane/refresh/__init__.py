@@ -17,8 +17,11 @@ from remuda.domain.pool_config import PoolConfig
 __all__ = ["DesiredConfig", "RefreshResult", "refresh"]
 
 
-async def refresh(context: Context, desired: DesiredConfig | None) -> RefreshResult:
-    """With `desired` None the stored configuration stays; tokens are renewed and the sweeps run."""
+async def refresh(context: Context, desired: DesiredConfig | None, *, interval_s: float | None = None) -> RefreshResult:
+    """With `desired` None the stored configuration stays; tokens are renewed and the sweeps run.
+
+    `interval_s` is the time to the next refresh, if the caller repeats it.
+    """
     result = RefreshResultBuilder(context)
     if desired is not None:
         config = await apply_configuration(context, desired, result)
@@ -31,7 +34,7 @@ async def refresh(context: Context, desired: DesiredConfig | None) -> RefreshRes
     if config.runner is not None and (found := config.runner.warning(context.clock.now())):
         result.warn(str(found))
     config = await _keep_account(context, config, result)
-    await Sweep(context, config, result).run()
+    await Sweep(context, config, result, interval_s=interval_s).run()
     return result.build()
 
 

@@ -83,7 +83,14 @@ class WaitingJobAudit(PartialSweep):
             return
         # The reports would only tell which machines listen already.
         provisions = await self._context.store.recent_provisions(RECENT_PROVISIONS)
-        found = await read_demand_input(self._context, self._config, list(records.values()), {}, provisions)
+        found = await read_demand_input(
+            self._context,
+            self._config,
+            list(records.values()),
+            {},
+            provisions,
+            first_seen=self._first_seen.known,
+        )
         if found.lease is not None and found.lease.owner:
             self._first_seen.since(listener_anomaly(found.lease))
         for status in demand_status(found).sets:
