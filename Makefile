@@ -21,8 +21,9 @@ BENCH ?= --docs
 FUZZ ?= 5000
 FUZZ_S ?= 600
 
-# `make chaos`: minutes of random jobs and kills.
+# `make chaos`: minutes of random jobs and faults, and the most machines.
 MINUTES ?= 30
+MACHINES ?= 8
 
 # Parts of `make test` run concurrently, because some wait while others compute. Output is shown per part.
 PARALLEL_MAKE := $(MAKE) --no-print-directory $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
@@ -102,8 +103,8 @@ mutants: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed $(NPM
 attacks: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed ## Run the attacks and write the table of results (Linux, root)
 	REMUDA_WRITE_ATTACKS=1 $(BIN)/pytest tests/acceptance/test_attacks.py -q
 
-chaos: $(VENV)/.tools ## Run jobs of a runner set while processes are killed at random (MINUTES, SEED)
-	@nice $(BIN)/python -m tests.support.demand_chaos --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+chaos: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed ## Run jobs while processes, the disk and clocks fail at random (MINUTES, MACHINES, SEED, BACKEND=aws-servers)
+	@nice $(BIN)/python -m tests.support.chaos --minutes $(MINUTES) --machines $(MACHINES) $(if $(SEED),--seed $(SEED)) $(if $(BACKEND),--backend $(BACKEND))
 
 machine-test: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed machine-image ## Test the agent in virtual machines with a real kernel and systemd (Linux, root)
 	$(BIN)/pytest tests/machine -q

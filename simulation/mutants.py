@@ -427,8 +427,8 @@ MUTANTS: tuple[Mutant, ...] = (
         expression(
             _SWEEP,
             "Sweep._end_overdue",
-            "End(reason=RetireReason.EXPIRED, margin_s=margin_s)",
-            "End(reason=RetireReason.EXPIRED)",
+            "End(reason=RetireReason.EXPIRED, detail=detail, margin_s=margin_s)",
+            "End(reason=RetireReason.EXPIRED, detail=detail)",
         ),
     ),
     _mutant(

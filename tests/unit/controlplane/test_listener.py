@@ -17,6 +17,7 @@ from remuda.domain.errors import CapacityError, Unavailable
 from remuda.domain.instance import RetireReason, State
 from remuda.domain.provision import ProvisionStatus
 from remuda.domain.resources import Tier
+from remuda.domain.signals import Signal
 from remuda.ports.github import GitHubRun
 from remuda.ports.machine import StepResult
 from simulation.invariants import SCOPE
@@ -143,6 +144,20 @@ async def test_provision_of_a_lost_machine_is_closed_at_once(sets: DemandWorld) 
     await sets.sweep()
     assert sets.record(lost).retire_reason is RetireReason.GONE
     statuses = {item.status for item in sets.database.provisions.values() if lost in item.instance_ids}
+    assert statuses == {ProvisionStatus.RELEASED}
+
+
+async def test_sweep_that_ends_a_failed_machine_closes_its_provision(sets: DemandWorld) -> None:
+    sets.behaviour.registration["i-00000000000000001"] = StepResult(ok=False, detail="broken")
+    listener = sets.listen()
+    sets.queue()
+    await sets.wait_for(lambda: sets.in_state(State.RUNNING))
+    await listener.stop()
+    (failed,) = sets.in_state(State.RUNNING)
+    await sets.wait_for(lambda: sets.database.reports[failed].signal is Signal.UD_REG_FAILED)
+    await sets.sweep()
+    assert sets.record(failed).retire_reason is RetireReason.FAILED
+    statuses = {item.status for item in sets.database.provisions.values() if failed in item.instance_ids}
     assert statuses == {ProvisionStatus.RELEASED}
 
 

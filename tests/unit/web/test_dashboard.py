@@ -367,7 +367,9 @@ def test_only_live_instances_are_in_quarantine() -> None:
     marked = set()
     for state in State:
         record = instance(state=state, quarantined_until=at(60), retire_reason=RetireReason.QUARANTINED)
-        text = serialize.instance_text(KnownInstance(instance=record, history=None), now=at(0), busy=False)
+        text = serialize.instance_text(
+            KnownInstance(instance=record, history=None), now=at(0), busy=False, agent_dead=False
+        )
         if json.loads(text)["quarantined_until"]:
             marked.add(state)
     assert marked == LIVE - {State.TERMINATING}

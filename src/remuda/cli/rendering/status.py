@@ -41,6 +41,8 @@ _STATUS_STYLES = {
     "open": "cyan",
     "terminating": "magenta",
     "failed": "yellow",
+    "expired": "yellow",
+    "interrupted": "yellow",
 }
 _STYLES = {Severity.NORMAL: "", Severity.GOOD: "green", Severity.BAD: "yellow", Severity.MINOR: "dim"}
 

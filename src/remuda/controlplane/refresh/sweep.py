@@ -21,6 +21,7 @@ from remuda.controlplane.refresh.runner_sets import RunnerSetSweep
 from remuda.controlplane.release import (
     advance_release,
     deregister_set_runner,
+    leave_provision,
     publish_to_pool,
     release_of_set,
     removal_credential,
@@ -328,7 +329,11 @@ class Sweep:
         )
 
     async def _end(self, instance: Instance, event: End, why: str) -> Instance:
-        after = await self._transition(instance, event, why)
+        if instance.runner_set:
+            # Nobody else closes its provision before the deadline, which is hours away. A run closes its own.
+            after, _ = await leave_provision(self._context, self._config, instance, event, by=Actor.REFRESH, why=why)
+        else:
+            after = await self._transition(instance, event, why)
         self._result.retired[instance.instance_id] = why
         return after
 
