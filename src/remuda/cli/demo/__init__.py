@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,8 @@ class LocalDemo:
     async def _warm_provision(self) -> None:
         self.environment.title("Reuse: two workflows at once need five runners; the pool has three")
         await asyncio.gather(
-            self._workflow("left", run_id="1002", count=2), self._workflow("right", run_id="1003", count=3)
+            self._workflow("left", run_id="1002", count=2, at_once_with=["1003"]),
+            self._workflow("right", run_id="1003", count=3, at_once_with=["1002"]),
         )
         reused = sum(item.reused for item in self._provisions[-2:])
         created = sum(item.created for item in self._provisions[-2:])
@@ -361,8 +363,12 @@ class LocalDemo:
 
     # Results ----------------------------------------------------------------------------------------------------
 
-    async def _workflow(self, name: str, *, run_id: str, count: int) -> list[dict[str, Any]]:
-        provision, release, jobs = await self.environment.workflow(name, run_id=run_id, count=count)
+    async def _workflow(
+        self, name: str, *, run_id: str, count: int, at_once_with: Sequence[str] = ()
+    ) -> list[dict[str, Any]]:
+        provision, release, jobs = await self.environment.workflow(
+            name, run_id=run_id, count=count, at_once_with=at_once_with
+        )
         self._provisions.append(provision)
         self._releases.append(release)
         return jobs

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shlex
 import signal
 import sys
 from collections import deque
@@ -82,7 +83,7 @@ jobs:
       - name: check that the home directory is clean
         run: test ! -e "$HOME/left-behind" && touch "$HOME/left-behind"
       - name: test
-        run: echo "shard ${{{{ matrix.shard }}}} of run $GITHUB_RUN_ID" && sleep {work_s}
+        run: echo "shard ${{{{ matrix.shard }}}} of run $GITHUB_RUN_ID" && {work}
   release:
     needs: [provision, test]
     if: always()
@@ -217,12 +218,17 @@ class DemoEnvironment:
         )
 
     async def workflow(
-        self, name: str, *, run_id: str, count: int
+        self, name: str, *, run_id: str, count: int, at_once_with: Sequence[str] = ()
     ) -> tuple[DemoProvision, DemoRelease, list[dict[str, Any]]]:
-        """Run a workflow with `count` test jobs. Return its provision, its release and the test jobs."""
+        """Run a workflow with `count` test jobs. Return its provision, its release and the test jobs.
+
+        The jobs keep their machines until the provisions of the runs `at_once_with` are done.
+        """
         file = self._root / f"{name}.yml"
         shards = ", ".join(str(number + 1) for number in range(count))
-        file.write_text(_WORKFLOW.format(name=name, count=count, shards=shards, work_s="0.5"))
+        others = (shlex.quote(str(self._root / f"provision-{other}.json")) for other in at_once_with)
+        work = " && ".join((*(f"until test -s {other}; do sleep 0.1; done" for other in others), "sleep 0.5"))
+        file.write_text(_WORKFLOW.format(name=name, count=count, shards=shards, work=work))
         result = await self.json("run-workflow", str(file), "--run-id", run_id, ok={0, 1})
         jobs: list[dict[str, Any]] = [job for job in result["jobs"] if job["name"].startswith("test")]
         provisioned = json.loads((self._root / f"provision-{run_id}.json").read_text())
