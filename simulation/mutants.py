@@ -965,7 +965,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     _mutant(
         "release-of-the-unbound",
-        "a machine is released after a job that nobody knows, as if it had served none",
+        "a machine is released after a job that no one knows, as if it had served none",
         expression(_SUPPLY, "_decide_spent", "machine.instance.is_bound", "machine.is_spent"),
         settings=_SETS,
     ),

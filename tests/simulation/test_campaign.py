@@ -20,7 +20,7 @@ from simulation.mutants import MUTANTS
 from simulation.report import ROOT, SETTINGS, run_all
 from simulation.shrink import describe, shrink
 
-#: Catches every mutant that 200 seeds catch; the seed of `acquired-by-instance` has a test of its own.
+#: Catches every mutant that 200 seeds catch; the seed of `acquired-by-instance` has its own test.
 SEEDS = 80
 SMALL = CampaignSettings(hours=0.25, instances=5)
 FEW_FAULTS = replace(SMALL, faults=Swarm.FEW)

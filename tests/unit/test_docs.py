@@ -119,7 +119,7 @@ def commands(page: Path) -> list[tuple[str, list[str]]]:
 @pytest.mark.parametrize("page", GUIDES, ids=name_of)
 def test_commands_and_flags_exist(page: Path) -> None:
     for name, flags in commands(page):
-        if name == "agent":  # machines start it, with a parser of its own
+        if name == "agent":  # machines start it, with its own parser
             continue
         assert name in app.commands, f"remuda {name}"
         known = {option for parameter in app.commands[name].params for option in parameter.opts}

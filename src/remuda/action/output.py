@@ -85,7 +85,7 @@ def _provision(document: Document) -> list[str]:
     facts = (
         f"{document['reused']} reused, {document['created']} created, in {_seconds(document['seconds'])}. "
         f"Use them with <code>runs-on: {escape(document['label'])}</code>. "
-        "They have no label <code>self-hosted</code>: a job that asks for it as well waits for ever.<br>"
+        "They have no label <code>self-hosted</code>: a job that asks for it as well waits forever.<br>"
         f"Tier {escape(document['tier'])}: {escape(document['tier_reason'])}"
         + (f"<br>They end at {escape(document['ends_at'])}, even if a job runs" if document["ends_at"] else "")
         + ("<br>Ephemeral: each instance runs one job" if document["ephemeral"] else "")

@@ -197,7 +197,7 @@ def _workflow(wanted: DeployTarget, facts: DeployFacts, outputs: Mapping[str, st
 
 
 def _container(wanted: DeployTarget, facts: DeployFacts, plan: StackPlan) -> str:
-    """How to run the listener elsewhere; empty if the stack runs it, or nobody must."""
+    """How to run the listener elsewhere; empty if the stack runs it, or no one must."""
     from remuda.deployment.workflow import container_text  # noqa: PLC0415 - only at the end
 
     if wanted.listener is None or wanted.listener.is_on_instance:
@@ -329,7 +329,7 @@ def parse_parameters(values: Sequence[str]) -> dict[str, str]:
 
 
 def read_credential(settings: Settings, token: str, app_key: str) -> _Credential:
-    """The credential of the flags, the environment or the file; empty if there is none."""
+    """The credential of the flags, the environment or the file; empty if none exists."""
     is_app = bool(settings.github_app_id) and not token
     # As for the other commands, a token has priority over an App.
     if is_app and (app_key or (settings.github_app_key and settings.github_token is None)):

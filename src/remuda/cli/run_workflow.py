@@ -425,7 +425,7 @@ class WorkflowRun:
             raise Unavailable(f"the local GitHub does not respond: {error}") from error
 
     async def _say_waiting(self, job: ResolvedJob, runner_set: str) -> None:
-        """Say who will take the job, or why nobody will."""
+        """Say who will take the job, or why no one will."""
         if runner_set:
             self._say(job.name, f"waiting for a runner of set {runner_set}")
             return

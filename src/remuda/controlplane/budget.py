@@ -22,7 +22,7 @@ class BudgetStatus:
 
     pool: str
     at: datetime
-    #: Per month; 0 if there is none.
+    #: Per month; 0 if none exists.
     limit: float
     spending: Spending
     #: Cost of the month if its days go on like those that have passed.

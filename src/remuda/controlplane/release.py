@@ -538,7 +538,7 @@ def closed_provision(
 async def deregister_set_runner(context: Context, instance: Instance, *, by: Actor) -> bool:
     """Remove the registration of a runner of a set. Return whether it certainly has no job any more.
 
-    A registration that is gone may have been used up by a job that nobody has recorded: a trusted machine is retired.
+    A registration that is gone may have been used up by a job that no one has recorded: a trusted machine is retired.
     """
     assignment = instance.assignment
     if context.github is None or assignment is None or not assignment.runner_id:

@@ -348,7 +348,7 @@ def _broker_parameters() -> dict[str, Any]:
 def _listener_parameters() -> dict[str, Any]:
     return {
         "Listener": _text(
-            "Where the listener of RunnerSets runs: on an instance of its own, which exists if RunnerSets is set "
+            "Where the listener of RunnerSets runs: on its own instance, which exists if RunnerSets is set "
             "(also as []), or none in this stack.",
             "instance",
             AllowedValues=["instance", "none"],
@@ -664,7 +664,7 @@ def _broker() -> dict[str, Resource]:
 
 
 def _listener() -> dict[str, Resource]:
-    """The listener on an instance of its own, which an Auto Scaling group replaces if it fails.
+    """The listener on its own instance, which an Auto Scaling group replaces if it fails.
 
     During a replacement there may be two: the lease lets one of them serve the sets. Template and instance do not have
     the tag of the pool: provision may launch with tagged templates, and refresh ends tagged instances without a record.

@@ -45,7 +45,7 @@ class Spending:
 class Budget:
     """A limit per month and what is known to be spent."""
 
-    #: 0 if there is none.
+    #: 0 if none exists.
     limit: float
     spending: Spending | None
 

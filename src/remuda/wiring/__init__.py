@@ -1,6 +1,6 @@
 """Wiring: from settings to adapters. The only package that names concrete adapters.
 
-Functions import the adapters of a backend, so that a command waits only for those of its own.
+Functions import the adapters of a backend, so that a command waits only for its own backend.
 """
 
 from __future__ import annotations

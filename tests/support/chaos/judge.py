@@ -65,7 +65,7 @@ class ChaosJudge:
         }
 
     def _cause(self, job: FollowedJob) -> str:
-        """The fault that explains why a job did not succeed; empty if there is none."""
+        """The fault that explains why a job did not succeed; empty if none exists."""
         if job.is_cancelled and not job.machines:
             return "cancelled on purpose"
         # A job of a run is cancelled here if no machine of its run is left.

@@ -552,7 +552,7 @@ async def test_state_of_a_failed_provision_has_its_error(subject: Broker) -> Non
 
 
 async def test_state_is_that_of_the_resource_class(subject: Broker) -> None:
-    """A run with two classes has two steps, each with a provision of its own."""
+    """A run with two classes has two steps, each with its own provision."""
     large = await subject.call("provision", inputs={"instance_count": "2"})
     xlarge = await subject.call("provision", inputs={"resource_class": "xlarge"})
     assert (await subject.call("state", inputs={"instance_count": "2"})).outputs == large.outputs

@@ -134,7 +134,7 @@ async def test_run_that_lost_one_of_three_machines_says_so(world: PoolWorld) -> 
 
 
 async def test_dead_agent_is_dead_everywhere(world: PoolWorld) -> None:
-    """The page has a test of its own, with the feed."""
+    """The page has its own test, with the feed."""
     instance_id = (await world.one(RUN)).instance_id
     assert await deaths(world, instance_id) == {False}
     world.stop_agent(instance_id)

@@ -219,7 +219,7 @@ async def make_plan(context: Context, request: ProvisionRequest) -> ProvisionPla
 
 
 async def _find_held(context: Context, request: ProvisionRequest) -> Provision | None:
-    """The provision by which this attempt of the run holds runners of the class; None if there is none, or if more are
+    """The provision by which this attempt of the run holds runners of the class; None if none exists, or if more are
     to be added.
 
     A provision that is still open may belong to a process that has died, so it does not count.

@@ -70,7 +70,7 @@ class WaitingJobAudit(PartialSweep):
         self._runners = runners
         self._calls_left = 0
         self._room_left = MAX_STORED
-        #: Labels of the runners of each run with a provision of its own, and the scope of its repository.
+        #: Labels of the runners of each run with its own provision, and the scope of its repository.
         self._runs: Mapping[str, Sequence[str]] = {}
         self._scopes: dict[str, str] = {}
 

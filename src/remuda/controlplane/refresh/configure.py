@@ -42,7 +42,7 @@ class DesiredConfig:
     reuse: Reuse = Reuse.SAME_TRUST
     runner_sets: tuple[RunnerSet, ...] = ()
     monthly_budget: float = 0.0
-    #: What nobody has set, so that the stored value stays: fields of this class, fields of `Lifetimes`, launch options.
+    #: What no one has set, so that the stored value stays: fields of this class, fields of `Lifetimes`, launch options.
     unset: frozenset[str] = frozenset()
 
     def over(self, stored: PoolConfig | None) -> DesiredConfig:

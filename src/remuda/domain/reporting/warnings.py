@@ -206,7 +206,7 @@ def _instance_warnings(
     subject, state = instance.instance_id, instance.state
     if state is State.TERMINATED:
         return
-    # A job that nobody has recorded yet protects a runner of a set.
+    # A job that no one has recorded yet protects a runner of a set.
     over_s = (now - instance.deadline(busy=report is not None and report.busy)).total_seconds()
     if state is State.TERMINATING:
         if over_s > MAX_TERMINATION_S:

@@ -205,7 +205,7 @@ function showJobIn(td, job) {
   showOriginIn(td, job);
 }
 
-// The link to the run on GitHub, and the repository in a line of its own.
+// The link to the run on GitHub, and the repository in its own line.
 function showOriginIn(td, { url, run, repository }) {
   runLink(td.querySelector(".who"), url, run);
   showRepository(td.querySelector(".repository") ?? td.appendChild(make("div", "repository soft")), repository);
