@@ -141,6 +141,7 @@ def template(classes: Sequence[ResourceClass] = DEFAULT_CLASSES, *, issuer: str 
             **{_logical(who, "Alarm"): _alarm(who) for who in FUNCTIONS},
             "ProvisionAlarm": _provision_alarm(),
             "RunnerVersionAlarm": _runner_version_alarm(),
+            "BudgetAlarm": _budget_alarm(),
             "ListenerAlarm": _listener_alarm(),
             "WaitingJobsAlarm": _waiting_jobs_alarm(),
         },
@@ -773,6 +774,17 @@ def _runner_version_alarm() -> Resource:
         "GitHub refuses the pool's version of the actions runner soon; remuda status says when and what to do.",
         namespace=NAMESPACE,
         metric="RunnerVersionWarnings",
+        dimensions={"Pool": {"Ref": "Pool"}, "Command": "refresh"},
+        missing="notBreaching",
+    )
+
+
+def _budget_alarm() -> Resource:
+    return _alarm_on(
+        "budget",
+        "80 % of the pool's budget for this month are spent, or all of it; remuda budget says how much.",
+        namespace=NAMESPACE,
+        metric="BudgetWarnings",
         dimensions={"Pool": {"Ref": "Pool"}, "Command": "refresh"},
         missing="notBreaching",
     )

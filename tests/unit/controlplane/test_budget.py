@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from remuda.aws_lambda import handler
+from remuda.aws_lambda.handler import COMMANDS, LambdaCommand
+from remuda.config.sources import load
 from remuda.controlplane.budget import budget_status, set_budget
 from remuda.controlplane.context import Context
 from remuda.controlplane.read.status import status
@@ -18,6 +22,7 @@ from remuda.domain.instance import Instance, State
 from remuda.domain.reporting.prices import PriceTable
 from remuda.domain.reporting.warnings import WarningKind
 from remuda.domain.resources import UsageClass
+from simulation.invariants import SCOPE
 from tests.support.records import instance
 from tests.support.world import PoolWorld
 
@@ -172,3 +177,24 @@ async def test_pool_without_a_budget_keeps_no_account(world: PoolWorld, process:
     shown = await budget_status(process())
     assert shown.spending.amount > 0
     assert (shown.limit, shown.is_launching, shown.warning) == (0.0, True, "")
+
+
+async def test_function_that_applies_the_parameters_of_the_stack_keeps_the_budget(
+    world: PoolWorld, process: Callable[[], Context], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @asynccontextmanager
+    async def opened(*_: object, **__: object) -> AsyncIterator[Context]:
+        yield process()
+
+    monkeypatch.setattr(handler, "open_context", opened)
+    await world.warm(1)
+    await set_budget(process(), 0.5)
+    await world.pass_time(40.0, sweeps=False)
+    machines = {"ami": "ami-00000000", "subnet_ids": "subnet-00000000", "security_group_ids": "sg-00000000"}
+    given = {"backend": "aws", "pool": "test", "github_scope": SCOPE, "max_instances": "7", **machines}
+    settings = load({**given, "iam_instance_profile": "remuda"}, environ={})
+    event_log, calls = process().event_log, process().calls
+    outcome = await COMMANDS["refresh"](settings, event_log, LambdaCommand(name="refresh"), calls)
+    assert world.database.config is not None
+    assert (world.database.config.max_instances, world.database.config.monthly_budget) == (7, 0.5)
+    assert (outcome.counts["BudgetWarnings"], outcome.counts["RunnerVersionWarnings"]) == (1, 0)

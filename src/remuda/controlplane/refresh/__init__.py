@@ -13,6 +13,7 @@ from remuda.controlplane.refresh.result import RefreshResult, RefreshResultBuild
 from remuda.controlplane.refresh.sweep import Sweep
 from remuda.domain.errors import RemudaError
 from remuda.domain.pool_config import PoolConfig
+from remuda.domain.reporting.warnings import WarningKind
 
 __all__ = ["DesiredConfig", "RefreshResult", "refresh"]
 
@@ -32,7 +33,7 @@ async def refresh(context: Context, desired: DesiredConfig | None, *, interval_s
         config = await renew_tokens(context, stored, result)
     check_pool_name(context, config)
     if config.runner is not None and (found := config.runner.warning(context.clock.now())):
-        result.warn(str(found))
+        result.warn(WarningKind.RUNNER_VERSION, str(found))
     config = await _keep_account(context, config, result)
     await Sweep(context, config, result, interval_s=interval_s).run()
     return result.build()
@@ -45,5 +46,5 @@ async def _keep_account(context: Context, config: PoolConfig, result: RefreshRes
     except RemudaError as error:
         result.error(f"the spending of this month is not updated: {error.message}")
     if warning := config.budget.warning(context.clock.now()):
-        result.warn(f"budget: {warning}")
+        result.warn(WarningKind.BUDGET, f"budget: {warning}")
     return config

@@ -11,6 +11,7 @@ from remuda.controlplane.context import Context, map_concurrently
 from remuda.controlplane.refresh.result import RefreshResultBuilder
 from remuda.domain.errors import Conflict, RemudaError, Unavailable, UserError
 from remuda.domain.pool_config import DEFAULT_GROUP_ID, PoolConfig, ScopeTokens, may_hold_secret
+from remuda.domain.reporting.warnings import WarningKind
 from remuda.domain.resources import ResourceClass, Reuse
 from remuda.domain.runner_release import IMAGE, RunnerChoice, RunnerRelease, resolve_release
 from remuda.domain.runner_set import FIELD as RUNNER_SETS
@@ -76,7 +77,7 @@ async def apply_configuration(context: Context, desired: DesiredConfig, result: 
     given = desired
     desired = _checked(given, stored)
     for warning in capacity_warnings(desired.runner_sets, max_instances=desired.max_instances):
-        result.warn(warning)
+        result.warn(WarningKind.RUNNER_SET, warning)
     tokens = await _mint_if_due(context, github, stored, desired)
     choice = RunnerChoice.parse(desired.launch)
     newest = await _newest_runner(github, desired.scope, choice, stored, result)
