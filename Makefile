@@ -21,8 +21,9 @@ BENCH ?= --docs
 FUZZ ?= 5000
 FUZZ_S ?= 600
 
-# `make chaos`: minutes of random jobs and kills.
+# `make chaos`: minutes of random jobs and faults, and the most machines.
 MINUTES ?= 30
+MACHINES ?= 8
 
 # Parts of `make test` run concurrently, because some wait while others compute. Output is shown per part.
 PARALLEL_MAKE := $(MAKE) --no-print-directory $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
@@ -37,7 +38,10 @@ help: ## List the targets
 demo: $(VENV)/.installed ## Show the whole lifecycle on this machine, in under two minutes
 	@$(BIN)/remuda demo
 
-demo-aws: $(VENV)/.installed $(VENV)-servers/.installed $(VENV)-moto/.installed ## The same with the AWS backend on local test servers (Linux, root)
+# The requirements are checked before anything is installed.
+demo-aws: ## The same with the AWS backend on local test servers (Linux, root)
+	@$(PYTHON) -m tests.support.namespace_machine.requirements
+	@$(MAKE) --no-print-directory $(VENV)/.installed $(VENV)-servers/.installed $(VENV)-moto/.installed
 	@$(BIN)/python -m tests.support.aws_demo
 
 test: ## Run linters, type checks and all tests
@@ -88,6 +92,7 @@ simulate: $(VENV)/.tools ## Run the long campaign, all mutants, and the exhausti
 	$(BIN)/python -m benchmarks.simulation
 	$(BIN)/python -m simulation.exhaustive --all
 	$(BIN)/python -m simulation.report --write docs/reference/mutants.md
+	@echo 'verdict: passed (no campaign, search or mutant run reported a failure; figures in build and docs/reference)'
 
 # SAMPLE: number of mutants. SEED, MODULE (for example domain.trust), JUDGE (all, tests, simulation). AGAIN=1: only the survivors of the last
 # run with this seed. WRITE=1: update the docs.
@@ -98,8 +103,8 @@ mutants: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed $(NPM
 attacks: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed ## Run the attacks and write the table of results (Linux, root)
 	REMUDA_WRITE_ATTACKS=1 $(BIN)/pytest tests/acceptance/test_attacks.py -q
 
-chaos: $(VENV)/.tools ## Run jobs of a runner set while processes are killed at random (MINUTES, SEED)
-	@nice $(BIN)/python -m tests.support.demand_chaos --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+chaos: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed ## Run jobs while processes, the disk and clocks fail at random (MINUTES, MACHINES, SEED, BACKEND=aws-servers)
+	@nice $(BIN)/python -m tests.support.chaos --minutes $(MINUTES) --machines $(MACHINES) $(if $(SEED),--seed $(SEED)) $(if $(BACKEND),--backend $(BACKEND))
 
 machine-test: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed machine-image ## Test the agent in virtual machines with a real kernel and systemd (Linux, root)
 	$(BIN)/pytest tests/machine -q
@@ -127,7 +132,7 @@ fuzz: $(VENV)/.tools ## Fuzz external input, and run new examples of every prope
 	fi
 
 screenshots: $(VENV)/.tools | /usr/bin/chromium-headless-shell ## Renew the pictures of dashboard and report in the docs
-	@PYTHONPATH=. $(BIN)/python docs/screenshots.py
+	@REMUDA_WRITE_SCREENSHOTS=1 $(BIN)/pytest -q -n 0 tests/acceptance/test_dashboard_screenshots.py
 
 # BENCH=--quick: a shorter run that does not update the docs.
 bench: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed ## Run the benchmarks: tables, JSON, plots in the docs

@@ -1,6 +1,6 @@
 """Runner sets: start of a job on a warm and on a hot machine, calls per job, cost and growth of the listener.
 
-The listener is the real one, in a process of its own, with the adapters of AWS and GitHub. The machines that run the
+The listener is the real one, in its own process, with the adapters of AWS and GitHub. The machines that run the
 jobs have real agents on fake machines; those that have a long job are records with heartbeats.
 """
 

@@ -1,4 +1,4 @@
-"""The listener of a benchmark in a process of its own: counts its calls, its CPU time and its memory.
+"""The listener of a benchmark in its own process: counts its calls, its CPU time and its memory.
 
 It is the real listener with the adapters of AWS and GitHub. Around its ports are gates, with which a benchmark holds
 back its calls, and a count of jobs that the benchmark adds to GitHub's statistics.

@@ -137,7 +137,7 @@ def _memory(name: str, found: Sequence[MeasuredProcess]) -> Figure:
     )
 
 
-#: Runs in an interpreter of its own, which uses little memory: a new process starts with the memory of its parent.
+#: Runs in its own interpreter, which uses little memory: a new process starts with the memory of its parent.
 _MEASURE = """
 import os, sys, time
 nowhere = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in (0, 1, 2)]

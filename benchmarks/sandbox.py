@@ -1,6 +1,6 @@
 """Sandboxes on this computer's kernel: preparation, start of the listener, and reset, with software of real size.
 
-The real agent runs in namespaces of its own, with an instance store in memory. Registrations take no time.
+The real agent runs in its own namespaces, with an instance store in memory. Registrations take no time.
 """
 
 from __future__ import annotations

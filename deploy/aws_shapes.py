@@ -51,7 +51,7 @@ def _service(model: Any, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _add(shape: Shape | None, made: dict[str, Any], model: Any) -> str:
-    """Add a structure or a list. Return its name, or the type of a scalar, which has no name of its own."""
+    """Add a structure or a list. Return its name, or the type of a scalar, which has no name."""
     if shape is None:
         return ""
     if not isinstance(shape, StructureShape | ListShape):

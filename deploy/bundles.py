@@ -35,7 +35,7 @@ PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 PLATFORMS = ("manylinux_2_34", "manylinux_2_28", "manylinux_2_17", "manylinux2014")
 #: AWS services whose models Remuda needs, out of hundreds.
 SERVICES = frozenset({"cloudwatch", "dynamodb", "ec2", "iam", "secretsmanager", "sqs", "ssm", "sts"})
-#: Files that contain local paths, or that nobody imports.
+#: Files that contain local paths, or that no one imports.
 EXCLUDED = frozenset(
     {"__pycache__", "bin", "RECORD", "INSTALLER", "REQUESTED", "direct_url.json", "tests", "docs.json.gz"}
 )

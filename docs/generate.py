@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,41 @@ def decisions_list() -> str:
     return "\n".join(lines)
 
 
+def waiting_times() -> str:
+    """How long jobs wait, from the figures of the benchmarks."""
+    document = json.loads((DOCS / "benchmarks" / "figures.json").read_text(encoding="utf-8"))
+    measured = {item["name"]: f"{item['measured']:.2f} s" for item in document["figures"]}
+    cold = measured["cold provision, N = 1, agent ready after 7.3 s"]
+    warm = measured["warm provision, N = 1, registration 0"]
+    ten = measured["warm provision, N = 10, registration 2.5 s"]
+    broker = measured["broker: warm provision, N = 1, whole step"]
+    direct = measured["direct: step starts → first AWS call"]
+    rows = (
+        (
+            "cold",
+            "a machine boots and its runner registers",
+            f"{cold} if its agent is ready after 7.3 s; EC2 and your image decide",
+        ),
+        (
+            "warm",
+            "an idle machine is taken and its runner registers",
+            f"{warm} plus the registration; {ten} for ten runners if that takes 2.5 s",
+        ),
+        (
+            "hot",
+            "a runner of a set listens before there is a job",
+            "no call of Remuda is on the way; `make demo` measures it on the local GitHub",
+        ),
+        (
+            "provision job",
+            "the step that gets the runners, warm",
+            f"{broker} through the broker; without it {direct} to the first call, with the download of the bundle",
+        ),
+    )
+    lines = (f"| {' | '.join(row)} |" for row in rows)
+    return "\n".join(("| start | what happens | measured |", "|---|---|---|", *lines))
+
+
 #: File, name of the part, and what makes it.
 PARTS = (
     ("reference/lifecycle.md", "state diagram", state_diagram),
@@ -162,6 +198,7 @@ PARTS = (
     ("howto/github-action.md", "inputs", inputs_table),
     ("howto/github-action.md", "outputs", outputs_table),
     ("adr/README.md", "decisions", decisions_list),
+    ("../README.md", "waiting times", waiting_times),
 )
 
 

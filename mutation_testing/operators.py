@@ -51,7 +51,7 @@ _TEXT_CALLS = frozenset({"debug", "info", "warning", "error", "exception", "log"
 #: Fields of nodes that hold types, names and parameters.
 _SKIPPED_FIELDS = frozenset({"annotation", "returns", "decorator_list", "bases", "type_params"})
 
-#: Modules of the agent that only run as root in processes of their own, with real mounts and namespaces. Their tests
+#: Modules of the agent that only run as root in their own processes, with real mounts and namespaces. Their tests
 #: take seconds each, in other processes, which mutants do not reach.
 _MACHINE_ONLY = frozenset({"sandbox.py", "enter_sandbox.py", "mounts.py"})
 

@@ -173,7 +173,7 @@ def record(names: Sequence[str]) -> None:
 
 
 def record_apart(names: Sequence[str]) -> None:
-    """Record in a process of its own, so that this one stays free of what tests leave behind."""
+    """Record in its own process, so that this one stays free of what tests leave behind."""
     subprocess.run([sys.executable, "-m", "mutation_testing.recording", *names], cwd=ROOT, check=True)
 
 

@@ -80,8 +80,7 @@ def run_one(seed: int, settings: CampaignSettings, output: Output, *, trace: boo
     if trace:
         document["trace"] = lines
     output.result(document)
-    output.answer(f"seed {seed}: trace {result.digest}", *_text(summary, seconds))
-    return InvariantViolated.exit_code if result.violation else EXIT_OK
+    return _end(summary, f"seed {seed}: trace {result.digest}", seconds, output)
 
 
 def _run_campaign(seeds: range, settings: CampaignSettings, workers: int, output: Output) -> int:
@@ -93,8 +92,7 @@ def _run_campaign(seeds: range, settings: CampaignSettings, workers: int, output
     output.result(
         {**_document(summary, settings, seconds), "first_seed": seeds[0], "workers": workers, "reports": reports}
     )
-    output.answer(f"seeds {seeds[0]} to {seeds[-1]}", *_text(summary, seconds))
-    return InvariantViolated.exit_code if summary.violations else EXIT_OK
+    return _end(summary, f"seeds {seeds[0]} to {seeds[-1]}", seconds, output)
 
 
 def _run_with_progress(
@@ -156,8 +154,21 @@ def _text(summary: CampaignSummary, seconds: float) -> list[str]:
         f"{counts}; {summary.checks} invariant checks",
         f"faults: {faults or 'none'}",
         *(f"seed {seed}: {found}" for seed, found in sorted(summary.violations.items())),
-        f"{len(summary.violations)} violations",
+        verdict(summary),
     ]
+
+
+def verdict(summary: CampaignSummary) -> str:
+    result = "FAILED" if summary.violations else "passed"
+    return f"verdict: {result} ({len(summary.violations)} violations in {summary.seeds} seeds)"
+
+
+def _end(summary: CampaignSummary, title: str, seconds: float, output: Output) -> int:
+    """End with the verdict: on stdout, or on stderr if stdout is a JSON document."""
+    output.answer(title, *_text(summary, seconds))
+    if output.as_json:
+        output.say(verdict(summary), style="bold red" if summary.violations else "bold green")
+    return InvariantViolated.exit_code if summary.violations else EXIT_OK
 
 
 if __name__ == "__main__":

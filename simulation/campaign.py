@@ -1,6 +1,6 @@
 """Runs of simulated worlds: one plan, many seeds in several processes, and seeds until the first violation.
 
-`python -m simulation.campaign` does the last of them; mutants run it in a process of their own.
+`python -m simulation.campaign` does the last of them; mutants run it in their own process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a command must have done when it ends (L5, L6): nobody is excused by a fault that it survived.
+"""What a command must have done when it ends (L5, L6): no one is excused by a fault that it survived.
 
 A sweep or release that met no fault leaves nothing undone that was due when it began. A failed or cancelled provision
 gives back what it holds, unless it was killed or its rollback ran out of time.
@@ -97,7 +97,7 @@ class CompletenessInvariants:
     # Sweeps
 
     def _swept(self, record: Instance, beginning: _Beginning, process: SimulatedProcess) -> Found:
-        """A record that nobody has changed since the sweep began has nothing due."""
+        """A record that no one has changed since the sweep began has nothing due."""
         for text in self._due(record, beginning, process):
             yield "L6", f"{process} left {record.instance_id} {record.state}: {text}", record.instance_id
 

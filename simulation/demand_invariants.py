@@ -201,7 +201,7 @@ class DemandInvariants:
             yield "D2", f"{process} released it while {runner.name} listens and can get a job"
 
     def ended(self, before: Instance, process: SimulatedProcess) -> Found:
-        """A machine with a job that nobody has recorded is not terminated before the time of such a job is over."""
+        """A machine with a job that no one has recorded is not terminated before the time of such a job is over."""
         self.checks += 1
         machine = self._world.machines[before.instance_id]
         if machine.job is None or before.is_bound or before.run_deadline is None or self._is_lost(machine):

@@ -52,7 +52,7 @@ INVARIANTS: Mapping[str, str] = {
     "L6": "a sweep or release that meets no fault leaves nothing undone that was due when it began",
     "T1": "each write sets the times and counters that its event and the policy give, by the writer's clock",
     "W1": "a healthy machine is ended only for a reason that is true, and signals no failure",
-    "W2": "a provision that meets no fault succeeds, and nobody gives up a claimed machine that is alive",
+    "W2": "a provision that meets no fault succeeds, and no one gives up a claimed machine that is alive",
     "W3": "no machine is launched for a run while an idle one that fits can be claimed",
     "W4": "uses, age and number of instances stay within their maximum",
     "W5": "a machine with a spot notice does not return to the pool",
@@ -147,7 +147,7 @@ class ReuseInvariant:
     def created(self, record: Instance, process: SimulatedProcess, *, runner_set: RunnerSet | None) -> Found:
         request = process.request
         if runner_set is not None:
-            # It has served nobody until a job starts, but the tier of its set is that of an untrusted machine.
+            # It has served no one until a job starts, but the tier of its set is that of an untrusted machine.
             served = [ServedRun(tier=Tier.UNTRUSTED, repository=runner_set.scope)]
             self._served[record.instance_id] = served if runner_set.trust is Tier.UNTRUSTED else []
             if record.retire_reason not in _initial_reasons(self.may_have_read(process)):

@@ -427,8 +427,8 @@ MUTANTS: tuple[Mutant, ...] = (
         expression(
             _SWEEP,
             "Sweep._end_overdue",
-            "End(reason=RetireReason.EXPIRED, margin_s=margin_s)",
-            "End(reason=RetireReason.EXPIRED)",
+            "End(reason=RetireReason.EXPIRED, detail=detail, margin_s=margin_s)",
+            "End(reason=RetireReason.EXPIRED, detail=detail)",
         ),
     ),
     _mutant(
@@ -965,7 +965,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     _mutant(
         "release-of-the-unbound",
-        "a machine is released after a job that nobody knows, as if it had served none",
+        "a machine is released after a job that no one knows, as if it had served none",
         expression(_SUPPLY, "_decide_spent", "machine.instance.is_bound", "machine.is_spent"),
         settings=_SETS,
     ),

@@ -42,7 +42,7 @@ SCALE_DOWN_S = 300.0
 MAX_AGENT_PAUSE_S = 300.0
 #: Seconds that tokens are valid: just longer than a provision, some minutes, about half an hour, and GitHub's hour.
 TOKEN_LIVES_S = (260.0, 400.0, 400.0, 1_900.0, 3_600.0)
-#: Maximum seconds of an interval between two polls that nobody waits for.
+#: Maximum seconds of an interval between two polls that no one waits for.
 MAX_QUIET_POLL_S = 15.0
 #: Fractions of worlds with slow scripts and with long jobs, least and most seconds of a long job, and the fraction of
 #: the runs that have one.
@@ -182,11 +182,11 @@ class PlannedDemand:
     seconds: float
     event: str = "push"
     is_fork: bool = False
-    #: Seconds after which a user cancels it; 0 if nobody does.
+    #: Seconds after which a user cancels it; 0 if no one does.
     cancelled_after_s: float = 0.0
     #: Whether it fails by itself, in every attempt.
     fails: bool = False
-    #: Seconds after its end at which a user runs the failed jobs of its run again; 0 if nobody does.
+    #: Seconds after its end at which a user runs the failed jobs of its run again; 0 if no one does.
     rerun_after_s: float = 0.0
     #: Seconds after each start at which its machine gets a spot notice, one for each of the first attempts.
     notices_after_s: tuple[float, ...] = ()
@@ -579,7 +579,7 @@ class _DemandDraft(_Draft):
     def _changed(self, sets: tuple[RunnerSet, ...]) -> tuple[RunnerSet, ...]:
         rng = self._rng
         changed = [replace(item, max=rng.choice((1, 2, 3, 4)), windows=self._windows()) for item in sets]
-        # Seldom, because the jobs of a removed set wait for ever.
+        # Seldom, because the jobs of a removed set wait forever.
         if len(changed) > 1 and rng.random() < 0.3:
             changed.pop(rng.randrange(len(changed)))
         return tuple(changed)
@@ -618,7 +618,7 @@ class _DemandDraft(_Draft):
         return [SetDeletion(at=at, pick=pick)] if self._sometimes(Fault.SET_DELETED, 0.8) else []
 
     def _of_listeners(self, listeners: int) -> list[Operation]:
-        """Interruptions. A restarted listener has a name of its own."""
+        """Interruptions. A restarted listener has its own name."""
         made: list[Operation] = []
         rng = self._rng
         for slot in range(1, listeners + 1):

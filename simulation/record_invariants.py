@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from remuda.controlplane.operator import OperatorAction
 from remuda.domain.instance import Instance, RetireReason, State
 from remuda.domain.pool_config import PoolConfig
-from remuda.domain.provision import Provision, ProvisionStatus
+from remuda.domain.provision import Provision, ProvisionEnding, ProvisionStatus
 from remuda.domain.resources import Reuse
 from remuda.domain.signals import Report, Signal
 from remuda.ports.compute import POOL_TAG, MachineState
@@ -396,6 +396,8 @@ class RecordInvariants:
             self.violated("S1", f"provision {after.provision_id} was released and became {after.status}")
         if after.status is before.status:
             return
+        if after.status is ProvisionStatus.RELEASED and not _is_true_ending(before, after):
+            self.violated("L5", f"provision {after.provision_id} was {before.status} and ended as {after.ending}")
         own = after.provision_id in process.provisions
         for invariant, text in self.waste.provision_changed(after, process):
             self.violated(invariant, text)
@@ -440,3 +442,10 @@ class RecordInvariants:
     def _epoch_of(self, runner_name: str) -> int:
         parsed = parse_runner(runner_name)
         return parsed[0] if parsed else 0
+
+
+def _is_true_ending(before: Provision, after: Provision) -> bool:
+    """Only the provision of a run that was committed had instances to release, or until their time was up."""
+    if before.status is ProvisionStatus.COMMITTED or after.runner_set:
+        return after.ending is not None
+    return after.ending in {ProvisionEnding.FAILED, ProvisionEnding.INTERRUPTED}

@@ -174,7 +174,7 @@ class SafetyInvariants(RecordInvariants):
             self.violated("S6", what, instance_id)
 
     def deregistration_requested(self, runner_id: int) -> None:
-        """A listener removes registrations of its own pool only; GitHub keeps those that have a job."""
+        """A listener removes registrations of its pool only; GitHub keeps those that have a job."""
         self.checks += 1
         runner = self._world.github.runners.get(runner_id)
         if runner is not None and parse_runner(runner.name) is None:

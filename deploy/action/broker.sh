@@ -17,9 +17,10 @@ all_inputs='
   github-app-key:INPUT_GITHUB_APP_KEY runner-group:INPUT_RUNNER_GROUP run-id:INPUT_RUN_ID run-attempt:INPUT_RUN_ATTEMPT
   instance-count:INPUT_INSTANCE_COUNT resource-class:INPUT_RESOURCE_CLASS usage-class:INPUT_USAGE_CLASS
   allowed-instance-types:INPUT_ALLOWED_INSTANCE_TYPES tier:INPUT_TIER repository:INPUT_REPOSITORY
-  ephemeral:INPUT_EPHEMERAL max-runtime-min:INPUT_MAX_RUNTIME_MIN provision-timeout-sec:INPUT_PROVISION_TIMEOUT_SEC
-  idle-time-sec:INPUT_IDLE_TIME_SEC release-time-sec:INPUT_RELEASE_TIME_SEC max-age-sec:INPUT_MAX_AGE_SEC
-  max-uses:INPUT_MAX_USES reuse:INPUT_REUSE max-instances:INPUT_MAX_INSTANCES
+  ephemeral:INPUT_EPHEMERAL add:INPUT_ADD max-runtime-min:INPUT_MAX_RUNTIME_MIN
+  provision-timeout-sec:INPUT_PROVISION_TIMEOUT_SEC idle-time-sec:INPUT_IDLE_TIME_SEC
+  release-time-sec:INPUT_RELEASE_TIME_SEC max-age-sec:INPUT_MAX_AGE_SEC max-uses:INPUT_MAX_USES reuse:INPUT_REUSE
+  max-instances:INPUT_MAX_INSTANCES monthly-budget:INPUT_MONTHLY_BUDGET
   resource-class-config:INPUT_RESOURCE_CLASS_CONFIG runner-sets:INPUT_RUNNER_SETS
   pre-runner-script:INPUT_PRE_RUNNER_SCRIPT ami:INPUT_AMI subnet-ids:INPUT_SUBNET_IDS
   security-group-ids:INPUT_SECURITY_GROUP_IDS iam-instance-profile:INPUT_IAM_INSTANCE_PROFILE key-name:INPUT_KEY_NAME
@@ -31,10 +32,11 @@ all_inputs='
   cache-size-gib:INPUT_CACHE_SIZE_GIB github-environment:INPUT_GITHUB_ENVIRONMENT environment:INPUT_ENVIRONMENT
   idle-config:INPUT_IDLE_CONFIG minimum-running-time-in-minutes:INPUT_MINIMUM_RUNNING_TIME_IN_MINUTES
   runner-boot-time-in-minutes:INPUT_RUNNER_BOOT_TIME_IN_MINUTES idle-scope:INPUT_IDLE_SCOPE
-  max-removals-per-cycle:INPUT_MAX_REMOVALS_PER_CYCLE config:INPUT_CONFIG direct-bundle:INPUT_DIRECT_BUNDLE
-  direct-bundle-sha256:INPUT_DIRECT_BUNDLE_SHA256 dry-run:INPUT_DRY_RUN sweep-only:INPUT_SWEEP_ONLY
+  max-removals-per-cycle:INPUT_MAX_REMOVALS_PER_CYCLE prices:INPUT_PRICES config:INPUT_CONFIG
+  direct-bundle:INPUT_DIRECT_BUNDLE direct-bundle-sha256:INPUT_DIRECT_BUNDLE_SHA256 dry-run:INPUT_DRY_RUN
+  sweep-only:INPUT_SWEEP_ONLY
 '
-provision_inputs='github-scope github-app-id run-id run-attempt instance-count resource-class usage-class allowed-instance-types tier repository ephemeral max-runtime-min provision-timeout-sec'
+provision_inputs='github-scope github-app-id run-id run-attempt instance-count resource-class usage-class allowed-instance-types tier repository ephemeral add max-runtime-min provision-timeout-sec'
 release_inputs='github-app-id run-id run-attempt'
 # end of inputs
 

@@ -28,6 +28,13 @@ locals {
         dimensions  = { Pool = var.pool, Command = "refresh" }
         missing     = "notBreaching"
       }
+      budget = {
+        description = "80 % of the pool's budget for this month are spent, or all of it; remuda budget says how much."
+        namespace   = "Remuda"
+        metric      = "BudgetWarnings"
+        dimensions  = { Pool = var.pool, Command = "refresh" }
+        missing     = "notBreaching"
+      }
       waiting-jobs = {
         description = "Jobs wait for a runner for more than five minutes; remuda status says which, and why."
         namespace   = "Remuda"

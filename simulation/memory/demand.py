@@ -22,7 +22,7 @@ from remuda.ports.demand import DemandSession
 from remuda.ports.github import Deletion, JitRunner
 from simulation.memory.github import MemoryDemandJob, MemoryGitHubServer, MemoryRunner
 
-#: Counted apart from GitHub's API: the Actions service has limits of its own.
+#: Counted apart from GitHub's API: the Actions service has its own limits.
 SERVICE = "scale-sets"
 #: Seconds that a poll waits for a message.
 POLL_S = 50.0
@@ -35,7 +35,7 @@ LAPSE_DELAY_S = 10.0
 #: Conclusions of jobs that are not run again with the failed ones.
 SUCCESSES = frozenset({"success", "succeeded"})
 _SAME_IN_EVERY_ATTEMPT = ("name", "run_id", "labels", "repository", "event", "is_fork", "seconds", "outcome")
-#: Seconds after which an available job that nobody acquired is offered again.
+#: Seconds after which an available job that no one acquired is offered again.
 OFFER_AGAIN_S = 60.0
 
 
@@ -108,7 +108,7 @@ class MemoryScaleSets:
         return self._last_id
 
     def named(self, name: str) -> MemoryScaleSet:
-        """The set of this name. Tests give each set a name of its own."""
+        """The set of this name. Tests give each set its own name."""
         found = next((item for item in self.sets.values() if item.name == name), None)
         if found is None:
             raise NotFound(f"there is no scale set {name}")

@@ -19,6 +19,7 @@ from tests.support.namespace_machine.network import server_address
 
 LONG_FILES = (
     "test_boot.py",
+    "test_chaos.py",
     "test_demo.py",
     "test_demand.py",
     "test_credential_leaks.py",

@@ -16,7 +16,8 @@ from remuda.agent.sandbox import FIRST_ID
 from tests.support import attacks
 from tests.support.attacks import ESCAPES, PERSISTENT, Attack, AttackOutcome
 from tests.support.aws.ec2_machines import LIMIT_S, MachineStack
-from tests.support.namespace_machine.machine import NamespaceMachine, unsupported_reason
+from tests.support.namespace_machine.machine import NamespaceMachine
+from tests.support.namespace_machine.requirements import unsupported_reason
 from tests.support.virtual_time import until
 
 pytestmark = [

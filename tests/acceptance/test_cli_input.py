@@ -283,7 +283,8 @@ def test_aws_requires_a_region(shell: Shell, arguments: tuple[str, ...]) -> None
 )
 def test_a_stopped_backend_is_reported_with_the_command_to_start_it(shell: Shell, arguments: tuple[str, ...]) -> None:
     error = shell.refused(*arguments, "--dir", "elsewhere")
-    assert (error["field"], error["fix"]) == ("--dir", "run remuda up --dir elsewhere")
+    # Backends of other tests may be running.
+    assert (error["field"], error["fix"].partition(",")[0]) == ("--dir", "run remuda up --dir elsewhere")
 
 
 @pytest.mark.parametrize("value", ["", "x" * 5_000], ids=["empty", "long"])

@@ -28,7 +28,8 @@ from tests.support.aws.servers import REGION, aws_client
 from tests.support.aws.stack import POOL, SCOPE
 from tests.support.cli import run_cli
 from tests.support.leak_scanner import Leak, LeakScanner, issued_credentials, key_pair, observe_processes
-from tests.support.namespace_machine.machine import NamespaceMachine, unsupported_reason
+from tests.support.namespace_machine.machine import NamespaceMachine
+from tests.support.namespace_machine.requirements import unsupported_reason
 from tests.support.user_data import decode_user_data
 from tests.support.virtual_time import until
 

@@ -125,7 +125,7 @@ def test_snapshot_agrees_with_the_commands(
 def test_runner_sets_agree_in_dashboard_metrics_and_commands(tmp_path: Path) -> None:
     folder, now = tmp_path / "state", SystemClock().now()
     file = prepare_store(folder, runner_sets=SAMPLE_SETS)
-    samples, jobs = in_sets(sample_fleet(12, 150, now=now), pool="default", now=now)
+    samples, jobs = in_sets(sample_fleet(12, 150, now=now, seed=2), pool="default", now=now)
     write_samples(file, samples, now=now)
     hostile = replace(jobs[-1], job_id="hostile", display_name='<b>"\\\x1b[2J', repository="a/{b}", result='x"\n')
     write_demand(file, [*jobs, hostile], now=now)

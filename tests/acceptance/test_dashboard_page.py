@@ -7,17 +7,16 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from remuda.adapters.system.clock import SystemClock
 from remuda.domain.instance import HistoryEntry, RetireReason, State
+from tests.support.browser import PAUSE_MS, opened, ready, wait
 from tests.support.dashboard import (
-    LIMIT_S,
     SAMPLE_SETS,
     Dashboard,
     SampleInstance,
@@ -40,8 +39,6 @@ if TYPE_CHECKING:
 
 pytestmark = requires_browser
 
-LIMIT_MS = LIMIT_S * 1_000
-PAUSE_MS = 40
 IMAGE = '<img src=x onerror="window.hit=1">'
 SCRIPT = "<script>window.hit=1</script>"
 #: Relative luminance as defined by WCAG.
@@ -86,40 +83,8 @@ def samples(store: SampleStore) -> list[SampleInstance]:
     return store.fleet(60, 900)
 
 
-@contextmanager
-def opened(browser: Browser, url: str, **options: Any) -> Iterator[Page]:
-    """Open a page. Script errors and violations of the content security policy fail the test."""
-    context = browser.new_context(**options)
-    context.set_default_timeout(LIMIT_MS)
-    context.add_init_script(
-        "window.violations=[];addEventListener('securitypolicyviolation',e=>window.violations.push(e.violatedDirective))"
-    )
-    page = context.new_page()
-    errors: list[str] = []
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    try:
-        page.goto(url)
-        yield page
-        assert errors == []
-        assert page.evaluate("window.violations") == []
-    finally:
-        context.close()
-
-
-def ready(page: Page) -> None:
-    page.wait_for_selector("html[data-ready] #link[data-state=live]")
-
-
 def wait_for_count(page: Page, phase: str, count: int) -> None:
     wait(page, f"document.querySelector('#tiles [data-key={phase}] .count').textContent === '{count}'")
-
-
-def wait(page: Page, expression: str) -> None:
-    """Poll from outside, because the page's policy forbids the script that playwright would inject."""
-    deadline = time.monotonic() + LIMIT_S
-    while not page.evaluate(expression):
-        assert time.monotonic() < deadline, f"timed out: {expression}; {page.inner_text('body')[:2_000]}"
-        page.wait_for_timeout(PAUSE_MS)
 
 
 # Live updates -------------------------------------------------------------------------------------------------------
@@ -173,7 +138,7 @@ def test_filters_apply_and_survive_a_reload(
 ) -> None:
     running = live_instances(samples, State.RUNNING)
     large = [item for item in running if item.resource_class == "large"]
-    with opened(browser, dashboard.url) as page:
+    with opened(browser, dashboard.url + "?time=0") as page:
         ready(page)
         assert page.inner_text("#live") == str(len(live_instances(samples)))
         assert page.inner_text("#shown") == f"{len(samples)} instances"
@@ -332,11 +297,14 @@ def test_injected_markup_is_shown_as_text(browser: Browser, tmp_path: Path) -> N
     provision, *_ = sample_provisions(1, now=last.at, span_s=60)
     outcome = replace(provision.outcome, error=f"the job {SCRIPT} failed") if provision.outcome else None
     job = replace(provision, run_id=SCRIPT, resource_class=IMAGE, why=IMAGE, request_summary=SCRIPT, outcome=outcome)
+    job = replace(job, repository=f"octo/{IMAGE}")
     write_samples(store.file, [], [job], now=last.at)
     with Dashboard(store.folder) as dashboard, opened(browser, dashboard.url + "?view=table") as page:
         ready(page)
         text = page.inner_text(f"#runs [data-key='{job.provision_id}']")
         assert (SCRIPT in text, IMAGE in text, f"the job {SCRIPT} failed" in text) == (True, True, True)
+        assert page.inner_text(f"#runs [data-key='{job.provision_id}'] .repository") == job.repository
+        assert page.locator("#runs a").count() == 0, "neither the run id nor the repository is one of GitHub's"
         row = f"#instances [data-key='{record.instance_id}']"
         values = page.eval_on_selector_all(f"{row} td", "all => all.map(e => e.textContent)")
         assert values[2] == IMAGE
@@ -396,6 +364,22 @@ def test_jobs_of_runner_sets_and_their_hostile_names(browser: Browser, tmp_path:
         assert f"job {SCRIPT}" in page.inner_text("#tip")
         assert page.evaluate("window.hit") is None
         assert page.eval_on_selector_all("main img, dialog img, #tip img, body script", "all => all.length") == 0
+
+
+def test_only_web_addresses_become_links(browser: Browser, dashboard: Dashboard) -> None:
+    with opened(browser, dashboard.url) as page:
+        ready(page)
+        script = """async (urls) => {
+          const { make, runLink } = await import("/text.js");
+          const cell = make("td");
+          return urls.map((url) => {
+            runLink(cell, url, "41");
+            return cell.querySelector("a")?.href;
+          });
+        }"""
+        urls = ["https://github.com/a", "javascript:window.hit=1", "http://ghe/a", "data:text/html,x", "//ghe/a", ""]
+        links = ["https://github.com/a", None, "http://ghe/a", None, None, None]
+        assert page.evaluate(script, urls) == links
 
 
 def _retirement(last: HistoryEntry) -> HistoryEntry:
@@ -463,6 +447,17 @@ def test_focus_survives_inserted_removed_and_moved_rows(browser: Browser, dashbo
           return [found, kept];
         }""")
         assert result == [["bcd", "nbcd", "dcbn", "cdbn", "nbdc", "c", "xcy", "yxc", "cc", "c"], [0, "c"]]
+
+
+def test_warnings_come_first_and_their_number_is_in_the_title(browser: Browser, dashboard: Dashboard) -> None:
+    with opened(browser, dashboard.url) as page:
+        ready(page)
+        page.wait_for_function(
+            "() => { const count = parseInt(document.querySelector('#warnings-count').textContent);"
+            " return count > 0 && document.title.startsWith(`(${count}) Remuda`); }"
+        )
+        assert page.evaluate("document.querySelector('main').firstElementChild.id") == "warnings-card"
+        assert page.locator("#warnings-card").is_visible()
 
 
 def test_phone_layout_needs_no_horizontal_scrolling(browser: Browser, dashboard: Dashboard) -> None:

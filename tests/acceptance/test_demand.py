@@ -18,7 +18,7 @@ from tests.support.aws.ec2_machines import MachineStack
 from tests.support.aws.stack import POOL, SCOPE
 from tests.support.demand import LABELS, MAX, DemandBackend, runner_set
 from tests.support.local_backend import LIMIT_S
-from tests.support.namespace_machine.machine import unsupported_reason
+from tests.support.namespace_machine.requirements import unsupported_reason
 
 INTERRUPTED = 130
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +20,8 @@ from remuda.cli.demo import SELF_TERMINATED
 from tests.support import aws_demo
 from tests.support.aws.servers import ROOT
 from tests.support.dashboard import CHROMIUM, chromium
-from tests.support.namespace_machine.machine import quiet_network, unsupported_reason
+from tests.support.namespace_machine.machine import quiet_network
+from tests.support.namespace_machine.requirements import unsupported_reason
 
 #: Seconds for a demo. Generous: only a broken demo reaches it.
 LIMIT_S = 600
@@ -97,6 +99,13 @@ def test_demo(tmp_path: Path):
     assert reasons["releasing"] == "lost power"
     assert any(text in reasons["idle"] for text in SELF_TERMINATED), reasons
     assert "all checks passed" in done.stderr
+    story = done.stderr.splitlines()
+    assert len(story) <= 45
+    assert max(len(line) for line in story if not line.startswith("usage report: ")) <= 80
+    chapters = [line.partition(":")[0] for line in story if ": " in line and not line.startswith(" ")]
+    assert chapters[:6] == ["Start", "Cold", "Reuse", "Warm", "Crash", "Expiry"]
+    assert chapters[6:9] == ["Demand", "Demand, warm", "Demand, hot"]
+    assert not [line for line in story if re.search(r"\d\d:\d\d:\d\d", line)]
     page = tmp_path / "demo" / "report.html"
     assert report["report_page"] == str(page)
     assert f"usage report: {page}" in done.stderr

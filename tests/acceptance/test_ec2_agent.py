@@ -21,7 +21,8 @@ from tests.support.aws.servers import ROOT
 from tests.support.bundle_builds import shared_bundles
 from tests.support.cli import run_installed
 from tests.support.fake_s3 import FakeS3
-from tests.support.namespace_machine.machine import NamespaceMachine, unsupported_reason
+from tests.support.namespace_machine.machine import NamespaceMachine
+from tests.support.namespace_machine.requirements import unsupported_reason
 from tests.support.user_data import fake_imds
 
 requires_machines = pytest.mark.skipif(bool(unsupported_reason()), reason=unsupported_reason())

@@ -527,16 +527,16 @@ def test_busy_runner_cannot_be_removed(server: FakeGitHubServer, runner: RunnerF
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_cancels_the_job(server: FakeGitHubServer, runner: RunnerFolder, number: signal.Signals) -> None:
+def test_signal_ends_the_job_as_failed(server: FakeGitHubServer, runner: RunnerFolder, number: signal.Signals) -> None:
     runner.register()
     listener = runner.ready()
     job = server.queue("sleep 600")
     server.running(job)
     listener.send_signal(number)
     assert listener.wait(LIMIT_S) == 0
-    assert server.finished(job)["conclusion"] == "cancelled"
+    assert server.finished(job)["conclusion"] == "failure"
     assert not server.until(lambda found: not found["online"])["busy"]
-    assert "completed with result: Canceled" in runner.output.read_text()
+    assert "completed with result: Failed" in runner.output.read_text()
 
 
 def test_server_cancels_a_job(server: FakeGitHubServer, runner: RunnerFolder) -> None:

@@ -20,6 +20,7 @@ from remuda import procfs
 from remuda.agent.processes import command
 from remuda.fake_github import install_runner, read_endpoint
 from remuda.fake_github.client import FakeGitHubClient, JobStep, JobView
+from tests.support.aws.servers import ROOT
 from tests.support.local_backend import LIMIT_S, REPO, LocalBackend, run_local, wait_for_job
 
 INTERRUPTED = 130
@@ -189,17 +190,22 @@ async def test_machine_is_retired_after_its_last_use(backend: LocalBackend) -> N
     assert backend.pool_messages() == []
 
 
-async def test_job_ends_when_the_threshold_of_its_run_passes(backend: LocalBackend) -> None:
+async def test_job_fails_at_once_when_the_time_of_its_run_is_up(backend: LocalBackend) -> None:
+    """GitHub would find out after ten minutes that the machine is gone, but the runner reports its job before."""
     async with backend.github() as github:
         # Queued before the machine starts, because its lifetime is short.
         job = await queue(github, "1", "sleep 1000")
         await backend.provision("1", 1, "--max-runtime-min", "0.2")
         job = await wait_for_job(github, job, status="in_progress")
-        await github.change_settings(lease_s=2.0)
         async with backend.sweeping():
             await backend.until_settled()
         assert (await wait_for_job(github, job)).conclusion == "failure"
     assert backend.processes() == []
+    status = (await backend.run("status", "--all")).document
+    (run,), (instance,) = status["runs"], status["instances"]
+    assert run["status"] == "expired"
+    assert (instance["retire_reason"], instance["retire_detail"]) == ("expired", "a job was running")
+    assert "run-expired" in {item["kind"] for item in status["warnings"]}
 
 
 async def test_failing_script_is_reported_and_leaves_no_machine(backend: LocalBackend) -> None:
@@ -240,6 +246,21 @@ async def test_missing_capacity_is_reported_and_leaves_no_machine(backend: Local
     assert "1 of 3" in failed.document["error"]["message"]
     async with backend.sweeping():
         await backend.until_settled()
+
+
+async def test_used_up_budget_refuses_launches_and_says_why(backend: LocalBackend, tmp_path: Path) -> None:
+    await backend.provision("1")
+    (record,) = backend.records().values()
+    prices = tmp_path / "prices.json"
+    prices.write_text(json.dumps({"on-demand": {record["instanceType"]: 10_000}}))
+    set_to = await backend.run("budget", "0.01", "--prices", str(prices), "--json")
+    assert set_to.document["budget"] == 0.01
+    await backend.refresh(prices=prices)
+    refused = await backend.provision("2", code=3)
+    assert "the budget of the pool is used up" in refused.document["error"]["message"]
+    shown = (await backend.run("budget", "--prices", str(prices), "--json")).document
+    assert (shown["launching"], shown["spent"] >= 0.01) == (False, True)
+    assert "DOLLARS must be a number" in (await backend.run("budget", "lots", code=2)).stderr
 
 
 async def test_ephemeral_machines_serve_one_job_each(backend: LocalBackend) -> None:
@@ -318,6 +339,27 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     assert processes_of(state) == []
 
 
+def test_up_applies_the_first_configuration_and_keeps_a_later_one(folder: Path):
+    code, answer = remuda(folder, "up", REMUDA_MAX_USES="7")
+    assert (code, answer["configured"]) == (0, True)
+    assert remuda(folder, "provision", "--run-id", "1")[0] == 0
+    assert remuda(folder, "refresh", "--idle-time-sec", "15m")[0] == 0
+    code, answer = remuda(folder, "up")
+    assert (code, answer["configured"]) == (0, False)
+    settings = remuda(folder, "config", "--pool")[1]["settings"]
+    assert (settings["idle-time-sec"]["value"], settings["max-uses"]["value"]) == (900, 7)
+
+
+def test_a_command_in_another_folder_says_where_the_backend_runs(folder: Path, tmp_path: Path):
+    assert remuda(folder, "up")[0] == 0
+    workflow = str(ROOT / "docs" / "tutorial" / "first.yml")
+    for words in (("status",), ("provision", "--run-id", "1"), ("run-workflow", workflow)):
+        code, answer = remuda(tmp_path / "elsewhere", *words)
+        assert code == 2
+        assert "is not running" in answer["error"]["message"]
+        assert f"--dir {folder}" in answer["error"]["fix"]
+
+
 def test_concurrent_ups_start_one_backend(folder: Path):
     with ThreadPoolExecutor(3) as threads:
         outcomes = list(threads.map(lambda _: remuda(folder, "up"), range(3)))
@@ -351,8 +393,7 @@ def test_purge_removes_only_files_of_the_backend(folder: Path):
 
 def test_folder_belongs_to_one_pool(folder: Path):
     """With another pool name, all machines would look orphaned and their jobs would be killed."""
-    remuda(folder, "up")
-    assert remuda(folder, "refresh", REMUDA_POOL="ci")[0] == 0
+    assert remuda(folder, "up", REMUDA_POOL="ci")[0] == 0
     code, provisioned = remuda(folder, "provision", "--run-id", "1")
     assert code == 0, provisioned
     assert remuda(folder, "refresh", "--sweep-only")[1]["retired"] == []

@@ -22,7 +22,7 @@ from tests.support.aws.ec2_machines import MachineStack, machine_bucket, until
 from tests.support.aws.stack import SCOPE
 from tests.support.bundle_builds import shared_bundles
 from tests.support.fake_s3 import FakeS3
-from tests.support.namespace_machine.machine import unsupported_reason
+from tests.support.namespace_machine.requirements import unsupported_reason
 
 pytestmark = [
     pytest.mark.namespaces,

@@ -10,7 +10,8 @@ import pytest
 
 from tests.support.attacks import IMAGE
 from tests.support.aws.ec2_machines import MachineStack
-from tests.support.namespace_machine.machine import NamespaceMachine, unsupported_reason
+from tests.support.namespace_machine.machine import NamespaceMachine
+from tests.support.namespace_machine.requirements import unsupported_reason
 
 pytestmark = [
     pytest.mark.namespaces,

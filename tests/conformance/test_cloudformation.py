@@ -345,12 +345,19 @@ def test_alarms_require_a_topic():
     made = template()
     alarms = {name: item for name, item in made["Resources"].items() if item["Type"] == "AWS::CloudWatch::Alarm"}
     functions = {"RefreshAlarm", "ScaleDownAlarm", "BrokerAlarm"}
-    assert set(alarms) == functions | {"ProvisionAlarm", "RunnerVersionAlarm", "WaitingJobsAlarm", "ListenerAlarm"}
+    assert set(alarms) == functions | {
+        "ProvisionAlarm",
+        "RunnerVersionAlarm",
+        "BudgetAlarm",
+        "WaitingJobsAlarm",
+        "ListenerAlarm",
+    }
     for name, alarm in alarms.items():
         assert alarm["Condition"] == (SET_ALARMS if name == "ListenerAlarm" else ALARMS)
         assert alarm["Properties"]["AlarmActions"] == [{"Ref": "AlarmTopicArn"}]
     own = {
         "RunnerVersionAlarm": ("RunnerVersionWarnings", "refresh"),
+        "BudgetAlarm": ("BudgetWarnings", "refresh"),
         "WaitingJobsAlarm": ("JobsWaitingTooLong", "refresh"),
         "ProvisionAlarm": ("Failed", "provision"),
         "ListenerAlarm": (HEARTBEATS, "listen"),

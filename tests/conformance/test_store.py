@@ -557,7 +557,7 @@ async def test_recent_provisions_are_newest_first(store: InstanceStore) -> None:
 
 
 async def test_provision_outcome_is_stored(store: InstanceStore, other: InstanceStore) -> None:
-    opened = provision(request_summary="on-demand, types *")
+    opened = provision(request_summary="on-demand, types *", repository="octo/app")
     await store.put_provision(opened)
     outcome = ProvisionOutcome(
         ended_at=at(2),

@@ -20,7 +20,7 @@ from simulation.mutants import MUTANTS
 from simulation.report import ROOT, SETTINGS, run_all
 from simulation.shrink import describe, shrink
 
-#: Catches every mutant that 200 seeds catch; the seed of `acquired-by-instance` has a test of its own.
+#: Catches every mutant that 200 seeds catch; the seed of `acquired-by-instance` has its own test.
 SEEDS = 80
 SMALL = CampaignSettings(hours=0.25, instances=5)
 FEW_FAULTS = replace(SMALL, faults=Swarm.FEW)
@@ -170,6 +170,7 @@ def test_campaign_prints_a_summary_as_json():
     assert document["checks"] > 100
     assert set(document["faults"]) == {fault.value for fault in Fault}
     assert document["seeds_per_s"] > 0
+    assert done.stderr.splitlines()[-1] == "verdict: passed (0 violations in 6 seeds)"
 
 
 def test_one_seed_with_trace_is_reproducible():
@@ -184,7 +185,7 @@ def test_campaign_prints_a_summary_as_text():
     done = simulation("--seeds", "2", "--faults", "crash, write-lost", *SMALL_WORLD)
     assert done.returncode == 0, done.stderr
     assert "seeds/s" in done.stdout
-    assert "0 violations" in done.stdout
+    assert done.stdout.splitlines()[-1] == "verdict: passed (0 violations in 2 seeds)"
 
 
 def test_few_faults():

@@ -38,7 +38,7 @@ def say(text: str) -> None:
 
 
 class RecordedCommand:
-    """The `remuda` command in processes of their own, with recordings of their calls."""
+    """The `remuda` command in their own processes, with recordings of their calls."""
 
     def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
         self._folder = folder

@@ -49,8 +49,8 @@ from remuda.wiring import open_context
 from tests.support.aws.ec2 import describe_instances
 from tests.support.aws.ec2_machines import LIVE, POWERED_OFF, Ec2MachineRunner, ec2_machines_in_new_folder
 from tests.support.aws.stack import AwsStack, aws_stack
-from tests.support.namespace_machine.machine import unsupported_reason
 from tests.support.namespace_machine.network import server_address
+from tests.support.namespace_machine.requirements import unsupported_reason
 
 POOL = "demo"
 CLASS, OTHER_CLASS = "large", "xlarge"

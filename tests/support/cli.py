@@ -128,6 +128,11 @@ class ForkedProcess:
         self.stderr = stderr
 
     @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
     def returncode(self) -> int | None:
         return self._process.exitcode
 

@@ -158,6 +158,23 @@ class SampleStore:
         return record
 
 
+def with_quarantine(samples: Iterable[SampleInstance], *, now: datetime) -> list[SampleInstance]:
+    """Put the newest idle and the newest terminated instance in quarantine."""
+    changed = list(samples)
+    for state in (State.IDLE, State.TERMINATED):
+        newest = max((record.created_at, place) for place, (record, _) in enumerate(changed) if record.state is state)
+        place = newest[1]
+        record, entries = changed[place]
+        held = replace(
+            record,
+            quarantined_until=to_milliseconds(now + timedelta(minutes=45)),
+            retire_reason=record.retire_reason or RetireReason.QUARANTINED,
+            retire_detail="the job left processes behind",
+        )
+        changed[place] = (held, entries)
+    return changed
+
+
 def live_instances(samples: list[SampleInstance], state: State | None = None) -> list[Instance]:
     return [
         record
@@ -184,6 +201,8 @@ def chromium() -> Iterator[Any]:
 SampleInstance = tuple[Instance, list[HistoryEntry]]
 
 _TYPES = {"medium": "c6i.large", "large": "c6i.xlarge", "xlarge": "m6i.2xlarge"}
+#: Run ids have eleven digits, as on github.com.
+FIRST_RUN = 17_534_000_000
 #: Reasons of terminations.
 _ENDS = (RetireReason.EXPIRED, RetireReason.TOO_OLD, RetireReason.FAILED, RetireReason.SPOT_NOTICE)
 #: By state: next transition, its target state, actor and reason.
@@ -223,7 +242,7 @@ def prepare_store(
         classes=DEFAULT_CLASSES,
         lifetimes=lifetimes or Lifetimes(),
         max_instances=5_000,
-        github_url="http://127.0.0.1:9",
+        github_url="https://github.com",
         applied_at=NOW,
         runner_sets=runner_sets,
     )
@@ -261,16 +280,27 @@ def write_samples(
     with_store(file, work)
 
 
+#: Repositories of runs and jobs, with names as long as real ones.
+SAMPLE_REPOSITORIES = (
+    "acme-industries/payments-service",
+    "acme-industries/web",
+    "acme-labs/data-platform-infrastructure",
+)
+
 #: A set that has free capacity, and one that is full.
 SAMPLE_SETS = (
     RunnerSet(
-        name="large", labels=("self-hosted", "remuda", "large"), resource_class="large", scope="remuda/demo", max=40
+        name="large",
+        labels=("self-hosted", "remuda", "large"),
+        resource_class="large",
+        scope="acme-industries",
+        max=40,
     ),
     RunnerSet(
         name="medium-forks",
         labels=("self-hosted", "remuda", "forks"),
         resource_class="medium",
-        scope="remuda/demo",
+        scope="acme-industries",
         max=1,
     ),
 )
@@ -325,12 +355,13 @@ def _job(
     started: datetime | None = None,
     pool: str,
 ) -> JobRecord:
+    repository = SAMPLE_REPOSITORIES[len(name) % len(SAMPLE_REPOSITORIES)]
     return JobRecord(
         job_id="0",
         runner_set=runner_set.name,
-        run_id=machine.run_id if machine else "4000119",
-        repository="remuda/demo",
-        workflow="remuda/demo/.github/workflows/ci.yml@refs/heads/main",
+        run_id=machine.run_id if machine else str(FIRST_RUN + 119),
+        repository=repository,
+        workflow=f"{repository}/.github/workflows/ci.yml@refs/heads/main",
         display_name=name,
         event="push",
         labels=runner_set.labels,
@@ -394,15 +425,15 @@ def _instance(steps: int, *, now: datetime, rng: random.Random, ends: bool) -> S
         states.pop()
         waits.pop()
     last_s = rng.uniform(0, _DURATION_S[states[-1]][0])
-    age_s = sum(waits) + last_s + (rng.uniform(0, 1_800) if ends else 0)
+    age_s = sum(waits) + last_s + (rng.uniform(0, 3_600) if ends else 0)
     at = created_at = to_milliseconds(now - timedelta(seconds=age_s))
-    epoch, run = 1, str(rng.randrange(4_000_000, 4_009_999))
+    epoch, run = 1, str(FIRST_RUN + rng.randrange(120))
     entries = [_entry(at, "create", None, State.CREATED, epoch, run, Actor.PROVISION, "the pool had none that fits")]
     for wait, (state, after) in zip(waits, pairwise(states), strict=True):
         at = to_milliseconds(at + timedelta(seconds=wait))
         transition, _, by, why = _NEXT[state]
         if transition == "claim":
-            epoch, run = epoch + 1, str(rng.randrange(4_000_000, 4_009_999))
+            epoch, run = epoch + 1, str(FIRST_RUN + rng.randrange(120))
         entries.append(_entry(at, transition, state, after, epoch, run, by, why))
     state = states[-1]
     reason = rng.choice(_ENDS) if ends else None
@@ -458,7 +489,8 @@ def sample_provisions(count: int, *, now: datetime, span_s: float, seed: int = 2
         )
         yield Provision(
             provision_id=f"p-{number:06d}",
-            run_id=str(4_000_000 + number),
+            run_id=str(FIRST_RUN + number),
+            repository=SAMPLE_REPOSITORIES[number % len(SAMPLE_REPOSITORIES)],
             attempt=1,
             resource_class=rng.choices(tuple(_TYPES), (5, 3, 1))[0],
             count=count_wanted,
@@ -483,7 +515,7 @@ def next_transition(record: Instance, *, now: datetime) -> SampleInstance:
     """Apply the next transition. Return the changed record and the new history entry."""
     transition, target, by, why = _NEXT[record.state]
     epoch = record.epoch + (transition == "claim")
-    run = str(5_000_000 + epoch) if transition == "claim" else record.run_id or record.last_run_id
+    run = str(FIRST_RUN + 10_000 + epoch) if transition == "claim" else record.run_id or record.last_run_id
     assigned = target in {State.CLAIMED, State.RUNNING}
     made = _entry(now, transition, record.state, target, epoch, run, by, why)
     changed = replace(

@@ -63,13 +63,13 @@ class DemandBackend(LocalBackend):
         self.jobs: list[int] = []
 
     async def up_with_sets(self, *sets: Mapping[str, Any], **settings: object) -> None:
-        await self.up(sweeper=True, **{**self._settings(*sets), **settings})
+        await self.up(sweeper=True, **{**self.set_settings(*sets), **settings})
 
     async def configure(self, *sets: Mapping[str, Any]) -> None:
-        await self.refresh(**self._settings(*sets))
+        await self.refresh(**self.set_settings(*sets))
 
     @staticmethod
-    def _settings(*sets: Mapping[str, Any]) -> dict[str, object]:
+    def set_settings(*sets: Mapping[str, Any]) -> dict[str, object]:
         return {**LONG_LIFETIMES, "margin_sec": 1, "surplus_grace_sec": 0.5, "runner_sets": json.dumps(sets)}
 
     # Jobs
@@ -81,13 +81,13 @@ class DemandBackend(LocalBackend):
         file.write_text(WORKFLOW % {"labels": ", ".join(labels), "shards": numbers, "step": step})
         return str(file)
 
-    async def queue(self, run_id: str, *, step: str = "true") -> JobView:
+    async def queue(self, run_id: str, *, step: str = "true", labels: Sequence[str] = LABELS) -> JobView:
         """Queue a job that writes down when it runs."""
         name = f"{run_id}-{len(self.jobs)}"
         steps = [JobStep(run=f"echo {name} {STARTED} >>{self._log}; {step}; echo {name} {ENDED} >>{self._log}")]
         job = await self.retried(
             lambda: self._with_github(
-                lambda github: github.queue_job(repo=REPO, run_id=run_id, labels=LABELS, name=name, steps=steps)
+                lambda github: github.queue_job(repo=REPO, run_id=run_id, labels=labels, name=name, steps=steps)
             )
         )
         self.jobs.append(job.id)

@@ -63,6 +63,8 @@ class LocalBackend:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.environment = {name: os.environ[name] for name in ("PATH", "LANG", "HOME") if name in os.environ}
+        #: The flags by which a command finds the backend.
+        self.flags: tuple[str, ...] = ("--dir", str(folder))
         self._started: list[ForkedProcess] = []
 
     # Commands
@@ -77,7 +79,7 @@ class LocalBackend:
     ) -> ForkedProcess:
         """Start a command. `settings` are given as environment variables."""
         variables = {variable(name): str(value) for name, value in (settings or {}).items()}
-        words = [arguments[0], "--dir", str(self.folder), *arguments[1:]]
+        words = [arguments[0], *self.flags, *arguments[1:]]
         program = CLI
         if crash or agent_crash:
             words = ["--crash", crash, "--agent-crash", agent_crash, "--once", str(once or ""), "--", *words]

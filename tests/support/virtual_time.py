@@ -31,7 +31,7 @@ def run_virtual(work: Coroutine[Any, Any, T]) -> T:
 
 
 def in_virtual_time(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
-    """Decorate an asynchronous property: each of its examples runs in a virtual time of its own."""
+    """Decorate an asynchronous property: each of its examples runs in its own virtual time."""
 
     @functools.wraps(test)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -70,6 +71,35 @@ def test_links_lead_to_existing_files_and_headings(page: Path) -> None:
             assert anchor in anchors(file), link
 
 
+def test_pictures_of_the_readme_are_absolute_and_exist() -> None:
+    """PyPI shows the README without the repository."""
+    pictures = re.findall(r"!\[[^]]*\]\(([^)]*)\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert len(pictures) == 1
+    for picture in pictures:
+        repository, _, file = picture.partition("/main/")
+        assert repository == "https://raw.githubusercontent.com/your-org/remuda"
+        assert (ROOT / file.partition("?")[0]).is_file()
+
+
+def test_metadata_of_the_package_is_complete() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert {"Homepage", "Documentation", "Source", "Issues", "Changelog"} == set(project["urls"])
+    assert all(url.startswith("https://github.com/your-org/remuda") for url in project["urls"].values())
+    least = project["requires-python"].removeprefix(">=")
+    assert f"Programming Language :: Python :: {least}" in project["classifiers"]
+    assert {"Typing :: Typed", "Operating System :: POSIX :: Linux"} <= set(project["classifiers"])
+    assert {"github-actions", "ec2"} <= set(project["keywords"])
+
+
+def test_readme_is_short_and_answers_the_questions_of_a_new_user() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert headings == ["Try it", "How long a job waits", "When not to use it", "On AWS", "Documentation", "Limits"]
+    assert len(text.splitlines()) < 120
+    assert len(re.search(r"## Try it.*?```sh\n(.*?)```", text, re.DOTALL)[1].splitlines()) == 2  # type: ignore[index]
+    assert len(re.search(r"## On AWS.*?```sh\n(.*?)```", text, re.DOTALL)[1].splitlines()) == 3  # type: ignore[index]
+
+
 def test_readme_leads_to_every_guide() -> None:
     linked = {(ROOT / link.partition("#")[0]).resolve() for link in _LINK.findall(prose(ROOT / "README.md"))}
     assert not {name_of(page) for page in ROOT.glob("docs/howto/*.md") if page not in linked}
@@ -89,7 +119,7 @@ def commands(page: Path) -> list[tuple[str, list[str]]]:
 @pytest.mark.parametrize("page", GUIDES, ids=name_of)
 def test_commands_and_flags_exist(page: Path) -> None:
     for name, flags in commands(page):
-        if name == "agent":  # machines start it, with a parser of its own
+        if name == "agent":  # machines start it, with its own parser
             continue
         assert name in app.commands, f"remuda {name}"
         known = {option for parameter in app.commands[name].params for option in parameter.opts}

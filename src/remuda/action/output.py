@@ -85,8 +85,9 @@ def _provision(document: Document) -> list[str]:
     facts = (
         f"{document['reused']} reused, {document['created']} created, in {_seconds(document['seconds'])}. "
         f"Use them with <code>runs-on: {escape(document['label'])}</code>. "
-        "They have no label <code>self-hosted</code>: a job that asks for it as well waits for ever.<br>"
+        "They have no label <code>self-hosted</code>: a job that asks for it as well waits forever.<br>"
         f"Tier {escape(document['tier'])}: {escape(document['tier_reason'])}"
+        + (f"<br>They end at {escape(document['ends_at'])}, even if a job runs" if document["ends_at"] else "")
         + ("<br>Ephemeral: each instance runs one job" if document["ephemeral"] else "")
     )
     rows = [
@@ -111,6 +112,7 @@ def _provision(document: Document) -> list[str]:
 
 def _release(document: Document) -> list[str]:
     fates = ("released", "retired", "expired", "skipped")
+    nothing = "nothing was released" if document["errors"] else "nothing to release"
     counts = ", ".join(f"{len(document[fate])} {fate}" for fate in fates if document[fate])
     rows = [
         (name, fate, document["reasons"].get(name, ""), _seconds(document["deregistration_seconds"].get(name)))
@@ -119,7 +121,8 @@ def _release(document: Document) -> list[str]:
     ]
     return [
         _title("release", f"run {escape(document['run_id'])}"),
-        f"{counts or 'nothing to release'}, in {_seconds(document['seconds'])}",
+        f"{counts or nothing}, in {_seconds(document['seconds'])}",
+        *(f"⚠ {escape(warning)}" for warning in document["warnings"]),
         *_table(("instance", "result", "reason", "reset in"), rows),
         *_errors(document),
         *_calls(document),
@@ -131,7 +134,10 @@ def _refresh(document: Document) -> list[str]:
     rows += [("retired", f"{name}: {document['reasons'].get(name, '')}") for name in document["retired"]]
     rows += [(label, name) for field, label in _SWEEP_RESULTS.items() for name in document[field]]
     return [
-        _title("refresh", plural(len(rows), "change") if rows else "no changes"),
+        _title(
+            "refresh",
+            ("incomplete, " if document["errors"] else "") + (plural(len(rows), "change") if rows else "no changes"),
+        ),
         f"in {_seconds(document['seconds'])}",
         *_table(("change", "subject"), rows),
         *_errors(document),

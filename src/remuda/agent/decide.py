@@ -154,7 +154,7 @@ def _before_listening(observation: Observation, record: Instance) -> AgentStep |
         return AgentStep(action=AgentAction.REGISTER, reason=f"equipped for runner set {record.runner_set}")
     is_registered = assignment is not None and runner.registered_as == assignment.runner_name
     if is_registered and (observation.signalled is None or observation.signalled.rank < Signal.UD_REG_OK.rank):
-        # Also after a restart: without a signal of this epoch, nobody counts its heartbeats.
+        # Also after a restart: without a signal of this epoch, no one counts its heartbeats.
         return AgentStep(action=AgentAction.SIGNAL, reason="registered just in time", signal=Signal.UD_REG_OK)
     return None
 

@@ -1,7 +1,7 @@
 """Runs a program as root in the namespaces of another process and exits with its exit code. Standard library only.
 
 Unlike nsenter(1), it does not stop when the program is stopped: a container that shuts down stops all its processes,
-and nobody would continue this one, which is outside. The program also gets the system call filter of the container and
+and no one would continue this one, which is outside. The program also gets the system call filter of the container and
 the capability bounding set of the other process; neither belongs to a namespace.
 """
 

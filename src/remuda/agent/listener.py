@@ -197,7 +197,7 @@ class Listener:
         """Whether the last listener may have begun a job.
 
         Jobs can truncate the log, so the first sight of a job is noted on disk. A listener that ended without an error
-        and that this process has not watched from its start may have run one that nobody noticed.
+        and that this process has not watched from its start may have run one that no one noticed.
         """
         if self._job_file.exists():
             return True

@@ -1,7 +1,7 @@
 """Sandboxes: for every assignment a container with a fresh root file system, which is discarded as a whole.
 
 The container is systemd-nspawn with `--boot` and its own user, process, mount, network, IPC, host name and cgroup
-namespaces. Jobs may become root in it. Its user ids are different for each sandbox and belong to nobody on the host.
+namespaces. Jobs may become root in it. Its user ids are different for each sandbox and belong to no one on the host.
 The next sandbox is prepared ahead. A reset trusts nothing inside: it kills the container's cgroup, and takes the proof
 that nothing is left from the host's kernel.
 """
@@ -176,7 +176,7 @@ class Sandboxes:
         return self._storage / str(number) / "system-call-filter"
 
     async def open(self, *, prepare: bool = True) -> None:
-        """Find the sandbox of an earlier agent and discard all others. If there is none, `prepare` one."""
+        """Find the sandbox of an earlier agent and discard all others. If none exists, `prepare` one."""
         try:
             await asyncio.to_thread(self._open)
         except OSError as problem:

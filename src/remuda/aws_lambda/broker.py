@@ -80,6 +80,7 @@ OPERATIONS = ("provision", "release", "state", "cancel")
 #: Inputs that a workflow may pass. The pool's stack sets everything else.
 WORKFLOW_INPUTS = frozenset(
     {
+        "add",
         "allowed-instance-types",
         "ephemeral",
         "instance-count",
@@ -309,6 +310,7 @@ class AuthorizedRequest:
             tier_reason=self.trust.why,
             repository=self.identity.repository,
             ephemeral=settings.ephemeral,
+            add=settings.add,
             # Only those of the workflow: without them, the stored values of the pool apply.
             max_runtime_s=settings.max_runtime_min * 60 if "max-runtime-min" in inputs else None,
             timeout_s=settings.provision_timeout_sec if "provision-timeout-sec" in inputs else None,

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from remuda.adapters.system.clock import SystemClock
@@ -34,6 +34,7 @@ from remuda.config.sources import load
 from remuda.controlplane.refresh import refresh
 from remuda.controlplane.scale_down import scale_down
 from remuda.domain.errors import Partial, RemudaError, UserError
+from remuda.domain.reporting.warnings import WarningKind
 from remuda.domain.scale_down.decisions import Action
 from remuda.domain.text import quote
 from remuda.ports.calls import CallCounter
@@ -52,16 +53,24 @@ class LambdaCommand:
     dry_run: bool = False
 
 
+#: Parts of the configuration that no parameter of the stack sets.
+NO_PARAMETERS = frozenset({"monthly_budget"})
+
+
 async def _refresh(
     settings: Settings, event_log: EventLog, command: LambdaCommand, calls: CallCounter
 ) -> LambdaOutcome:
     async with open_context(settings, event_log, needs_github=True, calls=calls) as context:
-        # The parameters of the stack are the whole configuration.
-        wanted = None if command.sweep_only else desired(settings, pool=context.pool_name, keeps_unset=False)
+        wanted = None
+        if not command.sweep_only:
+            wanted = desired(settings, pool=context.pool_name, keeps_unset=False)
+            # The parameters of the stack are the whole configuration, but for what `remuda budget` sets.
+            wanted = replace(wanted, unset=NO_PARAMETERS)
         result = await refresh(context, wanted)
     counts = {f"Instances{pascal_case(state)}": count for state, count in (result.live_instances or {}).items()}
     counts["StaleRegistrationsRemoved"] = len(result.stale_registrations)
-    counts["RunnerVersionWarnings"] = len(result.warnings)
+    counts["RunnerVersionWarnings"] = result.warning_kinds.count(WarningKind.RUNNER_VERSION)
+    counts["BudgetWarnings"] = result.warning_kinds.count(WarningKind.BUDGET)
     counts["JobsWaitingTooLong"] = len(result.waiting_jobs)
     return LambdaOutcome(document=results.refresh_document(result), errors=result.errors, counts=counts)
 

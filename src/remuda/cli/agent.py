@@ -24,6 +24,7 @@ from remuda.domain.text import sanitize
 from remuda.domain.timestamps import to_text
 from remuda.ports.calls import CallCounter
 from remuda.ports.event_log import EventLog
+from remuda.ports.store import InstanceStore
 
 BACKEND = "REMUDA_BACKEND"
 LOG_FORMAT = "REMUDA_LOG_FORMAT"
@@ -100,17 +101,28 @@ def _run_on_ec2(event_log: EventLog) -> None:
 
 async def _run_local(root: Path, event_log: EventLog) -> None:
     from remuda.adapters.local.layout import LocalLayout  # noqa: PLC0415 - not needed on EC2
-    from remuda.adapters.local.machine import (  # noqa: PLC0415 - as above
+    from remuda.adapters.sqlite.store import SqliteInstanceStore  # noqa: PLC0415 - as above
+
+    store = SqliteInstanceStore(
+        path=LocalLayout(root).database, clock=SystemClock(), ids=SystemIds(), calls=CallCounter()
+    )
+    try:
+        await run_on_local_machine(store, event_log)
+    finally:
+        await store.close()
+
+
+async def run_on_local_machine(store: InstanceStore, event_log: EventLog) -> None:
+    """Run the agent of the local machine whose supervisor started this process."""
+    from remuda.adapters.local.machine import (  # noqa: PLC0415 - not needed on EC2
         LocalMachine,
         job_environment,
         machine_folder,
         pristine_runner,
         supervisor_pid,
     )
-    from remuda.adapters.sqlite.store import SqliteInstanceStore  # noqa: PLC0415 - as above
 
-    places, folder = LocalLayout(root), machine_folder(os.environ)
-    clock, ids = SystemClock(), SystemIds()
+    clock, folder = SystemClock(), machine_folder(os.environ)
     pristine = pristine_runner(folder)
     jobs = JobFolders(
         folder,
@@ -118,25 +130,21 @@ async def _run_local(root: Path, event_log: EventLog) -> None:
         # Processes that a job leaves behind become children of the supervisor.
         kill=partial(processes.kill_descendants, supervisor_pid(folder), keep={os.getpid()}, clock=clock),
     )
-    store = SqliteInstanceStore(path=places.database, clock=clock, ids=ids, calls=CallCounter())
-    try:
-        await Agent(
-            store=store,
-            machine=LocalMachine(folder=folder, clock=clock, reset=jobs.reset),
-            runner=ActionsRunner(
-                host=jobs,
-                config_folder=jobs.runner_folder,
-                state_folder=folder / "logs",
-                log=folder / "logs" / "runner.log",
-                work=folder / "work",
-                clock=clock,
-                environment=job_environment(folder),
-                hook=JobHook(folder=folder / "hook", pristine=pristine, refused_file=folder / "work" / REFUSED),
-            ),
+    await Agent(
+        store=store,
+        machine=LocalMachine(folder=folder, clock=clock, reset=jobs.reset),
+        runner=ActionsRunner(
+            host=jobs,
+            config_folder=jobs.runner_folder,
+            state_folder=folder / "logs",
+            log=folder / "logs" / "runner.log",
+            work=folder / "work",
             clock=clock,
-            ids=ids,
-            event_log=event_log,
-            version=__version__,
-        ).run()
-    finally:
-        await store.close()
+            environment=job_environment(folder),
+            hook=JobHook(folder=folder / "hook", pristine=pristine, refused_file=folder / "work" / REFUSED),
+        ),
+        clock=clock,
+        ids=SystemIds(),
+        event_log=event_log,
+        version=__version__,
+    ).run()

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from remuda.adapters.system.clock import SystemClock, SystemIds
-from remuda.cli.output import Output, table
-from remuda.cli.read import check_document, check_lines, check_table
+from remuda.cli.output import Output
+from remuda.cli.read import check_document, check_lines, check_table, problems_first
+from remuda.cli.rendering.table import FittedTable
 from remuda.cli.run import EXIT_OK, plural, run_async
 from remuda.config.declaration import InvalidValue, flag, is_secret_arn
 from remuda.config.settings import SETTINGS, Settings
@@ -196,7 +197,7 @@ def _workflow(wanted: DeployTarget, facts: DeployFacts, outputs: Mapping[str, st
 
 
 def _container(wanted: DeployTarget, facts: DeployFacts, plan: StackPlan) -> str:
-    """How to run the listener elsewhere; empty if the stack runs it, or nobody must."""
+    """How to run the listener elsewhere; empty if the stack runs it, or no one must."""
     from remuda.deployment.workflow import container_text  # noqa: PLC0415 - only at the end
 
     if wanted.listener is None or wanted.listener.is_on_instance:
@@ -328,7 +329,7 @@ def parse_parameters(values: Sequence[str]) -> dict[str, str]:
 
 
 def read_credential(settings: Settings, token: str, app_key: str) -> _Credential:
-    """The credential of the flags, the environment or the file; empty if there is none."""
+    """The credential of the flags, the environment or the file; empty if none exists."""
     is_app = bool(settings.github_app_id) and not token
     # As for the other commands, a token has priority over an App.
     if is_app and (app_key or (settings.github_app_key and settings.github_token is None)):
@@ -582,16 +583,17 @@ async def _check(settings: Settings, request: DeployRequest) -> tuple[DeployFact
 
 
 def _show_checks(output: Output, results: Mapping[str, CheckResult]) -> None:
+    ordered = problems_first(results)
     if sys.stderr.isatty():
-        output.show(check_table(results))
+        output.show(check_table(ordered))
     else:
-        output.say(*check_lines(results))
+        output.say(*check_lines(ordered))
 
 
 def _show_changes(output: Output, changes: Sequence[StackChange]) -> None:
     rows = [(item.word, item.logical_id, item.resource_type) for item in changes]
     if rows:
-        output.show(table("changes of the stack", ("change", "resource", "type"), rows))
+        output.show(FittedTable("Changes of the stack", ("change", "resource", "type"), rows))
     else:
         output.say("the stack is up to date")
 

@@ -27,7 +27,7 @@ CALLER_VARIABLES = ("ACTIONS_ID_TOKEN_", "ACTIONS_RUNNER_HOOK_", "GITHUB_", "RUN
 
 
 class HostedRunner:
-    """Runs jobs below a folder, each in a workspace of its own."""
+    """Runs jobs below a folder, each in its own workspace."""
 
     def __init__(self, folder: Path, *, state: Path) -> None:
         self._folder = folder

@@ -64,6 +64,7 @@ def run_provision(settings: Settings, output: Output) -> int:
         tier_reason=trusted.why,
         repository=repository(settings),
         ephemeral=settings.ephemeral,
+        add=settings.add,
         # None: the limit of the pool applies.
         max_runtime_s=settings.max_runtime_min * 60 if settings.given("max_runtime_min") else None,
         timeout_s=settings.provision_timeout_sec if settings.given("provision_timeout_sec") else None,
@@ -110,9 +111,12 @@ def show_release(output: Output, result: ReleaseResult) -> int:
         if outcome.status is not ReleaseStatus.RELEASED:
             detail = f" ({outcome.detail})" if outcome.detail else ""
             output.say(f"{outcome.instance_id} {outcome.status.value}: {outcome.why}{detail}", style="yellow")
+    for warning in result.warnings:
+        output.say(f"warning: {warning}", style="yellow")
     output.say_errors(result.errors)
     counts = ", ".join(f"{len(result.of(status))} {status.value}" for status in ReleaseStatus if result.of(status))
-    output.say(f"run {result.run_id}: {counts or 'nothing to release'}, in {result.seconds:.2f} s")
+    nothing = "nothing was released" if result.errors else "nothing to release"
+    output.say(f"run {result.run_id}: {counts or nothing}, in {result.seconds:.2f} s")
     output.result(results.release_document(result))
     return EXIT_PARTIAL if result.errors or result.of(ReleaseStatus.EXPIRED) else EXIT_OK
 
@@ -135,7 +139,7 @@ def run_refresh(settings: Settings, output: Output, *, sweep_only: bool, reset: 
         async with open_context(settings, event_log, needs_github=True, require_local_github=not sweep_only) as context:
             wanted = None if sweep_only else desired(settings, pool=context.pool_name, keeps_unset=not reset)
             with _named(settings, only="runner-sets"):
-                return await refresh(output.guarded(context), wanted)
+                return await refresh(output.guarded(context), wanted, interval_s=every)
 
     async def supervise() -> None:
         """On the local backend, let the listener of runner sets follow the configuration."""
@@ -216,7 +220,10 @@ def _say_refresh(output: Output, result: RefreshResult) -> None:
         "stale registrations removed": len(result.stale_registrations),
     }
     changes = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
-    output.say(f"refresh: {changes or 'no changes'} ({result.seconds:.2f} s)")
+    failed = f"incomplete, {plural(len(result.errors), 'error')}; " if result.errors else ""
+    output.say(
+        f"refresh: {failed}{changes or 'no changes'} ({result.seconds:.2f} s)", style="yellow" if failed else None
+    )
     for line in results.applied_lines(results.refresh_document(result)):
         output.say(f"  applied: {line}")
 

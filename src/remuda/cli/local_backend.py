@@ -31,13 +31,15 @@ from remuda.fake_github import install_runner, read_endpoint
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import MachineState
 from remuda.ports.event_log import EventLog
-from remuda.wiring import open_context
+from remuda.wiring import desired, open_context
 from remuda.wiring.local import (
+    GITHUB_MODULE,
     check_local,
     child_environment,
     layout,
     local_compute,
     local_store,
+    running_backends,
     stored_config,
     with_stored_pool,
 )
@@ -61,6 +63,8 @@ class UpResult:
     url: str
     #: Names of the processes that this call started.
     started: tuple[str, ...]
+    #: Whether this call applied the pool's first configuration.
+    configured: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,8 +196,30 @@ def run_up(settings: Settings, output: Output) -> int:
     result = run_async(lambda: start(settings, output.event_log(SystemClock())))
     already = "" if result.started else " (was already running)"
     output.say(f"local backend in {settings.dir}: GitHub at {result.url}{already}")
-    output.result({"dir": str(settings.dir), "github_url": result.url, "started": list(result.started)})
+    if result.configured:
+        output.say("the pool has its default configuration; 'remuda refresh' changes it")
+    others = running_backends(settings)
+    if others:
+        output.say(f"another local backend is running in {', '.join(others)}")
+    output.result(
+        {
+            "dir": str(settings.dir),
+            "github_url": result.url,
+            "started": list(result.started),
+            "configured": result.configured,
+            "others": others,
+        }
+    )
     return EXIT_OK
+
+
+async def _configure(settings: Settings, event_log: EventLog) -> bool:
+    """Apply the settings as the pool's first configuration. Return False if it has one."""
+    if await stored_config(settings) is not None:
+        return False
+    async with open_context(settings, event_log, needs_github=True) as context:
+        await refresh(context, desired(settings, pool=context.pool_name))
+    return True
 
 
 def run_down(settings: Settings, output: Output, *, purge: bool) -> int:
@@ -222,6 +248,7 @@ async def _start(settings: Settings, event_log: EventLog, clock: SystemClock, pl
         await store.close()
     started: list[str] = []
     url = await _start_github(places, clock, started)
+    configured = await _configure(settings, event_log)
     sweeper = BackgroundProcess(places, SWEEPER)
     if not sweeper.is_running():
         sweeper.start(
@@ -235,7 +262,7 @@ async def _start(settings: Settings, event_log: EventLog, clock: SystemClock, pl
         started.append(LISTENER)
     for name in started:
         event_log.record("started", name)
-    return UpResult(url=url, started=tuple(started))
+    return UpResult(url=url, started=tuple(started), configured=configured)
 
 
 async def adjust_listener(settings: Settings, event_log: EventLog, *, wait: bool) -> None:
@@ -306,7 +333,7 @@ async def _start_github(places: LocalLayout, clock: SystemClock, started: list[s
     endpoint = read_endpoint(places.github)
     if github.is_running() and endpoint is not None:
         return endpoint.url
-    pid = github.start([sys.executable, "-m", "remuda.fake_github", "--dir", str(places.github)])
+    pid = github.start([sys.executable, "-m", GITHUB_MODULE, "--dir", str(places.github)])
     started.append(GITHUB)
 
     def ready() -> bool:
@@ -404,6 +431,6 @@ def _remaining_processes(places: LocalLayout) -> tuple[int, ...]:
     here = {str(places.root), str(places.github)}
     for pid in procfs.all_processes():
         words = command(pid)
-        if pid != os.getpid() and "-m" in words and here & set(words) and {"remuda", "remuda.fake_github"} & set(words):
+        if pid != os.getpid() and "-m" in words and here & set(words) and {"remuda", GITHUB_MODULE} & set(words):
             found.add(pid)
     return tuple(sorted(found))

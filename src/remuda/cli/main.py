@@ -21,16 +21,16 @@ from remuda import __version__
 from remuda.cli.options import HELP_WIDTH, Argument, GroupedCommand, option, options_of, settings_of
 from remuda.cli.output import Output, early_log_format, set_log_format
 from remuda.cli.run import EXIT_INTERRUPTED, load_settings, mistyped_variables, run_command
-from remuda.config.declaration import Group, choice, integer, number, text
+from remuda.config.declaration import DURATION_EXAMPLES, Group, choice, duration, integer, text
 from remuda.config.settings import SETTINGS
 from remuda.domain.errors import UserError
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": HELP_WIDTH}
-_DURATION = text(metavar="DURATION")
-_SECONDS_BETWEEN_RUNS = number(0.2, 86_400, "seconds")
+_DAY_S = 86_400.0
 _DRY_RUN = ("--dry-run", "Show what would be done and why; change nothing.")
 _REASON = ("--reason", "Reason, for the history.")
 _ALL = ("--all", "All instances of the pool.")
+_WIDE = ("--wide", "Show whole ids, all columns and all rows, in lines as long as needed.")
 PROGRAM = "remuda"
 #: If it is set, click answers the shell's request for completions and exits.
 VARIABLE = "_REMUDA_COMPLETE"
@@ -38,13 +38,25 @@ SHELLS = choice(("bash", "zsh", "fish"))
 CURRENT = "current"
 
 
+#: Sections of the commands in `--help`.
+COMMAND_SECTIONS = {
+    "Try it on this machine": ("demo", "up", "run-workflow", "down"),
+    "Runners for workflows": ("provision", "release", "listen"),
+    "Pool": ("deploy", "refresh", "scale-down", "budget", "config", "doctor", "destroy"),
+    "Observe": ("status", "explain", "report", "dashboard"),
+    "Intervene": ("drain", "quarantine", "terminate"),
+}
+
+
 class _App(click.Group):
-    """`remuda` itself: one line per command, never cut."""
+    """`remuda` itself: commands by section, with whole sentences."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 - click's signature
-        rows = [(name, command.short_help or "") for name, command in self.commands.items()]
-        with formatter.section("Commands"):
-            formatter.write_dl(rows)
+        width = max(map(len, self.commands))
+        for title, names in COMMAND_SECTIONS.items():
+            with formatter.section(title):
+                # Padded, so that the texts of all sections are aligned.
+                formatter.write_dl([(f"{name:<{width}}", self.commands[name].short_help or "") for name in names])
 
 
 @click.group(
@@ -139,7 +151,7 @@ def _command(name: str, implementation: str, summary: str, *own: click.Parameter
     flags = {declared.name for declared in settings_of(name)}
 
     def call(**values: Any) -> int:
-        output = Output(as_json=values.pop("as_json"), quiet=values.pop("quiet"))
+        output = Output(as_json=values.pop("as_json"), quiet=values.pop("quiet"), wide=bool(values.pop("wide", False)))
         config = values.pop("config")
         given = {each: values.pop(each) for each in flags}
         settings = load_settings(given, config)
@@ -187,8 +199,8 @@ def _region() -> click.Option:
     )
 
 
-def _every(limits: str = "") -> click.Option:
-    return option("--every", f"Repeat after this many seconds, until interrupted.{limits}", _SECONDS_BETWEEN_RUNS)
+def _every() -> click.Option:
+    return option("--every", "Repeat after this time, until interrupted.", duration(0.2, _DAY_S))
 
 
 _command(
@@ -242,6 +254,7 @@ _command(
     "cli.lifecycle:run_scale_down",
     "Terminate idle runners beyond the quota, and orphans.",
     option(*_DRY_RUN),
+    option(*_WIDE, section=Group.OUTPUT),
     _every(),
     more="It also works on instances of terraform-aws-github-runner.",
 )
@@ -250,11 +263,12 @@ _command(
     "cli.read:run_status",
     "Show runner sets, instances, launches, pools, runs and warnings.",
     option("--all", "Show terminated instances, too.", to="everything"),
+    option(*_WIDE, section=Group.OUTPUT),
     option("--watch", "Keep showing the status until interrupted."),
     option(
         "--every",
-        "With --watch: seconds between updates. (default: 1 on the local backend, 5 on AWS)",
-        number(0.2, 3_600, "seconds"),
+        "With --watch: time between updates. (default: 1s on the local backend, 5s on AWS)",
+        duration(0.2, 3_600),
     ),
 )
 _command(
@@ -266,6 +280,7 @@ _command(
         metavar="RUN|JOB|SET|INSTANCE",
         help="A run id, a job id, set.NAME for a runner set, an instance id, or the name of a runner on GitHub.",
     ),
+    option(*_WIDE, section=Group.OUTPUT),
     more="It ends with what happens next.",
 )
 _command(
@@ -274,11 +289,12 @@ _command(
     "Show reuse, waiting times, jobs of runner sets, instance hours, cost and savings.",
     option(
         "--since",
-        "Begin of the period: 90m, 12h, 7d, 2w, or a date such as 2026-11-01. (default: 7d)",
+        f"Begin of the period: {DURATION_EXAMPLES}, or a date such as 2026-11-01. (default: 7d)",
         text(metavar="DURATION|DATE"),
         default="7d",
     ),
     option("--html", "Write the report to this file as a single HTML page.", text(metavar="FILE")),
+    option(*_WIDE, section=Group.OUTPUT),
 )
 _command(
     "dashboard",
@@ -292,11 +308,13 @@ _command(
     ),
     option("--port", "Port to listen on; 0 selects a free one. (default: 8421)", integer(0, 65_535), default=8421),
     option("--token-file", "Require the token in this file. (default: REMUDA_DASHBOARD_TOKEN)", text(metavar="FILE")),
-    option("--since", "Period to show: 90m, 12h, 7d. (default: 24h)", _DURATION, default="24h"),
+    option(
+        "--since", "Period to show, at most 30d. (default: 24h)", duration(1, 30 * _DAY_S), to="since_s", default="24h"
+    ),
     option(
         "--every",
-        "Seconds between updates. (default: 0.25 on the local backend, 5 on AWS)",
-        number(0.02, 3_600, "seconds"),
+        "Time between updates. (default: 0.25s on the local backend, 5s on AWS)",
+        duration(0.02, 3_600),
     ),
 )
 _command(
@@ -317,7 +335,7 @@ _command(
     "Keep instances out of the pool for inspection.",
     _instances(),
     option(
-        "--for", "How long to keep them: 30m, 4h, at most 7d. (default: 4h)", _DURATION, to="duration", default="4h"
+        "--for", "How long to keep them, at most 7d. (default: 4h)", duration(1, 7 * _DAY_S), to="for_s", default="4h"
     ),
     option(*_REASON, text(), default=""),
     option(*_DRY_RUN),
@@ -332,6 +350,19 @@ _command(
     option(*_REASON, text(), default=""),
     option(*_DRY_RUN),
     more="Asks for confirmation. Only instances with the tag of the pool are terminated.",
+)
+_command(
+    "budget",
+    "cli.budget:run_budget",
+    "Show or set what the pool's machines may cost per month.",
+    Argument(
+        ["amount"],
+        required=False,
+        metavar="[DOLLARS]",
+        help="The new limit; 0 removes it. Without, the budget is shown.",
+    ),
+    more="When it is spent, no machine is launched until the next month. Running jobs continue, and idle machines are "
+    "used. Every refresh counts the cost.",
 )
 _command(
     "deploy",
@@ -386,7 +417,12 @@ _command(
     option(*_DRY_RUN),
     more="Asks before it deletes data. An interrupted removal continues when it is run again.",
 )
-_command("doctor", "cli.read:run_doctor", "Check everything that the pool needs, and say what to fix.")
+_command(
+    "doctor",
+    "cli.read:run_doctor",
+    "Check everything that the pool needs, and say what to fix.",
+    option(*_WIDE, section=Group.OUTPUT),
+)
 #: Kind of the name of a pool.
 POOL = SETTINGS["pool"].kind
 _command(
@@ -399,6 +435,7 @@ _command(
         replace(POOL, metavar="[NAME]", parse=lambda value: value and POOL.parse(value)),
         without_value="",
     ),
+    option(*_WIDE, section=Group.OUTPUT),
 )
 _command(
     "run-workflow",
@@ -414,6 +451,7 @@ _command(
     "Show the whole lifecycle on this machine, in two minutes.",
     option("--dashboard", "Serve the dashboard; on a terminal it stays open until Ctrl-C."),
     option("--keep", "With --dashboard: keep the page open without a terminal, too."),
+    option("--verbose", "Show every command, its progress, and every check."),
     more="The demo verifies its own claims.",
 )
 

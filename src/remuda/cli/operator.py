@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from remuda.adapters.system.clock import SystemClock
-from remuda.cli.output import DAY_S, Output, parse_duration
+from remuda.cli.output import Output
 from remuda.cli.run import EXIT_OK, EXIT_PARTIAL, plural, run_async
 from remuda.config.settings import Settings
 from remuda.controlplane import operator
@@ -17,7 +17,6 @@ from remuda.domain.errors import UserError
 from remuda.domain.resources import MAX_SHOWN, is_instance_id
 from remuda.wiring import open_context
 
-MAX_QUARANTINE_S = 7 * DAY_S
 _PARTICIPLES = {
     OperatorAction.DRAIN: "drained",
     OperatorAction.QUARANTINE: "quarantined",
@@ -71,14 +70,9 @@ def run_drain(
 
 
 def run_quarantine(
-    settings: Settings, output: Output, *, instances: Sequence[str], duration: str, reason: str, dry_run: bool
+    settings: Settings, output: Output, *, instances: Sequence[str], for_s: float, reason: str, dry_run: bool
 ) -> int:
-    duration_s = parse_duration(duration)
-    if duration_s is None or not 0 < duration_s <= MAX_QUARANTINE_S:
-        raise UserError(
-            f"--for must be a duration of at most 7d, such as 30m, 4h or 2d, got {duration[:40]!r}", field="--for"
-        )
-    act = partial(operator.quarantine, for_s=duration_s, reason=check_reason(reason))
+    act = partial(operator.quarantine, for_s=for_s, reason=check_reason(reason))
     selector = check_selection(InstanceSelector(instance_ids=tuple(instances)))
     return _report(output, _run(settings, output, selector, act, dry_run=dry_run))
 

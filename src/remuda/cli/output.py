@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
@@ -18,8 +18,6 @@ from remuda.ports.clock import Clock
 from remuda.ports.event_log import EventLog
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from remuda.cli.terminal import PlainConsole
     from remuda.controlplane.context import Context
 
@@ -43,9 +41,8 @@ _JSON_ONLY = frozenset({"announce", "renew", "credential", "extend", "scale-keep
 _PLANNED = "would-"
 
 JSON_LOGS = "json"
-DAY_S = 86_400.0
-_DURATION = re.compile(r"(\d{1,7})\s*([mhdw])", re.ASCII)
-_UNITS_S = {"m": 60.0, "h": 3_600.0, "d": DAY_S, "w": 7 * DAY_S}
+#: Characters per line with --wide; the longest lines are shorter.
+MAX_WIDTH = 10_000
 
 
 #: Variables with which rich treats a stream as a terminal.
@@ -88,8 +85,10 @@ class Output:
     #: Whether stderr gets one JSON document per line.
     logs_json: ClassVar[bool] = False
 
-    def __init__(self, *, as_json: bool, quiet: bool = False) -> None:
+    def __init__(self, *, as_json: bool, quiet: bool = False, wide: bool = False) -> None:
         self.as_json = as_json
+        #: Whether tables show all columns and rows, as wide as they are.
+        self.wide = wide
         self._quiet = quiet
         self._console: PlainConsole | None = None
 
@@ -137,8 +136,13 @@ class Output:
         self.log_line(event_line(SystemClock().now(), name, facts, level=level))
 
     def log_line(self, line: str) -> None:
-        sys.stderr.write(f"{line}\n")
-        sys.stderr.flush()
+        try:
+            sys.stderr.write(f"{line}\n")
+            sys.stderr.flush()
+        except OSError as error:
+            # A full disk must not stop a background process that writes its log there.
+            if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+                raise
 
     def answer(self, *renderables: Any, soft_wrap: bool = False) -> None:
         """Print the result for people on stdout. With --json, `result` prints the document there instead.
@@ -156,9 +160,11 @@ class Output:
 
     @property
     def width(self) -> int:
-        import shutil  # noqa: PLC0415 - slow to import and often not needed
+        return MAX_WIDTH if self.wide else _terminal_size()[0]
 
-        return shutil.get_terminal_size((160, 40)).columns
+    @property
+    def height(self) -> int:
+        return _terminal_size()[1]
 
     def log(self, action: str, why: str, facts: Mapping[str, Any]) -> None:
         if not self._quiet:
@@ -194,6 +200,12 @@ class Output:
         self.result({"error": document | ({"details": list(details)} if details else {})})
 
 
+def _terminal_size() -> tuple[int, int]:
+    import shutil  # noqa: PLC0415 - slow to import and often not needed
+
+    return shutil.get_terminal_size((160, 40))
+
+
 class ConsoleEventLog:
     """One line per event, as it happens."""
 
@@ -224,37 +236,9 @@ class ConsoleEventLog:
         return _STYLES.get(action)
 
 
-def table(
-    title: str,
-    columns: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    numeric: frozenset[str] = frozenset(),
-    no_wrap: frozenset[str] = frozenset(),
-) -> Table:
-    """Build a table. `numeric` columns are right-aligned; `no_wrap` columns stay on one line, for copying."""
-    from rich import box  # noqa: PLC0415 - slow to import
-    from rich.table import Table  # noqa: PLC0415
-    from rich.text import Text  # noqa: PLC0415
-
-    made = Table(title=sanitize(title), title_justify="left", box=box.SIMPLE_HEAD)
-    for column in columns:
-        justify = "right" if column in numeric else "left"
-        made.add_column(column, justify=justify, no_wrap=column in no_wrap, overflow="fold")  # type: ignore[arg-type]
-    for row in rows:
-        made.add_row(*(Text(sanitize(value)) for value in row))
-    return made
-
-
 def format_duration(seconds: float) -> str:
     """Format seconds as `40 s`, `7 min`, `3 h` or `2 d`."""
     for minimum, unit_s, name in ((172_800, 86_400, "d"), (7_200, 3_600, "h"), (600, 60, "min")):
         if seconds >= minimum:
             return f"{seconds / unit_s:.0f} {name}"
     return f"{seconds:.0f} s"
-
-
-def parse_duration(text: str) -> float | None:
-    """Parse a duration such as 90m, 12h, 7d or 2w into seconds. Return None if it is not one."""
-    found = _DURATION.fullmatch(text.strip())
-    return int(found.group(1)) * _UNITS_S[found.group(2)] if found else None

@@ -5,20 +5,24 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from remuda.adapters.system.clock import SystemClock
 from remuda.adapters.system.prices import chosen_prices
 from remuda.cli.local_backend import background_processes, can_list_registrations, stopped_processes
-from remuda.cli.output import DAY_S, Output, parse_duration
+from remuda.cli.output import Output
 from remuda.cli.rendering import status as status_view
 from remuda.cli.rendering.report import report_document, report_tables
 from remuda.cli.rendering.results import config_rows, config_table, pool_config_rows, pool_config_table
+from remuda.cli.rendering.table import FittedTable
 from remuda.cli.run import EXIT_OK, plural, run_async
+from remuda.config.declaration import DURATION_EXAMPLES, parse_duration
 from remuda.config.settings import Settings
 from remuda.controlplane.doctor import exit_code, run_checks
 from remuda.controlplane.read.explain import check_subject, explain
@@ -27,18 +31,14 @@ from remuda.domain.errors import RemudaError, UserError
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.reporting.explanation import Explanation
 from remuda.domain.reporting.usage import UsageReport
+from remuda.domain.reporting.warnings import PoolWarning, WarningKind
 from remuda.domain.text import sanitize
 from remuda.ports.doctor import CheckResult, CheckStatus
 from remuda.ports.event_log import SilentEventLog
 from remuda.wiring import open_context
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
 #: Default seconds between two updates of --watch, by backend. On AWS each update costs API calls.
 WATCH_INTERVAL_S = {"local": 1.0, "aws": 5.0}
-#: Rows of the screen that are not for instances: titles, pools, runs.
-RESERVED_ROWS = 23
 #: Longest period of a report in days.
 MAX_DAYS = 3_650
 _STYLES = {CheckStatus.OK: "green", CheckStatus.WARNING: "yellow", CheckStatus.PROBLEM: "bold red"}
@@ -57,16 +57,33 @@ def run_status(settings: Settings, output: Output, *, everything: bool, watch: b
             needs_github=can_list_registrations(settings),
             require_local_github=False,
         ) as context:
-            return await status(output.guarded(context), include_terminated=everything)
+            found = await status(output.guarded(context), include_terminated=everything)
+            return _with_stopped_processes(settings, found)
 
     result = run_async(work)
-    for name in stopped_processes(settings):
-        output.say(f"{name} is not running; run 'remuda up' to start it", style="bold yellow")
     output.say_errors(result.unreadable)
-    if not output.as_json:
-        output.answer(*status_view.status_tables(result, width=output.width))
+    if output.as_json or not sys.stdout.isatty():
+        # Nobody may see the table, which begins with the warnings.
+        for line in status_view.warning_lines(result):
+            output.say(line, style="bold yellow")
+    if sys.stdout.isatty() and not output.wide:
+        # Leaves a line for the prompt and one for a message on stderr.
+        output.answer(*status_view.status_screen(result, width=output.width, height=output.height - 2))
+    elif not output.as_json:
+        output.answer(*status_view.status_tables(result))
     output.result(status_view.status_document(result))
     return EXIT_OK
+
+
+def _with_stopped_processes(settings: Settings, found: Status) -> Status:
+    """Add a warning per background process of the local backend that is not running."""
+    stopped = [
+        PoolWarning(
+            kind=WarningKind.STOPPED_PROCESS, subject="", text=f"{name} is not running; run 'remuda up' to start it"
+        )
+        for name in stopped_processes(settings)
+    ]
+    return replace(found, warnings=(*stopped, *found.warnings))
 
 
 def run_explain(settings: Settings, output: Output, *, subject: str) -> int:
@@ -79,7 +96,8 @@ def run_explain(settings: Settings, output: Output, *, subject: str) -> int:
 
     found = run_async(work)
     if not output.as_json:
-        output.answer(*status_view.explanation_lines(found), soft_wrap=True)
+        wide = output.wide or not sys.stdout.isatty()
+        output.answer(*status_view.explanation_lines(found, wide=wide), soft_wrap=wide)
     output.result(status_view.explanation_document(found))
     return EXIT_OK
 
@@ -105,8 +123,7 @@ class StatusScreen:
     def show(self, current: Status) -> None:
         from rich.console import Group  # noqa: PLC0415 - as above
 
-        rows = max(self._console.height - RESERVED_ROWS - len(current.warnings), 3)
-        tables = status_view.status_tables(current, width=self._console.width, rows=rows)
+        tables = status_view.status_screen(current, width=self._console.width, height=self._console.height - 1)
         self._live.update(Group(sanitize(status_view.headline(current)), *tables), refresh=True)
 
     def show_error(self, error: RemudaError) -> None:
@@ -163,7 +180,7 @@ async def watch_status(settings: Settings, output: Output, *, everything: bool, 
                 try:
                     fresh = await status(context, include_terminated=everything, check_registrations=due)
                     current = fresh if due else keep_github_warnings(fresh, current)
-                    view.show(current)
+                    view.show(_with_stopped_processes(settings, current))
                 except UserError:
                     raise
                 except RemudaError as error:
@@ -172,21 +189,17 @@ async def watch_status(settings: Settings, output: Output, *, everything: bool, 
 
 
 def parse_since(text: str, *, now: datetime) -> datetime:
-    """`90m`, `12h`, `7d`, `2w`, or a day such as 2026-11-01."""
-    period_s = parse_duration(text)
-    if period_s is not None:
-        if 0 < period_s <= MAX_DAYS * DAY_S:
-            return now - timedelta(seconds=period_s)
-    else:
-        try:
-            day = datetime.strptime(text.strip(), "%Y-%m-%d").replace(tzinfo=UTC)
-        except ValueError:
-            pass
-        else:
-            if now - timedelta(days=MAX_DAYS) <= day < now:
-                return day
+    """A duration before now, or a day such as 2026-11-01."""
+    with suppress(ValueError, OverflowError):
+        began = now - timedelta(seconds=parse_duration(text))
+        if now - timedelta(days=MAX_DAYS) <= began < now:
+            return began
+    with suppress(ValueError):
+        day = datetime.strptime(text.strip(), "%Y-%m-%d").replace(tzinfo=UTC)
+        if now - timedelta(days=MAX_DAYS) <= day < now:
+            return day
     raise UserError(
-        f"--since must be a duration such as 90m, 12h, 7d or 2w, or a past date such as 2026-11-01, got {text[:40]!r}",
+        f"--since must be a duration such as {DURATION_EXAMPLES}, or a past date such as 2026-11-01, got {text[:40]!r}",
         field="--since",
     )
 
@@ -241,14 +254,22 @@ def run_doctor(settings: Settings, output: Output) -> int:
         async with open_doctor(settings, background_processes(settings)) as checks:
             return await run_checks(checks)
 
-    results = run_async(work)
+    results = problems_first(run_async(work))
     if sys.stdout.isatty():
         output.answer(check_table(results))
     elif not output.as_json:
         # One line per check, never wrapped, for logs and grep.
         sys.stdout.writelines(f"{line}\n" for line in check_lines(results))
     output.result({"checks": [check_document(name, result) for name, result in results.items()]})
+    counts = Counter(result.status for result in results.values())
+    shown = (plural(counts[status], status.value) for status in (CheckStatus.PROBLEM, CheckStatus.WARNING))
+    output.say(f"{', '.join(shown)}, {counts[CheckStatus.OK]} ok")
     return exit_code(results.values())
+
+
+def problems_first(results: Mapping[str, CheckResult]) -> dict[str, CheckResult]:
+    order = (CheckStatus.PROBLEM, CheckStatus.WARNING, CheckStatus.OK)
+    return dict(sorted(results.items(), key=lambda item: order.index(item[1].status)))
 
 
 def run_config(settings: Settings, output: Output, *, pool: str | None) -> int:
@@ -296,15 +317,8 @@ def check_lines(results: Mapping[str, CheckResult]) -> list[str]:
     return [sanitize(f"{item.status:<8} {name}: {item.message}{fixes[name]}") for name, item in results.items()]
 
 
-def check_table(results: Mapping[str, CheckResult]) -> Table:
-    from rich import box  # noqa: PLC0415 - rich is slow to import
-    from rich.table import Table  # noqa: PLC0415 - as above
-    from rich.text import Text  # noqa: PLC0415 - as above
-
-    table = Table(box=box.SIMPLE_HEAD)
-    for column in ("check", "status", "message", "fix"):
-        table.add_column(column, no_wrap=column in {"check", "status"}, overflow="fold")
-    for name, result in results.items():
-        status = Text(result.status.value, style=_STYLES[result.status])
-        table.add_row(sanitize(name), status, sanitize(result.message), sanitize(result.fix))
-    return table
+def check_table(results: Mapping[str, CheckResult]) -> FittedTable:
+    rows = [(name, item.status.value, item.message, item.fix) for name, item in results.items()]
+    columns, one_line = ("check", "status", "message", "fix"), frozenset({"check", "status"})
+    styles = {status.value: style for status, style in _STYLES.items()}
+    return FittedTable("", columns, rows, no_wrap=one_line, styles=styles)

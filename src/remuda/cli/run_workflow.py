@@ -401,8 +401,9 @@ class WorkflowRun:
             self._say_lines(result.name, lines if self._verbose else lines[:SUMMARY_LINES])
 
     def _say_lines(self, name: str, lines: Iterable[str]) -> None:
+        # Without the time: programs often begin their lines with it.
         for line in lines:
-            self._say(name, f"| {line.rstrip()}")
+            self._output.say(f"{'':8} {name:<16} | {line.rstrip()}")
 
     async def _run_after_cancellation(
         self, jobs: list[WorkflowJob], tasks: list[asyncio.Task[WorkflowJobResult]]
@@ -424,7 +425,7 @@ class WorkflowRun:
             raise Unavailable(f"the local GitHub does not respond: {error}") from error
 
     async def _say_waiting(self, job: ResolvedJob, runner_set: str) -> None:
-        """Say who will take the job, or why nobody will."""
+        """Say who will take the job, or why no one will."""
         if runner_set:
             self._say(job.name, f"waiting for a runner of set {runner_set}")
             return

@@ -25,6 +25,7 @@ POOL_COMMANDS = (
     "drain",
     "quarantine",
     "terminate",
+    "budget",
     "doctor",
 )
 #: Commands that create or delete a pool on AWS. They have no backend to choose.
@@ -36,6 +37,10 @@ ACTION_MODES = ("provision", "release", "refresh", "scale-down")
 DEFAULT = "default"
 #: Decimal digits with an optional sign; int() would also accept underscores and digits of other scripts.
 _INTEGER = re.compile(r"\s*[+-]?[0-9]{1,30}\s*")
+_DURATION = re.compile(r"\s*([0-9]{1,12}(?:\.[0-9]{1,9})?)\s*([smhdw])\s*", re.ASCII)
+_SUFFIXES_S = {"s": 1.0, "m": 60.0, "h": 3_600.0, "d": 86_400.0, "w": 604_800.0}
+_UNITS_S = {"seconds": 1.0, "minutes": 60.0}
+DURATION_EXAMPLES = "90s, 30m or 7d"
 _NUMBER_TEXT = re.compile(r"[0-9eE.+\s-]{1,400}")
 #: Printable ASCII without spaces: a token is sent in an HTTP header.
 _TOKEN_TEXT = re.compile(r"[!-~]*")
@@ -188,6 +193,8 @@ class ValueKind:
     is_secret: bool = False
     is_boolean: bool = False
     is_number: bool = False
+    #: Whether a number may have a suffix: s, m, h, d or w.
+    is_duration: bool = False
 
 
 def text(
@@ -217,27 +224,65 @@ def integer(least: int, most: int) -> ValueKind:
 
 
 def number(least: float, most: float, unit: str) -> ValueKind:
-    """`unit` is a plural, such as seconds."""
-
-    def convert(value: Any) -> float:
-        if isinstance(value, str) and _NUMBER_TEXT.fullmatch(value):
-            try:
-                value = float(value)
-            except ValueError:
-                raise InvalidValue from None
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise InvalidValue
-        # Compared before the conversion: an integer may be too large for a float.
-        if not least <= value <= most or not math.isfinite(value):
-            raise InvalidValue
-        return float(value)
-
+    """`unit` is a plural, such as dollars."""
     return ValueKind(
         metavar=unit.upper(),
-        expected=f"a number of {unit} from {least:g} to {most:.15g}",
-        parse=convert,
+        expected=_number_expected(least, most, unit),
+        parse=lambda value: _parse_number(value, least, most),
         is_number=True,
     )
+
+
+def duration(least: float, most: float, unit: str = "seconds") -> ValueKind:
+    """A period of time, as a float in `unit`: seconds or minutes. A number without a suffix has that unit."""
+
+    def convert(value: Any) -> float:
+        return _parse_number(parse_duration(value, unit) if isinstance(value, str) else value, least, most)
+
+    return ValueKind(
+        metavar="DURATION",
+        expected=f"{_number_expected(least, most, unit)}, or a time such as {DURATION_EXAMPLES}",
+        parse=lambda value: _parse_number(
+            parse_duration(value, unit) if isinstance(value, str) else value, least, most
+        ),
+        is_number=True,
+        is_duration=True,
+    )
+
+
+def parse_duration(text: str, unit: str = "seconds") -> float:
+    """Parse `900`, `30m`, `1.5h` or `7d` to a number of `unit`. Raises `InvalidValue`.
+
+    Nothing is rounded: `90s` is 1.5 minutes.
+    """
+    found = _DURATION.fullmatch(text)
+    if found:
+        return float(found.group(1)) * _SUFFIXES_S[found.group(2)] / _UNITS_S[unit]
+    return _parse_float(text)
+
+
+def _number_expected(least: float, most: float, unit: str) -> str:
+    return f"a number of {unit} from {least:g} to {most:.15g}"
+
+
+def _parse_number(value: Any, least: float, most: float) -> float:
+    if isinstance(value, str):
+        value = _parse_float(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidValue
+    # Compared before the conversion: an integer may be too large for a float.
+    if not least <= value <= most or not math.isfinite(value):
+        raise InvalidValue
+    return float(value)
+
+
+def _parse_float(text: str) -> float:
+    try:
+        if _NUMBER_TEXT.fullmatch(text):
+            return float(text)
+    except ValueError:
+        pass
+    raise InvalidValue
 
 
 def choice(values: type[StrEnum] | tuple[str, ...]) -> ValueKind:

@@ -28,6 +28,7 @@ from remuda.config.declaration import (
     boolean,
     choice,
     declare,
+    duration,
     flag,
     integer,
     number,
@@ -66,6 +67,8 @@ WEEK_MIN = 7 * 1_440
 MAX_PROVISION_S = 2_400.0
 MAX_SCRIPT_CHARS = 10_000
 MAX_TAG_CHARS = 256
+#: Dollars per month.
+MAX_BUDGET = 10_000_000
 MAX_GROUP_CHARS = 64
 #: Commands with a choice of the backend.
 LOCAL_COMMANDS = tuple(name for name in ALL_COMMANDS if name not in DEPLOY_COMMANDS)
@@ -218,10 +221,10 @@ def time_zone(name: str) -> tzinfo:
 
 
 def _seconds(least: float, most: float) -> ValueKind:
-    return number(least, most, "seconds")
+    return duration(least, most)
 
 
-_MINUTES = number(0, WEEK_MIN, "minutes")
+_MINUTES = duration(0, WEEK_MIN, "minutes")
 
 
 def _launch_option(
@@ -402,9 +405,14 @@ class Settings:
         False,
         "Launch new instances that serve one job each, with just-in-time registration. Requires a GitHub credential.",
     )
+    add: bool = _run_option(
+        boolean(),
+        False,
+        "Add runners to a run that has runners of the class already. Without it, a second provision is refused.",
+    )
 
     max_runtime_min: float = declare(
-        number(0.05, WEEK_MIN, "minutes"),
+        duration(0.05, WEEK_MIN, "minutes"),
         360.0,
         "Minutes that a run may keep its runners. refresh sets the limit of the pool, provision that of one run.",
         group=Group.POOL,
@@ -432,6 +440,12 @@ class Settings:
     reuse: Reuse = _pool_option(choice(Reuse), Reuse.SAME_TRUST, "Instances that a run may reuse.", is_parameter=True)
     max_instances: int = _pool_option(
         integer(1, 100_000), 100, "Maximum number of instances in the pool.", is_parameter=True
+    )
+    monthly_budget: float = _pool_option(
+        number(0, MAX_BUDGET, "dollars"),
+        0.0,
+        "Cost of the pool's machines per month beyond which none is launched.",
+        default_text="no limit",
     )
     resource_class_config: tuple[ResourceClass, ...] = _pool_option(
         ValueKind(metavar="JSON", expected=f"JSON such as {CLASSES_EXAMPLE}", parse=_parse_classes),
@@ -647,7 +661,7 @@ class Settings:
         "",
         "JSON file with prices per hour.",
         group=Group.OUTPUT,
-        commands=("report", "dashboard"),
+        commands=("refresh", "report", "dashboard", "budget"),
         default_text="the price list of the package",
     )
     log_format: str = declare(

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from remuda.domain.errors import Conflict, RemudaError, Unavailable, Unreadable, UserError
-from remuda.domain.instance import Credential, Instance
+from remuda.domain.instance import LIVE, Credential, Instance
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import ProvisionChange
+from remuda.domain.reporting.prices import PriceTable
 from remuda.domain.transitions import Actor, Change, Event, advance
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock, Ids, backoff_s, retry
@@ -48,11 +49,19 @@ class Context:
     calls: CallCounter
     #: None if the backend has no spot market.
     spot_prices: SpotPrices | None = None
+    #: Reads the table of prices.
+    read_prices: Callable[[], PriceTable] = PriceTable
     #: Removal tokens minted by this process, by scope. One token serves all instances of a scope.
     removal_tokens: dict[str, Credential] = field(default_factory=dict)
     removal_token_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     #: Monotonic times until which no removal token is minted, by scope, because GitHub did not answer.
     removal_token_retry_at: dict[str, float] = field(default_factory=dict)
+
+
+async def find_by_prefix(context: Context, prefix: str) -> Instance | None:
+    """The only live instance whose id begins with this, or None. Tables shorten ids on a narrow terminal."""
+    found = [item for item in await context.store.find(LIVE) if item.instance_id.startswith(prefix)]
+    return found[0] if len(found) == 1 else None
 
 
 async def read_config(context: Context) -> PoolConfig:

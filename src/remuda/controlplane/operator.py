@@ -11,6 +11,7 @@ from functools import partial
 from remuda.controlplane.context import (
     CONFLICT_ATTEMPTS,
     Context,
+    find_by_prefix,
     map_concurrently,
     read_config,
     skip_unreadable,
@@ -70,18 +71,21 @@ class OperatorResult:
 
 
 async def select_instances(context: Context, selector: InstanceSelector) -> list[Instance]:
-    """Return the selected instances. An unknown id is an error."""
+    """Return the selected instances. The beginning of an id is enough if it is unique; an unknown id is an error."""
     await read_config(context)
     if selector.instance_ids:
-        records = await context.store.get_many(selector.instance_ids)
-        missing = sorted(set(selector.instance_ids) - set(records))
-        if missing:
-            raise UserError(
-                f"instance {missing[0]} is not known to pool {context.pool_name}",
-                field="INSTANCE",
-                fix="list the known instances with 'remuda status'",
-            )
-        return [records[instance_id] for instance_id in dict.fromkeys(selector.instance_ids)]
+        records = dict(await context.store.get_many(selector.instance_ids))
+        for missing in sorted(set(selector.instance_ids) - set(records)):
+            match = await find_by_prefix(context, missing)
+            if match is None:
+                raise UserError(
+                    f"instance {missing} is not known to pool {context.pool_name}",
+                    field="INSTANCE",
+                    fix="list the known instances with 'remuda status --wide'",
+                )
+            records[missing] = match
+        chosen = {records[each].instance_id: records[each] for each in selector.instance_ids}
+        return list(chosen.values())
     found = await context.store.find(LIVE)
     if selector.resource_class:
         found = [item for item in found if item.resource_class == selector.resource_class]

@@ -6,7 +6,7 @@ Idempotent, resumable and safe to run concurrently: the records show what anothe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from math import inf
@@ -28,7 +28,16 @@ from remuda.controlplane.signal_waiter import SignalWaiter, StopReason, WaitResu
 from remuda.domain.errors import Conflict, ProvisionConflict, RemudaError, Unavailable, Unreadable
 from remuda.domain.instance import ABSORBING, Credential, Instance, State, holder_id
 from remuda.domain.pool_config import PoolConfig
-from remuda.domain.provision import Provision, ProvisionChange, ProvisionStatus, released, settled
+from remuda.domain.provision import (
+    Provision,
+    ProvisionChange,
+    ProvisionEnding,
+    ProvisionStatus,
+    describe_status,
+    lost_instances,
+    released,
+    settled,
+)
 from remuda.domain.release_policy import credential_expires_early, next_for_releasing
 from remuda.domain.resources import Tier
 from remuda.domain.signals import Report, removal_verdict
@@ -81,6 +90,8 @@ class ReleaseResult:
     run_id: str
     outcomes: tuple[ReleaseOutcome, ...]
     errors: tuple[str, ...]
+    #: Sentences about provisions that expired before the release, and about lost instances.
+    warnings: tuple[str, ...] = ()
     seconds: float
     calls: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
@@ -95,7 +106,7 @@ async def release(context: Context, *, run_id: str, attempt: int) -> ReleaseResu
     errors: list[str] = []
     provisions = await _mark_released(context, run_id=run_id, attempt=attempt, errors=errors)
     instances = await _instances_of(context, provisions, errors=errors)
-    if not provisions:
+    if not provisions and not errors:
         context.event_log.record("release", f"run {run_id} has no provision up to attempt {attempt}", run_id=run_id)
 
     publisher = PoolPublisher(context, by=Actor.RELEASE)
@@ -116,9 +127,20 @@ async def release(context: Context, *, run_id: str, attempt: int) -> ReleaseResu
         run_id=run_id,
         outcomes=tuple(outcomes),
         errors=tuple(errors),
+        warnings=tuple(_warnings(provisions, instances)),
         seconds=round(context.clock.monotonic() - started, 4),
         calls=context.calls.by_service(),
     )
+
+
+def _warnings(provisions: Sequence[Provision], instances: Sequence[Instance]) -> Iterator[str]:
+    records = {item.instance_id: item for item in instances}
+    for provision in provisions:
+        lost = lost_instances(provision, records)
+        if provision.ending is ProvisionEnding.EXPIRED:
+            yield f"run {provision.run_id} expired: its max-runtime-min was over before it was released"
+        elif lost:
+            yield f"run {provision.run_id}: {describe_status(provision, lost)}"
 
 
 async def _mark_released(context: Context, *, run_id: str, attempt: int, errors: list[str]) -> list[Provision]:
@@ -130,7 +152,9 @@ async def _mark_released(context: Context, *, run_id: str, attempt: int, errors:
             if provision.status is ProvisionStatus.RELEASED:
                 return provision
             before = provision
-            after = released(before, now=context.clock.now(), why=f"by attempt {attempt}")
+            is_open = before.status is ProvisionStatus.OPEN
+            why = f"released by attempt {attempt} before its runners were ready" if is_open else f"by attempt {attempt}"
+            after = released(before, now=context.clock.now(), why=why)
             try:
                 await _replace(context, before, after)
             except Conflict as conflict:
@@ -482,25 +506,39 @@ async def leave_provision(
     """Apply a transition after which the provision of a machine of a runner set does not hold it any more."""
 
     def closed(stored: Provision) -> Provision | None:
-        return closed_provision(context, config, stored, why)
+        return closed_provision(context, config, stored, why, ending=_ending_after(event))
 
     return await transition_in_set(context, instance, event, closed, by=by, why=why, provision=provision)
 
 
-def closed_provision(context: Context, config: PoolConfig, provision: Provision, why: str) -> Provision | None:
+def _ending_after(event: Event) -> ProvisionEnding:
+    """How the provision of a machine of a runner set ends with the event after which it does not hold it any more."""
+    if not isinstance(event, End) or event.reason is RetireReason.RELEASED:
+        return ProvisionEnding.RELEASED
+    return ProvisionEnding.EXPIRED if event.reason is RetireReason.EXPIRED else ProvisionEnding.FAILED
+
+
+def closed_provision(
+    context: Context,
+    config: PoolConfig,
+    provision: Provision,
+    why: str,
+    *,
+    ending: ProvisionEnding = ProvisionEnding.RELEASED,
+) -> Provision | None:
     """The provision of a machine of a runner set that it does not hold any more; None if that is recorded."""
     if provision.settled:
         return None
     now = context.clock.now()
     if provision.status is not ProvisionStatus.RELEASED:
-        provision = released(provision, now=now, why=why)
+        provision = released(provision, now=now, why=why, ending=ending)
     return settled(provision, forget_at=after(now, config.lifetimes.keep_records_s))
 
 
 async def deregister_set_runner(context: Context, instance: Instance, *, by: Actor) -> bool:
     """Remove the registration of a runner of a set. Return whether it certainly has no job any more.
 
-    A registration that is gone may have been used up by a job that nobody has recorded: a trusted machine is retired.
+    A registration that is gone may have been used up by a job that no one has recorded: a trusted machine is retired.
     """
     assignment = instance.assignment
     if context.github is None or assignment is None or not assignment.runner_id:

@@ -76,7 +76,7 @@ class BundleSource:
         return self.location.startswith("https://")
 
     async def list(self) -> tuple[Bundle, ...]:
-        """The bundles of this version for Lambda and for agents. Fails if there is none of a kind."""
+        """The bundles of this version for Lambda and for agents. Fails if one of them is missing."""
         digests = parse_sums((await self._read(SUMS)).decode("utf-8", "replace"))
         found = tuple(
             Bundle(use=use, architecture=architecture, sha256=digests[name])

@@ -102,7 +102,7 @@ class DeployResult:
     change_set: str = ""
     refresh: dict[str, Any] = field(default_factory=dict)
     drained: list[str] = field(default_factory=list)
-    #: The process that serves the runner sets; empty if there is none.
+    #: The process that serves the runner sets; empty if none exists.
     listener: str = ""
     doctor: Mapping[str, CheckResult] = field(default_factory=dict)
     outputs: Mapping[str, str] = field(default_factory=dict)

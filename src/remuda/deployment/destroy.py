@@ -1,7 +1,7 @@
 """Removal of a pool: the steps of `remuda destroy`, runner sets and machines first.
 
 Every step looks for what is left, so an interrupted removal continues when it is run again. Until the stack is deleted,
-the pool goes on if nobody does so: the next refresh creates the launch template again.
+the pool goes on if no one does so: the next refresh creates the launch template again.
 """
 
 from __future__ import annotations

@@ -395,7 +395,7 @@ class Preflight:
         return judge_quotas(dict(zip(QUOTAS, values, strict=True)), self.facts.classes, self._wanted.max_instances)
 
     async def _quota(self, code: str) -> float:
-        """The quota of the account, or the default of AWS if the account has no value of its own."""
+        """The quota of the account, or the default of AWS if the account has no value."""
         wanted = {"ServiceCode": "ec2", "QuotaCode": code}
         answer = await self._api.find("service-quotas", "GetServiceQuota", _NO_QUOTA, **wanted)
         if answer is None:

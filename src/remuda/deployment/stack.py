@@ -84,7 +84,7 @@ class StackChange:
 
 
 def stored_parameters(stack: StackState | None) -> Mapping[str, str]:
-    """The parameters of an existing stack; empty if there is none."""
+    """The parameters of an existing stack; empty if none exists."""
     return stack.parameters if stack and stack.exists else {}
 
 

@@ -141,6 +141,7 @@ def template(classes: Sequence[ResourceClass] = DEFAULT_CLASSES, *, issuer: str 
             **{_logical(who, "Alarm"): _alarm(who) for who in FUNCTIONS},
             "ProvisionAlarm": _provision_alarm(),
             "RunnerVersionAlarm": _runner_version_alarm(),
+            "BudgetAlarm": _budget_alarm(),
             "ListenerAlarm": _listener_alarm(),
             "WaitingJobsAlarm": _waiting_jobs_alarm(),
         },
@@ -348,7 +349,7 @@ def _broker_parameters() -> dict[str, Any]:
 def _listener_parameters() -> dict[str, Any]:
     return {
         "Listener": _text(
-            "Where the listener of RunnerSets runs: on an instance of its own, which exists if RunnerSets is set "
+            "Where the listener of RunnerSets runs: on its own instance, which exists if RunnerSets is set "
             "(also as []), or none in this stack.",
             "instance",
             AllowedValues=["instance", "none"],
@@ -371,7 +372,7 @@ def _setting(declared: Setting) -> dict[str, Any]:
     if declared.kind.choices:
         limits["AllowedValues"] = ["", *declared.kind.choices]
     elif declared.kind.is_number:
-        limits["AllowedPattern"] = "[0-9.]*"
+        limits["AllowedPattern"] = "[0-9.]*[smhdw]?" if declared.kind.is_duration else "[0-9.]*"
     return _text(declared.full_description, **limits)
 
 
@@ -664,7 +665,7 @@ def _broker() -> dict[str, Resource]:
 
 
 def _listener() -> dict[str, Resource]:
-    """The listener on an instance of its own, which an Auto Scaling group replaces if it fails.
+    """The listener on its own instance, which an Auto Scaling group replaces if it fails.
 
     During a replacement there may be two: the lease lets one of them serve the sets. Template and instance do not have
     the tag of the pool: provision may launch with tagged templates, and refresh ends tagged instances without a record.
@@ -773,6 +774,17 @@ def _runner_version_alarm() -> Resource:
         "GitHub refuses the pool's version of the actions runner soon; remuda status says when and what to do.",
         namespace=NAMESPACE,
         metric="RunnerVersionWarnings",
+        dimensions={"Pool": {"Ref": "Pool"}, "Command": "refresh"},
+        missing="notBreaching",
+    )
+
+
+def _budget_alarm() -> Resource:
+    return _alarm_on(
+        "budget",
+        "80 % of the pool's budget for this month are spent, or all of it; remuda budget says how much.",
+        namespace=NAMESPACE,
+        metric="BudgetWarnings",
         dimensions={"Pool": {"Ref": "Pool"}, "Command": "refresh"},
         missing="notBreaching",
     )

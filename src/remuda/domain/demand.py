@@ -14,7 +14,7 @@ MAX_TEXT = 300
 MAX_JOB_LABELS = 20
 #: Name of the lease of the process that serves the sets.
 LISTENER_LEASE = "listener"
-#: How long a job's record is kept if nobody says.
+#: How long a job's record is kept if no one says.
 DEFAULT_RETENTION = timedelta(days=30)
 
 
@@ -93,7 +93,7 @@ class DemandRecord:
     runner_group: str = ""
     #: 0 before the set exists on GitHub.
     scale_set_id: int = 0
-    #: The open session, which another listener may take over; empty if there is none.
+    #: The open session, which another listener may take over; empty if none exists.
     session_id: str = ""
     #: Process that has the session.
     owner: str = ""

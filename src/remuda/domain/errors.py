@@ -60,7 +60,7 @@ class Conflict(RemudaError):
 
     def __init__(self, message: str = "", *, current: Any = None) -> None:
         super().__init__(message)
-        #: The stored record, or None if there is none.
+        #: The stored record, or None if none exists.
         self.current = current
 
 

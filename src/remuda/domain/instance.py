@@ -193,7 +193,7 @@ class Instance:
         return self.run_id != holder_id(self.runner_set) if self.runner_set else bool(self.run_id)
 
     def deadline(self, *, busy: bool) -> datetime:
-        """The time at which it expires. A job that nobody has recorded yet protects a listening runner."""
+        """The time at which it expires. A job that no one has recorded yet protects a listening runner."""
         if busy and self.state is State.RUNNING and self.run_deadline is not None and not self.is_bound:
             return max(self.threshold, self.run_deadline)
         return self.threshold

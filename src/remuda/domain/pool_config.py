@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
+from remuda.domain.budget import Budget, Spending
 from remuda.domain.errors import UserError
 from remuda.domain.instance import ABSORBING, Credential, Instance, State
-from remuda.domain.resources import MAX_SHOWN, ResourceClass, Reuse, is_instance_id
+from remuda.domain.resources import MAX_SHOWN, ResourceClass, Reuse, is_instance_id, is_repository
 from remuda.domain.runner_release import RunnerRelease
 from remuda.domain.runner_set import RunnerSet
 from remuda.domain.text import quote
@@ -21,6 +22,9 @@ DEFAULT_GROUP_ID = 1
 MAX_RUNNER_NAME = 64
 
 _EPOCH = re.compile(r"[1-9][0-9]{0,18}")
+_GITHUB_RUN_ID = re.compile(r"[1-9][0-9]{0,18}")
+#: A server with web pages. The local GitHub, which listens on the loopback address, has none.
+_WEB_SERVER = re.compile(r"https?://(?!127\.0\.0\.1\b)[A-Za-z0-9.-]+(:[0-9]{1,5})?")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +58,14 @@ class PoolConfig:
     runner_sets: tuple[RunnerSet, ...] = ()
     #: The actions runner that new machines install. None if they use that of their image.
     runner: RunnerRelease | None = None
+    #: What the pool's machines may cost in a month before no more are launched. 0 for no limit.
+    monthly_budget: float = 0.0
+    #: What they have cost. Known only if there is a budget.
+    spending: Spending | None = None
+
+    @property
+    def budget(self) -> Budget:
+        return Budget(limit=self.monthly_budget, spending=self.spending)
 
     @property
     def runner_version(self) -> str:
@@ -75,6 +87,14 @@ class PoolConfig:
             field="resource-class",
             fix=f"use one of {known}, or add it with --resource-class-config and run remuda refresh",
         )
+
+    def run_url(self, repository: str, run_id: str) -> str:
+        """Return the address of a run's page on GitHub. Empty if it has none that is safe to link to."""
+        if not (
+            _WEB_SERVER.fullmatch(self.github_url) and is_repository(repository) and _GITHUB_RUN_ID.fullmatch(run_id)
+        ):
+            return ""
+        return f"{self.github_url}/{repository}/actions/runs/{run_id}"
 
     def find_set(self, name: str) -> RunnerSet | None:
         return next((item for item in self.runner_sets if item.name == name), None)

@@ -1,11 +1,12 @@
 """Provision records: the recorded intent of a run, written before anything is claimed or launched.
 
-`open → committed` is the commit point and records the instances; `open | committed → released` gives them back.
+`open → committed` is the commit point and records the instances; `open | committed → released` gives them back. People
+see how a released provision ended: `Provision.shown_status`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import StrEnum
@@ -122,6 +123,19 @@ class ProvisionStatus(StrEnum):
     RELEASED = "released"
 
 
+class ProvisionEnding(StrEnum):
+    """How a provision ended that has the status `released`."""
+
+    #: Its instances were given back in time.
+    RELEASED = "released"
+    #: It could not acquire its instances.
+    FAILED = "failed"
+    #: It held its instances until their time was up.
+    EXPIRED = "expired"
+    #: It was cancelled or released, or its process died, before its commit.
+    INTERRUPTED = "interrupted"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Provision:
     provision_id: str
@@ -132,6 +146,8 @@ class Provision:
     created_at: datetime
     #: The runner set that holds it, whose holder id is the run id; empty for a run.
     runner_set: str = ""
+    #: The run's repository as owner/name; empty if unknown, and for a set.
+    repository: str = ""
     #: Time limit of the commit; after the commit, of the instances' use. A sweep releases a provision past it.
     deadline: datetime
     status: ProvisionStatus = ProvisionStatus.OPEN
@@ -144,10 +160,21 @@ class Provision:
     #: Written with the commit or the rollback.
     outcome: ProvisionOutcome | None = None
     released_at: datetime | None = None
+    #: Set with the status `released`.
+    ending: ProvisionEnding | None = None
+    #: Instances that ended before the run was released; recorded when it is settled.
+    lost_ids: tuple[str, ...] = ()
     #: Released, and it holds no instance any more: sweeps skip it.
     settled: bool = False
     #: Time after which a settled record may be deleted.
     forget_at: datetime | None = None
+
+    @property
+    def shown_status(self) -> str:
+        """The status for people: `open` or `committed`, or how it ended."""
+        if self.status is ProvisionStatus.RELEASED and self.ending is not None:
+            return self.ending.value
+        return self.status.value
 
     def is_as_stored(self, current: Provision | None) -> bool:
         """Whether the stored record is unchanged in the fields that a replacement is conditional on."""
@@ -172,14 +199,31 @@ class ProvisionChange:
     after: Provision
 
 
-def describe_ended(provision: Provision, records: Mapping[str, Instance]) -> str:
-    """Say that all instances of a committed run are terminated. Empty if one is live or its record is unknown."""
-    ids = provision.instance_ids
-    if provision.status is not ProvisionStatus.COMMITTED or not ids:
-        return ""
-    if any(item not in records or records[item].state not in ABSORBING for item in ids):
-        return ""
-    return "its instance is terminated" if len(ids) == 1 else f"all {len(ids)} of its instances are terminated"
+def lost_instances(provision: Provision, records: Mapping[str, Instance]) -> tuple[str, ...]:
+    """Return the committed instances that ended before the run was released, as far as their records are known."""
+    if provision.settled:
+        return provision.lost_ids
+    return tuple(item for item in provision.instance_ids if item in records and _is_lost(provision, records[item]))
+
+
+def _is_lost(provision: Provision, instance: Instance) -> bool:
+    """The threshold of an instance that ended is the time when its end was decided."""
+    if instance.state not in ABSORBING or instance.provision_id != provision.provision_id:
+        return False
+    return provision.released_at is None or instance.threshold <= provision.released_at
+
+
+def describe_status(provision: Provision, lost: Sequence[str]) -> str:
+    """Say why a provision has its shown status, and which instances it lost."""
+    if not lost:
+        return provision.why
+    total = len(provision.instance_ids)
+    if len(lost) == total:
+        sentence = "it lost its only instance" if total == 1 else f"it lost all {total} of its instances"
+    else:
+        sentence = f"it lost {len(lost)} of its {total} instances: {', '.join(lost)}"
+    # The reason of a commit is that all instances were running.
+    return sentence if provision.status is ProvisionStatus.COMMITTED else f"{provision.why}; {sentence}"
 
 
 _NEXT_STATUS = {
@@ -210,22 +254,36 @@ def committed(
     )
 
 
-def released(provision: Provision, *, now: datetime, why: str, outcome: ProvisionOutcome | None = None) -> Provision:
-    """Return the released record. A provision that ends before its commit passes its `outcome`."""
+def released(
+    provision: Provision,
+    *,
+    now: datetime,
+    why: str,
+    ending: ProvisionEnding | None = None,
+    outcome: ProvisionOutcome | None = None,
+) -> Provision:
+    """Return the released record. A provision that ends before its commit passes its `outcome`.
+
+    Without an `ending`, the record decides: it was interrupted before its commit, expired at its deadline, or released.
+    """
     _check_next(provision, ProvisionStatus.RELEASED)
-    # An open provision may still have claims in progress until its deadline; a committed one has none.
-    deadline = provision.deadline if provision.status is ProvisionStatus.OPEN else now
+    was_open = provision.status is ProvisionStatus.OPEN
+    if ending is None:
+        held = ProvisionEnding.EXPIRED if now >= provision.deadline else ProvisionEnding.RELEASED
+        ending = ProvisionEnding.INTERRUPTED if was_open else held
     return replace(
         provision,
         status=ProvisionStatus.RELEASED,
+        ending=ending,
         released_at=now,
-        deadline=deadline,
+        # An open provision may still have claims in progress until its deadline; a committed one has none.
+        deadline=provision.deadline if was_open else now,
         why=why,
         outcome=outcome or provision.outcome,
     )
 
 
-def settled(provision: Provision, *, forget_at: datetime) -> Provision:
+def settled(provision: Provision, *, forget_at: datetime, lost: tuple[str, ...] = ()) -> Provision:
     if provision.status is not ProvisionStatus.RELEASED:
         raise IllegalTransition(f"provision {provision.provision_id} is {provision.status}, not released")
-    return replace(provision, settled=True, forget_at=forget_at)
+    return replace(provision, settled=True, lost_ids=lost, forget_at=forget_at)

@@ -56,7 +56,7 @@ def next_for_releasing(
 
 
 def _had_unknown_job(instance: Instance, report: Report) -> bool:
-    """Whether a trusted machine of a runner set was released without a job and had one, whose run nobody knows."""
+    """Whether a trusted machine of a runner set was released without a job and had one, whose run no one knows."""
     was_unbound = bool(instance.runner_set) and instance.last_run_id == holder_id(instance.runner_set)
     return was_unbound and instance.tier is Tier.TRUSTED and report.spent_epoch == instance.epoch
 

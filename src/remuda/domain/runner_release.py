@@ -107,7 +107,7 @@ class RunnerRelease:
     def deadline(self) -> datetime | None:
         """The time from which GitHub may refuse the release; None while there is no newer one.
 
-        If the release was already outdated when refresh first saw it, nobody here knows for how long.
+        If the release was already outdated when refresh first saw it, no one here knows for how long.
         """
         if self.outdated_since is None or not self.was_newest:
             return self.outdated_since

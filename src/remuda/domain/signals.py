@@ -100,7 +100,7 @@ class Report:
     busy: bool = False
     #: Whether the runner's listener is running.
     listening: bool = False
-    #: Epoch whose just-in-time registration is used up: its only job has ended. 0 if there is none.
+    #: Epoch whose just-in-time registration is used up: its only job has ended. 0 if none exists.
     spent_epoch: int = 0
     #: Spot notice, or empty.
     notice: str = ""

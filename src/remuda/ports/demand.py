@@ -23,7 +23,7 @@ class DemandSession(Protocol):
         ...
 
     async def receive(self, *, last_message_id: int, capacity: int) -> DemandMessage | None:
-        """Wait for the next message after `last_message_id`; None if there is none for about 50 s.
+        """Wait for the next message after `last_message_id`; None if none comes for about 50 s.
 
         `capacity` is the total number of runners that the set may have, always above 0: GitHub never delivers a job
         that was queued while the capacity was 0. A message is delivered again until it is acknowledged.

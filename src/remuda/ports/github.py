@@ -99,7 +99,7 @@ class GitHub(Protocol):
         ...
 
     async def runner_group_id(self, scope: str, name: str) -> int:
-        """The id of a runner group of an organisation. Raises `UserError` if there is none of this name."""
+        """The id of a runner group of an organisation. Raises `UserError` if it does not exist."""
         ...
 
     async def runner_downloads(self, scope: str) -> RunnerRelease:
@@ -127,7 +127,7 @@ class GitHub(Protocol):
         ...
 
     async def get_run(self, scope: str, repository: str, run_id: int) -> GitHubRun | None:
-        """Return a workflow run of a repository in the scope; None if there is none."""
+        """Return a workflow run of a repository in the scope; None if none exists."""
         ...
 
     async def rerun_failed_jobs(self, scope: str, repository: str, run_id: int) -> None:

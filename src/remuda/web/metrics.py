@@ -77,6 +77,8 @@ def _counter(name: str, labels: str, text: str, kind: MetricKind = MetricKind.CO
 
 INSTANCES = _gauge("remuda_instances", "pool state resource_class usage_class", "Instances that are not terminated.")
 MAX_INSTANCES = _gauge("remuda_max_instances", "pool", "Maximum number of instances in the pool.")
+BUDGET = _gauge("remuda_budget_dollars", "pool", "Budget of the pool per month, if it has one.")
+SPENT = _gauge("remuda_spent_dollars", "pool", "Cost of the pool's machines in this month, if it has a budget.")
 POOL_IDLE = _gauge(
     "remuda_pool_idle", "pool resource_class", "Idle instances that can be claimed: neither drained nor in quarantine."
 )
@@ -401,6 +403,9 @@ def _gauges(pool: str, status: Status) -> Iterator[tuple[str, Values]]:
     yield LAST_POLL.name, {(pool,): status.at.timestamp()}
     if status.config is not None:
         yield MAX_INSTANCES.name, {(pool,): float(status.config.max_instances)}
+        if status.config.monthly_budget:
+            yield BUDGET.name, {(pool,): status.config.monthly_budget}
+            yield SPENT.name, {(pool,): status.config.budget.spent(status.at)}
         expiries = [item.registration.expires_at.timestamp() for item in status.config.tokens]
         deadline = status.config.runner.deadline if status.config.runner else None
         yield RUNNER_DEADLINE.name, {(pool,): deadline.timestamp()} if deadline else {}

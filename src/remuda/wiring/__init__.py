@@ -1,15 +1,17 @@
 """Wiring: from settings to adapters. The only package that names concrete adapters.
 
-Functions import the adapters of a backend, so that a command waits only for those of its own.
+Functions import the adapters of a backend, so that a command waits only for its own backend.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
 
 from remuda.adapters.system.clock import SystemClock, SystemIds
+from remuda.adapters.system.prices import chosen_prices
 from remuda.config.settings import LIFETIME_SETTINGS, SETTINGS, Settings
 from remuda.controlplane.context import Context
 from remuda.domain.errors import UserError
@@ -57,6 +59,7 @@ async def open_context(
             event_log=event_log,
             calls=system.calls,
             spot_prices=backend.spot_prices,
+            read_prices=partial(chosen_prices, settings.prices),
         )
 
 
@@ -137,6 +140,7 @@ def desired(settings: Settings, *, pool: str, keeps_unset: bool = True) -> Desir
         launch=launch,
         reuse=settings.reuse,
         runner_sets=settings.runner_sets,
+        monthly_budget=settings.monthly_budget,
         unset=unset,
     )
 
@@ -146,7 +150,7 @@ def _unset(settings: Settings) -> frozenset[str]:
     by_setting = {
         **{setting: name for name, setting in LIFETIME_SETTINGS.items()},
         **{item.name: item.key for item in SETTINGS.values() if item.is_launch_option},
-        **{name: name for name in ("max_instances", "reuse", "runner_sets", "runner_group")},
+        **{name: name for name in ("max_instances", "reuse", "runner_sets", "runner_group", "monthly_budget")},
         "resource_class_config": "classes",
     }
     if settings.backend == "local":

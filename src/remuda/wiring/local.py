@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 
 from remuda import procfs
 from remuda.adapters.local.compute import LocalCompute
@@ -23,6 +24,8 @@ from remuda.ports.github import GitHub
 from remuda.wiring.backend import Backend, SystemPorts
 from remuda.wiring.github import token_client
 
+#: Module that runs as the local GitHub.
+GITHUB_MODULE = "remuda.fake_github"
 #: Variables of the caller's environment that local instances inherit.
 _INHERITED_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ")
 
@@ -45,12 +48,28 @@ def local_endpoint(settings: Settings, *, require_running: bool = True) -> Endpo
     """The endpoint of the local GitHub."""
     endpoint = read_endpoint(layout(settings).github)
     if endpoint is None or (require_running and procfs.read_process(endpoint.pid) is None):
+        others = running_backends(settings)
+        use_other = f", or use the one that is running with --dir {' or --dir '.join(others)}" if others else ""
         raise UserError(
             f"the local backend in {settings.dir} is not running",
             field="--dir",
-            fix=f"run remuda up --dir {settings.dir}",
+            fix=f"run remuda up --dir {settings.dir}{use_other}",
         )
     return endpoint
+
+
+def running_backends(settings: Settings) -> list[str]:
+    """State directories of the user's other local backends, found by the processes of their local GitHub."""
+    from remuda.agent.processes import command  # noqa: PLC0415 - for errors and `up` only
+
+    here, found = str(layout(settings).root), set()
+    for pid in procfs.all_processes():
+        with suppress(OSError, ValueError):
+            words = command(pid)
+            is_ours = Path(f"/proc/{pid}").stat().st_uid == os.geteuid()
+            if is_ours and GITHUB_MODULE in words:
+                found.add(str(Path(words[words.index("--dir") + 1]).parent))
+    return sorted(found - {here})
 
 
 @asynccontextmanager

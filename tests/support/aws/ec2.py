@@ -73,6 +73,10 @@ class Ec2Server:
         self._process.wait(LIMIT_S)
         self._process.stdout.close()
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def reset(self) -> None:
         """Remove all instances and injected faults. Instance profiles stay."""
         self._http.post("/_shim/reset").raise_for_status()

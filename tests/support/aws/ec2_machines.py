@@ -40,8 +40,9 @@ from tests.support.aws.ec2 import (
 from tests.support.aws.servers import REGION, aws_client
 from tests.support.aws.stack import SCOPE, AwsStack
 from tests.support.fake_s3 import FakeS3, fake_s3
-from tests.support.namespace_machine.machine import NamespaceMachine, bake_image, unsupported_reason
+from tests.support.namespace_machine.machine import NamespaceMachine, bake_image
 from tests.support.namespace_machine.network import MetadataNetwork
+from tests.support.namespace_machine.requirements import unsupported_reason
 from tests.support.user_data import CREDENTIALS, FakeImds, decode_user_data, fake_imds
 
 if TYPE_CHECKING:

@@ -108,7 +108,7 @@ def aws_stack(folder: Path, host: str = LOOPBACK) -> Iterator[AwsStack]:
     ):
         ec2 = Ec2Server(host)
         try:
-            launch = asyncio.run(_launch_options(ec2))
+            launch = asyncio.run(launch_options(ec2))
             yield AwsStack(folder=folder, store=store, ec2=ec2, github=github, launch=launch)
         finally:
             ec2.stop()
@@ -118,6 +118,6 @@ async def _unused_prefix() -> str:
     raise AssertionError("the key prefix is in the table; only refresh determines it")
 
 
-async def _launch_options(ec2: Ec2Server) -> dict[str, str]:
+async def launch_options(ec2: Ec2Server) -> dict[str, str]:
     async with ec2.client() as client:
         return await ec2.launch_options(client)

@@ -12,41 +12,19 @@ import sys
 import sysconfig
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from pathlib import Path
 
 from remuda import procfs
 from remuda.fake_github import PROGRAMS, install_runner
 from remuda.scripts import SYSTEM_PATH
 from tests.support.namespace_machine.network import SERVERS, own_network
+from tests.support.namespace_machine.requirements import UNSHARE, unsupported_reason
 
 INIT = Path(__file__).with_name("init.py")
-UNSHARE = ("unshare", "--mount", "--pid", "--ipc", "--uts", "--net", "--fork", "--kill-child=KILL")
 #: A Python interpreter in the runner's own folder, as the real runner has Node.js: sandboxes hide most other places.
 INTERPRETER = Path("/opt/remuda/runner/externals/python/bin/python3")
-#: Commands that sandboxes need, and their Debian packages.
-NEEDED = {"systemd-nspawn": "systemd-container", "ip": "iproute2", "iptables": "iptables", "sudo": "sudo"}
 CURRENT_SANDBOX = "/var/lib/remuda/sandboxes/current.json"
 STOP_WITHIN_S = 60.0
-
-
-@cache
-def unsupported_reason() -> str:
-    """The reason why this computer cannot run such machines; empty if it can."""
-    if sys.platform != "linux" or os.geteuid() != 0:
-        return "machines in namespaces need root on Linux"
-    missing = [package for command, package in NEEDED.items() if shutil.which(command) is None]
-    if missing:
-        return f"machines in namespaces need {', '.join(missing)} (Debian: apt-get install {' '.join(missing)})"
-    probe = (
-        "set -e; mount -t cgroup2 none /mnt; umount /mnt; mount -t tmpfs t /mnt; mkdir /mnt/u /mnt/w /mnt/r;"
-        " mount -t overlay o -o lowerdir=/,upperdir=/mnt/u,workdir=/mnt/w /mnt/r;"
-        " ip link add name one type veth peer name two; iptables -t nat -S; iptables -t mangle -S"
-    )
-    done = subprocess.run([*UNSHARE, "sh", "-c", probe], capture_output=True, text=True, check=False)
-    if done.returncode:
-        return f"machines in namespaces need cgroup v2, overlays, veth and iptables: {done.stderr.strip()}"
-    return ""
 
 
 def quiet_network() -> AbstractContextManager[None]:

@@ -111,7 +111,7 @@ def build_image() -> Image:
 
 
 def debian_mirror() -> str:
-    """The mirror that this computer's apt uses for the suite; empty if there is none."""
+    """The mirror that this computer's apt uses for the suite; empty if none exists."""
     if given := os.environ.get(MIRROR):
         return given
     if shutil.which("apt-get") is None:

@@ -65,7 +65,7 @@ class VirtualMachineStack(MachineStack):
 
     @asynccontextmanager
     async def booting(self, **environment: str) -> AsyncIterator[None]:
-        assert not environment, "virtual machines have an environment of their own"
+        assert not environment, "virtual machines have their own environment"
         async with ec2_machines(
             kind=VirtualMachineRunner,
             ec2_url=self.stack.ec2.url,

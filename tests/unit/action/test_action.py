@@ -96,6 +96,7 @@ PROVISIONED = {
     ],
     "reused": 1,
     "created": 1,
+    "ends_at": "2026-11-18T09:00:00.000Z",
     "tier": "untrusted",
     "tier_reason": "pull request #12 from fork eve/repo",
     "ephemeral": False,
@@ -258,6 +259,7 @@ def test_provision_writes_outputs_and_summary(step: InProcessStep, monkeypatch: 
     assert "| i-00 | c6i.large | spot | reused | 0.50 s |" in page
     assert "| i-01 | c6i.large | spot | created | 0.50 s |" in page
     assert "| total | 3.25 s |" in page
+    assert "They end at 2026-11-18T09:00:00.000Z, even if a job runs" in page
     assert "Tier untrusted: pull request &#35;12 from fork eve/repo" in page
     assert "API calls: dynamodb 3" in page
     opened, event, closed, message = step.log
@@ -283,6 +285,7 @@ def test_release_warns_of_unreleased_instances(step: InProcessStep, monkeypatch:
         "skipped": [],
         "reasons": {**dict.fromkeys(late, "its heartbeat is dead"), "i-a": "clean, in the pool"},
         "deregistration_seconds": {"i-a": 1.0},
+        "warnings": ["run 42 expired"],
         "errors": ["i-b: no answer"],
         "seconds": 2.0,
         "calls": {},
@@ -291,9 +294,10 @@ def test_release_warns_of_unreleased_instances(step: InProcessStep, monkeypatch:
     assert step.run(mode="release") == 4
     warnings = step.commands("warning")
     assert warnings[0] == "i-0 is not released: its heartbeat is dead"
-    assert warnings[-1] == "and 3 more: see the log"
+    assert warnings[-1] == "and 4 more: see the log"
     assert "| i-a | released | clean, in the pool | 1.00 s |" in step.summary()
     assert "| i-b: no answer |" in step.summary()
+    assert "⚠ run 42 expired" in step.summary()
     assert not step.output_file.exists()
 
 

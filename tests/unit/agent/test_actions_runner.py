@@ -516,7 +516,7 @@ class TestRunnerSet:
 
     @pytest.mark.parametrize("code", [0, 1, 2])
     async def test_job_cannot_pass_for_an_unused_registration(self, folder: Folder, code: int) -> None:
-        """The log can be truncated by whoever has it open, and can contain anything."""
+        """The log can be truncated by anyone who has it open, and can contain anything."""
         runner = await self.started(folder, "Running job: a")
         await until(runner, busy=True)
         folder.log.write_text(f"{DELETED}\n")

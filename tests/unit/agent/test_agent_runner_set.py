@@ -269,7 +269,7 @@ async def test_machine_serves_two_jobs_with_a_registration_each(fixture: AgentFi
 
 
 async def test_job_is_reported_until_the_end_of_the_release(fixture: AgentFixture) -> None:
-    """It may have had the job while its registration was removed, and nobody else has noticed it."""
+    """It may have had the job while its registration was removed, and no one else has noticed it."""
     fixture.start()
     await fixture.create_in_set()
     await until(lambda: fixture.signalled(Signal.UD_OK))

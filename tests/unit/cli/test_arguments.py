@@ -6,18 +6,22 @@ import os
 import re
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from click import Context
 from click.testing import CliRunner
 
-from remuda.cli.main import app, install_completion, main
-from remuda.cli.operator import check_reason, check_selection, run_quarantine, run_terminate
-from remuda.cli.output import Output, parse_duration
+from remuda.cli.main import COMMAND_SECTIONS, app, install_completion, main
+from remuda.cli.operator import check_reason, check_selection, run_terminate
+from remuda.cli.output import Output
+from remuda.cli.read import parse_since
 from remuda.config.declaration import ALL_COMMANDS, flag
 from remuda.config.settings import SETTINGS, Settings
 from remuda.controlplane.operator import InstanceSelector
 from remuda.domain.errors import UserError
+from tests.support.records import NOW
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -54,7 +58,7 @@ def test_help_groups_options() -> None:
     titles = [line for line in shown_help("refresh").splitlines() if re.fullmatch(r"\S.*:", line)]
     assert titles == ["Options:", "Pool:", "AWS:", "GitHub:", "Common:", "Output:"]
     assert "--usage-class [on-demand|spot]" in shown_help("provision")
-    assert "--idle-time-sec SECONDS" in shown_help("refresh")
+    assert "--idle-time-sec DURATION" in shown_help("refresh")
 
 
 def test_expert_settings_have_no_flag() -> None:
@@ -133,13 +137,29 @@ def test_a_missing_or_ambiguous_selection_is_rejected(selector: InstanceSelector
     assert (failure.value.field, bool(failure.value.fix)) == ("INSTANCE", True)
 
 
-@pytest.mark.parametrize("duration", ["", "0h", "8d", "soon", "-1h", "1e9h", "99999999h"])
-def test_quarantine_rejects_an_invalid_duration(duration: str) -> None:
-    with pytest.raises(UserError) as failure:
-        run_quarantine(
-            Settings(), Output(as_json=False), instances=ONE.instance_ids, duration=duration, reason="", dry_run=False
-        )
-    assert failure.value.field == "--for"
+@pytest.mark.parametrize("arguments", [("quarantine", "i-0123456789abcdef0", "--for"), ("dashboard", "--since")])
+@pytest.mark.parametrize("duration", ["", "0h", "31d", "soon", "1e9h", "99999999h"])
+def test_a_command_rejects_an_invalid_duration(
+    arguments: tuple[str, ...], duration: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments, duration]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"remuda: {arguments[-1]} must be a number of seconds from 1 to ")
+    assert "or a time such as 90s, 30m or 7d, got " in error
+
+
+def test_every_command_is_in_one_section_of_the_help() -> None:
+    assert sorted(name for names in COMMAND_SECTIONS.values() for name in names) == sorted(app.commands)
+    lines = app.get_help(Context(app, info_name="remuda")).splitlines()
+    assert [line[:-1] for line in lines if line.endswith(":") and not line.startswith(" ")] == [
+        "Options",
+        *COMMAND_SECTIONS,
+    ]
+
+
+@pytest.mark.parametrize(("text", "days"), [("7d", 7), ("12h", 0.5), ("86400", 1), ("2025-05-30", 1.5)])
+def test_begin_of_a_report(text: str, days: float) -> None:
+    assert parse_since(text, now=NOW) == NOW - timedelta(days=days)
 
 
 @pytest.mark.parametrize("reason", ["x" * 201, "two\nlines", "\x1b[2J"])
@@ -159,10 +179,3 @@ def test_a_reason_of_several_lines_is_rejected(reason: str) -> None:
 
 def test_an_empty_reason_is_replaced() -> None:
     assert check_reason(" ") == "no reason given"
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"), [("90m", 5_400), (" 2 h", 7_200), ("7d", 604_800), ("1w", 604_800), ("h", None), ("1y", None)]
-)
-def test_parse_duration(text: str, seconds: float | None) -> None:
-    assert parse_duration(text) == seconds

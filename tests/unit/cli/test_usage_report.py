@@ -6,7 +6,7 @@ import base64
 import hashlib
 import re
 from dataclasses import replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from html.parser import HTMLParser
 from io import StringIO
 from typing import Any
@@ -104,6 +104,30 @@ def test_page_supports_small_screens_and_dark_mode() -> None:
     assert 'name="viewport"' in text
     assert "prefers-color-scheme: dark" in text
     assert '<html lang="en">' in text
+
+
+def test_title_and_heading_name_remuda() -> None:
+    text = report_page(sample_usage(), pool="ci")
+    assert "<title>Remuda: pool ci, " in text
+    assert "<h1>Remuda: pool ci</h1>" in text
+
+
+def test_runs_link_to_github() -> None:
+    url = "https://github.com/octo/app/actions/runs/41"
+    page = ReportParser(report_page(replace(sample_usage(), run_urls={"41": url}), pool="ci"))
+    assert [value for name, value in page.attributes if name == "href"] == [url]
+
+
+def test_times_at_the_axis_are_round() -> None:
+    def labels(since: datetime, length: timedelta) -> list[str]:
+        drawing = plots.stacked([{"idle": 1.0}], ["idle"], since=since, until=since + length, label="x")
+        return re.findall(r'class="x"[^>]*>([^<]*)<', drawing)
+
+    since = datetime(2026, 11, 17, 19, 41, 23, tzinfo=UTC)
+    assert labels(since, timedelta(minutes=84)) == ["19:45", "20:00", "20:15", "20:30", "20:45", "21:00"]
+    assert labels(since, timedelta(seconds=20)) == ["19:41:25", "19:41:30", "19:41:35", "19:41:40"]
+    assert labels(since, timedelta(days=7)) == ["19 Nov", "21 Nov", "23 Nov"]
+    assert labels(since, timedelta(days=365)) != []
 
 
 def test_empty_period() -> None:

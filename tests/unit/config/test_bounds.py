@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remuda.config.declaration import flag
+from remuda.config.declaration import flag, key, variable
 from remuda.config.settings import AWS_MARGIN_S, LOCAL_MARGIN_S, SETTINGS
 from remuda.config.sources import load, mistyped_variables
 from remuda.domain.errors import UserError
@@ -18,7 +19,7 @@ from remuda.wiring import desired
 WEEK_S, DAY_S = 604_800, 86_400
 
 #: Minimum and maximum.
-SECONDS: dict[str, tuple[float, float]] = {
+FRACTIONS: dict[str, tuple[float, float]] = {
     "idle_time_sec": (1, WEEK_S),
     "release_time_sec": (5, DAY_S),
     "provision_timeout_sec": (2, 2_400),
@@ -35,6 +36,7 @@ SECONDS: dict[str, tuple[float, float]] = {
     "max_runtime_min": (0.05, 7 * 1_440),
     "minimum_running_time_in_minutes": (0, 7 * 1_440),
     "runner_boot_time_in_minutes": (0, 7 * 1_440),
+    "monthly_budget": (0, 10_000_000),
 }
 WHOLE: dict[str, tuple[int, int]] = {
     "run_attempt": (1, 1_000_000),
@@ -43,10 +45,30 @@ WHOLE: dict[str, tuple[int, int]] = {
     "max_instances": (1, 100_000),
     "max_removals_per_cycle": (0, 100_000),
 }
-NUMBERS: dict[str, tuple[float, float]] = {**SECONDS, **WHOLE}
+NUMBERS: dict[str, tuple[float, float]] = {**FRACTIONS, **WHOLE}
 
-NEVER = ["", " ", "NaN", "nan", "inf", "-inf", "Infinity", "-1", "1e9", "1e400", "abc", "1,5", "0x10", "5s"]
-NEVER += ["9" * 5_000, "1" * 100_000, "\u0663", "None", "true", "1 2", "--"]
+NEVER = [
+    "",
+    " ",
+    "NaN",
+    "nan",
+    "inf",
+    "-inf",
+    "Infinity",
+    "-1",
+    "1e9",
+    "1e400",
+    "abc",
+    "1,5",
+    "0x10",
+    "5y",
+    "s",
+    "-5s",
+    "1e3s",
+    "5 5s",
+    "9999999w",
+]
+NEVER += ["9" * 5_000, "1" * 100_000, "\u0663", "None", "true", "1 2", "--", "s", "-5s", "1e3s", "5 5s", "9999999w"]
 
 
 def refused(name: str, value: Any) -> UserError:
@@ -78,13 +100,49 @@ def test_the_limits_are_accepted_and_values_beyond_are_rejected(name: str) -> No
         assert getattr(load({name: f"{value}"}, environ={}), name) == value
     step = 1 if name in WHOLE else 0.001
     for value in (least - step, most + step):
-        assert f"from {least:g} to {most:.15g}, got" in refused(name, f"{value}").message
+        assert f"from {least:g} to {most:.15g}, " in refused(name, f"{value}").message
 
 
 @pytest.mark.parametrize("name", [name for name in NUMBERS if NUMBERS[name][0] > 0])
 def test_zero_is_rejected(name: str) -> None:
     assert refused(name, "0").field == flag(name)
     assert refused(name, "-0.0").field == flag(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("idle_time_sec", "900", 900),
+        ("idle_time_sec", "15m", 900),
+        ("idle_time_sec", " 1.5 h ", 5_400),
+        ("max_age_sec", "7d", WEEK_S),
+        ("max_age_sec", "2w", 2 * WEEK_S),
+        ("max_runtime_min", "30", 30),
+        ("max_runtime_min", "6h", 360),
+        ("max_runtime_min", "90s", 1.5),
+        ("minimum_running_time_in_minutes", "1h", 60),
+    ],
+)
+def test_a_duration_has_the_unit_of_its_suffix_or_else_of_its_name(
+    name: str, text: str, value: float, tmp_path: Path
+) -> None:
+    file = tmp_path / "remuda.toml"
+    file.write_text(f'{key(name)} = "{text}"')
+    for loaded in (
+        load({name: text}, environ={}),
+        load({}, environ={variable(name): text}),
+        load({}, environ={}, file=file),
+    ):
+        assert getattr(loaded, name) == value
+
+
+@pytest.mark.parametrize("name", [name for name in FRACTIONS if name != "monthly_budget"])
+def test_the_error_for_a_duration_says_what_to_write(name: str) -> None:
+    error = refused(name, "soon")
+    assert (error.field, error.exit_code) == (flag(name), 2)
+    unit = "seconds" if name.endswith("_sec") else "minutes"
+    assert error.message.startswith(f"{flag(name)} must be a number of {unit} from ")
+    assert error.message.endswith("or a time such as 90s, 30m or 7d, got 'soon'")
 
 
 @pytest.mark.parametrize("name", WHOLE)

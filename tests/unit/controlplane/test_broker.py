@@ -335,10 +335,10 @@ REFUSED_REQUESTS: list[tuple[dict[str, Any], str]] = [
     ({"inputs": {"repository": "eve/x"}}, "repository comes from the workflow's OIDC token; remove it from the "),
     ({"inputs": {"run-attempt": "2"}}, "run-attempt comes from the workflow's OIDC token; remove it from the "),
     ({"inputs": {"instance-counts": "9"}}, "there is no input 'instance-counts'; did you mean instance-count?"),
-    ({"inputs": {"zzz": "9"}}, "there is no input 'zzz'; use allowed-instance-types, ephemeral, "),
+    ({"inputs": {"zzz": "9"}}, "there is no input 'zzz'; use add, allowed-instance-types, ephemeral, "),
     ({"inputs": {"instance-count": "many"}}, "instance-count must be an integer from 1 to 1000, got 'many'"),
     ({"inputs": {"usage-class": "free"}}, "usage-class must be on-demand or spot, got 'free'"),
-    ({"inputs": {"eyJhbGciOiJSUzI1NiJ9": "x"}}, "an input has an invalid name; use allowed-instance-types, "),
+    ({"inputs": {"eyJhbGciOiJSUzI1NiJ9": "x"}}, "an input has an invalid name; use add, allowed-instance-types, "),
 ]
 
 
@@ -552,7 +552,7 @@ async def test_state_of_a_failed_provision_has_its_error(subject: Broker) -> Non
 
 
 async def test_state_is_that_of_the_resource_class(subject: Broker) -> None:
-    """A run with two classes has two steps, each with a provision of its own."""
+    """A run with two classes has two steps, each with its own provision."""
     large = await subject.call("provision", inputs={"instance_count": "2"})
     xlarge = await subject.call("provision", inputs={"resource_class": "xlarge"})
     assert (await subject.call("state", inputs={"instance_count": "2"})).outputs == large.outputs

@@ -99,7 +99,7 @@ async def test_failed_run_shows_the_error(world: PoolWorld) -> None:
     assert "c6i.large" in reasons["launched 1 of 2"]
     assert reasons["failed after 0.00 s"] == failure.value.message[:200]
     assert "locked: it has the pool's tags but no record" in reasons
-    assert explanation.title.startswith("Run 7: released")
+    assert explanation.title.startswith("Run 7: failed (")
 
 
 async def test_run_in_progress(world: PoolWorld) -> None:
@@ -225,24 +225,22 @@ async def test_instance_shows_its_repository_and_tier(world: PoolWorld) -> None:
     assert "untrusted, served only octo/one, " in (await explained(world, machine)).title
 
 
-@pytest.mark.parametrize(
-    ("count", "text"), [(1, "its instance is terminated"), (2, "all 2 of its instances are terminated")]
-)
+@pytest.mark.parametrize(("count", "text"), [(1, "it lost its only instance"), (2, "it lost all 2 of its instances")])
 async def test_committed_run_whose_machines_have_ended(world: PoolWorld, count: int, text: str) -> None:
     await world.provision("7", count=count)
     process = world.process()
-    assert not (await status(process)).ended
+    assert not (await status(process)).lost
     machines = list((await process.store.get_many(world.in_state(State.RUNNING))).values())
     # Their remaining records are enough to explain the run.
     await terminate(process, machines[1:], reason="enough", dry_run=False)
     assert "keeps its runners" in (await explained(world, "7")).next_steps[0]
     await terminate(process, machines[:1], reason="enough", dry_run=False)
     explanation = await explained(world, "7")
-    assert explanation.title == f"Run 7: committed; {text}"
+    assert explanation.title == f"Run 7: committed ({text})"
     assert explanation.next_steps[0].startswith(f"{text}: there is nothing to release")
     found = await status(process)
-    assert list(found.ended.values()) == [text]
-    assert [run["instances_terminated"] for run in status_document(found)["runs"]] == [True]
+    ids = {item.instance_id for item in machines}
+    assert [set(run["lost_ids"]) for run in status_document(found)["runs"]] == [ids]
 
 
 async def test_launch_reason_of_runs_that_skip_the_pool(world: PoolWorld) -> None:

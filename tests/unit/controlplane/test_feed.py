@@ -250,6 +250,19 @@ def make_feed(
     )
 
 
+async def test_page_shows_a_dead_agent(world: PoolWorld) -> None:
+    instance_id = (await world.one("7")).instance_id
+    feed = make_feed(world.process(), [])
+    running = asyncio.create_task(feed.run())
+    with feed.watched():
+        for is_dead in (False, True):
+            await asyncio.sleep(5)
+            assert json.loads(feed.change_log.snapshot())["instances"][instance_id]["agent_dead"] == is_dead
+            world.stop_agent(instance_id)
+            await asyncio.sleep(30)
+    running.cancel()
+
+
 async def test_store_failure_is_reported_and_retried(world: PoolWorld) -> None:
     event_log = EventRecorder()
     feed = make_feed(world.process(), ["the disk is full", "the disk is full"], event_log=event_log)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -17,6 +18,7 @@ from remuda.domain.errors import CapacityError, Unavailable
 from remuda.domain.instance import RetireReason, State
 from remuda.domain.provision import ProvisionStatus
 from remuda.domain.resources import Tier
+from remuda.domain.signals import Signal
 from remuda.domain.thresholds import HEARTBEAT_DEAD_AFTER_S
 from remuda.ports.github import GitHubRun
 from remuda.ports.machine import StepResult
@@ -144,6 +146,20 @@ async def test_provision_of_a_lost_machine_is_closed_at_once(sets: DemandWorld) 
     await sets.sweep()
     assert sets.record(lost).retire_reason is RetireReason.GONE
     statuses = {item.status for item in sets.database.provisions.values() if lost in item.instance_ids}
+    assert statuses == {ProvisionStatus.RELEASED}
+
+
+async def test_sweep_that_ends_a_failed_machine_closes_its_provision(sets: DemandWorld) -> None:
+    sets.behaviour.registration["i-00000000000000001"] = StepResult(ok=False, detail="broken")
+    listener = sets.listen()
+    sets.queue()
+    await sets.wait_for(lambda: sets.in_state(State.RUNNING))
+    await listener.stop()
+    (failed,) = sets.in_state(State.RUNNING)
+    await sets.wait_for(lambda: sets.database.reports[failed].signal is Signal.UD_REG_FAILED)
+    await sets.sweep()
+    assert sets.record(failed).retire_reason is RetireReason.FAILED
+    statuses = {item.status for item in sets.database.provisions.values() if failed in item.instance_ids}
     assert statuses == {ProvisionStatus.RELEASED}
 
 
@@ -391,6 +407,26 @@ async def test_listener_that_is_stopped_twice_gives_back_what_it_has_acquired(se
     await listener.stop()
     (provision,) = sets.database.provisions.values()
     assert provision.status is not ProvisionStatus.OPEN
+
+
+async def test_listener_ends_if_a_loop_of_a_set_cannot_continue(
+    sets: DemandWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would look alive and serve nothing."""
+    listener = sets.listen()
+    await asyncio.sleep(1.0)
+
+    def fail(action: str, why: str = "", **_facts: Any) -> None:
+        if action in {"supply", "reconcile-failed"}:
+            raise OSError(errno.EIO, f"the log is broken: {why}")
+
+    monkeypatch.setattr(listener.demand.context.event_log, "record", fail)
+    sets.queue()
+    with pytest.raises(OSError, match="the log is broken"):
+        await asyncio.wait_for(listener.task, 60.0)
+    sets.listeners.remove(listener)
+    sets.listen()
+    await sets.wait_for_jobs(sets.queue())
 
 
 async def test_refresh_releases_a_spent_runner_without_a_listener(sets: DemandWorld) -> None:

@@ -239,3 +239,14 @@ async def test_unknown_instance_is_rejected_before_any_change(world: PoolWorld) 
     with pytest.raises(UserError, match=instance_id(99)):
         await terminate_all(world, InstanceSelector(instance_ids=(machine, instance_id(99))))
     assert world.record(machine).state is State.IDLE
+
+
+async def test_unique_beginning_of_an_id_is_enough(world: PoolWorld) -> None:
+    first, second = sorted(await world.warm(2))
+    shared = next(size for size in range(len(first)) if first[: size + 1] != second[: size + 1])
+    process = world.process()
+    chosen = await select_instances(process, InstanceSelector(instance_ids=(first[: shared + 1], first)))
+    assert [item.instance_id for item in chosen] == [first]
+    assert (await explain(process, first[: shared + 1])).subject == first
+    with pytest.raises(UserError, match="not known"):
+        await select_instances(process, InstanceSelector(instance_ids=(first[:shared],)))

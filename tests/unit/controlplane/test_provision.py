@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from remuda.controlplane.operator import terminate
 from remuda.controlplane.provision import ProvisionResult
 from remuda.controlplane.provision.outcome import OutcomeRecorder
 from remuda.controlplane.provision.registration import RegisteredInstance
@@ -32,7 +33,7 @@ from simulation.invariants import POOL, SCOPE
 from simulation.loop import VirtualClock
 from simulation.memory.compute import MemoryCompute
 from tests.support.records import instance, instance_id, message
-from tests.support.virtual_time import Call, EventRecorder, failing
+from tests.support.virtual_time import Call, Cut, CutKind, EventRecorder, failing
 from tests.support.world import PoolWorld
 
 
@@ -401,6 +402,7 @@ async def test_outcome_names_the_source_of_each_runner(world: PoolWorld) -> None
     assert list(outcome.phases) == ["intent", "instances", "commit"]
     assert max(item.seconds for item in outcome.acquired) <= outcome.seconds <= result.seconds
     assert provision_of(world).request_summary == "on-demand, trusted, for octo/repo, types *"
+    assert provision_of(world).repository == "octo/repo"
 
 
 async def test_outcome_names_rejected_messages_with_reasons(world: PoolWorld) -> None:
@@ -461,3 +463,34 @@ async def test_outcome_is_bounded(world: PoolWorld) -> None:
     assert (outcome.reused, outcome.rejected["claim-lost"]) == (2 * MAX_ACQUIRED, 2 * MAX_ACQUIRED)
     assert {len(outcome.error), len(outcome.rejections[0].why), len(outcome.launches[0].errors[0])} == {MAX_REASON}
     assert len(outcome.launches[0].errors) == MAX_LAUNCHES
+
+
+async def test_second_provision_of_a_run_is_refused_unless_it_adds_runners(world: PoolWorld) -> None:
+    await world.provision("7", count=2)
+    with pytest.raises(UserError, match=r"run 7 has 2 runners of class large already \(p-") as refused:
+        await world.provision("7")
+    assert (refused.value.exit_code, "--add" in refused.value.fix) == (2, True)
+    assert len(world.database.provisions) == 1, "refused before anything is recorded"
+    assert len((await world.provision("7", add=True)).instances) == 1
+    # Another class, another label and the next attempt are different requests.
+    await world.provision("7", resource_class="xlarge")
+    await world.provision("7-tests")
+    await world.provision("7", attempt=2)
+    await world.release("7", attempt=2)
+    await world.provision("7", attempt=2)
+
+
+async def test_provision_may_be_repeated_after_a_crash_or_a_loss(world: PoolWorld) -> None:
+    cut = Cut(12, CutKind.CRASH_BEFORE)
+    await cut.run(world.provision("7", process=world.process(cut)))
+    assert {item.status for item in world.database.provisions.values()} == {ProvisionStatus.OPEN}
+    instance = await world.one("7")
+    await terminate(world.process(), [instance], reason="enough", dry_run=False)
+    await world.provision("7")
+    await cut.discard()
+
+
+async def test_run_that_expired_may_be_provisioned_again(world: PoolWorld) -> None:
+    await world.provision("7")
+    await asyncio.sleep(world.lifetimes.max_runtime_s + 1)
+    await world.provision("7")

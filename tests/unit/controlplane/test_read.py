@@ -10,15 +10,17 @@ from io import StringIO
 
 import pytest
 
-from remuda.cli.rendering.status import changes, headline, status_document, status_tables
+from remuda.cli.rendering.status import changes, headline, status_document, status_tables, warning_lines
 from remuda.cli.terminal import PlainConsole
 from remuda.controlplane.context import Context
 from remuda.controlplane.read.status import Status, report, status
-from remuda.domain.errors import UserError
+from remuda.controlplane.refresh import refresh
+from remuda.domain.errors import CapacityError, UserError
 from remuda.domain.instance import RetireReason, State
 from remuda.domain.reporting.prices import PriceTable, SpotPrice
 from remuda.domain.reporting.usage import UsageReport
-from remuda.domain.resources import Tier, UsageClass
+from remuda.domain.reporting.warnings import MAX_SWEEP_PAUSE_S, MIN_SWEEP_PAUSE_S
+from remuda.domain.resources import Tier, TypePatterns, UsageClass
 from simulation.invariants import SCOPE
 from tests.support.world import PoolWorld
 
@@ -29,7 +31,7 @@ async def read_status(world: PoolWorld, *, credentialed: bool = False) -> Status
 
 def shown(found: Status, width: int = 160) -> str:
     console = PlainConsole(file=StringIO(), width=width)
-    for part in status_tables(found, width=width):
+    for part in status_tables(found):
         console.print(part)
     assert isinstance(console.file, StringIO)
     return console.file.getvalue()
@@ -83,6 +85,36 @@ async def test_dead_machine_is_a_warning(world: PoolWorld) -> None:
     found = await read_status(world)
     assert [(item.kind, item.subject) for item in found.warnings] == [("stale-heartbeat", instance_id)]
     assert "stale-heartbeat" in shown(found, width=80)
+
+
+async def test_sweeper_that_stops_is_a_warning(world: PoolWorld) -> None:
+    for interval_s, pause_s in ((None, MAX_SWEEP_PAUSE_S), (5.0, MIN_SWEEP_PAUSE_S), (100.0, 300.0)):
+        await refresh(world.process(credentialed=True), None, interval_s=interval_s)
+        await asyncio.sleep(pause_s / 3)
+        if interval_s is not None:
+            # Not written again before half of the time has passed.
+            before = dict(world.database.first_seen)
+            await refresh(world.process(credentialed=True), None, interval_s=interval_s)
+            assert world.database.first_seen == before
+        await asyncio.sleep(pause_s * 2 / 3 - 1)
+        assert not (await read_status(world)).warnings
+        await asyncio.sleep(2)
+        (warning,) = (await read_status(world)).warnings
+        assert (warning.kind, "the sweeper does not run" in warning.text) == ("sweeper", True)
+    await world.sweep()
+    assert not (await read_status(world)).warnings
+
+
+async def test_warnings_are_in_json_and_in_lines(world: PoolWorld) -> None:
+    world.cloud.capacity = {"c6i.large": 0}
+    with pytest.raises(CapacityError):
+        await world.provision("7", patterns=TypePatterns(("c6i.large",)))
+    found = await read_status(world)
+    assert [(item["kind"], item["subject"]) for item in status_document(found)["warnings"]] == [
+        ("provision-failed", "7")
+    ]
+    (line,) = warning_lines(found)
+    assert line.startswith("warning: provision-failed 7: failed at ")
 
 
 async def test_stale_registrations_are_found_only_with_a_credential(world: PoolWorld) -> None:

@@ -117,3 +117,31 @@ def test_registration_without_a_record_is_stale_after_the_grace_period(since: da
 def test_foreign_runner_is_never_stale(name: str) -> None:
     assert stale_reason(name, None, since=at(-9_999)) is None
     assert stale_reason(name, State.TERMINATED) is None
+
+
+def test_run_has_a_page_on_its_server() -> None:
+    url = pool_config(github_url="https://ghe.acme.example:8443").run_url("octo/app.js", "17534000119")
+    assert url == "https://ghe.acme.example:8443/octo/app.js/actions/runs/17534000119"
+
+
+@pytest.mark.parametrize(
+    ("server", "repository", "run_id"),
+    [
+        ("javascript:alert(1)//github.com", "octo/app", "41"),
+        ("ftp://github.com", "octo/app", "41"),
+        ('https://github.com"><script>', "octo/app", "41"),
+        ("https://user:secret@github.com", "octo/app", "41"),
+        ("", "octo/app", "41"),
+        # The local GitHub has no web pages.
+        ("http://127.0.0.1:4711", "octo/app", "41"),
+        ("https://github.com", "", "41"),
+        ("https://github.com", "octo", "41"),
+        ("https://github.com", "octo/../admin", "41"),
+        ("https://github.com", 'octo/"><img>', "41"),
+        ("https://github.com", "octo/app", "nightly"),
+        ("https://github.com", "octo/app", "41/../../settings"),
+        ("https://github.com", "octo/app", "set.large"),
+    ],
+)
+def test_run_without_a_safe_address_has_no_page(server: str, repository: str, run_id: str) -> None:
+    assert pool_config(github_url=server).run_url(repository, run_id) == ""

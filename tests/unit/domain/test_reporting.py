@@ -17,13 +17,27 @@ from hypothesis import strategies as st
 from remuda.adapters.system.prices import read_prices, shipped_prices
 from remuda.domain.errors import UserError
 from remuda.domain.instance import Credential, HistoryEntry, Instance, RetireReason, State
-from remuda.domain.pool_config import ScopeTokens
-from remuda.domain.provision import AcquiredRunner, Provision, ProvisionOutcome, ProvisionStatus, RunnerSource
+from remuda.domain.pool_config import PoolConfig, ScopeTokens
+from remuda.domain.provision import (
+    AcquiredRunner,
+    Provision,
+    ProvisionEnding,
+    ProvisionOutcome,
+    ProvisionStatus,
+    RunnerSource,
+)
 from remuda.domain.reporting.explanation import Severity, explain_entry
 from remuda.domain.reporting.prices import PriceTable, SpotPrice, mean_spot_prices, parse_prices
 from remuda.domain.reporting.timeline import MachinePhase, clip, lifetime, mean_counts, spans_of
 from remuda.domain.reporting.usage import UsageReport, instance_cost, quantile, usage_report, usage_summary
-from remuda.domain.reporting.warnings import MAX_TERMINATION_S, PoolWarning, find_warnings
+from remuda.domain.reporting.warnings import (
+    EXPIRY_WARNING_S,
+    MAX_SWEEP_PAUSE_S,
+    MAX_TERMINATION_S,
+    RECENT_FAILURE_S,
+    PoolWarning,
+    find_warnings,
+)
 from remuda.domain.resources import UsageClass
 from remuda.domain.signals import Report
 from tests.support.records import NOW, at, entry, in_set, in_state, instance, instance_id, pool_config, provision
@@ -412,8 +426,19 @@ def beating(record: Instance, age_s: float = 1.0, notice: str = "") -> dict[str,
     return {record.instance_id: beat}
 
 
+def found_warnings(
+    config: PoolConfig | None,
+    instances: Sequence[Instance] = (),
+    reports: dict[str, Report] | None = None,
+    provisions: Sequence[Provision] = (),
+    **more: Any,
+) -> list[PoolWarning]:
+    options = {"lost": {}, "sweep_due": None, "now": NOW} | more
+    return find_warnings(config, instances, reports or {}, provisions, **options)
+
+
 def warnings_of(record: Instance, reports: dict[str, Report] | None = None) -> list[PoolWarning]:
-    return find_warnings(CONFIG, [record], beating(record) if reports is None else reports, [], now=NOW)
+    return found_warnings(CONFIG, [record], beating(record) if reports is None else reports)
 
 
 @pytest.mark.parametrize("state", State)
@@ -461,18 +486,86 @@ def test_spot_notice_causes_a_warning() -> None:
 
 def test_open_provision_past_its_deadline_is_overdue() -> None:
     late = provision(deadline=at(-MARGIN_S - 1))
-    assert [item.subject for item in find_warnings(CONFIG, [], {}, [late], now=NOW)] == ["1234"]
+    assert [item.subject for item in found_warnings(CONFIG, [], {}, [late])] == ["1234"]
     done = replace(late, status=ProvisionStatus.COMMITTED)
-    assert find_warnings(CONFIG, [], {}, [done, provision()], now=NOW) == []
+    assert found_warnings(CONFIG, [], {}, [done, provision()]) == []
 
 
 def test_token_that_expires_within_a_provision_causes_a_warning() -> None:
     short = Credential(token="t0ken", expires_at=at(CONFIG.lifetimes.provision_timeout_s - 1))
     config = replace(CONFIG, tokens=(ScopeTokens(scope="octo/repo", registration=short, removal=short),))
-    (warning,) = find_warnings(config, [], {}, [], now=NOW)
+    (warning,) = found_warnings(config, [], {}, [])
     assert (warning.kind, warning.subject) == ("token", "octo/repo")
     assert "t0ken" not in warning.text
 
 
 def test_missing_configuration_is_the_only_warning() -> None:
-    assert [item.kind for item in find_warnings(None, [instance()], {}, [], now=NOW)] == ["unconfigured"]
+    assert [item.kind for item in found_warnings(None, [instance()], {}, [])] == ["unconfigured"]
+
+
+def ended(number: int, ending: ProvisionEnding, *, ago_s: float = 60.0, **changed: Any) -> Provision:
+    return provision(
+        number, status=ProvisionStatus.RELEASED, ending=ending, released_at=at(-ago_s), why="no capacity", **changed
+    )
+
+
+@pytest.mark.parametrize(
+    ("ending", "ago_s", "kinds"),
+    [
+        (ProvisionEnding.FAILED, 60, ["provision-failed"]),
+        (ProvisionEnding.FAILED, RECENT_FAILURE_S + 1, []),
+        (ProvisionEnding.EXPIRED, 60, ["run-expired"]),
+        (ProvisionEnding.INTERRUPTED, 60, []),
+        (ProvisionEnding.RELEASED, 60, []),
+    ],
+)
+def test_runs_that_failed_or_expired_lately_are_warnings(
+    ending: ProvisionEnding, ago_s: float, kinds: list[str]
+) -> None:
+    found = found_warnings(CONFIG, provisions=[ended(1, ending, ago_s=ago_s)])
+    assert [(item.kind, item.subject) for item in found] == [(kind, "1234") for kind in kinds]
+    assert all("no capacity" in item.text for item in found)
+
+
+def test_failed_run_that_was_provisioned_again_is_no_warning() -> None:
+    failed = ended(1, ProvisionEnding.FAILED, created_at=at(-100))
+    again = provision(2, created_at=at(-50), status=ProvisionStatus.COMMITTED, instance_ids=("i-1", "i-2", "i-3"))
+    assert found_warnings(CONFIG, provisions=[failed, again]) == []
+    (warning,) = found_warnings(CONFIG, provisions=[failed, again], lost={again.provision_id: ("i-2",)})
+    assert (warning.kind, warning.text) == ("lost-instance", "it lost 1 of its 3 instances: i-2")
+
+
+@pytest.mark.parametrize(
+    ("due", "applied_s", "kinds"),
+    [(1, 0, []), (-1, 0, ["sweeper"]), (None, 0, []), (None, -MAX_SWEEP_PAUSE_S - 1, ["sweeper"])],
+)
+def test_sweeper_that_does_not_run_is_the_first_warning(due: int | None, applied_s: float, kinds: list[str]) -> None:
+    config = replace(CONFIG, applied_at=at(applied_s))
+    late = in_state(State.RUNNING, threshold=at(-MARGIN_S - 1))
+    found = found_warnings(config, [late], beating(late), sweep_due=None if due is None else at(due))
+    assert [item.kind for item in found] == [*kinds, "expired"]
+
+
+@pytest.mark.parametrize(
+    ("left_s", "busy", "own_runtime_s", "is_near"),
+    [
+        (EXPIRY_WARNING_S + 1, True, None, False),
+        (EXPIRY_WARNING_S - 1, True, None, True),
+        (EXPIRY_WARNING_S - 1, False, None, False),
+        (EXPIRY_WARNING_S - 1, True, 1_000.0, False),
+        (99.0, True, 1_000.0, True),
+    ],
+)
+def test_job_near_its_time_limit_is_a_warning(
+    *, left_s: float, busy: bool, own_runtime_s: float | None, is_near: bool
+) -> None:
+    """Less than ten minutes and less than a tenth of the maximum runtime, which a run may choose."""
+    record = in_state(State.RUNNING, threshold=at(left_s), provision_id="p-1")
+    report = replace(beating(record)[record.instance_id], busy=busy, epoch=record.epoch)
+    provisions = []
+    if own_runtime_s is not None:
+        outcome = ProvisionOutcome(ended_at=at(left_s - own_runtime_s), seconds=1.0)
+        provisions = [provision(1, status=ProvisionStatus.COMMITTED, deadline=at(left_s), outcome=outcome)]
+    found = found_warnings(CONFIG, [record], {record.instance_id: report}, provisions)
+    assert [item.kind for item in found] == ["expires-soon"] * is_near
+    assert all("max-runtime-min" in item.text for item in found)

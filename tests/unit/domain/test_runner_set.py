@@ -283,7 +283,7 @@ def test_shown_configuration_can_be_written_again() -> None:
     assert shown["source"] == "--runner-sets"
     assert [item["scope"] for item in shown["value"]] == [SCOPE, "acme"]
     assert parse(*shown["value"], scope="else/where") == settings.runner_sets
-    lines = "\n".join(str(cell) for column in config_table(settings).columns for cell in column.cells)
+    lines = "\n".join(str(cell) for row in config_table(settings).rows for cell in row)
     assert "large: labels self-hosted remuda large, up to 20 large, for acme/app, trusted, window" in lines
     assert "forks: labels forks, up to 20 spot forks, for acme, untrusted" in lines
 

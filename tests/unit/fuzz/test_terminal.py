@@ -88,7 +88,7 @@ def sample_status() -> Status:
         reports={item.instance_id: report(detail="x") for item in instances},
         pools={"large": PoolLevel(idle=1, messages=1)},
         runs=[provision(1), provision(2, status=ProvisionStatus.COMMITTED, why="x")],
-        ended={"p-2": "its machines have ended"},
+        lost={"p-2": ("i-1",)},
         demand=DemandStatus(sets=(item,), jobs=(job_record(),)),
         warnings=(PoolWarning(kind=next(iter(WarningKind)), subject="i-1", text="x"),),
         unreadable=("a record",),
@@ -117,7 +117,11 @@ def usage_tables(text: str) -> list[Any]:
 def explanation(text: str) -> list[Any]:
     event = ExplainedEvent(at=at(0), instance_id="i-1", what="x", why="x", severity=Severity.BAD)
     found = poisoned(Explanation(kind="", subject="1", title="x", events=(event,), next_steps=("x",)), text)
-    return [line for kind in ("run", "instance") for line in explanation_lines(replace(found, kind=kind))]
+    return [
+        line
+        for kind, wide in (("run", True), ("instance", False))
+        for line in explanation_lines(replace(found, kind=kind), wide=wide)
+    ]
 
 
 def scale_down(text: str) -> list[Any]:
@@ -137,8 +141,8 @@ def checks(text: str) -> dict[str, CheckResult]:
 
 #: What each command shows, given a text.
 SHOWN: dict[str, Callable[[str], list[Any]]] = {
-    "status": lambda text: status_tables(poisoned(sample_status(), text), width=200),
-    "status-narrow": lambda text: status_tables(poisoned(sample_status(), text), width=80, rows=1),
+    "status": lambda text: status_tables(poisoned(sample_status(), text)),
+    "status-narrow": lambda text: status_tables(poisoned(sample_status(), text), limit=1),
     "headline": lambda text: [headline(poisoned(sample_status(), text))],
     "explain": explanation,
     "report": usage_tables,

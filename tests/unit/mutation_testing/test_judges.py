@@ -52,7 +52,7 @@ def test_fails_with_and_without_a_mutant():
     assert double(1) is not None
     assert not marker.exists()
 """
-#: Judges all mutants in a process of its own, because pytest cannot run inside a test.
+#: Judges all mutants in its own process, because pytest cannot run inside a test.
 DRIVER = """
 import json, sys
 from pathlib import Path

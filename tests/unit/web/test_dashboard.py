@@ -20,8 +20,9 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.routing import Route
 
+from remuda.controlplane.read.feed import KnownInstance
 from remuda.domain.errors import UserError
-from remuda.domain.instance import State
+from remuda.domain.instance import LIVE, RetireReason, State
 from remuda.domain.reporting.timeline import MachinePhase
 from remuda.web.dashboard import app as routes
 from remuda.web.dashboard import connections, serialize
@@ -29,10 +30,10 @@ from remuda.web.dashboard.app import MAX_STREAMS, build_app
 from remuda.web.dashboard.auth import CONTENT_SECURITY_POLICY, SESSION_COOKIE, AccessToken, is_loopback_host
 from remuda.web.dashboard.feed import Feed
 from remuda.web.dashboard.serialize import PHASES, ChangeLog
-from remuda.web.dashboard.server import TOKEN_VARIABLE, ListenAddress, listen, parse_listen_address, parse_window
+from remuda.web.dashboard.server import TOKEN_VARIABLE, ListenAddress, listen, parse_listen_address
 from tests.support.dashboard import feed_without_store
 from tests.support.mutations import fuzzed
-from tests.support.records import LONG_S
+from tests.support.records import LONG_S, at, instance
 
 TEXT = "0123456789abcdef"
 
@@ -111,13 +112,6 @@ def test_token_file_must_be_private(tmp_path: Path) -> None:
 def test_host_must_be_an_ip_address(host: str) -> None:
     with pytest.raises(UserError, match="--host"):
         parse_listen_address(host, 0, None, {})
-
-
-@pytest.mark.parametrize("text", ["", "soon", "0m", "31d", "-1h", "1y"])
-def test_since_must_be_a_duration(text: str) -> None:
-    with pytest.raises(UserError, match="--since"):
-        parse_window(text)
-    assert parse_window("90m") == 5_400
 
 
 def test_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,6 +363,18 @@ def test_names_are_escaped() -> None:
     assert "\n" not in log.snapshot()
 
 
+def test_only_live_instances_are_in_quarantine() -> None:
+    marked = set()
+    for state in State:
+        record = instance(state=state, quarantined_until=at(60), retire_reason=RetireReason.QUARANTINED)
+        text = serialize.instance_text(
+            KnownInstance(instance=record, history=None), now=at(0), busy=False, agent_dead=False
+        )
+        if json.loads(text)["quarantined_until"]:
+            marked.add(state)
+    assert marked == LIVE - {State.TERMINATING}
+
+
 # Page files: complete, self-contained, and without ways to turn a name into markup ------------------------------------
 
 
@@ -422,9 +428,16 @@ def test_every_element_used_by_scripts_exists() -> None:
     assert used <= existing
 
 
+def test_footer_is_constant() -> None:
+    found = re.search(r"<footer.*?</footer>", TEXTS["index.html"], re.DOTALL)
+    assert found is not None
+    assert "id=" not in found.group()
+
+
 def test_docs_show_every_picture_and_none_is_large() -> None:
     docs = Path(__file__).parents[3] / "docs"
     shown = set(re.findall(r"\.\./pictures/([\w.-]+)", (docs / "howto" / "dashboard.md").read_text()))
     sizes = {file.name: file.stat().st_size for file in (docs / "pictures").iterdir()}
     assert shown == set(sizes)
     assert all(size < 200_000 for size in sizes.values())
+    assert sum(sizes.values()) < 1_500_000

@@ -105,7 +105,7 @@ class IssuerKeys:
         self._tried_at: datetime | None = None
 
     async def find(self, key_id: str) -> RSAPublicKey:
-        """The key of that id. Raises `TokenRejected` if there is none, `Unavailable` if the issuer does not answer."""
+        """The key of that id. Raises `TokenRejected` if none exists, `Unavailable` if the issuer does not answer."""
         cached = self._cached
         if cached is not None and self._age_s(cached.at) >= KEYS_MAX_AGE_S:
             cached = None

@@ -2,7 +2,7 @@
 
 Field names are those of github.com/actions/scaleset (types.go, errors.go). A response that cannot be used raises
 `Unavailable`. Parts of a message that cannot be used are left out and named: a message that fails as a whole would be
-delivered again for ever and block its set (cloudbase/garm#812).
+delivered again forever and block its set (cloudbase/garm#812).
 """
 
 from __future__ import annotations

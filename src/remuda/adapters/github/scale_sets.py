@@ -1,7 +1,7 @@
 """Runner scale sets as the source of demand: client of GitHub's Actions service.
 
 Requests, status codes and tokens follow github.com/actions/scaleset (client.go, session_client.go): a registration
-token is exchanged for the service's address and an admin token; a message session has a token of its own.
+token is exchanged for the service's address and an admin token; a message session has its own token.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from remuda.ports.clock import Clock, Ids, backoff_s, retry
 from remuda.ports.event_log import EventLog, SilentEventLog
 from remuda.ports.github import Deletion, JitRunner
 
-#: Counted apart from GitHub's API: the Actions service has limits of its own.
+#: Counted apart from GitHub's API: the Actions service has its own limits.
 SERVICE = "scale-sets"
 API_VERSION = "6.0-preview"
 CAPACITY_HEADER = "X-ScaleSetMaxCapacity"
@@ -246,7 +246,7 @@ class ScaleSetSource:
         return None
 
     async def deregister(self, runner_set: RunnerSet, runner_id: int) -> Deletion:
-        # DELETE is answered with 204 for a runner that is gone, too, for example after a job that nobody has noticed.
+        # DELETE is answered with 204 for a runner that is gone, too, for example after a job that no one has noticed.
         try:
             await self._call(runner_set, "GET", f"{_AGENTS}/{runner_id}", "agents")
             await self._call(runner_set, "DELETE", f"{_AGENTS}/{runner_id}", "agents")

@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 SERVICE = "compute"
 #: Seconds that a supervisor may take to end after SIGTERM, and after SIGKILL.
-END_LIMIT_S = 2.0
+END_LIMIT_S = 5.0
 KILLED_LIMIT_S = 10.0
 #: Attempts to kill the remaining processes of a machine without power, and seconds to wait for each process.
 KILL_ATTEMPTS = 40

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-from remuda.ports.doctor import Check, CheckResult, ok, problem
+from remuda.ports.doctor import Check, CheckResult, ok, problem, warning
 
 #: Scripts that the runner software must contain.
 SCRIPTS = ("config.sh", "run.sh")
+#: Used share of a disk from which there is a warning.
+DISK_WARNING_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +42,32 @@ class LocalLayout:
         return self.root / "logs"
 
 
+class DiskUsage(Protocol):
+    """Size and free space of a disk in bytes."""
+
+    @property
+    def total(self) -> int: ...
+
+    @property
+    def free(self) -> int: ...
+
+
 class LocalDoctor:
     """Checks whether the local backend is up and the runner software is installed."""
 
     #: Name of the check on which the checks of the pool and of GitHub depend.
     ready = "local backend"
 
-    def __init__(self, *, root: Path, runner: Path, background: Mapping[str, Callable[[], bool]]) -> None:
+    def __init__(
+        self,
+        *,
+        root: Path,
+        runner: Path,
+        background: Mapping[str, Callable[[], bool]],
+        disk_usage: Callable[[Path], DiskUsage] = shutil.disk_usage,
+    ) -> None:
         """`background` maps the names of background processes to functions that check whether they run."""
+        self._disk_usage = disk_usage
         self._root = root
         self._runner = runner
         self._background = background
@@ -54,6 +76,7 @@ class LocalDoctor:
     def checks(self) -> Sequence[Check]:
         return (
             Check(name=self.ready, run=self._up),
+            Check(name="disk", run=self._disk),
             Check(name="runner software", run=self._software, needs=(self.ready,)),
         )
 
@@ -66,6 +89,20 @@ class LocalDoctor:
         if down:
             return problem(f"not running: {' and '.join(down)}", self._fix)
         return ok(f"up in {self._root}")
+
+    async def _disk(self) -> CheckResult:
+        """Of the nearest existing folder, because the state folder may be missing."""
+        folder = next(item for item in (self._root, *self._root.parents) if item.is_dir())
+        try:
+            used = self._disk_usage(folder)
+        except OSError as error:
+            return warning(f"the disk of {folder} cannot be checked: {error.strerror}", "check it by hand")
+        # Blocks that are reserved for root count as used.
+        share = 1 - used.free / used.total if used.total else 0.0
+        text = f"{share:.0%} of the disk of {folder} is used, {used.free / 2**20:,.0f} MiB are free"
+        if share >= DISK_WARNING_SHARE:
+            return warning(text, "free space: a full disk stops every change of the pool")
+        return ok(text)
 
     async def _software(self) -> CheckResult:
         missing = [name for name in SCRIPTS if not os.access(self._runner / name, os.X_OK)]

@@ -32,6 +32,8 @@ FD_VARIABLE = "REMUDA_MACHINE_FD"
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.1, 5.0
 #: Seconds after which an agent counts as started. Its next restart begins with the first pause again.
 HEALTHY_S = 10.0
+#: Seconds that processes have to end by themselves. A runner needs them to report its job as cancelled.
+STOP_LIMIT_S = 2.0
 #: Seconds until the supervisor gives up killing. `LocalCompute` kills the remaining processes later.
 KILL_LIMIT_S = 5.0
 KILL_PAUSE_S = 0.05
@@ -251,6 +253,7 @@ class MachineSupervisor:
     def _end(self) -> None:
         _log(f"ending: {self._reason}")
         self._change(endingAt=_timestamp(), reason=self._reason)
+        _stop_all()
         if not self._kill_all():
             _log("some processes could not be killed")
             return
@@ -282,6 +285,16 @@ class MachineSupervisor:
             files.change(self._folder, values, self._record)
         except OSError as problem:
             _log(f"cannot write the record: {problem}")
+
+
+def _stop_all() -> None:
+    """Ask all processes to end, as the shutdown of a computer does, and wait for them up to the limit."""
+    limit = _now() + STOP_LIMIT_S
+    found = procfs.descendants(os.getpid())
+    for descriptor in [procfs.send_signal(process.pid, process.started, signal.SIGTERM) for process in found]:
+        if descriptor is not None:
+            procfs.wait_for(descriptor, limit - _now())
+            os.close(descriptor)
 
 
 def _reap_all() -> None:

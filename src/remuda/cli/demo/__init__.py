@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,25 +48,28 @@ LEASE_S = 3.0
 SELF_TERMINATED = ("threshold of state idle passed", "the dead-man timer expired")
 
 
-def run_demo(settings: Settings, output: Output, *, dashboard: bool, keep: bool) -> int:
+def run_demo(settings: Settings, output: Output, *, dashboard: bool, keep: bool, verbose: bool) -> int:
     if keep and not dashboard:
         raise UserError("--keep requires --dashboard", field="--keep", fix="add --dashboard, or omit --keep")
     check_local(settings)
     folder = settings.dir if settings.given("dir") else None
-    return run_async(lambda: run_local_demo(output, folder, dashboard=dashboard, keep=keep))
+    return run_async(lambda: run_local_demo(output, folder, dashboard=dashboard, keep=keep, verbose=verbose))
 
 
-async def run_local_demo(output: Output, folder: Path | None, *, dashboard: bool = False, keep: bool = False) -> int:
+async def run_local_demo(
+    output: Output, folder: Path | None, *, dashboard: bool = False, keep: bool = False, verbose: bool = False
+) -> int:
     root = folder or Path(tempfile.mkdtemp(prefix="remuda-demo-"))
-    demo = LocalDemo(output, root)
+    demo = LocalDemo(output, root, verbose=verbose)
     try:
         async with demo.environment.live_page() if dashboard else contextlib.nullcontext():
-            try:
-                report = await demo.run()
-                page = await demo.write_report_page(_report_page(folder))
-            finally:
-                await asyncio.shield(demo.clean_up())
-            show_report(output, report)
+            with demo.environment.live_progress():
+                try:
+                    report = await demo.run()
+                    page = await demo.write_report_page(_report_page(folder))
+                finally:
+                    await asyncio.shield(demo.clean_up())
+            show_report(output, report, verbose=verbose)
             output.say(f"usage report: {page}", style="bold")
             output.result({**report.document(), "report_page": str(page)})
             if dashboard and (keep or (sys.stdin.isatty() and sys.stdout.isatty())):
@@ -88,8 +92,8 @@ def _report_page(folder: Path | None) -> Path:
 class LocalDemo:
     """The chapters of the demo and the results collected so far."""
 
-    def __init__(self, output: Output, root: Path) -> None:
-        self.environment = DemoEnvironment(output, root)
+    def __init__(self, output: Output, root: Path, *, verbose: bool) -> None:
+        self.environment = DemoEnvironment(output, root, verbose=verbose)
         self._output = output
         self._began = self.environment.clock.monotonic()
         self._provisions: list[DemoProvision] = []
@@ -100,20 +104,18 @@ class LocalDemo:
 
     async def run(self) -> DemoReport:
         environment = self.environment
-        environment.title("Up: start a local GitHub and the periodic refresh in the background")
+        environment.title(f"Start: a local GitHub and periodic sweeps; machines take {BOOT_S:g} s to boot here")
         await environment.remuda("up")
-        environment.title(f"Refresh: store the pool's configuration (instances take {BOOT_S:g} s to boot here)")
         await environment.refresh(idle_s=IDLE_S)
         await self._cold_provision()
         await self._warm_provision()
-        await self._demand()
-        await self._scale_down()
         await self._crash_during_release()
         await self._self_termination()
+        await self._demand()
+        await self._scale_down()
         return await self._down_and_report()
 
     async def write_report_page(self, page: Path) -> Path:
-        self.environment.title("Report: reuse, waiting times, instance hours, cost")
         await self.environment.remuda("report", "--html", str(page))
         return page
 
@@ -127,34 +129,40 @@ class LocalDemo:
     # Chapters ---------------------------------------------------------------------------------------------------
 
     async def _cold_provision(self) -> None:
-        self.environment.title("Cold start: the pool is empty, so a workflow with three jobs creates three runners")
+        self.environment.title("Cold: the pool is empty, so a workflow with three jobs creates three machines")
         jobs = await self._workflow("cold", run_id="1001", count=3)
         cold = self._provisions[-1]
         self._check("the first run creates three runners", passed=(cold.reused, cold.created) == (0, 3))
         self._check("its three jobs succeed on three instances", passed=_successful_instances(jobs) == 3)
+        self.environment.outcome(cold.describe())
 
     async def _warm_provision(self) -> None:
-        self.environment.title("Reuse: two concurrent workflows need five runners; three are reused, two are created")
+        self.environment.title("Reuse: two workflows at once need five runners; the pool has three")
         await asyncio.gather(
-            self._workflow("left", run_id="1002", count=2), self._workflow("right", run_id="1003", count=3)
+            self._workflow("left", run_id="1002", count=2, at_once_with=["1003"]),
+            self._workflow("right", run_id="1003", count=3, at_once_with=["1002"]),
         )
         reused = sum(item.reused for item in self._provisions[-2:])
         created = sum(item.created for item in self._provisions[-2:])
         self._check("two concurrent runs reuse three runners and create two", passed=(reused, created) == (3, 2))
-        self.environment.title("Warm start: all runners come from the pool")
+        for item in self._provisions[-2:]:
+            self.environment.outcome(item.describe())
+        self.environment.title("Warm: all runners come from the pool")
         await self._workflow("warm", run_id="1004", count=3)
         warm = self._provisions[-1]
         self._check("a run on a warm pool creates no runner", passed=(warm.reused, warm.created) == (3, 0))
+        self.environment.outcome(warm.describe())
 
     async def _demand(self) -> None:
         environment = self.environment
-        environment.title("Demand: a runner set serves three jobs without a provision; its first machines boot")
+        environment.title("Demand: three jobs without a provision job; a runner set gets machines for them")
         await environment.refresh(idle_s=IDLE_S, runner_sets=[_runner_set()])
         file = environment.demand_file("burst", count=3, step="sleep 0.5")
         cold = await self._demand_run("cold", file, run_id="1011")
         self._check("three jobs without a provision get three machines", passed=_successful_instances(cold) == 3)
+        environment.outcome(self._demands[-1].describe())
         await environment.wait_until(lambda: self._idle(3), "the machines to return to the pool")
-        environment.title("Warm start: the same jobs again; one fails in its first attempt and is run again")
+        environment.title("Demand, warm: the same jobs again; one fails and is run again")
         step = 'test "${{ matrix.shard }}-${{ github.run_attempt }}" != 2-1'
         file = environment.demand_file("again", count=3, step=step)
         first = await self._demand_run("warm", file, run_id="1012")
@@ -169,12 +177,14 @@ class LocalDemo:
             passed=[job["conclusion"] for job in reran] == ["success"]
             and reran[0]["job_id"] not in {job["job_id"] for job in first},
         )
+        for item in self._demands[-2:]:
+            environment.outcome(item.describe())
         await self._hot_start()
         await self._cancelled_job()
 
     async def _hot_start(self) -> None:
         environment = self.environment
-        environment.title("Hot start: one runner of the set listens before there is a job")
+        environment.title("Demand, hot: one runner of the set listens before there is a job")
         await environment.refresh(idle_s=IDLE_S, runner_sets=[_runner_set(windows=[{"hot": 1}])])
         await environment.wait_until(self._is_listening, "a runner to listen")
         listening = await self._listening()
@@ -183,10 +193,11 @@ class LocalDemo:
         self._check(
             "a job runs on the runner that listened before", passed=[job["instance_id"]] == listening, detail=str(job)
         )
+        environment.outcome(self._demands[-1].describe())
 
     async def _cancelled_job(self) -> None:
         environment = self.environment
-        environment.title("Cancel: Ctrl-C ends the job of a run, and its machine returns to the pool")
+        environment.title("Cancel: a run is cancelled while its job runs")
         await environment.refresh(idle_s=IDLE_S, runner_sets=[_runner_set()])
         file = environment.demand_file("cancelled", count=1, step="sleep 600")
         run = asyncio.create_task(environment.remuda("run-workflow", file, "--run-id", "1014"))
@@ -198,6 +209,7 @@ class LocalDemo:
             (job,) = await github.jobs(run_id="1014")
         await environment.wait_until(lambda: self._idle(3), "the machines to return to the pool")
         self._check("a cancelled job's machine returns to the pool", passed=job.conclusion == "cancelled")
+        environment.outcome(f"run 1014: {job.conclusion}; its machine is clean and back in the pool")
 
     async def _demand_run(self, kind: str, file: str, *more: str, run_id: str) -> list[dict[str, Any]]:
         result = await self.environment.json("run-workflow", file, "--run-id", run_id, *more, ok={0, 1})
@@ -223,13 +235,14 @@ class LocalDemo:
 
     async def _scale_down(self) -> None:
         environment = self.environment
-        environment.title("Scale-down: four instances without records, found by their tags")
+        environment.title("Scale-down: four machines of another fleet, found by their tags")
         fleet = await launch_fleet(environment.settings, SCOPE)
         environment.log(f"{fleet.unregistered} never registers; {fleet.mistagged} is tagged as an orphan by mistake")
         limits = ("--minimum-running-time-in-minutes", "0", "--runner-boot-time-in-minutes", "0.01")
         keep_two = ("--idle-config", json.dumps([{"cron": "* * * * *", "idleCount": 2}]))
         shown = await environment.remuda("scale-down", "--dry-run", *limits, *keep_two)
-        self._output.say(*shown.splitlines())
+        if environment.verbose:
+            self._output.say(*shown.splitlines())
         first = ScaleDownDecisions.parse(await environment.json("scale-down", *limits, *keep_two))
         second = ScaleDownDecisions.parse(await environment.json("scale-down", *limits, *keep_two))
         orphan = [fleet.unregistered]
@@ -255,10 +268,11 @@ class LocalDemo:
         await environment.json("scale-down", *limits)
         stopped = [await environment.is_stopped(name) for name in fleet.all_ids]
         self._check("without a quota the remaining instances are terminated", passed=all(stopped))
+        environment.outcome("an orphan ended after two cycles; a quota of two kept two of three")
 
     async def _crash_during_release(self) -> None:
         environment = self.environment
-        environment.title("Failure: an instance crashes during release; it is retired and not pooled")
+        environment.title("Crash: a machine loses power while its run is released")
         run_id = "1005"
         provisioned = await environment.json("provision", "--run-id", run_id, "--instance-count", "1")
         self._provisions.append(DemoProvision.parse("crash", provisioned))
@@ -286,12 +300,11 @@ class LocalDemo:
             "an instance that crashes during release is retired, not pooled",
             passed=not released["released"] and await environment.is_in_state(instance_id, State.TERMINATED),
         )
+        environment.outcome(f"{instance_id} was killed with a job on it; the sweeps retired it")
 
     async def _self_termination(self) -> None:
         environment = self.environment
-        environment.title(
-            f"No control plane: an instance terminates itself when its idle time of {SHORT_IDLE_S:g} s is up"
-        )
+        environment.title(f"Expiry: no control plane runs, and a machine's idle time of {SHORT_IDLE_S:g} s is up")
         await environment.refresh(idle_s=SHORT_IDLE_S)
         await environment.stop_sweeper()
         environment.log("periodic refresh stopped")
@@ -308,13 +321,16 @@ class LocalDemo:
             and any(text in reason for text in SELF_TERMINATED),
             detail=reason,
         )
+        environment.outcome(f"{instance_id} ended itself: {reason}")
+        # Starts the periodic refresh again.
+        await environment.remuda("up")
 
     async def _down_and_report(self) -> DemoReport:
         environment = self.environment
-        environment.title("Down: refresh records the last changes, then the backend is stopped")
+        environment.title("End: the backend is stopped, and nothing is left")
         await environment.refresh(idle_s=SHORT_IDLE_S)
-        for line in (await environment.remuda("status")).splitlines():
-            self._output.say("  " + line)
+        if environment.verbose:
+            self._output.say(*(f"  {line}" for line in (await environment.remuda("status")).splitlines()))
         histories = await environment.histories()
         async with environment.github() as github:
             foreign = foreign_jobs(await github.jobs(), histories, pool=environment.settings.pool)
@@ -330,6 +346,10 @@ class LocalDemo:
         self._check("0 processes left", passed=not leaked and not down["left"], detail=", ".join(map(str, leaked)))
         self._check("0 live instances recorded", passed=not live, detail=", ".join(live))
         self._check("0 runners registered on GitHub", passed=not registrations, detail=", ".join(registrations))
+        environment.outcome(
+            f"{len(leaked)} processes, {len(live)} machines, {len(registrations)} registrations left; "
+            f"{len(foreign)} jobs on foreign machines"
+        )
         return DemoReport(
             provisions=tuple(sorted(self._provisions, key=lambda item: item.run_id)),
             releases=tuple(sorted(self._releases, key=lambda item: item.run_id)),
@@ -343,14 +363,21 @@ class LocalDemo:
 
     # Results ----------------------------------------------------------------------------------------------------
 
-    async def _workflow(self, name: str, *, run_id: str, count: int) -> list[dict[str, Any]]:
-        provision, release, jobs = await self.environment.workflow(name, run_id=run_id, count=count)
+    async def _workflow(
+        self, name: str, *, run_id: str, count: int, at_once_with: Sequence[str] = ()
+    ) -> list[dict[str, Any]]:
+        provision, release, jobs = await self.environment.workflow(
+            name, run_id=run_id, count=count, at_once_with=at_once_with
+        )
         self._provisions.append(provision)
         self._releases.append(release)
         return jobs
 
     def _check(self, text: str, *, passed: bool, detail: str = "") -> None:
-        self._checks.append(DemoCheck(text=text, passed=passed, detail=detail))
+        check = DemoCheck(text=text, passed=passed, detail=detail)
+        self._checks.append(check)
+        if not passed and not self.environment.verbose:
+            self._output.say(f"  {check.line}", style="bold red")
 
 
 def _runner_set(**more: Any) -> dict[str, Any]:

@@ -7,13 +7,15 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shlex
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from remuda import procfs
 from remuda.adapters.local.folder import supervisor
@@ -37,12 +39,16 @@ from remuda.domain.scale_down.fleet import (
     REPO,
     YES,
 )
+from remuda.domain.text import sanitize
 from remuda.fake_github import read_endpoint
 from remuda.fake_github.client import FakeGitHubClient
 from remuda.ports.compute import LaunchRequest
 from remuda.ports.event_log import SilentEventLog
 from remuda.wiring import open_context
 from remuda.wiring.local import layout
+
+if TYPE_CHECKING:
+    from rich.status import Status
 
 #: Repository of the demo's workflows.
 SCOPE = "remuda/demo"
@@ -56,6 +62,8 @@ POLL_S = 0.05
 #: Seconds of history shown on the live page.
 PAGE_SINCE_S = 3_600.0
 _CHUNK_BYTES = 64 * 1024
+#: Lines of a command's output that are shown after its failure.
+SHOWN_AFTER_FAILURE = 30
 
 _WORKFLOW = """\
 name: {name}
@@ -75,7 +83,7 @@ jobs:
       - name: check that the home directory is clean
         run: test ! -e "$HOME/left-behind" && touch "$HOME/left-behind"
       - name: test
-        run: echo "shard ${{{{ matrix.shard }}}} of run $GITHUB_RUN_ID" && sleep {work_s}
+        run: echo "shard ${{{{ matrix.shard }}}} of run $GITHUB_RUN_ID" && {work}
   release:
     needs: [provision, test]
     if: always()
@@ -107,8 +115,12 @@ FLEET_LIFETIME_S = 180.0
 
 
 class DemoEnvironment:
-    def __init__(self, output: Output, root: Path) -> None:
+    """Runs commands. Unless it is verbose, their output is one live line on a terminal, and not shown in a log."""
+
+    def __init__(self, output: Output, root: Path, *, verbose: bool = True) -> None:
         self.output = output
+        self.verbose = verbose
+        self._live: Status | None = None
         self.settings = Settings(dir=root / "state", github_scope=SCOPE)
         self.clock = SystemClock()
         self.page_url = ""
@@ -116,16 +128,40 @@ class DemoEnvironment:
         root.mkdir(parents=True, exist_ok=True)
 
     def title(self, text: str) -> None:
-        self.output.say("", f"== {text}", style="bold")
+        """Begin a chapter."""
+        self.output.say(*("", f"== {text}") if self.verbose else (text,), style="bold")
+
+    def outcome(self, text: str) -> None:
+        """Say what the chapter has shown."""
+        self.output.say(f"  {text}")
 
     def log(self, text: str) -> None:
-        self.output.say(f"{self.clock.now():%H:%M:%S} {text}")
+        self._detail(f"{self.clock.now():%H:%M:%S} {text}")
+
+    def _detail(self, line: str, style: str | None = None) -> None:
+        """A line of progress: kept if verbose, else shown until the next one on a terminal."""
+        if self.verbose:
+            self.output.say(line, style=style)
+        elif self._live is not None:
+            from rich.text import Text  # noqa: PLC0415 - slow to import
+
+            self._live.update(Text(sanitize(line.strip()), style="dim", no_wrap=True, overflow="ellipsis"))
+
+    @contextmanager
+    def live_progress(self) -> Iterator[None]:
+        """Show progress in place while the block runs, on a terminal."""
+        if self.verbose or self.output.is_quiet or self.output.logs_json or not sys.stderr.isatty():
+            yield
+            return
+        with self.output.console.status("") as self._live:
+            yield
+        self._live = None
 
     # Commands ---------------------------------------------------------------------------------------------------
 
     async def remuda(self, *arguments: str, ok: Sequence[int] | set[int] = (0,)) -> str:
         """Run a command as a user would type it. Show its progress and return its standard output."""
-        self.output.say(f"$ remuda {' '.join(arguments)}", style="bold cyan")
+        self._detail(f"$ remuda {' '.join(arguments)}", style="bold cyan")
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "remuda", *arguments, "--dir", str(self.settings.dir)),
             stdin=asyncio.subprocess.DEVNULL,
@@ -134,7 +170,7 @@ class DemoEnvironment:
             env=self._variables(),
         )
         try:
-            stdout, _ = await asyncio.gather(_read(process.stdout), self._echo(process.stderr))
+            stdout, lines = await asyncio.gather(_read(process.stdout), self._echo(process.stderr))
             code = await process.wait()
         except BaseException:
             with suppress(ProcessLookupError):
@@ -142,6 +178,8 @@ class DemoEnvironment:
             await process.wait()
             raise
         if code not in ok:
+            if not self.verbose:
+                self.output.say(*lines)
             raise Unavailable(f"remuda {arguments[0]} failed with exit code {code}")
         return stdout
 
@@ -160,13 +198,17 @@ class DemoEnvironment:
         document: dict[str, Any] = json.loads(await self.remuda(*arguments, "--json", ok=ok))
         return document
 
-    async def _echo(self, stream: asyncio.StreamReader | None) -> None:
+    async def _echo(self, stream: asyncio.StreamReader | None) -> Sequence[str]:
+        """Show the lines as they come. Return the last ones."""
+        last: deque[str] = deque(maxlen=SHOWN_AFTER_FAILURE)
         if stream is not None:
             text = ""
             while chunk := await stream.read(_CHUNK_BYTES):
                 *lines, text = (text + chunk.decode(errors="replace")).split("\n")
                 for line in lines:
-                    self.output.say("  " + line.rstrip())
+                    last.append("  " + line.rstrip())
+                    self._detail(last[-1])
+        return last
 
     async def refresh(self, *, idle_s: float, runner_sets: Sequence[Mapping[str, Any]] = ()) -> None:
         await self.remuda(
@@ -176,12 +218,17 @@ class DemoEnvironment:
         )
 
     async def workflow(
-        self, name: str, *, run_id: str, count: int
+        self, name: str, *, run_id: str, count: int, at_once_with: Sequence[str] = ()
     ) -> tuple[DemoProvision, DemoRelease, list[dict[str, Any]]]:
-        """Run a workflow with `count` test jobs. Return its provision, its release and the test jobs."""
+        """Run a workflow with `count` test jobs. Return its provision, its release and the test jobs.
+
+        The jobs keep their machines until the provisions of the runs `at_once_with` are done.
+        """
         file = self._root / f"{name}.yml"
         shards = ", ".join(str(number + 1) for number in range(count))
-        file.write_text(_WORKFLOW.format(name=name, count=count, shards=shards, work_s="0.5"))
+        others = (shlex.quote(str(self._root / f"provision-{other}.json")) for other in at_once_with)
+        work = " && ".join((*(f"until test -s {other}; do sleep 0.1; done" for other in others), "sleep 0.5"))
+        file.write_text(_WORKFLOW.format(name=name, count=count, shards=shards, work=work))
         result = await self.json("run-workflow", str(file), "--run-id", run_id, ok={0, 1})
         jobs: list[dict[str, Any]] = [job for job in result["jobs"] if job["name"].startswith("test")]
         provisioned = json.loads((self._root / f"provision-{run_id}.json").read_text())

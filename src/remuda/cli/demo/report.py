@@ -7,7 +7,9 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from remuda.cli.output import Output, table
+from remuda.cli.output import Output
+from remuda.cli.rendering.table import SHORTEN, FittedTable
+from remuda.cli.run import plural
 from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.pool_config import parse_runner_name
 from remuda.fake_github.client import JobView
@@ -15,6 +17,8 @@ from remuda.ports.store import InstanceStore
 
 #: Transition that assigns a machine of a runner set to the run of its job.
 BIND = "bind"
+#: Kinds of provisions that are compared.
+KINDS = ("cold", "warm")
 #: Goal for the seconds spent in addition to the runner's own registration or deregistration.
 GOAL_S = 0.5
 
@@ -52,6 +56,12 @@ class DemoProvision:
     @property
     def overhead_seconds(self) -> float:
         return round(self.seconds - self.registration_seconds, 3)
+
+    def describe(self) -> str:
+        jobs = "its jobs passed" if self.jobs_ok else "a job FAILED"
+        return (
+            f"run {self.run_id}: {self.reused} reused, {self.created} created, ready after {self.seconds:.2f} s; {jobs}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +104,10 @@ class DemoDemand:
             kind=kind, run_id=run_id, waits=tuple(float(job["wait_seconds"]) for job in jobs if job["wait_seconds"])
         )
 
+    def describe(self) -> str:
+        waits = ", ".join(f"{wait:.2f} s" for wait in self.waits)
+        return f"run {self.run_id}: queued jobs waited {waits} for a runner"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoRetirement:
@@ -110,6 +124,11 @@ class DemoCheck:
     text: str
     passed: bool
     detail: str = ""
+
+    @property
+    def line(self) -> str:
+        detail = f" ({self.detail})" if self.detail and not self.passed else ""
+        return f"{'passed' if self.passed else 'FAILED'}  {self.text}{detail}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,7 +183,47 @@ class DemoReport:
         }
 
 
-def show_report(output: Output, report: DemoReport) -> None:
+def show_report(output: Output, report: DemoReport, *, verbose: bool = True) -> None:
+    """Show the figures. The verbose form has a table per kind of result, and every check."""
+    if verbose:
+        _show_tables(output, report)
+    else:
+        output.say("")
+        output.show(_closing_table(report))
+    cold, warm = (f"{seconds:.2f} s" if seconds is not None else "none" for seconds in map(report.median_s, KINDS))
+    output.say("", f"provision cold {cold}, warm {warm}; {report.reuse_rate:.0%} of the runners reused")
+    if verbose:
+        for operation, seconds in report.overheads().items():
+            verdict = "met" if seconds < GOAL_S else "missed; is this machine busy?"
+            name = operation.replace("_", " ")
+            output.say(f"{name}: at most {seconds:.2f} s of overhead (goal {GOAL_S} s: {verdict})")
+        output.say("")
+        for check in report.checks:
+            output.say(check.line, style=None if check.passed else "bold red")
+    failed = sum(not check.passed for check in report.checks)
+    summary = f"{failed} checks FAILED" if failed else "all checks passed"
+    output.say(
+        f"{summary} ({len(report.checks)} in {report.seconds:.0f} s)",
+        style="bold green" if report.passed else "bold red",
+    )
+
+
+def _closing_table(report: DemoReport) -> FittedTable:
+    """Each run with the seconds that it waited for runners."""
+    columns = ("run", "story", "start", "reused", "created", "seconds")
+    rows = [
+        (item.run_id, item.name, item.kind, str(item.reused), str(item.created), f"{item.seconds:.2f}")
+        for item in report.provisions
+    ]
+    rows += [
+        (item.run_id, f"demand, {plural(len(item.waits), 'job')}", item.kind, "", "", f"{median(item.waits):.2f}")
+        for item in report.demand
+        if item.waits
+    ]
+    return FittedTable("Seconds until runners are ready", columns, rows, numeric=frozenset(columns[3:]))
+
+
+def _show_tables(output: Output, report: DemoReport) -> None:
     numbers = ("reused", "created", "seconds", "registration", "overhead")
     provisions = [
         (
@@ -174,7 +233,8 @@ def show_report(output: Output, report: DemoReport) -> None:
         )
         for item in report.provisions
     ]
-    output.show(table("Provisions", ("run", "kind", *numbers), provisions, numeric=frozenset(numbers)))
+    output.say("")
+    output.show(FittedTable("Provisions", ("run", "kind", *numbers), provisions, numeric=frozenset(numbers)))
     if report.demand:
         columns = ("jobs", "median wait", "longest wait")
         waits = [
@@ -182,22 +242,20 @@ def show_report(output: Output, report: DemoReport) -> None:
             for item in report.demand
             if item.waits
         ]
-        output.show(table("Jobs without provision", ("run", "kind", *columns), waits, numeric=frozenset(columns)))
+        output.say("")
+        output.show(FittedTable("Jobs without provision", ("run", "kind", *columns), waits, numeric=frozenset(columns)))
     retired = [(item.instance_id, item.state, item.reason, item.stop_reason) for item in report.retired]
-    output.show(table("Retired", ("instance", "state", "reason", "reason recorded by the instance"), retired))
-    output.say(f"cold {report.median_s('cold')} s, warm {report.median_s('warm')} s, {report.reuse_rate:.0%} reused")
-    for operation, seconds in report.overheads().items():
-        verdict = "met" if seconds < GOAL_S else "missed; is this machine busy?"
-        output.say(f"{operation.replace('_', ' ')}: at most {seconds:.2f} s of overhead (goal {GOAL_S} s: {verdict})")
     output.say("")
-    for check in report.checks:
-        detail = f" ({check.detail})" if check.detail and not check.passed else ""
-        output.say(
-            f"{'passed' if check.passed else 'FAILED'}  {check.text}{detail}",
-            style=None if check.passed else "bold red",
+    output.show(
+        FittedTable(
+            "Retired",
+            ("instance", "state", "reason", "recorded by the instance"),
+            retired,
+            no_wrap=frozenset({"instance", "state"}),
+            ids=frozenset({"instance"}),
+            reductions=[SHORTEN],
         )
-    summary = "all checks passed" if report.passed else "some checks failed"
-    output.say("", f"{summary} ({report.seconds:.0f} s)", style="bold green" if report.passed else "bold red")
+    )
 
 
 # Records ----------------------------------------------------------------------------------------------------------

@@ -5,12 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from html import escape
 
 WIDTH, HEIGHT = 720.0, 260.0
-LEFT, RIGHT, TOP, BOTTOM = 58.0, 12.0, 12.0, 34.0
+#: The values are at the right, beside the newest time, which a narrow screen shows first.
+LEFT, RIGHT, TOP, BOTTOM = 12.0, 62.0, 12.0, 34.0
+#: Most times at the axis, and the room that one of them needs at its left.
 TIME_TICKS = 6
+TIME_ROOM = 24.0
+#: Steps between times at the axis, in seconds: from one second to 90 days.
+TIME_STEPS = tuple(
+    unit * count
+    for unit, counts in ((1, (1, 2, 5, 10, 15, 30)), (60, (1, 2, 5, 10, 15, 30)), (3_600, (1, 2, 3, 6, 12)))
+    for count in counts
+) + tuple(86_400 * days for days in (1, 2, 7, 14, 30, 90))
 VALUE_TICKS = 4
 #: Minimum top of a scale, in instances. A smaller scale would only magnify noise.
 MIN_TOP = 0.1
@@ -120,8 +129,9 @@ def _thinned(points: Sequence[ScatterPoint]) -> Sequence[ScatterPoint]:
 
 def _svg(parts: Sequence[str], label: str) -> str:
     return (
-        f'<div class="plot"><svg viewBox="0 0 {WIDTH:g} {HEIGHT:g}" role="img" aria-label="{escape(label)}">'
-        f"{''.join(parts)}</svg></div>"
+        f'<div class="chart"><div class="plot" tabindex="0" role="group" aria-label="{escape(label)}">'
+        f'<svg viewBox="0 0 {WIDTH:g} {HEIGHT:g}" role="img" aria-label="{escape(label)}">{"".join(parts)}</svg></div>'
+        '<p class="hint">Scroll sideways for earlier times.</p></div>'
     )
 
 
@@ -129,21 +139,32 @@ def _grid(frame: _Frame, ticks: Sequence[tuple[float, str]]) -> str:
     right = WIDTH - RIGHT
     lines = [
         f'<line class="grid" x1="{LEFT:g}" x2="{right:g}" y1="{frame.y(value):.1f}" y2="{frame.y(value):.1f}"/>'
-        f'<text class="y" x="{LEFT - 10:g}" y="{frame.y(value) + 4:.1f}">{escape(text)}</text>'
+        f'<text x="{right + 8:g}" y="{frame.y(value) + 4:.1f}">{escape(text)}</text>'
         for value, text in ticks
     ]
-    span = frame.until - frame.since
-    for number in range(TIME_TICKS + 1):
-        at = frame.since + span * number / TIME_TICKS
-        anchor = "start" if number == 0 else "end" if number == TIME_TICKS else "middle"
-        lines.append(f'<text class="x {anchor}" x="{frame.x(at):.1f}" y="{HEIGHT - 12:g}">{_time(at, span)}</text>')
+    step, times = _round_times(frame.since, frame.until)
+    lines += [
+        f'<text class="x" x="{frame.x(at):.1f}" y="{HEIGHT - 12:g}">{_time(at, step)}</text>'
+        for at in times
+        if frame.x(at) >= LEFT + TIME_ROOM
+    ]
     return "".join(lines)
 
 
-def _time(at: datetime, span: timedelta) -> str:
-    if span <= timedelta(minutes=20):
-        return f"{at:%H:%M:%S}"
-    return f"{at:%H:%M}" if span <= timedelta(days=2) else f"{at:%d %b}"
+def _round_times(since: datetime, until: datetime) -> tuple[timedelta, list[datetime]]:
+    """Return a round step and its multiples in the period, counted from midnight UTC."""
+    span_s = (until - since).total_seconds()
+    step_s = next((step for step in TIME_STEPS if span_s / step <= TIME_TICKS), TIME_STEPS[-1])
+    first = math.ceil(since.timestamp() / step_s)
+    last = math.floor(until.timestamp() / step_s)
+    times = [datetime.fromtimestamp(number * step_s, tz=UTC) for number in range(first, last + 1)]
+    return timedelta(seconds=step_s), times
+
+
+def _time(at: datetime, step: timedelta) -> str:
+    if step >= timedelta(days=1):
+        return f"{at:%d %b}"
+    return f"{at:%H:%M}" if step >= timedelta(minutes=1) else f"{at:%H:%M:%S}"
 
 
 def _nice_scale(highest: float) -> tuple[float, list[float]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from remuda.cli.output import format_duration, table
+from remuda.cli.output import format_duration
+from remuda.cli.rendering.table import FittedTable, spaced
 from remuda.domain.reporting.timeline import MachinePhase
 from remuda.domain.reporting.usage import DurationStats, RunnerSetUsage, UsageReport
 from remuda.domain.serialization import to_jsonable
@@ -126,20 +127,22 @@ def headlines(usage: UsageReport) -> list[tuple[str, str]]:
 
 
 def report_tables(usage: UsageReport, *, pool: str) -> list[Any]:
-    return list(_tables(usage, pool))
+    return list(spaced(_tables(usage, pool)))
 
 
 def _tables(usage: UsageReport, pool: str) -> Iterator[Any]:
     title = f"Pool {pool}, {usage.since:%Y-%m-%d %H:%M} to {usage.until:%Y-%m-%d %H:%M} UTC"
-    yield table(title, ("figure", "value"), headlines(usage))
+    yield FittedTable(title, ("figure", "value"), headlines(usage))
     if times := duration_rows(usage):
-        yield table("Provisions", DURATION_COLUMNS, times, numeric=_NUMERIC)
+        yield FittedTable("Provisions", DURATION_COLUMNS, times, numeric=_NUMERIC, no_wrap=_NUMERIC)
     if sets := set_rows(usage):
-        yield table("Runner sets", SET_COLUMNS, sets, numeric=_NUMERIC)
+        yield FittedTable("Runner sets", SET_COLUMNS, sets, numeric=_NUMERIC, no_wrap=_NUMERIC)
     if usage.hours:
-        yield table("Instance hours by state", PHASE_COLUMNS, phase_rows(usage), numeric=_NUMERIC)
+        yield FittedTable(
+            "Instance hours by state", PHASE_COLUMNS, phase_rows(usage), numeric=_NUMERIC, no_wrap=_NUMERIC
+        )
     for heading, columns, rows in breakdowns(usage):
-        yield table(heading, columns, rows, numeric=_NUMERIC)
+        yield FittedTable(heading, columns, rows, numeric=_NUMERIC, no_wrap=_NUMERIC)
     yield from (f"note: {note}" for note in usage.notes)
     if usage.prices_as_of:
         yield f"hourly prices: {usage.prices_as_of}; set your own with --prices"

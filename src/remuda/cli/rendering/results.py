@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from remuda.cli.output import table
+from remuda.cli.rendering.table import SHORTEN, FittedTable
 from remuda.config.declaration import DEFAULT, Secret, key
 from remuda.config.settings import LIFETIME_SETTINGS, SETTINGS, Settings
 from remuda.domain.instance import Instance
@@ -20,8 +20,6 @@ from remuda.domain.serialization import to_jsonable
 from remuda.domain.thresholds import Lifetimes
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from remuda.controlplane.provision.plan import ProvisionResult
     from remuda.controlplane.refresh.result import RefreshResult
     from remuda.controlplane.release import ReleaseResult
@@ -61,6 +59,7 @@ def provision_document(result: ProvisionResult) -> dict[str, Any]:
         ],
         "reused": result.reused,
         "created": result.created,
+        "ends_at": to_jsonable(min((item.instance.threshold for item in result.instances), default=None)),
         "tier": result.tier.value,
         "tier_reason": result.tier_reason,
         "ephemeral": result.ephemeral,
@@ -82,6 +81,7 @@ def release_document(result: ReleaseResult) -> dict[str, Any]:
         "deregistration_seconds": {
             item.instance_id: item.deregistration_s for item in result.outcomes if item.deregistration_s is not None
         },
+        "warnings": list(result.warnings),
         "errors": list(result.errors),
         "seconds": result.seconds,
         "calls": to_jsonable(result.calls),
@@ -143,13 +143,17 @@ def pool_config_rows(stored: PoolConfig, settings: Settings) -> dict[str, dict[s
             "reuse": stored.reuse,
             "runner_sets": stored.runner_sets,
             "runner_group": tokens.runner_group if tokens else "",
+            "monthly_budget": stored.monthly_budget,
         },
     )
     here = _pool_values(
         classes=settings.resource_class_config,
         lifetimes=settings.lifetimes,
         launch=settings.launch_options(),
-        values={name: getattr(settings, name) for name in ("max_instances", "reuse", "runner_sets", "runner_group")},
+        values={
+            name: getattr(settings, name)
+            for name in ("max_instances", "reuse", "runner_sets", "runner_group", "monthly_budget")
+        },
     )
     rows: dict[str, dict[str, Any]] = {}
     for name in sorted({**pool, **here}, key=list(SETTINGS).index):
@@ -183,13 +187,13 @@ def _pool_values(
     }
 
 
-def pool_config_table(stored: PoolConfig, rows: Mapping[str, Mapping[str, Any]]) -> Table:
+def pool_config_table(stored: PoolConfig, rows: Mapping[str, Mapping[str, Any]]) -> FittedTable:
     def shown(value: Any) -> str:
         if isinstance(value, list):
             return json.dumps(value) if value else "none"
         return _shown_value(None if value == "" else value)
 
-    return table(
+    return FittedTable(
         f"Pool {stored.pool}, configured {stored.applied_at:%Y-%m-%d %H:%M:%S} UTC",
         ("setting", "pool", "here", "from"),
         [
@@ -270,7 +274,7 @@ def scale_down_document(result: ScaleDownResult) -> dict[str, Any]:
     }
 
 
-def scale_down_table(result: ScaleDownResult) -> Table:
+def scale_down_table(result: ScaleDownResult) -> FittedTable:
     title = f"Scale-down of {result.environment}" + (" (dry run)" if result.dry_run else "")
     rows = []
     for item in result.outcomes:
@@ -278,18 +282,18 @@ def scale_down_table(result: ScaleDownResult) -> Table:
         failed = not item.done and not result.dry_run
         action = f"{decision.action} (not done)" if failed else str(decision.action)
         rows.append((str(decision.phase.value), decision.instance_id, decision.owner, action, decision.reason))
-    return table(title, ("phase", "instance", "owner", "action", "reason"), rows)
+    columns = ("phase", "instance", "owner", "action", "reason")
+    ids, one_line = frozenset({"instance"}), frozenset({"phase", "instance"})
+    return FittedTable(title, columns, rows, no_wrap=one_line, ids=ids, reductions=("phase", SHORTEN))
 
 
-def config_table(settings: Settings) -> Table:
-    from rich.table import Table  # noqa: PLC0415 - slow to import
-
-    made = Table("setting", "value", "from")
+def config_table(settings: Settings) -> FittedTable:
+    rows: list[tuple[str, str, str]] = []
     for name, row in config_rows(settings).items():
         value = row["value"]
-        if name == "runner-sets":
-            text = "\n".join(f"{item.name}: {item.describe()}" for item in settings.runner_sets)
+        if name == "runner-sets" and settings.runner_sets:
+            texts = [f"{item.name}: {item.describe()}" for item in settings.runner_sets]
         else:
-            text = ", ".join(value) if isinstance(value, dict) else "" if value is None else str(value)
-        made.add_row(name, text, row["source"])
-    return made
+            texts = [", ".join(value) if isinstance(value, dict) else "" if value is None else str(value)]
+        rows += [(name if index == 0 else "", text, row["source"]) for index, text in enumerate(texts)]
+    return FittedTable("", ("setting", "value", "from"), rows, no_wrap=frozenset({"setting"}))

@@ -2,37 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from remuda.cli.output import format_duration, table
+from remuda.cli.output import format_duration
 from remuda.cli.rendering.results import instance_document, record_document
-from remuda.controlplane.read.status import RECENT_PROVISIONS, OpenProvision, Status
+from remuda.cli.rendering.table import SHORTEN, FittedTable, fit_height, shorten_ids, spaced
+from remuda.controlplane.read.status import RECENT_PROVISIONS, OpenProvision, PoolLevel, Status
 from remuda.domain.demand import JobRecord
-from remuda.domain.instance import ABSORBING, Instance
+from remuda.domain.instance import ABSORBING, Instance, State
+from remuda.domain.provision import Provision, ProvisionStatus, describe_status
 from remuda.domain.reporting.demand import DemandStatus, ListenerStatus, RunnerSetStatus, waited_s
 from remuda.domain.reporting.explanation import ExplainedEvent, Explanation, Severity
+from remuda.domain.reporting.warnings import PoolWarning, WarningKind
 from remuda.domain.runner_release import RunnerRelease
 from remuda.domain.serialization import to_jsonable
 from remuda.domain.text import sanitize
 
 if TYPE_CHECKING:
+    from rich.padding import Padding
     from rich.text import Text
 
-#: Terminal width from which all columns are shown.
-FULL_WIDTH = 120
 #: Maximum number of runs shown.
 MAX_RUNS = 10
 
 _NUMERIC = frozenset(
     {"time left", "heartbeat", "uses", "idle", "messages", "runners", "attempt", "oldest wait", "last message"}
-    | {"waiting", "assigned", "running", "hot", "warm", "launching", "at capacity"}
+    | {"waiting", "assigned", "running", "hot", "warm", "launching", "machines"}
 )
-_NO_WRAP = frozenset({"instance", "state", "run", "class", "tier", "warning"})
+#: Columns of runner sets that are dropped first.
+_SET_REDUCTIONS = ("last message", "session", "oldest wait")
+_NO_WRAP = frozenset({"instance", "state", "run", "time left", "status", "class", "tier", "warning", "uses", "usage"})
+#: Styles of states and statuses.
+_STATUS_STYLES = {
+    "running": "green",
+    "committed": "green",
+    "open": "cyan",
+    "terminating": "magenta",
+    "failed": "yellow",
+    "expired": "yellow",
+    "interrupted": "yellow",
+}
 _STYLES = {Severity.NORMAL: "", Severity.GOOD: "green", Severity.BAD: "yellow", Severity.MINOR: "dim"}
-#: Width of an instance id, to align the texts.
-_ID_WIDTH = 19
 
 
 def status_document(status: Status) -> dict[str, Any]:
@@ -44,7 +56,12 @@ def status_document(status: Status) -> dict[str, Any]:
         "instances": [_instance(status, instance) for instance in status.instances],
         "pools": {name: {"idle": level.idle, "messages": level.messages} for name, level in status.pools.items()},
         "runs": [
-            {**record_document(run), "instances_terminated": run.provision_id in status.ended} for run in status.runs
+            {
+                **record_document(run),
+                "status": run.shown_status,
+                "lost_ids": list(status.lost.get(run.provision_id, ())),
+            }
+            for run in status.runs
         ],
         "runner_sets": [_set_document(item) for item in status.demand.sets],
         "listener": _listener_document(status.demand.listener) if status.demand.listener else None,
@@ -114,6 +131,7 @@ def _instance(status: Status, instance: Instance) -> dict[str, Any]:
     return {
         **instance_document(instance),
         "report": record_document(report) if report else None,
+        "agent_dead": bool(status.agent_death(instance)),
         "seconds_left": None if instance.state in ABSORBING else round(left_s, 3),
         "heartbeat_age_seconds": round((status.at - beat_at).total_seconds(), 3) if beat_at else None,
     }
@@ -136,46 +154,82 @@ def _open_provision_document(item: OpenProvision) -> dict[str, Any]:
 # Tables -----------------------------------------------------------------------------------------------------------
 
 
-def status_tables(status: Status, *, width: int, rows: int | None = None) -> list[Any]:
-    """Build the tables. `rows` is the maximum number of instances shown."""
-    return list(_tables(status, width, rows))
+def status_tables(status: Status, *, limit: int | None = None) -> list[Any]:
+    """Build the tables. `limit` is the maximum number of instances shown; the other tables get a part of that."""
+    return list(spaced(_tables(status, limit)))
 
 
-def _tables(status: Status, width: int, rows: int | None) -> Iterator[Any]:
+def status_screen(status: Status, *, width: int, height: int) -> list[Any]:
+    """Build the tables with as many rows as fit a terminal of this size."""
+    return fit_height(lambda limit: status_tables(status, limit=limit), width=width, height=height)
+
+
+def _tables(status: Status, limit: int | None) -> Iterator[Any]:
     if status.warnings:
-        found = [(item.kind, item.subject, item.text) for item in status.warnings]
-        yield table("Warnings", ("warning", "subject", "meaning"), found, no_wrap=_NO_WRAP)
+        shown = status.warnings if limit is None else status.warnings[: max(limit // 2, 2)]
+        found = [(item.kind, item.subject, item.text) for item in shown]
+        yield FittedTable(
+            "",
+            ("warning", "subject", "meaning"),
+            found,
+            no_wrap=_NO_WRAP,
+            ids=frozenset({"subject"}),
+            reductions=[SHORTEN],
+            cuts=limit is not None,
+        )
+        yield from _more(len(status.warnings) - len(shown))
+        yield ""
     if status.config:
         version = f", runner {status.config.runner_version}" if status.config.runner else ""
-        yield f"pool {status.pool}, reuse {status.config.reuse}{version}"
+        yield f"pool {status.pool}, reuse {status.config.reuse}{version}{_live(status)}"
     if status.demand.sets:
-        yield from _sets(status.demand, wide=width >= FULL_WIDTH)
+        yield from _sets(status.demand, limit)
     if not status.instances and not status.runs:
         yield "no instances, no runs"
         return
-    yield from _instances(status, rows, wide=width >= FULL_WIDTH)
-    if status.open_provisions:
-        provisions = [_open_provision_row(item, status.at) for item in status.open_provisions]
-        columns = ("run", "attempt", "class", "runners", "acquired", "time left")
-        yield table("Open provisions", columns, provisions, numeric=_NUMERIC, no_wrap=_NO_WRAP)
-    pools = [(name, str(level.idle), str(level.messages)) for name, level in status.pools.items() if _is_used(level)]
-    if pools:
-        yield table("Pools", ("class", "idle", "messages"), pools, numeric=_NUMERIC, no_wrap=_NO_WRAP)
-    yield from _runs(status)
+    yield from _instances(status, limit)
+    levels = [_level(name, level) for name, level in status.pools.items() if level.idle or level.messages]
+    if levels:
+        yield sanitize(f"idle by class: {', '.join(levels)}")
+    runs = MAX_RUNS if limit is None else min(max(limit // 3, 1), MAX_RUNS)
+    yield from _runs(status, runs, cuts=limit is not None)
 
 
-def _sets(demand: DemandStatus, *, wide: bool) -> Iterator[Any]:
-    columns = ["set", "waiting", "assigned", "hot", "warm", "launching", "at capacity"]
-    if wide:
-        columns[3:3] = ["running"]
-        columns += ["oldest wait", "last message", "session"]
-    rows = [[_set_values(item)[name] for name in columns] for item in demand.sets]
-    yield table("Runner sets", columns, rows, numeric=_NUMERIC, no_wrap=_NO_WRAP)
-    for item in demand.sets:
+def _indented(text: str, *, cuts: bool) -> Padding:
+    from rich.padding import Padding  # noqa: PLC0415 - slow to import
+    from rich.text import Text  # noqa: PLC0415
+
+    return Padding(Text(sanitize(text), no_wrap=cuts, overflow="ellipsis" if cuts else "fold"), (0, 0, 0, 2))
+
+
+def _more(count: int, of_what: str = "") -> Iterator[str]:
+    if count:
+        yield f"  and {count} more{of_what}"
+
+
+def _live(status: Status) -> str:
+    counts = status.by_state()
+    states = ", ".join(f"{count} {state}" for state, count in counts.items())
+    return f": {sum(counts.values())} live ({states})" if counts else ""
+
+
+def _level(name: str, level: PoolLevel) -> str:
+    """The idle instances of a class. The messages in its queue are told only if their number differs."""
+    return f"{name} {level.idle}" + (f" ({level.messages} messages)" if level.messages != level.idle else "")
+
+
+def _sets(demand: DemandStatus, limit: int | None) -> Iterator[Any]:
+    shown = demand.sets if limit is None else demand.sets[: max(limit // 2, 2)]
+    columns = ("set", "waiting", "assigned", "running", "hot", "warm", "launching", "machines", *_SET_REDUCTIONS[::-1])
+    rows = [[_set_values(item)[name] for name in columns] for item in shown]
+    reductions = (*_SET_REDUCTIONS, "running", "warm")
+    yield FittedTable("", columns, rows, numeric=_NUMERIC, no_wrap=frozenset(columns), reductions=reductions)
+    for item in shown:
         if item.reason is not None:
             oldest = f"; the oldest waits for {format_duration(item.oldest_wait_s)}" if item.oldest_wait_s else ""
             jobs = f"{item.waiting} job{'' if item.waiting == 1 else 's'}"
-            yield sanitize(f"  {item.name}: {jobs} waiting: {item.detail}{oldest}")
+            yield _indented(f"{item.name}: {jobs} waiting: {item.detail}{oldest}", cuts=limit is not None)
+    yield from _more(len(demand.sets) - len(shown))
 
 
 def _set_values(item: RunnerSetStatus) -> dict[str, str]:
@@ -187,59 +241,83 @@ def _set_values(item: RunnerSetStatus) -> dict[str, str]:
         "hot": str(item.hot),
         "warm": str(item.warm),
         "launching": str(item.launching),
-        "at capacity": f"yes, {item.max}" if item.is_at_capacity else f"{item.machines} of {item.max}",
+        "machines": f"all {item.max}" if item.is_at_capacity else f"{item.machines} of {item.max}",
         "oldest wait": "" if item.oldest_wait_s is None else format_duration(item.oldest_wait_s),
         "last message": "none" if item.message_age_s is None else f"{format_duration(item.message_age_s)} ago",
         "session": item.session.value,
     }
 
 
-def _runs(status: Status) -> Iterator[Any]:
-    # The provisions of runner sets are shown with their sets.
-    runs = [run for run in status.runs if not run.runner_set]
-    if not runs:
+def _runs(status: Status, limit: int, *, cuts: bool) -> Iterator[Any]:
+    """Open provisions, then the other runs, newest first. Those of runner sets are shown with their sets."""
+    opened = status.open_provisions
+    runs = [run for run in status.runs if not run.runner_set and run.status is not ProvisionStatus.OPEN]
+    if not opened and not runs:
         return
-    shown = [
-        (
-            *(run.run_id, str(run.attempt), run.resource_class, str(run.count), run.status.value),
-            status.ended.get(run.provision_id, run.why),
-        )
-        for run in runs[:MAX_RUNS]
+    shown = [_run_row(item.provision, _progress(item, status.at)) for item in opened[:limit]]
+    shown += [
+        _run_row(run, describe_status(run, status.lost.get(run.provision_id, ()))) for run in runs[: limit - len(shown)]
     ]
     columns = ("run", "attempt", "class", "runners", "status", "reason")
-    yield table("Runs, newest first", columns, shown, numeric=_NUMERIC, no_wrap=_NO_WRAP)
-    if more := len(runs) - len(shown):
+    yield FittedTable(
+        "",
+        columns,
+        shown,
+        numeric=_NUMERIC,
+        no_wrap=_NO_WRAP,
+        reductions=("attempt", "class"),
+        styles=_STATUS_STYLES,
+        cuts=cuts,
+    )
+    if more := len(opened) + len(runs) - len(shown):
         # The status reads only the newest provisions.
         at_least = "at least " if len(status.runs) >= RECENT_PROVISIONS else ""
         yield f"  and {at_least}{more} more"
 
 
-def _is_used(level: Any) -> bool:
-    return bool(level.idle or level.messages)
+def _run_row(run: Provision, reason: str) -> tuple[str, ...]:
+    return run.run_id, str(run.attempt), run.resource_class, str(run.count), run.shown_status, reason
 
 
-def _open_provision_row(item: OpenProvision, now: datetime) -> tuple[str, ...]:
-    run = item.provision
+def _progress(item: OpenProvision, now: datetime) -> str:
     acquired = ", ".join(f"{count} {state}" for state, count in item.instances.items())
-    left = _left(run.deadline, now)
-    return run.run_id, str(run.attempt), run.resource_class, str(run.count), acquired or "none yet", left
+    return f"{acquired or 'no runner yet'}; {_left(item.provision.deadline, now, after=' left')}"
 
 
-def _instances(status: Status, rows: int | None, *, wide: bool) -> Iterator[Any]:
+def _instances(status: Status, limit: int | None) -> Iterator[Any]:
     if not status.instances:
         yield "no instances"
         return
-    columns = ["instance", "state", "run", "time left", "class", "tier", "uses", "remark"]
-    if wide:
-        columns[4:4] = ["heartbeat"]
-        columns[6:6] = ["type", "usage"]
-    shown = status.instances if rows is None else status.instances[: max(rows, 1)]
-    values = [_column_values(status, instance) for instance in shown]
-    yield table(
-        "Instances", columns, [[row[name] for name in columns] for row in values], numeric=_NUMERIC, no_wrap=_NO_WRAP
+    shown = status.instances
+    if limit is not None and len(shown) > limit:
+        subjects = {warning.subject for warning in status.warnings}
+        shown = sorted(shown, key=lambda item: _urgency(status, item, subjects))[:limit]
+    columns = ("instance", "state", "run", "time left", "heartbeat", "class", "type", "usage", "tier", "uses", "remark")
+    rows = [[_column_values(status, instance)[name] for name in columns] for instance in shown]
+    empty = [name for index, name in enumerate(columns) if not any(row[index] for row in rows)]
+    yield FittedTable(
+        "",
+        columns,
+        rows,
+        numeric=_NUMERIC,
+        no_wrap=_NO_WRAP,
+        ids=frozenset({"instance"}),
+        reductions=(*empty, "usage", "type", "heartbeat", SHORTEN, "uses", "tier", "class"),
+        styles=_STATUS_STYLES,
+        cuts=limit is not None,
     )
-    if len(shown) < len(status.instances):
-        yield f"  and {len(status.instances) - len(shown)} more"
+    yield from _more(len(status.instances) - len(shown), "; --wide shows all")
+
+
+def _urgency(status: Status, instance: Instance, subjects: Collection[str]) -> tuple[bool, ...]:
+    """Sorts instances with a warning first, then those that are overdue, retired or in use."""
+    return (
+        instance.instance_id not in subjects,
+        instance.state in ABSORBING or instance.threshold >= status.at,
+        not instance.retire_text,
+        instance.state in {State.IDLE, *ABSORBING},
+        instance.state in ABSORBING,
+    )
 
 
 def _column_values(status: Status, instance: Instance) -> dict[str, str]:
@@ -247,6 +325,7 @@ def _column_values(status: Status, instance: Instance) -> dict[str, str]:
     report = status.reports.get(instance.instance_id)
     age_s = (now - report.beat_at).total_seconds() if report and report.beat_at else None
     busy = "a job is running" if report and report.busy else ""
+    dead = "agent dead" if status.agent_death(instance) else ""
     return {
         "instance": instance.instance_id,
         "state": instance.state.value,
@@ -258,23 +337,21 @@ def _column_values(status: Status, instance: Instance) -> dict[str, str]:
         "usage": instance.usage_class.value,
         "tier": instance.tier.value,
         "uses": str(instance.uses),
-        "remark": instance.retire_text or busy,
+        "remark": "; ".join(filter(None, (dead, instance.retire_text or busy))),
     }
 
 
-def _left(threshold: datetime, now: datetime) -> str:
+def _left(threshold: datetime, now: datetime, *, after: str = "") -> str:
     seconds = (threshold - now).total_seconds()
-    return format_duration(seconds) if seconds >= 0 else f"overdue by {format_duration(-seconds)}"
+    return format_duration(seconds) + after if seconds >= 0 else f"{format_duration(-seconds)} late"
 
 
 # Log lines --------------------------------------------------------------------------------------------------------
 
 
 def headline(status: Status) -> str:
-    states = ", ".join(f"{count} {state}" for state, count in status.by_state().items())
-    live = sum(status.by_state().values())
     warnings = len(status.warnings)
-    text = f"pool {status.pool} at {status.at:%H:%M:%S} UTC: {live} live" + (f" ({states})" if states else "")
+    text = f"pool {status.pool} at {status.at:%H:%M:%S} UTC{_live(status) or ': 0 live'}"
     return text + (f"; {warnings} warning{'s' if warnings > 1 else ''}" if warnings else "")
 
 
@@ -295,7 +372,7 @@ def _instance_changes(before: Status | None, after: Status) -> Iterator[str]:
         ):
             continue
         run = f" for run {instance.run_id}" if instance.run_id else ""
-        left = "" if instance.state in ABSORBING else f", {_left(instance.threshold, after.at)} left"
+        left = "" if instance.state in ABSORBING else f", {_left(instance.threshold, after.at, after=' left')}"
         previous = f" (was {old.state})" if old is not None and old.state is not instance.state else ""
         reason = f": {instance.retire_text}" if instance.retire_text else ""
         yield f"{instance.instance_id} is {instance.state}{run}{previous}{left}{reason}"
@@ -315,12 +392,22 @@ def _set_changes(before: Status | None, after: Status) -> Iterator[str]:
             yield f"set {item.name}: {counts}, session {item.session}"
 
 
+def warning_lines(status: Status) -> list[str]:
+    """One line per warning, except for unreadable records, which are errors of the command."""
+    return [_warning_line(item) for item in status.warnings if item.kind is not WarningKind.UNREADABLE]
+
+
+def _warning_line(warning: PoolWarning) -> str:
+    subject = f" {warning.subject}" if warning.subject else ""
+    return f"warning: {warning.kind}{subject}: {warning.text}"
+
+
 def _new_warnings(before: Status | None, after: Status) -> Iterator[str]:
     """A warning is new if its kind or subject is: its text may contain a number of seconds."""
     known = {(item.kind, item.subject) for item in before.warnings} if before else set()
     for item in after.warnings:
         if (item.kind, item.subject) not in known:
-            yield f"warning: {item.kind} {item.subject}: {item.text}"
+            yield _warning_line(item)
 
 
 def explanation_document(explanation: Explanation) -> dict[str, Any]:
@@ -333,29 +420,46 @@ def explanation_document(explanation: Explanation) -> dict[str, Any]:
     }
 
 
-def explanation_lines(explanation: Explanation) -> list[Text]:
-    from rich.text import Text  # noqa: PLC0415 - slow to import
+def explanation_lines(explanation: Explanation, *, wide: bool = True) -> list[Any]:
+    """One line per event. Unless it is `wide`, for terminals: texts are wrapped and ids shortened."""
+    from rich.table import Table  # noqa: PLC0415 - slow to import
+    from rich.text import Text  # noqa: PLC0415
 
-    lines = [Text(sanitize(explanation.title), style="bold")]
+    lines: list[Any] = [Text(sanitize(explanation.title), style="bold")]
     day = None
     began = explanation.events[0].at if explanation.events else None
-    for event in explanation.events:
+    ids = [sanitize(event.instance_id) for event in explanation.events]
+    ids = ids if wide else shorten_ids(ids)
+    id_width = max(map(len, ids), default=0) if explanation.kind == "run" else 0
+    for event, instance_id in zip(explanation.events, ids, strict=True):
         if event.at.date() != day:
             day = event.at.date()
             lines.append(Text(f"{event.at:%Y-%m-%d} UTC", style="dim"))
-        lines.append(_event_line(event, began or event.at, with_id=explanation.kind == "run"))
-    lines += [Text("Next", style="bold"), *(Text(f"  {sanitize(text)}") for text in explanation.next_steps)]
-    return lines
+        start = Text(_event_start(event, began or event.at), style="dim")
+        if id_width:
+            start.append(f"{instance_id:<{id_width}}  ", style="not dim")
+        if wide:
+            lines.append(start + _event_text(event))
+        else:
+            grid = Table.grid()
+            grid.add_column(no_wrap=True)
+            grid.add_column(overflow="fold")
+            grid.add_row(start, _event_text(event))
+            lines.append(grid)
+    steps = explanation.next_steps
+    lines += [Text("Next", style="bold")]
+    return [*lines, *(Text(f"  {sanitize(step)}") if wide else _indented(step, cuts=False) for step in steps)]
 
 
-def _event_line(event: ExplainedEvent, began: datetime, *, with_id: bool) -> Text:
+def _event_start(event: ExplainedEvent, began: datetime) -> str:
+    since_s = (event.at - began).total_seconds()
+    return f"  {event.at:%H:%M:%S}.{event.at.microsecond // 1000:03d} {since_s:>+10.2f} s  "
+
+
+def _event_text(event: ExplainedEvent) -> Text:
     from rich.text import Text  # noqa: PLC0415
 
-    since_s = (event.at - began).total_seconds()
-    text = Text(f"  {event.at:%H:%M:%S}.{event.at.microsecond // 1000:03d} {since_s:>+10.2f} s  ", style="dim")
-    if with_id:
-        text.append(f"{sanitize(event.instance_id):<{_ID_WIDTH}}  ", style="not dim")
-    text.append(sanitize(event.what), style=f"not dim {_STYLES[event.severity]}".strip())
+    text = Text(sanitize(event.what), style=f"not dim {_STYLES[event.severity]}".strip())
     if event.why:
         text.append(f": {sanitize(event.why)}", style="not dim")
     return text

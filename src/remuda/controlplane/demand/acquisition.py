@@ -1,6 +1,6 @@
 """Acquisitions: machines for a set, from the pool if possible, newly launched otherwise.
 
-Each machine has a provision record of its own, written before anything is claimed or launched. A claimed machine is
+Each machine has its own provision record, written before anything is claimed or launched. A claimed machine is
 equipped at once; a launched one when its agent reports that it has booted, which the reconciler sees.
 """
 

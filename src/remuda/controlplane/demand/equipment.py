@@ -79,7 +79,7 @@ class Equipment:
             instance_id = machine.instance.instance_id
             self._context.event_log.record("step-failed", error.message, instance_id=instance_id, runner_set=state.name)
         except Exception:
-            # Without a pause, a bug would be repeated for ever at once.
+            # Without a pause, a bug would be repeated forever at once.
             machine.retry_at = self._context.clock.monotonic() + LAST_STEP_RETRY_S
             raise
         else:
@@ -326,7 +326,7 @@ class Equipment:
         await self.release(config, machine, why)
 
     async def _find_registration(self, state: SetState, instance: Instance) -> int:
-        """The id of the registration; 0 if there is none. A claim may have been interrupted before it was recorded."""
+        """The id of the registration; 0 if none exists. A claim may have been interrupted before it was recorded."""
         if instance.assignment is None:
             return 0
         if instance.state is State.CLAIMED:

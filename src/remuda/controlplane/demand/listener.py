@@ -123,6 +123,8 @@ class ListenerService:
         self._config: PoolConfig | None = None
         self._config_due = asyncio.Event()
         self._sets: dict[str, _ServedSet] = {}
+        #: If one of them fails, for example because the log cannot be written, the listener ends and is started again.
+        self._loops = asyncio.TaskGroup()
         self._table = MachineTable(context.clock)
         self._tasks = BackgroundTasks(context=context)
         self._publisher = PoolPublisher(
@@ -192,7 +194,7 @@ class ListenerService:
     async def run(self) -> None:
         stored = await self._start()
         try:
-            async with asyncio.TaskGroup() as group:
+            async with self._loops as group:
                 group.create_task(self._observer.run())
                 group.create_task(self._keep_warm())
                 if (metrics := self._demand.metrics) is not None:
@@ -265,8 +267,8 @@ class ListenerService:
 
     def _start_loops(self, served: _ServedSet) -> None:
         served.tasks = [
-            asyncio.create_task(served.session.run()),
-            asyncio.create_task(self._reconciler.run(served.state)),
+            self._loops.create_task(served.session.run()),
+            self._loops.create_task(self._reconciler.run(served.state)),
         ]
 
     def _serve(self, runner_set: RunnerSet, record: DemandRecord | None, *, draining: bool = False) -> None:
@@ -295,8 +297,8 @@ class ListenerService:
             "drain", "the set was removed from the configuration", runner_set=served.state.name
         )
         served.tasks = [
-            asyncio.create_task(self._reconciler.run(served.state)),
-            asyncio.create_task(self._delete_when_empty(served)),
+            self._loops.create_task(self._reconciler.run(served.state)),
+            self._loops.create_task(self._delete_when_empty(served)),
         ]
 
     async def _delete_when_empty(self, served: _ServedSet) -> None:

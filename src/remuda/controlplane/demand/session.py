@@ -147,7 +147,7 @@ class SetSession:
     async def _handle(self, session: DemandSession, message: DemandMessage, capacity: int) -> None:
         """Persist, then acknowledge. A process that ends in between gets the message again: all of this is idempotent.
 
-        The reconciler is woken first: what it does has records of its own.
+        The reconciler is woken first: what it does has its own records.
         """
         state, config = self._state, self._config()
         now = self._context.clock.now()

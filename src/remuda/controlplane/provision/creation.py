@@ -86,6 +86,9 @@ class Creation:
         """Launch for all orders. Without `all_or_nothing`, the last ones may fail alone."""
         plan, context = orders[0].plan, self._context
         raise_if_past_deadline(context, plan)
+        if plan.config.budget.is_used_up(context.clock.now()):
+            why = plan.config.budget.warning(context.clock.now())
+            raise CapacityError(f"the budget of the pool is used up: {why}", fix="raise it with remuda budget")
         count = await self._count_within_limit(plan, len(orders))
         self._launches += 1
         lifetimes = plan.config.lifetimes

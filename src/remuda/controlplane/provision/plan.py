@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
-from remuda.controlplane.context import Context, read_config
-from remuda.domain.errors import CapacityError, TimedOut, UserError
+from remuda.controlplane.context import Context, read_config, skip_unreadable
+from remuda.domain.errors import CapacityError, TimedOut, Unreadable, UserError
 from remuda.domain.instance import Actor, Assignment, Credential, Instance, RetireReason
 from remuda.domain.pool_config import DEFAULT_GROUP_ID, PoolConfig, runner_name
-from remuda.domain.provision import MAX_REASON, Provision, RunnerSource
-from remuda.domain.resources import Reuse, RunnerRequest, Tier, TypePatterns, UsageClass, normalize_repository
+from remuda.domain.provision import MAX_REASON, Provision, ProvisionStatus, RunnerSource, lost_instances
+from remuda.domain.resources import (
+    Reuse,
+    RunnerRequest,
+    Tier,
+    TypePatterns,
+    UsageClass,
+    normalize_repository,
+    repository_of,
+)
 from remuda.domain.runner_set import RunnerSet
 from remuda.domain.timestamps import to_milliseconds
 from remuda.ports.clock import Clock
@@ -58,6 +67,8 @@ class ProvisionRequest:
     repository: str = ""
     #: Create new instances with a just-in-time registration for one job each. Requires a GitHub credential.
     ephemeral: bool = False
+    #: Whether the run may have runners of this class already.
+    add: bool = False
     #: None: the pool's value.
     max_runtime_s: float | None = None
     timeout_s: float | None = None
@@ -168,8 +179,10 @@ async def make_plan(context: Context, request: ProvisionRequest) -> ProvisionPla
     """Validate the request and obtain a registration token. Rejects before the first claim or launch."""
     if request.ephemeral and context.github is None:
         raise missing_credential()
-    config = await read_config(context)
+    config, held = await asyncio.gather(read_config(context), _find_held(context, request))
     _validate(request, config)
+    if held is not None:
+        raise _already_provisioned(request, held)
     resource_class = config.resource_class(request.resource_class)
     timeout_s = request.timeout_s or config.lifetimes.provision_timeout_s
     if request.max_timeout_s is not None and timeout_s > request.max_timeout_s:
@@ -185,6 +198,7 @@ async def make_plan(context: Context, request: ProvisionRequest) -> ProvisionPla
             resource_class=request.resource_class,
             count=request.count,
             created_at=limits.started_at,
+            repository=repository_of(request.scope, "") or request.repository,
             deadline=limits.deadline,
             request_summary=_describe_request(request),
         ),
@@ -201,6 +215,38 @@ async def make_plan(context: Context, request: ProvisionRequest) -> ProvisionPla
         registration=await _registration_token(context, config, request, timeout_s),
         until=limits.until,
         max_runtime_s=_max_runtime_s(context, request, config),
+    )
+
+
+async def _find_held(context: Context, request: ProvisionRequest) -> Provision | None:
+    """The provision by which this attempt of the run holds runners of the class; None if none exists, or if more are
+    to be added.
+
+    A provision that is still open may belong to a process that has died, so it does not count.
+    """
+    if request.add:
+        return None
+    try:
+        provisions = await context.store.provisions_of_run(request.run_id)
+    except Unreadable as error:
+        provisions = list(error.records.values())
+    for provision in provisions:
+        if (provision.attempt, provision.resource_class) != (request.attempt, request.resource_class):
+            continue
+        if provision.status is not ProvisionStatus.COMMITTED or provision.deadline <= context.clock.now():
+            continue
+        records, _ = await skip_unreadable(context.store.get_many(provision.instance_ids))
+        if len(lost_instances(provision, records)) < len(provision.instance_ids):
+            return provision
+    return None
+
+
+def _already_provisioned(request: ProvisionRequest, held: Provision) -> UserError:
+    runners = "1 runner" if held.count == 1 else f"{held.count} runners"
+    return UserError(
+        f"run {request.run_id} has {runners} of class {held.resource_class} already ({held.provision_id})",
+        field="add",
+        fix=f"pass --add for more, or release them first with 'remuda release --run-id {request.run_id}'",
     )
 
 

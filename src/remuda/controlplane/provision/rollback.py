@@ -16,10 +16,10 @@ from remuda.controlplane.context import (
     transition,
 )
 from remuda.controlplane.release import TOKEN_TIMEOUT_S, removal_credential, remove_jit_registration
-from remuda.domain.errors import Conflict, RemudaError
+from remuda.domain.errors import Conflict, Interrupted, RemudaError
 from remuda.domain.instance import ASSIGNED, Credential, Instance, State
 from remuda.domain.pool_config import PoolConfig
-from remuda.domain.provision import Provision, ProvisionOutcome, ProvisionStatus, released
+from remuda.domain.provision import Provision, ProvisionEnding, ProvisionOutcome, ProvisionStatus, released
 from remuda.domain.transitions import Actor, End, Release, RetireReason, tombstone
 
 #: Seconds that a rollback may take. Sweeps finish the rest.
@@ -180,6 +180,11 @@ async def _tombstone(context: Context, instance: Instance, *, why: str) -> None:
     await context.compute.terminate([instance.instance_id])
 
 
+def _ending(outcome: ProvisionOutcome) -> ProvisionEnding:
+    is_interrupted = outcome.exit_code == Interrupted.exit_code
+    return ProvisionEnding.INTERRUPTED if is_interrupted else ProvisionEnding.FAILED
+
+
 async def _close_provision(context: Context, provision: Provision, *, why: str, outcome: ProvisionOutcome) -> None:
     current: Provision | None = provision
     while current is not None:
@@ -189,7 +194,7 @@ async def _close_provision(context: Context, provision: Provision, *, why: str, 
             # Another process released the run during the provision; add the outcome to its record.
             after = replace(current, outcome=outcome)
         else:
-            after = released(current, now=context.clock.now(), why=why, outcome=outcome)
+            after = released(current, now=context.clock.now(), why=why, ending=_ending(outcome), outcome=outcome)
         try:
             await retry_write(
                 context, partial(context.store.replace_provision, current, after), run_id=provision.run_id

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 from remuda.controlplane.context import Context
 from remuda.domain.demand import LISTENER_LEASE
@@ -24,12 +24,16 @@ async def read_demand(
     instances: Sequence[Instance],
     reports: Mapping[str, Report],
     provisions: Sequence[Provision],
+    *,
+    first_seen: Mapping[str, datetime],
 ) -> DemandStatus:
     """Combine the demand with records that the caller has read. A pool without sets and runs costs no call."""
     has_runners = any(item.run_id and item.state in LIVE for item in instances)
     if config is None or not (config.runner_sets or has_runners):
         return DemandStatus()
-    return demand_status(await read_demand_input(context, config, instances, reports, provisions))
+    return demand_status(
+        await read_demand_input(context, config, instances, reports, provisions, first_seen=first_seen)
+    )
 
 
 async def read_demand_input(
@@ -38,13 +42,14 @@ async def read_demand_input(
     instances: Sequence[Instance],
     reports: Mapping[str, Report],
     provisions: Sequence[Provision],
+    *,
+    first_seen: Mapping[str, datetime],
 ) -> DemandInput:
     store, now = context.store, context.clock.now()
-    demand, lease, jobs, first_seen = await asyncio.gather(
+    demand, lease, jobs = await asyncio.gather(
         store.get_demand(),
         store.get_lease(LISTENER_LEASE),
         store.recent_jobs(RECENT_JOBS, since=now - timedelta(seconds=MAX_QUEUED_S)),
-        store.get_first_seen(),
     )
     return DemandInput(
         now=now,

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from remuda.controlplane.context import Context, read_config, skip_unreadable
+from remuda.controlplane.context import Context, find_by_prefix, read_config, skip_unreadable
 from remuda.controlplane.read.demand import read_demand_input
 from remuda.domain.errors import UserError
 from remuda.domain.instance import HOLDER_PREFIX, LIVE
@@ -57,6 +57,9 @@ async def explain(context: Context, subject: str) -> Explanation:
 async def _explain_instance(context: Context, config: PoolConfig, instance_id: str) -> Explanation:
     found = await _read_input(context, config, [instance_id])
     if instance_id not in found.instances:
+        match = await find_by_prefix(context, instance_id)
+        if match is not None:
+            return await _explain_instance(context, config, match.instance_id)
         live = await context.store.find(LIVE)
         newest = sorted(live, key=lambda item: item.created_at, reverse=True)
         raise _unknown("instance", instance_id, [item.instance_id for item in newest], config)
@@ -104,7 +107,8 @@ async def _read_demand(context: Context, config: PoolConfig) -> _Demand:
     )
     ids = [item.instance_id for item in live if item.runner_set]
     reports, _ = await skip_unreadable(context.store.get_reports(ids), partial(context.event_log.record, "unreadable"))
-    records = await read_demand_input(context, config, live, reports, provisions)
+    first_seen = await context.store.get_first_seen()
+    records = await read_demand_input(context, config, live, reports, provisions, first_seen=first_seen)
     return _Demand(records=records, status=demand_status(records))
 
 

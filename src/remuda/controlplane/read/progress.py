@@ -19,7 +19,7 @@ _WAITS_FOR = {State.CREATED: "booting", State.CLAIMED: "registering"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProvisionProgress:
-    #: The newest provision of the attempt; None if there is none yet.
+    #: The newest provision of the attempt; None if none exists yet.
     provision: Provision | None
     #: For people, in one line.
     text: str

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
+from remuda.controlplane.budget import with_spot_prices
 from remuda.controlplane.context import Context, skip_unreadable
 from remuda.controlplane.read.demand import read_demand
-from remuda.domain.errors import NotFound, RemudaError
-from remuda.domain.instance import ABSORBING, LIVE, Instance, State
+from remuda.domain.errors import NotFound, RemudaError, Unreadable
+from remuda.domain.instance import LIVE, Instance, State
 from remuda.domain.pool_config import PoolConfig, parse_runner_name, stale_registration_reason
-from remuda.domain.provision import Provision, ProvisionStatus, describe_ended
+from remuda.domain.provision import Provision, ProvisionStatus, lost_instances
 from remuda.domain.reporting.demand import DemandStatus
-from remuda.domain.reporting.prices import PriceTable, mean_spot_prices
+from remuda.domain.reporting.prices import PriceTable
 from remuda.domain.reporting.usage import UsageReport, usage_report
 from remuda.domain.reporting.warnings import (
+    SWEEP_DUE,
     PoolWarning,
     WarningKind,
+    describe_dead_agent,
     find_demand_warnings,
     find_warnings,
 )
-from remuda.domain.resources import UsageClass
 from remuda.domain.signals import Report
 from remuda.ports.github import GitHubRunner
 
@@ -69,8 +71,8 @@ class Status:
     reports: Mapping[str, Report]
     pools: Mapping[str, PoolLevel]
     runs: Sequence[Provision]
-    #: A sentence by provision id, for committed runs whose machines have all ended.
-    ended: Mapping[str, str] = field(default_factory=dict)
+    #: By provision id, the instances that a run lost: they ended before it was released.
+    lost: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     demand: DemandStatus = field(default_factory=DemandStatus)
     warnings: Sequence[PoolWarning] = ()
     #: One sentence per record that cannot be parsed.
@@ -83,6 +85,12 @@ class Status:
     def _open_provision(self, run: Provision) -> OpenProvision:
         counts = Counter(item.state.value for item in self.instances if item.provision_id == run.provision_id)
         return OpenProvision(provision=run, instances=dict(counts))
+
+    def agent_death(self, instance: Instance) -> str:
+        """Say that its agent is dead, or return an empty string."""
+        margin_s = self.config.lifetimes.margin_s if self.config else 0.0
+        report = self.reports.get(instance.instance_id)
+        return describe_dead_agent(instance, report, now=self.at, margin_s=margin_s)
 
     def by_state(self) -> Mapping[str, int]:
         """Number of live instances per state, in lifecycle order."""
@@ -104,12 +112,13 @@ async def status(context: Context, *, include_terminated: bool = False, check_re
     instances = sorted(found, key=lambda item: (item.created_at, item.instance_id))
     classes = [item.name for item in config.classes] if config else []
     unreadable: list[str] = []
-    (reports, _), depths, ended = await asyncio.gather(
+    (reports, _), depths, lost, first_seen = await asyncio.gather(
         skip_unreadable(store.get_reports([item.instance_id for item in instances]), unreadable.append),
         asyncio.gather(*(_depth(context, name) for name in classes)),
-        _ended(context, runs, instances),
+        _lost(context, runs, instances),
+        _read_first_seen(context, unreadable.append),
     )
-    demand = await read_demand(context, config, instances, reports, runs)
+    demand = await read_demand(context, config, instances, reports, runs, first_seen=first_seen)
     idle = Counter(item.resource_class for item in instances if item.state is State.IDLE)
     unreadable += [f"the record {name} cannot be read: {why}" for name, why in store.malformed_records.items()]
     now = context.clock.now()
@@ -121,12 +130,16 @@ async def status(context: Context, *, include_terminated: bool = False, check_re
         reports=reports,
         pools={name: PoolLevel(idle=idle[name], messages=depth) for name, depth in zip(classes, depths, strict=True)},
         runs=runs,
-        ended=ended,
+        lost=lost,
         demand=demand,
         warnings=(
-            *find_warnings(config, instances, reports, runs, now=now),
+            *find_warnings(config, instances, reports, runs, lost=lost, sweep_due=first_seen.get(SWEEP_DUE), now=now),
             *find_demand_warnings(demand),
-            *(await _stale_registrations(context, config, runners, instances) if config and runners else ()),
+            *(
+                await _stale_registrations(context, config, runners, instances, first_seen)
+                if config and runners
+                else ()
+            ),
             *failures,
             *(PoolWarning(kind=WarningKind.UNREADABLE, subject="", text=sentence) for sentence in unreadable),
         ),
@@ -152,16 +165,25 @@ async def _runs(context: Context) -> Sequence[Provision]:
     return [*newest, *sorted(older, key=lambda item: (item.created_at, item.provision_id), reverse=True)]
 
 
-async def _ended(context: Context, runs: Sequence[Provision], instances: Sequence[Instance]) -> dict[str, str]:
-    """Read the records of runs without a live instance: the search may lag, so it does not prove that they ended."""
-    alive = {item.instance_id for item in instances if item.state not in ABSORBING}
-    candidates = [run for run in runs if run.status is ProvisionStatus.COMMITTED and alive.isdisjoint(run.instance_ids)]
-    if not candidates:
+async def _lost(
+    context: Context, runs: Sequence[Provision], instances: Sequence[Instance]
+) -> dict[str, tuple[str, ...]]:
+    """Read the records that the search did not find: it may lag, so a missing one may be live."""
+    records = {item.instance_id: item for item in instances}
+    unsettled = [run for run in runs if not run.settled and not run.runner_set]
+    ids = {item for run in unsettled for item in run.instance_ids if item not in records}
+    if ids:
+        found, _ = await skip_unreadable(context.store.get_many(ids))
+        records |= found
+    return {run.provision_id: lost for run in runs if (lost := lost_instances(run, records))}
+
+
+async def _read_first_seen(context: Context, report_error: Callable[[str], None]) -> Mapping[str, datetime]:
+    try:
+        return await context.store.get_first_seen()
+    except Unreadable as error:
+        report_error(error.message)
         return {}
-    ids = {instance_id for run in candidates for instance_id in run.instance_ids}
-    records, _ = await skip_unreadable(context.store.get_many(ids))
-    sentences = {run.provision_id: describe_ended(run, records) for run in candidates}
-    return {provision_id: sentence for provision_id, sentence in sentences.items() if sentence}
 
 
 async def _depth(context: Context, resource_class: str) -> int:
@@ -190,6 +212,7 @@ async def _stale_registrations(
     config: PoolConfig,
     runners: Mapping[str, Sequence[GitHubRunner]],
     instances: Sequence[Instance],
+    first_seen: Mapping[str, datetime],
 ) -> Sequence[PoolWarning]:
     """Warn about registrations that no assignment owns. Reads by key only the records that the search missed."""
     now, known = context.clock.now(), {item.instance_id: item for item in instances}
@@ -211,10 +234,8 @@ async def _stale_registrations(
         if (parsed := parse_runner_name(config.pool, runner.name)) is not None
         and (parsed[1] not in known or reason_for(runner.name, known[parsed[1]], None) is not None)
     ]
-    (records, unreadable), first_seen = await asyncio.gather(
-        skip_unreadable(context.store.get_many({instance_id for _, _, instance_id in ours})),
-        context.store.get_first_seen(),
-    )
+    ids = {instance_id for _, _, instance_id in ours}
+    records, unreadable = await skip_unreadable(context.store.get_many(ids)) if ids else ({}, {})
     found = []
     for scope, name, instance_id in ours:
         if instance_id in unreadable:
@@ -236,7 +257,7 @@ async def report(context: Context, *, since: datetime, prices: PriceTable) -> Us
     found = await store.find(frozenset(State))
     instances = [item for item in found if item.state is not State.TERMINATED or item.threshold >= ended_before]
     histories = await store.histories([item.instance_id for item in instances])
-    prices, notes = await _with_spot_prices(context, prices, instances, since=since, until=until)
+    prices, notes = await with_spot_prices(context, prices, instances, since=since, until=until)
     if len(provisions) == MAX_PROVISIONS:
         notes.append(f"only the newest {MAX_PROVISIONS} provisions are counted")
     if store.malformed_records:
@@ -246,25 +267,6 @@ async def report(context: Context, *, since: datetime, prices: PriceTable) -> Us
         notes.append(f"only the newest {MAX_JOBS} jobs are counted")
     usage = usage_report(provisions, instances, histories, prices, jobs=jobs, since=since, until=until)
     notes += (f"no price is known for {name}: it counts as free" for name in sorted(usage.costs.unpriced_hours))
-    return replace(usage, notes=tuple(notes))
-
-
-async def _with_spot_prices(
-    context: Context, prices: PriceTable, instances: list[Instance], *, since: datetime, until: datetime
-) -> tuple[PriceTable, list[str]]:
-    """Add EC2's spot prices if there were spot machines. Return notes about missing prices."""
-    types = {item.instance_type for item in instances if item.usage_class is UsageClass.SPOT}
-    if not types:
-        return prices, []
-    notes: list[str] = []
-    if context.spot_prices is not None:
-        try:
-            points = await context.spot_prices.spot_history(types, since=since, until=until)
-        except RemudaError as error:
-            notes.append(f"EC2's spot prices could not be read: {error.message}")
-        else:
-            prices = prices.with_spot(mean_spot_prices(points, since=since, until=until))
-    missing = sorted(types - set(prices.spot))
-    if missing:
-        notes.append(f"spot counts as on-demand, which is more than was paid, for {', '.join(missing)}")
-    return prices, notes
+    config = await store.get_config()
+    run_urls = {run: config.run_url(name, run) for run, name in usage.repositories.items()} if config else {}
+    return replace(usage, notes=tuple(notes), run_urls={run: url for run, url in run_urls.items() if url})

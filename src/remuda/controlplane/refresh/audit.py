@@ -70,7 +70,7 @@ class WaitingJobAudit(PartialSweep):
         self._runners = runners
         self._calls_left = 0
         self._room_left = MAX_STORED
-        #: Labels of the runners of each run with a provision of its own, and the scope of its repository.
+        #: Labels of the runners of each run with its own provision, and the scope of its repository.
         self._runs: Mapping[str, Sequence[str]] = {}
         self._scopes: dict[str, str] = {}
 
@@ -83,7 +83,14 @@ class WaitingJobAudit(PartialSweep):
             return
         # The reports would only tell which machines listen already.
         provisions = await self._context.store.recent_provisions(RECENT_PROVISIONS)
-        found = await read_demand_input(self._context, self._config, list(records.values()), {}, provisions)
+        found = await read_demand_input(
+            self._context,
+            self._config,
+            list(records.values()),
+            {},
+            provisions,
+            first_seen=self._first_seen.known,
+        )
         if found.lease is not None and found.lease.owner:
             self._first_seen.since(listener_anomaly(found.lease))
         for status in demand_status(found).sets:

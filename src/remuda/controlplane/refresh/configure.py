@@ -11,6 +11,7 @@ from remuda.controlplane.context import Context, map_concurrently
 from remuda.controlplane.refresh.result import RefreshResultBuilder
 from remuda.domain.errors import Conflict, RemudaError, Unavailable, UserError
 from remuda.domain.pool_config import DEFAULT_GROUP_ID, PoolConfig, ScopeTokens, may_hold_secret
+from remuda.domain.reporting.warnings import WarningKind
 from remuda.domain.resources import ResourceClass, Reuse
 from remuda.domain.runner_release import IMAGE, RunnerChoice, RunnerRelease, resolve_release
 from remuda.domain.runner_set import FIELD as RUNNER_SETS
@@ -41,7 +42,8 @@ class DesiredConfig:
     launch: Mapping[str, str] = field(default_factory=dict)
     reuse: Reuse = Reuse.SAME_TRUST
     runner_sets: tuple[RunnerSet, ...] = ()
-    #: What nobody has set, so that the stored value stays: fields of this class, fields of `Lifetimes`, launch options.
+    monthly_budget: float = 0.0
+    #: What no one has set, so that the stored value stays: fields of this class, fields of `Lifetimes`, launch options.
     unset: frozenset[str] = frozenset()
 
     def over(self, stored: PoolConfig | None) -> DesiredConfig:
@@ -62,7 +64,7 @@ class DesiredConfig:
 
 
 #: Fields of `DesiredConfig` that the stored configuration has under the same name.
-_STORED_FIELDS = frozenset({"classes", "max_instances", "github_url", "reuse", "runner_sets"})
+_STORED_FIELDS = frozenset({"classes", "max_instances", "github_url", "reuse", "runner_sets", "monthly_budget"})
 
 
 async def apply_configuration(context: Context, desired: DesiredConfig, result: RefreshResultBuilder) -> PoolConfig:
@@ -75,7 +77,7 @@ async def apply_configuration(context: Context, desired: DesiredConfig, result: 
     given = desired
     desired = _checked(given, stored)
     for warning in capacity_warnings(desired.runner_sets, max_instances=desired.max_instances):
-        result.warn(warning)
+        result.warn(WarningKind.RUNNER_SET, warning)
     tokens = await _mint_if_due(context, github, stored, desired)
     choice = RunnerChoice.parse(desired.launch)
     newest = await _newest_runner(github, desired.scope, choice, stored, result)
@@ -92,6 +94,8 @@ async def apply_configuration(context: Context, desired: DesiredConfig, result: 
             launch=dict(desired.launch),
             reuse=desired.reuse,
             runner_sets=desired.runner_sets,
+            monthly_budget=desired.monthly_budget,
+            spending=stored.spending if stored else None,
             applied_at=to_milliseconds(context.clock.now()),
             revision=stored.revision + 1 if stored else 1,
             tokens=_with_tokens(stored.tokens if stored else (), tokens),
@@ -250,7 +254,7 @@ def _with_tokens(tokens: tuple[ScopeTokens, ...], new: ScopeTokens | None) -> tu
 # Changed settings ---------------------------------------------------------------------------------------------------
 
 #: Fields that every refresh changes.
-_BOOKKEEPING = frozenset({"applied_at", "revision", "tokens"})
+_BOOKKEEPING = frozenset({"applied_at", "revision", "tokens", "spending"})
 _RUNNER = "runner"
 #: Settings whose name or unit differs from the field's.
 _CLASSES = "resource-class-config"

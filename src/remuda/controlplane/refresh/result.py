@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from remuda.controlplane.context import Context
+from remuda.domain.reporting.warnings import WarningKind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,8 +33,9 @@ class RefreshResult:
     #: Number of old records that were deleted.
     deleted_records: int
     errors: tuple[str, ...]
-    #: Sentences about the version of the actions runner, if GitHub will refuse it soon.
+    #: Sentences, with the kind of each.
     warnings: tuple[str, ...] = ()
+    warning_kinds: tuple[WarningKind, ...] = ()
     #: One sentence per job that waits too long for a runner.
     waiting_jobs: tuple[str, ...] = ()
     #: Number of live instances per state before the sweeps; None if they could not be read.
@@ -60,11 +62,11 @@ class RefreshResultBuilder:
         self.deleted_records = 0
         self.live_instances: dict[str, int] | None = None
         self.errors: list[str] = []
-        self.warnings: list[str] = []
+        self.warnings: list[tuple[WarningKind, str]] = []
         self.waiting_jobs: list[str] = []
 
-    def warn(self, message: str) -> None:
-        self.warnings.append(message)
+    def warn(self, kind: WarningKind, message: str) -> None:
+        self.warnings.append((kind, message))
         self._context.event_log.record("refresh-warning", message)
 
     def error(self, message: str) -> None:
@@ -87,7 +89,8 @@ class RefreshResultBuilder:
             stale_messages=self.stale_messages,
             deleted_records=self.deleted_records,
             errors=tuple(self.errors),
-            warnings=tuple(self.warnings),
+            warnings=tuple(message for _, message in self.warnings),
+            warning_kinds=tuple(kind for kind, _ in self.warnings),
             waiting_jobs=tuple(self.waiting_jobs),
             live_instances=self.live_instances,
             seconds=round(self._context.clock.monotonic() - self._started_at, 4),

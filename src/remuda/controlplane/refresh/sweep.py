@@ -21,6 +21,7 @@ from remuda.controlplane.refresh.runner_sets import RunnerSetSweep
 from remuda.controlplane.release import (
     advance_release,
     deregister_set_runner,
+    leave_provision,
     publish_to_pool,
     release_of_set,
     removal_credential,
@@ -38,7 +39,14 @@ from remuda.domain.instance import (
     describe_retirement,
 )
 from remuda.domain.pool_config import PoolConfig
-from remuda.domain.provision import Provision, ProvisionStatus, released, settled
+from remuda.domain.provision import Provision, ProvisionStatus, lost_instances, released, settled
+from remuda.domain.reporting.warnings import (
+    EXPIRY_WARNING_S,
+    SWEEP_DUE,
+    describe_near_expiry,
+    max_runtime_s,
+    sweep_pause_s,
+)
 from remuda.domain.signals import Report, Verdict, registration_verdict
 from remuda.domain.thresholds import expired
 from remuda.domain.timestamps import after
@@ -67,10 +75,19 @@ class ExternalState:
 
 
 class Sweep:
-    def __init__(self, context: Context, config: PoolConfig, result: RefreshResultBuilder) -> None:
+    def __init__(
+        self,
+        context: Context,
+        config: PoolConfig,
+        result: RefreshResultBuilder,
+        *,
+        interval_s: float | None = None,
+    ) -> None:
         self._context = context
         self._config = config
         self._result = result
+        self._interval_s = interval_s
+        self._pause = timedelta(seconds=sweep_pause_s(interval_s))
 
     async def run(self) -> None:
         context, config, result = self._context, self._config, self._result
@@ -90,6 +107,7 @@ class Sweep:
         await self._guarded("runner sets", sweep_runner_sets)
         rest = {key: item for key, item in records.items() if key not in in_sets}
         await self._guarded("records", lambda: self._sweep_records(rest, reports))
+        await self._guarded("expiry warnings", lambda: self._warn_before_expiry(records, first_seen))
         if external.machines is not None:
             machines = MachineSweep(context, config, result, first_seen)
             views = external.machines
@@ -103,10 +121,24 @@ class Sweep:
         await self._guarded("stale registrations", lambda: registrations.run(external.runners, not_retired))
         audit = WaitingJobAudit(context, config, result, first_seen, runners=external.runners)
         await self._guarded("waiting jobs", lambda: audit.run(not_retired))
+        self._record_next_due(first_seen)
         await self._guarded("anomalies", lambda: first_seen.save(context.store))
         await self._guarded("old records", self._delete_old_records)
         for name, why in context.store.malformed_records.items():
             result.error(f"the record {name} cannot be read: {why}; repair or delete it by hand")
+
+    def _record_next_due(self, first_seen: FirstSeen) -> None:
+        """Record until when the next sweep must have run.
+
+        Frequent sweeps write it only if half of that time has passed. Others write it always, which also proves that
+        the store can be written to.
+        """
+        now = self._context.clock.now()
+        due = first_seen.known.get(SWEEP_DUE)
+        is_recent = (
+            self._interval_s is not None and due is not None and now + self._pause / 2 <= due <= now + self._pause
+        )
+        first_seen.record(SWEEP_DUE, due if due is not None and is_recent else now + self._pause)
 
     async def _guarded(self, name: str, sweep: Callable[[], Awaitable[None]]) -> None:
         try:
@@ -208,10 +240,14 @@ class Sweep:
         overdue = [
             item for item in live if expired(item.deadline(busy=_is_busy(item, reports)), now=now, margin_s=margin_s)
         ]
-        event = End(reason=RetireReason.EXPIRED, margin_s=margin_s)
-        for state in sorted({item.state for item in overdue}):
-            batch = [item for item in overdue if item.state is state]
-            why = f"its time as {state} is up"
+        reports = {**reports, **await self._reports_of(overdue, unless=reports)}
+        batches: dict[tuple[State, bool], list[Instance]] = {}
+        for item in overdue:
+            batches.setdefault((item.state, _is_busy(item, reports)), []).append(item)
+        for (state, busy), batch in sorted(batches.items()):
+            detail = "a job was running" if busy else ""
+            event = End(reason=RetireReason.EXPIRED, detail=detail, margin_s=margin_s)
+            why = f"its time as {state} is up" + (f"; {detail}" if busy else "")
             results = await transition_all(self._context, batch, event, by=Actor.REFRESH, why=why)
             for instance, error in zip(batch, results, strict=True):
                 if error is None:
@@ -219,6 +255,43 @@ class Sweep:
                 elif not isinstance(error, Conflict):
                     self._result.error(f"{instance.instance_id}: {error.message}")
         return frozenset(item.instance_id for item in overdue)
+
+    async def _reports_of(self, instances: Sequence[Instance], *, unless: Mapping[str, Report]) -> Mapping[str, Report]:
+        """Read the reports of used instances that are not known yet. An expired instance ends without its report."""
+        used = (item.instance_id for item in instances if item.state in {State.RUNNING, State.RELEASING})
+        ids = [instance_id for instance_id in used if instance_id not in unless]
+        found: Mapping[str, Report] = {}
+        try:
+            if ids:
+                found, _ = await skip_unreadable(self._context.store.get_reports(ids), self._result.error)
+        except RemudaError as error:
+            self._result.error(f"reports: {error.message}")
+        return found
+
+    async def _warn_before_expiry(self, records: Mapping[str, Instance], first_seen: FirstSeen) -> None:
+        """Log once that the maximum runtime ends a running job soon."""
+        now = self._context.clock.now()
+        latest = now + timedelta(seconds=EXPIRY_WARNING_S)
+        near = [
+            item
+            for item in records.values()
+            if item.state is State.RUNNING and now < item.deadline(busy=True) <= latest
+        ]
+        reports = await self._reports_of(near, unless={})
+        for instance in near:
+            if not _is_busy(instance, reports):
+                continue
+            provision = await self._context.store.get_provision(instance.run_id, instance.provision_id)
+            text = describe_near_expiry(
+                instance,
+                reports[instance.instance_id],
+                now=now,
+                runtime_s=max_runtime_s(provision, self._config.lifetimes),
+            )
+            if text and not first_seen.was_seen_before(f"expires-soon:{instance.instance_id}:{instance.epoch}"):
+                self._context.event_log.record(
+                    "expiry-warning", text, instance_id=instance.instance_id, run_id=instance.run_id
+                )
 
     async def _advance(self, instance: Instance, report: Report | None) -> Instance:
         now = self._context.clock.now()
@@ -256,7 +329,11 @@ class Sweep:
         )
 
     async def _end(self, instance: Instance, event: End, why: str) -> Instance:
-        after = await self._transition(instance, event, why)
+        if instance.runner_set:
+            # Nobody else closes its provision before the deadline, which is hours away. A run closes its own.
+            after, _ = await leave_provision(self._context, self._config, instance, event, by=Actor.REFRESH, why=why)
+        else:
+            after = await self._transition(instance, event, why)
         self._result.retired[instance.instance_id] = why
         return after
 
@@ -314,7 +391,8 @@ class ProvisionSweep(PartialSweep):
         # An unreadable instance may still be assigned.
         if not assigned and not unreadable and self._may_settle(provision, now):
             forget_at = after(now, self._config.lifetimes.keep_records_s)
-            await self._context.store.replace_provision(provision, settled(provision, forget_at=forget_at))
+            after_settling = settled(provision, forget_at=forget_at, lost=lost_instances(provision, records))
+            await self._context.store.replace_provision(provision, after_settling)
 
     def _report(self, provision: Provision, result: RemudaError | None) -> None:
         if isinstance(result, RemudaError) and not isinstance(result, Conflict):

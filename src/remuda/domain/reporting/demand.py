@@ -406,7 +406,7 @@ def _launch_error(name: str, found: DemandInput) -> str:
 
 
 def labels_by_run(instances: Iterable[Instance]) -> dict[str, tuple[str, ...]]:
-    """The labels of the runners of each run with a provision of its own."""
+    """The labels of the runners of each run with its own provision."""
     found: dict[str, dict[str, None]] = {}
     for item in instances:
         if item.run_id and not item.runner_set and item.assignment is not None:

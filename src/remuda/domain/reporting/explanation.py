@@ -15,8 +15,10 @@ from remuda.domain.provision import (
     RejectedCandidate,
     RejectionKind,
     RunnerSource,
-    describe_ended,
+    describe_status,
+    lost_instances,
 )
+from remuda.domain.reporting.warnings import describe_dead_agent
 from remuda.domain.signals import Report
 from remuda.domain.thresholds import Lifetimes, expired
 
@@ -112,12 +114,11 @@ def explain_run(run_id: str, provisions: Sequence[Provision], records: Explanati
     events += [explain_entry(instance_id, entry) for instance_id, entry in entries if entry.transition not in late]
     last = provisions[-1]
     attempts = "" if len(provisions) == 1 else f", {len(provisions)} provisions"
-    ended = describe_ended(last, records.instances)
-    reason = f"; {ended}" if ended else f" ({last.why or 'in progress'})"
+    reason = describe_status(last, lost_instances(last, records.instances)) or "in progress"
     return Explanation(
         kind="run",
         subject=run_id,
-        title=f"Run {run_id}: {last.status.value}{attempts}{reason}",
+        title=f"Run {run_id}: {last.shown_status}{attempts} ({reason})",
         events=_in_order(events),
         next_steps=tuple(_next_steps_of_run(run_id, provisions, records)),
     )
@@ -134,13 +135,14 @@ def explain_instance(instance: Instance, records: ExplanationInput) -> Explanati
     used = f"{instance.uses} use{'' if instance.uses == 1 else 's'}"
     kind = f"{instance.instance_type}, {instance.usage_class}, class {instance.resource_class}, {instance.tier}"
     kind += f", served only {instance.repository}" if instance.repository else ""
+    state = instance.state.value + (", its agent is dead" if _agent_death(instance, report, records) else "")
     next_steps = [f"{instance.instance_id}: {describe_next(instance, report, records)}"]
     if report is not None and report.signal is not None:
         next_steps.append(f"last signal of its agent: {report.describe_signal()}")
     return Explanation(
         kind="instance",
         subject=instance.instance_id,
-        title=f"Instance {instance.instance_id}: {instance.state.value}, {kind}, {used}, epoch {instance.epoch}",
+        title=f"Instance {instance.instance_id}: {state}, {kind}, {used}, epoch {instance.epoch}",
         events=_in_order(events),
         next_steps=tuple(next_steps),
     )
@@ -249,10 +251,12 @@ def _next_steps_of_run(run_id: str, provisions: Sequence[Provision], records: Ex
         if provision.status is ProvisionStatus.OPEN:
             yield _next_step_of_open(provision, records)
     committed = [item for item in provisions if item.status is ProvisionStatus.COMMITTED]
-    ended = [describe_ended(item, records.instances) for item in committed]
-    if committed and all(ended):
+    if committed and all(
+        len(lost_instances(item, records.instances)) == len(item.instance_ids) > 0 for item in committed
+    ):
         until = f"{committed[-1].deadline:%Y-%m-%d %H:%M:%S} UTC"
-        yield f"{ended[-1]}: there is nothing to release; refresh closes the run after its deadline ({until})"
+        lost = describe_status(committed[-1], committed[-1].instance_ids)
+        yield f"{lost}: there is nothing to release; refresh closes the run after its deadline ({until})"
     elif committed:
         yield f"the run keeps its runners until remuda release --run-id {run_id}, or until their threshold"
     held = [item for item in records.instances.values() if run_id == (item.run_id or item.last_run_id)]
@@ -285,6 +289,8 @@ def describe_next(instance: Instance, report: Report | None, records: Explanatio
     margin_s = records.lifetimes.margin_s
     if expired(instance.threshold, now=records.now, margin_s=margin_s):
         return f"its threshold as {instance.state} has passed: the next refresh terminates it"
+    if death := _agent_death(instance, report, records):
+        return f"{death}; unless it returns, it is terminated as {instance.state} after {until}"
     busy = report is not None and report.busy
     ending = f"; then it is terminated: {instance.retire_text}" if instance.retire_reason else ""
     if instance.runner_set and instance.state is State.RUNNING:
@@ -300,6 +306,10 @@ def describe_next(instance: Instance, report: Report | None, records: Explanatio
         if instance.quarantined_until is not None
         else f"waits for a run in the pool; if none claims it by {until}, it is terminated{ending}",
     }[instance.state]
+
+
+def _agent_death(instance: Instance, report: Report | None, records: ExplanationInput) -> str:
+    return describe_dead_agent(instance, report, now=records.now, margin_s=records.lifetimes.margin_s)
 
 
 def _describe_next_in_set(instance: Instance, report: Report | None, until: str, ending: str) -> str:

@@ -133,6 +133,10 @@ class UsageReport:
     fleet: tuple[Mapping[MachinePhase, float], ...] = ()
     #: Time of the first event in the period.
     chart_start: datetime
+    #: Repositories as owner/name, by run id, as far as they are known.
+    repositories: Mapping[str, str] = field(default_factory=dict)
+    #: Addresses of runs on GitHub, by run id.
+    run_urls: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -189,6 +193,8 @@ def usage_report(
         points=tuple(_point(item, outcome) for item, outcome in finished),
         fleet=tuple(mean_counts(spans, since=chart_start, until=until, steps=CHART_STEPS)),
         chart_start=chart_start,
+        repositories={job.run_id: job.repository for job in jobs if job.repository}
+        | {item.run_id: item.repository for item in provisions if item.repository},
     )
 
 

@@ -6,21 +6,48 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
+from itertools import islice
 
-from remuda.domain.instance import Instance, State, holder_id
+from remuda.domain.instance import ABSORBING, Instance, State, holder_id
 from remuda.domain.pool_config import PoolConfig
-from remuda.domain.provision import Provision, ProvisionStatus
+from remuda.domain.provision import Provision, ProvisionEnding, ProvisionStatus, describe_status
 from remuda.domain.reporting.demand import DemandStatus, SessionState
 from remuda.domain.signals import Report
-from remuda.domain.thresholds import HEARTBEAT_DEAD_AFTER_S
+from remuda.domain.thresholds import HEARTBEAT_DEAD_AFTER_S, Lifetimes
+from remuda.domain.timestamps import after
 
 #: Seconds that a termination may take. EC2 needs a minute or two, and sweeps on AWS run every five minutes.
 MAX_TERMINATION_S = 900.0
-#: Maximum number of warnings about single jobs.
+#: Seconds after a sweep until which the next one must have run if it is not known how often sweeps run. On AWS they run
+#: every five minutes.
+MAX_SWEEP_PAUSE_S = 900.0
+#: The same for sweeps that are repeated within seconds.
+MIN_SWEEP_PAUSE_S = 60.0
+#: Name under which sweeps store that time, among the times of their anomalies.
+SWEEP_DUE = "sweep-due"
+#: Maximum number of warnings about single jobs, and about runs.
 MAX_WAITING_JOBS = 20
+MAX_RUNS = 20
+#: A running job has a warning if it has less time left than this, in seconds and as a share of its maximum runtime.
+EXPIRY_WARNING_S = 600.0
+EXPIRY_WARNING_SHARE = 0.1
+#: Seconds in which the failure of a run is a warning.
+RECENT_FAILURE_S = 3_600.0
 
 
 class WarningKind(StrEnum):
+    #: No sweep has run for long: nothing expires, and nothing is repaired.
+    SWEEPER = "sweeper"
+    #: A background process of the local backend does not run.
+    STOPPED_PROCESS = "stopped-process"
+    #: A provision failed within the last hour, and the run has not been provisioned since.
+    PROVISION_FAILED = "provision-failed"
+    #: A run held its runners until their time was up, within the last hour.
+    RUN_EXPIRED = "run-expired"
+    #: The maximum runtime ends a running job soon.
+    EXPIRES_SOON = "expires-soon"
+    #: A committed run has lost instances.
+    LOST_INSTANCE = "lost-instance"
     #: The threshold of an instance has passed.
     EXPIRED = "expired"
     STALE_HEARTBEAT = "stale-heartbeat"
@@ -35,6 +62,8 @@ class WarningKind(StrEnum):
     UNCONFIGURED = "unconfigured"
     #: GitHub will refuse the pool's version of the actions runner soon, or it is unknown for long whether it does.
     RUNNER_VERSION = "runner-version"
+    #: Most of the month's budget is spent, or all of it.
+    BUDGET = "budget"
     #: A job waits for a runner for too long.
     WAITING_JOB = "waiting-job"
     #: A runner set cannot be served, or GitHub's counts of its jobs are wrong.
@@ -59,21 +88,40 @@ def find_warnings(
     reports: Mapping[str, Report],
     provisions: Sequence[Provision],
     *,
+    lost: Mapping[str, Sequence[str]],
+    sweep_due: datetime | None,
     now: datetime,
 ) -> list[PoolWarning]:
-    """Return the warnings about the pool, then those about each instance."""
+    """Return the warnings about the pool, then those about runs and about each instance.
+
+    `lost` has the lost instances by provision id. `sweep_due` is the time until which a sweep must have run; None if
+    none has run yet.
+    """
     if config is None:
         text = "the pool has no configuration yet: run remuda refresh"
         return [PoolWarning(kind=WarningKind.UNCONFIGURED, subject="", text=text)]
     margin_s = config.lifetimes.margin_s
     found = [
+        *_sweep_warnings(sweep_due or after(config.applied_at, MAX_SWEEP_PAUSE_S), now),
+        *_budget_warnings(config, now),
         *_token_warnings(config, now),
         *_runner_warnings(config, now),
         *_overdue_warnings(provisions, now, margin_s),
+        *_run_warnings(provisions, lost, now),
     ]
+    runs = {item.provision_id: item for item in provisions}
     for instance in instances:
-        found += _instance_warnings(instance, reports.get(instance.instance_id), now, margin_s)
+        report = reports.get(instance.instance_id)
+        found += _instance_warnings(instance, report, now, margin_s)
+        runtime_s = max_runtime_s(runs.get(instance.provision_id), config.lifetimes)
+        if text := describe_near_expiry(instance, report, now=now, runtime_s=runtime_s):
+            found.append(PoolWarning(kind=WarningKind.EXPIRES_SOON, subject=instance.instance_id, text=text))
     return found
+
+
+def sweep_pause_s(interval_s: float | None) -> float:
+    """Seconds after a sweep until which the next one must have run. None: it is not known how often sweeps run."""
+    return MAX_SWEEP_PAUSE_S if interval_s is None else max(MIN_SWEEP_PAUSE_S, 3 * interval_s)
 
 
 def find_demand_warnings(demand: DemandStatus) -> Iterator[PoolWarning]:
@@ -90,6 +138,44 @@ def find_demand_warnings(demand: DemandStatus) -> Iterator[PoolWarning]:
         name = f"{job.name or job.job_id} of {job.repository}" if job.repository else job.name or job.job_id
         text = f"job {name} waits since {job.queued_at:%H:%M:%S} UTC: {job.detail}"
         yield PoolWarning(kind=WarningKind.WAITING_JOB, subject=job.job_id, text=text)
+
+
+def _sweep_warnings(due: datetime, now: datetime) -> Iterator[PoolWarning]:
+    over_s = (now - due).total_seconds()
+    if over_s > 0:
+        text = f"the sweeper does not run: a sweep was due {over_s:.0f} s ago; run remuda refresh, and find out why"
+        yield PoolWarning(kind=WarningKind.SWEEPER, subject="", text=text)
+
+
+def _run_warnings(
+    provisions: Sequence[Provision], lost: Mapping[str, Sequence[str]], now: datetime
+) -> Iterator[PoolWarning]:
+    """About the newest provision of each run and class: a run that was provisioned again has recovered."""
+    newest: dict[tuple[str, str], Provision] = {}
+    for item in sorted(provisions, key=lambda item: item.created_at, reverse=True):
+        newest.setdefault((item.run_id, item.resource_class), item)
+    found = (warning for item in newest.values() if (warning := _run_warning(item, lost, now)) is not None)
+    yield from islice(found, MAX_RUNS)
+
+
+def _run_warning(run: Provision, lost: Mapping[str, Sequence[str]], now: datetime) -> PoolWarning | None:
+    if run.status is ProvisionStatus.COMMITTED and run.provision_id in lost:
+        text = describe_status(run, lost[run.provision_id])
+        return PoolWarning(kind=WarningKind.LOST_INSTANCE, subject=run.run_id, text=text)
+    if run.released_at is None or (now - run.released_at).total_seconds() > RECENT_FAILURE_S:
+        return None
+    at = f"{run.released_at:%H:%M:%S} UTC"
+    if run.ending is ProvisionEnding.FAILED:
+        why = run.outcome.error if run.outcome and run.outcome.error else run.why
+        return PoolWarning(kind=WarningKind.PROVISION_FAILED, subject=run.run_id, text=f"failed at {at}: {why}")
+    if run.ending is ProvisionEnding.EXPIRED and not run.runner_set:
+        return PoolWarning(kind=WarningKind.RUN_EXPIRED, subject=run.run_id, text=f"expired at {at}: {run.why}")
+    return None
+
+
+def _budget_warnings(config: PoolConfig, now: datetime) -> Iterator[PoolWarning]:
+    if text := config.budget.warning(now):
+        yield PoolWarning(kind=WarningKind.BUDGET, subject=config.pool, text=text)
 
 
 def _token_warnings(config: PoolConfig, now: datetime) -> Iterator[PoolWarning]:
@@ -120,7 +206,7 @@ def _instance_warnings(
     subject, state = instance.instance_id, instance.state
     if state is State.TERMINATED:
         return
-    # A job that nobody has recorded yet protects a runner of a set.
+    # A job that no one has recorded yet protects a runner of a set.
     over_s = (now - instance.deadline(busy=report is not None and report.busy)).total_seconds()
     if state is State.TERMINATING:
         if over_s > MAX_TERMINATION_S:
@@ -130,12 +216,48 @@ def _instance_warnings(
     if over_s > margin_s:
         text = f"its threshold as {state} passed {over_s:.0f} s ago: refresh terminates it"
         yield PoolWarning(kind=WarningKind.EXPIRED, subject=subject, text=text)
-    silent = _time_since_heartbeat(instance, report, now)
-    if silent is not None and silent > timedelta(seconds=HEARTBEAT_DEAD_AFTER_S + margin_s):
-        text = f"no heartbeat for {silent.total_seconds():.0f} s: its agent or its machine is dead"
-        yield PoolWarning(kind=WarningKind.STALE_HEARTBEAT, subject=subject, text=text)
+    if death := describe_dead_agent(instance, report, now=now, margin_s=margin_s):
+        yield PoolWarning(kind=WarningKind.STALE_HEARTBEAT, subject=subject, text=death)
     if report is not None and report.notice:
         yield PoolWarning(kind=WarningKind.SPOT_NOTICE, subject=subject, text=f"spot notice: {report.notice}")
+
+
+def max_runtime_s(provision: Provision | None, lifetimes: Lifetimes) -> float:
+    """The maximum runtime of a committed run, which may have its own; otherwise the pool's."""
+    if provision is None or provision.runner_set or provision.status is not ProvisionStatus.COMMITTED:
+        return lifetimes.max_runtime_s
+    committed_at = provision.outcome.ended_at if provision.outcome else None
+    return (provision.deadline - committed_at).total_seconds() if committed_at else lifetimes.max_runtime_s
+
+
+def describe_near_expiry(instance: Instance, report: Report | None, *, now: datetime, runtime_s: float) -> str:
+    """Say that the maximum runtime ends a running job soon, or return an empty string."""
+    has_job = report is not None and report.busy and report.epoch == instance.epoch
+    if not has_job or instance.state not in {State.RUNNING, State.RELEASING}:
+        return ""
+    # A release is extended while a job runs, at most until the run's deadline.
+    deadline = instance.deadline(busy=True)
+    if instance.state is State.RELEASING and instance.run_deadline is not None:
+        deadline = max(deadline, instance.run_deadline)
+    left_s = (deadline - now).total_seconds()
+    if not 0 < left_s <= min(EXPIRY_WARNING_S, EXPIRY_WARNING_SHARE * runtime_s):
+        return ""
+    left = f"{left_s:.0f} s" if left_s < 120 else f"{left_s / 60:.0f} min"
+    return f"its job is ended in {left}, at {deadline:%H:%M:%S} UTC, when its max-runtime-min is over"
+
+
+def describe_dead_agent(instance: Instance, report: Report | None, *, now: datetime, margin_s: float) -> str:
+    """Say that the agent of a live instance is dead. Empty if it is not, or if the machine is still booting.
+
+    The one rule for status, explanations, metrics and the dashboard. Their reader has no earlier beat to compare with,
+    so the time of the last one counts, with the clock margin.
+    """
+    if instance.state in ABSORBING:
+        return ""
+    silent = _time_since_heartbeat(instance, report, now)
+    if silent is None or silent <= timedelta(seconds=HEARTBEAT_DEAD_AFTER_S + margin_s):
+        return ""
+    return f"no heartbeat for {silent.total_seconds():.0f} s: its agent or its machine is dead"
 
 
 def _time_since_heartbeat(instance: Instance, report: Report | None, now: datetime) -> timedelta | None:

@@ -135,7 +135,7 @@ class Change:
         return replace(record, **self.sets)
 
     def only_for(self, record: Instance) -> Change:
-        """The change on condition that nobody has changed the record meanwhile: its result is known without a read."""
+        """The change on condition that no one has changed the record meanwhile: its result is known without a read."""
         equals = dict(self.condition.equals) | {name: getattr(record, name) for name in _CHANGED_IN_STATE}
         return replace(self, condition=replace(self.condition, equals=tuple(equals.items())))
 
@@ -320,7 +320,7 @@ def _effect_of_start(
 
 
 def _unknown_job(instance: Instance, event: Retire) -> tuple[tuple[str, Any], ...]:
-    """Condition of a retirement for an unknown job: nobody has recorded the job meanwhile."""
+    """Condition of a retirement for an unknown job: no one has recorded the job meanwhile."""
     return (("run_id", instance.run_id),) if event.reason is RetireReason.UNTRUSTED_JOB else ()
 
 
@@ -404,7 +404,7 @@ def _bind(
     by_event = bool(event.runner_name) and event.runner_name == assignment.runner_name
     if not by_event and not _has_had_job(event.report, instance.epoch):
         raise _illegal(instance, "job without an event or a report about this epoch's runner")
-    # Without the event, nobody knows whose code has run.
+    # Without the event, no one knows whose code has run.
     tier = event.tier if by_event else Tier.UNTRUSTED
     repository = normalize_repository(event.repository) if by_event else ""
     if instance.tier is Tier.UNTRUSTED:

@@ -385,7 +385,7 @@ def _index(value: Value, key: Value) -> Value:
 
 
 def _member(value: Value, key: Value) -> Value:
-    """A value by its name or number; null if there is none."""
+    """A value by its name or number; null if none exists."""
     if isinstance(value, Mapping):
         name = to_text(key)
         if name in value or isinstance(value, CaseSensitive):

@@ -59,6 +59,8 @@ class WorkerProcess:
         #: Steps, outputs and summary.
         self.report: dict[str, Any] = {}
         self.cancelled = False
+        #: Result of a cancelled job. The real runner reports a job that its own shutdown ends as failed.
+        self.cancelled_result = "cancelled"
         self._output = ""
         self._partial = b""
         self._process = subprocess.Popen(
@@ -72,9 +74,10 @@ class WorkerProcess:
         assert self._process.stdout is not None  # noqa: S101  # opened with PIPE
         return self._process.stdout.fileno()
 
-    def cancel(self) -> None:
+    def cancel(self, *, shutdown: bool = False) -> None:
         if not self.cancelled:
             self.cancelled = True
+            self.cancelled_result = "failure" if shutdown else "cancelled"
             self._send(b"cancel\n")
 
     def feed(self) -> bool:
@@ -201,7 +204,7 @@ class FakeListener:
 
     def _run_once(self) -> None:
         if self._stopping and self._worker is not None:
-            self._worker.cancel()
+            self._worker.cancel(shutdown=True)
         self._begin_poll()
         sources: list[Any] = [self._wake]
         sources += [source for source in (self._poll, self._worker) if source is not None]
@@ -324,7 +327,9 @@ class FakeListener:
 
     def _finish_job(self, worker: WorkerProcess) -> None:
         self._worker = None
-        conclusion = "cancelled" if self._stopping or worker.cancelled else worker.result
+        # The worker may have ended by the same signal before its listener handled it.
+        ended_by_signal = "failure" if self._stopping else worker.result
+        conclusion = worker.cancelled_result if worker.cancelled else ended_by_signal
         body = {"conclusion": conclusion, "output": worker.take_output(), **worker.report}
         limit_s = SHUTDOWN_LIMIT_S if self._stopping else REPORT_LIMIT_S
         self._request_until_answered("POST", self._path(f"/jobs/{worker.job_id}/complete"), body, limit_s=limit_s)

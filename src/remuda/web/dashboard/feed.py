@@ -99,6 +99,7 @@ class Feed:
         self._first_poll_done = asyncio.Event()
         self._poll_done = asyncio.Event()
         self._busy: frozenset[str] = frozenset()
+        self._dead: frozenset[str] = frozenset()
         self._seen: dict[str, KnownInstance] = {}
         self._decided: dict[str, datetime] = {}
         self._usage_task: asyncio.Task[None] | None = None
@@ -259,9 +260,10 @@ class Feed:
         now = self._clock.now()
         log = self.change_log
         self._record_instances(changes, now)
+        config = self.status.config if self.status else None
         for provision in changes.provisions:
             self._provisions[provision.provision_id] = provision
-            log.put("provisions", provision.provision_id, serialize.provision_text(provision))
+            log.put("provisions", provision.provision_id, serialize.provision_text(provision, config))
         for name in changes.removed_provisions:
             self._provisions.pop(name, None)
             log.drop("provisions", name)
@@ -282,7 +284,8 @@ class Feed:
     def _record_instances(self, changes: FleetChanges, now: datetime) -> None:
         if changes.status is not None:
             busy = frozenset(name for name, report in changes.status.reports.items() if report.busy)
-            toggled, self._busy = self._busy ^ busy, busy
+            dead = frozenset(item.instance_id for item in changes.status.instances if changes.status.agent_death(item))
+            toggled, self._busy, self._dead = (self._busy ^ busy) | (self._dead ^ dead), busy, dead
         else:
             toggled = frozenset()
         self._seen |= changes.instances
@@ -290,7 +293,9 @@ class Feed:
             self._seen.pop(name, None)
             self.change_log.drop("instances", name)
         for name in {*changes.instances, *(name for name in toggled if name in self._seen)}:
-            text = serialize.instance_text(self._seen[name], now=now, busy=name in self._busy)
+            text = serialize.instance_text(
+                self._seen[name], now=now, busy=name in self._busy, agent_dead=name in self._dead
+            )
             self.change_log.put("instances", name, text)
         self._record_decisions(changes, horizon=now - timedelta(seconds=self._since_s))
 

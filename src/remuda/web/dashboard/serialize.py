@@ -16,8 +16,9 @@ from remuda.cli.rendering.results import record_document
 from remuda.controlplane.read.feed import KnownInstance
 from remuda.controlplane.read.status import Status
 from remuda.domain.demand import JobRecord
-from remuda.domain.instance import ASSIGNED, HistoryEntry, Instance, State
-from remuda.domain.provision import Provision
+from remuda.domain.instance import ABSORBING, ASSIGNED, HistoryEntry, Instance, State
+from remuda.domain.pool_config import PoolConfig
+from remuda.domain.provision import Provision, describe_status
 from remuda.domain.reporting.demand import RunnerSetStatus
 from remuda.domain.reporting.explanation import explain_entry
 from remuda.domain.reporting.timeline import MachinePhase, spans_of
@@ -52,9 +53,11 @@ def milliseconds(at: datetime | None) -> int:
     return 0 if at is None else round(at.timestamp() * 1_000)
 
 
-def instance_text(seen: KnownInstance, *, now: datetime, busy: bool) -> str:
+def instance_text(seen: KnownInstance, *, now: datetime, busy: bool, agent_dead: bool) -> str:
     instance = seen.instance
     spans, runs, ended_at = _spans(instance, seen.history, now)
+    # The record of an ended instance keeps its quarantine, which means nothing any more.
+    quarantined = instance.state not in ABSORBING and instance.is_quarantined(now)
     return encode(
         {
             "state": instance.state.value,
@@ -69,8 +72,9 @@ def instance_text(seen: KnownInstance, *, now: datetime, busy: bool) -> str:
             "uses": instance.uses,
             "epoch": instance.epoch,
             "retire_text": instance.retire_text[:MAX_TEXT],
-            "quarantined_until": milliseconds(instance.quarantined_until) if instance.is_quarantined(now) else 0,
+            "quarantined_until": milliseconds(instance.quarantined_until) if quarantined else 0,
             "busy": busy,
+            "agent_dead": agent_dead,
             "ended_at": ended_at,
             "spans": spans,
             "runs": runs,
@@ -101,18 +105,20 @@ def _spans(
     return numbers, list(runs), milliseconds(spans[-1].end) if terminated and spans else 0
 
 
-def provision_text(provision: Provision) -> str:
+def provision_text(provision: Provision, config: PoolConfig | None = None) -> str:
     outcome = provision.outcome
     return encode(
         {
             "run": provision.run_id,
             "set": provision.runner_set,
+            "repository": provision.repository,
+            "url": config.run_url(provision.repository, provision.run_id) if config else "",
             "attempt": provision.attempt,
             "class": provision.resource_class,
             "count": provision.count,
             "at": milliseconds(provision.created_at),
             "deadline": milliseconds(provision.deadline),
-            "status": provision.status.value,
+            "status": provision.shown_status,
             "why": (outcome.error if outcome and outcome.error else provision.why)[:MAX_TEXT],
             "kind": outcome.kind if outcome else "",
             "seconds": round(outcome.seconds, 3) if outcome else None,
@@ -185,13 +191,15 @@ def _decision(instance: Instance, entry: HistoryEntry) -> str:
 def status_texts(status: Status) -> dict[str, str]:
     """Facts that come with a status: queues, warnings, runner sets, and the instances of open provisions by state."""
     warnings = [record_document(item) for item in status.warnings[:MAX_WARNINGS]]
+    runs = {run.provision_id: run for run in status.runs}
     return {
         "pools": encode(
             {name: {"idle": level.idle, "messages": level.messages} for name, level in status.pools.items()}
         ),
         "warnings": encode({"count": len(status.warnings), "shown": warnings}),
+        "lost": encode({name: describe_status(runs[name], ids)[:MAX_TEXT] for name, ids in status.lost.items()}),
         "sets": encode([_set_document(item) for item in status.demand.sets]),
-        "jobs": encode([_job_document(job) for job in status.demand.jobs[:MAX_JOBS]]),
+        "jobs": encode([_job_document(job, status.config) for job in status.demand.jobs[:MAX_JOBS]]),
         "open_provisions": encode(
             {item.provision.provision_id: dict(item.instances) for item in status.open_provisions}
         ),
@@ -219,13 +227,14 @@ def _set_document(item: RunnerSetStatus) -> dict[str, Any]:
     }
 
 
-def _job_document(job: JobRecord) -> dict[str, Any]:
+def _job_document(job: JobRecord, config: PoolConfig | None) -> dict[str, Any]:
     return {
         "id": job.job_id,
         "run": job.run_id,
         "set": job.runner_set,
         "name": job.display_name,
         "repository": job.repository,
+        "url": config.run_url(job.repository, job.run_id) if config else "",
         "queued_at": milliseconds(job.queued_at or job.seen_at),
         "started_at": milliseconds(job.started_at),
         "completed_at": milliseconds(job.completed_at),

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.adapters.system.prices import chosen_prices
 from remuda.cli.local_backend import can_list_registrations
-from remuda.cli.output import Output, parse_duration
+from remuda.cli.output import Output
 from remuda.cli.run import EXIT_OK, run_async
 from remuda.config.settings import Settings
 from remuda.domain.errors import UserError
@@ -36,7 +36,6 @@ POLL_INTERVAL_S = {"local": 0.25, "aws": 5.0}
 #: Maximum age in seconds of the status in a scrape, and seconds to wait for it. Prometheus gives up after ten seconds.
 SCRAPE_MAX_AGE_S = {"local": 5.0, "aws": 15.0}
 SCRAPE_TIMEOUT_S = 5.0
-MAX_SINCE_S = 30 * 86_400.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,20 +203,16 @@ async def serving(
         await asyncio.gather(serve, polling, return_exceptions=True)
 
 
-def parse_window(text: str) -> float:
-    """Parse `--since` into seconds."""
-    seconds = parse_duration(text)
-    if seconds is None or not 0 < seconds <= MAX_SINCE_S:
-        raise UserError(
-            f"--since is {text[:40]!r}", field="--since", fix="give a duration of at most 30d, e.g. 90m, 12h or 7d"
-        )
-    return seconds
-
-
 def run_dashboard(
-    settings: Settings, output: Output, *, host: str, port: int, token_file: str | None, since: str, every: float | None
+    settings: Settings,
+    output: Output,
+    *,
+    host: str,
+    port: int,
+    token_file: str | None,
+    since_s: float,
+    every: float | None,
 ) -> int:
-    since_s = parse_window(since)
     address = parse_listen_address(host, port, token_file, os.environ)
 
     async def work() -> int:

@@ -227,7 +227,7 @@ def if_stored_is(before: Provision) -> dict[str, Any]:
 
 
 def if_lease_is(before: Lease | None) -> dict[str, Any]:
-    """The stored lease equals `before`; there is none if that is None."""
+    """The stored lease equals `before`; none exists if that is None."""
     if before is None:
         return if_absent()
     expression = ExpressionBuilder()

@@ -12,7 +12,7 @@
 | configuration, first_seen, key prefixes | `pool` | `config`, `first_seen`, `prefixes` | | |
 
 Reports with a failure or spot notice are also in the index `troubled`: `troubled#<shard>`, `sk`. Machines write their
-reports, so reports have an index of their own, and its sort key is that of the table: a machine can add any number of
+reports, so reports have their own index, and its sort key is that of the table: a machine can add any number of
 items to the partition of its report, but only one with the sort key `report`.
 """
 

@@ -19,7 +19,7 @@ let link = "wait";
 let lostAt = 0;
 let rejection = "";
 let panelsAt = 0;
-let chartsAt = 0;
+let chartsAt = -Infinity;
 let refreshTimer = 0;
 
 const stream = new Stream(model, { changed: refresh, state: setLink });
@@ -38,11 +38,13 @@ function showPanels() {
   const live = showTiles(model, toggleState);
   const about = model.facts.get("about");
   setText(find("about"), about ? `pool ${about.pool}` : "");
-  document.title = about ? `Remuda: ${about.pool}, ${live} live` : "Remuda";
+  const warned = model.facts.get("warnings")?.count ? `(${model.facts.get("warnings").count}) ` : "";
+  document.title = warned + (about ? `Remuda: ${about.pool}, ${live} live` : "Remuda");
   const lanes = model.lanes();
   const filtered = isFiltered();
-  setText(find("shown"), filtered ? `${lanes.length} of ${model.instances.size} instances` : `${lanes.length} instances`);
-  setText(find("lanes-empty"), filtered ? "No instance matches the filters." : "No instances yet. Run 'remuda provision' to create one.");
+  const ended = model.endedBefore ? `; ${model.endedBefore} ended earlier` : "";
+  setText(find("shown"), `${filtered ? `${lanes.length} of ${model.instances.size}` : lanes.length} instances${ended}`);
+  setText(find("lanes-empty"), filtered ? "No instance matches the filters." : model.instances.size ? "No instance lived in this time." : "No instances yet. Run 'remuda provision' to create one.");
   find("clear").hidden = !filtered;
   showChoices(model);
   if (!find("table").hidden) showInstances(model, rows);
@@ -54,13 +56,14 @@ function showPanels() {
   showRuns(model);
   showKinds(model);
   showBanner();
-  setText(find("stats"), `Times are UTC. Version ${model.version}, ${stream.received} updates received, ${stream.merged} merged, ${timeline.drawn} frames drawn.`);
-  if (performance.now() - chartsAt >= CHARTS_INTERVAL_MS) drawCharts();
+  if (performance.now() - chartsAt >= CHARTS_INTERVAL_MS) {
+    chartsAt = performance.now();
+    drawCharts();
+  }
   document.documentElement.dataset.ready = "true";
 }
 
 function drawCharts() {
-  chartsAt = performance.now();
   drawLevel(model);
   drawTimes(model);
 }
@@ -115,7 +118,7 @@ function applyFilter() {
   history.replaceState(null, "", location.pathname + (search ? `?${search}` : "") + fragment());
   model.stale = true;
   rows = ROWS;
-  chartsAt = 0;
+  chartsAt = -Infinity;
   timeline.requestDraw();
   showPanels();
 }

@@ -3,20 +3,21 @@ import { PHASES, levels } from "./model.js";
 import { colour, fill, prepare, shape, tickLabel, ticks } from "./paint.js";
 import { clock, fillRow, find, make, setText, syncChildren } from "./text.js";
 
-const LEFT = 40;
+// The values are at the right, beside the newest time, which a narrow screen shows first.
+const LEFT = 8;
 const BOTTOM = 20;
 const TOP = 8;
-const RIGHT = 8;
+const RIGHT = 44;
 const ROWS = 12;
 const ORDER = ["idle", "running", "claimed", "releasing", "booting", "ending", "unknown"];
 
 function prepareChart(canvas, span) {
   const { context, width, height } = prepare(canvas);
   const x = (at) => LEFT + ((at - span.since) / (span.until - span.since)) * (width - LEFT - RIGHT);
-  const { step, found } = ticks(span, Math.max((width - LEFT) / 90, 2));
+  const { step, found } = ticks(span, Math.max((width - LEFT - RIGHT) / 90, 2));
   context.fillStyle = colour("soft");
   context.textAlign = "center";
-  for (const at of found) if (x(at) > LEFT + 20 && x(at) < width - 24) context.fillText(tickLabel(at, step), x(at), height - BOTTOM / 2 + 2);
+  for (const at of found) if (x(at) > LEFT + 20 && x(at) < width - RIGHT - 12) context.fillText(tickLabel(at, step), x(at), height - BOTTOM / 2 + 2);
   return { context, width, height, x };
 }
 
@@ -27,8 +28,8 @@ function gridLine(context, y, label, width) {
   context.lineTo(width - RIGHT, Math.round(y) + 0.5);
   context.stroke();
   context.fillStyle = colour("soft");
-  context.textAlign = "right";
-  context.fillText(label, LEFT - 6, y);
+  context.textAlign = "left";
+  context.fillText(label, width - RIGHT + 6, y);
 }
 
 export function drawLevel(model) {
@@ -77,17 +78,18 @@ export function drawLevel(model) {
 }
 
 function levelTable(instances, span) {
-  const counts = levels(instances, span, ROWS);
+  // One row per round point in time.
+  const { step: width, found } = ticks(span, ROWS);
+  const counts = levels(instances, { since: found[0] - width / 2, until: found.at(-1) + width / 2 }, found.length);
   const present = ORDER.filter((phase) => counts[phase].some((value) => value > 0));
   syncChildren(find("level-head"), ["time", ...present], { key: (name) => name, create: (name) => make("th", name === "time" ? "" : "n", name), update: () => {} });
-  const width = (span.until - span.since) / ROWS;
-  const rows = Array.from({ length: ROWS }, (_, step) => ROWS - 1 - step);
+  const rows = found.map((_, step) => step).reverse();
   syncChildren(find("level-rows"), rows, {
     key: String,
     create: () => make("tr"),
     update: (row, step) => {
       while (row.children.length > present.length + 1) row.lastElementChild.remove();
-      fillRow(row, [clock(span.since + (step + 0.5) * width), ...present.map((phase) => [String(counts[phase][step]), "n"])]);
+      fillRow(row, [clock(found[step]), ...present.map((phase) => [String(counts[phase][step]), "n"])]);
     },
   });
 }

@@ -68,27 +68,35 @@ export class Model {
     return [instance.id, instance.set, instance.run, instance.last_run, ...instance.runs].some((name) => name.toLowerCase().includes(pattern));
   }
 
-  // Instances that match the filters: live before terminated, then newest first.
+  // Instances of the chosen window that match the filters: live before terminated, then newest first.
   lanes() {
-    if (this.stale) {
+    const since = this.windowStart();
+    if (this.stale || this.nextToLeave < since) {
       const rank = (instance) => (instance.state === "terminated" ? 1 : 0);
-      this.shown = [...this.instances.values()]
-        .filter((instance) => this.matches(instance))
+      const left = (instance) => instance.state === "terminated" && instance.ended_at < since;
+      const matching = [...this.instances.values()].filter((instance) => this.matches(instance));
+      this.shown = matching
+        .filter((instance) => !left(instance))
         .sort((one, other) => rank(one) - rank(other) || other.created_at - one.created_at || (one.id < other.id ? -1 : 1));
+      // Matching instances that ended before the window, and the end of the one that leaves it next.
+      this.endedBefore = matching.length - this.shown.length;
+      this.nextToLeave = Infinity;
+      for (const { state, ended_at: endedAt } of this.shown) if (state === "terminated" && endedAt < this.nextToLeave) this.nextToLeave = endedAt;
       this.stale = false;
     }
     return this.shown;
   }
 
+  windowStart() {
+    return this.now() - (this.filter.window || (this.facts.get("about")?.since_s ?? 3600)) * 1000;
+  }
+
   // The time range to draw: the chosen window, shortened to the oldest instance.
   span() {
     const until = this.now();
-    const { window } = this.filter;
-    const about = this.facts.get("about");
-    const oldest = until - (window || (about?.since_s ?? 3600)) * 1000;
     let first = until - 60_000;
     for (const instance of this.lanes()) if (instance.created_at < first) first = instance.created_at;
-    return { since: Math.max(first, oldest) - 1000, until };
+    return { since: Math.max(first, this.windowStart()) - 1000, until };
   }
 }
 

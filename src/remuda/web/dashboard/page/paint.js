@@ -65,6 +65,16 @@ export function prepare(canvas, height) {
   return { context, width, height: tall };
 }
 
+// The mark of an instance in quarantine.
+export function quarantineMark(context, x, middle) {
+  context.fillStyle = colour("bad-paper");
+  context.fillRect(x - 4, middle - 5, 8, 10);
+  context.strokeStyle = colour("bad");
+  context.lineWidth = 2;
+  context.strokeRect(x - 4, middle - 5, 8, 10);
+  context.lineWidth = 1;
+}
+
 export const letter = (phase) => LETTERS[phase] ?? "?";
 
 const STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800].map((step) => step * 1000);

@@ -1,8 +1,8 @@
 // Counts, tables and lists. Every name is inserted as text.
 import { showKindIn } from "./charts.js";
 import { LETTERS, TILES, phaseOf } from "./model.js";
-import { fill } from "./paint.js";
-import { duration, explainButton, fillRow, find, make, quarantineLeft, seconds, setText, syncChildren, when } from "./text.js";
+import { fill, quarantineMark } from "./paint.js";
+import { duration, explainButton, fillRow, find, make, quarantineLeft, runLink, seconds, setText, showRepository, syncChildren, when } from "./text.js";
 
 export const ROWS = 200;
 const SHOWN_RUNS = 25;
@@ -40,17 +40,23 @@ function chip(phase) {
 export function showLegend(model) {
   const list = find("legend");
   list.replaceChildren();
-  for (const phase of [...TILES.slice(0, 6), "unknown"]) {
-    const item = list.appendChild(make("li"));
-    const sample = item.appendChild(make("canvas"));
-    sample.setAttribute("aria-hidden", "true");
-    sample.width = 26;
-    sample.height = 12;
-    const context = sample.getContext("2d");
-    context.fillStyle = fill(context, phase);
-    context.fillRect(0, 0, 26, 12);
-    item.append(`${LETTERS[phase]} ${phase === "unknown" ? "not recorded" : phase}`);
+  for (const phase of [...TILES, "unknown"]) {
+    legendItem(list, `${LETTERS[phase]} ${phase === "unknown" ? "not recorded" : phase}`, (context) => {
+      context.fillStyle = fill(context, phase);
+      context.fillRect(0, 0, 26, 12);
+    });
   }
+  legendItem(list, "in quarantine", (context) => quarantineMark(context, 13, 6));
+}
+
+function legendItem(list, text, draw) {
+  const item = list.appendChild(make("li"));
+  const sample = item.appendChild(make("canvas"));
+  sample.setAttribute("aria-hidden", "true");
+  sample.width = 26;
+  sample.height = 12;
+  draw(sample.getContext("2d"));
+  item.append(text);
 }
 
 export function showChoices(model) {
@@ -99,7 +105,7 @@ export function showInstances(model, limit) {
 function remark(model, instance) {
   const job = model.jobOf(instance);
   if (instance.set) return `set ${instance.set}${job ? `, job ${job.name || job.id}` : ""}`;
-  return instance.busy ? "a job is running" : "";
+  return instance.agent_dead ? "agent dead" : instance.busy ? "a job is running" : "";
 }
 
 function showStateIn(td, phase) {
@@ -112,7 +118,7 @@ export function showWarnings(model) {
   const { count, shown: warnings } = model.facts.get("warnings") ?? { count: 0, shown: [] };
   const more = count > warnings.length ? `, showing the first ${warnings.length}` : "";
   setText(find("warnings-count"), count ? `${count}${more}` : "");
-  find("warnings-empty").hidden = warnings.length > 0;
+  find("warnings-card").hidden = !count;
   syncChildren(find("warnings"), warnings, {
     key: (item) => `${item.kind} ${item.subject} ${item.kind === "unreadable" ? item.text : ""}`,
     create: () => {
@@ -165,7 +171,7 @@ function showSets(sets, now) {
     update: (row, set) => {
       row.title = set.labels.join(", ");
       fillRow(row, [
-        [(td) => explainButton(td, `set.${set.name}`, set.name), "long"],
+        [(td) => explainButton(td, `set.${set.name}`, set.name), "whole"],
         ...[set.waiting, set.assigned, set.running, set.hot, set.warm, set.launching].map((count) => [String(count), "n"]),
         [(td) => showKind(td, set.at_capacity ? `yes, ${set.max}` : `${set.running + set.hot + set.launching} of ${set.max}`, set.at_capacity), "whole"],
         [(td) => showKind(td, set.session, set.session !== "open"), "whole"],
@@ -195,9 +201,20 @@ function showKind(td, text, alert) {
 
 function showJobIn(td, job) {
   const name = td.querySelector(".who") ?? td.appendChild(make("span", "who"));
-  const where = td.querySelector(".soft") ?? td.appendChild(make("span", "soft"));
   explainButton(name, job.id, job.name || job.id);
-  setText(where, job.repository ? ` ${job.repository}` : "");
+  showOriginIn(td, job);
+}
+
+// The link to the run on GitHub, and the repository in its own line.
+function showOriginIn(td, { url, run, repository }) {
+  runLink(td.querySelector(".who"), url, run);
+  showRepository(td.querySelector(".repository") ?? td.appendChild(make("div", "repository soft")), repository);
+}
+
+function showRunIn(td, item) {
+  const name = td.querySelector(".who") ?? td.appendChild(make("span", "who"));
+  explainButton(name, item.run, item.attempt > 1 ? `${item.run} (${item.attempt})` : item.run);
+  showOriginIn(td, item);
 }
 
 // A bar in proportion to the longest wait, beside the time.
@@ -288,6 +305,7 @@ export function showRuns(model) {
   const now = model.now();
   const { text } = model.filter;
   const open = model.facts.get("open_provisions") ?? {};
+  const lost = model.facts.get("lost") ?? {};
   const runs = [...model.provisions.values()]
     .filter((item) => !item.set && model.matchesKind(item) && (!text || item.run.toLowerCase().includes(text.toLowerCase())))
     .sort((one, other) => other.at - one.at || (one.id < other.id ? 1 : -1))
@@ -298,10 +316,10 @@ export function showRuns(model) {
     create: () => make("tr"),
     update: (row, item) => {
       const acquired = Object.entries(open[item.id] ?? {}).map(([state, count]) => `${count} ${state}`);
-      const status = item.status === "open" ? `open: ${acquired.join(", ") || "no instances yet"}` : item.kind === "failed" ? `failed: ${item.why}` : item.status;
+      const status = item.status === "open" ? `open: ${acquired.join(", ") || "no instances yet"}` : lost[item.id] ? `${item.status}: ${lost[item.id]}` : ["failed", "expired", "interrupted"].includes(item.status) ? `${item.status}: ${item.why}` : item.status;
       const elapsed = item.status === "open" ? `${duration(Math.max(now - item.at, 0))} so far` : seconds(item.seconds);
       fillRow(row, [
-        [(td) => explainButton(td, item.run, item.attempt > 1 ? `${item.run} (${item.attempt})` : item.run), "long"],
+        [(td) => showRunIn(td, item), "long"],
         [when(item.at, now), "whole"],
         [item.class, "long"],
         [String(item.count), "n"],

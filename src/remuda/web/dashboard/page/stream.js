@@ -13,8 +13,6 @@ export class Stream {
     this.model = model;
     this.changed = changed;
     this.state = state;
-    this.received = 0;
-    this.merged = 0;
     // Changes received while a snapshot is being fetched; null at other times.
     this.pending = null;
     this.retryMs = RETRY_MS;
@@ -124,8 +122,6 @@ export class Stream {
       this.fetchSnapshot();
       return;
     }
-    this.received += 1;
-    this.merged += changes.version - this.model.version - 1;
     this.model.apply(changes);
     this.changed();
   }

@@ -86,6 +86,31 @@ export function fillRow(row, values) {
   });
 }
 
+// Repository names may break after the owner; they are not cut anywhere else unless they are very long.
+export function showRepository(element, repository) {
+  if (element.textContent === repository) return;
+  const [owner, ...rest] = repository.split("/");
+  element.replaceChildren(owner);
+  if (rest.length) element.append("/", make("wbr"), rest.join("/"));
+}
+
+// A link to a run's page on GitHub, or none. Only web addresses become links.
+export function runLink(parent, url, run) {
+  let link = parent.querySelector("a.out");
+  if (!/^https?:\/\//.test(url)) {
+    link?.remove();
+    return;
+  }
+  if (!link) {
+    link = parent.appendChild(make("a", "out", "↗"));
+    link.target = "_blank";
+    link.rel = "noopener noreferrer";
+  }
+  if (link.href !== url) link.href = url;
+  link.title = `Run ${run} on GitHub`;
+  link.setAttribute("aria-label", link.title);
+}
+
 // A name that opens its explanation when pressed.
 export function explainButton(parent, subject, text = subject) {
   let button = parent.querySelector("button.name");

@@ -1,6 +1,6 @@
 // Timeline: one lane per instance. Only the visible lanes are drawn.
 import { eachSpan, phaseOf } from "./model.js";
-import { colour, fill, letter, prepare, tickLabel, ticks } from "./paint.js";
+import { colour, fill, letter, prepare, quarantineMark, tickLabel, ticks } from "./paint.js";
 import { duration, find, quarantineLeft, setText, when } from "./text.js";
 
 const LANE_HEIGHT = 18;
@@ -9,6 +9,9 @@ const AXIS_HEIGHT = 22;
 const MIN_HEIGHT = 150;
 const MIN_LABEL = 40;
 const MAX_HEIGHT = 368;
+// Below this width the time axis scrolls sideways; the style sheet has the same limit for charts.
+const MIN_WIDTH = 416;
+const SCROLLED_WIDTH = 640;
 
 export class Timeline {
   constructor(model, explain) {
@@ -20,7 +23,6 @@ export class Timeline {
     this.tip = find("tip");
     this.selected = "";
     this.drawRequested = false;
-    this.drawn = 0;
     this.box.addEventListener("scroll", () => this.requestDraw(), { passive: true });
     new ResizeObserver(() => this.requestDraw()).observe(this.box);
     this.canvas.addEventListener("mousemove", (event) => this.showTip(event));
@@ -44,16 +46,18 @@ export class Timeline {
     this.fit(lanes.length);
     const view = this.box.clientHeight;
     this.space.style.height = `${Math.max(lanes.length * LANE_HEIGHT + AXIS_HEIGHT - view, 0)}px`;
+    this.fitWidth();
     find("lanes-empty").hidden = lanes.length > 0;
     const { context, width } = prepare(this.canvas, view);
     this.narrow = width < 560;
     this.gutter = this.narrow ? 88 : 164;
     this.span = this.model.span();
-    this.width = width;
+    this.plot = Math.max(this.box.scrollWidth, width) - this.gutter;
     const first = Math.floor(this.box.scrollTop / LANE_HEIGHT);
     const shift = -(this.box.scrollTop % LANE_HEIGHT);
     const { since, until } = this.span;
-    this.x = (at) => this.gutter + ((Math.min(Math.max(at, since), until) - since) / (until - since)) * (width - this.gutter);
+    const left = this.gutter - this.box.scrollLeft;
+    this.x = (at) => left + ((Math.min(Math.max(at, since), until) - since) / (until - since)) * this.plot;
     this.axis(context, width, view);
     context.save();
     context.beginPath();
@@ -65,7 +69,6 @@ export class Timeline {
       this.lane(context, lanes[index], top, width);
     }
     context.restore();
-    this.drawn += 1;
   }
 
   // Fit the height to the number of lanes, within bounds.
@@ -74,13 +77,22 @@ export class Timeline {
     if (this.box.style.height !== height) this.box.style.height = height;
   }
 
+  // On a narrow screen, make room for the time axis and show the newest time first.
+  fitWidth() {
+    const wanted = this.box.clientWidth < MIN_WIDTH ? `${SCROLLED_WIDTH}px` : "";
+    if (this.space.style.width === wanted) return;
+    this.space.style.width = wanted;
+    this.box.scrollLeft = this.box.scrollWidth;
+  }
+
   axis(context, width, view) {
-    const { step, found } = ticks(this.span, Math.max((width - this.gutter) / 90, 2));
+    const { step, found } = ticks(this.span, Math.max(this.plot / 90, 2));
     context.strokeStyle = colour("rule");
     context.fillStyle = colour("soft");
     context.textAlign = "center";
     for (const at of found) {
       const x = Math.round(this.x(at)) + 0.5;
+      if (x < this.gutter) continue;
       context.beginPath();
       context.moveTo(x, AXIS_HEIGHT - 4);
       context.lineTo(x, view);
@@ -108,8 +120,8 @@ export class Timeline {
     context.fillStyle = phase === "running" ? colour("letter-dark") : colour("letter");
     context.fillText(letter(phase), 8.5, middle + 0.5);
     eachSpan(instance, this.span.until, (begin, end, each) => {
-      if (end < this.span.since || begin > this.span.until) return;
-      const from = this.x(begin);
+      if (end < this.span.since || begin > this.span.until || this.x(end) < this.gutter) return;
+      const from = Math.max(this.x(begin), this.gutter);
       const wide = Math.max(this.x(end) - from, 1);
       context.fillStyle = fill(context, each);
       context.fillRect(from, middle - BAR_HEIGHT / 2, wide, BAR_HEIGHT);
@@ -119,14 +131,14 @@ export class Timeline {
       }
     });
     if (instance.set) this.label(context, instance, middle);
-    if (instance.quarantined_until > this.span.until) this.flag(context, this.x(this.span.until) - 3, middle);
+    if (instance.quarantined_until > this.span.until) quarantineMark(context, this.x(this.span.until) - 5, middle);
     context.textAlign = "left";
   }
 
   // Write the set and the job of a machine into its current bar, if there is room.
   label(context, instance, middle) {
     let from = 0;
-    eachSpan(instance, this.span.until, (begin, end, phase) => (from = phase === phaseOf(instance) ? this.x(begin) + 16 : from));
+    eachSpan(instance, this.span.until, (begin, end, phase) => (from = phase === phaseOf(instance) ? Math.max(this.x(begin), this.gutter) + 16 : from));
     const room = this.x(this.span.until) - from - 4;
     if (!from || room < MIN_LABEL) return;
     const job = this.model.jobOf(instance);
@@ -141,21 +153,14 @@ export class Timeline {
     context.restore();
   }
 
-  // Mark an instance in quarantine.
-  flag(context, x, middle) {
-    context.strokeStyle = colour("bad");
-    context.lineWidth = 2;
-    context.strokeRect(x - 6, middle - 5, 8, 10);
-    context.lineWidth = 1;
-  }
-
   at(event) {
     const box = this.canvas.getBoundingClientRect();
     const y = event.clientY - box.top;
     if (y < AXIS_HEIGHT) return {};
     const instance = this.model.lanes()[Math.floor((y - AXIS_HEIGHT + this.box.scrollTop) / LANE_HEIGHT)];
-    const part = (event.clientX - box.left - this.gutter) / (this.width - this.gutter);
-    return { instance, time: part < 0 ? null : this.span.since + part * (this.span.until - this.span.since) };
+    const right = event.clientX - box.left - this.gutter;
+    const part = (right + this.box.scrollLeft) / this.plot;
+    return { instance, time: right < 0 ? null : this.span.since + part * (this.span.until - this.span.since) };
   }
 
   showTip(event) {
@@ -212,7 +217,7 @@ export class Timeline {
     const set = instance.set ? `, set ${instance.set}${job ? `, job ${job.name || job.id}` : ""}` : "";
     const run = instance.run && !instance.run.startsWith("set.") ? `, run ${instance.run}` : "";
     const quarantine = quarantineLeft(instance, this.model.now());
-    const busy = instance.busy ? ", a job is running" : "";
+    const busy = instance.agent_dead ? ", agent dead" : instance.busy ? ", a job is running" : "";
     return `${instance.id}: ${phaseOf(instance)}${set}${run}${busy}${quarantine ? `, ${quarantine}` : ""}, ${instance.class}, ${instance.type}, ${instance.usage}`;
   }
 }
