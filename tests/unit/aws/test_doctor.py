@@ -48,7 +48,7 @@ class Ec2:
     def _dry_run(self, operation: str) -> ClientError:
         is_denied = operation == self.denied
         code, text = ("UnauthorizedOperation", "You may not.") if is_denied else ("DryRunOperation", "It would work.")
-        error = {"Code": code, "Message": f"{text} Encoded authorization failure message: abc"}
+        error: Any = {"Code": code, "Message": f"{text} Encoded authorization failure message: abc"}
         return ClientError({"Error": error}, operation)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from datetime import timedelta
 from itertools import permutations
+from typing import Any
 
 from remuda.domain.demand import JobEvent, JobEventKind, merge_events
 from tests.support.records import NOW
 
 QUEUED, STARTED, FINISHED = NOW, NOW + timedelta(minutes=1), NOW + timedelta(minutes=2)
-JOB = {"job_id": "j-1", "run_id": "7", "repository": "octo/app", "queued_at": QUEUED}
+JOB: Any = {"job_id": "j-1", "run_id": "7", "repository": "octo/app", "queued_at": QUEUED}
 EVENTS = (
     JobEvent(kind=JobEventKind.ASSIGNED, assigned_at=QUEUED, **JOB),
     JobEvent(kind=JobEventKind.STARTED, started_at=STARTED, runner_name="r-1", **JOB),
