@@ -187,7 +187,8 @@ def test_pull_request_from_a_fork_gets_untrusted_instances(
 
     done = github.job("150", **event_variables).run(**step, ephemeral="true", github_token=github.token)
     assert done.code == 0, done.log
-    assert "Tier untrusted: pull request &#35;12 from fork eve/repo<br>Ephemeral: each instance" in done.summary
+    assert "Tier untrusted: pull request &#35;12 from fork eve/repo<br>They end at " in done.summary
+    assert "<br>Ephemeral: each instance" in done.summary
     (name,) = json.loads(done.outputs["instance-ids"])
     # The JIT configuration is masked like a token.
     assert any(len(mask) > 100 for mask in done.masks)

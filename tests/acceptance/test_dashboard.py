@@ -215,8 +215,8 @@ def test_unreadable_record_does_not_hide_the_others(tmp_path: Path) -> None:
         document = snapshot(client, 5)
     assert set(document["instances"]) == {bad_history.instance_id, *(record.instance_id for record, _ in others)}
     assert document["instances"][bad_history.instance_id]["state"] == bad_history.state.value
-    assert [item["kind"] for item in document["facts"]["warnings"]["shown"]] == ["unreadable"]
-    assert bad_record.instance_id in document["facts"]["warnings"]["shown"][0]["text"]
+    assert [item["kind"] for item in document["facts"]["warnings"]["shown"]] == ["sweeper", "unreadable"]
+    assert bad_record.instance_id in document["facts"]["warnings"]["shown"][1]["text"]
 
 
 def test_only_reads_with_a_loopback_host_header_are_served(client: httpx.Client, dashboard: Dashboard) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from remuda.adapters.system.clock import SystemClock
 from remuda.domain.instance import HistoryEntry, RetireReason, State
+from remuda.domain.provision import ProvisionEnding, ProvisionStatus
 from tests.support.browser import PAUSE_MS, opened, ready, wait
 from tests.support.dashboard import (
     SAMPLE_SETS,
@@ -297,7 +298,7 @@ def test_injected_markup_is_shown_as_text(browser: Browser, tmp_path: Path) -> N
     provision, *_ = sample_provisions(1, now=last.at, span_s=60)
     outcome = replace(provision.outcome, error=f"the job {SCRIPT} failed") if provision.outcome else None
     job = replace(provision, run_id=SCRIPT, resource_class=IMAGE, why=IMAGE, request_summary=SCRIPT, outcome=outcome)
-    job = replace(job, repository=f"octo/{IMAGE}")
+    job = replace(job, repository=f"octo/{IMAGE}", status=ProvisionStatus.RELEASED, ending=ProvisionEnding.FAILED)
     write_samples(store.file, [], [job], now=last.at)
     with Dashboard(store.folder) as dashboard, opened(browser, dashboard.url + "?view=table") as page:
         ready(page)

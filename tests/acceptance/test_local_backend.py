@@ -408,7 +408,7 @@ def test_folder_belongs_to_one_pool(folder: Path):
         "terminated-by-operator",
         "remuda down",
     )
-    assert remuda(folder, "explain", "1")[1]["title"] == "Run 1: committed; its instance is terminated"
+    assert remuda(folder, "explain", "1")[1]["title"] == "Run 1: committed (it lost its only instance)"
 
 
 def test_agent_killed_during_registration_leaves_one_registration(folder: Path):
