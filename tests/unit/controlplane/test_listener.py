@@ -13,6 +13,7 @@ import pytest
 from remuda.controlplane.demand import DemandListener
 from remuda.controlplane.demand.lease import LeaseLost
 from remuda.controlplane.demand.listener import FINISH_S
+from remuda.controlplane.demand.observer import SEARCH_S
 from remuda.domain.demand import DemandRecord, DemandStatistics, JobEvent, JobEventKind
 from remuda.domain.errors import CapacityError, Unavailable
 from remuda.domain.instance import RetireReason, State
@@ -407,6 +408,27 @@ async def test_listener_that_is_stopped_twice_gives_back_what_it_has_acquired(se
     await listener.stop()
     (provision,) = sets.database.provisions.values()
     assert provision.status is not ProvisionStatus.OPEN
+
+
+async def test_machine_that_is_being_claimed_is_left_to_its_acquisition(sets: DemandWorld) -> None:
+    """The answer to the claim is lost. A search finds the record before the write is repeated."""
+    await sets.warm(2)
+    slow: list[str] = []
+
+    async def hook(name: str, call: Call) -> Any:
+        answer = await call()
+        if name == "store.apply" and not slow:
+            slow.append(name)
+            await asyncio.sleep(3 * SEARCH_S)
+            raise Unavailable("the answer was lost")
+        return answer
+
+    listener = sets.listen(hook)
+    # The second machine lets the listener search often.
+    await sets.wait_for_jobs(sets.queue(2, seconds=50.0))
+    assert slow
+    assert "claim-lost" not in dict(listener.events)
+    assert len(sets.database.instances) == 2
 
 
 async def test_listener_ends_if_a_loop_of_a_set_cannot_continue(

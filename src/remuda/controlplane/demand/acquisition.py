@@ -196,6 +196,14 @@ class _Batch:
                 await close_pickup(self._context, self._pickup)
 
     async def _acquire(self, plan: ProvisionPlan) -> None:
+        provision_id = plan.provision.provision_id
+        self._table.acquiring.add(provision_id)
+        try:
+            await self._acquire_one(plan)
+        finally:
+            self._table.acquiring.discard(provision_id)
+
+    async def _acquire_one(self, plan: ProvisionPlan) -> None:
         acquired, recorder = AcquiredInstances(), OutcomeRecorder(self._context.clock)
         intent = asyncio.ensure_future(record_intent(self._context, plan.provision))
         try:

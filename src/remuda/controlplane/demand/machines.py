@@ -177,6 +177,8 @@ class MachineTable:
         self.on_due: Callable[[], None] = lambda: None
         self._by_id: dict[str, KnownMachine] = {}
         self._by_set: dict[str, dict[str, KnownMachine]] = {}
+        #: Provisions whose machines are being acquired by this process, which adds each machine when it has it.
+        self.acquiring: set[str] = set()
         #: Idle machines by id, as the last search found them.
         self._idle: dict[str, Instance] = {}
         #: Machines that this process moved to the pool, with the monotonic time.

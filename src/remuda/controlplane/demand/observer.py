@@ -109,7 +109,10 @@ class MachineObserver:
             changed = machine is not None and machine.instance != known.get(instance_id)
             if instance_id in unreadable or changed or (machine is not None and machine.handled):
                 continue
-            self._note(machine, instance_id, records.get(instance_id))
+            record = records.get(instance_id)
+            if machine is None and record is not None and record.provision_id in table.acquiring:
+                continue
+            self._note(machine, instance_id, record)
         self._searched_at = context.clock.monotonic()
         self._on_search()
 
