@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 
 import pytest
+
+# A shell without job control starts background commands with SIGINT ignored, and what tests start inherits that.
+# bash cannot trap it then, so that tests of Ctrl-C would hang.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 #: Markers and their headings in the summary.
 MACHINES = {
