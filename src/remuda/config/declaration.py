@@ -242,9 +242,7 @@ def duration(least: float, most: float, unit: str = "seconds") -> ValueKind:
     return ValueKind(
         metavar="DURATION",
         expected=f"{_number_expected(least, most, unit)}, or a time such as {DURATION_EXAMPLES}",
-        parse=lambda value: _parse_number(
-            parse_duration(value, unit) if isinstance(value, str) else value, least, most
-        ),
+        parse=convert,
         is_number=True,
         is_duration=True,
     )

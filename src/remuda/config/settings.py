@@ -720,6 +720,8 @@ def _lifetime_setting(name: str) -> str:
     return f"{name}ec" if name.endswith("_s") else name
 
 
+#: Settings that the pool's configuration has under the same name.
+POOL_SETTINGS = ("max_instances", "reuse", "runner_sets", "runner_group", "monthly_budget")
 #: Settings by the fields of `Lifetimes` that they set.
 LIFETIME_SETTINGS: Mapping[str, str] = {item.name: _lifetime_setting(item.name) for item in fields(Lifetimes)}
 

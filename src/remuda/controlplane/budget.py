@@ -34,28 +34,30 @@ class BudgetStatus:
 
 
 async def budget_status(context: Context) -> BudgetStatus:
-    return await _status_of(context, await read_config(context))
+    config = await read_config(context)
+    return _status_of(config, await measure_spending(context, config))
 
 
 async def set_budget(context: Context, limit: float) -> BudgetStatus:
     """Store another limit. 0 removes it."""
-    config = await read_config(context)
-    for attempt in range(CONFLICT_ATTEMPTS):
-        changed = replace(config, monthly_budget=limit, revision=config.revision + 1)
-        if limit:
-            changed = replace(changed, spending=await measure_spending(context, config))
+    for _ in range(CONFLICT_ATTEMPTS):
+        config = await read_config(context)
+        spending = await measure_spending(context, config)
+        changed = replace(
+            config,
+            monthly_budget=limit,
+            spending=spending if limit else config.spending,
+            revision=config.revision + 1,
+        )
         try:
             await context.store.put_config(changed)
         except Conflict:
             # A refresh has renewed tokens or the spending.
-            if attempt == CONFLICT_ATTEMPTS - 1:
-                raise
-            config = await read_config(context)
-        else:
-            why = f"{limit:.2f} per month" if limit else "no limit"
-            context.event_log.record("budget", why, before=config.monthly_budget)
-            return await _status_of(context, changed)
-    raise AssertionError("unreachable")
+            continue
+        why = f"{limit:.2f} per month" if limit else "no limit"
+        context.event_log.record("budget", why, before=config.monthly_budget)
+        return _status_of(changed, spending)
+    raise Conflict("the pool's configuration keeps changing; check whether another refresh is running")
 
 
 async def update_spending(context: Context, config: PoolConfig) -> PoolConfig:
@@ -107,8 +109,7 @@ async def with_spot_prices(
     return prices, notes
 
 
-async def _status_of(context: Context, config: PoolConfig) -> BudgetStatus:
-    spending = await measure_spending(context, config)
+def _status_of(config: PoolConfig, spending: Spending) -> BudgetStatus:
     now = spending.until
     current = replace(config, spending=spending).budget
     passed = (now - month_start(now)) / (next_month(now) - month_start(now))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from remuda.domain.errors import Conflict, RemudaError, Unavailable, Unreadable, UserError
-from remuda.domain.instance import LIVE, Credential, Instance
+from remuda.domain.instance import Credential, Instance
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import ProvisionChange
 from remuda.domain.reporting.prices import PriceTable
@@ -58,9 +58,9 @@ class Context:
     removal_token_retry_at: dict[str, float] = field(default_factory=dict)
 
 
-async def find_by_prefix(context: Context, prefix: str) -> Instance | None:
-    """The only live instance whose id begins with this, or None. Tables shorten ids on a narrow terminal."""
-    found = [item for item in await context.store.find(LIVE) if item.instance_id.startswith(prefix)]
+def find_by_prefix(instances: Iterable[Instance], prefix: str) -> Instance | None:
+    """The only instance whose id begins with this, or None. Tables shorten ids on a narrow terminal."""
+    found = [item for item in instances if item.instance_id.startswith(prefix)]
     return found[0] if len(found) == 1 else None
 
 

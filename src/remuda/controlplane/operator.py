@@ -75,8 +75,10 @@ async def select_instances(context: Context, selector: InstanceSelector) -> list
     await read_config(context)
     if selector.instance_ids:
         records = dict(await context.store.get_many(selector.instance_ids))
-        for missing in sorted(set(selector.instance_ids) - set(records)):
-            match = await find_by_prefix(context, missing)
+        unknown = sorted(set(selector.instance_ids) - set(records))
+        live = await context.store.find(LIVE) if unknown else ()
+        for missing in unknown:
+            match = find_by_prefix(live, missing)
             if match is None:
                 raise UserError(
                     f"instance {missing} is not known to pool {context.pool_name}",

@@ -758,45 +758,38 @@ def _alarm(who: str) -> Resource:
 
 
 def _provision_alarm() -> Resource:
-    return _alarm_on(
+    return _metric_alarm(
         "provision",
         "Provisions fail through no fault of the workflows; the log of the broker contains the errors.",
-        namespace=NAMESPACE,
         metric="Failed",
-        dimensions={"Pool": {"Ref": "Pool"}, "Command": "provision"},
-        missing="notBreaching",
+        command="provision",
     )
 
 
 def _runner_version_alarm() -> Resource:
-    return _alarm_on(
+    return _metric_alarm(
         "runner-version",
         "GitHub refuses the pool's version of the actions runner soon; remuda status says when and what to do.",
-        namespace=NAMESPACE,
         metric="RunnerVersionWarnings",
-        dimensions={"Pool": {"Ref": "Pool"}, "Command": "refresh"},
-        missing="notBreaching",
+        command="refresh",
     )
 
 
 def _budget_alarm() -> Resource:
-    return _alarm_on(
+    return _metric_alarm(
         "budget",
         "80 % of the pool's budget for this month are spent, or all of it; remuda budget says how much.",
-        namespace=NAMESPACE,
         metric="BudgetWarnings",
-        dimensions={"Pool": {"Ref": "Pool"}, "Command": "refresh"},
-        missing="notBreaching",
+        command="refresh",
     )
 
 
 def _listener_alarm() -> Resource:
-    return _alarm_on(
+    return _metric_alarm(
         LISTENER,
         "The listener of the runner sets is silent; its machine's console has its log.",
-        namespace=NAMESPACE,
         metric=HEARTBEATS,
-        dimensions={"Pool": {"Ref": "Pool"}, "Command": "listen"},
+        command="listen",
         missing="breaching",
         condition=SET_ALARMS,
         Period=60,
@@ -805,13 +798,21 @@ def _listener_alarm() -> Resource:
 
 
 def _waiting_jobs_alarm() -> Resource:
-    return _alarm_on(
+    return _metric_alarm(
         "waiting-jobs",
         "Jobs wait for a runner for more than five minutes; remuda status says which, and why.",
-        namespace=NAMESPACE,
         metric="JobsWaitingTooLong",
-        dimensions={"Pool": {"Ref": "Pool"}, "Command": "refresh"},
-        missing="notBreaching",
+        command="refresh",
+    )
+
+
+def _metric_alarm(
+    name: str, description: str, *, metric: str, command: str, missing: str = "notBreaching", **more: Any
+) -> Resource:
+    """On a metric that a command of the pool writes."""
+    dimensions = {"Pool": {"Ref": "Pool"}, "Command": command}
+    return _alarm_on(
+        name, description, namespace=NAMESPACE, metric=metric, dimensions=dimensions, missing=missing, **more
     )
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 from remuda.domain.instance import ABSORBING, Instance
 from remuda.domain.reporting.prices import PriceTable
 
 #: Share of the budget from which on people are warned.
 WARNING_SHARE = 0.8
-HOUR_S = 3_600.0
 #: Types without a price that are kept for people.
 MAX_UNPRICED = 10
 
@@ -82,7 +81,7 @@ def add_spending(
     for instance in instances:
         # The threshold of an ending machine is the time when its end was decided.
         end = min(now, instance.threshold) if instance.state in ABSORBING else now
-        hours = (end - max(begin, instance.created_at)).total_seconds() / HOUR_S
+        hours = (end - max(begin, instance.created_at)) / timedelta(hours=1)
         if hours <= 0:
             continue
         price = prices.hourly(instance.instance_type, instance.usage_class)

@@ -176,6 +176,11 @@ class Provision:
             return self.ending.value
         return self.status.value
 
+    @property
+    def reason(self) -> str:
+        """Why it failed, or has its status."""
+        return self.outcome.error if self.outcome and self.outcome.error else self.why
+
     def is_as_stored(self, current: Provision | None) -> bool:
         """Whether the stored record is unchanged in the fields that a replacement is conditional on."""
         return current is not None and (current.status, current.instance_ids, current.settled) == (

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.adapters.system.prices import chosen_prices
-from remuda.config.settings import LIFETIME_SETTINGS, SETTINGS, Settings
+from remuda.config.settings import LIFETIME_SETTINGS, POOL_SETTINGS, SETTINGS, Settings
 from remuda.controlplane.context import Context
 from remuda.domain.errors import UserError
 from remuda.ports.calls import CallCounter
@@ -150,7 +150,7 @@ def _unset(settings: Settings) -> frozenset[str]:
     by_setting = {
         **{setting: name for name, setting in LIFETIME_SETTINGS.items()},
         **{item.name: item.key for item in SETTINGS.values() if item.is_launch_option},
-        **{name: name for name in ("max_instances", "reuse", "runner_sets", "runner_group", "monthly_budget")},
+        **{name: name for name in POOL_SETTINGS},
         "resource_class_config": "classes",
     }
     if settings.backend == "local":

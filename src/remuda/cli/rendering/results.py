@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from remuda.cli.rendering.table import SHORTEN, FittedTable
 from remuda.config.declaration import DEFAULT, Secret, key
-from remuda.config.settings import LIFETIME_SETTINGS, SETTINGS, Settings
+from remuda.config.settings import LIFETIME_SETTINGS, POOL_SETTINGS, SETTINGS, Settings
 from remuda.domain.instance import Instance
 from remuda.domain.pool_config import PoolConfig, may_hold_secret
 from remuda.domain.resources import ResourceClass, TypePatterns
@@ -150,10 +150,7 @@ def pool_config_rows(stored: PoolConfig, settings: Settings) -> dict[str, dict[s
         classes=settings.resource_class_config,
         lifetimes=settings.lifetimes,
         launch=settings.launch_options(),
-        values={
-            name: getattr(settings, name)
-            for name in ("max_instances", "reuse", "runner_sets", "runner_group", "monthly_budget")
-        },
+        values={name: getattr(settings, name) for name in POOL_SETTINGS},
     )
     rows: dict[str, dict[str, Any]] = {}
     for name in sorted({**pool, **here}, key=list(SETTINGS).index):

@@ -221,7 +221,7 @@ def _level(name: str, level: PoolLevel) -> str:
 def _sets(demand: DemandStatus, limit: int | None) -> Iterator[Any]:
     shown = demand.sets if limit is None else demand.sets[: max(limit // 2, 2)]
     columns = ("set", "waiting", "assigned", "running", "hot", "warm", "launching", "machines", *_SET_REDUCTIONS[::-1])
-    rows = [[_set_values(item)[name] for name in columns] for item in shown]
+    rows = [[values[name] for name in columns] for values in map(_set_values, shown)]
     reductions = (*_SET_REDUCTIONS, "running", "warm")
     yield FittedTable("", columns, rows, numeric=_NUMERIC, no_wrap=frozenset(columns), reductions=reductions)
     for item in shown:
@@ -293,7 +293,8 @@ def _instances(status: Status, limit: int | None) -> Iterator[Any]:
         subjects = {warning.subject for warning in status.warnings}
         shown = sorted(shown, key=lambda item: _urgency(status, item, subjects))[:limit]
     columns = ("instance", "state", "run", "time left", "heartbeat", "class", "type", "usage", "tier", "uses", "remark")
-    rows = [[_column_values(status, instance)[name] for name in columns] for instance in shown]
+    found = (_column_values(status, instance) for instance in shown)
+    rows = [[values[name] for name in columns] for values in found]
     empty = [name for index, name in enumerate(columns) if not any(row[index] for row in rows)]
     yield FittedTable(
         "",

@@ -57,10 +57,10 @@ async def explain(context: Context, subject: str) -> Explanation:
 async def _explain_instance(context: Context, config: PoolConfig, instance_id: str) -> Explanation:
     found = await _read_input(context, config, [instance_id])
     if instance_id not in found.instances:
-        match = await find_by_prefix(context, instance_id)
+        live = await context.store.find(LIVE)
+        match = find_by_prefix(live, instance_id)
         if match is not None:
             return await _explain_instance(context, config, match.instance_id)
-        live = await context.store.find(LIVE)
         newest = sorted(live, key=lambda item: item.created_at, reverse=True)
         raise _unknown("instance", instance_id, [item.instance_id for item in newest], config)
     return explain_instance(found.instances[instance_id], found)
@@ -102,12 +102,11 @@ class _Demand:
 
 
 async def _read_demand(context: Context, config: PoolConfig) -> _Demand:
-    live, provisions = await asyncio.gather(
-        context.store.find(LIVE), context.store.recent_provisions(RECENT_PROVISIONS)
+    live, provisions, first_seen = await asyncio.gather(
+        context.store.find(LIVE), context.store.recent_provisions(RECENT_PROVISIONS), context.store.get_first_seen()
     )
     ids = [item.instance_id for item in live if item.runner_set]
     reports, _ = await skip_unreadable(context.store.get_reports(ids), partial(context.event_log.record, "unreadable"))
-    first_seen = await context.store.get_first_seen()
     records = await read_demand_input(context, config, live, reports, provisions, first_seen=first_seen)
     return _Demand(records=records, status=demand_status(records))
 

@@ -166,8 +166,7 @@ def _run_warning(run: Provision, lost: Mapping[str, Sequence[str]], now: datetim
         return None
     at = f"{run.released_at:%H:%M:%S} UTC"
     if run.ending is ProvisionEnding.FAILED:
-        why = run.outcome.error if run.outcome and run.outcome.error else run.why
-        return PoolWarning(kind=WarningKind.PROVISION_FAILED, subject=run.run_id, text=f"failed at {at}: {why}")
+        return PoolWarning(kind=WarningKind.PROVISION_FAILED, subject=run.run_id, text=f"failed at {at}: {run.reason}")
     if run.ending is ProvisionEnding.EXPIRED and not run.runner_set:
         return PoolWarning(kind=WarningKind.RUN_EXPIRED, subject=run.run_id, text=f"expired at {at}: {run.why}")
     return None

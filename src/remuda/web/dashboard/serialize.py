@@ -119,7 +119,7 @@ def provision_text(provision: Provision, config: PoolConfig | None = None) -> st
             "at": milliseconds(provision.created_at),
             "deadline": milliseconds(provision.deadline),
             "status": provision.shown_status,
-            "why": (outcome.error if outcome and outcome.error else provision.why)[:MAX_TEXT],
+            "why": provision.reason[:MAX_TEXT],
             "kind": outcome.kind if outcome else "",
             "seconds": round(outcome.seconds, 3) if outcome else None,
             "reused": outcome.reused if outcome else 0,
