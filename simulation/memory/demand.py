@@ -556,9 +556,18 @@ class MemoryDemandSource:
     async def close(self) -> None:
         """Nothing to close."""
 
-    async def ensure_set(self, runner_set: RunnerSet) -> int:
+    async def find_set(self, runner_set: RunnerSet) -> int | None:
+        self._count("GET runnerscalesets")
+        found = self._server.find(runner_set.scope, runner_set.name)
+        return self._checked_id(found, runner_set) if found else None
+
+    async def create_set(self, runner_set: RunnerSet) -> int:
         self._count("POST runnerscalesets")
         found = self._server.find(runner_set.scope, runner_set.name) or self._server.create(runner_set)
+        return self._checked_id(found, runner_set)
+
+    @staticmethod
+    def _checked_id(found: MemoryScaleSet, runner_set: RunnerSet) -> int:
         if {label.lower() for label in found.labels} != {label.lower() for label in runner_set.labels}:
             raise UserError(
                 f"runner set {runner_set.name!r} has the labels {', '.join(found.labels)} on GitHub",

@@ -615,7 +615,7 @@ class ScaleSetWorld:
         self._server = server
         self.runner_set = RunnerSet(name="warm", labels=("warm",), resource_class="x", scope=REPO, max=5)
         server.change(message_poll_s=0.05, message_session_s=LIMIT_S)
-        self.number = self.run(lambda source: source.ensure_set(self.runner_set))
+        self.number = self.run(lambda source: source.create_set(self.runner_set))
         self.session_id = ""
         self.poll()
 

@@ -186,35 +186,39 @@ async def take(session: DemandSession, *kinds: JobEventKind) -> DemandMessage:
 
 
 async def test_set_is_created_once(service: DemandService, source: DemandSource, runner_set: RunnerSet) -> None:
-    number = await source.ensure_set(runner_set)
+    assert await source.find_set(runner_set) is None
+    number = await source.create_set(runner_set)
     assert number > 0
-    assert await service.open().ensure_set(runner_set) == number
+    assert await service.open().create_set(runner_set) == number
+    assert await service.open().find_set(runner_set) == number
 
 
 async def test_set_with_other_labels_is_an_error(source: DemandSource, runner_set: RunnerSet) -> None:
-    await source.ensure_set(runner_set)
-    with pytest.raises(UserError) as caught:
-        await source.ensure_set(replace(runner_set, labels=(*runner_set.labels, "gpu")))
-    assert caught.value.field == "runner-sets"
-    assert runner_set.labels[1] in caught.value.message
-    assert await source.ensure_set(replace(runner_set, labels=tuple(label.upper() for label in runner_set.labels)))
+    await source.create_set(runner_set)
+    other = replace(runner_set, labels=(*runner_set.labels, "gpu"))
+    for use in (source.find_set, source.create_set):
+        with pytest.raises(UserError) as caught:
+            await use(other)
+        assert caught.value.field == "runner-sets"
+        assert runner_set.labels[1] in caught.value.message
+    assert await source.find_set(replace(runner_set, labels=tuple(label.upper() for label in runner_set.labels)))
 
 
 async def test_deleted_set_is_gone(source: DemandSource, runner_set: RunnerSet) -> None:
-    number = await source.ensure_set(runner_set)
+    number = await source.create_set(runner_set)
     assert await source.delete_set(runner_set)
     assert not await source.delete_set(runner_set)
     with pytest.raises(NotFound):
         await source.open_session(runner_set, number, owner="one")
     with pytest.raises(NotFound):
         await source.register(runner_set, number, name=f"{runner_set.name}-1")
-    assert await source.ensure_set(runner_set) != number
+    assert await source.create_set(runner_set) != number
 
 
 async def test_set_with_a_busy_runner_is_not_deleted(
     service: DemandService, source: DemandSource, runner_set: RunnerSet
 ) -> None:
-    number = await source.ensure_set(runner_set)
+    number = await source.create_set(runner_set)
     session = await source.open_session(runner_set, number, owner="one")
     assert await session.receive(last_message_id=0, capacity=10) is None
     await service.queue(runner_set)
@@ -227,7 +231,7 @@ async def test_set_with_a_busy_runner_is_not_deleted(
 
 
 async def test_set_has_one_session(service: DemandService, source: DemandSource, runner_set: RunnerSet) -> None:
-    number = await source.ensure_set(runner_set)
+    number = await source.create_set(runner_set)
     session = await source.open_session(runner_set, number, owner="one")
     with pytest.raises(Conflict):
         await service.open().open_session(runner_set, number, owner="two")
@@ -242,7 +246,7 @@ async def test_set_has_one_session(service: DemandService, source: DemandSource,
 async def test_session_is_taken_over_by_its_id(
     service: DemandService, source: DemandSource, runner_set: RunnerSet
 ) -> None:
-    number = await source.ensure_set(runner_set)
+    number = await source.create_set(runner_set)
     first = await source.open_session(runner_set, number, owner="one")
     await first.receive(last_message_id=0, capacity=10)
     await service.queue(runner_set)
@@ -255,7 +259,7 @@ async def test_session_is_taken_over_by_its_id(
 async def test_session_of_a_deleted_set_ends(
     service: DemandService, source: DemandSource, runner_set: RunnerSet
 ) -> None:
-    number = await source.ensure_set(runner_set)
+    number = await source.create_set(runner_set)
     session = await source.open_session(runner_set, number, owner="one")
     await service.delete(number)
     with pytest.raises(NotFound):
@@ -269,7 +273,7 @@ async def test_session_of_a_deleted_set_ends(
 async def test_job_is_assigned_started_and_completed(
     service: DemandService, source: DemandSource, runner_set: RunnerSet
 ) -> None:
-    number = await source.ensure_set(runner_set)
+    number = await source.create_set(runner_set)
     session = await source.open_session(runner_set, number, owner="one")
     assert session.statistics.assigned == 0
     assert await session.receive(last_message_id=0, capacity=10) is None
@@ -301,7 +305,7 @@ async def test_job_is_assigned_started_and_completed(
 async def test_message_comes_again_until_it_is_acknowledged(
     service: DemandService, source: DemandSource, runner_set: RunnerSet
 ) -> None:
-    session = await source.open_session(runner_set, await source.ensure_set(runner_set), owner="one")
+    session = await source.open_session(runner_set, await source.create_set(runner_set), owner="one")
     await session.receive(last_message_id=0, capacity=10)
     await service.queue(runner_set)
     first = await receive(session, kinds=[JobEventKind.ASSIGNED])
@@ -320,7 +324,7 @@ async def test_message_comes_again_until_it_is_acknowledged(
 async def test_capacity_limits_the_assigned_jobs(
     service: DemandService, source: DemandSource, runner_set: RunnerSet
 ) -> None:
-    session = await source.open_session(runner_set, await source.ensure_set(runner_set), owner="one")
+    session = await source.open_session(runner_set, await source.create_set(runner_set), owner="one")
     await session.receive(last_message_id=0, capacity=1)
     for _ in range(3):
         await service.queue(runner_set)
@@ -334,7 +338,7 @@ async def test_capacity_limits_the_assigned_jobs(
 
 async def test_available_jobs_are_acquired(service: DemandService, source: DemandSource, runner_set: RunnerSet) -> None:
     await service.offer_jobs()
-    session = await source.open_session(runner_set, await source.ensure_set(runner_set), owner="one")
+    session = await source.open_session(runner_set, await source.create_set(runner_set), owner="one")
     await session.receive(last_message_id=0, capacity=10)
     await service.queue(runner_set)
     message = await take(session, JobEventKind.AVAILABLE)
@@ -352,7 +356,7 @@ async def test_available_jobs_are_acquired(service: DemandService, source: Deman
 
 
 async def test_runner_names_are_unique(source: DemandSource, runner_set: RunnerSet) -> None:
-    number = await source.ensure_set(runner_set)
+    number = await source.create_set(runner_set)
     name = f"{runner_set.name}-1"
     assert await source.find_runner(runner_set, name=name) is None
     runner = await source.register(runner_set, number, name=name)
@@ -366,7 +370,7 @@ async def test_runner_names_are_unique(source: DemandSource, runner_set: RunnerS
 async def test_runner_is_deregistered_unless_it_has_a_job(
     service: DemandService, source: DemandSource, runner_set: RunnerSet
 ) -> None:
-    number = await source.ensure_set(runner_set)
+    number = await source.create_set(runner_set)
     session = await source.open_session(runner_set, number, owner="one")
     await session.receive(last_message_id=0, capacity=10)
     await service.queue(runner_set)
@@ -383,7 +387,7 @@ async def test_runner_is_deregistered_unless_it_has_a_job(
 async def test_calls_are_counted_by_operation(
     service: DemandService, source: DemandSource, runner_set: RunnerSet
 ) -> None:
-    number = await source.ensure_set(runner_set)
+    number = await source.create_set(runner_set)
     session = await source.open_session(runner_set, number, owner="one")
     await session.receive(last_message_id=0, capacity=10)
     runner = await source.register(runner_set, number, name=f"{runner_set.name}-1")

@@ -178,7 +178,8 @@ async def test_requests_are_those_of_githubs_client(scripted: ScaleSetSource, sc
     script.answer("DELETE", "/queue/message/100072254", ScriptedAnswer(204))
     script.shape("POST", f"{SETS}/27/acquirejobs", "acquired")
     script.shape("POST", f"{SETS}/27/generatejitconfig", "jit_config")
-    assert await scripted.ensure_set(SET) == 27
+    assert await scripted.find_set(SET) is None
+    assert await scripted.create_set(SET) == 27
     session = await scripted_session(scripted)
     message = await session.receive(last_message_id=7, capacity=5)
     assert message is not None
@@ -312,11 +313,10 @@ async def test_wrapped_error_is_recognised(scripted: ScaleSetSource, script: Scr
     script.answer(
         "GET",
         SETS,
-        ScriptedAnswer(200, {"count": 0, "value": []}),
         ScriptedAnswer(200, SHAPES["scale_sets"]["body"]),
     )
     script.answer("POST", SETS, ScriptedAnswer(400, {"error": "Bad Request", "details": f"failed: {inner}"}))
-    assert await scripted.ensure_set(SET) == 27
+    assert await scripted.create_set(SET) == 27
 
 
 async def test_plain_text_error_is_shown_without_the_token(scripted: ScaleSetSource, script: ScriptedService) -> None:
@@ -334,7 +334,7 @@ async def test_plain_text_error_is_shown_without_the_token(scripted: ScaleSetSou
 async def test_rate_limit_is_reported(scripted: ScaleSetSource, script: ScriptedService) -> None:
     script.answer("GET", SETS, ScriptedAnswer(429, b"slow down", {"retry-after": "77"}))
     with pytest.raises(Throttled) as caught:
-        await scripted.ensure_set(SET)
+        await scripted.find_set(SET)
     assert caught.value.retry_after_s == 77
 
 
@@ -461,7 +461,7 @@ async def test_unusable_connection_is_unavailable(
     known = {"url": f"{script.url}/tenant/", "token": token_until(clock.now())}
     script.answer("POST", "/actions/runner-registration", ScriptedAnswer(200, {**known, **changed}))
     with pytest.raises(Unavailable):
-        await scripted.ensure_set(SET)
+        await scripted.find_set(SET)
 
 
 @pytest.mark.parametrize("url", ["http://p.example/", "https://p.example:0/", "https://me@p.example/", "https:///x"])
@@ -510,24 +510,24 @@ def test_polls_wait_longer_than_github() -> None:
 async def test_admin_token_is_cached_and_renewed_before_it_expires(
     scripted: ScaleSetSource, script: ScriptedService, clock: AdjustableClock
 ) -> None:
-    await asyncio.gather(*(scripted.ensure_set(SET) for _ in range(5)))
+    await asyncio.gather(*(scripted.find_set(SET) for _ in range(5)))
     assert len(script.of("POST", "/actions/runner-registration")) == 1
     clock.ahead_s = 3600 - 61
-    await scripted.ensure_set(SET)
+    await scripted.find_set(SET)
     assert len(script.of("POST", "/actions/runner-registration")) == 1
     clock.ahead_s = 3600 - 58
-    await scripted.ensure_set(SET)
+    await scripted.find_set(SET)
     assert len(script.of("POST", "/actions/runner-registration")) == 2
 
 
 async def test_rejected_admin_token_is_replaced_once(scripted: ScaleSetSource, script: ScriptedService) -> None:
     found = ScriptedAnswer(200, SHAPES["scale_sets"]["body"])
     script.answer("GET", SETS, ScriptedAnswer(401, b"expired"), found)
-    assert await scripted.ensure_set(SET) == 27
+    assert await scripted.find_set(SET) == 27
     assert len(script.of("POST", "/actions/runner-registration")) == 2
     script.answer("GET", SETS, ScriptedAnswer(401, b"expired"))
     with pytest.raises(UserError) as caught:
-        await scripted.ensure_set(SET)
+        await scripted.find_set(SET)
     assert caught.value.field == "github-token"
     assert len(script.of("POST", "/actions/runner-registration")) == 3
 
@@ -545,11 +545,11 @@ async def test_registration_token_may_be_unknown_for_a_moment(
         ScriptedAnswer(status, {"message": "Bad"}),
         ScriptedAnswer(200, good),
     )
-    assert await scripted.ensure_set(SET) == 27
+    assert await scripted.find_set(SET) == 27
     script.answer("POST", path, ScriptedAnswer(status, {"message": "token AREGISTRATION is bad"}))
     clock.ahead_s = 3600
     with pytest.raises(UserError) as caught:
-        await scripted.ensure_set(SET)
+        await scripted.find_set(SET)
     assert "AREGISTRATION" not in caught.value.message
     assert len(script.of("POST", path)) == 3 + MAX_ATTEMPTS
 
@@ -597,7 +597,7 @@ async def test_temporary_failures_are_retried_unless_the_call_may_have_an_effect
     script.answer(
         "GET", SETS, ScriptedAnswer(502), ScriptedAnswer(503), ScriptedAnswer(200, SHAPES["scale_sets"]["body"])
     )
-    assert await scripted.ensure_set(SET) == 27
+    assert await scripted.find_set(SET) == 27
     assert calls.outcomes()[SERVICE, "GET runnerscalesets"] == (1, 2)
     script.answer("POST", f"{SETS}/27/sessions", ScriptedAnswer(502))
     with pytest.raises(Unavailable):
@@ -607,10 +607,9 @@ async def test_temporary_failures_are_retried_unless_the_call_may_have_an_effect
 
 async def test_labels_that_github_ignored_are_an_error(scripted: ScaleSetSource, script: ScriptedService) -> None:
     """GitHub Enterprise Server before 3.21 keeps one label unless a feature is enabled."""
-    script.answer("GET", SETS, ScriptedAnswer(200, {"count": 0, "value": []}))
     script.shape("POST", SETS, "scale_set", labels=[{"type": "System", "name": "large"}])
     with pytest.raises(UserError, match="has the labels large on GitHub"):
-        await scripted.ensure_set(SET)
+        await scripted.create_set(SET)
 
 
 async def test_jobs_that_were_offered_before_the_session_are_offered_again(
@@ -643,7 +642,7 @@ class LocalScaleSets:
 
     async def session(self) -> tuple[int, ScaleSetSession]:
         """The set's id, and a session that has announced its capacity."""
-        number = await self.source.ensure_set(self.runner_set)
+        number = await self.source.create_set(self.runner_set)
         session = await self.source.open_session(self.runner_set, number, owner="listener")
         assert await session.receive(last_message_id=0, capacity=5) is None
         return number, session
@@ -689,9 +688,9 @@ async def test_app_and_organisation(local: LocalScaleSets, connect: Connect, clo
     )
     source = connect(auth=AppAuth(app_id=APP_ID, key=pem(KEY), clock=clock))
     runner_set = replace(local.runner_set, scope="acme", runner_group="Warm")
-    assert await source.ensure_set(runner_set) == await source.ensure_set(runner_set)
+    assert await source.create_set(runner_set) == await source.create_set(runner_set)
     with pytest.raises(UserError, match="no runner group 'cold'"):
-        await source.ensure_set(replace(runner_set, runner_group="cold"))
+        await source.create_set(replace(runner_set, runner_group="cold"))
 
 
 async def test_runner_group_that_was_created_again_has_its_new_id(
@@ -701,10 +700,10 @@ async def test_runner_group_that_was_created_again_has_its_new_id(
     await local.admin.change_settings(**settings, runner_groups=["again", "other"])
     source = connect(auth=AppAuth(app_id=APP_ID, key=pem(KEY), clock=clock))
     runner_set = replace(local.runner_set, scope="acme", runner_group="again")
-    first = await source.ensure_set(runner_set)
+    first = await source.create_set(runner_set)
     # The ids are those of the order.
     await local.admin.change_settings(runner_groups=["other", "again"])
-    assert await source.ensure_set(runner_set) != first
+    assert await source.create_set(runner_set) != first
     assert await source.delete_set(replace(runner_set, runner_group="other"))
     await local.admin.change_settings(runner_groups=["other"])
     with pytest.raises(UserError, match="no runner group 'again'"):
@@ -713,17 +712,17 @@ async def test_runner_group_that_was_created_again_has_its_new_id(
 
 @pytest.mark.parametrize("path", ["/api/v3", "/api/v3/"])
 async def test_enterprise_server(local: LocalScaleSets, connect: Connect, path: str) -> None:
-    assert await connect(path).ensure_set(local.runner_set) == await local.source.ensure_set(local.runner_set)
+    assert await connect(path).create_set(local.runner_set) == await local.source.create_set(local.runner_set)
 
 
 async def test_bad_credential_is_a_user_error(local: LocalScaleSets, connect: Connect) -> None:
     with pytest.raises(UserError) as caught:
-        await connect(token="github_pat_wrong").ensure_set(local.runner_set)
+        await connect(token="github_pat_wrong").create_set(local.runner_set)
     assert caught.value.field == "github-token"
     assert "github_pat_wrong" not in caught.value.message
     reader = await local.admin.issue_token(write=False)
     with pytest.raises(UserError):
-        await connect(token=reader).ensure_set(local.runner_set)
+        await connect(token=reader).create_set(local.runner_set)
 
 
 async def test_lost_registration_is_replaced(local: LocalScaleSets, calls: CallCounter) -> None:
@@ -737,7 +736,7 @@ async def test_lost_registration_is_replaced(local: LocalScaleSets, calls: CallC
 
 async def test_lost_creation_of_a_set_is_found(local: LocalScaleSets) -> None:
     await local.admin.set_fault("lost_answer", operation="scale-set.create")
-    number = await local.source.ensure_set(local.runner_set)
+    number = await local.source.create_set(local.runner_set)
     assert [each.id for each in await local.admin.scale_sets() if each.name == local.runner_set.name] == [number]
 
 
@@ -751,9 +750,9 @@ async def test_queue_token_expires_during_a_session(local: LocalScaleSets, calls
 
 
 async def test_admin_token_expires_on_the_server(local: LocalScaleSets) -> None:
-    await local.source.ensure_set(local.runner_set)
+    await local.source.create_set(local.runner_set)
     await local.admin.set_fault("status", operation="scale-set.find", status=401)
-    assert await local.source.ensure_set(local.runner_set)
+    assert await local.source.create_set(local.runner_set)
 
 
 async def test_empty_message_is_unavailable_and_comes_later(local: LocalScaleSets) -> None:
@@ -776,7 +775,7 @@ async def test_poison_message_comes_again_until_it_is_replaced(local: LocalScale
 
 
 async def test_session_of_another_process_ends_by_inactivity(local: LocalScaleSets) -> None:
-    number = await local.source.ensure_set(local.runner_set)
+    number = await local.source.create_set(local.runner_set)
     await local.admin.open_session(number, owner="killed")
     with pytest.raises(Conflict, match="killed"):
         await local.source.open_session(local.runner_set, number, owner="listener")

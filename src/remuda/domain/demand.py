@@ -93,6 +93,8 @@ class DemandRecord:
     runner_group: str = ""
     #: 0 before the set exists on GitHub.
     scale_set_id: int = 0
+    #: Whether this pool has created the set, or was about to: then it may delete the set.
+    has_created: bool = False
     #: The open session, which another listener may take over; empty if none exists.
     session_id: str = ""
     #: Process that has the session.

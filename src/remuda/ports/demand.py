@@ -45,11 +45,15 @@ class DemandSession(Protocol):
 class DemandSource(Protocol):
     """All methods raise `UserError` for a rejected credential or permission, and `Unavailable`."""
 
-    async def ensure_set(self, runner_set: RunnerSet) -> int:
-        """Create the set on GitHub, or find it. Returns its id.
+    async def find_set(self, runner_set: RunnerSet) -> int | None:
+        """Return the id of the set on GitHub; None if there is none.
 
         Raises `UserError` if the set exists with other labels, which GitHub does not change.
         """
+        ...
+
+    async def create_set(self, runner_set: RunnerSet) -> int:
+        """Create the set on GitHub. Returns its id, also if it was created in the meantime. Raises like `find_set`."""
         ...
 
     async def delete_set(self, runner_set: RunnerSet) -> bool:

@@ -241,6 +241,26 @@ async def test_removed_set_is_drained_and_deleted(sets: DemandWorld) -> None:
     assert not sets.in_state(State.RUNNING)
 
 
+@pytest.mark.parametrize("operation", ["source.create_set", "source.open_session"])
+async def test_set_that_was_created_but_never_served_is_deleted(sets: DemandWorld, operation: str) -> None:
+    """Also if the process ends before it gets an answer to the creation."""
+
+    async def apply_and_lose(name: str, call: Call) -> Any:
+        if name != operation:
+            return await call()
+        if name == "source.create_set":
+            await call()
+        raise Unavailable("no answer")
+
+    listener = sets.listen(apply_and_lose)
+    await sets.wait_for(lambda: sets.scale_sets.find(SCOPE, "large"))
+    await listener.stop()
+    await sets.configure_sets(runner_set(name="other", labels=("self-hosted", "other")))
+    sets.listen()
+    await sets.wait_for(lambda: not sets.scale_sets.find(SCOPE, "large"))
+    assert "large" not in sets.database.demand
+
+
 async def test_job_that_no_message_has_named_survives_the_end_of_its_set(sets: DemandWorld) -> None:
     await sets.configure_sets(runner_set(windows=window(hot=1)))
     listener = sets.listen()
@@ -344,6 +364,27 @@ async def test_known_idle_machine_that_another_process_has_claimed_is_replaced(s
     assert "claim-lost" in dict(listener.events)
     assert len(sets.database.instances) == 2
     assert sets.states()[first] is State.RUNNING
+
+
+async def test_message_of_a_known_idle_machine_stays_if_its_claim_fails(sets: DemandWorld) -> None:
+    """Another worker may receive the message while the machine is being claimed without it."""
+
+    async def fail_slowly(name: str, call: Call) -> Any:
+        if name != "store.put_provision" or not is_failing:
+            return await call()
+        await asyncio.sleep(2)
+        raise Unavailable("throttled")
+
+    is_failing = False
+    sets.listen(fail_slowly)
+    await sets.wait_for_jobs(sets.queue())
+    await sets.wait_for(lambda: sets.in_state(State.IDLE) and sets.messages())
+    before = sets.messages()
+    is_failing = True
+    sets.queue(2)
+    await sets.pass_time(45)
+    assert sets.in_state(State.IDLE)
+    assert sets.messages() == before
 
 
 async def test_known_idle_machine_that_is_about_to_expire_is_not_claimed(sets: DemandWorld) -> None:
@@ -581,7 +622,7 @@ async def test_statistics_of_yesterday_launch_nothing(sets: DemandWorld) -> None
         statistics=DemandStatistics(assigned=3),
         updated_at=sets.clock.now() - timedelta(hours=12),
     )
-    sets.listen(failing("source.ensure_set", Unavailable("GitHub does not answer")))
+    sets.listen(failing("source.find_set", Unavailable("GitHub does not answer")))
     await asyncio.sleep(60.0)
     assert not sets.database.instances
     record = sets.database.demand["large"]

@@ -29,14 +29,14 @@ class Service:
         self.taken: list[MemoryJob] = []
 
     async def session(self, *, session_id: str = "") -> DemandSession:
-        set_id = await self.source.ensure_set(LARGE)
+        set_id = await self.source.create_set(LARGE)
         return await self.source.open_session(LARGE, set_id, owner="a", session_id=session_id)
 
     def queue(self) -> MemoryDemandJob:
         return self.sets.queue(run_id="7", labels=("large",), repository="octo/repo")
 
     async def runner(self, name: str) -> int:
-        jit = await self.source.register(LARGE, await self.source.ensure_set(LARGE), name=name)
+        jit = await self.source.register(LARGE, await self.source.create_set(LARGE), name=name)
         assert self.github.connect(jit.runner_id, self.taken.append)
         return jit.runner_id
 
@@ -167,7 +167,7 @@ def test_a_registration_with_a_job_is_not_removed_and_a_name_is_taken_once():
         session = await service.session()
         runner_id = await service.runner("one")
         with pytest.raises(Conflict):
-            await service.source.register(LARGE, await service.source.ensure_set(LARGE), name="one")
+            await service.source.register(LARGE, await service.source.create_set(LARGE), name="one")
         assert await service.source.find_runner(LARGE, name="one") == runner_id
         service.queue()
         await session.receive(last_message_id=0, capacity=2)
@@ -183,7 +183,7 @@ def test_a_registration_with_a_job_is_not_removed_and_a_name_is_taken_once():
 def test_a_registration_that_never_connects_is_removed():
     async def work() -> None:
         service = Service(never_used_s=600.0)
-        await service.source.register(LARGE, await service.source.ensure_set(LARGE), name="one")
+        await service.source.register(LARGE, await service.source.create_set(LARGE), name="one")
         await asyncio.sleep(599)
         assert await service.source.find_runner(LARGE, name="one")
         await asyncio.sleep(1)
@@ -219,6 +219,6 @@ def test_labels_of_a_set_cannot_be_changed():
         await service.session()
         other = RunnerSet(name="large", labels=("other",), resource_class="large", scope="octo", max=2)
         with pytest.raises(UserError, match="large"):
-            await service.source.ensure_set(other)
+            await service.source.create_set(other)
 
     run(work)

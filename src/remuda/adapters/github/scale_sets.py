@@ -86,27 +86,22 @@ class ScaleSetSource:
 
     # Scale sets
 
-    async def ensure_set(self, runner_set: RunnerSet) -> int:
+    async def find_set(self, runner_set: RunnerSet) -> int | None:
+        found = await self._find(runner_set, await self._group_id(runner_set))
+        return _checked_id(found, runner_set) if found else None
+
+    async def create_set(self, runner_set: RunnerSet) -> int:
         group_id = await self._group_id(runner_set)
-        found = await self._find(runner_set, group_id)
-        if found is None:
-            try:
-                found = await self._create(runner_set, group_id)
-            except Conflict:
-                # Created by a lost request, or by another process.
-                found = await self._find(runner_set, group_id)
-        if found is None:
-            raise Unavailable(f"GitHub says that runner set {runner_set.name!r} exists, but does not list it")
-        given, wanted = ({label.lower() for label in labels} for labels in (found.labels, runner_set.labels))
-        if given != wanted:
-            raise UserError(
-                f"runner set {runner_set.name!r} has the labels {', '.join(found.labels) or '(none)'} on GitHub, "
-                f"but {', '.join(runner_set.labels)} are configured",
-                field=FIELD,
-                # GitHub Enterprise Server before 3.21 ignores all but one label unless a feature is enabled.
-                fix="GitHub does not change labels: give the set another name, or configure the labels that it has",
-            )
-        return found.scale_set_id
+        try:
+            created = await self._create(runner_set, group_id)
+        except Conflict:
+            # Created by a lost request, or by another process.
+            found = await self._find(runner_set, group_id)
+            if found is None:
+                why = f"GitHub says that runner set {runner_set.name!r} exists, but does not list it"
+                raise Unavailable(why) from None
+            created = found
+        return _checked_id(created, runner_set)
 
     async def delete_set(self, runner_set: RunnerSet) -> bool:
         found = await self._find(runner_set, await self._group_id(runner_set))
@@ -480,6 +475,19 @@ class ScaleSetSession:
             # Another call may already have renewed it.
             if self._access is rejected:
                 self._access = await self._source.refresh_session(self._set, self._id, rejected.session_id)
+
+
+def _checked_id(found: parsing.ScaleSetDescription, runner_set: RunnerSet) -> int:
+    given, wanted = ({label.lower() for label in labels} for labels in (found.labels, runner_set.labels))
+    if given != wanted:
+        raise UserError(
+            f"runner set {runner_set.name!r} has the labels {', '.join(found.labels) or '(none)'} on GitHub, "
+            f"but {', '.join(runner_set.labels)} are configured",
+            field=FIELD,
+            # GitHub Enterprise Server before 3.21 ignores all but one label unless a feature is enabled.
+            fix="GitHub does not change labels: give the set another name, or configure the labels that it has",
+        )
+    return found.scale_set_id
 
 
 def _joined(base: str, path: str, params: Mapping[str, str]) -> str:

@@ -242,12 +242,11 @@ class _Batch:
             message = self._table.take_idle(lambda item: mismatch(item.message(), self._request) is None)
             if message is None:
                 return None
-            # Before the claim: others may be in progress.
-            self._used.add_stale(message)
-            claimed = await selection.claim_known(message)
+            with self._used.claiming(message):
+                claimed = await selection.claim_known(message)
             if claimed is not None:
+                self._used.add_stale(message)
                 return claimed
-            self._used.take_stale(message)
         return None
 
     async def _equip(self, *, machine_id: str, acquired: AcquiredInstances) -> None:

@@ -310,7 +310,7 @@ class ListenerService:
             try:
                 if not held and not state.acquiring and not state.filling:
                     # A set that this pool has never served may be that of another pool.
-                    is_own = bool(state.scale_set_id)
+                    is_own = bool(state.scale_set_id) or state.record.has_created
                     existed = is_own and await self._demand.source.delete_set(state.runner_set)
                     await self._demand.store.delete_demand(state.name)
                     why = "deleted on GitHub" if existed else "it was never served, or does not exist on GitHub"

@@ -93,7 +93,11 @@ class SetSession:
         """Make sure that the set exists, then open its session or take over that of a process that has ended."""
         state, source = self._state, self._demand.source
         before = state.record
-        scale_set_id = await source.ensure_set(state.runner_set)
+        scale_set_id = await source.find_set(state.runner_set)
+        if scale_set_id is None:
+            # Recorded before the set exists: it is deleted by this record if it is not configured any more.
+            await state.save(self._demand, has_created=True)
+            scale_set_id = await source.create_set(state.runner_set)
         if before.scale_set_id not in {0, scale_set_id}:
             self._note_new_set()
         is_same_set = scale_set_id == before.scale_set_id

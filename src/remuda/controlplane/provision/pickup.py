@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from remuda.controlplane.batching import Batcher
 from remuda.controlplane.context import Context
@@ -41,20 +43,35 @@ class UsedMessages:
         self._batches = Batcher(self._delete, size=BATCH, window_s=DELETE_AFTER_S)
         #: Messages in the pool by class, instance and epoch whose instances were claimed without them, with the time.
         self._stale: dict[tuple[str, str, int], float] = {}
+        #: Messages in the pool whose instances are being claimed without them.
+        self._claiming: set[tuple[str, str, int]] = set()
+
+    @contextmanager
+    def claiming(self, message: PoolMessage) -> Iterator[None]:
+        """While the instance of a message that is still in the pool is being claimed. The claim may fail."""
+        key = _stale_key(message)
+        self._claiming.add(key)
+        try:
+            yield
+        finally:
+            self._claiming.discard(key)
+
+    def is_being_claimed(self, message: PoolMessage) -> bool:
+        return _stale_key(message) in self._claiming
 
     def add_stale(self, message: PoolMessage) -> None:
         """The instance of a message that is still in the pool was claimed."""
-        self._stale[message.resource_class, message.id, message.epoch] = self._context.clock.monotonic()
+        self._stale[_stale_key(message)] = self._context.clock.monotonic()
 
     def count_stale(self, resource_class: str) -> int:
-        """Known stale messages. Another process may have deleted them, so each is counted for a time only."""
+        """Messages that are stale or soon will be. Another process may delete them, so each counts for a time only."""
         oldest = self._context.clock.monotonic() - STALE_FOR_S
         self._stale = {key: at for key, at in self._stale.items() if at > oldest}
-        return sum(name == resource_class for name, _, _ in self._stale)
+        return sum(name == resource_class for name, _, _ in (*self._stale, *self._claiming))
 
     def take_stale(self, message: PoolMessage) -> bool:
         """Whether a received message is known to be stale."""
-        return self._stale.pop((message.resource_class, message.id, message.epoch), None) is not None
+        return self._stale.pop(_stale_key(message), None) is not None
 
     def add(self, resource_class: str, receipt: str) -> None:
         self._batches.add((resource_class, receipt))
@@ -69,6 +86,10 @@ class UsedMessages:
                 await self._context.pool.delete(name, [receipt for each, receipt in batch if each == name])
             except RemudaError as error:
                 self._context.event_log.record("delete-failed", error.message, resource_class=name)
+
+
+def _stale_key(message: PoolMessage) -> tuple[str, str, int]:
+    return message.resource_class, message.id, message.epoch
 
 
 class PickupManager:
@@ -175,6 +196,9 @@ class PickupManager:
             self._drop(delivery, RejectionKind.MALFORMED, delivery.malformed)
         elif self._used.take_stale(message):
             self._drop(delivery, RejectionKind.CLAIM_LOST, "stale pool message: claimed without it", message.id)
+        elif self._used.is_being_claimed(message):
+            # Visible again after this pass: it is needed if the claim fails.
+            self._held.append(delivery.receipt)
         elif (message.id, message.epoch) in self._finished:
             self._drop_duplicate(delivery)
         elif (message.id, message.epoch) in self._in_progress:
