@@ -14,6 +14,7 @@ from remuda.controlplane.demand import DemandListener
 from remuda.controlplane.demand.lease import LeaseLost
 from remuda.controlplane.demand.listener import FINISH_S
 from remuda.controlplane.demand.observer import SEARCH_S
+from remuda.controlplane.operator import drain
 from remuda.domain.demand import DemandRecord, DemandStatistics, JobEvent, JobEventKind
 from remuda.domain.errors import CapacityError, Unavailable
 from remuda.domain.instance import RetireReason, State
@@ -207,6 +208,23 @@ async def test_trust_of_a_job_decides_whether_its_machine_is_reused(
     await sets.wait_for(lambda: sets.in_state(ended))
     (record,) = sets.database.instances.values()
     assert record.tier is tier
+
+
+async def test_machine_that_is_drained_while_its_job_is_bound_keeps_both(sets: DemandWorld) -> None:
+    sets.github.runs[SCOPE, 77] = GitHubRun(run_id=77, status="in_progress", conclusion="", head_repository="fork/app")
+
+    async def drain_first(name: str, call: Call) -> Any:
+        if name == "github.get_run" and not any(item.retire_reason for item in sets.database.instances.values()):
+            await drain(sets.process(), tuple(sets.database.instances.values()), reason="old image", dry_run=False)
+        return await call()
+
+    sets.listen(drain_first)
+    (job,) = sets.queue(event="pull_request", seconds=30)
+    await sets.wait_for(lambda: job.started)
+    await sets.wait_for(lambda: all(item.is_bound for item in sets.database.instances.values()), seconds=5)
+    (record,) = sets.database.instances.values()
+    assert (record.run_id, record.tier, record.retire_text) == ("77", Tier.UNTRUSTED, "drained: old image")
+    await sets.wait_for_jobs([job])
 
 
 async def test_registration_whose_answer_was_lost_is_replaced(sets: DemandWorld) -> None:

@@ -637,3 +637,14 @@ def test_a_machine_whose_job_was_recorded_meanwhile_is_not_retired_for_an_unknow
     assert not unknown.condition.is_met_by(bound)
     drained = write(listening, Retire(reason=RetireReason.DRAINED), D)
     assert drained.condition.is_met_by(bound)
+
+
+def test_a_machine_that_was_drained_meanwhile_keeps_its_reason_to_retire() -> None:
+    listening = in_set(State.RUNNING)
+    drained = write(listening, Retire(reason=RetireReason.DRAINED), D).applied_to(listening)
+    untrusted = bind(tier=Tier.UNTRUSTED)
+    assert not write(listening, untrusted, D).condition.is_met_by(drained)
+    assert write(listening, bind(), D).condition.is_met_by(drained)
+    bound = write(drained, untrusted, D)
+    assert bound.condition.is_met_by(drained)
+    assert bound.applied_to(drained).retire_reason is RetireReason.DRAINED

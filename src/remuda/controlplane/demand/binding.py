@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from remuda.controlplane.context import Context, pause_before_retry
+from remuda.controlplane.context import CONFLICT_ATTEMPTS, Context, pause_before_retry
 from remuda.controlplane.demand.context import DemandContext
 from remuda.controlplane.demand.equipment import Equipment
 from remuda.controlplane.demand.machines import KnownMachine, MachineTable
 from remuda.controlplane.demand.sets import SetState
 from remuda.domain.demand import JobEvent
 from remuda.domain.errors import Conflict, RemudaError, Unavailable
-from remuda.domain.instance import State
+from remuda.domain.instance import Instance, State
 from remuda.domain.pool_config import PoolConfig, parse_runner_name
 from remuda.domain.resources import Tier, is_repository
 from remuda.domain.transitions import Bind
@@ -40,20 +40,32 @@ class Binder:
         if parsed is None:
             return
         epoch, instance_id = parsed
-        try:
-            machine = await self._machine(state, instance_id, epoch)
-            if machine is None:
-                why = "its machine is not running in this set"
-                self._context.event_log.record("job-unmatched", why, instance_id=instance_id, runner_set=state.name)
-                return
-            machine.job_id = event.job_id
-            if not machine.instance.is_bound:
-                await self._bind(state, config, machine, event)
-        except Conflict as conflict:
-            self._context.event_log.record("bind-lost", conflict.message, instance_id=instance_id)
-        except RemudaError as error:
-            self._context.event_log.record("bind-failed", error.message, instance_id=instance_id)
+        for _ in range(CONFLICT_ATTEMPTS):
+            try:
+                await self._bind_once(state, config, event, instance_id=instance_id, epoch=epoch)
+                break
+            except Conflict as conflict:
+                self._context.event_log.record("bind-lost", conflict.message, instance_id=instance_id)
+                if not isinstance(conflict.current, Instance):
+                    break
+                # For example, an operator has drained the machine: then it serves the job, and is retired after it.
+                self._table.put(conflict.current)
+            except RemudaError as error:
+                self._context.event_log.record("bind-failed", error.message, instance_id=instance_id)
+                break
         state.wake()
+
+    async def _bind_once(
+        self, state: SetState, config: PoolConfig, event: JobEvent, *, instance_id: str, epoch: int
+    ) -> None:
+        machine = await self._machine(state, instance_id, epoch)
+        if machine is None:
+            why = "its machine is not running in this set"
+            self._context.event_log.record("job-unmatched", why, instance_id=instance_id, runner_set=state.name)
+            return
+        machine.job_id = event.job_id
+        if not machine.instance.is_bound:
+            await self._bind(state, config, machine, event)
 
     async def _machine(self, state: SetState, instance_id: str, epoch: int) -> KnownMachine | None:
         """The machine, if it runs in this set and epoch. What is known of it may be older than the event."""

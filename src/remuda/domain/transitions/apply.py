@@ -418,12 +418,14 @@ def _bind(
         "run_deadline": None,
         "assignment": replace(assignment, credential=None, jit_config="", tier=tier, repository=repository),
     }
-    if tier is not event.set_tier and event.set_tier is Tier.TRUSTED and instance.retire_reason is None:
+    # The first reason to retire stands, also one that was written meanwhile.
+    is_retired = tier is not event.set_tier and event.set_tier is Tier.TRUSTED and instance.retire_reason is None
+    if is_retired:
         detail = f"run {sets['run_id']}" if by_event else "its run is unknown"
         sets |= {"retire_reason": RetireReason.UNTRUSTED_JOB, "retire_detail": detail}
     earliest = now - timedelta(seconds=event.margin_s)
     is_unbound = (("run_id", instance.run_id),)
-    return replace(timed, threshold_after=earliest, equals=is_unbound), sets
+    return replace(timed, threshold_after=earliest, equals=is_unbound, not_retired=is_retired), sets
 
 
 def _has_had_job(report: Report | None, epoch: int) -> bool:
