@@ -24,6 +24,8 @@ T = TypeVar("T")
 #: the pool are shorter.
 SETTLE_S = 300.0
 POLL_S = 0.5
+#: Seconds that a job may wait for its start: several times as long as any recovery takes, so that a stall is noticed.
+MAX_WAIT_S = 300.0
 FAR = timedelta(days=1)
 
 
@@ -42,10 +44,12 @@ class ChaosJudge:
     def wrong_jobs(self) -> dict[str, list[str]]:
         """Violations, by the rule."""
         runs = self._backend.runs()
-        killed, wrong, endless = [], [], []
+        killed, wrong, endless, late = [], [], [], []
         for job in self._load.jobs:
             view, ran = job.view, runs.get(job.view.name, Counter())
             shown = f"{view.name}: {view.conclusion} on {view.runner_name}, {dict(ran)}, {view.log[-300:]!r}"
+            if job.wait_s is not None and job.wait_s > MAX_WAIT_S:
+                late.append(f"{view.name}: {job.wait_s:.0f} s")
             if view.status != "completed":
                 endless.append(f"{shown} is {view.status}")
             elif ran[STARTED] > 1 or ran[ENDED] > 1 or (view.conclusion == "success" and ran[ENDED] != 1):
@@ -59,6 +63,7 @@ class ChaosJudge:
             "jobs killed before their time": killed,
             "jobs that ran twice or not at all": wrong,
             "jobs without an end": endless,
+            f"jobs that waited for more than {MAX_WAIT_S:g} s": late,
             "runners of the set with several jobs": self._backend.twice_used_epochs(
                 [job.view for job in self._load.jobs if not job.machines]
             ),
