@@ -490,6 +490,35 @@ async def test_machine_that_is_being_claimed_is_left_to_its_acquisition(sets: De
     assert len(sets.database.instances) == 2
 
 
+async def test_paused_listener_leaves_its_launch_to_the_listener_that_has_taken_over(sets: DemandWorld) -> None:
+    """It is paused after the record of the machine was written, before it gets the answer."""
+    is_launched, is_paused, resumed = False, False, asyncio.Event()
+
+    async def pause_after_the_record(name: str, call: Call) -> Any:
+        nonlocal is_launched, is_paused
+        if is_paused:
+            await resumed.wait()
+        answer = await call()
+        is_launched = is_launched or name == "compute.launch"
+        if is_launched and name == "store.apply" and not resumed.is_set():
+            is_paused = True
+            await resumed.wait()
+            raise Unavailable("the answer was lost")
+        return answer
+
+    sets.listen(pause_after_the_record)
+    (job,) = sets.queue(seconds=60.0)
+    await sets.wait_for(lambda: is_paused)
+    sets.listen()
+    await sets.wait_for(lambda: job.started, seconds=120.0)
+    resumed.set()
+    await sets.pass_time(20)
+    (provision,) = sets.database.provisions.values()
+    assert provision.status is ProvisionStatus.COMMITTED
+    await sets.wait_for_jobs([job])
+    assert len(sets.database.instances) == 1
+
+
 async def test_listener_ends_if_a_loop_of_a_set_cannot_continue(
     sets: DemandWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:

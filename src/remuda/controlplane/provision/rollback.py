@@ -122,10 +122,13 @@ async def _give_back(
     context: Context, config: PoolConfig, item: AcquiredInstance, removal: Credential | None, *, why: str
 ) -> AcquiredInstance | None:
     """Return the instance if it stays assigned: without a removal credential, or as the listening runner of a set."""
-    if not item.recorded:
-        await _tombstone(context, item.instance, why=why)
-        return None
     instance = item.instance
+    if not item.recorded:
+        # A lost answer: the record may exist, and another process may have continued with it.
+        existing = await _tombstone(context, instance, why=why)
+        if existing is None:
+            return None
+        instance = existing
     for _ in range(CONFLICT_ATTEMPTS):
         event: End | Release
         if instance.state is State.CREATED:
@@ -160,8 +163,8 @@ def _actor(instance: Instance) -> Actor:
     return Actor.LISTENER if instance.runner_set else Actor.PROVISION
 
 
-async def _tombstone(context: Context, instance: Instance, *, why: str) -> None:
-    """Lock the record of a launched machine, creating it if it is missing, then terminate the machine."""
+async def _tombstone(context: Context, instance: Instance, *, why: str) -> Instance | None:
+    """Create a locked record of a launched machine, then terminate it. Return the provision's record if it exists."""
     now = context.clock.now()
     record = replace(
         instance, state=State.TERMINATING, threshold=now, run_id="", last_run_id=instance.run_id, assignment=None
@@ -173,11 +176,9 @@ async def _tombstone(context: Context, instance: Instance, *, why: str) -> None:
         )
     except Conflict as conflict:
         current = conflict.current
-        if not isinstance(current, Instance) or current.owner != instance.owner or current.state is not State.CREATED:
-            return
-        event = End(reason=RetireReason.RELEASED, owner=instance.owner)
-        await transition(context, current, event, by=_actor(instance), why=why)
+        return current if isinstance(current, Instance) and current.owner == instance.owner else None
     await context.compute.terminate([instance.instance_id])
+    return None
 
 
 def _ending(outcome: ProvisionOutcome) -> ProvisionEnding:
