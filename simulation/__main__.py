@@ -6,7 +6,8 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import repeat
 from typing import Any
 
 import click
@@ -15,12 +16,13 @@ from remuda.cli.main import run_app
 from remuda.cli.output import Output
 from remuda.cli.run import EXIT_OK
 from remuda.domain.errors import InvariantViolated, UserError
-from simulation.campaign import COUNTED, CampaignSettings, CampaignSummary, SimulationResult, run_many, simulate
-from simulation.faults import Fault, format_faults, parse_faults
-from simulation.shrink import describe, shrink
+from simulation.campaign import COUNTED, CampaignSettings, CampaignSummary, run_many, simulate, worker_pool
+from simulation.faults import Fault, parse_faults
+from simulation.invariants import Violation
+from simulation.shrink import report, report_seed
 
-#: Number of violations that are shrunk and reported in full.
-MAX_REPORTS = 3
+#: Default number of violations that are shrunk and reported in full.
+REPORTS = 3
 
 
 @click.command("simulation", context_settings={"help_option_names": ["-h", "--help"]})
@@ -39,6 +41,12 @@ MAX_REPORTS = 3
 @click.option("--trace", is_flag=True, help="Print every event; requires --seed.")
 @click.option("--first-seed", type=click.IntRange(0, 2**63), help="First seed. (default: random)")
 @click.option("--workers", type=click.IntRange(1, 256), help="Worker processes. (default: 2)")
+@click.option(
+    "--reports",
+    type=click.IntRange(0, 1_000),
+    default=REPORTS,
+    help=f"Number of violations to shrink and report in full; the others are only listed. (default: {REPORTS})",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 @click.option("--quiet", "-q", is_flag=True, help="Print the result only.")
 def main(
@@ -52,6 +60,7 @@ def main(
     trace: bool,
     first_seed: int | None,
     workers: int | None,
+    reports: int,
     as_json: bool,
     quiet: bool,
 ) -> int:
@@ -59,14 +68,17 @@ def main(
     settings = CampaignSettings(hours=hours, instances=instances, faults=parse_faults(faults), demand=demand)
     output = Output(as_json=as_json, quiet=quiet)
     if seed is not None:
-        return run_one(seed, settings, output, trace=trace)
+        return run_one(seed, settings, output, trace=trace, reports=reports)
     if trace:
         raise UserError("--trace requires --seed", field="--trace", fix="pass --seed, too")
     first = first_seed if first_seed is not None else secrets.randbelow(10**9)
-    return _run_campaign(range(first, first + seeds), settings, workers or min(2, os.cpu_count() or 1), output)
+    workers = workers or min(2, os.cpu_count() or 1)
+    return _run_campaign(range(first, first + seeds), settings, workers, output, reports=reports)
 
 
-def run_one(seed: int, settings: CampaignSettings, output: Output, *, trace: bool = False) -> int:
+def run_one(
+    seed: int, settings: CampaignSettings, output: Output, *, trace: bool = False, reports: int = REPORTS
+) -> int:
     started = time.perf_counter()
     result = simulate(settings.plan(seed), keep_trace=trace)
     seconds = time.perf_counter() - started
@@ -75,22 +87,26 @@ def run_one(seed: int, settings: CampaignSettings, output: Output, *, trace: boo
     lines = [str(line) for line in result.lines]
     for line in lines:
         output.say(line)
-    reports = [_report(result, settings, output)] if result.violation else []
-    document = {**_document(summary, settings, seconds), "seed": seed, "trace_hash": result.digest, "reports": reports}
+    found = [report(result, settings)] if result.violation and reports else []
+    _print_reports(found, output)
+    document = {**_document(summary, settings, seconds), "seed": seed, "trace_hash": result.digest, "reports": found}
     if trace:
         document["trace"] = lines
     output.result(document)
     return _end(summary, f"seed {seed}: trace {result.digest}", seconds, output)
 
 
-def _run_campaign(seeds: range, settings: CampaignSettings, workers: int, output: Output) -> int:
+def _run_campaign(seeds: range, settings: CampaignSettings, workers: int, output: Output, *, reports: int) -> int:
     started = time.perf_counter()
     summary = _run_with_progress(seeds, settings, workers, output)
     seconds = time.perf_counter() - started
-    violating = sorted(summary.violations)[:MAX_REPORTS]
-    reports = [_report(simulate(settings.plan(seed)), settings, output) for seed in violating]
+    violating = sorted(summary.violations)[:reports]
+    found: list[list[str]] = []
+    if violating:
+        with worker_pool(min(workers, len(violating))) as pool:
+            found = _print_reports(pool.map(report_seed, violating, repeat(settings)), output)
     output.result(
-        {**_document(summary, settings, seconds), "first_seed": seeds[0], "workers": workers, "reports": reports}
+        {**_document(summary, settings, seconds), "first_seed": seeds[0], "workers": workers, "reports": found}
     )
     return _end(summary, f"seeds {seeds[0]} to {seeds[-1]}", seconds, output)
 
@@ -98,6 +114,13 @@ def _run_campaign(seeds: range, settings: CampaignSettings, workers: int, output
 def _run_with_progress(
     seeds: Sequence[int], settings: CampaignSettings, workers: int, output: Output
 ) -> CampaignSummary:
+    shown: set[int] = set()
+
+    def show_violations(so_far: CampaignSummary) -> None:
+        for seed in sorted(so_far.violations.keys() - shown):
+            shown.add(seed)
+            output.say(_violation_line(seed, so_far.violations[seed]), style="red")
+
     if output.is_quiet:
         return run_many(seeds, settings, workers=workers)
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
@@ -114,21 +137,25 @@ def _run_with_progress(
         bar = progress.add_task("", total=len(seeds), rate="-", found=0)
 
         def done(so_far: CampaignSummary) -> None:
+            show_violations(so_far)
             rate = so_far.seeds / max(1e-9, time.perf_counter() - started)
             progress.update(bar, completed=so_far.seeds, rate=f"{rate:.1f}", found=len(so_far.violations))
 
         return run_many(seeds, settings, workers=workers, done=done)
 
 
-def _report(found: SimulationResult, settings: CampaignSettings, output: Output) -> list[str]:
-    """Shrink a violation and describe it, with the command that shows the whole trace."""
-    world = f"--seed {found.plan.seed} --hours {settings.hours:g} --instances {settings.instances}"
-    kind = " --demand" if settings.demand else ""
-    command = f"full trace: python -m simulation {world} --faults {format_faults(settings.faults)}{kind} --trace"
-    lines = [*describe(shrink(found)), command]
-    for line in lines:
-        output.say(line, style="red" if line.startswith("seed ") else None)
-    return lines
+def _print_reports(reports: Iterable[list[str]], output: Output) -> list[list[str]]:
+    """Print each report as soon as it is done. Return all of them."""
+    done = []
+    for lines in reports:
+        for line in lines:
+            output.say(line, style="red" if line.startswith("seed ") else None)
+        done.append(lines)
+    return done
+
+
+def _violation_line(seed: int, violation: Violation) -> str:
+    return f"seed {seed}: {violation}"
 
 
 def _document(summary: CampaignSummary, settings: CampaignSettings, seconds: float) -> dict[str, Any]:
@@ -153,7 +180,7 @@ def _text(summary: CampaignSummary, seconds: float) -> list[str]:
         pace,
         f"{counts}; {summary.checks} invariant checks",
         f"faults: {faults or 'none'}",
-        *(f"seed {seed}: {found}" for seed, found in sorted(summary.violations.items())),
+        *(_violation_line(seed, found) for seed, found in sorted(summary.violations.items())),
         verdict(summary),
     ]
 

@@ -170,8 +170,7 @@ def run_many(
     """Simulate all seeds. `done` is called after each batch with the sum so far."""
     total = CampaignSummary()
     batches = [seeds[at : at + BATCH] for at in range(0, len(seeds), BATCH)]
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=workers, mp_context=context, initializer=_start_worker) as pool:
+    with worker_pool(workers) as pool:
         try:
             for summary in pool.map(run_batch, batches, repeat(settings)):
                 total.merge(summary)
@@ -181,6 +180,11 @@ def run_many(
             pool.shutdown(cancel_futures=True)
             raise
     return total
+
+
+def worker_pool(workers: int) -> ProcessPoolExecutor:
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(max_workers=workers, mp_context=context, initializer=_start_worker)
 
 
 def _start_worker() -> None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from simulation.campaign import SimulationResult, simulate
-from simulation.faults import Fault, InjectedFault
+from simulation.campaign import CampaignSettings, SimulationResult, simulate
+from simulation.faults import Fault, InjectedFault, format_faults
 from simulation.plan import Operation, WorldPlan
 
 T = TypeVar("T")
 
-#: Maximum number of plans that a shrinking simulates.
+#: Maximum number of plans that a shrinking simulates, and of seconds after which it begins no other.
 MAX_TRIES = 400
+MAX_SECONDS = 60.0
 #: Maximum number of trace lines in a report.
 MAX_LINES = 120
 
@@ -26,15 +28,16 @@ class ShrunkViolation:
 
 
 class _Shrinker:
-    def __init__(self, found: SimulationResult, *, tries: int) -> None:
+    def __init__(self, found: SimulationResult, *, tries: int, seconds: float) -> None:
         assert found.violation is not None  # noqa: S101 - there is nothing to shrink without one
         self._invariant = found.violation.invariant
         self.tries_left = tries
+        self._ends_at = time.monotonic() + seconds
         self.best = found
 
     def still_fails(self, plan: WorldPlan) -> bool:
         """Return whether a smaller plan violates the same invariant, and keep it if so."""
-        if self.tries_left <= 0:
+        if self.tries_left <= 0 or time.monotonic() >= self._ends_at:
             return False
         self.tries_left -= 1
         result = simulate(plan)
@@ -101,11 +104,24 @@ def minimize(items: list[T], still_fails: Callable[[Sequence[T]], bool]) -> list
     return items
 
 
-def shrink(found: SimulationResult, *, tries: int = MAX_TRIES) -> ShrunkViolation:
-    shrinker = _Shrinker(found, tries=tries)
+def shrink(found: SimulationResult, *, tries: int = MAX_TRIES, seconds: float = MAX_SECONDS) -> ShrunkViolation:
+    shrinker = _Shrinker(found, tries=tries, seconds=seconds)
     shrinker.run()
     smallest = simulate(shrinker.best.plan, keep_trace=True)
     return ShrunkViolation(found=found, smallest=smallest, tries=tries - max(0, shrinker.tries_left))
+
+
+def report_seed(seed: int, settings: CampaignSettings) -> list[str]:
+    """Simulate a seed that violates an invariant, and report the violation."""
+    return report(simulate(settings.plan(seed)), settings)
+
+
+def report(found: SimulationResult, settings: CampaignSettings) -> list[str]:
+    """Shrink a violation and describe it, with the command that shows the whole trace."""
+    world = f"--seed {found.plan.seed} --hours {settings.hours:g} --instances {settings.instances}"
+    kind = " --demand" if settings.demand else ""
+    command = f"full trace: python -m simulation {world} --faults {format_faults(settings.faults)}{kind} --trace"
+    return [*describe(shrink(found)), command]
 
 
 def describe(shrunk: ShrunkViolation) -> Iterator[str]:

@@ -12,10 +12,11 @@ from functools import cache
 
 import pytest
 
+from remuda.cli.main import run_app
 from remuda.cli.output import Output
 from remuda.domain.errors import InvariantViolated
-from simulation.__main__ import run_one
-from simulation.campaign import CampaignSettings, simulate
+from simulation.__main__ import main, run_one
+from simulation.campaign import CampaignSettings, CampaignSummary, simulate
 from simulation.faults import FEW, SEPARATE, Fault, FaultChoice, Swarm, format_faults, parse_faults
 from simulation.invariants import Violation
 from simulation.plan import LONG_JOB_S, TOKEN_LIVES_S, PlannedRun, WorldScale, draw_plan
@@ -182,6 +183,44 @@ def test_a_report_ends_with_the_command_for_the_full_trace(
     assert run_one(1, settings, Output(as_json=True, quiet=True)) == InvariantViolated.exit_code
     (report,) = json.loads(capsys.readouterr().out)["reports"]
     assert report[-1] == "full trace: python -m simulation --seed 1 --hours 0.1 --instances 4 --faults few --trace"
+
+
+def test_without_reports_a_violation_is_only_listed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(SafetyInvariants, "launched", lambda self, machine: self.violated("S8", machine.instance_id))
+    settings = CampaignSettings(hours=0.1, instances=4, faults=Swarm.FEW)
+    assert run_one(1, settings, Output(as_json=True, quiet=True), reports=0) == InvariantViolated.exit_code
+    document = json.loads(capsys.readouterr().out)
+    assert document["reports"] == []
+    assert [item["invariant"] for item in document["violations"]] == ["S8"]
+
+
+def test_shrinking_ends_after_its_time(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(SafetyInvariants, "launched", lambda self, machine: self.violated("S8", machine.instance_id))
+    found = simulate(draw_plan(1, hours=0.1, instances=4))
+    shrunk = shrink(found, seconds=0.0)
+    assert shrunk.tries == 0
+    assert shrunk.smallest.plan == found.plan
+
+
+def test_a_campaign_lists_each_violation_as_soon_as_its_batch_is_done(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    listed: list[list[str]] = []
+
+    def two_batches(*_: object, done: Callable[[CampaignSummary], None], **__: object) -> CampaignSummary:
+        summary = CampaignSummary()
+        for seed in (7, 8):
+            summary.seeds += 1
+            summary.violations[seed] = Violation(invariant="S1", text="owned twice", instance_id="", at=1.0)
+            done(summary)
+            listed.append([line for line in capsys.readouterr().err.splitlines() if line.startswith("seed ")])
+        return summary
+
+    monkeypatch.setattr("simulation.__main__.run_many", two_batches)
+    assert run_app(main, ["--seeds", "2", "--first-seed", "7", "--reports", "0"]) == InvariantViolated.exit_code
+    assert listed == [["seed 7: S1 at 1.000 s: owned twice"], ["seed 8: S1 at 1.000 s: owned twice"]]
 
 
 def test_a_world_stops_at_its_first_violation(monkeypatch: pytest.MonkeyPatch):
