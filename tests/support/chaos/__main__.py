@@ -7,7 +7,7 @@ commands, the local GitHub and whole machines are killed (kill -9) or stopped (S
 a heartbeat may take; the disk of the pool is full for seconds; clocks of single processes step by up to minutes. Every
 job must run exactly once, or fail for a fault that hit its own machine, and nothing may be left at the end.
 
-The full disk needs root, because it is a file system of its own.
+The full disk needs root, because it is a separate file system.
 """
 
 from __future__ import annotations
