@@ -232,7 +232,7 @@ def _memory_mb() -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class ListenerState:
-    """What the process has used since it started."""
+    """Calls and resources that the process has used since it started."""
 
     calls: dict[str, dict[str, int]]
     #: Calls that failed, and may have been repeated.

@@ -149,7 +149,7 @@ def decisions_list() -> str:
 
 
 def waiting_times() -> str:
-    """How long jobs wait, from the figures of the benchmarks."""
+    """Waiting times of jobs, from the figures of the benchmarks."""
     document = json.loads((DOCS / "benchmarks" / "figures.json").read_text(encoding="utf-8"))
     measured = {item["name"]: f"{item['measured']:.2f} s" for item in document["figures"]}
     cold = measured["cold provision, N = 1, agent ready after 7.3 s"]

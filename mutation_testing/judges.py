@@ -178,8 +178,8 @@ def swap_code(functions: Sequence[FunctionType], code: CodeType) -> None:
 
 
 def covering(mutant: GeneratedMutant, recording: Recording) -> set[str]:
-    """Tests that execute the changed code. Outside functions: those of functions that mention the constant or field, or
-    else all of the module.
+    """Tests that execute the changed code. If it is in no function: those of functions that mention the constant or
+    field, or else all of the module.
     """
     if mutant.is_in_function:
         return recording.of_lines(mutant.file, range(mutant.first_line, mutant.last_line + 1))

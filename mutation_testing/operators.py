@@ -179,7 +179,7 @@ def sample(mutants: Sequence[GeneratedMutant], size: int, seed: int) -> list[Gen
 
 @dataclass(frozen=True, slots=True)
 class Signatures:
-    """What is known about functions and classes by their name; only what all of the same name have in common."""
+    """Properties of functions and classes by name; only those that all with the same name have in common."""
 
     #: Parameters or fields with a default.
     defaults: Mapping[str, frozenset[str]]

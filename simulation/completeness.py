@@ -1,4 +1,5 @@
-"""What a command must have done when it ends (L5, L6): no one is excused by a fault that it survived.
+"""Invariants of completeness (L5, L6): work that a command must have done when it ends, even after a fault that it
+survived.
 
 A sweep or release that met no fault leaves nothing undone that was due when it began. A failed or cancelled provision
 gives back what it holds, unless it was killed or its rollback ran out of time.
@@ -43,7 +44,7 @@ class _Beginning:
 
 @dataclass(kw_only=True, slots=True)
 class _Rollback:
-    """When a rollback began, and what had happened to its process until then."""
+    """The beginning of a rollback, with the faults and pauses of its process until then."""
 
     at: float
     fault_count: int

@@ -75,7 +75,7 @@ _BUDGET_MASK = (1 << _BUDGETS) - 1
 
 
 class Acquisition(IntEnum):
-    """What the listener does with a machine at the moment."""
+    """Progress of the listener with a machine that it acquires or withdraws."""
 
     NONE = 0
     LAUNCHED = 1
@@ -115,11 +115,11 @@ class MachineModel(NamedTuple):
     #: GitHub: epoch of the registered runner name or 0, and whether it was given a job that has not started.
     registered: int = 0
     taken: bool = False
-    #: Last epoch in which a job started, and whether nobody has recorded that job yet.
+    #: Last epoch in which a job started, and whether that job is not recorded yet.
     served: int = 0
     unrecorded_job: bool = False
     #: Whether the event about the job that started in this epoch is under way.
-    told: bool = False
+    has_event: bool = False
     acquisition: Acquisition = Acquisition.NONE
     provision: int = RELEASED
     #: Decided by a state that has changed since.
@@ -136,7 +136,7 @@ class MachineModel(NamedTuple):
 
 
 class _SupplyView(NamedTuple):
-    """What the decision about the supply depends on, of one machine."""
+    """The part of one machine's state that the decision about the supply depends on."""
 
     #: None unless it is assigned to the set.
     record: Instance | None
@@ -150,7 +150,7 @@ class _SupplyView(NamedTuple):
 
 
 class Orders(NamedTuple):
-    """What the decision about the set's supply wants of one machine."""
+    """Steps for one machine that the decision about the supply asks for."""
 
     bind: bool = False
     release: bool = False
@@ -289,18 +289,18 @@ class DemandModel:
 
     def _kill(self, zero: int, one: int, rest: int) -> Iterator[tuple[int, DemandStep]]:
         """The listener loses what it was doing, and perhaps messages that it has acknowledged."""
-        for text, told in (("the listener is killed", True), ("the listener is killed with its messages", False)):
-            pair = sorted(self._after_kill(number, told=told) if number else 0 for number in (zero, one))
+        for text, is_kept in (("the listener is killed", True), ("the listener is killed with its messages", False)):
+            pair = sorted(self._after_kill(number, keeps_events=is_kept) if number else 0 for number in (zero, one))
             if pair != [zero, one]:
                 killed = (pair[0] << _BITS | pair[1]) << _REST | rest - CRASH
                 yield killed, DemandStep(text, 0, -CRASH, is_incident=True)
 
-    def _after_kill(self, number: int, *, told: bool) -> int:
-        known = self._killed.get((number, told))
+    def _after_kill(self, number: int, *, keeps_events: bool) -> int:
+        known = self._killed.get((number, keeps_events))
         if known is None:
             machine = self._machines[number]
-            machine = machine._replace(acquisition=Acquisition.NONE, told=machine.told and told)
-            known = self._killed[number, told] = self._number(machine)
+            machine = machine._replace(acquisition=Acquisition.NONE, has_event=machine.has_event and keeps_events)
+            known = self._killed[number, keeps_events] = self._number(machine)
         return known
 
     def _decide_orders(self, zero: int, one: int, waiting: int) -> tuple[int, int]:
@@ -385,7 +385,7 @@ class DemandModel:
             yield "it is taken back", Actor.REFRESH, _release_of(record)
         if record.state is not State.RUNNING or not record.runner_set:
             return
-        if machine.told and machine.served == record.epoch and not record.is_bound:
+        if machine.has_event and machine.served == record.epoch and not record.is_bound:
             name = record.assignment.runner_name if record.assignment else ""
             yield "the listener binds it", Actor.LISTENER, _bind(runner_name=name, run_id=RUN, tier=Tier.TRUSTED)
         if orders.bind:
@@ -540,7 +540,7 @@ class DemandModel:
                 agent=agent._replace(job=True, dirty=True),
                 served=agent.configured,
                 unrecorded_job=True,
-                told=True,
+                has_event=True,
             )
             yield "its job starts", started, 0, 0
         if agent.job:
@@ -553,8 +553,8 @@ class DemandModel:
     @staticmethod
     def _by_incidents(machine: MachineModel, budget: int) -> Iterator[_RawStep]:
         agent = machine.agent
-        if budget & LOST_EVENT and machine.told:
-            yield "GitHub does not send its event", machine._replace(told=False), 0, LOST_EVENT
+        if budget & LOST_EVENT and machine.has_event:
+            yield "GitHub does not send its event", machine._replace(has_event=False), 0, LOST_EVENT
         if not budget & CRASH or not agent.alive or not machine.launched:
             return
         # A job that has not started goes to another runner.
@@ -603,7 +603,7 @@ def _orders(views: Sequence[_SupplyView], waiting: int) -> list[Orders]:
     # The ids decide between machines that are equal otherwise, and either may have the lower one.
     names = permutations(f"{ID}{at}" for at in range(len(views)))
     plans = [_orders_at(views, waiting, *given) for given in product(names, product(*times))]
-    # Each order allows a step of its own, so that the steps of all plans are those of the united orders.
+    # Each order allows a different step, so that the steps of all plans are those of the united orders.
     return [Orders(*map(any, zip(*orders, strict=True))) for orders in zip(*plans, strict=True)]
 
 
@@ -774,7 +774,7 @@ def _normalized(machine: MachineModel) -> MachineModel:
         if agent.listening or agent.configured or agent.dirty or agent.job or machine.taken:
             raise ModelViolation(f"S3: idle with {agent}")
         if machine.unrecorded_job and record.retire_reason is None:
-            raise ModelViolation("S11: pooled for trusted jobs after a job that nobody knows")
+            raise ModelViolation("S11: pooled for trusted jobs after an unknown job")
     if agent.listening and record.state in {State.CREATED, State.CLAIMED}:
         raise ModelViolation(f"S2: it listens while it is {record.state}")
     if record.state is State.IDLE and record.assignment is not None:
@@ -799,11 +799,11 @@ def _without_unread(machine: MachineModel, record: Instance) -> MachineModel:
         agent=agent if agent.memory is None or agent.memory[0] == epoch else agent._replace(memory=None),
         # Only a running machine is asked whether it is spent.
         beat=(busy, listening, spent_epoch if is_running and spent_epoch == epoch else 0),
-        # The next claim has a registration and a provision of its own.
+        # The next claim has its own registration and provision.
         registered=machine.registered if machine.registered in {epoch, agent.configured} else 0,
         provision=RELEASED if is_over else machine.provision,
         # The event is read until the machine is bound or released, for this epoch only.
-        told=machine.told and is_running and machine.served == epoch and not record.is_bound,
+        has_event=machine.has_event and is_running and machine.served == epoch and not record.is_bound,
         served=machine.served if machine.served in {epoch, agent.configured} else 0,
     )
 
@@ -824,7 +824,7 @@ def _written(machine: MachineModel, write: PendingWrite) -> MachineModel:
     if bound and machine.served != after.epoch:
         raise ModelViolation("S2: bound, but no job has started in this epoch")
     if bound and after.run_id != RUN and after.tier is Tier.TRUSTED:
-        raise ModelViolation("S11: a job that nobody knows counts as trusted")
+        raise ModelViolation("S11: an unknown job counts as trusted")
     if bound and after.assignment is not None and after.assignment.jit_config:
         raise ModelViolation("S12: bound with its just-in-time configuration")
     return machine._replace(record=after, launched=True, unrecorded_job=machine.unrecorded_job and not bound)

@@ -468,7 +468,7 @@ class FaultyCompute(FaultyPort):
         return describe
 
     def _some_of(self, views: Any) -> Any:
-        """Each new machine appears at a time of its own."""
+        """The views without some of the new machines: each appears after a random delay."""
         now = self._world.clock.now()
 
         def is_shown(view: MachineView) -> bool:

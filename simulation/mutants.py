@@ -982,7 +982,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     _mutant(
         "fork-by-its-event",
-        "a pull request counts as trusted without a look at its head repository",
+        "a pull request counts as trusted, whatever its head repository is",
         expression(_BINDING, "Binder._trust", "run.head_repository if run else ''", "event.repository"),
         settings=_SETS,
     ),

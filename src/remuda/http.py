@@ -156,7 +156,7 @@ class HttpConnections:
         body: bytes = b"",
         timeout_s: float | None = None,
     ) -> ClientResponse:
-        """Send one request, with a limit of its own if `timeout_s` is given. Raises `HttpError`.
+        """Send one request; `timeout_s` overrides the limit of the client. Raises `HttpError`.
 
         `target` is the whole path, with the query. `headers` need no host and no length.
         """

@@ -47,7 +47,7 @@ def names(codes: Mapping[str, int], among: Iterable[Attack], *, succeeded: bool)
 
 
 def state_of_kernel(machine: NamespaceMachine) -> str:
-    """What a job must not change, as the machine sees it."""
+    """Kernel state of the machine that a job must not change."""
     settings = "/proc/sys/kernel/core_pattern /proc/sys/kernel/modprobe /proc/sys/kernel/hostname /proc/swaps"
     script = (
         f"cat {settings}; cut -d' ' -f1 /proc/modules | sort; iptables-save | grep ^-A; ipcs | grep ^0x; ls /dev/mqueue"
@@ -60,7 +60,7 @@ def storage_mib(machine: NamespaceMachine) -> int:
 
 
 def left_of_sandbox(machine: NamespaceMachine, number: int) -> list[str]:
-    """What the machine still has of a sandbox: processes, mounts, network, keys, files."""
+    """Remains of a sandbox on the machine: processes, mounts, network, keys, files."""
     first = FIRST_ID + number * ID_COUNT
     ids = range(first, first + ID_COUNT)
     processes = [
@@ -85,9 +85,9 @@ async def test_next_run_sees_no_attack_and_none_escapes(machine_stack: MachineSt
         await until(lambda: machine.has_sandbox, within_s=LIMIT_S)
         kernel, disk = state_of_kernel(machine), storage_mib(machine)
 
-        planted = await exit_codes(machine_stack, machine, "1", attacks.plant_step(PERSISTENT))
-        assert names(planted, PERSISTENT, succeeded=False) == [], "these attacks do not work"
-        supported = tuple(attack for attack in PERSISTENT if attack.name in planted)
+        attempted = await exit_codes(machine_stack, machine, "1", attacks.plant_step(PERSISTENT))
+        assert names(attempted, PERSISTENT, succeeded=False) == [], "these attacks do not work"
+        supported = tuple(attack for attack in PERSISTENT if attack.name in attempted)
         # Without a reset, the checks find all of them.
         seen = await exit_codes(machine_stack, machine, "1", attacks.look_step(supported))
         assert names(seen, supported, succeeded=False) == [], "the checks do not find these"

@@ -45,7 +45,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system"
 
 
 def chaos(*arguments: str) -> dict[str, Any]:
-    # A process of its own: it changes its mounts and the interpreter of its commands.
+    # A separate process, because it changes its mounts and the interpreter of its commands.
     command = [sys.executable, "-m", "tests.support.chaos", "--json", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.stdout, done.stderr

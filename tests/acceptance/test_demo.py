@@ -99,13 +99,13 @@ def test_demo(tmp_path: Path):
     assert reasons["releasing"] == "lost power"
     assert any(text in reasons["idle"] for text in SELF_TERMINATED), reasons
     assert "all checks passed" in done.stderr
-    story = done.stderr.splitlines()
-    assert len(story) <= 45
-    assert max(len(line) for line in story if not line.startswith("usage report: ")) <= 80
-    chapters = [line.partition(":")[0] for line in story if ": " in line and not line.startswith(" ")]
+    lines = done.stderr.splitlines()
+    assert len(lines) <= 45
+    assert max(len(line) for line in lines if not line.startswith("usage report: ")) <= 80
+    chapters = [line.partition(":")[0] for line in lines if ": " in line and not line.startswith(" ")]
     assert chapters[:6] == ["Start", "Cold", "Reuse", "Warm", "Crash", "Expiry"]
     assert chapters[6:9] == ["Demand", "Demand, warm", "Demand, hot"]
-    assert not [line for line in story if re.search(r"\d\d:\d\d:\d\d", line)]
+    assert not [line for line in lines if re.search(r"\d\d:\d\d:\d\d", line)]
     page = tmp_path / "demo" / "report.html"
     assert report["report_page"] == str(page)
     assert f"usage report: {page}" in done.stderr

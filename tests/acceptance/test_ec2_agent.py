@@ -47,7 +47,7 @@ ipcmk -M 4096
 env -i sudo setsid sh -c 'sleep 1000 & sleep 1001 &' >/dev/null 2>&1 </dev/null
 """
 #: A job step that prints the traces that it finds.
-LOOK = """
+FIND_TRACES = """
 set +e
 ls -d /tmp/left /var/tmp/left /dev/shm/left ~/left /etc/left /usr/bin/left /run/left 2>/dev/null
 grep was-here /opt/remuda/runner/run.sh
@@ -68,7 +68,7 @@ def sleepers(machine: NamespaceMachine) -> list[str]:
 
 
 def found(job: JobView) -> list[str]:
-    """The lines that a job with the step `LOOK` printed."""
+    """The lines that a job with the step `FIND_TRACES` printed."""
     assert job.conclusion == "success", job
     lines = [line for line in job.log.splitlines() if line and not line.startswith(("#", "A job hook"))]
     return [line for line in lines if "left" in line or "was-here" in line or "4096" in line or "sleep" in line]
@@ -109,7 +109,7 @@ async def test_machine_boots_runs_jobs_is_reset_and_terminates_itself(
         assert job.conclusion == "success", f"{job} {machine.console}"
         assert len(sleepers(machine)) == 2
         # Jobs of the same run share the sandbox.
-        assert len(found(await machine_stack.run_job("1", LOOK))) == TRACES
+        assert len(found(await machine_stack.run_job("1", FIND_TRACES))) == TRACES
 
         # A job of another run with the same label, whose step runs even after a failure.
         foreign = await machine_stack.run_job("9", "touch /tmp/foreign", label="1", always=True)
@@ -125,7 +125,7 @@ async def test_machine_boots_runs_jobs_is_reset_and_terminates_itself(
 
         # The next agent takes over the listener of a killed agent.
         assert (await machine_stack.provision("2"))["reused"] == 1
-        assert found(await machine_stack.run_job("2", LOOK)) == []
+        assert found(await machine_stack.run_job("2", FIND_TRACES)) == []
         terminations = machine_stack.stack.ec2.requests().get("TerminateInstances", 0)
         await machine_stack.refresh("--idle-time-sec", "2", **settings)
         # While the agent starts a process, the child has the same command line.

@@ -1,4 +1,4 @@
-"""What a job sees in a sandbox of a machine, and the reuse of machines after typical workflows."""
+"""Isolation of the machine from a job in its sandbox, and the reuse of machines after typical workflows."""
 
 from __future__ import annotations
 

@@ -525,7 +525,7 @@ async def test_client_token_prevents_a_second_launch_if_describe_lags(world: Ec2
 async def test_instances_of_a_lost_response_appear_one_after_the_other(
     world: Ec2Fixture, compute: Ec2Compute, shown: int, found: int
 ) -> None:
-    """The launch looks again while some are missing; those that it does not find are an error."""
+    """The launch lists instances again while some are missing; those that it does not find are an error."""
     world.server.configure(lost=[{"action": "CreateFleet"}], shown=shown)
     result = await compute.launch(world.launch_request(count=5))
     assert len(instance_ids(result)) == found

@@ -281,7 +281,7 @@ def subject_hash(certificate: Path) -> str:
 async def test_certificates_of_the_environment(
     connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
-    """As the server does not answer as GitHub does, its response is an error of its own, unlike one of TLS."""
+    """The server does not answer as GitHub does, so a verified connection fails with another error than that of TLS."""
     for name in ("SSL_CERT_FILE", "SSL_CERT_DIR"):
         monkeypatch.delenv(name, raising=False)
     with TlsFileServer(tmp_path, {}) as server:

@@ -83,7 +83,7 @@ async def test_issuers_without_keys_are_unavailable(response: bytes) -> None:
 
 
 async def test_the_certificate_of_the_issuer_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GitHub Enterprise Server may have a certificate of its own authority."""
+    """A GitHub Enterprise Server may have a certificate of a private authority."""
     body = tmp_path / "jwks"
     body.write_text(json.dumps({"keys": [jwk(rsa_key())]}))
     with TlsFileServer(tmp_path, {"/_services/token/.well-known/jwks": body}) as server:

@@ -293,7 +293,7 @@ def test_a_full_disk_ends_the_job_and_not_the_machine(host: SandboxHost, folder:
     try:
         with driver(host, folder=str(folder), limits={"DISK_RESERVE": reserve}) as agent:
             agent("open")
-            full = agent("run", name="r1", script="head -c 1G /dev/zero >/tmp/large; echo job lives; sleep 100")
+            full = agent("run", name="r1", script="head -c 1G /dev/zero >/tmp/large; echo not killed; sleep 100")
             assert (full["exit_code"], full["alive"]) == (KILLED, False)
             assert [name for name, _ in full["events"]] == ["sandbox-ready", "disk-full"]
             # The next job is not killed for the files of the last one, although their deletion takes time.

@@ -40,7 +40,7 @@ def continue_job(machine: VirtualMachine) -> None:
 
 
 def decisions(machine: VirtualMachine, state: State) -> int:
-    """How often an agent has read a new state of the record. A restarted agent counts again."""
+    """Number of changes of the record to this state that agents have read. A restarted agent counts again."""
     return machine.console.count(f"record state is {state}")
 
 

@@ -135,7 +135,7 @@ def main() -> int:
     except (RemudaError, BotoCoreError, ClientError) as error:
         say(f"failed: {error}")
         return EXIT_FAILED
-    say(f"passed; the fixtures are in {FIXTURES.relative_to(ROOT)}: look at them before you commit them")
+    say(f"passed; the fixtures are in {FIXTURES.relative_to(ROOT)}: review them before you commit them")
     return 0
 
 

@@ -25,7 +25,7 @@ def fis_role(pool: str) -> str:
 
 
 def experiment(pool: str, *, role_arn: str, instance_arn: str) -> dict[str, Any]:
-    """The template of an experiment that sends one machine a spot notice."""
+    """The template of an experiment that sends a spot notice to one machine."""
     return {
         "clientToken": f"remuda-{pool}",
         "description": "Spot notice of a smoke run of Remuda",

@@ -170,7 +170,7 @@ class DemandBackend(LocalBackend):
     # Checks
 
     def runs(self) -> dict[str, Counter[str]]:
-        """How often each job started and ended, by the name of the job."""
+        """Number of starts and ends per job, by the name of the job."""
         found: dict[str, Counter[str]] = {}
         for line in self._log.read_text().splitlines():
             name, event = line.split()

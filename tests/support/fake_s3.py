@@ -46,10 +46,10 @@ class FakeS3:
             return _error(403, "AccessDenied", "Access Denied")
         key, _, region, signed, signature = found.groups()
         if region != self.region:
-            hint = f"<Region>{self.region}</Region>" if self.redirect == 400 else ""
+            element = f"<Region>{self.region}</Region>" if self.redirect == 400 else ""
             name = "AuthorizationHeaderMalformed" if self.redirect == 400 else "PermanentRedirect"
             more = {} if self.redirect == 400 else {"x-amz-bucket-region": self.region}
-            return _error(self.redirect, name, "Use the region of the bucket.", more=hint, headers=more)
+            return _error(self.redirect, name, "Use the region of the bucket.", more=element, headers=more)
         credentials = self._find_credentials(key)
         if credentials is None or headers["x-amz-security-token"] != credentials["Token"]:
             return _error(403, "InvalidAccessKeyId", "The AWS Access Key Id you provided does not exist.")

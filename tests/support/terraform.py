@@ -192,7 +192,7 @@ def _path(node: Node) -> list[str]:
 
 @dataclass(kw_only=True)
 class TerraformPlan:
-    """What the module makes of variables. `data` has the attributes of data sources by `type.name`."""
+    """Values of the module for given variables. `data` has the attributes of data sources by `type.name`."""
 
     module: TerraformModule
     given: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""HTTPS server for a few files, with a certificate of its own authority."""
+"""HTTPS server for a few files, with a certificate of a private authority."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ ENGINE_FOLDERS = ("/var/lib/docker", "/var/lib/containerd")
 ENGINE_SERVICES = ("docker.service", "docker.socket", "containerd.service")
 MAX_ENGINE_S = 60.0
 #: Enters the mount namespace of the process argv[1] and mounts the tree with the descriptor argv[2] at argv[3]. The
-#: folder belongs to the host's user argv[4]. A process of its own, because threads share their mount namespace.
+#: folder belongs to the host's user argv[4]. A separate process, because threads share their mount namespace.
 _MOUNT_INSIDE = """
 import ctypes, os, sys
 libc = ctypes.CDLL(None, use_errno=True)

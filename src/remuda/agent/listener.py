@@ -48,7 +48,7 @@ _JOB_ENDED = re.compile(_TIME + r"Job .* completed with result: ")
 UPDATING = "updating"
 #: Seconds until the update of the runner must have finished.
 UPDATE_LIMIT_S = 30
-# Source: actions/runner 2.336.0, src/Misc/layoutroot/run-helper.sh.template. The update is a process of its own, which
+# Source: actions/runner 2.336.0, src/Misc/layoutroot/run-helper.sh.template. The update is a separate process, which
 # begins when the listener has ended (src/Misc/layoutbin/update.sh.template).
 #: Waits in the runner's folder for the end of an update.
 WAIT_FOR_UPDATE = (
@@ -79,7 +79,7 @@ Files = Mapping[PurePath, tuple[bytes, int]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartCommand:
-    """How to start the listener from the agent."""
+    """Command with which the agent starts the listener."""
 
     #: With `UPDATING` as an additional argument, the program must wait for the end of the runner's update first.
     arguments: tuple[str, ...]
@@ -89,7 +89,7 @@ class StartCommand:
 
 
 class JobHost(Protocol):
-    """Where the listener and its jobs run: a sandbox, or a folder of this machine."""
+    """Environment of the listener and its jobs: a sandbox, or a folder of this machine."""
 
     @property
     def runner_folder(self) -> PurePath:

@@ -304,7 +304,7 @@ class Agent:
 
 
 class _RunnerFields(NamedTuple):
-    """What a heartbeat says about the runner. Signals do not carry it, so a change needs a heartbeat."""
+    """Fields of a heartbeat about the runner. Signals do not contain them, so a change needs a heartbeat."""
 
     busy: bool
     listening: bool

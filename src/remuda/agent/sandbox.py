@@ -241,7 +241,7 @@ class Sandboxes:
             return False
 
     def enforce_limits(self) -> None:
-        """Kill everything in the sandbox if the disk or the log is almost full. The job fails, the machine lives on."""
+        """Kill everything in the sandbox if the disk or the log is almost full. The job fails, not the machine."""
         if self._current is None or not self._current.used_by:
             return
         for folder, reserve, what in (

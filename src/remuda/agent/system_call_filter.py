@@ -1,6 +1,6 @@
 """The system call filter of another process, read from the kernel: PTRACE_SECCOMP_GET_FILTER of ptrace(2).
 
-Needs root without a filter of its own, and a kernel with CONFIG_CHECKPOINT_RESTORE.
+The caller must be root and have no filter; the kernel needs CONFIG_CHECKPOINT_RESTORE.
 """
 
 from __future__ import annotations

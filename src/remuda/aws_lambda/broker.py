@@ -98,7 +98,7 @@ CLAIMED_INPUTS = frozenset({"repository", "run-attempt"})
 PROVISION_RESERVE_S = 30.0
 #: Seconds that a cancelled step waits for its instances: GitHub kills it after ten.
 CANCEL_WAIT_S = 3.0
-#: Seconds between two looks for the provision that it cancels.
+#: Seconds between two searches for the provision that it cancels.
 CANCEL_POLL_S = 0.25
 #: Seconds that settings are used before they are read again.
 SETTINGS_LIFETIME_S = 60.0
@@ -612,7 +612,7 @@ def _http_status(failure: RemudaError) -> int:
 
 
 class _WarmProcess:
-    """What Lambda keeps in memory: one function, and one event loop, because connections belong to a loop."""
+    """Objects that Lambda keeps in memory: one function, and one event loop, because connections belong to a loop."""
 
     def __init__(self) -> None:
         self.runner = asyncio.Runner()

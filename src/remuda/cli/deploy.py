@@ -197,7 +197,7 @@ def _workflow(wanted: DeployTarget, facts: DeployFacts, outputs: Mapping[str, st
 
 
 def _container(wanted: DeployTarget, facts: DeployFacts, plan: StackPlan) -> str:
-    """How to run the listener elsewhere; empty if the stack runs it, or no one must."""
+    """The command of a listener in a container; empty if the stack runs it, or there are no runner sets."""
     from remuda.deployment.workflow import container_text  # noqa: PLC0415 - only at the end
 
     if wanted.listener is None or wanted.listener.is_on_instance:

@@ -33,7 +33,7 @@ def load_settings(flags: Mapping[str, Any], config: str | None = None) -> Settin
 
 
 def mistyped_variables() -> list[str]:
-    """One sentence per environment variable that looks like a setting and is none."""
+    """One sentence per environment variable that looks like a setting but is not."""
     from remuda.config.sources import mistyped_variables as find  # noqa: PLC0415 - as above
 
     return find(os.environ)

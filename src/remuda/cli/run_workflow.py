@@ -336,7 +336,7 @@ class WorkflowRun:
         self._by_key[job.key].append(result)
 
     def _is_due(self, job: WorkflowJob) -> bool:
-        """Evaluate the condition. As on GitHub, success() and failure() look at all ancestors."""
+        """Evaluate the condition. As on GitHub, success() and failure() depend on all ancestors."""
         ancestors = {result.result for key in self._ancestors[job.key] for result in self._by_key[key]}
         status = {
             "always": lambda: True,
@@ -565,7 +565,7 @@ def _instance(job: JobView) -> str | None:
 
 
 def _ended(name: str, conclusion: str, *, outputs: Mapping[str, str] | None = None) -> WorkflowJobResult:
-    """The result of a job without a run of its own."""
+    """The result of a job that was skipped, cancelled, or successful in an earlier attempt."""
     return WorkflowJobResult(name=name, conclusion=conclusion, instance_id=None, seconds=0.0, outputs=outputs or {})
 
 

@@ -717,7 +717,7 @@ def _combinations(
     added: list[dict[str, Any]] = []
     extended = [dict(values) for values in kept]
     for entry in include:
-        # It extends the combinations whose original values it does not change, or is one of its own.
+        # It extends the combinations whose original values it does not change, or becomes a new one.
         fitting = [
             index
             for index, values in enumerate(kept)

@@ -24,7 +24,7 @@ SCALE_DOWN_TABLE = "scale_down"
 _SCALE_DOWN_KEYS = tuple(name for name, item in SETTINGS.items() if item.group is Group.SCALE_DOWN)
 _PEM = "-----BEGIN"
 _PREFIX = "REMUDA_"
-#: Variables of our own that are no settings: for this module, the dashboard, the functions and the steps of the action.
+#: Variables with the prefix that are not settings: of this module, the dashboard, the functions and the action.
 OTHER_VARIABLES = frozenset(
     {"REMUDA_CONFIG", "REMUDA_DASHBOARD_TOKEN", "REMUDA_SETTINGS_PARAMETER", "REMUDA_BROKER_URL", "REMUDA_STEP"}
 )

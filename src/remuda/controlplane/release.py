@@ -512,7 +512,7 @@ async def leave_provision(
 
 
 def _ending_after(event: Event) -> ProvisionEnding:
-    """How the provision of a machine of a runner set ends with the event after which it does not hold it any more."""
+    """The ending of the provision of a machine of a runner set, by the event that takes the machine from it."""
     if not isinstance(event, End) or event.reason is RetireReason.RELEASED:
         return ProvisionEnding.RELEASED
     return ProvisionEnding.EXPIRED if event.reason is RetireReason.EXPIRED else ProvisionEnding.FAILED

@@ -1,4 +1,4 @@
-"""Bundles of a release: where they are found, and their digests.
+"""Bundles of a release: their location and digests.
 
 A folder or a web address contains the bundles and `SHA256SUMS`, which `make dist` writes. Every bundle is compared with
 its digest there before it is used.

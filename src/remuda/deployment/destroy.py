@@ -1,7 +1,7 @@
 """Removal of a pool: the steps of `remuda destroy`, runner sets and machines first.
 
-Every step looks for what is left, so an interrupted removal continues when it is run again. Until the stack is deleted,
-the pool goes on if no one does so: the next refresh creates the launch template again.
+Every step lists the resources that are left, so an interrupted removal continues when it is run again. Until the
+stack is deleted, the pool goes on if no one does so: the next refresh creates the launch template again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from remuda.ports.event_log import SilentEventLog
 from remuda.wiring import open_context
 from remuda.wiring.github import open_demand_source
 
-#: Seconds between two looks at the machines: the first, and the longest.
+#: Seconds between two reads of the machines: the first, and the longest.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
 #: Seconds until the network interfaces of terminated machines must be gone.
 GROUP_TIMEOUT_S = 300.0
@@ -85,7 +85,7 @@ class RemovalPlan:
 
 @dataclass(kw_only=True)
 class _Pool:
-    """What is left of the pool."""
+    """Resources that are left of the pool."""
 
     stack: StackState | None = None
     has_table: bool = False
@@ -148,7 +148,7 @@ class Destruction:
             add(f"security group {self._group.name} ({group.identifier})")
         bucket = await self._bucket.find()
         if bucket is not None:
-            why, other = await self._look_into(bucket)
+            why, other = await self._inspect(bucket)
             add(
                 f"bucket {self._bucket.name}{f' with {other}' if other and not why else ''}",
                 why=why,
@@ -159,7 +159,7 @@ class Destruction:
             why = "" if secret.is_ours else _NOT_OURS
             add(f"secret {self._secret.name}", why=why, is_data=True)
 
-    async def _look_into(self, bucket: FoundResource) -> tuple[str, str]:
+    async def _inspect(self, bucket: FoundResource) -> tuple[str, str]:
         """Why the bucket is kept, and an object in it that `deploy` did not store; both may be empty."""
         if bucket.problem:
             return bucket.problem, ""
@@ -330,7 +330,7 @@ class Destruction:
         await self._delete_data()
         await self._delete_groups()
         bucket = await self._bucket.find()
-        if bucket is not None and not (await self._look_into(bucket))[0]:
+        if bucket is not None and not (await self._inspect(bucket))[0]:
             await self._bucket.delete()
             self._progress.step(f"bucket {self._bucket.name} deleted")
         secret = await self._secret.find()
@@ -381,7 +381,7 @@ class Destruction:
             await self._stack.apply(self._progress.detail)
 
     async def _delete_data(self) -> None:
-        """What is left of an earlier removal with `--keep-data`, and log groups that a function created again."""
+        """Delete the remains of an earlier removal with `--keep-data`, and log groups that a function created again."""
         if self._keeps_data:
             return
         if await self._table.is_ours():

@@ -42,7 +42,7 @@ SCHEDULED = ("refresh", "scale-down")
 #: The function that provisions and releases for workflows.
 BROKER = "broker"
 FUNCTIONS = (*SCHEDULED, BROKER)
-#: The process that serves runner sets, on an instance of its own or elsewhere.
+#: The process that serves runner sets, on an instance of the stack or on another host.
 LISTENER = "listener"
 
 

@@ -89,7 +89,7 @@ FEW_ADDRESSES = 50
 
 @dataclass(kw_only=True)
 class DeployFacts:
-    """What the checks found out."""
+    """Findings of the checks."""
 
     account: AwsAccount | None = None
     stack: StackState | None = None
@@ -130,7 +130,7 @@ class ListenerTarget:
 
 @dataclass(frozen=True, kw_only=True)
 class DeployTarget:
-    """What the person asked for. Empty values are those of the existing stack, or the defaults."""
+    """Desired deployment, from the flags. Empty values are those of the existing stack, or the defaults."""
 
     pool: str
     scope: str
@@ -450,7 +450,7 @@ def _words(text: str) -> list[str]:
 
 
 def outbound_route(subnet: Mapping[str, Any], tables: Sequence[Mapping[str, Any]]) -> str:
-    """How machines in the subnet reach the internet: `public`, `nat`, or `none`."""
+    """The route of machines in the subnet to the internet: `public`, `nat`, or `none`."""
     name = subnet["SubnetId"]
     own = [table for table in tables if any(item.get("SubnetId") == name for item in table.get("Associations") or ())]
     main = [table for table in tables if any(item.get("Main") for item in table.get("Associations") or ())]

@@ -265,7 +265,7 @@ class OidcProvider:
         return tags_of(((await self._get()) or {}).get("Tags")).get(POOL_TAG, "")
 
     async def ensure(self, pool: str) -> str:
-        """What was done, or an empty text."""
+        """Create the provider, or add the audience to it. Returns what was done, or an empty text."""
         found = await self._get()
         if found is None:
             await self._api.call(

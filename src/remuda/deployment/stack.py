@@ -19,7 +19,7 @@ TABLE_TYPE = "AWS::DynamoDB::Table"
 REVIEW = "REVIEW_IN_PROGRESS"
 #: States after a failed creation: such a stack can only be deleted.
 FAILED_CREATION = frozenset({"ROLLBACK_COMPLETE", "ROLLBACK_FAILED", "CREATE_FAILED"})
-#: Seconds between two looks at the stack: the first, and the longest.
+#: Seconds between two reads of the stack: the first, and the longest.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 3.0
 #: Seconds within which CloudFormation must start an operation.
 START_TIMEOUT_S = 120.0

@@ -1,4 +1,4 @@
-"""What to paste after a deployment: a workflow, and the command of a listener that does not run in the stack."""
+"""Texts to paste after a deployment: a workflow, and the command of a listener that does not run in the stack."""
 
 from __future__ import annotations
 

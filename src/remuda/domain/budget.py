@@ -49,7 +49,7 @@ class Budget:
     spending: Spending | None
 
     def spent(self, now: datetime) -> float:
-        """What this month has cost. A cost that is known from last month only says nothing about this one."""
+        """The cost of this month; 0 if only that of an earlier month is known."""
         return self.spending.amount if self.spending and self.spending.is_of(now) else 0.0
 
     def is_used_up(self, now: datetime) -> bool:

@@ -85,7 +85,7 @@ class DemandMessage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemandRecord:
-    """What the listener knows about one set. Written before a message is acknowledged."""
+    """State of the listener for one set. Written before a message is acknowledged."""
 
     runner_set: str
     #: Scope and runner group of the set, to find it on GitHub after it was removed from the configuration.
@@ -101,7 +101,7 @@ class DemandRecord:
     owner: str = ""
     last_message_id: int = 0
     statistics: DemandStatistics = field(default_factory=DemandStatistics)
-    #: Capacity that GitHub was told last.
+    #: Capacity that was last sent to GitHub.
     capacity: int = 0
     updated_at: datetime
     #: Since when the set cannot be served; None if it can.

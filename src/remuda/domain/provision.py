@@ -124,7 +124,7 @@ class ProvisionStatus(StrEnum):
 
 
 class ProvisionEnding(StrEnum):
-    """How a provision ended that has the status `released`."""
+    """Ending of a provision that has the status `released`."""
 
     #: Its instances were given back in time.
     RELEASED = "released"

@@ -69,7 +69,7 @@ class RunnerSet:
     scope: str
     #: Empty for the default group.
     runner_group: str = ""
-    #: Maximum number of runners, which GitHub is told as the set's capacity.
+    #: Maximum number of runners, sent to GitHub as the set's capacity.
     max: int
     #: Trust in the set's jobs. A machine of a trusted set that served an untrusted job is retired.
     trust: Tier = Tier.TRUSTED

@@ -30,7 +30,7 @@ JOB_COUNTS_FOR_S = 600.0
 
 
 class MachineUse(StrEnum):
-    """What a machine does for its set. The first six are supply."""
+    """Use of a machine for its set. The first six are supply."""
 
     #: Boots.
     COMING = "coming"

@@ -46,7 +46,7 @@ class DemandSource(Protocol):
     """All methods raise `UserError` for a rejected credential or permission, and `Unavailable`."""
 
     async def find_set(self, runner_set: RunnerSet) -> int | None:
-        """Return the id of the set on GitHub; None if there is none.
+        """Return the id of the set on GitHub; None if it does not exist.
 
         Raises `UserError` if the set exists with other labels, which GitHub does not change.
         """

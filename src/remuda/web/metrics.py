@@ -183,7 +183,7 @@ _JOB_STATES = ("waiting", "assigned", "running")
 _RUNNER_STATES = ("running", "hot", "launching", "warm")
 _LIVE = tuple(state for state in State if state in LIVE)
 _SOURCES = ("warm", "cold", "mixed")
-#: Results of jobs that are labels of their own. GitHub's runner reports these (TaskResult of actions/runner).
+#: Results of jobs that have their own label value. GitHub's runner reports these (TaskResult of actions/runner).
 JOB_RESULTS = ("succeeded", "succeededwithissues", "failed", "canceled", "skipped", "abandoned")
 
 

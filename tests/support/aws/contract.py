@@ -86,7 +86,7 @@ def _length_problems(shape: Shape, length: int, where: str) -> Iterator[str]:
 
 
 class Source(NamedTuple):
-    """Where a limit is documented, and the words there.
+    """Documentation of a limit: its place, and its words.
 
     `where` is an address, or a shape or operation of botocore's models whose documentation contains the words; a test
     checks the latter.

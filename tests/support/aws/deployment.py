@@ -1,7 +1,7 @@
 """An empty account on the test servers, in which `remuda deploy` creates pools.
 
 EC2 is moto's. All other services are ministack's, whose CloudFormation creates functions that it runs. Service Quotas
-is a server of its own, because ministack has none.
+is a separate server, because ministack has none.
 """
 
 from __future__ import annotations

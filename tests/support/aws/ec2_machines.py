@@ -60,7 +60,7 @@ _END = re.compile(r"^\S+ end instance_id=\S+ (?:\w+=\S* )*(.+)$", re.MULTILINE)
 
 
 class SimulatedMachine(Protocol):
-    """What EC2 sees of a machine."""
+    """A machine as EC2 sees it."""
 
     @property
     def is_on(self) -> bool: ...

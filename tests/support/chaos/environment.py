@@ -1,4 +1,4 @@
-"""What the processes of a chaos run are started with, and what can be changed from outside: clocks and the disk."""
+"""Environment of the processes of a chaos run: clocks that can be stepped, and a disk that can be filled."""
 
 from __future__ import annotations
 

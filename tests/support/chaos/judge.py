@@ -148,7 +148,7 @@ def machine_of(job: FollowedJob) -> str:
 
 
 def reuse(histories: Histories) -> dict[str, int]:
-    """How many machines were launched, and how often one was taken from the pool."""
+    """Number of launched machines, and of claims from the pool."""
     entries = [entry for _, history in histories.values() for entry in history]
     return {
         "machines launched": len(histories),

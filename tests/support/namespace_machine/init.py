@@ -70,7 +70,7 @@ def enter_cgroup(name: str) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(CLONE_NEWCGROUP):
         raise OSError(ctypes.get_errno(), "unshare")
-    # A cgroup with processes of its own cannot limit others.
+    # A cgroup that contains processes itself cannot limit those of child cgroups.
     (cgroup / "init").mkdir()
     (cgroup / "init" / "cgroup.procs").write_text("0")
     run("umount", "/mnt")

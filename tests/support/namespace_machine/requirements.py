@@ -1,4 +1,4 @@
-"""What machines in Linux namespaces need of this computer.
+"""Requirements of machines in Linux namespaces on this computer.
 
     python -m tests.support.namespace_machine.requirements
 

@@ -1,4 +1,4 @@
-"""Output of the demo: one story by default, everything with --verbose."""
+"""Output of the demo: titles and outcomes by default, everything with --verbose."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from remuda.cli.output import Output
 from remuda.domain.errors import Unavailable
 
 
-def told(tmp_path: Path, capsys: pytest.CaptureFixture[str], *arguments: str, verbose: bool) -> str:
-    """What a chapter with one command writes to a log."""
+def demo_log(tmp_path: Path, capsys: pytest.CaptureFixture[str], *arguments: str, verbose: bool) -> str:
+    """The log of a part of the demo with one command."""
     environment = DemoEnvironment(Output(as_json=False), tmp_path, verbose=verbose)
     with environment.live_progress():
         environment.title("Cold: the pool is empty")
@@ -24,12 +24,12 @@ def told(tmp_path: Path, capsys: pytest.CaptureFixture[str], *arguments: str, ve
     return capsys.readouterr().err
 
 
-def test_the_story_has_chapters_and_outcomes_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert told(tmp_path, capsys, "down", verbose=False) == "Cold: the pool is empty\n  3 created\n"
+def test_default_output_has_titles_and_outcomes_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo_log(tmp_path, capsys, "down", verbose=False) == "Cold: the pool is empty\n  3 created\n"
 
 
 def test_verbose_shows_commands_and_their_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = told(tmp_path, capsys, "down", verbose=True).splitlines()
+    lines = demo_log(tmp_path, capsys, "down", verbose=True).splitlines()
     assert lines[:2] == ["", "== Cold: the pool is empty"]
     assert re.fullmatch(r"\d\d:\d\d:\d\d something happened", lines[2])
     assert lines[3:] == ["$ remuda down", "  down: 0 instances terminated, 0 processes left", "  3 created"]
@@ -37,5 +37,5 @@ def test_verbose_shows_commands_and_their_progress(tmp_path: Path, capsys: pytes
 
 def test_the_output_of_a_failed_command_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(Unavailable, match="remuda explain failed with exit code 2"):
-        told(tmp_path, capsys, "explain", "set.", verbose=False)
+        demo_log(tmp_path, capsys, "explain", "set.", verbose=False)
     assert "remuda: " in capsys.readouterr().err

@@ -188,7 +188,7 @@ def configuration() -> list[Any]:
 
 
 class ShownParts(Output):
-    """An output that keeps the tables it is told to show."""
+    """An output that collects the shown tables instead of printing them."""
 
     def __init__(self) -> None:
         super().__init__(as_json=False)

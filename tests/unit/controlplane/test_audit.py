@@ -41,7 +41,7 @@ async def world(world: PoolWorld) -> PoolWorld:
 
 
 async def listen(world: PoolWorld, beat: int = 1, jobs: tuple[JobRecord, ...] = (), **statistics: int) -> None:
-    """What a listener writes."""
+    """Write the lease, the demand record and the jobs of a listener."""
     store = world.process().store
     before = await store.get_lease("listener")
     await store.replace_lease("listener", before, Lease(owner="host", beat=beat))

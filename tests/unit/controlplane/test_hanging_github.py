@@ -1,4 +1,4 @@
-"""A GitHub that hangs, or answers late: instances are given back in time all the same."""
+"""A GitHub that hangs, or answers late: instances are still given back in time."""
 
 from __future__ import annotations
 

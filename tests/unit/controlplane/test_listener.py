@@ -172,11 +172,11 @@ async def test_machine_that_never_boots_is_replaced_after_its_deadline(sets: Dem
 
 
 async def test_job_without_messages_is_bound_late_and_its_machine_retired(sets: DemandWorld) -> None:
-    told = sets.scale_sets.tell
+    send = sets.scale_sets.tell
 
     def without_starts(set_id: int, event: JobEvent) -> None:
         if event.kind is not JobEventKind.STARTED:
-            told(set_id, event)
+            send(set_id, event)
 
     sets.scale_sets.tell = without_starts  # type: ignore[method-assign]
     sets.listen()

@@ -23,7 +23,7 @@ from tests.support.world import LIFETIMES, PoolWorld
 
 LATEST = {VERSION: "latest"}
 FIXED = {VERSION: "2.336.0", SHA256: "0" * 64}
-#: Machines stay idle for longer than the tests look at them.
+#: Machines stay idle for longer than the tests take.
 LONG_LIVED = replace(LIFETIMES, idle_time_s=300.0)
 DOWNLOADS = "github.runner_downloads"
 

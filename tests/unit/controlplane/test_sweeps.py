@@ -47,7 +47,7 @@ async def test_expired_instances_end_in_every_live_state(world: PoolWorld, state
 async def test_ambiguous_batch_confirmation_is_repeated_one_by_one(world: PoolWorld, *, applied: bool) -> None:
     ids = await world.warm(3)
     for instance_id in ids:
-        world.cloud.end(instance_id, "pulled")
+        world.cloud.end(instance_id, "stopped by the test")
     hook = AmbiguousAnswer("store.apply_all", applied=applied, at=(1,))
     done: set[str] = set()
     for _ in range(3):

@@ -87,7 +87,7 @@ def test_requirements_are_a_part_of_the_project():
 
 
 def needed_packages(python: str, machine: str) -> set[str]:
-    """What the listed packages need on a platform, directly and indirectly."""
+    """Direct and indirect dependencies of the listed packages on a platform."""
     environment = {
         "python_version": python,
         "python_full_version": f"{python}.0",

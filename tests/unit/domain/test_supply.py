@@ -65,10 +65,10 @@ def machine(number: int = 1, state: State = State.RUNNING, **changed: Any) -> Se
     """A machine of the set: created and claimed ones boot, a running one listens."""
     record = {name: changed.pop(name) for name in list(changed) if name in {"run_id", "threshold", "created_at"}}
     epoch = 1 if state is State.CREATED else 2
-    told = {name: changed.pop(name) for name in list(changed) if name in {"signal", "busy", "spent_epoch", "notice"}}
+    given = {name: changed.pop(name) for name in list(changed) if name in {"signal", "busy", "spent_epoch", "notice"}}
     signal = Signal.UD_REG_OK if state is State.RUNNING else None
-    listening = state is State.RUNNING and not told.get("spent_epoch")
-    report = Report(instance_id=instance_id(number), epoch=epoch, **{"signal": signal, "listening": listening, **told})
+    listening = state is State.RUNNING and not given.get("spent_epoch")
+    report = Report(instance_id=instance_id(number), epoch=epoch, **{"signal": signal, "listening": listening, **given})
     found = in_set(state, instance_id=instance_id(number), **record)
     return SetMachine(instance=found, report=report, **changed)
 

@@ -98,7 +98,7 @@ class FixedResponse:
 
 
 def check_target(method: str, target: str) -> None:
-    """What the real connections accept."""
+    """Fail for a method or target that the real connections do not accept."""
     assert method in {"DELETE", "GET", "POST"}
     assert re.fullmatch("/[!-~]+", target)
 

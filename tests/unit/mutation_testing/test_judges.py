@@ -1,4 +1,4 @@
-"""The judge that runs tests in forked processes, on a module and tests of its own."""
+"""The judge that runs tests in forked processes, on a module and tests that exist only here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a smoke run needs before its first call: permission, a budget that covers it, and its settings."""
+"""Requirements of a smoke run before its first call: permission, a budget that covers it, and its settings."""
 
 from __future__ import annotations
 

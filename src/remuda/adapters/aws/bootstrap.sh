@@ -192,7 +192,7 @@ if ! ldconfig -p | grep libicuuc >/dev/null; then
   if command -v dnf >/dev/null; then retry install_packages libicu; else retry "$opt/runner/bin/installdependencies.sh"; fi
 fi
 
-# Jobs run in sandboxes, containers of systemd-nspawn with a root file system of their own.
+# Jobs run in sandboxes, containers of systemd-nspawn with their own root file system.
 missing=()
 need() { # COMMAND DEBIAN-PACKAGE FEDORA-PACKAGE
   command -v "$1" >/dev/null || if command -v dnf >/dev/null; then missing+=("$3"); else missing+=("$2"); fi

@@ -57,7 +57,7 @@ _HEADERS = {
 }
 #: Responses to a registration token that has just been created.
 _NOT_YET_KNOWN = frozenset({401, 403, 404})
-#: Last parts of paths that are operations of their own in the call counts.
+#: Last parts of paths that are counted as separate operations.
 _COUNTED = frozenset({"downloads", "installation", "jobs", "runner-groups", "runs"})
 
 

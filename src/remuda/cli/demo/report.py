@@ -210,7 +210,7 @@ def show_report(output: Output, report: DemoReport, *, verbose: bool = True) -> 
 
 def _closing_table(report: DemoReport) -> FittedTable:
     """Each run with the seconds that it waited for runners."""
-    columns = ("run", "story", "start", "reused", "created", "seconds")
+    columns = ("run", "scenario", "start", "reused", "created", "seconds")
     rows = [
         (item.run_id, item.name, item.kind, str(item.reused), str(item.created), f"{item.seconds:.2f}")
         for item in report.provisions

@@ -214,7 +214,7 @@ def _live(status: Status) -> str:
 
 
 def _level(name: str, level: PoolLevel) -> str:
-    """The idle instances of a class. The messages in its queue are told only if their number differs."""
+    """The idle instances of a class. The number of messages in its queue is shown only if it differs."""
     return f"{name} {level.idle}" + (f" ({level.messages} messages)" if level.messages != level.idle else "")
 
 

@@ -42,7 +42,7 @@ MAX_DOUBLINGS = 5
 
 
 def runner_request(config: PoolConfig, runner_set: RunnerSet) -> RunnerRequest:
-    """What machines of a set must be like."""
+    """The requirements of a set for its machines."""
     resource_class = config.resource_class(runner_set.resource_class)
     return RunnerRequest(
         resource_class=resource_class,

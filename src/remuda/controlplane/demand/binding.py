@@ -31,7 +31,7 @@ class Binder:
 
     @staticmethod
     def parse(config: PoolConfig, runner_name: str) -> tuple[int, str] | None:
-        """Return epoch and instance id of a runner; None if it is none of this pool."""
+        """Return epoch and instance id of a runner; None if it does not belong to this pool."""
         return parse_runner_name(config.pool, runner_name)
 
     async def bind(self, state: SetState, config: PoolConfig, event: JobEvent) -> None:

@@ -11,7 +11,7 @@ from remuda.domain.errors import RemudaError
 from remuda.ports.metrics import MetricWriter
 
 HEARTBEATS = "Heartbeats"
-#: Seconds between two writes. Each call and each metric costs money; the alarm looks every 60 seconds.
+#: Seconds between two writes. Each call and each metric costs money; the alarm is evaluated every 60 seconds.
 INTERVAL_S = 50.0
 
 

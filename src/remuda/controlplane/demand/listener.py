@@ -115,7 +115,7 @@ class DemandListener:
 
 
 class ListenerService:
-    """What the holder of the lease runs."""
+    """Service of all runner sets. Only the holder of the lease runs it."""
 
     def __init__(self, demand: DemandContext) -> None:
         self._demand = demand
@@ -398,7 +398,7 @@ def _is_other_set(runner_set: RunnerSet, record: DemandRecord) -> bool:
 
 
 def removed_set(name: str, record: DemandRecord) -> RunnerSet:
-    """What is known about a set that is not configured any more: enough to find it on GitHub."""
+    """A set that is not configured any more, with enough fields to find it on GitHub."""
     return RunnerSet(
         name=name, labels=(name,), resource_class="", scope=record.scope, runner_group=record.runner_group, max=1
     )

@@ -219,7 +219,7 @@ class Reconciler:
         return any(target.wanted for target in self._targets(states, self._context.clock.now()))
 
     def _targets(self, states: Mapping[str, SetState], now: datetime) -> list[WarmTarget]:
-        """What the open windows of all sets ask for. Sets with the same requirements share their idle machines."""
+        """Idle machines that the open windows of all sets require. Sets with the same requirements share them."""
         config = self._config()
         if config.reuse is Reuse.NEVER:
             return []

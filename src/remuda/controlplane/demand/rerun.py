@@ -16,7 +16,7 @@ from remuda.domain.instance import Instance, State
 from remuda.domain.resources import is_repository
 from remuda.domain.timestamps import to_milliseconds
 
-#: Seconds between two looks at a run that has not ended.
+#: Seconds between two reads of a run that has not ended.
 POLL_S = 60.0
 #: Hours after the interruption in which a run must end to be run again.
 GIVE_UP = timedelta(hours=6)

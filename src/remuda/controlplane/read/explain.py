@@ -67,7 +67,7 @@ async def _explain_instance(context: Context, config: PoolConfig, instance_id: s
 
 
 async def _explain_jobs(context: Context, config: PoolConfig, subject: str) -> Explanation:
-    """Explain a run without a provision of its own, or a single job."""
+    """Explain a run without a provision, or a single job."""
     store = context.store
     jobs, single = await asyncio.gather(store.jobs_of_run(subject), store.get_jobs([subject]))
     jobs = jobs or list(single.values())

@@ -142,7 +142,7 @@ class WaitingJobAudit(PartialSweep):
                 continue
             except UserError as error:
                 if not sets_for(repository, self._config.runner_sets):
-                    # Runs with a provision of their own need no permission to read GitHub's queue.
+                    # Runs with their own provision need no permission to read GitHub's queue.
                     continue
                 fix = f"; {error.fix}" if error.fix else ""
                 self._first_seen.since(unaudited_anomaly(repository, f"{error.message}{fix}"))
@@ -217,7 +217,7 @@ class WaitingJobAudit(PartialSweep):
         return self._room_left >= 0
 
     def _is_served(self, job: ListedJob, repository: str) -> bool:
-        """Whether the job is none of ours: it is for runners of GitHub, or of a scope that has runners for it."""
+        """Whether the job needs no runner set: it is for GitHub's runners, or its run or scope has runners for it."""
         wanted = {label.lower() for label in job.labels}
         sets = sets_for(repository, self._config.runner_sets)
         if any(item.serves(job.labels) for item in sets):

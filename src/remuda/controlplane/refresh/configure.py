@@ -124,7 +124,7 @@ async def apply_configuration(context: Context, desired: DesiredConfig, result: 
 
 
 def _checked(given: DesiredConfig, stored: PoolConfig | None) -> DesiredConfig:
-    """What to apply. Raise `UserError` for sets that the rest of the pool's configuration does not allow."""
+    """The configuration to apply. Raises `UserError` for sets that the rest of the configuration does not allow."""
     desired = given.over(stored)
     check_fits_pool(desired.runner_sets, classes=[item.name for item in desired.classes], reuse=desired.reuse)
     return desired

@@ -52,12 +52,12 @@ class FirstSeen:
 
     @property
     def known(self) -> Mapping[str, datetime]:
-        """What earlier sweeps saw."""
+        """Anomalies that earlier sweeps saw, with the time of the first."""
         return self._known
 
     @property
     def seen(self) -> Mapping[str, datetime]:
-        """What this sweep has seen or kept so far."""
+        """Anomalies that this sweep has seen or kept so far."""
         return self._seen
 
     def keep(self, anomaly: str) -> None:
@@ -71,7 +71,7 @@ class FirstSeen:
 
 
 class PartialSweep:
-    """What the sweeps of one refresh have in common."""
+    """Base class of the sweeps of one refresh."""
 
     def __init__(
         self, context: Context, config: PoolConfig, result: RefreshResultBuilder, first_seen: FirstSeen

@@ -319,7 +319,7 @@ def _count_machines(machines: Iterable[SetMachine]) -> tuple[int, int, int]:
 
 
 def _is_warm_for(instance: Instance, runner_set: RunnerSet, reuse: Reuse, now: datetime) -> bool:
-    """Whether the set may take the machine, as far as a look at its record tells."""
+    """Whether the set may take the machine, judged by its record alone."""
     return (
         instance.state is State.IDLE
         and instance.retire_reason is None

@@ -12,7 +12,7 @@ from .home import VERSION_FILE, RunnerHome, say
 
 FINISHED = "update.finished"
 _SCRIPT = """\
-# The real script looks every 2 seconds.
+# The real script polls every 2 seconds.
 while [ -e /proc/{pid} ]; do sleep 0.1; done
 sleep 1
 cd "{root}" || exit 1

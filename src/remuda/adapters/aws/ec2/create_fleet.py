@@ -245,7 +245,7 @@ def requirements(request: RunnerRequest) -> dict[str, Any]:
     if not request.patterns.match_all:
         result["AllowedInstanceTypes"] = list(patterns)
         # Without these, EC2 ignores types that cost over 20 % more than the cheapest one with these attributes, and
-        # has a limit of its own for spot instances (API reference of InstanceRequirementsRequest).
+        # has a separate limit for spot instances (API reference of InstanceRequirementsRequest).
         result["OnDemandMaxPricePercentageOverLowestPrice"] = ANY_PRICE
         result["MaxSpotPriceAsPercentageOfOptimalOnDemandPrice"] = ANY_PRICE
         # EC2 excludes burstable and bare-metal types unless the request includes them.
