@@ -285,7 +285,7 @@ class DemandInvariants:
         world = self._world
         sets = world.scale_sets
         found = sets.find(runner_set.scope, runner_set.name)
-        jobs = [job for job in sets.jobs if not job.is_over and self._waits_for(job, runner_set)]
+        jobs = [job for job in sets.open_jobs if self._waits_for(job, runner_set)]
         held = [job for job in jobs if job.runner_name]
         if len(held) >= runner_set.max:
             self._full_at[runner_set.name] = now
@@ -352,8 +352,8 @@ class DemandInvariants:
         served = self.configured_sets
         return [
             job
-            for job in self._world.scale_sets.jobs
-            if not job.is_over and (job.runner_name or any(item.serves(job.labels) for item in served))
+            for job in self._world.scale_sets.open_jobs
+            if job.runner_name or any(item.serves(job.labels) for item in served)
         ]
 
     def check_jobs(self) -> None:

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from remuda.domain.demand import JobRecord
@@ -57,6 +58,7 @@ class FaultyPort:
         self._world = world
         self._process = process
         self._faults = world.faults
+        self._enabled = world.faults.enabled
         self._rng = world.faults.rng
 
     def __getattr__(self, operation: str) -> Any:
@@ -81,11 +83,11 @@ class FaultyPort:
             await self._world.loop.sleep(self._rng.random() * LATENCY_S)
 
     def _inject(self, fault: Fault, probability: float, subjects: Iterable[str] = ()) -> bool:
-        injected = self._faults.inject(fault, probability, subjects)
-        if injected:
-            self._process.faults.append(fault)
-            self._process.last_fault_at = self._world.loop.time()
-        return injected
+        if fault not in self._enabled or not self._faults.inject(fault, probability, subjects):
+            return False
+        self._process.faults.append(fault)
+        self._process.last_fault_at = self._world.loop.time()
+        return True
 
     def _trace(self, operation: str, subjects: Sequence[str] = ()) -> None:
         self._process.subjects = subjects
@@ -304,7 +306,7 @@ class FaultyStore(FaultyPort):
 
     def _subjects(self, given: tuple[Any, ...]) -> list[str]:
         """Instances that a call is about."""
-        first = given[0] if given else None
+        first: Any = given[0] if given else None
         if isinstance(first, str):
             return [first] if first.startswith("i-") else []
         if isinstance(first, Provision):
@@ -315,10 +317,17 @@ class FaultyStore(FaultyPort):
             ]
         if isinstance(first, Change):
             return [first.instance_id]
-        if isinstance(first, Collection) and not isinstance(first, Mapping):
+        kind: Any = type(first)
+        if _is_collection(kind):
             ids = (item.instance_id if isinstance(item, Change | JobRecord) else item for item in first)
             return sorted(item for item in ids if item.startswith("i-"))
         return []
+
+
+@cache
+def _is_collection(kind: type) -> bool:
+    """Cached, because checks of abstract classes are slow."""
+    return issubclass(kind, Collection) and not issubclass(kind, Mapping)
 
 
 class FaultyPool(FaultyPort):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from remuda.domain.instance import Instance, RetireReason, State
@@ -110,9 +111,10 @@ def transition_violations(before: Instance, after: Instance) -> Iterator[tuple[s
 
 
 def is_secret(text: str) -> bool:
-    return any(mark in text for mark in _SECRETS)
+    return any(map(text.__contains__, _SECRETS))
 
 
+@lru_cache(maxsize=4_096)
 def parse_runner(name: str) -> tuple[int, str] | None:
     """(epoch, instance id) of a runner of this pool, or None for any other runner."""
     found = _OURS.fullmatch(name)

@@ -935,8 +935,8 @@ MUTANTS: tuple[Mutant, ...] = (
         expression(
             _SUPPLY,
             "decide_supply",
-            "acquiring + sum(use in SUPPLY for use in uses.values())",
-            "sum(use in SUPPLY for use in uses.values())",
+            "acquiring + sum(map(SUPPLY.__contains__, used))",
+            "sum(map(SUPPLY.__contains__, used))",
         ),
         settings=_CALM_SETS,
     ),

@@ -68,6 +68,10 @@ class MemoryMachine:
     ending_at: datetime | None = None
     reason: str = ""
 
+    @property
+    def ends_at(self) -> datetime:
+        return self.dead_man_at if self.ending_at is None else min(self.dead_man_at, self.ending_at)
+
 
 class Watcher(Protocol):
     """Called within the call that launches or terminates a machine. Dead-man timers end machines without a call."""
@@ -110,7 +114,7 @@ class MemoryCloud:
         if machine is None:
             return None
         now = self.clock.now()
-        ending_at = min(machine.dead_man_at, machine.ending_at or machine.dead_man_at)
+        ending_at = machine.ends_at
         ended_at = ending_at + self.shutting_down
         if now >= ended_at:
             return MachineState.TERMINATED if now < ended_at + self.remembers else None
@@ -120,7 +124,8 @@ class MemoryCloud:
 
     def is_alive(self, instance_id: str) -> bool:
         """Whether anything may still run on the machine."""
-        return self.state(instance_id) in {MachineState.PENDING, MachineState.RUNNING}
+        machine = self.machines.get(instance_id)
+        return machine is not None and self.clock.now() < machine.ends_at
 
     def view(self, instance_id: str) -> MachineView | None:
         state = self.state(instance_id)

@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
+from functools import lru_cache
 from typing import Any
 
 from remuda.domain.demand import DemandMessage, DemandStatistics, JobEvent, JobEventKind
@@ -68,7 +69,12 @@ class MemoryScaleSet:
     def serves(self, job: MemoryDemandJob) -> bool:
         repository, scope = job.repository.lower(), self.scope.lower()
         in_scope = repository == scope or repository.startswith(f"{scope}/")
-        return in_scope and {label.lower() for label in job.labels} <= {label.lower() for label in self.labels}
+        return in_scope and _lowered(tuple(job.labels)) <= _lowered(tuple(self.labels))
+
+
+@lru_cache(maxsize=256)
+def _lowered(labels: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(label.lower() for label in labels)
 
 
 class MemoryScaleSets:
@@ -100,6 +106,7 @@ class MemoryScaleSets:
         self.restarts_ids = restarts_ids
         self.sets: dict[int, MemoryScaleSet] = {}
         self.jobs: list[MemoryDemandJob] = []
+        self._open: list[MemoryDemandJob] = []
         self._last_id = 0
         github.scale_sets = self
 
@@ -186,6 +193,7 @@ class MemoryScaleSets:
         known = {"name": f"job {number}", **known}
         job = MemoryDemandJob(job_id=number, key=key or f"job-{number}", queued_at=now, waits_until=now, **known)
         self.jobs.append(job)
+        self._open.append(job)
         return job
 
     def cancel(self, job: MemoryDemandJob) -> None:
@@ -322,6 +330,12 @@ class MemoryScaleSets:
         runner.registered_at = self.clock.now()
         return runner
 
+    @property
+    def open_jobs(self) -> list[MemoryDemandJob]:
+        """Jobs that are not over, in the order in which they were queued."""
+        self._open = [job for job in self._open if not job.is_over]
+        return self._open
+
     # Time
 
     def settle(self) -> None:
@@ -340,10 +354,10 @@ class MemoryScaleSets:
             unused = runner.scale_set_id and runner.registered_at is not None and not runner.was_online
             if unused and runner.registered_at is not None and now - runner.registered_at >= self.never_used:
                 self.github.delete(runner.scope, runner.runner_id)
-        for job in self.jobs:
+        for job in self.open_jobs:
             if not job.is_over and not job.runner_name and job.lapses_at is not None and job.lapses_at <= now:
                 self._lapse(job)
-        for job in self.jobs:
+        for job in self.open_jobs:
             if not job.is_over and not job.set_id:
                 self._find_set(job)
 
@@ -351,8 +365,8 @@ class MemoryScaleSets:
         """The next time at which `settle` has something to do for jobs."""
         now = self.clock.now()
         times: list[datetime] = []
-        for job in self.jobs:
-            if job.is_over or job.runner_name:
+        for job in self.open_jobs:
+            if job.runner_name:
                 continue
             times += [at for at in (job.lapses_at, None if job.set_id else job.waits_until) if at is not None]
         for scale_set in self.sets.values():
@@ -452,7 +466,7 @@ class MemoryScaleSets:
             self.offer(runner)
 
     def _of(self, set_id: int) -> list[MemoryDemandJob]:
-        return [job for job in self.jobs if job.set_id == set_id and not job.is_over]
+        return [job for job in self.open_jobs if job.set_id == set_id]
 
     def runners_of(self, set_id: int) -> list[MemoryRunner]:
         return [runner for runner in self.github.runners.values() if runner.scale_set_id == set_id]

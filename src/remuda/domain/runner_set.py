@@ -91,7 +91,7 @@ class RunnerSet:
 
     @property
     def patterns(self) -> TypePatterns:
-        return TypePatterns.parse(self.allowed_instance_types)
+        return _patterns(self.allowed_instance_types)
 
     def serves(self, labels: Sequence[str]) -> bool:
         """Whether GitHub may assign a job with these labels to the set (facts: matching by superset, ignoring case)."""
@@ -123,6 +123,11 @@ class RunnerSet:
 
 def is_set_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None
+
+
+@lru_cache(maxsize=256)
+def _patterns(text: str) -> TypePatterns:
+    return TypePatterns.parse(text)
 
 
 @lru_cache(maxsize=256)

@@ -35,7 +35,7 @@ class Signal(StrEnum):
 
     @property
     def rank(self) -> int:
-        return _ORDER.index(self) + 1
+        return _RANKS[self]
 
     @property
     def failed(self) -> bool:
@@ -46,7 +46,7 @@ class Signal(StrEnum):
         return _MEANINGS[self]
 
 
-_ORDER = tuple(Signal)
+_RANKS = {signal: rank for rank, signal in enumerate(Signal, start=1)}
 #: Signals that end a wait for the registration.
 _REGISTRATION_FAILURES = frozenset({Signal.UD_FAILED, Signal.UD_REG_FAILED})
 #: Signals that end a wait for the reset machine.
@@ -109,7 +109,9 @@ class Report:
     def __post_init__(self) -> None:
         # A compromised machine can write any text, and it is shown on terminals and in logs.
         for name in ("detail", "notice", "version"):
-            object.__setattr__(self, name, truncate(getattr(self, name), MAX_DETAIL))
+            text = getattr(self, name)
+            if (safe := truncate(text, MAX_DETAIL)) != text:
+                object.__setattr__(self, name, safe)
         if self.duration_s is not None and not 0 <= self.duration_s <= MAX_DURATION_S:
             object.__setattr__(self, "duration_s", None)
 

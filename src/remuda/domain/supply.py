@@ -197,9 +197,9 @@ def decide_supply(
     for machine in machines:
         _classify(machine, draft, lifetimes=lifetimes, now=now)
     uses = draft.uses
-    supply = acquiring + sum(use in SUPPLY for use in uses.values())
-    finishing = sum(use is MachineUse.FINISHING for use in uses.values())
-    working = sum(use is MachineUse.WORKING for use in uses.values())
+    used = list(uses.values())
+    supply = acquiring + sum(map(SUPPLY.__contains__, used))
+    finishing, working = used.count(MachineUse.FINISHING), used.count(MachineUse.WORKING)
     vacant = supply - finishing - working
     # A machine may report the start and the end of a job before GitHub's messages about them are here.
     started = sum(_has_taken_job(item, uses) for item in machines)
@@ -247,8 +247,8 @@ def _with_trust(machine: SetMachine, runner_set: RunnerSet) -> SetMachine:
     return replace(machine, unwanted=f"it is {tier}, and its set is {trust} now")
 
 
-def _due(steps: Iterable[MachineStep]) -> tuple[MachineStep, ...]:
-    return tuple(step for step in steps if not step.machine.handled)
+def _due(steps: list[MachineStep]) -> tuple[MachineStep, ...]:
+    return tuple(step for step in steps if not step.machine.handled) if steps else ()
 
 
 def _describe(runner_set: RunnerSet, window: CapacityWindow, jobs: int, *, draining: bool) -> str:
@@ -418,6 +418,8 @@ def _decide_ready(machines: Sequence[SetMachine], surplus: frozenset[str], draft
     taken = 0
     for machine in machines:
         instance, use = machine.instance, draft.uses.get(machine.instance.instance_id)
+        if use not in {MachineUse.READY, MachineUse.FILLING}:
+            continue
         has_booted = boot_verdict(machine.report, instance.epoch) is Verdict.OK
         if use is MachineUse.READY and instance.instance_id not in surplus:
             draft.equip.append(MachineStep(machine=machine, why="ready for a job"))
@@ -426,9 +428,11 @@ def _decide_ready(machines: Sequence[SetMachine], surplus: frozenset[str], draft
             draft.equip.append(MachineStep(machine=machine, why="launched for the pool, and a job needs it"))
         elif use is MachineUse.READY and instance.state is State.CLAIMED:
             draft.withdraw.append(MachineStep(machine=machine, why="no job needs it any more"))
-        elif (use is MachineUse.READY or (use is MachineUse.FILLING and has_booted)) and instance.retire_reason is None:
+        elif use is MachineUse.FILLING and not has_booted:
+            continue
+        elif instance.retire_reason is None:
             draft.fill.append(MachineStep(machine=machine, why="booted"))
-        elif use is MachineUse.READY or (use is MachineUse.FILLING and has_booted):
+        else:
             draft.end.append(MachineStep(machine=machine, why=f"no job needs it, and {instance.retire_text}"))
     return taken
 

@@ -17,7 +17,8 @@ def sanitize(text: str) -> str:
 
 def truncate(text: str, limit: int) -> str:
     """Sanitize a text and cut it to `limit` characters."""
-    return sanitize(text[:limit])[:limit]
+    text = text[:limit]
+    return text if text.isprintable() else sanitize(text)[:limit]
 
 
 def quote(value: Any, limit: int) -> str:

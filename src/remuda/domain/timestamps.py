@@ -22,7 +22,7 @@ def from_text(text: str) -> datetime:
 
 def to_milliseconds(at: datetime) -> datetime:
     """Cut to milliseconds, the precision of the text."""
-    return at.replace(microsecond=at.microsecond // 1000 * 1000)
+    return at - timedelta(microseconds=at.microsecond % 1000)
 
 
 def after(at: datetime, seconds: float) -> datetime:
