@@ -10,10 +10,11 @@ from typing import Any, NoReturn
 
 import pytest
 
-from remuda.controlplane.demand import DemandListener
+from remuda.controlplane.demand import DemandListener, reconciler
 from remuda.controlplane.demand.lease import LeaseLost
 from remuda.controlplane.demand.listener import FINISH_S
 from remuda.controlplane.demand.observer import SEARCH_S
+from remuda.controlplane.demand.reconciler import DEFICIT_PAUSE_S
 from remuda.controlplane.operator import drain
 from remuda.domain.demand import DemandRecord, DemandStatistics, JobEvent, JobEventKind
 from remuda.domain.errors import CapacityError, Unavailable
@@ -21,6 +22,7 @@ from remuda.domain.instance import RetireReason, State
 from remuda.domain.provision import ProvisionStatus
 from remuda.domain.resources import Tier
 from remuda.domain.signals import Signal
+from remuda.domain.supply import SupplyPlan, decide_supply
 from remuda.domain.thresholds import HEARTBEAT_DEAD_AFTER_S
 from remuda.ports.github import GitHubRun
 from remuda.ports.machine import StepResult
@@ -675,3 +677,24 @@ async def test_statistics_of_yesterday_launch_nothing(sets: DemandWorld) -> None
     record = sets.database.demand["large"]
     assert record.error == "GitHub does not answer"
     assert record.failing_since is not None
+
+
+async def test_set_that_cannot_get_runners_yet_is_decided_at_intervals(
+    sets: DemandWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The set does not exist on GitHub yet, so nothing can be acquired for its jobs."""
+    sets.database.demand["large"] = DemandRecord(
+        runner_set="large", scope=SCOPE, statistics=DemandStatistics(assigned=3), updated_at=sets.clock.now()
+    )
+    decisions = 0
+
+    def counted(*arguments: Any, **named: Any) -> SupplyPlan:
+        nonlocal decisions
+        decisions += 1
+        return decide_supply(*arguments, **named)
+
+    monkeypatch.setattr(reconciler, "decide_supply", counted)
+    sets.listen(failing("source.find_set", Unavailable("GitHub does not answer")))
+    await asyncio.sleep(60.0)
+    assert not sets.database.instances
+    assert 60 / DEFICIT_PAUSE_S / 2 < decisions < 60

@@ -36,6 +36,8 @@ from remuda.domain.transitions import Renew
 #: Least and most seconds between two decisions of a set that nothing wakes. Capacity windows open at a minute.
 MIN_PAUSE_S = 0.2
 MAX_PAUSE_S = 60.0
+#: The same while a set has fewer runners than it wants and waits for machines that come to the pool.
+DEFICIT_PAUSE_S = 2.0
 #: Seconds after an unexpected error in a decision.
 ERROR_PAUSE_S = 10.0
 
@@ -96,7 +98,8 @@ class Reconciler:
         if plan.recheck_at is not None:
             times.append((plan.recheck_at - clock.now()).total_seconds())
         if plan.deficit:
-            times.append(state.retry_at - clock.monotonic())
+            retry_s = state.retry_at - clock.monotonic()
+            times.append(retry_s if retry_s > 0 else DEFICIT_PAUSE_S)
         times += [
             machine.retry_at - clock.monotonic()
             for machine in self._table.of_set(state.name)
