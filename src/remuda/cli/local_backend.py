@@ -199,7 +199,7 @@ def run_up(settings: Settings, output: Output) -> int:
     already = "" if result.started else " (was already running)"
     output.say(f"local backend in {settings.dir}: GitHub at {result.url}{already}")
     if result.configured:
-        output.say("the pool has its default configuration; 'remuda refresh' changes it")
+        output.say("the pool is configured with the current settings; 'remuda refresh' applies later changes")
     others = running_backends(settings)
     if others:
         output.say(f"also running: the local backend in {' and in '.join(others)}")

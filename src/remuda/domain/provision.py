@@ -246,7 +246,7 @@ def describe_status(provision: Provision, lost: Sequence[str]) -> str:
         sentence = "it lost its only instance" if total == 1 else f"it lost all {total} of its instances"
     else:
         sentence = f"it lost {len(lost)} of its {total} instances: {', '.join(lost)}"
-    # The reason of a commit is that all instances were running.
+    # The reason of a commit is that all instances started.
     return sentence if provision.status is ProvisionStatus.COMMITTED else f"{provision.why}; {sentence}"
 
 
@@ -273,7 +273,7 @@ def committed(
         status=ProvisionStatus.COMMITTED,
         instance_ids=instance_ids,
         deadline=deadline,
-        why="all instances are running",
+        why="all instances started",
         outcome=outcome,
     )
 
