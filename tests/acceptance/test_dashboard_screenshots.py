@@ -10,6 +10,7 @@ import sys
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import datetime, timedelta
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,11 +18,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from remuda.adapters.system.clock import SystemClock
-from remuda.domain.provision import Provision
+from remuda.domain.budget import Spending
+from remuda.domain.demand import JobRecord
+from remuda.domain.provision import Provision, ProvisionEnding
+from remuda.domain.timestamps import to_milliseconds
 from tests.support.browser import accessibility_violations, opened, ready, wait
 from tests.support.dashboard import (
     SAMPLE_SETS,
     Dashboard,
+    SampleInstance,
     chromium,
     environment,
     in_sets,
@@ -31,7 +36,9 @@ from tests.support.dashboard import (
     sample_provisions,
     with_quarantine,
     write_demand,
+    write_reports,
     write_samples,
+    write_sweep,
 )
 from tests.support.namespace_machine.machine import quiet_network
 
@@ -44,11 +51,13 @@ PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
 #: Set by `make screenshots`.
 IS_RENEWAL = bool(os.environ.get("REMUDA_WRITE_SCREENSHOTS"))
 INSTANCES, TRANSITIONS = 90, 1_900
-WIDE: dict[str, Any] = {"viewport": {"width": 1440, "height": 900}}
+WIDE: dict[str, Any] = {"viewport": {"width": 1440, "height": 1150}}
 MEDIUM: dict[str, Any] = {"viewport": {"width": 1024, "height": 768}}
 PHONE: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
 SIZES = {"1440": WIDE, "1024": MEDIUM, "390": PHONE}
 SCHEMES = ("light", "dark")
+#: Instances with their histories, and jobs.
+Fleet = tuple[list[SampleInstance], list[JobRecord]]
 
 
 @pytest.fixture(scope="module")
@@ -58,17 +67,39 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A pool with runs of several repositories, runner sets with waiting jobs, and machines in quarantine."""
+def fleet() -> Fleet:
+    now = SystemClock().now()
+    machines = sample_fleet(INSTANCES, TRANSITIONS, now=now, seed=7, ended=0.35)
+    return in_sets(with_quarantine(machines, now=now), pool="ci", now=now)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, fleet: Fleet) -> Path:
+    """A pool with runs of several repositories, runner sets with waiting jobs, machines in quarantine, and warnings."""
     folder, now = tmp_path_factory.mktemp("pool") / "state", SystemClock().now()
-    file = prepare_store(folder, pool="ci", runner_sets=SAMPLE_SETS)
-    fleet = sample_fleet(INSTANCES, TRANSITIONS, now=now, seed=7, ended=0.35)
-    samples, jobs = in_sets(with_quarantine(fleet, now=now), pool="ci", now=now)
+    spending = Spending(until=to_milliseconds(now), amount=421.37)
+    file = prepare_store(
+        folder,
+        pool="ci",
+        runner_sets=SAMPLE_SETS,
+        applied_at=to_milliseconds(now),
+        monthly_budget=500.0,
+        spending=spending,
+    )
+    samples, jobs = fleet
     names = cycle(record.instance_id for record, _ in samples)
     runs = [_on_instances(run, names) for run in sample_provisions(120, now=now, span_s=5_000)]
+    runs[-14] = _failed(runs[-14], now=now)
     write_samples(file, samples, runs, now=now)
     write_demand(file, jobs, now=now)
+    write_sweep(file, now=now)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _heartbeats(folder: Path, fleet: Fleet) -> None:
+    """Without new heartbeats, the agents of the sample would count as dead after a while."""
+    write_reports(folder / "remuda.db", fleet[0], now=SystemClock().now())
 
 
 def _on_instances(run: Provision, names: Iterator[str]) -> Provision:
@@ -76,6 +107,14 @@ def _on_instances(run: Provision, names: Iterator[str]) -> Provision:
     assert run.outcome is not None
     acquired = tuple(replace(item, instance_id=next(names)) for item in run.outcome.acquired)
     return replace(run, outcome=replace(run.outcome, acquired=acquired))
+
+
+def _failed(run: Provision, *, now: datetime) -> Provision:
+    assert run.outcome is not None
+    error = "no capacity for c6i.large in eu-central-1a, eu-central-1b"
+    outcome = replace(run.outcome, error=error, acquired=(), reused=0, created=0)
+    at = to_milliseconds(now - timedelta(minutes=6))
+    return replace(run, ending=ProvisionEnding.FAILED, why=error, outcome=outcome, released_at=at)
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +178,9 @@ TOO_WIDE = """() => [...document.querySelectorAll('.scroll'), document.documentE
 def test_dashboard(browser: Browser, dashboard: Dashboard, tmp_path: Path, width: str, scheme: str) -> None:
     with opened(browser, dashboard.url, color_scheme=scheme, **SIZES[width]) as page:
         drawn(page)
-        if width == "390":
+        kinds = page.eval_on_selector_all("#warnings .kind", "all => all.map(e => e.textContent)")
+        assert set(kinds) >= {"budget", "stale-heartbeat", "spot-notice", "waiting-job", "provision-failed"}
+        if (width, scheme) == ("390", "dark"):
             page.evaluate("document.getElementById('timeline-title').scrollIntoView()")
         take(page, f"dashboard-{width}-{scheme}", tmp_path)
         assert accessibility_violations(page) == {}
@@ -224,6 +265,8 @@ def test_ended_machines_leave_the_window(browser: Browser, dashboard: Dashboard)
         page.clock.install()
         page.reload()
         drawn(page)
+        # An update would set the time of the page back to that of the server.
+        page.context.set_offline(offline=True)
         page.clock.fast_forward(300_000)
         wait(page, f"{shown} === '{live} instances; {INSTANCES - live} ended earlier'")
 

@@ -385,10 +385,19 @@ def test_provision_after_down_reports_that_the_backend_is_down(folder: Path):
 
 def test_purge_removes_only_files_of_the_backend(folder: Path):
     remuda(folder, "up")
+    assert (folder / ".gitignore").read_text() == "*\n", "git does not offer the credentials for a commit"
     mine = folder / "mine.txt"
     mine.write_text("keep me")
     assert remuda(folder, "down", "--purge")[0] == 0
     assert [item.name for item in folder.iterdir()] == ["mine.txt"]
+
+
+def test_folder_of_the_user_keeps_its_files(folder: Path):
+    folder.mkdir()
+    (folder / ".gitignore").write_text("build\n")
+    remuda(folder, "up")
+    assert remuda(folder, "down", "--purge")[0] == 0
+    assert {item.name: item.read_text() for item in folder.iterdir()} == {".gitignore": "build\n"}
 
 
 def test_folder_belongs_to_one_pool(folder: Path):

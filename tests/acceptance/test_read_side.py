@@ -61,7 +61,7 @@ async def test_status_explain_and_report_of_a_pool(backend: LocalBackend) -> Non
     ]
     assert texts[-1].startswith("complete after ")
     text = await stdout_of(backend, "explain", "42")
-    assert text.splitlines()[0] == "Run 42: committed (all instances are running)"
+    assert text.splitlines()[0] == "Run 42: committed (all instances started)"
     assert "\x1b" not in text
 
     explanation = (await backend.run("explain", f"remuda-default-2-{reused}")).document

@@ -123,6 +123,7 @@ def test_failed_job_skips_dependents_and_still_releases(backend: Path, tmp_path:
     }
     assert set(states(backend)) == {"idle"}
     assert "GITHUB_RUN_ID=9002" in done.stderr, "the jobs' environment"
+    assert "run 9002: failure of test (1), test (2); --rerun-failed runs the failed jobs again" in done.stderr
     check_secrets(backend, scanner, done, processes)
 
 

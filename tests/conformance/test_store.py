@@ -463,6 +463,7 @@ async def test_replacing_a_provision_is_conditional(store: InstanceStore, other:
     )
     assert await conflict(other.replace_provision(replace(committed, instance_ids=()), opened)) == committed
     assert await conflict(other.replace_provision(replace(committed, settled=True), opened)) == committed
+    assert await conflict(other.replace_provision(replace(committed, nonce="other"), opened)) == committed
     released = provisions.released(committed, now=at(1), why="done")
     # Fields that are not part of the condition may differ.
     await other.replace_provision(replace(committed, why="another reason"), released)

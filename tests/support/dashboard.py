@@ -33,7 +33,16 @@ from remuda.domain.demand import LISTENER_LEASE, DemandRecord, DemandStatistics,
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import Actor, HistoryEntry, Instance, RetireReason, State
 from remuda.domain.pool_config import PoolConfig, runner_name
-from remuda.domain.provision import AcquiredRunner, Provision, ProvisionOutcome, ProvisionStatus, RunnerSource
+from remuda.domain.provision import (
+    AcquiredRunner,
+    Provision,
+    ProvisionEnding,
+    ProvisionOutcome,
+    ProvisionStatus,
+    RunnerSource,
+)
+from remuda.domain.reporting.demand import QueuedJob
+from remuda.domain.reporting.warnings import SWEEP_DUE
 from remuda.domain.resources import DEFAULT_CLASSES, UsageClass
 from remuda.domain.runner_set import RunnerSet
 from remuda.domain.signals import Report
@@ -225,27 +234,20 @@ _DURATION_S = {
 _SHORT = frozenset({State.CLAIMED, State.RELEASING})
 
 
-def prepare_store(
-    folder: Path,
-    *,
-    pool: str = "default",
-    lifetimes: Lifetimes | None = None,
-    runner_sets: tuple[RunnerSet, ...] = (),
-) -> Path:
+def prepare_store(folder: Path, *, pool: str = "default", **configured: Any) -> Path:
     """Create a state folder like `remuda up` and `refresh`, but without processes. Return the store's file."""
     (folder / "github").mkdir(parents=True)
     write_endpoint(folder / "github", Endpoint(url="http://127.0.0.1:9", pid=os.getpid(), token="none"))
     file = folder / "remuda.db"
     create(file, folder / ".new.db")
-    config = PoolConfig(
-        pool=pool,
-        classes=DEFAULT_CLASSES,
-        lifetimes=lifetimes or Lifetimes(),
-        max_instances=5_000,
-        github_url="https://github.com",
-        applied_at=NOW,
-        runner_sets=runner_sets,
-    )
+    values: dict[str, Any] = {
+        "classes": DEFAULT_CLASSES,
+        "lifetimes": Lifetimes(),
+        "max_instances": 5_000,
+        "github_url": "https://github.com",
+        "applied_at": NOW,
+    }
+    config = PoolConfig(pool=pool, **{**values, **configured})
     with_store(file, lambda connection: tables.write_single(connection, "config", encode(config)))
     return file
 
@@ -270,14 +272,44 @@ def write_samples(
                 [(record.instance_id, number, encode(each)) for number, each in enumerate(before, start=1)],
             )
             tables.write_instance(connection, record, last)
-            report = Report(instance_id=record.instance_id).with_heartbeat(
-                at=to_milliseconds(now), busy=record.state is State.RUNNING, listening=True, notice="", version="1"
-            )
-            tables.write_report(connection, report)
+            tables.write_report(connection, sample_report(record, now=now))
         for provision in provisions:
             tables.write_provision(connection, provision)
 
     with_store(file, work)
+
+
+def sample_report(record: Instance, *, now: datetime, notice: str = "") -> Report:
+    return Report(instance_id=record.instance_id).with_heartbeat(
+        at=to_milliseconds(now), busy=record.state is State.RUNNING, listening=True, notice=notice, version="1"
+    )
+
+
+def write_reports(file: Path, samples: Iterable[SampleInstance], *, now: datetime) -> None:
+    """Write the heartbeats of all machines but one, whose agent has died, and one interruption."""
+    running = [record for record in live_instances(list(samples)) if record.state is State.RUNNING]
+    dead, interrupted = running[0].instance_id, running[1].instance_id
+
+    def work(connection: sqlite3.Connection) -> None:
+        for record, _ in samples:
+            at = now - timedelta(minutes=4) if record.instance_id == dead else now
+            notice = f"terminate at {now + timedelta(minutes=2):%H:%M:%S}" if record.instance_id == interrupted else ""
+            tables.write_report(connection, sample_report(record, now=at, notice=notice))
+
+    with_store(file, work)
+
+
+def write_sweep(file: Path, *, now: datetime) -> None:
+    """Write what sweeps remember: the next one is due in an hour, and a job waits for a label that no runner has."""
+    job = QueuedJob(
+        job_id="48213377001",
+        run_id=str(FIRST_RUN + 117),
+        repository=SAMPLE_REPOSITORIES[0],
+        name="train",
+        labels=("self-hosted", "remuda", "gpu"),
+    )
+    first_seen = {SWEEP_DUE: now + timedelta(hours=1), job.anomaly(): now - timedelta(minutes=9)}
+    with_store(file, lambda connection: tables.write_single(connection, "first_seen", encode(first_seen)))
 
 
 #: Repositories of runs and jobs, with names as long as real ones.
@@ -477,6 +509,7 @@ def sample_provisions(count: int, *, now: datetime, span_s: float, seed: int = 2
         created = 0 if rng.random() < 0.1 + 0.75 * number / count else rng.randint(1, count_wanted)
         seconds = rng.uniform(32, 75) if created else rng.uniform(0.6, 3.5)
         failed = rng.random() < 0.02
+        is_over = failed or number < count - 12
         outcome = ProvisionOutcome(
             ended_at=began + timedelta(seconds=seconds),
             seconds=seconds,
@@ -496,11 +529,12 @@ def sample_provisions(count: int, *, now: datetime, span_s: float, seed: int = 2
             count=count_wanted,
             created_at=began,
             deadline=began + timedelta(seconds=3_600),
-            status=ProvisionStatus.RELEASED if failed or number < count - 12 else ProvisionStatus.COMMITTED,
-            why="gave up" if failed else "all instances are running",
+            status=ProvisionStatus.RELEASED if is_over else ProvisionStatus.COMMITTED,
+            why="gave up" if failed else "all instances started",
             outcome=outcome,
-            released_at=began + timedelta(seconds=600) if number < count - 12 else None,
-            settled=number < count - 12,
+            released_at=(outcome.ended_at if failed else began + timedelta(seconds=600)) if is_over else None,
+            ending=(ProvisionEnding.FAILED if failed else ProvisionEnding.RELEASED) if is_over else None,
+            settled=is_over,
         )
 
 

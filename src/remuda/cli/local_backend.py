@@ -55,6 +55,8 @@ PRIVATE_MODE = 0o700
 
 GITHUB = "github"
 SWEEPER = "sweeper"
+GIT_IGNORE = ".gitignore"
+IGNORE_ALL = "*\n"
 LISTENER = "listener"
 
 
@@ -197,10 +199,10 @@ def run_up(settings: Settings, output: Output) -> int:
     already = "" if result.started else " (was already running)"
     output.say(f"local backend in {settings.dir}: GitHub at {result.url}{already}")
     if result.configured:
-        output.say("the pool has its default configuration; 'remuda refresh' changes it")
+        output.say("the pool is configured with the current settings; 'remuda refresh' applies later changes")
     others = running_backends(settings)
     if others:
-        output.say(f"another local backend is running in {', '.join(others)}")
+        output.say(f"also running: the local backend in {' and in '.join(others)}")
     output.result(
         {
             "dir": str(settings.dir),
@@ -317,9 +319,13 @@ def _locked(places: LocalLayout, *, wait: bool = True) -> Iterator[None]:
 
 
 def _make_folders(places: LocalLayout) -> None:
+    is_new = not places.root.exists()
     try:
         for folder in (places.root, places.logs, places.github, places.instances):
             folder.mkdir(mode=PRIVATE_MODE, parents=True, exist_ok=True)
+        if is_new:
+            # Users start it in their repositories, and the folder contains credentials.
+            (places.root / GIT_IGNORE).write_text(IGNORE_ALL, encoding="utf-8")
     except OSError as error:
         raise UserError(
             f"--dir {places.root} cannot be used: {error.strerror}",
@@ -383,6 +389,9 @@ def _purge(places: LocalLayout) -> None:
         shutil.rmtree(folder, ignore_errors=True)
     for file in (*places.root.glob(f"{places.database.name}*"), places.root / "up.lock"):
         file.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        if (places.root / GIT_IGNORE).read_text(encoding="utf-8") == IGNORE_ALL:
+            (places.root / GIT_IGNORE).unlink()
     with contextlib.suppress(OSError):
         places.root.rmdir()
 

@@ -161,7 +161,9 @@ async def run_workflow(
                 )
     failed = [result for result in results if result.result not in {"success", "skipped"}]
     conclusion = "failure" if failed else "success"
-    output.say(f"run {run_id}: {conclusion}", style="bold red" if failed else "bold green")
+    names = ", ".join(result.name for result in failed)
+    failure = f"run {run_id}: failure of {names}; --rerun-failed runs the failed jobs again"
+    output.say(failure if failed else f"run {run_id}: success", style="bold red" if failed else "bold green")
     output.result(
         {
             "run_id": run_id,
@@ -389,7 +391,8 @@ class WorkflowRun:
             took = f"step {number} ({name}): {step.outcome} after {step.seconds:.2f} s"
             if step.outcome == "failure" and not self._verbose:
                 lines = step.tail.splitlines()
-                self._say(result.name, f"{took}; the last {min(len(lines), SHOWN_LINES)} lines (--verbose shows all):")
+                hidden = f"; its last {SHOWN_LINES} lines (--verbose shows all):" if len(lines) > SHOWN_LINES else ":"
+                self._say(result.name, f"{took}{hidden}")
                 self._say_lines(result.name, lines[-SHOWN_LINES:])
             elif step.outcome != "skipped":
                 self._say(result.name, took)
@@ -439,7 +442,7 @@ class WorkflowRun:
         why = describe_missing_labels(
             job.labels, self._runner_sets, run_id=run_id, runs={run_id: list(of_run)} if of_run else {}
         )
-        self._say(job.name, f"queued for {', '.join(job.labels)}, but {why}")
+        self._say(job.name, f"queued for {', '.join(job.labels)}, but {why}; it waits, Ctrl-C cancels the run")
 
     async def _queue(self, job: ResolvedJob) -> JobView:
         """Queue the job. If interrupted, wait for the job's id in order to cancel it."""

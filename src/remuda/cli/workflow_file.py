@@ -47,7 +47,7 @@ MAX_DEPTH = 50
 MAX_BITS = 64
 DEFAULT_TIMEOUT_MIN = 60.0
 MAX_TIMEOUT_MIN = 1_440.0
-SYNTAX_PAGE = "docs/reference/commands.md#run-workflow"
+SYNTAX_PAGE = "https://github.com/your-org/remuda/blob/main/docs/reference/commands.md#run-workflow"
 
 _WORKFLOW_KEYS = frozenset(
     {"name", "run-name", "on", "env", "defaults", "jobs", "permissions", "concurrency"},

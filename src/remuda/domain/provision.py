@@ -6,7 +6,10 @@ see how a released provision ended: `Provision.shown_status`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import itertools
+import json
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import StrEnum
@@ -139,6 +142,8 @@ class ProvisionEnding(StrEnum):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Provision:
     provision_id: str
+    #: Tells two processes apart that write a provision with the same id at the same moment.
+    nonce: str = ""
     run_id: str
     attempt: int
     resource_class: str
@@ -183,7 +188,8 @@ class Provision:
 
     def is_as_stored(self, current: Provision | None) -> bool:
         """Whether the stored record is unchanged in the fields that a replacement is conditional on."""
-        return current is not None and (current.status, current.instance_ids, current.settled) == (
+        return current is not None and (current.nonce, current.status, current.instance_ids, current.settled) == (
+            self.nonce,
             self.status,
             self.instance_ids,
             self.settled,
@@ -194,6 +200,19 @@ class Provision:
         if self.status is ProvisionStatus.RELEASED:
             return not self.settled
         return self.deadline <= deadline_before
+
+
+def exclusive_id(run_id: str, attempt: int, resource_class: str, stored_ids: Collection[str]) -> str:
+    """Return the id of the next provision that is to be the only one of its run, attempt and class.
+
+    Processes that see the same stored provisions get the same id, so only one of them can write its record.
+    """
+    for number in itertools.count():
+        key = json.dumps([run_id, attempt, resource_class, number])
+        provision_id = f"p-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+        if provision_id not in stored_ids:
+            return provision_id
+    raise AssertionError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,7 +246,7 @@ def describe_status(provision: Provision, lost: Sequence[str]) -> str:
         sentence = "it lost its only instance" if total == 1 else f"it lost all {total} of its instances"
     else:
         sentence = f"it lost {len(lost)} of its {total} instances: {', '.join(lost)}"
-    # The reason of a commit is that all instances were running.
+    # The reason of a commit is that all instances started.
     return sentence if provision.status is ProvisionStatus.COMMITTED else f"{provision.why}; {sentence}"
 
 
@@ -254,7 +273,7 @@ def committed(
         status=ProvisionStatus.COMMITTED,
         instance_ids=instance_ids,
         deadline=deadline,
-        why="all instances are running",
+        why="all instances started",
         outcome=outcome,
     )
 

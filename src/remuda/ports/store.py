@@ -165,7 +165,7 @@ class InstanceStore(DemandStore, Protocol):
         ...
 
     async def replace_provision(self, before: Provision, after: Provision) -> None:
-        """Replace a provision if the stored status, instance ids and `settled` equal those of `before`.
+        """Replace a provision if the stored nonce, status, instance ids and `settled` equal those of `before`.
 
         Raises `Conflict` with the stored provision as `current` (or None) otherwise.
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -253,12 +254,14 @@ def test_run_without_failed_jobs_is_not_run_again() -> None:
 class ScriptedHostedRunner:
     """Ends the jobs on this machine with the conclusions of their names."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps: Sequence[dict[str, Any]] = ()) -> None:
         self.ran: list[str] = []
+        self._steps = steps
 
     async def run(self, message: dict[str, Any], _on_output: Any) -> dict[str, Any]:
         self.ran.append(message["name"])
-        return {"result": "failure" if message["name"].startswith("bad") else "success", "outputs": {"x": "1"}}
+        result = "failure" if message["name"].startswith("bad") else "success"
+        return {"result": result, "outputs": {"x": "1"}, "steps": self._steps}
 
 
 NOT_CANCELLED = "!cancelled() && needs.bad.result == 'failure'"
@@ -290,6 +293,17 @@ async def test_conditions_of_jobs(jobs: dict[str, dict[str, Any]], ran: set[str]
     results = await run.run(parse(bodies))
     assert set(hosted.ran) == ran
     assert {result.name for result in results if result.conclusion == "skipped"} == set(jobs) - ran
+
+
+@pytest.mark.parametrize(("count", "said"), [(20, ":"), (21, "; its last 20 lines (--verbose shows all):")])
+async def test_last_lines_of_a_failed_step_are_shown(count: int, said: str) -> None:
+    output, lines = SilentOutput(), [f"line {number}" for number in range(count)]
+    failed = {"name": "build", "outcome": "failure", "conclusion": "failure", "seconds": 0.1, "tail": "\n".join(lines)}
+    hosted = ScriptedHostedRunner([failed])
+    run = WorkflowRun(output, None, SystemClock(), GITHUB, hosted=hosted)  # type: ignore[arg-type]
+    await run.run(parse({"bad": {"runs-on": "ubuntu-latest", "steps": STEPS}}))
+    assert output.said[2].endswith(f"step 1 (build): failure after 0.10 s{said}")
+    assert [line.partition("| ")[2] for line in output.said[3:]] == lines[-20:]
 
 
 # Interrupted runs -----------------------------------------------------------------------------------------------------
@@ -365,7 +379,7 @@ async def test_an_interrupted_run_cancels_all_its_jobs(*, without_dependent: boo
     assert github.cancelled == set(ITERATIONS)
 
 
-KNOWN = "run 77 has runners with labels 77, large: use runs-on: 77"
+KNOWN = "run 77 has runners with labels 77, large: use runs-on: ${{ github.run_id }}"
 
 
 @pytest.mark.parametrize(
@@ -373,7 +387,7 @@ KNOWN = "run 77 has runners with labels 77, large: use runs-on: 77"
     [
         (
             ("self-hosted", "77"),
-            f"queued for self-hosted, 77, but no runner has label self-hosted; {KNOWN}",
+            f"but no runner has label self-hosted; {KNOWN}; it waits, Ctrl-C cancels the run",
         ),
         (("77",), "queued for 77"),
         (("Self-Hosted", "linux"), "queued for Self-Hosted, linux"),

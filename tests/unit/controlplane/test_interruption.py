@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from remuda.controlplane.context import WRITE_RETRIES
-from remuda.domain.errors import Conflict, RemudaError, Unavailable
+from remuda.domain.errors import Conflict, RemudaError, Unavailable, UserError
 from remuda.domain.instance import ASSIGNED, State
 from remuda.domain.provision import ProvisionStatus
 from tests.support.records import provision
@@ -325,9 +325,9 @@ async def test_intent_that_is_cancelled_after_its_write_is_closed(world: PoolWor
     assert (intent.status, intent.outcome and intent.outcome.error) == (ProvisionStatus.RELEASED, "interrupted")
 
 
-async def test_intent_of_another_process_is_a_conflict(world: PoolWorld) -> None:
+async def test_intent_of_another_process_is_a_refusal(world: PoolWorld) -> None:
     hook = failing("store.put_provision", Conflict("it exists", current=provision(1)))
-    with pytest.raises(Conflict):
+    with pytest.raises(UserError, match="is being provisioned"):
         await world.provision(process=world.process(hook))
     world.check_holds_nothing("1")
 

@@ -480,12 +480,63 @@ async def test_second_provision_of_a_run_is_refused_unless_it_adds_runners(world
     await world.provision("7", attempt=2)
 
 
+async def test_provisions_that_start_at_the_same_moment_get_runners_once(world: PoolWorld) -> None:
+    """All have read that the run has no provision before the first records its intent."""
+    all_ready = asyncio.Barrier(3)
+
+    async def hook(name: str, call: Call) -> Any:
+        if name == "store.put_provision":
+            await all_ready.wait()
+        return await call()
+
+    results = await asyncio.gather(
+        *(world.provision("7", count=2, process=world.process(hook)) for _ in range(3)), return_exceptions=True
+    )
+    (provisioned,) = (item for item in results if isinstance(item, ProvisionResult))
+    refused = [item for item in results if isinstance(item, UserError)]
+    text = f"run 7 is being provisioned with 2 runners of class large ({provisioned.provision_id}, started 0 s ago)"
+    assert [(item.message, "--add" in item.fix) for item in refused] == [(text, True)] * 2
+    assert [item.status for item in world.database.provisions.values()] == [ProvisionStatus.COMMITTED]
+    assert len(world.cloud.machines) == 2
+
+
+async def test_failed_intent_leaves_the_provision_of_another_process_alone(world: PoolWorld) -> None:
+    """The writes of the second process do not arrive, so it does not know whose record has the id."""
+
+    async def hook(name: str, call: Call) -> Any:
+        if name == "store.put_provision":
+            if not world.database.provisions:
+                rivals.append(asyncio.create_task(world.provision("7")))
+                await asyncio.sleep(0.1)
+            raise Unavailable("no answer")
+        return await call()
+
+    rivals: list[asyncio.Task[ProvisionResult]] = []
+    with pytest.raises(Unavailable):
+        await world.provision("7", process=world.process(hook))
+    assert (await rivals[0]).created == 1
+    assert [item.status for item in world.database.provisions.values()] == [ProvisionStatus.COMMITTED]
+
+
 async def test_provision_may_be_repeated_after_a_crash_or_a_loss(world: PoolWorld) -> None:
     cut = Cut(12, CutKind.CRASH_BEFORE)
     await cut.run(world.provision("7", process=world.process(cut)))
     assert {item.status for item in world.database.provisions.values()} == {ProvisionStatus.OPEN}
+    await asyncio.sleep(3)
+    with pytest.raises(UserError, match=r"being provisioned with 1 runner of class large \(p-\w+, started 6 s ago\)"):
+        await world.provision("7")
+    await world.release("7")
     instance = await world.one("7")
     await terminate(world.process(), [instance], reason="enough", dry_run=False)
+    await world.provision("7")
+    await cut.discard()
+    assert len(world.database.provisions) == 3, "each has its own record"
+
+
+async def test_provision_may_be_repeated_when_the_time_of_a_crashed_one_is_up(world: PoolWorld) -> None:
+    cut = Cut(12, CutKind.CRASH_BEFORE)
+    await cut.run(world.provision("7", process=world.process(cut)))
+    await asyncio.sleep(world.lifetimes.provision_timeout_s)
     await world.provision("7")
     await cut.discard()
 

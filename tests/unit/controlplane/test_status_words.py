@@ -116,7 +116,7 @@ async def lost(world: PoolWorld) -> tuple[list[str], str, str]:
 
 async def test_run_that_lost_one_of_three_machines_says_so(world: PoolWorld) -> None:
     await world.provision(RUN, count=3)
-    assert await lost(world) == ([], "Run 7: committed (all instances are running)", "")
+    assert await lost(world) == ([], "Run 7: committed (all instances started)", "")
     process = world.process()
     (victim, *_) = world.in_state(State.RUNNING)
     await terminate(process, [world.record(victim)], reason="enough", dry_run=False)

@@ -311,18 +311,23 @@ def test_missing_labels_are_explained() -> None:
     assert text.startswith(
         "no runner has all of the labels large, spot; sets: large (self-hosted, remuda, large), spot"
     )
-    assert describe_missing_labels(["gpu"], ()) == "no runner has label gpu; sets: none"
+    assert describe_missing_labels(["gpu"], ()) == "no runner has label gpu, and there is no runner set"
+
+
+RUN_77 = "no runner has label self-hosted; run 77 has runners with labels 77, large"
 
 
 @pytest.mark.parametrize(
     ("labels", "run_id", "expected"),
     [
-        (["self-hosted", "77"], "77", "no runner has label self-hosted; run 77 has runners with labels 77, large"),
+        (["self-hosted", "77"], "77", f"{RUN_77}: use runs-on: ${{{{ github.run_id }}}}"),
         # The runners of another run, because the job names it.
-        (["self-hosted", "77"], "78", "no runner has label self-hosted; run 77 has runners with labels 77, large"),
-        (["self-hosted"], "77", "no runner has label self-hosted; run 77 has runners with labels 77, large"),
+        (["self-hosted", "77"], "78", f"{RUN_77}: use runs-on: 77"),
+        (["self-hosted"], "77", RUN_77),
         (["77", "gpu", "x"], "77", "no runner has labels gpu, x; run 77 has runners with labels 77, large"),
-        (["self-hosted", "79"], "79", "no runner has label 79; sets: set (self-hosted, remuda, large)"),
+        # As after "Re-run failed jobs", which does not run the provision job again.
+        (["79"], "79", "run 79 has no runners: they were released, or none were provisioned"),
+        (["self-hosted", "79"], "80", "no runner has label 79; sets: set (self-hosted, remuda, large)"),
     ],
 )
 def test_missing_labels_of_a_run(labels: list[str], run_id: str, expected: str) -> None:

@@ -20,6 +20,7 @@ from remuda.controlplane.provision.plan import (
     ProvisionPlan,
     ProvisionRequest,
     ProvisionResult,
+    already_provisioned,
     make_plan,
 )
 from remuda.controlplane.provision.registration import RegisteredInstance
@@ -47,10 +48,12 @@ async def provision(context: Context, request: ProvisionRequest) -> ProvisionRes
         recorder.end_phase("instances")
         running = await _commit(context, plan, registered, acquired, recorder)
     except BaseException as error:
-        # The intent may have been written even if its write failed, unless another process's record was there.
-        if "intent" in recorder.phases or not isinstance(error, Conflict):
-            failure = error if isinstance(error, RemudaError) else Interrupted("interrupted")
-            await _undo(context, plan, acquired, recorder, failure)
+        if "intent" not in recorder.phases and isinstance(error, Conflict):
+            # Another provision of the run started at the same moment, and its record was first.
+            raise already_provisioned(request, error.current, now=context.clock.now()) from error
+        # The intent may have been written even if its write failed.
+        failure = error if isinstance(error, RemudaError) else Interrupted("interrupted")
+        await _undo(context, plan, acquired, recorder, failure)
         if jit is not None:
             await run_to_end(jit.remove_all())
         raise
@@ -70,7 +73,7 @@ async def provision(context: Context, request: ProvisionRequest) -> ProvisionRes
 
 
 async def record_intent(context: Context, intent: Provision) -> None:
-    """Write the provision record. Its id is new, so a stored record that equals it is our own write."""
+    """Write the provision record. Its id or its nonce is new, so a stored record that equals it is our own write."""
 
     async def write() -> None:
         try:

@@ -11,7 +11,7 @@ from remuda.controlplane.context import Context, read_config, skip_unreadable
 from remuda.domain.errors import CapacityError, TimedOut, Unreadable, UserError
 from remuda.domain.instance import Actor, Assignment, Credential, Instance, RetireReason
 from remuda.domain.pool_config import DEFAULT_GROUP_ID, PoolConfig, runner_name
-from remuda.domain.provision import MAX_REASON, Provision, ProvisionStatus, RunnerSource, lost_instances
+from remuda.domain.provision import MAX_REASON, Provision, ProvisionStatus, RunnerSource, exclusive_id, lost_instances
 from remuda.domain.resources import (
     Reuse,
     RunnerRequest,
@@ -179,10 +179,8 @@ async def make_plan(context: Context, request: ProvisionRequest) -> ProvisionPla
     """Validate the request and obtain a registration token. Rejects before the first claim or launch."""
     if request.ephemeral and context.github is None:
         raise missing_credential()
-    config, held = await asyncio.gather(read_config(context), _find_held(context, request))
+    config, provision_id = await asyncio.gather(read_config(context), _provision_id(context, request))
     _validate(request, config)
-    if held is not None:
-        raise _already_provisioned(request, held)
     resource_class = config.resource_class(request.resource_class)
     timeout_s = request.timeout_s or config.lifetimes.provision_timeout_s
     if request.max_timeout_s is not None and timeout_s > request.max_timeout_s:
@@ -192,7 +190,8 @@ async def make_plan(context: Context, request: ProvisionRequest) -> ProvisionPla
     return ProvisionPlan(
         config=config,
         provision=Provision(
-            provision_id=context.ids.new("p-"),
+            provision_id=provision_id,
+            nonce=context.ids.new(""),
             run_id=request.run_id,
             attempt=request.attempt,
             resource_class=request.resource_class,
@@ -218,36 +217,45 @@ async def make_plan(context: Context, request: ProvisionRequest) -> ProvisionPla
     )
 
 
-async def _find_held(context: Context, request: ProvisionRequest) -> Provision | None:
-    """The provision by which this attempt of the run holds runners of the class; None if none exists, or if more are
-    to be added.
+async def _provision_id(context: Context, request: ProvisionRequest) -> str:
+    """The id of the provision: a new one if it adds runners, else one that only one provision can have at a time.
 
-    A provision that is still open may belong to a process that has died, so it does not count.
+    Raises `UserError` if this attempt of the run has runners of the class already, or is about to get them.
     """
     if request.add:
-        return None
+        return context.ids.new("p-")
     try:
         provisions = await context.store.provisions_of_run(request.run_id)
+        stored_ids = {provision.provision_id for provision in provisions}
     except Unreadable as error:
         provisions = list(error.records.values())
+        stored_ids = {*error.records, *error.unreadable}
+    now = context.clock.now()
     for provision in provisions:
         if (provision.attempt, provision.resource_class) != (request.attempt, request.resource_class):
             continue
-        if provision.status is not ProvisionStatus.COMMITTED or provision.deadline <= context.clock.now():
+        if provision.status is ProvisionStatus.RELEASED or provision.deadline <= now:
             continue
         records, _ = await skip_unreadable(context.store.get_many(provision.instance_ids))
-        if len(lost_instances(provision, records)) < len(provision.instance_ids):
-            return provision
-    return None
+        lost = lost_instances(provision, records)
+        if provision.status is ProvisionStatus.OPEN or len(lost) < len(provision.instance_ids):
+            raise already_provisioned(request, provision, now=now)
+    return exclusive_id(request.run_id, request.attempt, request.resource_class, stored_ids)
 
 
-def _already_provisioned(request: ProvisionRequest, held: Provision) -> UserError:
+def already_provisioned(request: ProvisionRequest, held: Provision, *, now: datetime) -> UserError:
     runners = "1 runner" if held.count == 1 else f"{held.count} runners"
-    return UserError(
-        f"run {request.run_id} has {runners} of class {held.resource_class} already ({held.provision_id})",
-        field="add",
-        fix=f"pass --add for more, or release them first with 'remuda release --run-id {request.run_id}'",
-    )
+    wanted = f"{runners} of class {held.resource_class}"
+    if held.status is ProvisionStatus.OPEN:
+        age_s = max(0.0, (now - held.created_at).total_seconds())
+        text = (
+            f"run {request.run_id} is being provisioned with {wanted} ({held.provision_id}, started {age_s:.0f} s ago)"
+        )
+        fix = "wait for it, pass --add for more, or stop it"
+    else:
+        text = f"run {request.run_id} has {wanted} already ({held.provision_id})"
+        fix = "pass --add for more, or release them first"
+    return UserError(text, field="add", fix=f"{fix} with 'remuda release --run-id {request.run_id}'")
 
 
 def _max_runtime_s(context: Context, request: ProvisionRequest, config: PoolConfig) -> float:

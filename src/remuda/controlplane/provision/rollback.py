@@ -188,7 +188,8 @@ def _ending(outcome: ProvisionOutcome) -> ProvisionEnding:
 
 async def _close_provision(context: Context, provision: Provision, *, why: str, outcome: ProvisionOutcome) -> None:
     current: Provision | None = provision
-    while current is not None:
+    # The intent may not have been written: then the record may be that of another process.
+    while current is not None and current.nonce == provision.nonce:
         if current.status is ProvisionStatus.RELEASED:
             if current.outcome is not None:
                 return

@@ -436,16 +436,21 @@ def describe_missing_labels(
     # A job that names a run is for the runners of this run, whatever labels the sets have.
     known = {label.lower() for label in of_run} or {label.lower() for item in sets for label in item.labels}
     missing = [label for label in labels if label.lower() not in known]
+    if not of_run and run_id and run_id in labels:
+        return f"run {run_id} has no runners: they were released, or none were provisioned"
     if missing:
         noun = "label" if len(missing) == 1 else "labels"
         problem = f"no runner has {noun} {_listed(missing)}"
     else:
         problem = f"no runner has all of the labels {_listed(labels)}"
     if of_run:
-        return f"{problem}; run {run} has runners with labels {_listed(of_run)}: use runs-on: {run}"
+        label = "${{ github.run_id }}" if run == run_id else run
+        return f"{problem}; run {run} has runners with labels {_listed(of_run)}: use runs-on: {label}"
+    if not sets:
+        return f"{problem}, and there is no runner set"
     named = [f"{item.name} ({_listed(item.labels)})" for item in sets[:MAX_NAMED_SETS]]
     more = f" and {len(sets) - len(named)} more" if len(sets) > len(named) else ""
-    return f"{problem}; sets: {', '.join(named) or 'none'}{more}"
+    return f"{problem}; sets: {', '.join(named)}{more}"
 
 
 def _listed(labels: Iterable[str]) -> str:

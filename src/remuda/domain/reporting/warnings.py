@@ -143,7 +143,9 @@ def find_demand_warnings(demand: DemandStatus) -> Iterator[PoolWarning]:
 def _sweep_warnings(due: datetime, now: datetime) -> Iterator[PoolWarning]:
     over_s = (now - due).total_seconds()
     if over_s > 0:
-        text = f"the sweeper does not run: a sweep was due {over_s:.0f} s ago; run remuda refresh, and find out why"
+        text = (
+            f"the sweeper does not run: a sweep was due {_duration(over_s)} ago; run remuda refresh, and find out why"
+        )
         yield PoolWarning(kind=WarningKind.SWEEPER, subject="", text=text)
 
 
@@ -195,7 +197,7 @@ def _overdue_warnings(provisions: Sequence[Provision], now: datetime, margin_s: 
     for item in provisions:
         over_s = (now - item.deadline).total_seconds()
         if item.status is ProvisionStatus.OPEN and over_s > margin_s:
-            text = f"its provision is open {over_s:.0f} s after its deadline: refresh releases its instances"
+            text = f"its provision is open {_duration(over_s)} after its deadline: refresh releases its instances"
             yield PoolWarning(kind=WarningKind.OVERDUE, subject=item.run_id, text=text)
 
 
@@ -209,11 +211,11 @@ def _instance_warnings(
     over_s = (now - instance.deadline(busy=report is not None and report.busy)).total_seconds()
     if state is State.TERMINATING:
         if over_s > MAX_TERMINATION_S:
-            text = f"terminating for {over_s / 60:.0f} min without confirmation: check that refresh runs"
+            text = f"terminating for {_duration(over_s)} without confirmation: check that refresh runs"
             yield PoolWarning(kind=WarningKind.STUCK, subject=subject, text=text)
         return
     if over_s > margin_s:
-        text = f"its threshold as {state} passed {over_s:.0f} s ago: refresh terminates it"
+        text = f"its threshold as {state} passed {_duration(over_s)} ago: refresh terminates it"
         yield PoolWarning(kind=WarningKind.EXPIRED, subject=subject, text=text)
     if death := describe_dead_agent(instance, report, now=now, margin_s=margin_s):
         yield PoolWarning(kind=WarningKind.STALE_HEARTBEAT, subject=subject, text=death)
@@ -241,8 +243,7 @@ def describe_near_expiry(instance: Instance, report: Report | None, *, now: date
     left_s = (deadline - now).total_seconds()
     if not 0 < left_s <= min(EXPIRY_WARNING_S, EXPIRY_WARNING_SHARE * runtime_s):
         return ""
-    left = f"{left_s:.0f} s" if left_s < 120 else f"{left_s / 60:.0f} min"
-    return f"its job is ended in {left}, at {deadline:%H:%M:%S} UTC, when its max-runtime-min is over"
+    return f"its job is ended in {_duration(left_s)}, at {deadline:%H:%M:%S} UTC, when its max-runtime-min is over"
 
 
 def describe_dead_agent(instance: Instance, report: Report | None, *, now: datetime, margin_s: float) -> str:
@@ -256,7 +257,15 @@ def describe_dead_agent(instance: Instance, report: Report | None, *, now: datet
     silent = _time_since_heartbeat(instance, report, now)
     if silent is None or silent <= timedelta(seconds=HEARTBEAT_DEAD_AFTER_S + margin_s):
         return ""
-    return f"no heartbeat for {silent.total_seconds():.0f} s: its agent or its machine is dead"
+    return f"no heartbeat for {_duration(silent.total_seconds())}: its agent or its machine is dead"
+
+
+def _duration(seconds: float) -> str:
+    """In the largest unit of which there are two, because a warning may be days old."""
+    for unit, unit_s in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * unit_s:
+            return f"{seconds / unit_s:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def _time_since_heartbeat(instance: Instance, report: Report | None, now: datetime) -> timedelta | None:

@@ -223,6 +223,8 @@ def if_stored_is(before: Provision) -> dict[str, Any]:
         _equal(expression, "instanceIds", before.instance_ids),
         _equal(expression, "settled", before.settled),
     ]
+    if before.nonce:
+        terms.append(_equal(expression, "nonce", before.nonce))
     return expression.arguments(" AND ".join(terms))
 
 
