@@ -94,7 +94,8 @@ class Creation:
         lifetimes = plan.config.lifetimes
         request = LaunchRequest(
             provision_id=plan.provision.provision_id,
-            client_token=f"{plan.provision.provision_id}-{self._launches}",
+            # With the nonce, because an id may recur after its record was deleted: EC2 would repeat the old answer.
+            client_token=f"{plan.provision.provision_id}{plan.provision.nonce}-{self._launches}",
             count=count,
             request=plan.request,
             scope=plan.scope,
