@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remuda.adapters.sqlite import tables
-from remuda.adapters.sqlite.connection import FIRST_INTERVAL_S, LAST_INTERVAL_S
+from remuda.adapters.sqlite.connection import FIRST_INTERVAL_S, LAST_INTERVAL_S, REPORTED_INTERVAL_S
 from remuda.adapters.sqlite.pool import SqliteResourcePool
 from remuda.adapters.sqlite.schema import VERSION, translated
 from remuda.adapters.sqlite.store import SqliteInstanceStore
@@ -32,7 +33,7 @@ from remuda.domain.transitions import Change, WriteCondition
 from remuda.ports.calls import CallCounter
 from remuda.ports.store import InstanceStore
 from tests.conformance.conftest import STORES, SqliteStores, Stores
-from tests.support.records import LONG_S, NOW, assignment, at, birth, change, instance, instance_id, message
+from tests.support.records import LONG_S, NOW, SHORT_S, assignment, at, birth, change, instance, instance_id, message
 
 NOBODY = 65_534
 
@@ -70,7 +71,7 @@ def damage(path: Path) -> None:
 
 def execute(path: Path, statement: str) -> None:
     """Execute a statement through another connection."""
-    connection = sqlite3.connect(path)
+    connection = sqlite3.connect(path, isolation_level=None)
     connection.execute(statement)
     connection.close()
 
@@ -362,8 +363,93 @@ async def polling(stores: SqliteStores, clock: ManualClock, calls: CallCounter) 
     return store
 
 
+@pytest.fixture
+def unreported(path: Path) -> None:
+    """Prevent reports of changes: a file takes the place of their folder."""
+    path.with_name("remuda.db-changes").touch()
+
+
 def polls(calls: CallCounter) -> int:
     return calls.by_service()["store"].get("poll", 0)
+
+
+#: Writes a heartbeat and a signal of the instance in its second argument to the store in its first one.
+BEAT = """
+import asyncio, sys
+from pathlib import Path
+from remuda.adapters.sqlite.store import SqliteInstanceStore
+from remuda.adapters.system.clock import SystemClock, SystemIds
+from remuda.ports.calls import CallCounter
+
+async def main(path, instance_id):
+    clock = SystemClock()
+    store = SqliteInstanceStore(path=Path(path), clock=clock, ids=SystemIds(), calls=CallCounter())
+    await store.beat(instance_id, at=clock.now(), busy=False, listening=True, notice="", version="other process")
+    await store.close()
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+async def test_write_of_another_process_is_seen_without_a_sleep(
+    path: Path, polling: SqliteInstanceStore, clock: ManualClock
+) -> None:
+    async with asyncio.timeout(LONG_S):
+        waiting = asyncio.create_task(polling.wait_for_report("i-1", None, 2 * LONG_S))
+        asleep = await clock.next_sleep()
+        other = await asyncio.create_subprocess_exec(sys.executable, "-c", BEAT, path, "i-1")
+        assert await other.wait() == 0
+        report = await waiting
+        assert report is not None
+        assert report.version == "other process"
+        assert asleep.cancelled()
+
+
+async def test_only_writes_of_the_awaited_record_wake_a_waiter(
+    polling: SqliteInstanceStore, store: SqliteInstanceStore, clock: ManualClock, calls: CallCounter
+) -> None:
+    record = await polling.apply(birth(instance()))
+    await store.apply(birth(instance(2)))
+    async with asyncio.timeout(LONG_S):
+        waiting = asyncio.create_task(polling.wait_for_control(record.instance_id, record, 2 * LONG_S))
+        asleep = await clock.next_sleep()
+        for number in range(1, 5):
+            await store.beat(instance_id(number), at=NOW, busy=False, listening=True, notice="", version="1")
+        await store.apply(change(instance(2), uses=1))
+        with pytest.raises(Conflict):
+            await store.apply(change(record, WriteCondition(state=State.TERMINATED, epoch=1)))
+        assert not asleep.done()
+        assert polls(calls) == 1
+        written = await store.apply(change(record, uses=1))
+        assert await waiting == written
+    assert polls(calls) == 2
+
+
+async def test_unreported_change_is_found_by_the_next_poll(
+    path: Path, polling: SqliteInstanceStore, clock: ManualClock
+) -> None:
+    record = await polling.apply(birth(instance()))
+    async with asyncio.timeout(LONG_S):
+        waiting = asyncio.create_task(polling.wait_for_control(record.instance_id, record, 2 * LONG_S))
+        await clock.end_sleep()
+        asleep = await clock.next_sleep()
+        execute(path, "DELETE FROM instances")
+        asleep.set_result(None)
+        assert await waiting is None
+    assert all(REPORTED_INTERVAL_S / 2 <= each <= REPORTED_INTERVAL_S for each in clock.asked)
+
+
+async def test_message_that_becomes_visible_is_received_without_a_sleep(path: Path, clock: ManualClock) -> None:
+    pool, other = open_pool(path, clock), open_pool(path)
+    await pool.prepare(["large"])
+    async with asyncio.timeout(LONG_S):
+        waiting = asyncio.create_task(pool.receive("large", visibility_s=SHORT_S, wait_s=2 * LONG_S))
+        await clock.next_sleep()
+        await other.send([message()], delay_s=SHORT_S)
+        assert len(await waiting) == 1, "sent during the wait with a delay"
+        assert len(await pool.receive("large", visibility_s=30, wait_s=2 * LONG_S)) == 1, "hidden before the wait"
+    await pool.close()
+    await other.close()
 
 
 async def test_write_of_this_process_is_seen_without_a_sleep(polling: SqliteInstanceStore, clock: ManualClock) -> None:
@@ -412,6 +498,7 @@ async def test_replacement_of_the_file_is_seen_by_a_wait(
         assert await waiting == written
 
 
+@pytest.mark.usefixtures("unreported")
 async def test_documents_are_read_again_only_after_a_commit(
     polling: SqliteInstanceStore, store: SqliteInstanceStore, clock: ManualClock, calls: CallCounter
 ) -> None:
@@ -432,6 +519,7 @@ async def test_documents_are_read_again_only_after_a_commit(
         assert polls(calls) == 3
 
 
+@pytest.mark.usefixtures("unreported")
 async def test_commit_between_the_reads_of_a_poll_is_seen_by_the_next_one(
     polling: SqliteInstanceStore, store: SqliteInstanceStore, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -447,7 +535,7 @@ async def test_commit_between_the_reads_of_a_poll_is_seen_by_the_next_one(
             written.append(writing.result(LONG_S))
         return found
 
-    monkeypatch.setattr(tables, "by_keys", read_then_commit)
+    monkeypatch.setattr(polling._poller, "_read_values", read_then_commit)
     async with asyncio.timeout(LONG_S):
         waiting = asyncio.create_task(polling.wait_for_control(record.instance_id, record, 2 * LONG_S))
         await clock.end_sleep()
@@ -458,6 +546,7 @@ async def test_commit_between_the_reads_of_a_poll_is_seen_by_the_next_one(
         asleep.cancel()
 
 
+@pytest.mark.usefixtures("unreported")
 async def test_polling_interval_grows_within_bounds(polling: SqliteInstanceStore, clock: ManualClock) -> None:
     async with asyncio.timeout(LONG_S):
         waiting = asyncio.create_task(polling.wait_for_control("i-1", None, 2 * LONG_S))

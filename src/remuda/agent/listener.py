@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import IO, Protocol
 
-from remuda import procfs
+from remuda import inotify, procfs
 from remuda.agent import processes
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import Assignment
@@ -23,7 +23,7 @@ from remuda.procfs import Process
 
 #: Seconds from SIGTERM to SIGKILL. The real listener can spend 30 s on deleting a session that no longer exists.
 STOP_LIMIT_S = 10.0
-#: Seconds between two checks of the listener's log.
+#: Seconds between two checks of the listener's log if the kernel does not report its changes.
 LOG_POLL_S = 0.05
 #: Exit code of a listener that was killed.
 KILLED = -1
@@ -240,12 +240,14 @@ class Listener:
         except ProcessLookupError:
             return True
         limit = self._clock.monotonic() + timeout_s
-        try:
+        log_changed = asyncio.Event()
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, descriptor)
+            polls = for_log and not stack.enter_context(inotify.watch(self._log, log_changed.set))
             while (left := limit - self._clock.monotonic()) > 0 and not (for_log and self._jobs.has_grown()):
-                if await processes.wait_for_end(descriptor, min(left, LOG_POLL_S) if for_log else left):
+                log_changed.clear()
+                if await processes.wait_for_end(descriptor, min(left, LOG_POLL_S) if polls else left, log_changed):
                     return True
-        finally:
-            os.close(descriptor)
         return False
 
     def forget(self) -> None:

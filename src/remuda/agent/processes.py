@@ -128,10 +128,10 @@ def kill(processes: Iterable[Process]) -> None:
     procfs.kill(processes, KILL_PAUSE_S)
 
 
-async def wait_for_end(descriptor: int, timeout_s: float) -> bool:
-    """Wait for the end of a process, given its pidfd. Return whether it has ended."""
+async def wait_for_end(descriptor: int, timeout_s: float, event: asyncio.Event | None = None) -> bool:
+    """Wait for the end of a process, given its pidfd, or for an event. Return whether the process has ended."""
     loop = asyncio.get_running_loop()
-    event = asyncio.Event()
+    event = event or asyncio.Event()
     loop.add_reader(descriptor, event.set)
     try:
         async with asyncio.timeout(timeout_s):
@@ -140,7 +140,7 @@ async def wait_for_end(descriptor: int, timeout_s: float) -> bool:
         return False
     finally:
         loop.remove_reader(descriptor)
-    return True
+    return procfs.wait_for(descriptor, 0)
 
 
 async def run(

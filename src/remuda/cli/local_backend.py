@@ -385,7 +385,7 @@ async def _stop(
 
 def _purge(places: LocalLayout) -> None:
     """Remove what `up` created; the directory may contain other files, too."""
-    for folder in (places.github, places.runner, places.instances, places.logs):
+    for folder in (places.github, places.runner, places.instances, places.logs, places.changes):
         shutil.rmtree(folder, ignore_errors=True)
     for file in (*places.root.glob(f"{places.database.name}*"), places.root / "up.lock"):
         file.unlink(missing_ok=True)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from remuda import procfs
+from remuda import inotify, procfs
 from remuda.adapters.system.clock import SystemClock
 from remuda.agent import listener as agent_listener
 from remuda.agent import processes
@@ -332,11 +333,22 @@ class TestLog:
         assert fixture.log.read_text() == "running\n"
         assert fixture.log.with_name("runner.log.1").read_text() == "g, the end"
 
-    async def test_wait_ends_with_a_new_line(self, fixture: Fixture) -> None:
+    @pytest.mark.parametrize("reported", [True, False])
+    async def test_wait_ends_with_a_new_line(
+        self, fixture: Fixture, monkeypatch: pytest.MonkeyPatch, *, reported: bool
+    ) -> None:
+        if reported:
+            monkeypatch.setattr(agent_listener, "LOG_POLL_S", 2 * LONG_S)
+        else:
+            monkeypatch.setattr(inotify, "watch", lambda *_: contextlib.nullcontext(enter_result=False))
         listener = await fixture.started()
         assert not listener.is_busy()
         assert not await listener.wait(0.05)
+        waiting = asyncio.create_task(listener.wait(LONG_S))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
         with fixture.log.open("a") as log:
             log.write("Running job: a\n")
-        assert not await listener.wait(LONG_S)
+        async with asyncio.timeout(LONG_S / 2):
+            assert not await waiting
         assert listener.is_busy()

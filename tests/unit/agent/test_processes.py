@@ -67,7 +67,12 @@ def grow() -> Iterator[Callable[[str], Tree]]:
         yield lambda script: trees.enter_context(closing(Tree(script)))
 
 
-def test_descendants_are_sorted_by_distance(grow: Callable[[str], Tree]) -> None:
+@pytest.mark.parametrize("lists_children", [True, False])
+def test_descendants_are_sorted_by_distance(
+    grow: Callable[[str], Tree], monkeypatch: pytest.MonkeyPatch, *, lists_children: bool
+) -> None:
+    assert procfs.LISTS_CHILDREN
+    monkeypatch.setattr(procfs, "LISTS_CHILDREN", lists_children)
     tree = grow("sh -c 'echo ready; sleep 1000; :'; :")
 
     sleeper = tree.find("sleep", "1000")
@@ -197,6 +202,36 @@ def test_process_is_found_by_the_path_of_its_program(tmp_path: Path) -> None:
         process.communicate()
 
 
+def test_descendants_reads_no_unrelated_processes(grow: Callable[[str], Tree], monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = grow("sh -c 'echo ready; sleep 1000; :'; :")
+    sleeper = tree.find("sleep", "1000")
+    read: list[int] = []
+    read_process = procfs.read_process
+
+    def recorded(pid: int) -> procfs.Process | None:
+        read.append(pid)
+        return read_process(pid)
+
+    monkeypatch.setattr(procfs, "read_process", recorded)
+    found = procfs.descendants(tree.pid)
+    assert sleeper in found
+    assert sorted(read) == sorted(process.pid for process in found)
+
+
+def test_children_of_threads_are_descendants() -> None:
+    script = """
+import subprocess, threading
+threading.Thread(target=lambda: (subprocess.Popen(["sleep", "1000"]), print("ready", flush=True), input())).start()
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        (sleeper,) = procfs.descendants(process.pid)
+        assert sleeper.ppid == process.pid
+        procfs.kill([sleeper], LONG_S)
+        process.communicate(b"\n")
+
+
 async def test_wait_for_end_returns_when_the_process_ends() -> None:
     process = subprocess.Popen(["sleep", "1000"])
     seen = procfs.read_process(process.pid)
@@ -204,6 +239,9 @@ async def test_wait_for_end_returns_when_the_process_ends() -> None:
     descriptor = os.pidfd_open(process.pid)
     try:
         assert not await processes.wait_for_end(descriptor, 0.01)
+        event = asyncio.Event()
+        asyncio.get_running_loop().call_soon(event.set)
+        assert not await processes.wait_for_end(descriptor, LONG_S, event)
         waiting = asyncio.ensure_future(processes.wait_for_end(descriptor, LONG_S))
         await asyncio.sleep(0)
         process.kill()

@@ -26,6 +26,11 @@ class LocalLayout:
         return self.root / "remuda.db"
 
     @property
+    def changes(self) -> Path:
+        """The files by which writers of the database wake waiting processes."""
+        return self.root / "remuda.db-changes"
+
+    @property
     def github(self) -> Path:
         return self.root / "github"
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, suppress
 from functools import partial
+from operator import ne
 from pathlib import Path
-from typing import TypeVar
 
 from remuda.adapters.sqlite.connection import BUSY_TIMEOUT_S, ChangePoller, SqliteFile, transaction
 from remuda.adapters.sqlite.documents import decode, encode
@@ -20,14 +20,12 @@ from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock, Ids
 from remuda.ports.pool import BATCH, Delivery
 
-T = TypeVar("T")
-
 #: Maximum length of the parse error of a malformed message.
 MAX_REASON = 200
 
 # Times in the table are seconds since 1970.
 _VISIBLE = "SELECT message_id, body FROM messages WHERE queue = ? AND visible_at <= ? ORDER BY shuffle LIMIT ?"
-_READY = "SELECT value FROM json_each(?) WHERE EXISTS (SELECT 1 FROM messages WHERE queue = value AND visible_at <= ?)"
+_NEXT = "SELECT min(visible_at) FROM messages WHERE queue = ?"
 _HIDDEN = "WHERE receipt IN (SELECT value FROM json_each(?1)) AND queue = ?2 AND visible_at > ?3"
 _DELETE = f"DELETE FROM messages {_HIDDEN}"  # noqa: S608 - constant
 _MAKE_VISIBLE = f"UPDATE messages SET receipt = NULL, visible_at = ?3 {_HIDDEN}"  # noqa: S608 - constant
@@ -44,7 +42,9 @@ class SqliteResourcePool:
         self._clock = clock
         self._ids = ids
         self._calls = calls
-        self._poller: ChangePoller[str, bool] = ChangePoller(read_values=self._read_values, clock=clock, ids=ids)
+        self._poller: ChangePoller[str, float | None] = ChangePoller(
+            file=self._file, read_values=_next_visible, on_read=partial(calls.add, "pool", "poll"), clock=clock, ids=ids
+        )
 
     async def prepare(self, classes: Collection[str]) -> Sequence[str]:
         self._calls.add("pool", "prepare")
@@ -55,7 +55,7 @@ class SqliteResourcePool:
             insert = "INSERT OR IGNORE INTO queues VALUES (?)"
             return [name for name in sorted(set(classes)) if connection.execute(insert, (name,)).rowcount]
 
-        return [f"queue {name}" for name in await self._write(job)]
+        return [f"queue {name}" for name in await self._file.write(job)]
 
     async def close(self) -> None:
         await self._poller.close()
@@ -74,23 +74,23 @@ class SqliteResourcePool:
 
         with self._counted("send", sum(_batches(size) for size in sizes.values())):
             if rows:
-                await self._write(job)
+                await self._file.write(job, changed=sizes)
 
     async def receive(
         self, resource_class: str, *, limit: int = BATCH, visibility_s: float, wait_s: float = 0.0
     ) -> Sequence[Delivery]:
         give_up_at = self._clock.monotonic() + wait_s
         with self._counted("receive"):
-            taken = await self._take(resource_class, limit, visibility_s)
+            taken, next_at = await self._take(resource_class, limit, visibility_s)
         while not taken:
             remaining_s = give_up_at - self._clock.monotonic()
             if remaining_s <= 0:
                 return []
-            try:
-                await self._poller.wait(resource_class, bool, remaining_s)
-            except TimeoutError:
-                return []
-            taken = await self._take(resource_class, limit, visibility_s)
+            # Messages also become visible without a write, when their time-out passes.
+            until_next_s = remaining_s if next_at is None else max(0.0, next_at - self._now())
+            with suppress(TimeoutError):
+                await self._poller.wait(resource_class, partial(ne, next_at), min(remaining_s, until_next_s))
+            taken, next_at = await self._take(resource_class, limit, visibility_s)
         return [_delivery(*message) for message in taken]
 
     async def delete(self, resource_class: str, receipts: Collection[str]) -> None:
@@ -117,18 +117,24 @@ class SqliteResourcePool:
             connection.execute(statement, parameters)
 
         with self._counted(operation, _batches(len(receipts))):
-            await self._write(job)
+            await self._file.write(job, changed=[queue])
 
-    async def _take(self, queue: str, limit: int, visibility_s: float) -> Sequence[ReceivedMessage]:
-        """Receive and hide messages. A new sort key applies if a message becomes visible again."""
+    async def _take(
+        self, queue: str, limit: int, visibility_s: float
+    ) -> tuple[Sequence[ReceivedMessage], float | None]:
+        """Receive and hide messages. If there are none, return also when the next one becomes visible.
+
+        A new sort key applies if a message becomes visible again.
+        """
         new = [(self._ids.new("r-"), self._ids.jitter()) for _ in range(max(0, min(limit, BATCH)))]
         now = self._now()
 
-        def job(connection: sqlite3.Connection) -> Sequence[ReceivedMessage]:
+        def job(connection: sqlite3.Connection) -> tuple[Sequence[ReceivedMessage], float | None]:
             _check_queue(connection, queue)
-            # Empty queues are polled often, so check without the write lock first.
-            if not _ready(connection, [queue], now):
-                return []
+            # Queues are often empty, so check without the write lock first.
+            next_at = _next_visible(connection, [queue])[queue]
+            if next_at is None or next_at > now:
+                return [], next_at
             with transaction(connection):
                 found = connection.execute(_VISIBLE, (queue, now, len(new))).fetchall()
                 taken = [(*key, *message) for key, message in zip(new, found, strict=False)]
@@ -136,23 +142,9 @@ class SqliteResourcePool:
                     "UPDATE messages SET receipt = ?, shuffle = ?, visible_at = ? WHERE message_id = ?",
                     [(receipt, shuffle, now + visibility_s, message_id) for receipt, shuffle, message_id, _ in taken],
                 )
-                return [(receipt, body) for receipt, _, _, body in taken]
+                return [(receipt, body) for receipt, _, _, body in taken], None
 
         return await self._file.run(job)
-
-    async def _read_values(self, names: Collection[str], new: Collection[str]) -> Mapping[str, bool]:  # noqa: ARG002
-        # Read even without a commit, because messages also become visible when their time-out passes.
-        ready = await self._file.run(partial(_ready, queues=names, now=self._now()))
-        return dict.fromkeys(ready, True)
-
-    async def _write(self, job: Callable[[sqlite3.Connection], T]) -> T:
-        def in_transaction(connection: sqlite3.Connection) -> T:
-            with transaction(connection):
-                return job(connection)
-
-        result = await self._file.run(in_transaction)
-        self._poller.wake()
-        return result
 
     def _counted(self, operation: str, count: int = 1) -> AbstractContextManager[None]:
         return self._calls.counted("pool", operation, count)
@@ -170,9 +162,9 @@ def _check_queue(connection: sqlite3.Connection, queue: str) -> None:
         raise NotFound(f"no queue for resource class {queue}")
 
 
-def _ready(connection: sqlite3.Connection, queues: Collection[str], now: float) -> list[str]:
-    """Return the queues that have a visible message."""
-    return [row[0] for row in connection.execute(_READY, (json.dumps(sorted(queues)), now))]
+def _next_visible(connection: sqlite3.Connection, queues: Collection[str]) -> dict[str, float | None]:
+    """Return for each queue when its next message becomes or became visible, or None if it is empty."""
+    return {queue: connection.execute(_NEXT, (queue,)).fetchone()[0] for queue in queues}
 
 
 def _delivery(receipt: str, body: str) -> Delivery:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from remuda.adapters.sqlite import tables
-from remuda.adapters.sqlite.connection import BUSY_TIMEOUT_S, ChangePoller, FileVersion, SqliteFile, transaction
+from remuda.adapters.sqlite.connection import BUSY_TIMEOUT_S, ChangePoller, SqliteFile
 from remuda.adapters.sqlite.documents import decode, decode_times, encode
 from remuda.adapters.sqlite.tables import Key, RecordKind
 from remuda.domain.demand import DemandRecord, JobRecord, Lease
@@ -44,10 +44,13 @@ class SqliteInstanceStore:
         self._malformed: dict[str, str] = {}
         # Documents and records of the last search per operation: a repeated search parses only changed documents.
         self._parsed: dict[str, dict[str, tuple[str, Any]]] = {}
-        self._poller: ChangePoller[Key, str | None] = ChangePoller(read_values=self._read_values, clock=clock, ids=ids)
-        # Version and documents at the last poll. An unchanged file is not read again.
-        self._polled_version: FileVersion | None = None
-        self._polled_texts: dict[Key, str | None] = {}
+        self._poller: ChangePoller[Key, str | None] = ChangePoller(
+            file=self._file,
+            read_values=tables.by_keys,
+            on_read=partial(calls.add, "store", "poll"),
+            clock=clock,
+            ids=ids,
+        )
 
     async def prepare(self) -> Sequence[str]:
         self._calls.add("store", "prepare")
@@ -67,7 +70,7 @@ class SqliteInstanceStore:
 
     async def apply(self, change: Change) -> Instance:
         # Parse the written document, so that the caller gets exactly what readers will get.
-        written = await self._write("apply", partial(self._change, change=change))
+        written = await self._write("apply", partial(self._change, change=change), changed=_control([change]))
         return self._parse(Instance, written, change.instance_id)
 
     async def apply_with_provision(self, change: Change, provision: ProvisionChange) -> None:
@@ -78,7 +81,7 @@ class SqliteInstanceStore:
             except Conflict as conflict:
                 raise ProvisionConflict(conflict.message, current=conflict.current) from None
 
-        await self._write("apply_with_provision", job)
+        await self._write("apply_with_provision", job, changed=_control([change]))
 
     async def apply_all(self, changes: Sequence[Change]) -> Sequence[RemudaError | None]:
         def job(connection: sqlite3.Connection) -> list[Conflict | None]:
@@ -92,7 +95,7 @@ class SqliteInstanceStore:
                     conflicts.append(None)
             return conflicts
 
-        return await self._write("apply_all", job)
+        return await self._write("apply_all", job, changed=_control(changes))
 
     def _change(self, connection: sqlite3.Connection, change: Change) -> str:
         current = self._one(connection, Instance, change.instance_id)
@@ -173,7 +176,7 @@ class SqliteInstanceStore:
             )
             tables.write_report(connection, signalled)
 
-        await self._write("write_signal", job)
+        await self._write("write_signal", job, changed=[(RecordKind.REPORT, instance_id)])
 
     async def beat(
         self,
@@ -193,7 +196,7 @@ class SqliteInstanceStore:
             )
             tables.write_report(connection, beaten)
 
-        await self._write("beat", job)
+        await self._write("beat", job, changed=[(RecordKind.REPORT, instance_id)])
 
     async def wait_for_report(self, instance_id: str, since: Report | None, timeout_s: float) -> Report | None:
         return await self._wait(Report, instance_id, since, timeout_s)
@@ -307,16 +310,12 @@ class SqliteInstanceStore:
         with self._calls.counted("store", operation):
             return await self._file.run(job)
 
-    async def _write(self, operation: str, job: Callable[[sqlite3.Connection], T]) -> T:
-        def in_transaction(connection: sqlite3.Connection) -> T:
-            with transaction(connection):
-                return job(connection)
-
+    async def _write(
+        self, operation: str, job: Callable[[sqlite3.Connection], T], *, changed: Collection[Key] = ()
+    ) -> T:
+        """Run a job in a transaction. `changed` are the records that it writes and others may wait for."""
         with self._calls.counted("store", operation):
-            result = await self._file.run(in_transaction)
-        # Skipped if the caller was cancelled; then the next poll finds the write by the file's version.
-        self._poller.wake()
-        return result
+            return await self._file.write(job, changed)
 
     async def _search(
         self, record: type[T], operation: str, job: Callable[[sqlite3.Connection], Sequence[tuple[str, str]]]
@@ -344,22 +343,6 @@ class SqliteInstanceStore:
         except TimeoutError:
             text = await self._read("poll", partial(tables.one, kind=key[0], instance_id=instance_id))
         return self._parse_optional(record, text, instance_id)
-
-    async def _read_values(self, keys: Collection[Key], new: Collection[Key]) -> Mapping[Key, str | None]:
-        polled_version = self._polled_version
-
-        def job(connection: sqlite3.Connection) -> tuple[FileVersion, dict[Key, str | None]]:
-            # Read the version first: a commit between the two reads is then read twice instead of never.
-            version = self._file.version(connection)
-            wanted = new if version == polled_version else keys
-            return version, tables.by_keys(connection, wanted) if wanted else {}
-
-        self._polled_version, texts = await self._file.run(job)
-        if texts:
-            self._calls.add("store", "poll")
-        before = self._polled_texts
-        self._polled_texts = {key: texts.get(key, before.get(key)) for key in keys}
-        return {key: text for key, text in texts.items() if key in new or before.get(key) != text}
 
     # Parsing --------------------------------------------------------------------------------------------------
 
@@ -395,6 +378,10 @@ class SqliteInstanceStore:
         if unreadable:
             raise Unreadable(str(self._file.path), unreadable, records=records)
         return records
+
+
+def _control(changes: Iterable[Change]) -> list[Key]:
+    return [(RecordKind.CONTROL, change.instance_id) for change in changes]
 
 
 def _parse_all(
