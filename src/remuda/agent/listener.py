@@ -227,7 +227,9 @@ class Listener:
                     os.close(descriptor)
             # One that is not found has not begun yet or is another program by now: there is nothing to wait for.
             if not found or not await self.wait(self._stop_limit_s, for_log=False):
-                await asyncio.to_thread(processes.kill, [*procfs.descendants(wrapper.pid), wrapper])
+                # Of all processes: the kernel's lists of children are incomplete while some of them end.
+                found = procfs.descendants(wrapper.pid, procfs.all_processes())
+                await asyncio.to_thread(processes.kill, [*found, wrapper])
             self.is_running()
         self.forget()
 

@@ -521,6 +521,33 @@ async def test_paused_listener_leaves_its_launch_to_the_listener_that_has_taken_
     assert len(sets.database.instances) == 1
 
 
+async def test_late_answer_about_an_earlier_use_does_not_end_the_present_one(sets: DemandWorld) -> None:
+    """The answer to the return to the pool comes after a sweep has published the machine and a job has taken it."""
+    resumed = asyncio.Event()
+
+    async def answer_late(name: str, call: Call) -> Any:
+        before = sets.states()
+        answer = await call()
+        if name == "store.apply" and State.IDLE in set(sets.states().values()) - set(before.values()):
+            await resumed.wait()
+        return answer
+
+    sets.listen(answer_late)
+    await sets.wait_for_jobs(sets.queue())
+    await sets.wait_for(lambda: sets.in_state(State.IDLE))
+    (machine,) = sets.in_state(State.IDLE)
+    await sets.sweep()
+    # One job waits for the machine that is on its way to the pool, as far as the listener knows; the other takes it.
+    jobs = sets.queue(2, seconds=60.0)
+    await sets.wait_for(lambda: sets.states()[machine] is State.RUNNING)
+    assert sets.database.instances[machine].epoch == 2
+    resumed.set()
+    await sets.pass_time(10)
+    committed = [item for item in sets.database.provisions.values() if item.status is ProvisionStatus.COMMITTED]
+    assert (machine,) in [item.instance_ids for item in committed]
+    await sets.wait_for_jobs(jobs)
+
+
 async def test_listener_ends_if_a_loop_of_a_set_cannot_continue(
     sets: DemandWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -584,6 +611,24 @@ async def test_job_lost_to_a_spot_interruption_is_run_again_once(sets: DemandWor
     sets.listen()
     await asyncio.sleep(200.0)
     assert sets.github.reruns == [77]
+
+
+async def test_jobs_of_a_run_that_are_lost_together_are_run_again_together_once(sets: DemandWorld) -> None:
+    await sets.configure_sets(runner_set(rerun_on_interruption=True, max=4))
+    listener = sets.listen()
+    key = (SCOPE, 77)
+    sets.github.runs[key] = GitHubRun(run_id=77, status="in_progress", conclusion="", head_repository=SCOPE)
+    jobs = sets.queue(2, seconds=300.0)
+    await sets.wait_for(lambda: all(job.started for job in jobs))
+    await asyncio.sleep(1.0)
+    for instance_id in sets.in_state(State.RUNNING):
+        sets.machines[instance_id].give_spot_notice()
+    await sets.wait_for(lambda: all(job.is_over for job in jobs), 200.0)
+    sets.github.runs[key] = GitHubRun(run_id=77, status="completed", conclusion="failure", head_repository=SCOPE)
+    await sets.wait_for(lambda: all(sets.database.jobs[job.key].rerun_at for job in jobs), 200.0)
+    await asyncio.sleep(100.0)
+    assert sets.github.reruns == [77]
+    assert "rerun-refused" not in dict(listener.events)
 
 
 async def test_decision_about_a_second_interruption_survives_later_messages(sets: DemandWorld) -> None:

@@ -76,3 +76,31 @@ def test_a_machine_that_was_pooled_is_idle_until_the_search_must_have_found_it()
     assert machines.idle() == [instance(1)]
     machines.set_idle([], 100.0 + SEARCH_LAG_S)
     assert machines.idle() == []
+
+
+def test_a_record_that_came_late_does_not_replace_a_newer_one() -> None:
+    machines = MachineTable(FixedClock(NOW))
+    running = instance(1, state=State.RUNNING, epoch=2, runner_set="large")
+    known = machines.put(running)
+    for late in (
+        replace(running, state=State.CLAIMED),
+        replace(running, state=State.RELEASING, epoch=1),
+        replace(running, state=State.IDLE, epoch=1),
+    ):
+        assert machines.put(late) is known
+        assert machines.get(running.instance_id) is known
+        assert known is not None
+        assert known.instance == running
+
+
+def test_each_use_of_a_machine_is_known_apart() -> None:
+    machines = MachineTable(FixedClock(NOW))
+    first = machines.put(instance(1, state=State.RELEASING, epoch=1, runner_set="large"))
+    assert first is not None
+    first.handled = True
+    first.observe(Report(instance_id=first.instance.instance_id, epoch=1), now=NOW, monotonic=1.0)
+    second = machines.put(instance(1, state=State.CLAIMED, epoch=2, runner_set="large"))
+    assert second is not None
+    assert (first.instance.epoch, first.handled) == (1, True)
+    assert (second.instance.epoch, second.handled, second.provision) == (2, False, None)
+    assert (second.report, second.pulse) == (first.report, first.pulse)

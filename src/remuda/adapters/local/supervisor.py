@@ -272,7 +272,8 @@ class MachineSupervisor:
         empty = 0
         while empty < 2:
             _reap_all()
-            found = procfs.descendants(os.getpid())
+            # Of all processes: the kernel's lists of children are incomplete while some of them end.
+            found = procfs.descendants(os.getpid(), procfs.all_processes())
             empty = 0 if found else empty + 1
             if found and _now() >= limit:
                 return False

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from remuda.controlplane.context import Context, run_to_end
 from remuda.controlplane.demand.context import BackgroundTasks, DemandContext
 from remuda.controlplane.demand.equipment import Equipment
-from remuda.controlplane.demand.machines import MachineTable
+from remuda.controlplane.demand.machines import KnownMachine, MachineTable
 from remuda.controlplane.demand.sets import SetState
 from remuda.controlplane.provision import close_pickup, record_intent
 from remuda.controlplane.provision.creation import Creation
@@ -222,12 +222,12 @@ class _Batch:
                     await self._all_decided.wait()
                 instance = claimed or await self._creation.create_one(plan, acquired)
                 machine = self._table.put(instance)
-            if machine is not None:
+            if machine is not None and machine.instance.epoch == instance.epoch:
                 machine.read_later(self._context.clock.monotonic())
                 machine.provision = plan.provision
                 machine.for_pool = self._for_pool
                 if claimed is not None:
-                    await self._equip(machine_id=instance.instance_id, acquired=acquired)
+                    await self._equip(machine, acquired)
         except BaseException as error:
             intent.cancel()
             failure = error if isinstance(error, RemudaError) else Interrupted("interrupted")
@@ -249,10 +249,7 @@ class _Batch:
                 return claimed
         return None
 
-    async def _equip(self, *, machine_id: str, acquired: AcquiredInstances) -> None:
-        machine = self._table.get(machine_id)
-        if machine is None:
-            return
+    async def _equip(self, machine: KnownMachine, acquired: AcquiredInstances) -> None:
         machine.handled = True
         try:
             await self._equipment.equip(self._state, self._config, machine, "claimed for a job")

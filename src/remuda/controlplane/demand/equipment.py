@@ -270,7 +270,8 @@ class Equipment:
         """Move a releasing machine on, by its report: to the pool, or to its end."""
         instance = await advance_release(self._context, config, machine.instance, machine.report, by=Actor.LISTENER)
         self._note(instance)
-        if instance.state is State.IDLE:
+        # If the answer came late, a sweep may have published it, and it may be in use again.
+        if instance.state is State.IDLE and self._table.get(instance.instance_id) is None:
             self._publish(instance)
         if instance.state is State.IDLE or instance.state in ABSORBING:
             await self._settle(machine, config)

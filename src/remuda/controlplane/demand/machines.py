@@ -16,6 +16,16 @@ from remuda.ports.clock import Clock
 
 #: States in which a machine belongs to its set, or is on its way back from it.
 HELD = frozenset({State.CREATED, State.CLAIMED, State.RUNNING, State.RELEASING})
+#: The order of states within an epoch. Each one is left once.
+_ORDER = {
+    State.CREATED: 0,
+    State.CLAIMED: 0,
+    State.RUNNING: 1,
+    State.RELEASING: 2,
+    State.IDLE: 3,
+    State.TERMINATING: 4,
+    State.TERMINATED: 5,
+}
 #: Seconds between two reads of a report: of one that changes soon, at first, of a booting machine, and of others. A
 #: heartbeat is dead after three of the latter.
 SOON_S = 0.5
@@ -28,7 +38,10 @@ SEARCH_LAG_S = 10.0
 
 
 class KnownMachine:
-    """One machine: its record, its report, and what was observed since."""
+    """One use (epoch) of a machine: its record, its report, and what was observed since.
+
+    A task that is late holds the machine's earlier use, and cannot change the present one.
+    """
 
     __slots__ = (
         "completed",
@@ -82,7 +95,7 @@ class KnownMachine:
 
     def update(self, instance: Instance, *, now: datetime, monotonic: float) -> None:
         before, self.instance = self.instance, instance
-        if (before.state, before.epoch) != (instance.state, instance.epoch):
+        if before.state is not instance.state:
             self.silent_since = now
             self.spent_since = self.surplus_since = self.taken_until = None
             self.completed = self.for_pool = False
@@ -90,12 +103,15 @@ class KnownMachine:
             # The agent must read the record before it reports something new.
             self.expected_since = monotonic
             self.read_later(monotonic)
-        if before.epoch != instance.epoch:
-            self.job_id = ""
-            self.interrupted = False
-        if before.provision_id != instance.provision_id:
-            self.provision = None
         self._observe(now)
+
+    def next_use(self, instance: Instance, *, now: datetime, monotonic: float) -> KnownMachine:
+        """The machine with a record of a later epoch. Its agent is the same."""
+        machine = KnownMachine(instance, now=now)
+        machine.report, machine.pulse, machine.dead = self.report, self.pulse, self.dead
+        machine.expected_since = monotonic
+        machine.read_later(monotonic)
+        return machine
 
     def observe(self, report: Report | None, *, now: datetime, monotonic: float) -> bool:
         """Note a report. Return whether a decision may change."""
@@ -168,6 +184,10 @@ def _decisive(report: Report | None) -> object:
     )
 
 
+def _is_older(one: Instance, other: Instance) -> bool:
+    return (one.epoch, _ORDER[one.state]) < (other.epoch, _ORDER[other.state])
+
+
 class MachineTable:
     """All known machines, by id and by set."""
 
@@ -202,19 +222,27 @@ class MachineTable:
         return [name for name, machines in self._by_set.items() if machines]
 
     def put(self, instance: Instance) -> KnownMachine | None:
-        """Note a record that was written or read. Return its machine; None if it belongs to no set any more."""
+        """Note a record that was written or read. Return its machine; None if it belongs to no set any more.
+
+        A record that is older than the known one, from an answer that came late, changes nothing.
+        """
         instance_id = instance.instance_id
         machine = self._by_id.get(instance_id)
+        if machine is not None and _is_older(instance, machine.instance):
+            return machine
         if machine is not None and machine.instance.runner_set != instance.runner_set:
             self._by_set[machine.instance.runner_set].pop(instance_id, None)
         if not instance.runner_set or instance.state not in HELD:
             self.remove(instance_id)
             return None
-        now = self._clock.now()
+        now, monotonic = self._clock.now(), self._clock.monotonic()
         if machine is None:
-            machine = self._by_id[instance_id] = KnownMachine(instance, now=now)
+            machine = KnownMachine(instance, now=now)
+        elif machine.instance.epoch != instance.epoch:
+            machine = machine.next_use(instance, now=now, monotonic=monotonic)
         else:
-            machine.update(instance, now=now, monotonic=self._clock.monotonic())
+            machine.update(instance, now=now, monotonic=monotonic)
+        self._by_id[instance_id] = machine
         self._by_set.setdefault(instance.runner_set, {})[instance_id] = machine
         self._pooled.pop(instance_id, None)
         self._idle.pop(instance_id, None)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable
-from dataclasses import replace
-from datetime import timedelta
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
 
 from remuda.controlplane.context import Context
 from remuda.controlplane.demand.context import BackgroundTasks, DemandContext
@@ -29,13 +30,24 @@ COMPLETED = "completed"
 SUCCESSES = frozenset({"succeeded", "success", "skipped"})
 
 
+@dataclass(kw_only=True, eq=False, slots=True)
+class _FollowedRun:
+    """A run with interrupted jobs. GitHub runs all failed jobs of a run again with one call."""
+
+    job_ids: set[str] = field(default_factory=set)
+    #: One job at a time decides about the run.
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    #: When this process has run it again, or has tried to.
+    rerun_at: datetime | None = None
+
+
 class InterruptedJobs:
     def __init__(self, demand: DemandContext, tasks: BackgroundTasks, find: Callable[[str], SetState | None]) -> None:
         """`find` returns the state of a set."""
         self._demand = demand
         self._tasks = tasks
         self._find = find
-        self._followed: set[str] = set()
+        self._runs: dict[str, _FollowedRun] = {}
 
     @property
     def _context(self) -> Context:
@@ -78,9 +90,11 @@ class InterruptedJobs:
         state = self._find(job.runner_set)
         wanted = state is not None and state.runner_set.rerun_on_interruption
         is_open = job.interrupted_at is not None and job.rerun_at is None and not job.rerun_detail
-        if wanted and is_open and job.job_id not in self._followed:
-            self._followed.add(job.job_id)
-            self._tasks.start("rerun", self._run_again(job.job_id))
+        run = self._runs.get(job.run_id) or _FollowedRun()
+        if wanted and is_open and job.job_id not in run.job_ids:
+            self._runs[job.run_id] = run
+            run.job_ids.add(job.job_id)
+            self._tasks.start("rerun", self._run_again(job, run))
 
     async def resume(self) -> None:
         """Follow the jobs that an earlier listener has recorded."""
@@ -88,14 +102,16 @@ class InterruptedJobs:
         for job in await self._demand.store.recent_jobs(MAX_JOBS, since=since):
             self.follow(job)
 
-    async def _run_again(self, job_id: str) -> None:
+    async def _run_again(self, job: JobRecord, run: _FollowedRun) -> None:
         try:
-            while not await self._advance(job_id):
+            while not await self._advance(job.job_id, run):
                 await self._context.clock.sleep(POLL_S)
         finally:
-            self._followed.discard(job_id)
+            run.job_ids.discard(job.job_id)
+            if not run.job_ids:
+                self._runs.pop(job.run_id, None)
 
-    async def _advance(self, job_id: str) -> bool:
+    async def _advance(self, job_id: str, run: _FollowedRun) -> bool:
         """Return whether nothing is left to do."""
         try:
             job = (await self._demand.store.get_jobs([job_id])).get(job_id)
@@ -108,20 +124,27 @@ class InterruptedJobs:
             if job.completed_at is None:
                 # GitHub's message may be missing, so the run decides as well.
                 self._context.event_log.record("rerun-waits", "the job has not ended", job_id=job_id)
-            return await self._try(job)
+            async with run.lock:
+                return await self._try(job, run)
         except RemudaError as error:
             self._context.event_log.record("rerun-failed", error.message, job_id=job_id)
             return False
 
-    async def _try(self, job: JobRecord) -> bool:
+    async def _try(self, job: JobRecord, followed: _FollowedRun) -> bool:
         github, state = self._context.github, self._find(job.runner_set)
         if state is None:
             # Its set was removed.
             return True
         if github is None or not is_repository(job.repository) or not job.run_id.isdecimal():
             return await self._close(job, "its run is unknown")
-        if any(item.rerun_at and _is_same(item, job) for item in await self._demand.store.jobs_of_run(job.run_id)):
+        jobs = await self._demand.store.jobs_of_run(job.run_id)
+        if any(item.rerun_at and _is_same(item, job) for item in jobs):
             return await self._close(job, "it was run again once")
+        # A run is run again only after its end, and then with all jobs that were lost before.
+        reruns = [followed.rerun_at, *(item.rerun_at for item in jobs)]
+        with_run = max((at for at in reruns if at and job.interrupted_at and at >= job.interrupted_at), default=None)
+        if with_run is not None:
+            return await self._close(job, "run again with its run", rerun_at=with_run, forget_at=with_run + KEPT)
         scope, run_id = state.runner_set.scope, int(job.run_id)
         try:
             run = await github.get_run(scope, job.repository, run_id)
@@ -137,10 +160,12 @@ class InterruptedJobs:
         now = to_milliseconds(self._context.clock.now())
         kept_until = max(job.expires_at, now + KEPT)
         await state.save_rerun(self._demand, job.job_id, rerun_at=now, forget_at=kept_until)
+        followed.rerun_at = now
         try:
             await github.rerun_failed_jobs(scope, job.repository, run_id)
         except UserError as error:
-            detail = f"{error.message}; grant the permission Actions: write on {job.repository}"
+            followed.rerun_at = None
+            detail = f"{error.message}; if it is missing, grant the permission Actions: write on {job.repository}"
             await state.save_rerun(self._demand, job.job_id, rerun_at=None, rerun_detail=detail)
             self._context.event_log.record("rerun-refused", detail, run_id=job.run_id, job_id=job.job_id)
             return True
@@ -151,9 +176,9 @@ class InterruptedJobs:
         self._context.event_log.record("rerun", "its machine was interrupted", run_id=job.run_id, job_id=job.job_id)
         return True
 
-    async def _close(self, job: JobRecord, detail: str) -> bool:
+    async def _close(self, job: JobRecord, detail: str, **changed: datetime) -> bool:
         if (state := self._find(job.runner_set)) is not None:
-            await state.save_rerun(self._demand, job.job_id, rerun_detail=detail)
+            await state.save_rerun(self._demand, job.job_id, rerun_detail=detail, **changed)
         return True
 
 
