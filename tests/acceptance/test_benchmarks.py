@@ -21,7 +21,7 @@ EXPECTED = {
     "refresh": "next refresh",
     "warm": "warm provision, N = 1, registration 0",
     "workflow-step": "broker: step starts → request sent",
-    "demand": "set, hot machine: calls of Remuda before the job starts",
+    "demand": "set, hot machine: job queued → job started",
     "idle": "idle agent: writes per minute",
     # Skipped where sandboxes cannot be made.
     **({} if missing() else {"sandbox": "sandbox: releasing read → OK signal"}),

@@ -346,8 +346,10 @@ def test_up_applies_the_first_configuration_and_keeps_a_later_one(folder: Path):
     assert remuda(folder, "refresh", "--idle-time-sec", "15m")[0] == 0
     code, answer = remuda(folder, "up")
     assert (code, answer["configured"]) == (0, False)
-    settings = remuda(folder, "config", "--pool")[1]["settings"]
+    settings = remuda(folder, "config", "--pool", REMUDA_IDLE_TIME_SEC="900", REMUDA_MAX_USES="3")[1]["settings"]
     assert (settings["idle-time-sec"]["value"], settings["max-uses"]["value"]) == (900, 7)
+    assert settings["max-uses"]["here"] == 3
+    assert [name for name, row in settings.items() if row["differs"]] == ["max-uses"]
 
 
 def test_a_command_in_another_folder_says_where_the_backend_runs(folder: Path, tmp_path: Path):

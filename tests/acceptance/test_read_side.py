@@ -123,8 +123,9 @@ async def test_status_warns_of_an_expired_instance(backend: LocalBackend) -> Non
     found: set[tuple[str, str]] = set()
     async with asyncio.timeout(LIMIT_S):
         while ("expired", instance["instance_id"]) not in found:
-            warnings = (await backend.run("status")).document["warnings"]
-            found = {(item["kind"], item["subject"]) for item in warnings}
+            done = await backend.run("status")
+            found = {(item["kind"], item["subject"]) for item in done.document["warnings"]}
+    assert f"warning: expired {instance['instance_id']}: its threshold as idle passed" in done.stderr
     assert "expired" in await stdout_of(backend, "status")
     explanation = (await backend.run("explain", instance["instance_id"])).document
     assert "the next refresh terminates it" in explanation["next"][0]

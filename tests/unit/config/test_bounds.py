@@ -258,6 +258,10 @@ def test_launch_options_that_the_pool_may_have_are_not_required() -> None:
         desired(load(given, environ={}), pool="default", keeps_unset=False)
 
 
+def test_a_run_may_by_default_take_as_long_as_a_job_on_github() -> None:
+    assert load({}, environ={}).max_runtime_min == 360
+
+
 def test_mistyped_variables_are_reported_with_a_guess() -> None:
     environ = {
         "REMUDA_IDLE_TIME": "9",

@@ -547,6 +547,14 @@ def test_sweeper_that_does_not_run_is_the_first_warning(due: int | None, applied
 
 
 @pytest.mark.parametrize(
+    ("over_s", "text"), [(119, "119 s"), (120, "2 min"), (7_199, "120 min"), (7_200, "2 h"), (300_000, "3 d")]
+)
+def test_age_of_a_warning_has_a_fitting_unit(over_s: float, text: str) -> None:
+    (found,) = found_warnings(CONFIG, [], {}, sweep_due=at(-over_s))
+    assert f"a sweep was due {text} ago;" in found.text
+
+
+@pytest.mark.parametrize(
     ("left_s", "busy", "own_runtime_s", "is_near"),
     [
         (EXPIRY_WARNING_S + 1, True, None, False),
