@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from remuda import procfs
-from remuda.adapters.local.layout import LocalLayout
+from remuda.adapters.local.layout import LOCAL_GITHUB, LocalLayout
 from remuda.adapters.system.clock import SystemClock
 from remuda.agent.processes import command
 from remuda.cli.output import Output
@@ -172,7 +172,7 @@ async def _wait_until(clock: SystemClock, timeout_s: float, condition: Callable[
 
 def background_processes(settings: Settings) -> dict[str, Callable[[], bool]]:
     """The background processes by description, each with a check whether it is running."""
-    names = {GITHUB: "the local GitHub", SWEEPER: "the sweeper", LISTENER: "the listener"}
+    names = {GITHUB: LOCAL_GITHUB, SWEEPER: "the sweeper", LISTENER: "the listener"}
     processes = {shown: BackgroundProcess(layout(settings), name) for name, shown in names.items()}
     # Only pools with runner sets have a listener.
     return {

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 
 import pytest
 
+from remuda.adapters.local.layout import LOCAL_GITHUB, SCRIPTS, LocalDoctor
 from remuda.controlplane import doctor
 from remuda.controlplane.doctor import exit_code, pool_checks, run_checks
 from remuda.domain.errors import NotFound, Unavailable, UserError
@@ -31,12 +35,12 @@ from tests.support.virtual_time import FixedClock
 
 
 def check(name: str, result: CheckResult | Exception, *needs: str) -> Check:
-    async def look() -> CheckResult:
+    async def run() -> CheckResult:
         if isinstance(result, Exception):
             raise result
         return result
 
-    return Check(name=name, run=look, needs=needs)
+    return Check(name=name, run=run, needs=needs)
 
 
 async def results_of(*checks: Check) -> dict[str, tuple[str, str, str]]:
@@ -66,11 +70,11 @@ async def test_errors_become_problems_and_do_not_stop_other_checks():
 async def test_checks_run_concurrently():
     both = asyncio.Barrier(2)
 
-    async def look() -> CheckResult:
+    async def run() -> CheckResult:
         await both.wait()
         return ok("met")
 
-    results = await run_checks([Check(name=name, run=look) for name in ("a", "b")])
+    results = await run_checks([Check(name=name, run=run) for name in ("a", "b")])
     assert [result.message for result in results.values()] == ["met", "met"]
 
 
@@ -94,11 +98,11 @@ async def test_an_unreachable_service_does_not_skip_dependent_checks():
 async def test_a_check_times_out(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(doctor, "CHECK_TIMEOUT_S", 0.01)
 
-    async def look() -> CheckResult:
+    async def run() -> CheckResult:
         await asyncio.Event().wait()
         raise AssertionError
 
-    result = (await run_checks([Check(name="slow", run=look)]))["slow"]
+    result = (await run_checks([Check(name="slow", run=run)]))["slow"]
     assert (result.status, result.unreachable) == (CheckStatus.PROBLEM, True)
 
 
@@ -187,3 +191,25 @@ def test_clock_skew(ahead_s: float, health: str):
 def test_invalid_date_header_is_ignored(date: str):
     assert clock_skew_s(date, NOW) is None
     assert compare_clocks("AWS", date, FixedClock()).status is CheckStatus.OK
+
+
+@pytest.mark.parametrize(
+    ("stopped", "with_problems", "unchecked"),
+    [
+        (set(), set(), set()),
+        ({"the sweeper"}, {"background processes"}, set()),
+        ({"the sweeper", LOCAL_GITHUB}, {"local backend"}, {"background processes", "runner software"}),
+    ],
+)
+async def test_only_what_needs_a_stopped_process_is_not_checked(
+    tmp_path: Path, stopped: set[str], with_problems: set[str], unchecked: set[str]
+) -> None:
+    for name in SCRIPTS:
+        (tmp_path / name).touch(mode=0o755)
+    background = {name: partial(operator.not_, name in stopped) for name in (LOCAL_GITHUB, "the sweeper")}
+    local = LocalDoctor(root=tmp_path, runner=tmp_path, background=background)
+    results = await run_checks(list(local.checks()))
+    assert {name for name, item in results.items() if item.status is CheckStatus.PROBLEM} == with_problems
+    assert {name for name, item in results.items() if item.message.startswith("not checked")} == unchecked
+    for name in with_problems:
+        assert all(process in results[name].message for process in stopped)

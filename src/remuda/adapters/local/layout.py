@@ -57,6 +57,10 @@ class DiskUsage(Protocol):
     def free(self) -> int: ...
 
 
+#: The background process that most checks need.
+LOCAL_GITHUB = "the local GitHub"
+
+
 class LocalDoctor:
     """Checks whether the local backend is up and the runner software is installed."""
 
@@ -81,6 +85,7 @@ class LocalDoctor:
     def checks(self) -> Sequence[Check]:
         return (
             Check(name=self.ready, run=self._up),
+            Check(name="background processes", run=self._processes, needs=(self.ready,)),
             Check(name="disk", run=self._disk),
             Check(name="runner software", run=self._software, needs=(self.ready,)),
         )
@@ -90,10 +95,19 @@ class LocalDoctor:
             return problem(f"the state folder {self._root} does not exist", self._fix)
         if not os.access(self._root, os.R_OK | os.W_OK | os.X_OK):
             return problem(f"no write access to {self._root}", "pass a writable folder with --dir")
-        down = [name for name, runs in self._background.items() if not runs()]
-        if down:
+        down = self._stopped()
+        if LOCAL_GITHUB in down:
             return problem(f"not running: {' and '.join(down)}", self._fix)
         return ok(f"up in {self._root}")
+
+    async def _processes(self) -> CheckResult:
+        down = self._stopped()
+        if down:
+            return problem(f"not running: {' and '.join(down)}", self._fix)
+        return ok(f"running: {' and '.join(self._background)}")
+
+    def _stopped(self) -> list[str]:
+        return [name for name, runs in self._background.items() if not runs()]
 
     async def _disk(self) -> CheckResult:
         """Of the nearest existing folder, because the state folder may be missing."""
