@@ -65,6 +65,9 @@ class Agent:
         self._watchdog = Watchdog(clock)
         #: The last signal that this process sent and its epoch, whether or not the store accepted it.
         self._signalled: tuple[int, Signal] | None = None
+        #: The last signal of a failure, until the store has answered. It is sent again before anything else is done: a
+        #: lost write may be applied late, and the runner must not have started by then.
+        self._unconfirmed: _OutgoingSignal | None = None
         #: Epoch and state of the record at the last decision. The counters below restart when it changes.
         self._last_epoch_and_state: tuple[int, State] | None = None
         self._starts = 0
@@ -156,6 +159,7 @@ class Agent:
                 self._last_epoch_and_state = (record.epoch, record.state)
                 self._starts = self._failed_removals = self._unsuccessful_removals = 0
                 self._release_s = 0.0
+                self._unconfirmed = None
                 # A record in release has no run any more; its events belong to the run that it served last.
                 run_id = record.last_run_id if record.state is State.RELEASING else record.run_id
                 self._event_log.facts |= {"epoch": record.epoch, "run_id": run_id}
@@ -174,7 +178,11 @@ class Agent:
             starts=self._starts,
             failed_removals=self._failed_removals,
         )
-        return next_step(observation), runner
+        step = next_step(observation)
+        if record is not None and self._unconfirmed is not None and step.action is not AgentAction.END:
+            signal = self._unconfirmed.signal
+            step = AgentStep(action=AgentAction.SIGNAL, reason="the store did not confirm it", signal=signal)
+        return step, runner
 
     async def _wait(
         self,
@@ -212,6 +220,8 @@ class Agent:
         elif record is None:
             # All other steps need a record.
             return
+        elif self._unconfirmed is not None:
+            await self._send(record, self._unconfirmed)
         elif step.action is AgentAction.SIGNAL and step.signal is not None:
             script_detail = self._machine.load().script_detail if step.signal is Signal.UD_FAILED else ""
             await self._signal(record, step.signal, script_detail or step.reason)
@@ -280,14 +290,21 @@ class Agent:
         duration_s: float | None = None,
         failure: FailureKind | None = None,
     ) -> None:
+        duration_s = None if duration_s is None else round(duration_s, 3)
+        outgoing = _OutgoingSignal(signal=signal, detail=detail, duration_s=duration_s, failure=failure)
+        self._unconfirmed = outgoing if signal.failed else None
+        await self._send(record, outgoing)
+
+    async def _send(self, record: Instance, outgoing: _OutgoingSignal) -> None:
+        signal = outgoing.signal
         try:
             await self._store.write_signal(
                 record.instance_id,
                 epoch=record.epoch,
                 signal=signal,
-                detail=detail,
-                duration_s=None if duration_s is None else round(duration_s, 3),
-                failure=failure,
+                detail=outgoing.detail,
+                duration_s=outgoing.duration_s,
+                failure=outgoing.failure,
             )
         except Conflict as conflict:
             # The store has a signal of a higher rank or epoch, sent before this agent restarted. It stays, and decides
@@ -297,10 +314,18 @@ class Agent:
             if isinstance(stored, Report) and stored.epoch == record.epoch and stored.signal is not None:
                 signal = stored.signal
         self._signalled = (record.epoch, signal)
+        self._unconfirmed = None
 
     async def _back_off(self, failures: int) -> None:
         pause_s = min(BACKOFF_MAX_S, BACKOFF_BASE_S * 2 ** min(failures - 1, MAX_DOUBLINGS))
         await self._clock.sleep(pause_s * (0.5 + self._ids.jitter() / 2))
+
+
+class _OutgoingSignal(NamedTuple):
+    signal: Signal
+    detail: str
+    duration_s: float | None
+    failure: FailureKind | None
 
 
 class _RunnerFields(NamedTuple):

@@ -11,10 +11,10 @@ import pytest
 from remuda.agent.decide import MAX_FAILED_REMOVALS, MAX_STARTS
 from remuda.agent.loop import STEP_LIMIT_S
 from remuda.domain.instance import State
-from remuda.domain.signals import Signal
+from remuda.domain.signals import FailureKind, Signal
 from remuda.domain.thresholds import HEARTBEAT_DEAD_AFTER_S, HEARTBEAT_INTERVAL_S
 from remuda.domain.transitions import Actor, Extend, Renew
-from remuda.ports.machine import AgentState, RemovalStatus, ScriptStatus
+from remuda.ports.machine import AgentState, RemovalStatus, ScriptStatus, StepResult
 from simulation.loop import VirtualClock
 from tests.support.agents import ID, MARGIN_S, AgentFixture
 from tests.support.records import at
@@ -77,6 +77,27 @@ async def test_runner_does_not_start_after_its_failure_was_signalled(fixture: Ag
     await asyncio.sleep(30)
     assert fixture.signalled(Signal.UD_REG_FAILED)
     assert not fixture.runner.configured
+
+
+async def test_failure_that_the_store_did_not_confirm_is_signalled_again_and_not_repaired(
+    fixture: AgentFixture,
+) -> None:
+    """The lost write may be applied after a later one, when the runner has started."""
+    failures = iter([True, True])
+    fixture.runner.configure_outcome = StepResult(
+        ok=False, detail="config.sh: exit 1", failure=FailureKind.GITHUB_UNREACHABLE
+    )
+    fixture.store.fails = lambda name: (
+        name == "write_signal" and bool(fixture.runner.configured) and next(failures, False)
+    )
+    await fixture.create()
+    fixture.start()
+    await until(lambda: bool(fixture.runner.configured))
+    fixture.runner.configure_outcome = StepResult(ok=True)
+    await until(lambda: fixture.signalled(Signal.UD_REG_FAILED))
+    await asyncio.sleep(30)
+    assert len(fixture.runner.configured) == 1
+    assert (fixture.report.detail, fixture.report.failure) == ("config.sh: exit 1", FailureKind.GITHUB_UNREACHABLE)
 
 
 async def test_requests_to_an_unreachable_store_back_off(fixture: AgentFixture) -> None:
