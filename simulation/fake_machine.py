@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -272,7 +273,12 @@ class FakeMachine:
     async def register(self, assignment: Assignment) -> StepResult:
         await self._loop.sleep(self._behaviour.seconds(TimedAction.CONFIGURE))
         if self._world.faults.inject(Fault.NEVER_REGISTERS, 0.05, [self.instance_id]):
-            await self._loop.sleep(_NEVER.total_seconds())
+            # Until it is killed it reads nothing, so it does not know of a later threshold.
+            self.disturbed_at = math.inf
+            try:
+                await self._loop.sleep(_NEVER.total_seconds())
+            finally:
+                self.disturbed_at = self._loop.time()
         result = self._noted(self._behaviour.register())
         if not result.ok:
             return result

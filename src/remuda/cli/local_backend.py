@@ -104,11 +104,20 @@ class BackgroundProcess:
                 start_new_session=True,
                 env=child_environment(os.environ) | {"PYTHONUNBUFFERED": "1"},
             )
-        seen = procfs.read_process(process.pid)
-        draft = self._file.with_suffix(".new")
-        draft.write_text(json.dumps({"pid": process.pid, "started": seen.started if seen else 0}))
-        draft.replace(self._file)
+        try:
+            self._record(process.pid)
+        except OSError:
+            # The disk is full, for example. Without its record, no one would find and stop it.
+            process.kill()
+            process.wait()
+            raise
         return process.pid
+
+    def _record(self, pid: int) -> None:
+        seen = procfs.read_process(pid)
+        draft = self._file.with_suffix(".new")
+        draft.write_text(json.dumps({"pid": pid, "started": seen.started if seen else 0}))
+        draft.replace(self._file)
 
     def send_signal(self, number: signal.Signals) -> None:
         known = self._known()

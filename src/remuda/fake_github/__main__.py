@@ -2,6 +2,8 @@
 
 import argparse
 import asyncio
+import fcntl
+import os
 import pathlib
 import secrets
 import time
@@ -17,6 +19,17 @@ class SystemTokenClock:
         return prefix + secrets.token_hex(16)
 
 
+def lock_folder(folder: pathlib.Path) -> int:
+    """Keep a second process from serving the same state, until this one ends: both would run each job."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise SystemExit(f"another local GitHub uses {folder}: stop it first") from None
+    return descriptor
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m remuda.fake_github", description=__doc__)
     parser.add_argument("--dir", type=pathlib.Path, required=True, help="folder for the state and endpoint.json")
@@ -26,6 +39,7 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     arguments.dir.chmod(0o700)
+    lock_folder(arguments.dir)
     asyncio.run(
         serve(
             arguments.dir, host=arguments.host, port=arguments.port, clock=SystemTokenClock(), lease_s=arguments.lease_s
