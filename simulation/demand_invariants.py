@@ -143,7 +143,8 @@ class DemandInvariants:
 
     def rerun_requested(self, process: SimulatedProcess, run_id: int, *, has_ended: bool) -> None:
         self.checks += 1
-        self._reruns[run_id] += 1
+        # GitHub refuses a call for a run that has not ended.
+        self._reruns[run_id] += has_ended
         read_at = self._read_end_at.get((process.name, run_id))
         # Somebody else may have run it again since.
         if read_at is None or (not has_ended and self._restarted_at.get(run_id, -1.0) < read_at):
@@ -324,11 +325,15 @@ class DemandInvariants:
             self._violated("D3", f"set {runner_set.name} has {count} runners, and at most {runner_set.max} are allowed")
 
     def supply(self, name: str) -> list[Instance]:
-        """Machines of a set that have, or may get, a job."""
+        """Machines of a set that have, or may get, a job, and whose time is not over."""
         found = []
+        now = self._world.clock.now() + self._world.safety.tolerance
         for record in self._world.database.instances.values():
             machine = self._world.machines.get(record.instance_id)
             if record.runner_set != name or record.state not in HELD or machine is None or not machine.alive:
+                continue
+            if record.deadline(busy=True) <= now:
+                # A sweep ends it.
                 continue
             if record.state is State.RUNNING and self._online(record) is None and machine.job is None:
                 continue

@@ -50,10 +50,11 @@ class _Shrinker:
         before = 0
         while before != self._size():
             before = self._size()
-            self._shorten()
             self._remove_operations()
             self._disable_faults()
             self._suppress_injected_faults()
+            # Last: without an operation or a fault, the violation may come later.
+            self._shorten()
 
     def _size(self) -> int:
         plan = self.best.plan

@@ -209,7 +209,10 @@ class MemoryInstanceStore:
         expired = [job.job_id for job in database.jobs.values() if job.expires_at <= now]
         for job_id in expired:
             del database.jobs[job_id]
-        return len(due) + len(old) + len(expired)
+        leases = [name for name, lease in database.leases.items() if lease.forget_at and lease.forget_at <= now]
+        for name in leases:
+            del database.leases[name]
+        return len(due) + len(old) + len(expired) + len(leases)
 
     # Reports --------------------------------------------------------------------------------------------------
 
@@ -324,7 +327,7 @@ class MemoryInstanceStore:
         current = self._database.leases.get(name)
         if current != before:
             raise Conflict(f"lease {name} was changed by another process", current=current)
-        self._database.leases[name] = after
+        self._database.leases[name] = _kept(after)
 
     async def get_jobs(self, job_ids: Collection[str]) -> Mapping[str, JobRecord]:
         self._count("get_jobs")

@@ -161,6 +161,19 @@ async def test_concurrent_takeovers_have_one_winner(stores: Stores, store: Store
     assert await store.get_lease("listener") == winner
 
 
+async def test_lease_with_an_end_is_forgotten(store: Store) -> None:
+    await store.replace_lease("listener", None, Lease(owner="a", beat=1))
+    until = [Lease(owner="a", beat=1, forget_at=at(seconds)) for seconds in (10, 11)]
+    for name, lease in zip(("short", "long"), until, strict=True):
+        await store.replace_lease(name, None, lease)
+        assert await store.get_lease(name) == lease
+    if not await store.forget(at(10)):
+        pytest.skip("this store forgets by itself, in its own time")
+    assert await store.get_lease("short") is None
+    assert await store.get_lease("long") == until[1]
+    assert await store.get_lease("listener") == Lease(owner="a", beat=1)
+
+
 # Jobs -------------------------------------------------------------------------------------------------------------
 
 

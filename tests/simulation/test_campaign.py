@@ -59,6 +59,12 @@ FOUND_IN_SMALL_WORLDS = {
     "a cancelled rollback": 69,
     "a cancelled call to make messages visible": 710_172,
 }
+#: Bugs that worlds with runner sets found.
+FOUND_WITH_SETS = {
+    "above the maximum after a lost machine returned": 301_596,
+    "a late renewal of a listening runner": 307_242,
+    "a second re-run by a paused listener": 307_051,
+}
 #: Some mutants of each kind that need few seeds; `make simulate` runs all of them.
 QUICK = (
     "claim-keeps-epoch",
@@ -78,6 +84,7 @@ QUICK = (
 )
 #: Worlds with runner sets, the transitions that only they have, and mutants that need few of them.
 DEMAND = CampaignSettings(hours=0.1, instances=3, demand=True)
+SMALL_WITH_SETS = replace(DEMAND, hours=0.15)
 DEMAND_SEEDS = 50
 DEMAND_ROWS = frozenset({"equip", "bind", "listen-on", "fill"})
 QUICK_OF_DEMAND = (
@@ -141,6 +148,7 @@ def test_no_invariant_is_violated_with_few_faults():
         (LOST_TOMBSTONE, SETTINGS),
         (PASSED_OVER, SETTINGS),
         *((seed, SMALL) for seed in FOUND_IN_SMALL_WORLDS.values()),
+        *((seed, SMALL_WITH_SETS) for seed in FOUND_WITH_SETS.values()),
         (REMOVED_BEFORE_ITS_RECORD, replace(SMALL, faults=parse_faults(REMOVED_FAULTS))),
     ],
 )

@@ -161,9 +161,10 @@ def test_a_violation_is_shrunk_and_described(monkeypatch: pytest.MonkeyPatch):
             self.violated("S1", f"{instance_id} was claimed", instance_id)
 
     monkeypatch.setattr(SafetyInvariants, "record_written", strict)
-    worlds = (simulate(draw_plan(seed, hours=0.3, instances=6)) for seed in range(40))
+    # With few faults, claims are usual, so that operations can be removed one by one.
+    worlds = (simulate(draw_plan(seed, hours=0.3, instances=6, faults=Swarm.FEW)) for seed in range(40))
     found = next(world for world in worlds if world.violation is not None)
-    shrunk = shrink(found, tries=60)
+    shrunk = shrink(found, seconds=float("inf"))
     assert shrunk.smallest.violation is not None
     assert shrunk.smallest.violation.invariant == "S1"
     assert len(shrunk.smallest.plan.operations) < len(found.plan.operations) / 2

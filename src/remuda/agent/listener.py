@@ -203,7 +203,9 @@ class Listener:
             return True
         busy = self.is_busy()
         if busy or self._jobs.seen:
-            self._job_file.touch()
+            # On a full disk, this process remembers it, and tries again with the next call.
+            with contextlib.suppress(OSError):
+                self._job_file.touch()
             return True
         return not self._watched and self.exit_code() == 0
 

@@ -100,12 +100,18 @@ class Agent:
             watchdog=self._watchdog,
             version=self._version,
         )
+        main_task = asyncio.create_task(self._run_until_end(identity, expiry, heartbeat))
         heartbeat_task = asyncio.create_task(heartbeat.run())
         try:
-            reason = await self._run_until_end(identity, expiry, heartbeat)
+            await asyncio.wait({main_task, heartbeat_task}, return_when=asyncio.FIRST_COMPLETED)
+            if not main_task.done():
+                # An agent without a heartbeat counts as dead for hours. One that fails is started again.
+                await heartbeat_task
+            reason = await main_task
         finally:
-            heartbeat_task.cancel()
-            await asyncio.gather(heartbeat_task, return_exceptions=True)
+            for task in (main_task, heartbeat_task):
+                task.cancel()
+            await asyncio.gather(main_task, heartbeat_task, return_exceptions=True)
         self._event_log.record("end", reason)
         await self._machine.end(reason)
         return reason
@@ -448,8 +454,9 @@ class Heartbeat:
             await self.store.beat(
                 self.instance_id, at=self.clock.now(), notice=notice, version=self.version, **fields._asdict()
             )
-        except RemudaError as error:
-            self.event_log.record("heartbeat-failed", error.message)
+        except (RemudaError, OSError) as error:
+            # An OSError is of the files of the runner, for example if the disk is full.
+            self.event_log.record("heartbeat-failed", error.message if isinstance(error, RemudaError) else str(error))
 
     async def _spot_notice(self) -> str:
         """Return the spot notice, or the last known one. A failed check does not stop the heartbeat."""

@@ -116,7 +116,7 @@ class DemandRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lease:
-    """The right of one process to serve the sets of a pool.
+    """The right of one process to serve the sets of a pool, or to run a workflow run again.
 
     It counts as expired for a reader that has seen no change of it for a time on its own clock, like a heartbeat.
     """
@@ -124,6 +124,8 @@ class Lease:
     #: Empty if the owner gave it up.
     owner: str
     beat: int
+    #: When the store may delete it; None: never.
+    forget_at: datetime | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

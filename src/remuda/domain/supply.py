@@ -207,7 +207,8 @@ def decide_supply(
     jobs = max(statistics.assigned - ended_jobs - spent, working + max(0, waiting_jobs - started))
     desired = 0 if draining else min(runner_set.max, jobs + window.hot)
     shortfall = desired - (supply - finishing)
-    surplus = _choose_surplus(machines, uses, -shortfall)
+    # Not more than the maximum, even if a lost machine has returned and GitHub says that another one is finishing.
+    surplus = _choose_surplus(machines, uses, max(-shortfall, supply - runner_set.max))
     grace_s = 0.0 if draining else lifetimes.surplus_grace_s
     _decide_surplus(machines, surplus, draft, desired=desired, grace_s=grace_s, now=now)
     deficit = max(0, min(shortfall, runner_set.max - supply))

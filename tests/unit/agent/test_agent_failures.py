@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from dataclasses import replace
 from datetime import timedelta
+from typing import NoReturn
 
 import pytest
 
@@ -208,6 +210,37 @@ async def test_heartbeats_continue_after_a_failed_one(fixture: AgentFixture) -> 
     fixture.store.fails = lambda _name: False
     await asyncio.sleep(30)
     assert fixture.report.beat >= beat + 5
+
+
+async def test_heartbeats_continue_after_the_files_of_the_runner_could_not_be_used(
+    fixture: AgentFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fixture.serve()
+
+    def fail() -> NoReturn:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(fixture.runner, "state", fail)
+        # Less than the main loop waits: it does not read the files meanwhile.
+        await asyncio.sleep(HEARTBEAT_INTERVAL_S + 1)
+    assert ("heartbeat-failed", "[Errno 28] No space left on device") in fixture.event_log.events
+    beat = fixture.report.beat
+    await asyncio.sleep(30)
+    assert fixture.report.beat >= beat + 5
+
+
+async def test_agent_fails_if_its_heartbeat_fails(fixture: AgentFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    await fixture.serve()
+
+    def fail() -> NoReturn:
+        raise AssertionError("a bug")
+
+    monkeypatch.setattr(fixture.runner, "state", fail)
+    assert fixture.task is not None
+    with pytest.raises(AssertionError, match="a bug"):
+        await asyncio.wait_for(fixture.task, HEARTBEAT_INTERVAL_S + 1)
+    assert not fixture.machine.ended
 
 
 # The runner -------------------------------------------------------------------------------------------------------

@@ -11,10 +11,14 @@ from typing import Any, NoReturn
 import pytest
 
 from remuda.controlplane.demand import DemandListener, reconciler
+from remuda.controlplane.demand.context import BackgroundTasks
+from remuda.controlplane.demand.equipment import REGISTRATION_ATTEMPTS
 from remuda.controlplane.demand.lease import LeaseLost
 from remuda.controlplane.demand.listener import FINISH_S
 from remuda.controlplane.demand.observer import SEARCH_S
 from remuda.controlplane.demand.reconciler import DEFICIT_PAUSE_S
+from remuda.controlplane.demand.rerun import POLL_S, InterruptedJobs
+from remuda.controlplane.demand.sets import new_state
 from remuda.controlplane.operator import drain
 from remuda.domain.demand import DemandRecord, DemandStatistics, JobEvent, JobEventKind
 from remuda.domain.errors import CapacityError, Unavailable
@@ -27,6 +31,7 @@ from remuda.domain.thresholds import HEARTBEAT_DEAD_AFTER_S
 from remuda.ports.github import GitHubRun
 from remuda.ports.machine import StepResult
 from simulation.invariants import SCOPE
+from tests.support.records import job_record
 from tests.support.set_world import DemandWorld, runner_set, window
 from tests.support.virtual_time import AmbiguousAnswer, Call, failing
 
@@ -235,6 +240,29 @@ async def test_registration_whose_answer_was_lost_is_replaced(sets: DemandWorld)
     await sets.wait_for_jobs(sets.queue())
     assert lost.count == 3
     assert len(sets.database.instances) == 1
+
+
+async def test_machine_that_is_being_given_back_is_not_equipped(sets: DemandWorld) -> None:
+    sets.listen()
+    await sets.wait_for_jobs(sets.queue())
+    await sets.wait_for(lambda: sets.in_state(State.IDLE))
+    await sets.stop_listeners()
+    registrations: list[str] = []
+
+    async def hook(name: str, call: Call) -> Any:
+        if name == "source.register":
+            registrations.append(name)
+            if len(registrations) <= REGISTRATION_ATTEMPTS:
+                raise Unavailable("GitHub does not answer")
+        # The rollback takes so long that the set decides meanwhile.
+        if name == "store.apply" and registrations and len(registrations) <= REGISTRATION_ATTEMPTS:
+            await asyncio.sleep(8.0)
+            assert len(registrations) == REGISTRATION_ATTEMPTS
+        return await call()
+
+    sets.listen(hook)
+    await sets.wait_for_jobs(sets.queue())
+    assert len(registrations) > REGISTRATION_ATTEMPTS
 
 
 async def test_set_that_github_deleted_is_created_again(sets: DemandWorld) -> None:
@@ -629,6 +657,47 @@ async def test_jobs_of_a_run_that_are_lost_together_are_run_again_together_once(
     await asyncio.sleep(100.0)
     assert sets.github.reruns == [77]
     assert "rerun-refused" not in dict(listener.events)
+
+
+@pytest.mark.parametrize("operation", ["store.get_lease", "store.jobs_of_run", "github.get_run", "store.replace_lease"])
+async def test_listener_that_was_paused_does_not_run_a_run_again_after_another_one(
+    sets: DemandWorld, operation: str
+) -> None:
+    job = job_record(repository=SCOPE, interrupted_at=sets.clock.now(), seen_at=sets.clock.now())
+    await sets.process().store.put_jobs([job])
+    failed = GitHubRun(run_id=77, status="completed", conclusion="failure", head_repository=SCOPE)
+    sets.github.runs[SCOPE, 77] = failed
+    goes_on = asyncio.Event()
+
+    async def pause(name: str, call: Call) -> Any:
+        answer = await call()
+        if name == operation:
+            await goes_on.wait()
+        return answer
+
+    runner = runner_set(rerun_on_interruption=True)
+    for hook in (pause, None):
+        demand = sets.demand(hook, owner=f"listener {hook}")
+        state = new_state(demand.context, runner, None)
+        InterruptedJobs(demand, BackgroundTasks(context=demand.context), {runner.name: state}.get).follow(job)
+    await asyncio.sleep(10.0)
+    # The second attempt has failed as well, for another reason.
+    sets.github.runs[SCOPE, 77] = failed
+    goes_on.set()
+    await asyncio.sleep(3 * POLL_S)
+    assert sets.github.reruns == [77]
+
+
+@pytest.mark.parametrize("applied", [True, False])
+async def test_right_to_run_again_whose_answer_was_lost_is_used(sets: DemandWorld, *, applied: bool) -> None:
+    job = job_record(repository=SCOPE, interrupted_at=sets.clock.now(), seen_at=sets.clock.now())
+    await sets.process().store.put_jobs([job])
+    sets.github.runs[SCOPE, 77] = GitHubRun(run_id=77, status="completed", conclusion="failure", head_repository=SCOPE)
+    demand = sets.demand(AmbiguousAnswer("store.replace_lease", applied=applied))
+    state = new_state(demand.context, runner_set(rerun_on_interruption=True), None)
+    InterruptedJobs(demand, BackgroundTasks(context=demand.context), lambda _: state).follow(job)
+    await asyncio.sleep(3 * POLL_S)
+    assert sets.github.reruns == [77]
 
 
 async def test_decision_about_a_second_interruption_survives_later_messages(sets: DemandWorld) -> None:

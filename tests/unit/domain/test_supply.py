@@ -162,6 +162,15 @@ def test_runner_whose_job_ended_on_github_does_not_serve_the_next_job() -> None:
     assert decide(finishing, assigned=1, maximum=1).deficit == 0
 
 
+def test_lost_machine_that_returned_does_not_exceed_the_maximum() -> None:
+    busy, finishing, replacement = machine(1, run_id="77"), machine(2, run_id="77", completed=True), machine(3)
+    assert decide(busy, finishing, replacement, assigned=2, maximum=3).surplus == frozenset()
+    # The job of the second one still runs, whatever GitHub says.
+    assert decide(busy, finishing, replacement, assigned=2, maximum=2).surplus == frozenset(ids(3))
+    late = replace(replacement, surplus_since=at(-LIFETIMES.surplus_grace_s))
+    assert names(decide(busy, finishing, late, assigned=2, maximum=2).withdraw) == ids(3)
+
+
 def test_machine_on_its_way_back_to_the_pool_is_waited_for() -> None:
     returning = machine(1, State.RELEASING, silent_since=at(-1))
     plan = decide(returning, machine(2, run_id="77", spent_epoch=2, spent_since=at(0)), assigned=3)

@@ -556,6 +556,16 @@ def test_equip_adds_the_registration_and_bind_removes_its_configuration() -> Non
         write(bound, bind(run_id="78"), D)
 
 
+def test_late_renewal_of_a_listening_runner_does_not_shorten_a_later_one() -> None:
+    listening = in_set(State.RUNNING)
+    renewal = write(listening, evidence_in_set(listening)[ListenOn], D)
+    assert renewal.condition.is_met_by(listening)
+    renewed = renewal.applied_to(listening)
+    assert renewal.condition.is_met_by(renewed)
+    later = replace(renewed, threshold=renewed.threshold + timedelta(milliseconds=1))
+    assert not renewal.condition.is_met_by(later)
+
+
 def test_a_release_of_a_listening_runner_does_not_overwrite_the_run_of_its_job() -> None:
     listening = in_set(State.RUNNING)
     change = write(listening, Release(release_time_s=300.0, credential=None), D)

@@ -226,7 +226,7 @@ def write_deleted_single(connection: sqlite3.Connection, name: str) -> None:
 
 
 def write_forget(connection: sqlite3.Connection, *, now: datetime) -> int:
-    """Delete records, provisions and jobs that are due. Return their number."""
+    """Delete records, provisions, jobs and leases that are due. Return their number."""
     due = "SELECT instance_id FROM instances WHERE state = 'terminated' AND forget_at <= ?"
     connection.execute(f"DELETE FROM reports WHERE instance_id IN ({due})", (time_text(now),))  # noqa: S608 - constant
     connection.execute(f"DELETE FROM history WHERE instance_id IN ({due})", (time_text(now),))  # noqa: S608 - constant
@@ -235,7 +235,11 @@ def write_forget(connection: sqlite3.Connection, *, now: datetime) -> int:
     )
     provisions = connection.execute("DELETE FROM provisions WHERE forget_at <= ?", (time_text(now),))
     expired = connection.execute("DELETE FROM jobs WHERE expires_at <= ?", (time_text(now),))
-    return instances.rowcount + provisions.rowcount + expired.rowcount
+    leases = connection.execute(
+        "DELETE FROM singles WHERE name LIKE 'lease/%' AND json_valid(doc) AND json_extract(doc, '$.forgetAt') <= ?",
+        (time_text(now),),
+    )
+    return instances.rowcount + provisions.rowcount + expired.rowcount + leases.rowcount
 
 
 def _named(connection: sqlite3.Connection, statement: str, *parameters: Any) -> list[tuple[str, str]]:

@@ -251,10 +251,9 @@ class _Batch:
 
     async def _equip(self, machine: KnownMachine, acquired: AcquiredInstances) -> None:
         machine.handled = True
-        try:
-            await self._equipment.equip(self._state, self._config, machine, "claimed for a job")
-        finally:
-            machine.handled = False
+        await self._equipment.equip(self._state, self._config, machine, "claimed for a job")
+        # Not after a failure: the reconciler would equip the machine while it is given back.
+        machine.handled = False
         acquired.remove(machine.instance)
         self._state.wake()
 

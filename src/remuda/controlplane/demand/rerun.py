@@ -11,8 +11,8 @@ from remuda.controlplane.context import Context
 from remuda.controlplane.demand.context import BackgroundTasks, DemandContext
 from remuda.controlplane.demand.machines import KnownMachine
 from remuda.controlplane.demand.sets import SetState
-from remuda.domain.demand import JobRecord
-from remuda.domain.errors import RemudaError, UserError
+from remuda.domain.demand import JobRecord, Lease
+from remuda.domain.errors import Conflict, RemudaError, UserError
 from remuda.domain.instance import Instance, State
 from remuda.domain.resources import is_repository
 from remuda.domain.timestamps import to_milliseconds
@@ -39,6 +39,8 @@ class _FollowedRun:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     #: When this process has run it again, or has tried to.
     rerun_at: datetime | None = None
+    #: The right to run it again that this process has written, or tried to, and not used yet.
+    right: Lease | None = None
 
 
 class InterruptedJobs:
@@ -137,8 +139,10 @@ class InterruptedJobs:
             return True
         if github is None or not is_repository(job.repository) or not job.run_id.isdecimal():
             return await self._close(job, "its run is unknown")
+        right = await self._demand.store.get_lease(_right_name(job))
         jobs = await self._demand.store.jobs_of_run(job.run_id)
-        if any(item.rerun_at and _is_same(item, job) for item in jobs):
+        is_used = right is not None and right != followed.right and right.owner.endswith(f" {job.job_id}")
+        if is_used or any(item.rerun_at and _is_same(item, job) for item in jobs):
             return await self._close(job, "it was run again once")
         # A run is run again only after its end, and then with all jobs that were lost before.
         reruns = [followed.rerun_at, *(item.rerun_at for item in jobs)]
@@ -158,6 +162,8 @@ class InterruptedJobs:
             return await self._close(job, "its run succeeded")
         # Recorded before the call: a lost answer must not cause a second one.
         now = to_milliseconds(self._context.clock.now())
+        if (right is None or right != followed.right) and not await self._take_right(job, followed, right, now):
+            return False
         kept_until = max(job.expires_at, now + KEPT)
         await state.save_rerun(self._demand, job.job_id, rerun_at=now, forget_at=kept_until)
         followed.rerun_at = now
@@ -176,10 +182,28 @@ class InterruptedJobs:
         self._context.event_log.record("rerun", "its machine was interrupted", run_id=job.run_id, job_id=job.job_id)
         return True
 
+    async def _take_right(self, job: JobRecord, run: _FollowedRun, before: Lease | None, now: datetime) -> bool:
+        """Take the right to run the run again, unless another listener has taken it since `before` was read.
+
+        Job records cannot tell: a listener that was paused may have read them before the other one wrote them.
+        """
+        beat = before.beat + 1 if before is not None else 1
+        run.right = Lease(owner=f"{self._demand.owner} {job.job_id}", beat=beat, forget_at=now + KEPT)
+        try:
+            await self._demand.store.replace_lease(_right_name(job), before, run.right)
+        except Conflict as conflict:
+            # Its own, if an answer was lost.
+            return bool(conflict.current == run.right)
+        return True
+
     async def _close(self, job: JobRecord, detail: str, **changed: datetime) -> bool:
         if (state := self._find(job.runner_set)) is not None:
             await state.save_rerun(self._demand, job.job_id, rerun_detail=detail, **changed)
         return True
+
+
+def _right_name(job: JobRecord) -> str:
+    return f"rerun {job.run_id}"
 
 
 def _is_same(one: JobRecord, other: JobRecord) -> bool:

@@ -442,8 +442,11 @@ def _listen_on(
         raise _illegal(instance, "renewal of a runner that has a job or that no set holds")
     if event.report.epoch != instance.epoch or event.report.busy or not event.report.listening:
         raise _illegal(instance, "renewal of a runner that does not listen in this epoch, or is busy")
-    return replace(timed, equals=(("run_id", instance.run_id),)), {
-        **_listening(now, event.listening_time_s, event.max_runtime_s),
+    times = _listening(now, event.listening_time_s, event.max_runtime_s)
+    # A listener that is late, or whose clock is, must not shorten the renewal of another one.
+    condition = replace(timed, equals=(("run_id", instance.run_id),), threshold_at_or_before=times["threshold"])
+    return condition, {
+        **times,
         # Its listener has started, so the configuration is not needed any more.
         "assignment": _with_credential(instance, None),
     }

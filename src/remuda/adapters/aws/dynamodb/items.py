@@ -26,7 +26,7 @@ from datetime import datetime, timedelta
 from typing import Any, TypeVar
 
 from remuda.domain import serialization, timestamps
-from remuda.domain.demand import DemandRecord, JobRecord
+from remuda.domain.demand import DemandRecord, JobRecord, Lease
 from remuda.domain.instance import HistoryEntry, Instance
 from remuda.domain.provision import Provision, ProvisionStatus
 from remuda.domain.signals import Report
@@ -271,6 +271,11 @@ def provision_item(provision: Provision) -> Item:
     if provision.forget_at is not None:
         item |= {TTL: seconds(provision.forget_at)}
     return item
+
+
+def lease_item(name: str, lease: Lease) -> Item:
+    expiry = {TTL: seconds(lease.forget_at)} if lease.forget_at is not None else {}
+    return {**document_item(lease_key(name), lease), **expiry}
 
 
 def job_item(job: JobRecord) -> Item:

@@ -341,7 +341,7 @@ class DynamoInstanceStore:
         return self._parsed(Lease, await self._table.get(items.lease_key(name)), f"lease {name}")
 
     async def replace_lease(self, name: str, before: Lease | None, after: Lease) -> None:
-        item = items.document_item(items.lease_key(name), after)
+        item = items.lease_item(name, after)
         await self._put(Lease, item, expressions.if_lease_is(before), f"lease {name} was changed by another process")
 
     async def get_jobs(self, job_ids: Collection[str]) -> Mapping[str, JobRecord]:
