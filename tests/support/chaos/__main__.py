@@ -32,8 +32,8 @@ from remuda.cli.rendering.table import FittedTable
 from tests.support.chaos.backends import LocalChaosBackend, aws_backend, local_backend
 from tests.support.chaos.environment import SmallDisk, SteppedClocks, small_disk
 from tests.support.chaos.faults import ChaosFaults
-from tests.support.chaos.judge import ChaosJudge, reuse
-from tests.support.chaos.load import ChaosLoad
+from tests.support.chaos.judge import SETTLE_S, ChaosJudge, reuse
+from tests.support.chaos.load import JOB_LIMIT_S, ChaosLoad
 from tests.support.demand import runner_set
 
 BACKENDS = {"local": local_backend, "aws-servers": aws_backend}
@@ -64,6 +64,8 @@ SHORT_SETTINGS = {
     "surplus_grace_sec": 1,
 }
 SHORT_LEASE_S = 15.0
+#: Its limits, in seconds: generous, and together less than a test may take, so that it reports what is left.
+SHORT_JOB_LIMIT_S, SHORT_SETTLE_S = 180.0, 100.0
 MINUTE_S = 60.0
 #: Seconds between two lines of progress.
 PROGRESS_S = 60.0
@@ -79,27 +81,30 @@ class ChaosRun:
         clocks: SteppedClocks,
         disk: SmallDisk | None,
         machines: int,
+        seconds: float,
         seed: int,
     ) -> None:
         self._backend = backend
         self._output = output
         self._machines = machines
-        self._is_short = False
+        self._seconds = seconds
+        self._is_short = seconds < MINUTE_S
         choices = random.Random(seed)  # noqa: S311 - not for secrets
         self._faults = ChaosFaults(backend, clocks=clocks, disk=disk, choices=choices)
-        self._load = ChaosLoad(backend, self._faults, machines=machines, choices=choices)
-        self._judge = ChaosJudge(backend, self._faults, self._load)
+        job_limit_s = SHORT_JOB_LIMIT_S if self._is_short else JOB_LIMIT_S
+        self._load = ChaosLoad(backend, self._faults, machines=machines, choices=choices, job_limit_s=job_limit_s)
+        settle_s = SHORT_SETTLE_S if self._is_short else SETTLE_S
+        self._judge = ChaosJudge(backend, self._faults, self._load, settle_s=settle_s)
 
-    async def run(self, seconds: float) -> tuple[dict[str, object], dict[str, list[str]]]:
+    async def run(self) -> tuple[dict[str, object], dict[str, list[str]]]:
         """Return the figures, and the violations by rule."""
         async with self._backend.running():
-            self._is_short = seconds < MINUTE_S
             await self._configure(runner_set(max=self._load.set_max, windows=[{"hot": 1, "warm": 1}]))
             async with self._backend.github() as github:
                 await github.change_settings(lease_s=SHORT_LEASE_S if self._is_short else LEASE_S, pickup_s=PICKUP_S)
             endless = [self._load.run(), self._faults.run(), self._say_progress()]
             tasks = [asyncio.create_task(work) for work in endless]
-            done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+            done, _ = await asyncio.wait(tasks, timeout=self._seconds, return_when=asyncio.FIRST_EXCEPTION)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -159,8 +164,10 @@ def run(output: Output, *, backend_name: str, machines: int, minutes: float, see
             # Commands are forked from this interpreter, and start others with it.
             multiprocessing.set_executable(str(clocks.python))
             backend = stack.enter_context(BACKENDS[backend_name](folder / "state", clocks))
-            chaos = ChaosRun(backend, output, clocks=clocks, disk=disk, machines=machines, seed=seed)
-            figures, violations = asyncio.run(_finally_shut_down(chaos, backend, minutes * MINUTE_S))
+            chaos = ChaosRun(
+                backend, output, clocks=clocks, disk=disk, machines=machines, seconds=minutes * MINUTE_S, seed=seed
+            )
+            figures, violations = asyncio.run(_finally_shut_down(chaos, backend))
             broken = {rule: found for rule, found in violations.items() if found}
             if broken and keep is not None:
                 # Now: the disk disappears with its mount.
@@ -177,10 +184,10 @@ def run(output: Output, *, backend_name: str, machines: int, minutes: float, see
 
 
 async def _finally_shut_down(
-    chaos: ChaosRun, backend: LocalChaosBackend, seconds: float
+    chaos: ChaosRun, backend: LocalChaosBackend
 ) -> tuple[dict[str, object], dict[str, list[str]]]:
     try:
-        return await chaos.run(seconds)
+        return await chaos.run()
     finally:
         await backend.shut_down()
 

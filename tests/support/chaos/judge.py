@@ -30,8 +30,9 @@ FAR = timedelta(days=1)
 
 
 class ChaosJudge:
-    def __init__(self, backend: LocalChaosBackend, faults: ChaosFaults, load: ChaosLoad) -> None:
+    def __init__(self, backend: LocalChaosBackend, faults: ChaosFaults, load: ChaosLoad, *, settle_s: float) -> None:
         self._backend = backend
+        self._settle_s = settle_s
         self._faults = faults
         self._load = load
         #: Jobs that did not succeed, by cause.
@@ -87,7 +88,7 @@ class ChaosJudge:
     async def settle(self, remove_set: Callable[[], Awaitable[object]]) -> dict[str, list[str]]:
         """Remove the set, drain all machines, and return what is left, by kind."""
         backend = self._backend
-        self._until = time.monotonic() + SETTLE_S
+        self._until = time.monotonic() + self._settle_s
         await remove_set()
         async with backend.context() as context:
 
@@ -101,7 +102,7 @@ class ChaosJudge:
 
             left = {"not settled": await self._until_empty(settled)}
             left["scale sets"] = await self._until_empty(lambda: backend.retried(self._scale_sets))
-            self._until = time.monotonic() + SETTLE_S
+            self._until = time.monotonic() + self._settle_s
             await backend.run("drain", "--all", "--reason", "the end of the test")
 
             async def open_provisions() -> list[str]:

@@ -50,9 +50,16 @@ class FollowedJob:
 
 class ChaosLoad:
     def __init__(
-        self, backend: LocalChaosBackend, faults: ChaosFaults, *, machines: int, choices: random.Random
+        self,
+        backend: LocalChaosBackend,
+        faults: ChaosFaults,
+        *,
+        machines: int,
+        choices: random.Random,
+        job_limit_s: float,
     ) -> None:
         self._backend = backend
+        self._job_limit_s = job_limit_s
         self._faults = faults
         self._random = choices
         self.set_max = max(1, round(machines * SET_SHARE))
@@ -166,7 +173,7 @@ class ChaosLoad:
 
     async def _wait(self, job: FollowedJob, status: str = "completed") -> None:
         """Wait until the job has this status or has completed."""
-        until = time.monotonic() + JOB_LIMIT_S
+        until = time.monotonic() + self._job_limit_s
         while job.view.status not in {status, "completed"} and time.monotonic() < until:
             job.view = await self._backend.retried(partial(self._next, job.view))
             if job.wait_s is None and job.view.started_at:

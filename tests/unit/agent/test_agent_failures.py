@@ -224,7 +224,8 @@ async def test_heartbeats_continue_after_the_files_of_the_runner_could_not_be_us
         full.setattr(fixture.runner, "state", fail)
         # Less than the main loop waits: it does not read the files meanwhile.
         await asyncio.sleep(HEARTBEAT_INTERVAL_S + 1)
-    assert ("heartbeat-failed", "[Errno 28] No space left on device") in fixture.event_log.events
+    failed = [why for action, why, _ in fixture.event_log.notes if action == "heartbeat-failed"]
+    assert failed == ["[Errno 28] No space left on device"]
     beat = fixture.report.beat
     await asyncio.sleep(30)
     assert fixture.report.beat >= beat + 5
