@@ -34,6 +34,7 @@ from remuda.ports.calls import CallCounter
 from remuda.ports.store import InstanceStore
 from tests.conformance.conftest import STORES, SqliteStores, Stores
 from tests.support.records import LONG_S, NOW, SHORT_S, assignment, at, birth, change, instance, instance_id, message
+from tests.support.virtual_time import AdjustableClock
 
 NOBODY = 65_534
 
@@ -320,6 +321,22 @@ def test_translation_of_error_codes(path: Path, code: int, expected: type[Except
     error.sqlite_errorcode = code
     with pytest.raises(expected), translated(path):
         raise error
+
+
+# Clocks ---------------------------------------------------------------------------------------------------------------
+
+
+async def test_message_of_a_process_with_a_fast_clock_is_visible_at_once(path: Path) -> None:
+    clock = AdjustableClock()
+    clock.ahead_s = 400.0
+    fast, other = open_pool(path, clock), open_pool(path)
+    await fast.prepare(["large"])
+    await fast.send([message()])
+    for pool in (other, fast, other):
+        (delivery,) = await pool.receive("large", visibility_s=30)
+        await pool.make_visible("large", [delivery.receipt])
+    await fast.close()
+    await other.close()
 
 
 # Waiting: one poller, which runs only with waiters and reads only possible changes ------------------------------------

@@ -31,9 +31,9 @@ from remuda.cli.output import Output
 from remuda.cli.rendering.table import FittedTable
 from tests.support.chaos.backends import LocalChaosBackend, aws_backend, local_backend
 from tests.support.chaos.environment import SmallDisk, SteppedClocks, small_disk
-from tests.support.chaos.faults import ChaosFaults
+from tests.support.chaos.faults import LARGE_STEP_S, ChaosFaults
 from tests.support.chaos.judge import SETTLE_S, ChaosJudge, reuse
-from tests.support.chaos.load import JOB_LIMIT_S, ChaosLoad
+from tests.support.chaos.load import JOB_LIMIT_S, PROVISION_S, ChaosLoad
 from tests.support.demand import runner_set
 
 BACKENDS = {"local": local_backend, "aws-servers": aws_backend}
@@ -44,6 +44,8 @@ DISK_MB = 256
 #: Times of the pool. Clocks differ by less than the margin, except in large steps.
 SETTINGS = {
     "margin_sec": 30,
+    # A killed listener leaves its open provisions until then.
+    "provision_timeout_sec": PROVISION_S,
     "idle_time_sec": 150,
     "release_time_sec": 90,
     "gone_after_sec": 10,
@@ -56,6 +58,7 @@ SETTINGS = {
 SHORT_SETTINGS = {
     **SETTINGS,
     "margin_sec": 2,
+    "provision_timeout_sec": 45,
     "idle_time_sec": 30,
     "release_time_sec": 20,
     "gone_after_sec": 1,
@@ -65,7 +68,9 @@ SHORT_SETTINGS = {
 }
 SHORT_LEASE_S = 15.0
 #: Its limits, in seconds: generous, and together less than a test may take, so that it reports what is left.
-SHORT_JOB_LIMIT_S, SHORT_SETTLE_S = 180.0, 100.0
+SHORT_JOB_LIMIT_S, SHORT_SETTLE_S = 180.0, 150.0
+#: The largest step of its clocks, in seconds.
+SHORT_STEP_S = 60.0
 MINUTE_S = 60.0
 #: Seconds between two lines of progress.
 PROGRESS_S = 60.0
@@ -90,7 +95,8 @@ class ChaosRun:
         self._seconds = seconds
         self._is_short = seconds < MINUTE_S
         choices = random.Random(seed)  # noqa: S311 - not for secrets
-        self._faults = ChaosFaults(backend, clocks=clocks, disk=disk, choices=choices)
+        large_step_s = SHORT_STEP_S if self._is_short else LARGE_STEP_S
+        self._faults = ChaosFaults(backend, clocks=clocks, disk=disk, choices=choices, large_step_s=large_step_s)
         job_limit_s = SHORT_JOB_LIMIT_S if self._is_short else JOB_LIMIT_S
         self._load = ChaosLoad(backend, self._faults, machines=machines, choices=choices, job_limit_s=job_limit_s)
         settle_s = SHORT_SETTLE_S if self._is_short else SETTLE_S

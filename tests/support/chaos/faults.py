@@ -37,9 +37,16 @@ WEIGHTS = {"kill": 4, "stop": 4, "full disk": 1, "clock step": 3}
 
 class ChaosFaults:
     def __init__(
-        self, backend: LocalChaosBackend, *, clocks: SteppedClocks, disk: SmallDisk | None, choices: random.Random
+        self,
+        backend: LocalChaosBackend,
+        *,
+        clocks: SteppedClocks,
+        disk: SmallDisk | None,
+        choices: random.Random,
+        large_step_s: float,
     ) -> None:
         self._backend = backend
+        self._large_step_s = large_step_s
         self._clocks = clocks
         self._disk = disk
         self._random = choices
@@ -136,7 +143,7 @@ class ChaosFaults:
         if pid is None:
             return
         is_large = self._random.random() < LARGE_STEPS
-        limit_s = LARGE_STEP_S if is_large else SMALL_STEP_S
+        limit_s = self._large_step_s if is_large else SMALL_STEP_S
         seconds = self._random.uniform(-limit_s, limit_s)
         self.counts[f"clock step: {target}{', beyond the margin' if is_large else ''}"] += 1
         async with self._stepped(pid, seconds):

@@ -21,8 +21,8 @@ from tests.support.demand import ENDED, LOST, STARTED
 T = TypeVar("T")
 
 #: Seconds in which everything must settle after the last job, and again after all machines are drained: all limits of
-#: the pool are shorter.
-SETTLE_S = 300.0
+#: the pool are shorter, and so is the time for which a process with a wrong clock can hide a message.
+SETTLE_S = 480.0
 POLL_S = 0.5
 #: Seconds that a job may wait for its start: several times as long as any recovery takes, so that a stall is noticed.
 MAX_WAIT_S = 300.0

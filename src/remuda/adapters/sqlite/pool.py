@@ -23,12 +23,13 @@ from remuda.ports.pool import BATCH, Delivery
 #: Maximum length of the parse error of a malformed message.
 MAX_REASON = 200
 
-# Times in the table are seconds since 1970.
+# Times in the table are seconds since 1970. 0 is visible at once, also for a process whose clock is behind that of the
+# sender.
 _VISIBLE = "SELECT message_id, body FROM messages WHERE queue = ? AND visible_at <= ? ORDER BY shuffle LIMIT ?"
 _NEXT = "SELECT min(visible_at) FROM messages WHERE queue = ?"
 _HIDDEN = "WHERE receipt IN (SELECT value FROM json_each(?1)) AND queue = ?2 AND visible_at > ?3"
 _DELETE = f"DELETE FROM messages {_HIDDEN}"  # noqa: S608 - constant
-_MAKE_VISIBLE = f"UPDATE messages SET receipt = NULL, visible_at = ?3 {_HIDDEN}"  # noqa: S608 - constant
+_MAKE_VISIBLE = f"UPDATE messages SET receipt = NULL, visible_at = 0 {_HIDDEN}"  # noqa: S608 - constant
 
 #: Receipt and body.
 ReceivedMessage = tuple[str, str]
@@ -62,7 +63,7 @@ class SqliteResourcePool:
         await self._file.close()
 
     async def send(self, messages: Collection[PoolMessage], *, delay_s: float = 0.0) -> None:
-        visible_at = self._now() + delay_s
+        visible_at = self._now() + delay_s if delay_s else 0.0
         # A random sort key: like SQS, the queue keeps no order.
         rows = [(message.resource_class, visible_at, self._ids.jitter(), encode(message)) for message in messages]
         sizes = Counter(message.resource_class for message in messages)
