@@ -166,7 +166,7 @@ class InterruptedJobs:
             return False
         kept_until = max(job.expires_at, now + KEPT)
         await state.save_rerun(self._demand, job.job_id, rerun_at=now, forget_at=kept_until)
-        followed.rerun_at = now
+        followed.rerun_at, followed.right = now, None
         try:
             await github.rerun_failed_jobs(scope, job.repository, run_id)
         except UserError as error:
