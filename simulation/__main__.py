@@ -24,6 +24,9 @@ from simulation.shrink import report, report_seed
 #: Default number of violations that are shrunk and reported in full.
 REPORTS = 3
 
+#: Seconds between two lines of progress in a log.
+LINE_S = 60.0
+
 
 @click.command("simulation", context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--seeds", type=click.IntRange(1, 10_000_000), default=100, help="Number of worlds. (default: 100)")
@@ -135,10 +138,17 @@ def _run_with_progress(
     started = time.perf_counter()
     with Progress(*columns, console=output.console) as progress:
         bar = progress.add_task("", total=len(seeds), rate="-", found=0)
+        line_due = started + LINE_S
 
         def done(so_far: CampaignSummary) -> None:
+            nonlocal line_due
             show_violations(so_far)
-            rate = so_far.seeds / max(1e-9, time.perf_counter() - started)
+            now = time.perf_counter()
+            rate = so_far.seeds / max(1e-9, now - started)
+            # A log does not show the bar.
+            if not output.console.is_terminal and now >= line_due:
+                line_due = now + LINE_S
+                output.say(f"{so_far.seeds} of {len(seeds)} seeds, {rate:.1f} seeds/s")
             progress.update(bar, completed=so_far.seeds, rate=f"{rate:.1f}", found=len(so_far.violations))
 
         return run_many(seeds, settings, workers=workers, done=done)
