@@ -243,6 +243,9 @@ class RecordInvariants:
             yield from self.demand.released(before, process)
         # A listener gives back what it could not start, like a provision.
         own = process.kind == "listener" and before.state is State.CLAIMED and before.provision_id in process.provisions
+        if provision is not None and provision.status is ProvisionStatus.COMMITTED:
+            # A claim that was applied late, after the provision had got another machine.
+            own = own or (bool(before.runner_set) and before.instance_id not in provision.instance_ids)
         if (
             process.kind in {"release", "refresh", "listener"}
             and not own

@@ -467,7 +467,7 @@ async def transition_in_set(
     context: Context,
     instance: Instance,
     event: Event,
-    replaced: Callable[[Provision], Provision | None],
+    replaced: Callable[[Provision | None], Provision | None],
     *,
     by: Actor,
     why: str,
@@ -475,12 +475,13 @@ async def transition_in_set(
 ) -> tuple[Instance, Provision | None]:
     """Apply a transition of a machine of a runner set and replace its provision in one step. Return both records.
 
-    `replaced` returns the new provision, or None if the stored one remains. `provision` is the stored one, if known.
+    `replaced` returns the new provision, or None if the stored one remains. It gets None if none is stored any more.
+    `provision` is the stored one, if known.
     """
     for _ in range(CONFLICT_ATTEMPTS):
         if provision is None:
             provision = await context.store.get_provision(holder_id(instance.runner_set), instance.provision_id)
-        new = replaced(provision) if provision is not None else None
+        new = replaced(provision)
         if provision is None or new is None:
             return await transition(context, instance, event, by=by, why=why), provision
         change = ProvisionChange(before=provision, after=new)
@@ -505,8 +506,8 @@ async def leave_provision(
 ) -> tuple[Instance, Provision | None]:
     """Apply a transition after which the provision of a machine of a runner set does not hold it any more."""
 
-    def closed(stored: Provision) -> Provision | None:
-        return closed_provision(context, config, stored, why, ending=_ending_after(event))
+    def closed(stored: Provision | None) -> Provision | None:
+        return closed_provision(context, config, stored, instance, why, ending=_ending_after(event))
 
     return await transition_in_set(context, instance, event, closed, by=by, why=why, provision=provision)
 
@@ -521,13 +522,17 @@ def _ending_after(event: Event) -> ProvisionEnding:
 def closed_provision(
     context: Context,
     config: PoolConfig,
-    provision: Provision,
+    provision: Provision | None,
+    instance: Instance,
     why: str,
     *,
     ending: ProvisionEnding = ProvisionEnding.RELEASED,
 ) -> Provision | None:
     """The provision of a machine of a runner set that it does not hold any more; None if that is recorded."""
-    if provision.settled:
+    if provision is None or provision.settled:
+        return None
+    if provision.status is ProvisionStatus.COMMITTED and instance.instance_id not in provision.instance_ids:
+        # It holds another machine: a claim whose answer was lost was applied after the launch of that one.
         return None
     now = context.clock.now()
     if provision.status is not ProvisionStatus.RELEASED:

@@ -126,6 +126,8 @@ class Lease:
     beat: int
     #: When the store may delete it; None: never.
     forget_at: datetime | None = None
+    #: Ids of the jobs for which a workflow run was run again.
+    job_ids: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -69,6 +69,8 @@ class Equipment:
             await step()
         except Conflict as conflict:
             instance_id = machine.instance.instance_id
+            # The provision may have changed as well.
+            machine.provision = None
             self._context.event_log.record("step-lost", conflict.message, instance_id=instance_id)
             if isinstance(conflict.current, Instance) and conflict.current != machine.instance:
                 self._note(conflict.current)
@@ -142,8 +144,8 @@ class Equipment:
             max_runtime_s=config.lifetimes.max_runtime_s,
         )
 
-        def with_runner(provision: Provision) -> Provision:
-            if provision.status is not ProvisionStatus.OPEN:
+        def with_runner(provision: Provision | None) -> Provision:
+            if provision is None or provision.status is not ProvisionStatus.OPEN:
                 raise Conflict(f"the provision of {instance.instance_id} was released")
             outcome = self._outcome(instance, provision)
             return committed(provision, (instance.instance_id,), deadline=self._deadline(config), outcome=outcome)
@@ -188,7 +190,7 @@ class Equipment:
     # Provisions
 
     async def _transition_with_provision(
-        self, machine: KnownMachine, event: Event, why: str, replaced: Callable[[Provision], Provision | None]
+        self, machine: KnownMachine, event: Event, why: str, replaced: Callable[[Provision | None], Provision | None]
     ) -> Instance:
         instance, machine.provision = await transition_in_set(
             self._context,
@@ -242,8 +244,8 @@ class Equipment:
     async def _settle(self, machine: KnownMachine, config: PoolConfig) -> None:
         """Settle the provision of a machine that another process has released."""
         provision = await self._provision_of(machine)
-        closed = provision and closed_provision(
-            self._context, config, provision, "its machine is not assigned any more"
+        closed = closed_provision(
+            self._context, config, provision, machine.instance, "its machine is not assigned any more"
         )
         if provision is None or closed is None:
             return
@@ -296,8 +298,10 @@ class Equipment:
             max_runtime_s=lifetimes.max_runtime_s,
         )
 
-        def prolonged(provision: Provision) -> Provision | None:
+        def prolonged(provision: Provision | None) -> Provision | None:
             deadline = self._deadline(config)
+            if provision is None:
+                return None
             is_held = provision.status is ProvisionStatus.COMMITTED and provision.deadline < deadline
             return replace(provision, deadline=deadline) if is_held else None
 

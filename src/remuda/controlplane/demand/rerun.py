@@ -141,11 +141,13 @@ class InterruptedJobs:
             return await self._close(job, "its run is unknown")
         right = await self._demand.store.get_lease(_right_name(job))
         jobs = await self._demand.store.jobs_of_run(job.run_id)
-        is_used = right is not None and right != followed.right and right.owner.endswith(f" {job.job_id}")
-        if is_used or any(item.rerun_at and _is_same(item, job) for item in jobs):
+        # A job's own record does not suffice: an earlier write of it may be applied late, and overwrite it.
+        used = right if right != followed.right else None
+        rerun_ids = {*(used.job_ids if used else ()), *(item.job_id for item in jobs if item.rerun_at)}
+        if job.job_id in rerun_ids or any(item.job_id in rerun_ids and _is_same(item, job) for item in jobs):
             return await self._close(job, "it was run again once")
         # A run is run again only after its end, and then with all jobs that were lost before.
-        reruns = [followed.rerun_at, *(item.rerun_at for item in jobs)]
+        reruns = [followed.rerun_at, _taken_at(used), *(item.rerun_at for item in jobs)]
         with_run = max((at for at in reruns if at and job.interrupted_at and at >= job.interrupted_at), default=None)
         if with_run is not None:
             return await self._close(job, "run again with its run", rerun_at=with_run, forget_at=with_run + KEPT)
@@ -187,8 +189,8 @@ class InterruptedJobs:
 
         Job records cannot tell: a listener that was paused may have read them before the other one wrote them.
         """
-        beat = before.beat + 1 if before is not None else 1
-        run.right = Lease(owner=f"{self._demand.owner} {job.job_id}", beat=beat, forget_at=now + KEPT)
+        beat, job_ids = (before.beat + 1, before.job_ids) if before is not None else (1, ())
+        run.right = Lease(owner=self._demand.owner, beat=beat, forget_at=now + KEPT, job_ids=(*job_ids, job.job_id))
         try:
             await self._demand.store.replace_lease(_right_name(job), before, run.right)
         except Conflict as conflict:
@@ -204,6 +206,10 @@ class InterruptedJobs:
 
 def _right_name(job: JobRecord) -> str:
     return f"rerun {job.run_id}"
+
+
+def _taken_at(right: Lease | None) -> datetime | None:
+    return right.forget_at - KEPT if right is not None and right.forget_at is not None else None
 
 
 def _is_same(one: JobRecord, other: JobRecord) -> bool:
