@@ -163,7 +163,7 @@ async def test_concurrent_takeovers_have_one_winner(stores: Stores, store: Store
 
 async def test_lease_with_an_end_is_forgotten(store: Store) -> None:
     await store.replace_lease("listener", None, Lease(owner="a", beat=1))
-    until = [Lease(owner="a", beat=1, forget_at=at(seconds)) for seconds in (10, 11)]
+    until = [Lease(owner="a", beat=1, forget_at=at(seconds), job_ids=("job-1", "job-2")) for seconds in (10, 11)]
     for name, lease in zip(("short", "long"), until, strict=True):
         await store.replace_lease(name, None, lease)
         assert await store.get_lease(name) == lease

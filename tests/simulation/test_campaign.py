@@ -64,6 +64,8 @@ FOUND_WITH_SETS = {
     "above the maximum after a lost machine returned": 301_596,
     "a late renewal of a listening runner": 307_242,
     "a second re-run by a paused listener": 307_051,
+    "a second re-run after a late write": 304_433,
+    "two machines of one provision": 305_403,
 }
 #: Some mutants of each kind that need few seeds; `make simulate` runs all of them.
 QUICK = (

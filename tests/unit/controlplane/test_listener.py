@@ -20,6 +20,7 @@ from remuda.controlplane.demand.reconciler import DEFICIT_PAUSE_S
 from remuda.controlplane.demand.rerun import POLL_S, InterruptedJobs
 from remuda.controlplane.demand.sets import new_state
 from remuda.controlplane.operator import drain
+from remuda.controlplane.release import closed_provision
 from remuda.domain.demand import DemandRecord, DemandStatistics, JobEvent, JobEventKind
 from remuda.domain.errors import CapacityError, Unavailable
 from remuda.domain.instance import RetireReason, State
@@ -31,7 +32,7 @@ from remuda.domain.thresholds import HEARTBEAT_DEAD_AFTER_S
 from remuda.ports.github import GitHubRun
 from remuda.ports.machine import StepResult
 from simulation.invariants import SCOPE
-from tests.support.records import job_record
+from tests.support.records import instance, job_record, pool_config, provision
 from tests.support.set_world import DemandWorld, runner_set, window
 from tests.support.virtual_time import AmbiguousAnswer, Call, failing
 
@@ -263,6 +264,47 @@ async def test_machine_that_is_being_given_back_is_not_equipped(sets: DemandWorl
     sets.listen(hook)
     await sets.wait_for_jobs(sets.queue())
     assert len(registrations) > REGISTRATION_ATTEMPTS
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+async def test_machine_whose_provision_was_released_is_replaced(sets: DemandWorld, *, is_stored: bool) -> None:
+    registrations: list[str] = []
+    released: list[str] = []
+
+    async def hook(name: str, call: Call) -> Any:
+        if name == "source.register":
+            registrations.append(name)
+        if name == "store.apply_with_provision" and not released:
+            # A machine that was claimed late for the same provision was released, and its record may be old.
+            ((key, provision),) = sets.database.provisions.items()
+            released.append(provision.provision_id)
+            if is_stored:
+                instance_of = next(iter(sets.database.instances.values()))
+                closed = closed_provision(sets.process(), pool_config(), provision, instance_of, "released")
+                assert closed is not None
+                sets.database.provisions[key] = closed
+            else:
+                del sets.database.provisions[key]
+        return await call()
+
+    sets.listen(hook)
+    await sets.wait_for_jobs(sets.queue())
+    assert len(registrations) == 2
+    assert released
+    held = [item.provision_id for item in sets.database.instances.values() if item.state is not State.TERMINATING]
+    assert not set(held) & set(released)
+
+
+async def test_provision_of_another_machine_is_not_closed(sets: DemandWorld) -> None:
+    context, config = sets.process(), pool_config()
+    of_other = provision(status=ProvisionStatus.COMMITTED, instance_ids=(instance(2).instance_id,))
+    assert closed_provision(context, config, of_other, instance(1), "released") is None
+    closed = closed_provision(context, config, of_other, instance(2), "released")
+    assert closed is not None
+    assert closed.status is ProvisionStatus.RELEASED
+    still_open = closed_provision(context, config, provision(), instance(1), "released")
+    assert still_open is not None
+    assert still_open.settled
 
 
 async def test_set_that_github_deleted_is_created_again(sets: DemandWorld) -> None:
@@ -684,6 +726,31 @@ async def test_listener_that_was_paused_does_not_run_a_run_again_after_another_o
     # The second attempt has failed as well, for another reason.
     sets.github.runs[SCOPE, 77] = failed
     goes_on.set()
+    await asyncio.sleep(3 * POLL_S)
+    assert sets.github.reruns == [77]
+
+
+@pytest.mark.parametrize("is_later", [True, False])
+async def test_job_whose_record_was_overwritten_late_is_not_run_again_twice(
+    sets: DemandWorld, *, is_later: bool
+) -> None:
+    now = sets.clock.now()
+    job = job_record(repository=SCOPE, display_name="test", interrupted_at=now, seen_at=now)
+    demand = sets.demand()
+    await demand.store.put_jobs([job])
+    failed = GitHubRun(run_id=77, status="completed", conclusion="failure", head_repository=SCOPE)
+    sets.github.runs[SCOPE, 77] = failed
+    state = new_state(demand.context, runner_set(rerun_on_interruption=True), None)
+    jobs = InterruptedJobs(demand, BackgroundTasks(context=demand.context), lambda _: state)
+    jobs.follow(job)
+    await sets.wait_for(lambda: sets.github.reruns)
+    # A write of its end, whose answer was lost, is applied after that of the re-run.
+    await demand.store.put_jobs([job])
+    second = job_record(2, repository=SCOPE, display_name="test", interrupted_at=sets.clock.now(), seen_at=now)
+    if is_later:
+        await demand.store.put_jobs([second])
+    sets.github.runs[SCOPE, 77] = failed
+    jobs.follow(second if is_later else job)
     await asyncio.sleep(3 * POLL_S)
     assert sets.github.reruns == [77]
 
