@@ -131,7 +131,8 @@ def _when_running(observation: Observation, record: Instance) -> AgentStep:
     if observation.runner.listening:
         return _wait("a job is running" if observation.runner.busy else "listening for jobs")
     if record.runner_set and (observation.runner.unused or spent_epoch(record, observation.runner)):
-        used = "its registration was removed before it had a job" if observation.runner.unused else "its job has ended"
+        is_used = spent_epoch(record, observation.runner)
+        used = "its job has ended" if is_used else "its registration was removed before it had a job"
         return _wait(f"{used}; waiting for release")
     # A spent runner was registered for a single job, which has ended or was refused: it cannot be started again.
     if observation.runner.spent and observation.runner.refused:
@@ -166,8 +167,12 @@ def spent_epoch(record: Instance | None, runner: RunnerState) -> int:
     """
     if record is None or record.assignment is None or runner.registered_as != record.assignment.runner_name:
         return 0
-    if runner.listening or runner.busy or runner.exit_code is None or runner.unused:
+    if runner.listening or runner.busy or runner.exit_code is None:
         return 0
+    if runner.unused:
+        # It may have had a job that the agent has not seen, for example while the disk was full. GitHub has.
+        is_bound = record.runner_set and record.state is State.RUNNING and record.is_bound
+        return record.epoch if is_bound else 0
     return record.epoch if runner.spent or (record.runner_set and runner.had_job) else 0
 
 

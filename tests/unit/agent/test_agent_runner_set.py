@@ -400,6 +400,24 @@ async def test_listener_without_a_job_whose_registration_was_removed_is_released
     await use(fixture, 2)
 
 
+@pytest.mark.parametrize("is_bound_first", [True, False])
+@pytest.mark.parametrize("code", [0, 1])
+async def test_job_that_only_github_has_seen_is_reported_as_ended(
+    fixture: AgentFixture, code: int, *, is_bound_first: bool
+) -> None:
+    """Its log was lost, for example because the disk was full."""
+    await listen(fixture)
+    if is_bound_first:
+        await fixture.bind()
+    fixture.runner.become(listening=False, exit_code=code, spent=code == 0, unused=True)
+    await until(lambda: not fixture.report.listening)
+    if not is_bound_first:
+        await fixture.bind()
+    await until(lambda: fixture.report.spent_epoch == 1)
+    await fixture.release_from_set()
+    await until(lambda: fixture.signalled(CLEAN))
+
+
 async def test_refused_configuration_is_signalled_as_a_failure(fixture: AgentFixture) -> None:
     fixture.runner.exits = [1]
     fixture.start()
