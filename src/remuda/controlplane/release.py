@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from math import inf
+from typing import TypeGuard
 
 from remuda.controlplane.batching import Batcher
 from remuda.controlplane.context import (
@@ -265,6 +266,12 @@ class _InstanceReleaser:
                 context.event_log.record("read-failed", error.message, instance_id=instance.instance_id)
                 await pause_before_retry(context)
                 continue
+            except Conflict as conflict:
+                # A sweep or another release may extend the same job any number of times.
+                if not _is_extended(instance, conflict.current):
+                    raise
+                instance = conflict.current
+                continue
             if after.state is State.IDLE:
                 self._publisher.add(after)
                 return _reported_outcome(after, ReleaseStatus.RELEASED, "clean, in the pool", waited)
@@ -281,6 +288,15 @@ class _InstanceReleaser:
         if current is None or (current.state, current.epoch) != (instance.state, instance.epoch):
             raise Conflict(f"{instance.instance_id} was changed by another process", current=current)
         return current
+
+
+def _is_extended(instance: Instance, current: object) -> TypeGuard[Instance]:
+    """Whether another process has given the same release more time."""
+    return (
+        isinstance(current, Instance)
+        and (current.state, current.epoch) == (instance.state, instance.epoch)
+        and current.threshold > instance.threshold
+    )
 
 
 def _finished_by_another(instance: Instance, current: Instance) -> ReleaseOutcome | None:

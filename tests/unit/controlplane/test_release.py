@@ -8,10 +8,13 @@ from datetime import timedelta
 from typing import Any
 
 from remuda.cli.rendering.results import release_document
+from remuda.controlplane.context import CONFLICT_ATTEMPTS, transition
 from remuda.controlplane.release import ReleaseResult, ReleaseStatus
 from remuda.domain.instance import RetireReason, State
+from remuda.domain.release_policy import MIN_EXTENSION_S
 from remuda.domain.resources import Reuse
 from remuda.domain.signals import Signal
+from remuda.domain.transitions import Actor, Extend
 from remuda.ports.machine import StepResult
 from simulation.invariants import SCOPE
 from tests.support.virtual_time import Call, Cut, CutKind, Hook, until
@@ -147,6 +150,28 @@ async def test_release_waits_for_a_running_job(world: PoolWorld) -> None:
     assert statuses(await releasing) == ["released"]
     assert job.conclusion == "success"
     assert deadline in seen, "extended up to the run's deadline"
+
+
+async def test_release_goes_on_if_another_one_extends_the_job_each_time(world: PoolWorld) -> None:
+    instance = await world.one(max_runtime_s=20_000.0)
+    job = world.github.queue(run_id="1", labels=["1"], seconds=3_000)
+    await asyncio.sleep(1)
+    conflicts = 0
+
+    async def hook(name: str, call: Call) -> Any:
+        """Another process extends the release while this one's write is on its way."""
+        nonlocal conflicts
+        record, report = world.record(instance.instance_id), world.database.reports[instance.instance_id]
+        if name == "store.apply" and record.state is State.RELEASING and report.busy:
+            await asyncio.sleep(0.01)
+            extend = Extend(report=report, extension_s=MIN_EXTENSION_S, margin_s=0.0)
+            await transition(world.process(), record, extend, by=Actor.REFRESH, why="a job is still running")
+            conflicts += 1
+        return await call()
+
+    assert statuses(await world.release(process=world.process(hook))) == ["released"]
+    assert job.conclusion == "success"
+    assert conflicts > CONFLICT_ATTEMPTS
 
 
 async def test_job_ends_at_the_run_deadline(world: PoolWorld) -> None:

@@ -20,6 +20,7 @@ from remuda.domain.transitions import (
     End,
     Event,
     Extend,
+    Quarantine,
     Release,
     Renew,
     RenewCredential,
@@ -88,6 +89,25 @@ def test_delayed_renewal_does_not_shorten_a_later_one() -> None:
     condition = write(record, Renew(until=at(900)), S).condition
     assert condition.is_met_by(replace(record, threshold=at(900)))
     assert not condition.is_met_by(replace(record, threshold=at(901)))
+
+
+@pytest.mark.parametrize(
+    ("event", "by", "until_s"),
+    [
+        (Extend(report=report(busy=True), extension_s=900.0, margin_s=0.0), L, 900),
+        (Quarantine(until=at(300), detail="slow disk"), Actor.OPERATOR, 300),
+    ],
+    ids=["extension", "quarantine"],
+)
+def test_release_of_a_running_job_is_not_shortened_by_a_write_that_comes_late(
+    event: Event, by: Actor, until_s: float
+) -> None:
+    """Two releases extend the same job, and one of them has a slow clock."""
+    record = in_state(State.RELEASING, threshold=at(60), run_deadline=at(3_600))
+    change = write(record, event, by)
+    assert change.sets["threshold"] == at(until_s)
+    assert change.condition.is_met_by(replace(record, threshold=at(until_s)))
+    assert not change.condition.is_met_by(replace(record, threshold=at(until_s + 1)))
 
 
 def test_claim_requires_the_tier_in_the_record() -> None:

@@ -85,13 +85,16 @@ class Creation:
     async def _launch(self, orders: Sequence[_LaunchOrder]) -> list[Instance]:
         """Launch for all orders. Without `all_or_nothing`, the last ones may fail alone."""
         plan, context = orders[0].plan, self._context
-        raise_if_past_deadline(context, plan)
         if plan.config.budget.is_used_up(context.clock.now()):
             why = plan.config.budget.warning(context.clock.now())
             raise CapacityError(f"the budget of the pool is used up: {why}", fix="raise it with remuda budget")
         count = await self._count_within_limit(plan, len(orders))
+        # After the last wait: a machine that is launched past the deadline would only be given back.
+        raise_if_past_deadline(context, plan)
         self._launches += 1
         lifetimes = plan.config.lifetimes
+        # The wall clock may have been set forward meanwhile.
+        left_s = max(0.0, (plan.provision.deadline - context.clock.now()).total_seconds())
         request = LaunchRequest(
             provision_id=plan.provision.provision_id,
             # With the nonce, because an id may recur after its record was deleted: EC2 would repeat the old answer.
@@ -100,7 +103,7 @@ class Creation:
             request=plan.request,
             scope=plan.scope,
             launch=plan.config.launch,
-            first_life_s=(plan.provision.deadline - context.clock.now()).total_seconds() + 2 * lifetimes.margin_s,
+            first_life_s=left_s + 2 * lifetimes.margin_s,
             margin_s=lifetimes.margin_s,
         )
         single_use = describe_retirement(plan.retire_reason, "") if plan.retire_reason else ""

@@ -275,8 +275,7 @@ def _effect(instance: Instance, event: Event, now: datetime) -> tuple[WriteCondi
             unbound = (("run_id", instance.run_id),) if instance.runner_set else ()
             return replace(timed, owner=event.owner, equals=unbound), _release(instance, event, now)
         case Extend():
-            earliest = now - timedelta(seconds=event.margin_s)
-            return replace(timed, threshold_after=earliest), _extend(instance, event, now)
+            return _extend(instance, event, timed, now)
         case RenewCredential():
             return alive, {"assignment": _with_credential(instance, event.credential)}
         case ReturnToPool():
@@ -284,14 +283,13 @@ def _effect(instance: Instance, event: Event, now: datetime) -> tuple[WriteCondi
         case Announce():
             return alive, {"announced_at": now}
         case Renew():
-            # A delayed renewal must not shorten a later one.
-            return replace(alive, not_retired=True, threshold_at_or_before=event.until), {"threshold": event.until}
+            return _not_shortened(replace(alive, not_retired=True), {"threshold": event.until})
         case Retire():
             # The first reason stands: a drain must not overwrite a quarantine that was written later.
             condition = replace(alive, not_retired=instance.retire_reason is None, equals=_unknown_job(instance, event))
             return condition, {"retire_reason": event.reason, "retire_detail": event.detail[:MAX_WHY]}
         case Quarantine():
-            return alive, _quarantine(instance, event)
+            return _quarantine(instance, event, alive)
         case End():
             return _end(instance, event, now)
         case Confirm():
@@ -442,14 +440,12 @@ def _listen_on(
         raise _illegal(instance, "renewal of a runner that has a job or that no set holds")
     if event.report.epoch != instance.epoch or event.report.busy or not event.report.listening:
         raise _illegal(instance, "renewal of a runner that does not listen in this epoch, or is busy")
-    times = _listening(now, event.listening_time_s, event.max_runtime_s)
-    # A listener that is late, or whose clock is, must not shorten the renewal of another one.
-    condition = replace(timed, equals=(("run_id", instance.run_id),), threshold_at_or_before=times["threshold"])
-    return condition, {
-        **times,
+    sets = {
+        **_listening(now, event.listening_time_s, event.max_runtime_s),
         # Its listener has started, so the configuration is not needed any more.
         "assignment": _with_credential(instance, None),
     }
+    return _not_shortened(replace(timed, equals=(("run_id", instance.run_id),)), sets)
 
 
 def _fill(
@@ -481,7 +477,12 @@ def _release(instance: Instance, event: Release, now: datetime) -> dict[str, Any
     }
 
 
-def _quarantine(instance: Instance, event: Quarantine) -> dict[str, Any]:
+def _not_shortened(condition: WriteCondition, sets: dict[str, Any]) -> tuple[WriteCondition, dict[str, Any]]:
+    """Reject a write that is late, or made with a slow clock, if another one has given the instance more time."""
+    return replace(condition, threshold_at_or_before=sets["threshold"]), sets
+
+
+def _quarantine(instance: Instance, event: Quarantine, alive: WriteCondition) -> tuple[WriteCondition, dict[str, Any]]:
     until = to_milliseconds(event.until)
     kept = {
         "retire_reason": RetireReason.QUARANTINED,
@@ -490,11 +491,11 @@ def _quarantine(instance: Instance, event: Quarantine) -> dict[str, Any]:
     }
     # In the other states the run's own limit stays in force.
     if instance.state is State.IDLE:
-        return {**kept, "threshold": until}
+        return alive, {**kept, "threshold": until}
     if instance.state is State.RELEASING:
         # A job may still run: a short quarantine must not reduce its time.
-        return {**kept, "threshold": max(instance.threshold, until)}
-    return kept
+        return _not_shortened(alive, {**kept, "threshold": max(instance.threshold, until)})
+    return alive, kept
 
 
 def _at_least_quarantine(instance: Instance, at: datetime) -> datetime:
@@ -502,12 +503,15 @@ def _at_least_quarantine(instance: Instance, at: datetime) -> datetime:
     return max(at, instance.quarantined_until) if instance.quarantined_until is not None else at
 
 
-def _extend(instance: Instance, event: Extend, now: datetime) -> dict[str, Any]:
+def _extend(
+    instance: Instance, event: Extend, timed: WriteCondition, now: datetime
+) -> tuple[WriteCondition, dict[str, Any]]:
     if not event.report.busy:
         raise _illegal(instance, "extension without a running job")
     wanted = after(now, event.extension_s)
     latest = instance.run_deadline or instance.threshold
-    return {"threshold": max(instance.threshold, min(wanted, latest))}
+    condition = replace(timed, threshold_after=now - timedelta(seconds=event.margin_s))
+    return _not_shortened(condition, {"threshold": max(instance.threshold, min(wanted, latest))})
 
 
 def _pool(
