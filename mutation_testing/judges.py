@@ -36,7 +36,7 @@ from simulation.mutation import MutationError, Replacement, command, mutated_tre
 #: Code that the simulation runs: changes of the lifecycle.
 LIFECYCLE = re.compile(
     r"remuda\.(domain\.(transitions|thresholds|signals)"
-    r"|controlplane\.(provision|release|refresh|demand|scale_down)|agent)\b"
+    r"|controlplane\.(provision|release|refresh|demand|scale_down)|agent\.(decide|loop))\b"
 )
 #: The short simulation: settings, and how many seeds of each.
 SIMULATION = (

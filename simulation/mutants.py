@@ -67,6 +67,7 @@ _PAUSED = _only(Fault.PAUSE)
 _AGED = _only(Fault.CONFIG_CHANGE, hours=0.5)
 _NOTICED = _only(Fault.SPOT_NOTICE)
 _RELEASED_EARLY = _only(Fault.RELEASE_EARLY)
+_EXTENDED_TWICE = _only(Fault.CLOCK_SKEW, Fault.RERUN, Fault.RELEASE_TWICE)
 _HANGING = _only(Fault.GITHUB_HANGS, Fault.GITHUB_5XX)
 
 
@@ -345,6 +346,17 @@ MUTANTS: tuple[Mutant, ...] = (
         "a release is extended beyond its run's deadline",
         expression(_TRANSITIONS, "_extend", "min(wanted, latest)", "wanted"),
     ),
+    _mutant(
+        "extension-that-comes-late",
+        "of two extensions of a release, the one with the slower clock cuts the other one short",
+        expression(
+            _TRANSITIONS,
+            "_extend",
+            "_not_shortened(condition, {'threshold': max(instance.threshold, min(wanted, latest))})",
+            "(condition, {'threshold': max(instance.threshold, min(wanted, latest))})",
+        ),
+        settings=_EXTENDED_TWICE,
+    ),
     # Scale-down and operators
     _mutant(
         "renew-with-a-new-epoch",
@@ -359,7 +371,12 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "renewal-that-comes-late",
         "a delayed renewal cuts a later one short",
-        argument(_TRANSITIONS, "_effect", "threshold_at_or_before=event.until", ""),
+        expression(
+            _TRANSITIONS,
+            "_effect",
+            "_not_shortened(replace(alive, not_retired=True), {'threshold': event.until})",
+            "(replace(alive, not_retired=True), {'threshold': event.until})",
+        ),
     ),
     _mutant(
         "renewal-that-lasts-longer",

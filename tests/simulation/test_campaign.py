@@ -58,6 +58,8 @@ FOUND_IN_SMALL_WORLDS = {
     "a drain over a quarantine": 13_866,
     "a cancelled rollback": 69,
     "a cancelled call to make messages visible": 710_172,
+    "a launch after the deadline": 6031,
+    "a shorter extension of the same job": 11_892,
 }
 #: Bugs that worlds with runner sets found.
 FOUND_WITH_SETS = {
