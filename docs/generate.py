@@ -77,14 +77,19 @@ def mutant_table() -> str:
 
 
 def mutation_testing() -> str:
-    results = verdicts.load_results()
+    results = verdicts.load_results("all")
+    simulated = verdicts.load_results("simulation")
     known = verdicts.load_verdicts()
     mutants = results["mutants"]
+    alone = verdicts.score(simulated["mutants"], known)
     return "\n".join(
         [
             f"Seed {results['seed']}: {len(mutants)} of the {results['sample']} mutants of the sample were judged.",
             "",
             verdicts.score_table(mutants, known),
+            "",
+            f"The simulation alone (seed {simulated['seed']}) kills {alone.killed} of the {alone.tried - alone.equivalent} "
+            f"mutants of the lifecycle that are not equivalent: {alone.percent:.0f} %.",
             "",
             "Survivors:",
             "",

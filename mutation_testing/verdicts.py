@@ -19,8 +19,6 @@ from mutation_testing.recording import PACKAGES
 
 FOLDER = Path(__file__).parent
 VERDICTS_FILE = FOLDER / "verdicts.toml"
-#: Figures of the last full run, which the docs show.
-RESULTS_FILE = FOLDER / "results.json"
 _KILLED = frozenset({"killed", "timeout"})
 
 
@@ -105,6 +103,11 @@ def _code(text: str) -> str:
     return f"`{short}`" if short else "(nothing)"
 
 
-def load_results() -> dict[str, Any]:
-    document: dict[str, Any] = json.loads(RESULTS_FILE.read_text(encoding="utf-8"))
+def results_file(judge: str) -> Path:
+    """Results of the last full run with a judge, which the docs show."""
+    return FOLDER / f"results-{judge}.json"
+
+
+def load_results(judge: str) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(results_file(judge).read_text(encoding="utf-8"))
     return document
