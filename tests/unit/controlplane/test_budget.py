@@ -198,3 +198,18 @@ async def test_function_that_applies_the_parameters_of_the_stack_keeps_the_budge
     assert world.database.config is not None
     assert (world.database.config.max_instances, world.database.config.monthly_budget) == (7, 0.5)
     assert (outcome.counts["BudgetWarnings"], outcome.counts["RunnerVersionWarnings"]) == (1, 0)
+
+
+async def test_budget_that_refresh_sets_again_counts_what_ended_without_one(
+    world: PoolWorld, process: Callable[[], Context]
+) -> None:
+    await set_budget(process(), 1_000.0)
+    await set_budget(process(), 0.0)
+    await world.warm(1)
+    # It ends after its idle time, and its end is confirmed.
+    await world.pass_time(150.0)
+    assert world.in_state(State.TERMINATED)
+    spent = (await budget_status(process())).spending.amount
+    assert spent > 1.0
+    await refresh(process(), world.configuration(monthly_budget=1_000.0))
+    assert (await budget_status(process())).spending.amount >= spent
