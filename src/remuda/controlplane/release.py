@@ -116,7 +116,8 @@ async def release(context: Context, *, run_id: str, attempt: int) -> ReleaseResu
     async def one(instance: Instance) -> ReleaseOutcome:
         return await _InstanceReleaser(context, config, publisher).run(instance, provision_ids)
 
-    results = await map_concurrently(instances, one)
+    # All at once: those that wait for a running job must not keep the others from being released.
+    results = await map_concurrently(instances, one, limit=len(instances))
     await publisher.close()
     outcomes: list[ReleaseOutcome] = []
     for instance, result in zip(instances, results, strict=True):
