@@ -57,7 +57,7 @@ async def set_budget(context: Context, limit: float) -> BudgetStatus:
         why = f"{limit:.2f} per month" if limit else "no limit"
         context.event_log.record("budget", why, before=config.monthly_budget)
         return _status_of(changed, spending)
-    raise Conflict("the pool's configuration keeps changing; check whether another refresh is running")
+    raise _keeps_changing()
 
 
 async def update_spending(context: Context, config: PoolConfig) -> PoolConfig:
@@ -65,16 +65,25 @@ async def update_spending(context: Context, config: PoolConfig) -> PoolConfig:
 
     Must be called before terminations are confirmed: confirmed ones are no longer found.
     """
-    if not config.monthly_budget:
-        return config
-    spending = await measure_spending(context, config)
-    changed = replace(config, spending=spending, revision=config.revision + 1)
-    try:
-        await context.store.put_config(changed)
-    except Conflict as conflict:
-        # Another refresh wrote first. The next one counts what is missing.
-        return conflict.current if isinstance(conflict.current, PoolConfig) else config
-    return changed
+    for _ in range(CONFLICT_ATTEMPTS):
+        if not config.monthly_budget:
+            return config
+        spending = await measure_spending(context, config)
+        changed = replace(config, spending=spending, revision=config.revision + 1)
+        try:
+            await context.store.put_config(changed)
+        except Conflict as conflict:
+            # Another process wrote first. It may have counted nothing, and this sweep will confirm terminations.
+            if not isinstance(conflict.current, PoolConfig):
+                return config
+            config = conflict.current
+        else:
+            return changed
+    raise _keeps_changing()
+
+
+def _keeps_changing() -> Conflict:
+    return Conflict("the pool's configuration keeps changing; check whether another refresh is running")
 
 
 async def measure_spending(context: Context, config: PoolConfig) -> Spending:

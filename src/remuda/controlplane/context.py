@@ -82,12 +82,14 @@ def check_pool_name(context: Context, config: PoolConfig) -> None:
         )
 
 
-async def map_concurrently(items: Iterable[T], work: Callable[[T], Awaitable[R]]) -> Sequence[R | RemudaError]:
+async def map_concurrently(
+    items: Iterable[T], work: Callable[[T], Awaitable[R]], *, limit: int = CONCURRENCY
+) -> Sequence[R | RemudaError]:
     """Call `work` for all items concurrently. An item's `RemudaError` is returned in its place and affects no other."""
-    limit = asyncio.Semaphore(CONCURRENCY)
+    free = asyncio.Semaphore(limit)
 
     async def one(item: T) -> R | RemudaError:
-        async with limit:
+        async with free:
             try:
                 return await work(item)
             except RemudaError as error:

@@ -41,7 +41,7 @@ from remuda.domain.provision import (
 )
 from remuda.domain.release_policy import credential_expires_early, next_for_releasing
 from remuda.domain.resources import Tier
-from remuda.domain.signals import Report, removal_verdict
+from remuda.domain.signals import Report, Verdict, removal_verdict
 from remuda.domain.timestamps import after
 from remuda.domain.transitions import Actor, Announce, Bind, End, Event, Release, RenewCredential, Retire, RetireReason
 from remuda.ports.github import Deletion, GitHub
@@ -116,7 +116,8 @@ async def release(context: Context, *, run_id: str, attempt: int) -> ReleaseResu
     async def one(instance: Instance) -> ReleaseOutcome:
         return await _InstanceReleaser(context, config, publisher).run(instance, provision_ids)
 
-    results = await map_concurrently(instances, one)
+    # All at once: those that wait for a running job must not keep the others from being released.
+    results = await map_concurrently(instances, one, limit=len(instances))
     await publisher.close()
     outcomes: list[ReleaseOutcome] = []
     for instance, result in zip(instances, results, strict=True):
@@ -341,7 +342,9 @@ async def advance_release(
     )
     if upcoming is not None:
         return await transition(context, instance, upcoming.event, by=by, why=upcoming.why)
-    if credential_expires_early(instance, now=now, margin_s=config.lifetimes.margin_s):
+    # A failure is final. Only a quarantine keeps the machine then, and its agent needs no credential any more.
+    is_pending = removal_verdict(report, instance.epoch) is Verdict.PENDING
+    if is_pending and credential_expires_early(instance, now=now, margin_s=config.lifetimes.margin_s):
         return await _renew_credential(context, config, instance, by=by)
     return instance
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,7 @@ from remuda.domain.reporting.warnings import WarningKind
 from remuda.domain.resources import UsageClass
 from simulation.invariants import SCOPE
 from tests.support.records import instance
+from tests.support.virtual_time import Call
 from tests.support.world import PoolWorld
 
 NOW = datetime(2026, 11, 10, tzinfo=UTC)
@@ -198,3 +200,46 @@ async def test_function_that_applies_the_parameters_of_the_stack_keeps_the_budge
     assert world.database.config is not None
     assert (world.database.config.max_instances, world.database.config.monthly_budget) == (7, 0.5)
     assert (outcome.counts["BudgetWarnings"], outcome.counts["RunnerVersionWarnings"]) == (1, 0)
+
+
+async def test_budget_that_refresh_sets_again_counts_what_ended_without_one(
+    world: PoolWorld, process: Callable[[], Context]
+) -> None:
+    await set_budget(process(), 1_000.0)
+    await set_budget(process(), 0.0)
+    await world.warm(1)
+    # It ends after its idle time, and its end is confirmed.
+    await world.pass_time(150.0)
+    assert world.in_state(State.TERMINATED)
+    spent = (await budget_status(process())).spending.amount
+    assert spent > 1.0
+    await refresh(process(), world.configuration(monthly_budget=1_000.0))
+    assert (await budget_status(process())).spending.amount >= spent
+
+
+async def test_cost_is_counted_although_another_process_changes_the_configuration(
+    world: PoolWorld, process: Callable[[], Context]
+) -> None:
+    await world.warm(1)
+    await set_budget(process(), 1_000.0)
+    # It ends after its idle time; its end is confirmed by the sweep whose account is disturbed.
+    await world.pass_time(120.0, sweeps=False)
+    changed = False
+
+    async def renew_tokens(name: str, call: Call) -> Any:
+        nonlocal changed
+        answer = await call()
+        if name == "store.find" and not changed:
+            changed = True
+            stored = world.database.config
+            assert stored is not None
+            await world.process().store.put_config(replace(stored, revision=stored.revision + 1))
+        return answer
+
+    disturbed = replace(
+        world.process(renew_tokens, credentialed=True), read_prices=lambda: PriceTable(on_demand=EveryType())
+    )
+    expected = (await budget_status(process())).spending.amount
+    swept = await refresh(disturbed, None)
+    assert swept.terminated
+    assert (await budget_status(process())).spending.amount == pytest.approx(expected, abs=0.2)

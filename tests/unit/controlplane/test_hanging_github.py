@@ -106,14 +106,14 @@ async def test_late_registration_token_leaves_the_reserve_for_the_rollback(world
 
 
 async def test_release_uses_the_pool_token(world: PoolWorld) -> None:
-    """All instances of a run wait together, and those that follow do not wait again."""
+    """All instances of a run wait together."""
     count = CONCURRENCY + 6
     await world.provision(count=count)
     started = world.loop.time()
     process = world.process(hanging("github.removal_token"), credentialed=True)
     releasing = asyncio.create_task(world.release(process=process))
     await asyncio.sleep(TOKEN_TIMEOUT_S + 0.1)
-    assert len(world.in_state(State.RELEASING)) == CONCURRENCY
+    assert len(world.in_state(State.RELEASING)) == count
     result = await releasing
     assert not result.errors
     assert len(world.in_state(State.IDLE)) == count

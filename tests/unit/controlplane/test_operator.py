@@ -171,6 +171,20 @@ async def test_instance_with_a_failed_reset_can_be_quarantined(world: PoolWorld)
     assert world.record(machine).state is State.TERMINATED
 
 
+async def test_instance_with_a_failed_reset_gets_no_further_credential(world: PoolWorld) -> None:
+    machine = (await world.one("7")).instance_id
+    world.behaviour.resets[machine] = StepResult(ok=False, detail="a file would not go")
+    await quarantine_one(world, machine, for_s=7_200.0)
+    await world.release("7")
+    await world.pass_time(4_000)
+    kept = world.record(machine)
+    assert kept.state is State.RELEASING
+    assert kept.assignment is not None
+    assert kept.assignment.credential is not None
+    assert kept.assignment.credential.expires_at < world.clock.now()
+    await terminate(world.process(), [kept], reason="seen enough", dry_run=False)
+
+
 async def test_second_quarantine_moves_the_end(world: PoolWorld) -> None:
     (machine,) = await world.warm(1)
     await quarantine_one(world, machine, for_s=60.0)

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from remuda.cli.rendering.results import release_document
-from remuda.controlplane.context import CONFLICT_ATTEMPTS, transition
+from remuda.controlplane.context import CONCURRENCY, CONFLICT_ATTEMPTS, transition
 from remuda.controlplane.release import ReleaseResult, ReleaseStatus
 from remuda.domain.instance import RetireReason, State
 from remuda.domain.release_policy import MIN_EXTENSION_S
@@ -150,6 +150,18 @@ async def test_release_waits_for_a_running_job(world: PoolWorld) -> None:
     assert statuses(await releasing) == ["released"]
     assert job.conclusion == "success"
     assert deadline in seen, "extended up to the run's deadline"
+
+
+async def test_running_jobs_do_not_delay_the_release_of_other_instances(world: PoolWorld) -> None:
+    await world.provision(count=CONCURRENCY + 2)
+    await asyncio.sleep(1)
+    for _ in range(CONCURRENCY):
+        world.github.queue(run_id="1", labels=["1"], seconds=60)
+    await asyncio.sleep(1)
+    releasing = asyncio.create_task(world.release())
+    await asyncio.sleep(10)
+    assert len(world.in_state(State.IDLE)) == 2
+    assert statuses(await releasing) == ["released"] * (CONCURRENCY + 2)
 
 
 async def test_release_goes_on_if_another_one_extends_the_job_each_time(world: PoolWorld) -> None:

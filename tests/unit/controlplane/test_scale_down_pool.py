@@ -18,6 +18,7 @@ from remuda.controlplane.read.feed import KnownInstance
 from remuda.controlplane.scale_down import FleetContext, ScaleDownResult, scale_down
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import LIVE, State
+from remuda.domain.resources import DEFAULT_CLASSES, ResourceClass, Reuse, TypePatterns
 from remuda.domain.scale_down.decisions import Action
 from remuda.domain.scale_down.fleet import FleetMachine
 from remuda.domain.scale_down.idle_config import Eviction
@@ -432,3 +433,26 @@ def test_no_job_is_killed_and_no_recorded_machine_terminated(case: Case) -> None
         assert not not_done or result.errors, "failed actions are reported"
     terminated = [item for result in results for item in result.of(Action.TERMINATE) if item.done]
     assert sorted(item.decision.instance_id for item in terminated) == sorted(trial.machines.ended)
+
+
+LARGER = ResourceClass(name="large", cpu=4, memory_mib=8_192)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"classes": DEFAULT_CLASSES[1:]},
+        {"classes": (LARGER, *DEFAULT_CLASSES[1:])},
+        {"classes": (replace(DEFAULT_CLASSES[0], types=TypePatterns(("t9.*",))), *DEFAULT_CLASSES[1:])},
+        {"reuse": Reuse.SAME_REPO},
+    ],
+    ids=["removed class", "larger class", "other types", "several repositories"],
+)
+async def test_idle_instances_that_no_run_can_get_are_not_renewed(world: PoolWorld, changed: dict[str, Any]) -> None:
+    await world.warm(1, repository="acme/one")
+    (useless,) = await world.warm(1, repository="acme/two")
+    (useful,) = await world.warm(1, resource_class="xlarge", repository="acme/one")
+    await world.configure(**changed)
+    await pass_time(world, 180, keeping(1))
+    assert world.in_state(State.IDLE) == [useful]
+    assert world.record(useless).state is State.TERMINATED

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from remuda.controlplane.provision.selection import EXTRA_FAILURES_ALLOWED
-from remuda.domain.errors import CapacityError, Unavailable, UserError
+from remuda.domain.errors import CapacityError, TimedOut, Unavailable, UserError
 from remuda.domain.instance import State
 from remuda.domain.resources import PoolMessage, Tier, TypePatterns, UsageClass
 from remuda.domain.signals import FailureKind, Signal
 from remuda.ports.machine import StepResult
+from simulation.loop import VirtualClock
 from tests.support.records import message
 from tests.support.virtual_time import Call, failing
 from tests.support.world import PoolWorld, number_of
@@ -370,3 +371,35 @@ async def test_unreachable_pool_fails_the_provision(world: PoolWorld) -> None:
     with pytest.raises(Unavailable, match="queue is down"):
         await world.provision(process=world.process(failing("pool.receive", Unavailable("the queue is down"))))
     world.check_holds_nothing("1")
+
+
+class SuspendedClock(VirtualClock):
+    """The clock of a process on a computer that was suspended: only its wall clock went on."""
+
+    suspended_s = 0.0
+
+    def monotonic(self) -> float:
+        return super().monotonic() - self.suspended_s
+
+
+@pytest.mark.parametrize("is_suspended", [False, True])
+async def test_nothing_is_claimed_or_launched_past_the_deadline(
+    world: PoolWorld,
+    is_suspended: bool,  # noqa: FBT001
+) -> None:
+    (idle,) = await world.warm(1)
+    clock = SuspendedClock()
+    pause_s = world.lifetimes.provision_timeout_s + 1.0
+
+    async def hook(name: str, call: Call) -> Any:
+        answer = await call()
+        if name == "pool.receive":
+            await asyncio.sleep(pause_s)
+            clock.suspended_s = pause_s if is_suspended else 0.0
+        return answer
+
+    with pytest.raises(TimedOut):
+        await world.provision(process=replace(world.process(hook), clock=clock))
+    assert world.states() == {idle: State.IDLE}
+    assert (await world.one("next")).instance_id == idle
+    await world.release("next")

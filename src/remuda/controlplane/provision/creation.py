@@ -93,8 +93,7 @@ class Creation:
         raise_if_past_deadline(context, plan)
         self._launches += 1
         lifetimes = plan.config.lifetimes
-        # The wall clock may have been set forward meanwhile.
-        left_s = max(0.0, (plan.provision.deadline - context.clock.now()).total_seconds())
+        left_s = (plan.provision.deadline - context.clock.now()).total_seconds()
         request = LaunchRequest(
             provision_id=plan.provision.provision_id,
             # With the nonce, because an id may recur after its record was deleted: EC2 would repeat the old answer.

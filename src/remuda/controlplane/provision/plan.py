@@ -167,7 +167,9 @@ class ProvisionPlan:
 
 def raise_if_past_deadline(context: Context, plan: ProvisionPlan) -> None:
     """Called before each claim and launch: an instance acquired now would only be given back."""
-    if context.clock.monotonic() >= plan.until:
+    clock = context.clock
+    # The monotonic clock of a computer that was suspended did not go on.
+    if clock.monotonic() >= plan.until or clock.now() >= plan.provision.deadline:
         count = plan.provision.count
         raise TimedOut(
             f"run {plan.provision.run_id}: fewer than {count} of {count} instances registered in time",

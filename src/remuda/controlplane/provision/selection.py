@@ -106,6 +106,8 @@ class Selection:
     async def _try_claim(self, message: PoolMessage, delivery: Delivery | None = None) -> Instance | None:
         """Return the claimed instance, or None if another process was first or the record is unreadable."""
         context, plan = self._context, self._plan
+        # After the last wait: the machine of a claim past the deadline expires at once.
+        raise_if_past_deadline(context, plan)
         now = context.clock.now()
         idle = presumed_idle(message, now=now)
         change = advance(

@@ -95,7 +95,8 @@ async def apply_configuration(context: Context, desired: DesiredConfig, result: 
             reuse=desired.reuse,
             runner_sets=desired.runner_sets,
             monthly_budget=desired.monthly_budget,
-            spending=stored.spending if stored else None,
+            # Without a budget nobody counted, so the cost is outdated: it is measured anew.
+            spending=stored.spending if stored and stored.monthly_budget else None,
             applied_at=to_milliseconds(context.clock.now()),
             revision=stored.revision + 1 if stored else 1,
             tokens=_with_tokens(stored.tokens if stored else (), tokens),

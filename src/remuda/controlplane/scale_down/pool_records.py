@@ -9,7 +9,7 @@ from remuda.controlplane.scale_down.result import ScaleDownResultBuilder
 from remuda.domain.errors import Conflict, RemudaError
 from remuda.domain.instance import LIVE, Instance, State
 from remuda.domain.pool_config import PoolConfig
-from remuda.domain.resources import Reuse
+from remuda.domain.resources import Reuse, RunnerRequest, mismatch
 from remuda.domain.scale_down.decisions import (
     Action,
     Decision,
@@ -77,9 +77,6 @@ class PoolRecords:
         context, config = self._context, self._config
         if context is None or config is None or self._unreadable or not quota.idle_count:
             return
-        if config.reuse is Reuse.NEVER:
-            # No run will get them. Refresh ends instances that an earlier policy left in the pool.
-            return
         try:
             idle = await context.store.find({State.IDLE})
         except RemudaError as error:
@@ -87,7 +84,7 @@ class PoolRecords:
             return
         lifetimes = config.lifetimes
         due = renewals(
-            idle,
+            [item for item in idle if _may_be_claimed(item, config)],
             quota,
             now=context.clock.now(),
             idle_time_s=lifetimes.idle_time_s,
@@ -115,6 +112,22 @@ class PoolRecords:
         self._unreadable = "its records cannot be read"
         name = self._context.pool_name if self._context is not None else ""
         self._result.error(f"pool {name}: {error.message}")
+
+
+def _may_be_claimed(record: Instance, config: PoolConfig) -> bool:
+    """Whether a run can get it: an earlier configuration may have had other classes or another reuse policy."""
+    wanted = next((item for item in config.classes if item.name == record.resource_class), None)
+    if wanted is None or config.reuse is Reuse.NEVER or (config.reuse is Reuse.SAME_REPO and not record.repository):
+        return False
+    request = RunnerRequest(
+        resource_class=wanted,
+        usage_class=record.usage_class,
+        patterns=wanted.types,
+        tier=record.tier,
+        reuse=config.reuse,
+        repository=record.repository,
+    )
+    return mismatch(record.message(), request) is None
 
 
 def _kept(renewal: Renewal, reason: str) -> Decision:
