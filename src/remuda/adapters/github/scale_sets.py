@@ -179,7 +179,11 @@ class ScaleSetSource:
             return None
         try:
             return await self.refresh_session(runner_set, scale_set_id, session_id)
-        except NotFound:
+        except (Throttled, TimedOut):
+            raise
+        except RemudaError as error:
+            # GitHub has several answers to a session that has ended. If this one has not, a new one is a conflict.
+            self._event_log.record("session-not-continued", error.message, runner_set=runner_set.name)
             return None
 
     async def refresh_session(self, runner_set: RunnerSet, scale_set_id: int, session_id: str) -> SessionAccess:
