@@ -26,7 +26,7 @@ from remuda.domain.errors import CapacityError, Unavailable
 from remuda.domain.instance import RetireReason, State
 from remuda.domain.provision import ProvisionStatus
 from remuda.domain.resources import Tier
-from remuda.domain.signals import Signal
+from remuda.domain.signals import REBALANCE_NOTICE, Signal
 from remuda.domain.supply import SupplyPlan, decide_supply
 from remuda.domain.thresholds import HEARTBEAT_DEAD_AFTER_S
 from remuda.ports.github import GitHubRun
@@ -681,6 +681,21 @@ async def test_job_lost_to_a_spot_interruption_is_run_again_once(sets: DemandWor
     sets.listen()
     await asyncio.sleep(200.0)
     assert sets.github.reruns == [77]
+
+
+async def test_job_that_failed_after_a_rebalance_recommendation_is_not_run_again(sets: DemandWorld) -> None:
+    """The recommendation is about a risk: the machine may run its job to the end, and the job may fail by itself."""
+    await sets.configure_sets(runner_set(rerun_on_interruption=True))
+    sets.listen()
+    key = (SCOPE, 77)
+    sets.github.runs[key] = GitHubRun(run_id=77, status="in_progress", conclusion="", head_repository=SCOPE)
+    (job,) = sets.queue(seconds=60.0, outcome="failure")
+    await sets.wait_for(lambda: job.started)
+    sets.machines[sets.in_state(State.RUNNING)[0]].notice = f"{REBALANCE_NOTICE} at 2026-01-01T00:00:00Z"
+    await sets.wait_for(lambda: job.is_over, 100.0)
+    sets.github.runs[key] = GitHubRun(run_id=77, status="completed", conclusion="failure", head_repository=SCOPE)
+    await asyncio.sleep(3 * POLL_S)
+    assert not sets.github.reruns
 
 
 async def test_jobs_of_a_run_that_are_lost_together_are_run_again_together_once(sets: DemandWorld) -> None:
