@@ -615,6 +615,16 @@ async def test_session_that_cannot_be_taken_over_is_replaced(
     assert session.session_id == SHAPES["session"]["body"]["sessionId"]
 
 
+async def test_missing_counts_of_a_session_are_not_taken_for_zero(
+    scripted: ScaleSetSource, script: ScriptedService
+) -> None:
+    """In types.go, the statistics of a session are optional."""
+    access = {"messageQueueUrl": f"{script.url}/queue/message", "messageQueueAccessToken": "queue-2"}
+    script.shape("PATCH", f"{SETS}/27/sessions/5d1c", "session", sessionId="5d1c", statistics=None, **access)
+    session = await scripted.open_session(SET, 27, owner="listener", session_id="5d1c")
+    assert (session.session_id, session.statistics) == ("5d1c", None)
+
+
 async def test_session_that_may_exist_is_not_replaced(scripted: ScaleSetSource, script: ScriptedService) -> None:
     script.answer("PATCH", f"{SETS}/27/sessions/5d1c", ScriptedAnswer(429, headers={"retry-after": "60"}))
     with pytest.raises(Throttled):

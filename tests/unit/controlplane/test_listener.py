@@ -32,6 +32,7 @@ from remuda.domain.thresholds import HEARTBEAT_DEAD_AFTER_S
 from remuda.ports.github import GitHubRun
 from remuda.ports.machine import StepResult
 from simulation.invariants import SCOPE
+from simulation.memory.demand import MemoryDemandSession
 from tests.support.records import instance, job_record, pool_config, provision
 from tests.support.set_world import DemandWorld, runner_set, window
 from tests.support.virtual_time import AmbiguousAnswer, Call, failing
@@ -816,6 +817,20 @@ async def test_once_reconciles_and_gives_everything_up(sets: DemandWorld) -> Non
     # The machines have booted: the next one lets them listen.
     await DemandListener(sets.demand(owner="second")).run_once()
     assert len(sets.in_state(State.RUNNING)) == 2
+
+
+async def test_session_without_statistics_does_not_lose_the_recorded_demand(
+    sets: DemandWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message about the job is acknowledged: no other one comes until something changes."""
+    demand = sets.demand()
+    recorded = DemandRecord(
+        runner_set="large", statistics=DemandStatistics(assigned=1), updated_at=demand.context.clock.now()
+    )
+    await demand.store.put_demand(recorded)
+    monkeypatch.setattr(MemoryDemandSession, "statistics", None)
+    result = await DemandListener(demand).run_once()
+    assert result.sets["large"]["desired"] == 1
 
 
 async def test_once_records_why_a_set_cannot_be_served(sets: DemandWorld, monkeypatch: pytest.MonkeyPatch) -> None:

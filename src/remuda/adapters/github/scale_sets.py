@@ -170,7 +170,7 @@ class ScaleSetSource:
             )
             access = self._parse_session(response)
         session = ScaleSetSession(self, runner_set, scale_set_id, access, self._event_log)
-        if session.statistics.available:
+        if session.statistics and session.statistics.available:
             await session.offer_again()
         return session
 
@@ -372,7 +372,8 @@ class ScaleSetSession:
         self._id = scale_set_id
         self._access = access
         self._event_log = event_log
-        self._statistics = self._latest = access.statistics or DemandStatistics()
+        self._statistics = access.statistics
+        self._latest = access.statistics or DemandStatistics()
         self._refreshing = asyncio.Lock()
         #: Jobs that were offered before this session, and the id of the message with which they were returned.
         self._offers: list[Any] = []
@@ -383,7 +384,7 @@ class ScaleSetSession:
         return self._access.session_id
 
     @property
-    def statistics(self) -> DemandStatistics:
+    def statistics(self) -> DemandStatistics | None:
         return self._statistics
 
     async def offer_again(self) -> None:
