@@ -25,7 +25,18 @@ from remuda.ports.calls import CallCounter
 from tests.conformance.conftest import DynamoStores
 from tests.support.aws.fault_proxy import FaultProxy, after_forwarding, cut_connection, fail, never_respond, respond
 from tests.support.aws.servers import LOOPBACK, Ministack, unused_port
-from tests.support.records import LONG_S, NOW, at, birth, change, claim_change, instance, instance_id, provision
+from tests.support.records import (
+    LONG_S,
+    NOW,
+    at,
+    birth,
+    change,
+    claim_change,
+    instance,
+    instance_id,
+    job_record,
+    provision,
+)
 from tests.support.virtual_time import AdjustableClock, EventRecorder
 
 ID = instance_id(1)
@@ -280,6 +291,28 @@ async def test_transaction_that_another_one_delays_is_unavailable(
         await store.apply_with_provision(ours, close)
     await store.apply_with_provision(ours, close)
     assert [entry.transition for entry in await store.history(ID)] == ["birth", "release"]
+
+
+async def test_single_write_that_a_transaction_delays_is_unavailable(
+    store: DynamoInstanceStore, between: FaultProxy
+) -> None:
+    """DynamoDB rejects the write of an item that a transaction is writing at this moment. A retry succeeds."""
+    running = await store.apply(birth(instance(state=State.RUNNING)))
+    opened = provision()
+    await store.put_provision(opened)
+    ours = change(running, transition="release", state=State.RELEASING)
+    writes: list[tuple[str, Callable[[], Awaitable[object]]]] = [
+        ("UpdateItem", lambda: store.apply(ours)),
+        ("UpdateItem", lambda: store.write_signal(ID, epoch=1, signal=Signal.UD_OK)),
+        ("PutItem", lambda: store.replace_provision(opened, provisions.released(opened, now=NOW, why="done"))),
+        ("BatchWriteItem", lambda: store.put_jobs([job_record()])),
+    ]
+    for operation, write in writes:
+        between.then(operation, fail(400, "TransactionConflictException"))
+        with pytest.raises(Unavailable, match="TransactionConflictException"):
+            await write()
+        await write()
+    assert await store.get(ID) == ours.applied_to(running)
 
 
 async def test_instance_and_provision_with_a_lost_response_are_recognised(

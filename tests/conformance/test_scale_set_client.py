@@ -591,6 +591,60 @@ async def test_session_that_is_gone_cannot_be_renewed(scripted: ScaleSetSource, 
         await session.receive(last_message_id=0, capacity=5)
 
 
+#: Answer to a session that has ended by inactivity (actions-runner-controller#4285).
+EXPIRED_SESSION = ScriptedAnswer(
+    400,
+    {
+        "typeName": "GitHub.Actions.Runtime.WebApi.RunnerScaleSetSessionExpiredException, GitHub.Actions.Runtime",
+        "message": "The session identifier 5d1c is not valid.",
+    },
+)
+#: Answer of the broker to an invalid session of a runner (actions/runner#4556).
+INVALID_SESSION = ScriptedAnswer(
+    400, {"source": "actions-broker-listener", "errorKind": "RunnerSessionInvalid", "statusCode": 400}
+)
+
+
+@pytest.mark.parametrize("answer", [EXPIRED_SESSION, INVALID_SESSION, ScriptedAnswer(403), ScriptedAnswer(500)])
+async def test_session_that_cannot_be_taken_over_is_replaced(
+    scripted: ScaleSetSource, script: ScriptedService, answer: ScriptedAnswer
+) -> None:
+    """The id of a lapsed session is recorded: if it could not be replaced, the set would never be served again."""
+    script.answer("PATCH", f"{SETS}/27/sessions/5d1c", answer)
+    session = await scripted.open_session(SET, 27, owner="listener", session_id="5d1c")
+    assert session.session_id == SHAPES["session"]["body"]["sessionId"]
+
+
+async def test_missing_counts_of_a_session_are_not_taken_for_zero(
+    scripted: ScaleSetSource, script: ScriptedService
+) -> None:
+    """In types.go, the statistics of a session are optional."""
+    access = {"messageQueueUrl": f"{script.url}/queue/message", "messageQueueAccessToken": "queue-2"}
+    script.shape("PATCH", f"{SETS}/27/sessions/5d1c", "session", sessionId="5d1c", statistics=None, **access)
+    session = await scripted.open_session(SET, 27, owner="listener", session_id="5d1c")
+    assert (session.session_id, session.statistics) == ("5d1c", None)
+
+
+async def test_session_that_may_exist_is_not_replaced(scripted: ScaleSetSource, script: ScriptedService) -> None:
+    script.answer("PATCH", f"{SETS}/27/sessions/5d1c", ScriptedAnswer(429, headers={"retry-after": "60"}))
+    with pytest.raises(Throttled):
+        await scripted.open_session(SET, 27, owner="listener", session_id="5d1c")
+    assert script.of("POST", f"{SETS}/27/sessions") == []
+
+
+async def test_expired_session_is_gone(scripted: ScaleSetSource, script: ScriptedService) -> None:
+    session = await scripted_session(scripted)
+    path = f"{SETS}/27/sessions/{session.session_id}"
+    script.answer("GET", "/queue/message", EXPIRED_SESSION)
+    with pytest.raises(NotFound, match="not valid"):
+        await session.receive(last_message_id=0, capacity=5)
+    assert len(script.of("GET", "/queue/message")) == 1
+    script.answer("DELETE", "/queue/message/5", EXPIRED_SESSION)
+    await session.acknowledge(5)
+    script.answer("DELETE", path, EXPIRED_SESSION)
+    await session.close()
+
+
 async def test_temporary_failures_are_retried_unless_the_call_may_have_an_effect(
     scripted: ScaleSetSource, script: ScriptedService, calls: CallCounter
 ) -> None:

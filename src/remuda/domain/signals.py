@@ -16,6 +16,8 @@ from remuda.domain.text import truncate
 MAX_DETAIL = 1_000
 #: Seconds: longer durations in a report are ignored.
 MAX_DURATION_S = 10_000_000.0
+#: Beginning of the notice of a machine that the cloud may take away. Many of them run to their end.
+REBALANCE_NOTICE = "spot: rebalance recommended"
 
 
 class Signal(StrEnum):
@@ -123,6 +125,11 @@ class Report:
     def troubled(self) -> bool:
         """Whether a sweep must handle this report: a failed signal or a spot notice."""
         return bool(self.notice) or (self.signal is not None and self.signal.failed)
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the cloud has announced the end of the machine, not only a risk of it."""
+        return bool(self.notice) and not self.notice.startswith(REBALANCE_NOTICE)
 
     def describe_signal(self) -> str:
         """Return the signal for people: its meaning, its name, and the detail."""

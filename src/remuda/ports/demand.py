@@ -18,8 +18,8 @@ class DemandSession(Protocol):
     def session_id(self) -> str: ...
 
     @property
-    def statistics(self) -> DemandStatistics:
-        """The counts when the session was opened."""
+    def statistics(self) -> DemandStatistics | None:
+        """The counts when the session was opened; None if GitHub did not say."""
         ...
 
     async def receive(self, *, last_message_id: int, capacity: int) -> DemandMessage | None:

@@ -26,12 +26,13 @@ from remuda.domain.errors import CapacityError, Unavailable
 from remuda.domain.instance import RetireReason, State
 from remuda.domain.provision import ProvisionStatus
 from remuda.domain.resources import Tier
-from remuda.domain.signals import Signal
+from remuda.domain.signals import REBALANCE_NOTICE, Signal
 from remuda.domain.supply import SupplyPlan, decide_supply
 from remuda.domain.thresholds import HEARTBEAT_DEAD_AFTER_S
 from remuda.ports.github import GitHubRun
 from remuda.ports.machine import StepResult
 from simulation.invariants import SCOPE
+from simulation.memory.demand import MemoryDemandSession
 from tests.support.records import instance, job_record, pool_config, provision
 from tests.support.set_world import DemandWorld, runner_set, window
 from tests.support.virtual_time import AmbiguousAnswer, Call, failing
@@ -683,6 +684,21 @@ async def test_job_lost_to_a_spot_interruption_is_run_again_once(sets: DemandWor
     assert sets.github.reruns == [77]
 
 
+async def test_job_that_failed_after_a_rebalance_recommendation_is_not_run_again(sets: DemandWorld) -> None:
+    """The recommendation is about a risk: the machine may run its job to the end, and the job may fail by itself."""
+    await sets.configure_sets(runner_set(rerun_on_interruption=True))
+    sets.listen()
+    key = (SCOPE, 77)
+    sets.github.runs[key] = GitHubRun(run_id=77, status="in_progress", conclusion="", head_repository=SCOPE)
+    (job,) = sets.queue(seconds=60.0, outcome="failure")
+    await sets.wait_for(lambda: job.started)
+    sets.machines[sets.in_state(State.RUNNING)[0]].notice = f"{REBALANCE_NOTICE} at 2026-01-01T00:00:00Z"
+    await sets.wait_for(lambda: job.is_over, 100.0)
+    sets.github.runs[key] = GitHubRun(run_id=77, status="completed", conclusion="failure", head_repository=SCOPE)
+    await asyncio.sleep(3 * POLL_S)
+    assert not sets.github.reruns
+
+
 async def test_jobs_of_a_run_that_are_lost_together_are_run_again_together_once(sets: DemandWorld) -> None:
     await sets.configure_sets(runner_set(rerun_on_interruption=True, max=4))
     listener = sets.listen()
@@ -801,6 +817,20 @@ async def test_once_reconciles_and_gives_everything_up(sets: DemandWorld) -> Non
     # The machines have booted: the next one lets them listen.
     await DemandListener(sets.demand(owner="second")).run_once()
     assert len(sets.in_state(State.RUNNING)) == 2
+
+
+async def test_session_without_statistics_does_not_lose_the_recorded_demand(
+    sets: DemandWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message about the job is acknowledged: no other one comes until something changes."""
+    demand = sets.demand()
+    recorded = DemandRecord(
+        runner_set="large", statistics=DemandStatistics(assigned=1), updated_at=demand.context.clock.now()
+    )
+    await demand.store.put_demand(recorded)
+    monkeypatch.setattr(MemoryDemandSession, "statistics", None)
+    result = await DemandListener(demand).run_once()
+    assert result.sets["large"]["desired"] == 1
 
 
 async def test_once_records_why_a_set_cannot_be_served(sets: DemandWorld, monkeypatch: pytest.MonkeyPatch) -> None:

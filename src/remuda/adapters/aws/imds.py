@@ -19,6 +19,7 @@ from remuda.adapters.aws.user_data import MARGIN_TAG, MachineLayout
 from remuda.domain.errors import NotFound, RemudaError, Unavailable, UserError
 from remuda.domain.resources import is_instance_id
 from remuda.domain.serialization import from_document, to_document
+from remuda.domain.signals import REBALANCE_NOTICE
 from remuda.domain.text import truncate
 from remuda.http import ClientResponse, HttpConnections, HttpError, ResponseTooLong
 from remuda.ports.clock import Clock
@@ -280,7 +281,7 @@ class Ec2Machine:
             return _one_line(f"spot: {action.get('action', 'end')} at {action.get('time', 'an unknown time')}")
         advice = await self._document("events/recommendations/rebalance")
         if advice is not None:
-            return _one_line(f"spot: rebalance recommended at {advice.get('noticeTime', 'an unknown time')}")
+            return _one_line(f"{REBALANCE_NOTICE} at {advice.get('noticeTime', 'an unknown time')}")
         return ""
 
     async def _document(self, path: str) -> dict[str, Any] | None:

@@ -32,6 +32,8 @@ _SESSION_ID = re.compile(r"[0-9A-Za-z-]{1,64}")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 _EXCEPTION = re.compile(r"\w+Exception\b")
 _CONFLICTS = ("AgentExistsException", "RunnerScaleSetExistsException", "SessionConflictException")
+#: A session that has ended is answered with status 400 (actions-runner-controller#4285).
+_MISSING = ("NotFoundException", "SessionExpiredException")
 _KINDS = {
     "JobAvailable": JobEventKind.AVAILABLE,
     "JobAssigned": JobEventKind.ASSIGNED,
@@ -230,7 +232,7 @@ def translate_service(response: ClientResponse, what: str, now: datetime, *, cre
         return JobStillRunning(shown)
     if response.status == 409 or any(each in name for each in _CONFLICTS):
         return Conflict(shown)
-    if response.status == 404 or "NotFoundException" in name:
+    if response.status == 404 or any(each in name for each in _MISSING):
         return NotFound(shown)
     error = responses.translate(response, what, now, credential=credential)
     if isinstance(error, UserError):

@@ -170,7 +170,7 @@ class ScaleSetSource:
             )
             access = self._parse_session(response)
         session = ScaleSetSession(self, runner_set, scale_set_id, access, self._event_log)
-        if session.statistics.available:
+        if session.statistics and session.statistics.available:
             await session.offer_again()
         return session
 
@@ -179,7 +179,11 @@ class ScaleSetSource:
             return None
         try:
             return await self.refresh_session(runner_set, scale_set_id, session_id)
-        except NotFound:
+        except (Throttled, TimedOut):
+            raise
+        except RemudaError as error:
+            # GitHub has several answers to a session that has ended. If this one has not, a new one is a conflict.
+            self._event_log.record("session-not-continued", error.message, runner_set=runner_set.name)
             return None
 
     async def refresh_session(self, runner_set: RunnerSet, scale_set_id: int, session_id: str) -> SessionAccess:
@@ -368,7 +372,8 @@ class ScaleSetSession:
         self._id = scale_set_id
         self._access = access
         self._event_log = event_log
-        self._statistics = self._latest = access.statistics or DemandStatistics()
+        self._statistics = access.statistics
+        self._latest = access.statistics or DemandStatistics()
         self._refreshing = asyncio.Lock()
         #: Jobs that were offered before this session, and the id of the message with which they were returned.
         self._offers: list[Any] = []
@@ -379,7 +384,7 @@ class ScaleSetSession:
         return self._access.session_id
 
     @property
-    def statistics(self) -> DemandStatistics:
+    def statistics(self) -> DemandStatistics | None:
         return self._statistics
 
     async def offer_again(self) -> None:

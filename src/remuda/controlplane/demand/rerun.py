@@ -61,7 +61,9 @@ class InterruptedJobs:
             return
         for machine in machines:
             report, instance = machine.report, machine.instance
-            is_hit = report is not None and report.notice and instance.state is State.RUNNING and instance.is_bound
+            is_hit = (
+                report is not None and report.is_interrupted and instance.state is State.RUNNING and instance.is_bound
+            )
             if is_hit and not machine.interrupted and not machine.is_spent:
                 machine.interrupted = True
                 self._tasks.start("interruption", self._record(machine.job_id, instance))

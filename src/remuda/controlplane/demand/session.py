@@ -120,7 +120,8 @@ class SetSession:
             owner=self._demand.owner,
             # A new session starts with the first message that is available.
             last_message_id=before.last_message_id if is_continued else 0,
-            statistics=session.statistics,
+            # Without counts, the recorded ones stay: no message repeats what is acknowledged.
+            statistics=session.statistics or before.statistics,
             capacity=state.runner_set.max,
         )
         state.wake()

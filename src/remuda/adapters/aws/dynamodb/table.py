@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SERVICE = "dynamodb"
+#: Operation that writes several items, all or none.
+TRANSACT = "TransactWriteItems"
 #: DynamoDB's limits: items per BatchGetItem, BatchWriteItem and TransactWriteItems.
 READ_BATCH = 100
 WRITE_BATCH = 25
@@ -83,7 +85,9 @@ class Table:
                 retried = requests_of(error.response) > 1
                 if code_of(error) == CONDITION_FAILED:
                     raise ConditionFailed(item_of(error), retried=retried) from None
-                if code_of(error) in TRANSACTION_CANCELLED:
+                # A write of one item is rejected, too, while a transaction writes the item: it is repeated like any
+                # other failed call.
+                if operation == TRANSACT and code_of(error) in TRANSACTION_CANCELLED:
                     reasons, stored = cancellation_reasons(error)
                     raise TransactionCancelled(reasons, stored, retried=retried) from None
                 raise
@@ -134,9 +138,7 @@ class Table:
     async def _transact(self, parts: Any) -> None:
         # With the token, a retry of the client is not another transaction.
         token = self._ids.new("remuda-")
-        await self.call(
-            "TransactWriteItems", self.client.transact_write_items, TransactItems=parts, ClientRequestToken=token
-        )
+        await self.call(TRANSACT, self.client.transact_write_items, TransactItems=parts, ClientRequestToken=token)
 
     async def put(self, item: Item, arguments: Mapping[str, Any]) -> None:
         await self.call(
