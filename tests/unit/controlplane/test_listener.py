@@ -895,10 +895,8 @@ async def test_once_records_why_a_set_cannot_be_served(sets: DemandWorld, monkey
 async def test_runner_whose_registration_cannot_be_removed_may_have_a_job(sets: DemandWorld, missing: str) -> None:
     record = replace(in_set(State.RUNNING), scope=SCOPE)
     assert record.assignment is not None
-    if missing == "assignment":
-        record = replace(record, assignment=None)
-    if missing == "registration":
-        record = replace(record, assignment=replace(record.assignment, runner_id=0))
+    registered = replace(record.assignment, runner_id=0 if missing == "registration" else 7)
+    record = replace(record, assignment=None if missing == "assignment" else registered)
     process = sets.process(credentialed=missing != "credential")
     assert not await deregister_set_runner(process, record, by=Actor.REFRESH)
     assert "github" not in process.calls.by_service()
