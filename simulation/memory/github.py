@@ -339,6 +339,12 @@ def _run_status(statuses: Collection[str]) -> str:
     return only or "in_progress"
 
 
+def _contains(scope: str, repository: str) -> bool:
+    """Whether a repository (owner/name) is in the scope. The credential of the scope sees no other."""
+    owner, slash, _ = repository.lower().partition("/")
+    return bool(slash) and scope.lower() in {owner, repository.lower()}
+
+
 class MemoryGitHub:
     def __init__(self, *, github: MemoryGitHubServer, token: str, calls: CallCounter) -> None:
         self._github = github
@@ -393,12 +399,12 @@ class MemoryGitHub:
 
     async def get_run(self, scope: str, repository: str, run_id: int) -> GitHubRun | None:
         self._enter("GET run", scope)
-        return self._github.runs.get((repository.lower(), run_id))
+        return self._github.runs.get((repository.lower(), run_id)) if _contains(scope, repository) else None
 
     async def rerun_failed_jobs(self, scope: str, repository: str, run_id: int) -> None:
         self._enter("POST rerun-failed-jobs", scope, write=True)
         run = self._github.runs.get((repository.lower(), run_id))
-        if run is None:
+        if run is None or not _contains(scope, repository):
             raise NotFound(f"{repository} has no run {run_id}")
         if run.status != "completed" or run.conclusion == "success":
             raise UserError("GitHub refuses: This workflow run cannot be retried (403)", field="github-token")

@@ -368,8 +368,8 @@ async def publish_to_pool(context: Context, instances: Collection[Instance], *, 
 
 
 async def _send_messages(context: Context, instances: Collection[Instance]) -> list[Instance]:
-    """Return the instances whose messages were sent. Retired and quarantined ones cannot be claimed."""
-    idle = [instance for instance in instances if instance.state is State.IDLE and instance.retire_reason is None]
+    """Return the idle instances whose messages were sent. Retired and quarantined ones cannot be claimed."""
+    idle = [instance for instance in instances if instance.retire_reason is None]
     if idle:
         await context.pool.send([instance.message() for instance in idle])
     return idle

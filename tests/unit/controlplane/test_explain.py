@@ -19,6 +19,7 @@ from remuda.domain.reporting.explanation import Explanation
 from remuda.domain.resources import Reuse, Tier, TypePatterns, UsageClass
 from remuda.ports.machine import StepResult
 from tests.support.records import instance_id, message
+from tests.support.set_world import DemandWorld, runner_set
 from tests.support.world import PoolWorld
 
 
@@ -256,3 +257,18 @@ async def test_launch_reason_of_runs_that_skip_the_pool(world: PoolWorld) -> Non
         "8": ["never reused; the pool is not used"],
         "9": ["ephemeral; the pool is not used"],
     }
+
+
+async def test_set_is_explained_by_its_provisions() -> None:
+    sets = DemandWorld()
+    await sets.configure_sets(runner_set(), runner_set(name="other", labels=("self-hosted", "other")))
+    sets.listen()
+    jobs = sets.queue()
+    await sets.wait_for_jobs(jobs)
+    explanation = await explained(sets, "set.large")
+    assert (explanation.kind, explanation.subject) == ("set", "set.large")
+    assert any("acquired" in name for name in event_names(explanation))
+    assert not (await explained(sets, "set.other")).events
+    with pytest.raises(UserError, match="set small"):
+        await explained(sets, "set.small")
+    await sets.end()

@@ -145,6 +145,8 @@ async def test_release_of_ephemeral_runners(world: PoolWorld) -> None:
     await asyncio.sleep(2 * TOKEN_TIMEOUT_S + 0.1)
     assert not world.in_state(*ASSIGNED)
     assert not (await releasing).errors
+    assert isinstance(process.event_log, EventRecorder)
+    assert process.event_log.lines.count(("deregistration-failed", "timeout")) == 2
 
 
 async def test_sweep_takes_back_instances_of_a_released_provision(world: PoolWorld) -> None:

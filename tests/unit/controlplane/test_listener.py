@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NoReturn
 
 import pytest
 
 from remuda.controlplane.demand import DemandListener, reconciler
+from remuda.controlplane.demand.binding import READ_ATTEMPTS
 from remuda.controlplane.demand.context import BackgroundTasks
 from remuda.controlplane.demand.equipment import REGISTRATION_ATTEMPTS
 from remuda.controlplane.demand.lease import LeaseLost
@@ -20,10 +22,10 @@ from remuda.controlplane.demand.reconciler import DEFICIT_PAUSE_S
 from remuda.controlplane.demand.rerun import POLL_S, InterruptedJobs
 from remuda.controlplane.demand.sets import new_state
 from remuda.controlplane.operator import drain
-from remuda.controlplane.release import closed_provision
-from remuda.domain.demand import DemandRecord, DemandStatistics, JobEvent, JobEventKind
+from remuda.controlplane.release import closed_provision, deregister_set_runner
+from remuda.domain.demand import DemandRecord, DemandStatistics, JobEvent, JobEventKind, JobRecord
 from remuda.domain.errors import CapacityError, Unavailable
-from remuda.domain.instance import RetireReason, State
+from remuda.domain.instance import Actor, RetireReason, State
 from remuda.domain.provision import ProvisionStatus
 from remuda.domain.resources import Tier
 from remuda.domain.signals import REBALANCE_NOTICE, Signal
@@ -33,7 +35,7 @@ from remuda.ports.github import GitHubRun
 from remuda.ports.machine import StepResult
 from simulation.invariants import SCOPE
 from simulation.memory.demand import MemoryDemandSession
-from tests.support.records import instance, job_record, pool_config, provision
+from tests.support.records import in_set, instance, job_record, pool_config, provision
 from tests.support.set_world import DemandWorld, runner_set, window
 from tests.support.virtual_time import AmbiguousAnswer, Call, failing
 
@@ -219,6 +221,20 @@ async def test_trust_of_a_job_decides_whether_its_machine_is_reused(
     assert record.tier is tier
 
 
+@pytest.mark.parametrize(("failures", "tier"), [(READ_ATTEMPTS - 1, Tier.TRUSTED), (READ_ATTEMPTS, Tier.UNTRUSTED)])
+async def test_run_of_a_job_is_read_again_if_github_does_not_answer(
+    sets: DemandWorld, failures: int, tier: Tier
+) -> None:
+    sets.github.runs[SCOPE, 77] = GitHubRun(run_id=77, status="in_progress", conclusion="", head_repository=SCOPE)
+    reads = AmbiguousAnswer("github.get_run", applied=False, at=range(1, failures + 1))
+    sets.listen(reads)
+    (job,) = sets.queue(event="pull_request", seconds=30.0)
+    await sets.wait_for(lambda: any(item.run_id == "77" for item in sets.database.instances.values()))
+    (record,) = sets.database.instances.values()
+    assert (record.tier, reads.count) == (tier, READ_ATTEMPTS)
+    await sets.wait_for_jobs([job])
+
+
 async def test_machine_that_is_drained_while_its_job_is_bound_keeps_both(sets: DemandWorld) -> None:
     sets.github.runs[SCOPE, 77] = GitHubRun(run_id=77, status="in_progress", conclusion="", head_repository="fork/app")
 
@@ -393,6 +409,7 @@ async def test_second_listener_waits_until_the_first_has_ended(sets: DemandWorld
     first, second = sets.listen(), sets.listen()
     await asyncio.sleep(100.0)
     assert "scale-sets" not in second.demand.context.calls.by_service()
+    assert second.events == [("standby", "listener-1 serves the pool")]
     await first.stop()
     await sets.wait_for_jobs(sets.queue())
 
@@ -650,6 +667,39 @@ async def test_refresh_releases_a_spent_runner_without_a_listener(sets: DemandWo
     assert sets.in_state(State.IDLE)
 
 
+async def spend_without_a_listener(sets: DemandWorld) -> str:
+    """Let a runner serve a job that nobody records. Return the id of its machine."""
+    await sets.configure_sets(runner_set(windows=window(hot=1)))
+    listener = sets.listen()
+    await sets.wait_for(lambda: any(runner.take for runner in sets.github.runners.values()))
+    sets.scale_sets.tell = lambda set_id, event: None  # type: ignore[method-assign]  # noqa: ARG005
+    jobs = sets.queue()
+    await listener.stop()
+    await sets.wait_for_jobs(jobs)
+    (record,) = sets.database.instances.values()
+    await sets.wait_for(lambda: sets.database.reports[record.instance_id].spent_epoch == record.epoch)
+    return record.instance_id
+
+
+async def test_second_sweep_releases_a_spent_runner_whose_job_no_listener_has_recorded(sets: DemandWorld) -> None:
+    spent = await spend_without_a_listener(sets)
+    await sets.sweep()
+    assert sets.record(spent).state is State.RUNNING
+    await sets.sweep()
+    assert (sets.record(spent).state, sets.record(spent).last_run_id) == (State.RELEASING, "unknown")
+
+
+async def test_first_sweep_ends_a_spent_runner_whose_time_is_over(sets: DemandWorld) -> None:
+    spent = await spend_without_a_listener(sets)
+    # Otherwise its agent ends it.
+    sets.stop_agent(spent)
+    left = sets.record(spent).threshold - sets.clock.now()
+    await asyncio.sleep(left.total_seconds() + sets.lifetimes.margin_s + 0.1)
+    assert spent in sets.alive()
+    result = await sets.sweep()
+    assert spent in result.retired
+
+
 async def test_refresh_keeps_a_job_that_no_listener_has_recorded(sets: DemandWorld) -> None:
     await sets.configure_sets(runner_set(windows=window(hot=1)))
     listener = sets.listen()
@@ -771,6 +821,32 @@ async def test_job_whose_record_was_overwritten_late_is_not_run_again_twice(
     assert sets.github.reruns == [77]
 
 
+def follow_alone(sets: DemandWorld, job: JobRecord, **changed: Any) -> None:
+    """Follow a job of the set without a listener."""
+    demand = sets.demand()
+    state = new_state(demand.context, runner_set(rerun_on_interruption=True, **changed), None)
+    InterruptedJobs(demand, BackgroundTasks(context=demand.context), lambda _: state).follow(job)
+
+
+async def test_job_of_a_repository_in_an_organisation_is_run_again(sets: DemandWorld) -> None:
+    job = job_record(repository=SCOPE, interrupted_at=sets.clock.now(), seen_at=sets.clock.now())
+    await sets.process().store.put_jobs([job])
+    sets.github.runs[SCOPE, 77] = GitHubRun(run_id=77, status="completed", conclusion="failure", head_repository=SCOPE)
+    follow_alone(sets, job, scope=SCOPE.partition("/")[0])
+    await sets.wait_for(lambda: sets.github.reruns == [77])
+
+
+@pytest.mark.parametrize("changed", [{"run_id": "unknown"}, {"repository": ""}])
+async def test_job_whose_run_is_unknown_is_not_run_again(sets: DemandWorld, changed: dict[str, Any]) -> None:
+    values = {"repository": SCOPE, "interrupted_at": sets.clock.now(), "seen_at": sets.clock.now(), **changed}
+    job = job_record(**values)
+    await sets.process().store.put_jobs([job])
+    follow_alone(sets, job)
+    await asyncio.sleep(1.0)
+    stored = sets.database.jobs[job.job_id]
+    assert (stored.rerun_detail, stored.rerun_at) == ("its run is unknown", None)
+
+
 @pytest.mark.parametrize("applied", [True, False])
 async def test_right_to_run_again_whose_answer_was_lost_is_used(sets: DemandWorld, *, applied: bool) -> None:
     job = job_record(repository=SCOPE, interrupted_at=sets.clock.now(), seen_at=sets.clock.now())
@@ -845,6 +921,17 @@ async def test_once_records_why_a_set_cannot_be_served(sets: DemandWorld, monkey
     assert (await demand.store.get_demand())["large"].error == "GitHub is down"
 
 
+@pytest.mark.parametrize("missing", ["credential", "assignment", "registration"])
+async def test_runner_whose_registration_cannot_be_removed_may_have_a_job(sets: DemandWorld, missing: str) -> None:
+    record = replace(in_set(State.RUNNING), scope=SCOPE)
+    assert record.assignment is not None
+    registered = replace(record.assignment, runner_id=0 if missing == "registration" else 7)
+    record = replace(record, assignment=None if missing == "assignment" else registered)
+    process = sets.process(credentialed=missing != "credential")
+    assert not await deregister_set_runner(process, record, by=Actor.REFRESH)
+    assert "github" not in process.calls.by_service()
+
+
 async def test_refresh_leaves_a_runner_without_a_report_alone(sets: DemandWorld) -> None:
     await sets.configure_sets(runner_set(windows=window(hot=1)))
     listener = sets.listen()
@@ -872,6 +959,15 @@ async def test_message_that_could_not_be_persisted_comes_again(sets: DemandWorld
     await sets.wait_for(lambda: len(sets.database.jobs) == 2)
     await sets.wait_for(lambda: not sets.scale_sets.named("large").messages)
     assert {job.result for job in sets.database.jobs.values()} <= {"success", "succeeded"}
+
+
+async def test_acknowledged_message_is_recorded_with_the_next_one(sets: DemandWorld) -> None:
+    sets.listen()
+    for _ in range(2):
+        await sets.wait_for_jobs(sets.queue())
+    scale_set = sets.scale_sets.named("large")
+    await sets.wait_for(lambda: not scale_set.messages)
+    assert sets.database.demand["large"].last_message_id == scale_set.last_message_id - 1 > 0
 
 
 async def test_statistics_of_yesterday_launch_nothing(sets: DemandWorld) -> None:

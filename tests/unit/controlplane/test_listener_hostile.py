@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from remuda.controlplane.demand.acquisition import FIRST_RETRY_S
+from remuda.controlplane.demand.equipment import LAST_STEP_RETRY_S, STEP_RETRY_S
 from remuda.controlplane.demand.sets import CONCURRENT_REGISTRATIONS
 from remuda.domain.demand import JobEvent, JobEventKind
 from remuda.domain.errors import CapacityError, Throttled, Unavailable
@@ -131,6 +132,25 @@ async def test_refused_registrations_are_repeated_ever_more_slowly(sets: DemandW
     await sets.wait_for(lambda: calls)
     await sets.pass_time(40)
     assert all(later - earlier >= 9 for earlier, later in itertools.pairwise(calls))
+
+
+async def test_failed_step_is_repeated_ever_more_slowly(sets: DemandWorld) -> None:
+    await sets.configure_sets(runner_set(windows=window(hot=1)))
+    calls: list[float] = []
+
+    async def hook(name: str, call: Call) -> Any:
+        if name == "source.deregister":
+            calls.append(sets.loop.time())
+            raise Unavailable("GitHub does not answer")
+        return await call()
+
+    listener = sets.listen(hook)
+    await sets.wait_for(lambda: any(runner.take for runner in sets.github.runners.values()))
+    await sets.configure_sets()
+    listener.listener.reload()
+    await sets.wait_for(lambda: len(calls) == 6, 100)
+    pauses = [later - earlier for earlier, later in itertools.pairwise(calls)]
+    assert pauses == pytest.approx([STEP_RETRY_S, 4, 8, LAST_STEP_RETRY_S, LAST_STEP_RETRY_S])
 
 
 async def test_set_that_is_back_is_served_although_an_earlier_job_runs(sets: DemandWorld) -> None:

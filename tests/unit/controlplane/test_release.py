@@ -10,6 +10,7 @@ from typing import Any
 from remuda.cli.rendering.results import release_document
 from remuda.controlplane.context import CONCURRENCY, CONFLICT_ATTEMPTS, transition
 from remuda.controlplane.release import ReleaseResult, ReleaseStatus
+from remuda.domain.errors import Unreadable
 from remuda.domain.instance import RetireReason, State
 from remuda.domain.release_policy import MIN_EXTENSION_S
 from remuda.domain.resources import Reuse
@@ -203,19 +204,19 @@ async def test_job_ends_at_the_run_deadline(world: PoolWorld) -> None:
 async def test_expiring_removal_credential_is_renewed(world: PoolWorld) -> None:
     """The release starts with the pool's token; a sweep renews it while a job runs."""
     instance = await world.one(max_runtime_s=6_000.0)
-    world.github.queue(run_id="1", labels=["1"], seconds=3_400)
+    world.github.queue(run_id="1", labels=["1"], seconds=3_800)
     await world.pass_time(3_000, sweeps=False)
     releasing = asyncio.create_task(world.release())
-    await world.pass_time(30)
+    await until(lambda: bool(world.in_state(State.RELEASING)))
     first = world.record(instance.instance_id).assignment
-    await world.pass_time(300)
+    await world.pass_time(700)
     assert (world.record(instance.instance_id).state, releasing.done()) == (State.RELEASING, False)
     second = world.record(instance.instance_id).assignment
     assert first is not None
     assert second is not None
     assert first.credential is not None
     assert second.credential is not None
-    assert second.credential.expires_at >= first.credential.expires_at
+    assert first.credential.expires_at < world.clock.now() < second.credential.expires_at
     await world.pass_time(200)
     assert statuses(await releasing) == ["released"]
 
@@ -322,6 +323,21 @@ async def test_claimed_instances_of_a_crashed_provision_are_released(world: Pool
     await world.sweep()
     assert world.in_state(State.IDLE) == ids
     await cut.discard()
+
+
+async def test_unreadable_provision_is_reported_and_the_others_are_released(world: PoolWorld) -> None:
+    await world.one()
+
+    async def hook(name: str, call: Call) -> Any:
+        found = await call()
+        if name == "store.provisions_of_run":
+            raise Unreadable("the store", {"p-bad": "not JSON"}, records={item.provision_id: item for item in found})
+        return found
+
+    result = await world.release(process=world.process(hook))
+    assert [outcome.status for outcome in result.outcomes] == [ReleaseStatus.RELEASED]
+    assert len(result.errors) == 1
+    assert "p-bad" in result.errors[0]
 
 
 async def test_one_error_does_not_stop_the_others(world: PoolWorld) -> None:

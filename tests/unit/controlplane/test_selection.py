@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from remuda.controlplane.operator import drain
 from remuda.controlplane.provision.selection import EXTRA_FAILURES_ALLOWED
 from remuda.domain.errors import CapacityError, TimedOut, Unavailable, UserError
 from remuda.domain.instance import State
@@ -131,6 +132,22 @@ async def test_stale_message_is_deleted(world: PoolWorld) -> None:
     assert (result.created, dict(result.rejected)) == (1, {"claim-lost": 3})
     assert not world.queues.named("large").messages
     assert world.in_state(State.RUNNING) == sorted([*ids.values(), result.instances[0].instance.instance_id])
+
+
+async def test_lost_claims_say_why(world: PoolWorld) -> None:
+    (retired,) = await world.warm(1)
+    process = world.process()
+    await drain(process, (world.record(retired),), reason="old image", dry_run=False)
+    running = await world.one("busy")
+    for instance_id in (retired, running.instance_id):
+        put(world, matching(number_of(instance_id), epoch=1))
+    await world.provision("2")
+    (provision,) = (item for item in world.database.provisions.values() if item.run_id == "2")
+    assert provision.outcome is not None
+    assert {item.instance_id: item.why for item in provision.outcome.rejections} == {
+        retired: "the instance is retired: drained: old image",
+        running.instance_id: "the instance is running, or about to expire",
+    }
 
 
 async def test_message_of_a_later_epoch_does_not_claim(world: PoolWorld) -> None:
@@ -357,6 +374,16 @@ async def test_late_signal_of_an_earlier_epoch_is_ignored(world: PoolWorld) -> N
     assert report.signal is Signal.UD_REMOVE_REG_REMOVE_RUN_OK
     assert world.record(warm).state is State.CLAIMED
     assert (await provisioning).reused == 1
+
+
+async def test_failure_of_an_earlier_epoch_does_not_stop_the_provision(world: PoolWorld) -> None:
+    (warm,) = await world.warm(1)
+    world.stop_agent(warm)
+    earlier = world.database.reports[warm]
+    world.database.reports[warm] = replace(earlier, failure=FailureKind.GITHUB_UNREACHABLE)
+    result = await world.provision()
+    assert (result.reused, result.created) == (0, 1)
+    assert world.record(warm).state is State.TERMINATING
 
 
 async def test_tiers_do_not_mix(world: PoolWorld) -> None:

@@ -146,6 +146,15 @@ async def test_failed_pool_message_is_reported_and_sent_again(world: PoolWorld) 
     assert (await world.sweep()).published == (warm,)
 
 
+async def test_pool_message_that_could_not_be_recorded_is_reported(world: PoolWorld) -> None:
+    (warm,) = await world.warm(1)
+    world.queues.named("large").messages.clear()
+    world.database.instances[warm] = replace(world.record(warm), announced_at=None)
+    result = await world.sweep(failing("store.apply", Unavailable("the store is down")))
+    assert result.errors == ("pool messages: the store is down",)
+    assert (result.published, world.messages()) == ((), [warm])
+
+
 async def test_failed_runner_ends_its_machine(world: PoolWorld) -> None:
     world.ignore("W1")
     key = (await world.one()).instance_id
@@ -294,6 +303,24 @@ async def test_surplus_messages_are_deleted_only_by_the_second_sweep(world: Pool
         return await call()
 
     assert [(await world.sweep(slow)).stale_messages for _ in range(3)] == [0, 1, 0]
+
+
+async def test_message_sweep_receives_no_more_messages_than_it_has_counted(world: PoolWorld) -> None:
+    """Others arrive all the time, and each one that it receives is hidden from provisions."""
+    world.queues.put("large", message(0xBAD), shuffle=0.5)
+    await world.sweep()
+    receives = 0
+
+    async def hook(name: str, call: Call) -> Any:
+        nonlocal receives
+        answer = await call()
+        if name == "pool.receive" and receives < 10:
+            receives += 1
+            world.queues.put("large", message(0xBAD + receives), shuffle=0.5)
+        return answer
+
+    assert (await world.sweep(hook)).stale_messages == 1
+    assert receives == 1
 
 
 async def test_interrupted_message_sweep_hands_messages_back(world: PoolWorld) -> None:

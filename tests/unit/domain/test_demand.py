@@ -30,3 +30,17 @@ def test_event_that_comes_twice_changes_nothing() -> None:
     known = merge_events({}, EVENTS, runner_set="large", now=NOW)
     for event in EVENTS:
         assert merge_events(known, [event], runner_set="large", now=FINISHED) == {}
+
+
+def test_event_without_details_leaves_what_is_known() -> None:
+    known = merge_events({}, EVENTS[:1], runner_set="large", now=NOW)
+    bare = JobEvent(kind=JobEventKind.COMPLETED, job_id="j-1", finished_at=FINISHED, result="success")
+    (record,) = merge_events(known, [bare], runner_set="large", now=FINISHED).values()
+    assert (record.run_id, record.repository, record.queued_at) == ("7", "octo/app", QUEUED)
+
+
+def test_details_that_come_later_are_added() -> None:
+    bare = JobEvent(kind=JobEventKind.ASSIGNED, job_id="j-1")
+    known = merge_events({}, [bare], runner_set="large", now=NOW)
+    (record,) = merge_events(known, EVENTS[1:2], runner_set="large", now=FINISHED).values()
+    assert (record.run_id, record.queued_at, record.started_at) == ("7", QUEUED, STARTED)

@@ -27,6 +27,7 @@ from remuda.domain.reporting.demand import (
     demand_status,
     describe_missing_labels,
     disagreement_anomaly,
+    find_disagreement,
     labels_by_run,
     listener_anomaly,
     unaudited_anomaly,
@@ -353,6 +354,12 @@ def test_a_lasting_disagreement_is_reported() -> None:
     assert demand_status(demand_input(demand=wrong, first_seen=seen, jobs=[job()])).disagreements == {}
 
 
+def test_counts_that_agree_are_no_disagreement() -> None:
+    for counted, jobs in ((0, []), (1, [job()]), (0, [job()])):
+        demand = record(counted)
+        assert find_disagreement(large(demand={"large": demand}, jobs=jobs), demand, jobs) == ""
+
+
 def test_warnings_about_sets_and_jobs() -> None:
     seen = {
         queued("self-hosted", "gpu").anomaly(): at(-900),
@@ -516,10 +523,10 @@ def test_assignment_that_lapsed() -> None:
 
 
 def test_run_with_several_jobs() -> None:
-    jobs = [job(1, started_at=at(-50), runner_name=RUNNER), job(2)]
-    found = demand_input(jobs=jobs, demand={"large": record(2, 1)})
+    jobs = [job(1, started_at=at(-50), runner_name=RUNNER), job(2), job(3, started_at=at(-40))]
+    found = demand_input(jobs=jobs, demand={"large": record(3, 2)})
     explanation = explain_jobs("77", jobs, records(), found, demand_status(found))
-    assert (explanation.kind, explanation.title) == ("run", "Run 77 of octo/app: 2 jobs, 1 waiting, 1 running")
+    assert (explanation.kind, explanation.title) == ("run", "Run 77 of octo/app: 3 jobs, 1 waiting, 2 running")
     assert [text.partition(":")[0] for text in explanation.next_steps] == [
         "job build 2 (job-2) waits for 60 s",
         instance_id(1),

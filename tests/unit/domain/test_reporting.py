@@ -26,7 +26,13 @@ from remuda.domain.provision import (
     ProvisionStatus,
     RunnerSource,
 )
-from remuda.domain.reporting.explanation import Severity, explain_entry
+from remuda.domain.reporting.explanation import (
+    ExplanationInput,
+    Severity,
+    explain_entry,
+    explain_instance,
+    explain_run,
+)
 from remuda.domain.reporting.prices import PriceTable, SpotPrice, mean_spot_prices, parse_prices
 from remuda.domain.reporting.timeline import MachinePhase, clip, lifetime, mean_counts, spans_of
 from remuda.domain.reporting.usage import UsageReport, instance_cost, quantile, usage_report, usage_summary
@@ -40,7 +46,18 @@ from remuda.domain.reporting.warnings import (
 )
 from remuda.domain.resources import UsageClass
 from remuda.domain.signals import Report
-from tests.support.records import NOW, at, entry, in_set, in_state, instance, instance_id, pool_config, provision
+from tests.support.records import (
+    NOW,
+    at,
+    entry,
+    in_set,
+    in_state,
+    instance,
+    instance_id,
+    job_record,
+    pool_config,
+    provision,
+)
 
 PRICES = PriceTable(on_demand={"c6i.large": 1.0, "m6i.large": 2.0}, spot={"c6i.large": 0.25})
 BEFORE, AFTER = at(-100), at(4_000)
@@ -187,6 +204,16 @@ def test_terminations_are_counted_by_state_and_reason() -> None:
     assert report(machines=[(ENDED, ends)]).retirements == {"idle: used-up": 2}
 
 
+def test_jobs_are_counted_by_their_set() -> None:
+    jobs = [job_record(1), job_record(2), job_record(3, runner_set="spot")]
+    served = provision(1, runner_set="large", run_id="set.large", outcome=outcome(reused=1))
+    found = usage_report([served], [], {}, PRICES, jobs=jobs, since=BEFORE, until=AFTER).jobs.by_set
+    assert {name: (item.jobs, item.reuse_rate) for name, item in found.items()} == {
+        "large": (2, 1.0),
+        "spot": (1, None),
+    }
+
+
 def test_report_without_data_is_empty() -> None:
     found = report(machines=[])
     assert (found.reuse_rate, found.costs.total, found.hours, found.points) == (None, 0, {}, ())
@@ -300,6 +327,30 @@ def test_report_says_where_and_when_its_prices_apply(region: str, dated: str, sh
     assert usage_report((), (), {}, prices, since=BEFORE, until=AFTER).prices_as_of == shown
 
 
+def explanation_input(*instances: Instance, **changed: Any) -> ExplanationInput:
+    values: dict[str, Any] = {
+        "now": NOW,
+        "lifetimes": CONFIG.lifetimes,
+        "instances": {item.instance_id: item for item in instances},
+        "histories": {},
+        "reports": {},
+    }
+    return ExplanationInput(**{**values, **changed})
+
+
+def test_launch_of_an_instance_without_history_is_explained_by_its_record() -> None:
+    record = instance(created_at=at(-60))
+    (launch,) = explain_instance(record, explanation_input(record)).events
+    assert (launch.at, launch.instance_id) == (at(-60), record.instance_id)
+    assert launch.what == "launched; its history is not kept any more"
+
+
+def test_committed_run_whose_instances_cannot_be_read_is_not_said_to_hold_none() -> None:
+    committed = provision(status=ProvisionStatus.COMMITTED, instance_ids=(instance_id(1),))
+    (step,) = explain_run(committed.run_id, [committed], explanation_input()).next_steps
+    assert "the run keeps its runners" in step
+
+
 def test_unknown_transition_is_explained_by_its_name() -> None:
     event = explain_entry(instance_id(1), entry("later-version"))
     assert (event.what, event.severity) == ("later-version", Severity.NORMAL)
@@ -394,6 +445,12 @@ def test_mean_over_time() -> None:
     """The price was 0.1 before the period and in its first half, then 0.3."""
     points = [point(0.3, 50), point(0.1, -1_000)]
     assert mean_spot_prices(points, since=at(0), until=at(100)) == {"c6i.large": pytest.approx(0.2)}
+
+
+@pytest.mark.parametrize("points", [[point(0.1, -50)], [point(0.3, -10), point(0.1, -50)]])
+def test_mean_of_an_empty_period_is_the_last_price(points: list[SpotPrice]) -> None:
+    last = max(points, key=lambda item: item.at)
+    assert mean_spot_prices(points, since=at(0), until=at(0)) == {"c6i.large": last.price}
 
 
 def test_mean_over_zones_and_by_type() -> None:
@@ -547,7 +604,8 @@ def test_sweeper_that_does_not_run_is_the_first_warning(due: int | None, applied
 
 
 @pytest.mark.parametrize(
-    ("over_s", "text"), [(119, "119 s"), (120, "2 min"), (7_199, "120 min"), (7_200, "2 h"), (300_000, "3 d")]
+    ("over_s", "text"),
+    [(119, "119 s"), (120, "2 min"), (7_199, "120 min"), (7_200, "2 h"), (172_799, "48 h"), (172_800, "2 d")],
 )
 def test_age_of_a_warning_has_a_fitting_unit(over_s: float, text: str) -> None:
     (found,) = found_warnings(CONFIG, [], {}, sweep_due=at(-over_s))

@@ -175,6 +175,7 @@ def test_invalid_field_of_a_class_is_named(changed: dict[str, Any], named: str) 
         ("g5.*", "c*", ""),
         ("m*.*xlarge", "m6i.2*", "m6i.2*xlarge"),
         ("c7*", "c7g.large", "c7g.large"),
+        ("* c5.large", "c*", "c*"),
     ],
 )
 def test_patterns_narrow_each_other(one: str, other: str, both: str) -> None:
@@ -192,6 +193,13 @@ def test_narrowed_patterns_match_no_other_types(one: str, other: str) -> None:
         if first.narrowed(second).matches(name):
             assert first.matches(name)
             assert second.matches(name)
+
+
+def test_default_classes_have_the_size_of_compute_optimized_instances() -> None:
+    for each in DEFAULT_CLASSES:
+        multiple = each.name.removesuffix("large")
+        cpu = 2 if not multiple else 4 * int(multiple.removesuffix("x") or 1)
+        assert (each.cpu, each.memory_mib) == (cpu, cpu * 2 * 1_024)
 
 
 def test_default_classes_can_be_written_as_a_document() -> None:

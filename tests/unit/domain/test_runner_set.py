@@ -81,6 +81,10 @@ def test_every_field() -> None:
         rerun_on_interruption=True,
         windows=(CapacityWindow(cron="* 9-17 * * 1-5", time_zone="Europe/Berlin", hot=1, warm=2),),
     )
+    assert parsed.describe() == (
+        "labels self-hosted forks, up to 5 spot 2xlarge of c7* m6i.large, for acme in group public, untrusted, strict, "
+        "re-runs interrupted jobs, window '* 9-17 * * 1-5' Europe/Berlin: 1 hot, 2 warm"
+    )
 
 
 def test_labels_are_distinct_in_any_letter_case() -> None:

@@ -422,6 +422,13 @@ def test_missing_idle_machines_are_launched_and_the_newest_are_renewed() -> None
     assert plan.deficits == {KEY: 2}
 
 
+def test_idle_machines_are_decided_again_when_the_first_renewal_is_due() -> None:
+    idle = [instance(number, threshold=at(left)) for number, left in ((1, 400), (2, 300), (3, 350))]
+    target = WarmTarget(key=KEY, request=runner_request(), wanted=3)
+    plan = decide_warm([target], idle, lifetimes=LIFETIMES, now=NOW)
+    assert (plan.renewals, plan.recheck_at) == ((), at(300 - LIFETIMES.idle_time_s / 2))
+
+
 def test_idle_machine_is_not_kept_beyond_the_maximum_age() -> None:
     old = instance(1, created_at=at(100 - LIFETIMES.max_age_s), threshold=at(50))
     target = WarmTarget(key=KEY, request=runner_request(), wanted=1)

@@ -53,7 +53,6 @@ class Binder:
             except RemudaError as error:
                 self._context.event_log.record("bind-failed", error.message, instance_id=instance_id)
                 break
-        state.wake()
 
     async def _bind_once(
         self, state: SetState, config: PoolConfig, event: JobEvent, *, instance_id: str, epoch: int
