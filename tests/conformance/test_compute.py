@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import signal
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -19,7 +20,9 @@ import pytest
 from remuda import procfs
 from remuda.adapters.local import folder
 from remuda.adapters.local.compute import LocalCompute
-from remuda.adapters.local.launch import is_on
+from remuda.adapters.local.launch import DRAFT, LocalLauncher, is_on
+from remuda.adapters.local.machine import read_record
+from remuda.adapters.local.options import LocalOptions
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.domain.errors import CapacityError
 from remuda.domain.resources import ResourceClass, RunnerRequest, Tier, TypePatterns, UsageClass, is_instance_id
@@ -27,7 +30,7 @@ from remuda.ports.calls import CallCounter
 from remuda.ports.compute import POOL_TAG, PROVISION_TAG, Compute, LaunchRequest, LaunchResult, MachineState
 from simulation.memory.compute import MemoryCloud, MemoryCompute
 from tests.support.aws.ec2 import ec2_fixture
-from tests.support.records import LONG_S
+from tests.support.records import LONG_S, launch_request
 
 UNKNOWN = "i-00000000000000000"
 LARGE = ResourceClass(name="large", cpu=2, memory_mib=4096)
@@ -42,12 +45,12 @@ class ComputeBackend:
     launch: dict[str, str] = field(default_factory=dict)
 
 
-def local_compute(root: Path, pool: str, runner_source: Path) -> LocalCompute:
+def local_compute(root: Path, pool: str, runner_source: Path, agent: str = "exec sleep 1000") -> LocalCompute:
     return LocalCompute(
         root=root,
         pool=pool,
         runner_source=runner_source,
-        agent_command=["/bin/sh", "-c", "exec sleep 1000"],
+        agent_command=["/bin/sh", "-c", agent],
         clock=SystemClock(),
         ids=SystemIds(),
         calls=CallCounter(),
@@ -281,3 +284,47 @@ def test_local_machine_is_on_while_its_supervisor_lives(tmp_path: Path) -> None:
         assert is_on(tmp_path)
         folder.write_supervisor(power.fileno(), me.pid, me.started + 1)
         assert not is_on(tmp_path)
+
+
+def test_local_machine_options_are_parsed() -> None:
+    options = LocalOptions.parse({"boot-delay-s": "1.5", "capacity": "3", "fault": "dies-after-s=20"})
+    assert options == LocalOptions(boot_delay_s=1.5, capacity=3, dies_after_s=20.0)
+
+
+async def test_local_launch_deletes_what_an_interrupted_one_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalLauncher, "_start_supervisor", lambda *_: None)
+    source = tmp_path / "source"
+    source.mkdir()
+    compute = local_compute(tmp_path / "machines", "pool", source)
+    await compute.prepare({})
+    draft = tmp_path / "machines" / f"{DRAFT}{UNKNOWN}"
+    draft.mkdir()
+    (name,) = ids(await compute.launch(launch_request()))
+    assert not draft.exists()
+    assert (tmp_path / "machines" / name).exists()
+
+
+async def test_local_machine_ignores_an_interrupt_and_asks_its_processes_to_end(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    # The agent's output is kept after the end of the machine.
+    agent = "trap 'echo asked to end; exit' TERM; echo ready; while :; do sleep 1000 & wait; done"
+    compute = local_compute(tmp_path / "machines", "pool", source, agent)
+    (name,) = ids(await compute.launch(launch_request()))
+    machine = tmp_path / "machines" / name
+    log = machine / folder.LOGS / "agent.log"
+    async with asyncio.timeout(LONG_S):
+        while not log.exists() or "ready" not in log.read_text():
+            await asyncio.sleep(0.01)
+    supervisor = folder.supervisor(str(machine))
+    assert supervisor is not None
+    for number in (signal.SIGINT, signal.SIGHUP):
+        os.kill(supervisor[0], number)
+    assert await compute.terminate([name]) == {}
+    record = read_record(machine)
+    assert record is not None
+    assert (record.reason, record.finished) == ("received SIGTERM", True)
+    assert log.read_text().split("\n")[:2] == ["ready", "asked to end"]
+    await compute.close()

@@ -92,6 +92,16 @@ async def test_control_record_and_report_have_separate_partitions(
     assert set(await scanned(stores)) == {f"control#{PREFIX}{ID}", f"report#{PREFIX}{ID}", f"history#{ID}"}
 
 
+async def test_first_seen_times_are_stored_with_the_pools_configuration(
+    store: DynamoInstanceStore, stores: DynamoStores
+) -> None:
+    """Another version of Remuda finds them there."""
+    await store.put_first_seen({"missing:i-1": NOW})
+    key = {"pk": {"S": "pool"}, "sk": {"S": "first_seen"}}
+    item = (await stores.client.get_item(TableName=stores.table, Key=key))["Item"]
+    assert item["first_seen"] == {"M": {"missing:i-1": {"S": "2025-05-31T12:00:00.000Z"}}}
+
+
 async def test_table_is_billed_on_demand(store: DynamoInstanceStore, stores: DynamoStores) -> None:
     table = (await stores.client.describe_table(TableName=stores.table))["Table"]
     assert table["BillingModeSummary"]["BillingMode"] == "PAY_PER_REQUEST"

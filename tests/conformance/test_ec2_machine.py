@@ -162,6 +162,14 @@ async def test_timer_that_did_not_stop_is_stopped_next_time(
     assert (tmp_path / "dead-man").read_text().split() == list(commands.timers)
 
 
+async def test_timer_that_does_not_exist_any_more_is_forgotten(
+    machine: Ec2Machine, commands: Commands, tmp_path: Path
+) -> None:
+    del commands.timers["remuda-dead-man-boot"]
+    machine.set_dead_man_timer(START + timedelta(seconds=90))
+    assert (tmp_path / "dead-man").read_text().split() == list(commands.timers)
+
+
 async def test_on_demand_instances_have_no_notice(machine: Ec2Machine, imds: FakeImds) -> None:
     imds.values["spot/instance-action"] = "{}"
     assert await machine.spot_notice() == ""

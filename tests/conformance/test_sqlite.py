@@ -323,6 +323,21 @@ def test_translation_of_error_codes(path: Path, code: int, expected: type[Except
         raise error
 
 
+async def test_file_that_cannot_be_opened(unprivileged_folder: Path) -> None:
+    """SQLite reports the same code for missing permissions and for a lack of file handles, which is temporary."""
+    path = unprivileged_folder / "remuda.db"
+    error = sqlite3.OperationalError("unable to open database file")
+    error.sqlite_errorcode = sqlite3.SQLITE_CANTOPEN
+    with pytest.raises(Unavailable, match="temporarily unusable"), translated(path):
+        raise error
+    with (
+        unprivileged(unprivileged_folder, mode=0o500),
+        pytest.raises(UserError, match="is not writable"),
+        translated(path),
+    ):
+        raise error
+
+
 # Clocks ---------------------------------------------------------------------------------------------------------------
 
 
@@ -574,6 +589,22 @@ async def test_polling_interval_grows_within_bounds(polling: SqliteInstanceStore
         await asyncio.wait({waiting})
     assert FIRST_INTERVAL_S / 2 <= clock.asked[0] <= FIRST_INTERVAL_S
     assert all(LAST_INTERVAL_S / 2 <= each <= LAST_INTERVAL_S for each in clock.asked[10:])
+
+
+async def test_finished_wait_does_not_shorten_the_polling_interval(
+    polling: SqliteInstanceStore, clock: ManualClock
+) -> None:
+    async with asyncio.timeout(LONG_S):
+        waiting = asyncio.create_task(polling.wait_for_control(instance_id(1), None, 2 * LONG_S))
+        await clock.next_sleep()
+        await polling.apply(birth(instance()))
+        await waiting
+        clock.asked.clear()
+        waiting = asyncio.create_task(polling.wait_for_control("i-1", None, 2 * LONG_S))
+        await clock.next_sleep()
+        waiting.cancel()
+        await asyncio.wait({waiting})
+    assert [each >= REPORTED_INTERVAL_S / 2 for each in clock.asked] == [True]
 
 
 async def test_waiters_share_one_poller_which_ends_with_them(

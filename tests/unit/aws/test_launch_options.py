@@ -145,7 +145,9 @@ def test_the_root_volume_must_fit_the_images_of_classes() -> None:
         ("gp3", "1", "3000", "750"),  # the baseline
         ("gp3", "160", "80000", "2000"),
         ("gp3", "16", "8000", "2000"),
+        ("io1", "4", "100", ""),
         ("io1", "4", "200", ""),
+        ("io2", "4", "100", ""),
         ("io2", "4", "4000", ""),
     ],
 )
@@ -182,3 +184,10 @@ def test_performance_of_root_volumes_up_to_the_ratios(kind: str, gib: str, iops:
 def test_performance_beyond_the_ratios_is_rejected(launch: dict[str, str], message: str, fix: str) -> None:
     error = rejected(**launch)
     assert (error.message, error.fix) == (message, fix)
+
+
+@pytest.mark.parametrize("kind", ["io1", "io2"])
+@pytest.mark.parametrize(("gib", "iops", "field"), [("3", "100", "volume-size-gib"), ("4", "99", "volume-iops")])
+def test_provisioned_volumes_below_the_minimum_are_rejected(kind: str, gib: str, iops: str, field: str) -> None:
+    launch = {"volume-type": kind, "volume-size-gib": gib, "volume-iops": iops}
+    assert rejected(**launch).field == field

@@ -1,4 +1,4 @@
-"""Answers of AWS in parts: half a batch, and a launch whose instances become visible one by one."""
+"""Answers of AWS in parts: half a batch, a page of a list, and a launch whose instances become visible one by one."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from remuda.adapters.aws.dynamodb.table import BATCH_ATTEMPTS, Table
 from remuda.adapters.aws.ec2.calls import Ec2Calls
 from remuda.adapters.aws.ec2.create_fleet import FIND_ATTEMPTS, MAX_TOKEN, FleetLauncher, client_token
 from remuda.adapters.aws.ec2.options import Ec2LaunchOptions
+from remuda.adapters.aws.ec2.template import DESCRIPTION_PREFIX, LaunchTemplate, RootDevice, digest, template_data
 from remuda.domain.errors import Throttled, Unavailable
 from remuda.domain.runner_release import RunnerChoice
 from remuda.ports.calls import CallCounter
+from remuda.ports.compute import POOL_TAG
 from simulation.loop import SeededIds
 from tests.support.records import NOW, instance_id, launch_request
 from tests.support.virtual_time import FixedClock
@@ -106,6 +108,41 @@ class LostLaunch(Ec2Calls):
         count = self._visible.pop(0) if len(self._visible) > 1 else self._visible[0]
         found = [{"InstanceId": instance_id(number), "LaunchTime": NOW} for number in range(1, count + 1)]
         return {"Reservations": [{"Instances": found}]}
+
+
+class OldTemplate(Ec2Calls):
+    """EC2 with a launch template of this many versions, the newest of which is the default.
+
+    As EC2, it returns all versions in pages, unless the request names some.
+    """
+
+    PAGE = 200
+
+    def __init__(self, versions: int, newest: str) -> None:
+        super().__init__(client=cast("Any", None), clock=FixedClock(), ids=SeededIds(), calls=CallCounter())
+        self._versions = [
+            {"VersionNumber": number, "DefaultVersion": number == versions, "VersionDescription": f"remuda {number}"}
+            for number in range(1, versions + 1)
+        ]
+        self._versions[-1]["VersionDescription"] = newest
+
+    async def call(self, operation: str, **parameters: Any) -> dict[str, Any]:
+        if operation == "DescribeLaunchTemplates":
+            return {"LaunchTemplates": [{"Tags": [{"Key": POOL_TAG, "Value": "test"}]}]}
+        assert operation == "DescribeLaunchTemplateVersions"
+        if not (named := parameters["Versions"]):
+            return {"LaunchTemplateVersions": self._versions[: self.PAGE], "NextToken": "next"}
+        assert set(named) <= {"$Default", "$Latest"}
+        return {"LaunchTemplateVersions": self._versions[-1:]}
+
+
+async def test_default_version_of_a_template_with_many_versions_is_found() -> None:
+    options = Ec2LaunchOptions(ami="ami-1", subnets=("subnet-1",), profile="p", runner=RunnerChoice.parse({}))
+    data = template_data(options, "#!/bin/sh", "test", RootDevice(name="/dev/xvda", gib=8))
+    ec2 = OldTemplate(OldTemplate.PAGE + 1, DESCRIPTION_PREFIX + digest(data))
+    template = LaunchTemplate(calls=ec2, pool="test")
+    assert await template.is_current(data) is True
+    assert await template.ensure(data) == []
 
 
 async def launch(ec2: LostLaunch, count: int) -> tuple[int, tuple[str, ...]]:

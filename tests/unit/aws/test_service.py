@@ -173,12 +173,14 @@ async def test_details_of_a_refusal():
     assert response["CancellationReasons"] == [{"Code": "None"}]
 
 
-async def test_retries_end_while_the_service_fails():
+async def test_retries_end_while_the_service_fails(monkeypatch: pytest.MonkeyPatch):
     """As in botocore: the quota is shared by all calls of a client."""
+    retries = 2 * MAX_ATTEMPTS
+    monkeypatch.setattr(module, "QUOTA", retries * module.RETRY_COST)
     http = ScriptedHttp(CLOSED)
     client = Client(http)
-    calls = module.QUOTA // module.RETRY_COST
+    calls = retries + 1
     for _ in range(calls):
         with pytest.raises(ConnectionClosedError):
             await client.call("GetItem", {})
-    assert len(http.requests) == calls + module.QUOTA // module.RETRY_COST
+    assert len(http.requests) == calls + retries

@@ -1,0 +1,61 @@
+"""Parsing of GitHub's responses, and the errors for its refusals."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from remuda.adapters.github.responses import parse_id, parse_runner_downloads, translate
+from remuda.domain.errors import RemudaError, Unavailable, UserError
+from remuda.http import ClientResponse
+from tests.support.records import NOW
+
+FILENAME = "actions-runner-linux-x64-2.336.0.tar.gz"
+URL = f"https://github.com/actions/runner/releases/download/v2.336.0/{FILENAME}"
+
+
+def downloads(url: str) -> ClientResponse:
+    package = {"os": "linux", "architecture": "x64", "filename": FILENAME, "sha256_checksum": "0" * 64}
+    return ClientResponse(200, {}, json.dumps([{**package, "download_url": url}]).encode())
+
+
+def test_runner_package_is_downloaded_by_https() -> None:
+    (package,) = parse_runner_downloads(downloads(URL)).packages
+    assert package.url == URL
+
+
+@pytest.mark.parametrize("url", [f"s3://bucket/{FILENAME}", URL.replace("https", "http"), f"/{FILENAME}"])
+def test_github_cannot_name_a_runner_package_elsewhere(url: str) -> None:
+    """Settings may name a bucket, but a bucket of GitHub's choice is read with the credentials of the machine."""
+    with pytest.raises(Unavailable, match="no plain https URL"):
+        parse_runner_downloads(downloads(url))
+
+
+@pytest.mark.parametrize("found", [0, -1, 2**63, True, 1.0, "7", None])
+def test_invalid_ids_are_rejected(found: Any) -> None:
+    """0 stands for no runner."""
+    with pytest.raises(Unavailable, match="GitHub's runner has no valid id"):
+        parse_id({"id": found}, "runner")
+
+
+@pytest.mark.parametrize("found", [1, 2**53])
+def test_ids_are_positive_integers(found: int) -> None:
+    assert parse_id({"id": found}, "runner") == found
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "field"),
+    [
+        (299, Unavailable, ""),
+        (300, UserError, "github-scope"),
+        (301, UserError, "github-scope"),
+        (399, UserError, "github-scope"),
+        (400, Unavailable, ""),
+    ],
+)
+def test_redirect_is_reported_as_a_renamed_scope(status: int, kind: type[RemudaError], field: str) -> None:
+    error = translate(ClientResponse(status, {}, b""), "list", NOW)
+    assert type(error) is kind
+    assert getattr(error, "field", "") == field
