@@ -74,8 +74,6 @@ _HIDDEN_FILES = (
 )
 #: Files of /etc that only root can read and that programs in a sandbox need.
 _KEPT_PRIVATE_FILES = ("etc/sudoers", "etc/sudoers.d")
-#: Replaced by an empty list of passwords.
-_PASSWORD_FILES = ("etc/shadow", "etc/gshadow")
 #: Groups of the job user, as far as the root file system has them.
 _GROUPS = ("docker", "sudo", "wheel", "adm", "systemd-journal")
 _UNITS = "etc/systemd/system"
@@ -145,7 +143,8 @@ class _LayerBuilder:
     def __init__(self, layer: Path, root: Path) -> None:
         self._layer = layer
         self._root = root.resolve()
-        layer.mkdir(mode=0o755)
+        layer.mkdir()
+        layer.chmod(0o755)
 
     def empty_folder(self, name: str, mode: int) -> Path:
         path = self.folder(name)
@@ -237,7 +236,7 @@ class _LayerBuilder:
         for part in PurePosixPath(name).parts:
             path /= part
             if not os.path.lexists(path):
-                path.mkdir(mode=0o755)
+                path.mkdir()
                 covered = self._root / path.relative_to(self._layer)
                 if covered.is_dir():
                     _copy_status(covered, path)
@@ -257,15 +256,14 @@ def _private_files(root: Path) -> Iterator[str]:
     private: set[Path] = set()
     for folder, folders, files in os.walk(etc):
         here = Path(folder)
-        if here in private or here.parent in private or not here.stat().st_mode & stat.S_IXOTH:
+        if here.parent in private or not here.stat().st_mode & stat.S_IXOTH:
             private.add(here)
         for name in (*files, *(name for name in folders if (here / name).is_symlink())):
             path = here / name
             status = path.lstat()
             relative = str(path.relative_to(root))
-            kept = relative.startswith(_KEPT_PRIVATE_FILES) or relative in _PASSWORD_FILES
             readable = stat.S_ISLNK(status.st_mode) or status.st_mode & stat.S_IROTH
-            if not kept and (here in private or not readable):
+            if not relative.startswith(_KEPT_PRIVATE_FILES) and (here in private or not readable):
                 yield relative
 
 
@@ -286,9 +284,9 @@ def _swap_files() -> Iterator[str]:
         lines = Path("/proc/swaps").read_text(encoding="utf-8").splitlines()[1:]
     except OSError:
         return
-    for words in map(str.split, lines):
-        if len(words) > 1 and words[1] == "file":
-            yield words[0].lstrip("/")
+    for path, kind, *_ in map(str.split, lines):
+        if kind == "file":
+            yield path.lstrip("/")
 
 
 def host_resolver() -> str:

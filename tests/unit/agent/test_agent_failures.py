@@ -10,16 +10,18 @@ from typing import NoReturn
 
 import pytest
 
+from remuda.agent import loop
 from remuda.agent.decide import MAX_FAILED_REMOVALS, MAX_STARTS
 from remuda.agent.loop import STEP_LIMIT_S
-from remuda.domain.instance import State
+from remuda.domain.errors import Unavailable
+from remuda.domain.instance import Assignment, State
 from remuda.domain.signals import FailureKind, Signal
 from remuda.domain.thresholds import HEARTBEAT_DEAD_AFTER_S, HEARTBEAT_INTERVAL_S
 from remuda.domain.transitions import Actor, Extend, Renew
 from remuda.ports.machine import AgentState, RemovalStatus, ScriptStatus, StepResult
 from simulation.loop import VirtualClock
 from tests.support.agents import ID, MARGIN_S, AgentFixture
-from tests.support.records import at
+from tests.support.records import LONG_S, at
 from tests.support.virtual_time import until
 
 CLEAN = Signal.UD_REMOVE_REG_REMOVE_RUN_OK
@@ -100,6 +102,27 @@ async def test_failure_that_the_store_did_not_confirm_is_signalled_again_and_not
     await asyncio.sleep(30)
     assert len(fixture.runner.configured) == 1
     assert (fixture.report.detail, fixture.report.failure) == ("config.sh: exit 1", FailureKind.GITHUB_UNREACHABLE)
+
+
+async def test_record_is_read_again_after_a_failed_step(fixture: AgentFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine is released while its listener fails to start, so there is no second attempt."""
+    monkeypatch.setattr(loop, "MAX_RECORD_AGE_S", LONG_S)
+    fixture.start()
+    await fixture.create()
+    await until(lambda: fixture.signalled(Signal.UD_REG_OK))
+    starts = 0
+
+    async def fail(_: Assignment) -> NoReturn:
+        nonlocal starts
+        starts += 1
+        if fixture.record.state is State.RUNNING:
+            await fixture.release()
+        raise Unavailable("cannot start the listener")
+
+    monkeypatch.setattr(fixture.runner, "start", fail)
+    await fixture.commit()
+    await until(lambda: fixture.signalled(CLEAN))
+    assert starts == 1
 
 
 async def test_requests_to_an_unreachable_store_back_off(fixture: AgentFixture) -> None:

@@ -100,6 +100,13 @@ async def test_events_carry_instance_run_and_epoch(fixture: AgentFixture) -> Non
     assert [(facts["epoch"], facts["run_id"]) for facts in resets] == [(1, "1234"), (2, "1235")]
 
 
+async def test_waits_are_not_logged(fixture: AgentFixture) -> None:
+    fixture.start()
+    await life(fixture)
+    logged = {facts["step"] for action, _, facts in fixture.event_log.notes if action == "step"}
+    assert AgentAction.WAIT.value not in logged
+
+
 @pytest.mark.parametrize("nth", range(1, 12))
 @pytest.mark.parametrize("loses_answer", [False, True], ids=["lost", "applied but reported as failed"])
 async def test_failed_store_call_only_delays(fixture: AgentFixture, nth: int, *, loses_answer: bool) -> None:

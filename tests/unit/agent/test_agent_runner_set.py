@@ -135,6 +135,11 @@ def test_listener_starts_only_after_the_signal_of_its_registration() -> None:
         assert (seen.runner.registered_as, seen.runner.listening) == (RIGHT, False)
 
 
+def test_only_the_registration_of_this_assignment_is_signalled_as_ok() -> None:
+    signalling = [seen for seen, step in in_state(State.RUNNING) if step.signal is Signal.UD_REG_OK]
+    assert {seen.runner.registered_as for seen in signalling} == {RIGHT}
+
+
 def test_listener_that_has_had_a_job_never_starts_again() -> None:
     """One job per epoch."""
     for seen, step in steps():

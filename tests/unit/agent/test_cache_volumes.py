@@ -1,12 +1,18 @@
-"""Cache volumes: eviction by size and time of use. Mounts are tested with real sandboxes."""
+"""Cache volumes: their folders, and eviction by size and time of use. Mounts are tested with real sandboxes."""
 
 from __future__ import annotations
 
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from remuda.agent import cache_volumes, mounts
 from remuda.agent.cache_volumes import CacheVolumes
+from remuda.agent.sandbox_root import JobUser
+from tests.support.records import assignment
 
 MIB = 1024**2
 
@@ -21,6 +27,25 @@ def make_volume(folder: Path, name: str, *, mib: int, used_at: int) -> Path:
     (volume / "home%runner%.cache" / "file").write_bytes(b"x" * mib * MIB)
     os.utime(volume, (used_at, used_at))
     return volume
+
+
+def test_folder_of_a_volume_is_made_once_and_belongs_to_the_job_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owners: list[tuple[Path, int, int]] = []
+    monkeypatch.setattr(os, "chown", lambda *given: owners.append(given))
+    monkeypatch.setattr(mounts, "open_idmapped", lambda source, *_, **__: os.open(source, os.O_RDONLY))
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0))
+    assigned = replace(assignment(1), repository="acme/widgets")
+    for _ in range(2):
+        volumes(tmp_path, max_mib=1).mount(assigned, leader=1, first_id=0, user=JobUser(uid=1001, gid=1001))
+    (folder,) = tmp_path.glob("acme-widgets-*/home%runner%.cache")
+    assert folder.stat().st_mode & 0o777 == 0o755
+    assert owners == [(folder, 1001, 1001)]
+
+
+def test_volume_that_was_deleted_meanwhile_takes_no_space(tmp_path: Path) -> None:
+    assert cache_volumes._size(tmp_path / "deleted") == 0
 
 
 def test_nothing_is_evicted_before_the_first_volume_exists(tmp_path: Path) -> None:

@@ -139,6 +139,9 @@ class TestExitCode:
         assert (listener.is_running(), listener.exit_code()) == (False, code)
         assert fixture.open().exit_code() == code
 
+    async def test_wait_without_a_listener_ends_at_once(self, fixture: Fixture) -> None:
+        assert await fixture.open().wait(LONG_S)
+
     async def test_listener_that_ends_under_the_next_agent(self, fixture: Fixture) -> None:
         await fixture.started()
         successor = fixture.open()
@@ -278,7 +281,10 @@ class TestStop:
         assert (listener.is_running(), listener.exit_code()) == (False, None)
         assert fixture.processes() == []
 
-    async def test_listener_that_has_not_begun_is_killed_at_once(self, fixture: Fixture) -> None:
+    async def test_listener_that_has_not_begun_is_killed_at_once(
+        self, fixture: Fixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(processes, "KILL_PAUSE_S", LONG_S)
         read, write = os.pipe()
         fixture.host.command = StartCommand(
             arguments=("/bin/sh", "-c", 'cd "$0" && read forever', str(fixture.runner)), stdin=os.fdopen(read, "rb")
@@ -286,7 +292,11 @@ class TestStop:
         listener = fixture.open(stop_limit_s=LONG_S)
         await listener.start(ASSIGNMENT, {}, {"PATH": os.environ["PATH"]})
         async with asyncio.timeout(LONG_S / 2):
+            while not listener.was_started:
+                await asyncio.sleep(0.01)
+            wrapper = fixture.wrapper()
             await listener.stop()
+        assert not procfs.is_alive(wrapper.pid, wrapper.started)
         os.close(write)
         assert not listener.is_running()
 
@@ -296,7 +306,10 @@ class TestStop:
         assert fixture.log.read_text().endswith("stopping\n")
         assert fixture.processes() == []
 
-    async def test_listener_that_ignores_sigterm_is_killed(self, fixture: Fixture) -> None:
+    async def test_listener_that_ignores_sigterm_is_killed(
+        self, fixture: Fixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(processes, "KILL_PAUSE_S", LONG_S)
         (fixture.runner / "stubborn").touch()
         listener = await fixture.started(stop_limit_s=0.2)
         program = fixture.program()

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -175,6 +177,14 @@ def test_children_write_no_core_dump() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["0", "0"]
+
+
+def test_core_dumps_stay_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Applied to a child instead of this process, which could not undo it."""
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        monkeypatch.setattr(resource, "setrlimit", partial(resource.prlimit, process.pid))
+        processes.disable_core_dumps()
+        assert resource.prlimit(process.pid, resource.RLIMIT_CORE) == (0, 0)
 
 
 def test_kill_gives_up_at_the_time_limit(grow: Callable[[str], Tree]) -> None:

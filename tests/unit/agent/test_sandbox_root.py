@@ -39,6 +39,7 @@ FILES = {
     "etc/sudoers": ("@includedir /etc/sudoers.d\n", 0o440),
     "etc/sudoers.d/90-cloud": ("ubuntu ALL=(ALL) ALL\n", 0o440),
     "etc/fstab": ("/dev/sdb /data\n", 0o644),
+    "etc/os-release": ("ID=ubuntu\n", 0o644),
     "etc/hosts": ("10.0.0.1 intern\n", 0o644),
     "etc/hostname": ("ip-10-0-0-1\n", 0o644),
     "etc/machine-id": ("1234\n", 0o444),
@@ -143,6 +144,7 @@ def test_secrets_and_state_of_the_host_are_hidden(fake: FakeRoot, name: str) -> 
     [
         "usr/bin/env",
         "opt/tools/tool",
+        "etc/os-release",
         "etc/ssh/ssh_config",
         "etc/sudoers",
         "etc/sudoers.d/90-cloud",
@@ -172,6 +174,32 @@ def test_folders_look_like_those_that_they_cover(fake: FakeRoot) -> None:
     assert fake.status("etc/vpn") == (0o700, 0, 0)
     assert fake.status("tmp") == (0o1777, 0, 0)
     assert fake.status("root") == (0o700, 0, 0)
+
+
+def test_empty_folders_have_their_usual_modes(fake: FakeRoot) -> None:
+    """Only those for temporary files can be written by all users."""
+    unusual = {
+        **dict.fromkeys(("tmp", "var/tmp"), 0o1777),
+        **dict.fromkeys(("root", "var/lib/private", "var/lib/remuda"), 0o700),
+        "var/lib/containerd": 0o711,
+        "var/lib/docker": 0o710,
+    }
+    for name in sandbox_root._EMPTY_FOLDERS:
+        # The host's own modes do not matter.
+        (fake.root / name).mkdir(mode=0o707, parents=True, exist_ok=True)
+    fake.build()
+    modes = {name: fake.status(name)[0] for name in sandbox_root._EMPTY_FOLDERS}
+    assert modes == dict.fromkeys(modes, 0o755) | unusual
+
+
+def test_modes_do_not_depend_on_the_umask(fake: FakeRoot) -> None:
+    before = os.umask(0o077)
+    try:
+        fake.build()
+    finally:
+        os.umask(before)
+    for name in (".", "opt/remuda/runner", "opt/hostedtoolcache", "etc/systemd/system/docker.service.d"):
+        assert fake.status(name)[0] == 0o755, name
 
 
 def test_all_owners_are_shifted(fake: FakeRoot) -> None:
