@@ -110,8 +110,9 @@ class ObservedSession:
         return getattr(self._session, name)
 
     @property
-    def statistics(self) -> DemandStatistics:
-        return self._with_busy(self._session.statistics)
+    def statistics(self) -> DemandStatistics | None:
+        found = self._session.statistics
+        return found and self._with_busy(found)
 
     async def receive(self, *, last_message_id: int, capacity: int) -> DemandMessage | None:
         await self._gates.polls.wait()

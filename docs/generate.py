@@ -82,14 +82,14 @@ def mutation_testing() -> str:
     known = verdicts.load_verdicts()
     mutants = results["mutants"]
     alone = verdicts.score(simulated["mutants"], known)
+    share = f"{alone.killed} of {alone.tried - alone.equivalent} mutants of the lifecycle, {alone.percent:.0f} %"
     return "\n".join(
         [
             f"Seed {results['seed']}: {len(mutants)} of the {results['sample']} mutants of the sample were judged.",
             "",
             verdicts.score_table(mutants, known),
             "",
-            f"The simulation alone (seed {simulated['seed']}) kills {alone.killed} of the {alone.tried - alone.equivalent} "
-            f"mutants of the lifecycle that are not equivalent: {alone.percent:.0f} %.",
+            f"The simulation alone (seed {simulated['seed']}), without the tests, kills {share}.",
             "",
             "Survivors:",
             "",

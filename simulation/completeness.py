@@ -1,8 +1,8 @@
 """Invariants of completeness (L5, L6): work that a command must have done when it ends, even after a fault that it
 survived.
 
-A sweep or release that met no fault leaves nothing undone that was due when it began. A failed or cancelled provision
-gives back what it holds, unless it was killed or its rollback ran out of time.
+A sweep, release or scale-down that met no fault leaves nothing undone that was due when it began. A failed or
+cancelled provision gives back what it holds, unless it was killed or its rollback ran out of time.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from remuda.domain.instance import Instance, State
 from remuda.domain.provision import Provision, ProvisionStatus
+from remuda.domain.resources import Reuse
 from remuda.domain.signals import Report, Signal
 from simulation.faults import Fault
 from simulation.invariants import ABSORBING
@@ -59,7 +60,7 @@ class CompletenessInvariants:
         self._rollbacks: dict[SimulatedProcess, _Rollback] = {}
 
     def began(self, process: SimulatedProcess) -> None:
-        if process.kind not in {"refresh", "release"}:
+        if process.kind not in {"refresh", "release", "scale-down"}:
             return
         database = self._world.database
         self._beginnings[process] = _Beginning(
@@ -89,6 +90,8 @@ class CompletenessInvariants:
                 if self._world.database.instances.get(instance_id) is record:
                     yield from self._swept(record, beginning, process)
             yield from self._closed(beginning, process)
+        elif process.kind == "scale-down":
+            yield from self._kept_idle(beginning, process)
         else:
             yield from self._released(beginning, process)
 
@@ -142,6 +145,31 @@ class CompletenessInvariants:
             if is_due and self._world.database.provisions.get(key) is provision and not provision.runner_set:
                 yield "L6", f"{process} left {provision.provision_id} {provision.status} after its deadline", ""
 
+    # Scale-down
+
+    def _kept_idle(self, beginning: _Beginning, process: SimulatedProcess) -> Found:
+        """As many idle instances of each class as asked for have their whole idle time again."""
+        policies = self._policies.may_have_read(process)
+        if len(policies) != 1 or policies[0].reuse is not Reuse.SAME_TRUST:
+            # With the other policies, some idle instances fit no run, and need not be kept.
+            return
+        lifetimes, now = policies[0].lifetimes, self._world.database.instances
+        idle_time = timedelta(seconds=lifetimes.idle_time_s)
+        youngest = self._wall(process) + idle_time - timedelta(seconds=lifetimes.max_age_s)
+        renewed_until = beginning.at + idle_time - 2 * self._world.max_skew
+        idle = [item for item in beginning.instances.values() if item.state is State.IDLE and not item.retire_reason]
+        for name in {item.resource_class for item in idle}:
+            ours = [item for item in idle if item.resource_class == name]
+            same = [item for item in ours if _is_still_idle(item, now.get(item.instance_id))]
+            could = [item for item in same if item.created_at > youngest and item.threshold > self._wall(process)]
+            wanted = min(process.idle_count - (len(ours) - len(same)), len(could))
+            fresh = sum(
+                item.state is State.IDLE and item.resource_class == name and item.threshold >= renewed_until
+                for item in now.values()
+            )
+            if fresh < wanted:
+                yield "L6", f"{process} keeps {fresh} instances of class {name} idle, not {wanted}", ""
+
     # Releases and rollbacks
 
     def _released(self, beginning: _Beginning, process: SimulatedProcess) -> Found:
@@ -172,3 +200,7 @@ class CompletenessInvariants:
         since = process.faults[rollback.fault_count :]
         is_over = self._world.loop.time() - rollback.at > ROLLBACK_S - 0.01 and Fault.SLOW_CALL in since
         return process.pause_s > rollback.pause_s or len(since) > SURVIVED_FAULTS or is_over
+
+
+def _is_still_idle(before: Instance, after: Instance | None) -> bool:
+    return after is not None and (after.state, after.epoch, after.retire_reason) == (State.IDLE, before.epoch, None)

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 #: Seconds between a spot notice and the end of the machine.
 NOTICE_S = 120.0
+#: Deaths of a listener after which an agent may give up.
+STARTS = 5
 #: Seconds until a job has failed that the hook refuses.
 REFUSAL_S = 1.0
 _NEVER = timedelta(days=365)
@@ -151,6 +153,9 @@ class FakeMachine:
         #: When a fault last affected its agent.
         self.disturbed_at = -1e9
         self._agents = 0
+        self.started_at = world.loop.time()
+        #: How often its listener has died in its epoch.
+        self._deaths = 0
         self._state = RunnerState()
         self._waiters: dict[asyncio.Future[None], None] = {}
         self._runner_id = 0
@@ -279,6 +284,7 @@ class FakeMachine:
                 await self._loop.sleep(_NEVER.total_seconds())
             finally:
                 self.disturbed_at = self._loop.time()
+        self._deaths = 0
         result = self._noted(self._behaviour.register())
         if not result.ok:
             return result
@@ -321,7 +327,9 @@ class FakeMachine:
     def _listener_dies(self) -> None:
         if self.alive and self._state.listening and self.job is None:
             self._world.github.disconnect(self._runner_id)
-            self.step_failed_at = self._loop.time()
+            self._deaths += 1
+            if self._deaths >= STARTS:
+                self.step_failed_at = self._loop.time()
             self._set(replace(self._state, listening=False, busy=False, exit_code=2))
 
     def _registration_removed(self) -> None:

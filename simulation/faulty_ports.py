@@ -144,6 +144,7 @@ class FaultyStore(FaultyPort):
 
     async def beat(self, instance_id: str, **named: Any) -> None:
         """Most heartbeats have no faults: there are so many that the usual rate would disturb every agent."""
+        self._world.safety.heartbeat_sent(instance_id, named)
         if self._rng.random() < BEATS_AT_RISK or self._world.loop.time() < self._world.throttled_until:
             await self._write("beat", self._port.beat)(instance_id, **named)
             return
@@ -153,7 +154,7 @@ class FaultyStore(FaultyPort):
 
     async def write_signal(self, instance_id: str, *, epoch: int, signal: Signal, **named: Any) -> None:
         """Check a signal when it is sent: the write may be applied much later."""
-        self._world.safety.signal_sent(instance_id, epoch, signal)
+        self._world.safety.signal_sent(instance_id, epoch, signal, duration_s=named.get("duration_s"))
         write = self._write("write_signal", self._port.write_signal)
         await write(instance_id, epoch=epoch, signal=signal, **named)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from remuda.controlplane.operator import OperatorAction
 from remuda.domain.instance import Instance, RetireReason, State
@@ -367,7 +367,7 @@ class RecordInvariants:
             # A delayed signal was checked when it was sent.
             self.signal_sent(instance_id, after.epoch, after.signal)
 
-    def signal_sent(self, instance_id: str, epoch: int, signal: Signal) -> None:
+    def signal_sent(self, instance_id: str, epoch: int, signal: Signal, *, duration_s: float | None = None) -> None:
         """A signal is true when it is sent, and belongs to a step that the record asks for."""
         self.checks += 1
         machine = self._world.machines.get(instance_id)
@@ -375,6 +375,8 @@ class RecordInvariants:
             return
         for invariant, text in self.waste.signal_sent(machine, epoch, signal):
             self.violated(invariant, text, instance_id)
+        if duration_s is not None and not 0 <= duration_s <= self._world.loop.time() - machine.started_at:
+            self.violated("S4", f"{instance_id} signals {signal} after {duration_s} s, and is younger", instance_id)
         state = machine.state()
         if signal is Signal.UD_REG_OK and self._epoch_of(state.registered_as) != epoch:
             self.violated("S4", f"{instance_id} signals {signal} of epoch {epoch} while it is {state}", instance_id)
@@ -387,6 +389,18 @@ class RecordInvariants:
                 "S3", f"{instance_id} signals {signal} while it is {state}, dirty: {machine.dirty}", instance_id
             )
 
+    def heartbeat_sent(self, instance_id: str, said: Mapping[str, Any]) -> None:
+        """A heartbeat says what the machine and its runner are when it is sent."""
+        self.checks += 1
+        machine = self._world.machines.get(instance_id)
+        if machine is None or not machine.alive:
+            return
+        state = machine.state()
+        true = {"notice": machine.notice, "busy": state.busy, "listening": state.listening}
+        wrong = {key: said[key] for key, value in true.items() if said[key] != value}
+        if wrong:
+            self.violated("S4", f"a heartbeat of {instance_id} says {wrong}, but it is {true}", instance_id)
+
     # Provisions
 
     def provision_written(self, before: Provision | None, after: Provision) -> None:
@@ -397,8 +411,12 @@ class RecordInvariants:
             return
         if before.status is ProvisionStatus.RELEASED and after.status is not ProvisionStatus.RELEASED:
             self.violated("S1", f"provision {after.provision_id} was released and became {after.status}")
-        if after.status is before.status:
-            return
+        if after.status is not before.status:
+            self._status_changed(before, after, process)
+
+    def _status_changed(self, before: Provision, after: Provision, process: SimulatedProcess) -> None:
+        for text in _untrue_outcome(after):
+            self.violated("R1", f"the outcome of provision {after.provision_id} {text}")
         if after.status is ProvisionStatus.RELEASED and not _is_true_ending(before, after):
             self.violated("L5", f"provision {after.provision_id} was {before.status} and ended as {after.ending}")
         own = after.provision_id in process.provisions
@@ -452,3 +470,16 @@ def _is_true_ending(before: Provision, after: Provision) -> bool:
     if before.status is ProvisionStatus.COMMITTED or after.runner_set:
         return after.ending is not None
     return after.ending in {ProvisionEnding.FAILED, ProvisionEnding.INTERRUPTED}
+
+
+def _untrue_outcome(provision: Provision) -> Iterable[str]:
+    """What the outcome of a provision says and its record does not."""
+    outcome = provision.outcome
+    if outcome is None or provision.runner_set:
+        return
+    named = {item.instance_id for item in outcome.acquired}
+    counted = outcome.reused + outcome.created
+    if len(named) != counted:
+        yield f"counts {counted} runners and names {sorted(named)}"
+    if provision.status is ProvisionStatus.COMMITTED and (outcome.error or named != set(provision.instance_ids)):
+        yield f"names {sorted(named)} and the error {outcome.error!r}, but it has {provision.instance_ids}"

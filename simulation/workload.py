@@ -400,7 +400,8 @@ class Workload:
         async def work(context: Context) -> Any:
             return await scale_down(_fleet_context(context), policy)
 
-        self._world.command(f"scale-down {item.number}", "scale-down", work, credentialed=True)
+        process = self._world.command(f"scale-down {item.number}", "scale-down", work, credentialed=True)
+        process.idle_count = item.idle_count
 
     def _start_refresh(self, name: str, config: int | None, *, without_sets: bool = False) -> SimulatedProcess:
         desired = None if config is None else self._world.desired(config)

@@ -112,6 +112,8 @@ class SimulatedProcess(VirtualProcess):
         self.action = action
         #: Seconds of a quarantine that it orders.
         self.for_s = for_s
+        #: Idle instances of each class that a scale-down keeps.
+        self.idle_count = 0
         self.started_at = loop.time()
         #: Provisions whose intent it recorded.
         self.provisions: set[str] = set()
@@ -396,6 +398,8 @@ class World:
         process = machine.agent
         if process is not None and machine.alive:
             self.safety.process_ended(process)
+            if not process.dead:
+                self.safety.violated("S10", f"{process} ended, and its machine runs", machine.instance_id)
 
     def disturbed_at(self, machine: FakeMachine) -> float:
         """Time at which a fault last affected the machine's agent."""

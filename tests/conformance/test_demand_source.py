@@ -252,6 +252,7 @@ async def test_session_is_taken_over_by_its_id(
     await service.queue(runner_set)
     second = await service.open().open_session(runner_set, number, owner="two", session_id=first.session_id)
     assert second.session_id == first.session_id
+    assert second.statistics is not None
     assert second.statistics.assigned == 1
     await receive(second, kinds=[JobEventKind.ASSIGNED])
 
@@ -275,6 +276,7 @@ async def test_job_is_assigned_started_and_completed(
 ) -> None:
     number = await source.create_set(runner_set)
     session = await source.open_session(runner_set, number, owner="one")
+    assert session.statistics is not None
     assert session.statistics.assigned == 0
     assert await session.receive(last_message_id=0, capacity=10) is None
     await service.queue(runner_set)

@@ -204,7 +204,8 @@ class PoolWorld(World):
 
     def agent_ended(self, machine: FakeMachine) -> None:
         task = machine.agent.task if machine.agent else None
-        killed = task is not None and not task.cancelled() and isinstance(task.exception(), Killed)
+        # Tests kill agents by cancellation.
+        killed = task is not None and (task.cancelled() or isinstance(task.exception(), Killed))
         if not killed:
             super().agent_ended(machine)
 

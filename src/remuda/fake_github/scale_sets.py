@@ -168,9 +168,12 @@ class ScaleSets:
         """Return the set of the session and mark the session as used now."""
         scale_set = self.get(scope, set_id)
         if not session_id or scale_set.session_id != session_id:
+            # As GitHub answers for a session that has ended (actions-runner-controller#4285).
             raise ApiError(
-                404, "The session does not exist.", type_name="RunnerScaleSetSessionNotFoundException"
-            )  # the name is a guess; clients must go by the status
+                400,
+                f"The session identifier {session_id} is not valid.",
+                type_name="RunnerScaleSetSessionExpiredException",
+            )
         self._touch(scale_set)
         return scale_set
 
