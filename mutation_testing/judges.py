@@ -31,6 +31,7 @@ import pytest
 from mutation_testing.operators import GeneratedMutant
 from mutation_testing.recording import PYTEST_ARGUMENTS, ROOT, Recording
 from simulation.campaign import CampaignSettings, first_violation
+from simulation.faults import Swarm, format_faults
 from simulation.mutation import MutationError, Replacement, command, mutated_tree
 
 #: Code that the simulation runs: changes of the lifecycle.
@@ -40,9 +41,14 @@ LIFECYCLE = re.compile(
 )
 #: The short simulation: settings, and how many seeds of each.
 SIMULATION = (
-    (CampaignSettings(hours=0.25, instances=5), 12),
-    (CampaignSettings(hours=0.15, instances=3, demand=True), 12),
+    (CampaignSettings(hours=0.25, instances=5), 40),
+    (CampaignSettings(hours=0.15, instances=3, demand=True), 25),
+    # A fault excuses what it disturbs: some mutants show in worlds with few.
+    (CampaignSettings(hours=0.25, instances=5, faults=Swarm.FEW), 100),
+    (CampaignSettings(hours=0.15, instances=3, faults=Swarm.FEW, demand=True), 35),
 )
+#: CPU seconds that it may take: some mutants make worlds that never come to rest.
+SIMULATION_CPU_S = 240
 #: CPU seconds of recorded time that the tests of one mutant may take.
 BUDGET_S = 20.0
 #: Tests that share a forked process: few at first, because most mutants are killed by the first ones.
@@ -377,7 +383,7 @@ class SimulationJudge:
                 return type(error).__name__
             return ""
 
-        result = run_forked(work, cpu_s=120, log=self._build / "output.txt")
+        result = run_forked(work, cpu_s=SIMULATION_CPU_S, log=self._build / "output.txt")
         if result.is_timeout:
             return Judgement(outcome=Outcome.TIMEOUT)
         by = result.answer if result.answer is not None else "the process died"
@@ -386,7 +392,14 @@ class SimulationJudge:
     def _judge_fresh(self, replacement: Replacement) -> Judgement:
         for settings, seeds in SIMULATION:
             kind = "demand" if settings.demand else "runs"
-            arguments = ("0", str(seeds), str(settings.hours), str(settings.instances), str(settings.faults), kind)
+            arguments = (
+                "0",
+                str(seeds),
+                str(settings.hours),
+                str(settings.instances),
+                format_faults(settings.faults),
+                kind,
+            )
             argv = command([replacement], "simulation.campaign", *arguments)
             try:
                 process = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False, timeout=1200)

@@ -346,6 +346,7 @@ class FakeMachine:
         return ""
 
     async def remove(self, assignment: Assignment) -> tuple[RemovalStatus, str]:
+        self._world.safety.removal_begins(self, assignment)
         await self._loop.sleep(self._behaviour.seconds(TimedAction.REMOVE))
         if self._is_ephemeral:
             return self._remove_ephemeral(assignment)

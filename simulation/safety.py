@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from remuda.domain.errors import InvariantViolated, RemudaError
-from remuda.domain.instance import Instance, State
+from remuda.domain.instance import Assignment, Instance, State
 from remuda.domain.provision import ProvisionStatus
 from remuda.domain.resources import PoolMessage
 from remuda.ports.compute import POOL_TAG, LaunchRequest
@@ -144,6 +144,14 @@ class SafetyInvariants(RecordInvariants):
         if machine.job is not None:
             self.violated("S6", f"{what} on {machine.instance_id} while a job runs", machine.instance_id)
 
+    def removal_begins(self, machine: FakeMachine, assignment: Assignment) -> None:
+        """An agent does not use a credential that has expired: GitHub would refuse it, and the machine would fail."""
+        self.checks += 1
+        now = self._world.clock.now() + timedelta(seconds=machine.skew_s)
+        credential = assignment.credential
+        if credential is not None and credential.expires_at <= now - self._world.max_latency:
+            self.violated("W1", f"{machine.instance_id} uses an expired credential", machine.instance_id)
+
     def registered(self, name: str) -> None:
         self.checks += 1
         parsed = parse_runner(name)
@@ -211,6 +219,16 @@ class SafetyInvariants(RecordInvariants):
             self.violated("S10", f"{action}: {why}")
         if action == "rollback":
             self.completeness.rolls_back(self._world.writer())
+
+    def state_logged(self, instance_id: str, facts: Mapping[str, Any]) -> None:
+        """An agent logs a new state with the epoch and the run that it has, or had a moment ago."""
+        self.checks += 1
+        record = self._world.database.instances.get(instance_id)
+        if record is None:
+            return
+        epoch, runs = facts.get("epoch"), {record.run_id, record.last_run_id}
+        if epoch is None or epoch > record.epoch or (epoch == record.epoch and facts.get("run_id") not in runs):
+            self.violated("R1", f"{instance_id} logs {dict(facts)}, but its record is {record.epoch}, {runs}")
 
     def process_ended(self, process: SimulatedProcess) -> None:
         """A command ends with a result or a typed error, unless it is cancelled or killed."""

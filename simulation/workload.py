@@ -32,7 +32,7 @@ from remuda.domain.scale_down.fleet import (
 )
 from remuda.domain.scale_down.idle_config import IdleWindow, parse_cron
 from remuda.domain.scale_down.policy import ScaleDownPolicy
-from remuda.ports.compute import LaunchRequest, MachineState, MachineView
+from remuda.ports.compute import POOL_TAG, LaunchRequest, MachineState, MachineView
 from remuda.ports.github import GitHubRun
 from simulation.fake_machine import FakeMachine
 from simulation.faults import Fault
@@ -398,10 +398,15 @@ class Workload:
         policy = ScaleDownPolicy(windows=(window,), boot_min=BOOT_MIN)
 
         async def work(context: Context) -> Any:
-            return await scale_down(_fleet_context(context), policy)
+            return await scale_down(_fleet_context(context, self._others()), policy)
 
         process = self._world.command(f"scale-down {item.number}", "scale-down", work, credentialed=True)
         process.idle_count = item.idle_count
+
+    def _others(self) -> list[MachineView]:
+        """Machines of another pool of the same environment."""
+        found = (self._world.cloud.view(key) for key in self._world.cloud.machines)
+        return [view for view in found if view is not None and view.tags.get(POOL_TAG) != POOL]
 
     def _start_refresh(self, name: str, config: int | None, *, without_sets: bool = False) -> SimulatedProcess:
         desired = None if config is None else self._world.desired(config)
@@ -452,7 +457,7 @@ class Workload:
         return self._world.of_provisions({item.provision_id for item in provisions if item.run_id == run_id})
 
 
-def _fleet_context(context: Context) -> FleetContext:
+def _fleet_context(context: Context, others: Sequence[MachineView]) -> FleetContext:
     assert context.github is not None  # noqa: S101 - scale-down is always started with a credential
 
     @asynccontextmanager
@@ -461,7 +466,7 @@ def _fleet_context(context: Context) -> FleetContext:
 
     return FleetContext(
         environment=POOL,
-        fleet=CloudFleet(context.compute),
+        fleet=CloudFleet(context.compute, others),
         github=context.github,
         clock=context.clock,
         event_log=context.event_log,
@@ -482,16 +487,17 @@ _ALIVE = frozenset({MachineState.PENDING, MachineState.RUNNING})
 
 
 class CloudFleet:
-    """The pool's machines as a tagged fleet, for scale-down."""
+    """The pool's machines and those of another pool as a tagged fleet, for scale-down."""
 
-    def __init__(self, compute: Any) -> None:
+    def __init__(self, compute: Any, others: Sequence[MachineView]) -> None:
         self._compute = compute
+        self._others = others
 
     async def close(self) -> None:
         """Nothing to close."""
 
     async def list_machines(self, *, orphans: bool = False) -> Sequence[FleetMachine]:
-        views: Sequence[MachineView] = await self._compute.list_pool()
+        views: list[MachineView] = [*await self._compute.list_pool(), *self._others]
         found = [
             FleetMachine(instance_id=view.instance_id, launched_at=view.launched_at, tags={**TAGS, **view.tags})
             for view in views

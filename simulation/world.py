@@ -249,15 +249,19 @@ class CheckedGitHub(MemoryGitHubServer):
 class _TracedEventLog:
     """Adds events to the trace and checks them for credentials."""
 
-    def __init__(self, world: World, process: SimulatedProcess) -> None:
+    def __init__(self, world: World, process: SimulatedProcess, instance_id: str = "") -> None:
+        """`instance_id` is the machine of an agent."""
         self._world = world
         self._process = process
+        self._instance_id = instance_id
 
     def record(self, action: str, why: str = "", **facts: Any) -> None:
         subject = facts.get("instance_id") or facts.get("run_id") or ""
         self._world.trace.add(self._process.name, f"{action} {subject}: {why}")
         self._world.stats[action] += 1
         self._world.safety.event_recorded(action, why, facts)
+        if self._instance_id and action == "state":
+            self._world.safety.state_logged(self._instance_id, facts)
 
 
 class World:
@@ -384,7 +388,7 @@ class World:
             **self.agent_ports(store, machine, process),
             clock=VirtualClock(self.loop, process),
             ids=self.ids,
-            event_log=_TracedEventLog(self, process),
+            event_log=_TracedEventLog(self, process, machine.instance_id),
             version="simulated",
         )
         process.subjects = (machine.instance_id,)
@@ -398,7 +402,7 @@ class World:
         process = machine.agent
         if process is not None and machine.alive:
             self.safety.process_ended(process)
-            if not process.dead:
+            if not process.dead and self.cloud.is_alive(machine.instance_id):
                 self.safety.violated("S10", f"{process} ended, and its machine runs", machine.instance_id)
 
     def disturbed_at(self, machine: FakeMachine) -> float:

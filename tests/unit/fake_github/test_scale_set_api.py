@@ -203,8 +203,8 @@ async def test_second_session_is_a_conflict_until_the_first_ends(world: ServiceW
     assert renewed["sessionId"] == session["sessionId"]
     assert renewed["messageQueueAccessToken"] != session["messageQueueAccessToken"]
     assert (await world.call("DELETE", path)).status_code == 204
-    assert (await world.call("PATCH", path)).status_code == 400
-    assert (await world.poll(session)).status_code == 404
+    assert exception(await world.call("PATCH", path)) == (400, "RunnerScaleSetSessionExpiredException")
+    assert (await world.poll(session)).status_code == 400
     await world.session(number)
 
 
