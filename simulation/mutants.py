@@ -901,7 +901,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "release-over-a-binding",
         "a release of a listening runner overwrites the run of a job that was recorded meanwhile",
-        argument(_TRANSITIONS, "_effect", "equals=unbound", ""),
+        argument(_TRANSITIONS, "_effect", "equals=(*timed.equals, *unbound)", "equals=timed.equals"),
         settings=_SETS,
     ),
     # Runner sets

@@ -60,6 +60,7 @@ FOUND_IN_SMALL_WORLDS = {
     "a cancelled call to make messages visible": 710_172,
     "a launch after the deadline": 6031,
     "a shorter extension of the same job": 11_892,
+    "a shorter quarantine during the return to the pool": 1_005_925,
 }
 #: Bugs that worlds with runner sets found.
 FOUND_WITH_SETS = {

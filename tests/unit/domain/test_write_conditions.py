@@ -310,14 +310,16 @@ def test_second_claim_of_the_same_message_is_rejected() -> None:
 
 
 @pytest.mark.parametrize("kind", [Release, Extend, ReturnToPool])
-def test_write_that_sets_the_threshold_is_rejected_after_a_later_quarantine(kind: type) -> None:
+def test_write_that_sets_the_threshold_is_rejected_if_the_quarantine_was_changed(kind: type) -> None:
     record = in_state(State.RUNNING if kind is Release else State.RELEASING)
     condition = write(record, evidence(record)[kind], L).condition
+    assert condition.is_met_by(record)
     assert not condition.is_met_by(replace(record, quarantined_until=at(60)))
-    assert condition.is_met_by(replace(record, quarantined_until=at(-60)))
     known = replace(record, quarantined_until=at(60))
-    assert write(known, evidence(known)[kind], L).condition.is_met_by(known)
-    assert not write(known, evidence(known)[kind], L).condition.is_met_by(replace(known, quarantined_until=at(120)))
+    condition = write(known, evidence(known)[kind], L).condition
+    assert condition.is_met_by(known)
+    assert not condition.is_met_by(replace(known, quarantined_until=at(120)))
+    assert not condition.is_met_by(replace(known, quarantined_until=at(30)))
 
 
 @pytest.mark.parametrize(

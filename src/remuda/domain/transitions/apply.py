@@ -263,8 +263,8 @@ def _check_end(instance: Instance, event: End) -> None:
 
 def _effect(instance: Instance, event: Event, now: datetime) -> tuple[WriteCondition, dict[str, Any]]:
     alive = WriteCondition(state=instance.state, epoch=instance.epoch, threshold_after=now)
-    # A threshold computed from this record must not shorten a quarantine that was written later.
-    timed = replace(alive, max_quarantined_until=_at_least_quarantine(instance, now))
+    # A threshold computed from this record must fit the quarantine, which an operator may move meanwhile.
+    timed = replace(alive, equals=(("quarantined_until", instance.quarantined_until),))
     match event:
         case Claim():
             return _claim(instance, event, now)
@@ -273,7 +273,7 @@ def _effect(instance: Instance, event: Event, now: datetime) -> tuple[WriteCondi
         case Release():
             # A release of a listening runner must not overwrite the run of a job that was recorded meanwhile.
             unbound = (("run_id", instance.run_id),) if instance.runner_set else ()
-            return replace(timed, owner=event.owner, equals=unbound), _release(instance, event, now)
+            return replace(timed, owner=event.owner, equals=(*timed.equals, *unbound)), _release(instance, event, now)
         case Extend():
             return _extend(instance, event, timed, now)
         case RenewCredential():
@@ -422,8 +422,8 @@ def _bind(
         detail = f"run {sets['run_id']}" if by_event else "its run is unknown"
         sets |= {"retire_reason": RetireReason.UNTRUSTED_JOB, "retire_detail": detail}
     earliest = now - timedelta(seconds=event.margin_s)
-    is_unbound = (("run_id", instance.run_id),)
-    return replace(timed, threshold_after=earliest, equals=is_unbound, not_retired=is_retired), sets
+    equals = (*timed.equals, ("run_id", instance.run_id))
+    return replace(timed, threshold_after=earliest, equals=equals, not_retired=is_retired), sets
 
 
 def _has_had_job(report: Report | None, epoch: int) -> bool:
@@ -445,7 +445,7 @@ def _listen_on(
         # Its listener has started, so the configuration is not needed any more.
         "assignment": _with_credential(instance, None),
     }
-    return _not_shortened(replace(timed, equals=(("run_id", instance.run_id),)), sets)
+    return _not_shortened(replace(timed, equals=(*timed.equals, ("run_id", instance.run_id))), sets)
 
 
 def _fill(
