@@ -42,10 +42,10 @@ LIFECYCLE = re.compile(
 #: The short simulation: settings, and how many seeds of each.
 SIMULATION = (
     (CampaignSettings(hours=0.25, instances=5), 40),
-    (CampaignSettings(hours=0.15, instances=3, demand=True), 25),
+    (CampaignSettings(hours=0.15, instances=3, demand=True), 20),
     # A fault excuses what it disturbs: some mutants show in worlds with few.
-    (CampaignSettings(hours=0.25, instances=5, faults=Swarm.FEW), 100),
-    (CampaignSettings(hours=0.15, instances=3, faults=Swarm.FEW, demand=True), 35),
+    (CampaignSettings(hours=0.25, instances=5, faults=Swarm.FEW), 60),
+    (CampaignSettings(hours=0.15, instances=3, faults=Swarm.FEW, demand=True), 20),
 )
 #: CPU seconds that it may take: some mutants make worlds that never come to rest.
 SIMULATION_CPU_S = 240
