@@ -81,19 +81,26 @@ def mutation_testing() -> str:
     simulated = verdicts.load_results("simulation")
     known = verdicts.load_verdicts()
     mutants = results["mutants"]
-    alone = verdicts.score(simulated["mutants"], known)
-    share = f"{alone.killed} of {alone.tried - alone.equivalent} mutants of the lifecycle, {alone.percent:.0f} %"
+    judged = verdicts.load_verdicts(verdicts.SIMULATION_VERDICTS_FILE)
+    alone = verdicts.score(simulated["mutants"], judged)
+    able = alone.tried - alone.equivalent
     return "\n".join(
         [
             f"Seed {results['seed']}: {len(mutants)} of the {results['sample']} mutants of the sample were judged.",
             "",
             verdicts.score_table(mutants, known),
             "",
-            f"The simulation alone (seed {simulated['seed']}), without the tests, kills {share}.",
-            "",
             "Survivors:",
             "",
             verdicts.survivor_table(mutants, known),
+            "",
+            "### The simulation alone",
+            "",
+            f"Without the tests, the simulation kills {alone.killed} of {alone.tried} mutants of the lifecycle in the",
+            f"sample. {able} of them can break an invariant; it kills {alone.percent:.0f} % of these. The others are",
+            "neutral: they change a text, a speed, or the way to the same end. It does not kill:",
+            "",
+            verdicts.survivor_table(simulated["mutants"], judged),
         ]
     )
 

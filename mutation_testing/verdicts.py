@@ -19,6 +19,8 @@ from mutation_testing.recording import PACKAGES
 
 FOLDER = Path(__file__).parent
 VERDICTS_FILE = FOLDER / "verdicts.toml"
+#: Verdicts on mutants that the simulation alone does not kill.
+SIMULATION_VERDICTS_FILE = FOLDER / "simulation_verdicts.toml"
 _KILLED = frozenset({"killed", "timeout"})
 
 
@@ -29,6 +31,10 @@ class VerdictKind(StrEnum):
     KILLED_SINCE = "killed since"
     #: It differs, but not in a way that matters.
     ACCEPTED = "accepted"
+    #: Of the simulation: it breaks no invariant, but changes a text, a speed, or the way to the same end.
+    NEUTRAL = "neutral"
+    #: Of the simulation: it breaks an invariant, or one is missing.
+    MISSED = "missed"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,8 +52,8 @@ def read_verdicts(text: str) -> dict[str, Verdict]:
     return found
 
 
-def load_verdicts() -> dict[str, Verdict]:
-    return read_verdicts(VERDICTS_FILE.read_text(encoding="utf-8"))
+def load_verdicts(file: Path = VERDICTS_FILE) -> dict[str, Verdict]:
+    return read_verdicts(file.read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +72,8 @@ class Score:
 def score(mutants: Sequence[Mapping[str, Any]], verdicts: Mapping[str, Verdict]) -> Score:
     outcomes = Counter(mutant["outcome"] for mutant in mutants)
     survivors = [mutant["id"] for mutant in mutants if mutant["outcome"] not in _KILLED]
-    equivalent = [name for name in survivors if name in verdicts and verdicts[name].kind is VerdictKind.EQUIVALENT]
+    cannot_be_killed = {VerdictKind.EQUIVALENT, VerdictKind.NEUTRAL}
+    equivalent = [name for name in survivors if name in verdicts and verdicts[name].kind in cannot_be_killed]
     killed = sum(outcomes[name] for name in _KILLED)
     return Score(tried=len(mutants), killed=killed, timeouts=outcomes["timeout"], equivalent=len(equivalent))
 

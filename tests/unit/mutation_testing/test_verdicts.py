@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from mutation_testing.verdicts import VerdictKind, load_verdicts, read_verdicts, score, survivor_table
+from mutation_testing.verdicts import (
+    SIMULATION_VERDICTS_FILE,
+    VERDICTS_FILE,
+    VerdictKind,
+    load_verdicts,
+    read_verdicts,
+    score,
+    survivor_table,
+)
 
 ENTRY = '[[mutant]]\nid = "{}"\nverdict = "{}"\nreason = "because"\n'
 
@@ -14,9 +24,10 @@ def result(name: str, outcome: str) -> dict[str, object]:
     return {"id": name, "outcome": outcome, **text}
 
 
-def test_equivalent_mutants_do_not_count():
+@pytest.mark.parametrize(("without", "counted"), [("equivalent", "accepted"), ("neutral", "missed")])
+def test_mutants_that_cannot_be_killed_do_not_count(without: str, counted: str):
     mutants = [result("a", "killed"), result("b", "timeout"), result("c", "survived"), result("d", "not covered")]
-    verdicts = read_verdicts(ENTRY.format("c", "equivalent") + ENTRY.format("d", "accepted"))
+    verdicts = read_verdicts(ENTRY.format("c", without) + ENTRY.format("d", counted))
     found = score(mutants, verdicts)
     assert (found.tried, found.killed, found.timeouts, found.equivalent) == (4, 2, 1, 1)
     assert round(found.percent) == 67
@@ -38,5 +49,6 @@ def test_contradicting_and_unknown_verdicts_are_errors(text: str):
         read_verdicts(text)
 
 
-def test_the_verdicts_of_the_repository_are_well_formed():
-    assert all(verdict.reason and verdict.kind in VerdictKind for verdict in load_verdicts().values())
+@pytest.mark.parametrize("file", [VERDICTS_FILE, SIMULATION_VERDICTS_FILE], ids=["tests", "simulation"])
+def test_the_verdicts_of_the_repository_are_well_formed(file: Path):
+    assert all(verdict.reason and verdict.kind in VerdictKind for verdict in load_verdicts(file).values())
