@@ -50,6 +50,8 @@ class WasteInvariants:
         self._live: list[tuple[float, int]] = [(-1e9, 0)]
         #: When a report first had a spot notice.
         self._noticed_at: dict[str, float] = {}
+        #: Reasons to retire each instance that its record has had.
+        self._reasons: dict[str, set[RetireReason]] = {}
         #: The process that released each provision.
         self._released_by: dict[str, SimulatedProcess] = {}
 
@@ -89,6 +91,8 @@ class WasteInvariants:
             process.held.add(after.instance_id)
         if before is None:
             return
+        if before.retire_reason is not None:
+            self._reasons.setdefault(after.instance_id, set()).add(before.retire_reason)
         if after.state is State.TERMINATING and before.state is not State.TERMINATING:
             yield from self._ended(before, entry, process, entered_at)
         if after.state is State.IDLE and before.state is not State.IDLE:
@@ -120,8 +124,8 @@ class WasteInvariants:
     def _holds(self, before: Instance, entry: HistoryEntry, process: SimulatedProcess) -> bool:
         """Whether a reason to retire an instance is true."""
         reason = entry.retire_reason
-        if reason is before.retire_reason:
-            # Checked when it was recorded.
+        if reason in self._reasons.get(before.instance_id, ()):
+            # Checked when it was recorded. A quarantine that is over by now may have replaced it.
             return True
         policies = self._policies.may_have_read(process)
         uses = before.uses + (before.state is State.RELEASING)
