@@ -142,6 +142,13 @@ class TestExitCode:
     async def test_wait_without_a_listener_ends_at_once(self, fixture: Fixture) -> None:
         assert await fixture.open().wait(LONG_S)
 
+    async def test_wait_leaves_no_file_open(self, fixture: Fixture) -> None:
+        listener = await fixture.started()
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        for _ in range(3):
+            assert not await listener.wait(0.01, for_log=False)
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
+
     async def test_listener_that_ends_under_the_next_agent(self, fixture: Fixture) -> None:
         await fixture.started()
         successor = fixture.open()
