@@ -15,7 +15,7 @@ from mutation_testing import recording
 from mutation_testing.judges import LIFECYCLE, Judgement, SimulationJudge, TestJudge, collect_and_run, covering
 from mutation_testing.operators import GeneratedMutant, all_mutants, sample
 from mutation_testing.recording import BUILD, PACKAGES
-from mutation_testing.verdicts import load_verdicts, results_file, score
+from mutation_testing.verdicts import SIMULATION_VERDICTS_FILE, VERDICTS_FILE, load_verdicts, results_file, score
 from simulation.mutation import MutationError
 
 SAMPLE = 300
@@ -150,7 +150,7 @@ def _judge_with_tests(run: Run, *, with_simulation: bool) -> None:
 
 
 def _report(run: Run, *, seed: int, write: bool) -> int:
-    verdicts = load_verdicts()
+    verdicts = load_verdicts(SIMULATION_VERDICTS_FILE if run.judge_name == "simulation" else VERDICTS_FILE)
     results = [run.results[mutant.id] for mutant in run.mutants if mutant.id in run.results]
     for package in PACKAGES:
         found = score([item for item in results if item["module"].split(".")[1] == package], verdicts)
@@ -158,8 +158,6 @@ def _report(run: Run, *, seed: int, write: bool) -> int:
             killed = f"{found.killed} of {found.tried} killed ({found.timeouts} by a time limit)"
             _say(f"{package:<13} {found.percent:3.0f} %: {killed}, {found.equivalent} equivalent")
     survivors = [item for item in results if item["outcome"] not in {"killed", "timeout"}]
-    # What the simulation alone does not kill has a verdict only if the tests do not kill it either.
-    is_complete = run.judge_name != "simulation"
     new = [item for item in survivors if item["id"] not in verdicts]
     for item in sorted(new, key=lambda item: item["place"]):
         tests = f"{item['tests']} tests" if item["tests"] else "no test"
@@ -170,7 +168,7 @@ def _report(run: Run, *, seed: int, write: bool) -> int:
         document = {"seed": seed, "judge": run.judge_name, "sample": len(run.mutants), "mutants": results}
         text = json.dumps(document, indent=1, ensure_ascii=False)
         results_file(run.judge_name).write_text(f"{text}\n", encoding="utf-8")
-    return 1 if new and is_complete else 0
+    return 1 if new else 0
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ import pytest
 from mutation_testing.operators import GeneratedMutant
 from mutation_testing.recording import PYTEST_ARGUMENTS, ROOT, Recording
 from simulation.campaign import CampaignSettings, first_violation
-from simulation.faults import Swarm, format_faults
+from simulation.faults import Swarm
 from simulation.mutation import MutationError, Replacement, command, mutated_tree
 
 #: Code that the simulation runs: changes of the lifecycle.
@@ -391,16 +391,7 @@ class SimulationJudge:
 
     def _judge_fresh(self, replacement: Replacement) -> Judgement:
         for settings, seeds in SIMULATION:
-            kind = "demand" if settings.demand else "runs"
-            arguments = (
-                "0",
-                str(seeds),
-                str(settings.hours),
-                str(settings.instances),
-                format_faults(settings.faults),
-                kind,
-            )
-            argv = command([replacement], "simulation.campaign", *arguments)
+            argv = command([replacement], "simulation.campaign", *settings.arguments(seeds))
             try:
                 process = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False, timeout=1200)
             except subprocess.TimeoutExpired:

@@ -20,7 +20,7 @@ from itertools import repeat
 from typing import Any
 
 from remuda.domain.instance import HistoryEntry
-from simulation.faults import Fault, FaultChoice, InjectedFault, Swarm, TraceLine, parse_faults
+from simulation.faults import Fault, FaultChoice, InjectedFault, Swarm, TraceLine, format_faults, parse_faults
 from simulation.invariants import Violation
 from simulation.loop import new_loop, without_gc
 from simulation.plan import WorldPlan, draw_plan
@@ -106,6 +106,11 @@ class CampaignSettings:
 
     def plan(self, seed: int) -> WorldPlan:
         return draw_plan(seed, hours=self.hours, instances=self.instances, faults=self.faults, demand=self.demand)
+
+    def arguments(self, seeds: int) -> list[str]:
+        """Arguments of `python -m simulation.campaign` for the first seeds."""
+        kind = "demand" if self.demand else "runs"
+        return [*map(str, (0, seeds, self.hours, self.instances)), format_faults(self.faults), kind]
 
 
 @dataclass(kw_only=True, slots=True)

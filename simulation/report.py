@@ -29,10 +29,8 @@ def run_module_with_mutant(mutant: Mutant, module: str, *arguments: str) -> subp
 
 def run_mutant(mutant: Mutant, *, seed_count: int) -> FirstViolation:
     """Simulate up to `seed_count` seeds until one violates an invariant."""
-    used = mutant.settings or SETTINGS
-    kind = "demand" if used.demand else "runs"
-    arguments = (0, seed_count, used.hours, used.instances, format_faults(used.faults), kind)
-    process = run_module_with_mutant(mutant, "simulation.campaign", *map(str, arguments))
+    arguments = (mutant.settings or SETTINGS).arguments(seed_count)
+    process = run_module_with_mutant(mutant, "simulation.campaign", *arguments)
     if process.returncode:
         raise RuntimeError(f"the simulation of mutant {mutant.name} failed:\n{process.stderr}")
     return FirstViolation(**json.loads(process.stdout))
