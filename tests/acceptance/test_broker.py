@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -26,7 +27,7 @@ from tests.support.aws.servers import LOOPBACK
 from tests.support.aws.stack import SCOPE, AwsStack
 from tests.support.broker import BrokerStack, broker_stack, workflow_role
 from tests.support.bundle_builds import shared_bundles
-from tests.support.leak_scanner import LeakScanner, key_pair, observe_processes
+from tests.support.leak_scanner import LeakScanner, ObservedProcesses, key_pair, observe_processes
 
 POOL = "brokered"
 LIMIT_S = 60.0
@@ -146,6 +147,7 @@ def test_long_provision_shows_progress_with_fresh_tokens_and_leaks_none(
     with observe_processes() as processes, short_tokens(broker):
         step = job.start_last(mode="provision", pool=POOL, resource_class="xlarge")
         step.read_until("0 of 1 runner registered after ")
+        wait_for_curl(processes)
         agents.resume()
         done = job.end_last(step, step.finish(LIMIT_S))
     assert done.code == 0, done.log
@@ -157,9 +159,16 @@ def test_long_provision_shows_progress_with_fresh_tokens_and_leaks_none(
         scanner.add(f"token {number}", token.rpartition(".")[2])
     assert scanner.find(done.visible_text(), "output of the step") == []
     assert scanner.find_all(processes.argv()) == []
-    assert any(b"curl" in line for line in processes.argv().values())
     assert scanner.find(broker.function.log.read_text(), "log of the function") == []
     assert run_step(broker, run_id, "release").code == 0
+
+
+def wait_for_curl(processes: ObservedProcesses) -> None:
+    """Wait until a process of curl, which sends the token, has been read: the step polls the broker until it ends."""
+    deadline = time.monotonic() + LIMIT_S
+    while not any(b"curl\0-q\0" in line for line in processes.argv().values()):
+        assert time.monotonic() < deadline, "the step runs curl"
+        processes.poll()
 
 
 @contextmanager

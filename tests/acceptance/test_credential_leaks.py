@@ -27,7 +27,14 @@ from tests.support.aws.ec2_machines import LIMIT_S, MachineStack
 from tests.support.aws.servers import REGION, aws_client
 from tests.support.aws.stack import POOL, SCOPE
 from tests.support.cli import run_cli
-from tests.support.leak_scanner import Leak, LeakScanner, issued_credentials, key_pair, observe_processes
+from tests.support.leak_scanner import (
+    Leak,
+    LeakScanner,
+    ObservedProcesses,
+    issued_credentials,
+    key_pair,
+    observe_processes,
+)
 from tests.support.namespace_machine.machine import NamespaceMachine
 from tests.support.namespace_machine.requirements import unsupported_reason
 from tests.support.user_data import decode_user_data
@@ -55,6 +62,9 @@ JIT = "JIT configuration"
 PRINT_ALL_BUT_LISTENER = PRINT_ALL.replace(
     "/proc/[0-9]*/environ", "$(grep -La Listener /proc/[0-9]*/cmdline | sed s,cmdline$,environ,)"
 )
+#: A job step that waits until the test has read the processes of the running job.
+JOB_STARTED, PROCESSES_READ = "/tmp/job-started", "/tmp/processes-read"  # noqa: S108 - of the sandbox
+WAIT_FOR_READING = f"touch {JOB_STARTED}; until [ -e {PROCESSES_READ} ]; do sleep 0.1; done"
 TABLE_POLL_S = 0.25
 Item = dict[str, Any]
 
@@ -327,9 +337,10 @@ async def test_no_credential_leaks(machine_stack: MachineStack, tmp_path: Path) 
             leak_test.add_issued_credentials()
             readable = readable_for_jobs(machine, scanner, own)
             await leak_test.remuda("release", "--run-id", "1", "--json")
-            jit, readable_then = await run_jit_runner(leak_test, tmp_path, own=own, page=page)
+            jit, readable_then = await run_jit_runner(leak_test, processes, tmp_path, own=own, page=page)
             await leak_test.run_action("release", tmp_path)
             await leak_test.remuda_forked("scale-down", "--dry-run", "--environment", POOL, REMUDA_GITHUB_TOKEN=admin)
+        await read_process_with_credentials(leak_test, processes, own)
     leak_test.add_issued_credentials()
 
     await add_ec2_state(leak_test)
@@ -346,13 +357,33 @@ async def test_no_credential_leaks(machine_stack: MachineStack, tmp_path: Path) 
     # enter_sandbox.py becomes the listener.
     places = [leak.place for leak in of_jobs]
     assert [place for place in places if "Runner.Listener" not in place and "enter_sandbox.py" not in place] == []
-    # The scan works: it finds the credentials in the environments of the processes that receive them.
     assert {leak.name for leak in scanner.find_all(processes.environ_of({0}))} >= {"token of a run", "AWS secret"}
     async with leak_test.table() as table:
         assert await leak_test.table_leaks(table) == []
 
 
-async def run_jit_runner(leak_test: LeakTest, folder: Path, *, own: str, page: str) -> tuple[str, list[str]]:
+async def read_process_with_credentials(leak_test: LeakTest, processes: ObservedProcesses, own: str) -> None:
+    """Read a process that has credentials in its environment, as commands have: the scan must find them."""
+    environment = {**leak_test.environment, "REMUDA_GITHUB_TOKEN": own}
+    process = await asyncio.create_subprocess_exec("cat", stdin=asyncio.subprocess.PIPE, env=environment)
+    await asyncio.to_thread(processes.poll)
+    await process.communicate(b"")
+
+
+async def read_processes_of_job(machine: NamespaceMachine, processes: ObservedProcesses) -> None:
+    """Read the processes while a job with WAIT_FOR_READING runs."""
+    await until(
+        lambda: machine.has_sandbox and not machine.run_in_sandbox("test", "-e", JOB_STARTED).returncode,
+        within_s=LIMIT_S,
+        every_s=0.2,
+    )
+    await asyncio.to_thread(processes.poll)
+    assert machine.run_in_sandbox("touch", PROCESSES_READ).returncode == 0
+
+
+async def run_jit_runner(
+    leak_test: LeakTest, processes: ObservedProcesses, folder: Path, *, own: str, page: str
+) -> tuple[str, list[str]]:
     """Run a machine for a single job. All commands that show records run while its record contains its credential.
 
     Return the name of that credential and the files with credentials that jobs can read.
@@ -372,7 +403,10 @@ async def run_jit_runner(leak_test: LeakTest, folder: Path, *, own: str, page: s
     (jit,) = (name for name in scanner.secrets if name.startswith(JIT))
     await until(lambda: stack.machines[name].has_sandbox, within_s=LIMIT_S)
     readable = readable_for_jobs(stack.machines[name], scanner, scanner.secrets[jit])
-    job = await stack.run_job("2", PRINT_ALL_BUT_LISTENER)
+    job, _ = await asyncio.gather(
+        stack.run_job("2", WAIT_FOR_READING, PRINT_ALL_BUT_LISTENER),
+        read_processes_of_job(stack.machines[name], processes),
+    )
     assert job.conclusion == "success", job.log
     leak_test.seen["the log of a job on its own machine"] = job.log
     return jit, readable

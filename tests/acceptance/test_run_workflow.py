@@ -54,8 +54,9 @@ jobs:
 
 #: A step that ends when both jobs have begun, so that one fast instance cannot run both.
 MEET = "{ touch %(at)s/${{ matrix.shard }}; until [ -e %(at)s/1 ] && [ -e %(at)s/2 ]; do sleep 0.05; done; }"
-#: A step that prints its environment and fails, because only the logs of failed jobs are shown.
-PRINT_ENVIRONMENT = r"{ printenv | tr '\n' ' '; false; }"
+#: A step that waits until the test has read its processes, prints its environment and fails, because only the logs of
+#: failed jobs are shown.
+PRINT_ENVIRONMENT = r"{ touch %(at)s; while [ -e %(at)s ]; do sleep 0.05; done; printenv | tr '\n' ' '; false; }"
 
 
 def document_of(done: CommandResult) -> Any:
@@ -108,9 +109,10 @@ def scanner(backend: Path) -> LeakScanner:
 
 
 def test_failed_job_skips_dependents_and_still_releases(backend: Path, tmp_path: Path, scanner: LeakScanner):
-    variables = dict(scanner.secrets)
-    with observe_processes() as processes:
-        done = run(backend, tmp_path, "9002", PRINT_ENVIRONMENT, variables.pop("FOR_ONE_STEP"), **variables)
+    variables, request = dict(scanner.secrets), tmp_path / "request"
+    step = PRINT_ENVIRONMENT % {"at": request}
+    with observe_processes(request) as processes:
+        done = run(backend, tmp_path, "9002", step, variables.pop("FOR_ONE_STEP"), **variables)
     result = document_of(done)
     assert (done.code, result["conclusion"]) == (1, "failure")
     conclusions = {job["name"]: job["conclusion"] for job in result["jobs"]}

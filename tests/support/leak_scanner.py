@@ -121,7 +121,9 @@ class ObservedProcesses:
                     users.add(uid)
 
     def argv(self) -> dict[str, bytes]:
-        return {f"argv of {command!r}": data for (kind, data), (_, command) in self.seen.items() if kind == "argv"}
+        # A copy, because another thread may be reading processes.
+        seen = list(self.seen.items())
+        return {f"argv of {command!r}": data for (kind, data), (_, command) in seen if kind == "argv"}
 
     def environ_of(self, users: Iterable[int]) -> dict[str, bytes]:
         wanted = set(users)
@@ -162,12 +164,18 @@ def issued_credentials(github: Path) -> list[tuple[str, str]]:
 
 
 @contextmanager
-def observe_processes() -> Iterator[ObservedProcesses]:
+def observe_processes(request: Path | None = None) -> Iterator[ObservedProcesses]:
+    """Read all processes until the block ends. However loaded the computer is, a process can make sure that it is
+    read: it creates the file `request`, which is removed after a complete reading.
+    """
     processes, ended = ObservedProcesses(), threading.Event()
 
     def watch() -> None:
         while not ended.wait(POLL_S):
+            is_requested = request is not None and request.exists()
             processes.poll()
+            if request is not None and is_requested:
+                request.unlink(missing_ok=True)
 
     thread = threading.Thread(target=watch)
     thread.start()

@@ -14,11 +14,13 @@ import select
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from remuda import procfs
+from tests.support.accounts import account_files
 
 ROOT = Path(__file__).parents[2]
 KERNEL = (5, 19)
@@ -35,6 +37,7 @@ mkdir /sys/fs/cgroup/init
 echo 0 >/sys/fs/cgroup/init/cgroup.procs
 mkdir -p /run/systemd
 mount -t tmpfs tmpfs /run/systemd
+for name in passwd group; do mount --bind "$0/$name" "/etc/$name"; done
 ip link set lo up
 exec "$@"
 """
@@ -106,18 +109,21 @@ class SandboxHost:
             "--fork",
             "--kill-child",
         )
-        init = ("sh", "-c", _SETUP, "sh", sys.executable, "-IS", "-c", _INIT)
-        self._process = subprocess.Popen(
-            self._joining(self.cgroup, [*unshare, "--mount-proc", *init]),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        assert self._process.stdout is not None
-        if self._process.stdout.readline() != "ready\n":
-            self.__exit__()
-            raise RuntimeError("the namespaces cannot be created")
+        with tempfile.TemporaryDirectory(prefix="remuda-test-accounts-") as accounts:
+            for name, text in account_files().items():
+                Path(accounts, Path(name).name).write_text(text, encoding="utf-8")
+            init = ("sh", "-c", _SETUP, accounts, sys.executable, "-IS", "-c", _INIT)
+            self._process = subprocess.Popen(
+                self._joining(self.cgroup, [*unshare, "--mount-proc", *init]),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+            assert self._process.stdout is not None
+            if self._process.stdout.readline() != "ready\n":
+                self.__exit__()
+                raise RuntimeError("the namespaces cannot be created")
         self._init = procfs.descendants(self._process.pid)[0].pid
         # A cgroup that contains processes cannot pass controllers on.
         (self._root / "cgroup.procs").write_text(str(self._process.pid))

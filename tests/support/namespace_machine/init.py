@@ -101,8 +101,11 @@ def connect(network: dict[str, str]) -> None:
         run("ip", "link", "set", "ens6", "up")
 
 
-def mount_folders(folder: Path) -> None:
-    """Mount the machine's own folders, which are on the disk: a sandbox cannot be made from an overlay."""
+def mount_folders(folder: Path, files: dict[str, str]) -> None:
+    """Mount the machine's own folders and files, which are on the disk: a sandbox cannot be made from an overlay.
+
+    `files` are the contents of the machine's files by path.
+    """
     mount("-t", "sysfs", "sysfs", "/sys")
     mount("-t", "cgroup2", "cgroup2", CGROUPS)
     for target, parent in NEW_FOLDERS.items():
@@ -117,6 +120,12 @@ def mount_folders(folder: Path) -> None:
     if not own.exists():
         run("cp", "-a", UNITS.parent, own)
     mount("--bind", own, UNITS.parent)
+    for path, text in files.items():
+        own = folder / path.lstrip("/")
+        if not own.exists():
+            own.parent.mkdir(exist_ok=True)
+            own.write_text(text)
+        mount("--bind", own, path)
     # After the mounts above, which would inherit it.
     mount("-o", "remount,bind,ro", "/")
     mount("--rbind", ROOT, "/mnt")
@@ -279,7 +288,7 @@ def main() -> None:
     mount("--make-rprivate", "/")
     connect(configuration["network"])
     enter_cgroup(configuration["cgroup"])
-    mount_folders(Path(configuration["folder"]))
+    mount_folders(Path(configuration["folder"]), configuration["files"])
     replace_commands()
     path = Path("/run/user-data")
     path.write_text(user_data)

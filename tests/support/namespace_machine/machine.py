@@ -17,6 +17,7 @@ from pathlib import Path
 from remuda import procfs
 from remuda.fake_github import PROGRAMS, install_runner
 from remuda.scripts import SYSTEM_PATH
+from tests.support.accounts import account_files
 from tests.support.namespace_machine.network import SERVERS, own_network
 from tests.support.namespace_machine.requirements import UNSHARE, unsupported_reason
 
@@ -101,6 +102,7 @@ class NamespaceMachine:
         configuration = {
             "folder": str(disk),
             "user_data": str(folder / "user-data"),
+            "files": account_files(),
             "environment": dict(environment or {}),
             "cgroup": self._cgroup,
             "network": network,
