@@ -41,7 +41,7 @@ demo: $(VENV)/.installed ## Show the whole lifecycle on this machine, in under t
 # The requirements are checked before anything is installed.
 demo-aws: ## The same with the AWS backend on local test servers (Linux, root)
 	@$(PYTHON) -m tests.support.namespace_machine.requirements
-	@$(MAKE) --no-print-directory $(VENV)/.installed $(VENV)-servers/.installed $(VENV)-moto/.installed
+	@$(MAKE) --no-print-directory $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed
 	@$(BIN)/python -m tests.support.aws_demo
 
 test: ## Run linters, type checks and all tests
