@@ -170,9 +170,10 @@ class ReuseInvariant:
         is_untrusted = job.is_fork or (runner_set is not None and runner_set.trust is Tier.UNTRUSTED)
         tier = Tier.UNTRUSTED if is_untrusted else Tier.TRUSTED
         before = self._served.setdefault(instance_id, [])
-        has_trusted = any(item.tier is Tier.TRUSTED for item in before)
-        if runner_set is not None and runner_set.strict and job.is_fork and has_trusted:
-            yield "S14", f"the strict set {runner_set.name} runs an untrusted job after trusted ones"
+        is_trusted = all(item.tier is Tier.TRUSTED for item in before)
+        is_strict = runner_set is not None and runner_set.strict and runner_set.trust is Tier.TRUSTED
+        if runner_set is not None and is_strict and job.is_fork and is_trusted:
+            yield "S14", f"the strict set {runner_set.name} runs an untrusted job on a trusted instance"
         before.append(ServedRun(tier=tier, repository=job.repository))
 
     def _claimed_by_set(self, record: Instance, process: SimulatedProcess, runner_set: RunnerSet) -> Found:

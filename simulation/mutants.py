@@ -1062,9 +1062,9 @@ MUTANTS: tuple[Mutant, ...] = (
         settings=_SETS,
     ),
     _mutant(
-        "strict-with-new-machines",
-        "a strict set refuses untrusted jobs on new machines, not on those that served trusted ones",
-        expression(_TRANSITIONS, "_equip", "instance.uses > 0", "not instance.uses"),
+        "strict-with-untrusted-instances",
+        "a strict set refuses untrusted jobs on instances that served untrusted ones, not on trusted instances",
+        expression(_TRANSITIONS, "_equip", "instance.tier is Tier.TRUSTED", "instance.tier is not Tier.TRUSTED"),
         settings=_CALM_SETS,
     ),
     _mutant(

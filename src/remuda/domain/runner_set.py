@@ -73,8 +73,9 @@ class RunnerSet:
     max: int
     #: Trust in the set's jobs. A machine of a trusted set that served an untrusted job is retired.
     trust: Tier = Tier.TRUSTED
-    #: Whether a machine of this set refuses untrusted jobs after it has served trusted ones.
-    strict: bool = False
+    #: Whether instances of a trusted set refuse untrusted jobs, whatever they have served before. The author of a pull
+    #: request decides which labels its jobs ask for, so a set cannot rely on its labels. An untrusted set ignores it.
+    strict: bool = True
     #: Whether a job that was lost to a spot interruption is run again, once.
     rerun_on_interruption: bool = False
     #: The first open window applies.
@@ -108,7 +109,7 @@ class RunnerSet:
         group = f" in group {self.runner_group}" if self.runner_group else ""
         parts = [f"labels {' '.join(self.labels)}", f"up to {self.max}{usage} {self.resource_class}{types}"]
         parts += [f"for {self.scope}{group}", str(self.trust)]
-        parts += ["strict"] if self.strict else []
+        parts += [] if self.strict or self.trust is Tier.UNTRUSTED else ["not strict"]
         parts += ["re-runs interrupted jobs"] if self.rerun_on_interruption else []
         parts += [f"window {window.describe()}" for window in self.windows]
         return ", ".join(parts)
@@ -254,8 +255,8 @@ class _SetParser:
             runner_group=group,
             max=self._number("max", least=1, most=MAX_RUNNERS),
             trust=self._choice("trust", Tier, Tier.TRUSTED),
-            strict=self._flag("strict"),
-            rerun_on_interruption=self._flag("rerun-on-interruption"),
+            strict=self._flag("strict", default=True),
+            rerun_on_interruption=self._flag("rerun-on-interruption", default=False),
             windows=self._windows(),
         )
 
@@ -272,8 +273,8 @@ class _SetParser:
     def _number(self, key: str, *, least: int, most: int) -> int:
         return _integer(self._where, key, self._body.get(key), least, most)
 
-    def _flag(self, key: str) -> bool:
-        value = self._body.get(key, False)
+    def _flag(self, key: str, *, default: bool) -> bool:
+        value = self._body.get(key, default)
         if not isinstance(value, bool):
             raise self._invalid(key, value, "give true or false")
         return value

@@ -82,7 +82,7 @@ def test_every_field() -> None:
         windows=(CapacityWindow(cron="* 9-17 * * 1-5", time_zone="Europe/Berlin", hot=1, warm=2),),
     )
     assert parsed.describe() == (
-        "labels self-hosted forks, up to 5 spot 2xlarge of c7* m6i.large, for acme in group public, untrusted, strict, "
+        "labels self-hosted forks, up to 5 spot 2xlarge of c7* m6i.large, for acme in group public, untrusted, "
         "re-runs interrupted jobs, window '* 9-17 * * 1-5' Europe/Berlin: 1 hot, 2 warm"
     )
 

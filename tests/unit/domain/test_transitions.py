@@ -578,12 +578,12 @@ def test_a_release_of_a_listening_runner_does_not_overwrite_the_run_of_its_job()
     ("strict", "tier", "uses", "only_trusted"),
     [
         (True, Tier.TRUSTED, 1, True),
-        (True, Tier.TRUSTED, 0, False),
+        (True, Tier.TRUSTED, 0, True),
         (True, Tier.UNTRUSTED, 1, False),
         (False, Tier.TRUSTED, 1, False),
     ],
 )
-def test_a_strict_set_takes_only_trusted_jobs_after_trusted_ones(
+def test_instances_of_a_strict_set_take_only_trusted_jobs_used_or_not(
     *, strict: bool, tier: Tier, uses: int, only_trusted: bool
 ) -> None:
     claimed = in_set(State.CLAIMED, tier=tier, uses=uses)

@@ -379,8 +379,8 @@ def _equip(
         jit_config=event.jit_config,
         runner_id=event.runner_id,
         any_run=True,
-        # A tier never rises: a trusted machine that was used has served trusted jobs only.
-        only_trusted=event.strict and instance.tier is Tier.TRUSTED and instance.uses > 0,
+        # Also on a new instance: it would pass or refuse the same job by chance otherwise.
+        only_trusted=event.strict and instance.tier is Tier.TRUSTED,
     )
     return replace(alive, owner=event.owner), {
         **_listening(now, event.listening_time_s, event.max_runtime_s),
