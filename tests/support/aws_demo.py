@@ -284,6 +284,13 @@ class AwsDemo:
     async def _run_jobs(self, name: str, run_id: str, count: int) -> list[JobView]:
         """Run a matrix of jobs, one per runner."""
         async with self._environment.stack.github_client() as github:
+
+            async def all_listen() -> bool:
+                listening = [each for each in await github.runners() if run_id in each.labels and each.online]
+                return len(listening) >= count
+
+            # A runner that listens first could take several of the short jobs.
+            await self._until(all_listen, f"{count} runners of run {run_id} to listen")
             queued = [
                 await github.queue_job(
                     repo=SCOPE, run_id=run_id, labels=[run_id, CLASS], name=f"{name} {number + 1}", steps=STEPS

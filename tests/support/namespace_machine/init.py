@@ -120,12 +120,12 @@ def mount_folders(folder: Path, files: dict[str, str]) -> None:
     if not own.exists():
         run("cp", "-a", UNITS.parent, own)
     mount("--bind", own, UNITS.parent)
-    for path, text in files.items():
-        own = folder / path.lstrip("/")
+    for name, text in files.items():
+        own = folder / name.lstrip("/")
         if not own.exists():
             own.parent.mkdir(exist_ok=True)
             own.write_text(text)
-        mount("--bind", own, path)
+        mount("--bind", own, name)
     # After the mounts above, which would inherit it.
     mount("-o", "remount,bind,ro", "/")
     mount("--rbind", ROOT, "/mnt")
