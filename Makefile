@@ -30,7 +30,7 @@ PARALLEL_MAKE := $(MAKE) --no-print-directory $(if $(filter output-sync,$(.FEATU
 # CPU-bound parts run with lower priority than parts with time limits.
 LOW_PRIORITY :=
 
-.PHONY: help demo demo-aws test installed sandbox-packages check unit conformance conformance-and-simulation acceptance simulation simulate mutants attacks chaos machine-test terraform-test machine-image smoke-runner smoke-aws fuzz bench screenshots docs agent direct lambda dist image bundle-requirements clean
+.PHONY: help demo demo-aws test installed sandbox-packages check unit conformance conformance-and-simulation acceptance simulation simulate mutants attacks chaos machine-test terraform-test machine-image smoke-runner smoke-aws fuzz bench screenshots docs agent direct lambda fork release-check dist image bundle-requirements clean
 
 help: ## List the targets
 	@grep -hE '^[a-z -]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -154,6 +154,13 @@ lambda: $(VENV)/.installed ## Build the bundle of the Lambda functions (ARCH)
 image: ## Build a machine image on AWS with Packer from dist/ (one ARCH, IMAGE)
 	@bundle=$$(ls dist/remuda-agent-*-$(ARCH).tar.gz) && packer init deploy/image && packer build -var architecture=$(ARCH) \
 	  -var agent_bundle=$$bundle -var agent_sha256=$$(sha256sum $$bundle | cut -d ' ' -f 1) $(IMAGE) deploy/image
+
+# REPOSITORY: another one than the git remote origin names.
+fork: ## Write the address of your fork into workflows and docs (REPOSITORY)
+	@$(PYTHON) deploy/fork.py $(REPOSITORY)
+
+release-check: ## Say what a maintainer still has to do for a release
+	@$(PYTHON) deploy/release.py --release-check
 
 dist: $(VENV)/.tools $(VENV)-lint/.installed ## Build everything of a release into dist/: packages, bundles, SBOM, SHA256SUMS
 	@$(BIN)/python deploy/release.py --sbom-python $(VENV)-lint/bin/python

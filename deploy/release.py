@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import bundles
+import fork
+from fork import URL_NAME
 
 ROOT = Path(__file__).parents[1]
 DIST = ROOT / "dist"
@@ -34,8 +36,9 @@ SOURCES = ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "src")
 #: The earliest time in a zip file, as SOURCE_DATE_EPOCH: the wheel's files have no other time.
 EPOCH_S = 315_532_800
 UNRELEASED = "Unreleased"
-_USES = re.compile(r"uses: your-org/remuda@v(\S+)")
-_HEADING = re.compile(r"^## \[?([^\]\s]+)", re.MULTILINE)
+_HEADING = re.compile(r"^## \[?([^\]\s]+)\]?(?: - (\d{4}-\d{2}-\d{2}))?$", re.MULTILINE)
+#: The most lines that the section of a version in the changelog may have.
+MAX_SECTION_LINES = 40
 
 
 def tag_name(environment: Mapping[str, str]) -> str:
@@ -51,17 +54,78 @@ def version_problems(environment: Mapping[str, str], root: Path = ROOT) -> list[
     if code is None or code[1] != version:
         problems.append(f"src/remuda/__init__.py must have __version__ = {version!r}")
     tag = tag_name(environment)
-    newest = _HEADING.search((root / "CHANGELOG.md").read_text(encoding="utf-8"))
-    expected = {version} if tag else {version, UNRELEASED}
-    if newest is None or newest[1] not in expected:
-        problems.append(f"the newest heading of CHANGELOG.md must be {' or '.join(sorted(expected))}")
+    problems += changelog_problems((root / "CHANGELOG.md").read_text(encoding="utf-8"), version, is_tag=bool(tag))
     if tag and tag != f"v{version}":
         problems.append(f"the tag is {tag!r}, but the version is {version}")
+    uses = re.compile(rf"uses: {re.escape(fork.recorded(root))}@v(\S+)")
     for file in sorted([*root.glob("deploy/workflows/*.yml"), *root.glob("docs/**/*.md"), root / "README.md"]):
-        named = {name for name in _USES.findall(file.read_text(encoding="utf-8")) if name != version}
+        named = {name for name in uses.findall(file.read_text(encoding="utf-8")) if name != version}
         if named:
             problems.append(f"{file.relative_to(root)} uses version {', '.join(sorted(named))}, not {version}")
     return problems
+
+
+def changelog_problems(text: str, version: str, *, is_tag: bool) -> list[str]:
+    """A version needs a dated section of a size that people read; changes after it are in "Unreleased"."""
+    sections = {
+        name: (date, text[found.end() :]) for found in _HEADING.finditer(text) for name, date in [found.groups()]
+    }
+    newest = next(iter(sections), "")
+    expected = {version} if is_tag else {version, UNRELEASED}
+    problems = []
+    if newest not in expected:
+        problems.append(f"the newest heading of CHANGELOG.md must be {' or '.join(sorted(expected))}")
+    date, rest = sections.get(version, ("", ""))
+    if not date:
+        problems.append(f"CHANGELOG.md must have a heading '## {version} - YYYY-MM-DD'")
+    lines = len(rest.partition("\n## ")[0].strip().splitlines())
+    if lines > MAX_SECTION_LINES:
+        problems.append(
+            f"the section {version} of CHANGELOG.md has {lines} lines, at most {MAX_SECTION_LINES} are read"
+        )
+    return problems
+
+
+def release_problems(root: Path = ROOT) -> list[str]:
+    """What a maintainer still has to do for a release from this tree, beside the version."""
+    version = bundles.version(root)
+    problems = []
+    if fork.recorded(root) == fork.UNKNOWN_REPOSITORY:
+        problems.append(f"files name {fork.UNKNOWN_REPOSITORY}: run make fork")
+    if not fork.repository_name(fork.of_clone(root)):
+        problems.append("the git remote origin names no OWNER/REPO: packages would not know where they come from")
+    sums = root / ACTION_SUMS
+    if not sums.exists():
+        problems.append(f"{ACTION_SUMS} is missing: run make dist, copy dist/{SUMS} there, and commit it")
+    elif (root / "dist" / SUMS).exists() and (root / "dist" / SUMS).read_bytes() != sums.read_bytes():
+        problems.append(f"{ACTION_SUMS} differs from dist/{SUMS}: copy it again")
+    status = _git(root, "status", "--porcelain")
+    if status:
+        problems.append(f"{len(status.splitlines())} files are not committed")
+    if f"v{version}" not in _git(root, "tag", "--points-at", "HEAD").split():
+        problems.append(
+            f"HEAD has no tag v{version}: git tag v{version} && git push origin v{version}, as the last step"
+        )
+    return problems
+
+
+def _git(root: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def project_urls(repository: str) -> str:
+    """The table of a pyproject.toml from which an installed package knows its repository; empty if that is unknown."""
+    if not repository:
+        return ""
+    pages = {
+        "Homepage": repository,
+        "Documentation": f"{repository}/tree/main/docs",
+        URL_NAME: repository,
+        "Issues": f"{repository}/issues",
+        "Changelog": f"{repository}/blob/main/CHANGELOG.md",
+    }
+    return "\n[project.urls]\n" + "".join(f'{name} = "{url}"\n' for name, url in pages.items())
 
 
 def build_packages(folder: Path) -> None:
@@ -74,6 +138,8 @@ def build_packages(folder: Path) -> None:
                 shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
             else:
                 shutil.copy(ROOT / name, source / name)
+        with (source / "pyproject.toml").open("a", encoding="utf-8") as project:
+            project.write(project_urls(fork.of_clone(ROOT)))
         for path in source.rglob("*"):
             path.chmod(bundles.PROGRAM_MODE if path.is_dir() else bundles.FILE_MODE)
         done = subprocess.run(
@@ -156,8 +222,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--to", type=Path, default=DIST, help="folder of the files; it is emptied first")
     parser.add_argument("--sbom-python", type=Path, default=ROOT / ".venv-lint" / "bin" / "python")
     parser.add_argument("--check", action="store_true", help="only check the version")
+    parser.add_argument("--release-check", action="store_true", help="only say what is missing for a release")
     given = parser.parse_args(arguments)
     problems = version_problems(os.environ)
+    if given.release_check:
+        problems += release_problems()
+        print("\n".join(f"to do: {problem}" for problem in problems) or "ready: the tag is set, push it")  # noqa: T201
+        return 1 if problems else 0
     if problems:
         sys.exit("\n".join(problems))
     if given.check:

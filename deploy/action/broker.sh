@@ -495,7 +495,7 @@ check_token_permission() {
     pull_request | pull_request_review | pull_request_review_comment)
       # The repository of a deleted fork is empty.
       if [ "${HEAD_REPOSITORY:-}" != "${GITHUB_REPOSITORY:-}" ]; then
-        fail "$EXIT_REFUSED" 'pull requests from forks get no OIDC token, which the broker requires; use demand mode for them (runs-on with the labels of a runner set)'
+        fail "$EXIT_REFUSED" 'pull requests from forks get no OIDC token, which the broker requires; use a runner set for them (runs-on with its labels)'
       fi
       ;;
   esac

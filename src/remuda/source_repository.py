@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import re
 import subprocess
+from functools import cache
 from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
 from urllib.parse import urlsplit
 
+#: Stands in samples for a repository that is not known. No account on GitHub can have this name.
+UNKNOWN_REPOSITORY = "YOUR_ORG/remuda"
 #: The heading of the address in the package's metadata; deploy/release.py writes it.
 URL_NAME = "Source"
 #: Seconds for git to read a file.
@@ -27,9 +30,16 @@ _REMOTE = re.compile(
 _CLONE = Path(__file__).parents[2]
 
 
+@cache
 def find_source_repository(clone: Path = _CLONE) -> str:
     """The address of the repository without a slash at its end, or empty if it is not known."""
     return _of_package() or of_clone(clone)
+
+
+def documentation(page: str) -> str:
+    """Where a reader finds a page, given as its path in the repository: an address if the repository is known."""
+    repository = find_source_repository()
+    return f"{repository}/blob/main/{page}" if repository else page
 
 
 def repository_name(address: str) -> str:

@@ -400,8 +400,8 @@ def token_server(token: Any) -> Iterator[str]:
     [
         ({}, "", "this job has no OIDC token", "permissions: id-token: write"),
         ({"GITHUB_EVENT_NAME": "pull_request"}, SCOPE, "this job has no OIDC token", "permissions: id-token: write"),
-        ({"GITHUB_EVENT_NAME": "pull_request"}, "eve/repo", "pull requests from forks get no OIDC", "demand mode"),
-        ({"GITHUB_EVENT_NAME": "pull_request"}, "", "pull requests from forks get no OIDC token", "demand mode"),
+        ({"GITHUB_EVENT_NAME": "pull_request"}, "eve/repo", "pull requests from forks get no OIDC", "runner set"),
+        ({"GITHUB_EVENT_NAME": "pull_request"}, "", "pull requests from forks get no OIDC token", "runner set"),
     ],
     ids=["no permission", "same repository", "fork", "deleted fork"],
 )

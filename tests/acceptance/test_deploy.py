@@ -134,7 +134,7 @@ def test_github_without_https_is_refused_because_of_its_oidc_tokens(account: Emp
 
 
 def test_values_are_asked_for_on_a_terminal(account: EmptyAccount):
-    arguments = ["deploy", "--dry-run", "--bundles", str(account.bundles()), "--ami", account.stack.launch["ami"]]
+    arguments = ["deploy", "--dry-run", "--dist", str(account.bundles()), "--ami", account.stack.launch["ami"]]
     answers = {"name of the pool": "asked", "organization or owner/repo": SCOPE, "GitHub token": "wrong-token"}
     code, shown = account.run_on_terminal(arguments, answers, REMUDA_GITHUB_TOKEN="")
     assert code == 2, shown

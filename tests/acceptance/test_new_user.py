@@ -102,7 +102,7 @@ async def test_new_user_deploys_runs_workflows_upgrades_and_destroys(
         deployed = await user.remuda(
             *("deploy", "--github-scope", SCOPE, "--ami", account.stack.launch["ami"]),
             *("--oidc-issuer", f"{issuer_url}{ISSUER_PATH}"),
-            *("--bundles", str(await asyncio.to_thread(account.bundles_of, release, "first"))),
+            *("--dist", str(await asyncio.to_thread(account.bundles_of, release, "first"))),
         )
         assert {item["status"] for item in deployed["doctor"]} == {"ok"}, deployed["doctor"]
         with deployed_pool(account, POOL, issuer_url) as pool:
@@ -158,7 +158,7 @@ async def use_and_upgrade(
     # Another version, and another setting.
     upgraded = await user.remuda(
         *("deploy", "--max-uses", "7"),
-        *("--bundles", str(await asyncio.to_thread(account.bundles_of, release, "second"))),
+        *("--dist", str(await asyncio.to_thread(account.bundles_of, release, "second"))),
     )
     changed = {item["resource"] for item in upgraded["changes"] if item["change"] == "change"}
     assert changed == {"Settings", "BrokerFunction", "RefreshFunction", "ScaleDownFunction"}, upgraded["changes"]

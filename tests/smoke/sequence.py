@@ -173,9 +173,7 @@ class SmokeRun:
 
     async def _deployed_workflow(self, step: str, *settings: str) -> str:
         """Deploy with these settings. Return the workflow that the command prints."""
-        document = await self.remuda(
-            step, *("deploy", "--pool", self.pool, "--bundles", self.bundles, "--yes"), *settings
-        )
+        document = await self.remuda(step, *("deploy", "--pool", self.pool, "--dist", self.bundles, "--yes"), *settings)
         if not document["workflow"]:
             raise SmokeFailure("remuda deploy printed no workflow")
         return str(document["workflow"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from remuda import __version__
 from remuda.domain.errors import RemudaError
 
 ROOT = Path(__file__).parents[2]
@@ -27,14 +28,14 @@ JOB = """\
 LONG_JOB = """\
       - run: sleep 900
 """
-_ACTION = re.compile(r"uses: your-org/remuda@\S+")
+_ACTION = re.compile(rf"uses: \S+/\S+@v{re.escape(__version__)}\n")
 _FIRST_STEP = re.compile(r"(    steps:\n)(      - uses: aws-actions/)")
 _STEPS = re.compile(r"      - run: echo \"Hello from[^\n]*\n")
 
 
 def smoke_workflow(pasted: str, *, job: str, spot: bool = False) -> str:
     """The workflow that `remuda deploy` printed, with the action of the branch and these steps."""
-    text, actions = _ACTION.subn("uses: ./", pasted)
+    text, actions = _ACTION.subn("uses: ./\n", pasted)
     # The branch contains the action.
     text, steps = _FIRST_STEP.subn(
         rf"\1      - uses: {CHECKOUT}\n        with:\n          persist-credentials: false\n\2", text
@@ -53,7 +54,7 @@ def smoke_workflow(pasted: str, *, job: str, spot: bool = False) -> str:
 def set_workflow(pasted: str, *, job: str) -> str:
     """The workflow that `remuda deploy` printed for a runner set, with these steps."""
     text, jobs = _STEPS.subn(lambda _: job, pasted)
-    if jobs != 1 or "your-org" in text:
+    if jobs != 1 or _ACTION.search(text):
         raise RemudaError("the workflow of remuda deploy has another form than the smoke run expects")
     return text
 

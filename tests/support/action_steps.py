@@ -18,7 +18,7 @@ import yaml
 ROOT = Path(__file__).parents[2]
 #: Files of the repository that the action uses.
 PARTS = ("action.yml", "deploy/action")
-REPOSITORY = "your-org/remuda"
+REPOSITORY = "acme/remuda"
 LIMIT_S = 480
 #: Workflow commands of the runner.
 WORKFLOW_COMMANDS = frozenset(

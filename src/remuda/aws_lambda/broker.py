@@ -140,7 +140,7 @@ def parse_request(event: Any) -> BrokerRequest:
         raise TokenRejected(
             "the request has no OIDC token",
             field="token",
-            fix="give the job 'permissions: id-token: write'; pull requests from forks get no token, use demand mode",
+            fix="give the job 'permissions: id-token: write'; pull requests from forks get no token, use a runner set",
         )
     return BrokerRequest(
         operation=operation, token=token, run_id=run_id, run_attempt=run_attempt, inputs=_inputs(document)

@@ -27,11 +27,13 @@ from remuda.domain.resources import MAX_SHOWN, Reuse, check_scope
 from remuda.domain.runner_set import RunnerSet, in_scope
 from remuda.ports.calls import CallCounter
 from remuda.ports.doctor import CheckResult, CheckStatus
+from remuda.source_repository import find_source_repository, repository_name
 from remuda.wiring.aws import aws_libraries
 from remuda.wiring.github import GithubCredential, github_client
 
 if TYPE_CHECKING:
     from remuda.adapters.github.client import GitHubClient
+    from remuda.deployment.bundles import BundleSource
     from remuda.deployment.deploy import Deployment, DeployRequest, DeployResult, StackPlan
     from remuda.deployment.destroy import RemovalPlan
     from remuda.deployment.preflight import DeployFacts, DeployTarget, ListenerTarget
@@ -91,7 +93,7 @@ def run_deploy(
     vpc: str,
     github_token: str,
     github_app_key: str,
-    bundles: str,
+    dist: str,
     parameter: Sequence[str],
     listener: str | None,
     allow_replacement: bool,
@@ -108,7 +110,8 @@ def run_deploy(
     if listener:
         extra[LISTENER] = listener
     credential = read_credential(settings, github_token, github_app_key)
-    source = check_location(bundles) if bundles else BundleSource.default()
+    repository = settings.source_repository or find_source_repository()
+    source = check_location(dist) if dist else BundleSource.default(repository)
     _choose_region(region, asks=asks)
     settings = _with_pool(replace(settings, backend="aws"), asks=asks)
     check_launch_options(settings)
@@ -119,8 +122,8 @@ def run_deploy(
     if not scope and settings.given("github_scope"):
         scope = settings.github_scope
     scope, credential = _complete(scope, credential, stored, asks=asks)
-    request = _request(settings, parameters, scope=scope, vpc=vpc, credential=credential, stored=stored)
-    request = replace(request, bundles=source, allow_replacement=allow_replacement)
+    request = _request(settings, parameters, scope=scope, vpc=vpc, credential=credential, stored=stored, bundles=source)
+    request = replace(request, allow_replacement=allow_replacement, repository=repository_name(repository))
     facts, results, repositories = run_async(lambda: _check(settings, request), on_interrupt_message=_INTERRUPTED)
     request = replace(request, repositories=repositories)
     _show_checks(output, results)
@@ -178,22 +181,29 @@ def _deploy(
             run(Deployment.discard)
             raise
     run(lambda deployment: deployment.apply(plan))
-    document["workflow"] = _workflow(request.wanted, facts, result.outputs, plan)
+    document["workflow"] = _workflow(request, facts, result.outputs, plan)
     document["container"] = _container(request.wanted, facts, plan)
     return _report(output, result, document)
 
 
-def _workflow(wanted: DeployTarget, facts: DeployFacts, outputs: Mapping[str, str], plan: StackPlan) -> str:
+def _workflow(request: DeployRequest, facts: DeployFacts, outputs: Mapping[str, str], plan: StackPlan) -> str:
     """The workflow to paste: without provision if there are runner sets; empty if no workflow may provision."""
     from remuda.deployment.workflow import set_workflow_text, workflow_text  # noqa: PLC0415 - only at the end
 
+    wanted = request.wanted
     if wanted.listener and wanted.listener.runner_sets:
         return set_workflow_text(wanted.listener.runner_sets[0])
     role = outputs.get("WorkflowRoleArn", "")
     if not role:
         return ""
     environment = plan.value("Environments", facts).split(",")[0]
-    return workflow_text(pool=wanted.pool, region=facts.known_account.region, role=role, environment=environment)
+    return workflow_text(
+        pool=wanted.pool,
+        region=facts.known_account.region,
+        role=role,
+        environment=environment,
+        repository=request.repository,
+    )
 
 
 def _container(wanted: DeployTarget, facts: DeployFacts, plan: StackPlan) -> str:
@@ -457,8 +467,8 @@ def _request(
     vpc: str,
     credential: _Credential,
     stored: Mapping[str, str],
+    bundles: BundleSource,
 ) -> DeployRequest:
-    from remuda.deployment.bundles import BundleSource  # noqa: PLC0415 - AWS libraries are slow to import
     from remuda.deployment.deploy import DeployRequest  # noqa: PLC0415
     from remuda.deployment.preflight import DeployTarget  # noqa: PLC0415
     from remuda.deployment.template import template  # noqa: PLC0415
@@ -491,7 +501,7 @@ def _request(
         own_secret=credential.secret_arn,
         app_id=credential.app_id,
         api_url=api_url,
-        bundles=BundleSource.default(),
+        bundles=bundles,
     )
 
 

@@ -383,8 +383,8 @@ _command(
         default="",
     ),
     option(
-        "--bundles",
-        "Folder or address with the bundles of this version. (default: dist, or the page of the release)",
+        "--dist",
+        "Folder that `make dist` has written, or address of a release. (default: dist, or the release of this version)",
         text(metavar="FOLDER|URL"),
         default="",
     ),

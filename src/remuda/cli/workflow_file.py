@@ -30,6 +30,7 @@ from remuda.fake_github.fake_runner.expressions import (
     to_text,
 )
 from remuda.fake_github.fake_runner.worker import SHELLS
+from remuda.source_repository import documentation
 
 MAX_JOBS = 256
 #: Maximum number of steps of all jobs together, after the expansion of the matrix.
@@ -47,7 +48,8 @@ MAX_DEPTH = 50
 MAX_BITS = 64
 DEFAULT_TIMEOUT_MIN = 60.0
 MAX_TIMEOUT_MIN = 1_440.0
-SYNTAX_PAGE = "https://github.com/your-org/remuda/blob/main/docs/reference/commands.md#run-workflow"
+#: The page that lists what a workflow may contain.
+SYNTAX_PAGE = "docs/reference/commands.md#run-workflow"
 
 _WORKFLOW_KEYS = frozenset(
     {"name", "run-name", "on", "env", "defaults", "jobs", "permissions", "concurrency"},
@@ -133,7 +135,7 @@ class WorkflowError(UserError):
             super().__init__(
                 f"the workflow has {len(problems)} problems{more}",
                 field="FILE",
-                fix=f"correct them; {SYNTAX_PAGE} lists what is supported",
+                fix=f"correct them; {documentation(SYNTAX_PAGE)} lists what is supported",
                 details=[str(problem) for problem in problems[:MAX_PROBLEMS]],
             )
         self.problems = tuple(problems)
@@ -367,7 +369,7 @@ class _WorkflowParser:
         if isinstance(value, Mapping):
             return value
         found = "empty" if value is None else f"a {type(value).__name__.removeprefix('Located').lower()}, not a mapping"
-        self._add(place, f"is {found}", f"see {SYNTAX_PAGE}")
+        self._add(place, f"is {found}", f"see {documentation(SYNTAX_PAGE)}")
         return {}
 
     def _only(self, value: Mapping[Any, Any], known: Collection[str], place: FilePlace) -> None:
@@ -403,7 +405,7 @@ class _WorkflowParser:
         try:
             parts = parse_template(text)
         except ExpressionError as error:
-            self._add(place, f"has an invalid expression: {error}", f"see {SYNTAX_PAGE}")
+            self._add(place, f"has an invalid expression: {error}", f"see {documentation(SYNTAX_PAGE)}")
             return ""
         for part in parts:
             if isinstance(part, Node):
@@ -433,7 +435,7 @@ class _WorkflowParser:
         try:
             self._check_expression(parse_condition(text), place, contexts, needs, has_status=True)
         except ExpressionError as error:
-            self._add(place, f"is no valid condition: {error}", f"see {SYNTAX_PAGE}")
+            self._add(place, f"is no valid condition: {error}", f"see {documentation(SYNTAX_PAGE)}")
             return ""
         return text
 

@@ -59,6 +59,7 @@ from remuda.domain.scale_down.idle_config import IdleWindow, parse_idle_config
 from remuda.domain.scale_down.policy import BOOT_MIN, IdleScope, ScaleDownPolicy
 from remuda.domain.thresholds import Lifetimes
 from remuda.domain.workflow_identity import MAX_ENVIRONMENT_CHARS, RepositoryPattern
+from remuda.source_repository import address_of_remote
 
 DAY_S = 86_400.0
 WEEK_S = 7 * DAY_S
@@ -193,6 +194,14 @@ def _parse_issuer(value: str) -> str:
     if (parts.scheme != "https" and not is_local) or parts.query or parts.fragment or parts.username:
         raise InvalidValue
     return url
+
+
+def _parse_source_repository(value: str) -> str:
+    """The address of the repository."""
+    address = address_of_remote(value) or address_of_remote(f"https://github.com/{value}")
+    if value and not address:
+        raise InvalidValue
+    return address
 
 
 def _from_json(value: Any, *, field: str, fix: str) -> Any:
@@ -656,6 +665,14 @@ class Settings:
         is_parameter=True,
     )
 
+    source_repository: str = declare(
+        text(expected="OWNER/REPO or https://HOST/OWNER/REPO", metavar="OWNER/REPO", parse=_parse_source_repository),
+        "",
+        "Repository of Remuda that workflows name in uses: and releases are downloaded from, such as your fork.",
+        group=Group.COMMON,
+        commands=("deploy",),
+        default_text="that of the package, or the git remote of the clone",
+    )
     prices: str = declare(
         text(metavar="FILE"),
         "",

@@ -19,13 +19,12 @@ from remuda.domain.errors import Unavailable, UserError
 from remuda.domain.resources import MAX_SHOWN, Architecture
 
 SUMS = "SHA256SUMS"
-RELEASES = "https://github.com/your-org/remuda/releases/download"
 #: Built by `make dist` in the working directory.
 DIST = Path("dist")
 #: Seconds to wait for the next bytes of a download.
 TIMEOUT_S = 60.0
 _LINE = re.compile(r"([0-9a-f]{64}) [ *]([A-Za-z0-9._+-]+)")
-_FIX = "run make dist, or name the folder or address of a release with --bundles"
+_FIX = "run make dist, or name the folder or address of a release with --dist"
 
 
 class BundleUse(StrEnum):
@@ -64,12 +63,21 @@ class BundleSource:
         self.location = location.rstrip("/")
 
     @classmethod
-    def default(cls, folder: Path = DIST) -> BundleSource:
-        """`dist` in the working directory if it has bundles of this version, else the page of the release."""
+    def default(cls, repository: str, folder: Path = DIST) -> BundleSource:
+        """`dist` in the working directory if it has bundles of this version, else the release in this repository.
+
+        `repository` is the address of Remuda's repository, or empty if it is not known.
+        """
         sums = folder / SUMS
         if sums.is_file() and f"-{__version__}-" in sums.read_text(encoding="utf-8", errors="replace"):
             return cls(str(folder))
-        return cls(f"{RELEASES}/v{__version__}")
+        if not repository:
+            raise UserError(
+                f"{folder} has no bundles of version {__version__}, and the repository with the release is not known",
+                field="--dist",
+                fix="run make dist in a clone of Remuda, and give its folder dist with --dist",
+            )
+        return cls(f"{repository}/releases/download/v{__version__}")
 
     @property
     def is_address(self) -> bool:
@@ -88,7 +96,7 @@ class BundleSource:
             if not any(bundle.use is use for bundle in found):
                 raise UserError(
                     f"{self.location}/{SUMS} lists no {bundle_name(use, '<architecture>')}",
-                    field="--bundles",
+                    field="--dist",
                     fix=_FIX,
                 )
         return found
@@ -100,7 +108,7 @@ class BundleSource:
         if found != bundle.sha256:
             raise UserError(
                 f"{self.location}/{bundle.name} has the SHA-256 {found}, and {SUMS} lists {bundle.sha256}",
-                field="--bundles",
+                field="--dist",
                 fix="build or download the bundle again",
             )
         return content
@@ -112,7 +120,7 @@ class BundleSource:
             return await asyncio.to_thread((Path(self.location) / name).read_bytes)
         except OSError as error:
             raise UserError(
-                f"{self.location}/{name} cannot be read: {error.strerror}", field="--bundles", fix=_FIX
+                f"{self.location}/{name} cannot be read: {error.strerror}", field="--dist", fix=_FIX
             ) from None
 
     async def _download(self, url: str) -> bytes:
@@ -124,11 +132,9 @@ class BundleSource:
         except httpx.HTTPError as error:
             raise Unavailable(f"{url} cannot be downloaded: {type(error).__name__}", fix=_FIX) from None
         if insecure := [str(item.url) for item in (*response.history, response) if item.url.scheme != "https"]:
-            raise UserError(
-                f"{url} redirects to {insecure[0][:MAX_SHOWN]}, not to https://", field="--bundles", fix=_FIX
-            )
+            raise UserError(f"{url} redirects to {insecure[0][:MAX_SHOWN]}, not to https://", field="--dist", fix=_FIX)
         if not response.is_success:
-            raise UserError(f"{url} answers with {response.status_code}", field="--bundles", fix=_FIX)
+            raise UserError(f"{url} answers with {response.status_code}", field="--dist", fix=_FIX)
         return response.content
 
 
@@ -141,7 +147,5 @@ def check_location(text: str) -> BundleSource:
     """A folder that exists, or an https:// address."""
     source = BundleSource(text)
     if not source.is_address and not Path(text).is_dir():
-        raise UserError(
-            f"--bundles must be a folder or an https:// address, got {text[:80]!r}", field="--bundles", fix=_FIX
-        )
+        raise UserError(f"--dist must be a folder or an https:// address, got {text[:80]!r}", field="--dist", fix=_FIX)
     return source

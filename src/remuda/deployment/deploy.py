@@ -68,6 +68,8 @@ class DeployRequest:
     app_id: str
     api_url: str
     bundles: BundleSource
+    #: OWNER/REPO of Remuda, for the workflow; empty if it is not known.
+    repository: str = ""
     allow_replacement: bool = False
 
 

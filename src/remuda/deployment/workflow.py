@@ -9,6 +9,7 @@ from remuda.aws_lambda.runtime import SETTINGS_VARIABLE
 from remuda.config.declaration import variable
 from remuda.deployment.policies import settings_parameter
 from remuda.domain.runner_set import RunnerSet
+from remuda.source_repository import UNKNOWN_REPOSITORY
 
 #: Pinned like in deploy/workflows.
 CONFIGURE_CREDENTIALS = "aws-actions/configure-aws-credentials@a03048d87541d1d9fcf2ecf528a4a65ba9bd7838 # v5.0.0"
@@ -32,7 +33,7 @@ jobs:
           role-to-assume: {role}
           aws-region: {region}
       - id: remuda
-        uses: your-org/remuda@v{version}
+        uses: {repository}@v{version}
         with:
           mode: provision
           pool: {pool}
@@ -55,20 +56,25 @@ jobs:
         with:
           role-to-assume: {role}
           aws-region: {region}
-      - uses: your-org/remuda@v{version}
+      - uses: {repository}@v{version}
         with:
           mode: release
           pool: {pool}
 """
 
 
-def workflow_text(*, pool: str, region: str, role: str, environment: str = "") -> str:
-    """`environment` is a GitHub environment, if only jobs in some of them may use the pool."""
+def workflow_text(*, pool: str, region: str, role: str, environment: str = "", repository: str = "") -> str:
+    """A workflow that provisions and releases.
+
+    `environment` is a GitHub environment, if only jobs in some of them may use the pool. `repository` is OWNER/REPO of
+    the action.
+    """
     return _TEMPLATE.format(
         configure=CONFIGURE_CREDENTIALS,
         role=role,
         region=region,
         pool=pool,
+        repository=repository or UNKNOWN_REPOSITORY,
         version=__version__,
         environment=f"    environment: {json.dumps(environment)}\n" if environment else "",
     )

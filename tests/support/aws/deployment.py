@@ -173,7 +173,7 @@ class EmptyAccount:
         return {name: known[name] for name in known if name.startswith("AWS_ENDPOINT_URL")}
 
     def arguments(self, *more: str, pool: str, agent: str = "first") -> list[str]:
-        flags = ("--bundles", str(self.bundles(agent)), "--ami", self.stack.launch["ami"], "--github-scope", SCOPE)
+        flags = ("--dist", str(self.bundles(agent)), "--ami", self.stack.launch["ami"], "--github-scope", SCOPE)
         return ["deploy", "--pool", pool, *flags, *more]
 
     def deploy(self, *more: str, pool: str, agent: str = "first", **variables: str) -> CommandResult:

@@ -15,6 +15,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+import fork
 from remuda.action import output as step_output
 from remuda.action import step as action_step
 from remuda.action.output import StepLog, one_line, outputs_text, plain_lines
@@ -167,7 +168,7 @@ def test_sample_workflows_use_existing_inputs_and_release_their_runners(file: Pa
         (name, step["with"]["mode"]): (job, step["with"])
         for name, job in workflow["jobs"].items()
         for step in job["steps"]
-        if step.get("uses", "").startswith("your-org/remuda@")
+        if step.get("uses", "").startswith(f"{fork.recorded()}@")
     }
     assert uses
     for (_, mode), (job, given_inputs) in uses.items():

@@ -28,7 +28,6 @@ from remuda.config.settings import GITHUB_ISSUER
 from remuda.config.sources import load
 from remuda.deployment.api import AwsAccount
 from remuda.deployment.bundles import (
-    RELEASES,
     SUMS,
     Bundle,
     BundleSource,
@@ -109,12 +108,17 @@ async def test_redirect_to_an_insecure_address_is_refused(monkeypatch: pytest.Mo
 
 
 def test_bundles_come_from_dist_only_if_it_has_this_version(tmp_path: Path) -> None:
-    release = f"{RELEASES}/v{__version__}"
-    assert BundleSource.default(tmp_path).location == release
+    repository = "https://github.com/acme/remuda"
+    release = f"{repository}/releases/download/v{__version__}"
+    assert BundleSource.default(repository, tmp_path).location == release
     make_bundles(tmp_path, "remuda-agent-9.9.9-x86_64.tar.gz")
-    assert BundleSource.default(tmp_path).location == release
+    assert BundleSource.default(repository, tmp_path).location == release
+    with pytest.raises(UserError, match="the repository with the release is not known") as caught:
+        BundleSource.default("", tmp_path)
+    assert caught.value.fix.startswith("run make dist")
     make_bundles(tmp_path, *NAMES)
-    assert BundleSource.default(tmp_path).location == str(tmp_path)
+    for known in (repository, ""):
+        assert BundleSource.default(known, tmp_path).location == str(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["http://example.org/x", "nowhere", "ftp://example.org"])
@@ -428,6 +432,10 @@ def test_workflow_is_valid_and_names_the_pool() -> None:
     jobs = yaml.safe_load(text)["jobs"]
     assert CONFIGURE_CREDENTIALS in (DEPLOY / "workflows" / "matrix.yml").read_text(encoding="utf-8")
     assert set(jobs) == {"provision", "test", "release"}
+    # No account on GitHub can have this name, so a workflow without an address runs nobody's code.
+    assert text.count("uses: YOUR_ORG/remuda@v") == 2
+    named = workflow_text(pool="ci", region="eu-central-1", role="arn:aws:iam::1:role/r", repository="acme/remuda")
+    assert named.count("uses: acme/remuda@v") == 2
     assert jobs["release"]["needs"] == ["provision", "test"]
     assert "environment" not in text
     for name in ("provision", "release"):

@@ -402,4 +402,4 @@ def test_the_workflow_is_that_of_deploy_with_the_action_of_the_branch():
 
 def test_a_workflow_of_another_form_is_refused():
     with pytest.raises(RemudaError, match="another form"):
-        smoke_workflow(PASTED.replace("your-org/remuda", "other/action"), job=JOB)
+        smoke_workflow(PASTED.replace("remuda@v", "remuda@main-"), job=JOB)
