@@ -238,7 +238,7 @@ class LocalDemo:
         environment.title("Scale-down: four machines of another fleet, found by their tags")
         fleet = await launch_fleet(environment.settings, SCOPE)
         environment.log(f"{fleet.unregistered} never registers; {fleet.mistagged} is tagged as an orphan by mistake")
-        limits = ("--minimum-running-time-in-minutes", "0", "--runner-boot-time-in-minutes", "0.01")
+        limits = ("--minimum-running-time-in-minutes", "0", "--runner-boot-time-in-minutes", "0")
         keep_two = ("--idle-config", json.dumps([{"cron": "* * * * *", "idleCount": 2}]))
         shown = await environment.remuda("scale-down", "--dry-run", *limits, *keep_two)
         if environment.verbose:
@@ -246,9 +246,12 @@ class LocalDemo:
         first = ScaleDownDecisions.parse(await environment.json("scale-down", *limits, *keep_two))
         second = ScaleDownDecisions.parse(await environment.json("scale-down", *limits, *keep_two))
         orphan = [fleet.unregistered]
+        cycles = [*first.final_actions(orphan), *second.final_actions(orphan)]
+        reasons = [cycle.reasons.get(fleet.unregistered, "") for cycle in (first, second)]
         self._check(
             "an instance that never registers is marked as an orphan and terminated one cycle later",
-            passed=(first.final_actions(orphan), second.final_actions(orphan)) == (["mark-orphan"], ["terminate"]),
+            passed=cycles == ["mark-orphan", "terminate"],
+            detail="; ".join(f"{action}: {reason}" for action, reason in zip(cycles, reasons, strict=True)),
         )
         self._check(
             "a registered instance loses a wrong orphan tag and is kept",
