@@ -7,12 +7,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import yaml
 
 from mutation_testing import verdicts
 from remuda.action.step import BROKER_MODES, SECRETS, SETTINGS_BY_MODE, SWITCHES
+from remuda.cli.main import COMMAND_SECTIONS, app
+from remuda.cli.options import OWN_OPTIONS, GroupedOption
 from remuda.config.declaration import Group
 from remuda.config.settings import SETTINGS
+from remuda.domain.reporting.warnings import WarningKind
 from remuda.domain.transitions import TRANSITIONS, RetireReason
 from remuda.web.metrics import METRICS
 from simulation.exhaustive import read_figures
@@ -121,6 +125,32 @@ def action() -> dict[str, Any]:
     return document
 
 
+def commands_table() -> str:
+    """Every command with its arguments and own options; settings are on a page of their own."""
+    lines = ["| command | description |", "|---|---|"]
+    for names in COMMAND_SECTIONS.values():
+        for name in names:
+            command = app.commands[name]
+            lines.append(f"| `{_usage(command)}` | {(command.help or '').replace('|', chr(92) + '|')} |")
+    return "\n".join(lines)
+
+
+def _usage(command: click.Command) -> str:
+    words = ["remuda", command.name or ""]
+    for item in command.params:
+        if isinstance(item, click.Argument):
+            words.append(item.make_metavar(click.Context(command)))
+        elif isinstance(item, GroupedOption) and item.section == OWN_OPTIONS:
+            value = f" {item.metavar}" if item.metavar else ""
+            words.append(f"[{item.opts[0]}{value}]")
+    return " ".join(words).replace("|", "\\|")
+
+
+def warnings_table() -> str:
+    lines = ["| kind | meaning |", "|---|---|"]
+    return "\n".join([*lines, *(f"| `{kind}` | {kind.meaning} |" for kind in WarningKind)])
+
+
 def inputs_table() -> str:
     lines = ["| input | modes | meaning |", "|---|---|---|"]
     for name, entry in action()["inputs"].items():
@@ -200,6 +230,8 @@ def waiting_times() -> str:
 PARTS = (
     ("reference/lifecycle.md", "state diagram", state_diagram),
     ("reference/lifecycle.md", "transitions", transition_table),
+    ("reference/commands.md", "commands", commands_table),
+    ("reference/commands.md", "warnings", warnings_table),
     ("reference/settings.md", "settings", settings_table),
     ("reference/metrics.md", "metrics", metrics_table),
     ("reference/metrics.md", "endings", endings_line),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
 from itertools import islice
+from typing import Self
 
 from remuda.domain.instance import ABSORBING, Instance, State, holder_id
 from remuda.domain.pool_config import PoolConfig
@@ -36,42 +37,69 @@ RECENT_FAILURE_S = 3_600.0
 
 
 class WarningKind(StrEnum):
-    #: No sweep has run for long: nothing expires, and nothing is repaired.
-    SWEEPER = "sweeper"
-    #: A background process of the local backend does not run.
-    STOPPED_PROCESS = "stopped-process"
-    #: A provision failed within the last hour, and the run has not been provisioned since.
-    PROVISION_FAILED = "provision-failed"
-    #: A run held its runners until their time was up, within the last hour.
-    RUN_EXPIRED = "run-expired"
-    #: The maximum runtime ends a running job soon.
-    EXPIRES_SOON = "expires-soon"
-    #: A committed run has lost instances.
-    LOST_INSTANCE = "lost-instance"
-    #: The threshold of an instance has passed.
-    EXPIRED = "expired"
-    STALE_HEARTBEAT = "stale-heartbeat"
-    #: A termination is not confirmed.
-    STUCK = "stuck"
-    SPOT_NOTICE = "spot-notice"
-    #: An open provision is past its deadline.
-    OVERDUE = "overdue"
-    STALE_REGISTRATION = "stale-registration"
-    #: A registration token expires soon.
-    TOKEN = "token"  # noqa: S105 - not a secret
-    UNCONFIGURED = "unconfigured"
-    #: GitHub will refuse the pool's version of the actions runner soon, or it is unknown for long whether it does.
-    RUNNER_VERSION = "runner-version"
-    #: Most of the month's budget is spent, or all of it.
-    BUDGET = "budget"
-    #: A job waits for a runner for too long.
-    WAITING_JOB = "waiting-job"
-    #: A runner set cannot be served, or GitHub's counts of its jobs are wrong.
-    RUNNER_SET = "runner-set"
-    #: A record cannot be parsed.
-    UNREADABLE = "unreadable"
-    #: GitHub cannot be reached.
-    GITHUB = "github"
+    """The warnings of `status` and of the dashboard, each with a description for the reference page."""
+
+    meaning: str
+
+    def __new__(cls, name: str, meaning: str) -> Self:
+        kind = str.__new__(cls, name)
+        kind._value_ = name
+        kind.meaning = meaning
+        return kind
+
+    SWEEPER = (
+        "sweeper",
+        (
+            "no sweep (`refresh`) has run for 15 minutes, or for three times its `--every`: "
+            "nothing expires, and nothing is repaired"
+        ),
+    )
+    STOPPED_PROCESS = "stopped-process", "a background process of the local backend is not running"
+    PROVISION_FAILED = (
+        "provision-failed",
+        "a provision failed within the last hour, and the run has not been provisioned since",
+    )
+    RUN_EXPIRED = "run-expired", "a run held its runners until their time was up, within the last hour"
+    EXPIRES_SOON = (
+        "expires-soon",
+        (
+            "`max-runtime-min` ends a running job soon: less than 10 minutes and less than a tenth of its time are left; "
+            "`refresh` logs it, too"
+        ),
+    )
+    LOST_INSTANCE = "lost-instance", "a committed run has lost instances"
+    EXPIRED = "expired", "an instance is past its threshold and the clock margin and not yet retired"
+    STALE_HEARTBEAT = "stale-heartbeat", "an agent has sent no heartbeat for 15 s plus the clock margin"
+    STUCK = "stuck", "termination was requested 15 minutes ago and is not confirmed"
+    SPOT_NOTICE = "spot-notice", "EC2 will interrupt the instance"
+    OVERDUE = "overdue", "a provision is open past its deadline"
+    STALE_REGISTRATION = (
+        "stale-registration",
+        "a registration on GitHub without an assignment (needs a credential; with `--watch` once per minute)",
+    )
+    TOKEN = "token", "the pool's registration token expires before a provision could finish"
+    UNCONFIGURED = "unconfigured", "the pool has no configuration: `refresh` has never run"
+    RUNNER_VERSION = (
+        "runner-version",
+        (
+            "GitHub will refuse the pool's version of the actions runner soon, "
+            "or it has been unknown for long whether it does"
+        ),
+    )
+    BUDGET = "budget", "most of the month's [budget](../howto/alarms-and-budget.md) is spent, or all of it"
+    WAITING_JOB = (
+        "waiting-job",
+        (
+            "a job has waited for a runner for more than five minutes, or asks for a label that the runners of its run "
+            "do not have, with the reason; or the queue of a repository cannot be checked"
+        ),
+    )
+    RUNNER_SET = (
+        "runner-set",
+        "a runner set has no working session, or GitHub's counts of its jobs have been wrong for long",
+    )
+    UNREADABLE = "unreadable", "records could not be parsed"
+    GITHUB = "github", "runners could not be listed on GitHub"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
