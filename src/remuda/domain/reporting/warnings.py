@@ -63,8 +63,8 @@ class WarningKind(StrEnum):
     EXPIRES_SOON = (
         "expires-soon",
         (
-            "`max-runtime-min` ends a running job soon: less than 10 minutes and less than a tenth of its time are left; "
-            "`refresh` logs it, too"
+            "`max-runtime-min` ends a running job soon: less than 10 minutes and less than a tenth of its time are "
+            "left; `refresh` logs it, too"
         ),
     )
     LOST_INSTANCE = "lost-instance", "a committed run has lost instances"
