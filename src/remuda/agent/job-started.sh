@@ -119,9 +119,9 @@ refuse() {
 
 if ! is_of_run || ! is_of_repository; then refuse_foreign; fi
 if ! is_trusted; then
-  refuse ' untrusted' "this machine has served trusted jobs, its runner set is strict, and the event \
-'$(printf '%s' "${GITHUB_EVENT_NAME:-}" | tr -cd 'a-z_')' does not prove that this job is trusted. Let runs-on of such \
-jobs name the labels of a runner set with trust = \"untrusted\"."
+  refuse ' untrusted' "its runner set is strict, and the event '$(printf '%s' "${GITHUB_EVENT_NAME:-}" | tr -cd 'a-z_')' \
+does not prove that this job runs the repository's own code. Let runs-on of such jobs name the labels of a runner set \
+with trust = \"untrusted\"."
 fi
 
 PATH=$path

@@ -263,7 +263,7 @@ class TestStrict:
     def test_other_events_are_refused(self, hooked: Hooked, event: str) -> None:
         done = self.run(hooked, event)
         assert done.returncode == 1
-        assert "does not prove that this job is trusted" in done.stdout
+        assert "does not prove that this job runs the repository's own code" in done.stdout
         assert done.stdout.count("::") == 2, "nothing of the event's name is a command"
         assert hooked.hook.refused() == "refused 1 untrusted job: run 7 of acme/widgets"
 

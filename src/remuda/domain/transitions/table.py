@@ -49,7 +49,7 @@ class Equip:
     #: Just-in-time configuration, a credential, and GitHub's id of the registration.
     jit_config: str = field(repr=False)
     runner_id: int
-    #: Whether the set refuses untrusted jobs on a machine that has served trusted ones.
+    #: Whether the set refuses untrusted jobs on instances of the trusted tier, whatever they have served.
     strict: bool = False
     #: Seconds that it may listen without a job, and that a job may run.
     listening_time_s: float
