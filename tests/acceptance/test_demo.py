@@ -89,7 +89,7 @@ def test_demo(tmp_path: Path):
     assert (report["leaked_processes"], report["foreign_jobs"]) == (0, 0)
     assert report["cold_seconds"] > report["warm_seconds"]
     assert report["reuse_rate"] > 0.5
-    assert [(item["kind"], len(item["waits"])) for item in report["demand"]] == [
+    assert [(item["kind"], len(item["waits"])) for item in report["runner_set_runs"]] == [
         ("cold", 3),
         ("warm", 3),
         ("warm", 1),
@@ -103,8 +103,9 @@ def test_demo(tmp_path: Path):
     assert len(lines) <= 45
     assert max(len(line) for line in lines if not line.startswith("usage report: ")) <= 80
     chapters = [line.partition(":")[0] for line in lines if ": " in line and not line.startswith(" ")]
-    assert chapters[:6] == ["Start", "Cold", "Reuse", "Warm", "Crash", "Expiry"]
-    assert chapters[6:9] == ["Demand", "Demand, warm", "Demand, hot"]
+    assert chapters[:5] == ["Start", *(f"Runner set, {kind}" for kind in ("cold", "warm", "hot", "cancelled"))]
+    assert chapters[5:8] == [f"Provision, {kind}" for kind in ("cold", "two at once", "warm")]
+    assert chapters[8:12] == ["Crash", "Expiry", "Scale-down", "End"]
     assert not [line for line in lines if re.search(r"\d\d:\d\d:\d\d", line)]
     page = tmp_path / "demo" / "report.html"
     assert report["report_page"] == str(page)

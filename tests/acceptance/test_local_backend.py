@@ -354,7 +354,7 @@ def test_up_applies_the_first_configuration_and_keeps_a_later_one(folder: Path):
 
 def test_a_command_in_another_folder_says_where_the_backend_runs(folder: Path, tmp_path: Path):
     assert remuda(folder, "up")[0] == 0
-    workflow = str(ROOT / "docs" / "tutorial" / "first.yml")
+    workflow = str(ROOT / "docs" / "tutorial" / "provision.yml")
     for words in (("status",), ("provision", "--run-id", "1"), ("run-workflow", workflow)):
         code, answer = remuda(tmp_path / "elsewhere", *words)
         assert code == 2

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from remuda.cli.demo.report import DemoCheck, DemoDemand, DemoProvision, DemoReport, DemoRetirement, show_report
+from remuda.cli.demo.report import DemoCheck, DemoSetRun, DemoProvision, DemoReport, DemoRetirement, show_report
 from remuda.cli.deploy import _show_changes
 from remuda.cli.output import Output
 from remuda.cli.read import check_lines, check_table, problems_first
@@ -234,7 +234,7 @@ def demo_report() -> list[Any]:
         leaked_processes=0,
         foreign_jobs=0,
         seconds=60,
-        demand=(DemoDemand(kind="cold", run_id="1011", waits=(3.0, 4.0)),),
+        set_runs=(DemoSetRun(kind="cold", run_id="1011", waits=(3.0, 4.0)),),
     )
     show_report(output, report)
     return output.parts

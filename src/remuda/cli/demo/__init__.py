@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from remuda.cli.demo.environment import BOOT_S, DEMAND_CLASS, SCOPE, DemoEnvironment, ScaleDownDecisions, launch_fleet
+from remuda.cli.demo.environment import BOOT_S, SET_CLASS, SCOPE, DemoEnvironment, ScaleDownDecisions, launch_fleet
 from remuda.cli.demo.report import (
     DemoCheck,
-    DemoDemand,
+    DemoSetRun,
     DemoProvision,
     DemoRelease,
     DemoReport,
@@ -99,19 +99,19 @@ class LocalDemo:
         self._provisions: list[DemoProvision] = []
         self._releases: list[DemoRelease] = []
         self._checks: list[DemoCheck] = []
-        self._demands: list[DemoDemand] = []
+        self._set_runs: list[DemoSetRun] = []
         self._down = False
 
     async def run(self) -> DemoReport:
         environment = self.environment
-        environment.title(f"Start: a local GitHub and periodic sweeps; machines take {BOOT_S:g} s to boot here")
+        environment.title(f"Start: a local GitHub and periodic sweeps; instances take {BOOT_S:g} s to boot here")
         await environment.remuda("up")
         await environment.refresh(idle_s=IDLE_S)
+        await self._serve_set()
         await self._cold_provision()
         await self._warm_provision()
         await self._crash_during_release()
         await self._self_termination()
-        await self._demand()
         await self._scale_down()
         return await self._down_and_report()
 
@@ -129,7 +129,7 @@ class LocalDemo:
     # Chapters ---------------------------------------------------------------------------------------------------
 
     async def _cold_provision(self) -> None:
-        self.environment.title("Cold: the pool is empty, so a workflow with three jobs creates three machines")
+        self.environment.title("Provision, cold: a workflow with three jobs creates three instances")
         jobs = await self._workflow("cold", run_id="1001", count=3)
         cold = self._provisions[-1]
         self._check("the first run creates three runners", passed=(cold.reused, cold.created) == (0, 3))
@@ -137,7 +137,7 @@ class LocalDemo:
         self.environment.outcome(cold.describe())
 
     async def _warm_provision(self) -> None:
-        self.environment.title("Reuse: two workflows at once need five runners; the pool has three")
+        self.environment.title("Provision, two at once: they need five runners; the pool has three")
         await asyncio.gather(
             self._workflow("left", run_id="1002", count=2, at_once_with=["1003"]),
             self._workflow("right", run_id="1003", count=3, at_once_with=["1002"]),
@@ -147,59 +147,59 @@ class LocalDemo:
         self._check("two concurrent runs reuse three runners and create two", passed=(reused, created) == (3, 2))
         for item in self._provisions[-2:]:
             self.environment.outcome(item.describe())
-        self.environment.title("Warm: all runners come from the pool")
+        self.environment.title("Provision, warm: all runners come from the pool")
         await self._workflow("warm", run_id="1004", count=3)
         warm = self._provisions[-1]
         self._check("a run on a warm pool creates no runner", passed=(warm.reused, warm.created) == (3, 0))
         self.environment.outcome(warm.describe())
 
-    async def _demand(self) -> None:
+    async def _serve_set(self) -> None:
         environment = self.environment
-        environment.title("Demand: three jobs without a provision job; a runner set gets machines for them")
+        environment.title("Runner set, cold: three jobs ask for it by label; it gets instances for them")
         await environment.refresh(idle_s=IDLE_S, runner_sets=[_runner_set()])
-        file = environment.demand_file("burst", count=3, step="sleep 0.5")
-        cold = await self._demand_run("cold", file, run_id="1011")
-        self._check("three jobs without a provision get three machines", passed=_successful_instances(cold) == 3)
-        environment.outcome(self._demands[-1].describe())
-        await environment.wait_until(lambda: self._idle(3), "the machines to return to the pool")
-        environment.title("Demand, warm: the same jobs again; one fails and is run again")
+        file = environment.set_workflow("burst", count=3, step="sleep 0.5")
+        cold = await self._run_on_set("cold", file, run_id="1011")
+        self._check("three jobs of a runner set get three instances", passed=_successful_instances(cold) == 3)
+        environment.outcome(self._set_runs[-1].describe())
+        await environment.wait_until(lambda: self._idle(3), "the instances to return to the pool")
+        environment.title("Runner set, warm: the same jobs again; one fails and is run again")
         step = 'test "${{ matrix.shard }}-${{ github.run_attempt }}" != 2-1'
-        file = environment.demand_file("again", count=3, step=step)
-        first = await self._demand_run("warm", file, run_id="1012")
+        file = environment.set_workflow("again", count=3, step=step)
+        first = await self._run_on_set("warm", file, run_id="1012")
         self._check(
-            "the jobs reuse these machines",
+            "the jobs reuse these instances",
             passed={job["instance_id"] for job in first} <= {job["instance_id"] for job in cold},
         )
-        second = await self._demand_run("warm", file, "--rerun-failed", run_id="1012")
+        second = await self._run_on_set("warm", file, "--rerun-failed", run_id="1012")
         reran = [job for job in second if job["job_id"]]
         self._check(
             "a re-run of failed jobs runs one job, which succeeds",
             passed=[job["conclusion"] for job in reran] == ["success"]
             and reran[0]["job_id"] not in {job["job_id"] for job in first},
         )
-        for item in self._demands[-2:]:
+        for item in self._set_runs[-2:]:
             environment.outcome(item.describe())
         await self._hot_start()
         await self._cancelled_job()
 
     async def _hot_start(self) -> None:
         environment = self.environment
-        environment.title("Demand, hot: one runner of the set listens before there is a job")
+        environment.title("Runner set, hot: one runner listens before there is a job")
         await environment.refresh(idle_s=IDLE_S, runner_sets=[_runner_set(windows=[{"hot": 1}])])
         await environment.wait_until(self._is_listening, "a runner to listen")
         listening = await self._listening()
-        file = environment.demand_file("hot", count=1, step="sleep 0.5")
-        (job,) = await self._demand_run("hot", file, run_id="1013")
+        file = environment.set_workflow("hot", count=1, step="sleep 0.5")
+        (job,) = await self._run_on_set("hot", file, run_id="1013")
         self._check(
             "a job runs on the runner that listened before", passed=[job["instance_id"]] == listening, detail=str(job)
         )
-        environment.outcome(self._demands[-1].describe())
+        environment.outcome(self._set_runs[-1].describe())
 
     async def _cancelled_job(self) -> None:
         environment = self.environment
-        environment.title("Cancel: a run is cancelled while its job runs")
+        environment.title("Runner set, cancelled: a run is cancelled while its job runs")
         await environment.refresh(idle_s=IDLE_S, runner_sets=[_runner_set()])
-        file = environment.demand_file("cancelled", count=1, step="sleep 600")
+        file = environment.set_workflow("cancelled", count=1, step="sleep 600")
         run = asyncio.create_task(environment.remuda("run-workflow", file, "--run-id", "1014"))
         async with environment.github() as github:
             await environment.wait_until(lambda: _run_started(github, "1014"), "the job to start")
@@ -207,24 +207,24 @@ class LocalDemo:
             await asyncio.gather(run, return_exceptions=True)
             await environment.wait_until(lambda: _run_completed(github, "1014"), "the job to end")
             (job,) = await github.jobs(run_id="1014")
-        await environment.wait_until(lambda: self._idle(3), "the machines to return to the pool")
-        self._check("a cancelled job's machine returns to the pool", passed=job.conclusion == "cancelled")
-        environment.outcome(f"run 1014: {job.conclusion}; its machine is clean and back in the pool")
+        await environment.wait_until(lambda: self._idle(3), "the instances to return to the pool")
+        self._check("a cancelled job's instance returns to the pool", passed=job.conclusion == "cancelled")
+        environment.outcome(f"run 1014: {job.conclusion}; its instance is clean and back in the pool")
 
-    async def _demand_run(self, kind: str, file: str, *more: str, run_id: str) -> list[dict[str, Any]]:
+    async def _run_on_set(self, kind: str, file: str, *more: str, run_id: str) -> list[dict[str, Any]]:
         result = await self.environment.json("run-workflow", file, "--run-id", run_id, *more, ok={0, 1})
-        self._demands.append(DemoDemand.parse(kind, run_id, result["jobs"]))
+        self._set_runs.append(DemoSetRun.parse(kind, run_id, result["jobs"]))
         jobs: list[dict[str, Any]] = result["jobs"]
         return jobs
 
     async def _idle(self, count: int) -> bool:
-        """Whether at least this many machines of the runner set are idle, and none is in use."""
+        """Whether at least this many instances of the runner set are idle, and none is in use."""
         records = [record for record, _ in (await self.environment.histories()).values()]
-        states = [record.state for record in records if record.resource_class == DEMAND_CLASS]
+        states = [record.state for record in records if record.resource_class == SET_CLASS]
         return states.count(State.IDLE) >= count and set(states) <= {State.IDLE, State.TERMINATED}
 
     async def _listening(self) -> list[str]:
-        """Ids of the machines whose runner of the set waits for a job."""
+        """Ids of the instances whose runner of the set waits for a job."""
         async with self.environment.github() as github:
             runners = [runner for runner in await github.runners() if runner.scale_set_id and runner.state == "idle"]
         parsed = (parse_runner_name(self.environment.settings.pool, runner.name) for runner in runners)
@@ -235,7 +235,7 @@ class LocalDemo:
 
     async def _scale_down(self) -> None:
         environment = self.environment
-        environment.title("Scale-down: four machines of another fleet, found by their tags")
+        environment.title("Scale-down: four instances of another fleet, found by their tags")
         fleet = await launch_fleet(environment.settings, SCOPE)
         environment.log(f"{fleet.unregistered} never registers; {fleet.mistagged} is tagged as an orphan by mistake")
         limits = ("--minimum-running-time-in-minutes", "0", "--runner-boot-time-in-minutes", "0")
@@ -275,7 +275,7 @@ class LocalDemo:
 
     async def _crash_during_release(self) -> None:
         environment = self.environment
-        environment.title("Crash: a machine loses power while its run is released")
+        environment.title("Crash: an instance loses power while its run is released")
         run_id = "1005"
         provisioned = await environment.json("provision", "--run-id", run_id, "--instance-count", "1")
         self._provisions.append(DemoProvision.parse("crash", provisioned))
@@ -307,7 +307,7 @@ class LocalDemo:
 
     async def _self_termination(self) -> None:
         environment = self.environment
-        environment.title(f"Expiry: no control plane runs, and a machine's idle time of {SHORT_IDLE_S:g} s is up")
+        environment.title(f"Expiry: no control plane runs, and an instance's idle time of {SHORT_IDLE_S:g} s is up")
         await environment.refresh(idle_s=SHORT_IDLE_S)
         await environment.stop_sweeper()
         environment.log("periodic refresh stopped")
@@ -350,8 +350,8 @@ class LocalDemo:
         self._check("0 live instances recorded", passed=not live, detail=", ".join(live))
         self._check("0 runners registered on GitHub", passed=not registrations, detail=", ".join(registrations))
         environment.outcome(
-            f"{len(leaked)} processes, {len(live)} machines, {len(registrations)} registrations left; "
-            f"{len(foreign)} jobs on foreign machines"
+            f"{len(leaked)} processes, {len(live)} instances, {len(registrations)} registrations left; "
+            f"{len(foreign)} jobs on foreign instances"
         )
         return DemoReport(
             provisions=tuple(sorted(self._provisions, key=lambda item: item.run_id)),
@@ -361,7 +361,7 @@ class LocalDemo:
             leaked_processes=len(leaked),
             foreign_jobs=len(foreign),
             seconds=round(environment.clock.monotonic() - self._began, 1),
-            demand=tuple(self._demands),
+            set_runs=tuple(self._set_runs),
         )
 
     # Results ----------------------------------------------------------------------------------------------------
@@ -384,8 +384,8 @@ class LocalDemo:
 
 
 def _runner_set(**more: Any) -> dict[str, Any]:
-    labels = ["self-hosted", "remuda", "demand"]
-    return {"name": "demand", "labels": labels, "resource-class": DEMAND_CLASS, "max": 4, **more}
+    labels = ["self-hosted", "remuda", "demo"]
+    return {"name": "demo", "labels": labels, "resource-class": SET_CLASS, "max": 4, **more}
 
 
 async def _run_started(github: FakeGitHubClient, run_id: str) -> bool:

@@ -96,7 +96,7 @@ name: {name}
 on: push
 jobs:
   test:
-    runs-on: [self-hosted, remuda, demand]
+    runs-on: [self-hosted, remuda, demo]
     strategy:
       matrix:
         shard: [{shards}]
@@ -107,7 +107,7 @@ jobs:
         run: {step}
 """
 #: A class that the other chapters do not use, so that the first jobs of the set find no idle machine.
-DEMAND_CLASS = "xlarge"
+SET_CLASS = "xlarge"
 #: Instances without records: name of the fleet, registered instances, lifetime in seconds.
 FLEET = "demo-fleet"
 REGISTERED = 3
@@ -236,7 +236,7 @@ class DemoEnvironment:
         provision = DemoProvision.parse(name, provisioned, jobs_ok=result["conclusion"] == "success")
         return provision, DemoRelease.parse(name, released), jobs
 
-    def demand_file(self, name: str, *, count: int, step: str) -> str:
+    def set_workflow(self, name: str, *, count: int, step: str) -> str:
         """Write a workflow with `count` jobs for the runner set. Return its path."""
         file = self._root / f"{name}.yml"
         shards = ", ".join(str(number + 1) for number in range(count))

@@ -15,7 +15,7 @@ from remuda.domain.pool_config import parse_runner_name
 from remuda.fake_github.client import JobView
 from remuda.ports.store import InstanceStore
 
-#: Transition that assigns a machine of a runner set to the run of its job.
+#: Transition that assigns an instance of a runner set to the run of its job.
 BIND = "bind"
 #: Kinds of provisions that are compared.
 KINDS = ("cold", "warm")
@@ -89,7 +89,7 @@ class DemoRelease:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DemoDemand:
+class DemoSetRun:
     """Jobs of a runner set that started under the same conditions."""
 
     #: cold, warm or hot.
@@ -99,7 +99,7 @@ class DemoDemand:
     waits: tuple[float, ...]
 
     @classmethod
-    def parse(cls, kind: str, run_id: str, jobs: Iterable[Mapping[str, Any]]) -> DemoDemand:
+    def parse(cls, kind: str, run_id: str, jobs: Iterable[Mapping[str, Any]]) -> DemoSetRun:
         return cls(
             kind=kind, run_id=run_id, waits=tuple(float(job["wait_seconds"]) for job in jobs if job["wait_seconds"])
         )
@@ -141,7 +141,7 @@ class DemoReport:
     foreign_jobs: int
     seconds: float
     #: Jobs without a provision.
-    demand: tuple[DemoDemand, ...] = ()
+    set_runs: tuple[DemoSetRun, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -174,7 +174,7 @@ class DemoReport:
                 for item in self.provisions
             ],
             "releases": [{**asdict(item), "overhead_seconds": item.overhead_seconds} for item in self.releases],
-            "demand": [asdict(item) for item in self.demand],
+            "runner_set_runs": [asdict(item) for item in self.set_runs],
             "retired": [asdict(item) for item in self.retired],
             "checks": [asdict(item) for item in self.checks],
             "leaked_processes": self.leaked_processes,
@@ -194,7 +194,7 @@ def show_report(output: Output, report: DemoReport, *, verbose: bool = True) -> 
     output.say("", f"provision cold {cold}, warm {warm}; {report.reuse_rate:.0%} of the runners reused")
     if verbose:
         for operation, seconds in report.overheads().items():
-            verdict = "met" if seconds < GOAL_S else "missed; is this machine busy?"
+            verdict = "met" if seconds < GOAL_S else "missed; is this computer busy?"
             name = operation.replace("_", " ")
             output.say(f"{name}: at most {seconds:.2f} s of overhead (goal {GOAL_S} s: {verdict})")
         output.say("")
@@ -212,13 +212,13 @@ def _closing_table(report: DemoReport) -> FittedTable:
     """Each run with the seconds that it waited for runners."""
     columns = ("run", "scenario", "start", "reused", "created", "seconds")
     rows = [
-        (item.run_id, item.name, item.kind, str(item.reused), str(item.created), f"{item.seconds:.2f}")
-        for item in report.provisions
+        (item.run_id, f"runner set, {plural(len(item.waits), 'job')}", item.kind, "", "", f"{median(item.waits):.2f}")
+        for item in report.set_runs
+        if item.waits
     ]
     rows += [
-        (item.run_id, f"demand, {plural(len(item.waits), 'job')}", item.kind, "", "", f"{median(item.waits):.2f}")
-        for item in report.demand
-        if item.waits
+        (item.run_id, item.name, item.kind, str(item.reused), str(item.created), f"{item.seconds:.2f}")
+        for item in report.provisions
     ]
     return FittedTable("Seconds until runners are ready", columns, rows, numeric=frozenset(columns[3:]))
 
@@ -235,11 +235,11 @@ def _show_tables(output: Output, report: DemoReport) -> None:
     ]
     output.say("")
     output.show(FittedTable("Provisions", ("run", "kind", *numbers), provisions, numeric=frozenset(numbers)))
-    if report.demand:
+    if report.set_runs:
         columns = ("jobs", "median wait", "longest wait")
         waits = [
             (item.run_id, item.kind, str(len(item.waits)), f"{median(item.waits):.2f}", f"{max(item.waits):.2f}")
-            for item in report.demand
+            for item in report.set_runs
             if item.waits
         ]
         output.say("")
@@ -272,7 +272,7 @@ async def read_histories(store: InstanceStore) -> Histories:
 def foreign_jobs(jobs: Iterable[JobView], histories: Histories, *, pool: str) -> list[str]:
     """Jobs whose instance was assigned to another run at the epoch in the runner's name.
 
-    A machine of a runner set is assigned to the run of its job when the job starts.
+    An instance of a runner set is assigned to the run of its job when the job starts.
     """
     return [f"{job.name} of run {job.run_id}" for job in jobs if _is_foreign(job, histories, pool)]
 
