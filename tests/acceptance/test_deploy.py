@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from remuda.cli.deploy import parse_stack_sets
 from remuda.controlplane.demand.heartbeat import HEARTBEATS
 from remuda.deployment.policies import FUNCTIONS
 from remuda.deployment.resources import SpotRole
@@ -48,6 +49,9 @@ def test_dry_run_lists_everything_and_leaves_nothing(account: EmptyAccount):
     assert {("add", "Table"), ("add", "RefreshFunction"), ("add", "WorkflowRole")} <= changes(result.document)
     assert set(result.document["outside"]) == {"bucket", "secret", "oidc provider", "spot role", "security group"}
     assert account.resources("") == before
+    # A new pool without a set is told what it lacks, with a value that can be pasted.
+    (advice,) = re.findall(r"--runner-sets '(.*)'", result.stderr)
+    assert [item.name for item in parse_stack_sets(advice, SCOPE) or ()] == ["large"]
 
 
 def test_deploy_creates_a_pool_that_doctor_finds_healthy_and_again_changes_nothing(account: EmptyAccount):
@@ -136,6 +140,7 @@ def test_github_without_https_is_refused_because_of_its_oidc_tokens(account: Emp
 def test_values_are_asked_for_on_a_terminal(account: EmptyAccount):
     arguments = ["deploy", "--dry-run", "--dist", str(account.bundles()), "--ami", account.stack.launch["ami"]]
     answers = {"name of the pool": "asked", "organization or owner/repo": SCOPE, "GitHub token": "wrong-token"}
+    answers["create a runner set"] = "n"
     code, shown = account.run_on_terminal(arguments, answers, REMUDA_GITHUB_TOKEN="")
     assert code == 2, shown
     # GitHub refuses the token, which was not shown.
@@ -143,8 +148,12 @@ def test_values_are_asked_for_on_a_terminal(account: EmptyAccount):
     assert "Bad credentials" in shown
     assert "wrong-token" not in shown
     answers["GitHub token"] = account.stack.github.token
-    code, shown = account.run_on_terminal(arguments, answers, REMUDA_GITHUB_TOKEN="")
-    assert (code, "nothing was changed" in shown) == (0, True), shown
+    arguments += listener_place(account)
+    for answer in ("n", "y"):
+        answers["create a runner set"] = answer
+        code, shown = account.run_on_terminal(arguments, answers, REMUDA_GITHUB_TOKEN="")
+        assert (code, "nothing was changed" in shown) == (0, True), shown
+        assert ("ListenerGroup" in shown) == (answer == "y")
 
 
 def test_foreign_resources_and_missing_permissions_are_reported_before_any_change(account: EmptyAccount):
@@ -230,14 +239,15 @@ def test_destroy_leaves_nothing_and_can_be_repeated(account: EmptyAccount):
 SETS = [{"name": "large", "labels": ["self-hosted", "remuda", "large"], "resource-class": "large", "max": 2}]
 
 
+def listener_place(account: EmptyAccount) -> tuple[str, ...]:
+    """Image and type that the test servers know."""
+    image = f"ListenerAmi={account.stack.launch['ami']}"
+    return ("--parameter", image, "--parameter", "ListenerInstanceType=m5.large")
+
+
 def set_arguments(account: EmptyAccount, sets: list[dict[str, Any]], *more: str, pool: str = "sets") -> list[str]:
-    place = (
-        "--parameter",
-        f"ListenerAmi={account.stack.launch['ami']}",
-        "--parameter",
-        "ListenerInstanceType=m5.large",
-    )
-    return account.arguments("--json", "--runner-sets", json.dumps(sets), *place, *more, pool=pool)
+    given = ("--runner-sets", json.dumps(sets), *listener_place(account))
+    return account.arguments("--json", *given, *more, pool=pool)
 
 
 async def wait_for_line(process: ForkedProcess, text: bytes) -> list[bytes]:

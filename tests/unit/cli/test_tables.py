@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from remuda.cli.demo.report import DemoCheck, DemoSetRun, DemoProvision, DemoReport, DemoRetirement, show_report
+from remuda.cli.demo.report import DemoCheck, DemoProvision, DemoReport, DemoRetirement, DemoSetRun, show_report
 from remuda.cli.deploy import _show_changes
 from remuda.cli.output import Output
 from remuda.cli.read import check_lines, check_table, problems_first

@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from remuda.cli.demo.environment import BOOT_S, SET_CLASS, SCOPE, DemoEnvironment, ScaleDownDecisions, launch_fleet
+from remuda.cli.demo.environment import BOOT_S, SCOPE, SET_CLASS, DemoEnvironment, ScaleDownDecisions, launch_fleet
 from remuda.cli.demo.report import (
     DemoCheck,
-    DemoSetRun,
     DemoProvision,
     DemoRelease,
     DemoReport,
+    DemoSetRun,
     foreign_jobs,
     live_instances,
     retirements,
