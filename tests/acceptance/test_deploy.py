@@ -49,6 +49,8 @@ def test_dry_run_lists_everything_and_leaves_nothing(account: EmptyAccount):
     assert {("add", "Table"), ("add", "RefreshFunction"), ("add", "WorkflowRole")} <= changes(result.document)
     assert set(result.document["outside"]) == {"bucket", "secret", "oidc provider", "spot role", "security group"}
     assert account.resources("") == before
+    assert result.document["idle_cost"]["monthly"] > 5
+    assert f"about {result.document['idle_cost']['monthly']:.2f} $ per month" in result.stderr
     # A new pool without a set is told what it lacks, with a value that can be pasted.
     (advice,) = re.findall(r"--runner-sets '(.*)'", result.stderr)
     assert [item.name for item in parse_stack_sets(advice, SCOPE) or ()] == ["large"]

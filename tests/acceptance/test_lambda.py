@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from remuda.deployment.idle_cost import METRICS
 from tests.support.aws.stack import SCOPE, AwsStack
 from tests.support.bundle_builds import shared_bundles
 from tests.support.emf import check_emf
@@ -136,6 +137,16 @@ def test_refresh_applies_and_sweeps_with_a_token_from_secrets_manager(function: 
     assert (function.metrics["Failed"], function.metrics["Errors"], function.metrics["InstancesIdle"]) == (0, 0, 0)
     assert function.metrics["RunnerVersionWarnings"] == 0
     assert function.metrics["GithubCalls"] == sum(first["calls"]["github"].values())
+    # Which costs money, each of them.
+    assert written(function) == METRICS["refresh"]
+    function.invoke({"command": "scale-down", "dry_run": True}, ENVIRONMENT=POOL)
+    assert written(function) == METRICS["scale-down"]
+
+
+def written(function: PackagedFunction) -> int:
+    """The number of metrics of the last invocation."""
+    (directive,) = function.metrics["_aws"]["CloudWatchMetrics"]
+    return len(directive["Metrics"])
 
 
 def test_app_key_from_secrets_manager_is_used_and_never_logged(

@@ -149,12 +149,15 @@ def _deploy(
     confirmed: bool,
     dry_run: bool,
 ) -> int:
-    from remuda.deployment.deploy import Deployment, DeployResult  # noqa: PLC0415 - AWS libraries are slow to import
+    from remuda.deployment.deploy import Deployment, DeployResult, expected_cost  # noqa: PLC0415 - AWS libraries are slow
 
     is_new = facts.stack is None or not facts.stack.exists
     progress = ConsoleProgress(output)
     result = DeployResult()
     document = _base_document(request, facts, results, dry_run=dry_run)
+    cost = expected_cost(request, facts)
+    document["idle_cost"] = cost.document()
+    output.say(*cost.lines())
 
     def run(work: Callable[[Deployment], Awaitable[T]]) -> T:
         async def opened() -> T:

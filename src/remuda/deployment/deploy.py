@@ -23,6 +23,7 @@ from remuda.controlplane.doctor import run_checks
 from remuda.controlplane.operator import InstanceSelector
 from remuda.deployment.api import AwsApi
 from remuda.deployment.bundles import Bundle, BundleSource, BundleUse
+from remuda.deployment.idle_cost import IdleCost, idle_cost
 from remuda.deployment.preflight import DeployFacts, DeployTarget
 from remuda.deployment.resources import Bucket, CredentialSecret, OidcProvider, SecurityGroup, SpotRole, stack_name
 from remuda.deployment.stack import FAILED_CREATION, STACK_TAG, Stack, StackChange, new_resources
@@ -166,6 +167,20 @@ def plan_stack(request: DeployRequest, facts: DeployFacts, *, secret: str, group
     return StackPlan(template=made, parameters=parameters, kept=tuple(name for name in kept if name not in parameters))
 
 
+def expected_plan(request: DeployRequest, facts: DeployFacts) -> StackPlan:
+    """The plan before anything outside the stack exists, with placeholders for what will be created."""
+    secret = facts.stored("GithubSecretArn") or request.own_secret or "arn:new"
+    return plan_stack(request, facts, secret=secret, groups="" if facts.groups else "sg-new")
+
+
+def expected_cost(request: DeployRequest, facts: DeployFacts) -> IdleCost:
+    """What the pool will cost while nothing runs."""
+    plan = expected_plan(request, facts)
+    values = {name: plan.value(name, facts) for name in plan.template["Parameters"]}
+    resources = [item.logical_id for item in new_resources(plan.template, values)]
+    return idle_cost(resources, values, owns_secret=not request.own_secret)
+
+
 def choose_code(bundles: tuple[Bundle, ...], architecture: str) -> Bundle:
     """The bundle of the functions for this architecture, or the first one."""
     found = [item for item in bundles if item.use is BundleUse.LAMBDA]
@@ -231,8 +246,7 @@ class Deployment:
     async def preview(self) -> tuple[StackChange, ...]:
         """The changes of the stack, and nothing left behind."""
         facts = self._facts
-        secret = facts.stored("GithubSecretArn") or self._request.own_secret or "arn:new"
-        plan = plan_stack(self._request, facts, secret=secret, groups="" if facts.groups else "sg-new")
+        plan = expected_plan(self._request, facts)
         if facts.stack is None or not facts.stack.exists:
             return new_resources(plan.template, plan.parameters, facts.adopted)
         if facts.stack.is_busy:

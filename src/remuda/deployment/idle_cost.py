@@ -1,0 +1,107 @@
+"""What a pool costs while nothing runs: its functions, metrics, alarms, secret and listener.
+
+`remuda deploy` shows it before it asks. Example: a pool with runner sets, in a public subnet:
+
+    when nothing runs, the pool costs about 20.64 $ per month:
+      listener (t4g.micro) 6.13, its disk 0.64, its address (in a public subnet) 3.65, metrics 8.93, …
+
+Instances that are kept idle cost their hourly price on top, and so do a NAT gateway and endpoints, which Remuda does
+not create. Storage and calls of table, queues, bucket and logs are cents.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from remuda.controlplane.demand.heartbeat import INTERVAL_S
+from remuda.deployment.listener import VOLUME_GIB
+from remuda.domain.instance import LIVE
+
+#: Date of the prices below, from AWS's public price pages; those of instances as in the price list of EC2.
+DATED = "2026-11"
+PRICE_REGION = "us-east-1"
+HOURS = 730.0
+#: CloudWatch: a metric per month (the first 10,000), an alarm of standard resolution, and 1,000 calls of PutMetricData.
+METRIC, ALARM, METRIC_CALLS = 0.30, 0.10, 0.01
+#: Secrets Manager: a secret per month.
+SECRET = 0.40
+#: Lambda: a second with 1 GiB on x86_64.
+FUNCTION_SECOND = 0.0000166667
+#: Seconds of one refresh or scale-down that finds nothing to do, as in the benchmarks, and how often they run.
+IDLE_RUN_S, RUNS_PER_HOUR = 1.5, 12
+#: EC2: a public address per hour, a GiB of gp3 per month, and the usual types of the listener per hour.
+ADDRESS, DISK_GIB = 0.005, 0.08
+LISTENER_TYPES = {"t4g.nano": 0.0042, "t4g.micro": 0.0084, "t4g.small": 0.0168, "t4g.medium": 0.0336}
+
+#: Metrics that a command writes although nothing happens: five of every invocation, and its own. The test of the
+#: functions compares them with what they write.
+METRICS = {"refresh": 5 + len(LIVE) + 4, "scale-down": 5 + 3, "listen": 5}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IdleCost:
+    """Dollars per month by item. Items without a price are in `unpriced`."""
+
+    items: Mapping[str, float]
+    unpriced: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> float:
+        return sum(self.items.values())
+
+    def lines(self) -> list[str]:
+        """For people, in 80 columns."""
+        parts = ", ".join(f"{name} {dollars:.2f}" for name, dollars in self.items.items())
+        more = f", and {', '.join(self.unpriced)}" if self.unpriced else ""
+        text = f"{parts}{more} (list prices of {PRICE_REGION}, {DATED})"
+        return [
+            f"when nothing runs, the pool costs about {self.total:.2f} $ per month:",
+            *textwrap.wrap(text, width=80, initial_indent="  ", subsequent_indent="  "),
+        ]
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "currency": "USD",
+            "prices": f"{PRICE_REGION}, {DATED}",
+            "monthly": round(self.total, 2),
+            "items": {name: round(dollars, 2) for name, dollars in self.items.items()},
+            "unpriced": list(self.unpriced),
+        }
+
+
+def idle_cost(resources: Collection[str], parameters: Mapping[str, str], *, owns_secret: bool) -> IdleCost:
+    """The cost of a stack with these resources, by logical id, and these effective parameters."""
+    has_listener, has_functions = "ListenerGroup" in resources, "RefreshFunction" in resources
+    # It may also run elsewhere, as a container: then it writes its metrics all the same.
+    writers = [
+        *(("refresh",) if has_functions else ()),
+        *(("scale-down",) if has_functions and parameters.get("ScaleDown") == "true" else ()),
+        *(("listen",) if parameters.get("RunnerSets") else ()),
+    ]
+    unpriced: list[str] = []
+
+    def items() -> Iterator[tuple[str, float]]:
+        if has_listener:
+            name = parameters.get("ListenerInstanceType", "")
+            if name in LISTENER_TYPES:
+                yield f"listener ({name})", LISTENER_TYPES[name] * HOURS
+            else:
+                unpriced.append(f"the listener ({name})")
+            yield "its disk", DISK_GIB * VOLUME_GIB
+            yield "its address (in a public subnet)", ADDRESS * HOURS
+        calls = HOURS * 3_600 / INTERVAL_S / 1_000 * METRIC_CALLS if "listen" in writers else 0.0
+        if writers:
+            yield "metrics", METRIC * sum(METRICS[name] for name in writers) + calls
+        alarms = sum(name.endswith("Alarm") for name in resources)
+        if alarms:
+            yield "alarms", ALARM * alarms
+        scheduled = sum(name in writers for name in ("refresh", "scale-down"))
+        if scheduled:
+            yield "functions", scheduled * RUNS_PER_HOUR * HOURS * IDLE_RUN_S * FUNCTION_SECOND
+        if owns_secret:
+            yield "secret", SECRET
+
+    return IdleCost(items=dict(items()), unpriced=tuple(unpriced))
