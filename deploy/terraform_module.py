@@ -31,7 +31,7 @@ def _name(placeholder: str) -> str:
 
 def policy_template(policy: Policy) -> str:
     """The policy for Terraform's templatefile(). IAM policy variables (`${…}`) are escaped."""
-    text = _escaped(json.dumps(fill_placeholders(policy, partition="<partition>"), indent=2))
+    text = _escaped(json.dumps(fill_placeholders(policy, partition="<partition>", role_path="<role-path>"), indent=2))
     for placeholder in WHOLE:
         text = text.replace(f'"{placeholder}"', f"${{jsonencode({_name(placeholder)})}}")
     for placeholder in PARAMETERS:
@@ -66,6 +66,8 @@ def _variable(declared: Setting) -> list[str]:
         shown = {"type": "list(string)", "default": "[]", "nullable": "false"}
     elif metavar == "JSON":
         shown = {"type": "any", "default": "null"}
+    elif metavar == "TAGS":
+        shown = {"type": "map(string)", "default": "{}", "nullable": "false"}
     elif metavar == "ARN":
         # An object, because its presence is known before its attribute: a plan may create the resource.
         shown = {"type": "object({ arn = string })", "default": "null"}
@@ -74,6 +76,8 @@ def _variable(declared: Setting) -> list[str]:
         description = description.replace(", separated by commas or spaces", "").replace(", separated by commas", "")
     elif metavar == "JSON":
         description = description.replace(" as JSON", "")
+    elif metavar == "TAGS":
+        description = description.replace(": KEY=VALUE, separated by commas", "")
     lines = [f'variable "{declared.name}" {{', *_aligned({"description": _quoted(description), **shown}, "  ")]
     rule = REQUIRED.get(declared.name)
     if kind.choices and not kind.is_boolean:
@@ -94,6 +98,8 @@ def _value(declared: Setting) -> str:
         return f'join(",", {source})'
     if metavar == "JSON":
         return f"{source} == null ? null : jsonencode({source})"
+    if metavar == "TAGS":
+        return f'join(",", [for key, value in {source} : "${{key}}=${{value}}"])'
     if metavar == "ARN":
         return f"one({source}[*].arn)"
     return source

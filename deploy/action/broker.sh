@@ -24,7 +24,7 @@ all_inputs='
   resource-class-config:INPUT_RESOURCE_CLASS_CONFIG runner-sets:INPUT_RUNNER_SETS
   pre-runner-script:INPUT_PRE_RUNNER_SCRIPT ami:INPUT_AMI subnet-ids:INPUT_SUBNET_IDS
   security-group-ids:INPUT_SECURITY_GROUP_IDS iam-instance-profile:INPUT_IAM_INSTANCE_PROFILE key-name:INPUT_KEY_NAME
-  volume-size-gib:INPUT_VOLUME_SIZE_GIB volume-type:INPUT_VOLUME_TYPE volume-iops:INPUT_VOLUME_IOPS
+  tags:INPUT_TAGS volume-size-gib:INPUT_VOLUME_SIZE_GIB volume-type:INPUT_VOLUME_TYPE volume-iops:INPUT_VOLUME_IOPS
   volume-throughput:INPUT_VOLUME_THROUGHPUT volume-kms-key:INPUT_VOLUME_KMS_KEY spot-fallback:INPUT_SPOT_FALLBACK
   actions-runner-version:INPUT_ACTIONS_RUNNER_VERSION actions-runner-sha256:INPUT_ACTIONS_RUNNER_SHA256
   actions-runner-url:INPUT_ACTIONS_RUNNER_URL agent-url:INPUT_AGENT_URL agent-sha256:INPUT_AGENT_SHA256

@@ -73,8 +73,10 @@ resource "aws_cloudwatch_log_group" "this" {
 resource "aws_iam_role" "function" {
   for_each = local.functions
 
-  name = "${local.name}-${each.key}-function"
-  tags = local.tags
+  name                 = "${local.name}-${each.key}-function"
+  path                 = var.role_path
+  permissions_boundary = var.permissions_boundary == "" ? null : var.permissions_boundary
+  tags                 = local.tags
 
   assume_role_policy = jsonencode({
     Version = "2012-10-17"

@@ -35,6 +35,7 @@ locals {
     REMUDA_SUBNET_IDS                      = join(",", var.subnet_ids)
     REMUDA_SECURITY_GROUP_IDS              = join(",", var.security_group_ids)
     REMUDA_KEY_NAME                        = var.key_name
+    REMUDA_TAGS                            = join(",", [for key, value in var.tags : "${key}=${value}"])
     REMUDA_VOLUME_SIZE_GIB                 = var.volume_size_gib
     REMUDA_VOLUME_TYPE                     = var.volume_type
     REMUDA_VOLUME_IOPS                     = var.volume_iops
@@ -172,6 +173,13 @@ variable "key_name" {
   description = "Key pair of the instances."
   type        = string
   default     = ""
+  nullable    = false
+}
+
+variable "tags" {
+  description = "Own tags of everything that is created on AWS."
+  type        = map(string)
+  default     = {}
   nullable    = false
 }
 

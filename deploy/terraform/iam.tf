@@ -18,6 +18,7 @@ resource "aws_iam_policy" "this" {
     account        = local.account
     pool           = var.pool
     environment    = local.environment
+    role_path      = var.role_path
     volume_kms_key = one(var.volume_kms_key[*].arn)
     # Without an ARN, all secrets of the pool.
     github_credential = (
@@ -31,8 +32,10 @@ resource "aws_iam_policy" "this" {
 
 resource "aws_iam_role" "agent" {
   # Fixed names, because policies refer to the role of the agent by name.
-  name = "${local.name}-agent"
-  tags = local.tags
+  name                 = "${local.name}-agent"
+  path                 = var.role_path
+  permissions_boundary = var.permissions_boundary == "" ? null : var.permissions_boundary
+  tags                 = local.tags
 
   assume_role_policy = jsonencode({
     Version = "2012-10-17"
@@ -72,8 +75,10 @@ locals {
 resource "aws_iam_role" "workflow" {
   count = local.has_workflow ? 1 : 0
 
-  name = "${local.name}-workflow"
-  tags = local.tags
+  name                 = "${local.name}-workflow"
+  path                 = var.role_path
+  permissions_boundary = var.permissions_boundary == "" ? null : var.permissions_boundary
+  tags                 = local.tags
 
   assume_role_policy = jsonencode({
     Version = "2012-10-17"
@@ -102,8 +107,10 @@ resource "aws_iam_role_policy_attachment" "workflow" {
 resource "aws_iam_role" "refresh" {
   count = local.has_refresh ? 1 : 0
 
-  name = "${local.name}-refresh"
-  tags = local.tags
+  name                 = "${local.name}-refresh"
+  path                 = var.role_path
+  permissions_boundary = var.permissions_boundary == "" ? null : var.permissions_boundary
+  tags                 = local.tags
 
   assume_role_policy = jsonencode({
     Version = "2012-10-17"

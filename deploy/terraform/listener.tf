@@ -10,8 +10,10 @@ locals {
 resource "aws_iam_role" "listener" {
   count = local.has_listener ? 1 : 0
 
-  name = local.listener
-  tags = local.tags
+  name                 = local.listener
+  path                 = var.role_path
+  permissions_boundary = var.permissions_boundary == "" ? null : var.permissions_boundary
+  tags                 = local.tags
 
   assume_role_policy = jsonencode({
     Version = "2012-10-17"

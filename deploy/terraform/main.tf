@@ -7,7 +7,7 @@ data "aws_region" "current" {}
 locals {
   # Name of the table and of the launch template; prefix of queues, roles and functions.
   name        = "remuda-${var.pool}"
-  tags        = { "remuda:pool" = var.pool }
+  tags        = merge(var.tags, { "remuda:pool" = var.pool })
   environment = var.github_environment != "" ? var.github_environment : var.pool
 
   has_functions = var.code != null

@@ -207,3 +207,27 @@ variable "listener_ami" {
     error_message = "listener_ami must be the id of an image, or resolve:ssm: and the name of a parameter."
   }
 }
+
+variable "permissions_boundary" {
+  description = "ARN of the policy that limits every role of the pool, as organizations require it."
+  type        = string
+  default     = ""
+  nullable    = false
+
+  validation {
+    condition     = can(regex("^(arn:[a-z-]+:iam::([0-9]{12}|aws):policy/[!-~]{1,512})?$", var.permissions_boundary))
+    error_message = "permissions_boundary must be the ARN of an IAM policy."
+  }
+}
+
+variable "role_path" {
+  description = "Path of the roles of the pool, such as /ci/."
+  type        = string
+  default     = "/"
+  nullable    = false
+
+  validation {
+    condition     = can(regex("^/([A-Za-z0-9+=,.@_-]+/){0,8}$", var.role_path))
+    error_message = "role_path must begin and end with a slash, such as /ci/."
+  }
+}

@@ -16,6 +16,7 @@ import pytest
 
 from remuda.cli.deploy import parse_stack_sets
 from remuda.controlplane.demand.heartbeat import HEARTBEATS
+from remuda.deployment.api import tags_of
 from remuda.deployment.policies import FUNCTIONS
 from remuda.deployment.resources import SpotRole
 from remuda.deployment.template import logs_id, template
@@ -188,6 +189,60 @@ def test_foreign_resources_and_missing_permissions_are_reported_before_any_chang
     assert (removed.code, removed.document["deleted"]) == (0, []), removed.stderr
     assert "not the tag remuda:pool=foreign" in next(iter(removed.document["kept"].values()))
     assert account.resources("foreign") == before
+
+
+def test_roles_and_tags_are_as_an_organization_requires_them(account: EmptyAccount):
+    boundary = "arn:aws:iam::000000000000:policy/boundary"
+    required = ("--tags", "team=ci,cost-center=42", "--permissions-boundary", boundary, "--role-path", "/ci/")
+    result = account.deploy("--yes", *required, pool="owned")
+    assert result.code == 0, result.stderr
+
+    async def roles(client: Any) -> list[str]:
+        return [item["RoleName"] for item in (await client.list_roles(PathPrefix="/ci/"))["Roles"]]
+
+    assert {"remuda-owned-agent", "remuda-owned-workflow"} <= set(account.call("iam", roles))
+    own = {"team": "ci", "cost-center": "42"}
+
+    async def tags(client: Any) -> dict[str, dict[str, str]]:
+        """Of the stack, and of what is outside it."""
+        (stack,) = (await client.describe_stacks(StackName="remuda-owned"))["Stacks"]
+        given = {item["ParameterKey"]: item["ParameterValue"] for item in stack["Parameters"]}
+        # This server ignores the boundary of roles; the tests of the template check that each has it.
+        assert given["PermissionsBoundary"] == boundary
+        return {"stack": tags_of(stack["Tags"])}
+
+    async def secret_tags(client: Any) -> dict[str, dict[str, str]]:
+        return {"secret": tags_of((await client.describe_secret(SecretId="remuda/owned/github"))["Tags"])}
+
+    async def ec2_tags(client: Any) -> dict[str, dict[str, str]]:
+        names = ["remuda-owned"]
+        groups = await client.describe_security_groups(Filters=[{"Name": "group-name", "Values": names}])
+        templates = await client.describe_launch_templates(LaunchTemplateNames=names)
+        versions = await client.describe_launch_template_versions(LaunchTemplateName=names[0], Versions=["$Default"])
+        (version,) = versions["LaunchTemplateVersions"]
+        return {
+            "security group": tags_of(groups["SecurityGroups"][0]["Tags"]),
+            "launch template": tags_of(templates["LaunchTemplates"][0]["Tags"]),
+            "network interfaces": tags_of(version["LaunchTemplateData"]["TagSpecifications"][0]["Tags"]),
+        }
+
+    async def bucket_tags(client: Any) -> dict[str, dict[str, str]]:
+        name = "remuda-owned-000000000000-eu-central-1"
+        return {"bucket": tags_of((await client.get_bucket_tagging(Bucket=name))["TagSet"])}
+
+    found = {
+        **account.call("cloudformation", tags),
+        **account.call("secretsmanager", secret_tags),
+        **account.call("ec2", ec2_tags),
+        **account.call("s3", bucket_tags),
+    }
+    assert {name: own.items() <= each.items() for name, each in found.items()} == dict.fromkeys(found, True)
+    again = account.deploy("--yes", pool="owned")
+    assert (again.code, again.document["changes"]) == (0, []), again.stderr
+    moved = account.deploy("--yes", "--role-path", "/other/", pool="owned")
+    assert (moved.code, moved.document["error"]["field"]) == (2, "--role-path")
+    removed = account.destroy("--yes", pool="owned")
+    assert removed.code == 0, removed.stderr
 
 
 # Upgrade and removal --------------------------------------------------------------------------------------------------

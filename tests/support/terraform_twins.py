@@ -87,8 +87,11 @@ def _queue(found: Mapping[str, Any]) -> Properties:
 
 
 def _role(found: Mapping[str, Any]) -> Properties:
+    boundary = {"PermissionsBoundary": found["permissions_boundary"]} if found["permissions_boundary"] else {}
     return {
         "RoleName": found["name"],
+        "Path": found["path"],
+        **boundary,
         "AssumeRolePolicyDocument": json.loads(found["assume_role_policy"]),
         "ManagedPolicyArns": [],
         "Tags": _tags(found["tags"]),
@@ -401,6 +404,9 @@ def variables_of(module: TerraformModule, parameters: Mapping[str, str]) -> dict
 
 
 def _typed(kind: Any, value: str) -> Any:
+    words = list(kind.scan_values(lambda token: token.type == "NAME"))
+    if "map" in words:
+        return dict(pair.split("=", 1) for pair in value.split(","))
     (shown,) = kind.scan_values(lambda token: token.type == "NAME" and token != "list") or ("",)
     if "list" in list(kind.scan_values(lambda token: token.type == "NAME")):
         return value.split(",")
@@ -446,6 +452,8 @@ EVERYTHING = {
     "MaxRuntimeMin": "0.5",
     "VolumeSizeGib": "100",
     "Reuse": "never",
+    "PermissionsBoundary": f"arn:aws:iam::{ACCOUNT}:policy/boundary",
+    "RolePath": "/ci/runners/",
 }
 SETS = '[{"name": "large", "labels": ["large"], "resource-class": "large", "max": 20}]'
 LISTENER = {

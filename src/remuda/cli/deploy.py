@@ -25,6 +25,7 @@ from remuda.controlplane.doctor import exit_code, run_checks
 from remuda.domain.errors import Partial, RemudaError, UserError
 from remuda.domain.resources import MAX_SHOWN, Reuse, check_scope
 from remuda.domain.runner_set import RunnerSet, in_scope
+from remuda.domain.text import quote
 from remuda.ports.calls import CallCounter
 from remuda.ports.doctor import CheckResult, CheckStatus
 from remuda.source_repository import find_source_repository, repository_name
@@ -41,11 +42,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: Settings that are list parameters of the stack.
-LIST_PARAMETERS = ("repositories", "environments")
+#: Settings that are parameters of the stack, and not settings of its functions under the same name.
+STACK_PARAMETERS = ("repositories", "environments", "permissions_boundary", "role_path")
 #: Parameters of the stack that are settings, with their flags.
 _FLAGS = {
-    SETTINGS[name].parameter: flag(name) for name in SETTINGS if SETTINGS[name].is_parameter or name in LIST_PARAMETERS
+    SETTINGS[name].parameter: flag(name) for name in SETTINGS if SETTINGS[name].is_parameter or name in STACK_PARAMETERS
 }
 #: Parameter with the place of the listener.
 LISTENER = "Listener"
@@ -121,6 +122,7 @@ def run_deploy(
 
     stored = run_async(lambda: _stored_parameters(settings.pool), on_interrupt_message=_INTERRUPTED)
     parameters = {**given_parameters(settings), **extra}
+    _check_role_path(parameters, stored)
     scope = parameters.get("GithubScope") or stored.get("GithubScope", "")
     if not scope and settings.given("github_scope"):
         scope = settings.github_scope
@@ -421,7 +423,7 @@ def given_parameters(settings: Settings) -> dict[str, str]:
     for name, declared in SETTINGS.items():
         # In a workflow, GITHUB_REPOSITORY is the repository of the workflow; it must not change an existing pool.
         is_own = settings.given(name) and settings.origins[name] != "GITHUB_REPOSITORY"
-        if not is_own or not (declared.is_parameter or name in LIST_PARAMETERS):
+        if not is_own or not (declared.is_parameter or name in STACK_PARAMETERS):
             continue
         value = settings.written.get(name)
         found[declared.parameter] = value if isinstance(value, str) else _text(value)
@@ -458,6 +460,17 @@ def _complete(scope: str, credential: _Credential, stored: Mapping[str, str], *,
         text = click.prompt("GitHub token (hidden; empty for a GitHub App)", hide_input=True, default="", err=True)
         credential = _token(text.strip()) if text.strip() else _ask_for_app()
     return scope, credential
+
+
+def _check_role_path(parameters: Mapping[str, str], stored: Mapping[str, str]) -> None:
+    """IAM cannot move a role, and CloudFormation replaces no role whose name is fixed."""
+    before, wanted = stored.get("RolePath", "/"), parameters.get("RolePath")
+    if stored and wanted not in {None, before}:
+        raise UserError(
+            f"--role-path is {quote(str(wanted), MAX_SHOWN)}, but the roles of pool have the path {before}",
+            field="--role-path",
+            fix="omit it, or choose another pool name",
+        )
 
 
 def _first_set(

@@ -61,6 +61,10 @@ from remuda.domain.thresholds import Lifetimes
 from remuda.domain.workflow_identity import MAX_ENVIRONMENT_CHARS, RepositoryPattern
 from remuda.source_repository import address_of_remote
 
+#: ARN of a managed policy, of AWS or of an account.
+BOUNDARY = re.compile(r"arn:[a-z-]+:iam::([0-9]{12}|aws):policy/[!-~]{1,512}")
+#: A path of IAM. The pattern is part of the template, too.
+ROLE_PATH = re.compile(r"/([A-Za-z0-9+=,.@_-]+/){0,8}")
 DAY_S = 86_400.0
 WEEK_S = 7 * DAY_S
 WEEK_MIN = 7 * 1_440
@@ -194,6 +198,19 @@ def _parse_issuer(value: str) -> str:
     if (parts.scheme != "https" and not is_local) or parts.query or parts.fragment or parts.username:
         raise InvalidValue
     return url
+
+
+def _parse_boundary(value: str) -> str:
+    if value and not BOUNDARY.fullmatch(value):
+        raise InvalidValue
+    return value
+
+
+def _parse_role_path(value: str) -> str:
+    """IAM's form of a path: it begins and ends with a slash."""
+    if not ROLE_PATH.fullmatch(value):
+        raise InvalidValue
+    return value
 
 
 def _parse_source_repository(value: str) -> str:
@@ -528,6 +545,11 @@ class Settings:
         "PROFILE", "Instance profile of the instances.", commands=("refresh", "doctor"), is_parameter=False
     )
     key_name: str = _launch_option("NAME", "Key pair of the instances.")
+    tags: str = _launch_option(
+        "TAGS",
+        "Own tags of everything that is created on AWS: KEY=VALUE, separated by commas.",
+        commands=("refresh", "deploy"),
+    )
     volume_size_gib: str = _launch_option(
         "GIB", "Size of the root volume of the instances.", default_text="30, or the size of the image if larger"
     )
@@ -672,6 +694,20 @@ class Settings:
         group=Group.COMMON,
         commands=("deploy",),
         default_text="that of the package, or the git remote of the clone",
+    )
+    permissions_boundary: str = declare(
+        text(expected="the ARN of an IAM policy", metavar="POLICY", parse=_parse_boundary),
+        "",
+        "ARN of the policy that limits every role of the pool, as organizations require it.",
+        group=Group.AWS,
+        commands=("deploy",),
+    )
+    role_path: str = declare(
+        text(expected="a path such as /ci/", metavar="PATH", parse=_parse_role_path),
+        "/",
+        "Path of the roles of the pool. Fixed when the stack is created.",
+        group=Group.AWS,
+        commands=("deploy",),
     )
     prices: str = declare(
         text(metavar="FILE"),

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
+from remuda.adapters.aws.ec2.options import parse_tags
 from remuda.adapters.aws.ec2.template import TEMPLATE_MISSING, template_name
 from remuda.config.settings import Settings
 from remuda.config.sources import load
@@ -222,6 +223,8 @@ class Deployment:
         self._stack = Stack(api, stack_name(self._pool), clock)
         self._bucket = Bucket(api, self._pool, facts.known_account)
         self.result = result
+        #: The user's tags: of the stack, which CloudFormation gives to its resources, and of what is outside it.
+        self._tags = parse_tags(request.parameters.get("Tags", facts.stored("Tags")))
 
     # Before the stack -----------------------------------------------------------------------------------------
 
@@ -230,7 +233,8 @@ class Deployment:
         await self._recover()
         await self._ensure_bucket()
         secret = await self._ensure_secret()
-        done = await OidcProvider(self._api, self._facts.known_account, self._request.wanted.issuer).ensure(self._pool)
+        provider = OidcProvider(self._api, self._facts.known_account, self._request.wanted.issuer)
+        done = await provider.ensure(self._pool, self._tags)
         self._note("OIDC provider of GitHub", done)
         self._note(f"role {SpotRole.name}", "created" if await SpotRole(self._api).ensure() else "")
         groups = await self._ensure_group()
@@ -280,7 +284,7 @@ class Deployment:
         self._facts.stack = state
 
     async def _ensure_bucket(self) -> None:
-        self._note(f"bucket {self._bucket.name}", "created" if await self._bucket.ensure() else "")
+        self._note(f"bucket {self._bucket.name}", "created" if await self._bucket.ensure(self._tags) else "")
 
     async def _ensure_secret(self) -> str:
         if self._request.own_secret:
@@ -289,7 +293,8 @@ class Deployment:
         stored = self._facts.stored("GithubSecretArn")
         if self._request.credential is None and stored:
             return stored
-        arn, done = await secret.ensure(self._request.credential.text if self._request.credential else None)
+        text = self._request.credential.text if self._request.credential else None
+        arn, done = await secret.ensure(text, self._tags)
         self._note(f"secret {secret.name}", done)
         return arn
 
@@ -297,7 +302,7 @@ class Deployment:
         if self._facts.groups:
             return ""
         group = SecurityGroup(self._api, self._pool)
-        group_id, is_new = await group.ensure(self._facts.vpc)
+        group_id, is_new = await group.ensure(self._facts.vpc, self._tags)
         self._note(f"security group {group.name}", "created" if is_new else "")
         return group_id
 
@@ -323,7 +328,7 @@ class Deployment:
             template_url=await self._bucket.address(plan.key),
             parameters=plan.parameters,
             kept=plan.kept,
-            tags={STACK_TAG: self._pool},
+            tags={**self._tags, STACK_TAG: self._pool},
             is_new=self._facts.stack is None or not self._facts.stack.exists,
             adopts=bool(self._facts.adopted),
         )

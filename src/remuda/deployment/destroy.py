@@ -374,7 +374,7 @@ class Destruction:
             template_url=await self._bucket.address(key),
             parameters={},
             kept=tuple(name for name in body["Parameters"] if name in state.parameters),
-            tags={STACK_TAG: self._pool},
+            tags={**state.tags, STACK_TAG: self._pool},
             is_new=False,
         )
         if changes:

@@ -1,7 +1,8 @@
 """The IAM policies of Remuda, as data. build.py generates JSON policies, the template and the reference from them.
 
 Placeholders that differ between deployments: `<partition>`, `<region>`, `<account>`, `<pool>`, `<environment>` (the
-value of the ghr:environment tag), `<github-credential>` and `<volume-kms-key>` (the ARNs of a secret and of a key).
+value of the ghr:environment tag), `<role-path>`, `<github-credential>` and `<volume-kms-key>` (the ARNs of a secret and
+of a key).
 `${…}` are IAM policy variables.
 """
 
@@ -64,7 +65,9 @@ def queue_name(resource_class: str) -> str:
 TABLE = arn("dynamodb", f"table/{NAME}")
 INDEXES = tuple(f"{TABLE}/index/{name}" for name in (items.LIVE_INDEX, items.PROVISION_INDEX, items.TROUBLED_INDEX))
 INSTANCES = ec2("instance")
-AGENT_ROLE = arn("iam", f"role/{AGENT_NAME}", region="")
+#: Path of the roles, with a slash at both ends.
+ROLE_PATH = "<role-path>"
+AGENT_ROLE = arn("iam", f"role{ROLE_PATH}{AGENT_NAME}", region="")
 AGENT_PROFILE = arn("iam", f"instance-profile/{AGENT_NAME}", region="")
 CREDENTIAL = "<github-credential>"
 #: Secrets that may contain it if the stack has no GithubSecretArn.

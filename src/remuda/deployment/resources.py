@@ -9,13 +9,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from botocore.exceptions import ClientError
 
 from remuda.adapters.aws.calls import code_of
+from remuda.adapters.aws.ec2.template import pool_tags
 from remuda.config.settings import GITHUB_ISSUER
 from remuda.deployment.api import AwsAccount, AwsApi, tags_of
 from remuda.deployment.statements import VERSION
@@ -103,8 +104,8 @@ class Bucket:
         problem = f"it has objects, but not the tag {POOL_TAG}={self._pool}" if objects.get("KeyCount") else ""
         return FoundResource(identifier=self.name, is_ours=False, problem=problem)
 
-    async def ensure(self) -> bool:
-        """Whether it was created or completed."""
+    async def ensure(self, tags: Mapping[str, str]) -> bool:
+        """Whether it was created or completed. `tags` are those of the user."""
         found = await self.find()
         if found is not None and found.is_ours:
             return False
@@ -124,8 +125,8 @@ class Bucket:
             "s3", "PutBucketEncryption", **self._target, ServerSideEncryptionConfiguration={"Rules": rules}
         )
         await self._api.call("s3", "PutBucketPolicy", **self._target, Policy=json.dumps(self._policy()))
-        tags = [{"Key": POOL_TAG, "Value": self._pool}]
-        await self._api.call("s3", "PutBucketTagging", **self._target, Tagging={"TagSet": tags})
+        tag_set = pool_tags(tags, self._pool)
+        await self._api.call("s3", "PutBucketTagging", **self._target, Tagging={"TagSet": tag_set})
         return True
 
     def _policy(self) -> dict[str, Any]:
@@ -203,7 +204,7 @@ class CredentialSecret:
             problem="it is scheduled for deletion" if answer.get("DeletedDate") else "",
         )
 
-    async def ensure(self, text: str | None) -> tuple[str, str]:
+    async def ensure(self, text: str | None, tags: Mapping[str, str]) -> tuple[str, str]:
         """Store the credential, or keep the stored one. Returns the ARN, and what was done or an empty text."""
         found = await self.find()
         if found is None:
@@ -215,7 +216,7 @@ class CredentialSecret:
                 Name=self.name,
                 Description="GitHub credential of a Remuda pool, made by remuda deploy.",
                 SecretString=text,
-                Tags=[{"Key": POOL_TAG, "Value": self._pool}],
+                Tags=pool_tags(tags, self._pool),
             )
             return str(made["ARN"]), "created"
         done = ""
@@ -264,7 +265,7 @@ class OidcProvider:
         """The pool whose deployment created it; empty if something else did."""
         return tags_of(((await self._get()) or {}).get("Tags")).get(POOL_TAG, "")
 
-    async def ensure(self, pool: str) -> str:
+    async def ensure(self, pool: str, tags: Mapping[str, str]) -> str:
         """Create the provider, or add the audience to it. Returns what was done, or an empty text."""
         found = await self._get()
         if found is None:
@@ -273,7 +274,7 @@ class OidcProvider:
                 "CreateOpenIDConnectProvider",
                 Url=self._issuer,
                 ClientIDList=[AUDIENCE],
-                Tags=[{"Key": POOL_TAG, "Value": pool}],
+                Tags=pool_tags(tags, pool),
             )
             return "created"
         if AUDIENCE in (found.get("ClientIDList") or ()):
@@ -322,7 +323,7 @@ class SecurityGroup:
             found.append(FoundResource(identifier=str(group["GroupId"]), is_ours=is_ours, problem=problem))
         return found
 
-    async def ensure(self, vpc: str) -> tuple[str, bool]:
+    async def ensure(self, vpc: str, tags: Mapping[str, str]) -> tuple[str, bool]:
         """Its id, and whether it was created."""
         found = await self.find(vpc)
         if found is not None:
@@ -333,14 +334,13 @@ class SecurityGroup:
                     fix="name the security groups of the machines, or choose another pool name",
                 )
             return found.identifier, False
-        tags = [{"Key": POOL_TAG, "Value": self._pool}]
         made = await self._api.call(
             "ec2",
             "CreateSecurityGroup",
             GroupName=self.name,
             Description=f"Machines of the Remuda pool {self._pool}",
             VpcId=vpc,
-            TagSpecifications=[{"ResourceType": "security-group", "Tags": tags}],
+            TagSpecifications=[{"ResourceType": "security-group", "Tags": pool_tags(tags, self._pool)}],
         )
         return str(made["GroupId"]), True
 

@@ -67,6 +67,7 @@ def fill_placeholders(
     environment: str = "<environment>",
     credential: str = "<github-credential>",
     volume_key: str = "<volume-kms-key>",
+    role_path: str = "/",
 ) -> Document:
     values = {
         "<pool>": pool,
@@ -76,6 +77,7 @@ def fill_placeholders(
         "<environment>": environment,
         "<github-credential>": credential,
         "<volume-kms-key>": volume_key,
+        "<role-path>": role_path,
     }
 
     def fill(text: str) -> str:

@@ -13,7 +13,7 @@ from remuda.adapters.aws.dynamodb.schema import INDEXES, KEYS
 from remuda.adapters.aws.sqs import ATTRIBUTES
 from remuda.aws_lambda.runtime import SETTINGS_VARIABLE
 from remuda.config.declaration import Group, Setting, variable
-from remuda.config.settings import SETTINGS
+from remuda.config.settings import BOUNDARY, ROLE_PATH, SETTINGS
 from remuda.controlplane.demand.heartbeat import HEARTBEATS
 from remuda.deployment.listener import (
     DEFAULT_LISTENER_IMAGE,
@@ -53,6 +53,7 @@ PARAMETERS = {
     "<region>": "${AWS::Region}",
     "<account>": "${AWS::AccountId}",
     "<pool>": "${Pool}",
+    "<role-path>": "${RolePath}",
 }
 GITHUB = "token.actions.githubusercontent.com"
 LOG_DAYS = 30
@@ -76,6 +77,7 @@ HAS_SETS = "HasRunnerSets"
 HAS_LISTENER = "HasListener"
 SET_ALARMS = "RunnerSetAlarms"
 HAS_VOLUME_KEY = "HasVolumeKey"
+HAS_BOUNDARY = "HasPermissionsBoundary"
 #: Policies that exist only under a condition.
 POLICY_CONDITIONS = {"volume-key": HAS_VOLUME_KEY}
 #: Consecutive failed runs before an alarm. The next run makes up for a single failure.
@@ -176,6 +178,7 @@ def _conditions() -> dict[str, Any]:
         "HasSecret": _is_set("GithubSecretArn"),
         "IsApp": _is_set("GithubAppId"),
         HAS_VOLUME_KEY: _is_set(SETTINGS["volume_kms_key"].parameter),
+        HAS_BOUNDARY: _is_set("PermissionsBoundary"),
         "HasEnvironment": _is_set("GithubEnvironment"),
         # Without an image the functions leave the stored configuration as it is.
         "Configures": _is_set("Ami"),
@@ -224,7 +227,7 @@ def _without_checks(*names: str) -> dict[str, Any]:
 def _metadata() -> dict[str, Any]:
     """Groups of the parameters in the CloudFormation console, and settings of the linter."""
     groups = {
-        "Pool": ["Pool"],
+        "Pool": ["Pool", "PermissionsBoundary", "RolePath"],
         "Workflows": ["OidcProviderArn", "Repositories", "Environments", "RefreshRepository", "Branch"],
         "Functions": list(_function_parameters()),
         "Broker": [*_broker_parameters(), *(item.parameter for item in STACK_SETTINGS if item.group is Group.BROKER)],
@@ -286,6 +289,15 @@ def _parameters() -> dict[str, Any]:
             "AllowedPattern": "[A-Za-z0-9_./-]+",
             "Description": "Branch of RefreshRepository whose workflows may run refresh and scale-down.",
         },
+        "PermissionsBoundary": _text(
+            "ARN of the policy that limits every role of the pool, as organizations require it.",
+            AllowedPattern=f"({BOUNDARY.pattern})?",
+        ),
+        "RolePath": _text(
+            "Path of the roles of the pool. Fixed when the stack is created: IAM cannot move a role.",
+            "/",
+            AllowedPattern=ROLE_PATH.pattern,
+        ),
         **_function_parameters(),
         **_broker_parameters(),
         **_listener_parameters(),
@@ -452,6 +464,10 @@ def _role(
         "Properties": {
             # Fixed names, because policies refer to the role of the agent by name.
             "RoleName": substituted(f"{NAME}-{name}"),
+            "Path": {"Ref": "RolePath"},
+            "PermissionsBoundary": {
+                "Fn::If": [HAS_BOUNDARY, {"Ref": "PermissionsBoundary"}, {"Ref": "AWS::NoValue"}],
+            },
             "AssumeRolePolicyDocument": {"Version": VERSION, "Statement": [trust]},
             "ManagedPolicyArns": [_policy_arn(policy) for policy in attached],
             "Tags": TAGS,

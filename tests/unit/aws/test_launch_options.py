@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from remuda.adapters.aws.ec2.create_fleet import machine_tags
 from remuda.adapters.aws.ec2.options import MAX_CACHE_PATHS, NAMES, Ec2LaunchOptions
 from remuda.adapters.aws.ec2.template import RootDevice, check_same_root
 from remuda.domain.errors import UserError
+from remuda.ports.compute import POOL_TAG
+from tests.support.records import launch_request
 from tests.support.user_data import NEEDED
 
 DIGEST = "0" * 64
@@ -191,3 +194,40 @@ def test_performance_beyond_the_ratios_is_rejected(launch: dict[str, str], messa
 def test_provisioned_volumes_below_the_minimum_are_rejected(kind: str, gib: str, iops: str, field: str) -> None:
     launch = {"volume-type": kind, "volume-size-gib": gib, "volume-iops": iops}
     assert rejected(**launch).field == field
+
+
+# Own tags -------------------------------------------------------------------------------------------------------------
+
+
+def test_own_tags_are_pairs() -> None:
+    wanted = {"team": "ci", "cost-center": "42", "page": "https://wiki/a=b", "empty": ""}
+    assert parse(tags="team=ci, cost-center=42,page=https://wiki/a=b,empty=").tags == wanted
+    assert parse().tags == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("team", "no pair"),
+        ("remuda:pool=other", "reserved"),
+        ("aws:name=x", "reserved"),
+        ("ghr:environment=x", "reserved"),
+        ("a/b=c", "not valid"),
+        ("=x", "not valid"),
+        ("_index=x", "not valid"),
+        (f"a={'x' * 257}", "not valid"),
+        ("a=1,a=2", "twice"),
+        (",".join(f"k{number}=x" for number in range(31)), "31 tags"),
+    ],
+)
+def test_tags_that_aws_or_the_pool_would_refuse_are_rejected(text: str, why: str) -> None:
+    error = rejected(tags=text)
+    assert error.field == "tags"
+    assert why in error.message
+
+
+def test_no_own_tag_replaces_one_of_the_pool() -> None:
+    options = parse(tags="team=ci")
+    made = machine_tags(launch_request("token"), options, "ci")
+    assert (made["team"], made[POOL_TAG]) == ("ci", "ci")
+    assert set(machine_tags(launch_request("token"), parse(), "ci")) == set(made) - {"team"}

@@ -641,7 +641,7 @@ async def test_calls_name_the_owner_of_the_bucket() -> None:
         **{name: [{}] for name in ("PutBucketTagging", "PutObject", "DeleteObject", "DeleteObjects", "DeleteBucket")},
     )
     bucket = Bucket(api, "ci", ACCOUNT)
-    await bucket.ensure()
+    await bucket.ensure({})
     await bucket.find()
     await bucket.upload("agent/x", b"content")
     await bucket.remove("agent/x")

@@ -190,6 +190,8 @@ def parameters_of(place: Place) -> dict[str, Any]:
         "AWS::Region": place.region,
         "AWS::AccountId": place.account,
         "Pool": place.pool,
+        "RolePath": "/",
+        "PermissionsBoundary": "",
         "GithubSecretArn": place.secret,
         "GithubEnvironment": "",
         "Repositories": [REPOSITORY],

@@ -91,16 +91,28 @@ def test_every_setting_of_the_stack_reaches_the_functions():
     for declared in STACK_SETTINGS:
         if declared.parameter in {*OBJECTS, "GithubScope"}:
             continue
-        value = (declared.kind.choices or ("7",))[0]
+        value = "team=ci" if declared.name == "tags" else (declared.kind.choices or ("7",))[0]
         parameters = {**FUNCTIONS, declared.parameter: value}
         (parameter,) = plan_of(parameters)._resource("aws_ssm_parameter", "settings")
         assert f"REMUDA_{declared.name.upper()}={value}" in parameter["value"].splitlines()
+
+
+def test_own_tags_are_those_of_every_resource_that_has_tags():
+    # In the template they are tags of the stack, which CloudFormation gives to its resources.
+    plan = plan_of({**CASES["everything"], "Tags": "team=ci,cost-center=42"})
+    tagged = [found["tags"] for _, found in plan.instances() if "tags" in found]
+    assert len(tagged) > 10
+    own = {"team": "ci", "cost-center": "42"}
+    assert all(tags == {**own, "remuda:pool": "ci"} for tags in tagged)
 
 
 @pytest.mark.parametrize(
     "bad",
     [
         {"Pool": "CI"},
+        {"RolePath": "ci/"},
+        {"RolePath": "/c i/"},
+        {"PermissionsBoundary": "boundary"},
         {"Pool": ""},
         {"Pool": "a" * 21},
         {"Repositories": "acme"},

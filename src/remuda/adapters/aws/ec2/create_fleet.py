@@ -201,13 +201,17 @@ def machine_tags(request: LaunchRequest, options: Ec2LaunchOptions, pool: str) -
         GHR_TYPE_TAG: "Repo" if "/" in request.scope else "Org",
     }
     tags |= request.tags
-    return tags | {
-        POOL_TAG: pool,
-        PROVISION_TAG: request.provision_id,
-        # Rounded up: the machine never gets less time than requested.
-        FIRST_LIFE_TAG: str(max(1, -int(-request.first_life_s // 1))),
-        MARGIN_TAG: f"{request.margin_s:g}",
-    }
+    return (
+        dict(options.tags)
+        | tags
+        | {
+            POOL_TAG: pool,
+            PROVISION_TAG: request.provision_id,
+            # Rounded up: the machine never gets less time than requested.
+            FIRST_LIFE_TAG: str(max(1, -int(-request.first_life_s // 1))),
+            MARGIN_TAG: f"{request.margin_s:g}",
+        }
+    )
 
 
 def one_subnet_per_zone(subnets: Sequence[Mapping[str, Any]]) -> dict[str, str]:

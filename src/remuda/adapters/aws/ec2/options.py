@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -12,6 +12,7 @@ from remuda.domain import runner_release
 from remuda.domain.errors import UserError
 from remuda.domain.resources import IMAGE, MAX_SHOWN, Architecture
 from remuda.domain.runner_release import RunnerChoice
+from remuda.domain.text import quote
 
 AMI = "ami"
 SUBNETS = "subnet-ids"
@@ -32,6 +33,7 @@ JOB_IMAGE_SHA256 = "job-image-sha256"
 CACHE_PATHS = "cache-paths"
 CACHE_SIZE = "cache-size-gib"
 ENVIRONMENT = "github-environment"
+TAGS = "tags"
 NAMES = (
     AMI,
     SUBNETS,
@@ -55,12 +57,15 @@ NAMES = (
     CACHE_PATHS,
     CACHE_SIZE,
     ENVIRONMENT,
+    TAGS,
 )
 
 #: EC2's limits.
 MAX_SUBNETS = 50
 MAX_GROUPS = 16
 MAX_TAG_VALUE = 256
+#: Own tags. EC2 permits 50 on a resource, and Remuda, terraform-aws-github-runner and CloudFormation set some.
+MAX_TAGS = 30
 MAX_CACHE_PATHS = 8
 DEFAULT_CACHE_GIB = "20"
 ON_DEMAND = "on-demand"
@@ -105,6 +110,14 @@ _KEY_NAME = re.compile(r"[ -~]{1,255}")
 #: The ARN, because policies can name only that.
 _KMS_KEY = re.compile(r"arn:[a-z-]+:kms:[a-z0-9-]+:[0-9]{12}:key/[A-Za-z0-9-]{1,128}")
 _NUMBER = re.compile(r"[0-9]{1,9}")
+#: Keys that tags in the instance metadata permit ("View tags for your EC2 instances using instance metadata" in the EC2
+#: User Guide), without the separators of the setting.
+_TAG_KEY = re.compile(r"[A-Za-z0-9+.:@_-]{1,128}")
+_TAG_VALUE = re.compile(rf"[A-Za-z0-9 +.:@_/=-]{{0,{MAX_TAG_VALUE}}}")
+#: Prefixes of tags that others set: AWS, Remuda, and terraform-aws-github-runner.
+_TAG_PREFIXES = ("aws:", "remuda:", "ghr:")
+#: Names that are paths of the instance metadata.
+_TAG_PATHS = frozenset({".", "..", "_index"})
 _ENVIRONMENT = re.compile(r"[A-Za-z0-9 +=.,_:/@-]{1,256}")
 #: A folder of a sandbox. Not a top-level one, and without `..`.
 _CACHE_PATH = re.compile(r"(?:/[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}|/\.[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}){2,8}")
@@ -163,6 +176,8 @@ class Ec2LaunchOptions:
     cache_gib: str = DEFAULT_CACHE_GIB
     #: Value of the tag `ghr:environment`.
     environment: str = ""
+    #: Own tags of instances, volumes, network interfaces, fleets and the launch template.
+    tags: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, launch: Mapping[str, str]) -> Ec2LaunchOptions:
@@ -187,6 +202,7 @@ class Ec2LaunchOptions:
             cache_paths=_cache_paths(launch),
             cache_gib=_optional(launch, CACHE_SIZE, _CACHE_SIZE, "set a number of GiB such as 20") or DEFAULT_CACHE_GIB,
             environment=_optional(launch, ENVIRONMENT, _ENVIRONMENT, f"use at most {MAX_TAG_VALUE} letters and digits"),
+            tags=parse_tags(launch.get(TAGS, "")),
         )
         options.check_downloads()
         return options
@@ -371,3 +387,25 @@ def _url(launch: Mapping[str, str], name: str, endings: tuple[str, ...]) -> str:
         shown = value if is_plain else f"{parts.scheme}://…"
         raise _invalid(name, shown, fix)
     return value
+
+
+def parse_tags(text: str) -> dict[str, str]:
+    """Own tags of everything that is created on AWS. Example: `team=ci,cost-center=42`."""
+    found: dict[str, str] = {}
+    for pair in filter(None, map(str.strip, text.split(","))):
+        name, given, value = pair.partition("=")
+        shown = quote(pair, MAX_SHOWN)
+        if not given:
+            raise UserError(f"{TAGS} has {shown}, which is no pair", field=TAGS, fix="give KEY=VALUE,KEY=VALUE")
+        if name.startswith(_TAG_PREFIXES):
+            fix = f"choose a key that does not begin with {', '.join(_TAG_PREFIXES)}"
+            raise UserError(f"{TAGS} has {shown}, whose key is reserved", field=TAGS, fix=fix)
+        if not _TAG_KEY.fullmatch(name) or name in _TAG_PATHS or not _TAG_VALUE.fullmatch(value):
+            fix = f"use letters, digits and +.:@_-, in values also /, = and spaces, up to {MAX_TAG_VALUE}"
+            raise UserError(f"{TAGS} has {shown}, which is not valid", field=TAGS, fix=fix)
+        if name in found:
+            raise UserError(f"{TAGS} has the key {name} twice", field=TAGS, fix="give it once")
+        found[name] = value
+    if len(found) > MAX_TAGS:
+        raise UserError(f"{TAGS} has {len(found)} tags", field=TAGS, fix=f"give at most {MAX_TAGS}")
+    return found

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         LaunchTemplateBlockDeviceMappingRequestTypeDef,
         LaunchTemplateEbsBlockDeviceRequestTypeDef,
         RequestLaunchTemplateDataTypeDef,
+        TagTypeDef,
     )
 
 #: Prefix of the description of each version created by Remuda, followed by a digest of its content.
@@ -106,6 +107,11 @@ def _root_volume(volume: RootVolume, root: RootDevice) -> LaunchTemplateBlockDev
     return {"DeviceName": root.name, "Ebs": ebs}
 
 
+def pool_tags(own: Mapping[str, str], pool: str) -> list[TagTypeDef]:
+    """The own tags and that of the pool, in the form of EC2's calls."""
+    return [{"Key": key, "Value": value} for key, value in {**own, POOL_TAG: pool}.items()]
+
+
 def template_data(
     options: Ec2LaunchOptions, user_data: str, pool: str, root: RootDevice
 ) -> RequestLaunchTemplateDataTypeDef:
@@ -128,7 +134,7 @@ def template_data(
         "UserData": base64.b64encode(compress(user_data)).decode(),
         # Only a template can tag them. IAM allows only network interfaces with the tag of the pool.
         "TagSpecifications": [
-            {"ResourceType": "network-interface", "Tags": [{"Key": POOL_TAG, "Value": pool}]},
+            {"ResourceType": "network-interface", "Tags": pool_tags(options.tags, pool)},
         ],
     }
     if options.security_groups:
@@ -192,7 +198,8 @@ class LaunchTemplate:
 
     async def _create(self, data: RequestLaunchTemplateDataTypeDef, wanted: str) -> bool:
         """Whether the template was created; False if another process created it first."""
-        tags = [{"Key": POOL_TAG, "Value": self._pool}]
+        # The same as those of the network interfaces.
+        tags = data["TagSpecifications"][0]["Tags"]
         try:
             await self._calls.call(
                 "CreateLaunchTemplate",
