@@ -20,6 +20,7 @@ import terraform_module
 from remuda.action.step import BROKER_MODES, SECRETS, SETTINGS_BY_MODE, STEP_INPUTS, input_variable
 from remuda.config.declaration import Group
 from remuda.config.settings import SETTINGS
+from remuda.deployment.deployer import deployer
 from remuda.deployment.policies import policies
 from remuda.deployment.statements import Policy, Statement, fill_placeholders
 from remuda.deployment.template import template
@@ -152,11 +153,13 @@ def broker_step_text(text: str) -> str:
 
 def files(classes: Sequence[ResourceClass] = DEFAULT_CLASSES) -> dict[Path, str]:
     made = policies(classes)
+    # Not part of the stack: it is what creating the stack needs.
+    documented = (deployer(), *made)
     return {
-        **{DEPLOY / "policies" / f"{policy.name}.json": policy_text(policy) for policy in made},
+        **{DEPLOY / "policies" / f"{policy.name}.json": policy_text(policy) for policy in documented},
         DEPLOY / "cloudformation.yml": template_text(template(classes)),
         **terraform_module.files(made, classes),
-        PAGE: with_part(PAGE.read_text(encoding="utf-8"), PAGE_MARKS, table(made)),
+        PAGE: with_part(PAGE.read_text(encoding="utf-8"), PAGE_MARKS, table(documented)),
         ACTION: action_text(ACTION.read_text(encoding="utf-8")),
         BROKER_STEP: broker_step_text(BROKER_STEP.read_text(encoding="utf-8")),
     }

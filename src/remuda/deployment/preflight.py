@@ -15,6 +15,7 @@ from remuda.adapters.github.client import GitHubClient
 from remuda.adapters.github.doctor import GitHubDoctor
 from remuda.deployment.api import AwsAccount, AwsApi
 from remuda.deployment.bundles import Bundle, BundleSource, BundleUse
+from remuda.deployment.deployer import ACTIONS, OWN_ACTIONS
 from remuda.deployment.policies import FUNCTIONS, log_group
 from remuda.deployment.resources import (
     Bucket,
@@ -40,44 +41,6 @@ STACK = "stack"
 DEFAULT_IMAGE = f"{SSM_PREFIX}/aws/service/canonical/ubuntu/server/24.04/stable/current/amd64/hvm/ebs-gp3/ami-id"
 #: Quotas of EC2 in vCPUs (Service Quotas, service ec2): running on-demand and spot instances of the standard families.
 QUOTAS = {"on-demand": "L-1216C47A", "spot": "L-34B43A08"}
-#: Actions that creating, changing and deleting a resource of each type of the template needs.
-ACTIONS = {
-    "AWS::AutoScaling::AutoScalingGroup": (
-        "autoscaling:CreateAutoScalingGroup",
-        "autoscaling:UpdateAutoScalingGroup",
-        "autoscaling:DeleteAutoScalingGroup",
-    ),
-    "AWS::CloudWatch::Alarm": ("cloudwatch:PutMetricAlarm", "cloudwatch:DeleteAlarms"),
-    "AWS::DynamoDB::Table": ("dynamodb:CreateTable", "dynamodb:UpdateTimeToLive", "dynamodb:DeleteTable"),
-    # A group with a launch template needs permission to launch with it.
-    "AWS::EC2::LaunchTemplate": ("ec2:CreateLaunchTemplate", "ec2:DeleteLaunchTemplate", "ec2:RunInstances"),
-    "AWS::Events::Rule": ("events:PutRule", "events:PutTargets", "events:DeleteRule"),
-    "AWS::IAM::InstanceProfile": ("iam:CreateInstanceProfile", "iam:AddRoleToInstanceProfile"),
-    "AWS::IAM::ManagedPolicy": ("iam:CreatePolicy", "iam:CreatePolicyVersion", "iam:DeletePolicy"),
-    "AWS::IAM::Role": ("iam:CreateRole", "iam:AttachRolePolicy", "iam:PassRole", "iam:DeleteRole"),
-    "AWS::Lambda::EventInvokeConfig": ("lambda:PutFunctionEventInvokeConfig",),
-    "AWS::Lambda::Function": ("lambda:CreateFunction", "lambda:UpdateFunctionCode", "lambda:DeleteFunction"),
-    "AWS::Lambda::Permission": ("lambda:AddPermission",),
-    "AWS::Lambda::Url": ("lambda:CreateFunctionUrlConfig",),
-    "AWS::Logs::LogGroup": ("logs:CreateLogGroup", "logs:PutRetentionPolicy", "logs:DeleteLogGroup"),
-    "AWS::SQS::Queue": ("sqs:CreateQueue", "sqs:DeleteQueue"),
-    "AWS::SSM::Parameter": ("ssm:PutParameter", "ssm:DeleteParameter"),
-}
-#: Actions of `deploy` itself.
-OWN_ACTIONS = (
-    "cloudformation:CreateChangeSet",
-    "cloudformation:ExecuteChangeSet",
-    "ec2:CreateSecurityGroup",
-    "ec2:DescribeInstanceTypes",
-    "iam:CreateOpenIDConnectProvider",
-    "iam:CreateServiceLinkedRole",
-    "lambda:InvokeFunction",
-    "s3:CreateBucket",
-    "s3:PutBucketPolicy",
-    "s3:PutObject",
-    "secretsmanager:CreateSecret",
-    "secretsmanager:GetSecretValue",
-)
 _NO_ROLE = frozenset({"NoSuchEntity", "AccessDenied", "AccessDeniedException"})
 _NO_QUOTA = frozenset({"NoSuchResourceException"})
 _DENIED = frozenset({"AccessDenied", "AccessDeniedException"})

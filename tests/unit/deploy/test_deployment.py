@@ -37,7 +37,8 @@ from remuda.deployment.bundles import (
     parse_sums,
 )
 from remuda.deployment.deploy import DeployRequest, choose_code, per_architecture, plan_stack
-from remuda.deployment.preflight import ACTIONS, DeployFacts, DeployTarget, Preflight, judge_quotas, outbound_route
+from remuda.deployment.deployer import ACTIONS
+from remuda.deployment.preflight import DeployFacts, DeployTarget, Preflight, judge_quotas, outbound_route
 from remuda.deployment.resources import Bucket, issuer_of
 from remuda.deployment.stack import Stack, StackChange, StackState, new_resources
 from remuda.deployment.template import template
