@@ -45,6 +45,18 @@ sudo dpkg -i typical.deb
 sudo useradd --create-home extra
 systemd-run --version >/dev/null && sudo systemd-run --wait --quiet true
 """
+#: What docs/howto/not-supported.md says of the kernel, which all sandboxes share.
+KERNEL_SETTINGS = """
+set -x
+sudo sh -c 'echo 1 >/proc/sys/net/ipv4/ip_forward' || exit 11
+before=$(cat /proc/sys/vm/max_map_count)
+! sudo sh -c 'echo 262144 >/proc/sys/vm/max_map_count' || exit 12
+! sudo sh -c 'echo 9 >/proc/sys/fs/inotify/max_user_watches' || exit 13
+[ "$(cat /proc/sys/vm/max_map_count)" = "$before" ] || exit 14
+! sudo chrt --fifo 1 true || exit 15
+! sudo mknod /tmp/null c 1 3 || exit 16
+! sudo dmesg || exit 17
+"""
 #: For machines with docker.
 DOCKER_WORKFLOW = f"""
 set -x
@@ -101,7 +113,9 @@ async def test_host_is_hidden_and_typical_workflows_are_followed_by_reuse(machin
             provisioned = await machine_stack.provision(run_id)
             created, reused = created + provisioned["created"], reused + provisioned["reused"]
             ((name, machine),) = machine_stack.machines.items()
-            job = await machine_stack.run_job(run_id, WORKFLOW, *([DOCKER_WORKFLOW] if shutil.which("dockerd") else []))
+            job = await machine_stack.run_job(
+                run_id, WORKFLOW, KERNEL_SETTINGS, *([DOCKER_WORKFLOW] if shutil.which("dockerd") else [])
+            )
             assert job.conclusion == "success", f"{job.log} {machine.console}"
             assert visible_secrets(machine) == []
             assert unexpected_units(machine) == []
