@@ -666,6 +666,29 @@ async def test_labels_that_github_ignored_are_an_error(scripted: ScaleSetSource,
         await scripted.create_set(SET)
 
 
+@pytest.mark.parametrize("labels", [{}, {"labels": None}, {"labels": []}])
+async def test_labels_that_github_does_not_list_are_unknown(
+    scripted: ScaleSetSource, script: ScriptedService, labels: dict[str, Any]
+) -> None:
+    """The answers of actions/scaleset, client_test.go."""
+    found = {"id": 27, "name": SET.name, **labels}
+    script.answer("GET", SETS, ScriptedAnswer(200, {"count": 1, "value": [found]}))
+    script.answer("POST", SETS, ScriptedAnswer(200, found))
+    assert await scripted.find_set(SET) == await scripted.create_set(SET) == 27
+
+
+async def test_registration_token_without_expiry_opens_the_service(
+    scripted: ScaleSetSource, script: ScriptedService
+) -> None:
+    path = f"/repos/{REPO}/actions/runners/registration-token"
+    script.answer("POST", path, ScriptedAnswer(201, {}), ScriptedAnswer(201, {"token": "AREGISTRATION"}))
+    with pytest.raises(Unavailable, match="registration-token is missing or invalid"):
+        await scripted.find_set(SET)
+    assert await scripted.find_set(SET) == 27
+    [connect] = script.of("POST", "/actions/runner-registration")
+    assert connect.headers["authorization"] == "RemoteAuth AREGISTRATION"
+
+
 async def test_jobs_that_were_offered_before_the_session_are_offered_again(
     scripted: ScaleSetSource, script: ScriptedService
 ) -> None:

@@ -112,6 +112,7 @@ class NewSettings(pydantic.BaseModel):
     zero_capacity_trap: bool = True
     jobs_must_be_acquired: bool = False
     byte_order_mark: bool = True
+    only_needed_fields: bool = False
 
 
 def routes(app: AppState, issuer: OidcIssuer) -> list[BaseRoute]:

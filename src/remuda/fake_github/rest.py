@@ -104,7 +104,10 @@ class RunnersRest:
 
     def _token(self, kind: TokenKind, scope: str) -> Response:
         token = self._core.registry.issue(kind, scope)
-        return JSONResponse({"token": token.value, "expires_at": timestamp(token.expires_at)}, status_code=201)
+        document = {"token": token.value, "expires_at": timestamp(token.expires_at)}
+        if self._core.state.settings.only_needed_fields:
+            del document["expires_at"]
+        return JSONResponse(document, status_code=201)
 
     def jitconfig(self, request: Request, scope: str, body: dict[str, Any]) -> Response:
         name, group, labels = body.get("name"), body.get("runner_group_id"), body.get("labels")

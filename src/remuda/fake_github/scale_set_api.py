@@ -179,6 +179,8 @@ class ScaleSetApi:
         return int(group_id)
 
     def _document(self, request: Request, scale_set: ScaleSet) -> dict[str, Any]:
+        if self._core.state.settings.only_needed_fields:
+            return {"id": scale_set.id, "name": scale_set.name}
         groups = self._core.registry.groups(scale_set.scope)
         path = TENANT.format(tenant=_tenant(scale_set.scope))
         url = f"{str(request.base_url).rstrip('/')}{path}/_apis/runtime/runnerscalesets/{scale_set.id}"

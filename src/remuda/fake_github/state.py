@@ -134,6 +134,9 @@ class FakeGitHubSettings:
     jobs_must_be_acquired: bool = False
     #: Whether responses of the Actions service begin with a byte order mark.
     byte_order_mark: bool = True
+    #: Whether scale sets and registration tokens have only the fields that GitHub's client of scale sets needs, as in
+    #: its tests (actions/scaleset, client_test.go, TestGetRunnerScaleSet; client.go, registrationToken).
+    only_needed_fields: bool = False
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
