@@ -32,6 +32,7 @@ pytestmark = pytest.mark.usefixtures("patient_client")
 REPO, ORG = "octo/repo", "octo"
 #: Scopes in which runners may remain from earlier tests.
 BUSY_REPO, LONG_REPO = "octo/busy", "octo/long"
+RUNNER_PERMISSIONS = ("actions", "administration", "organization_self_hosted_runners")
 KNOWN = [REPO, ORG, BUSY_REPO, LONG_REPO]
 MANY = 205
 
@@ -93,7 +94,8 @@ class GitHubClients(GitHubs):
         super().__init__(GitHubClient, api_url=endpoint.url, token=endpoint.token, **given)
 
     async def grant(self, *, scopes: Sequence[str] = (), write: bool = True) -> str:
-        return await self.admin.issue_token(scopes=scopes, write=write)
+        permissions = None if write else dict.fromkeys(RUNNER_PERMISSIONS, "read")
+        return await self.admin.issue_token(scopes=scopes, permissions=permissions)
 
     async def run_job(self, scope: str, name: str, labels: Sequence[str]) -> int:
         token = (await self.open().registration_token(scope)).token

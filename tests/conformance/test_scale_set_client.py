@@ -797,7 +797,7 @@ async def test_bad_credential_is_a_user_error(local: LocalScaleSets, connect: Co
         await connect(token="github_pat_wrong").create_set(local.runner_set)
     assert caught.value.field == "github-token"
     assert "github_pat_wrong" not in caught.value.message
-    reader = await local.admin.issue_token(write=False)
+    reader = await local.admin.issue_token(permissions={"administration": "read"})
     with pytest.raises(UserError):
         await connect(token=reader).create_set(local.runner_set)
 

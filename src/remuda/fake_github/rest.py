@@ -4,13 +4,13 @@ import base64
 import hashlib
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from remuda.fake_github.app_state import AppState, bearer, json_body
+from remuda.fake_github.app_state import AppState, bearer, check_headers, json_body
 from remuda.fake_github.faults import FaultKind, Snapshot
 from remuda.fake_github.oidc import number_of
 from remuda.fake_github.registry import DEFAULT_GROUP_ID
@@ -34,6 +34,23 @@ SCOPES = ("/repos/{owner}/{repo}", "/orgs/{org}")
 PREFIXES = ("", "/api/v3")
 
 Handler = Callable[[Request, str, dict[str, Any]], Response]
+
+
+class Permission(NamedTuple):
+    """The kind of permission that an operation needs in a repository and in an organization.
+
+    https://docs.github.com/rest/authentication/permissions-required-for-fine-grained-personal-access-tokens; GET needs
+    read, other methods write. Empty: none but access to the scope.
+    """
+
+    repository: str = ""
+    organization: str = ""
+
+
+RUNNERS = Permission("administration", "organization_self_hosted_runners")
+ACTIONS = Permission("actions")
+#: Every token with access to a repository may read its metadata.
+METADATA = Permission()
 #: GitHub's limit for the lifetime of an App's JSON web token, and the tolerated clock difference, in seconds.
 MAX_LIFETIME_S = 600
 LEEWAY_S = 5
@@ -51,7 +68,7 @@ def routes(app: AppState) -> list[BaseRoute]:
         ("DELETE", "/{runner_id}", "delete", rest.delete_runner),
     ]
     groups = rest.endpoint("runner-groups", rest.list_groups)
-    described = rest.endpoint("describe", rest.describe)
+    described = rest.endpoint("describe", rest.describe, needs=METADATA)
     return [
         *(Route(f"{prefix}{scope}", described, methods=["GET"]) for prefix in PREFIXES for scope in SCOPES),
         *(Route(f"{prefix}/orgs/{{org}}/actions/runner-groups", groups, methods=["GET"]) for prefix in PREFIXES),
@@ -70,20 +87,22 @@ class RunnersRest:
         self._core = app.core
         self._used: dict[tuple[str, int], int] = {}
 
-    def endpoint(self, operation: str, answer: Handler) -> Callable[[Request], Any]:
+    def endpoint(self, operation: str, answer: Handler, *, needs: Permission = RUNNERS) -> Callable[[Request], Any]:
         async def handle(request: Request) -> Response:
-            response = await self._app.respond(operation, lambda: self._answer(request, answer))
+            response = await self._app.respond(operation, lambda: self._answer(request, answer, needs))
             self._add_headers(request, response)
             return response
 
         return handle
 
-    async def _answer(self, request: Request, answer: Handler) -> Response:
-        _check_user_agent(request)
+    async def _answer(self, request: Request, answer: Handler, needs: Permission) -> Response:
+        check_headers(request)
         token = self._core.registry.access(bearer(request))
         self._count(token.value)
         scope = _scope(request)
-        self._core.registry.check_access(token, scope, write=request.method not in {"GET", "HEAD"})
+        kind = needs.repository if "/" in scope else needs.organization
+        write = request.method not in {"GET", "HEAD"}
+        self._core.registry.check_access(token, scope, permission=kind, write=write)
         return answer(request, scope, await json_body(request))
 
     # Operations
@@ -301,11 +320,6 @@ def _scope(request: Request) -> str:
     return str(path["org"]) if "org" in path else f"{path['owner']}/{path['repo']}"
 
 
-def _check_user_agent(request: Request) -> None:
-    if not request.headers.get("user-agent"):
-        raise ApiError(403, "Request forbidden by administrative rules. A User-Agent header is needed.")
-
-
 def _runner_id(request: Request) -> int:
     value = str(request.path_params["runner_id"])
     if not value.isdecimal():
@@ -358,6 +372,7 @@ class AppsRest:
         return handle
 
     async def _answer(self, request: Request, answer: Handler) -> Response:
+        check_headers(request)
         self._check_app(bearer(request))
         return answer(request, "", {})
 

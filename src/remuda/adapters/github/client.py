@@ -341,7 +341,8 @@ class GitHubClient:
     async def get_run(self, scope: str, repository: str, run_id: int) -> GitHubRun | None:
         """https://docs.github.com/rest/actions/workflow-runs#get-a-workflow-run."""
         try:
-            response = await self._call(scope, "GET", f"/repos/{repository}/actions/runs/{run_id}", idempotent=True)
+            with _actions_must_be_readable(repository):
+                response = await self._call(scope, "GET", f"/repos/{repository}/actions/runs/{run_id}", idempotent=True)
         except NotFound:
             return None
         return responses.parse_run(responses.json_object(response))
