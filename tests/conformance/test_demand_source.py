@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import itertools
 import json
 from collections.abc import AsyncIterator, Sequence
@@ -21,6 +20,7 @@ from remuda.domain.errors import Conflict, NotFound, UserError
 from remuda.domain.runner_set import RunnerSet
 from remuda.fake_github import Endpoint
 from remuda.fake_github.client import FakeGitHubClient
+from remuda.fake_github.fake_runner.credentials import secret_of, unpack
 from remuda.ports.calls import CallCounter
 from remuda.ports.demand import DemandSession, DemandSource
 from remuda.ports.github import Deletion, JitRunner
@@ -121,9 +121,8 @@ class GitHubService(DemandService):
         await self.admin.queue_job(repo=REPO, run_id=4711, labels=runner_set.labels, event="pull_request")
 
     async def start(self, runner: JitRunner) -> None:
-        packed = json.loads(base64.b64decode(runner.config))
-        credentials = json.loads(base64.b64decode(packed[".credentials"]))
-        headers = {"authorization": f"Bearer {credentials['data']['token']}"}
+        secret = secret_of(json.loads(unpack(runner.config)[".credentials_rsaparams"]))
+        headers = {"authorization": f"Bearer {secret}"}
         http = httpx.AsyncClient(base_url=self._endpoint.url, headers=headers, trust_env=False, timeout=LONG_S)
         session = (await http.post("/_runner/sessions", json={"version": "2.336.0"})).json()["session"]
         path = f"/_runner/sessions/{session}"

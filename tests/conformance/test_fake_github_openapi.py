@@ -1,6 +1,5 @@
 """Responses of the fake GitHub, validated against GitHub's OpenAPI description."""
 
-import base64
 import json
 import pathlib
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ import jsonschema_rs
 import pytest
 
 from remuda.fake_github import Endpoint
+from remuda.fake_github.fake_runner.credentials import secret_of, unpack
 from tests.support.records import LONG_S
 
 OPENAPI = json.loads((pathlib.Path(__file__).parent.parent / "data" / "github" / "openapi-runners.json").read_text())
@@ -246,7 +246,7 @@ def test_unknown_scopes(api: ValidatingClient) -> None:
 
 def test_delete_of_a_runner_that_just_got_a_job(api: ValidatingClient) -> None:
     created = api.jit("racy").json()
-    secret = json.loads(_unpack(json.loads(_unpack(created["encoded_jit_config"]))[".credentials"]))["data"]["token"]
+    secret = secret_of(json.loads(unpack(created["encoded_jit_config"])[".credentials_rsaparams"]))
     session = api.client.post(
         "/_runner/sessions", json={"version": "2.336.0"}, headers={"authorization": f"Bearer {secret}"}
     ).json()["session"]
@@ -287,7 +287,3 @@ def test_faults(api: ValidatingClient) -> None:
     assert api.call("DELETE", "/{runner_id}", runner_id=runner_id).status_code == 404
     assert api.client.get("/_admin/faults").json() == {"faults": []}
     assert api.client.post("/_admin/faults", json={"kind": "nonsense"}).status_code == 422
-
-
-def _unpack(text: str) -> str:
-    return base64.b64decode(text).decode()

@@ -31,6 +31,7 @@ from remuda.domain.errors import Conflict, NotFound, Throttled, TimedOut, Unavai
 from remuda.domain.runner_set import RunnerSet
 from remuda.fake_github import Endpoint
 from remuda.fake_github.client import FakeGitHubClient
+from remuda.fake_github.fake_runner.credentials import secret_of, unpack
 from remuda.ports.calls import CallCounter
 from remuda.ports.github import Deletion
 from tests.conformance.test_github_client import APP_ID, KEY, PUBLIC, pem
@@ -931,8 +932,7 @@ async def fetched(local: LocalScaleSets) -> dict[str, Any]:
         found["runner"] = await call("GET", f"{agents}/{runner['runner']['id']}", token=admin)
         found["runners"] = await call("GET", f"{agents}?agentName={name}", token=admin)
         found["error_agent_not_found"] = await call("GET", f"{agents}/999999", token=admin)
-        packed = json.loads(base64.b64decode(runner["encodedJITConfig"]))
-        secret = json.loads(base64.b64decode(packed[".credentials"]))["data"]["token"]
+        secret = secret_of(json.loads(unpack(runner["encodedJITConfig"])[".credentials_rsaparams"]))
         runner_headers = {"authorization": f"Bearer {secret}"}
         answer = await http.post("/_runner/sessions", json={"version": "2.336.0"}, headers=runner_headers)
         runner_path = f"/_runner/sessions/{answer.json()['session']}"

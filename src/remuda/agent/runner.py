@@ -237,9 +237,11 @@ class ActionsRunner:
                 await self._clock.sleep(min(left, STATE_POLL_S) if state.busy else left)
 
     def _registered_as(self) -> str:
-        name = (_read(self._config_folder / _SETTINGS) or {}).get("agentName")
-        if isinstance(name, str) and name:
-            return name
+        settings = _read(self._config_folder / _SETTINGS) or {}
+        # `config.sh` writes the first; a just-in-time configuration of GitHub has the second.
+        for key in ("agentName", "AgentName"):
+            if isinstance(name := settings.get(key), str) and name:
+                return name
         jit = self._jit_config()
         return "" if jit is None else jit.runner_name
 

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import uuid
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from remuda.fake_github.app_state import AppState, bearer, check_headers, json_body
+from remuda.fake_github.fake_runner.credentials import key_parameters
 from remuda.fake_github.faults import FaultKind, Snapshot
 from remuda.fake_github.oidc import number_of
 from remuda.fake_github.registry import DEFAULT_GROUP_ID
@@ -137,12 +139,13 @@ class RunnersRest:
         if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
             raise ApiError(422, "Invalid request.\n\nFor 'properties/labels', not an array of strings.")
         runner = self._core.registry.register_jit(scope=scope, name=name, labels=tuple(labels), group_id=group)
-        files = runner_files(
-            runner, server_url=str(request.base_url).rstrip("/"), work=str(body.get("work_folder") or "_work")
+        config = encoded_jit_config(
+            runner,
+            server_url=str(request.base_url).rstrip("/"),
+            work=str(body.get("work_folder") or "_work"),
+            disable_update=True,
         )
-        return JSONResponse(
-            {"runner": self.document(runner), "encoded_jit_config": encoded_jit_config(files)}, status_code=201
-        )
+        return JSONResponse({"runner": self.document(runner), "encoded_jit_config": config}, status_code=201)
 
     def list_groups(self, request: Request, scope: str, _body: dict[str, Any]) -> Response:
         groups = [_group(scope, name, group_id) for name, group_id in self._core.registry.groups(scope).items()]
@@ -276,7 +279,11 @@ def package_document(version: str, system: str, architecture: str) -> dict[str, 
 
 
 def runner_files(runner: RegisteredRunner, *, server_url: str, work: str) -> dict[str, dict[str, Any]]:
-    """Return the files of a configured runner, with the names of the real runner."""
+    """Return the files that `config.sh` writes.
+
+    actions/runner: Runner.Common/ConfigurationStore.cs, RunnerSettings; Runner.Listener/Configuration,
+    ConfigurationManager.cs and IRSAKeyManager.cs. The runner's serializer writes keys in camel case.
+    """
     return {
         ".runner": {
             "agentId": runner.id,
@@ -284,21 +291,60 @@ def runner_files(runner: RegisteredRunner, *, server_url: str, work: str) -> dic
             "poolId": runner.group_id,
             "poolName": "Default",
             "disableUpdate": True,
-            "useV2Flow": True,
             "ephemeral": runner.ephemeral,
             "serverUrl": server_url,
             "gitHubUrl": f"{server_url}/{runner.scope}",
             "workFolder": work,
+            "useV2Flow": True,
+            "serverUrlV2": server_url,
         },
-        ".credentials": {"scheme": "OAuth", "data": {"clientId": str(runner.id), "token": runner.secret}},
-        # The real file has the runner's private key; the fake runner authenticates with its secret.
-        ".credentials_rsaparams": {"exponent": "AQAB", "modulus": str(runner.id)},
+        ".credentials": {
+            "scheme": "OAuth",
+            "data": {
+                "clientId": _client_id(runner),
+                "authorizationUrl": f"{server_url}/_apis/oauth2/token",
+                "requireFipsCryptography": "True",
+            },
+        },
+        ".credentials_rsaparams": key_parameters(runner.secret),
     }
 
 
-def encoded_jit_config(files: dict[str, dict[str, Any]]) -> str:
-    """Pack the runner's files (actions/runner, Runner.Listener/Runner.cs, ExecuteCommand)."""
+def encoded_jit_config(runner: RegisteredRunner, *, server_url: str, work: str, disable_update: bool) -> str:
+    """Return the files of a just-in-time registration: base64 of JSON, in which each file is base64 again.
+
+    actions/runner, Runner.Listener/Runner.cs, ExecuteCommand. The service names keys in Pascal case and gives texts for
+    numbers and truth values (ChristopherHX/github-act-runner, runnerconfiguration/compat: it reads them from GitHub).
+    There is no GitHubUrl (ConfigurationStore.cs, IsHostedServer).
+    """
+    files = {
+        ".runner": {
+            "AgentId": str(runner.id),
+            "AgentName": runner.name,
+            "DisableUpdate": str(disable_update),
+            "Ephemeral": str(runner.ephemeral),
+            "PoolId": str(runner.group_id),
+            "PoolName": "Default",
+            "ServerUrl": server_url,
+            "ServerUrlV2": server_url,
+            "UseV2Flow": "True",
+            "WorkFolder": work,
+        },
+        ".credentials": {
+            "Scheme": "OAuth",
+            "Data": {
+                "ClientId": _client_id(runner),
+                "AuthorizationUrl": f"{server_url}/_apis/oauth2/token",
+                "RequireFipsCryptography": "True",
+            },
+        },
+        ".credentials_rsaparams": key_parameters(runner.secret),
+    }
     return _b64(json.dumps({name: _b64(json.dumps(content)) for name, content in files.items()}))
+
+
+def _client_id(runner: RegisteredRunner) -> str:
+    return str(uuid.uuid5(uuid.NAMESPACE_OID, f"runner-{runner.id}"))
 
 
 def _group(scope: str, name: str, group_id: int) -> dict[str, Any]:

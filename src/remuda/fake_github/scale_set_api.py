@@ -16,7 +16,7 @@ from starlette.routing import BaseRoute, Route
 
 from remuda.fake_github.app_state import AppState, bearer, check_headers, check_user_agent, json_body
 from remuda.fake_github.faults import SCALE_SET_PREFIX, FaultKind
-from remuda.fake_github.rest import PREFIXES, encoded_jit_config, runner_files
+from remuda.fake_github.rest import PREFIXES, encoded_jit_config
 from remuda.fake_github.state import (
     MAX_LABEL_LENGTH,
     MAX_NAME_LENGTH,
@@ -309,11 +309,13 @@ class ScaleSetApi:
                 400, f"The name must have 1 to {MAX_NAME_LENGTH} characters.", type_name="InvalidTaskAgentNameException"
             )
         runner = self._core.registry.register_for_set(scale_set, name)
-        files = runner_files(
-            runner, server_url=str(request.base_url).rstrip("/"), work=str(body.get("workFolder") or "_work")
+        config = encoded_jit_config(
+            runner,
+            server_url=str(request.base_url).rstrip("/"),
+            work=str(body.get("workFolder") or "_work"),
+            disable_update=scale_set.disable_update,
         )
-        files[".runner"]["disableUpdate"] = scale_set.disable_update
-        return self._answer({"runner": _reference(runner), "encodedJITConfig": encoded_jit_config(files)})
+        return self._answer({"runner": _reference(runner), "encodedJITConfig": config})
 
     async def find_runner(self, request: Request) -> Response:
         scope, name = self._admin(request), request.query_params.get("agentName")

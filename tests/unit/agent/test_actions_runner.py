@@ -39,7 +39,7 @@ env > environment
 #: Copies input from the pipe `say` to its output until it reads an exit command.
 LISTENER = """#!/bin/bash
 env > listener-environment
-[ -n "$ACTIONS_RUNNER_INPUT_JITCONFIG" ] && echo '{"agentName": "jit"}' > .runner
+[ -n "$ACTIONS_RUNNER_INPUT_JITCONFIG" ] && echo '{"AgentName": "jit"}' > .runner
 trap '[ -e stubborn ] || exit 0' TERM
 exec 3<>say
 while true; do
@@ -439,6 +439,16 @@ class TestJustInTime:
         folder.say("exit 0")
         await until(runner, listening=False)
         assert folder.open().state().spent
+
+    async def test_agent_reads_the_names_of_githubs_configuration(self, folder: Folder) -> None:
+        """They begin with capital letters, unlike those of `config.sh`. Nothing else says it after a torn write."""
+        runner = await folder.configured(JUST_IN_TIME)
+        await runner.start(ASSIGNMENT)
+        while not (folder.runner / ".runner").exists():
+            await runner.wait_for_change(runner.state(), 0.01)
+        (folder.state / "jit.json").write_text("{")
+        await until(folder.open(), registered_as="jit")
+        await runner.stop()
 
     @pytest.mark.parametrize("code", [1, 2])
     async def test_failed_jit_listener_is_not_spent(self, folder: Folder, code: int) -> None:

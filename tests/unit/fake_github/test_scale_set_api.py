@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from remuda.fake_github.app_state import AppState
+from remuda.fake_github.fake_runner.credentials import unpack
 from remuda.fake_github.server import build_app, open_app_state
 from remuda.fake_github.state import Conclusion
 from tests.support.records import LONG_S
@@ -325,20 +326,30 @@ async def test_registration_gives_the_files_of_a_one_job_runner(world: ServiceWo
     path = f"{SETS}/{number}/generatejitconfig"
     answer = document(await world.call("POST", path, body))
     assert answer["runner"]["runnerScaleSetId"] == number
-    files = {name: json.loads(base64.b64decode(content)) for name, content in unpacked(answer).items()}
+    files = {name: json.loads(content) for name, content in unpack(answer["encodedJITConfig"]).items()}
     assert set(files) == {".runner", ".credentials", ".credentials_rsaparams"}
-    assert files[".runner"]["ephemeral"] is True
+    assert files[".runner"] == {
+        "AgentId": str(answer["runner"]["id"]),
+        "AgentName": "r1",
+        "DisableUpdate": "True",
+        "Ephemeral": "True",
+        "PoolId": "1",
+        "PoolName": "Default",
+        "ServerUrl": URL,
+        "ServerUrlV2": URL,
+        "UseV2Flow": "True",
+        "WorkFolder": "_work",
+    }
+    assert files[".credentials"]["Scheme"] == "OAuth"
+    assert set(files[".credentials"]["Data"]) == {"ClientId", "AuthorizationUrl", "RequireFipsCryptography"}
+    names = {"d", "dp", "dq", "exponent", "inverseQ", "modulus", "p", "q"}
+    assert set(files[".credentials_rsaparams"]) == names
     assert exception(await world.call("POST", path, body)) == (409, "AgentExistsException")
     assert (await world.call("POST", path, {"name": "r" * 65})).status_code == 400
     assert exception(await world.call("POST", f"{SETS}/999/generatejitconfig", body)) == (
         404,
         "RunnerScaleSetNotFoundException",
     )
-
-
-def unpacked(answer: dict[str, Any]) -> dict[str, str]:
-    files: dict[str, str] = json.loads(base64.b64decode(answer["encodedJITConfig"]))
-    return files
 
 
 async def test_lost_answer_leaves_the_registration(world: ServiceWorld) -> None:
