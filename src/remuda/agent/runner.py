@@ -186,7 +186,9 @@ class ActionsRunner:
             self._drop_registration()
             self._jit_file.unlink(missing_ok=True)
             return RemovalStatus.REMOVED, "registered just in time; already removed from GitHub"
-        if not (self._config_folder / _SETTINGS).exists():
+        # On a local machine, `.runner` may be that of a just-in-time registration. `config.sh remove` needs the address
+        # on GitHub, which such a file lacks (actions/runner, Runner.Common/ConfigurationStore.cs, IsHostedServer).
+        if self._jit_config() is not None or not (self._config_folder / _SETTINGS).exists():
             return self._nothing_to_remove()
         if assignment.credential is None:
             return RemovalStatus.FAILED, "the assignment has no removal token"
@@ -201,8 +203,6 @@ class ActionsRunner:
                 return RemovalStatus.BUSY, detail
             return (RemovalStatus.UNREACHABLE if _UNREACHABLE.search(output) else RemovalStatus.FAILED), detail
         self._drop_registration()
-        # On a local machine the removed registration may be the one that the listener made just in time.
-        self._jit_file.unlink(missing_ok=True)
         return RemovalStatus.REMOVED, detail
 
     def _nothing_to_remove(self) -> tuple[RemovalStatus, str]:

@@ -458,15 +458,20 @@ class TestJustInTime:
         state = await until(runner, listening=False)
         assert (state.exit_code, state.spent) == (code, False)
 
-    async def test_registration_of_a_listener_in_the_same_folder_is_removed(self, folder: Folder) -> None:
+    async def test_registration_of_a_listener_in_the_same_folder_must_be_removed_through_the_api(
+        self, folder: Folder
+    ) -> None:
+        """Its `.runner` names no address on GitHub, so `config.sh remove` cannot remove it."""
         runner = await folder.configured(JUST_IN_TIME)
         await runner.start(ASSIGNMENT)
         while not (folder.runner / ".runner").exists():
             await runner.wait_for_change(runner.state(), 0.01)
         folder.behave("rm .runner")
         given = replace(JUST_IN_TIME, jit_config="", credential=ASSIGNMENT.credential)
-        assert (await runner.remove(given))[0] is RemovalStatus.REMOVED
-        assert (runner.state().listening, runner.state().registered_as) == (True, "")
+        removal, detail = await runner.remove(given)
+        assert (removal, "through the API" in detail) == (RemovalStatus.FAILED, True)
+        assert not (folder.runner / "arguments").exists(), "config.sh did not run"
+        assert (runner.state().listening, runner.state().registered_as) == (True, "jit")
         await runner.stop()
 
     async def test_registration_that_github_removed_needs_no_token(self, folder: Folder) -> None:
