@@ -7,7 +7,6 @@ writes one JSON response per line.
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from remuda.domain.signals import Report, Signal
 from remuda.domain.thresholds import HEARTBEAT_INTERVAL_S
 from remuda.domain.timestamps import to_milliseconds
 from remuda.fake_github.fake_runner import VERSION
+from remuda.fake_github.fake_runner.credentials import secret_of, unpack
 from remuda.http import HttpConnections
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock
@@ -152,10 +152,8 @@ class TimedRunner(RecordingRunner):
 
 def _identity(jit_config: str) -> dict[str, str]:
     """The server and the secret of a just-in-time registration."""
-    files = {
-        name: json.loads(base64.b64decode(text)) for name, text in json.loads(base64.b64decode(jit_config)).items()
-    }
-    return {"url": files[".runner"]["serverUrl"], "secret": files[".credentials"]["data"]["token"]}
+    files = {name: json.loads(content) for name, content in unpack(jit_config).items()}
+    return {"url": files[".runner"]["ServerUrl"], "secret": secret_of(files[".credentials_rsaparams"])}
 
 
 def agent_store(

@@ -102,6 +102,8 @@ class MemoryScaleSets:
         self.never_used = timedelta(seconds=never_used_s)
         #: Whether jobs are offered and must be acquired, as on GitHub Enterprise Server.
         self.offers_jobs = offers_jobs
+        #: Whether responses name the labels of a set. GitHub's own client does not need them.
+        self.lists_labels = True
         #: Whether the ids of messages begin again with each session.
         self.restarts_ids = restarts_ids
         self.sets: dict[int, MemoryScaleSet] = {}
@@ -580,9 +582,9 @@ class MemoryDemandSource:
         found = self._server.find(runner_set.scope, runner_set.name) or self._server.create(runner_set)
         return self._checked_id(found, runner_set)
 
-    @staticmethod
-    def _checked_id(found: MemoryScaleSet, runner_set: RunnerSet) -> int:
-        if {label.lower() for label in found.labels} != {label.lower() for label in runner_set.labels}:
+    def _checked_id(self, found: MemoryScaleSet, runner_set: RunnerSet) -> int:
+        differ = _lowered(found.labels) != _lowered(runner_set.labels)
+        if self._server.lists_labels and differ:
             raise UserError(
                 f"runner set {runner_set.name!r} has the labels {', '.join(found.labels)} on GitHub",
                 field="runner-sets",

@@ -55,7 +55,7 @@ FOLDERS = (
 )
 READABLE_FILE = "/tmp/test-credential"  # noqa: S108 - of the sandbox
 #: The credentials of the listener, which runs as the user of jobs and must read them.
-REGISTRATION = "/opt/remuda/runner/.credentials"
+REGISTRATION = "/opt/remuda/runner/.credentials_rsaparams"
 #: Kind of the credential of a just-in-time runner.
 JIT = "JIT configuration"
 #: Without the environment of the listener, which contains the configuration of a just-in-time runner.
@@ -277,6 +277,8 @@ def readable_for_jobs(machine: NamespaceMachine, scanner: LeakScanner, credentia
     assert machine.run_in_sandbox("sh", "-c", f"cat >{READABLE_FILE}", stdin=credential).returncode == 0
     files = machine.run_in_sandbox("find", *FOLDERS, "-type", "f", "-cmin", "-300").stdout.splitlines()
     lines = [line for secret in scanner.secrets.values() for line in secret.splitlines() if "-----" not in line]
+    # As a whole in base64, too: so is the key of a runner.
+    lines += [base64.b64encode(line.encode()).decode().rstrip("=")[:-1] for line in lines]
     done = machine.run_in_sandbox("grep", "-laFs", "-f", "-", "--", *files, stdin="\n".join(lines) + "\n")
     return done.stdout.split()
 

@@ -25,6 +25,7 @@ from remuda.domain.runner_set import RunnerSet
 from remuda.fake_github import Endpoint, install_runner, read_endpoint
 from remuda.fake_github.client import FakeGitHubClient, FakeGitHubError, JobStep
 from remuda.fake_github.fake_runner import VERSION
+from remuda.fake_github.fake_runner.credentials import unpack
 from remuda.ports.calls import CallCounter
 
 T = TypeVar("T")
@@ -677,6 +678,42 @@ def test_runner_refuses_a_bad_configuration(server: FakeGitHubServer, runner: Ru
     incomplete = base64.b64encode(json.dumps(packed).encode()).decode()
     assert runner.listen("--jitconfig", incomplete).wait(LIMIT_S) == 1
     assert "RSA key file" in runner.output.read_text()
+
+
+def test_runner_refuses_files_that_the_real_one_refuses(server: FakeGitHubServer, runner: RunnerFolder) -> None:
+    packed = {name: json.loads(content) for name, content in unpack(ScaleSetWorld(server).register()).items()}
+    credentials = packed[".credentials"]
+    key = packed[".credentials_rsaparams"]
+    no_address = "Value cannot be null. (Parameter 'authorizationUrl')"
+    for name, content, text in (
+        (".credentials", {**credentials, "Scheme": "Basic"}, "Invalid Credential Type"),
+        (".credentials", {**credentials, "Data": {"ClientId": "x", "token": "x"}}, no_address),
+        (".credentials_rsaparams", {"exponent": "AQAB", "modulus": "7"}, "Member 'd' was not found."),
+        (".credentials_rsaparams", {**key, "d": "7"}, "The input is not a valid Base-64 string."),
+        (".runner", {**packed[".runner"], "AgentId": "one"}, 'Error converting value "one" to type'),
+        (".runner", {**packed[".runner"], "ServerUrlV2": None}, "ServerUrlV2 is not set"),
+    ):
+        files = {key: base64.b64encode(json.dumps(each).encode()).decode() for key, each in packed.items()}
+        files[name] = base64.b64encode(json.dumps(content).encode()).decode()
+        config = base64.b64encode(json.dumps(files).encode()).decode()
+        assert runner.listen("--jitconfig", config).wait(LIMIT_S) == 1
+        assert f"An error occurred: {text}" in runner.output.read_text()
+
+
+def test_configuration_refuses_long_labels(server: FakeGitHubServer, runner: RunnerFolder) -> None:
+    url, labels = f"{server.endpoint.url}/{REPO}", "warm," + "x" * 257
+    refused = runner.config("--unattended", "--url", url, "--token", "x", "--labels", labels)
+    assert refused.returncode == 1
+    assert "Invalid configuration provided for labels" in refused.stdout
+
+
+def test_registration_just_in_time_is_not_removed_by_its_folder(server: FakeGitHubServer, runner: RunnerFolder) -> None:
+    """Its files name no address on GitHub."""
+    for name, content in unpack(ScaleSetWorld(server).register()).items():
+        (runner.folder / name).write_bytes(content)
+    done = runner.config("remove", "--token", server.token("remove-token"))
+    assert (done.returncode, "Failed: Removing runner from the server" in done.stdout) == (1, True)
+    assert server.rest() is not None
 
 
 def test_scale_set_survives_a_kill_of_the_server(server: FakeGitHubServer, runner: RunnerFolder) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import itertools
 import json
 from collections.abc import AsyncIterator, Sequence
@@ -21,6 +20,7 @@ from remuda.domain.errors import Conflict, NotFound, UserError
 from remuda.domain.runner_set import RunnerSet
 from remuda.fake_github import Endpoint
 from remuda.fake_github.client import FakeGitHubClient
+from remuda.fake_github.fake_runner.credentials import secret_of, unpack
 from remuda.ports.calls import CallCounter
 from remuda.ports.demand import DemandSession, DemandSource
 from remuda.ports.github import Deletion, JitRunner
@@ -65,6 +65,10 @@ class DemandService:
         """Let jobs be acquired, like GitHub Enterprise Server."""
         raise NotImplementedError
 
+    async def omit_fields(self) -> None:
+        """Answer with the fields that GitHub's own client needs only: without labels and without expiries."""
+        raise NotImplementedError
+
     async def close(self) -> None:
         """Close all sources."""
 
@@ -94,6 +98,9 @@ class MemoryService(DemandService):
     async def offer_jobs(self) -> None:
         self._server.offers_jobs = True
 
+    async def omit_fields(self) -> None:
+        self._server.lists_labels = False
+
 
 class GitHubService(DemandService):
     def __init__(self, endpoint: Endpoint) -> None:
@@ -114,9 +121,8 @@ class GitHubService(DemandService):
         await self.admin.queue_job(repo=REPO, run_id=4711, labels=runner_set.labels, event="pull_request")
 
     async def start(self, runner: JitRunner) -> None:
-        packed = json.loads(base64.b64decode(runner.config))
-        credentials = json.loads(base64.b64decode(packed[".credentials"]))
-        headers = {"authorization": f"Bearer {credentials['data']['token']}"}
+        secret = secret_of(json.loads(unpack(runner.config)[".credentials_rsaparams"]))
+        headers = {"authorization": f"Bearer {secret}"}
         http = httpx.AsyncClient(base_url=self._endpoint.url, headers=headers, trust_env=False, timeout=LONG_S)
         session = (await http.post("/_runner/sessions", json={"version": "2.336.0"})).json()["session"]
         path = f"/_runner/sessions/{session}"
@@ -135,10 +141,13 @@ class GitHubService(DemandService):
     async def offer_jobs(self) -> None:
         await self.admin.change_settings(jobs_must_be_acquired=True)
 
+    async def omit_fields(self) -> None:
+        await self.admin.change_settings(only_needed_fields=True)
+
     async def close(self) -> None:
         await asyncio.gather(*(each.close() for each in self._opened))
         await asyncio.gather(*(http.aclose() for http, _ in self._jobs.values()))
-        await self.admin.change_settings(jobs_must_be_acquired=False)
+        await self.admin.change_settings(jobs_must_be_acquired=False, only_needed_fields=False)
         await self.admin.aclose()
 
 
@@ -202,6 +211,19 @@ async def test_set_with_other_labels_is_an_error(source: DemandSource, runner_se
         assert caught.value.field == "runner-sets"
         assert runner_set.labels[1] in caught.value.message
     assert await source.find_set(replace(runner_set, labels=tuple(label.upper() for label in runner_set.labels)))
+
+
+async def test_set_without_listed_labels_is_found(
+    service: DemandService, source: DemandSource, runner_set: RunnerSet
+) -> None:
+    """GitHub's client needs neither the labels of a set nor the expiry of a registration token."""
+    number = await source.create_set(runner_set)
+    await service.omit_fields()
+    other = replace(runner_set, labels=(*runner_set.labels, "gpu"))
+    for wanted in (runner_set, other):
+        assert await service.open().find_set(wanted) == number
+        assert await service.open().create_set(wanted) == number
+    assert await service.open().delete_set(runner_set)
 
 
 async def test_deleted_set_is_gone(source: DemandSource, runner_set: RunnerSet) -> None:

@@ -1,6 +1,5 @@
 """Responses of the fake GitHub, validated against GitHub's OpenAPI description."""
 
-import base64
 import json
 import pathlib
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ import jsonschema_rs
 import pytest
 
 from remuda.fake_github import Endpoint
+from remuda.fake_github.fake_runner.credentials import secret_of, unpack
 from tests.support.records import LONG_S
 
 OPENAPI = json.loads((pathlib.Path(__file__).parent.parent / "data" / "github" / "openapi-runners.json").read_text())
@@ -21,6 +21,7 @@ BASIC_ERROR = {
     "properties": {name: {"type": "string"} for name in ("message", "documentation_url", "status")},
 }
 PATHS = {"repo": "/repos/{owner}/{repo}/actions/runners", "org": "/orgs/{org}/actions/runners"}
+READ_ONLY = {"administration": "read", "organization_self_hosted_runners": "read"}
 VALUES = {"owner": "acme", "repo": "widgets", "org": "acme"}
 
 
@@ -96,7 +97,7 @@ def test_runner_packages(api: ValidatingClient) -> None:
     assert packages["linux", "x64"]["filename"] == "actions-runner-linux-x64-2.336.0.tar.gz"
     assert packages["windows", "arm64"]["filename"] == "actions-runner-win-arm64-2.336.0.zip"
     reader, stranger = (
-        api.client.post("/_admin/tokens", json={"scopes": [scope], "write": False}).json()["token"]
+        api.client.post("/_admin/tokens", json={"scopes": [scope], "permissions": READ_ONLY}).json()["token"]
         for scope in ("acme", "other")
     )
     # GitHub documents the permission to read for it.
@@ -132,6 +133,7 @@ def test_life_cycle_of_a_runner(api: ValidatingClient) -> None:
         {"runner_group_id": "one"},
         {"labels": []},
         {"labels": ["x"] * 101},
+        {"labels": ["x" * 257]},
         {"labels": "x"},
     ],
 )
@@ -173,13 +175,64 @@ def test_authorization_scheme_token_is_accepted(api: ValidatingClient, endpoint:
 
 
 def test_restricted_access_tokens(api: ValidatingClient) -> None:
-    reader = api.client.post("/_admin/tokens", json={"scopes": ["acme"], "write": False}).json()["token"]
+    reader = api.client.post("/_admin/tokens", json={"scopes": ["acme"], "permissions": READ_ONLY}).json()["token"]
     stranger = api.client.post("/_admin/tokens", json={"scopes": ["other"]}).json()["token"]
     headers = {"authorization": f"Bearer {reader}"}
     assert api.call("GET", headers=headers).status_code == 200
     assert api.call("POST", "/registration-token", headers=headers).status_code == 403
     assert api.call("GET", headers={"authorization": f"Bearer {stranger}"}).status_code == 404
     assert api.client.get("/_admin/runners", headers=headers).status_code == 403
+
+
+def test_each_kind_of_permission_is_needed(api: ValidatingClient, level: str) -> None:
+    kind, other = ("administration", "organization_self_hosted_runners")[:: 1 if level == "repo" else -1]
+    for permissions, read, write in (
+        ({kind: "write"}, 200, 201),
+        ({kind: "read"}, 200, 403),
+        ({other: "write", "actions": "write", "contents": "write", "metadata": "read"}, 403, 403),
+        ({}, 403, 403),
+    ):
+        token = api.client.post("/_admin/tokens", json={"permissions": permissions}).json()["token"]
+        headers = {"authorization": f"Bearer {token}"}
+        for path in ("", "/downloads"):
+            assert api.call("GET", path, headers=headers).status_code == read, (path, permissions)
+        for path in ("/registration-token", "/remove-token"):
+            refused = api.call("POST", path, headers=headers)
+            assert refused.status_code == write, (path, permissions)
+    assert refused.json()["message"] == "Resource not accessible by personal access token"
+    assert api.client.post("/_admin/tokens", json={"permissions": {kind: "admin"}}).status_code == 422
+
+
+def test_runs_need_the_permission_for_actions(api: ValidatingClient) -> None:
+    api.client.post("/_admin/jobs", json={"repo": "acme/widgets", "run_id": 70, "labels": ["nobody"]})
+    path = f"{api.prefix}/repos/acme/widgets/actions/runs"
+    for permissions, read, write in (
+        ({"actions": "read"}, 200, 403),
+        ({"administration": "write", "contents": "write"}, 403, 403),
+    ):
+        token = api.client.post("/_admin/tokens", json={"permissions": permissions}).json()["token"]
+        headers = {"authorization": f"Bearer {token}"}
+        for each in (path, f"{path}/70", f"{path}/70/jobs"):
+            assert api.client.get(each, headers=headers).status_code == read
+        refused = api.client.post(f"{path}/70/rerun-failed-jobs", headers=headers)
+        assert (refused.status_code, refused.json()["message"]) == (
+            write,
+            "Resource not accessible by personal access token",
+        )
+
+
+@pytest.mark.parametrize("version", ["2022-11-27", "2021-01-01", "v3"])
+def test_unknown_api_versions_are_refused(api: ValidatingClient, version: str) -> None:
+    headers = {"x-github-api-version": version}
+    refused = api.call("GET", headers=headers)
+    assert refused.status_code == 400
+    message = f'The version you specified in the "X-GitHub-API-Version" request header, "{version}", is not a supported'
+    assert refused.json()["message"].startswith(message)
+    runs = api.client.get(f"{api.prefix}/repos/acme/widgets/actions/runs", headers=headers)
+    app = api.client.get(f"{api.prefix}/orgs/acme/installation", headers=headers)
+    service = api.client.post(f"{api.prefix}/actions/runner-registration", headers=headers)
+    assert [each.status_code for each in (runs, app, service)] == [400, 400, 400]
+    assert api.call("GET", headers={"x-github-api-version": "2022-11-28"}).status_code == 200
 
 
 def test_unknown_scopes(api: ValidatingClient) -> None:
@@ -193,7 +246,7 @@ def test_unknown_scopes(api: ValidatingClient) -> None:
 
 def test_delete_of_a_runner_that_just_got_a_job(api: ValidatingClient) -> None:
     created = api.jit("racy").json()
-    secret = json.loads(_unpack(json.loads(_unpack(created["encoded_jit_config"]))[".credentials"]))["data"]["token"]
+    secret = secret_of(json.loads(unpack(created["encoded_jit_config"])[".credentials_rsaparams"]))
     session = api.client.post(
         "/_runner/sessions", json={"version": "2.336.0"}, headers={"authorization": f"Bearer {secret}"}
     ).json()["session"]
@@ -234,7 +287,3 @@ def test_faults(api: ValidatingClient) -> None:
     assert api.call("DELETE", "/{runner_id}", runner_id=runner_id).status_code == 404
     assert api.client.get("/_admin/faults").json() == {"faults": []}
     assert api.client.post("/_admin/faults", json={"kind": "nonsense"}).status_code == 422
-
-
-def _unpack(text: str) -> str:
-    return base64.b64decode(text).decode()

@@ -19,6 +19,7 @@ from remuda.domain.errors import Conflict, NotFound, Throttled, Unavailable, Use
 from remuda.domain.runner_release import PackageArchitecture, release_url
 from remuda.fake_github import Endpoint
 from remuda.fake_github.client import FakeGitHubClient
+from remuda.fake_github.fake_runner.credentials import secret_of
 from remuda.http import ClientResponse
 from remuda.ports.calls import CallCounter
 from remuda.ports.github import Deletion, GitHub, GitHubRun
@@ -32,6 +33,7 @@ pytestmark = pytest.mark.usefixtures("patient_client")
 REPO, ORG = "octo/repo", "octo"
 #: Scopes in which runners may remain from earlier tests.
 BUSY_REPO, LONG_REPO = "octo/busy", "octo/long"
+RUNNER_PERMISSIONS = ("actions", "administration", "organization_self_hosted_runners")
 KNOWN = [REPO, ORG, BUSY_REPO, LONG_REPO]
 MANY = 205
 
@@ -93,14 +95,15 @@ class GitHubClients(GitHubs):
         super().__init__(GitHubClient, api_url=endpoint.url, token=endpoint.token, **given)
 
     async def grant(self, *, scopes: Sequence[str] = (), write: bool = True) -> str:
-        return await self.admin.issue_token(scopes=scopes, write=write)
+        permissions = None if write else dict.fromkeys(RUNNER_PERMISSIONS, "read")
+        return await self.admin.issue_token(scopes=scopes, permissions=permissions)
 
     async def run_job(self, scope: str, name: str, labels: Sequence[str]) -> int:
         token = (await self.open().registration_token(scope)).token
         async with httpx.AsyncClient(base_url=self._url, trust_env=False, timeout=LONG_S) as http:
             body = {"url": f"{self._url}/{scope}", "token": token, "name": name, "labels": list(labels)}
             files = (await http.post("/_runner/register", json=body)).json()["files"]
-            http.headers["authorization"] = f"Bearer {files['.credentials']['data']['token']}"
+            http.headers["authorization"] = f"Bearer {secret_of(files['.credentials_rsaparams'])}"
             session = (await http.post("/_runner/sessions", json={"version": "2.336.0"})).json()["session"]
             job = await self.admin.queue_job(repo=scope, run_id=1, labels=labels)
             answer = await http.post(f"/_runner/sessions/{session}/jobs/{job.id}/acknowledge")

@@ -49,7 +49,13 @@ def admin(endpoint: Endpoint) -> Iterator[httpx.Client]:
     """Client of the admin API of the local GitHub."""
     headers = {"authorization": f"Bearer {endpoint.token}"}
     with httpx.Client(base_url=endpoint.url, headers=headers, trust_env=False, timeout=LONG_S) as client:
-        app = {"app_id": APP_ID, "app_key": PUBLIC, "app_owners": [ORG], "token_life_s": HOUR_S}
+        app = {
+            "app_id": APP_ID,
+            "app_key": PUBLIC,
+            "app_owners": [ORG],
+            "app_permissions": None,
+            "token_life_s": HOUR_S,
+        }
         client.patch("/_admin/settings", json={**app, "enforce_rate_limit": False}).raise_for_status()
         client.delete("/_admin/faults").raise_for_status()
         yield client
@@ -85,6 +91,11 @@ def add_fault(admin: httpx.Client, kind: str, operation: str, **more: Any) -> No
     admin.post("/_admin/faults", json={"kind": kind, "operation": operation, **more}).raise_for_status()
 
 
+def permit(admin: httpx.Client, permissions: dict[str, str]) -> None:
+    """Set what installation tokens of the App may do from now on."""
+    admin.patch("/_admin/settings", json={"app_permissions": permissions}).raise_for_status()
+
+
 # Apps
 
 
@@ -96,6 +107,48 @@ async def test_app_looks_up_its_installation_and_caches_the_token(
     counted = calls.by_service()["github"]
     assert counted["GET installation"] == 1
     assert counted["POST access_tokens"] == 1
+
+
+ORG_RUNNERS, REPO_RUNNERS = "organization_self_hosted_runners", "administration"
+
+
+@pytest.mark.parametrize(
+    ("scope", "kind", "level", "use"),
+    [
+        (REPO, REPO_RUNNERS, "read", lambda github: github.list_runners(REPO)),
+        (REPO, REPO_RUNNERS, "read", lambda github: github.runner_downloads(REPO)),
+        (REPO, REPO_RUNNERS, "read", lambda github: github.get_runner(REPO, 1)),
+        (REPO, REPO_RUNNERS, "write", lambda github: github.delete_runner(REPO, 1)),
+        (REPO, REPO_RUNNERS, "write", lambda github: github.registration_token(REPO)),
+        (REPO, REPO_RUNNERS, "write", lambda github: github.removal_token(REPO)),
+        (ORG, ORG_RUNNERS, "read", lambda github: github.list_runners(ORG)),
+        (ORG, ORG_RUNNERS, "read", lambda github: github.runner_group_id(ORG, "Default")),
+        (ORG, ORG_RUNNERS, "write", lambda github: github.registration_token(ORG)),
+        (ORG, ORG_RUNNERS, "write", lambda github: github.actions_service(ORG)),
+        (REPO, "actions", "read", lambda github: github.list_runs(REPO, REPO, status="queued")),
+        (REPO, "actions", "read", lambda github: github.list_jobs(REPO, REPO, 1)),
+        (REPO, "actions", "read", lambda github: github.get_run(REPO, REPO, 1)),
+    ],
+)
+async def test_app_needs_the_permission_of_each_call(
+    app: GitHubClient,
+    admin: httpx.Client,
+    scope: str,
+    kind: str,
+    level: str,
+    use: Callable[[GitHubClient], Awaitable[Any]],
+) -> None:
+    others = dict.fromkeys({ORG_RUNNERS, REPO_RUNNERS, "actions", "contents", "metadata"} - {kind}, "write")
+    refused = [others, {**others, kind: "read"}] if level == "write" else [others]
+    for permissions in refused:
+        permit(admin, permissions)
+        app._auth.invalidate(scope, await app._auth.token(scope, app._call_as_app))
+        with pytest.raises(UserError, match="Resource not accessible by integration") as caught:
+            await use(app)
+        assert ("Actions" in (caught.value.fix or "")) is (kind == "actions"), "the advice names what is missing"
+    permit(admin, {kind: level})
+    app._auth.invalidate(scope, await app._auth.token(scope, app._call_as_app))
+    await use(app)
 
 
 async def test_token_is_renewed_shortly_before_it_expires(

@@ -31,6 +31,7 @@ from remuda.domain.errors import Conflict, NotFound, Throttled, TimedOut, Unavai
 from remuda.domain.runner_set import RunnerSet
 from remuda.fake_github import Endpoint
 from remuda.fake_github.client import FakeGitHubClient
+from remuda.fake_github.fake_runner.credentials import secret_of, unpack
 from remuda.ports.calls import CallCounter
 from remuda.ports.github import Deletion
 from tests.conformance.test_github_client import APP_ID, KEY, PUBLIC, pem
@@ -666,6 +667,29 @@ async def test_labels_that_github_ignored_are_an_error(scripted: ScaleSetSource,
         await scripted.create_set(SET)
 
 
+@pytest.mark.parametrize("labels", [{}, {"labels": None}, {"labels": []}])
+async def test_labels_that_github_does_not_list_are_unknown(
+    scripted: ScaleSetSource, script: ScriptedService, labels: dict[str, Any]
+) -> None:
+    """The answers of actions/scaleset, client_test.go."""
+    found = {"id": 27, "name": SET.name, **labels}
+    script.answer("GET", SETS, ScriptedAnswer(200, {"count": 1, "value": [found]}))
+    script.answer("POST", SETS, ScriptedAnswer(200, found))
+    assert await scripted.find_set(SET) == await scripted.create_set(SET) == 27
+
+
+async def test_registration_token_without_expiry_opens_the_service(
+    scripted: ScaleSetSource, script: ScriptedService
+) -> None:
+    path = f"/repos/{REPO}/actions/runners/registration-token"
+    script.answer("POST", path, ScriptedAnswer(201, {}), ScriptedAnswer(201, {"token": "AREGISTRATION"}))
+    with pytest.raises(Unavailable, match="registration-token is missing or invalid"):
+        await scripted.find_set(SET)
+    assert await scripted.find_set(SET) == 27
+    [connect] = script.of("POST", "/actions/runner-registration")
+    assert connect.headers["authorization"] == "RemoteAuth AREGISTRATION"
+
+
 async def test_jobs_that_were_offered_before_the_session_are_offered_again(
     scripted: ScaleSetSource, script: ScriptedService
 ) -> None:
@@ -774,7 +798,7 @@ async def test_bad_credential_is_a_user_error(local: LocalScaleSets, connect: Co
         await connect(token="github_pat_wrong").create_set(local.runner_set)
     assert caught.value.field == "github-token"
     assert "github_pat_wrong" not in caught.value.message
-    reader = await local.admin.issue_token(write=False)
+    reader = await local.admin.issue_token(permissions={"administration": "read"})
     with pytest.raises(UserError):
         await connect(token=reader).create_set(local.runner_set)
 
@@ -908,8 +932,7 @@ async def fetched(local: LocalScaleSets) -> dict[str, Any]:
         found["runner"] = await call("GET", f"{agents}/{runner['runner']['id']}", token=admin)
         found["runners"] = await call("GET", f"{agents}?agentName={name}", token=admin)
         found["error_agent_not_found"] = await call("GET", f"{agents}/999999", token=admin)
-        packed = json.loads(base64.b64decode(runner["encodedJITConfig"]))
-        secret = json.loads(base64.b64decode(packed[".credentials"]))["data"]["token"]
+        secret = secret_of(json.loads(unpack(runner["encodedJITConfig"])[".credentials_rsaparams"]))
         runner_headers = {"authorization": f"Bearer {secret}"}
         answer = await http.post("/_runner/sessions", json={"version": "2.336.0"}, headers=runner_headers)
         runner_path = f"/_runner/sessions/{answer.json()['session']}"

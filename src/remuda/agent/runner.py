@@ -186,7 +186,9 @@ class ActionsRunner:
             self._drop_registration()
             self._jit_file.unlink(missing_ok=True)
             return RemovalStatus.REMOVED, "registered just in time; already removed from GitHub"
-        if not (self._config_folder / _SETTINGS).exists():
+        # On a local machine, `.runner` may be that of a just-in-time registration. `config.sh remove` needs the address
+        # on GitHub, which such a file lacks (actions/runner, Runner.Common/ConfigurationStore.cs, IsHostedServer).
+        if self._jit_config() is not None or not (self._config_folder / _SETTINGS).exists():
             return self._nothing_to_remove()
         if assignment.credential is None:
             return RemovalStatus.FAILED, "the assignment has no removal token"
@@ -201,8 +203,6 @@ class ActionsRunner:
                 return RemovalStatus.BUSY, detail
             return (RemovalStatus.UNREACHABLE if _UNREACHABLE.search(output) else RemovalStatus.FAILED), detail
         self._drop_registration()
-        # On a local machine the removed registration may be the one that the listener made just in time.
-        self._jit_file.unlink(missing_ok=True)
         return RemovalStatus.REMOVED, detail
 
     def _nothing_to_remove(self) -> tuple[RemovalStatus, str]:
@@ -237,9 +237,11 @@ class ActionsRunner:
                 await self._clock.sleep(min(left, STATE_POLL_S) if state.busy else left)
 
     def _registered_as(self) -> str:
-        name = (_read(self._config_folder / _SETTINGS) or {}).get("agentName")
-        if isinstance(name, str) and name:
-            return name
+        settings = _read(self._config_folder / _SETTINGS) or {}
+        # `config.sh` writes the first; a just-in-time configuration of GitHub has the second.
+        for key in ("agentName", "AgentName"):
+            if isinstance(name := settings.get(key), str) and name:
+                return name
         jit = self._jit_config()
         return "" if jit is None else jit.runner_name
 

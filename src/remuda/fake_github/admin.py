@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Awaitable, Callable
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import pydantic
 from starlette.requests import Request
@@ -23,6 +23,11 @@ from remuda.fake_github.rest import RunnersRest
 from remuda.fake_github.state import ApiError, GitHubJob, JobPhase, RegisteredRunner, ScaleSet, settings_from, timestamp
 
 Handler = Callable[[Request], Awaitable[Response]]
+#: Kinds and levels of permissions that an access token may have.
+Permissions = dict[
+    Literal["actions", "administration", "contents", "metadata", "organization_self_hosted_runners"],
+    Literal["read", "write"],
+]
 _VERSION = r"^[0-9]+\.[0-9]+\.[0-9]+$"
 
 
@@ -78,7 +83,7 @@ class NewSession(pydantic.BaseModel):
 class NewToken(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid")
     scopes: list[str] = []
-    write: bool = True
+    permissions: Permissions | None = None
 
 
 class NewSettings(pydantic.BaseModel):
@@ -94,6 +99,7 @@ class NewSettings(pydantic.BaseModel):
     app_id: str = ""
     app_key: str = ""
     app_owners: list[str] = []
+    app_permissions: Permissions | None = None
     runner_groups: list[str] = []
     supports_disable_update: bool = True
     update_runners_to: str = ""
@@ -112,6 +118,7 @@ class NewSettings(pydantic.BaseModel):
     zero_capacity_trap: bool = True
     jobs_must_be_acquired: bool = False
     byte_order_mark: bool = True
+    only_needed_fields: bool = False
 
 
 def routes(app: AppState, issuer: OidcIssuer) -> list[BaseRoute]:
@@ -292,7 +299,10 @@ class AdminApi:
     async def issue_token(self, request: Request) -> Response:
         """Issue an access token with fewer rights than the administrator's."""
         new = NewToken.model_validate(await json_body(request))
-        token = self._core.registry.issue_access(scopes=tuple(new.scopes), write=new.write)
+        permissions = (
+            None if new.permissions is None else {str(kind): str(new.permissions[kind]) for kind in new.permissions}
+        )
+        token = self._core.registry.issue_access(scopes=tuple(new.scopes), permissions=permissions)
         return JSONResponse({"token": token.value}, status_code=201)
 
     async def permit_id_tokens(self, request: Request) -> Response:

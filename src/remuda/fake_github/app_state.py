@@ -12,10 +12,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from remuda.fake_github.faults import ApiFault, FaultKind
-from remuda.fake_github.registry import GitHubCore
+from remuda.fake_github.registry import GitHubCore, not_accessible
 from remuda.fake_github.state import ApiError, DocumentStore, IssuedToken
 
 DOCUMENTATION_URL = "https://docs.github.com/rest/actions/self-hosted-runners"
+#: The version of the REST API whose responses these are. GitHub supports newer ones, too.
+API_VERSION = "2022-11-28"
 #: Key of waiters that wake up with every change.
 ANYTHING = "*"
 #: Longest wait of a request in seconds.
@@ -182,9 +184,31 @@ def bearer(request: Request) -> str:
 
 def administrator(app: AppState, request: Request) -> IssuedToken:
     token = app.core.registry.access(bearer(request))
-    if token.scopes or not token.write:
-        raise ApiError(403, "Resource not accessible by personal access token")
+    if token.scopes or token.permissions is not None:
+        raise not_accessible(token)
     return token
+
+
+def check_headers(request: Request) -> None:
+    """Refuse a request to the REST API without a User-Agent, or for another version of the API.
+
+    https://docs.github.com/rest/using-the-rest-api/getting-started-with-the-rest-api#user-agent; the message about the
+    version is that of expipiplus1/update-nix-fetchgit#79.
+    """
+    check_user_agent(request)
+    version = request.headers.get("x-github-api-version", API_VERSION)
+    if version != API_VERSION:
+        raise ApiError(
+            400,
+            f'The version you specified in the "X-GitHub-API-Version" request header, "{version}", is not a supported '
+            f'version. The following versions are currently supported: "{API_VERSION}" (most recent).\n\n'
+            "See also: https://docs.github.com/rest",
+        )
+
+
+def check_user_agent(request: Request) -> None:
+    if not request.headers.get("user-agent"):
+        raise ApiError(403, "Request forbidden by administrative rules. A User-Agent header is needed.")
 
 
 async def json_body(request: Request) -> dict[str, Any]:

@@ -287,9 +287,13 @@ class FakeGitHubClient:
         """Change any fields of `FakeGitHubSettings`. Return all settings."""
         return await self._call("PATCH", "/_admin/settings", body=settings)
 
-    async def issue_token(self, *, scopes: Sequence[str] = (), write: bool = True) -> str:
-        """Issue an access token for these scopes, or for all if empty. It is read-only if `write` is False."""
-        answer = await self._call("POST", "/_admin/tokens", body={"scopes": list(scopes), "write": write})
+    async def issue_token(self, *, scopes: Sequence[str] = (), permissions: Mapping[str, str] | None = None) -> str:
+        """Issue an access token for these scopes, or for all if empty.
+
+        `permissions` are "read" or "write" by kind, such as {"actions": "read"}; None stands for all permissions.
+        """
+        body = {"scopes": list(scopes), "permissions": None if permissions is None else dict(permissions)}
+        answer = await self._call("POST", "/_admin/tokens", body=body)
         return str(answer["token"])
 
     async def permit_id_tokens(self, *, repository: str, run_id: str, **claims: str) -> dict[str, str]:

@@ -8,6 +8,7 @@ from remuda.fake_github.jobs import JobQueue
 from remuda.fake_github.scale_sets import ScaleSets
 from remuda.fake_github.state import (
     DEFAULT_LABELS,
+    MAX_LABEL_LENGTH,
     MAX_LABELS,
     MAX_NAME_LENGTH,
     OFFLINE_EPHEMERAL_LIFE_S,
@@ -50,9 +51,11 @@ class Registry:
         )
         return self._keep(token)
 
-    def issue_access(self, *, scopes: tuple[str, ...] = (), write: bool = True) -> IssuedToken:
+    def issue_access(self, *, scopes: tuple[str, ...] = (), permissions: dict[str, str] | None = None) -> IssuedToken:
         value = self._state.clock.token(ACCESS_PREFIX)
-        return self._keep(IssuedToken(value=value, kind=TokenKind.ACCESS, scopes=scopes, expires_at=None, write=write))
+        return self._keep(
+            IssuedToken(value=value, kind=TokenKind.ACCESS, scopes=scopes, expires_at=None, permissions=permissions)
+        )
 
     def issue_installation(self, owner: str) -> IssuedToken:
         """Issue a token of an App for one owner that has installed it."""
@@ -60,7 +63,15 @@ class Registry:
         self._forget_expired(now)
         value = self._state.clock.token(INSTALLATION_PREFIX)
         expires_at = now + self._state.settings.token_life_s
-        return self._keep(IssuedToken(value=value, kind=TokenKind.ACCESS, scopes=(owner,), expires_at=expires_at))
+        return self._keep(
+            IssuedToken(
+                value=value,
+                kind=TokenKind.ACCESS,
+                scopes=(owner,),
+                expires_at=expires_at,
+                permissions=self._state.settings.app_permissions,
+            )
+        )
 
     def issue_service(self, kind: TokenKind, *scopes: str, life_s: float) -> IssuedToken:
         """Issue a token of the Actions service: a JSON web token, of which clients read the expiry."""
@@ -93,11 +104,17 @@ class Registry:
             raise ApiError(401, "Bad credentials")
         return token
 
-    def check_access(self, token: IssuedToken, scope: str, *, write: bool) -> None:
+    def check_access(self, token: IssuedToken, scope: str, *, permission: str, write: bool) -> None:
+        """Refuse a token without access to the scope, or without a kind of permission, such as "actions".
+
+        An empty kind stands for what every token with access may do.
+        """
         if not self.knows(scope) or (token.scopes and not _within(scope, token.scopes)):
             raise ApiError(404, "Not Found")
-        if write and not token.write:
-            raise ApiError(403, "Resource not accessible by personal access token")
+        if token.permissions is None or not permission:
+            return
+        if token.permissions.get(permission) not in ({"write"} if write else {"read", "write"}):
+            raise not_accessible(token)
 
     def knows(self, scope: str) -> bool:
         known = self._state.settings.known_scopes
@@ -238,8 +255,10 @@ class Registry:
     ) -> RegisteredRunner:
         if not 0 < len(name) <= MAX_NAME_LENGTH:
             raise ApiError(422, f"The name of a runner must have 1 to {MAX_NAME_LENGTH} characters.")
-        if not 0 < len(labels) <= MAX_LABELS or not all(labels):
-            raise ApiError(422, f"A runner must have 1 to {MAX_LABELS} labels, none of them empty.")
+        if not 0 < len(labels) <= MAX_LABELS or not all(0 < len(label) <= MAX_LABEL_LENGTH for label in labels):
+            raise ApiError(
+                422, f"A runner must have 1 to {MAX_LABELS} labels, each with 1 to {MAX_LABEL_LENGTH} characters."
+            )
         now = self._state.clock.now()
         runner = RegisteredRunner(
             id=self._state.new_id(),
@@ -365,6 +384,12 @@ class GitHubCore:
         self.registry.expire()
         self.queue.expire()
         self.scale_sets.expire()
+
+
+def not_accessible(token: IssuedToken) -> ApiError:
+    """https://docs.github.com/rest/using-the-rest-api/troubleshooting-the-rest-api#resource-not-accessible."""
+    by = "integration" if token.value.startswith(INSTALLATION_PREFIX) else "personal access token"
+    return ApiError(403, f"Resource not accessible by {by}")
 
 
 def _within(scope: str, allowed: tuple[str, ...]) -> bool:

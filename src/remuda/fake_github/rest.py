@@ -3,14 +3,16 @@
 import base64
 import hashlib
 import json
+import uuid
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from remuda.fake_github.app_state import AppState, bearer, json_body
+from remuda.fake_github.app_state import AppState, bearer, check_headers, json_body
+from remuda.fake_github.fake_runner.credentials import key_parameters
 from remuda.fake_github.faults import FaultKind, Snapshot
 from remuda.fake_github.oidc import number_of
 from remuda.fake_github.registry import DEFAULT_GROUP_ID
@@ -34,6 +36,23 @@ SCOPES = ("/repos/{owner}/{repo}", "/orgs/{org}")
 PREFIXES = ("", "/api/v3")
 
 Handler = Callable[[Request, str, dict[str, Any]], Response]
+
+
+class Permission(NamedTuple):
+    """The kind of permission that an operation needs in a repository and in an organization.
+
+    https://docs.github.com/rest/authentication/permissions-required-for-fine-grained-personal-access-tokens; GET needs
+    read, other methods write. Empty: none but access to the scope.
+    """
+
+    repository: str = ""
+    organization: str = ""
+
+
+RUNNERS = Permission("administration", "organization_self_hosted_runners")
+ACTIONS = Permission("actions")
+#: Every token with access to a repository may read its metadata.
+METADATA = Permission()
 #: GitHub's limit for the lifetime of an App's JSON web token, and the tolerated clock difference, in seconds.
 MAX_LIFETIME_S = 600
 LEEWAY_S = 5
@@ -51,7 +70,7 @@ def routes(app: AppState) -> list[BaseRoute]:
         ("DELETE", "/{runner_id}", "delete", rest.delete_runner),
     ]
     groups = rest.endpoint("runner-groups", rest.list_groups)
-    described = rest.endpoint("describe", rest.describe)
+    described = rest.endpoint("describe", rest.describe, needs=METADATA)
     return [
         *(Route(f"{prefix}{scope}", described, methods=["GET"]) for prefix in PREFIXES for scope in SCOPES),
         *(Route(f"{prefix}/orgs/{{org}}/actions/runner-groups", groups, methods=["GET"]) for prefix in PREFIXES),
@@ -70,20 +89,22 @@ class RunnersRest:
         self._core = app.core
         self._used: dict[tuple[str, int], int] = {}
 
-    def endpoint(self, operation: str, answer: Handler) -> Callable[[Request], Any]:
+    def endpoint(self, operation: str, answer: Handler, *, needs: Permission = RUNNERS) -> Callable[[Request], Any]:
         async def handle(request: Request) -> Response:
-            response = await self._app.respond(operation, lambda: self._answer(request, answer))
+            response = await self._app.respond(operation, lambda: self._answer(request, answer, needs))
             self._add_headers(request, response)
             return response
 
         return handle
 
-    async def _answer(self, request: Request, answer: Handler) -> Response:
-        _check_user_agent(request)
+    async def _answer(self, request: Request, answer: Handler, needs: Permission) -> Response:
+        check_headers(request)
         token = self._core.registry.access(bearer(request))
         self._count(token.value)
         scope = _scope(request)
-        self._core.registry.check_access(token, scope, write=request.method not in {"GET", "HEAD"})
+        kind = needs.repository if "/" in scope else needs.organization
+        write = request.method not in {"GET", "HEAD"}
+        self._core.registry.check_access(token, scope, permission=kind, write=write)
         return answer(request, scope, await json_body(request))
 
     # Operations
@@ -104,7 +125,10 @@ class RunnersRest:
 
     def _token(self, kind: TokenKind, scope: str) -> Response:
         token = self._core.registry.issue(kind, scope)
-        return JSONResponse({"token": token.value, "expires_at": timestamp(token.expires_at)}, status_code=201)
+        document = {"token": token.value, "expires_at": timestamp(token.expires_at)}
+        if self._core.state.settings.only_needed_fields:
+            del document["expires_at"]
+        return JSONResponse(document, status_code=201)
 
     def jitconfig(self, request: Request, scope: str, body: dict[str, Any]) -> Response:
         name, group, labels = body.get("name"), body.get("runner_group_id"), body.get("labels")
@@ -115,12 +139,13 @@ class RunnersRest:
         if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
             raise ApiError(422, "Invalid request.\n\nFor 'properties/labels', not an array of strings.")
         runner = self._core.registry.register_jit(scope=scope, name=name, labels=tuple(labels), group_id=group)
-        files = runner_files(
-            runner, server_url=str(request.base_url).rstrip("/"), work=str(body.get("work_folder") or "_work")
+        config = encoded_jit_config(
+            runner,
+            server_url=str(request.base_url).rstrip("/"),
+            work=str(body.get("work_folder") or "_work"),
+            disable_update=True,
         )
-        return JSONResponse(
-            {"runner": self.document(runner), "encoded_jit_config": encoded_jit_config(files)}, status_code=201
-        )
+        return JSONResponse({"runner": self.document(runner), "encoded_jit_config": config}, status_code=201)
 
     def list_groups(self, request: Request, scope: str, _body: dict[str, Any]) -> Response:
         groups = [_group(scope, name, group_id) for name, group_id in self._core.registry.groups(scope).items()]
@@ -254,7 +279,11 @@ def package_document(version: str, system: str, architecture: str) -> dict[str, 
 
 
 def runner_files(runner: RegisteredRunner, *, server_url: str, work: str) -> dict[str, dict[str, Any]]:
-    """Return the files of a configured runner, with the names of the real runner."""
+    """Return the files that `config.sh` writes.
+
+    actions/runner: Runner.Common/ConfigurationStore.cs, RunnerSettings; Runner.Listener/Configuration,
+    ConfigurationManager.cs and IRSAKeyManager.cs. The runner's serializer writes keys in camel case.
+    """
     return {
         ".runner": {
             "agentId": runner.id,
@@ -262,21 +291,60 @@ def runner_files(runner: RegisteredRunner, *, server_url: str, work: str) -> dic
             "poolId": runner.group_id,
             "poolName": "Default",
             "disableUpdate": True,
-            "useV2Flow": True,
             "ephemeral": runner.ephemeral,
             "serverUrl": server_url,
             "gitHubUrl": f"{server_url}/{runner.scope}",
             "workFolder": work,
+            "useV2Flow": True,
+            "serverUrlV2": server_url,
         },
-        ".credentials": {"scheme": "OAuth", "data": {"clientId": str(runner.id), "token": runner.secret}},
-        # The real file has the runner's private key; the fake runner authenticates with its secret.
-        ".credentials_rsaparams": {"exponent": "AQAB", "modulus": str(runner.id)},
+        ".credentials": {
+            "scheme": "OAuth",
+            "data": {
+                "clientId": _client_id(runner),
+                "authorizationUrl": f"{server_url}/_apis/oauth2/token",
+                "requireFipsCryptography": "True",
+            },
+        },
+        ".credentials_rsaparams": key_parameters(runner.secret),
     }
 
 
-def encoded_jit_config(files: dict[str, dict[str, Any]]) -> str:
-    """Pack the runner's files (actions/runner, Runner.Listener/Runner.cs, ExecuteCommand)."""
+def encoded_jit_config(runner: RegisteredRunner, *, server_url: str, work: str, disable_update: bool) -> str:
+    """Return the files of a just-in-time registration: base64 of JSON, in which each file is base64 again.
+
+    actions/runner, Runner.Listener/Runner.cs, ExecuteCommand. The service names keys in Pascal case and gives texts for
+    numbers and truth values (ChristopherHX/github-act-runner, runnerconfiguration/compat: it reads them from GitHub).
+    There is no GitHubUrl (ConfigurationStore.cs, IsHostedServer).
+    """
+    files = {
+        ".runner": {
+            "AgentId": str(runner.id),
+            "AgentName": runner.name,
+            "DisableUpdate": str(disable_update),
+            "Ephemeral": str(runner.ephemeral),
+            "PoolId": str(runner.group_id),
+            "PoolName": "Default",
+            "ServerUrl": server_url,
+            "ServerUrlV2": server_url,
+            "UseV2Flow": "True",
+            "WorkFolder": work,
+        },
+        ".credentials": {
+            "Scheme": "OAuth",
+            "Data": {
+                "ClientId": _client_id(runner),
+                "AuthorizationUrl": f"{server_url}/_apis/oauth2/token",
+                "RequireFipsCryptography": "True",
+            },
+        },
+        ".credentials_rsaparams": key_parameters(runner.secret),
+    }
     return _b64(json.dumps({name: _b64(json.dumps(content)) for name, content in files.items()}))
+
+
+def _client_id(runner: RegisteredRunner) -> str:
+    return str(uuid.uuid5(uuid.NAMESPACE_OID, f"runner-{runner.id}"))
 
 
 def _group(scope: str, name: str, group_id: int) -> dict[str, Any]:
@@ -296,11 +364,6 @@ def _group(scope: str, name: str, group_id: int) -> dict[str, Any]:
 def _scope(request: Request) -> str:
     path = request.path_params
     return str(path["org"]) if "org" in path else f"{path['owner']}/{path['repo']}"
-
-
-def _check_user_agent(request: Request) -> None:
-    if not request.headers.get("user-agent"):
-        raise ApiError(403, "Request forbidden by administrative rules. A User-Agent header is needed.")
 
 
 def _runner_id(request: Request) -> int:
@@ -355,6 +418,7 @@ class AppsRest:
         return handle
 
     async def _answer(self, request: Request, answer: Handler) -> Response:
+        check_headers(request)
         self._check_app(bearer(request))
         return answer(request, "", {})
 

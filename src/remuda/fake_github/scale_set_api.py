@@ -14,15 +14,26 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from remuda.fake_github.app_state import AppState, bearer, json_body
+from remuda.fake_github.app_state import AppState, bearer, check_headers, check_user_agent, json_body
 from remuda.fake_github.faults import SCALE_SET_PREFIX, FaultKind
-from remuda.fake_github.rest import PREFIXES, encoded_jit_config, runner_files
-from remuda.fake_github.scale_sets import UNLIMITED
-from remuda.fake_github.state import ApiError, GitHubJob, RegisteredRunner, ScaleSet, TokenKind, timestamp
+from remuda.fake_github.rest import PREFIXES, encoded_jit_config
+from remuda.fake_github.state import (
+    MAX_LABEL_LENGTH,
+    MAX_NAME_LENGTH,
+    ApiError,
+    GitHubJob,
+    RegisteredRunner,
+    ScaleSet,
+    TokenKind,
+    timestamp,
+)
 
+#: The version of the service that GitHub's client asks for (client.go, newActionsServiceRequest).
+API_VERSION = "6.0-preview"
 #: Header of a poll: the number of runners that the set may have in total.
 CAPACITY_HEADER = "x-scalesetmaxcapacity"
-MAX_NAME_LENGTH = 64
+#: The limit of GitHub's own charts (actions-runner-controller, charts/gha-runner-scale-set). The service names none.
+MAX_SET_NAME_LENGTH = 45
 TENANT = "/_services/actions/{tenant}"
 _EXCEPTIONS = "GitHub.Actions.Runtime.WebApi."
 
@@ -70,18 +81,22 @@ class ScaleSetApi:
 
     def endpoint(self, operation: str, handler: Handler) -> Handler:
         async def handle(request: Request) -> Response:
-            response = await self._app.respond(operation, lambda: handler(request), refuse=self._refuse)
+            response = await self._app.respond(operation, lambda: self._handle(request, handler), refuse=self._refuse)
             response.headers["ActivityId"] = self._core.clock.token("")
             return response
 
         return handle
 
+    async def _handle(self, request: Request, handler: Handler) -> Response:
+        # GitHub's client sends it with every request (common_client.go, setUserAgent; session_client.go).
+        check_user_agent(request)
+        return await handler(request)
+
     # Access
 
     async def connect(self, request: Request) -> Response:
         """Exchange a registration token for the address and the token of the service."""
-        if not request.headers.get("user-agent"):
-            raise ApiError(403, "Request forbidden by administrative rules. A User-Agent header is needed.")
+        check_headers(request)
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         body = await json_body(request)
         scope = urlsplit(str(body.get("url", ""))).path.strip("/")
@@ -108,7 +123,7 @@ class ScaleSetApi:
     def _admin(self, request: Request) -> str:
         """Return the scope of a call with the admin token."""
         scope = self._scope(request, bearer(request))
-        _check_version(request)
+        _check_version(request, request.query_params.get("api-version", ""))
         return scope
 
     def _set(self, request: Request) -> ScaleSet:
@@ -142,7 +157,7 @@ class ScaleSetApi:
     async def create(self, request: Request) -> Response:
         scope = self._admin(request)
         body = await _document(request)
-        name, labels = _text(body, "name"), _labels(body)
+        name, labels = _set_name(body), _labels(body)
         scale_set = self._sets.create(
             scope=scope,
             name=name,
@@ -161,7 +176,7 @@ class ScaleSetApi:
         body = await _document(request)
         self._sets.update(
             scale_set,
-            name=_text(body, "name") if "name" in body else scale_set.name,
+            name=_set_name(body) if "name" in body else scale_set.name,
             group_id=self._group_id(scale_set.scope, body.get("runnerGroupId", scale_set.group_id)),
             disable_update=_disable_update(body) if "RunnerSetting" in body else scale_set.disable_update,
         )
@@ -179,6 +194,8 @@ class ScaleSetApi:
         return int(group_id)
 
     def _document(self, request: Request, scale_set: ScaleSet) -> dict[str, Any]:
+        if self._core.state.settings.only_needed_fields:
+            return {"id": scale_set.id, "name": scale_set.name}
         groups = self._core.registry.groups(scale_set.scope)
         path = TENANT.format(tenant=_tenant(scale_set.scope))
         url = f"{str(request.base_url).rstrip('/')}{path}/_apis/runtime/runnerscalesets/{scale_set.id}"
@@ -232,11 +249,13 @@ class ScaleSetApi:
     async def poll(self, request: Request) -> Response:
         """Answer with the next message as soon as there is one, or with 202 when the time is over."""
         scale_set = self._queue(request)
-        if "api-version=6.0-preview" not in request.headers.get("accept", "").replace(" ", ""):
-            raise _version_missing(request)
+        accepted = request.headers.get("accept", "").replace(" ", "").split(";")
+        versions = [part.removeprefix("api-version=") for part in accepted if part.startswith("api-version=")]
+        _check_version(request, versions[0] if versions else "")
         last_id = _number(request.query_params.get("lastMessageId", "0"))
-        announced = request.headers.get(CAPACITY_HEADER)
-        self._sets.announce(scale_set, UNLIMITED if announced is None else _number(announced))
+        # GitHub's client sends it with every poll (session_client.go, getMessage). Clients of before
+        # actions-runner-controller#3431 do not, and GitHub may still serve them, with jobs beyond their capacity.
+        self._sets.announce(scale_set, _number(request.headers.get(CAPACITY_HEADER, "")))
         self._app.commit_changes()
         session = self._sets.poll_begins(scale_set)
         try:
@@ -249,8 +268,8 @@ class ScaleSetApi:
         finally:
             self._sets.poll_ends(scale_set, session)
             self._app.touch_timer()
-        # The session may have ended and the token expired meanwhile.
-        self._queue(request)
+        # The session may have ended meanwhile. A token that has expired stays valid for the poll that it began.
+        self._sets.in_session(scale_set.scope, scale_set.id, session)
         fault = self._app.faults.take(FaultKind.BAD_MESSAGE, "poll")
         if fault is not None:
             # actions-runner-controller#4470: 200 without a body.
@@ -264,7 +283,7 @@ class ScaleSetApi:
 
     async def acquire(self, request: Request) -> Response:
         scale_set = self._queue(request)
-        _check_version(request)
+        _check_version(request, request.query_params.get("api-version", ""))
         if scale_set.id != int(request.path_params["set_id"]):
             raise ApiError(401, "The token belongs to another set.")
         try:
@@ -290,11 +309,13 @@ class ScaleSetApi:
                 400, f"The name must have 1 to {MAX_NAME_LENGTH} characters.", type_name="InvalidTaskAgentNameException"
             )
         runner = self._core.registry.register_for_set(scale_set, name)
-        files = runner_files(
-            runner, server_url=str(request.base_url).rstrip("/"), work=str(body.get("workFolder") or "_work")
+        config = encoded_jit_config(
+            runner,
+            server_url=str(request.base_url).rstrip("/"),
+            work=str(body.get("workFolder") or "_work"),
+            disable_update=scale_set.disable_update,
         )
-        files[".runner"]["disableUpdate"] = scale_set.disable_update
-        return self._answer({"runner": _reference(runner), "encodedJITConfig": encoded_jit_config(files)})
+        return self._answer({"runner": _reference(runner), "encodedJITConfig": config})
 
     async def find_runner(self, request: Request) -> Response:
         scope, name = self._admin(request), request.query_params.get("agentName")
@@ -387,18 +408,31 @@ def _tenant(scope: str) -> str:
     return scope.lower().encode().hex()
 
 
-def _check_version(request: Request) -> None:
-    if not request.query_params.get("api-version"):
-        raise _version_missing(request)
-
-
-def _version_missing(request: Request) -> ApiError:
-    return ApiError(
-        400,
-        f'No api-version was supplied for the "{request.method}" request. The version must be supplied either as part '
-        'of the Accept header (e.g. "application/json; api-version=1.0") or as a query parameter.',
-        type_name="VssVersionNotSpecifiedException",
-    )
+def _check_version(request: Request, version: str) -> None:
+    """Exceptions and messages: actions/runner, Sdk/WebApi/WebApi/Exceptions/VssApiResourceExceptions.cs."""
+    if not version:
+        raise ApiError(
+            400,
+            f'No api-version was supplied for the "{request.method}" request. The version must be supplied either as '
+            'part of the Accept header (e.g. "application/json; api-version=1.0") or as a query parameter (e.g. '
+            '"?api-version=1.0").',
+            type_name="VssVersionNotSpecifiedException",
+        )
+    number, preview, _ = version.partition("-preview")
+    if not preview:
+        raise ApiError(
+            400,
+            f'The requested version "{number}" of the resource is under preview. The -preview flag must be supplied in '
+            f'the api-version for such requests. For example: "{number}-preview"',
+            type_name="VssInvalidPreviewVersionException",
+        )
+    if version != API_VERSION:
+        raise ApiError(
+            400,
+            f"The requested REST API version of {number} is out of range for this server. The latest REST API version "
+            f"this server supports is {API_VERSION.removesuffix('-preview')}.",
+            type_name="VssVersionOutOfRangeException",
+        )
 
 
 async def _document(request: Request) -> dict[str, Any]:
@@ -414,10 +448,22 @@ def _text(body: dict[str, Any], field: str) -> str:
     return value
 
 
+def _set_name(body: dict[str, Any]) -> str:
+    name = _text(body, "name")
+    if len(name) > MAX_SET_NAME_LENGTH:
+        raise ApiError(
+            400,
+            f"The name must have 1 to {MAX_SET_NAME_LENGTH} characters.",
+            type_name="VssPropertyValidationException",
+        )
+    return name
+
+
 def _labels(body: dict[str, Any]) -> tuple[str, ...]:
     labels = body.get("labels")
     names = [label.get("name") for label in labels if isinstance(label, dict)] if isinstance(labels, list) else []
-    if not names or len(names) != len(labels or ()) or not all(isinstance(name, str) and name for name in names):
+    valid = all(isinstance(name, str) and 0 < len(name) <= MAX_LABEL_LENGTH for name in names)
+    if not names or len(names) != len(labels or ()) or not valid:
         raise ApiError(400, "The property labels is invalid.", type_name="VssPropertyValidationException")
     return tuple(str(name) for name in names)
 
@@ -429,5 +475,5 @@ def _disable_update(body: dict[str, Any]) -> bool:
 
 def _number(text: str) -> int:
     if not text.isdecimal():
-        raise ApiError(400, f"{text} is not a number.", type_name="VssPropertyValidationException")
+        raise ApiError(400, f"{text!r} is not a number.", type_name="VssPropertyValidationException")
     return int(text)

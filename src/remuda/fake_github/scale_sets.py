@@ -29,8 +29,6 @@ from remuda.fake_github.state import (
 MAX_EVENTS = 50
 #: Assignments of a job that no runner takes (README.md). actions-runner-controller#4602: none follows the third.
 MAX_LAPSES = 3
-#: Capacity of a client that announces none.
-UNLIMITED = 2**31
 #: Time in messages that is not known yet: the zero value of the service's data type.
 NO_TIME = "0001-01-01T00:00:00Z"
 RESULTS = {Conclusion.SUCCESS: "succeeded", Conclusion.FAILURE: "failed", Conclusion.CANCELLED: "canceled"}

@@ -17,6 +17,8 @@ READ_ONLY_LABELS = frozenset({"self-hosted", "linux", "macos", "windows", "x64",
 
 MAX_NAME_LENGTH = 64
 MAX_LABELS = 100
+#: actions/runner, Runner.Listener/Configuration/Validators.cs, LabelsValidator.
+MAX_LABEL_LENGTH = 256
 MAX_LOG_CHARS = 64 * 1024
 #: Maximum characters of a job's summary, of all its outputs, and of the end of a step's output.
 MAX_SUMMARY_CHARS = 256 * 1024
@@ -105,6 +107,8 @@ class FakeGitHubSettings:
     app_id: str = ""
     app_key: str = ""
     app_owners: tuple[str, ...] = ()
+    #: Permissions of its installations, like those of an `IssuedToken`.
+    app_permissions: dict[str, str] | None = None
     #: Whether runners that register from now on are removed by the newer of the two flows of actions/runner.
     use_runner_admin_flow: bool = False
     #: Newest version of the runner; the list of runner packages has it.
@@ -134,6 +138,9 @@ class FakeGitHubSettings:
     jobs_must_be_acquired: bool = False
     #: Whether responses of the Actions service begin with a byte order mark.
     byte_order_mark: bool = True
+    #: Whether scale sets and registration tokens have only the fields that GitHub's client of scale sets needs, as in
+    #: its tests (actions/scaleset, client_test.go, TestGetRunnerScaleSet; client.go, registrationToken).
+    only_needed_fields: bool = False
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -143,8 +150,8 @@ class IssuedToken:
     #: Empty for an access token without restriction.
     scopes: tuple[str, ...]
     expires_at: float | None
-    #: For access tokens: whether they allow changes.
-    write: bool = True
+    #: For access tokens: "read" or "write" by kind of permission, such as {"actions": "read"}. None: all permissions.
+    permissions: dict[str, str] | None = None
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -392,6 +399,8 @@ class GitHubState:
             case "token", _:
                 document["kind"] = TokenKind(document["kind"])
                 document["scopes"] = tuple(document["scopes"])
+                # The state of an earlier version: it stored whether an access token allows changes.
+                document.pop("write", None)
                 self.tokens[key] = IssuedToken(**document)
             case "runner", _:
                 document["labels"] = tuple(document["labels"])

@@ -9,7 +9,7 @@ from starlette.routing import BaseRoute, Route
 
 from remuda.fake_github.app_state import AppState
 from remuda.fake_github.oidc import number_of
-from remuda.fake_github.rest import PREFIXES, RunnersRest, page_response
+from remuda.fake_github.rest import ACTIONS, PREFIXES, RunnersRest, page_response
 from remuda.fake_github.state import ApiError, Conclusion, GitHubJob, JobPhase, timestamp
 
 
@@ -25,7 +25,7 @@ def routes(app: AppState) -> list[BaseRoute]:
         ("POST", f"{repository}/jobs/{{job_id:int}}/rerun", "rerun-job", rest.rerun_job),
     ]
     return [
-        Route(f"{prefix}{path}", rest.endpoint(operation, answer), methods=[method])
+        Route(f"{prefix}{path}", rest.endpoint(operation, answer, needs=ACTIONS), methods=[method])
         for prefix in PREFIXES
         for method, path, operation, answer in table
     ]

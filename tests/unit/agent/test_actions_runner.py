@@ -39,7 +39,7 @@ env > environment
 #: Copies input from the pipe `say` to its output until it reads an exit command.
 LISTENER = """#!/bin/bash
 env > listener-environment
-[ -n "$ACTIONS_RUNNER_INPUT_JITCONFIG" ] && echo '{"agentName": "jit"}' > .runner
+[ -n "$ACTIONS_RUNNER_INPUT_JITCONFIG" ] && echo '{"AgentName": "jit"}' > .runner
 trap '[ -e stubborn ] || exit 0' TERM
 exec 3<>say
 while true; do
@@ -440,6 +440,16 @@ class TestJustInTime:
         await until(runner, listening=False)
         assert folder.open().state().spent
 
+    async def test_agent_reads_the_names_of_githubs_configuration(self, folder: Folder) -> None:
+        """They begin with capital letters, unlike those of `config.sh`. Nothing else says it after a torn write."""
+        runner = await folder.configured(JUST_IN_TIME)
+        await runner.start(ASSIGNMENT)
+        while not (folder.runner / ".runner").exists():
+            await runner.wait_for_change(runner.state(), 0.01)
+        (folder.state / "jit.json").write_text("{")
+        await until(folder.open(), registered_as="jit")
+        await runner.stop()
+
     @pytest.mark.parametrize("code", [1, 2])
     async def test_failed_jit_listener_is_not_spent(self, folder: Folder, code: int) -> None:
         runner = await folder.configured(JUST_IN_TIME)
@@ -448,15 +458,20 @@ class TestJustInTime:
         state = await until(runner, listening=False)
         assert (state.exit_code, state.spent) == (code, False)
 
-    async def test_registration_of_a_listener_in_the_same_folder_is_removed(self, folder: Folder) -> None:
+    async def test_registration_of_a_listener_in_the_same_folder_must_be_removed_through_the_api(
+        self, folder: Folder
+    ) -> None:
+        """Its `.runner` names no address on GitHub, so `config.sh remove` cannot remove it."""
         runner = await folder.configured(JUST_IN_TIME)
         await runner.start(ASSIGNMENT)
         while not (folder.runner / ".runner").exists():
             await runner.wait_for_change(runner.state(), 0.01)
         folder.behave("rm .runner")
         given = replace(JUST_IN_TIME, jit_config="", credential=ASSIGNMENT.credential)
-        assert (await runner.remove(given))[0] is RemovalStatus.REMOVED
-        assert (runner.state().listening, runner.state().registered_as) == (True, "")
+        removal, detail = await runner.remove(given)
+        assert (removal, "through the API" in detail) == (RemovalStatus.FAILED, True)
+        assert not (folder.runner / "arguments").exists(), "config.sh did not run"
+        assert (runner.state().listening, runner.state().registered_as) == (True, "jit")
         await runner.stop()
 
     async def test_registration_that_github_removed_needs_no_token(self, folder: Folder) -> None:

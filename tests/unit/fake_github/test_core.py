@@ -108,18 +108,22 @@ def test_token_is_valid_for_its_scope_and_kind_only(world: GitHubWorld) -> None:
     assert registry.of(REPO) == []
 
 
-def test_unknown_scopes_and_writes_with_read_only_tokens_are_rejected() -> None:
+def test_unknown_scopes_and_missing_permissions_are_rejected() -> None:
     world = GitHubWorld(FakeGitHubSettings(known_scopes=(REPO,)))
     registry = world.core.registry
     token = registry.issue_access()
-    registry.check_access(token, REPO.upper(), write=True)
-    registry.check_access(token, "acme", write=True)
+    registry.check_access(token, REPO.upper(), permission="actions", write=True)
+    registry.check_access(token, "acme", permission="administration", write=True)
     with raises_api_error(404):
-        registry.check_access(token, "acme/other", write=False)
-    reader = registry.issue_access(scopes=("acme",), write=False)
-    registry.check_access(reader, REPO, write=False)
+        registry.check_access(token, "acme/other", permission="", write=False)
+    reader = registry.issue_access(scopes=("acme",), permissions={"administration": "write", "actions": "read"})
+    registry.check_access(reader, REPO, permission="administration", write=False)
+    registry.check_access(reader, REPO, permission="actions", write=False)
+    registry.check_access(reader, REPO, permission="", write=False)
     with raises_api_error(403):
-        registry.check_access(reader, REPO, write=True)
+        registry.check_access(reader, REPO, permission="actions", write=True)
+    with raises_api_error(403):
+        registry.check_access(reader, "acme", permission="organization_self_hosted_runners", write=False)
     with raises_api_error(401):
         registry.access("github_pat_guessed")
 
@@ -145,7 +149,9 @@ def test_replaced_runner_keeps_its_labels_and_gets_a_new_secret(world: GitHubWor
         world.core.registry.runner_of(secret)
 
 
-@pytest.mark.parametrize(("name", "labels"), [("", ["a"]), ("x" * 65, ["a"]), ("one", []), ("one", ["a", ""])])
+@pytest.mark.parametrize(
+    ("name", "labels"), [("", ["a"]), ("x" * 65, ["a"]), ("one", []), ("one", ["a", ""]), ("one", ["a" * 257])]
+)
 def test_invalid_names_and_labels_are_rejected(world: GitHubWorld, name: str, labels: list[str]) -> None:
     with raises_api_error(422):
         world.register(name, labels)

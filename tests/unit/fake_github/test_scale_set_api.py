@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import codecs
 import itertools
@@ -14,8 +15,10 @@ import httpx
 import pytest
 
 from remuda.fake_github.app_state import AppState
+from remuda.fake_github.fake_runner.credentials import unpack
 from remuda.fake_github.server import build_app, open_app_state
 from remuda.fake_github.state import Conclusion
+from tests.support.records import LONG_S
 
 URL = "http://github.test"
 REPO = "acme/widgets"
@@ -85,16 +88,24 @@ class ServiceWorld:
         return found
 
     async def poll(
-        self, session: dict[str, Any], *, last: int = 0, capacity: str = "5", **headers: str
+        self, session: dict[str, Any], *, last: int = 0, capacity: str | None = "5", **headers: str
     ) -> httpx.Response:
         given = {
             "authorization": f"Bearer {session['messageQueueAccessToken']}",
             "accept": "application/json; api-version=6.0-preview",
-            "x-scalesetmaxcapacity": capacity,
+            **({} if capacity is None else {"x-scalesetmaxcapacity": capacity}),
             **headers,
         }
         url = session["messageQueueUrl"] + (f"&lastMessageId={last}" if last else "")
         return await self.http.get(url, headers=given)
+
+    async def begin_poll(self, session: dict[str, Any]) -> asyncio.Task[httpx.Response]:
+        """A poll that has announced its capacity and waits for a message."""
+        version = (await self.rest("GET", "/_admin/scale-sets")).json()["version"]
+        poll = asyncio.create_task(self.poll(session))
+        changed = (await self.rest("GET", f"/_admin/scale-sets?since={version}&wait={LONG_S}")).json()
+        assert changed["scale_sets"][0]["capacity"] == 5
+        return poll
 
     async def queue(self, **changed: Any) -> dict[str, Any]:
         body = {"repo": REPO, "run_id": 7, "labels": LABELS, "steps": [{"run": "true"}], **changed}
@@ -163,11 +174,43 @@ async def test_service_refuses_expired_and_foreign_tokens_in_plain_text(world: S
 
 
 async def test_service_needs_a_version_and_json(world: ServiceWorld) -> None:
-    assert exception(await world.call("GET", SETS, params={})) == (400, "VssVersionNotSpecifiedException")
+    for version, name in (
+        ({}, "VssVersionNotSpecifiedException"),
+        ({"api-version": "6.0"}, "VssInvalidPreviewVersionException"),
+        ({"api-version": "7.1-preview"}, "VssVersionOutOfRangeException"),
+        ({"api-version": "5.1-preview.1"}, "VssVersionOutOfRangeException"),
+    ):
+        assert exception(await world.call("GET", SETS, params=version)) == (400, name)
     headers = {"authorization": f"Bearer {world.token}"}
     answer = await world.http.post(world.service + SETS, content=b"{}", params=VERSION, headers=headers)
     assert answer.status_code == 415
     assert exception(await world.call("POST", SETS, {"name": "large"})) == (400, "VssPropertyValidationException")
+
+
+async def test_service_refuses_requests_without_a_user_agent(world: ServiceWorld) -> None:
+    """GitHub's client sends one with every request."""
+    number = await world.create()
+    session = await world.session(number)
+    await world.call("DELETE", f"{SETS}/{number}/sessions/{session['sessionId']}")
+    del world.http.headers["user-agent"]
+    for method, path in (("GET", SETS), ("POST", f"{SETS}/{number}/sessions")):
+        answer = await world.call(method, path, {"ownerName": "listener"})
+        assert (answer.status_code, "User-Agent" in answer.text) == (403, True)
+    assert (await world.poll(session)).status_code == 403
+    assert (await world.connect(token="any")).status_code == 403
+
+
+@pytest.mark.parametrize(
+    "changed", [{"name": "x" * 46}, {"labels": [{"name": "x" * 257, "type": "System"}]}, {"labels": [{"name": ""}]}]
+)
+async def test_sets_have_limits(world: ServiceWorld, changed: dict[str, Any]) -> None:
+    body = {"name": "x" * 45, "runnerGroupId": 1, "labels": [{"name": "x" * 256, "type": "System"}]}
+    refused = await world.call("POST", SETS, {**body, **changed})
+    assert exception(refused) == (400, "VssPropertyValidationException")
+    number = document(await world.call("POST", SETS, body))["id"]
+    if "name" in changed:
+        refused = await world.call("PATCH", f"{SETS}/{number}", changed)
+        assert exception(refused) == (400, "VssPropertyValidationException")
 
 
 async def test_sets_are_created_found_changed_and_deleted(world: ServiceWorld) -> None:
@@ -225,11 +268,33 @@ async def test_poll_is_answered_by_a_message_or_202(world: ServiceWorld) -> None
 async def test_poll_refuses_bad_headers_and_expired_tokens(world: ServiceWorld) -> None:
     session = await world.session(await world.create())
     assert exception(await world.poll(session, accept="*/*")) == (400, "VssVersionNotSpecifiedException")
+    older = await world.poll(session, accept="application/json; api-version=5.0-preview")
+    assert exception(older) == (400, "VssVersionOutOfRangeException")
     assert (await world.poll(session, capacity="-1")).status_code == 400
+    assert (await world.poll(session, capacity=None)).status_code == 400
     assert (await world.poll({**session, "messageQueueAccessToken": world.token})).status_code == 401
     await world.settings(message_session_s=10_000)
     world.clock.at += 3601
     assert (await world.poll(session)).status_code == 401
+
+
+async def test_token_that_expires_during_a_poll_is_valid_for_that_poll(world: ServiceWorld) -> None:
+    session = await world.session(await world.create())
+    await world.settings(message_session_s=10_000, message_poll_s=LONG_S)
+    poll = await world.begin_poll(session)
+    world.clock.at += 3601
+    await world.queue()
+    assert (await poll).status_code == 200
+    assert (await world.poll(session)).status_code == 401
+
+
+async def test_session_that_ends_during_a_poll_ends_the_poll(world: ServiceWorld) -> None:
+    number = await world.create()
+    session = await world.session(number)
+    await world.settings(message_poll_s=LONG_S)
+    poll = await world.begin_poll(session)
+    await world.call("DELETE", f"{SETS}/{number}/sessions/{session['sessionId']}")
+    assert exception(await poll) == (400, "RunnerScaleSetSessionExpiredException")
 
 
 async def test_bad_message_fault_answers_without_a_body(world: ServiceWorld) -> None:
@@ -261,20 +326,30 @@ async def test_registration_gives_the_files_of_a_one_job_runner(world: ServiceWo
     path = f"{SETS}/{number}/generatejitconfig"
     answer = document(await world.call("POST", path, body))
     assert answer["runner"]["runnerScaleSetId"] == number
-    files = {name: json.loads(base64.b64decode(content)) for name, content in unpacked(answer).items()}
+    files = {name: json.loads(content) for name, content in unpack(answer["encodedJITConfig"]).items()}
     assert set(files) == {".runner", ".credentials", ".credentials_rsaparams"}
-    assert files[".runner"]["ephemeral"] is True
+    assert files[".runner"] == {
+        "AgentId": str(answer["runner"]["id"]),
+        "AgentName": "r1",
+        "DisableUpdate": "True",
+        "Ephemeral": "True",
+        "PoolId": "1",
+        "PoolName": "Default",
+        "ServerUrl": URL,
+        "ServerUrlV2": URL,
+        "UseV2Flow": "True",
+        "WorkFolder": "_work",
+    }
+    assert files[".credentials"]["Scheme"] == "OAuth"
+    assert set(files[".credentials"]["Data"]) == {"ClientId", "AuthorizationUrl", "RequireFipsCryptography"}
+    names = {"d", "dp", "dq", "exponent", "inverseQ", "modulus", "p", "q"}
+    assert set(files[".credentials_rsaparams"]) == names
     assert exception(await world.call("POST", path, body)) == (409, "AgentExistsException")
     assert (await world.call("POST", path, {"name": "r" * 65})).status_code == 400
     assert exception(await world.call("POST", f"{SETS}/999/generatejitconfig", body)) == (
         404,
         "RunnerScaleSetNotFoundException",
     )
-
-
-def unpacked(answer: dict[str, Any]) -> dict[str, str]:
-    files: dict[str, str] = json.loads(base64.b64decode(answer["encodedJITConfig"]))
-    return files
 
 
 async def test_lost_answer_leaves_the_registration(world: ServiceWorld) -> None:
@@ -407,7 +482,7 @@ async def test_one_job_is_run_again(world: ServiceWorld) -> None:
 
 async def test_rerun_needs_permission_to_write(world: ServiceWorld) -> None:
     await world.queue()
-    reader = (await world.rest("POST", "/_admin/tokens", {"write": False})).json()["token"]
+    reader = (await world.rest("POST", "/_admin/tokens", {"permissions": {"actions": "read"}})).json()["token"]
     headers = {"authorization": f"Bearer {reader}"}
     path = f"/repos/{REPO}/actions/runs/7"
     assert (await world.http.get(path, headers=headers)).status_code == 200

@@ -142,10 +142,12 @@ class GitHubClient:
         return await self._token(scope, "remove-token")
 
     async def _token(self, scope: str, kind: str) -> Credential:
+        return responses.parse_credential(await self._token_response(scope, kind), kind)
+
+    async def _token_response(self, scope: str, kind: str) -> dict[str, Any]:
         # Idempotent: an extra token does no harm.
         with _scope_must_exist(scope):
-            response = await self._call(scope, "POST", f"{_runners(scope)}/{kind}", idempotent=True)
-        return responses.parse_credential(responses.json_object(response), kind)
+            return responses.json_object(await self._call(scope, "POST", f"{_runners(scope)}/{kind}", idempotent=True))
 
     @property
     def is_local(self) -> bool:
@@ -158,7 +160,10 @@ class GitHubClient:
         github.com/actions/scaleset, client.go, getActionsServiceAdminConnection. A new registration token may be
         rejected for a moment (actions-runner-controller#3377).
         """
-        token = (await self.registration_token(scope)).token
+        # Used at once, so its expiry does not matter. GitHub's client does not need one either (client.go,
+        # registrationToken).
+        answer = await self._token_response(scope, "registration-token")
+        token = responses.parse_token(answer.get("token"), "registration-token")
         body = {"url": f"{web_url(self._api_url)}/{scope}", "runner_event": "register"}
         request = _Request("POST", "/actions/runner-registration", None, body, idempotent=True, scheme="RemoteAuth")
         for attempt in range(1, MAX_ATTEMPTS + 1):
@@ -336,7 +341,8 @@ class GitHubClient:
     async def get_run(self, scope: str, repository: str, run_id: int) -> GitHubRun | None:
         """https://docs.github.com/rest/actions/workflow-runs#get-a-workflow-run."""
         try:
-            response = await self._call(scope, "GET", f"/repos/{repository}/actions/runs/{run_id}", idempotent=True)
+            with _actions_must_be_readable(repository):
+                response = await self._call(scope, "GET", f"/repos/{repository}/actions/runs/{run_id}", idempotent=True)
         except NotFound:
             return None
         return responses.parse_run(responses.json_object(response))

@@ -58,7 +58,8 @@ class JobStillRunning(Conflict):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScaleSetDescription:
     scale_set_id: int
-    labels: tuple[str, ...]
+    #: None if the response lists none: a set always has at least one (client.go, ensureLabels).
+    labels: tuple[str, ...] | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +87,8 @@ def parse_scale_set(body: Any) -> ScaleSetDescription:
     number = responses.parse_id(body, "runner scale set")
     labels = body.get("labels")
     names = [label.get("name") for label in labels if isinstance(label, dict)] if isinstance(labels, list) else []
-    return ScaleSetDescription(scale_set_id=number, labels=tuple(name for name in names if isinstance(name, str)))
+    known = tuple(name for name in names if isinstance(name, str))
+    return ScaleSetDescription(scale_set_id=number, labels=known or None)
 
 
 def parse_session(body: Mapping[str, Any], *, is_local: bool) -> SessionAccess:

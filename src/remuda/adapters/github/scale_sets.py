@@ -483,10 +483,17 @@ class ScaleSetSession:
 
 
 def _checked_id(found: parsing.ScaleSetDescription, runner_set: RunnerSet) -> int:
+    """The id of the set. Raises `UserError` if GitHub lists labels other than the configured ones.
+
+    GitHub's client never reads the labels of a response, and its tests answer without them (actions/scaleset,
+    client_test.go, TestGetRunnerScaleSet). Labels that are not listed are unknown, not wrong.
+    """
+    if found.labels is None:
+        return found.scale_set_id
     given, wanted = ({label.lower() for label in labels} for labels in (found.labels, runner_set.labels))
     if given != wanted:
         raise UserError(
-            f"runner set {runner_set.name!r} has the labels {', '.join(found.labels) or '(none)'} on GitHub, "
+            f"runner set {runner_set.name!r} has the labels {', '.join(found.labels)} on GitHub, "
             f"but {', '.join(runner_set.labels)} are configured",
             field=FIELD,
             # GitHub Enterprise Server before 3.21 ignores all but one label unless a feature is enabled.

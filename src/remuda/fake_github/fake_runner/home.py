@@ -49,12 +49,15 @@ class RunnerHome:
         return loaded if isinstance(loaded, dict) else None
 
     def save(self, name: str, document: dict[str, Any]) -> None:
+        # Like the real runner, start the file with a byte order mark, which readers must handle.
+        self.write(name, json.dumps(document, indent=2).encode("utf-8-sig"))
+
+    def write(self, name: str, content: bytes) -> None:
         path = self.root / name
         path.unlink(missing_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        # Like the real runner, start the file with a byte order mark, which readers must handle.
-        with os.fdopen(descriptor, "w", encoding="utf-8-sig") as file:
-            json.dump(document, file, indent=2)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
 
     def forget(self) -> None:
         """Remove the local configuration, with the output of the real runner.

@@ -9,17 +9,8 @@ import time
 from typing import Any
 
 from . import LENGTH_DIGITS
-from .home import (
-    CREDENTIALS_FILE,
-    KEY_FILE,
-    RUNNER_FILE,
-    TRUE,
-    RunnerHome,
-    check_readable,
-    say,
-    say_error,
-    say_with_time,
-)
+from .credentials import InvalidConfiguration, RunnerSettings, load_secret, load_settings
+from .home import TRUE, RunnerHome, check_readable, say, say_error, say_with_time
 from .protocol import Call, HttpResponse
 
 OK, TERMINATED, RETRY, UPDATING, UPDATING_AFTER_ONE_JOB, SESSION_CONFLICT, VERSION_DEPRECATED = 0, 1, 2, 3, 4, 5, 7
@@ -133,11 +124,11 @@ class ListenerExit(Exception):
 
 
 class FakeListener:
-    def __init__(self, home: RunnerHome, settings: dict[str, Any], credentials: dict[str, Any]) -> None:
+    def __init__(self, home: RunnerHome, settings: RunnerSettings, secret: str) -> None:
         self._home = home
         self._settings = settings
-        self._server: str = settings["serverUrl"]
-        self._secret: str = credentials["data"]["token"]
+        self._server = settings.server_url_v2
+        self._secret = secret
         self._session = ""
         self._renew_s = 1.0
         self._poll: Call | None = None
@@ -284,9 +275,9 @@ class FakeListener:
         elif kind == "update" and self._worker is None:
             from .update import begin_update  # noqa: PLC0415 - start-up time counts in tests and the demo
 
-            begin_update(self._home, self._home.root / self._settings["workFolder"], response.body["version"])
+            begin_update(self._home, self._home.root / self._settings.work_folder, response.body["version"])
             # Runner.Listener/Runner.cs, RunAsync.
-            raise ListenerExit(UPDATING_AFTER_ONE_JOB if self._settings.get("ephemeral") else UPDATING)
+            raise ListenerExit(UPDATING_AFTER_ONE_JOB if self._settings.ephemeral else UPDATING)
 
     # The job
 
@@ -299,9 +290,9 @@ class FakeListener:
         say_with_time(f"Running job: {job['name']}")
         message = {
             **job,
-            "runner": self._settings["agentName"],
+            "runner": self._settings.agent_name,
             "server": self._server,
-            "work": self._settings["workFolder"],
+            "work": self._settings.work_folder,
             # Random, because the worker kills every process that has this value in its environment.
             "tracking": os.urandom(16).hex(),
         }
@@ -335,7 +326,7 @@ class FakeListener:
         self._request_until_answered("POST", self._path(f"/jobs/{worker.job_id}/complete"), body, limit_s=limit_s)
         say_with_time(f"Job {worker.job_name} completed with result: {RESULTS[conclusion]}")
         self._poll_at = 0.0
-        if self._settings.get("ephemeral"):
+        if self._settings.ephemeral:
             # The server has removed the registration, so there is no session to close.
             self._session = ""
             self._home.forget()
@@ -390,15 +381,14 @@ class FakeListener:
 
 
 def listen(home: RunnerHome) -> int:
-    settings, credentials = home.load(RUNNER_FILE), home.load(CREDENTIALS_FILE)
-    if settings is None or credentials is None:
+    settings, secret = load_settings(home), load_secret(home)
+    if settings is None or secret is None:
         say_error("An error occurred: Not configured. Run config.(sh/cmd) to configure the runner.")
         return TERMINATED
-    if not (home.root / KEY_FILE).exists():
-        # Runner.Listener/Configuration/RSAFileKeyManager.cs, GetKey.
-        say_error(f"An error occurred: RSA key file {home.root / KEY_FILE} was not found")
-        return TERMINATED
-    work = home.root / str(settings["workFolder"])
+    if not settings.server_url_v2:
+        # Runner.Listener/BrokerMessageListener.cs, CreateSessionAsync.
+        raise InvalidConfiguration("ServerUrlV2 is not set")
+    work = home.root / settings.work_folder
     try:
         # Runner.Listener/Runner.cs, RunAsync.
         work.mkdir(parents=True, exist_ok=True)
@@ -406,4 +396,4 @@ def listen(home: RunnerHome) -> int:
     except OSError:
         say_error(f"Fail to create and validate runner's work directory '{work}'.")
         return TERMINATED
-    return FakeListener(home, settings, credentials).run()
+    return FakeListener(home, settings, secret).run()

@@ -1,16 +1,18 @@
 """The program `bin/Runner.Listener` with its commands `configure` and `remove` (`config.sh`), `run` and `warmup`."""
 
-import base64
 import json
 import os
 import pathlib
 import sys
 from typing import Any
 
+from .credentials import InvalidConfiguration, RunnerSettings, load_settings, unpack
 from .home import CREDENTIALS_FILE, KEY_FILE, RUNNER_FILE, RunnerHome, RunnerInputs, check_readable, say, say_error
 from .protocol import Call, HttpResponse
 
 OK, TERMINATED = 0, 1
+#: Runner.Listener/Configuration/Validators.cs, LabelsValidator.
+MAX_LABEL_CHARS = 256
 
 ALREADY_CONFIGURED = (
     "Cannot configure the runner because it is already configured. To reconfigure the runner, "
@@ -44,6 +46,15 @@ def main() -> int:
         say(USAGE if inputs.switch("help") else home.version)
         return OK
     os.chdir(root)
+    try:
+        return _execute(home, inputs)
+    except InvalidConfiguration as problem:
+        # Runner.Listener/Program.cs, MainAsync.
+        say_error(f"An error occurred: {problem}")
+        return TERMINATED
+
+
+def _execute(home: RunnerHome, inputs: RunnerInputs) -> int:
     match inputs.commands[0] if inputs.commands else "run":
         case "configure":
             return configure(home, inputs)
@@ -53,8 +64,11 @@ def main() -> int:
             from .listener import listen  # noqa: PLC0415 - start-up time counts in tests and the demo
 
             packed = inputs.text("jitconfig")
-            if packed is not None and (invalid := _unpack(home, packed)):
-                say_error(invalid)
+            try:
+                for name, content in unpack(packed or "e30=").items():
+                    home.write(pathlib.PurePath(name).name, content)
+            except InvalidConfiguration as problem:
+                say_error(str(problem))
                 return TERMINATED
             return listen(home)
         case "warmup":
@@ -68,26 +82,15 @@ def main() -> int:
             return TERMINATED
 
 
-def _unpack(home: RunnerHome, packed: str) -> str:
-    """Write the files of a just-in-time configuration over existing ones. Return what is wrong with it.
-
-    Runner.Listener/Runner.cs, ExecuteCommand.
-    """
-    try:
-        for name, content in json.loads(base64.b64decode(packed, validate=True)).items():
-            home.save(pathlib.PurePath(name).name, json.loads(base64.b64decode(content, validate=True)))
-    except (ValueError, AttributeError) as problem:
-        return str(problem)
-    return ""
-
-
 def configure(home: RunnerHome, inputs: RunnerInputs) -> int:
     if home.configured():
         say_error(ALREADY_CONFIGURED)
         return TERMINATED
     url, token = inputs.text("url"), inputs.text("token")
     if url is None or token is None:
-        return _missing("url" if url is None else "token")
+        return _invalid("url" if url is None else "token")
+    if any(len(label) > MAX_LABEL_CHARS for label in _labels(inputs)):
+        return _invalid("labels")
     say("\n# Authentication\n\n")
     try:
         body = _request(inputs, url, token)
@@ -118,13 +121,13 @@ def remove(home: RunnerHome, inputs: RunnerInputs) -> int:
         home.forget()
         return OK
     say("\n# Runner removal\n\n")
-    settings = home.load(RUNNER_FILE)
+    settings = load_settings(home)
     if settings is None or home.load(CREDENTIALS_FILE) is None:
         say("Cannot connect to server, because config files are missing. Skipping removing runner from the server.")
     else:
         token = inputs.text("token")
         if token is None:
-            return _missing("token")
+            return _invalid("token")
         if not _remove_from_server(settings, token):
             return TERMINATED
         say("\n√ Runner removed successfully")
@@ -132,18 +135,22 @@ def remove(home: RunnerHome, inputs: RunnerInputs) -> int:
     return OK
 
 
-def _remove_from_server(settings: dict[str, Any], token: str) -> bool:
+def _remove_from_server(settings: RunnerSettings, token: str) -> bool:
     """Remove the registration by one of the two flows. GitHub chose it at the registration."""
-    url, runner_id = settings["gitHubUrl"], settings["agentId"]
+    url, runner_id = settings.github_url, settings.agent_id
+    if not url:
+        # A just-in-time registration: the service does not accept a removal token in place of an access token.
+        say_error(f"Failed: Removing runner from the server\nYou are not authorized to access {settings.server_url}.")
+        return False
     try:
         body = {"url": url, "token": token, "runner_id": runner_id}
-        response = Call(settings["serverUrl"], "POST", "/_runner/remove", body=body).response()
+        response = Call(settings.server_url, "POST", "/_runner/remove", body=body).response()
     except OSError as problem:
         say_error(f"Failed: Removing runner from the server\n{problem}")
         return False
     if response.status == 204:
         return True
-    if settings.get("useRunnerAdminFlow"):
+    if settings.use_runner_admin_flow:
         # Runner.Common/RunnerDotcomServer.cs, DeleteRunnerAsync. A registration that is already gone is a failure, and
         # the files stay. The real runner repeats requests that fail with another status twice.
         problem_text = _say_status(response, f"Delete {_entity(url)}/runners/{runner_id}")
@@ -157,13 +164,11 @@ def _remove_from_server(settings: dict[str, Any], token: str) -> bool:
 
 
 def _request(inputs: RunnerInputs, url: str, token: str) -> dict[str, Any]:
-    labels = inputs.text("labels")
     return {
         "url": url,
         "token": token,
         "name": inputs.text("name") or os.uname().nodename,
-        # Like the real runner: labels are split at commas, but not trimmed.
-        "labels": [] if labels is None else [label for label in labels.split(",") if label],
+        "labels": _labels(inputs),
         "default_labels": not inputs.switch("no-default-labels"),
         "ephemeral": inputs.switch("ephemeral"),
         "replace": inputs.switch("replace"),
@@ -173,7 +178,12 @@ def _request(inputs: RunnerInputs, url: str, token: str) -> dict[str, Any]:
     }
 
 
-def _missing(name: str) -> int:
+def _labels(inputs: RunnerInputs) -> list[str]:
+    """Like the real runner: labels are split at commas, but not trimmed."""
+    return [label for label in (inputs.text("labels") or "").split(",") if label]
+
+
+def _invalid(name: str) -> int:
     say_error(f"Invalid configuration provided for {name}. Terminating unattended configuration.")
     return TERMINATED
 
