@@ -202,6 +202,7 @@ def _job_message(job: GitHubJob) -> dict[str, Any]:
             "name": job.name,
             "repo": job.repo,
             "run_id": job.run_id,
+            "event": job.event,
             "run_attempt": job.run_attempt,
             "steps": job.steps,
             "env": job.env,
