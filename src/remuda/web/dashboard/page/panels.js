@@ -246,7 +246,7 @@ export function showUsage(model) {
   setText(find("cost"), money(usage.cost));
   setText(find("cost-of"), `of which ${money(usage.idle_cost)} idle in the pool`);
   setText(find("saved"), usage.boot_s === null ? "–" : `${duration(usage.saved_waiting_s * 1000)} of waiting`);
-  setText(find("saved-of"), usage.boot_s === null ? "no boot time measured yet" : `${money(usage.saved_boot_cost)} for boots of ${seconds(usage.boot_s)} each; ${money(usage.net_savings)} after idle cost`);
+  setText(find("saved-of"), usage.boot_s === null ? "no boot time measured yet" : `${money(usage.saved_boot_cost)} for boots of ${seconds(usage.boot_s)} each; ${usage.saved_cost}`);
 }
 
 export function showClasses(model) {
