@@ -169,6 +169,11 @@ LINES = """(all) => all.map((element) => {
   range.selectNodeContents(element);
   return new Set([...range.getClientRects()].map((box) => Math.round(box.top))).size;
 })"""
+#: The name of the column before each cell, its text, and its place.
+SHOWN_CELLS = """(all) => all.map((e) => {
+  const { left, right } = e.getBoundingClientRect();
+  return [getComputedStyle(e, '::before').content, e.innerText, left, right];
+})"""
 TOO_WIDE = """() => [...document.querySelectorAll('.scroll'), document.documentElement]
   .filter((e) => e.scrollWidth > e.clientWidth).map((e) => e.getAttribute('aria-label'))"""
 
@@ -237,6 +242,23 @@ def test_phone_shows_the_newest_time_first(browser: Browser, dashboard: Dashboar
             assert chart.evaluate(at_end.format(place="Math.abs(e.scrollLeft)"))
         assert page.locator(".hint:visible").count() == 2
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+@pytest.mark.parametrize("width", [360, 375, 390])
+def test_phone_shows_all_columns_without_scrolling(browser: Browser, dashboard: Dashboard, width: int) -> None:
+    phone = {**PHONE, "viewport": {"width": width, "height": 844}}
+    with opened(browser, dashboard.url + "?view=table", **phone) as page:
+        drawn(page)
+        assert page.evaluate(TOO_WIDE) == []
+        states = page.eval_on_selector_all("#jobs td:nth-child(4)", SHOWN_CELLS)
+        assert len(states) > 3
+        for heading, text, left, right in states:
+            assert heading == '"State "'
+            assert re.fullmatch("waits|runs for .+|succeeded|failed|canceled", text)
+            assert 0 < left < right < width
+        # Only the two charts go on sideways.
+        assert page.locator(".hint:visible").count() == 2
+        assert accessibility_violations(page) == {}
 
 
 def test_quarantine_is_marked_on_live_machines_only(browser: Browser, dashboard: Dashboard) -> None:

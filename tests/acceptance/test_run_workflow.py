@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import secrets
 import signal
 import subprocess
 import sys
+import termios
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,6 +101,32 @@ def test_each_job_runs_on_an_instance_of_the_run(backend: Path, tmp_path: Path):
     instances = [job["instance_id"] for job in result["jobs"] if job["name"].startswith("test")]
     assert len(set(instances)) == 2
     assert set(states(backend)) == {"idle"}
+
+
+def test_lines_fit_a_narrow_terminal(backend: Path, tmp_path: Path) -> None:
+    columns, file = 60, tmp_path / "wide.yml"
+    step = {"name": "a step with quite a long name", "run": f"echo {'word ' * 40}"}
+    jobs = {"build": {"runs-on": "ubuntu-latest", "steps": [step]}}
+    file.write_text(json.dumps({"on": "push", "jobs": jobs}))
+    terminal, end = os.openpty()
+    termios.tcsetwinsize(end, (24, columns))
+    words = [sys.executable, "-m", "remuda", "run-workflow", str(file), "--dir", str(backend), "--json"]
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=end, env=environment) as process:
+        os.close(end)
+        shown = b""
+        # The terminal fails to be read as soon as no process has it open.
+        with contextlib.suppress(OSError):
+            while part := os.read(terminal, 4096):
+                shown += part
+        os.close(terminal)
+        assert process.wait(LIMIT_S) == 0
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", shown.decode()).splitlines()
+    assert max(map(len, lines)) <= columns
+    output = [line for line in lines if "word" in line]
+    assert sum(line.count("word") for line in output) == 40, lines
+    indent = output[0].index("word")
+    assert {line[:indent] for line in output[1:]} == {" " * indent}, lines
 
 
 @pytest.fixture

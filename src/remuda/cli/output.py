@@ -116,6 +116,21 @@ class Output:
         elif text:
             self.event("message", {"text": text}, level="warning" if style and "yellow" in style else "info")
 
+    def say_after(self, lead: str, text: str, *, style: str | None = None) -> None:
+        """Print a text after its lead, for example the time and the name of a job.
+
+        On a terminal that is too narrow for the line, it continues with the next word, below the text.
+        """
+        line = sanitize(f"{lead}{text}")
+        width = None if self._quiet or self.logs_json else _stderr_width()
+        if width is None or (len(line) <= width and line.isascii()):
+            self.say(line, style=style)
+            return
+        from remuda.cli.terminal import wrap_line  # noqa: PLC0415 - slow to import and often not needed
+
+        for part in wrap_line(self.console, line, width=width, indent=len(lead)):
+            self.say(part, style=style)
+
     def _print(self, line: str, style: str | None) -> None:
         """One line on stderr. rich is slow to import, and only a terminal shows styles."""
         if sys.stderr.isatty() or any(name in os.environ for name in _STYLE_VARIABLES):
@@ -204,6 +219,17 @@ def _terminal_size() -> tuple[int, int]:
     import shutil  # noqa: PLC0415 - slow to import and often not needed
 
     return shutil.get_terminal_size((160, 40))
+
+
+def _stderr_width() -> int | None:
+    """Columns of the terminal on stderr. None for a file or a pipe, whose lines stay whole, unless COLUMNS is set."""
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and int(columns):
+        return int(columns)
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns or None
+    except (OSError, ValueError):
+        return None
 
 
 class ConsoleEventLog:

@@ -134,7 +134,7 @@ async def run_workflow(
                 with_history = any(step.inputs.get("fetch-depth", "1") != "1" for step in checkouts)
                 target = Path(folder) / "repository"
                 checkout = await take_snapshot(repository, target, state=state, with_history=with_history)
-                output.say(f"actions/checkout copies {repository.summary}")
+                output.say_after("actions/checkout copies ", repository.summary)
             run = WorkflowRun(
                 output,
                 client,
@@ -162,8 +162,8 @@ async def run_workflow(
     failed = [result for result in results if result.result not in {"success", "skipped"}]
     conclusion = "failure" if failed else "success"
     names = ", ".join(result.name for result in failed)
-    failure = f"run {run_id}: failure of {names}; --rerun-failed runs the failed jobs again"
-    output.say(failure if failed else f"run {run_id}: success", style="bold red" if failed else "bold green")
+    summary = f"failure of {names}; --rerun-failed runs the failed jobs again" if failed else "success"
+    output.say_after(f"run {run_id}: ", summary, style="bold red" if failed else "bold green")
     output.result(
         {
             "run_id": run_id,
@@ -406,7 +406,7 @@ class WorkflowRun:
     def _say_lines(self, name: str, lines: Iterable[str]) -> None:
         # Without the time: programs often begin their lines with it.
         for line in lines:
-            self._output.say(f"{'':8} {name:<16} | {line.rstrip()}")
+            self._output.say_after(f"{'':8} {name:<16} | ", line.rstrip())
 
     async def _run_after_cancellation(
         self, jobs: list[WorkflowJob], tasks: list[asyncio.Task[WorkflowJobResult]]
@@ -522,7 +522,7 @@ class WorkflowRun:
             "outputs": dict(job.job.outputs),
             "checkout": self._checkout,
         }
-        lines = _Lines(lambda line: self._say(job.name, f"| {line}"))
+        lines = _Lines(lambda line: self._output.say_after(f"{self._lead(job.name)}| ", line))
         report = await self._hosted.run(message, lines.add if self._verbose else lambda _text: None)
         lines.end()
         return WorkflowJobResult(
@@ -558,7 +558,10 @@ class WorkflowRun:
             raise Unavailable(f"the local GitHub does not respond: {error}") from error
 
     def _say(self, name: str, text: str) -> None:
-        self._output.say(f"{self._clock.now():%H:%M:%S} {name:<16} {text}")
+        self._output.say_after(self._lead(name), text)
+
+    def _lead(self, name: str) -> str:
+        return f"{self._clock.now():%H:%M:%S} {name:<16} "
 
 
 def _instance(job: JobView) -> str | None:

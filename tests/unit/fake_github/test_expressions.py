@@ -21,7 +21,7 @@ from remuda.fake_github.fake_runner.expressions import (
 CONTEXTS = {
     "github": {"ref": "refs/heads/main", "run_id": "77", "event_name": "push"},
     "env": CaseSensitive({"NAME": "value", "EMPTY": ""}),
-    "matrix": {"n": 3, "flag": True, "list": [1, "b", None]},
+    "matrix": {"n": 3, "flag": True, "list": [1, "b", None], "rows": [{"a": 1}, {"a": None}, {}]},
     "needs": {
         "build": {"result": "success", "outputs": {"label": "77", "json": '{"a": [1, 2]}'}},
         "lint": {"result": "Failure", "outputs": {}},
@@ -53,6 +53,10 @@ def scope(status: str = "success") -> Scope:
         ("-2.99e-2", -0.0299),
         ("'It''s'", "It's"),
         ("''", ""),
+        ("-Infinity", -math.inf),
+        # As a signed integer of 32 bits
+        ("0xffffffff", -1),
+        ("0o37777777777", -1),
         # Contexts: names ignore case except those of env; what does not exist is null
         ("github.run_id", "77"),
         ("GitHub.RUN_ID", "77"),
@@ -65,6 +69,8 @@ def scope(status: str = "success") -> Scope:
         ("needs.build.outputs.label", "77"),
         ("needs.*.result", ["success", "Failure"]),
         ("needs.*.outputs.label", ["77"]),
+        ("matrix.rows.*.a", [1, None]),
+        ("needs[matrix.list]", None),
         ("needs[format('{0}{1}', 'bu', 'ild')].result", "success"),
         # Operators return operands
         ("env.EMPTY || 'default'", "default"),
@@ -79,6 +85,8 @@ def scope(status: str = "success") -> Scope:
         # Loose equality
         ("'ABC' == 'abc'", True),
         ("'abc' != 'abd'", True),
+        ("'ß' == 'SS'", False),
+        ("'Ü' == 'ü'", True),
         ("null == 0", True),
         ("null == ''", True),
         ("true == 1", True),
@@ -87,6 +95,8 @@ def scope(status: str = "success") -> Scope:
         ("' 0x10 ' == 16", True),
         ("'' == 0", True),
         ("'x' == 0", False),
+        ("'0x1_0' == 16", False),
+        ("'0x100000000' == 0", False),
         ("'true' == true", False),
         ("matrix.n == '3'", True),
         ("matrix.list == matrix.list", True),
@@ -108,10 +118,24 @@ def scope(status: str = "success") -> Scope:
         ("format('{0} {{x}} {1} {0}', 'a', 2)", "a {x} 2 a"),
         ("join(matrix.list, '-')", "1-b-"),
         ("join(matrix.list)", "1,b,"),
+        ("join(matrix.list, needs)", "1,b,"),
+        ("join(needs)", ""),
+        # Arrays and objects have no text to search in
+        ("contains('Array', matrix.list)", False),
+        ("startsWith(matrix.list, 'A')", False),
+        ("endsWith('Object', needs)", False),
+        ("case(false, 1, true, 2, 3)", 2),
+        ("case(false, 1, 3)", 3),
+        # Only the chosen value is evaluated
+        ("case(true, 'a', fromJSON('{'))", "a"),
         ("fromJSON(needs.build.outputs.json).a[1]", 2),
         (f"fromJSON('1{'0' * 400}') == Infinity", True),
         (f"format('{{0}}', fromJSON('-1{'0' * 400}'))", "-Infinity"),
         ("toJSON(matrix.list)", '[\n  1,\n  "b",\n  null\n]'),
+        (
+            'toJSON(fromJSON(\'{"a": [1.0, 1e20, {}], "b": []}\'))',
+            '{\n  "a": [\n    1,\n    1E+20,\n    {}\n  ],\n  "b": []\n}',
+        ),
         ("success() && !failure() && !cancelled() && always()", True),
     ],
 )
@@ -195,6 +219,13 @@ def test_conditions_imply_success_without_a_status_function(
         "!" * 60 + "true",
         "(" * 60 + "1" + ")" * 60,
         "[1]",
+        "-0xff",
+        "case(true, 1)",
+        "case(true, 1, false, 2)",
+        "case('true', 1, 2)",
+        "github" + ".x" * 60,
+        "1" + " == 1" * 60,
+        f"toJSON(fromJSON('{'[' * 900}{']' * 900}'))",
     ],
 )
 def test_invalid_expressions_are_errors(text: str) -> None:
@@ -221,6 +252,11 @@ def test_long_results_are_errors() -> None:
         evaluate(parse(text), scope())
     with pytest.raises(ExpressionError, match="longer than"):
         parse("'" + "x" * 30_000 + "'")
+
+
+def test_long_chains_of_and_and_or_are_one_level() -> None:
+    assert is_met(parse("true" + " && true" * 2_000), scope())
+    assert not is_met(parse("false" + " || false" * 2_000), scope())
 
 
 def test_nan_is_a_number() -> None:

@@ -7,8 +7,9 @@ from typing import Any
 
 from remuda.cli.output import format_duration
 from remuda.cli.rendering.table import FittedTable, spaced
+from remuda.domain.reporting.prices import format_money
 from remuda.domain.reporting.timeline import MachinePhase
-from remuda.domain.reporting.usage import DurationStats, RunnerSetUsage, UsageReport
+from remuda.domain.reporting.usage import NO_BOOT_TIME, DurationStats, RunnerSetUsage, UsageReport
 from remuda.domain.serialization import to_jsonable
 
 #: Maximum rows of a table; the rest is summed up.
@@ -89,11 +90,6 @@ def _all_rounded(values: Mapping[str, float]) -> dict[str, float]:
 # Text -------------------------------------------------------------------------------------------------------------
 
 
-def format_money(value: float, currency: str) -> str:
-    digits = 2 if abs(value) >= 1 or value == 0 else 4
-    return f"{value:.{digits}f} {currency}"
-
-
 def format_hours(value: float) -> str:
     return f"{value:.1f} h" if value >= 1 else f"{value * 60:.1f} min"
 
@@ -114,7 +110,7 @@ def headlines(usage: UsageReport) -> list[tuple[str, str]]:
     rate = usage.reuse_rate
     warm, cold = usage.provision_times.get("warm"), usage.provision_times.get("cold")
     savings = usage.savings
-    saved = format_duration(savings.waiting_s) if savings.boot_s is not None else "unknown: no boot time measured"
+    saved = format_duration(savings.waiting_s) if savings.boot_s is not None else NO_BOOT_TIME
     return [
         ("reused", "no runners yet" if rate is None else f"{rate:.0%} of {usage.reused + usage.created} runners"),
         ("warm provision", f"{warm.p50:.2f} s, p95 {warm.p95:.2f} s" if warm else "none"),
@@ -122,7 +118,7 @@ def headlines(usage: UsageReport) -> list[tuple[str, str]]:
         ("instance time", f"{format_hours(sum(usage.hours.values()))} on {usage.instances} instances"),
         ("cost", format_money(usage.costs.total, usage.currency)),
         ("waiting saved", saved),
-        ("cost saved", f"{format_money(savings.net, usage.currency)} (boot cost minus idle cost)"),
+        ("cost saved", savings.describe_cost(usage.currency)),
     ]
 
 

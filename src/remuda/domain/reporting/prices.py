@@ -18,11 +18,19 @@ MAX_TYPES = 5_000
 #: Higher than the price of any machine: a larger value is a mistake.
 MAX_PRICE = 10_000.0
 MAX_TEXT = 40
+#: Decimals of an amount below 1.
+MONEY_DIGITS = 4
 
 _FIX = (
     'give {"dated": "2026-10", "region": "us-east-1", "currency": "USD", "on-demand": {"c6i.large": 0.085}, '
     '"spot": {"c6i.large": 0.034}}'
 )
+
+
+def format_money(value: float, currency: str) -> str:
+    """Format an amount, for example `12.50 USD` or `0.0442 USD`."""
+    digits = 2 if abs(value) >= 1 or round(value, MONEY_DIGITS) == 0 else MONEY_DIGITS
+    return f"{value:.{digits}f} {currency}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,13 +10,14 @@ from datetime import datetime
 from remuda.domain.demand import JobRecord
 from remuda.domain.instance import HistoryEntry, Instance
 from remuda.domain.provision import Provision, ProvisionKind, ProvisionOutcome, RunnerSource
-from remuda.domain.reporting.prices import PriceTable
+from remuda.domain.reporting.prices import MONEY_DIGITS, PriceTable, format_money
 from remuda.domain.reporting.timeline import MachinePhase, Span, clip, mean_counts, spans_of
 
 #: Intervals of the chart of the fleet.
 CHART_STEPS = 168
 HOUR_S = 3_600.0
 UNKNOWN = "unknown"
+NO_BOOT_TIME = "unknown: no boot time measured"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +62,18 @@ class Savings:
     @property
     def net(self) -> float:
         return self.boot_cost - self.idle_cost
+
+    def describe_cost(self, currency: str) -> str:
+        """What reuse saved in money, for example "1.20 USD after the cost of idle instances".
+
+        Instances that are idle for long cost more than the boots that they save. The text then says so instead of
+        showing a negative saving: "idle instances cost 0.0442 USD more than reuse saved".
+        """
+        if self.boot_s is None:
+            return NO_BOOT_TIME
+        if round(self.net, MONEY_DIGITS) < 0:
+            return f"idle instances cost {format_money(-self.net, currency)} more than reuse saved"
+        return f"{format_money(max(self.net, 0.0), currency)} after the cost of idle instances"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

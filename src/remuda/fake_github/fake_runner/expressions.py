@@ -2,6 +2,7 @@
 
 Semantics of "Evaluate expressions in workflows and actions" (https://docs.github.com/actions/reference/workflows-and-actions/expressions)
 and of actions/runner, src/Sdk/DTExpressions2. Expressions are untrusted: they are parsed, never executed as code.
+tests/conformance/test_expressions.py compares the results with those of another engine, act.
 """
 
 import json
@@ -15,13 +16,15 @@ MAX_LENGTH = 21_000
 MAX_DEPTH = 50
 #: Maximum length of a text that a function or a template returns.
 MAX_TEXT = 1024 * 1024
+_SIGN_BIT, _MAX_UNSIGNED = 1 << 31, (1 << 32) - 1
 OPEN, CLOSE = "${{", "}}"
 STATUS_FUNCTIONS = frozenset({"success", "failure", "always", "cancelled"})
 
 _TOKEN = re.compile(
     r"""\s*(?:
     (?P<string>'(?:[^']|'')*')
-    |(?P<number>[-+]?(?:0x[0-9a-fA-F]+|0o[0-7]+|(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)(?![\w.]))
+    |(?P<number>(?:0x[0-9a-fA-F]+|0o[0-7]+|[-+]Infinity
+        |[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)(?![\w.]))
     |(?P<name>[A-Za-z_][A-Za-z0-9_-]*)
     |(?P<operator>&&|\|\||==|!=|<=|>=|[<>!()\[\],.*])
     )""",
@@ -30,7 +33,10 @@ _TOKEN = re.compile(
 _CONSTANTS = {"true": True, "false": False, "null": None, "NaN": math.nan, "Infinity": math.inf}
 #: Binary operators from the lowest precedence to the highest.
 _PRECEDENCE = (("||",), ("&&",), ("==", "!="), ("<", "<=", ">", ">="))
-_NUMBER = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
+_NUMBER = re.compile(r"[-+]?(?:Infinity|(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)")
+#: Hexadecimal and octal numbers, by their prefix.
+_INTEGERS = {"0x": (re.compile("[0-9a-fA-F]+"), 16), "0o": (re.compile("[0-7]+"), 8)}
+_TOO_DEEP = f"it is nested deeper than {MAX_DEPTH} levels"
 _FORMAT = re.compile(r"\{\{|\}\}|\{([0-9]{1,4})\}|[{}]")
 
 #: None, bool, int, float, str, a sequence or a mapping.
@@ -53,7 +59,10 @@ class Node(NamedTuple):
     #: literal, context, call, index, filter, not, or a binary operator.
     kind: str
     value: Value = None
+    #: `&&` and `||` have two or more.
     children: tuple["Node", ...] = ()
+    #: Levels of nodes, this one included.
+    depth: int = 1
 
     def walk(self) -> Iterator["Node"]:
         yield self
@@ -70,6 +79,13 @@ class Scope(NamedTuple):
 
 
 # Parser -------------------------------------------------------------------------------------------------------------
+
+
+def _node(kind: str, value: Value, children: tuple[Node, ...]) -> Node:
+    depth = 1 + max((child.depth for child in children), default=0)
+    if depth > MAX_DEPTH:
+        raise ExpressionError(_TOO_DEEP)
+    return Node(kind, value, children, depth)
 
 
 def parse(text: str) -> Node:
@@ -161,16 +177,18 @@ class _Parser:
         node = self._binary(level + 1)
         while (operator := self._peek()) in _PRECEDENCE[level]:
             self._at += 1
-            node = Node(operator, None, (node, self._binary(level + 1)))
+            # GitHub counts a && b && c as one level.
+            left = node.children if operator in {"&&", "||"} and node.kind == operator else (node,)
+            node = _node(operator, None, (*left, self._binary(level + 1)))
         return node
 
     def _unary(self) -> Node:
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            raise ExpressionError(f"it is nested deeper than {MAX_DEPTH} levels")
+            raise ExpressionError(_TOO_DEEP)
         if self._peek() == "!":
             self._at += 1
-            node = Node("not", None, (self._unary(),))
+            node = _node("not", None, (self._unary(),))
         else:
             node = self._postfix(self._primary())
         self._depth -= 1
@@ -184,7 +202,7 @@ class _Parser:
             case "number":
                 return Node("literal", to_number(text))
             case "name" if self._peek() == "(":
-                return Node("call", text.lower(), self._arguments(text))
+                return _node("call", text.lower(), self._arguments(text))
             case "name":
                 return Node("literal", _CONSTANTS[text]) if text in _CONSTANTS else Node("context", text.lower())
         if text != "(":
@@ -209,14 +227,14 @@ class _Parser:
             self._at += 1
             if self._peek() == "*":
                 self._at += 1
-                node = Node("filter", None, (node,))
+                node = _node("filter", None, (node,))
             elif operator == ".":
                 kind, name = self._take()
                 if kind != "name":
                     raise ExpressionError(f"expected a name after '.' instead of {name!r}")
-                node = Node("index", None, (node, Node("literal", name)))
+                node = _node("index", None, (node, Node("literal", name)))
             else:
-                node = Node("index", None, (node, self._binary(0)))
+                node = _node("index", None, (node, self._binary(0)))
             if operator == "[":
                 self._expect("]")
         return node
@@ -230,6 +248,8 @@ def check_call(name: str, arguments: int) -> None:
     if not least <= arguments <= most:
         wanted = str(least) if least == most else f"{least} to {most}"
         raise ExpressionError(f"{name}() takes {wanted} arguments, not {arguments}")
+    if name.lower() == "case" and arguments % 2 == 0:
+        raise ExpressionError(f"{name}() takes an odd number of arguments, not {arguments}")
 
 
 # Evaluator ----------------------------------------------------------------------------------------------------------
@@ -251,12 +271,19 @@ def evaluate(node: Node, scope: Scope) -> Value:
             return _elements(evaluate(node.children[0], scope))
         case "index":
             return _index(*(evaluate(child, scope) for child in node.children))
-    left = evaluate(node.children[0], scope)
-    if node.kind == "&&":
-        return evaluate(node.children[1], scope) if is_true(left) else left
-    if node.kind == "||":
-        return left if is_true(left) else evaluate(node.children[1], scope)
-    return _compare(node.kind, left, evaluate(node.children[1], scope))
+        case "&&" | "||":
+            return _first(node.children, scope, is_truth=node.kind == "||")
+    left, right = (evaluate(child, scope) for child in node.children)
+    return _compare(node.kind, left, right)
+
+
+def _first(operands: Sequence[Node], scope: Scope, *, is_truth: bool) -> Value:
+    """The value of the first operand that decides `||` (a true one) or `&&` (a false one), or else of the last."""
+    for operand in operands[:-1]:
+        value = evaluate(operand, scope)
+        if is_true(value) == is_truth:
+            return value
+    return evaluate(operands[-1], scope)
 
 
 def is_met(condition: Node, scope: Scope) -> bool:
@@ -274,7 +301,11 @@ def render(text: str, scope: Scope) -> str:
 def is_true(value: Value) -> bool:
     if isinstance(value, float) and math.isnan(value):
         return False
-    return isinstance(value, list | dict) or bool(value)
+    return not is_primitive(value) or bool(value)
+
+
+def is_primitive(value: Value) -> bool:
+    return not isinstance(value, list | dict)
 
 
 def to_number(value: Value) -> float:
@@ -299,13 +330,11 @@ def _to_float(value: float) -> float:
 def _parse_number(text: str) -> float:
     if not text:
         return 0.0
-    if text[:2] in {"0x", "0o"}:
-        try:
-            return float(int(text, 0))
-        except (ValueError, OverflowError):
-            return math.nan
-    if text in {"Infinity", "-Infinity"}:
-        return math.inf if text == "Infinity" else -math.inf
+    if text[:2] in _INTEGERS:
+        digits, base = _INTEGERS[text[:2]]
+        number = int(text[2:], base) if digits.fullmatch(text[2:]) else _MAX_UNSIGNED + 1
+        # GitHub reads the bits of a signed integer of 32 bits: 0xffffffff is -1 (ExpressionUtility.ParseNumber).
+        return math.nan if number > _MAX_UNSIGNED else float((number ^ _SIGN_BIT) - _SIGN_BIT)
     return float(text) if _NUMBER.fullmatch(text) else math.nan
 
 
@@ -340,7 +369,7 @@ def _compare(operator: str, left: Value, right: Value) -> bool:
         case "!=":
             return not is_equal(left, right)
     if isinstance(left, str) and isinstance(right, str):
-        left, right = left.upper(), right.upper()
+        left, right = _fold(left), _fold(right)
     else:
         # A comparison with NaN is false.
         left, right = to_number(left), to_number(right)
@@ -358,10 +387,18 @@ _COMPARISONS: dict[str, Callable[[Value, Value], bool]] = {
 def is_equal(left: Value, right: Value) -> bool:
     """GitHub's loose equality: texts ignore case, other types are compared as numbers."""
     if isinstance(left, str) and isinstance(right, str):
-        return left.upper() == right.upper()
-    if isinstance(left, list | dict) or isinstance(right, list | dict):
-        return left is right
-    return to_number(left) == to_number(right)
+        return _fold(left) == _fold(right)
+    if is_primitive(left) and is_primitive(right):
+        return to_number(left) == to_number(right)
+    return left is right
+
+
+def _fold(text: str) -> str:
+    """The text for comparisons that ignore case, as .NET does in OrdinalIgnoreCase: 'ß' is not 'SS'."""
+    if text.isascii():
+        return text.upper()
+    pairs = ((each, each.upper()) for each in text)
+    return "".join(upper if len(upper) == 1 and upper.isascii() == each.isascii() else each for each, upper in pairs)
 
 
 def _elements(value: Value) -> _Filtered:
@@ -379,23 +416,21 @@ def _members(value: Value) -> list[Value]:
 
 def _index(value: Value, key: Value) -> Value:
     if isinstance(value, _Filtered):
-        found = [_member(item, key) for item in value]
-        return _Filtered(item for item in found if item is not None)
-    return _member(value, key)
+        return _Filtered(found for item in value for found in _member(item, key))
+    return next(iter(_member(value, key)), None)
 
 
-def _member(value: Value, key: Value) -> Value:
-    """A value by its name or number; null if none exists."""
-    if isinstance(value, Mapping):
+def _member(value: Value, key: Value) -> list[Value]:
+    """The value with this name or number, in a list that is empty if none exists."""
+    if isinstance(value, Mapping) and is_primitive(key):
         name = to_text(key)
         if name in value or isinstance(value, CaseSensitive):
-            return value.get(name)
-        return next((item for other, item in value.items() if str(other).upper() == name.upper()), None)
+            return [value[name]] if name in value else []
+        return [item for other, item in value.items() if _fold(str(other)) == _fold(name)][:1]
     if isinstance(value, list):
         number = to_number(key)
-        if number >= 0 and number < len(value):
-            return value[int(number)]
-    return None
+        return [value[int(number)]] if 0 <= number < len(value) else []
+    return []
 
 
 # Functions ----------------------------------------------------------------------------------------------------------
@@ -407,6 +442,8 @@ def _call(node: Node, scope: Scope) -> Value:
         if name not in scope.status:
             raise ExpressionError(f"{name}() is not available here")
         return scope.status[name]()
+    if name == "case":
+        return _case(node.children, scope)
     result = _FUNCTIONS[name](*(evaluate(child, scope) for child in node.children))
     return _limited(result) if isinstance(result, str) else result
 
@@ -417,12 +454,27 @@ def _limited(text: str) -> str:
     return text
 
 
+def _case(arguments: Sequence[Node], scope: Scope) -> Value:
+    """The value after the first condition that is true, or else the last argument. Others are not evaluated."""
+    for condition, value in zip(arguments[:-1:2], arguments[1::2], strict=True):
+        met = evaluate(condition, scope)
+        if not isinstance(met, bool):
+            raise ExpressionError(f"a condition of case() is {to_text(met) or 'empty'!r} instead of true or false")
+        if met:
+            return evaluate(value, scope)
+    return evaluate(arguments[-1], scope)
+
+
 def _contains(where: Value, item: Value) -> bool:
     if isinstance(where, list):
         return any(is_equal(each, item) for each in where)
-    if isinstance(where, Mapping):
-        return False
-    return to_text(item).upper() in to_text(where).upper()
+    return _compare_texts(lambda text, part: part in text, where, item)
+
+
+def _compare_texts(compare: Callable[[str, str], bool], *values: Value) -> bool:
+    """Compare the texts of two values, ignoring case. Arrays and objects have none, so the result is false."""
+    first, second = (_fold(to_text(value)) for value in values)
+    return all(map(is_primitive, values)) and compare(first, second)
 
 
 def _format(template: Value, *values: Value) -> str:
@@ -445,8 +497,8 @@ def _format(template: Value, *values: Value) -> str:
 
 def _join(values: Value, separator: Value = ",") -> str:
     if isinstance(values, list):
-        return to_text(separator).join(to_text(item) for item in values)
-    return to_text(values)
+        return (to_text(separator) if is_primitive(separator) else ",").join(to_text(item) for item in values)
+    return to_text(values) if is_primitive(values) else ""
 
 
 def _from_json(value: Value) -> Value:
@@ -457,15 +509,29 @@ def _from_json(value: Value) -> Value:
 
 
 def _to_json(value: Value) -> str:
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    return json.dumps(value, indent=2, ensure_ascii=False)
+    try:
+        return _json_text(value, "\n")
+    except RecursionError as error:
+        raise ExpressionError(f"toJSON(): {error}") from None
+
+
+def _json_text(value: Value, line: str) -> str:
+    """The value as JSON with GitHub's numbers, `1E+20` for example. `line` begins a line of the value's parent."""
+    inner = f"{line}  "
+    if value and isinstance(value, list):
+        return f"[{','.join(f'{inner}{_json_text(item, inner)}' for item in value)}{line}]"
+    if value and isinstance(value, Mapping):
+        items = ((json.dumps(str(name), ensure_ascii=False), item) for name, item in value.items())
+        return f"{{{','.join(f'{inner}{name}: {_json_text(item, inner)}' for name, item in items)}{line}}}"
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return to_text(value)
+    return json.dumps(value, ensure_ascii=False)
 
 
 _FUNCTIONS: dict[str, Callable[..., Value]] = {
     "contains": _contains,
-    "startswith": lambda text, start: to_text(text).upper().startswith(to_text(start).upper()),
-    "endswith": lambda text, end: to_text(text).upper().endswith(to_text(end).upper()),
+    "startswith": lambda text, start: _compare_texts(str.startswith, text, start),
+    "endswith": lambda text, end: _compare_texts(str.endswith, text, end),
     "format": _format,
     "join": _join,
     "tojson": _to_json,
@@ -476,6 +542,7 @@ _ARGUMENTS = {
     **dict.fromkeys(("contains", "startswith", "endswith"), (2, 2)),
     **dict.fromkeys(("tojson", "fromjson"), (1, 1)),
     **dict.fromkeys(STATUS_FUNCTIONS, (0, 0)),
+    "case": (3, 255),
     "format": (1, 255),
     "join": (1, 2),
 }

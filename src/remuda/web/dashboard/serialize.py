@@ -156,7 +156,7 @@ def usage_text(found: UsageSummary) -> str:
             "boot_s": None if savings.boot_s is None else round(savings.boot_s, 2),
             "saved_waiting_s": round(savings.waiting_s, 1),
             "saved_boot_cost": round(savings.boot_cost, 4),
-            "net_savings": round(savings.net, 4),
+            "saved_cost": savings.describe_cost(found.currency),
         }
     )
 

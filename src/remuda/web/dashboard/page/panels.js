@@ -2,7 +2,7 @@
 import { showKindIn } from "./charts.js";
 import { LETTERS, TILES, phaseOf } from "./model.js";
 import { fill, quarantineMark } from "./paint.js";
-import { duration, explainButton, fillRow, find, make, quarantineLeft, runLink, seconds, setText, showRepository, syncChildren, when } from "./text.js";
+import { duration, explainButton, fillRow, find, make, makeRow, quarantineLeft, runLink, seconds, setText, showRepository, syncChildren, when } from "./text.js";
 
 export const ROWS = 200;
 const SHOWN_RUNS = 25;
@@ -80,7 +80,7 @@ export function showInstances(model, limit) {
   const now = model.now();
   syncChildren(find("instances"), shown, {
     key: (instance) => instance.id,
-    create: () => make("tr"),
+    create: () => makeRow("instances"),
     update: (row, instance) => {
       const ending = ["terminating", "terminated"].includes(instance.state);
       const left = instance.threshold - now;
@@ -149,7 +149,7 @@ export function showDemand(model) {
   find("jobs-empty").hidden = jobs.length > 0;
   syncChildren(find("jobs"), jobs, {
     key: (job) => job.id,
-    create: () => make("tr"),
+    create: () => makeRow("jobs"),
     update: (row, job) => {
       fillRow(row, [
         [(td) => showJobIn(td, job), "job"],
@@ -167,7 +167,7 @@ function showSets(sets, now) {
   setText(find("sets-note"), waiting ? `${waiting} waiting` : "no job waits");
   syncChildren(find("sets"), sets, {
     key: (set) => set.name,
-    create: () => make("tr"),
+    create: () => makeRow("sets"),
     update: (row, set) => {
       row.title = set.labels.join(", ");
       fillRow(row, [
@@ -246,7 +246,7 @@ export function showUsage(model) {
   setText(find("cost"), money(usage.cost));
   setText(find("cost-of"), `of which ${money(usage.idle_cost)} idle in the pool`);
   setText(find("saved"), usage.boot_s === null ? "–" : `${duration(usage.saved_waiting_s * 1000)} of waiting`);
-  setText(find("saved-of"), usage.boot_s === null ? "no boot time measured yet" : `${money(usage.saved_boot_cost)} for boots of ${seconds(usage.boot_s)} each; ${money(usage.net_savings)} after idle cost`);
+  setText(find("saved-of"), usage.boot_s === null ? "no boot time measured yet" : `${money(usage.saved_boot_cost)} for boots of ${seconds(usage.boot_s)} each; ${usage.saved_cost}`);
 }
 
 export function showClasses(model) {
@@ -265,7 +265,7 @@ export function showClasses(model) {
   let before = "";
   syncChildren(find("classes"), rows, {
     key: (group) => group.name,
-    create: () => make("tr"),
+    create: () => makeRow("classes"),
     update: (row, group) => {
       // All usage classes of a resource class share one queue.
       const messages = group.class === before ? "" : String(pools[group.class]?.messages ?? "");
@@ -313,7 +313,7 @@ export function showRuns(model) {
   find("runs-empty").hidden = runs.length > 0;
   syncChildren(find("runs"), runs, {
     key: (item) => item.id,
-    create: () => make("tr"),
+    create: () => makeRow("runs"),
     update: (row, item) => {
       const acquired = Object.entries(open[item.id] ?? {}).map(([state, count]) => `${count} ${state}`);
       const status = item.status === "open" ? `open: ${acquired.join(", ") || "no instances yet"}` : lost[item.id] ? `${item.status}: ${lost[item.id]}` : ["failed", "expired", "interrupted"].includes(item.status) ? `${item.status}: ${item.why}` : item.status;

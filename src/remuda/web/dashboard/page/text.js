@@ -75,6 +75,13 @@ export function syncChildren(parent, items, { key, create, update }) {
   }
 }
 
+// A row of a table with its cells. A phone shows the row as a block, with the name of the column before each value.
+export function makeRow(body) {
+  const row = make("tr");
+  for (const head of find(body).closest("table").tHead.rows[0].cells) row.appendChild(make("td")).dataset.column = head.textContent;
+  return row;
+}
+
 // Fill a table row. Each value is a text, a function that fills its td element, or a pair of one of these and a CSS class.
 export function fillRow(row, values) {
   values.forEach((value, index) => {
