@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from remuda.fake_github.oidc import ISSUER_PATH
-from tests.support.action_steps import ActionResult
+from tests.support.action_steps import REPOSITORY, ActionResult
 from tests.support.aws.deployed_pool import ACCOUNT, DeployedPool, PastedWorkflow, deployed_pool, loopback_url
 from tests.support.aws.deployment import MARK, EmptyAccount, empty_account
 from tests.support.aws.ec2_machines import MachineStack, machine_bucket, until
@@ -101,6 +101,7 @@ async def test_new_user_deploys_runs_workflows_upgrades_and_destroys(
         user = NewUser(machine_stack, account)
         deployed = await user.remuda(
             *("deploy", "--github-scope", SCOPE, "--ami", account.stack.launch["ami"]),
+            *("--source-repository", REPOSITORY),
             *("--oidc-issuer", f"{issuer_url}{ISSUER_PATH}"),
             *("--dist", str(await asyncio.to_thread(account.bundles_of, release, "first"))),
         )
