@@ -6,7 +6,7 @@ import select
 import signal
 import subprocess
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 from . import LENGTH_DIGITS
 from .home import (
@@ -146,6 +146,8 @@ class FakeListener:
         self._worker: WorkerProcess | None = None
         self._renew_at = 0.0
         self._stopping = False
+        #: Whether the local configuration is removed at the end.
+        self._is_leaving = False
         self._wake, wake_end = os.pipe()
         for end in (self._wake, wake_end):
             os.set_blocking(end, False)
@@ -199,6 +201,8 @@ class FakeListener:
             self._worker.end()
         if self._session:
             self._request_until_answered("DELETE", self._path(""), None, limit_s=SHUTDOWN_LIMIT_S)
+        if self._is_leaving:
+            self._home.forget()
 
     # One iteration of the loop: wait for a message, the worker, a signal or a timer
 
@@ -260,8 +264,9 @@ class FakeListener:
 
     def _take_message(self, response: HttpResponse) -> None:
         if response.status == 410:
-            say(REGISTRATION_DELETED)
-            raise ListenerExit(TERMINATED)
+            # Runner.Listener/Runner.cs, RunAsync, since 2.336.0 (commit 67cbf96ce).
+            say_error("The runner no longer exists on the server. Cleaning up local configuration.")
+            self._leave(OK, closes_session=False)
         if response.status == 404:
             say_with_time("The session is gone. Creating a new one.")
             self._session = ""
@@ -284,9 +289,9 @@ class FakeListener:
         elif kind == "update" and self._worker is None:
             from .update import begin_update  # noqa: PLC0415 - start-up time counts in tests and the demo
 
-            begin_update(self._home, self._home.root / self._settings["workFolder"], response.body["version"])
+            begin_update(self._home, self._home.work_folder(self._settings), response.body["version"])
             # Runner.Listener/Runner.cs, RunAsync.
-            raise ListenerExit(UPDATING_AFTER_ONE_JOB if self._settings.get("ephemeral") else UPDATING)
+            raise ListenerExit(UPDATING_AFTER_ONE_JOB if self._is_ephemeral else UPDATING)
 
     # The job
 
@@ -294,6 +299,10 @@ class FakeListener:
         response = self._request_until_answered(
             "POST", self._path(f"/jobs/{job['id']}/acknowledge"), {}, limit_s=REPORT_LIMIT_S
         )
+        if response is not None and response.body.get("errorKind") == "AcknowledgeJobNotFound" and self._is_ephemeral:
+            # Runner.Listener/Runner.cs, RunAsync, since 2.336.0 (commit 802fd9c0b). It says nothing on its output.
+            self._home.diagnose("Runner", "Acknowledge returned job-not-found for ephemeral runner request. Exiting.")
+            self._leave(OK)
         if response is None or response.status != 200:
             return  # the job was cancelled or assigned to another runner
         say_with_time(f"Running job: {job['name']}")
@@ -301,7 +310,7 @@ class FakeListener:
             **job,
             "runner": self._settings["agentName"],
             "server": self._server,
-            "work": self._settings["workFolder"],
+            "work": str(self._home.work_folder(self._settings)),
             # Random, because the worker kills every process that has this value in its environment.
             "tracking": os.urandom(16).hex(),
         }
@@ -335,11 +344,20 @@ class FakeListener:
         self._request_until_answered("POST", self._path(f"/jobs/{worker.job_id}/complete"), body, limit_s=limit_s)
         say_with_time(f"Job {worker.job_name} completed with result: {RESULTS[conclusion]}")
         self._poll_at = 0.0
-        if self._settings.get("ephemeral"):
+        if self._is_ephemeral:
             # The server has removed the registration, so there is no session to close.
+            self._leave(OK, closes_session=False)
+
+    def _leave(self, code: int, *, closes_session: bool = True) -> NoReturn:
+        """Exit without the local configuration, which is of no use any more."""
+        self._is_leaving = True
+        if not closes_session:
             self._session = ""
-            self._home.forget()
-            raise ListenerExit(OK)
+        raise ListenerExit(code)
+
+    @property
+    def _is_ephemeral(self) -> bool:
+        return bool(self._settings.get("ephemeral"))
 
     def _request_until_answered(
         self, method: str, path: str, body: dict[str, Any] | None, *, limit_s: float, wait_s: float = 0.0
@@ -398,7 +416,11 @@ def listen(home: RunnerHome) -> int:
         # Runner.Listener/Configuration/RSAFileKeyManager.cs, GetKey.
         say_error(f"An error occurred: RSA key file {home.root / KEY_FILE} was not found")
         return TERMINATED
-    work = home.root / str(settings["workFolder"])
+    try:
+        work = home.work_folder(settings)
+    except ValueError as problem:
+        say_error(f"An error occurred: {problem}")
+        return TERMINATED
     try:
         # Runner.Listener/Runner.cs, RunAsync.
         work.mkdir(parents=True, exist_ok=True)
