@@ -22,7 +22,7 @@ MAX_STARTS = 5
 MAX_FAILED_REMOVALS = 5
 
 #: Failure of a runner that was registered for one job and exited without it.
-SENT_AWAY = "its runner exited without a job, because GitHub has removed its registration or withdrawn its job"
+SENT_AWAY = "the runner exited without a job, because GitHub has removed its registration or withdrawn its job"
 #: Exit code of a listener whose version GitHub refuses.
 VERSION_REFUSED_EXIT = 7
 #: Exit codes of the listener after which a restart cannot help: terminal error, version refused.
@@ -136,7 +136,7 @@ def _when_running(observation: Observation, record: Instance) -> AgentStep:
         is_used = spent_epoch(record, observation.runner)
         used = "its job has ended" if is_used else "GitHub sent its runner away before it had a job"
         return _wait(f"{used}; waiting for release")
-    # A spent runner was registered for a single job, which has ended or was refused: it cannot be started again.
+    # A spent runner was registered for a single job: it cannot be started again.
     if observation.runner.spent and observation.runner.refused:
         return _signal_once(
             observation, Signal.UD_REG_FAILED, f"its only job belonged to another run: {observation.runner.refused}"

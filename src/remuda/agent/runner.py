@@ -222,7 +222,7 @@ class ActionsRunner:
         if self._listener.exit_code() != 0:
             return RemovalStatus.FAILED, "registered just in time; it must be removed through the API"
         self._jit_file.unlink(missing_ok=True)
-        return RemovalStatus.REMOVED, "registered for one job, which has ended"
+        return RemovalStatus.REMOVED, "registered for one job, and its runner has exited"
 
     async def stop(self) -> None:
         await self._listener.stop()
