@@ -24,6 +24,7 @@ from simulation.faults import GITHUB_TIMEOUT_S, Fault, FaultInjector
 from simulation.loop import START
 from simulation.memory.compute import MemoryMachine
 from simulation.memory.github import MemoryDemandJob, MemoryJob
+from simulation.safety import REPORTED_WITHIN_S
 
 if TYPE_CHECKING:
     from simulation.world import SimulatedProcess, World
@@ -160,6 +161,10 @@ class FakeMachine:
         self._waiters: dict[asyncio.Future[None], None] = {}
         self._runner_id = 0
         self._is_ephemeral = False
+        #: Whether its registration is for a job of any run, as in runner sets.
+        self._any_run = False
+        #: The agent process that started its listener.
+        self._starter = 0
         #: Whether its hook refuses untrusted jobs.
         self._only_trusted = False
         self._dead_man = self._later(machine.request.first_life_s, self._dead_man_fires)
@@ -289,6 +294,7 @@ class FakeMachine:
         if not result.ok:
             return result
         self._is_ephemeral = bool(assignment.jit_config)
+        self._any_run = assignment.any_run
         self._only_trusted = assignment.only_trusted
         if self._is_ephemeral:
             # The just-in-time configuration contains the registration: GitHub is not called before the start.
@@ -316,6 +322,7 @@ class FakeMachine:
         if self._state.listening:
             return
         self._world.safety.listener_starts(self)
+        self._starter = self._agents
         self._set(replace(self._state, listening=True, exit_code=None))
         removed = self._registration_removed if self._is_ephemeral else None
         if not self._world.github.connect(self._runner_id, self._accept, removed):
@@ -326,6 +333,9 @@ class FakeMachine:
 
     def _listener_dies(self) -> None:
         if self.alive and self._state.listening and self.job is None:
+            if self._is_ephemeral and self._rng.random() < 0.8:
+                self._exit_without_job()
+                return
             self._world.github.disconnect(self._runner_id)
             self._deaths += 1
             if self._deaths >= STARTS:
@@ -339,8 +349,27 @@ class FakeMachine:
 
     def _exit_removed(self, runner_id: int) -> None:
         if self.alive and self._state.listening and self._runner_id == runner_id and self.job is None:
-            self.step_failed_at = self._loop.time()
-            self._set(replace(self._state, listening=False, exit_code=1, unused=True))
+            self._exit_without_job()
+
+    def _exit_without_job(self) -> None:
+        """GitHub sends away a runner that is registered for one job: its registration or its job is gone."""
+        self.step_failed_at = self._loop.time()
+        self._world.stats["runners sent away"] += 1
+        self._world.github.disconnect(self._runner_id)
+        # An agent that has not watched the listener from its start cannot tell whether it had a job.
+        watched = self._any_run or (self.has_agent and self._agents == self._starter)
+        self._set(replace(self._state, listening=False, exit_code=0, spent=True, unused=watched, had_job=not watched))
+        self._await_failure(self._state.registered_as)
+
+    def _await_failure(self, name: str) -> None:
+        """Check after a while that the agent has reported it, again and again while faults may delay the report."""
+
+        def check() -> None:
+            still_so = self.alive and self._state.spent and self._state.registered_as == name
+            if still_so and not self._world.safety.sent_away(self, since=self.step_failed_at):
+                self._await_failure(name)
+
+        self._later(REPORTED_WITHIN_S, check)
 
     def refused(self) -> str:
         return ""
@@ -415,8 +444,10 @@ class FakeMachine:
             raise Unavailable("GitHub's answer was lost")
 
     def _accept(self, job: MemoryJob) -> None:
-        """Called by GitHub with a job; the runner starts it a moment later."""
-        self._later(self._behaviour.seconds(TimedAction.JOB_START), lambda: self._start_job(job))
+        """Called by GitHub with a job; the runner starts it a moment later, unless GitHub withdraws it by then."""
+        withdrawn = self._is_ephemeral and self._world.faults.inject(Fault.LISTENER_DIES, 0.1, [self.instance_id])
+        then = self._listener_dies if withdrawn else lambda: self._start_job(job)
+        self._later(self._behaviour.seconds(TimedAction.JOB_START), then)
 
     def _start_job(self, job: MemoryJob) -> None:
         runner = self._world.github.runners.get(self._runner_id)
@@ -428,7 +459,7 @@ class FakeMachine:
         # The hook runs before any step of the job: a refused one fails without running anything.
         refused = self._only_trusted and isinstance(job, MemoryDemandJob) and job.is_fork
         self._world.safety.job_starts(job, self, refused=refused)
-        self._set(replace(self._state, busy=True, had_job=True))
+        self._set(replace(self._state, busy=True, had_job=True, saw_job=True))
         self._later(REFUSAL_S if refused else job.seconds, lambda: self._finish(job, "failure" if refused else ""))
 
     def cancel(self, job: MemoryJob) -> None:

@@ -74,7 +74,7 @@ class Fault(StrEnum):
     SCRIPT_FAILED = "script-failed", "the pre-runner script fails"
     REGISTRATION_FAILED = "registration-failed", "the runner cannot be configured"
     RESET_FAILED = "reset-failed", "the machine cannot be reset"
-    LISTENER_DIES = "listener-dies", "the runner's listener exits by itself"
+    LISTENER_DIES = "listener-dies", "the runner's listener exits by itself, or GitHub sends it away"
     # Users and operators
     CANCEL = "cancel", "a provision is cancelled"
     RERUN = "rerun", "a run is re-run under the same run id while its first attempt is cleaned up"

@@ -51,6 +51,7 @@ INVARIANTS: Mapping[str, str] = {
     "L4": "a lost pool message is sent again within a sweep of its time; no message is deleted before its claim",
     "L5": "every provision ends with a typed result and holds nothing after that, even if faults affected it",
     "L6": "a sweep, release or scale-down that meets no fault leaves nothing undone that was due when it began",
+    "L7": "an agent reports a runner of a run that exited without its only job, and does not wait for its release",
     "T1": "each write sets the times and counters that its event and the policy give, by the writer's clock",
     "W1": "a healthy machine is ended only for a reason that is true, and signals no failure",
     "W2": "a provision that meets no fault succeeds, and no one gives up a claimed machine that is alive",

@@ -67,6 +67,7 @@ _PAUSED = _only(Fault.PAUSE)
 _AGED = _only(Fault.CONFIG_CHANGE, hours=0.5)
 _NOTICED = _only(Fault.SPOT_NOTICE)
 _RELEASED_EARLY = _only(Fault.RELEASE_EARLY)
+_SENT_AWAY = _only(Fault.LISTENER_DIES)
 _EXTENDED_TWICE = _only(Fault.CLOCK_SKEW, Fault.RERUN, Fault.RELEASE_TWICE)
 _HANGING = _only(Fault.GITHUB_HANGS, Fault.GITHUB_5XX)
 
@@ -161,6 +162,17 @@ MUTANTS: tuple[Mutant, ...] = (
         "spent-is-failed",
         "a listener that served its one job is started again and counts as failed",
         statements(_DECIDE, "_when_running", "if observation.runner.spent:\n    ...", ""),
+    ),
+    _mutant(
+        "sent-away-is-served",
+        "an agent takes the end of a runner that GitHub sent away for the end of its only job",
+        expression(
+            _DECIDE,
+            "_when_running",
+            "observation.runner.unused or (observation.runner.spent and not observation.runner.saw_job)",
+            "False",
+        ),
+        settings=_SENT_AWAY,
     ),
     _mutant(
         "claim-under-the-old-name",

@@ -14,6 +14,7 @@ from remuda.domain.errors import InvariantViolated, RemudaError
 from remuda.domain.instance import Assignment, Instance, State
 from remuda.domain.provision import ProvisionStatus
 from remuda.domain.resources import PoolMessage
+from remuda.domain.signals import Verdict, registration_verdict
 from remuda.ports.compute import POOL_TAG, LaunchRequest
 from simulation.invariants import ABSORBING, is_secret, parse_runner
 from simulation.memory.compute import MemoryMachine
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 #: Seconds after which an agent has read a new version of its record, unless a fault affects it.
 AGENT_READ_S = 60.0
+#: Seconds within which an undisturbed agent reports that its runner was sent away. It may have to wait for its store.
+REPORTED_WITHIN_S = 60.0
 #: Minutes that scale-down gives a machine to boot: it must not terminate younger ones without a record.
 BOOT_MIN = 5.0
 
@@ -114,6 +117,20 @@ class SafetyInvariants(RecordInvariants):
             )
         elif record is not None and record.state is State.IDLE:
             self.violated("S3", f"the listener of {machine.instance_id} starts while it is idle", machine.instance_id)
+
+    def sent_away(self, machine: FakeMachine, *, since: float) -> bool:
+        """The instance of a run says that its runner has exited without a job. Return whether this could be checked."""
+        world = self._world
+        record = world.database.instances.get(machine.instance_id)
+        if record is None or record.state is not State.RUNNING or record.runner_set:
+            return True
+        if max(since, world.disturbed_at(machine), world.faults.last_at) > world.loop.time() - REPORTED_WITHIN_S:
+            return False
+        self.checks += 1
+        report = world.database.reports.get(machine.instance_id)
+        if registration_verdict(report, record.epoch) is not Verdict.FAILED:
+            self.violated("L7", f"{machine.instance_id} waits, although its runner was sent away", machine.instance_id)
+        return True
 
     def job_starts(self, job: MemoryJob, machine: FakeMachine, *, refused: bool = False) -> None:
         """A refused job runs no step."""

@@ -315,14 +315,23 @@ async def test_each_job_has_a_registration_of_its_own(machine: MachineOfSet) -> 
     _, second = await machine.equip()
     assert second != config
     await machine.report(lambda report: report.listening)
-    job = await machine.queue("72", "echo second")
+    job = await machine.queue("72", "pwd")
     await machine.report(lambda report: report.spent_epoch == 2)
-    assert (await machine.github.job(job.id)).conclusion == "success"
+    done = await machine.github.job(job.id)
+    assert done.conclusion == "success"
+    assert f"{machine.folder}/work/r/r\n" in done.log, "the work folder of all registrations"
     await machine.bind("72")
     await machine.release()
     record = await machine.record()
     assert (record.state, record.uses, record.assignment) == (State.IDLE, 2, None)
     assert machine.files_with(config) == machine.files_with(second) == []
+
+
+def no_faults(github: GitHubWithJit) -> Callable[[], Awaitable[bool]]:
+    async def check() -> bool:
+        return not await github.faults()
+
+    return check
 
 
 async def test_registrations_that_never_get_a_job(machine: MachineOfSet) -> None:
@@ -337,7 +346,22 @@ async def test_registrations_that_never_get_a_job(machine: MachineOfSet) -> None
     await machine.release()
 
     assert await machine.claim() == 2
+    runner_id, _ = await machine.equip()
+    await machine.report(lambda report: report.listening)
+    await machine.github.set_fault("delay", operation="runner.acknowledge", seconds=LONG_S)
+    job = await machine.queue("73", "true")
+    await until(no_faults(machine.github))
+    await machine.github.cancel_job(job.id)
+    await machine.github.clear_faults()
+    report = await machine.report(lambda report: not report.listening)
+    await machine.report(lambda later: later.beat > report.beat + 1)
+    report = await machine.report(lambda _: True)
+    assert (report.signal, report.spent_epoch) == (Signal.UD_REG_OK, 0), "it has not served the job that was withdrawn"
+    await machine.github.unregister(runner_id)
+    await machine.release()
+
+    assert await machine.claim() == 3
     await machine.equip(jit_config="bm90IGEgY29uZmlndXJhdGlvbg==")
-    report = await machine.signal(Signal.UD_REG_FAILED, 2)
+    report = await machine.signal(Signal.UD_REG_FAILED, 3)
     assert "exited" in report.detail
     await machine.apply(End(reason=RetireReason.FAILED, report=report))

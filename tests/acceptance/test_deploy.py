@@ -125,7 +125,8 @@ def test_changed_settings_change_only_what_depends_on_them(account: EmptyAccount
 
 
 def test_missing_values_are_named_together(account: EmptyAccount):
-    result = account.remuda_command("deploy", "--pool", "none", "--yes", "--json", REMUDA_GITHUB_TOKEN="")
+    dist = ("--dist", str(account.bundles()))
+    result = account.remuda_command("deploy", "--pool", "none", *dist, "--yes", "--json", REMUDA_GITHUB_TOKEN="")
     assert result.code == 2, result.stderr
     message = result.document["error"]["message"]
     assert "--github-scope is missing" in message

@@ -123,6 +123,12 @@ async def test_machine_boots_runs_jobs_is_reset_and_terminates_itself(
         async with machine_stack.github() as github:
             assert await github.runners() == []
 
+        # A runner that is registered just in time works in the same folder.
+        assert (await machine_stack.provision("3", "--ephemeral"))["created"] == 1
+        job = await machine_stack.run_job("3", '[ "$(pwd)" = /home/runner/work/repo/repo ]')
+        assert job.conclusion == "success", f"{job} {machine.console}"
+        await machine_stack.remuda("release", "--run-id", "3")
+
         # The next agent takes over the listener of a killed agent.
         assert (await machine_stack.provision("2"))["reused"] == 1
         assert found(await machine_stack.run_job("2", FIND_TRACES)) == []

@@ -221,13 +221,13 @@ def test_runner_registers_runs_jobs_and_is_removed(server: FakeGitHubServer, run
     assert removed.returncode == 0, removed.stdout
     assert server.rest() is None
     assert not (runner.folder / ".runner").exists()
-    assert listener.wait(LIMIT_S) == 1
+    assert listener.wait(LIMIT_S) == 0
     output = runner.output.read_text()
     lines = ["√ Connected to GitHub", "Z: Listening for Jobs", "Z: Running job: build"]
     lines += ["Z: Job build completed with result: Succeeded", "Z: Job build completed with result: Failed"]
     positions = [output.index(line) for line in lines]
     assert positions == sorted(positions)
-    assert "registration has been deleted" in output
+    assert "The runner no longer exists on the server." in output
 
 
 def test_configuration_writes_environment_files(runner: RunnerFolder) -> None:
@@ -607,6 +607,66 @@ def test_jit_runner_runs_one_job(server: FakeGitHubServer, runner: RunnerFolder)
     assert server.rest() is None
     assert server.http.get(f"/_admin/jobs/{second}").json()["status"] == "queued"
     assert not (runner.folder / ".runner").exists()
+
+
+@pytest.mark.parametrize("is_ephemeral", [True, False])
+def test_job_that_is_gone_at_its_acknowledgement_ends_only_an_ephemeral_runner(
+    server: FakeGitHubServer, runner: RunnerFolder, *, is_ephemeral: bool
+) -> None:
+    """RunnerL0.cs and BrokerHttpClientL0.cs of actions/runner 2.336.0."""
+    runner.register(*(["--ephemeral"] if is_ephemeral else []))
+    listener = runner.ready()
+    fault = {"kind": "delay", "operation": "runner.acknowledge", "seconds": LIMIT_S}
+    server.http.post("/_admin/faults", json=fault).raise_for_status()
+    gone = server.queue("true")
+    while server.http.get("/_admin/faults").json()["faults"]:
+        # Until the acknowledgement is on its way. It changes no runner, so this waits for the given time.
+        since = server.http.get("/_admin/runners").json()["version"]
+        server.http.get("/_admin/runners", params={"since": since, "wait": "0.05"})
+    server.http.post(f"/_admin/jobs/{gone}/cancel").raise_for_status()
+    next_job = server.queue("true")
+    server.http.delete("/_admin/faults").raise_for_status()
+    if is_ephemeral:
+        assert listener.wait(LIMIT_S) == 0
+        assert not (runner.folder / ".runner").exists()
+        assert "Running job: " not in runner.output.read_text()
+        assert server.until(lambda shown: not shown["online"]), "its registration stays, without a session"
+    else:
+        assert server.finished(next_job)["conclusion"] == "success"
+    assert server.http.get(f"/_admin/jobs/{gone}").json()["conclusion"] == "cancelled"
+
+
+@pytest.mark.parametrize("is_ephemeral", [True, False])
+def test_registration_that_vanishes_while_listening_ends_the_runner_without_an_error(
+    server: FakeGitHubServer, runner: RunnerFolder, *, is_ephemeral: bool
+) -> None:
+    """Runner.Listener/Runner.cs, RunAsync, of actions/runner 2.336.0."""
+    runner.register(*(["--ephemeral"] if is_ephemeral else []))
+    listener = runner.ready()
+    server.http.delete(f"{RUNNERS}/{(server.rest() or {})['id']}").raise_for_status()
+    assert listener.wait(LIMIT_S) == 0
+    shown = runner.output.read_text()
+    assert "The runner no longer exists on the server. Cleaning up local configuration.\n" in shown
+    assert "√ Removed .runner" in shown
+    for name in (".runner", ".credentials", ".credentials_rsaparams"):
+        assert not (runner.folder / name).exists()
+    assert runner.listen().wait(LIMIT_S) == 1, "it is not configured any more"
+
+
+@pytest.mark.parametrize("work", ["_work", "../elsewhere/./work", "/absolute"])
+def test_jobs_run_in_the_work_folder_of_the_settings(
+    server: FakeGitHubServer, runner: RunnerFolder, tmp_path: pathlib.Path, work: str
+) -> None:
+    """Runner.Common/HostContext.cs, GetDirectory: relative to the runner's folder, unless it is absolute."""
+    work = work.replace("/absolute", f"{tmp_path}/absolute")
+    body = {"name": "one", "runner_group_id": 1, "labels": ["warm"], "work_folder": work}
+    jit = server.http.post(f"{RUNNERS}/generate-jitconfig", json=body).json()
+    runner.listen(ACTIONS_RUNNER_INPUT_JITCONFIG=jit["encoded_jit_config"])
+    done = server.finished(server.queue("pwd; echo $RUNNER_WORKSPACE"))
+    folder = os.path.normpath(runner.folder / work)
+    assert done["conclusion"] == "success"
+    assert f"{folder}/widgets/widgets\n" in done["log"]
+    assert f"{folder}/widgets\n" in done["log"]
 
 
 class ScaleSetWorld:

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -292,6 +292,65 @@ async def test_ephemeral_machines_serve_one_job_each(backend: LocalBackend) -> N
     async with backend.sweeping():
         await backend.until(lambda: backend.states() == ["idle", "terminated", "terminated"], "they end")
     assert len(backend.machines()) == 1
+
+
+async def job_gone_at_its_acknowledgement(_: LocalBackend, github: FakeGitHubClient) -> None:
+    """A job is cancelled between its assignment and its acknowledgement."""
+    await github.set_fault("delay", operation="runner.acknowledge", seconds=LIMIT_S)
+    job = await queue(github, "1")
+    while await github.faults():  # noqa: ASYNC110  # another process takes it
+        await asyncio.sleep(0.05)
+    await github.cancel_job(job.id)
+    await github.clear_faults()
+
+
+async def registration_removed(backend: LocalBackend, github: FakeGitHubClient) -> None:
+    endpoint = read_endpoint(backend.folder / "github")
+    assert endpoint is not None
+    (runner,) = await github.runners()
+    url = f"{endpoint.url}/repos/{REPO}/actions/runners/{runner.id}"
+    async with httpx.AsyncClient(trust_env=False, headers={"authorization": f"Bearer {endpoint.token}"}) as client:
+        (await client.delete(url)).raise_for_status()
+
+
+async def runner_warnings(backend: LocalBackend) -> list[tuple[str, str, str]]:
+    warnings = (await backend.run("status")).document["warnings"]
+    kinds = {"failed-runner", "lost-instance"}
+    return [(item["kind"], item["subject"], item["text"]) for item in warnings if item["kind"] in kinds]
+
+
+@pytest.mark.parametrize("send_away", [job_gone_at_its_acknowledgement, registration_removed])
+async def test_ephemeral_runner_that_github_sends_away_is_a_failure(
+    backend: LocalBackend, send_away: Callable[[LocalBackend, FakeGitHubClient], Awaitable[None]]
+) -> None:
+    why = "the runner exited without a job, because GitHub has removed its registration or withdrawn its job"
+    advice = "if a job still waits, cancel the run on GitHub and choose 'Re-run all jobs'"
+    await backend.provision("1", 1, "--ephemeral")
+    (name,) = backend.records()
+    async with backend.github() as github:
+        await send_away(backend, github)
+        waiting = await queue(github, "1")
+        await backend.until(lambda: backend.reports()[name]["signal"] == "UD_REG_FAILED", "its agent reports it")
+        assert backend.reports()[name]["detail"] == why
+        assert await runner_warnings(backend) == [
+            ("failed-runner", name, f"its runner failed: {why}; the next refresh terminates it; {advice}")
+        ]
+        explained = (await backend.run("explain", "1")).document
+        assert f"{name}: its runner failed: {why}; the next refresh terminates it" in explained["next"]
+        assert advice in explained["next"]
+        await backend.sweep()
+        assert backend.states() in (["terminating"], ["terminated"])
+        assert await runner_warnings(backend) == [
+            ("lost-instance", "1", f"it lost its only instance; failed: {why}; {advice}")
+        ]
+        explained = (await backend.run("explain", "1")).document
+        assert explained["title"] == "Run 1: committed (it lost its only instance)"
+        assert f"its runner failed: {why} (refresh)" in [event["why"] for event in explained["events"]]
+        assert advice in explained["next"]
+        # The same attempt of the run can be provisioned again, with another runner name.
+        await backend.provision("1", 1, "--ephemeral")
+        done = await wait_for_job(github, waiting)
+        assert (done.conclusion, machine_of(done) != name) == ("success", True)
 
 
 async def test_ephemeral_machines_without_a_job_leave_no_registration(backend: LocalBackend) -> None:

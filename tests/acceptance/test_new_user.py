@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,8 @@ class NewUser:
         self.account = account
 
     async def remuda(self, *arguments: str) -> dict[str, Any]:
-        result = await asyncio.to_thread(self.account.remuda_command, *arguments, "--pool", POOL, "--yes", "--json")
+        command = partial(self.account.remuda_command, REMUDA_SOURCE_REPOSITORY=REPOSITORY)
+        result = await asyncio.to_thread(command, *arguments, "--pool", POOL, "--yes", "--json")
         assert result.code == 0, f"{arguments} {result.stderr} {self.stack.consoles()}"
         document: dict[str, Any] = result.document
         return document
@@ -101,7 +103,6 @@ async def test_new_user_deploys_runs_workflows_upgrades_and_destroys(
         user = NewUser(machine_stack, account)
         deployed = await user.remuda(
             *("deploy", "--github-scope", SCOPE, "--ami", account.stack.launch["ami"]),
-            *("--source-repository", REPOSITORY),
             *("--oidc-issuer", f"{issuer_url}{ISSUER_PATH}"),
             *("--dist", str(await asyncio.to_thread(account.bundles_of, release, "first"))),
         )

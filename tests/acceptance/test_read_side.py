@@ -168,6 +168,8 @@ async def test_drain_quarantine_and_terminate(backend: LocalBackend) -> None:
     assert (await backend.run("quarantine", odd, "--for", "30m", "--reason", "looks odd")).document["done"] == [odd]
     second = (await backend.provision("42", 1)).document
     assert [item["instance_id"] for item in second["instances"]] == [last]
+    kept = (await backend.run("quarantine", odd, last, "--dry-run")).document
+    assert kept["job_files"] == {last: str(backend.folder / "instances" / last / "work")}, "the other one is reset"
 
     await backend.sweep()
     states = {name: item["state"] for name, item in backend.records().items()}

@@ -86,6 +86,7 @@ QUICK = (
     "surplus-kept-hidden",
     "limit-without-the-new",
     "notice-of-the-idle-ignored",
+    "sent-away-is-served",
 )
 #: Worlds with runner sets, the transitions that only they have, and mutants that need few of them.
 DEMAND = CampaignSettings(hours=0.1, instances=3, demand=True)

@@ -103,7 +103,14 @@ class RecordingRunner:
         self.log.append(f"register {assignment.runner_name}")
         self.configured.append(assignment)
         if self.configure_outcome.ok:
-            self.become(registered_as=assignment.runner_name, exit_code=None, had_job=False, spent=False, unused=False)
+            self.become(
+                registered_as=assignment.runner_name,
+                exit_code=None,
+                had_job=False,
+                saw_job=False,
+                spent=False,
+                unused=False,
+            )
         return self.configure_outcome
 
     async def start(self, assignment: Assignment) -> None:
@@ -116,7 +123,7 @@ class RecordingRunner:
 
     def finish_only_job(self) -> None:
         """The listener of a just-in-time registration exits after its job."""
-        self.become(listening=False, busy=False, exit_code=0, had_job=True, spent=True)
+        self.become(listening=False, busy=False, exit_code=0, had_job=True, saw_job=True, spent=True)
 
     def refused(self) -> str:
         return self.turned_away

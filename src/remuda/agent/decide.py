@@ -21,6 +21,8 @@ MAX_STARTS = 5
 #: Failed removals of the registration before the agent signals a failure.
 MAX_FAILED_REMOVALS = 5
 
+#: Failure of a runner that was registered for one job and exited without it.
+SENT_AWAY = "the runner exited without a job, because GitHub has removed its registration or withdrawn its job"
 #: Exit code of a listener whose version GitHub refuses.
 VERSION_REFUSED_EXIT = 7
 #: Exit codes of the listener after which a restart cannot help: terminal error, version refused.
@@ -132,13 +134,18 @@ def _when_running(observation: Observation, record: Instance) -> AgentStep:
         return _wait("a job is running" if observation.runner.busy else "listening for jobs")
     if record.runner_set and (observation.runner.unused or spent_epoch(record, observation.runner)):
         is_used = spent_epoch(record, observation.runner)
-        used = "its job has ended" if is_used else "its registration was removed before it had a job"
+        used = "its job has ended" if is_used else "GitHub sent its runner away before it had a job"
         return _wait(f"{used}; waiting for release")
-    # A spent runner was registered for a single job, which has ended or was refused: it cannot be started again.
+    # A spent runner was registered for a single job: it cannot be started again.
     if observation.runner.spent and observation.runner.refused:
         return _signal_once(
             observation, Signal.UD_REG_FAILED, f"its only job belonged to another run: {observation.runner.refused}"
         )
+    # A job of its run may still wait, and only a new instance can run it: a runner's name never recurs, so this one
+    # cannot register again. A job that ran unseen, for example while the disk was full, counts as none here. That is
+    # harmless: the instance has nothing left to do.
+    if observation.runner.unused or (observation.runner.spent and not observation.runner.saw_job):
+        return _signal_once(observation, Signal.UD_REG_FAILED, SENT_AWAY)
     if observation.runner.spent:
         return _wait("its only job has ended; waiting for release")
     if observation.runner.exit_code in TERMINAL_EXITS:

@@ -180,9 +180,11 @@ class Listener:
         return sanitize(found[-1].strip())[:MAX_ERROR] if found else ""
 
     def lost_registration(self) -> bool:
-        """Whether the listener has ended because its registration does not exist. A job can forge this."""
+        """Whether the listener has ended because GitHub sent it away. A job can forge this."""
         code = self.exit_code()
-        # With 0 if its access token was revoked while it listened (Runner.cs, RunAsync).
+        # Runner.Listener/Runner.cs, RunAsync, of actions/runner 2.336.0 returns 0 without a job in three cases: its
+        # access token was revoked while it listened; its registration was removed while it listened (commit 67cbf96ce);
+        # it was registered for one job, and that job did not exist any more at its acknowledgement (commit 802fd9c0b).
         return code == 0 or (code is not None and REGISTRATION_DELETED in self._end_of_log())
 
     def _end_of_log(self) -> str:
@@ -196,9 +198,13 @@ class Listener:
     def had_job(self) -> bool:
         """Whether the last listener may have begun a job.
 
-        Jobs can truncate the log, so the first sight of a job is noted on disk. A listener that ended without an error
-        and that this process has not watched from its start may have run one that no one noticed.
+        A listener that ended without an error and that this process has not watched from its start may have run one
+        that no one noticed.
         """
+        return self.saw_job() or (not self._watched and self.exit_code() == 0)
+
+    def saw_job(self) -> bool:
+        """Whether a job of the last listener was seen. Its first sight is noted on disk: a job can truncate the log."""
         if self._job_file.exists():
             return True
         busy = self.is_busy()
@@ -207,7 +213,7 @@ class Listener:
             with contextlib.suppress(OSError):
                 self._job_file.touch()
             return True
-        return not self._watched and self.exit_code() == 0
+        return False
 
     def is_busy(self) -> bool:
         """Whether a job is running, by the log or by a worker process, because each can lag behind the other. After

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 import os
@@ -38,6 +39,7 @@ _INPUT = "ACTIONS_RUNNER_INPUT_"
 #: Makes the listener exit with 7 instead of 1 if GitHub refuses its version (Runner.Listener/Program.cs).
 _DEPRECATED_EXIT = "ACTIONS_RUNNER_RETURN_VERSION_DEPRECATED_EXIT_CODE"
 _SETTINGS = ".runner"
+_WORK_FOLDER = "workFolder"
 _REGISTRATION = (_SETTINGS, ".credentials", ".credentials_rsaparams")
 #: Output of `config.sh` if GitHub rejects the token.
 _REFUSED = re.compile(r"response code: (?:NotFound|Unauthorized|Forbidden) from 'POST", re.IGNORECASE)
@@ -74,7 +76,8 @@ class ActionsRunner:
     listener in `host` gets a copy of the registration. On a local machine both are the same folder.
 
     `state_folder` holds small files that let a restarted agent continue. Jobs see no other variables than
-    `environment`. `work` is the folder for their files, as they see it.
+    `environment`. `work` is the folder for their files, as they see it. Every registration gets it here, because only
+    the agent knows the folders of its instance: `config.sh` as an argument, a just-in-time configuration as a setting.
     """
 
     def __init__(
@@ -115,6 +118,7 @@ class ActionsRunner:
             exit_code=exit_code,
             exit_detail=self._listener.last_error() if exit_code else "",
             had_job=had_job,
+            saw_job=has_started and self._listener.saw_job(),
             spent=spent,
             unused=has_started and not had_job and self._listener.lost_registration(),
             refused=self.refused() if spent else "",
@@ -173,7 +177,7 @@ class ActionsRunner:
         jit = self._jit_config()
         if jit is not None and not self._listener.was_started:
             # From the assignment if an earlier attempt to start has dropped it. The listener keeps it for its restarts.
-            environment[_INPUT + "JITCONFIG"] = jit.config or assignment.jit_config
+            environment[_INPUT + "JITCONFIG"] = _with_work_folder(jit.config or assignment.jit_config, self._work)
             # Drop the configuration before any job runs. Keep the name: it shows that the listener registers itself.
             _write(self._jit_file, to_document(_JitConfig(runner_name=jit.runner_name)))
         await self._listener.start(assignment, files, environment)
@@ -218,7 +222,7 @@ class ActionsRunner:
         if self._listener.exit_code() != 0:
             return RemovalStatus.FAILED, "registered just in time; it must be removed through the API"
         self._jit_file.unlink(missing_ok=True)
-        return RemovalStatus.REMOVED, "registered for one job, which has ended"
+        return RemovalStatus.REMOVED, "registered for one job, and its runner has exited"
 
     async def stop(self) -> None:
         await self._listener.stop()
@@ -293,6 +297,28 @@ class ActionsRunner:
             command, cwd=self._config_folder, environment=environment, timeout_s=limit_s, temp_dir=self._state_folder
         )
         return code, output.replace(inputs["TOKEN"] or "***", "***")
+
+
+def _with_work_folder(config: str, work: PurePath) -> str:
+    """Return a just-in-time configuration with another work folder than the one that GitHub wrote into it.
+
+    GitHub's API documents a path relative to the runner's folder. The listener takes an absolute one as well
+    (Runner.Common/HostContext.cs, GetDirectory), and reads the names of its settings without regard to case. A
+    configuration of an unknown form is returned as it is: the listener says what is wrong with it.
+    """
+    try:
+        # Runner.Listener/Runner.cs, ExecuteCommand: the files by name, as base64 in base64.
+        files = json.loads(base64.b64decode(config, validate=True))
+        settings = json.loads(base64.b64decode(files[_SETTINGS], validate=True).decode("utf-8-sig"))
+        others = {name: value for name, value in settings.items() if name.lower() != _WORK_FOLDER.lower()}
+        files[_SETTINGS] = _encode({**others, _WORK_FOLDER: str(work)})
+        return _encode(files)
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return config
+
+
+def _encode(document: object) -> str:
+    return base64.b64encode(json.dumps(document).encode()).decode()
 
 
 def _describe_result(code: int | None, output: str) -> str:

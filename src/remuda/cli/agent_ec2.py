@@ -44,7 +44,7 @@ async def run(environment: Mapping[str, str], *, clock: SystemClock, event_log: 
     software, state = Path(layout.opt), Path(layout.state)
     sandboxes = Sandboxes(
         SandboxOptions(
-            storage=state / "sandboxes",
+            storage=Path(layout.sandboxes),
             runner=software / "runner",
             software=PurePosixPath(layout.opt),
             hidden=(layout.state,),

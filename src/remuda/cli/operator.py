@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,8 +14,9 @@ from remuda.config.settings import Settings
 from remuda.controlplane import operator
 from remuda.controlplane.operator import InstanceSelector, OperatorAction, OperatorResult
 from remuda.domain.errors import UserError
+from remuda.domain.instance import State
 from remuda.domain.resources import MAX_SHOWN, is_instance_id
-from remuda.wiring import open_context
+from remuda.wiring import job_files, open_context
 
 _PARTICIPLES = {
     OperatorAction.DRAIN: "drained",
@@ -74,7 +75,9 @@ def run_quarantine(
 ) -> int:
     act = partial(operator.quarantine, for_s=for_s, reason=check_reason(reason))
     selector = check_selection(InstanceSelector(instance_ids=tuple(instances)))
-    return _report(output, _run(settings, output, selector, act, dry_run=dry_run))
+    result = _run(settings, output, selector, act, dry_run=dry_run)
+    used = [item.instance_id for item in result.done if item.state in {State.RUNNING, State.RELEASING}]
+    return _report(output, result, job_files={name: job_files(settings, name) for name in used})
 
 
 def run_terminate(
@@ -125,15 +128,18 @@ def _confirm(output: Output, plan: OperatorResult) -> None:
         raise UserError("nothing was terminated", field="--yes", fix="answer y, or pass --yes")
 
 
-def _report(output: Output, result: OperatorResult) -> int:
+def _report(output: Output, result: OperatorResult, *, job_files: Mapping[str, str] | None = None) -> int:
+    """`job_files` has the folder of the files of the job that an instance has or had last, by id."""
     word = f"would be {_PARTICIPLES[result.action]}" if result.dry_run else _PARTICIPLES[result.action]
     for item in result.outcomes:
         run = f" (run {item.run_id})" if item.run_id else ""
         outcome = f"{word}: {item.why}" if item.done else f"unchanged: {item.why}"
         output.say(f"{item.instance_id} was {item.state}{run}, {outcome}")
+        if folder := (job_files or {}).get(item.instance_id):
+            output.say(f"  files of its job, until the reset at its release: {folder}")
     output.say_errors(result.errors)
     output.say(f"{len(result.done)} {word}, {len(result.outcomes) - len(result.done)} unchanged")
-    output.result(_document(result))
+    output.result(_document(result) | ({} if job_files is None else {"job_files": dict(job_files)}))
     return EXIT_PARTIAL if result.errors else EXIT_OK
 
 

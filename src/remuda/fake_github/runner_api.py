@@ -127,8 +127,7 @@ class RunnerApi:
         if runner.deprecated:
             # Sdk/RSWebApi/Contracts/BrokerError.cs. GitHub refuses old versions here, not at the session.
             problem = f"Runner version v{runner.version} is deprecated and cannot receive messages."
-            error = {"source": "actions-broker-listener", "errorKind": "RunnerVersionTooOld", "statusCode": 403}
-            return JSONResponse({**error, "errorMessage": problem}, status_code=403)
+            return _broker_error(403, "RunnerVersionTooOld", problem)
         self._core.registry.poll_begins(session)
         try:
             await self._app.until(
@@ -153,7 +152,13 @@ class RunnerApi:
         return None
 
     async def acknowledge(self, request: Request) -> Response:
-        self._core.queue.acknowledge(self._in_session(request), _job_id(request))
+        runner = self._in_session(request)
+        try:
+            self._core.queue.acknowledge(runner, _job_id(request))
+        except ApiError:
+            # Sdk/RSWebApi/Contracts/BrokerError.cs; the status and the text are those of a test,
+            # Test/L0/Sdk/RSWebApi/BrokerHttpClientL0.cs.
+            return _broker_error(404, "AcknowledgeJobNotFound", "Assigned job no longer exists")
         return JSONResponse({})
 
     async def renew(self, request: Request) -> Response:
@@ -189,6 +194,11 @@ class RunnerApi:
 
     def _in_session(self, request: Request) -> RegisteredRunner:
         return self._core.registry.in_session(bearer(request), str(request.path_params["session"]))
+
+
+def _broker_error(status: int, kind: str, message: str) -> JSONResponse:
+    error = {"source": "actions-broker-listener", "errorKind": kind, "statusCode": status, "errorMessage": message}
+    return JSONResponse(error, status_code=status)
 
 
 def _job_message(job: GitHubJob) -> dict[str, Any]:

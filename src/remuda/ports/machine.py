@@ -98,12 +98,16 @@ class RunnerState:
     exit_code: int | None = None
     #: The listener's last error message, if it failed. A job can forge this.
     exit_detail: str = ""
-    #: Whether its listener may have run a job since its start.
+    #: Whether its listener may have run a job since its start. Trust depends on it, so it is also true if a job is only
+    #: not excluded, for example if the listener exited while the agent was down.
     had_job: bool = False
-    #: Whether it was registered for one job and its listener has exited after it.
+    #: Whether a job of its listener was seen, in the listener's log or as a process.
+    saw_job: bool = False
+    #: Whether it was registered for one job and its listener has exited with code 0: it cannot be started again. The
+    #: listener exits so after its job, and without one if GitHub sends it away.
     spent: bool = False
-    #: Whether it was registered for one job and its listener has exited without one, because GitHub removed the
-    #: registration.
+    #: Whether it was registered for one job and its listener has exited without one, because GitHub sent it away: its
+    #: registration or its job does not exist any more.
     unused: bool = False
     #: If `spent`: description of the refused job of another run, or empty.
     refused: str = ""

@@ -145,6 +145,21 @@ def desired(settings: Settings, *, pool: str, keeps_unset: bool = True) -> Desir
     )
 
 
+def job_files(settings: Settings, instance_id: str) -> str:
+    """The folder, on the instance, of the files of its job. The reset discards them.
+
+    Example: `/var/lib/remuda/sandboxes/*/root/home/runner/work`, where `*` stands for the number of the sandbox.
+    """
+    if settings.backend == "local":
+        from remuda.wiring.local import work_folder  # noqa: PLC0415 - see above
+
+        return str(work_folder(settings, instance_id))
+    from remuda.adapters.aws.user_data import MachineLayout  # noqa: PLC0415 - see above
+    from remuda.agent.sandbox_root import WORK  # noqa: PLC0415 - see above
+
+    return f"{MachineLayout().sandboxes}/*/root{WORK}"
+
+
 def _unset(settings: Settings) -> frozenset[str]:
     """Parts of the configuration that no flag, variable or file sets."""
     by_setting = {

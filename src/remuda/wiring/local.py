@@ -11,6 +11,7 @@ from pathlib import Path
 
 from remuda import procfs
 from remuda.adapters.local.compute import LocalCompute
+from remuda.adapters.local.folder import WORK
 from remuda.adapters.local.layout import LocalLayout
 from remuda.adapters.sqlite.pool import SqliteResourcePool
 from remuda.adapters.sqlite.store import SqliteInstanceStore
@@ -32,6 +33,10 @@ _INHERITED_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ")
 
 def layout(settings: Settings) -> LocalLayout:
     return LocalLayout(settings.dir.absolute())
+
+
+def work_folder(settings: Settings, instance_id: str) -> Path:
+    return layout(settings).instances / instance_id / WORK
 
 
 def check_local(settings: Settings) -> None:

@@ -291,9 +291,9 @@ class MachineStack:
     async def refresh(self, *more: str, **variables: str) -> dict[str, Any]:
         return await self.remuda("refresh", "--github-scope", SCOPE, *self.stack.flags(), *more, **variables)
 
-    async def provision(self, run_id: str) -> dict[str, Any]:
+    async def provision(self, run_id: str, *more: str) -> dict[str, Any]:
         return await self.remuda(
-            *("provision", "--run-id", run_id, "--github-scope", SCOPE, "--provision-timeout-sec", "200")
+            *("provision", "--run-id", run_id, "--github-scope", SCOPE, "--provision-timeout-sec", "200", *more)
         )
 
     def github(self) -> FakeGitHubClient:

@@ -6,7 +6,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import json
 import os
+import re
 import shutil
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -404,6 +407,14 @@ class TestListener:
 JUST_IN_TIME = Assignment(url="u", runner_name="jit", labels=(), jit_config="PACKED", runner_id=7)
 
 
+def packed(document: object, prefix: bytes = b"") -> str:
+    return base64.b64encode(prefix + json.dumps(document).encode()).decode()
+
+
+def unpacked(text: str) -> dict[str, str]:
+    return dict(json.loads(base64.b64decode(text)))
+
+
 class TestJustInTime:
     async def test_jit_configuration_is_passed_at_the_start(self, folder: Folder) -> None:
         assignment = JUST_IN_TIME
@@ -458,6 +469,34 @@ class TestJustInTime:
         state = await until(runner, listening=False)
         assert (state.exit_code, state.spent) == (code, False)
 
+    @pytest.mark.parametrize("name", ["workFolder", "WorkFolder"])
+    async def test_work_folder_is_the_one_of_other_registrations(self, folder: Folder, name: str) -> None:
+        settings = {"AgentName": "jit", name: "_work", "Ephemeral": "True"}
+        credentials = packed({"scheme": "OAuth"})
+        config = packed({".runner": packed(settings, b"\xef\xbb\xbf"), ".credentials": credentials})
+        runner = await folder.configured(replace(JUST_IN_TIME, jit_config=config))
+        await runner.start(ASSIGNMENT)
+        await folder.listens(runner)
+        (given,) = re.findall(
+            r"^ACTIONS_RUNNER_INPUT_JITCONFIG=(.*)$", folder.read("listener-environment"), re.MULTILINE
+        )
+        files = unpacked(given)
+        work = str(folder.root / "work")
+        assert unpacked(files.pop(".runner")) == {"AgentName": "jit", "Ephemeral": "True", "workFolder": work}
+        assert files == {".credentials": credentials}
+        await runner.stop()
+
+    @pytest.mark.parametrize(
+        "content", ["[]", "{}", '{".runner": 1}', '{".runner": "!"}', '{".runner": "W10="}', "nonsense"]
+    )
+    async def test_configuration_of_an_unknown_form_is_left_to_the_listener(self, folder: Folder, content: str) -> None:
+        config = base64.b64encode(content.encode()).decode()
+        runner = await folder.configured(replace(JUST_IN_TIME, jit_config=config))
+        await runner.start(ASSIGNMENT)
+        await folder.listens(runner)
+        assert f"ACTIONS_RUNNER_INPUT_JITCONFIG={config}\n" in folder.read("listener-environment")
+        await runner.stop()
+
     async def test_registration_of_a_listener_in_the_same_folder_must_be_removed_through_the_api(
         self, folder: Folder
     ) -> None:
@@ -511,9 +550,9 @@ class TestRunnerSet:
         await until(runner, busy=True, had_job=True)
         folder.say("Job a completed with result: Succeeded", "exit 0")
         state = await until(runner, listening=False)
-        assert (state.spent, state.had_job, state.unused) == (True, True, False)
+        assert (state.spent, state.had_job, state.saw_job, state.unused) == (True, True, True, False)
         state = folder.open().state()
-        assert (state.spent, state.had_job, state.unused) == (True, True, False)
+        assert (state.spent, state.had_job, state.saw_job, state.unused) == (True, True, True, False)
 
     @pytest.mark.parametrize(("lines", "code"), [((), 0), ((DELETED,), 1)], ids=["revoked", "deleted"])
     async def test_listener_that_ends_without_a_job_because_github_removed_it_is_unused(
@@ -554,7 +593,7 @@ class TestRunnerSet:
         runner = await self.started(folder, "exit 0")
         await until(runner, listening=False)
         state = folder.open().state()
-        assert (state.spent, state.had_job, state.unused) == (True, True, False)
+        assert (state.spent, state.had_job, state.saw_job, state.unused) == (True, True, False, False)
 
     async def test_failed_start_is_repeated_with_the_configuration_of_the_record(self, folder: Folder) -> None:
         """The configuration is dropped from the disk first: it must not be there while a job runs."""

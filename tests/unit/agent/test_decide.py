@@ -12,6 +12,7 @@ import pytest
 from remuda.agent.decide import (
     MAX_FAILED_REMOVALS,
     MAX_STARTS,
+    SENT_AWAY,
     TERMINAL_EXITS,
     AgentAction,
     AgentStep,
@@ -180,11 +181,28 @@ def test_runner_is_not_restarted_after_too_many_starts() -> None:
 
 
 def test_jit_runner_that_refused_its_only_job_signals_a_failure() -> None:
-    spent = RunnerState(registered_as=RIGHT, exit_code=0, spent=True)
+    spent = RunnerState(registered_as=RIGHT, exit_code=0, had_job=True, saw_job=True, spent=True)
     assert next_step(observation(State.RUNNING, runner=spent)).action is AgentAction.WAIT
     refused = replace(spent, refused="refused a job of run 9 of eve/r")
     step = next_step(observation(State.RUNNING, runner=refused))
     assert (step.signal, "eve/r" in step.reason) == (Signal.UD_REG_FAILED, True)
+
+
+@pytest.mark.parametrize(
+    "runner",
+    [
+        RunnerState(exit_code=0, spent=True, unused=True),
+        # The agent was down when the listener exited: no job is proven, and none was seen.
+        RunnerState(exit_code=0, spent=True, had_job=True),
+        RunnerState(exit_code=1, unused=True),
+    ],
+    ids=["sent away", "while the agent was down", "registration deleted before the session"],
+)
+def test_jit_runner_that_exited_without_a_job_signals_a_failure(runner: RunnerState) -> None:
+    seen = observation(State.RUNNING, runner=replace(runner, registered_as=RIGHT), signalled=Signal.UD_REG_OK)
+    step = next_step(seen)
+    assert (step.signal, step.reason) == (Signal.UD_REG_FAILED, SENT_AWAY)
+    assert next_step(replace(seen, signalled=step.signal)).action is AgentAction.WAIT, "no second registration"
 
 
 def test_failed_script_is_signalled_once() -> None:

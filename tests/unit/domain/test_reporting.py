@@ -41,11 +41,12 @@ from remuda.domain.reporting.warnings import (
     MAX_SWEEP_PAUSE_S,
     MAX_TERMINATION_S,
     RECENT_FAILURE_S,
+    REPLACE_LOST,
     PoolWarning,
     find_warnings,
 )
 from remuda.domain.resources import UsageClass
-from remuda.domain.signals import Report
+from remuda.domain.signals import Report, Signal
 from tests.support.records import (
     NOW,
     at,
@@ -506,7 +507,7 @@ def found_warnings(
     provisions: Sequence[Provision] = (),
     **more: Any,
 ) -> list[PoolWarning]:
-    options = {"lost": {}, "sweep_due": None, "now": NOW} | more
+    options = {"lost": {}, "ended": {}, "sweep_due": None, "now": NOW} | more
     return find_warnings(config, instances, reports or {}, provisions, **options)
 
 
@@ -605,7 +606,35 @@ def test_failed_run_that_was_provisioned_again_is_no_warning() -> None:
     again = provision(2, created_at=at(-50), status=ProvisionStatus.COMMITTED, instance_ids=("i-1", "i-2", "i-3"))
     assert found_warnings(CONFIG, provisions=[failed, again]) == []
     (warning,) = found_warnings(CONFIG, provisions=[failed, again], lost={again.provision_id: ("i-2",)})
-    assert (warning.kind, warning.text) == ("lost-instance", "it lost 1 of its 3 instances: i-2")
+    assert (warning.kind, warning.text) == ("lost-instance", f"it lost 1 of its 3 instances: i-2; {REPLACE_LOST}")
+
+
+def test_lost_instances_are_a_warning_with_their_reasons() -> None:
+    run = provision(1, status=ProvisionStatus.COMMITTED, instance_ids=("i-1", "i-2", "i-3"))
+    record = in_state(State.TERMINATED, retire_reason=RetireReason.FAILED, retire_detail="no job")
+    known = {"i-1": replace(record, instance_id="i-1"), "i-2": replace(record, instance_id="i-2")}
+    (warning,) = found_warnings(CONFIG, provisions=[run], lost={run.provision_id: ("i-1", "i-2", "i-3")}, ended=known)
+    assert (warning.kind, warning.subject) == ("lost-instance", run.run_id)
+    assert warning.text == f"it lost all 3 of its instances; failed: no job; {REPLACE_LOST}"
+
+
+def failed_runner(record: Instance, *, epoch: int, signal: Signal = Signal.UD_REG_FAILED) -> list[PoolWarning]:
+    (report,) = beating(record).values()
+    failed = report.with_signal(epoch=epoch, signal=signal, detail="no job")
+    return warnings_of(record, {record.instance_id: failed})
+
+
+def test_failed_runner_is_a_warning_until_its_instance_ends() -> None:
+    record = in_state(State.RUNNING)
+    (warning,) = failed_runner(record, epoch=record.epoch)
+    assert (warning.kind, warning.subject) == ("failed-runner", record.instance_id)
+    what = "its runner failed: no job; the next refresh terminates it"
+    assert warning.text == f"{what}; {REPLACE_LOST}"
+    (warning,) = failed_runner(in_set(State.RUNNING), epoch=in_set(State.RUNNING).epoch)
+    assert warning.text == what, "a set replaces it itself"
+    assert failed_runner(record, epoch=record.epoch - 1) == []
+    assert failed_runner(record, epoch=record.epoch, signal=Signal.UD_REG_OK) == []
+    assert failed_runner(in_state(State.RELEASING), epoch=record.epoch) == []
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,11 @@ class MachineLayout:
     units: str = "/etc/systemd/system"
 
     @property
+    def sandboxes(self) -> str:
+        """The sandboxes, each in a folder with its number as the name."""
+        return f"{self.state}/sandboxes"
+
+    @property
     def job_image(self) -> str:
         """The root file system of jobs, if it is not the machine's own."""
         return f"{self.state}/job-image"

@@ -112,7 +112,7 @@ async def status(context: Context, *, include_terminated: bool = False, check_re
     instances = sorted(found, key=lambda item: (item.created_at, item.instance_id))
     classes = [item.name for item in config.classes] if config else []
     unreadable: list[str] = []
-    (reports, _), depths, lost, first_seen = await asyncio.gather(
+    (reports, _), depths, (lost, records), first_seen = await asyncio.gather(
         skip_unreadable(store.get_reports([item.instance_id for item in instances]), unreadable.append),
         asyncio.gather(*(_depth(context, name) for name in classes)),
         _lost(context, runs, instances),
@@ -133,7 +133,16 @@ async def status(context: Context, *, include_terminated: bool = False, check_re
         lost=lost,
         demand=demand,
         warnings=(
-            *find_warnings(config, instances, reports, runs, lost=lost, sweep_due=first_seen.get(SWEEP_DUE), now=now),
+            *find_warnings(
+                config,
+                instances,
+                reports,
+                runs,
+                lost=lost,
+                ended=records,
+                sweep_due=first_seen.get(SWEEP_DUE),
+                now=now,
+            ),
             *find_demand_warnings(demand),
             *(
                 await _stale_registrations(context, config, runners, instances, first_seen)
@@ -167,15 +176,18 @@ async def _runs(context: Context) -> Sequence[Provision]:
 
 async def _lost(
     context: Context, runs: Sequence[Provision], instances: Sequence[Instance]
-) -> dict[str, tuple[str, ...]]:
-    """Read the records that the search did not find: it may lag, so a missing one may be live."""
+) -> tuple[dict[str, tuple[str, ...]], Mapping[str, Instance]]:
+    """Return the lost instances by provision id, and all known records.
+
+    Reads the records that the search did not find: it may lag, so a missing one may be live.
+    """
     records = {item.instance_id: item for item in instances}
     unsettled = [run for run in runs if not run.settled and not run.runner_set]
     ids = {item for run in unsettled for item in run.instance_ids if item not in records}
     if ids:
         found, _ = await skip_unreadable(context.store.get_many(ids))
         records |= found
-    return {run.provision_id: lost for run in runs if (lost := lost_instances(run, records))}
+    return {run.provision_id: lost for run in runs if (lost := lost_instances(run, records))}, records
 
 
 async def _read_first_seen(context: Context, report_error: Callable[[str], None]) -> Mapping[str, datetime]:

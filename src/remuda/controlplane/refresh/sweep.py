@@ -43,11 +43,12 @@ from remuda.domain.provision import Provision, ProvisionStatus, lost_instances, 
 from remuda.domain.reporting.warnings import (
     EXPIRY_WARNING_S,
     SWEEP_DUE,
+    describe_failed_runner,
     describe_near_expiry,
     max_runtime_s,
     sweep_pause_s,
 )
-from remuda.domain.signals import Report, Verdict, registration_verdict
+from remuda.domain.signals import Report
 from remuda.domain.thresholds import expired
 from remuda.domain.timestamps import after
 from remuda.domain.transitions import Actor, End, Release, Retire, RetireReason
@@ -307,10 +308,8 @@ class Sweep:
                 self._result.retired[instance.instance_id] = instance.retire_text
             if instance != before:
                 return instance
-        has_failed = registration_verdict(report, instance.epoch) is Verdict.FAILED
-        if instance.state is State.RUNNING and has_failed and not (instance.runner_set and report and report.busy):
-            why = f"its runner failed: {report.detail if report else ''}"
-            return await self._end(instance, End(reason=RetireReason.FAILED, report=report), why)
+        if report is not None and (why := describe_failed_runner(instance, report)):
+            return await self._end(instance, End(reason=RetireReason.FAILED, detail=report.detail, report=report), why)
         if instance.state is State.IDLE and (found := self._retirement(instance, now)):
             return await self._end(instance, End(reason=found.reason, detail=found.detail), str(found))
         return instance

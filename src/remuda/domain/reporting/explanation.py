@@ -18,7 +18,7 @@ from remuda.domain.provision import (
     describe_status,
     lost_instances,
 )
-from remuda.domain.reporting.warnings import describe_dead_agent
+from remuda.domain.reporting.warnings import REPLACE_LOST, describe_dead_agent, describe_failed_runner
 from remuda.domain.signals import Report
 from remuda.domain.thresholds import Lifetimes, expired
 
@@ -259,6 +259,8 @@ def _next_steps_of_run(run_id: str, provisions: Sequence[Provision], records: Ex
         yield f"{lost}: there is nothing to release; refresh closes the run after its deadline ({until})"
     elif committed:
         yield f"the run keeps its runners until remuda release --run-id {run_id}, or until their threshold"
+    if any(_is_short(item, records) for item in committed):
+        yield REPLACE_LOST
     held = [item for item in records.instances.values() if run_id == (item.run_id or item.last_run_id)]
     for instance in sorted(held, key=lambda item: item.instance_id):
         yield f"{instance.instance_id}: {describe_next(instance, records.reports.get(instance.instance_id), records)}"
@@ -268,6 +270,14 @@ def _next_steps_of_run(run_id: str, provisions: Sequence[Provision], records: Ex
         yield f"{instance.instance_id}: reassigned; it is {instance.state}, its run is {run}"
     if not committed and not held and not others:
         yield "nothing: the run holds no instance"
+
+
+def _is_short(provision: Provision, records: ExplanationInput) -> bool:
+    """Whether a committed run has fewer working runners than it asked for."""
+    held = (records.instances[item] for item in provision.instance_ids if item in records.instances)
+    return bool(lost_instances(provision, records.instances)) or any(
+        describe_failed_runner(item, records.reports.get(item.instance_id)) for item in held
+    )
 
 
 def _next_step_of_open(provision: Provision, records: ExplanationInput) -> str:
@@ -289,6 +299,8 @@ def describe_next(instance: Instance, report: Report | None, records: Explanatio
     margin_s = records.lifetimes.margin_s
     if expired(instance.threshold, now=records.now, margin_s=margin_s):
         return f"its threshold as {instance.state} has passed: the next refresh terminates it"
+    if failure := describe_failed_runner(instance, report):
+        return f"{failure}; the next refresh terminates it"
     if death := _agent_death(instance, report, records):
         return f"{death}; unless it returns, it is terminated as {instance.state} after {until}"
     busy = report is not None and report.busy

@@ -13,7 +13,7 @@ from remuda.domain.instance import ABSORBING, Instance, State, holder_id
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision, ProvisionEnding, ProvisionStatus, describe_status
 from remuda.domain.reporting.demand import DemandStatus, SessionState
-from remuda.domain.signals import Report
+from remuda.domain.signals import Report, Verdict, registration_verdict
 from remuda.domain.thresholds import HEARTBEAT_DEAD_AFTER_S, Lifetimes
 from remuda.domain.timestamps import after
 
@@ -32,6 +32,8 @@ MAX_RUNS = 20
 #: A running job has a warning if it has less time left than this, in seconds and as a share of its maximum runtime.
 EXPIRY_WARNING_S = 600.0
 EXPIRY_WARNING_SHARE = 0.1
+#: What to do about lost instances of a run that is not released.
+REPLACE_LOST = "if a job still waits, cancel the run on GitHub and choose 'Re-run all jobs'"
 #: Seconds in which the failure of a run is a warning.
 RECENT_FAILURE_S = 3_600.0
 
@@ -67,7 +69,11 @@ class WarningKind(StrEnum):
             "left; `refresh` logs it, too"
         ),
     )
-    LOST_INSTANCE = "lost-instance", "a committed run has lost instances"
+    LOST_INSTANCE = "lost-instance", "a committed run has lost instances, with the reason"
+    FAILED_RUNNER = (
+        "failed-runner",
+        "the runner of a running instance has failed, with the reason; the next sweep terminates the instance",
+    )
     EXPIRED = "expired", "an instance is past its threshold and the clock margin and not yet retired"
     STALE_HEARTBEAT = "stale-heartbeat", "an agent has sent no heartbeat for 15 s plus the clock margin"
     STUCK = "stuck", "termination was requested 15 minutes ago and is not confirmed"
@@ -117,13 +123,14 @@ def find_warnings(
     provisions: Sequence[Provision],
     *,
     lost: Mapping[str, Sequence[str]],
+    ended: Mapping[str, Instance],
     sweep_due: datetime | None,
     now: datetime,
 ) -> list[PoolWarning]:
     """Return the warnings about the pool, then those about runs and about each instance.
 
-    `lost` has the lost instances by provision id. `sweep_due` is the time until which a sweep must have run; None if
-    none has run yet.
+    `lost` has the lost instances by provision id, and `ended` their records as far as known. `sweep_due` is the time
+    until which a sweep must have run; None if none has run yet.
     """
     if config is None:
         text = "the pool has no configuration yet: run remuda refresh"
@@ -135,7 +142,7 @@ def find_warnings(
         *_token_warnings(config, now),
         *_runner_warnings(config, now),
         *_overdue_warnings(provisions, now, margin_s),
-        *_run_warnings(provisions, lost, now),
+        *_run_warnings(provisions, lost, ended, now),
     ]
     runs = {item.provision_id: item for item in provisions}
     for instance in instances:
@@ -178,19 +185,23 @@ def _sweep_warnings(due: datetime, now: datetime) -> Iterator[PoolWarning]:
 
 
 def _run_warnings(
-    provisions: Sequence[Provision], lost: Mapping[str, Sequence[str]], now: datetime
+    provisions: Sequence[Provision], lost: Mapping[str, Sequence[str]], ended: Mapping[str, Instance], now: datetime
 ) -> Iterator[PoolWarning]:
     """About the newest provision of each run and class: a run that was provisioned again has recovered."""
     newest: dict[tuple[str, str], Provision] = {}
     for item in sorted(provisions, key=lambda item: item.created_at, reverse=True):
         newest.setdefault((item.run_id, item.resource_class), item)
-    found = (warning for item in newest.values() if (warning := _run_warning(item, lost, now)) is not None)
+    found = (warning for item in newest.values() if (warning := _run_warning(item, lost, ended, now)) is not None)
     yield from islice(found, MAX_RUNS)
 
 
-def _run_warning(run: Provision, lost: Mapping[str, Sequence[str]], now: datetime) -> PoolWarning | None:
+def _run_warning(
+    run: Provision, lost: Mapping[str, Sequence[str]], ended: Mapping[str, Instance], now: datetime
+) -> PoolWarning | None:
     if run.status is ProvisionStatus.COMMITTED and run.provision_id in lost:
-        text = describe_status(run, lost[run.provision_id])
+        ids = lost[run.provision_id]
+        reasons = dict.fromkeys(ended[item].retire_text for item in ids if item in ended)
+        text = "; ".join(filter(None, (describe_status(run, ids), *reasons, REPLACE_LOST)))
         return PoolWarning(kind=WarningKind.LOST_INSTANCE, subject=run.run_id, text=text)
     if run.released_at is None or (now - run.released_at).total_seconds() > RECENT_FAILURE_S:
         return None
@@ -247,6 +258,11 @@ def _instance_warnings(
         yield PoolWarning(kind=WarningKind.EXPIRED, subject=subject, text=text)
     if death := describe_dead_agent(instance, report, now=now, margin_s=margin_s):
         yield PoolWarning(kind=WarningKind.STALE_HEARTBEAT, subject=subject, text=death)
+    if failure := describe_failed_runner(instance, report):
+        # A set replaces its instances itself.
+        advice = "" if instance.runner_set else f"; {REPLACE_LOST}"
+        text = f"{failure}; the next refresh terminates it{advice}"
+        yield PoolWarning(kind=WarningKind.FAILED_RUNNER, subject=subject, text=text)
     if report is not None and report.notice:
         yield PoolWarning(kind=WarningKind.SPOT_NOTICE, subject=subject, text=f"spot notice: {report.notice}")
 
@@ -272,6 +288,20 @@ def describe_near_expiry(instance: Instance, report: Report | None, *, now: date
     if not 0 < left_s <= min(EXPIRY_WARNING_S, EXPIRY_WARNING_SHARE * runtime_s):
         return ""
     return f"its job is ended in {_duration(left_s)}, at {deadline:%H:%M:%S} UTC, when its max-runtime-min is over"
+
+
+def describe_failed_runner(instance: Instance, report: Report | None) -> str:
+    """Say why the runner of a running instance has failed. Empty if it has not.
+
+    The one rule for the sweep, status and explanations. Example: "its runner failed: the runner exited with the
+    terminal code 1".
+    """
+    if report is None or instance.state is not State.RUNNING:
+        return ""
+    # The agent of a set that restarted after the failure may have started the runner again.
+    is_working = bool(instance.runner_set) and report.busy
+    has_failed = registration_verdict(report, instance.epoch) is Verdict.FAILED
+    return f"its runner failed: {report.detail}" if has_failed and not is_working else ""
 
 
 def describe_dead_agent(instance: Instance, report: Report | None, *, now: datetime, margin_s: float) -> str:

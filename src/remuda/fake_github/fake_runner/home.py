@@ -41,6 +41,15 @@ class RunnerHome:
     def configured(self) -> bool:
         return (self.root / RUNNER_FILE).exists()
 
+    def work_folder(self, path: str) -> pathlib.Path:
+        """The folder of jobs: an absolute path, or a path relative to the runner's folder.
+
+        Runner.Common/HostContext.cs, GetDirectory.
+        """
+        if not path:
+            raise ValueError("Value cannot be null. (Parameter 'WorkFolder')")
+        return pathlib.Path(os.path.normpath(self.root / path))
+
     def load(self, name: str) -> dict[str, Any] | None:
         try:
             loaded = json.loads((self.root / name).read_text(encoding="utf-8-sig"))
@@ -69,7 +78,8 @@ class RunnerHome:
         for name in (CREDENTIALS_FILE, RUNNER_FILE):
             path = self.root / name
             if path.exists():
-                path.unlink()
+                # A `config.sh remove` at the same time may be faster.
+                path.unlink(missing_ok=True)
                 say(f"√ Removed {name}")
             else:
                 say(f"Does not exist. Skipping Removing {name}")

@@ -6,7 +6,7 @@ import select
 import signal
 import subprocess
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 from . import LENGTH_DIGITS
 from .credentials import InvalidConfiguration, RunnerSettings, load_secret, load_settings
@@ -137,6 +137,8 @@ class FakeListener:
         self._worker: WorkerProcess | None = None
         self._renew_at = 0.0
         self._stopping = False
+        #: Whether the local configuration is removed at the end.
+        self._is_leaving = False
         self._wake, wake_end = os.pipe()
         for end in (self._wake, wake_end):
             os.set_blocking(end, False)
@@ -190,6 +192,8 @@ class FakeListener:
             self._worker.end()
         if self._session:
             self._request_until_answered("DELETE", self._path(""), None, limit_s=SHUTDOWN_LIMIT_S)
+        if self._is_leaving:
+            self._home.forget()
 
     # One iteration of the loop: wait for a message, the worker, a signal or a timer
 
@@ -251,8 +255,9 @@ class FakeListener:
 
     def _take_message(self, response: HttpResponse) -> None:
         if response.status == 410:
-            say(REGISTRATION_DELETED)
-            raise ListenerExit(TERMINATED)
+            # Runner.Listener/Runner.cs, RunAsync, since 2.336.0 (commit 67cbf96ce).
+            say_error("The runner no longer exists on the server. Cleaning up local configuration.")
+            self._leave(OK, closes_session=False)
         if response.status == 404:
             say_with_time("The session is gone. Creating a new one.")
             self._session = ""
@@ -275,7 +280,7 @@ class FakeListener:
         elif kind == "update" and self._worker is None:
             from .update import begin_update  # noqa: PLC0415 - start-up time counts in tests and the demo
 
-            begin_update(self._home, self._home.root / self._settings.work_folder, response.body["version"])
+            begin_update(self._home, self._home.work_folder(self._settings.work_folder), response.body["version"])
             # Runner.Listener/Runner.cs, RunAsync.
             raise ListenerExit(UPDATING_AFTER_ONE_JOB if self._settings.ephemeral else UPDATING)
 
@@ -285,6 +290,14 @@ class FakeListener:
         response = self._request_until_answered(
             "POST", self._path(f"/jobs/{job['id']}/acknowledge"), {}, limit_s=REPORT_LIMIT_S
         )
+        if (
+            response is not None
+            and response.body.get("errorKind") == "AcknowledgeJobNotFound"
+            and self._settings.ephemeral
+        ):
+            # Runner.Listener/Runner.cs, RunAsync, since 2.336.0 (commit 802fd9c0b). It says nothing on its output.
+            self._home.diagnose("Runner", "Acknowledge returned job-not-found for ephemeral runner request. Exiting.")
+            self._leave(OK)
         if response is None or response.status != 200:
             return  # the job was cancelled or assigned to another runner
         say_with_time(f"Running job: {job['name']}")
@@ -292,7 +305,7 @@ class FakeListener:
             **job,
             "runner": self._settings.agent_name,
             "server": self._server,
-            "work": self._settings.work_folder,
+            "work": str(self._home.work_folder(self._settings.work_folder)),
             # Random, because the worker kills every process that has this value in its environment.
             "tracking": os.urandom(16).hex(),
         }
@@ -328,9 +341,14 @@ class FakeListener:
         self._poll_at = 0.0
         if self._settings.ephemeral:
             # The server has removed the registration, so there is no session to close.
+            self._leave(OK, closes_session=False)
+
+    def _leave(self, code: int, *, closes_session: bool = True) -> NoReturn:
+        """Exit without the local configuration, which is of no use any more."""
+        self._is_leaving = True
+        if not closes_session:
             self._session = ""
-            self._home.forget()
-            raise ListenerExit(OK)
+        raise ListenerExit(code)
 
     def _request_until_answered(
         self, method: str, path: str, body: dict[str, Any] | None, *, limit_s: float, wait_s: float = 0.0
@@ -388,7 +406,11 @@ def listen(home: RunnerHome) -> int:
     if not settings.server_url_v2:
         # Runner.Listener/BrokerMessageListener.cs, CreateSessionAsync.
         raise InvalidConfiguration("ServerUrlV2 is not set")
-    work = home.root / settings.work_folder
+    try:
+        work = home.work_folder(settings.work_folder)
+    except ValueError as problem:
+        say_error(f"An error occurred: {problem}")
+        return TERMINATED
     try:
         # Runner.Listener/Runner.cs, RunAsync.
         work.mkdir(parents=True, exist_ok=True)

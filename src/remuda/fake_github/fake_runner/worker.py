@@ -60,7 +60,7 @@ class Worker:
         #: After SIGTERM: skip even the steps with `if: always()`.
         self._shut_down = False
         repo = str(job["repo"]).partition("/")[2]
-        work = home.root / str(job["work"])
+        work = pathlib.Path(job["work"])
         self._temp = work / "_temp"
         self._tools = work / "_tool"
         self._workspace = work / repo / repo
