@@ -9,6 +9,7 @@ Runs in the interpreter of moto's own virtualenv, with host and region as argume
 end of its standard input.
 POST /_shim takes a JSON object of:
   capacity       {"subnet-1" | "c6i.large" | "spot" | "subnet-1 c6i.large": number of instances that it still provides}
+  refused        {"spot" | "on-demand": [code, message]}: launches of this usage class fail with this error in `Errors`
   faults         [{"action", "code", "status", "message", "times"}]: error responses instead of the action
   lost           [{"action", "times"}]: the action is executed, but its response never arrives
   lag            number of DescribeInstances calls that hide instances launched from now on; DescribeTags hides them as
@@ -92,6 +93,7 @@ class Ec2Shim:
 
     def _discard(self) -> None:
         self.capacity: dict[str, int] = {}
+        self.refused: dict[str, tuple[str, str]] = {}
         self.faults: list[dict[str, Any]] = []
         self.lost: list[dict[str, Any]] = []
         self.lag = 0
@@ -131,7 +133,7 @@ class Ec2Shim:
                 self._note_change()
             elif environ["REQUEST_METHOD"] == "POST":
                 for name, value in json.loads(body).items():
-                    if name not in {"capacity", "faults", "lost", "lag", "shown", "honour_tokens"}:
+                    if name not in {"capacity", "refused", "faults", "lost", "lag", "shown", "honour_tokens"}:
                         raise ValueError(name)
                     setattr(self, name, value)
             elif known := dict(parse_qsl(environ["QUERY_STRING"])).get("changes"):
@@ -255,6 +257,8 @@ class Ec2Shim:
         if invalid is None:
             template = values["LaunchTemplateConfigs.1.LaunchTemplateSpecification.LaunchTemplateName"]
             invalid = _high_ratio(self._volumes.get(template, {}))
+        if _usage(values) in self.refused:
+            return {}, [(*pair, *self.refused[_usage(values)]) for pair in pairs]
         if invalid is not None:
             return {}, [("", "", *invalid)]
         for subnet, kind in pairs:
