@@ -133,6 +133,37 @@ def test_github_without_https_is_refused_because_of_its_oidc_tokens(account: Emp
     assert (result.code, result.document["error"]["field"]) == (2, "--github-api-url"), result.stderr
 
 
+@pytest.mark.parametrize(
+    ("fields", "why", "fix"),
+    [
+        (
+            {"architecture": "arm64"},
+            "class 'graviton' is for arm64, and its image {image} is for x86_64",
+            "give the class an ami for arm64, or set its architecture to x86_64",
+        ),
+        (
+            {"instance-types": "c7g.* m7g.*"},
+            "the instance types c7g.* m7g.* of class 'graviton' are for arm64, and its image {image} is for x86_64",
+            "give the class an ami for arm64, or instance-types for x86_64",
+        ),
+        (
+            {"ami": "ami-00000000000000000"},
+            "ami-00000000000000000 does not exist in this region, or is not shared",
+            "give another ami of class 'graviton'",
+        ),
+    ],
+)
+def test_image_that_a_class_cannot_launch_is_refused(
+    account: EmptyAccount, fields: dict[str, str], why: str, fix: str
+) -> None:
+    classes = json.dumps({"large": {"cpu": 2, "mmem": 4096}, "graviton": {"cpu": 2, "mmem": 4096, **fields}})
+    result = account.deploy("--dry-run", "--resource-class-config", classes, pool="none")
+    found = {item["name"]: item for item in result.document["checks"]}["image"]
+    assert (result.code, found["status"]) == (2, "problem"), result.stderr
+    assert found["message"] == why.format(image=account.stack.launch["ami"])
+    assert found["fix"] == fix
+
+
 def test_values_are_asked_for_on_a_terminal(account: EmptyAccount):
     arguments = ["deploy", "--dry-run", "--dist", str(account.bundles()), "--ami", account.stack.launch["ami"]]
     answers = {"name of the pool": "asked", "organization or owner/repo": SCOPE, "GitHub token": "wrong-token"}

@@ -364,6 +364,10 @@ async def test_a_class_launches_no_larger_instances(world: Ec2Fixture, compute: 
         ({"ami": "ami-00000000000000000"}, "ami ami-00000000000000000 of class 'own' does not exist"),
         ({"ami": ARM_AMI, "architecture": Architecture.X86_64}, f"its image {ARM_AMI} is for arm64"),
         ({"architecture": Architecture.ARM64}, f"its image {LINUX_AMI} is for x86_64"),
+        (
+            {"types": TypePatterns.parse("c7g.*")},
+            f"instance types c7g.\\* of class 'own' are for arm64, and its image {LINUX_AMI} is for x86_64",
+        ),
         ({"ami": WINDOWS_AMI}, "root device /dev/sda1, and the image of the pool has /dev/xvda"),
     ],
 )
@@ -386,6 +390,20 @@ async def test_refresh_accepts_images_of_classes(world: Ec2Fixture) -> None:
     world.parameters["/remuda/pool/ami"] = ARM_AMI
     resolved = replace(own, name="ssm", ami="resolve:ssm:/remuda/pool/ami")
     assert await world.compute().prepare(world.options, [own, resolved])
+
+
+async def test_architectures_by_the_names_of_types_are_those_of_ec2(world: Ec2Fixture) -> None:
+    """The rule must hold for every type that the server knows."""
+    pages = world.client.get_paginator("describe_instance_types").paginate()
+    found = {
+        item["InstanceType"]: item["ProcessorInfo"]["SupportedArchitectures"]
+        async for page in pages
+        for item in page["InstanceTypes"]
+    }
+    assert len(found) > 500
+    for name, architectures in found.items():
+        by_name = TypePatterns((name,)).architecture
+        assert by_name in architectures if by_name else name.startswith(("mac", "u-")), name
 
 
 async def test_everything_that_a_launch_creates_has_the_tag_of_the_pool(world: Ec2Fixture, compute: Ec2Compute) -> None:

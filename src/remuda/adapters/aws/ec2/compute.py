@@ -19,7 +19,7 @@ from remuda.adapters.aws.ec2.options import AMI, SECURITY_GROUPS, SSM_PREFIX, SU
 from remuda.adapters.aws.ec2.template import LaunchTemplate, RootDevice, check_same_root, root_device, template_data
 from remuda.adapters.aws.user_data import MachineLayout, build_user_data
 from remuda.domain.errors import NotFound, RemudaError, UserError
-from remuda.domain.resources import ResourceClass, is_instance_id
+from remuda.domain.resources import ResourceClass, check_image_architecture, is_instance_id
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock, Ids
 from remuda.ports.compute import POOL_TAG, LaunchRequest, LaunchResult, MachineView
@@ -215,8 +215,12 @@ class Ec2Compute:
     async def _check_class_images(
         self, options: Ec2LaunchOptions, root: RootDevice, classes: Sequence[ResourceClass]
     ) -> None:
-        """Check that the images of classes exist, have the architectures of the classes, and fit the root volume."""
-        of_classes = {each.name: each.ami or options.ami for each in classes if each.ami or each.architecture}
+        """Check that the images of classes exist, have their architectures, and fit the root volume."""
+        of_classes = {
+            each.name: each.ami or options.ami
+            for each in classes
+            if each.ami or each.architecture or each.types.architecture
+        }
         if not of_classes:
             return
         found = await self._find_images(of_classes.values())
@@ -301,13 +305,8 @@ def _class_root(wanted: ResourceClass, ami: str, image: Mapping[str, Any] | None
             field=CLASSES,
             fix="give an id that DescribeImages returns",
         )
-    architecture = image.get("Architecture") or "an unknown architecture"
-    if wanted.architecture and architecture != wanted.architecture:
-        raise UserError(
-            f"{CLASSES}: class {wanted.name!r} is for {wanted.architecture}, and its image {ami} is for {architecture}",
-            field=CLASSES,
-            fix="give the class an ami with its architecture",
-        )
+    architecture = str(image.get("Architecture") or "an unknown architecture")
+    check_image_architecture(wanted, ami, architecture, field=CLASSES)
     return root_device(image, label, field=CLASSES)
 
 
