@@ -201,15 +201,26 @@ class Ec2Compute:
         await self._change_tags("DeleteTags", instance_ids, [{"Key": key} for key in sorted(set(keys))])
 
     async def _check_resources(self, options: Ec2LaunchOptions) -> None:
-        """Check that subnets and security groups exist, so that an error is reported before a launch."""
+        """Check that subnets and security groups exist and are in one VPC, so that no launch fails because of them."""
         wanted_by_kind = {_SUBNETS: options.subnets, _GROUPS: options.security_groups}
-        missing = await gather(self._missing(kind, wanted) for kind, wanted in wanted_by_kind.items() if wanted)
-        for kind, name in missing:
-            if name:
+        used = {kind: wanted for kind, wanted in wanted_by_kind.items() if wanted}
+        found = dict(zip(used, await gather(self._vpcs(kind, wanted) for kind, wanted in used.items()), strict=True))
+        for kind, wanted in used.items():
+            for name in wanted:
+                if name not in found[kind]:
+                    raise UserError(
+                        f"{kind.option}: {name} does not exist in this region and account",
+                        field=kind.option,
+                        fix=f"set {kind.option} to an id that {kind.operation} returns",
+                    )
+        of_subnets = found[_SUBNETS]
+        for group, vpc in found.get(_GROUPS, {}).items():
+            subnet = next((name for name in options.subnets if of_subnets[name] != vpc), "")
+            if subnet:
                 raise UserError(
-                    f"{kind.option}: {name} does not exist in this region and account",
-                    field=kind.option,
-                    fix=f"set {kind.option} to an id that {kind.operation} returns",
+                    f"{SECURITY_GROUPS}: {group} is in {vpc}, and subnet {subnet} is in {of_subnets[subnet]}",
+                    field=SECURITY_GROUPS,
+                    fix=f"set {SUBNETS} and {SECURITY_GROUPS} of one VPC",
                 )
 
     async def _check_class_images(
@@ -232,11 +243,10 @@ class Ec2Compute:
                     f"{CLASSES}: ami {ami} of class {each.name!r}", own, root, options.volume, field=CLASSES
                 )
 
-    async def _missing(self, kind: _ResourceKind, wanted: Sequence[str]) -> tuple[_ResourceKind, str]:
-        """The first missing id, or an empty string."""
+    async def _vpcs(self, kind: _ResourceKind, wanted: Sequence[str]) -> dict[str, str]:
+        """The VPC of each subnet or security group, by id. Those that do not exist are missing."""
         answer = await self.calls.call(kind.operation, Filters=[{"Name": kind.filter, "Values": list(wanted)}])
-        known = {item.get(kind.key) for item in answer.get(kind.listed, ())}
-        return kind, next((name for name in wanted if name not in known), "")
+        return {str(item.get(kind.key)): str(item.get("VpcId", "")) for item in answer.get(kind.listed, ())}
 
     async def _pools_of(self, instance_ids: Sequence[str]) -> dict[str, str]:
         """The value of the pool tag by id, empty without such a tag. Instances unknown to EC2 are missing."""
