@@ -164,6 +164,21 @@ def test_image_that_a_class_cannot_launch_is_refused(
     assert found["fix"] == fix
 
 
+def test_security_group_of_another_vpc_is_refused(account: EmptyAccount) -> None:
+    async def create(ec2: Any) -> tuple[str, str]:
+        vpc = (await ec2.create_vpc(CidrBlock="10.9.0.0/16"))["Vpc"]["VpcId"]
+        group = await ec2.create_security_group(GroupName="of-somebody", Description="-", VpcId=vpc)
+        return vpc, group["GroupId"]
+
+    vpc, group = account.call("ec2", create)
+    result = account.deploy("--dry-run", "--security-group-ids", group, pool="none")
+    found = {item["name"]: item for item in result.document["checks"]}["security group"]
+    assert (result.code, found["status"]) == (2, "problem"), result.stderr
+    assert found["message"].startswith(f"{group}: not all are in vpc-")
+    assert vpc not in found["message"]
+    assert found["fix"] == "give --security-group-ids and --subnet-ids of one VPC"
+
+
 def test_values_are_asked_for_on_a_terminal(account: EmptyAccount):
     arguments = ["deploy", "--dry-run", "--dist", str(account.bundles()), "--ami", account.stack.launch["ami"]]
     answers = {"name of the pool": "asked", "organization or owner/repo": SCOPE, "GitHub token": "wrong-token"}

@@ -316,6 +316,11 @@ class Preflight:
     async def _group(self) -> CheckResult:
         if self._wanted.security_groups:
             self.facts.groups = self._wanted.security_groups
+            if not await self._are_in_vpc(_words(self.facts.groups)):
+                return problem(
+                    f"{self.facts.groups}: not all are in {self.facts.vpc}, the VPC of the subnets",
+                    "give --security-group-ids and --subnet-ids of one VPC",
+                )
             return ok(self.facts.groups)
         stored = _words(self.facts.stored("SecurityGroupIds"))
         if stored and await self._are_in_vpc(stored):
@@ -331,7 +336,7 @@ class Preflight:
         return ok(found.identifier if found else f"{group.name} will be created, without inbound rules")
 
     async def _are_in_vpc(self, groups: Sequence[str]) -> bool:
-        """Whether the groups of the stack are in the VPC of the subnets, which may be new."""
+        """Whether all groups are in the VPC of the subnets, which may be new."""
         filters = [{"Name": "group-id", "Values": list(groups)}]
         answer = await self._api.call("ec2", "DescribeSecurityGroups", Filters=filters)
         found = {item["GroupId"]: item.get("VpcId") for item in answer.get("SecurityGroups") or ()}
