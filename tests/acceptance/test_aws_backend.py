@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import pytest
+
 from tests.support.aws.stack import POOL, SCOPE, SHORT_TIMES, AwsStack
 from tests.support.cli import run_installed
 from tests.support.records import birth, instance
@@ -83,6 +85,33 @@ def test_provision_without_capacity_fails_and_leaves_nothing(stack: AwsStack):
     )
     assert (code, answer["error"]["type"]) == (3, "CapacityError"), answer
     assert stack.remuda("status")[1]["instances"] == []
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "fix"),
+    [
+        ("TagPolicyViolation", 2, "let the organization's tag policy accept the tag that the message names"),
+        ("CustomerKeyHasBeenRevoked", 2, "enable the KMS key of volume-kms-key"),
+        ("MaxIOPSLimitExceeded", 3, "request a higher quota of storage or IOPS"),
+    ],
+)
+def test_provision_and_explain_name_the_cause_of_a_refused_launch(
+    stack: AwsStack, code: str, exit_code: int, fix: str
+) -> None:
+    stack.refresh(**SHORT_TIMES)
+    run_id = f"refused-{code}"
+    stack.ec2.configure(refused={"on-demand": [code, "the reason of EC2"]})
+    try:
+        result, answer = stack.remuda("provision", "--run-id", run_id, "--github-scope", SCOPE)
+    finally:
+        stack.ec2.configure(refused={})
+    assert result == exit_code, answer
+    assert f"{code}: the reason of EC2" in answer["error"]["message"]
+    assert answer["error"]["fix"].startswith(fix)
+    _, explanation = stack.remuda("explain", run_id)
+    (failure,) = [event["why"] for event in explanation["events"] if event["what"].startswith("failed after")]
+    assert code in failure
+    assert fix in failure
 
 
 def test_unknown_instance_profile_is_rejected_before_anything_is_created(stack: AwsStack):

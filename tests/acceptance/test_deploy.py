@@ -141,6 +141,52 @@ def test_github_without_https_is_refused_because_of_its_oidc_tokens(account: Emp
     assert (result.code, result.document["error"]["field"]) == (2, "--github-api-url"), result.stderr
 
 
+@pytest.mark.parametrize(
+    ("fields", "why", "fix"),
+    [
+        (
+            {"architecture": "arm64"},
+            "class 'graviton' is for arm64, and its image {image} is for x86_64",
+            "give the class an ami for arm64, or set its architecture to x86_64",
+        ),
+        (
+            {"instance-types": "c7g.* m7g.*"},
+            "the instance types c7g.* m7g.* of class 'graviton' are for arm64, and its image {image} is for x86_64",
+            "give the class an ami for arm64, or instance-types for x86_64",
+        ),
+        (
+            {"ami": "ami-00000000000000000"},
+            "ami-00000000000000000 does not exist in this region, or is not shared",
+            "give another ami of class 'graviton'",
+        ),
+    ],
+)
+def test_image_that_a_class_cannot_launch_is_refused(
+    account: EmptyAccount, fields: dict[str, str], why: str, fix: str
+) -> None:
+    classes = json.dumps({"large": {"cpu": 2, "mmem": 4096}, "graviton": {"cpu": 2, "mmem": 4096, **fields}})
+    result = account.deploy("--dry-run", "--resource-class-config", classes, pool="none")
+    found = {item["name"]: item for item in result.document["checks"]}["image"]
+    assert (result.code, found["status"]) == (2, "problem"), result.stderr
+    assert found["message"] == why.format(image=account.stack.launch["ami"])
+    assert found["fix"] == fix
+
+
+def test_security_group_of_another_vpc_is_refused(account: EmptyAccount) -> None:
+    async def create(ec2: Any) -> tuple[str, str]:
+        vpc = (await ec2.create_vpc(CidrBlock="10.9.0.0/16"))["Vpc"]["VpcId"]
+        group = await ec2.create_security_group(GroupName="of-somebody", Description="-", VpcId=vpc)
+        return vpc, group["GroupId"]
+
+    vpc, group = account.call("ec2", create)
+    result = account.deploy("--dry-run", "--security-group-ids", group, pool="none")
+    found = {item["name"]: item for item in result.document["checks"]}["security group"]
+    assert (result.code, found["status"]) == (2, "problem"), result.stderr
+    assert found["message"].startswith(f"{group}: not all are in vpc-")
+    assert vpc not in found["message"]
+    assert found["fix"] == "give --security-group-ids and --subnet-ids of one VPC"
+
+
 def test_values_are_asked_for_on_a_terminal(account: EmptyAccount):
     arguments = ["deploy", "--dry-run", "--dist", str(account.bundles()), "--ami", account.stack.launch["ami"]]
     answers = {"name of the pool": "asked", "organization or owner/repo": SCOPE, "GitHub token": "wrong-token"}

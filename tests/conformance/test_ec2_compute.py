@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from remuda.adapters.aws.ec2.compute import BATCH, Ec2Compute, Ec2SpotPrices
-from remuda.adapters.aws.ec2.create_fleet import FleetLaunchError, is_shortage
+from remuda.adapters.aws.ec2.create_fleet import FleetLaunchError, is_mended_by_on_demand
 from remuda.adapters.system.clock import SystemIds
 from remuda.domain.errors import CapacityError, NotFound, RemudaError, Throttled, Unavailable, UserError
 from remuda.domain.resources import Architecture, ResourceClass, TypePatterns
@@ -352,7 +352,7 @@ async def test_one_pool_serves_classes_of_several_architectures_and_gpus(
 async def test_a_class_launches_no_larger_instances(world: Ec2Fixture, compute: Ec2Compute) -> None:
     """The role of workflows may not launch them, so the fleet must not choose one."""
     big = {"cpu": 16, "memory_mib": 200 * 1024}
-    with pytest.raises(RemudaError, match=r"16 to 64 cpu.*No instance type matches"):
+    with pytest.raises(RemudaError, match=r"No instance type matches.*16 to 64 cpu"):
         await compute.launch(class_request(world, "a", **big))
     (machine,) = (await compute.launch(class_request(world, "b", max_cpu=96, **big))).instances
     assert machine.instance_type == "m6i.24xlarge"
@@ -364,6 +364,10 @@ async def test_a_class_launches_no_larger_instances(world: Ec2Fixture, compute: 
         ({"ami": "ami-00000000000000000"}, "ami ami-00000000000000000 of class 'own' does not exist"),
         ({"ami": ARM_AMI, "architecture": Architecture.X86_64}, f"its image {ARM_AMI} is for arm64"),
         ({"architecture": Architecture.ARM64}, f"its image {LINUX_AMI} is for x86_64"),
+        (
+            {"types": TypePatterns.parse("c7g.*")},
+            f"instance types c7g.\\* of class 'own' are for arm64, and its image {LINUX_AMI} is for x86_64",
+        ),
         ({"ami": WINDOWS_AMI}, "root device /dev/sda1, and the image of the pool has /dev/xvda"),
     ],
 )
@@ -386,6 +390,20 @@ async def test_refresh_accepts_images_of_classes(world: Ec2Fixture) -> None:
     world.parameters["/remuda/pool/ami"] = ARM_AMI
     resolved = replace(own, name="ssm", ami="resolve:ssm:/remuda/pool/ami")
     assert await world.compute().prepare(world.options, [own, resolved])
+
+
+async def test_architectures_by_the_names_of_types_are_those_of_ec2(world: Ec2Fixture) -> None:
+    """The rule must hold for every type that the server knows."""
+    pages = world.client.get_paginator("describe_instance_types").paginate()
+    found = {
+        item["InstanceType"]: item["ProcessorInfo"]["SupportedArchitectures"]
+        async for page in pages
+        for item in page["InstanceTypes"]
+    }
+    assert len(found) > 500
+    for name, architectures in found.items():
+        by_name = TypePatterns((name,)).architecture
+        assert by_name in architectures if by_name else name.startswith(("mac", "u-")), name
 
 
 async def test_everything_that_a_launch_creates_has_the_tag_of_the_pool(world: Ec2Fixture, compute: Ec2Compute) -> None:
@@ -488,10 +506,75 @@ async def test_spot_falls_back_to_on_demand_for_the_rest(world: Ec2Fixture, comp
         ("RequestLimitExceeded", False),
         ("UnauthorizedOperation", False),
         ("InvalidParameterValue", False),
+        # On-demand instances need the same volumes, interfaces, addresses, tags and keys.
+        ("MaxIOPSLimitExceeded", False),
+        ("NetworkInterfaceLimitExceeded", False),
+        ("VolumeLimitExceeded", False),
+        ("VcpuLimitExceeded", False),
+        ("InsufficientFreeAddressesInSubnet", False),
+        ("TagPolicyViolation", False),
+        ("CustomerKeyHasBeenRevoked", False),
+        ("InternalError", False),
+        ("SomethingNew", False),
     ],
 )
-def test_only_a_shortage_makes_spot_fall_back(code: str, falls_back: bool) -> None:  # noqa: FBT001
-    assert is_shortage([FleetLaunchError(code=code, sentence="")]) is falls_back
+def test_only_a_shortage_of_spot_makes_it_fall_back(code: str, falls_back: bool) -> None:  # noqa: FBT001
+    assert is_mended_by_on_demand([FleetLaunchError(code=code, sentence="")]) is falls_back
+
+
+@pytest.mark.parametrize(
+    ("code", "falls_back"),
+    [("InsufficientFreeAddressesInSubnet", True), ("VolumeLimitExceeded", False), ("TagPolicyViolation", False)],
+)
+def test_an_error_beside_a_shortage_of_spot(code: str, falls_back: bool) -> None:  # noqa: FBT001
+    """Another subnet may have addresses; a quota of volumes fails every launch."""
+    errors = [FleetLaunchError(code=each, sentence="") for each in ("InsufficientInstanceCapacity", code)]
+    assert is_mended_by_on_demand(errors) is falls_back
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "fix"),
+    [
+        ("TagPolicyViolation", UserError, "tag policy accept the tag"),
+        ("TagLimitExceeded", UserError, "EC2 permits 50"),
+        ("CustomerKeyHasBeenRevoked", UserError, "enable the KMS key of volume-kms-key"),
+        ("KMSKeyNotAccessible", UserError, "enable the KMS key of volume-kms-key"),
+        ("AuthFailure.ServiceLinkedRoleCreationNotPermitted", UserError, "aws iam create-service-linked-role"),
+        ("PendingVerification", UserError, "AWS Support"),
+        ("SecurityGroupsPerInterfaceLimitExceeded", UserError, "fewer security-group-ids"),
+        ("VolumeIOPSLimit", UserError, "correct the launch options"),
+        ("MaxSpotInstanceCountExceeded", CapacityError, "quota of spot instances"),
+        ("VcpuLimitExceeded", CapacityError, "quota of running on-demand instances"),
+        ("NetworkInterfaceLimitExceeded", CapacityError, "quota of network interfaces"),
+        ("MaxIOPSLimitExceeded", CapacityError, "quota of storage or IOPS"),
+        ("VolumeLimitExceeded", CapacityError, "quota of storage or IOPS"),
+        ("MaxFleetCountExceeded", CapacityError, "quota of fleets"),
+        ("InsufficientFreeAddressesInSubnet", CapacityError, "add subnets with free addresses"),
+        ("InsufficientVolumeCapacity", CapacityError, "another volume-type"),
+        ("SomethingNew", Unavailable, "look the code up"),
+    ],
+)
+async def test_launch_refused_for_another_reason_than_capacity(
+    world: Ec2Fixture, compute: Ec2Compute, code: str, error: type[RemudaError], fix: str
+) -> None:
+    """The error names the cause and its own fix, and no on-demand instance is launched for it."""
+    world.server.configure(refused={"spot": [code, "the reason of EC2"]})
+    falling_back = {"spot-fallback": "on-demand"} if code != "MaxSpotInstanceCountExceeded" else {}
+    with pytest.raises(error, match=f"{code}: the reason of EC2") as caught:
+        await compute.launch(world.launch_request(spot=True, launch=falling_back))
+    assert fix in caught.value.fix
+    assert "allow more instance types" not in caught.value.fix
+    assert world.server.requests()["CreateFleet"] == 1
+
+
+async def test_errors_of_a_partial_launch_have_a_fix(world: Ec2Fixture, compute: Ec2Compute) -> None:
+    world.server.configure(
+        capacity={"spot": 1}, refused={"on-demand": ["NetworkInterfaceLimitExceeded", "the reason of EC2"]}
+    )
+    result = await compute.launch(world.launch_request(count=3, spot=True, launch={"spot-fallback": "on-demand"}))
+    assert len(result.instances) == 1
+    assert result.fix.startswith("request a higher quota of network interfaces")
+    assert "allow more instance types" in result.fix
 
 
 async def test_spot_instances_are_returned_if_the_fallback_fails(world: Ec2Fixture, compute: Ec2Compute) -> None:

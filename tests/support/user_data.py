@@ -50,11 +50,15 @@ class FakeImds:
         #: Path of its network namespace, if it has its own.
         self.network = ""
 
-    def answer(self, method: str, path: str, token: str, life: str) -> tuple[int, str]:
+    def answer(self, method: str, path: str, token: str, life: str, *, is_forwarded: bool = False) -> tuple[int, str]:
         self.requests.append(f"{method} {path}")
         if self.status:
             return self.status, ""
         if (method, path) == ("PUT", "/latest/api/token"):
+            if is_forwarded:
+                # A proxy must not get a token (AWS Security Blog, "Add defense in depth against open firewalls, reverse
+                # proxies, and SSRF vulnerabilities"); 403: "The request is not allowed" (EC2 User Guide).
+                return 403, ""
             if not (life.isdecimal() and 1 <= int(life) <= 21_600):
                 return 400, ""
             self.tokens.append(f"token-{len(self.tokens)}")
@@ -111,7 +115,8 @@ def fake_imds(sockets: Sequence[socket.socket] = ()) -> Iterator[FakeImds]:
         def _handle(self) -> None:
             token = self.headers.get("X-aws-ec2-metadata-token", "")
             life = self.headers.get("X-aws-ec2-metadata-token-ttl-seconds", "")
-            status, text = imds.answer(self.command, self.path, token, life)
+            is_forwarded = "X-Forwarded-For" in self.headers
+            status, text = imds.answer(self.command, self.path, token, life, is_forwarded=is_forwarded)
             body = text.encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))

@@ -30,7 +30,7 @@ from remuda.deployment.resources import (
 from remuda.deployment.stack import REVIEW, Stack, StackState, stored_parameters
 from remuda.deployment.template import logs_id
 from remuda.domain.errors import RemudaError, UserError
-from remuda.domain.resources import DEFAULT_CLASSES, ResourceClass, Reuse, parse_classes
+from remuda.domain.resources import DEFAULT_CLASSES, ResourceClass, Reuse, check_image_architecture, parse_classes
 from remuda.domain.runner_set import RunnerSet, check_fits_pool
 from remuda.ports.clock import Clock
 from remuda.ports.doctor import Check, CheckResult, ok, problem, warning
@@ -279,6 +279,11 @@ class Preflight:
     async def _group(self) -> CheckResult:
         if self._wanted.security_groups:
             self.facts.groups = self._wanted.security_groups
+            if not await self._are_in_vpc(_words(self.facts.groups)):
+                return problem(
+                    f"{self.facts.groups}: not all are in {self.facts.vpc}, the VPC of the subnets",
+                    "give --security-group-ids and --subnet-ids of one VPC",
+                )
             return ok(self.facts.groups)
         stored = _words(self.facts.stored("SecurityGroupIds"))
         if stored and await self._are_in_vpc(stored):
@@ -294,7 +299,7 @@ class Preflight:
         return ok(found.identifier if found else f"{group.name} will be created, without inbound rules")
 
     async def _are_in_vpc(self, groups: Sequence[str]) -> bool:
-        """Whether the groups of the stack are in the VPC of the subnets, which may be new."""
+        """Whether all groups are in the VPC of the subnets, which may be new."""
         filters = [{"Name": "group-id", "Values": list(groups)}]
         answer = await self._api.call("ec2", "DescribeSecurityGroups", Filters=filters)
         found = {item["GroupId"]: item.get("VpcId") for item in answer.get("SecurityGroups") or ()}
@@ -302,8 +307,21 @@ class Preflight:
 
     async def _image(self) -> CheckResult:
         self.facts.image = image = self._wanted.image or self.facts.stored("Ami") or DEFAULT_IMAGE
-        architecture = await self._find_image(image, "--ami")
-        return architecture if isinstance(architecture, CheckResult) else ok(f"{image} ({architecture})")
+        found: dict[str, str] = {}
+        # The pool's own image, and those of classes.
+        flags = {image: "--ami", **{item.ami: f"ami of class {item.name!r}" for item in self.facts.classes if item.ami}}
+        for name, flag in flags.items():
+            architecture = await self._find_image(name, flag)
+            if isinstance(architecture, CheckResult):
+                return architecture
+            found[name] = architecture
+        try:
+            for wanted in self.facts.classes:
+                own = wanted.ami or image
+                check_image_architecture(wanted, own, found[own], field="--resource-class-config")
+        except UserError as error:
+            return problem(error.message, error.fix)
+        return ok(", ".join(f"{name} ({architecture})" for name, architecture in found.items()))
 
     async def _find_image(self, image: str, flag: str) -> str | CheckResult:
         """The architecture of an image that there is an agent for, or a problem."""

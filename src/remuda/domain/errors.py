@@ -39,6 +39,15 @@ class RemudaError(Exception):
     def message(self) -> str:
         return str(self.args[0])
 
+    def describe(self, limit: int = MAX_MESSAGE) -> str:
+        """The message and the fix in one line of at most `limit` characters. A message that is too long is cut.
+
+        Example: "none of 2 spot instances could be launched: TagPolicyViolation: …; let the tag policy accept the tag".
+        """
+        if not self.fix:
+            return self.message[:limit]
+        return f"{self.message[: max(0, limit - len(self.fix) - 2)]}; {self.fix}"[:limit]
+
 
 class UserError(RemudaError):
     """The input cannot be used."""

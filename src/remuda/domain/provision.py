@@ -23,6 +23,8 @@ MAX_REJECTIONS = 20
 MAX_LAUNCHES = 10
 #: Maximum characters of a reason.
 MAX_REASON = 200
+#: Maximum characters of the error of a failed provision, with its fix.
+MAX_ERROR = 400
 
 
 class ProvisionKind(StrEnum):
@@ -106,7 +108,7 @@ class ProvisionOutcome:
     rejected: Mapping[str, int] = field(default_factory=dict)
     rejections: tuple[RejectedCandidate, ...] = ()
     launches: tuple[LaunchAttempt, ...] = ()
-    #: Why the provision failed, or empty.
+    #: Why the provision failed and what a person can do about it, or empty.
     error: str = ""
     #: Exit code of the command that failed.
     exit_code: int = 0

@@ -27,6 +27,8 @@ _PATTERN = re.compile(r"[A-Za-z0-9.*-]+")
 _INSTANCE_TYPE = re.compile(r"[A-Za-z0-9.-]{1,64}")
 #: An image id, or a parameter of Systems Manager that contains one.
 IMAGE = re.compile(r"ami-[0-9a-f]{8,17}|resolve:ssm:[A-Za-z0-9_./:-]{1,500}")
+#: Letters and generation of an instance family, then its options.
+_FAMILY = re.compile(r"[a-z]+[0-9]+(?P<options>[a-z]*)")
 _INSTANCE_ID = re.compile(r"i-[0-9a-f]{8,17}")
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SCOPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,38}(/(?!\.{1,2}$)[A-Za-z0-9._-]{1,100})?")
@@ -105,6 +107,12 @@ class TypePatterns:
     def match_all(self) -> bool:
         return any(set(word) == {"*"} for word in self.words)
 
+    @property
+    def architecture(self) -> Architecture | None:
+        """The architecture of all matching types; None if they may have different ones."""
+        found = {_architecture(word) for word in self.words}
+        return found.pop() if len(found) == 1 else None
+
     def narrowed(self, other: TypePatterns) -> TypePatterns:
         """Return patterns of types that match both; without words if there are none."""
         if self.match_all or other.match_all:
@@ -123,6 +131,21 @@ def split_type(pattern: str) -> tuple[str, str]:
         return family, size
     head, star, tail = pattern.partition("*")
     return head + star, star + tail
+
+
+def _architecture(pattern: str) -> Architecture | None:
+    """The architecture of the types of one pattern, by their names; None if the pattern does not tell.
+
+    Families of Graviton processors have the option `g` after their generation: `c7g`, `im4gn`, but not `g5` ("Amazon
+    EC2 instance type naming conventions" in EC2 Instance Types). Only `a1` is older than this rule.
+    """
+    family = split_type(pattern)[0]
+    found = _FAMILY.match(family)
+    if found is None or family.startswith("mac"):
+        return None
+    if "g" in found["options"] or family == "a1":
+        return Architecture.ARM64
+    return None if "*" in family else Architecture.X86_64
 
 
 def _common(one: str, other: str) -> str:
@@ -182,6 +205,28 @@ class ResourceClass:
             "architecture": self.architecture.value if self.architecture else "",
         }
         return {name: value for name, value in written.items() if value}
+
+
+def check_image_architecture(wanted: ResourceClass, image: str, architecture: str, *, field: str) -> None:
+    """Reject an image whose architecture is not that of its class and of the class's instance types.
+
+    EC2 considers only types with the architecture of the image, so such a class could never launch an instance.
+    Example: `{"architecture": "arm64"}` with an image for x86_64, or `{"instance-types": "c7g.*"}` with the same image.
+    """
+    if wanted.architecture and architecture != wanted.architecture:
+        raise UserError(
+            f"class {wanted.name!r} is for {wanted.architecture}, and its image {image} is for {architecture}",
+            field=field,
+            fix=f"give the class an ami for {wanted.architecture}, or set its architecture to {architecture}",
+        )
+    of_types = wanted.types.architecture
+    if of_types and architecture != of_types:
+        raise UserError(
+            f"the instance types {wanted.types} of class {wanted.name!r} are for {of_types}, "
+            f"and its image {image} is for {architecture}",
+            field=field,
+            fix=f"give the class an ami for {of_types}, or instance-types for {architecture}",
+        )
 
 
 DEFAULT_CLASSES: tuple[ResourceClass, ...] = tuple(

@@ -58,6 +58,8 @@ class LaunchResult:
     instances: tuple[Launched, ...]
     #: One sentence per type or zone without capacity.
     errors: tuple[str, ...] = ()
+    #: What can be done about the errors, as an imperative, or empty.
+    fix: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

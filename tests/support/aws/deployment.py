@@ -344,6 +344,8 @@ def empty_account(stack: AwsStack) -> Iterator[EmptyAccount]:
         (table,) = (await ec2.describe_route_tables())["RouteTables"]
         await ec2.create_route(RouteTableId=table["RouteTableId"], DestinationCidrBlock="0.0.0.0/0", GatewayId=gateway)
 
+    # Instance profiles are those of CloudFormation's server.
+    stack.ec2.configure(has_iam=False)
     with quota_server() as url:
         account = EmptyAccount(stack=stack, quotas_url=url)
         account.call("ec2", connect)

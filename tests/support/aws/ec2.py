@@ -109,6 +109,12 @@ class Ec2Server:
     def iam(self) -> AbstractAsyncContextManager[IAMClient]:
         return aws_client("iam", self.url)
 
+    async def make_key(self) -> str:
+        """Create a KMS key and return its ARN."""
+        async with aws_client("kms", self.url) as client:
+            made = await client.create_key()
+        return str(made["KeyMetadata"]["Arn"])
+
     async def make_profile(self, name: str) -> None:
         """Create an instance profile with a role of the same name."""
         if name in self._profiles:

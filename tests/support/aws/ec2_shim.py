@@ -3,12 +3,16 @@
 Like EC2, it rejects a fleet with two subnets of one zone or over four InstanceRequirements structures, a root volume
 that is smaller than the image, and IOPS or a throughput that are too high for the volume, and it ignores types that
 cost over 20 % more than the cheapest one, unless the request lifts price protection. A mapping for another device than
-the root device of the image is an error here; EC2 would attach a second volume.
+the root device of the image is an error here; EC2 would attach a second volume. Launches with an unknown image (unless
+a parameter names it), key pair, instance profile or security group, or with a security group of another VPC, fail like
+on EC2. An unknown KMS key ends the instances after the launch: "Amazon Web Services authenticates the KMS key
+asynchronously" (CreateVolume), with the reason of CiscoDevNet/cloud-cml#8.
 
 Runs in the interpreter of moto's own virtualenv, with host and region as arguments, prints its port, and exits at the
 end of its standard input.
 POST /_shim takes a JSON object of:
   capacity       {"subnet-1" | "c6i.large" | "spot" | "subnet-1 c6i.large": number of instances that it still provides}
+  refused        {"spot" | "on-demand": [code, message]}: launches of this usage class fail with this error in `Errors`
   faults         [{"action", "code", "status", "message", "times"}]: error responses instead of the action
   lost           [{"action", "times"}]: the action is executed, but its response never arrives
   lag            number of DescribeInstances calls that hide instances launched from now on; DescribeTags hides them as
@@ -16,6 +20,7 @@ POST /_shim takes a JSON object of:
   shown          number of instances of each launch that DescribeInstances shows at first; each further call shows one
                  more
   honour_tokens  false: ignore client tokens
+  has_iam        false: instance profiles are on another server, and are not checked
 POST /_shim/reset discards these settings and all instances. GET /_shim returns the number of requests per action
 (`requests`), the fields of the last one (`last`), and the number of requests that may have changed instances
 (`changes`). With ?changes=N it waits for another number than N, at most a second.
@@ -23,6 +28,7 @@ POST /_shim/reset discards these settings and all instances. GET /_shim returns 
 
 from __future__ import annotations
 
+import base64
 import fnmatch
 import importlib
 import io
@@ -73,6 +79,23 @@ TAGGABLE = {
     "RunInstances": {"elastic-gpu", "instance", "network-interface", "spot-instances-request", "volume"},
 }
 _TAGGED = re.compile(r"TagSpecification\.\d+\.ResourceType")
+_TAG_KEY = re.compile(r"(?:LaunchTemplateData\.)?(?:TagSpecification\.\d+\.)?Tag\.\d+\.Key")
+#: Calls whose MaxResults is at least 5: by botocore's models, and for the first two by the API reference.
+PAGED = {
+    *("DescribeInstances", "DescribeTags", "DescribeInstanceTypes", "DescribeRouteTables", "DescribeSecurityGroups"),
+    *("DescribeSubnets", "DescribeVpcs"),
+}
+MIN_RESULTS = 5
+#: API reference of RunInstances: "Maximum 64 ASCII characters".
+MAX_TOKEN = 64
+#: In bytes, before the encoding (github-aws-runners/terraform-aws-github-runner#3700).
+MAX_USER_DATA = 16_384
+#: Keys of tags in instance metadata (aws/karpenter-provider-aws#1527).
+_METADATA_KEY = re.compile(r"[0-9a-zA-Z\-_+=,.@:]{1,255}")
+_RESERVED_KEYS = {".", "..", "_index"}
+_TEMPLATE_DATA = "LaunchTemplateData."
+#: Prefix of an image that a Systems Manager parameter names.
+_RESOLVED = "resolve:"
 #: Reservations per page of DescribeInstances. EC2 may return fewer than requested; a small page tests the paging.
 PAGE = 2
 #: Seconds that GET /_shim waits for a change.
@@ -82,7 +105,16 @@ _ALLOWED = re.compile(r"InstanceRequirements\.AllowedInstanceType\.\d+")
 
 
 class Ec2Shim:
-    def __init__(self, app: Callable[[Environ, StartResponse], Iterable[bytes]], reset: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        app: Callable[[Environ, StartResponse], Iterable[bytes]],
+        reset: Callable[[], None],
+        known: Callable[[str], set[str]],
+        fail: Callable[[list[str], str, str], None],
+    ) -> None:
+        """`known` returns the instance `profiles` or KMS `keys` of the server. `fail` ends instances with a reason."""
+        self._known = known
+        self._fail = fail
         self._app = app
         self._reset = reset
         self._lock = threading.RLock()
@@ -92,18 +124,22 @@ class Ec2Shim:
 
     def _discard(self) -> None:
         self.capacity: dict[str, int] = {}
+        self.refused: dict[str, tuple[str, str]] = {}
         self.faults: list[dict[str, Any]] = []
         self.lost: list[dict[str, Any]] = []
         self.lag = 0
         self.shown: int | None = None
         self.honour_tokens = True
+        self.has_iam = True
         self._hidden: set[str] = set()
         self._tokens: dict[str, tuple[list[tuple[str, str]], Answer]] = {}
         self._requests: Counter[str] = Counter()
         #: The fields of the last request per action.
         self._last: dict[str, dict[str, str]] = {}
-        #: The fields of the first volume per launch template. Moto does not keep all of them.
-        self._volumes: dict[str, dict[str, str]] = {}
+        #: The fields of the newest version per launch template. Moto does not keep all of them.
+        self._templates: dict[str, dict[str, str]] = {}
+        #: Instances with tags in their metadata.
+        self._tags_in_metadata: set[str] = set()
 
     def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
         body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
@@ -131,7 +167,16 @@ class Ec2Shim:
                 self._note_change()
             elif environ["REQUEST_METHOD"] == "POST":
                 for name, value in json.loads(body).items():
-                    if name not in {"capacity", "faults", "lost", "lag", "shown", "honour_tokens"}:
+                    if name not in {
+                        "capacity",
+                        "refused",
+                        "faults",
+                        "lost",
+                        "lag",
+                        "shown",
+                        "honour_tokens",
+                        "has_iam",
+                    }:
                         raise ValueError(name)
                     setattr(self, name, value)
             elif known := dict(parse_qsl(environ["QUERY_STRING"])).get("changes"):
@@ -148,25 +193,22 @@ class Ec2Shim:
     def _answer(self, environ: Environ, form: list[tuple[str, str]], action: str) -> Answer:
         self._requests[action] += 1
         self._last[action] = dict(form)
-        if action in {"CreateLaunchTemplate", "CreateLaunchTemplateVersion"}:
-            prefix = "LaunchTemplateData.BlockDeviceMapping.1.Ebs."
-            volume = {key.removeprefix(prefix): value for key, value in form if key.startswith(prefix)}
-            self._volumes[dict(form).get("LaunchTemplateName", "")] = volume
         fault = self._take(self.faults, action)
         if fault is not None:
             status = f"{fault.get('status', 400)} FAULT"
             return status, _error(fault["code"], fault.get("message", "an injected fault"))
-        for key, kind in form:
-            if _TAGGED.fullmatch(key) and kind not in TAGGABLE.get(action, {kind}):
-                return "400 BAD", _error(
-                    "InvalidParameterValue", f"'{kind}' is not a valid taggable resource type for this operation."
-                )
-        if action == "CreateFleet" and (rejection := self._invalid_fleet(environ, dict(form))):
+        if rejection := self._rejection(environ, form, action):
             return "400 BAD", rejection
+        if action in {"CreateLaunchTemplate", "CreateLaunchTemplateVersion"}:
+            name, source = dict(form).get("LaunchTemplateName", ""), dict(form).get("SourceVersion")
+            base = self._templates.get(name, {}) if source else {}
+            self._templates[name] = {**base, **_below(_TEMPLATE_DATA, dict(form))}
         if action == "CreateFleet" and dict(form).get("DryRun") == "true":
             return "412 DRY", _error("DryRunOperation", "Request would have succeeded, but DryRun flag is set.")
         if action == "CreateFleet":
             return self._create_fleet(environ, form)
+        if action == "RunInstances" and dict(form).get("DryRun") != "true":
+            return self._run_instances(environ, form)
         if action == "DescribeInstances":
             form = [(key, str(min(PAGE, int(value))) if key == "MaxResults" else value) for key, value in form]
         status, answer = self._call_moto(environ, form)
@@ -179,6 +221,17 @@ class Ec2Shim:
             elif self.lag <= 0:
                 self._hidden.clear()
         return status, answer
+
+    def _rejection(self, environ: Environ, form: list[tuple[str, str]], action: str) -> bytes:
+        """The error for a request that EC2 does not carry out, or nothing."""
+        for key, kind in form:
+            if _TAGGED.fullmatch(key) and kind not in TAGGABLE.get(action, {kind}):
+                return _error(
+                    "InvalidParameterValue", f"'{kind}' is not a valid taggable resource type for this operation."
+                )
+        if invalid := _invalid_request(action, form) or self._invalid_tags(action, form):
+            return _error(*invalid)
+        return self._invalid_fleet(environ, dict(form)) if action == "CreateFleet" else b""
 
     def _take(self, injected: list[dict[str, Any]], action: str) -> dict[str, Any] | None:
         for fault in injected:
@@ -251,10 +304,12 @@ class Ec2Shim:
         pairs = self._choices(environ, values)
         if not pairs:
             refused.append(("", "", "InvalidFleetConfiguration", "No instance type matches the requirements."))
-        invalid = self._invalid_volume(environ, values)
-        if invalid is None:
-            template = values["LaunchTemplateConfigs.1.LaunchTemplateSpecification.LaunchTemplateName"]
-            invalid = _high_ratio(self._volumes.get(template, {}))
+        data = self._templates.get(_template_name(values), {})
+        image = values.get("LaunchTemplateConfigs.1.Overrides.1.ImageId") or data.get("ImageId", "")
+        invalid = self._invalid_volume(environ, values) or _high_ratio(_below("BlockDeviceMapping.1.Ebs.", data))
+        invalid = invalid or self._invalid_data(environ, {**data, "ImageId": image}, _instance_tags(values))
+        if _usage(values) in self.refused:
+            return {}, [(*pair, *self.refused[_usage(values)]) for pair in pairs]
         if invalid is not None:
             return {}, [("", "", *invalid)]
         for subnet, kind in pairs:
@@ -262,16 +317,82 @@ class Ec2Shim:
             if missing == 0:
                 break
             count = self._room(subnet, kind, _usage(values), missing)
+            if foreign := self._foreign_group(environ, data, subnet):
+                refused.append((subnet, kind, *foreign))
+                continue
             if count:
                 status, answer = self._call_moto(environ, _single(form, subnet, kind, count))
                 if not status.startswith("200"):
                     refused.append((subnet, kind, *_error_of(answer)))
                     continue
                 made[subnet, kind] = re.findall(r"<item>(i-[0-9a-f]+)</item>", answer.decode())
+                self._note_launch(data, made[subnet, kind])
             if count < missing:
                 message = f"We do not have sufficient {kind} capacity in the subnet you requested."
                 refused.append((subnet, kind, "InsufficientInstanceCapacity", message))
         return made, refused
+
+    def _run_instances(self, environ: Environ, form: list[tuple[str, str]]) -> Answer:
+        values = dict(form)
+        data = {**self._templates.get(values.get("LaunchTemplate.LaunchTemplateName", ""), {}), **values}
+        invalid = self._invalid_data(environ, data, _instance_tags(values))
+        if invalid := invalid or self._foreign_group(environ, data, data.get("SubnetId", "")):
+            return "400 BAD", _error(*invalid)
+        status, answer = self._call_moto(environ, form)
+        if status.startswith("200"):
+            self._note_launch(data, re.findall(r"<instanceId>(i-[0-9a-f]+)</instanceId>", answer.decode()))
+        return status, answer
+
+    def _invalid_data(self, environ: Environ, data: dict[str, str], tags: list[str]) -> tuple[str, str] | None:
+        """The error for launch data that names something unknown, or None. `data` are fields of RunInstances."""
+        image, key = data.get("ImageId", ""), data.get("KeyName", "")
+        profile = data.get("IamInstanceProfile.Name") or data.get("IamInstanceProfile.Arn", "").rpartition("/")[2]
+        # Both codes and their words: "Error codes for the Amazon EC2 API".
+        if image and not image.startswith(_RESOLVED) and not self._exists(environ, "Images", "image-id", image):
+            return "InvalidAMIID.NotFound", f"The image id '[{image}]' does not exist"
+        if key and not self._exists(environ, "KeyPairs", "key-name", key):
+            return "InvalidKeyPair.NotFound", f"The key pair '{key}' does not exist"
+        if profile and self.has_iam and profile not in self._known("profiles"):
+            # aws/karpenter-provider-aws#3051
+            message = f"Value ({profile}) for parameter iamInstanceProfile.name is invalid."
+            return "InvalidParameterValue", f"{message} Invalid IAM Instance Profile name"
+        if data.get("MetadataOptions.InstanceMetadataTags") != "enabled":
+            return None
+        return next(filter(None, map(_invalid_metadata_key, (*tags, *_instance_tags(data)))), None)
+
+    def _foreign_group(self, environ: Environ, data: dict[str, str], subnet: str) -> tuple[str, str] | None:
+        """The error for a security group that is unknown or not in the VPC of the subnet, or None."""
+        wanted = [value for name, value in data.items() if re.fullmatch(r"SecurityGroupId\.\d+", name)]
+        vpcs = self._pairs(environ, "DescribeSubnets", {}, "subnetId", "vpcId")
+        for group in wanted:
+            form = [("Filter.1.Name", "group-id"), ("Filter.1.Value.1", group)]
+            vpc = _found("vpcId", self._describe(environ, "DescribeSecurityGroups", form))
+            if not vpc:
+                return "InvalidGroup.NotFound", f"The security group '{group}' does not exist"
+            if subnet and vpc != vpcs.get(subnet):
+                # ansible/ansible-modules-core#347
+                message = f"Security group {group} and subnet {subnet} belong to different networks."
+                return "InvalidParameter", message
+        return None
+
+    def _exists(self, environ: Environ, kind: str, filter_name: str, value: str) -> bool:
+        form = [("Filter.1.Name", filter_name), ("Filter.1.Value.1", value)]
+        return f">{value}<" in self._describe(environ, f"Describe{kind}", form).decode()
+
+    def _note_launch(self, data: dict[str, str], names: list[str]) -> None:
+        if data.get("MetadataOptions.InstanceMetadataTags") == "enabled":
+            self._tags_in_metadata |= set(names)
+        key = data.get("BlockDeviceMapping.1.Ebs.KmsKeyId", "")
+        if key and key not in self._known("keys"):
+            self._fail(names, "Client.InvalidKMSKey.InvalidState", "The KMS key provided is in an incorrect state")
+
+    def _invalid_tags(self, action: str, form: list[tuple[str, str]]) -> tuple[str, str] | None:
+        """The error for tags that instances with tags in their metadata cannot have, or None."""
+        named = {value for name, value in form if name.startswith("ResourceId.")}
+        if action != "CreateTags" or named.isdisjoint(self._tags_in_metadata):
+            return None
+        keys = [value for name, value in form if _TAG_KEY.fullmatch(name)]
+        return next(filter(None, map(_invalid_metadata_key, keys)), None)
 
     def _choices(self, environ: Environ, values: dict[str, str]) -> list[tuple[str, str]]:
         return _choices(values, _found("architecture", self._image(environ, values)))
@@ -287,8 +408,7 @@ class Ec2Shim:
 
     def _template(self, environ: Environ, values: dict[str, str]) -> bytes:
         """The default version of the launch template."""
-        name = values["LaunchTemplateConfigs.1.LaunchTemplateSpecification.LaunchTemplateName"]
-        form = [("LaunchTemplateName", name), ("LaunchTemplateVersion.1", "$Default")]
+        form = [("LaunchTemplateName", _template_name(values)), ("LaunchTemplateVersion.1", "$Default")]
         return self._describe(environ, "DescribeLaunchTemplateVersions", form)
 
     def _describe(self, environ: Environ, action: str, form: list[tuple[str, str]]) -> bytes:
@@ -313,6 +433,66 @@ class Ec2Shim:
 
     def _pass(self, environ: Environ, body: bytes, start_response: StartResponse) -> Iterable[bytes]:
         return self._app({**environ, "wsgi.input": io.BytesIO(body)}, start_response)
+
+
+def _invalid_request(action: str, form: list[tuple[str, str]]) -> tuple[str, str] | None:
+    """The error for fields that EC2 rejects whatever exists, or None."""
+    values = dict(form)
+    least = values.get("MaxResults", "")
+    if action in PAGED and least and int(least) < MIN_RESULTS:
+        # aws/aws-sdk-ruby#2575
+        message = (
+            f"Value ( {least} ) for parameter maxResults is invalid. Expecting a value greater than {MIN_RESULTS}."
+        )
+        return "InvalidParameterValue", message
+    if action == "DescribeInstances" and least and "InstanceId.1" in values:
+        # aws/karpenter-provider-aws#8642
+        return "InvalidParameterCombination", "The parameter instancesSet cannot be used with the parameter maxResults"
+    for name, key in form:
+        if _TAG_KEY.fullmatch(name) and key.lower().startswith("aws:"):
+            # jcjorel/ec2-spot-converter#13
+            return "InvalidParameterValue", "Tag keys starting with 'aws:' are reserved for internal use"
+    token = values.get("ClientToken", "")
+    if len(token) > MAX_TOKEN or not token.isascii():
+        return "InvalidClientToken", "The specified client token is not valid."
+    if action == "CreateFleet" and int(values.get("TargetCapacitySpecification.TotalTargetCapacity", "1")) < 1:
+        # The code is EC2's (hashicorp/terraform-provider-aws, ec2_fleet.go); its words for a capacity of 0 are unknown.
+        return "InvalidTargetCapacitySpecification", "TotalTargetCapacity must be at least 1"
+    for name, code in (
+        ("UserData", "InvalidParameterValue"),
+        (f"{_TEMPLATE_DATA}UserData", "InvalidUserData.Malformed"),
+    ):
+        if len(base64.b64decode(values.get(name, ""))) > MAX_USER_DATA:
+            return code, f"User data is limited to {MAX_USER_DATA} bytes"
+    return None
+
+
+def _invalid_metadata_key(key: str) -> tuple[str, str] | None:
+    if _METADATA_KEY.fullmatch(key) and key not in _RESERVED_KEYS:
+        return None
+    message = (
+        f"'{key}' is not a valid tag key. Tag keys must match pattern ([0-9a-zA-Z\\-_+=,.@:]{{1,255}}), and must not "
+        "be a reserved name ('.', '..', '_index')"
+    )
+    return "InvalidParameterValue", message
+
+
+def _instance_tags(values: dict[str, str]) -> list[str]:
+    """The keys of the tags of instances in a request or in launch data."""
+    numbers = [name.split(".")[1] for name, value in values.items() if _TAGGED.fullmatch(name) and value == "instance"]
+    return [
+        value
+        for name, value in values.items()
+        if _TAG_KEY.fullmatch(name) and name.split(".")[1] in numbers and name.startswith("TagSpecification.")
+    ]
+
+
+def _below(prefix: str, values: dict[str, str]) -> dict[str, str]:
+    return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
+
+
+def _template_name(values: dict[str, str]) -> str:
+    return values["LaunchTemplateConfigs.1.LaunchTemplateSpecification.LaunchTemplateName"]
 
 
 def _high_ratio(volume: dict[str, str]) -> tuple[str, str] | None:
@@ -439,6 +619,7 @@ def main() -> None:
     # Imported here: moto is installed in the server's virtualenv only, and tests import constants of this module.
     _import_moto_fast(sys.argv[2])
     from moto.ec2.models import ec2_backends  # noqa: PLC0415
+    from moto.ec2.models.instances import StateReason  # noqa: PLC0415
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app  # noqa: PLC0415
     from werkzeug.serving import WSGIRequestHandler, make_server  # noqa: PLC0415
 
@@ -452,11 +633,33 @@ def main() -> None:
             for backend in list(account.values()):
                 backend.reset()
 
-    app = Ec2Shim(DomainDispatcherApplication(create_backend_app), reset)
+    def fail(names: list[str], code: str, message: str) -> None:
+        for account in ec2_backends.values():
+            for backend in account.values():
+                found = [each for each in backend.all_instances() if each.id in names]
+                for instance in found:
+                    instance.terminate()
+                    instance.state_reason = StateReason(message, code)
+
+    app = Ec2Shim(DomainDispatcherApplication(create_backend_app), reset, _known, fail)
     server = make_server(sys.argv[1], 0, app, threaded=True, request_handler=QuietHandler)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     print(server.server_port, flush=True)  # noqa: T201 - read by `Ec2Server`
     server.serve_forever()
+
+
+def _known(kind: str) -> set[str]:
+    """Names of instance profiles or ARNs of keys. A service that nobody has called is not loaded, and has none."""
+    module, attribute = {"profiles": ("moto.iam.models", "iam_backends"), "keys": ("moto.kms.models", "kms_backends")}[
+        kind
+    ]
+    backends = getattr(sys.modules.get(module), attribute, {})
+    return {
+        found.name if kind == "profiles" else found.arn
+        for account in backends.values()
+        for backend in account.values()
+        for found in (backend.instance_profiles if kind == "profiles" else backend.keys).values()
+    }
 
 
 def _import_moto_fast(region: str) -> None:

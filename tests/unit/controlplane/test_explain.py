@@ -98,7 +98,7 @@ async def test_failed_run_shows_the_error(world: PoolWorld) -> None:
     explanation = await explained(world, "7")
     reasons = {line.what: line.why for line in explanation.events}
     assert "c6i.large" in reasons["launched 1 of 2"]
-    assert reasons["failed after 0.00 s"] == failure.value.message[:200]
+    assert reasons["failed after 0.00 s"] == f"{failure.value.message}; {failure.value.fix}"
     assert "locked: it has the pool's tags but no record" in reasons
     assert explanation.title.startswith("Run 7: failed (")
 

@@ -17,6 +17,7 @@ from remuda.domain.errors import CapacityError, Conflict, RemudaError, TimedOut,
 from remuda.domain.instance import State
 from remuda.domain.provision import (
     MAX_ACQUIRED,
+    MAX_ERROR,
     MAX_LAUNCHES,
     MAX_REASON,
     MAX_REJECTIONS,
@@ -459,7 +460,7 @@ async def test_failed_provision_has_an_outcome(world: PoolWorld) -> None:
     with pytest.raises(CapacityError) as failure:
         await world.provision(count=2, patterns=TypePatterns(("c6i.large",)))
     outcome = outcome_of(world)
-    assert (outcome.kind, outcome.error) == ("failed", failure.value.message[:MAX_REASON])
+    assert (outcome.kind, outcome.error) == ("failed", failure.value.describe(MAX_ERROR))
     assert [(item.count, item.launched) for item in outcome.launches] == [(2, 1)]
 
 
@@ -497,7 +498,8 @@ async def test_outcome_is_bounded(world: PoolWorld) -> None:
         MAX_LAUNCHES,
     )
     assert (outcome.reused, outcome.rejected["claim-lost"]) == (2 * MAX_ACQUIRED, 2 * MAX_ACQUIRED)
-    assert {len(outcome.error), len(outcome.rejections[0].why), len(outcome.launches[0].errors[0])} == {MAX_REASON}
+    assert len(outcome.error) == MAX_ERROR
+    assert {len(outcome.rejections[0].why), len(outcome.launches[0].errors[0])} == {MAX_REASON}
     assert len(outcome.launches[0].errors) == MAX_LAUNCHES
 
 

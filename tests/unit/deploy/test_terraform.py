@@ -198,6 +198,16 @@ def test_machines_may_read_the_agent_of_the_example():
     assert allows(policy, request)
 
 
+def test_alarms_reach_the_topic_of_the_example() -> None:
+    """The policy of the key `alias/aws/sns` does not permit CloudWatch its use, and nobody can change the policy.
+
+    SNS Developer Guide, "Enable compatibility between event sources from AWS services and encrypted topics".
+    """
+    given = {"dist": "dist", "release": "1.0.0"}
+    plan = TerraformPlan(module=EXAMPLE, given=given, data=DATA, computed=lambda *_: {})
+    assert "kms_master_key_id" not in plan._resource("aws_sns_topic", "alarms")
+
+
 def test_the_guide_names_only_variables_and_settings_that_exist():
     page = (build.PAGE.parent.parent / "howto" / "from-terraform-aws-github-runner.md").read_text("utf-8")
     table = page.partition("### With a counterpart")[2].partition("### ")[0]

@@ -63,6 +63,25 @@ def test_patterns_are_literal_except_for_the_star(patterns: str, matching: list[
     assert [each for each in matching + others if parsed.matches(each)] == matching
 
 
+@pytest.mark.parametrize(
+    ("patterns", "architecture"),
+    [
+        ("c7g.*", Architecture.ARM64),
+        ("c7g* im4gn.large", Architecture.ARM64),
+        ("a1.large", Architecture.ARM64),
+        ("g5.xlarge c7i.* c7i-flex.large", Architecture.X86_64),
+        ("c7g.* c7i.*", None),
+        ("c7*", None),
+        ("c*", None),
+        ("*", None),
+        ("*.large", None),
+        ("mac2.metal", None),
+    ],
+)
+def test_architecture_of_patterns(patterns: str, architecture: Architecture | None) -> None:
+    assert TypePatterns.parse(patterns).architecture is architecture
+
+
 @given(st.text("ab.*-", min_size=1, max_size=12), st.text("ab.-", max_size=12))
 def test_pattern_matches_like_fnmatch(pattern: str, text: str) -> None:
     assert TypePatterns.parse(pattern).matches(text) == fnmatch.fnmatchcase(text, pattern)

@@ -17,9 +17,10 @@ resource "aws_secretsmanager_secret" "github" {
   name = "remuda/ci/github"
 }
 
+# Without a key: CloudWatch may not use the key `alias/aws/sns`, so its alarms would not arrive. A key of your own must
+# permit `cloudwatch.amazonaws.com` the actions `kms:Decrypt` and `kms:GenerateDataKey*`.
 resource "aws_sns_topic" "alarms" {
-  name              = "remuda-ci"
-  kms_master_key_id = "alias/aws/sns"
+  name = "remuda-ci"
 }
 
 # The role of the machines may read only `agent/` of the bucket with this name.

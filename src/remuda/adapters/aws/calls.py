@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from botocore import exceptions as boto
 
@@ -22,6 +22,8 @@ from remuda.ports.calls import CallCounter
 
 #: Maximum length of a service's message quoted in an error.
 MAX_MESSAGE = 300
+#: The quota of spot instances. On-demand instances have another one.
+SPOT_QUOTA = "MaxSpotInstanceCountExceeded"
 #: Seconds to wait after throttling that outlasts all retries. AWS does not name a time.
 RETRY_AFTER_S = 2.0
 
@@ -40,11 +42,15 @@ VALIDATION = "ValidationException"
 QUEUE_MISSING = frozenset({"AWS.SimpleQueueService.NonExistentQueue", "QueueDoesNotExist"})
 _QUEUE_JUST_DELETED = frozenset({"AWS.SimpleQueueService.QueueDeletedRecently", "QueueDeletedRecently"})
 
+#: Fixes of categories. Codes with another cause have their own in `_CODES`.
 CAPACITY_FIX = "allow more instance types or subnets, allow another usage class, or retry later"
-QUOTA_FIX = "request a higher quota of running instances (Service Quotas), or lower max-instances"
 PERMISSION_FIX = "grant the role the permissions of Remuda's control plane (deploy/policies)"
 LAUNCH_FIX = "correct the launch options and run remuda refresh"
 _CREDENTIALS_FIX = "set valid AWS credentials for this region"
+_RETRY_FIX = "retry in a minute"
+_UNKNOWN_FIX = (
+    "look the code up in AWS's list (docs.aws.amazon.com/ec2/latest/devguide/errors-overview.html), and retry"
+)
 _TABLE_FIX = "run remuda refresh, or check the region and the pool name"
 
 #: Exceptions of a call instead of a response.
@@ -93,39 +99,164 @@ class ErrorCategory(Enum):
     OTHER = "other"
 
 
-_CODES = {
-    ErrorCategory.THROTTLED: """
+class _Codes(NamedTuple):
+    """Codes with the same category and the same fix, for example both limits of EBS."""
+
+    category: ErrorCategory
+    fix: str
+    codes: str
+
+
+#: The codes of "Error codes for the Amazon EC2 API" (errors-overview.html in the EC2 Developer Guide) that a launch, or
+#: a change of tags or templates, can end with, and codes of other services. MaxFleetCountExceeded is not in the list;
+#: Karpenter handles it (pkg/errors/errors.go of aws/karpenter-provider-aws).
+_CODES = (
+    _Codes(
+        ErrorCategory.THROTTLED,
+        "",
+        """
         EC2ThrottledException ProvisionedThroughputExceededException RequestLimitExceeded RequestThrottled
         RequestThrottledException SlowDown ThrottledException Throttling ThrottlingException TooManyRequestsException
-    """,
-    # The last code: the first spot instance of an account needs a service-linked role, which EC2 tries to create.
-    ErrorCategory.PERMISSION: """
-        AccessDenied AccessDeniedException KmsAccessDenied UnauthorizedOperation
-        AuthFailure.ServiceLinkedRoleCreationNotPermitted
-    """,
-    ErrorCategory.CREDENTIALS: """
-        AuthFailure Blocked ExpiredToken ExpiredTokenException IncompleteSignature InvalidAccessKeyId
-        InvalidClientTokenId InvalidSignatureException MissingAuthenticationToken MissingAuthenticationTokenException
-        OptInRequired PendingVerification RequestExpired SignatureDoesNotMatch UnrecognizedClientException
-    """,
-    ErrorCategory.QUOTA: """
-        FleetLimitExceeded InstanceLimitExceeded MaxSpotInstanceCountExceeded ResourceLimitExceeded VcpuLimitExceeded
-        VolumeLimitExceeded
-    """,
-    ErrorCategory.CAPACITY: """
-        InsufficientCapacity InsufficientCapacityOnHost InsufficientFreeAddressesInSubnet InsufficientHostCapacity
-        InsufficientInstanceCapacity InsufficientReservedInstanceCapacity InvalidFleetConfiguration SpotMaxPriceTooLow
-        UnfulfillableCapacity Unsupported UnsupportedOperation
-    """,
-    ErrorCategory.SERVER: """
-        InternalError InternalFailure InternalServerError RequestTimeout ServiceUnavailable Unavailable
-    """,
-}
-_CATEGORIES = {code: category for category, codes in _CODES.items() for code in codes.split()}
+        """,
+    ),
+    _Codes(ErrorCategory.PERMISSION, PERMISSION_FIX, "AccessDenied AccessDeniedException UnauthorizedOperation"),
+    _Codes(
+        # The first spot instance of an account needs a service-linked role, which EC2 tries to create.
+        ErrorCategory.PERMISSION,
+        "run aws iam create-service-linked-role --aws-service-name spot.amazonaws.com",
+        "AuthFailure.ServiceLinkedRoleCreationNotPermitted",
+    ),
+    _Codes(
+        # CreateFleet itself fails with it, not only single launches (runs-on/runs-on#485).
+        ErrorCategory.PERMISSION,
+        "let the organization's tag policy accept the tag that the message names",
+        "TagPolicyViolation",
+    ),
+    _Codes(
+        ErrorCategory.PERMISSION,
+        "enable the KMS key of volume-kms-key, or the account's default key of EBS, and permit its use by the role "
+        "(deploy/policies/volume-key.json) and in the key's own policy",
+        "CustomerKeyHasBeenRevoked InvalidKMSKey.InvalidState KMSKeyNotAccessible KMSKeyNotAccessibleFault "
+        "KmsAccessDenied",
+    ),
+    _Codes(
+        ErrorCategory.PERMISSION,
+        "complete what the message says about the AWS account, or ask AWS Support",
+        "AccountDisabled Blocked OptInRequired PendingVerification",
+    ),
+    _Codes(
+        ErrorCategory.CREDENTIALS,
+        _CREDENTIALS_FIX,
+        """
+        AuthFailure ExpiredToken ExpiredTokenException IncompleteSignature InvalidAccessKeyId InvalidClientTokenId
+        InvalidSignatureException MissingAuthenticationToken MissingAuthenticationTokenException RequestExpired
+        SignatureDoesNotMatch UnrecognizedClientException
+        """,
+    ),
+    _Codes(
+        ErrorCategory.QUOTA,
+        "request a higher quota of running on-demand instances (Service Quotas, Amazon EC2), or lower max-instances",
+        "InstanceLimitExceeded VcpuLimitExceeded",
+    ),
+    _Codes(
+        ErrorCategory.QUOTA,
+        "request a higher quota of spot instances (Service Quotas, Amazon EC2), set spot-fallback to on-demand, or "
+        "lower max-instances",
+        SPOT_QUOTA,
+    ),
+    _Codes(
+        ErrorCategory.QUOTA,
+        "request a higher quota of fleets (Service Quotas, EC2 Fleet), or retry when other fleets have ended",
+        "FleetLimitExceeded MaxFleetCountExceeded MaxSpotFleetRequestCountExceeded",
+    ),
+    _Codes(
+        ErrorCategory.QUOTA,
+        "request a higher quota of storage or IOPS (Service Quotas, Amazon EBS), or lower volume-size-gib, volume-iops "
+        "or max-instances",
+        "MaxIOPSLimitExceeded VolumeLimitExceeded",
+    ),
+    _Codes(
+        ErrorCategory.QUOTA,
+        "request a higher quota of network interfaces per Region (Service Quotas, Amazon VPC), or lower max-instances",
+        "NetworkInterfaceLimitExceeded",
+    ),
+    _Codes(
+        ErrorCategory.QUOTA,
+        "delete launch templates or versions that are not used any more",
+        "MaxTemplateLimitExceeded MaxTemplateVersionLimitExceeded",
+    ),
+    _Codes(
+        ErrorCategory.QUOTA, "request fewer instances at a time", "RequestResourceCountExceeded ResourceCountExceeded"
+    ),
+    _Codes(
+        ErrorCategory.QUOTA,
+        "request a higher quota of the resource that the message names (Service Quotas)",
+        "ResourceLimitExceeded",
+    ),
+    _Codes(
+        ErrorCategory.CAPACITY,
+        CAPACITY_FIX,
+        """
+        EncryptedVolumesNotSupported InsufficientAddressCapacity InsufficientCapacity InsufficientCapacityOnHost
+        InsufficientHostCapacity InsufficientInstanceCapacity InsufficientReservedInstanceCapacity
+        InvalidFleetConfiguration ReservationCapacityExceeded SpotMaxPriceTooLow UnfulfillableCapacity Unsupported
+        UnsupportedOperation
+        """,
+    ),
+    _Codes(
+        ErrorCategory.CAPACITY,
+        "add subnets with free addresses to subnet-ids and run remuda refresh, or retry when instances have ended",
+        "InsufficientFreeAddressesInSubnet",
+    ),
+    _Codes(
+        ErrorCategory.CAPACITY,
+        "set another volume-type, add subnets of other zones to subnet-ids, and run remuda refresh, or retry later",
+        "InsufficientVolumeCapacity VolumeTypeNotAvailableInZone",
+    ),
+    _Codes(
+        ErrorCategory.SERVER,
+        _RETRY_FIX,
+        """
+        ConcurrentTagAccess InternalError InternalFailure InternalServerError RequestTimeout RetryableError
+        ServerInternal ServiceUnavailable Unavailable
+        """,
+    ),
+    _Codes(
+        ErrorCategory.INPUT,
+        "remove tags of the resource that the message names: EC2 permits 50",
+        "TagLimitExceeded",
+    ),
+    _Codes(
+        ErrorCategory.INPUT,
+        "give fewer security-group-ids and run remuda refresh, or request a higher quota of security groups per "
+        "network interface (Service Quotas, Amazon VPC)",
+        "SecurityGroupLimitExceeded SecurityGroupsPerInstanceLimitExceeded SecurityGroupsPerInterfaceLimitExceeded",
+    ),
+    _Codes(
+        ErrorCategory.INPUT,
+        LAUNCH_FIX,
+        """
+        AttachmentLimitExceeded BootForVolumeTypeUnsupported ClientInvalidParameterValue DefaultVpcDoesNotExist
+        PrivateIpAddressLimitExceeded VPCIdNotSpecified VPCResourceNotSpecified VolumeIOPSLimit
+        """,
+    ),
+)
+_BY_CODE = {code: group for group in _CODES for code in group.codes.split()}
+_INPUT_CODES = _Codes(ErrorCategory.INPUT, LAUNCH_FIX, "")
+_OTHER_CODES = _Codes(ErrorCategory.OTHER, _UNKNOWN_FIX, "")
 
 
 def category_of(code: str) -> ErrorCategory:
-    return _CATEGORIES.get(code) or (ErrorCategory.INPUT if _INPUT.fullmatch(code) else ErrorCategory.OTHER)
+    return _group_of(code).category
+
+
+def fix_of(code: str) -> str:
+    """What a person can do about a code, as an imperative. Empty for throttling, which only needs time."""
+    return _group_of(code).fix
+
+
+def _group_of(code: str) -> _Codes:
+    return _BY_CODE.get(code) or (_INPUT_CODES if _INPUT.fullmatch(code) else _OTHER_CODES)
 
 
 def code_of(error: boto.ClientError) -> str:
@@ -211,24 +342,24 @@ def _service_specific(code: str, message: str, service: str, what: str) -> Remud
 
 
 def _by_category(code: str, message: str, service: str, what: str) -> RemudaError:
-    text = _refusal(service, what, code, message)
+    text, fix = _refusal(service, what, code, message), fix_of(code)
     match category_of(code):
         case ErrorCategory.THROTTLED:
             return Throttled(f"{service} limits our calls ({what}): {code}", retry_after_s=RETRY_AFTER_S)
         case ErrorCategory.PERMISSION:
-            return UserError(text, field="aws-permission", fix=PERMISSION_FIX)
+            return UserError(text, field="aws-permission", fix=fix)
         case ErrorCategory.CREDENTIALS:
             return UserError(
                 f"{service} refuses the AWS credentials ({what}): {code}: {message}",
                 field="aws-credentials",
-                fix=_CREDENTIALS_FIX,
+                fix=fix,
             )
-        case ErrorCategory.QUOTA:
-            return CapacityError(text, fix=QUOTA_FIX)
-        case ErrorCategory.CAPACITY:
-            return CapacityError(text, fix=CAPACITY_FIX)
+        case ErrorCategory.QUOTA | ErrorCategory.CAPACITY:
+            return CapacityError(text, fix=fix)
         case ErrorCategory.INPUT if service == EC2:
-            return UserError(text, field="launch", fix=LAUNCH_FIX)
+            return UserError(text, field="launch", fix=fix)
+        case ErrorCategory.SERVER | ErrorCategory.OTHER if service == EC2:
+            return Unavailable(text, fix=fix)
         case _:
             return Unavailable(text)
 

@@ -23,10 +23,11 @@ from remuda.controlplane.provision.pickup import PickupManager, UsedMessages
 from remuda.controlplane.provision.plan import ProvisionLimits, ProvisionPlan
 from remuda.controlplane.provision.rollback import AcquiredInstances, roll_back
 from remuda.controlplane.provision.selection import Selection
+from remuda.domain.demand import MAX_TEXT
 from remuda.domain.errors import Interrupted, RemudaError, Unavailable
 from remuda.domain.instance import Instance
 from remuda.domain.pool_config import PoolConfig
-from remuda.domain.provision import MAX_REASON, Provision
+from remuda.domain.provision import MAX_ERROR, MAX_REASON, Provision
 from remuda.domain.resources import RunnerRequest, mismatch, normalize_repository, repository_of
 from remuda.domain.runner_set import RunnerSet
 from remuda.ports.clock import backoff_s
@@ -264,7 +265,7 @@ class _Batch:
         self.has_failed = True
         why = failure.message
         context.event_log.record("rollback", why, run_id=plan.provision.run_id, instances=len(acquired.all()))
-        outcome = recorder.outcome(error=why, exit_code=failure.exit_code)
+        outcome = recorder.outcome(error=failure.describe(MAX_ERROR), exit_code=failure.exit_code)
         undoing = roll_back(context, self._config, plan.provision, acquired, why=why, outcome=outcome)
         await run_to_end(undoing)
         for item in acquired.all():
@@ -297,7 +298,7 @@ class _Batch:
             state.fill_failures, state.fill_retry_at = failures, retry_at
         else:
             state.failures, state.retry_at = failures, retry_at
-        state.shortage = error.message if error is not None else ""
+        state.shortage = error.describe(MAX_TEXT) if error is not None else ""
         if error is None:
             return
         self._context.event_log.record("acquisition-failed", error.message, runner_set=state.name, fix=error.fix)

@@ -28,7 +28,7 @@ from remuda.controlplane.provision.rollback import AcquiredInstances, roll_back
 from remuda.controlplane.provision.selection import Selection
 from remuda.domain.errors import Conflict, Interrupted, RemudaError, Unavailable
 from remuda.domain.instance import Instance
-from remuda.domain.provision import Provision, committed
+from remuda.domain.provision import MAX_ERROR, Provision, committed
 from remuda.domain.transitions import Actor, Commit
 
 __all__ = ["ProvisionRequest", "ProvisionResult", "ProvisionedInstance", "provision"]
@@ -196,7 +196,7 @@ async def _undo(
 ) -> None:
     why = failure.message
     context.event_log.record("rollback", why, run_id=plan.provision.run_id, instances=len(acquired.all()))
-    outcome = recorder.outcome(error=why, exit_code=failure.exit_code)
+    outcome = recorder.outcome(error=failure.describe(MAX_ERROR), exit_code=failure.exit_code)
     await run_to_end(roll_back(context, plan.config, plan.provision, acquired, why=why, outcome=outcome))
 
 

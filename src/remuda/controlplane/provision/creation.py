@@ -137,7 +137,7 @@ class Creation:
         else:
             error = CapacityError(
                 f"{launched} of {requested} instances were launched: {errors}",
-                fix="allow more instance types or subnets, another usage class, or try later",
+                fix=result.fix or "allow more instance types or subnets, another usage class, or try later",
             )
         if self._all_or_nothing:
             raise error

@@ -7,6 +7,7 @@ from collections import Counter
 from remuda.controlplane.provision.registration import RegisteredInstance
 from remuda.domain.provision import (
     MAX_ACQUIRED,
+    MAX_ERROR,
     MAX_LAUNCHES,
     MAX_REASON,
     MAX_REJECTIONS,
@@ -81,6 +82,6 @@ class OutcomeRecorder:
             rejected=dict(self.rejected),
             rejections=tuple(self._rejections),
             launches=tuple(self._launches),
-            error=error[:MAX_REASON],
+            error=error[:MAX_ERROR],
             exit_code=exit_code,
         )

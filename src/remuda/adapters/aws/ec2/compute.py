@@ -19,7 +19,7 @@ from remuda.adapters.aws.ec2.options import AMI, SECURITY_GROUPS, SSM_PREFIX, SU
 from remuda.adapters.aws.ec2.template import LaunchTemplate, RootDevice, check_same_root, root_device, template_data
 from remuda.adapters.aws.user_data import MachineLayout, build_user_data
 from remuda.domain.errors import NotFound, RemudaError, UserError
-from remuda.domain.resources import ResourceClass, is_instance_id
+from remuda.domain.resources import ResourceClass, check_image_architecture, is_instance_id
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock, Ids
 from remuda.ports.compute import POOL_TAG, LaunchRequest, LaunchResult, MachineView
@@ -201,22 +201,37 @@ class Ec2Compute:
         await self._change_tags("DeleteTags", instance_ids, [{"Key": key} for key in sorted(set(keys))])
 
     async def _check_resources(self, options: Ec2LaunchOptions) -> None:
-        """Check that subnets and security groups exist, so that an error is reported before a launch."""
+        """Check that subnets and security groups exist and are in one VPC, so that no launch fails because of them."""
         wanted_by_kind = {_SUBNETS: options.subnets, _GROUPS: options.security_groups}
-        missing = await gather(self._missing(kind, wanted) for kind, wanted in wanted_by_kind.items() if wanted)
-        for kind, name in missing:
-            if name:
+        used = {kind: wanted for kind, wanted in wanted_by_kind.items() if wanted}
+        found = dict(zip(used, await gather(self._vpcs(kind, wanted) for kind, wanted in used.items()), strict=True))
+        for kind, wanted in used.items():
+            for name in wanted:
+                if name not in found[kind]:
+                    raise UserError(
+                        f"{kind.option}: {name} does not exist in this region and account",
+                        field=kind.option,
+                        fix=f"set {kind.option} to an id that {kind.operation} returns",
+                    )
+        of_subnets = found[_SUBNETS]
+        for group, vpc in found.get(_GROUPS, {}).items():
+            subnet = next((name for name in options.subnets if of_subnets[name] != vpc), "")
+            if subnet:
                 raise UserError(
-                    f"{kind.option}: {name} does not exist in this region and account",
-                    field=kind.option,
-                    fix=f"set {kind.option} to an id that {kind.operation} returns",
+                    f"{SECURITY_GROUPS}: {group} is in {vpc}, and subnet {subnet} is in {of_subnets[subnet]}",
+                    field=SECURITY_GROUPS,
+                    fix=f"set {SUBNETS} and {SECURITY_GROUPS} of one VPC",
                 )
 
     async def _check_class_images(
         self, options: Ec2LaunchOptions, root: RootDevice, classes: Sequence[ResourceClass]
     ) -> None:
-        """Check that the images of classes exist, have the architectures of the classes, and fit the root volume."""
-        of_classes = {each.name: each.ami or options.ami for each in classes if each.ami or each.architecture}
+        """Check that the images of classes exist, have their architectures, and fit the root volume."""
+        of_classes = {
+            each.name: each.ami or options.ami
+            for each in classes
+            if each.ami or each.architecture or each.types.architecture
+        }
         if not of_classes:
             return
         found = await self._find_images(of_classes.values())
@@ -228,11 +243,10 @@ class Ec2Compute:
                     f"{CLASSES}: ami {ami} of class {each.name!r}", own, root, options.volume, field=CLASSES
                 )
 
-    async def _missing(self, kind: _ResourceKind, wanted: Sequence[str]) -> tuple[_ResourceKind, str]:
-        """The first missing id, or an empty string."""
+    async def _vpcs(self, kind: _ResourceKind, wanted: Sequence[str]) -> dict[str, str]:
+        """The VPC of each subnet or security group, by id. Those that do not exist are missing."""
         answer = await self.calls.call(kind.operation, Filters=[{"Name": kind.filter, "Values": list(wanted)}])
-        known = {item.get(kind.key) for item in answer.get(kind.listed, ())}
-        return kind, next((name for name in wanted if name not in known), "")
+        return {str(item.get(kind.key)): str(item.get("VpcId", "")) for item in answer.get(kind.listed, ())}
 
     async def _pools_of(self, instance_ids: Sequence[str]) -> dict[str, str]:
         """The value of the pool tag by id, empty without such a tag. Instances unknown to EC2 are missing."""
@@ -301,13 +315,8 @@ def _class_root(wanted: ResourceClass, ami: str, image: Mapping[str, Any] | None
             field=CLASSES,
             fix="give an id that DescribeImages returns",
         )
-    architecture = image.get("Architecture") or "an unknown architecture"
-    if wanted.architecture and architecture != wanted.architecture:
-        raise UserError(
-            f"{CLASSES}: class {wanted.name!r} is for {wanted.architecture}, and its image {ami} is for {architecture}",
-            field=CLASSES,
-            fix="give the class an ami with its architecture",
-        )
+    architecture = str(image.get("Architecture") or "an unknown architecture")
+    check_image_architecture(wanted, ami, architecture, field=CLASSES)
     return root_device(image, label, field=CLASSES)
 
 

@@ -11,13 +11,12 @@ from botocore.exceptions import ClientError
 
 from remuda.adapters.aws.calls import (
     CAPACITY_FIX,
-    LAUNCH_FIX,
     MAX_MESSAGE,
-    PERMISSION_FIX,
-    QUOTA_FIX,
     RETRY_AFTER_S,
+    SPOT_QUOTA,
     ErrorCategory,
     category_of,
+    fix_of,
 )
 from remuda.adapters.aws.ec2.calls import MAX_ATTEMPTS, Ec2Calls, by_tag, describe_machines
 from remuda.adapters.aws.ec2.options import Ec2LaunchOptions
@@ -52,6 +51,28 @@ FALLBACK_SUFFIX = "-od"
 #: Attempts to find all instances of a launch whose response was lost: DescribeInstances is eventually consistent.
 FIND_ATTEMPTS = 3
 _ACCESS_ERRORS = frozenset({ErrorCategory.PERMISSION, ErrorCategory.CREDENTIALS})
+#: Code of Remuda's own error: some instances of a lost response were found, and why the others are missing is unknown.
+_ANSWER_LOST = "AnswerLost"
+#: Errors that on-demand instances of the same types in the same subnets may not have: the spot market and its quota.
+_SPOT_ONLY = frozenset(
+    {
+        "InsufficientInstanceCapacity",
+        "InvalidFleetConfiguration",
+        "SpotMaxPriceTooLow",
+        "UnfulfillableCapacity",
+        "Unsupported",
+        # A repeated launch finds the on-demand instances that its first attempt launched instead of spot instances.
+        _ANSWER_LOST,
+        SPOT_QUOTA,
+    }
+)
+#: Categories of errors that fail every launch of the pool. In this order, their fixes are given first.
+_FAILS_EVERY_LAUNCH = (
+    ErrorCategory.PERMISSION,
+    ErrorCategory.CREDENTIALS,
+    ErrorCategory.INPUT,
+    ErrorCategory.QUOTA,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +83,8 @@ class FleetLaunchError:
     sentence: str
     #: "spot", "on-demand", or empty if the error is about neither.
     usage: str = ""
+    #: What can be done about it, or empty.
+    fix: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,11 +110,11 @@ class FleetLauncher:
             request, options, usage, request.count, request.client_token, may_have_launched=may_have_launched
         )
         missing = request.count - len(fleet.instances)
-        if missing and usage is UsageClass.SPOT and options.falls_back and is_shortage(fleet.errors):
+        if missing and usage is UsageClass.SPOT and options.falls_back and is_mended_by_on_demand(fleet.errors):
             fleet = await self._add_on_demand(request, options, fleet, missing, may_have_launched=may_have_launched)
         if not fleet.instances:
             raise launch_failure(request.request, request.count, fleet.errors)
-        return LaunchResult(instances=fleet.instances, errors=summarize(fleet.errors))
+        return LaunchResult(instances=fleet.instances, errors=summarize(fleet.errors), fix=describe_fixes(fleet.errors))
 
     async def _add_on_demand(
         self,
@@ -111,7 +134,8 @@ class FleetLauncher:
             if not spot.instances:
                 raise
             # The spot instances exist: the caller must learn their ids.
-            more = FleetLaunch(errors=(FleetLaunchError(code=type(error).__name__, sentence=error.message),))
+            failed = FleetLaunchError(code=type(error).__name__, sentence=error.message, fix=error.fix)
+            more = FleetLaunch(errors=(failed,))
         return FleetLaunch(instances=_sorted((*spot.instances, *more.instances)), errors=(*spot.errors, *more.errors))
 
     async def _create(
@@ -176,7 +200,7 @@ class FleetLauncher:
         sentence = (
             f"the response of CreateFleet was lost; {len(instances)} of {count} instances were found by their tag"
         )
-        return FleetLaunch(instances=instances, errors=(FleetLaunchError(code="AnswerLost", sentence=sentence),))
+        return FleetLaunch(instances=instances, errors=(FleetLaunchError(code=_ANSWER_LOST, sentence=sentence),))
 
 
 # Request -----------------------------------------------------------------------------------------------------------
@@ -327,7 +351,7 @@ def _launch_error(item: Mapping[str, Any]) -> FleetLaunchError:
     message = " ".join(str(item.get("ErrorMessage", "")).split())[:MAX_MESSAGE]
     usage = str(item.get("Lifecycle") or "")
     sentence = f"{source or 'EC2'}{f' ({usage})' if usage else ''}: {code}: {message}"
-    return FleetLaunchError(code=code, sentence=sentence, usage=usage)
+    return FleetLaunchError(code=code, sentence=sentence, usage=usage, fix=fix_of(code))
 
 
 def summarize(errors: Sequence[FleetLaunchError]) -> tuple[str, ...]:
@@ -341,10 +365,23 @@ def summarize(errors: Sequence[FleetLaunchError]) -> tuple[str, ...]:
     return tuple(sentences)
 
 
-def is_shortage(errors: Sequence[FleetLaunchError]) -> bool:
-    """Whether another usage class may help: no error is about permissions or input, and not all are throttling."""
-    categories = {category_of(error.code) for error in errors}
-    return not categories & {*_ACCESS_ERRORS, ErrorCategory.INPUT} and categories != {ErrorCategory.THROTTLED}
+def is_mended_by_on_demand(errors: Sequence[FleetLaunchError]) -> bool:
+    """Whether on-demand instances may be launched instead: spot is short, and nothing else fails their launch as well.
+
+    For example, a full spot market is mended by on-demand instances; a quota of volumes is not.
+    """
+    codes = {error.code for error in errors}
+    if any(category_of(code) in _FAILS_EVERY_LAUNCH for code in codes - _SPOT_ONLY):
+        return False
+    # Without an error, EC2 has launched fewer than requested and gave no reason.
+    return not codes or bool(codes & _SPOT_ONLY)
+
+
+def describe_fixes(errors: Sequence[FleetLaunchError]) -> str:
+    """What can be done about the errors, each fix once: those that every launch needs first."""
+    order = {category: number for number, category in enumerate(_FAILS_EVERY_LAUNCH)}
+    ordered = sorted(errors, key=lambda error: order.get(category_of(error.code), len(order)))
+    return "; ".join(dict.fromkeys(error.fix for error in ordered if error.fix))
 
 
 def launch_failure(request: RunnerRequest, count: int, errors: Sequence[FleetLaunchError]) -> RemudaError:
@@ -352,14 +389,18 @@ def launch_failure(request: RunnerRequest, count: int, errors: Sequence[FleetLau
     wanted = request.resource_class
     categories = {category_of(error.code) for error in errors}
     reasons = "; ".join(summarize(errors)) or "EC2 gave no reason"
+    # The reasons come early: records of provisions keep only the beginning.
     text = (
-        f"none of {count} {request.usage_class} instances of types {request.patterns} for class {wanted.name} "
-        f"({wanted.cpu} to {wanted.largest_cpu} cpu, {wanted.memory_mib} MiB) could be launched: {reasons}"
+        f"none of {count} {request.usage_class} instances of types {request.patterns} could be launched: {reasons}; "
+        f"class {wanted.name} needs {wanted.cpu} to {wanted.largest_cpu} cpu and {wanted.memory_mib} MiB"
     )
+    fix = describe_fixes(errors) or CAPACITY_FIX
     if categories & _ACCESS_ERRORS:
-        return UserError(text, field="aws-permission", fix=PERMISSION_FIX)
+        return UserError(text, field="aws-permission", fix=fix)
     if categories == {ErrorCategory.INPUT}:
-        return UserError(text, field="launch", fix=LAUNCH_FIX)
+        return UserError(text, field="launch", fix=fix)
     if categories == {ErrorCategory.THROTTLED}:
         return Throttled(text, retry_after_s=RETRY_AFTER_S)
-    return CapacityError(text, fix=QUOTA_FIX if ErrorCategory.QUOTA in categories else CAPACITY_FIX)
+    if categories and categories <= {ErrorCategory.THROTTLED, ErrorCategory.SERVER, ErrorCategory.OTHER}:
+        return Unavailable(text, fix=fix)
+    return CapacityError(text, fix=fix)
