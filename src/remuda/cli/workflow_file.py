@@ -73,6 +73,7 @@ _REASONS = {
     "uses": ("calls another workflow", "copy its jobs into this file"),
     "secrets": ("passes secrets, and there are none here", "set env instead"),
 }
+_PROVISION = re.compile(r"\bremuda\s+provision\b")
 _CHECKOUT = re.compile(r"actions/checkout@\S+")
 _CHECKOUT_INPUTS = frozenset({"fetch-depth", "path"})
 #: Inputs of actions/checkout that make no difference here.
@@ -168,6 +169,11 @@ class WorkflowJob:
     @property
     def checks_out(self) -> bool:
         return any(step.uses for step in self.steps)
+
+    @property
+    def provisions(self) -> bool:
+        """Whether a step of the job runs `remuda provision`."""
+        return any(_PROVISION.search(step.run) for step in self.steps)
 
     def resolve(self, github: Mapping[str, str], needs: Mapping[str, Any]) -> ResolvedJob:
         """Evaluate the job's own expressions. Those of its steps are evaluated by the runner."""

@@ -278,6 +278,8 @@ class Settings:
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     #: These values as they were written, without credentials.
     written: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    #: The settings file that was named with --config; empty for the default one.
+    file: str = field(default="", compare=False, repr=False)
 
     backend: str = declare(
         choice(("local", "aws")),

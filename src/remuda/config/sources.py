@@ -44,7 +44,7 @@ def load(flags: Mapping[str, Any], *, environ: Mapping[str, str], file: Path | N
             values[name], origins[name] = flags[name], flag(name)
     parsed = {name: _parse(name, value, origins) for name, value in values.items()}
     written = {name: value for name, value in values.items() if not SETTINGS[name].kind.is_secret}
-    settings = Settings(**parsed, origins=origins, written=written)
+    settings = Settings(**parsed, origins=origins, written=written, file=str(file or ""))
     try:
         return replace(settings, runner_sets=in_scope(settings.runner_sets, settings.github_scope))
     except UserError as error:
