@@ -2,27 +2,45 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Collection
 
-from remuda.config.declaration import flag
+from remuda.config.declaration import ALL_COMMANDS, flag
 from remuda.config.settings import SETTINGS, Settings
+
+#: Settings that say which pool a command means.
+POOL_FLAGS = ("backend", "dir", "pool")
+_COMMAND = re.compile(rf"\bremuda ({'|'.join(sorted(ALL_COMMANDS, key=len, reverse=True))})(?![\w.-])")
 
 
 def command_line(settings: Settings, command: str, *arguments: str, omitted: Collection[str] = ()) -> str:
     """A command for the shell, with the flags of the present one that it takes, too.
 
-    Example: after `remuda run-workflow ci.yml --dir state`, the status is that of `remuda status --dir state`. Values
-    of the environment and of the settings file are left out, because they apply to the pasted command as well.
+    Example: after `remuda run-workflow ci.yml --dir state`, the same workflow is `remuda run-workflow ci.yml --dir
+    state`. Values of the environment and of the default settings file apply to the pasted command as well.
     """
-    return shlex.join(["remuda", command, *arguments, *repeated_flags(settings, command, omitted=omitted)])
+    taken = {name for name in settings.origins if command in SETTINGS[name].commands and name not in omitted}
+    return shlex.join(["remuda", command, *arguments, *_repeated_flags(settings, taken, arguments)])
 
 
-def repeated_flags(settings: Settings, command: str, *, omitted: Collection[str] = ()) -> list[str]:
-    words = ["--config", settings.file] if settings.file else []
+def complete_commands(text: str, settings: Settings) -> str:
+    """Add the flags that name the pool to the commands of a text, as in `run remuda refresh --dir state`.
+
+    Texts of the domain name commands without them, because only the command line knows the flags.
+    """
+
+    def complete(found: re.Match[str]) -> str:
+        taken = {name for name in POOL_FLAGS if found[1] in SETTINGS[name].commands}
+        flags = _repeated_flags(settings, taken, text[found.end() :].split())
+        return shlex.join([*found[0].split(), *flags])
+
+    return _COMMAND.sub(complete, text)
+
+
+def _repeated_flags(settings: Settings, names: Collection[str], given: Collection[str]) -> list[str]:
+    words = ["--config", settings.file] if settings.file and "--config" not in given else []
     for name, origin in settings.origins.items():
-        declared = SETTINGS[name]
-        if origin != flag(name) or name in omitted or command not in declared.commands:
-            continue
-        words += [origin] if declared.kind.is_boolean else [origin, str(settings.written[name])]
+        if origin == flag(name) and name in names and origin not in given:
+            words += [origin] if SETTINGS[name].kind.is_boolean else [origin, str(settings.written[name])]
     return words

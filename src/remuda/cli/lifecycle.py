@@ -18,6 +18,7 @@ from remuda.cli.output import Output
 from remuda.cli.rendering import results
 from remuda.cli.run import EXIT_OK, EXIT_PARTIAL, plural, run_async
 from remuda.config.settings import Settings
+from remuda.config.sources import check_backend
 from remuda.domain.errors import RemudaError, UserError
 from remuda.domain.resources import repository_of
 from remuda.domain.text import truncate
@@ -133,6 +134,8 @@ def run_refresh(settings: Settings, output: Output, *, sweep_only: bool, reset: 
 
     if sweep_only and reset:
         raise UserError("--reset contradicts --sweep-only", field="--reset", fix="pass one of them")
+    for warning in check_backend(settings):
+        output.say(f"warning: {warning}", style="yellow")
     event_log = output.event_log(SystemClock())
 
     async def once() -> RefreshResult:

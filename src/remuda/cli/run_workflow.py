@@ -12,6 +12,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,8 @@ from remuda.cli.workflow_file import (
 )
 from remuda.config.settings import Settings
 from remuda.domain.errors import Unavailable, UserError
-from remuda.domain.reporting.demand import describe_missing_labels
+from remuda.domain.pool_config import PoolConfig
+from remuda.domain.reporting.demand import command_for_labels, describe_missing_labels
 from remuda.domain.runner_set import RunnerSet
 from remuda.domain.text import quote, truncate
 from remuda.fake_github.client import FakeGitHubClient, FakeGitHubError, JobStep, JobView
@@ -153,6 +155,7 @@ async def run_workflow(
                 hosted=HostedRunner(Path(folder) / "hosted", state=state),
                 server=endpoint.url,
                 runner_sets=config.runner_sets if config else (),
+                command_for=partial(_command_for, settings, config, run_id),
                 checkout=checkout,
                 verbose=verbose,
                 kept_outputs=before.outputs if before else {},
@@ -210,6 +213,12 @@ def _github_context(
         "actor": actor,
         "triggering_actor": actor,
     }
+
+
+def _command_for(settings: Settings, config: PoolConfig | None, run_id: str, labels: Sequence[str]) -> str:
+    """The command that gets a runner for a job with these labels, or an empty text."""
+    words = command_for_labels(labels, config, run_id=run_id, scope=settings.github_scope) if config else ()
+    return command_line(settings, *words, omitted=RUN_SETTINGS) if words else ""
 
 
 # Re-runs ------------------------------------------------------------------------------------------------------------
@@ -376,6 +385,7 @@ class WorkflowRun:
         hosted: HostedRunner,
         server: str = "",
         runner_sets: Sequence[RunnerSet] = (),
+        command_for: Callable[[Sequence[str]], str] = lambda _labels: "",
         checkout: Mapping[str, str] | None = None,
         verbose: bool = False,
         kept_outputs: Mapping[str, Mapping[str, str]] | None = None,
@@ -385,6 +395,8 @@ class WorkflowRun:
         self._checkout = dict(checkout or {})
         self._verbose = verbose
         self._kept_outputs = kept_outputs or {}
+        #: The command that gets a runner with these labels, or an empty text.
+        self._command_for = command_for
         self._runner_sets = [item for item in runner_sets if item.covers(github["repository"])]
         #: By name of the job.
         self.results: dict[str, WorkflowJobResult] = {}
@@ -547,6 +559,9 @@ class WorkflowRun:
             job.labels, self._runner_sets, run_id=run_id, runs={run_id: list(of_run)} if of_run else {}
         )
         self._say(job.name, f"queued for {', '.join(job.labels)}, but {why}; it waits, Ctrl-C cancels the run")
+        command = self._command_for(job.labels)
+        if command:
+            self._say(job.name, f"to get a runner, run in another terminal: {command}")
 
     async def _queue(self, job: ResolvedJob) -> JobView:
         """Queue the job. If interrupted, wait for the job's id in order to cancel it."""

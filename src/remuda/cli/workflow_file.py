@@ -19,6 +19,7 @@ from remuda.domain.errors import UserError
 from remuda.domain.text import quote
 from remuda.fake_github.client import JobStep
 from remuda.fake_github.fake_runner.expressions import (
+    STATUS_FUNCTIONS,
     ExpressionError,
     Node,
     Scope,
@@ -438,6 +439,9 @@ class _WorkflowParser:
 
     def _condition(self, value: Any, place: FilePlace, contexts: Collection[str], needs: Collection[str]) -> str:
         text = self._plain(value, place)
+        if text.strip() in STATUS_FUNCTIONS:
+            self._add(place, f"is {text.strip()}, the name of a function", f"write {text.strip()}()")
+            return ""
         try:
             self._check_expression(parse_condition(text), place, contexts, needs, has_status=True)
         except ExpressionError as error:

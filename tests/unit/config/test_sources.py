@@ -185,8 +185,8 @@ def test_a_file_that_is_not_utf8_is_not_toml(file: SettingsFile) -> None:
     [
         ("idle-time = 5", "did you mean idle-time-sec?"),
         ("instance_count = 5", "did you mean instance-count?"),
-        ("zzz = 5", "'remuda config' lists the settings"),
-        ("[nested]\npool = 'x'", "'remuda config' lists the settings"),
+        ("zzz = 5", "docs/reference/settings.md lists the settings"),
+        ("[nested]\npool = 'x'", "write its settings at the top of the file, without [nested]"),
     ],
 )
 def test_an_unknown_key_is_reported_with_the_closest_one(file: SettingsFile, text: str, fix: str) -> None:

@@ -16,8 +16,8 @@ from remuda.domain.pool_config import PoolConfig, parse_runner_name
 from remuda.domain.provision import Provision, RejectionKind
 from remuda.domain.reporting.demand import DemandInput, DemandStatus, demand_status
 from remuda.domain.reporting.explanation import Explanation, ExplanationInput, explain_instance, explain_run
-from remuda.domain.reporting.job_explanation import explain_job, explain_jobs, explain_queued, explain_set
-from remuda.domain.resources import check_run_id, is_instance_id
+from remuda.domain.reporting.job_explanation import commands_for, explain_job, explain_jobs, explain_queued, explain_set
+from remuda.domain.resources import check_instance_id, check_run_id, is_instance_id, is_short_instance_id
 from remuda.domain.runner_set import is_set_name
 
 FIELD = "RUN|JOB|SET|INSTANCE"
@@ -32,6 +32,8 @@ def check_subject(subject: str) -> str:
     """Validate a run id, job id, holder id of a set, instance id or runner name. Makes no call."""
     if is_instance_id(subject) or (subject.startswith(HOLDER_PREFIX) and is_set_name(subject[len(HOLDER_PREFIX) :])):
         return subject
+    if is_short_instance_id(subject):
+        return check_instance_id(subject, field=FIELD)
     return check_run_id(subject, field=FIELD)
 
 
@@ -50,8 +52,10 @@ async def explain(context: Context, subject: str) -> Explanation:
         return await _explain_jobs(context, config, subject)
     explanation = explain_run(subject, provisions, await _read_input(context, config, await _ids(context, provisions)))
     overdue = (await _read_demand(context, config)).status.overdue
-    waiting = [f"job {job.name or job.job_id} waits: {job.detail}" for job in overdue if job.run_id == subject]
-    return replace(explanation, next_steps=(*waiting, *explanation.next_steps))
+    waiting = [job for job in overdue if job.run_id == subject]
+    steps = [f"job {job.name or job.job_id} waits: {job.detail}" for job in waiting]
+    commands = dict.fromkeys(command for job in waiting for command in commands_for(job, config))
+    return replace(explanation, next_steps=(*steps, *commands, *explanation.next_steps))
 
 
 async def _explain_instance(context: Context, config: PoolConfig, instance_id: str) -> Explanation:
@@ -75,7 +79,7 @@ async def _explain_jobs(context: Context, config: PoolConfig, subject: str) -> E
     if not jobs:
         queued = [job for job in found.status.overdue if subject in {job.run_id, job.job_id}]
         if queued:
-            return explain_queued(queued[0])
+            return explain_queued(queued[0], config)
         recent = await store.recent_provisions(MAX_SEARCHED)
         known = [*(item.run_id for item in found.records.jobs), *(item.run_id for item in recent)]
         raise _unknown("run or job", subject, list(dict.fromkeys(known)), config)
