@@ -486,7 +486,7 @@ def run_app(app: click.Command, arguments: list[str]) -> int:
         except Abort:
             return EXIT_INTERRUPTED
         except ClickException as error:
-            path = _command_path(error, app)
+            path = _command_path(error, app, arguments)
             message, _, guess = error.format_message().partition("Did you mean")
             # click has it in parentheses if there are several.
             guess = f"did you mean{guess.rstrip(')')} " if guess else ""
@@ -499,9 +499,13 @@ def run_app(app: click.Command, arguments: list[str]) -> int:
     return run_command(output, call)
 
 
-def _command_path(error: ClickException, app: click.Command) -> str:
+def _command_path(error: ClickException, app: click.Command, arguments: list[str]) -> str:
     context = getattr(error, "ctx", None)
-    return str(context.command_path) if context is not None else str(app.name)
+    if context is not None:
+        return str(context.command_path)
+    # An option without its value.
+    commands = app.commands if isinstance(app, click.Group) else {}
+    return " ".join([str(app.name), *(name for name in arguments[:1] if name in commands)])
 
 
 def _field(error: ClickException) -> str:

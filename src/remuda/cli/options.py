@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -120,6 +121,8 @@ def options_of(command: str) -> list[GroupedOption]:
 def fix_of_unknown_option(name: str, ctx: click.Context | None) -> str:
     """What to do about an option that other commands have; empty if none has it."""
     command = ctx.info_name if ctx is not None else ""
+    if re.fullmatch(r"-[0-9.]+", name):
+        return f"give a number from 0, as in remuda {command} 500" if command == "budget" else ""
     on_aws = " --backend aws" if command in DEPLOY_COMMANDS else ""
     declared = next((item for item in SETTINGS.values() if flag(item.name) == name), None)
     if declared is not None and declared.kind.is_secret:

@@ -57,9 +57,18 @@ def load(flags: Mapping[str, Any], *, environ: Mapping[str, str], file: Path | N
 
 def _read_named_file(name: str, value: Any, origins: Mapping[str, str]) -> Any:
     """The content of the file that @FILE names, or the value itself."""
-    if not (SETTINGS[name].kind.takes_file and isinstance(value, str) and value.startswith("@")):
+    if not (SETTINGS[name].kind.takes_file and isinstance(value, str)):
         return value
     shown = shown_name(name, origins)
+    if not value.startswith("@"):
+        # A script may consist of the name of a program, but JSON is never the name of a file.
+        if SETTINGS[name].kind.metavar.startswith("JSON") and value[:1] not in "[{" and _is_file(value):
+            raise UserError(
+                f"{shown} is {quote(value, MAX_SHOWN)}, the name of a file",
+                field=shown,
+                fix=f"write @{value[:MAX_SHOWN]} to give its content",
+            )
+        return value
     try:
         return Path(value[1:]).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -69,6 +78,13 @@ def _read_named_file(name: str, value: Any, origins: Mapping[str, str]) -> Any:
             field=shown,
             fix="name a readable file after the @",
         ) from None
+
+
+def _is_file(name: str) -> bool:
+    try:
+        return Path(name).is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def _parse(name: str, value: Any, origins: Mapping[str, str]) -> Any:
@@ -97,6 +113,7 @@ def _read_file(file: Path | None, environ: Mapping[str, str]) -> dict[str, Any]:
         raise UserError(f"{path} cannot be read: {error.strerror}", field="config", fix=fix) from None
     except (ValueError, RecursionError) as error:
         # Not only invalid TOML: bytes that are not UTF-8, and numbers or nesting beyond the limits of Python.
+        fix += '; texts have quotation marks, as in pool = "ci"'
         raise UserError(f"{path} is not TOML: {error}", field="config", fix=fix) from None
     known = {key(name): name for name in SETTINGS}
     document |= _read_scale_down_table(path, document)
@@ -117,7 +134,8 @@ def _read_file(file: Path | None, environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _fix_of_unknown_key(given: str, value: object, known: Mapping[str, str]) -> str:
-    near = nearest(given, known) or nearest(key(given).lower(), known)
+    words = [*known, SCALE_DOWN_TABLE]
+    near = nearest(given, words) or nearest(key(given).lower(), words)
     if near:
         return f"did you mean {near}?"
     if isinstance(value, dict):
@@ -127,8 +145,8 @@ def _fix_of_unknown_key(given: str, value: object, known: Mapping[str, str]) -> 
 
 def _toml_example(declared: Setting, table: Mapping[str, Any]) -> str:
     """The setting as it is written in TOML, with the value of the table if it has only one."""
-    if declared.name == "runner_sets":
-        return f"[[{declared.key}]] above each set"
+    if declared.name in {"runner_sets", "idle_config"}:
+        return f"[[{declared.key}]], with two brackets, above each element"
     values = list(table.values())
     value = values[0] if len(values) == 1 and not isinstance(values[0], dict | list) else declared.default
     # TOML writes these values as JSON does.

@@ -29,6 +29,8 @@ IMAGE_ID = re.compile(r"ami-[0-9a-f]{8,17}")
 #: An image id, or a parameter of Systems Manager that contains one.
 IMAGE = re.compile(rf"{IMAGE_ID.pattern}|resolve:ssm:[A-Za-z0-9_./:-]{{1,500}}")
 _INSTANCE_ID = re.compile(r"i-[0-9a-f]{8,17}")
+_RUN_ADDRESS = re.compile(r"/actions/runs/([0-9]{1,19})\b")
+_ADDRESS = re.compile(r"(?:https?://|git@)[^/:]+[/:](.+?)(?:\.git)?/?")
 _SHORT_INSTANCE_ID = re.compile(r"i-[0-9a-f]{0,7}")
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SCOPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,38}(/(?!\.{1,2}$)[A-Za-z0-9._-]{1,100})?")
@@ -383,6 +385,8 @@ def is_short_instance_id(text: str) -> bool:
 
 def check_run_id(text: str, *, field: str = "run-id") -> str:
     """Check a run id. It becomes a label, so it must be one word that attracts no jobs of other workflows."""
+    if in_address := _RUN_ADDRESS.search(text):
+        raise UserError(f"{field} is {text[:80]!r}, an address", field=field, fix=f"give the run id: {in_address[1]}")
     if not _RUN_ID.fullmatch(text):
         raise UserError(
             f"{field} is {text[:80]!r}",
@@ -405,6 +409,11 @@ def check_run_id(text: str, *, field: str = "run-id") -> str:
 
 
 def check_scope(text: str, *, field: str = "github-scope") -> str:
+    in_address = _ADDRESS.fullmatch(text)
+    if in_address and _SCOPE.fullmatch(in_address[1]):
+        raise UserError(
+            f"{field} is {text[:80]!r}, an address", field=field, fix=f"give the name alone: {in_address[1]}"
+        )
     if not _SCOPE.fullmatch(text):
         raise UserError(
             f"{field} is {text[:80]!r}",

@@ -200,6 +200,8 @@ def parse_runner_sets(document: Any, *, default_scope: str, zone_of: Callable[[s
     """
     if not isinstance(document, list) or len(document) > MAX_SETS:
         got = f"a list of {len(document)}" if isinstance(document, list) else quote(document, MAX_SHOWN)
+        if isinstance(document, Mapping) and "name" in document:
+            raise UserError(f"{FIELD} is one set, not a list: {got}", field=FIELD, fix="put it into brackets: [{…}]")
         raise UserError(f"{FIELD} must be a list of up to {MAX_SETS} sets, got {got}", field=FIELD, fix=FIX)
     sets = tuple(_SetParser(f"{FIELD}[{number}]", body, zone_of).parse() for number, body in enumerate(document))
     return in_scope(sets, default_scope)

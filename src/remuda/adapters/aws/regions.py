@@ -26,11 +26,11 @@ def check_region(region: str, *, field: str) -> None:
     if _REGION.fullmatch(region) and (os.environ.get("AWS_ENDPOINT_URL") or region in known_regions()):
         return
     near = nearest(region.strip().lower(), sorted(known_regions()))
-    suggestion = f"did you mean {near}? " if near else "use a region such as eu-central-1; "
+    suggestion = f"use {near}" if near else "use a region such as eu-central-1"
     raise UserError(
         f"{field} is {region[:_MAX_SHOWN]!r}, which is not a region of AWS",
         field=field,
-        fix=f"{suggestion}for a region that opened recently, run pip install --upgrade botocore",
+        fix=f"{suggestion}; for a region that opened recently, run pip install --upgrade botocore",
     )
 
 
