@@ -289,16 +289,15 @@ MISTAKES = [
     ("stauts", None, "stauts", "did you mean 'status'?"),
     ("refresh --github-token x", "--github-token", "--github-token", "set REMUDA_GITHUB_TOKEN: other users"),
     ("deploy --monthly-budget 5", "--monthly-budget", "--monthly-budget", "run remuda budget 500 --backend aws"),
-    ("deploy --pre-runner-script x", "--pre-runner-script", "", "it is an option of remuda refresh: run it with"),
+    ("deploy --pre-runner-script x", "--pre-runner-script", "", "put the script into the image of --ami"),
     ("refresh --margin-sec 3", "--margin-sec", "--margin-sec", "set REMUDA_MARGIN_SEC, or margin-sec in remuda.toml"),
     ("status --yes", "--yes", "--yes", "it is an option of remuda terminate, deploy, destroy"),
-    ("refresh --ami", "--ami", "requires an argument", "see remuda refresh --help"),
     ("budget -5", "-5", "-5", "give a number from 0, as in remuda budget 500"),
     ("budget much", "DOLLARS", "got 'much'", "such as remuda budget 500"),
     # Settings
     ("refresh --ami ami-01234567", "--ami", "is 'ami-01234567', which the local", "omit --ami, or use --backend aws"),
     ("refresh --actions-runner-version 2.330.0", "--actions-runner-version", "2.330.0", "or use --backend aws"),
-    ("refresh --prices nope.json", "REMUDA_PRICES", "'nope.json' cannot be read", "JSON price table"),
+    ("refresh --prices nope.json", "--prices", "'nope.json' cannot be read", "JSON price table"),
     ("refresh --runner-sets @no.json", "--runner-sets", "'@no.json', but the file cannot be read", "after the @"),
     ("refresh --runner-sets sets.json", "--runner-sets", "'sets.json', the name of a file", "write @sets.json"),
     ("refresh --runner-sets @sets.json", "--runner-sets", "unknown key 'label'", "did you mean labels?"),
@@ -337,6 +336,11 @@ def test_a_mistake_is_answered_with_field_value_and_fix(
     assert field in {error["field"], None}
     assert message in error["message"]
     assert fix in error["fix"]
+
+
+def test_an_option_without_its_value_names_the_command(shell: Shell) -> None:
+    done = shell.here("refresh", "--ami")
+    assert done.stderr == "remuda: Option '--ami' requires an argument; see remuda refresh --help\n"
 
 
 @pytest.mark.parametrize(

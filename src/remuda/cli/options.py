@@ -129,6 +129,8 @@ def fix_of_unknown_option(name: str, ctx: click.Context | None) -> str:
         return f"set {variable(declared.name)}: other users of this computer can read the arguments of a command"
     if declared is not None and declared.name == "monthly_budget":
         return f"run remuda budget 500{on_aws}, which sets it to 500 dollars"
+    if declared is not None and declared.name == "pre_runner_script" and command == "deploy":
+        return "put the script into the image of --ami: the refresh of the stack removes other scripts"
     if declared is not None and not declared.commands:
         return f"set {variable(declared.name)}, or {declared.key} in remuda.toml"
     parent = ctx.parent.command if ctx is not None and ctx.parent is not None else None

@@ -95,7 +95,8 @@ def run_explain(settings: Settings, output: Output, *, subject: str) -> int:
     async def work() -> Explanation:
         event_log = output.event_log(SystemClock())
         async with open_context(settings, event_log, needs_github=False, require_local_github=False) as context:
-            return await explain(output.guarded(context), subject)
+            command = "deploy" if settings.backend == "aws" else "refresh"
+            return await explain(output.guarded(context), subject, command=command)
 
     found = run_async(work)
     found = replace(found, next_steps=tuple(map(output.complete, found.next_steps)))

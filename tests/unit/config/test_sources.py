@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from remuda.cli.deploy import given_parameters
 from remuda.cli.rendering.results import config_rows
 from remuda.config.declaration import flag, is_secret_arn, key, variable
 from remuda.config.settings import SETTINGS, Settings
@@ -260,6 +261,15 @@ def test_an_invalid_directory_is_rejected(text: str) -> None:
     error = refuse({"dir": text})
     assert error.field == "--dir"
     assert len(error.message) < 300
+
+
+def test_the_content_of_a_named_file_is_what_was_written(tmp_path: Path) -> None:
+    """`deploy` passes the written text to the stack, which cannot read the file."""
+    text = '[{"name": "gpu", "labels": ["gpu"], "max": 1}]'
+    (tmp_path / "sets.json").write_text(text)
+    settings = load({"runner_sets": f"@{tmp_path}/sets.json"}, environ={})
+    assert [item.name for item in settings.runner_sets] == ["gpu"]
+    assert given_parameters(settings)["RunnerSets"] == text
 
 
 def test_a_script_may_be_text_or_a_file(tmp_path: Path) -> None:

@@ -539,7 +539,7 @@ def test_run_with_several_jobs() -> None:
 def test_job_that_no_set_serves() -> None:
     seen = {queued("self-hosted", "gpu").anomaly(): at(-900)}
     (overdue,) = demand_status(demand_input(first_seen=seen)).overdue
-    explanation = explain_queued(overdue, demand_input().config)
+    explanation = explain_queued(overdue, demand_input().config, "refresh")
     why, command = explanation.next_steps
     assert why == "it waits: no runner has label gpu; sets: large (self-hosted, remuda, large)"
     *words, text = shlex.split(command.removeprefix("to get a runner: "))

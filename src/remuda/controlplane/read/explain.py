@@ -37,8 +37,11 @@ def check_subject(subject: str) -> str:
     return check_run_id(subject, field=FIELD)
 
 
-async def explain(context: Context, subject: str) -> Explanation:
-    """Explain a run id, a job id, `set.` and the name of a runner set, an instance id or the name of a runner."""
+async def explain(context: Context, subject: str, *, command: str = "") -> Explanation:
+    """Explain a run id, a job id, `set.` and the name of a runner set, an instance id or the name of a runner.
+
+    `command` is the one that changes the runner sets of the pool, for readers with a command line.
+    """
     config = await read_config(context)
     parsed = parse_runner_name(config.pool, subject)
     if parsed is not None:
@@ -49,12 +52,12 @@ async def explain(context: Context, subject: str) -> Explanation:
         return await _explain_set(context, config, subject[len(HOLDER_PREFIX) :])
     provisions = await context.store.provisions_of_run(subject)
     if not provisions:
-        return await _explain_jobs(context, config, subject)
+        return await _explain_jobs(context, config, subject, command)
     explanation = explain_run(subject, provisions, await _read_input(context, config, await _ids(context, provisions)))
     overdue = (await _read_demand(context, config)).status.overdue
     waiting = [job for job in overdue if job.run_id == subject]
     steps = [f"job {job.name or job.job_id} waits: {job.detail}" for job in waiting]
-    commands = dict.fromkeys(command for job in waiting for command in commands_for(job, config))
+    commands = dict.fromkeys(text for job in waiting for text in commands_for(job, config, command))
     return replace(explanation, next_steps=(*steps, *commands, *explanation.next_steps))
 
 
@@ -70,7 +73,7 @@ async def _explain_instance(context: Context, config: PoolConfig, instance_id: s
     return explain_instance(found.instances[instance_id], found)
 
 
-async def _explain_jobs(context: Context, config: PoolConfig, subject: str) -> Explanation:
+async def _explain_jobs(context: Context, config: PoolConfig, subject: str, command: str) -> Explanation:
     """Explain a run without a provision, or a single job."""
     store = context.store
     jobs, single = await asyncio.gather(store.jobs_of_run(subject), store.get_jobs([subject]))
@@ -79,7 +82,7 @@ async def _explain_jobs(context: Context, config: PoolConfig, subject: str) -> E
     if not jobs:
         queued = [job for job in found.status.overdue if subject in {job.run_id, job.job_id}]
         if queued:
-            return explain_queued(queued[0], config)
+            return explain_queued(queued[0], config, command)
         recent = await store.recent_provisions(MAX_SEARCHED)
         known = [*(item.run_id for item in found.records.jobs), *(item.run_id for item in recent)]
         raise _unknown("run or job", subject, list(dict.fromkeys(known)), config)

@@ -456,26 +456,34 @@ def describe_missing_labels(
 
 
 def command_for_labels(
-    labels: Sequence[str], config: PoolConfig, *, run_id: str, scope: str, is_scope_given: bool = False
+    labels: Sequence[str],
+    config: PoolConfig,
+    *,
+    run_id: str,
+    scope: str,
+    command: str = "refresh",
+    is_scope_given: bool = False,
 ) -> tuple[str, ...]:
     """The words of a command after `remuda` that gets runners for a job that no runner serves; none if there is none.
 
-    `scope` is that of a new set. Example: `refresh --runner-sets '[{"name": "gpu", …}]'`.
+    `command` is the one that changes the sets of the pool: `deploy` on AWS, where the refresh of the stack applies the
+    stack's own. `scope` is that of a new set. Example: `refresh --runner-sets '[{"name": "gpu", …}]'`.
     """
+    given = ("--github-scope", scope) if is_scope_given else ()
     classes = [item.name for item in config.classes]
     of_run = [label for label in labels if label == run_id or label.startswith(f"{run_id}-")]
     if run_id and of_run:
         others = [label for label in labels if label not in of_run]
         if len(of_run) > 1 or len(others) > 1 or not set(others) <= set(classes):
             return ()
-        return ("provision", "--run-id", of_run[0], *(word for name in others for word in ("--resource-class", name)))
+        in_class = ("--resource-class", *others) if others else ()
+        return ("provision", *given, "--run-id", of_run[0], *in_class)
     if any(label.lower().startswith(_HOSTED_LABELS) for label in labels):
         return ()
     sets = with_set_for(labels, config.runner_sets, classes=classes, scope=scope)
     if sets is None:
         return ()
-    given = ("--github-scope", scope) if is_scope_given else ()
-    return ("refresh", *given, "--runner-sets", json.dumps([item.document() for item in sets]))
+    return (command, *given, "--runner-sets", json.dumps([item.document() for item in sets]))
 
 
 def _listed(labels: Iterable[str]) -> str:
