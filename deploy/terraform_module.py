@@ -64,7 +64,7 @@ def _variable(declared: Setting) -> list[str]:
         shown = {"type": "number", "default": "null"}
     elif metavar in LISTS:
         shown = {"type": "list(string)", "default": "[]", "nullable": "false"}
-    elif metavar == "JSON":
+    elif kind.is_json:
         shown = {"type": "any", "default": "null"}
     elif metavar == "ARN":
         # An object, because its presence is known before its attribute: a plan may create the resource.
@@ -72,7 +72,7 @@ def _variable(declared: Setting) -> list[str]:
     description = declared.full_description
     if metavar in LISTS:
         description = description.replace(", separated by commas or spaces", "").replace(", separated by commas", "")
-    elif metavar == "JSON":
+    elif kind.is_json:
         description = description.replace(" as JSON", "")
     lines = [f'variable "{declared.name}" {{', *_aligned({"description": _quoted(description), **shown}, "  ")]
     rule = REQUIRED.get(declared.name)
@@ -92,7 +92,7 @@ def _value(declared: Setting) -> str:
     source, metavar = f"var.{declared.name}", declared.kind.metavar
     if metavar in LISTS:
         return f'join(",", {source})'
-    if metavar == "JSON":
+    if declared.kind.is_json:
         return f"{source} == null ? null : jsonencode({source})"
     if metavar == "ARN":
         return f"one({source}[*].arn)"

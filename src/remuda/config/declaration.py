@@ -203,6 +203,8 @@ class ValueKind:
     is_duration: bool = False
     #: Whether @FILE stands for the content of a file.
     takes_file: bool = False
+    #: Whether a text is JSON; the settings file may have lists and tables instead.
+    is_json: bool = False
     #: Whether the value may be a table of the settings file.
     takes_table: bool = False
 

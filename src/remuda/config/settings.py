@@ -454,6 +454,7 @@ class Settings:
     resource_class_config: tuple[ResourceClass, ...] = _pool_option(
         ValueKind(
             metavar="JSON|@FILE",
+            is_json=True,
             expected=f"JSON such as {CLASSES_EXAMPLE}, or @FILE",
             parse=_parse_classes,
             takes_file=True,
@@ -467,6 +468,7 @@ class Settings:
     runner_sets: tuple[RunnerSet, ...] = _pool_option(
         ValueKind(
             metavar="JSON|@FILE",
+            is_json=True,
             expected=f"JSON such as {RUNNER_SETS_EXAMPLE}, or @FILE",
             parse=_parse_runner_sets,
             takes_file=True,
@@ -599,6 +601,7 @@ class Settings:
     idle_config: tuple[IdleWindow, ...] = _scale_down_option(
         ValueKind(
             metavar="JSON|@FILE",
+            is_json=True,
             expected=f"JSON such as {IDLE_CONFIG_EXAMPLE}, or @FILE",
             parse=_parse_idle_config,
             takes_file=True,

@@ -62,7 +62,7 @@ def _read_named_file(name: str, value: Any, origins: Mapping[str, str]) -> Any:
     shown = shown_name(name, origins)
     if not value.startswith("@"):
         # A script may consist of the name of a program, but JSON is never the name of a file.
-        if SETTINGS[name].kind.metavar.startswith("JSON") and value[:1] not in "[{" and _is_file(value):
+        if SETTINGS[name].kind.is_json and value[:1] not in "[{" and _is_file(value):
             raise UserError(
                 f"{shown} is {quote(value, MAX_SHOWN)}, the name of a file",
                 field=shown,
