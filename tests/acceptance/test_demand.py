@@ -147,7 +147,7 @@ async def test_stopped_listener_ends_its_session_and_status_reports_it(backend: 
     await backend.watch_scale_sets(lambda found: any(item.session_owner for item in found), "a session is open")
     killed = backend.kill("listener", signal.SIGTERM)
     await backend.watch_scale_sets(lambda found: not any(item.session_owner for item in found), "it is closed")
-    assert "the listener is not running; run 'remuda up' to start it" in (await backend.run("status")).stderr
+    assert "the listener is not running; run remuda up --dir" in (await backend.run("status")).stderr
     assert "listener" in (await backend.run("up")).document["started"]
     await backend.restarted("listener", killed)
     assert (await backend.wait_for(await backend.queue("70"))).conclusion == "success"

@@ -59,7 +59,8 @@ def run_status(settings: Settings, output: Output, *, everything: bool, watch: b
             require_local_github=False,
         ) as context:
             found = await status(output.guarded(context), include_terminated=everything)
-            return _with_stopped_processes(settings, found)
+            warnings = tuple(replace(item, text=output.complete(item.text)) for item in found.warnings)
+            return _with_stopped_processes(settings, replace(found, warnings=warnings))
 
     result = run_async(work)
     output.say_errors(result.unreadable)
