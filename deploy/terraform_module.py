@@ -64,7 +64,7 @@ def _variable(declared: Setting) -> list[str]:
         shown = {"type": "number", "default": "null"}
     elif metavar in LISTS:
         shown = {"type": "list(string)", "default": "[]", "nullable": "false"}
-    elif metavar == "JSON":
+    elif kind.is_json:
         shown = {"type": "any", "default": "null"}
     elif metavar == "TAGS":
         shown = {"type": "map(string)", "default": "{}", "nullable": "false"}
@@ -74,7 +74,7 @@ def _variable(declared: Setting) -> list[str]:
     description = declared.full_description
     if metavar in LISTS:
         description = description.replace(", separated by commas or spaces", "").replace(", separated by commas", "")
-    elif metavar == "JSON":
+    elif kind.is_json:
         description = description.replace(" as JSON", "")
     elif metavar == "TAGS":
         description = description.replace(": KEY=VALUE, separated by commas", "")
@@ -96,7 +96,7 @@ def _value(declared: Setting) -> str:
     source, metavar = f"var.{declared.name}", declared.kind.metavar
     if metavar in LISTS:
         return f'join(",", {source})'
-    if metavar == "JSON":
+    if declared.kind.is_json:
         return f"{source} == null ? null : jsonencode({source})"
     if metavar == "TAGS":
         return f'join(",", [for key, value in {source} : "${{key}}=${{value}}"])'

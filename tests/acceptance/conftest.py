@@ -39,6 +39,7 @@ LONG_FILES = (
     "test_aws_backend.py",
     "test_read_side.py",
     "test_doctor.py",
+    "test_advice.py",
     "test_cli_input.py",
 )
 

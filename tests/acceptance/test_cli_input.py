@@ -9,6 +9,7 @@ import io
 import json
 import os
 import re
+import shlex
 import sqlite3
 import subprocess
 import sys
@@ -239,14 +240,13 @@ def test_invalid_utf8_is_rejected(shell: Shell) -> None:
     ("arguments", "field", "named", "fix"),
     [
         (("provision", "--nope"), "--nope", "--nope", "see remuda provision --help"),
-        (("provision", "--instance-cout", "5"), "--instance-cout", "--instance-count", "see remuda provision --help"),
         (("nope",), "", "nope", "see remuda --help"),
         (("status", "extra"), "", "extra", "see remuda status --help"),
         (("refresh", "--every", "often"), "--every", "--every", "see remuda refresh --help"),
         (("refresh", "--every", "nan"), "--every", "--every", "see remuda refresh --help"),
         (("run-workflow",), "", "file", "see remuda run-workflow --help"),
     ],
-    ids=["option", "near miss", "command", "argument", "no number", "nan", "missing"],
+    ids=["option", "command", "argument", "no number", "nan", "missing"],
 )
 def test_usage_errors_have_the_same_form_as_others(
     shell: Shell, arguments: tuple[str, ...], field: str, named: str, fix: str
@@ -280,6 +280,122 @@ def test_local_commands_are_rejected_on_aws(shell: Shell, command: str) -> None:
 def test_aws_requires_a_region(shell: Shell, arguments: tuple[str, ...]) -> None:
     error = shell.refused(*arguments, "--backend", "aws")
     assert (error["field"], error["fix"]) == ("AWS_REGION", "set AWS_REGION")
+
+
+#: Command, field, parts of the message, and parts of the fix. Run before a backend exists: nothing is called.
+MISTAKES = [
+    # Options
+    ("provision --ru-id 3", "--ru-id", "--ru-id", "did you mean '--run-id'? see remuda provision --help"),
+    ("stauts", None, "stauts", "did you mean 'status'?"),
+    ("refresh --github-token x", "--github-token", "--github-token", "set REMUDA_GITHUB_TOKEN: other users"),
+    ("deploy --monthly-budget 5", "--monthly-budget", "--monthly-budget", "run remuda budget 500 --backend aws"),
+    ("deploy --pre-runner-script x", "--pre-runner-script", "", "put the script into the image of --ami"),
+    ("refresh --margin-sec 3", "--margin-sec", "--margin-sec", "set REMUDA_MARGIN_SEC, or margin-sec in remuda.toml"),
+    ("status --yes", "--yes", "--yes", "it is an option of remuda terminate, deploy, destroy"),
+    ("budget -5", "-5", "-5", "give a number from 0, as in remuda budget 500"),
+    ("budget much", "DOLLARS", "got 'much'", "such as remuda budget 500"),
+    # Settings
+    ("refresh --ami ami-01234567", "--ami", "is 'ami-01234567', which the local", "omit --ami, or use --backend aws"),
+    ("refresh --actions-runner-version 2.330.0", "--actions-runner-version", "2.330.0", "or use --backend aws"),
+    ("refresh --prices nope.json", "--prices", "'nope.json' cannot be read", "JSON price table"),
+    ("refresh --runner-sets @no.json", "--runner-sets", "'@no.json', but the file cannot be read", "after the @"),
+    ("refresh --runner-sets sets.json", "--runner-sets", "'sets.json', the name of a file", "write @sets.json"),
+    ("refresh --runner-sets @sets.json", "--runner-sets", "unknown key 'label'", "did you mean labels?"),
+    ("""refresh --runner-sets '[{"name":"x","labels":[""],"max":1}]'""", "--runner-sets", "labels[0] is ''", "give 1"),
+    ("""refresh --runner-sets '{"name":"x","max":1}'""", "--runner-sets", "is one set, not a list", "brackets"),
+    (
+        """refresh --resource-class-config '{"l":{"cpus":2}}'""",
+        "--resource-class-config",
+        "'cpus'",
+        "did you mean cpu?",
+    ),
+    ("""scale-down --idle-config '[{"idlecount":1}]'""", "--idle-config", "key 'idlecount'", "did you mean idleCount?"),
+    ("provision --run-id https://github.com/a/b/actions/runs/12", "--run-id", "an address", "give the run id: 12"),
+    ("refresh --github-scope https://github.com/acme/app", "--github-scope", "an address", "alone: acme/app"),
+    # Ids
+    ("drain i-abc", "INSTANCE", "is 'i-abc', with 3 digits", "give at least the first 8 digits after i-"),
+    ("terminate i-", "INSTANCE", "is 'i-', with 0 digits", "give at least the first 8 digits after i-"),
+    ("explain i-1234567", "RUN|JOB|SET|INSTANCE", "with 7 digits", "give at least the first 8 digits after i-"),
+    ("quarantine foo", "INSTANCE", "is 'foo', not an instance id", "run remuda status --wide"),
+    ("drain --ami foo", "--ami", "is 'foo', not the id of an image", "such as ami-0123456789abcdef0"),
+    # Places
+    ("down --dir /nowhere", "--dir", "is '/nowhere', where there is no local backend", "--dir"),
+    ("down --purge", "--dir", "is '.remuda', where there is no local backend", "--dir"),
+    ("destroy --yes --region eu-central-9", "--region", "is 'eu-central-9', which is not a region", "use eu-central-"),
+    ("deploy --yes --region eu-cental-1 --dist .", "--region", "is 'eu-cental-1'", "use eu-central-1"),
+]
+
+
+@pytest.mark.parametrize(("command", "field", "message", "fix"), MISTAKES, ids=[each[0][:60] for each in MISTAKES])
+def test_a_mistake_is_answered_with_field_value_and_fix(
+    shell: Shell, command: str, field: str | None, message: str, fix: str
+) -> None:
+    (shell.folder / "sets.json").write_text('[{"name": "gpu", "label": ["gpu"], "max": 1}]')
+    error = shell.refused(*shlex.split(command))
+    assert error["type"] == "UserError"
+    assert field in {error["field"], None}
+    assert message in error["message"]
+    assert fix in error["fix"]
+
+
+def test_an_option_without_its_value_names_the_command(shell: Shell) -> None:
+    done = shell.here("refresh", "--ami")
+    assert done.stderr == "remuda: Option '--ami' requires an argument; see remuda refresh --help\n"
+
+
+@pytest.mark.parametrize(
+    ("region", "fix"), [("eu-central-9", "use eu-central-"), ("frankfurt", "use a region"), ("EU-WEST-1", "eu-west-1")]
+)
+def test_an_unknown_region_is_rejected_before_any_call(shell: Shell, region: str, fix: str) -> None:
+    shell.environ["AWS_REGION"] = region
+    error = shell.refused("status", "--backend", "aws")
+    assert (error["field"], region in error["message"]) == ("AWS_REGION", True)
+    assert fix in error["fix"]
+    assert "pip install --upgrade botocore" in error["fix"]
+
+
+def test_an_aws_setting_of_the_environment_is_reported_on_the_local_backend(backend: Shell) -> None:
+    """A settings file may serve both backends."""
+    backend.environ["REMUDA_AMI"] = "ami-01234567"
+    done = backend("refresh", "--dir", "state")
+    del backend.environ["REMUDA_AMI"]
+    assert (done.returncode, "warning: REMUDA_AMI has no effect on the local backend" in done.stderr) == (0, True)
+
+
+def test_json_settings_are_read_from_a_file(backend: Shell) -> None:
+    (backend.folder / "classes.json").write_text('{"large": {"cpu": 1, "mmem": 512}}')
+    done = backend("config", "--json", "--resource-class-config", "@classes.json")
+    assert done.returncode == 2, "config takes no settings as flags"
+    backend.environ["REMUDA_RESOURCE_CLASS_CONFIG"] = "@classes.json"
+    done = backend("config", "--json")
+    del backend.environ["REMUDA_RESOURCE_CLASS_CONFIG"]
+    assert json.loads(done.stdout)["settings"]["resource-class-config"]["value"] == {"large": {"cpu": 1, "mmem": 512}}
+
+
+#: Workflow, place, and parts of the message and of the fix.
+WORKFLOWS = [
+    ("{runs-on: ubuntu-latest, if: always, %s}", "jobs.a.if", "names always, a function", "write always()"),
+    ("{runs-on: ubuntu-latest, if: '${{ always }}', %s}", "jobs.a.if", "names always, a function", "write always()"),
+    ("{runs-on: '', %s}", "jobs.a.runs-on", "is missing", "give ubuntu-latest"),
+    ("{runs-on: [large, ''], %s}", "jobs.a.runs-on[1]", "is ''", "give the label of a runner"),
+    ("{runs-on: '${{ github.runid }}', %s}", "jobs.a.runs-on", "github.runid", "did you mean run_id?"),
+    ("{runs-on: ubuntu-latest, need: b, %s}", "jobs.a.need", "is an unknown key", "did you mean needs?"),
+    ("{runs-on: ubuntu-latest, needs: b, %s}", "jobs.a.needs", "names 'b', which does not exist", "name a job"),
+    ("{runs-on: ubuntu-latest, steps: {run: 'true'}}", "jobs.a.steps", "is not a list", "begins with '- '"),
+    ("{runs-on: ubuntu-latest, timeout-minutes: 5m, %s}", "jobs.a.timeout-minutes", "is '5m'", "give minutes"),
+]
+
+
+@pytest.mark.parametrize(("job", "field", "message", "fix"), WORKFLOWS, ids=[each[0][:60] for each in WORKFLOWS])
+def test_a_mistake_in_a_workflow_is_answered_with_its_place(
+    shell: Shell, job: str, field: str, message: str, fix: str
+) -> None:
+    text = job % "steps: [{run: 'true'}]" if "%s" in job else job
+    (shell.folder / "w.yml").write_text(f"on: push\njobs:\n  a: {text}\n")
+    error = shell.refused("run-workflow", "w.yml")
+    assert error["field"] == field
+    assert message in error["message"]
+    assert fix in error["fix"]
 
 
 # State directory --------------------------------------------------------------------------------------------------
@@ -359,8 +475,9 @@ def test_no_error_shows_the_token_of_the_local_github(shell: Shell, store: Path)
         ("instance-count = 0", "instance-count", "instance-count must be an integer from 1 to 1000, got 0"),
         ("instance-count = true", "instance-count", "instance-count must be an integer from 1 to 1000, got True"),
         ("[resource-class-config.large]\ncpu = 0\nmmem = 1", "resource-class-config", "cpu of 'large' is 0"),
+        ("[[runner-sets]]\nname = 'x'\nlabel = ['a']\nmax = 1", "runner-sets", "unknown key 'label'"),
     ],
-    ids=["syntax", "nesting", "number", "key", "value", "truth", "table"],
+    ids=["syntax", "nesting", "number", "key", "value", "truth", "table", "set"],
 )
 def test_an_invalid_settings_file_is_reported_before_any_change(
     shell: Shell, text: str, field: str, message: str
@@ -369,6 +486,30 @@ def test_an_invalid_settings_file_is_reported_before_any_change(
     error = shell.refused("up")
     assert (error["field"], message in error["message"]) == (field, True)
     assert error["fix"] or "must be" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "fix"),
+    [
+        ("[pool]\nname = 'ci'", "pool", 'write pool = "ci"'),
+        ("[max-uses]\nvalue = 7", "max-uses", "write max-uses = 7"),
+        ("[max-uses]", "max-uses", "write max-uses = 50"),
+        ("[github-token]\nvalue = 'ghp_s3cret'", "github-token", "write github-token = …"),
+        ("[runner-sets]\nname = 'x'", "runner-sets", "write [[runner-sets]], with two brackets, above each element"),
+        ("[idle-config]\ncron = 'x'", "idle-config", "write [[idle-config]], with two brackets, above each element"),
+        ("[remuda]\npool = 'ci'", "remuda", "write its settings at the top of the file, without [remuda]"),
+        ("[scale-down]\nidle_config = []", "scale-down", "did you mean scale_down?"),
+        ("runner_sets = []", "runner_sets", "did you mean runner-sets?"),
+        ("Pool = 'ci'", "Pool", "did you mean pool?"),
+        ("pool = ci", "config", 'texts have quotation marks, as in pool = "ci"'),
+    ],
+)
+def test_a_settings_file_with_a_wrong_form_is_answered_in_toml(shell: Shell, text: str, field: str, fix: str) -> None:
+    (shell.folder / "remuda.toml").write_text(text)
+    error = shell.refused("refresh")
+    assert error["field"] == field
+    assert fix in error["fix"]
+    assert "s3cret" not in str(error)
 
 
 @pytest.mark.parametrize("command", ["down", "refresh", "provision", "release", "status", "config"])
@@ -440,11 +581,17 @@ def test_an_unknown_class_is_reported_with_the_known_ones(backend: Shell) -> Non
     assert machines(backend) == []
 
 
+def test_an_unknown_class_is_not_drained(backend: Shell) -> None:
+    done = backend("drain", "--dir", "state", "--resource-class", "xxlarge", "--json")
+    error = json.loads(done.stdout)["error"]
+    assert (done.returncode, error["field"], error["fix"]) == (2, "--resource-class", "did you mean xlarge?")
+
+
 def test_a_scope_without_a_token_is_reported_before_any_launch(backend: Shell) -> None:
     done = backend(*ANY_RUN, "--dir", "state", "--github-scope", "some/other", "--json", "--quiet")
     error = json.loads(done.stdout)["error"]
     assert (done.returncode, error["field"]) == (2, "github-scope")
-    assert "remuda refresh --github-scope some/other" in error["fix"]
+    assert error["fix"] == "run remuda refresh --dir state --github-scope some/other"
     assert machines(backend) == []
 
 

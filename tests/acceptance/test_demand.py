@@ -68,8 +68,11 @@ async def test_burst_creates_machines_that_the_next_run_reuses(backend: DemandBa
 async def test_failed_jobs_are_run_again_with_a_new_attempt(backend: DemandBackend) -> None:
     step = 'test "${{ matrix.shard }}-${{ github.run_attempt }}" != 2-1'
     file = backend.workflow("flaky", shards=2, step=step)
-    first = (await run_workflow(backend, file, "10", code=1))["jobs"]
+    failed = await run_workflow(backend, file, "10", code=1)
+    first = failed["jobs"]
     assert [job["conclusion"] for job in first] == ["success", "failure"]
+    assert failed["fix"].startswith("run the failed jobs again: remuda run-workflow")
+    assert failed["fix"].endswith("--rerun-failed")
     again = await run_workflow(backend, file, "10", "--rerun-failed")
     assert (again["run_id"], again["run_attempt"], again["conclusion"]) == ("10", 2, "success")
     assert [bool(job["job_id"]) for job in again["jobs"]] == [False, True]
@@ -144,7 +147,7 @@ async def test_stopped_listener_ends_its_session_and_status_reports_it(backend: 
     await backend.watch_scale_sets(lambda found: any(item.session_owner for item in found), "a session is open")
     killed = backend.kill("listener", signal.SIGTERM)
     await backend.watch_scale_sets(lambda found: not any(item.session_owner for item in found), "it is closed")
-    assert "the listener is not running; run 'remuda up' to start it" in (await backend.run("status")).stderr
+    assert "the listener is not running; run remuda up --dir" in (await backend.run("status")).stderr
     assert "listener" in (await backend.run("up")).document["started"]
     await backend.restarted("listener", killed)
     assert (await backend.wait_for(await backend.queue("70"))).conclusion == "success"

@@ -323,6 +323,9 @@ async def test_destroy_waits_for_runs_and_can_be_interrupted(account: EmptyAccou
 
 
 def test_destroy_leaves_nothing_and_can_be_repeated(account: EmptyAccount):
+    typo = account.destroy("--yes", pool="whol")
+    error = typo.document["error"]
+    assert (typo.code, error["field"], "whole" in error["fix"]) == (2, "--pool", True), typo.stderr
     refused = account.destroy(pool="whole")
     assert (refused.code, refused.document["error"]["field"]) == (2, "--yes")
     before = account.resources("whole")

@@ -154,8 +154,24 @@ def test_failed_job_skips_dependents_and_still_releases(backend: Path, tmp_path:
     }
     assert set(states(backend)) == {"idle"}
     assert "GITHUB_RUN_ID=9002" in done.stderr, "the jobs' environment"
-    assert "run 9002: failure of test (1), test (2); --rerun-failed runs the failed jobs again" in done.stderr
+    assert "run 9002: failure of test (1), test (2); run the whole workflow again" in done.stderr
+    check_advice(backend, tmp_path, result["fix"])
     check_secrets(backend, scanner, done, processes)
+
+
+def check_advice(backend: Path, tmp_path: Path, advice: str) -> None:
+    """The command of the advice runs the workflow again; a re-run of the failed jobs is refused and says why."""
+    command = advice.partition(": ")[2]
+    assert command == f"remuda run-workflow {tmp_path / 'w.yml'} --dir {backend}"
+    (tmp_path / "w.yml").write_text(WORKFLOW % ("any", "true"))
+    words = command.split()[1:]
+    refused = run_installed([*words, "--rerun-failed", "--json"], environment=os.environ, timeout_s=LIMIT_S)
+    error = document_of(refused)["error"]
+    assert (refused.code, error["field"]) == (2, "--rerun-failed")
+    assert "test (1): it needs runners of run 9002, which has none, and provision succeeded" in error["message"]
+    assert error["fix"] == f"run the whole workflow again: {command}"
+    again = run_installed([*words, "--json"], environment=os.environ, timeout_s=LIMIT_S)
+    assert (again.code, document_of(again)["conclusion"]) == (0, "success")
 
 
 def check_secrets(backend: Path, scanner: LeakScanner, done: CommandResult, processes: ObservedProcesses) -> None:

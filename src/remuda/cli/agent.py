@@ -87,7 +87,7 @@ def _run_on_ec2(event_log: EventLog) -> None:
         raise UserError(
             f"{BACKEND} is {backend!r} and --dir is not given, so this is no instance of Remuda",
             field=BACKEND,
-            fix="launch instances with 'remuda provision'; they start their agents",
+            fix="launch instances with 'remuda provision --run-id 1'; they start their agents",
         )
     try:
         from remuda.cli.agent_ec2 import run  # noqa: PLC0415 - AWS libraries are slow to import

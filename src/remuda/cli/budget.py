@@ -26,7 +26,7 @@ def run_budget(settings: Settings, output: Output, *, amount: str | None) -> int
 
     found = run_async(work)
     if not output.as_json:
-        output.answer(*_lines(found))
+        output.answer(*map(output.complete, _lines(found)))
     output.result(_document(found))
     return EXIT_OK
 

@@ -29,7 +29,7 @@ from remuda.domain.text import quote
 from remuda.ports.calls import CallCounter
 from remuda.ports.doctor import CheckResult, CheckStatus
 from remuda.source_repository import find_source_repository, repository_name
-from remuda.wiring.aws import aws_libraries
+from remuda.wiring.aws import aws_libraries, check_region
 from remuda.wiring.github import GithubCredential, github_client
 
 if TYPE_CHECKING:
@@ -289,6 +289,10 @@ def run_destroy(
             await destruction.remove_rest()
             return await destruction.plan()
 
+    async def check_existed() -> None:
+        async with AsyncExitStack() as stack:
+            await (await opened(stack)).check_existed()
+
     found = run_async(plan)
     document = {
         "pool": settings.pool,
@@ -297,7 +301,8 @@ def run_destroy(
         "deleted": [item.what for item in found.deleted],
     }
     if not found.removals and not found.machines:
-        output.say(f"nothing is left of pool {settings.pool}")
+        run_async(check_existed)
+        output.say(f"nothing is left of pool {settings.pool}, which was deleted before")
         output.result({**document, "kept": {}})
         return EXIT_OK
     _show_removals(output, found)
@@ -400,6 +405,7 @@ def _choose_region(region: str, *, asks: bool) -> None:
     from remuda.adapters.aws.clients import AwsClients  # noqa: PLC0415 - AWS libraries are slow to import
 
     if region:
+        check_region(region)
         os.environ["AWS_REGION"] = region
         return
     try:
@@ -408,6 +414,7 @@ def _choose_region(region: str, *, asks: bool) -> None:
         if not asks:
             raise UserError("no AWS region is given", field="--region", fix="give --region or set AWS_REGION") from None
         os.environ["AWS_REGION"] = click.prompt("AWS region", err=True)
+    check_region()
 
 
 def _with_pool(settings: Settings, *, asks: bool) -> Settings:

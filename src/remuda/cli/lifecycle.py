@@ -14,10 +14,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from remuda.adapters.system.clock import SystemClock
+from remuda.adapters.system.prices import chosen_prices
 from remuda.cli.output import Output
 from remuda.cli.rendering import results
 from remuda.cli.run import EXIT_OK, EXIT_PARTIAL, plural, run_async
 from remuda.config.settings import Settings
+from remuda.config.sources import check_backend
 from remuda.domain.errors import RemudaError, UserError
 from remuda.domain.resources import repository_of
 from remuda.domain.text import truncate
@@ -133,6 +135,10 @@ def run_refresh(settings: Settings, output: Output, *, sweep_only: bool, reset: 
 
     if sweep_only and reset:
         raise UserError("--reset contradicts --sweep-only", field="--reset", fix="pass one of them")
+    # Prices are read only if there is a budget, but a mistyped name is one always.
+    chosen_prices(settings.prices)
+    for warning in check_backend(settings):
+        output.say(f"warning: {warning}", style="yellow")
     event_log = output.event_log(SystemClock())
 
     async def once() -> RefreshResult:

@@ -77,7 +77,8 @@ def run_listen(settings: Settings, output: Output, *, once: bool, alive_file: st
     for name, facts in result.sets.items():
         output.say(f"{name}: {facts['desired']} wanted, {facts['supply']} here, {facts['waiting']} waiting")
     if not result.sets:
-        output.say("no runner sets are configured; add runner-sets and run remuda refresh", style="yellow")
+        advice = output.complete("add runner-sets and run remuda refresh")
+        output.say(f"no runner sets are configured; {advice}", style="yellow")
     output.result({"sets": result.sets, "errors": list(result.errors)})
     return EXIT_PARTIAL if result.errors else EXIT_OK
 

@@ -21,6 +21,7 @@ from remuda import procfs
 from remuda.adapters.local.layout import LOCAL_GITHUB, LocalLayout
 from remuda.adapters.system.clock import SystemClock
 from remuda.agent.processes import command
+from remuda.cli.advice import command_line
 from remuda.cli.output import Output
 from remuda.cli.run import EXIT_OK, EXIT_PARTIAL, plural, run_async
 from remuda.config.settings import Settings
@@ -208,7 +209,8 @@ def run_up(settings: Settings, output: Output) -> int:
     already = "" if result.started else " (was already running)"
     output.say(f"local backend in {settings.dir}: GitHub at {result.url}{already}")
     if result.configured:
-        output.say("the pool is configured with the current settings; 'remuda refresh' applies later changes")
+        again = command_line(settings, "refresh")
+        output.say(f"the pool is configured with the current settings; {again} applies later changes")
     others = running_backends(settings)
     if others:
         output.say(f"also running: the local backend in {' and in '.join(others)}")
@@ -367,7 +369,12 @@ async def stop(settings: Settings, event_log: EventLog, *, purge: bool) -> DownR
     check_local(settings)
     clock, places = SystemClock(), layout(settings)
     if not places.database.exists():
-        return DownResult(stopped=(), terminated=(), left=())
+        others = running_backends(settings)
+        raise UserError(
+            f"{settings.shown('dir')} is {str(settings.dir)!r}, where there is no local backend",
+            field=settings.shown("dir"),
+            fix=f"use --dir {' or --dir '.join(others)}" if others else "name the directory of remuda up with --dir",
+        )
     with _locked(places):
         return await _stop(settings, event_log, clock, places, purge=purge)
 

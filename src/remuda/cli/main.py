@@ -14,14 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.exceptions import Abort, ClickException, Exit
+from click.exceptions import Abort, ClickException, Exit, NoSuchOption
 from click.shell_completion import get_completion_class
 
 from remuda import __version__
-from remuda.cli.options import HELP_WIDTH, Argument, GroupedCommand, option, options_of, settings_of
+from remuda.cli.options import (
+    HELP_WIDTH,
+    Argument,
+    GroupedCommand,
+    fix_of_unknown_option,
+    option,
+    options_of,
+    settings_of,
+)
 from remuda.cli.output import Output, early_log_format, set_log_format
 from remuda.cli.run import EXIT_INTERRUPTED, load_settings, mistyped_variables, run_command
-from remuda.config.declaration import DURATION_EXAMPLES, Group, choice, duration, integer, text
+from remuda.config.declaration import DURATION_EXAMPLES, POOL_COMMANDS, Group, choice, duration, integer, text
 from remuda.config.settings import SETTINGS
 from remuda.domain.errors import UserError
 
@@ -155,8 +163,11 @@ def _command(name: str, implementation: str, summary: str, *own: click.Parameter
         config = values.pop("config")
         given = {each: values.pop(each) for each in flags}
         settings = load_settings(given, config)
+        Output.settings = settings
         for warning in mistyped_variables():
             output.say(f"warning: {warning}", style="yellow")
+        if settings.backend == "aws" and name in POOL_COMMANDS:
+            import_module("remuda.wiring.aws").check_region()
         module, _, function = implementation.partition(":")
         run: Callable[..., int] = getattr(import_module(f"remuda.{module}"), function)
         # The objects of the imported modules live as long as the process.
@@ -464,6 +475,7 @@ def main(arguments: list[str]) -> int:
 def run_app(app: click.Command, arguments: list[str]) -> int:
     """Run a click application and return its exit code. With --json, usage errors are JSON documents, too."""
     set_log_format(early_log_format(arguments, os.environ))
+    Output.settings = None
     output = Output(as_json="--json" in arguments)
 
     def call() -> int:
@@ -474,16 +486,26 @@ def run_app(app: click.Command, arguments: list[str]) -> int:
         except Abort:
             return EXIT_INTERRUPTED
         except ClickException as error:
-            message = error.format_message().rstrip(".")
-            raise UserError(message, field=_field(error), fix=f"see {_command_path(error, app)} --help") from None
+            path = _command_path(error, app, arguments)
+            message, _, guess = error.format_message().partition("Did you mean")
+            # click has it in parentheses if there are several.
+            guess = f"did you mean{guess.rstrip(')')} " if guess else ""
+            fix = f"{guess}see {path} --help"
+            if isinstance(error, NoSuchOption):
+                fix = fix_of_unknown_option(error.option_name, error.ctx) or fix
+            raise UserError(message.rstrip("( ").rstrip("."), field=_field(error), fix=fix) from None
         return code if isinstance(code, int) else 0
 
     return run_command(output, call)
 
 
-def _command_path(error: ClickException, app: click.Command) -> str:
+def _command_path(error: ClickException, app: click.Command, arguments: list[str]) -> str:
     context = getattr(error, "ctx", None)
-    return str(context.command_path) if context is not None else str(app.name)
+    if context is not None:
+        return str(context.command_path)
+    # An option without its value.
+    commands = app.commands if isinstance(app, click.Group) else {}
+    return " ".join([str(app.name), *(name for name in arguments[:1] if name in commands)])
 
 
 def _field(error: ClickException) -> str:

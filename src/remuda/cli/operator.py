@@ -15,7 +15,8 @@ from remuda.controlplane import operator
 from remuda.controlplane.operator import InstanceSelector, OperatorAction, OperatorResult
 from remuda.domain.errors import UserError
 from remuda.domain.instance import State
-from remuda.domain.resources import MAX_SHOWN, is_instance_id
+from remuda.domain.resources import IMAGE_ID, MAX_SHOWN, check_instance_id
+from remuda.domain.text import quote
 from remuda.wiring import job_files, open_context
 
 _PARTICIPLES = {
@@ -30,12 +31,13 @@ Act = Callable[..., Awaitable[OperatorResult]]
 def check_selection(selector: InstanceSelector) -> InstanceSelector:
     """Require either ids or a filter, so that a forgotten argument never selects the whole pool."""
     for instance_id in selector.instance_ids:
-        if not is_instance_id(instance_id):
-            raise UserError(
-                f"INSTANCE must be an instance id such as i-0123456789abcdef0, got {instance_id[:MAX_SHOWN]!r}",
-                field="INSTANCE",
-                fix="'remuda status' lists the ids",
-            )
+        check_instance_id(instance_id, field="INSTANCE")
+    if selector.ami and not IMAGE_ID.fullmatch(selector.ami):
+        raise UserError(
+            f"--ami is {quote(selector.ami, MAX_SHOWN)}, not the id of an image",
+            field="--ami",
+            fix="give the id of an image such as ami-0123456789abcdef0",
+        )
     is_filter = selector.everything or bool(selector.resource_class) or bool(selector.ami)
     if is_filter and selector.instance_ids:
         raise UserError("both instances and a filter are given", field="INSTANCE", fix="give one or the other")

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
 
-from remuda.config.declaration import Group, InvalidValue, Setting, ValueKind, flag
+from remuda.config.declaration import (
+    DEPLOY_COMMANDS,
+    POOL_COMMANDS,
+    Group,
+    InvalidValue,
+    Setting,
+    ValueKind,
+    flag,
+    variable,
+)
 from remuda.config.settings import SETTINGS
 from remuda.domain.errors import UserError
 from remuda.domain.resources import MAX_SHOWN
@@ -106,6 +116,30 @@ def settings_of(command: str) -> list[Setting]:
 
 def options_of(command: str) -> list[GroupedOption]:
     return [_setting_option(declared) for declared in settings_of(command)]
+
+
+def fix_of_unknown_option(name: str, ctx: click.Context | None) -> str:
+    """What to do about an option that other commands have; empty if none has it."""
+    command = ctx.info_name if ctx is not None else ""
+    if re.fullmatch(r"-[0-9.]+", name):
+        return f"give a number from 0, as in remuda {command} 500" if command == "budget" else ""
+    on_aws = " --backend aws" if command in DEPLOY_COMMANDS else ""
+    declared = next((item for item in SETTINGS.values() if flag(item.name) == name), None)
+    if declared is not None and declared.kind.is_secret:
+        return f"set {variable(declared.name)}: other users of this computer can read the arguments of a command"
+    if declared is not None and declared.name == "monthly_budget":
+        return f"run remuda budget 500{on_aws}, which sets it to 500 dollars"
+    if declared is not None and declared.name == "pre_runner_script" and command == "deploy":
+        return "put the script into the image of --ami: the refresh of the stack removes other scripts"
+    if declared is not None and not declared.commands:
+        return f"set {variable(declared.name)}, or {declared.key} in remuda.toml"
+    parent = ctx.parent.command if ctx is not None and ctx.parent is not None else None
+    commands = parent.commands if isinstance(parent, click.Group) else {}
+    owners = [each for each, item in commands.items() if any(name in param.opts for param in item.params)]
+    if not owners:
+        return ""
+    after = ": run it with --backend aws after remuda deploy" if on_aws and owners[0] in POOL_COMMANDS else ""
+    return f"it is an option of remuda {', '.join(owners)}{after}"
 
 
 class GroupedCommand(click.Command):

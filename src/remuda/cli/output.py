@@ -19,6 +19,7 @@ from remuda.ports.event_log import EventLog
 
 if TYPE_CHECKING:
     from remuda.cli.terminal import PlainConsole
+    from remuda.config.settings import Settings
     from remuda.controlplane.context import Context
 
 #: Terminal style per event; others are plain.
@@ -84,6 +85,8 @@ def error_line(at: datetime, error: RemudaError) -> str:
 class Output:
     #: Whether stderr gets one JSON document per line.
     logs_json: ClassVar[bool] = False
+    #: The settings of the present command, when they are known: advised commands get its flags.
+    settings: ClassVar[Settings | None] = None
 
     def __init__(self, *, as_json: bool, quiet: bool = False, wide: bool = False) -> None:
         self.as_json = as_json
@@ -159,6 +162,14 @@ class Output:
             if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
                 raise
 
+    def complete(self, advice: str) -> str:
+        """The advice with complete commands: `run remuda refresh --dir state` instead of `run remuda refresh`."""
+        if self.settings is None or "remuda " not in advice:
+            return advice
+        from remuda.cli.advice import complete_commands  # noqa: PLC0415 - for mistakes only
+
+        return complete_commands(advice, self.settings)
+
     def answer(self, *renderables: Any, soft_wrap: bool = False) -> None:
         """Print the result for people on stdout. With --json, `result` prints the document there instead.
 
@@ -199,6 +210,7 @@ class Output:
         return context
 
     def error(self, error: RemudaError) -> None:
+        error.fix = self.complete(error.fix)
         fix = f"; {error.fix}" if error.fix else ""
         if self.logs_json:
             self.log_line(error_line(SystemClock().now(), error))

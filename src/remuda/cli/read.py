@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from remuda.adapters.system.clock import SystemClock
 from remuda.adapters.system.prices import chosen_prices
+from remuda.cli.advice import command_line
 from remuda.cli.local_backend import background_processes, can_list_registrations, stopped_processes
 from remuda.cli.output import Output
 from remuda.cli.rendering import status as status_view
@@ -58,7 +59,8 @@ def run_status(settings: Settings, output: Output, *, everything: bool, watch: b
             require_local_github=False,
         ) as context:
             found = await status(output.guarded(context), include_terminated=everything)
-            return _with_stopped_processes(settings, found)
+            warnings = tuple(replace(item, text=output.complete(item.text)) for item in found.warnings)
+            return _with_stopped_processes(settings, replace(found, warnings=warnings))
 
     result = run_async(work)
     output.say_errors(result.unreadable)
@@ -79,7 +81,9 @@ def _with_stopped_processes(settings: Settings, found: Status) -> Status:
     """Add a warning per background process of the local backend that is not running."""
     stopped = [
         PoolWarning(
-            kind=WarningKind.STOPPED_PROCESS, subject="", text=f"{name} is not running; run 'remuda up' to start it"
+            kind=WarningKind.STOPPED_PROCESS,
+            subject="",
+            text=f"{name} is not running; run {command_line(settings, 'up')} to start it",
         )
         for name in stopped_processes(settings)
     ]
@@ -92,9 +96,11 @@ def run_explain(settings: Settings, output: Output, *, subject: str) -> int:
     async def work() -> Explanation:
         event_log = output.event_log(SystemClock())
         async with open_context(settings, event_log, needs_github=False, require_local_github=False) as context:
-            return await explain(output.guarded(context), subject)
+            command = "deploy" if settings.backend == "aws" else "refresh"
+            return await explain(output.guarded(context), subject, command=command)
 
     found = run_async(work)
+    found = replace(found, next_steps=tuple(map(output.complete, found.next_steps)))
     if not output.as_json:
         wide = output.wide or not sys.stdout.isatty()
         output.answer(*status_view.explanation_lines(found, wide=wide), soft_wrap=wide)
@@ -254,7 +260,9 @@ def run_doctor(settings: Settings, output: Output) -> int:
         async with open_doctor(settings, background_processes(settings)) as checks:
             return await run_checks(checks)
 
-    results = problems_first(run_async(work))
+    found = run_async(work)
+    found = {name: replace(result, fix=output.complete(result.fix)) for name, result in found.items()}
+    results = problems_first(found)
     if sys.stdout.isatty():
         output.answer(check_table(results))
     elif not output.as_json:
@@ -299,7 +307,7 @@ def _show_pool_config(settings: Settings, output: Output) -> int:
     differing = sum(row["differs"] for row in rows.values())
     output.say(
         f"{plural(differing, 'setting')} here {'differs' if differing == 1 else 'differ'} from the pool: "
-        "'remuda refresh' would apply the values of here"
+        f"{command_line(settings, 'refresh')} would apply the values of here"
         if differing
         else "the settings here do not differ from the pool; refresh keeps what they do not name"
     )

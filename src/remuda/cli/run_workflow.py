@@ -12,6 +12,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,10 @@ from typing import Any
 import httpx
 
 from remuda.adapters.system.clock import SystemClock
+from remuda.cli.advice import command_line
 from remuda.cli.checkout import NO_COMMIT, Repository, find_repository, take_snapshot
 from remuda.cli.hosted_job import HostedRunner, steps_of
+from remuda.cli.lifecycle import LABEL_SEPARATORS
 from remuda.cli.output import Output
 from remuda.cli.run import run_async
 from remuda.cli.workflow_file import (
@@ -33,7 +36,8 @@ from remuda.cli.workflow_file import (
 )
 from remuda.config.settings import Settings
 from remuda.domain.errors import Unavailable, UserError
-from remuda.domain.reporting.demand import describe_missing_labels
+from remuda.domain.pool_config import PoolConfig
+from remuda.domain.reporting.demand import command_for_labels, describe_missing_labels
 from remuda.domain.runner_set import RunnerSet
 from remuda.domain.text import quote, truncate
 from remuda.fake_github.client import FakeGitHubClient, FakeGitHubError, JobStep, JobView
@@ -51,6 +55,8 @@ EVENT_NAME = "workflow_dispatch"
 #: Lines of a failed step that are shown without --verbose, and lines of a job's summary.
 SHOWN_LINES = 20
 SUMMARY_LINES = 40
+#: Settings of one run, which a new run of the same workflow does not repeat.
+RUN_SETTINGS = ("run_id", "run_attempt")
 MAX_STEP_NAME = 40
 #: Conclusions of jobs, the one that decides for a matrix first.
 _CONCLUSIONS = ("failure", "cancelled", "success", "skipped")
@@ -98,6 +104,8 @@ class LastRun:
     #: By name of the job.
     conclusions: Mapping[str, str]
     outputs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    #: The absolute path of the workflow file; empty if an older version wrote the record.
+    file: str = ""
 
 
 def run_workflow_file(
@@ -114,19 +122,23 @@ async def run_workflow(
     settings: Settings, output: Output, *, file: str, rerun_failed: bool = False, verbose: bool = False
 ) -> int:
     clock = SystemClock()
-    before = _last_run(settings) if rerun_failed else None
+    before = _last_run(settings, file) if rerun_failed else None
     # Like GitHub's run ids: an increasing number.
     run_id = before.run_id if before else settings.run_id or str(int(clock.now().timestamp() * 1000))
     attempt = before.attempt + 1 if before else settings.run_attempt
     document = _read(file)
-    repository = await find_repository(await asyncio.to_thread(lambda: Path(file).absolute().parent))
+    path = await asyncio.to_thread(Path(file).absolute)
+    repository = await find_repository(path.parent)
     github = _github_context(settings, file, document, repository, run_id=run_id, attempt=attempt)
     jobs = parse_workflow(document, github)
     kept = kept_jobs(jobs, before) if before else set()
     endpoint = local_endpoint(settings)
     config = await stored_config(settings)
     state = layout(settings).root
+    again = command_line(settings, "run-workflow", file, omitted=RUN_SETTINGS)
     async with FakeGitHubClient(endpoint.url, endpoint.token) as client:
+        if before:
+            await _check_rerun(jobs, before, github, client, again)
         with tempfile.TemporaryDirectory(prefix="remuda-run-", ignore_cleanup_errors=True) as folder:
             checkout: dict[str, str] = {}
             checkouts = [step for job in jobs for step in job.steps if step.uses]
@@ -143,6 +155,7 @@ async def run_workflow(
                 hosted=HostedRunner(Path(folder) / "hosted", state=state),
                 server=endpoint.url,
                 runner_sets=config.runner_sets if config else (),
+                command_for=partial(_command_for, settings, config, run_id),
                 checkout=checkout,
                 verbose=verbose,
                 kept_outputs=before.outputs if before else {},
@@ -150,25 +163,26 @@ async def run_workflow(
             try:
                 results = await run.run(jobs, kept)
             finally:
-                _save_run(
-                    settings,
-                    LastRun(
-                        run_id=run_id,
-                        attempt=attempt,
-                        conclusions={name: result.conclusion for name, result in run.results.items()},
-                        outputs={name: result.outputs for name, result in run.results.items()},
-                    ),
+                last = LastRun(
+                    run_id=run_id,
+                    attempt=attempt,
+                    conclusions={name: result.conclusion for name, result in run.results.items()},
+                    outputs={name: result.outputs for name, result in run.results.items()},
+                    file=str(path),
                 )
-    failed = [result for result in results if result.result not in {"success", "skipped"}]
+                _save_run(settings, last)
+        failed = [result for result in results if result.result not in {"success", "skipped"}]
+        advice = await _advice(jobs, last, github, client, again) if failed else ""
     conclusion = "failure" if failed else "success"
     names = ", ".join(result.name for result in failed)
-    summary = f"failure of {names}; --rerun-failed runs the failed jobs again" if failed else "success"
+    summary = f"failure of {names}; {advice}" if failed else "success"
     output.say_after(f"run {run_id}: ", summary, style="bold red" if failed else "bold green")
     output.result(
         {
             "run_id": run_id,
             "run_attempt": attempt,
             "conclusion": conclusion,
+            "fix": advice or None,
             "jobs": [result.document() for result in results],
         }
     )
@@ -201,6 +215,12 @@ def _github_context(
     }
 
 
+def _command_for(settings: Settings, config: PoolConfig | None, run_id: str, labels: Sequence[str]) -> str:
+    """The command that gets a runner for a job with these labels, or an empty text."""
+    words = command_for_labels(labels, config, run_id=run_id, scope=settings.github_scope) if config else ()
+    return command_line(settings, *words, omitted=RUN_SETTINGS) if words else ""
+
+
 # Re-runs ------------------------------------------------------------------------------------------------------------
 
 
@@ -215,7 +235,7 @@ def _save_run(settings: Settings, run: LastRun) -> None:
     draft.replace(path)
 
 
-def _last_run(settings: Settings) -> LastRun:
+def _last_run(settings: Settings, file: str) -> LastRun:
     """Read the last run. Attempts are counted, as on GitHub."""
     try:
         run = LastRun(**json.loads(_last_run_file(settings).read_text(encoding="utf-8")))
@@ -231,6 +251,12 @@ def _last_run(settings: Settings) -> LastRun:
             field=settings.shown("run_id"),
             fix="omit it: --rerun-failed continues the last run",
         )
+    if run.file and run.file != str(Path(file).absolute()):
+        raise UserError(
+            f"the last run is one of {run.file}, not of {file}",
+            field="--rerun-failed",
+            fix=f"omit --rerun-failed, or run {command_line(settings, 'run-workflow', run.file, '--rerun-failed')}",
+        )
     return run
 
 
@@ -245,6 +271,93 @@ def kept_jobs(jobs: Sequence[WorkflowJob], before: LastRun) -> set[str]:
     if len(kept) == len(jobs):
         raise UserError(f"run {before.run_id} has no failed job", field="--rerun-failed", fix="omit --rerun-failed")
     return kept
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockedJob:
+    """A job that would wait for ever in a re-run of the failed jobs."""
+
+    name: str
+    #: Names of the jobs that provisioned its runners and would not run again.
+    provisions: tuple[str, ...]
+
+
+def blocked_by_provision(
+    jobs: Sequence[WorkflowJob],
+    last: LastRun,
+    github: Mapping[str, str],
+    runners: Iterable[Collection[str]],
+) -> BlockedJob | None:
+    """The first job of a re-run that needs runners of the run, if the provision of these runners is not repeated.
+
+    Re-running failed jobs repeats no successful job, so it does not repeat the provision of runners that were released:
+    https://docs.github.com/actions/how-tos/manage-workflow-runs/re-run-workflows-and-jobs. `runners` has the labels of
+    the runners that are registered. Jobs of runner sets get new runners.
+    """
+    run_id, kept = last.run_id, kept_jobs(jobs, last)
+    by_key = {job.key: [each for each in jobs if each.key == job.key] for job in jobs}
+    outputs = {
+        key: {
+            "result": "success",
+            "outputs": {name: text for each in found for name, text in last.outputs.get(each.name, {}).items() if text},
+        }
+        for key, found in by_key.items()
+    }
+    kept_keys = {key for key, found in by_key.items() if all(each.name in kept for each in found)}
+    ancestors: dict[str, set[str]] = {}
+    for key in TopologicalSorter({job.key: job.needs for job in jobs}).static_order():
+        needs = by_key[key][0].needs
+        ancestors[key] = set(needs).union(*(ancestors[need] for need in needs))
+    for job in jobs:
+        is_skipped_again = last.conclusions.get(job.name) == "skipped" and ancestors[job.key] <= kept_keys
+        if job.name in kept or is_skipped_again:
+            continue
+        resolved = job.resolve(github, {need: outputs[need] for need in job.needs})
+        wanted = {label.lower() for label in resolved.labels}
+        if resolved.hosted or not any(is_label_of_run(label, run_id) for label in resolved.labels):
+            continue
+        if any(wanted <= {label.lower() for label in labels} for labels in runners):
+            continue
+        # A script of the repository may call remuda: then any job on this machine may be the provision.
+        provisions = [each for each in jobs if each.provisions]
+        provisions = provisions or [each for each in jobs if each.key in ancestors[job.key]]
+        if all(each.name in kept for each in provisions):
+            return BlockedJob(name=job.name, provisions=tuple(each.name for each in provisions))
+    return None
+
+
+def is_label_of_run(label: str, run_id: str) -> bool:
+    """Whether only runners of a provision of this run have the label."""
+    return label == run_id or label.startswith(tuple(run_id + separator for separator in LABEL_SEPARATORS))
+
+
+async def _check_rerun(
+    jobs: Sequence[WorkflowJob], last: LastRun, github: Mapping[str, str], client: FakeGitHubClient, again: str
+) -> None:
+    blocked = blocked_by_provision(jobs, last, github, await _registered_labels(client))
+    if blocked is not None:
+        done = f", and {', '.join(blocked.provisions)} succeeded and is not repeated" if blocked.provisions else ""
+        raise UserError(
+            f"--rerun-failed cannot run {blocked.name}: it needs runners of run {last.run_id}, which has none{done}",
+            field="--rerun-failed",
+            fix=f"run the whole workflow again: {again}",
+        )
+
+
+async def _advice(
+    jobs: Sequence[WorkflowJob], last: LastRun, github: Mapping[str, str], client: FakeGitHubClient, again: str
+) -> str:
+    """What to do after a failed run."""
+    if blocked_by_provision(jobs, last, github, await _registered_labels(client)):
+        return f"run the whole workflow again, because its runners were released: {again}"
+    return f"run the failed jobs again: {again} --rerun-failed"
+
+
+async def _registered_labels(client: FakeGitHubClient) -> list[tuple[str, ...]]:
+    try:
+        return [runner.labels for runner in await client.runners() if runner.online]
+    except (FakeGitHubError, httpx.HTTPError) as error:
+        raise Unavailable(f"the local GitHub does not respond: {error}") from error
 
 
 def _read(file: str) -> object:
@@ -272,6 +385,7 @@ class WorkflowRun:
         hosted: HostedRunner,
         server: str = "",
         runner_sets: Sequence[RunnerSet] = (),
+        command_for: Callable[[Sequence[str]], str] = lambda _labels: "",
         checkout: Mapping[str, str] | None = None,
         verbose: bool = False,
         kept_outputs: Mapping[str, Mapping[str, str]] | None = None,
@@ -281,6 +395,8 @@ class WorkflowRun:
         self._checkout = dict(checkout or {})
         self._verbose = verbose
         self._kept_outputs = kept_outputs or {}
+        #: The command that gets a runner with these labels, or an empty text.
+        self._command_for = command_for
         self._runner_sets = [item for item in runner_sets if item.covers(github["repository"])]
         #: By name of the job.
         self.results: dict[str, WorkflowJobResult] = {}
@@ -443,6 +559,9 @@ class WorkflowRun:
             job.labels, self._runner_sets, run_id=run_id, runs={run_id: list(of_run)} if of_run else {}
         )
         self._say(job.name, f"queued for {', '.join(job.labels)}, but {why}; it waits, Ctrl-C cancels the run")
+        command = self._command_for(job.labels)
+        if command:
+            self._say(job.name, f"to get a runner, run in another terminal: {command}")
 
     async def _queue(self, job: ResolvedJob) -> JobView:
         """Queue the job. If interrupted, wait for the job's id in order to cancel it."""

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import yaml
 
 from remuda.domain.errors import UserError
-from remuda.domain.text import quote
+from remuda.domain.text import nearest, quote, suggest
 from remuda.fake_github.client import JobStep
 from remuda.fake_github.fake_runner.expressions import (
+    STATUS_FUNCTIONS,
     ExpressionError,
     Node,
     Scope,
@@ -73,6 +74,7 @@ _REASONS = {
     "uses": ("calls another workflow", "copy its jobs into this file"),
     "secrets": ("passes secrets, and there are none here", "set env instead"),
 }
+_PROVISION = re.compile(r"\bremuda\s+provision\b")
 _CHECKOUT = re.compile(r"actions/checkout@\S+")
 _CHECKOUT_INPUTS = frozenset({"fetch-depth", "path"})
 #: Inputs of actions/checkout that make no difference here.
@@ -169,6 +171,11 @@ class WorkflowJob:
     def checks_out(self) -> bool:
         return any(step.uses for step in self.steps)
 
+    @property
+    def provisions(self) -> bool:
+        """Whether a step of the job runs `remuda provision`."""
+        return any(_PROVISION.search(step.run) for step in self.steps)
+
     def resolve(self, github: Mapping[str, str], needs: Mapping[str, Any]) -> ResolvedJob:
         """Evaluate the job's own expressions. Those of its steps are evaluated by the runner."""
         contexts = {
@@ -180,9 +187,11 @@ class WorkflowJob:
         scope = Scope(contexts)
         try:
             timeout_min = to_number(render(self.timeout_min, scope)) or DEFAULT_TIMEOUT_MIN
+            labels = tuple(_labels(self.labels, scope))
+            _check_labels(self.labels, labels)
             return ResolvedJob(
                 job=self,
-                labels=tuple(_labels(self.labels, scope)),
+                labels=labels,
                 env={name: render(value, scope) for env in self.env for name, value in env.items()},
                 environment=render(self.environment, scope),
                 timeout_s=min(timeout_min, MAX_TIMEOUT_MIN) * 60,
@@ -225,6 +234,12 @@ def _labels(templates: Sequence[str], scope: Scope) -> Iterator[str]:
                 yield from map(to_text, value) if isinstance(value, list) else [to_text(value)]
             case _:
                 yield render(template, scope)
+
+
+def _check_labels(written: Sequence[str], labels: Sequence[str]) -> None:
+    """No runner has an empty label, so a job with one would wait for ever."""
+    if not all(label.strip() for label in labels):
+        raise ExpressionError(f"runs-on is {quote(' '.join(written), MAX_SHOWN)}, which is an empty label in this run")
 
 
 # YAML ---------------------------------------------------------------------------------------------------------------
@@ -375,7 +390,9 @@ class _WorkflowParser:
     def _only(self, value: Mapping[Any, Any], known: Collection[str], place: FilePlace) -> None:
         for key in value:
             if key not in known:
-                reason, fix = _REASONS.get(str(key), ("is not supported", "remove it"))
+                near = nearest(str(key), known, cutoff=0.7)
+                default = ("is an unknown key", f"did you mean {near}?") if near else ("is not supported", "remove it")
+                reason, fix = _REASONS.get(str(key), default)
                 self._add(place.child(value, key), reason, fix)
 
     def _is_name(self, value: Any, place: FilePlace) -> bool:
@@ -417,6 +434,8 @@ class _WorkflowParser:
     ) -> None:
         for each in node.walk():
             match each:
+                case Node("context", name) if has_status and name in STATUS_FUNCTIONS:
+                    self._add(place, f"names {name}, a function", f"write {name}()")
                 case Node("context", name) if name not in contexts:
                     known = f"use one of {', '.join(sorted(contexts))}"
                     self._add(place, f"uses {name}, which it cannot", _ABSENT_CONTEXTS.get(name, known))
@@ -424,7 +443,7 @@ class _WorkflowParser:
                     self._add(place, f"calls {name}()", "use it in an if")
                 case Node("index", _, (Node("context", "github"), Node("literal", str() as name))):
                     if name.lower() not in GITHUB_PROPERTIES:
-                        fix = f"use one of {', '.join(sorted(GITHUB_PROPERTIES))}"
+                        fix = suggest(name.lower(), sorted(GITHUB_PROPERTIES))
                         self._add(place, f"uses github.{name}, which does not exist here", fix)
                 case Node("index", _, (Node("context", "needs"), Node("literal", str() as name))):
                     if "needs" in contexts and name.lower() not in {need.lower() for need in needs}:
@@ -574,7 +593,15 @@ class _WorkflowParser:
         if isinstance(value, Mapping):
             self._only(value, {"labels"}, where)
             where, value = where.child(value, "labels"), value.get("labels")
-        return tuple(self._text(label, where, _JOB_CONTEXTS, needs) for label in _as_list(value))
+        labels = _as_list(value)
+        for index, label in enumerate(labels):
+            # A job without any label is reported as one without runs-on.
+            if not str(label or "").strip() and job.get("runs-on"):
+                at = where.child(labels, index) if isinstance(value, list) else where
+                self._add(
+                    at, f"is {quote(label or '', MAX_SHOWN)}", "give the label of a runner, such as ubuntu-latest"
+                )
+        return tuple(self._text(label, where, _JOB_CONTEXTS, needs) for label in labels)
 
     def _environment(self, job: Mapping[Any, Any], place: FilePlace, needs: Collection[str]) -> str:
         where, value = place.child(job, "environment"), job.get("environment")
@@ -633,7 +660,8 @@ class _WorkflowParser:
         where, steps = place.child(job, "steps"), job.get("steps")
         if not isinstance(steps, list) or not steps:
             if "uses" not in job:
-                self._add(where, "is missing", "give a list of steps")
+                what = "is not a list" if steps else "is missing"
+                self._add(where, what, "give a list of steps, each of which begins with '- '")
             return ()
         if len(steps) > MAX_STEPS:
             self._add(where, f"has more than {MAX_STEPS} steps", f"use at most {MAX_STEPS}")

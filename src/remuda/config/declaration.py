@@ -93,6 +93,12 @@ class Setting:
         return "".join(word.capitalize() for word in self.name.split("_"))
 
     @property
+    def is_aws_only(self) -> bool:
+        """Whether the local backend has nothing that the setting could change."""
+        # Scale-down finds instances of either backend by the environment.
+        return self.group is Group.AWS and self.name != "github_environment"
+
+    @property
     def modes(self) -> tuple[str, ...]:
         """The modes of the GitHub Action that take it as an input."""
         if not self.is_input:
@@ -195,10 +201,21 @@ class ValueKind:
     is_number: bool = False
     #: Whether a number may have a suffix: s, m, h, d or w.
     is_duration: bool = False
+    #: Whether @FILE stands for the content of a file.
+    takes_file: bool = False
+    #: Whether a text is JSON; the settings file may have lists and tables instead.
+    is_json: bool = False
+    #: Whether the value may be a table of the settings file.
+    takes_table: bool = False
 
 
 def text(
-    *, expected: str = "text", metavar: str = "TEXT", parse: Callable[[str], Any] | None = None, numbers: bool = False
+    *,
+    expected: str = "text",
+    metavar: str = "TEXT",
+    parse: Callable[[str], Any] | None = None,
+    numbers: bool = False,
+    takes_file: bool = False,
 ) -> ValueKind:
     """`parse` checks or converts the text. With `numbers`, an integer of the file counts as text."""
 
@@ -209,7 +226,7 @@ def text(
             raise InvalidValue
         return parse(value) if parse else value
 
-    return ValueKind(metavar=metavar, expected=expected, parse=convert)
+    return ValueKind(metavar=metavar, expected=expected, parse=convert, takes_file=takes_file)
 
 
 def integer(least: int, most: int) -> ValueKind:

@@ -133,13 +133,6 @@ def _parse_group(value: str) -> str:
 
 
 def _parse_script(value: str) -> str:
-    if value.startswith("@"):
-        try:
-            value = Path(value[1:]).read_text(encoding="utf-8")
-        except OSError as error:
-            raise InvalidValue(f"cannot read the file: {error.strerror}") from None
-        except ValueError as error:
-            raise InvalidValue(f"cannot read the file: {error}") from None
     if len(value) > MAX_SCRIPT_CHARS:
         raise InvalidValue(f"the script has {len(value)} characters")
     return value
@@ -295,6 +288,8 @@ class Settings:
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     #: These values as they were written, without credentials.
     written: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    #: The settings file that was named with --config; empty for the default one.
+    file: str = field(default="", compare=False, repr=False)
 
     backend: str = declare(
         choice(("local", "aws")),
@@ -474,14 +469,27 @@ class Settings:
         default_text="no limit",
     )
     resource_class_config: tuple[ResourceClass, ...] = _pool_option(
-        ValueKind(metavar="JSON", expected=f"JSON such as {CLASSES_EXAMPLE}", parse=_parse_classes),
+        ValueKind(
+            metavar="JSON|@FILE",
+            is_json=True,
+            expected=f"JSON such as {CLASSES_EXAMPLE}, or @FILE",
+            parse=_parse_classes,
+            takes_file=True,
+            takes_table=True,
+        ),
         DEFAULT_CLASSES,
         f"Resource classes of the pool as JSON, such as {CLASSES_EXAMPLE} (memory in MiB).",
         is_parameter=True,
         default_text="seven classes, large to 16xlarge",
     )
     runner_sets: tuple[RunnerSet, ...] = _pool_option(
-        ValueKind(metavar="JSON", expected=f"JSON such as {RUNNER_SETS_EXAMPLE}", parse=_parse_runner_sets),
+        ValueKind(
+            metavar="JSON|@FILE",
+            is_json=True,
+            expected=f"JSON such as {RUNNER_SETS_EXAMPLE}, or @FILE",
+            parse=_parse_runner_sets,
+            takes_file=True,
+        ),
         (),
         f"Runner sets as JSON, which serve all jobs with certain labels: {RUNNER_SETS_EXAMPLE}.",
         is_parameter=True,
@@ -492,6 +500,7 @@ class Settings:
             expected=f"a shell script of up to {MAX_SCRIPT_CHARS} characters, or @FILE",
             metavar="TEXT|@FILE",
             parse=_parse_script,
+            takes_file=True,
         ),
         "",
         "Shell script that a new instance runs before it registers: text, or @FILE.",
@@ -612,7 +621,13 @@ class Settings:
         default_text="github-environment, or the name of the pool",
     )
     idle_config: tuple[IdleWindow, ...] = _scale_down_option(
-        ValueKind(metavar="JSON", expected=f"JSON such as {IDLE_CONFIG_EXAMPLE}", parse=_parse_idle_config),
+        ValueKind(
+            metavar="JSON|@FILE",
+            is_json=True,
+            expected=f"JSON such as {IDLE_CONFIG_EXAMPLE}, or @FILE",
+            parse=_parse_idle_config,
+            takes_file=True,
+        ),
         (),
         f"Number of idle runners to keep, by time of the week, as JSON: {IDLE_CONFIG_EXAMPLE}.",
         is_parameter=True,

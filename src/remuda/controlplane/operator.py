@@ -19,6 +19,8 @@ from remuda.controlplane.context import (
 )
 from remuda.domain.errors import Conflict, RemudaError, UserError
 from remuda.domain.instance import ABSORBING, LIVE, Instance, State, describe_retirement
+from remuda.domain.resources import MAX_SHOWN
+from remuda.domain.text import quote, suggest
 from remuda.domain.transitions import Actor, End, Quarantine, Retire, RetireReason
 
 #: Maximum number of characters of an operator's reason.
@@ -72,7 +74,7 @@ class OperatorResult:
 
 async def select_instances(context: Context, selector: InstanceSelector) -> list[Instance]:
     """Return the selected instances. The beginning of an id is enough if it is unique; an unknown id is an error."""
-    await read_config(context)
+    config = await read_config(context)
     if selector.instance_ids:
         records = dict(await context.store.get_many(selector.instance_ids))
         unknown = sorted(set(selector.instance_ids) - set(records))
@@ -90,6 +92,15 @@ async def select_instances(context: Context, selector: InstanceSelector) -> list
         return list(chosen.values())
     found = await context.store.find(LIVE)
     if selector.resource_class:
+        # Instances of a class that the configuration no longer has may still exist.
+        known = dict.fromkeys([*(each.name for each in config.classes), *(item.resource_class for item in found)])
+        if selector.resource_class not in known:
+            raise UserError(
+                f"--resource-class is {quote(selector.resource_class, MAX_SHOWN)}, "
+                f"which is not a class of pool {context.pool_name}",
+                field="--resource-class",
+                fix=suggest(selector.resource_class, known),
+            )
         found = [item for item in found if item.resource_class == selector.resource_class]
     if selector.ami:
         machines = await context.compute.list_pool()

@@ -49,6 +49,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
 #: Seconds until the network interfaces of terminated machines must be gone.
 GROUP_TIMEOUT_S = 300.0
 REASON = "the pool is destroyed"
+#: Maximum number of other pools that an error names.
+MAX_NAMED = 10
 #: Logical ids of the resources with data. Log groups have the ending.
 TABLE, LOGS_ENDING = "Table", "Logs"
 #: Prefixes of the objects that `deploy` stores.
@@ -142,6 +144,25 @@ class Destruction:
             add(f"OIDC provider {provider.arn}", why=why)
         machines, busy = await self._count_machines(found)
         return RemovalPlan(removals=tuple(removals), machines=machines, busy=busy)
+
+    async def check_existed(self) -> None:
+        """For a pool of which nothing is left, raise `UserError` with the names of the others if it never existed.
+
+        CloudFormation lists a deleted stack for 90 days:
+        https://docs.aws.amazon.com/AWSCloudFormation/latest/APIReference/API_ListStacks.html
+        """
+        deleted = self._api.items(
+            "cloudformation", "ListStacks", "StackSummaries", StackStatusFilter=["DELETE_COMPLETE"]
+        )
+        async for item in deleted:
+            if item["StackName"] == self._stack.name:
+                return
+        stacks = self._api.items("cloudformation", "DescribeStacks", "Stacks")
+        tags = [tags_of(item.get("Tags")) async for item in stacks]
+        pools = sorted({tag[STACK_TAG] for tag in tags if STACK_TAG in tag})
+        where = f"{self._account.region} of account {self._account.account_id}"
+        fix = f"name one of {', '.join(pools[:MAX_NAMED])}" if pools else "check --region and the AWS credentials"
+        raise UserError(f"--pool is {self._pool!r}, but there is no such pool in {where}", field="--pool", fix=fix)
 
     async def _plan_others(self, add: Callable[..., None]) -> None:
         for group in await self._group.find_all():

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from remuda.domain.errors import UserError
-from remuda.domain.text import quote
+from remuda.domain.text import quote, suggest
 
 MAX_PATTERN_TEXT = 1_000
 MAX_PATTERN = 64
@@ -25,11 +25,15 @@ DEFAULT_MAX_CPU = 64
 _CLASS_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
 _PATTERN = re.compile(r"[A-Za-z0-9.*-]+")
 _INSTANCE_TYPE = re.compile(r"[A-Za-z0-9.-]{1,64}")
+IMAGE_ID = re.compile(r"ami-[0-9a-f]{8,17}")
 #: An image id, or a parameter of Systems Manager that contains one.
-IMAGE = re.compile(r"ami-[0-9a-f]{8,17}|resolve:ssm:[A-Za-z0-9_./:-]{1,500}")
+IMAGE = re.compile(rf"{IMAGE_ID.pattern}|resolve:ssm:[A-Za-z0-9_./:-]{{1,500}}")
 #: Letters and generation of an instance family, then its options.
 _FAMILY = re.compile(r"[a-z]+[0-9]+(?P<options>[a-z]*)")
 _INSTANCE_ID = re.compile(r"i-[0-9a-f]{8,17}")
+_RUN_ADDRESS = re.compile(r"/actions/runs/([0-9]{1,19})\b")
+_ADDRESS = re.compile(r"(?:https?://|git@)[^/:]+[/:](.+?)(?:\.git)?/?")
+_SHORT_INSTANCE_ID = re.compile(r"i-[0-9a-f]{0,7}")
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SCOPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,38}(/(?!\.{1,2}$)[A-Za-z0-9._-]{1,100})?")
 
@@ -274,7 +278,7 @@ def _parse_class(name: str, body: Mapping[str, Any], field: str) -> ResourceClas
             raise UserError(
                 f"{field}: class {name!r} has an unknown field {quote(key, MAX_SHOWN)}",
                 field=field,
-                fix=f"use {', '.join(CLASS_FIELDS)}",
+                fix=suggest(str(key), CLASS_FIELDS),
             )
     given = {key: value for key, value in body.items() if value is not None}
 
@@ -403,11 +407,31 @@ def mismatch(message: PoolMessage, request: RunnerRequest) -> str | None:
 
 
 def is_instance_id(text: str) -> bool:
+    """Whether the text is an instance id, or a part of one that is long enough to name an instance."""
     return _INSTANCE_ID.fullmatch(text) is not None
+
+
+def check_instance_id(text: str, *, field: str) -> str:
+    if is_instance_id(text):
+        return text
+    if is_short_instance_id(text):
+        given = len(text.removeprefix("i-"))
+        problem, fix = f"{text!r}, with {given} digits", "give at least the first 8 digits after i-"
+    else:
+        problem, fix = f"{quote(text, MAX_SHOWN)}, not an instance id such as i-0123456789abcdef0", ""
+    listed = "run remuda status --wide, which lists the ids"
+    raise UserError(f"{field} is {problem}", field=field, fix=f"{fix}: {listed}" if fix else listed)
+
+
+def is_short_instance_id(text: str) -> bool:
+    """Whether the text is the beginning of an instance id that is too short to name one instance safely."""
+    return _SHORT_INSTANCE_ID.fullmatch(text) is not None
 
 
 def check_run_id(text: str, *, field: str = "run-id") -> str:
     """Check a run id. It becomes a label, so it must be one word that attracts no jobs of other workflows."""
+    if in_address := _RUN_ADDRESS.search(text):
+        raise UserError(f"{field} is {text[:80]!r}, an address", field=field, fix=f"give the run id: {in_address[1]}")
     if not _RUN_ID.fullmatch(text):
         raise UserError(
             f"{field} is {text[:80]!r}",
@@ -430,6 +454,11 @@ def check_run_id(text: str, *, field: str = "run-id") -> str:
 
 
 def check_scope(text: str, *, field: str = "github-scope") -> str:
+    in_address = _ADDRESS.fullmatch(text)
+    if in_address and _SCOPE.fullmatch(in_address[1]):
+        raise UserError(
+            f"{field} is {text[:80]!r}, an address", field=field, fix=f"give the name alone: {in_address[1]}"
+        )
     if not _SCOPE.fullmatch(text):
         raise UserError(
             f"{field} is {text[:80]!r}",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from datetime import datetime, tzinfo
+from dataclasses import dataclass, fields, replace
+from datetime import UTC, datetime, tzinfo
 from enum import StrEnum
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ from remuda.domain.errors import UserError
 from remuda.domain.instance import holder_id
 from remuda.domain.resources import MAX_SHOWN, Reuse, Tier, TypePatterns, UsageClass, check_scope
 from remuda.domain.scale_down.idle_config import Cron, parse_cron
-from remuda.domain.text import quote
+from remuda.domain.text import quote, suggest
 
 E = TypeVar("E", bound=StrEnum)
 
@@ -28,6 +28,8 @@ MAX_LABEL = 256
 MAX_RUNNERS = 1_000
 MAX_CAPACITY_WINDOWS = 20
 MAX_GROUP = 64
+#: Maximum of a set that an error suggests.
+SUGGESTED_MAX = 5
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
 # GitHub's labels may contain any printable text; commas separate them in runner settings.
@@ -44,6 +46,9 @@ class CapacityWindow:
     hot: int = 0
     #: Idle machines in the pool.
     warm: int = 0
+
+    def document(self) -> dict[str, Any]:
+        return _written(self)
 
     def check(self) -> None:
         _cron(self.cron)
@@ -102,6 +107,11 @@ class RunnerSet:
         """Whether jobs of a repository (owner/name) may get runners of the set's scope."""
         return self.scope.lower() in {repository.lower(), repository.lower().partition("/")[0]}
 
+    def document(self) -> dict[str, Any]:
+        """The set as users write it, without what is left to its default."""
+        written = _written(self) | {"labels": list(self.labels)}
+        return written | ({"windows": [item.document() for item in self.windows]} if self.windows else {})
+
     def describe(self) -> str:
         """The set in words, without its name."""
         usage = "" if self.usage_class is UsageClass.ON_DEMAND else f" {self.usage_class}"
@@ -120,6 +130,50 @@ class RunnerSet:
             if _cron(window.cron).is_open(now, zone_of(window.time_zone)):
                 return window
         return CapacityWindow()
+
+
+def _written(record: RunnerSet | CapacityWindow) -> dict[str, Any]:
+    """The fields that are not at their defaults, by the names that users write."""
+    values = {item.name: getattr(record, item.name) for item in fields(record)}
+    defaults = {item.name: item.default for item in fields(record)}
+    return {name.replace("_", "-"): value for name, value in values.items() if value != defaults[name]}
+
+
+def with_set_for(
+    labels: Sequence[str], sets: Sequence[RunnerSet], *, classes: Sequence[str], scope: str
+) -> tuple[RunnerSet, ...] | None:
+    """The sets, changed so that one of them serves jobs with these labels; None if that is not possible.
+
+    Example: for `[self-hosted, gpu]` and no sets, a set `gpu` of the class `large`. A set whose labels are all among
+    those of the job gets the others, because two such sets would compete for its jobs.
+    """
+    wide = next((item for item in sets if item.scope.lower() == scope.lower() and _includes(labels, item.labels)), None)
+    if wide is not None:
+        missing = [label for label in labels if label.lower() not in {known.lower() for known in wide.labels}]
+        changed = tuple(replace(item, labels=(*item.labels, *missing)) if item is wide else item for item in sets)
+    else:
+        taken = {item.name for item in sets}
+        named = [re.sub(r"[^a-z0-9_-]+", "-", label.lower()).strip("-")[:40] for label in labels]
+        name = next((each for each in reversed(named) if _NAME.fullmatch(each) and each not in taken), "")
+        own_class = next((each for each in classes if each.lower() in named), "")
+        default = "large" if "large" in classes else next(iter(classes), "")
+        added = RunnerSet(
+            name=name, labels=tuple(labels), resource_class=own_class or default, scope=scope, max=SUGGESTED_MAX
+        )
+        changed = (*sets, added)
+    try:
+        return parse_runner_sets([item.document() for item in changed], default_scope=scope, zone_of=_any_zone)
+    except UserError:
+        return None
+
+
+def _includes(labels: Sequence[str], others: Sequence[str]) -> bool:
+    return {label.lower() for label in others} <= {label.lower() for label in labels}
+
+
+def _any_zone(_name: str) -> tzinfo:
+    """For sets whose time zones were checked before."""
+    return UTC
 
 
 def is_set_name(text: str) -> bool:
@@ -146,6 +200,8 @@ def parse_runner_sets(document: Any, *, default_scope: str, zone_of: Callable[[s
     """
     if not isinstance(document, list) or len(document) > MAX_SETS:
         got = f"a list of {len(document)}" if isinstance(document, list) else quote(document, MAX_SHOWN)
+        if isinstance(document, Mapping) and "name" in document:
+            raise UserError(f"{FIELD} is one set, not a list: {got}", field=FIELD, fix="put it into brackets: [{…}]")
         raise UserError(f"{FIELD} must be a list of up to {MAX_SETS} sets, got {got}", field=FIELD, fix=FIX)
     sets = tuple(_SetParser(f"{FIELD}[{number}]", body, zone_of).parse() for number, body in enumerate(document))
     return in_scope(sets, default_scope)
@@ -224,13 +280,11 @@ class _SetParser:
         self._body = body
 
     def parse(self) -> RunnerSet:
-        known = {
+        known = (
             "name", "labels", "resource-class", "usage-class", "allowed-instance-types", "scope", "runner-group",
             "max", "trust", "strict", "rerun-on-interruption", "windows",
-        }  # fmt: skip
-        unknown = sorted(str(key) for key in self._body if key not in known)
-        if unknown:
-            raise self._invalid(unknown[0], self._body[unknown[0]], f"use one of {', '.join(sorted(known))}")
+        )  # fmt: skip
+        _check_keys(self._where, self._body, known)
         name = self._text("name")
         if not _NAME.fullmatch(name):
             raise self._invalid("name", name, "use up to 40 letters, digits, '_' or '-'")
@@ -291,10 +345,11 @@ class _SetParser:
         fix = f"give a list of 1 to {MAX_LABELS} labels, as in runs-on"
         if not isinstance(value, list | tuple) or not 1 <= len(value) <= MAX_LABELS:
             raise self._invalid("labels", value, fix)
-        for label in value:
+        for number, label in enumerate(value):
             valid = isinstance(label, str) and label.isprintable() and len(label) <= MAX_LABEL
             if not valid or not _LABEL.fullmatch(label):
-                raise self._invalid("labels", label, fix)
+                label_fix = f"give 1 to {MAX_LABEL} printable characters, without commas or spaces at the ends"
+                raise self._invalid(f"labels[{number}]", label, label_fix)
         distinct = {label.lower(): label for label in reversed(value)}
         return tuple(distinct.values())[::-1]
 
@@ -306,8 +361,9 @@ class _SetParser:
 
     def _window(self, where: str, body: Any) -> CapacityWindow:
         example = 'give a window such as {"cron": "* 9-17 * * 1-5", "time-zone": "Europe/Berlin", "hot": 1, "warm": 2}'
-        if not isinstance(body, Mapping) or not set(body) <= {"cron", "time-zone", "hot", "warm"}:
+        if not isinstance(body, Mapping):
             raise UserError(f"{where} is {quote(body, MAX_SHOWN)}", field=FIELD, fix=example)
+        _check_keys(where, body, ("cron", "time-zone", "hot", "warm"))
         cron, zone = body.get("cron", "* * * * *"), body.get("time-zone", "UTC")
         try:
             parse_cron(cron if isinstance(cron, str) else "")
@@ -327,6 +383,14 @@ class _SetParser:
         hot = _integer(where, "hot", body.get("hot", 0), 0, self._number("max", least=1, most=MAX_RUNNERS))
         warm = _integer(where, "warm", body.get("warm", 0), 0, MAX_RUNNERS)
         return CapacityWindow(cron=cron, time_zone=zone, hot=hot, warm=warm)
+
+
+def _check_keys(where: str, body: Mapping[Any, Any], known: Sequence[str]) -> None:
+    for key in body:
+        if key not in known:
+            raise UserError(
+                f"{where} has an unknown key {quote(key, MAX_SHOWN)}", field=FIELD, fix=suggest(str(key), known)
+            )
 
 
 def _integer(where: str, key: str, value: Any, least: int, most: int) -> int:

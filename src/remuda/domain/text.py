@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -29,6 +30,23 @@ def quote(value: Any, limit: int) -> str:
         # Python refuses to format integers of thousands of digits and values that are nested too deeply.
         text = f"a {type(value).__name__} that is too large to show"
     return truncate(text, limit)
+
+
+def nearest(given: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """Return the known word that is most similar to a mistyped one, or an empty text.
+
+    `cutoff` is the least similarity, up to 1. Example: `labels` for `label`.
+    """
+    import difflib  # noqa: PLC0415 - for mistakes only
+
+    return next(iter(difflib.get_close_matches(given, list(known), n=1, cutoff=cutoff)), "")
+
+
+def suggest(given: str, known: Iterable[str]) -> str:
+    """Return the fix for an unknown word: the nearest known one, or all of them."""
+    words = list(known)
+    near = nearest(given, words)
+    return f"did you mean {near}?" if near else f"use one of {', '.join(words)}"
 
 
 def _escape(char: str) -> str:

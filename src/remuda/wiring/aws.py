@@ -39,6 +39,21 @@ def aws_libraries() -> Iterator[None]:
         ) from None
 
 
+def check_region(given: str = "") -> None:
+    """Reject an unknown region before any call. `given` is that of the flag; without, it is that of the environment.
+
+    Commands call it, functions and agents do not: AWS sets their region, which may be newer than their bundle.
+    """
+    with aws_libraries():
+        from remuda.adapters.aws import regions  # noqa: PLC0415 - see above
+        from remuda.adapters.aws.environment import AwsEnvironment  # noqa: PLC0415 - see above
+    variables = (name for name in ("AWS_REGION", "AWS_DEFAULT_REGION") if os.environ.get(name))
+    region = given or AwsEnvironment().region()
+    # A missing region has its own error.
+    if region:
+        regions.check_region(region, field="--region" if given else next(variables, "region of the AWS profile"))
+
+
 def agent_log_environment(settings: Settings) -> dict[str, str]:
     """The log format for agents. The default is left out, so that the launch template of a pool stays as it is."""
     is_default = settings.log_format == SETTINGS["log_format"].default

@@ -116,7 +116,12 @@ ONE = InstanceSelector(instance_ids=("i-0123456789abcdef0",))
 
 @pytest.mark.parametrize(
     "selector",
-    [ONE, InstanceSelector(everything=True), InstanceSelector(resource_class="large"), InstanceSelector(ami="ami-1")],
+    [
+        ONE,
+        InstanceSelector(everything=True),
+        InstanceSelector(resource_class="large"),
+        InstanceSelector(ami="ami-01234567"),
+    ],
 )
 def test_ids_or_a_filter_are_accepted(selector: InstanceSelector) -> None:
     assert check_selection(selector) is selector
@@ -128,7 +133,7 @@ def test_ids_or_a_filter_are_accepted(selector: InstanceSelector) -> None:
         InstanceSelector(),
         InstanceSelector(instance_ids=("i-1; rm",)),
         InstanceSelector(instance_ids=ONE.instance_ids, everything=True),
-        InstanceSelector(instance_ids=ONE.instance_ids, ami="ami-1"),
+        InstanceSelector(instance_ids=ONE.instance_ids, ami="ami-01234567"),
     ],
 )
 def test_a_missing_or_ambiguous_selection_is_rejected(selector: InstanceSelector) -> None:

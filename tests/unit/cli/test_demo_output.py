@@ -10,18 +10,29 @@ import pytest
 
 from remuda.cli.demo.environment import DemoEnvironment
 from remuda.cli.output import Output
+from remuda.config.settings import Settings
 from remuda.domain.errors import Unavailable
+from remuda.wiring.local import layout, local_store
 
 
 def demo_log(tmp_path: Path, capsys: pytest.CaptureFixture[str], *arguments: str, verbose: bool) -> str:
     """The log of a part of the demo with one command."""
     environment = DemoEnvironment(Output(as_json=False), tmp_path, verbose=verbose)
+    asyncio.run(_create_store(environment.settings))
     with environment.live_progress():
         environment.title("Cold: the pool is empty")
         environment.log("something happened")
         asyncio.run(environment.remuda(*arguments))
         environment.outcome("3 created")
     return capsys.readouterr().err
+
+
+async def _create_store(settings: Settings) -> None:
+    """A store, so that `down` finds a backend to stop."""
+    layout(settings).root.mkdir(parents=True, exist_ok=True)
+    store = local_store(settings)
+    await store.prepare()
+    await store.close()
 
 
 def test_default_output_has_titles_and_outcomes_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from rich.cells import cell_len
 
 from remuda.adapters.system.clock import SystemClock
 from remuda.cli.output import Output
-from remuda.cli.run_workflow import LastRun, WorkflowRun, kept_jobs
+from remuda.cli.run_workflow import LastRun, WorkflowRun, blocked_by_provision, kept_jobs
 from remuda.cli.workflow_file import WorkflowError, WorkflowJob, load_workflow, parse_workflow
 from remuda.domain.errors import UserError
 from remuda.fake_github.client import JobStep, JobView, RunnerView
@@ -248,6 +248,53 @@ def test_failed_jobs_and_those_that_need_them_run_again(conclusions: dict[str, s
 def test_run_without_failed_jobs_is_not_run_again() -> None:
     with pytest.raises(UserError, match="run 1 has no failed job"):
         kept_jobs([job("build")], LastRun(run_id="1", attempt=1, conclusions={"build": "success"}))
+
+
+PROVISION = {"runs-on": "ubuntu-latest", "steps": [{"run": "remuda provision --instance-count 2"}]}
+OF_RUN = {"runs-on": "${{ github.run_id }}", "needs": "provision", "steps": STEPS}
+OF_SET = {"runs-on": ["self-hosted", "large"], "steps": STEPS}
+HOSTED = {"runs-on": "ubuntu-latest", "steps": STEPS}
+BY_OUTPUT = {**OF_RUN, "runs-on": "${{ needs.provision.outputs.label }}"}
+FAILED = {"provision": "success", "test": "failure"}
+
+
+@pytest.mark.parametrize(
+    ("jobs", "conclusions", "runners", "blocked"),
+    [
+        ({"provision": PROVISION, "test": OF_RUN}, FAILED, [], "test"),
+        ({"provision": PROVISION, "test": BY_OUTPUT}, FAILED, [], "test"),
+        ({"provision": PROVISION, "test": {**OF_RUN, "runs-on": "${{ github.run_id }}-large"}}, FAILED, [], "test"),
+        # A script of the repository provisions.
+        ({"provision": HOSTED, "test": OF_RUN}, FAILED, [], "test"),
+        ({"provision": PROVISION, "test": OF_RUN}, {"provision": "failure", "test": "skipped"}, [], None),
+        ({"provision": PROVISION, "test": OF_RUN}, FAILED, [("77", "large")], None),
+        ({"provision": PROVISION, "test": OF_RUN}, FAILED, [("76", "large")], "test"),
+        ({"test": OF_SET}, {"test": "failure"}, [], None),
+        ({"build": OF_SET, "test": {**OF_SET, "needs": "build"}}, {"build": "success", "test": "failure"}, [], None),
+        # Another job on this machine runs again, but it does not provision.
+        (
+            {"provision": PROVISION, "lint": HOSTED, "test": {**OF_RUN, "needs": ["provision", "lint"]}},
+            {"provision": "success", "lint": "failure", "test": "skipped"},
+            [],
+            "test",
+        ),
+        # Nothing that failed needs the runners.
+        (
+            {"provision": PROVISION, "lint": HOSTED, "test": {**OF_RUN, "if": "false"}},
+            {"provision": "success", "lint": "failure", "test": "skipped"},
+            [],
+            None,
+        ),
+        ({"test": {**OF_RUN, "needs": []}}, {"test": "failure"}, [], "test"),
+    ],
+)
+def test_rerun_is_blocked_if_the_provision_of_a_failed_job_is_not_repeated(
+    jobs: dict[str, dict[str, Any]], conclusions: dict[str, str], runners: list[tuple[str, ...]], blocked: str | None
+) -> None:
+    parsed = parse(jobs)
+    last = LastRun(run_id="77", attempt=1, conclusions=conclusions, outputs={"provision": {"label": "77"}})
+    found = blocked_by_provision(parsed, last, GITHUB, runners)
+    assert (found and found.name) == blocked
 
 
 # Conditions of jobs ---------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from remuda.cli.deploy import given_parameters
 from remuda.cli.rendering.results import config_rows
 from remuda.config.declaration import flag, is_secret_arn, key, variable
 from remuda.config.settings import SETTINGS, Settings
@@ -185,8 +186,8 @@ def test_a_file_that_is_not_utf8_is_not_toml(file: SettingsFile) -> None:
     [
         ("idle-time = 5", "did you mean idle-time-sec?"),
         ("instance_count = 5", "did you mean instance-count?"),
-        ("zzz = 5", "'remuda config' lists the settings"),
-        ("[nested]\npool = 'x'", "'remuda config' lists the settings"),
+        ("zzz = 5", "docs/reference/settings.md lists the settings"),
+        ("[nested]\npool = 'x'", "write its settings at the top of the file, without [nested]"),
     ],
 )
 def test_an_unknown_key_is_reported_with_the_closest_one(file: SettingsFile, text: str, fix: str) -> None:
@@ -260,6 +261,15 @@ def test_an_invalid_directory_is_rejected(text: str) -> None:
     error = refuse({"dir": text})
     assert error.field == "--dir"
     assert len(error.message) < 300
+
+
+def test_the_content_of_a_named_file_is_what_was_written(tmp_path: Path) -> None:
+    """`deploy` passes the written text to the stack, which cannot read the file."""
+    text = '[{"name": "gpu", "labels": ["gpu"], "max": 1}]'
+    (tmp_path / "sets.json").write_text(text)
+    settings = load({"runner_sets": f"@{tmp_path}/sets.json"}, environ={})
+    assert [item.name for item in settings.runner_sets] == ["gpu"]
+    assert given_parameters(settings)["RunnerSets"] == text
 
 
 def test_a_script_may_be_text_or_a_file(tmp_path: Path) -> None:

@@ -76,8 +76,10 @@ async def test_job_whose_labels_no_set_has(world: PoolWorld) -> None:
     (found,) = (await demand(world)).overdue
     assert (found.reason, found.run_id, found.job_id) == (WaitReason.NO_SET, "77", str(job.job_id))
     for subject in ("77", str(job.job_id)):
-        explanation = await explain(world.process(), subject)
-        assert explanation.next_steps == (f"it waits: {found.detail}",)
+        explanation = await explain(world.process(), subject, command="deploy")
+        why, command = explanation.next_steps
+        assert why == f"it waits: {found.detail}"
+        assert command.startswith(f"to get a runner: remuda deploy --github-scope {SCOPE} --runner-sets ")
     job.started = True
     assert (await wait_and_sweep(world, AUDIT_INTERVAL_S + 1)).waiting_jobs == ()
     assert (await demand(world)).overdue == ()

@@ -83,7 +83,10 @@ async def test_drain_by_class(world: PoolWorld) -> None:
     result = await drain_all(world, InstanceSelector(resource_class="xlarge"))
     assert [item.state for item in result.done] == [State.RUNNING]
     assert [world.record(name).retire_text for name in world.in_state(State.IDLE)] == [""]
-    assert (await drain_all(world, InstanceSelector(resource_class="none-such"))).outcomes == ()
+    assert (await drain_all(world, InstanceSelector(resource_class="16xlarge"))).outcomes == ()
+    with pytest.raises(UserError, match="'xxlarge', which is not a class of pool") as failure:
+        await drain_all(world, InstanceSelector(resource_class="xxlarge"))
+    assert (failure.value.field, failure.value.fix) == ("--resource-class", "did you mean xlarge?")
 
 
 async def test_drain_by_image(world: PoolWorld) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from dataclasses import replace
+from datetime import UTC
 from io import StringIO
 from typing import Any
 
@@ -35,7 +38,7 @@ from remuda.domain.reporting.demand import (
 from remuda.domain.reporting.explanation import Explanation, ExplanationInput
 from remuda.domain.reporting.job_explanation import explain_job, explain_jobs, explain_queued, explain_set
 from remuda.domain.reporting.warnings import find_demand_warnings
-from remuda.domain.runner_set import RunnerSet
+from remuda.domain.runner_set import RunnerSet, parse_runner_sets
 from remuda.domain.signals import Report
 from remuda.domain.thresholds import Lifetimes
 from tests.support.records import NOW, assignment, at, entry, in_set, instance, instance_id, pool_config, provision
@@ -536,8 +539,13 @@ def test_run_with_several_jobs() -> None:
 def test_job_that_no_set_serves() -> None:
     seen = {queued("self-hosted", "gpu").anomaly(): at(-900)}
     (overdue,) = demand_status(demand_input(first_seen=seen)).overdue
-    explanation = explain_queued(overdue)
-    assert explanation.next_steps == ("it waits: no runner has label gpu; sets: large (self-hosted, remuda, large)",)
+    explanation = explain_queued(overdue, demand_input().config, "refresh")
+    why, command = explanation.next_steps
+    assert why == "it waits: no runner has label gpu; sets: large (self-hosted, remuda, large)"
+    *words, text = shlex.split(command.removeprefix("to get a runner: "))
+    assert words == ["remuda", "refresh", "--github-scope", "octo/app", "--runner-sets"]
+    sets = parse_runner_sets(json.loads(text), default_scope="", zone_of=lambda _name: UTC)
+    assert [item.serves(["self-hosted", "gpu"]) for item in sets] == [False, True]
     assert "queued with labels self-hosted, gpu" in rendered(explanation)
 
 

@@ -138,7 +138,7 @@ def _not_a_machine(variable: str) -> UserError:
     return UserError(
         f"not on a local machine: {variable} is missing or invalid",
         field=variable,
-        fix="do not start the agent by hand; `remuda provision` launches machines, which start their agents",
+        fix="do not start the agent by hand; 'remuda provision --run-id 1' launches machines, which start their agents",
     )
 
 

@@ -130,7 +130,7 @@ def connect(path: Path, *, busy_timeout_s: float) -> sqlite3.Connection:
     if path.is_dir():
         raise UserError(f"{path} is a folder, not a store", fix="give the path of a file for the store")
     if not path.exists():
-        raise UserError(f"no store at {path}", fix="run remuda up or remuda refresh first")
+        raise UserError(f"no store at {path}", fix="run remuda up first")
     connection = sqlite3.connect(
         f"{path.absolute().as_uri()}?mode=rw", uri=True, timeout=busy_timeout_s, isolation_level=None
     )
@@ -195,7 +195,7 @@ def _from_sqlite(error: sqlite3.Error, path: Path) -> RemudaError | None:
     if code in _CORRUPT:
         return UserError(
             f"{path} is damaged or not a SQLite database: {error}",
-            fix=f"move {path.name} and its -wal and -shm files away, then run remuda up or remuda refresh",
+            fix=f"move {path.name} and its -wal and -shm files away, then run remuda up",
         )
     if code in _FORBIDDEN or (code == sqlite3.SQLITE_CANTOPEN and not _accessible(path)):
         return _not_writable(path, str(error))

@@ -16,8 +16,8 @@ from remuda.domain.pool_config import PoolConfig, parse_runner_name
 from remuda.domain.provision import Provision, RejectionKind
 from remuda.domain.reporting.demand import DemandInput, DemandStatus, demand_status
 from remuda.domain.reporting.explanation import Explanation, ExplanationInput, explain_instance, explain_run
-from remuda.domain.reporting.job_explanation import explain_job, explain_jobs, explain_queued, explain_set
-from remuda.domain.resources import check_run_id, is_instance_id
+from remuda.domain.reporting.job_explanation import commands_for, explain_job, explain_jobs, explain_queued, explain_set
+from remuda.domain.resources import check_instance_id, check_run_id, is_instance_id, is_short_instance_id
 from remuda.domain.runner_set import is_set_name
 
 FIELD = "RUN|JOB|SET|INSTANCE"
@@ -32,11 +32,16 @@ def check_subject(subject: str) -> str:
     """Validate a run id, job id, holder id of a set, instance id or runner name. Makes no call."""
     if is_instance_id(subject) or (subject.startswith(HOLDER_PREFIX) and is_set_name(subject[len(HOLDER_PREFIX) :])):
         return subject
+    if is_short_instance_id(subject):
+        return check_instance_id(subject, field=FIELD)
     return check_run_id(subject, field=FIELD)
 
 
-async def explain(context: Context, subject: str) -> Explanation:
-    """Explain a run id, a job id, `set.` and the name of a runner set, an instance id or the name of a runner."""
+async def explain(context: Context, subject: str, *, command: str = "") -> Explanation:
+    """Explain a run id, a job id, `set.` and the name of a runner set, an instance id or the name of a runner.
+
+    `command` is the one that changes the runner sets of the pool, for readers with a command line.
+    """
     config = await read_config(context)
     parsed = parse_runner_name(config.pool, subject)
     if parsed is not None:
@@ -47,11 +52,13 @@ async def explain(context: Context, subject: str) -> Explanation:
         return await _explain_set(context, config, subject[len(HOLDER_PREFIX) :])
     provisions = await context.store.provisions_of_run(subject)
     if not provisions:
-        return await _explain_jobs(context, config, subject)
+        return await _explain_jobs(context, config, subject, command)
     explanation = explain_run(subject, provisions, await _read_input(context, config, await _ids(context, provisions)))
     overdue = (await _read_demand(context, config)).status.overdue
-    waiting = [f"job {job.name or job.job_id} waits: {job.detail}" for job in overdue if job.run_id == subject]
-    return replace(explanation, next_steps=(*waiting, *explanation.next_steps))
+    waiting = [job for job in overdue if job.run_id == subject]
+    steps = [f"job {job.name or job.job_id} waits: {job.detail}" for job in waiting]
+    commands = dict.fromkeys(text for job in waiting for text in commands_for(job, config, command))
+    return replace(explanation, next_steps=(*steps, *commands, *explanation.next_steps))
 
 
 async def _explain_instance(context: Context, config: PoolConfig, instance_id: str) -> Explanation:
@@ -66,7 +73,7 @@ async def _explain_instance(context: Context, config: PoolConfig, instance_id: s
     return explain_instance(found.instances[instance_id], found)
 
 
-async def _explain_jobs(context: Context, config: PoolConfig, subject: str) -> Explanation:
+async def _explain_jobs(context: Context, config: PoolConfig, subject: str, command: str) -> Explanation:
     """Explain a run without a provision, or a single job."""
     store = context.store
     jobs, single = await asyncio.gather(store.jobs_of_run(subject), store.get_jobs([subject]))
@@ -75,7 +82,7 @@ async def _explain_jobs(context: Context, config: PoolConfig, subject: str) -> E
     if not jobs:
         queued = [job for job in found.status.overdue if subject in {job.run_id, job.job_id}]
         if queued:
-            return explain_queued(queued[0])
+            return explain_queued(queued[0], config, command)
         recent = await store.recent_provisions(MAX_SEARCHED)
         known = [*(item.run_id for item in found.records.jobs), *(item.run_id for item in recent)]
         raise _unknown("run or job", subject, list(dict.fromkeys(known)), config)

@@ -13,7 +13,7 @@ from remuda.domain.instance import LIVE, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
 from remuda.domain.resources import Reuse
-from remuda.domain.runner_set import RunnerSet
+from remuda.domain.runner_set import RunnerSet, with_set_for
 from remuda.domain.signals import Report
 from remuda.domain.supply import JOB_COUNTS_FOR_S, SetMachine
 from remuda.domain.text import truncate
@@ -31,6 +31,8 @@ MAX_NAMED_SETS = 5
 #: Maximum number of jobs that the audit reports.
 MAX_OVERDUE = 50
 
+#: Beginnings of the labels of GitHub's own runners.
+_HOSTED_LABELS = ("ubuntu-", "windows-", "macos-")
 _WAITING_JOB = "waiting-job:"
 _UNAUDITED = "unaudited:"
 
@@ -451,6 +453,37 @@ def describe_missing_labels(
     named = [f"{item.name} ({_listed(item.labels)})" for item in sets[:MAX_NAMED_SETS]]
     more = f" and {len(sets) - len(named)} more" if len(sets) > len(named) else ""
     return f"{problem}; sets: {', '.join(named)}{more}"
+
+
+def command_for_labels(
+    labels: Sequence[str],
+    config: PoolConfig,
+    *,
+    run_id: str,
+    scope: str,
+    command: str = "refresh",
+    is_scope_given: bool = False,
+) -> tuple[str, ...]:
+    """The words of a command after `remuda` that gets runners for a job that no runner serves; none if there is none.
+
+    `command` is the one that changes the sets of the pool: `deploy` on AWS, where the refresh of the stack applies the
+    stack's own. `scope` is that of a new set. Example: `refresh --runner-sets '[{"name": "gpu", …}]'`.
+    """
+    given = ("--github-scope", scope) if is_scope_given else ()
+    classes = [item.name for item in config.classes]
+    of_run = [label for label in labels if label == run_id or label.startswith(f"{run_id}-")]
+    if run_id and of_run:
+        others = [label for label in labels if label not in of_run]
+        if len(of_run) > 1 or len(others) > 1 or not set(others) <= set(classes):
+            return ()
+        in_class = ("--resource-class", *others) if others else ()
+        return ("provision", *given, "--run-id", of_run[0], *in_class)
+    if any(label.lower().startswith(_HOSTED_LABELS) for label in labels):
+        return ()
+    sets = with_set_for(labels, config.runner_sets, classes=classes, scope=scope)
+    if sets is None:
+        return ()
+    return (command, *given, "--runner-sets", json.dumps([item.document() for item in sets]))
 
 
 def _listed(labels: Iterable[str]) -> str:

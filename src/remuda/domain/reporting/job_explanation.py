@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 
 from remuda.domain.demand import JobRecord
 from remuda.domain.instance import HistoryEntry, holder_id
-from remuda.domain.pool_config import parse_runner_name
+from remuda.domain.pool_config import PoolConfig, parse_runner_name
 from remuda.domain.provision import Provision
 from remuda.domain.reporting.demand import (
     DemandInput,
     DemandStatus,
     OverdueJob,
     RunnerSetStatus,
+    WaitReason,
+    command_for_labels,
     describe_missing_labels,
     explain_wait,
     is_waiting,
@@ -60,8 +63,8 @@ def explain_jobs(
     )
 
 
-def explain_queued(job: OverdueJob) -> Explanation:
-    """Explain a job that only GitHub's queue knows."""
+def explain_queued(job: OverdueJob, config: PoolConfig, command: str = "") -> Explanation:
+    """Explain a job that only GitHub's queue knows. `command` is that of `commands_for`."""
     labels = ", ".join(job.labels)
     queued = ExplainedEvent(at=job.queued_at, what=f"queued with labels {labels}", why=job.repository)
     return Explanation(
@@ -69,8 +72,23 @@ def explain_queued(job: OverdueJob) -> Explanation:
         subject=job.job_id,
         title=f"Job {job.name or job.job_id} of run {job.run_id}: waits",
         events=(queued,),
-        next_steps=(f"it waits: {job.detail}",),
+        next_steps=(f"it waits: {job.detail}", *commands_for(job, config, command)),
     )
+
+
+def commands_for(job: OverdueJob, config: PoolConfig, command: str) -> tuple[str, ...]:
+    """A sentence with the command that gets a runner for the job, if no set serves it.
+
+    `command` is the one that changes the sets of the pool; empty if the reader has no command line.
+    """
+    if job.reason is not WaitReason.NO_SET or not command:
+        return ()
+    # Tokens are those of the scopes that the pool serves.
+    owner = job.repository.partition("/")[0].lower()
+    scopes = [item.scope for item in config.tokens if item.scope.lower() in {owner, job.repository.lower()}]
+    scope = next(iter(scopes), job.repository)
+    words = command_for_labels(job.labels, config, run_id=job.run_id, scope=scope, command=command, is_scope_given=True)
+    return (f"to get a runner: remuda {shlex.join(words)}",) if words else ()
 
 
 def explain_set(status: RunnerSetStatus, demand: DemandInput, provisions: Sequence[Provision]) -> Explanation:

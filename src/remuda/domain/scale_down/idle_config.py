@@ -11,10 +11,11 @@ from typing import Any
 
 from remuda.domain.errors import UserError
 from remuda.domain.resources import MAX_SHOWN
-from remuda.domain.text import quote
+from remuda.domain.text import quote, suggest
 
 MAX_WINDOWS = 100
 MAX_IDLE = 100_000
+_KEYS = ("cron", "timeZone", "idleCount", "evictionStrategy")
 FIELD = "idle-config"
 EXAMPLE = '[{"cron": "* * 9-17 * * 1-5", "timeZone": "Europe/Berlin", "idleCount": 2}]'
 FIX = f"give a list such as {EXAMPLE}"
@@ -64,6 +65,11 @@ def parse_idle_config(document: Any, *, zone_of: Callable[[str], tzinfo]) -> tup
 def _window(where: str, body: Any, zone_of: Callable[[str], tzinfo]) -> IdleWindow:
     if not isinstance(body, Mapping):
         raise UserError(f"{where} is {quote(body, MAX_SHOWN)}, not a window", field=FIELD, fix=FIX)
+    for key in body:
+        if key not in _KEYS:
+            raise UserError(
+                f"{where} has an unknown key {quote(key, MAX_SHOWN)}", field=FIELD, fix=suggest(str(key), _KEYS)
+            )
     zone_name = body.get("timeZone") or "UTC"
     try:
         cron = parse_cron(_text(body.get("cron")))
