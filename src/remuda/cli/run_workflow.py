@@ -10,8 +10,9 @@ import os
 import re
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from remuda.adapters.system.clock import SystemClock
 from remuda.cli.checkout import NO_COMMIT, Repository, find_repository, take_snapshot
 from remuda.cli.hosted_job import HostedRunner, steps_of
 from remuda.cli.output import Output
+from remuda.cli.release_job import find_missing_release
 from remuda.cli.run import run_async
 from remuda.cli.workflow_file import (
     MAX_BYTES,
@@ -122,6 +124,10 @@ async def run_workflow(
     repository = await find_repository(await asyncio.to_thread(lambda: Path(file).absolute().parent))
     github = _github_context(settings, file, document, repository, run_id=run_id, attempt=attempt)
     jobs = parse_workflow(document, github)
+    missing = find_missing_release(jobs)
+    if missing is not None:
+        for line in (f"warning: {missing.text}:", *missing.yaml.splitlines()):
+            output.say(line, style="yellow")
     kept = kept_jobs(jobs, before) if before else set()
     endpoint = local_endpoint(settings)
     config = await stored_config(settings)
@@ -148,7 +154,9 @@ async def run_workflow(
                 kept_outputs=before.outputs if before else {},
             )
             try:
-                results = await run.run(jobs, kept)
+                async with _announced(client, github) as announced:
+                    results = await run.run(jobs, kept)
+                    announced.conclusion = _conclusion_of(results)
             finally:
                 _save_run(
                     settings,
@@ -159,8 +167,7 @@ async def run_workflow(
                         outputs={name: result.outputs for name, result in run.results.items()},
                     ),
                 )
-    failed = [result for result in results if result.result not in {"success", "skipped"}]
-    conclusion = "failure" if failed else "success"
+    failed, conclusion = _failed(results), _conclusion_of(results)
     names = ", ".join(result.name for result in failed)
     failure = f"run {run_id}: failure of {names}; --rerun-failed runs the failed jobs again"
     output.say(failure if failed else f"run {run_id}: success", style="bold red" if failed else "bold green")
@@ -170,9 +177,45 @@ async def run_workflow(
             "run_attempt": attempt,
             "conclusion": conclusion,
             "jobs": [result.document() for result in results],
+            "warnings": [f"{missing.text}: {missing.yaml}"] if missing is not None else [],
         }
     )
     return EXIT_JOB_FAILED if failed else 0
+
+
+def _failed(results: Sequence[WorkflowJobResult]) -> list[WorkflowJobResult]:
+    return [result for result in results if result.result not in {"success", "skipped"}]
+
+
+def _conclusion_of(results: Sequence[WorkflowJobResult]) -> str:
+    return "failure" if _failed(results) else "success"
+
+
+@dataclass(slots=True)
+class _AnnouncedRun:
+    """An attempt that the local GitHub knows of."""
+
+    conclusion: str = "cancelled"
+
+
+@contextlib.asynccontextmanager
+async def _announced(client: FakeGitHubClient, github: Mapping[str, str]) -> AsyncIterator[_AnnouncedRun]:
+    """Tell the local GitHub when the attempt begins and ends: jobs on this machine are not in its queue.
+
+    `remuda refresh` releases runs that have ended.
+    """
+    announced, attempt = _AnnouncedRun(), int(github["run_attempt"])
+    put = partial(
+        client.put_run, repo=github["repository"], run_id=github["run_id"], run_attempt=attempt, event=EVENT_NAME
+    )
+    # The jobs that need the local GitHub report its failure.
+    with contextlib.suppress(FakeGitHubError, httpx.HTTPError):
+        await put()
+    try:
+        yield announced
+    finally:
+        with contextlib.suppress(FakeGitHubError, httpx.HTTPError):
+            await put(conclusion=announced.conclusion)
 
 
 def _github_context(

@@ -94,6 +94,8 @@ class _Request(NamedTuple):
     def name(self) -> str:
         """Name of the operation in the call counts."""
         last = self.path.rsplit("/", 1)[-1]
+        if "/actions/runs/" in self.path and last.isdecimal():
+            return f"{self.method} run"
         return f"{self.method} {last if self.method == 'POST' or last in _COUNTED else 'runners'}"
 
 
@@ -333,13 +335,12 @@ class GitHubClient:
             return ()
         return responses.parse_jobs(responses.json_object(response))
 
-    async def get_run(self, scope: str, repository: str, run_id: int) -> GitHubRun | None:
+    async def get_run(self, scope: str, repository: str, run_id: int, *, etag: str = "") -> GitHubRun | None:
         """https://docs.github.com/rest/actions/workflow-runs#get-a-workflow-run."""
-        try:
-            response = await self._call(scope, "GET", f"/repos/{repository}/actions/runs/{run_id}", idempotent=True)
-        except NotFound:
-            return None
-        return responses.parse_run(responses.json_object(response))
+        path = f"/repos/{repository}/actions/runs/{run_id}"
+        with _actions_must_be_readable(repository):
+            response = await self._call(scope, "GET", path, idempotent=True, accept={304}, etag=etag)
+        return None if response.status == 304 else responses.parse_run(response)
 
     async def rerun_failed_jobs(self, scope: str, repository: str, run_id: int) -> None:
         """https://docs.github.com/rest/actions/workflow-runs#re-run-failed-jobs-from-a-workflow-run.

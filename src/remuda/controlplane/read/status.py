@@ -24,6 +24,7 @@ from remuda.domain.reporting.warnings import (
     WarningKind,
     describe_dead_agent,
     find_demand_warnings,
+    find_unreleased,
     find_warnings,
 )
 from remuda.domain.signals import Report
@@ -134,6 +135,7 @@ async def status(context: Context, *, include_terminated: bool = False, check_re
         demand=demand,
         warnings=(
             *find_warnings(config, instances, reports, runs, lost=lost, sweep_due=first_seen.get(SWEEP_DUE), now=now),
+            *(find_unreleased(config, first_seen, runs, now=now) if config else ()),
             *find_demand_warnings(demand),
             *(
                 await _stale_registrations(context, config, runners, instances, first_seen)

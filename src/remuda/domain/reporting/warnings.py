@@ -12,6 +12,7 @@ from remuda.domain.instance import ABSORBING, Instance, State, holder_id
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision, ProvisionEnding, ProvisionStatus, describe_status
 from remuda.domain.reporting.demand import DemandStatus, SessionState
+from remuda.domain.reporting.ended_runs import RELEASE_JOB, unreleased_warnings
 from remuda.domain.signals import Report
 from remuda.domain.thresholds import HEARTBEAT_DEAD_AFTER_S, Lifetimes
 from remuda.domain.timestamps import after
@@ -44,6 +45,8 @@ class WarningKind(StrEnum):
     PROVISION_FAILED = "provision-failed"
     #: A run held its runners until their time was up, within the last hour.
     RUN_EXPIRED = "run-expired"
+    #: A workflow run has ended and was not released, or GitHub does not say whether it has ended.
+    RUN_UNRELEASED = "run-unreleased"
     #: The maximum runtime ends a running job soon.
     EXPIRES_SOON = "expires-soon"
     #: A committed run has lost instances.
@@ -171,7 +174,19 @@ def _run_warning(run: Provision, lost: Mapping[str, Sequence[str]], now: datetim
         return PoolWarning(kind=WarningKind.PROVISION_FAILED, subject=run.run_id, text=f"failed at {at}: {run.reason}")
     if run.ending is ProvisionEnding.EXPIRED and not run.runner_set:
         return PoolWarning(kind=WarningKind.RUN_EXPIRED, subject=run.run_id, text=f"expired at {at}: {run.why}")
+    if run.ending is ProvisionEnding.UNRELEASED:
+        text = f"a sweep released it at {at}: {run.why}; {RELEASE_JOB}"
+        return PoolWarning(kind=WarningKind.RUN_UNRELEASED, subject=run.run_id, text=text)
     return None
+
+
+def find_unreleased(
+    config: PoolConfig, first_seen: Mapping[str, datetime], provisions: Sequence[Provision], *, now: datetime
+) -> Iterator[PoolWarning]:
+    """Runs that have ended and still hold their instances. `first_seen` has the anomalies of the sweeps."""
+    grace_s = config.lifetimes.ended_run_grace_s
+    for run_id, text in unreleased_warnings(first_seen, provisions, grace_s=grace_s, now=now):
+        yield PoolWarning(kind=WarningKind.RUN_UNRELEASED, subject=run_id, text=text)
 
 
 def _budget_warnings(config: PoolConfig, now: datetime) -> Iterator[PoolWarning]:
