@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -27,6 +28,7 @@ from remuda.config.settings import Settings
 from remuda.controlplane.doctor import exit_code, run_checks
 from remuda.controlplane.read.explain import check_subject, explain
 from remuda.controlplane.read.status import REGISTRATION_CHECK_INTERVAL_S, Status, keep_github_warnings, report, status
+from remuda.disk import describe_low, existing
 from remuda.domain.errors import RemudaError, UserError
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.reporting.explanation import Explanation
@@ -58,7 +60,7 @@ def run_status(settings: Settings, output: Output, *, everything: bool, watch: b
             require_local_github=False,
         ) as context:
             found = await status(output.guarded(context), include_terminated=everything)
-            return _with_stopped_processes(settings, found)
+            return _with_local_warnings(settings, found)
 
     result = run_async(work)
     output.say_errors(result.unreadable)
@@ -75,15 +77,25 @@ def run_status(settings: Settings, output: Output, *, everything: bool, watch: b
     return EXIT_OK
 
 
-def _with_stopped_processes(settings: Settings, found: Status) -> Status:
-    """Add a warning per background process of the local backend that is not running."""
+def _with_local_warnings(settings: Settings, found: Status) -> Status:
+    """Add the warnings about the computer of the local backend: its disk, and background processes that do not run."""
     stopped = [
         PoolWarning(
             kind=WarningKind.STOPPED_PROCESS, subject="", text=f"{name} is not running; run 'remuda up' to start it"
         )
         for name in stopped_processes(settings)
     ]
-    return replace(found, warnings=(*stopped, *found.warnings))
+    return replace(found, warnings=(*_disk_warnings(settings), *stopped, *found.warnings))
+
+
+def _disk_warnings(settings: Settings) -> Iterator[PoolWarning]:
+    if settings.backend != "local":
+        return
+    folder = settings.dir.absolute()
+    with suppress(OSError):
+        if low := describe_low(folder, shutil.disk_usage(existing(folder))):
+            text = f"{low}; free space: a full disk stops every change of the pool"
+            yield PoolWarning(kind=WarningKind.DISK, subject="", text=text)
 
 
 def run_explain(settings: Settings, output: Output, *, subject: str) -> int:
@@ -180,7 +192,7 @@ async def watch_status(settings: Settings, output: Output, *, everything: bool, 
                 try:
                     fresh = await status(context, include_terminated=everything, check_registrations=due)
                     current = fresh if due else keep_github_warnings(fresh, current)
-                    view.show(_with_stopped_processes(settings, current))
+                    view.show(_with_local_warnings(settings, current))
                 except UserError:
                     raise
                 except RemudaError as error:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, S
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from remuda.domain.errors import Conflict, RemudaError, Unavailable, Unreadable, UserError
+from remuda.domain.errors import Conflict, DiskFull, RemudaError, Unavailable, Unreadable, UserError
 from remuda.domain.instance import Credential, Instance
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import ProvisionChange
@@ -135,8 +135,8 @@ async def retry_write(context: Context, write: Callable[[], Awaitable[T]], **fac
     """
 
     def pause_s(error: RemudaError, _attempt: int) -> float | None:
-        # A record that cannot be parsed stays so.
-        if not isinstance(error, Unavailable) or isinstance(error, Unreadable):
+        # A record that cannot be parsed stays so, and a full disk stays full for long; nothing was written to it.
+        if not isinstance(error, Unavailable) or isinstance(error, Unreadable | DiskFull):
             return None
         context.event_log.record("write-unconfirmed", error.message, **facts)
         return backoff_s(1, first_s=RETRY_PAUSE_S, ids=context.ids)

@@ -39,6 +39,8 @@ RECENT_FAILURE_S = 3_600.0
 class WarningKind(StrEnum):
     #: No sweep has run for long: nothing expires, and nothing is repaired.
     SWEEPER = "sweeper"
+    #: The disk of the local backend is full, or almost.
+    DISK = "disk"
     #: A background process of the local backend does not run.
     STOPPED_PROCESS = "stopped-process"
     #: A provision failed within the last hour, and the run has not been provisioned since.
