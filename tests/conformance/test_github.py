@@ -21,6 +21,7 @@ from remuda.fake_github import Endpoint
 from remuda.fake_github.client import FakeGitHubClient
 from remuda.http import ClientResponse
 from remuda.ports.calls import CallCounter
+from remuda.ports.clock import ServerDates
 from remuda.ports.github import Deletion, GitHub, GitHubRun
 from simulation.memory.github import MemoryGitHub, MemoryGitHubServer
 from tests.conformance.conftest import Adapters
@@ -234,6 +235,14 @@ async def test_run_names_its_head_and_runs_again_when_it_has_ended(github: GitHu
     assert (again.run_id, again.attempt, again.status) == (4_800, 2, "queued"), "a re-run keeps the id"
     with pytest.raises(NotFound):
         await github.get_run(REPO, REPO, 4_801)
+
+
+async def test_time_of_the_answers_is_observed(fake_github: GitHubClients) -> None:
+    clock = AdjustableClock()
+    clock.ahead_s = 1_200.0
+    dates = ServerDates(clock)
+    await fake_github.open(clock=clock, dates=dates).list_runners(REPO)
+    assert str(dates.error()) == "the clock of this computer is 20 min ahead of GitHub's"
 
 
 async def test_run_that_has_not_changed_is_not_sent_again(github: GitHub, github_clients: GitHubs) -> None:

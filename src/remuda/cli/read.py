@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import shutil
 import sys
 from collections import Counter
@@ -43,6 +45,8 @@ from remuda.wiring import open_context
 WATCH_INTERVAL_S = {"local": 1.0, "aws": 5.0}
 #: Longest period of a report in days.
 MAX_DAYS = 3_650
+#: A command that a warning or an explanation advises.
+_ADVISED = re.compile(r"\bremuda (?:terminate i-[0-9a-f]+|refresh|up)(?![\w-])")
 _STYLES = {CheckStatus.OK: "green", CheckStatus.WARNING: "yellow", CheckStatus.PROBLEM: "bold red"}
 
 
@@ -85,7 +89,20 @@ def _with_local_warnings(settings: Settings, found: Status) -> Status:
         )
         for name in stopped_processes(settings)
     ]
-    return replace(found, warnings=(*_disk_warnings(settings), *stopped, *found.warnings))
+    warnings = (*_disk_warnings(settings), *stopped, *found.warnings)
+    return replace(found, warnings=tuple(replace(item, text=_with_flags(settings, item.text)) for item in warnings))
+
+
+def _with_flags(settings: Settings, text: str) -> str:
+    """Add to the commands in a text the flags by which this command was told its pool, so that they can be pasted."""
+    chosen = {"backend": settings.backend, "pool": settings.pool, "dir": str(settings.dir)}
+    given = [
+        shlex.quote(word)
+        for name, value in chosen.items()
+        if settings.origins.get(name) == f"--{name}"
+        for word in (f"--{name}", value)
+    ]
+    return _ADVISED.sub(lambda found: " ".join([found.group(), *given]), text)
 
 
 def _disk_warnings(settings: Settings) -> Iterator[PoolWarning]:
@@ -107,6 +124,7 @@ def run_explain(settings: Settings, output: Output, *, subject: str) -> int:
             return await explain(output.guarded(context), subject)
 
     found = run_async(work)
+    found = replace(found, next_steps=tuple(_with_flags(settings, step) for step in found.next_steps))
     if not output.as_json:
         wide = output.wide or not sys.stdout.isatty()
         output.answer(*status_view.explanation_lines(found, wide=wide), soft_wrap=wide)

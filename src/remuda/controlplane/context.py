@@ -14,7 +14,7 @@ from remuda.domain.provision import ProvisionChange
 from remuda.domain.reporting.prices import PriceTable
 from remuda.domain.transitions import Actor, Change, Event, advance
 from remuda.ports.calls import CallCounter
-from remuda.ports.clock import Clock, Ids, backoff_s, retry
+from remuda.ports.clock import Clock, ClockError, CorrectedClock, Ids, ServerDates, backoff_s, retry
 from remuda.ports.compute import Compute, SpotPrices
 from remuda.ports.event_log import EventLog
 from remuda.ports.github import GitHub
@@ -51,11 +51,26 @@ class Context:
     spot_prices: SpotPrices | None = None
     #: Reads the table of prices.
     read_prices: Callable[[], PriceTable] = PriceTable
+    #: The time of the answers of AWS and GitHub; None in a process that does not judge its clock.
+    dates: ServerDates | None = None
     #: Removal tokens minted by this process, by scope. One token serves all instances of a scope.
     removal_tokens: dict[str, Credential] = field(default_factory=dict)
     removal_token_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     #: Monotonic times until which no removal token is minted, by scope, because GitHub did not answer.
     removal_token_retry_at: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def clock_error(self) -> ClockError | None:
+        """How far the clock of this computer is off, if that is more than normal and an answer has shown it."""
+        return None if self.dates is None else self.dates.error()
+
+    def with_true_time(self) -> Context:
+        """The context with a clock that is corrected by its known error, for views that judge the times of others.
+
+        Example: with a clock that is 20 min ahead, every agent would look silent for 20 min.
+        """
+        error = self.clock_error
+        return self if error is None else replace(self, clock=CorrectedClock(self.clock, error))
 
 
 def find_by_prefix(instances: Iterable[Instance], prefix: str) -> Instance | None:

@@ -28,7 +28,7 @@ from remuda.http import (
     ResponseTooLong,
 )
 from remuda.ports.calls import CallCounter
-from remuda.ports.clock import Clock, Ids, backoff_s, retry
+from remuda.ports.clock import Clock, Ids, ServerDates, backoff_s, retry
 from remuda.ports.github import Deletion, GitHubRun, GitHubRunner, JitRunner, ListedJob, RunList, missing_group
 
 PER_PAGE = 100
@@ -121,10 +121,12 @@ class GitHubClient:
         token: str = "",
         auth: Auth | None = None,
         max_wait_s: float = MAX_WAIT_S,
+        dates: ServerDates | None = None,
     ) -> None:
         """Pass a `token`, or an `auth` that has one per scope. If GitHub's rate limit demands a pause longer than
-        `max_wait_s`, the call raises `Throttled`.
+        `max_wait_s`, the call raises `Throttled`. `dates` observes the time of GitHub's answers.
         """
+        self._dates = dates
         self._max_wait_s = max_wait_s
         self._auth = auth or StaticToken(token)
         self._clock = clock
@@ -437,6 +439,8 @@ class GitHubClient:
             ) from None
         except HttpError as error:
             raise Unavailable(f"GitHub cannot be reached ({request.what}): {type(error).__name__}") from None
+        if self._dates is not None:
+            self._dates.observe("GitHub", response.headers.get("date", ""))
         return responses.decompress(response)
 
 

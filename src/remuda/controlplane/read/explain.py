@@ -38,6 +38,7 @@ def check_subject(subject: str) -> str:
 async def explain(context: Context, subject: str) -> Explanation:
     """Explain a run id, a job id, `set.` and the name of a runner set, an instance id or the name of a runner."""
     config = await read_config(context)
+    context = context.with_true_time()
     parsed = parse_runner_name(config.pool, subject)
     if parsed is not None:
         return await _explain_instance(context, config, parsed[1])

@@ -39,6 +39,8 @@ RECENT_FAILURE_S = 3_600.0
 class WarningKind(StrEnum):
     #: No sweep has run for long: nothing expires, and nothing is repaired.
     SWEEPER = "sweeper"
+    #: The clock of this computer is wrong.
+    CLOCK = "clock"
     #: The disk of the local backend is full, or almost.
     DISK = "disk"
     #: A background process of the local backend does not run.
@@ -274,7 +276,10 @@ def describe_dead_agent(instance: Instance, report: Report | None, *, now: datet
     silent = _time_since_heartbeat(instance, report, now)
     if silent is None or silent <= timedelta(seconds=HEARTBEAT_DEAD_AFTER_S + margin_s):
         return ""
-    return f"no heartbeat for {_duration(silent.total_seconds())}: its agent or its machine is dead"
+    return (
+        f"no heartbeat for {_duration(silent.total_seconds())}: its agent or its machine is dead; to end it, run "
+        f"remuda terminate {instance.instance_id}"
+    )
 
 
 def _duration(seconds: float) -> str:
