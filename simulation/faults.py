@@ -81,6 +81,7 @@ class Fault(StrEnum):
     RELEASE_EARLY = "release-early", "a run is released while it is provisioned, or while its jobs run"
     RELEASE_TWICE = "release-twice", "a run is released twice at the same time"
     RELEASE_NEVER = "release-never", "a run is never released"
+    RUN_UNRELEASED = "run-unreleased", "GitHub calls a run ended whose workflow does not release it"
     REFRESH_TWICE = "refresh-twice", "two refreshes run at the same time"
     CONFIG_CHANGE = "config-change", "the configuration is changed while commands run"
     DRAIN = "drain", "an operator drains an instance in any state"
@@ -114,6 +115,8 @@ class Fault(StrEnum):
 _DEMAND = frozenset(list(Fault)[list(Fault).index(Fault.LISTENER_CRASH) :])
 #: Faults that are drawn separately, so that the other draws of a seed do not depend on them.
 SEPARATE = (Fault.BATCH_SPLIT, Fault.DESCRIBE_PARTIAL, Fault.LIST_MOVES, Fault.GITHUB_HANGS)
+#: Faults that are never drawn, only named: the sweeps of such worlds ask GitHub about runs, which changes all draws.
+NAMED = (Fault.RUN_UNRELEASED,)
 #: Probability that `Swarm.FEW` adds one of these to the others.
 _ADDED = 0.3
 
@@ -176,7 +179,7 @@ def format_faults(faults: FaultChoice) -> str:
 
 def draw_half(rng: random.Random, *, demand: bool = False) -> frozenset[Fault]:
     """Half of the faults that need demand, or half of the others."""
-    faults = [fault for fault in Fault if fault.needs_demand is demand and fault not in SEPARATE]
+    faults = [fault for fault in Fault if fault.needs_demand is demand and fault not in (*SEPARATE, *NAMED)]
     return frozenset(rng.sample(faults, len(faults) // 2))
 
 
@@ -186,7 +189,7 @@ def draw_separate(rng: random.Random) -> frozenset[Fault]:
 
 
 def draw_few(rng: random.Random, *, demand: bool = False) -> frozenset[Fault]:
-    faults = [fault for fault in Fault if (demand or not fault.needs_demand) and fault not in SEPARATE]
+    faults = [fault for fault in Fault if (demand or not fault.needs_demand) and fault not in (*SEPARATE, *NAMED)]
     drawn = rng.sample(faults, rng.randint(1, FEW))
     return frozenset([*drawn, rng.choice(SEPARATE)] if rng.random() < _ADDED else drawn)
 

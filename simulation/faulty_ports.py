@@ -13,7 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from remuda.domain.demand import JobRecord
-from remuda.domain.errors import CapacityError, RemudaError, Throttled, TimedOut, Unavailable, UserError
+from remuda.domain.errors import CapacityError, NotFound, RemudaError, Throttled, TimedOut, Unavailable, UserError
 from remuda.domain.instance import Instance, State
 from remuda.domain.provision import Provision
 from remuda.domain.resources import PoolMessage
@@ -567,12 +567,15 @@ class FaultyGitHub(FaultyPort):
         at = self._world.loop.time() - self._rng.random() * MAX_LIST_LAG_S
         return next((views for written_at, views in reversed(self._world.github.snapshots) if written_at <= at), ())
 
-    async def get_run(self, scope: str, repository: str, run_id: int) -> GitHubRun | None:
+    async def get_run(self, scope: str, repository: str, run_id: int, *, etag: str = "") -> GitHubRun | None:
+        if self._process.kind == "refresh" and not self._world.github.knows_runs:
+            raise NotFound(f"{repository} has no run {run_id}")
         await self._transfer()
         self._trace("get_run")
-        run: GitHubRun | None = await self._answer(self._port.get_run, scope, repository, run_id)
-        if run is not None and run.status == "completed":
+        run: GitHubRun | None = await self._answer(self._port.get_run, scope, repository, run_id, etag=etag)
+        if run is not None and run.has_ended:
             self._world.safety.demand.read_end(self._process, run_id)
+            self._world.safety.run_read(self._process, run)
         return run
 
     async def rerun_failed_jobs(self, scope: str, repository: str, run_id: int) -> None:

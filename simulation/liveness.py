@@ -6,10 +6,12 @@ from collections.abc import Iterable
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
+from remuda.controlplane.refresh.ended_runs import CHECK_INTERVAL_S
 from remuda.domain.instance import State
 from remuda.domain.provision import ProvisionStatus
+from remuda.domain.reporting.ended_runs import UnreadableRepository
 from remuda.ports.compute import POOL_TAG
-from simulation.invariants import ABSORBING, parse_runner
+from simulation.invariants import ABSORBING, SCOPE, parse_runner
 from simulation.loop import START
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ class LivenessInvariants:
             *self._stale_registrations(),
             *self._messages(),
             *self._provisions(),
+            *self._ended_runs(),
         ):
             self._world.safety.violated(invariant, text, instance_id)
 
@@ -163,6 +166,28 @@ class LivenessInvariants:
                         f"{provision.provision_id} is released and holds {record.instance_id}",
                         record.instance_id,
                     )
+
+    def _ended_runs(self) -> Iterable[tuple[str, str, str]]:
+        """The first sweep after the end records it, the first one after the grace period releases the run."""
+        world = self._world
+        patience_s = world.most("ended_run_grace_s") + CHECK_INTERVAL_S + 2 * (self._sweep_s + self._sweep_duration_s)
+        # A repository whose runs could not be read is asked about again later.
+        if any(map(UnreadableRepository.parse, world.database.first_seen)):
+            return
+        for provision in world.database.provisions.values():
+            key = provision.repository.lower(), int(provision.run_id) if provision.run_id.isdecimal() else 0
+            run, ended_at = world.github.runs.get(key), world.github.ended_at.get(provision.run_id)
+            if run is None or ended_at is None or provision.status is not ProvisionStatus.COMMITTED:
+                continue
+            self.checks += 1
+            since = self._since(START + timedelta(seconds=ended_at))
+            late = world.clock.now() - since > timedelta(seconds=patience_s) + world.max_skew
+            if run.has_ended and key[0] == SCOPE and late and self._holds(provision.provision_id):
+                yield "L8", f"run {provision.run_id} has ended, and {provision.provision_id} holds its instances", ""
+
+    def _holds(self, provision_id: str) -> bool:
+        records = self._world.database.instances.values()
+        return any(item.provision_id == provision_id and item.state in HELD for item in records)
 
     def _since(self, at: datetime) -> datetime:
         return max(at, self._quiet_at)

@@ -39,6 +39,7 @@ _CREATION = "remuda.controlplane.provision.creation"
 _ROLLBACK = "remuda.controlplane.provision.rollback"
 _RELEASE = "remuda.controlplane.release"
 _SWEEP = "remuda.controlplane.refresh.sweep"
+_ENDED_RUNS = "remuda.controlplane.refresh.ended_runs"
 _MACHINE_SWEEP = "remuda.controlplane.refresh.machines"
 _SCALE_DOWN = "remuda.controlplane.scale_down.pool_records"
 _SESSION = "remuda.controlplane.demand.session"
@@ -69,6 +70,7 @@ _NOTICED = _only(Fault.SPOT_NOTICE)
 _RELEASED_EARLY = _only(Fault.RELEASE_EARLY)
 _SENT_AWAY = _only(Fault.LISTENER_DIES)
 _EXTENDED_TWICE = _only(Fault.CLOCK_SKEW, Fault.RERUN, Fault.RELEASE_TWICE)
+_UNRELEASED = _only(Fault.RUN_UNRELEASED, Fault.RERUN)
 _HANGING = _only(Fault.GITHUB_HANGS, Fault.GITHUB_5XX)
 
 
@@ -439,7 +441,7 @@ MUTANTS: tuple[Mutant, ...] = (
         expression(_SWEEP, "Sweep.run", "context.store.find(LIVE)", "context.store.find(LIVE - {State.CREATED})"),
         expression(
             _SWEEP,
-            "ProvisionSweep._settle",
+            "ProvisionSweep.settle",
             "instance.state in ASSIGNED",
             "instance.state in ASSIGNED and instance.state != 'created'",
         ),
@@ -459,6 +461,46 @@ MUTANTS: tuple[Mutant, ...] = (
             "End(reason=RetireReason.EXPIRED, detail=detail, margin_s=margin_s)",
             "End(reason=RetireReason.EXPIRED, detail=detail)",
         ),
+    ),
+    _mutant(
+        "ended-and-never-released",
+        "a run that ends without a release keeps its instances until its maximum runtime",
+        expression(_ENDED_RUNS, "EndedRunSweep._check", "waited < self._grace", "waited"),
+        settings=_UNRELEASED,
+    ),
+    _mutant(
+        "ended-run-without-grace",
+        "a run that has just ended is released before its own release job could come",
+        expression(_ENDED_RUNS, "EndedRunSweep._check", "waited < self._grace", "waited < 0 * self._grace"),
+        settings=_UNRELEASED,
+    ),
+    _mutant(
+        "ended-run-read-once",
+        "a run that was run again in the grace period is released although its new attempt needs the instances",
+        expression(
+            _ENDED_RUNS,
+            "EndedRunSweep._check",
+            "current is not None and current.has_ended and current.attempt == ended.attempt",
+            "True",
+        ),
+        settings=_UNRELEASED,
+    ),
+    _mutant(
+        "ended-run-of-any-attempt",
+        "the provisions of a newer attempt are released with the ended one",
+        expression(
+            _ENDED_RUNS,
+            "EndedRunSweep._check",
+            "current is not None and current.has_ended and current.attempt == ended.attempt",
+            "True",
+        ),
+        expression(
+            _ENDED_RUNS,
+            "EndedRunSweep._release",
+            "not is_committed or provision.attempt > ended.attempt",
+            "not is_committed",
+        ),
+        settings=_UNRELEASED,
     ),
     _mutant(
         "gone-at-first-sight",
@@ -513,14 +555,14 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "taken-back-unreleased",
         "a sweep takes instances back and leaves their provision as it is",
-        statements(_SWEEP, "ProvisionSweep._settle", "provision = await self._release(provision)", ""),
+        statements(_SWEEP, "ProvisionSweep.settle", "provision = await self._release(provision)", ""),
     ),
     _mutant(
         "taken-back-from-another",
         "a sweep takes back an instance that another provision has claimed since",
         expression(
             _SWEEP,
-            "ProvisionSweep._settle",
+            "ProvisionSweep.settle",
             "instance.provision_id == provision.provision_id",
             "True",
         ),
@@ -1082,7 +1124,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "rerun-before-the-end",
         "an interrupted job is run again while its run is in progress",
-        statements(_RERUN, "InterruptedJobs._try", "if run.status != COMPLETED:\n    return False", ""),
+        statements(_RERUN, "InterruptedJobs._try", "if run is None or not run.has_ended:\n    return False", ""),
         settings=_SPOT_SETS,
     ),
     _mutant(

@@ -13,6 +13,7 @@ from remuda.domain.provision import Provision, ProvisionEnding, ProvisionStatus
 from remuda.domain.resources import Reuse
 from remuda.domain.signals import Report, Signal
 from remuda.ports.compute import POOL_TAG, MachineState
+from remuda.ports.github import GitHubRun
 from simulation.completeness import CompletenessInvariants
 from simulation.demand_invariants import DemandInvariants
 from simulation.invariants import ReuseInvariant, Violation, is_secret, parse_runner, transition_violations
@@ -50,6 +51,8 @@ class RecordInvariants:
         self.waste = WasteInvariants(world, self.policies)
         self.completeness = CompletenessInvariants(world, self.policies)
         self.demand = DemandInvariants(world)
+        #: By process and run, the last attempt that it read as ended, and how long ago that end was then.
+        self._ends_read: dict[tuple[str, str], tuple[int, float]] = {}
         self.checks = 0
 
     def violated(self, invariant: str, text: str, instance_id: str = "") -> None:
@@ -437,8 +440,25 @@ class RecordInvariants:
         elif after.runner_set:
             for invariant, text in self.demand.provision_released(before, process):
                 self.violated(invariant, f"provision {after.provision_id}: {text}")
+        elif after.ending is ProvisionEnding.UNRELEASED:
+            self._world.stats["ended runs released"] += 1
+            if text := self._wrong_end(after, process):
+                self.violated("S15", f"{process} released provision {after.provision_id} of an ended run: {text}")
         elif process.kind == "refresh" and self._world.clock.now() < before.deadline + self.margin - self.tolerance:
             self.violated("S13", f"{process} released provision {after.provision_id} before its deadline")
+
+    def run_read(self, process: SimulatedProcess, run: GitHubRun) -> None:
+        """A process has read that a run has ended."""
+        ended_at = self._world.github.ended_at.get(str(run.run_id), self._world.loop.time())
+        self._ends_read[process.name, str(run.run_id)] = (run.attempt, self._world.loop.time() - ended_at)
+
+    def _wrong_end(self, provision: Provision, process: SimulatedProcess) -> str:
+        """Why a process may not release a run as ended, or an empty text."""
+        attempt, since_s = self._ends_read.get((process.name, provision.run_id), (0, 0.0))
+        grace_s = self._world.least("ended_run_grace_s") - 2 * self.tolerance.total_seconds()
+        if provision.attempt > attempt:
+            return f"it is of attempt {provision.attempt}, and attempt {attempt or 'none'} was read as ended"
+        return f"it ended only {since_s:.0f} s ago" if since_s < grace_s else ""
 
     def _provision_recorded(self, provision: Provision, process: SimulatedProcess) -> None:
         process.provisions.add(provision.provision_id)

@@ -66,6 +66,8 @@ RESTART_S = (0.5, 8.0)
 LOST_LISTENERS = 0.3
 #: Approximate seconds between two checks of a workflow for the end of its jobs.
 JOB_CHECK_S = 12.0
+#: Fraction of attempts whose workflow does not release them, in worlds where GitHub knows the state of runs.
+UNRELEASED = 0.5
 #: Fraction of operator commands that concern a live instance.
 LIVE_COMMANDS = 0.8
 _ALWAYS = parse_cron("* * * * *")
@@ -155,6 +157,7 @@ class Workload:
                 return
             if attempt > 1:
                 self._world.faults.record(Fault.RERUN, self._of_run(run.run_id))
+            self._world.github.run_begins(run.repository, run.run_id, attempt)
             jobs = self._queue(run) if run.eager else []
             process = self._provision(run, attempt)
             await process.ended
@@ -165,13 +168,41 @@ class Workload:
                 await self._until_over(jobs)
             if not run.released:
                 self._world.faults.record(Fault.RELEASE_NEVER, self._of_run(run.run_id))
+                if self._world.github.knows_runs:
+                    await self._end_run(run, attempt, jobs)
                 return
-            self._release(run.run_id, attempt, f"release {run.run_id}.{attempt}")
+            if self._is_unreleased(run, attempt):
+                # Its workflow has no release job; a user may run it again before a sweep notices.
+                self._world.faults.record(Fault.RUN_UNRELEASED, self._of_run(run.run_id))
+                await self._end_run(run, attempt, jobs)
+                await self._world.loop.sleep(self._rng.uniform(0, 4 * self._world.lifetimes.ended_run_grace_s))
+                continue
+            release = self._release(run.run_id, attempt, f"release {run.run_id}.{attempt}")
+            if self._world.github.knows_runs:
+                self._spawn(self._end_run(run, attempt, jobs, release))
             for job in jobs:
                 if not job.started and not job.conclusion and not job.runner_name:
                     job.conclusion = "cancelled"
             pause_s = self._rng.choice((0.0, self._rng.uniform(0, 5), self._rng.uniform(0, 40)))
             await self._world.loop.sleep(pause_s)
+
+    def _is_unreleased(self, run: PlannedRun, attempt: int) -> bool:
+        if Fault.RUN_UNRELEASED not in self._world.plan.faults:
+            return False
+        return random.Random(f"{self._world.plan.seed} {run.run_id}.{attempt} unreleased").random() < UNRELEASED
+
+    async def _end_run(
+        self, run: PlannedRun, attempt: int, jobs: list[MemoryJob], release: SimulatedProcess | None = None
+    ) -> None:
+        """GitHub calls a run ended when all of its jobs are over. The release is the last one."""
+        if release is not None:
+            await release.ended
+        for job in jobs:
+            if not job.started and not job.conclusion and not job.runner_name:
+                job.conclusion = "cancelled"
+        while not all(job.conclusion for job in jobs):
+            await self._world.loop.sleep(JOB_CHECK_S)
+        self._world.github.run_ends(run.repository, run.run_id, attempt)
 
     def _provision(self, run: PlannedRun, attempt: int) -> SimulatedProcess:
         request = ProvisionRequest(
@@ -245,7 +276,7 @@ class Workload:
         sets = self._world.scale_sets
         head = "stranger/fork" if item.is_fork else SCOPE
         self._world.github.runs[SCOPE.lower(), int(item.run_id)] = GitHubRun(
-            run_id=int(item.run_id), status="in_progress", conclusion="", head_repository=head
+            run_id=int(item.run_id), status="in_progress", conclusion="", head_repository=head, attempt=1
         )
         self._world.safety.demand.run_restarted(int(item.run_id))
         job = sets.queue(

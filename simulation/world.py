@@ -29,7 +29,7 @@ from remuda.domain.thresholds import Lifetimes
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import POOL_TAG
 from remuda.ports.demand import DemandSource
-from remuda.ports.github import Deletion, GitHubRunner
+from remuda.ports.github import COMPLETED, Deletion, GitHubRun, GitHubRunner
 from remuda.ports.store import InstanceStore
 from simulation.fake_machine import SLOW_SCRIPT_S, FakeMachine, MachineBehaviour, RandomBehaviour
 from simulation.faults import MAX_SKEW_S, Fault, FaultInjector, Trace
@@ -62,6 +62,7 @@ LIFETIMES = Lifetimes(
     keep_records_s=300.0,
     listening_time_s=240.0,
     surplus_grace_s=30.0,
+    ended_run_grace_s=150.0,
 )
 #: Lifetimes of the configurations that a world switches between; the first one applies at the start.
 CONFIGURATIONS = (
@@ -196,6 +197,10 @@ class CheckedGitHub(MemoryGitHubServer):
     def __init__(self, world: World, token_life_s: float) -> None:
         super().__init__(clock=world.clock, token_life_s=token_life_s)
         self._world = world
+        #: Whether it knows the state of runs with their own provision.
+        self.knows_runs = Fault.RUN_UNRELEASED in world.plan.faults
+        #: When the latest attempt of each run has ended, by the run's id.
+        self.ended_at: dict[str, float] = {}
         self.snapshots: deque[tuple[float, tuple[GitHubRunner, ...]]] = deque(maxlen=400)
 
     def register(self, scope: str, token: str, name: str, labels: Sequence[str]) -> MemoryRunner:
@@ -220,6 +225,24 @@ class CheckedGitHub(MemoryGitHubServer):
             # That of a set is of no use before its configuration is on the record.
             self._world.safety.registered(name)
         return runner
+
+    def run_begins(self, repository: str, run_id: str, attempt: int) -> None:
+        self._set_run(repository, run_id, attempt, "in_progress")
+        self.ended_at.pop(run_id, None)
+
+    def run_ends(self, repository: str, run_id: str, attempt: int) -> None:
+        """The attempt has ended, unless the run was run again meanwhile."""
+        known = self.runs.get((repository.lower(), int(run_id)))
+        if known is not None and known.attempt == attempt and not known.has_ended:
+            self._set_run(repository, run_id, attempt, COMPLETED)
+            self.ended_at[run_id] = self._world.loop.time()
+
+    def _set_run(self, repository: str, run_id: str, attempt: int, status: str) -> None:
+        if self.knows_runs:
+            self.runs[repository.lower(), int(run_id)] = GitHubRun(
+                run_id=int(run_id), status=status, conclusion="", head_repository=repository, attempt=attempt
+            )
+            self._world.trace.add("github", f"run {run_id} is {status}, attempt {attempt}")
 
     def connect(
         self, runner_id: int, take: Callable[[MemoryJob], None], removed: Callable[[], None] | None = None

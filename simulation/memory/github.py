@@ -397,9 +397,13 @@ class MemoryGitHub:
         runner = self._github.runners.get(runner_id)
         return view_of(runner) if runner is not None and runner.scope.lower() == scope.lower() else None
 
-    async def get_run(self, scope: str, repository: str, run_id: int) -> GitHubRun | None:
+    async def get_run(self, scope: str, repository: str, run_id: int, *, etag: str = "") -> GitHubRun | None:
         self._enter("GET run", scope)
-        return self._github.runs.get((repository.lower(), run_id)) if _contains(scope, repository) else None
+        run = self._github.runs.get((repository.lower(), run_id))
+        if run is None or not _contains(scope, repository):
+            raise NotFound(f"{repository} has no run {run_id}")
+        found = replace(run, etag=f'W/"{run.attempt} {run.status}"')
+        return None if found.etag == etag else found
 
     async def rerun_failed_jobs(self, scope: str, repository: str, run_id: int) -> None:
         self._enter("POST rerun-failed-jobs", scope, write=True)
@@ -409,7 +413,9 @@ class MemoryGitHub:
         if run.status != "completed" or run.conclusion == "success":
             raise UserError("GitHub refuses: This workflow run cannot be retried (403)", field="github-token")
         self._github.reruns.append(run_id)
-        self._github.runs[repository.lower(), run_id] = replace(run, status="queued", conclusion="")
+        self._github.runs[repository.lower(), run_id] = replace(
+            run, status="queued", conclusion="", attempt=run.attempt + 1
+        )
         if self._github.scale_sets is not None:
             self._github.scale_sets.run_again(repository, run_id)
 

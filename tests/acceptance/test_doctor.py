@@ -242,7 +242,7 @@ def test_a_service_that_is_down_is_exit_code_4_and_the_others_are_checked(patien
     flags = {**patient.servers.launch, "github-scope": SCOPE}
     code, lines = patient.doctor(flags=flags, AWS_ENDPOINT_URL_DYNAMODB="http://127.0.0.1:9")
     assert code == 4, lines
-    assert problems(lines) == {"table", "configuration", "tokens", "runner version", "runner sets"}, lines
+    assert problems(lines) == {"table", "configuration", "tokens", "runner version", "runner sets", "releases"}, lines
     assert "cannot be reached" in lines["table"]["message"]
     assert lines["queues"]["status"] == "ok"
 

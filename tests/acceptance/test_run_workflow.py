@@ -393,3 +393,48 @@ def test_only_jobs_with_permission_get_oidc_tokens(backend: Path, tmp_path: Path
     refused = run_installed([*words[:3], "no-number", *words[4:]], environment=os.environ)
     assert refused.code == 2
     assert "requires a run id as on GitHub, got 'no-number'" in document_of(refused)["error"]["message"]
+
+
+WITHOUT_RELEASE = """
+on: push
+jobs:
+  provision:
+    runs-on: ubuntu-latest
+    steps: [{run: remuda provision --instance-count 1}]
+  test:
+    needs: provision
+    runs-on: ${{ github.run_id }}
+    steps: [{run: "true"}]
+"""
+
+
+@pytest.mark.timeout(2 * LIMIT_S)
+def test_run_without_a_release_job_is_warned_about_and_released_by_the_sweeper(tmp_path: Path) -> None:
+    """In its own backend, whose sweeper runs in the background with a short grace period."""
+    backend, file = tmp_path / "state", tmp_path / "workflow.yml"
+    file.write_text(WITHOUT_RELEASE)
+    assert run_local(backend, "up").code == 0
+    try:
+        environment = os.environ | {"REMUDA_ENDED_RUN_GRACE_SEC": "2"}
+        assert run_local(backend, "refresh", environment=environment).code == 0
+        done = run_local(backend, "run-workflow", str(file), "--run-id", "4711", "--json")
+        assert done.code == 0, done.stderr
+        assert "warning: the workflow runs remuda provision and never remuda release" in done.stderr
+        (warning,) = document_of(done)["warnings"]
+        assert "needs: [provision, test]" in warning
+
+        watch = [sys.executable, "-m", "remuda", "status", "--watch", "--json", "--every", "2", "--dir", str(backend)]
+        with subprocess.Popen(watch, stdout=subprocess.PIPE, text=True) as watching:
+            assert watching.stdout is not None
+            for line in watching.stdout:
+                (shown,) = json.loads(line)["runs"]
+                if shown["status"] == "unreleased":
+                    break
+            watching.terminate()
+        explained = document_of(run_local(backend, "explain", "4711", "--json"))
+        assert "its workflow run ended in attempt 1 and did not release it" in explained["title"]
+        found = run_local(backend, "doctor", "--json")
+        (check,) = [item for item in document_of(found)["checks"] if item["name"] == "releases"]
+        assert (check["status"], check["fix"]) == ("warning", "add a release job with if: always() to its workflow")
+    finally:
+        assert document_of(run_local(backend, "down"))["left"] == []

@@ -22,6 +22,7 @@ from remuda.fake_github.client import FakeGitHubClient
 from remuda.fake_github.fake_runner.credentials import secret_of
 from remuda.http import ClientResponse
 from remuda.ports.calls import CallCounter
+from remuda.ports.clock import ServerDates
 from remuda.ports.github import Deletion, GitHub, GitHubRun
 from simulation.memory.github import MemoryGitHub, MemoryGitHubServer
 from tests.conformance.conftest import Adapters
@@ -79,7 +80,7 @@ class MemoryGitHubs(GitHubs):
 
     async def add_run(self, repository: str, run_id: int, *, head: str) -> Callable[[], Awaitable[object]]:
         runs, key = self._github.runs, (repository, run_id)
-        runs[key] = GitHubRun(run_id=run_id, status="queued", conclusion="", head_repository=head)
+        runs[key] = GitHubRun(run_id=run_id, status="queued", conclusion="", head_repository=head, attempt=1)
 
         async def cancel() -> None:
             runs[key] = replace(runs[key], status="completed", conclusion="cancelled")
@@ -222,18 +223,63 @@ async def test_queued_jobs_of_a_repository(github: GitHub, github_clients: GitHu
 
 async def test_run_names_its_head_and_runs_again_when_it_has_ended(github: GitHub, github_clients: GitHubs) -> None:
     cancel = await github_clients.add_run(REPO, 4_800, head="stranger/fork")
-    waiting = GitHubRun(run_id=4_800, status="queued", conclusion="", head_repository="stranger/fork")
+    waiting = GitHubRun(run_id=4_800, status="queued", conclusion="", head_repository="stranger/fork", attempt=1)
     assert await github.get_run(REPO, REPO, 4_800) == waiting
+    assert not waiting.has_ended
     with pytest.raises(UserError):
         await github.rerun_failed_jobs(REPO, REPO, 4_800)
     await cancel()
     ended = replace(waiting, status="completed", conclusion="cancelled")
     assert await github.get_run(REPO, REPO, 4_800) == ended
+    assert ended.has_ended
     await github.rerun_failed_jobs(REPO, REPO, 4_800)
     again = await github.get_run(REPO, REPO, 4_800)
     assert again is not None
-    assert again.status == "queued"
-    assert await github.get_run(REPO, REPO, 4_801) is None
+    assert (again.run_id, again.attempt, again.status) == (4_800, 2, "queued"), "a re-run keeps the id"
+    with pytest.raises(NotFound):
+        await github.get_run(REPO, REPO, 4_801)
+
+
+async def test_time_of_the_answers_is_observed(fake_github: GitHubClients) -> None:
+    clock = AdjustableClock()
+    clock.ahead_s = 1_200.0
+    dates = ServerDates(clock)
+    await fake_github.open(clock=clock, dates=dates).list_runners(REPO)
+    assert str(dates.error()) == "the clock of this computer is 20 min ahead of GitHub's"
+
+
+async def test_run_that_has_not_changed_is_not_sent_again(github: GitHub, github_clients: GitHubs) -> None:
+    cancel = await github_clients.add_run(REPO, 4_810, head=REPO)
+    first = await github.get_run(REPO, REPO, 4_810)
+    assert first is not None
+    assert first.etag
+    assert await github.get_run(REPO, REPO, 4_810, etag=first.etag) is None
+    await cancel()
+    changed = await github.get_run(REPO, REPO, 4_810, etag=first.etag)
+    assert changed is not None
+    assert changed.has_ended
+
+
+async def test_run_with_jobs_elsewhere_ends_when_it_is_said_to_end(fake_github: GitHubClients) -> None:
+    """`remuda run-workflow` has jobs that the local GitHub does not know, and some that it does not know yet."""
+    github, admin = fake_github.open(), fake_github.admin
+    await admin.put_run(repo=REPO, run_id=4_820, run_attempt=1)
+    begun = await github.get_run(REPO, REPO, 4_820)
+    assert begun is not None
+    assert (begun.attempt, begun.has_ended) == (1, False)
+    job = await admin.queue_job(repo=REPO, run_id=4_820, labels=["nobody-has-this"])
+    await admin.cancel_job(job.id)
+    between = await github.get_run(REPO, REPO, 4_820)
+    assert between is not None
+    assert not between.has_ended
+    await admin.put_run(repo=REPO, run_id=4_820, run_attempt=1, conclusion="failure")
+    ended = await github.get_run(REPO, REPO, 4_820)
+    assert ended is not None
+    assert (ended.has_ended, ended.conclusion) == (True, "failure")
+    await admin.put_run(repo=REPO, run_id=4_820, run_attempt=2)
+    again = await github.get_run(REPO, REPO, 4_820)
+    assert again is not None
+    assert (again.attempt, again.has_ended) == (2, False)
 
 
 @pytest.mark.parametrize("scope", [REPO, ORG])
@@ -355,13 +401,14 @@ async def test_deletion_with_a_lost_response(fake_github: GitHubClients, client:
         ("remove-token", lambda client: client.removal_token(REPO)),
         ("get", lambda client: client.get_runner(REPO, 1)),
         ("downloads", lambda client: client.runner_downloads(REPO)),
-        ("run", lambda client: client.get_run(REPO, REPO, 4_801)),
+        ("run", lambda client: client.get_run(REPO, REPO, 4_830)),
     ],
     ids=["list", "registration-token", "remove-token", "get", "downloads", "run"],
 )
 async def test_idempotent_calls_with_lost_responses_are_retried(
     fake_github: GitHubClients, client: GitHub, operation: str, call: Callable[[GitHub], Awaitable[object]]
 ) -> None:
+    await fake_github.admin.put_run(repo=REPO, run_id=4_830, run_attempt=1)
     await fake_github.admin.set_fault("lost_answer", operation=operation, times=MAX_ATTEMPTS - 1)
     await call(client)
 

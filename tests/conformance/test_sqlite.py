@@ -26,7 +26,7 @@ from remuda.adapters.sqlite.pool import SqliteResourcePool
 from remuda.adapters.sqlite.schema import VERSION, translated
 from remuda.adapters.sqlite.store import SqliteInstanceStore
 from remuda.adapters.system.clock import SystemClock, SystemIds
-from remuda.domain.errors import Conflict, Unavailable, UserError
+from remuda.domain.errors import Conflict, DiskFull, Unavailable, UserError
 from remuda.domain.instance import Instance, RetireReason, State
 from remuda.domain.resources import Tier
 from remuda.domain.transitions import Change, WriteCondition
@@ -308,7 +308,7 @@ async def test_read_only_folder(unprivileged_folder: Path, stores: SqliteStores)
 @pytest.mark.parametrize(
     ("code", "expected"),
     [
-        (sqlite3.SQLITE_FULL, Unavailable),
+        (sqlite3.SQLITE_FULL, DiskFull),
         (sqlite3.SQLITE_IOERR | 10 << 8, Unavailable),
         (sqlite3.SQLITE_BUSY | 2 << 8, Unavailable),
         (sqlite3.SQLITE_CORRUPT | 1 << 8, UserError),

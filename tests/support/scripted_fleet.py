@@ -108,7 +108,7 @@ class ScriptedGitHub:
         runner = self.runners.get(runner_id)
         return runner.lookup() if runner is not None and runner.scope == scope else None
 
-    async def get_run(self, scope: str, repository: str, run_id: int) -> GitHubRun | None:
+    async def get_run(self, scope: str, repository: str, run_id: int, *, etag: str = "") -> GitHubRun | None:
         raise NotImplementedError
 
     async def rerun_failed_jobs(self, scope: str, repository: str, run_id: int) -> None:

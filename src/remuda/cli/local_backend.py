@@ -27,6 +27,7 @@ from remuda.cli.run import EXIT_OK, EXIT_PARTIAL, plural, run_async
 from remuda.config.settings import Settings
 from remuda.controlplane.operator import InstanceSelector, select_instances, terminate
 from remuda.controlplane.refresh import refresh
+from remuda.disk import FULL, existing, full_disk
 from remuda.domain.errors import RemudaError, Unavailable, UserError
 from remuda.fake_github import install_runner, read_endpoint
 from remuda.ports.calls import CallCounter
@@ -338,6 +339,8 @@ def _make_folders(places: LocalLayout) -> None:
             # Users start it in their repositories, and the folder contains credentials.
             (places.root / GIT_IGNORE).write_text(IGNORE_ALL, encoding="utf-8")
     except OSError as error:
+        if error.errno in FULL:
+            raise full_disk(existing(places.root)) from None
         raise UserError(
             f"--dir {places.root} cannot be used: {error.strerror}",
             field="--dir",

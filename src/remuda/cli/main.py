@@ -31,6 +31,7 @@ from remuda.cli.output import Output, early_log_format, set_log_format
 from remuda.cli.run import EXIT_INTERRUPTED, load_settings, mistyped_variables, run_command
 from remuda.config.declaration import DURATION_EXAMPLES, POOL_COMMANDS, Group, choice, duration, integer, text
 from remuda.config.settings import SETTINGS
+from remuda.disk import full_disk_explained
 from remuda.domain.errors import UserError
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": HELP_WIDTH}
@@ -173,7 +174,8 @@ def _command(name: str, implementation: str, summary: str, *own: click.Parameter
         # The objects of the imported modules live as long as the process.
         gc.freeze()
         gc.enable()
-        return run(settings, output, **values)
+        with full_disk_explained(settings.dir.absolute()):
+            return run(settings, output, **values)
 
     common = (
         option(

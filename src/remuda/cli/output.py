@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import sys
@@ -11,6 +10,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from remuda.adapters.system.clock import SystemClock
+from remuda.disk import FULL
 from remuda.domain.errors import RemudaError, UserError
 from remuda.domain.text import sanitize
 from remuda.domain.timestamps import to_text
@@ -159,7 +159,7 @@ class Output:
             sys.stderr.flush()
         except OSError as error:
             # A full disk must not stop a background process that writes its log there.
-            if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+            if error.errno not in FULL:
                 raise
 
     def complete(self, advice: str) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -28,6 +29,7 @@ from remuda.config.settings import Settings
 from remuda.controlplane.doctor import exit_code, run_checks
 from remuda.controlplane.read.explain import check_subject, explain
 from remuda.controlplane.read.status import REGISTRATION_CHECK_INTERVAL_S, Status, keep_github_warnings, report, status
+from remuda.disk import describe_low, existing
 from remuda.domain.errors import RemudaError, UserError
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.reporting.explanation import Explanation
@@ -42,6 +44,7 @@ from remuda.wiring import open_context
 WATCH_INTERVAL_S = {"local": 1.0, "aws": 5.0}
 #: Longest period of a report in days.
 MAX_DAYS = 3_650
+#: A command that a warning or an explanation advises.
 _STYLES = {CheckStatus.OK: "green", CheckStatus.WARNING: "yellow", CheckStatus.PROBLEM: "bold red"}
 
 
@@ -59,8 +62,9 @@ def run_status(settings: Settings, output: Output, *, everything: bool, watch: b
             require_local_github=False,
         ) as context:
             found = await status(output.guarded(context), include_terminated=everything)
+            found = _with_local_warnings(settings, found)
             warnings = tuple(replace(item, text=output.complete(item.text)) for item in found.warnings)
-            return _with_stopped_processes(settings, replace(found, warnings=warnings))
+            return replace(found, warnings=warnings)
 
     result = run_async(work)
     output.say_errors(result.unreadable)
@@ -77,8 +81,8 @@ def run_status(settings: Settings, output: Output, *, everything: bool, watch: b
     return EXIT_OK
 
 
-def _with_stopped_processes(settings: Settings, found: Status) -> Status:
-    """Add a warning per background process of the local backend that is not running."""
+def _with_local_warnings(settings: Settings, found: Status) -> Status:
+    """Add the warnings about the computer of the local backend: its disk, and background processes that do not run."""
     stopped = [
         PoolWarning(
             kind=WarningKind.STOPPED_PROCESS,
@@ -87,7 +91,17 @@ def _with_stopped_processes(settings: Settings, found: Status) -> Status:
         )
         for name in stopped_processes(settings)
     ]
-    return replace(found, warnings=(*stopped, *found.warnings))
+    return replace(found, warnings=(*_disk_warnings(settings), *stopped, *found.warnings))
+
+
+def _disk_warnings(settings: Settings) -> Iterator[PoolWarning]:
+    if settings.backend != "local":
+        return
+    folder = settings.dir.absolute()
+    with suppress(OSError):
+        if low := describe_low(folder, shutil.disk_usage(existing(folder))):
+            text = f"{low}; free space: a full disk stops every change of the pool"
+            yield PoolWarning(kind=WarningKind.DISK, subject="", text=text)
 
 
 def run_explain(settings: Settings, output: Output, *, subject: str) -> int:
@@ -186,7 +200,7 @@ async def watch_status(settings: Settings, output: Output, *, everything: bool, 
                 try:
                     fresh = await status(context, include_terminated=everything, check_registrations=due)
                     current = fresh if due else keep_github_warnings(fresh, current)
-                    view.show(_with_stopped_processes(settings, current))
+                    view.show(_with_local_warnings(settings, current))
                 except UserError:
                     raise
                 except RemudaError as error:

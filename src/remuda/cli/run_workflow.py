@@ -10,7 +10,7 @@ import os
 import re
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from graphlib import TopologicalSorter
@@ -25,6 +25,7 @@ from remuda.cli.checkout import NO_COMMIT, Repository, find_repository, take_sna
 from remuda.cli.hosted_job import HostedRunner, steps_of
 from remuda.cli.lifecycle import LABEL_SEPARATORS
 from remuda.cli.output import Output
+from remuda.cli.release_job import find_missing_release
 from remuda.cli.run import run_async
 from remuda.cli.workflow_file import (
     MAX_BYTES,
@@ -131,6 +132,10 @@ async def run_workflow(
     repository = await find_repository(path.parent)
     github = _github_context(settings, file, document, repository, run_id=run_id, attempt=attempt)
     jobs = parse_workflow(document, github)
+    missing = find_missing_release(jobs)
+    if missing is not None:
+        for line in (f"warning: {missing.text}:", *missing.yaml.splitlines()):
+            output.say(line, style="yellow")
     kept = kept_jobs(jobs, before) if before else set()
     endpoint = local_endpoint(settings)
     config = await stored_config(settings)
@@ -161,7 +166,9 @@ async def run_workflow(
                 kept_outputs=before.outputs if before else {},
             )
             try:
-                results = await run.run(jobs, kept)
+                async with _announced(client, github) as announced:
+                    results = await run.run(jobs, kept)
+                    announced.conclusion = _conclusion_of(results)
             finally:
                 last = LastRun(
                     run_id=run_id,
@@ -171,9 +178,8 @@ async def run_workflow(
                     file=str(path),
                 )
                 _save_run(settings, last)
-        failed = [result for result in results if result.result not in {"success", "skipped"}]
+        failed, conclusion = _failed(results), _conclusion_of(results)
         advice = await _advice(jobs, last, github, client, again) if failed else ""
-    conclusion = "failure" if failed else "success"
     names = ", ".join(result.name for result in failed)
     summary = f"failure of {names}; {advice}" if failed else "success"
     output.say_after(f"run {run_id}: ", summary, style="bold red" if failed else "bold green")
@@ -184,9 +190,45 @@ async def run_workflow(
             "conclusion": conclusion,
             "fix": advice or None,
             "jobs": [result.document() for result in results],
+            "warnings": [f"{missing.text}: {missing.yaml}"] if missing is not None else [],
         }
     )
     return EXIT_JOB_FAILED if failed else 0
+
+
+def _failed(results: Sequence[WorkflowJobResult]) -> list[WorkflowJobResult]:
+    return [result for result in results if result.result not in {"success", "skipped"}]
+
+
+def _conclusion_of(results: Sequence[WorkflowJobResult]) -> str:
+    return "failure" if _failed(results) else "success"
+
+
+@dataclass(slots=True)
+class _AnnouncedRun:
+    """An attempt that the local GitHub knows of."""
+
+    conclusion: str = "cancelled"
+
+
+@contextlib.asynccontextmanager
+async def _announced(client: FakeGitHubClient, github: Mapping[str, str]) -> AsyncIterator[_AnnouncedRun]:
+    """Tell the local GitHub when the attempt begins and ends: jobs on this machine are not in its queue.
+
+    `remuda refresh` releases runs that have ended.
+    """
+    announced, attempt = _AnnouncedRun(), int(github["run_attempt"])
+    put = partial(
+        client.put_run, repo=github["repository"], run_id=github["run_id"], run_attempt=attempt, event=EVENT_NAME
+    )
+    # The jobs that need the local GitHub report its failure.
+    with contextlib.suppress(FakeGitHubError, httpx.HTTPError):
+        await put()
+    try:
+        yield announced
+    finally:
+        with contextlib.suppress(FakeGitHubError, httpx.HTTPError):
+            await put(conclusion=announced.conclusion)
 
 
 def _github_context(

@@ -523,6 +523,12 @@ class Settings:
         60.0,
         "Seconds that a runner set may have more runners than it needs before they return to the pool.",
     )
+    ended_run_grace_sec: float = _pool_tunable(
+        _seconds(1, DAY_S),
+        300.0,
+        "Seconds after the end of a workflow run on GitHub after which refresh releases what the run still holds, "
+        "because its workflow has not.",
+    )
     unrecorded_grace_sec: float = _pool_tunable(
         _seconds(1, DAY_S), 300.0, "Seconds after which refresh terminates an instance without a record."
     )

@@ -7,14 +7,14 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, S
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from remuda.domain.errors import Conflict, RemudaError, Unavailable, Unreadable, UserError
+from remuda.domain.errors import Conflict, DiskFull, RemudaError, Unavailable, Unreadable, UserError
 from remuda.domain.instance import Credential, Instance
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import ProvisionChange
 from remuda.domain.reporting.prices import PriceTable
 from remuda.domain.transitions import Actor, Change, Event, advance
 from remuda.ports.calls import CallCounter
-from remuda.ports.clock import Clock, Ids, backoff_s, retry
+from remuda.ports.clock import Clock, ClockError, CorrectedClock, Ids, ServerDates, backoff_s, retry
 from remuda.ports.compute import Compute, SpotPrices
 from remuda.ports.event_log import EventLog
 from remuda.ports.github import GitHub
@@ -51,11 +51,26 @@ class Context:
     spot_prices: SpotPrices | None = None
     #: Reads the table of prices.
     read_prices: Callable[[], PriceTable] = PriceTable
+    #: The time of the answers of AWS and GitHub; None in a process that does not judge its clock.
+    dates: ServerDates | None = None
     #: Removal tokens minted by this process, by scope. One token serves all instances of a scope.
     removal_tokens: dict[str, Credential] = field(default_factory=dict)
     removal_token_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     #: Monotonic times until which no removal token is minted, by scope, because GitHub did not answer.
     removal_token_retry_at: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def clock_error(self) -> ClockError | None:
+        """How far the clock of this computer is off, if that is more than normal and an answer has shown it."""
+        return None if self.dates is None else self.dates.error()
+
+    def with_true_time(self) -> Context:
+        """The context with a clock that is corrected by its known error, for views that judge the times of others.
+
+        Example: with a clock that is 20 min ahead, every agent would look silent for 20 min.
+        """
+        error = self.clock_error
+        return self if error is None else replace(self, clock=CorrectedClock(self.clock, error))
 
 
 def find_by_prefix(instances: Iterable[Instance], prefix: str) -> Instance | None:
@@ -135,8 +150,8 @@ async def retry_write(context: Context, write: Callable[[], Awaitable[T]], **fac
     """
 
     def pause_s(error: RemudaError, _attempt: int) -> float | None:
-        # A record that cannot be parsed stays so.
-        if not isinstance(error, Unavailable) or isinstance(error, Unreadable):
+        # A record that cannot be parsed stays so, and a full disk stays full for long; nothing was written to it.
+        if not isinstance(error, Unavailable) or isinstance(error, Unreadable | DiskFull):
             return None
         context.event_log.record("write-unconfirmed", error.message, **facts)
         return backoff_s(1, first_s=RETRY_PAUSE_S, ids=context.ids)

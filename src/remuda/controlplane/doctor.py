@@ -7,7 +7,9 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 from remuda.domain.errors import RemudaError, Unavailable, UserError
 from remuda.domain.pool_config import PoolConfig
+from remuda.domain.provision import Provision
 from remuda.domain.reporting.demand import WAITING_LIMIT_S, DemandStatus, SessionState
+from remuda.domain.reporting.ended_runs import RELEASE_JOB, unreleased_runs
 from remuda.ports.clock import Clock
 from remuda.ports.doctor import Check, CheckResult, CheckStatus, ok, problem, warning
 
@@ -16,6 +18,10 @@ CHECK_TIMEOUT_S = 45.0
 #: Refresh replaces a token with fewer than 3,000 of its 3,600 seconds left. With fewer than these left, no refresh has
 #: run for a long time.
 MIN_TOKEN_LIFE_S = 600.0
+
+#: Newest provisions that the check of releases reads, and runs that it names.
+RECENT_PROVISIONS = 50
+MAX_NAMED_RUNS = 3
 
 EXIT_OK = 0
 
@@ -113,6 +119,21 @@ def runner_set_check(read_demand: Callable[[], Awaitable[DemandStatus]]) -> Chec
         return _check_runner_sets(await read_demand())
 
     return Check(name="runner sets", run=runner_sets, needs=(CONFIGURATION,))
+
+
+def release_check(recent_provisions: Callable[[int], Awaitable[Sequence[Provision]]]) -> Check:
+    """The check whether the newest runs were released by their workflows."""
+
+    async def releases() -> CheckResult:
+        found = unreleased_runs(await recent_provisions(RECENT_PROVISIONS))
+        if not found:
+            return ok(f"the newest {RECENT_PROVISIONS} provisions were released in time, or still may be")
+        runs = list(dict.fromkeys(f"{item.run_id} of {item.repository or 'an unknown repository'}" for item in found))
+        more = f" and {len(runs) - MAX_NAMED_RUNS} more" if len(runs) > MAX_NAMED_RUNS else ""
+        text = f"not released by their workflow: run {', '.join(runs[:MAX_NAMED_RUNS])}{more}"
+        return warning(text, RELEASE_JOB)
+
+    return Check(name="releases", run=releases, needs=(CONFIGURATION,))
 
 
 def _check_runner_sets(demand: DemandStatus) -> CheckResult:

@@ -7,6 +7,7 @@ RemudaError
 ├── CapacityError       try another type or zone, or later                    exit 3
 ├── Unavailable         back off and retry                                    exit 4
 │   ├── Throttled       retry after `retry_after_s`
+│   ├── DiskFull        free space: processes that go on retry, a command ends     exit 2
 │   ├── TimedOut        retry; the request may have been applied
 │   └── Unreadable      records cannot be parsed; lists their names and the other records
 ├── Partial             some of the work failed                               exit 4
@@ -102,6 +103,12 @@ class Throttled(Unavailable):
         super().__init__(message)
         #: Seconds to wait before the next request.
         self.retry_after_s = retry_after_s
+
+
+class DiskFull(Unavailable):
+    """A disk of this computer is full. Nothing was written."""
+
+    exit_code = 2
 
 
 class TimedOut(Unavailable):

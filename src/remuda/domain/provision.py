@@ -135,6 +135,9 @@ class ProvisionEnding(StrEnum):
     RELEASED = "released"
     #: It could not acquire its instances.
     FAILED = "failed"
+    #: Its workflow run ended without a release, and a sweep gave its instances back. Example: a workflow without a
+    #: release job.
+    UNRELEASED = "unreleased"
     #: It held its instances until their time was up.
     EXPIRED = "expired"
     #: It was cancelled or released, or its process died, before its commit.

@@ -31,6 +31,8 @@ class Lifetimes:
     listening_time_s: float = 900.0
     #: Time that a set may have more runners than it needs before they return to the pool.
     surplus_grace_s: float = 60.0
+    #: Time after the end of a workflow run in which its own release may still come. Then a sweep releases it.
+    ended_run_grace_s: float = 300.0
     #: Limit of `idle`.
     idle_time_s: float = 420.0
     #: Limit of `releasing`, extended while a job runs.

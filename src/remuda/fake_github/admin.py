@@ -20,7 +20,17 @@ from remuda.fake_github.app_state import (
 from remuda.fake_github.faults import FaultKind
 from remuda.fake_github.oidc import OidcIssuer, OidcJob
 from remuda.fake_github.rest import RunnersRest
-from remuda.fake_github.state import ApiError, GitHubJob, JobPhase, RegisteredRunner, ScaleSet, settings_from, timestamp
+from remuda.fake_github.state import (
+    ApiError,
+    Conclusion,
+    GitHubJob,
+    JobPhase,
+    RegisteredRunner,
+    ScaleSet,
+    WorkflowRunRecord,
+    settings_from,
+    timestamp,
+)
 
 Handler = Callable[[Request], Awaitable[Response]]
 #: Kinds and levels of permissions that an access token may have.
@@ -73,6 +83,16 @@ class NewJob(pydantic.BaseModel):
     outputs: dict[str, str] = {}
     #: The snapshot that actions/checkout copies: its `kind` and `path`.
     checkout: dict[str, str] = {}
+
+
+class NewRun(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid", coerce_numbers_to_str=True)
+    repo: str = pydantic.Field(pattern=r"^[^/\s]+/[^/\s]+$")
+    run_id: str
+    run_attempt: int = pydantic.Field(default=1, ge=1)
+    event: str = "push"
+    #: None while the attempt goes on.
+    conclusion: Conclusion | None = None
 
 
 class NewSession(pydantic.BaseModel):
@@ -128,6 +148,7 @@ def routes(app: AppState, issuer: OidcIssuer) -> list[BaseRoute]:
         ("GET", "/_admin/jobs", api.list_jobs),
         ("GET", "/_admin/jobs/{job_id:int}", api.get_job),
         ("POST", "/_admin/jobs/{job_id:int}/cancel", api.cancel_job),
+        ("POST", "/_admin/runs", api.put_run),
         ("GET", "/_admin/runners", api.list_runners),
         ("GET", "/_admin/scale-sets", api.list_scale_sets),
         ("DELETE", "/_admin/scale-sets/{set_id:int}", api.delete_scale_set),
@@ -215,6 +236,22 @@ class AdminApi:
     async def cancel_job(self, request: Request) -> Response:
         job = self._core.queue.cancel(int(request.path_params["job_id"]))
         return JSONResponse(job_document(job), status_code=202)
+
+    async def put_run(self, request: Request) -> Response:
+        """Begin an attempt of a workflow run, or end it with its conclusion."""
+        new = NewRun.model_validate(await json_body(request))
+        run = WorkflowRunRecord(
+            repo=new.repo,
+            run_id=new.run_id,
+            attempt=new.run_attempt,
+            event=new.event,
+            created_at=self._core.clock.now(),
+            conclusion=new.conclusion,
+        )
+        if (before := self._core.state.workflow_runs.get(run.key)) is not None:
+            run.created_at = before.created_at
+        self._core.state.put_run(run)
+        return Response(status_code=204)
 
     async def list_runners(self, request: Request) -> Response:
         """Return the runners. With `wait` and `since`, answer as soon as the state's version differs from `since`."""

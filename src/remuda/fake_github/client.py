@@ -212,6 +212,22 @@ class FakeGitHubClient:
     async def cancel_job(self, job_id: int) -> JobView:
         return _job(await self._call("POST", f"/_admin/jobs/{job_id}/cancel"))
 
+    async def put_run(
+        self, *, repo: str, run_id: int | str, run_attempt: int, event: str = "push", conclusion: str | None = None
+    ) -> None:
+        """Begin an attempt of a workflow run, or end it with its conclusion.
+
+        Without this, the fake knows a run by its queued jobs only, and calls it completed between two of them.
+        """
+        body = {
+            "repo": repo,
+            "run_id": run_id,
+            "run_attempt": run_attempt,
+            "event": event,
+            "conclusion": conclusion,
+        }
+        await self._call("POST", "/_admin/runs", body=body)
+
     async def runners(self) -> list[RunnerView]:
         return (await self.watch_runners())[1]
 

@@ -25,6 +25,8 @@ MAX_SUMMARY_CHARS = 256 * 1024
 MAX_OUTPUTS_CHARS = 1024 * 1024
 MAX_TAIL_CHARS = 8 * 1024
 MAX_COMPLETED_JOBS = 5000
+#: Maximum number of runs that were begun explicitly.
+MAX_RUNS = 1000
 QUEUED_JOB_LIFE_S = 24 * 3600.0
 OFFLINE_RUNNER_LIFE_S = 14 * 24 * 3600.0
 OFFLINE_EPHEMERAL_LIFE_S = 24 * 3600.0
@@ -241,6 +243,23 @@ class GitHubJob:
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
+class WorkflowRunRecord:
+    """A workflow run that `remuda run-workflow` began. It may have jobs that are not queued yet, or run elsewhere."""
+
+    repo: str
+    run_id: str
+    attempt: int
+    event: str
+    created_at: float
+    #: None until the attempt has ended.
+    conclusion: Conclusion | None = None
+
+    @property
+    def key(self) -> str:
+        return f"{self.repo.lower()}/{self.run_id}"
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
 class ScaleSet:
     id: int
     #: "owner/repo" or "org".
@@ -315,6 +334,8 @@ class GitHubState:
         self.tokens: dict[str, IssuedToken] = {}
         self.labels: dict[str, int] = {}
         self.scale_sets: dict[int, ScaleSet] = {}
+        #: Runs that were begun explicitly, by "owner/repo/run id".
+        self.workflow_runs: dict[str, WorkflowRunRecord] = {}
         #: Job messages of scale sets by "set/event".
         self.set_events: dict[str, Document] = {}
         #: Increases with each change, so that clients can wait for the next one.
@@ -353,6 +374,14 @@ class GitHubState:
     def runner_by_secret(self, secret: str) -> RegisteredRunner | None:
         found = self._secrets.get(secret)
         return None if found is None else self.runners.get(found)
+
+    def put_run(self, run: WorkflowRunRecord) -> None:
+        self.workflow_runs[run.key] = run
+        self.changed("workflow-run", run.key)
+        while len(self.workflow_runs) > MAX_RUNS:
+            oldest = next(iter(self.workflow_runs))
+            del self.workflow_runs[oldest]
+            self.changed("workflow-run", oldest)
 
     def change_settings(self, settings: FakeGitHubSettings) -> None:
         self.settings = settings
@@ -411,6 +440,8 @@ class GitHubState:
                 document["labels"] = tuple(document["labels"])
                 document["delayed"] = [(at, event) for at, event in document["delayed"]]
                 self.scale_sets[int(key)] = ScaleSet(**document)
+            case "workflow-run", _:
+                self.workflow_runs[key] = _run_from(document)
             case "set-event", _:
                 self.set_events[key] = document
 
@@ -430,6 +461,8 @@ class GitHubState:
                 return _as_document(self.jobs.get(int(number)))
             case "scale-set", number:
                 return _as_document(self.scale_sets.get(int(number)))
+            case "workflow-run", name:
+                return _as_document(self.workflow_runs.get(name))
             case "set-event", name:
                 return self.set_events.get(name)
         raise ValueError(f"unknown kind of document: {kind}")
@@ -499,5 +532,12 @@ def _job_from(document: Document) -> GitHubJob:
     )
 
 
-def _as_document(value: IssuedToken | RegisteredRunner | GitHubJob | ScaleSet | None) -> Document | None:
+def _run_from(document: Document) -> WorkflowRunRecord:
+    conclusion = document["conclusion"]
+    return WorkflowRunRecord(**{**document, "conclusion": None if conclusion is None else Conclusion(conclusion)})
+
+
+def _as_document(
+    value: IssuedToken | RegisteredRunner | GitHubJob | ScaleSet | WorkflowRunRecord | None,
+) -> Document | None:
     return None if value is None else dataclasses.asdict(value)

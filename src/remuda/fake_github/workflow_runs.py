@@ -10,7 +10,7 @@ from starlette.routing import BaseRoute, Route
 from remuda.fake_github.app_state import AppState
 from remuda.fake_github.oidc import number_of
 from remuda.fake_github.rest import ACTIONS, PREFIXES, RunnersRest, page_response
-from remuda.fake_github.state import ApiError, Conclusion, GitHubJob, JobPhase, timestamp
+from remuda.fake_github.state import ApiError, Conclusion, GitHubJob, JobPhase, WorkflowRunRecord, timestamp
 
 
 def routes(app: AppState) -> list[BaseRoute]:
@@ -37,23 +37,37 @@ class WorkflowRunsRest(RunnersRest):
 
         GitHub does not count a conditional request that it answers with 304.
         """
-        jobs = [job for job in self._core.state.jobs.values() if job.repo.lower() == scope.lower()]
-        run_ids = {int(job.run_id) for job in jobs if job.run_id.isdecimal() and int(job.run_id) > 0}
-        runs = [
-            _run_document(scope, run_id, self._jobs(scope, str(run_id))) for run_id in sorted(run_ids, reverse=True)
-        ]
+        known: tuple[GitHubJob | WorkflowRunRecord, ...] = (
+            *self._core.state.jobs.values(),
+            *self._core.state.workflow_runs.values(),
+        )
+        of_repo = [each.run_id for each in known if each.repo.lower() == scope.lower()]
+        run_ids = {int(run_id) for run_id in of_repo if run_id.isdecimal() and int(run_id) > 0}
+        runs = [self._run_document(scope, run_id) for run_id in sorted(run_ids, reverse=True)]
         if status := request.query_params.get("status"):
             runs = [run for run in runs if status in {run["status"], run["conclusion"]}]
-        response = page_response(request, "workflow_runs", runs)
+        return self._unless_known(request, page_response(request, "workflow_runs", runs))
+
+    def get_run(self, request: Request, scope: str, _body: dict[str, Any]) -> Response:
+        return self._unless_known(request, JSONResponse(self._run_document(scope, int(request.path_params["run_id"]))))
+
+    def _unless_known(self, request: Request, response: Response) -> Response:
+        """The response with its ETag, or 304 to a request that names this one."""
         response.headers["etag"] = f'W/"{hashlib.sha256(response.body).hexdigest()}"'
         if request.headers.get("if-none-match") != response.headers["etag"]:
             return response
         self.uncount(request)
         return Response(status_code=304, headers={"etag": response.headers["etag"]})
 
-    def get_run(self, request: Request, scope: str, _body: dict[str, Any]) -> Response:
-        run_id = int(request.path_params["run_id"])
-        return JSONResponse(_run_document(scope, run_id, self._jobs(scope, str(run_id))))
+    def _run_document(self, repo: str, run_id: int) -> dict[str, Any]:
+        begun = self._core.state.workflow_runs.get(f"{repo.lower()}/{run_id}")
+        try:
+            jobs = self._jobs(repo, str(run_id))
+        except ApiError:
+            if begun is None:
+                raise
+            jobs = []
+        return _run_document(repo, run_id, jobs, begun)
 
     def list_jobs(self, request: Request, scope: str, _body: dict[str, Any]) -> Response:
         """List the jobs of the latest attempt."""
@@ -126,27 +140,34 @@ def _name(job: GitHubJob, latest: dict[str, GitHubJob]) -> str:
     return key
 
 
-def _run_document(repo: str, run_id: int, jobs: list[GitHubJob]) -> dict[str, Any]:
-    """A run, without most of GitHub's fields."""
-    first = jobs[0]
-    if all(job.phase is JobPhase.COMPLETED for job in jobs):
-        status = "completed"
-    elif any(job.phase in {JobPhase.IN_PROGRESS, JobPhase.COMPLETED} for job in jobs):
-        status = "in_progress"
-    else:
-        status = "queued"
-    ends = [job.conclusion for job in jobs if job.conclusion is not None]
-    order = (Conclusion.FAILURE, Conclusion.CANCELLED, Conclusion.SUCCESS)
+def _run_document(repo: str, run_id: int, jobs: list[GitHubJob], begun: WorkflowRunRecord | None) -> dict[str, Any]:
+    """A run, without most of GitHub's fields. Its jobs decide, unless somebody has begun it explicitly."""
+    attempt = max([job.run_attempt for job in jobs] + ([begun.attempt] if begun is not None else []))
+    status, conclusion = _state_of(jobs)
+    if begun is not None and begun.attempt == attempt:
+        status, conclusion = ("in_progress", None) if begun.conclusion is None else ("completed", begun.conclusion)
+    first = jobs[0] if jobs else None
     return {
         "id": run_id,
-        "event": first.event,
+        "event": first.event if first else begun.event if begun else "",
         "status": status,
-        "conclusion": next(each for each in order if each in ends) if status == "completed" else None,
-        "run_attempt": max(job.run_attempt for job in jobs),
-        "created_at": timestamp(min(job.created_at for job in jobs)),
+        "conclusion": conclusion,
+        "run_attempt": attempt,
+        "created_at": timestamp(min([job.created_at for job in jobs] + ([begun.created_at] if begun else []))),
         "repository": _repository(repo),
-        "head_repository": _repository(first.head_repo or repo),
+        "head_repository": _repository((first.head_repo if first else "") or repo),
     }
+
+
+def _state_of(jobs: list[GitHubJob]) -> tuple[str, Conclusion | None]:
+    """Status and conclusion of a run that has these jobs."""
+    if all(job.phase is JobPhase.COMPLETED for job in jobs):
+        ends = [job.conclusion for job in jobs if job.conclusion is not None]
+        order = (Conclusion.FAILURE, Conclusion.CANCELLED, Conclusion.SUCCESS)
+        return "completed", next((each for each in order if each in ends), Conclusion.SUCCESS)
+    if any(job.phase in {JobPhase.IN_PROGRESS, JobPhase.COMPLETED} for job in jobs):
+        return "in_progress", None
+    return "queued", None
 
 
 def _repository(name: str) -> dict[str, Any]:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Protocol
 
-from remuda.ports.clock import Clock
+from remuda.ports.clock import CLOCK_FIX, MAX_NORMAL_SKEW_S, Clock, ClockError, clock_skew_s
 
-HTTP_DATE = "%a, %d %b %Y %H:%M:%S GMT"
-#: Clock difference in seconds that the lifecycle tolerates. Beyond it, thresholds are misjudged.
-MAX_NORMAL_SKEW_S = 30.0
 #: Clock difference in seconds beyond which AWS rejects signatures, and GitHub soon rejects an App's tokens.
 MAX_SKEW_S = 240.0
 
@@ -52,22 +48,12 @@ def compare_clocks(system: str, date: str, clock: Clock) -> CheckResult:
     ahead_s = clock_skew_s(date, clock.now())
     if ahead_s is None:
         return ok(f"{system} does not send its time")
-    difference = f"the local clock is {abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'} {system}'s"
-    fix = "set this machine's clock (chrony, systemd-timesyncd)"
+    difference = str(ClockError(system=system, ahead_s=ahead_s))
     if abs(ahead_s) > MAX_SKEW_S:
-        return problem(difference, fix)
+        return problem(difference, CLOCK_FIX)
     if abs(ahead_s) > MAX_NORMAL_SKEW_S:
-        return warning(difference, fix)
+        return warning(difference, CLOCK_FIX)
     return ok(f"within {MAX_NORMAL_SKEW_S:g} s of {system}'s")
-
-
-def clock_skew_s(date: str, now: datetime) -> float | None:
-    """Return the seconds by which `now` is ahead of a `Date` header, or None if the header cannot be parsed."""
-    try:
-        theirs = datetime.strptime(date, HTTP_DATE).replace(tzinfo=UTC)
-    except ValueError:
-        return None
-    return (now - theirs).total_seconds()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

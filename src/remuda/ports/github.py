@@ -17,6 +17,9 @@ from remuda.domain.instance import Credential
 from remuda.domain.pool_config import DEFAULT_GROUP_ID
 from remuda.domain.runner_release import RunnerRelease
 
+#: GitHub's status of a workflow run whose jobs have all ended.
+COMPLETED = "completed"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GitHubRunner:
@@ -67,6 +70,15 @@ class GitHubRun:
     conclusion: str
     #: Repository of the code that it runs as owner/name; empty if it is unknown or deleted.
     head_repository: str
+    #: Number of its latest attempt: 1, and one more with each re-run. The id stays. 0 if GitHub does not say.
+    attempt: int = 0
+    #: Identifies this answer in the next request; empty if GitHub sent none.
+    etag: str = field(default="", compare=False)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all jobs of its latest attempt have ended."""
+        return self.status == COMPLETED
 
 
 class Deletion(Enum):
@@ -126,8 +138,12 @@ class GitHub(Protocol):
         """Return the jobs of the run's latest attempt, at most 100, by one call. Empty if the run is gone."""
         ...
 
-    async def get_run(self, scope: str, repository: str, run_id: int) -> GitHubRun | None:
-        """Return a workflow run of a repository in the scope; None if none exists."""
+    async def get_run(self, scope: str, repository: str, run_id: int, *, etag: str = "") -> GitHubRun | None:
+        """Return a workflow run of a repository in the scope. Raises `NotFound` if the credential sees none.
+
+        None if nothing has changed since the answer with this `etag`; such a call does not count for the rate limit.
+        Needs the permission to read Actions.
+        """
         ...
 
     async def rerun_failed_jobs(self, scope: str, repository: str, run_id: int) -> None:

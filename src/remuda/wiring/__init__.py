@@ -5,8 +5,8 @@ Functions import the adapters of a backend, so that a command waits only for its
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,8 +14,9 @@ from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.adapters.system.prices import chosen_prices
 from remuda.config.settings import LIFETIME_SETTINGS, POOL_SETTINGS, SETTINGS, Settings
 from remuda.controlplane.context import Context
-from remuda.domain.errors import UserError
+from remuda.domain.errors import RemudaError, UserError
 from remuda.ports.calls import CallCounter
+from remuda.ports.clock import CLOCK_FIX, ServerDates
 from remuda.ports.event_log import EventLog
 from remuda.wiring.aws import open_aws, open_aws_fleet
 from remuda.wiring.backend import SystemPorts
@@ -40,27 +41,42 @@ async def open_context(
     `needs_github`: the command calls GitHub itself, so a credential is required. `require_local_github`: on the local
     backend, fail unless the local GitHub is running; read commands and sweeps work without it.
     """
-    system = SystemPorts(SystemClock(), SystemIds(), calls or CallCounter())
+    clock = SystemClock()
+    dates = ServerDates(clock)
+    system = SystemPorts(clock, SystemIds(), calls or CallCounter(), dates)
     if settings.backend == "aws":
         opening = open_aws(settings, event_log, system, needs_github=needs_github)
     else:
         from remuda.wiring.local import open_local  # noqa: PLC0415 - see above
 
         opening = open_local(settings, system, needs_github=needs_github, require_local_github=require_local_github)
-    async with opening as backend:
-        yield Context(
-            pool_name=backend.pool_name,
-            store=backend.store,
-            pool=backend.pool,
-            compute=backend.compute,
-            github=backend.github,
-            clock=system.clock,
-            ids=system.ids,
-            event_log=event_log,
-            calls=system.calls,
-            spot_prices=backend.spot_prices,
-            read_prices=partial(chosen_prices, settings.prices),
-        )
+    with clock_explained(dates):
+        async with opening as backend:
+            yield Context(
+                pool_name=backend.pool_name,
+                store=backend.store,
+                pool=backend.pool,
+                compute=backend.compute,
+                github=backend.github,
+                clock=system.clock,
+                ids=system.ids,
+                event_log=event_log,
+                calls=system.calls,
+                spot_prices=backend.spot_prices,
+                read_prices=partial(chosen_prices, settings.prices),
+                dates=dates,
+            )
+
+
+@contextmanager
+def clock_explained(dates: ServerDates) -> Iterator[None]:
+    """Add a wrong clock to the fix of an error: AWS and GitHub refuse signatures and tokens with a wrong time."""
+    try:
+        yield
+    except RemudaError as error:
+        if (wrong := dates.error()) is not None:
+            error.fix = f"{error.fix}; {wrong}: {CLOCK_FIX}" if error.fix else f"{CLOCK_FIX}: {wrong}"
+        raise
 
 
 @asynccontextmanager

@@ -76,9 +76,9 @@ async def open_aws(
         from remuda.adapters.aws.ec2.calls import client_config  # noqa: PLC0415 - see above
         from remuda.adapters.aws.ec2.compute import Ec2Compute, Ec2SpotPrices  # noqa: PLC0415 - see above
         from remuda.adapters.aws.sqs import SqsResourcePool  # noqa: PLC0415 - see above
-    clock, ids, calls = system
+    clock, ids, calls, dates = system
     async with AsyncExitStack() as stack:
-        clients = await stack.enter_async_context(AwsClients())
+        clients = await stack.enter_async_context(AwsClients(dates=dates))
         name = f"remuda-{settings.pool}"
 
         async def newest_prefix() -> str:
@@ -110,7 +110,7 @@ async def open_aws(
         )
         stack.push_async_callback(compute.close)
         credential = await github_credential(settings, clients, required=needs_github)
-        github = github_client(settings, credential, clock, ids, calls) if credential else None
+        github = github_client(settings, credential, clock, ids, calls, dates=dates) if credential else None
         if github is not None:
             stack.push_async_callback(github.close)
         spot = Ec2SpotPrices(client=ec2, clock=clock, ids=ids, calls=calls)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.ports.calls import CallCounter
+from remuda.ports.clock import ServerDates
 from remuda.ports.compute import Compute, SpotPrices
 from remuda.ports.github import GitHub
 from remuda.ports.pool import ResourcePool
@@ -18,6 +19,8 @@ class SystemPorts(NamedTuple):
     clock: SystemClock
     ids: SystemIds
     calls: CallCounter
+    #: None in a process that does not judge its clock.
+    dates: ServerDates | None = None
 
 
 class Backend(NamedTuple):

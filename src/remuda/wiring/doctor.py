@@ -14,10 +14,11 @@ from remuda.adapters.local.layout import LocalDoctor
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.config.settings import SETTINGS, Settings
 from remuda.controlplane.context import Context
-from remuda.controlplane.doctor import pool_checks, runner_set_check
+from remuda.controlplane.doctor import pool_checks, release_check, runner_set_check
 from remuda.controlplane.read.status import status
 from remuda.domain.errors import RemudaError
 from remuda.domain.pool_config import PoolConfig
+from remuda.domain.provision import Provision
 from remuda.domain.reporting.demand import DemandStatus
 from remuda.domain.runner_release import LATEST, VERSION
 from remuda.ports.calls import CallCounter
@@ -103,6 +104,7 @@ def _local_checks(
         *local.checks(),
         *pool_checks(get_config, clock, scope=settings.github_scope, needs=(local.ready,)),
         runner_set_check(partial(_read_demand, context, get_config)),
+        release_check(partial(_read_provisions, context)),
         *GitHubDoctor(github=Once(github), scope=settings.github_scope, clock=clock, needs=(local.ready,)).checks(),
     )
 
@@ -147,6 +149,7 @@ async def _aws_checks(
         ).checks(),
         *pool_checks(get_config, clock, pool=settings.pool, scope=scope, needs=(CREDENTIALS,)),
         runner_set_check(partial(_read_demand, context, get_config)),
+        release_check(partial(_read_provisions, context)),
         *GitHubDoctor(github=Once(github), scope=scope, clock=clock).checks(),
     )
 
@@ -156,6 +159,10 @@ async def _read_demand(context: Once[Context], get_config: Once[PoolConfig | Non
     if config is None or not config.runner_sets:
         return DemandStatus()
     return (await status(await context(), check_registrations=False)).demand
+
+
+async def _read_provisions(context: Once[Context], limit: int) -> Sequence[Provision]:
+    return await (await context()).store.recent_provisions(limit)
 
 
 async def _stored_config(get_config: Once[PoolConfig | None]) -> PoolConfig | None:

@@ -13,6 +13,7 @@ from remuda.config.settings import Settings
 from remuda.config.sources import read_private_key
 from remuda.domain.errors import UserError
 from remuda.ports.calls import CallCounter
+from remuda.ports.clock import ServerDates
 
 if TYPE_CHECKING:
     from remuda.adapters.aws.clients import AwsClients
@@ -73,14 +74,15 @@ def github_client(
     calls: CallCounter,
     *,
     max_wait_s: float | None = None,
+    dates: ServerDates | None = None,
 ) -> GitHubClient:
     api_url = settings.github_api_url or PUBLIC_API
     if not credential.app_id:
-        return token_client(api_url, clock, ids, calls, token=credential.text, max_wait_s=max_wait_s)
+        return token_client(api_url, clock, ids, calls, token=credential.text, max_wait_s=max_wait_s, dates=dates)
     from remuda.adapters.github.auth import AppAuth  # noqa: PLC0415 - only an App needs cryptography
 
     auth = AppAuth(app_id=credential.app_id, key=credential.text, clock=clock)
-    return token_client(api_url, clock, ids, calls, auth=auth, max_wait_s=max_wait_s)
+    return token_client(api_url, clock, ids, calls, auth=auth, max_wait_s=max_wait_s, dates=dates)
 
 
 def token_client(
@@ -92,6 +94,7 @@ def token_client(
     token: str = "",
     auth: Auth | None = None,
     max_wait_s: float | None = None,
+    dates: ServerDates | None = None,
 ) -> GitHubClient:
     """A client with a fixed token, or with `auth`, which obtains tokens."""
     from remuda.adapters.github.client import MAX_WAIT_S, GitHubClient  # noqa: PLC0415 - not every command calls GitHub
@@ -104,6 +107,7 @@ def token_client(
         ids=ids,
         calls=calls,
         max_wait_s=MAX_WAIT_S if max_wait_s is None else max_wait_s,
+        dates=dates,
     )
 
 

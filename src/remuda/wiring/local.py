@@ -81,7 +81,7 @@ def running_backends(settings: Settings) -> list[str]:
 async def open_local(
     settings: Settings, system: SystemPorts, *, needs_github: bool, require_local_github: bool
 ) -> AsyncIterator[Backend]:
-    clock, ids, calls = system
+    clock, ids, calls, dates = system
     async with AsyncExitStack() as stack:
         database = layout(settings).database
         endpoint = local_endpoint(settings, require_running=require_local_github)
@@ -95,13 +95,13 @@ async def open_local(
         github: GitHub | None = None
         if needs_github or settings.github_token:
             token = settings.github_token.text if settings.github_token else endpoint.token
-            github = token_client(endpoint.url, clock, ids, calls, token=token)
+            github = token_client(endpoint.url, clock, ids, calls, token=token, dates=dates)
             stack.push_async_callback(github.close)
         yield Backend(settings.pool, store, pool, compute, github)
 
 
 def local_store(settings: Settings, system: SystemPorts | None = None) -> SqliteInstanceStore:
-    clock, ids, calls = system or SystemPorts(SystemClock(), SystemIds(), CallCounter())
+    clock, ids, calls, _ = system or SystemPorts(SystemClock(), SystemIds(), CallCounter())
     return SqliteInstanceStore(path=layout(settings).database, clock=clock, ids=ids, calls=calls)
 
 

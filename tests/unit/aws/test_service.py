@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -35,6 +37,8 @@ from remuda.http import (
     ResponseTooLong,
     TlsError,
 )
+from remuda.ports.clock import HTTP_DATE, ServerDates
+from tests.support.virtual_time import FixedClock
 
 GOOD = ClientResponse(200, {"x-amzn-requestid": "r-1"}, b'{"Item": {}}')
 CLOSED = ConnectionLost("closed")
@@ -65,7 +69,7 @@ class ScriptedHttp:
 
 
 class Client(ServiceClient):
-    def __init__(self, http: ScriptedHttp) -> None:
+    def __init__(self, http: ScriptedHttp, dates: ServerDates | None = None) -> None:
         self.keys = 0
         super().__init__(
             name="dynamodb",
@@ -74,6 +78,7 @@ class Client(ServiceClient):
             region="eu-central-1",
             credentials=self._key,
             attempts=MAX_ATTEMPTS,
+            dates=dates,
         )
 
     async def _key(self) -> AwsCredentials:
@@ -115,6 +120,18 @@ async def test_temporary_failure_is_retried(failure: Any, pauses: list[float]):
     assert answer["ResponseMetadata"]["RequestId"] == "r-1"
     assert pauses == [1.0, 2.0]
     assert ["AK3/" in headers["authorization"] for headers, _ in http.requests] == [False, False, True]
+
+
+@pytest.mark.parametrize("status", [200, 403])
+async def test_time_of_every_answer_is_observed(status: int):
+    """Also that of a refusal: AWS refuses signatures whose time is wrong."""
+    clock = FixedClock()
+    dates = ServerDates(clock)
+    date = (clock.now() - timedelta(minutes=20)).strftime(HTTP_DATE)
+    body = GOOD.body if status == 200 else refusal("InvalidSignatureException").body
+    with contextlib.suppress(ClientError):
+        await Client(ScriptedHttp(ClientResponse(status, {"date": date}, body)), dates).call("GetItem", {})
+    assert str(dates.error()) == "the clock of this computer is 20 min ahead of AWS's"
 
 
 @pytest.mark.parametrize("failure", [CLOSED, refusal("ThrottlingException")], ids=["closed", "throttled"])

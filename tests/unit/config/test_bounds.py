@@ -27,6 +27,7 @@ FRACTIONS: dict[str, tuple[float, float]] = {
     "margin_sec": (0.1, 3_600),
     "listening_time_sec": (5, DAY_S),
     "surplus_grace_sec": (0, DAY_S),
+    "ended_run_grace_sec": (1, DAY_S),
     "unrecorded_grace_sec": (1, DAY_S),
     "stale_registration_grace_sec": (1, DAY_S),
     "gone_after_sec": (1, DAY_S),

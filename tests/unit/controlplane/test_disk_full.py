@@ -18,7 +18,8 @@ from remuda.cli.output import Output
 from remuda.controlplane.doctor import run_checks
 from remuda.controlplane.refresh import RefreshResult, refresh
 from remuda.controlplane.release import ReleaseResult, release
-from remuda.domain.errors import Unavailable
+from remuda.disk import describe_low, full_disk_explained
+from remuda.domain.errors import DiskFull, Unavailable
 from tests.support.virtual_time import Call, EventRecorder, Hook
 from tests.support.world import PoolWorld
 
@@ -116,7 +117,52 @@ def disk_checks(root: Path, free: int) -> Iterator[Any]:
     return (check for check in doctor.checks() if check.name == "disk")
 
 
-@pytest.mark.parametrize(("free_mib", "status"), [(11, "ok"), (10, "warning"), (0, "warning")])
-async def test_doctor_warns_when_nine_tenths_of_the_disk_are_used(tmp_path: Path, free_mib: int, status: str) -> None:
+@pytest.mark.parametrize(
+    ("free_mib", "status"), [(11, "ok"), (10, "warning"), (5, "warning"), (4, "problem"), (0, "problem")]
+)
+async def test_doctor_warns_before_the_disk_is_full(tmp_path: Path, free_mib: int, status: str) -> None:
     results = await run_checks(list(disk_checks(tmp_path / "missing", free_mib * 2**20)))
     assert (results["disk"].status.value, str(tmp_path) in results["disk"].message) == (status, True)
+
+
+@pytest.mark.parametrize(
+    ("total_gib", "free_mib", "text"),
+    [
+        (1_000, 256, ""),
+        (1_000, 255, "the disk of /pool is full: only 255 MiB are free"),
+        (1, 52, ""),
+        (1, 51, "the disk of /pool is full: only 51 MiB are free"),
+        (1, 0, "the disk of /pool is full: no space is left"),
+    ],
+)
+def test_large_disks_are_full_by_their_free_bytes_and_small_ones_by_their_share(
+    total_gib: int, free_mib: int, text: str
+) -> None:
+    assert describe_low(Path("/pool"), Disk(total_gib * 2**30, free_mib * 2**20)) == text
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_error_of_a_full_disk_names_folder_and_fix(tmp_path: Path, number: int) -> None:
+    with pytest.raises(DiskFull) as without_name, full_disk_explained(tmp_path):
+        raise ExceptionGroup("two tasks", [ValueError(), OSError(number, "full")])
+    assert without_name.value.message.startswith(f"the disk of {tmp_path} is full")
+    assert without_name.value.fix == f"free space on the disk of {tmp_path}, and run the command again"
+    assert without_name.value.exit_code == 2
+    with pytest.raises(DiskFull, match="the disk of /elsewhere is full"), full_disk_explained(tmp_path):
+        raise OSError(number, "full", "/elsewhere/file")
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "no"), ExceptionGroup("one task", [OSError(errno.EIO, "no")])])
+def test_other_errors_are_left_alone(tmp_path: Path, error: Exception) -> None:
+    with pytest.raises(type(error)), full_disk_explained(tmp_path):
+        raise error
+
+
+def test_service_that_fails_is_no_full_disk_unless_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(Unavailable, match="500"), full_disk_explained(tmp_path):
+        raise Unavailable("the local GitHub answers 500")
+    monkeypatch.setattr("shutil.disk_usage", lambda _folder: Disk(100, 0))
+    with pytest.raises(DiskFull, match="is full"), full_disk_explained(tmp_path):
+        raise Unavailable("the local GitHub answers 500")

@@ -18,12 +18,11 @@ from remuda.controlplane.doctor import exit_code, pool_checks, run_checks
 from remuda.domain.errors import NotFound, Unavailable, UserError
 from remuda.domain.instance import Credential
 from remuda.domain.pool_config import PoolConfig, ScopeTokens
+from remuda.ports.clock import HTTP_DATE, clock_skew_s
 from remuda.ports.doctor import (
-    HTTP_DATE,
     Check,
     CheckResult,
     CheckStatus,
-    clock_skew_s,
     compare_clocks,
     ok,
     problem,

@@ -23,7 +23,7 @@ from remuda.domain.runner_release import RunnerChoice, RunnerRelease
 from remuda.domain.serialization import from_document, to_document
 from remuda.http import ClientResponse, InvalidRequest, ResponseTooLong
 from remuda.ports.calls import CallCounter
-from remuda.ports.doctor import clock_skew_s
+from remuda.ports.clock import clock_skew_s
 from remuda.ports.github import Deletion, GitHubRunner, JitRunner
 from simulation.loop import SeededIds, VirtualClock
 from tests.support.mutations import DEEP, ESCAPES, LONE, TEXTS, check_shown, fuzzed, in_virtual_time, spoiled_text

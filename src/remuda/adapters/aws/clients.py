@@ -34,6 +34,7 @@ from remuda.adapters.aws.protocols import JsonProtocol, Protocol, QueryProtocol
 from remuda.adapters.aws.service import ServiceClient
 from remuda.domain.errors import RemudaError, UserError
 from remuda.http import HttpConnections
+from remuda.ports.clock import ServerDates
 
 if TYPE_CHECKING:
     from aiobotocore.config import AioConfig
@@ -146,7 +147,13 @@ def config(*, read_timeout_s: float = READ_TIMEOUT_S) -> ClientConfig:
 
 
 def service_client(
-    name: str, endpoint: AwsEndpoint, settings: ClientConfig, credentials: CredentialSource, *, ca_bundle: str = ""
+    name: str,
+    endpoint: AwsEndpoint,
+    settings: ClientConfig,
+    credentials: CredentialSource,
+    *,
+    ca_bundle: str = "",
+    dates: ServerDates | None = None,
 ) -> ServiceClient:
     http = HttpConnections(
         endpoint.url,
@@ -163,14 +170,16 @@ def service_client(
         region=endpoint.region,
         credentials=credentials,
         attempts=settings.attempts,
+        dates=dates,
     )
 
 
 class AwsClients:
     """Clients, opened on first use: `async with AwsClients() as clients: await clients.dynamodb()`."""
 
-    def __init__(self, *, session: AioSession | None = None) -> None:
-        """`session`: a session of botocore to share."""
+    def __init__(self, *, session: AioSession | None = None, dates: ServerDates | None = None) -> None:
+        """`session`: a session of botocore to share. `dates` observes the time of the answers."""
+        self._dates = dates
         self._environment = AwsEnvironment(session=session)
         self._stack = AsyncExitStack()
         self._clients: dict[tuple[str, ...], Any] = {}
@@ -225,7 +234,12 @@ class AwsClients:
     async def _service(self, name: str, settings: ClientConfig) -> ServiceClient:
         endpoint = await self._environment.endpoint(name, settings.region)
         made = service_client(
-            name, endpoint, settings, self._environment.credentials, ca_bundle=self._environment.ca_bundle()
+            name,
+            endpoint,
+            settings,
+            self._environment.credentials,
+            ca_bundle=self._environment.ca_bundle(),
+            dates=self._dates,
         )
         self._stack.push_async_callback(made.close)
         return made

@@ -40,6 +40,7 @@ from remuda.http import (
     ReadTimeout,
     TlsError,
 )
+from remuda.ports.clock import ServerDates
 
 #: Codes and statuses that are retried: `botocore.retries.standard`.
 RETRIED_CODES = frozenset({"PriorRequestNotComplete", "RequestTimeout", "RequestTimeoutException"}) | {
@@ -93,7 +94,10 @@ class ServiceClient:
         region: str,
         credentials: Callable[[], Awaitable[AwsCredentials]],
         attempts: int,
+        dates: ServerDates | None = None,
     ) -> None:
+        """`dates` observes the time of the answers."""
+        self._dates = dates
         self.name = name
         self.protocol = protocol
         self.http = http
@@ -159,6 +163,8 @@ class ServiceClient:
             )
         except HttpError as problem:
             raise _for_botocore(problem, self.http.url) from None
+        if self._dates is not None:
+            self._dates.observe("AWS", response.headers.get("date", ""))
         _check_sum(response)
         metadata = {
             "HTTPStatusCode": response.status,

@@ -28,7 +28,7 @@ from remuda.http import (
     ResponseTooLong,
 )
 from remuda.ports.calls import CallCounter
-from remuda.ports.clock import Clock, Ids, backoff_s, retry
+from remuda.ports.clock import Clock, Ids, ServerDates, backoff_s, retry
 from remuda.ports.github import Deletion, GitHubRun, GitHubRunner, JitRunner, ListedJob, RunList, missing_group
 
 PER_PAGE = 100
@@ -94,6 +94,8 @@ class _Request(NamedTuple):
     def name(self) -> str:
         """Name of the operation in the call counts."""
         last = self.path.rsplit("/", 1)[-1]
+        if "/actions/runs/" in self.path and last.isdecimal():
+            return f"{self.method} run"
         return f"{self.method} {last if self.method == 'POST' or last in _COUNTED else 'runners'}"
 
 
@@ -119,10 +121,12 @@ class GitHubClient:
         token: str = "",
         auth: Auth | None = None,
         max_wait_s: float = MAX_WAIT_S,
+        dates: ServerDates | None = None,
     ) -> None:
         """Pass a `token`, or an `auth` that has one per scope. If GitHub's rate limit demands a pause longer than
-        `max_wait_s`, the call raises `Throttled`.
+        `max_wait_s`, the call raises `Throttled`. `dates` observes the time of GitHub's answers.
         """
+        self._dates = dates
         self._max_wait_s = max_wait_s
         self._auth = auth or StaticToken(token)
         self._clock = clock
@@ -338,14 +342,12 @@ class GitHubClient:
             return ()
         return responses.parse_jobs(responses.json_object(response))
 
-    async def get_run(self, scope: str, repository: str, run_id: int) -> GitHubRun | None:
+    async def get_run(self, scope: str, repository: str, run_id: int, *, etag: str = "") -> GitHubRun | None:
         """https://docs.github.com/rest/actions/workflow-runs#get-a-workflow-run."""
-        try:
-            with _actions_must_be_readable(repository):
-                response = await self._call(scope, "GET", f"/repos/{repository}/actions/runs/{run_id}", idempotent=True)
-        except NotFound:
-            return None
-        return responses.parse_run(responses.json_object(response))
+        path = f"/repos/{repository}/actions/runs/{run_id}"
+        with _actions_must_be_readable(repository):
+            response = await self._call(scope, "GET", path, idempotent=True, accept={304}, etag=etag)
+        return None if response.status == 304 else responses.parse_run(response)
 
     async def rerun_failed_jobs(self, scope: str, repository: str, run_id: int) -> None:
         """https://docs.github.com/rest/actions/workflow-runs#re-run-failed-jobs-from-a-workflow-run.
@@ -442,6 +444,8 @@ class GitHubClient:
             ) from None
         except HttpError as error:
             raise Unavailable(f"GitHub cannot be reached ({request.what}): {type(error).__name__}") from None
+        if self._dates is not None:
+            self._dates.observe("GitHub", response.headers.get("date", ""))
         return responses.decompress(response)
 
 

@@ -201,8 +201,10 @@ def parse_runner(body: Any) -> GitHubRunner:
     )
 
 
-def parse_run(body: Mapping[str, Any]) -> GitHubRun:
+def parse_run(response: ClientResponse) -> GitHubRun:
+    body = json_object(response)
     status, conclusion, head = (body.get(key) for key in ("status", "conclusion", "head_repository"))
+    attempt = body.get("run_attempt")
     # GitHub sends null for the repository of a deleted fork.
     name = head.get("full_name") if isinstance(head, dict) else ""
     return GitHubRun(
@@ -210,6 +212,8 @@ def parse_run(body: Mapping[str, Any]) -> GitHubRun:
         status=_text(status),
         conclusion=_text(conclusion or ""),
         head_repository=name if isinstance(name, str) and is_repository(name) else "",
+        attempt=attempt if type(attempt) is int and attempt > 0 else 0,
+        etag=_etag(response),
     )
 
 
@@ -225,11 +229,12 @@ def parse_runs(response: ClientResponse) -> RunList:
     found = json_object(response).get("workflow_runs")
     if not isinstance(found, list):
         raise Unavailable("GitHub's list of workflow runs has no workflow_runs")
+    return RunList(run_ids=tuple(parse_id(each, "workflow run") for each in found), etag=_etag(response))
+
+
+def _etag(response: ClientResponse) -> str:
     etag = response.headers.get("etag", "")
-    return RunList(
-        run_ids=tuple(parse_id(each, "workflow run") for each in found),
-        etag=etag if _ETAG.fullmatch(etag) else "",
-    )
+    return etag if _ETAG.fullmatch(etag) else ""
 
 
 def parse_jobs(body: Mapping[str, Any]) -> list[ListedJob]:

@@ -20,6 +20,7 @@ from remuda.adapters.local import folder as files
 from remuda.adapters.local.launch import DRAFT, ROOT_LOCK, LocalLauncher, is_on
 from remuda.adapters.local.machine import MachineRecord, read_record
 from remuda.adapters.local.options import LocalOptions
+from remuda.disk import FULL, full_disk
 from remuda.domain import timestamps
 from remuda.domain.errors import NotFound, RemudaError, Unavailable, UserError
 from remuda.domain.resources import ResourceClass, is_instance_id
@@ -143,6 +144,8 @@ class LocalCompute:
         try:
             return await asyncio.to_thread(work)
         except OSError as problem:
+            if problem.errno in FULL:
+                raise full_disk(self._root) from problem
             raise Unavailable(f"cannot use the machines' folder: {problem}") from problem
 
     def _folders(self) -> list[Path]:

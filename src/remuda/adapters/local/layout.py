@@ -7,8 +7,8 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
+from remuda.disk import DiskUsage, describe_low, existing
 from remuda.ports.doctor import Check, CheckResult, ok, problem, warning
 
 #: Scripts that the runner software must contain.
@@ -45,16 +45,6 @@ class LocalLayout:
     @property
     def logs(self) -> Path:
         return self.root / "logs"
-
-
-class DiskUsage(Protocol):
-    """Size and free space of a disk in bytes."""
-
-    @property
-    def total(self) -> int: ...
-
-    @property
-    def free(self) -> int: ...
 
 
 #: The background process that most checks need.
@@ -111,7 +101,7 @@ class LocalDoctor:
 
     async def _disk(self) -> CheckResult:
         """Of the nearest existing folder, because the state folder may be missing."""
-        folder = next(item for item in (self._root, *self._root.parents) if item.is_dir())
+        folder = existing(self._root)
         try:
             used = self._disk_usage(folder)
         except OSError as error:
@@ -119,8 +109,11 @@ class LocalDoctor:
         # Blocks that are reserved for root count as used.
         share = 1 - used.free / used.total if used.total else 0.0
         text = f"{share:.0%} of the disk of {folder} is used, {used.free / 2**20:,.0f} MiB are free"
+        fix = f"free space on the disk of {folder}: a full disk stops every change of the pool"
+        if low := describe_low(folder, used):
+            return problem(low, fix)
         if share >= DISK_WARNING_SHARE:
-            return warning(text, "free space: a full disk stops every change of the pool")
+            return warning(text, fix)
         return ok(text)
 
     async def _software(self) -> CheckResult:

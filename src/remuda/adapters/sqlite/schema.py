@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from remuda.disk import FULL, full_disk, is_full
 from remuda.domain.errors import RemudaError, Unavailable, UserError
 
 #: Incremented with each change that older versions cannot read.
@@ -164,7 +165,7 @@ _CORRUPT = frozenset({sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT})
 _FORBIDDEN = frozenset({sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH})
 #: SQLITE_PROTOCOL: too many conflicts over the locks of the write-ahead log.
 _LOCKED = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL})
-_TEMPORARY = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_CANTOPEN})
+_TEMPORARY = frozenset({sqlite3.SQLITE_IOERR, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_CANTOPEN})
 
 _REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _WRONG_KIND = frozenset({errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG})
@@ -199,6 +200,9 @@ def _from_sqlite(error: sqlite3.Error, path: Path) -> RemudaError | None:
         )
     if code in _FORBIDDEN or (code == sqlite3.SQLITE_CANTOPEN and not _accessible(path)):
         return _not_writable(path, str(error))
+    if code == sqlite3.SQLITE_FULL or (code in _TEMPORARY and is_full(path.parent)):
+        # Without space, also the files of the write-ahead log cannot be created or grow: SQLITE_IOERR.
+        return full_disk(path.parent)
     if code in _LOCKED:
         return Unavailable(f"{path} is locked by another process: {error}")
     if code in _TEMPORARY:
@@ -208,6 +212,8 @@ def _from_sqlite(error: sqlite3.Error, path: Path) -> RemudaError | None:
 
 def _from_system(error: OSError, path: Path) -> RemudaError:
     reason = error.strerror or type(error).__name__
+    if error.errno in FULL:
+        return full_disk(path.parent)
     if error.errno in _REFUSED:
         return _not_writable(path, reason)
     if error.errno in _WRONG_KIND:

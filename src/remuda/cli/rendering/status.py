@@ -42,6 +42,7 @@ _STATUS_STYLES = {
     "terminating": "magenta",
     "failed": "yellow",
     "expired": "yellow",
+    "unreleased": "yellow",
     "interrupted": "yellow",
 }
 _STYLES = {Severity.NORMAL: "", Severity.GOOD: "green", Severity.BAD: "yellow", Severity.MINOR: "dim"}

@@ -12,7 +12,7 @@ from remuda.controlplane.demand.context import BackgroundTasks, DemandContext
 from remuda.controlplane.demand.machines import KnownMachine
 from remuda.controlplane.demand.sets import SetState
 from remuda.domain.demand import JobRecord, Lease
-from remuda.domain.errors import Conflict, RemudaError, UserError
+from remuda.domain.errors import Conflict, NotFound, RemudaError, UserError
 from remuda.domain.instance import Instance, State
 from remuda.domain.resources import is_repository
 from remuda.domain.timestamps import to_milliseconds
@@ -25,7 +25,6 @@ GIVE_UP = timedelta(hours=6)
 KEPT = timedelta(days=35)
 #: Jobs that a new listener searches for unfinished re-runs.
 MAX_JOBS = 500
-COMPLETED = "completed"
 #: Results of jobs that need no re-run. GitHub's messages and its API use different words.
 SUCCESSES = frozenset({"succeeded", "success", "skipped"})
 
@@ -158,9 +157,9 @@ class InterruptedJobs:
             run = await github.get_run(scope, job.repository, run_id)
         except UserError as error:
             return await self._close(job, f"{error.message}; grant the permission Actions: read and write")
-        if run is None:
+        except NotFound:
             return await self._close(job, "its run does not exist")
-        if run.status != COMPLETED:
+        if run is None or not run.has_ended:
             return False
         if run.conclusion in SUCCESSES:
             return await self._close(job, "its run succeeded")

@@ -43,6 +43,7 @@ async def explain(context: Context, subject: str, *, command: str = "") -> Expla
     `command` is the one that changes the runner sets of the pool, for readers with a command line.
     """
     config = await read_config(context)
+    context = context.with_true_time()
     parsed = parse_runner_name(config.pool, subject)
     if parsed is not None:
         return await _explain_instance(context, config, parsed[1])

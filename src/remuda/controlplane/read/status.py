@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
@@ -24,9 +24,11 @@ from remuda.domain.reporting.warnings import (
     WarningKind,
     describe_dead_agent,
     find_demand_warnings,
+    find_unreleased,
     find_warnings,
 )
 from remuda.domain.signals import Report
+from remuda.ports.clock import CLOCK_FIX
 from remuda.ports.github import GitHubRunner
 
 #: Newest provisions in a status. Open provisions are always included.
@@ -107,6 +109,8 @@ async def status(context: Context, *, include_terminated: bool = False, check_re
     config = await store.get_config()
     # List runners before reading records: a registration that the later records do not own stays without an owner.
     runners, failures = await _runners(context, config) if check_registrations else ({}, [])
+    # AWS or GitHub has answered by now.
+    context = context.with_true_time()
     states = LIVE | {State.TERMINATED} if include_terminated else LIVE
     found, runs = await asyncio.gather(store.find(states), _runs(context))
     instances = sorted(found, key=lambda item: (item.created_at, item.instance_id))
@@ -133,6 +137,7 @@ async def status(context: Context, *, include_terminated: bool = False, check_re
         lost=lost,
         demand=demand,
         warnings=(
+            *_clock_warnings(context),
             *find_warnings(
                 config,
                 instances,
@@ -143,6 +148,7 @@ async def status(context: Context, *, include_terminated: bool = False, check_re
                 sweep_due=first_seen.get(SWEEP_DUE),
                 now=now,
             ),
+            *(find_unreleased(config, first_seen, runs, now=now) if config else ()),
             *find_demand_warnings(demand),
             *(
                 await _stale_registrations(context, config, runners, instances, first_seen)
@@ -154,6 +160,12 @@ async def status(context: Context, *, include_terminated: bool = False, check_re
         ),
         unreadable=tuple(unreadable),
     )
+
+
+def _clock_warnings(context: Context) -> Iterator[PoolWarning]:
+    if (wrong := context.clock_error) is not None:
+        text = f"{wrong}: {CLOCK_FIX}; the times shown here are corrected by this difference"
+        yield PoolWarning(kind=WarningKind.CLOCK, subject="", text=text)
 
 
 def keep_github_warnings(fresh: Status, before: Status | None) -> Status:

@@ -14,6 +14,7 @@ from remuda.controlplane.refresh.sweep import Sweep
 from remuda.domain.errors import RemudaError
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.reporting.warnings import WarningKind
+from remuda.ports.clock import CLOCK_FIX
 
 __all__ = ["DesiredConfig", "RefreshResult", "refresh"]
 
@@ -36,6 +37,8 @@ async def refresh(context: Context, desired: DesiredConfig | None, *, interval_s
         result.warn(WarningKind.RUNNER_VERSION, str(found))
     config = await _keep_account(context, config, result)
     await Sweep(context, config, result, interval_s=interval_s).run()
+    if (wrong := context.clock_error) is not None:
+        result.warn(WarningKind.CLOCK, f"{wrong}: {CLOCK_FIX}")
     return result.build()
 
 

@@ -15,6 +15,7 @@ from math import inf
 
 from remuda.controlplane.context import Context, map_concurrently, skip_unreadable, transition, transition_all
 from remuda.controlplane.refresh.audit import WaitingJobAudit
+from remuda.controlplane.refresh.ended_runs import EndedRunSweep
 from remuda.controlplane.refresh.machines import FirstSeen, MachineSweep, PartialSweep, StaleRegistrationSweep
 from remuda.controlplane.refresh.result import RefreshResultBuilder
 from remuda.controlplane.refresh.runner_sets import RunnerSetSweep
@@ -94,7 +95,8 @@ class Sweep:
         context, config, result = self._context, self._config, self._result
         external = await self._list_external()
         first_seen = FirstSeen(await self._load_first_seen(), now=context.clock.now())
-        await self._guarded("provisions", ProvisionSweep(context, config, result, first_seen).run)
+        provisions = ProvisionSweep(context, config, result, first_seen)
+        await self._guarded("provisions", provisions.run)
         records = {item.instance_id: item for item in await context.store.find(LIVE)}
         counts = Counter(item.state for item in records.values())
         result.live_instances = {state.value: counts[state] for state in State if state in LIVE}
@@ -106,6 +108,8 @@ class Sweep:
             in_sets = await RunnerSetSweep(context, config, result, first_seen).run(records, reports)
 
         await self._guarded("runner sets", sweep_runner_sets)
+        ended_runs = EndedRunSweep(context, config, result, first_seen, take_back=provisions.settle)
+        await self._guarded("ended runs", lambda: ended_runs.run(records))
         rest = {key: item for key, item in records.items() if key not in in_sets}
         await self._guarded("records", lambda: self._sweep_records(rest, reports))
         await self._guarded("expiry warnings", lambda: self._warn_before_expiry(records, first_seen))
@@ -370,10 +374,11 @@ class ProvisionSweep(PartialSweep):
     async def run(self) -> None:
         margin = timedelta(seconds=self._config.lifetimes.margin_s)
         unsettled = await self._context.store.unsettled_provisions(self._context.clock.now() - margin)
-        for provision, result in zip(unsettled, await map_concurrently(unsettled, self._settle), strict=True):
+        for provision, result in zip(unsettled, await map_concurrently(unsettled, self.settle), strict=True):
             self._report(provision, result)
 
-    async def _settle(self, provision: Provision) -> None:
+    async def settle(self, provision: Provision) -> None:
+        """Release a provision and take back its instances; settle it as soon as it holds none."""
         if provision.status is not ProvisionStatus.RELEASED:
             provision = await self._release(provision)
         found = await self._context.store.find_by_provision(provision.provision_id)
@@ -384,7 +389,8 @@ class ProvisionSweep(PartialSweep):
             for instance in records.values()
             if instance.provision_id == provision.provision_id and instance.state in ASSIGNED
         ]
-        for result in await map_concurrently(assigned, self._take_back):
+        why = f"its provision was released: {provision.why}" if provision.why else "its provision was released"
+        for result in await map_concurrently(assigned, lambda item: self._take_back(item, why)):
             self._report(provision, result)
         now = self._context.clock.now()
         # An unreadable instance may still be assigned.
@@ -409,8 +415,7 @@ class ProvisionSweep(PartialSweep):
         latest = max(provision.deadline, provision.released_at or provision.deadline)
         return now - latest >= timedelta(seconds=SETTLE_AFTER_S + self._config.lifetimes.margin_s)
 
-    async def _take_back(self, instance: Instance) -> None:
-        why = "its provision was released"
+    async def _take_back(self, instance: Instance, why: str) -> None:
         event: End | Release
         if instance.state is State.CREATED:
             event = End(reason=RetireReason.RELEASED)

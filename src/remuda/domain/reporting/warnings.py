@@ -13,6 +13,7 @@ from remuda.domain.instance import ABSORBING, Instance, State, holder_id
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision, ProvisionEnding, ProvisionStatus, describe_status
 from remuda.domain.reporting.demand import DemandStatus, SessionState
+from remuda.domain.reporting.ended_runs import RELEASE_JOB, unreleased_warnings
 from remuda.domain.signals import Report, Verdict, registration_verdict
 from remuda.domain.thresholds import HEARTBEAT_DEAD_AFTER_S, Lifetimes
 from remuda.domain.timestamps import after
@@ -56,12 +57,21 @@ class WarningKind(StrEnum):
             "nothing expires, and nothing is repaired"
         ),
     )
+    CLOCK = "clock", "the clock of this computer is wrong; the times of `status` and `explain` are corrected by it"
+    DISK = "disk", "the disk of the local backend is full, or almost"
     STOPPED_PROCESS = "stopped-process", "a background process of the local backend is not running"
     PROVISION_FAILED = (
         "provision-failed",
         "a provision failed within the last hour, and the run has not been provisioned since",
     )
     RUN_EXPIRED = "run-expired", "a run held its runners until their time was up, within the last hour"
+    RUN_UNRELEASED = (
+        "run-unreleased",
+        (
+            "a run has ended on GitHub and still holds its instances, or a sweep released it within the last hour "
+            "because its workflow did not; or GitHub does not say whether it has ended"
+        ),
+    )
     EXPIRES_SOON = (
         "expires-soon",
         (
@@ -210,7 +220,19 @@ def _run_warning(
         return PoolWarning(kind=WarningKind.PROVISION_FAILED, subject=run.run_id, text=f"failed at {at}: {run.reason}")
     if run.ending is ProvisionEnding.EXPIRED and not run.runner_set:
         return PoolWarning(kind=WarningKind.RUN_EXPIRED, subject=run.run_id, text=f"expired at {at}: {run.why}")
+    if run.ending is ProvisionEnding.UNRELEASED:
+        text = f"a sweep released it at {at}: {run.why}; {RELEASE_JOB}"
+        return PoolWarning(kind=WarningKind.RUN_UNRELEASED, subject=run.run_id, text=text)
     return None
+
+
+def find_unreleased(
+    config: PoolConfig, first_seen: Mapping[str, datetime], provisions: Sequence[Provision], *, now: datetime
+) -> Iterator[PoolWarning]:
+    """Runs that have ended and still hold their instances. `first_seen` has the anomalies of the sweeps."""
+    grace_s = config.lifetimes.ended_run_grace_s
+    for run_id, text in unreleased_warnings(first_seen, provisions, grace_s=grace_s, now=now):
+        yield PoolWarning(kind=WarningKind.RUN_UNRELEASED, subject=run_id, text=text)
 
 
 def _budget_warnings(config: PoolConfig, now: datetime) -> Iterator[PoolWarning]:
@@ -315,7 +337,10 @@ def describe_dead_agent(instance: Instance, report: Report | None, *, now: datet
     silent = _time_since_heartbeat(instance, report, now)
     if silent is None or silent <= timedelta(seconds=HEARTBEAT_DEAD_AFTER_S + margin_s):
         return ""
-    return f"no heartbeat for {_duration(silent.total_seconds())}: its agent or its machine is dead"
+    return (
+        f"no heartbeat for {_duration(silent.total_seconds())}: its agent or its machine is dead; to end it, run "
+        f"remuda terminate {instance.instance_id}"
+    )
 
 
 def _duration(seconds: float) -> str:

@@ -316,7 +316,7 @@ export function showRuns(model) {
     create: () => makeRow("runs"),
     update: (row, item) => {
       const acquired = Object.entries(open[item.id] ?? {}).map(([state, count]) => `${count} ${state}`);
-      const status = item.status === "open" ? `open: ${acquired.join(", ") || "no instances yet"}` : lost[item.id] ? `${item.status}: ${lost[item.id]}` : ["failed", "expired", "interrupted"].includes(item.status) ? `${item.status}: ${item.why}` : item.status;
+      const status = item.status === "open" ? `open: ${acquired.join(", ") || "no instances yet"}` : lost[item.id] ? `${item.status}: ${lost[item.id]}` : ["failed", "expired", "interrupted", "unreleased"].includes(item.status) ? `${item.status}: ${item.why}` : item.status;
       const elapsed = item.status === "open" ? `${duration(Math.max(now - item.at, 0))} so far` : seconds(item.seconds);
       fillRow(row, [
         [(td) => showRunIn(td, item), "long"],
