@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 
 from remuda.domain.demand import DemandStatistics
-from remuda.domain.instance import SINGLE_USE, Instance, State
+from remuda.domain.instance import SINGLE_USE, Instance, State, decide_retirement
 from remuda.domain.resources import RunnerRequest, Tier, UsageClass, mismatch
 from remuda.domain.runner_set import CapacityWindow, RunnerSet
 from remuda.domain.signals import Report, Verdict, boot_verdict, registration_verdict
@@ -23,7 +23,8 @@ from remuda.domain.timestamps import after
 LISTENS_WITHIN_S = 60.0
 #: Seconds that a job may have run without GitHub's message before its runner is bound without it.
 LATE_BINDING_S = 15.0
-#: Seconds that a machine may take from the end of its job to the pool. Until then, none is launched in its place.
+#: Seconds that a machine may take from the end of its job, or from its release, to the pool. Until then, none is
+#: launched in its place: a launch takes longer on AWS. After that time its reset may have failed, and one is launched.
 RETURNS_WITHIN_S = 20.0
 #: Seconds after which a known job that has not started does not count any more: GitHub assigns it again under a new id.
 JOB_COUNTS_FOR_S = 600.0
@@ -85,6 +86,9 @@ class SetMachine:
     surplus_since: datetime | None = None
     #: Whether GitHub said that its job has ended.
     completed: bool = False
+    #: Since when it is on its way back to the pool: since the end of its job, by GitHub's message or its own report, or
+    #: since its release.
+    returning_since: datetime | None = None
     #: Whether GitHub refused to remove its registration because of a job that no message and no report has named.
     taken: bool = False
     #: Why it must not get a job, for people; empty if it may.
@@ -268,8 +272,7 @@ def _classify(machine: SetMachine, draft: _Draft, *, lifetimes: Lifetimes, now: 
     elif instance.state in {State.CREATED, State.CLAIMED}:
         use = _classify_coming(machine, draft, now=now)
     else:
-        if instance.retire_reason is None and not machine.dead:
-            _expect_return(machine.silent_since, draft, now=now)
+        _expect_return(machine, draft, lifetimes=lifetimes, now=now)
         return
     draft.uses[instance.instance_id] = use
 
@@ -298,7 +301,7 @@ def _classify_coming(machine: SetMachine, draft: _Draft, *, now: datetime) -> Ma
 def _classify_running(machine: SetMachine, draft: _Draft, *, lifetimes: Lifetimes, now: datetime) -> MachineUse:
     instance, report = machine.instance, machine.report
     if machine.is_spent:
-        _decide_spent(machine, draft, now=now)
+        _decide_spent(machine, draft, lifetimes=lifetimes, now=now)
         return MachineUse.SPENT
     # An agent that restarted after the failure may have started the runner again.
     if registration_verdict(report, instance.epoch) is Verdict.FAILED and not machine.is_busy:
@@ -306,7 +309,7 @@ def _classify_running(machine: SetMachine, draft: _Draft, *, lifetimes: Lifetime
         draft.end.append(MachineStep(machine=machine, why=why))
         return MachineUse.FAILED
     if instance.is_bound or machine.is_busy:
-        return _classify_working(machine, draft, now=now)
+        return _classify_working(machine, draft, lifetimes=lifetimes, now=now)
     unfit = _describe_unfit(machine, lifetimes=lifetimes, now=now)
     if unfit:
         if instance.threshold > now:
@@ -320,18 +323,28 @@ def _classify_running(machine: SetMachine, draft: _Draft, *, lifetimes: Lifetime
     return MachineUse.STARTING
 
 
-def _expect_return(since: datetime | None, draft: _Draft, *, now: datetime) -> None:
-    """Count a machine whose job has ended as returning, for a time."""
-    until = (since or now) + timedelta(seconds=RETURNS_WITHIN_S)
-    if until > now:
+def _expect_return(machine: SetMachine, draft: _Draft, *, lifetimes: Lifetimes, now: datetime) -> None:
+    """Count a machine whose job has ended, or that is being released, as returning to the pool, for a time.
+
+    Example: a failed job is run again at once. Its machine is reset and back within two seconds, so none is launched.
+    """
+    retirement = decide_retirement(
+        machine.instance,
+        now=now,
+        max_age_s=lifetimes.max_age_s,
+        max_uses=lifetimes.max_uses,
+        notice=machine.report.notice if machine.report else "",
+    )
+    will_return = retirement is None and machine.instance.retire_reason is None and not machine.dead
+    until = (machine.returning_since or now) + timedelta(seconds=RETURNS_WITHIN_S)
+    if will_return and until > now:
         draft.returning += 1
         draft.rechecks.append(until)
 
 
-def _decide_spent(machine: SetMachine, draft: _Draft, *, now: datetime) -> None:
+def _decide_spent(machine: SetMachine, draft: _Draft, *, lifetimes: Lifetimes, now: datetime) -> None:
     if machine.instance.is_bound:
-        if machine.instance.retire_reason is None and not machine.dead:
-            _expect_return(machine.spent_since, draft, now=now)
+        _expect_return(machine, draft, lifetimes=lifetimes, now=now)
         draft.release.append(MachineStep(machine=machine, why="its job has ended"))
         return
     due = (machine.spent_since or now) + timedelta(seconds=LATE_BINDING_S)
@@ -342,7 +355,7 @@ def _decide_spent(machine: SetMachine, draft: _Draft, *, now: datetime) -> None:
         draft.rechecks.append(due)
 
 
-def _classify_working(machine: SetMachine, draft: _Draft, *, now: datetime) -> MachineUse:
+def _classify_working(machine: SetMachine, draft: _Draft, *, lifetimes: Lifetimes, now: datetime) -> MachineUse:
     instance = machine.instance
     if machine.dead or instance.deadline(busy=True) <= now:
         return MachineUse.LOST
@@ -354,7 +367,11 @@ def _classify_working(machine: SetMachine, draft: _Draft, *, now: datetime) -> M
             draft.bind.append(MachineStep(machine=machine, why=why))
         else:
             draft.rechecks.append(due)
-    return MachineUse.FINISHING if machine.completed else MachineUse.WORKING
+    if not machine.completed:
+        return MachineUse.WORKING
+    if instance.is_bound:
+        _expect_return(machine, draft, lifetimes=lifetimes, now=now)
+    return MachineUse.FINISHING
 
 
 def _describe_unfit(machine: SetMachine, *, lifetimes: Lifetimes, now: datetime) -> str:

@@ -29,7 +29,7 @@ from remuda.domain.instance import Actor, RetireReason, State
 from remuda.domain.provision import ProvisionStatus
 from remuda.domain.resources import Tier
 from remuda.domain.signals import REBALANCE_NOTICE, Signal
-from remuda.domain.supply import SupplyPlan, decide_supply
+from remuda.domain.supply import RETURNS_WITHIN_S, SupplyPlan, decide_supply
 from remuda.domain.thresholds import HEARTBEAT_DEAD_AFTER_S
 from remuda.ports.github import GitHubRun
 from remuda.ports.machine import StepResult
@@ -68,6 +68,30 @@ async def test_second_job_reuses_the_machine(sets: DemandWorld) -> None:
     assert len(sets.database.instances) == 1
     outcomes = [item.outcome for item in sorted(sets.database.provisions.values(), key=lambda item: item.created_at)]
     assert [(item.created, item.reused) for item in outcomes if item] == [(1, 0), (0, 1)]
+
+
+async def test_job_that_comes_when_another_ends_waits_for_its_machine(sets: DemandWorld) -> None:
+    async def with_late_reports(name: str, call: Call) -> Any:
+        # GitHub's message about the end of a job is faster than the report of its machine.
+        await asyncio.sleep(1.0 if name == "store.get_reports" else 0.0)
+        return await call()
+
+    sets.listen(with_late_reports)
+    (job,) = sets.queue()
+    await sets.wait_for(lambda: job.is_over)
+    await sets.wait_for_jobs(sets.queue())
+    assert len(sets.database.instances) == 1
+
+
+async def test_job_gets_a_new_machine_if_a_reset_takes_too_long(sets: DemandWorld) -> None:
+    sets.behaviour.reset_s = 10 * RETURNS_WITHIN_S
+    sets.listen()
+    (job,) = sets.queue()
+    await sets.wait_for(lambda: job.is_over)
+    (second,) = sets.queue()
+    waited_s = await sets.wait_for(lambda: second.started)
+    assert RETURNS_WITHIN_S <= waited_s <= RETURNS_WITHIN_S + 10
+    assert len(sets.database.instances) == 2
 
 
 async def test_burst_is_served_within_the_maximum(sets: DemandWorld) -> None:

@@ -11,7 +11,7 @@ from remuda.domain.demand import DemandRecord, DemandStatistics, JobRecord
 from remuda.domain.instance import State
 from remuda.domain.runner_set import RunnerSet
 from remuda.domain.signals import Report
-from tests.support.records import NOW, instance
+from tests.support.records import NOW, in_set, instance
 from tests.support.virtual_time import FixedClock
 from tests.support.world import PoolWorld
 
@@ -104,3 +104,13 @@ def test_each_use_of_a_machine_is_known_apart() -> None:
     assert (first.instance.epoch, first.handled) == (1, True)
     assert (second.instance.epoch, second.handled, second.provision) == (2, False, None)
     assert (second.report, second.pulse) == (first.report, first.pulse)
+
+
+def test_machine_that_another_process_moved_to_the_pool_is_known_to_be_idle() -> None:
+    """The pool message of a sweep comes later than its write."""
+    table = MachineTable(FixedClock(NOW))
+    table.put(in_set(State.RELEASING))
+    idle = in_set(State.IDLE)
+    assert table.put(idle) is None
+    assert table.idle() == [idle]
+    assert table.is_idle(idle)

@@ -58,6 +58,7 @@ class KnownMachine:
         "read_at",
         "report",
         "retry_at",
+        "returning_since",
         "silent_since",
         "spent_since",
         "surplus_since",
@@ -74,6 +75,7 @@ class KnownMachine:
         self.spent_since: datetime | None = None
         self.surplus_since: datetime | None = None
         self.completed = False
+        self.returning_since: datetime | None = now if instance.state is State.RELEASING else None
         self.taken_until: datetime | None = None
         self.unwanted = ""
         self.for_pool = False
@@ -100,6 +102,9 @@ class KnownMachine:
             self.spent_since = self.surplus_since = self.taken_until = None
             self.completed = self.for_pool = False
             self.unwanted = ""
+            if instance.state is State.RELEASING:
+                # Its job may have ended earlier.
+                self.returning_since = self.returning_since or now
             # The agent must read the record before it reports something new.
             self.expected_since = monotonic
             self.read_later(monotonic)
@@ -133,6 +138,7 @@ class KnownMachine:
             self.silent_since = now
         if report is not None and report.spent_epoch == instance.epoch:
             self.spent_since = self.spent_since or now
+            self.returning_since = self.returning_since or now
         if active and report is not None and report.busy:
             self.taken_until = None
 
@@ -152,6 +158,7 @@ class KnownMachine:
             spent_since=self.spent_since,
             surplus_since=self.surplus_since,
             completed=self.completed,
+            returning_since=self.returning_since,
             taken=self.taken_until is not None and self.taken_until > now,
             unwanted=self.unwanted,
             for_pool=self.for_pool,
@@ -165,6 +172,11 @@ class KnownMachine:
     def restart_heartbeat(self, monotonic: float) -> None:
         """Forget how long the heartbeat has not changed."""
         self.pulse = replace(self.pulse, changed_at=monotonic)
+
+    def complete(self, now: datetime) -> None:
+        """GitHub says that its job has ended."""
+        self.completed = True
+        self.returning_since = self.returning_since or now
 
     def take(self, now: datetime) -> None:
         """GitHub says that it has a job."""
@@ -232,10 +244,13 @@ class MachineTable:
             return machine
         if machine is not None and machine.instance.runner_set != instance.runner_set:
             self._by_set[machine.instance.runner_set].pop(instance_id, None)
+        now, monotonic = self._clock.now(), self._clock.monotonic()
         if not instance.runner_set or instance.state not in HELD:
             self.remove(instance_id)
+            if instance.state is State.IDLE:
+                # A sweep may have moved it to the pool, whose message comes later than a job.
+                self._pooled[instance_id] = (instance, monotonic)
             return None
-        now, monotonic = self._clock.now(), self._clock.monotonic()
         if machine is None:
             machine = KnownMachine(instance, now=now)
         elif machine.instance.epoch != instance.epoch:
