@@ -183,6 +183,7 @@ def decide_supply(
     *,
     waiting_jobs: int,
     ended_jobs: int = 0,
+    lost_jobs: int = 0,
     acquiring: int,
     publishing: int = 0,
     draining: bool = False,
@@ -192,9 +193,10 @@ def decide_supply(
     """Decide about one set.
 
     `waiting_jobs` are known jobs that have not started; `ended_jobs` are those that have ended by the reports of their
-    machines, and that GitHub may still count; `acquiring` are acquisitions in progress that have no machine yet;
-    `publishing` are machines that have returned from the set and have no pool message yet. A `draining` set was removed
-    from the configuration: it needs no runner, and gives them up at once.
+    machines, and that GitHub may still count; `lost_jobs` are those whose instance has ended under them: GitHub counts
+    them as running for about ten minutes, and gives them to no other runner; `acquiring` are acquisitions in progress
+    that have no machine yet; `publishing` are machines that have returned from the set and have no pool message yet. A
+    `draining` set was removed from the configuration: it needs no runner, and gives them up at once.
     """
     draft = _Draft()
     machines = [_with_trust(machine, runner_set) for machine in machines]
@@ -208,7 +210,8 @@ def decide_supply(
     # A machine may report the start and the end of a job before GitHub's messages about them are here.
     started = sum(_has_taken_job(item, uses) for item in machines)
     spent = sum(_has_taken_job(item, uses) for item in machines if item.is_spent)
-    jobs = max(statistics.assigned - ended_jobs - spent, working + max(0, waiting_jobs - started))
+    lost = min(lost_jobs + sum(_has_lost_job(item, uses) for item in machines), statistics.running)
+    jobs = max(statistics.assigned - ended_jobs - spent - lost, working + max(0, waiting_jobs - started))
     desired = 0 if draining else min(runner_set.max, jobs + window.hot)
     shortfall = desired - (supply - finishing)
     # Not more than the maximum, even if a lost machine has returned and GitHub says that another one is finishing.
@@ -241,7 +244,15 @@ def decide_supply(
 def _has_taken_job(machine: SetMachine, uses: Mapping[str, MachineUse]) -> bool:
     """Whether it has or had a job that no message has named: by GitHub's messages, this job still waits."""
     is_named = machine.instance.is_bound or machine.completed
-    return not is_named and uses.get(machine.instance.instance_id) in {MachineUse.WORKING, MachineUse.SPENT}
+    uses_with_job = {MachineUse.WORKING, MachineUse.SPENT}
+    return not is_named and (uses.get(machine.instance.instance_id) in uses_with_job or _has_lost_job(machine, uses))
+
+
+def _has_lost_job(machine: SetMachine, uses: Mapping[str, MachineUse]) -> bool:
+    """Whether its job is lost with it or, if only its agent is dead, still runs on it: no other runner gets it."""
+    instance = machine.instance
+    has_started = instance.state is State.RUNNING and (instance.is_bound or machine.is_busy)
+    return has_started and not machine.completed and uses.get(instance.instance_id) is MachineUse.LOST
 
 
 def _with_trust(machine: SetMachine, runner_set: RunnerSet) -> SetMachine:

@@ -35,9 +35,13 @@ from remuda.ports.github import GitHubRun
 from remuda.ports.machine import StepResult
 from simulation.invariants import SCOPE
 from simulation.memory.demand import MemoryDemandSession
+from simulation.memory.github import MemoryDemandJob
 from tests.support.records import in_set, instance, job_record, pool_config, provision
 from tests.support.set_world import DemandWorld, runner_set, window
 from tests.support.virtual_time import AmbiguousAnswer, Call, failing
+
+#: Seconds for which GitHub keeps a job whose runner is gone.
+LEASE_S = 600.0
 
 
 @pytest.fixture
@@ -184,6 +188,80 @@ async def test_provision_of_a_lost_machine_is_closed_at_once(sets: DemandWorld) 
     assert sets.record(lost).retire_reason is RetireReason.GONE
     statuses = {item.status for item in sets.database.provisions.values() if lost in item.instance_ids}
     assert statuses == {ProvisionStatus.RELEASED}
+
+
+async def lose_job(sets: DemandWorld) -> tuple[MemoryDemandJob, str]:
+    """Let a job start, and end its instance. GitHub counts the job for ten minutes more."""
+    sets.scale_sets.lease = timedelta(seconds=LEASE_S)
+    (job,) = sets.queue(seconds=10_000)
+    await sets.wait_for(lambda: job.started)
+    (lost,) = sets.in_state(State.RUNNING)
+    await sets.wait_for(lambda: sets.record(lost).is_bound and lost in sets.database.reports)
+    sets.cut_power(lost, "a test")
+    return job, lost
+
+
+@pytest.mark.parametrize("finder", ["sweep", "listener"])
+async def test_lost_job_is_recorded_and_gets_no_other_instance(sets: DemandWorld, finder: str) -> None:
+    listener = sets.listen()
+    job, lost = await lose_job(sets)
+    if finder == "sweep":
+        await sets.sweep()
+    await sets.wait_for(lambda: sets.database.jobs[job.key].lost_at, HEARTBEAT_DEAD_AFTER_S + 2 * SEARCH_S)
+    assert sets.record(lost).retire_reason is RetireReason.GONE
+    record = sets.database.jobs[job.key]
+    assert (record.is_running, record.is_lost) == (True, True)
+    assert record.lost_detail.startswith(f"{lost} has ended: ")
+    assert ("job-lost", record.lost_detail) in listener.events
+    await asyncio.sleep(LEASE_S / 2)
+    assert set(sets.database.instances) == {lost}
+    # A job that GitHub says is waiting is not taken for the lost one.
+    await sets.wait_for_jobs(sets.queue())
+    await sets.wait_for(lambda: job.is_over, LEASE_S)
+    await sets.wait_for(lambda: sets.database.jobs[job.key].completed_at)
+    record = sets.database.jobs[job.key]
+    assert (record.result, record.is_lost) == ("failed", True)
+    await sets.wait_for_jobs(sets.queue())
+
+
+@pytest.mark.parametrize("is_noted", [True, False])
+async def test_next_listener_knows_the_lost_jobs(sets: DemandWorld, *, is_noted: bool) -> None:
+    listener = sets.listen()
+    job, lost = await lose_job(sets)
+    if is_noted:
+        await sets.wait_for(lambda: sets.database.jobs[job.key].lost_at)
+    await listener.stop()
+    await sets.sweep()
+    assert bool(sets.database.jobs[job.key].lost_at) is is_noted
+    sets.listen()
+    await sets.wait_for(lambda: sets.database.jobs[job.key].lost_at)
+    await sets.wait_for(lambda: job.is_over, LEASE_S)
+    assert set(sets.database.instances) == {lost}
+
+
+async def test_job_of_a_set_that_ended_before_its_instance_is_not_lost(sets: DemandWorld) -> None:
+    sets.listen()
+    (job,) = sets.queue()
+    await sets.wait_for(lambda: job.started)
+    (instance_id,) = sets.in_state(State.RUNNING)
+    await sets.wait_for(lambda: job.is_over)
+    sets.cut_power(instance_id, "a test")
+    await sets.sweep()
+    await asyncio.sleep(2 * SEARCH_S)
+    assert sets.record(instance_id).retire_reason is RetireReason.GONE
+    assert sets.database.jobs[job.key].lost_at is None
+
+
+async def test_job_whose_agent_alone_is_dead_is_not_lost_and_gets_no_other_instance(sets: DemandWorld) -> None:
+    sets.listen()
+    (job,) = sets.queue(seconds=100.0)
+    await sets.wait_for(lambda: job.started)
+    (instance_id,) = sets.in_state(State.RUNNING)
+    sets.stop_agent(instance_id)
+    await asyncio.sleep(4 * HEARTBEAT_DEAD_AFTER_S)
+    assert set(sets.database.instances) == {instance_id}
+    assert sets.database.jobs[job.key].lost_at is None
+    assert sets.record(instance_id).state is State.RUNNING
 
 
 async def test_sweep_that_ends_a_failed_machine_closes_its_provision(sets: DemandWorld) -> None:

@@ -41,6 +41,8 @@ def decide(
     hot: int = 0,
     waiting_jobs: int = 0,
     ended_jobs: int = 0,
+    lost_jobs: int = 0,
+    running: int = 0,
     acquiring: int = 0,
     publishing: int = 0,
     draining: bool = False,
@@ -49,10 +51,11 @@ def decide(
     return decide_supply(
         replace(LARGE, max=maximum),
         CapacityWindow(hot=hot),
-        DemandStatistics(assigned=assigned),
+        DemandStatistics(assigned=assigned, running=running),
         machines,
         waiting_jobs=waiting_jobs,
         ended_jobs=ended_jobs,
+        lost_jobs=lost_jobs,
         acquiring=acquiring,
         publishing=publishing,
         draining=draining,
@@ -282,8 +285,22 @@ def test_wanted_runner_is_renewed_in_the_second_half_of_its_time() -> None:
 
 
 def test_dead_machine_with_a_job_is_left_to_its_time_limit() -> None:
-    plan = decide(machine(run_id="77", dead=True), machine(2, busy=True, dead=True), assigned=2)
-    assert (plan.withdraw, plan.end, plan.release, plan.deficit) == ((), (), (), 2)
+    plan = decide(machine(run_id="77", dead=True), machine(2, busy=True, dead=True), assigned=2, running=2)
+    assert (plan.withdraw, plan.end, plan.release, plan.deficit) == ((), (), (), 0)
+
+
+def test_lost_job_that_github_still_counts_needs_no_runner() -> None:
+    assert decide(assigned=1, running=1, lost_jobs=1).deficit == 0
+    assert decide(machine(run_id="77"), assigned=3, running=2, lost_jobs=1).deficit == 1
+    # The message about its start may be missing.
+    assert decide(machine(busy=True, dead=True), assigned=1, running=1, waiting_jobs=1).deficit == 0
+
+
+def test_job_is_served_although_github_has_ended_the_lost_one() -> None:
+    assert decide(assigned=1, running=0, lost_jobs=1).deficit == 1
+    assert decide(assigned=1, running=1, lost_jobs=1, waiting_jobs=1).deficit == 1
+    # A machine without a job has none to lose.
+    assert decide(machine(dead=True), assigned=1, running=1).deficit == 1
 
 
 # Properties ---------------------------------------------------------------------------------------------------------

@@ -134,7 +134,7 @@ async def status(context: Context, *, include_terminated: bool = False, check_re
         demand=demand,
         warnings=(
             *find_warnings(config, instances, reports, runs, lost=lost, sweep_due=first_seen.get(SWEEP_DUE), now=now),
-            *find_demand_warnings(demand),
+            *find_demand_warnings(demand, now=now),
             *(
                 await _stale_registrations(context, config, runners, instances, first_seen)
                 if config and runners
