@@ -203,6 +203,7 @@ def _job_message(job: GitHubJob) -> dict[str, Any]:
             "repo": job.repo,
             "run_id": job.run_id,
             "run_attempt": job.run_attempt,
+            "event": job.event,
             "steps": job.steps,
             "env": job.env,
             "contexts": job.contexts,

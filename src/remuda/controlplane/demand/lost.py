@@ -10,7 +10,7 @@ from remuda.controlplane.context import Context, retry_write
 from remuda.controlplane.demand.context import BackgroundTasks, DemandContext
 from remuda.controlplane.demand.machines import KnownMachine, MachineTable
 from remuda.controlplane.demand.sets import SetState, find_job
-from remuda.domain.demand import JobRecord, Loss, find_loss
+from remuda.domain.demand import SUCCESSES, JobRecord, Loss, find_loss
 from remuda.domain.instance import Instance
 from remuda.domain.pool_config import PoolConfig, parse_runner_name
 
@@ -41,10 +41,11 @@ class LostJobs:
     def note(self, machine: KnownMachine) -> None:
         """The machine's record says that it has ended, as nobody expected if it has a job."""
         state, assignment = self._find(machine.instance.runner_set), machine.instance.assignment
-        if state is None or assignment is None or not machine.has_job or machine.completed:
+        if state is None or assignment is None or not machine.has_job:
             return
-        # At once: the next decision must not launch an instance for the job.
-        state.note_lost(assignment.runner_name, self._context.clock.now())
+        if not machine.completed:
+            # At once: the next decision must not launch an instance for the job.
+            state.note_lost(assignment.runner_name, self._context.clock.now())
         self._tasks.start("lost-job", self._record(state, machine.job_id, machine.instance))
 
     async def _record(self, state: SetState, job_id: str, instance: Instance) -> None:
@@ -56,7 +57,8 @@ class LostJobs:
             state.lost.pop(runner, None)
             return
         job = await find_job(self._demand.store, job_id, instance)
-        if job is None or job.completed_at is not None:
+        # A runner that is told to stop ends its job before its instance is gone: GitHub says that it was cancelled.
+        if job is None or (job.completed_at is not None and job.result.lower() in SUCCESSES):
             return
         facts = {"runner_set": state.name, "run_id": job.run_id, "job_id": job.job_id}
         await retry_write(
