@@ -239,17 +239,30 @@ async def test_next_listener_knows_the_lost_jobs(sets: DemandWorld, *, is_noted:
     assert set(sets.database.instances) == {lost}
 
 
-async def test_job_of_a_set_that_ended_before_its_instance_is_not_lost(sets: DemandWorld) -> None:
+@pytest.mark.parametrize(
+    ("outcome", "is_lost"),
+    [
+        ("success", False),
+        ("failed", False),
+        # Its runner was told to stop, and its instance ended before it reported the end of the job.
+        ("canceled", True),
+    ],
+)
+async def test_job_that_ended_before_its_instance_is_lost_only_if_it_was_cut_short(
+    sets: DemandWorld, outcome: str, *, is_lost: bool
+) -> None:
     sets.listen()
-    (job,) = sets.queue()
+    (job,) = sets.queue(outcome=outcome)
     await sets.wait_for(lambda: job.started)
     (instance_id,) = sets.in_state(State.RUNNING)
+    await sets.wait_for(lambda: sets.record(instance_id).is_bound)
+    sets.stop_agent(instance_id)
     await sets.wait_for(lambda: job.is_over)
     sets.cut_power(instance_id, "a test")
     await sets.sweep()
     await asyncio.sleep(2 * SEARCH_S)
     assert sets.record(instance_id).retire_reason is RetireReason.GONE
-    assert sets.database.jobs[job.key].lost_at is None
+    assert sets.database.jobs[job.key].is_lost is is_lost
 
 
 async def test_job_whose_agent_alone_is_dead_is_not_lost_and_gets_no_other_instance(sets: DemandWorld) -> None:

@@ -10,13 +10,15 @@ from remuda.controlplane.context import Context, retry_write
 from remuda.controlplane.demand.context import BackgroundTasks, DemandContext
 from remuda.controlplane.demand.machines import KnownMachine, MachineTable
 from remuda.controlplane.demand.sets import SetState, find_job
-from remuda.domain.demand import SUCCESSES, JobRecord, Loss, find_loss
+from remuda.domain.demand import JobRecord, Loss, find_loss
 from remuda.domain.instance import Instance
 from remuda.domain.pool_config import PoolConfig, parse_runner_name
 
 #: Newest jobs in which a new listener searches for lost ones, and their maximum age.
 MAX_JOBS = 500
 MAX_AGE = timedelta(hours=24)
+#: Results of a job whose runner was told to stop: if an instance shuts down, its runner still tells GitHub.
+CANCELLED = frozenset({"canceled", "cancelled"})
 
 
 class LostJobs:
@@ -57,8 +59,7 @@ class LostJobs:
             state.lost.pop(runner, None)
             return
         job = await find_job(self._demand.store, job_id, instance)
-        # A runner that is told to stop ends its job before its instance is gone: GitHub says that it was cancelled.
-        if job is None or (job.completed_at is not None and job.result.lower() in SUCCESSES):
+        if job is None or (job.completed_at is not None and job.result.lower() not in CANCELLED):
             return
         facts = {"runner_set": state.name, "run_id": job.run_id, "job_id": job.job_id}
         await retry_write(
