@@ -277,7 +277,7 @@ class Worker:
         job = self._job
         return {
             "api_url": job["server"],
-            "event_name": job["event"],
+            "event_name": str(job.get("event", "")),
             "job": job["name"],
             "repository": job["repo"],
             "repository_owner": str(job["repo"]).partition("/")[0],
