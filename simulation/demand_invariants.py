@@ -1,4 +1,4 @@
-"""Invariants of runner sets (D1 to D7), and what S2 and S11 mean for their machines.
+"""Invariants of runner sets (D1 to D8), and what S2 and S11 mean for their machines.
 
 As the other checks, these use the true state of GitHub and of the machines, not the demand and job records.
 """
@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
 from remuda.controlplane.operator import OperatorAction
-from remuda.domain.instance import Instance, State
+from remuda.domain.instance import Instance, State, decide_retirement
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
 from remuda.domain.runner_set import RunnerSet
-from remuda.ports.compute import POOL_TAG
+from remuda.ports.compute import POOL_TAG, LaunchRequest
+from simulation.faults import Fault
 from simulation.invariants import ABSORBING, parse_runner
 from simulation.loop import START
 from simulation.memory.github import MemoryDemandJob, MemoryRunner
@@ -28,6 +29,10 @@ Found = Iterable[tuple[str, str]]
 
 #: States in which a machine counts for its set.
 HELD = frozenset({State.CREATED, State.CLAIMED, State.RUNNING})
+#: Faults that end machines and do nothing else.
+_LOSSES = frozenset({Fault.POWER_CUT})
+#: Seconds from the end of a job in which its machine counts as returning: less than the control plane waits for it.
+RETURNS_S = 15.0
 #: Seconds of a reconciliation: reads, writes and calls.
 RECONCILE_S = 30.0
 #: Seconds after a change of the configuration in which a listener may still use the former one.
@@ -254,6 +259,47 @@ class DemandInvariants:
         )
         if count > runner_set.max:
             yield "D3", f"it is the {count}th runner of set {runner_set.name}, and at most {runner_set.max} are allowed"
+
+    # Launches: D8
+
+    def launch_requested(self, request: LaunchRequest, process: SimulatedProcess) -> None:
+        """No machine is launched for a lost job, or for one that a returning machine can serve sooner.
+
+        Other faults than the loss of machines may hide either from the listener, and another set may take the machine.
+        """
+        world = self._world
+        provision = world.database.provisions.by_id(request.provision_id)
+        runner_set = self.known_set(provision.runner_set) if provision is not None and provision.runner_set else None
+        is_alone = len({item.name for _, sets in self._sets for item in sets}) == 1
+        if runner_set is None or self._fills or not is_alone or not world.plan.faults <= _LOSSES:
+            return
+        self.checks += 1
+        jobs = [job for job in world.scale_sets.open_jobs if self._waits_for(job, runner_set) and job.fails_at is None]
+        hot = max((window.hot for window in runner_set.windows), default=0)
+        supply, returning = self.supply(runner_set.name), self._returning(runner_set.name)
+        if len(supply) + len(returning) + request.count > len(jobs) + hot:
+            have = f"{len(jobs)} jobs, {hot} hot runners and {len(supply)} machines, and {len(returning)} return"
+            text = f"{process} launches {request.count} machines for set {runner_set.name}, which has {have}"
+            self._violated("D8", text)
+
+    def _returning(self, name: str) -> list[Instance]:
+        """Machines whose job has just ended, and that may be used again."""
+        world = self._world
+        since, soon = world.loop.time() - RETURNS_S, world.clock.now() + timedelta(seconds=RETURNS_S)
+        max_age_s, max_uses = world.most("max_age_s"), int(world.most("max_uses"))
+        return [
+            record
+            for record in self._world.database.instances.values()
+            if record.runner_set == name
+            and record.state in {State.RUNNING, State.RELEASING}
+            and record.is_bound
+            and decide_retirement(record, now=soon, max_age_s=max_age_s, max_uses=max_uses) is None
+            and (machine := self._world.machines[record.instance_id]).alive
+            and machine.job is None
+            and not machine.notice
+            and machine.job_ended_at > since
+            and (record.instance_id, record.epoch) in self._jobs
+        ]
 
     # D1 and D3, checked regularly
 

@@ -69,6 +69,7 @@ INVARIANTS: Mapping[str, str] = {
     "D5": "a listener that is killed loses no job, and leaves no machine, registration, session or set behind",
     "D6": "a listener always announces the set's maximum, never 0",
     "D7": "a job that a spot interruption ended is run again at most once, and only after its run has ended",
+    "D8": "no machine is launched for a lost job, or for one that a machine can serve that is returning to the pool",
 }
 
 ABSORBING = frozenset({State.TERMINATING, State.TERMINATED})

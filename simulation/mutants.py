@@ -1012,6 +1012,12 @@ MUTANTS: tuple[Mutant, ...] = (
         settings=_CALM_SETS,
     ),
     _mutant(
+        "returning-machines-uncounted",
+        "a machine is launched although one whose job has just ended returns to the pool",
+        expression(_SUPPLY, "_expect_return", "will_return and until > now", "False"),
+        settings=_CALM_SETS,
+    ),
+    _mutant(
         "surplus-without-deregistration",
         "a runner that is not needed is released while it can still get a job",
         statements(

@@ -48,6 +48,7 @@ class SafetyInvariants(RecordInvariants):
 
     def launch_requested(self, request: LaunchRequest, process: SimulatedProcess) -> None:
         self.checks += 1
+        self.demand.launch_requested(request, process)
         for invariant, text in self.waste.launch_requested(request, process):
             self.violated(invariant, text)
 

@@ -30,6 +30,8 @@ LATE_S = 180.0
 HANG_S = 300.0
 #: Seconds after which a registration is removed that never connected.
 NEVER_USED_S = 600.0
+#: Seconds after which a job fails whose runner is gone.
+LEASE_S = 600.0
 
 
 class CheckedScaleSets(MemoryScaleSets):
@@ -40,6 +42,7 @@ class CheckedScaleSets(MemoryScaleSets):
             github=world.github,
             lapse_s=LAPSE_S,
             never_used_s=NEVER_USED_S,
+            lease_s=LEASE_S,
             offers_jobs=world.plan.offers_jobs,
             restarts_ids=world.plan.restarts_ids,
         )

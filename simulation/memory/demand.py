@@ -88,6 +88,7 @@ class MemoryScaleSets:
         session_life_s: float = 50.0,
         lapse_s: float = 86_400.0,
         never_used_s: float = 86_400.0,
+        lease_s: float = 0.0,
         offers_jobs: bool = False,
         restarts_ids: bool = False,
     ) -> None:
@@ -100,6 +101,8 @@ class MemoryScaleSets:
         self.lapse = timedelta(seconds=lapse_s)
         #: Time after which a registration is removed that never connected.
         self.never_used = timedelta(seconds=never_used_s)
+        #: Time after which a job fails whose runner is gone. Until then, it counts as running, and its runner as busy.
+        self.lease = timedelta(seconds=lease_s)
         #: Whether jobs are offered and must be acquired, as on GitHub Enterprise Server.
         self.offers_jobs = offers_jobs
         #: Whether responses name the labels of a set. GitHub's own client does not need them.
@@ -232,6 +235,11 @@ class MemoryScaleSets:
         job.runner_name = ""
         self._place(job.set_id)
 
+    def lost(self, job: MemoryDemandJob) -> None:
+        """The runner of a started job is gone."""
+        job.fails_at = self.clock.now() + self.lease
+        self.settle()
+
     def ended(self, job: MemoryDemandJob, result: str, *, runner: MemoryRunner | None = None) -> None:
         runner = runner or self._runner_of(job)
         job.conclusion = result
@@ -357,6 +365,9 @@ class MemoryScaleSets:
             if unused and runner.registered_at is not None and now - runner.registered_at >= self.never_used:
                 self.github.delete(runner.scope, runner.runner_id)
         for job in self.open_jobs:
+            if not job.is_over and job.fails_at is not None and job.fails_at <= now:
+                self._fail(job)
+        for job in self.open_jobs:
             if not job.is_over and not job.runner_name and job.lapses_at is not None and job.lapses_at <= now:
                 self._lapse(job)
         for job in self.open_jobs:
@@ -369,6 +380,7 @@ class MemoryScaleSets:
         times: list[datetime] = []
         for job in self.open_jobs:
             if job.runner_name:
+                times += [job.fails_at] if job.fails_at is not None else []
                 continue
             times += [at for at in (job.lapses_at, None if job.set_id else job.waits_until) if at is not None]
         for scale_set in self.sets.values():
@@ -418,6 +430,12 @@ class MemoryScaleSets:
             busy=busy,
             idle=len(runners) - busy,
         )
+
+    def _fail(self, job: MemoryDemandJob) -> None:
+        runner = self._runner_of(job)
+        if runner is not None:
+            runner.job = None
+        self.ended(job, "failed", runner=runner)
 
     def _find_set(self, job: MemoryDemandJob) -> None:
         for scale_set in self.sets.values():

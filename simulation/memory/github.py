@@ -74,6 +74,8 @@ class MemoryDemandJob(MemoryJob):
     assigned_at: datetime | None = None
     lapses_at: datetime | None = None
     started_at: datetime | None = None
+    #: When GitHub fails it, because its runner is gone.
+    fails_at: datetime | None = None
     lapses: int = 0
     #: Not assigned before this time.
     waits_until: datetime
@@ -198,17 +200,18 @@ class MemoryGitHubServer:
             self.scale_sets.started(job)
 
     def disconnect(self, runner_id: int) -> None:
-        """Stop listening. A started job fails; one that was not started goes to another runner."""
+        """Stop listening. A started job fails, one of a set when its lease ends; others go to another runner."""
         runner = self.runners.get(runner_id)
         if runner is None:
             return
         runner.take = None
-        job, runner.job = runner.job, None
+        job = runner.job
+        if isinstance(job, MemoryDemandJob) and self.scale_sets is not None and job.started:
+            self.scale_sets.lost(job)
+            return
+        runner.job = None
         if isinstance(job, MemoryDemandJob) and self.scale_sets is not None:
-            if job.started:
-                self.scale_sets.ended(job, "failed", runner=runner)
-            else:
-                self.scale_sets.returned(job)
+            self.scale_sets.returned(job)
         elif job is not None and job.started:
             job.conclusion = "failure"
         elif job is not None:

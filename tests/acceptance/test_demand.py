@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from remuda.fake_github.client import JobStep, JobView, RunnerView
+from remuda.fake_github.state import FakeGitHubSettings
 from tests.support.aws.ec2_machines import MachineStack
 from tests.support.aws.stack import POOL, SCOPE
 from tests.support.demand import LABELS, MAX, DemandBackend, runner_set
@@ -130,6 +131,46 @@ async def test_job_survives_the_death_of(backend: DemandBackend, victim: str) ->
     assert backend.wrong_runs(done) == []
     assert {job.conclusion for job in done} == {"success"}
     assert backend.twice_used_epochs(done) == []
+
+
+async def test_lost_job_is_shown_and_gets_no_other_instance(backend: DemandBackend) -> None:
+    job = await backend.wait_for(await backend.queue("80", step="sleep 600"), "in_progress")
+    await backend.until(lambda: bool(backend.bound("80")), "the job is bound to an instance")
+    (lost,) = backend.bound("80")
+    epochs = {key: item["epoch"] for key, item in backend.records().items()}
+    # All at once, as by a power failure: a runner that is told to stop would end its job.
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in backend.processes(lost):
+            os.kill(pid, number)
+    warning = await lost_instance_warning(backend)
+    assert warning["text"].startswith(f"job {job.name} of run 80 at ")
+    assert f"instance lost: {lost} has ended: " in warning["text"]
+    (shown,) = (item for item in (await backend.run("status")).document["jobs"] if item["job_id"] == warning["subject"])
+    assert (shown["lost_at"] is not None, shown["completed_at"]) == (True, None)
+    explanation = (await backend.run("explain", warning["subject"])).document
+    assert f"instance lost: {lost} has ended: " in explanation["title"]
+    assert f"job {job.name} lost its instance" in [event["what"] for event in explanation["events"]]
+
+    async with backend.github() as github:
+        await github.change_settings(lease_s=1)
+        job = await backend.wait_for(job)
+        await github.change_settings(lease_s=FakeGitHubSettings().lease_s)
+    assert job.conclusion == "failure"
+    await backend.until_quiet()
+    assert {key: item["epoch"] for key, item in backend.records().items()} == epochs
+    explanation = (await backend.run("explain", warning["subject"])).document
+    assert ", instance lost: " in explanation["title"]
+    assert [event["why"][:14] for event in explanation["events"] if event["what"].endswith("ended: failed")] == [
+        "instance lost:"
+    ]
+
+
+async def lost_instance_warning(backend: DemandBackend) -> dict[str, str]:
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            warnings: list[dict[str, str]] = (await backend.run("status")).document["warnings"]
+            if found := [item for item in warnings if item["kind"] == "lost-instance"]:
+                return found[0]
 
 
 async def test_removed_set_is_drained_and_deleted(backend: DemandBackend) -> None:

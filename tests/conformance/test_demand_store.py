@@ -197,6 +197,8 @@ async def test_job_is_read_as_written(store: Store, other: Store) -> None:
         interrupted_at=at(5),
         rerun_at=at(6),
         rerun_detail="run again once",
+        lost_at=at(7),
+        lost_detail="it has ended",
         seen_at=at(1.0009),
         forget_at=at(600),
     )

@@ -44,7 +44,6 @@ from remuda.wiring import open_context
 WATCH_INTERVAL_S = {"local": 1.0, "aws": 5.0}
 #: Longest period of a report in days.
 MAX_DAYS = 3_650
-#: A command that a warning or an explanation advises.
 _STYLES = {CheckStatus.OK: "green", CheckStatus.WARNING: "yellow", CheckStatus.PROBLEM: "bold red"}
 
 

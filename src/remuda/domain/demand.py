@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
 
+from remuda.domain.instance import HistoryEntry, State
 from remuda.domain.text import truncate
 
 #: Maximum characters of a text that GitHub sent.
@@ -14,6 +15,11 @@ MAX_TEXT = 300
 MAX_JOB_LABELS = 20
 #: Name of the lease of the process that serves the sets.
 LISTENER_LEASE = "listener"
+#: What follows the loss of a job, for people. The runner renews the lock of its job every minute, and GitHub fails the
+#: job when the lock ends (actions/runner, `RenewJobRequestAsync` in JobDispatcher.cs).
+AFTER_LOSS = "GitHub fails it within about 10 minutes"
+#: Results of jobs that need no re-run. GitHub's messages and its API use different words.
+SUCCESSES = frozenset({"succeeded", "success", "skipped"})
 #: How long a job's record is kept if no one says.
 DEFAULT_RETENTION = timedelta(days=30)
 
@@ -154,6 +160,9 @@ class JobRecord:
     rerun_at: datetime | None = None
     #: Why it is not run again, for people.
     rerun_detail: str = ""
+    #: When its instance ended while it ran, and why, for people. GitHub fails such a job about ten minutes later.
+    lost_at: datetime | None = None
+    lost_detail: str = ""
     #: When the record was written first; the order of records.
     seen_at: datetime
     #: Time after which the record may be deleted.
@@ -174,6 +183,21 @@ class JobRecord:
     @property
     def is_waiting(self) -> bool:
         return self.started_at is None and self.completed_at is None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it runs, as far as GitHub knows."""
+        return self.started_at is not None and self.completed_at is None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it was lost with its instance. GitHub may say later that it had succeeded just before."""
+        return self.lost_at is not None and self.result.lower() not in SUCCESSES
+
+    @property
+    def loss(self) -> str:
+        """Completes a sentence about a lost job; empty for others."""
+        return f"instance lost: {self.lost_detail}" if self.is_lost else ""
 
     def with_event(self, event: JobEvent, *, now: datetime) -> JobRecord:
         """Merge an event. Events may come twice, late or in another order; what is known stays."""
@@ -223,3 +247,20 @@ def merge_events(
         if after != before:
             changed[event.job_id] = after
     return changed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loss:
+    """The end of an instance under its job."""
+
+    at: datetime
+    #: For people.
+    detail: str
+
+
+def find_loss(instance_id: str, history: Iterable[HistoryEntry], *, epoch: int) -> Loss | None:
+    """Return the end of an instance in this epoch if it came before a release; after one, its job had ended."""
+    for entry in history:
+        if entry.is_end and entry.epoch == epoch and entry.source is State.RUNNING:
+            return Loss(at=entry.at, detail=f"{instance_id} has ended: {entry.why}")
+    return None

@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 
 from remuda.domain.demand import DemandStatistics
-from remuda.domain.instance import SINGLE_USE, Instance, State
+from remuda.domain.instance import SINGLE_USE, Instance, State, decide_retirement
 from remuda.domain.resources import RunnerRequest, Tier, UsageClass, mismatch
 from remuda.domain.runner_set import CapacityWindow, RunnerSet
 from remuda.domain.signals import Report, Verdict, boot_verdict, registration_verdict
@@ -23,7 +23,8 @@ from remuda.domain.timestamps import after
 LISTENS_WITHIN_S = 60.0
 #: Seconds that a job may have run without GitHub's message before its runner is bound without it.
 LATE_BINDING_S = 15.0
-#: Seconds that a machine may take from the end of its job to the pool. Until then, none is launched in its place.
+#: Seconds that a machine may take from the end of its job, or from its release, to the pool. Until then, none is
+#: launched in its place: a launch takes longer on AWS. After that time its reset may have failed, and one is launched.
 RETURNS_WITHIN_S = 20.0
 #: Seconds after which a known job that has not started does not count any more: GitHub assigns it again under a new id.
 JOB_COUNTS_FOR_S = 600.0
@@ -85,6 +86,9 @@ class SetMachine:
     surplus_since: datetime | None = None
     #: Whether GitHub said that its job has ended.
     completed: bool = False
+    #: Since when it is on its way back to the pool: since the end of its job, by GitHub's message or its own report, or
+    #: since its release.
+    returning_since: datetime | None = None
     #: Whether GitHub refused to remove its registration because of a job that no message and no report has named.
     taken: bool = False
     #: Why it must not get a job, for people; empty if it may.
@@ -179,6 +183,7 @@ def decide_supply(
     *,
     waiting_jobs: int,
     ended_jobs: int = 0,
+    lost_jobs: int = 0,
     acquiring: int,
     publishing: int = 0,
     draining: bool = False,
@@ -188,9 +193,10 @@ def decide_supply(
     """Decide about one set.
 
     `waiting_jobs` are known jobs that have not started; `ended_jobs` are those that have ended by the reports of their
-    machines, and that GitHub may still count; `acquiring` are acquisitions in progress that have no machine yet;
-    `publishing` are machines that have returned from the set and have no pool message yet. A `draining` set was removed
-    from the configuration: it needs no runner, and gives them up at once.
+    machines, and that GitHub may still count; `lost_jobs` are those whose instance has ended under them: GitHub counts
+    them as running for about ten minutes, and gives them to no other runner; `acquiring` are acquisitions in progress
+    that have no machine yet; `publishing` are machines that have returned from the set and have no pool message yet. A
+    `draining` set was removed from the configuration: it needs no runner, and gives them up at once.
     """
     draft = _Draft()
     machines = [_with_trust(machine, runner_set) for machine in machines]
@@ -204,7 +210,8 @@ def decide_supply(
     # A machine may report the start and the end of a job before GitHub's messages about them are here.
     started = sum(_has_taken_job(item, uses) for item in machines)
     spent = sum(_has_taken_job(item, uses) for item in machines if item.is_spent)
-    jobs = max(statistics.assigned - ended_jobs - spent, working + max(0, waiting_jobs - started))
+    lost = min(lost_jobs + sum(_has_lost_job(item, uses) for item in machines), statistics.running)
+    jobs = max(statistics.assigned - ended_jobs - spent - lost, working + max(0, waiting_jobs - started))
     desired = 0 if draining else min(runner_set.max, jobs + window.hot)
     shortfall = desired - (supply - finishing)
     # Not more than the maximum, even if a lost machine has returned and GitHub says that another one is finishing.
@@ -237,7 +244,15 @@ def decide_supply(
 def _has_taken_job(machine: SetMachine, uses: Mapping[str, MachineUse]) -> bool:
     """Whether it has or had a job that no message has named: by GitHub's messages, this job still waits."""
     is_named = machine.instance.is_bound or machine.completed
-    return not is_named and uses.get(machine.instance.instance_id) in {MachineUse.WORKING, MachineUse.SPENT}
+    uses_with_job = {MachineUse.WORKING, MachineUse.SPENT}
+    return not is_named and (uses.get(machine.instance.instance_id) in uses_with_job or _has_lost_job(machine, uses))
+
+
+def _has_lost_job(machine: SetMachine, uses: Mapping[str, MachineUse]) -> bool:
+    """Whether its job is lost with it or, if only its agent is dead, still runs on it: no other runner gets it."""
+    instance = machine.instance
+    has_started = instance.state is State.RUNNING and (instance.is_bound or machine.is_busy)
+    return has_started and not machine.completed and uses.get(instance.instance_id) is MachineUse.LOST
 
 
 def _with_trust(machine: SetMachine, runner_set: RunnerSet) -> SetMachine:
@@ -268,8 +283,7 @@ def _classify(machine: SetMachine, draft: _Draft, *, lifetimes: Lifetimes, now: 
     elif instance.state in {State.CREATED, State.CLAIMED}:
         use = _classify_coming(machine, draft, now=now)
     else:
-        if instance.retire_reason is None and not machine.dead:
-            _expect_return(machine.silent_since, draft, now=now)
+        _expect_return(machine, draft, lifetimes=lifetimes, now=now)
         return
     draft.uses[instance.instance_id] = use
 
@@ -298,7 +312,7 @@ def _classify_coming(machine: SetMachine, draft: _Draft, *, now: datetime) -> Ma
 def _classify_running(machine: SetMachine, draft: _Draft, *, lifetimes: Lifetimes, now: datetime) -> MachineUse:
     instance, report = machine.instance, machine.report
     if machine.is_spent:
-        _decide_spent(machine, draft, now=now)
+        _decide_spent(machine, draft, lifetimes=lifetimes, now=now)
         return MachineUse.SPENT
     # An agent that restarted after the failure may have started the runner again.
     if registration_verdict(report, instance.epoch) is Verdict.FAILED and not machine.is_busy:
@@ -306,7 +320,7 @@ def _classify_running(machine: SetMachine, draft: _Draft, *, lifetimes: Lifetime
         draft.end.append(MachineStep(machine=machine, why=why))
         return MachineUse.FAILED
     if instance.is_bound or machine.is_busy:
-        return _classify_working(machine, draft, now=now)
+        return _classify_working(machine, draft, lifetimes=lifetimes, now=now)
     unfit = _describe_unfit(machine, lifetimes=lifetimes, now=now)
     if unfit:
         if instance.threshold > now:
@@ -320,18 +334,28 @@ def _classify_running(machine: SetMachine, draft: _Draft, *, lifetimes: Lifetime
     return MachineUse.STARTING
 
 
-def _expect_return(since: datetime | None, draft: _Draft, *, now: datetime) -> None:
-    """Count a machine whose job has ended as returning, for a time."""
-    until = (since or now) + timedelta(seconds=RETURNS_WITHIN_S)
-    if until > now:
+def _expect_return(machine: SetMachine, draft: _Draft, *, lifetimes: Lifetimes, now: datetime) -> None:
+    """Count a machine whose job has ended, or that is being released, as returning to the pool, for a time.
+
+    Example: a failed job is run again at once. Its machine is reset and back within two seconds, so none is launched.
+    """
+    retirement = decide_retirement(
+        machine.instance,
+        now=now,
+        max_age_s=lifetimes.max_age_s,
+        max_uses=lifetimes.max_uses,
+        notice=machine.report.notice if machine.report else "",
+    )
+    will_return = retirement is None and machine.instance.retire_reason is None and not machine.dead
+    until = (machine.returning_since or now) + timedelta(seconds=RETURNS_WITHIN_S)
+    if will_return and until > now:
         draft.returning += 1
         draft.rechecks.append(until)
 
 
-def _decide_spent(machine: SetMachine, draft: _Draft, *, now: datetime) -> None:
+def _decide_spent(machine: SetMachine, draft: _Draft, *, lifetimes: Lifetimes, now: datetime) -> None:
     if machine.instance.is_bound:
-        if machine.instance.retire_reason is None and not machine.dead:
-            _expect_return(machine.spent_since, draft, now=now)
+        _expect_return(machine, draft, lifetimes=lifetimes, now=now)
         draft.release.append(MachineStep(machine=machine, why="its job has ended"))
         return
     due = (machine.spent_since or now) + timedelta(seconds=LATE_BINDING_S)
@@ -342,7 +366,7 @@ def _decide_spent(machine: SetMachine, draft: _Draft, *, now: datetime) -> None:
         draft.rechecks.append(due)
 
 
-def _classify_working(machine: SetMachine, draft: _Draft, *, now: datetime) -> MachineUse:
+def _classify_working(machine: SetMachine, draft: _Draft, *, lifetimes: Lifetimes, now: datetime) -> MachineUse:
     instance = machine.instance
     if machine.dead or instance.deadline(busy=True) <= now:
         return MachineUse.LOST
@@ -354,7 +378,11 @@ def _classify_working(machine: SetMachine, draft: _Draft, *, now: datetime) -> M
             draft.bind.append(MachineStep(machine=machine, why=why))
         else:
             draft.rechecks.append(due)
-    return MachineUse.FINISHING if machine.completed else MachineUse.WORKING
+    if not machine.completed:
+        return MachineUse.WORKING
+    if instance.is_bound:
+        _expect_return(machine, draft, lifetimes=lifetimes, now=now)
+    return MachineUse.FINISHING
 
 
 def _describe_unfit(machine: SetMachine, *, lifetimes: Lifetimes, now: datetime) -> str:

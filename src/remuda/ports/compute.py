@@ -26,6 +26,10 @@ class MachineState(StrEnum):
     TERMINATED = "terminated"
 
 
+#: States of machines that run no more jobs.
+ENDED = frozenset({MachineState.SHUTTING_DOWN, MachineState.TERMINATED})
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchRequest:
     provision_id: str

@@ -192,7 +192,7 @@ def test_charts_stay_inside_their_frame(
 # Runner sets --------------------------------------------------------------------------------------------------------
 
 
-def set_usage(repository: str = "octo/app", result: str = "succeeded") -> UsageReport:
+def set_usage(repository: str = "octo/app", result: str = "succeeded", **changed: Any) -> UsageReport:
     """A machine of a set that listens for a minute and then runs a job for ten, and a job that waits."""
     record = instance(state=State.IDLE, epoch=1, created_at=at(0), runner_set="large")
     history = [
@@ -213,6 +213,7 @@ def set_usage(repository: str = "octo/app", result: str = "succeeded") -> UsageR
             result=result,
             seen_at=at(100),
             **known,
+            **changed,
         )
         for number, wait in enumerate((20, 40))
     ]
@@ -227,6 +228,12 @@ def set_usage(repository: str = "octo/app", result: str = "succeeded") -> UsageR
     return usage_report(
         provisions, [record], {record.instance_id: history}, prices, jobs=jobs, since=at(-60), until=at(1_000)
     )
+
+
+def test_lost_jobs_of_a_set_have_their_own_result() -> None:
+    # GitHub says that the first two have failed.
+    usage = set_usage(result="failed", lost_at=at(600))
+    assert usage.jobs.by_set["large"].results == {"instance lost": 2, "waiting": 1}
 
 
 def test_jobs_of_a_set() -> None:

@@ -29,15 +29,19 @@ from remuda.domain.instance import Actor, RetireReason, State
 from remuda.domain.provision import ProvisionStatus
 from remuda.domain.resources import Tier
 from remuda.domain.signals import REBALANCE_NOTICE, Signal
-from remuda.domain.supply import SupplyPlan, decide_supply
+from remuda.domain.supply import RETURNS_WITHIN_S, SupplyPlan, decide_supply
 from remuda.domain.thresholds import HEARTBEAT_DEAD_AFTER_S
 from remuda.ports.github import GitHubRun
 from remuda.ports.machine import StepResult
 from simulation.invariants import SCOPE
 from simulation.memory.demand import MemoryDemandSession
+from simulation.memory.github import MemoryDemandJob
 from tests.support.records import in_set, instance, job_record, pool_config, provision
 from tests.support.set_world import DemandWorld, runner_set, window
 from tests.support.virtual_time import AmbiguousAnswer, Call, failing
+
+#: Seconds for which GitHub keeps a job whose runner is gone.
+LEASE_S = 600.0
 
 
 @pytest.fixture
@@ -68,6 +72,30 @@ async def test_second_job_reuses_the_machine(sets: DemandWorld) -> None:
     assert len(sets.database.instances) == 1
     outcomes = [item.outcome for item in sorted(sets.database.provisions.values(), key=lambda item: item.created_at)]
     assert [(item.created, item.reused) for item in outcomes if item] == [(1, 0), (0, 1)]
+
+
+async def test_job_that_comes_when_another_ends_waits_for_its_machine(sets: DemandWorld) -> None:
+    async def with_late_reports(name: str, call: Call) -> Any:
+        # GitHub's message about the end of a job is faster than the report of its machine.
+        await asyncio.sleep(1.0 if name == "store.get_reports" else 0.0)
+        return await call()
+
+    sets.listen(with_late_reports)
+    (job,) = sets.queue()
+    await sets.wait_for(lambda: job.is_over)
+    await sets.wait_for_jobs(sets.queue())
+    assert len(sets.database.instances) == 1
+
+
+async def test_job_gets_a_new_machine_if_a_reset_takes_too_long(sets: DemandWorld) -> None:
+    sets.behaviour.reset_s = 10 * RETURNS_WITHIN_S
+    sets.listen()
+    (job,) = sets.queue()
+    await sets.wait_for(lambda: job.is_over)
+    (second,) = sets.queue()
+    waited_s = await sets.wait_for(lambda: second.started)
+    assert RETURNS_WITHIN_S <= waited_s <= RETURNS_WITHIN_S + 10
+    assert len(sets.database.instances) == 2
 
 
 async def test_burst_is_served_within_the_maximum(sets: DemandWorld) -> None:
@@ -160,6 +188,93 @@ async def test_provision_of_a_lost_machine_is_closed_at_once(sets: DemandWorld) 
     assert sets.record(lost).retire_reason is RetireReason.GONE
     statuses = {item.status for item in sets.database.provisions.values() if lost in item.instance_ids}
     assert statuses == {ProvisionStatus.RELEASED}
+
+
+async def lose_job(sets: DemandWorld) -> tuple[MemoryDemandJob, str]:
+    """Let a job start, and end its instance. GitHub counts the job for ten minutes more."""
+    sets.scale_sets.lease = timedelta(seconds=LEASE_S)
+    (job,) = sets.queue(seconds=10_000)
+    await sets.wait_for(lambda: job.started)
+    (lost,) = sets.in_state(State.RUNNING)
+    await sets.wait_for(lambda: sets.record(lost).is_bound and lost in sets.database.reports)
+    sets.cut_power(lost, "a test")
+    return job, lost
+
+
+@pytest.mark.parametrize("finder", ["sweep", "listener"])
+async def test_lost_job_is_recorded_and_gets_no_other_instance(sets: DemandWorld, finder: str) -> None:
+    listener = sets.listen()
+    job, lost = await lose_job(sets)
+    if finder == "sweep":
+        await sets.sweep()
+    await sets.wait_for(lambda: sets.database.jobs[job.key].lost_at, HEARTBEAT_DEAD_AFTER_S + 2 * SEARCH_S)
+    assert sets.record(lost).retire_reason is RetireReason.GONE
+    record = sets.database.jobs[job.key]
+    assert (record.is_running, record.is_lost) == (True, True)
+    assert record.lost_detail.startswith(f"{lost} has ended: ")
+    assert ("job-lost", record.lost_detail) in listener.events
+    await asyncio.sleep(LEASE_S / 2)
+    assert set(sets.database.instances) == {lost}
+    # A job that GitHub says is waiting is not taken for the lost one.
+    await sets.wait_for_jobs(sets.queue())
+    await sets.wait_for(lambda: job.is_over, LEASE_S)
+    await sets.wait_for(lambda: sets.database.jobs[job.key].completed_at)
+    record = sets.database.jobs[job.key]
+    assert (record.result, record.is_lost) == ("failed", True)
+    await sets.wait_for_jobs(sets.queue())
+
+
+@pytest.mark.parametrize("is_noted", [True, False])
+async def test_next_listener_knows_the_lost_jobs(sets: DemandWorld, *, is_noted: bool) -> None:
+    listener = sets.listen()
+    job, lost = await lose_job(sets)
+    if is_noted:
+        await sets.wait_for(lambda: sets.database.jobs[job.key].lost_at)
+    await listener.stop()
+    await sets.sweep()
+    assert bool(sets.database.jobs[job.key].lost_at) is is_noted
+    sets.listen()
+    await sets.wait_for(lambda: sets.database.jobs[job.key].lost_at)
+    await sets.wait_for(lambda: job.is_over, LEASE_S)
+    assert set(sets.database.instances) == {lost}
+
+
+@pytest.mark.parametrize(
+    ("outcome", "is_lost"),
+    [
+        ("success", False),
+        ("failed", False),
+        # Its runner was told to stop, and its instance ended before it reported the end of the job.
+        ("canceled", True),
+    ],
+)
+async def test_job_that_ended_before_its_instance_is_lost_only_if_it_was_cut_short(
+    sets: DemandWorld, outcome: str, *, is_lost: bool
+) -> None:
+    sets.listen()
+    (job,) = sets.queue(outcome=outcome)
+    await sets.wait_for(lambda: job.started)
+    (instance_id,) = sets.in_state(State.RUNNING)
+    await sets.wait_for(lambda: sets.record(instance_id).is_bound)
+    sets.stop_agent(instance_id)
+    await sets.wait_for(lambda: job.is_over)
+    sets.cut_power(instance_id, "a test")
+    await sets.sweep()
+    await asyncio.sleep(2 * SEARCH_S)
+    assert sets.record(instance_id).retire_reason is RetireReason.GONE
+    assert sets.database.jobs[job.key].is_lost is is_lost
+
+
+async def test_job_whose_agent_alone_is_dead_is_not_lost_and_gets_no_other_instance(sets: DemandWorld) -> None:
+    sets.listen()
+    (job,) = sets.queue(seconds=100.0)
+    await sets.wait_for(lambda: job.started)
+    (instance_id,) = sets.in_state(State.RUNNING)
+    sets.stop_agent(instance_id)
+    await asyncio.sleep(4 * HEARTBEAT_DEAD_AFTER_S)
+    assert set(sets.database.instances) == {instance_id}
+    assert sets.database.jobs[job.key].lost_at is None
+    assert sets.record(instance_id).state is State.RUNNING
 
 
 async def test_sweep_that_ends_a_failed_machine_closes_its_provision(sets: DemandWorld) -> None:

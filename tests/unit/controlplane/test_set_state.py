@@ -6,12 +6,12 @@ from dataclasses import replace
 from datetime import timedelta
 
 from remuda.controlplane.demand.machines import SEARCH_LAG_S, KnownMachine, MachineTable
-from remuda.controlplane.demand.sets import ENDED_COUNTS_FOR_S, SetState, new_state
+from remuda.controlplane.demand.sets import ENDED_COUNTS_FOR_S, LOST_COUNTS_FOR_S, SetState, new_state
 from remuda.domain.demand import DemandRecord, DemandStatistics, JobRecord
 from remuda.domain.instance import State
 from remuda.domain.runner_set import RunnerSet
 from remuda.domain.signals import Report
-from tests.support.records import NOW, instance
+from tests.support.records import NOW, in_set, instance
 from tests.support.virtual_time import FixedClock
 from tests.support.world import PoolWorld
 
@@ -47,6 +47,17 @@ def test_a_job_that_is_completed_or_unknown_is_not_counted_again() -> None:
     state.note_ended(JOB.job_id, NOW)
     state.note_ended("", NOW)
     assert state.ended_jobs(NOW) == 0
+
+
+def test_a_lost_job_counts_until_the_message_about_its_end_or_for_a_while() -> None:
+    job = replace(JOB, runner_name="runner-1")
+    state, limit = state_with(job), timedelta(seconds=LOST_COUNTS_FOR_S)
+    state.note_lost("runner-1", NOW)
+    assert state.lost_jobs(NOW + limit) == 1
+    state.note_jobs({JOB.job_id: replace(job, completed_at=NOW)})
+    assert state.lost_jobs(NOW) == 0
+    state.note_lost("runner-2", NOW)
+    assert state.lost_jobs(NOW + limit + timedelta(seconds=1)) == 0
 
 
 async def test_statistics_of_an_earlier_process_count_for_ten_minutes(world: PoolWorld) -> None:
@@ -104,3 +115,13 @@ def test_each_use_of_a_machine_is_known_apart() -> None:
     assert (first.instance.epoch, first.handled) == (1, True)
     assert (second.instance.epoch, second.handled, second.provision) == (2, False, None)
     assert (second.report, second.pulse) == (first.report, first.pulse)
+
+
+def test_machine_that_another_process_moved_to_the_pool_is_known_to_be_idle() -> None:
+    """The pool message of a sweep comes later than its write."""
+    table = MachineTable(FixedClock(NOW))
+    table.put(in_set(State.RELEASING))
+    idle = in_set(State.IDLE)
+    assert table.put(idle) is None
+    assert table.idle() == [idle]
+    assert table.is_idle(idle)

@@ -369,16 +369,42 @@ def test_warnings_about_sets_and_jobs() -> None:
         unaudited_anomaly("octo/app", "403"): at(-900),
         disagreement_anomaly("large"): at(-900),
     }
-    warnings = list(find_demand_warnings(demand_status(demand_input(first_seen=seen, demand={"large": record(2)}))))
+    status = demand_status(demand_input(first_seen=seen, demand={"large": record(2)}))
+    warnings = list(find_demand_warnings(status, now=NOW))
     assert [(item.kind, item.subject) for item in warnings] == [
         ("runner-set", "set.large"),
         ("waiting-job", "octo/app"),
         ("waiting-job", "9"),
     ]
     assert "waits since" in warnings[-1].text
-    (silent,) = find_demand_warnings(demand_status(demand_input(lease=Lease(owner="", beat=1))))
+    (silent,) = find_demand_warnings(demand_status(demand_input(lease=Lease(owner="", beat=1))), now=NOW)
     assert (silent.kind, silent.subject) == ("runner-set", "set.large")
-    assert list(find_demand_warnings(demand_status(demand_input()))) == []
+    assert list(find_demand_warnings(demand_status(demand_input()), now=NOW)) == []
+
+
+def lost_job(**changed: Any) -> JobRecord:
+    detail = f"{instance_id(1)} has ended: the instance is terminated"
+    values = {"started_at": at(-50), "runner_name": RUNNER, "lost_at": at(-30), "lost_detail": detail}
+    return job(**{**values, **changed})
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({}, "; GitHub fails it within about 10 minutes"),
+        ({"completed_at": at(-1), "result": "failed"}, "; GitHub says failed"),
+        ({"lost_at": at(-3_601)}, ""),
+        # It ended just before its instance.
+        ({"completed_at": at(-1), "result": "succeeded"}, ""),
+    ],
+    ids=["running", "failed", "long ago", "succeeded"],
+)
+def test_warning_about_a_lost_job(changed: dict[str, Any], text: str) -> None:
+    found = lost_job(**changed)
+    warnings = list(find_demand_warnings(demand_status(demand_input(jobs=[found])), now=NOW))
+    assert [(item.kind, item.subject) for item in warnings] == [("lost-instance", "job-1")] * bool(text)
+    for item in warnings:
+        assert f"instance lost: {instance_id(1)} has ended: the instance is terminated{text}" in item.text
 
 
 @pytest.mark.parametrize(
@@ -547,6 +573,20 @@ def test_job_that_no_set_serves() -> None:
     sets = parse_runner_sets(json.loads(text), default_scope="", zone_of=lambda _name: UTC)
     assert [item.serves(["self-hosted", "gpu"]) for item in sets] == [False, True]
     assert "queued with labels self-hosted, gpu" in rendered(explanation)
+
+
+@pytest.mark.parametrize("result", ["", "failed"])
+def test_explanation_of_a_lost_job(result: str) -> None:
+    found = lost_job(completed_at=at(-1) if result else None, result=result)
+    demand = demand_input(jobs=[found])
+    explanation = explain_job(found, records(), demand, demand_status(demand))
+    loss = f"instance lost: {instance_id(1)} has ended: the instance is terminated"
+    assert explanation.title == f"Job build 1 (job-1): {f'{result}, ' if result else ''}{loss}"
+    text = rendered(explanation)
+    assert "job build 1 lost its instance" in text
+    assert (f"job build 1 ended: failed: {loss}" in text) == bool(result)
+    assert ("GitHub fails it within about 10 minutes" in text) == (not result)
+    assert explain_jobs("77", [found], records(), demand, demand_status(demand)).title.endswith("0 running, 1 lost")
 
 
 def test_explanation_of_a_set() -> None:

@@ -41,6 +41,8 @@ def decide(
     hot: int = 0,
     waiting_jobs: int = 0,
     ended_jobs: int = 0,
+    lost_jobs: int = 0,
+    running: int = 0,
     acquiring: int = 0,
     publishing: int = 0,
     draining: bool = False,
@@ -49,10 +51,11 @@ def decide(
     return decide_supply(
         replace(LARGE, max=maximum),
         CapacityWindow(hot=hot),
-        DemandStatistics(assigned=assigned),
+        DemandStatistics(assigned=assigned, running=running),
         machines,
         waiting_jobs=waiting_jobs,
         ended_jobs=ended_jobs,
+        lost_jobs=lost_jobs,
         acquiring=acquiring,
         publishing=publishing,
         draining=draining,
@@ -63,7 +66,8 @@ def decide(
 
 def machine(number: int = 1, state: State = State.RUNNING, **changed: Any) -> SetMachine:
     """A machine of the set: created and claimed ones boot, a running one listens."""
-    record = {name: changed.pop(name) for name in list(changed) if name in {"run_id", "threshold", "created_at"}}
+    of_record = {"run_id", "threshold", "created_at", "retire_reason", "uses"}
+    record = {name: changed.pop(name) for name in list(changed) if name in of_record}
     epoch = 1 if state is State.CREATED else 2
     given = {name: changed.pop(name) for name in list(changed) if name in {"signal", "busy", "spent_epoch", "notice"}}
     signal = Signal.UD_REG_OK if state is State.RUNNING else None
@@ -172,14 +176,39 @@ def test_lost_machine_that_returned_does_not_exceed_the_maximum() -> None:
 
 
 def test_machine_on_its_way_back_to_the_pool_is_waited_for() -> None:
-    returning = machine(1, State.RELEASING, silent_since=at(-1))
+    returning = machine(1, State.RELEASING, returning_since=at(-1))
     plan = decide(returning, machine(2, run_id="77", spent_epoch=2, spent_since=at(0)), assigned=3)
     assert (plan.deficit, plan.acquire) == (3, 1)
     assert decide(assigned=1, publishing=1).acquire == 0
     assert plan.recheck_at == at(RETURNS_WITHIN_S - 1)
-    late = machine(1, State.RELEASING, silent_since=at(-RETURNS_WITHIN_S))
+    late = machine(1, State.RELEASING, returning_since=at(-RETURNS_WITHIN_S))
     assert decide(late, assigned=1).acquire == 1
     assert decide(replace(returning, dead=True), assigned=1).acquire == 1
+
+
+def test_machine_whose_job_has_ended_on_github_is_waited_for_until_its_reset_is_late() -> None:
+    finishing = machine(run_id="77", completed=True, returning_since=at(-1))
+    plan = decide(finishing, assigned=1)
+    assert (plan.deficit, plan.acquire, plan.recheck_at) == (1, 0, at(RETURNS_WITHIN_S - 1))
+    # Its end was known for as long when its agent reported it, and when its release began.
+    late = at(-RETURNS_WITHIN_S)
+    assert decide(replace(finishing, returning_since=late), assigned=1).acquire == 1
+    assert decide(machine(run_id="77", spent_epoch=2, returning_since=late), assigned=1).acquire == 1
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"retire_reason": RetireReason.DRAINED},
+        {"uses": LIFETIMES.max_uses - 1},
+        {"created_at": at(-LIFETIMES.max_age_s)},
+        {"notice": "terminate"},
+    ],
+    ids=str,
+)
+def test_machine_that_does_not_return_to_the_pool_is_not_waited_for(changed: dict[str, Any]) -> None:
+    assert decide(machine(run_id="77", completed=True, **changed), assigned=1).acquire == 1
+    assert decide(machine(1, State.RELEASING, **changed), assigned=1).acquire == 1
 
 
 def test_set_at_its_maximum_says_so() -> None:
@@ -256,8 +285,22 @@ def test_wanted_runner_is_renewed_in_the_second_half_of_its_time() -> None:
 
 
 def test_dead_machine_with_a_job_is_left_to_its_time_limit() -> None:
-    plan = decide(machine(run_id="77", dead=True), machine(2, busy=True, dead=True), assigned=2)
-    assert (plan.withdraw, plan.end, plan.release, plan.deficit) == ((), (), (), 2)
+    plan = decide(machine(run_id="77", dead=True), machine(2, busy=True, dead=True), assigned=2, running=2)
+    assert (plan.withdraw, plan.end, plan.release, plan.deficit) == ((), (), (), 0)
+
+
+def test_lost_job_that_github_still_counts_needs_no_runner() -> None:
+    assert decide(assigned=1, running=1, lost_jobs=1).deficit == 0
+    assert decide(machine(run_id="77"), assigned=3, running=2, lost_jobs=1).deficit == 1
+    # The message about its start may be missing.
+    assert decide(machine(busy=True, dead=True), assigned=1, running=1, waiting_jobs=1).deficit == 0
+
+
+def test_job_is_served_although_github_has_ended_the_lost_one() -> None:
+    assert decide(assigned=1, running=0, lost_jobs=1).deficit == 1
+    assert decide(assigned=1, running=1, lost_jobs=1, waiting_jobs=1).deficit == 1
+    # A machine without a job has none to lose.
+    assert decide(machine(dead=True), assigned=1, running=1).deficit == 1
 
 
 # Properties ---------------------------------------------------------------------------------------------------------
@@ -297,6 +340,7 @@ def machines(draw: st.DrawFn, number: int) -> SetMachine:
         spent_since=draw(maybe_times),
         surplus_since=draw(maybe_times),
         completed=draw(st.booleans()),
+        returning_since=draw(maybe_times),
         taken=draw(st.booleans()),
         unwanted=draw(st.sampled_from(["", "its provision was released"])),
         for_pool=draw(st.booleans()) and state is State.CREATED,
@@ -341,7 +385,7 @@ def test_assigned_job_gets_a_runner_if_there_is_capacity(situation: tuple[list[S
     found, demand = situation
     plan = decide(*found, **demand)
     assert 0 <= plan.acquire <= plan.deficit
-    is_returning = any(item.instance.state is State.RELEASING or item.is_spent for item in found)
+    is_returning = any(item.instance.state is State.RELEASING or item.is_spent or item.completed for item in found)
     if demand["assigned"] and not demand["draining"] and plan.supply == 0:
         assert plan.deficit + len(plan.equip) >= 1
         is_awaited = (is_returning and plan.recheck_at is not None) or demand["publishing"]

@@ -15,6 +15,7 @@ from remuda.controlplane.demand.context import BackgroundTasks, DemandContext
 from remuda.controlplane.demand.equipment import Equipment
 from remuda.controlplane.demand.heartbeat import pool_counts, write_heartbeats
 from remuda.controlplane.demand.lease import LeaseLost, ListenerLease
+from remuda.controlplane.demand.lost import LostJobs
 from remuda.controlplane.demand.machines import MachineTable
 from remuda.controlplane.demand.observer import MachineObserver
 from remuda.controlplane.demand.reconciler import Reconciler
@@ -147,6 +148,8 @@ class ListenerService:
         #: Tasks that may wait for hours, and continue in the next process.
         self._followers = BackgroundTasks(context=context)
         self._interrupted = InterruptedJobs(demand, self._followers, lambda name: self._states().get(name))
+        self._lost = LostJobs(demand, self._tasks, lambda name: self._states().get(name))
+        self._table.on_end = self._lost.note
         self._acquisitions = Acquisitions(
             demand, self._table, self._equipment, self._tasks, on_rollback=self._observer.search_soon
         )
@@ -214,6 +217,7 @@ class ListenerService:
         self._config = await read_config(self._context)
         stored = await self._demand.store.get_demand()
         await self._observer.search()
+        await self._lost.load(self._config, self._table)
         return stored
 
     def reload(self) -> None:
@@ -273,6 +277,7 @@ class ListenerService:
 
     def _serve(self, runner_set: RunnerSet, record: DemandRecord | None, *, draining: bool = False) -> None:
         state = new_state(self._context, runner_set, record)
+        self._lost.restore(state)
         session = SetSession(
             self._demand,
             state,
@@ -345,6 +350,7 @@ class ListenerService:
         sets: dict[str, Mapping[str, object]] = {}
         for runner_set in self.config().runner_sets:
             state = new_state(self._context, runner_set, stored.get(runner_set.name))
+            self._lost.restore(state)
             session = SetSession(self._demand, state, self._table, self._binder, config=self.config)
             self._sets[runner_set.name] = _ServedSet(state=state, session=session)
             try:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta
 
-from remuda.domain.instance import Instance, State
+from remuda.domain.instance import ABSORBING, Instance, State
 from remuda.domain.provision import Provision
 from remuda.domain.resources import PoolMessage
 from remuda.domain.signals import Pulse, Report
@@ -44,6 +44,7 @@ class KnownMachine:
     """
 
     __slots__ = (
+        "check_at",
         "completed",
         "dead",
         "expected_since",
@@ -58,6 +59,7 @@ class KnownMachine:
         "read_at",
         "report",
         "retry_at",
+        "returning_since",
         "silent_since",
         "spent_since",
         "surplus_since",
@@ -74,6 +76,7 @@ class KnownMachine:
         self.spent_since: datetime | None = None
         self.surplus_since: datetime | None = None
         self.completed = False
+        self.returning_since: datetime | None = now if instance.state is State.RELEASING else None
         self.taken_until: datetime | None = None
         self.unwanted = ""
         self.for_pool = False
@@ -88,6 +91,8 @@ class KnownMachine:
         #: Monotonic times: of the next read of its report, and before which a failed step is not repeated.
         self.read_at = 0.0
         self.retry_at = 0.0
+        #: Monotonic time before which the cloud is not asked again whether it has ended.
+        self.check_at = 0.0
         #: Monotonic time since when a change of its report is expected.
         self.expected_since = 0.0
         #: Consecutive failed steps.
@@ -100,6 +105,9 @@ class KnownMachine:
             self.spent_since = self.surplus_since = self.taken_until = None
             self.completed = self.for_pool = False
             self.unwanted = ""
+            if instance.state is State.RELEASING:
+                # Its job may have ended earlier.
+                self.returning_since = self.returning_since or now
             # The agent must read the record before it reports something new.
             self.expected_since = monotonic
             self.read_later(monotonic)
@@ -133,6 +141,7 @@ class KnownMachine:
             self.silent_since = now
         if report is not None and report.spent_epoch == instance.epoch:
             self.spent_since = self.spent_since or now
+            self.returning_since = self.returning_since or now
         if active and report is not None and report.busy:
             self.taken_until = None
 
@@ -152,6 +161,7 @@ class KnownMachine:
             spent_since=self.spent_since,
             surplus_since=self.surplus_since,
             completed=self.completed,
+            returning_since=self.returning_since,
             taken=self.taken_until is not None and self.taken_until > now,
             unwanted=self.unwanted,
             for_pool=self.for_pool,
@@ -162,9 +172,21 @@ class KnownMachine:
     def is_spent(self) -> bool:
         return self.report is not None and self.report.spent_epoch == self.instance.epoch
 
+    @property
+    def has_job(self) -> bool:
+        """Whether a job has started on it, by GitHub's message or its own report, and not ended by its own report."""
+        report, instance = self.report, self.instance
+        is_busy = report is not None and report.busy and report.epoch == instance.epoch
+        return instance.state is State.RUNNING and not self.is_spent and (instance.is_bound or is_busy)
+
     def restart_heartbeat(self, monotonic: float) -> None:
         """Forget how long the heartbeat has not changed."""
         self.pulse = replace(self.pulse, changed_at=monotonic)
+
+    def complete(self, now: datetime) -> None:
+        """GitHub says that its job has ended."""
+        self.completed = True
+        self.returning_since = self.returning_since or now
 
     def take(self, now: datetime) -> None:
         """GitHub says that it has a job."""
@@ -195,6 +217,8 @@ class MachineTable:
         self._clock = clock
         #: Called if a report is to be read sooner than planned.
         self.on_due: Callable[[], None] = lambda: None
+        #: Called with a machine, as it was known, when its record says that it is terminated.
+        self.on_end: Callable[[KnownMachine], None] = lambda _machine: None
         self._by_id: dict[str, KnownMachine] = {}
         self._by_set: dict[str, dict[str, KnownMachine]] = {}
         #: Provisions whose machines are being acquired by this process, which adds each machine when it has it.
@@ -232,10 +256,15 @@ class MachineTable:
             return machine
         if machine is not None and machine.instance.runner_set != instance.runner_set:
             self._by_set[machine.instance.runner_set].pop(instance_id, None)
+        now, monotonic = self._clock.now(), self._clock.monotonic()
         if not instance.runner_set or instance.state not in HELD:
             self.remove(instance_id)
+            if machine is not None and machine.instance.epoch == instance.epoch and instance.state in ABSORBING:
+                self.on_end(machine)
+            if instance.state is State.IDLE:
+                # A sweep may have moved it to the pool, whose message comes later than a job.
+                self._pooled[instance_id] = (instance, monotonic)
             return None
-        now, monotonic = self._clock.now(), self._clock.monotonic()
         if machine is None:
             machine = KnownMachine(instance, now=now)
         elif machine.instance.epoch != instance.epoch:

@@ -10,8 +10,8 @@ from datetime import datetime, timedelta
 from remuda.controlplane.context import Context
 from remuda.controlplane.demand.context import BackgroundTasks, DemandContext
 from remuda.controlplane.demand.machines import KnownMachine
-from remuda.controlplane.demand.sets import SetState
-from remuda.domain.demand import JobRecord, Lease
+from remuda.controlplane.demand.sets import SetState, find_job
+from remuda.domain.demand import SUCCESSES, JobRecord, Lease
 from remuda.domain.errors import Conflict, NotFound, RemudaError, UserError
 from remuda.domain.instance import Instance, State
 from remuda.domain.resources import is_repository
@@ -25,8 +25,7 @@ GIVE_UP = timedelta(hours=6)
 KEPT = timedelta(days=35)
 #: Jobs that a new listener searches for unfinished re-runs.
 MAX_JOBS = 500
-#: Results of jobs that need no re-run. GitHub's messages and its API use different words.
-SUCCESSES = frozenset({"succeeded", "success", "skipped"})
+COMPLETED = "completed"
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -68,7 +67,7 @@ class InterruptedJobs:
                 self._tasks.start("interruption", self._record(machine.job_id, instance))
 
     async def _record(self, job_id: str, instance: Instance) -> None:
-        job = await self._find_job(job_id, instance)
+        job = await find_job(self._demand.store, job_id, instance)
         if job is None or job.completed_at is not None or job.interrupted_at is not None:
             return
         job_id = job.job_id
@@ -76,17 +75,9 @@ class InterruptedJobs:
         state = self._find(job.runner_set)
         if state is None:
             return
-        await state.save_rerun(self._demand, job_id, interrupted_at=now)
+        await state.amend_job(self._demand, job_id, interrupted_at=now)
         self._context.event_log.record("interrupted", "its machine got a spot notice", run_id=job.run_id, job_id=job_id)
         self.follow(replace(job, interrupted_at=now))
-
-    async def _find_job(self, job_id: str, instance: Instance) -> JobRecord | None:
-        """The job of a machine, which an earlier listener may have bound."""
-        if job_id:
-            return (await self._demand.store.get_jobs([job_id])).get(job_id)
-        name = instance.assignment.runner_name if instance.assignment else ""
-        jobs = await self._demand.store.jobs_of_run(instance.run_id)
-        return next((job for job in jobs if name and job.runner_name == name), None)
 
     def follow(self, job: JobRecord) -> None:
         """Run the job again when its run has ended."""
@@ -168,19 +159,19 @@ class InterruptedJobs:
         if (right is None or right != followed.right) and not await self._take_right(job, followed, right, now):
             return False
         kept_until = max(job.expires_at, now + KEPT)
-        await state.save_rerun(self._demand, job.job_id, rerun_at=now, forget_at=kept_until)
+        await state.amend_job(self._demand, job.job_id, rerun_at=now, forget_at=kept_until)
         followed.rerun_at, followed.right = now, None
         try:
             await github.rerun_failed_jobs(scope, job.repository, run_id)
         except UserError as error:
             followed.rerun_at = None
             detail = f"{error.message}; if it is missing, grant the permission Actions: write on {job.repository}"
-            await state.save_rerun(self._demand, job.job_id, rerun_at=None, rerun_detail=detail)
+            await state.amend_job(self._demand, job.job_id, rerun_at=None, rerun_detail=detail)
             self._context.event_log.record("rerun-refused", detail, run_id=job.run_id, job_id=job.job_id)
             return True
         except RemudaError as error:
             # GitHub may have received it: never twice.
-            await state.save_rerun(self._demand, job.job_id, rerun_detail=f"unconfirmed: {error.message}")
+            await state.amend_job(self._demand, job.job_id, rerun_detail=f"unconfirmed: {error.message}")
             return True
         self._context.event_log.record("rerun", "its machine was interrupted", run_id=job.run_id, job_id=job.job_id)
         return True
@@ -201,7 +192,7 @@ class InterruptedJobs:
 
     async def _close(self, job: JobRecord, detail: str, **changed: datetime) -> bool:
         if (state := self._find(job.runner_set)) is not None:
-            await state.save_rerun(self._demand, job.job_id, rerun_detail=detail, **changed)
+            await state.amend_job(self._demand, job.job_id, rerun_detail=detail, **changed)
         return True
 
 

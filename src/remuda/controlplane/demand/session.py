@@ -222,7 +222,7 @@ class SetSession:
             parsed = self._binder.parse(config, job.runner_name)
             machine = self._table.get(parsed[1]) if parsed else None
             if job.completed_at is not None and machine and parsed and machine.instance.epoch == parsed[0]:
-                machine.completed = True
+                machine.complete(self._context.clock.now())
                 self._table.read_soon(machine)
 
     async def _acquire_available(self, session: DemandSession, events: Iterable[JobEvent]) -> None:

@@ -11,10 +11,12 @@ from typing import Any
 from remuda.controlplane.context import Context, retry_write
 from remuda.controlplane.demand.context import DemandContext
 from remuda.domain.demand import MAX_TEXT, DemandRecord, DemandStatistics, JobRecord
+from remuda.domain.instance import Instance
 from remuda.domain.runner_set import RunnerSet
 from remuda.domain.supply import JOB_COUNTS_FOR_S
 from remuda.domain.text import truncate
 from remuda.domain.timestamps import to_milliseconds
+from remuda.ports.demand import DemandStore
 
 #: Jobs that a set remembers. GitHub's messages may be missing, so some are never completed.
 MAX_JOBS = 5_000
@@ -24,6 +26,9 @@ CONCURRENT_REGISTRATIONS = 32
 STATISTICS_LIFE = timedelta(minutes=10)
 #: Seconds for which a job's end that only its machine has reported reduces GitHub's count. Its message may never come.
 ENDED_COUNTS_FOR_S = 30.0
+#: Seconds for which a job that was lost with its instance reduces GitHub's count. GitHub fails a job ten minutes after
+#: the last sign of its runner, and its message about that may never come.
+LOST_COUNTS_FOR_S = 660.0
 
 
 @dataclass(kw_only=True, eq=False)
@@ -36,6 +41,8 @@ class SetState:
     jobs: dict[str, JobRecord] = field(default_factory=dict)
     #: Jobs of them that have ended by their machines' reports, with the time.
     ended: dict[str, datetime] = field(default_factory=dict)
+    #: Jobs that were lost with their instance, by the name of their runner, with the time.
+    lost: dict[str, datetime] = field(default_factory=dict)
     #: Acquisitions in progress that have no machine yet, for jobs and for the pool.
     acquiring: int = 0
     filling: int = 0
@@ -52,8 +59,8 @@ class SetState:
     #: Set by whatever may change a decision.
     woken: asyncio.Event = field(default_factory=asyncio.Event)
     registrations: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(CONCURRENT_REGISTRATIONS))
-    #: Fields about the re-runs of interrupted jobs, by id. Messages about a job are merged into records without them.
-    _reruns: dict[str, dict[str, Any]] = field(default_factory=dict)
+    #: Fields of jobs that no message contains, by id. Messages about a job are merged into records without them.
+    _amended: dict[str, dict[str, Any]] = field(default_factory=dict)
     _write_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -78,6 +85,7 @@ class SetState:
             if job.completed_at is not None:
                 self.jobs.pop(job_id, None)
                 self.ended.pop(job_id, None)
+                self.lost.pop(job.runner_name, None)
             else:
                 self.jobs[job_id] = job
         while len(self.jobs) > MAX_JOBS:
@@ -93,6 +101,16 @@ class SetState:
         oldest = now - timedelta(seconds=ENDED_COUNTS_FOR_S)
         return sum(ended_at >= oldest for job_id, ended_at in self.ended.items() if job_id in self.jobs)
 
+    def note_lost(self, runner_name: str, now: datetime) -> None:
+        """Note that the instance of a job has ended under it."""
+        self.lost.setdefault(runner_name, now)
+
+    def lost_jobs(self, now: datetime) -> int:
+        """Jobs that were lost with their instance, and that GitHub still counts."""
+        oldest = now - timedelta(seconds=LOST_COUNTS_FOR_S)
+        self.lost = {name: lost_at for name, lost_at in self.lost.items() if lost_at >= oldest}
+        return len(self.lost)
+
     def waiting_jobs(self, now: datetime) -> int:
         """Known jobs that have not started. Those that GitHub must have assigned again by now do not count."""
         oldest = now - timedelta(seconds=JOB_COUNTS_FOR_S)
@@ -106,16 +124,16 @@ class SetState:
         context = demand.context
         async with self._write_lock:
             record = self.record = replace(self.record, updated_at=to_milliseconds(context.clock.now()))
-            rows = tuple(replace(job, **self._reruns.get(job_id, {})) for job_id, job in (jobs or {}).items())
+            rows = tuple(replace(job, **self._amended.get(job_id, {})) for job_id, job in (jobs or {}).items())
             await retry_write(context, lambda: demand.store.put_demand(record, rows), runner_set=self.name)
 
-    async def save_rerun(self, demand: DemandContext, job_id: str, **changed: Any) -> None:
-        """Write what is known about the re-run of a job. Messages about the job that come later do not change it."""
+    async def amend_job(self, demand: DemandContext, job_id: str, **changed: Any) -> None:
+        """Write what no message says about a job: its re-run or its loss. Messages that come later do not change it."""
         async with self._write_lock:
             job = (await demand.store.get_jobs([job_id])).get(job_id)
             if job is not None:
                 await demand.store.put_jobs([replace(job, **changed)])
-                self._reruns[job_id] = {**self._reruns.get(job_id, {}), **changed}
+                self._amended[job_id] = {**self._amended.get(job_id, {}), **changed}
 
     async def save_problem(self, demand: DemandContext) -> None:
         """Record since when the set cannot be served, or that it can. Writes only changes."""
@@ -125,6 +143,15 @@ class SetState:
         now = to_milliseconds(demand.context.clock.now())
         since = (self.record.failing_since or now) if problem or shortage else None
         await self.save(demand, error=problem, shortage=shortage, failing_since=since)
+
+
+async def find_job(store: DemandStore, job_id: str, instance: Instance) -> JobRecord | None:
+    """The job of an instance, which an earlier listener may have bound: then its id is not known."""
+    if job_id:
+        return (await store.get_jobs([job_id])).get(job_id)
+    name = instance.assignment.runner_name if instance.assignment else ""
+    jobs = await store.jobs_of_run(instance.run_id)
+    return next((job for job in jobs if name and job.runner_name == name), None)
 
 
 def new_state(context: Context, runner_set: RunnerSet, stored: DemandRecord | None) -> SetState:

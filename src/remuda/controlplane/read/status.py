@@ -149,7 +149,7 @@ async def status(context: Context, *, include_terminated: bool = False, check_re
                 now=now,
             ),
             *(find_unreleased(config, first_seen, runs, now=now) if config else ()),
-            *find_demand_warnings(demand),
+            *find_demand_warnings(demand, now=now),
             *(
                 await _stale_registrations(context, config, runners, instances, first_seen)
                 if config and runners

@@ -18,14 +18,11 @@ from remuda.domain.pool_config import PoolConfig, parse_runner_name, stale_regis
 from remuda.domain.resources import UsageClass, is_instance_id
 from remuda.domain.timestamps import to_milliseconds
 from remuda.domain.transitions import Actor, Confirm, End, RetireReason, tombstone
-from remuda.ports.compute import PROVISION_TAG, MachineState, MachineView
+from remuda.ports.compute import ENDED, PROVISION_TAG, MachineState, MachineView
 from remuda.ports.github import Deletion, GitHubRunner
 from remuda.ports.store import InstanceStore
 
 T = TypeVar("T")
-
-#: States of machines that run no more jobs.
-ENDED = frozenset({MachineState.SHUTTING_DOWN, MachineState.TERMINATED})
 
 
 class FirstSeen:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 
-from remuda.domain.demand import JobRecord
+from remuda.domain.demand import AFTER_LOSS, SUCCESSES, JobRecord
 from remuda.domain.instance import HistoryEntry, holder_id
 from remuda.domain.pool_config import PoolConfig, parse_runner_name
 from remuda.domain.provision import Provision
@@ -51,8 +51,10 @@ def explain_jobs(
 ) -> Explanation:
     """Explain the jobs of one run."""
     waiting = sum(_is_waiting(job, demand) for job in jobs)
-    running = sum(job.started_at is not None and job.completed_at is None for job in jobs)
+    running = sum(job.is_running and not job.is_lost for job in jobs)
     counts = f"{len(jobs)} job{'' if len(jobs) == 1 else 's'}, {waiting} waiting, {running} running"
+    if lost := sum(job.is_lost for job in jobs):
+        counts += f", {lost} lost"
     origin = f" of {jobs[-1].repository}" if jobs[-1].repository else ""
     return Explanation(
         kind="run",
@@ -115,7 +117,10 @@ def _is_waiting(job: JobRecord, demand: DemandInput) -> bool:
 def describe_job(job: JobRecord, demand: DemandInput) -> str:
     if job.completed_at is not None:
         started = "" if job.started_at else " before it started"
-        return f"{job.result or 'completed'}{started}"
+        loss = f", {job.loss}" if job.loss else ""
+        return f"{job.result or 'completed'}{started}{loss}"
+    if job.is_lost:
+        return job.loss
     if job.started_at is not None:
         return f"runs since {job.started_at:%H:%M:%S} UTC"
     if _is_waiting(job, demand):
@@ -166,17 +171,25 @@ def _own_events(job: JobRecord) -> Iterator[ExplainedEvent]:
             why=job.rerun_detail,
             severity=Severity.BAD,
         )
+    if job.lost_at is not None and job.is_lost:
+        yield ExplainedEvent(
+            at=job.lost_at,
+            instance_id=job.instance_id,
+            what=f"{name} lost its instance",
+            why=job.lost_detail,
+            severity=Severity.BAD,
+        )
     if job.completed_at is not None:
         lapsed = (
             "" if job.started_at else "no runner took it; GitHub queues it again under another id, or it was cancelled"
         )
         result = job.result or "unknown"
-        severity = Severity.GOOD if result.lower() in {"succeeded", "success"} else Severity.BAD
+        severity = Severity.GOOD if result.lower() in SUCCESSES else Severity.BAD
         yield ExplainedEvent(
             at=job.completed_at,
             instance_id=job.instance_id,
             what=f"{name} ended: {result}",
-            why=lapsed,
+            why=job.loss or lapsed,
             severity=severity,
         )
     if job.rerun_at is not None:
@@ -229,6 +242,8 @@ def _next_steps(
     for job in jobs:
         if _is_waiting(job, demand):
             yield f"job {_name(job)} waits for {waited_s(job, records.now):.0f} s: {_why(job, demand, status)}"
+        elif job.is_lost and job.completed_at is None:
+            yield f"job {_name(job)} was lost with its instance: {AFTER_LOSS}"
     machines = {parsed for job in jobs if (parsed := _machine_of(job, demand)) is not None}
     for epoch, instance_id in sorted(machines):
         instance = records.instances.get(instance_id)

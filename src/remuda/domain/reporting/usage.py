@@ -18,6 +18,7 @@ CHART_STEPS = 168
 HOUR_S = 3_600.0
 UNKNOWN = "unknown"
 NO_BOOT_TIME = "unknown: no boot time measured"
+LOST = "instance lost"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +95,8 @@ class RunnerSetUsage:
     jobs: int
     #: Seconds from the queue to the start of the jobs that started.
     queue_wait: DurationStats | None
-    #: Number of jobs per result; `running` and `waiting` for those without one.
+    #: Number of jobs per result; `running` and `waiting` for those without one, `instance lost` for those whose
+    #: instance ended while they ran.
     results: Mapping[str, int]
     #: Machines taken from the pool, and launched ones.
     reused: int
@@ -340,6 +342,8 @@ def _set_usage(jobs: Sequence[JobRecord], outcomes: Sequence[ProvisionOutcome]) 
 
 
 def _result(job: JobRecord) -> str:
+    if job.is_lost:
+        return LOST
     if job.completed_at is not None:
         return job.result or UNKNOWN
     return "running" if job.started_at is not None else "waiting"

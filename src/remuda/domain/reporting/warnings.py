@@ -9,6 +9,7 @@ from enum import StrEnum
 from itertools import islice
 from typing import Self
 
+from remuda.domain.demand import AFTER_LOSS
 from remuda.domain.instance import ABSORBING, Instance, State, holder_id
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision, ProvisionEnding, ProvisionStatus, describe_status
@@ -27,15 +28,16 @@ MAX_SWEEP_PAUSE_S = 900.0
 MIN_SWEEP_PAUSE_S = 60.0
 #: Name under which sweeps store that time, among the times of their anomalies.
 SWEEP_DUE = "sweep-due"
-#: Maximum number of warnings about single jobs, and about runs.
+#: Maximum number of warnings about waiting jobs, lost jobs, and runs.
 MAX_WAITING_JOBS = 20
+MAX_LOST_JOBS = 20
 MAX_RUNS = 20
 #: A running job has a warning if it has less time left than this, in seconds and as a share of its maximum runtime.
 EXPIRY_WARNING_S = 600.0
 EXPIRY_WARNING_SHARE = 0.1
 #: What to do about lost instances of a run that is not released.
 REPLACE_LOST = "if a job still waits, cancel the run on GitHub and choose 'Re-run all jobs'"
-#: Seconds in which the failure of a run is a warning.
+#: Seconds in which the failure of a run, or the loss of a job, is a warning.
 RECENT_FAILURE_S = 3_600.0
 
 
@@ -79,7 +81,13 @@ class WarningKind(StrEnum):
             "left; `refresh` logs it, too"
         ),
     )
-    LOST_INSTANCE = "lost-instance", "a committed run has lost instances, with the reason"
+    LOST_INSTANCE = (
+        "lost-instance",
+        (
+            "a committed run has lost instances, or a job of a runner set has lost its instance within the last hour, "
+            "with the reason"
+        ),
+    )
     FAILED_RUNNER = (
         "failed-runner",
         "the runner of a running instance has failed, with the reason; the next sweep terminates the instance",
@@ -169,8 +177,8 @@ def sweep_pause_s(interval_s: float | None) -> float:
     return MAX_SWEEP_PAUSE_S if interval_s is None else max(MIN_SWEEP_PAUSE_S, 3 * interval_s)
 
 
-def find_demand_warnings(demand: DemandStatus) -> Iterator[PoolWarning]:
-    """Sets that cannot be served, then jobs that wait too long."""
+def find_demand_warnings(demand: DemandStatus, *, now: datetime) -> Iterator[PoolWarning]:
+    """Sets that cannot be served, then jobs that were lost, then those that wait too long."""
     for item in demand.sets:
         if item.session is not SessionState.OPEN:
             yield PoolWarning(kind=WarningKind.RUNNER_SET, subject=holder_id(item.name), text=item.detail)
@@ -179,10 +187,21 @@ def find_demand_warnings(demand: DemandStatus) -> Iterator[PoolWarning]:
     for repository, reason in demand.unaudited.items():
         text = f"its waiting jobs cannot be checked: {reason}"
         yield PoolWarning(kind=WarningKind.WAITING_JOB, subject=repository, text=text)
+    yield from islice(_lost_job_warnings(demand, now), MAX_LOST_JOBS)
     for job in demand.overdue[:MAX_WAITING_JOBS]:
         name = f"{job.name or job.job_id} of {job.repository}" if job.repository else job.name or job.job_id
         text = f"job {name} waits since {job.queued_at:%H:%M:%S} UTC: {job.detail}"
         yield PoolWarning(kind=WarningKind.WAITING_JOB, subject=job.job_id, text=text)
+
+
+def _lost_job_warnings(demand: DemandStatus, now: datetime) -> Iterator[PoolWarning]:
+    for job in demand.jobs:
+        if job.lost_at is None or not job.is_lost or (now - job.lost_at).total_seconds() > RECENT_FAILURE_S:
+            continue
+        name = f"{job.display_name or job.job_id} of run {job.run_id}"
+        outcome = f"GitHub says {job.result or 'completed'}" if job.completed_at else AFTER_LOSS
+        text = f"job {name} at {job.lost_at:%H:%M:%S} UTC: {job.loss}; {outcome}"
+        yield PoolWarning(kind=WarningKind.LOST_INSTANCE, subject=job.job_id, text=text)
 
 
 def _sweep_warnings(due: datetime, now: datetime) -> Iterator[PoolWarning]:

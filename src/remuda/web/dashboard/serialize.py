@@ -239,6 +239,7 @@ def _job_document(job: JobRecord, config: PoolConfig | None) -> dict[str, Any]:
         "started_at": milliseconds(job.started_at),
         "completed_at": milliseconds(job.completed_at),
         "result": job.result,
+        "lost": job.is_lost,
         "instance": job.instance_id,
     }
 

@@ -227,7 +227,9 @@ function showWaitIn(td, waited, longest, waiting) {
 }
 
 function jobState(job, now) {
-  if (job.completed_at) return job.result || "completed";
+  const lost = job.lost ? "instance lost" : "";
+  if (job.completed_at) return [job.result || "completed", lost].filter(Boolean).join(", ");
+  if (lost) return lost;
   return job.started_at ? `runs for ${duration(Math.max(now - job.started_at, 0))}` : "waits";
 }
 
