@@ -33,10 +33,7 @@ def routes(app: AppState) -> list[BaseRoute]:
 
 class WorkflowRunsRest(RunnersRest):
     def list_runs(self, request: Request, scope: str, _body: dict[str, Any]) -> Response:
-        """List the runs in a status, newest first, with an ETag.
-
-        GitHub does not count a conditional request that it answers with 304.
-        """
+        """List the runs in a status, newest first, with an ETag."""
         jobs = [job for job in self._core.state.jobs.values() if job.repo.lower() == scope.lower()]
         run_ids = {int(job.run_id) for job in jobs if job.run_id.isdecimal() and int(job.run_id) > 0}
         runs = [
@@ -44,21 +41,25 @@ class WorkflowRunsRest(RunnersRest):
         ]
         if status := request.query_params.get("status"):
             runs = [run for run in runs if status in {run["status"], run["conclusion"]}]
-        response = page_response(request, "workflow_runs", runs)
-        response.headers["etag"] = f'W/"{hashlib.sha256(response.body).hexdigest()}"'
-        if request.headers.get("if-none-match") != response.headers["etag"]:
-            return response
-        self.uncount(request)
-        return Response(status_code=304, headers={"etag": response.headers["etag"]})
+        return self._unless_unchanged(request, page_response(request, "workflow_runs", runs))
 
     def get_run(self, request: Request, scope: str, _body: dict[str, Any]) -> Response:
         run_id = int(request.path_params["run_id"])
         return JSONResponse(_run_document(scope, run_id, self._jobs(scope, str(run_id))))
 
     def list_jobs(self, request: Request, scope: str, _body: dict[str, Any]) -> Response:
-        """List the jobs of the latest attempt."""
+        """List the jobs of the latest attempt, with an ETag."""
         jobs = self._jobs(scope, str(request.path_params["run_id"]))
-        return JSONResponse({"total_count": len(jobs), "jobs": [_job_document(job) for job in jobs]})
+        document = {"total_count": len(jobs), "jobs": [_job_document(job) for job in jobs]}
+        return self._unless_unchanged(request, JSONResponse(document))
+
+    def _unless_unchanged(self, request: Request, response: Response) -> Response:
+        """Answer 304 if the client has this response. GitHub does not count such a request."""
+        response.headers["etag"] = f'W/"{hashlib.sha256(response.body).hexdigest()}"'
+        if request.headers.get("if-none-match") != response.headers["etag"]:
+            return response
+        self.uncount(request)
+        return Response(status_code=304, headers={"etag": response.headers["etag"]})
 
     def rerun_failed_jobs(self, request: Request, scope: str, _body: dict[str, Any]) -> Response:
         jobs = self._jobs(scope, str(request.path_params["run_id"]))

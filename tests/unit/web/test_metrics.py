@@ -24,9 +24,9 @@ from remuda.domain.provision import Provision, ProvisionOutcome, ProvisionStatus
 from remuda.domain.reporting.demand import (
     DemandStatus,
     ListenerStatus,
-    OverdueJob,
     RunnerSetStatus,
     SessionState,
+    WaitingJob,
     WaitReason,
 )
 from remuda.domain.reporting.warnings import PoolWarning, WarningKind
@@ -406,7 +406,7 @@ def test_gauges_of_runner_sets() -> None:
     item = set_status(
         waiting=3, assigned=5, running=2, hot=1, warm=4, launching=6, updated_at=at(-30), oldest_queued_at=at(-70)
     )
-    overdue = OverdueJob(
+    overdue = WaitingJob(
         job_id="9", run_id="8", repository="", name="", labels=(), runner_set="", queued_at=NOW,
         reason=WaitReason.NO_SET, detail="",
     )  # fmt: skip

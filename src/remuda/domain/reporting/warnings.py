@@ -127,7 +127,7 @@ def sweep_pause_s(interval_s: float | None) -> float:
 def find_demand_warnings(demand: DemandStatus) -> Iterator[PoolWarning]:
     """Sets that cannot be served, then jobs that wait too long."""
     for item in demand.sets:
-        if item.session is not SessionState.OPEN:
+        if item.session is not SessionState.OPEN or not item.is_current:
             yield PoolWarning(kind=WarningKind.RUNNER_SET, subject=holder_id(item.name), text=item.detail)
     for name, text in demand.disagreements.items():
         yield PoolWarning(kind=WarningKind.RUNNER_SET, subject=holder_id(name), text=text)
