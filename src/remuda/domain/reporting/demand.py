@@ -131,11 +131,18 @@ class RunnerSetStatus:
         return self.machines >= self.max
 
     @property
+    def counted_at(self) -> datetime | None:
+        """Time of the counts, if they are older than this status; None if they are proven to be those of now."""
+        return self.known_at if self.known_at is not None and self.known_at < self.at else None
+
+    @property
     def summary(self) -> str:
         """Whether jobs wait, and why, for people. Example: "3 wait: at max 3"."""
         why = f": {self.detail}" if self.detail else ""
+        if self.is_current and self.waiting:
+            return f"{self.waiting} wait{'s' if self.waiting == 1 else ''}{why}"
         if self.is_current:
-            return f"{self.waiting} wait{'s' if self.waiting == 1 else ''}{why}" if self.waiting else "no job waits"
+            return f"no job waited at {self.counted_at:%H:%M:%S} UTC" if self.counted_at else "no job waits"
         before = f"; {self.waiting or 'none'} did at {_time(self.known_at)}" if self.known_at else ""
         return f"it is not known whether jobs wait{before}{why}"
 

@@ -227,8 +227,7 @@ def _set_document(item: RunnerSetStatus) -> dict[str, Any]:
         "detail": item.detail,
         "summary": item.summary,
         "current": item.is_current,
-        # The time of present counts changes all the time.
-        "known_at": None if item.is_current else milliseconds(item.known_at),
+        "counted_at": milliseconds(item.counted_at),
     }
 
 

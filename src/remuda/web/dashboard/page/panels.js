@@ -2,7 +2,7 @@
 import { showKindIn } from "./charts.js";
 import { LETTERS, TILES, phaseOf } from "./model.js";
 import { fill, quarantineMark } from "./paint.js";
-import { duration, explainButton, fillRow, find, make, quarantineLeft, runLink, seconds, setText, showRepository, syncChildren, when } from "./text.js";
+import { clock, duration, explainButton, fillRow, find, make, quarantineLeft, runLink, seconds, setText, showRepository, syncChildren, when } from "./text.js";
 
 export const ROWS = 200;
 const SHOWN_RUNS = 25;
@@ -146,17 +146,19 @@ export function showDemand(model) {
   // Waiting jobs first, then the newest.
   const rank = (job) => (job.started_at || job.completed_at ? 1 : 0);
   jobs.sort((one, other) => rank(one) - rank(other) || other.queued_at - one.queued_at || (one.id < other.id ? -1 : 1));
+  const unknown = new Set(sets.filter((set) => !set.current).map((set) => set.name));
   const longest = Math.max(...jobs.map((job) => job.waited), 1000);
   find("jobs-empty").hidden = jobs.length > 0;
   syncChildren(find("jobs"), jobs, {
     key: (job) => job.id,
     create: () => make("tr"),
     update: (row, job) => {
+      row.title = job.detail ?? "";
       fillRow(row, [
         [(td) => showJobIn(td, job), "job"],
         [(td) => explainButton(td, job.set && `set.${job.set}`, job.set), "whole"],
         [(td) => showWaitIn(td, job.waited, longest, !job.started_at && !job.completed_at), "wait"],
-        [jobState(job, now), "whole"],
+        [jobState(job, now, unknown.has(job.set)), "whole"],
         [(td) => explainButton(td, job.instance, job.instance && `…${job.instance.slice(-8)}`), "whole"],
       ]);
     },
@@ -201,7 +203,9 @@ function waitingNote(sets) {
   const unknown = sets.filter((set) => !set.current).map((set) => set.name);
   const rest = unknown.length ? `not known for ${unknown.join(", ")}` : "";
   if (waiting) return [`${waiting} waiting`, rest].filter(Boolean).join("; ");
-  return rest || "no job waits";
+  // GitHub does not tell of jobs above the maximum of a set: they are counted from time to time.
+  const counted = Math.min(...sets.map((set) => set.counted_at ?? Infinity));
+  return rest || (counted < Infinity ? `no job waited at ${clock(counted)} UTC` : "no job waits");
 }
 
 function showKind(td, text, alert) {
@@ -237,9 +241,11 @@ function showWaitIn(td, waited, longest, waiting) {
   setText(text, seconds(waited / 1000));
 }
 
-function jobState(job, now) {
+// Without news of its set, the end of a job would not be known.
+function jobState(job, now, old) {
   if (job.completed_at) return job.result || "completed";
-  return job.started_at ? `runs for ${duration(Math.max(now - job.started_at, 0))}` : "waits";
+  const state = job.started_at ? `runs for ${duration(Math.max(now - job.started_at, 0))}` : "waits";
+  return old ? `${state}?` : state;
 }
 
 // Reuse, cost and savings, calculated as in `remuda report`.
