@@ -426,6 +426,17 @@ def test_gauges_of_runner_sets() -> None:
     assert one(found, "remuda_jobs_waiting_too_long", reason="session") == 0
 
 
+def test_counts_that_are_old_are_absent() -> None:
+    metrics = fleet_metrics()
+    metrics.on_status(with_demand(sets=(set_status(waiting=3, assigned=5, hot=1, is_current=False),)))
+    found = read(metrics)
+    assert total(found, "remuda_set_jobs") == total(found, "remuda_set_oldest_wait_seconds") == 0
+    # Machines are known by their own reports.
+    assert one(found, "remuda_set_runners", runner_set="large", state="hot") == 1
+    metrics.on_status(with_demand(sets=(set_status(waiting=3),)))
+    assert one(read(metrics), "remuda_set_jobs", runner_set="large", state="waiting") == 3
+
+
 def test_silent_listener_and_closed_session() -> None:
     metrics = fleet_metrics()
     listener = ListenerStatus(owner="host", beat=12, silent_since=at(-90))
