@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from remuda.controlplane.demand.unassigned import COUNT_S, MAX_CALLS, QUEUES_S
+from remuda.controlplane.demand.unassigned import COUNT_S, MAX_CALLS, MAX_STORED, QUEUES_S
 from remuda.controlplane.read.explain import explain
 from remuda.controlplane.read.status import status
 from remuda.domain.demand import DemandStatistics
 from remuda.domain.errors import Unavailable, UserError
 from remuda.domain.reporting.demand import DemandStatus, RunnerSetStatus, WaitReason
+from remuda.domain.reporting.job_queue import job_anomaly
 from simulation.invariants import SCOPE
 from simulation.memory.github import MemoryGitHub
 from tests.support.set_world import DemandWorld, RunningListener, runner_set
@@ -244,6 +245,23 @@ async def test_calls_per_reading_are_limited_and_every_run_is_read_in_turn(live:
     assert len(answers) <= 4 * MAX_CALLS
     assert len((await demand(live)).queued) == 20
     for job in live.scale_sets.jobs[1:]:
+        live.scale_sets.cancel(job)
+
+
+async def test_stored_jobs_of_all_repositories_are_limited(live: DemandWorld) -> None:
+    await fill(live, seconds=1_000.0)
+    labels = ("self-hosted", *(f"{number}{'x' * 250}" for number in range(19)))
+    for number in range(30):
+        live.queue(run_id=str(100 + number // 2), labels=labels, repository=f"{OWNER}/other-{number % 2}")
+        if number < 2:
+            # The repository has a live run.
+            live.queue(run_id="99", repository=f"{OWNER}/other-{number}", seconds=1_000.0)
+    await asyncio.sleep(20 * QUEUES_S)
+    queues = live.database.demand["large"].queues
+    stored = [job for queue in queues for job in queue.jobs]
+    assert 0 < len(stored) < 30
+    assert sum(len(job_anomaly(job)) for job in stored) <= MAX_STORED
+    for job in live.scale_sets.jobs:
         live.scale_sets.cancel(job)
 
 

@@ -148,7 +148,7 @@ class UnassignedJobs:
             runs = {job.run_id: await self._has_own_runners(job) for job in found if audience.find_set(job) is None}
             found = [job for job in found if audience.lacks_runner(job, known, now=now) and not runs.get(job.run_id)]
         self._queues[repository] = RepositoryQueue(
-            repository=repository, read_at=to_milliseconds(now), jobs=_bounded(found)
+            repository=repository, read_at=to_milliseconds(now), jobs=tuple(found[:MAX_OVERDUE])
         )
 
     async def _labels_of_runners(self, github: GitHub, reader: QueueReader, scope: str) -> list[Sequence[str]]:
@@ -168,7 +168,7 @@ class UnassignedJobs:
     async def _save(self, state: SetState) -> None:
         """Write the queues that belong to the set, unless the record has them."""
         sets = self._config().runner_sets
-        queues = tuple(
+        queues = _bounded(
             queue for _, queue in sorted(self._queues.items()) if _owner(queue.repository, sets) == state.name
         )
         if not _differs(state.record.queues, queues):
@@ -198,12 +198,14 @@ def _differs(before: Sequence[RepositoryQueue], after: Sequence[RepositoryQueue]
     return any(new.read_at - old.read_at >= limit for old, new in zip(before, after, strict=True))
 
 
-def _bounded(jobs: Sequence[QueuedJob]) -> tuple[QueuedJob, ...]:
-    """The first jobs, as far as there is room in a record."""
-    room, kept = MAX_STORED, []
-    for job in jobs[:MAX_OVERDUE]:
-        room -= len(job_anomaly(job))
-        if room < 0:
-            break
-        kept.append(job)
-    return tuple(kept)
+def _bounded(queues: Iterable[RepositoryQueue]) -> tuple[RepositoryQueue, ...]:
+    """The queues, without the jobs for which there is no room in a record."""
+    room, bounded = MAX_STORED, []
+    for queue in queues:
+        kept = []
+        for job in queue.jobs:
+            room -= len(job_anomaly(job))
+            if room >= 0:
+                kept.append(job)
+        bounded.append(replace(queue, jobs=tuple(kept)))
+    return tuple(bounded)
