@@ -158,7 +158,7 @@ class _FaultyDemandPort(FaultyPort):
         return answer
 
     async def _fail(self, operation: str) -> None:
-        if self._inject(Fault.DEMAND_HANGS, RARE / 2):
+        if self._inject(Fault.DEMAND_HANGS, RARE):
             await self._world.loop.sleep(self._rng.uniform(5.0, HANG_S))
             if self._rng.random() < 0.5:
                 raise TimedOut(f"the Actions service did not answer {operation} in time")

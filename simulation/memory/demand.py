@@ -422,7 +422,7 @@ class MemoryScaleSets:
         busy = sum(runner.job is not None for runner in runners)
         assigned = [job for job in jobs if not job.is_offered]
         return DemandStatistics(
-            available=len(jobs) - len(assigned),
+            available=len(jobs) - len(assigned) + self._unassigned(scale_set),
             acquired=sum(not job.runner_name for job in assigned),
             assigned=len(assigned),
             running=sum(job.started for job in assigned),
@@ -436,6 +436,12 @@ class MemoryScaleSets:
         if runner is not None:
             runner.job = None
         self.ended(job, "failed", runner=runner)
+
+    def _unassigned(self, scale_set: MemoryScaleSet) -> int:
+        """Jobs above the capacity: they are counted, and no message tells of them. Offered ones are counted already."""
+        if self.offers_jobs or scale_set.capacity == 0:
+            return 0
+        return sum(not job.set_id and not job.started and scale_set.serves(job) for job in self.open_jobs)
 
     def _find_set(self, job: MemoryDemandJob) -> None:
         for scale_set in self.sets.values():
@@ -619,6 +625,14 @@ class MemoryDemandSource:
             raise Conflict(f"a runner of {runner_set.name} has a job")
         self._server.delete(found.scale_set_id)
         return True
+
+    async def count_jobs(
+        self,
+        runner_set: RunnerSet,  # noqa: ARG002 - the id is enough
+        scale_set_id: int,
+    ) -> DemandStatistics | None:
+        self._count("GET runnerscalesets")
+        return self._server.statistics(self._server.get(scale_set_id))
 
     async def open_session(
         self,

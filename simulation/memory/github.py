@@ -19,7 +19,16 @@ from remuda.domain.runner_release import PackageArchitecture, RunnerPackage, Run
 from remuda.domain.timestamps import to_milliseconds
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock
-from remuda.ports.github import Deletion, GitHubRun, GitHubRunner, JitRunner, ListedJob, RunList, missing_group
+from remuda.ports.github import (
+    Deletion,
+    GitHubRun,
+    GitHubRunner,
+    JitRunner,
+    JobList,
+    ListedJob,
+    RunList,
+    missing_group,
+)
 
 if TYPE_CHECKING:
     from simulation.memory.demand import MemoryScaleSets
@@ -285,7 +294,12 @@ class MemoryGitHubServer:
 
     def workflow_jobs(self, repository: str, run_status: str = "") -> list[ListedJob]:
         """The jobs of a repository, optionally only those of runs in a status."""
-        jobs = [job for job in self.jobs if job.repository.lower() == repository.lower() and job.run_id.isdecimal()]
+        of_sets = self.scale_sets.jobs if self.scale_sets is not None else []
+        jobs = [
+            job
+            for job in (*self.jobs, *of_sets)
+            if job.repository.lower() == repository.lower() and job.run_id.isdecimal()
+        ]
         statuses: dict[str, set[str]] = {}
         for job in jobs:
             statuses.setdefault(job.run_id, set()).add(job.status)
@@ -433,9 +447,11 @@ class MemoryGitHub:
         found = RunList(run_ids=runs[:PER_PAGE], etag=f'W/"{runs}"')
         return None if found.etag == etag else found
 
-    async def list_jobs(self, scope: str, repository: str, run_id: int) -> Sequence[ListedJob]:
+    async def list_jobs(self, scope: str, repository: str, run_id: int, *, etag: str = "") -> JobList | None:
         self._enter("GET jobs", scope)
-        return tuple(job for job in self._github.workflow_jobs(repository) if job.run_id == run_id)[:PER_PAGE]
+        jobs = tuple(job for job in self._github.workflow_jobs(repository) if job.run_id == run_id)[:PER_PAGE]
+        found = JobList(jobs=jobs, etag=f'W/"{hash(jobs)}"' if jobs else "")
+        return None if found.etag and found.etag == etag else found
 
     def _sees(self, operation: str, scope: str, *, write: bool = False) -> bool:
         """GitHub answers 404 for a runner that is gone and for one that the credential cannot see."""

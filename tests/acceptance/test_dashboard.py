@@ -7,6 +7,7 @@ import sqlite3
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from remuda.adapters.system.clock import SystemClock
 from remuda.domain.instance import State
+from tests.support.cli import run_cli
 from tests.support.dashboard import (
     LIMIT_S,
     SAMPLE_SETS,
@@ -156,6 +158,28 @@ def test_runner_sets_agree_in_dashboard_metrics_and_commands(tmp_path: Path) -> 
     usage = remuda(folder, "report", "--since", "1d")
     assert usage["runner_sets"]["large"]["queue_wait_seconds"]["count"] > 0
     assert sum(usage["runner_sets"]["large"]["results"].values()) == usage["runner_sets"]["large"]["jobs"]
+
+
+def test_counts_of_a_silent_listener_are_shown_as_old(tmp_path: Path) -> None:
+    folder, now = tmp_path / "state", SystemClock().now()
+    file = prepare_store(folder, runner_sets=SAMPLE_SETS)
+    ended = now - timedelta(minutes=10)
+    samples, jobs = in_sets(sample_fleet(12, 150, now=ended, seed=2), pool="default", now=ended)
+    write_samples(file, samples, now=now)
+    write_demand(file, jobs, now=ended)
+    with Dashboard(folder) as started, httpx.Client(base_url=started.url, timeout=LIMIT_S) as client:
+        shown = snapshot(client)["facts"]["sets"]
+        metrics = client.get("/metrics").raise_for_status().text
+    time = f"{ended:%Y-%m-%d %H:%M:%S} UTC"
+    for item in [*remuda(folder, "status")["runner_sets"], *shown]:
+        assert item["summary"].startswith("it is not known whether jobs wait; ")
+        assert f" did at {time}: the listener (listener-1) is silent since {time}" in item["summary"]
+    assert {item["current"] for item in shown} == {False}
+    assert "remuda_set_jobs{" not in metrics
+    explained = remuda(folder, "explain", f"set.{SAMPLE_SETS[0].name}")["next"]
+    assert "no job waits" not in explained
+    text = run_cli(["status", "--dir", str(folder)], environment=environment(), cwd=tmp_path).stdout
+    assert f"{SAMPLE_SETS[0].name}: it is not known whether jobs wait" in text
 
 
 def test_unchanged_snapshot_is_not_sent_again(client: httpx.Client, samples: list[SampleInstance]) -> None:

@@ -347,7 +347,7 @@ def test_jobs_of_runner_sets_and_their_hostile_names(browser: Browser, tmp_path:
         wait(page, "document.querySelectorAll('#sets tr').length === 2")
         counts = page.eval_on_selector_all("#sets tr:nth-child(2) td", "all => all.map(e => e.textContent)")
         assert (counts[0], counts[1], counts[7], counts[8]) == ("medium-forks", "4", "yes, 1", "open")
-        assert "the set has 1 of at most 1 runners" in page.inner_text("#sets-reasons")
+        assert "4 wait: at max 1" in page.inner_text("#sets-reasons")
         states = page.eval_on_selector_all("#jobs tr td:nth-child(4)", "all => all.map(e => e.textContent)")
         assert states[:5] == ["waits"] * 5, "waiting jobs first"
         assert IMAGE in states

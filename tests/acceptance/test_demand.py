@@ -7,16 +7,18 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import httpx
 import pytest
 
 from remuda.fake_github.client import JobStep, JobView, RunnerView
 from remuda.fake_github.state import FakeGitHubSettings
 from tests.support.aws.ec2_machines import MachineStack
 from tests.support.aws.stack import POOL, SCOPE
+from tests.support.dashboard import Dashboard
 from tests.support.demand import LABELS, MAX, DemandBackend, runner_set
 from tests.support.local_backend import LIMIT_S
 from tests.support.namespace_machine.requirements import unsupported_reason
@@ -113,6 +115,65 @@ async def test_job_that_no_set_serves_is_explained(backend: DemandBackend) -> No
     assert f"sets: large ({', '.join(LABELS)})" in line
     process.send_signal(signal.SIGINT)
     await process.result(LIMIT_S)
+
+
+async def test_jobs_above_the_maximum_and_jobs_of_no_set_are_shown(backend: DemandBackend) -> None:
+    labels = ("self-hosted", "remuda", "single")
+    single = runner_set(name="single", labels=list(labels), max=1, strict=False, **{"resource-class": "large"})
+    await backend.configure(runner_set(), single)
+    gate = backend.folder.parent / "gate"
+    first = await backend.queue("80", step=f"until test -e {gate}; do sleep 0.1; done", labels=labels)
+    first = await backend.wait_for(first, "in_progress")
+    waiting = [await backend.queue("81", labels=labels) for _ in range(3)]
+    gpu = await backend.queue("82", labels=("self-hosted", "gpu"))
+
+    # GitHub sends no message about these jobs.
+    found = await until_shown(backend, "single", "3 wait: at max 1")
+    assert (found["waiting"], found["assigned"], found["at_capacity"]) == (3, 1, True)
+    assert (found["reason"], found["counts_current"]) == ("at-capacity", True)
+    assert (await backend.run("explain", "set.single")).document["next"][0] == "3 wait: at max 1"
+    status = await until_status(backend, lambda status: len(status["queued_jobs"]) == 4)
+    why = {(job["run_id"], job["runner_set"]): job["detail"] for job in status["queued_jobs"]}
+    assert why["81", "single"] == "set single is at max 1"
+    assert why["82", ""].startswith("no runner has label gpu; sets: large (")
+    for run_id, part in (("81", "set single is at max 1"), ("82", "no runner has label gpu")):
+        explained = (await backend.run("explain", run_id)).document["next"]
+        assert any(part in line for line in explained), explained
+    facts = await asyncio.to_thread(page_facts, backend)
+    (shown,) = [item for item in facts["sets"] if item["name"] == "single"]
+    assert (shown["waiting"], shown["summary"], shown["current"]) == (3, "3 wait: at max 1", True)
+    assert {job["run"] for job in facts["queued"]} == {"81", "82"}
+
+    gate.touch()
+    done = [await backend.wait_for(job) for job in (first, *waiting)]
+    assert backend.wrong_runs(done) == []
+    await backend.cancel(gpu)
+    await until_shown(backend, "single", "no job waits")
+
+
+async def until_shown(backend: DemandBackend, name: str, summary: str) -> dict[str, Any]:
+    """Wait until `remuda status` says this about a set. Return the set."""
+
+    def find(status: dict[str, Any]) -> list[dict[str, Any]]:
+        return [item for item in status["runner_sets"] if (item["name"], item["summary"]) == (name, summary)]
+
+    return find(await until_status(backend, lambda status: bool(find(status))))[0]
+
+
+async def until_status(backend: DemandBackend, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            status: dict[str, Any] = (await backend.run("status", code=None)).document
+            if condition(status):
+                return status
+
+
+def page_facts(backend: DemandBackend) -> dict[str, Any]:
+    """What the dashboard's page gets."""
+    with Dashboard(backend.folder) as dashboard:
+        answer = httpx.get(f"{dashboard.url.rstrip('/')}/api/snapshot", timeout=LIMIT_S, trust_env=False)
+        facts: dict[str, Any] = answer.raise_for_status().json()["facts"]
+        return facts
 
 
 @pytest.mark.parametrize("victim", ["listener", "github", "agent"])

@@ -360,6 +360,26 @@ async def test_capacity_limits_the_assigned_jobs(
     assert (following.statistics.assigned, len(following.events)) == (3, 2)
 
 
+async def test_jobs_above_the_capacity_are_counted(
+    service: DemandService, source: DemandSource, runner_set: RunnerSet
+) -> None:
+    number = await source.create_set(runner_set)
+    session = await source.open_session(runner_set, number, owner="one")
+    await session.receive(last_message_id=0, capacity=1)
+    for _ in range(4):
+        await service.queue(runner_set)
+    first = await session.receive(last_message_id=0, capacity=1)
+    assert first is not None
+    await session.acknowledge(first.message_id)
+    # No message tells of the others.
+    assert await session.receive(last_message_id=first.message_id, capacity=1) is None
+    counts = await source.count_jobs(runner_set, number)
+    assert counts is not None
+    assert (counts.assigned, counts.available) == (1, 3)
+    with pytest.raises(NotFound):
+        await source.count_jobs(runner_set, number + 1_000)
+
+
 async def test_available_jobs_are_acquired(service: DemandService, source: DemandSource, runner_set: RunnerSet) -> None:
     await service.offer_jobs()
     session = await source.open_session(runner_set, await source.create_set(runner_set), owner="one")

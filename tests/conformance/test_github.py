@@ -23,7 +23,7 @@ from remuda.fake_github.fake_runner.credentials import secret_of
 from remuda.http import ClientResponse
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import ServerDates
-from remuda.ports.github import Deletion, GitHub, GitHubRun
+from remuda.ports.github import Deletion, GitHub, GitHubRun, JobList
 from simulation.memory.github import MemoryGitHub, MemoryGitHubServer
 from tests.conformance.conftest import Adapters
 from tests.support.records import LONG_S
@@ -209,7 +209,9 @@ async def test_queued_jobs_of_a_repository(github: GitHub, github_clients: GitHu
     runs = await github.list_runs(REPO, REPO, status="queued", etag=before.etag)
     assert runs is not None
     assert set(runs.run_ids) - set(before.run_ids) == {4_711}
-    (job,) = await github.list_jobs(REPO, REPO, 4_711)
+    listed = await github.list_jobs(REPO, REPO, 4_711)
+    assert listed is not None
+    (job,) = listed.jobs
     assert (job.job_id, job.run_id, job.status, job.labels) == (
         job_id,
         4_711,
@@ -218,7 +220,12 @@ async def test_queued_jobs_of_a_repository(github: GitHub, github_clients: GitHu
     )
     assert began < job.created_at < began + timedelta(minutes=2)
     assert 4_711 not in (await github.list_runs(REPO, REPO, status="in_progress") or before).run_ids
-    assert await github.list_jobs(REPO, REPO, 4_712) == ()
+    assert await github.list_jobs(REPO, REPO, 4_711, etag=listed.etag) is None
+    await github_clients.queue_job(REPO, 4_711, ["self-hosted", "nobody-has-this"])
+    changed = await github.list_jobs(REPO, REPO, 4_711, etag=listed.etag)
+    assert changed is not None
+    assert (len(changed.jobs), changed.etag != listed.etag) == (2, True)
+    assert await github.list_jobs(REPO, REPO, 4_712) == JobList()
 
 
 async def test_run_names_its_head_and_runs_again_when_it_has_ended(github: GitHub, github_clients: GitHubs) -> None:

@@ -230,6 +230,18 @@ async def test_first_poll_names_no_last_message(scripted: ScaleSetSource, script
     assert script.of("GET", "/queue/message")[0].query == {"key": "1"}
 
 
+async def test_counts_of_a_set(scripted: ScaleSetSource, script: ScriptedService, calls: CallCounter) -> None:
+    """The field is that of a session (actions/scaleset: types.go, RunnerScaleSet)."""
+    script.shape("GET", f"{SETS}/27", "scale_set", statistics=SHAPES["session"]["body"]["statistics"])
+    assert await scripted.count_jobs(SET, 27) == DemandStatistics(assigned=2, running=1)
+    assert calls.by_service()[SERVICE]["GET runnerscalesets"] == 1
+    script.shape("GET", f"{SETS}/27", "scale_set")
+    assert await scripted.count_jobs(SET, 27) is None
+    script.shape("GET", f"{SETS}/27", "error_set_not_found")
+    with pytest.raises(NotFound):
+        await scripted.count_jobs(SET, 27)
+
+
 async def test_session_shape(scripted: ScaleSetSource) -> None:
     session = await scripted_session(scripted)
     assert session.session_id == SHAPES["session"]["body"]["sessionId"]

@@ -29,7 +29,7 @@ from remuda.adapters.sqlite.documents import decode, encode
 from remuda.adapters.sqlite.schema import connect, create
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.controlplane.context import Context
-from remuda.domain.demand import LISTENER_LEASE, DemandRecord, DemandStatistics, JobRecord, Lease
+from remuda.domain.demand import LISTENER_LEASE, DemandRecord, DemandStatistics, JobRecord, Lease, QueuedJob
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import Actor, HistoryEntry, Instance, RetireReason, State
 from remuda.domain.pool_config import PoolConfig, runner_name
@@ -41,7 +41,7 @@ from remuda.domain.provision import (
     ProvisionStatus,
     RunnerSource,
 )
-from remuda.domain.reporting.demand import QueuedJob
+from remuda.domain.reporting.job_queue import audited_anomaly, job_anomaly
 from remuda.domain.reporting.warnings import SWEEP_DUE
 from remuda.domain.resources import DEFAULT_CLASSES, UsageClass
 from remuda.domain.runner_set import RunnerSet
@@ -307,8 +307,13 @@ def write_sweep(file: Path, *, now: datetime) -> None:
         repository=SAMPLE_REPOSITORIES[0],
         name="train",
         labels=("self-hosted", "remuda", "gpu"),
+        queued_at=now - timedelta(minutes=9),
     )
-    first_seen = {SWEEP_DUE: now + timedelta(hours=1), job.anomaly(): now - timedelta(minutes=9)}
+    first_seen = {
+        SWEEP_DUE: now + timedelta(hours=1),
+        audited_anomaly(job.repository): now - timedelta(minutes=2),
+        job_anomaly(job): job.queued_at,
+    }
     with_store(file, lambda connection: tables.write_single(connection, "first_seen", encode(first_seen)))
 
 
@@ -410,7 +415,11 @@ def write_demand(file: Path, jobs: Sequence[JobRecord], *, now: datetime) -> Non
     """Write the jobs and what a live listener writes about the sample sets."""
 
     def work(connection: sqlite3.Connection) -> None:
-        tables.write_single(connection, f"lease/{LISTENER_LEASE}", encode(Lease(owner="listener-1", beat=17)))
+        tables.write_single(
+            connection,
+            f"lease/{LISTENER_LEASE}",
+            encode(Lease(owner="listener-1", beat=17, beat_at=to_milliseconds(now))),
+        )
         tables.write_jobs(connection, jobs)
         for runner_set in SAMPLE_SETS:
             own = [job for job in jobs if job.runner_set == runner_set.name and job.completed_at is None]
@@ -422,6 +431,7 @@ def write_demand(file: Path, jobs: Sequence[JobRecord], *, now: datetime) -> Non
                 session_id="session",
                 owner="listener-1",
                 statistics=DemandStatistics(assigned=len(own), running=running, registered=running, busy=running),
+                counted_at=to_milliseconds(now),
                 capacity=runner_set.max,
                 updated_at=to_milliseconds(now),
             )

@@ -19,7 +19,7 @@ from remuda.domain.runner_release import RunnerRelease
 from remuda.domain.scale_down.fleet import FleetMachine
 from remuda.domain.scale_down.idle_config import IdleWindow, parse_cron
 from remuda.ports.calls import CallCounter
-from remuda.ports.github import Deletion, GitHubRun, GitHubRunner, JitRunner, ListedJob, RunList
+from remuda.ports.github import Deletion, GitHubRun, GitHubRunner, JitRunner, JobList, RunList
 from tests.support.records import NOW, instance_id
 
 ENVIRONMENT = "ci"
@@ -144,7 +144,7 @@ class ScriptedGitHub:
     async def list_runs(self, scope: str, repository: str, *, status: str, etag: str = "") -> RunList | None:
         raise NotImplementedError
 
-    async def list_jobs(self, scope: str, repository: str, run_id: int) -> Sequence[ListedJob]:
+    async def list_jobs(self, scope: str, repository: str, run_id: int, *, etag: str = "") -> JobList | None:
         raise NotImplementedError
 
     def _enter(self, operation: str, scope: str, runner_id: int) -> None:

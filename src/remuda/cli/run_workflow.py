@@ -38,7 +38,7 @@ from remuda.cli.workflow_file import (
 from remuda.config.settings import Settings
 from remuda.domain.errors import Unavailable, UserError
 from remuda.domain.pool_config import PoolConfig
-from remuda.domain.reporting.demand import command_for_labels, describe_missing_labels
+from remuda.domain.reporting.job_queue import command_for_labels, describe_missing_labels
 from remuda.domain.runner_set import RunnerSet
 from remuda.domain.text import quote, truncate
 from remuda.fake_github.client import FakeGitHubClient, FakeGitHubError, JobStep, JobView

@@ -148,6 +148,8 @@ def _check_runner_sets(demand: DemandStatus) -> CheckResult:
         return warning(f"{text}; the oldest: {first.detail}", f"run remuda explain {first.job_id}")
     if doubts := [f"{name}: {text}" for name, text in {**demand.disagreements, **demand.unaudited}.items()]:
         return warning("; ".join(doubts), "see remuda explain set.NAME, and the permissions of the GitHub credential")
+    if unknown := [item for item in demand.sets if not item.is_current]:
+        return warning(f"{unknown[0].name}: {unknown[0].summary}", "check that GitHub answers, and the listener's log")
     names = ", ".join(item.name for item in demand.sets)
     owner = f", listener {demand.listener.owner}" if demand.listener and demand.listener.owner else ""
     return ok(f"{names}{owner}; no job waits too long")

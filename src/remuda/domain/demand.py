@@ -20,6 +20,8 @@ LISTENER_LEASE = "listener"
 AFTER_LOSS = "GitHub fails it within about 10 minutes"
 #: Results of jobs that need no re-run. GitHub's messages and its API use different words.
 SUCCESSES = frozenset({"succeeded", "success", "skipped"})
+#: Seconds for which GitHub keeps a job in its queue. An older record that waits has missed its end.
+MAX_QUEUED_S = 86_400.0
 #: How long a job's record is kept if no one says.
 DEFAULT_RETENTION = timedelta(days=30)
 
@@ -28,6 +30,8 @@ DEFAULT_RETENTION = timedelta(days=30)
 class DemandStatistics:
     """GitHub's counts of a set's jobs and runners. They may be wrong for a while, in both directions."""
 
+    #: Jobs with the labels of the set that no set has got yet. The capacity that the listener announces limits
+    #: `assigned`, and not this count (cloudbase/garm: metrics/scaleset.go).
     available: int = 0
     acquired: int = 0
     #: Jobs that the set must run, including those that run.
@@ -40,6 +44,11 @@ class DemandStatistics:
     def __post_init__(self) -> None:
         for item in fields(self):
             object.__setattr__(self, item.name, max(0, getattr(self, item.name)))
+
+
+def count_waiting(statistics: DemandStatistics) -> int:
+    """Jobs that have not started, by GitHub's counts."""
+    return statistics.available + max(0, statistics.assigned - statistics.running)
 
 
 class JobEventKind(StrEnum):
@@ -90,6 +99,34 @@ class DemandMessage:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class QueuedJob:
+    """A job in GitHub's queue that no set has got. The texts are untrusted.
+
+    Example: the second job of a set with `max = 1`, or a job with the label gpu if no set has this label.
+    """
+
+    #: Of GitHub's REST API. Messages about the same job, once a set has got it, have another one.
+    job_id: str
+    run_id: str
+    repository: str
+    name: str
+    labels: tuple[str, ...]
+    queued_at: datetime
+
+    def __post_init__(self) -> None:
+        _bound(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RepositoryQueue:
+    """Jobs of a repository that no set has got, as they were read at one time."""
+
+    repository: str
+    read_at: datetime
+    jobs: tuple[QueuedJob, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DemandRecord:
     """State of the listener for one set. Written before a message is acknowledged."""
 
@@ -107,8 +144,12 @@ class DemandRecord:
     owner: str = ""
     last_message_id: int = 0
     statistics: DemandStatistics = field(default_factory=DemandStatistics)
+    #: When GitHub told these statistics; None if it has told none.
+    counted_at: datetime | None = None
     #: Capacity that was last sent to GitHub.
     capacity: int = 0
+    #: Queues of repositories with live runs. Each repository belongs to one of the sets that may serve it.
+    queues: tuple[RepositoryQueue, ...] = ()
     updated_at: datetime
     #: Since when the set cannot be served; None if it can.
     failing_since: datetime | None = None
@@ -118,6 +159,14 @@ class DemandRecord:
 
     def __post_init__(self) -> None:
         _bound(self)
+
+    @property
+    def may_hide_jobs(self) -> bool:
+        """Whether jobs may wait without a message: GitHub assigns no job, and so sends none, above the capacity.
+
+        A job that is cancelled while it is available causes no message either (actions-runner-controller#3156).
+        """
+        return self.statistics.assigned >= self.capacity or self.statistics.available > 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,6 +179,8 @@ class Lease:
     #: Empty if the owner gave it up.
     owner: str
     beat: int
+    #: When it was written, by the clock of its owner. Shown to people; whether it has expired is decided by changes.
+    beat_at: datetime | None = None
     #: When the store may delete it; None: never.
     forget_at: datetime | None = None
     #: Ids of the jobs for which a workflow run was run again.
@@ -222,7 +273,7 @@ class JobRecord:
         return merged
 
 
-def _bound(record: JobEvent | JobRecord | DemandRecord) -> None:
+def _bound(record: JobEvent | JobRecord | QueuedJob | DemandRecord) -> None:
     """Sanitize and cut the texts of a record: they come from GitHub, and records must fit into a store's item."""
     for item in fields(record):
         value = getattr(record, item.name)

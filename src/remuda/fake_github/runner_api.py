@@ -214,7 +214,6 @@ def _job_message(job: GitHubJob) -> dict[str, Any]:
             "run_id": job.run_id,
             "event": job.event,
             "run_attempt": job.run_attempt,
-            "event": job.event,
             "steps": job.steps,
             "env": job.env,
             "contexts": job.contexts,

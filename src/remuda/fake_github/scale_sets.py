@@ -138,7 +138,7 @@ class ScaleSets:
         busy = sum(runner.job_id is not None for runner in runners)
         fault = self._faults.take(FaultKind.WRONG_STATISTICS, scale_set.name)
         return {
-            "totalAvailableJobs": len(self.available(scale_set)),
+            "totalAvailableJobs": len(self._unassigned(scale_set)),
             "totalAcquiredJobs": sum(job.phase is JobPhase.QUEUED for job in jobs) if self._must_acquire else 0,
             "totalAssignedJobs": len(jobs) if fault is None else fault.value or 0,
             "totalRunningJobs": sum(job.phase is JobPhase.IN_PROGRESS for job in jobs),
@@ -334,6 +334,22 @@ class ScaleSets:
         if not self._must_acquire:
             return []
         return [job for job in self._queue.waiting if not job.scale_set_id and scale_set.id in job.offered_sets]
+
+    def _unassigned(self, scale_set: ScaleSet) -> list[GitHubJob]:
+        """The waiting jobs with the set's labels that no set has.
+
+        Their number is not limited by the capacity that a client announces (cloudbase/garm, metrics/scaleset.go).
+        A set that announces 0 learns nothing (github.com/rhobuild/runpool).
+        """
+        if self._must_acquire:
+            return self.available(scale_set)
+        if scale_set.capacity == 0:
+            return []
+        return [
+            job
+            for job in self._queue.waiting
+            if not job.scale_set_id and covers(scale_set.scope, job.repo) and matches(job.labels, scale_set.labels)
+        ]
 
     def acquire(self, scale_set: ScaleSet, request_ids: list[int]) -> list[int]:
         """Assign offered jobs to the set. Return the ids of those that no other set or runner has taken."""

@@ -33,10 +33,7 @@ def routes(app: AppState) -> list[BaseRoute]:
 
 class WorkflowRunsRest(RunnersRest):
     def list_runs(self, request: Request, scope: str, _body: dict[str, Any]) -> Response:
-        """List the runs in a status, newest first, with an ETag.
-
-        GitHub does not count a conditional request that it answers with 304.
-        """
+        """List the runs in a status, newest first, with an ETag."""
         known: tuple[GitHubJob | WorkflowRunRecord, ...] = (
             *self._core.state.jobs.values(),
             *self._core.state.workflow_runs.values(),
@@ -46,18 +43,11 @@ class WorkflowRunsRest(RunnersRest):
         runs = [self._run_document(scope, run_id) for run_id in sorted(run_ids, reverse=True)]
         if status := request.query_params.get("status"):
             runs = [run for run in runs if status in {run["status"], run["conclusion"]}]
-        return self._unless_known(request, page_response(request, "workflow_runs", runs))
+        return self._unless_unchanged(request, page_response(request, "workflow_runs", runs))
 
     def get_run(self, request: Request, scope: str, _body: dict[str, Any]) -> Response:
-        return self._unless_known(request, JSONResponse(self._run_document(scope, int(request.path_params["run_id"]))))
-
-    def _unless_known(self, request: Request, response: Response) -> Response:
-        """The response with its ETag, or 304 to a request that names this one."""
-        response.headers["etag"] = f'W/"{hashlib.sha256(response.body).hexdigest()}"'
-        if request.headers.get("if-none-match") != response.headers["etag"]:
-            return response
-        self.uncount(request)
-        return Response(status_code=304, headers={"etag": response.headers["etag"]})
+        document = self._run_document(scope, int(request.path_params["run_id"]))
+        return self._unless_unchanged(request, JSONResponse(document))
 
     def _run_document(self, repo: str, run_id: int) -> dict[str, Any]:
         begun = self._core.state.workflow_runs.get(f"{repo.lower()}/{run_id}")
@@ -70,9 +60,18 @@ class WorkflowRunsRest(RunnersRest):
         return _run_document(repo, run_id, jobs, begun)
 
     def list_jobs(self, request: Request, scope: str, _body: dict[str, Any]) -> Response:
-        """List the jobs of the latest attempt."""
+        """List the jobs of the latest attempt, with an ETag."""
         jobs = self._jobs(scope, str(request.path_params["run_id"]))
-        return JSONResponse({"total_count": len(jobs), "jobs": [_job_document(job) for job in jobs]})
+        document = {"total_count": len(jobs), "jobs": [_job_document(job) for job in jobs]}
+        return self._unless_unchanged(request, JSONResponse(document))
+
+    def _unless_unchanged(self, request: Request, response: Response) -> Response:
+        """Answer 304 if the client has this response. GitHub does not count such a request."""
+        response.headers["etag"] = f'W/"{hashlib.sha256(response.body).hexdigest()}"'
+        if request.headers.get("if-none-match") != response.headers["etag"]:
+            return response
+        self.uncount(request)
+        return Response(status_code=304, headers={"etag": response.headers["etag"]})
 
     def rerun_failed_jobs(self, request: Request, scope: str, _body: dict[str, Any]) -> Response:
         jobs = self._jobs(scope, str(request.path_params["run_id"]))

@@ -60,6 +60,13 @@ class DemandSource(Protocol):
         """Delete the set on GitHub. Return whether there was one. Raises `Conflict` while a runner is busy."""
         ...
 
+    async def count_jobs(self, runner_set: RunnerSet, scale_set_id: int) -> DemandStatistics | None:
+        """Return GitHub's present counts of the set, by one call; None if GitHub did not say.
+
+        Messages bring them too, but none comes while jobs wait above the capacity. Raises `NotFound` without the set.
+        """
+        ...
+
     async def open_session(
         self, runner_set: RunnerSet, scale_set_id: int, *, owner: str, session_id: str = ""
     ) -> DemandSession:

@@ -60,6 +60,15 @@ class ListedJob:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class JobList:
+    """The jobs of the latest attempt of a run, at most 100."""
+
+    jobs: tuple[ListedJob, ...] = ()
+    #: Identifies this answer in the next request; empty if GitHub sent none.
+    etag: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GitHubRun:
     """A workflow run. Its texts are untrusted."""
 
@@ -134,8 +143,11 @@ class GitHub(Protocol):
         """
         ...
 
-    async def list_jobs(self, scope: str, repository: str, run_id: int) -> Sequence[ListedJob]:
-        """Return the jobs of the run's latest attempt, at most 100, by one call. Empty if the run is gone."""
+    async def list_jobs(self, scope: str, repository: str, run_id: int, *, etag: str = "") -> JobList | None:
+        """Return the jobs of the run's latest attempt, by one call. Empty if the run is gone.
+
+        None if nothing has changed since the answer with this `etag`, as for `list_runs`.
+        """
         ...
 
     async def get_run(self, scope: str, repository: str, run_id: int, *, etag: str = "") -> GitHubRun | None:

@@ -100,7 +100,8 @@ WITHOUT_HEARTBEAT = _gauge(
 SET_JOBS = _gauge(
     "remuda_set_jobs",
     "pool runner_set state",
-    "Jobs of a runner set. State: waiting (not started), assigned (GitHub's count, including running) or running.",
+    "Jobs of a runner set. State: waiting (not started, with those above its maximum), assigned (GitHub's count,"
+    " including running) or running. Absent while the present counts are not known.",
 )
 SET_RUNNERS = _gauge(
     "remuda_set_runners",
@@ -112,7 +113,7 @@ SET_MAX = _gauge("remuda_set_max_runners", "pool runner_set", "Maximum number of
 SET_OLDEST_WAIT = _gauge(
     "remuda_set_oldest_wait_seconds",
     "pool runner_set",
-    "Waiting time of the job that has waited longest; 0 if none waits.",
+    "Waiting time of the job that has waited longest; 0 if none waits. Absent while that is not known.",
 )
 SET_SESSION_UP = _gauge(
     "remuda_set_session_up", "pool runner_set", "Whether a live listener has a working session for the set: 1 or 0."
@@ -451,12 +452,14 @@ def _heartbeats(pool: str, status: Status) -> Iterator[tuple[str, Values]]:
 def _demand(pool: str, status: Status) -> Iterator[tuple[str, Values]]:
     """The sets of the configuration are few, and their names are bounded."""
     sets, demand = status.demand.sets, status.demand
-    jobs: Values = {(pool, item.name, name): float(getattr(item, name)) for item in sets for name in _JOB_STATES}
+    # An old count would look like the present one.
+    current = [item for item in sets if item.is_current]
+    jobs: Values = {(pool, item.name, name): float(getattr(item, name)) for item in current for name in _JOB_STATES}
     runners: Values = {(pool, item.name, name): float(getattr(item, name)) for item in sets for name in _RUNNER_STATES}
     yield SET_JOBS.name, jobs
     yield SET_RUNNERS.name, runners
     yield SET_MAX.name, {(pool, item.name): float(item.max) for item in sets}
-    yield SET_OLDEST_WAIT.name, {(pool, item.name): item.oldest_wait_s or 0.0 for item in sets}
+    yield SET_OLDEST_WAIT.name, {(pool, item.name): item.oldest_wait_s or 0.0 for item in current}
     yield SET_SESSION_UP.name, {(pool, item.name): float(item.session is SessionState.OPEN) for item in sets}
     ages: Values = {(pool, item.name): item.message_age_s for item in sets if item.message_age_s is not None}
     yield SET_MESSAGE_AGE.name, ages

@@ -10,7 +10,7 @@ import pytest
 
 from remuda.controlplane.read.explain import explain
 from remuda.controlplane.read.status import status
-from remuda.controlplane.refresh.audit import AUDIT_INTERVAL_S, MAX_CALLS, MAX_STORED
+from remuda.controlplane.refresh.audit import MAX_CALLS, MAX_STORED
 from remuda.controlplane.refresh.result import RefreshResult
 from remuda.domain.demand import DemandRecord, DemandStatistics, JobRecord, Lease
 from remuda.domain.errors import UserError
@@ -21,6 +21,7 @@ from remuda.domain.reporting.demand import (
     SessionState,
     WaitReason,
 )
+from remuda.domain.reporting.job_queue import AUDIT_INTERVAL_S
 from remuda.domain.runner_set import RunnerSet
 from simulation.invariants import SCOPE
 from tests.support.world import PoolWorld
@@ -44,7 +45,7 @@ async def listen(world: PoolWorld, beat: int = 1, jobs: tuple[JobRecord, ...] = 
     """Write the lease, the demand record and the jobs of a listener."""
     store = world.process().store
     before = await store.get_lease("listener")
-    await store.replace_lease("listener", before, Lease(owner="host", beat=beat))
+    await store.replace_lease("listener", before, Lease(owner="host", beat=beat, beat_at=world.clock.now()))
     await store.put_demand(
         DemandRecord(
             runner_set="large",
@@ -78,7 +79,7 @@ async def test_job_whose_labels_no_set_has(world: PoolWorld) -> None:
     for subject in ("77", str(job.job_id)):
         explanation = await explain(world.process(), subject, command="deploy")
         why, command = explanation.next_steps
-        assert why == f"it waits: {found.detail}"
+        assert why == f"job {found.name} waits: {found.detail}"
         assert command.startswith(f"to get a runner: remuda deploy --github-scope {SCOPE} --runner-sets ")
     job.started = True
     assert (await wait_and_sweep(world, AUDIT_INTERVAL_S + 1)).waiting_jobs == ()

@@ -520,6 +520,16 @@ async def test_stopped_listener_leaves_machines_and_gives_up_session_and_lease(s
     await sets.wait_for_jobs(sets.queue(), 10.0)
 
 
+async def test_lease_has_the_time_of_its_heartbeat(sets: DemandWorld) -> None:
+    listener = sets.listen()
+    await asyncio.sleep(100.0)
+    beat_at = sets.database.leases["listener"].beat_at
+    assert beat_at is not None
+    assert timedelta() <= sets.clock.now() - beat_at <= timedelta(seconds=10.0)
+    await listener.stop()
+    assert sets.database.leases["listener"].beat_at == sets.clock.now()
+
+
 async def test_second_listener_waits_until_the_first_has_ended(sets: DemandWorld) -> None:
     first, second = sets.listen(), sets.listen()
     await asyncio.sleep(100.0)

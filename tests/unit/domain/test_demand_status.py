@@ -15,7 +15,7 @@ from remuda.cli.rendering.status import changes, explanation_lines, status_docum
 from remuda.cli.terminal import PlainConsole
 from remuda.controlplane.doctor import _check_runner_sets
 from remuda.controlplane.read.status import Status
-from remuda.domain.demand import DemandRecord, DemandStatistics, JobRecord, Lease
+from remuda.domain.demand import DemandRecord, DemandStatistics, JobRecord, Lease, QueuedJob, RepositoryQueue
 from remuda.domain.instance import State, holder_id
 from remuda.domain.provision import LaunchAttempt, Provision, ProvisionOutcome
 from remuda.domain.reporting.demand import (
@@ -23,20 +23,24 @@ from remuda.domain.reporting.demand import (
     WAITING_LIMIT_S,
     DemandInput,
     DemandStatus,
-    QueuedJob,
     RunnerSetStatus,
     SessionState,
     WaitReason,
     demand_status,
-    describe_missing_labels,
     disagreement_anomaly,
     find_disagreement,
-    labels_by_run,
-    listener_anomaly,
-    unaudited_anomaly,
 )
 from remuda.domain.reporting.explanation import Explanation, ExplanationInput
 from remuda.domain.reporting.job_explanation import explain_job, explain_jobs, explain_queued, explain_set
+from remuda.domain.reporting.job_queue import (
+    QUEUE_OLD_S,
+    audited_anomaly,
+    describe_missing_labels,
+    job_anomaly,
+    labels_by_run,
+    parse_job,
+    unaudited_anomaly,
+)
 from remuda.domain.reporting.warnings import find_demand_warnings
 from remuda.domain.runner_set import RunnerSet, parse_runner_sets
 from remuda.domain.signals import Report
@@ -52,7 +56,7 @@ LARGE = RunnerSet(
     max=3,
 )
 SPOT = replace(LARGE, name="spot", labels=("self-hosted", "remuda", "spot"), resource_class="spot")
-LEASE = Lease(owner="host-1", beat=7)
+LEASE = Lease(owner="host-1", beat=7, beat_at=at(-5))
 
 
 def record(assigned: int = 0, running: int = 0, **changed: Any) -> DemandRecord:
@@ -170,14 +174,14 @@ def test_a_job_that_github_does_not_count_is_forgotten_after_a_while() -> None:
         ),
         ({"lease": Lease(owner="", beat=9)}, WaitReason.SESSION, "the listener is silent at present"),
         (
-            {"first_seen": {listener_anomaly(LEASE): at(-LISTENER_SILENT_S - 1)}},
+            {"lease": replace(LEASE, beat_at=at(-LISTENER_SILENT_S - 1))},
             WaitReason.SESSION,
-            "the listener (host-1) is silent since",
+            "the listener (host-1) is silent since 2025",
         ),
         (
             {"instances": [machine(number, run_id=str(number)) for number in (1, 2, 3)]},
             WaitReason.AT_CAPACITY,
-            "the set has 3 of at most 3 runners",
+            "at max 3",
         ),
         (
             {"instances": [machine(number, State.CREATED) for number in (1, 2, 3)]},
@@ -237,11 +241,11 @@ def test_errors_of_a_complete_launch_are_no_reason() -> None:
     assert "no spot capacity" not in status.detail
 
 
-def test_one_read_of_a_lease_does_not_make_a_listener_silent() -> None:
-    assert large().session is SessionState.OPEN
-    seen = {listener_anomaly(LEASE): at(-LISTENER_SILENT_S + 1)}
-    assert large(first_seen=seen).session is SessionState.OPEN
-    assert large(first_seen={listener_anomaly(Lease(owner="host-1", beat=6)): at(-900)}).session is SessionState.OPEN
+def test_listener_is_silent_a_minute_after_its_last_heartbeat() -> None:
+    assert large(lease=replace(LEASE, beat_at=at(-LISTENER_SILENT_S))).session is SessionState.OPEN
+    assert large(lease=replace(LEASE, beat_at=at(-LISTENER_SILENT_S - 1))).session is SessionState.SILENT
+    # That of an earlier version does not tell.
+    assert large(lease=replace(LEASE, beat_at=None)).session is SessionState.OPEN
 
 
 def test_a_set_that_was_removed_from_the_configuration_is_shown_until_it_is_drained() -> None:
@@ -269,11 +273,16 @@ def test_a_job_that_started_late_is_not_overdue() -> None:
 
 def queued(*labels: str, **changed: Any) -> QueuedJob:
     values: dict[str, Any] = {"job_id": "9", "run_id": "88", "repository": "octo/app", "name": "gpu", "labels": labels}
-    return QueuedJob(**{**values, **changed})
+    return QueuedJob(**{"queued_at": at(-900), **values, **changed})
+
+
+def audited(*labels: str, read: float = -200, queued_at: float = -900) -> dict[str, Any]:
+    """What the audit stores about one job."""
+    return {audited_anomaly("octo/app"): at(read), job_anomaly(queued(*labels)): at(queued_at)}
 
 
 def test_job_in_githubs_queue_that_no_set_serves() -> None:
-    seen = {queued("self-hosted", "gpu").anomaly(): at(-900)}
+    seen = audited("self-hosted", "gpu")
     (found,) = demand_status(demand_input(first_seen=seen)).overdue
     assert (found.reason, found.runner_set, found.queued_at) == (WaitReason.NO_SET, "", at(-900))
     assert found.detail == "no runner has label gpu; sets: large (self-hosted, remuda, large)"
@@ -288,7 +297,7 @@ def test_job_in_githubs_queue_that_no_set_serves() -> None:
     ],
 )
 def test_job_in_githubs_queue_that_a_set_should_serve(changed: dict[str, Any], reason: WaitReason) -> None:
-    seen = {queued("Self-Hosted", "LARGE").anomaly(): at(-900)}
+    seen = audited("Self-Hosted", "LARGE")
     (found,) = demand_status(demand_input(first_seen=seen, **changed)).overdue
     assert (found.reason, found.runner_set) == (reason, "large")
 
@@ -298,14 +307,134 @@ def test_job_in_githubs_queue_that_a_set_should_serve(changed: dict[str, Any], r
     ["missing:i-1", "waiting-job:", "waiting-job:{}", "waiting-job:[1,2,3,4,[]]", 'waiting-job:["a","b","c","d",5]'],
 )
 def test_other_and_malformed_anomalies_are_no_jobs(anomaly: str) -> None:
-    assert QueuedJob.parse(anomaly) is None
+    assert parse_job(anomaly, NOW) is None
 
 
 def test_queued_job_survives_its_storage_and_is_sanitized() -> None:
     job = queued("self-hosted", HOSTILE, name=HOSTILE)
-    assert QueuedJob.parse(job.anomaly()) == job
+    assert parse_job(job_anomaly(job), job.queued_at) == job
     assert job.name.isprintable()
     assert all(label.isprintable() for label in job.labels)
+
+
+# What GitHub does not send ------------------------------------------------------------------------------------------
+
+FULL: dict[str, Any] = {"capacity": 3, "counted_at": at(-10), "updated_at": at(-10)}
+
+
+def full(available: int, **changed: Any) -> DemandRecord:
+    return record(statistics=DemandStatistics(assigned=3, running=3, available=available), **{**FULL, **changed})
+
+
+def busy() -> list[Any]:
+    return [machine(number, run_id=str(number)) for number in (1, 2, 3)]
+
+
+def test_jobs_above_the_maximum_are_counted_and_explained() -> None:
+    status = large(demand={"large": full(4)}, instances=busy())
+    assert (status.waiting, status.reason, status.is_current) == (4, WaitReason.AT_CAPACITY, True)
+    assert status.summary == "4 wait: at max 3"
+    assert large(demand={"large": full(1)}, instances=busy()).summary == "1 waits: at max 3"
+    none = large(demand={"large": full(0)}, instances=busy())
+    assert (none.summary, none.reason) == (f"no job waited at {at(-10):%H:%M:%S} UTC", None)
+
+
+def test_jobs_above_the_maximum_are_no_disagreement() -> None:
+    demand = full(4)
+    assert find_disagreement(large(demand={"large": demand}, instances=busy()), demand, []) == ""
+    free = record(statistics=DemandStatistics(assigned=1, running=1, available=2), **FULL)
+    assert "GitHub counts 2 waiting jobs" in find_disagreement(large(demand={"large": free}), free, [])
+
+
+def test_jobs_that_only_the_queue_of_a_run_shows_are_counted() -> None:
+    """GitHub's count may be wrong."""
+    jobs = tuple(queued(*LARGE.labels, job_id=str(number), name=f"test {number}") for number in range(3))
+    queue = RepositoryQueue(repository="octo/app", read_at=at(-20), jobs=jobs)
+    found = demand_status(demand_input(demand={"large": full(0, queues=(queue,))}, instances=busy()))
+    assert (found.sets[0].summary, found.sets[0].oldest_wait_s) == ("3 wait: at max 3", 900)
+    assert {(item.runner_set, item.reason) for item in found.queued} == {("large", WaitReason.AT_CAPACITY)}
+    # One of them was assigned since, and an older reading counts no more.
+    known = job(1, run_id="88", display_name="test 1", started_at=at(-5))
+    assert demand_status(demand_input(demand={"large": full(0, queues=(queue,))}, jobs=[known])).sets[0].waiting == 2
+    old = replace(queue, read_at=at(-100))
+    assert large(demand={"large": full(0, queues=(old,))}, instances=busy()).waiting == 0
+
+
+def test_count_that_could_not_be_repeated_is_old() -> None:
+    for available, before in ((4, "4"), (0, "none")):
+        status = large(demand={"large": full(available, counted_at=at(-200))}, instances=busy())
+        assert not status.is_current
+        assert status.summary.startswith(
+            f"it is not known whether jobs wait; {before} did at {at(-200):%Y-%m-%d %H:%M:%S} UTC: "
+        )
+        assert "no job waits" not in explain_set(status, demand_input(), ()).next_steps
+
+
+def test_open_session_proves_the_counts_of_a_set_with_room() -> None:
+    idle = record(capacity=3, counted_at=at(-9_000), updated_at=at(-9_000))
+    assert (large(demand={"large": idle}).summary, large(demand={"large": idle}).is_current) == ("no job waits", True)
+
+
+@pytest.mark.parametrize(
+    ("changed", "since"),
+    [
+        ({"lease": replace(LEASE, beat_at=at(-300))}, -300),
+        ({"lease": Lease(owner="", beat=8, beat_at=at(-40))}, -40),
+        ({"demand": {"large": record(capacity=3, failing_since=at(-70), error="403", updated_at=at(-90))}}, -70),
+        ({"demand": {"large": record(capacity=3, session_id="", updated_at=at(-30))}}, -30),
+    ],
+)
+def test_counts_of_a_silent_listener_are_those_of_its_end(changed: dict[str, Any], since: float) -> None:
+    status = large(**{"demand": {"large": record(capacity=3, updated_at=at(-900))}, **changed})
+    assert (status.is_current, status.known_at) == (False, at(since))
+    assert status.summary.startswith("it is not known whether jobs wait; none did at ")
+    assert "no job waits" not in "\n".join(explain_set(status, demand_input(), ()).next_steps)
+
+
+def test_set_that_github_never_counted_is_unknown() -> None:
+    assert large(demand={}).summary.startswith("it is not known whether jobs wait: no listener has a session")
+
+
+def test_listening_machine_with_a_dead_agent_is_not_hot() -> None:
+    reports = {instance_id(1): listening(1, beat_at=at(-10)), instance_id(2): listening(2, beat_at=at(-600))}
+    assert large(instances=[machine(1), machine(2)], reports=reports).hot == 1
+
+
+def test_newer_reading_of_a_queue_replaces_the_older_one() -> None:
+    seen = audited("self-hosted", "gpu", read=-200)
+    empty = RepositoryQueue(repository="octo/app", read_at=at(-20))
+    assert demand_status(demand_input(first_seen=seen, demand={"large": record(queues=(empty,))})).queued == ()
+    older = replace(empty, read_at=at(-210))
+    found = demand_status(demand_input(first_seen=seen, demand={"large": record(queues=(older,))}))
+    assert [item.job_id for item in found.queued] == ["9"]
+    assert found.queues_read_at == {"octo/app": at(-200)}
+
+
+def test_old_reading_of_a_queue_is_shown_with_its_time() -> None:
+    (new,) = demand_status(demand_input(first_seen=audited("self-hosted", "gpu", read=-QUEUE_OLD_S))).queued
+    (old,) = demand_status(demand_input(first_seen=audited("self-hosted", "gpu", read=-QUEUE_OLD_S - 1))).queued
+    time = f"{at(-QUEUE_OLD_S - 1):%Y-%m-%d %H:%M:%S} UTC"
+    assert old.detail == f"{new.detail} (GitHub's queue was last read at {time})"
+
+
+def test_job_that_no_set_serves_is_shown_before_it_is_overdue() -> None:
+    found = demand_status(demand_input(first_seen=audited("self-hosted", "gpu", read=-5, queued_at=-30)))
+    assert ([item.job_id for item in found.queued], found.overdue) == (["9"], ())
+    assert any("job gpu of run 88: no runner has label gpu" in line for line in shown(pool_status(found), 120))
+
+
+def test_run_with_jobs_that_no_set_has_got() -> None:
+    queue = RepositoryQueue(
+        repository="octo/app", read_at=at(-20), jobs=(queued(*LARGE.labels, run_id="77", name="build 2"),)
+    )
+    running = [job(1, started_at=at(-50))]
+    found = demand_input(jobs=running, demand={"large": full(1, queues=(queue,))}, instances=busy())
+    explanation = explain_jobs("77", running, records(), found, demand_status(found))
+    assert explanation.title == "Run 77 of octo/app: 2 jobs, 1 waiting, 1 running"
+    assert explanation.next_steps == (
+        "job build 2 waits: set large is at max 3",
+        f"GitHub's queue was read at {at(-20):%Y-%m-%d %H:%M:%S} UTC",
+    )
 
 
 def test_missing_labels_are_explained() -> None:
@@ -365,7 +494,7 @@ def test_counts_that_agree_are_no_disagreement() -> None:
 
 def test_warnings_about_sets_and_jobs() -> None:
     seen = {
-        queued("self-hosted", "gpu").anomaly(): at(-900),
+        **audited("self-hosted", "gpu"),
         unaudited_anomaly("octo/app", "403"): at(-900),
         disagreement_anomaly("large"): at(-900),
     }
@@ -452,7 +581,7 @@ def test_table_of_sets_fits_the_terminal(width: int) -> None:
     (row,) = (line for line in lines if line.strip().startswith("large  "))
     assert row.split()[1:5] == ["20", "120", "0", "0"]
     assert ("running" in header, "12 min" in row, "open" in row) == (True, True, width == 120)
-    assert any("large: 20 jobs waiting: the listener takes a machine" in line for line in lines)
+    assert any("large: 20 wait: the listener takes a machine" in line for line in lines)
 
 
 def test_hostile_error_is_shown_as_text() -> None:
@@ -559,20 +688,22 @@ def test_run_with_several_jobs() -> None:
     assert [text.partition(":")[0] for text in explanation.next_steps] == [
         "job build 2 (job-2) waits for 60 s",
         instance_id(1),
+        "GitHub's queue of octo/app was not read yet",
     ]
 
 
 def test_job_that_no_set_serves() -> None:
-    seen = {queued("self-hosted", "gpu").anomaly(): at(-900)}
-    (overdue,) = demand_status(demand_input(first_seen=seen)).overdue
-    explanation = explain_queued(overdue, demand_input().config, "refresh")
-    why, command = explanation.next_steps
-    assert why == "it waits: no runner has label gpu; sets: large (self-hosted, remuda, large)"
-    *words, text = shlex.split(command.removeprefix("to get a runner: "))
-    assert words == ["remuda", "refresh", "--github-scope", "octo/app", "--runner-sets"]
-    sets = parse_runner_sets(json.loads(text), default_scope="", zone_of=lambda _name: UTC)
-    assert [item.serves(["self-hosted", "gpu"]) for item in sets] == [False, True]
-    assert "queued with labels self-hosted, gpu" in rendered(explanation)
+    waiting = demand_status(demand_input(first_seen=audited("self-hosted", "gpu"))).queued
+    for subject, title in (("9", "Job gpu of run 88: waits"), ("88", "Run 88 of octo/app: 1 waiting, none started")):
+        explanation = explain_queued(subject, waiting, demand_input().config, "refresh")
+        assert explanation.title == title
+        why, command = explanation.next_steps
+        assert why == "job gpu waits: no runner has label gpu; sets: large (self-hosted, remuda, large)"
+        *words, text = shlex.split(command.removeprefix("to get a runner: "))
+        assert words == ["remuda", "refresh", "--github-scope", "octo/app", "--runner-sets"]
+        sets = parse_runner_sets(json.loads(text), default_scope="", zone_of=lambda _name: UTC)
+        assert [item.serves(["self-hosted", "gpu"]) for item in sets] == [False, True]
+        assert "queued with labels self-hosted, gpu" in rendered(explanation)
 
 
 @pytest.mark.parametrize("result", ["", "failed"])
@@ -597,7 +728,7 @@ def test_explanation_of_a_set() -> None:
     assert explanation.title.startswith("Runner set large (labels self-hosted, remuda, large): 1 waiting, 0 running")
     assert "job build 1 ended: failed" in text
     assert "no machine was acquired: quota" in text
-    assert explanation.next_steps[0] == "1 job waiting, the oldest for 60 s: no machine can be acquired: quota"
+    assert explanation.next_steps[:2] == ("1 waits: no machine can be acquired: quota", "the oldest waits for 60 s")
     assert "session of host-1: open, last news 20 s ago" in text
 
 

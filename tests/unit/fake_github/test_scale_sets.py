@@ -341,6 +341,30 @@ def test_runner_of_a_set_is_used_up_by_one_job(world: SetWorld) -> None:
     assert runner.id not in world.core.state.runners
 
 
+# Jobs above the capacity
+
+
+def test_statistics_count_jobs_that_no_set_has(world: SetWorld) -> None:
+    scale_set = world.served(capacity=1)
+    other = world.add_set("gpu", ("self-hosted", "gpu"))
+    jobs = [world.job(LABELS) for _ in range(3)]
+    world.job(("self-hosted", "gpu"))
+    counts = world.sets.statistics(scale_set)
+    assert (counts["totalAvailableJobs"], counts["totalAssignedJobs"]) == (2, 1)
+    assert world.sets.statistics(other)["totalAvailableJobs"] == 1
+    assert world.kinds(scale_set) == ["JobAssigned"]
+    world.sets.announce(scale_set, 2)
+    assert world.sets.statistics(scale_set)["totalAvailableJobs"] == 1
+    world.core.queue.cancel(jobs[2].id)
+    assert world.sets.statistics(scale_set)["totalAvailableJobs"] == 0
+
+
+def test_set_that_announces_no_capacity_counts_no_jobs(world: SetWorld) -> None:
+    scale_set = world.served(capacity=0)
+    world.job(LABELS)
+    assert world.sets.statistics(scale_set)["totalAvailableJobs"] == 0
+
+
 # GitHub Enterprise Server
 
 

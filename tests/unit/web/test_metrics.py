@@ -24,9 +24,9 @@ from remuda.domain.provision import Provision, ProvisionOutcome, ProvisionStatus
 from remuda.domain.reporting.demand import (
     DemandStatus,
     ListenerStatus,
-    OverdueJob,
     RunnerSetStatus,
     SessionState,
+    WaitingJob,
     WaitReason,
 )
 from remuda.domain.reporting.warnings import PoolWarning, WarningKind
@@ -406,7 +406,7 @@ def test_gauges_of_runner_sets() -> None:
     item = set_status(
         waiting=3, assigned=5, running=2, hot=1, warm=4, launching=6, updated_at=at(-30), oldest_queued_at=at(-70)
     )
-    overdue = OverdueJob(
+    overdue = WaitingJob(
         job_id="9", run_id="8", repository="", name="", labels=(), runner_set="", queued_at=NOW,
         reason=WaitReason.NO_SET, detail="",
     )  # fmt: skip
@@ -424,6 +424,17 @@ def test_gauges_of_runner_sets() -> None:
     assert (one(found, "remuda_listener_up"), one(found, "remuda_listener_beat")) == (1, 12)
     assert one(found, "remuda_jobs_waiting_too_long", reason="no-set") == 1
     assert one(found, "remuda_jobs_waiting_too_long", reason="session") == 0
+
+
+def test_counts_that_are_old_are_absent() -> None:
+    metrics = fleet_metrics()
+    metrics.on_status(with_demand(sets=(set_status(waiting=3, assigned=5, hot=1, is_current=False),)))
+    found = read(metrics)
+    assert total(found, "remuda_set_jobs") == total(found, "remuda_set_oldest_wait_seconds") == 0
+    # Machines are known by their own reports.
+    assert one(found, "remuda_set_runners", runner_set="large", state="hot") == 1
+    metrics.on_status(with_demand(sets=(set_status(waiting=3),)))
+    assert one(read(metrics), "remuda_set_jobs", runner_set="large", state="waiting") == 3
 
 
 def test_silent_listener_and_closed_session() -> None:

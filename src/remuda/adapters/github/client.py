@@ -29,7 +29,7 @@ from remuda.http import (
 )
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock, Ids, ServerDates, backoff_s, retry
-from remuda.ports.github import Deletion, GitHubRun, GitHubRunner, JitRunner, ListedJob, RunList, missing_group
+from remuda.ports.github import Deletion, GitHubRun, GitHubRunner, JitRunner, JobList, RunList, missing_group
 
 PER_PAGE = 100
 #: Maximum number of pages read, against Link headers that never end.
@@ -331,16 +331,16 @@ class GitHubClient:
             )
         return None if response.status == 304 else responses.parse_runs(response)
 
-    async def list_jobs(self, scope: str, repository: str, run_id: int) -> Sequence[ListedJob]:
+    async def list_jobs(self, scope: str, repository: str, run_id: int, *, etag: str = "") -> JobList | None:
         """https://docs.github.com/rest/actions/workflow-jobs#list-jobs-for-a-workflow-run."""
         params = {"filter": "latest", "per_page": str(PER_PAGE)}
         path = f"/repos/{repository}/actions/runs/{run_id}/jobs"
         try:
             with _actions_must_be_readable(repository):
-                response = await self._call(scope, "GET", path, params=params, idempotent=True)
+                response = await self._call(scope, "GET", path, params=params, idempotent=True, accept={304}, etag=etag)
         except NotFound:
-            return ()
-        return responses.parse_jobs(responses.json_object(response))
+            return JobList()
+        return None if response.status == 304 else responses.parse_jobs(response)
 
     async def get_run(self, scope: str, repository: str, run_id: int, *, etag: str = "") -> GitHubRun | None:
         """https://docs.github.com/rest/actions/workflow-runs#get-a-workflow-run."""

@@ -32,7 +32,7 @@ from remuda.domain.runner_release import (
 from remuda.domain.serialization import EARLIEST, LATEST
 from remuda.domain.timestamps import to_milliseconds
 from remuda.http import ClientResponse
-from remuda.ports.github import GitHubRun, GitHubRunner, JitRunner, ListedJob, RunList
+from remuda.ports.github import GitHubRun, GitHubRunner, JitRunner, JobList, ListedJob, RunList
 
 #: Maximum size of a body in bytes. A page of 100 runners with all labels is far smaller.
 MAX_BODY = 10_000_000
@@ -232,16 +232,16 @@ def parse_runs(response: ClientResponse) -> RunList:
     return RunList(run_ids=tuple(parse_id(each, "workflow run") for each in found), etag=_etag(response))
 
 
+def parse_jobs(response: ClientResponse) -> JobList:
+    found = json_object(response).get("jobs")
+    if not isinstance(found, list):
+        raise Unavailable("GitHub's list of jobs has no jobs")
+    return JobList(jobs=tuple(_parse_job(each) for each in found), etag=_etag(response))
+
+
 def _etag(response: ClientResponse) -> str:
     etag = response.headers.get("etag", "")
     return etag if _ETAG.fullmatch(etag) else ""
-
-
-def parse_jobs(body: Mapping[str, Any]) -> list[ListedJob]:
-    found = body.get("jobs")
-    if not isinstance(found, list):
-        raise Unavailable("GitHub's list of jobs has no jobs")
-    return [_parse_job(each) for each in found]
 
 
 def _parse_job(body: Any) -> ListedJob:

@@ -113,6 +113,12 @@ class ScaleSetSource:
             return False
         return True
 
+    async def count_jobs(self, runner_set: RunnerSet, scale_set_id: int) -> DemandStatistics | None:
+        """The set with its statistics (actions/scaleset: client.go, GetRunnerScaleSetByID; types.go)."""
+        path = f"{_SETS}/{scale_set_id}"
+        response = await self._call(runner_set, "GET", path, "runnerscalesets", scale_set_id=scale_set_id)
+        return parsing.parse_statistics(parsing.parse_object(response).get("statistics"))
+
     async def _find(self, runner_set: RunnerSet, group_id: int) -> parsing.ScaleSetDescription | None:
         params = {"runnerGroupId": str(group_id), "name": runner_set.name}
         response = await self._call(runner_set, "GET", _SETS, "runnerscalesets", params=params)

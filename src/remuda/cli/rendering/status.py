@@ -67,6 +67,8 @@ def status_document(status: Status) -> dict[str, Any]:
         "runner_sets": [_set_document(item) for item in status.demand.sets],
         "listener": _listener_document(status.demand.listener) if status.demand.listener else None,
         "jobs": [{**record_document(job), "waited_seconds": _waited(job, status.at)} for job in status.demand.jobs],
+        "queued_jobs": [record_document(job) for job in status.demand.queued],
+        "queues_read_at": {name: to_jsonable(at) for name, at in status.demand.queues_read_at.items()},
         "waiting_too_long": [record_document(job) for job in status.demand.overdue],
         "open_provisions": [_open_provision_document(item) for item in status.open_provisions],
         "warnings": [record_document(warning) for warning in status.warnings],
@@ -103,8 +105,11 @@ def _set_document(item: RunnerSetStatus) -> dict[str, Any]:
         "failing_since": to_jsonable(item.failing_since),
         "last_message_age_seconds": _rounded(item.message_age_s),
         "oldest_wait_seconds": _rounded(item.oldest_wait_s),
+        "counts_current": item.is_current,
+        "counts_at": to_jsonable(item.known_at),
         "reason": item.reason.value if item.reason else None,
         "detail": item.detail,
+        "summary": item.summary,
     }
 
 
@@ -226,18 +231,24 @@ def _sets(demand: DemandStatus, limit: int | None) -> Iterator[Any]:
     reductions = (*_SET_REDUCTIONS, "running", "warm")
     yield FittedTable("", columns, rows, numeric=_NUMERIC, no_wrap=frozenset(columns), reductions=reductions)
     for item in shown:
-        if item.reason is not None:
+        if item.reason is not None or not item.is_current:
             oldest = f"; the oldest waits for {format_duration(item.oldest_wait_s)}" if item.oldest_wait_s else ""
-            jobs = f"{item.waiting} job{'' if item.waiting == 1 else 's'}"
-            yield _indented(f"{item.name}: {jobs} waiting: {item.detail}{oldest}", cuts=limit is not None)
+            yield _indented(f"{item.name}: {item.summary}{oldest}", cuts=limit is not None)
     yield from _more(len(demand.sets) - len(shown))
+    unserved = [job for job in demand.queued if not job.runner_set]
+    jobs = unserved if limit is None else unserved[:limit]
+    for job in jobs:
+        name = f"job {job.name or job.job_id} of run {job.run_id}"
+        yield _indented(f"{name}: {job.detail}", cuts=limit is not None)
+    yield from _more(len(unserved) - len(jobs), " of no set")
 
 
 def _set_values(item: RunnerSetStatus) -> dict[str, str]:
     return {
         "set": item.name,
-        "waiting": str(item.waiting),
-        "assigned": str(item.assigned),
+        # An old count has a question mark; the line below the table has its time.
+        "waiting": str(item.waiting) if item.is_current else f"{item.waiting}?",
+        "assigned": str(item.assigned) if item.is_current else f"{item.assigned}?",
         "running": str(item.running),
         "hot": str(item.hot),
         "warm": str(item.warm),
@@ -387,11 +398,12 @@ def _set_changes(before: Status | None, after: Status) -> Iterator[str]:
     for item in after.demand.sets:
         old = known.get(item.name)
         counts = f"{item.waiting} waiting, {item.running} running, {item.hot} hot, {item.launching} launching"
-        if old is None or (old.waiting, old.running, old.hot, old.launching, old.session) != (
+        if old is None or (old.waiting, old.running, old.hot, old.launching, old.session, old.is_current) != (
             *(item.waiting, item.running, item.hot, item.launching),
-            item.session,
+            *(item.session, item.is_current),
         ):
-            yield f"set {item.name}: {counts}, session {item.session}"
+            doubt = "" if item.is_current else f"; {item.summary}"
+            yield f"set {item.name}: {counts}, session {item.session}{doubt}"
 
 
 def warning_lines(status: Status) -> list[str]:

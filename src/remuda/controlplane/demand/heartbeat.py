@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from remuda.controlplane.context import Context
 from remuda.controlplane.demand.machines import KnownMachine
 from remuda.controlplane.demand.sets import SetState
+from remuda.domain.demand import count_waiting
 from remuda.domain.errors import RemudaError
 from remuda.ports.metrics import MetricWriter
 
@@ -35,7 +36,7 @@ def pool_counts(context: Context, sets: Iterable[SetState], machines: Iterable[K
     states = list(sets)
     current = [item for item in machines if item.report is not None and item.report.epoch == item.instance.epoch]
     return {
-        "JobsWaiting": float(sum(state.waiting_jobs(now) for state in states)),
+        "JobsWaiting": float(sum(max(state.waiting_jobs(now), count_waiting(state.statistics)) for state in states)),
         "RunnersListening": float(sum(item.report.listening for item in current if item.report is not None)),
         "RunnersBusy": float(sum(item.report.busy for item in current if item.report is not None)),
         "SetsFailing": float(sum(bool(state.session_problem or state.shortage) for state in states)),

@@ -12,6 +12,7 @@ from contextlib import suppress
 from remuda.controlplane.context import Context, pause_before_retry
 from remuda.domain.demand import LISTENER_LEASE, Lease
 from remuda.domain.errors import Conflict, RemudaError, Unavailable
+from remuda.domain.timestamps import to_milliseconds
 from remuda.ports.demand import DemandStore
 
 #: Seconds between two renewals.
@@ -90,10 +91,14 @@ class ListenerLease:
         held, self._held = self._held, None
         if held is not None:
             with suppress(RemudaError):
-                await self._store.replace_lease(LISTENER_LEASE, held, Lease(owner="", beat=held.beat + 1))
+                await self._store.replace_lease(LISTENER_LEASE, held, self._after(held, owner=""))
+
+    def _after(self, before: Lease | None, *, owner: str) -> Lease:
+        beat_at = to_milliseconds(self._context.clock.now())
+        return Lease(owner=owner, beat=before.beat + 1 if before is not None else 1, beat_at=beat_at)
 
     async def _write(self, before: Lease | None) -> None:
-        after = Lease(owner=self._owner, beat=before.beat + 1 if before is not None else 1)
+        after = self._after(before, owner=self._owner)
         try:
             await self._store.replace_lease(LISTENER_LEASE, before, after)
         except Conflict as conflict:

@@ -22,6 +22,7 @@ from remuda.controlplane.demand.reconciler import Reconciler
 from remuda.controlplane.demand.rerun import InterruptedJobs
 from remuda.controlplane.demand.session import SetSession
 from remuda.controlplane.demand.sets import SetState, new_state
+from remuda.controlplane.demand.unassigned import UnassignedJobs
 from remuda.controlplane.release import PoolPublisher
 from remuda.domain.demand import DemandRecord
 from remuda.domain.errors import Conflict, RemudaError, Unavailable, UserError
@@ -162,6 +163,7 @@ class ListenerService:
             config=self.config,
             on_reconcile=self._interrupted.note,
         )
+        self._unassigned = UnassignedJobs(demand, self._states, config=self.config)
         self._binder = Binder(demand, self._table, self._equipment)
 
     @property
@@ -200,6 +202,8 @@ class ListenerService:
             async with self._loops as group:
                 group.create_task(self._observer.run())
                 group.create_task(self._keep_warm())
+                group.create_task(self._unassigned.count_regularly())
+                group.create_task(self._unassigned.read_regularly())
                 if (metrics := self._demand.metrics) is not None:
                     group.create_task(write_heartbeats(self._context, metrics, self._counts))
                 group.create_task(self._reload_regularly())

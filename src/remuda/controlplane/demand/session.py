@@ -14,7 +14,7 @@ from remuda.domain.demand import DemandMessage, JobEvent, JobEventKind, JobRecor
 from remuda.domain.errors import Conflict, NotFound, RemudaError, Throttled, Unavailable
 from remuda.domain.instance import State
 from remuda.domain.pool_config import PoolConfig
-from remuda.domain.timestamps import after
+from remuda.domain.timestamps import after, to_milliseconds
 from remuda.ports.clock import backoff_s
 from remuda.ports.demand import DemandSession
 
@@ -122,6 +122,7 @@ class SetSession:
             last_message_id=before.last_message_id if is_continued else 0,
             # Without counts, the recorded ones stay: no message repeats what is acknowledged.
             statistics=session.statistics or before.statistics,
+            counted_at=to_milliseconds(self._context.clock.now()) if session.statistics else before.counted_at,
             capacity=state.runner_set.max,
         )
         state.wake()
@@ -160,7 +161,7 @@ class SetSession:
         jobs = merge_events(known, message.events, runner_set=state.name, now=now)
         jobs = {job_id: self._completed_record(job, config) for job_id, job in jobs.items()}
         state.note_jobs(jobs)
-        state.record = replace(state.record, statistics=message.statistics)
+        state.record = replace(state.record, statistics=message.statistics, counted_at=to_milliseconds(now))
         self._note_completed(config, jobs.values())
         state.wake()
         await state.save(self._demand, jobs, capacity=capacity)

@@ -159,7 +159,7 @@ def new_state(context: Context, runner_set: RunnerSet, stored: DemandRecord | No
     record = stored or DemandRecord(runner_set=runner_set.name, updated_at=now)
     if now - record.updated_at > STATISTICS_LIFE:
         # No runner is launched for the jobs of yesterday, if the session cannot be opened at once.
-        record = replace(record, statistics=DemandStatistics())
+        record = replace(record, statistics=DemandStatistics(), counted_at=None)
     return SetState(
         runner_set=runner_set,
         record=replace(record, scope=runner_set.scope, runner_group=runner_set.runner_group),

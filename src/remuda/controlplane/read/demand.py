@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 
 from remuda.controlplane.context import Context
-from remuda.domain.demand import LISTENER_LEASE
+from remuda.domain.demand import LISTENER_LEASE, MAX_QUEUED_S
 from remuda.domain.instance import LIVE, Instance
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
-from remuda.domain.reporting.demand import MAX_QUEUED_S, DemandInput, DemandStatus, demand_status
+from remuda.domain.reporting.demand import DemandInput, DemandStatus, demand_status
 from remuda.domain.signals import Report
 
 #: Newest jobs that a status contains.

@@ -55,8 +55,8 @@ async def explain(context: Context, subject: str, *, command: str = "") -> Expla
     if not provisions:
         return await _explain_jobs(context, config, subject, command)
     explanation = explain_run(subject, provisions, await _read_input(context, config, await _ids(context, provisions)))
-    overdue = (await _read_demand(context, config)).status.overdue
-    waiting = [job for job in overdue if job.run_id == subject]
+    queued = (await _read_demand(context, config)).status.queued
+    waiting = [job for job in queued if job.run_id == subject]
     steps = [f"job {job.name or job.job_id} waits: {job.detail}" for job in waiting]
     commands = dict.fromkeys(text for job in waiting for text in commands_for(job, config, command))
     return replace(explanation, next_steps=(*steps, *commands, *explanation.next_steps))
@@ -81,9 +81,9 @@ async def _explain_jobs(context: Context, config: PoolConfig, subject: str, comm
     jobs = jobs or list(single.values())
     found = await _read_demand(context, config)
     if not jobs:
-        queued = [job for job in found.status.overdue if subject in {job.run_id, job.job_id}]
+        queued = [job for job in found.status.queued if subject in {job.run_id, job.job_id}]
         if queued:
-            return explain_queued(queued[0], config, command)
+            return explain_queued(subject, queued, config, command)
         recent = await store.recent_provisions(MAX_SEARCHED)
         known = [*(item.run_id for item in found.records.jobs), *(item.run_id for item in recent)]
         raise _unknown("run or job", subject, list(dict.fromkeys(known)), config)

@@ -1,6 +1,8 @@
-"""Audit of waiting jobs: jobs in GitHub's queue that no runner serves, and signs of a silent listener.
+"""Audit of waiting jobs: jobs in GitHub's queue that no runner serves, and differences between GitHub and the records.
 
-Its results are stored as anomalies of the sweeps. `status` and the other views derive the reasons from them.
+The listener reads the queues of repositories with live runs every few seconds (`controlplane/demand/queue.py`). The
+audit reads those of all known repositories, also without a listener. Its results are stored as anomalies of the sweeps.
+`status` and the other views derive the reasons from the newest reading of each repository.
 """
 
 from __future__ import annotations
@@ -11,44 +13,42 @@ from dataclasses import replace
 from datetime import timedelta
 
 from remuda.controlplane.context import Context
+from remuda.controlplane.job_queue import MIN_CALLS, QueueReader
 from remuda.controlplane.read.demand import read_demand_input
 from remuda.controlplane.refresh.machines import FirstSeen, PartialSweep
 from remuda.controlplane.refresh.result import RefreshResultBuilder
-from remuda.domain.demand import JobRecord
+from remuda.domain.demand import JobRecord, QueuedJob
 from remuda.domain.errors import NotFound, RemudaError, UserError
 from remuda.domain.instance import Instance
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.reporting.demand import (
-    MAX_OVERDUE,
-    WAITING_LIMIT_S,
     DemandInput,
-    QueuedJob,
     demand_status,
     disagreement_anomaly,
     find_disagreement,
-    find_run,
+)
+from remuda.domain.reporting.job_queue import (
+    AUDIT_INTERVAL_S,
+    MAX_OVERDUE,
+    Audience,
+    audited_anomaly,
+    job_anomaly,
     labels_by_run,
-    listener_anomaly,
+    parse_audited,
+    parse_job,
     parse_unaudited,
     sets_for,
     unaudited_anomaly,
 )
 from remuda.domain.resources import is_repository
-from remuda.ports.github import GitHub, GitHubRunner, ListedJob
+from remuda.ports.github import GitHub, GitHubRunner
 
-#: Seconds between two audits of GitHub's queue, a little less than the interval of the schedule.
-AUDIT_INTERVAL_S = 270.0
-#: Calls of GitHub per audit.
+#: Calls of GitHub per audit. Those that are answered with 304 count here, and not at GitHub.
 MAX_CALLS = 40
-#: Calls that every repository gets, even if there are many: two lists of runs.
-MIN_CALLS = 2
 #: Newest provisions that tell why a set lacks machines.
 RECENT_PROVISIONS = 50
-#: Runs that may have queued jobs: GitHub calls a run in progress as soon as one of its jobs runs.
-STATUSES = ("queued", "in_progress")
 #: Maximum characters of all jobs that an audit stores: they share one item of the store with other anomalies.
 MAX_STORED = 100_000
-SELF_HOSTED = "self-hosted"
 
 _AUDITED = "audited:waiting-jobs"
 #: An answer without runs, with its ETag: the next audit need not read it again.
@@ -68,7 +68,6 @@ class WaitingJobAudit(PartialSweep):
         """`runners` are all runners of the pool's scopes."""
         super().__init__(context, config, result, first_seen)
         self._runners = runners
-        self._calls_left = 0
         self._room_left = MAX_STORED
         #: Labels of the runners of each run with its own provision, and the scope of its repository.
         self._runs: Mapping[str, Sequence[str]] = {}
@@ -91,8 +90,6 @@ class WaitingJobAudit(PartialSweep):
             provisions,
             first_seen=self._first_seen.known,
         )
-        if found.lease is not None and found.lease.owner:
-            self._first_seen.since(listener_anomaly(found.lease))
         for status in demand_status(found).sets:
             if find_disagreement(status, found.demand.get(status.name), found.jobs):
                 self._first_seen.since(disagreement_anomaly(status.name))
@@ -108,9 +105,13 @@ class WaitingJobAudit(PartialSweep):
 
     def _keep(self, is_kept: Callable[[str], bool]) -> None:
         """Keep what earlier audits found in these repositories."""
-        for anomaly in self._first_seen.known:
-            job = QueuedJob.parse(anomaly)
-            repository = job.repository if job else _parse_no_runs(anomaly)[0] or parse_unaudited(anomaly)[0]
+        for anomaly, at in self._first_seen.known.items():
+            job = parse_job(anomaly, at)
+            repository = (
+                job.repository
+                if job
+                else _parse_no_runs(anomaly)[0] or parse_audited(anomaly) or parse_unaudited(anomaly)[0]
+            )
             if repository and is_kept(repository) and self._has_room(anomaly):
                 self._first_seen.keep(anomaly)
 
@@ -127,21 +128,27 @@ class WaitingJobAudit(PartialSweep):
     # GitHub's queue ---------------------------------------------------------------------------------------------
 
     async def _audit_queue(self, github: GitHub, found: DemandInput) -> None:
-        self._calls_left = MAX_CALLS
+        etags = {
+            (repository, status): etag
+            for repository, status, etag in map(_parse_no_runs, self._first_seen.known)
+            if repository
+        }
+        reader = QueueReader(github, calls=MAX_CALLS, no_runs=etags)
         repositories = self._repositories(found.jobs)
         # Start with another repository each time, so that the limit of calls affects all of them alike.
         start = int(found.now.timestamp() // AUDIT_INTERVAL_S) % len(repositories) if repositories else 0
+        share = max(MIN_CALLS, MAX_CALLS // len(repositories)) if repositories else 0
         done: set[str] = set()
         for repository in (*repositories[start:], *repositories[:start]):
-            share = max(MIN_CALLS, MAX_CALLS // len(repositories))
-            if self._calls_left < MIN_CALLS:
+            if reader.calls_left < MIN_CALLS:
                 break
+            sets = sets_for(repository, self._config.runner_sets)
             try:
-                jobs = await self._queued_jobs(github, repository, share)
+                jobs = await reader.read(sets[0].scope if sets else self._scopes[repository], repository, share=share)
             except NotFound:
                 continue
             except UserError as error:
-                if not sets_for(repository, self._config.runner_sets):
+                if not sets:
                     # Runs with their own provision need no permission to read GitHub's queue.
                     continue
                 fix = f"; {error.fix}" if error.fix else ""
@@ -153,8 +160,11 @@ class WaitingJobAudit(PartialSweep):
                 self._context.event_log.record("audit-failed", error.message, repository=repository)
                 continue
             done.add(repository.lower())
-            for job in jobs[:MAX_OVERDUE]:
-                self._check(job, repository, found)
+            self._first_seen.record(audited_anomaly(repository), found.now)
+            self._record_jobs(repository, jobs, found)
+        for (repository, status), etag in reader.no_runs.items():
+            if repository.lower() in done:
+                self._first_seen.since(_no_runs(repository, status, etag))
         self._keep(lambda repository: repository.lower() not in done)
 
     def _repositories(self, jobs: Iterable[JobRecord]) -> list[str]:
@@ -169,80 +179,26 @@ class WaitingJobAudit(PartialSweep):
         of_organisations = {name for name in seen if name.partition("/")[0] in scopes}
         return sorted({scope for scope in scopes if "/" in scope} | of_organisations | self._scopes.keys())
 
-    async def _queued_jobs(self, github: GitHub, repository: str, share: int) -> list[ListedJob]:
-        """The queued jobs of a repository, by at most `share` calls."""
-        sets = sets_for(repository, self._config.runner_sets)
-        scope = sets[0].scope if sets else self._scopes[repository]
-        etags = {
-            (name, status): etag
-            for name, status, etag in map(_parse_no_runs, self._first_seen.known)
-            if name == repository
-        }
-        limit = max(self._calls_left - share, 0)
-        run_ids: list[int] = []
-        for status in STATUSES:
-            self._calls_left -= 1
-            etag = etags.get((repository, status), "")
-            runs = await github.list_runs(scope, repository, status=status, etag=etag)
-            if runs is not None:
-                etag = "" if runs.run_ids else runs.etag
-                # Oldest first: they have waited longest.
-                run_ids += reversed(runs.run_ids)
-            if etag:
-                self._first_seen.since(_no_runs(repository, status, etag))
-        jobs: list[ListedJob] = []
-        for run_id in run_ids:
-            if self._calls_left <= limit:
-                break
-            self._calls_left -= 1
-            jobs += [job for job in await github.list_jobs(scope, repository, run_id) if job.status == "queued"]
-        return jobs
-
-    def _check(self, job: ListedJob, repository: str, found: DemandInput) -> None:
-        """Record a job that waits too long and that the listener does not know."""
-        names_run = any(label in self._runs for label in job.labels)
-        # A runner that exists does not get further labels, so a job that names its run need not wait first.
-        if not names_run and (found.now - job.created_at).total_seconds() <= WAITING_LIMIT_S:
-            return
-        if self._is_served(job, repository) or _is_known(job, found.jobs):
-            return
-        queued = QueuedJob(
-            job_id=str(job.job_id), run_id=str(job.run_id), repository=repository, name=job.name, labels=job.labels
+    def _record_jobs(self, repository: str, jobs: Iterable[QueuedJob], found: DemandInput) -> None:
+        """Record the jobs that wait for this pool and that no set has got."""
+        audience = Audience(
+            repository=repository,
+            sets=self._config.runner_sets,
+            runs=self._runs,
+            others=[runner.labels for runner in self._runners_of(repository)],
         )
-        if self._has_room(queued.anomaly()):
-            self._first_seen.record(queued.anomaly(), job.created_at)
+        unassigned = [job for job in jobs if audience.lacks_runner(job, found.jobs, now=found.now)]
+        for job in unassigned[:MAX_OVERDUE]:
+            if self._has_room(job_anomaly(job)):
+                self._first_seen.record(job_anomaly(job), job.queued_at)
+
+    def _runners_of(self, repository: str) -> list[GitHubRunner]:
+        scopes = {repository.lower(), repository.lower().partition("/")[0]}
+        return [runner for scope, listed in self._runners.items() if scope.lower() in scopes for runner in listed]
 
     def _has_room(self, anomaly: str) -> bool:
         self._room_left -= len(anomaly)
         return self._room_left >= 0
-
-    def _is_served(self, job: ListedJob, repository: str) -> bool:
-        """Whether the job needs no runner set: it is for GitHub's runners, or its run or scope has runners for it."""
-        wanted = {label.lower() for label in job.labels}
-        sets = sets_for(repository, self._config.runner_sets)
-        if any(item.serves(job.labels) for item in sets):
-            return False
-        of_run = self._runs.get(find_run(job.labels, str(job.run_id), self._runs), ())
-        if wanted <= {label.lower() for label in of_run}:
-            return True
-        ours = {SELF_HOSTED, *(label.lower() for item in sets for label in item.labels)}
-        if not wanted & (ours | {label.lower() for label in of_run}):
-            return True
-        scopes = {repository.lower(), repository.lower().partition("/")[0]}
-        return any(
-            wanted <= {label.lower() for label in runner.labels}
-            for scope, listed in self._runners.items()
-            if scope.lower() in scopes
-            for runner in listed
-        )
-
-
-def _is_known(job: ListedJob, records: Iterable[JobRecord]) -> bool:
-    """Whether a set has the job. Messages of sets identify jobs by other ids than the REST API."""
-    return any(
-        record.run_id == str(job.run_id) and record.completed_at is None and record.display_name in {job.name, ""}
-        for record in records
-    )
 
 
 def _no_runs(repository: str, status: str, etag: str) -> str:

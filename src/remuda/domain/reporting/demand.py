@@ -2,39 +2,52 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
 
-from remuda.domain.demand import MAX_JOB_LABELS, MAX_TEXT, DemandRecord, DemandStatistics, JobRecord, Lease
+from remuda.domain.demand import (
+    MAX_QUEUED_S,
+    MAX_TEXT,
+    DemandRecord,
+    DemandStatistics,
+    JobRecord,
+    Lease,
+    QueuedJob,
+    RepositoryQueue,
+    count_waiting,
+)
 from remuda.domain.instance import LIVE, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
+from remuda.domain.reporting.job_queue import (
+    MAX_OVERDUE,
+    Audience,
+    describe_missing_labels,
+    find_run,
+    is_old,
+    labels_by_run,
+    newest_queues,
+    parse_unaudited,
+    sets_for,
+)
 from remuda.domain.resources import Reuse
-from remuda.domain.runner_set import RunnerSet, with_set_for
+from remuda.domain.runner_set import RunnerSet
 from remuda.domain.signals import Report
 from remuda.domain.supply import JOB_COUNTS_FOR_S, SetMachine
 from remuda.domain.text import truncate
+from remuda.domain.thresholds import HEARTBEAT_DEAD_AFTER_S
 
 #: Seconds that a job may wait before the audit reports it. A cold start takes one to two minutes.
 WAITING_LIMIT_S = 300.0
-#: Seconds without a change of the listener's lease after which it counts as silent.
+#: Age in seconds of the listener's last heartbeat at which it counts as silent.
 LISTENER_SILENT_S = 60.0
-#: Seconds for which GitHub keeps a job in its queue. An older record that waits has missed its end.
-MAX_QUEUED_S = 86_400.0
+#: Age in seconds at which a count that the listener must ask for is old. It asks every 15 seconds, and writes down at
+#: least every 30 that nothing has changed.
+COUNTS_OLD_S = 90.0
 #: Seconds for which a failed launch explains why jobs wait.
 LAUNCH_ERROR_S = 900.0
-#: Maximum number of sets that a sentence names.
-MAX_NAMED_SETS = 5
-#: Maximum number of jobs that the audit reports.
-MAX_OVERDUE = 50
-
-#: Beginnings of the labels of GitHub's own runners.
-_HOSTED_LABELS = ("ubuntu-", "windows-", "macos-")
-_WAITING_JOB = "waiting-job:"
-_UNAUDITED = "unaudited:"
 
 
 class SessionState(StrEnum):
@@ -67,7 +80,8 @@ class RunnerSetStatus:
     name: str
     #: None if the set is no longer configured: it is being drained.
     runner_set: RunnerSet | None
-    #: Jobs that have not started: GitHub's count, or that of the known jobs if it is larger.
+    #: Jobs that have not started, with those above `max`, which GitHub has not assigned: GitHub's count, or that of the
+    #: known jobs if it is larger.
     waiting: int
     #: GitHub's count of jobs that the set must run, including those that run.
     assigned: int
@@ -87,6 +101,10 @@ class RunnerSetStatus:
     failing_since: datetime | None = None
     #: Time of this status.
     at: datetime
+    #: Whether the counts of jobs are the present ones. If not, they are those of `known_at`.
+    is_current: bool = True
+    #: Time of the counts of jobs; None if GitHub has told none.
+    known_at: datetime | None = None
     #: Time of the last message or count of GitHub; None if there was none.
     updated_at: datetime | None = None
     #: When the job that has waited longest was queued; None if no known job waits.
@@ -112,44 +130,30 @@ class RunnerSetStatus:
     def is_at_capacity(self) -> bool:
         return self.machines >= self.max
 
+    @property
+    def counted_at(self) -> datetime | None:
+        """Time of the counts, if they are older than this status; None if they are proven to be those of now."""
+        return self.known_at if self.known_at is not None and self.known_at < self.at else None
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class QueuedJob:
-    """A job in GitHub's queue that no runner set serves, as the audit found it. The texts are untrusted."""
+    @property
+    def summary(self) -> str:
+        """Whether jobs wait, and why, for people. Example: "3 wait: at max 3"."""
+        why = f": {self.detail}" if self.detail else ""
+        if self.is_current and self.waiting:
+            return f"{self.waiting} wait{'s' if self.waiting == 1 else ''}{why}"
+        if self.is_current:
+            return f"no job waited at {self.counted_at:%H:%M:%S} UTC" if self.counted_at else "no job waits"
+        before = f"; {self.waiting or 'none'} did at {_time(self.known_at)}" if self.known_at else ""
+        return f"it is not known whether jobs wait{before}{why}"
 
-    job_id: str
-    run_id: str
-    repository: str
-    name: str
-    labels: tuple[str, ...]
 
-    def __post_init__(self) -> None:
-        for each in ("job_id", "run_id", "repository", "name"):
-            object.__setattr__(self, each, truncate(getattr(self, each), MAX_TEXT))
-        object.__setattr__(self, "labels", tuple(truncate(label, MAX_TEXT) for label in self.labels[:MAX_JOB_LABELS]))
-
-    def anomaly(self) -> str:
-        """Its name among the anomalies of the sweeps."""
-        fields = [self.repository, self.run_id, self.job_id, self.name, self.labels]
-        return _WAITING_JOB + json.dumps(fields, separators=(",", ":"))
-
-    @classmethod
-    def parse(cls, anomaly: str) -> QueuedJob | None:
-        """None if the anomaly is another, or of another version."""
-        if not anomaly.startswith(_WAITING_JOB):
-            return None
-        try:
-            repository, run_id, job_id, name, labels = json.loads(anomaly.removeprefix(_WAITING_JOB))
-            if not all(isinstance(text, str) for text in (repository, run_id, job_id, name, *labels)):
-                return None
-            return cls(repository=repository, run_id=run_id, job_id=job_id, name=name, labels=tuple(labels))
-        except (ValueError, TypeError, RecursionError):
-            return None
+def _time(at: datetime) -> str:
+    return f"{at:%Y-%m-%d %H:%M:%S} UTC"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OverdueJob:
-    """A job that waits longer than `WAITING_LIMIT_S`."""
+class WaitingJob:
+    """A job that waits, with the reason."""
 
     job_id: str
     run_id: str
@@ -162,6 +166,8 @@ class OverdueJob:
     reason: WaitReason
     #: The reason for people.
     detail: str
+    #: When it was in GitHub's queue; None if a message told of it.
+    read_at: datetime | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,7 +176,7 @@ class ListenerStatus:
 
     owner: str
     beat: int
-    #: Since when its lease has not changed, if that is too long ago.
+    #: Its last heartbeat, if that is too long ago or was the end of the process.
     silent_since: datetime | None = None
 
     @property
@@ -183,8 +189,12 @@ class DemandStatus:
     sets: tuple[RunnerSetStatus, ...] = ()
     #: Newest first.
     jobs: tuple[JobRecord, ...] = ()
-    #: Jobs that wait too long, oldest first.
-    overdue: tuple[OverdueJob, ...] = ()
+    #: Jobs in GitHub's queue that no set has got, oldest first.
+    queued: tuple[WaitingJob, ...] = ()
+    #: Jobs that wait too long, oldest first. Includes those of them that no set has got.
+    overdue: tuple[WaitingJob, ...] = ()
+    #: When the queue of each repository was read, by its name in lower case.
+    queues_read_at: Mapping[str, datetime] = field(default_factory=dict)
     #: None if no listener ever ran.
     listener: ListenerStatus | None = None
     #: Sets for which GitHub's counts and the records have disagreed for long, with the sentence.
@@ -216,34 +226,38 @@ class DemandInput:
 def demand_status(found: DemandInput) -> DemandStatus:
     sets = {item.name: item for item in found.config.runner_sets}
     names = [*sets, *sorted(name for name in found.demand if name not in sets)]
-    listener = listener_status(found.lease, found.first_seen, now=found.now)
-    statuses = tuple(_set_status(name, sets.get(name), found, listener) for name in names)
+    listener = listener_status(found.lease, now=found.now)
+    queues = newest_queues(found.first_seen, found.demand.values())
+    unassigned = list(_unassigned(queues, found))
+    statuses = tuple(_set_status(name, sets.get(name), found, listener, unassigned) for name in names)
+    by_name = {item.name: item for item in statuses}
+    queued = sorted((_explain_queued(item, by_name, found) for item in unassigned), key=_by_age)
     return DemandStatus(
         sets=statuses,
         jobs=tuple(found.jobs),
-        overdue=tuple(_overdue_jobs(statuses, found)),
+        queued=tuple(queued[:MAX_OVERDUE]),
+        overdue=tuple(_overdue_jobs(by_name, queued, found)),
         listener=listener,
         disagreements=_lasting_disagreements(statuses, found),
         unaudited=dict(pair for anomaly in found.first_seen if (pair := parse_unaudited(anomaly))[0]),
+        queues_read_at={queue.repository.lower(): queue.read_at for queue in queues},
     )
 
 
 # Listener -----------------------------------------------------------------------------------------------------------
 
 
-def listener_anomaly(lease: Lease) -> str:
-    """Name of the observation that a lease has this value: a sweep that sees it again has seen no heartbeat."""
-    return f"listener:{lease.beat}:{lease.owner}"
+def listener_status(lease: Lease | None, *, now: datetime) -> ListenerStatus | None:
+    """Decide by the time in the lease, which its owner wrote.
 
-
-def listener_status(lease: Lease | None, first_seen: Mapping[str, datetime], *, now: datetime) -> ListenerStatus | None:
-    """Decide by the time of the sweep that saw the same lease first: one read of a lease does not tell its age."""
+    Its clock may differ from that of the reader. With a difference that counts here, GitHub would refuse the listener.
+    """
     if lease is None:
         return None
-    since = first_seen.get(listener_anomaly(lease))
-    is_silent = since is not None and now - since > timedelta(seconds=LISTENER_SILENT_S)
+    beat_at = lease.beat_at
+    is_silent = not lease.owner or (beat_at is not None and now - beat_at > timedelta(seconds=LISTENER_SILENT_S))
     return ListenerStatus(
-        owner=truncate(lease.owner, MAX_TEXT), beat=lease.beat, silent_since=since if is_silent else None
+        owner=truncate(lease.owner, MAX_TEXT), beat=lease.beat, silent_since=beat_at if is_silent else None
     )
 
 
@@ -251,21 +265,28 @@ def listener_status(lease: Lease | None, first_seen: Mapping[str, datetime], *, 
 
 
 def _set_status(
-    name: str, runner_set: RunnerSet | None, found: DemandInput, listener: ListenerStatus | None
+    name: str,
+    runner_set: RunnerSet | None,
+    found: DemandInput,
+    listener: ListenerStatus | None,
+    unassigned: Iterable[_Unassigned],
 ) -> RunnerSetStatus:
     record = found.demand.get(name)
     statistics = record.statistics if record else DemandStatistics()
     running, hot, launching = _count_machines(
-        SetMachine(instance=item, report=found.reports.get(item.instance_id))
-        for item in found.instances
-        if item.runner_set == name
+        _set_machine(item, found) for item in found.instances if item.runner_set == name
     )
     waiting = [job for job in found.jobs if job.runner_set == name and is_waiting(job, record, now=found.now)]
     session = _session(record, listener)
+    known_at = _known_at(record, session, listener, now=found.now)
+    # Those that were read some time ago may have been assigned since.
+    read = [item.job for item in unassigned if item.set_name == name and not _is_past(item.queue.read_at, found.now)]
+    assigned = sum(job.assigned_at is not None for job in waiting)
+    oldest = [job.queued_at or job.seen_at for job in waiting] + [job.queued_at for job in read]
     status = RunnerSetStatus(
         name=name,
         runner_set=runner_set,
-        waiting=max(count_waiting(statistics), len(waiting)),
+        waiting=max(count_waiting(statistics), len(waiting), assigned + max(len(read), statistics.available)),
         assigned=statistics.assigned,
         running=running,
         hot=hot,
@@ -278,21 +299,54 @@ def _set_status(
         owner=record.owner if record else "",
         failing_since=record.failing_since if record else None,
         at=found.now,
-        updated_at=record.updated_at if record else None,
-        oldest_queued_at=min((job.queued_at or job.seen_at for job in waiting), default=None),
+        is_current=session is SessionState.OPEN and known_at is not None and not _is_past(known_at, found.now),
+        known_at=known_at,
+        updated_at=(record.counted_at or record.updated_at) if record else None,
+        oldest_queued_at=min(oldest, default=None),
     )
     return _with_reason(status, record, listener, found)
 
 
-def count_waiting(statistics: DemandStatistics) -> int:
-    return statistics.available + max(0, statistics.assigned - statistics.running)
+def _set_machine(instance: Instance, found: DemandInput) -> SetMachine:
+    report = found.reports.get(instance.instance_id)
+    limit = timedelta(seconds=HEARTBEAT_DEAD_AFTER_S + found.config.lifetimes.margin_s)
+    is_dead = report is not None and report.beat_at is not None and found.now - report.beat_at > limit
+    return SetMachine(instance=instance, report=report, dead=is_dead)
+
+
+def _known_at(
+    record: DemandRecord | None, session: SessionState, listener: ListenerStatus | None, *, now: datetime
+) -> datetime | None:
+    """When the counts of a set's jobs were the present ones.
+
+    GitHub sends a message for every change, so an open session proves the counts, whatever their age, unless jobs may
+    wait without a message: then they are as old as the last answer.
+    """
+    if record is None:
+        return None
+    counted_at = record.counted_at or record.updated_at
+    if record.may_hide_jobs:
+        return counted_at
+    ends = {
+        SessionState.OPEN: now,
+        SessionState.FAILING: record.failing_since,
+        SessionState.SILENT: listener.silent_since if listener else None,
+        SessionState.NONE: record.updated_at,
+    }
+    return max(counted_at, ends[session] or counted_at)
+
+
+def _is_past(at: datetime, now: datetime) -> bool:
+    return now - at > timedelta(seconds=COUNTS_OLD_S)
 
 
 def is_waiting(job: JobRecord, record: DemandRecord | None, *, now: datetime) -> bool:
     """Whether a job waits, as far as known: GitHub does not always tell that a job was cancelled or queued again."""
     if not job.is_waiting or waited_s(job, now) > MAX_QUEUED_S:
         return False
-    counted = count_waiting(record.statistics) if record else 0
+    counts = record.statistics if record else DemandStatistics()
+    # Jobs above the capacity are counted, too, and say nothing about one that was assigned.
+    counted = counts.assigned - counts.running if job.assigned_at is not None else count_waiting(counts)
     return counted > 0 or waited_s(job, now) <= JOB_COUNTS_FOR_S
 
 
@@ -313,7 +367,7 @@ def _count_machines(machines: Iterable[SetMachine]) -> tuple[int, int, int]:
             continue
         elif item.instance.is_bound or item.is_busy:
             running += 1
-        elif item.is_listening:
+        elif item.is_listening and not item.dead:
             hot += 1
         else:
             launching += 1
@@ -345,6 +399,8 @@ def _with_reason(
     status: RunnerSetStatus, record: DemandRecord | None, listener: ListenerStatus | None, found: DemandInput
 ) -> RunnerSetStatus:
     problem = _session_problem(status, record, listener)
+    if not problem and not status.is_current:
+        problem = "GitHub does not tell its counts: see the log of remuda listen"
     if not status.waiting:
         return replace(status, detail=problem)
     shortage = record.shortage if record else ""
@@ -354,7 +410,7 @@ def _with_reason(
 
 def _session_problem(status: RunnerSetStatus, record: DemandRecord | None, listener: ListenerStatus | None) -> str:
     if status.session is SessionState.SILENT and listener is not None:
-        since = f"since {listener.silent_since:%Y-%m-%d %H:%M:%S} UTC" if listener.silent_since else "at present"
+        since = f"since {_time(listener.silent_since)}" if listener.silent_since else "at present"
         who = f" ({listener.owner})" if listener.owner else ""
         return f"the listener{who} is silent {since}: start remuda listen"
     if status.session is SessionState.FAILING and record is not None:
@@ -368,7 +424,7 @@ def _machine_reason(status: RunnerSetStatus, shortage: str, found: DemandInput) 
     if status.runner_set is None:
         return WaitReason.AT_CAPACITY, "the set is no longer configured and takes no more jobs"
     if status.is_at_capacity and status.waiting > status.hot + status.launching:
-        return WaitReason.AT_CAPACITY, f"the set has {status.machines} of at most {status.max} runners"
+        return WaitReason.AT_CAPACITY, f"at max {status.max}"
     if error := shortage or _launch_error(status.name, found):
         return WaitReason.LAUNCH_FAILED, f"no machine can be acquired: {error}"
     live = sum(item.state in LIVE for item in found.instances)
@@ -404,116 +460,74 @@ def _launch_error(name: str, found: DemandInput) -> str:
     return ""
 
 
-# Labels -------------------------------------------------------------------------------------------------------------
+# Waiting jobs -------------------------------------------------------------------------------------------------------
 
 
-def labels_by_run(instances: Iterable[Instance]) -> dict[str, tuple[str, ...]]:
-    """The labels of the runners of each run with its own provision."""
-    found: dict[str, dict[str, None]] = {}
-    for item in instances:
-        if item.run_id and not item.runner_set and item.assignment is not None:
-            found.setdefault(item.run_id, {}).update(dict.fromkeys(item.assignment.labels))
-    return {run_id: tuple(labels) for run_id, labels in found.items()}
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Unassigned:
+    job: QueuedJob
+    queue: RepositoryQueue
+    #: The set that has its labels, or empty.
+    set_name: str
 
 
-def find_run(labels: Iterable[str], run_id: str, runs: Mapping[str, Sequence[str]]) -> str:
-    """The run whose runners a job means by its labels, else the job's own run; empty if it has no runners."""
-    named = [label for label in labels if label in runs]
-    return named[0] if named else run_id if run_id in runs else ""
+def _unassigned(queues: Iterable[RepositoryQueue], found: DemandInput) -> Iterator[_Unassigned]:
+    """Jobs in GitHub's queue, without those that a set has got since the queue was read."""
+    sets, runs = found.config.runner_sets, labels_by_run(found.instances)
+    for queue in queues:
+        audience = Audience(repository=queue.repository, sets=sets, runs=runs)
+        for job in queue.jobs:
+            if audience.lacks_runner(job, found.jobs, now=found.now):
+                serving = audience.find_set(job)
+                yield _Unassigned(job=job, queue=queue, set_name=serving.name if serving else "")
 
 
-def describe_missing_labels(
-    labels: Sequence[str],
-    sets: Sequence[RunnerSet],
-    *,
-    run_id: str = "",
-    runs: Mapping[str, Sequence[str]] | None = None,
-) -> str:
-    """Say why no runner serves a job with these labels. `runs` has the labels of the runners of each run.
-
-    GitHub gives a job to a runner that has all of its labels, see docs/adr/0040-default-labels.md.
-    """
-    run = find_run(labels, run_id, runs or {})
-    of_run = (runs or {}).get(run, ())
-    # A job that names a run is for the runners of this run, whatever labels the sets have.
-    known = {label.lower() for label in of_run} or {label.lower() for item in sets for label in item.labels}
-    missing = [label for label in labels if label.lower() not in known]
-    if not of_run and run_id and run_id in labels:
-        return f"run {run_id} has no runners: they were released, or none were provisioned"
-    if missing:
-        noun = "label" if len(missing) == 1 else "labels"
-        problem = f"no runner has {noun} {_listed(missing)}"
+def _explain_queued(item: _Unassigned, by_name: Mapping[str, RunnerSetStatus], found: DemandInput) -> WaitingJob:
+    job = item.job
+    if item.set_name:
+        reason, detail = _why_not_assigned(by_name[item.set_name])
     else:
-        problem = f"no runner has all of the labels {_listed(labels)}"
-    if of_run:
-        label = "${{ github.run_id }}" if run == run_id else run
-        return f"{problem}; run {run} has runners with labels {_listed(of_run)}: use runs-on: {label}"
-    if not sets:
-        return f"{problem}, and there is no runner set"
-    named = [f"{item.name} ({_listed(item.labels)})" for item in sets[:MAX_NAMED_SETS]]
-    more = f" and {len(sets) - len(named)} more" if len(sets) > len(named) else ""
-    return f"{problem}; sets: {', '.join(named)}{more}"
+        candidates = sets_for(job.repository, found.config.runner_sets)
+        runs = labels_by_run(found.instances)
+        reason = WaitReason.NO_SET
+        detail = describe_missing_labels(job.labels, candidates, run_id=job.run_id, runs=runs)
+    if is_old(item.queue, found.now):
+        detail += f" (GitHub's queue was last read at {_time(item.queue.read_at)})"
+    return WaitingJob(
+        job_id=job.job_id,
+        run_id=job.run_id,
+        repository=job.repository,
+        name=job.name,
+        labels=job.labels,
+        runner_set=item.set_name,
+        queued_at=job.queued_at,
+        reason=reason,
+        detail=detail,
+        read_at=item.queue.read_at,
+    )
 
 
-def command_for_labels(
-    labels: Sequence[str],
-    config: PoolConfig,
-    *,
-    run_id: str,
-    scope: str,
-    command: str = "refresh",
-    is_scope_given: bool = False,
-) -> tuple[str, ...]:
-    """The words of a command after `remuda` that gets runners for a job that no runner serves; none if there is none.
-
-    `command` is the one that changes the sets of the pool: `deploy` on AWS, where the refresh of the stack applies the
-    stack's own. `scope` is that of a new set. Example: `refresh --runner-sets '[{"name": "gpu", …}]'`.
-    """
-    given = ("--github-scope", scope) if is_scope_given else ()
-    classes = [item.name for item in config.classes]
-    of_run = [label for label in labels if label == run_id or label.startswith(f"{run_id}-")]
-    if run_id and of_run:
-        others = [label for label in labels if label not in of_run]
-        if len(of_run) > 1 or len(others) > 1 or not set(others) <= set(classes):
-            return ()
-        in_class = ("--resource-class", *others) if others else ()
-        return ("provision", *given, "--run-id", of_run[0], *in_class)
-    if any(label.lower().startswith(_HOSTED_LABELS) for label in labels):
-        return ()
-    sets = with_set_for(labels, config.runner_sets, classes=classes, scope=scope)
-    if sets is None:
-        return ()
-    return (command, *given, "--runner-sets", json.dumps([item.document() for item in sets]))
+def _by_age(job: WaitingJob) -> tuple[datetime, str]:
+    return job.queued_at, job.job_id
 
 
-def _listed(labels: Iterable[str]) -> str:
-    return ", ".join(truncate(label, MAX_TEXT) for label in labels)
+def _overdue_jobs(
+    by_name: Mapping[str, RunnerSetStatus], queued: Iterable[WaitingJob], found: DemandInput
+) -> list[WaitingJob]:
+    """Jobs that wait for long, and those that no runner of their run will ever take."""
+    horizon, runs = found.now - timedelta(seconds=WAITING_LIMIT_S), labels_by_run(found.instances)
+    late = [job for job in queued if job.queued_at < horizon or find_run(job.labels, "", runs)]
+    return sorted([*late, *_overdue_records(by_name, found)], key=_by_age)[:MAX_OVERDUE]
 
 
-def sets_for(repository: str, sets: Iterable[RunnerSet]) -> list[RunnerSet]:
-    """The sets that a repository's jobs may use."""
-    repository = repository.lower()
-    owner = repository.partition("/")[0]
-    return [item for item in sets if item.scope.lower() in {repository, owner}]
-
-
-# Audit --------------------------------------------------------------------------------------------------------------
-
-
-def _overdue_jobs(statuses: Sequence[RunnerSetStatus], found: DemandInput) -> list[OverdueJob]:
-    by_name = {item.name: item for item in statuses}
-    jobs = [*_overdue_records(by_name, found), *_overdue_in_queue(by_name, found)]
-    return sorted(jobs, key=lambda item: (item.queued_at, item.job_id))[:MAX_OVERDUE]
-
-
-def _overdue_records(by_name: Mapping[str, RunnerSetStatus], found: DemandInput) -> Iterator[OverdueJob]:
+def _overdue_records(by_name: Mapping[str, RunnerSetStatus], found: DemandInput) -> Iterator[WaitingJob]:
     for job in found.jobs:
         status = by_name.get(job.runner_set)
         record = found.demand.get(job.runner_set)
         if status is None or not is_waiting(job, record, now=found.now) or waited_s(job, found.now) <= WAITING_LIMIT_S:
             continue
         reason, detail = explain_wait(job, status, record)
-        yield OverdueJob(
+        yield WaitingJob(
             job_id=job.job_id,
             run_id=job.run_id,
             repository=job.repository,
@@ -536,56 +550,14 @@ def explain_wait(job: JobRecord, status: RunnerSetStatus, record: DemandRecord |
     return status.reason or WaitReason.STARTING, status.detail or "the listener takes a machine for it"
 
 
-def _overdue_in_queue(by_name: Mapping[str, RunnerSetStatus], found: DemandInput) -> Iterator[OverdueJob]:
-    """Jobs that the last audit found in GitHub's queue, with the reason by the present state."""
-    for anomaly, queued_at in found.first_seen.items():
-        job = QueuedJob.parse(anomaly)
-        if job is None:
-            continue
-        candidates = sets_for(job.repository, found.config.runner_sets)
-        serving = next((item for item in candidates if item.serves(job.labels)), None)
-        if serving is None:
-            runs = labels_by_run(found.instances)
-            reason = WaitReason.NO_SET
-            detail = describe_missing_labels(job.labels, candidates, run_id=job.run_id, runs=runs)
-        else:
-            reason, detail = _why_not_assigned(by_name[serving.name])
-        yield OverdueJob(
-            job_id=job.job_id,
-            run_id=job.run_id,
-            repository=job.repository,
-            name=job.name,
-            labels=job.labels,
-            runner_set=serving.name if serving else "",
-            queued_at=queued_at,
-            reason=reason,
-            detail=detail,
-        )
-
-
 def _why_not_assigned(status: RunnerSetStatus) -> tuple[WaitReason, str]:
     """GitHub assigns jobs to a set only while its session is open, and not more than its capacity."""
     if status.session is not SessionState.OPEN:
         return WaitReason.SESSION, status.detail
     if status.is_at_capacity or status.assigned >= status.max:
-        return WaitReason.AT_CAPACITY, f"set {status.name} has all of its {status.max} runners in use"
+        return WaitReason.AT_CAPACITY, f"set {status.name} is at max {status.max}"
     text = f"GitHub has not assigned it to set {status.name}, which has its labels; cancel it and run it again"
     return WaitReason.DISAGREEMENT, text
-
-
-def unaudited_anomaly(repository: str, reason: str) -> str:
-    return _UNAUDITED + json.dumps([truncate(repository, MAX_TEXT), truncate(reason, MAX_TEXT)])
-
-
-def parse_unaudited(anomaly: str) -> tuple[str, str]:
-    """Repository and reason; empty if the anomaly is another."""
-    if not anomaly.startswith(_UNAUDITED):
-        return "", ""
-    try:
-        repository, reason = json.loads(anomaly.removeprefix(_UNAUDITED))
-    except (ValueError, TypeError, RecursionError):
-        return "", ""
-    return truncate(str(repository), MAX_TEXT), truncate(str(reason), MAX_TEXT)
 
 
 def disagreement_anomaly(name: str) -> str:
@@ -596,7 +568,9 @@ def find_disagreement(status: RunnerSetStatus, record: DemandRecord | None, jobs
     """Say how GitHub's count and the known jobs of a set differ at this moment. Empty if they agree."""
     if record is None or status.session is not SessionState.OPEN:
         return ""
-    counted = count_waiting(record.statistics)
+    counts = record.statistics
+    # GitHub sends no message about jobs above the capacity.
+    counted = count_waiting(counts) if counts.assigned < record.capacity else max(0, counts.assigned - counts.running)
     known = sum(job.runner_set == status.name and job.is_waiting for job in jobs)
     if counted and not known:
         return f"GitHub counts {counted} waiting job{'' if counted == 1 else 's'}, but has sent none that waits"

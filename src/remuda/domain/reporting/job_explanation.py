@@ -12,14 +12,11 @@ from remuda.domain.provision import Provision
 from remuda.domain.reporting.demand import (
     DemandInput,
     DemandStatus,
-    OverdueJob,
     RunnerSetStatus,
+    WaitingJob,
     WaitReason,
-    command_for_labels,
-    describe_missing_labels,
     explain_wait,
     is_waiting,
-    sets_for,
     waited_s,
 )
 from remuda.domain.reporting.explanation import (
@@ -30,6 +27,7 @@ from remuda.domain.reporting.explanation import (
     describe_next,
     explain_entry,
 )
+from remuda.domain.reporting.job_queue import command_for_labels, describe_missing_labels, sets_for
 
 #: Newest jobs and provisions of a set that its explanation lists.
 MAX_LISTED = 20
@@ -49,10 +47,12 @@ def explain_job(job: JobRecord, records: ExplanationInput, demand: DemandInput, 
 def explain_jobs(
     run_id: str, jobs: Sequence[JobRecord], records: ExplanationInput, demand: DemandInput, status: DemandStatus
 ) -> Explanation:
-    """Explain the jobs of one run."""
-    waiting = sum(_is_waiting(job, demand) for job in jobs)
+    """Explain the jobs of one run: those that a set has got, and those that only GitHub's queue knows."""
+    queued = [job for job in status.queued if job.run_id == run_id]
+    waiting = sum(_is_waiting(job, demand) for job in jobs) + len(queued)
     running = sum(job.is_running and not job.is_lost for job in jobs)
-    counts = f"{len(jobs)} job{'' if len(jobs) == 1 else 's'}, {waiting} waiting, {running} running"
+    total = len(jobs) + len(queued)
+    counts = f"{total} job{'' if total == 1 else 's'}, {waiting} waiting, {running} running"
     if lost := sum(job.is_lost for job in jobs):
         counts += f", {lost} lost"
     origin = f" of {jobs[-1].repository}" if jobs[-1].repository else ""
@@ -61,24 +61,46 @@ def explain_jobs(
         subject=run_id,
         title=f"Run {run_id}{origin}: {counts}",
         events=_in_order(_job_events(jobs, records, demand)),
-        next_steps=tuple(_next_steps(jobs, records, demand, status)),
+        next_steps=(
+            *_next_steps(jobs, records, demand, status),
+            *(f"job {job.name or job.job_id} waits: {job.detail}" for job in queued),
+            _describe_queue(jobs[-1].repository, status),
+        ),
     )
 
 
-def explain_queued(job: OverdueJob, config: PoolConfig, command: str = "") -> Explanation:
-    """Explain a job that only GitHub's queue knows. `command` is that of `commands_for`."""
-    labels = ", ".join(job.labels)
-    queued = ExplainedEvent(at=job.queued_at, what=f"queued with labels {labels}", why=job.repository)
+def _describe_queue(repository: str, status: DemandStatus) -> str:
+    """Say when GitHub's queue was read: GitHub does not tell of jobs that no set has got."""
+    read_at = status.queues_read_at.get(repository.lower())
+    if read_at is None:
+        return f"GitHub's queue of {repository or 'its repository'} was not read yet: other jobs of the run may wait"
+    return f"GitHub's queue was read at {read_at:%Y-%m-%d %H:%M:%S} UTC"
+
+
+def explain_queued(subject: str, jobs: Sequence[WaitingJob], config: PoolConfig, command: str = "") -> Explanation:
+    """Explain a job, or the jobs of a run, that only GitHub's queue knows. `command` is that of `commands_for`."""
+    first, is_run = jobs[0], subject == jobs[0].run_id
+    title = f"Run {subject} of {first.repository}: {len(jobs)} waiting, none started"
+    events = tuple(
+        ExplainedEvent(
+            at=job.queued_at,
+            what=f"job {job.name or job.job_id} queued with labels {', '.join(job.labels)}",
+            why=job.repository,
+        )
+        for job in jobs
+    )
+    waits = [f"job {job.name or job.job_id} waits: {job.detail}" for job in jobs]
+    commands = dict.fromkeys(text for job in jobs for text in commands_for(job, config, command))
     return Explanation(
-        kind="job",
-        subject=job.job_id,
-        title=f"Job {job.name or job.job_id} of run {job.run_id}: waits",
-        events=(queued,),
-        next_steps=(f"it waits: {job.detail}", *commands_for(job, config, command)),
+        kind="run" if is_run else "job",
+        subject=subject,
+        title=title if is_run else f"Job {first.name or first.job_id} of run {first.run_id}: waits",
+        events=events,
+        next_steps=(*waits, *commands),
     )
 
 
-def commands_for(job: OverdueJob, config: PoolConfig, command: str) -> tuple[str, ...]:
+def commands_for(job: WaitingJob, config: PoolConfig, command: str) -> tuple[str, ...]:
     """A sentence with the command that gets a runner for the job, if no set serves it.
 
     `command` is the one that changes the sets of the pool; empty if the reader has no command line.
@@ -270,13 +292,9 @@ def _why(job: JobRecord, demand: DemandInput, status: DemandStatus) -> str:
 
 
 def _next_steps_of_set(status: RunnerSetStatus, demand: DemandInput) -> Iterator[str]:
-    if status.reason is not None:
-        oldest = f", the oldest for {status.oldest_wait_s:.0f} s" if status.oldest_wait_s is not None else ""
-        yield f"{status.waiting} job{'' if status.waiting == 1 else 's'} waiting{oldest}: {status.detail}"
-    elif status.detail:
-        yield status.detail
-    else:
-        yield "no job waits"
+    yield status.summary
+    if status.oldest_wait_s is not None:
+        yield f"the oldest waits for {status.oldest_wait_s:.0f} s"
     if status.is_at_capacity and status.reason is None:
         yield f"the set has its maximum of {status.max} runners: another job would wait"
     owner = f" of {status.owner}" if status.owner else ""

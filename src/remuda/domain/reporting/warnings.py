@@ -120,7 +120,7 @@ class WarningKind(StrEnum):
     )
     RUNNER_SET = (
         "runner-set",
-        "a runner set has no working session, or GitHub's counts of its jobs have been wrong for long",
+        "a runner set has no working session, GitHub does not tell its counts, or they have been wrong for long",
     )
     UNREADABLE = "unreadable", "records could not be parsed"
     GITHUB = "github", "runners could not be listed on GitHub"
@@ -180,7 +180,7 @@ def sweep_pause_s(interval_s: float | None) -> float:
 def find_demand_warnings(demand: DemandStatus, *, now: datetime) -> Iterator[PoolWarning]:
     """Sets that cannot be served, then jobs that were lost, then those that wait too long."""
     for item in demand.sets:
-        if item.session is not SessionState.OPEN:
+        if item.session is not SessionState.OPEN or not item.is_current:
             yield PoolWarning(kind=WarningKind.RUNNER_SET, subject=holder_id(item.name), text=item.detail)
     for name, text in demand.disagreements.items():
         yield PoolWarning(kind=WarningKind.RUNNER_SET, subject=holder_id(name), text=text)

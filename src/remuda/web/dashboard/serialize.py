@@ -19,7 +19,7 @@ from remuda.domain.demand import JobRecord
 from remuda.domain.instance import ABSORBING, ASSIGNED, HistoryEntry, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision, describe_status
-from remuda.domain.reporting.demand import RunnerSetStatus
+from remuda.domain.reporting.demand import RunnerSetStatus, WaitingJob
 from remuda.domain.reporting.explanation import explain_entry
 from remuda.domain.reporting.timeline import MachinePhase, spans_of
 from remuda.domain.reporting.usage import UsageSummary, duration_stats
@@ -199,6 +199,7 @@ def status_texts(status: Status) -> dict[str, str]:
         "warnings": encode({"count": len(status.warnings), "shown": warnings}),
         "lost": encode({name: describe_status(runs[name], ids)[:MAX_TEXT] for name, ids in status.lost.items()}),
         "sets": encode([_set_document(item) for item in status.demand.sets]),
+        "queued": encode([_queued_document(job, status.config) for job in status.demand.queued]),
         "jobs": encode([_job_document(job, status.config) for job in status.demand.jobs[:MAX_JOBS]]),
         "open_provisions": encode(
             {item.provision.provision_id: dict(item.instances) for item in status.open_provisions}
@@ -224,6 +225,22 @@ def _set_document(item: RunnerSetStatus) -> dict[str, Any]:
         "updated_at": milliseconds(item.updated_at),
         "oldest_queued_at": milliseconds(item.oldest_queued_at),
         "detail": item.detail,
+        "summary": item.summary,
+        "current": item.is_current,
+        "counted_at": milliseconds(item.counted_at),
+    }
+
+
+def _queued_document(job: WaitingJob, config: PoolConfig | None) -> dict[str, Any]:
+    return {
+        "id": job.job_id,
+        "run": job.run_id,
+        "set": job.runner_set,
+        "name": job.name,
+        "repository": job.repository,
+        "url": config.run_url(job.repository, job.run_id) if config else "",
+        "queued_at": milliseconds(job.queued_at),
+        "detail": job.detail,
     }
 
 

@@ -2,7 +2,7 @@
 import { showKindIn } from "./charts.js";
 import { LETTERS, TILES, phaseOf } from "./model.js";
 import { fill, quarantineMark } from "./paint.js";
-import { duration, explainButton, fillRow, find, make, makeRow, quarantineLeft, runLink, seconds, setText, showRepository, syncChildren, when } from "./text.js";
+import { clock, duration, explainButton, fillRow, find, make, makeRow, quarantineLeft, runLink, seconds, setText, showRepository, syncChildren, when } from "./text.js";
 
 export const ROWS = 200;
 const SHOWN_RUNS = 25;
@@ -141,21 +141,24 @@ export function showDemand(model) {
   if (!sets.length) return;
   const now = model.now();
   showSets(sets, now);
-  const jobs = (model.facts.get("jobs") ?? []).map((job) => ({ ...job, waited: Math.max((job.started_at || job.completed_at || now) - job.queued_at, 0) }));
+  const known = [...(model.facts.get("queued") ?? []), ...(model.facts.get("jobs") ?? [])];
+  const jobs = known.map((job) => ({ ...job, waited: Math.max((job.started_at || job.completed_at || now) - job.queued_at, 0) }));
   // Waiting jobs first, then the newest.
   const rank = (job) => (job.started_at || job.completed_at ? 1 : 0);
   jobs.sort((one, other) => rank(one) - rank(other) || other.queued_at - one.queued_at || (one.id < other.id ? -1 : 1));
+  const unknown = new Set(sets.filter((set) => !set.current).map((set) => set.name));
   const longest = Math.max(...jobs.map((job) => job.waited), 1000);
   find("jobs-empty").hidden = jobs.length > 0;
   syncChildren(find("jobs"), jobs, {
     key: (job) => job.id,
     create: () => makeRow("jobs"),
     update: (row, job) => {
+      row.title = job.detail ?? "";
       fillRow(row, [
         [(td) => showJobIn(td, job), "job"],
-        [(td) => explainButton(td, `set.${job.set}`, job.set), "whole"],
+        [(td) => explainButton(td, job.set && `set.${job.set}`, job.set), "whole"],
         [(td) => showWaitIn(td, job.waited, longest, !job.started_at && !job.completed_at), "wait"],
-        [jobState(job, now), "whole"],
+        [jobState(job, now, unknown.has(job.set)), "whole"],
         [(td) => explainButton(td, job.instance, job.instance && `…${job.instance.slice(-8)}`), "whole"],
       ]);
     },
@@ -163,8 +166,7 @@ export function showDemand(model) {
 }
 
 function showSets(sets, now) {
-  const waiting = sets.reduce((sum, set) => sum + set.waiting, 0);
-  setText(find("sets-note"), waiting ? `${waiting} waiting` : "no job waits");
+  setText(find("sets-note"), waitingNote(sets));
   syncChildren(find("sets"), sets, {
     key: (set) => set.name,
     create: () => makeRow("sets"),
@@ -172,13 +174,15 @@ function showSets(sets, now) {
       row.title = set.labels.join(", ");
       fillRow(row, [
         [(td) => explainButton(td, `set.${set.name}`, set.name), "whole"],
-        ...[set.waiting, set.assigned, set.running, set.hot, set.warm, set.launching].map((count) => [String(count), "n"]),
+        // An old count has a question mark; the list below has its time.
+        ...[set.waiting, set.assigned].map((count) => [set.current ? String(count) : `${count}?`, "n"]),
+        ...[set.running, set.hot, set.warm, set.launching].map((count) => [String(count), "n"]),
         [(td) => showKind(td, set.at_capacity ? `yes, ${set.max}` : `${set.running + set.hot + set.launching} of ${set.max}`, set.at_capacity), "whole"],
         [(td) => showKind(td, set.session, set.session !== "open"), "whole"],
       ]);
     },
   });
-  syncChildren(find("sets-reasons"), sets.filter((set) => set.detail), {
+  syncChildren(find("sets-reasons"), sets.filter((set) => set.detail || !set.current), {
     key: (set) => set.name,
     create: () => {
       const row = make("li");
@@ -188,9 +192,20 @@ function showSets(sets, now) {
     update: (row, set) => {
       explainButton(row.children[0], `set.${set.name}`, set.name);
       const oldest = set.oldest_queued_at ? `; the oldest job waits for ${duration(Math.max(now - set.oldest_queued_at, 0))}` : "";
-      setText(row.children[1], `${set.detail}${oldest}`);
+      setText(row.children[1], `${set.summary}${oldest}`);
     },
   });
+}
+
+// Sets whose counts are old do not count, and do not prove that no job waits.
+function waitingNote(sets) {
+  const waiting = sets.filter((set) => set.current).reduce((sum, set) => sum + set.waiting, 0);
+  const unknown = sets.filter((set) => !set.current).map((set) => set.name);
+  const rest = unknown.length ? `not known for ${unknown.join(", ")}` : "";
+  if (waiting) return [`${waiting} waiting`, rest].filter(Boolean).join("; ");
+  // GitHub does not tell of jobs above the maximum of a set: they are counted from time to time.
+  const counted = Math.min(...sets.map((set) => set.counted_at ?? Infinity));
+  return rest || (counted < Infinity ? `no job waited at ${clock(counted)} UTC` : "no job waits");
 }
 
 function showKind(td, text, alert) {
@@ -226,11 +241,13 @@ function showWaitIn(td, waited, longest, waiting) {
   setText(text, seconds(waited / 1000));
 }
 
-function jobState(job, now) {
+// Without news of its set, the end of a job would not be known.
+function jobState(job, now, old) {
   const lost = job.lost ? "instance lost" : "";
   if (job.completed_at) return [job.result || "completed", lost].filter(Boolean).join(", ");
   if (lost) return lost;
-  return job.started_at ? `runs for ${duration(Math.max(now - job.started_at, 0))}` : "waits";
+  const state = job.started_at ? `runs for ${duration(Math.max(now - job.started_at, 0))}` : "waits";
+  return old ? `${state}?` : state;
 }
 
 // Reuse, cost and savings, calculated as in `remuda report`.

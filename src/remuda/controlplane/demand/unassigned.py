@@ -1,0 +1,211 @@
+"""Jobs that GitHub has queued and given to no set. No message tells of them, so the listener asks GitHub.
+
+- **Counts.** GitHub assigns as many jobs to a set as the listener announces, and sends no message about the others.
+  While a set is full, the listener reads GitHub's count every `COUNT_S` seconds: one call of the Actions service, which
+  has its own limits. A set with room costs no call: a job that comes is assigned, and a message tells of it.
+- **Queues.** Which jobs these are, and which ask for a label that no set has, only GitHub's lists of runs tell. The
+  listener reads those of repositories with live runs every `QUEUES_S` seconds, with at most `MAX_CALLS` calls: at most
+  1,440 in an hour, and GitHub does not count unchanged answers. Without live runs, it makes no call; the audit of
+  `refresh` reads the other repositories.
+
+Nothing is launched because of these jobs: the set has its maximum, or no set has their labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+
+from remuda.controlplane.context import Context, map_concurrently
+from remuda.controlplane.demand.context import DemandContext
+from remuda.controlplane.demand.sets import SetState
+from remuda.controlplane.job_queue import MIN_CALLS, QueueReader
+from remuda.domain.demand import MAX_QUEUED_S, QueuedJob, RepositoryQueue
+from remuda.domain.errors import NotFound, RemudaError
+from remuda.domain.pool_config import PoolConfig
+from remuda.domain.reporting.job_queue import MAX_OVERDUE, Audience, job_anomaly, sets_for
+from remuda.domain.resources import is_repository
+from remuda.domain.runner_set import RunnerSet
+from remuda.domain.timestamps import to_milliseconds
+from remuda.ports.github import GitHub
+
+#: Seconds between two counts of a full set.
+COUNT_S = 15.0
+#: Seconds after which a count, or a queue, that has not changed is written again: its age shows that it is present.
+CONFIRM_COUNT_S = 30.0
+CONFIRM_QUEUE_S = 60.0
+#: Seconds between two readings of the queues.
+QUEUES_S = 20.0
+#: Calls of GitHub per reading.
+MAX_CALLS = 8
+#: Seconds for which a list of a scope's runners is used. It is read if a job asks for a label that no set has.
+RUNNERS_S = 60.0
+#: Maximum characters of the jobs in one record: all records of a set must fit into an item of the store.
+MAX_STORED = 50_000
+
+
+class UnassignedJobs:
+    def __init__(
+        self, demand: DemandContext, states: Callable[[], Mapping[str, SetState]], *, config: Callable[[], PoolConfig]
+    ) -> None:
+        """`states` and `config` return the present sets and configuration."""
+        self._demand = demand
+        self._all_states = states
+        self._config = config
+        self._reader: QueueReader | None = None
+        self._queues: dict[str, RepositoryQueue] = {}
+        #: Labels of the runners of a scope, with the monotonic time of the list.
+        self._runners: dict[str, tuple[float, list[Sequence[str]]]] = {}
+        self._turn = 0
+        #: Errors that were logged, by what failed: each is logged once.
+        self._problems: dict[str, str] = {}
+
+    @property
+    def _context(self) -> Context:
+        return self._demand.context
+
+    def _states(self) -> list[SetState]:
+        """The sets with a session."""
+        states = self._all_states().values()
+        return [state for state in states if state.record.session_id and not state.draining]
+
+    # Counts
+
+    async def count_regularly(self) -> None:
+        while True:
+            await self._context.clock.sleep(COUNT_S)
+            await map_concurrently([state for state in self._states() if state.record.may_hide_jobs], self._count)
+
+    async def _count(self, state: SetState) -> None:
+        before, what = state.record.counted_at, f"the count of {state.name}"
+        try:
+            counts = await self._demand.source.count_jobs(state.runner_set, state.scale_set_id)
+        except RemudaError as error:
+            self._note(what, error)
+            return
+        self._problems.pop(what, None)
+        if counts is None or state.record.counted_at != before or not state.record.session_id:
+            # A message has told newer counts, or the set is not served any more.
+            return
+        now = to_milliseconds(self._context.clock.now())
+        is_due = before is None or now - before >= timedelta(seconds=CONFIRM_COUNT_S)
+        if is_due or counts.available != state.statistics.available:
+            # The other counts belong to the messages: they must not be newer than the events that they come with.
+            statistics = replace(state.statistics, available=counts.available)
+            await state.save(self._demand, statistics=statistics, counted_at=now)
+
+    # Queues
+
+    async def read_regularly(self) -> None:
+        while True:
+            await self._context.clock.sleep(QUEUES_S)
+            if (github := self._context.github) is not None:
+                await self._read_queues(github)
+
+    async def _read_queues(self, github: GitHub) -> None:
+        states, self._turn = self._states(), self._turn + 1
+        reader = self._reader = self._reader or QueueReader(github, calls=MAX_CALLS)
+        reader.calls_left = MAX_CALLS
+        repositories = self._live_repositories(states)
+        start = self._turn % len(repositories) if repositories else 0
+        for repository in (*repositories[start:], *repositories[:start]):
+            if reader.calls_left < MIN_CALLS:
+                break
+            try:
+                await self._read_queue(github, reader, repository, share=max(MIN_CALLS, MAX_CALLS // len(repositories)))
+                self._problems.pop(repository, None)
+            except NotFound:
+                continue
+            except RemudaError as error:
+                self._note(repository, error)
+        self._queues = {name: queue for name, queue in self._queues.items() if name in repositories}
+        await map_concurrently(states, self._save)
+
+    def _live_repositories(self, states: Iterable[SetState]) -> list[str]:
+        """Repositories with a job that has not ended, or with jobs that waited at the last reading."""
+        sets = self._config().runner_sets
+        horizon = self._context.clock.now() - timedelta(seconds=MAX_QUEUED_S)
+        found = {name for name, queue in self._queues.items() if queue.jobs}
+        for state in states:
+            found |= {queue.repository for queue in state.record.queues if queue.jobs}
+            # The end of an older job may never be reported.
+            found |= {job.repository for job in state.jobs.values() if job.seen_at > horizon}
+            if state.statistics.available:
+                found.add(state.runner_set.scope)
+        return sorted({name.lower() for name in found if is_repository(name) and sets_for(name, sets)})
+
+    async def _read_queue(self, github: GitHub, reader: QueueReader, repository: str, *, share: int) -> None:
+        sets = self._config().runner_sets
+        scope = sets_for(repository, sets)[0].scope
+        jobs = await reader.read(scope, repository, share=share)
+        now = self._context.clock.now()
+        audience = Audience(repository=repository, sets=sets)
+        known = [job for state in self._all_states().values() for job in state.jobs.values()]
+        found = [job for job in jobs if audience.lacks_runner(job, known, now=now)]
+        if any(audience.find_set(job) is None for job in found):
+            audience = replace(audience, others=await self._labels_of_runners(github, reader, scope))
+            runs = {job.run_id: await self._has_own_runners(job) for job in found if audience.find_set(job) is None}
+            found = [job for job in found if audience.lacks_runner(job, known, now=now) and not runs.get(job.run_id)]
+        self._queues[repository] = RepositoryQueue(
+            repository=repository, read_at=to_milliseconds(now), jobs=tuple(found[:MAX_OVERDUE])
+        )
+
+    async def _labels_of_runners(self, github: GitHub, reader: QueueReader, scope: str) -> list[Sequence[str]]:
+        """Other systems may have runners for a job that no set serves."""
+        now = self._context.clock.monotonic()
+        at, labels = self._runners.get(scope, (now - RUNNERS_S, []))
+        if now - at >= RUNNERS_S:
+            reader.calls_left -= 1
+            labels = [runner.labels for runner in await github.list_runners(scope)]
+            self._runners[scope] = (now, labels)
+        return labels
+
+    async def _has_own_runners(self, job: QueuedJob) -> bool:
+        """Whether the job's run has its own provision. The audit, which knows its runners, judges such jobs."""
+        return job.run_id in job.labels or bool(await self._context.store.provisions_of_run(job.run_id))
+
+    async def _save(self, state: SetState) -> None:
+        """Write the queues that belong to the set, unless the record has them."""
+        sets = self._config().runner_sets
+        queues = _bounded(
+            queue for _, queue in sorted(self._queues.items()) if _owner(queue.repository, sets) == state.name
+        )
+        if not _differs(state.record.queues, queues):
+            return
+        try:
+            await state.save(self._demand, queues=queues)
+        except RemudaError as error:
+            self._note(f"the queues of {state.name}", error)
+
+    def _note(self, what: str, error: RemudaError) -> None:
+        if self._problems.get(what) != error.message:
+            self._context.event_log.record("queue-failed", f"{what}: {error.message}", fix=error.fix)
+        self._problems[what] = error.message
+
+
+def _owner(repository: str, sets: Iterable[RunnerSet]) -> str:
+    """The set whose record has the queue of a repository."""
+    found = sets_for(repository, sets)
+    return found[0].name if found else ""
+
+
+def _differs(before: Sequence[RepositoryQueue], after: Sequence[RepositoryQueue]) -> bool:
+    """Whether the jobs differ, or the time is to be written again."""
+    if [(queue.repository, queue.jobs) for queue in before] != [(queue.repository, queue.jobs) for queue in after]:
+        return True
+    limit = timedelta(seconds=CONFIRM_QUEUE_S)
+    return any(new.read_at - old.read_at >= limit for old, new in zip(before, after, strict=True))
+
+
+def _bounded(queues: Iterable[RepositoryQueue]) -> tuple[RepositoryQueue, ...]:
+    """The queues, without the jobs for which there is no room in a record."""
+    room, bounded = MAX_STORED, []
+    for queue in queues:
+        kept = []
+        for job in queue.jobs:
+            room -= len(job_anomaly(job))
+            if room >= 0:
+                kept.append(job)
+        bounded.append(replace(queue, jobs=tuple(kept)))
+    return tuple(bounded)

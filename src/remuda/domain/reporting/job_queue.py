@@ -1,0 +1,254 @@
+"""Jobs in GitHub's queue that no set has got: which of them this pool must serve, and which labels are missing.
+
+The listener and the audit of `refresh` read the queues (`controlplane/job_queue.py`). The listener stores them in the
+records of the sets, the audit among the anomalies of the sweeps; the newer reading of a repository counts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+
+from remuda.domain.demand import MAX_TEXT, DemandRecord, JobRecord, QueuedJob, RepositoryQueue
+from remuda.domain.instance import Instance
+from remuda.domain.pool_config import PoolConfig
+from remuda.domain.runner_set import RunnerSet, with_set_for
+from remuda.domain.text import truncate
+
+#: Seconds between two audits of GitHub's queue, a little less than the interval of the schedule.
+AUDIT_INTERVAL_S = 270.0
+#: Age in seconds at which a reading of a queue is shown with its time: an audit was missed.
+QUEUE_OLD_S = 2 * AUDIT_INTERVAL_S
+#: Seconds that a job may be in the queue before it counts: GitHub assigns a job at once if a set has room, and some
+#: systems register a runner only when there is a job.
+SETTLE_S = 20.0
+#: Maximum number of jobs that are kept and reported, per repository and in total.
+MAX_OVERDUE = 50
+#: Maximum number of sets that a sentence names.
+MAX_NAMED_SETS = 5
+
+_WAITING_JOB = "waiting-job:"
+_AUDITED = "queue-read:"
+_UNAUDITED = "unaudited:"
+_SELF_HOSTED = "self-hosted"
+#: Beginnings of the labels of GitHub's own runners.
+_HOSTED_LABELS = ("ubuntu-", "windows-", "macos-")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Audience:
+    """Who may serve the jobs of a repository: the runner sets, the runners of runs, and runners of other systems."""
+
+    repository: str
+    #: All sets of the pool.
+    sets: Sequence[RunnerSet]
+    #: The labels of the runners of each run with its own provision.
+    runs: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    #: The labels of each runner that is registered for the repository.
+    others: Sequence[Sequence[str]] = ()
+
+    def lacks_runner(self, job: QueuedJob, known: Iterable[JobRecord], *, now: datetime) -> bool:
+        """Whether a queued job waits for a runner of this pool, and no set has got it. `known` are the sets' jobs."""
+        # A runner that exists does not get further labels, so a job that names its run need not wait first.
+        names_run = any(label in self.runs for label in job.labels)
+        if not names_run and (now - job.queued_at).total_seconds() <= SETTLE_S:
+            return False
+        return not self._is_served(job) and not _is_known(job, known)
+
+    def find_set(self, job: QueuedJob) -> RunnerSet | None:
+        """The set that GitHub may give the job to."""
+        return next((item for item in sets_for(self.repository, self.sets) if item.serves(job.labels)), None)
+
+    def _is_served(self, job: QueuedJob) -> bool:
+        """Whether the job needs no runner set: it is for GitHub's runners, or its run or scope has runners for it."""
+        if self.find_set(job) is not None:
+            return False
+        wanted = _lowered(job.labels)
+        of_run = _lowered(self.runs.get(find_run(job.labels, job.run_id, self.runs), ()))
+        if wanted <= of_run:
+            return True
+        of_sets = {label.lower() for item in sets_for(self.repository, self.sets) for label in item.labels}
+        if not wanted & ({_SELF_HOSTED} | of_sets | of_run):
+            return True
+        return any(wanted <= _lowered(labels) for labels in self.others)
+
+
+def _lowered(labels: Iterable[str]) -> set[str]:
+    return {label.lower() for label in labels}
+
+
+def _is_known(job: QueuedJob, records: Iterable[JobRecord]) -> bool:
+    """Whether a set has the job. Messages of sets identify jobs by other ids than the REST API."""
+    return any(
+        record.run_id == job.run_id and record.completed_at is None and record.display_name in {job.name, ""}
+        for record in records
+    )
+
+
+# Storage ------------------------------------------------------------------------------------------------------------
+
+
+def newest_queues(first_seen: Mapping[str, datetime], records: Iterable[DemandRecord]) -> list[RepositoryQueue]:
+    """The newest reading of each repository, by the listener or by the audit."""
+    found = {item.repository.lower(): item for item in _audited_queues(first_seen)}
+    for queue in (queue for record in records for queue in record.queues):
+        before = found.get(queue.repository.lower())
+        if before is None or before.read_at <= queue.read_at:
+            found[queue.repository.lower()] = queue
+    return [found[name] for name in sorted(found)]
+
+
+def _audited_queues(first_seen: Mapping[str, datetime]) -> list[RepositoryQueue]:
+    read_at = {name.lower(): at for anomaly, at in first_seen.items() if (name := parse_audited(anomaly))}
+    jobs: dict[str, list[QueuedJob]] = {name: [] for name in read_at}
+    for anomaly, at in first_seen.items():
+        if (job := parse_job(anomaly, at)) is not None:
+            jobs.setdefault(job.repository.lower(), []).append(job)
+    return [
+        # The record of an earlier version has no time of the reading; the job was in the queue at this one.
+        RepositoryQueue(repository=name, read_at=read_at.get(name) or of_it[0].queued_at, jobs=tuple(of_it))
+        for name, of_it in jobs.items()
+    ]
+
+
+def is_old(queue: RepositoryQueue, now: datetime) -> bool:
+    return now - queue.read_at > timedelta(seconds=QUEUE_OLD_S)
+
+
+def job_anomaly(job: QueuedJob) -> str:
+    """The name of a queued job among the anomalies of the sweeps; its time there is `queued_at`."""
+    fields = [job.repository, job.run_id, job.job_id, job.name, job.labels]
+    return _WAITING_JOB + json.dumps(fields, separators=(",", ":"))
+
+
+def parse_job(anomaly: str, at: datetime) -> QueuedJob | None:
+    """None if the anomaly is another, or of another version."""
+    if not anomaly.startswith(_WAITING_JOB):
+        return None
+    try:
+        repository, run_id, job_id, name, labels = json.loads(anomaly.removeprefix(_WAITING_JOB))
+        if not all(isinstance(text, str) for text in (repository, run_id, job_id, name, *labels)):
+            return None
+    except (ValueError, TypeError, RecursionError):
+        return None
+    return QueuedJob(job_id=job_id, run_id=run_id, repository=repository, name=name, labels=tuple(labels), queued_at=at)
+
+
+def audited_anomaly(repository: str) -> str:
+    """The name of the observation that the queue of a repository was read; its time there is that of the reading."""
+    return _AUDITED + truncate(repository, MAX_TEXT)
+
+
+def parse_audited(anomaly: str) -> str:
+    """The repository; empty if the anomaly is another."""
+    return truncate(anomaly.removeprefix(_AUDITED), MAX_TEXT) if anomaly.startswith(_AUDITED) else ""
+
+
+def unaudited_anomaly(repository: str, reason: str) -> str:
+    return _UNAUDITED + json.dumps([truncate(repository, MAX_TEXT), truncate(reason, MAX_TEXT)])
+
+
+def parse_unaudited(anomaly: str) -> tuple[str, str]:
+    """Repository and reason; empty if the anomaly is another."""
+    if not anomaly.startswith(_UNAUDITED):
+        return "", ""
+    try:
+        repository, reason = json.loads(anomaly.removeprefix(_UNAUDITED))
+    except (ValueError, TypeError, RecursionError):
+        return "", ""
+    return truncate(str(repository), MAX_TEXT), truncate(str(reason), MAX_TEXT)
+
+
+# Labels -------------------------------------------------------------------------------------------------------------
+
+
+def labels_by_run(instances: Iterable[Instance]) -> dict[str, tuple[str, ...]]:
+    """The labels of the runners of each run with its own provision."""
+    found: dict[str, dict[str, None]] = {}
+    for item in instances:
+        if item.run_id and not item.runner_set and item.assignment is not None:
+            found.setdefault(item.run_id, {}).update(dict.fromkeys(item.assignment.labels))
+    return {run_id: tuple(labels) for run_id, labels in found.items()}
+
+
+def find_run(labels: Iterable[str], run_id: str, runs: Mapping[str, Sequence[str]]) -> str:
+    """The run whose runners a job means by its labels, else the job's own run; empty if it has no runners."""
+    named = [label for label in labels if label in runs]
+    return named[0] if named else run_id if run_id in runs else ""
+
+
+def describe_missing_labels(
+    labels: Sequence[str],
+    sets: Sequence[RunnerSet],
+    *,
+    run_id: str = "",
+    runs: Mapping[str, Sequence[str]] | None = None,
+) -> str:
+    """Say why no runner serves a job with these labels. `runs` has the labels of the runners of each run.
+
+    GitHub gives a job to a runner that has all of its labels, see docs/adr/0040-default-labels.md.
+    """
+    run = find_run(labels, run_id, runs or {})
+    of_run = (runs or {}).get(run, ())
+    # A job that names a run is for the runners of this run, whatever labels the sets have.
+    known = {label.lower() for label in of_run} or {label.lower() for item in sets for label in item.labels}
+    missing = [label for label in labels if label.lower() not in known]
+    if not of_run and run_id and run_id in labels:
+        return f"run {run_id} has no runners: they were released, or none were provisioned"
+    if missing:
+        noun = "label" if len(missing) == 1 else "labels"
+        problem = f"no runner has {noun} {_listed(missing)}"
+    else:
+        problem = f"no runner has all of the labels {_listed(labels)}"
+    if of_run:
+        label = "${{ github.run_id }}" if run == run_id else run
+        return f"{problem}; run {run} has runners with labels {_listed(of_run)}: use runs-on: {label}"
+    if not sets:
+        return f"{problem}, and there is no runner set"
+    named = [f"{item.name} ({_listed(item.labels)})" for item in sets[:MAX_NAMED_SETS]]
+    more = f" and {len(sets) - len(named)} more" if len(sets) > len(named) else ""
+    return f"{problem}; sets: {', '.join(named)}{more}"
+
+
+def command_for_labels(
+    labels: Sequence[str],
+    config: PoolConfig,
+    *,
+    run_id: str,
+    scope: str,
+    command: str = "refresh",
+    is_scope_given: bool = False,
+) -> tuple[str, ...]:
+    """The words of a command after `remuda` that gets runners for a job that no runner serves; none if there is none.
+
+    `command` is the one that changes the sets of the pool: `deploy` on AWS, where the refresh of the stack applies the
+    stack's own. `scope` is that of a new set. Example: `refresh --runner-sets '[{"name": "gpu", …}]'`.
+    """
+    given = ("--github-scope", scope) if is_scope_given else ()
+    classes = [item.name for item in config.classes]
+    of_run = [label for label in labels if label == run_id or label.startswith(f"{run_id}-")]
+    if run_id and of_run:
+        others = [label for label in labels if label not in of_run]
+        if len(of_run) > 1 or len(others) > 1 or not set(others) <= set(classes):
+            return ()
+        in_class = ("--resource-class", *others) if others else ()
+        return ("provision", *given, "--run-id", of_run[0], *in_class)
+    if any(label.lower().startswith(_HOSTED_LABELS) for label in labels):
+        return ()
+    sets = with_set_for(labels, config.runner_sets, classes=classes, scope=scope)
+    if sets is None:
+        return ()
+    return (command, *given, "--runner-sets", json.dumps([item.document() for item in sets]))
+
+
+def _listed(labels: Iterable[str]) -> str:
+    return ", ".join(truncate(label, MAX_TEXT) for label in labels)
+
+
+def sets_for(repository: str, sets: Iterable[RunnerSet]) -> list[RunnerSet]:
+    """The sets that a repository's jobs may use."""
+    repository = repository.lower()
+    owner = repository.partition("/")[0]
+    return [item for item in sets if item.scope.lower() in {repository, owner}]
