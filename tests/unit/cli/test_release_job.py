@@ -80,4 +80,4 @@ def test_workflow_that_provisions_nothing(script: str):
 
 
 def test_workflow_of_the_tutorial_releases():
-    assert find((Path(__file__).parents[3] / "docs/tutorial/first.yml").read_text()) is None
+    assert find((Path(__file__).parents[3] / "docs/tutorial/provision.yml").read_text()) is None
