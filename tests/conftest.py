@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections import Counter
 
@@ -17,6 +18,11 @@ MACHINES = {
     "real_kernel": "on a real kernel, in a virtual machine",
     "namespaces": "in namespaces of this computer's kernel",
 }
+
+
+def pytest_configure() -> None:
+    """Workers of pytest-xdist set the width of their terminal, and commands would wrap their lines at it."""
+    os.environ.pop("COLUMNS", None)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -19,7 +19,7 @@ from tests.support.cli import CommandResult, run_cli
 from tests.support.local_backend import run_local
 
 #: Commands that run until they are interrupted, or on AWS, or that end the backend of the test. They are parsed only.
-NOT_RUN = frozenset({"listen", "dashboard", "deploy", "destroy", "down", "demo", "run-workflow"})
+NOT_RUN = frozenset({"terminate", "listen", "dashboard", "deploy", "destroy", "down", "demo", "run-workflow"})
 #: Values for the expressions of advised commands.
 RUN_ID, SCOPE, SET = "77", "remuda/demo", "set.advised"
 SETS = '[{"name": "advised", "labels": ["advised"], "resource-class": "large", "max": 1}]'

@@ -571,7 +571,8 @@ def test_a_recording_of_a_deployment_contains_no_secret(account: EmptyAccount, t
     assert {"ec2", "sts", "http"} <= {each["service"] for each in exchanges}
     operations = {each["operation"]: each for each in exchanges}
     # The form of answers is kept.
-    (vpc,) = operations["DescribeVpcs"]["answer"]["Vpcs"]
-    assert re.fullmatch(r"vpc-[0-9a-f]{8,17}", vpc["VpcId"])
+    vpcs = operations["DescribeVpcs"]["answer"]["Vpcs"]
+    assert vpcs
+    assert all(re.fullmatch(r"vpc-[0-9a-f]{8,17}", vpc["VpcId"]) for vpc in vpcs)
     for secret in (account.stack.github.token, SCOPE, "123456789012", environment["AWS_SECRET_ACCESS_KEY"]):
         assert secret not in text

@@ -46,7 +46,7 @@ class HostedRunner:
         job = {
             **message,
             "runner": f"{os.uname().nodename} {number}",
-            "work": f"_work/{number}",
+            "work": str(self._folder.absolute() / "_work" / str(number)),
             # GitHub deletes the machine; here, machines that `remuda provision` has started must stay.
             "tracking": "",
             "cancel_grace_s": STEP_GRACE_S,

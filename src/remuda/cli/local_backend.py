@@ -36,6 +36,7 @@ from remuda.ports.event_log import EventLog
 from remuda.wiring import desired, open_context
 from remuda.wiring.local import (
     GITHUB_MODULE,
+    MAX_NAMED,
     check_local,
     child_environment,
     layout,
@@ -214,7 +215,8 @@ def run_up(settings: Settings, output: Output) -> int:
         output.say(f"the pool is configured with the current settings; {again} applies later changes")
     others = running_backends(settings)
     if others:
-        output.say(f"also running: the local backend in {' and in '.join(others)}")
+        more = f" and {len(others) - MAX_NAMED} more" if len(others) > MAX_NAMED else ""
+        output.say(f"also running: the local backend in {', '.join(others[:MAX_NAMED])}{more}")
     output.result(
         {
             "dir": str(settings.dir),

@@ -27,6 +27,8 @@ from remuda.wiring.github import token_client
 
 #: Module that runs as the local GitHub.
 GITHUB_MODULE = "remuda.fake_github"
+#: Other local backends that a message names.
+MAX_NAMED = 3
 #: Variables of the caller's environment that local instances inherit.
 _INHERITED_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ")
 
@@ -54,7 +56,8 @@ def local_endpoint(settings: Settings, *, require_running: bool = True) -> Endpo
     endpoint = read_endpoint(layout(settings).github)
     if endpoint is None or (require_running and procfs.read_process(endpoint.pid) is None):
         others = running_backends(settings)
-        use_other = f", or use the one that is running with --dir {' or --dir '.join(others)}" if others else ""
+        named = " or ".join(f"--dir {each}" for each in others[:MAX_NAMED])
+        use_other = f", or use the one that is running with {named}" if others else ""
         raise UserError(
             f"the local backend in {settings.dir} is not running",
             field="--dir",
