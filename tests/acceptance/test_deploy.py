@@ -54,7 +54,7 @@ def test_dry_run_lists_everything_and_leaves_nothing(account: EmptyAccount):
     assert f"about {result.document['idle_cost']['monthly']:.2f} $ per month" in result.stderr
     # A new pool without a set is told what it lacks, with a value that can be pasted.
     (advice,) = re.findall(r"--runner-sets '(.*)'", result.stderr)
-    assert [item.name for item in parse_stack_sets(advice, SCOPE) or ()] == ["large"]
+    assert [item.name for item in parse_stack_sets(advice, SCOPE) or ()] == ["whole-large"]
 
 
 def test_deploy_creates_a_pool_that_doctor_finds_healthy_and_again_changes_nothing(account: EmptyAccount):

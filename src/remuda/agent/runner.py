@@ -221,6 +221,8 @@ class ActionsRunner:
             )
         if self._listener.exit_code() != 0:
             return RemovalStatus.FAILED, "registered just in time; it must be removed through the API"
+        # A runner that GitHub has refused leaves its files, and the next registration would take them for its own.
+        self._drop_registration()
         self._jit_file.unlink(missing_ok=True)
         return RemovalStatus.REMOVED, "registered for one job, and its runner has exited"
 

@@ -51,8 +51,6 @@ _FLAGS = {
 #: Parameter with the place of the listener.
 LISTENER = "Listener"
 _FLAGS[LISTENER] = "--listener"
-#: The runner set that a new pool gets if the person says yes: jobs need no provision job.
-_FIRST_SET = '[{"name": "large", "labels": ["self-hosted", "remuda", "large"], "max": 20}]'
 _SETS = SETTINGS["runner_sets"].parameter
 #: Parameters of the stack that follow from the deployment.
 _OWN_PARAMETERS = frozenset({"Pool", "CodeBucket", "CodeKey", "GithubSecretArn", "OidcProviderArn"})
@@ -127,7 +125,7 @@ def run_deploy(
     if not scope and settings.given("github_scope"):
         scope = settings.github_scope
     scope, credential = _complete(scope, credential, stored, asks=asks)
-    parameters |= _first_set(output, parameters, stored, asks=asks)
+    parameters |= _first_set(output, settings.pool, parameters, stored, asks=asks)
     request = _request(settings, parameters, scope=scope, vpc=vpc, credential=credential, stored=stored, bundles=source)
     request = replace(request, allow_replacement=allow_replacement, repository=repository_name(repository))
     facts, results, repositories = run_async(lambda: _check(settings, request), on_interrupt_message=_INTERRUPTED)
@@ -481,20 +479,25 @@ def _check_role_path(parameters: Mapping[str, str], stored: Mapping[str, str]) -
 
 
 def _first_set(
-    output: Output, parameters: Mapping[str, str], stored: Mapping[str, str], *, asks: bool
+    output: Output, pool: str, parameters: Mapping[str, str], stored: Mapping[str, str], *, asks: bool
 ) -> dict[str, str]:
-    """The runner set of a new pool for which none is given: recommended, and created after a question only."""
+    """The runner set of a new pool for which none is given: recommended, and created after a question only.
+
+    Its name contains the pool's: a set belongs to the scope on GitHub, which several pools may share.
+    """
     if stored or _SETS in parameters:
         return {}
+    labels = ["self-hosted", "remuda", "large"]
+    first = json.dumps([{"name": f"{pool}-large", "labels": labels, "resource-class": "large", "max": 20}])
     if not asks:
         output.say(
             "no runner set is given, so workflows need a provision and a release job. "
             "Unless a matrix needs all its runners at once, give a set:",
-            f"  --runner-sets '{_FIRST_SET}'",
+            f"  --runner-sets '{first}'",
         )
         return {}
-    question = "create a runner set, so that jobs with runs-on [self-hosted, remuda, large] get runners?"
-    return {_SETS: _FIRST_SET} if click.confirm(question, default=True, err=True) else {}
+    question = f"create a runner set, so that jobs with runs-on [{', '.join(labels)}] get runners?"
+    return {_SETS: first} if click.confirm(question, default=True, err=True) else {}
 
 
 def _ask_for_app() -> _Credential:

@@ -102,9 +102,9 @@ def deployer() -> Policy:
                 sid="OwnRoles",
                 purpose="create, change and delete roles, policies and instance profiles with the name of the pool",
                 actions=_iam(
-                    *("AddRoleToInstanceProfile", "AttachRolePolicy", "CreateInstanceProfile", "CreatePolicy"),
-                    *("CreatePolicyVersion", "CreateRole", "DeleteInstanceProfile", "DeletePolicy"),
-                    *("DeletePolicyVersion", "DeleteRole", "DeleteRolePermissionsBoundary", "DetachRolePolicy"),
+                    *("AddRoleToInstanceProfile", "CreateInstanceProfile", "CreatePolicy", "CreatePolicyVersion"),
+                    # Not DeleteRolePermissionsBoundary: whoever requires a boundary does not let it be removed.
+                    *("CreateRole", "DeleteInstanceProfile", "DeletePolicy", "DeletePolicyVersion", "DeleteRole"),
                     *("PutRolePermissionsBoundary", "RemoveRoleFromInstanceProfile", "TagInstanceProfile"),
                     *("TagPolicy", "TagRole", "UntagInstanceProfile", "UntagPolicy", "UntagRole"),
                     *("UpdateAssumeRolePolicy", "UpdateRole"),
@@ -114,6 +114,13 @@ def deployer() -> Policy:
                     arn("iam", f"policy/{NAME}-*", region=""),
                     arn("iam", f"instance-profile/{NAME}-*", region=""),
                 ),
+            ),
+            Statement(
+                sid="AttachOwnPolicies",
+                purpose="attach the policies of the pool to its roles, and no others",
+                actions=_iam("AttachRolePolicy", "DetachRolePolicy"),
+                resources=(_ROLES,),
+                conditions={"ArnLike": {"iam:PolicyARN": arn("iam", f"policy/{NAME}-*", region="")}},
             ),
             Statement(
                 sid="PassOwnRoles",
@@ -169,9 +176,10 @@ def deployer() -> Policy:
                 sid="Read",
                 purpose="find what exists, and check quotas and permissions; these calls support no resources",
                 actions=(
-                    *("autoscaling:Describe*", "cloudformation:ValidateTemplate", "cloudwatch:DescribeAlarms"),
+                    *("autoscaling:Describe*", "cloudformation:DescribeStacks", "cloudformation:ListStacks"),
+                    *("cloudformation:ValidateTemplate", "cloudwatch:DescribeAlarms"),
                     *("ec2:Describe*", "ec2:GetEbsDefaultKmsKeyId", "iam:Get*", "iam:List*", "logs:DescribeLogGroups"),
-                    *("iam:SimulatePrincipalPolicy", "secretsmanager:ListSecrets", "servicequotas:GetServiceQuota"),
+                    *("iam:SimulatePrincipalPolicy", "secretsmanager:ListSecrets", "servicequotas:Get*"),
                     *("ssm:DescribeParameters", "tag:GetResources"),
                 ),
                 resources=(ANY_RESOURCE,),

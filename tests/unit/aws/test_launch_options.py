@@ -211,6 +211,7 @@ def test_own_tags_are_pairs() -> None:
         ("team", "no pair"),
         ("remuda:pool=other", "reserved"),
         ("aws:name=x", "reserved"),
+        ("AWS:name=x", "reserved"),
         ("ghr:environment=x", "reserved"),
         ("a/b=c", "not valid"),
         ("=x", "not valid"),

@@ -23,7 +23,8 @@ def arn(service: str, resource: str, *, region: str = REGION) -> str:
 
 
 def may(action: str, resource: str, **context: Value) -> bool:
-    known = {"iam:PassedToService": "ec2.amazonaws.com", "iam:AWSServiceName": "spot.amazonaws.com"}
+    known: dict[str, Value] = {"iam:PassedToService": "ec2.amazonaws.com", "iam:AWSServiceName": "spot.amazonaws.com"}
+    known["iam:PolicyARN"] = arn("iam", "policy/remuda-ci-agent", region="")
     return allows(POLICY, IamRequest(action=action, resource=resource, context={**known, **context}))
 
 
@@ -90,6 +91,20 @@ def test_roles_are_passed_to_instances_and_functions_only() -> None:
     passed: dict[str, Any] = {"iam:PassedToService": "sagemaker.amazonaws.com"}
     assert may("iam:PassRole", role)
     assert not may("iam:PassRole", role, **passed)
+
+
+def test_only_policies_of_the_pool_are_attached_and_no_boundary_is_removed() -> None:
+    role = arn("iam", "role/remuda-ci-agent", region="")
+    administrator: dict[str, Any] = {"iam:PolicyARN": "arn:aws:iam::aws:policy/AdministratorAccess"}
+    assert may("iam:AttachRolePolicy", role)
+    assert not may("iam:AttachRolePolicy", role, **administrator)
+    assert not may("iam:DeleteRolePermissionsBoundary", role)
+
+
+@pytest.mark.parametrize("operation", ["DescribeStacks", "ListStacks"])
+def test_stacks_can_be_listed(operation: str) -> None:
+    # Without a name of a stack, these calls have no resource.
+    assert may(f"cloudformation:{operation}", "*")
 
 
 def test_the_policy_fits_a_managed_policy() -> None:

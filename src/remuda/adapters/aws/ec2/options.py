@@ -397,7 +397,8 @@ def parse_tags(text: str) -> dict[str, str]:
         shown = quote(pair, MAX_SHOWN)
         if not given:
             raise UserError(f"{TAGS} has {shown}, which is no pair", field=TAGS, fix="give KEY=VALUE,KEY=VALUE")
-        if name.startswith(_TAG_PREFIXES):
+        # AWS reserves its prefix in any letter case.
+        if name.lower().startswith(_TAG_PREFIXES):
             fix = f"choose a key that does not begin with {', '.join(_TAG_PREFIXES)}"
             raise UserError(f"{TAGS} has {shown}, whose key is reserved", field=TAGS, fix=fix)
         if not _TAG_KEY.fullmatch(name) or name in _TAG_PATHS or not _TAG_VALUE.fullmatch(value):
