@@ -31,9 +31,10 @@ class DiskUsage(Protocol):
     def free(self) -> int: ...
 
 
-def full_disk(folder: Path) -> DiskFull:
+def full_disk(folder: Path, failed: str = "") -> DiskFull:
+    """`failed` is what a service said."""
     return DiskFull(
-        f"the disk of {folder} is full: no space is left on it, or in your quota",
+        f"the disk of {folder} is full: no space is left on it, or in your quota{f' ({failed})' if failed else ''}",
         fix=f"free space on the disk of {folder}, and run the command again",
     )
 
@@ -60,10 +61,11 @@ def describe_low(folder: Path, usage: DiskUsage) -> str:
 
 
 @contextmanager
-def full_disk_explained(folder: Path) -> Iterator[None]:
+def full_disk_explained(folder: Path, *, has_services: bool) -> Iterator[None]:
     """Raise the errors of a full disk as `DiskFull`: `OSError`, also in a group, and a service that is unavailable.
 
-    `folder` is the one that is written to, unless the error names another.
+    `folder` is the one that is written to, unless the error names another. `has_services` says that services keep their
+    state there, too: those of the local backend fail if its disk is full, those of AWS do not.
     """
     try:
         yield
@@ -71,9 +73,9 @@ def full_disk_explained(folder: Path) -> Iterator[None]:
         raise
     except Unavailable as error:
         # For example the local GitHub, which keeps its state in the same folder.
-        if not is_full(folder):
+        if not has_services or not is_full(folder):
             raise
-        raise full_disk(folder) from error
+        raise full_disk(folder, error.message) from error
     except (OSError, BaseExceptionGroup) as error:
         found = _find(error)
         if found is None:

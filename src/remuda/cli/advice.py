@@ -11,7 +11,9 @@ from remuda.config.settings import SETTINGS, Settings
 
 #: Settings that say which pool a command means.
 POOL_FLAGS = ("backend", "dir", "pool")
-_COMMAND = re.compile(rf"\bremuda ({'|'.join(sorted(ALL_COMMANDS, key=len, reverse=True))})(?![\w.-])")
+#: A text in quotes, such as the label of a job, or a command, which may be in quotes itself.
+_QUOTED = r"""(?<!\w)(?:'(?!remuda )[^']*'|"(?!remuda )[^"]*")"""
+_COMMAND = re.compile(rf"{_QUOTED}|\bremuda ({'|'.join(sorted(ALL_COMMANDS, key=len, reverse=True))})(?![\w.-])")
 
 
 def command_line(settings: Settings, command: str, *arguments: str, omitted: Collection[str] = ()) -> str:
@@ -27,12 +29,16 @@ def command_line(settings: Settings, command: str, *arguments: str, omitted: Col
 def complete_commands(text: str, settings: Settings) -> str:
     """Add the flags that name the pool to the commands of a text, as in `run remuda refresh --dir state`.
 
-    Texts of the domain name commands without them, because only the command line knows the flags.
+    Texts of the domain name commands without them, because only the command line knows the flags. What is in quotes is
+    no command, unless the quotes are around it: `'remuda status --wide'`.
     """
 
     def complete(found: re.Match[str]) -> str:
+        if found[1] is None:
+            return found[0]
         taken = {name for name in POOL_FLAGS if found[1] in SETTINGS[name].commands}
-        flags = _repeated_flags(settings, taken, text[found.end() :].split())
+        end = next((other.start() for other in _COMMAND.finditer(text, found.end()) if other[1]), len(text))
+        flags = _repeated_flags(settings, taken, text[found.end() : end].split())
         return shlex.join([*found[0].split(), *flags])
 
     return _COMMAND.sub(complete, text)

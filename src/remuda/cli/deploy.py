@@ -120,7 +120,7 @@ def run_deploy(
 
     stored = run_async(lambda: _stored_parameters(settings.pool), on_interrupt_message=_INTERRUPTED)
     parameters = {**given_parameters(settings), **extra}
-    _check_role_path(parameters, stored)
+    _check_role_path(settings.pool, parameters, stored)
     scope = parameters.get("GithubScope") or stored.get("GithubScope", "")
     if not scope and settings.given("github_scope"):
         scope = settings.github_scope
@@ -467,12 +467,12 @@ def _complete(scope: str, credential: _Credential, stored: Mapping[str, str], *,
     return scope, credential
 
 
-def _check_role_path(parameters: Mapping[str, str], stored: Mapping[str, str]) -> None:
+def _check_role_path(pool: str, parameters: Mapping[str, str], stored: Mapping[str, str]) -> None:
     """IAM cannot move a role, and CloudFormation replaces no role whose name is fixed."""
     before, wanted = stored.get("RolePath", "/"), parameters.get("RolePath")
     if stored and wanted not in {None, before}:
         raise UserError(
-            f"--role-path is {quote(str(wanted), MAX_SHOWN)}, but the roles of pool have the path {before}",
+            f"--role-path is {quote(str(wanted), MAX_SHOWN)}, but the roles of pool {pool} have the path {before}",
             field="--role-path",
             fix="omit it, or choose another pool name",
         )

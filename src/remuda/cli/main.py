@@ -174,7 +174,7 @@ def _command(name: str, implementation: str, summary: str, *own: click.Parameter
         # The objects of the imported modules live as long as the process.
         gc.freeze()
         gc.enable()
-        with full_disk_explained(settings.dir.absolute()):
+        with full_disk_explained(settings.dir.absolute(), has_services=settings.backend == "local"):
             return run(settings, output, **values)
 
     common = (

@@ -61,9 +61,7 @@ def run_status(settings: Settings, output: Output, *, everything: bool, watch: b
             require_local_github=False,
         ) as context:
             found = await status(output.guarded(context), include_terminated=everything)
-            found = _with_local_warnings(settings, found)
-            warnings = tuple(replace(item, text=output.complete(item.text)) for item in found.warnings)
-            return replace(found, warnings=warnings)
+            return _with_all_warnings(settings, output, found)
 
     result = run_async(work)
     output.say_errors(result.unreadable)
@@ -80,8 +78,11 @@ def run_status(settings: Settings, output: Output, *, everything: bool, watch: b
     return EXIT_OK
 
 
-def _with_local_warnings(settings: Settings, found: Status) -> Status:
-    """Add the warnings about the computer of the local backend: its disk, and background processes that do not run."""
+def _with_all_warnings(settings: Settings, output: Output, found: Status) -> Status:
+    """Add the warnings about the computer of the local backend: its disk, and background processes that do not run.
+
+    The commands of all warnings become complete.
+    """
     stopped = [
         PoolWarning(
             kind=WarningKind.STOPPED_PROCESS,
@@ -90,7 +91,8 @@ def _with_local_warnings(settings: Settings, found: Status) -> Status:
         )
         for name in stopped_processes(settings)
     ]
-    return replace(found, warnings=(*_disk_warnings(settings), *stopped, *found.warnings))
+    warnings = (*_disk_warnings(settings), *stopped, *found.warnings)
+    return replace(found, warnings=tuple(replace(item, text=output.complete(item.text)) for item in warnings))
 
 
 def _disk_warnings(settings: Settings) -> Iterator[PoolWarning]:
@@ -199,7 +201,7 @@ async def watch_status(settings: Settings, output: Output, *, everything: bool, 
                 try:
                     fresh = await status(context, include_terminated=everything, check_registrations=due)
                     current = fresh if due else keep_github_warnings(fresh, current)
-                    view.show(_with_local_warnings(settings, current))
+                    view.show(_with_all_warnings(settings, output, current))
                 except UserError:
                     raise
                 except RemudaError as error:

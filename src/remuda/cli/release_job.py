@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from remuda.cli.step_commands import runs_remuda
 from remuda.cli.workflow_file import WorkflowJob
 from remuda.fake_github.client import JobStep
 from remuda.fake_github.fake_runner.expressions import ExpressionError, Node, parse_condition
@@ -24,9 +24,9 @@ def find_missing_release(jobs: Sequence[WorkflowJob]) -> MissingRelease | None:
 
     Example: a release job without `if: always()` is skipped if a test fails, and the run keeps its instances.
     """
-    if not any(_runs(step, "provision") for job in jobs for step in job.steps):
+    if not any(job.provisions for job in jobs):
         return None
-    releases = [(job, step) for job in jobs for step in job.steps if _runs(step, "release")]
+    releases = [(job, step) for job in jobs for step in job.steps if runs_remuda(step.run, "release")]
     if not releases:
         others = ", ".join(dict.fromkeys(job.key for job in jobs))
         yaml = (
@@ -52,27 +52,11 @@ def _is_certain(job: WorkflowJob, step: JobStep) -> bool:
     """Whether the step runs although others have failed: by the condition of its job, or by its own in the same job."""
     if _calls_always(job.condition):
         return True
-    provisions_here = any(_runs(other, "provision") for other in job.steps)
     try:
-        return provisions_here and _calls_always(parse_condition(step.condition))
+        return job.provisions and _calls_always(parse_condition(step.condition))
     except ExpressionError:
         return False
 
 
 def _calls_always(condition: Node) -> bool:
     return any(node.kind == "call" and str(node.value).lower() == "always" for node in condition.walk())
-
-
-def _runs(step: JobStep, name: str) -> bool:
-    return any(name in words for words in _remuda_commands(step.run))
-
-
-def _remuda_commands(script: str) -> Iterator[list[str]]:
-    """The words after `remuda` of each command of a script, without comments."""
-    for line in script.replace("\\\n", " ").splitlines():
-        for command in re.split(r"&&|\|\||[;|&()]", line.partition("#")[0]):
-            words = command.split()
-            for index, word in enumerate(words):
-                if word.strip("'\"").rpartition("/")[2] == "remuda":
-                    yield words[index + 1 :]
-                    break

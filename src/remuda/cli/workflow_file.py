@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from remuda.cli.step_commands import runs_remuda
 from remuda.domain.errors import UserError
 from remuda.domain.text import nearest, quote, suggest
 from remuda.fake_github.client import JobStep
@@ -74,7 +75,6 @@ _REASONS = {
     "uses": ("calls another workflow", "copy its jobs into this file"),
     "secrets": ("passes secrets, and there are none here", "set env instead"),
 }
-_PROVISION = re.compile(r"\bremuda\s+provision\b")
 _CHECKOUT = re.compile(r"actions/checkout@\S+")
 _CHECKOUT_INPUTS = frozenset({"fetch-depth", "path"})
 #: Inputs of actions/checkout that make no difference here.
@@ -174,7 +174,7 @@ class WorkflowJob:
     @property
     def provisions(self) -> bool:
         """Whether a step of the job runs `remuda provision`."""
-        return any(_PROVISION.search(step.run) for step in self.steps)
+        return any(runs_remuda(step.run, "provision") for step in self.steps)
 
     def resolve(self, github: Mapping[str, str], needs: Mapping[str, Any]) -> ResolvedJob:
         """Evaluate the job's own expressions. Those of its steps are evaluated by the runner."""

@@ -142,33 +142,24 @@ def _written(record: RunnerSet | CapacityWindow) -> dict[str, Any]:
 def with_set_for(
     labels: Sequence[str], sets: Sequence[RunnerSet], *, classes: Sequence[str], scope: str
 ) -> tuple[RunnerSet, ...] | None:
-    """The sets, changed so that one of them serves jobs with these labels; None if that is not possible.
+    """The sets and a new one that serves jobs with these labels; None if that is not possible.
 
-    Example: for `[self-hosted, gpu]` and no sets, a set `gpu` of the class `large`. A set whose labels are all among
-    those of the job gets the others, because two such sets would compete for its jobs.
+    Example: for `[self-hosted, gpu]` and no sets, a set `gpu` of the class `large`. The other sets stay as they are,
+    because GitHub does not change labels. So there is none for `[self-hosted, large, gpu]` beside a set
+    `[self-hosted, large]`: the new set would compete for its jobs.
     """
-    wide = next((item for item in sets if item.scope.lower() == scope.lower() and _includes(labels, item.labels)), None)
-    if wide is not None:
-        missing = [label for label in labels if label.lower() not in {known.lower() for known in wide.labels}]
-        changed = tuple(replace(item, labels=(*item.labels, *missing)) if item is wide else item for item in sets)
-    else:
-        taken = {item.name for item in sets}
-        named = [re.sub(r"[^a-z0-9_-]+", "-", label.lower()).strip("-")[:40] for label in labels]
-        name = next((each for each in reversed(named) if _NAME.fullmatch(each) and each not in taken), "")
-        own_class = next((each for each in classes if each.lower() in named), "")
-        default = "large" if "large" in classes else next(iter(classes), "")
-        added = RunnerSet(
-            name=name, labels=tuple(labels), resource_class=own_class or default, scope=scope, max=SUGGESTED_MAX
-        )
-        changed = (*sets, added)
+    taken = {item.name for item in sets}
+    named = [re.sub(r"[^a-z0-9_-]+", "-", label.lower()).strip("-")[:40] for label in labels]
+    name = next((each for each in reversed(named) if _NAME.fullmatch(each) and each not in taken), "")
+    own_class = next((each for each in classes if each.lower() in named), "")
+    default = "large" if "large" in classes else next(iter(classes), "")
+    added = RunnerSet(
+        name=name, labels=tuple(labels), resource_class=own_class or default, scope=scope, max=SUGGESTED_MAX
+    )
     try:
-        return parse_runner_sets([item.document() for item in changed], default_scope=scope, zone_of=_any_zone)
+        return parse_runner_sets([item.document() for item in (*sets, added)], default_scope=scope, zone_of=_any_zone)
     except UserError:
         return None
-
-
-def _includes(labels: Sequence[str], others: Sequence[str]) -> bool:
-    return {label.lower() for label in others} <= {label.lower() for label in labels}
 
 
 def _any_zone(_name: str) -> tzinfo:

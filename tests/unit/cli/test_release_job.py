@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import yaml
 
 from remuda.cli.release_job import MissingRelease, find_missing_release
+from remuda.cli.step_commands import remuda_commands
 from remuda.cli.workflow_file import load_workflow, parse_workflow
 
 HEAD = """
@@ -77,6 +79,38 @@ jobs:
 @pytest.mark.parametrize("script", ["'true'", "echo provision", '"# remuda provision"', "'remuda status # provision'"])
 def test_workflow_that_provisions_nothing(script: str):
     assert find(f"jobs:\n  one:\n    runs-on: ubuntu-latest\n    steps: [{{run: {script}}}]\n") is None
+
+
+@pytest.mark.parametrize(
+    ("script", "commands"),
+    [
+        ("remuda provision", ["provision"]),
+        ("remuda --json provision | tee out", ["provision"]),
+        ("remuda --dir 'a b' release; remuda status", ["release", "status"]),
+        ("sudo '/opt/a b/remuda' provision \\\n  --instance-count 1", ["provision"]),
+        ("label=$(remuda provision)", ["provision"]),
+        ('echo "label=$(python3 -m remuda provision)" >> "$GITHUB_OUTPUT"', ["provision"]),
+        ('echo "label=`remuda provision`"', ["provision"]),
+        ("echo it's; remuda provision", ["provision"]),
+        ("echo ${#x}; remuda provision", ["provision"]),
+        ("if ! remuda provision; then exit 1; fi", ["provision"]),
+        ("# remuda provision", []),
+        ("true # then remuda provision", []),
+        ("true;# remuda provision", []),
+        ("echo 'later: remuda provision'", []),
+        ('echo "later: remuda provision"', []),
+        ("remuda explain release", ["explain"]),
+        ("pip install remuda\nprovision", []),
+        ("my-remuda provision; remuda provisional", []),
+    ],
+)
+def test_commands_of_a_script(script: str, commands: list[str]):
+    """The search for a missing release and the re-run of failed jobs see the same commands."""
+    assert list(remuda_commands(script)) == commands
+    text = f"jobs:\n  one:\n    runs-on: ubuntu-latest\n    steps: [{json.dumps({'run': script})}]\n"
+    (job,) = parse_workflow(load_workflow(text.encode()), {"run_id": "1"})
+    assert job.provisions == ("provision" in commands)
+    assert (find(text) is not None) == ("provision" in commands)
 
 
 def test_workflow_of_the_tutorial_releases():

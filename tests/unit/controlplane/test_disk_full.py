@@ -143,26 +143,36 @@ def test_large_disks_are_full_by_their_free_bytes_and_small_ones_by_their_share(
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_error_of_a_full_disk_names_folder_and_fix(tmp_path: Path, number: int) -> None:
-    with pytest.raises(DiskFull) as without_name, full_disk_explained(tmp_path):
+    with pytest.raises(DiskFull) as without_name, full_disk_explained(tmp_path, has_services=True):
         raise ExceptionGroup("two tasks", [ValueError(), OSError(number, "full")])
     assert without_name.value.message.startswith(f"the disk of {tmp_path} is full")
     assert without_name.value.fix == f"free space on the disk of {tmp_path}, and run the command again"
     assert without_name.value.exit_code == 2
-    with pytest.raises(DiskFull, match="the disk of /elsewhere is full"), full_disk_explained(tmp_path):
+    with (
+        pytest.raises(DiskFull, match="the disk of /elsewhere is full"),
+        full_disk_explained(tmp_path, has_services=True),
+    ):
         raise OSError(number, "full", "/elsewhere/file")
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "no"), ExceptionGroup("one task", [OSError(errno.EIO, "no")])])
 def test_other_errors_are_left_alone(tmp_path: Path, error: Exception) -> None:
-    with pytest.raises(type(error)), full_disk_explained(tmp_path):
+    with pytest.raises(type(error)), full_disk_explained(tmp_path, has_services=True):
         raise error
 
 
 def test_service_that_fails_is_no_full_disk_unless_the_disk_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(Unavailable, match="500"), full_disk_explained(tmp_path):
+    with pytest.raises(Unavailable, match="500"), full_disk_explained(tmp_path, has_services=True):
         raise Unavailable("the local GitHub answers 500")
     monkeypatch.setattr("shutil.disk_usage", lambda _folder: Disk(100, 0))
-    with pytest.raises(DiskFull, match="is full"), full_disk_explained(tmp_path):
+    said = "is full.*the local GitHub answers 500"
+    with pytest.raises(DiskFull, match=said), full_disk_explained(tmp_path, has_services=True):
         raise Unavailable("the local GitHub answers 500")
+    # Services that keep nothing on this disk.
+    with (
+        pytest.raises(Unavailable, match=r"^AWS cannot be reached$"),
+        full_disk_explained(tmp_path, has_services=False),
+    ):
+        raise Unavailable("AWS cannot be reached")

@@ -13,12 +13,13 @@ from remuda.controlplane.read.explain import explain
 from remuda.controlplane.read.status import status
 from remuda.controlplane.refresh.ended_runs import CHECK_INTERVAL_S, MAX_CALLS, REFUSED_S
 from remuda.controlplane.refresh.result import RefreshResult
-from remuda.domain.errors import Conflict, Unavailable, UserError
+from remuda.domain.errors import Conflict, RemudaError, Unavailable, Unreadable, UserError
 from remuda.domain.instance import State
 from remuda.domain.provision import Provision, ProvisionEnding, ProvisionStatus
 from remuda.ports.doctor import CheckStatus
 from remuda.ports.github import GitHubRun
 from simulation.invariants import SCOPE
+from simulation.memory.github import MemoryGitHub
 from tests.support.virtual_time import Call
 from tests.support.world import LIFETIMES, PoolWorld
 
@@ -247,4 +248,66 @@ async def test_github_that_does_not_answer_is_asked_once_per_sweep(world: PoolWo
     assert asked == 1
     assert len(world.in_state(State.RUNNING)) == 3
     await world.sweep()
-    assert len(world.in_state(State.RUNNING)) == 0, "the grace period was not forgotten"
+    assert len(world.in_state(State.RUNNING)) == 1, "the grace period was not forgotten"
+    await asyncio.sleep(CHECK_INTERVAL_S)
+    await world.sweep()
+    assert len(world.in_state(State.RUNNING)) == 0
+
+
+@pytest.mark.parametrize("problem", [Unreadable("the table", {"p-1": "no JSON"}), Unavailable("gone")])
+async def test_run_that_cannot_be_released_does_not_stop_the_others(world: PoolWorld, problem: RemudaError) -> None:
+    for number in (1, 2, 3):
+        is_now(world, "completed", run_id=number)
+        await world.provision(str(number), repository=SCOPE)
+    await world.sweep()
+    reads = 0
+
+    async def hook(name: str, call: Call) -> Any:
+        nonlocal reads
+        if name == "store.provisions_of_run":
+            reads += 1
+            if reads == 1:
+                raise problem
+        return await call()
+
+    await asyncio.sleep(GRACE_S + 1)
+    result = await world.sweep(hook)
+    assert reads == 3
+    assert result.errors == (f"run 1 of {SCOPE.lower()} cannot be released: {problem.message}",)
+    assert [of_run(world, str(number)).ending for number in (1, 2, 3)] == [
+        None,
+        ProvisionEnding.UNRELEASED,
+        ProvisionEnding.UNRELEASED,
+    ]
+
+
+async def test_run_that_github_fails_to_read_does_not_starve_the_others(
+    world: PoolWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in (1, 2, 3):
+        is_now(world, "completed", run_id=number)
+        await world.provision(str(number), repository=SCOPE)
+
+    get_run = MemoryGitHub.get_run
+
+    async def fail_first(
+        github: MemoryGitHub, scope: str, repository: str, run_id: int, *, etag: str = ""
+    ) -> GitHubRun | None:
+        if run_id == 1:
+            raise Unavailable("GitHub answers 500")
+        return await get_run(github, scope, repository, run_id, etag=etag)
+
+    monkeypatch.setattr(MemoryGitHub, "get_run", fail_first)
+    await sweeps(world, GRACE_S + 400)
+    assert len(world.in_state(State.RUNNING)) == 1
+
+
+@pytest.mark.parametrize("state", ["unknown", "of a newer attempt"])
+async def test_each_run_is_asked_about_once_per_interval(world: PoolWorld, state: str) -> None:
+    await world.provision(str(RUN), repository=SCOPE, attempt=2)
+    if state != "unknown":
+        is_now(world, "completed")
+    results = await sweeps(world, GRACE_S + 900, every_s=10)
+    calls = [result.calls["github"].get("GET run", 0) for result in results]
+    assert 900 / CHECK_INTERVAL_S - 1 <= sum(calls) <= (GRACE_S + 900) / CHECK_INTERVAL_S + 1
+    assert world.in_state(State.RUNNING)

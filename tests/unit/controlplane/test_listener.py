@@ -22,6 +22,7 @@ from remuda.controlplane.demand.reconciler import DEFICIT_PAUSE_S
 from remuda.controlplane.demand.rerun import POLL_S, InterruptedJobs
 from remuda.controlplane.demand.sets import new_state
 from remuda.controlplane.operator import drain
+from remuda.controlplane.read.status import status
 from remuda.controlplane.release import closed_provision, deregister_set_runner
 from remuda.domain.demand import DemandRecord, DemandStatistics, JobEvent, JobEventKind, JobRecord
 from remuda.domain.errors import CapacityError, Unavailable
@@ -213,6 +214,9 @@ async def test_lost_job_is_recorded_and_gets_no_other_instance(sets: DemandWorld
     assert (record.is_running, record.is_lost) == (True, True)
     assert record.lost_detail.startswith(f"{lost} has ended: ")
     assert ("job-lost", record.lost_detail) in listener.events
+    found = (await status(sets.process())).warnings
+    about_loss = [item for item in found if item.kind in {"lost-instance", "provision-failed"}]
+    assert [(item.kind, item.subject) for item in about_loss] == [("lost-instance", job.key)]
     await asyncio.sleep(LEASE_S / 2)
     assert set(sets.database.instances) == {lost}
     # A job that GitHub says is waiting is not taken for the lost one.

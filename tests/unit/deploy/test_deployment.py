@@ -18,6 +18,7 @@ from remuda import __version__
 from remuda.adapters.aws.calls import translate
 from remuda.adapters.github.responses import parse_immutable_name
 from remuda.cli.deploy import (
+    _check_role_path,
     check_launch_options,
     given_parameters,
     parse_parameters,
@@ -390,6 +391,14 @@ def test_parameters_that_have_a_flag_or_follow_from_the_deployment_are_refused(n
     with pytest.raises(UserError, match=f"--parameter {name} cannot be given") as caught:
         parse_parameters([f"{name}=1"])
     assert fix in caught.value.fix
+
+
+def test_role_path_of_a_pool_cannot_be_changed() -> None:
+    _check_role_path("ci", {"RolePath": "/other/"}, {})
+    _check_role_path("ci", {"RolePath": "/ci/"}, {"RolePath": "/ci/"})
+    with pytest.raises(UserError) as refused:
+        _check_role_path("ci", {"RolePath": "/other/"}, {"RolePath": "/ci/"})
+    assert "but the roles of pool ci have the path /ci/" in refused.value.message
 
 
 def test_launch_options_are_checked_before_any_call() -> None:

@@ -35,6 +35,7 @@ from remuda.domain.reporting.job_explanation import explain_job, explain_jobs, e
 from remuda.domain.reporting.job_queue import (
     QUEUE_OLD_S,
     audited_anomaly,
+    command_for_labels,
     describe_missing_labels,
     job_anomaly,
     labels_by_run,
@@ -704,6 +705,18 @@ def test_job_that_no_set_serves() -> None:
         sets = parse_runner_sets(json.loads(text), default_scope="", zone_of=lambda _name: UTC)
         assert [item.serves(["self-hosted", "gpu"]) for item in sets] == [False, True]
         assert "queued with labels self-hosted, gpu" in rendered(explanation)
+
+
+def test_labels_of_an_existing_set_are_never_changed() -> None:
+    """GitHub does not change them: the set could open no session any more."""
+    labels = [*(label.upper() for label in LARGE.labels), "gpu"]
+    waiting = demand_status(demand_input(first_seen=audited(*labels))).queued
+    (why,) = explain_queued("9", waiting, demand_input().config, "refresh").next_steps
+    assert why.endswith(
+        "; use runs-on: [self-hosted, remuda, large]: a set with more labels would get the jobs of large"
+    )
+    config = replace(demand_input().config, runner_sets=(replace(LARGE, scope="octo/app"),))
+    assert command_for_labels(labels, config, run_id="", scope="octo/app") == ()
 
 
 @pytest.mark.parametrize("result", ["", "failed"])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from remuda.adapters.system.prices import read_prices, shipped_prices
 from remuda.domain.errors import UserError
-from remuda.domain.instance import Credential, HistoryEntry, Instance, RetireReason, State
+from remuda.domain.instance import Credential, HistoryEntry, Instance, RetireReason, State, holder_id
 from remuda.domain.pool_config import PoolConfig, ScopeTokens
 from remuda.domain.provision import (
     AcquiredRunner,
@@ -507,7 +507,7 @@ def found_warnings(
     provisions: Sequence[Provision] = (),
     **more: Any,
 ) -> list[PoolWarning]:
-    options = {"lost": {}, "ended": {}, "sweep_due": None, "now": NOW} | more
+    options = {"lost": {}, "lost_with_job": frozenset(), "ended": {}, "sweep_due": None, "now": NOW} | more
     return find_warnings(config, instances, reports or {}, provisions, **options)
 
 
@@ -607,6 +607,13 @@ def test_failed_run_that_was_provisioned_again_is_no_warning() -> None:
     assert found_warnings(CONFIG, provisions=[failed, again]) == []
     (warning,) = found_warnings(CONFIG, provisions=[failed, again], lost={again.provision_id: ("i-2",)})
     assert (warning.kind, warning.text) == ("lost-instance", f"it lost 1 of its 3 instances: i-2; {REPLACE_LOST}")
+
+
+def test_set_that_lost_an_instance_with_its_job_is_warned_about_once() -> None:
+    gone = ended(1, ProvisionEnding.FAILED, run_id=holder_id("large"), runner_set="large", instance_ids=("i-1",))
+    assert found_warnings(CONFIG, provisions=[gone], lost_with_job=frozenset({"i-1"})) == []
+    (warning,) = found_warnings(CONFIG, provisions=[gone], lost_with_job=frozenset({"i-2"}))
+    assert (warning.kind, warning.subject) == ("provision-failed", "set.large")
 
 
 def test_lost_instances_are_a_warning_with_their_reasons() -> None:

@@ -19,8 +19,8 @@ from remuda.domain.instance import ASSIGNED, Instance
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision, ProvisionEnding, ProvisionStatus, released
 from remuda.domain.reporting.ended_runs import (
+    AskedRun,
     EndedRun,
-    UnfinishedRun,
     UnreadableRepository,
     describe_unreleased,
     is_about_runs,
@@ -72,7 +72,9 @@ class EndedRunSweep(PartialSweep):
         self._take_back = take_back
         self._grace = timedelta(seconds=config.lifetimes.ended_run_grace_s)
         self._ended = {(item.repository, item.run_id): item for item in EndedRun.find(first_seen.known)}
-        self._unfinished = {(item.repository, item.run_id): item for item in UnfinishedRun.find(first_seen.known)}
+        self._asked = {
+            (item.repository, item.run_id): (item.etag, at) for item, at in AskedRun.find(first_seen.known).items()
+        }
         #: By repository, the last refusal and its time.
         self._refused = {
             item.repository: (item, at) for item, at in UnreadableRepository.find(first_seen.known).items()
@@ -88,69 +90,77 @@ class EndedRunSweep(PartialSweep):
                     self._first_seen.keep(anomaly)
             return
         for run in sorted(_holding_runs(records.values()), key=self._asked_at):
-            try:
-                await self._check(github, run)
-            except NotFound:
-                # Deleted, or the credential does not see the repository: no proof that the run has ended.
-                continue
-            except UserError as error:
-                self._refuse(run, error)
-            except RemudaError as error:
-                self._context.event_log.record("run-unread", error.message, run_id=run.run_id)
-                self._keep(run)
-                # It may have been the first of many timeouts.
-                self._calls_left = 0
+            await self._check(github, run)
         self._remember_refusals()
 
-    def _keep(self, run: HoldingRun) -> None:
-        key = run.repository, run.run_id
-        for known in (self._ended.get(key), self._unfinished.get(key)):
-            if known is not None:
-                self._first_seen.keep(known.anomaly())
-
-    def _age_of(self, known: EndedRun | UnfinishedRun) -> timedelta:
-        return self._context.clock.now() - self._first_seen.known[known.anomaly()]
-
     def _asked_at(self, run: HoldingRun) -> float:
-        """Runs that may have to be released come first, then those that GitHub was asked about longest ago."""
-        key = run.repository, run.run_id
-        if key in self._ended:
-            return -inf
-        known = self._unfinished.get(key)
-        return 0.0 if known is None else self._first_seen.known[known.anomaly()].timestamp()
+        """The order of the calls: the run that GitHub was asked about longest ago comes first."""
+        asked = self._asked.get((run.repository, run.run_id))
+        return asked[1].timestamp() if asked is not None else -inf
 
     async def _check(self, github: GitHub, run: HoldingRun) -> None:
-        key = run.repository, run.run_id
-        if (ended := self._ended.get(key)) is not None:
-            waited = self._age_of(ended)
-            if waited < self._grace:
-                self._first_seen.keep(ended.anomaly())
-                return
+        ended = self._ended.get((run.repository, run.run_id))
+        waited = self._age_of(ended) if ended is not None else timedelta(0)
+        if ended is None:
+            await self._ask(github, run)
+        elif waited < self._grace:
+            self._keep(run)
+        else:
             # Asked again, because a re-run keeps the id of the run and may need the instances of an earlier attempt.
-            current = await self._ask(github, run, "")
+            current = await self._ask(github, run)
             if current is not None and current.has_ended and current.attempt == ended.attempt:
-                await self._release(ended, waited)
-            return
-        unfinished = self._unfinished.get(key)
-        if unfinished is not None and self._age_of(unfinished) < timedelta(seconds=CHECK_INTERVAL_S):
-            self._first_seen.keep(unfinished.anomaly())
-            return
-        await self._ask(github, run, unfinished.etag if unfinished is not None else "")
+                await self._release_or_report(ended, waited)
 
-    async def _ask(self, github: GitHub, run: HoldingRun, etag: str) -> GitHubRun | None:
-        """Ask GitHub about a run and record the answer; None if it has not changed, or cannot be asked now."""
-        if self._calls_left <= 0 or self._age_of_refusal(run.repository) < REFUSED_S:
+    def _age_of(self, ended: EndedRun) -> timedelta:
+        return self._context.clock.now() - self._first_seen.known[ended.anomaly()]
+
+    def _keep(self, run: HoldingRun) -> None:
+        """Keep what is known about a run that GitHub is not asked about now."""
+        key = run.repository, run.run_id
+        if key in self._ended:
+            self._first_seen.keep(self._ended[key].anomaly())
+        if key in self._asked:
+            self._first_seen.keep(AskedRun(*key, self._asked[key][0]).anomaly())
+
+    async def _ask(self, github: GitHub, run: HoldingRun) -> GitHubRun | None:
+        """Ask GitHub about a run and record the answer; None if it has not changed, or is not known now."""
+        key = run.repository, run.run_id
+        now = self._context.clock.now()
+        etag, asked_at = self._asked.get(key, ("", None))
+        is_early = asked_at is not None and now - asked_at < timedelta(seconds=CHECK_INTERVAL_S)
+        if is_early or self._calls_left <= 0 or self._age_of_refusal(run.repository) < REFUSED_S:
             self._keep(run)
             return None
         self._calls_left -= 1
-        found = await github.get_run(run.scope, run.repository, int(run.run_id), etag=etag)
-        self._refused.pop(run.repository, None)
-        if found is not None and found.has_ended and found.attempt:
-            self._first_seen.since(EndedRun(run.repository, run.run_id, found.attempt).anomaly())
+        found = None
+        try:
+            found = await github.get_run(run.scope, run.repository, int(run.run_id), etag=etag)
+        except NotFound:
+            # Deleted, or the credential does not see the repository: no proof that the run has ended.
+            etag = ""
+        except UserError as error:
+            self._keep(run)
+            self._refuse(run, error)
+        except RemudaError as error:
+            self._context.event_log.record("run-unread", error.message, run_id=run.run_id)
+            self._keep(run)
+            # It may have been the first of many timeouts. The next sweep begins with another run.
+            self._calls_left = 0
         else:
-            unfinished = UnfinishedRun(run.repository, run.run_id, found.etag if found is not None else etag)
-            self._first_seen.record(unfinished.anomaly(), self._context.clock.now())
+            self._refused.pop(run.repository, None)
+            if found is not None:
+                etag = "" if found.has_ended else found.etag
+        self._first_seen.record(AskedRun(*key, etag).anomaly(), now)
+        if found is not None and found.has_ended and found.attempt:
+            self._first_seen.since(EndedRun(*key, found.attempt).anomaly())
         return found
+
+    async def _release_or_report(self, ended: EndedRun, waited: timedelta) -> None:
+        """A run that cannot be released, for example because a record cannot be parsed, does not stop the others."""
+        try:
+            await self._release(ended, waited)
+        except RemudaError as error:
+            self._result.error(f"run {ended.run_id} of {ended.repository} cannot be released: {error.message}")
 
     async def _release(self, ended: EndedRun, waited: timedelta) -> None:
         """Release the provisions of the ended attempts. The write fails if another process did it first."""
@@ -178,7 +188,6 @@ class EndedRunSweep(PartialSweep):
 
     def _refuse(self, run: HoldingRun, error: UserError) -> None:
         """Warn about a repository whose runs the credential may not read, once as long as that lasts."""
-        self._keep(run)
         fix = f"; {error.fix}" if error.fix else ""
         refusal = UnreadableRepository.of(run.repository, f"{error.message}{fix}")
         if run.repository not in self._refused:

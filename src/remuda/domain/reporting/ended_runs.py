@@ -2,7 +2,7 @@
 
 A run releases its instances by a job of its workflow. A workflow without such a job would hold them until its
 max-runtime-min is over. So each sweep asks GitHub about the runs that hold instances. Its answers are stored among the
-anomalies of the sweeps, with a time: an `EndedRun` since when the run has ended, an `UnfinishedRun` and an
+anomalies of the sweeps, with a time: an `EndedRun` since when the run has ended, an `AskedRun` and an
 `UnreadableRepository` when GitHub was last asked.
 """
 
@@ -63,13 +63,13 @@ class EndedRun(_Anomaly):
 
 
 @dataclass(frozen=True, slots=True)
-class UnfinishedRun(_Anomaly):
-    """A run that had not ended when GitHub was last asked."""
+class AskedRun(_Anomaly):
+    """A run about which GitHub was asked, whatever it answered."""
 
-    PREFIX = "unfinished-run:"
+    PREFIX = "asked-run:"
 
     run_id: str
-    #: Of GitHub's answer, or empty.
+    #: Of GitHub's last answer that the run has not ended, or empty.
     etag: str
 
 
@@ -94,7 +94,7 @@ class UnreadableRepository(_Anomaly):
 
 def is_about_runs(anomaly: str) -> bool:
     """Whether the anomaly is one of this module."""
-    return anomaly.startswith((EndedRun.PREFIX, UnfinishedRun.PREFIX, UnreadableRepository.PREFIX))
+    return anomaly.startswith((EndedRun.PREFIX, AskedRun.PREFIX, UnreadableRepository.PREFIX))
 
 
 def describe_unreleased(ended: EndedRun, *, waited_s: float, held: int) -> str:

@@ -209,7 +209,12 @@ def describe_missing_labels(
         return f"{problem}, and there is no runner set"
     named = [f"{item.name} ({_listed(item.labels)})" for item in sets[:MAX_NAMED_SETS]]
     more = f" and {len(sets) - len(named)} more" if len(sets) > len(named) else ""
-    return f"{problem}; sets: {', '.join(named)}{more}"
+    # GitHub does not change the labels of a set, and a new set with those of the job would compete for its jobs.
+    wanted = {label.lower() for label in labels}
+    part = next((item for item in sets if wanted > {label.lower() for label in item.labels}), None)
+    reason = f"a set with more labels would get the jobs of {part.name}" if part else ""
+    instead = f"; use runs-on: [{_listed(part.labels)}]: {reason}" if part else ""
+    return f"{problem}; sets: {', '.join(named)}{more}{instead}"
 
 
 def command_for_labels(
