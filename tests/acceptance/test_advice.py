@@ -149,8 +149,8 @@ def test_the_command_for_a_waiting_job_gets_it_a_runner(backend: Path, tmp_path:
     waiting = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, cwd=backend.parent)
     assert waiting.stderr is not None
     with waiting.stderr as lines:
-        advice = next((line for line in lines if "to get a runner" in line), "")
-        (found,) = commands_in(advice)
+        assert any("to get a runner" in line for line in lines)
+        (found,) = commands_in(next(lines))
         assert found[0] == command
         done = paste(backend, found)
         assert done.code == 0, done.stderr

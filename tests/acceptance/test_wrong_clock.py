@@ -66,7 +66,7 @@ async def test_advice_about_a_hung_agent_works_when_it_is_pasted(backend: LocalB
         watching.terminate()
         await watching.communicate()
     command = texts[0].partition("to end it, run ")[2]
-    assert command == f"remuda terminate {instance['instance_id']} --dir {shlex.quote(str(backend.folder))}"
+    assert command == f"remuda terminate --dir {shlex.quote(str(backend.folder))} {instance['instance_id']}"
     # At a terminal it asks first, because a job may be lost.
     person, terminal = pty.openpty()
     os.write(person, b"y\n")

@@ -28,7 +28,7 @@ _PARTICIPLES = {
 Act = Callable[..., Awaitable[OperatorResult]]
 
 
-def check_selection(selector: InstanceSelector) -> InstanceSelector:
+def check_selection(selector: InstanceSelector, *, has_filters: bool = True) -> InstanceSelector:
     """Require either ids or a filter, so that a forgotten argument never selects the whole pool."""
     for instance_id in selector.instance_ids:
         check_instance_id(instance_id, field="INSTANCE")
@@ -42,7 +42,9 @@ def check_selection(selector: InstanceSelector) -> InstanceSelector:
     if is_filter and selector.instance_ids:
         raise UserError("both instances and a filter are given", field="INSTANCE", fix="give one or the other")
     if not is_filter and not selector.instance_ids:
-        raise UserError("no instance is given", field="INSTANCE", fix="name instances, or use --all")
+        raise UserError(
+            "no instance is given", field="INSTANCE", fix=f"name instances{', or use --all' if has_filters else ''}"
+        )
     return selector
 
 
@@ -76,7 +78,7 @@ def run_quarantine(
     settings: Settings, output: Output, *, instances: Sequence[str], for_s: float, reason: str, dry_run: bool
 ) -> int:
     act = partial(operator.quarantine, for_s=for_s, reason=check_reason(reason))
-    selector = check_selection(InstanceSelector(instance_ids=tuple(instances)))
+    selector = check_selection(InstanceSelector(instance_ids=tuple(instances)), has_filters=False)
     result = _run(settings, output, selector, act, dry_run=dry_run)
     used = [item.instance_id for item in result.done if item.state in {State.RUNNING, State.RELEASING}]
     return _report(output, result, job_files={name: job_files(settings, name) for name in used})

@@ -134,10 +134,19 @@ class Output:
         for part in wrap_line(self.console, line, width=width, indent=len(lead)):
             self.say(part, style=style)
 
-    def _print(self, line: str, style: str | None) -> None:
+    def say_command(self, command: str) -> None:
+        """Print a command on a line of its own, which is never broken, so that it can be pasted."""
+        if self._quiet:
+            return
+        if self.logs_json:
+            self.say(command)
+        else:
+            self._print(f"  {command}", None, soft_wrap=True)
+
+    def _print(self, line: str, style: str | None, *, soft_wrap: bool = False) -> None:
         """One line on stderr. rich is slow to import, and only a terminal shows styles."""
         if sys.stderr.isatty() or any(name in os.environ for name in _STYLE_VARIABLES):
-            self.console.print(sanitize(line), style=style)
+            self.console.print(sanitize(line), style=style, soft_wrap=soft_wrap)
         else:
             self.log_line(sanitize(line))
 

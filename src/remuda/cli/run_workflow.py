@@ -141,6 +141,7 @@ async def run_workflow(
     config = await stored_config(settings)
     state = layout(settings).root
     again = command_line(settings, "run-workflow", file, omitted=RUN_SETTINGS)
+    output.say(f"run {run_id}, attempt {attempt}")
     async with FakeGitHubClient(endpoint.url, endpoint.token) as client:
         if before:
             await _check_rerun(jobs, before, github, client, again)
@@ -181,8 +182,11 @@ async def run_workflow(
         failed, conclusion = _failed(results), _conclusion_of(results)
         advice = await _advice(jobs, last, github, client, again) if failed else ""
     names = ", ".join(result.name for result in failed)
-    summary = f"failure of {names}; {advice}" if failed else "success"
+    why, _, command = advice.partition(": ")
+    summary = f"failure of {names}; {why}:" if failed else "success"
     output.say_after(f"run {run_id}: ", summary, style="bold red" if failed else "bold green")
+    if command:
+        output.say_command(command)
     output.result(
         {
             "run_id": run_id,
@@ -399,7 +403,7 @@ async def _registered_labels(client: FakeGitHubClient) -> list[tuple[str, ...]]:
     try:
         return [runner.labels for runner in await client.runners() if runner.online]
     except (FakeGitHubError, httpx.HTTPError) as error:
-        raise Unavailable(f"the local GitHub does not respond: {error}") from error
+        raise Unavailable(f"the local GitHub does not respond: {str(error) or type(error).__name__}") from error
 
 
 def _read(file: str) -> object:
@@ -583,7 +587,7 @@ class WorkflowRun:
         try:
             return await self._follow(job, await self._queue(job))
         except (FakeGitHubError, httpx.HTTPError) as error:
-            raise Unavailable(f"the local GitHub does not respond: {error}") from error
+            raise Unavailable(f"the local GitHub does not respond: {str(error) or type(error).__name__}") from error
 
     async def _say_waiting(self, job: ResolvedJob, runner_set: str) -> None:
         """Say who will take the job, or why no one will."""
@@ -603,7 +607,8 @@ class WorkflowRun:
         self._say(job.name, f"queued for {', '.join(job.labels)}, but {why}; it waits, Ctrl-C cancels the run")
         command = self._command_for(job.labels)
         if command:
-            self._say(job.name, f"to get a runner, run in another terminal: {command}")
+            self._say(job.name, "to get a runner, run in another terminal:")
+            self._output.say_command(command)
 
     async def _queue(self, job: ResolvedJob) -> JobView:
         """Queue the job. If interrupted, wait for the job's id in order to cancel it."""
@@ -716,7 +721,7 @@ class WorkflowRun:
                 environment=job.environment,
             )
         except (FakeGitHubError, httpx.HTTPError) as error:
-            raise Unavailable(f"the local GitHub does not respond: {error}") from error
+            raise Unavailable(f"the local GitHub does not respond: {str(error) or type(error).__name__}") from error
 
     def _say(self, name: str, text: str) -> None:
         self._output.say_after(self._lead(name), text)

@@ -205,7 +205,9 @@ def _indented(text: str, *, cuts: bool) -> Padding:
     from rich.padding import Padding  # noqa: PLC0415 - slow to import
     from rich.text import Text  # noqa: PLC0415
 
-    return Padding(Text(sanitize(text), no_wrap=cuts, overflow="ellipsis" if cuts else "fold"), (0, 0, 0, 2))
+    shown = Text(sanitize(text), no_wrap=cuts, overflow="ellipsis" if cuts else "fold")
+    # Without spaces up to the end of a line, which `--wide` makes very long.
+    return Padding(shown, (0, 0, 0, 2), expand=False)
 
 
 def _more(count: int, of_what: str = "") -> Iterator[str]:

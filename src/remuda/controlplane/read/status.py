@@ -123,9 +123,11 @@ async def status(context: Context, *, include_terminated: bool = False, check_re
         _read_first_seen(context, unreadable.append),
     )
     demand = await read_demand(context, config, instances, reports, runs, first_seen=first_seen)
-    idle = Counter(item.resource_class for item in instances if item.state is State.IDLE)
-    unreadable += [f"the record {name} cannot be read: {why}" for name, why in store.malformed_records.items()]
     now = context.clock.now()
+    idle = Counter(
+        item.resource_class for item in instances if item.state is State.IDLE and not item.is_quarantined(now)
+    )
+    unreadable += [f"the record {name} cannot be read: {why}" for name, why in store.malformed_records.items()]
     return Status(
         at=now,
         pool=context.pool_name,
