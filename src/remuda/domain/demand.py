@@ -179,7 +179,8 @@ class Lease:
     #: Empty if the owner gave it up.
     owner: str
     beat: int
-    #: When it was written, by the clock of its owner. Shown to people; whether it has expired is decided by changes.
+    #: When it was written, by AWS's or GitHub's time if its owner has it. Views judge by it whether the owner is alive;
+    #: whether the lease has expired is decided by changes.
     beat_at: datetime | None = None
     #: When the store may delete it; None: never.
     forget_at: datetime | None = None

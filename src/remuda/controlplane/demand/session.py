@@ -122,7 +122,9 @@ class SetSession:
             last_message_id=before.last_message_id if is_continued else 0,
             # Without counts, the recorded ones stay: no message repeats what is acknowledged.
             statistics=session.statistics or before.statistics,
-            counted_at=to_milliseconds(self._context.clock.now()) if session.statistics else before.counted_at,
+            counted_at=to_milliseconds(self._context.with_true_time().clock.now())
+            if session.statistics
+            else before.counted_at,
             capacity=state.runner_set.max,
         )
         state.wake()
@@ -161,7 +163,8 @@ class SetSession:
         jobs = merge_events(known, message.events, runner_set=state.name, now=now)
         jobs = {job_id: self._completed_record(job, config) for job_id, job in jobs.items()}
         state.note_jobs(jobs)
-        state.record = replace(state.record, statistics=message.statistics, counted_at=to_milliseconds(now))
+        counted_at = to_milliseconds(self._context.with_true_time().clock.now())
+        state.record = replace(state.record, statistics=message.statistics, counted_at=counted_at)
         self._note_completed(config, jobs.values())
         state.wake()
         await state.save(self._demand, jobs, capacity=capacity)

@@ -88,7 +88,7 @@ class UnassignedJobs:
         if counts is None or state.record.counted_at != before or not state.record.session_id:
             # A message has told newer counts, or the set is not served any more.
             return
-        now = to_milliseconds(self._context.clock.now())
+        now = to_milliseconds(self._context.with_true_time().clock.now())
         is_due = before is None or now - before >= timedelta(seconds=CONFIRM_COUNT_S)
         if is_due or counts.available != state.statistics.available:
             # The other counts belong to the messages: they must not be newer than the events that they come with.
@@ -139,7 +139,7 @@ class UnassignedJobs:
         sets = self._config().runner_sets
         scope = sets_for(repository, sets)[0].scope
         jobs = await reader.read(scope, repository, share=share)
-        now = self._context.clock.now()
+        now = self._context.with_true_time().clock.now()
         audience = Audience(repository=repository, sets=sets)
         known = [job for state in self._all_states().values() for job in state.jobs.values()]
         found = [job for job in jobs if audience.lacks_runner(job, known, now=now)]

@@ -250,7 +250,8 @@ def demand_status(found: DemandInput) -> DemandStatus:
 def listener_status(lease: Lease | None, *, now: datetime) -> ListenerStatus | None:
     """Decide by the time in the lease, which its owner wrote.
 
-    Its clock may differ from that of the reader. With a difference that counts here, GitHub would refuse the listener.
+    Both correct their clocks by the time of AWS or GitHub. Without an answer of these, each uses its own clock, and a
+    difference between the clocks counts as silence, or hides it.
     """
     if lease is None:
         return None
