@@ -30,7 +30,6 @@ from remuda.domain.reporting.job_queue import (
     labels_by_run,
     newest_queues,
     parse_unaudited,
-    sets_for,
 )
 from remuda.domain.resources import Reuse
 from remuda.domain.runner_set import RunnerSet
@@ -478,6 +477,9 @@ def _unassigned(queues: Iterable[RepositoryQueue], found: DemandInput) -> Iterat
     for queue in queues:
         audience = Audience(repository=queue.repository, sets=sets, runs=runs)
         for job in queue.jobs:
+            if (found.now - job.queued_at).total_seconds() > MAX_QUEUED_S:
+                # GitHub has ended it. The repository may be deleted, or not readable any more.
+                continue
             if audience.lacks_runner(job, found.jobs, now=found.now):
                 serving = audience.find_set(job)
                 yield _Unassigned(job=job, queue=queue, set_name=serving.name if serving else "")
@@ -488,7 +490,7 @@ def _explain_queued(item: _Unassigned, by_name: Mapping[str, RunnerSetStatus], f
     if item.set_name:
         reason, detail = _why_not_assigned(by_name[item.set_name])
     else:
-        candidates = sets_for(job.repository, found.config.runner_sets)
+        candidates = [item for item in found.config.runner_sets if item.covers(job.repository)]
         runs = labels_by_run(found.instances)
         reason = WaitReason.NO_SET
         detail = describe_missing_labels(job.labels, candidates, run_id=job.run_id, runs=runs)

@@ -59,7 +59,7 @@ class Audience:
 
     def find_set(self, job: QueuedJob) -> RunnerSet | None:
         """The set that GitHub may give the job to."""
-        return next((item for item in sets_for(self.repository, self.sets) if item.serves(job.labels)), None)
+        return next((item for item in self.sets if item.covers(self.repository) and item.serves(job.labels)), None)
 
     def _is_served(self, job: QueuedJob) -> bool:
         """Whether the job needs no runner set: it is for GitHub's runners, or its run or scope has runners for it."""
@@ -69,7 +69,7 @@ class Audience:
         of_run = _lowered(self.runs.get(find_run(job.labels, job.run_id, self.runs), ()))
         if wanted <= of_run:
             return True
-        of_sets = {label.lower() for item in sets_for(self.repository, self.sets) for label in item.labels}
+        of_sets = {label.lower() for item in self.sets if item.covers(self.repository) for label in item.labels}
         if not wanted & ({_SELF_HOSTED} | of_sets | of_run):
             return True
         return any(wanted <= _lowered(labels) for labels in self.others)
@@ -245,10 +245,3 @@ def command_for_labels(
 
 def _listed(labels: Iterable[str]) -> str:
     return ", ".join(truncate(label, MAX_TEXT) for label in labels)
-
-
-def sets_for(repository: str, sets: Iterable[RunnerSet]) -> list[RunnerSet]:
-    """The sets that a repository's jobs may use."""
-    repository = repository.lower()
-    owner = repository.partition("/")[0]
-    return [item for item in sets if item.scope.lower() in {repository, owner}]
