@@ -20,6 +20,8 @@ LISTENER_LEASE = "listener"
 AFTER_LOSS = "GitHub fails it within about 10 minutes"
 #: Results of jobs that need no re-run. GitHub's messages and its API use different words.
 SUCCESSES = frozenset({"succeeded", "success", "skipped"})
+#: Results of a job whose runner was told to stop: if an instance shuts down, its runner still tells GitHub.
+CANCELLED = frozenset({"canceled", "cancelled"})
 #: Seconds for which GitHub keeps a job in its queue. An older record that waits has missed its end.
 MAX_QUEUED_S = 86_400.0
 #: How long a job's record is kept if no one says.
@@ -243,8 +245,11 @@ class JobRecord:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it was lost with its instance. GitHub may say later that it had succeeded just before."""
-        return self.lost_at is not None and self.result.lower() not in SUCCESSES
+        """Whether it was lost with its instance. GitHub may say later that it had ended just before."""
+        if self.lost_at is None or self.result.lower() in SUCCESSES:
+            return False
+        had_ended = self.completed_at is not None and self.completed_at < self.lost_at
+        return not had_ended or self.result.lower() in CANCELLED
 
     @property
     def loss(self) -> str:
