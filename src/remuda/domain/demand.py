@@ -47,10 +47,10 @@ class DemandStatistics:
         for item in fields(self):
             object.__setattr__(self, item.name, max(0, getattr(self, item.name)))
 
-
-def count_waiting(statistics: DemandStatistics) -> int:
-    """Jobs that have not started, by GitHub's counts."""
-    return statistics.available + max(0, statistics.assigned - statistics.running)
+    @property
+    def unstarted(self) -> int:
+        """Assigned jobs that have not started."""
+        return max(0, self.assigned - self.running)
 
 
 class JobEventKind(StrEnum):
@@ -277,6 +277,17 @@ class JobRecord:
                 merged, completed_at=self.completed_at or event.finished_at or now, result=event.result or self.result
             )
         return merged
+
+
+def count_waiting(statistics: DemandStatistics, known: Iterable[JobRecord] = (), *, queued: int = 0) -> int:
+    """Jobs of a set that have not started, with those above its `max`, which GitHub has not assigned.
+
+    GitHub's count, or that of the jobs that are `known` to wait and of those that were read from GitHub's queue, if one
+    is larger: each may lag behind the others.
+    """
+    waiting = list(known)
+    assigned = sum(job.assigned_at is not None for job in waiting)
+    return max(statistics.unstarted + statistics.available, len(waiting), assigned + max(queued, statistics.available))
 
 
 def _bound(record: JobEvent | JobRecord | QueuedJob | DemandRecord) -> None:

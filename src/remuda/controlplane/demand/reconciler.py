@@ -125,7 +125,7 @@ class Reconciler:
             runner_set.capacity_at(now, zone_of=self._demand.zone_of),
             state.statistics,
             [machine.view(now, monotonic) for machine in machines],
-            waiting_jobs=state.waiting_jobs(now),
+            waiting_jobs=len(state.waiting_jobs(now)),
             ended_jobs=state.ended_jobs(now),
             lost_jobs=state.lost_jobs(now),
             acquiring=state.acquiring,

@@ -122,10 +122,10 @@ class SetState:
         self.lost = {name: lost_at for name, lost_at in self.lost.items() if lost_at >= oldest}
         return len(self.lost)
 
-    def waiting_jobs(self, now: datetime) -> int:
+    def waiting_jobs(self, now: datetime) -> list[JobRecord]:
         """Known jobs that have not started. Those that GitHub must have assigned again by now do not count."""
         oldest = now - timedelta(seconds=JOB_COUNTS_FOR_S)
-        return sum(job.is_waiting and job.seen_at >= oldest for job in self.jobs.values())
+        return [job for job in self.jobs.values() if job.is_waiting and job.seen_at >= oldest]
 
     # Record
 
