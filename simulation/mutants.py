@@ -982,7 +982,7 @@ MUTANTS: tuple[Mutant, ...] = (
         statements(
             _SESSION,
             "SetSession._handle",
-            "state.record = replace(state.record, statistics=message.statistics, counted_at=to_milliseconds(now))",
+            "state.note_statistics(message.statistics, completed=len(ends))",
             "",
         ),
         settings=_SETS,

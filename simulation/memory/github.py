@@ -294,15 +294,7 @@ class MemoryGitHubServer:
 
     def workflow_jobs(self, repository: str, run_status: str = "") -> list[ListedJob]:
         """The jobs of a repository, optionally only those of runs in a status."""
-        of_sets = self.scale_sets.jobs if self.scale_sets is not None else []
-        jobs = [
-            job
-            for job in (*self.jobs, *of_sets)
-            if job.repository.lower() == repository.lower() and job.run_id.isdecimal()
-        ]
-        statuses: dict[str, set[str]] = {}
-        for job in jobs:
-            statuses.setdefault(job.run_id, set()).add(job.status)
+        statuses = self.run_statuses(repository)
         return [
             ListedJob(
                 job_id=job.job_id,
@@ -312,8 +304,23 @@ class MemoryGitHubServer:
                 labels=job.labels,
                 created_at=job.queued_at,
             )
-            for job in jobs
-            if job.queued_at and run_status in {"", _run_status(statuses[job.run_id])}
+            for job in self._jobs_of(repository)
+            if job.queued_at and run_status in {"", statuses[job.run_id]}
+        ]
+
+    def run_statuses(self, repository: str) -> dict[str, str]:
+        """The status of each run of a repository that has jobs."""
+        statuses: dict[str, set[str]] = {}
+        for job in self._jobs_of(repository):
+            statuses.setdefault(job.run_id, set()).add(job.status)
+        return {run_id: _run_status(found) for run_id, found in statuses.items()}
+
+    def _jobs_of(self, repository: str) -> list[MemoryJob]:
+        of_sets = self.scale_sets.jobs if self.scale_sets is not None else []
+        return [
+            job
+            for job in (*self.jobs, *of_sets)
+            if job.repository.lower() == repository.lower() and job.run_id.isdecimal()
         ]
 
     def _check_token(self, kind: str, scope: str, token: str) -> None:
@@ -444,7 +451,9 @@ class MemoryGitHub:
     async def list_runs(self, scope: str, repository: str, *, status: str, etag: str = "") -> RunList | None:
         self._enter("GET runs", scope)
         runs = tuple(sorted({job.run_id for job in self._github.workflow_jobs(repository, status)}, reverse=True))
-        found = RunList(run_ids=runs[:PER_PAGE], etag=f'W/"{runs}"')
+        statuses = self._github.run_statuses(repository)
+        listed = [(run_id, statuses[str(run_id)]) for run_id in runs[:PER_PAGE]]
+        found = RunList(run_ids=runs[:PER_PAGE], etag=f'W/"{listed}"')
         return None if found.etag == etag else found
 
     async def list_jobs(self, scope: str, repository: str, run_id: int, *, etag: str = "") -> JobList | None:

@@ -209,6 +209,14 @@ async def test_queued_jobs_of_a_repository(github: GitHub, github_clients: GitHu
     runs = await github.list_runs(REPO, REPO, status="queued", etag=before.etag)
     assert runs is not None
     assert set(runs.run_ids) - set(before.run_ids) == {4_711}
+    in_any_status = await github.list_runs(REPO, REPO, status="")
+    assert in_any_status is not None
+    assert 4_711 in in_any_status.run_ids
+    assert await github.list_runs(REPO, REPO, status="", etag=in_any_status.etag) is None
+    await github_clients.queue_job(REPO, 4_713, ["self-hosted", "nobody-has-this"])
+    added = await github.list_runs(REPO, REPO, status="", etag=in_any_status.etag)
+    assert added is not None
+    assert 4_713 in added.run_ids
     listed = await github.list_jobs(REPO, REPO, 4_711)
     assert listed is not None
     (job,) = listed.jobs

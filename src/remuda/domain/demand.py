@@ -20,6 +20,8 @@ LISTENER_LEASE = "listener"
 AFTER_LOSS = "GitHub fails it within about 10 minutes"
 #: Results of jobs that need no re-run. GitHub's messages and its API use different words.
 SUCCESSES = frozenset({"succeeded", "success", "skipped"})
+#: Results of a job whose runner was told to stop: if an instance shuts down, its runner still tells GitHub.
+CANCELLED = frozenset({"canceled", "cancelled"})
 #: Seconds for which GitHub keeps a job in its queue. An older record that waits has missed its end.
 MAX_QUEUED_S = 86_400.0
 #: How long a job's record is kept if no one says.
@@ -45,10 +47,10 @@ class DemandStatistics:
         for item in fields(self):
             object.__setattr__(self, item.name, max(0, getattr(self, item.name)))
 
-
-def count_waiting(statistics: DemandStatistics) -> int:
-    """Jobs that have not started, by GitHub's counts."""
-    return statistics.available + max(0, statistics.assigned - statistics.running)
+    @property
+    def unstarted(self) -> int:
+        """Assigned jobs that have not started."""
+        return max(0, self.assigned - self.running)
 
 
 class JobEventKind(StrEnum):
@@ -179,7 +181,8 @@ class Lease:
     #: Empty if the owner gave it up.
     owner: str
     beat: int
-    #: When it was written, by the clock of its owner. Shown to people; whether it has expired is decided by changes.
+    #: When it was written, by AWS's or GitHub's time if its owner has it. Views judge by it whether the owner is alive;
+    #: whether the lease has expired is decided by changes.
     beat_at: datetime | None = None
     #: When the store may delete it; None: never.
     forget_at: datetime | None = None
@@ -242,8 +245,11 @@ class JobRecord:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it was lost with its instance. GitHub may say later that it had succeeded just before."""
-        return self.lost_at is not None and self.result.lower() not in SUCCESSES
+        """Whether it was lost with its instance. GitHub may say later that it had ended just before."""
+        if self.lost_at is None or self.result.lower() in SUCCESSES:
+            return False
+        had_ended = self.completed_at is not None and self.completed_at < self.lost_at
+        return not had_ended or self.result.lower() in CANCELLED
 
     @property
     def loss(self) -> str:
@@ -271,6 +277,17 @@ class JobRecord:
                 merged, completed_at=self.completed_at or event.finished_at or now, result=event.result or self.result
             )
         return merged
+
+
+def count_waiting(statistics: DemandStatistics, known: Iterable[JobRecord] = (), *, queued: int = 0) -> int:
+    """Jobs of a set that have not started, with those above its `max`, which GitHub has not assigned.
+
+    GitHub's count, or that of the jobs that are `known` to wait and of those that were read from GitHub's queue, if one
+    is larger: each may lag behind the others.
+    """
+    waiting = list(known)
+    assigned = sum(job.assigned_at is not None for job in waiting)
+    return max(statistics.unstarted + statistics.available, len(waiting), assigned + max(queued, statistics.available))
 
 
 def _bound(record: JobEvent | JobRecord | QueuedJob | DemandRecord) -> None:

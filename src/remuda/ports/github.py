@@ -136,7 +136,7 @@ class GitHub(Protocol):
     async def delete_runner(self, scope: str, runner_id: int) -> Deletion: ...
 
     async def list_runs(self, scope: str, repository: str, *, status: str, etag: str = "") -> RunList | None:
-        """Return the newest runs of a repository in a status, at most 100, by one call.
+        """Return the newest runs of a repository in a status (empty: in any), at most 100, by one call.
 
         None if nothing has changed since the answer with this `etag`; such a call does not count for the rate limit.
         The scope selects the credential. Needs the permission to read Actions.

@@ -13,7 +13,7 @@ from remuda.controlplane.read.status import status
 from remuda.controlplane.refresh.audit import MAX_CALLS, MAX_STORED
 from remuda.controlplane.refresh.result import RefreshResult
 from remuda.domain.demand import DemandRecord, DemandStatistics, JobRecord, Lease
-from remuda.domain.errors import UserError
+from remuda.domain.errors import NotFound, UserError
 from remuda.domain.reporting.demand import (
     LISTENER_SILENT_S,
     WAITING_LIMIT_S,
@@ -258,3 +258,39 @@ async def test_pool_without_sets_costs_no_call(world: PoolWorld) -> None:
     assert (await status(process)).demand == DemandStatus()
     assert not {"get_demand", "get_lease", "recent_jobs"} & set(process.calls.by_service()["store"])
     assert "GET runs" not in (await wait_and_sweep(world)).calls["github"]
+
+
+async def test_audit_that_has_not_read_all_runs_does_not_count_as_one(world: PoolWorld) -> None:
+    before = (await demand(world)).queues_read_at
+    for number in range(MAX_CALLS):
+        world.github.queue(run_id=str(100 + number), labels=["ubuntu-latest"], repository=SCOPE)
+    world.github.queue(run_id="999", labels=["self-hosted", "gpu"], repository=SCOPE)
+    await wait_and_sweep(world)
+    assert (await demand(world)).queues_read_at == before
+    for job in world.github.jobs[:MAX_CALLS]:
+        job.conclusion = "success"
+    await wait_and_sweep(world)
+    read_at = (await demand(world)).queues_read_at
+    assert read_at != before
+    assert [job.run_id for job in (await demand(world)).overdue] == ["999"]
+    # More runs than calls: what was found before is kept with its time.
+    for number in range(MAX_CALLS):
+        world.github.queue(run_id=str(200 + number), labels=["ubuntu-latest"], repository=SCOPE)
+    await wait_and_sweep(world)
+    found = await demand(world)
+    assert (found.queues_read_at, [job.run_id for job in found.overdue]) == (read_at, ["999"])
+
+
+async def test_queue_of_a_deleted_repository_is_forgotten(world: PoolWorld) -> None:
+    async def find_nothing(*_: Any, **__: Any) -> Any:
+        raise NotFound("GitHub answers 404")
+
+    world.github.queue(run_id="77", labels=["self-hosted", "gpu"], repository=SCOPE)
+    await wait_and_sweep(world)
+    assert len((await demand(world)).overdue) == 1
+    github = world.process(credentialed=True).github
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(github), "list_runs", find_nothing)
+        await wait_and_sweep(world)
+    found = await demand(world)
+    assert (found.overdue, found.queues_read_at) == ((), {})

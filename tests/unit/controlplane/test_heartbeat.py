@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +18,10 @@ from remuda.config.sources import load
 from remuda.controlplane.demand.heartbeat import HEARTBEATS, INTERVAL_S, pool_counts, write_heartbeats
 from remuda.controlplane.demand.machines import MachineTable
 from remuda.controlplane.demand.sets import SetState, new_state
+from remuda.domain.demand import QueuedJob, RepositoryQueue
 from remuda.domain.errors import UserError
 from remuda.domain.instance import State
+from remuda.domain.reporting.job_queue import COUNTS_OLD_S
 from remuda.domain.runner_set import RunnerSet
 from remuda.domain.signals import Report
 from remuda.wiring.github import GithubCredential
@@ -54,7 +58,9 @@ class FailingMetrics:
 def fake_context() -> tuple[Any, list[str]]:
     events: list[str] = []
     log = SimpleNamespace(record=lambda action, why="", **_: events.append(f"{action}: {why}"))
-    return SimpleNamespace(clock=StoppingClock(), event_log=log), events
+    context = SimpleNamespace(clock=StoppingClock(), event_log=log)
+    context.with_true_time = lambda: context
+    return context, events
 
 
 async def test_heartbeat_goes_on_after_failed_writes_which_are_logged_once():
@@ -90,6 +96,27 @@ def test_counts_are_those_of_all_sets():
         "RunnersBusy": 1.0,
         "SetsFailing": 1.0,
     }
+
+
+def test_jobs_that_only_github_s_queue_shows_wait_for_the_metric_as_for_the_status():
+    context, _ = fake_context()
+    labels = ("large",)
+    state = new_state(context, RunnerSet(name="large", labels=labels, resource_class="l", scope="octo", max=4), None)
+    jobs = tuple(
+        QueuedJob(
+            job_id=str(number),
+            run_id="7",
+            repository="octo/app",
+            name=f"test {number}",
+            labels=labels,
+            queued_at=NOW - timedelta(seconds=60),
+        )
+        for number in range(3)
+    )
+    for age_s, count in ((0.0, 3.0), (COUNTS_OLD_S + 1, 0.0)):
+        queue = RepositoryQueue(repository="octo/app", read_at=NOW - timedelta(seconds=age_s), jobs=jobs)
+        state.record = replace(state.record, queues=(queue,))
+        assert pool_counts(context, [state], MachineTable(FixedClock(NOW)))["JobsWaiting"] == count
 
 
 async def test_local_listener_reads_nothing_else():

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+from remuda.controlplane.context import transition
 from remuda.controlplane.demand import DemandListener, reconciler
 from remuda.controlplane.demand.binding import READ_ATTEMPTS
 from remuda.controlplane.demand.context import BackgroundTasks
@@ -18,7 +19,7 @@ from remuda.controlplane.demand.equipment import REGISTRATION_ATTEMPTS
 from remuda.controlplane.demand.lease import LeaseLost
 from remuda.controlplane.demand.listener import FINISH_S
 from remuda.controlplane.demand.observer import SEARCH_S
-from remuda.controlplane.demand.reconciler import DEFICIT_PAUSE_S
+from remuda.controlplane.demand.reconciler import CHECK_S, DEFICIT_PAUSE_S
 from remuda.controlplane.demand.rerun import POLL_S, InterruptedJobs
 from remuda.controlplane.demand.sets import new_state
 from remuda.controlplane.operator import drain
@@ -32,6 +33,7 @@ from remuda.domain.resources import Tier
 from remuda.domain.signals import REBALANCE_NOTICE, Signal
 from remuda.domain.supply import RETURNS_WITHIN_S, SupplyPlan, decide_supply
 from remuda.domain.thresholds import HEARTBEAT_DEAD_AFTER_S
+from remuda.domain.transitions import End
 from remuda.ports.github import GitHubRun
 from remuda.ports.machine import StepResult
 from simulation.invariants import SCOPE
@@ -267,6 +269,62 @@ async def test_job_that_ended_before_its_instance_is_lost_only_if_it_was_cut_sho
     await asyncio.sleep(2 * SEARCH_S)
     assert sets.record(instance_id).retire_reason is RetireReason.GONE
     assert sets.database.jobs[job.key].is_lost is is_lost
+
+
+async def test_job_that_ended_without_a_listener_before_its_instance_is_not_lost(sets: DemandWorld) -> None:
+    listener = sets.listen()
+    (job,) = sets.queue(seconds=10.0, outcome="failed")
+    await sets.wait_for(lambda: job.started)
+    (instance_id,) = sets.in_state(State.RUNNING)
+    await sets.wait_for(lambda: sets.record(instance_id).is_bound)
+    await listener.stop()
+    await sets.wait_for(lambda: sets.database.reports[instance_id].spent_epoch)
+    sets.cut_power(instance_id, "a test")
+    await transition(
+        sets.process(), sets.record(instance_id), End(reason=RetireReason.GONE), by=Actor.REFRESH, why="it is gone"
+    )
+    # GitHub's message about its end is missing.
+    sets.database.jobs[job.key] = replace(sets.database.jobs[job.key], completed_at=None)
+    for scale_set in sets.scale_sets.sets.values():
+        scale_set.messages.clear()
+    sets.listen()
+    await asyncio.sleep(2 * SEARCH_S)
+    assert sets.database.jobs[job.key].lost_at is None
+    await sets.wait_for_jobs(sets.queue())
+
+
+@pytest.mark.parametrize("operation", ["store.recent_jobs", "store.histories"])
+async def test_lost_jobs_that_cannot_be_read_do_not_stop_a_start(sets: DemandWorld, operation: str) -> None:
+    listener = sets.listen()
+    lost, _ = await lose_job(sets)
+    await listener.stop()
+    await sets.sweep()
+
+    async def fail(name: str, call: Call) -> Any:
+        if name == operation:
+            if operation == "store.histories":
+                await asyncio.sleep(50.0)
+            raise Unavailable("the store does not answer")
+        return await call()
+
+    listener = sets.listen(fail)
+    await sets.wait_for_jobs(sets.queue(), 40.0)
+    await asyncio.sleep(50.0)
+    assert ("lost-jobs-failed", "the store does not answer") in listener.events
+    await sets.wait_for(lambda: lost.is_over, LEASE_S)
+
+
+async def test_cloud_is_asked_once_about_all_silent_instances(sets: DemandWorld) -> None:
+    listener = sets.listen()
+    jobs = sets.queue(3, seconds=170.0)
+    await sets.wait_for(lambda: all(job.started for job in jobs))
+    for instance_id in sets.in_state(State.RUNNING):
+        sets.stop_agent(instance_id)
+    counts = listener.demand.context.calls
+    await asyncio.sleep(2 * HEARTBEAT_DEAD_AFTER_S)
+    before = counts.by_service()["compute"]["describe"]
+    await asyncio.sleep(1.5 * CHECK_S)
+    assert 1 <= counts.by_service()["compute"]["describe"] - before <= 2
 
 
 async def test_job_whose_agent_alone_is_dead_is_not_lost_and_gets_no_other_instance(sets: DemandWorld) -> None:

@@ -12,6 +12,7 @@ from remuda.domain.instance import State
 from remuda.domain.runner_set import RunnerSet
 from remuda.domain.signals import Report
 from tests.support.records import NOW, in_set, instance
+from tests.support.set_world import DemandWorld
 from tests.support.virtual_time import FixedClock
 from tests.support.world import PoolWorld
 
@@ -125,3 +126,32 @@ def test_machine_that_another_process_moved_to_the_pool_is_known_to_be_idle() ->
     assert table.put(idle) is None
     assert table.idle() == [idle]
     assert table.is_idle(idle)
+
+
+def test_the_oldest_lost_job_is_forgotten_when_fewer_run_without_a_message() -> None:
+    state = state_with()
+    state.note_statistics(DemandStatistics(assigned=3, running=3))
+    for number in (2, 1):
+        state.note_lost(f"runner-{number}", NOW + timedelta(seconds=number))
+    # The end of another job.
+    state.note_statistics(DemandStatistics(assigned=2, running=2), completed=1)
+    assert sorted(state.lost) == ["runner-1", "runner-2"]
+    state.note_statistics(DemandStatistics(assigned=2, running=1))
+    assert sorted(state.lost) == ["runner-2"]
+    state.note_statistics(DemandStatistics(assigned=2, running=2))
+    assert state.lost_jobs(NOW) == 1
+
+
+async def test_what_was_amended_is_forgotten_with_the_end_of_the_job() -> None:
+    world = DemandWorld()
+    demand = world.demand()
+    state = state_with(JOB)
+    await state.save(demand, {JOB.job_id: JOB})
+    await state.amend_job(demand, JOB.job_id, lost_at=NOW)
+    ended = replace(JOB, completed_at=NOW)
+    await state.save(demand, {JOB.job_id: ended})
+    await state.amend_job(demand, JOB.job_id, rerun_at=NOW)
+    assert state._amended == {}
+    stored = (await demand.store.get_jobs([JOB.job_id]))[JOB.job_id]
+    assert (stored.lost_at, stored.rerun_at, stored.completed_at) == (NOW, NOW, NOW)
+    await world.end()

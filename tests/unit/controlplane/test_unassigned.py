@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from remuda.controlplane.demand.unassigned import COUNT_S, MAX_CALLS, MAX_STORED, QUEUES_S
+from remuda.controlplane.demand.unassigned import COUNT_S, LIVE_S, MAX_CALLS, MAX_STORED, QUEUES_S, RUNNERS_S
+from remuda.controlplane.job_queue import QueueReader
 from remuda.controlplane.read.explain import explain
 from remuda.controlplane.read.status import status
 from remuda.domain.demand import DemandStatistics
-from remuda.domain.errors import Unavailable, UserError
+from remuda.domain.errors import NotFound, Unavailable, UserError
 from remuda.domain.reporting.demand import DemandStatus, RunnerSetStatus, WaitReason
 from remuda.domain.reporting.job_queue import job_anomaly
 from simulation.invariants import SCOPE
@@ -203,6 +206,7 @@ async def test_job_for_the_runners_of_its_run_is_left_to_the_audit(live: DemandW
 
 
 async def test_unchanged_queues_are_read_by_conditional_requests(live: DemandWorld) -> None:
+    await live.configure_sets(runner_set(max=1, scope=OWNER))
     answers: list[Any] = []
     await fill(live, seconds=200.0)
     await asyncio.sleep(2 * QUEUES_S)
@@ -211,6 +215,124 @@ async def test_unchanged_queues_are_read_by_conditional_requests(live: DemandWor
     # Two lists of runs, and one of the jobs of the run.
     assert len(answers) == 9
     assert {answer is None for answer in answers} == {True}
+
+
+async def test_live_run_of_a_set_with_room_costs_one_conditional_call_a_minute(live: DemandWorld) -> None:
+    live.lifetimes = replace(live.lifetimes, max_runtime_s=1_000.0)
+    await live.configure_sets(runner_set(max=2, scope=OWNER))
+    answers: list[Any] = []
+    await fill(live, seconds=700.0)
+    await asyncio.sleep(3 * LIVE_S)
+    with recorded(answers):
+        await asyncio.sleep(5 * LIVE_S)
+    assert answers == [None] * 5
+    # A run that is added is read.
+    live.queue(run_id="71", labels=GPU)
+    await asyncio.sleep(LABEL_SHOWN_S + QUEUES_S)
+    assert [job.run_id for job in (await demand(live)).queued] == ["71"]
+    live.scale_sets.cancel(live.scale_sets.jobs[-1])
+
+
+async def test_change_that_could_not_be_read_is_read_later(live: DemandWorld) -> None:
+    async def fail(*_: Any, **__: Any) -> Any:
+        raise Unavailable("GitHub answers 502")
+
+    live.lifetimes = replace(live.lifetimes, max_runtime_s=1_000.0)
+    await live.configure_sets(runner_set(max=2, scope=OWNER))
+    await fill(live, seconds=500.0)
+    await asyncio.sleep(2 * LIVE_S)
+    live.queue(run_id="71", labels=GPU)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MemoryGitHub, "list_jobs", fail)
+        await asyncio.sleep(LIVE_S + QUEUES_S)
+    await asyncio.sleep(LIVE_S + QUEUES_S)
+    assert [job.run_id for job in (await demand(live)).queued] == ["71"]
+    live.scale_sets.cancel(live.scale_sets.jobs[-1])
+
+
+async def test_failed_list_of_runners_is_not_repeated_and_all_its_calls_are_charged(live: DemandWorld) -> None:
+    pages, began = 30, []
+
+    async def fail(self: Any, scope: str) -> Any:
+        began.append(live.loop.time())
+        self._calls.add("github", "GET runners", pages)
+        raise Unavailable("GitHub's list of runners is incomplete")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MemoryGitHub, "list_runners", fail)
+        listener = await fill(live, seconds=1_000.0)
+        live.queue(run_id="71", labels=GPU)
+        before = sum(calls_of(listener, "github").values())
+        await asyncio.sleep(600.0)
+        assert sum(calls_of(listener, "github").values()) - before <= MAX_CALLS * 600 / QUEUES_S + pages
+    assert len(began) >= 2
+    assert min(later - earlier for earlier, later in pairwise(began)) >= RUNNERS_S
+    live.scale_sets.cancel(live.scale_sets.jobs[-1])
+
+
+async def test_provisions_of_a_run_are_read_once_per_turn(live: DemandWorld) -> None:
+    listener = await fill(live, seconds=1_000.0)
+    for _ in range(10):
+        live.queue(run_id="71", labels=GPU)
+    await asyncio.sleep(3 * QUEUES_S)
+    before = calls_of(listener, "store").get("provisions_of_run", 0)
+    await asyncio.sleep(3 * QUEUES_S)
+    assert 1 <= calls_of(listener, "store")["provisions_of_run"] - before <= 3
+    for job in live.scale_sets.jobs[1:]:
+        live.scale_sets.cancel(job)
+
+
+async def test_deleted_repository_is_not_shown_and_not_read_again(live: DemandWorld) -> None:
+    async def find_nothing(*_: Any, **__: Any) -> Any:
+        calls.append(1)
+        raise NotFound("GitHub answers 404")
+
+    listener = await fill(live, seconds=30.0)
+    live.queue(run_id="71", labels=GPU)
+    await asyncio.sleep(LABEL_SHOWN_S + QUEUES_S)
+    assert len((await demand(live)).queued) == 1
+    calls: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MemoryGitHub, "list_runs", find_nothing)
+        await asyncio.sleep(LABEL_SHOWN_S)
+        assert (await demand(live)).queued == ()
+        count = len(calls)
+        await asyncio.sleep(LABEL_SHOWN_S)
+        assert len(calls) == count
+        reader = listener.listener._service._unassigned._reader  # type: ignore[union-attr]
+        assert reader is not None
+        assert [*reader._runs, *reader._live, *reader._all_runs] == []
+    live.scale_sets.cancel(live.scale_sets.jobs[-1])
+
+
+async def test_jobs_that_were_not_read_again_are_as_old_as_their_reading(sets: DemandWorld) -> None:
+    for run_id in range(100, 103):
+        sets.queue(run_id=str(run_id), labels=GPU)
+    github, began = sets.process(credentialed=True).github, sets.clock.now()
+    assert github is not None
+    reader = QueueReader(github, calls=4)
+    ages = []
+    for number in range(4):
+        reader.calls_left = 4
+        reading = await reader.read(SCOPE, SCOPE, share=4, now=began + timedelta(seconds=20 * number))
+        ages.append((20 * number - (reading.read_at - began).total_seconds(), len(reading.unread), len(reading.jobs)))
+    # Two lists of runs leave calls for two of the three runs.
+    assert ages == [(0.0, 1, 2), (20.0, 0, 3), (20.0, 0, 3), (20.0, 0, 3)]
+    for job in sets.scale_sets.jobs:
+        sets.scale_sets.cancel(job)
+
+
+async def test_answers_without_counts_are_logged_once(sets: DemandWorld) -> None:
+    async def tell_nothing(*_: Any, **__: Any) -> None:
+        return None
+
+    listener = await fill(sets)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(listener.demand.source), "count_jobs", tell_nothing)
+        await asyncio.sleep(4 * COUNT_S)
+    assert [line for line in listener.events if line[0] == "queue-failed"] == [
+        ("queue-failed", "the count of large: GitHub answers without counts of jobs")
+    ]
 
 
 def recorded(answers: list[Any]) -> Any:

@@ -14,8 +14,10 @@ from remuda.controlplane.read.status import status
 from remuda.controlplane.refresh import refresh
 from remuda.domain.errors import UserError
 from remuda.domain.instance import State
+from remuda.domain.reporting.demand import LISTENER_SILENT_S
 from remuda.ports.clock import HTTP_DATE, Clock, ServerDates
 from remuda.wiring import clock_explained
+from tests.support.set_world import DemandWorld, RunningListener, runner_set
 from tests.support.world import PoolWorld
 
 
@@ -126,3 +128,38 @@ async def test_error_of_a_command_with_a_wrong_clock_names_it(world: PoolWorld) 
     assert refused.value.fix.startswith(
         "set valid AWS credentials; the clock of this computer is 20 min ahead of AWS's: set this computer's clock"
     )
+
+
+@pytest.mark.parametrize("ahead_s", [-120.0, 600.0])
+async def test_listener_with_a_wrong_clock_is_judged_by_the_true_time(ahead_s: float) -> None:
+    sets = DemandWorld()
+    await sets.configure_sets(runner_set(max=1))
+    demand = sets.demand()
+    listener = RunningListener(replace(demand, context=process(sets, ahead_s)))
+    await asyncio.sleep(100.0)
+    found = (await status(sets.process())).demand
+    assert found.listener is not None
+    assert found.listener.is_alive
+    lease = sets.database.leases["listener"]
+    await listener.stop()
+    # Killed: it could not give up the lease.
+    sets.database.leases["listener"] = lease
+    await asyncio.sleep(LISTENER_SILENT_S + 1)
+    found = (await status(sets.process())).demand
+    assert found.listener is not None
+    assert not found.listener.is_alive
+    await sets.end()
+
+
+async def test_count_of_a_listener_with_a_wrong_clock_is_the_present_one() -> None:
+    sets = DemandWorld()
+    await sets.configure_sets(runner_set(max=1))
+    demand = sets.demand()
+    listener = RunningListener(replace(demand, context=process(sets, -120.0)))
+    (job,) = sets.queue()
+    await asyncio.sleep(20.0)
+    (found,) = (await status(sets.process())).demand.sets
+    assert (found.is_current, found.waiting) == (True, 1)
+    sets.scale_sets.cancel(job)
+    await listener.stop()
+    await sets.end()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from dataclasses import replace
+from datetime import datetime, timedelta
 from itertools import permutations
 from typing import Any
 
-from remuda.domain.demand import JobEvent, JobEventKind, merge_events
+import pytest
+
+from remuda.domain.demand import JobEvent, JobEventKind, JobRecord, merge_events
 from tests.support.records import NOW
 
 QUEUED, STARTED, FINISHED = NOW, NOW + timedelta(minutes=1), NOW + timedelta(minutes=2)
@@ -44,3 +47,21 @@ def test_details_that_come_later_are_added() -> None:
     known = merge_events({}, [bare], runner_set="large", now=NOW)
     (record,) = merge_events(known, EVENTS[1:2], runner_set="large", now=FINISHED).values()
     assert (record.run_id, record.queued_at, record.started_at) == ("7", QUEUED, STARTED)
+
+
+@pytest.mark.parametrize(
+    ("completed_at", "result", "is_lost"),
+    [
+        (None, "", True),
+        # Its instance ended after it, spent, while no listener ran.
+        (STARTED, "failed", False),
+        (STARTED, "canceled", True),
+        (FINISHED, "failed", True),
+        (FINISHED, "success", False),
+    ],
+)
+def test_job_that_had_ended_before_its_instance_is_not_lost(
+    completed_at: datetime | None, result: str, *, is_lost: bool
+) -> None:
+    job = JobRecord(job_id="j-1", runner_set="large", seen_at=NOW, lost_at=STARTED + timedelta(seconds=1))
+    assert replace(job, completed_at=completed_at, result=result).is_lost is is_lost

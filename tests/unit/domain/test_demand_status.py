@@ -15,7 +15,15 @@ from remuda.cli.rendering.status import changes, explanation_lines, status_docum
 from remuda.cli.terminal import PlainConsole
 from remuda.controlplane.doctor import _check_runner_sets
 from remuda.controlplane.read.status import Status
-from remuda.domain.demand import DemandRecord, DemandStatistics, JobRecord, Lease, QueuedJob, RepositoryQueue
+from remuda.domain.demand import (
+    MAX_QUEUED_S,
+    DemandRecord,
+    DemandStatistics,
+    JobRecord,
+    Lease,
+    QueuedJob,
+    RepositoryQueue,
+)
 from remuda.domain.instance import State, holder_id
 from remuda.domain.provision import LaunchAttempt, Provision, ProvisionOutcome
 from remuda.domain.reporting.demand import (
@@ -345,6 +353,13 @@ def test_jobs_above_the_maximum_are_no_disagreement() -> None:
     assert find_disagreement(large(demand={"large": demand}, instances=busy()), demand, []) == ""
     free = record(statistics=DemandStatistics(assigned=1, running=1, available=2), **FULL)
     assert "GitHub counts 2 waiting jobs" in find_disagreement(large(demand={"large": free}), free, [])
+
+
+def test_job_that_github_has_removed_from_its_queue_by_now_is_not_shown() -> None:
+    jobs = (queued(*LARGE.labels, queued_at=at(-MAX_QUEUED_S - 1)), queued(*LARGE.labels, job_id="2", name="other"))
+    queue = RepositoryQueue(repository="octo/app", read_at=at(-MAX_QUEUED_S), jobs=jobs)
+    found = demand_status(demand_input(demand={"large": full(0, queues=(queue,))}, instances=busy()))
+    assert [item.job_id for item in found.queued] == ["2"]
 
 
 def test_jobs_that_only_the_queue_of_a_run_shows_are_counted() -> None:

@@ -318,7 +318,7 @@ class GitHubClient:
         https://docs.github.com/rest/using-the-rest-api/best-practices-for-using-the-rest-api: a 304 response to an
         authorised request does not count for the primary rate limit.
         """
-        params = {"status": status, "per_page": str(PER_PAGE)}
+        params = {**({"status": status} if status else {}), "per_page": str(PER_PAGE)}
         with _actions_must_be_readable(repository):
             response = await self._call(
                 scope,

@@ -38,7 +38,6 @@ from remuda.domain.provision import (
 from remuda.domain.signals import Verdict, boot_verdict, registration_verdict
 from remuda.domain.timestamps import after, to_milliseconds
 from remuda.domain.transitions import Bind, End, Equip, Event, Fill, ListenOn
-from remuda.ports.compute import ENDED
 from remuda.ports.github import Deletion, JitRunner
 
 #: Attempts of a registration whose answer is lost.
@@ -340,12 +339,9 @@ class Equipment:
             return found or 0
         return instance.assignment.runner_id
 
-    async def end_if_gone(self, config: PoolConfig, machine: KnownMachine) -> None:
-        """Record the end of an instance without a heartbeat if the cloud has ended it, and not only its agent."""
-        instance = machine.instance
-        view = (await self._context.compute.describe([instance.instance_id])).get(instance.instance_id)
-        if view is not None and view.state in ENDED:
-            await self._leave_provision(machine, config, End(reason=RetireReason.GONE), f"the instance is {view.state}")
+    async def end_gone(self, config: PoolConfig, machine: KnownMachine, why: str) -> None:
+        """Record the end of an instance that the cloud has ended."""
+        await self._leave_provision(machine, config, End(reason=RetireReason.GONE), why)
 
     async def end(self, state: SetState, config: PoolConfig, machine: KnownMachine, why: str) -> None:
         """Terminate a machine that failed, or a new one that cannot be used."""

@@ -94,7 +94,8 @@ class ListenerLease:
                 await self._store.replace_lease(LISTENER_LEASE, held, self._after(held, owner=""))
 
     def _after(self, before: Lease | None, *, owner: str) -> Lease:
-        beat_at = to_milliseconds(self._context.clock.now())
+        # Judged by other computers.
+        beat_at = to_milliseconds(self._context.with_true_time().clock.now())
         return Lease(owner=owner, beat=before.beat + 1 if before is not None else 1, beat_at=beat_at)
 
     async def _write(self, before: Lease | None) -> None:

@@ -208,6 +208,7 @@ class ListenerService:
                     group.create_task(write_heartbeats(self._context, metrics, self._counts))
                 group.create_task(self._reload_regularly())
                 self._apply(stored)
+                self._lost.check_restored(self.config())
                 self._followers.start("rerun", self._interrupted.resume())
                 while True:
                     await self._config_due.wait()
@@ -362,6 +363,7 @@ class ListenerService:
             except RemudaError as error:
                 errors.append(f"{runner_set.name}: {error.message}")
                 state.session_problem = error.message
+        self._lost.check_restored(self.config())
         await self._observer.read_reports()
         for name, state in self._states().items():
             plan = self._reconciler.reconcile(state)

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timedelta
 
 from remuda.controlplane.context import Context, retry_write
 from remuda.controlplane.demand.context import BackgroundTasks, DemandContext
 from remuda.controlplane.demand.machines import KnownMachine, MachineTable
 from remuda.controlplane.demand.sets import SetState, find_job
-from remuda.domain.demand import JobRecord, Loss, find_loss
+from remuda.domain.demand import CANCELLED, JobRecord, Loss, find_loss
+from remuda.domain.errors import RemudaError
 from remuda.domain.instance import Instance
 from remuda.domain.pool_config import PoolConfig, parse_runner_name
 
 #: Newest jobs in which a new listener searches for lost ones, and their maximum age.
 MAX_JOBS = 500
 MAX_AGE = timedelta(hours=24)
-#: Results of a job whose runner was told to stop: if an instance shuts down, its runner still tells GitHub.
-CANCELLED = frozenset({"canceled", "cancelled"})
 
 
 class LostJobs:
@@ -33,8 +32,10 @@ class LostJobs:
         self._demand = demand
         self._tasks = tasks
         self._find = find
-        #: Jobs that were lost before this process began: by set, the time by the name of the job's runner.
+        #: Jobs that were, or may have been, lost before this process began: by set, the time by the runner's name.
         self._earlier: dict[str, dict[str, datetime]] = {}
+        #: Those of them of which it is not known yet.
+        self._unchecked: Sequence[JobRecord] = []
 
     @property
     def _context(self) -> Context:
@@ -61,43 +62,78 @@ class LostJobs:
         job = await find_job(self._demand.store, job_id, instance)
         if job is None or (job.completed_at is not None and job.result.lower() not in CANCELLED):
             return
-        facts = {"runner_set": state.name, "run_id": job.run_id, "job_id": job.job_id}
+        await self._write(state, job, loss, instance_id=instance.instance_id)
+
+    async def _write(self, state: SetState, job: JobRecord, loss: Loss, *, instance_id: str) -> None:
+        context, facts = self._context, {"runner_set": state.name, "run_id": job.run_id, "job_id": job.job_id}
         await retry_write(
             context,
             lambda: state.amend_job(self._demand, job.job_id, lost_at=loss.at, lost_detail=loss.detail),
             **facts,
         )
-        context.event_log.record("job-lost", loss.detail, instance_id=instance.instance_id, **facts)
+        context.event_log.record("job-lost", loss.detail, instance_id=instance_id, **facts)
 
     # Jobs that were lost before this process began
 
     async def load(self, config: PoolConfig, table: MachineTable) -> None:
-        """Find the jobs that an earlier listener has noted, and those whose instance ended while none ran."""
+        """Find the jobs that an earlier listener has noted, and those that were lost while none ran.
+
+        A job that runs for GitHub and has no machine counts as lost until the history of its instance is read: no
+        instance is launched for it in the meantime. The sets are served although their jobs cannot be read.
+        """
         context = self._context
-        jobs = await self._demand.store.recent_jobs(MAX_JOBS, since=context.clock.now() - MAX_AGE)
+        now = context.clock.now()
+        try:
+            jobs = await self._demand.store.recent_jobs(MAX_JOBS, since=now - MAX_AGE)
+        except RemudaError as error:
+            context.event_log.record("lost-jobs-failed", error.message)
+            return
         running = [job for job in jobs if job.is_running]
         unnoted = [job for job in running if job.lost_at is None and not _has_machine(job, config, table)]
-        found = await self._find_lost(unnoted, config) if unnoted else []
-        for job in (*running, *found):
-            if job.lost_at is not None:
-                self._earlier.setdefault(job.runner_set, {})[job.runner_name] = job.lost_at
-
-    async def _find_lost(self, jobs: Sequence[JobRecord], config: PoolConfig) -> list[JobRecord]:
-        parsed = {job.job_id: found for job in jobs if (found := parse_runner_name(config.pool, job.runner_name))}
-        histories = await self._context.store.histories(sorted({instance_id for _, instance_id in parsed.values()}))
-        lost = []
-        for job in jobs:
-            epoch, instance_id = parsed.get(job.job_id, (0, ""))
-            loss: Loss | None = find_loss(instance_id, histories.get(instance_id, ()), epoch=epoch)
-            if loss is not None:
-                lost.append(replace(job, lost_at=loss.at, lost_detail=loss.detail))
-        if lost:
-            await self._demand.store.put_jobs(lost)
-        return lost
+        for job in running:
+            if job.lost_at is not None or job in unnoted:
+                self._earlier.setdefault(job.runner_set, {})[job.runner_name] = job.lost_at or now
+        self._unchecked = unnoted
 
     def restore(self, state: SetState) -> None:
         """Give a set that is served from now on its lost jobs."""
         state.lost.update(self._earlier.pop(state.name, {}))
+
+    def check_restored(self, config: PoolConfig) -> None:
+        """Find out in the background which of the restored jobs were lost."""
+        jobs, self._unchecked = self._unchecked, []
+        if jobs:
+            self._tasks.start("lost-jobs", self._check(jobs, config))
+
+    async def _check(self, jobs: Sequence[JobRecord], config: PoolConfig) -> None:
+        losses: Mapping[str, Loss] = {}
+        try:
+            losses = await self._find_losses(jobs, config)
+        finally:
+            for job in jobs:
+                state = self._find(job.runner_set)
+                if job.job_id not in losses and state is not None:
+                    # It has ended: if GitHub counts another one, that needs an instance.
+                    state.lost.pop(job.runner_name, None)
+                    state.wake()
+        for job in jobs:
+            state, loss = self._find(job.runner_set), losses.get(job.job_id)
+            if state is not None and loss is not None:
+                await self._write(state, job, loss, instance_id=job.instance_id)
+
+    async def _find_losses(self, jobs: Sequence[JobRecord], config: PoolConfig) -> Mapping[str, Loss]:
+        """The losses by job id."""
+        store = self._context.store
+        parsed = {job.job_id: found for job in jobs if (found := parse_runner_name(config.pool, job.runner_name))}
+        ids = sorted({instance_id for _, instance_id in parsed.values()})
+        histories, reports = await asyncio.gather(store.histories(ids), store.get_reports(ids))
+        losses = {}
+        for job_id, (epoch, instance_id) in parsed.items():
+            loss, report = find_loss(instance_id, histories.get(instance_id, ()), epoch=epoch), reports.get(instance_id)
+            # A spent instance has reported the end of its job.
+            if loss is not None and (report is None or report.spent_epoch != epoch):
+                losses[job_id] = loss
+        return losses
 
 
 def _has_machine(job: JobRecord, config: PoolConfig, table: MachineTable) -> bool:

@@ -32,6 +32,7 @@ from remuda.domain.supply import (
     decide_warm,
 )
 from remuda.domain.transitions import Renew
+from remuda.ports.compute import ENDED
 
 #: Least and most seconds between two decisions of a set that nothing wakes. Capacity windows open at a minute.
 MIN_PAUSE_S = 0.2
@@ -124,7 +125,7 @@ class Reconciler:
             runner_set.capacity_at(now, zone_of=self._demand.zone_of),
             state.statistics,
             [machine.view(now, monotonic) for machine in machines],
-            waiting_jobs=state.waiting_jobs(now),
+            waiting_jobs=len(state.waiting_jobs(now)),
             ended_jobs=state.ended_jobs(now),
             lost_jobs=state.lost_jobs(now),
             acquiring=state.acquiring,
@@ -207,9 +208,26 @@ class Reconciler:
                 continue
             if machine.instance.state is State.RELEASING and self._can_advance(config, machine, now):
                 self._start(state, machine, lambda machine, _why: self._equipment.advance(config, machine), "")
-            elif machine.dead and machine.has_job and machine.check_at <= monotonic:
+        silent = [
+            item for item in machines if item.dead and item.has_job and not item.handled and item.retry_at <= monotonic
+        ]
+        if any(item.check_at <= monotonic for item in silent):
+            for machine in silent:
                 machine.check_at = monotonic + CHECK_S
-                self._start(state, machine, lambda machine, _why: self._equipment.end_if_gone(config, machine), "")
+            self._tasks.start("check", self._end_gone(state, config, silent))
+
+    async def _end_gone(self, state: SetState, config: PoolConfig, silent: list[KnownMachine]) -> None:
+        """End those of the machines that the cloud has ended. The agents alone of the others may be dead."""
+        views = await self._context.compute.describe([machine.instance.instance_id for machine in silent])
+
+        async def end(machine: KnownMachine, why: str) -> None:
+            await self._equipment.end_gone(config, machine, why)
+
+        for machine in silent:
+            view = views.get(machine.instance.instance_id)
+            is_same = self._table.get(machine.instance.instance_id) is machine and machine.has_job
+            if view is not None and view.state in ENDED and is_same and not machine.handled:
+                self._start(state, machine, end, f"the instance is {view.state}")
 
     @staticmethod
     def _can_advance(config: PoolConfig, machine: KnownMachine, now: datetime) -> bool:

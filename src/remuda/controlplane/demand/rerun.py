@@ -25,7 +25,6 @@ GIVE_UP = timedelta(hours=6)
 KEPT = timedelta(days=35)
 #: Jobs that a new listener searches for unfinished re-runs.
 MAX_JOBS = 500
-COMPLETED = "completed"
 
 
 @dataclass(kw_only=True, eq=False, slots=True)

@@ -110,6 +110,8 @@ class SetSession:
         self._session = session
         is_continued = is_same_set and session.session_id == before.session_id
         state.session_problem = ""
+        if session.statistics is not None:
+            state.note_statistics(session.statistics)
         self._context.event_log.record(
             "session", "taken over" if is_continued else "opened", runner_set=state.name, scale_set_id=scale_set_id
         )
@@ -122,7 +124,9 @@ class SetSession:
             last_message_id=before.last_message_id if is_continued else 0,
             # Without counts, the recorded ones stay: no message repeats what is acknowledged.
             statistics=session.statistics or before.statistics,
-            counted_at=to_milliseconds(self._context.clock.now()) if session.statistics else before.counted_at,
+            counted_at=to_milliseconds(self._context.with_true_time().clock.now())
+            if session.statistics
+            else before.counted_at,
             capacity=state.runner_set.max,
         )
         state.wake()
@@ -160,8 +164,11 @@ class SetSession:
         known = await self._known_jobs(message.events)
         jobs = merge_events(known, message.events, runner_set=state.name, now=now)
         jobs = {job_id: self._completed_record(job, config) for job_id, job in jobs.items()}
+        ends = {event.job_id for event in message.events if event.kind is JobEventKind.COMPLETED and event.runner_name}
         state.note_jobs(jobs)
-        state.record = replace(state.record, statistics=message.statistics, counted_at=to_milliseconds(now))
+        state.note_statistics(message.statistics, completed=len(ends))
+        counted_at = to_milliseconds(self._context.with_true_time().clock.now())
+        state.record = replace(state.record, counted_at=counted_at)
         self._note_completed(config, jobs.values())
         state.wake()
         await state.save(self._demand, jobs, capacity=capacity)

@@ -59,7 +59,7 @@ class SetState:
     #: Set by whatever may change a decision.
     woken: asyncio.Event = field(default_factory=asyncio.Event)
     registrations: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(CONCURRENT_REGISTRATIONS))
-    #: Fields of jobs that no message contains, by id. Messages about a job are merged into records without them.
+    #: Fields of jobs that no message contains, by id, until they end. Messages are merged into records without them.
     _amended: dict[str, dict[str, Any]] = field(default_factory=dict)
     _write_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -105,16 +105,27 @@ class SetState:
         """Note that the instance of a job has ended under it."""
         self.lost.setdefault(runner_name, now)
 
+    def note_statistics(self, statistics: DemandStatistics, *, completed: int = 0) -> None:
+        """Note GitHub's counts, which came with the end of `completed` jobs.
+
+        If fewer jobs run without a message about the end of one, a lost one has probably ended: the oldest. It must not
+        cancel out a job that starts later.
+        """
+        unexplained = self.statistics.running - statistics.running - completed
+        for name in sorted(self.lost, key=lambda name: self.lost[name])[: max(0, unexplained)]:
+            del self.lost[name]
+        self.record = replace(self.record, statistics=statistics)
+
     def lost_jobs(self, now: datetime) -> int:
         """Jobs that were lost with their instance, and that GitHub still counts."""
         oldest = now - timedelta(seconds=LOST_COUNTS_FOR_S)
         self.lost = {name: lost_at for name, lost_at in self.lost.items() if lost_at >= oldest}
         return len(self.lost)
 
-    def waiting_jobs(self, now: datetime) -> int:
+    def waiting_jobs(self, now: datetime) -> list[JobRecord]:
         """Known jobs that have not started. Those that GitHub must have assigned again by now do not count."""
         oldest = now - timedelta(seconds=JOB_COUNTS_FOR_S)
-        return sum(job.is_waiting and job.seen_at >= oldest for job in self.jobs.values())
+        return [job for job in self.jobs.values() if job.is_waiting and job.seen_at >= oldest]
 
     # Record
 
@@ -126,6 +137,10 @@ class SetState:
             record = self.record = replace(self.record, updated_at=to_milliseconds(context.clock.now()))
             rows = tuple(replace(job, **self._amended.get(job_id, {})) for job_id, job in (jobs or {}).items())
             await retry_write(context, lambda: demand.store.put_demand(record, rows), runner_set=self.name)
+            for row in rows:
+                if row.completed_at is not None:
+                    # Later messages are merged into the stored record.
+                    self._amended.pop(row.job_id, None)
 
     async def amend_job(self, demand: DemandContext, job_id: str, **changed: Any) -> None:
         """Write what no message says about a job: its re-run or its loss. Messages that come later do not change it."""
@@ -133,7 +148,8 @@ class SetState:
             job = (await demand.store.get_jobs([job_id])).get(job_id)
             if job is not None:
                 await demand.store.put_jobs([replace(job, **changed)])
-                self._amended[job_id] = {**self._amended.get(job_id, {}), **changed}
+                if job.completed_at is None:
+                    self._amended[job_id] = {**self._amended.get(job_id, {}), **changed}
 
     async def save_problem(self, demand: DemandContext) -> None:
         """Record since when the set cannot be served, or that it can. Writes only changes."""

@@ -1,8 +1,8 @@
 """Audit of waiting jobs: jobs in GitHub's queue that no runner serves, and differences between GitHub and the records.
 
-The listener reads the queues of repositories with live runs every few seconds (`controlplane/demand/queue.py`). The
-audit reads those of all known repositories, also without a listener. Its results are stored as anomalies of the sweeps.
-`status` and the other views derive the reasons from the newest reading of each repository.
+The listener reads the queues of repositories with live runs (`controlplane/demand/unassigned.py`), the audit those of
+all known repositories, also without a listener. Its results are stored as anomalies of the sweeps. `status` and the
+other views derive the reasons from the newest reading of each repository.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ from remuda.domain.reporting.job_queue import (
     parse_audited,
     parse_job,
     parse_unaudited,
-    sets_for,
     unaudited_anomaly,
 )
 from remuda.domain.resources import is_repository
@@ -97,13 +96,13 @@ class WaitingJobAudit(PartialSweep):
         last = self._first_seen.known.get(_AUDITED)
         if github is None or (last is not None and now - last < timedelta(seconds=AUDIT_INTERVAL_S)):
             self._first_seen.keep(_AUDITED)
-            self._keep(lambda _repository: True)
+            self._keep(lambda _repository, _anomaly: True)
         else:
             self._first_seen.record(_AUDITED, now)
             await self._audit_queue(github, found)
         self._report(found)
 
-    def _keep(self, is_kept: Callable[[str], bool]) -> None:
+    def _keep(self, is_kept: Callable[[str, str], bool]) -> None:
         """Keep what earlier audits found in these repositories."""
         for anomaly, at in self._first_seen.known.items():
             job = parse_job(anomaly, at)
@@ -112,7 +111,7 @@ class WaitingJobAudit(PartialSweep):
                 if job
                 else _parse_no_runs(anomaly)[0] or parse_audited(anomaly) or parse_unaudited(anomaly)[0]
             )
-            if repository and is_kept(repository) and self._has_room(anomaly):
+            if repository and is_kept(repository.lower(), anomaly) and self._has_room(anomaly):
                 self._first_seen.keep(anomaly)
 
     def _report(self, found: DemandInput) -> None:
@@ -139,13 +138,18 @@ class WaitingJobAudit(PartialSweep):
         start = int(found.now.timestamp() // AUDIT_INTERVAL_S) % len(repositories) if repositories else 0
         share = max(MIN_CALLS, MAX_CALLS // len(repositories)) if repositories else 0
         done: set[str] = set()
+        #: Runs that were not read, of repositories with more runs than calls.
+        unread: dict[str, frozenset[str]] = {}
         for repository in (*repositories[start:], *repositories[:start]):
             if reader.calls_left < MIN_CALLS:
                 break
-            sets = sets_for(repository, self._config.runner_sets)
+            sets = [item for item in self._config.runner_sets if item.covers(repository)]
             try:
-                jobs = await reader.read(sets[0].scope if sets else self._scopes[repository], repository, share=share)
+                scope = sets[0].scope if sets else self._scopes[repository]
+                reading = await reader.read(scope, repository, share=share, now=found.now)
             except NotFound:
+                # It was deleted.
+                done.add(repository.lower())
                 continue
             except UserError as error:
                 if not sets:
@@ -160,12 +164,22 @@ class WaitingJobAudit(PartialSweep):
                 self._context.event_log.record("audit-failed", error.message, repository=repository)
                 continue
             done.add(repository.lower())
-            self._first_seen.record(audited_anomaly(repository), found.now)
-            self._record_jobs(repository, jobs, found)
+            if reading.unread:
+                unread[repository.lower()] = reading.unread
+            else:
+                self._first_seen.record(audited_anomaly(repository), found.now)
+            self._record_jobs(repository, reading.jobs, found)
         for (repository, status), etag in reader.no_runs.items():
             if repository.lower() in done:
                 self._first_seen.since(_no_runs(repository, status, etag))
-        self._keep(lambda repository: repository.lower() not in done)
+
+        def is_kept(repository: str, anomaly: str) -> bool:
+            if repository not in unread:
+                return repository not in done
+            job = parse_job(anomaly, found.now)
+            return bool(parse_audited(anomaly)) or (job is not None and job.run_id in unread[repository])
+
+        self._keep(is_kept)
 
     def _repositories(self, jobs: Iterable[JobRecord]) -> list[str]:
         """The repositories of runs with runners, and those of the sets' scopes: those that are a scope, and those of

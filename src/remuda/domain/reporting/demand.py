@@ -14,23 +14,22 @@ from remuda.domain.demand import (
     DemandStatistics,
     JobRecord,
     Lease,
-    QueuedJob,
-    RepositoryQueue,
     count_waiting,
 )
 from remuda.domain.instance import LIVE, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
 from remuda.domain.reporting.job_queue import (
+    COUNTS_OLD_S,
     MAX_OVERDUE,
-    Audience,
+    UnassignedJob,
     describe_missing_labels,
     find_run,
+    find_unassigned,
     is_old,
     labels_by_run,
     newest_queues,
     parse_unaudited,
-    sets_for,
 )
 from remuda.domain.resources import Reuse
 from remuda.domain.runner_set import RunnerSet
@@ -43,9 +42,6 @@ from remuda.domain.thresholds import HEARTBEAT_DEAD_AFTER_S
 WAITING_LIMIT_S = 300.0
 #: Age in seconds of the listener's last heartbeat at which it counts as silent.
 LISTENER_SILENT_S = 60.0
-#: Age in seconds at which a count that the listener must ask for is old. It asks every 15 seconds, and writes down at
-#: least every 30 that nothing has changed.
-COUNTS_OLD_S = 90.0
 #: Seconds for which a failed launch explains why jobs wait.
 LAUNCH_ERROR_S = 900.0
 
@@ -228,7 +224,8 @@ def demand_status(found: DemandInput) -> DemandStatus:
     names = [*sets, *sorted(name for name in found.demand if name not in sets)]
     listener = listener_status(found.lease, now=found.now)
     queues = newest_queues(found.first_seen, found.demand.values())
-    unassigned = list(_unassigned(queues, found))
+    runs = labels_by_run(found.instances)
+    unassigned = list(find_unassigned(queues, found.config.runner_sets, found.jobs, runs=runs, now=found.now))
     statuses = tuple(_set_status(name, sets.get(name), found, listener, unassigned) for name in names)
     by_name = {item.name: item for item in statuses}
     queued = sorted((_explain_queued(item, by_name, found) for item in unassigned), key=_by_age)
@@ -250,7 +247,8 @@ def demand_status(found: DemandInput) -> DemandStatus:
 def listener_status(lease: Lease | None, *, now: datetime) -> ListenerStatus | None:
     """Decide by the time in the lease, which its owner wrote.
 
-    Its clock may differ from that of the reader. With a difference that counts here, GitHub would refuse the listener.
+    Both correct their clocks by the time of AWS or GitHub. Without an answer of these, each uses its own clock, and a
+    difference between the clocks counts as silence, or hides it.
     """
     if lease is None:
         return None
@@ -269,7 +267,7 @@ def _set_status(
     runner_set: RunnerSet | None,
     found: DemandInput,
     listener: ListenerStatus | None,
-    unassigned: Iterable[_Unassigned],
+    unassigned: Iterable[UnassignedJob],
 ) -> RunnerSetStatus:
     record = found.demand.get(name)
     statistics = record.statistics if record else DemandStatistics()
@@ -280,13 +278,12 @@ def _set_status(
     session = _session(record, listener)
     known_at = _known_at(record, session, listener, now=found.now)
     # Those that were read some time ago may have been assigned since.
-    read = [item.job for item in unassigned if item.set_name == name and not _is_past(item.queue.read_at, found.now)]
-    assigned = sum(job.assigned_at is not None for job in waiting)
+    read = [item.job for item in unassigned if item.set_name == name and item.counts(found.now)]
     oldest = [job.queued_at or job.seen_at for job in waiting] + [job.queued_at for job in read]
     status = RunnerSetStatus(
         name=name,
         runner_set=runner_set,
-        waiting=max(count_waiting(statistics), len(waiting), assigned + max(len(read), statistics.available)),
+        waiting=count_waiting(statistics, waiting, queued=len(read)),
         assigned=statistics.assigned,
         running=running,
         hot=hot,
@@ -346,7 +343,7 @@ def is_waiting(job: JobRecord, record: DemandRecord | None, *, now: datetime) ->
         return False
     counts = record.statistics if record else DemandStatistics()
     # Jobs above the capacity are counted, too, and say nothing about one that was assigned.
-    counted = counts.assigned - counts.running if job.assigned_at is not None else count_waiting(counts)
+    counted = counts.unstarted if job.assigned_at is not None else count_waiting(counts)
     return counted > 0 or waited_s(job, now) <= JOB_COUNTS_FOR_S
 
 
@@ -463,31 +460,12 @@ def _launch_error(name: str, found: DemandInput) -> str:
 # Waiting jobs -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Unassigned:
-    job: QueuedJob
-    queue: RepositoryQueue
-    #: The set that has its labels, or empty.
-    set_name: str
-
-
-def _unassigned(queues: Iterable[RepositoryQueue], found: DemandInput) -> Iterator[_Unassigned]:
-    """Jobs in GitHub's queue, without those that a set has got since the queue was read."""
-    sets, runs = found.config.runner_sets, labels_by_run(found.instances)
-    for queue in queues:
-        audience = Audience(repository=queue.repository, sets=sets, runs=runs)
-        for job in queue.jobs:
-            if audience.lacks_runner(job, found.jobs, now=found.now):
-                serving = audience.find_set(job)
-                yield _Unassigned(job=job, queue=queue, set_name=serving.name if serving else "")
-
-
-def _explain_queued(item: _Unassigned, by_name: Mapping[str, RunnerSetStatus], found: DemandInput) -> WaitingJob:
+def _explain_queued(item: UnassignedJob, by_name: Mapping[str, RunnerSetStatus], found: DemandInput) -> WaitingJob:
     job = item.job
     if item.set_name:
         reason, detail = _why_not_assigned(by_name[item.set_name])
     else:
-        candidates = sets_for(job.repository, found.config.runner_sets)
+        candidates = [item for item in found.config.runner_sets if item.covers(job.repository)]
         runs = labels_by_run(found.instances)
         reason = WaitReason.NO_SET
         detail = describe_missing_labels(job.labels, candidates, run_id=job.run_id, runs=runs)
@@ -570,7 +548,7 @@ def find_disagreement(status: RunnerSetStatus, record: DemandRecord | None, jobs
         return ""
     counts = record.statistics
     # GitHub sends no message about jobs above the capacity.
-    counted = count_waiting(counts) if counts.assigned < record.capacity else max(0, counts.assigned - counts.running)
+    counted = count_waiting(counts) if counts.assigned < record.capacity else counts.unstarted
     known = sum(job.runner_set == status.name and job.is_waiting for job in jobs)
     if counted and not known:
         return f"GitHub counts {counted} waiting job{'' if counted == 1 else 's'}, but has sent none that waits"

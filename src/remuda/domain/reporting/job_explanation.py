@@ -27,7 +27,7 @@ from remuda.domain.reporting.explanation import (
     describe_next,
     explain_entry,
 )
-from remuda.domain.reporting.job_queue import command_for_labels, describe_missing_labels, sets_for
+from remuda.domain.reporting.job_queue import command_for_labels, describe_missing_labels
 
 #: Newest jobs and provisions of a set that its explanation lists.
 MAX_LISTED = 20
@@ -287,7 +287,7 @@ def _why(job: JobRecord, demand: DemandInput, status: DemandStatus) -> str:
     sets = demand.config.runner_sets
     found = status.find_set(job.runner_set)
     if found is None:
-        return describe_missing_labels(job.labels, sets_for(job.repository, sets))
+        return describe_missing_labels(job.labels, [item for item in sets if item.covers(job.repository)])
     return explain_wait(job, found, demand.demand.get(job.runner_set))[1]
 
 

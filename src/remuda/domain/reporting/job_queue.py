@@ -7,11 +7,11 @@ records of the sets, the audit among the anomalies of the sweeps; the newer read
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
-from remuda.domain.demand import MAX_TEXT, DemandRecord, JobRecord, QueuedJob, RepositoryQueue
+from remuda.domain.demand import MAX_QUEUED_S, MAX_TEXT, DemandRecord, JobRecord, QueuedJob, RepositoryQueue
 from remuda.domain.instance import Instance
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.runner_set import RunnerSet, with_set_for
@@ -21,6 +21,9 @@ from remuda.domain.text import truncate
 AUDIT_INTERVAL_S = 270.0
 #: Age in seconds at which a reading of a queue is shown with its time: an audit was missed.
 QUEUE_OLD_S = 2 * AUDIT_INTERVAL_S
+#: Age in seconds at which a count that the listener must ask for is old. It asks every 15 seconds, and writes down at
+#: least every 30 that nothing has changed.
+COUNTS_OLD_S = 90.0
 #: Seconds that a job may be in the queue before it counts: GitHub assigns a job at once if a set has room, and some
 #: systems register a runner only when there is a job.
 SETTLE_S = 20.0
@@ -59,7 +62,7 @@ class Audience:
 
     def find_set(self, job: QueuedJob) -> RunnerSet | None:
         """The set that GitHub may give the job to."""
-        return next((item for item in sets_for(self.repository, self.sets) if item.serves(job.labels)), None)
+        return next((item for item in self.sets if item.covers(self.repository) and item.serves(job.labels)), None)
 
     def _is_served(self, job: QueuedJob) -> bool:
         """Whether the job needs no runner set: it is for GitHub's runners, or its run or scope has runners for it."""
@@ -69,7 +72,7 @@ class Audience:
         of_run = _lowered(self.runs.get(find_run(job.labels, job.run_id, self.runs), ()))
         if wanted <= of_run:
             return True
-        of_sets = {label.lower() for item in sets_for(self.repository, self.sets) for label in item.labels}
+        of_sets = {label.lower() for item in self.sets if item.covers(self.repository) for label in item.labels}
         if not wanted & ({_SELF_HOSTED} | of_sets | of_run):
             return True
         return any(wanted <= _lowered(labels) for labels in self.others)
@@ -85,6 +88,40 @@ def _is_known(job: QueuedJob, records: Iterable[JobRecord]) -> bool:
         record.run_id == job.run_id and record.completed_at is None and record.display_name in {job.name, ""}
         for record in records
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnassignedJob:
+    """A job in GitHub's queue that no set has got."""
+
+    job: QueuedJob
+    queue: RepositoryQueue
+    #: The set that has its labels, or empty.
+    set_name: str
+
+    def counts(self, now: datetime) -> bool:
+        """Whether it counts as waiting. If its queue was read some time ago, a set may have got it since."""
+        return now - self.queue.read_at <= timedelta(seconds=COUNTS_OLD_S)
+
+
+def find_unassigned(
+    queues: Iterable[RepositoryQueue],
+    sets: Sequence[RunnerSet],
+    known: Sequence[JobRecord],
+    *,
+    runs: Mapping[str, Sequence[str]] | None = None,
+    now: datetime,
+) -> Iterator[UnassignedJob]:
+    """The jobs of the queues without those that a set has got since the queue was read. `known` are the sets' jobs."""
+    for queue in queues:
+        audience = Audience(repository=queue.repository, sets=sets, runs=runs or {})
+        for job in queue.jobs:
+            if (now - job.queued_at).total_seconds() > MAX_QUEUED_S:
+                # GitHub has ended it. The repository may be deleted, or not readable any more.
+                continue
+            if audience.lacks_runner(job, known, now=now):
+                serving = audience.find_set(job)
+                yield UnassignedJob(job=job, queue=queue, set_name=serving.name if serving else "")
 
 
 # Storage ------------------------------------------------------------------------------------------------------------
@@ -250,10 +287,3 @@ def command_for_labels(
 
 def _listed(labels: Iterable[str]) -> str:
     return ", ".join(truncate(label, MAX_TEXT) for label in labels)
-
-
-def sets_for(repository: str, sets: Iterable[RunnerSet]) -> list[RunnerSet]:
-    """The sets that a repository's jobs may use."""
-    repository = repository.lower()
-    owner = repository.partition("/")[0]
-    return [item for item in sets if item.scope.lower() in {repository, owner}]
