@@ -19,7 +19,7 @@ from remuda.domain.errors import CapacityError, NotFound, RemudaError, Throttled
 from remuda.domain.resources import Architecture, ResourceClass, TypePatterns
 from remuda.ports.compute import POOL_TAG, PROVISION_TAG, LaunchRequest, MachineState, SpotPrices
 from tests.support.aws.ec2 import ARM_AMI, LINUX_AMI, WINDOWS_AMI, Ec2Fixture, ec2_fixture, instance_ids
-from tests.support.aws.ec2_shim import PAGE
+from tests.support.aws.ec2_shim import CATALOGUE, PAGE
 from tests.support.records import runner_request
 from tests.support.user_data import decode_user_data
 
@@ -267,6 +267,17 @@ async def test_any_type_omits_the_type_list_and_spot_sets_its_strategy(world: Ec
     (item,) = await world.instances()
     assert item["InstanceId"] == instance_ids(result)[0]
     assert item["InstanceLifecycle"] == "spot"
+
+
+async def test_any_type_means_current_types_without_accelerators(world: Ec2Fixture, compute: Ec2Compute) -> None:
+    """If all others are used up, no previous generation and no GPU is launched for a class that asks for neither."""
+    world.server.configure(capacity={kind: 0 for kind, *_ in CATALOGUE if kind not in {"m4.large", "g5.xlarge"}})
+    for number, spot in enumerate((True, False)):
+        with pytest.raises(CapacityError):
+            await compute.launch(world.launch_request(f"any-{number}", spot=spot))
+        for name in ("m4.large", "g5.xlarge"):
+            named = world.launch_request(f"{name}-{number}", spot=spot, patterns=name)
+            assert [item.instance_type for item in (await compute.launch(named)).instances] == [name]
 
 
 async def test_the_server_rejects_more_than_four_structures_of_requirements(world: Ec2Fixture) -> None:
@@ -540,7 +551,7 @@ def test_an_error_beside_a_shortage_of_spot(code: str, falls_back: bool) -> None
         ("CustomerKeyHasBeenRevoked", UserError, "enable the KMS key of volume-kms-key"),
         ("KMSKeyNotAccessible", UserError, "enable the KMS key of volume-kms-key"),
         ("AuthFailure.ServiceLinkedRoleCreationNotPermitted", UserError, "aws iam create-service-linked-role"),
-        ("PendingVerification", UserError, "AWS Support"),
+        ("PendingVerification", Unavailable, "wait until AWS has verified the account"),
         ("SecurityGroupsPerInterfaceLimitExceeded", UserError, "fewer security-group-ids"),
         ("VolumeIOPSLimit", UserError, "correct the launch options"),
         ("MaxSpotInstanceCountExceeded", CapacityError, "quota of spot instances"),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from remuda.adapters.aws.clients import read_parameter
-from remuda.adapters.aws.ec2.create_fleet import MAX_ZONES
+from remuda.adapters.aws.ec2.create_fleet import MAX_ZONES, without_local_zones
 from remuda.adapters.aws.ec2.options import MAX_SUBNETS, SSM_PREFIX
 from remuda.adapters.github.client import GitHubClient
 from remuda.adapters.github.doctor import GitHubDoctor
@@ -246,9 +246,9 @@ class Preflight:
         routes = await self._routes(self.facts.vpc)
         outbound = {str(item["SubnetId"]): outbound_route(item, routes) for item in found}
         if not chosen:
-            kinds = set(outbound.values())
+            kinds = {outbound[str(item["SubnetId"])] for item in without_local_zones(found)}
             best = "nat" if "nat" in kinds else "public"
-            found = [item for item in found if outbound[str(item["SubnetId"])] == best]
+            found = without_local_zones([item for item in found if outbound[str(item["SubnetId"])] == best])
             if not found:
                 return problem(
                     f"no subnet of {self.facts.vpc} has a route to the internet that its machines can use",

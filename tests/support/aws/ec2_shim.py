@@ -64,10 +64,14 @@ CATALOGUE = (
             ("r6i", 8, 0.063, "x86_64"),
         )
     ),
+    ("m4.large", 2, 8 * 1024, 0.1, "x86_64", 0),
     ("g5.xlarge", 4, 16 * 1024, 1.006, "x86_64", 1),
     ("m6i.24xlarge", 96, 384 * 1024, 4.608, "x86_64", 0),
     ("g5.12xlarge", 48, 192 * 1024, 5.672, "x86_64", 4),
 )
+#: Instance families of the catalogue that are not among those "currently recommended for use" (API reference of
+#: InstanceRequirementsRequest). Requests without InstanceGenerations get them, too.
+PREVIOUS_FAMILIES = {"m4"}
 #: Maximum number of InstanceRequirements structures in a request (the words are those of osbuild/osbuild-composer, pull
 #: request 3946).
 MAX_REQUIREMENTS = 4
@@ -540,12 +544,14 @@ def _choices(values: dict[str, str], architecture: str) -> list[tuple[str, str]]
 def _kinds(override: dict[str, str], usage: str, architecture: str) -> set[str]:
     """The instance types that an override selects. Price protection of spot instances is not modelled."""
     needs = {key.removeprefix("InstanceRequirements."): value for key, value in override.items()}
+    generations = {value for key, value in needs.items() if key.startswith("InstanceGeneration")}
     fitting = {
         kind: price
         for kind, cpu, mmem, price, its_architecture, gpus in CATALOGUE
         if int(needs["VCpuCount.Min"]) <= cpu <= int(needs.get("VCpuCount.Max", cpu))
         and mmem >= int(needs["MemoryMiB.Min"])
-        and gpus >= int(needs.get("AcceleratorCount.Min", 0))
+        and int(needs.get("AcceleratorCount.Min", 0)) <= gpus <= int(needs.get("AcceleratorCount.Max", gpus))
+        and _generation(kind) in (generations or {"current", "previous"})
         and architecture in {its_architecture, ""}
     }
     if usage == "on-demand" and fitting:
@@ -554,6 +560,10 @@ def _kinds(override: dict[str, str], usage: str, architecture: str) -> set[str]:
         fitting = {kind: price for kind, price in fitting.items() if price <= most}
     allowed = [value for key, value in override.items() if _ALLOWED.fullmatch(key)]
     return {kind for kind in fitting if not allowed or any(fnmatch.fnmatchcase(kind, each) for each in allowed)}
+
+
+def _generation(kind: str) -> str:
+    return "previous" if kind.partition(".")[0] in PREVIOUS_FAMILIES else "current"
 
 
 def _single(form: list[tuple[str, str]], subnet: str, kind: str, count: int) -> list[tuple[str, str]]:

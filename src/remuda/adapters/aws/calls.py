@@ -92,6 +92,8 @@ class ErrorCategory(Enum):
     THROTTLED = "throttled"
     PERMISSION = "permission"
     CREDENTIALS = "credentials"
+    #: AWS checks a new account, or its first use of a region.
+    VERIFICATION = "verification"
     QUOTA = "quota"
     CAPACITY = "capacity"
     SERVER = "server"
@@ -142,7 +144,15 @@ _CODES = (
     _Codes(
         ErrorCategory.PERMISSION,
         "complete what the message says about the AWS account, or ask AWS Support",
-        "AccountDisabled Blocked OptInRequired PendingVerification",
+        "AccountDisabled Blocked OptInRequired",
+    ),
+    _Codes(
+        # EC2's message: "normally resolved within minutes, please allow up to 4 hours ... We will notify you by email"
+        # (skyplane-project/skyplane#799).
+        ErrorCategory.VERIFICATION,
+        "wait until AWS has verified the account for this region and sends an e-mail: minutes as a rule, at most four "
+        "hours; then try again, or write to AWS Support",
+        "PendingVerification",
     ),
     _Codes(
         ErrorCategory.CREDENTIALS,
@@ -358,6 +368,8 @@ def _by_category(code: str, message: str, service: str, what: str) -> RemudaErro
             return CapacityError(text, fix=fix)
         case ErrorCategory.INPUT if service == EC2:
             return UserError(text, field="launch", fix=fix)
+        case ErrorCategory.VERIFICATION:
+            return Unavailable(text, fix=fix)
         case ErrorCategory.SERVER | ErrorCategory.OTHER if service == EC2:
             return Unavailable(text, fix=fix)
         case _:
