@@ -38,9 +38,6 @@ MIN_PAUSE_S = 0.2
 MAX_PAUSE_S = 60.0
 #: The same while a set has fewer runners than it wants and waits for machines that come to the pool.
 DEFICIT_PAUSE_S = 2.0
-#: Seconds between two questions to the cloud whether a machine with a job and without a heartbeat has ended. Sweeps
-#: find it as well, but on AWS they run every five minutes only.
-CHECK_S = 60.0
 #: Seconds after an unexpected error in a decision.
 ERROR_PAUSE_S = 10.0
 
@@ -119,6 +116,8 @@ class Reconciler:
         for machine in machines:
             if machine.spent_since is not None and machine.instance.is_bound:
                 state.note_ended(machine.job_id, now)
+            if machine.has_booted:
+                state.note_boot()
         plan = decide_supply(
             runner_set,
             runner_set.capacity_at(now, zone_of=self._demand.zone_of),
@@ -201,15 +200,12 @@ class Reconciler:
     def _start_upkeep(
         self, state: SetState, config: PoolConfig, machines: list[KnownMachine], *, now: datetime, monotonic: float
     ) -> None:
-        """Finish releases, and find machines that have ended under their job. Neither depends on the demand."""
+        """Finish releases, which do not depend on the demand."""
         for machine in machines:
             if machine.handled or machine.retry_at > monotonic:
                 continue
             if machine.instance.state is State.RELEASING and self._can_advance(config, machine, now):
                 self._start(state, machine, lambda machine, _why: self._equipment.advance(config, machine), "")
-            elif machine.dead and machine.has_job and machine.check_at <= monotonic:
-                machine.check_at = monotonic + CHECK_S
-                self._start(state, machine, lambda machine, _why: self._equipment.end_if_gone(config, machine), "")
 
     @staticmethod
     def _can_advance(config: PoolConfig, machine: KnownMachine, now: datetime) -> bool:
