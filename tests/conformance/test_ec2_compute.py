@@ -208,6 +208,41 @@ async def test_options_of_the_root_volume(world: Ec2Fixture) -> None:
     assert (sent[f"{prefix}.Iops"], sent[f"{prefix}.Throughput"]) == ("6000", "500")
 
 
+async def test_a_default_key_that_ec2_cannot_use_ends_the_instances(world: Ec2Fixture, compute: Ec2Compute) -> None:
+    """The launch succeeds; only the reason of the end tells why."""
+    world.server.configure(default_key="arn:aws:kms:eu-west-1:123456789012:key/11111111-2222-3333-4444-555555555555")
+    names = instance_ids(await compute.launch(world.launch_request(count=2)))
+    views = await compute.describe(names)
+    assert {views[name].end_reason for name in names} == {"Client.InternalError: Client error on launch"}
+    assert views[names[0]].describe_end() == "the instance is terminated: Client.InternalError: Client error on launch"
+    assert "the account's default key of EBS" in views[names[0]].end_fix
+
+
+@pytest.mark.parametrize(
+    ("code", "fix"),
+    [
+        ("Client.VolumeLimitExceeded", "quota of storage or IOPS"),
+        ("Client.InvalidSnapshot.NotFound", "set ami to an image whose snapshots exist"),
+        ("Client.InvalidKMSKey.InvalidState", "enable the KMS key of volume-kms-key"),
+        ("Client.InstanceInitiatedShutdown", "aws ec2 get-console-output"),
+        ("Client.UserInitiatedShutdown", "CloudTrail"),
+        ("Server.InsufficientInstanceCapacity", "allow more instance types"),
+        ("Server.SpotInstanceTermination", "use on-demand instances"),
+        ("Server.InternalError", "retry in a minute"),
+        ("Server.SomethingNew", "look the code up"),
+    ],
+)
+async def test_the_reason_of_an_early_end_has_a_fix(
+    world: Ec2Fixture, compute: Ec2Compute, code: str, fix: str
+) -> None:
+    world.server.configure(early_end=[code, f"{code}: what EC2 says", 0])
+    (name,) = instance_ids(await compute.launch(world.launch_request()))
+    while not (view := (await compute.describe([name]))[name]).end_reason:
+        await asyncio.sleep(0.01)
+    assert view.end_reason == f"{code}: what EC2 says"
+    assert fix in view.end_fix
+
+
 async def test_root_volume_smaller_than_the_image_is_rejected(world: Ec2Fixture, compute: Ec2Compute) -> None:
     with pytest.raises(UserError, match="volume-size-gib is 14, but the root volume of the image has 15 GiB") as caught:
         await compute.prepare({**world.options, "volume-size-gib": "14"})

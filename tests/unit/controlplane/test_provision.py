@@ -585,7 +585,7 @@ async def test_run_that_expired_may_be_provisioned_again(world: PoolWorld) -> No
     await world.provision("7")
 
 
-# Instances that the cloud ends before they have registered --------------------------------------------------------------
+# Instances that the cloud ends before they have registered ------------------------------------------------------------
 
 KEY_UNUSABLE = "Client.InternalError: Client error on launch"
 
