@@ -237,8 +237,9 @@ async def test_the_reason_of_an_early_end_has_a_fix(
 ) -> None:
     world.server.configure(early_end=[code, f"{code}: what EC2 says", 0])
     (name,) = instance_ids(await compute.launch(world.launch_request()))
-    while not (view := (await compute.describe([name]))[name]).end_reason:
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(10):
+        while not (view := (await compute.describe([name]))[name]).end_reason:  # noqa: ASYNC110 - another process
+            await asyncio.sleep(0.01)
     assert view.end_reason == f"{code}: what EC2 says"
     assert fix in view.end_fix
 

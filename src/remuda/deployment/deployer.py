@@ -171,6 +171,7 @@ def deployer() -> Policy:
                 actions=(
                     *("autoscaling:Describe*", "cloudformation:ValidateTemplate", "cloudwatch:DescribeAlarms"),
                     *("ec2:Describe*", "ec2:GetEbsDefaultKmsKeyId", "iam:Get*", "iam:List*", "logs:DescribeLogGroups"),
+                    *("kms:DescribeKey", "kms:GetKeyPolicy"),
                     *("iam:SimulatePrincipalPolicy", "secretsmanager:ListSecrets", "servicequotas:GetServiceQuota"),
                     *("ssm:DescribeParameters", "tag:GetResources"),
                 ),

@@ -21,7 +21,7 @@ POST /_shim takes a JSON object of:
   shown          number of instances of each launch that DescribeInstances shows at first; each further call shows one
                  more
   default_key    ARN of the account's default key of EBS; empty for the one that AWS manages
-  early_end      [code, message, seconds]: instances launched from now on end after so many seconds with this StateReason
+  early_end      [code, message, seconds]: instances launched from now on end after these seconds, for this reason
   honour_tokens  false: ignore client tokens
   has_iam        false: instance profiles are on another server, and are not checked
 POST /_shim/reset discards these settings and all instances. GET /_shim returns the number of requests per action
