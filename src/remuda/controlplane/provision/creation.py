@@ -256,9 +256,10 @@ async def watch_created(context: Context, acquired: AcquiredInstances) -> None:
             continue
         for instance, view in ended:
             event, why = end_of(view, owner=instance.owner)
-            with suppress(Conflict):
+            # If the write fails, the rollback ends the record, without the reason.
+            with suppress(RemudaError):
                 await transition(context, instance, event, by=Actor.PROVISION, why=why)
-            acquired.remove(instance)
+                acquired.remove(instance)
         if ended:
             raise early_end(*ended[0])
 
