@@ -91,8 +91,9 @@ class LivenessInvariants:
             if world.cloud.state(record.instance_id) is None:
                 patience += missing
             since = record.threshold
-            if record.state is State.CREATED:
+            if record.state in {State.CREATED, State.TERMINATING}:
                 # A process that was paused past its deadline may still launch: that instance expires at its creation.
+                # One that was paused between its decision and its write ends an instance with the time of the decision.
                 since = max(since, START + timedelta(seconds=world.safety.written_at(record.instance_id)))
             if now > self._since(since) + patience:
                 yield "L1", f"{record.instance_id} is {record.state} long after its threshold", record.instance_id

@@ -23,6 +23,7 @@ from remuda.domain.scale_down.fleet import (
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock
 from remuda.ports.compute import (
+    ENDED,
     POOL_TAG,
     PROVISION_TAG,
     Launched,
@@ -138,6 +139,7 @@ class MemoryCloud:
             instance_type=machine.instance_type,
             launched_at=machine.launched_at,
             tags=machine.tags,
+            end_reason=machine.reason if state in ENDED else "",
         )
 
     def launch(self, request: LaunchRequest, *, pool: str) -> LaunchResult:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -112,6 +113,28 @@ def test_provision_and_explain_name_the_cause_of_a_refused_launch(
     (failure,) = [event["why"] for event in explanation["events"] if event["what"].startswith("failed after")]
     assert code in failure
     assert fix in failure
+
+
+def test_provision_and_explain_name_the_reason_of_instances_that_end_at_once(stack: AwsStack) -> None:
+    """EC2 cannot use the default key of the account: the launch succeeds, and the instances end without an agent."""
+    stack.refresh(**{**SHORT_TIMES, "REMUDA_PROVISION_TIMEOUT_SEC": "60"})
+    stack.ec2.configure(early_end=["Client.InternalError", "Client.InternalError: Client error on launch", 1])
+    started = time.monotonic()
+    try:
+        result, answer = stack.remuda("provision", "--run-id", "ended", "--github-scope", SCOPE)
+    finally:
+        stack.ec2.configure(early_end=None)
+        stack.refresh(**SHORT_TIMES)
+    assert time.monotonic() - started < 50, "it does not wait until its time limit"
+    assert result == 4, answer
+    assert "ended before it had registered" in answer["error"]["message"]
+    assert "Client.InternalError: Client error on launch" in answer["error"]["message"]
+    assert "the account's default key of EBS" in answer["error"]["fix"]
+    _, explanation = stack.remuda("explain", "ended")
+    (failure,) = [event["why"] for event in explanation["events"] if event["what"].startswith("failed after")]
+    assert "Client error on launch" in failure
+    _, status = stack.remuda("status")
+    assert not [item for item in status["instances"] if item["state"] == "created"]
 
 
 def test_unknown_instance_profile_is_rejected_before_anything_is_created(stack: AwsStack):

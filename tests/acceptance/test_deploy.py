@@ -172,6 +172,27 @@ def test_image_that_a_class_cannot_launch_is_refused(
     assert found["fix"] == fix
 
 
+def test_default_key_of_the_account_is_adopted_or_refused(account: EmptyAccount) -> None:
+    async def create(kms: Any) -> str:
+        return str((await kms.create_key())["KeyMetadata"]["Arn"])
+
+    key = account.call("kms", create)
+
+    def check(default: str) -> tuple[int, dict[str, str]]:
+        account.stack.ec2.configure(default_key=default)
+        try:
+            result = account.deploy("--dry-run", pool="none")
+        finally:
+            account.stack.ec2.configure(default_key="")
+        return result.code, {item["name"]: item for item in result.document["checks"]}["volume key"]
+
+    code, found = check(key)
+    assert (code, found["status"], found["message"].partition(": ")[0]) == (0, "ok", key)
+    code, found = check(f"{key[:-1]}0" if key[-1] != "0" else f"{key[:-1]}1")
+    assert (code, found["status"]) == (2, "problem")
+    assert "does not exist in this region" in found["message"]
+
+
 def test_security_group_of_another_vpc_is_refused(account: EmptyAccount) -> None:
     async def create(ec2: Any) -> tuple[str, str]:
         vpc = (await ec2.create_vpc(CidrBlock="10.9.0.0/16"))["Vpc"]["VpcId"]

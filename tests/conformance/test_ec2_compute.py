@@ -19,7 +19,7 @@ from remuda.domain.errors import CapacityError, NotFound, RemudaError, Throttled
 from remuda.domain.resources import Architecture, ResourceClass, TypePatterns
 from remuda.ports.compute import POOL_TAG, PROVISION_TAG, LaunchRequest, MachineState, SpotPrices
 from tests.support.aws.ec2 import ARM_AMI, LINUX_AMI, WINDOWS_AMI, Ec2Fixture, ec2_fixture, instance_ids
-from tests.support.aws.ec2_shim import PAGE
+from tests.support.aws.ec2_shim import CATALOGUE, PAGE
 from tests.support.records import runner_request
 from tests.support.user_data import decode_user_data
 
@@ -208,6 +208,42 @@ async def test_options_of_the_root_volume(world: Ec2Fixture) -> None:
     assert (sent[f"{prefix}.Iops"], sent[f"{prefix}.Throughput"]) == ("6000", "500")
 
 
+async def test_a_default_key_that_ec2_cannot_use_ends_the_instances(world: Ec2Fixture, compute: Ec2Compute) -> None:
+    """The launch succeeds; only the reason of the end tells why."""
+    world.server.configure(default_key="arn:aws:kms:eu-west-1:123456789012:key/11111111-2222-3333-4444-555555555555")
+    names = instance_ids(await compute.launch(world.launch_request(count=2)))
+    views = await compute.describe(names)
+    assert {views[name].end_reason for name in names} == {"Client.InternalError: Client error on launch"}
+    assert views[names[0]].describe_end() == "the instance is terminated: Client.InternalError: Client error on launch"
+    assert "the account's default key of EBS" in views[names[0]].end_fix
+
+
+@pytest.mark.parametrize(
+    ("code", "fix"),
+    [
+        ("Client.VolumeLimitExceeded", "quota of storage or IOPS"),
+        ("Client.InvalidSnapshot.NotFound", "set ami to an image whose snapshots exist"),
+        ("Client.InvalidKMSKey.InvalidState", "enable the KMS key of volume-kms-key"),
+        ("Client.InstanceInitiatedShutdown", "aws ec2 get-console-output"),
+        ("Client.UserInitiatedShutdown", "CloudTrail"),
+        ("Server.InsufficientInstanceCapacity", "allow more instance types"),
+        ("Server.SpotInstanceTermination", "use on-demand instances"),
+        ("Server.InternalError", "retry in a minute"),
+        ("Server.SomethingNew", "look the code up"),
+    ],
+)
+async def test_the_reason_of_an_early_end_has_a_fix(
+    world: Ec2Fixture, compute: Ec2Compute, code: str, fix: str
+) -> None:
+    world.server.configure(early_end=[code, f"{code}: what EC2 says", 0])
+    (name,) = instance_ids(await compute.launch(world.launch_request()))
+    async with asyncio.timeout(10):
+        while not (view := (await compute.describe([name]))[name]).end_reason:  # noqa: ASYNC110 - another process
+            await asyncio.sleep(0.01)
+    assert view.end_reason == f"{code}: what EC2 says"
+    assert fix in view.end_fix
+
+
 async def test_root_volume_smaller_than_the_image_is_rejected(world: Ec2Fixture, compute: Ec2Compute) -> None:
     with pytest.raises(UserError, match="volume-size-gib is 14, but the root volume of the image has 15 GiB") as caught:
         await compute.prepare({**world.options, "volume-size-gib": "14"})
@@ -267,6 +303,17 @@ async def test_any_type_omits_the_type_list_and_spot_sets_its_strategy(world: Ec
     (item,) = await world.instances()
     assert item["InstanceId"] == instance_ids(result)[0]
     assert item["InstanceLifecycle"] == "spot"
+
+
+async def test_any_type_means_current_types_without_accelerators(world: Ec2Fixture, compute: Ec2Compute) -> None:
+    """If all others are used up, no previous generation and no GPU is launched for a class that asks for neither."""
+    world.server.configure(capacity={kind: 0 for kind, *_ in CATALOGUE if kind not in {"m4.large", "g5.xlarge"}})
+    for number, spot in enumerate((True, False)):
+        with pytest.raises(CapacityError):
+            await compute.launch(world.launch_request(f"any-{number}", spot=spot))
+        for name in ("m4.large", "g5.xlarge"):
+            named = world.launch_request(f"{name}-{number}", spot=spot, patterns=name)
+            assert [item.instance_type for item in (await compute.launch(named)).instances] == [name]
 
 
 async def test_the_server_rejects_more_than_four_structures_of_requirements(world: Ec2Fixture) -> None:
@@ -540,7 +587,7 @@ def test_an_error_beside_a_shortage_of_spot(code: str, falls_back: bool) -> None
         ("CustomerKeyHasBeenRevoked", UserError, "enable the KMS key of volume-kms-key"),
         ("KMSKeyNotAccessible", UserError, "enable the KMS key of volume-kms-key"),
         ("AuthFailure.ServiceLinkedRoleCreationNotPermitted", UserError, "aws iam create-service-linked-role"),
-        ("PendingVerification", UserError, "AWS Support"),
+        ("PendingVerification", Unavailable, "wait until AWS has verified the account"),
         ("SecurityGroupsPerInterfaceLimitExceeded", UserError, "fewer security-group-ids"),
         ("VolumeIOPSLimit", UserError, "correct the launch options"),
         ("MaxSpotInstanceCountExceeded", CapacityError, "quota of spot instances"),

@@ -518,7 +518,7 @@ def _request(
 ) -> DeployRequest:
     from remuda.deployment.deploy import DeployRequest  # noqa: PLC0415
     from remuda.deployment.preflight import DeployTarget  # noqa: PLC0415
-    from remuda.deployment.template import template  # noqa: PLC0415
+    from remuda.deployment.template import VOLUME_KEY_PARAMETER, template  # noqa: PLC0415
 
     made = template()
     defaults = {name: str(item["Default"]) for name, item in made["Parameters"].items()}
@@ -534,6 +534,7 @@ def _request(
             subnets=tuple(settings.subnet_ids.replace(",", " ").split()),
             security_groups=settings.security_group_ids,
             image=settings.ami,
+            volume_key=parameters.get(VOLUME_KEY_PARAMETER, ""),
             classes=classes,
             max_instances=int(limit) if limit else settings.max_instances,
             issuer=parameters.get("OidcIssuer") or stored.get("OidcIssuer", "") or _checked_issuer(api_url),

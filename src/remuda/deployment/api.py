@@ -31,6 +31,7 @@ TITLES = {
     "ec2": "EC2",
     "events": "EventBridge",
     "iam": "IAM",
+    "kms": "KMS",
     "lambda": "Lambda",
     "logs": "CloudWatch Logs",
     "s3": "S3",

@@ -28,7 +28,7 @@ from remuda.deployment.idle_cost import IdleCost, idle_cost
 from remuda.deployment.preflight import DeployFacts, DeployTarget
 from remuda.deployment.resources import Bucket, CredentialSecret, OidcProvider, SecurityGroup, SpotRole, stack_name
 from remuda.deployment.stack import FAILED_CREATION, STACK_TAG, Stack, StackChange, new_resources
-from remuda.deployment.template import template
+from remuda.deployment.template import VOLUME_KEY_PARAMETER, template
 from remuda.domain.demand import LISTENER_LEASE
 from remuda.domain.errors import Partial, UserError
 from remuda.ports.clock import Clock
@@ -145,6 +145,9 @@ def plan_stack(request: DeployRequest, facts: DeployFacts, *, secret: str, group
     }
     if wanted.vpc:
         parameters["SubnetIds"] = defaults.pop("SubnetIds")
+    if facts.volume_key:
+        # Or EC2 would take this key without the permissions of its policy.
+        defaults[VOLUME_KEY_PARAMETER] = facts.volume_key
     if groups:
         parameters["SecurityGroupIds"] = groups
     parameters |= {name: value for name, value in defaults.items() if not facts.stored(name)}

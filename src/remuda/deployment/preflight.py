@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from remuda.adapters.aws.clients import read_parameter
-from remuda.adapters.aws.ec2.create_fleet import MAX_ZONES
+from remuda.adapters.aws.ec2.create_fleet import MAX_ZONES, without_local_zones
 from remuda.adapters.aws.ec2.options import MAX_SUBNETS, SSM_PREFIX
 from remuda.adapters.github.client import GitHubClient
 from remuda.adapters.github.doctor import GitHubDoctor
@@ -28,7 +28,8 @@ from remuda.deployment.resources import (
     stack_name,
 )
 from remuda.deployment.stack import REVIEW, Stack, StackState, stored_parameters
-from remuda.deployment.template import logs_id
+from remuda.deployment.template import VOLUME_KEY_PARAMETER, logs_id
+from remuda.deployment.volume_key import check_volume_key
 from remuda.domain.errors import RemudaError, UserError
 from remuda.domain.resources import DEFAULT_CLASSES, ResourceClass, Reuse, check_image_architecture, parse_classes
 from remuda.domain.runner_set import RunnerSet, check_fits_pool
@@ -62,6 +63,8 @@ class DeployFacts:
     #: Security groups of the user or of the existing stack; empty if the pool gets its own.
     groups: str = ""
     image: str = ""
+    #: A KMS key of the account that the deployment makes the key of the volumes; empty if there is none to adopt.
+    volume_key: str = ""
     classes: tuple[ResourceClass, ...] = DEFAULT_CLASSES
     #: Existing resources that a new stack takes over: their names by logical id, as properties of the template.
     adopted: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -101,6 +104,8 @@ class DeployTarget:
     subnets: tuple[str, ...]
     security_groups: str
     image: str
+    #: ARN of the KMS key of the volumes.
+    volume_key: str = ""
     classes: tuple[ResourceClass, ...] | None
     max_instances: int
     issuer: str
@@ -129,6 +134,8 @@ class Preflight:
         self._github = github
         self._clock = clock
         self.facts = DeployFacts()
+        #: Images as DescribeImages returns them, by id or parameter.
+        self._images: dict[str, Mapping[str, Any]] = {}
 
     def checks(self) -> Sequence[Check]:
         after = (CREDENTIALS, STACK)
@@ -144,6 +151,7 @@ class Preflight:
             Check(name="subnets", run=self._subnets, needs=after),
             Check(name="security group", run=self._group, needs=("subnets",)),
             Check(name="image", run=self._image, needs=(*after, "bundles")),
+            Check(name="volume key", run=self._volume_key, needs=("image",)),
             Check(name="listener", run=self._listener, needs=(*after, "bundles")),
             Check(name="quotas", run=self._quotas, needs=after),
             Check(name="permissions", run=self._permissions, needs=after),
@@ -246,9 +254,9 @@ class Preflight:
         routes = await self._routes(self.facts.vpc)
         outbound = {str(item["SubnetId"]): outbound_route(item, routes) for item in found}
         if not chosen:
-            kinds = set(outbound.values())
+            kinds = {outbound[str(item["SubnetId"])] for item in without_local_zones(found)}
             best = "nat" if "nat" in kinds else "public"
-            found = [item for item in found if outbound[str(item["SubnetId"])] == best]
+            found = without_local_zones([item for item in found if outbound[str(item["SubnetId"])] == best])
             if not found:
                 return problem(
                     f"no subnet of {self.facts.vpc} has a route to the internet that its machines can use",
@@ -332,6 +340,7 @@ class Preflight:
         images = answer.get("Images") or ()
         if not images:
             return problem(f"{image} does not exist in this region, or is not shared", f"give another {flag}")
+        self._images[image] = images[0]
         architecture = str(images[0].get("Architecture", ""))
         built = [bundle.architecture for bundle in self.facts.bundles if bundle.use is BundleUse.AGENT]
         if architecture not in built:
@@ -340,6 +349,19 @@ class Preflight:
                 f"give another {flag}, or bundles for its architecture",
             )
         return architecture
+
+    async def _volume_key(self) -> CheckResult:
+        names = dict.fromkeys((self.facts.image, *(item.ami for item in self.facts.classes if item.ami)))
+        listener = self._wanted.listener
+        key = await check_volume_key(
+            self._api,
+            self.facts.known_account,
+            given=self._wanted.volume_key or self.facts.stored(VOLUME_KEY_PARAMETER),
+            images=[self._images[name] for name in names],
+            has_listener=listener is not None and listener.is_on_instance,
+        )
+        self.facts.volume_key = key.adopted
+        return key.result
 
     async def _listener(self) -> CheckResult:
         wanted = self._wanted.listener

@@ -86,6 +86,7 @@ ALARM_AFTER = 3
 STACK_SETTINGS = tuple(declared for declared in SETTINGS.values() if declared.is_parameter)
 #: Parameters that contain the runner sets and the places of machines.
 SETS, SUBNETS, GROUPS = (SETTINGS[name].parameter for name in ("runner_sets", "subnet_ids", "security_group_ids"))
+VOLUME_KEY_PARAMETER = SETTINGS["volume_kms_key"].parameter
 AGENT_URL, AGENT_SHA256 = (SETTINGS[name].parameter for name in ("agent_url", "agent_sha256"))
 TAGS = [{"Key": POOL_TAG, "Value": {"Ref": "Pool"}}]
 
@@ -100,7 +101,7 @@ def _with_parameters(text: str) -> str:
 EXACT: dict[str, Any] = {
     CREDENTIAL: {"Fn::If": ["HasSecret", {"Ref": "GithubSecretArn"}, {"Fn::Sub": _with_parameters(CREDENTIALS)}]},
     ENVIRONMENT: {"Fn::If": ["HasEnvironment", {"Ref": "GithubEnvironment"}, {"Ref": "Pool"}]},
-    VOLUME_KEY: {"Ref": SETTINGS["volume_kms_key"].parameter},
+    VOLUME_KEY: {"Ref": VOLUME_KEY_PARAMETER},
 }
 
 
@@ -177,7 +178,7 @@ def _conditions() -> dict[str, Any]:
         SET_ALARMS: {"Fn::And": [{"Condition": ALARMS}, {"Condition": HAS_SETS}]},
         "HasSecret": _is_set("GithubSecretArn"),
         "IsApp": _is_set("GithubAppId"),
-        HAS_VOLUME_KEY: _is_set(SETTINGS["volume_kms_key"].parameter),
+        HAS_VOLUME_KEY: _is_set(VOLUME_KEY_PARAMETER),
         HAS_BOUNDARY: _is_set("PermissionsBoundary"),
         "HasEnvironment": _is_set("GithubEnvironment"),
         # Without an image the functions leave the stored configuration as it is.

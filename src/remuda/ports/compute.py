@@ -75,6 +75,14 @@ class MachineView:
     tags: Mapping[str, str]
     #: Image id, or empty if the backend has no images.
     image: str = ""
+    #: Why it ended, such as "Client.InternalError: Client error on launch", and what can be done about it, as an
+    #: imperative. Empty if it has not ended, or if the backend does not know.
+    end_reason: str = ""
+    end_fix: str = ""
+
+    def describe_end(self) -> str:
+        """Example: "the instance is terminated: Client.InternalError: Client error on launch"."""
+        return f"the instance is {self.state}{f': {self.end_reason}' if self.end_reason else ''}"
 
 
 class Compute(Protocol):

@@ -6,7 +6,8 @@ cost over 20 % more than the cheapest one, unless the request lifts price protec
 the root device of the image is an error here; EC2 would attach a second volume. Launches with an unknown image (unless
 a parameter names it), key pair, instance profile or security group, or with a security group of another VPC, fail like
 on EC2. An unknown KMS key ends the instances after the launch: "Amazon Web Services authenticates the KMS key
-asynchronously" (CreateVolume), with the reason of CiscoDevNet/cloud-cml#8.
+asynchronously" (CreateVolume), with the reason of CiscoDevNet/cloud-cml#8. So does an unknown default key, which EC2
+takes for encrypted volumes without a key, with that of aws/karpenter-provider-aws#1407.
 
 Runs in the interpreter of moto's own virtualenv, with host and region as arguments, prints its port, and exits at the
 end of its standard input.
@@ -19,6 +20,8 @@ POST /_shim takes a JSON object of:
                  long
   shown          number of instances of each launch that DescribeInstances shows at first; each further call shows one
                  more
+  default_key    ARN of the account's default key of EBS; empty for the one that AWS manages
+  early_end      [code, message, seconds]: instances launched from now on end after these seconds, for this reason
   honour_tokens  false: ignore client tokens
   has_iam        false: instance profiles are on another server, and are not checked
 POST /_shim/reset discards these settings and all instances. GET /_shim returns the number of requests per action
@@ -64,10 +67,16 @@ CATALOGUE = (
             ("r6i", 8, 0.063, "x86_64"),
         )
     ),
+    ("m4.large", 2, 8 * 1024, 0.1, "x86_64", 0),
     ("g5.xlarge", 4, 16 * 1024, 1.006, "x86_64", 1),
     ("m6i.24xlarge", 96, 384 * 1024, 4.608, "x86_64", 0),
     ("g5.12xlarge", 48, 192 * 1024, 5.672, "x86_64", 4),
 )
+#: Instance families of the catalogue that are not among those "currently recommended for use" (API reference of
+#: InstanceRequirementsRequest). Requests without InstanceGenerations get them, too.
+PREVIOUS_FAMILIES = {"m4"}
+#: The answer of GetEbsDefaultKmsKeyId for the key that AWS manages (example of the AWS CLI reference).
+AWS_KEY = "alias/aws/ebs"
 #: Maximum number of InstanceRequirements structures in a request (the words are those of osbuild/osbuild-composer, pull
 #: request 3946).
 MAX_REQUIREMENTS = 4
@@ -129,6 +138,8 @@ class Ec2Shim:
         self.lost: list[dict[str, Any]] = []
         self.lag = 0
         self.shown: int | None = None
+        self.default_key = ""
+        self.early_end: tuple[str, str, float] | None = None
         self.honour_tokens = True
         self.has_iam = True
         self._hidden: set[str] = set()
@@ -174,6 +185,8 @@ class Ec2Shim:
                         "lost",
                         "lag",
                         "shown",
+                        "default_key",
+                        "early_end",
                         "honour_tokens",
                         "has_iam",
                     }:
@@ -209,6 +222,12 @@ class Ec2Shim:
             return self._create_fleet(environ, form)
         if action == "RunInstances" and dict(form).get("DryRun") != "true":
             return self._run_instances(environ, form)
+        if action == "GetEbsDefaultKmsKeyId":
+            key = self.default_key or AWS_KEY
+            return (
+                "200 OK",
+                f'<{action}Response xmlns="{NAMESPACE}"><kmsKeyId>{key}</kmsKeyId></{action}Response>'.encode(),
+            )
         if action == "DescribeInstances":
             form = [(key, str(min(PAGE, int(value))) if key == "MaxResults" else value) for key, value in form]
         status, answer = self._call_moto(environ, form)
@@ -383,8 +402,14 @@ class Ec2Shim:
         if data.get("MetadataOptions.InstanceMetadataTags") == "enabled":
             self._tags_in_metadata |= set(names)
         key = data.get("BlockDeviceMapping.1.Ebs.KmsKeyId", "")
+        is_encrypted = data.get("BlockDeviceMapping.1.Ebs.Encrypted") == "true"
         if key and key not in self._known("keys"):
             self._fail(names, "Client.InvalidKMSKey.InvalidState", "The KMS key provided is in an incorrect state")
+        elif not key and is_encrypted and self.default_key and self.default_key not in self._known("keys"):
+            self._fail(names, "Client.InternalError", "Client error on launch")
+        elif self.early_end is not None:
+            code, message, seconds = self.early_end
+            threading.Timer(seconds, self._fail, (names, code, message)).start()
 
     def _invalid_tags(self, action: str, form: list[tuple[str, str]]) -> tuple[str, str] | None:
         """The error for tags that instances with tags in their metadata cannot have, or None."""
@@ -540,12 +565,14 @@ def _choices(values: dict[str, str], architecture: str) -> list[tuple[str, str]]
 def _kinds(override: dict[str, str], usage: str, architecture: str) -> set[str]:
     """The instance types that an override selects. Price protection of spot instances is not modelled."""
     needs = {key.removeprefix("InstanceRequirements."): value for key, value in override.items()}
+    generations = {value for key, value in needs.items() if key.startswith("InstanceGeneration")}
     fitting = {
         kind: price
         for kind, cpu, mmem, price, its_architecture, gpus in CATALOGUE
         if int(needs["VCpuCount.Min"]) <= cpu <= int(needs.get("VCpuCount.Max", cpu))
         and mmem >= int(needs["MemoryMiB.Min"])
-        and gpus >= int(needs.get("AcceleratorCount.Min", 0))
+        and int(needs.get("AcceleratorCount.Min", 0)) <= gpus <= int(needs.get("AcceleratorCount.Max", gpus))
+        and _generation(kind) in (generations or {"current", "previous"})
         and architecture in {its_architecture, ""}
     }
     if usage == "on-demand" and fitting:
@@ -554,6 +581,10 @@ def _kinds(override: dict[str, str], usage: str, architecture: str) -> set[str]:
         fitting = {kind: price for kind, price in fitting.items() if price <= most}
     allowed = [value for key, value in override.items() if _ALLOWED.fullmatch(key)]
     return {kind for kind in fitting if not allowed or any(fnmatch.fnmatchcase(kind, each) for each in allowed)}
+
+
+def _generation(kind: str) -> str:
+    return "previous" if kind.partition(".")[0] in PREVIOUS_FAMILIES else "current"
 
 
 def _single(form: list[tuple[str, str]], subnet: str, kind: str, count: int) -> list[tuple[str, str]]:

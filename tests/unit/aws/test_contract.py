@@ -88,6 +88,19 @@ def test_a_launch_uses_the_zones_with_the_most_free_addresses() -> None:
         check_request("ec2", "CreateFleet", {**fleet(), "LaunchTemplateConfigs": [config]})
 
 
+def test_a_local_zone_is_used_only_if_all_subnets_are_in_one() -> None:
+    local = [
+        {"SubnetId": f"subnet-{number}", "AvailabilityZone": zone, "AvailableIpAddressCount": 4_000}
+        for number, zone in enumerate(("us-west-2-lax-1a", "us-east-1-wl1-bos-wlz-1"))
+    ]
+    real = [
+        {"SubnetId": f"subnet-{zone}", "AvailabilityZone": zone, "AvailableIpAddressCount": 10}
+        for zone in ("us-west-2a", "us-west-2b", "us-west-2c", "us-gov-west-1a")
+    ]
+    assert list(one_subnet_per_zone([*local, *real])) == [item["AvailabilityZone"] for item in real]
+    assert list(one_subnet_per_zone(local)) == [item["AvailabilityZone"] for item in local]
+
+
 def test_the_largest_template_is_within_the_limits() -> None:
     data = template_data(OPTIONS, "echo", POOL, ROOT_DEVICE)
     longest = {**data, "UserData": base64.b64encode(bytes(16_384)).decode()}

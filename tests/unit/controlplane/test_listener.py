@@ -15,11 +15,12 @@ from remuda.controlplane.context import transition
 from remuda.controlplane.demand import DemandListener, reconciler
 from remuda.controlplane.demand.binding import READ_ATTEMPTS
 from remuda.controlplane.demand.context import BackgroundTasks
+from remuda.controlplane.demand.ended import CHECK_S
 from remuda.controlplane.demand.equipment import REGISTRATION_ATTEMPTS
 from remuda.controlplane.demand.lease import LeaseLost
 from remuda.controlplane.demand.listener import FINISH_S
 from remuda.controlplane.demand.observer import SEARCH_S
-from remuda.controlplane.demand.reconciler import CHECK_S, DEFICIT_PAUSE_S
+from remuda.controlplane.demand.reconciler import DEFICIT_PAUSE_S
 from remuda.controlplane.demand.rerun import POLL_S, InterruptedJobs
 from remuda.controlplane.demand.sets import new_state
 from remuda.controlplane.operator import drain
@@ -1192,3 +1193,30 @@ async def test_set_that_cannot_get_runners_yet_is_decided_at_intervals(
     await asyncio.sleep(60.0)
     assert not sets.database.instances
     assert 60 / DEFICIT_PAUSE_S / 2 < decisions < 60
+
+
+async def test_a_set_whose_instances_end_before_they_boot_tells_why_and_waits(sets: DemandWorld) -> None:
+    """Without a key that EC2 can use, every launch succeeds and every instance ends."""
+    reason = "Client.InternalError: Client error on launch"
+    sets.behaviour.boot_s = 1_000.0
+    listener = sets.listen()
+    (job,) = sets.queue()
+    started, ended = sets.clock.now(), 0
+    while sets.clock.now() - started < timedelta(minutes=10):
+        for instance_id in sets.in_state(State.CREATED):
+            ended += sets.cloud.is_alive(instance_id)
+            sets.cut_power(instance_id, reason)
+        await asyncio.sleep(1)
+    assert 3 < ended < 15, "the pause grows to a minute"
+    (record,) = {sets.record(key).retire_text for key in sets.database.instances}
+    assert record == f"gone: {reason}"
+    (known,) = sets.database.demand.values()
+    assert reason in known.shortage
+    assert {item.status for item in sets.database.provisions.values() if item.instance_ids} <= {
+        ProvisionStatus.RELEASED
+    }
+    assert any(event == "acquisition-failed" and reason in why for event, why in listener.events)
+    # As soon as instances boot, the set is well.
+    sets.behaviour.boot_s = 2.0
+    await sets.wait_for_jobs([job])
+    await sets.wait_for(lambda: not sets.database.demand[known.runner_set].shortage)

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from remuda.controlplane.demand.acquisition import FIRST_RETRY_S
 from remuda.controlplane.demand.equipment import LAST_STEP_RETRY_S, STEP_RETRY_S
-from remuda.controlplane.demand.sets import CONCURRENT_REGISTRATIONS
+from remuda.controlplane.demand.sets import CONCURRENT_REGISTRATIONS, FIRST_RETRY_S
 from remuda.domain.demand import JobEvent, JobEventKind
 from remuda.domain.errors import CapacityError, Throttled, Unavailable
 from remuda.domain.instance import State

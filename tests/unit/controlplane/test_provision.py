@@ -583,3 +583,35 @@ async def test_run_that_expired_may_be_provisioned_again(world: PoolWorld) -> No
     await world.provision("7")
     await asyncio.sleep(world.lifetimes.max_runtime_s + 1)
     await world.provision("7")
+
+
+# Instances that the cloud ends before they have registered ------------------------------------------------------------
+
+KEY_UNUSABLE = "Client.InternalError: Client error on launch"
+
+
+async def test_an_early_end_fails_the_provision_at_once_with_the_reason(world: PoolWorld) -> None:
+    """CreateFleet returns the ids, and the instances end seconds later: EC2 cannot use the key of their disks."""
+    world.behaviour.boot_s = 1_000.0
+    process, started = world.process(), world.clock.now()
+    provisioning = asyncio.create_task(assert_fails(world, Unavailable, count=3, process=process))
+    await asyncio.sleep(5)
+    lost, *others = sorted(world.cloud.machines)
+    world.cloud.end(lost, KEY_UNUSABLE)
+    error = await provisioning
+
+    assert world.clock.now() - started < timedelta(seconds=30)
+    assert f"new instance {lost} ended before it had registered: the instance is" in error.message
+    assert error.message.endswith(KEY_UNUSABLE)
+    assert KEY_UNUSABLE in outcome_of(world).error
+    record = world.database.instances[lost]
+    assert record.state is State.TERMINATING
+    assert record.retire_text == f"gone: {KEY_UNUSABLE}"
+    assert {world.database.instances[key].retire_text for key in others} == {"released"}
+    assert process.calls.by_service()["compute"]["describe"] == 1, "one call for all"
+
+
+async def test_a_failed_question_does_not_end_the_provision(world: PoolWorld) -> None:
+    world.behaviour.boot_s = 25.0
+    process = world.process(failing("compute.describe", Unavailable("EC2 does not answer")))
+    assert (await world.provision(count=2, process=process)).created == 2

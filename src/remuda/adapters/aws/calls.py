@@ -48,6 +48,13 @@ PERMISSION_FIX = "grant the role the permissions of Remuda's control plane (depl
 LAUNCH_FIX = "correct the launch options and run remuda refresh"
 _CREDENTIALS_FIX = "set valid AWS credentials for this region"
 _RETRY_FIX = "retry in a minute"
+#: EC2 takes the account's default key for the encrypted root volume if volume-kms-key is not set.
+KMS_FIX = (
+    "enable the KMS key of volume-kms-key, or the account's default key of EBS, and permit its use by the role "
+    "(deploy/policies/volume-key.json) and in the key's own policy"
+)
+_ENDED_BY_CALL_FIX = "find out in CloudTrail who called TerminateInstances or StopInstances"
+_SPOT_END_FIX = "try again, allow more instance types, or use on-demand instances"
 _UNKNOWN_FIX = (
     "look the code up in AWS's list (docs.aws.amazon.com/ec2/latest/devguide/errors-overview.html), and retry"
 )
@@ -92,6 +99,8 @@ class ErrorCategory(Enum):
     THROTTLED = "throttled"
     PERMISSION = "permission"
     CREDENTIALS = "credentials"
+    #: AWS checks a new account, or its first use of a region.
+    VERIFICATION = "verification"
     QUOTA = "quota"
     CAPACITY = "capacity"
     SERVER = "server"
@@ -134,15 +143,22 @@ _CODES = (
     ),
     _Codes(
         ErrorCategory.PERMISSION,
-        "enable the KMS key of volume-kms-key, or the account's default key of EBS, and permit its use by the role "
-        "(deploy/policies/volume-key.json) and in the key's own policy",
+        KMS_FIX,
         "CustomerKeyHasBeenRevoked InvalidKMSKey.InvalidState KMSKeyNotAccessible KMSKeyNotAccessibleFault "
         "KmsAccessDenied",
     ),
     _Codes(
         ErrorCategory.PERMISSION,
         "complete what the message says about the AWS account, or ask AWS Support",
-        "AccountDisabled Blocked OptInRequired PendingVerification",
+        "AccountDisabled Blocked OptInRequired",
+    ),
+    _Codes(
+        # EC2's message: "normally resolved within minutes, please allow up to 4 hours ... We will notify you by email"
+        # (skyplane-project/skyplane#799).
+        ErrorCategory.VERIFICATION,
+        "wait until AWS has verified the account for this region and sends an e-mail: minutes as a rule, at most four "
+        "hours; then try again, or write to AWS Support",
+        "PendingVerification",
     ),
     _Codes(
         ErrorCategory.CREDENTIALS,
@@ -241,6 +257,20 @@ _CODES = (
         """,
     ),
 )
+#: Codes of the reason why EC2 ended an instance that need another fix than the error code of the same name. The others
+#: are error codes after "Client." or "Server.", such as Client.VolumeLimitExceeded ("StateReason" in the EC2 API
+#: Reference).
+_STATE_FIXES = {
+    # "Client error on launch": EC2 could not use the key of a volume or of the image's snapshot, in nearly all reports
+    # (aws/karpenter-provider-aws#1407, "Instance terminates immediately" in the EC2 User Guide).
+    "Client.InternalError": KMS_FIX,
+    "Client.InstanceInitiatedShutdown": "read its console log: aws ec2 get-console-output --latest --instance-id ID",
+    "Client.InstanceTerminated": _ENDED_BY_CALL_FIX,
+    "Client.UserInitiatedShutdown": _ENDED_BY_CALL_FIX,
+    "Client.InvalidSnapshot.NotFound": "set ami to an image whose snapshots exist, and run remuda refresh",
+    "Server.SpotInstanceShutdown": _SPOT_END_FIX,
+    "Server.SpotInstanceTermination": _SPOT_END_FIX,
+}
 _BY_CODE = {code: group for group in _CODES for code in group.codes.split()}
 _INPUT_CODES = _Codes(ErrorCategory.INPUT, LAUNCH_FIX, "")
 _OTHER_CODES = _Codes(ErrorCategory.OTHER, _UNKNOWN_FIX, "")
@@ -253,6 +283,11 @@ def category_of(code: str) -> ErrorCategory:
 def fix_of(code: str) -> str:
     """What a person can do about a code, as an imperative. Empty for throttling, which only needs time."""
     return _group_of(code).fix
+
+
+def fix_of_end(code: str) -> str:
+    """What a person can do about the code of a `StateReason`, as an imperative. Empty without a code."""
+    return _STATE_FIXES.get(code) or (fix_of(code.partition(".")[2]) if code else "")
 
 
 def _group_of(code: str) -> _Codes:
@@ -358,6 +393,8 @@ def _by_category(code: str, message: str, service: str, what: str) -> RemudaErro
             return CapacityError(text, fix=fix)
         case ErrorCategory.INPUT if service == EC2:
             return UserError(text, field="launch", fix=fix)
+        case ErrorCategory.VERIFICATION:
+            return Unavailable(text, fix=fix)
         case ErrorCategory.SERVER | ErrorCategory.OTHER if service == EC2:
             return Unavailable(text, fix=fix)
         case _:

@@ -34,7 +34,7 @@ from remuda.domain.scale_down.fleet import (
 )
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock, Ids
-from remuda.ports.compute import POOL_TAG, Compute, LaunchRequest, LaunchResult, MachineState, MachineView
+from remuda.ports.compute import ENDED, POOL_TAG, Compute, LaunchRequest, LaunchResult, MachineState, MachineView
 
 T = TypeVar("T")
 
@@ -163,9 +163,11 @@ class LocalCompute:
         record = read_record(folder)
         if record is None:
             return None
+        state = _state(record, on=on)
         return MachineView(
             instance_id=record.instance_id,
-            state=_state(record, on=on),
+            state=state,
+            end_reason=record.reason if state in ENDED else "",
             instance_type=record.instance_type,
             launched_at=record.launched_at,
             tags=record.tags,

@@ -23,23 +23,16 @@ from remuda.controlplane.provision.pickup import PickupManager, UsedMessages
 from remuda.controlplane.provision.plan import ProvisionLimits, ProvisionPlan
 from remuda.controlplane.provision.rollback import AcquiredInstances, roll_back
 from remuda.controlplane.provision.selection import Selection
-from remuda.domain.demand import MAX_TEXT
 from remuda.domain.errors import Interrupted, RemudaError, Unavailable
 from remuda.domain.instance import Instance
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import MAX_ERROR, MAX_REASON, Provision
 from remuda.domain.resources import RunnerRequest, mismatch, normalize_repository, repository_of
 from remuda.domain.runner_set import RunnerSet
-from remuda.ports.clock import backoff_s
 from remuda.ports.pool import BATCH
 
-#: Seconds after the first failed acquisition of a set, and the maximum.
-FIRST_RETRY_S = 5.0
-LAST_RETRY_S = 60.0
 #: Messages of claimed machines that may be in the pool of a class: as many as one call deletes.
 MAX_STALE = BATCH
-#: Doublings of the pause after which it stays at its maximum.
-MAX_DOUBLINGS = 5
 
 
 def runner_request(config: PoolConfig, runner_set: RunnerSet) -> RunnerRequest:
@@ -285,20 +278,11 @@ class _Batch:
             self._state.acquiring += change
 
     def _note_result(self) -> None:
-        """After a failure, the set waits before it tries again."""
         state, error = self._state, self._error
         if self._is_between:
             # It says nothing about launches.
             return
-        failures = (state.fill_failures if self._for_pool else state.failures) + 1 if error is not None else 0
-        pause_s = backoff_s(min(failures, MAX_DOUBLINGS), first_s=FIRST_RETRY_S, ids=self._context.ids)
-        retry_at = self._context.clock.monotonic() + min(pause_s, LAST_RETRY_S) if error is not None else 0.0
-        # Jobs do not wait because the pool could not be filled.
-        if self._for_pool:
-            state.fill_failures, state.fill_retry_at = failures, retry_at
-        else:
-            state.failures, state.retry_at = failures, retry_at
-        state.shortage = error.describe(MAX_TEXT) if error is not None else ""
         if error is None:
-            return
-        self._context.event_log.record("acquisition-failed", error.message, runner_set=state.name, fix=error.fix)
+            state.note_success(for_pool=self._for_pool)
+        else:
+            state.note_failure(self._context, error, for_pool=self._for_pool)

@@ -14,6 +14,7 @@ from remuda.controlplane.context import Context, pause_before_retry, retry_write
 from remuda.controlplane.demand.context import DemandContext
 from remuda.controlplane.demand.machines import KnownMachine, MachineTable
 from remuda.controlplane.demand.sets import SetState
+from remuda.controlplane.ended import end_of
 from remuda.controlplane.release import (
     PoolPublisher,
     advance_release,
@@ -38,6 +39,7 @@ from remuda.domain.provision import (
 from remuda.domain.signals import Verdict, boot_verdict, registration_verdict
 from remuda.domain.timestamps import after, to_milliseconds
 from remuda.domain.transitions import Bind, End, Equip, Event, Fill, ListenOn
+from remuda.ports.compute import MachineView
 from remuda.ports.github import Deletion, JitRunner
 
 #: Attempts of a registration whose answer is lost.
@@ -339,9 +341,9 @@ class Equipment:
             return found or 0
         return instance.assignment.runner_id
 
-    async def end_gone(self, config: PoolConfig, machine: KnownMachine, why: str) -> None:
-        """Record the end of an instance that the cloud has ended."""
-        await self._leave_provision(machine, config, End(reason=RetireReason.GONE), why)
+    async def record_end(self, config: PoolConfig, machine: KnownMachine, view: MachineView) -> None:
+        """Record that the cloud has ended the instance."""
+        await self._leave_provision(machine, config, *end_of(view))
 
     async def end(self, state: SetState, config: PoolConfig, machine: KnownMachine, why: str) -> None:
         """Terminate a machine that failed, or a new one that cannot be used."""

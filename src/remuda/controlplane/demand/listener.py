@@ -12,6 +12,7 @@ from remuda.controlplane.context import Context, read_config, run_to_end
 from remuda.controlplane.demand.acquisition import Acquisitions
 from remuda.controlplane.demand.binding import Binder
 from remuda.controlplane.demand.context import BackgroundTasks, DemandContext
+from remuda.controlplane.demand.ended import EndedInstances
 from remuda.controlplane.demand.equipment import Equipment
 from remuda.controlplane.demand.heartbeat import pool_counts, write_heartbeats
 from remuda.controlplane.demand.lease import LeaseLost, ListenerLease
@@ -163,6 +164,14 @@ class ListenerService:
             config=self.config,
             on_reconcile=self._interrupted.note,
         )
+        self._ended = EndedInstances(
+            context,
+            self._table,
+            self._equipment,
+            self._tasks,
+            find=lambda name: self._states().get(name),
+            config=self.config,
+        )
         self._unassigned = UnassignedJobs(demand, self._states, config=self.config)
         self._binder = Binder(demand, self._table, self._equipment)
 
@@ -202,6 +211,7 @@ class ListenerService:
             async with self._loops as group:
                 group.create_task(self._observer.run())
                 group.create_task(self._keep_warm())
+                group.create_task(self._ended.run())
                 group.create_task(self._unassigned.count_regularly())
                 group.create_task(self._unassigned.read_regularly())
                 if (metrics := self._demand.metrics) is not None:

@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 from remuda.domain.instance import ABSORBING, Instance, State
 from remuda.domain.provision import Provision
 from remuda.domain.resources import PoolMessage
-from remuda.domain.signals import Pulse, Report
+from remuda.domain.signals import Pulse, Report, Verdict, boot_verdict
 from remuda.domain.supply import SetMachine
 from remuda.domain.thresholds import HEARTBEAT_DEAD_AFTER_S, HEARTBEAT_STALE_AFTER_S
 from remuda.ports.clock import Clock
@@ -171,6 +171,12 @@ class KnownMachine:
     @property
     def is_spent(self) -> bool:
         return self.report is not None and self.report.spent_epoch == self.instance.epoch
+
+    @property
+    def has_booted(self) -> bool:
+        """Whether it is new, and its agent has reported that it can be used."""
+        is_new = self.instance.state is State.CREATED
+        return is_new and boot_verdict(self.report, self.instance.epoch) is Verdict.OK
 
     @property
     def has_job(self) -> bool:

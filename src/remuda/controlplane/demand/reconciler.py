@@ -32,16 +32,12 @@ from remuda.domain.supply import (
     decide_warm,
 )
 from remuda.domain.transitions import Renew
-from remuda.ports.compute import ENDED
 
 #: Least and most seconds between two decisions of a set that nothing wakes. Capacity windows open at a minute.
 MIN_PAUSE_S = 0.2
 MAX_PAUSE_S = 60.0
 #: The same while a set has fewer runners than it wants and waits for machines that come to the pool.
 DEFICIT_PAUSE_S = 2.0
-#: Seconds between two questions to the cloud whether a machine with a job and without a heartbeat has ended. Sweeps
-#: find it as well, but on AWS they run every five minutes only.
-CHECK_S = 60.0
 #: Seconds after an unexpected error in a decision.
 ERROR_PAUSE_S = 10.0
 
@@ -120,6 +116,8 @@ class Reconciler:
         for machine in machines:
             if machine.spent_since is not None and machine.instance.is_bound:
                 state.note_ended(machine.job_id, now)
+            if machine.has_booted:
+                state.note_boot()
         plan = decide_supply(
             runner_set,
             runner_set.capacity_at(now, zone_of=self._demand.zone_of),
@@ -202,32 +200,12 @@ class Reconciler:
     def _start_upkeep(
         self, state: SetState, config: PoolConfig, machines: list[KnownMachine], *, now: datetime, monotonic: float
     ) -> None:
-        """Finish releases, and find machines that have ended under their job. Neither depends on the demand."""
+        """Finish releases, which do not depend on the demand."""
         for machine in machines:
             if machine.handled or machine.retry_at > monotonic:
                 continue
             if machine.instance.state is State.RELEASING and self._can_advance(config, machine, now):
                 self._start(state, machine, lambda machine, _why: self._equipment.advance(config, machine), "")
-        silent = [
-            item for item in machines if item.dead and item.has_job and not item.handled and item.retry_at <= monotonic
-        ]
-        if any(item.check_at <= monotonic for item in silent):
-            for machine in silent:
-                machine.check_at = monotonic + CHECK_S
-            self._tasks.start("check", self._end_gone(state, config, silent))
-
-    async def _end_gone(self, state: SetState, config: PoolConfig, silent: list[KnownMachine]) -> None:
-        """End those of the machines that the cloud has ended. The agents alone of the others may be dead."""
-        views = await self._context.compute.describe([machine.instance.instance_id for machine in silent])
-
-        async def end(machine: KnownMachine, why: str) -> None:
-            await self._equipment.end_gone(config, machine, why)
-
-        for machine in silent:
-            view = views.get(machine.instance.instance_id)
-            is_same = self._table.get(machine.instance.instance_id) is machine and machine.has_job
-            if view is not None and view.state in ENDED and is_same and not machine.handled:
-                self._start(state, machine, end, f"the instance is {view.state}")
 
     @staticmethod
     def _can_advance(config: PoolConfig, machine: KnownMachine, now: datetime) -> bool:

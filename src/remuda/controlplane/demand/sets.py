@@ -11,11 +11,13 @@ from typing import Any
 from remuda.controlplane.context import Context, retry_write
 from remuda.controlplane.demand.context import DemandContext
 from remuda.domain.demand import MAX_TEXT, DemandRecord, DemandStatistics, JobRecord
+from remuda.domain.errors import RemudaError
 from remuda.domain.instance import Instance
 from remuda.domain.runner_set import RunnerSet
 from remuda.domain.supply import JOB_COUNTS_FOR_S
 from remuda.domain.text import truncate
 from remuda.domain.timestamps import to_milliseconds
+from remuda.ports.clock import backoff_s
 from remuda.ports.demand import DemandStore
 
 #: Jobs that a set remembers. GitHub's messages may be missing, so some are never completed.
@@ -29,6 +31,13 @@ ENDED_COUNTS_FOR_S = 30.0
 #: Seconds for which a job that was lost with its instance reduces GitHub's count. GitHub fails a job ten minutes after
 #: the last sign of its runner, and its message about that may never come.
 LOST_COUNTS_FOR_S = 660.0
+
+
+#: Seconds after the first failed acquisition of a set, and the maximum.
+FIRST_RETRY_S = 5.0
+LAST_RETRY_S = 60.0
+#: Doublings of the pause after which it stays at its maximum.
+MAX_DOUBLINGS = 5
 
 
 @dataclass(kw_only=True, eq=False)
@@ -51,6 +60,8 @@ class SetState:
     retry_at: float = 0.0
     fill_failures: int = 0
     fill_retry_at: float = 0.0
+    #: Whether the instances of the last launch ended before they had booted: until one boots, launches prove nothing.
+    ends_early: bool = False
     #: Machines that came to the pool in the meantime: so many may be acquired before that time.
     returned: int = 0
     #: Problems of the acquisitions and of the session, for people; empty if there are none.
@@ -77,6 +88,43 @@ class SetState:
 
     def wake(self) -> None:
         self.woken.set()
+
+    # Acquisitions
+
+    def note_success(self, *, for_pool: bool) -> None:
+        """An acquisition has its machine."""
+        if self.ends_early:
+            return
+        if for_pool:
+            self.fill_failures, self.fill_retry_at = 0, 0.0
+        else:
+            self.failures, self.retry_at = 0, 0.0
+        self.shortage = ""
+
+    def note_failure(self, context: Context, error: RemudaError, *, for_pool: bool) -> None:
+        """After a failure, the set waits before it tries again: longer after each, as every launch may fail."""
+        failures = (self.fill_failures if for_pool else self.failures) + 1
+        pause_s = backoff_s(min(failures, MAX_DOUBLINGS), first_s=FIRST_RETRY_S, ids=context.ids)
+        retry_at = context.clock.monotonic() + min(pause_s, LAST_RETRY_S)
+        # Jobs do not wait because the pool could not be filled.
+        if for_pool:
+            self.fill_failures, self.fill_retry_at = failures, retry_at
+        else:
+            self.failures, self.retry_at = failures, retry_at
+        self.shortage = error.describe(MAX_TEXT)
+        context.event_log.record("acquisition-failed", error.message, runner_set=self.name, fix=error.fix)
+
+    def note_early_end(self, context: Context, error: RemudaError, *, for_pool: bool) -> None:
+        """The instances of a launch ended before they had booted. Without a pause, new ones would follow at once."""
+        self.ends_early = True
+        self.note_failure(context, error, for_pool=for_pool)
+
+    def note_boot(self) -> None:
+        """A launched instance has booted, so launches work again."""
+        if self.ends_early:
+            self.ends_early = False
+            self.failures = self.fill_failures = 0
+            self.shortage = ""
 
     # Jobs
 

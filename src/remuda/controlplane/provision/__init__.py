@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Sequence
 
 from remuda.controlplane.context import Context, map_concurrently, retry_write, run_to_end, transition
-from remuda.controlplane.provision.creation import Creation, JustInTimeRegistrations, wait_for_created
+from remuda.controlplane.provision.creation import Creation, JustInTimeRegistrations, wait_for_created, watch_created
 from remuda.controlplane.provision.outcome import OutcomeRecorder
 from remuda.controlplane.provision.pickup import PickupManager
 from remuda.controlplane.provision.plan import (
@@ -109,7 +109,12 @@ async def _acquire_all(
         async with asyncio.TaskGroup() as group:
             services = [
                 group.create_task(service)
-                for service in (pickup.run(), creation.run(), selection.watch_provision_open())
+                for service in (
+                    pickup.run(),
+                    creation.run(),
+                    selection.watch_provision_open(),
+                    watch_created(context, acquired),
+                )
             ]
             workers = [group.create_task(acquire_one()) for _ in range(plan.provision.count)]
             await asyncio.wait(workers, return_when=asyncio.FIRST_EXCEPTION)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from remuda.controlplane.context import Context, apply_confirmed, map_concurrently
+from remuda.controlplane.context import Context, apply_confirmed, map_concurrently, transition
+from remuda.controlplane.ended import LOOK_S, early_end, end_of, find_ended
 from remuda.controlplane.provision.outcome import OutcomeRecorder
 from remuda.controlplane.provision.plan import ProvisionPlan, raise_if_past_deadline
 from remuda.controlplane.provision.registration import RegisteredInstance, describe_failure, wait_for_registration
 from remuda.controlplane.provision.rollback import AcquiredInstances
 from remuda.controlplane.signal_waiter import StopReason
 from remuda.domain.errors import CapacityError, Conflict, RemudaError, TimedOut, Unavailable
-from remuda.domain.instance import LIVE, Instance, State, describe_retirement
+from remuda.domain.instance import LIVE, Actor, Instance, State, describe_retirement
 from remuda.domain.provision import RunnerSource
 from remuda.domain.resources import normalize_repository
 from remuda.domain.signals import Verdict
@@ -240,6 +242,26 @@ async def wait_for_created(context: Context, plan: ProvisionPlan, instance: Inst
     if waited.stopped is StopReason.TIMEOUT:
         raise TimedOut(why, fix="raise --provision-timeout-sec, or read the machine's console log")
     raise Unavailable(why)
+
+
+async def watch_created(context: Context, acquired: AcquiredInstances) -> None:
+    """Raise when a new instance has ended before the commit; its record gets the reason."""
+    while True:
+        await context.clock.sleep(LOOK_S)
+        new = [item.instance for item in acquired.all() if item.recorded and item.instance.state is State.CREATED]
+        try:
+            ended = await find_ended(context, new)
+        except RemudaError as error:
+            context.event_log.record("read-failed", error.message)
+            continue
+        for instance, view in ended:
+            event, why = end_of(view, owner=instance.owner)
+            # If the write fails, the rollback ends the record, without the reason.
+            with suppress(RemudaError):
+                await transition(context, instance, event, by=Actor.PROVISION, why=why)
+                acquired.remove(instance)
+        if ended:
+            raise early_end(*ended[0])
 
 
 class JustInTimeRegistrations:

@@ -10,6 +10,7 @@ from datetime import datetime, timedelta
 from typing import TypeVar
 
 from remuda.controlplane.context import Context, map_concurrently, skip_unreadable, transition, transition_all
+from remuda.controlplane.ended import end_of
 from remuda.controlplane.refresh.result import RefreshResultBuilder
 from remuda.controlplane.release import leave_provision
 from remuda.domain.errors import Conflict, RemudaError
@@ -105,8 +106,7 @@ class MachineSweep(PartialSweep):
             return
         if view is None and not self._is_missing(instance, listed_at):
             return
-        why = f"the machine is {view.state}" if view else "the machine no longer exists"
-        event = End(reason=RetireReason.GONE)
+        event, why = end_of(view) if view else (End(reason=RetireReason.GONE), "the machine no longer exists")
         if instance.runner_set:
             # Nobody else closes its provision before the deadline. A run closes its own.
             await leave_provision(self._context, self._config, instance, event, by=Actor.REFRESH, why=why)

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 from botocore import xform_name
 from botocore.exceptions import ClientError
 
-from remuda.adapters.aws.calls import EC2, FAILURES, code_of, translate
+from remuda.adapters.aws.calls import EC2, FAILURES, MAX_MESSAGE, code_of, fix_of_end, translate
 from remuda.adapters.aws.clients import ClientConfig
 from remuda.domain.errors import RemudaError, Throttled, TimedOut, Unavailable
 from remuda.domain.resources import is_instance_id
 from remuda.domain.timestamps import to_milliseconds
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock, Ids, backoff_s, retry
-from remuda.ports.compute import MachineState, MachineView
+from remuda.ports.compute import ENDED, MachineState, MachineView
 
 if TYPE_CHECKING:
     from types_aiobotocore_ec2 import EC2Client
@@ -173,12 +173,24 @@ def machine_view(item: Mapping[str, Any]) -> MachineView:
     # The grace period of instances without a record starts at the launch time, so it must be known.
     if launched_at is None:
         raise Unavailable("EC2 returned an instance without a launch time")
+    # An unknown state counts as running, so that the instance is not taken for terminated.
+    known = _STATES.get(state, MachineState.RUNNING)
+    code, end_reason = _end_reason(item) if known in ENDED else ("", "")
     return MachineView(
         instance_id=instance_id_of(item),
-        # An unknown state counts as running, so that the instance is not taken for terminated.
-        state=_STATES.get(state, MachineState.RUNNING),
+        state=known,
+        end_reason=end_reason,
+        end_fix=fix_of_end(code),
         instance_type=str(item.get("InstanceType", "")),
         launched_at=to_milliseconds(utc(launched_at)),
         image=str(item.get("ImageId", "")),
         tags={key: value for key, value in tags_of(item).items() if not key.startswith(RESERVED_PREFIX)},
     )
+
+
+def _end_reason(item: Mapping[str, Any]) -> tuple[str, str]:
+    """The code of the `StateReason`, and it with its message, which often begins with the code."""
+    reason = item.get("StateReason") or {}
+    code, message = str(reason.get("Code") or ""), " ".join(str(reason.get("Message") or "").split())
+    text = message if message.startswith(code) else f"{code}: {message}"
+    return code, text.rstrip(": ")[:MAX_MESSAGE]

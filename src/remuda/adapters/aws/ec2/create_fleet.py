@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +43,9 @@ MAX_TYPE_PATTERN = 30
 MAX_ZONES = 4
 #: Errors quoted per usage class in one message.
 MAX_SHOWN = 8
+#: The code of a Local Zone or a Wavelength Zone, such as us-west-2-lax-1a: the code of its region, and more than the
+#: letter of an availability zone ("Regions and Zones" in the EC2 User Guide).
+_LOCAL_ZONE = re.compile(r"[a-z]+(-[a-z]+)+-[0-9]+-.+")
 #: EC2's value for no limit of the price.
 ANY_PRICE = 999_999
 #: An earlier call had the same client token and other parameters.
@@ -51,6 +55,8 @@ FALLBACK_SUFFIX = "-od"
 #: Attempts to find all instances of a launch whose response was lost: DescribeInstances is eventually consistent.
 FIND_ATTEMPTS = 3
 _ACCESS_ERRORS = frozenset({ErrorCategory.PERMISSION, ErrorCategory.CREDENTIALS})
+#: What passes by itself.
+_TEMPORARY = frozenset({ErrorCategory.THROTTLED, ErrorCategory.VERIFICATION, ErrorCategory.SERVER, ErrorCategory.OTHER})
 #: Code of Remuda's own error: some instances of a lost response were found, and why the others are missing is unknown.
 _ANSWER_LOST = "AnswerLost"
 #: Errors that on-demand instances of the same types in the same subnets may not have: the spot market and its quota.
@@ -68,6 +74,7 @@ _SPOT_ONLY = frozenset(
 )
 #: Categories of errors that fail every launch of the pool. In this order, their fixes are given first.
 _FAILS_EVERY_LAUNCH = (
+    ErrorCategory.VERIFICATION,
     ErrorCategory.PERMISSION,
     ErrorCategory.CREDENTIALS,
     ErrorCategory.INPUT,
@@ -246,9 +253,19 @@ def one_subnet_per_zone(subnets: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     more than `MAX_ZONES`.
     """
     by_zone: dict[str, str] = {}
-    for subnet in sorted(subnets, key=lambda item: -item.get("AvailableIpAddressCount", 0)):
+    usable = without_local_zones(subnets)
+    for subnet in sorted(usable, key=lambda item: -item.get("AvailableIpAddressCount", 0)):
         by_zone.setdefault(str(subnet.get("AvailabilityZone", "")), str(subnet.get("SubnetId", "")))
     return dict(list(by_zone.items())[:MAX_ZONES])
+
+
+def without_local_zones(subnets: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The subnets of availability zones, or all if every subnet is in a Local Zone or a Wavelength Zone.
+
+    Local Zones offer few instance types, and a launch uses only `MAX_ZONES` zones. Example: a default VPC with subnets
+    in us-west-2a to us-west-2d and a large one in us-west-2-lax-1a, which would replace one of the four.
+    """
+    return [each for each in subnets if not _LOCAL_ZONE.fullmatch(str(each.get("AvailabilityZone", "")))] or [*subnets]
 
 
 def requirements(request: RunnerRequest) -> dict[str, Any]:
@@ -270,7 +287,13 @@ def requirements(request: RunnerRequest) -> dict[str, Any]:
                 fix=f"use at most {MAX_TYPE_PATTERN} characters for each pattern",
             )
     # A pattern `*` matches every type, so the others do not matter.
-    if not request.patterns.match_all:
+    if request.patterns.match_all:
+        # EC2's defaults are both generations and any number of accelerators (API reference of
+        # InstanceRequirementsRequest). For spot, the old generations are often those with the most capacity
+        # (kubernetes-sigs/karpenter#2137).
+        result["InstanceGenerations"] = ["current"]
+        result.setdefault("AcceleratorCount", {"Max": 0})
+    else:
         result["AllowedInstanceTypes"] = list(patterns)
         # Without these, EC2 ignores types that cost over 20 % more than the cheapest one with these attributes, and
         # has a separate limit for spot instances (API reference of InstanceRequirementsRequest).
@@ -401,6 +424,6 @@ def launch_failure(request: RunnerRequest, count: int, errors: Sequence[FleetLau
         return UserError(text, field="launch", fix=fix)
     if categories == {ErrorCategory.THROTTLED}:
         return Throttled(text, retry_after_s=RETRY_AFTER_S)
-    if categories and categories <= {ErrorCategory.THROTTLED, ErrorCategory.SERVER, ErrorCategory.OTHER}:
+    if categories and categories <= _TEMPORARY:
         return Unavailable(text, fix=fix)
     return CapacityError(text, fix=fix)
