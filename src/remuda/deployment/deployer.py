@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from remuda.deployment.policies import (
     ANY_RESOURCE,
-    EC2,
     INDEXES,
     LISTENER,
     NAME,
+    PASSED_TO_EC2,
     ROLE_PATH,
     TABLE,
     arn,
     ec2,
+    ec2_of_any_account,
     log_group,
     settings_parameter,
 )
@@ -120,7 +121,7 @@ def deployer() -> Policy:
                 purpose="give the roles of the pool to instances and functions only",
                 actions=_iam("PassRole"),
                 resources=(_ROLES,),
-                conditions={"StringEquals": {"iam:PassedToService": (EC2, "lambda.amazonaws.com")}},
+                conditions={"StringEquals": {"iam:PassedToService": (*PASSED_TO_EC2, "lambda.amazonaws.com")}},
             ),
             Statement(
                 sid="IdentityProvider",
@@ -147,7 +148,7 @@ def deployer() -> Policy:
                     *("ec2:CreateLaunchTemplate", "ec2:CreateLaunchTemplateVersion", "ec2:CreateSecurityGroup"),
                     *("ec2:CreateTags", "ec2:DeleteLaunchTemplate", "ec2:ModifyLaunchTemplate"),
                 ),
-                resources=ec2("launch-template", "security-group", "vpc"),
+                resources=(*ec2("launch-template", "security-group"), *ec2_of_any_account("vpc")),
             ),
             Statement(
                 sid="RemoveTagged",
@@ -160,9 +161,9 @@ def deployer() -> Policy:
                 sid="LaunchListener",
                 purpose="let the listener's group launch its instance, which EC2 checks when the group is created",
                 actions=("ec2:RunInstances",),
-                resources=ec2(
-                    *("image", "instance", "launch-template", "network-interface", "security-group", "snapshot"),
-                    *("subnet", "volume"),
+                resources=(
+                    *ec2("instance", "launch-template", "network-interface", "volume"),
+                    *ec2_of_any_account("image", "security-group", "snapshot", "subnet"),
                 ),
             ),
             Statement(

@@ -249,8 +249,9 @@ class DynamoInstanceStore:
         )
         try:
             await self._write_report(instance_id, arguments)
-        except ConditionFailed as failed:
-            current = self._parsed(Report, failed.item, instance_id)
+        except ConditionFailed:
+            stored = await self._table.get((await self._keys_of(instance_id)).report(instance_id))
+            current = self._parsed(Report, stored, instance_id)
             raise Conflict(f"{instance_id} already has a later signal than {signal}", current=current) from None
 
     async def beat(
@@ -276,7 +277,7 @@ class DynamoInstanceStore:
 
     async def _write_report(self, instance_id: str, arguments: Mapping[str, Any]) -> None:
         key = (await self._keys_of(instance_id)).report(instance_id)
-        await self._table.update(key, arguments)
+        await self._table.update_unread(key, arguments)
         self._poller.wake(key_of(key))
 
     async def wait_for_report(self, instance_id: str, since: Report | None, timeout_s: float) -> Report | None:
