@@ -52,6 +52,7 @@ WANTED = sorted({*OWN_ACTIONS, *(action for each in ACTIONS.values() for action 
 #: Actions whose resources have no name of a pool.
 SHARED = {
     "ec2:DescribeInstanceTypes": "*",
+    "lambda:GetAccountSettings": "*",
     "ec2:RunInstances": arn("ec2", "instance/*"),
     "iam:CreateOpenIDConnectProvider": arn("iam", "oidc-provider/token.actions.githubusercontent.com", region=""),
     "iam:CreateServiceLinkedRole": arn("iam", "role/aws-service-role/spot.amazonaws.com/a", region=""),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -628,6 +629,47 @@ async def test_stack_of_something_else_is_a_problem(status: str) -> None:
     )
     (check,) = [check for check in preflight.checks() if check.name == "stack"]
     assert (await check.run()).message == "stack remuda-ci exists, but is not a stack of this pool"
+
+
+def lambda_limit(total: int, free: int) -> dict[str, Any]:
+    return {"AccountLimit": {"ConcurrentExecutions": total, "UnreservedConcurrentExecutions": free}}
+
+
+@pytest.mark.parametrize(
+    ("free", "given", "stored", "status", "reserves"),
+    [
+        (1_000, {}, {}, CheckStatus.OK, True),
+        (102, {}, {}, CheckStatus.OK, True),
+        (101, {}, {}, CheckStatus.OK, False),
+        (10, {}, {}, CheckStatus.WARNING, False),
+        # Lambda refuses what would leave fewer than 100, and the stack would be rolled back.
+        (101, {"ReserveConcurrency": "true"}, {}, CheckStatus.PROBLEM, False),
+        (120, {"BrokerConcurrency": "30"}, {}, CheckStatus.PROBLEM, True),
+        (120, {"BrokerConcurrency": "30"}, {"BrokerConcurrency": "20"}, CheckStatus.OK, True),
+        (100, {"ReserveConcurrency": "true"}, {"ReserveConcurrency": "true"}, CheckStatus.OK, False),
+    ],
+)
+async def test_executions_are_reserved_only_where_lambda_permits_it(
+    free: int, given: dict[str, str], stored: dict[str, str], status: CheckStatus, *, reserves: bool
+) -> None:
+    api: Any = ScriptedApi(GetAccountSettings=[lambda_limit(1_000, free)])
+    wanted = request(given).wanted
+    preflight = Preflight(
+        api=api,
+        wanted=replace(wanted, parameters=given),
+        bundles=BundleSource("dist"),
+        github=None,
+        clock=AdjustableClock(longest_sleep_s=1.0),
+    )
+    preflight.facts = facts(stack=StackState(status="UPDATE_COMPLETE", parameters=stored)) if stored else facts()
+    (check,) = [check for check in preflight.checks() if check.name == "concurrency"]
+    result = await check.run()
+    assert (result.status, preflight.facts.may_reserve) == (status, reserves), result
+    if status is not CheckStatus.OK:
+        assert "--service-code lambda --quota-code L-B99A9384" in result.fix
+    plan = plan_stack(request(given), preflight.facts, secret=SECRET, groups="sg-1")
+    if not given:
+        assert plan.parameters.get("ReserveConcurrency", "false") == str(reserves).lower()
 
 
 async def test_calls_name_the_owner_of_the_bucket() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -43,6 +44,8 @@ CONCURRENT_HISTORIES = 64
 #: Jobs that are written in one transaction with their demand: as many as a message of GitHub contains. A transaction
 #: may have 4 MB, and the texts of a job up to 40 kB.
 JOBS_PER_TRANSACTION = 50
+#: Part of the keys of writes that are only tried.
+TRIED = "tried"
 #: Unreadable reports that one call of `forget` deletes.
 MAX_DELETED = 100
 
@@ -99,6 +102,17 @@ class DynamoInstanceStore:
         from remuda.adapters.aws.dynamodb import schema  # noqa: PLC0415 - see above
 
         return await schema.inspect(self._table)
+
+    async def try_writes(self) -> None:
+        """Make the writes of a provision under conditions that are never met, so that nothing changes.
+
+        Raises if the credentials do not permit one of them.
+        """
+        for prefix in (items.CONTROL_PREFIX, items.REPORT_PREFIX):
+            with suppress(ConditionFailed):
+                await self._table.update_unread(items.key(f"{prefix}{TRIED}", TRIED), expressions.never_updated())
+        with suppress(ConditionFailed):
+            await self._table.put(items.key(items.run_pk(TRIED), TRIED), expressions.never_put())
 
     async def close(self) -> None:
         """Write pending history. The client belongs to the caller, who closes it afterwards or uses the store again."""
