@@ -322,7 +322,8 @@ def test_doctor_asks_the_broker_and_judges_the_limit_of_lambda(patient: Patient)
         assert lines["concurrency"]["status"] == "ok", lines
         broker.server.concurrency = 10
         refused = {"code": "UnauthorizedOperation", "status": 403, "message": "not authorized: ec2:CreateFleet"}
-        patient.servers.ec2.configure(faults=[{"action": "CreateFleet", **refused}])
+        # Once for doctor's own dry run.
+        patient.servers.ec2.configure(faults=[{"action": "CreateFleet", **refused}] * 2)
         code, lines = patient.doctor(flags=None, **reached, **person.environment())
         assert (code, lines["broker"]["status"]) == (2, "problem"), lines
         assert "ec2:CreateFleet" in lines["broker"]["message"]

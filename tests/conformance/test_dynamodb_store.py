@@ -27,7 +27,7 @@ from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.dynamodb.table import WRITE_BATCH
 from remuda.controlplane.context import map_concurrently
 from remuda.domain import provision as provisions
-from remuda.domain.errors import Conflict, Unavailable, Unreadable
+from remuda.domain.errors import Conflict, Unavailable, Unreadable, UserError
 from remuda.domain.instance import LIVE, Instance, RetireReason, State
 from remuda.domain.resources import Tier
 from remuda.domain.serialization import to_document
@@ -207,6 +207,26 @@ async def test_a_rejected_signal_is_read_by_a_request_of_its_own(
     assert rejected.value.current.epoch == 2
     user = {"aws:userid": f"{PREFIX}{ID}"}
     assert not denied_requests("agent", table_name.removeprefix("remuda-"), iam_requests(between.sent, user))
+
+
+async def test_tried_writes_need_the_permissions_of_a_provision_and_write_nothing(
+    store: DynamoInstanceStore, stores: DynamoStores, between: FaultProxy, table_name: str
+) -> None:
+    before = await scanned(stores)
+    between.sent.clear()
+    await store.try_writes()
+    assert await scanned(stores) == before
+    tried = {name: between.sent[name] for name in ("UpdateItem", "PutItem")}
+    assert {name: len(sent) for name, sent in tried.items()} == {"UpdateItem": 2, "PutItem": 1}
+    requests = list(iam_requests(tried))
+    pool = table_name.removeprefix("remuda-")
+    assert not denied_requests("provision", pool, requests)
+    assert denied_requests("workflow", pool, requests) == requests
+    for operation in tried:
+        between.then(operation, fail(400, "AccessDeniedException"))
+        with pytest.raises(UserError) as refused:
+            await store.try_writes()
+        assert refused.value.field == "aws-permission"
 
 
 async def forge_report(stores: DynamoStores, name: str, document: Any, **indexed: str) -> None:

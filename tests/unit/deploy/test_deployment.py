@@ -37,7 +37,14 @@ from remuda.deployment.bundles import (
     check_location,
     parse_sums,
 )
-from remuda.deployment.deploy import DeployRequest, choose_code, per_architecture, plan_stack
+from remuda.deployment.deploy import (
+    Deployment,
+    DeployRequest,
+    DeployResult,
+    choose_code,
+    per_architecture,
+    plan_stack,
+)
 from remuda.deployment.deployer import ACTIONS
 from remuda.deployment.preflight import DeployFacts, DeployTarget, Preflight, judge_quotas, outbound_route
 from remuda.deployment.resources import Bucket, issuer_of
@@ -670,6 +677,37 @@ async def test_executions_are_reserved_only_where_lambda_permits_it(
     plan = plan_stack(request(given), preflight.facts, secret=SECRET, groups="sg-1")
     if not given:
         assert plan.parameters.get("ReserveConcurrency", "false") == str(reserves).lower()
+
+
+class Payload:
+    def __init__(self, document: Any) -> None:
+        self._content = json.dumps(document).encode()
+
+    async def read(self) -> bytes:
+        return self._content
+
+
+class Steps:
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def step(self, text: str) -> None:
+        self.lines.append(text)
+
+    detail = step
+
+
+async def test_a_refresh_that_the_schedule_occupies_is_awaited() -> None:
+    """With a reserved execution, Lambda refuses a second one until the first has ended."""
+    busy = ClientError({"Error": {"Code": "TooManyRequestsException", "Message": "Rate Exceeded."}}, "Invoke")
+    api: Any = ScriptedApi(Invoke=[busy, busy, {"Payload": Payload({"applied": []})}])
+    clock, progress = AdjustableClock(longest_sleep_s=60.0), Steps()
+    deployment = Deployment(
+        api=api, request=request(), facts=facts(), clock=clock, progress=progress, result=DeployResult()
+    )
+    assert await deployment._refresh({"command": "refresh"}) == {"applied": []}
+    assert [line for line in progress.lines if line.endswith("again in 20 s")] == progress.lines
+    assert len(progress.lines) == 2
 
 
 async def test_calls_name_the_owner_of_the_bucket() -> None:
