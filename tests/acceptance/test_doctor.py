@@ -259,7 +259,7 @@ def broker_check(patient: Patient, **changed: str) -> dict[str, str]:
     async def check() -> Any:
         function = BrokerFunction(environment, clock=SystemClock())
         try:
-            return await function.respond(BROKER_CHECK, Invocation())
+            return await function.respond(BROKER_CHECK, DirectInvocation())
         finally:
             await function.close()
 
@@ -269,7 +269,7 @@ def broker_check(patient: Patient, **changed: str) -> dict[str, str]:
     return {item["name"]: "" if item["status"] == "ok" else item["message"] for item in document["checks"]}
 
 
-class Invocation:
+class DirectInvocation:
     aws_request_id = "r-1"
 
     def get_remaining_time_in_millis(self) -> int:
