@@ -42,6 +42,7 @@ WORDS = {
     "ForAllValues:StringEquals": "is only",
     "ForAllValues:StringLike": "is only like",
     "ArnLike": "is like",
+    "StringEqualsIfExists": "is absent, or",
     "Bool": "is",
 }
 

@@ -45,6 +45,9 @@ readonly EXIT_REFUSED=2 EXIT_UNAVAILABLE=4 EXIT_BUG=70 EXIT_INTERRUPTED=130
 readonly PROVISION_LIMIT=930
 # Seconds until the first progress line, between polls, and for one poll.
 readonly POLL_AFTER=2 POLL_EVERY=3 POLL_LIMIT=20 MAX_POLL_FAILURES=10
+# Seconds for which a throttled request is repeated, and between two attempts. A new account may have ten concurrent
+# executions, and each waiting provision occupies one of them for minutes.
+readonly THROTTLE_LIMIT=600 MAX_PAUSE=15
 # Seconds for the request of a cancelled step: GitHub sends SIGTERM after 7.5 and SIGKILL after another 2.5.
 readonly CANCEL_LIMIT=5
 # In variables, because bash 3.2 and newer versions quote patterns differently.
@@ -58,7 +61,7 @@ mode=${INPUT_MODE:-}
 title="remuda $mode"
 pool='' region='' broker_url='' function='' lambda_url='' signer='' work=''
 given=()
-attempts=3 token_limit=10
+attempts=3 token_limit=10 throttle_limit=$THROTTLE_LIMIT
 token='' token_expires=0
 # `role` is part of file names: the progress is polled in a second process.
 role='' poller='' is_provisioning='' provision_pid='' request=''
@@ -283,9 +286,9 @@ read_result() {
 }
 
 # Send a request and wait for its end: in the background, because bash handles signals in `wait`, but not while another
-# command runs. Repeated if it could not be sent or was throttled.
+# command runs. Repeated if it could not be sent, and for minutes if it was throttled.
 ask() {
-  local attempt pid
+  local attempt pid pause throttled_at=''
   for ((attempt = 1; ; attempt++)); do
     if ! get_token; then
       result=refused status=token
@@ -299,9 +302,20 @@ ask() {
     if [ "$1" = provision ]; then provision_pid=$pid && printf '%s' "$pid" >"$work/provision.pid"; fi
     wait "$pid" 2>/dev/null
     read_result "$?" "$1"
-    if [ "$attempt" -ge "$attempts" ]; then return; fi
-    if [ "$result" != unreachable ] && [ "$result:$status" != refused:429 ]; then return; fi
-    sleep "$attempt" &
+    pause=$attempt
+    if [ "$result:$status" = refused:429 ]; then
+      if [ -z "$throttled_at" ] && [ "$throttle_limit" -gt 0 ]; then
+        throttled_at=$SECONDS
+        printf 'AWS Lambda has no free concurrent execution (HTTP status 429); trying again for up to %s s\n' "$throttle_limit"
+      fi
+      if [ $((SECONDS - ${throttled_at:-0})) -ge "$throttle_limit" ]; then return; fi
+      # At different times: many jobs may wait.
+      pause=$((attempt * 2 < MAX_PAUSE ? attempt * 2 : MAX_PAUSE))
+      pause=$((pause + RANDOM % 3))
+    elif [ "$result" != unreachable ] || [ "$attempt" -ge "$attempts" ]; then
+      return
+    fi
+    sleep "$pause" &
     wait "$!"
   done
 }
@@ -335,7 +349,7 @@ explain() {
       fail "$EXIT_REFUSED" "AWS refused to invoke $function ($REPLY); let aws-actions/configure-aws-credentials assume the workflow role of the stack"
       ;;
     429:*)
-      fail "$EXIT_UNAVAILABLE" "AWS Lambda throttles $what; run the job again, or raise the account's quota of concurrent executions"
+      fail "$EXIT_UNAVAILABLE" "AWS Lambda throttles $what; run the job again, or raise the account's quota of concurrent executions, for which remuda doctor shows the command"
       ;;
     *)
       fail "$EXIT_UNAVAILABLE" "$what gave an unexpected response ($problem); run the job again"
@@ -367,7 +381,7 @@ finish() {
 # Print a line whenever the progress of the provision changes. Runs in the background.
 poll() {
   local shown='' line was_running=''
-  role=.poll
+  role=.poll throttle_limit=0
   sleep "$POLL_AFTER"
   while :; do
     ask state "$POLL_LIMIT"
@@ -426,7 +440,7 @@ provision() {
 cancel() {
   trap '' INT TERM
   stop "$poller"
-  poller='' attempts=1 token_limit=2
+  poller='' attempts=1 token_limit=2 throttle_limit=0
   if [ -z "$is_provisioning" ]; then
     annotate notice interrupted
     summarize cancelled interrupted

@@ -431,7 +431,29 @@ def test_refusals_of_aws_are_explained(broker: BrokerStack, run_id: str):
     role = broker.server.assume(workflow_role("broken", key="ASIABROKEN"))
     check_refused(run("broken", **role.environment()), "the broker failed (RequestId:", "/remuda/broken/broker", 4)
     broken.concurrency = 0
-    check_refused(run("broken", **role.environment()), "AWS Lambda throttles", "concurrent executions", 4)
+    script = broker.action / "deploy" / "action" / "broker.sh"
+    patient = script.read_text()
+    script.write_text(patient.replace("THROTTLE_LIMIT=600", "THROTTLE_LIMIT=3"))
+    try:
+        check_refused(run("broken", **role.environment()), "AWS Lambda throttles", "concurrent executions", 4)
+    finally:
+        script.write_text(patient)
+
+
+def test_a_step_waits_for_minutes_until_lambda_has_a_free_execution(broker: BrokerStack, run_id: str):
+    """A new account has ten, which other waiting workflows may occupy."""
+    before = len(broker.server.arrivals)
+    broker.server.concurrency = 0
+    # Later than the attempts of a request that cannot be sent.
+    timer = threading.Timer(6.0, setattr, (broker.server, "concurrency", 1_000))
+    timer.start()
+    try:
+        done = run_step(broker, run_id, "release")
+    finally:
+        timer.join()
+    assert done.code == 0, done.log
+    assert len([line for line in done.log if "no free concurrent execution" in line]) == 1
+    assert len(broker.server.arrivals) - before >= 3
 
 
 def test_unused_input_is_a_warning(broker: BrokerStack, run_id: str):

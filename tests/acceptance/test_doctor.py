@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from unittest.mock import patch
 
 import pytest
 
+from remuda.adapters.aws.functions import BROKER_CHECK
+from remuda.adapters.system.clock import SystemClock
+from remuda.aws_lambda.broker import BrokerFunction
 from remuda.cli.read import check_document
 from remuda.config.settings import Settings
 from remuda.config.sources import load
@@ -21,6 +25,7 @@ from remuda.ports.doctor import CheckResult
 from remuda.wiring.doctor import open_doctor
 from tests.support.aws.ec2 import ARM_AMI, LINUX_AMI, WINDOWS_AMI
 from tests.support.aws.stack import SCOPE, AwsStack
+from tests.support.broker import start_broker, workflow_role
 from tests.support.cli import run_cli
 from tests.support.local_backend import run_local
 from tests.support.user_data import serve
@@ -245,6 +250,93 @@ def test_a_service_that_is_down_is_exit_code_4_and_the_others_are_checked(patien
     assert problems(lines) == {"table", "configuration", "tokens", "runner version", "runner sets", "releases"}, lines
     assert "cannot be reached" in lines["table"]["message"]
     assert lines["queues"]["status"] == "ok"
+
+
+def broker_check(patient: Patient, **changed: str) -> dict[str, str]:
+    """The answer of the broker to a direct invocation: a message per check, empty for those that are ok."""
+    environment = {**patient.servers.environment(), "REMUDA_POOL": POOL, "REMUDA_GITHUB_SCOPE": SCOPE, **changed}
+
+    async def check() -> Any:
+        function = BrokerFunction(environment, clock=SystemClock())
+        try:
+            return await function.respond(BROKER_CHECK, DirectInvocation())
+        finally:
+            await function.close()
+
+    with patch.dict(os.environ, environment, clear=True):
+        document = json.loads(json.dumps(asyncio.run(check())))
+    assert patient.servers.github.token not in json.dumps(document)
+    return {item["name"]: "" if item["status"] == "ok" else item["message"] for item in document["checks"]}
+
+
+class DirectInvocation:
+    aws_request_id = "r-1"
+
+    def get_remaining_time_in_millis(self) -> int:
+        return 60_000
+
+
+def test_the_broker_tries_what_its_role_permits_and_changes_nothing(patient: Patient):
+    async def scan(client: Any) -> Any:
+        return (await client.scan(TableName=f"remuda-{POOL}"))["Items"]
+
+    items, before = patient.servers.call("dynamodb", scan), patient.servers.ec2.requests()
+    # The policy `provision` does not permit it.
+    unreadable = {"action": "DescribeImages", "code": "UnauthorizedOperation", "status": 403, "message": "no"}
+    patient.servers.ec2.configure(faults=[unreadable])
+    names = ("table reads", "table writes", "queues", "launch permission", "terminate permission")
+    assert broker_check(patient) == dict.fromkeys(names, "")
+    assert patient.servers.call("dynamodb", scan) == items
+    asked = {name for name, count in patient.servers.ec2.requests().items() if count > before.get(name, 0)}
+    dry = {"CreateFleet", "RunInstances", "TerminateInstances"}
+    assert dry <= asked
+    assert all(patient.servers.ec2.last(name)["DryRun"] == "true" for name in dry)
+    assert all(name.startswith("Describe") for name in asked - dry)
+
+
+def test_the_broker_names_every_call_that_its_role_may_not_make(patient: Patient):
+    def denied(action: str) -> dict[str, Any]:
+        message = f"User: arn:aws:sts::1:assumed-role/x is not authorized to perform: ec2:{action}"
+        return {"action": action, "code": "UnauthorizedOperation", "status": 403, "message": message}
+
+    patient.servers.ec2.configure(faults=[denied("CreateFleet"), denied("RunInstances")])
+    found = broker_check(patient)
+    assert [name for name, message in found.items() if message] == ["launch permission"]
+    for action in ("CreateFleet", "RunInstances"):
+        assert f"not authorized to perform: ec2:{action}" in found["launch permission"]
+
+
+def test_doctor_asks_the_broker_and_judges_the_limit_of_lambda(patient: Patient):
+    with start_broker(patient.servers, POOL) as broker:
+        permitted = {
+            "Version": "2012-10-17",
+            "Statement": [
+                {"Effect": "Allow", "Action": ["lambda:InvokeFunction", "lambda:GetAccountSettings"], "Resource": "*"}
+            ],
+        }
+        person = broker.server.assume(replace(workflow_role(POOL, "ASIAPERSON"), policy=permitted))
+        reached = {"AWS_ENDPOINT_URL_LAMBDA": broker.server.url}
+        _, lines = patient.doctor(flags=None, **reached, **person.environment())
+        assert lines["broker"]["status"] == "ok", lines
+        assert "5 checks under its own role" in lines["broker"]["message"]
+        assert lines["concurrency"]["status"] == "ok", lines
+        broker.server.concurrency = 10
+        refused = {"code": "UnauthorizedOperation", "status": 403, "message": "not authorized: ec2:CreateFleet"}
+        # Once for doctor's own dry run.
+        patient.servers.ec2.configure(faults=[{"action": "CreateFleet", **refused}] * 2)
+        code, lines = patient.doctor(flags=None, **reached, **person.environment())
+        assert (code, lines["broker"]["status"]) == (2, "problem"), lines
+        assert "ec2:CreateFleet" in lines["broker"]["message"]
+        assert lines["concurrency"]["status"] == "warning"
+        assert "5 workflows can wait" in lines["concurrency"]["message"]
+        assert "aws service-quotas request-service-quota-increase" in lines["concurrency"]["fix"]
+        # A workflow may invoke the broker, and not read the account.
+        _, lines = patient.doctor(flags=None, **reached, **broker.role.environment())
+        assert lines["concurrency"]["fix"] == "grant lambda:GetAccountSettings"
+        nobody = broker.server.assume(replace(person, key="ASIANOBODY", policy={**permitted, "Statement": []}))
+        code, lines = patient.doctor(flags=None, **reached, **nobody.environment())
+        assert (lines["broker"]["status"], lines["concurrency"]["status"]) == ("warning", "warning"), lines
+        assert "lambda:InvokeFunction" in lines["broker"]["fix"]
 
 
 def test_a_missing_launch_permission_is_a_warning_and_a_missing_terminate_permission_a_problem(patient: Patient):

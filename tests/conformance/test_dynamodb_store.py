@@ -27,7 +27,7 @@ from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.dynamodb.table import WRITE_BATCH
 from remuda.controlplane.context import map_concurrently
 from remuda.domain import provision as provisions
-from remuda.domain.errors import Conflict, Unavailable, Unreadable
+from remuda.domain.errors import Conflict, Unavailable, Unreadable, UserError
 from remuda.domain.instance import LIVE, Instance, RetireReason, State
 from remuda.domain.resources import Tier
 from remuda.domain.serialization import to_document
@@ -180,8 +180,9 @@ async def test_condition_expression_matches_the_write_condition(store: DynamoIns
     assert {True, False} <= set(verdicts)
 
 
-async def test_agents_only_get_and_update(store: DynamoInstanceStore, between: FaultProxy) -> None:
+async def test_agents_only_get_and_update(store: DynamoInstanceStore, between: FaultProxy, table_name: str) -> None:
     """The agent policy permits no other calls, and only on two keys."""
+    between.sent.clear()
     async with asyncio.timeout(LONG_S):
         assert await store.wait_for_control(ID, None, 0.3) is None
         await store.beat(ID, **BEAT)
@@ -190,6 +191,42 @@ async def test_agents_only_get_and_update(store: DynamoInstanceStore, between: F
     assert set(between.requests) == {"GetItem", "UpdateItem"}
     assert {sent["Key"]["pk"]["S"] for sent in between.sent["GetItem"]} == {f"control#{PREFIX}{ID}"}
     assert {sent["Key"]["pk"]["S"] for sent in between.sent["UpdateItem"]} == {f"report#{PREFIX}{ID}"}
+    user = {"aws:userid": f"{PREFIX}{ID}"}
+    assert not denied_requests("agent", table_name.removeprefix("remuda-"), iam_requests(between.sent, user))
+
+
+async def test_a_rejected_signal_is_read_by_a_request_of_its_own(
+    store: DynamoInstanceStore, between: FaultProxy, table_name: str
+) -> None:
+    """IAM may count what a failed write returns as `dynamodb:ReturnValues`, which the agent policy restricts."""
+    between.sent.clear()
+    await store.write_signal(ID, epoch=2, signal=Signal.UD_OK)
+    with pytest.raises(Conflict) as rejected:
+        await store.write_signal(ID, epoch=1, signal=Signal.UD_OK)
+    assert isinstance(rejected.value.current, Report)
+    assert rejected.value.current.epoch == 2
+    user = {"aws:userid": f"{PREFIX}{ID}"}
+    assert not denied_requests("agent", table_name.removeprefix("remuda-"), iam_requests(between.sent, user))
+
+
+async def test_tried_writes_need_the_permissions_of_a_provision_and_write_nothing(
+    store: DynamoInstanceStore, stores: DynamoStores, between: FaultProxy, table_name: str
+) -> None:
+    before = await scanned(stores)
+    between.sent.clear()
+    await store.try_writes()
+    assert await scanned(stores) == before
+    tried = {name: between.sent[name] for name in ("UpdateItem", "PutItem")}
+    assert {name: len(sent) for name, sent in tried.items()} == {"UpdateItem": 2, "PutItem": 1}
+    requests = list(iam_requests(tried))
+    pool = table_name.removeprefix("remuda-")
+    assert not denied_requests("provision", pool, requests)
+    assert denied_requests("workflow", pool, requests) == requests
+    for operation in tried:
+        between.then(operation, fail(400, "AccessDeniedException"))
+        with pytest.raises(UserError) as refused:
+            await store.try_writes()
+        assert refused.value.field == "aws-permission"
 
 
 async def forge_report(stores: DynamoStores, name: str, document: Any, **indexed: str) -> None:
@@ -525,21 +562,15 @@ async def test_conflict_needs_no_second_read(store: DynamoInstanceStore, between
     winner = await store.apply(claim_change(idle, "p-1/a"))
     opened = provision()
     await store.put_provision(opened)
-    await store.write_signal(ID, epoch=2, signal=Signal.UD_REG_OK)
-    report = await store.get_report(ID)
     between.requests.clear()
     shown = []
-    for call in (
-        store.apply(claim_change(idle, "p-2/b")),
-        store.put_provision(opened),
-        store.write_signal(ID, epoch=1, signal=Signal.UD_OK),
-    ):
+    for call in (store.apply(claim_change(idle, "p-2/b")), store.put_provision(opened)):
         with pytest.raises(Conflict) as refused:
             await call
         shown.append(refused.value.current)
-    assert shown == [winner, opened, report]
+    assert shown == [winner, opened]
     assert {name: count for name, count in between.requests.items() if name != "BatchWriteItem"} == {
-        "UpdateItem": 2,
+        "UpdateItem": 1,
         "PutItem": 1,
     }
 

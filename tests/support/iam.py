@@ -12,7 +12,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 from remuda.adapters.aws.dynamodb.items import PK
-from remuda.deployment.policies import ATTRIBUTES, LEADING_KEYS, policies
+from remuda.deployment.policies import ATTRIBUTES, LEADING_KEYS, RETURN_VALUES, policies
 from remuda.deployment.statements import fill_placeholders
 
 #: The value of a condition key, or its values if the key is multivalued.
@@ -252,7 +252,12 @@ def iam_requests(sent: Mapping[str, list[Any]], context: Mapping[str, Value] | N
                 yield IamRequest(
                     action=f"dynamodb:{action}",
                     resource=f"arn:aws:dynamodb:{REGION}:{ACCOUNT}:table/{table}",
-                    context={**(context or {}), LEADING_KEYS: keys, ATTRIBUTES: _attributes(document)},
+                    context={
+                        **(context or {}),
+                        LEADING_KEYS: keys,
+                        ATTRIBUTES: _attributes(document),
+                        **_returned(document),
+                    },
                 )
 
 
@@ -260,6 +265,13 @@ def _attributes(sent: Mapping[str, Any]) -> list[str]:
     """The top-level attributes that a request names: its key or item, and its expressions."""
     named = [*sent.get("Key", ()), *sent.get("Item", ()), *sent.get("ExpressionAttributeNames", {}).values()]
     return list(dict.fromkeys(named))
+
+
+def _returned(sent: Mapping[str, Any]) -> dict[str, Value]:
+    """The key for what a request returns, which exists only with a parameter; of both, the one that returns more."""
+    values = [str(sent[name]) for name in ("ReturnValues", "ReturnValuesOnConditionCheckFailure") if name in sent]
+    widest = next((each for each in values if each.startswith("ALL_")), "NONE")
+    return {RETURN_VALUES: widest} if values else {}
 
 
 def _dynamodb_parts(operation: str, sent: Mapping[str, Any]) -> Iterator[tuple[str, str, list[str]]]:

@@ -5,6 +5,10 @@ its signed claims; the request's own values are only compared with them. Everyth
 the function and by the pool's stored configuration. The answer is what the action's step writes: log, outputs, summary
 and exit code. Refusals and failures are answers, too; none contains a token.
 
+A direct invocation with `BROKER_CHECK` instead of a request needs no token: the broker then tries what its role
+permits, with dry runs and writes under conditions that are not met. Nobody gains by it: it changes nothing, and it
+answers with names of calls and with the reasons of AWS. It cannot be sent to the function's URL.
+
 One process serves many requests, one at a time: it keeps its connections, its settings and the issuer's keys.
 """
 
@@ -31,6 +35,7 @@ import remuda.adapters.aws.sqs  # noqa: F401
 from remuda.action.output import StepLog
 from remuda.action.step import SETTING_INPUTS, STEP_INPUTS, ActionInputs, StepOutput, finish
 from remuda.adapters.aws.clients import AwsClients
+from remuda.adapters.aws.functions import BROKER_CHECK
 from remuda.adapters.github.oidc import Fetch, IssuerKeys, TokenVerifier, fetch_url
 from remuda.adapters.system.clock import SystemClock
 from remuda.aws_lambda.runtime import (
@@ -73,6 +78,7 @@ from remuda.domain.workflow_identity import (
 )
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock
+from remuda.ports.doctor import CheckResult, CheckStatus, problem
 from remuda.ports.event_log import EventLog
 from remuda.wiring import open_context
 
@@ -102,6 +108,8 @@ CANCEL_WAIT_S = 3.0
 CANCEL_POLL_S = 0.25
 #: Seconds that settings are used before they are read again.
 SETTINGS_LIFETIME_S = 60.0
+#: Seconds for the checks of the role.
+CHECK_LIMIT_S = 30.0
 MAX_BODY = 65_536
 MAX_SHOWN = 60
 _INPUT_NAME = re.compile(r"[a-z-]{1,40}")
@@ -475,6 +483,8 @@ class BrokerFunction:
         self._event_log.current = event_log
         output = BrokerOutput(event_log)
         try:
+            if event == BROKER_CHECK:
+                return await self._check(invocation, event_log, metrics)
             answer = await self._answer(event, invocation, output, event_log, metrics)
         finally:
             self._event_log.current = None
@@ -533,6 +543,43 @@ class BrokerFunction:
         mode = {"cancel": "provision", "state": "provision"}.get(operation, operation)
         return output.answer_of(mode, failure.exit_code, http_status=200 if is_working else _http_status(failure))
 
+    async def _check(
+        self, invocation: LambdaContext, event_log: LambdaEventLog, metrics: InvocationMetrics
+    ) -> dict[str, Any]:
+        """Try what the role permits. The document has the checks in the form of `remuda doctor --json`."""
+        from remuda.cli.read import check_document  # noqa: PLC0415 - no request of a workflow needs it
+
+        metrics.command = BROKER_CHECK["operation"]
+        limit_s = min(CHECK_LIMIT_S, invocation.get_remaining_time_in_millis() / 1000 - RESERVE_S)
+        try:
+            results = await run_with_timeout(limit_s, metrics.command, self._try_role(metrics), fix="try again")
+        except RemudaError as error:
+            results = {"settings": problem(error.message, error.fix)}
+        except Exception as error:  # noqa: BLE001 - a bug, answered in one line
+            results = {"settings": problem(bug_error(error).message, "")}
+            await self.close()
+        metrics.outcome = LambdaOutcome(document={})
+        denied = [name for name, result in results.items() if result.status is not CheckStatus.OK]
+        event_log.record("check-done", ", ".join(denied))
+        return {"checks": [check_document(name, result) for name, result in results.items()]}
+
+    async def _try_role(self, metrics: InvocationMetrics) -> Mapping[str, CheckResult]:
+        from remuda.controlplane.doctor import run_checks  # noqa: PLC0415 - see above
+        from remuda.wiring.doctor import provision_checks  # noqa: PLC0415 - see above
+
+        settings = await self._settings()
+        metrics.pool = settings.pool
+        clients = await self._aws_clients()
+        async with self._opened(settings, needs_github=False) as context:
+            try:
+                stored = await context.store.get_config()
+            except RemudaError:
+                # The first check, of reads, shows why.
+                return await run_checks(provision_checks(settings, context, clients, None)[:1])
+            if stored is None:
+                return {"configuration": problem("the pool has no configuration", "run remuda refresh")}
+            return await run_checks(provision_checks(settings, context, clients, stored))
+
     async def _work(self, authorized: AuthorizedRequest, output: BrokerOutput, limit_s: float) -> BrokerAnswer:
         # A state is only read.
         needs_github = authorized.settings.ephemeral and authorized.request.operation != "state"
@@ -559,14 +606,17 @@ class BrokerFunction:
         """The settings of the function, with the inputs of a workflow."""
         now = self._clock.now().timestamp()
         if self._variables is None or abs(now - self._variables_at) >= SETTINGS_LIFETIME_S:
-            if self._clients is None:
-                self._clients = await self._kept.enter_async_context(AwsClients())
-            variables = await read_environment(self._environ, self._clients)
+            variables = await read_environment(self._environ, await self._aws_clients())
             if self._variables is not None and variables != self._variables:
                 await self.close()
             self._variables, self._variables_at = variables, now
         flags = {name.replace("-", "_"): value for name, value in (inputs or {}).items()}
         return load({**flags, "backend": "aws"}, environ=self._variables)
+
+    async def _aws_clients(self) -> AwsClients:
+        if self._clients is None:
+            self._clients = await self._kept.enter_async_context(AwsClients())
+        return self._clients
 
     def _verifier_for(self, settings: Settings) -> TokenVerifier:
         issuer, audience = settings.oidc_issuer, f"remuda-{settings.pool}"

@@ -541,6 +541,7 @@ def _request(
             has_credential=credential.credential is not None,
             has_own_secret=bool(credential.secret_arn),
             resource_types=frozenset(item["Type"] for item in made["Resources"].values()),
+            parameters=parameters,
             listener=_listener_target(settings, {**defaults, **given, **parameters}, scope),
         ),
         parameters=parameters,

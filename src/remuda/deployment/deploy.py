@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from remuda.adapters.aws.ec2.options import parse_tags
 from remuda.adapters.aws.ec2.template import TEMPLATE_MISSING, template_name
+from remuda.adapters.aws.functions import FunctionsDoctor
 from remuda.config.settings import Settings
 from remuda.config.sources import load
 from remuda.controlplane import operator
@@ -30,9 +31,9 @@ from remuda.deployment.resources import Bucket, CredentialSecret, OidcProvider, 
 from remuda.deployment.stack import FAILED_CREATION, STACK_TAG, Stack, StackChange, new_resources
 from remuda.deployment.template import VOLUME_KEY_PARAMETER, template
 from remuda.domain.demand import LISTENER_LEASE
-from remuda.domain.errors import Partial, UserError
+from remuda.domain.errors import Partial, Throttled, UserError
 from remuda.ports.clock import Clock
-from remuda.ports.doctor import CheckResult
+from remuda.ports.doctor import CheckResult, CheckStatus
 from remuda.ports.event_log import SilentEventLog
 from remuda.wiring import open_context
 from remuda.wiring.doctor import open_doctor
@@ -41,6 +42,8 @@ from remuda.wiring.github import GithubCredential
 #: Attempts of the first refresh. New permissions take seconds until every service knows them.
 REFRESH_ATTEMPTS = 6
 REFRESH_PAUSE_S = 5.0
+#: Seconds until a throttled function is invoked again.
+THROTTLE_PAUSE_S = 20.0
 _DENIED = re.compile(r"AccessDenied|UnauthorizedOperation|not authorized|do not permit")
 OUTDATED = "launched before the current launch template"
 #: Parameters with lists of ids, of which the template needs the elements.
@@ -143,6 +146,8 @@ def plan_stack(request: DeployRequest, facts: DeployFacts, *, secret: str, group
         "Ami": facts.image,
         "SubnetIds": ",".join(facts.subnets),
     }
+    if facts.may_reserve:
+        defaults["ReserveConcurrency"] = "true"
     if wanted.vpc:
         parameters["SubnetIds"] = defaults.pop("SubnetIds")
     if facts.volume_key:
@@ -365,6 +370,7 @@ class Deployment:
         await self._drain_outdated(settings)
         if "ListenerGroupName" in self.result.outputs:
             await self._await_listener(settings)
+        await self._await_broker()
         self._progress.step("doctor")
         async with open_doctor(settings, {}) as checks:
             self.result.doctor = await run_checks(checks)
@@ -384,7 +390,15 @@ class Deployment:
         """Invoke the function: it proves that its code, its role and its settings work."""
         name = f"{stack_name(self._pool)}-refresh"
         for attempt in range(REFRESH_ATTEMPTS):
-            answer = await self._api.call("lambda", "Invoke", FunctionName=name, Payload=json.dumps(event).encode())
+            try:
+                answer = await self._api.call("lambda", "Invoke", FunctionName=name, Payload=json.dumps(event).encode())
+            except Throttled as error:
+                # Its reserved execution may be in use by the schedule.
+                if attempt == REFRESH_ATTEMPTS - 1:
+                    raise
+                self._progress.detail(f"{error.message}; again in {THROTTLE_PAUSE_S:g} s")
+                await self._clock.sleep(THROTTLE_PAUSE_S)
+                continue
             document: dict[str, Any] = json.loads(await answer["Payload"].read() or b"{}")
             if not answer.get("FunctionError"):
                 return document
@@ -394,6 +408,18 @@ class Deployment:
             self._progress.detail(f"{message}; again in {REFRESH_PAUSE_S:g} s, until the new permissions are known")
             await self._clock.sleep(REFRESH_PAUSE_S)
         raise Partial(f"function {name} failed: {message}", fix="remove the cause, and run the same command again")
+
+    async def _await_broker(self) -> None:
+        """Wait until the permissions of a changed broker are known. Doctor reports those that stay denied."""
+        if not self.result.changes:
+            return
+        for attempt in range(REFRESH_ATTEMPTS):
+            doctor = FunctionsDoctor(clients=self._api.clients, pool=self._pool)
+            found = await doctor.broker()
+            if found.status is not CheckStatus.PROBLEM or attempt == REFRESH_ATTEMPTS - 1:
+                return
+            self._progress.detail(f"{found.message}; again in {REFRESH_PAUSE_S:g} s, until new permissions are known")
+            await self._clock.sleep(REFRESH_PAUSE_S)
 
     async def _drain_outdated(self, settings: Settings) -> None:
         """Let machines with another agent, image or network finish their runs, and give them no other."""

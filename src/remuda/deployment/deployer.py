@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from remuda.deployment.policies import (
     ANY_RESOURCE,
-    EC2,
     INDEXES,
     LISTENER,
     NAME,
+    PASSED_TO_EC2,
     ROLE_PATH,
     TABLE,
     arn,
     ec2,
+    ec2_of_any_account,
     log_group,
     settings_parameter,
 )
@@ -54,6 +55,7 @@ OWN_ACTIONS = (
     "ec2:DescribeInstanceTypes",
     "iam:CreateOpenIDConnectProvider",
     "iam:CreateServiceLinkedRole",
+    "lambda:GetAccountSettings",
     "lambda:InvokeFunction",
     "s3:CreateBucket",
     "s3:PutBucketPolicy",
@@ -127,7 +129,7 @@ def deployer() -> Policy:
                 purpose="give the roles of the pool to instances and functions only",
                 actions=_iam("PassRole"),
                 resources=(_ROLES,),
-                conditions={"StringEquals": {"iam:PassedToService": (EC2, "lambda.amazonaws.com")}},
+                conditions={"StringEquals": {"iam:PassedToService": (*PASSED_TO_EC2, "lambda.amazonaws.com")}},
             ),
             Statement(
                 sid="IdentityProvider",
@@ -154,7 +156,7 @@ def deployer() -> Policy:
                     *("ec2:CreateLaunchTemplate", "ec2:CreateLaunchTemplateVersion", "ec2:CreateSecurityGroup"),
                     *("ec2:CreateTags", "ec2:DeleteLaunchTemplate", "ec2:ModifyLaunchTemplate"),
                 ),
-                resources=ec2("launch-template", "security-group", "vpc"),
+                resources=(*ec2("launch-template", "security-group"), *ec2_of_any_account("vpc")),
             ),
             Statement(
                 sid="RemoveTagged",
@@ -167,9 +169,9 @@ def deployer() -> Policy:
                 sid="LaunchListener",
                 purpose="let the listener's group launch its instance, which EC2 checks when the group is created",
                 actions=("ec2:RunInstances",),
-                resources=ec2(
-                    *("image", "instance", "launch-template", "network-interface", "security-group", "snapshot"),
-                    *("subnet", "volume"),
+                resources=(
+                    *ec2("instance", "launch-template", "network-interface", "volume"),
+                    *ec2_of_any_account("image", "security-group", "snapshot", "subnet"),
                 ),
             ),
             Statement(
@@ -180,7 +182,7 @@ def deployer() -> Policy:
                     *("cloudformation:ValidateTemplate", "cloudwatch:DescribeAlarms"),
                     *("ec2:Describe*", "ec2:GetEbsDefaultKmsKeyId", "iam:Get*", "iam:List*", "logs:DescribeLogGroups"),
                     *("iam:SimulatePrincipalPolicy", "kms:DescribeKey", "kms:GetKeyPolicy"),
-                    *("secretsmanager:ListSecrets", "servicequotas:Get*"),
+                    *("lambda:GetAccountSettings", "secretsmanager:ListSecrets", "servicequotas:Get*"),
                     *("ssm:DescribeParameters", "tag:GetResources"),
                 ),
                 resources=(ANY_RESOURCE,),

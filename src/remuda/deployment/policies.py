@@ -27,6 +27,8 @@ SIZES = {
     **{f"{each}xlarge": 4 * each for each in (2, 3, 4, 6, 8, 9, 10, 12, 16, 18, 24, 32, 48, 56, 64, 96, 112)},
 }
 EC2 = "ec2.amazonaws.com"
+#: EC2 as IAM names the service that a role is passed to; the second is that of China, as in Karpenter's policy.
+PASSED_TO_EC2 = (EC2, f"{EC2}.cn")
 #: For calls that IAM cannot restrict to resources; a comment at each use says why.
 ANY_RESOURCE = "*"
 #: The only tag that scale-down may set. With the tag of the pool it could make any instance terminable.
@@ -51,11 +53,17 @@ def arn(service: str, resource: str, *, region: str = "<region>", account: str =
     return f"arn:<partition>:{service}:{region}:{account}:{resource}"
 
 
-def ec2(*kinds: str) -> tuple[str, ...]:
-    # Images and snapshots often belong to other accounts, such as those of AWS.
-    return tuple(
-        arn("ec2", f"{kind}/*", account="*" if kind in {"image", "snapshot"} else "<account>") for kind in kinds
-    )
+def ec2(*kinds: str, account: str = "<account>") -> tuple[str, ...]:
+    return tuple(arn("ec2", f"{kind}/*", account=account) for kind in kinds)
+
+
+def ec2_of_any_account(*kinds: str) -> tuple[str, ...]:
+    """Resources that can belong to other accounts: images of AWS, or a subnet that another account shares.
+
+    The ARN of a shared resource has the account of its owner ("Share your VPC subnets with other accounts", in AWS's
+    documentation), so Karpenter's controller policy has no account in them either.
+    """
+    return ec2(*kinds, account="*")
 
 
 def queue_name(resource_class: str) -> str:
@@ -86,17 +94,25 @@ REQUESTS_POOL_TAG = {f"aws:RequestTag/{POOL_TAG}": "<pool>"}
 LEADING_KEYS = "dynamodb:LeadingKeys"
 #: Condition key for the top-level attributes that a request names, including those of the primary key.
 ATTRIBUTES = "dynamodb:Attributes"
+#: Condition key for what a write returns, and its values that return no attribute that the request does not name.
+RETURN_VALUES = "dynamodb:ReturnValues"
+NAMED_VALUES = ("NONE", "UPDATED_NEW", "UPDATED_OLD")
 
 
 # Agent --------------------------------------------------------------------------------------------------------------
 
 
-def _own_item(kind: str, attributes: Sequence[str] = ()) -> Conditions:
-    only: dict[str, str | Sequence[str]] = {LEADING_KEYS: f"{kind}${{aws:userid}}"}
+def _own_items(*kinds: str, attributes: Sequence[str] = ()) -> Conditions:
+    only: dict[str, str | Sequence[str]] = {LEADING_KEYS: tuple(f"{kind}${{aws:userid}}" for kind in kinds)}
+    # ForAllValues is true for a request without values; the Null conditions deny such a request.
+    conditions: dict[str, dict[str, str | Sequence[str]]] = {"ForAllValues:StringEquals": only}
     if attributes:
         only[ATTRIBUTES] = attributes
-    # ForAllValues is true for a request without values; the Null conditions deny such a request.
-    return {"ForAllValues:StringEquals": only, "Null": dict.fromkeys(only, "false")}
+        # As in AWS's examples: with ALL_NEW, a write would return attributes that it may not name. A request without
+        # the parameter returns nothing. Source: DynamoDB developer guide, "Using IAM policy conditions for
+        # fine-grained access control".
+        conditions["StringEqualsIfExists"] = {RETURN_VALUES: NAMED_VALUES}
+    return {**conditions, "Null": dict.fromkeys(only, "false")}
 
 
 def agent() -> Policy:
@@ -105,11 +121,11 @@ def agent() -> Policy:
         holder="every instance of the pool, through its instance profile",
         statements=(
             Statement(
-                sid="ReadOwnControl",
-                purpose="read its own control record",
+                sid="ReadOwnRecords",
+                purpose="read its own control record and its own report",
                 actions=("dynamodb:GetItem",),
                 resources=(TABLE,),
-                conditions=_own_item(items.CONTROL_PREFIX),
+                conditions=_own_items(items.CONTROL_PREFIX, items.REPORT_PREFIX),
             ),
             Statement(
                 sid="WriteOwnReport",
@@ -117,7 +133,7 @@ def agent() -> Policy:
                 purpose="write signals and heartbeats, with the attributes of a report and no others",
                 actions=("dynamodb:UpdateItem",),
                 resources=(TABLE,),
-                conditions=_own_item(items.REPORT_PREFIX, items.REPORT_ATTRIBUTES),
+                conditions=_own_items(items.REPORT_PREFIX, attributes=items.REPORT_ATTRIBUTES),
             ),
             Statement(
                 sid="TerminateItself",
@@ -308,7 +324,10 @@ def _launch(types: Sequence[str]) -> tuple[Statement, ...]:
             purpose="use images, subnets and security groups; the other statements restrict what is launched",
             actions=("ec2:CreateFleet", "ec2:RunInstances"),
             # Spot requests are not tagged: a launch template cannot tag them for on-demand instances.
-            resources=ec2("image", "key-pair", "security-group", "snapshot", "spot-instances-request", "subnet"),
+            resources=(
+                *ec2("key-pair", "spot-instances-request"),
+                *ec2_of_any_account("image", "security-group", "snapshot", "subnet"),
+            ),
         ),
         Statement(
             sid="LaunchWithPoolTemplate",
@@ -352,7 +371,7 @@ def _launch(types: Sequence[str]) -> tuple[Statement, ...]:
             purpose="pass the role of the agent to EC2 instances only",
             actions=("iam:PassRole",),
             resources=(AGENT_ROLE,),
-            conditions={"StringEquals": {"iam:PassedToService": EC2}},
+            conditions={"StringEquals": {"iam:PassedToService": PASSED_TO_EC2}},
         ),
         _resolve_images(),
     )

@@ -11,12 +11,13 @@ from typing import Any
 from remuda.adapters.aws.clients import read_parameter
 from remuda.adapters.aws.ec2.create_fleet import MAX_ZONES, without_local_zones
 from remuda.adapters.aws.ec2.options import MAX_SUBNETS, SSM_PREFIX
+from remuda.adapters.aws.functions import UNRESERVED_MINIMUM, judge_concurrency
 from remuda.adapters.github.client import GitHubClient
 from remuda.adapters.github.doctor import GitHubDoctor
 from remuda.deployment.api import AwsAccount, AwsApi
 from remuda.deployment.bundles import Bundle, BundleSource, BundleUse
 from remuda.deployment.deployer import ACTIONS, OWN_ACTIONS
-from remuda.deployment.policies import FUNCTIONS, log_group
+from remuda.deployment.policies import FUNCTIONS, SCHEDULED, log_group
 from remuda.deployment.resources import (
     Bucket,
     CredentialSecret,
@@ -68,6 +69,8 @@ class DeployFacts:
     classes: tuple[ResourceClass, ...] = DEFAULT_CLASSES
     #: Existing resources that a new stack takes over: their names by logical id, as properties of the template.
     adopted: dict[str, dict[str, str]] = field(default_factory=dict)
+    #: Whether the account has enough concurrent executions for those that the scheduled functions reserve.
+    may_reserve: bool = False
     #: Whether the deployment will create them.
     creates: dict[str, bool] = field(default_factory=dict)
 
@@ -113,6 +116,8 @@ class DeployTarget:
     has_credential: bool
     has_own_secret: bool
     resource_types: frozenset[str]
+    #: Parameters of the stack that were given.
+    parameters: Mapping[str, str] = field(default_factory=dict)
     #: None if the pool has never had runner sets.
     listener: ListenerTarget | None = None
 
@@ -154,6 +159,7 @@ class Preflight:
             Check(name="volume key", run=self._volume_key, needs=("image",)),
             Check(name="listener", run=self._listener, needs=(*after, "bundles")),
             Check(name="quotas", run=self._quotas, needs=after),
+            Check(name="concurrency", run=self._concurrency, needs=after),
             Check(name="permissions", run=self._permissions, needs=after),
         ]
         if self._github is not None:
@@ -405,6 +411,18 @@ class Preflight:
             answer = await self._api.call("service-quotas", "GetAWSDefaultServiceQuota", **wanted)
         return float(answer["Quota"]["Value"])
 
+    async def _concurrency(self) -> CheckResult:
+        """Reserve executions for the scheduled functions only where Lambda has enough left for the others."""
+        try:
+            found = await self._api.call("lambda", "GetAccountSettings")
+        except UserError as error:
+            return warning(f"the limit of Lambda cannot be read: {error.message}", "grant lambda:GetAccountSettings")
+        free = int(found["AccountLimit"]["UnreservedConcurrentExecutions"])
+        self.facts.may_reserve = free - len(SCHEDULED) >= UNRESERVED_MINIMUM
+        stored = stored_parameters(self.facts.stack)
+        wanted = {**stored, **self._wanted.parameters}
+        return judge_concurrency(found, reserving=_reserved(wanted) - _reserved(stored))
+
     async def _permissions(self) -> CheckResult:
         account = self.facts.known_account
         if account.caller.endswith(":root"):
@@ -442,6 +460,13 @@ class Preflight:
             return account.caller
         answer = await self._api.find("iam", "GetRole", _NO_ROLE, RoleName=rest.partition("/")[0])
         return str(answer["Role"]["Arn"]) if answer else ""
+
+
+def _reserved(parameters: Mapping[str, str]) -> int:
+    """The executions that a stack with these parameters reserves."""
+    scheduled = len(SCHEDULED) if parameters.get("ReserveConcurrency") == "true" else 0
+    broker = parameters.get("BrokerConcurrency", "")
+    return scheduled + (int(broker) if broker.isdecimal() else 0)
 
 
 def _parse_stored(text: str) -> tuple[ResourceClass, ...]:

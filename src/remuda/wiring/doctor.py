@@ -30,6 +30,8 @@ from remuda.wiring.github import github_client, github_credential, missing_crede
 from remuda.wiring.local import layout, local_endpoint
 
 if TYPE_CHECKING:
+    from remuda.adapters.aws.clients import AwsClients
+    from remuda.adapters.aws.doctor import AwsAdapters
     from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
     from remuda.adapters.aws.ec2.compute import Ec2Compute
     from remuda.adapters.aws.sqs import SqsResourcePool
@@ -109,22 +111,47 @@ def _local_checks(
     )
 
 
+def provision_checks(
+    settings: Settings, context: Context, clients: AwsClients, stored: PoolConfig | None
+) -> Sequence[Check]:
+    """What the broker checks under its own role. `context` has the adapters of AWS."""
+    from remuda.adapters.aws.doctor import AwsDoctor  # noqa: PLC0415 - AWS libraries are slow to import
+
+    async def adapters() -> AwsAdapters:
+        return _aws_adapters(context)
+
+    return AwsDoctor(
+        clients=clients,
+        adapters=adapters,
+        pool=settings.pool,
+        launch=_launch_options(settings, stored),
+        classes=stored.classes if stored else settings.resource_class_config,
+        clock=SystemClock(),
+    ).provision_checks()
+
+
+def _aws_adapters(opened: Context) -> AwsAdapters:
+    from remuda.adapters.aws.doctor import AwsAdapters  # noqa: PLC0415 - as above
+
+    return AwsAdapters(
+        store=cast("DynamoInstanceStore", opened.store),
+        pool=cast("SqsResourcePool", opened.pool),
+        compute=cast("Ec2Compute", opened.compute),
+    )
+
+
 async def _aws_checks(
     settings: Settings, stack: AsyncExitStack, context: Once[Context], get_config: Once[PoolConfig | None]
 ) -> Sequence[Check]:
     clock = SystemClock()
     with aws_libraries():
         from remuda.adapters.aws.clients import AwsClients  # noqa: PLC0415 - AWS libraries are slow to import
-        from remuda.adapters.aws.doctor import CREDENTIALS, AwsAdapters, AwsDoctor  # noqa: PLC0415 - as above
+        from remuda.adapters.aws.doctor import CREDENTIALS, AwsDoctor  # noqa: PLC0415 - as above
+        from remuda.adapters.aws.functions import FunctionsDoctor  # noqa: PLC0415 - as above
     clients = await stack.enter_async_context(AwsClients())
 
     async def adapters() -> AwsAdapters:
-        opened = await context()
-        return AwsAdapters(
-            store=cast("DynamoInstanceStore", opened.store),
-            pool=cast("SqsResourcePool", opened.pool),
-            compute=cast("Ec2Compute", opened.compute),
-        )
+        return _aws_adapters(await context())
 
     async def github() -> GitHubClient:
         credential = await github_credential(settings, clients, required=True)
@@ -147,6 +174,7 @@ async def _aws_checks(
             else settings.resource_class_config,
             clock=clock,
         ).checks(),
+        *FunctionsDoctor(clients=clients, pool=settings.pool, needs=(CREDENTIALS,)).checks(),
         *pool_checks(get_config, clock, pool=settings.pool, scope=scope, needs=(CREDENTIALS,)),
         runner_set_check(partial(_read_demand, context, get_config)),
         release_check(partial(_read_provisions, context)),

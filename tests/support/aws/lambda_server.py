@@ -1,7 +1,7 @@
 """AWS Lambda test server: signed `Invoke` requests and function URLs, with functions in warm worker processes.
 
 It refuses what AWS refuses: unsigned or wrongly signed requests, unknown session tokens, calls that the caller's policy
-does not allow, unknown functions, and more concurrent invocations than a function may have.
+does not allow, unknown functions, and more concurrent invocations than a function or the account may have.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ _AUTHORIZATION = re.compile(
     r"SignedHeaders=(?P<signed>[a-z0-9;-]+), ?Signature=(?P<signature>[0-9a-f]{64})"
 )
 _INVOKE = re.compile(r"/2015-03-31/functions/([A-Za-z0-9_-]+)/invocations")
+_SETTINGS = "/2016-08-19/account-settings"
 _URL = re.compile(r"/function-url/([A-Za-z0-9_-]+)/")
 
 #: Like Lambda's runtime: imports the handler once, then handles one event after the other. Results are written to the
@@ -136,6 +137,11 @@ class LambdaFunction:
             with self._lock:
                 self._running -= 1
 
+    @property
+    def running(self) -> int:
+        """Number of current invocations."""
+        return self._running
+
     def warm_up(self) -> None:
         """Start a worker, so that the next invocation finds the handler imported."""
         self._idle.append(self._start())
@@ -222,6 +228,8 @@ class LambdaServer:
         self.folder = folder
         self.account = account
         self.functions: dict[str, LambdaFunction] = {}
+        #: Concurrent executions of the account, which its functions share.
+        self.concurrency = 1_000
         self.roles: dict[str, AssumedRole] = {}
         #: Operations in the events of all invocations.
         self.operations: list[str] = []
@@ -292,6 +300,14 @@ class LambdaServer:
             return LambdaResponse(body=answer, headers={"X-Amz-Function-Error": "Unhandled"})
         return LambdaResponse(body=answer["result"])
 
+    def account_settings(self, request: LambdaRequest) -> LambdaResponse:
+        role = self._caller(request)
+        if not allows(role.policy, IamRequest(action="lambda:GetAccountSettings", resource="*")):
+            message = f"User: {role.key} is not authorized to perform: lambda:GetAccountSettings on resource: *"
+            raise AwsError(403, "AccessDeniedException", message)
+        limit = {"ConcurrentExecutions": self.concurrency, "UnreservedConcurrentExecutions": self.concurrency}
+        return LambdaResponse(body={"AccountLimit": limit, "AccountUsage": {"FunctionCount": len(self.functions)}})
+
     def call_url(self, request: LambdaRequest) -> LambdaResponse:
         """Like a function URL with authentication type NONE: an event in payload format 2.0."""
         found = _URL.fullmatch(request.path)
@@ -321,6 +337,8 @@ class LambdaServer:
 
     def _run(self, function: LambdaFunction, event: Any, content: Any) -> dict[str, Any]:
         operation = str(content.get("operation", "")) if isinstance(content, dict) else ""
+        if sum(each.running for each in self.functions.values()) >= self.concurrency:
+            raise AwsError(429, "TooManyRequestsException", "Rate Exceeded.")
         self.operations.append(operation)
         return function.invoke(event, f"request-{next(self._numbers)}")
 
@@ -401,10 +419,16 @@ def _handler(server: LambdaServer) -> type[BaseHTTPRequestHandler]:
                 return
             self._respond(self._answer(request))
 
+        def do_GET(self) -> None:
+            headers = {name.lower(): value for name, value in self.headers.items()}
+            self._respond(self._answer(LambdaRequest(method="GET", path=self.path, headers=headers, body=b"")))
+
         def _answer(self, request: LambdaRequest) -> LambdaResponse:
             if len(request.body) > MAX_BODY:
                 return _error(AwsError(413, "RequestTooLargeException", "The request body is too large."))
             try:
+                if (request.method, request.path) == ("GET", _SETTINGS):
+                    return server.account_settings(request)
                 return server.call_url(request) if _URL.fullmatch(request.path) else server.invoke(request)
             except AwsError as error:
                 return _error(error)

@@ -152,6 +152,8 @@ def ministack(folder: Path, *, starts_at: datetime = LONG_AGO, host: str = LOOPB
                 [PYTHON, HERE / "ministack_process.py", clock_file],
                 env={
                     "PATH": os.environ["PATH"],
+                    # The usual limit of an account. Its own default depends on the memory of this computer.
+                    "LAMBDA_ACCOUNT_CONCURRENCY": "1000",
                     "HOME": str(folder),
                     "TMPDIR": str(folder),
                     "BIND_HOST": host,

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from remuda.adapters.aws import clients as aws_clients
+from remuda.adapters.aws.functions import BROKER_CHECK
 from remuda.aws_lambda import broker
 from remuda.aws_lambda.broker import CANCEL_WAIT_S, SETTINGS_LIFETIME_S, WORKFLOW_INPUTS, BrokerFunction
 from remuda.config.settings import Settings
@@ -130,6 +131,19 @@ class Broker:
 @pytest.fixture
 def subject(world: PoolWorld, monkeypatch: pytest.MonkeyPatch) -> Broker:
     return Broker(world, monkeypatch)
+
+
+async def test_the_check_of_the_role_is_for_direct_invocations_only(subject: Broker) -> None:
+    """Anybody can send a request to the URL of the function."""
+    unequal: tuple[dict[str, Any], ...] = ({"token": "x.y.z"}, {"inputs": {}}, {"run-id": "1"})
+    for more in unequal:
+        answer = await subject.send({**BROKER_CHECK, **more})
+        assert (answer.exit, subject.opened) == (2, [])
+    request = {"requestContext": {"http": {"method": "POST"}}, "body": json.dumps(BROKER_CHECK)}
+    for event in (request, {**request, **BROKER_CHECK}):
+        document = await subject.function.respond(event, subject.invocation)
+        assert document["statusCode"] == 400
+        assert subject.opened == []
 
 
 # Provision and release ------------------------------------------------------------------------------------------------

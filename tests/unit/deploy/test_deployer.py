@@ -53,6 +53,7 @@ WANTED = sorted({*OWN_ACTIONS, *(action for each in ACTIONS.values() for action 
 #: Actions whose resources have no name of a pool.
 SHARED = {
     "ec2:DescribeInstanceTypes": "*",
+    "lambda:GetAccountSettings": "*",
     "ec2:RunInstances": arn("ec2", "instance/*"),
     "iam:CreateOpenIDConnectProvider": arn("iam", "oidc-provider/token.actions.githubusercontent.com", region=""),
     "iam:CreateServiceLinkedRole": arn("iam", "role/aws-service-role/spot.amazonaws.com/a", region=""),
@@ -86,10 +87,20 @@ def test_only_instances_of_the_pool_can_be_terminated() -> None:
     assert not may("ec2:TerminateInstances", name)
 
 
+def test_a_vpc_of_another_account_can_be_used() -> None:
+    """The ARNs of what an account shares have its id."""
+    shared = f"arn:aws:ec2:{REGION}:210987654321"
+    for kind in ("subnet", "security-group"):
+        assert may("ec2:RunInstances", f"{shared}:{kind}/1")
+    assert may("ec2:CreateSecurityGroup", f"{shared}:vpc/vpc-1")
+    assert not may("ec2:DeleteSecurityGroup", f"{shared}:security-group/1", **{f"aws:ResourceTag/{POOL_TAG}": "ci"})
+
+
 def test_roles_are_passed_to_instances_and_functions_only() -> None:
     role = arn("iam", "role/remuda-ci-agent", region="")
     passed: dict[str, Any] = {"iam:PassedToService": "sagemaker.amazonaws.com"}
     assert may("iam:PassRole", role)
+    assert may("iam:PassRole", role, **{"iam:PassedToService": "ec2.amazonaws.com.cn"})
     assert not may("iam:PassRole", role, **passed)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,14 @@ from remuda.deployment.bundles import (
     check_location,
     parse_sums,
 )
-from remuda.deployment.deploy import DeployRequest, choose_code, per_architecture, plan_stack
+from remuda.deployment.deploy import (
+    Deployment,
+    DeployRequest,
+    DeployResult,
+    choose_code,
+    per_architecture,
+    plan_stack,
+)
 from remuda.deployment.deployer import ACTIONS
 from remuda.deployment.preflight import DeployFacts, DeployTarget, Preflight, judge_quotas, outbound_route
 from remuda.deployment.resources import Bucket, issuer_of
@@ -637,6 +645,78 @@ async def test_stack_of_something_else_is_a_problem(status: str) -> None:
     )
     (check,) = [check for check in preflight.checks() if check.name == "stack"]
     assert (await check.run()).message == "stack remuda-ci exists, but is not a stack of this pool"
+
+
+def lambda_limit(total: int, free: int) -> dict[str, Any]:
+    return {"AccountLimit": {"ConcurrentExecutions": total, "UnreservedConcurrentExecutions": free}}
+
+
+@pytest.mark.parametrize(
+    ("free", "given", "stored", "status", "reserves"),
+    [
+        (1_000, {}, {}, CheckStatus.OK, True),
+        (102, {}, {}, CheckStatus.OK, True),
+        (101, {}, {}, CheckStatus.OK, False),
+        (10, {}, {}, CheckStatus.WARNING, False),
+        # Lambda refuses what would leave fewer than 100, and the stack would be rolled back.
+        (101, {"ReserveConcurrency": "true"}, {}, CheckStatus.PROBLEM, False),
+        (120, {"BrokerConcurrency": "30"}, {}, CheckStatus.PROBLEM, True),
+        (120, {"BrokerConcurrency": "30"}, {"BrokerConcurrency": "20"}, CheckStatus.OK, True),
+        (100, {"ReserveConcurrency": "true"}, {"ReserveConcurrency": "true"}, CheckStatus.OK, False),
+    ],
+)
+async def test_executions_are_reserved_only_where_lambda_permits_it(
+    free: int, given: dict[str, str], stored: dict[str, str], status: CheckStatus, *, reserves: bool
+) -> None:
+    api: Any = ScriptedApi(GetAccountSettings=[lambda_limit(1_000, free)])
+    wanted = request(given).wanted
+    preflight = Preflight(
+        api=api,
+        wanted=replace(wanted, parameters=given),
+        bundles=BundleSource("dist"),
+        github=None,
+        clock=AdjustableClock(longest_sleep_s=1.0),
+    )
+    preflight.facts = facts(stack=StackState(status="UPDATE_COMPLETE", parameters=stored)) if stored else facts()
+    (check,) = [check for check in preflight.checks() if check.name == "concurrency"]
+    result = await check.run()
+    assert (result.status, preflight.facts.may_reserve) == (status, reserves), result
+    if status is not CheckStatus.OK:
+        assert "--service-code lambda --quota-code L-B99A9384" in result.fix
+    plan = plan_stack(request(given), preflight.facts, secret=SECRET, groups="sg-1")
+    if not given:
+        assert plan.parameters.get("ReserveConcurrency", "false") == str(reserves).lower()
+
+
+class Payload:
+    def __init__(self, document: Any) -> None:
+        self._content = json.dumps(document).encode()
+
+    async def read(self) -> bytes:
+        return self._content
+
+
+class Steps:
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def step(self, text: str) -> None:
+        self.lines.append(text)
+
+    detail = step
+
+
+async def test_a_refresh_that_the_schedule_occupies_is_awaited() -> None:
+    """With a reserved execution, Lambda refuses a second one until the first has ended."""
+    busy = ClientError({"Error": {"Code": "TooManyRequestsException", "Message": "Rate Exceeded."}}, "Invoke")
+    api: Any = ScriptedApi(Invoke=[busy, busy, {"Payload": Payload({"applied": []})}])
+    clock, progress = AdjustableClock(longest_sleep_s=60.0), Steps()
+    deployment = Deployment(
+        api=api, request=request(), facts=facts(), clock=clock, progress=progress, result=DeployResult()
+    )
+    assert await deployment._refresh({"command": "refresh"}) == {"applied": []}
+    assert [line for line in progress.lines if line.endswith("again in 20 s")] == progress.lines
+    assert len(progress.lines) == 2
 
 
 async def test_calls_name_the_owner_of_the_bucket() -> None:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.dynamodb.schema import INDEXES
 from remuda.aws_lambda.runtime import pascal_case
-from remuda.deployment.policies import ATTRIBUTES, CLASSES, FUNCTIONS, LEADING_KEYS, ORPHAN_TAG
+from remuda.deployment.policies import ATTRIBUTES, CLASSES, FUNCTIONS, LEADING_KEYS, ORPHAN_TAG, RETURN_VALUES
 from remuda.deployment.stack import STACK_TAG
 from remuda.deployment.template import GITHUB, template
 from remuda.domain.scale_down.fleet import GHR_APPLICATION, GHR_APPLICATION_TAG, GHR_ENVIRONMENT_TAG
@@ -329,7 +329,7 @@ def test_an_instance_cannot_reach_records_under_another_role_id(pair):
 
 @thorough
 @given(PLACES)
-def test_an_instance_can_use_its_control_its_report_and_its_termination(place):
+def test_an_instance_can_use_its_records_and_its_termination(place):
     actions = sorted({action for role in ROLES for action in granted(policies_of(role, place))} - CREATE_ACTIONS)
     control, report = place.own_keys
     found = {
@@ -338,6 +338,7 @@ def test_an_instance_can_use_its_control_its_report_and_its_termination(place):
     }
     assert found == {
         ("dynamodb:GetItem", place.table, control),
+        ("dynamodb:GetItem", place.table, report),
         ("dynamodb:UpdateItem", place.table, report),
         ("ec2:TerminateInstances", place.machine),
         ("s3:GetObject", place.bundle),
@@ -638,9 +639,14 @@ def half_tagged(place: Place) -> Iterator[IamRequest]:
 
 
 def forged(place: Place) -> Iterator[IamRequest]:
-    """Writes of other attributes than those of a report, and of none, to the machine's own report."""
-    for names in ([], ["pk", "sk", "gsi1pk"]):
-        context = {**place.caller, LEADING_KEYS: place.own_keys[1:], ATTRIBUTES: names}
+    """Writes to the machine's own report: of no attributes, of others than a report has, and one that returns all."""
+    forgeries: tuple[dict[str, Value], ...] = (
+        {ATTRIBUTES: []},
+        {ATTRIBUTES: ["pk", "sk", "gsi1pk"]},
+        {RETURN_VALUES: "ALL_NEW"},
+    )
+    for known in forgeries:
+        context = {**place.caller, LEADING_KEYS: place.own_keys[1:], **known}
         yield IamRequest(action="dynamodb:UpdateItem", resource=place.table, context=context)
 
 

@@ -17,7 +17,15 @@ from hypothesis import strategies as st
 import build
 from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.dynamodb.schema import INDEXES
-from remuda.deployment.policies import ANY_RESOURCE, ATTRIBUTES, ORPHAN_TAG, launch_types, policies, provision
+from remuda.deployment.policies import (
+    ANY_RESOURCE,
+    ATTRIBUTES,
+    ORPHAN_TAG,
+    RETURN_VALUES,
+    launch_types,
+    policies,
+    provision,
+)
 from remuda.deployment.statements import fill_placeholders
 from remuda.domain.resources import parse_classes
 from remuda.domain.scale_down.fleet import GHR_APPLICATION, GHR_APPLICATION_TAG, GHR_ENVIRONMENT_TAG
@@ -87,7 +95,7 @@ def caller(role: str, instance: str) -> dict[str, Value]:
 
 @no_deadline
 @given(INSTANCE_IDS, ROLE_IDS)
-def test_an_instance_may_only_read_its_control_and_write_its_report(instance, role):
+def test_an_instance_may_only_read_its_records_and_write_its_report(instance, role):
     keys = items.ItemKeys(prefix=f"{role}:")
     control, report = partition(keys.control(instance)), partition(keys.report(instance))
     allowed = {
@@ -96,7 +104,7 @@ def test_an_instance_may_only_read_its_control_and_write_its_report(instance, ro
         for key in (control, report, items.history_pk(instance), "pool")
         if may(of("agent"), action, table_of("ci"), {**caller(role, instance), LEADING: [key], ATTRIBUTES: ["pk"]})
     }
-    assert allowed == {("dynamodb:GetItem", control), ("dynamodb:UpdateItem", report)}
+    assert allowed == {("dynamodb:GetItem", control), ("dynamodb:GetItem", report), ("dynamodb:UpdateItem", report)}
 
 
 def test_an_instance_may_write_only_the_attributes_of_its_report():
@@ -113,6 +121,19 @@ def test_an_instance_may_write_only_the_attributes_of_its_report():
     assert indexes == {"gsi1pk", "gsi1sk", "gsi2pk", "gsi2sk"}
     for name in (*indexes, "state", "owner"):
         assert not may_write(*items.REPORT_ATTRIBUTES, name)
+
+
+def test_a_write_of_an_instance_may_not_return_attributes_that_it_does_not_name():
+    instance, role = "i-0123456789abcdef0", f"AROA{'A' * 17}"
+    report = partition(items.ItemKeys(prefix=f"{role}:").report(instance))
+
+    def may_return(values: dict[str, Value]) -> bool:
+        context = {**caller(role, instance), LEADING: [report], ATTRIBUTES: items.REPORT_ATTRIBUTES, **values}
+        return may(of("agent"), "dynamodb:UpdateItem", table_of("ci"), context)
+
+    values = ("NONE", "ALL_OLD", "ALL_NEW", "UPDATED_OLD", "UPDATED_NEW")
+    assert {each for each in values if may_return({RETURN_VALUES: each})} == {"NONE", "UPDATED_OLD", "UPDATED_NEW"}
+    assert may_return({})
 
 
 @no_deadline

@@ -127,11 +127,15 @@ def launch() -> list[IamRequest]:
     kinds: dict[str, Mapping[str, Value]] = {
         "volume/*": REQUESTED,
         "network-interface/*": REQUESTED,
-        "subnet/subnet-1": {},
-        "security-group/sg-1": {},
         "key-pair/people": {},
         "spot-instances-request/*": {},
     }
+    # In a shared VPC, the ARNs of subnets and security groups have the account of its owner.
+    network = [
+        f"arn:aws:ec2:{REGION}:{owner}:{name}"
+        for owner in (ACCOUNT, "210987654321")
+        for name in ("subnet/subnet-1", "security-group/sg-1")
+    ]
     image = f"arn:aws:ec2:{REGION}::image/ami-1"
     tagged = {**REQUESTED, "aws:TagKeys": [POOL_TAG, "remuda:provision"]}
     return [
@@ -144,7 +148,7 @@ def launch() -> list[IamRequest]:
             for action in ("ec2:CreateFleet", "ec2:RunInstances")
             for part in (
                 request(action, TEMPLATE, POOL_TAGS),
-                request(action, image),
+                *(request(action, each) for each in (image, *network)),
                 *(request(action, arn("ec2", kind), context) for kind, context in kinds.items()),
             )
         ),
@@ -153,10 +157,13 @@ def launch() -> list[IamRequest]:
             for kind in (f"instance/{INSTANCE}", "volume/vol-1", "network-interface/eni-1", "fleet/fleet-1")
             for action in ("CreateFleet", "RunInstances")
         ),
-        request(
-            "iam:PassRole",
-            f"arn:aws:iam::{ACCOUNT}:role/remuda-{POOL}-agent",
-            {"iam:PassedToService": "ec2.amazonaws.com"},
+        *(
+            request(
+                "iam:PassRole",
+                f"arn:aws:iam::{ACCOUNT}:role/remuda-{POOL}-agent",
+                {"iam:PassedToService": f"ec2.amazonaws.com{china}"},
+            )
+            for china in ("", ".cn")
         ),
     ]
 

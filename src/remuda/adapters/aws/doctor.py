@@ -102,6 +102,16 @@ class AwsDoctor:
             Check(name="terminate permission", run=self._may_terminate, needs=with_credentials),
         )
 
+    def provision_checks(self) -> Sequence[Check]:
+        """The checks that the role of the broker makes, with the permissions of a provision. They change nothing."""
+        return (
+            Check(name="table reads", run=self._may_read),
+            Check(name="table writes", run=self._may_write),
+            Check(name="queues", run=self._queues),
+            Check(name="launch permission", run=self._may_launch),
+            Check(name="terminate permission", run=self._may_terminate),
+        )
+
     # Identity -------------------------------------------------------------------------------------------------
 
     async def _region(self) -> CheckResult:
@@ -132,6 +142,17 @@ class AwsDoctor:
         if not found.on_demand:
             return warning(f"table {name} has provisioned throughput, which throttles bursts", "switch it to on-demand")
         return ok(f"{name}: keys, indexes and expiry are correct, billed on demand")
+
+    async def _may_read(self) -> CheckResult:
+        store = (await self._adapters()).store
+        await store.get_config()
+        await store.count_live()
+        await store.find_by_provision(DRY_RUN_TOKEN)
+        return ok("permitted, by reads of a record and of two indexes")
+
+    async def _may_write(self) -> CheckResult:
+        await (await self._adapters()).store.try_writes()
+        return ok("permitted, by writes under conditions that are not met")
 
     async def _queues(self) -> CheckResult:
         deviations = await (await self._adapters()).pool.inspect([each.name for each in self._classes])
@@ -259,20 +280,32 @@ class AwsDoctor:
             # RunInstances does not accept tags of fleets.
             "TagSpecifications": [each for each in fleet["TagSpecifications"] if each["ResourceType"] != "fleet"],
         }
-        for operation, parameters in (("CreateFleet", fleet), ("RunInstances", single)):
-            denial = await self._dry_run(operation, parameters)
-            if denial:
-                return warning(f"the AWS credentials do not permit launches ({operation}): {denial}", PROVISION_FIX)
+        denials = [
+            f"({operation}): {denial}"
+            for operation, parameters in (("CreateFleet", fleet), ("RunInstances", single))
+            if (denial := await self._dry_run(operation, parameters))
+        ]
+        if denials:
+            return warning(f"the AWS credentials do not permit launches {'; '.join(denials)}", PROVISION_FIX)
         return ok("permitted, by a dry run of CreateFleet and RunInstances")
 
     async def _dry_run_type(self, options: Ec2LaunchOptions, types: TypePatterns) -> str:
         """A type of the class: the policy `provision` allows no others."""
-        image = await (await self._adapters()).compute.find_image(options.ami) or {}
-        usual = _DRY_RUN_TYPES.get(str(image.get("Architecture", "")), _DRY_RUN_TYPES["x86_64"])
+        usual = _DRY_RUN_TYPES.get(await self._architecture(options), _DRY_RUN_TYPES["x86_64"])
         if types.matches(usual):
             return usual
         family, size = split_type(types.words[0])
         return f"{family.replace('*', '5')}.{'large' if '*' in size else size}"
+
+    async def _architecture(self, options: Ec2LaunchOptions) -> str:
+        try:
+            image = await (await self._adapters()).compute.find_image(options.ami) or {}
+        except UserError as error:
+            if error.field != "aws-permission":
+                raise
+            # The policy `provision` does not permit DescribeImages. A pool with one kind of agents has such images.
+            return options.agents[0].architecture if len(options.agents) == 1 else ""
+        return str(image.get("Architecture", ""))
 
     async def _may_terminate(self) -> CheckResult:
         machines = await (await self._adapters()).compute.list_pool()

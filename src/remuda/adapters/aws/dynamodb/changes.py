@@ -191,7 +191,7 @@ class ChangeWriter:
         """Let the report expire with its control record. If this fails, the report keeps its own, later expiry."""
         try:
             key = (await self._keys_of(instance_id)).report(instance_id)
-            await self._table.update(key, expressions.report_expiry(expires_at))
+            await self._table.update_unread(key, expressions.report_expiry(expires_at))
         except ConditionFailed:
             return  # there is no report
         except RemudaError as error:

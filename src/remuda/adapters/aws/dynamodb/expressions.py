@@ -215,6 +215,24 @@ def if_absent() -> dict[str, Any]:
     return expression.arguments(f"attribute_not_exists({expression.name(items.PK)})")
 
 
+def never_updated() -> dict[str, Any]:
+    """Arguments of an update whose condition is never met."""
+    expression = ExpressionBuilder()
+    expression.remove(items.TTL)
+    return expression.arguments(_contradiction(expression))
+
+
+def never_put() -> dict[str, Any]:
+    """The condition of a write that is never met."""
+    expression = ExpressionBuilder()
+    return expression.arguments(_contradiction(expression))
+
+
+def _contradiction(expression: ExpressionBuilder) -> str:
+    key = expression.name(items.PK)
+    return f"attribute_exists({key}) AND attribute_not_exists({key})"
+
+
 def if_stored_is(before: Provision) -> dict[str, Any]:
     """The stored provision equals `before` in the fields that `Provision.is_as_stored` compares."""
     expression = ExpressionBuilder()

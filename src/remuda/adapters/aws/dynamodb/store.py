@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -43,6 +44,8 @@ CONCURRENT_HISTORIES = 64
 #: Jobs that are written in one transaction with their demand: as many as a message of GitHub contains. A transaction
 #: may have 4 MB, and the texts of a job up to 40 kB.
 JOBS_PER_TRANSACTION = 50
+#: Part of the keys of writes that are only tried.
+TRIED = "tried"
 #: Unreadable reports that one call of `forget` deletes.
 MAX_DELETED = 100
 
@@ -99,6 +102,17 @@ class DynamoInstanceStore:
         from remuda.adapters.aws.dynamodb import schema  # noqa: PLC0415 - see above
 
         return await schema.inspect(self._table)
+
+    async def try_writes(self) -> None:
+        """Make the writes of a provision under conditions that are never met, so that nothing changes.
+
+        Raises if the credentials do not permit one of them.
+        """
+        for prefix in (items.CONTROL_PREFIX, items.REPORT_PREFIX):
+            with suppress(ConditionFailed):
+                await self._table.update_unread(items.key(f"{prefix}{TRIED}", TRIED), expressions.never_updated())
+        with suppress(ConditionFailed):
+            await self._table.put(items.key(items.run_pk(TRIED), TRIED), expressions.never_put())
 
     async def close(self) -> None:
         """Write pending history. The client belongs to the caller, who closes it afterwards or uses the store again."""
@@ -249,8 +263,9 @@ class DynamoInstanceStore:
         )
         try:
             await self._write_report(instance_id, arguments)
-        except ConditionFailed as failed:
-            current = self._parsed(Report, failed.item, instance_id)
+        except ConditionFailed:
+            stored = await self._table.get((await self._keys_of(instance_id)).report(instance_id))
+            current = self._parsed(Report, stored, instance_id)
             raise Conflict(f"{instance_id} already has a later signal than {signal}", current=current) from None
 
     async def beat(
@@ -276,7 +291,7 @@ class DynamoInstanceStore:
 
     async def _write_report(self, instance_id: str, arguments: Mapping[str, Any]) -> None:
         key = (await self._keys_of(instance_id)).report(instance_id)
-        await self._table.update(key, arguments)
+        await self._table.update_unread(key, arguments)
         self._poller.wake(key_of(key))
 
     async def wait_for_report(self, instance_id: str, since: Report | None, timeout_s: float) -> Report | None:

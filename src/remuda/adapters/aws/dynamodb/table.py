@@ -49,7 +49,7 @@ class ConditionFailed(Exception):
 
     def __init__(self, item: Item | None, *, retried: bool) -> None:
         super().__init__("the condition failed")
-        #: The stored item.
+        #: The stored item, if the write asked for it.
         self.item = item
         #: The call was sent more than once: an earlier attempt may have been applied.
         self.retried = retried
@@ -106,17 +106,22 @@ class Table:
 
     async def update(self, key: Item, arguments: Mapping[str, Any]) -> Item:
         """The item after the update. Raises `ConditionFailed` with the stored item."""
-        answer = await self.call(
-            "UpdateItem",
-            self.client.update_item,
-            TableName=self.name,
-            Key=key,
-            ReturnValues="ALL_NEW",
-            ReturnValuesOnConditionCheckFailure="ALL_OLD",
-            **arguments,
+        answer = await self._update(
+            key, ReturnValues="ALL_NEW", ReturnValuesOnConditionCheckFailure="ALL_OLD", **arguments
         )
         item: Item = self._part(answer, "Attributes", Mapping)
         return item
+
+    async def update_unread(self, key: Item, arguments: Mapping[str, Any]) -> None:
+        """Update an item that is not returned, as agents must. Raises `ConditionFailed` without the stored item.
+
+        IAM's condition key `dynamodb:ReturnValues` may concern both parameters: it also exists for ConditionCheckItem,
+        which has only the second one (service authorization reference of DynamoDB).
+        """
+        await self._update(key, ReturnValues="NONE", **arguments)
+
+    async def _update(self, key: Item, **arguments: Any) -> Any:
+        return await self.call("UpdateItem", self.client.update_item, TableName=self.name, Key=key, **arguments)
 
     async def update_together(self, updates: Sequence[tuple[Item, Mapping[str, Any]]]) -> None:
         """Apply up to `TRANSACTION` updates, all or none. Raises `TransactionCancelled`."""
