@@ -13,6 +13,7 @@ from contextlib import suppress
 from remuda.controlplane.context import read_config
 from remuda.controlplane.demand.context import DemandContext
 from remuda.domain.errors import RemudaError, UserError
+from remuda.ports.launch import InstanceLaunch
 
 #: Seconds between two attempts, and their number: together 15 minutes, after which nothing waits any more.
 RETRY_S = 10.0
@@ -30,19 +31,27 @@ class Readiness:
 
     async def report(self) -> None:
         """Complete the launch when the proof is there. Does nothing for a listener that no group has launched."""
-        context, launch = self._demand.context, self._demand.launch
+        launch = self._demand.launch
         if launch is None:
             return
         await self._works.wait()
         for _ in range(ATTEMPTS):
-            try:
-                await self._ask_github()
-                if await launch.complete():
-                    context.event_log.record("launch-completed", "the listener works; its predecessor may end")
+            if await self._try(launch):
                 return
-            except RemudaError as error:
-                context.event_log.record("launch-not-completed", error.message)
-            await context.clock.sleep(RETRY_S)
+            await self._demand.context.clock.sleep(RETRY_S)
+
+    async def _try(self, launch: InstanceLaunch) -> bool:
+        """Whether the report has arrived."""
+        context = self._demand.context
+        try:
+            await self._ask_github()
+            was_awaited = await launch.complete()
+        except RemudaError as error:
+            context.event_log.record("launch-not-completed", error.message)
+            return False
+        if was_awaited:
+            context.event_log.record("launch-completed", "the listener works; its predecessor may end")
+        return True
 
     async def _ask_github(self) -> None:
         """Raises `Unavailable` if GitHub does not answer."""
