@@ -22,7 +22,7 @@ def refusal(operation: str, code: str, message: str) -> ClientError:
     return ClientError({"Error": {"Code": code, "Message": message}}, operation)
 
 
-class FakeAccount:
+class FakeLaunchServices:
     """Auto Scaling and CloudFormation. Each refuses a second call, and calls for which nothing waits."""
 
     def __init__(self, *, waiting: bool = True, updating: bool = True, error: ClientError | None = None) -> None:
@@ -51,7 +51,7 @@ class FakeAccount:
         self.updating = False
 
 
-def launch(account: FakeAccount, stack: str = STACK) -> GroupLaunch:
+def launch(account: FakeLaunchServices, stack: str = STACK) -> GroupLaunch:
     return GroupLaunch(
         autoscaling=account,
         cloudformation=account,
@@ -63,20 +63,20 @@ def launch(account: FakeAccount, stack: str = STACK) -> GroupLaunch:
 
 
 async def test_group_is_told_before_the_stack():
-    account = FakeAccount()
+    account = FakeLaunchServices()
     assert await launch(account).complete()
     assert account.calls == ["hook", "signal"]
 
 
 @pytest.mark.parametrize(("waiting", "updating"), [(True, False), (False, True), (False, False)])
 async def test_listener_that_was_started_again_has_nothing_to_complete(*, waiting: bool, updating: bool):
-    account = FakeAccount(waiting=waiting, updating=updating)
+    account = FakeLaunchServices(waiting=waiting, updating=updating)
     assert await launch(account).complete() is (waiting or updating)
     assert await launch(account).complete() is False
 
 
 async def test_group_without_a_stack_gets_no_signal():
-    account = FakeAccount()
+    account = FakeLaunchServices()
     assert await launch(account, stack="").complete()
     assert account.calls == ["hook"]
 
@@ -86,7 +86,7 @@ async def test_group_without_a_stack_gets_no_signal():
     [("AccessDenied", UserError), ("ResourceContention", Unavailable), ("Throttling", Unavailable)],
 )
 async def test_other_errors_are_raised_and_the_stack_is_not_told(code: str, expected: type[Exception]):
-    account = FakeAccount(error=refusal("CompleteLifecycleAction", code, "no"))
+    account = FakeLaunchServices(error=refusal("CompleteLifecycleAction", code, "no"))
     with pytest.raises(expected):
         await launch(account).complete()
     assert account.calls == ["hook"]
