@@ -13,6 +13,8 @@ from remuda.adapters.aws.protocols import SHAPES
 
 #: Operations of the query protocols, by service.
 OPERATIONS: Mapping[str, tuple[str, ...]] = {
+    "autoscaling": ("CompleteLifecycleAction",),
+    "cloudformation": ("SignalResource",),
     "ec2": (
         "CreateFleet",
         "CreateLaunchTemplate",

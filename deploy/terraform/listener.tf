@@ -82,6 +82,8 @@ resource "aws_launch_template" "listener" {
     github_token   = local.variables["REMUDA_GITHUB_TOKEN"]
     github_app_key = local.variables["REMUDA_GITHUB_APP_KEY"]
     settings       = aws_ssm_parameter.settings[0].name
+    group          = local.listener
+    stack          = ""
   }))
 }
 
@@ -125,4 +127,15 @@ resource "aws_autoscaling_group" "listener" {
 
   # An instance without its permissions fails in its first minutes.
   depends_on = [aws_iam_role_policy_attachment.listener]
+}
+
+# The group keeps the old instance until the new listener has completed this hook, which it does when it works.
+resource "aws_autoscaling_lifecycle_hook" "listener" {
+  count = local.has_listener ? 1 : 0
+
+  name                   = "listener-ready"
+  autoscaling_group_name = aws_autoscaling_group.listener[0].name
+  lifecycle_transition   = "autoscaling:EC2_INSTANCE_LAUNCHING"
+  default_result         = "ABANDON"
+  heartbeat_timeout      = 600
 }

@@ -187,7 +187,7 @@ variable "listener" {
 variable "listener_instance_type" {
   description = "Instance type of the listener."
   type        = string
-  default     = "t4g.micro"
+  default     = "t3.micro"
   nullable    = false
 
   validation {
@@ -199,7 +199,7 @@ variable "listener_instance_type" {
 variable "listener_ami" {
   description = "Image of the listener: Ubuntu 24.04 for the architecture of listener_instance_type, as an id or as resolve:ssm:NAME."
   type        = string
-  default     = "resolve:ssm:/aws/service/canonical/ubuntu/server/24.04/stable/current/arm64/hvm/ebs-gp3/ami-id"
+  default     = "resolve:ssm:/aws/service/canonical/ubuntu/server/24.04/stable/current/amd64/hvm/ebs-gp3/ami-id"
   nullable    = false
 
   validation {

@@ -13,6 +13,7 @@ from remuda.domain.errors import RemudaError
 from remuda.domain.runner_set import CapacityWindow, RunnerSet
 from remuda.domain.thresholds import Lifetimes
 from remuda.ports.demand import DemandSession
+from remuda.ports.launch import InstanceLaunch
 from simulation.invariants import SCOPE
 from simulation.memory.demand import MemoryDemandSource, MemoryScaleSets
 from simulation.memory.github import MemoryDemandJob
@@ -82,7 +83,9 @@ class DemandWorld(PoolWorld):
     async def configure_sets(self, *sets: RunnerSet, **changed: Any) -> None:
         await self.configure(runner_sets=sets or (runner_set(),), lifetimes=self.lifetimes, **changed)
 
-    def demand(self, hook: Hook | None = None, *, owner: str = "") -> DemandContext:
+    def demand(
+        self, hook: Hook | None = None, *, owner: str = "", launch: InstanceLaunch | None = None
+    ) -> DemandContext:
         context = self.process(hook, credentialed=True)
         source = _HookedSource(server=self.scale_sets, calls=context.calls)
         source.hook = hook
@@ -92,10 +95,11 @@ class DemandWorld(PoolWorld):
             store=context.store,
             zone_of=zone_of,
             owner=owner or f"listener-{len(self.listeners) + 1}",
+            launch=launch,
         )
 
-    def listen(self, hook: Hook | None = None) -> RunningListener:
-        listener = RunningListener(self.demand(hook))
+    def listen(self, hook: Hook | None = None, launch: InstanceLaunch | None = None) -> RunningListener:
+        listener = RunningListener(self.demand(hook, launch=launch))
         self.listeners.append(listener)
         return listener
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -13,6 +14,8 @@ from tests.support.terraform import TerraformModule
 
 ACCOUNT, REGION = "123456789012", "eu-central-1"
 PSEUDO = {"AWS::Partition": "aws", "AWS::Region": REGION, "AWS::AccountId": ACCOUNT}
+#: The stack in the policy of the listener. The module, which has no stack, names every one with the name of the pool.
+STACK = f"arn:aws:cloudformation:{REGION}:{ACCOUNT}:stack/remuda-{{}}/*"
 #: Forms of ARNs, with the name of the resource.
 ARNS = {
     "AWS::DynamoDB::Table": f"arn:aws:dynamodb:{REGION}:{ACCOUNT}:table/{{}}",
@@ -24,6 +27,7 @@ ARNS = {
 #: The property with the name of a resource.
 NAMES = {
     "AWS::AutoScaling::AutoScalingGroup": "AutoScalingGroupName",
+    "AWS::AutoScaling::LifecycleHook": "LifecycleHookName",
     "AWS::CloudWatch::Alarm": "AlarmName",
     "AWS::EC2::LaunchTemplate": "LaunchTemplateName",
     "AWS::DynamoDB::Table": "TableName",
@@ -149,6 +153,15 @@ def _alarm(found: Mapping[str, Any]) -> Properties:
     }
 
 
+def _with_stack(user_data: str) -> str:
+    """The user data as in a stack."""
+    text = base64.b64decode(user_data).decode()
+    (pool,) = re.findall("'REMUDA_POOL=(.*?)'", text)
+    assert "'REMUDA_LISTENER_STACK='" in text
+    named = text.replace("'REMUDA_LISTENER_STACK='", f"'REMUDA_LISTENER_STACK={STACK.format(pool)}'")
+    return base64.b64encode(named.encode()).decode()
+
+
 def _launch_template(found: Mapping[str, Any]) -> Properties:
     (profile,), (metadata,), (device,) = (
         found[name] for name in ("iam_instance_profile", "metadata_options", "block_device_mappings")
@@ -180,7 +193,7 @@ def _launch_template(found: Mapping[str, Any]) -> Properties:
                 {"ResourceType": each["resource_type"], "Tags": _tags(each["tags"])}
                 for each in found["tag_specifications"]
             ],
-            "UserData": found["user_data"],
+            "UserData": _with_stack(found["user_data"]),
         },
     }
 
@@ -213,6 +226,16 @@ def _renamed(**names: str) -> Callable[[Mapping[str, Any]], Properties]:
 
 
 TWINS: dict[str, tuple[str, Callable[[Mapping[str, Any]], Properties]]] = {
+    "aws_autoscaling_lifecycle_hook": (
+        "AWS::AutoScaling::LifecycleHook",
+        _renamed(
+            AutoScalingGroupName="autoscaling_group_name",
+            LifecycleHookName="name",
+            LifecycleTransition="lifecycle_transition",
+            DefaultResult="default_result",
+            HeartbeatTimeout="heartbeat_timeout",
+        ),
+    ),
     "aws_autoscaling_group": ("AWS::AutoScaling::AutoScalingGroup", _group),
     "aws_launch_template": ("AWS::EC2::LaunchTemplate", _launch_template),
     "aws_cloudwatch_event_rule": (
@@ -368,7 +391,8 @@ def _setting_line(line: str) -> tuple[str, Any]:
 def stack_of(parameters: Mapping[str, str]) -> EvaluatedStack:
     # As `remuda deploy` makes it.
     issuer = parameters.get("OidcIssuer", "").partition("://")[2] or GITHUB
-    return EvaluatedStack(template=template(issuer=issuer), parameters=parameters, pseudo=PSEUDO, attributes=attributes)
+    pseudo = {**PSEUDO, "AWS::StackId": STACK.format(parameters.get("Pool", "default"))}
+    return EvaluatedStack(template=template(issuer=issuer), parameters=parameters, pseudo=pseudo, attributes=attributes)
 
 
 def stacked(stack: EvaluatedStack) -> Resources:

@@ -166,6 +166,89 @@ def decode_user_data(value: str) -> str:
     return (gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data).decode()
 
 
+class AptLocks:
+    """An apt-get and a systemctl that respect locks as those of Ubuntu 24.04 do, and automatic updates that hold them.
+
+    `apt-get update` fails at once if another process has the lock of the package lists; `apt-get install` waits for the
+    frontend lock of dpkg as long as DPkg::Lock::Timeout says (tried with apt 2.6.1). Stopping apt-daily.service ends
+    its `apt-get update`. Stopping apt-daily-upgrade.service, which has KillMode=process, lets dpkg end its package.
+    """
+
+    LISTS, FRONTEND = "lists.lock", "lock-frontend"
+    #: The lock that a unit holds while it runs.
+    HOLDERS: Mapping[str, str] = {"apt-daily.service": LISTS, "apt-daily-upgrade.service": FRONTEND}
+    #: Seconds that dpkg needs for its package.
+    PACKAGE_S = 0.5
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._holders: dict[str, subprocess.Popen[str]] = {}
+        folder.mkdir()
+
+    def commands(self) -> Mapping[str, str]:
+        return {
+            "apt-get": f"#!{sys.executable}\nfolder = {str(self._folder)!r}\n{_APT_GET}",
+            "systemctl": f"{RECORD_CALL}"
+            f'for word; do :; [ -e "{self._folder}/$word.pid" ] || continue\n'
+            f'  case " $* " in *" stop "*) kill "$(cat "{self._folder}/$word.pid")" ;; esac\ndone\n',
+        }
+
+    def start(self, unit: str) -> None:
+        """Run the unit, which has its lock when this returns."""
+        command = [sys.executable, "-ISc", _HOLDER, str(self._folder / self.HOLDERS[unit])]
+        command.append(str(self.PACKAGE_S if self.HOLDERS[unit] == self.FRONTEND else 0))
+        holder = self._holders[unit] = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        (self._folder / f"{unit}.pid").write_text(str(holder.pid))
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "locked\n"
+
+    def stop(self) -> None:
+        for holder in self._holders.values():
+            with holder:
+                holder.kill()
+
+
+_HOLDER = """
+import fcntl, signal, sys, time
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+file = open(sys.argv[1], "a")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print("locked", flush=True)
+signal.sigwait({signal.SIGTERM})
+time.sleep(float(sys.argv[2]))
+"""
+_APT_GET = """
+import fcntl, os, re, sys, time
+
+def lock(name, wait_s):
+    file = open(folder + "/" + name, "a")
+    end = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                print("E: Could not get lock " + name, file=sys.stderr)
+                sys.exit(100)
+            time.sleep(0.02)
+
+with open(os.environ["CALLS"], "a") as calls:
+    calls.write(" ".join(["apt-get", *sys.argv[1:]]) + "\\n")
+settings = " ".join(sys.argv)
+if os.environ.get("APT_CONFIG"):
+    settings += open(os.environ["APT_CONFIG"]).read()
+timeout = re.search('DPkg::Lock::Timeout(?:=| ")([0-9]+)', settings)
+if "update" in sys.argv:
+    lock("lists.lock", 0)
+elif "install" in sys.argv:
+    lock("lock-frontend", int(timeout[1]) if timeout else 0)
+    for name in os.environ.get("INSTALLS", "").split():
+        open(name, "w").write("#!/bin/sh\\n")
+        os.chmod(name, 0o755)
+"""
+
+
 class BootstrapBox:
     """The folders of a machine, and replaced commands that record their calls."""
 

@@ -542,7 +542,7 @@ def _request(
             has_own_secret=bool(credential.secret_arn),
             resource_types=frozenset(item["Type"] for item in made["Resources"].values()),
             parameters=parameters,
-            listener=_listener_target(settings, {**defaults, **given, **parameters}, scope),
+            listener=_listener_target(settings, {**defaults, **given, **parameters}, parameters, scope),
         ),
         parameters=parameters,
         repositories=scope if "/" in scope else f"{scope}/*",
@@ -554,8 +554,10 @@ def _request(
     )
 
 
-def _listener_target(settings: Settings, values: Mapping[str, str], scope: str) -> ListenerTarget | None:
-    """`values` are the parameters that the stack will have."""
+def _listener_target(
+    settings: Settings, values: Mapping[str, str], given: Mapping[str, str], scope: str
+) -> ListenerTarget | None:
+    """`values` are the parameters that the stack will have, `given` those of the user."""
     from remuda.deployment.preflight import ListenerTarget  # noqa: PLC0415 - AWS libraries are slow to import
 
     runner_sets = parse_stack_sets(values["RunnerSets"], scope)
@@ -565,7 +567,7 @@ def _listener_target(settings: Settings, values: Mapping[str, str], scope: str) 
         runner_sets=runner_sets,
         reuse=settings.reuse if settings.given("reuse") else Reuse(values["Reuse"] or settings.reuse),
         is_on_instance=values[LISTENER] == "instance",
-        image=values["ListenerAmi"],
+        image=given.get("ListenerAmi", ""),
         instance_type=values["ListenerInstanceType"],
     )
 

@@ -26,6 +26,7 @@ from remuda.controlplane.operator import InstanceSelector
 from remuda.deployment.api import AwsApi
 from remuda.deployment.bundles import Bundle, BundleSource, BundleUse
 from remuda.deployment.idle_cost import IdleCost, idle_cost
+from remuda.deployment.images import add_sources
 from remuda.deployment.preflight import DeployFacts, DeployTarget
 from remuda.deployment.resources import Bucket, CredentialSecret, OidcProvider, SecurityGroup, SpotRole, stack_name
 from remuda.deployment.stack import FAILED_CREATION, STACK_TAG, Stack, StackChange, new_resources
@@ -143,7 +144,6 @@ def plan_stack(request: DeployRequest, facts: DeployFacts, *, secret: str, group
     defaults = {
         "GithubScope": wanted.scope,
         "Repositories": request.repositories,
-        "Ami": facts.image,
         "SubnetIds": ",".join(facts.subnets),
     }
     if facts.may_reserve:
@@ -156,6 +156,8 @@ def plan_stack(request: DeployRequest, facts: DeployFacts, *, secret: str, group
     if groups:
         parameters["SecurityGroupIds"] = groups
     parameters |= {name: value for name, value in defaults.items() if not facts.stored(name)}
+    parameters |= {name: each.image for name, each in facts.images.items() if each.image != facts.stored(name)}
+    add_sources(made["Outputs"], facts.images)
     parameters |= request.parameters
     for name in LIST_SETTINGS:
         # The template splits them at commas; settings also accept spaces.

@@ -10,10 +10,11 @@ from __future__ import annotations
 from remuda.deployment.policies import (
     ANY_RESOURCE,
     INDEXES,
-    LISTENER,
+    LISTENER_GROUP,
     NAME,
     PASSED_TO_EC2,
     ROLE_PATH,
+    STACK,
     TABLE,
     arn,
     ec2,
@@ -31,6 +32,7 @@ ACTIONS = {
         "autoscaling:UpdateAutoScalingGroup",
         "autoscaling:DeleteAutoScalingGroup",
     ),
+    "AWS::AutoScaling::LifecycleHook": ("autoscaling:PutLifecycleHook", "autoscaling:DeleteLifecycleHook"),
     "AWS::CloudWatch::Alarm": ("cloudwatch:PutMetricAlarm", "cloudwatch:DeleteAlarms"),
     "AWS::DynamoDB::Table": ("dynamodb:CreateTable", "dynamodb:UpdateTimeToLive", "dynamodb:DeleteTable"),
     # A group with a launch template needs permission to launch with it.
@@ -85,8 +87,8 @@ def deployer() -> Policy:
                     *("logs:*", "s3:*", "secretsmanager:*", "sqs:*", "ssm:*"),
                 ),
                 resources=(
-                    arn("autoscaling", f"autoScalingGroup:*:autoScalingGroupName/{NAME}-{LISTENER}"),
-                    arn("cloudformation", f"stack/{NAME}/*"),
+                    LISTENER_GROUP,
+                    STACK,
                     arn("cloudwatch", f"alarm:{NAME}-*"),
                     TABLE,
                     *INDEXES,

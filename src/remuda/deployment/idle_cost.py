@@ -2,8 +2,8 @@
 
 `remuda deploy` shows it before it asks. Example: a pool with runner sets, in a public subnet:
 
-    when nothing runs, the pool costs about 20.64 $ per month:
-      listener (t4g.micro) 6.13, its disk 0.64, its address (in a public subnet) 3.65, metrics 8.93, …
+    when nothing runs, the pool costs about 22.10 $ per month:
+      listener (t3.micro) 7.59, its disk 0.64, its address (in a public subnet) 3.65, metrics 8.93, …
 
 Instances that are kept idle cost their hourly price on top, and so do a NAT gateway and endpoints, which Remuda does
 not create. Storage and calls of table, queues, bucket and logs are cents.
@@ -34,7 +34,16 @@ FUNCTION_SECOND = 0.0000166667
 IDLE_RUN_S, RUNS_PER_HOUR = 1.5, 12
 #: EC2: a public address per hour, a GiB of gp3 per month, and the usual types of the listener per hour.
 ADDRESS, DISK_GIB = 0.005, 0.08
-LISTENER_TYPES = {"t4g.nano": 0.0042, "t4g.micro": 0.0084, "t4g.small": 0.0168, "t4g.medium": 0.0336}
+LISTENER_TYPES = {
+    "t3.nano": 0.0052,
+    "t3.micro": 0.0104,
+    "t3.small": 0.0208,
+    "t3.medium": 0.0416,
+    "t4g.nano": 0.0042,
+    "t4g.micro": 0.0084,
+    "t4g.small": 0.0168,
+    "t4g.medium": 0.0336,
+}
 
 #: Metrics that a command writes although nothing happens: five of every invocation, and its own. The test of the
 #: functions compares them with what they write.

@@ -6,19 +6,25 @@ from collections.abc import Callable
 from importlib.resources import files
 
 from remuda.adapters.aws.ec2.options import SSM_PREFIX
+from remuda.adapters.aws.launch import GROUP_VARIABLE, STACK_VARIABLE
 from remuda.aws_lambda.runtime import SETTINGS_VARIABLE
 from remuda.config.declaration import variable
+from remuda.deployment.images import UBUNTU
 
-#: Ubuntu's current image, whose Python runs the bundle without a package.
-DEFAULT_LISTENER_IMAGE = (
-    f"{SSM_PREFIX}/aws/service/canonical/ubuntu/server/24.04/stable/current/arm64/hvm/ebs-gp3/ami-id"
-)
-DEFAULT_LISTENER_TYPE = "t4g.micro"
+#: Ubuntu's current image, whose Python runs the bundle without a package. x86_64, as the tests run
+#: bundles there; ARM would save 1.5 dollars per month, but no bundle for it was run yet.
+DEFAULT_LISTENER_IMAGE = f"{SSM_PREFIX}{UBUNTU}amd64/hvm/ebs-gp3/ami-id"
+DEFAULT_LISTENER_TYPE = "t3.micro"
 #: Root device of Ubuntu's images.
 ROOT_DEVICE = "/dev/sda1"
 VOLUME_GIB = 8
 #: Seconds after which a machine is replaced, to get the updates of its image.
 MAX_LIFE_S = 30 * 86_400
+#: Seconds until an instance whose listener has not proved that it works is abandoned. Boot and download take two
+#: minutes.
+READY_TIMEOUT_S = 600
+#: Seconds that an update of the stack waits for a new listener, before it is rolled back.
+UPDATE_TIMEOUT_S = 900
 #: Lines around the part of bootstrap.sh that the listener's user data contains, too.
 SHARED_BEGIN, SHARED_END = "# Shared with the user data of the listener", "# End of the shared part."
 
@@ -54,6 +60,9 @@ def listener_user_data(value_of: Callable[[str], str], escape: Callable[[str], s
         variable("github_token"): value_of("github_token"),
         variable("github_app_key"): value_of("github_app_key"),
         SETTINGS_VARIABLE: value_of("settings"),
+        GROUP_VARIABLE: value_of("group"),
+        # Empty without CloudFormation.
+        STACK_VARIABLE: value_of("stack"),
     }
     header = _HEADER.format(
         agent_url=value_of("agent_url"),

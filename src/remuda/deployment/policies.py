@@ -82,6 +82,8 @@ CREDENTIAL = "<github-credential>"
 CREDENTIALS = arn("secretsmanager", "secret:remuda/<pool>/*")
 ENVIRONMENT = "<environment>"
 VOLUME_KEY = "<volume-kms-key>"
+LISTENER_GROUP = arn("autoscaling", f"autoScalingGroup:*:autoScalingGroupName/{NAME}-{LISTENER}")
+STACK = arn("cloudformation", f"stack/{NAME}/*")
 
 HAS_POOL_TAG = {f"aws:ResourceTag/{POOL_TAG}": "<pool>"}
 #: Tags of the instances that scale-down manages; instances of the pool have them, too.
@@ -600,6 +602,18 @@ def listener() -> Policy:
                 # CloudWatch supports no resources for it, only the namespace.
                 resources=(ANY_RESOURCE,),
                 conditions={"StringEquals": {"cloudwatch:namespace": NAMESPACE}},
+            ),
+            Statement(
+                sid="CompleteLaunch",
+                purpose="tell its Auto Scaling group that it works, so that it may replace its predecessor",
+                actions=("autoscaling:CompleteLifecycleAction",),
+                resources=(LISTENER_GROUP,),
+            ),
+            Statement(
+                sid="SignalStack",
+                purpose="tell an update of its stack that it works",
+                actions=("cloudformation:SignalResource",),
+                resources=(STACK,),
             ),
             _read_settings(),
             _download(),

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from remuda.adapters.aws.clients import read_parameter
@@ -17,6 +18,8 @@ from remuda.adapters.github.doctor import GitHubDoctor
 from remuda.deployment.api import AwsAccount, AwsApi
 from remuda.deployment.bundles import Bundle, BundleSource, BundleUse
 from remuda.deployment.deployer import ACTIONS, OWN_ACTIONS
+from remuda.deployment.images import UBUNTU, ChosenImage, choose_image, source_output
+from remuda.deployment.listener import DEFAULT_LISTENER_IMAGE
 from remuda.deployment.policies import FUNCTIONS, SCHEDULED, log_group
 from remuda.deployment.resources import (
     Bucket,
@@ -39,8 +42,10 @@ from remuda.ports.doctor import Check, CheckResult, ok, problem, warning
 
 CREDENTIALS = "aws credentials"
 STACK = "stack"
-#: Ubuntu's current image, which Canonical publishes in every region ("Find Ubuntu images on AWS" in its documentation).
-DEFAULT_IMAGE = f"{SSM_PREFIX}/aws/service/canonical/ubuntu/server/24.04/stable/current/amd64/hvm/ebs-gp3/ami-id"
+#: Ubuntu's current image.
+DEFAULT_IMAGE = f"{SSM_PREFIX}{UBUNTU}amd64/hvm/ebs-gp3/ami-id"
+#: Parameters of the stack with images.
+IMAGE, LISTENER_IMAGE = "Ami", "ListenerAmi"
 #: Quotas of EC2 in vCPUs (Service Quotas, service ec2): running on-demand and spot instances of the standard families.
 QUOTAS = {"on-demand": "L-1216C47A", "spot": "L-34B43A08"}
 _NO_ROLE = frozenset({"NoSuchEntity", "AccessDenied", "AccessDeniedException"})
@@ -63,7 +68,8 @@ class DeployFacts:
     vpc: str = ""
     #: Security groups of the user or of the existing stack; empty if the pool gets its own.
     groups: str = ""
-    image: str = ""
+    #: Images by parameter of the stack.
+    images: dict[str, ChosenImage] = field(default_factory=dict)
     #: A KMS key of the account that the deployment makes the key of the volumes; empty if there is none to adopt.
     volume_key: str = ""
     classes: tuple[ResourceClass, ...] = DEFAULT_CLASSES
@@ -93,6 +99,7 @@ class ListenerTarget:
     reuse: Reuse
     #: Whether it runs on an instance of the stack.
     is_on_instance: bool
+    #: Empty if it is not given.
     image: str
     instance_type: str
 
@@ -320,7 +327,7 @@ class Preflight:
         return all(found.get(name) == self.facts.vpc for name in groups)
 
     async def _image(self) -> CheckResult:
-        self.facts.image = image = self._wanted.image or self.facts.stored("Ami") or DEFAULT_IMAGE
+        image = await self._choose_image(IMAGE, self._wanted.image, DEFAULT_IMAGE)
         found: dict[str, str] = {}
         # The pool's own image, and those of classes.
         flags = {image: "--ami", **{item.ami: f"ami of class {item.name!r}" for item in self.facts.classes if item.ami}}
@@ -336,6 +343,17 @@ class Preflight:
         except UserError as error:
             return problem(error.message, error.fix)
         return ok(", ".join(f"{name} ({architecture})" for name, architecture in found.items()))
+
+    async def _choose_image(self, parameter: str, given: str, default: str) -> str:
+        stack = self.facts.stack
+        chosen = self.facts.images[parameter] = await choose_image(
+            given=given,
+            stored=self.facts.stored(parameter),
+            stored_source=stack.outputs.get(source_output(parameter), "") if stack else "",
+            default=default,
+            read=partial(read_parameter, self._api.clients),
+        )
+        return chosen.image
 
     async def _find_image(self, image: str, flag: str) -> str | CheckResult:
         """The architecture of an image that there is an agent for, or a problem."""
@@ -357,7 +375,7 @@ class Preflight:
         return architecture
 
     async def _volume_key(self) -> CheckResult:
-        names = dict.fromkeys((self.facts.image, *(item.ami for item in self.facts.classes if item.ami)))
+        names = dict.fromkeys((self.facts.images[IMAGE].image, *(item.ami for item in self.facts.classes if item.ami)))
         listener = self._wanted.listener
         key = await check_volume_key(
             self._api,
@@ -380,7 +398,8 @@ class Preflight:
         names = f"runner sets: {', '.join(item.name for item in wanted.runner_sets) or 'none'}"
         if not wanted.is_on_instance:
             return ok(f"{names}; the listener runs elsewhere")
-        architecture = await self._find_image(wanted.image, "--parameter ListenerAmi")
+        image = await self._choose_image(LISTENER_IMAGE, wanted.image, DEFAULT_LISTENER_IMAGE)
+        architecture = await self._find_image(image, "--parameter ListenerAmi")
         if isinstance(architecture, CheckResult):
             return architecture
         answer = await self._api.find(
@@ -391,7 +410,7 @@ class Preflight:
         if not found:
             return problem(f"instance type {wanted.instance_type} does not exist in this region", fix)
         if architecture not in found[0]["ProcessorInfo"]["SupportedArchitectures"]:
-            return problem(f"{wanted.instance_type} cannot run {wanted.image}, which is for {architecture}", fix)
+            return problem(f"{wanted.instance_type} cannot run {image}, which is for {architecture}", fix)
         return ok(f"{names}; the listener runs on {wanted.instance_type} ({architecture})")
 
     # Quotas and permissions -----------------------------------------------------------------------------------

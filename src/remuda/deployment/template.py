@@ -10,6 +10,7 @@ from typing import Any
 from remuda.adapters.aws.cloudwatch import NAMESPACE
 from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.dynamodb.schema import INDEXES, KEYS
+from remuda.adapters.aws.launch import GROUP_RESOURCE, HOOK
 from remuda.adapters.aws.sqs import ATTRIBUTES
 from remuda.aws_lambda.runtime import SETTINGS_VARIABLE
 from remuda.config.declaration import Group, Setting, variable
@@ -19,7 +20,9 @@ from remuda.deployment.listener import (
     DEFAULT_LISTENER_IMAGE,
     DEFAULT_LISTENER_TYPE,
     MAX_LIFE_S,
+    READY_TIMEOUT_S,
     ROOT_DEVICE,
+    UPDATE_TIMEOUT_S,
     VOLUME_GIB,
     listener_user_data,
 )
@@ -34,6 +37,7 @@ from remuda.deployment.policies import (
     LISTENER,
     NAME,
     SCHEDULED,
+    STACK,
     VOLUME_KEY,
     log_group,
     policies,
@@ -102,6 +106,8 @@ EXACT: dict[str, Any] = {
     CREDENTIAL: {"Fn::If": ["HasSecret", {"Ref": "GithubSecretArn"}, {"Fn::Sub": _with_parameters(CREDENTIALS)}]},
     ENVIRONMENT: {"Fn::If": ["HasEnvironment", {"Ref": "GithubEnvironment"}, {"Ref": "Pool"}]},
     VOLUME_KEY: {"Ref": VOLUME_KEY_PARAMETER},
+    # Whatever its name.
+    STACK: {"Ref": "AWS::StackId"},
 }
 
 
@@ -722,11 +728,17 @@ def _listener() -> dict[str, Resource]:
                 },
             },
         },
-        "ListenerGroup": {
+        GROUP_RESOURCE: {
             "Type": "AWS::AutoScaling::AutoScalingGroup",
-            # The new instance starts as a standby, before the old one ends.
+            # The new instance starts as a standby, before the old one ends. Without its signal the update is rolled
+            # back. CloudFormation waits for signals only, not for the hook.
             "UpdatePolicy": {
-                "AutoScalingRollingUpdate": {"MinInstancesInService": 1, "MaxBatchSize": 1, "PauseTime": "PT2M"}
+                "AutoScalingRollingUpdate": {
+                    "MinInstancesInService": 1,
+                    "MaxBatchSize": 1,
+                    "WaitOnResourceSignals": True,
+                    "PauseTime": f"PT{UPDATE_TIMEOUT_S // 60}M",
+                }
             },
             "Properties": {
                 "AutoScalingGroupName": name,
@@ -744,6 +756,17 @@ def _listener() -> dict[str, Resource]:
                 "Tags": [{**named, "PropagateAtLaunch": True}],
             },
         },
+        # For all other replacements. Not a part of the group: its first instance has no predecessor to keep.
+        "ListenerHook": {
+            "Type": "AWS::AutoScaling::LifecycleHook",
+            "Properties": {
+                "AutoScalingGroupName": {"Ref": GROUP_RESOURCE},
+                "LifecycleHookName": HOOK,
+                "LifecycleTransition": "autoscaling:EC2_INSTANCE_LAUNCHING",
+                "DefaultResult": "ABANDON",
+                "HeartbeatTimeout": READY_TIMEOUT_S,
+            },
+        },
     }
     return {name: _only_if(HAS_LISTENER, resource) for name, resource in made.items()}
 
@@ -756,7 +779,10 @@ def _listener_user_data() -> dict[str, Any]:
         "github_app_key": {"Fn::If": ["IsApp", secret, ""]},
     }
     keys = {**references, **{name: _logical(name) for name in credentials}}
-    text = listener_user_data(lambda name: f"${{{keys[name]}}}", lambda text: text.replace("${", "${!"))
+    values = {name: f"${{{key}}}" for name, key in keys.items()}
+    # The group itself refers to this text.
+    values |= {"group": _with_parameters(f"{NAME}-{LISTENER}"), "stack": "${AWS::StackId}"}
+    text = listener_user_data(values.__getitem__, lambda text: text.replace("${", "${!"))
     return {"Fn::Sub": [text, {keys[name]: value for name, value in credentials.items()}]}
 
 

@@ -20,6 +20,7 @@ from remuda.wiring.github import github_client, github_credential, missing_crede
 
 if TYPE_CHECKING:
     from remuda.controlplane.scale_down import FleetContext
+    from remuda.ports.launch import InstanceLaunch
     from remuda.ports.metrics import MetricWriter
 
 #: Seconds that scale-down may wait for GitHub's rate limit. A cycle has minutes, a provision does not.
@@ -129,6 +130,30 @@ async def open_metrics(settings: Settings, calls: CallCounter) -> AsyncIterator[
     async with AwsClients() as clients:
         client = await clients.service(cloudwatch.SERVICE, cloudwatch.CLOUDWATCH, config())
         yield cloudwatch.CloudWatchMetrics(client=client, pool=settings.pool, command="listen", calls=calls)
+
+
+@asynccontextmanager
+async def open_launch(settings: Settings, calls: CallCounter) -> AsyncIterator[InstanceLaunch | None]:
+    """The launch of this instance by the group of the listener; None elsewhere, for example in a container."""
+    if settings.backend != "aws":
+        yield None
+        return
+    with aws_libraries():
+        from remuda.adapters.aws import launch  # noqa: PLC0415 - see above
+        from remuda.adapters.aws.clients import AwsClients, config  # noqa: PLC0415 - see above
+    group, instance_id = (os.environ.get(name, "") for name in (launch.GROUP_VARIABLE, launch.INSTANCE_VARIABLE))
+    if not (group and instance_id):
+        yield None
+        return
+    async with AwsClients() as clients:
+        yield launch.GroupLaunch(
+            autoscaling=await clients.service("autoscaling", launch.AUTO_SCALING, config()),
+            cloudformation=await clients.service("cloudformation", launch.CLOUDFORMATION, config()),
+            group=group,
+            instance_id=instance_id,
+            stack=os.environ.get(launch.STACK_VARIABLE, ""),
+            calls=calls,
+        )
 
 
 @asynccontextmanager

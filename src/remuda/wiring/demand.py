@@ -12,7 +12,7 @@ from remuda.config.settings import Settings, time_zone
 from remuda.controlplane.demand.context import DemandContext
 from remuda.ports.event_log import EventLog
 from remuda.wiring import open_context
-from remuda.wiring.aws import open_metrics
+from remuda.wiring.aws import open_launch, open_metrics
 from remuda.wiring.github import open_demand_source
 
 
@@ -22,6 +22,7 @@ async def open_demand(settings: Settings, event_log: EventLog) -> AsyncIterator[
         open_context(settings, event_log, needs_github=True) as context,
         open_demand_source(context) as source,
         open_metrics(settings, context.calls) as metrics,
+        open_launch(settings, context.calls) as launch,
     ):
         yield DemandContext(
             context=context,
@@ -32,6 +33,7 @@ async def open_demand(settings: Settings, event_log: EventLog) -> AsyncIterator[
             owner=context.ids.new(f"{process_name(os.getpid())}-"),
             has_ended=has_ended,
             metrics=metrics,
+            launch=launch,
         )
 
 

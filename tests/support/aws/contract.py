@@ -17,6 +17,8 @@ from botocore.model import ListShape, MapShape, Shape, StringShape, StructureSha
 from botocore.validate import ParamValidator
 
 Parameters = Mapping[str, Any]
+#: Characters beyond 16 bits, as the models of older services name them.
+_SURROGATES = r"\uD800\uDC00-\uDBFF\uDFFF"
 _EC2 = "https://docs.aws.amazon.com/AWSEC2/latest/"
 
 
@@ -68,7 +70,8 @@ def _model_problems(shape: Shape, value: Any, where: str) -> Iterator[str]:
         if shape.enum and value not in shape.enum:
             yield f"{where} is {value!r}, not one of {shape.enum}"
         pattern = shape.metadata.get("pattern")
-        if pattern and not re.search(pattern, value):
+        # Python has no surrogate pairs.
+        if pattern and not re.search(pattern.replace(_SURROGATES, r"\U00010000-\U0010FFFF"), value):
             yield f"{where} is {value!r}, which does not match {pattern}"
     elif shape.type_name in {"integer", "long"} and isinstance(value, int):
         yield from _length_problems(shape, value, where)

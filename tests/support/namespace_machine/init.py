@@ -219,7 +219,7 @@ class MachineInit:
             return 0
         if verb == "stop":
             return max((self._stop(name) for name in rest), default=0)
-        return 0 if verb in {"daemon-reload", "enable"} else 1
+        return 0 if verb in {"daemon-reload", "enable", "mask"} else 1
 
     def _stop(self, name: str) -> int:
         number = self._timers.pop(name, None)

@@ -26,6 +26,7 @@ from tests.support.user_data import (
     NEEDED,
     RECORD_CALL,
     SANDBOX_COMMANDS,
+    AptLocks,
     BootstrapBox,
     executable,
     fake_imds,
@@ -601,6 +602,55 @@ def test_libraries_of_the_runner_are_tried_again(box: BootstrapBox, manager: str
         executable(box.opt / "runner" / "bin" / "installdependencies.sh", locked)
     done = box.boot()
     assert (done.returncode, box.calls.count("sleep 5")) == (0, 1), done.stdout
+
+
+@pytest.fixture
+def apt(box: BootstrapBox, tmp_path: Path) -> Iterator[AptLocks]:
+    locks = AptLocks(tmp_path / "apt")
+    box.preinstall()
+    box.without("dnf")
+    for name, text in locks.commands().items():
+        box.command(name, text)
+    yield locks
+    locks.stop()
+
+
+@pytest.mark.parametrize("unit", AptLocks.HOLDERS)
+def test_automatic_updates_are_stopped_before_packages_are_installed(
+    box: BootstrapBox, apt: AptLocks, unit: str
+) -> None:
+    (box.bin / "sudo").unlink()
+    (box.bin.with_name("system-commands") / "sudo").unlink(missing_ok=True)
+    box.environment["INSTALLS"] = str(box.bin / "sudo")
+    apt.start(unit)
+    done = box.boot()
+    assert done.returncode == 0, done.stdout + done.stderr
+    calls = box.calls
+    masked = next(number for number, call in enumerate(calls) if call.startswith("systemctl") and " mask " in call)
+    assert masked < next(number for number, call in enumerate(calls) if call.startswith("apt-get"))
+    timers = {"apt-daily.timer", "apt-daily-upgrade.timer", "unattended-upgrades.service", "dnf-automatic.timer"}
+    assert {unit, *timers} <= set(calls[masked].split())
+
+
+def test_libraries_of_the_runner_wait_for_the_lock_of_dpkg(box: BootstrapBox, apt: AptLocks) -> None:
+    """installdependencies.sh calls `apt-get update && apt-get install` itself, without options for locks."""
+    box.command("ldconfig", RECORD_CALL)
+    executable(
+        box.opt / "runner" / "bin" / "installdependencies.sh",
+        "#!/bin/sh\napt-get update && apt-get install -y libkrb5-3 zlib1g\n",
+    )
+    apt.start("apt-daily-upgrade.service")
+    done = box.boot()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert box.calls.count("apt-get install -y libkrb5-3 zlib1g") == 1, "it waits instead of failing"
+
+
+def test_failure_to_mask_updates_is_reported(box: BootstrapBox) -> None:
+    box.preinstall()
+    box.command("systemctl", f'{RECORD_CALL}case "$*" in *mask*) exit 1 ;; esac\n')
+    done = box.boot()
+    assert done.returncode == 0
+    assert "automatic updates cannot be masked" in done.stdout
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o775])

@@ -47,7 +47,15 @@ from remuda.deployment.deploy import (
     plan_stack,
 )
 from remuda.deployment.deployer import ACTIONS
-from remuda.deployment.preflight import DeployFacts, DeployTarget, Preflight, judge_quotas, outbound_route
+from remuda.deployment.images import GIVEN, UBUNTU, ChosenImage, choose_image
+from remuda.deployment.preflight import (
+    DEFAULT_IMAGE,
+    DeployFacts,
+    DeployTarget,
+    Preflight,
+    judge_quotas,
+    outbound_route,
+)
 from remuda.deployment.resources import Bucket, issuer_of
 from remuda.deployment.stack import Stack, StackChange, StackState, new_resources
 from remuda.deployment.template import template
@@ -226,7 +234,8 @@ def facts(**changed: Any) -> DeployFacts:
         for use in BundleUse
         for each in ("x86_64", "arm64")
     )
-    values: dict[str, Any] = {"account": ACCOUNT, "bundles": bundles, "subnets": ("subnet-1",), "image": "ami-1"}
+    values: dict[str, Any] = {"account": ACCOUNT, "bundles": bundles, "subnets": ("subnet-1",)}
+    values["images"] = {"Ami": ChosenImage("ami-1", UBUNTU)}
     return DeployFacts(**{**values, **changed})
 
 
@@ -298,7 +307,9 @@ def test_existing_stack_keeps_what_is_not_given() -> None:
         "Architecture": "arm64",
         "Removed": "x",
     }
-    known = facts(stack=StackState(status="CREATE_COMPLETE", parameters=stored))
+    known = facts(
+        stack=StackState(status="CREATE_COMPLETE", parameters=stored), images={"Ami": ChosenImage("ami-2", GIVEN)}
+    )
     plan = plan_stack(request({"MaxAgeSec": "60"}), known, secret=SECRET, groups="")
     assert {"GithubScope", "Repositories", "Ami", "SubnetIds", "SecurityGroupIds", "GithubAppId", "MaxUses"} == set(
         plan.kept
@@ -312,6 +323,51 @@ def test_existing_stack_keeps_what_is_not_given() -> None:
     # Another VPC replaces the subnets.
     moved = plan_stack(request(vpc="vpc-1"), known, secret=SECRET, groups="")
     assert moved.parameters["SubnetIds"] == "subnet-1"
+
+
+# Images ---------------------------------------------------------------------------------------------------------------
+
+DEFAULT_NAME = DEFAULT_IMAGE.removeprefix("resolve:ssm:")
+ARM = f"{UBUNTU}arm64/hvm/ebs-gp3/ami-id"
+NEWEST = {DEFAULT_NAME: "ami-11", ARM: "ami-22"}
+
+
+@pytest.mark.parametrize(
+    ("given", "stored", "stored_source", "expected"),
+    [
+        # A new stack, and a later deployment, which reads the parameter again.
+        ("", "", "", ("ami-11", DEFAULT_NAME)),
+        ("", "ami-10", DEFAULT_NAME, ("ami-11", DEFAULT_NAME)),
+        # The default of an earlier version.
+        ("", DEFAULT_IMAGE, "", ("ami-11", DEFAULT_NAME)),
+        ("", f"resolve:ssm:{ARM}", "", ("ami-22", ARM)),
+        # What the user has given stays as it is, now and later.
+        ("ami-7", "ami-10", DEFAULT_NAME, ("ami-7", GIVEN)),
+        ("", "ami-7", GIVEN, ("ami-7", GIVEN)),
+        ("", "ami-7", "", ("ami-7", GIVEN)),
+        (DEFAULT_IMAGE, "", "", (DEFAULT_IMAGE, GIVEN)),
+        ("", DEFAULT_IMAGE, GIVEN, (DEFAULT_IMAGE, GIVEN)),
+        ("", "resolve:ssm:/remuda/ci/ami", "", ("resolve:ssm:/remuda/ci/ami", GIVEN)),
+    ],
+)
+async def test_only_an_image_that_nobody_gave_is_pinned(
+    given: str, stored: str, stored_source: str, expected: tuple[str, str]
+) -> None:
+    async def read(name: str) -> str:
+        return NEWEST[name]
+
+    chosen = await choose_image(
+        given=given, stored=stored, stored_source=stored_source, default=DEFAULT_IMAGE, read=read
+    )
+    assert chosen == expected
+
+
+def test_stack_has_the_ids_of_images_and_their_sources() -> None:
+    images = {"Ami": ChosenImage("ami-11", DEFAULT_NAME), "ListenerAmi": ChosenImage("ami-7", GIVEN)}
+    plan = plan_stack(request(), facts(images=images), secret=SECRET, groups="sg-1")
+    assert (plan.parameters["Ami"], plan.parameters["ListenerAmi"]) == ("ami-11", "ami-7")
+    outputs = plan.template["Outputs"]
+    assert (outputs["AmiSource"]["Value"], outputs["ListenerAmiSource"]["Value"]) == (DEFAULT_NAME, GIVEN)
 
 
 def test_unknown_parameter_is_refused() -> None:

@@ -10,7 +10,7 @@ from remuda.deployment.idle_cost import METRIC, METRICS, idle_cost
 
 FUNCTIONS = ["Table", "RefreshFunction", "ScaleDownFunction", "BrokerFunction"]
 ALARMS = ["RefreshAlarm", "BudgetAlarm"]
-SETS: dict[str, Any] = {"RunnerSets": "[]", "ListenerInstanceType": "t4g.micro"}
+SETS: dict[str, Any] = {"RunnerSets": "[]", "ListenerInstanceType": "t3.micro"}
 
 
 def cost(resources: list[str], *, owns_secret: bool = True, **parameters: Any) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def test_alarms_cost_ten_cents_each() -> None:
 def test_a_listener_costs_its_instance_disk_address_metrics_and_calls() -> None:
     with_sets = cost([*FUNCTIONS, "ListenerGroup"], **SETS)
     assert {name: with_sets[name] for name in with_sets if "listener" in name or "its" in name} == {
-        "listener (t4g.micro)": 6.13,
+        "listener (t3.micro)": 7.59,
         "its disk": 0.64,
         "its address (in a public subnet)": 3.65,
     }

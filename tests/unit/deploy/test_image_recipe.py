@@ -101,7 +101,9 @@ def test_the_recipe_prepares_an_image_that_boots_without_downloads(box: Bootstra
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     assert done.stdout.endswith("remuda: the image is prepared\n")
-    assert not [call for call in box.calls if call.startswith("system")], "it sets no timer and starts nothing"
+    masked, stopped = [call for call in box.calls if call.startswith("system")]
+    assert masked.startswith("systemctl --quiet mask apt-daily.timer "), "the image does not update itself"
+    assert stopped.startswith("systemctl --quiet --no-block stop apt-daily.timer "), "it sets no timer, starts nothing"
     assert box.imds.requests == []
     assert list(box.state.iterdir()) == []
     assert os.access(box.opt / "runner" / "bin" / "Runner.Listener", os.X_OK)

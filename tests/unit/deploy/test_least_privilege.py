@@ -74,6 +74,10 @@ class Place:
         return self.arn("secretsmanager", f"secret:remuda/{self.pool}/github-AbCdEf")
 
     @property
+    def stack(self) -> str:
+        return self.arn("cloudformation", f"stack/remuda-{self.pool}/0a1b")
+
+    @property
     def bundle(self) -> str:
         """The agent in the bucket of the pool, which all its instances download."""
         return f"arn:aws:s3:::remuda-{self.pool}-{self.account}-{self.region}/agent/bundle.tar.gz"
@@ -189,6 +193,7 @@ def parameters_of(place: Place) -> dict[str, Any]:
         "AWS::Partition": "aws",
         "AWS::Region": place.region,
         "AWS::AccountId": place.account,
+        "AWS::StackId": place.stack,
         "Pool": place.pool,
         "RolePath": "/",
         "PermissionsBoundary": "",
@@ -273,6 +278,10 @@ def at(  # noqa: C901, PLR0912 - one branch per service
         yield of.secret, {}
     elif service == "lambda":
         yield of.arn("lambda", f"function:remuda-{of.pool}-broker"), {}
+    elif service == "autoscaling":
+        yield of.arn("autoscaling", f"autoScalingGroup:0a1b:autoScalingGroupName/remuda-{of.pool}-listener"), {}
+    elif service == "cloudformation":
+        yield of.stack, {}
     elif service == "logs":
         yield from ((of.arn("logs", f"log-group:/remuda/{of.pool}/{who}:log-stream:1"), {}) for who in FUNCTIONS)
     elif service == "ssm":

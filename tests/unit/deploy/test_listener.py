@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
+from remuda.adapters.aws.launch import HOOK
 from remuda.adapters.aws.user_data import MAX_BYTES
 from remuda.deployment.template import HAS_LISTENER
 from tests.support.fake_s3 import FakeS3, fake_s3
 from tests.support.terraform_twins import LISTENER, SECRET, stack_of
-from tests.support.user_data import LIMIT_S, RECORD_CALL, BootstrapBox, fake_imds
+from tests.support.user_data import INSTANCE_ID, LIMIT_S, RECORD_CALL, BootstrapBox, fake_imds
 
 CREDENTIALS = {"AccessKeyId": "ASIAEXAMPLE", "SecretAccessKey": "secret-key-of-the-role", "Token": "token-of-the-role"}
 ARCHITECTURE = "arm64" if os.uname().machine == "aarch64" else "x86_64"
@@ -88,11 +89,14 @@ def test_listener_is_installed_with_the_role_of_its_machine(box: BootstrapBox, s
     assert "systemctl start --no-block remuda-listener.service" in box.calls
     assert (box.state / "listener.env").read_text().splitlines() == [
         "AWS_REGION=eu-central-1",
+        f"REMUDA_LISTENER_INSTANCE={INSTANCE_ID}",
         "REMUDA_BACKEND=aws",
         "REMUDA_POOL=ci",
         f"REMUDA_GITHUB_TOKEN={SECRET}",
         "REMUDA_GITHUB_APP_KEY=",
         "REMUDA_SETTINGS_PARAMETER=/remuda/ci/settings",
+        "REMUDA_LISTENER_GROUP=remuda-ci-listener",
+        "REMUDA_LISTENER_STACK=arn:aws:cloudformation:eu-central-1:123456789012:stack/remuda-ci/*",
     ]
     unit = configparser.RawConfigParser(strict=True)
     unit.optionxform = str  # type: ignore[assignment,method-assign]
@@ -152,6 +156,16 @@ def test_one_instance_runs_and_a_second_one_only_during_a_replacement():
     assert (group["MinSize"], group["DesiredCapacity"], group["MaxSize"]) == ("1", "1", "2")
     rolling = stack.template["Resources"]["ListenerGroup"]["UpdatePolicy"]["AutoScalingRollingUpdate"]
     assert rolling["MinInstancesInService"] == 1
+    # Without the signal of a listener that works, the update is rolled back and the old instance stays.
+    assert (rolling["WaitOnResourceSignals"], rolling["PauseTime"]) == (True, "PT15M")
+    _, hook = stack.resources["ListenerHook"]
+    assert hook == {
+        "AutoScalingGroupName": group["AutoScalingGroupName"],
+        "LifecycleHookName": HOOK,
+        "LifecycleTransition": "autoscaling:EC2_INSTANCE_LAUNCHING",
+        "DefaultResult": "ABANDON",
+        "HeartbeatTimeout": 600,
+    }
     assert stack.template["Resources"]["ListenerGroup"]["Condition"] == HAS_LISTENER
 
 

@@ -110,11 +110,17 @@ fetch() { # URL SHA256 FILE
   printf '%s  %s\n' "$2" "$3" | sha256sum --check --quiet - || fail "$1 does not have the expected SHA-256"
 }
 
-# During the first boot, cloud-init and automatic updates may hold the locks of the package managers.
+# Others may hold the locks of the package manager. With this setting, which installdependencies.sh of the runner gets,
+# too, apt-get waits for the lock of dpkg. It never waits for those of the package lists and of downloads, so it is tried
+# again (GetLockMaybeWait in apt's debsystem.cc, GetLock in acquire.cc). dnf waits for all of its locks.
 retry() { # COMMAND...
   local try
+  # Without needrestart, which restarts services after an installation.
+  local -x DEBIAN_FRONTEND=noninteractive NEEDRESTART_SUSPEND=1 APT_CONFIG
+  APT_CONFIG=$(mktemp)
+  printf 'DPkg::Lock::Timeout "240";\n' >"$APT_CONFIG"
   for try in {1..6}; do
-    "$@" && return
+    "$@" && rm -f "$APT_CONFIG" && return
     say "try $try of 6 failed: $*"
     sleep "$((try * 5))"
   done
@@ -124,8 +130,7 @@ install_packages() { # PACKAGE...
   if command -v dnf >/dev/null; then
     dnf -y -q install "$@"
   else
-    apt-get -qq update &&
-      DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=60 install --no-install-recommends "$@"
+    apt-get -qq update && apt-get -qq install --no-install-recommends "$@"
   fi
 }
 
@@ -143,6 +148,14 @@ if [[ $purpose == boot ]]; then
     systemctl stop remuda-dead-man-boot.timer || true
   fi
 fi
+
+# Updates come with images. Automatic ones hold the locks of apt for up to 1,300 s after the first boot of Ubuntu
+# (commonwarexyz/monorepo#2915), and later replace files below running sandboxes and restart services. Units that a
+# distribution does not have are masked, too. --no-block: an upgrade ends after its current package, see `retry`.
+updates=(apt-daily.timer apt-daily-upgrade.timer apt-daily.service apt-daily-upgrade.service unattended-upgrades.service)
+updates+=(dnf-automatic.timer dnf-automatic-install.timer dnf-automatic.service dnf-automatic-install.service)
+systemctl --quiet mask "${updates[@]}" || say "automatic updates cannot be masked"
+systemctl --quiet --no-block stop "${updates[@]}" 2>/dev/null || true
 
 work=$(mktemp -d)
 case $(uname -m) in

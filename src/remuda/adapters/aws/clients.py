@@ -79,7 +79,7 @@ PROTOCOLS: Mapping[str, Callable[[], Protocol]] = {
     "cloudwatch": partial(
         JsonProtocol, prefix="GraniteServiceVersion20100801", version="1.0", is_query_compatible=True
     ),
-    **{name: partial(QueryProtocol, name) for name in ("ec2", "iam", "sts")},
+    **{name: partial(QueryProtocol, name) for name in ("autoscaling", "cloudformation", "ec2", "iam", "sts")},
 }
 
 

@@ -28,6 +28,8 @@ _USUAL_REGION = re.compile(r"(us|eu|ap|sa|ca|me|af|il|mx)-\w+-\d+")
 _GLOBAL_REGION = "us-east-1"
 #: Names of services in host names and signatures that differ from those of their clients.
 HOST_NAMES = {"cloudwatch": "monitoring"}
+#: Services whose name in variables has another spelling.
+_SERVICE_IDS = {"autoscaling": "AUTO_SCALING", "secretsmanager": "SECRETS_MANAGER"}
 #: Settings of endpoints that botocore implements.
 _ENDPOINT_OPTIONS = ("AWS_USE_DUALSTACK_ENDPOINT", "AWS_USE_FIPS_ENDPOINT")
 
@@ -74,7 +76,7 @@ class AwsEnvironment:
             # Raises if the profile does not exist.
             self.session.get_scoped_config()
         ignored = os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() == "true"
-        service_id = "SECRETS_MANAGER" if service == "secretsmanager" else service.upper()
+        service_id = _SERVICE_IDS.get(service, service.upper())
         variables = () if ignored else (f"AWS_ENDPOINT_URL_{service_id}", "AWS_ENDPOINT_URL")
         given = next((os.environ[name] for name in variables if os.environ.get(name)), "")
         has_options = any(os.environ.get(name, "").lower() == "true" for name in _ENDPOINT_OPTIONS)

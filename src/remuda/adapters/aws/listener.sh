@@ -22,7 +22,7 @@ rm -rf "$work"
 
 imds_token=$(imds_curl -X PUT -H 'X-aws-ec2-metadata-token-ttl-seconds: 600' "$imds/latest/api/token")
 {
-  printf 'AWS_REGION=%s\n' "$(metadata placement/region)"
+  printf 'AWS_REGION=%s\nREMUDA_LISTENER_INSTANCE=%s\n' "$(metadata placement/region)" "$(metadata instance-id)"
   for pair in "${environment[@]}"; do printf '%s\n' "$pair"; done
 } >"$etc/listener.env"
 # The log is also that of the machine's console: aws ec2 get-console-output --latest shows it without access to it.

@@ -11,6 +11,7 @@ from typing import Any
 from remuda.controlplane.context import Context
 from remuda.domain.errors import RemudaError
 from remuda.ports.demand import DemandSource, DemandStore
+from remuda.ports.launch import InstanceLaunch
 from remuda.ports.metrics import MetricWriter
 
 
@@ -25,6 +26,8 @@ class DemandContext:
     owner: str
     #: None if nothing stores metrics.
     metrics: MetricWriter | None = None
+    #: None if no Auto Scaling group has launched the instance, for example in a container.
+    launch: InstanceLaunch | None = None
     #: Whether the process with that owner's name is known to have ended.
     has_ended: Callable[[str], bool] = lambda _: False
 

@@ -31,10 +31,20 @@ class LeaseLost(Conflict):
 
 class ListenerLease:
     def __init__(
-        self, context: Context, store: DemandStore, owner: str, *, has_ended: Callable[[str], bool] = lambda _: False
+        self,
+        context: Context,
+        store: DemandStore,
+        owner: str,
+        *,
+        has_ended: Callable[[str], bool] = lambda _: False,
+        on_standby: Callable[[], None] = lambda: None,
     ) -> None:
-        """`has_ended` knows of an owner that its process does not run any more."""
+        """`has_ended` knows of an owner that its process does not run any more.
+
+        `on_standby` is called when another process has the lease.
+        """
         self._has_ended = has_ended
+        self._on_standby = on_standby
         self._context = context
         self._store = store
         self._owner = owner
@@ -64,6 +74,7 @@ class ListenerLease:
                 if not announced and current is not None:
                     announced = True
                     self._context.event_log.record("standby", f"{current.owner} serves the pool")
+                    self._on_standby()
             await self._context.clock.sleep(STANDBY_POLL_S)
 
     def _is_free(self, current: Lease | None, unchanged_s: float) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -19,6 +19,7 @@ from remuda.controlplane.demand.lease import LeaseLost, ListenerLease
 from remuda.controlplane.demand.lost import LostJobs
 from remuda.controlplane.demand.machines import MachineTable
 from remuda.controlplane.demand.observer import MachineObserver
+from remuda.controlplane.demand.readiness import Readiness
 from remuda.controlplane.demand.reconciler import Reconciler
 from remuda.controlplane.demand.rerun import InterruptedJobs
 from remuda.controlplane.demand.session import SetSession
@@ -65,7 +66,14 @@ class _ServedSet:
 class DemandListener:
     def __init__(self, demand: DemandContext) -> None:
         self._demand = demand
-        self._lease = ListenerLease(self._context, demand.store, demand.owner, has_ended=demand.has_ended)
+        self._readiness = Readiness(demand)
+        self._lease = ListenerLease(
+            self._context,
+            demand.store,
+            demand.owner,
+            has_ended=demand.has_ended,
+            on_standby=self._readiness.note_work,
+        )
         self._service: ListenerService | None = None
 
     @property
@@ -74,9 +82,17 @@ class DemandListener:
 
     async def run(self) -> None:
         """Serve the pool until cancelled: as a standby first, if another process has the lease."""
+        reports = BackgroundTasks(context=self._context)
+        reports.start("launch", self._readiness.report())
+        try:
+            await self._take_turns()
+        finally:
+            await run_to_end(reports.drain(0.0))
+
+    async def _take_turns(self) -> None:
         while True:
             await self._lease.acquire()
-            service = self._service = ListenerService(self._demand)
+            service = self._service = ListenerService(self._demand, on_start=self._readiness.note_work)
             try:
                 await self._serve(service)
             except LeaseLost as lost:
@@ -120,8 +136,10 @@ class DemandListener:
 class ListenerService:
     """Service of all runner sets. Only the holder of the lease runs it."""
 
-    def __init__(self, demand: DemandContext) -> None:
+    def __init__(self, demand: DemandContext, *, on_start: Callable[[], None] = lambda: None) -> None:
+        """`on_start` is called when the records are read and the loops of the sets run."""
         self._demand = demand
+        self._on_start = on_start
         context = demand.context
         self._config: PoolConfig | None = None
         self._config_due = asyncio.Event()
@@ -219,6 +237,7 @@ class ListenerService:
                 group.create_task(self._reload_regularly())
                 self._apply(stored)
                 self._lost.check_restored(self.config())
+                self._on_start()
                 self._followers.start("rerun", self._interrupted.resume())
                 while True:
                     await self._config_due.wait()
