@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from remuda.deployment.template import GITHUB, template
+from remuda.deployment.template import GITHUB, NAMES, template
 from tests.support.cloudformation import EvaluatedStack
 from tests.support.terraform import TerraformModule
 
@@ -21,22 +21,11 @@ ARNS = {
     "AWS::IAM::Role": f"arn:aws:iam::{ACCOUNT}:role/{{}}",
     "AWS::Lambda::Function": f"arn:aws:lambda:{REGION}:{ACCOUNT}:function:{{}}",
 }
-#: The property with the name of a resource.
-NAMES = {
-    "AWS::AutoScaling::AutoScalingGroup": "AutoScalingGroupName",
-    "AWS::CloudWatch::Alarm": "AlarmName",
-    "AWS::EC2::LaunchTemplate": "LaunchTemplateName",
-    "AWS::DynamoDB::Table": "TableName",
-    "AWS::Events::Rule": "Name",
-    "AWS::IAM::InstanceProfile": "InstanceProfileName",
-    "AWS::IAM::ManagedPolicy": "ManagedPolicyName",
-    "AWS::IAM::Role": "RoleName",
+#: The property that tells a resource from others of its type.
+IDENTITIES = {
+    **NAMES,
     "AWS::Lambda::EventInvokeConfig": "FunctionName",
-    "AWS::Lambda::Function": "FunctionName",
     "AWS::Lambda::Url": "TargetFunctionArn",
-    "AWS::Logs::LogGroup": "LogGroupName",
-    "AWS::SQS::Queue": "QueueName",
-    "AWS::SSM::Parameter": "Name",
 }
 Properties = dict[str, Any]
 
@@ -90,7 +79,7 @@ def _role(found: Mapping[str, Any]) -> Properties:
     boundary = {"PermissionsBoundary": found["permissions_boundary"]} if found["permissions_boundary"] else {}
     return {
         "RoleName": found["name"],
-        "Path": found["path"],
+        **({"Path": found["path"]} if found["path"] != "/" else {}),
         **boundary,
         "AssumeRolePolicyDocument": json.loads(found["assume_role_policy"]),
         "ManagedPolicyArns": [],
@@ -239,7 +228,7 @@ TWINS: dict[str, tuple[str, Callable[[Mapping[str, Any]], Properties]]] = {
         "AWS::IAM::ManagedPolicy",
         lambda found: {
             "ManagedPolicyName": found["name"],
-            "Description": found["description"],
+            **({"Description": found["description"]} if found["description"] else {}),
             "PolicyDocument": json.loads(found["policy"]),
         },
     ),
@@ -274,7 +263,7 @@ Resources = dict[tuple[str, str], Properties]
 def _identity(kind: str, properties: Mapping[str, Any]) -> tuple[str, str]:
     if kind == "AWS::Lambda::Permission":
         return kind, f"{properties['FunctionName']} {properties['Action']}"
-    return kind, properties[NAMES[kind]]
+    return kind, properties[IDENTITIES[kind]]
 
 
 def attributes(kind: str, properties: Mapping[str, Any]) -> dict[str, str]:

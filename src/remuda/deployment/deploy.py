@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Protocol
@@ -332,14 +332,12 @@ class Deployment:
             is_new=self._facts.stack is None or not self._facts.stack.exists,
             adopts=bool(self._facts.adopted),
         )
-        lost = [change.logical_id for change in changes if change.loses_data]
-        if lost and not self._request.allow_replacement:
-            await self._stack.discard_plan()
-            raise UserError(
-                f"the change would replace or remove the table ({', '.join(lost)}), with the records of all machines",
-                field="--allow-replacement",
-                fix="destroy the pool and deploy it again, or pass --allow-replacement",
-            )
+        if not self._request.allow_replacement:
+            try:
+                check_replacements(self._pool, changes)
+            except UserError:
+                await self._stack.discard_plan()
+                raise
         return changes
 
     async def discard(self) -> None:
@@ -435,6 +433,24 @@ class Deployment:
             created: datetime = version["CreateTime"]
             return created if created.tzinfo else created.replace(tzinfo=UTC)
         return None
+
+
+def check_replacements(pool: str, changes: Sequence[StackChange]) -> None:
+    """Raise `UserError` if the changes lose the records of the pool, or would be rolled back."""
+    destroy = f"remuda destroy --pool {pool}"
+    if lost := [change.logical_id for change in changes if change.loses_data]:
+        raise UserError(
+            f"the change would replace or remove the table ({', '.join(lost)}), with the records of all instances",
+            field="--allow-replacement",
+            fix=f"deploy the pool anew: {destroy}, then remuda deploy with all its settings (docs/howto/upgrades.md)",
+        )
+    if failing := [change.logical_id for change in changes if change.fails]:
+        raise UserError(
+            f"the change would replace {', '.join(failing)}, and CloudFormation replaces nothing that keeps its name",
+            field="--allow-replacement",
+            fix=f"deploy the pool anew: {destroy} --keep-data, then remuda deploy with all its settings "
+            "(docs/howto/upgrades.md)",
+        )
 
 
 def template_key(text: bytes) -> str:

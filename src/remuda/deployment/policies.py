@@ -32,6 +32,21 @@ ANY_RESOURCE = "*"
 #: The only tag that scale-down may set. With the tag of the pool it could make any instance terminable.
 ORPHAN_TAG = "ghr:orphan"
 
+#: Descriptions of the policies in IAM, by name: those of 0.1.0, whatever the reference says. IAM cannot change them,
+#: and CloudFormation cannot replace a policy that keeps its name. A new policy has none.
+DESCRIPTIONS = {
+    "agent": "For every instance of the pool, through its instance profile.",
+    "workflow": "For workflows, which provision and release through the broker.",
+    "provision": "For callers of provision and release: the broker, or workflows in direct mode.",
+    "volume-key": "For callers of provision, in addition to the policy provision, if volume-kms-key is set.",
+    "refresh": "For callers of refresh and doctor: the scheduled function, a scheduled workflow, an operator.",
+    "scale-down": "For callers of scale-down: the scheduled function, a scheduled workflow, an operator.",
+    "refresh-function": "For the function that runs refresh, in addition to the policy refresh.",
+    "scale-down-function": "For the function that runs scale-down, in addition to the policy scale-down.",
+    "broker-function": "For the function that is the broker, in addition to the policy provision.",
+    "listener": "For the listener of runner sets, in addition to the policy provision.",
+}
+
 
 # Names --------------------------------------------------------------------------------------------------------------
 

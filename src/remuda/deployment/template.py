@@ -28,6 +28,7 @@ from remuda.deployment.policies import (
     BROKER,
     CREDENTIAL,
     CREDENTIALS,
+    DESCRIPTIONS,
     EC2,
     ENVIRONMENT,
     FUNCTIONS,
@@ -78,8 +79,25 @@ HAS_LISTENER = "HasListener"
 SET_ALARMS = "RunnerSetAlarms"
 HAS_VOLUME_KEY = "HasVolumeKey"
 HAS_BOUNDARY = "HasPermissionsBoundary"
+HAS_ROLE_PATH = "HasRolePath"
 #: Policies that exist only under a condition.
 POLICY_CONDITIONS = {"volume-key": HAS_VOLUME_KEY}
+#: The property with the name of a resource. CloudFormation does not replace a resource that keeps its name ("Name type"
+#: in its template reference): the update is rolled back.
+NAMES = {
+    "AWS::AutoScaling::AutoScalingGroup": "AutoScalingGroupName",
+    "AWS::CloudWatch::Alarm": "AlarmName",
+    "AWS::DynamoDB::Table": "TableName",
+    "AWS::EC2::LaunchTemplate": "LaunchTemplateName",
+    "AWS::Events::Rule": "Name",
+    "AWS::IAM::InstanceProfile": "InstanceProfileName",
+    "AWS::IAM::ManagedPolicy": "ManagedPolicyName",
+    "AWS::IAM::Role": "RoleName",
+    "AWS::Lambda::Function": "FunctionName",
+    "AWS::Logs::LogGroup": "LogGroupName",
+    "AWS::SQS::Queue": "QueueName",
+    "AWS::SSM::Parameter": "Name",
+}
 #: Consecutive failed runs before an alarm. The next run makes up for a single failure.
 ALARM_AFTER = 3
 #: Settings of the functions that are parameters of the stack.
@@ -179,6 +197,7 @@ def _conditions() -> dict[str, Any]:
         "IsApp": _is_set("GithubAppId"),
         HAS_VOLUME_KEY: _is_set(SETTINGS["volume_kms_key"].parameter),
         HAS_BOUNDARY: _is_set("PermissionsBoundary"),
+        HAS_ROLE_PATH: {"Fn::Not": [{"Fn::Equals": [{"Ref": "RolePath"}, "/"]}]},
         "HasEnvironment": _is_set("GithubEnvironment"),
         # Without an image the functions leave the stored configuration as it is.
         "Configures": _is_set("Ami"),
@@ -435,7 +454,7 @@ def _managed(policy: Policy) -> Resource:
         "Type": "AWS::IAM::ManagedPolicy",
         "Properties": {
             "ManagedPolicyName": substituted(f"{NAME}-{policy.name}"),
-            "Description": f"For {policy.holder.replace('`', '')}.",
+            **({"Description": DESCRIPTIONS[policy.name]} if policy.name in DESCRIPTIONS else {}),
             "PolicyDocument": render(policy.document(), substituted),
         },
     }
@@ -464,7 +483,8 @@ def _role(
         "Properties": {
             # Fixed names, because policies refer to the role of the agent by name.
             "RoleName": substituted(f"{NAME}-{name}"),
-            "Path": {"Ref": "RolePath"},
+            # Not written as the default: for CloudFormation, to add a path is to replace the role.
+            "Path": {"Fn::If": [HAS_ROLE_PATH, {"Ref": "RolePath"}, {"Ref": "AWS::NoValue"}]},
             "PermissionsBoundary": {
                 "Fn::If": [HAS_BOUNDARY, {"Ref": "PermissionsBoundary"}, {"Ref": "AWS::NoValue"}],
             },
