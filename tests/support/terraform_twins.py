@@ -130,6 +130,7 @@ def _alarm(found: Mapping[str, Any]) -> Properties:
         "Statistic": found["statistic"],
         "Period": found["period"],
         "EvaluationPeriods": found["evaluation_periods"],
+        "DatapointsToAlarm": found["datapoints_to_alarm"],
         "Threshold": found["threshold"],
         "ComparisonOperator": found["comparison_operator"],
         "TreatMissingData": found["treat_missing_data"],

@@ -98,8 +98,9 @@ NAMES = {
     "AWS::SQS::Queue": "QueueName",
     "AWS::SSM::Parameter": "Name",
 }
-#: Consecutive failed runs before an alarm. The next run makes up for a single failure.
-ALARM_AFTER = 3
+#: Bad periods before an alarm, as the next run makes up for a single failure, and the periods that they may be among: a
+#: command may run much less often than every period. In a row where nothing is as bad as a failure.
+ALARM_AFTER, ALARM_WITHIN = 3, 12
 #: Settings of the functions that are parameters of the stack.
 STACK_SETTINGS = tuple(declared for declared in SETTINGS.values() if declared.is_parameter)
 #: Parameters that contain the runner sets and the places of machines.
@@ -164,6 +165,7 @@ def template(classes: Sequence[ResourceClass] = DEFAULT_CLASSES, *, issuer: str 
             "BudgetAlarm": _budget_alarm(),
             "ListenerAlarm": _listener_alarm(),
             "WaitingJobsAlarm": _waiting_jobs_alarm(),
+            "ThrottlesAlarm": _throttles_alarm(),
         },
         "Outputs": _outputs(),
     }
@@ -785,9 +787,7 @@ def _alarm(who: str) -> Resource:
         "The broker crashes; its log contains the error."
         if who == BROKER
         else f"remuda {who} fails; its log contains the error.",
-        namespace="AWS/Lambda",
-        metric="Errors",
-        dimensions={"FunctionName": {"Ref": _logical(who, "Function")}},
+        _metric("AWS/Lambda", "Errors", {"FunctionName": {"Ref": _logical(who, "Function")}}),
         # A missing refresh is as bad as a failed one; scale-down may be disabled, and the broker waits for workflows.
         missing="breaching" if who == "refresh" else "notBreaching",
     )
@@ -828,8 +828,8 @@ def _listener_alarm() -> Resource:
         command="listen",
         missing="breaching",
         condition=SET_ALARMS,
-        Period=60,
-        ComparisonOperator="LessThanThreshold",
+        period_s=60,
+        comparison="LessThanThreshold",
     )
 
 
@@ -843,44 +843,62 @@ def _waiting_jobs_alarm() -> Resource:
 
 
 def _metric_alarm(
-    name: str, description: str, *, metric: str, command: str, missing: str = "notBreaching", **more: Any
+    name: str,
+    description: str,
+    *,
+    metric: str,
+    command: str,
+    missing: str = "notBreaching",
+    period_s: int = 300,
+    **more: str,
 ) -> Resource:
     """On a metric that a command of the pool writes."""
-    dimensions = {"Pool": {"Ref": "Pool"}, "Command": command}
+    watched = {**_metric(NAMESPACE, metric, {"Pool": {"Ref": "Pool"}, "Command": command}), "Period": period_s}
+    return _alarm_on(name, description, watched, missing=missing, **more)
+
+
+def _throttles_alarm() -> Resource:
+    """Of the broker: nothing else notices it. A refresh that does not run has an alarm."""
     return _alarm_on(
-        name, description, namespace=NAMESPACE, metric=metric, dimensions=dimensions, missing=missing, **more
+        "throttles",
+        "Lambda refuses calls of the broker: too many at a time for the account, or for what is reserved.",
+        _metric("AWS/Lambda", "Throttles", {"FunctionName": {"Ref": _logical(BROKER, "Function")}}),
     )
+
+
+def _metric(namespace: str, name: str, dimensions: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "Namespace": namespace,
+        "MetricName": name,
+        "Dimensions": [{"Name": key, "Value": value} for key, value in dimensions.items()],
+        "Statistic": "Sum",
+        "Period": 300,
+    }
 
 
 def _alarm_on(
     name: str,
     description: str,
+    watched: Mapping[str, Any],
     *,
-    namespace: str,
-    metric: str,
-    dimensions: Mapping[str, Any],
-    missing: str,
+    missing: str = "notBreaching",
     condition: str = ALARMS,
-    **more: Any,
+    comparison: str = "GreaterThanOrEqualToThreshold",
 ) -> Resource:
-    """`more` are properties that differ from the usual ones."""
+    """`watched` are the properties with the metric."""
     alarm: Resource = {
         "Type": "AWS::CloudWatch::Alarm",
         "Properties": {
             "AlarmName": substituted(f"{NAME}-{name}"),
             "AlarmDescription": description,
-            "Namespace": namespace,
-            "MetricName": metric,
-            "Dimensions": [{"Name": key, "Value": value} for key, value in dimensions.items()],
-            "Statistic": "Sum",
-            "Period": 300,
-            "EvaluationPeriods": ALARM_AFTER,
+            **watched,
+            "EvaluationPeriods": ALARM_AFTER if missing == "breaching" else ALARM_WITHIN,
+            "DatapointsToAlarm": ALARM_AFTER,
             "Threshold": 1,
-            "ComparisonOperator": "GreaterThanOrEqualToThreshold",
+            "ComparisonOperator": comparison,
             "TreatMissingData": missing,
             "AlarmActions": [{"Ref": "AlarmTopicArn"}],
             "OKActions": [{"Ref": "AlarmTopicArn"}],
-            **more,
         },
     }
     return _only_if(condition, alarm)
