@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from remuda.deployment.template import GITHUB, NAMES, template
+from remuda.domain.resources import DEFAULT_CLASSES, ResourceClass
 from tests.support.cloudformation import EvaluatedStack
 from tests.support.terraform import TerraformModule
 
@@ -355,10 +356,11 @@ def _setting_line(line: str) -> tuple[str, Any]:
     return name, json.loads(value) if value.startswith(("{", "[")) else value
 
 
-def stack_of(parameters: Mapping[str, str]) -> EvaluatedStack:
+def stack_of(parameters: Mapping[str, str], classes: Sequence[ResourceClass] = DEFAULT_CLASSES) -> EvaluatedStack:
     # As `remuda deploy` makes it.
     issuer = parameters.get("OidcIssuer", "").partition("://")[2] or GITHUB
-    return EvaluatedStack(template=template(issuer=issuer), parameters=parameters, pseudo=PSEUDO, attributes=attributes)
+    made = template(classes, issuer=issuer)
+    return EvaluatedStack(template=made, parameters=parameters, pseudo=PSEUDO, attributes=attributes)
 
 
 def stacked(stack: EvaluatedStack) -> Resources:

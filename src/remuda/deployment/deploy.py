@@ -25,6 +25,7 @@ from remuda.controlplane.operator import InstanceSelector
 from remuda.deployment.api import AwsApi
 from remuda.deployment.bundles import Bundle, BundleSource, BundleUse
 from remuda.deployment.idle_cost import IdleCost, idle_cost
+from remuda.deployment.policies import check_policies
 from remuda.deployment.preflight import DeployFacts, DeployTarget
 from remuda.deployment.resources import Bucket, CredentialSecret, OidcProvider, SecurityGroup, SpotRole, stack_name
 from remuda.deployment.stack import FAILED_CREATION, STACK_TAG, Stack, StackChange, new_resources
@@ -115,6 +116,9 @@ class DeployResult:
 def plan_stack(request: DeployRequest, facts: DeployFacts, *, secret: str, groups: str) -> StackPlan:
     """Template and parameters. `groups` are new security groups; empty if the stack or the user has some."""
     wanted = request.wanted
+    check_policies(
+        facts.classes, pool=wanted.pool, role_path=request.parameters.get("RolePath") or facts.stored("RolePath") or "/"
+    )
     made = template(facts.classes, issuer=wanted.issuer.partition("://")[2])
     for name, names in facts.adopted.items():
         # CloudFormation takes over only resources that it would not delete, and whose names are written as they are.

@@ -8,12 +8,14 @@ of a key).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 from remuda.adapters.aws.cloudwatch import NAMESPACE
 from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.ec2.template import template_name
-from remuda.deployment.statements import Conditions, Policy, Statement
+from remuda.deployment.statements import Conditions, Policy, Statement, fill_placeholders
+from remuda.domain.errors import UserError
 from remuda.domain.resources import DEFAULT_CLASSES, ResourceClass, TypePatterns, split_type
 from remuda.domain.scale_down.fleet import GHR_APPLICATION, GHR_APPLICATION_TAG, GHR_ENVIRONMENT_TAG
 from remuda.ports.compute import POOL_TAG
@@ -29,6 +31,12 @@ SIZES = {
 EC2 = "ec2.amazonaws.com"
 #: For calls that IAM cannot restrict to resources; a comment at each use says why.
 ANY_RESOURCE = "*"
+#: Characters of a managed policy without white space ("IAM and STS quotas" in IAM's guide).
+MAX_POLICY = 6_144
+#: Classes whose queues are in the policies of the commands. The queues of further classes have policies of their own.
+OWN_CLASSES = 10
+#: Policies that name queues, and those with the queues of further classes.
+FURTHER_QUEUES = {"provision": "provision-queues", "refresh": "refresh-queues"}
 #: The only tag that scale-down may set. With the tag of the pool it could make any instance terminable.
 ORPHAN_TAG = "ghr:orphan"
 
@@ -217,20 +225,46 @@ def _credential() -> Statement:
     )
 
 
+#: The permission for a single message covers batch calls.
+MESSAGES = (
+    "sqs:ChangeMessageVisibility",
+    "sqs:DeleteMessage",
+    "sqs:GetQueueAttributes",
+    "sqs:GetQueueUrl",
+    "sqs:ReceiveMessage",
+    "sqs:SendMessage",
+)
+PREPARE_QUEUES = ("sqs:CreateQueue", "sqs:SetQueueAttributes")
+
+
 def _messages(classes: Sequence[ResourceClass]) -> Statement:
     return Statement(
         sid="Messages",
-        # The permission for a single message covers batch calls.
         purpose="publish, receive, return and delete messages about idle instances",
-        actions=(
-            "sqs:ChangeMessageVisibility",
-            "sqs:DeleteMessage",
-            "sqs:GetQueueAttributes",
-            "sqs:GetQueueUrl",
-            "sqs:ReceiveMessage",
-            "sqs:SendMessage",
-        ),
+        actions=MESSAGES,
         resources=_queues(classes),
+    )
+
+
+def _further_queues(classes: Sequence[ResourceClass]) -> tuple[Policy, ...]:
+    """The queues of the classes after the first ones, for which the policies of the commands have no room."""
+    further = classes[OWN_CLASSES:]
+    if not further:
+        return ()
+    prepare = Statement(
+        sid="Queues",
+        purpose="create and update the queues, and their messages about idle instances",
+        actions=(*MESSAGES, *PREPARE_QUEUES),
+        resources=_queues(further),
+    )
+    statements = {"provision": _messages(further), "refresh": prepare}
+    return tuple(
+        Policy(
+            name=FURTHER_QUEUES[name],
+            holder=f"callers of `{name}`, in addition to the policy `{name}`: the queues of further classes",
+            statements=(statement,),
+        )
+        for name, statement in statements.items()
     )
 
 
@@ -283,7 +317,7 @@ def provision(classes: Sequence[ResourceClass] = DEFAULT_CLASSES) -> Policy:
             _read_records(),
             *_write_instances(),
             _write("WriteProvisions", "write the provisions of runs", "PutItem", items.run_pk("")),
-            _messages(classes),
+            _messages(classes[:OWN_CLASSES]),
             *_launch(launch_types(classes)),
             _terminate(),
             _describe("DescribeInstances", "DescribeSubnets", "DescribeTags"),
@@ -443,12 +477,12 @@ def refresh(classes: Sequence[ResourceClass] = DEFAULT_CLASSES) -> Policy:
                 ),
                 resources=(TABLE,),
             ),
-            _messages(classes),
+            _messages(classes[:OWN_CLASSES]),
             Statement(
                 sid="PrepareQueues",
                 purpose="create and update the queues",
-                actions=("sqs:CreateQueue", "sqs:SetQueueAttributes"),
-                resources=_queues(classes),
+                actions=PREPARE_QUEUES,
+                resources=_queues(classes[:OWN_CLASSES]),
             ),
             *_templates(),
             _resolve_images(),
@@ -614,4 +648,27 @@ def policies(classes: Sequence[ResourceClass] = DEFAULT_CLASSES) -> tuple[Policy
         scale_down(),
         *map(function, FUNCTIONS),
         listener(),
+        *_further_queues(classes),
     )
+
+
+def attached(names: Sequence[str], classes: Sequence[ResourceClass]) -> tuple[str, ...]:
+    """These policies, with those of the queues of further classes."""
+    more = (FURTHER_QUEUES[name] for name in names if name in FURTHER_QUEUES and len(classes) > OWN_CLASSES)
+    return (*names, *more)
+
+
+def check_policies(classes: Sequence[ResourceClass], *, pool: str, role_path: str = "/") -> None:
+    """Raise `UserError` if a policy for these classes is too long for IAM. Assumes the longest names of regions."""
+    for policy in policies(classes):
+        document = fill_placeholders(
+            policy, pool=pool, account="0" * 12, region="ap-southeast-1", partition="aws-us-gov", role_path=role_path
+        )
+        size = len(json.dumps(document, separators=(",", ":")))
+        if size > MAX_POLICY:
+            raise UserError(
+                f"resource-class-config: the policy {policy.name} for {len(classes)} classes has {size:,} characters, "
+                f"and IAM accepts {MAX_POLICY:,}",
+                field="resource-class-config",
+                fix="use fewer classes, shorter names of classes, or a wildcard for several instance-types",
+            )

@@ -36,6 +36,7 @@ from remuda.deployment.policies import (
     NAME,
     SCHEDULED,
     VOLUME_KEY,
+    attached,
     log_group,
     policies,
     queue_name,
@@ -151,14 +152,16 @@ def template(classes: Sequence[ResourceClass] = DEFAULT_CLASSES, *, issuer: str 
                 "Type": "AWS::IAM::InstanceProfile",
                 "Properties": {"InstanceProfileName": substituted(AGENT_NAME), "Roles": [{"Ref": "AgentRole"}]},
             },
-            "WorkflowRole": _workflow_role(issuer),
+            "WorkflowRole": _workflow_role(issuer, classes),
             # Only reviewed code on this branch may change the pool; other branches may only use it.
-            "RefreshRole": _github_role("refresh", issuer, _refresh_subjects(issuer), SCHEDULED, "HasRefresh"),
+            "RefreshRole": _github_role(
+                "refresh", issuer, _refresh_subjects(issuer), attached(SCHEDULED, classes), "HasRefresh"
+            ),
             "Settings": _settings(),
             **{logs_id(who): _logs(who) for who in FUNCTIONS},
-            **{name: resource for who in SCHEDULED for name, resource in _scheduled(who).items()},
-            **_broker(),
-            **_listener(),
+            **{name: resource for who in SCHEDULED for name, resource in _scheduled(who, classes).items()},
+            **_broker(classes),
+            **_listener(classes),
             **{_logical(who, "Alarm"): _alarm(who) for who in FUNCTIONS},
             "ProvisionAlarm": _provision_alarm(),
             "RunnerVersionAlarm": _runner_version_alarm(),
@@ -474,7 +477,7 @@ def _role(
     name: str,
     principal: Mapping[str, Any],
     action: str,
-    attached: Sequence[str],
+    policy_names: Sequence[str],
     conditions: Mapping[str, Any] | None = None,
 ) -> Resource:
     trust: dict[str, Any] = {"Effect": "Allow", "Principal": dict(principal), "Action": action}
@@ -491,7 +494,7 @@ def _role(
                 "Fn::If": [HAS_BOUNDARY, {"Ref": "PermissionsBoundary"}, {"Ref": "AWS::NoValue"}],
             },
             "AssumeRolePolicyDocument": {"Version": VERSION, "Statement": [trust]},
-            "ManagedPolicyArns": [_policy_arn(policy) for policy in attached],
+            "ManagedPolicyArns": [_policy_arn(policy) for policy in policy_names],
             "Tags": TAGS,
         },
     }
@@ -515,12 +518,13 @@ def _workflow_subjects(issuer: str) -> Mapping[str, Any]:
     }
 
 
-def _workflow_role(issuer: str) -> Resource:
+def _workflow_role(issuer: str, classes: Sequence[ResourceClass]) -> Resource:
     role = _github_role("workflow", issuer, _workflow_subjects(issuer), (), "HasWorkflow")
     # Without functions there is no broker, and workflows provision in direct mode.
     direct = [{"Fn::If": [HAS_FUNCTIONS, {"Ref": "WorkflowPolicy"}, {"Ref": "ProvisionPolicy"}]}]
-    key = {"Fn::If": [HAS_FUNCTIONS, {"Ref": "AWS::NoValue"}, _policy_arn("volume-key")]}
-    role["Properties"]["ManagedPolicyArns"] = [*direct, key]
+    _, *more = attached(("provision", "volume-key"), classes)
+    direct += [{"Fn::If": [HAS_FUNCTIONS, {"Ref": "AWS::NoValue"}, _policy_arn(name)]} for name in more]
+    role["Properties"]["ManagedPolicyArns"] = direct
     return role
 
 
@@ -529,10 +533,12 @@ def _refresh_subjects(issuer: str) -> Mapping[str, Any]:
 
 
 def _github_role(
-    name: str, issuer: str, subjects: Mapping[str, Any], attached: Sequence[str], condition: str
+    name: str, issuer: str, subjects: Mapping[str, Any], policy_names: Sequence[str], condition: str
 ) -> Resource:
     conditions = {"StringEquals": {f"{issuer}:aud": "sts.amazonaws.com"}, **subjects}
-    role = _role(name, {"Federated": {"Ref": "OidcProviderArn"}}, "sts:AssumeRoleWithWebIdentity", attached, conditions)
+    role = _role(
+        name, {"Federated": {"Ref": "OidcProviderArn"}}, "sts:AssumeRoleWithWebIdentity", policy_names, conditions
+    )
     return _only_if(condition, role)
 
 
@@ -576,13 +582,20 @@ def _only_if(condition: str, resource: Resource) -> Resource:
 
 
 def _function(
-    who: str, handler: str, description: str, attached: Sequence[str], *, memory_mb: int, timeout_s: int, reserved: Any
+    who: str,
+    handler: str,
+    description: str,
+    policy_names: Sequence[str],
+    *,
+    memory_mb: int,
+    timeout_s: int,
+    reserved: Any,
 ) -> dict[str, Resource]:
     """A function and its role."""
     role, function = (_logical(who, kind) for kind in ("FunctionRole", "Function"))
     service = {"Service": "lambda.amazonaws.com"}
     return {
-        role: _role(f"{who}-function", service, "sts:AssumeRole", (*attached, f"{who}-function")),
+        role: _role(f"{who}-function", service, "sts:AssumeRole", (*policy_names, f"{who}-function")),
         function: {
             "Type": "AWS::Lambda::Function",
             "Properties": {
@@ -614,7 +627,7 @@ def _function(
     }
 
 
-def _scheduled(who: str) -> dict[str, Resource]:
+def _scheduled(who: str, classes: Sequence[ResourceClass]) -> dict[str, Resource]:
     """A command every five minutes: a function, its role, and the rule that invokes it."""
     function, rule = (_logical(who, kind) for kind in ("Function", "Schedule"))
     made = {
@@ -622,7 +635,7 @@ def _scheduled(who: str) -> dict[str, Resource]:
             who,
             HANDLER,
             f"remuda {who}",
-            (who,),
+            attached((who,), classes),
             memory_mb=FUNCTION_MB,
             timeout_s=FUNCTION_TIMEOUT_S,
             reserved={"Fn::If": ["Reserves", 1, {"Ref": "AWS::NoValue"}]},
@@ -657,7 +670,7 @@ def _scheduled(who: str) -> dict[str, Resource]:
     return {name: _only_if(HAS_FUNCTIONS, resource) for name, resource in made.items()}
 
 
-def _broker() -> dict[str, Resource]:
+def _broker(classes: Sequence[ResourceClass]) -> dict[str, Resource]:
     """The broker, and its public URL, which anyone may call: the broker itself verifies the caller's token.
 
     Since October 2025 a URL needs both permissions ("Control access to Lambda function URLs" in AWS' documentation).
@@ -667,7 +680,7 @@ def _broker() -> dict[str, Resource]:
         BROKER,
         BROKER_HANDLER,
         "remuda provision and release for workflows",
-        ("provision", "volume-key"),
+        attached(("provision", "volume-key"), classes),
         memory_mb=BROKER_MB,
         timeout_s=BROKER_TIMEOUT_S,
         reserved={"Fn::If": ["LimitsBroker", {"Ref": "BrokerConcurrency"}, {"Ref": "AWS::NoValue"}]},
@@ -702,7 +715,7 @@ def _broker() -> dict[str, Resource]:
 # Listener -----------------------------------------------------------------------------------------------------------
 
 
-def _listener() -> dict[str, Resource]:
+def _listener(classes: Sequence[ResourceClass]) -> dict[str, Resource]:
     """The listener on its own instance, which an Auto Scaling group replaces if it fails.
 
     During a replacement there may be two: the lease lets one of them serve the sets. Template and instance do not have
@@ -711,7 +724,9 @@ def _listener() -> dict[str, Resource]:
     name = substituted(f"{NAME}-{LISTENER}")
     named = {"Key": "Name", "Value": name}
     made: dict[str, Resource] = {
-        "ListenerRole": _role(LISTENER, {"Service": EC2}, "sts:AssumeRole", ("provision", "volume-key", LISTENER)),
+        "ListenerRole": _role(
+            LISTENER, {"Service": EC2}, "sts:AssumeRole", attached(("provision", "volume-key", LISTENER), classes)
+        ),
         "ListenerProfile": {
             "Type": "AWS::IAM::InstanceProfile",
             "Properties": {"InstanceProfileName": name, "Roles": [{"Ref": "ListenerRole"}]},
