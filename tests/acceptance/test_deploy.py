@@ -331,6 +331,8 @@ async def test_a_pool_of_the_last_release_is_upgraded_and_rolled_back_with_all_i
     back = await account.deploy_template(baseline_template(), "--yes", pool=pool)
     assert back.code == 0, back.stderr
     assert await asyncio.to_thread(stack_state, account, pool) == before
+    removed = await asyncio.to_thread(account.destroy, "--yes", "--force", pool=pool)
+    assert removed.code == 0, removed.stderr
 
 
 def stack_state(account: EmptyAccount, pool: str) -> dict[str, str]:
