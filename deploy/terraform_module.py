@@ -8,7 +8,7 @@ from pathlib import Path
 
 from remuda.config.declaration import Setting, variable
 from remuda.deployment.listener import listener_user_data
-from remuda.deployment.policies import CREDENTIAL, ENVIRONMENT, VOLUME_KEY
+from remuda.deployment.policies import CREDENTIAL, DESCRIPTIONS, ENVIRONMENT, VOLUME_KEY
 from remuda.deployment.statements import Policy, fill_placeholders
 from remuda.deployment.template import PARAMETERS, STACK_SETTINGS
 from remuda.domain.resources import ResourceClass
@@ -106,16 +106,19 @@ def _value(declared: Setting) -> str:
 
 
 def module_text(policies: Sequence[Policy], classes: Sequence[ResourceClass]) -> str:
-    holders = {_quoted(each.name): _quoted(f"For {each.holder.replace('`', '')}.") for each in policies}
+    descriptions = {
+        _quoted(each.name): _quoted(DESCRIPTIONS[each.name]) if each.name in DESCRIPTIONS else "null"
+        for each in policies
+    }
     settings = {variable(declared.name): _value(declared) for declared in STACK_SETTINGS}
     lines = [
         "locals {",
         "  # Each class has a queue.",
         f"  resource_classes = [{', '.join(_quoted(each.name) for each in classes)}]",
         "",
-        "  # Descriptions of the policies in policies/.",
+        "  # Descriptions of the policies in policies/. They never change: IAM would have to replace the policy.",
         "  policies = {",
-        *_aligned(holders, "    "),
+        *_aligned(descriptions, "    "),
         "  }",
         "",
         "  # Variables of the functions, from the settings of the module.",

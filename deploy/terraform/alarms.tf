@@ -1,4 +1,4 @@
-# Alarms, if there is a topic and the functions exist. The next run makes up for a single failure.
+# Alarms, if there is a topic and the functions exist.
 
 locals {
   has_alarms = local.has_functions && var.alarm_topic != null
@@ -35,6 +35,14 @@ locals {
         dimensions  = { Pool = var.pool, Command = "refresh" }
         missing     = "notBreaching"
       }
+      # Nothing else notices it. A refresh that does not run has an alarm.
+      throttles = {
+        description = "Lambda refuses calls of the broker: too many at a time for the account, or for what is reserved."
+        namespace   = "AWS/Lambda"
+        metric      = "Throttles"
+        dimensions  = { FunctionName = local.has_functions ? aws_lambda_function.this["broker"].function_name : "" }
+        missing     = "notBreaching"
+      }
       waiting-jobs = {
         description = "Jobs wait for a runner for more than five minutes; remuda status says which, and why."
         namespace   = "Remuda"
@@ -55,6 +63,8 @@ locals {
   )
 }
 
+# Three bad periods are an alarm, as the next run makes up for a single failure. They may be among twelve, as a command may
+# run much less often than every period. In a row where nothing is as bad as a failure.
 resource "aws_cloudwatch_metric_alarm" "this" {
   for_each = { for name, alarm in local.alarms : name => alarm if local.has_alarms }
 
@@ -65,7 +75,8 @@ resource "aws_cloudwatch_metric_alarm" "this" {
   dimensions          = each.value.dimensions
   statistic           = "Sum"
   period              = each.key == "listener" ? 60 : 300
-  evaluation_periods  = 3
+  evaluation_periods  = each.value.missing == "breaching" ? 3 : 12
+  datapoints_to_alarm = 3
   threshold           = 1
   comparison_operator = each.key == "listener" ? "LessThanThreshold" : "GreaterThanOrEqualToThreshold"
   treat_missing_data  = each.value.missing

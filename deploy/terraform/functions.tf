@@ -20,7 +20,7 @@ locals {
       for name, command in local.scheduled : name => {
         description = "remuda ${name}"
         handler     = "remuda.aws_lambda.handler.handler"
-        policies    = [name, "${name}-function"]
+        policies    = concat(name == "refresh" ? local.refresh : [name], ["${name}-function"])
         # CPU time grows with memory, and loading the models of the AWS libraries needs a full CPU.
         memory = 1024
         # Below the interval of the schedule, so that runs never overlap.

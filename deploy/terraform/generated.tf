@@ -3,7 +3,7 @@ locals {
   # Each class has a queue.
   resource_classes = ["large", "xlarge", "2xlarge", "4xlarge", "8xlarge", "12xlarge", "16xlarge"]
 
-  # Descriptions of the policies in policies/.
+  # Descriptions of the policies in policies/. They never change: IAM would have to replace the policy.
   policies = {
     "agent"               = "For every instance of the pool, through its instance profile."
     "workflow"            = "For workflows, which provision and release through the broker."

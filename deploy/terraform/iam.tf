@@ -66,8 +66,12 @@ locals {
   has_refresh  = var.oidc_provider != null && var.refresh_repository != ""
   environments = length(var.environments) > 0 ? [for each in var.environments : "repo:*:environment:${each}"] : ["repo:*"]
 
-  # For provisions, by the broker or in direct mode.
-  provision = var.volume_kms_key == null ? ["provision"] : ["provision", "volume-key"]
+  # For provisions, by the broker or in direct mode. With many classes, further queues have policies of their own.
+  provision = concat(
+    var.volume_kms_key == null ? ["provision"] : ["provision", "volume-key"],
+    [for each in ["provision-queues"] : each if contains(keys(local.policies), each)],
+  )
+  refresh = concat(["refresh"], [for each in ["refresh-queues"] : each if contains(keys(local.policies), each)])
 }
 
 # The subject of GitHub's token is `repo:owner/name:` and a branch, tag, event or environment. Both conditions on it must
@@ -127,7 +131,7 @@ resource "aws_iam_role" "refresh" {
 }
 
 resource "aws_iam_role_policy_attachment" "refresh" {
-  for_each = toset([for policy in ["refresh", "scale-down"] : policy if local.has_refresh])
+  for_each = toset([for policy in concat(local.refresh, ["scale-down"]) : policy if local.has_refresh])
 
   role       = aws_iam_role.refresh[0].name
   policy_arn = aws_iam_policy.this[each.key].arn

@@ -587,6 +587,22 @@ def test_an_unknown_class_is_not_drained(backend: Shell) -> None:
     assert (done.returncode, error["field"], error["fix"]) == (2, "--resource-class", "did you mean xlarge?")
 
 
+@pytest.mark.parametrize("command", [("deploy", "--dry-run", "--dist", "."), ("refresh", "--backend", "aws")])
+def test_classes_that_do_not_fit_into_a_policy_are_refused_before_any_call(
+    shell: Shell, command: tuple[str, ...]
+) -> None:
+    classes = {
+        name: {"cpu": 2, "mmem": 4096, "instance-types": " ".join(f"{name}{i}i.{i}xlarge" for i in range(1, 70))}
+        for name in "cmr"
+    }
+    shell.environ["AWS_REGION"] = "eu-central-1"
+    more = ("--pool", "ci", "--github-scope", "acme", "--resource-class-config", json.dumps(classes))
+    error = shell.refused(*command, *more)
+    assert error["field"] == "resource-class-config"
+    assert "the policy provision for 3 classes has" in error["message"]
+    assert "wildcard" in error["fix"]
+
+
 def test_a_scope_without_a_token_is_reported_before_any_launch(backend: Shell) -> None:
     done = backend(*ANY_RUN, "--dir", "state", "--github-scope", "some/other", "--json", "--quiet")
     error = json.loads(done.stdout)["error"]

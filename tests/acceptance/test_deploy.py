@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from remuda.adapters.aws.dynamodb.items import CONTROL_PREFIX
 from remuda.cli.deploy import parse_stack_sets
 from remuda.controlplane.demand.heartbeat import HEARTBEATS
 from remuda.deployment.api import tags_of
@@ -27,6 +28,7 @@ from tests.smoke.workflow import ROOT
 from tests.support.aws.deployment import EmptyAccount, empty_account
 from tests.support.aws.stack import SCOPE, AwsStack
 from tests.support.cli import LIMIT_S, ForkedProcess, start_cli
+from tests.support.upgrades import baseline_template
 
 
 @pytest.fixture(scope="module")
@@ -330,6 +332,56 @@ def test_upgrade_replaces_idle_machines_and_lets_runs_finish(account: EmptyAccou
     assert (states[idle], states[busy]) == ("terminated", "running")
     # Nothing is drained twice.
     assert account.deploy("--yes", pool="whole", agent="second").document["drained"] == []
+
+
+async def test_a_pool_of_the_last_release_is_upgraded_and_rolled_back_with_all_it_has(account: EmptyAccount):
+    """Resources keep their physical names, and the table its records."""
+    pool = "upgraded"
+    topic = ("--parameter", "AlarmTopicArn=arn:aws:sns:eu-central-1:000000000000:alarms")
+    first = await account.deploy_template(baseline_template(), *topic, "--yes", pool=pool)
+    assert first.code == 0, first.stderr
+    await asyncio.to_thread(account.launch_machines, pool, State.RUNNING, State.IDLE)
+    before = await asyncio.to_thread(stack_state, account, pool)
+    upgraded = await asyncio.to_thread(account.deploy, "--yes", pool=pool)
+    assert upgraded.code == 0, upgraded.stderr
+    assert changes(upgraded.document)
+    # This server does not know which properties of an alarm may change, and calls each a possible replacement.
+    assert "replace" not in {word for word, _ in changes(upgraded.document)}
+    after = await asyncio.to_thread(stack_state, account, pool)
+    assert before.items() <= after.items()
+    back = await account.deploy_template(baseline_template(), "--yes", pool=pool)
+    assert back.code == 0, back.stderr
+    assert await asyncio.to_thread(stack_state, account, pool) == before
+    removed = await asyncio.to_thread(account.destroy, "--yes", "--force", pool=pool)
+    assert removed.code == 0, removed.stderr
+
+
+def stack_state(account: EmptyAccount, pool: str) -> dict[str, str]:
+    """The physical names of the resources of the stack, and the states of the records of instances."""
+
+    async def names(client: Any) -> dict[str, str]:
+        found = await client.describe_stack_resources(StackName=f"remuda-{pool}")
+        return {item["LogicalResourceId"]: item["PhysicalResourceId"] for item in found["StackResources"]}
+
+    async def records(client: Any) -> dict[str, str]:
+        found = (await client.scan(TableName=f"remuda-{pool}"))["Items"]
+        return {item["pk"]["S"]: item["state"]["S"] for item in found if item["pk"]["S"].startswith(CONTROL_PREFIX)}
+
+    return {**account.call("cloudformation", names), **account.call("dynamodb", records)}
+
+
+async def test_a_change_that_replaces_a_policy_is_refused_before_the_update(account: EmptyAccount):
+    made = template()
+    made["Resources"]["AgentPolicy"]["Properties"]["Description"] = "Better words."
+    before = await asyncio.to_thread(stack_state, account, "whole")
+    result = await account.deploy_template(made, "--yes", pool="whole")
+    assert (result.code, result.document["error"]["field"]) == (2, "--allow-replacement"), result.stderr
+    assert "would replace AgentPolicy" in result.document["error"]["message"]
+    assert "remuda destroy --pool whole --keep-data" in result.document["error"]["fix"]
+    assert await asyncio.to_thread(stack_state, account, "whole") == before
+    # CloudFormation fails at what was refused.
+    forced = await account.deploy_template(made, "--yes", "--allow-replacement", pool="whole")
+    assert (forced.code, "UPDATE_ROLLBACK_COMPLETE" in forced.document["error"]["message"]) == (4, True), forced.stderr
 
 
 async def test_destroy_waits_for_runs_and_can_be_interrupted(account: EmptyAccount):

@@ -358,6 +358,7 @@ def test_alarms_require_a_topic():
         "BudgetAlarm",
         "WaitingJobsAlarm",
         "ListenerAlarm",
+        "ThrottlesAlarm",
     }
     for name, alarm in alarms.items():
         assert alarm["Condition"] == (SET_ALARMS if name == "ListenerAlarm" else ALARMS)
@@ -378,8 +379,8 @@ def test_alarms_require_a_topic():
         assert (properties["Namespace"], properties["MetricName"]) == ("Remuda", metric)
         found = {item["Name"]: item["Value"] for item in properties["Dimensions"]}
         assert found == {"Pool": {"Ref": "Pool"}, "Command": command}
-    for name, alarm in alarms.items():
-        properties = alarm["Properties"]
+    for name in functions:
+        properties = alarms[name]["Properties"]
         (dimension,) = properties["Dimensions"]
         assert dimension == {"Name": "FunctionName", "Value": {"Ref": name.replace("Alarm", "Function")}}
         assert dimension["Value"]["Ref"] in made["Resources"]

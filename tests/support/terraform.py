@@ -160,6 +160,12 @@ class TerraformModule:
     def resources(self) -> dict[tuple[str, str], HclBlock]:
         return {(each.labels[0], each.labels[1]): each for each in self.of("resource")}
 
+    @cached_property
+    def moved(self) -> dict[str, str]:
+        """Old addresses to new ones."""
+        blocks = [each.attributes for each in self.of("moved")]
+        return {_text(each["from"]): _text(each["to"]) for each in blocks}
+
     def references(self) -> set[str]:
         """The names that expressions refer to: `var.x`, `local.x`, `aws_sqs_queue.x`, `data.aws_region.x`."""
         found: set[str] = set()
@@ -217,12 +223,20 @@ class TerraformPlan:
 
     def instances(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Type and attributes of every resource that is created."""
+        return ((kind, made) for _, kind, made in self.addresses())
+
+    def addresses(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
+        """Address, type and attributes of every resource that is created."""
         for kind, name in self.module.resources:
             made = self._resource(kind, name)
             if "for_each" in self.module.resources[kind, name].attributes:
-                made = list(made.values())
-            for each in made if isinstance(made, list) else [made]:
-                yield kind, each
+                for key, each in made.items():
+                    yield f'{kind}.{name}["{key}"]', kind, each
+            elif isinstance(made, list):
+                for index, each in enumerate(made):
+                    yield f"{kind}.{name}[{index}]", kind, each
+            else:
+                yield f"{kind}.{name}", kind, made
 
     @cached_property
     def outputs(self) -> dict[str, Any]:

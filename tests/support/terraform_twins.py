@@ -5,10 +5,11 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from remuda.deployment.template import GITHUB, template
+from remuda.deployment.template import GITHUB, NAMES, template
+from remuda.domain.resources import DEFAULT_CLASSES, ResourceClass
 from tests.support.cloudformation import EvaluatedStack
 from tests.support.terraform import TerraformModule
 
@@ -24,23 +25,11 @@ ARNS = {
     "AWS::IAM::Role": f"arn:aws:iam::{ACCOUNT}:role/{{}}",
     "AWS::Lambda::Function": f"arn:aws:lambda:{REGION}:{ACCOUNT}:function:{{}}",
 }
-#: The property with the name of a resource.
-NAMES = {
-    "AWS::AutoScaling::AutoScalingGroup": "AutoScalingGroupName",
-    "AWS::AutoScaling::LifecycleHook": "LifecycleHookName",
-    "AWS::CloudWatch::Alarm": "AlarmName",
-    "AWS::EC2::LaunchTemplate": "LaunchTemplateName",
-    "AWS::DynamoDB::Table": "TableName",
-    "AWS::Events::Rule": "Name",
-    "AWS::IAM::InstanceProfile": "InstanceProfileName",
-    "AWS::IAM::ManagedPolicy": "ManagedPolicyName",
-    "AWS::IAM::Role": "RoleName",
+#: The property that tells a resource from others of its type.
+IDENTITIES = {
+    **NAMES,
     "AWS::Lambda::EventInvokeConfig": "FunctionName",
-    "AWS::Lambda::Function": "FunctionName",
     "AWS::Lambda::Url": "TargetFunctionArn",
-    "AWS::Logs::LogGroup": "LogGroupName",
-    "AWS::SQS::Queue": "QueueName",
-    "AWS::SSM::Parameter": "Name",
 }
 Properties = dict[str, Any]
 
@@ -94,7 +83,7 @@ def _role(found: Mapping[str, Any]) -> Properties:
     boundary = {"PermissionsBoundary": found["permissions_boundary"]} if found["permissions_boundary"] else {}
     return {
         "RoleName": found["name"],
-        "Path": found["path"],
+        **({"Path": found["path"]} if found["path"] != "/" else {}),
         **boundary,
         "AssumeRolePolicyDocument": json.loads(found["assume_role_policy"]),
         "ManagedPolicyArns": [],
@@ -145,6 +134,7 @@ def _alarm(found: Mapping[str, Any]) -> Properties:
         "Statistic": found["statistic"],
         "Period": found["period"],
         "EvaluationPeriods": found["evaluation_periods"],
+        "DatapointsToAlarm": found["datapoints_to_alarm"],
         "Threshold": found["threshold"],
         "ComparisonOperator": found["comparison_operator"],
         "TreatMissingData": found["treat_missing_data"],
@@ -262,7 +252,7 @@ TWINS: dict[str, tuple[str, Callable[[Mapping[str, Any]], Properties]]] = {
         "AWS::IAM::ManagedPolicy",
         lambda found: {
             "ManagedPolicyName": found["name"],
-            "Description": found["description"],
+            **({"Description": found["description"]} if found["description"] else {}),
             "PolicyDocument": json.loads(found["policy"]),
         },
     ),
@@ -297,7 +287,7 @@ Resources = dict[tuple[str, str], Properties]
 def _identity(kind: str, properties: Mapping[str, Any]) -> tuple[str, str]:
     if kind == "AWS::Lambda::Permission":
         return kind, f"{properties['FunctionName']} {properties['Action']}"
-    return kind, properties[NAMES[kind]]
+    return kind, properties[IDENTITIES[kind]]
 
 
 def attributes(kind: str, properties: Mapping[str, Any]) -> dict[str, str]:
@@ -388,11 +378,16 @@ def _setting_line(line: str) -> tuple[str, Any]:
     return name, json.loads(value) if value.startswith(("{", "[")) else value
 
 
-def stack_of(parameters: Mapping[str, str]) -> EvaluatedStack:
+def pseudo_of(parameters: Mapping[str, str]) -> dict[str, str]:
+    """CloudFormation's own parameters for a stack."""
+    return {**PSEUDO, "AWS::StackId": STACK.format(parameters.get("Pool", "default"))}
+
+
+def stack_of(parameters: Mapping[str, str], classes: Sequence[ResourceClass] = DEFAULT_CLASSES) -> EvaluatedStack:
     # As `remuda deploy` makes it.
     issuer = parameters.get("OidcIssuer", "").partition("://")[2] or GITHUB
-    pseudo = {**PSEUDO, "AWS::StackId": STACK.format(parameters.get("Pool", "default"))}
-    return EvaluatedStack(template=template(issuer=issuer), parameters=parameters, pseudo=pseudo, attributes=attributes)
+    made = template(classes, issuer=issuer)
+    return EvaluatedStack(template=made, parameters=parameters, pseudo=pseudo_of(parameters), attributes=attributes)
 
 
 def stacked(stack: EvaluatedStack) -> Resources:

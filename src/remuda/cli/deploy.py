@@ -104,6 +104,7 @@ def run_deploy(
 ) -> int:
     with aws_libraries():
         from remuda.deployment.bundles import BundleSource, check_location  # noqa: PLC0415 - AWS libraries are slow
+        from remuda.deployment.policies import check_policies  # noqa: PLC0415
 
     asks = sys.stdin.isatty() and not confirmed
     if not (asks or confirmed or dry_run):
@@ -117,9 +118,10 @@ def run_deploy(
     _choose_region(region, asks=asks)
     settings = _with_pool(replace(settings, backend="aws"), asks=asks)
     check_launch_options(settings)
+    parameters = {**given_parameters(settings), **extra}
+    check_policies(settings.resource_class_config, pool=settings.pool, role_path=parameters.get("RolePath", "/"))
 
     stored = run_async(lambda: _stored_parameters(settings.pool), on_interrupt_message=_INTERRUPTED)
-    parameters = {**given_parameters(settings), **extra}
     _check_role_path(settings.pool, parameters, stored)
     scope = parameters.get("GithubScope") or stored.get("GithubScope", "")
     if not scope and settings.given("github_scope"):

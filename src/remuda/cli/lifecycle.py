@@ -135,6 +135,10 @@ def run_refresh(settings: Settings, output: Output, *, sweep_only: bool, reset: 
 
     if sweep_only and reset:
         raise UserError("--reset contradicts --sweep-only", field="--reset", fix="pass one of them")
+    if settings.backend == "aws" and not sweep_only:
+        from remuda.deployment.policies import check_policies  # noqa: PLC0415 - AWS libraries are slow to import
+
+        check_policies(settings.resource_class_config, pool=settings.pool)
     # Prices are read only if there is a budget, but a mistyped name is one always.
     chosen_prices(settings.prices)
     for warning in check_backend(settings):

@@ -413,7 +413,10 @@ _command(
         "(default: instance, which exists if there are runner sets)",
         choice(("instance", "none")),
     ),
-    option("--allow-replacement", "Accept that the table is replaced, with the records of all machines."),
+    option(
+        "--allow-replacement",
+        "Try a change that replaces the table, with its records, or a resource with a fixed name.",
+    ),
     option("--yes", "Do not ask.", to="confirmed"),
     option(*_DRY_RUN),
     more="Shows the changes first. An interrupted deployment continues when it is run again. Settings that are not "

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Protocol
@@ -27,6 +27,7 @@ from remuda.deployment.api import AwsApi
 from remuda.deployment.bundles import Bundle, BundleSource, BundleUse
 from remuda.deployment.idle_cost import IdleCost, idle_cost
 from remuda.deployment.images import add_sources
+from remuda.deployment.policies import check_policies
 from remuda.deployment.preflight import DeployFacts, DeployTarget
 from remuda.deployment.resources import Bucket, CredentialSecret, OidcProvider, SecurityGroup, SpotRole, stack_name
 from remuda.deployment.stack import FAILED_CREATION, STACK_TAG, Stack, StackChange, new_resources
@@ -119,6 +120,9 @@ class DeployResult:
 def plan_stack(request: DeployRequest, facts: DeployFacts, *, secret: str, groups: str) -> StackPlan:
     """Template and parameters. `groups` are new security groups; empty if the stack or the user has some."""
     wanted = request.wanted
+    check_policies(
+        facts.classes, pool=wanted.pool, role_path=request.parameters.get("RolePath") or facts.stored("RolePath") or "/"
+    )
     made = template(facts.classes, issuer=wanted.issuer.partition("://")[2])
     for name, names in facts.adopted.items():
         # CloudFormation takes over only resources that it would not delete, and whose names are written as they are.
@@ -342,14 +346,12 @@ class Deployment:
             is_new=self._facts.stack is None or not self._facts.stack.exists,
             adopts=bool(self._facts.adopted),
         )
-        lost = [change.logical_id for change in changes if change.loses_data]
-        if lost and not self._request.allow_replacement:
-            await self._stack.discard_plan()
-            raise UserError(
-                f"the change would replace or remove the table ({', '.join(lost)}), with the records of all machines",
-                field="--allow-replacement",
-                fix="destroy the pool and deploy it again, or pass --allow-replacement",
-            )
+        if not self._request.allow_replacement:
+            try:
+                check_replacements(self._pool, changes)
+            except UserError:
+                await self._stack.discard_plan()
+                raise
         return changes
 
     async def discard(self) -> None:
@@ -466,6 +468,24 @@ class Deployment:
             created: datetime = version["CreateTime"]
             return created if created.tzinfo else created.replace(tzinfo=UTC)
         return None
+
+
+def check_replacements(pool: str, changes: Sequence[StackChange]) -> None:
+    """Raise `UserError` if the changes lose the records of the pool, or would be rolled back."""
+    destroy = f"remuda destroy --pool {pool}"
+    if lost := [change.logical_id for change in changes if change.loses_data]:
+        raise UserError(
+            f"the change would replace or remove the table ({', '.join(lost)}), with the records of all instances",
+            field="--allow-replacement",
+            fix=f"deploy the pool anew: {destroy}, then remuda deploy with all its settings (docs/howto/upgrades.md)",
+        )
+    if failing := [change.logical_id for change in changes if change.fails]:
+        raise UserError(
+            f"the change would replace {', '.join(failing)}, and CloudFormation replaces nothing that keeps its name",
+            field="--allow-replacement",
+            fix=f"deploy the pool anew: {destroy} --keep-data, then remuda deploy with all its settings "
+            "(docs/howto/upgrades.md)",
+        )
 
 
 def template_key(text: bytes) -> str:

@@ -8,12 +8,14 @@ of a key).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 from remuda.adapters.aws.cloudwatch import NAMESPACE
 from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.ec2.template import template_name
-from remuda.deployment.statements import Conditions, Policy, Statement
+from remuda.deployment.statements import Conditions, Policy, Statement, fill_placeholders
+from remuda.domain.errors import UserError
 from remuda.domain.resources import DEFAULT_CLASSES, ResourceClass, TypePatterns, split_type
 from remuda.domain.scale_down.fleet import GHR_APPLICATION, GHR_APPLICATION_TAG, GHR_ENVIRONMENT_TAG
 from remuda.ports.compute import POOL_TAG
@@ -31,8 +33,29 @@ EC2 = "ec2.amazonaws.com"
 PASSED_TO_EC2 = (EC2, f"{EC2}.cn")
 #: For calls that IAM cannot restrict to resources; a comment at each use says why.
 ANY_RESOURCE = "*"
+#: Characters of a managed policy without white space ("IAM and STS quotas" in IAM's guide).
+MAX_POLICY = 6_144
+#: Classes whose queues are in the policies of the commands. The queues of further classes have policies of their own.
+OWN_CLASSES = 10
+#: Policies that name queues, and those with the queues of further classes.
+FURTHER_QUEUES = {"provision": "provision-queues", "refresh": "refresh-queues"}
 #: The only tag that scale-down may set. With the tag of the pool it could make any instance terminable.
 ORPHAN_TAG = "ghr:orphan"
+
+#: Descriptions of the policies in IAM, by name: those of 0.1.0, whatever the reference says. IAM cannot change them,
+#: and CloudFormation cannot replace a policy that keeps its name. A new policy has none.
+DESCRIPTIONS = {
+    "agent": "For every instance of the pool, through its instance profile.",
+    "workflow": "For workflows, which provision and release through the broker.",
+    "provision": "For callers of provision and release: the broker, or workflows in direct mode.",
+    "volume-key": "For callers of provision, in addition to the policy provision, if volume-kms-key is set.",
+    "refresh": "For callers of refresh and doctor: the scheduled function, a scheduled workflow, an operator.",
+    "scale-down": "For callers of scale-down: the scheduled function, a scheduled workflow, an operator.",
+    "refresh-function": "For the function that runs refresh, in addition to the policy refresh.",
+    "scale-down-function": "For the function that runs scale-down, in addition to the policy scale-down.",
+    "broker-function": "For the function that is the broker, in addition to the policy provision.",
+    "listener": "For the listener of runner sets, in addition to the policy provision.",
+}
 
 
 # Names --------------------------------------------------------------------------------------------------------------
@@ -220,20 +243,46 @@ def _credential() -> Statement:
     )
 
 
+#: The permission for a single message covers batch calls.
+MESSAGES = (
+    "sqs:ChangeMessageVisibility",
+    "sqs:DeleteMessage",
+    "sqs:GetQueueAttributes",
+    "sqs:GetQueueUrl",
+    "sqs:ReceiveMessage",
+    "sqs:SendMessage",
+)
+PREPARE_QUEUES = ("sqs:CreateQueue", "sqs:SetQueueAttributes")
+
+
 def _messages(classes: Sequence[ResourceClass]) -> Statement:
     return Statement(
         sid="Messages",
-        # The permission for a single message covers batch calls.
         purpose="publish, receive, return and delete messages about idle instances",
-        actions=(
-            "sqs:ChangeMessageVisibility",
-            "sqs:DeleteMessage",
-            "sqs:GetQueueAttributes",
-            "sqs:GetQueueUrl",
-            "sqs:ReceiveMessage",
-            "sqs:SendMessage",
-        ),
+        actions=MESSAGES,
         resources=_queues(classes),
+    )
+
+
+def _further_queues(classes: Sequence[ResourceClass]) -> tuple[Policy, ...]:
+    """The queues of the classes after the first ones, for which the policies of the commands have no room."""
+    further = classes[OWN_CLASSES:]
+    if not further:
+        return ()
+    prepare = Statement(
+        sid="Queues",
+        purpose="create and update the queues, and their messages about idle instances",
+        actions=(*MESSAGES, *PREPARE_QUEUES),
+        resources=_queues(further),
+    )
+    statements = {"provision": _messages(further), "refresh": prepare}
+    return tuple(
+        Policy(
+            name=FURTHER_QUEUES[name],
+            holder=f"callers of `{name}`, in addition to the policy `{name}`: the queues of further classes",
+            statements=(statement,),
+        )
+        for name, statement in statements.items()
     )
 
 
@@ -286,7 +335,7 @@ def provision(classes: Sequence[ResourceClass] = DEFAULT_CLASSES) -> Policy:
             _read_records(),
             *_write_instances(),
             _write("WriteProvisions", "write the provisions of runs", "PutItem", items.run_pk("")),
-            _messages(classes),
+            _messages(classes[:OWN_CLASSES]),
             *_launch(launch_types(classes)),
             _terminate(),
             _describe("DescribeInstances", "DescribeSubnets", "DescribeTags"),
@@ -449,12 +498,12 @@ def refresh(classes: Sequence[ResourceClass] = DEFAULT_CLASSES) -> Policy:
                 ),
                 resources=(TABLE,),
             ),
-            _messages(classes),
+            _messages(classes[:OWN_CLASSES]),
             Statement(
                 sid="PrepareQueues",
                 purpose="create and update the queues",
-                actions=("sqs:CreateQueue", "sqs:SetQueueAttributes"),
-                resources=_queues(classes),
+                actions=PREPARE_QUEUES,
+                resources=_queues(classes[:OWN_CLASSES]),
             ),
             *_templates(),
             _resolve_images(),
@@ -632,4 +681,27 @@ def policies(classes: Sequence[ResourceClass] = DEFAULT_CLASSES) -> tuple[Policy
         scale_down(),
         *map(function, FUNCTIONS),
         listener(),
+        *_further_queues(classes),
     )
+
+
+def attached(names: Sequence[str], classes: Sequence[ResourceClass]) -> tuple[str, ...]:
+    """These policies, with those of the queues of further classes."""
+    more = (FURTHER_QUEUES[name] for name in names if name in FURTHER_QUEUES and len(classes) > OWN_CLASSES)
+    return (*names, *more)
+
+
+def check_policies(classes: Sequence[ResourceClass], *, pool: str, role_path: str = "/") -> None:
+    """Raise `UserError` if a policy for these classes is too long for IAM. Assumes the longest names of regions."""
+    for policy in policies(classes):
+        document = fill_placeholders(
+            policy, pool=pool, account="0" * 12, region="ap-southeast-1", partition="aws-us-gov", role_path=role_path
+        )
+        size = len(json.dumps(document, separators=(",", ":")))
+        if size > MAX_POLICY:
+            raise UserError(
+                f"resource-class-config: the policy {policy.name} for {len(classes)} classes has {size:,} characters, "
+                f"and IAM accepts {MAX_POLICY:,}",
+                field="resource-class-config",
+                fix="use fewer classes, shorter names of classes, or a wildcard for several instance-types",
+            )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from remuda.deployment.api import AwsApi, tags_of
+from remuda.deployment.template import NAMES
 from remuda.domain.errors import Partial, Unavailable, UserError
 from remuda.ports.clock import Clock
 
@@ -81,6 +82,14 @@ class StackChange:
     @property
     def loses_data(self) -> bool:
         return self.resource_type == TABLE_TYPE and (self.is_replaced or self.action == "Remove")
+
+    @property
+    def fails(self) -> bool:
+        """Whether CloudFormation would refuse it in the middle of the update: it cannot replace what keeps its name.
+
+        A conditional replacement is none here: every change of its launch template is one for an Auto Scaling group.
+        """
+        return self.resource_type in NAMES and self.replacement == "True"
 
 
 def stored_parameters(stack: StackState | None) -> Mapping[str, str]:

@@ -31,6 +31,7 @@ from remuda.deployment.policies import (
     BROKER,
     CREDENTIAL,
     CREDENTIALS,
+    DESCRIPTIONS,
     EC2,
     ENVIRONMENT,
     FUNCTIONS,
@@ -39,6 +40,7 @@ from remuda.deployment.policies import (
     SCHEDULED,
     STACK,
     VOLUME_KEY,
+    attached,
     log_group,
     policies,
     queue_name,
@@ -82,10 +84,29 @@ HAS_LISTENER = "HasListener"
 SET_ALARMS = "RunnerSetAlarms"
 HAS_VOLUME_KEY = "HasVolumeKey"
 HAS_BOUNDARY = "HasPermissionsBoundary"
+HAS_ROLE_PATH = "HasRolePath"
 #: Policies that exist only under a condition.
 POLICY_CONDITIONS = {"volume-key": HAS_VOLUME_KEY}
-#: Consecutive failed runs before an alarm. The next run makes up for a single failure.
-ALARM_AFTER = 3
+#: The property with the name of a resource. CloudFormation does not replace a resource that keeps its name ("Name type"
+#: in its template reference): the update is rolled back.
+NAMES = {
+    "AWS::AutoScaling::AutoScalingGroup": "AutoScalingGroupName",
+    "AWS::AutoScaling::LifecycleHook": "LifecycleHookName",
+    "AWS::CloudWatch::Alarm": "AlarmName",
+    "AWS::DynamoDB::Table": "TableName",
+    "AWS::EC2::LaunchTemplate": "LaunchTemplateName",
+    "AWS::Events::Rule": "Name",
+    "AWS::IAM::InstanceProfile": "InstanceProfileName",
+    "AWS::IAM::ManagedPolicy": "ManagedPolicyName",
+    "AWS::IAM::Role": "RoleName",
+    "AWS::Lambda::Function": "FunctionName",
+    "AWS::Logs::LogGroup": "LogGroupName",
+    "AWS::SQS::Queue": "QueueName",
+    "AWS::SSM::Parameter": "Name",
+}
+#: Bad periods before an alarm, as the next run makes up for a single failure, and the periods that they may be among: a
+#: command may run much less often than every period. In a row where nothing is as bad as a failure.
+ALARM_AFTER, ALARM_WITHIN = 3, 12
 #: Settings of the functions that are parameters of the stack.
 STACK_SETTINGS = tuple(declared for declared in SETTINGS.values() if declared.is_parameter)
 #: Parameters that contain the runner sets and the places of machines.
@@ -139,20 +160,23 @@ def template(classes: Sequence[ResourceClass] = DEFAULT_CLASSES, *, issuer: str 
                 "Type": "AWS::IAM::InstanceProfile",
                 "Properties": {"InstanceProfileName": substituted(AGENT_NAME), "Roles": [{"Ref": "AgentRole"}]},
             },
-            "WorkflowRole": _workflow_role(issuer),
+            "WorkflowRole": _workflow_role(issuer, classes),
             # Only reviewed code on this branch may change the pool; other branches may only use it.
-            "RefreshRole": _github_role("refresh", issuer, _refresh_subjects(issuer), SCHEDULED, "HasRefresh"),
+            "RefreshRole": _github_role(
+                "refresh", issuer, _refresh_subjects(issuer), attached(SCHEDULED, classes), "HasRefresh"
+            ),
             "Settings": _settings(),
             **{logs_id(who): _logs(who) for who in FUNCTIONS},
-            **{name: resource for who in SCHEDULED for name, resource in _scheduled(who).items()},
-            **_broker(),
-            **_listener(),
+            **{name: resource for who in SCHEDULED for name, resource in _scheduled(who, classes).items()},
+            **_broker(classes),
+            **_listener(classes),
             **{_logical(who, "Alarm"): _alarm(who) for who in FUNCTIONS},
             "ProvisionAlarm": _provision_alarm(),
             "RunnerVersionAlarm": _runner_version_alarm(),
             "BudgetAlarm": _budget_alarm(),
             "ListenerAlarm": _listener_alarm(),
             "WaitingJobsAlarm": _waiting_jobs_alarm(),
+            "ThrottlesAlarm": _throttles_alarm(),
         },
         "Outputs": _outputs(),
     }
@@ -186,6 +210,7 @@ def _conditions() -> dict[str, Any]:
         "IsApp": _is_set("GithubAppId"),
         HAS_VOLUME_KEY: _is_set(VOLUME_KEY_PARAMETER),
         HAS_BOUNDARY: _is_set("PermissionsBoundary"),
+        HAS_ROLE_PATH: {"Fn::Not": [{"Fn::Equals": [{"Ref": "RolePath"}, "/"]}]},
         "HasEnvironment": _is_set("GithubEnvironment"),
         # Without an image the functions leave the stored configuration as it is.
         "Configures": _is_set("Ami"),
@@ -442,7 +467,7 @@ def _managed(policy: Policy) -> Resource:
         "Type": "AWS::IAM::ManagedPolicy",
         "Properties": {
             "ManagedPolicyName": substituted(f"{NAME}-{policy.name}"),
-            "Description": f"For {policy.holder.replace('`', '')}.",
+            **({"Description": DESCRIPTIONS[policy.name]} if policy.name in DESCRIPTIONS else {}),
             "PolicyDocument": render(policy.document(), substituted),
         },
     }
@@ -460,7 +485,7 @@ def _role(
     name: str,
     principal: Mapping[str, Any],
     action: str,
-    attached: Sequence[str],
+    policy_names: Sequence[str],
     conditions: Mapping[str, Any] | None = None,
 ) -> Resource:
     trust: dict[str, Any] = {"Effect": "Allow", "Principal": dict(principal), "Action": action}
@@ -471,12 +496,13 @@ def _role(
         "Properties": {
             # Fixed names, because policies refer to the role of the agent by name.
             "RoleName": substituted(f"{NAME}-{name}"),
-            "Path": {"Ref": "RolePath"},
+            # Not written as the default: for CloudFormation, to add a path is to replace the role.
+            "Path": {"Fn::If": [HAS_ROLE_PATH, {"Ref": "RolePath"}, {"Ref": "AWS::NoValue"}]},
             "PermissionsBoundary": {
                 "Fn::If": [HAS_BOUNDARY, {"Ref": "PermissionsBoundary"}, {"Ref": "AWS::NoValue"}],
             },
             "AssumeRolePolicyDocument": {"Version": VERSION, "Statement": [trust]},
-            "ManagedPolicyArns": [_policy_arn(policy) for policy in attached],
+            "ManagedPolicyArns": [_policy_arn(policy) for policy in policy_names],
             "Tags": TAGS,
         },
     }
@@ -500,12 +526,13 @@ def _workflow_subjects(issuer: str) -> Mapping[str, Any]:
     }
 
 
-def _workflow_role(issuer: str) -> Resource:
+def _workflow_role(issuer: str, classes: Sequence[ResourceClass]) -> Resource:
     role = _github_role("workflow", issuer, _workflow_subjects(issuer), (), "HasWorkflow")
     # Without functions there is no broker, and workflows provision in direct mode.
     direct = [{"Fn::If": [HAS_FUNCTIONS, {"Ref": "WorkflowPolicy"}, {"Ref": "ProvisionPolicy"}]}]
-    key = {"Fn::If": [HAS_FUNCTIONS, {"Ref": "AWS::NoValue"}, _policy_arn("volume-key")]}
-    role["Properties"]["ManagedPolicyArns"] = [*direct, key]
+    _, *more = attached(("provision", "volume-key"), classes)
+    direct += [{"Fn::If": [HAS_FUNCTIONS, {"Ref": "AWS::NoValue"}, _policy_arn(name)]} for name in more]
+    role["Properties"]["ManagedPolicyArns"] = direct
     return role
 
 
@@ -514,10 +541,12 @@ def _refresh_subjects(issuer: str) -> Mapping[str, Any]:
 
 
 def _github_role(
-    name: str, issuer: str, subjects: Mapping[str, Any], attached: Sequence[str], condition: str
+    name: str, issuer: str, subjects: Mapping[str, Any], policy_names: Sequence[str], condition: str
 ) -> Resource:
     conditions = {"StringEquals": {f"{issuer}:aud": "sts.amazonaws.com"}, **subjects}
-    role = _role(name, {"Federated": {"Ref": "OidcProviderArn"}}, "sts:AssumeRoleWithWebIdentity", attached, conditions)
+    role = _role(
+        name, {"Federated": {"Ref": "OidcProviderArn"}}, "sts:AssumeRoleWithWebIdentity", policy_names, conditions
+    )
     return _only_if(condition, role)
 
 
@@ -561,13 +590,20 @@ def _only_if(condition: str, resource: Resource) -> Resource:
 
 
 def _function(
-    who: str, handler: str, description: str, attached: Sequence[str], *, memory_mb: int, timeout_s: int, reserved: Any
+    who: str,
+    handler: str,
+    description: str,
+    policy_names: Sequence[str],
+    *,
+    memory_mb: int,
+    timeout_s: int,
+    reserved: Any,
 ) -> dict[str, Resource]:
     """A function and its role."""
     role, function = (_logical(who, kind) for kind in ("FunctionRole", "Function"))
     service = {"Service": "lambda.amazonaws.com"}
     return {
-        role: _role(f"{who}-function", service, "sts:AssumeRole", (*attached, f"{who}-function")),
+        role: _role(f"{who}-function", service, "sts:AssumeRole", (*policy_names, f"{who}-function")),
         function: {
             "Type": "AWS::Lambda::Function",
             "Properties": {
@@ -599,7 +635,7 @@ def _function(
     }
 
 
-def _scheduled(who: str) -> dict[str, Resource]:
+def _scheduled(who: str, classes: Sequence[ResourceClass]) -> dict[str, Resource]:
     """A command every five minutes: a function, its role, and the rule that invokes it."""
     function, rule = (_logical(who, kind) for kind in ("Function", "Schedule"))
     made = {
@@ -607,7 +643,7 @@ def _scheduled(who: str) -> dict[str, Resource]:
             who,
             HANDLER,
             f"remuda {who}",
-            (who,),
+            attached((who,), classes),
             memory_mb=FUNCTION_MB,
             timeout_s=FUNCTION_TIMEOUT_S,
             reserved={"Fn::If": ["Reserves", 1, {"Ref": "AWS::NoValue"}]},
@@ -642,7 +678,7 @@ def _scheduled(who: str) -> dict[str, Resource]:
     return {name: _only_if(HAS_FUNCTIONS, resource) for name, resource in made.items()}
 
 
-def _broker() -> dict[str, Resource]:
+def _broker(classes: Sequence[ResourceClass]) -> dict[str, Resource]:
     """The broker, and its public URL, which anyone may call: the broker itself verifies the caller's token.
 
     Since October 2025 a URL needs both permissions ("Control access to Lambda function URLs" in AWS' documentation).
@@ -652,7 +688,7 @@ def _broker() -> dict[str, Resource]:
         BROKER,
         BROKER_HANDLER,
         "remuda provision and release for workflows",
-        ("provision", "volume-key"),
+        attached(("provision", "volume-key"), classes),
         memory_mb=BROKER_MB,
         timeout_s=BROKER_TIMEOUT_S,
         reserved={"Fn::If": ["LimitsBroker", {"Ref": "BrokerConcurrency"}, {"Ref": "AWS::NoValue"}]},
@@ -687,7 +723,7 @@ def _broker() -> dict[str, Resource]:
 # Listener -----------------------------------------------------------------------------------------------------------
 
 
-def _listener() -> dict[str, Resource]:
+def _listener(classes: Sequence[ResourceClass]) -> dict[str, Resource]:
     """The listener on its own instance, which an Auto Scaling group replaces if it fails.
 
     During a replacement there may be two: the lease lets one of them serve the sets. Template and instance do not have
@@ -696,7 +732,9 @@ def _listener() -> dict[str, Resource]:
     name = substituted(f"{NAME}-{LISTENER}")
     named = {"Key": "Name", "Value": name}
     made: dict[str, Resource] = {
-        "ListenerRole": _role(LISTENER, {"Service": EC2}, "sts:AssumeRole", ("provision", "volume-key", LISTENER)),
+        "ListenerRole": _role(
+            LISTENER, {"Service": EC2}, "sts:AssumeRole", attached(("provision", "volume-key", LISTENER), classes)
+        ),
         "ListenerProfile": {
             "Type": "AWS::IAM::InstanceProfile",
             "Properties": {"InstanceProfileName": name, "Roles": [{"Ref": "ListenerRole"}]},
@@ -792,9 +830,7 @@ def _alarm(who: str) -> Resource:
         "The broker crashes; its log contains the error."
         if who == BROKER
         else f"remuda {who} fails; its log contains the error.",
-        namespace="AWS/Lambda",
-        metric="Errors",
-        dimensions={"FunctionName": {"Ref": _logical(who, "Function")}},
+        _metric("AWS/Lambda", "Errors", {"FunctionName": {"Ref": _logical(who, "Function")}}),
         # A missing refresh is as bad as a failed one; scale-down may be disabled, and the broker waits for workflows.
         missing="breaching" if who == "refresh" else "notBreaching",
     )
@@ -835,8 +871,8 @@ def _listener_alarm() -> Resource:
         command="listen",
         missing="breaching",
         condition=SET_ALARMS,
-        Period=60,
-        ComparisonOperator="LessThanThreshold",
+        period_s=60,
+        comparison="LessThanThreshold",
     )
 
 
@@ -850,44 +886,62 @@ def _waiting_jobs_alarm() -> Resource:
 
 
 def _metric_alarm(
-    name: str, description: str, *, metric: str, command: str, missing: str = "notBreaching", **more: Any
+    name: str,
+    description: str,
+    *,
+    metric: str,
+    command: str,
+    missing: str = "notBreaching",
+    period_s: int = 300,
+    **more: str,
 ) -> Resource:
     """On a metric that a command of the pool writes."""
-    dimensions = {"Pool": {"Ref": "Pool"}, "Command": command}
+    watched = {**_metric(NAMESPACE, metric, {"Pool": {"Ref": "Pool"}, "Command": command}), "Period": period_s}
+    return _alarm_on(name, description, watched, missing=missing, **more)
+
+
+def _throttles_alarm() -> Resource:
+    """Of the broker: nothing else notices it. A refresh that does not run has an alarm."""
     return _alarm_on(
-        name, description, namespace=NAMESPACE, metric=metric, dimensions=dimensions, missing=missing, **more
+        "throttles",
+        "Lambda refuses calls of the broker: too many at a time for the account, or for what is reserved.",
+        _metric("AWS/Lambda", "Throttles", {"FunctionName": {"Ref": _logical(BROKER, "Function")}}),
     )
+
+
+def _metric(namespace: str, name: str, dimensions: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "Namespace": namespace,
+        "MetricName": name,
+        "Dimensions": [{"Name": key, "Value": value} for key, value in dimensions.items()],
+        "Statistic": "Sum",
+        "Period": 300,
+    }
 
 
 def _alarm_on(
     name: str,
     description: str,
+    watched: Mapping[str, Any],
     *,
-    namespace: str,
-    metric: str,
-    dimensions: Mapping[str, Any],
-    missing: str,
+    missing: str = "notBreaching",
     condition: str = ALARMS,
-    **more: Any,
+    comparison: str = "GreaterThanOrEqualToThreshold",
 ) -> Resource:
-    """`more` are properties that differ from the usual ones."""
+    """`watched` are the properties with the metric."""
     alarm: Resource = {
         "Type": "AWS::CloudWatch::Alarm",
         "Properties": {
             "AlarmName": substituted(f"{NAME}-{name}"),
             "AlarmDescription": description,
-            "Namespace": namespace,
-            "MetricName": metric,
-            "Dimensions": [{"Name": key, "Value": value} for key, value in dimensions.items()],
-            "Statistic": "Sum",
-            "Period": 300,
-            "EvaluationPeriods": ALARM_AFTER,
+            **watched,
+            "EvaluationPeriods": ALARM_AFTER if missing == "breaching" else ALARM_WITHIN,
+            "DatapointsToAlarm": ALARM_AFTER,
             "Threshold": 1,
-            "ComparisonOperator": "GreaterThanOrEqualToThreshold",
+            "ComparisonOperator": comparison,
             "TreatMissingData": missing,
             "AlarmActions": [{"Ref": "AlarmTopicArn"}],
             "OKActions": [{"Ref": "AlarmTopicArn"}],
-            **more,
         },
     }
     return _only_if(condition, alarm)

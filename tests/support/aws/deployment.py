@@ -35,6 +35,7 @@ from remuda.adapters.system.clock import SystemClock
 from remuda.cli.main import main as run_remuda
 from remuda.deployment.api import AwsApi
 from remuda.deployment.bundles import SUMS, BundleUse, bundle_name
+from remuda.deployment.template import GITHUB
 from remuda.domain.instance import State
 from remuda.ports.compute import POOL_TAG
 from tests.support.aws.servers import LOOPBACK, aws_client
@@ -74,8 +75,16 @@ RESOURCES = (
 CUT_AFTER = "REMUDA_TEST_CUT_AFTER"
 
 
+#: Variable with a file: the command deploys this template.
+TEMPLATE_FILE = "REMUDA_TEST_TEMPLATE"
+
+
 def main(arguments: list[str]) -> int:
-    """The `remuda` command, cut after an operation. For `start_cli`."""
+    """The `remuda` command, cut after an operation, or with another template. For `start_cli`."""
+    if file := os.environ.pop(TEMPLATE_FILE, ""):
+        text = Path(file).read_text("utf-8")
+        with patch("remuda.deployment.deploy.template", lambda _, issuer: json.loads(text.replace(GITHUB, issuer))):
+            return run_remuda(arguments)
     operation, _, number = os.environ.pop(CUT_AFTER).partition(":")
     original = AwsApi._call
 
@@ -186,6 +195,15 @@ class EmptyAccount:
     async def cut(self, arguments: list[str], operation: str, number: int = signal.SIGKILL) -> CommandResult:
         """Run a command that gets this signal once AWS has carried out an operation."""
         environment = self.environment(**{CUT_AFTER: f"{operation}:{number}"})
+        command = await start_cli(arguments, environment=environment, cwd=self.stack.folder, program=__name__)
+        return await command.result()
+
+    async def deploy_template(self, template: Mapping[str, Any], *more: str, pool: str) -> CommandResult:
+        """Deploy another template than that of this version."""
+        file = self.stack.folder / f"template-{pool}.json"
+        file.write_text(json.dumps(template), encoding="utf-8")
+        environment = self.environment(**{TEMPLATE_FILE: str(file)})
+        arguments = self.arguments("--json", *more, pool=pool)
         command = await start_cli(arguments, environment=environment, cwd=self.stack.folder, program=__name__)
         return await command.result()
 

@@ -2,7 +2,9 @@
 
 The first argument is a file with the seconds to add to the real time, as one double. Visibility timeouts and item
 expiry follow that clock, so no test has to wait for them. Long pauses of background tasks are shortened. Conditions of
-CloudFormation templates may contain Fn::Join of a list parameter, like on AWS.
+CloudFormation templates may contain Fn::Join of a list parameter, like on AWS. Change sets evaluate conditions first,
+as AWS does ("Conditions" in the guide of CloudFormation): a new parameter in the other branch of an Fn::If changes
+nothing.
 """
 
 import importlib
@@ -12,6 +14,7 @@ import mmap
 import struct
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +22,21 @@ real_time = time.time  # noqa: TID251 - the clock to move
 real_sleep = time.sleep  # noqa: TID251
 LONGEST_SLEEP_S = 0.5
 CONDITIONS = "ministack.services.cloudformation.engine"
+CHANGE_SETS = "ministack.services.cloudformation.changesets"
 
 
 def sleep(seconds: Any) -> None:
     real_sleep(min(float(seconds), LONGEST_SLEEP_S))
 
 
-class ConditionsFinder(importlib.abc.MetaPathFinder):
-    """Changes the evaluation of conditions when it is imported, which takes too long for servers without stacks."""
+class ChangingFinder(importlib.abc.MetaPathFinder):
+    """Changes a module when it is imported, which takes too long for servers without stacks."""
+
+    def __init__(self, name: str, change: Callable[[Any], None]) -> None:
+        self._name, self._change = name, change
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:  # noqa: ARG002 - those of the base class
-        if name != CONDITIONS:
+        if name != self._name:
             return None
         sys.meta_path.remove(self)
         spec: Any = importlib.util.find_spec(name)
@@ -37,13 +44,47 @@ class ConditionsFinder(importlib.abc.MetaPathFinder):
 
         def exec_module(module: Any) -> None:
             execute(module)
-            evaluate = module._evaluate_conditions
-            module._evaluate_conditions = lambda template, parameters: evaluate(
-                {**template, "Conditions": joined(template.get("Conditions", {}), parameters)}, parameters
-            )
+            self._change(module)
 
         spec.loader.exec_module = exec_module
         return spec
+
+
+def change_conditions(module: Any) -> None:
+    evaluate = module._evaluate_conditions
+    module._evaluate_conditions = lambda template, parameters: evaluate(
+        {**template, "Conditions": joined(template.get("Conditions", {}), parameters)}, parameters
+    )
+
+
+def change_change_sets(module: Any) -> None:
+    compare = module._diff_resources
+
+    def diff(old: Any, new: Any, resources: Any, template: Any, parameters: Any, retag: Any) -> Any:
+        """`old` and `new` are evaluated, `template` is not."""
+        template = {**template, "Resources": dict(template["Resources"])}
+        for name, each in template["Resources"].items():
+            before, after = (one.get("Resources", {}).get(name, {}).get("Properties") or {} for one in (old, new))
+            properties = {
+                key: without(value, parameters) if before.get(key) == after.get(key) else value
+                for key, value in (each.get("Properties") or {}).items()
+            }
+            template["Resources"][name] = {**each, "Properties": properties}
+        return compare(old, new, resources, template, parameters, retag)
+
+    module._diff_resources = diff
+
+
+def without(value: Any, names: Any) -> Any:
+    """An expression without its references to these parameters."""
+    match value:
+        case {"Ref": name} if name in names:
+            return ""
+        case dict():
+            return {key: without(each, names) for key, each in value.items()}
+        case list():
+            return [without(each, names) for each in value]
+    return value
 
 
 def joined(value: Any, parameters: Any) -> Any:
@@ -63,7 +104,8 @@ def main() -> None:
         offset = mmap.mmap(file.fileno(), 8)
     time.time = lambda: real_time() + struct.unpack("<d", offset[:8])[0]  # noqa: TID251
     time.sleep = sleep  # noqa: TID251
-    sys.meta_path.insert(0, ConditionsFinder())
+    sys.meta_path.insert(0, ChangingFinder(CONDITIONS, change_conditions))
+    sys.meta_path.insert(0, ChangingFinder(CHANGE_SETS, change_change_sets))
     # Imported after the clock is replaced, because it binds `time.time`.
     importlib.import_module("ministack.app").main()
 

@@ -6,7 +6,9 @@ test_least_privilege.py checks resources of other pools, test_policy_calls.py th
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -20,21 +22,24 @@ from remuda.adapters.aws.dynamodb.schema import INDEXES
 from remuda.deployment.policies import (
     ANY_RESOURCE,
     ATTRIBUTES,
+    FURTHER_QUEUES,
+    MAX_POLICY,
     ORPHAN_TAG,
     RETURN_VALUES,
+    check_policies,
     launch_types,
     policies,
     provision,
 )
 from remuda.deployment.statements import fill_placeholders
-from remuda.domain.resources import parse_classes
+from remuda.deployment.template import template
+from remuda.domain.errors import UserError
+from remuda.domain.resources import ResourceClass, parse_classes
 from remuda.domain.scale_down.fleet import GHR_APPLICATION, GHR_APPLICATION_TAG, GHR_ENVIRONMENT_TAG
 from remuda.ports.compute import POOL_TAG
 from tests.support.iam import IamRequest, Value, allows
 
 ACCOUNT, REGION = "123456789012", "eu-central-1"
-#: Maximum length of a managed policy, without white space.
-MAX_POLICY_CHARS = 6_144
 
 no_deadline = settings(deadline=None)
 
@@ -345,7 +350,52 @@ def test_a_policy_fits_the_limit_of_iam(name):
     longest = fill_placeholders(
         POLICIES[name], pool="p" * 20, account=ACCOUNT, region="ap-southeast-1", partition="aws-us-gov"
     )
-    assert len(json.dumps(longest, separators=(",", ":"))) <= MAX_POLICY_CHARS
+    assert len(json.dumps(longest, separators=(",", ":"))) <= MAX_POLICY
+
+
+def many_classes(count: int, **fields: Any) -> tuple[ResourceClass, ...]:
+    (made,) = parse_classes({"one": {"cpu": 2, "mmem": 4096, **fields}})
+    return tuple(replace(made, name=f"class-number-{number:02}") for number in range(count))
+
+
+def test_sixty_classes_fit_the_limit_of_iam():
+    check_policies(many_classes(60), pool="p" * 20, role_path="/ci/runners/")
+
+
+def test_each_class_has_its_queue_and_no_pool_has_that_of_another():
+    classes = many_classes(60)
+    made = {
+        policy.name: fill_placeholders(policy, pool="ci", account=ACCOUNT, region=REGION)
+        for policy in policies(classes)
+    }
+    for command, further in FURTHER_QUEUES.items():
+        for each in classes:
+            own, other = (arn("sqs", f"remuda-{pool}-{each.name}") for pool in ("ci", "ci-nightly"))
+            assert sum(may(made[name], "sqs:ReceiveMessage", own) for name in (command, further)) == 1
+            assert not any(may(made[name], "sqs:ReceiveMessage", other) for name in (command, further))
+            assert sum(may(made[name], "sqs:CreateQueue", own) for name in (command, further)) == (command == "refresh")
+    resources = template(classes)["Resources"]
+    for role in ("BrokerFunctionRole", "ListenerRole", "RefreshFunctionRole", "RefreshRole", "WorkflowRole"):
+        text = json.dumps(resources[role]["Properties"]["ManagedPolicyArns"])
+        assert "QueuesPolicy" in text
+        assert text.count("ProvisionQueuesPolicy") == text.count('"ProvisionPolicy"')
+        assert text.count("RefreshQueuesPolicy") == text.count('"RefreshPolicy"')
+    # With fewer classes, nothing changes for roles of one's own.
+    assert {policy.name for policy in policies(many_classes(10))} == set(POLICIES)
+
+
+def test_classes_that_do_not_fit_are_refused_with_the_size():
+    classes = [
+        many_classes(1, **{"instance-types": " ".join(f"{family}{number}i.{number}xlarge" for number in range(1, 60))})
+        for family in "mc"
+    ]
+    with pytest.raises(UserError) as caught:
+        check_policies([each for made in classes for each in made], pool="p" * 20)
+    assert re.fullmatch(
+        r"resource-class-config: the policy provision for 2 classes has 6,\d{3} characters, and IAM accepts 6,144",
+        caught.value.message,
+    )
+    assert caught.value.field == "resource-class-config"
 
 
 @pytest.mark.parametrize("name", POLICIES)

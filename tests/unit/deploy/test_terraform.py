@@ -7,6 +7,7 @@ without the other fails.
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ import pytest
 
 import build
 import terraform_module
+from remuda.deployment.policies import policies
 from remuda.deployment.template import STACK_SETTINGS, template
+from remuda.domain.resources import parse_classes
 from tests.support.iam import IamRequest, allows
 from tests.support.terraform import HclError, TerraformModule, TerraformPlan, parse
 from tests.support.terraform_twins import (
@@ -63,6 +66,21 @@ def test_the_module_creates_the_resources_of_the_template(case):
     assert sorted(found) == sorted(expected)
     for key, properties in expected.items():
         assert found[key] == properties, key
+
+
+@pytest.mark.parametrize("case", ["functions", "refresh role", "workflow role with a key", "everything"])
+def test_the_module_for_many_classes_creates_the_resources_of_their_template(case, tmp_path):
+    """As `build.py --classes` makes it: the queues of further classes have policies of their own."""
+    classes = parse_classes({f"class-{number}": {"cpu": 2, "mmem": 4096} for number in range(30)})
+    folder = tmp_path / "module"
+    shutil.copytree(FOLDER, folder)
+    for file, text in terraform_module.files(policies(classes), classes).items():
+        (folder / file.relative_to(FOLDER)).write_text(text, encoding="utf-8")
+    module = TerraformModule.load(folder)
+    given = variables_of(module, CASES[case])
+    found = twins(TerraformPlan(module=module, given=given, data=DATA, computed=computed).instances())
+    assert found == stacked(stack_of(CASES[case], classes))
+    assert ("AWS::IAM::ManagedPolicy", f"remuda-{given.get('pool', 'default')}-refresh-queues") in found
 
 
 @pytest.mark.parametrize("case", CASES)
