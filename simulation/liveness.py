@@ -33,6 +33,8 @@ class LivenessInvariants:
         self._quiet_at = world.clock.now()
         #: When each stale registration was first seen.
         self._stale: dict[int, datetime] = {}
+        #: Last check at which some repository's runs could not be read.
+        self._unreadable_at = self._quiet_at
         self.checks = 0
 
     def swept(self) -> None:
@@ -172,8 +174,9 @@ class LivenessInvariants:
         """The first sweep after the end records it, the first one after the grace period releases the run."""
         world = self._world
         patience_s = world.most("ended_run_grace_s") + CHECK_INTERVAL_S + 2 * (self._sweep_s + self._sweep_duration_s)
-        # A repository whose runs could not be read is asked about again later.
+        # A repository whose runs could not be read is asked about again later: the time of both sweeps begins then.
         if any(map(UnreadableRepository.parse, world.database.first_seen)):
+            self._unreadable_at = world.clock.now()
             return
         for provision in world.database.provisions.values():
             key = provision.repository.lower(), int(provision.run_id) if provision.run_id.isdecimal() else 0
@@ -181,7 +184,7 @@ class LivenessInvariants:
             if run is None or ended_at is None or provision.status is not ProvisionStatus.COMMITTED:
                 continue
             self.checks += 1
-            since = self._since(START + timedelta(seconds=ended_at))
+            since = max(self._since(START + timedelta(seconds=ended_at)), self._unreadable_at)
             late = world.clock.now() - since > timedelta(seconds=patience_s) + world.max_skew
             if run.has_ended and key[0] == SCOPE and late and self._holds(provision.provision_id):
                 yield "L8", f"run {provision.run_id} has ended, and {provision.provision_id} holds its instances", ""
