@@ -292,10 +292,14 @@ MISTAKES = [
     ("deploy --pre-runner-script x", "--pre-runner-script", "", "put the script into the image of --ami"),
     ("refresh --margin-sec 3", "--margin-sec", "--margin-sec", "set REMUDA_MARGIN_SEC, or margin-sec in remuda.toml"),
     ("status --yes", "--yes", "--yes", "it is an option of remuda terminate, deploy, destroy"),
+    ("destroy --backend aws", "--backend", "--backend", "omit it: remuda destroy always works on AWS"),
+    ("status --region eu-west-1", "--region", "--region", "set AWS_REGION"),
+    ("up --max-uses 5", "--max-uses", "--max-uses", "run remuda refresh with --max-uses after remuda up"),
     ("budget -5", "-5", "-5", "give a number from 0, as in remuda budget 500"),
     ("budget much", "DOLLARS", "got 'much'", "such as remuda budget 500"),
     # Settings
     ("refresh --ami ami-01234567", "--ami", "is 'ami-01234567', which the local", "omit --ami, or use --backend aws"),
+    ("doctor --ami ami-01234567", "--ami", "is 'ami-01234567', which the local", "omit --ami, or use --backend aws"),
     ("refresh --actions-runner-version 2.330.0", "--actions-runner-version", "2.330.0", "or use --backend aws"),
     ("refresh --prices nope.json", "--prices", "'nope.json' cannot be read", "JSON price table"),
     ("refresh --runner-sets @no.json", "--runner-sets", "'@no.json', but the file cannot be read", "after the @"),
@@ -320,6 +324,8 @@ MISTAKES = [
     ("drain --ami foo", "--ami", "is 'foo', not the id of an image", "such as ami-0123456789abcdef0"),
     # Places
     ("down --dir /nowhere", "--dir", "is '/nowhere', where there is no local backend", "--dir"),
+    ("status --dir sets.json", "--dir", "--dir sets.json is a file", "name the directory of remuda up"),
+    ("status --dir 'a state'", "--dir", "in a state is not running", "run remuda up --dir 'a state'"),
     ("down --purge", "--dir", "is '.remuda', where there is no local backend", "--dir"),
     ("destroy --yes --region eu-central-9", "--region", "is 'eu-central-9', which is not a region", "use eu-central-"),
     ("deploy --yes --region eu-cental-1 --dist .", "--region", "is 'eu-cental-1'", "use eu-central-1"),
@@ -386,6 +392,14 @@ WORKFLOWS = [
 ]
 
 
+@pytest.mark.parametrize("job", ["a b", "1", "a.b", "-a"])
+def test_the_id_of_a_job_is_one_of_github(shell: Shell, job: str) -> None:
+    (shell.folder / "w.yml").write_text(f"jobs:\n  {job}: {{runs-on: ubuntu-latest, steps: [{{run: 'true'}}]}}\n")
+    error = shell.refused("run-workflow", "w.yml")
+    assert (error["field"], error["message"]) == (f"jobs.{job}", f"line 2: jobs.{job} is no id of a job")
+    assert "beginning with a letter or '_'" in error["fix"]
+
+
 @pytest.mark.parametrize(("job", "field", "message", "fix"), WORKFLOWS, ids=[each[0][:60] for each in WORKFLOWS])
 def test_a_mistake_in_a_workflow_is_answered_with_its_place(
     shell: Shell, job: str, field: str, message: str, fix: str
@@ -396,6 +410,12 @@ def test_a_mistake_in_a_workflow_is_answered_with_its_place(
     assert error["field"] == field
     assert message in error["message"]
     assert fix in error["fix"]
+
+
+def test_at_most_three_other_backends_are_named(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    others = [f"/srv/{name}" for name in ("a", "b c", "d", "e")]
+    monkeypatch.setattr("remuda.wiring.local.running_backends", lambda _: others)
+    assert shell.refused("down", "--dir", "elsewhere")["fix"] == "use --dir /srv/a or --dir '/srv/b c' or --dir /srv/d"
 
 
 # State directory --------------------------------------------------------------------------------------------------
@@ -609,6 +629,14 @@ def test_a_scope_without_a_token_is_reported_before_any_launch(backend: Shell) -
     assert (done.returncode, error["field"]) == (2, "github-scope")
     assert error["fix"] == "run remuda refresh --dir state --github-scope some/other"
     assert machines(backend) == []
+
+
+def test_a_second_listener_says_how_to_wait(backend: Shell) -> None:
+    sets = '[{"name": "x", "labels": ["x"], "resource-class": "large", "max": 1}]'
+    assert backend("refresh", "--dir", "state", "--runner-sets", sets).returncode == 0
+    done = backend("listen", "--once", "--dir", "state", "--json")
+    error = json.loads(done.stdout)["error"]
+    assert (done.returncode, error["fix"]) == (4, "omit --once, to wait until the other listener ends")
 
 
 def test_a_locked_store_is_unavailable(backend: Shell) -> None:

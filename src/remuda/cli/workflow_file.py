@@ -75,6 +75,8 @@ _REASONS = {
     "uses": ("calls another workflow", "copy its jobs into this file"),
     "secrets": ("passes secrets, and there are none here", "set env instead"),
 }
+#: https://docs.github.com/actions/reference/workflow-syntax-for-github-actions#jobsjob_id
+_JOB_ID = re.compile(rf"[A-Za-z_][A-Za-z0-9_-]{{0,{MAX_SHOWN - 1}}}")
 _CHECKOUT = re.compile(r"actions/checkout@\S+")
 _CHECKOUT_INPUTS = frozenset({"fetch-depth", "path"})
 #: Inputs of actions/checkout that make no difference here.
@@ -358,7 +360,10 @@ class _WorkflowParser:
         jobs: list[WorkflowJob] = []
         for key, body in bodies.items():
             place = where.child(bodies, key)
-            if not self._is_name(key, place):
+            if not _JOB_ID.fullmatch(str(key)):
+                self._add(
+                    place, "is no id of a job", "use letters, digits, '-' and '_', beginning with a letter or '_'"
+                )
                 continue
             job = self._mapping(body, place)
             if job:
