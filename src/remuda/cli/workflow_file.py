@@ -361,9 +361,7 @@ class _WorkflowParser:
         for key, body in bodies.items():
             place = where.child(bodies, key)
             if not _JOB_ID.fullmatch(str(key)):
-                self._add(
-                    place, "is no id of a job", "use letters, digits, '-' and '_', beginning with a letter or '_'"
-                )
+                self._add(place, "is no id of a job", "use letters, digits, '-' and '_', and begin with a letter")
                 continue
             job = self._mapping(body, place)
             if job:
