@@ -684,6 +684,8 @@ class _WorkflowParser:
             self._check_action(uses, step, place)
         elif step and not isinstance(step.get("run"), str):
             self._add(place, "has neither run nor uses", "give shell commands under run")
+        elif "with" in step:
+            self._add(place.child(step, "with"), "is for actions, and the step runs commands", "set env instead")
         shell = text("shell", defaults.get("shell", ""))
         if shell not in SHELLS and "${{" not in shell:
             names = ", ".join(name for name in SHELLS if name)
@@ -706,6 +708,8 @@ class _WorkflowParser:
         where = place.child(step, "uses")
         if not _CHECKOUT.fullmatch(uses):
             fix = "replace it by a run step; actions/checkout is supported"
+            if uses.partition("@")[0].endswith("/remuda"):
+                fix = "run the command with the inputs as options, as in run: remuda provision --instance-count 2"
             self._add(where, f"names the action {quote(uses, MAX_SHOWN)}, which cannot run here", fix)
             return
         where, inputs = place.child(step, "with"), step.get("with")
