@@ -13,6 +13,7 @@ import shlex
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -660,6 +661,9 @@ def test_a_scope_without_a_token_is_reported_before_any_launch(backend: Shell) -
 def test_a_second_listener_says_how_to_wait(backend: Shell) -> None:
     sets = '[{"name": "x", "labels": ["x"], "resource-class": "large", "max": 1}]'
     assert backend("refresh", "--dir", "state", "--runner-sets", sets).returncode == 0
+    until = time.monotonic() + LIMIT_S
+    while json.loads(backend("status", "--dir", "state", "--json").stdout)["runner_sets"][0]["session"] != "open":
+        assert time.monotonic() < until
     done = backend("listen", "--once", "--dir", "state", "--json")
     error = json.loads(done.stdout)["error"]
     assert (done.returncode, error["fix"]) == (4, "omit --once, to wait until the other listener ends")
