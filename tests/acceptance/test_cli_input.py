@@ -13,6 +13,7 @@ import shlex
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -290,12 +291,22 @@ MISTAKES = [
     ("refresh --github-token x", "--github-token", "--github-token", "set REMUDA_GITHUB_TOKEN: other users"),
     ("deploy --monthly-budget 5", "--monthly-budget", "--monthly-budget", "run remuda budget 500 --backend aws"),
     ("deploy --pre-runner-script x", "--pre-runner-script", "", "put the script into the image of --ami"),
+    (
+        "deploy --dry-run --dist . --region eu-central-1 --github-token @no",
+        "--github-token",
+        "no cannot be read",
+        "name a readable file after the @",
+    ),
     ("refresh --margin-sec 3", "--margin-sec", "--margin-sec", "set REMUDA_MARGIN_SEC, or margin-sec in remuda.toml"),
     ("status --yes", "--yes", "--yes", "it is an option of remuda terminate, deploy, destroy"),
+    ("destroy --backend aws", "--backend", "--backend", "omit it: remuda destroy always works on AWS"),
+    ("status --region eu-west-1", "--region", "--region", "set AWS_REGION"),
+    ("up --max-uses 5", "--max-uses", "--max-uses", "run remuda refresh with --max-uses after remuda up"),
     ("budget -5", "-5", "-5", "give a number from 0, as in remuda budget 500"),
     ("budget much", "DOLLARS", "got 'much'", "such as remuda budget 500"),
     # Settings
     ("refresh --ami ami-01234567", "--ami", "is 'ami-01234567', which the local", "omit --ami, or use --backend aws"),
+    ("doctor --ami ami-01234567", "--ami", "is 'ami-01234567', which the local", "omit --ami, or use --backend aws"),
     ("refresh --actions-runner-version 2.330.0", "--actions-runner-version", "2.330.0", "or use --backend aws"),
     ("refresh --prices nope.json", "--prices", "'nope.json' cannot be read", "JSON price table"),
     ("refresh --runner-sets @no.json", "--runner-sets", "'@no.json', but the file cannot be read", "after the @"),
@@ -309,17 +320,27 @@ MISTAKES = [
         "'cpus'",
         "did you mean cpu?",
     ),
+    (
+        """refresh --resource-class-config '{"l":{"cpu":2}}'""",
+        "--resource-class-config",
+        "'l' has no mmem",
+        "give an int",
+    ),
     ("""scale-down --idle-config '[{"idlecount":1}]'""", "--idle-config", "key 'idlecount'", "did you mean idleCount?"),
     ("provision --run-id https://github.com/a/b/actions/runs/12", "--run-id", "an address", "give the run id: 12"),
     ("refresh --github-scope https://github.com/acme/app", "--github-scope", "an address", "alone: acme/app"),
     # Ids
     ("drain i-abc", "INSTANCE", "is 'i-abc', with 3 digits", "give at least the first 8 digits after i-"),
     ("terminate i-", "INSTANCE", "is 'i-', with 0 digits", "give at least the first 8 digits after i-"),
+    ("quarantine", "INSTANCE", "no instance is given", "name instances: remuda status --wide lists them"),
     ("explain i-1234567", "RUN|JOB|SET|INSTANCE", "with 7 digits", "give at least the first 8 digits after i-"),
     ("quarantine foo", "INSTANCE", "is 'foo', not an instance id", "run remuda status --wide"),
     ("drain --ami foo", "--ami", "is 'foo', not the id of an image", "such as ami-0123456789abcdef0"),
     # Places
     ("down --dir /nowhere", "--dir", "is '/nowhere', where there is no local backend", "--dir"),
+    ("status --dir sets.json", "--dir", "--dir sets.json is a file", "name the directory of remuda up"),
+    ("status --dir 'a state'", "--dir", "in a state is not running", "run remuda up --dir 'a state'"),
+    ("demo --dir sets.json", "--dir", "--dir sets.json cannot be used", "name a directory that you can write to"),
     ("down --purge", "--dir", "is '.remuda', where there is no local backend", "--dir"),
     ("destroy --yes --region eu-central-9", "--region", "is 'eu-central-9', which is not a region", "use eu-central-"),
     ("deploy --yes --region eu-cental-1 --dist .", "--region", "is 'eu-cental-1'", "use eu-central-1"),
@@ -382,8 +403,28 @@ WORKFLOWS = [
     ("{runs-on: ubuntu-latest, need: b, %s}", "jobs.a.need", "is an unknown key", "did you mean needs?"),
     ("{runs-on: ubuntu-latest, needs: b, %s}", "jobs.a.needs", "names 'b', which does not exist", "name a job"),
     ("{runs-on: ubuntu-latest, steps: {run: 'true'}}", "jobs.a.steps", "is not a list", "begins with '- '"),
+    (
+        "{runs-on: ubuntu-latest, steps: [{uses: acme/remuda@v1, with: {mode: provision}}]}",
+        "jobs.a.steps[0].uses",
+        "names the action 'acme/remuda@v1'",
+        "as in run: remuda provision --instance-count 2",
+    ),
+    (
+        "{runs-on: ubuntu-latest, steps: [{run: 'true', with: {x: y}}]}",
+        "jobs.a.steps[0].with",
+        "is for actions, and the step runs commands",
+        "set env instead",
+    ),
     ("{runs-on: ubuntu-latest, timeout-minutes: 5m, %s}", "jobs.a.timeout-minutes", "is '5m'", "give minutes"),
 ]
+
+
+@pytest.mark.parametrize("job", ["a b", "1", "a.b", "-a"])
+def test_the_id_of_a_job_is_one_of_github(shell: Shell, job: str) -> None:
+    (shell.folder / "w.yml").write_text(f"jobs:\n  {job}: {{runs-on: ubuntu-latest, steps: [{{run: 'true'}}]}}\n")
+    error = shell.refused("run-workflow", "w.yml")
+    assert (error["field"], error["message"]) == (f"jobs.{job}", f"line 2: jobs.{job} is no id of a job")
+    assert "begin with a letter" in error["fix"]
 
 
 @pytest.mark.parametrize(("job", "field", "message", "fix"), WORKFLOWS, ids=[each[0][:60] for each in WORKFLOWS])
@@ -396,6 +437,12 @@ def test_a_mistake_in_a_workflow_is_answered_with_its_place(
     assert error["field"] == field
     assert message in error["message"]
     assert fix in error["fix"]
+
+
+def test_at_most_three_other_backends_are_named(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    others = [f"/srv/{name}" for name in ("a", "b c", "d", "e")]
+    monkeypatch.setattr("remuda.wiring.local.running_backends", lambda _: others)
+    assert shell.refused("down", "--dir", "elsewhere")["fix"] == "use --dir /srv/a or --dir '/srv/b c' or --dir /srv/d"
 
 
 # State directory --------------------------------------------------------------------------------------------------
@@ -609,6 +656,17 @@ def test_a_scope_without_a_token_is_reported_before_any_launch(backend: Shell) -
     assert (done.returncode, error["field"]) == (2, "github-scope")
     assert error["fix"] == "run remuda refresh --dir state --github-scope some/other"
     assert machines(backend) == []
+
+
+def test_a_second_listener_says_how_to_wait(backend: Shell) -> None:
+    sets = '[{"name": "x", "labels": ["x"], "resource-class": "large", "max": 1}]'
+    assert backend("refresh", "--dir", "state", "--runner-sets", sets).returncode == 0
+    until = time.monotonic() + LIMIT_S
+    while json.loads(backend("status", "--dir", "state", "--json").stdout)["runner_sets"][0]["session"] != "open":
+        assert time.monotonic() < until
+    done = backend("listen", "--once", "--dir", "state", "--json")
+    error = json.loads(done.stdout)["error"]
+    assert (done.returncode, error["fix"]) == (4, "omit --once, to wait until the other listener ends")
 
 
 def test_a_locked_store_is_unavailable(backend: Shell) -> None:

@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, packages_distributions, req
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
 #: Folders in which programs find modules of this repository.
@@ -180,3 +181,29 @@ def test_the_programs_of_the_targets_are_found() -> None:
     found = {program.target for program in programs()}
     assert {"demo-aws", "acceptance", "chaos", "bench", "dist", "docs", "smoke-aws"} <= found
     assert {"pytest", "boto3"} & set(foreign_packages(ROOT / "tests/support/aws_demo.py"))
+
+
+#: Targets that set themselves up, and why CI does not run them.
+NOT_IN_CI = {"simulate": "it takes hours", "smoke-aws": "it needs an account", "terraform-test": "it needs Terraform"}
+
+
+def targets_in_makefile() -> set[str]:
+    """Targets that install an environment, without those that `make test` consists of."""
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    rules = {name: f"{before} {recipe}" for names, before, recipe in _RULE.findall(text) for name in names.split()}
+    waiting, tested = ["test"], set()
+    while waiting:
+        name = waiting.pop()
+        if name not in tested:
+            tested.add(name)
+            waiting += [other for other in rules if re.search(rf"(?<![\w/-]){other}(?![\w/-])", rules[name])]
+    return {name for name, rule in rules.items() if "$(VENV)" in rule and name != "clean"} - tested
+
+
+def test_ci_runs_every_target_in_a_fresh_clone() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))
+    matrix = workflow["jobs"]["target"]["strategy"]["matrix"]
+    run = {target.split()[0] for target in [*matrix["target"], *(item["target"] for item in matrix["include"])]}
+    assert run | NOT_IN_CI.keys() == targets_in_makefile()
+    assert not run & NOT_IN_CI.keys()
+    assert workflow["jobs"]["test"]["steps"][-1]["run"] == "sudo make test"

@@ -395,9 +395,11 @@ def _read_file(flag: str, value: str) -> str:
         text = Path(value[1:]).expanduser().read_text(encoding="ascii").strip()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise UserError(f"{flag}: {value[1:][:MAX_SHOWN]} cannot be read: {reason}", field=flag) from None
+        message, fix = f"{flag}: {value[1:][:MAX_SHOWN]} cannot be read: {reason}", "name a readable file after the @"
+        raise UserError(message, field=flag, fix=fix) from None
     if not text:
-        raise UserError(f"{flag}: {value[1:][:MAX_SHOWN]} is empty", field=flag)
+        fix = "store the credential in the file"
+        raise UserError(f"{flag}: {value[1:][:MAX_SHOWN]} is empty", field=flag, fix=fix)
     return text
 
 

@@ -42,6 +42,7 @@ from remuda.wiring.local import (
     layout,
     local_compute,
     local_store,
+    named_backends,
     running_backends,
     stored_config,
     with_stored_pool,
@@ -374,11 +375,11 @@ async def stop(settings: Settings, event_log: EventLog, *, purge: bool) -> DownR
     check_local(settings)
     clock, places = SystemClock(), layout(settings)
     if not places.database.exists():
-        others = running_backends(settings)
+        others = named_backends(settings)
         raise UserError(
             f"{settings.shown('dir')} is {str(settings.dir)!r}, where there is no local backend",
             field=settings.shown("dir"),
-            fix=f"use --dir {' or --dir '.join(others)}" if others else "name the directory of remuda up with --dir",
+            fix=f"use {others}" if others else "name the directory of remuda up with --dir",
         )
     with _locked(places):
         return await _stop(settings, event_log, clock, places, purge=purge)

@@ -43,7 +43,9 @@ def check_selection(selector: InstanceSelector, *, has_filters: bool = True) -> 
         raise UserError("both instances and a filter are given", field="INSTANCE", fix="give one or the other")
     if not is_filter and not selector.instance_ids:
         raise UserError(
-            "no instance is given", field="INSTANCE", fix=f"name instances{', or use --all' if has_filters else ''}"
+            "no instance is given",
+            field="INSTANCE",
+            fix=f"{'use --all, or ' if has_filters else ''}name instances: remuda status --wide lists them",
         )
     return selector
 

@@ -19,7 +19,7 @@ from remuda.config.declaration import (
     flag,
     variable,
 )
-from remuda.config.settings import SETTINGS
+from remuda.config.settings import LOCAL_COMMANDS, SETTINGS
 from remuda.domain.errors import UserError
 from remuda.domain.resources import MAX_SHOWN
 from remuda.domain.text import quote
@@ -124,6 +124,10 @@ def fix_of_unknown_option(name: str, ctx: click.Context | None) -> str:
     if re.fullmatch(r"-[0-9.]+", name):
         return f"give a number from 0, as in remuda {command} 500" if command == "budget" else ""
     on_aws = " --backend aws" if command in DEPLOY_COMMANDS else ""
+    if name == "--backend" and on_aws:
+        return f"omit it: remuda {command} always works on AWS"
+    if name == "--region" and command in LOCAL_COMMANDS:
+        return "set AWS_REGION"
     declared = next((item for item in SETTINGS.values() if flag(item.name) == name), None)
     if declared is not None and declared.kind.is_secret:
         return f"set {variable(declared.name)}: other users of this computer can read the arguments of a command"
@@ -139,6 +143,8 @@ def fix_of_unknown_option(name: str, ctx: click.Context | None) -> str:
     if not owners:
         return ""
     after = ": run it with --backend aws after remuda deploy" if on_aws and owners[0] in POOL_COMMANDS else ""
+    if command == "up" and "refresh" in owners:
+        after = f": run remuda refresh with {name} after remuda up"
     return f"it is an option of remuda {', '.join(owners)}{after}"
 
 

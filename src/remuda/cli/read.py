@@ -26,6 +26,7 @@ from remuda.cli.rendering.table import FittedTable
 from remuda.cli.run import EXIT_OK, plural, run_async
 from remuda.config.declaration import DURATION_EXAMPLES, parse_duration
 from remuda.config.settings import Settings
+from remuda.config.sources import check_backend
 from remuda.controlplane.doctor import exit_code, run_checks
 from remuda.controlplane.read.explain import check_subject, explain
 from remuda.controlplane.read.status import REGISTRATION_CHECK_INTERVAL_S, Status, keep_github_warnings, report, status
@@ -270,6 +271,9 @@ def _write_page(path: Path, text: str) -> None:
 
 def run_doctor(settings: Settings, output: Output) -> int:
     from remuda.wiring.doctor import open_doctor  # noqa: PLC0415 - httpx is slow to import
+
+    for warning in check_backend(settings):
+        output.say(f"warning: {warning}", style="yellow")
 
     async def work() -> Mapping[str, CheckResult]:
         async with open_doctor(settings, background_processes(settings)) as checks:

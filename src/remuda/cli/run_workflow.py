@@ -47,6 +47,8 @@ from remuda.wiring.local import check_local, layout, local_endpoint, stored_conf
 
 EXIT_JOB_FAILED = 1
 _INSTANCE = re.compile(r"i-[0-9a-f]{8,17}$")
+#: In the log of a job that its instance has refused (agent/job-started.sh).
+_REFUSED = re.compile(r"^::error::(Remuda refused this job: .*)$", re.MULTILINE)
 
 #: Seconds of one long poll.
 POLL_S = 20.0
@@ -82,6 +84,8 @@ class WorkflowJobResult:
     steps: tuple[JobStep, ...] = ()
     #: Whether a failure of the job leaves the run successful.
     continues_on_error: bool = False
+    #: Why the instance has refused the job, or empty.
+    refused: str = ""
 
     @property
     def result(self) -> str:
@@ -180,7 +184,10 @@ async def run_workflow(
                 )
                 _save_run(settings, last)
         failed, conclusion = _failed(results), _conclusion_of(results)
-        advice = await _advice(jobs, last, github, client, again) if failed else ""
+        if any(result.refused for result in failed):
+            advice = f"correct runs-on of the jobs that were refused, and run the whole workflow again: {again}"
+        else:
+            advice = await _advice(jobs, last, github, client, again) if failed else ""
     names = ", ".join(result.name for result in failed)
     why, _, command = advice.partition(": ")
     summary = f"failure of {names}; {why}:" if failed else "success"
@@ -548,6 +555,8 @@ class WorkflowRun:
     def _show_result(self, result: WorkflowJobResult) -> None:
         """Show how the job ended, the last lines of its steps, and its summary."""
         self._say(result.name, f"{result.conclusion} after {result.seconds:.2f} s")
+        if result.refused and not self._verbose:
+            self._say_lines(result.name, [result.refused])
         for number, step in enumerate(result.steps, start=1):
             name = truncate(step.name or step.uses, MAX_STEP_NAME)
             took = f"step {number} ({name}): {step.outcome} after {step.seconds:.2f} s"
@@ -671,6 +680,7 @@ class WorkflowRun:
             outputs=current.outputs,
             summary=current.summary,
             steps=tuple(step for step in current.steps if step.outcome),
+            refused=found[1] if (found := _REFUSED.search(current.log)) else "",
         )
 
     async def _run_hosted(self, job: ResolvedJob) -> WorkflowJobResult:

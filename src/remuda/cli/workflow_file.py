@@ -75,6 +75,8 @@ _REASONS = {
     "uses": ("calls another workflow", "copy its jobs into this file"),
     "secrets": ("passes secrets, and there are none here", "set env instead"),
 }
+#: https://docs.github.com/actions/reference/workflow-syntax-for-github-actions#jobsjob_id
+_JOB_ID = re.compile(rf"[A-Za-z_][A-Za-z0-9_-]{{0,{MAX_SHOWN - 1}}}")
 _CHECKOUT = re.compile(r"actions/checkout@\S+")
 _CHECKOUT_INPUTS = frozenset({"fetch-depth", "path"})
 #: Inputs of actions/checkout that make no difference here.
@@ -358,7 +360,8 @@ class _WorkflowParser:
         jobs: list[WorkflowJob] = []
         for key, body in bodies.items():
             place = where.child(bodies, key)
-            if not self._is_name(key, place):
+            if not _JOB_ID.fullmatch(str(key)):
+                self._add(place, "is no id of a job", "use letters, digits, '-' and '_', and begin with a letter")
                 continue
             job = self._mapping(body, place)
             if job:
@@ -681,6 +684,8 @@ class _WorkflowParser:
             self._check_action(uses, step, place)
         elif step and not isinstance(step.get("run"), str):
             self._add(place, "has neither run nor uses", "give shell commands under run")
+        elif "with" in step:
+            self._add(place.child(step, "with"), "is for actions, and the step runs commands", "set env instead")
         shell = text("shell", defaults.get("shell", ""))
         if shell not in SHELLS and "${{" not in shell:
             names = ", ".join(name for name in SHELLS if name)
@@ -703,6 +708,8 @@ class _WorkflowParser:
         where = place.child(step, "uses")
         if not _CHECKOUT.fullmatch(uses):
             fix = "replace it by a run step; actions/checkout is supported"
+            if uses.partition("@")[0].endswith("/remuda"):
+                fix = "run the command with the inputs as options, as in run: remuda provision --instance-count 2"
             self._add(where, f"names the action {quote(uses, MAX_SHOWN)}, which cannot run here", fix)
             return
         where, inputs = place.child(step, "with"), step.get("with")

@@ -68,8 +68,8 @@ class Conflict(RemudaError):
 
     exit_code = 4
 
-    def __init__(self, message: str = "", *, current: Any = None) -> None:
-        super().__init__(message)
+    def __init__(self, message: str = "", *, current: Any = None, fix: str = "") -> None:
+        super().__init__(message, fix=fix)
         #: The stored record, or None if none exists.
         self.current = current
 

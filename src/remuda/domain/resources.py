@@ -283,6 +283,9 @@ def _parse_class(name: str, body: Mapping[str, Any], field: str) -> ResourceClas
     given = {key: value for key, value in body.items() if value is not None}
 
     def number(key: str, most: int, *, least: int = 1) -> int:
+        if key not in given:
+            fix = f"give an integer from {least} to {most}"
+            raise UserError(f"{field}: class {name!r} has no {key}", field=field, fix=fix)
         return _integer(given.get(key), f"{field}: {key} of {name!r}", most, field, least=least)
 
     def optional(key: str, most: int, *, least: int = 1) -> int:

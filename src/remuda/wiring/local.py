@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -55,15 +56,21 @@ def local_endpoint(settings: Settings, *, require_running: bool = True) -> Endpo
     """The endpoint of the local GitHub."""
     endpoint = read_endpoint(layout(settings).github)
     if endpoint is None or (require_running and procfs.read_process(endpoint.pid) is None):
-        others = running_backends(settings)
-        named = " or ".join(f"--dir {each}" for each in others[:MAX_NAMED])
-        use_other = f", or use the one that is running with {named}" if others else ""
+        if settings.dir.is_file():
+            raise UserError(f"--dir {settings.dir} is a file", field="--dir", fix="name the directory of remuda up")
+        others = named_backends(settings)
+        use_other = f", or use the one that is running with {others}" if others else ""
         raise UserError(
             f"the local backend in {settings.dir} is not running",
             field="--dir",
-            fix=f"run remuda up --dir {settings.dir}{use_other}",
+            fix=f"run {shlex.join(['remuda', 'up', '--dir', str(settings.dir)])}{use_other}",
         )
     return endpoint
+
+
+def named_backends(settings: Settings) -> str:
+    """The flags that name other local backends, for a message: `--dir one or --dir two`; empty if none runs."""
+    return " or ".join(f"--dir {shlex.quote(each)}" for each in running_backends(settings)[:MAX_NAMED])
 
 
 def running_backends(settings: Settings) -> list[str]:

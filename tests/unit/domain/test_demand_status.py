@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from dataclasses import replace
 from datetime import UTC
@@ -404,7 +405,11 @@ def test_counts_of_a_silent_listener_are_those_of_its_end(changed: dict[str, Any
     status = large(**{"demand": {"large": record(capacity=3, updated_at=at(-900))}, **changed})
     assert (status.is_current, status.known_at) == (False, at(since))
     assert status.summary.startswith("it is not known whether jobs wait; none did at ")
-    assert "no job waits" not in "\n".join(explain_set(status, demand_input(), ()).next_steps)
+    found = demand_input(**{"demand": {"large": record(capacity=3, updated_at=at(-900))}, **changed})
+    text = "\n".join(explain_set(status, found, ()).next_steps)
+    assert "no job waits" not in text
+    assert "GitHub counts" not in text
+    assert re.search(r"GitHub counted at 20\S+ \S+ UTC 0 assigned and 0 running jobs", text)
 
 
 def test_set_that_github_never_counted_is_unknown() -> None:

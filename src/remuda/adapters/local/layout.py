@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -70,7 +71,7 @@ class LocalDoctor:
         self._root = root
         self._runner = runner
         self._background = background
-        self._fix = f"run remuda up --dir {root}"
+        self._fix = f"run {shlex.join(['remuda', 'up', '--dir', str(root)])}"
 
     def checks(self) -> Sequence[Check]:
         return (

@@ -25,7 +25,7 @@ from remuda.cli.local_backend import SWEEPER, BackgroundProcess
 from remuda.cli.output import Output
 from remuda.config.settings import Settings
 from remuda.controlplane.context import Context, read_config
-from remuda.domain.errors import Unavailable
+from remuda.domain.errors import Unavailable, UserError
 from remuda.domain.instance import Instance, State
 from remuda.domain.resources import RunnerRequest, Tier, TypePatterns, UsageClass
 from remuda.domain.scale_down.fleet import (
@@ -125,7 +125,11 @@ class DemoEnvironment:
         self.clock = SystemClock()
         self.page_url = ""
         self._root = root
-        root.mkdir(parents=True, exist_ok=True)
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            message = f"--dir {root} cannot be used: {error.strerror}"
+            raise UserError(message, field="--dir", fix="name a directory that you can write to") from None
 
     def title(self, text: str) -> None:
         """Begin a chapter."""

@@ -70,7 +70,10 @@ class ListenerLease:
                 self._context.event_log.record("read-failed", error.message)
             else:
                 if not wait:
-                    raise LeaseLost(f"another listener serves pool {self._context.pool_name}")
+                    raise LeaseLost(
+                        f"another listener serves pool {self._context.pool_name}",
+                        fix="omit --once, to wait until the other listener ends",
+                    )
                 if not announced and current is not None:
                     announced = True
                     self._context.event_log.record("standby", f"{current.owner} serves the pool")

@@ -302,8 +302,10 @@ def _next_steps_of_set(status: RunnerSetStatus, demand: DemandInput) -> Iterator
     yield f"session{owner}: {status.session}, {age}"
     record = demand.demand.get(status.name)
     if record is not None:
-        counts = record.statistics
+        counts, verb = record.statistics, "counts"
+        if not status.is_current:
+            verb = f"counted at {status.known_at:%Y-%m-%d %H:%M:%S} UTC" if status.known_at else "counted"
         yield (
-            f"GitHub counts {counts.assigned} assigned and {counts.running} running jobs, "
+            f"GitHub {verb} {counts.assigned} assigned and {counts.running} running jobs, "
             f"{counts.registered} runners, {counts.busy} busy"
         )
