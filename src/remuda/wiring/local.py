@@ -74,7 +74,11 @@ def named_backends(settings: Settings) -> str:
 
 
 def running_backends(settings: Settings) -> list[str]:
-    """State directories of the user's other local backends, found by the processes of their local GitHub."""
+    """State directories of the user's other local backends, found by the processes of their local GitHub.
+
+    The nearest come first, because a message names only some of them. Example: in `app/ci`, the backend of `app/.remuda`
+    precedes that of `other/.remuda`.
+    """
     from remuda.agent.processes import command  # noqa: PLC0415 - for errors and `up` only
 
     here, found = str(layout(settings).root), set()
@@ -84,7 +88,7 @@ def running_backends(settings: Settings) -> list[str]:
             is_ours = Path(f"/proc/{pid}").stat().st_uid == os.geteuid()
             if is_ours and GITHUB_MODULE in words:
                 found.add(str(Path(words[words.index("--dir") + 1]).parent))
-    return sorted(found - {here})
+    return sorted(found - {here}, key=lambda each: (-len(os.path.commonpath((here, each))), each))
 
 
 @asynccontextmanager
