@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shlex
 import signal
 import threading
 import time
@@ -423,7 +424,7 @@ def test_a_command_in_another_folder_says_where_the_backend_runs(folder: Path, t
         code, answer = remuda(tmp_path / "elsewhere", *words)
         assert code == 2
         assert "is not running" in answer["error"]["message"]
-        assert f"--dir {folder}" in answer["error"]["fix"]
+        assert f"--dir {shlex.quote(str(folder))}" in answer["error"]["fix"]
 
 
 def test_concurrent_ups_start_one_backend(folder: Path):
