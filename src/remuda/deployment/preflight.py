@@ -32,7 +32,7 @@ from remuda.deployment.resources import (
     stack_name,
 )
 from remuda.deployment.stack import REVIEW, Stack, StackState, stored_parameters
-from remuda.deployment.template import VOLUME_KEY_PARAMETER, logs_id
+from remuda.deployment.template import FUNCTION_SUBNETS, IMAGE_KEY_PARAMETER, VOLUME_KEY_PARAMETER, logs_id
 from remuda.deployment.volume_key import check_volume_key
 from remuda.domain.errors import RemudaError, UserError
 from remuda.domain.resources import DEFAULT_CLASSES, ResourceClass, Reuse, check_image_architecture, parse_classes
@@ -72,6 +72,8 @@ class DeployFacts:
     images: dict[str, ChosenImage] = field(default_factory=dict)
     #: A KMS key of the account that the deployment makes the key of the volumes; empty if there is none to adopt.
     volume_key: str = ""
+    #: The KMS key of encrypted images, if it is another one than that of the volumes.
+    image_key: str = ""
     classes: tuple[ResourceClass, ...] = DEFAULT_CLASSES
     #: Existing resources that a new stack takes over: their names by logical id, as properties of the template.
     adopted: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -162,6 +164,7 @@ class Preflight:
             Check(name="data", run=self._data, needs=after),
             Check(name="subnets", run=self._subnets, needs=after),
             Check(name="security group", run=self._group, needs=("subnets",)),
+            Check(name="function subnets", run=self._function_subnets, needs=("subnets",)),
             Check(name="image", run=self._image, needs=(*after, "bundles")),
             Check(name="volume key", run=self._volume_key, needs=("image",)),
             Check(name="listener", run=self._listener, needs=(*after, "bundles")),
@@ -173,6 +176,10 @@ class Preflight:
             doctor = GitHubDoctor(github=self._github, scope=self._wanted.scope, clock=self._clock)
             checks += [check for check in doctor.checks() if check.name in {"github credential", "github access"}]
         return checks
+
+    def _given(self, parameter: str) -> str:
+        """The parameter of the stack that was given, or that of the existing stack."""
+        return self._wanted.parameters.get(parameter, self.facts.stored(parameter))
 
     # AWS ------------------------------------------------------------------------------------------------------
 
@@ -319,6 +326,26 @@ class Preflight:
             )
         return ok(found.identifier if found else f"{group.name} will be created, without inbound rules")
 
+    async def _function_subnets(self) -> CheckResult:
+        chosen = _words(self._given(FUNCTION_SUBNETS))
+        if not chosen:
+            return ok("functions are outside of any VPC")
+        filters = [{"Name": "subnet-id", "Values": chosen}]
+        found = [item async for item in self._api.items("ec2", "DescribeSubnets", "Subnets", Filters=filters)]
+        fix = f"correct --parameter {FUNCTION_SUBNETS}"
+        if missing := sorted(set(chosen) - {str(item["SubnetId"]) for item in found}):
+            return problem(f"{', '.join(missing)} not found in this region and account", fix)
+        if any(item["VpcId"] != self.facts.vpc for item in found):
+            return problem(f"not all are in {self.facts.vpc}, the VPC of the instances and their security groups", fix)
+        routes = await self._routes(self.facts.vpc)
+        # A function never has a public address, whatever its subnet assigns to instances.
+        if isolated := [str(item["SubnetId"]) for item in found if outbound_route(item, routes) != "nat"]:
+            return problem(
+                f"{', '.join(isolated)}: functions have no public addresses, and no route through a NAT to GitHub",
+                f"give private subnets behind a NAT gateway, or deploy with --parameter {FUNCTION_SUBNETS}=",
+            )
+        return ok(", ".join(chosen))
+
     async def _are_in_vpc(self, groups: Sequence[str]) -> bool:
         """Whether all groups are in the VPC of the subnets, which may be new."""
         filters = [{"Name": "group-id", "Values": list(groups)}]
@@ -381,10 +408,11 @@ class Preflight:
             self._api,
             self.facts.known_account,
             given=self._wanted.volume_key or self.facts.stored(VOLUME_KEY_PARAMETER),
+            given_of_image=self._given(IMAGE_KEY_PARAMETER),
             images=[self._images[name] for name in names],
             has_listener=listener is not None and listener.is_on_instance,
         )
-        self.facts.volume_key = key.adopted
+        self.facts.volume_key, self.facts.image_key = key.adopted, key.of_image
         return key.result
 
     async def _listener(self) -> CheckResult:
