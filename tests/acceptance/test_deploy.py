@@ -19,7 +19,6 @@ from remuda.cli.deploy import parse_stack_sets
 from remuda.controlplane.demand.heartbeat import HEARTBEATS
 from remuda.deployment.api import tags_of
 from remuda.deployment.policies import FUNCTIONS
-from remuda.deployment.resources import SpotRole
 from remuda.deployment.template import logs_id, template
 from remuda.domain.instance import State
 from remuda.fake_github.oidc import number_of
@@ -87,13 +86,6 @@ def test_deploy_creates_a_pool_that_doctor_finds_healthy_and_again_changes_nothi
     assert "Table: create complete" in result.stderr
     assert account.stack.github.token not in result.stdout + result.stderr
 
-    async def rename_spot_role(iam: Any) -> None:
-        """The server gives it another name than AWS."""
-        role = (await iam.get_role(RoleName="AWSServiceRoleForSpot"))["Role"]
-        trust = json.dumps(role["AssumeRolePolicyDocument"])
-        await iam.create_role(RoleName=SpotRole.name, AssumeRolePolicyDocument=trust)
-
-    account.call("iam", rename_spot_role)
     again = account.deploy("--yes", pool="whole")
     assert (again.code, again.document["changes"], again.document["done"]) == (0, [], []), again.stderr
     assert again.document["refresh"]["applied"] == []

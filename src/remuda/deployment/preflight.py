@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from remuda.adapters.aws.account import QUOTAS, AccountDoctor
 from remuda.adapters.aws.clients import read_parameter
 from remuda.adapters.aws.ec2.create_fleet import MAX_ZONES, without_local_zones
 from remuda.adapters.aws.ec2.options import MAX_SUBNETS, SSM_PREFIX
+from remuda.adapters.aws.ec2.routes import outbound_route
 from remuda.adapters.aws.functions import UNRESERVED_MINIMUM, judge_concurrency
 from remuda.adapters.github.client import GitHubClient
 from remuda.adapters.github.doctor import GitHubDoctor
@@ -34,7 +35,7 @@ from remuda.deployment.resources import (
 from remuda.deployment.stack import REVIEW, Stack, StackState, stored_parameters
 from remuda.deployment.template import FUNCTION_SUBNETS, IMAGE_KEY_PARAMETER, VOLUME_KEY_PARAMETER, logs_id
 from remuda.deployment.volume_key import check_volume_key
-from remuda.domain.errors import RemudaError, UserError
+from remuda.domain.errors import UserError
 from remuda.domain.resources import DEFAULT_CLASSES, ResourceClass, Reuse, check_image_architecture, parse_classes
 from remuda.domain.runner_set import RunnerSet, check_fits_pool
 from remuda.ports.clock import Clock
@@ -46,10 +47,7 @@ STACK = "stack"
 DEFAULT_IMAGE = f"{SSM_PREFIX}{UBUNTU}amd64/hvm/ebs-gp3/ami-id"
 #: Parameters of the stack with images.
 IMAGE, LISTENER_IMAGE = "Ami", "ListenerAmi"
-#: Quotas of EC2 in vCPUs (Service Quotas, service ec2): running on-demand and spot instances of the standard families.
-QUOTAS = {"on-demand": "L-1216C47A", "spot": "L-34B43A08"}
 _NO_ROLE = frozenset({"NoSuchEntity", "AccessDenied", "AccessDeniedException"})
-_NO_QUOTA = frozenset({"NoSuchResourceException"})
 _DENIED = frozenset({"AccessDenied", "AccessDeniedException"})
 #: Actions per call of the simulation, IAM's limit of the request size allows about a hundred.
 _SIMULATED = 50
@@ -168,7 +166,7 @@ class Preflight:
             Check(name="image", run=self._image, needs=(*after, "bundles")),
             Check(name="volume key", run=self._volume_key, needs=("image",)),
             Check(name="listener", run=self._listener, needs=(*after, "bundles")),
-            Check(name="quotas", run=self._quotas, needs=after),
+            Check(name=QUOTAS, run=self._quotas, needs=after),
             Check(name="concurrency", run=self._concurrency, needs=after),
             Check(name="permissions", run=self._permissions, needs=after),
         ]
@@ -444,19 +442,12 @@ class Preflight:
     # Quotas and permissions -----------------------------------------------------------------------------------
 
     async def _quotas(self) -> CheckResult:
-        try:
-            values = await asyncio.gather(*map(self._quota, QUOTAS.values()))
-        except RemudaError as error:
-            return warning(f"the quotas of EC2 cannot be read: {error.message}", "check them in Service Quotas")
-        return judge_quotas(dict(zip(QUOTAS, values, strict=True)), self.facts.classes, self._wanted.max_instances)
-
-    async def _quota(self, code: str) -> float:
-        """The quota of the account, or the default of AWS if the account has no value."""
-        wanted = {"ServiceCode": "ec2", "QuotaCode": code}
-        answer = await self._api.find("service-quotas", "GetServiceQuota", _NO_QUOTA, **wanted)
-        if answer is None:
-            answer = await self._api.call("service-quotas", "GetAWSDefaultServiceQuota", **wanted)
-        return float(answer["Quota"]["Value"])
+        return await AccountDoctor(
+            clients=self._api.clients,
+            launch={},
+            classes=self.facts.classes,
+            max_instances=self._wanted.max_instances,
+        ).quotas()
 
     async def _concurrency(self) -> CheckResult:
         """Reserve executions for the scheduled functions only where Lambda has enough left for the others."""
@@ -524,22 +515,6 @@ def _words(text: str) -> list[str]:
     return text.replace(",", " ").split()
 
 
-def outbound_route(subnet: Mapping[str, Any], tables: Sequence[Mapping[str, Any]]) -> str:
-    """The route of machines in the subnet to the internet: `public`, `nat`, or `none`."""
-    name = subnet["SubnetId"]
-    own = [table for table in tables if any(item.get("SubnetId") == name for item in table.get("Associations") or ())]
-    main = [table for table in tables if any(item.get("Main") for item in table.get("Associations") or ())]
-    for table in own or main:
-        for route in table.get("Routes") or ():
-            if route.get("DestinationCidrBlock") != "0.0.0.0/0" or route.get("State") == "blackhole":
-                continue
-            if str(route.get("GatewayId") or "").startswith("igw-"):
-                # A machine without a public address cannot use an internet gateway.
-                return "public" if subnet.get("MapPublicIpOnLaunch") else "none"
-            return "nat"
-    return "none"
-
-
 def _judge_subnets(subnets: Sequence[Mapping[str, Any]], outbound: Mapping[str, str]) -> CheckResult:
     zones = sorted({str(item.get("AvailabilityZone", "")) for item in subnets})
     free = sum(int(item.get("AvailableIpAddressCount", 0)) for item in subnets)
@@ -560,26 +535,3 @@ def _judge_subnets(subnets: Sequence[Mapping[str, Any]], outbound: Mapping[str, 
         )
     unused = f"; a launch uses {MAX_ZONES} zones" if len(zones) > MAX_ZONES else ""
     return ok(shown + unused)
-
-
-def judge_quotas(quotas: Mapping[str, float], classes: Sequence[ResourceClass], max_instances: int) -> CheckResult:
-    """Compare the quotas with one machine of the largest class, and with `max_instances` of the smallest."""
-    standard = [item for item in classes if not item.gpu]
-    if not standard:
-        return ok("not checked: all classes have GPUs, which have other quotas")
-    smallest = min(standard, key=lambda item: item.cpu)
-    texts, is_low = [], False
-    for kind, vcpus in quotas.items():
-        fitting = int(vcpus // smallest.cpu)
-        too_large = [item.name for item in standard if item.cpu > vcpus]
-        text = f"{vcpus:g} {kind} vCPUs: {fitting} machines of class {smallest.name}"
-        if too_large:
-            text += f", none of {', '.join(too_large)}"
-        is_low = is_low or bool(too_large) or fitting < max_instances
-        texts.append(text)
-    if is_low:
-        return warning(
-            f"{'; '.join(texts)} (max-instances is {max_instances})",
-            "request higher quotas of EC2 in Service Quotas, or lower --max-instances",
-        )
-    return ok("; ".join(texts))

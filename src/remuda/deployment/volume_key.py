@@ -14,13 +14,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from remuda.adapters.aws.account import AWS_KEY
 from remuda.deployment.api import AwsAccount, AwsApi
 from remuda.deployment.policies import policies
 from remuda.domain.errors import RemudaError
 from remuda.ports.doctor import CheckResult, CheckStatus, ok, problem, warning
 
-#: What GetEbsDefaultKmsKeyId returns if the account has no key of its own.
-AWS_KEY = "alias/aws/ebs"
 _NOT_FOUND = frozenset({"NotFoundException"})
 _NO_SNAPSHOT = frozenset({"InvalidSnapshot.NotFound"})
 #: Actions that EC2 Auto Scaling needs on the default key, to launch the listener's instance ("Required AWS KMS key

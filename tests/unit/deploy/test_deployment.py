@@ -17,6 +17,7 @@ from botocore.exceptions import ClientError
 from build import DEPLOY
 from remuda import __version__
 from remuda.adapters.aws.calls import translate
+from remuda.adapters.aws.ec2.routes import outbound_route
 from remuda.adapters.github.responses import parse_immutable_name
 from remuda.cli.deploy import (
     _check_role_path,
@@ -53,15 +54,13 @@ from remuda.deployment.preflight import (
     DeployFacts,
     DeployTarget,
     Preflight,
-    judge_quotas,
-    outbound_route,
 )
 from remuda.deployment.resources import Bucket, issuer_of
 from remuda.deployment.stack import Stack, StackChange, StackState, new_resources
 from remuda.deployment.template import template
 from remuda.deployment.workflow import CONFIGURE_CREDENTIALS, set_workflow_text, workflow_text
 from remuda.domain.errors import Partial, Unavailable, UserError
-from remuda.domain.resources import DEFAULT_CLASSES, parse_classes
+from remuda.domain.resources import parse_classes
 from remuda.ports.doctor import CheckStatus
 from tests.support.virtual_time import AdjustableClock
 
@@ -158,19 +157,6 @@ def test_sums_ignore_other_lines() -> None:
 
 def test_every_type_of_the_template_has_its_actions() -> None:
     assert {item["Type"] for item in template()["Resources"].values()} <= set(ACTIONS)
-
-
-@pytest.mark.parametrize(
-    ("quotas", "status", "text"),
-    [
-        ({"on-demand": 512.0, "spot": 512.0}, CheckStatus.OK, "256 machines of class large"),
-        ({"on-demand": 5.0}, CheckStatus.WARNING, "5 on-demand vCPUs: 2 machines of class large, none of 2xlarge"),
-        ({"on-demand": 512.0, "spot": 100.0}, CheckStatus.WARNING, "max-instances is 100"),
-    ],
-)
-def test_quotas_are_compared_with_the_classes(quotas: dict[str, float], status: CheckStatus, text: str) -> None:
-    result = judge_quotas(quotas, DEFAULT_CLASSES, 100)
-    assert (result.status, text in result.message) == (status, True), result.message
 
 
 def route_table(target: dict[str, str], *subnets: str) -> dict[str, Any]:
