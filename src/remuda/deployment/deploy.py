@@ -195,7 +195,7 @@ def expected_cost(request: DeployRequest, facts: DeployFacts) -> IdleCost:
     plan = expected_plan(request, facts)
     values = {name: plan.value(name, facts) for name in plan.template["Parameters"]}
     resources = [item.logical_id for item in new_resources(plan.template, values)]
-    return idle_cost(resources, values, owns_secret=not request.own_secret)
+    return idle_cost(resources, values, owns_secret=not request.own_secret, outbound=facts.outbound)
 
 
 def choose_code(bundles: tuple[Bundle, ...], architecture: str) -> Bundle:

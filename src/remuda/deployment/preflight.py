@@ -64,6 +64,8 @@ class DeployFacts:
     bundles: tuple[Bundle, ...] = ()
     subnets: tuple[str, ...] = ()
     vpc: str = ""
+    #: Routes of the subnets to the internet, as `outbound_route` names them.
+    outbound: frozenset[str] = frozenset()
     #: Security groups of the user or of the existing stack; empty if the pool gets its own.
     groups: str = ""
     #: Images by parameter of the stack.
@@ -282,6 +284,7 @@ class Preflight:
                 )
         found.sort(key=lambda item: -int(item.get("AvailableIpAddressCount", 0)))
         self.facts.subnets = tuple(str(item["SubnetId"]) for item in found[:MAX_SUBNETS])
+        self.facts.outbound = frozenset(outbound[name] for name in self.facts.subnets)
         return _judge_subnets(found[:MAX_SUBNETS], outbound)
 
     async def _choose_vpc(self) -> str:
