@@ -158,12 +158,14 @@ class EmptyAccount:
 
     async def deploy_template(self, template: Mapping[str, Any], *more: str, pool: str) -> CommandResult:
         """Deploy another template than that of this version."""
+        return await (await self.start_template(template, *more, pool=pool)).result()
+
+    async def start_template(self, template: Mapping[str, Any], *more: str, pool: str) -> ForkedProcess:
         file = self.stack.folder / f"template-{pool}.json"
         file.write_text(json.dumps(template), encoding="utf-8")
         environment = self.environment(**{TEMPLATE_FILE: str(file)})
         arguments = self.arguments("--json", *more, pool=pool)
-        command = await start_cli(arguments, environment=environment, cwd=self.stack.folder, program=__name__)
-        return await command.result()
+        return await start_cli(arguments, environment=environment, cwd=self.stack.folder, program=__name__)
 
     async def start(self, *arguments: str) -> ForkedProcess:
         return await start_cli(arguments, environment=self.environment(), cwd=self.stack.folder)
