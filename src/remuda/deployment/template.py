@@ -288,8 +288,9 @@ def _metadata() -> dict[str, Any]:
         "Settings of scale-down": [item.parameter for item in STACK_SETTINGS if item.group is Group.SCALE_DOWN],
     }
     return {
-        # An image may be resolve:ssm:NAME, which the type of parameters for images refuses.
-        **_without_checks("W2506"),
+        # Security groups are an empty list by default, and rules require one where they are used. An image may be
+        # resolve:ssm:NAME, which the type of parameters for images refuses.
+        **_without_checks("W1033", "W2506"),
         "AWS::CloudFormation::Interface": {
             "ParameterGroups": [{"Label": {"default": label}, "Parameters": names} for label, names in groups.items()]
         },
@@ -780,8 +781,6 @@ def _listener(classes: Sequence[ResourceClass]) -> dict[str, Resource]:
         },
         "ListenerTemplate": {
             "Type": "AWS::EC2::LaunchTemplate",
-            # The list of security groups is empty by default; a rule requires one.
-            "Metadata": _without_checks("W1033"),
             "Properties": {
                 "LaunchTemplateName": name,
                 "LaunchTemplateData": {
