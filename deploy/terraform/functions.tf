@@ -15,12 +15,14 @@ locals {
     }
   }
 
+  function_network = [for each in ["function-network"] : each if local.conditions[each]]
+
   all_functions = merge(
     {
       for name, command in local.scheduled : name => {
         description = "remuda ${name}"
         handler     = "remuda.aws_lambda.handler.handler"
-        policies    = concat(name == "refresh" ? local.refresh : [name], ["${name}-function"])
+        policies    = concat(name == "refresh" ? local.refresh : [name], ["${name}-function"], local.function_network)
         # CPU time grows with memory, and loading the models of the AWS libraries needs a full CPU.
         memory = 1024
         # Below the interval of the schedule, so that runs never overlap.
@@ -33,7 +35,7 @@ locals {
       broker = {
         description = "remuda provision and release for workflows"
         handler     = "remuda.aws_lambda.broker.handler"
-        policies    = concat(local.provision, ["broker-function"])
+        policies    = concat(local.provision, ["broker-function"], local.function_network)
         # One full CPU: somebody waits for each request.
         memory = 1769
         # Lambda's maximum: a provision may wait for new machines to boot.
@@ -112,6 +114,15 @@ resource "aws_lambda_function" "this" {
   source_code_hash = var.code.filename == null ? null : filebase64sha256(var.code.filename)
   s3_bucket        = var.code.s3_bucket
   s3_key           = var.code.s3_key
+
+  dynamic "vpc_config" {
+    for_each = length(var.function_subnet_ids) > 0 ? [var.function_subnet_ids] : []
+
+    content {
+      subnet_ids         = vpc_config.value
+      security_group_ids = var.security_group_ids
+    }
+  }
 
   logging_config {
     log_format = "Text"

@@ -9,11 +9,13 @@ locals {
     "workflow"            = "For workflows, which provision and release through the broker."
     "provision"           = "For callers of provision and release: the broker, or workflows in direct mode."
     "volume-key"          = "For callers of provision, in addition to the policy provision, if volume-kms-key is set."
+    "image-key"           = null
     "refresh"             = "For callers of refresh and doctor: the scheduled function, a scheduled workflow, an operator."
     "scale-down"          = "For callers of scale-down: the scheduled function, a scheduled workflow, an operator."
     "refresh-function"    = "For the function that runs refresh, in addition to the policy refresh."
     "scale-down-function" = "For the function that runs scale-down, in addition to the policy scale-down."
     "broker-function"     = "For the function that is the broker, in addition to the policy provision."
+    "function-network"    = null
     "listener"            = "For the listener of runner sets, in addition to the policy provision."
   }
 

@@ -6,8 +6,17 @@ locals {
   account   = data.aws_caller_identity.current.account_id
 }
 
+locals {
+  # Policies that exist only under a condition.
+  conditions = {
+    volume-key       = var.volume_kms_key != null
+    image-key        = var.image_kms_key != null
+    function-network = length(var.function_subnet_ids) > 0
+  }
+}
+
 resource "aws_iam_policy" "this" {
-  for_each = { for name, holder in local.policies : name => holder if name != "volume-key" || var.volume_kms_key != null }
+  for_each = { for name, holder in local.policies : name => holder if lookup(local.conditions, name, true) }
 
   name        = "${local.name}-${each.key}"
   description = each.value
@@ -20,6 +29,7 @@ resource "aws_iam_policy" "this" {
     environment    = local.environment
     role_path      = var.role_path
     volume_kms_key = one(var.volume_kms_key[*].arn)
+    image_kms_key  = one(var.image_kms_key[*].arn)
     # Without an ARN, all secrets of the pool.
     github_credential = (
       var.github_secret_arn != "" ? var.github_secret_arn :
@@ -68,7 +78,7 @@ locals {
 
   # For provisions, by the broker or in direct mode. With many classes, further queues have policies of their own.
   provision = concat(
-    var.volume_kms_key == null ? ["provision"] : ["provision", "volume-key"],
+    [for each in ["provision", "volume-key", "image-key"] : each if lookup(local.conditions, each, true)],
     [for each in ["provision-queues"] : each if contains(keys(local.policies), each)],
   )
   refresh = concat(["refresh"], [for each in ["refresh-queues"] : each if contains(keys(local.policies), each)])

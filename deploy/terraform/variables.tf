@@ -139,6 +139,24 @@ variable "alarm_topic" {
   default     = null
 }
 
+variable "function_subnet_ids" {
+  description = "Subnets of the functions, in the VPC of security_group_ids and with a route to the internet through a NAT: GitHub then sees the addresses of the NAT. If empty, the functions are outside of any VPC, and their addresses change."
+  type        = list(string)
+  default     = []
+  nullable    = false
+
+  validation {
+    condition     = length(var.function_subnet_ids) == 0 || length(var.security_group_ids) > 0
+    error_message = "function_subnet_ids requires security_group_ids."
+  }
+}
+
+variable "image_kms_key" {
+  description = "KMS key of encrypted images, if it is not that of the volumes: a key of the account that shares the images, for example."
+  type        = object({ arn = string })
+  default     = null
+}
+
 variable "reserve_concurrency" {
   description = "Whether each scheduled function reserves one of the account's concurrent executions."
   type        = bool

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,17 @@ import pytest
 from remuda.adapters.aws.dynamodb.items import CONTROL_PREFIX
 from remuda.cli.deploy import parse_stack_sets
 from remuda.controlplane.demand.heartbeat import HEARTBEATS
+from remuda.controlplane.demand.lease import STANDBY_POLL_S
 from remuda.deployment.api import tags_of
 from remuda.deployment.policies import FUNCTIONS
-from remuda.deployment.resources import SpotRole
 from remuda.deployment.template import logs_id, template
+from remuda.domain.demand import LISTENER_LEASE
 from remuda.domain.instance import State
 from remuda.fake_github.oidc import number_of
 from tests.smoke.recording import KEY_VARIABLE, NAMES_VARIABLE
 from tests.smoke.workflow import ROOT
 from tests.support.aws.deployment import EmptyAccount, empty_account
+from tests.support.aws.servers import aws_client
 from tests.support.aws.stack import SCOPE, AwsStack
 from tests.support.cli import LIMIT_S, ForkedProcess, start_cli
 from tests.support.upgrades import baseline_template
@@ -87,13 +90,6 @@ def test_deploy_creates_a_pool_that_doctor_finds_healthy_and_again_changes_nothi
     assert "Table: create complete" in result.stderr
     assert account.stack.github.token not in result.stdout + result.stderr
 
-    async def rename_spot_role(iam: Any) -> None:
-        """The server gives it another name than AWS."""
-        role = (await iam.get_role(RoleName="AWSServiceRoleForSpot"))["Role"]
-        trust = json.dumps(role["AssumeRolePolicyDocument"])
-        await iam.create_role(RoleName=SpotRole.name, AssumeRolePolicyDocument=trust)
-
-    account.call("iam", rename_spot_role)
     again = account.deploy("--yes", pool="whole")
     assert (again.code, again.document["changes"], again.document["done"]) == (0, [], []), again.stderr
     assert again.document["refresh"]["applied"] == []
@@ -509,6 +505,75 @@ async def test_runner_sets_get_a_listener_and_are_removed_from_github_with_the_p
         assert await asyncio.to_thread(account.resources, "sets") == []
     finally:
         listener.kill()
+
+
+class LeaseWatch:
+    """The longest time in which no listener had the lease of a pool."""
+
+    EVERY_S = 0.2
+
+    def __init__(self, account: EmptyAccount, pool: str) -> None:
+        self._account, self._pool = account, pool
+        self.longest_s = 0.0
+        self.owners: list[str] = []
+
+    async def wait_for_owner(self, number: int) -> None:
+        async with asyncio.timeout(LIMIT_S):
+            while len(self.owners) < number:  # noqa: ASYNC110 - written by another process
+                await asyncio.sleep(self.EVERY_S)
+
+    async def run(self) -> None:
+        last = time.monotonic()
+        async with aws_client("dynamodb", self._account.stack.store.url) as client:
+            store = self._account.stack.instance_store(client, self._pool)
+            while True:
+                lease = await store.get_lease(LISTENER_LEASE)
+                if lease is not None and lease.owner:
+                    last = time.monotonic()
+                    if lease.owner not in self.owners:
+                        self.owners.append(lease.owner)
+                self.longest_s = max(self.longest_s, time.monotonic() - last)
+                await asyncio.sleep(self.EVERY_S)
+
+
+async def test_the_listener_serves_through_an_upgrade_and_a_rollback(account: EmptyAccount) -> None:
+    """The group, of which this server has only the record, starts the new listener before it ends the old one."""
+    pool = "served"
+    given = ("--runner-sets", json.dumps(SETS), *listener_place(account), "--yes")
+    first = await account.start_template(baseline_template(), *given, pool=pool)
+    await wait_for_line(first, b"waiting for the listener")
+    serving = await start_listener(account, pool)
+    watch = LeaseWatch(account, pool)
+    async with asyncio.TaskGroup() as group:
+        watching = group.create_task(watch.run())
+        result = await first.result()
+        assert result.code == 0, result.stderr
+        before = await asyncio.to_thread(stack_state, account, pool)
+        async with account.stack.github_client() as github:
+            (runner_set,) = [item for item in await github.scale_sets() if item.name == "large"]
+        for made in (template(), baseline_template()):
+            ended = await account.deploy_template(made, "--yes", pool=pool)
+            assert ended.code == 0, ended.stderr
+            assert "replace" not in {word for word, _ in changes(ended.document)}
+            assert before.items() <= (await asyncio.to_thread(stack_state, account, pool)).items()
+            following = await start_listener(account, pool)
+            await wait_for_line(following, b"standby")
+            serving.terminate()
+            await serving.result()
+            await watch.wait_for_owner(len(watch.owners) + 1)
+            serving = following
+        async with account.stack.github_client() as github:
+            assert runner_set.id in {item.id for item in await github.scale_sets()}
+        watching.cancel()
+    assert len(watch.owners) == 3
+    # A standby reads the lease every five seconds.
+    assert watch.longest_s < STANDBY_POLL_S + 5
+    removal = await account.start("destroy", "--pool", pool, "--yes")
+    await wait_for_line(removal, b"the listener removes its runner sets")
+    serving.send_signal(signal.SIGHUP)
+    assert (await removal.result()).code == 0
+    serving.terminate()
+    await serving.result()
 
 
 async def test_sets_without_a_listener_are_removed_by_destroy(account: EmptyAccount):

@@ -40,6 +40,7 @@ from tests.support.aws.servers import REGION
 
 ACCOUNT = "123456789012"
 SECRET = f"arn:aws:secretsmanager:{REGION}:{ACCOUNT}:secret:github-AbCdEf"
+IMAGE_KEY = f"arn:aws:kms:{REGION}:210987654321:key/22222222-2222-3333-4444-555555555555"
 VOLUME_KEY = f"arn:aws:kms:{REGION}:{ACCOUNT}:key/11111111-2222-3333-4444-555555555555"
 #: Lambda's limit for the names and values of a function's variables in bytes.
 MAX_ENVIRONMENT = 4_096
@@ -150,7 +151,8 @@ async def test_refresh_changes_nothing_in_a_new_stack(stack):
 
 
 async def test_the_stack_contains_the_generated_policies(stack):
-    await stack.create(GithubSecretArn=SECRET, VolumeKmsKey=VOLUME_KEY)
+    network = {"FunctionSubnetIds": "subnet-1", "SecurityGroupIds": "sg-1"}
+    await stack.create(GithubSecretArn=SECRET, VolumeKmsKey=VOLUME_KEY, ImageKmsKey=IMAGE_KEY, **network)
     for policy in policies():
         document = await stack.policy(policy.name)
         for statement in document["Statement"]:
@@ -165,6 +167,7 @@ async def test_the_stack_contains_the_generated_policies(stack):
             environment=stack.pool,
             credential=SECRET,
             volume_key=VOLUME_KEY,
+            image_key=IMAGE_KEY,
         )
 
 
@@ -408,18 +411,20 @@ def test_each_role_has_only_its_policies():
         for name, resource in resources.items()
         if resource["Type"] == "AWS::IAM::Role"
     }
+    keys, network = ("VolumeKey if HasVolumeKey", "ImageKey if HasImageKey"), "FunctionNetwork if HasFunctionNetwork"
     assert carried == {
         "AgentRole": {"Agent"},
         "WorkflowRole": {
             "Workflow if HasFunctions",
             "Provision unless HasFunctions",
             "VolumeKey if HasVolumeKey unless HasFunctions",
+            "ImageKey if HasImageKey unless HasFunctions",
         },
         "RefreshRole": {"Refresh", "ScaleDown"},
-        "RefreshFunctionRole": {"Refresh", "RefreshFunction"},
-        "ScaleDownFunctionRole": {"ScaleDown", "ScaleDownFunction"},
-        "BrokerFunctionRole": {"Provision", "VolumeKey if HasVolumeKey", "BrokerFunction"},
-        "ListenerRole": {"Provision", "VolumeKey if HasVolumeKey", "Listener"},
+        "RefreshFunctionRole": {"Refresh", "RefreshFunction", network},
+        "ScaleDownFunctionRole": {"ScaleDown", "ScaleDownFunction", network},
+        "BrokerFunctionRole": {"Provision", *keys, "BrokerFunction", network},
+        "ListenerRole": {"Provision", *keys, "Listener"},
     }
 
 

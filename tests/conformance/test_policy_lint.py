@@ -25,6 +25,7 @@ DOCUMENTS = {
         environment="ci",
         credential="arn:aws:secretsmanager:eu-central-1:123456789012:secret:remuda/ci/github-AbCdEf",
         volume_key="arn:aws:kms:eu-central-1:123456789012:key/11111111-2222-3333-4444-555555555555",
+        image_key="arn:aws:kms:eu-central-1:123456789012:key/22222222-2222-3333-4444-555555555555",
     )
     for policy in policies()
 }

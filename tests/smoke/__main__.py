@@ -22,6 +22,7 @@ from remuda.adapters.system.prices import shipped_prices
 from remuda.domain.errors import RemudaError, UserError
 from tests.smoke.account import PREFIX, SmokeAccount
 from tests.smoke.budget import Meter, check_budget, upper_limit
+from tests.smoke.record import SmokeRecord
 from tests.smoke.recording import KEY_VARIABLE, NAMES_VARIABLE, ExchangeRecorder, redactor_from
 from tests.smoke.repository import SmokeRepository
 from tests.smoke.sequence import SmokeFailure, SmokeRun
@@ -102,12 +103,16 @@ async def smoke(settings: SmokeSettings, environment: dict[str, str]) -> None:
             clock=clock,
             meter=Meter(limit_usd=settings.budget_usd, prices=prices),
             say=say,
+            record=(record := SmokeRecord(clock=clock, day=clock.now().date(), region=settings.region)),
             on_step_end=write,
         )
         try:
             await run.run()
         finally:
             await repository.close()
+            text = record.text(spent_usd=run.meter.spent_usd)
+            (folder / "record.md").write_text(text, encoding="utf-8")
+            sys.stdout.write(text)
             say(f"recordings are in {folder}; the run may have cost {run.meter.spent_usd:.2f} USD")
     shutil.rmtree(FIXTURES, ignore_errors=True)
     shutil.copytree(folder, FIXTURES)

@@ -24,6 +24,8 @@ VOLUME_GIB = 30
 GP3_GIB_HOUR = 0.08 / 730
 ADDRESS_HOUR = 0.005
 LAMBDA_GB_S = 0.0000166667
+#: Price of the listener's instance, with its volume and address, per hour.
+LISTENER_HOUR = 0.0104 * REGION_FACTOR + 8 * GP3_GIB_HOUR * REGION_FACTOR + ADDRESS_HOUR
 #: Two functions every five minutes, each up to its timeout with its memory.
 SCHEDULED_GB_S_PER_HOUR = 2 * 12 * 240 * 1.0
 #: Requests of three runs to the broker, each up to its timeout with its memory.
@@ -55,6 +57,7 @@ def fixed_items() -> tuple[CostItem, ...]:
     functions = (SCHEDULED_GB_S_PER_HOUR * hours + BROKER_GB_S) * LAMBDA_GB_S * REGION_FACTOR
     return (
         CostItem(name="functions", usd=functions),
+        CostItem(name="listener", usd=LISTENER_HOUR * hours),
         CostItem(name="spot notice by FIS", usd=FIS_USD),
         CostItem(name="secret, metrics, logs, table, queues, bucket, traffic", usd=OTHER_USD),
     )

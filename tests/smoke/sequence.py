@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from remuda.domain.errors import RemudaError, TimedOut
 from remuda.ports.clock import Clock
 from tests.smoke.budget import MACHINES, TYPES, Meter
+from tests.smoke.record import SmokeRecord
 from tests.smoke.repository import PREFIX as BRANCH_PREFIX
 from tests.smoke.repository import PushedRun
 from tests.smoke.workflow import JOB, LONG_JOB, branch_files, set_workflow, smoke_workflow
@@ -87,6 +89,7 @@ class SmokeRun:
     clock: Clock
     meter: Meter
     say: Callable[[str], None]
+    record: SmokeRecord
     #: Called after each step, with its name.
     on_step_end: Callable[[str], None] = lambda _: None
     _workflow: str = ""
@@ -120,14 +123,17 @@ class SmokeRun:
                 self.meter.check()
                 self.say(f"{name} (at most {self.meter.spent_usd:.2f} USD so far)")
                 try:
-                    await self._metered(step())
+                    with self.record.step(name):
+                        await self._metered(step())
                 finally:
                     self.on_step_end(name)
         finally:
-            left = await self.clean_up(self.pool)
+            left: list[str] = []
+            with suppress(SmokeFailure), self.record.step("clean-up"):
+                left = await self.clean_up(self.pool)
+                _check_clean(left)
             self.on_step_end("clean-up")
-        if left:
-            raise SmokeFailure("the clean-up failed: " + "; ".join(left))
+        _check_clean(left)
 
     async def _metered(self, work: Awaitable[None]) -> None:
         """Count the time of a step that did not count it itself."""
@@ -189,6 +195,8 @@ class SmokeRun:
         await self._successful_run("cold run")
         (machine,) = await self._idle_machines("cold run")
         self._machine, self._uses = machine["instance_id"], int(machine["uses"])
+        report = await self.remuda("cold run", "report", "--backend", "aws", "--pool", self.pool)
+        self.record.boot_s = report["savings"]["boot_seconds"]
 
     async def reuse(self) -> None:
         await self._successful_run("reuse")
@@ -330,3 +338,8 @@ class SmokeRun:
             if self.clock.monotonic() >= deadline:
                 raise TimedOut(f"{', '.join(left)} still exist: terminate them by hand")
             await self.clock.sleep(POLL_S)
+
+
+def _check_clean(left: Sequence[str]) -> None:
+    if left:
+        raise SmokeFailure("the clean-up failed: " + "; ".join(left))

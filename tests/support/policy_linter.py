@@ -24,8 +24,18 @@ KNOWN_RESOURCES = {
 }
 #: Condition keys of all services that the policies use.
 GLOBAL_KEYS = ("aws:RequestTag/*", "aws:ResourceTag/*", "aws:TagKeys")
-#: Keys that the data lists for other actions of the service only. terraform-aws-github-runner uses it in the same way.
-KNOWN_KEYS = {"ec2:TerminateInstances": ("ec2:SourceInstanceARN",)}
+#: Keys that the data lists for other actions only. terraform-aws-github-runner uses the first one in the same way, and
+#: every call of a function's code has the second one ("Using source function ARN" in Lambda's guide).
+KNOWN_KEYS = {
+    "ec2:TerminateInstances": ("ec2:SourceInstanceARN",),
+    **dict.fromkeys(
+        (
+            *("ec2:AssignPrivateIpAddresses", "ec2:CreateNetworkInterface", "ec2:DeleteNetworkInterface"),
+            "ec2:UnassignPrivateIpAddresses",
+        ),
+        ("lambda:SourceFunctionArn",),
+    ),
+}
 
 
 def parliament_findings(text: str) -> Iterator[str]:

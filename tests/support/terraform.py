@@ -112,6 +112,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "jsonencode": lambda value: json.dumps(value, separators=(",", ":")),
     "keys": sorted,
     "length": len,
+    "lookup": lambda values, key, default: values.get(key, default),
     "merge": lambda *maps: {key: value for each in maps for key, value in each.items()},
     "one": _one,
     "regex": _regex,

@@ -91,6 +91,15 @@ def _role(found: Mapping[str, Any]) -> Properties:
     }
 
 
+def _network(found: Mapping[str, Any]) -> Properties:
+    if not (blocks := found.get("vpc_config")):
+        return {}
+    (network,) = blocks
+    return {
+        "VpcConfig": {"SubnetIds": network["subnet_ids"], "SecurityGroupIds": network["security_group_ids"]},
+    }
+
+
 def _function(found: Mapping[str, Any]) -> Properties:
     (logging,), (environment,) = found["logging_config"], found["environment"]
     reserved = found["reserved_concurrent_executions"]
@@ -106,6 +115,7 @@ def _function(found: Mapping[str, Any]) -> Properties:
         "Timeout": found["timeout"],
         # The provider's word for no reservation.
         **({} if reserved == -1 else {"ReservedConcurrentExecutions": reserved}),
+        **_network(found),
         "LoggingConfig": {"LogGroup": logging["log_group"], "LogFormat": logging["log_format"]},
         "Environment": {"Variables": environment["variables"]},
         "Tags": _tags(found["tags"]),
@@ -398,7 +408,12 @@ def stacked(stack: EvaluatedStack) -> Resources:
 # Parameters and variables --------------------------------------------------------------------------------------------
 
 #: Parameters of the template that are objects of the module.
-OBJECTS = {"OidcProviderArn": "oidc_provider", "AlarmTopicArn": "alarm_topic", "VolumeKmsKey": "volume_kms_key"}
+OBJECTS = {
+    "OidcProviderArn": "oidc_provider",
+    "AlarmTopicArn": "alarm_topic",
+    "VolumeKmsKey": "volume_kms_key",
+    "ImageKmsKey": "image_kms_key",
+}
 CODE = {"CodeBucket": "s3_bucket", "CodeKey": "s3_key"}
 
 
@@ -456,6 +471,8 @@ EVERYTHING = {
     "ScaleDown": "false",
     "ReserveConcurrency": "true",
     "VolumeKmsKey": f"arn:aws:kms:{REGION}:{ACCOUNT}:key/1",
+    "ImageKmsKey": f"arn:aws:kms:{REGION}:210987654321:key/2",
+    "FunctionSubnetIds": "subnet-3,subnet-4",
     "GithubEnvironment": 'the "ci" one',
     "GithubAppId": "12345",
     "Ami": "ami-1",
@@ -496,6 +513,8 @@ CASES = {
     "workflow role": ROLES,
     "workflow role with functions": {**FUNCTIONS, **ROLES},
     "broker with a key": {**FUNCTIONS, **ROLES, "VolumeKmsKey": f"arn:aws:kms:{REGION}:{ACCOUNT}:key/1"},
+    "broker with the key of an image": {**FUNCTIONS, **ROLES, "ImageKmsKey": EVERYTHING["ImageKmsKey"]},
+    "functions in subnets": {**FUNCTIONS, "FunctionSubnetIds": "subnet-3", "SecurityGroupIds": "sg-1"},
     "workflow role with a key": {**ROLES, "VolumeKmsKey": EVERYTHING["VolumeKmsKey"]},
     "provider without repositories": {"OidcProviderArn": ROLES["OidcProviderArn"]},
     "repositories without a provider": {"Repositories": "acme/*"},

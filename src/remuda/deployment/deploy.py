@@ -31,7 +31,7 @@ from remuda.deployment.policies import check_policies
 from remuda.deployment.preflight import DeployFacts, DeployTarget
 from remuda.deployment.resources import Bucket, CredentialSecret, OidcProvider, SecurityGroup, SpotRole, stack_name
 from remuda.deployment.stack import FAILED_CREATION, STACK_TAG, Stack, StackChange, new_resources
-from remuda.deployment.template import VOLUME_KEY_PARAMETER, template
+from remuda.deployment.template import FUNCTION_SUBNETS, IMAGE_KEY_PARAMETER, VOLUME_KEY_PARAMETER, template
 from remuda.domain.demand import LISTENER_LEASE
 from remuda.domain.errors import Partial, Throttled, UserError
 from remuda.ports.clock import Clock
@@ -49,7 +49,7 @@ THROTTLE_PAUSE_S = 20.0
 _DENIED = re.compile(r"AccessDenied|UnauthorizedOperation|not authorized|do not permit")
 OUTDATED = "launched before the current launch template"
 #: Parameters with lists of ids, of which the template needs the elements.
-LIST_SETTINGS = ("SubnetIds", "SecurityGroupIds")
+LIST_SETTINGS = ("SubnetIds", "SecurityGroupIds", FUNCTION_SUBNETS)
 #: Seconds in which a new listener must serve the runner sets: its machine boots and downloads the program.
 LISTENER_TIMEOUT_S = 300.0
 LISTENER_POLL_S = 3.0
@@ -157,6 +157,8 @@ def plan_stack(request: DeployRequest, facts: DeployFacts, *, secret: str, group
     if facts.volume_key:
         # Or EC2 would take this key without the permissions of its policy.
         defaults[VOLUME_KEY_PARAMETER] = facts.volume_key
+    if facts.image_key and facts.image_key != facts.stored(IMAGE_KEY_PARAMETER):
+        parameters[IMAGE_KEY_PARAMETER] = facts.image_key
     if groups:
         parameters["SecurityGroupIds"] = groups
     parameters |= {name: value for name, value in defaults.items() if not facts.stored(name)}
@@ -193,7 +195,7 @@ def expected_cost(request: DeployRequest, facts: DeployFacts) -> IdleCost:
     plan = expected_plan(request, facts)
     values = {name: plan.value(name, facts) for name in plan.template["Parameters"]}
     resources = [item.logical_id for item in new_resources(plan.template, values)]
-    return idle_cost(resources, values, owns_secret=not request.own_secret)
+    return idle_cost(resources, values, owns_secret=not request.own_secret, outbound=facts.outbound)
 
 
 def choose_code(bundles: tuple[Bundle, ...], architecture: str) -> Bundle:

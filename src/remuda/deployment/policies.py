@@ -1,8 +1,8 @@
 """The IAM policies of Remuda, as data. build.py generates JSON policies, the template and the reference from them.
 
 Placeholders that differ between deployments: `<partition>`, `<region>`, `<account>`, `<pool>`, `<environment>` (the
-value of the ghr:environment tag), `<role-path>`, `<github-credential>` and `<volume-kms-key>` (the ARNs of a secret and
-of a key).
+value of the ghr:environment tag), `<role-path>`, `<github-credential>`, `<volume-kms-key>` and `<image-kms-key>` (the
+ARNs of a secret and of two keys).
 `${…}` are IAM policy variables.
 """
 
@@ -105,6 +105,7 @@ CREDENTIAL = "<github-credential>"
 CREDENTIALS = arn("secretsmanager", "secret:remuda/<pool>/*")
 ENVIRONMENT = "<environment>"
 VOLUME_KEY = "<volume-kms-key>"
+IMAGE_KEY = "<image-kms-key>"
 LISTENER_GROUP = arn("autoscaling", f"autoScalingGroup:*:autoScalingGroupName/{NAME}-{LISTENER}")
 STACK = arn("cloudformation", f"stack/{NAME}/*")
 
@@ -441,32 +442,44 @@ def _resolve_images() -> Statement:
 
 
 def volume_key() -> Policy:
-    """As EBS requires it of the caller of a launch; AWS documents it in "Requirements for Amazon EBS encryption"."""
-    via_ec2 = {"StringEquals": {"kms:ViaService": "ec2.<region>.amazonaws.com"}}
     return Policy(
         name="volume-key",
         holder="callers of `provision`, in addition to the policy `provision`, if `volume-kms-key` is set",
-        statements=(
-            Statement(
-                sid="EncryptVolumes",
-                purpose="encrypt root volumes with the key of `volume-kms-key`, through EC2 only",
-                actions=(
-                    "kms:Decrypt",
-                    "kms:DescribeKey",
-                    "kms:GenerateDataKeyWithoutPlaintext",
-                    "kms:ReEncryptFrom",
-                    "kms:ReEncryptTo",
-                ),
-                resources=(VOLUME_KEY,),
-                conditions=via_ec2,
+        statements=_on_key(VOLUME_KEY, "encrypt root volumes with the key of `volume-kms-key`, through EC2 only"),
+    )
+
+
+def image_key() -> Policy:
+    return Policy(
+        name="image-key",
+        holder="callers of `provision`, in addition to the policy `provision`, if `ImageKmsKey` is set",
+        statements=_on_key(IMAGE_KEY, "decrypt images that are encrypted with another key, through EC2 only"),
+    )
+
+
+def _on_key(key: str, purpose: str) -> tuple[Statement, ...]:
+    """As EBS requires it of the caller of a launch; AWS documents it in "Requirements for Amazon EBS encryption"."""
+    via_ec2 = {"StringEquals": {"kms:ViaService": "ec2.<region>.amazonaws.com"}}
+    return (
+        Statement(
+            sid="EncryptVolumes",
+            purpose=purpose,
+            actions=(
+                "kms:Decrypt",
+                "kms:DescribeKey",
+                "kms:GenerateDataKeyWithoutPlaintext",
+                "kms:ReEncryptFrom",
+                "kms:ReEncryptTo",
             ),
-            Statement(
-                sid="AttachVolumes",
-                purpose="let EC2 decrypt the volumes of an instance as long as it runs",
-                actions=("kms:CreateGrant",),
-                resources=(VOLUME_KEY,),
-                conditions={**via_ec2, "Bool": {"kms:GrantIsForAWSResource": "true"}},
-            ),
+            resources=(key,),
+            conditions=via_ec2,
+        ),
+        Statement(
+            sid="AttachVolumes",
+            purpose="let EC2 decrypt the volumes of an instance as long as it runs",
+            actions=("kms:CreateGrant",),
+            resources=(key,),
+            conditions={**via_ec2, "Bool": {"kms:GrantIsForAWSResource": "true"}},
         ),
     )
 
@@ -621,6 +634,40 @@ def function(who: str) -> Policy:
     )
 
 
+def function_network() -> Policy:
+    """The actions of AWS's managed policy AWSLambdaVPCAccessExecutionRole, which Lambda uses with the role.
+
+    The condition denies them to the code of the function, as "Giving Lambda functions access to resources in an Amazon
+    VPC" recommends: in its calls, and not in those of Lambda, the key has a value.
+    """
+    not_by_code = {"Null": {"lambda:SourceFunctionArn": "true"}}
+    return Policy(
+        name="function-network",
+        holder="all functions, in addition to their own policies, if `FunctionSubnetIds` is set",
+        statements=(
+            Statement(
+                sid="ConnectToSubnets",
+                purpose="let Lambda, and not the code, connect the function to its subnets",
+                actions=("ec2:CreateNetworkInterface",),
+                resources=(*ec2("network-interface"), *ec2_of_any_account("security-group", "subnet")),
+                conditions=not_by_code,
+            ),
+            Statement(
+                sid="ChangeInterfaces",
+                purpose="let Lambda, and not the code, change and remove these network interfaces",
+                actions=(
+                    "ec2:AssignPrivateIpAddresses",
+                    "ec2:DeleteNetworkInterface",
+                    "ec2:UnassignPrivateIpAddresses",
+                ),
+                resources=ec2("network-interface"),
+                conditions=not_by_code,
+            ),
+            _describe("DescribeNetworkInterfaces", "DescribeSubnets"),
+        ),
+    )
+
+
 # Listener -----------------------------------------------------------------------------------------------------------
 
 
@@ -677,9 +724,11 @@ def policies(classes: Sequence[ResourceClass] = DEFAULT_CLASSES) -> tuple[Policy
         workflow(),
         provision(classes),
         volume_key(),
+        image_key(),
         refresh(classes),
         scale_down(),
         *map(function, FUNCTIONS),
+        function_network(),
         listener(),
         *_further_queues(classes),
     )

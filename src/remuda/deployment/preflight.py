@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from remuda.adapters.aws.account import QUOTAS, AccountDoctor
 from remuda.adapters.aws.clients import read_parameter
 from remuda.adapters.aws.ec2.create_fleet import MAX_ZONES, without_local_zones
 from remuda.adapters.aws.ec2.options import MAX_SUBNETS, SSM_PREFIX
+from remuda.adapters.aws.ec2.routes import outbound_route
 from remuda.adapters.aws.functions import UNRESERVED_MINIMUM, judge_concurrency
 from remuda.adapters.github.client import GitHubClient
 from remuda.adapters.github.doctor import GitHubDoctor
@@ -32,9 +33,9 @@ from remuda.deployment.resources import (
     stack_name,
 )
 from remuda.deployment.stack import REVIEW, Stack, StackState, stored_parameters
-from remuda.deployment.template import VOLUME_KEY_PARAMETER, logs_id
+from remuda.deployment.template import FUNCTION_SUBNETS, IMAGE_KEY_PARAMETER, VOLUME_KEY_PARAMETER, logs_id
 from remuda.deployment.volume_key import check_volume_key
-from remuda.domain.errors import RemudaError, UserError
+from remuda.domain.errors import UserError
 from remuda.domain.resources import DEFAULT_CLASSES, ResourceClass, Reuse, check_image_architecture, parse_classes
 from remuda.domain.runner_set import RunnerSet, check_fits_pool
 from remuda.ports.clock import Clock
@@ -46,10 +47,7 @@ STACK = "stack"
 DEFAULT_IMAGE = f"{SSM_PREFIX}{UBUNTU}amd64/hvm/ebs-gp3/ami-id"
 #: Parameters of the stack with images.
 IMAGE, LISTENER_IMAGE = "Ami", "ListenerAmi"
-#: Quotas of EC2 in vCPUs (Service Quotas, service ec2): running on-demand and spot instances of the standard families.
-QUOTAS = {"on-demand": "L-1216C47A", "spot": "L-34B43A08"}
 _NO_ROLE = frozenset({"NoSuchEntity", "AccessDenied", "AccessDeniedException"})
-_NO_QUOTA = frozenset({"NoSuchResourceException"})
 _DENIED = frozenset({"AccessDenied", "AccessDeniedException"})
 #: Actions per call of the simulation, IAM's limit of the request size allows about a hundred.
 _SIMULATED = 50
@@ -66,12 +64,16 @@ class DeployFacts:
     bundles: tuple[Bundle, ...] = ()
     subnets: tuple[str, ...] = ()
     vpc: str = ""
+    #: Routes of the subnets to the internet, as `outbound_route` names them.
+    outbound: frozenset[str] = frozenset()
     #: Security groups of the user or of the existing stack; empty if the pool gets its own.
     groups: str = ""
     #: Images by parameter of the stack.
     images: dict[str, ChosenImage] = field(default_factory=dict)
     #: A KMS key of the account that the deployment makes the key of the volumes; empty if there is none to adopt.
     volume_key: str = ""
+    #: The KMS key of encrypted images, if it is another one than that of the volumes.
+    image_key: str = ""
     classes: tuple[ResourceClass, ...] = DEFAULT_CLASSES
     #: Existing resources that a new stack takes over: their names by logical id, as properties of the template.
     adopted: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -162,10 +164,11 @@ class Preflight:
             Check(name="data", run=self._data, needs=after),
             Check(name="subnets", run=self._subnets, needs=after),
             Check(name="security group", run=self._group, needs=("subnets",)),
+            Check(name="function subnets", run=self._function_subnets, needs=("subnets",)),
             Check(name="image", run=self._image, needs=(*after, "bundles")),
             Check(name="volume key", run=self._volume_key, needs=("image",)),
             Check(name="listener", run=self._listener, needs=(*after, "bundles")),
-            Check(name="quotas", run=self._quotas, needs=after),
+            Check(name=QUOTAS, run=self._quotas, needs=after),
             Check(name="concurrency", run=self._concurrency, needs=after),
             Check(name="permissions", run=self._permissions, needs=after),
         ]
@@ -173,6 +176,10 @@ class Preflight:
             doctor = GitHubDoctor(github=self._github, scope=self._wanted.scope, clock=self._clock)
             checks += [check for check in doctor.checks() if check.name in {"github credential", "github access"}]
         return checks
+
+    def _given(self, parameter: str) -> str:
+        """The parameter of the stack that was given, or that of the existing stack."""
+        return self._wanted.parameters.get(parameter, self.facts.stored(parameter))
 
     # AWS ------------------------------------------------------------------------------------------------------
 
@@ -277,6 +284,7 @@ class Preflight:
                 )
         found.sort(key=lambda item: -int(item.get("AvailableIpAddressCount", 0)))
         self.facts.subnets = tuple(str(item["SubnetId"]) for item in found[:MAX_SUBNETS])
+        self.facts.outbound = frozenset(outbound[name] for name in self.facts.subnets)
         return _judge_subnets(found[:MAX_SUBNETS], outbound)
 
     async def _choose_vpc(self) -> str:
@@ -318,6 +326,26 @@ class Preflight:
                 "give --security-group-ids, or choose another pool name",
             )
         return ok(found.identifier if found else f"{group.name} will be created, without inbound rules")
+
+    async def _function_subnets(self) -> CheckResult:
+        chosen = _words(self._given(FUNCTION_SUBNETS))
+        if not chosen:
+            return ok("functions are outside of any VPC")
+        filters = [{"Name": "subnet-id", "Values": chosen}]
+        found = [item async for item in self._api.items("ec2", "DescribeSubnets", "Subnets", Filters=filters)]
+        fix = f"correct --parameter {FUNCTION_SUBNETS}"
+        if missing := sorted(set(chosen) - {str(item["SubnetId"]) for item in found}):
+            return problem(f"{', '.join(missing)} not found in this region and account", fix)
+        if any(item["VpcId"] != self.facts.vpc for item in found):
+            return problem(f"not all are in {self.facts.vpc}, the VPC of the instances and their security groups", fix)
+        routes = await self._routes(self.facts.vpc)
+        # A function never has a public address, whatever its subnet assigns to instances.
+        if isolated := [str(item["SubnetId"]) for item in found if outbound_route(item, routes) != "nat"]:
+            return problem(
+                f"{', '.join(isolated)}: functions have no public addresses, and no route through a NAT to GitHub",
+                f"give private subnets behind a NAT gateway, or deploy with --parameter {FUNCTION_SUBNETS}=",
+            )
+        return ok(", ".join(chosen))
 
     async def _are_in_vpc(self, groups: Sequence[str]) -> bool:
         """Whether all groups are in the VPC of the subnets, which may be new."""
@@ -381,10 +409,11 @@ class Preflight:
             self._api,
             self.facts.known_account,
             given=self._wanted.volume_key or self.facts.stored(VOLUME_KEY_PARAMETER),
+            given_of_image=self._given(IMAGE_KEY_PARAMETER),
             images=[self._images[name] for name in names],
             has_listener=listener is not None and listener.is_on_instance,
         )
-        self.facts.volume_key = key.adopted
+        self.facts.volume_key, self.facts.image_key = key.adopted, key.of_image
         return key.result
 
     async def _listener(self) -> CheckResult:
@@ -416,19 +445,12 @@ class Preflight:
     # Quotas and permissions -----------------------------------------------------------------------------------
 
     async def _quotas(self) -> CheckResult:
-        try:
-            values = await asyncio.gather(*map(self._quota, QUOTAS.values()))
-        except RemudaError as error:
-            return warning(f"the quotas of EC2 cannot be read: {error.message}", "check them in Service Quotas")
-        return judge_quotas(dict(zip(QUOTAS, values, strict=True)), self.facts.classes, self._wanted.max_instances)
-
-    async def _quota(self, code: str) -> float:
-        """The quota of the account, or the default of AWS if the account has no value."""
-        wanted = {"ServiceCode": "ec2", "QuotaCode": code}
-        answer = await self._api.find("service-quotas", "GetServiceQuota", _NO_QUOTA, **wanted)
-        if answer is None:
-            answer = await self._api.call("service-quotas", "GetAWSDefaultServiceQuota", **wanted)
-        return float(answer["Quota"]["Value"])
+        return await AccountDoctor(
+            clients=self._api.clients,
+            launch={},
+            classes=self.facts.classes,
+            max_instances=self._wanted.max_instances,
+        ).quotas()
 
     async def _concurrency(self) -> CheckResult:
         """Reserve executions for the scheduled functions only where Lambda has enough left for the others."""
@@ -496,22 +518,6 @@ def _words(text: str) -> list[str]:
     return text.replace(",", " ").split()
 
 
-def outbound_route(subnet: Mapping[str, Any], tables: Sequence[Mapping[str, Any]]) -> str:
-    """The route of machines in the subnet to the internet: `public`, `nat`, or `none`."""
-    name = subnet["SubnetId"]
-    own = [table for table in tables if any(item.get("SubnetId") == name for item in table.get("Associations") or ())]
-    main = [table for table in tables if any(item.get("Main") for item in table.get("Associations") or ())]
-    for table in own or main:
-        for route in table.get("Routes") or ():
-            if route.get("DestinationCidrBlock") != "0.0.0.0/0" or route.get("State") == "blackhole":
-                continue
-            if str(route.get("GatewayId") or "").startswith("igw-"):
-                # A machine without a public address cannot use an internet gateway.
-                return "public" if subnet.get("MapPublicIpOnLaunch") else "none"
-            return "nat"
-    return "none"
-
-
 def _judge_subnets(subnets: Sequence[Mapping[str, Any]], outbound: Mapping[str, str]) -> CheckResult:
     zones = sorted({str(item.get("AvailabilityZone", "")) for item in subnets})
     free = sum(int(item.get("AvailableIpAddressCount", 0)) for item in subnets)
@@ -532,26 +538,3 @@ def _judge_subnets(subnets: Sequence[Mapping[str, Any]], outbound: Mapping[str, 
         )
     unused = f"; a launch uses {MAX_ZONES} zones" if len(zones) > MAX_ZONES else ""
     return ok(shown + unused)
-
-
-def judge_quotas(quotas: Mapping[str, float], classes: Sequence[ResourceClass], max_instances: int) -> CheckResult:
-    """Compare the quotas with one machine of the largest class, and with `max_instances` of the smallest."""
-    standard = [item for item in classes if not item.gpu]
-    if not standard:
-        return ok("not checked: all classes have GPUs, which have other quotas")
-    smallest = min(standard, key=lambda item: item.cpu)
-    texts, is_low = [], False
-    for kind, vcpus in quotas.items():
-        fitting = int(vcpus // smallest.cpu)
-        too_large = [item.name for item in standard if item.cpu > vcpus]
-        text = f"{vcpus:g} {kind} vCPUs: {fitting} machines of class {smallest.name}"
-        if too_large:
-            text += f", none of {', '.join(too_large)}"
-        is_low = is_low or bool(too_large) or fitting < max_instances
-        texts.append(text)
-    if is_low:
-        return warning(
-            f"{'; '.join(texts)} (max-instances is {max_instances})",
-            "request higher quotas of EC2 in Service Quotas, or lower --max-instances",
-        )
-    return ok("; ".join(texts))

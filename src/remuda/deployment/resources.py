@@ -15,6 +15,7 @@ from typing import Any
 
 from botocore.exceptions import ClientError
 
+from remuda.adapters.aws.account import SPOT_ROLE_NAME
 from remuda.adapters.aws.calls import code_of
 from remuda.adapters.aws.ec2.template import pool_tags
 from remuda.config.settings import GITHUB_ISSUER
@@ -353,7 +354,7 @@ class SecurityGroup:
 class SpotRole:
     """The service-linked role of spot instances. Roles of Remuda may not create it, so the first launch would fail."""
 
-    name = "AWSServiceRoleForEC2Spot"
+    name = SPOT_ROLE_NAME
 
     def __init__(self, api: AwsApi) -> None:
         self._api = api

@@ -67,6 +67,7 @@ def fill_placeholders(
     environment: str = "<environment>",
     credential: str = "<github-credential>",
     volume_key: str = "<volume-kms-key>",
+    image_key: str = "<image-kms-key>",
     role_path: str = "/",
 ) -> Document:
     values = {
@@ -77,6 +78,7 @@ def fill_placeholders(
         "<environment>": environment,
         "<github-credential>": credential,
         "<volume-kms-key>": volume_key,
+        "<image-kms-key>": image_key,
         "<role-path>": role_path,
     }
 

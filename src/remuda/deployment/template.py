@@ -35,6 +35,7 @@ from remuda.deployment.policies import (
     EC2,
     ENVIRONMENT,
     FUNCTIONS,
+    IMAGE_KEY,
     LISTENER,
     NAME,
     SCHEDULED,
@@ -83,10 +84,18 @@ HAS_SETS = "HasRunnerSets"
 HAS_LISTENER = "HasListener"
 SET_ALARMS = "RunnerSetAlarms"
 HAS_VOLUME_KEY = "HasVolumeKey"
+HAS_IMAGE_KEY = "HasImageKey"
+HAS_FUNCTION_NETWORK = "HasFunctionNetwork"
 HAS_BOUNDARY = "HasPermissionsBoundary"
 HAS_ROLE_PATH = "HasRolePath"
 #: Policies that exist only under a condition.
-POLICY_CONDITIONS = {"volume-key": HAS_VOLUME_KEY}
+POLICY_CONDITIONS = {
+    "volume-key": HAS_VOLUME_KEY,
+    "image-key": HAS_IMAGE_KEY,
+    "function-network": HAS_FUNCTION_NETWORK,
+}
+#: What a role needs that launches, as policies; some exist only under a condition.
+LAUNCHING = ("provision", "volume-key", "image-key")
 #: The property with the name of a resource. CloudFormation does not replace a resource that keeps its name ("Name type"
 #: in its template reference): the update is rolled back.
 NAMES = {
@@ -112,6 +121,8 @@ STACK_SETTINGS = tuple(declared for declared in SETTINGS.values() if declared.is
 #: Parameters that contain the runner sets and the places of machines.
 SETS, SUBNETS, GROUPS = (SETTINGS[name].parameter for name in ("runner_sets", "subnet_ids", "security_group_ids"))
 VOLUME_KEY_PARAMETER = SETTINGS["volume_kms_key"].parameter
+IMAGE_KEY_PARAMETER = "ImageKmsKey"
+FUNCTION_SUBNETS = "FunctionSubnetIds"
 AGENT_URL, AGENT_SHA256 = (SETTINGS[name].parameter for name in ("agent_url", "agent_sha256"))
 TAGS = [{"Key": POOL_TAG, "Value": {"Ref": "Pool"}}]
 
@@ -127,6 +138,7 @@ EXACT: dict[str, Any] = {
     CREDENTIAL: {"Fn::If": ["HasSecret", {"Ref": "GithubSecretArn"}, {"Fn::Sub": _with_parameters(CREDENTIALS)}]},
     ENVIRONMENT: {"Fn::If": ["HasEnvironment", {"Ref": "GithubEnvironment"}, {"Ref": "Pool"}]},
     VOLUME_KEY: {"Ref": VOLUME_KEY_PARAMETER},
+    IMAGE_KEY: {"Ref": IMAGE_KEY_PARAMETER},
     # Whatever its name.
     STACK: {"Ref": "AWS::StackId"},
 }
@@ -209,6 +221,8 @@ def _conditions() -> dict[str, Any]:
         "HasSecret": _is_set("GithubSecretArn"),
         "IsApp": _is_set("GithubAppId"),
         HAS_VOLUME_KEY: _is_set(VOLUME_KEY_PARAMETER),
+        HAS_IMAGE_KEY: _is_set(IMAGE_KEY_PARAMETER),
+        HAS_FUNCTION_NETWORK: _is_set(FUNCTION_SUBNETS),
         HAS_BOUNDARY: _is_set("PermissionsBoundary"),
         HAS_ROLE_PATH: {"Fn::Not": [{"Fn::Equals": [{"Ref": "RolePath"}, "/"]}]},
         "HasEnvironment": _is_set("GithubEnvironment"),
@@ -238,6 +252,10 @@ def _rules() -> dict[str, Any]:
             "RuleCondition": _is_set("Ami"),
             "Assertions": [{"Assert": _is_set(SUBNETS), "AssertDescription": "Ami requires SubnetIds."}],
         },
+        "FunctionNetwork": {
+            "RuleCondition": _is_set(FUNCTION_SUBNETS),
+            "Assertions": [{"Assert": _is_set(GROUPS), "AssertDescription": f"{FUNCTION_SUBNETS} requires {GROUPS}."}],
+        },
         "Listener": {
             "RuleCondition": {"Fn::And": [_is_set("CodeBucket"), _is_set(SETS), _is_on_instance()]},
             "Assertions": [
@@ -261,7 +279,7 @@ def _metadata() -> dict[str, Any]:
     groups = {
         "Pool": ["Pool", "PermissionsBoundary", "RolePath"],
         "Workflows": ["OidcProviderArn", "Repositories", "Environments", "RefreshRepository", "Branch"],
-        "Functions": list(_function_parameters()),
+        "Functions": [*_function_parameters(), IMAGE_KEY_PARAMETER],
         "Broker": [*_broker_parameters(), *(item.parameter for item in STACK_SETTINGS if item.group is Group.BROKER)],
         "Listener of runner sets": list(_listener_parameters()),
         "Settings of refresh": [
@@ -270,8 +288,9 @@ def _metadata() -> dict[str, Any]:
         "Settings of scale-down": [item.parameter for item in STACK_SETTINGS if item.group is Group.SCALE_DOWN],
     }
     return {
-        # An image may be resolve:ssm:NAME, which the type of parameters for images refuses.
-        **_without_checks("W2506"),
+        # Security groups are an empty list by default, and rules require one where they are used. An image may be
+        # resolve:ssm:NAME, which the type of parameters for images refuses.
+        **_without_checks("W1033", "W2506"),
         "AWS::CloudFormation::Interface": {
             "ParameterGroups": [{"Label": {"default": label}, "Parameters": names} for label, names in groups.items()]
         },
@@ -333,6 +352,11 @@ def _parameters() -> dict[str, Any]:
         **_function_parameters(),
         **_broker_parameters(),
         **_listener_parameters(),
+        IMAGE_KEY_PARAMETER: _text(
+            "ARN of the KMS key of encrypted images, if it is not that of the volumes: a key of the account that "
+            "shares the images, for example.",
+            AllowedPattern="(arn:[a-z-]+:kms:[a-z0-9-]+:[0-9]{12}:key/.+)?",
+        ),
         **{declared.parameter: _setting(declared) for declared in STACK_SETTINGS},
     }
 
@@ -365,6 +389,12 @@ def _function_parameters() -> dict[str, Any]:
             "listener, and jobs of runner sets that wait too long. "
             "If empty, no alarms are created.",
             AllowedPattern="(arn:[a-z-]+:sns:[a-z0-9-]+:[0-9]{12}:.+)?",
+        ),
+        FUNCTION_SUBNETS: _text(
+            "Subnets of the functions, separated by commas, in the VPC of SecurityGroupIds and with a route to the "
+            "internet through a NAT: GitHub then sees the addresses of the NAT. If empty, the functions are outside of "
+            "any VPC, and their addresses change.",
+            AllowedPattern="(subnet-[0-9a-f]+(,subnet-[0-9a-f]+)*)?",
         ),
         "ReserveConcurrency": _text(
             "Whether each scheduled function reserves one of the account's concurrent executions.",
@@ -530,7 +560,7 @@ def _workflow_role(issuer: str, classes: Sequence[ResourceClass]) -> Resource:
     role = _github_role("workflow", issuer, _workflow_subjects(issuer), (), "HasWorkflow")
     # Without functions there is no broker, and workflows provision in direct mode.
     direct = [{"Fn::If": [HAS_FUNCTIONS, {"Ref": "WorkflowPolicy"}, {"Ref": "ProvisionPolicy"}]}]
-    _, *more = attached(("provision", "volume-key"), classes)
+    _, *more = attached(LAUNCHING, classes)
     direct += [{"Fn::If": [HAS_FUNCTIONS, {"Ref": "AWS::NoValue"}, _policy_arn(name)]} for name in more]
     role["Properties"]["ManagedPolicyArns"] = direct
     return role
@@ -603,7 +633,9 @@ def _function(
     role, function = (_logical(who, kind) for kind in ("FunctionRole", "Function"))
     service = {"Service": "lambda.amazonaws.com"}
     return {
-        role: _role(f"{who}-function", service, "sts:AssumeRole", (*policy_names, f"{who}-function")),
+        role: _role(
+            f"{who}-function", service, "sts:AssumeRole", (*policy_names, f"{who}-function", "function-network")
+        ),
         function: {
             "Type": "AWS::Lambda::Function",
             "Properties": {
@@ -617,6 +649,16 @@ def _function(
                 "MemorySize": memory_mb,
                 "Timeout": timeout_s,
                 "ReservedConcurrentExecutions": reserved,
+                "VpcConfig": {
+                    "Fn::If": [
+                        HAS_FUNCTION_NETWORK,
+                        {
+                            "SubnetIds": {"Fn::Split": [",", {"Ref": FUNCTION_SUBNETS}]},
+                            "SecurityGroupIds": {"Fn::Split": [",", {"Ref": GROUPS}]},
+                        },
+                        {"Ref": "AWS::NoValue"},
+                    ]
+                },
                 "LoggingConfig": {"LogGroup": {"Ref": logs_id(who)}, "LogFormat": "Text"},
                 "Environment": {"Variables": _variables(who)},
                 "Tags": TAGS,
@@ -688,7 +730,7 @@ def _broker(classes: Sequence[ResourceClass]) -> dict[str, Resource]:
         BROKER,
         BROKER_HANDLER,
         "remuda provision and release for workflows",
-        attached(("provision", "volume-key"), classes),
+        attached(LAUNCHING, classes),
         memory_mb=BROKER_MB,
         timeout_s=BROKER_TIMEOUT_S,
         reserved={"Fn::If": ["LimitsBroker", {"Ref": "BrokerConcurrency"}, {"Ref": "AWS::NoValue"}]},
@@ -732,17 +774,13 @@ def _listener(classes: Sequence[ResourceClass]) -> dict[str, Resource]:
     name = substituted(f"{NAME}-{LISTENER}")
     named = {"Key": "Name", "Value": name}
     made: dict[str, Resource] = {
-        "ListenerRole": _role(
-            LISTENER, {"Service": EC2}, "sts:AssumeRole", attached(("provision", "volume-key", LISTENER), classes)
-        ),
+        "ListenerRole": _role(LISTENER, {"Service": EC2}, "sts:AssumeRole", attached((*LAUNCHING, LISTENER), classes)),
         "ListenerProfile": {
             "Type": "AWS::IAM::InstanceProfile",
             "Properties": {"InstanceProfileName": name, "Roles": [{"Ref": "ListenerRole"}]},
         },
         "ListenerTemplate": {
             "Type": "AWS::EC2::LaunchTemplate",
-            # The list of security groups is empty by default; a rule requires one.
-            "Metadata": _without_checks("W1033"),
             "Properties": {
                 "LaunchTemplateName": name,
                 "LaunchTemplateData": {

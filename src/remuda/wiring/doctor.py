@@ -145,7 +145,8 @@ async def _aws_checks(
 ) -> Sequence[Check]:
     clock = SystemClock()
     with aws_libraries():
-        from remuda.adapters.aws.clients import AwsClients  # noqa: PLC0415 - AWS libraries are slow to import
+        from remuda.adapters.aws.account import AccountDoctor  # noqa: PLC0415 - AWS libraries are slow to import
+        from remuda.adapters.aws.clients import AwsClients  # noqa: PLC0415 - as above
         from remuda.adapters.aws.doctor import CREDENTIALS, AwsDoctor  # noqa: PLC0415 - as above
         from remuda.adapters.aws.functions import FunctionsDoctor  # noqa: PLC0415 - as above
     clients = await stack.enter_async_context(AwsClients())
@@ -163,16 +164,19 @@ async def _aws_checks(
 
     stored = await _stored_config(get_config)
     scope = settings.github_scope if settings.given("github_scope") else _stored_scope(stored)
+    launch = _launch_options(settings, stored)
+    given = settings.given("resource_class_config")
+    classes = stored.classes if stored and not given else settings.resource_class_config
     return (
         *AwsDoctor(
+            clients=clients, adapters=adapters, pool=settings.pool, launch=launch, classes=classes, clock=clock
+        ).checks(),
+        *AccountDoctor(
             clients=clients,
-            adapters=adapters,
-            pool=settings.pool,
-            launch=_launch_options(settings, stored),
-            classes=stored.classes
-            if stored and not settings.given("resource_class_config")
-            else settings.resource_class_config,
-            clock=clock,
+            launch=launch,
+            classes=classes,
+            max_instances=stored.max_instances if stored else settings.max_instances,
+            needs=(CREDENTIALS,),
         ).checks(),
         *FunctionsDoctor(clients=clients, pool=settings.pool, needs=(CREDENTIALS,)).checks(),
         *pool_checks(get_config, clock, pool=settings.pool, scope=scope, needs=(CREDENTIALS,)),

@@ -16,14 +16,12 @@ import signal
 import subprocess
 import sys
 import tarfile
-import threading
 import zipfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import patch
@@ -38,7 +36,7 @@ from remuda.deployment.bundles import SUMS, BundleUse, bundle_name
 from remuda.deployment.template import GITHUB
 from remuda.domain.instance import State
 from remuda.ports.compute import POOL_TAG
-from tests.support.aws.servers import LOOPBACK, aws_client
+from tests.support.aws.servers import aws_client
 from tests.support.aws.stack import SCOPE, AwsStack
 from tests.support.cli import CommandResult, ForkedProcess, run_cli, start_cli
 from tests.support.records import birth, instance
@@ -51,8 +49,6 @@ LIBRARIES = Path(aiobotocore.__file__).parents[1]
 ARCHITECTURE = "x86_64"
 #: File in marked bundles.
 MARK = "mark"
-#: vCPUs by quota code of EC2.
-QUOTAS = {"L-1216C47A": 512.0, "L-34B43A08": 16.0}
 #: Lists of everything that a pool has: service, operation, list, and the name of an element.
 RESOURCES = (
     ("cloudformation", "describe_stacks", "Stacks", "StackName"),
@@ -98,54 +94,16 @@ def main(arguments: list[str]) -> int:
         return run_remuda(arguments)
 
 
-class QuotaHandler(BaseHTTPRequestHandler):
-    """Service Quotas: GetServiceQuota of the quotas above, and errors for everything else."""
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        operation = self.headers["X-Amz-Target"].rpartition(".")[2]
-        value = QUOTAS.get(body.get("QuotaCode")) if body.get("ServiceCode") == "ec2" else None
-        if operation != "GetServiceQuota" or value is None:
-            self._answer(400, {"__type": "NoSuchResourceException", "message": "the quota does not exist"})
-        else:
-            self._answer(200, {"Quota": {"ServiceCode": "ec2", "QuotaCode": body["QuotaCode"], "Value": value}})
-
-    def _answer(self, status: int, document: Mapping[str, Any]) -> None:
-        content = json.dumps(document).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/x-amz-json-1.1")
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the name of the base class
-        """Write no log."""
-
-
-@contextmanager
-def quota_server() -> Iterator[str]:
-    server = ThreadingHTTPServer((LOOPBACK, 0), QuotaHandler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://{LOOPBACK}:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
 @dataclass(frozen=True, kw_only=True)
 class EmptyAccount:
     stack: AwsStack
-    quotas_url: str
 
     def environment(self, **changed: str) -> dict[str, str]:
         """Variables of a person who deploys, with the services that the functions of the stack use, too."""
         given = self.stack.environment()
         for name in ("AWS_ENDPOINT_URL_IAM", "AWS_ENDPOINT_URL_SSM", "AWS_ENDPOINT_URL_STS", "REMUDA_BACKEND"):
             given.pop(name)
-        return {**given, "AWS_ENDPOINT_URL_SERVICE_QUOTAS": self.quotas_url, **changed}
+        return {**given, **changed}
 
     def bundles(self, agent: str = "first") -> Path:
         """Bundles with these functions, and an agent with this content."""
@@ -200,12 +158,14 @@ class EmptyAccount:
 
     async def deploy_template(self, template: Mapping[str, Any], *more: str, pool: str) -> CommandResult:
         """Deploy another template than that of this version."""
+        return await (await self.start_template(template, *more, pool=pool)).result()
+
+    async def start_template(self, template: Mapping[str, Any], *more: str, pool: str) -> ForkedProcess:
         file = self.stack.folder / f"template-{pool}.json"
         file.write_text(json.dumps(template), encoding="utf-8")
         environment = self.environment(**{TEMPLATE_FILE: str(file)})
         arguments = self.arguments("--json", *more, pool=pool)
-        command = await start_cli(arguments, environment=environment, cwd=self.stack.folder, program=__name__)
-        return await command.result()
+        return await start_cli(arguments, environment=environment, cwd=self.stack.folder, program=__name__)
 
     async def start(self, *arguments: str) -> ForkedProcess:
         return await start_cli(arguments, environment=self.environment(), cwd=self.stack.folder)
@@ -353,18 +313,6 @@ def _source() -> dict[str, bytes]:
 
 @contextmanager
 def empty_account(stack: AwsStack) -> Iterator[EmptyAccount]:
-    """An account with a default VPC whose subnets reach the internet. Must be called outside an event loop."""
-
-    async def connect(ec2: Any) -> None:
-        (vpc,) = (await ec2.describe_vpcs())["Vpcs"]
-        gateway = (await ec2.create_internet_gateway())["InternetGateway"]["InternetGatewayId"]
-        await ec2.attach_internet_gateway(InternetGatewayId=gateway, VpcId=vpc["VpcId"])
-        (table,) = (await ec2.describe_route_tables())["RouteTables"]
-        await ec2.create_route(RouteTableId=table["RouteTableId"], DestinationCidrBlock="0.0.0.0/0", GatewayId=gateway)
-
     # Instance profiles are those of CloudFormation's server.
     stack.ec2.configure(has_iam=False)
-    with quota_server() as url:
-        account = EmptyAccount(stack=stack, quotas_url=url)
-        account.call("ec2", connect)
-        yield account
+    yield EmptyAccount(stack=stack)

@@ -4,7 +4,7 @@ The first argument is a file with the seconds to add to the real time, as one do
 expiry follow that clock, so no test has to wait for them. Long pauses of background tasks are shortened. Conditions of
 CloudFormation templates may contain Fn::Join of a list parameter, like on AWS. Change sets evaluate conditions first,
 as AWS does ("Conditions" in the guide of CloudFormation): a new parameter in the other branch of an Fn::If changes
-nothing.
+nothing. The service-linked role of spot instances has the name that AWS gives it.
 """
 
 import importlib
@@ -23,6 +23,9 @@ real_sleep = time.sleep  # noqa: TID251
 LONGEST_SLEEP_S = 0.5
 CONDITIONS = "ministack.services.cloudformation.engine"
 CHANGE_SETS = "ministack.services.cloudformation.changesets"
+ROLES = "ministack.services.iam"
+#: The service-linked role of spot instances, as AWS and as this server name it.
+SPOT_ROLE, OTHER_SPOT_ROLE = "AWSServiceRoleForEC2Spot", "AWSServiceRoleForSpot"
 
 
 def sleep(seconds: Any) -> None:
@@ -75,6 +78,24 @@ def change_change_sets(module: Any) -> None:
     module._diff_resources = diff
 
 
+def change_roles(module: Any) -> None:
+    create = module._IAM_HANDLERS["CreateServiceLinkedRole"]
+
+    def create_named(parameters: Any) -> Any:
+        if module._p(parameters, "AWSServiceName") != "spot.amazonaws.com":
+            return create(parameters)
+        if SPOT_ROLE in module._roles:
+            message = f"Service role name {SPOT_ROLE} has been taken in this account, please try a different suffix."
+            return module._error(400, "InvalidInput", message, ns="iam")
+        answer = create(parameters)
+        role = module._roles.pop(OTHER_SPOT_ROLE)
+        arn = role["Arn"].replace(OTHER_SPOT_ROLE, SPOT_ROLE)
+        module._roles[SPOT_ROLE] = {**role, "RoleName": SPOT_ROLE, "Arn": arn}
+        return answer
+
+    module._IAM_HANDLERS["CreateServiceLinkedRole"] = create_named
+
+
 def without(value: Any, names: Any) -> Any:
     """An expression without its references to these parameters."""
     match value:
@@ -106,6 +127,7 @@ def main() -> None:
     time.sleep = sleep  # noqa: TID251
     sys.meta_path.insert(0, ChangingFinder(CONDITIONS, change_conditions))
     sys.meta_path.insert(0, ChangingFinder(CHANGE_SETS, change_change_sets))
+    sys.meta_path.insert(0, ChangingFinder(ROLES, change_roles))
     # Imported after the clock is replaced, because it binds `time.time`.
     importlib.import_module("ministack.app").main()
 

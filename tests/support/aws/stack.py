@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from remuda.adapters.aws.account import SPOT_ROLE_NAME
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.fake_github import Endpoint
 from remuda.fake_github.client import FakeGitHubClient
 from remuda.ports.calls import CallCounter
 from tests.support.aws.ec2 import Ec2Server
+from tests.support.aws.quotas import quota_server
 from tests.support.aws.servers import LOOPBACK, Ministack, aws_client, fake_github, ministack
 from tests.support.cli import run_cli
 
@@ -37,6 +39,8 @@ class AwsStack:
     github: Endpoint
     #: Launch options for `refresh`: image, subnets, security group, instance profile.
     launch: dict[str, str]
+    #: Service Quotas; empty if no command of the test asks for quotas.
+    quotas_url: str = ""
 
     def environment(self, **changed: str) -> dict[str, str]:
         """Variables with which a process uses these servers and no others."""
@@ -45,6 +49,7 @@ class AwsStack:
             "HOME": str(self.folder),
             **self.store.environment(),
             **self.ec2.environment(),
+            **({"AWS_ENDPOINT_URL_SERVICE_QUOTAS": self.quotas_url} if self.quotas_url else {}),
             "GITHUB_API_URL": self.github.url,
             "REMUDA_GITHUB_TOKEN": self.github.token,
             "REMUDA_CONFIG": os.devnull,
@@ -105,17 +110,32 @@ def aws_stack(folder: Path, host: str = LOOPBACK) -> Iterator[AwsStack]:
         # Real time: records expire by the clock of the server, and the commands use the real clock.
         ministack(folder, starts_at=SystemClock().now(), host=host) as store,
         fake_github(folder / "github", host) as github,
+        quota_server(host) as quotas_url,
     ):
         ec2 = Ec2Server(host)
         try:
             launch = asyncio.run(launch_options(ec2))
-            yield AwsStack(folder=folder, store=store, ec2=ec2, github=github, launch=launch)
+            asyncio.run(_prepare_account(ec2))
+            yield AwsStack(folder=folder, store=store, ec2=ec2, github=github, launch=launch, quotas_url=quotas_url)
         finally:
             ec2.stop()
 
 
 async def _unused_prefix() -> str:
     raise AssertionError("the key prefix is in the table; only refresh determines it")
+
+
+async def _prepare_account(ec2: Ec2Server) -> None:
+    """A default VPC whose subnets reach the internet, and the role of an account that has had spot instances."""
+    async with ec2.iam() as iam:
+        await iam.create_role(RoleName=SPOT_ROLE_NAME, AssumeRolePolicyDocument="{}")
+    async with ec2.client() as client:
+        (vpc,) = (await client.describe_vpcs())["Vpcs"]
+        gateway = (await client.create_internet_gateway())["InternetGateway"]["InternetGatewayId"]
+        await client.attach_internet_gateway(InternetGatewayId=gateway, VpcId=vpc["VpcId"])
+        (table,) = (await client.describe_route_tables())["RouteTables"]
+        name = table["RouteTableId"]
+        await client.create_route(RouteTableId=name, DestinationCidrBlock="0.0.0.0/0", GatewayId=gateway)
 
 
 async def launch_options(ec2: Ec2Server) -> dict[str, str]:

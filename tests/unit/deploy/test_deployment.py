@@ -17,6 +17,7 @@ from botocore.exceptions import ClientError
 from build import DEPLOY
 from remuda import __version__
 from remuda.adapters.aws.calls import translate
+from remuda.adapters.aws.ec2.routes import outbound_route
 from remuda.adapters.github.responses import parse_immutable_name
 from remuda.cli.deploy import (
     _check_role_path,
@@ -53,15 +54,13 @@ from remuda.deployment.preflight import (
     DeployFacts,
     DeployTarget,
     Preflight,
-    judge_quotas,
-    outbound_route,
 )
 from remuda.deployment.resources import Bucket, issuer_of
 from remuda.deployment.stack import Stack, StackChange, StackState, new_resources
 from remuda.deployment.template import template
 from remuda.deployment.workflow import CONFIGURE_CREDENTIALS, set_workflow_text, workflow_text
 from remuda.domain.errors import Partial, Unavailable, UserError
-from remuda.domain.resources import DEFAULT_CLASSES, parse_classes
+from remuda.domain.resources import parse_classes
 from remuda.ports.doctor import CheckStatus
 from tests.support.virtual_time import AdjustableClock
 
@@ -158,19 +157,6 @@ def test_sums_ignore_other_lines() -> None:
 
 def test_every_type_of_the_template_has_its_actions() -> None:
     assert {item["Type"] for item in template()["Resources"].values()} <= set(ACTIONS)
-
-
-@pytest.mark.parametrize(
-    ("quotas", "status", "text"),
-    [
-        ({"on-demand": 512.0, "spot": 512.0}, CheckStatus.OK, "256 machines of class large"),
-        ({"on-demand": 5.0}, CheckStatus.WARNING, "5 on-demand vCPUs: 2 machines of class large, none of 2xlarge"),
-        ({"on-demand": 512.0, "spot": 100.0}, CheckStatus.WARNING, "max-instances is 100"),
-    ],
-)
-def test_quotas_are_compared_with_the_classes(quotas: dict[str, float], status: CheckStatus, text: str) -> None:
-    result = judge_quotas(quotas, DEFAULT_CLASSES, 100)
-    assert (result.status, text in result.message) == (status, True), result.message
 
 
 def route_table(target: dict[str, str], *subnets: str) -> dict[str, Any]:
@@ -742,6 +728,84 @@ async def test_executions_are_reserved_only_where_lambda_permits_it(
     plan = plan_stack(request(given), preflight.facts, secret=SECRET, groups="sg-1")
     if not given:
         assert plan.parameters.get("ReserveConcurrency", "false") == str(reserves).lower()
+
+
+FUNCTION_NETWORK: dict[str, Any] = {
+    "DescribeSubnets": [
+        {
+            "Subnets": [
+                {"SubnetId": "subnet-1", "VpcId": "vpc-1", "MapPublicIpOnLaunch": True},
+                {"SubnetId": "subnet-2", "VpcId": "vpc-1"},
+                {"SubnetId": "subnet-3", "VpcId": "vpc-2"},
+            ]
+        }
+    ],
+    "DescribeRouteTables": [
+        {
+            "RouteTables": [
+                {
+                    "Associations": [{"SubnetId": "subnet-1"}],
+                    "Routes": [{"DestinationCidrBlock": "0.0.0.0/0", "GatewayId": "igw-1"}],
+                },
+                {
+                    "Associations": [{"Main": True}],
+                    "Routes": [{"DestinationCidrBlock": "0.0.0.0/0", "NatGatewayId": "nat-1"}],
+                },
+            ]
+        }
+    ],
+}
+
+
+class NetworkApi(ScriptedApi):
+    """Returns only the subnets that a filter names."""
+
+    async def call(self, service: str, operation: str, **parameters: Any) -> Any:
+        answer = await super().call(service, operation, **parameters)
+        if operation != "DescribeSubnets":
+            return answer
+        (names,) = (each["Values"] for each in parameters["Filters"])
+        return {"Subnets": [each for each in answer["Subnets"] if each["SubnetId"] in names]}
+
+
+@pytest.mark.parametrize(
+    ("given", "stored", "status", "words"),
+    [
+        ("", "", CheckStatus.OK, "outside of any VPC"),
+        ("subnet-2", "", CheckStatus.OK, "subnet-2"),
+        ("subnet-1,subnet-2", "", CheckStatus.PROBLEM, "subnet-1: functions have no public addresses"),
+        (None, "subnet-1", CheckStatus.PROBLEM, "subnet-1: functions have no public addresses"),
+        ("subnet-3", "", CheckStatus.PROBLEM, "not all are in vpc-1"),
+        ("subnet-4", "", CheckStatus.PROBLEM, "subnet-4 not found"),
+        # Functions that leave their subnets.
+        ("", "subnet-1", CheckStatus.OK, "outside of any VPC"),
+    ],
+)
+async def test_subnets_of_functions_must_reach_github_without_public_addresses(
+    given: str | None, stored: str, status: CheckStatus, words: str
+) -> None:
+    parameters = {} if given is None else {"FunctionSubnetIds": given}
+    api: Any = NetworkApi(**FUNCTION_NETWORK)
+    preflight = Preflight(
+        api=api,
+        wanted=replace(request().wanted, parameters=parameters),
+        bundles=BundleSource("dist"),
+        github=None,
+        clock=AdjustableClock(longest_sleep_s=1.0),
+    )
+    state = StackState(status="UPDATE_COMPLETE", parameters={"FunctionSubnetIds": stored})
+    preflight.facts = facts(stack=state, vpc="vpc-1")
+    (check,) = [check for check in preflight.checks() if check.name == "function subnets"]
+    result = await check.run()
+    assert (result.status, words in result.message) == (status, True), result
+
+
+def test_functions_in_subnets_have_the_security_groups_of_the_pool() -> None:
+    made = template()["Resources"]["RefreshFunction"]["Properties"]["VpcConfig"]
+    assert made["Fn::If"][0] == "HasFunctionNetwork"
+    assert made["Fn::If"][1]["SecurityGroupIds"] == {"Fn::Split": [",", {"Ref": "SecurityGroupIds"}]}
+    plan = plan_stack(request({"FunctionSubnetIds": "subnet-1, subnet-2"}), facts(), secret=SECRET, groups="sg-1")
+    assert plan.parameters["FunctionSubnetIds"] == "subnet-1,subnet-2"
 
 
 class Payload:

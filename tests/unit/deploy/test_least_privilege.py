@@ -87,6 +87,10 @@ class Place:
         return self.arn("kms", f"key/{self.pool}")
 
     @property
+    def image_key(self) -> str:
+        return self.arn("kms", f"key/{self.pool}-images")
+
+    @property
     def tags(self) -> dict[str, Value]:
         """Tags of its instances and its launch template."""
         return {
@@ -123,6 +127,8 @@ class Place:
         return {
             "aws:userid": f"{self.role_id}:{self.instance}",
             "ec2:SourceInstanceARN": self.machine,
+            # Of the calls of a function's code, in difference to those of Lambda with the same role.
+            "lambda:SourceFunctionArn": self.arn("lambda", f"function:remuda-{self.pool}-broker"),
             REQUESTED: self.pool,
             "aws:TagKeys": [ORPHAN_TAG],
             "iam:PassedToService": "ec2.amazonaws.com",
@@ -203,6 +209,7 @@ def parameters_of(place: Place) -> dict[str, Any]:
         "Environments": [""],
         "RefreshRepository": REPOSITORY,
         "VolumeKmsKey": place.volume_key,
+        "ImageKmsKey": place.image_key,
         "Branch": BRANCH,
         "OidcProviderArn": place.arn("iam", f"oidc-provider/{GITHUB}"),
     }
@@ -290,7 +297,10 @@ def at(  # noqa: C901, PLR0912 - one branch per service
     elif service == "s3":
         yield of.bundle, {}
     elif service == "kms":
-        yield of.volume_key, {"kms:ViaService": f"ec2.{of.region}.amazonaws.com", "kms:GrantIsForAWSResource": "true"}
+        via: dict[str, Value] = {"kms:ViaService": f"ec2.{of.region}.amazonaws.com"}
+        yield from ((key, {**via, "kms:GrantIsForAWSResource": "true"}) for key in (of.volume_key, of.image_key))
+    elif name.endswith(("NetworkInterface", "PrivateIpAddresses")):
+        yield from ((of.arn("ec2", f"{kind}/1"), {}) for kind in ("network-interface", "security-group", "subnet"))
     else:
         # Describe calls, which have no resources, and calls that create resources.
         assert action in {*CREATE_ACTIONS, METRICS} or name.startswith("Describe"), f"nothing to try {action} on"
@@ -382,7 +392,10 @@ def test_a_role_can_use_every_granted_action_in_its_pool(role, place):
     tried = {each for each in granted(documents) if each not in untried and not each.startswith("ec2:Describe")}
     # These may tag only at creation.
     at_creation = {"ec2:CreateTags"} if role in {"BrokerFunctionRole", "ListenerRole", "RefreshFunctionRole"} else set()
-    assert allowed == tried - at_creation
+    # These may be used by Lambda, and not by the code.
+    by_lambda = {each for each in tried if each.endswith(("NetworkInterface", "PrivateIpAddresses"))}
+    assert bool(by_lambda) is role.endswith("FunctionRole")
+    assert allowed == tried - at_creation - by_lambda
 
 
 @pytest.mark.parametrize("role", CONTROL_PLANE)
@@ -474,9 +487,12 @@ def test_the_workflow_role_may_invoke_the_broker_and_nothing_else():
 
 def test_without_functions_workflows_provision_in_direct_mode():
     """The role has the policies of the broker then, without the credential."""
-    policy, key = TEMPLATE["WorkflowRole"]["Properties"]["ManagedPolicyArns"]
+    policy, *keys = TEMPLATE["WorkflowRole"]["Properties"]["ManagedPolicyArns"]
     assert policy == {"Fn::If": ["HasFunctions", {"Ref": "WorkflowPolicy"}, {"Ref": "ProvisionPolicy"}]}
-    assert key["Fn::If"][2] == {"Fn::If": ["HasVolumeKey", {"Ref": "VolumeKeyPolicy"}, {"Ref": "AWS::NoValue"}]}
+    assert [key["Fn::If"][2] for key in keys] == [
+        {"Fn::If": [f"Has{name}", {"Ref": f"{name}Policy"}, {"Ref": "AWS::NoValue"}]}
+        for name in ("VolumeKey", "ImageKey")
+    ]
 
 
 def test_the_broker_may_read_the_credential_and_cannot_change_the_configuration():

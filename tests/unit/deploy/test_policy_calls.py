@@ -23,6 +23,7 @@ INSTANCE = "i-0123456789abcdef0"
 USER_ID = f"AROA{'A' * 17}:{INSTANCE}"
 KEYS = items.ItemKeys(prefix=USER_ID.removesuffix(INSTANCE))
 VOLUME_KEY = f"arn:aws:kms:{REGION}:{ACCOUNT}:key/11111111-2222-3333-4444-555555555555"
+IMAGE_KEY = f"arn:aws:kms:{REGION}:210987654321:key/22222222-2222-3333-4444-555555555555"
 CREDENTIAL = f"arn:aws:secretsmanager:{REGION}:{ACCOUNT}:secret:github-AbCdEf"
 POLICIES = {
     policy.name: fill_placeholders(
@@ -33,6 +34,7 @@ POLICIES = {
         environment=POOL,
         credential=CREDENTIAL,
         volume_key=VOLUME_KEY,
+        image_key=IMAGE_KEY,
     )
     for policy in policies()
 }
@@ -265,17 +267,35 @@ def test_a_function_may_read_its_settings(who):
     assert allows(POLICIES[f"{who}-function"], lookup)
 
 
-def test_a_launch_may_use_the_key_of_volumes_through_ec2_only():
+@pytest.mark.parametrize(("who", "key"), [("volume-key", VOLUME_KEY), ("image-key", IMAGE_KEY)])
+def test_a_launch_may_use_the_keys_of_volumes_and_images_through_ec2_only(who, key):
     """As AWS documents it: https://docs.aws.amazon.com/ebs/latest/userguide/ebs-encryption-requirements.html."""
-    policy, via = POLICIES["volume-key"], {"kms:ViaService": f"ec2.{REGION}.amazonaws.com"}
+    policy, via = POLICIES[who], {"kms:ViaService": f"ec2.{REGION}.amazonaws.com"}
     names = ("Decrypt", "DescribeKey", "GenerateDataKeyWithoutPlaintext", "ReEncryptFrom", "ReEncryptTo")
     for name in names:
-        assert allows(policy, request(f"kms:{name}", VOLUME_KEY, via))
-        assert not allows(policy, request(f"kms:{name}", VOLUME_KEY))
-        assert not allows(policy, request(f"kms:{name}", f"{VOLUME_KEY}2", via))
+        assert allows(policy, request(f"kms:{name}", key, via))
+        assert not allows(policy, request(f"kms:{name}", key))
+        assert not allows(policy, request(f"kms:{name}", f"{key}2", via))
     for is_for_resource in ("true", "false"):
-        grant = request("kms:CreateGrant", VOLUME_KEY, via, {"kms:GrantIsForAWSResource": is_for_resource})
+        grant = request("kms:CreateGrant", key, via, {"kms:GrantIsForAWSResource": is_for_resource})
         assert allows(policy, grant) is (is_for_resource == "true")
+
+
+def test_lambda_may_connect_a_function_to_shared_subnets_and_the_code_of_the_function_may_not():
+    """The calls of AWSLambdaVPCAccessExecutionRole. Only those of the code have the ARN of the function."""
+    shared = f"arn:aws:ec2:{REGION}:210987654321"
+    interface = arn("ec2", "network-interface/eni-1")
+    calls = [
+        *(("CreateNetworkInterface", each) for each in (interface, f"{shared}:subnet/1", f"{shared}:security-group/1")),
+        *((name, interface) for name in ("AssignPrivateIpAddresses", "UnassignPrivateIpAddresses")),
+        ("DeleteNetworkInterface", interface),
+    ]
+    code: dict[str, Value] = {"lambda:SourceFunctionArn": arn("lambda", f"function:remuda-{POOL}-broker")}
+    for name, resource in calls:
+        assert allows(POLICIES["function-network"], request(f"ec2:{name}", resource))
+        assert not allows(POLICIES["function-network"], request(f"ec2:{name}", resource, code))
+    for name in ("DescribeNetworkInterfaces", "DescribeSubnets"):
+        assert allows(POLICIES["function-network"], request(f"ec2:{name}", "*"))
 
 
 def test_the_list_of_calls_matches_the_adapters():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from tests.unit.deploy.test_deployment import ScriptedApi, facts, request
 ACCOUNT_ID, REGION = "123456789012", "eu-central-1"
 ACCOUNT = AwsAccount(account_id=ACCOUNT_ID, partition="aws", region=REGION, caller="arn:aws:iam::123456789012:user/x")
 KEY, OTHER = (f"arn:aws:kms:{REGION}:{ACCOUNT_ID}:key/{name * 8}" for name in "12")
+#: Of another account, which shares its images.
+SHARED = f"arn:aws:kms:{REGION}:210987654321:key/33333333"
 ROOT = f"arn:aws:iam::{ACCOUNT_ID}:root"
 AUTO_SCALING = f"arn:aws:iam::{ACCOUNT_ID}:role/aws-service-role/autoscaling.amazonaws.com/AWSServiceRoleForAutoScaling"
 PLAIN_IMAGE = {"ImageId": "ami-1", "BlockDeviceMappings": [{"Ebs": {"SnapshotId": "snap-1", "Encrypted": False}}]}
@@ -49,13 +52,25 @@ class Keys(ScriptedApi):
         self._metadata = {"KeyManager": "CUSTOMER", "KeyState": "Enabled", "KeySpec": "SYMMETRIC_DEFAULT", **metadata}
 
     async def call(self, service: str, operation: str, **parameters: Any) -> Any:
+        # KMS shows the policy of a key to its own account only.
+        assert operation != "GetKeyPolicy" or parameters["KeyId"] != SHARED
         if operation == "DescribeKey":
             return {"KeyMetadata": {**self._metadata, "Arn": parameters["KeyId"]}}
         return await super().call(service, operation, **parameters)
 
 
-async def check(api: Any, *, given: str = "", image: Any = PLAIN_IMAGE, has_listener: bool = False) -> VolumeKey:
-    return await check_volume_key(api, ACCOUNT, given=given, images=[image], has_listener=has_listener)
+async def check(
+    api: Any,
+    *,
+    given: str = "",
+    given_of_image: str = "",
+    image: Any = PLAIN_IMAGE,
+    more: Sequence[Any] = (),
+    has_listener: bool = False,
+) -> VolumeKey:
+    return await check_volume_key(
+        api, ACCOUNT, given=given, given_of_image=given_of_image, images=[image, *more], has_listener=has_listener
+    )
 
 
 async def test_a_default_key_of_the_account_becomes_the_key_of_the_volumes() -> None:
@@ -82,11 +97,65 @@ async def test_one_key_serves_volumes_and_images(api: Any, given: str, adopted: 
     assert (key.result.status, key.adopted) == (CheckStatus.OK, adopted)
 
 
-async def test_an_image_with_another_key_than_the_volumes_is_a_problem() -> None:
-    key = await check(Keys(of_snapshot=OTHER), image=ENCRYPTED_IMAGE)
+@pytest.mark.parametrize(
+    ("api", "adopted", "of_image"),
+    [
+        (Keys(of_snapshot=OTHER), KEY, OTHER),
+        (Keys(of_snapshot=SHARED), KEY, SHARED),
+        # EC2 encrypts volumes of a shared image with the default key, here that of AWS.
+        (Keys("alias/aws/ebs", of_snapshot=SHARED), "", SHARED),
+    ],
+    ids=["own", "of another account", "of another account beside that of AWS"],
+)
+async def test_an_image_may_have_another_key_than_the_volumes(api: Any, adopted: str, of_image: str) -> None:
+    key = await check(api, image=ENCRYPTED_IMAGE)
+    assert (key.result.status, key.adopted, key.of_image) == (CheckStatus.OK, adopted, of_image)
+    assert of_image in key.result.message
+    known = facts(volume_key=key.adopted, image_key=key.of_image)
+    plan = plan_stack(request(), known, secret="arn:secret", groups="sg-1")
+    assert (plan.parameters.get("VolumeKmsKey", ""), plan.parameters["ImageKmsKey"]) == (adopted, of_image)
+
+
+async def test_images_with_two_more_keys_are_a_problem() -> None:
+    class Two(Keys):
+        async def call(self, service: str, operation: str, **parameters: Any) -> Any:
+            if operation == "DescribeSnapshots":
+                (name,) = parameters["SnapshotIds"]
+                return {"Snapshots": [{"KmsKeyId": {"snap-2": OTHER, "snap-3": SHARED}[name]}]}
+            return await super().call(service, operation, **parameters)
+
+    third = {"ImageId": "ami-3", "BlockDeviceMappings": [{"Ebs": {"SnapshotId": "snap-3", "Encrypted": True}}]}
+    key = await check(Two(), image=ENCRYPTED_IMAGE, more=[third])
     assert key.result.status is CheckStatus.PROBLEM
-    assert f"ami-2 is encrypted with {OTHER}, and the volumes with {KEY}" in key.result.message
+    assert OTHER in key.result.message
+    assert SHARED in key.result.message
     assert f"aws ec2 copy-image --encrypted --kms-key-id {KEY} --source-region {REGION}" in key.result.fix
+
+
+async def test_a_key_that_its_owner_does_not_share_is_a_problem() -> None:
+    class Unshared(Keys):
+        async def call(self, service: str, operation: str, **parameters: Any) -> Any:
+            if operation == "DescribeKey" and parameters["KeyId"] == SHARED:
+                raise UserError("KMS refuses (DescribeKey): AccessDeniedException: no", field="aws-permission")
+            return await super().call(service, operation, **parameters)
+
+    result = (await check(Unshared(of_snapshot=SHARED), image=ENCRYPTED_IMAGE)).result
+    assert result.status is CheckStatus.PROBLEM
+    assert json.loads(result.fix.partition(": ")[2])["Principal"] == {"AWS": ROOT}
+
+
+async def test_an_encrypted_image_whose_snapshots_are_not_shared_is_a_warning_until_its_key_is_given() -> None:
+    class Unseen(Keys):
+        async def find(self, service: str, operation: str, _missing: Any, **parameters: Any) -> Any:
+            if operation == "DescribeSnapshots":
+                assert "InvalidSnapshot.NotFound" in _missing
+                return None
+            return await super().find(service, operation, _missing, **parameters)
+
+    result = (await check(Unseen(), image=ENCRYPTED_IMAGE)).result
+    assert (result.status, "ImageKmsKey=ARN" in result.fix) == (CheckStatus.WARNING, True)
+    given = await check(Unseen(), given_of_image=SHARED, image=ENCRYPTED_IMAGE)
+    assert (given.result.status, given.of_image) == (CheckStatus.OK, "")
 
 
 @pytest.mark.parametrize(

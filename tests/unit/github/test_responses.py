@@ -59,3 +59,17 @@ def test_redirect_is_reported_as_a_renamed_scope(status: int, kind: type[RemudaE
     error = translate(ClientResponse(status, {}, b""), "list", NOW)
     assert type(error) is kind
     assert getattr(error, "field", "") == field
+
+
+def test_an_address_that_is_not_in_the_allow_list_is_told_from_a_wrong_credential() -> None:
+    """The words of GitHub in SalesforceFoundation/NPSP issue 7247, with the longest name of an organization."""
+    message = (
+        f"Although you appear to have the correct authorization credentials, the `{'a' * 39}` organization has an IP "
+        "allow list enabled, and your IP address is not permitted to access this resource."
+    )
+    response = ClientResponse(403, {}, json.dumps({"message": message}).encode())
+    error = translate(response, "list", NOW)
+    assert (type(error), getattr(error, "field", "")) == (UserError, "github-scope")
+    assert "allow list" in error.fix
+    refused = translate(ClientResponse(403, {}, b'{"message": "Resource not accessible"}'), "list", NOW)
+    assert getattr(refused, "field", "") == "github-token"

@@ -128,6 +128,10 @@ def test_the_upper_limit_covers_the_most_expensive_machines_for_the_whole_time()
     assert 2 < MOST < 4
 
 
+def test_a_run_costs_at_most_three_dollars():
+    assert MOST <= 3
+
+
 def test_a_budget_below_the_upper_limit_is_refused():
     assert check_budget(PRICES, MOST) == MOST
     with pytest.raises(UserError, match=f"up to {MOST:.2f} USD, more than REMUDA_SMOKE_BUDGET_USD=1"):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import date
 from typing import Any
 
 import pytest
 import yaml
 
+import remuda
 from remuda.adapters.system.prices import shipped_prices
 from remuda.config.settings import time_zone
 from remuda.deployment.workflow import set_workflow_text, workflow_text
@@ -18,6 +21,7 @@ from remuda.domain.errors import RemudaError
 from remuda.domain.runner_set import parse_runner_sets
 from simulation.loop import VirtualClock
 from tests.smoke.budget import RUN_HOURS, BudgetExceeded, Meter
+from tests.smoke.record import SmokeRecord
 from tests.smoke.repository import PushedRun
 from tests.smoke.sequence import SmokeFailure, SmokeRun
 from tests.smoke.workflow import JOB, branch_files, smoke_workflow
@@ -88,6 +92,8 @@ class FakeWorld:
                 zone_of=time_zone,
             )
             return {"workflow": set_workflow_text(found)}
+        if command == "report":
+            return {"savings": {"boot_seconds": 41.6}}
         if command == "doctor":
             return {"checks": [{"name": "table", "status": "ok"}]}
         if command == "status":
@@ -246,6 +252,7 @@ def smoke_run(world: FakeWorld, *, budget_usd: float = 5.0) -> SmokeRun:
         clock=VirtualClock(),
         meter=Meter(limit_usd=budget_usd, prices=shipped_prices()),
         say=lambda _: None,
+        record=SmokeRecord(clock=VirtualClock(), day=date(2026, 11, 19), region="us-east-1"),
     )
 
 
@@ -263,6 +270,36 @@ def test_all_steps_pass_and_nothing_is_left():
     assert ended == ["deploy", "doctor", "cold run", "reuse", "runner set", "spot notice", "destroy", "clean-up"]
     assert len(world.runs) == 4
     assert nothing_is_left(world)
+    check_record(run, ended)
+
+
+#: Ids and names of the account, the repository and the pool.
+IDS = re.compile(r"\d{12}|arn:|\b(?:i|ami|sg|subnet|vpc)-[0-9a-f]+|smoke-[0-9a-f]|\bocto\b|demo|sha\d")
+
+
+def check_record(run: SmokeRun, steps: list[str], last: str = "passed") -> None:
+    """The record can be published."""
+    text = run.record.text(spent_usd=run.meter.spent_usd)
+    assert not IDS.search(text)
+    row = r"^\| ([a-z -]+) \| (passed|failed|interrupted) \| \d+ \| (.*) \|$"
+    found = re.findall(row, text, re.MULTILINE)
+    results = {name: result for name, result, _ in found}
+    assert list(results) == steps
+    assert set(results.values()) <= {"passed", last}
+    assert f"Remuda {remuda.__version__} on" in text
+    assert all(shows for name, _, shows in found if name != "clean-up")
+
+
+def test_the_record_has_the_time_to_registration_and_the_step_that_failed():
+    world = FakeWorld(fails_at=("push", 2))
+    run = smoke_run(world)
+    with pytest.raises(InjectedError):
+        run_virtual(run.run())
+    check_record(run, ["deploy", "doctor", "cold run", "reuse", "clean-up"], "failed")
+    assert [each.result for each in run.record.steps] == ["passed", "passed", "passed", "failed", "passed"]
+    assert "from launch to registration: 42 s" in run.record.text(spent_usd=1.0)
+    # A run takes its time.
+    assert next(each.seconds for each in run.record.steps if each.name == "cold run") > RUN_S
 
 
 #: Every call of a whole run, once.

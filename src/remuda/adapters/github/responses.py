@@ -304,6 +304,11 @@ def _package(body: Mapping[str, Any], architecture: PackageArchitecture) -> tupl
     return RunnerPackage(architecture=architecture, url=url, sha256=sha256.lower()), version
 
 
+#: GitHub's words: "Although you appear to have the correct authorization credentials, the `acme` organization has an IP
+#: allow list enabled, and your IP address is not permitted to access this resource." (SalesforceFoundation/NPSP#7247)
+_ALLOW_LIST = "IP allow list enabled"
+
+
 def _unusable(problem: str) -> Unavailable:
     return Unavailable(
         f"GitHub's list of runner packages {problem}",
@@ -327,6 +332,13 @@ def translate(response: ClientResponse, what: str, now: datetime, *, credential:
     message = _message(response, credential)
     if status in {403, 429} and _is_rate_limit(response, message):
         return Throttled(f"GitHub limits our calls ({what}): {message}", retry_after_s=_retry_after_s(response, now))
+    if status == 403 and _ALLOW_LIST in message:
+        return UserError(
+            f"GitHub refuses the address of this computer or function ({what}): {message}",
+            field="github-scope",
+            fix="add its address to the IP allow list of the organization; functions and instances have fixed ones "
+            "behind a NAT (docs/howto/network.md#ip-allow-lists-of-github)",
+        )
     if status in {401, 403}:
         return UserError(
             f"GitHub refuses the credential ({what}): {status} {message}",
