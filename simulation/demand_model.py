@@ -17,11 +17,11 @@ from itertools import permutations, product
 from typing import NamedTuple
 
 from remuda.agent.decide import AgentAction, Observation, next_step
+from remuda.domain.decide import next_step as decisions
 from remuda.domain.demand import DemandStatistics
 from remuda.domain.errors import IllegalTransition
 from remuda.domain.instance import ABSORBING, ASSIGNED, Assignment, Instance, RetireReason, State, holder_id
 from remuda.domain.pool_config import runner_name
-from remuda.domain.release_policy import next_for_releasing
 from remuda.domain.resources import Tier
 from remuda.domain.runner_set import CapacityWindow, RunnerSet
 from remuda.domain.signals import Report, Signal, Verdict, boot_verdict, registration_verdict
@@ -373,8 +373,8 @@ class DemandModel:
         if record.state in ABSORBING:
             return
         if record.state is State.RELEASING:
-            upcoming = next_for_releasing(record, report, now=NOW, lifetimes=LIFETIMES)
-            if upcoming is not None:
+            upcoming = decisions.next_step(record, report, decisions.Policy(lifetimes=LIFETIMES), now=NOW)
+            if isinstance(upcoming, decisions.Write):
                 yield f"its release advances ({type(upcoming.event).__name__.lower()})", Actor.LISTENER, upcoming.event
         if record.state is State.IDLE:
             end = End(reason=RetireReason.EXPIRED, margin_s=LIFETIMES.margin_s)

@@ -13,6 +13,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
 from remuda.agent.decide import MAX_FAILED_REMOVALS, AgentAction, Observation, next_step
+from remuda.domain.decide import next_step as decisions
 from remuda.domain.errors import IllegalTransition
 from remuda.domain.instance import (
     ABSORBING,
@@ -25,7 +26,6 @@ from remuda.domain.instance import (
     decide_retirement,
 )
 from remuda.domain.pool_config import parse_runner_name, runner_name
-from remuda.domain.release_policy import next_for_releasing
 from remuda.domain.resources import Tier, UsageClass
 from remuda.domain.signals import Report, Signal, Verdict, registration_verdict
 from remuda.domain.thresholds import Lifetimes
@@ -333,8 +333,8 @@ class InstanceModel:
                 event = End(reason=RetireReason.RELEASED)
             yield "a release or a sweep releases it", _RELEASE_OR_SWEEP, event, NOW, 0
         if record.state is State.RELEASING:
-            upcoming = next_for_releasing(record, state.report, now=NOW, lifetimes=LIFETIMES)
-            if upcoming is not None:
+            upcoming = decisions.next_step(record, state.report, decisions.Policy(lifetimes=LIFETIMES), now=NOW)
+            if isinstance(upcoming, decisions.Write):
                 name = type(upcoming.event).__name__.lower()
                 yield f"a release or a sweep advances it ({name})", _RELEASE_OR_SWEEP, upcoming.event, NOW, 0
         if record.state is State.RUNNING and registration_verdict(state.report, record.epoch) is Verdict.FAILED:
@@ -362,7 +362,7 @@ class InstanceModel:
 
     @staticmethod
     def _events_of_idle(record: Instance) -> Iterator[_PossibleEvent]:
-        due = decide_retirement(record, now=NOW, max_age_s=LIFETIMES.max_age_s, max_uses=LIFETIMES.max_uses + 1)
+        due = decide_retirement(record, now=NOW, max_age_s=LIFETIMES.max_age_s, max_uses=LIFETIMES.max_uses)
         if due is not None:
             yield "a sweep ends it: retired", _SWEEP, End(reason=due.reason, detail=due.detail), NOW, 0
         # After its threshold, by a slow clock.

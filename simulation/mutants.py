@@ -27,7 +27,8 @@ class Mutant:
 _TRANSITIONS = "remuda.domain.transitions.apply"
 _INSTANCE = "remuda.domain.instance"
 _SIGNALS = "remuda.domain.signals"
-_RELEASE_POLICY = "remuda.domain.release_policy"
+_NEXT_STEP = "remuda.domain.decide.next_step"
+_POOL_PUBLISHER = "remuda.controlplane.pool_publisher"
 _RESOURCES = "remuda.domain.resources"
 _POOL_CONFIG = "remuda.domain.pool_config"
 _CONTEXT = "remuda.controlplane.context"
@@ -338,7 +339,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "flag-before-message",
         "an instance is marked as announced before the message is sent",
         statements(
-            _RELEASE,
+            _POOL_PUBLISHER,
             "_send_messages",
             "if idle:\n    ...",
             "await _record_sent(context, idle, by=Actor.REFRESH)\n"
@@ -450,14 +451,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "expiry-without-margin",
         "an instance is terminated as soon as this process's clock passes its threshold",
         expression(
-            _SWEEP,
-            "Sweep._end_overdue",
-            "expired(item.deadline(busy=_is_busy(item, reports)), now=now, margin_s=margin_s)",
-            "expired(item.deadline(busy=_is_busy(item, reports)), now=now, margin_s=0.0)",
+            _NEXT_STEP,
+            "end_of_time",
+            "expired(instance.deadline(busy=busy), now=now, margin_s=margin_s)",
+            "expired(instance.deadline(busy=busy), now=now, margin_s=0.0)",
         ),
         expression(
-            _SWEEP,
-            "Sweep._end_overdue",
+            _NEXT_STEP,
+            "end_of_time",
             "End(reason=RetireReason.EXPIRED, detail=detail, margin_s=margin_s)",
             "End(reason=RetireReason.EXPIRED, detail=detail)",
         ),
@@ -632,7 +633,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "announced-once",
         "a message that the queue lost is never sent again",
-        statements(_SWEEP, "Sweep._is_due", "return age >= ...", "return False"),
+        expression(_NEXT_STEP, "_in_pool", "now - instance.announced_at >= republish", "False"),
     ),
     _mutant(
         "good-messages-dropped",
@@ -762,14 +763,14 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "extension-at-the-last-moment",
         "a release is extended only when its time is up",
-        statements(_RELEASE_POLICY, "_is_worth_extending", "half = ...", "half = timedelta(0)"),
+        statements(_NEXT_STEP, "_is_worth_extending", "half = ...", "half = timedelta(0)"),
         settings=_FEW_FAULTS,
     ),
     _mutant(
         "extension-of-a-release",
         "an extension lasts as long as a release, not at least 15 minutes",
         expression(
-            _RELEASE_POLICY,
+            _NEXT_STEP,
             "_extension_s",
             "max(lifetimes.release_time_s, MIN_EXTENSION_S)",
             "lifetimes.release_time_s",
@@ -785,13 +786,18 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "one-use-too-many",
         "an instance is pooled although its last use was the last allowed one",
-        expression(_INSTANCE, "decide_retirement", "instance.uses + 1 >= max_uses", "instance.uses >= max_uses"),
+        expression(_INSTANCE, "decide_retirement", "uses >= max_uses", "uses > max_uses"),
         settings=_FEW_FAULTS,
     ),
     _mutant(
         "one-use-too-few",
         "a sweep ends an idle instance that may serve one more run",
-        statements(_SWEEP, "Sweep._retirement", "max_uses = lifetimes.max_uses + 1", "max_uses = lifetimes.max_uses"),
+        expression(
+            _INSTANCE,
+            "decide_retirement",
+            "instance.uses if instance.state is State.IDLE else instance.uses + 1",
+            "instance.uses + 1",
+        ),
         settings=_FEW_FAULTS,
     ),
     _mutant(
@@ -816,29 +822,23 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "notice-and-pooled",
         "a machine with a spot notice is pooled",
-        argument(_RELEASE_POLICY, "next_for_releasing", "notice=report.notice", "notice=''"),
+        argument(_NEXT_STEP, "_after_reset", "notice=report.notice", "notice=''"),
         settings=_NOTICED,
     ),
     _mutant(
         "notice-of-the-idle-ignored",
         "a sweep does not retire machines with a spot notice",
-        statements(
-            _SWEEP,
-            "Sweep._advance",
-            "if report is not None and report.notice and instance.retire_reason is None and instance.threshold > now:"
-            "\n    ...",
-            "",
-        ),
+        expression(_NEXT_STEP, "next_step", "_retire_after_notice(instance, report, now=now)", "None"),
         settings=_FEW_FAULTS,
     ),
     _mutant(
         "idle-time-of-a-release",
         "an idle instance gets the release time",
         argument(
-            _RELEASE_POLICY,
-            "next_for_releasing",
-            "idle_time_s=lifetimes.idle_time_s",
-            "idle_time_s=lifetimes.release_time_s",
+            _NEXT_STEP,
+            "_after_reset",
+            "idle_time_s=policy.lifetimes.idle_time_s",
+            "idle_time_s=policy.lifetimes.release_time_s",
         ),
         settings=_FEW_FAULTS,
     ),
@@ -898,8 +898,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "release-without-the-claimed",
         "a release leaves claimed instances to the sweeps",
         expression(
-            _RELEASE,
-            "_InstanceReleaser.run",
+            _NEXT_STEP,
+            "leave_holder",
             "instance.state not in {State.CLAIMED, State.RUNNING}",
             "instance.state is not State.RUNNING",
         ),
@@ -1100,7 +1100,7 @@ MUTANTS: tuple[Mutant, ...] = (
             _EQUIPMENT,
             "Equipment.release",
             "await self._leave_provision(...)",
-            "await self._transition(machine, release_of_set(config, deregistered=deregistered), why)",
+            "await self._transition(machine, event, why)",
         ),
         settings=_SETS,
     ),

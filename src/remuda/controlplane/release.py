@@ -5,14 +5,11 @@ Idempotent, resumable and safe to run concurrently: the records show what anothe
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from math import inf
 from typing import TypeGuard
 
-from remuda.controlplane.batching import Batcher
 from remuda.controlplane.context import (
     CONFLICT_ATTEMPTS,
     Context,
@@ -21,45 +18,27 @@ from remuda.controlplane.context import (
     read_config,
     retry_write,
     skip_unreadable,
-    transition,
-    transition_all,
-    transition_with_provision,
 )
+from remuda.controlplane.pool_publisher import PoolPublisher
+from remuda.controlplane.reconcile import advance, leave, remove_jit_registration
 from remuda.controlplane.signal_waiter import SignalWaiter, StopReason, WaitResult
-from remuda.domain.errors import Conflict, ProvisionConflict, RemudaError, Unavailable, Unreadable
-from remuda.domain.instance import ABSORBING, Credential, Instance, State, holder_id
+from remuda.domain.decide.next_step import Leave, Terminate, leave_holder
+from remuda.domain.errors import Conflict, RemudaError, Unavailable, Unreadable
+from remuda.domain.instance import ABSORBING, Instance, RetireReason, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import (
     Provision,
-    ProvisionChange,
     ProvisionEnding,
     ProvisionStatus,
     describe_status,
     lost_instances,
     released,
-    settled,
 )
-from remuda.domain.release_policy import credential_expires_early, next_for_releasing
-from remuda.domain.resources import Tier
-from remuda.domain.signals import Report, Verdict, removal_verdict
-from remuda.domain.timestamps import after
-from remuda.domain.transitions import Actor, Announce, Bind, End, Event, Release, RenewCredential, Retire, RetireReason
-from remuda.ports.github import Deletion, GitHub
-from remuda.ports.pool import BATCH
+from remuda.domain.signals import removal_verdict
+from remuda.domain.transitions import Actor
 
 #: Seconds between two checks of the record, its threshold and its credential while a release waits for the agent.
 RECHECK_INTERVAL_S = 5.0
-#: Seconds that a pool message waits for others that can share its call.
-BATCH_WINDOW_S = 0.03
-#: Instances whose pool messages are recorded as sent in one call.
-RECORD_BATCH = 50
-#: A cached removal token with fewer seconds left is replaced.
-MIN_TOKEN_LIFE_S = 1_800.0
-#: Seconds that GitHub has for a removal token, or for the removal of a registration, before instances are given back
-#: without its answer.
-TOKEN_TIMEOUT_S = 3.0
-#: Seconds after a failed attempt in which the pool's token is used at once.
-TOKEN_RETRY_S = 30.0
 
 
 class ReleaseStatus(Enum):
@@ -216,13 +195,17 @@ class _InstanceReleaser:
             try:
                 if instance.state is State.RELEASING:
                     return await self._finish(instance)
-                if instance.state is State.CREATED:
-                    await self._transition(instance, End(reason=RetireReason.RELEASED), "released before it was ready")
+                leaving = leave_holder(instance)
+                if leaving is None:
+                    return _outcome(instance, ReleaseStatus.SKIPPED, f"already {instance.state}")
+                if isinstance(leaving, Terminate):
+                    await self._leave(instance, leaving, "released before it was ready")
                     await remove_jit_registration(self._context, instance)
                     return _outcome(instance, ReleaseStatus.RETIRED, "it was still booting")
-                if instance.state not in {State.CLAIMED, State.RUNNING}:
-                    return _outcome(instance, ReleaseStatus.SKIPPED, f"already {instance.state}")
-                instance = await self._start(instance)
+                left = await self._leave(instance, leaving, "by its workflow")
+                if left is None:
+                    return _outcome(instance, ReleaseStatus.SKIPPED, "it has a job of its runner set")
+                instance = left
             except Conflict as conflict:
                 if not isinstance(conflict.current, Instance) or conflict.current == instance:
                     return _outcome(instance, ReleaseStatus.SKIPPED, "its time is up; refresh will retire it")
@@ -231,16 +214,8 @@ class _InstanceReleaser:
                 instance = conflict.current
         raise Conflict(f"the record of {instance.instance_id} keeps changing")
 
-    async def _start(self, instance: Instance) -> Instance:
-        event = Release(
-            release_time_s=self._config.lifetimes.release_time_s,
-            credential=await removal_credential(self._context, self._config, instance.scope),
-            deregistered=await remove_jit_registration(self._context, instance),
-        )
-        return await self._transition(instance, event, "by its workflow")
-
-    async def _transition(self, instance: Instance, event: Release | End, why: str) -> Instance:
-        return await transition(self._context, instance, event, by=Actor.RELEASE, why=why)
+    async def _leave(self, instance: Instance, leaving: Terminate | Leave, why: str) -> Instance | None:
+        return await leave(self._context, self._config, instance, leaving, by=Actor.RELEASE, why=why)
 
     async def _finish(self, instance: Instance) -> ReleaseOutcome:
         """Wait for the agent to deregister and reset. A running job may finish first."""
@@ -262,7 +237,7 @@ class _InstanceReleaser:
             try:
                 if waited.stopped is StopReason.RECHECK:
                     instance = await self._read_again(instance)
-                after = await advance_release(context, self._config, instance, waited.report, by=Actor.RELEASE)
+                after = await advance(context, self._config, instance, waited.report, by=Actor.RELEASE)
             except Unavailable as error:
                 context.event_log.record("read-failed", error.message, instance_id=instance.instance_id)
                 await pause_before_retry(context)
@@ -322,283 +297,3 @@ def _reported_outcome(instance: Instance, status: ReleaseStatus, why: str, waite
         deregistration_s=waited.report.duration_s if waited.report else None,
         detail=waited.report.detail if waited.report else "",
     )
-
-
-# The second half of a release, shared with `refresh`: from the agent's report to the pool or the end -----------------
-
-
-async def advance_release(
-    context: Context, config: PoolConfig, instance: Instance, report: Report | None, *, by: Actor
-) -> Instance:
-    """Apply the next transition of a releasing instance, if one is due. Return its record."""
-    now = context.clock.now()
-    upcoming = next_for_releasing(
-        instance,
-        report,
-        now=now,
-        lifetimes=config.lifetimes,
-        reuse=config.reuse,
-        runner_version=config.runner_version,
-    )
-    if upcoming is not None:
-        return await transition(context, instance, upcoming.event, by=by, why=upcoming.why)
-    # A failure is final. Only a quarantine keeps the machine then, and its agent needs no credential any more.
-    is_pending = removal_verdict(report, instance.epoch) is Verdict.PENDING
-    if is_pending and credential_expires_early(instance, now=now, margin_s=config.lifetimes.margin_s):
-        return await _renew_credential(context, config, instance, by=by)
-    return instance
-
-
-async def _renew_credential(context: Context, config: PoolConfig, instance: Instance, *, by: Actor) -> Instance:
-    fresh = await removal_credential(context, config, instance.scope)
-    current = instance.assignment.credential if instance.assignment else None
-    if current is not None and fresh.expires_at <= current.expires_at:
-        return instance
-    event = RenewCredential(credential=fresh)
-    return await transition(context, instance, event, by=by, why="the removal credential expires")
-
-
-async def publish_to_pool(context: Context, instances: Collection[Instance], *, by: Actor) -> list[RemudaError]:
-    """Send pool messages for idle instances, then record that. After a crash in between, the message is repeated."""
-    try:
-        sent = await _send_messages(context, instances)
-    except RemudaError as error:
-        return [error]
-    return await _record_sent(context, sent, by=by)
-
-
-async def _send_messages(context: Context, instances: Collection[Instance]) -> list[Instance]:
-    """Return the idle instances whose messages were sent. Retired and quarantined ones cannot be claimed."""
-    idle = [instance for instance in instances if instance.retire_reason is None]
-    if idle:
-        await context.pool.send([instance.message() for instance in idle])
-    return idle
-
-
-async def _record_sent(context: Context, sent: Sequence[Instance], *, by: Actor) -> list[RemudaError]:
-    results = await transition_all(context, sent, Announce(), by=by, why="sent to the pool")
-    # After a conflict, a provision has claimed it already.
-    return [result for result in results if result is not None and not isinstance(result, Conflict)]
-
-
-class PoolPublisher:
-    """Publishes instances in batches as they become idle. Sweeps publish what it could not."""
-
-    def __init__(
-        self,
-        context: Context,
-        *,
-        by: Actor,
-        on_sent: Callable[[Sequence[Instance]], None] = lambda _instances: None,
-        record_after_s: float = 0.0,
-        is_idle: Callable[[Instance], bool] = lambda _instance: True,
-    ) -> None:
-        """`on_sent` is called with the instances of each batch, whether or not it could be sent.
-
-        That a message was sent is recorded after `record_after_s`, if `is_idle` does not know of a claim by then.
-        """
-        self._context = context
-        self._by = by
-        self._on_sent = on_sent
-        self._is_idle = is_idle
-        self._sending = Batcher(self._send, size=BATCH, window_s=BATCH_WINDOW_S)
-        self._recording = Batcher(self._record, size=RECORD_BATCH, window_s=record_after_s)
-
-    def add(self, instance: Instance) -> None:
-        self._sending.add(instance)
-
-    async def close(self) -> None:
-        await self._sending.close()
-        await self._recording.close()
-
-    async def _send(self, batch: list[Instance]) -> None:
-        try:
-            for instance in await _send_messages(self._context, batch):
-                self._recording.add(instance)
-        except RemudaError as error:
-            self._context.event_log.record("publish-failed", error.message, instances=len(batch))
-        self._on_sent(batch)
-
-    async def _record(self, batch: list[Instance]) -> None:
-        idle = [instance for instance in batch if self._is_idle(instance)]
-        for error in await _record_sent(self._context, idle, by=self._by):
-            self._context.event_log.record("publish-failed", error.message, instances=len(batch))
-
-
-# Removal of registrations: the agent's credential, and the API call for just-in-time runners -------------------------
-
-
-async def removal_credential(
-    context: Context, config: PoolConfig, scope: str, *, timeout_s: float = TOKEN_TIMEOUT_S
-) -> Credential:
-    """Mint a removal token, or take the one in the pool's configuration if this process has no GitHub credential.
-
-    The pool's token may expire too early. A sweep then renews it on the instance.
-    """
-    if context.github is None:
-        return config.tokens_for(scope).removal
-    stored = config.find_tokens(scope)
-    if stored is not None and context.clock.monotonic() < context.removal_token_retry_at.get(scope, -inf):
-        return stored.removal
-    try:
-        return await _mint_removal_token(context, context.github, scope, timeout_s=timeout_s)
-    except RemudaError as error:
-        # Instances must be released even if GitHub does not answer.
-        if stored is None:
-            raise
-        context.removal_token_retry_at[scope] = context.clock.monotonic() + TOKEN_RETRY_S
-        context.event_log.record("removal-token-failed", f"{error.message}; using the pool's token", scope=scope)
-        return stored.removal
-
-
-async def _mint_removal_token(context: Context, github: GitHub, scope: str, *, timeout_s: float) -> Credential:
-    try:
-        # The wait for another's attempt counts as well.
-        async with asyncio.timeout(timeout_s), context.removal_token_lock:
-            token = context.removal_tokens.get(scope)
-            if token is None or (token.expires_at - context.clock.now()).total_seconds() < MIN_TOKEN_LIFE_S:
-                token = context.removal_tokens[scope] = await github.removal_token(scope)
-            return token
-    except TimeoutError:
-        raise Unavailable(f"GitHub made no removal token in {timeout_s:.1f} s") from None
-
-
-# Machines of runner sets: GitHub has removed their registration before they are released ----------------------------
-
-
-def release_of_set(config: PoolConfig, *, deregistered: bool) -> Release:
-    """The event that releases a machine of a runner set. No removal token is needed."""
-    return Release(release_time_s=config.lifetimes.release_time_s, credential=None, deregistered=deregistered)
-
-
-def binding_of_unknown_job(config: PoolConfig, report: Report | None, *, set_tier: Tier) -> Bind:
-    """The event that binds a job which no message has named: its run is unknown, and it counts as untrusted."""
-    return Bind(
-        report=report,
-        tier=Tier.UNTRUSTED,
-        set_tier=set_tier,
-        max_runtime_s=config.lifetimes.max_runtime_s,
-        margin_s=config.lifetimes.margin_s,
-    )
-
-
-async def transition_in_set(
-    context: Context,
-    instance: Instance,
-    event: Event,
-    replaced: Callable[[Provision | None], Provision | None],
-    *,
-    by: Actor,
-    why: str,
-    provision: Provision | None = None,
-) -> tuple[Instance, Provision | None]:
-    """Apply a transition of a machine of a runner set and replace its provision in one step. Return both records.
-
-    `replaced` returns the new provision, or None if the stored one remains. It gets None if none is stored any more.
-    `provision` is the stored one, if known.
-    """
-    for _ in range(CONFLICT_ATTEMPTS):
-        if provision is None:
-            provision = await context.store.get_provision(holder_id(instance.runner_set), instance.provision_id)
-        new = replaced(provision)
-        if provision is None or new is None:
-            return await transition(context, instance, event, by=by, why=why), provision
-        change = ProvisionChange(before=provision, after=new)
-        try:
-            changed = await transition_with_provision(context, instance, event, change, by=by, why=why)
-        except ProvisionConflict as conflict:
-            provision = conflict.current
-        else:
-            return changed, new
-    raise Conflict(f"the provision of {instance.instance_id} keeps changing")
-
-
-async def leave_provision(
-    context: Context,
-    config: PoolConfig,
-    instance: Instance,
-    event: Event,
-    *,
-    by: Actor,
-    why: str,
-    provision: Provision | None = None,
-) -> tuple[Instance, Provision | None]:
-    """Apply a transition after which the provision of a machine of a runner set does not hold it any more."""
-
-    def closed(stored: Provision | None) -> Provision | None:
-        return closed_provision(context, config, stored, instance, why, ending=_ending_after(event))
-
-    return await transition_in_set(context, instance, event, closed, by=by, why=why, provision=provision)
-
-
-def _ending_after(event: Event) -> ProvisionEnding:
-    """The ending of the provision of a machine of a runner set, by the event that takes the machine from it."""
-    if not isinstance(event, End) or event.reason is RetireReason.RELEASED:
-        return ProvisionEnding.RELEASED
-    return ProvisionEnding.EXPIRED if event.reason is RetireReason.EXPIRED else ProvisionEnding.FAILED
-
-
-def closed_provision(
-    context: Context,
-    config: PoolConfig,
-    provision: Provision | None,
-    instance: Instance,
-    why: str,
-    *,
-    ending: ProvisionEnding = ProvisionEnding.RELEASED,
-) -> Provision | None:
-    """The provision of a machine of a runner set that it does not hold any more; None if that is recorded."""
-    if provision is None or provision.settled:
-        return None
-    if provision.status is ProvisionStatus.COMMITTED and instance.instance_id not in provision.instance_ids:
-        # It holds another machine: a claim whose answer was lost was applied after the launch of that one.
-        return None
-    now = context.clock.now()
-    if provision.status is not ProvisionStatus.RELEASED:
-        provision = released(provision, now=now, why=why, ending=ending)
-    return settled(provision, forget_at=after(now, config.lifetimes.keep_records_s))
-
-
-async def deregister_set_runner(context: Context, instance: Instance, *, by: Actor) -> bool:
-    """Remove the registration of a runner of a set. Return whether it certainly has no job any more.
-
-    A registration that is gone may have been used up by a job that no one has recorded: a trusted machine is retired.
-    """
-    assignment = instance.assignment
-    if context.github is None or assignment is None or not assignment.runner_id:
-        return False
-    deletion = await context.github.delete_runner(instance.scope, assignment.runner_id)
-    context.event_log.record("deregistered", deletion.value, instance_id=instance.instance_id)
-    if deletion is Deletion.GONE:
-        await retire_after_unknown_job(context, instance, by=by)
-    return deletion is not Deletion.BUSY
-
-
-async def retire_after_unknown_job(context: Context, instance: Instance, *, by: Actor) -> Instance:
-    """Retire a trusted machine that may have served an unknown job."""
-    if instance.is_bound or instance.retire_reason is not None or instance.tier is not Tier.TRUSTED:
-        return instance
-    event = Retire(
-        reason=RetireReason.UNTRUSTED_JOB, detail="its registration was gone: it may have had an unknown job"
-    )
-    return await transition(context, instance, event, by=by, why=event.detail)
-
-
-async def remove_jit_registration(context: Context, instance: Instance) -> bool:
-    """Delete the registration of a just-in-time runner; no removal token can do that. Return whether it is gone.
-
-    GitHub refuses while a job runs, and removes the registration with the end of the job. Without a credential or an
-    answer, the registration outlives the machine until a sweep removes it.
-    """
-    assignment = instance.assignment
-    if context.github is None or assignment is None or not assignment.runner_id:
-        return False
-    try:
-        async with asyncio.timeout(TOKEN_TIMEOUT_S):
-            deletion = await context.github.delete_runner(instance.scope, assignment.runner_id)
-    except (TimeoutError, RemudaError) as error:
-        why = str(error) or "timeout"
-        context.event_log.record("deregistration-failed", why, instance_id=instance.instance_id)
-        return False
-    context.event_log.record("deregistered", deletion.value, instance_id=instance.instance_id)
-    return deletion is not Deletion.BUSY

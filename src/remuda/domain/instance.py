@@ -265,8 +265,9 @@ def decide_retirement(
     runner_version: str = "",
     notice: str = "",
 ) -> Retirement | None:
-    """Return why the instance must not return to the pool after this use. None if it may, or is in quarantine.
+    """Return why the instance must not return to the pool, or stay in it. None if it may, or is in quarantine.
 
+    A use counts from its beginning: an instance that serves its third use is not used again if `max_uses` is 3.
     `runner_version` is the pool's. An empty version, here or in the record, is unknown and no reason.
     """
     if instance.is_quarantined(now):
@@ -279,8 +280,10 @@ def decide_retirement(
         return Retirement(reason=RetireReason.NEVER_REUSED)
     if (now - instance.created_at).total_seconds() >= max_age_s:
         return Retirement(reason=RetireReason.TOO_OLD, detail=f"the maximum age is {max_age_s:g} s")
-    if instance.uses + 1 >= max_uses:
-        return Retirement(reason=RetireReason.USED_UP, detail=f"{instance.uses + 1} of {max_uses} uses")
+    # The record counts a use when it ends.
+    uses = instance.uses if instance.state is State.IDLE else instance.uses + 1
+    if uses >= max_uses:
+        return Retirement(reason=RetireReason.USED_UP, detail=f"{uses} of {max_uses} uses")
     if runner_version and instance.runner_version and instance.runner_version != runner_version:
         detail = f"its runner is {instance.runner_version}, the pool's is {runner_version}"
         return Retirement(reason=RetireReason.OUTDATED, detail=detail)

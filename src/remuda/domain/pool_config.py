@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
 from remuda.domain.budget import Budget, Spending
+from remuda.domain.decide.next_step import Policy
 from remuda.domain.errors import UserError
 from remuda.domain.instance import ABSORBING, Credential, Instance, State
 from remuda.domain.resources import MAX_SHOWN, ResourceClass, Reuse, is_instance_id, is_repository
@@ -71,6 +72,11 @@ class PoolConfig:
     def runner_version(self) -> str:
         """The version that new machines install, or empty."""
         return self.runner.version if self.runner else ""
+
+    @property
+    def policy(self) -> Policy:
+        """The rules for the pool's instances."""
+        return Policy(lifetimes=self.lifetimes, reuse=self.reuse, runner_version=self.runner_version)
 
     @property
     def runner_prefix(self) -> str:

@@ -10,8 +10,8 @@ import pytest
 from remuda.adapters.github.client import TIMEOUT_S as GITHUB_TIMEOUT_S
 from remuda.controlplane.context import CONCURRENCY
 from remuda.controlplane.provision.plan import ROLLBACK_RESERVE_S
+from remuda.controlplane.reconcile import TOKEN_TIMEOUT_S
 from remuda.controlplane.refresh import refresh
-from remuda.controlplane.release import TOKEN_TIMEOUT_S
 from remuda.domain.errors import CapacityError, RemudaError, TimedOut, Unavailable
 from remuda.domain.instance import ASSIGNED, State
 from remuda.domain.provision import ProvisionStatus

@@ -25,7 +25,9 @@ from remuda.controlplane.demand.rerun import POLL_S, InterruptedJobs
 from remuda.controlplane.demand.sets import new_state
 from remuda.controlplane.operator import drain
 from remuda.controlplane.read.status import status
-from remuda.controlplane.release import closed_provision, deregister_set_runner
+from remuda.controlplane.reconcile import release_event
+from remuda.controlplane.set_provisions import closed_provision
+from remuda.domain.decide.next_step import Leave, Removal, leave_holder
 from remuda.domain.demand import DemandRecord, DemandStatistics, JobEvent, JobEventKind, JobRecord
 from remuda.domain.errors import CapacityError, Unavailable
 from remuda.domain.instance import Actor, RetireReason, State
@@ -1116,7 +1118,9 @@ async def test_runner_whose_registration_cannot_be_removed_may_have_a_job(sets: 
     registered = replace(record.assignment, runner_id=0 if missing == "registration" else 7)
     record = replace(record, assignment=None if missing == "assignment" else registered)
     process = sets.process(credentialed=missing != "credential")
-    assert not await deregister_set_runner(process, record, by=Actor.REFRESH)
+    leaving = leave_holder(record)
+    assert leaving == Leave(removal=Removal.BY_API)
+    assert await release_event(process, pool_config(), record, leaving, by=Actor.REFRESH) is None
     assert "github" not in process.calls.by_service()
 
 

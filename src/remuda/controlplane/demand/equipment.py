@@ -15,16 +15,10 @@ from remuda.controlplane.demand.context import DemandContext
 from remuda.controlplane.demand.machines import KnownMachine, MachineTable
 from remuda.controlplane.demand.sets import SetState
 from remuda.controlplane.ended import end_of
-from remuda.controlplane.release import (
-    PoolPublisher,
-    advance_release,
-    binding_of_unknown_job,
-    closed_provision,
-    leave_provision,
-    release_of_set,
-    retire_after_unknown_job,
-    transition_in_set,
-)
+from remuda.controlplane.pool_publisher import PoolPublisher
+from remuda.controlplane.reconcile import advance, binding_of_unknown_job, release_event, retire_after_unknown_job
+from remuda.controlplane.set_provisions import closed_provision, leave_provision, transition_in_set
+from remuda.domain.decide.next_step import Leave, Removal
 from remuda.domain.errors import Conflict, NotFound, RemudaError, Throttled, Unavailable
 from remuda.domain.instance import ABSORBING, Actor, Instance, RetireReason, State, holder_id
 from remuda.domain.pool_config import PoolConfig
@@ -272,7 +266,7 @@ class Equipment:
 
     async def advance(self, config: PoolConfig, machine: KnownMachine) -> None:
         """Move a releasing machine on, by its report: to the pool, or to its end."""
-        instance = await advance_release(self._context, config, machine.instance, machine.report, by=Actor.LISTENER)
+        instance = await advance(self._context, config, machine.instance, machine.report, by=Actor.LISTENER)
         self._note(instance)
         # If the answer came late, a sweep may have published it, and it may be in use again.
         if instance.state is State.IDLE and self._table.get(instance.instance_id) is None:
@@ -311,9 +305,12 @@ class Equipment:
 
     # The end of a use
 
-    async def release(self, config: PoolConfig, machine: KnownMachine, why: str, *, deregistered: bool = True) -> None:
+    async def release(self, config: PoolConfig, machine: KnownMachine, why: str) -> None:
         """Release a machine that has no job, and whose registration GitHub has removed."""
-        await self._leave_provision(machine, config, release_of_set(config, deregistered=deregistered), why)
+        leaving = Leave(removal=Removal.USED_UP)
+        event = await release_event(self._context, config, machine.instance, leaving, by=Actor.LISTENER)
+        if event is not None:
+            await self._leave_provision(machine, config, event, why)
 
     async def withdraw(self, state: SetState, config: PoolConfig, machine: KnownMachine, why: str) -> None:
         """Remove the registration of a machine without a job, then release it. If it has a job, it keeps it."""

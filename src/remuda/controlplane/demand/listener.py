@@ -25,7 +25,7 @@ from remuda.controlplane.demand.rerun import InterruptedJobs
 from remuda.controlplane.demand.session import SetSession
 from remuda.controlplane.demand.sets import SetState, new_state
 from remuda.controlplane.demand.unassigned import UnassignedJobs
-from remuda.controlplane.release import PoolPublisher
+from remuda.controlplane.pool_publisher import PoolPublisher
 from remuda.domain.demand import DemandRecord
 from remuda.domain.errors import Conflict, RemudaError, Unavailable, UserError
 from remuda.domain.instance import Actor, Instance

@@ -16,10 +16,10 @@ from remuda.controlplane.demand.context import BackgroundTasks, DemandContext
 from remuda.controlplane.demand.equipment import Equipment
 from remuda.controlplane.demand.machines import KnownMachine, MachineTable
 from remuda.controlplane.demand.sets import SetState
+from remuda.domain.decide.next_step import Write, next_step
 from remuda.domain.errors import Conflict, RemudaError
 from remuda.domain.instance import Actor, State
 from remuda.domain.pool_config import PoolConfig
-from remuda.domain.release_policy import next_for_releasing
 from remuda.domain.resources import Reuse, mismatch
 from remuda.domain.runner_set import RunnerSet
 from remuda.domain.supply import (
@@ -209,15 +209,7 @@ class Reconciler:
 
     @staticmethod
     def _can_advance(config: PoolConfig, machine: KnownMachine, now: datetime) -> bool:
-        action = next_for_releasing(
-            machine.instance,
-            machine.report,
-            now=now,
-            lifetimes=config.lifetimes,
-            reuse=config.reuse,
-            runner_version=config.runner_version,
-        )
-        return action is not None
+        return isinstance(next_step(machine.instance, machine.report, config.policy, now=now), Write)
 
     # Idle machines
 

@@ -13,14 +13,14 @@ from remuda.controlplane.context import (
     apply_confirmed,
     map_concurrently,
     retry_write,
-    transition,
 )
-from remuda.controlplane.release import TOKEN_TIMEOUT_S, removal_credential, remove_jit_registration
+from remuda.controlplane.reconcile import TOKEN_TIMEOUT_S, leave, removal_credential
+from remuda.domain.decide.next_step import Leave, Removal, leave_holder
 from remuda.domain.errors import Conflict, Interrupted, RemudaError
-from remuda.domain.instance import ASSIGNED, Credential, Instance, State
+from remuda.domain.instance import Credential, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision, ProvisionEnding, ProvisionOutcome, ProvisionStatus, released
-from remuda.domain.transitions import Actor, End, Release, RetireReason, tombstone
+from remuda.domain.transitions import Actor, RetireReason, tombstone
 
 #: Seconds that a rollback may take. Sweeps finish the rest.
 ROLLBACK_TIMEOUT_S = 10.0
@@ -130,25 +130,14 @@ async def _give_back(
             return None
         instance = existing
     for _ in range(CONFLICT_ATTEMPTS):
-        event: End | Release
-        if instance.state is State.CREATED:
-            event = End(reason=RetireReason.RELEASED, owner=item.instance.owner)
-        elif instance.runner_set and instance.state is State.CLAIMED:
-            event = Release(release_time_s=config.lifetimes.release_time_s, credential=None, owner=item.instance.owner)
-        elif instance.state not in ASSIGNED:
+        leaving = leave_holder(instance)
+        if leaving is None:
             return None
-        elif instance.runner_set or removal is None:
-            # A runner of a set listens, so it may have a job already: the listener decides.
+        if isinstance(leaving, Leave) and not _can_leave(leaving, removal):
             return replace(item, instance=instance)
-        else:
-            event = Release(
-                release_time_s=config.lifetimes.release_time_s,
-                credential=removal,
-                owner=item.instance.owner,
-                deregistered=await remove_jit_registration(context, instance),
-            )
+        owner, by = item.instance.owner, _actor(instance)
         try:
-            await transition(context, instance, event, by=_actor(instance), why=why)
+            await leave(context, config, instance, leaving, by=by, why=why, owner=owner, removal=removal)
         except Conflict as conflict:
             current = conflict.current
             if not isinstance(current, Instance) or current.owner != item.instance.owner or current == instance:
@@ -157,6 +146,13 @@ async def _give_back(
         else:
             return None
     return None
+
+
+def _can_leave(leaving: Leave, removal: Credential | None) -> bool:
+    """A runner of a set that listens may have a job already: the listener decides. Others need a removal token."""
+    if leaving.removal is Removal.BY_AGENT:
+        return removal is not None
+    return leaving.removal is Removal.NOT_RECORDED
 
 
 def _actor(instance: Instance) -> Actor:

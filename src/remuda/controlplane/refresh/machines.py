@@ -12,7 +12,7 @@ from typing import TypeVar
 from remuda.controlplane.context import Context, map_concurrently, skip_unreadable, transition, transition_all
 from remuda.controlplane.ended import end_of
 from remuda.controlplane.refresh.result import RefreshResultBuilder
-from remuda.controlplane.release import leave_provision
+from remuda.controlplane.set_provisions import leave_provision
 from remuda.domain.errors import Conflict, RemudaError
 from remuda.domain.instance import ABSORBING, Instance, State
 from remuda.domain.pool_config import PoolConfig, parse_runner_name, stale_registration_reason

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from datetime import datetime, timedelta
 
 from remuda.controlplane.context import map_concurrently, transition
+from remuda.controlplane.reconcile import binding_of_unknown_job, release_event
 from remuda.controlplane.refresh.machines import PartialSweep
-from remuda.controlplane.release import binding_of_unknown_job, leave_provision, release_of_set
+from remuda.controlplane.set_provisions import leave_provision
+from remuda.domain.decide.next_step import Leave, leave_holder
 from remuda.domain.errors import Conflict, RemudaError
 from remuda.domain.instance import Instance, State
 from remuda.domain.resources import Tier
@@ -45,14 +47,21 @@ class RunnerSetSweep(PartialSweep):
                 return False
             if not instance.is_bound:
                 instance = await self._bind(instance, report)
-            why = "its job has ended"
-            event = release_of_set(self._config, deregistered=True)
-            await leave_provision(self._context, self._config, instance, event, by=Actor.REFRESH, why=why)
-            return True
+            return await self._release(instance, report)
         if report.busy and not instance.is_bound and self._is_binding_due(instance, now):
             await self._bind(instance, report)
             return True
         return False
+
+    async def _release(self, instance: Instance, report: Report) -> bool:
+        context, config, leaving = self._context, self._config, leave_holder(instance, report)
+        if not isinstance(leaving, Leave):
+            return False
+        event = await release_event(context, config, instance, leaving, by=Actor.REFRESH)
+        if event is None:
+            return False
+        await leave_provision(context, config, instance, event, by=Actor.REFRESH, why="its job has ended")
+        return True
 
     def _is_binding_due(self, instance: Instance, now: datetime) -> bool:
         margin = timedelta(seconds=self._config.lifetimes.margin_s)

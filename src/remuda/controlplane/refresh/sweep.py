@@ -13,46 +13,36 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from math import inf
 
-from remuda.controlplane.context import Context, map_concurrently, skip_unreadable, transition, transition_all
+from remuda.controlplane.context import Context, map_concurrently, skip_unreadable, transition_all
+from remuda.controlplane.pool_publisher import publish_to_pool
+from remuda.controlplane.reconcile import advance, leave
 from remuda.controlplane.refresh.audit import WaitingJobAudit
 from remuda.controlplane.refresh.ended_runs import EndedRunSweep
 from remuda.controlplane.refresh.machines import FirstSeen, MachineSweep, PartialSweep, StaleRegistrationSweep
 from remuda.controlplane.refresh.result import RefreshResultBuilder
 from remuda.controlplane.refresh.runner_sets import RunnerSetSweep
-from remuda.controlplane.release import (
-    advance_release,
-    deregister_set_runner,
-    leave_provision,
-    publish_to_pool,
-    release_of_set,
-    removal_credential,
-    remove_jit_registration,
-)
+from remuda.controlplane.set_provisions import leave_provision
+from remuda.domain.decide.next_step import Publish, Write, end_of_time, is_busy, leave_holder, next_step
 from remuda.domain.errors import Conflict, NotFound, RemudaError, Unreadable
 from remuda.domain.instance import (
     ABSORBING,
     ASSIGNED,
     LIVE,
     Instance,
-    Retirement,
     State,
-    decide_retirement,
-    describe_retirement,
 )
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision, ProvisionStatus, lost_instances, released, settled
 from remuda.domain.reporting.warnings import (
     EXPIRY_WARNING_S,
     SWEEP_DUE,
-    describe_failed_runner,
     describe_near_expiry,
     max_runtime_s,
     sweep_pause_s,
 )
 from remuda.domain.signals import Report
-from remuda.domain.thresholds import expired
 from remuda.domain.timestamps import after
-from remuda.domain.transitions import Actor, End, Release, Retire, RetireReason
+from remuda.domain.transitions import Actor, End
 from remuda.ports.compute import MachineView
 from remuda.ports.github import GitHubRunner
 from remuda.ports.pool import BATCH, Delivery
@@ -61,6 +51,8 @@ from remuda.ports.pool import BATCH, Delivery
 SETTLE_AFTER_S = 60.0
 #: Seconds that a received message stays hidden.
 VISIBILITY_S = 10.0
+#: Steps of one instance in one sweep. Example: a spot notice is recorded, and the idle instance is ended.
+MAX_STEPS = 3
 #: Messages of a class that one sweep receives.
 MAX_MESSAGES = 200
 
@@ -240,26 +232,25 @@ class Sweep:
             self._result.published.extend(item.instance_id for item in due)
 
     async def _end_overdue(self, live: Sequence[Instance], reports: Mapping[str, Report]) -> frozenset[str]:
-        """End instances past their time limit, in one batch per state. Return their ids."""
-        margin_s, now = self._config.lifetimes.margin_s, self._context.clock.now()
-        overdue = [
-            item for item in live if expired(item.deadline(busy=_is_busy(item, reports)), now=now, margin_s=margin_s)
-        ]
+        """End instances past their time limit, in one batch per reason. Return their ids."""
+        overdue = [item for item in live if self._end_of_time(item, reports) is not None]
         reports = {**reports, **await self._reports_of(overdue, unless=reports)}
-        batches: dict[tuple[State, bool], list[Instance]] = {}
+        batches: dict[Write, list[Instance]] = {}
         for item in overdue:
-            batches.setdefault((item.state, _is_busy(item, reports)), []).append(item)
-        for (state, busy), batch in sorted(batches.items()):
-            detail = "a job was running" if busy else ""
-            event = End(reason=RetireReason.EXPIRED, detail=detail, margin_s=margin_s)
-            why = f"its time as {state} is up" + (f"; {detail}" if busy else "")
-            results = await transition_all(self._context, batch, event, by=Actor.REFRESH, why=why)
+            if (end := self._end_of_time(item, reports)) is not None:
+                batches.setdefault(end, []).append(item)
+        for end, batch in batches.items():
+            results = await transition_all(self._context, batch, end.event, by=Actor.REFRESH, why=end.why)
             for instance, error in zip(batch, results, strict=True):
                 if error is None:
-                    self._result.retired[instance.instance_id] = why
+                    self._result.retired[instance.instance_id] = end.why
                 elif not isinstance(error, Conflict):
                     self._result.error(f"{instance.instance_id}: {error.message}")
         return frozenset(item.instance_id for item in overdue)
+
+    def _end_of_time(self, instance: Instance, reports: Mapping[str, Report]) -> Write | None:
+        report = reports.get(instance.instance_id)
+        return end_of_time(instance, report, self._config.policy, now=self._context.clock.now())
 
     async def _reports_of(self, instances: Sequence[Instance], *, unless: Mapping[str, Report]) -> Mapping[str, Report]:
         """Read the reports of used instances that are not known yet. An expired instance ends without its report."""
@@ -284,7 +275,7 @@ class Sweep:
         ]
         reports = await self._reports_of(near, unless={})
         for instance in near:
-            if not _is_busy(instance, reports):
+            if not is_busy(instance, reports.get(instance.instance_id)):
                 continue
             provision = await self._context.store.get_provision(instance.run_id, instance.provision_id)
             text = describe_near_expiry(
@@ -299,56 +290,31 @@ class Sweep:
                 )
 
     async def _advance(self, instance: Instance, report: Report | None) -> Instance:
-        now = self._context.clock.now()
-        if report is not None and report.notice and instance.retire_reason is None and instance.threshold > now:
-            event = Retire(reason=RetireReason.SPOT_NOTICE, detail=report.notice)
-            instance = await self._transition(instance, event, describe_retirement(event.reason, event.detail))
-        if instance.state is State.RELEASING:
+        """Do what is due, one step after the other, until the machine or another process has to do something."""
+        for _ in range(MAX_STEPS):
             before = instance
-            instance = await advance_release(self._context, self._config, instance, report, by=Actor.REFRESH)
-            if instance.state is State.IDLE:
-                self._result.finished_releases.append(instance.instance_id)
-            if instance.state in ABSORBING:
-                self._result.retired[instance.instance_id] = instance.retire_text
-            if instance != before:
-                return instance
-        if report is not None and (why := describe_failed_runner(instance, report)):
-            return await self._end(instance, End(reason=RetireReason.FAILED, detail=report.detail, report=report), why)
-        if instance.state is State.IDLE and (found := self._retirement(instance, now)):
-            return await self._end(instance, End(reason=found.reason, detail=found.detail), str(found))
+            instance = await self._step(instance, report)
+            if instance == before or instance.state in ABSORBING:
+                break
         return instance
 
-    def _retirement(self, instance: Instance, now: datetime) -> Retirement | None:
-        lifetimes = self._config.lifetimes
-        # The last use is already counted here; at a release it is not. So the limit is higher by one.
-        max_uses = lifetimes.max_uses + 1
-        return decide_retirement(
-            instance,
-            now=now,
-            max_age_s=lifetimes.max_age_s,
-            max_uses=max_uses,
-            reuse=self._config.reuse,
-            runner_version=self._config.runner_version,
-        )
-
-    async def _end(self, instance: Instance, event: End, why: str) -> Instance:
-        if instance.runner_set:
+    async def _step(self, instance: Instance, report: Report | None) -> Instance:
+        context, config = self._context, self._config
+        step = next_step(instance, report, config.policy, now=context.clock.now())
+        if isinstance(step, Write) and isinstance(step.event, End) and instance.runner_set and instance.run_id:
             # Nobody else closes its provision before the deadline, which is hours away. A run closes its own.
-            after, _ = await leave_provision(self._context, self._config, instance, event, by=Actor.REFRESH, why=why)
+            after, _ = await leave_provision(context, config, instance, step.event, by=Actor.REFRESH, why=step.why)
         else:
-            after = await self._transition(instance, event, why)
-        self._result.retired[instance.instance_id] = why
+            after = await advance(context, config, instance, report, by=Actor.REFRESH)
+        if after.state is State.IDLE and instance.state is State.RELEASING:
+            self._result.finished_releases.append(instance.instance_id)
+        if after.state in ABSORBING:
+            self._result.retired[instance.instance_id] = step.why if isinstance(step, Write) else after.retire_text
         return after
-
-    async def _transition(self, instance: Instance, event: End | Retire, why: str) -> Instance:
-        return await transition(self._context, instance, event, by=Actor.REFRESH, why=why)
 
     def _is_due(self, instance: Instance) -> bool:
         """Whether its pool message was never sent, or so long ago that it may be lost."""
-        if instance.announced_at is None:
-            return True
-        age = self._context.clock.now() - instance.announced_at
-        return age >= timedelta(seconds=self._config.lifetimes.republish_s)
+        return isinstance(next_step(instance, None, self._config.policy, now=self._context.clock.now()), Publish)
 
     def _still_idle(self, records: Mapping[str, Instance]) -> list[Instance]:
         return [item for key, item in records.items() if item.state is State.IDLE and key not in self._result.retired]
@@ -361,11 +327,6 @@ def _scopes(config: PoolConfig) -> list[str]:
     """Scopes in which the pool has registered runners, each once."""
     scopes = [*(item.scope for item in config.tokens), *(item.scope for item in config.runner_sets)]
     return list({scope.lower(): scope for scope in reversed(scopes)}.values())[::-1]
-
-
-def _is_busy(instance: Instance, reports: Mapping[str, Report]) -> bool:
-    report = reports.get(instance.instance_id)
-    return report is not None and report.busy and report.epoch == instance.epoch
 
 
 class ProvisionSweep(PartialSweep):
@@ -416,26 +377,15 @@ class ProvisionSweep(PartialSweep):
         return now - latest >= timedelta(seconds=SETTLE_AFTER_S + self._config.lifetimes.margin_s)
 
     async def _take_back(self, instance: Instance, why: str) -> None:
-        event: End | Release
-        if instance.state is State.CREATED:
-            event = End(reason=RetireReason.RELEASED)
-        elif instance.runner_set:
-            if instance.state is State.RUNNING and not await deregister_set_runner(
-                self._context, instance, by=Actor.REFRESH
-            ):
-                # It has a job, or may have one.
-                return
-            event = release_of_set(self._config, deregistered=instance.state is State.RUNNING)
-        else:
-            credential = await removal_credential(self._context, self._config, instance.scope)
-            event = Release(
-                release_time_s=self._config.lifetimes.release_time_s,
-                credential=credential,
-                deregistered=await remove_jit_registration(self._context, instance),
-            )
-        await transition(self._context, instance, event, by=Actor.REFRESH, why=why)
+        leaving = leave_holder(instance)
+        if leaving is None:
+            return
+        after = await leave(self._context, self._config, instance, leaving, by=Actor.REFRESH, why=why)
+        if after is None:
+            # It has a job, or may have one.
+            return
         self._result.rolled_back.append(instance.instance_id)
-        if isinstance(event, End):
+        if after.state in ABSORBING:
             self._result.retired[instance.instance_id] = why
 
 

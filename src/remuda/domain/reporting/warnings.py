@@ -9,13 +9,14 @@ from enum import StrEnum
 from itertools import islice
 from typing import Self
 
+from remuda.domain.decide.next_step import has_failed
 from remuda.domain.demand import AFTER_LOSS
 from remuda.domain.instance import ABSORBING, Instance, State, holder_id
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision, ProvisionEnding, ProvisionStatus, describe_status
 from remuda.domain.reporting.demand import DemandStatus, SessionState
 from remuda.domain.reporting.ended_runs import RELEASE_JOB, unreleased_warnings
-from remuda.domain.signals import Report, Verdict, registration_verdict
+from remuda.domain.signals import Report
 from remuda.domain.thresholds import HEARTBEAT_DEAD_AFTER_S, Lifetimes
 from remuda.domain.timestamps import after
 
@@ -344,12 +345,7 @@ def describe_failed_runner(instance: Instance, report: Report | None) -> str:
     The one rule for the sweep, status and explanations. Example: "its runner failed: the runner exited with the
     terminal code 1".
     """
-    if report is None or instance.state is not State.RUNNING:
-        return ""
-    # The agent of a set that restarted after the failure may have started the runner again.
-    is_working = bool(instance.runner_set) and report.busy
-    has_failed = registration_verdict(report, instance.epoch) is Verdict.FAILED
-    return f"its runner failed: {report.detail}" if has_failed and not is_working else ""
+    return f"its runner failed: {report.detail}" if report is not None and has_failed(instance, report) else ""
 
 
 def describe_dead_agent(instance: Instance, report: Report | None, *, now: datetime, margin_s: float) -> str:

@@ -1,4 +1,4 @@
-"""Next action for a releasing instance, and decisions to retire one."""
+"""The next step of an instance by its state and its report, and decisions to retire one."""
 
 from __future__ import annotations
 
@@ -10,21 +10,46 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remuda.domain.instance import Credential, RetireReason, State, decide_retirement, holder_id
-from remuda.domain.release_policy import credential_expires_early, next_for_releasing
+from remuda.domain.decide.next_step import (
+    Leave,
+    Policy,
+    Publish,
+    Removal,
+    RenewCredential,
+    Step,
+    Terminate,
+    Write,
+    leave_holder,
+    next_step,
+)
+from remuda.domain.instance import (
+    ABSORBING,
+    ASSIGNED,
+    Credential,
+    Instance,
+    RetireReason,
+    State,
+    decide_retirement,
+    holder_id,
+)
 from remuda.domain.resources import Reuse, Tier
-from remuda.domain.signals import Signal
+from remuda.domain.signals import Report, Signal
 from remuda.domain.thresholds import Lifetimes, expired
-from remuda.domain.transitions import Actor, End, Extend, ReturnToPool, advance
+from remuda.domain.transitions import Actor, End, Extend, Retire, ReturnToPool, advance
 from tests.support.records import NOW, assignment, at, in_state, report
 
 LIFE = Lifetimes(release_time_s=300.0, max_age_s=3_600.0, max_uses=3)
+BEFORE_TERMINATING = [state for state in State if state not in ABSORBING]
 CLEAN = Signal.UD_REMOVE_REG_REMOVE_RUN_OK
 
 
+def step(record: Instance, seen: Report | None, **policy: Any) -> Step | None:
+    return next_step(record, seen, Policy(lifetimes=LIFE, **policy), now=NOW)
+
+
 def decide(seen: Any, **changed: Any) -> Any:
-    decided = next_for_releasing(in_state(State.RELEASING, **changed), seen, now=NOW, lifetimes=LIFE)
-    return decided.event if decided else None
+    decided = step(in_state(State.RELEASING, **changed), seen)
+    return decided.event if isinstance(decided, Write) else decided
 
 
 def test_clean_instance_returns_to_the_pool() -> None:
@@ -81,8 +106,8 @@ def test_machine_that_had_a_job_during_its_withdrawal_is_not_reused(
 )
 def test_retirement_text_contains_the_agents_detail(detail: str, why: str) -> None:
     seen = replace(report(CLEAN), detail=detail)
-    decided = next_for_releasing(in_state(State.RELEASING), seen, now=NOW, lifetimes=LIFE, reuse=Reuse.NEVER)
-    assert decided is not None
+    decided = step(in_state(State.RELEASING), seen, reuse=Reuse.NEVER)
+    assert isinstance(decided, Write)
     assert decided.why.startswith("clean, but never reused")
     assert decided.why.endswith(why)
 
@@ -153,8 +178,8 @@ def test_every_decision_is_legal_and_changes_the_record(
         retire_reason=retire_reason,
     )
     seen = report(signal, epoch, busy=busy, notice=notice)
-    decided = next_for_releasing(record, seen, now=NOW, lifetimes=LIFE)
-    if decided is None:
+    decided = step(record, seen)
+    if not isinstance(decided, Write):
         return
     assert decided.why
     for by in (Actor.RELEASE, Actor.REFRESH):
@@ -182,14 +207,14 @@ def test_every_decision_is_legal_and_changes_the_record(
 def test_credential_must_outlast_threshold_and_margin(expires: datetime, threshold: datetime, *, short: bool) -> None:
     changed = replace(assignment(2), credential=Credential(token="t0ken", expires_at=expires))
     record = in_state(State.RELEASING, assignment=changed, threshold=threshold)
-    assert credential_expires_early(record, now=NOW, margin_s=60.0) is short
+    assert (step(record, None) == RenewCredential()) is short
 
 
 def test_missing_credential_is_renewed_unless_the_assignment_is_missing() -> None:
     record = in_state(State.RELEASING, assignment=replace(assignment(2), credential=None))
-    assert credential_expires_early(record, now=NOW, margin_s=60.0)
-    assert not credential_expires_early(replace(record, assignment=None), now=NOW, margin_s=60.0)
-    assert not credential_expires_early(replace(record, runner_set="large"), now=NOW, margin_s=60.0)
+    assert step(record, None) == RenewCredential()
+    assert step(replace(record, assignment=None), None) is None
+    assert step(replace(record, runner_set="large"), None) is None
 
 
 # Retirement and time ----------------------------------------------------------------------------------------------
@@ -222,12 +247,12 @@ def test_instance_retires_if_its_runner_differs_from_the_pools(own: str, pool: s
     )
     assert (found is not None and found.reason is RetireReason.OUTDATED) is retires
     releasing = in_state(State.RELEASING, runner_version=own)
-    decided = next_for_releasing(releasing, report(CLEAN), now=NOW, lifetimes=LIFE, runner_version=pool)
-    assert decided is not None
+    decided = step(releasing, report(CLEAN), runner_version=pool)
+    assert isinstance(decided, Write)
     assert isinstance(decided.event, End) is retires
     # A job that still runs is never interrupted.
-    decided = next_for_releasing(releasing, report(busy=True), now=NOW, lifetimes=LIFE, runner_version=pool)
-    assert decided is None or not isinstance(decided.event, End)
+    decided = step(releasing, report(busy=True), runner_version=pool)
+    assert not isinstance(decided, Write) or not isinstance(decided.event, End)
 
 
 def test_first_retire_reason_is_kept() -> None:
@@ -251,9 +276,105 @@ def test_job_survives_a_release_that_only_sweeps_extend(phase_s: int) -> None:
     busy_report = report(busy=True)
     for now_s in range(phase_s, 3_000, 330):
         assert not expired(record.threshold, now=at(now_s), margin_s=lifetimes.margin_s)
-        action = next_for_releasing(record, busy_report, now=at(now_s), lifetimes=lifetimes)
-        if action is not None:
+        action = next_step(record, busy_report, Policy(lifetimes=lifetimes), now=at(now_s))
+        if isinstance(action, Write):
             change = advance(record, action.event, by=Actor.REFRESH, now=at(now_s), why=action.why)
             assert change.condition.is_met_by(record)
             record = change.applied_to(record)
     assert record.threshold == at(3_000)
+
+
+# All states -------------------------------------------------------------------------------------------------------
+
+OF_SET = {"runner_set": "large", "run_id": holder_id("large")}
+NOTICE = Write(event=Retire(reason=RetireReason.SPOT_NOTICE, detail="soon"), why="spot notice: soon")
+
+
+@pytest.mark.parametrize(
+    ("state", "changed", "seen", "expected"),
+    [
+        # A new or a claimed instance waits for its agent. Only its time limit, or its holder, ends that.
+        (State.CREATED, {}, None, None),
+        (State.CLAIMED, {}, report(Signal.UD_REG_OK), None),
+        # EC2 takes it back in two minutes: no other job begins on it.
+        (State.CLAIMED, {}, report(notice="soon"), NOTICE),
+        (State.RUNNING, {}, report(busy=True, notice="soon"), NOTICE),
+        (State.IDLE, {"announced_at": NOW}, report(notice="soon"), NOTICE),
+        # It knows that already.
+        (State.RUNNING, {"retire_reason": RetireReason.SPOT_NOTICE}, report(notice="soon"), None),
+        # Its job runs, or may come.
+        (State.RUNNING, {}, report(busy=True), None),
+        (State.RUNNING, {}, None, None),
+        # Its message was never sent, or ten minutes ago, or just now.
+        (State.IDLE, {"announced_at": None}, None, Publish()),
+        (State.IDLE, {"announced_at": at(-600)}, None, Publish()),
+        (State.IDLE, {"announced_at": at(-599)}, None, None),
+        # A use of an idle instance is counted already.
+        (State.IDLE, {"announced_at": NOW, "uses": 2}, None, None),
+        # Nothing follows but the confirmation by EC2.
+        (State.TERMINATING, {}, report(CLEAN), None),
+        (State.TERMINATED, {}, report(CLEAN), None),
+    ],
+)
+def test_step_by_state_and_report(
+    state: State, changed: dict[str, Any], seen: Report | None, expected: Step | None
+) -> None:
+    assert step(in_state(state, **changed), seen) == expected
+
+
+@pytest.mark.parametrize(
+    ("state", "changed", "seen", "reason"),
+    [
+        *((state, {"threshold": at(-60)}, None, RetireReason.EXPIRED) for state in BEFORE_TERMINATING),
+        # GitHub refused the registration of a running instance, and no job can start on it.
+        (State.RUNNING, {}, report(Signal.UD_REG_FAILED), RetireReason.FAILED),
+        (State.IDLE, {"uses": 3}, None, RetireReason.USED_UP),
+        (State.IDLE, {"created_at": at(-3_600)}, None, RetireReason.TOO_OLD),
+        (State.IDLE, {"retire_reason": RetireReason.DRAINED}, None, RetireReason.DRAINED),
+    ],
+)
+def test_end_by_state_and_report(
+    state: State, changed: dict[str, Any], seen: Report | None, reason: RetireReason
+) -> None:
+    decided = step(in_state(state, **changed), seen)
+    assert isinstance(decided, Write)
+    assert isinstance(decided.event, End)
+    assert decided.event.reason is reason
+
+
+def test_runner_of_a_set_that_works_again_after_a_failure_is_kept() -> None:
+    failed = report(Signal.UD_REG_FAILED, busy=True)
+    assert step(in_state(State.RUNNING, **OF_SET), failed) is None
+    assert isinstance(step(in_state(State.RUNNING), failed), Write)
+
+
+def test_job_that_nobody_has_recorded_protects_a_listening_runner_until_its_deadline() -> None:
+    record = in_state(State.RUNNING, threshold=at(-100), run_deadline=at(100), **OF_SET)
+    assert step(record, report(busy=True)) is None
+    assert isinstance(step(record, report()), Write)
+
+
+@pytest.mark.parametrize(
+    ("state", "changed", "seen", "expected"),
+    [
+        # Nobody has used it, and its agent may be about to start a runner.
+        (State.CREATED, {}, None, Terminate()),
+        (State.CREATED, OF_SET, None, Terminate()),
+        # The agent removes the registration of a run's runner before it stops it.
+        (State.CLAIMED, {}, None, Leave(removal=Removal.BY_AGENT)),
+        (State.RUNNING, {}, report(busy=True), Leave(removal=Removal.BY_AGENT)),
+        # The claim of a set may have been interrupted between the registration and its record.
+        (State.CLAIMED, OF_SET, None, Leave(removal=Removal.NOT_RECORDED)),
+        # Any job of the set may start at this moment: only GitHub knows.
+        (State.RUNNING, OF_SET, None, Leave(removal=Removal.BY_API)),
+        (State.RUNNING, OF_SET, report(spent_epoch=1), Leave(removal=Removal.BY_API)),
+        # Its one job is over, and its registration with it.
+        (State.RUNNING, OF_SET, report(spent_epoch=2), Leave(removal=Removal.USED_UP)),
+        # Nobody holds it.
+        *((state, {}, None, None) for state in State if state not in ASSIGNED),
+    ],
+)
+def test_how_an_instance_leaves_its_holder(
+    state: State, changed: dict[str, Any], seen: Report | None, expected: Terminate | Leave | None
+) -> None:
+    assert leave_holder(in_state(state, **changed), seen) == expected
