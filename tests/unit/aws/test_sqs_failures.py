@@ -1,0 +1,104 @@
+"""Every operation of the pool with every class of errors of SQS."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from remuda.adapters.aws.clients import MAX_ATTEMPTS
+from remuda.adapters.aws.sqs import BATCH_ATTEMPTS, SqsResourcePool
+from remuda.domain.errors import (
+    Unavailable,
+    UserError,
+)
+from remuda.ports.calls import CallCounter
+from simulation.loop import SeededIds
+from tests.support.aws.failures import CONNECTION, Expected, Failing, connection_failures, deviations
+from tests.support.aws.scripted_http import Outcome, Scripted, ScriptedClient, ScriptedHttp, answer, refusal
+from tests.support.records import (
+    message,
+)
+from tests.support.virtual_time import FixedClock
+
+PREFIX = "remuda-ci"
+SQS_OUTCOMES: dict[str, Outcome] = {
+    **connection_failures(),
+    "server": refusal("sqs", "InternalFailure", 500),
+    "denied": refusal("sqs", "AccessDenied", 403),
+    "expired": refusal("sqs", "ExpiredToken", 403),
+    "unknown key": refusal("sqs", "InvalidClientTokenId", 403),
+    "clock": refusal("sqs", "SignatureDoesNotMatch", 403),
+}
+SQS_EXPECTED = {
+    **CONNECTION,
+    "server": Expected(Unavailable, MAX_ATTEMPTS),
+    **dict.fromkeys(("denied", "expired", "unknown key", "clock"), Expected(UserError, 1)),
+}
+URL = answer("sqs", "GetQueueUrl", {"QueueUrl": "http://aws/1/remuda-ci-large"})
+FOUND: Scripted = {"GetQueueUrl": [URL]}
+NO_QUEUE: Scripted = {"GetQueueUrl": [refusal("sqs", "AWS.SimpleQueueService.NonExistentQueue")]}
+WRONG: Scripted = {**FOUND, "GetQueueAttributes": [answer("sqs", "", {"Attributes": {"DelaySeconds": "5"}})]}
+POOL_OPERATIONS = [
+    Failing(
+        "prepare",
+        "GetQueueUrl",
+        lambda pool: pool.prepare(["large"]),
+        {"CreateQueue": [URL]},
+        {"QueueDoesNotExist": Expected(None, 1)},
+    ),
+    Failing("prepare found", "GetQueueAttributes", lambda pool: pool.prepare(["large"]), FOUND),
+    Failing("prepare new", "CreateQueue", lambda pool: pool.prepare(["large"]), NO_QUEUE),
+    Failing("prepare wrong", "SetQueueAttributes", lambda pool: pool.prepare(["large"]), WRONG),
+    Failing(
+        "inspect", "GetQueueUrl", lambda pool: pool.inspect(["large"]), but={"QueueDoesNotExist": Expected(None, 1)}
+    ),
+    Failing(
+        "inspect attributes",
+        "GetQueueAttributes",
+        lambda pool: pool.inspect(["large"]),
+        FOUND,
+        {"QueueDoesNotExist": Expected(None, 1)},
+    ),
+    Failing("send to", "GetQueueUrl", lambda pool: pool.send([message(1)])),
+    Failing("send", "SendMessageBatch", lambda pool: pool.send([message(1)]), FOUND),
+    Failing("receive", "ReceiveMessage", lambda pool: pool.receive("large", visibility_s=60.0), FOUND),
+    Failing("wait", "ReceiveMessage", lambda pool: pool.receive("large", visibility_s=60.0, wait_s=20.0), FOUND),
+    Failing("delete", "DeleteMessageBatch", lambda pool: pool.delete("large", ["r-1"]), FOUND),
+    Failing("make_visible", "ChangeMessageVisibilityBatch", lambda pool: pool.make_visible("large", ["r-1"]), FOUND),
+    Failing("depth", "GetQueueAttributes", lambda pool: pool.depth("large"), FOUND),
+]
+
+
+async def use_pool(http: ScriptedHttp, failing: Failing) -> None:
+    client: Any = ScriptedClient(http)
+    await failing.call(
+        SqsResourcePool(client=client, prefix=PREFIX, clock=FixedClock(), ids=SeededIds(), calls=CallCounter())
+    )
+
+
+@pytest.mark.parametrize("failing", POOL_OPERATIONS, ids=str)
+async def test_pool(failing: Failing) -> None:
+    failing = failing._replace(but={})
+    assert not await deviations("sqs", failing, SQS_OUTCOMES, SQS_EXPECTED, use_pool)
+
+
+STALE = [
+    "ReceiptHandleIsInvalid",
+    "InvalidParameterValue",
+    "MessageNotInflight",
+    "AWS.SimpleQueueService.MessageNotInflight",
+]
+OTHER = ["InternalError", "InternalFailure", "RequestThrottled", "AccessDenied", "InvalidMessageContents", "OverLimit"]
+
+
+@pytest.mark.parametrize("failing", [each for each in POOL_OPERATIONS if each.operation.endswith("Batch")], ids=str)
+async def test_entry_of_a_batch_that_is_rejected(failing: Failing) -> None:
+    """A stale receipt is as good as done. A message that is sent has no receipt."""
+    done = [] if failing.operation == "SendMessageBatch" else STALE
+    expected = {
+        code: Expected(None, 1) if code in done else Expected(Unavailable, BATCH_ATTEMPTS) for code in (*STALE, *OTHER)
+    }
+    entry = {"Id": "0", "SenderFault": True}
+    outcomes = {code: answer("sqs", "", {"Successful": [], "Failed": [{**entry, "Code": code}]}) for code in expected}
+    assert not await deviations("sqs", failing, outcomes, expected, use_pool)
