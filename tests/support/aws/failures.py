@@ -13,8 +13,8 @@ import pytest
 
 from remuda.adapters.aws import service as service_client
 from remuda.adapters.aws.clients import MAX_ATTEMPTS
-from remuda.domain.errors import RemudaError, TimedOut, Unavailable
-from remuda.http import ClientResponse, ConnectError, ConnectionLost, ConnectTimeout, ReadTimeout
+from remuda.domain.errors import RemudaError, TimedOut, Unavailable, UserError
+from remuda.http import ClientResponse, ConnectError, ConnectionLost, ConnectTimeout, InvalidRequest, ReadTimeout
 from tests.support.aws.scripted_http import Outcome, Scripted, ScriptedHttp
 
 
@@ -74,6 +74,7 @@ def connection_failures() -> dict[str, Outcome]:
         "unreachable in time": ConnectTimeout("slow"),
         "lost": ConnectionLost("closed"),
         "timeout": ReadTimeout("slow"),
+        "unsendable": InvalidRequest("a header has a character that is not allowed"),
         "gateway": ClientResponse(503, {}, b"<html>"),
         "unreadable": ClientResponse(200, {}, b"<html"),
     }
@@ -85,6 +86,8 @@ CONNECTION = {
     "unreachable in time": Expected(TimedOut, MAX_ATTEMPTS),
     "lost": Expected(Unavailable, MAX_ATTEMPTS),
     "timeout": Expected(TimedOut, MAX_ATTEMPTS),
+    # No server has seen it: a credential with a line break, for example.
+    "unsendable": Expected(UserError, 1),
     "gateway": Expected(Unavailable, MAX_ATTEMPTS),
     # It may have been carried out, and another answer would not say so.
     "unreadable": Expected(Unavailable, 1),

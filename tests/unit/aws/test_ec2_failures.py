@@ -58,6 +58,7 @@ EC2_EXPECTED = {
     "unreachable in time": Expected(TimedOut, EC2_ATTEMPTS),
     "lost": Expected(Unavailable, EC2_ATTEMPTS),
     "timeout": Expected(TimedOut, EC2_ATTEMPTS),
+    "unsendable": Expected(UserError, 1),
     "gateway": Expected(Unavailable, EC2_ATTEMPTS),
     "unreadable": Expected(Unavailable, EC2_ATTEMPTS),
     "throttled": Expected(Throttled, EC2_ATTEMPTS),

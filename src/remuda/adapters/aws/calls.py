@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from botocore import exceptions as boto
 
-from remuda.adapters.aws.protocols import UnreadableResponse
+from remuda.adapters.aws.protocols import UnreadableResponse, UnsendableRequest
 from remuda.domain.errors import CapacityError, NotFound, RemudaError, Throttled, TimedOut, Unavailable, UserError
 from remuda.ports.calls import CallCounter
 
@@ -422,6 +422,12 @@ def _from_library(error: Exception, service: str, what: str) -> RemudaError:
             f"{service} needs AWS credentials: {error}",
             field="aws-credentials",
             fix="set AWS credentials, a profile or a role",
+        )
+    if isinstance(error, UnsendableRequest):
+        return UserError(
+            f"{service} cannot be called ({what}): {error}",
+            field="aws-credentials",
+            fix="set AWS credentials without a line break or a blank, and check AWS_ENDPOINT_URL",
         )
     if isinstance(error, _SETTINGS):
         return UserError(f"{service} cannot be called: {error}", fix="set AWS_REGION")
