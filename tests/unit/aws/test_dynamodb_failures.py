@@ -13,14 +13,7 @@ from remuda.adapters.aws.dynamodb.schema import INDEXES, KEYS
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.domain import provision as provisions
 from remuda.domain.demand import Lease
-from remuda.domain.errors import (
-    Conflict,
-    ProvisionConflict,
-    RemudaError,
-    Throttled,
-    Unavailable,
-    UserError,
-)
+from remuda.domain.errors import Conflict, ProvisionConflict, RemudaError, Throttled, Unavailable, UserError
 from remuda.domain.instance import LIVE, State
 from remuda.domain.provision import ProvisionChange
 from remuda.domain.signals import Signal
@@ -28,16 +21,7 @@ from remuda.ports.calls import CallCounter
 from simulation.loop import SeededIds
 from tests.support.aws.failures import CONNECTION, Expected, Failing, connection_failures, deviations
 from tests.support.aws.scripted_http import Outcome, Scripted, ScriptedClient, ScriptedHttp, answer, refusal
-from tests.support.records import (
-    NOW,
-    birth,
-    demand_record,
-    instance,
-    instance_id,
-    job_record,
-    pool_config,
-    provision,
-)
+from tests.support.records import NOW, birth, demand_record, instance, instance_id, job_record, pool_config, provision
 from tests.support.virtual_time import FixedClock
 
 TABLE = "remuda-ci"

@@ -10,26 +10,13 @@ import pytest
 from remuda.adapters.aws.ec2.calls import MAX_ATTEMPTS as EC2_ATTEMPTS
 from remuda.adapters.aws.ec2.compute import Ec2Compute, Ec2SpotPrices
 from remuda.adapters.aws.ec2.tagged_fleet import Ec2Fleet
-from remuda.domain.errors import (
-    CapacityError,
-    NotFound,
-    RemudaError,
-    Throttled,
-    TimedOut,
-    Unavailable,
-    UserError,
-)
+from remuda.domain.errors import CapacityError, NotFound, RemudaError, Throttled, TimedOut, Unavailable, UserError
 from remuda.http import ReadTimeout
 from remuda.ports.calls import CallCounter
 from simulation.loop import SeededIds
 from tests.support.aws.failures import Expected, Failing, connection_failures, deviations
 from tests.support.aws.scripted_http import Outcome, Scripted, ScriptedClient, ScriptedHttp, answer, refusal
-from tests.support.records import (
-    NOW,
-    at,
-    instance_id,
-    launch_request,
-)
+from tests.support.records import NOW, at, instance_id, launch_request
 from tests.support.virtual_time import FixedClock
 
 POOL = "ci"

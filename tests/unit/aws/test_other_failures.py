@@ -11,17 +11,11 @@ from remuda.adapters.aws.clients import MAX_ATTEMPTS, read_parameter, read_secre
 from remuda.adapters.aws.cloudwatch import CloudWatchMetrics
 from remuda.adapters.aws.dynamodb.keys import own_key_prefix, role_key_prefix
 from remuda.adapters.aws.launch import GroupLaunch
-from remuda.domain.errors import (
-    Throttled,
-    Unavailable,
-    UserError,
-)
+from remuda.domain.errors import Throttled, Unavailable, UserError
 from remuda.ports.calls import CallCounter
 from tests.support.aws.failures import CONNECTION, Expected, Failing, connection_failures, deviations
 from tests.support.aws.scripted_http import Outcome, ScriptedClient, ScriptedHttp, answer, refusal
-from tests.support.records import (
-    instance_id,
-)
+from tests.support.records import instance_id
 
 FIRST = instance_id(1)
 OPTIONS = {

@@ -4,24 +4,50 @@ from __future__ import annotations
 
 from typing import Any
 
+import botocore.session
 import pytest
 
 from remuda.adapters.aws.clients import MAX_ATTEMPTS
 from remuda.adapters.aws.sqs import BATCH_ATTEMPTS, SqsResourcePool
-from remuda.domain.errors import (
-    Unavailable,
-    UserError,
-)
+from remuda.domain.errors import NotFound, Throttled, Unavailable, UserError
 from remuda.ports.calls import CallCounter
 from simulation.loop import SeededIds
 from tests.support.aws.failures import CONNECTION, Expected, Failing, connection_failures, deviations
 from tests.support.aws.scripted_http import Outcome, Scripted, ScriptedClient, ScriptedHttp, answer, refusal
-from tests.support.records import (
-    message,
-)
+from tests.support.records import message
 from tests.support.virtual_time import FixedClock
 
 PREFIX = "remuda-ci"
+#: Errors of SQS in botocore's model, with their older codes, which SQS sends in a header (awsQueryError in its model).
+SQS_CODES = {
+    "RequestThrottled": ("RequestThrottled", Expected(Throttled, MAX_ATTEMPTS)),
+    "KmsThrottled": ("KMS.ThrottlingException", Expected(Throttled, 1)),
+    "QueueDoesNotExist": ("AWS.SimpleQueueService.NonExistentQueue", Expected(NotFound, 1)),
+    # More than 120,000 messages in flight, or attributes too often.
+    "OverLimit": ("OverLimit", Expected(Unavailable, 1)),
+    "QueueDeletedRecently": ("AWS.SimpleQueueService.QueueDeletedRecently", Expected(Unavailable, 1)),
+    # Another process created it with other attributes: the next refresh repairs them.
+    "QueueNameExists": ("QueueAlreadyExists", Expected(Unavailable, 1)),
+    "KmsAccessDenied": ("KMS.AccessDeniedException", Expected(UserError, 1)),
+    "KmsDisabled": ("KMS.DisabledException", Expected(UserError, 1)),
+    "KmsInvalidKeyUsage": ("KMS.InvalidKeyUsageException", Expected(UserError, 1)),
+    "KmsInvalidState": ("KMS.InvalidStateException", Expected(UserError, 1)),
+    "KmsNotFound": ("KMS.NotFoundException", Expected(UserError, 1)),
+    "KmsOptInRequired": ("KMS.OptInRequired", Expected(UserError, 1)),
+    "UnsupportedOperation": ("AWS.SimpleQueueService.UnsupportedOperation", Expected(Unavailable, 1)),
+    "InvalidAddress": ("InvalidAddress", Expected(Unavailable, 1)),
+    "InvalidSecurity": ("InvalidSecurity", Expected(Unavailable, 1)),
+    "InvalidAttributeName": ("InvalidAttributeName", Expected(Unavailable, 1)),
+    "InvalidAttributeValue": ("InvalidAttributeValue", Expected(Unavailable, 1)),
+    "TooManyEntriesInBatchRequest": (
+        "AWS.SimpleQueueService.TooManyEntriesInBatchRequest",
+        Expected(Unavailable, 1),
+    ),
+    "EmptyBatchRequest": ("AWS.SimpleQueueService.EmptyBatchRequest", Expected(Unavailable, 1)),
+    "BatchEntryIdsNotDistinct": ("AWS.SimpleQueueService.BatchEntryIdsNotDistinct", Expected(Unavailable, 1)),
+    "BatchRequestTooLong": ("AWS.SimpleQueueService.BatchRequestTooLong", Expected(Unavailable, 1)),
+    "InvalidBatchEntryId": ("AWS.SimpleQueueService.InvalidBatchEntryId", Expected(Unavailable, 1)),
+}
 SQS_OUTCOMES: dict[str, Outcome] = {
     **connection_failures(),
     "server": refusal("sqs", "InternalFailure", 500),
@@ -81,6 +107,17 @@ async def use_pool(http: ScriptedHttp, failing: Failing) -> None:
 async def test_pool(failing: Failing) -> None:
     failing = failing._replace(but={})
     assert not await deviations("sqs", failing, SQS_OUTCOMES, SQS_EXPECTED, use_pool)
+
+
+@pytest.mark.parametrize("failing", POOL_OPERATIONS, ids=str)
+async def test_pool_with_each_error_of_the_model(failing: Failing) -> None:
+    """Each error that botocore's model declares for the operation, by its older and by its newer code."""
+    model = botocore.session.get_session().get_service_model("sqs")
+    names = [shape.name for shape in model.operation_model(failing.operation).error_shapes]
+    expected = {name: SQS_CODES[name][1] for name in names}
+    for codes in ({name: SQS_CODES[name][0] for name in names}, {name: name for name in names}):
+        outcomes = {name: refusal("sqs", code) for name, code in codes.items()}
+        assert not await deviations("sqs", failing, outcomes, expected, use_pool)
 
 
 STALE = [
