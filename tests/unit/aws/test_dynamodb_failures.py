@@ -232,3 +232,14 @@ async def test_cancelled_transaction(codes: list[str], expected: type[RemudaErro
             await store.apply_with_provision(CHANGE, ProvisionChange(before=OPENED, after=RELEASED))
     assert type(raised.value) is expected
     assert len(http.sent) == 1
+
+
+async def test_the_remainder_of_a_batch_is_read_as_consistently() -> None:
+    """Whatever the answer repeats of the request; the rules check each request."""
+    rest = {TABLE: {"Keys": [{"pk": {"S": f"control#{SECOND}"}, "sk": {"S": "control"}}]}}
+    first = {"Responses": {TABLE: []}, "UnprocessedKeys": rest}
+    outcomes: list[Outcome] = [answer("dynamodb", "", first), answer("dynamodb", "", {"Responses": {TABLE: []}})]
+    http = ScriptedHttp("dynamodb", {"BatchGetItem": outcomes})
+    async with open_store(http) as store:
+        assert await store.get_many([FIRST, SECOND]) == {}
+    assert len(http.sent) == 2
