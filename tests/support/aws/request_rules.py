@@ -182,7 +182,7 @@ RULES: Sequence[Rule] = (
         f"{_AWS_DATABASE}APIReference/API_TransactWriteItems.html",
     ),
     Rule(
-        "ec2:CreateFleet ec2:RunInstances",
+        "ec2:CreateFleet ec2:CreateLaunchTemplate ec2:CreateLaunchTemplateVersion ec2:RunInstances",
         "needs a token, with which a repetition creates nothing",
         lambda given: bool(given.get("ClientToken")) or given.get("DryRun") is True,
         f"{_AWS_EC2}APIReference/Run_Instance_Idempotency.html",
@@ -199,12 +199,6 @@ RULES: Sequence[Rule] = (
         f"must have at most {EC2_BATCH} resources: one that EC2 rejects fails the call",
         lambda given: 0 < len(given.get("InstanceIds", given.get("Resources", ()))) <= EC2_BATCH,
         f"{_AWS_EC2}APIReference/API_TerminateInstances.html",
-    ),
-    Rule(
-        "ec2:CreateTags",
-        "must not set tags of AWS",
-        lambda given: not any(tag["Key"].startswith("aws:") for tag in given["Tags"]),
-        f"{_AWS_EC2}UserGuide/Using_Tags.html",
     ),
     Rule(
         "sqs:SendMessageBatch sqs:DeleteMessageBatch sqs:ChangeMessageVisibilityBatch",
@@ -236,8 +230,8 @@ RULES: Sequence[Rule] = (
 
 #: Token of the next page in answers, and its name in the next request.
 _PAGES = {"LastEvaluatedKey": "ExclusiveStartKey", "NextToken": "NextToken"}
-#: Parameter that identifies a request which is sent again.
-_TOKENS = ("ClientToken", "ClientRequestToken")
+#: Identifies a transaction that is sent again. That of a launch may be used by another process, too.
+_TOKEN = "ClientRequestToken"
 
 
 class RequestSequence:
@@ -246,7 +240,7 @@ class RequestSequence:
     def __init__(self) -> None:
         #: Requests without their place in the list, by operation and token of the next page.
         self._paged: dict[tuple[str, str], Parameters] = {}
-        self._by_token: dict[tuple[str, str], Parameters] = {}
+        self._by_token: dict[str, Parameters] = {}
 
     def judge(self, service: str, operation: str, parameters: Parameters) -> None:
         name = f"{service}:{operation}"
@@ -255,10 +249,9 @@ class RequestSequence:
             first = self._paged.get((name, repr(parameters[start])))
             if first != _without(parameters, start):
                 raise BrokenRule(f"{name} continues another list: {parameters}, not {first}")
-        for token in set(_TOKENS) & set(parameters):
-            known = self._by_token.setdefault((name, str(parameters[token])), parameters)
-            if known != parameters:
-                raise BrokenRule(f"{name} uses a token of another request: {parameters}, not {known}")
+        known = self._by_token.setdefault(str(parameters.get(_TOKEN)), parameters)
+        if _TOKEN in parameters and known != parameters:
+            raise BrokenRule(f"{name} uses the token of another request: {parameters}, not {known}")
 
     def observe(self, service: str, operation: str, parameters: Parameters, answer: Mapping[str, Any]) -> None:
         for found, start in _PAGES.items():

@@ -74,13 +74,14 @@ EXAMPLES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
         [FLEET],
         [{**FLEET, "ClientToken": ""}, {**FLEET, "Type": "request"}, {**FLEET, "TagSpecifications": []}],
     ),
+    "ec2:CreateLaunchTemplateVersion": ([{"ClientToken": "t"}], [{}]),
     "ec2:RunInstances": ([{"DryRun": True}, {"ClientToken": "t"}], [{}]),
     "ec2:DescribeInstances": (
         [LIST],
         [{**LIST, "InstanceIds": ["i-1"]}, {**LIST, "MaxResults": 5}, {"MaxResults": 1_000}],
     ),
     "ec2:TerminateInstances": ([{"InstanceIds": ["i"] * 100}], [{"InstanceIds": ["i"] * 101}, {"InstanceIds": []}]),
-    "ec2:CreateTags": ([{"Resources": ["i"], "Tags": POOL}], [{"Resources": ["i"], "Tags": [{"Key": "aws:x"}]}]),
+    "ec2:CreateTags": ([{"Resources": ["i"]}], [{"Resources": ["i"] * 101}]),
     "sqs:SendMessageBatch": ([{"Entries": ENTRIES}], [{"Entries": [{"Id": "0"}, {"Id": "0"}]}, {"Entries": []}]),
     "sqs:ChangeMessageVisibilityBatch": ([{"Entries": ENTRIES}], [{"Entries": [{"Id": "0", "VisibilityTimeout": 9}]}]),
     "sqs:ReceiveMessage": ([{"WaitTimeSeconds": 20}], [{"WaitTimeSeconds": 26}]),
@@ -128,10 +129,11 @@ def test_pages_are_of_one_list(first: dict[str, Any], second: dict[str, Any], is
         sequence.judge("dynamodb", "Query", second)
 
 
-def test_a_token_belongs_to_one_request() -> None:
+def test_a_token_belongs_to_one_transaction() -> None:
     sequence = RequestSequence()
+    (request,) = EXAMPLES["dynamodb:TransactWriteItems"][0]
     for _ in range(2):
-        sequence.judge("ec2", "CreateFleet", FLEET)
-    sequence.judge("ec2", "CreateFleet", {**FLEET, "ClientToken": "u", "SpotOptions": {}})
+        sequence.judge("dynamodb", "TransactWriteItems", request)
+    sequence.judge("dynamodb", "TransactWriteItems", {**request, "TransactItems": [], "ClientRequestToken": "u"})
     with pytest.raises(BrokenRule, match="another request"):
-        sequence.judge("ec2", "CreateFleet", {**FLEET, "SpotOptions": {}})
+        sequence.judge("dynamodb", "TransactWriteItems", {**request, "TransactItems": []})
