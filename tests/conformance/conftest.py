@@ -36,6 +36,7 @@ from tests.support.aws.contract import check_request
 from tests.support.aws.fault_proxy import FaultProxy, fault_proxy
 from tests.support.aws.request_rules import RequestSequence
 from tests.support.aws.servers import Fauxqs, Ministack, fake_github, fauxqs, ministack
+from tests.support.github_requests import JudgedConnections
 from tests.support.records import LONG_S, instance_id
 from tests.support.virtual_time import AdjustableClock
 
@@ -331,14 +332,15 @@ def other_pool(pools: Pools, pool: ResourcePool) -> Any:
     return pools.open()
 
 
-# Requests to AWS ------------------------------------------------------------------------------------------------------
+# Requests to AWS and GitHub -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _checked_requests() -> Iterator[None]:
     """Check every request of this process to AWS: models, documented limits, and rules that servers do not check.
 
-    Tests that use a client themselves, for example to spoil a record, need not keep the rules.
+    Tests that use a client themselves, for example to spoil a record, need not keep the rules. Those for requests to
+    GitHub are always kept.
     """
     send = ServiceClient.call
     sequences: WeakKeyDictionary[ServiceClient, RequestSequence] = WeakKeyDictionary()
@@ -355,6 +357,7 @@ def _checked_requests() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(ServiceClient, "call", check_and_send)
+        patched.setattr(github_client, "HttpConnections", JudgedConnections)
         yield
 
 

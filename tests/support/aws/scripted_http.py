@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -17,13 +17,10 @@ from remuda.adapters.aws.signature import AwsCredentials
 from remuda.http import ClientResponse
 from tests.support.aws.contract import check_request
 from tests.support.aws.request_rules import RequestSequence
+from tests.support.failure_tables import Scripted
 
 #: Services whose errors and answers are XML.
 _XML = frozenset({"autoscaling", "cloudformation", "ec2", "iam", "sts"})
-#: A response, or a failure of the connection that is raised.
-Outcome = ClientResponse | Exception
-#: Outcomes by operation.
-Scripted = Mapping[str, Sequence[Outcome]]
 
 
 class ScriptedHttp:
@@ -51,7 +48,6 @@ class ScriptedHttp:
         """Nothing to close."""
 
     def sends_of(self, operation: str) -> int:
-        """How often the same request of this operation was sent at most."""
         same = Counter(body for name, body in self.sent if name == operation)
         return max(same.values(), default=0)
 

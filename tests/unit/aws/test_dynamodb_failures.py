@@ -19,8 +19,9 @@ from remuda.domain.provision import ProvisionChange
 from remuda.domain.signals import Signal
 from remuda.ports.calls import CallCounter
 from simulation.loop import SeededIds
-from tests.support.aws.failures import CONNECTION, Expected, Failing, connection_failures, deviations
-from tests.support.aws.scripted_http import Outcome, Scripted, ScriptedClient, ScriptedHttp, answer, refusal
+from tests.support.aws.failures import CONNECTION, connection_failures, deviations
+from tests.support.aws.scripted_http import ScriptedClient, ScriptedHttp, answer, refusal
+from tests.support.failure_tables import Expected, Failing, Outcome, Scripted
 from tests.support.records import NOW, birth, demand_record, instance, instance_id, job_record, pool_config, provision
 from tests.support.virtual_time import FixedClock
 

@@ -14,8 +14,9 @@ from remuda.domain.errors import CapacityError, NotFound, RemudaError, Throttled
 from remuda.http import ReadTimeout
 from remuda.ports.calls import CallCounter
 from simulation.loop import SeededIds
-from tests.support.aws.failures import Expected, Failing, connection_failures, deviations
-from tests.support.aws.scripted_http import Outcome, Scripted, ScriptedClient, ScriptedHttp, answer, refusal
+from tests.support.aws.failures import connection_failures, deviations
+from tests.support.aws.scripted_http import ScriptedClient, ScriptedHttp, answer, refusal
+from tests.support.failure_tables import Expected, Failing, Outcome, Scripted
 from tests.support.records import NOW, at, instance_id, launch_request
 from tests.support.virtual_time import FixedClock
 

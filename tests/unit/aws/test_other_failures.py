@@ -13,8 +13,9 @@ from remuda.adapters.aws.dynamodb.keys import own_key_prefix, role_key_prefix
 from remuda.adapters.aws.launch import GroupLaunch
 from remuda.domain.errors import Throttled, Unavailable, UserError
 from remuda.ports.calls import CallCounter
-from tests.support.aws.failures import CONNECTION, Expected, Failing, connection_failures, deviations
-from tests.support.aws.scripted_http import Outcome, ScriptedClient, ScriptedHttp, answer, refusal
+from tests.support.aws.failures import CONNECTION, connection_failures, deviations
+from tests.support.aws.scripted_http import ScriptedClient, ScriptedHttp, answer, refusal
+from tests.support.failure_tables import Expected, Failing, Outcome
 from tests.support.records import instance_id
 
 FIRST = instance_id(1)

@@ -12,8 +12,9 @@ from remuda.adapters.aws.sqs import BATCH_ATTEMPTS, SqsResourcePool
 from remuda.domain.errors import NotFound, Throttled, Unavailable, UserError
 from remuda.ports.calls import CallCounter
 from simulation.loop import SeededIds
-from tests.support.aws.failures import CONNECTION, Expected, Failing, connection_failures, deviations
-from tests.support.aws.scripted_http import Outcome, Scripted, ScriptedClient, ScriptedHttp, answer, refusal
+from tests.support.aws.failures import CONNECTION, connection_failures, deviations
+from tests.support.aws.scripted_http import ScriptedClient, ScriptedHttp, answer, refusal
+from tests.support.failure_tables import Expected, Failing, Outcome, Scripted
 from tests.support.records import message
 from tests.support.virtual_time import FixedClock
 
