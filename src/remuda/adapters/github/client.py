@@ -414,9 +414,13 @@ class GitHubClient:
         # 404 and accepted codes do not count as failures. A rejected credential does, even if a new token works.
         if not (response.is_success or status in request.accept | {404}):
             self._calls.fail("github", request.name)
-        if response.is_success or status in request.accept | accept:
+        if response.is_success:
             return response
-        raise translate(response, request.what, self._clock.now(), credential=token)
+        error = translate(response, request.what, self._clock.now(), credential=token)
+        # GitHub limits calls with 403, too, which may also be a result.
+        if status in request.accept | accept and not isinstance(error, Throttled):
+            return response
+        raise error
 
     async def _receive(self, request: _Request, token: str) -> ClientResponse:
         headers = {**_HEADERS, "Authorization": f"{request.scheme} {token}"}
