@@ -89,6 +89,7 @@ ONCE = dict.fromkeys(AMBIGUOUS, Expected(Unavailable, 1))
 #: Sent once more by a caller that can tell whether the first request was carried out.
 TWICE = {
     **dict.fromkeys(AMBIGUOUS, Expected(Unavailable, 2)),
+    "unreadable": Expected(Unavailable, 2),
     **dict.fromkeys(("timeout", "unreachable in time"), Expected(TimedOut, 2)),
 }
 GONE = {"missing": Expected(None, 1)}
@@ -253,7 +254,7 @@ SERVICE_EXPECTED = {
 }
 #: Its addresses are GitHub's, so one that cannot be sent is no error of the user.
 SERVICE_ONCE = {**ONCE, "unsendable": Expected(Unavailable, 1)}
-SERVICE_TWICE = {**TWICE, **dict.fromkeys(("unsendable", "unreadable"), Expected(Unavailable, 2))}
+SERVICE_TWICE = {**TWICE, "unsendable": Expected(Unavailable, 2)}
 #: The session's token is replaced by the session, not by another registration.
 QUEUE = {"credential": Expected(Unavailable, 2)}
 

@@ -187,12 +187,11 @@ class GitHubClient:
     ) -> JitRunner:
         body = {"name": name, "runner_group_id": group_id, "labels": list(labels)}
         try:
-            response = await self._request_jit_config(scope, body)
+            return await self._request_jit_config(scope, body)
         except Throttled:
             raise
         except Unavailable:
-            response = await self._retry_jit_config(scope, body)
-        return responses.parse_jit_runner(responses.json_object(response))
+            return await self._retry_jit_config(scope, body)
 
     async def runner_group_id(self, scope: str, name: str) -> int:
         groups: dict[str, int] = {}
@@ -211,12 +210,13 @@ class GitHubClient:
                 return group_id
         raise missing_group(scope, name, groups)
 
-    async def _request_jit_config(self, scope: str, body: Mapping[str, Any]) -> ClientResponse:
+    async def _request_jit_config(self, scope: str, body: Mapping[str, Any]) -> JitRunner:
         with _scope_must_exist(scope):
-            return await self._call(scope, "POST", f"{_runners(scope)}/generate-jitconfig", json=body)
+            response = await self._call(scope, "POST", f"{_runners(scope)}/generate-jitconfig", json=body)
+        return responses.parse_jit_runner(responses.json_object(response))
 
-    async def _retry_jit_config(self, scope: str, body: Mapping[str, Any]) -> ClientResponse:
-        """Retry after a lost response.
+    async def _retry_jit_config(self, scope: str, body: Mapping[str, Any]) -> JitRunner:
+        """Retry after a response that was lost, or that cannot be read.
 
         If a runner with this name exists now, the lost call created it, and its configuration cannot be read again. The
         runner is deleted and created once more. Names are never reused, so it cannot belong to another process.
