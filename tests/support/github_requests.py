@@ -55,11 +55,11 @@ RUN_STATUSES = frozenset(
 )
 
 
-class BrokenRule(AssertionError):
+class BrokenGitHubRule(AssertionError):
     """GitHub would refuse the request, or carry out something else."""
 
 
-class Request(NamedTuple):
+class SentRequest(NamedTuple):
     method: str
     #: Without the base of the API.
     path: str
@@ -76,7 +76,7 @@ class Request(NamedTuple):
         return f"{self.method} {self.path} {dict(self.query)}"
 
 
-class Endpoint(NamedTuple):
+class KnownRequest(NamedTuple):
     """A request that the adapters may make."""
 
     method: str
@@ -88,7 +88,7 @@ class Endpoint(NamedTuple):
     #: Whether the body is right. None: there is none.
     body: Callable[[Body], bool] | None = None
     #: A condition beyond those of all requests to the same service.
-    also: Callable[[Request], bool] = lambda _: True
+    also: Callable[[SentRequest], bool] = lambda _: True
     is_for_apps: bool = False
     scheme: str = BEARER
 
@@ -110,34 +110,36 @@ def _is_registration(body: Body) -> bool:
 
 
 #: Requests to GitHub's REST API.
-API: Sequence[Endpoint] = (
-    Endpoint("GET", _RUNNERS, _RUNNER_API, "per_page page name"),
-    Endpoint("GET", f"{_RUNNERS}/[0-9]+", _RUNNER_API),
-    Endpoint("DELETE", f"{_RUNNERS}/[0-9]+", _RUNNER_API),
-    Endpoint("GET", f"{_RUNNERS}/downloads", _RUNNER_API),
-    Endpoint("POST", f"{_RUNNERS}/(registration|remove)-token", _RUNNER_API),
-    Endpoint("POST", f"{_RUNNERS}/generate-jitconfig", _RUNNER_API, body=_is_jit_request),
-    Endpoint("GET", r"/orgs/[^/]+/actions/runner-groups", f"{_REST}actions/self-hosted-runner-groups", "per_page page"),
-    Endpoint(
+API: Sequence[KnownRequest] = (
+    KnownRequest("GET", _RUNNERS, _RUNNER_API, "per_page page name"),
+    KnownRequest("GET", f"{_RUNNERS}/[0-9]+", _RUNNER_API),
+    KnownRequest("DELETE", f"{_RUNNERS}/[0-9]+", _RUNNER_API),
+    KnownRequest("GET", f"{_RUNNERS}/downloads", _RUNNER_API),
+    KnownRequest("POST", f"{_RUNNERS}/(registration|remove)-token", _RUNNER_API),
+    KnownRequest("POST", f"{_RUNNERS}/generate-jitconfig", _RUNNER_API, body=_is_jit_request),
+    KnownRequest(
+        "GET", r"/orgs/[^/]+/actions/runner-groups", f"{_REST}actions/self-hosted-runner-groups", "per_page page"
+    ),
+    KnownRequest(
         "GET",
         _RUNS,
         f"{_REST}actions/workflow-runs",
         "per_page status",
         also=lambda request: request.query.get("status", "queued") in RUN_STATUSES,
     ),
-    Endpoint("GET", f"{_RUNS}/[0-9]+", f"{_REST}actions/workflow-runs"),
-    Endpoint(
+    KnownRequest("GET", f"{_RUNS}/[0-9]+", f"{_REST}actions/workflow-runs"),
+    KnownRequest(
         "GET",
         f"{_RUNS}/[0-9]+/jobs",
         f"{_REST}actions/workflow-jobs",
         "per_page filter",
         also=lambda request: request.query.get("filter") == "latest",
     ),
-    Endpoint("POST", f"{_RUNS}/[0-9]+/rerun-failed-jobs", f"{_REST}actions/workflow-runs"),
-    Endpoint("GET", _SCOPE, f"{_REST}repos/repos"),
-    Endpoint("GET", f"{_SCOPE}/installation", _APP_API, is_for_apps=True),
-    Endpoint("POST", r"/app/installations/[0-9]+/access_tokens", _APP_API, is_for_apps=True),
-    Endpoint("POST", "/actions/runner-registration", _CLIENT, body=_is_registration, scheme=REMOTE_AUTH),
+    KnownRequest("POST", f"{_RUNS}/[0-9]+/rerun-failed-jobs", f"{_REST}actions/workflow-runs"),
+    KnownRequest("GET", _SCOPE, f"{_REST}repos/repos"),
+    KnownRequest("GET", f"{_SCOPE}/installation", _APP_API, is_for_apps=True),
+    KnownRequest("POST", r"/app/installations/[0-9]+/access_tokens", _APP_API, is_for_apps=True),
+    KnownRequest("POST", "/actions/runner-registration", _CLIENT, body=_is_registration, scheme=REMOTE_AUTH),
 )
 
 _SETS = "/_apis/runtime/runnerscalesets"
@@ -148,47 +150,47 @@ def _is_scale_set(body: Body) -> bool:
     return isinstance(body, dict) and set(body) == {"name", "runnerGroupId", "labels", "RunnerSetting"}
 
 
-def _announces_capacity(request: Request) -> bool:
+def _announces_capacity(request: SentRequest) -> bool:
     accepts = request.headers.get("accept") == f"application/json; api-version={SERVICE_VERSION}"
     # With 0, jobs that are queued meanwhile are never delivered.
     return accepts and int(request.headers.get("x-scalesetmaxcapacity", "0")) > 0
 
 
 #: Requests to the Actions service, which follow its client.
-SERVICE: Sequence[Endpoint] = (
-    Endpoint("GET", _SETS, _CLIENT, "runnerGroupId name"),
-    Endpoint("POST", _SETS, _CLIENT, body=_is_scale_set),
-    Endpoint("GET", f"{_SETS}/[0-9]+", _CLIENT),
-    Endpoint("DELETE", f"{_SETS}/[0-9]+", _CLIENT),
-    Endpoint("POST", f"{_SETS}/[0-9]+/sessions", _CLIENT, body=lambda body: list(body) == ["ownerName"]),
-    Endpoint("PATCH", f"{_SETS}/[0-9]+/sessions/[^/]+", _CLIENT),
-    Endpoint("DELETE", f"{_SETS}/[0-9]+/sessions/[^/]+", _CLIENT),
-    Endpoint("GET", f"{_SETS}/[0-9]+/acquirablejobs", _CLIENT),
-    Endpoint(
+SERVICE: Sequence[KnownRequest] = (
+    KnownRequest("GET", _SETS, _CLIENT, "runnerGroupId name"),
+    KnownRequest("POST", _SETS, _CLIENT, body=_is_scale_set),
+    KnownRequest("GET", f"{_SETS}/[0-9]+", _CLIENT),
+    KnownRequest("DELETE", f"{_SETS}/[0-9]+", _CLIENT),
+    KnownRequest("POST", f"{_SETS}/[0-9]+/sessions", _CLIENT, body=lambda body: list(body) == ["ownerName"]),
+    KnownRequest("PATCH", f"{_SETS}/[0-9]+/sessions/[^/]+", _CLIENT),
+    KnownRequest("DELETE", f"{_SETS}/[0-9]+/sessions/[^/]+", _CLIENT),
+    KnownRequest("GET", f"{_SETS}/[0-9]+/acquirablejobs", _CLIENT),
+    KnownRequest(
         "POST", f"{_SETS}/[0-9]+/acquirejobs", _SESSION, body=lambda body: body and all(type(n) is int for n in body)
     ),
-    Endpoint(
+    KnownRequest(
         "POST", f"{_SETS}/[0-9]+/generatejitconfig", _CLIENT, body=lambda body: set(body) == {"name", "workFolder"}
     ),
-    Endpoint("GET", "/_apis/runtime/runnergroups/", _CLIENT, "groupName"),
-    Endpoint("GET", _AGENTS, _CLIENT, "agentName"),
-    Endpoint("GET", f"{_AGENTS}/[0-9]+", _CLIENT),
-    Endpoint("DELETE", f"{_AGENTS}/[0-9]+", _CLIENT),
+    KnownRequest("GET", "/_apis/runtime/runnergroups/", _CLIENT, "groupName"),
+    KnownRequest("GET", _AGENTS, _CLIENT, "agentName"),
+    KnownRequest("GET", f"{_AGENTS}/[0-9]+", _CLIENT),
+    KnownRequest("DELETE", f"{_AGENTS}/[0-9]+", _CLIENT),
 )
 #: Requests for messages, at the address that a session names, whose own query is kept.
-QUEUE: Sequence[Endpoint] = (
-    Endpoint("GET", ".*", _SESSION, also=_announces_capacity),
-    Endpoint("DELETE", ".*/[0-9]+", _SESSION),
+QUEUE: Sequence[KnownRequest] = (
+    KnownRequest("GET", ".*", _SESSION, also=_announces_capacity),
+    KnownRequest("DELETE", ".*/[0-9]+", _SESSION),
 )
 
 
-def judge_request(request: Request) -> None:
-    """Raise `BrokenRule` with all that is wrong with a request."""
+def judge_request(request: SentRequest) -> None:
+    """Raise `BrokenGitHubRule` with all that is wrong with a request."""
     if problems := [*_problems(request)]:
-        raise BrokenRule(f"{request}: {'; '.join(problems)}")
+        raise BrokenGitHubRule(f"{request}: {'; '.join(problems)}")
 
 
-def _problems(request: Request) -> list[str]:
+def _problems(request: SentRequest) -> list[str]:
     is_service = "/_apis/" in request.path
     is_message = not is_service and _AGENT in request.headers.get("user-agent", "")
     table = SERVICE if is_service else QUEUE if is_message else API
@@ -221,9 +223,9 @@ def _problems(request: Request) -> list[str]:
     return [problem for problem, is_right in checks.items() if not is_right]
 
 
-def parsed_request(base: str, method: str, target: str, headers: Mapping[str, str] | None, body: bytes) -> Request:
+def parsed_request(base: str, method: str, target: str, headers: Mapping[str, str] | None, body: bytes) -> SentRequest:
     parts = urlsplit(target)
-    return Request(
+    return SentRequest(
         method,
         parts.path.removeprefix(base.rstrip("/")),
         dict(parse_qsl(parts.query)),
@@ -248,7 +250,7 @@ class JudgedConnections(HttpConnections):
         return await super().request(method, target, headers=headers, body=body, timeout_s=timeout_s)
 
 
-class ScriptedGitHub:
+class GitHubScript:
     """Answers each request with the outcomes for it in turn; the last one is repeated.
 
     `connections` stands in for `HttpConnections`, at whatever address.
@@ -257,12 +259,12 @@ class ScriptedGitHub:
     def __init__(self, outcomes: Mapping[str, Sequence[Outcome]]) -> None:
         """`outcomes`: by method and last part of the path that is no number, such as `GET runners`."""
         self.outcomes = {name: [*each] for name, each in outcomes.items()}
-        self.sent: list[tuple[str, Request]] = []
+        self.sent: list[tuple[str, SentRequest]] = []
 
     def connections(self, url: str, **_: Any) -> ScriptedConnections:
         return ScriptedConnections(self, url)
 
-    def answer(self, request: Request) -> ClientResponse:
+    def answer(self, request: SentRequest) -> ClientResponse:
         judge_request(request)
         name = operation_of(request)
         self.sent.append((name, request))
@@ -279,7 +281,7 @@ class ScriptedGitHub:
 
 
 class ScriptedConnections:
-    def __init__(self, script: ScriptedGitHub, url: str) -> None:
+    def __init__(self, script: GitHubScript, url: str) -> None:
         self.url = url
         self.path = urlsplit(url).path or "/"
         self._script = script
@@ -293,7 +295,7 @@ class ScriptedConnections:
         """Nothing to close."""
 
 
-def operation_of(request: Request) -> str:
+def operation_of(request: SentRequest) -> str:
     """Such as `GET runners` for a list and `GET runners/1` for one of them."""
     parts = request.path.strip("/").split("/")
     *_, before, last = ["", *parts]

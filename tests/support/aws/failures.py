@@ -12,7 +12,7 @@ from remuda.adapters.aws.clients import MAX_ATTEMPTS
 from remuda.domain.errors import TimedOut, Unavailable, UserError
 from remuda.http import ClientResponse, ConnectError, ConnectionLost, ConnectTimeout, InvalidRequest, ReadTimeout
 from tests.support import failure_tables
-from tests.support.aws.scripted_http import ScriptedHttp
+from tests.support.aws.scripted_http import AwsScript
 from tests.support.failure_tables import Expected, Failing, Outcome
 
 
@@ -21,12 +21,12 @@ async def deviations(
     failing: Failing,
     outcomes: Mapping[str, Outcome],
     expected: Mapping[str, Expected],
-    use: Callable[[ScriptedHttp, Failing], Awaitable[None]],
+    use: Callable[[AwsScript, Failing], Awaitable[None]],
 ) -> dict[str, tuple[Expected, Expected]]:
     """Those of an operation of a service, without pauses between attempts."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(service_client, "random", lambda: 0.0)
-        return await failure_tables.deviations(partial(ScriptedHttp, service), failing, outcomes, expected, use)
+        return await failure_tables.deviations(partial(AwsScript, service), failing, outcomes, expected, use)
 
 
 def connection_failures() -> dict[str, Outcome]:

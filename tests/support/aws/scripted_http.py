@@ -23,7 +23,7 @@ from tests.support.failure_tables import Scripted
 _XML = frozenset({"autoscaling", "cloudformation", "ec2", "iam", "sts"})
 
 
-class ScriptedHttp:
+class AwsScript:
     """Answers each operation of one service with its outcomes in turn; the last one is repeated."""
 
     url, host, path = "http://aws", "aws", "/"
@@ -55,7 +55,7 @@ class ScriptedHttp:
 class ScriptedClient(ServiceClient):
     """The real client of a service over scripted answers, which checks its requests."""
 
-    def __init__(self, http: ScriptedHttp, *, attempts: int = MAX_ATTEMPTS) -> None:
+    def __init__(self, http: AwsScript, *, attempts: int = MAX_ATTEMPTS) -> None:
         super().__init__(
             name=http.service,
             protocol=PROTOCOLS[http.service](),

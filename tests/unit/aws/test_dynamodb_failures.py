@@ -20,7 +20,7 @@ from remuda.domain.signals import Signal
 from remuda.ports.calls import CallCounter
 from simulation.loop import SeededIds
 from tests.support.aws.failures import CONNECTION, connection_failures, deviations
-from tests.support.aws.scripted_http import ScriptedClient, ScriptedHttp, answer, refusal
+from tests.support.aws.scripted_http import AwsScript, ScriptedClient, answer, refusal
 from tests.support.failure_tables import Expected, Failing, Outcome, Scripted
 from tests.support.records import NOW, birth, demand_record, instance, instance_id, job_record, pool_config, provision
 from tests.support.virtual_time import FixedClock
@@ -185,7 +185,7 @@ STORE_OPERATIONS = [
 
 
 @asynccontextmanager
-async def open_store(http: ScriptedHttp) -> AsyncIterator[DynamoInstanceStore]:
+async def open_store(http: AwsScript) -> AsyncIterator[DynamoInstanceStore]:
     written = [answer("dynamodb", "BatchWriteItem", {})]
     http.outcomes.setdefault("BatchWriteItem", [*written])
     client: Any = ScriptedClient(http)
@@ -197,7 +197,7 @@ async def open_store(http: ScriptedHttp) -> AsyncIterator[DynamoInstanceStore]:
         await store.close()
 
 
-async def use_store(http: ScriptedHttp, failing: Failing) -> None:
+async def use_store(http: AwsScript, failing: Failing) -> None:
     async with open_store(http) as store:
         await failing.call(store)
 
@@ -227,7 +227,7 @@ def cancelled(*codes: str) -> Outcome:
 )
 async def test_cancelled_transaction(codes: list[str], expected: type[RemudaError]) -> None:
     """The reasons say which record lost the race. All others say nothing about the records."""
-    http = ScriptedHttp("dynamodb", {"TransactWriteItems": [cancelled(*codes)]})
+    http = AwsScript("dynamodb", {"TransactWriteItems": [cancelled(*codes)]})
     async with open_store(http) as store:
         with pytest.raises(RemudaError) as raised:
             await store.apply_with_provision(CHANGE, ProvisionChange(before=OPENED, after=RELEASED))
@@ -240,7 +240,7 @@ async def test_the_remainder_of_a_batch_is_read_as_consistently() -> None:
     rest = {TABLE: {"Keys": [{"pk": {"S": f"control#{SECOND}"}, "sk": {"S": "control"}}]}}
     first = {"Responses": {TABLE: []}, "UnprocessedKeys": rest}
     outcomes: list[Outcome] = [answer("dynamodb", "", first), answer("dynamodb", "", {"Responses": {TABLE: []}})]
-    http = ScriptedHttp("dynamodb", {"BatchGetItem": outcomes})
+    http = AwsScript("dynamodb", {"BatchGetItem": outcomes})
     async with open_store(http) as store:
         assert await store.get_many([FIRST, SECOND]) == {}
     assert len(http.sent) == 2

@@ -15,7 +15,7 @@ from remuda.http import ReadTimeout
 from remuda.ports.calls import CallCounter
 from simulation.loop import SeededIds
 from tests.support.aws.failures import connection_failures, deviations
-from tests.support.aws.scripted_http import ScriptedClient, ScriptedHttp, answer, refusal
+from tests.support.aws.scripted_http import AwsScript, ScriptedClient, answer, refusal
 from tests.support.failure_tables import Expected, Failing, Outcome, Scripted
 from tests.support.records import NOW, at, instance_id, launch_request
 from tests.support.virtual_time import FixedClock
@@ -183,7 +183,7 @@ async def no_parameter(_: str) -> str:
     raise NotImplementedError
 
 
-def ec2_arguments(http: ScriptedHttp) -> dict[str, Any]:
+def ec2_arguments(http: AwsScript) -> dict[str, Any]:
     return {
         "client": ScriptedClient(http, attempts=1),
         "clock": FixedClock(),
@@ -192,7 +192,7 @@ def ec2_arguments(http: ScriptedHttp) -> dict[str, Any]:
     }
 
 
-async def use_compute(http: ScriptedHttp, failing: Failing) -> None:
+async def use_compute(http: AwsScript, failing: Failing) -> None:
     await failing.call(Ec2Compute(**ec2_arguments(http), pool=POOL, read_parameter=no_parameter))
 
 
@@ -202,7 +202,7 @@ async def test_compute(failing: Failing) -> None:
 
 
 async def test_a_launch_looks_for_its_instances_before_it_is_sent_again() -> None:
-    http = ScriptedHttp("ec2", {**NOTHING_FOUND, "CreateFleet": [ReadTimeout("slow")]})
+    http = AwsScript("ec2", {**NOTHING_FOUND, "CreateFleet": [ReadTimeout("slow")]})
     compute = Ec2Compute(**ec2_arguments(http), pool=POOL, read_parameter=no_parameter)
     with pytest.raises(TimedOut):
         await compute.launch(launch_request(launch=OPTIONS))
@@ -210,7 +210,7 @@ async def test_a_launch_looks_for_its_instances_before_it_is_sent_again() -> Non
 
 
 async def test_spot_prices() -> None:
-    async def use(http: ScriptedHttp, failing: Failing) -> None:
+    async def use(http: AwsScript, failing: Failing) -> None:
         await failing.call(Ec2SpotPrices(**ec2_arguments(http)))
 
     history = Failing(
@@ -257,7 +257,7 @@ FLEET_OPERATIONS = [
 
 @pytest.mark.parametrize("failing", FLEET_OPERATIONS, ids=str)
 async def test_fleet(failing: Failing) -> None:
-    async def use(http: ScriptedHttp, failing: Failing) -> None:
+    async def use(http: AwsScript, failing: Failing) -> None:
         await failing.call(Ec2Fleet(**ec2_arguments(http), environment="ci"))
 
     assert not await deviations("ec2", failing, EC2_OUTCOMES, EC2_EXPECTED, use)

@@ -14,7 +14,7 @@ from remuda.adapters.aws.launch import GroupLaunch
 from remuda.domain.errors import Throttled, Unavailable, UserError
 from remuda.ports.calls import CallCounter
 from tests.support.aws.failures import CONNECTION, connection_failures, deviations
-from tests.support.aws.scripted_http import ScriptedClient, ScriptedHttp, answer, refusal
+from tests.support.aws.scripted_http import AwsScript, ScriptedClient, answer, refusal
 from tests.support.failure_tables import Expected, Failing, Outcome
 from tests.support.records import instance_id
 
@@ -40,9 +40,9 @@ class OneClient:
         return self._client
 
 
-def group_launch(http: ScriptedHttp) -> GroupLaunch:
+def group_launch(http: AwsScript) -> GroupLaunch:
     """Of an instance in a stack, of which only the service of `http` is called."""
-    client, none = ScriptedClient(http), ScriptedClient(ScriptedHttp("autoscaling", {HOOK_CALL: [HOOK_DONE]}))
+    client, none = ScriptedClient(http), ScriptedClient(AwsScript("autoscaling", {HOOK_CALL: [HOOK_DONE]}))
     is_hook = http.service == "autoscaling"
     return GroupLaunch(
         autoscaling=client if is_hook else none,
@@ -54,13 +54,13 @@ def group_launch(http: ScriptedHttp) -> GroupLaunch:
     )
 
 
-def metrics(http: ScriptedHttp) -> CloudWatchMetrics:
+def metrics(http: AwsScript) -> CloudWatchMetrics:
     return CloudWatchMetrics(client=ScriptedClient(http), pool="ci", command="listen", calls=CallCounter())
 
 
 def needs_client(
     call: Callable[[Any], Awaitable[Any]], *, is_provider: bool = False
-) -> Callable[[ScriptedHttp], Awaitable[Any]]:
+) -> Callable[[AwsScript], Awaitable[Any]]:
     return lambda http: call(OneClient(ScriptedClient(http)) if is_provider else ScriptedClient(http))
 
 
@@ -106,7 +106,7 @@ def needs_client(
 async def test_other_services(
     service: str,
     operation: str,
-    call: Callable[[ScriptedHttp], Awaitable[Any]],
+    call: Callable[[AwsScript], Awaitable[Any]],
     missing: tuple[str, Expected] | None,
 ) -> None:
     outcomes: dict[str, Outcome] = {
@@ -129,7 +129,7 @@ async def test_other_services(
     if missing:
         outcomes["missing"], expected["missing"] = refusal(service, missing[0]), missing[1]
 
-    async def use(http: ScriptedHttp, _: Failing) -> None:
+    async def use(http: AwsScript, _: Failing) -> None:
         await call(http)
 
     assert not await deviations(service, Failing(service, operation, call), outcomes, expected, use)

@@ -13,7 +13,7 @@ from remuda.domain.errors import NotFound, Throttled, Unavailable, UserError
 from remuda.ports.calls import CallCounter
 from simulation.loop import SeededIds
 from tests.support.aws.failures import CONNECTION, connection_failures, deviations
-from tests.support.aws.scripted_http import ScriptedClient, ScriptedHttp, answer, refusal
+from tests.support.aws.scripted_http import AwsScript, ScriptedClient, answer, refusal
 from tests.support.failure_tables import Expected, Failing, Outcome, Scripted
 from tests.support.records import message
 from tests.support.virtual_time import FixedClock
@@ -97,7 +97,7 @@ POOL_OPERATIONS = [
 ]
 
 
-async def use_pool(http: ScriptedHttp, failing: Failing) -> None:
+async def use_pool(http: AwsScript, failing: Failing) -> None:
     client: Any = ScriptedClient(http)
     await failing.call(
         SqsResourcePool(client=client, prefix=PREFIX, clock=FixedClock(), ids=SeededIds(), calls=CallCounter())

@@ -33,7 +33,7 @@ from remuda.http import (
 from remuda.ports.calls import CallCounter
 from simulation.loop import SeededIds
 from tests.support.failure_tables import Expected, Failing, Outcome, Scripted, deviations
-from tests.support.github_requests import ScriptedGitHub, json_answer
+from tests.support.github_requests import GitHubScript, json_answer
 from tests.support.records import NOW, at
 from tests.support.virtual_time import FixedClock
 
@@ -131,12 +131,12 @@ OPERATIONS = [
 
 
 @pytest.fixture(autouse=True)
-def scripts(monkeypatch: pytest.MonkeyPatch) -> Callable[[ScriptedGitHub], None]:
+def scripts(monkeypatch: pytest.MonkeyPatch) -> Callable[[GitHubScript], None]:
     """Let the clients that are opened later talk to a scripted GitHub."""
     return lambda script: monkeypatch.setattr(client_module, "HttpConnections", script.connections)
 
 
-Connect = Callable[[ScriptedGitHub], None]
+Connect = Callable[[GitHubScript], None]
 
 
 @asynccontextmanager
@@ -151,19 +151,19 @@ async def open_client(**credential: Any) -> AsyncIterator[GitHubClient]:
 
 @pytest.mark.parametrize("failing", OPERATIONS, ids=str)
 async def test_client(scripts: Connect, failing: Failing) -> None:
-    async def use(script: ScriptedGitHub, failing: Failing) -> None:
+    async def use(script: GitHubScript, failing: Failing) -> None:
         scripts(script)
         async with open_client() as client:
             await failing.call(client)
 
-    assert not await deviations(ScriptedGitHub, failing, OUTCOMES, EXPECTED, use)
+    assert not await deviations(GitHubScript, failing, OUTCOMES, EXPECTED, use)
 
 
 async def test_a_registration_whose_answer_was_lost_is_replaced(scripts: Connect) -> None:
     """GitHub keeps the configuration of the lost answer to itself, so the runner is deleted and registered again."""
     runner = {"id": 7, "name": "remuda-1-i-1", "status": "offline", "busy": False, "labels": []}
     made = json_answer({"runner": runner, "encoded_jit_config": "eyJ9"}, 201)
-    script = ScriptedGitHub(
+    script = GitHubScript(
         {
             "POST generate-jitconfig": [ConnectionLost("closed"), json_answer({"message": "exists"}, 409), made],
             "GET runners": [json_answer({"total_count": 1, "runners": [runner]})],
@@ -216,12 +216,12 @@ APP_OPERATIONS = [
 
 @pytest.mark.parametrize("failing", APP_OPERATIONS, ids=str)
 async def test_app(scripts: Connect, failing: Failing) -> None:
-    async def use(script: ScriptedGitHub, failing: Failing) -> None:
+    async def use(script: GitHubScript, failing: Failing) -> None:
         scripts(script)
         async with open_client(auth=AppAuth(app_id="4711", key=app_key(), clock=FixedClock())) as client:
             await failing.call(client)
 
-    assert not await deviations(ScriptedGitHub, failing, OUTCOMES, EXPECTED, use)
+    assert not await deviations(GitHubScript, failing, OUTCOMES, EXPECTED, use)
 
 
 # Runner scale sets ----------------------------------------------------------------------------------------------------
@@ -337,10 +337,10 @@ SET_OPERATIONS = [
 
 @pytest.mark.parametrize("failing", SET_OPERATIONS, ids=str)
 async def test_scale_sets(scripts: Connect, failing: Failing) -> None:
-    async def use(script: ScriptedGitHub, failing: Failing) -> None:
+    async def use(script: GitHubScript, failing: Failing) -> None:
         scripts(script)
         async with open_client() as client:
             source = ScaleSetSource(github=client, clock=FixedClock(), ids=SeededIds(), calls=CallCounter())
             await failing.call(source)
 
-    assert not await deviations(ScriptedGitHub, failing, OUTCOMES, SERVICE_EXPECTED, use)
+    assert not await deviations(GitHubScript, failing, OUTCOMES, SERVICE_EXPECTED, use)

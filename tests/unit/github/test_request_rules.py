@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from remuda.adapters.github.scale_sets import _user_agent
-from tests.support.github_requests import API_HEADERS, BrokenRule, Request, judge_request
+from tests.support.github_requests import API_HEADERS, BrokenGitHubRule, SentRequest, judge_request
 
 TOKEN = "github_pat_1"
 APP = f"eyJhbGciOiJSUzI1NiJ9.eyJpc3MiOiI0NzExIn0.{'x' * 342}"
@@ -28,9 +28,9 @@ def api(
     body: Any = None,
     credential: str = f"Bearer {TOKEN}",
     headers: Mapping[str, str] | None = None,
-) -> Request:
+) -> SentRequest:
     given = {**API_HEADERS, "authorization": credential, **(JSON if body is not None else {})}
-    return Request(method, path, query or {}, {**given, **(headers or {})}, body)
+    return SentRequest(method, path, query or {}, {**given, **(headers or {})}, body)
 
 
 def service(
@@ -39,8 +39,8 @@ def service(
     query: dict[str, str] | None = None,
     body: Any = None,
     headers: Mapping[str, str] | None = None,
-) -> Request:
-    return Request(method, path, VERSION if query is None else query, {**SERVICE, **(headers or {})}, body)
+) -> SentRequest:
+    return SentRequest(method, path, VERSION if query is None else query, {**SERVICE, **(headers or {})}, body)
 
 
 @pytest.mark.parametrize(
@@ -59,12 +59,12 @@ def service(
         ),
         service("GET", SETS, {**VERSION, "runnerGroupId": "1", "name": "large"}),
         service("POST", f"{SETS}/27/acquirejobs", body=[1, 2]),
-        Request("GET", "/queue/message", {"key": "1"}, POLL, None),
-        Request("DELETE", "/queue/message/5", {"key": "1"}, SERVICE, None),
+        SentRequest("GET", "/queue/message", {"key": "1"}, POLL, None),
+        SentRequest("DELETE", "/queue/message/5", {"key": "1"}, SERVICE, None),
     ],
     ids=str,
 )
-def test_requests_that_keep_the_rules(request_: Request) -> None:
+def test_requests_that_keep_the_rules(request_: SentRequest) -> None:
     judge_request(request_)
 
 
@@ -94,11 +94,11 @@ def test_requests_that_keep_the_rules(request_: Request) -> None:
         (service("GET", f"{SETS}/27", headers={"user-agent": "remuda"}), "User-Agent"),
         (service("GET", f"{SETS}/27", headers={"content-type": "text/plain"}), "Content-Type"),
         (service("POST", f"{SETS}/27/acquirejobs", body=["1"]), "body"),
-        (Request("GET", "/queue/message", {}, {**POLL, "x-scalesetmaxcapacity": "0"}, None), "otherwise"),
-        (Request("GET", "/queue/message", {}, {**POLL, "accept": "application/json"}, None), "otherwise"),
+        (SentRequest("GET", "/queue/message", {}, {**POLL, "x-scalesetmaxcapacity": "0"}, None), "otherwise"),
+        (SentRequest("GET", "/queue/message", {}, {**POLL, "accept": "application/json"}, None), "otherwise"),
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_requests_that_break_a_rule(request_: Request, problem: str) -> None:
-    with pytest.raises(BrokenRule, match=problem):
+def test_requests_that_break_a_rule(request_: SentRequest, problem: str) -> None:
+    with pytest.raises(BrokenGitHubRule, match=problem):
         judge_request(request_)
