@@ -244,3 +244,16 @@ async def test_the_remainder_of_a_batch_is_read_as_consistently() -> None:
     async with open_store(http) as store:
         assert await store.get_many([FIRST, SECOND]) == {}
     assert len(http.sent) == 2
+
+
+@pytest.mark.parametrize("failing", [each for each in STORE_OPERATIONS if each.operation in {"Query", "Scan"}], ids=str)
+async def test_all_pages_are_read_alike(failing: Failing) -> None:
+    """The rules compare each page with the one before: its consistency, index, condition and order."""
+    key = {**ITEM, "gsi1pk": {"S": "live#0"}, "gsi1sk": {"S": "x"}}
+    pages: list[Outcome] = [
+        answer("dynamodb", "", {"Items": [], "LastEvaluatedKey": {**key, "gsi1sk": {"S": str(number)}}})
+        for number in range(2)
+    ]
+    http = AwsScript("dynamodb", {failing.operation: [*pages, answer("dynamodb", "", {"Items": []})]})
+    await use_store(http, failing)
+    assert len(http.sent) >= 3

@@ -261,3 +261,19 @@ async def test_fleet(failing: Failing) -> None:
         await failing.call(Ec2Fleet(**ec2_arguments(http), environment="ci"))
 
     assert not await deviations("ec2", failing, EC2_OUTCOMES, EC2_EXPECTED, use)
+
+
+@pytest.mark.parametrize(
+    ("name", "inner", "call"),
+    [
+        ("DescribeInstances", "<reservationSet/>", lambda it: it.list_pool()),
+        ("DescribeInstances", "<reservationSet/>", lambda it: it.describe([FIRST])),
+        ("DescribeTags", "<tagSet/>", lambda it: it.terminate([FIRST])),
+    ],
+)
+async def test_all_pages_are_read_alike(name: str, inner: str, call: Callable[[Any], Awaitable[Any]]) -> None:
+    """The rules compare each page with the one before: its filters and its size."""
+    pages = [xml(name, f"{inner}<nextToken>{number}</nextToken>") for number in range(2)]
+    http = AwsScript("ec2", {**NOTHING_FOUND, name: [*pages, xml(name, inner)]})
+    await call(Ec2Compute(**ec2_arguments(http), pool=POOL, read_parameter=no_parameter))
+    assert [operation for operation, _ in http.sent].count(name) == 3
