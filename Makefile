@@ -30,7 +30,7 @@ PARALLEL_MAKE := $(MAKE) --no-print-directory $(if $(filter output-sync,$(.FEATU
 # CPU-bound parts run with lower priority than parts with time limits.
 LOW_PRIORITY :=
 
-.PHONY: help demo demo-aws test installed sandbox-packages check unit conformance conformance-and-simulation acceptance simulation simulate mutants attacks chaos machine-test terraform-test machine-image smoke-runner smoke-aws fuzz bench screenshots docs agent direct lambda fork release-check dist image bundle-requirements clean
+.PHONY: help demo demo-aws test installed sandbox-packages check unit conformance conformance-and-simulation acceptance simulation simulate attacks chaos machine-test terraform-test machine-image smoke-runner smoke-aws fuzz bench screenshots docs agent direct lambda fork release-check dist image bundle-requirements clean
 
 help: ## List the targets
 	@grep -hE '^[a-z -]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -91,14 +91,8 @@ simulate: $(VENV)/.tools ## Run the long campaign, all mutants, and the exhausti
 	$(BIN)/python -m simulation --seeds 10000 --first-seed 300000 --hours 0.15 --instances 3 --demand --json > build/runner-sets.json
 	$(BIN)/python -m benchmarks.simulation
 	$(BIN)/python -m simulation.exhaustive --all
-	$(BIN)/python -m simulation.report --write docs/reference/mutants.md
+	$(BIN)/python -m simulation.report
 	@echo 'verdict: passed (no campaign, search or mutant run reported a failure; figures in build and docs/reference)'
-
-# SAMPLE: number of mutants. SEED, MODULE (for example domain.trust), JUDGE (all, tests, simulation). AGAIN=1: only the survivors of the last
-# run with this seed. WRITE=1: update the docs.
-mutants: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed $(NPM)/.installed ## Try random mutants of the code, and list those that no test kills (SAMPLE, SEED, MODULE, JUDGE, AGAIN, WRITE)
-	@nice $(BIN)/python -m mutation_testing $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEED),--seed $(SEED)) $(if $(MODULE),--module $(MODULE)) \
-	  $(if $(JUDGE),--judge $(JUDGE)) $(if $(AGAIN),--survivors) $(if $(WRITE),--write)
 
 attacks: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed ## Run the attacks and write the table of results (Linux, root)
 	REMUDA_WRITE_ATTACKS=1 $(BIN)/pytest tests/acceptance/test_attacks.py -q

@@ -10,7 +10,6 @@ from typing import Any
 import click
 import yaml
 
-from mutation_testing import verdicts
 from remuda.action.step import BROKER_MODES, SECRETS, SETTINGS_BY_MODE, SWITCHES
 from remuda.cli.main import COMMAND_SECTIONS, app
 from remuda.cli.options import OWN_OPTIONS, GroupedOption
@@ -76,37 +75,8 @@ def faults_table() -> str:
 
 
 def mutant_table() -> str:
-    lines = ["| mutant | description |", "|---|---|"]
-    return "\n".join([*lines, *(f"| `{mutant.name}` | {mutant.bug} |" for mutant in MUTANTS)])
-
-
-def mutation_testing() -> str:
-    results = verdicts.load_results("all")
-    simulated = verdicts.load_results("simulation")
-    known = verdicts.load_verdicts()
-    mutants = results["mutants"]
-    judged = verdicts.load_verdicts(verdicts.SIMULATION_VERDICTS_FILE)
-    alone = verdicts.score(simulated["mutants"], judged)
-    able = alone.tried - alone.equivalent
-    return "\n".join(
-        [
-            f"Seed {results['seed']}: {len(mutants)} of the {results['sample']} mutants of the sample were judged.",
-            "",
-            verdicts.score_table(mutants, known),
-            "",
-            "Survivors:",
-            "",
-            verdicts.survivor_table(mutants, known),
-            "",
-            "### The simulation alone",
-            "",
-            f"Without the tests, the simulation kills {alone.killed} of {alone.tried} mutants of the lifecycle in the",
-            f"sample. {able} of them can break an invariant; it kills {alone.percent:.0f} % of these. The others are",
-            "neutral: they change a text, a speed, or the way to the same end. It does not kill:",
-            "",
-            verdicts.survivor_table(simulated["mutants"], judged),
-        ]
-    )
+    lines = ["| class | mutant | description |", "|---|---|---|"]
+    return "\n".join([*lines, *(f"| {mutant.kind} | `{mutant.name}` | {mutant.bug} |" for mutant in MUTANTS)])
 
 
 def searches_table() -> str:
@@ -238,7 +208,6 @@ PARTS = (
     ("reference/simulation.md", "invariants", invariants_table),
     ("reference/simulation.md", "faults", faults_table),
     ("reference/simulation.md", "mutants", mutant_table),
-    ("reference/mutation-testing.md", "mutation testing", mutation_testing),
     ("reference/simulation.md", "searches", searches_table),
     ("howto/github-action.md", "inputs", inputs_table),
     ("howto/github-action.md", "outputs", outputs_table),

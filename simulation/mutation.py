@@ -1,8 +1,7 @@
 """Replacement of code in named functions: on syntax trees, and at import in a separate process.
 
 Patterns are compared with the syntax tree of one function, so layout and comments do not matter. A pattern must match
-exactly once, unless the number of the match is given. `...` matches any expression, `f(...)` a call with any arguments,
-and `...` as a body any statements.
+exactly once. `...` matches any expression, `f(...)` a call with any arguments, and `...` as a body any statements.
 
 `python -m simulation.mutation REPLACEMENTS MODULE [ARGUMENT...]` runs a module with replacements given as JSON. This
 module imports only the standard library: what it imports cannot be replaced.
@@ -49,26 +48,23 @@ class NodeKind(StrEnum):
 class Replacement:
     kind: NodeKind
     module: str
-    #: Qualified name of a function or method in the module, for example `WriteCondition.is_met_by`. Empty: the code
-    #: outside functions.
+    #: Qualified name of a function or method in the module, for example `WriteCondition.is_met_by`.
     function: str
     old: str
     new: str
-    #: Which of several matches is replaced, from 0. None: there must be exactly one.
-    number: int | None = None
 
     def apply(self, tree: ast.Module) -> None:
         """Replace the match in `tree`."""
         places = list(self.find(scope(tree, self)))
-        if self.number is None and len(places) != 1:
+        if len(places) != 1:
             raise MutationError(f"{self.module}:{self.function}: {len(places)} matches for {self.old!r}, expected one")
-        places[self.number or 0].put(_parse(self.new, self.kind) if self.new else [])
+        places[0].put(_parse(self.new, self.kind) if self.new else [])
         ast.fix_missing_locations(tree)
 
     def find(self, root: ast.AST) -> Iterator[NodePlace | _Entry]:
-        """The matches in a function, or in the code of a module outside its functions."""
+        """The matches in a function."""
         pattern = _parse(self.old, self.kind)
-        for parent in _walk(root):
+        for parent in ast.walk(root):
             for name, value in ast.iter_fields(parent):
                 if isinstance(value, list):
                     for start in range(len(value) - len(pattern) + 1):
@@ -164,22 +160,8 @@ def _is_wildcard(node: object) -> bool:
     return isinstance(node, ast.Constant) and node.value is ...
 
 
-def _walk(scope: ast.AST) -> Iterator[ast.AST]:
-    """All nodes of a function, or those of a module outside its functions."""
-    if not isinstance(scope, ast.Module):
-        yield from ast.walk(scope)
-        return
-    waiting: list[ast.AST] = [scope]
-    for node in waiting:
-        yield node
-        children = ast.iter_child_nodes(node)
-        waiting += [child for child in children if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)]
-
-
 def scope(tree: ast.Module, wanted: Replacement) -> ast.AST:
-    """The one function of this qualified name, or the module."""
-    if not wanted.function:
-        return tree
+    """The one function of this qualified name."""
     found = [node for name, node in definitions(tree) if name == wanted.function]
     if len(found) != 1:
         raise MutationError(f"{wanted.module} has {len(found)} functions {wanted.function}, expected one")

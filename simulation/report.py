@@ -1,4 +1,4 @@
-"""Runs of mutants in separate processes, and the report of all mutants: `python -m simulation.report`."""
+"""Runs of mutants in separate processes, and of all of them: `python -m simulation.report`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from simulation.campaign import CampaignSettings, FirstViolation
-from simulation.faults import Swarm, format_faults
 from simulation.mutants import MUTANTS, Mutant
 from simulation.mutation import command
 
@@ -42,30 +41,11 @@ def run_all(mutants: Sequence[Mutant], *, seeds: int, workers: int) -> Iterator[
         yield from zip(mutants, pool.map(lambda mutant: run_mutant(mutant, seed_count=seeds), mutants), strict=True)
 
 
-def table(found: Sequence[tuple[Mutant, FirstViolation]]) -> str:
-    lines = ["| mutant | description | caught by | seeds needed |", "|---|---|---|---|"]
-    for mutant, result in found:
-        after = f"{result.seeds_run}" if result.seed is not None else f"not within {result.seeds_run}"
-        lines.append(
-            f"| `{mutant.name}` | {mutant.bug} | {result.invariant or '-'} | {after}{_settings_text(mutant.settings)} |"
-        )
-    return "\n".join(lines)
-
-
-def _settings_text(world: CampaignSettings | None) -> str:
-    if world is None:
-        return ""
-    sets = ", runner sets" if world.demand else ""
-    faults = "" if isinstance(world.faults, Swarm) else f", only {format_faults(world.faults)}"
-    return f" ({world.hours:g} h, {world.instances} instances{sets}{faults})"
-
-
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m simulation.report", description=__doc__)
     parser.add_argument("--seeds", type=int, default=MAX_SEEDS, help="maximum seeds per mutant")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--only", nargs="*", default=[], help="names of mutants to run")
-    parser.add_argument("--write", type=Path, help="file to write the table to")
     given = parser.parse_args(arguments)
     chosen = [mutant for mutant in MUTANTS if not given.only or mutant.name in given.only]
     found: list[tuple[Mutant, FirstViolation]] = []
@@ -74,8 +54,6 @@ def main(arguments: Sequence[str]) -> int:
         text = f"caught after {result.seeds_run}: {result.violation}" if result.seed is not None else "MISSED"
         sys.stdout.write(f"{mutant.name:<32} {text[:140]}\n")
         sys.stdout.flush()
-    if given.write:
-        given.write.write_text(f"# Mutants\n\n{table(found)}\n", encoding="utf-8")
     missed = [mutant.name for mutant, result in found if result.seed is None]
     sys.stdout.write(f"{len(found) - len(missed)} of {len(found)} mutants were caught\n")
     return 1 if missed else 0

@@ -6,9 +6,11 @@ import asyncio
 import os
 import secrets
 import sqlite3
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import pytest
 from aiobotocore.session import AioSession
@@ -32,7 +34,9 @@ from simulation.memory.pool import MemoryQueues, MemoryResourcePool
 from simulation.memory.store import MemoryDatabase, MemoryInstanceStore
 from tests.support.aws.contract import check_request
 from tests.support.aws.fault_proxy import FaultProxy, fault_proxy
+from tests.support.aws.request_rules import RequestSequence
 from tests.support.aws.servers import Fauxqs, Ministack, fake_github, fauxqs, ministack
+from tests.support.github_requests import JudgedConnections
 from tests.support.records import LONG_S, instance_id
 from tests.support.virtual_time import AdjustableClock
 
@@ -328,18 +332,35 @@ def other_pool(pools: Pools, pool: ResourcePool) -> Any:
     return pools.open()
 
 
-# Requests to AWS ------------------------------------------------------------------------------------------------------
+# Requests to AWS and GitHub -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _checked_requests() -> Iterator[None]:
-    """Check every request of this process to AWS against the models and the documented limits."""
+    """Check every request of this process to AWS: models, documented limits, and rules that servers do not check.
+
+    Tests that use a client themselves, for example to spoil a record, need not keep the rules. Those for requests to
+    GitHub are always kept.
+    """
     send = ServiceClient.call
+    sequences: WeakKeyDictionary[ServiceClient, RequestSequence] = WeakKeyDictionary()
 
     async def check_and_send(client: ServiceClient, operation: str, parameters: Any) -> Any:
         check_request(client.name, operation, parameters)
-        return await send(client, operation, parameters)
+        if not _is_called_by_an_adapter():
+            return await send(client, operation, parameters)
+        sequence = sequences.setdefault(client, RequestSequence())
+        sequence.judge(client.name, operation, parameters)
+        answer = await send(client, operation, parameters)
+        sequence.observe(client.name, operation, parameters, answer)
+        return answer
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(ServiceClient, "call", check_and_send)
+        patched.setattr(github_client, "HttpConnections", JudgedConnections)
         yield
+
+
+def _is_called_by_an_adapter() -> bool:
+    """Of the frames: this function, the check, the client's method, and who awaits it."""
+    return str(sys._getframe(3).f_globals["__name__"]).startswith("remuda.")

@@ -7,7 +7,7 @@ import pytest
 from simulation import demand_model
 from simulation.demand_model import DemandBounds, DemandModel, MachineModel, _without_unread
 from simulation.exhaustive import _BITS, _BUDGETS, SearchBounds, _Explorer, explore, explore_demand, read_figures
-from simulation.mutants import MUTANTS, Mutant, expression
+from simulation.mutants import MUTANTS, BugClass, Mutant, expression
 from simulation.report import run_module_with_mutant
 
 
@@ -102,7 +102,7 @@ def _mutant(name: str) -> Mutant:
 
 def _without_condition(name: str, condition: str) -> Mutant:
     removal = expression("remuda.domain.transitions.apply", "WriteCondition.is_met_by", condition, "True")
-    return Mutant(name=name, bug=name, replacements=(removal,))
+    return Mutant(name=name, kind=BugClass.RULE, bug=name, replacements=(removal,))
 
 
 _ANY_EPOCH = _without_condition("any-epoch", "record.epoch == self.epoch")
@@ -136,8 +136,6 @@ def test_a_mutant_is_caught(mutant: Mutant, found: str, options: tuple[str, ...]
 
 def test_a_mutant_of_demand_mode_is_caught():
     caught = {
-        "release-of-the-unbound": "S11",
-        "late-binding-is-trusted": "S11",
         "untrusted-and-reused": "S11",
         "configuration-kept-while-bound": "S12",
         "second-job-of-a-registration": "S",

@@ -22,7 +22,7 @@ from botocore.exceptions import (
 
 from remuda.adapters.aws import service as module
 from remuda.adapters.aws.clients import MAX_ATTEMPTS, PROTOCOLS
-from remuda.adapters.aws.protocols import UnreadableResponse
+from remuda.adapters.aws.protocols import UnreadableResponse, UnsendableRequest
 from remuda.adapters.aws.service import ServiceClient
 from remuda.adapters.aws.signature import AwsCredentials
 from remuda.http import (
@@ -153,7 +153,7 @@ async def test_lasting_failure_is_raised(failure: Any):
         (ConnectTimeout("slow"), ConnectTimeoutError, "http://x"),
         (TlsError("CERTIFICATE_VERIFY_FAILED"), SSLError, "CERTIFICATE_VERIFY_FAILED"),
         (ProxyError("proxy.example", "status 407"), ProxyConnectionError, "proxy.example"),
-        (InvalidRequest("a header has a line break"), HTTPClientError, "check the AWS credentials"),
+        (InvalidRequest("a header has a line break"), UnsendableRequest, "a header has a line break"),
         (InvalidResponse("no status line"), HTTPClientError, "no status line"),
         (ResponseTooLong("the response is too long"), HTTPClientError, "too long"),
     ],

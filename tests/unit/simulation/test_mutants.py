@@ -6,12 +6,13 @@ import ast
 
 import pytest
 
-from simulation.mutants import MUTANTS, argument, entry, expression, statements
+from simulation.mutants import MAX_MUTANTS, MUTANTS, BugClass, argument, entry, expression, statements
 from simulation.mutation import MutationError, Replacement, check, mutated_tree
 
 
-def test_mutant_names_are_unique():
-    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 65
+def test_each_class_has_mutants_and_none_is_there_twice():
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) <= MAX_MUTANTS
+    assert {mutant.kind for mutant in MUTANTS} == set(BugClass)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)

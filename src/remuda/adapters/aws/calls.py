@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from botocore import exceptions as boto
 
-from remuda.adapters.aws.protocols import UnreadableResponse
+from remuda.adapters.aws.protocols import UnreadableResponse, UnsendableRequest
 from remuda.domain.errors import CapacityError, NotFound, RemudaError, Throttled, TimedOut, Unavailable, UserError
 from remuda.ports.calls import CallCounter
 
@@ -41,6 +41,9 @@ VALIDATION = "ValidationException"
 #: SQS's query protocol uses the first code; the JSON protocol still returns it for compatibility.
 QUEUE_MISSING = frozenset({"AWS.SimpleQueueService.NonExistentQueue", "QueueDoesNotExist"})
 _QUEUE_JUST_DELETED = frozenset({"AWS.SimpleQueueService.QueueDeletedRecently", "QueueDeletedRecently"})
+#: SQS's codes for the key of an encrypted queue, in both protocols: KMS.AccessDeniedException and KmsAccessDenied.
+_QUEUE_KEY = ("KMS.", "Kms")
+_QUEUE_KEY_THROTTLED = frozenset({"KMS.ThrottlingException", "KmsThrottled"})
 
 #: Fixes of categories. Codes with another cause have their own in `_CODES`.
 CAPACITY_FIX = "allow more instance types or subnets, allow another usage class, or retry later"
@@ -48,6 +51,7 @@ PERMISSION_FIX = "grant the role the permissions of Remuda's control plane (depl
 LAUNCH_FIX = "correct the launch options and run remuda refresh"
 _CREDENTIALS_FIX = "set valid AWS credentials for this region"
 _RETRY_FIX = "retry in a minute"
+_QUEUE_KEY_FIX = "enable the KMS key of the queue, and permit its use by the role and in the key's own policy"
 #: EC2 takes the account's default key for the encrypted root volume if volume-kms-key is not set.
 KMS_FIX = (
     "enable the KMS key of volume-kms-key, or the account's default key of EBS, and permit its use by the role "
@@ -361,6 +365,10 @@ def _service_specific(code: str, message: str, service: str, what: str) -> Remud
     if service == DYNAMODB and code == VALIDATION:
         # Remuda's expressions are valid, so the table has other keys or indexes.
         return UserError(f"table {what} is not usable as a Remuda store: {message}", fix=_TABLE_FIX)
+    if service == SQS and code in _QUEUE_KEY_THROTTLED:
+        return _throttled(service, what, code)
+    if service == SQS and code.startswith(_QUEUE_KEY):
+        return UserError(_refusal(service, what, code, message), field="aws-permission", fix=_QUEUE_KEY_FIX)
     if code in QUEUE_MISSING:
         return NotFound(f"no queue {what} in SQS", fix=_TABLE_FIX)
     if code in _QUEUE_JUST_DELETED:
@@ -380,7 +388,7 @@ def _by_category(code: str, message: str, service: str, what: str) -> RemudaErro
     text, fix = _refusal(service, what, code, message), fix_of(code)
     match category_of(code):
         case ErrorCategory.THROTTLED:
-            return Throttled(f"{service} limits our calls ({what}): {code}", retry_after_s=RETRY_AFTER_S)
+            return _throttled(service, what, code)
         case ErrorCategory.PERMISSION:
             return UserError(text, field="aws-permission", fix=fix)
         case ErrorCategory.CREDENTIALS:
@@ -389,7 +397,8 @@ def _by_category(code: str, message: str, service: str, what: str) -> RemudaErro
                 field="aws-credentials",
                 fix=fix,
             )
-        case ErrorCategory.QUOTA | ErrorCategory.CAPACITY:
+        # Other services have the same codes for something else: SQS calls an operation Unsupported.
+        case ErrorCategory.QUOTA | ErrorCategory.CAPACITY if service == EC2:
             return CapacityError(text, fix=fix)
         case ErrorCategory.INPUT if service == EC2:
             return UserError(text, field="launch", fix=fix)
@@ -399,6 +408,10 @@ def _by_category(code: str, message: str, service: str, what: str) -> RemudaErro
             return Unavailable(text, fix=fix)
         case _:
             return Unavailable(text)
+
+
+def _throttled(service: str, what: str, code: str) -> Throttled:
+    return Throttled(f"{service} limits our calls ({what}): {code}", retry_after_s=RETRY_AFTER_S)
 
 
 def _refusal(service: str, what: str, code: str, message: str) -> str:
@@ -422,6 +435,12 @@ def _from_library(error: Exception, service: str, what: str) -> RemudaError:
             f"{service} needs AWS credentials: {error}",
             field="aws-credentials",
             fix="set AWS credentials, a profile or a role",
+        )
+    if isinstance(error, UnsendableRequest):
+        return UserError(
+            f"{service} cannot be called ({what}): {error}",
+            field="aws-credentials",
+            fix="set AWS credentials without a line break or a blank, and check AWS_ENDPOINT_URL",
         )
     if isinstance(error, _SETTINGS):
         return UserError(f"{service} cannot be called: {error}", fix="set AWS_REGION")

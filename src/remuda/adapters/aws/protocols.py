@@ -30,6 +30,12 @@ class UnreadableResponse(BotoCoreError):
     fmt = "the response cannot be parsed: {error}"
 
 
+class UnsendableRequest(BotoCoreError):
+    """The request was not sent, and would not be: a credential has a line break, for example."""
+
+    fmt = "the request cannot be sent: {error}"
+
+
 class Protocol(TypingProtocol):
     def request(self, operation: str, parameters: Mapping[str, Any]) -> tuple[Mapping[str, str], bytes]:
         """The headers and the body of a request."""

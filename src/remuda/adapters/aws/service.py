@@ -27,7 +27,7 @@ from botocore.exceptions import (
     SSLError,
 )
 
-from remuda.adapters.aws.protocols import Protocol, UnreadableResponse
+from remuda.adapters.aws.protocols import Protocol, UnreadableResponse, UnsendableRequest
 from remuda.adapters.aws.signature import AwsCredentials, sign
 from remuda.http import (
     ClientResponse,
@@ -195,7 +195,7 @@ def _is_retried(failure: BotoCoreError | ClientError) -> bool:
 def _for_botocore(error: HttpError, url: str) -> BotoCoreError:
     match error:
         case InvalidRequest():
-            return HTTPClientError(error=f"{error}; check the AWS credentials")
+            return UnsendableRequest(error=error)
         case ProxyError():
             return ProxyConnectionError(proxy_url=error.proxy, error=error)
         case _:

@@ -187,12 +187,11 @@ class GitHubClient:
     ) -> JitRunner:
         body = {"name": name, "runner_group_id": group_id, "labels": list(labels)}
         try:
-            response = await self._request_jit_config(scope, body)
+            return await self._request_jit_config(scope, body)
         except Throttled:
             raise
         except Unavailable:
-            response = await self._retry_jit_config(scope, body)
-        return responses.parse_jit_runner(responses.json_object(response))
+            return await self._retry_jit_config(scope, body)
 
     async def runner_group_id(self, scope: str, name: str) -> int:
         groups: dict[str, int] = {}
@@ -211,12 +210,13 @@ class GitHubClient:
                 return group_id
         raise missing_group(scope, name, groups)
 
-    async def _request_jit_config(self, scope: str, body: Mapping[str, Any]) -> ClientResponse:
+    async def _request_jit_config(self, scope: str, body: Mapping[str, Any]) -> JitRunner:
         with _scope_must_exist(scope):
-            return await self._call(scope, "POST", f"{_runners(scope)}/generate-jitconfig", json=body)
+            response = await self._call(scope, "POST", f"{_runners(scope)}/generate-jitconfig", json=body)
+        return responses.parse_jit_runner(responses.json_object(response))
 
-    async def _retry_jit_config(self, scope: str, body: Mapping[str, Any]) -> ClientResponse:
-        """Retry after a lost response.
+    async def _retry_jit_config(self, scope: str, body: Mapping[str, Any]) -> JitRunner:
+        """Retry after a response that was lost, or that cannot be read.
 
         If a runner with this name exists now, the lost call created it, and its configuration cannot be read again. The
         runner is deleted and created once more. Names are never reused, so it cannot belong to another process.
@@ -414,9 +414,13 @@ class GitHubClient:
         # 404 and accepted codes do not count as failures. A rejected credential does, even if a new token works.
         if not (response.is_success or status in request.accept | {404}):
             self._calls.fail("github", request.name)
-        if response.is_success or status in request.accept | accept:
+        if response.is_success:
             return response
-        raise translate(response, request.what, self._clock.now(), credential=token)
+        error = translate(response, request.what, self._clock.now(), credential=token)
+        # GitHub limits calls with 403, too, which may also be a result.
+        if status in request.accept | accept and not isinstance(error, Throttled):
+            return response
+        raise error
 
     async def _receive(self, request: _Request, token: str) -> ClientResponse:
         headers = {**_HEADERS, "Authorization": f"{request.scheme} {token}"}

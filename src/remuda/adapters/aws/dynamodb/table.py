@@ -167,16 +167,17 @@ class Table:
 
     async def _get_batch(self, keys: Sequence[Item], prefix: str) -> list[Item]:
         found: list[Item] = []
-        wanted: Mapping[str, Any] = {self.name: {"Keys": keys, "ConsistentRead": True}}
+        wanted: Sequence[Any] = keys
         for attempt in range(BATCH_ATTEMPTS):
             await self._pause_after(attempt)
-            answer = await self.call("BatchGetItem", self.client.batch_get_item, prefix, RequestItems=wanted)
+            # The consistency is named in each request, whatever the answer repeats of the one before.
+            items: Any = {self.name: {"Keys": wanted, "ConsistentRead": True}}
+            answer = await self.call("BatchGetItem", self.client.batch_get_item, prefix, RequestItems=items)
             found.extend(self._with_keys(self._part(answer, "Responses", Mapping).get(self.name, [])))
             if not answer.get("UnprocessedKeys"):
                 return found
             unread = self._part(answer["UnprocessedKeys"], self.name, Mapping)
-            self._with_keys(self._part(unread, "Keys", list))
-            wanted = {self.name: unread}
+            wanted = self._with_keys(self._part(unread, "Keys", list))
         raise Throttled(f"{DYNAMODB} did not finish a batch read of table {self.name} in {BATCH_ATTEMPTS} attempts")
 
     async def put_all(self, new: Sequence[Item]) -> None:

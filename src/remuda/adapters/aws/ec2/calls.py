@@ -94,6 +94,10 @@ class Ec2Calls:
             parameters = {**parameters, "NextToken": page["NextToken"]}
         raise Unavailable(f"EC2 {operation}: more than {MAX_PAGES} pages")
 
+    def new_token(self) -> str:
+        """A client token: EC2 recognises a request that is sent again."""
+        return self._ids.new("remuda-")
+
     def backoff_s(self, attempt: int) -> float:
         return backoff_s(attempt, first_s=PAUSE_S, ids=self._ids)
 

@@ -204,6 +204,7 @@ class LaunchTemplate:
             await self._calls.call(
                 "CreateLaunchTemplate",
                 raw_codes=_ALREADY_EXISTS,
+                ClientToken=self._calls.new_token(),
                 LaunchTemplateName=self.name,
                 VersionDescription=wanted,
                 LaunchTemplateData=data,
@@ -222,6 +223,7 @@ class LaunchTemplate:
         if number is None:
             created = await self._calls.call(
                 "CreateLaunchTemplateVersion",
+                ClientToken=self._calls.new_token(),
                 LaunchTemplateName=self.name,
                 VersionDescription=wanted,
                 LaunchTemplateData=data,
