@@ -210,7 +210,7 @@ class Ec2Machine:
             self._prepare_jobs()
 
     def set_dead_man_timer(self, at: datetime) -> None:
-        """Set the new timer before stopping the old ones, so that there is always one.
+        """Set the new timer before stopping the old ones, so that there is always one. Fails if an old one remains.
 
         The name is written to disk before the timer is set, so that a restarted agent can stop every timer.
         """
@@ -228,6 +228,9 @@ class Ec2Machine:
             raise Unavailable(f"the dead-man timer cannot be set: systemd-run exited with {code}")
         stuck = [name for name in old if self._run(["systemctl", "stop", f"{name}.timer"]) not in {0, NOT_LOADED}]
         self._write(TIMERS, _lines([*stuck, new]))
+        if stuck:
+            # An earlier time would end a job. The caller tries again.
+            raise Unavailable(f"{len(stuck)} former dead-man timers cannot be stopped")
 
     async def spot_notice(self) -> str:
         """The spot notice, kept once seen. Never raises: a heartbeat must not fail because of the metadata service."""
