@@ -40,7 +40,8 @@ _INPUT = "ACTIONS_RUNNER_INPUT_"
 _DEPRECATED_EXIT = "ACTIONS_RUNNER_RETURN_VERSION_DEPRECATED_EXIT_CODE"
 _SETTINGS = ".runner"
 _WORK_FOLDER = "workFolder"
-_REGISTRATION = (_SETTINGS, ".credentials", ".credentials_rsaparams")
+#: In the order of their removal. The settings last, as config.sh does: they show that there are credentials.
+_REGISTRATION = (".credentials_rsaparams", ".credentials", _SETTINGS)
 #: Output of `config.sh` if GitHub rejects the token.
 _REFUSED = re.compile(r"response code: (?:NotFound|Unauthorized|Forbidden) from 'POST", re.IGNORECASE)
 #: Output of `config.sh` if GitHub refuses the version, after the line above (cert-manager/aws-privateca-issuer#478).
