@@ -87,6 +87,7 @@ GONE_WRONG: dict[str, tuple[str, str, str, str, str]] = {
     "the pre-runner script ran again beside a sandbox": ("failed", "run", "replace", "state.json", "_run_script"),
     "a just-in-time configuration stayed on disk": ("killed and released", "set", "replace", "jit.json", "_register"),
     "credentials stayed on disk without settings": ("killed", "run", "unlink", "", "_drop_registration"),
+    "jobs could not write to their cache": ("rebooted", "run", "chown", "", "_mount_caches"),
     "a former dead-man timer stayed armed": ("failed", "run", "run", ".timer", "set_dead_man_timer"),
 }
 
