@@ -88,6 +88,7 @@ GONE_WRONG: dict[str, tuple[str, str, str, str, str]] = {
     "a just-in-time configuration stayed on disk": ("killed and released", "set", "replace", "jit.json", "_register"),
     "credentials stayed on disk without settings": ("killed", "run", "unlink", "", "_drop_registration"),
     "jobs could not write to their cache": ("rebooted", "run", "chown", "", "_mount_caches"),
+    "jobs saw the cache of an image": ("failed", "run", "run", "caches", "_discard_state_of_image"),
     "a former dead-man timer stayed armed": ("failed", "run", "run", ".timer", "set_dead_man_timer"),
 }
 
