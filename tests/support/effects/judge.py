@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from remuda.agent.loop import DEAD_MAN_SLACK_S
 from remuda.agent.sandbox_root import JOB_USER_ID
 from remuda.domain.instance import Instance, State
+from remuda.domain.serialization import from_document
 from remuda.domain.signals import Signal
-from remuda.domain.timestamps import to_text
+from remuda.ports.machine import AgentState
 from simulation.loop import START
 from tests.support.effects.host import REBOOT_TIMER, STATE, STORAGE, Effect, Host
 
@@ -43,6 +45,8 @@ class Judge:
         self._numbers: set[str] = set()
         self._has_script_ended = False
         self._is_rebooting = False
+        #: Runners whose only job has ended.
+        self.spent: set[str] = set()
         #: Registrations whose files `config.sh` has written completely.
         self.complete: set[str] = set()
 
@@ -108,6 +112,10 @@ class Judge:
         if any(each.alive and each.first_id == sandbox.first_id for each in others):
             self.violate("two sandboxes have the same user ids")
 
+        limits = [f"{sandbox.manager.cgroup}/{name}" for name in ("memory.max", "pids.max")]
+        if not all(Path(self._host.real(limit)).read_text() for limit in limits):
+            self.violate(f"sandbox {sandbox.number} starts without limits")
+
     def volume_mounted(self, sandbox: Sandbox) -> None:
         owners = {volume.rpartition("/")[0] for volume in sandbox.volumes}
         if len(owners) > 1:
@@ -124,6 +132,8 @@ class Judge:
         for volume in sandbox.volumes:
             if not holder or not volume.startswith(f"{STATE}/caches/{holder}-"):
                 self.violate(f"{name} of {holder or 'no repository'} listens in a sandbox with the volume {volume}")
+        if name in self.spent:
+            self.violate(f"{name} listens again, after its only job")
         if missing := NETWORK_OF_JOBS - sandbox.network:
             self.violate(f"{name} listens in a sandbox without network: {sorted(missing)}")
         listeners = [each for each in self._host.processes.values() if each.name == "Runner.Listener"]
@@ -138,8 +148,12 @@ class Judge:
             if marker.exists() and marker.read_text() != job.holder:
                 self.violate(f"a job of {job.holder} sees the cache of {marker.read_text()}")
             marker.write_text(job.holder)
-        if job.ended:
-            self.violate("a job runs twice")
+        outbox = f"{STORAGE}/outbox"
+        if self._host.owners.get(outbox) != sandbox.first_id + JOB_USER_ID:
+            self.violate("the outbox does not belong to the sandbox")
+        if left := [path.name for path in Path(self._host.real(outbox)).iterdir()]:
+            self.violate(f"a job finds {left} of an earlier one in the outbox")
+        Path(self._host.real(f"{outbox}/{job.holder.replace('/', '-')}")).touch()
 
     def job_killed(self, job: Job) -> None:
         is_over = self._host.off or self._is_rebooting or (self.record is not None and self.record.state in ENDED)
@@ -156,17 +170,39 @@ class Judge:
 
     # Called by the store
 
+    def reads(self) -> None:
+        """The agent reads the record. Until it has, the last threshold on disk decides, or the one it has just read."""
+        saved = self._saved()
+        if saved is None:
+            return
+        last = saved.busy_threshold or saved.threshold
+        current = None if self.record is None else self.record.deadline(busy=True)
+        armed_s = self._host.armed
+        # One that is due already is set to the next second.
+        expected = [max(_dead_man_s(each), self._host.now()) for each in (last, current) if each is not None]
+        if armed_s is None or all(abs(armed_s - each) > TIMER_TOLERANCE_S for each in expected):
+            self.violate(f"the first dead-man timer is at {armed_s} s; those of disk and record are {expected}")
+
+    def _saved(self) -> AgentState | None:
+        """What the agent has saved; None if it knows no threshold yet."""
+        path = f"{STATE}/state.json"
+        if not self._host.exists(path):
+            return None
+        saved = from_document(AgentState, json.loads(Path(self._host.real(path)).read_text()))
+        return None if saved.threshold is None else saved
+
     def waits(self, record: Instance | None) -> None:
         """The agent has nothing to do until the record or the runner changes."""
         if record is None or record.state in ENDED:
             return
-        expected_s = (record.deadline(busy=True) - START).total_seconds() + MARGIN_S + max(MARGIN_S, DEAD_MAN_SLACK_S)
+        expected_s = _dead_man_s(record.deadline(busy=True))
         armed_s = self._host.armed
         if armed_s is None or abs(armed_s - expected_s) > TIMER_TOLERANCE_S:
             self.violate(f"the first dead-man timer is at {armed_s} s; that of the record is {expected_s} s")
-        saved = json.loads(Path(self._host.real(f"{STATE}/state.json")).read_text()).get("threshold")
-        if saved != to_text(record.deadline(busy=False)):
-            self.violate(f"the threshold on disk is {saved}; that of the record is {record.threshold}")
+        saved = self._saved()
+        thresholds = None if saved is None else (saved.threshold, saved.busy_threshold or saved.threshold)
+        if thresholds != (record.deadline(busy=False), record.deadline(busy=True)):
+            self.violate(f"the thresholds on disk are {thresholds}; that of the record is {record.threshold}")
         noted = Path(self._host.real(f"{STATE}/dead-man")).read_text().split()
         if unknown := set(self._host.timers) - {*noted, REBOOT_TIMER}:
             self.violate(f"nobody will stop the dead-man timers {sorted(unknown)}")
@@ -213,6 +249,11 @@ class Judge:
                     content = Path(entry.path).read_text() if entry.is_file() else ""
                     found += [f"{folder}/{entry.name}" for text in texts if text in content]
         return found
+
+
+def _dead_man_s(threshold: datetime) -> float:
+    """When a dead-man timer for this threshold powers off."""
+    return (threshold - START).total_seconds() + MARGIN_S + max(MARGIN_S, DEAD_MAN_SLACK_S)
 
 
 #: What `_connect` of the sandboxes must have configured before a job can use the network.

@@ -52,6 +52,7 @@ from tests.support.virtual_time import Killed
 ID = instance_id(1)
 SET = "large"
 ENVIRONMENT = {"REMUDA_POOL": "test", "REMUDA_CACHE_PATHS": "/home/runner/.cache:/var/lib/things"}
+RECONFIGURED = {**ENVIRONMENT, "REMUDA_CACHE_PATHS": "/var/lib/docker:/home/runner/.cache"}
 #: Seconds of a restart by systemd, and of a reboot.
 RESTART_S, REBOOT_S = 2.0, 20.0
 POLL_S = 0.1
@@ -74,11 +75,13 @@ Works = tuple[tuple[Work, str], ...]
 
 
 class Meanwhile(Enum):
-    """What the control plane does after a cut, while there is no agent."""
+    """What happens after a cut, while there is no agent."""
 
     NOTHING = "continues"
     #: It releases the assignment, if it can.
     RELEASE = "releases"
+    #: The next agent has other settings, as after an update.
+    RECONFIGURE = "reconfigures"
 
 
 class _GaveUp(Exception):
@@ -164,7 +167,10 @@ class Life:
         self._agent = process = VirtualProcess(self.loop, f"agent {self._agents}")
         seam.attach(process, self.host)
         process.on_end = lambda: self._agent_ended(process)
-        process.start(agent_ec2.run(ENVIRONMENT, clock=self._clock, event_log=self))  # type: ignore[arg-type]
+        environment = ENVIRONMENT
+        if self._meanwhile is Meanwhile.RECONFIGURE and self.host.was_cut:
+            environment = RECONFIGURED
+        process.start(agent_ec2.run(environment, clock=self._clock, event_log=self))  # type: ignore[arg-type]
 
     def _agent_ended(self, process: VirtualProcess) -> None:
         task = process.task
@@ -454,6 +460,10 @@ class _AgentStore:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._life._store, name)
+
+    async def get(self, instance_id: str) -> Instance | None:
+        self._life.judge.reads()
+        return await self._life._store.get(instance_id)
 
     async def wait_for_control(self, instance_id: str, since: Instance | None, timeout_s: float, **named: Any) -> Any:
         self._life.judge.waits(since)

@@ -348,6 +348,7 @@ class Programs:
             host.append(log, "2025-01-01 00:00:02Z: Job build completed with result: Succeeded\n")
             if registration.just_in_time:
                 self._github.registrations.pop(registration.name, None)
+                host.judge.spent.add(registration.name)
                 host.end(listener, 0)
             else:
                 host.later(0.1, take)
@@ -407,6 +408,8 @@ class Programs:
         def write(file: str, text: str) -> None:
             if process.alive:
                 host.put(f"{folder}/{file}", text)
+                if file == ".runner":
+                    host.judge.complete.add(name)
 
         host.later(CONFIG_CALL_S, call)
         host.later(CONFIG_FILES_S - 0.2, lambda: write(".credentials_rsaparams", f"private key of {name}"))

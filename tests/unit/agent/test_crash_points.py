@@ -26,8 +26,13 @@ LIVES = {
 }
 #: Effects of each life at least. With fewer, the model does not see what the agent does.
 MIN_EFFECTS = 300
+#: Before and after it, the next agent finds the same.
+INVISIBLE = "fsync"
 #: A function whose effects are cut once in each state of an assignment; others once in each assignment, too.
 PREPARATION = "_prepare"
+
+
+FAILURES = frozenset({Cut.FAIL, Cut.KEEPS_FAILING})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +59,8 @@ class Schedule:
                     effect.kind if self.in_each_round else (effect.name, effect.lines),
                     self._kind_of_phase(effect, phase),
                 )
-                if kind not in seen and phase.endswith(self.states or ""):
+                is_cut = phase.endswith(self.states or "") and (effect.name != INVISIBLE or self.cut in FAILURES)
+                if is_cut and kind not in seen:
                     seen.add(kind)
                     if name == life:
                         yield number
@@ -71,6 +77,7 @@ RELEASABLE = ("claimed", "running")
 SCHEDULES = {
     "killed": Schedule(cut=Cut.KILL, in_each_phase=None),
     "killed and released": Schedule(cut=Cut.KILL, meanwhile=Meanwhile.RELEASE, in_each_phase=None, states=RELEASABLE),
+    "killed and reconfigured": Schedule(cut=Cut.KILL, meanwhile=Meanwhile.RECONFIGURE, in_each_round=False),
     "rebooted": Schedule(cut=Cut.REBOOT, in_each_round=False),
     "failed": Schedule(cut=Cut.FAIL, in_each_phase=frozenset({"run"})),
     "keeps failing": Schedule(cut=Cut.KEEPS_FAILING, in_each_round=False),
@@ -111,7 +118,7 @@ def uncut(life: str) -> Lived:
 def problems_of(lived: Lived, *, at: int, cut: Cut) -> list[str]:
     """The first violation, if there is one: others follow from it."""
     problems = lived.violations[:1]
-    if cut in {Cut.KILL, Cut.REBOOT} and lived.outcome != "served":
+    if cut not in FAILURES and lived.outcome != "served":
         problems.append(lived.outcome)
     return [f"{cut.value} at effect {at}, {lived.effects[at - 1]}: {problem}" for problem in problems]
 
@@ -138,3 +145,21 @@ def test_schedule_that_has_gone_wrong(name: str) -> None:
     assert found
     for number in found:
         assert problems_of(LIVES[life]({number: cut}, meanwhile), at=number, cut=cut) == []
+
+
+@pytest.mark.parametrize(("schedule", "life"), CASES)
+def test_every_effect_cut(life: str, schedule: str) -> None:
+    """After a kill, what the next agent does to recover is cut, too."""
+    chosen, problems = SCHEDULES[schedule], []
+    known = {effect.kind for name in LIVES for effect in uncut(name).effects}
+    for number in chosen.choose(life):
+        lived = LIVES[life]({number: chosen.cut}, chosen.meanwhile)
+        problems += problems_of(lived, at=number, cut=chosen.cut)
+        if chosen.cut is not Cut.KILL:
+            continue
+        for later, effect in enumerate(lived.effects[number:], number + 1):
+            if effect.kind not in known:
+                known.add(effect.kind)
+                again = LIVES[life]({number: chosen.cut, later: chosen.cut}, chosen.meanwhile)
+                problems += problems_of(again, at=later, cut=chosen.cut)
+    assert not problems, "\n".join(problems)
