@@ -129,7 +129,7 @@ class Programs:
 
             self._host.later(DELETION_S, delete)
             return process
-        raise AssertionError(f"tests/support/effects/programs.py does not know what this starts: {words}")
+        raise self._unknown(words)
 
     def _run(self, words: tuple[str, ...]) -> tuple[int, str, str]:  # noqa: C901, PLR0912  # one case per program
         problem = ""
@@ -164,8 +164,14 @@ class Programs:
             case ("systemctl", "poweroff", "--force"):
                 self._power_off("systemctl poweroff")
             case _:
-                raise AssertionError(f"tests/support/effects/programs.py does not know what this does: {words}")
+                raise self._unknown(words)
         return (1 if problem else 0), "", problem
+
+    def _unknown(self, words: tuple[str, ...]) -> AssertionError:
+        text = f"tests/support/effects/programs.py does not know what this command does: {words}"
+        # Also if the agent catches the exception.
+        self._host.judge.violate(text)
+        return AssertionError(text)
 
     # Timers
 
@@ -380,7 +386,7 @@ class Programs:
 
             self._host.later(SCRIPT_S, finish)
         else:
-            raise AssertionError(f"tests/support/effects/programs.py does not know what this starts: {words}")
+            raise self._unknown(words)
         process.watchers.append(lambda: os.close(descriptor))
         return _Child(process)
 
