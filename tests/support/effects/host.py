@@ -1,6 +1,6 @@
 """A model of the host of an agent: processes, cgroups, mounts, network interfaces, timers, and files below a folder.
 
-It outlives agents. `Host.effect` is called before each effect of an agent, and cuts it or lets it fail once.
+It outlives agents. `ModelHost.effect` is called before each effect of an agent, and cuts it or lets it fail once.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ FAILING_S = 8.0
 MAX_LINES = 5
 
 
-class Cut(Enum):
+class EffectCut(Enum):
     """What happens at the chosen effect of an agent."""
 
     #: The agent is killed before it.
@@ -114,17 +114,17 @@ def outside(method: Callable[P, T]) -> Callable[P, T]:
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         if current_process() is None:
             return method(*args, **kwargs)
-        host = cast("Host", args[0])
+        host = cast("ModelHost", args[0])
         return host.loop.outside.copy().run(method, *args, **kwargs)
 
     return call
 
 
-class Host:
+class ModelHost:
     judge: Judge
     programs: Programs
 
-    def __init__(self, root: Path, loop: VirtualLoop, cuts: Mapping[int, Cut]) -> None:
+    def __init__(self, root: Path, loop: VirtualLoop, cuts: Mapping[int, EffectCut]) -> None:
         """Cut effects of the agents by their number, counted from 1."""
         self.root = str(root)
         self.loop = loop
@@ -176,12 +176,12 @@ class Host:
         if cut is None:
             return name == self._failing and self.now() < self._failing_until
         self.was_cut = True
-        if cut in {Cut.FAIL, Cut.KEEPS_FAILING}:
-            if cut is Cut.KEEPS_FAILING:
+        if cut in {EffectCut.FAIL, EffectCut.KEEPS_FAILING}:
+            if cut is EffectCut.KEEPS_FAILING:
                 self._failing, self._failing_until = name, self.now() + FAILING_S
             return True
         process.crash()
-        if cut is Cut.REBOOT:
+        if cut is EffectCut.REBOOT:
             self.reboot()
         raise Killed
 

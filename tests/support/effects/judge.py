@@ -15,10 +15,10 @@ from remuda.domain.serialization import from_document
 from remuda.domain.signals import Signal
 from remuda.ports.machine import AgentState
 from simulation.loop import START
-from tests.support.effects.host import REBOOT_TIMER, STATE, STORAGE, Effect, Host
+from tests.support.effects.host import REBOOT_TIMER, STATE, STORAGE, Effect, ModelHost
 
 if TYPE_CHECKING:
-    from tests.support.effects.programs import GitHub, Job, Sandbox
+    from tests.support.effects.programs import Job, ModelGitHub, Sandbox
 
 MARGIN_S = 1.0
 #: Seconds by which a timer may differ from the record: it is set in whole seconds, and a step takes time.
@@ -30,7 +30,7 @@ ENDED = frozenset({State.TERMINATING, State.TERMINATED})
 
 
 class Judge:
-    def __init__(self, host: Host, github: GitHub) -> None:
+    def __init__(self, host: ModelHost, github: ModelGitHub) -> None:
         self._host = host
         self._github = github
         host.judge = self

@@ -43,9 +43,9 @@ from remuda.ports.calls import CallCounter
 from simulation.loop import START, SeededIds, VirtualLoop, VirtualProcess, without_gc
 from simulation.memory.store import MemoryDatabase, MemoryInstanceStore
 from tests.support.effects import seam
-from tests.support.effects.host import BOOT_TIMER, STATE, Cut, Effect, Host
+from tests.support.effects.host import BOOT_TIMER, STATE, Effect, EffectCut, ModelHost
 from tests.support.effects.judge import ENDED, MARGIN_S, Judge
-from tests.support.effects.programs import REGISTRATION_FILES, GitHub, Programs, Registration
+from tests.support.effects.programs import REGISTRATION_FILES, ModelGitHub, ModelRegistration, Programs
 from tests.support.records import at, instance, instance_id
 from tests.support.virtual_time import Killed
 
@@ -107,7 +107,7 @@ class Lived:
 
 def live(
     works: Works,
-    cuts: Mapping[int, Cut] | None = None,
+    cuts: Mapping[int, EffectCut] | None = None,
     meanwhile: Meanwhile = Meanwhile.NOTHING,
     *,
     builds_layers: bool = False,
@@ -134,11 +134,11 @@ def live(
 
 
 class Life:
-    def __init__(self, folder: Path, works: Works, cuts: Mapping[int, Cut], meanwhile: Meanwhile) -> None:
+    def __init__(self, folder: Path, works: Works, cuts: Mapping[int, EffectCut], meanwhile: Meanwhile) -> None:
         """Serve the assignments in turn: each is for a repository."""
         self.loop: VirtualLoop = _Loop()  # type: ignore[abstract]
-        self.host = Host(folder, self.loop, cuts)
-        self.github = GitHub()
+        self.host = ModelHost(folder, self.loop, cuts)
+        self.github = ModelGitHub()
         self.programs = Programs(self.host, self.github, self.host.power_off)
         self.judge = Judge(self.host, self.github)
         self._works = works
@@ -281,7 +281,7 @@ class Life:
         else:
             await self._create(bare, run_id=holder_id(SET), runner_set=SET)
         await self._until(lambda: self._signalled(Signal.UD_OK), "the boot")
-        self.github.registrations[assigned.runner_name] = Registration(assigned.runner_name, just_in_time=True)
+        self.github.registrations[assigned.runner_name] = ModelRegistration(assigned.runner_name, just_in_time=True)
         equip = Equip(
             owner=self._record.owner,
             report=self._report,
@@ -433,7 +433,7 @@ def _without_layers() -> AbstractContextManager[object]:
 class _HostClock:
     """The clocks of the host. They go on while a thread blocks, other than the time of the loop."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: ModelHost) -> None:
         self._host = host
 
     def now(self) -> datetime:
@@ -519,7 +519,7 @@ class _Imds:
         pass
 
 
-def _furnish(host: Host) -> None:
+def _furnish(host: ModelHost) -> None:
     """What the bootstrap leaves on an instance whose image was made from another instance."""
     host.put(f"{STATE}/instance-id", f"{instance_id(2)}\n")
     host.put(f"{STATE}/state.json", json.dumps({"script": "ok", "threshold": to_text(at(-10_000))}))

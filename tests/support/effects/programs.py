@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from remuda.agent import cache_volumes, enter_sandbox
-from tests.support.effects.host import INTERFACE_S, INTERFACES, Host, HostProcess
+from tests.support.effects.host import INTERFACE_S, INTERFACES, HostProcess, ModelHost
 
 #: Seconds of the host's programs.
 BOOT_S, NETWORK_S = 0.1, 0.02
@@ -62,7 +62,7 @@ class Job:
 
 
 @dataclass(eq=False)
-class Registration:
+class ModelRegistration:
     name: str
     just_in_time: bool
     listener: HostProcess | None = None
@@ -72,11 +72,11 @@ class Registration:
         return self.listener is not None and self.listener.alive
 
 
-class GitHub:
+class ModelGitHub:
     """Registrations by runner name, and jobs that wait."""
 
     def __init__(self) -> None:
-        self.registrations: dict[str, Registration] = {}
+        self.registrations: dict[str, ModelRegistration] = {}
         self.waiting: list[Job] = []
         self.jobs: list[Job] = []
 
@@ -88,7 +88,7 @@ class GitHub:
 
 
 class Programs:
-    def __init__(self, host: Host, github: GitHub, terminate: Callable[[str], None]) -> None:
+    def __init__(self, host: ModelHost, github: ModelGitHub, terminate: Callable[[str], None]) -> None:
         self._host = host
         self._github = github
         self._power_off = terminate
@@ -296,10 +296,12 @@ class Programs:
     ) -> None:
         host = self._host
         config = wrapper.environment.get("ACTIONS_RUNNER_INPUT_JITCONFIG", "")
-        if config:
-            name = config.removeprefix("configuration of ")
-        else:
-            name = json.loads(files["/opt/remuda/runner/.runner"])["agentName"]
+        settings = files.get("/opt/remuda/runner/.runner")
+        if not config and settings is None:
+            host.append(log, "An error occurred: Not configured\n")
+            self._end_wrapper(wrapper, folder, 1)
+            return
+        name = config.removeprefix("configuration of ") or json.loads(settings or "")["agentName"]
         listener = host.spawn(
             (LISTENER, "run"), "Runner.Listener", parent=wrapper.pid, user=sandbox.first_id, cgroup=wrapper.cgroup
         )
@@ -323,7 +325,7 @@ class Programs:
 
         host.later(CONNECT_S, connect)
 
-    def _take_job(self, registration: Registration, sandbox: Sandbox, listener: HostProcess, log: str) -> None:
+    def _take_job(self, registration: ModelRegistration, sandbox: Sandbox, listener: HostProcess, log: str) -> None:
         host = self._host
 
         def take() -> None:
@@ -409,7 +411,7 @@ class Programs:
         def call() -> None:
             if process.alive:
                 host.judge.registers(name, environment["ACTIONS_RUNNER_INPUT_TOKEN"])
-                self._github.registrations[name] = Registration(name, just_in_time=False)
+                self._github.registrations[name] = ModelRegistration(name, just_in_time=False)
 
         def write(file: str, text: str) -> None:
             if process.alive:

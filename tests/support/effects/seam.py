@@ -1,7 +1,7 @@
 """The seam: all functions through which the agent acts on its host, by module, and what replaces each in the model.
 
 While `installed`, a call that comes from an agent of a `Life` goes to the model host. Each effect is announced to
-`Host.effect`, which may kill the agent, reboot the host or let the effect fail. All other callers, such as pytest, are
+`ModelHost.effect`, which may kill the agent, reboot the host or let the effect fail. Other callers, such as pytest, are
 not affected. `tests/unit/agent/test_effects.py` fails if the agent uses a function that no table here knows.
 """
 
@@ -26,7 +26,7 @@ from unittest import mock
 from remuda import inotify, procfs
 from remuda.agent import mounts, processes, sandbox, system_call_filter
 from simulation.loop import VirtualProcess, current_process
-from tests.support.effects.host import Host, HostProcess
+from tests.support.effects.host import HostProcess, ModelHost
 from tests.support.virtual_time import Killed
 
 #: Functions of the operating system that change files. All take a path first, those in `TWO_PATHS` a second one.
@@ -40,10 +40,10 @@ _PLACEHOLDER = "/dev/null"
 _REAL_OPEN, _REAL_IO_OPEN, _REAL_CLOSE, _REAL_SYMLINK = os.open, io.open, os.close, os.symlink
 _REAL_LSTAT = os.lstat
 
-_hosts: dict[VirtualProcess, Host] = {}
+_hosts: dict[VirtualProcess, ModelHost] = {}
 
 
-def attach(process: VirtualProcess, host: Host) -> None:
+def attach(process: VirtualProcess, host: ModelHost) -> None:
     """Let the calls of an agent go to this host."""
     _hosts[process] = host
 
@@ -52,7 +52,7 @@ def detach_all() -> None:
     _hosts.clear()
 
 
-def _host() -> Host | None:
+def _host() -> ModelHost | None:
     """The host of the running code; None for code that is not an agent's."""
     process = current_process()
     if process is None:
@@ -62,7 +62,7 @@ def _host() -> Host | None:
     return _hosts.get(process)
 
 
-def _the_host() -> Host:
+def _the_host() -> ModelHost:
     host = _host()
     if host is None:
         raise AssertionError("a part of the model was called from outside an agent")
@@ -143,7 +143,7 @@ def _open_descriptor(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | 
 class _Writer(io.RawIOBase):
     """A file that is open for writing. Each write is an effect; a killed agent's buffers are lost."""
 
-    def __init__(self, host: Host, path: str, descriptor: int) -> None:
+    def __init__(self, host: ModelHost, path: str, descriptor: int) -> None:
         super().__init__()
         self._host, self._path, self._descriptor = host, path, descriptor
         self._process = current_process()

@@ -15,7 +15,7 @@ from functools import cache, partial
 import pytest
 
 from tests.support.effects import seam
-from tests.support.effects.host import Cut, Effect
+from tests.support.effects.host import Effect, EffectCut
 from tests.support.effects.life import Lived, Meanwhile, Work, live
 
 #: An instance first serves a run, or a runner set, and then a run of another repository.
@@ -32,12 +32,12 @@ INVISIBLE = "fsync"
 PREPARATION = "_prepare"
 
 
-FAILURES = frozenset({Cut.FAIL, Cut.KEEPS_FAILING})
+FAILURES = frozenset({EffectCut.FAIL, EffectCut.KEEPS_FAILING})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    cut: Cut
+    cut: EffectCut
     meanwhile: Meanwhile = Meanwhile.NOTHING
     #: Whether effects of a kind are cut again in another state or assignment. `run` is a command, such as a timer's.
     in_each_phase: frozenset[str] | None = frozenset()
@@ -73,19 +73,22 @@ class Schedule:
         return phase
 
 
-RELEASABLE = ("claimed", "running")
+#: States in which the control plane can release an assignment.
+ASSIGNED = ("claimed", "running")
 SCHEDULES = {
-    "killed": Schedule(cut=Cut.KILL, in_each_phase=None),
-    "killed and released": Schedule(cut=Cut.KILL, meanwhile=Meanwhile.RELEASE, in_each_phase=None, states=RELEASABLE),
-    "killed and reconfigured": Schedule(cut=Cut.KILL, meanwhile=Meanwhile.RECONFIGURE, in_each_round=False),
-    "rebooted": Schedule(cut=Cut.REBOOT, in_each_round=False),
-    "failed": Schedule(cut=Cut.FAIL, in_each_phase=frozenset({"run"})),
-    "keeps failing": Schedule(cut=Cut.KEEPS_FAILING, in_each_round=False),
+    "killed": Schedule(cut=EffectCut.KILL, in_each_phase=None),
+    "killed and released": Schedule(
+        cut=EffectCut.KILL, meanwhile=Meanwhile.RELEASE, in_each_phase=None, states=ASSIGNED
+    ),
+    "killed and reconfigured": Schedule(cut=EffectCut.KILL, meanwhile=Meanwhile.RECONFIGURE, in_each_round=False),
+    "rebooted": Schedule(cut=EffectCut.REBOOT, in_each_round=False),
+    "failed": Schedule(cut=EffectCut.FAIL, in_each_phase=frozenset({"run"})),
+    "keeps failing": Schedule(cut=EffectCut.KEEPS_FAILING, in_each_round=False),
     "killed while a layer is built": Schedule(
-        cut=Cut.KILL, in_each_round=False, lives=tuple(LIVES), cut_lives=("layers",)
+        cut=EffectCut.KILL, in_each_round=False, lives=tuple(LIVES), cut_lives=("layers",)
     ),
     "failed while a layer is built": Schedule(
-        cut=Cut.FAIL, in_each_round=False, lives=tuple(LIVES), cut_lives=("layers",)
+        cut=EffectCut.FAIL, in_each_round=False, lives=tuple(LIVES), cut_lives=("layers",)
     ),
 }
 CASES = [(name, life) for name, schedule in SCHEDULES.items() for life in schedule.cut_lives]
@@ -115,7 +118,7 @@ def uncut(life: str) -> Lived:
     return LIVES[life]()
 
 
-def problems_of(lived: Lived, *, at: int, cut: Cut) -> list[str]:
+def problems_of(lived: Lived, *, at: int, cut: EffectCut) -> list[str]:
     """The first violation, if there is one: others follow from it."""
     problems = lived.violations[:1]
     if cut not in FAILURES and lived.outcome != "served":
@@ -155,7 +158,7 @@ def test_every_effect_cut(life: str, schedule: str) -> None:
     for number in chosen.choose(life):
         lived = LIVES[life]({number: chosen.cut}, chosen.meanwhile)
         problems += problems_of(lived, at=number, cut=chosen.cut)
-        if chosen.cut is not Cut.KILL:
+        if chosen.cut is not EffectCut.KILL:
             continue
         for later, effect in enumerate(lived.effects[number:], number + 1):
             if effect.kind not in known:
