@@ -373,7 +373,7 @@ class DemandModel:
         if record.state in ABSORBING:
             return
         if record.state is State.RELEASING:
-            upcoming = decisions.next_step(record, report, decisions.Policy(lifetimes=LIFETIMES), now=NOW)
+            upcoming = decisions.next_step(record, report, decisions.PoolPolicy(lifetimes=LIFETIMES), now=NOW)
             if isinstance(upcoming, decisions.Write):
                 yield f"its release advances ({type(upcoming.event).__name__.lower()})", Actor.LISTENER, upcoming.event
         if record.state is State.IDLE:

@@ -333,7 +333,7 @@ class InstanceModel:
                 event = End(reason=RetireReason.RELEASED)
             yield "a release or a sweep releases it", _RELEASE_OR_SWEEP, event, NOW, 0
         if record.state is State.RELEASING:
-            upcoming = decisions.next_step(record, state.report, decisions.Policy(lifetimes=LIFETIMES), now=NOW)
+            upcoming = decisions.next_step(record, state.report, decisions.PoolPolicy(lifetimes=LIFETIMES), now=NOW)
             if isinstance(upcoming, decisions.Write):
                 name = type(upcoming.event).__name__.lower()
                 yield f"a release or a sweep advances it ({name})", _RELEASE_OR_SWEEP, upcoming.event, NOW, 0

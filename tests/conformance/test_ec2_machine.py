@@ -149,11 +149,12 @@ async def test_failed_timer_leaves_the_old_one(machine: Ec2Machine, commands: Co
     assert list(commands.timers) == ["remuda-dead-man-boot", "remuda-dead-man-reboot"]
 
 
-async def test_timer_that_did_not_stop_is_stopped_next_time(
+async def test_timer_that_did_not_stop_is_an_error_and_is_stopped_next_time(
     machine: Ec2Machine, clock: FixedClock, commands: Commands, tmp_path: Path
 ) -> None:
     commands.failing = {"systemctl"}
-    machine.set_dead_man_timer(START + timedelta(seconds=90))
+    with pytest.raises(Unavailable, match="2 former dead-man timers"):
+        machine.set_dead_man_timer(START + timedelta(seconds=90))
     assert len(commands.timers) == 3
     commands.failing = set()
     clock.passed_s = 1

@@ -36,7 +36,7 @@ FASTER = 300.0
 FOLDER, KILL_AFTER, CUT = "REMUDA_TEST_SMOKE_FOLDER", "REMUDA_TEST_SMOKE_KILL", "REMUDA_TEST_SMOKE_CUT"
 
 
-class FastClock(SystemClock):
+class SmokeClock(SystemClock):
     def monotonic(self) -> float:
         return time.monotonic() * FASTER
 
@@ -131,7 +131,7 @@ async def run_remuda(arguments: list[str]) -> None:
 
 
 async def smoke(pool: str, scope: str, bundles: str) -> None:
-    clock = FastClock()
+    clock = SmokeClock()
     world = ServerWorld(Path(os.environ[FOLDER]), pool)
     async with AwsClients() as clients:
         run = KilledRun(

@@ -95,8 +95,11 @@ class CacheVolumes:
 def _mount(source: Path, path: str, *, leader: int, first_id: int, user: JobUser) -> None:
     owner = user.uid if path.startswith((f"{HOME}/", str(TOOL_CACHE))) else 0
     if not source.exists():
-        source.mkdir(mode=0o755, parents=True)
-        os.chown(source, owner, owner)
+        # Renamed when it has its owner: a folder that an agent left half-made would never be writable for jobs.
+        draft = source.with_name(f".{source.name}.new")
+        draft.mkdir(mode=0o755, parents=True, exist_ok=True)
+        os.chown(draft, owner, owner)
+        draft.rename(source)
     tree = mounts.open_idmapped(source, first_id, read_only=False)
     try:
         command = [sys.executable, "-IS", "-c", _MOUNT_INSIDE, str(leader), str(tree), path, str(first_id + owner)]

@@ -40,7 +40,8 @@ _INPUT = "ACTIONS_RUNNER_INPUT_"
 _DEPRECATED_EXIT = "ACTIONS_RUNNER_RETURN_VERSION_DEPRECATED_EXIT_CODE"
 _SETTINGS = ".runner"
 _WORK_FOLDER = "workFolder"
-_REGISTRATION = (_SETTINGS, ".credentials", ".credentials_rsaparams")
+#: In the order of their removal. The settings last, as config.sh does: they show that there are credentials.
+_REGISTRATION = (".credentials_rsaparams", ".credentials", _SETTINGS)
 #: Output of `config.sh` if GitHub rejects the token.
 _REFUSED = re.compile(r"response code: (?:NotFound|Unauthorized|Forbidden) from 'POST", re.IGNORECASE)
 #: Output of `config.sh` if GitHub refuses the version, after the line above (cert-manager/aws-privateca-issuer#478).
@@ -102,6 +103,8 @@ class ActionsRunner:
         self._clock = clock
         self._environment = {"PATH": os.defpath, "LANG": "C.UTF-8", **environment}
         self._jit_file = state_folder / "jit.json"
+        # An agent that was killed while it wrote leaves a draft with a configuration in it.
+        _draft(self._jit_file).unlink(missing_ok=True)
         self._listener = Listener(host=host, folder=state_folder, log=log, clock=clock)
 
     def state(self) -> RunnerState:
@@ -343,8 +346,12 @@ def _read(path: Path) -> dict[str, Any] | None:
     return document if isinstance(document, dict) else None
 
 
+def _draft(path: Path) -> Path:
+    return path.with_name(f".{path.name}.new")
+
+
 def _write(path: Path, document: Mapping[str, Any]) -> None:
-    draft = path.with_name(f".{path.name}.new")
+    draft = _draft(path)
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with open(descriptor, "w", encoding="utf-8") as file:  # noqa: PTH123  # a descriptor
         json.dump(document, file)

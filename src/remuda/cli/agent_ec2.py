@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
@@ -121,8 +120,8 @@ def _discard_state_of_image(state: Path, instance_id: str, machine: Ec2Machine) 
         if marker.read_text(encoding="utf-8").strip() == instance_id:
             return
     machine.save(AgentState())
-    for name in ("registration", "sandboxes", "caches"):
-        shutil.rmtree(state / name, ignore_errors=True)
+    # A failure must be seen: from the next line on, what is left counts as this instance's own.
+    mounts.run("rm", "-rf", "--", *(state / name for name in ("registration", "sandboxes", "caches")))
     marker.write_text(f"{instance_id}\n", encoding="utf-8")
 
 

@@ -15,14 +15,21 @@ import asyncio
 from math import inf
 
 from remuda.controlplane.context import Context, transition
-from remuda.domain.decide.next_step import Leave, Publish, Removal, RenewCredential, Terminate, Write, next_step
+from remuda.domain.decide.next_step import (
+    Leave,
+    NewCredential,
+    Publish,
+    RegistrationRemoval,
+    Terminate,
+    Write,
+    next_step,
+)
 from remuda.domain.errors import RemudaError, Unavailable
 from remuda.domain.instance import Credential, Instance, RetireReason
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.resources import Tier
 from remuda.domain.signals import Report
-from remuda.domain.transitions import Actor, Bind, End, Release, Retire
-from remuda.domain.transitions import RenewCredential as NewCredential
+from remuda.domain.transitions import Actor, Bind, End, Release, RenewCredential, Retire
 from remuda.ports.github import Deletion, GitHub
 
 #: A cached removal token with fewer seconds left is replaced.
@@ -45,7 +52,7 @@ async def advance(
     match step:
         case Write():
             return await transition(context, instance, step.event, by=by, why=step.why)
-        case RenewCredential():
+        case NewCredential():
             return await _renew_credential(context, config, instance, by=by)
         case Publish() | None:
             return instance
@@ -87,16 +94,16 @@ async def release_event(
 ) -> Release | None:
     """The event that releases an instance, after its registration was removed if that comes first; None if it is busy.
 
-    Example: for `Removal.BY_API`, GitHub is asked to delete the runner. It refuses, because a job has just started, and
-    the instance stays with its set.
+    Example: for `BY_API`, GitHub is asked to delete the runner. It refuses, because a job has just started, and the
+    instance stays with its set.
     """
-    deregistered = leaving.removal is Removal.USED_UP
-    if leaving.removal is Removal.BY_API:
+    deregistered = leaving.removal is RegistrationRemoval.USED_UP
+    if leaving.removal is RegistrationRemoval.BY_API:
         if not await _deregister(context, instance, by=by):
             return None
         deregistered = True
     credential = None
-    if leaving.removal is Removal.BY_AGENT:
+    if leaving.removal is RegistrationRemoval.BY_AGENT:
         credential = removal or await removal_credential(context, config, instance.scope)
         deregistered = await remove_jit_registration(context, instance)
     release_time_s = config.lifetimes.release_time_s
@@ -108,7 +115,7 @@ async def _renew_credential(context: Context, config: PoolConfig, instance: Inst
     current = instance.assignment.credential if instance.assignment else None
     if current is not None and fresh.expires_at <= current.expires_at:
         return instance
-    event = NewCredential(credential=fresh)
+    event = RenewCredential(credential=fresh)
     return await transition(context, instance, event, by=by, why="the removal credential expires")
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
 from remuda.domain.budget import Budget, Spending
-from remuda.domain.decide.next_step import Policy
+from remuda.domain.decide.next_step import PoolPolicy
 from remuda.domain.errors import UserError
 from remuda.domain.instance import ABSORBING, Credential, Instance, State
 from remuda.domain.resources import MAX_SHOWN, ResourceClass, Reuse, is_instance_id, is_repository
@@ -74,9 +74,9 @@ class PoolConfig:
         return self.runner.version if self.runner else ""
 
     @property
-    def policy(self) -> Policy:
+    def policy(self) -> PoolPolicy:
         """The rules for the pool's instances."""
-        return Policy(lifetimes=self.lifetimes, reuse=self.reuse, runner_version=self.runner_version)
+        return PoolPolicy(lifetimes=self.lifetimes, reuse=self.reuse, runner_version=self.runner_version)
 
     @property
     def runner_prefix(self) -> str:

@@ -76,8 +76,8 @@ def named_backends(settings: Settings) -> str:
 def running_backends(settings: Settings) -> list[str]:
     """State directories of the user's other local backends, found by the processes of their local GitHub.
 
-    The nearest come first, because a message names only some of them. Example: in `app/ci`, the backend of `app/.remuda`
-    precedes that of `other/.remuda`.
+    The nearest come first, because a message names only some of them. Example: in `app/ci`, the backend of
+    `app/.remuda` precedes that of `other/.remuda`.
     """
     from remuda.agent.processes import command  # noqa: PLC0415 - for errors and `up` only
 

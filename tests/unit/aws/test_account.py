@@ -82,7 +82,7 @@ def test_each_family_is_compared_with_its_own_classes() -> None:
     assert "--quota-code L-DB2E81BA --desired-value 8" in result.fix
 
 
-class Account:
+class AccountClients:
     """The services of AWS that the checks call. `refuses` are operations without permission."""
 
     def __init__(self, *refuses: str, **answers: Any) -> None:
@@ -102,7 +102,7 @@ class Account:
             **answers,
         }
 
-    async def client(self, *_: Any) -> Account:
+    async def client(self, *_: Any) -> AccountClients:
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -117,7 +117,7 @@ class Account:
         return call
 
 
-async def result_of(name: str, account: Account, **launch: str) -> CheckResult:
+async def result_of(name: str, account: AccountClients, **launch: str) -> CheckResult:
     options = {"subnet-ids": "subnet-1", **{key.replace("_", "-"): value for key, value in launch.items()}}
     clients: Any = account
     doctor = AccountDoctor(clients=clients, launch=options, classes=DEFAULT_CLASSES, max_instances=10)
@@ -128,52 +128,58 @@ async def result_of(name: str, account: Account, **launch: str) -> CheckResult:
 @pytest.mark.parametrize(
     ("name", "account", "launch", "status", "words"),
     [
-        ("quotas", Account(), {}, CheckStatus.OK, "512 spot vCPUs of standard"),
+        ("quotas", AccountClients(), {}, CheckStatus.OK, "512 spot vCPUs of standard"),
         # The account has no value of its own.
         (
             "quotas",
-            Account(
+            AccountClients(
                 get_service_quota="NoSuchResourceException", get_aws_default_service_quota={"Quota": {"Value": 5.0}}
             ),
             {},
             CheckStatus.WARNING,
             "5 spot vCPUs of standard",
         ),
-        ("quotas", Account("get_service_quota"), {}, CheckStatus.WARNING, "cannot be read"),
-        ("spot role", Account(), {}, CheckStatus.OK, "exists"),
-        ("spot role", Account(get_role="NoSuchEntity"), {}, CheckStatus.WARNING, "launches of spot instances fail"),
-        ("spot role", Account("get_role"), {}, CheckStatus.WARNING, "cannot be read"),
-        ("volume key", Account(), {}, CheckStatus.OK, "AWS manages"),
+        ("quotas", AccountClients("get_service_quota"), {}, CheckStatus.WARNING, "cannot be read"),
+        ("spot role", AccountClients(), {}, CheckStatus.OK, "exists"),
+        (
+            "spot role",
+            AccountClients(get_role="NoSuchEntity"),
+            {},
+            CheckStatus.WARNING,
+            "launches of spot instances fail",
+        ),
+        ("spot role", AccountClients("get_role"), {}, CheckStatus.WARNING, "cannot be read"),
+        ("volume key", AccountClients(), {}, CheckStatus.OK, "AWS manages"),
         (
             "volume key",
-            Account(get_ebs_default_kms_key_id={"KmsKeyId": KEY}),
+            AccountClients(get_ebs_default_kms_key_id={"KmsKeyId": KEY}),
             {},
             CheckStatus.WARNING,
             "roles of the pool have no permission",
         ),
-        ("volume key", Account(), {"volume_kms_key": KEY}, CheckStatus.OK, KEY),
+        ("volume key", AccountClients(), {"volume_kms_key": KEY}, CheckStatus.OK, KEY),
         (
             "volume key",
-            Account(describe_key={"KeyMetadata": {"KeyState": "Disabled", "KeyManager": "CUSTOMER"}}),
+            AccountClients(describe_key={"KeyMetadata": {"KeyState": "Disabled", "KeyManager": "CUSTOMER"}}),
             {"volume_kms_key": KEY},
             CheckStatus.PROBLEM,
             "EC2 ends every instance",
         ),
-        ("volume key", Account("get_ebs_default_kms_key_id"), {}, CheckStatus.WARNING, "was not checked"),
-        ("routes", Account(), {}, CheckStatus.OK, "public); VPC endpoints: s3"),
+        ("volume key", AccountClients("get_ebs_default_kms_key_id"), {}, CheckStatus.WARNING, "was not checked"),
+        ("routes", AccountClients(), {}, CheckStatus.OK, "public); VPC endpoints: s3"),
         (
             "routes",
-            Account(describe_subnets={"Subnets": [{**PRIVATE, "VpcId": "vpc-1"}]}),
+            AccountClients(describe_subnets={"Subnets": [{**PRIVATE, "VpcId": "vpc-1"}]}),
             {},
             CheckStatus.WARNING,
             "subnet-2 have no route",
         ),
-        ("routes", Account(), {"subnet_ids": ""}, CheckStatus.OK, "no subnets"),
-        ("routes", Account("describe_route_tables"), {}, CheckStatus.WARNING, "cannot be read"),
+        ("routes", AccountClients(), {"subnet_ids": ""}, CheckStatus.OK, "no subnets"),
+        ("routes", AccountClients("describe_route_tables"), {}, CheckStatus.WARNING, "cannot be read"),
     ],
 )
 async def test_what_an_account_lacks_is_shown_with_what_to_do(
-    name: str, account: Account, launch: dict[str, str], status: CheckStatus, words: str
+    name: str, account: AccountClients, launch: dict[str, str], status: CheckStatus, words: str
 ) -> None:
     result = await result_of(name, account, **launch)
     assert (result.status, words in result.message) == (status, True), result

@@ -27,7 +27,7 @@ from remuda.controlplane.operator import drain
 from remuda.controlplane.read.status import status
 from remuda.controlplane.reconcile import release_event
 from remuda.controlplane.set_provisions import closed_provision
-from remuda.domain.decide.next_step import Leave, Removal, leave_holder
+from remuda.domain.decide.next_step import Leave, RegistrationRemoval, leave_holder
 from remuda.domain.demand import DemandRecord, DemandStatistics, JobEvent, JobEventKind, JobRecord
 from remuda.domain.errors import CapacityError, Unavailable
 from remuda.domain.instance import Actor, RetireReason, State
@@ -1119,7 +1119,7 @@ async def test_runner_whose_registration_cannot_be_removed_may_have_a_job(sets: 
     record = replace(record, assignment=None if missing == "assignment" else registered)
     process = sets.process(credentialed=missing != "credential")
     leaving = leave_holder(record)
-    assert leaving == Leave(removal=Removal.BY_API)
+    assert leaving == Leave(removal=RegistrationRemoval.BY_API)
     assert await release_event(process, pool_config(), record, leaving, by=Actor.REFRESH) is None
     assert "github" not in process.calls.by_service()
 

@@ -7,11 +7,10 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-from remuda.domain.decide.next_step import MIN_EXTENSION_S
-
 from remuda.cli.rendering.results import release_document
 from remuda.controlplane.context import CONCURRENCY, CONFLICT_ATTEMPTS, transition
 from remuda.controlplane.release import ReleaseResult, ReleaseStatus
+from remuda.domain.decide.next_step import MIN_EXTENSION_S
 from remuda.domain.errors import Unreadable
 from remuda.domain.instance import RetireReason, State
 from remuda.domain.resources import Reuse

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from remuda.domain.decide.next_step import (
     Leave,
-    Policy,
+    NewCredential,
+    PoolPolicy,
     Publish,
-    Removal,
-    RenewCredential,
+    RegistrationRemoval,
     Step,
     Terminate,
     Write,
@@ -44,7 +44,7 @@ CLEAN = Signal.UD_REMOVE_REG_REMOVE_RUN_OK
 
 
 def step(record: Instance, seen: Report | None, **policy: Any) -> Step | None:
-    return next_step(record, seen, Policy(lifetimes=LIFE, **policy), now=NOW)
+    return next_step(record, seen, PoolPolicy(lifetimes=LIFE, **policy), now=NOW)
 
 
 def decide(seen: Any, **changed: Any) -> Any:
@@ -207,12 +207,12 @@ def test_every_decision_is_legal_and_changes_the_record(
 def test_credential_must_outlast_threshold_and_margin(expires: datetime, threshold: datetime, *, short: bool) -> None:
     changed = replace(assignment(2), credential=Credential(token="t0ken", expires_at=expires))
     record = in_state(State.RELEASING, assignment=changed, threshold=threshold)
-    assert (step(record, None) == RenewCredential()) is short
+    assert (step(record, None) == NewCredential()) is short
 
 
 def test_missing_credential_is_renewed_unless_the_assignment_is_missing() -> None:
     record = in_state(State.RELEASING, assignment=replace(assignment(2), credential=None))
-    assert step(record, None) == RenewCredential()
+    assert step(record, None) == NewCredential()
     assert step(replace(record, assignment=None), None) is None
     assert step(replace(record, runner_set="large"), None) is None
 
@@ -276,7 +276,7 @@ def test_job_survives_a_release_that_only_sweeps_extend(phase_s: int) -> None:
     busy_report = report(busy=True)
     for now_s in range(phase_s, 3_000, 330):
         assert not expired(record.threshold, now=at(now_s), margin_s=lifetimes.margin_s)
-        action = next_step(record, busy_report, Policy(lifetimes=lifetimes), now=at(now_s))
+        action = next_step(record, busy_report, PoolPolicy(lifetimes=lifetimes), now=at(now_s))
         if isinstance(action, Write):
             change = advance(record, action.event, by=Actor.REFRESH, now=at(now_s), why=action.why)
             assert change.condition.is_met_by(record)
@@ -361,15 +361,15 @@ def test_job_that_nobody_has_recorded_protects_a_listening_runner_until_its_dead
         (State.CREATED, {}, None, Terminate()),
         (State.CREATED, OF_SET, None, Terminate()),
         # The agent removes the registration of a run's runner before it stops it.
-        (State.CLAIMED, {}, None, Leave(removal=Removal.BY_AGENT)),
-        (State.RUNNING, {}, report(busy=True), Leave(removal=Removal.BY_AGENT)),
+        (State.CLAIMED, {}, None, Leave(removal=RegistrationRemoval.BY_AGENT)),
+        (State.RUNNING, {}, report(busy=True), Leave(removal=RegistrationRemoval.BY_AGENT)),
         # The claim of a set may have been interrupted between the registration and its record.
-        (State.CLAIMED, OF_SET, None, Leave(removal=Removal.NOT_RECORDED)),
+        (State.CLAIMED, OF_SET, None, Leave(removal=RegistrationRemoval.NOT_RECORDED)),
         # Any job of the set may start at this moment: only GitHub knows.
-        (State.RUNNING, OF_SET, None, Leave(removal=Removal.BY_API)),
-        (State.RUNNING, OF_SET, report(spent_epoch=1), Leave(removal=Removal.BY_API)),
+        (State.RUNNING, OF_SET, None, Leave(removal=RegistrationRemoval.BY_API)),
+        (State.RUNNING, OF_SET, report(spent_epoch=1), Leave(removal=RegistrationRemoval.BY_API)),
         # Its one job is over, and its registration with it.
-        (State.RUNNING, OF_SET, report(spent_epoch=2), Leave(removal=Removal.USED_UP)),
+        (State.RUNNING, OF_SET, report(spent_epoch=2), Leave(removal=RegistrationRemoval.USED_UP)),
         # Nobody holds it.
         *((state, {}, None, None) for state in State if state not in ASSIGNED),
     ],

@@ -24,7 +24,7 @@ from remuda.domain.text import truncate
 from remuda.http import ClientResponse, HttpConnections, HttpError, ResponseTooLong
 from remuda.ports.clock import Clock
 from remuda.ports.compute import POOL_TAG
-from remuda.ports.machine import AgentState, Identity, StepResult
+from remuda.ports.machine import AgentState, Identity, ScriptStatus, StepResult
 
 ENDPOINT_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
 DEFAULT_ENDPOINT = "http://169.254.169.254"
@@ -157,7 +157,7 @@ class Ec2Machine:
         terminate: Callable[[str], Awaitable[None]] | None = None,
         script_environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`prepare_jobs` is called after the pre-runner script.
+        """`prepare_jobs` is called when it is saved that the pre-runner script has ended.
 
         `terminate` calls EC2 to terminate this instance. Without it, or if it fails, the machine powers off, which also
         terminates the instance and needs no permission.
@@ -203,10 +203,14 @@ class Ec2Machine:
             return AgentState()
 
     def save(self, state: AgentState) -> None:
+        had_ended = self.load().script is ScriptStatus.OK
         self._write(STATE_FILE, json.dumps(to_document(state)).encode())
+        if state.script is ScriptStatus.OK and not had_ended:
+            # Not before: until then the script may run again, and no sandbox may exist while it does.
+            self._prepare_jobs()
 
     def set_dead_man_timer(self, at: datetime) -> None:
-        """Set the new timer before stopping the old ones, so that there is always one.
+        """Set the new timer before stopping the old ones, so that there is always one. Fails if an old one remains.
 
         The name is written to disk before the timer is set, so that a restarted agent can stop every timer.
         """
@@ -224,6 +228,9 @@ class Ec2Machine:
             raise Unavailable(f"the dead-man timer cannot be set: systemd-run exited with {code}")
         stuck = [name for name in old if self._run(["systemctl", "stop", f"{name}.timer"]) not in {0, NOT_LOADED}]
         self._write(TIMERS, _lines([*stuck, new]))
+        if stuck:
+            # An earlier time would end a job. The caller tries again.
+            raise Unavailable(f"{len(stuck)} former dead-man timers cannot be stopped")
 
     async def spot_notice(self) -> str:
         """The spot notice, kept once seen. Never raises: a heartbeat must not fail because of the metadata service."""
@@ -232,12 +239,6 @@ class Ec2Machine:
         return self._notice
 
     async def run_script(self, timeout_s: float) -> StepResult:
-        result = await self._run_script(timeout_s)
-        if result.ok:
-            self._prepare_jobs()
-        return result
-
-    async def _run_script(self, timeout_s: float) -> StepResult:
         script = self._state / SCRIPT
         if not script.exists():
             return StepResult(ok=True, detail="no pre-runner script")

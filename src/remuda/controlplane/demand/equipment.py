@@ -18,7 +18,7 @@ from remuda.controlplane.ended import end_of
 from remuda.controlplane.pool_publisher import PoolPublisher
 from remuda.controlplane.reconcile import advance, binding_of_unknown_job, release_event, retire_after_unknown_job
 from remuda.controlplane.set_provisions import closed_provision, leave_provision, transition_in_set
-from remuda.domain.decide.next_step import Leave, Removal
+from remuda.domain.decide.next_step import Leave, RegistrationRemoval
 from remuda.domain.errors import Conflict, NotFound, RemudaError, Throttled, Unavailable
 from remuda.domain.instance import ABSORBING, Actor, Instance, RetireReason, State, holder_id
 from remuda.domain.pool_config import PoolConfig
@@ -307,7 +307,7 @@ class Equipment:
 
     async def release(self, config: PoolConfig, machine: KnownMachine, why: str) -> None:
         """Release a machine that has no job, and whose registration GitHub has removed."""
-        leaving = Leave(removal=Removal.USED_UP)
+        leaving = Leave(removal=RegistrationRemoval.USED_UP)
         event = await release_event(self._context, config, machine.instance, leaving, by=Actor.LISTENER)
         if event is not None:
             await self._leave_provision(machine, config, event, why)

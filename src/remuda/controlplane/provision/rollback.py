@@ -15,7 +15,7 @@ from remuda.controlplane.context import (
     retry_write,
 )
 from remuda.controlplane.reconcile import TOKEN_TIMEOUT_S, leave, removal_credential
-from remuda.domain.decide.next_step import Leave, Removal, leave_holder
+from remuda.domain.decide.next_step import Leave, RegistrationRemoval, leave_holder
 from remuda.domain.errors import Conflict, Interrupted, RemudaError
 from remuda.domain.instance import Credential, Instance, State
 from remuda.domain.pool_config import PoolConfig
@@ -150,9 +150,9 @@ async def _give_back(
 
 def _can_leave(leaving: Leave, removal: Credential | None) -> bool:
     """A runner of a set that listens may have a job already: the listener decides. Others need a removal token."""
-    if leaving.removal is Removal.BY_AGENT:
+    if leaving.removal is RegistrationRemoval.BY_AGENT:
         return removal is not None
-    return leaving.removal is Removal.NOT_RECORDED
+    return leaving.removal is RegistrationRemoval.NOT_RECORDED
 
 
 def _actor(instance: Instance) -> Actor:

@@ -36,7 +36,7 @@ MIN_EXTENSION_S = 900.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Policy:
+class PoolPolicy:
     """The rules of a pool for the instances in it. Part of its configuration."""
 
     lifetimes: Lifetimes
@@ -55,7 +55,7 @@ class Write:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RenewCredential:
+class NewCredential:
     """A new removal token is needed: the present one expires before the agent must have used it."""
 
 
@@ -64,7 +64,7 @@ class Publish:
     """The message of an idle instance is sent to the pool: it was never sent, or so long ago that it may be lost."""
 
 
-class Removal(Enum):
+class RegistrationRemoval(Enum):
     """How the registration of a runner is removed when its instance leaves its holder."""
 
     #: By its agent, before it stops the runner, with a removal token. GitHub refuses while a job runs.
@@ -81,7 +81,7 @@ class Removal(Enum):
 class Leave:
     """The instance is released: its agent removes the registration where that is left to it, and resets the machine."""
 
-    removal: Removal
+    removal: RegistrationRemoval
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +89,7 @@ class Terminate:
     """The new instance is terminated, because it was released before it was ready."""
 
 
-Step = Write | RenewCredential | Publish
+Step = Write | NewCredential | Publish
 
 
 def leave_holder(instance: Instance, report: Report | None = None) -> Terminate | Leave | None:
@@ -103,14 +103,14 @@ def leave_holder(instance: Instance, report: Report | None = None) -> Terminate 
     if instance.state not in {State.CLAIMED, State.RUNNING}:
         return None
     if not instance.runner_set:
-        return Leave(removal=Removal.BY_AGENT)
+        return Leave(removal=RegistrationRemoval.BY_AGENT)
     if instance.state is State.CLAIMED:
-        return Leave(removal=Removal.NOT_RECORDED)
+        return Leave(removal=RegistrationRemoval.NOT_RECORDED)
     is_spent = report is not None and report.spent_epoch == instance.epoch
-    return Leave(removal=Removal.USED_UP if is_spent else Removal.BY_API)
+    return Leave(removal=RegistrationRemoval.USED_UP if is_spent else RegistrationRemoval.BY_API)
 
 
-def next_step(instance: Instance, report: Report | None, policy: Policy, *, now: datetime) -> Step | None:
+def next_step(instance: Instance, report: Report | None, policy: PoolPolicy, *, now: datetime) -> Step | None:
     """Decide what is due for an instance, whoever holds it; None if there is nothing to do but wait."""
     if instance.state in ABSORBING:
         return None
@@ -129,7 +129,7 @@ def next_step(instance: Instance, report: Report | None, policy: Policy, *, now:
             return noticed
 
 
-def end_of_time(instance: Instance, report: Report | None, policy: Policy, *, now: datetime) -> Write | None:
+def end_of_time(instance: Instance, report: Report | None, policy: PoolPolicy, *, now: datetime) -> Write | None:
     """The end of an instance whose time in its state is up. It is the only end that may hit a running job."""
     busy, margin_s = is_busy(instance, report), policy.lifetimes.margin_s
     if not expired(instance.deadline(busy=busy), now=now, margin_s=margin_s):
@@ -168,7 +168,7 @@ def _after_failure(instance: Instance, report: Report | None) -> Write | None:
     return Write(event=end, why=f"its runner failed: {report.detail}")
 
 
-def _in_pool(instance: Instance, policy: Policy, *, now: datetime) -> Step | None:
+def _in_pool(instance: Instance, policy: PoolPolicy, *, now: datetime) -> Step | None:
     if retirement := _retirement(instance, policy, now=now):
         return Write(event=End(reason=retirement.reason, detail=retirement.detail), why=str(retirement))
     republish = timedelta(seconds=policy.lifetimes.republish_s)
@@ -176,7 +176,7 @@ def _in_pool(instance: Instance, policy: Policy, *, now: datetime) -> Step | Non
     return Publish() if is_due else None
 
 
-def _retirement(instance: Instance, policy: Policy, *, now: datetime, notice: str = "") -> Retirement | None:
+def _retirement(instance: Instance, policy: PoolPolicy, *, now: datetime, notice: str = "") -> Retirement | None:
     lifetimes = policy.lifetimes
     return decide_retirement(
         instance,
@@ -189,7 +189,7 @@ def _retirement(instance: Instance, policy: Policy, *, now: datetime, notice: st
     )
 
 
-def _after_release(instance: Instance, report: Report | None, policy: Policy, *, now: datetime) -> Step | None:
+def _after_release(instance: Instance, report: Report | None, policy: PoolPolicy, *, now: datetime) -> Step | None:
     """The way of a releasing instance back to the pool, or to its end, by the agent's report."""
     lifetimes, verdict = policy.lifetimes, removal_verdict(report, instance.epoch)
     if report is not None and verdict is Verdict.OK:
@@ -202,10 +202,10 @@ def _after_release(instance: Instance, report: Report | None, policy: Policy, *,
     if report is not None and report.busy and _is_worth_extending(instance, now=now, lifetimes=lifetimes):
         extend = Extend(report=report, extension_s=_extension_s(lifetimes), margin_s=lifetimes.margin_s)
         return Write(event=extend, why="a job is still running")
-    return RenewCredential() if _credential_expires_early(instance, now=now, margin_s=lifetimes.margin_s) else None
+    return NewCredential() if _credential_expires_early(instance, now=now, margin_s=lifetimes.margin_s) else None
 
 
-def _after_reset(instance: Instance, report: Report, policy: Policy, *, now: datetime) -> Write:
+def _after_reset(instance: Instance, report: Report, policy: PoolPolicy, *, now: datetime) -> Write:
     retirement = _retirement(instance, policy, now=now, notice=report.notice)
     if retirement is None and not instance.is_quarantined(now) and _had_unknown_job(instance, report):
         detail = "it had a job while its registration was removed"
