@@ -34,15 +34,17 @@ READY = b"."
 FILL_RATE = 8 * 1024**2
 #: Shortest and longest time in seconds between two looks.
 MIN_PAUSE_S, MAX_PAUSE_S = 0.005, 0.2
-#: Share of the memory by which memory of the kernel may grow that it cannot take back.
-KERNEL_SHARE = 4
-#: The lines of /proc/meminfo with that memory, in KiB.
+#: The lines of /proc/meminfo with memory of the kernel that it cannot take back, in KiB.
 KERNEL = (b"SUnreclaim:", b"VmallocUsed:", b"Percpu:")
 _MCL_CURRENT, _MCL_FUTURE = 1, 2
 
 
 class Guard:
-    """`cgroup` is the folder of the cgroup of all sandboxes. Reserves are in bytes, `inodes` in files."""
+    """`cgroup` is the folder of the cgroup of all sandboxes.
+
+    `memory`, `disk` and `log_space` are bytes that must stay available, `inodes` the number of files. Memory of the
+    kernel that it cannot take back may grow by `kernel` bytes.
+    """
 
     def __init__(
         self,
@@ -52,6 +54,7 @@ class Guard:
         log: str,
         page: mmap.mmap,
         memory: int,
+        kernel: int,
         disk: int,
         inodes: int,
         log_space: int,
@@ -70,8 +73,7 @@ class Guard:
         #: Whether it has killed, and processes of that sandbox are still there.
         self._killing = False
         self._look()
-        #: Memory of the kernel, in KiB, from which on jobs are the cause.
-        self._kernel_limit = self._kernel() + self._value(b"MemTotal:") // KERNEL_SHARE
+        self._kernel_limit = self._kernel() + kernel // 1024
 
     def check(self) -> tuple[bool, float]:
         """Kill if something is short. Return whether that is a new kill, and the seconds until the next check."""
@@ -80,8 +82,8 @@ class Guard:
         used = NUMBER.unpack_from(self._page, USED)[0]
         disk, log = os.fstatvfs(self._storage), os.fstatvfs(self._log)
         free, free_log = disk.f_bavail * disk.f_frsize // 1024, log.f_bavail * log.f_frsize // 1024
-        headroom = min(available - self._memory, self._kernel_limit - kernel)
-        if headroom < 0:
+        headroom = available - self._memory
+        if headroom < 0 or kernel > self._kernel_limit:
             return self._kill_for(0, available)
         if used and (free < self._disk or (disk.f_files and disk.f_favail < self._inodes)):
             return self._kill_for(1, free)
@@ -167,8 +169,8 @@ def introduce(page: mmap.mmap) -> None:
 
 
 def main(cgroup: str, storage: str, log: str, page_path: str, *reserves: str) -> None:
-    """`reserves` are the bytes of memory, the bytes and the files on the disk, and the bytes for logs."""
-    memory, disk, inodes, log_space = map(int, reserves)
+    """`reserves` are the last parameters of `Guard`."""
+    memory, kernel, disk, inodes, log_space = map(int, reserves)
     page = open_page(page_path)
     guard = Guard(
         cgroup=cgroup,
@@ -176,6 +178,7 @@ def main(cgroup: str, storage: str, log: str, page_path: str, *reserves: str) ->
         log=log,
         page=page,
         memory=memory,
+        kernel=kernel,
         disk=disk,
         inodes=inodes,
         log_space=log_space,

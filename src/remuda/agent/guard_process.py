@@ -34,6 +34,8 @@ class Reserves:
 
     #: Bytes of memory that the kernel could give to new programs.
     memory: int
+    #: Bytes by which memory of the kernel may grow that it cannot take back.
+    kernel: int
     #: Bytes and files on the disk.
     disk: int
     inodes: int
@@ -65,7 +67,7 @@ class GuardProcess:
         former = procfs.read_process(self._number(guard.PID))
         former_started = self._number(guard.STARTED)
         reserves = self._reserves
-        values = (reserves.memory, reserves.disk, reserves.inodes, reserves.log)
+        values = (reserves.memory, reserves.kernel, reserves.disk, reserves.inodes, reserves.log)
         paths = (self._cgroup, self._storage, self._log, path)
         process = subprocess.Popen(
             [sys.executable, "-IS", guard.__file__, *map(str, paths), *map(str, values)],

@@ -28,6 +28,7 @@ from remuda import procfs, scripts
 from remuda.agent import enter_sandbox, mounts, processes, sandbox_root, system_call_filter
 from remuda.agent.cache_volumes import CacheVolumes
 from remuda.agent.guard_process import GuardProcess, Reserves
+from remuda.agent.job_hook import REFUSED
 from remuda.agent.listener import WAIT_FOR_UPDATE, Files, StartCommand
 from remuda.agent.sandbox_root import JobUser
 from remuda.domain.errors import Unavailable
@@ -55,6 +56,8 @@ INODE_RESERVE = 20_000
 #: Bytes of memory that must stay available. Below, the sandbox is killed. Jobs get there only by memory that the kernel
 #: does not count for their cgroup: that limits them earlier.
 AVAILABLE_RESERVE = 64 * 1024**2
+#: Share of the memory by which memory of the kernel may grow. What is counted for the cgroup stays far below it.
+KERNEL_SHARE = 4
 #: Memory and number of processes that jobs must leave to the host.
 MEMORY_RESERVE = 384 * 1024**2
 TASK_RESERVE = 1_000
@@ -177,8 +180,13 @@ class Sandboxes:
 
     @property
     def outbox(self) -> Path:
-        """A folder that jobs write and the agent reads."""
-        return self._storage / "outbox"
+        """The folder with the file that jobs write and the agent reads.
+
+        On the memory disk: on others, whoever may write to a file or a folder can keep its lock for ever, by a page
+        fault during the call. Readers of a file in memory need no lock, nor do lookups of one that exists. No job can
+        remove it.
+        """
+        return self.log_folder / "outbox"
 
     @property
     def _trash(self) -> Path:
@@ -319,7 +327,13 @@ class Sandboxes:
             cgroup=self._cgroup,
             storage=self._storage,
             log=self.log_folder,
-            reserves=Reserves(memory=AVAILABLE_RESERVE, disk=DISK_RESERVE, inodes=INODE_RESERVE, log=LOG_RESERVE),
+            reserves=Reserves(
+                memory=AVAILABLE_RESERVE,
+                kernel=_memory() // KERNEL_SHARE,
+                disk=DISK_RESERVE,
+                inodes=INODE_RESERVE,
+                log=LOG_RESERVE,
+            ),
             record=self._record,
         )
         self._guard.start()
@@ -427,10 +441,11 @@ class Sandboxes:
             engine.mkdir()
             engine.chmod(0o711)
             os.chown(engine, first_id, first_id)
-        self._discard_folder(self.outbox)
+        shutil.rmtree(self.outbox, ignore_errors=True)
         self.outbox.mkdir()
         self.outbox.chmod(0o755)
-        os.chown(self.outbox, first_id + user.uid, first_id + user.gid)
+        (self.outbox / REFUSED).touch()
+        os.chown(self.outbox / REFUSED, first_id + user.uid, first_id + user.gid)
         mounts.mount_idmapped(self._options.root, folder / "host", first_id)
         mounts.mount_overlay(folder / "root", lower=folder / "host", upper=folder / "upper", work=folder / "work")
         runner = folder / "root" / str(self._options.software).lstrip("/") / "runner"
@@ -560,7 +575,7 @@ class Sandboxes:
             if problem:
                 return f"sandbox {number}: {problem}"
         if keep is None:
-            self._discard_folder(self.outbox)
+            shutil.rmtree(self.outbox, ignore_errors=True)
         self._start_deletion()
         return ""
 
@@ -667,12 +682,16 @@ def _cgroup_root() -> Path:
     return path
 
 
+def _memory() -> int:
+    """Bytes of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def _limit(cgroup: Path) -> None:
     """Leave memory and processes to the host. The kernel may lack a controller."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     tasks = min(int(Path(f"/proc/sys/kernel/{name}").read_text()) for name in ("pid_max", "threads-max"))
     limits = {
-        "memory.max": memory - MEMORY_RESERVE,
+        "memory.max": _memory() - MEMORY_RESERVE,
         "pids.max": tasks - TASK_RESERVE,
         "cgroup.max.depth": CGROUP_DEPTH,
         "cgroup.max.descendants": CGROUP_COUNT,
