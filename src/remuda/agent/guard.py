@@ -42,7 +42,7 @@ _MCL_CURRENT, _MCL_FUTURE = 1, 2
 class Guard:
     """`cgroup` is the folder of the cgroup of all sandboxes.
 
-    `memory`, `disk` and `log_space` are bytes that must stay available, `inodes` the number of files. Memory of the
+    `memory`, `disk` and `log_space` are bytes that must stay available, `files` the number of files. Memory of the
     kernel that it cannot take back may grow by `kernel` bytes.
     """
 
@@ -56,7 +56,7 @@ class Guard:
         memory: int,
         kernel: int,
         disk: int,
-        inodes: int,
+        files: int,
         log_space: int,
         meminfo: str = "/proc/meminfo",
     ) -> None:
@@ -68,7 +68,7 @@ class Guard:
         self._log = os.open(log, flags | os.O_DIRECTORY)
         self._page = page
         self._memory, self._disk, self._log_space = memory // 1024, disk // 1024, log_space // 1024
-        self._inodes = inodes
+        self._files = files
         self._buffer = bytearray(PAGE)
         #: Whether it has killed, and processes of that sandbox are still there.
         self._killing = False
@@ -85,7 +85,7 @@ class Guard:
         headroom = available - self._memory
         if headroom < 0 or kernel > self._kernel_limit:
             return self._kill_for(0, available)
-        if used and (free < self._disk or (disk.f_files and disk.f_favail < self._inodes)):
+        if used and (free < self._disk or (disk.f_files and disk.f_favail < self._files)):
             return self._kill_for(1, free)
         if used and free_log < self._log_space:
             return self._kill_for(2, free_log)
@@ -170,7 +170,7 @@ def introduce(page: mmap.mmap) -> None:
 
 def main(cgroup: str, storage: str, log: str, page_path: str, *reserves: str) -> None:
     """`reserves` are the last parameters of `Guard`."""
-    memory, kernel, disk, inodes, log_space = map(int, reserves)
+    memory, kernel, disk, files, log_space = map(int, reserves)
     page = open_page(page_path)
     guard = Guard(
         cgroup=cgroup,
@@ -180,7 +180,7 @@ def main(cgroup: str, storage: str, log: str, page_path: str, *reserves: str) ->
         memory=memory,
         kernel=kernel,
         disk=disk,
-        inodes=inodes,
+        files=files,
         log_space=log_space,
     )
     protect()

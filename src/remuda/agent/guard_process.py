@@ -38,7 +38,7 @@ class Reserves:
     kernel: int
     #: Bytes and files on the disk.
     disk: int
-    inodes: int
+    files: int
     #: Bytes on the memory disk with the logs.
     log: int
 
@@ -67,7 +67,7 @@ class GuardProcess:
         former = procfs.read_process(self._number(guard.PID))
         former_started = self._number(guard.STARTED)
         reserves = self._reserves
-        values = (reserves.memory, reserves.kernel, reserves.disk, reserves.inodes, reserves.log)
+        values = (reserves.memory, reserves.kernel, reserves.disk, reserves.files, reserves.log)
         paths = (self._cgroup, self._storage, self._log, path)
         process = subprocess.Popen(
             [sys.executable, "-IS", guard.__file__, *map(str, paths), *map(str, values)],

@@ -52,7 +52,7 @@ END_LIMIT_S = 20.0
 END_POLL_S = 0.01
 #: Bytes and files that jobs must leave free on the disk. Below, the sandbox is killed: the agent needs some to work.
 DISK_RESERVE = 512 * 1024**2
-INODE_RESERVE = 20_000
+FILE_RESERVE = 10_000
 #: Bytes of memory that must stay available. Below, the sandbox is killed. Jobs get there only by memory that the kernel
 #: does not count for their cgroup: that limits them earlier.
 AVAILABLE_RESERVE = 64 * 1024**2
@@ -331,7 +331,7 @@ class Sandboxes:
                 memory=AVAILABLE_RESERVE,
                 kernel=_memory() // KERNEL_SHARE,
                 disk=DISK_RESERVE,
-                inodes=INODE_RESERVE,
+                files=FILE_RESERVE,
                 log=LOG_RESERVE,
             ),
             record=self._record,

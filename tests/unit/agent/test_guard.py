@@ -65,7 +65,7 @@ class Fixture:
             memory=64 * MIB,
             kernel=500 * MIB,
             disk=512 * MIB,
-            inodes=20_000,
+            files=20_000,
             log_space=MIB,
             meminfo=str(folder / "meminfo"),
         )
