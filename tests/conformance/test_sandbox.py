@@ -386,7 +386,7 @@ def test_memory_that_no_cgroup_counts_ends_the_job_and_not_the_machine(host: San
     share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (KERNEL_LIMIT_MIB * MIB)
     with driver(host, folder=str(folder), limits={"KERNEL_SHARE": share}) as agent:
         agent("open")
-        low = agent("run", name="r1", script=f"{NEIGHBOURS}; sleep 100")
+        low = agent("run", name="r1", script=f"{NEIGHBOURS}sleep 100")
         assert (low["exit_code"], low["alive"]) == (KILLED, False)
         assert [name for name, _ in low["events"]] == ["sandbox-ready", "memory-low"]
         again = agent("run", name="r1", script="exit 6")

@@ -20,8 +20,14 @@ import struct
 import sys
 from contextlib import suppress
 
-#: The reasons for a kill. They are the names of the events in the agent's log.
-REASONS = ("memory-low", "disk-full", "log-full")
+#: The reasons for a kill: the event in the agent's log, and its text with an amount in KiB.
+REASONS = (
+    ("memory-low", "{} KiB of memory are available"),
+    ("memory-low", "the kernel itself has {} KiB of memory"),
+    ("disk-full", "{} KiB are free on the disk"),
+    ("log-full", "{} KiB are free for logs"),
+)
+AVAILABLE_LOW, KERNEL_HIGH, DISK_FULL, LOG_FULL = range(len(REASONS))
 #: Guard and agent share a file in memory of one page, with numbers of eight bytes: pid and start time of the guard,
 #: number of kills, index and amount of the last one's reason; and from the agent, the number of kills that it has
 #: recorded and whether the sandbox is used. One that is not used yet has filled no disk.
@@ -83,12 +89,14 @@ class Guard:
         disk, log = os.fstatvfs(self._storage), os.fstatvfs(self._log)
         free, free_log = disk.f_bavail * disk.f_frsize // 1024, log.f_bavail * log.f_frsize // 1024
         headroom = available - self._memory
-        if headroom < 0 or kernel > self._kernel_limit:
-            return self._kill_for(0, available)
+        if headroom < 0:
+            return self._kill_for(AVAILABLE_LOW, available)
+        if kernel > self._kernel_limit:
+            return self._kill_for(KERNEL_HIGH, kernel)
         if used and (free < self._disk or (disk.f_files and disk.f_favail < self._files)):
-            return self._kill_for(1, free)
+            return self._kill_for(DISK_FULL, free)
         if used and free_log < self._log_space:
-            return self._kill_for(2, free_log)
+            return self._kill_for(LOG_FULL, free_log)
         self._killing = False
         return False, min(MAX_PAUSE_S, max(MIN_PAUSE_S, headroom / FILL_RATE))
 

@@ -21,11 +21,6 @@ from remuda.agent import guard
 START_LIMIT_S = 60.0
 #: Seconds until the next attempt, if a guard that has ended cannot be started again.
 RETRY_S = 1.0
-_TEXTS = {
-    "memory-low": "{} KiB of memory are available",
-    "disk-full": "{} KiB are free on the disk",
-    "log-full": "{} KiB are free for logs",
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,8 +111,8 @@ class GuardProcess:
         """Return how often guards of this machine have killed, all of it recorded."""
         kills = self._number(guard.KILLS)
         if self._page is not None and kills != self._number(guard.RECORDED):
-            reason = guard.REASONS[self._number(guard.REASON)]
-            self._record(reason, f"killed the sandbox: {_TEXTS[reason].format(self._number(guard.AMOUNT))}")
+            event, text = guard.REASONS[self._number(guard.REASON)]
+            self._record(event, f"killed the sandbox: {text.format(self._number(guard.AMOUNT))}")
             guard.NUMBER.pack_into(self._page, guard.RECORDED, kills)
         return kills
 
