@@ -96,8 +96,8 @@ def test_every_assignment_gets_a_fresh_root(agent: Driver, host: SandboxHost) ->
             exec 2>&1
             set -e
             [ "$(id -un)" = runner ] && [ "$PWD" = /opt/remuda/runner ]
-            sudo touch /etc/from-run-1 /usr/bin/from-run-1 /root/from-run-1
-            touch /tmp/from-run-1 /var/tmp/from-run-1 ~/from-run-1 /opt/remuda/runner/from-run-1 /run/from-run-1
+            sudo touch /etc/from-run-1 /usr/bin/from-run-1 /root/from-run-1 /run/from-run-1
+            touch /tmp/from-run-1 /var/tmp/from-run-1 ~/from-run-1 /opt/remuda/runner/from-run-1
             sudo sh -c 'echo 127.0.0.1 from-run-1 >>/etc/hosts; useradd from-run-1; chown 0 /home/runner/from-run-1'
             sudo unshare --mount sh -c 'mount -t tmpfs none /mnt; sleep 1000' >/dev/null &
             unshare --user --map-root-user --mount --fork sh -c 'mount -t tmpfs none /mnt; sleep 1000' >/dev/null &

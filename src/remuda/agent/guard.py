@@ -145,11 +145,15 @@ def protect() -> None:
     """Keep this process in memory, alive and in time, whatever jobs do. Each part may need a right that root lacks."""
     # A collection could ask for memory at any time. The loop makes no cycles.
     gc.disable()
-    for part in (_escape_the_oom_killer, _go_first, _lock_memory):
+    for part, otherwise in (
+        (_escape_the_oom_killer, "lack of memory may end it"),
+        (_go_first, "it may have to wait for a processor"),
+        (_lock_memory, "it may have to wait for its own memory"),
+    ):
         try:
             part()
         except OSError as problem:
-            sys.stderr.write(f"remuda guard: {problem}\n")
+            sys.stderr.write(f"remuda guard: {otherwise}: {problem}\n")
 
 
 def _escape_the_oom_killer() -> None:
