@@ -19,8 +19,8 @@ from remuda.agent import guard
 
 #: Seconds until the guard must work. Machines under emulation need several.
 START_LIMIT_S = 60.0
-#: Seconds until the next attempt, if a guard that has ended cannot be started again.
-RETRY_S = 1.0
+#: Seconds between two starts of a guard that ends again.
+RESTART_PAUSE_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,15 +129,13 @@ class GuardProcess:
     async def _start_again(self) -> None:
         self._record("guard-ended", "the guard has ended; starting another")
         _reap(self._pid)
-        while True:
+        while self._pipe < 0:
             try:
                 await asyncio.to_thread(self.start)
             except OSError as problem:
                 self._record("guard-ended", str(problem))
-                await asyncio.sleep(RETRY_S)
-            else:
-                self.watch()
-                return
+            await asyncio.sleep(RESTART_PAUSE_S)
+        self.watch()
 
     def _unwatch(self) -> None:
         if self._pipe >= 0:
