@@ -1,6 +1,10 @@
 """Process information from /proc, and signals to exactly one process. Linux only.
 
 Uses the standard library only, because the supervisor of a local machine imports little else.
+
+A process can make readers of its `cmdline`, `environ` or `maps` wait for ever: a page fault on a file of its own FUSE
+daemon holds the lock of its memory. Of processes in a sandbox only files are read that do not need that lock: `stat`,
+`status`, `comm`, `children` and `ns`.
 """
 
 from __future__ import annotations
@@ -26,6 +30,8 @@ EXEC_PAUSE_S = 0.01
 LISTS_CHILDREN = os.path.exists("/proc/thread-self/children")  # noqa: PTH110  # pathlib would slow each supervisor's start
 #: Kernel states of processes that have ended but were not reaped by their parent yet.
 _ENDED = frozenset({"Z", "X"})
+#: Fields of `stat` behind the program name that are read here.
+STAT_FIELDS = 20
 
 
 class Process(NamedTuple):
@@ -33,6 +39,8 @@ class Process(NamedTuple):
     ppid: int
     #: Start time in clock ticks since boot. Together with the pid it identifies one process uniquely.
     started: int
+    #: The name of its program, shortened to 15 bytes by the kernel. A process can choose any.
+    name: str = ""
     #: Device number of its terminal, or 0 if it has none.
     terminal: int = 0
     #: Whether its first thread has ended while others still run.
@@ -43,11 +51,18 @@ def read_process(pid: int) -> Process | None:
     """Return the process, or None if it has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123  # see above
-            text = file.read()
+            return parse_stat(file.read())
     except OSError:
         return None
+
+
+def parse_stat(text: bytes) -> Process | None:
+    """Return the process that the content of its `stat` describes, or None if it has ended. ValueError if malformed."""
     # The program name is in parentheses and may itself contain parentheses.
-    fields = text[text.rindex(b")") + 2 :].split()
+    pid, begin, end = int(text[: text.index(b"(")]), text.index(b"(") + 1, text.rindex(b")")
+    fields = text[end + 2 :].split()
+    if len(fields) < STAT_FIELDS:
+        raise ValueError("a process has more fields")
     first_thread_ended = fields[0].decode() in _ENDED
     # A process whose first thread has ended looks like a zombie, but still runs if it has more threads.
     if first_thread_ended and int(fields[17]) <= 1:
@@ -56,6 +71,7 @@ def read_process(pid: int) -> Process | None:
         pid=pid,
         ppid=int(fields[1]),
         started=int(fields[19]),
+        name=os.fsdecode(text[begin:end]),
         terminal=int(fields[4]),
         first_thread_ended=first_thread_ended,
     )
@@ -64,6 +80,16 @@ def read_process(pid: int) -> Process | None:
 def is_alive(pid: int, started: int) -> bool:
     process = read_process(pid)
     return process is not None and process.started == started
+
+
+def command(pid: int) -> tuple[str, ...]:
+    """Return the command line, or an empty tuple if it cannot be read. Not for processes in sandboxes, see above."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:  # noqa: PTH123  # see above
+            text = file.read()
+    except OSError:
+        return ()
+    return tuple(os.fsdecode(part) for part in text.split(b"\0")[:-1])
 
 
 def all_processes() -> dict[int, Process]:
@@ -77,25 +103,28 @@ def descendants(root: int, processes: Mapping[int, Process] | None = None) -> li
     """Return all descendants of `root`, nearest first; only those among `processes`, if given."""
     if processes is None and not LISTS_CHILDREN:
         processes = all_processes()
-    children = _children if processes is None else _grouped_by_parent(processes).get
+    below_of = children if processes is None else _grouped_by_parent(processes).get
     found: dict[int, Process] = {}
     level = [root]
     while level:
-        below = {child.pid: child for pid in level for child in children(pid) or () if child.pid not in found}
+        below = {child.pid: child for pid in level for child in below_of(pid) or () if child.pid not in found}
         found |= below
         level = list(below)
     return list(found.values())
 
 
 def _grouped_by_parent(processes: Mapping[int, Process]) -> dict[int, list[Process]]:
-    children: dict[int, list[Process]] = {}
+    grouped: dict[int, list[Process]] = {}
     for process in processes.values():
-        children.setdefault(process.ppid, []).append(process)
-    return children
+        grouped.setdefault(process.ppid, []).append(process)
+    return grouped
 
 
-def _children(pid: int) -> list[Process]:
-    """Return the children of all threads of a process. Reads no other processes, of which a computer has hundreds."""
+def children(pid: int) -> list[Process]:
+    """Return the children of all threads of a process, which needs a kernel that `LISTS_CHILDREN`.
+
+    Reads no other processes, of which a computer has hundreds.
+    """
     pids: list[bytes] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208  # see above
@@ -152,7 +181,7 @@ def machine_processes(machine: str, folder: str, since: int) -> list[Process]:
     excluded = _ancestors()
     found = []
     for process in all_processes().values():
-        if process.pid in excluded or _owner(process.pid) != user:
+        if process.pid in excluded or users(process.pid) != {user}:
             continue
         proc_path = _proc_path(process)
         marker = _variable(proc_path, MARKER)
@@ -171,13 +200,6 @@ def _ancestors() -> set[int]:
         process = read_process(pid)
         pid = 0 if process is None else process.ppid
     return found
-
-
-def _owner(pid: int) -> int | None:
-    try:
-        return os.stat(f"/proc/{pid}").st_uid  # noqa: PTH116  # see above
-    except OSError:
-        return None
 
 
 def _proc_path(process: Process) -> str:
@@ -210,7 +232,8 @@ def kill_step(value: str) -> None:
         found = [
             process
             for process in all_processes().values()
-            if _owner(process.pid) == user and _variable(_proc_path(process), STEP) == value
+            # Processes of sandboxes have other users.
+            if users(process.pid) == {user} and _variable(_proc_path(process), STEP) == value
         ]
         if not found:
             return

@@ -25,7 +25,6 @@ from remuda.adapters.local.compute import LocalCompute
 from remuda.adapters.local.layout import LocalLayout
 from remuda.adapters.sqlite.store import SqliteInstanceStore
 from remuda.adapters.system.clock import SystemClock, SystemIds
-from remuda.agent import processes
 from remuda.domain.instance import Actor, Assignment, Instance, State, holder_id
 from remuda.domain.resources import Tier, UsageClass
 from remuda.domain.signals import Report, Signal
@@ -137,7 +136,7 @@ class MachineOfSet:
         """Kill the agent. Return when the next one beats."""
         supervisor = files.supervisor(str(self.folder))
         assert supervisor is not None
-        agents = [each.pid for each in procfs.descendants(supervisor[0]) if "agent" in processes.command(each.pid)]
+        agents = [each.pid for each in procfs.descendants(supervisor[0]) if "agent" in procfs.command(each.pid)]
         assert agents, "it runs"
         for pid in agents:
             os.kill(pid, signal.SIGKILL)
@@ -221,7 +220,7 @@ class MachineOfSet:
         """Command lines of all processes of the machine."""
         supervisor = files.supervisor(str(self.folder))
         assert supervisor is not None
-        return [" ".join(processes.command(each.pid)) for each in procfs.descendants(supervisor[0])]
+        return [" ".join(procfs.command(each.pid)) for each in procfs.descendants(supervisor[0])]
 
     async def has_ended(self) -> bool:
         view = (await self.compute.describe([self.instance_id]))[self.instance_id]

@@ -18,7 +18,6 @@ import httpx
 import pytest
 
 from remuda import procfs
-from remuda.agent.processes import command
 from remuda.fake_github import install_runner, read_endpoint
 from remuda.fake_github.client import FakeGitHubClient, JobStep, JobView
 from tests.support.aws.servers import ROOT
@@ -392,7 +391,7 @@ def remuda(folder: Path, *arguments: str, **env: str) -> tuple[int, Any]:
 
 
 def processes_of(folder: Path) -> list[tuple[str, ...]]:
-    lines = (command(pid) for pid in procfs.all_processes() if pid != os.getpid())
+    lines = (procfs.command(pid) for pid in procfs.all_processes() if pid != os.getpid())
     return [words for words in lines if any(str(folder) in word for word in words)]
 
 
@@ -498,7 +497,11 @@ def test_agent_killed_during_registration_leaves_one_registration(folder: Path):
     with ThreadPoolExecutor(1) as threads:
         provisioning = threads.submit(remuda, folder, "provision", "--run-id", "7")
         configuring = wait_for_registration(folder)
-        agents = [pid for pid in procfs.all_processes() if "agent" in command(pid)[1:4] and str(folder) in command(pid)]
+        agents = [
+            pid
+            for pid in procfs.all_processes()
+            if "agent" in procfs.command(pid)[1:4] and str(folder) in procfs.command(pid)
+        ]
         assert agents
         for pid in agents:
             os.kill(pid, signal.SIGKILL)
@@ -514,7 +517,7 @@ def wait_for_registration(folder: Path) -> int:
     until = time.monotonic() + LIMIT_S
     while time.monotonic() < until:
         for pid in procfs.all_processes():
-            words = command(pid)
+            words = procfs.command(pid)
             if "configure" in words and any(word.startswith(str(folder)) for word in words):
                 return pid
         threading.Event().wait(0.02)

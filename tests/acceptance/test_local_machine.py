@@ -28,7 +28,6 @@ from remuda.adapters.local import folder as files
 from remuda.adapters.local import launch
 from remuda.adapters.local.compute import LocalCompute
 from remuda.adapters.system.clock import SystemClock, SystemIds
-from remuda.agent.processes import program_name
 from remuda.domain.errors import CapacityError, UserError
 from remuda.domain.timestamps import from_text
 from remuda.fake_github import install_runner
@@ -49,6 +48,7 @@ AGENT = """
 import asyncio, json, os, sys
 from datetime import datetime, UTC
 from functools import partial
+from remuda import procfs
 from remuda.adapters.local.machine import LocalMachine, job_environment, machine_folder, pristine_runner, supervisor_pid
 from remuda.adapters.system.clock import SystemClock
 from remuda.agent import processes
@@ -63,6 +63,7 @@ async def main():
     folder, clock = machine_folder(os.environ), SystemClock()
     jobs = JobFolders(
         folder, pristine=pristine_runner(folder),
+        processes=partial(procfs.descendants, supervisor_pid(folder)),
         kill=partial(processes.kill_descendants, supervisor_pid(folder), keep={os.getpid()}, clock=clock),
     )
     machine = LocalMachine(folder=folder, clock=clock, reset=jobs.reset)
@@ -240,7 +241,7 @@ def alive(pid: int) -> bool:
 
 
 def names_below(pid: int) -> list[str]:
-    return [program_name(process.pid) for process in procfs.descendants(pid)]
+    return [process.name for process in procfs.descendants(pid)]
 
 
 # The machine and its agent

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from remuda.agent import sandbox
+from remuda.agent.job_hook import REFUSED
 from remuda.agent.listener import KILLED
 from remuda.domain.resources import Tier
+from tests.support import blocked_readers
 from tests.support.sandbox_driver import OPEN_FILES
 from tests.support.sandbox_host import Driver, SandboxHost, driver, missing
 
@@ -26,6 +30,8 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=f"sandboxes in namespace
 SERVICES = {"containerd", "cron", "crond", "atd", "dbus", "dbus-broker", "docker", "systemd-journald"}
 #: Seconds for a reset, even on a busy computer.
 RESET_LIMIT_S = 10.0
+#: Seconds for looks at the jobs.
+LOOK_LIMIT_S = 10.0
 #: In limits of tests that wait for a reset to fail.
 SHORT_S = 1.0
 MIB = 1024**2
@@ -90,8 +96,8 @@ def test_every_assignment_gets_a_fresh_root(agent: Driver, host: SandboxHost) ->
             exec 2>&1
             set -e
             [ "$(id -un)" = runner ] && [ "$PWD" = /opt/remuda/runner ]
-            sudo touch /etc/from-run-1 /usr/bin/from-run-1 /root/from-run-1
-            touch /tmp/from-run-1 /var/tmp/from-run-1 ~/from-run-1 /opt/remuda/runner/from-run-1 /run/remuda/from-run-1
+            sudo touch /etc/from-run-1 /usr/bin/from-run-1 /root/from-run-1 /run/from-run-1
+            touch /tmp/from-run-1 /var/tmp/from-run-1 ~/from-run-1 /opt/remuda/runner/from-run-1
             sudo sh -c 'echo 127.0.0.1 from-run-1 >>/etc/hosts; useradd from-run-1; chown 0 /home/runner/from-run-1'
             sudo unshare --mount sh -c 'mount -t tmpfs none /mnt; sleep 1000' >/dev/null &
             unshare --user --map-root-user --mount --fork sh -c 'mount -t tmpfs none /mnt; sleep 1000' >/dev/null &
@@ -325,6 +331,93 @@ def test_logs_are_limited(agent: Driver) -> None:
     agent("wait_without", text="456")
     assert agent("waits_for_log")
     assert agent("reset")["ok"]
+
+
+#: Files of a process that are read without the lock of its memory.
+NEVER_BLOCK = {"stat", "status", "comm", "children", "task"}
+#: MiB by which memory of the kernel may grow, and a job that takes more, as neighbours of its network.
+KERNEL_LIMIT_MIB = 48
+NEIGHBOURS = """
+sudo sh -c 'ip link add n0 type veth peer name n1 && ip link set n0 up && echo begun && for i in $(seq 0 1200); do
+    for j in $(seq 0 255); do echo neigh replace 10.$((i / 256)).$((i % 256)).$j $FIXED; done | ip -batch -
+done'
+""".replace("$FIXED", "lladdr 02:00:00:00:00:01 nud permanent dev n0")
+
+
+def test_looks_at_jobs_open_nothing_that_jobs_can_block(agent: Driver, folder: Path) -> None:
+    agent("open")
+    agent("start", name="r1", script="sleep 100 & sudo sleep 100 & echo begun; wait")
+    agent("wait_for", text="begun")
+    paths = agent("looks")
+    of_processes = [path.split("/")[3:] for path in paths if re.match(r"/proc/[0-9]", path)]
+    assert ["stat"] in of_processes
+    assert {parts[-1] for parts in of_processes if not parts[-1].isdecimal()} <= NEVER_BLOCK
+    storage = str(folder / "storage")
+    in_storage = [path.removeprefix(f"{storage}/") for path in paths if path.startswith(storage)]
+    assert f"log/outbox/{REFUSED}" in in_storage
+    # The rest belongs to the host.
+    assert {path.split("/")[0] for path in in_storage} == {"log"}
+
+
+@pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="needs /usr/bin/python3")
+@pytest.mark.parametrize("program", ["MEMORY", "FOLDER"])
+def test_job_that_blocks_its_readers_does_not_block_the_agent(
+    agent: Driver, host: SandboxHost, folder: Path, program: str
+) -> None:
+    # Everybody may use it where udev runs.
+    host.run("sh", "-ec", f"mknod -m 666 {folder}/fuse c 10 229; mount --bind {folder}/fuse /dev/fuse")
+    try:
+        agent("open")
+        code = getattr(blocked_readers, program)
+        script = f"cat >/tmp/block.py <<'END'\n{code}END\nsudo /usr/bin/python3 -IS /tmp/block.py; sleep 100"
+        agent("start", name="r1", script=script)
+        agent("wait_for", text="blocked\n")
+        started = time.monotonic()
+        assert agent("looks", limit_s=LOOK_LIMIT_S)
+        agent("stop")
+        assert agent("reset")["ok"]
+        assert time.monotonic() - started < 2 * RESET_LIMIT_S
+        assert agent("run", name="r2", script="exit 6")["exit_code"] == 6
+    finally:
+        host.run("umount", "/dev/fuse")
+
+
+def test_memory_that_no_cgroup_counts_ends_the_job_and_not_the_machine(host: SandboxHost, folder: Path) -> None:
+    share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (KERNEL_LIMIT_MIB * MIB)
+    with driver(host, folder=str(folder), limits={"KERNEL_SHARE": share}) as agent:
+        agent("open")
+        low = agent("run", name="r1", script=f"{NEIGHBOURS}sleep 100")
+        assert (low["exit_code"], low["alive"]) == (KILLED, False)
+        assert [name for name, _ in low["events"]] == ["sandbox-ready", "memory-low"]
+        again = agent("run", name="r1", script="exit 6")
+        assert again["exit_code"] == 6
+        assert agent("reset")["ok"]
+        end(agent)
+
+
+def test_guard_outlives_the_agent_and_is_replaced(host: SandboxHost, folder: Path) -> None:
+    first = Driver(host, folder=str(folder))
+    first("open")
+    first("start", name="r1", script="echo begun; until [ -e /tmp/go ]; do sleep 0.05; done; exit 5")
+    first("wait_for", text="begun")
+    old = first("guard_pid")
+    host.run("sh", "-ec", f"kill -KILL {old}")
+    first("pause", seconds=1)
+    guard = first("guard_pid")
+    assert guard != old
+    first.die()
+    # It keeps guarding the job, until the next agent has its own.
+    host.run("sh", "-ec", f"sleep 0.5; test -e /proc/{guard}")
+    with driver(host, folder=str(folder)) as second:
+        second("open")
+        assert second("guard_pid") != guard
+        host.run("sh", "-ec", f"! test -e /proc/{guard}")
+        second("inside", command="touch /tmp/go")
+        assert second("wait")["exit_code"] == 5
+        end(second)
+        last = second("guard_pid")
+    # With neither an agent nor a sandbox it ends.
+    host.run("sh", "-ec", f"for i in $(seq 100); do test -e /proc/{last} || exit 0; sleep 0.1; done; exit 1")
 
 
 def test_a_reset_reports_what_the_kernel_still_has(host: SandboxHost, folder: Path) -> None:

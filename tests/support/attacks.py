@@ -299,10 +299,10 @@ IN_SHARED_FOLDERS = (
         look=f"lsattr {HOME}/flagged /etc/hosts | grep -q '^[-A]*d'",
     ),
     Attack(
-        name="folder of the job hook",
-        what="a tree of 3,000 levels in the folder that the agent reads",
-        plant=python("import os\nos.chdir('/run/remuda')\nfor _ in range(3000):\n    os.mkdir('d')\n    os.chdir('d')"),
-        look="test -d /run/remuda/d",
+        name="list of the job hook",
+        what="a line in the file that the agent reads",
+        plant=f"echo {MARK} >>/run/remuda/.remuda-refused",
+        look=f"grep -qs {MARK} /run/remuda/.remuda-refused",
     ),
     Attack(
         name="memory disk",
@@ -717,6 +717,12 @@ ESCAPES = tuple(
             + _SET.format("/mnt/c/release_agent")
             + " && exit 0; mkdir -p /mnt/d; mount -t cgroup2 d /mnt/d && test -e /mnt/d/remuda && "
             "echo $$ >/mnt/d/cgroup.procs",
+        ),
+        (
+            "folder of the job hook",
+            "another file in the folder that the agent reads, or none",
+            ":",
+            "touch /run/remuda/other || mkdir /run/remuda/other || rm -f /run/remuda/.remuda-refused",
         ),
         (
             "limits of the sandbox",

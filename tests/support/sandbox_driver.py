@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
@@ -19,6 +20,7 @@ from remuda import procfs
 from remuda.adapters.system.clock import SystemClock
 from remuda.agent import cache_volumes, mounts, sandbox, sandbox_root, system_call_filter
 from remuda.agent.cache_volumes import CacheVolumes
+from remuda.agent.job_hook import REFUSED, JobHook
 from remuda.agent.listener import Listener
 from remuda.agent.sandbox import Sandboxes, SandboxOptions
 from remuda.domain.errors import Unavailable
@@ -34,6 +36,9 @@ PAUSE_S = 0.2
 MAX_OUTPUT = 100_000
 #: Soft and hard limit of the agent, whose unit sets those of jobs.
 OPEN_FILES = (4096, 8192)
+
+#: What the main thread opens, lists or follows.
+PATHS: set[str] = set()
 
 #: Functions before or after which a driver can be killed.
 POINTS: dict[str, tuple[Any, str]] = {
@@ -89,6 +94,12 @@ class Requests:
             record=self._record,
         )
         self._listener: Listener | None = None
+        self.hook = JobHook(
+            folder=SOFTWARE / "hook",
+            pristine=self._runner,
+            refused_file=sandbox_root.OUTBOX / REFUSED,
+            refused_file_outside=self.sandboxes.outbox / REFUSED,
+        )
 
     def _record(self, action: str, why: str, **_: object) -> None:
         self.events.append((action, why))
@@ -252,6 +263,21 @@ class Requests:
     async def is_busy(self) -> bool:
         return self.listener.is_busy()
 
+    async def looks(self) -> list[str]:
+        """The paths that the agent's loop opens, lists or follows while it looks at the running jobs."""
+        PATHS.clear()
+        await self.state()
+        self.listener.is_busy()
+        self.hook.refused()
+        return sorted(PATHS)
+
+    async def guard_pid(self) -> int:
+        assert self.sandboxes._guard is not None
+        return self.sandboxes._guard._pid
+
+    async def stop(self) -> None:
+        await self.listener.stop()
+
     async def waits_for_log(self) -> bool:
         """Whether a wait for the log of a silent listener really waits."""
         clock = SystemClock()
@@ -262,6 +288,22 @@ class Requests:
 
     async def die(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _note_paths() -> None:
+    main_thread, read_link = threading.get_ident(), os.readlink
+
+    def note(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in {"open", "os.listdir", "os.scandir"} and threading.get_ident() == main_thread:
+            PATHS.add(str(arguments[0]))
+
+    def follow(path: Any, **named: Any) -> Any:
+        note("open", (path,))
+        return read_link(path, **named)
+
+    sys.addaudithook(note)
+    # No event tells of it.
+    os.readlink = follow
 
 
 async def _until(holds: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
@@ -315,6 +357,7 @@ def _in_copy(options: dict[str, Any], arguments: tuple[Any, ...]) -> None:
 def main() -> None:
     options = json.loads(sys.argv[1])
     resource.setrlimit(resource.RLIMIT_NOFILE, OPEN_FILES)
+    _note_paths()
     requests = Requests(options)
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)

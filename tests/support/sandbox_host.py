@@ -181,12 +181,12 @@ class Driver:
     def __init__(self, host: SandboxHost, **options: Any) -> None:
         self._process = host.start_module("tests.support.sandbox_driver", **options)
 
-    def __call__(self, request: str, /, **arguments: Any) -> Any:
+    def __call__(self, request: str, /, *, limit_s: float = LIMIT_S, **arguments: Any) -> Any:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps([request, arguments]) + "\n")
         self._process.stdin.flush()
-        readable, _, _ = select.select([self._process.stdout], [], [], LIMIT_S)
+        readable, _, _ = select.select([self._process.stdout], [], [], limit_s)
         line = self._process.stdout.readline() if readable else ""
         if not line:
             raise RuntimeError(f"the driver has {'ended' if readable else 'hung'} during {request!r}")

@@ -12,20 +12,32 @@ from collections.abc import Callable
 from pathlib import Path
 
 from remuda.agent.listener import WAIT_FOR_UPDATE, Files, StartCommand
-from remuda.agent.processes import KillResult, program_name
+from remuda.agent.processes import KillResult
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import Assignment
 from remuda.ports.machine import StepResult
+from remuda.procfs import Process
 
 MAX_DETAIL = 500
 
 
 class JobFolders:
-    """The folders `runner`, `home`, `work` and `tmp` of a local machine. `kill` ends all processes of past jobs."""
+    """The folders `runner`, `home`, `work` and `tmp` of a local machine.
 
-    def __init__(self, folder: Path, *, pristine: Path, kill: Callable[[], KillResult]) -> None:
+    `processes` returns all processes of the machine, `kill` ends those of past jobs.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        pristine: Path,
+        processes: Callable[[], list[Process]],
+        kill: Callable[[], KillResult],
+    ) -> None:
         self._folder = folder
         self._pristine = pristine
+        self._processes = processes
         self._kill = kill
 
     @property
@@ -40,7 +52,6 @@ class JobFolders:
             await asyncio.to_thread(self._write, files)
         except OSError as problem:
             raise Unavailable(f"cannot start the listener: {problem}") from problem
-        # With its full path, by which `Listener` finds the process.
         start = f'cd "$0" || exit; [ -z "$1" ] || {{ {WAIT_FOR_UPDATE}; }}; exec "$0/bin/Runner.Listener" run'
         return StartCommand(arguments=("/bin/sh", "-c", start, str(self.runner_folder)))
 
@@ -54,8 +65,8 @@ class JobFolders:
             target.write_bytes(content)
             target.chmod(mode)
 
-    def enforce_limits(self) -> None:
-        """There are none: the computer belongs to the user."""
+    def processes(self) -> list[Process]:
+        return self._processes()
 
     async def reset(self) -> StepResult:
         try:
@@ -66,7 +77,7 @@ class JobFolders:
     def _reset(self) -> StepResult:
         survivors = self._kill().survivors
         if survivors:
-            names = ", ".join(program_name(process.pid) for process in survivors)
+            names = ", ".join(process.name for process in survivors)
             return StepResult(ok=False, detail=f"cannot be killed: {names}"[:MAX_DETAIL])
         for name in ("runner", "home", "work", "tmp"):
             _erase(self._folder / name)

@@ -25,6 +25,8 @@ from remuda.procfs import Process
 STOP_LIMIT_S = 10.0
 #: Seconds between two checks of the listener's log if the kernel does not report its changes.
 LOG_POLL_S = 0.05
+#: Names of the runner's programs in the process list. Both are executables; the kernel shows up to 15 bytes of a name.
+LISTENER, WORKER = "Runner.Listener", "Runner.Worker"
 #: Exit code of a listener that was killed.
 KILLED = -1
 MAX_CHUNK = 1024 * 1024
@@ -59,7 +61,8 @@ WAIT_FOR_UPDATE = (
 #: self-update it starts the listener again, with the same input from its beginning.
 #: PATH is that of jobs.
 _WRAPPER = f"""
-echo $$ >"$1/listener.pid.new" && /bin/mv "$1/listener.pid.new" "$1/listener.pid"
+read -r process </proc/$$/stat
+echo "$process" >"$1/listener.pid.new" && /bin/mv "$1/listener.pid.new" "$1/listener.pid"
 [ -z "$2" ] || echo $$ >"$2" || exit 125
 echo 0 >/proc/self/oom_score_adj
 folder=$1
@@ -101,12 +104,12 @@ class JobHost(Protocol):
     async def prepare_start(self, assignment: Assignment, files: Files) -> StartCommand:
         """Write the files where the listener finds them, and remove `.env` and `.path` if they are not among them."""
 
-    def enforce_limits(self) -> None:
-        """End the jobs if they endanger the machine. Called regularly while a listener runs."""
+    def processes(self) -> list[Process]:
+        """Return the processes of the listener and its jobs, as far as the host knows them. Never waits for one."""
 
 
 class Listener:
-    """`folder` holds the process id and the exit code; jobs should not be able to write there."""
+    """`folder` holds the process' identity and the exit code; jobs should not be able to write there."""
 
     def __init__(
         self, *, host: JobHost, folder: Path, log: Path, clock: Clock, stop_limit_s: float = STOP_LIMIT_S
@@ -116,8 +119,6 @@ class Listener:
         self._log = log
         self._clock = clock
         self._stop_limit_s = stop_limit_s
-        self._program = host.runner_folder / "bin" / "Runner.Listener"
-        self._worker = host.runner_folder / "bin" / "Runner.Worker"
         self._jobs = _JobLog(log)
         self._wrapper = self._find_wrapper()
         #: Whether this process has watched the listener since its start.
@@ -158,7 +159,6 @@ class Listener:
         wrapper = self._wrapper
         if wrapper is None:
             return False
-        self._host.enforce_limits()
         if procfs.is_alive(wrapper.pid, wrapper.started):
             return True
         with contextlib.suppress(ChildProcessError):
@@ -221,23 +221,24 @@ class Listener:
         """
         running_by_log = self._jobs.is_running()
         if self.is_running() and self._wrapper is not None:
-            return running_by_log or any(processes.find_running(self._worker, procfs.descendants(self._wrapper.pid)))
-        return running_by_log and any(processes.find_running(self._worker, procfs.all_processes().values()))
+            return running_by_log or self._has_worker()
+        return running_by_log and self._has_worker()
+
+    def _has_worker(self) -> bool:
+        return any(process.name == WORKER for process in self._host.processes())
 
     async def stop(self) -> None:
         """Stop the listener, if necessary by force."""
         wrapper = self._wrapper
         if wrapper is not None and self.is_running():
-            found = list(processes.find_running(self._program, procfs.descendants(wrapper.pid)))
+            found = [process for process in self._host.processes() if process.name == LISTENER]
             for process in found:
                 descriptor = processes.send_signal(process, signal.SIGTERM)
                 if descriptor is not None:
                     os.close(descriptor)
             # One that is not found has not begun yet or is another program by now: there is nothing to wait for.
             if not found or not await self.wait(self._stop_limit_s, for_log=False):
-                # Of all processes: the kernel's lists of children are incomplete while some of them end.
-                found = procfs.descendants(wrapper.pid, procfs.all_processes())
-                await asyncio.to_thread(processes.kill, [*found, wrapper])
+                await asyncio.to_thread(_kill_tree, wrapper)
             self.is_running()
         self.forget()
 
@@ -283,10 +284,10 @@ class Listener:
     def _find_wrapper(self) -> Process | None:
         """Find the process that an earlier agent started. Another process may have its pid by now."""
         try:
-            pid = int(self._pid_file.read_text())
+            wrapper = procfs.parse_stat(self._pid_file.read_bytes())
         except (OSError, ValueError):
             return None
-        return procfs.read_process(pid) if str(self._folder) in processes.command(pid) else None
+        return wrapper if wrapper is not None and procfs.is_alive(wrapper.pid, wrapper.started) else None
 
     def _keep_log(self) -> None:
         """Begin a new log, so that lines of an earlier listener do not count. Keep the end of the old one."""
@@ -298,6 +299,12 @@ class Listener:
             # Removed first: it may fill its disk.
             self._log.unlink()
             self._log.with_name(f"{self._log.name}.1").write_bytes(end)
+
+
+def _kill_tree(root: Process) -> None:
+    """Kill a process and its descendants. Blocks."""
+    # Of all processes: the kernel's lists of children are incomplete while some of them end.
+    processes.kill([*procfs.descendants(root.pid, procfs.all_processes()), root])
 
 
 class _JobLog:

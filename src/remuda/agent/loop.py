@@ -53,7 +53,9 @@ class Agent:
         ids: Ids,
         event_log: EventLog,
         version: str,
+        watchdog: Watchdog | None = None,
     ) -> None:
+        """Others may ask the `watchdog` whether the agent works."""
         self._store = store
         self._machine = machine
         self._runner = runner
@@ -62,7 +64,7 @@ class Agent:
         #: Adds the instance, epoch and run to every event.
         self._event_log = BoundEventLog(event_log)
         self._version = version
-        self._watchdog = Watchdog(clock)
+        self._watchdog = watchdog or Watchdog(clock)
         #: The last signal that this process sent and its epoch, whether or not the store accepted it.
         self._signalled: tuple[int, Signal] | None = None
         #: The last signal of a failure, until the store has answered. It is sent again before anything else is done: a

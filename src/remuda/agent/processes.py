@@ -7,13 +7,12 @@ import ctypes
 import errno
 import os
 import platform
-import re
 import resource
 import signal
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 
 from remuda import procfs, scripts
 from remuda.ports.clock import Clock
@@ -28,7 +27,6 @@ MAX_OUTPUT_BYTES = 64 * 1024
 #: Consecutive empty scans after which all processes count as killed. One scan can miss a process whose parent ends
 #: during it.
 EMPTY_SCANS = 2
-_PROC = Path("/proc")
 #: The number of the system call keyctl by architecture, and one of its operations.
 _KEYCTL = {"x86_64": 250, "aarch64": 219}
 _JOIN_SESSION_KEYRING = 1
@@ -41,35 +39,6 @@ def _with_ancestors(pid: int, processes: Mapping[int, Process]) -> set[int]:
         found.add(pid)
         pid = processes[pid].ppid
     return found
-
-
-def command(pid: int) -> tuple[str, ...]:
-    """Return the command line, or an empty tuple if it cannot be read."""
-    try:
-        text = (_PROC / str(pid) / "cmdline").read_bytes()
-    except OSError:
-        return ()
-    return tuple(os.fsdecode(part) for part in text.split(b"\0")[:-1])
-
-
-def program_name(pid: int) -> str:
-    """Return the short program name of the kernel, for reports. A command line may contain secrets."""
-    try:
-        return os.fsdecode((_PROC / str(pid) / "comm").read_bytes()).strip() or f"process {pid}"
-    except OSError:
-        return f"process {pid}"
-
-
-def find_running(program: PurePath, processes: Iterable[Process]) -> Iterator[Process]:
-    """Yield the processes that run this program, directly or through an interpreter.
-
-    After a self-update `bin` of actions/runner is a link to `bin.VERSION`, and its programs may show that path.
-    """
-    path = re.compile(rf"{re.escape(str(program.parent))}(?:\.[^/]+)?/{re.escape(program.name)}")
-    for process in processes:
-        # An interpreter and one option may precede the program.
-        if any(map(path.fullmatch, command(process.pid)[:3])):
-            yield process
 
 
 def disable_core_dumps() -> None:
@@ -108,7 +77,7 @@ def kill_descendants(root: int, *, keep: Collection[int], clock: Clock, limit_s:
     double fork nor a new session nor a changed environment removes it from the tree.
     """
     deadline = clock.monotonic() + limit_s
-    killed: dict[Process, str] = {}
+    killed: dict[tuple[int, int], str] = {}
     empty_scans = 0
     while True:
         present = all_processes()
@@ -120,7 +89,7 @@ def kill_descendants(root: int, *, keep: Collection[int], clock: Clock, limit_s:
         if found and clock.monotonic() >= deadline:
             return KillResult(killed=tuple(killed.values()), survivors=tuple(found))
         for process in found:
-            killed.setdefault(process, program_name(process.pid))
+            killed.setdefault((process.pid, process.started), process.name)
         kill(found)
 
 

@@ -27,11 +27,14 @@ from pathlib import Path, PurePosixPath
 from remuda import procfs, scripts
 from remuda.agent import enter_sandbox, mounts, processes, sandbox_root, system_call_filter
 from remuda.agent.cache_volumes import CacheVolumes
+from remuda.agent.guard_process import GuardProcess, Reserves
+from remuda.agent.job_hook import REFUSED
 from remuda.agent.listener import WAIT_FOR_UPDATE, Files, StartCommand
 from remuda.agent.sandbox_root import JobUser
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import Assignment
 from remuda.ports.machine import StepResult
+from remuda.procfs import Process
 
 #: The user ids of sandbox `n` begin at FIRST_ID + (n mod ID_RANGES) * 65,536.
 FIRST_ID = 524_288
@@ -47,8 +50,14 @@ BOOT_LIMIT_S = 240.0
 #: Seconds until all processes and the network of a killed container must be gone.
 END_LIMIT_S = 20.0
 END_POLL_S = 0.01
-#: Bytes that jobs must leave free on the disk. Below, the sandbox is killed: the agent needs some space to work.
+#: Bytes and files that jobs must leave free on the disk. Below, the sandbox is killed: the agent needs some to work.
 DISK_RESERVE = 512 * 1024**2
+FILE_RESERVE = 10_000
+#: Bytes of memory that must stay available. Below, the sandbox is killed. Jobs get there only by memory that the kernel
+#: does not count for their cgroup: that limits them earlier.
+AVAILABLE_RESERVE = 64 * 1024**2
+#: Share of the memory by which memory of the kernel may grow. What is counted for the cgroup stays far below it.
+KERNEL_SHARE = 4
 #: Memory and number of processes that jobs must leave to the host.
 MEMORY_RESERVE = 384 * 1024**2
 TASK_RESERVE = 1_000
@@ -109,6 +118,8 @@ class _Running:
     gid: int
     #: Name of the runner that it was used for, or empty.
     used_by: str = ""
+    #: How often guards had killed before it was made.
+    kills: int = 0
 
     @property
     def first_id(self) -> int:
@@ -123,12 +134,16 @@ class _Running:
         return _interface(self.number)
 
     @property
-    def leader(self) -> int:
-        """The pid of the container's first process, which changes if the container reboots."""
-        for child in procfs.descendants(self.pid):
-            if child.ppid == self.pid:
-                return child.pid
+    def first_process(self) -> Process:
+        """The container's first process, another one after a reboot of the container."""
+        for child in procfs.children(self.pid):
+            return child
         raise Unavailable("the sandbox has ended")
+
+    @property
+    def leader(self) -> int:
+        """The pid of the container's first process."""
+        return self.first_process.pid
 
 
 def _name(number: int) -> str:
@@ -157,6 +172,7 @@ class Sandboxes:
         #: Processes that this agent started and must reap.
         self._children: set[int] = set()
         self._cgroup = Path()
+        self._guard: GuardProcess | None = None
 
     @property
     def log_folder(self) -> Path:
@@ -164,8 +180,13 @@ class Sandboxes:
 
     @property
     def outbox(self) -> Path:
-        """A folder that jobs write and the agent reads."""
-        return self._storage / "outbox"
+        """The folder with the file that jobs write and the agent reads.
+
+        On the memory disk: on others, whoever may write to a file or a folder can keep its lock for ever, by a page
+        fault during the call. Readers of a file in memory need no lock, nor do lookups of one that exists. No job can
+        remove it.
+        """
+        return self.log_folder / "outbox"
 
     @property
     def _trash(self) -> Path:
@@ -181,6 +202,8 @@ class Sandboxes:
             await asyncio.to_thread(self._open)
         except OSError as problem:
             raise Unavailable(f"sandboxes do not work: {problem}") from problem
+        if self._guard is not None:
+            self._guard.watch()
         if prepare:
             self.prepare()
 
@@ -195,6 +218,8 @@ class Sandboxes:
         if self._preparation is not None:
             self._preparation.cancel()
             await asyncio.gather(self._preparation, return_exceptions=True)
+        if self._guard is not None:
+            await self._guard.close()
 
     @property
     def runner_folder(self) -> PurePosixPath:
@@ -205,7 +230,7 @@ class Sandboxes:
 
     async def prepare_start(self, assignment: Assignment, files: Files) -> StartCommand:
         running = await self._ready(assignment)
-        group = self._cgroup / _name(running.number) / "payload" / "remuda-runner"
+        group = self._runner_cgroup(running.number)
         try:
             group.mkdir(exist_ok=True)
             archive = _archive(files, self.runner_folder, running.user)
@@ -235,25 +260,36 @@ class Sandboxes:
         running = self._current
         if running is None or not procfs.is_alive(running.pid, running.started):
             return False
+        if running.kills != self._kills():
+            # It counts as ended from then on, although its processes need a moment.
+            return False
         try:
-            return processes.program_name(running.leader) != SHUTDOWN_PROGRAM
+            return running.first_process.name != SHUTDOWN_PROGRAM
         except Unavailable:
             return False
 
-    def enforce_limits(self) -> None:
-        """Kill everything in the sandbox if the disk or the log is almost full. The job fails, not the machine."""
-        if self._current is None or not self._current.used_by:
-            return
-        for folder, reserve, what in (
-            (self._storage, DISK_RESERVE, "disk-full"),
-            (self.log_folder, LOG_RESERVE, "log-full"),
-        ):
-            free = shutil.disk_usage(folder).free
-            if free < reserve and self.is_alive():
-                self._record(what, f"killed the sandbox: jobs have left {free // 1024} KiB")
-                self._kill(self._current.number)
-                # It counts as ended from now on, although its processes need a moment.
-                self._current = replace(self._current, started=0)
+    def processes(self) -> list[Process]:
+        """The processes in the cgroup that the listener has started in. Their names come from `stat`, which no job can
+        block.
+        """
+        if self._current is None:
+            return []
+        try:
+            pids = (self._runner_cgroup(self._current.number) / "cgroup.procs").read_text().split()
+        except OSError:
+            return []
+        found = (procfs.read_process(int(pid)) for pid in pids)
+        return [process for process in found if process is not None]
+
+    def _runner_cgroup(self, number: int) -> Path:
+        return self._cgroup / _name(number) / "payload" / "remuda-runner"
+
+    def _kills(self) -> int:
+        return 0 if self._guard is None else self._guard.kills()
+
+    def _set_used(self, *, used: bool) -> None:
+        if self._guard is not None:
+            self._guard.set_used(used=used)
 
     async def reset(self) -> StepResult:
         """Discard the sandbox. The result is OK only if the kernel shows that nothing of it is left."""
@@ -287,7 +323,22 @@ class Sandboxes:
             mounts.run(
                 "mount", "-t", "tmpfs", "-o", f"size={LOG_BYTES},mode=0700,nodev,nosuid", "remuda", self.log_folder
             )
+        self._guard = GuardProcess(
+            cgroup=self._cgroup,
+            storage=self._storage,
+            log=self.log_folder,
+            reserves=Reserves(
+                memory=AVAILABLE_RESERVE,
+                kernel=_memory() // KERNEL_SHARE,
+                disk=DISK_RESERVE,
+                files=FILE_RESERVE,
+                log=LOG_RESERVE,
+            ),
+            record=self._record,
+        )
+        self._guard.start()
         self._current = self._load()
+        self._set_used(used=self._current is not None and bool(self._current.used_by))
         problem = self._discard_all(keep=self._current)
         if problem:
             raise OSError(problem)
@@ -331,6 +382,7 @@ class Sandboxes:
             # Saved first: after a crash the volumes of this repository must not be in a sandbox that counts as unused.
             running = self._current = replace(running, used_by=assignment.runner_name)
             self._save(running)
+            self._set_used(used=True)
             await self._mount_caches(running, assignment)
         return running
 
@@ -389,10 +441,11 @@ class Sandboxes:
             engine.mkdir()
             engine.chmod(0o711)
             os.chown(engine, first_id, first_id)
-        self._discard_folder(self.outbox)
+        shutil.rmtree(self.outbox, ignore_errors=True)
         self.outbox.mkdir()
         self.outbox.chmod(0o755)
-        os.chown(self.outbox, first_id + user.uid, first_id + user.gid)
+        (self.outbox / REFUSED).touch()
+        os.chown(self.outbox / REFUSED, first_id + user.uid, first_id + user.gid)
         mounts.mount_idmapped(self._options.root, folder / "host", first_id)
         mounts.mount_overlay(folder / "root", lower=folder / "host", upper=folder / "upper", work=folder / "work")
         runner = folder / "root" / str(self._options.software).lstrip("/") / "runner"
@@ -413,11 +466,12 @@ class Sandboxes:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifications:
             notifications.setblocking(False)  # noqa: FBT003  # it takes no keyword
             notifications.bind(str(path))
+            kills = self._kills()
             pid = await asyncio.to_thread(self._start_container, number, path)
             process = procfs.read_process(pid)
             if process is None:
                 raise Unavailable("systemd-nspawn has ended at once")
-            running = _Running(number=number, pid=pid, started=process.started, uid=user.uid, gid=user.gid)
+            running = _Running(number=number, pid=pid, started=process.started, uid=user.uid, gid=user.gid, kills=kills)
             descriptor = os.pidfd_open(pid)
             ended = asyncio.ensure_future(processes.wait_for_end(descriptor, BOOT_LIMIT_S))
             received = asyncio.ensure_future(loop.sock_recv(notifications, 4096))
@@ -509,6 +563,7 @@ class Sandboxes:
         if keep is None:
             self._current = None
             (self._storage / "current.json").unlink(missing_ok=True)
+            self._set_used(used=False)
         numbers = {int(path.name) for path in self._storage.iterdir() if path.name.isdecimal()}
         numbers |= {
             int(path.name.removeprefix("remuda-"))
@@ -520,7 +575,7 @@ class Sandboxes:
             if problem:
                 return f"sandbox {number}: {problem}"
         if keep is None:
-            self._discard_folder(self.outbox)
+            shutil.rmtree(self.outbox, ignore_errors=True)
         self._start_deletion()
         return ""
 
@@ -627,12 +682,16 @@ def _cgroup_root() -> Path:
     return path
 
 
+def _memory() -> int:
+    """Bytes of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def _limit(cgroup: Path) -> None:
     """Leave memory and processes to the host. The kernel may lack a controller."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     tasks = min(int(Path(f"/proc/sys/kernel/{name}").read_text()) for name in ("pid_max", "threads-max"))
     limits = {
-        "memory.max": memory - MEMORY_RESERVE,
+        "memory.max": _memory() - MEMORY_RESERVE,
         "pids.max": tasks - TASK_RESERVE,
         "cgroup.max.depth": CGROUP_DEPTH,
         "cgroup.max.descendants": CGROUP_COUNT,

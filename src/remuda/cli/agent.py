@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from remuda import __version__
+from remuda import __version__, procfs
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.agent import processes
 from remuda.agent.job_folders import JobFolders
@@ -128,6 +128,7 @@ async def run_on_local_machine(store: InstanceStore, event_log: EventLog) -> Non
         folder,
         pristine=pristine,
         # Processes that a job leaves behind become children of the supervisor.
+        processes=partial(procfs.descendants, supervisor_pid(folder)),
         kill=partial(processes.kill_descendants, supervisor_pid(folder), keep={os.getpid()}, clock=clock),
     )
     await Agent(

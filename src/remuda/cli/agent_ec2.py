@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
@@ -18,10 +19,11 @@ from remuda.adapters.aws.ec2.options import DEFAULT_CACHE_GIB
 from remuda.adapters.aws.imds import Ec2Machine, Imds, imds_endpoint
 from remuda.adapters.aws.user_data import CACHE_GIB_VARIABLE, CACHE_PATHS_VARIABLE, MachineLayout
 from remuda.adapters.system.clock import SystemClock, SystemIds
+from remuda.adapters.system.service_manager import ServiceManager
 from remuda.agent import mounts, processes, sandbox_root
 from remuda.agent.cache_volumes import CacheVolumes
 from remuda.agent.job_hook import REFUSED, JobHook
-from remuda.agent.loop import Agent
+from remuda.agent.loop import Agent, Watchdog
 from remuda.agent.runner import ActionsRunner
 from remuda.agent.sandbox import Sandboxes, SandboxOptions
 from remuda.domain.errors import Unavailable, UserError
@@ -35,6 +37,8 @@ POOL = "REMUDA_POOL"
 #: Seconds to wait for metadata and credentials, which may be late at boot. Then systemd restarts the agent.
 READY_TIMEOUT_S = 60.0
 RETRY_DELAY_S = 1.0
+#: Seconds until the agent's loop must begin. Sandboxes of an earlier agent are discarded first.
+START_LIMIT_S = 600.0
 
 
 async def run(environment: Mapping[str, str], *, clock: SystemClock, event_log: EventLog) -> None:
@@ -52,7 +56,11 @@ async def run(environment: Mapping[str, str], *, clock: SystemClock, event_log: 
         ),
         record=event_log.record,
     )
+    watchdog = Watchdog(clock)
+    watchdog.expect_progress_within(START_LIMIT_S)
     async with AsyncExitStack() as stack:
+        reports = asyncio.create_task(ServiceManager(environment).keep_alive(lambda: watchdog.healthy))
+        stack.callback(reports.cancel)
         ids, calls = SystemIds(), CallCounter()
         clients = await stack.enter_async_context(AwsClients())
 
@@ -110,6 +118,7 @@ async def run(environment: Mapping[str, str], *, clock: SystemClock, event_log: 
             ids=ids,
             event_log=event_log,
             version=__version__,
+            watchdog=watchdog,
         ).run()
 
 

@@ -20,7 +20,6 @@ from dataclasses import asdict, dataclass
 from remuda import procfs
 from remuda.adapters.local.layout import LOCAL_GITHUB, LocalLayout
 from remuda.adapters.system.clock import SystemClock
-from remuda.agent.processes import command
 from remuda.cli.advice import command_line
 from remuda.cli.output import Output
 from remuda.cli.run import EXIT_OK, EXIT_PARTIAL, plural, run_async
@@ -461,7 +460,7 @@ def _remaining_processes(places: LocalLayout) -> tuple[int, ...]:
         found |= {process.pid for process in procfs.machine_processes(folder.name, str(folder), 0)}
     here = {str(places.root), str(places.github)}
     for pid in procfs.all_processes():
-        words = command(pid)
+        words = procfs.command(pid)
         if pid != os.getpid() and "-m" in words and here & set(words) and {"remuda", GITHUB_MODULE} & set(words):
             found.add(pid)
     return tuple(sorted(found))

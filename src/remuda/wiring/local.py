@@ -79,12 +79,10 @@ def running_backends(settings: Settings) -> list[str]:
     The nearest come first, because a message names only some of them. Example: in `app/ci`, the backend of
     `app/.remuda` precedes that of `other/.remuda`.
     """
-    from remuda.agent.processes import command  # noqa: PLC0415 - for errors and `up` only
-
     here, found = str(layout(settings).root), set()
     for pid in procfs.all_processes():
         with suppress(OSError, ValueError):
-            words = command(pid)
+            words = procfs.command(pid)
             is_ours = Path(f"/proc/{pid}").stat().st_uid == os.geteuid()
             if is_ours and GITHUB_MODULE in words:
                 found.add(str(Path(words[words.index("--dir") + 1]).parent))

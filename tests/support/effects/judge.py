@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from remuda.agent.job_hook import REFUSED
 from remuda.agent.loop import DEAD_MAN_SLACK_S
 from remuda.agent.sandbox_root import JOB_USER_ID
 from remuda.domain.instance import Instance, State
@@ -148,12 +149,12 @@ class Judge:
             if marker.exists() and marker.read_text() != job.holder:
                 self.violate(f"a job of {job.holder} sees the cache of {marker.read_text()}")
             marker.write_text(job.holder)
-        outbox = f"{STORAGE}/outbox"
-        if self._host.owners.get(outbox) != sandbox.first_id + JOB_USER_ID:
-            self.violate("the outbox does not belong to the sandbox")
-        if left := [path.name for path in Path(self._host.real(outbox)).iterdir()]:
-            self.violate(f"a job finds {left} of an earlier one in the outbox")
-        Path(self._host.real(f"{outbox}/{job.holder.replace('/', '-')}")).touch()
+        refused = f"{STORAGE}/log/outbox/{REFUSED}"
+        if self._host.owners.get(refused) != sandbox.first_id + JOB_USER_ID:
+            self.violate("the list of refused jobs does not belong to the sandbox")
+        if left := Path(self._host.real(refused)).read_text():
+            self.violate(f"a job finds {left!r} of an earlier one in the list of refused jobs")
+        Path(self._host.real(refused)).write_text(job.holder)
 
     def job_killed(self, job: Job) -> None:
         is_over = self._host.off or self._is_rebooting or (self.record is not None and self.record.state in ENDED)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from remuda.adapters.aws.imds import AT_ONCE, POWER_OFF
 from remuda.agent import cache_volumes, enter_sandbox
 from tests.support.effects.host import INTERFACE_S, INTERFACES, HostProcess, ModelHost
 
@@ -177,7 +178,7 @@ class Programs:
 
     def _set_timer(self, unit: str, active: str, command: list[str]) -> int:
         name = unit.removeprefix("--unit=")
-        assert command == ["systemctl", "poweroff", "--force"]
+        assert command == [*AT_ONCE, *POWER_OFF]
         if name in self._host.timers:
             return 1
         self._host.timers[name] = self._host.now() + float(active.removeprefix("--on-active="))
@@ -264,7 +265,8 @@ class Programs:
         wrapper = host.spawn(words, "sh", environment=dict(given["env"]))
 
         def note() -> None:
-            host.put(f"{folder}/listener.pid", f"{wrapper.pid}\n")
+            stat = (wrapper.pid, "(sh) S", wrapper.ppid, *([0] * 17), wrapper.started)
+            host.put(f"{folder}/listener.pid", f"{' '.join(map(str, stat))}\n")
             if not host.exists(cgroup):
                 self._end_wrapper(wrapper, folder, 125)
                 return

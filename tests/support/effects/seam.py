@@ -25,6 +25,7 @@ from unittest import mock
 
 from remuda import inotify, procfs
 from remuda.agent import mounts, processes, sandbox, system_call_filter
+from remuda.agent.guard_process import GuardProcess
 from simulation.loop import VirtualProcess, current_process
 from tests.support.effects.host import HostProcess, ModelHost
 from tests.support.virtual_time import Killed
@@ -352,7 +353,7 @@ def _read_process(pid: int) -> procfs.Process | None:
 
 
 def _as_process(process: HostProcess) -> procfs.Process:
-    return procfs.Process(pid=process.pid, ppid=process.ppid, started=process.started)
+    return procfs.Process(pid=process.pid, ppid=process.ppid, started=process.started, name=process.name)
 
 
 def _is_alive(pid: int, started: int) -> bool:
@@ -366,6 +367,16 @@ def _all_processes() -> dict[int, procfs.Process]:
 
 def _descendants(root: int, _processes: object = None) -> list[procfs.Process]:
     return [_as_process(each) for each in _the_host().descendants(root)]
+
+
+def _children(pid: int) -> list[procfs.Process]:
+    return [_as_process(each) for each in _the_host().processes.values() if each.ppid == pid]
+
+
+def _runner_processes(_sandboxes: sandbox.Sandboxes) -> list[procfs.Process]:
+    """The processes in the cgroup that the listener has started in."""
+    found = _the_host().processes.values()
+    return [_as_process(each) for each in found if each.cgroup.endswith("/remuda-runner")]
 
 
 def _send_signal(pid: int, started: int, number: signal.Signals) -> int | None:
@@ -389,11 +400,6 @@ def _kill_step(value: str) -> None:
 def _command(pid: int) -> tuple[str, ...]:
     found = _the_host().processes.get(pid)
     return () if found is None else found.command
-
-
-def _program_name(pid: int) -> str:
-    found = _the_host().processes.get(pid)
-    return f"process {pid}" if found is None else found.name
 
 
 def _users(pid: int) -> frozenset[int]:
@@ -489,14 +495,14 @@ REPLACED: tuple[tuple[Any, str, Any], ...] = (
     (procfs, "is_alive", _is_alive),
     (procfs, "all_processes", _all_processes),
     (procfs, "descendants", _descendants),
+    (procfs, "children", _children),
+    (procfs, "command", _command),
     (procfs, "send_signal", _send_signal),
     (procfs, "kill_step", _kill_step),
     (procfs, "users", _users),
     (procfs, "wait_for", lambda descriptor, _timeout: not _the_host().pidfds[descriptor].alive),
     (processes, "all_processes", _all_processes),
     (processes, "descendants", _descendants),
-    (processes, "command", _command),
-    (processes, "program_name", _program_name),
     (processes, "wait_for_end", _wait_for_end),
     (processes, "join_new_session_keyring", _nothing),
     (processes, "disable_core_dumps", _nothing),
@@ -504,6 +510,10 @@ REPLACED: tuple[tuple[Any, str, Any], ...] = (
     (mounts, "_call", _mount_call),
     (mounts, "_user_namespace", _user_namespace),
     (system_call_filter, "read", _read_filter),
+    # The guard has tests of its own; here, nothing is ever short.
+    (GuardProcess, "start", lambda _guard: None),
+    (GuardProcess, "watch", lambda _guard: None),
+    (sandbox.Sandboxes, "processes", _runner_processes),
     (sandbox, "time", _TIME),
     (sandbox, "socket", _SOCKET),
     (sandbox, "select", SimpleNamespace(select=_select)),

@@ -85,7 +85,8 @@ class Folder:
         self.log = root / "logs" / "listener.log"
         self.state.mkdir()
         self.log.parent.mkdir()
-        self.host = JobFolders(root, pristine=root / "pristine", kill=lambda: KillResult(killed=(), survivors=()))
+        nothing = KillResult(killed=(), survivors=())
+        self.host = JobFolders(root, pristine=root / "pristine", processes=self.processes, kill=lambda: nothing)
         self.hook = JobHook(folder=root / "hook", pristine=root / "pristine", refused_file=root / "refused")
         self.behave(REGISTER)
 
@@ -143,7 +144,7 @@ class Folder:
             file = self.state / "listener.pid"
             while not file.exists() or not file.read_text():
                 await asyncio.sleep(0.01)
-        return int(file.read_text())
+        return int(file.read_text().split()[0])
 
     def processes(self) -> list[procfs.Process]:
         return [process for process in procfs.all_processes().values() if _place(process.pid) == str(self.runner)]
@@ -623,7 +624,7 @@ class TestRunnerSet:
         # The listener's own file stands for its environment.
         kept = [path for path in folder.root.rglob("*") if path.is_file() and path.name != "listener-environment"]
         assert [path for path in kept if b"PACKED" in path.read_bytes()] == []
-        assert not any("PACKED" in " ".join(processes.command(each.pid)) for each in folder.processes())
+        assert not any("PACKED" in " ".join(procfs.command(each.pid)) for each in folder.processes())
         await runner.stop()
 
     async def test_second_registration_after_a_reset(self, folder: Folder) -> None:

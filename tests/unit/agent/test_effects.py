@@ -31,6 +31,8 @@ HOST_CODE = sorted(
 #: Modules of the host that the model replaces as a whole where agents call them, and programs that run elsewhere.
 REPLACED_MODULES = {
     "agent/enter_sandbox.py": "runs in a process of its own, the listener's",
+    "agent/guard.py": "runs in a process of its own",
+    "agent/guard_process.py": "starts the guard and looks at what it did; replaced by the seam",
     "agent/system_call_filter.py": "only looks; replaced by the seam",
     "agent/job_folders.py": "the local backend, which is no instance",
     "procfs.py": "its functions are replaced by the seam",
@@ -45,7 +47,7 @@ ACTING = frozenset(
 PURE = frozenset(
     {"__future__", "base64", "collections", "contextlib", "dataclasses", "datetime", "errno", "functools", "hashlib"}
     | {"importlib", "json", "math", "pathlib", "platform", "re", "remuda", "stat", "struct", "sys", "time", "typing"}
-    | {"enum", "urllib", "weakref"}
+    | {"enum", "gc", "urllib", "weakref"}
 )
 #: Functions and types of these modules that change nothing outside the agent's process.
 HARMLESS = frozenset(

@@ -38,7 +38,7 @@ class LocalFolders:
         (self.outside / "file").write_text("as it was")
         #: Results of the next kills.
         self.kills = [CLEAN, CLEAN]
-        self.jobs = JobFolders(self.folder, pristine=self.pristine, kill=lambda: self.kills.pop(0))
+        self.jobs = JobFolders(self.folder, pristine=self.pristine, processes=list, kill=lambda: self.kills.pop(0))
 
     def names(self) -> set[str]:
         return {path.name for path in self.folder.iterdir()}

@@ -88,11 +88,12 @@ def test_dead_man_timer_is_set_before_anything_can_fail() -> None:
         '[[ $purpose == image ]] || dead_man remuda-dead-man-boot "$boot_life_s" || '
         'shutdown -P "+$((boot_life_s / 60 + 1))"'
     )
+    at_once, power_off = '"${at_once[@]}"', "systemctl poweroff --force"
     assert commands[:6] == [
         "set -u",
         "umask 077",
         "dead_man() { # UNIT SECONDS",
-        'systemd-run --quiet --unit="$1" --on-active="$2" --timer-property=AccuracySec=1s systemctl poweroff --force',
+        f'systemd-run --quiet --unit="$1" --on-active="$2" --timer-property=AccuracySec=1s {at_once} {power_off}',
         "}",
         timer,
     ]
@@ -241,6 +242,14 @@ def test_jobs_may_open_as_many_files_and_start_as_many_processes_as_on_github(bo
     unit = (box.units / "remuda-agent.service").read_text().splitlines()
     # They inherit these limits, see the tests of sandboxes.
     assert {"LimitNOFILE=65536:1048576", "LimitNPROC=infinity"} <= set(unit)
+
+
+def test_systemd_restarts_an_agent_that_does_not_report(box: BootstrapBox) -> None:
+    box.preinstall()
+    box.boot()
+    unit = (box.units / "remuda-agent.service").read_text().splitlines()
+    # Not with SIGABRT: a process that waits in the kernel takes SIGKILL only.
+    assert {"WatchdogSec=120", "WatchdogSignal=SIGKILL", "Restart=always", "KillMode=process"} <= set(unit)
 
 
 def test_systemd_accepts_the_units(box: BootstrapBox) -> None:

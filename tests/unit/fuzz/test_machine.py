@@ -181,7 +181,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @fuzzed()
 @given(
     settings=spoiled_text({"agentName": "remuda-x", "agentId": 1}),
-    pid=st.integers(-1, 2**70).map(lambda number: str(number).encode()) | bodies,
+    pid=st.integers(-1, 2**70).map(lambda number: b"%d (sh) S" % number + b" 1" * 49) | bodies,
     exit_code=st.integers(-300, 2**70).map(lambda number: str(number).encode()) | bodies,
     jit=spoiled_text({"runnerName": "remuda-y", "config": "x"}),
     log=bodies,
@@ -190,6 +190,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @example(settings=b"\xef\xbb\xbf{}", pid=b"9" * 5_000, exit_code=b"9" * 5_000, jit=b"", log=b"")
 @example(settings=b'{"agentName":"\\ud800"}', pid=b"-1", exit_code=b"\xff", jit=b"{}", log=b"")
 @example(settings=b"{}", pid=b"\xff", exit_code=b"0", jit=b"{}", log=b"")
+@example(settings=b"{}", pid=b"1 (sh) S" + b" 9" * 20, exit_code=b"0", jit=b"{}", log=b"")
+@example(settings=b"{}", pid=b"1 )(", exit_code=b"0", jit=b"{}", log=b"")
 def test_runner_directory(place: Path, settings: bytes, pid: bytes, exit_code: bytes, jit: bytes, log: bytes) -> None:
     runner_folder = place / "runner"
     runner_folder.mkdir(exist_ok=True)
@@ -198,7 +200,8 @@ def test_runner_directory(place: Path, settings: bytes, pid: bytes, exit_code: b
     (place / "exit-code").write_bytes(exit_code)
     (place / "jit.json").write_bytes(jit)
     (place / "runner.log").write_bytes(log)
-    host = JobFolders(place, pristine=place, kill=lambda: KillResult(killed=(), survivors=()))
+    nothing = KillResult(killed=(), survivors=())
+    host = JobFolders(place, pristine=place, processes=list, kill=lambda: nothing)
     runner = ActionsRunner(
         host=host,
         config_folder=runner_folder,

@@ -6,8 +6,10 @@ set -u
 umask 077
 
 # Set the dead-man timer before anything can fail or hang, so that the machine always powers off.
+# If systemctl cannot start or does not end, for lack of memory, systemd itself cuts the power.
+at_once=(--service-type=oneshot --property=TimeoutStartSec=60 --property=FailureAction=poweroff-immediate)
 dead_man() { # UNIT SECONDS
-  systemd-run --quiet --unit="$1" --on-active="$2" --timer-property=AccuracySec=1s systemctl poweroff --force
+  systemd-run --quiet --unit="$1" --on-active="$2" --timer-property=AccuracySec=1s "${at_once[@]}" systemctl poweroff --force
 }
 [[ $purpose == image ]] || dead_man remuda-dead-man-boot "$boot_life_s" || shutdown -P "+$((boot_life_s / 60 + 1))"
 
@@ -300,9 +302,11 @@ EOF
 cat >"$units/remuda-dead-man-reboot.service" <<EOF
 [Unit]
 Description=Power off this machine
+FailureAction=poweroff-immediate
 
 [Service]
 Type=oneshot
+TimeoutStartSec=60
 ExecStart=/bin/sh -c 'systemctl poweroff --force'
 EOF
 cat >"$units/remuda-firewall.service" <<EOF
@@ -324,7 +328,8 @@ ExecStart=$opt/bin/remuda-firewall
 WantedBy=multi-user.target
 EOF
 # KillMode=process: a restart of the agent must not kill a running job. Jobs inherit the limits. On GitHub's images, too,
-# 65,536 files can be open; a program may ask for more. The number of processes is limited per sandbox.
+# 65,536 files can be open; a program may ask for more. The number of processes is limited per sandbox. WatchdogSec: the
+# agent reports to systemd while its loop works. SIGABRT, the default, would not reach an agent that waits in the kernel.
 cat >"$units/remuda-agent.service" <<EOF
 [Unit]
 Description=Remuda agent
@@ -339,6 +344,8 @@ ExecStart=$opt/bin/remuda agent
 Restart=always
 RestartSec=2
 KillMode=process
+WatchdogSec=120
+WatchdogSignal=SIGKILL
 Slice=remuda.slice
 OOMScoreAdjust=-900
 LimitNOFILE=65536:1048576

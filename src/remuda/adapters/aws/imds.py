@@ -54,6 +54,9 @@ REBOOT_TIMER = f"{TIMER_PREFIX}reboot"
 #: Exit code of `systemctl stop` for a unit that does not exist.
 NOT_LOADED = 5
 POWER_OFF = ("systemctl", "poweroff", "--force")
+#: Properties of the service that the timer starts: if systemctl cannot start or does not end, for lack of memory,
+#: systemd itself cuts the power.
+AT_ONCE = ("--service-type=oneshot", "--property=TimeoutStartSec=60", "--property=FailureAction=poweroff-immediate")
 
 #: A token that is valid as a header value.
 _TOKEN = re.compile(r"[!-~]{1,2000}")
@@ -223,7 +226,7 @@ class Ec2Machine:
         self._write(TIMERS, _lines([*old, new]))
         old = [*(name for name in old if name != REBOOT_TIMER), REBOOT_TIMER]
         timer = ("systemd-run", "--quiet", f"--unit={new}", f"--on-active={left_s}", "--timer-property=AccuracySec=1s")
-        code = self._run([*timer, *POWER_OFF])
+        code = self._run([*timer, *AT_ONCE, *POWER_OFF])
         if code != 0:
             raise Unavailable(f"the dead-man timer cannot be set: systemd-run exited with {code}")
         stuck = [name for name in old if self._run(["systemctl", "stop", f"{name}.timer"]) not in {0, NOT_LOADED}]
