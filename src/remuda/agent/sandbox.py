@@ -25,8 +25,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from remuda import procfs, scripts
-from remuda.agent import enter_sandbox, mounts, processes, sandbox_root, system_call_filter
+from remuda.agent import connections, enter_sandbox, mounts, processes, quotas, sandbox_root, system_call_filter
 from remuda.agent.cache_volumes import CacheVolumes
+from remuda.agent.disk_space import FILE_RESERVE, NONE, Space, delete, free_space, start_deletion
 from remuda.agent.listener import WAIT_FOR_UPDATE, Files, StartCommand
 from remuda.agent.sandbox_root import JobUser
 from remuda.domain.errors import Unavailable
@@ -314,7 +315,7 @@ class Sandboxes:
         if self._options.caches is None:
             return
         try:
-            for name in await asyncio.to_thread(self._options.caches.evict, min_free=2 * DISK_RESERVE):
+            for name in await asyncio.to_thread(self._options.caches.evict, min_free=_reserve() + _reserve()):
                 self._record("cache-evicted", f"deleted the cache volume {name}: the volumes are larger than permitted")
         except OSError as problem:
             self._record("cache-failed", str(problem)[:MAX_DETAIL])
@@ -372,7 +373,11 @@ class Sandboxes:
         """Mount the root of a new sandbox, and in it the runner software. Return the job user."""
         folder = self._storage / str(number)
         first_id = _first_id(number)
-        for name in ("", "host", "root", "work", "runner-original", "runner-work", "runner-upper"):
+        folder.mkdir(mode=0o700)
+        self._discard_folder(self.outbox)
+        self.outbox.mkdir()
+        self._limit_disk(number)
+        for name in ("host", "root", "work", "runner-original", "runner-work", "runner-upper"):
             (folder / name).mkdir(mode=0o700)
         user = sandbox_root.build_layer(
             folder / "upper",
@@ -389,8 +394,6 @@ class Sandboxes:
             engine.mkdir()
             engine.chmod(0o711)
             os.chown(engine, first_id, first_id)
-        self._discard_folder(self.outbox)
-        self.outbox.mkdir()
         self.outbox.chmod(0o755)
         os.chown(self.outbox, first_id + user.uid, first_id + user.gid)
         mounts.mount_idmapped(self._options.root, folder / "host", first_id)
@@ -404,6 +407,15 @@ class Sandboxes:
             # The overlays keep their layers.
             mounts.unmount(folder / name)
         return user
+
+    def _limit_disk(self, number: int) -> None:
+        """Leave the reserve free, where the disk has quotas. What is being deleted counts as free."""
+        # Its outbox belongs to the same project.
+        discarded = (quotas.usage(path) for path in self._trash.iterdir() if path.name[0].isdecimal())
+        space = free_space(self._storage) + sum((taken for taken in discarded if taken), NONE) - _reserve()
+        space = Space(bytes=max(space.bytes, quotas.MIN_BYTES), files=max(space.files, 1))
+        for folder in (self._storage / str(number), self.outbox):
+            quotas.limit(folder, _first_id(number), space)
 
     async def _boot(self, number: int, user: JobUser) -> _Running:
         """Start the container and wait until its services run."""
@@ -520,6 +532,7 @@ class Sandboxes:
             if problem:
                 return f"sandbox {number}: {problem}"
         if keep is None:
+            connections.delete_all()
             self._discard_folder(self.outbox)
         self._start_deletion()
         return ""
@@ -570,22 +583,14 @@ class Sandboxes:
 
     def _start_deletion(self) -> None:
         """Delete what was discarded, with low priority and not awaited: the machine is clean already."""
-        discarded = list(map(str, self._trash.iterdir()))
+        discarded = list(self._trash.iterdir())
         if not discarded:
             return
-        if shutil.disk_usage(self._storage).free < DISK_RESERVE:
+        if free_space(self._storage).covers(_reserve()):
+            start_deletion(discarded)
+        else:
             # The next job must not be killed for the files of the last one.
-            mounts.run("rm", "-rf", "--", *discarded)
-            return
-        priority = ("ionice", "-c", "3", "nice") if shutil.which("ionice") else ("nice",)
-        process = subprocess.Popen(
-            [*priority, "rm", "-rf", "--", *discarded],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        self._leave_running(process)
+            delete(discarded)
 
     def _leave_running(self, process: subprocess.Popen[bytes]) -> int:
         """Let a process outlive this agent. An unfinished Popen object would emit a ResourceWarning."""
@@ -618,6 +623,10 @@ class Sandboxes:
             text = (self.log_folder / "console.log").read_bytes()[-1000:].decode(errors="replace")
             return " | ".join(line.strip() for line in text.splitlines() if line.strip())
         return ""
+
+
+def _reserve() -> Space:
+    return Space(bytes=DISK_RESERVE, files=FILE_RESERVE)
 
 
 def _cgroup_root() -> Path:
