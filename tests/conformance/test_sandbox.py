@@ -411,6 +411,11 @@ def test_cache_volumes(host: SandboxHost, folder: Path) -> None:
         for number, (repository, tier) in enumerate((("o/r", Tier.TRUSTED), ("o/r2", Tier.UNTRUSTED), ("", "trusted"))):
             other = agent("run", name=f"r3-{number}", script=show, repository=repository, tier=tier)
             assert "one" not in other["output"]
+        # A set that is not strict may get a job of a fork on an instance for trusted ones.
+        written = agent("run", name="r3-set", script=write, tier=Tier.TRUSTED, any_run=True, only_trusted=True)
+        assert written["exit_code"] == 0
+        fork = agent("run", name="r3-fork", script=show, tier=Tier.TRUSTED, any_run=True)
+        assert "one" not in fork["output"]
         caches = sorted(path.name.rpartition("-")[0] for path in (folder / "caches").glob("[!.]*"))
         assert caches == ["o-r-trusted", "o-r-untrusted", "o-r2-untrusted"]
         # Files have the owners that jobs saw.

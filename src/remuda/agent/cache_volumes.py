@@ -73,8 +73,11 @@ class CacheVolumes:
     max_bytes: int
 
     def mount(self, assignment: Assignment, *, leader: int, first_id: int, user: JobUser) -> None:
-        """Mount the volumes of the assignment's repository into the new sandbox of the process `leader`."""
-        if not assignment.repository or not self.paths:
+        """Mount the volumes of the assignment's repository into the new sandbox of the process `leader`.
+
+        No volume is mounted if the assignment may get a job of another tier: the job is known only after the mount.
+        """
+        if not assignment.repository or not assignment.is_tier_known or not self.paths:
             return
         volume = self.folder / _name(assignment)
         volume.mkdir(mode=0o755, parents=True, exist_ok=True)

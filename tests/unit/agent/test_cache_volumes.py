@@ -6,6 +6,7 @@ import os
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from remuda.agent import cache_volumes, mounts
 from remuda.agent.cache_volumes import CacheVolumes
 from remuda.agent.disk_space import Space
 from remuda.agent.sandbox_root import JobUser
+from remuda.domain.resources import Tier
 from tests.support.records import assignment
 
 MIB = 1024**2
@@ -44,6 +46,28 @@ def test_folder_of_a_volume_is_made_once_and_belongs_to_the_job_user(
     assert folder.stat().st_mode & 0o777 == 0o755
     # Before it gets its name: a folder that exists has its owner.
     assert owners == [(folder.with_name(f".{folder.name}.new"), 1001, 1001)]
+
+
+@pytest.mark.parametrize(
+    ("assigned", "is_mounted"),
+    [
+        ({"tier": Tier.TRUSTED}, True),
+        ({"tier": Tier.TRUSTED, "any_run": True, "only_trusted": True}, True),
+        # A job of a fork could get it.
+        ({"tier": Tier.TRUSTED, "any_run": True}, False),
+        ({"tier": Tier.UNTRUSTED, "any_run": True}, True),
+        ({"tier": Tier.UNTRUSTED}, True),
+    ],
+)
+def test_no_volume_is_mounted_while_the_tier_of_the_job_is_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, assigned: dict[str, Any], *, is_mounted: bool
+) -> None:
+    mounted: list[str] = []
+    monkeypatch.setattr(cache_volumes, "_mount", lambda _, path, **__: mounted.append(path))
+    known = replace(assignment(1), repository="o/r", **assigned)
+    volumes(tmp_path, max_mib=1).mount(known, leader=1, first_id=0, user=JobUser(uid=1001, gid=1001))
+    assert bool(mounted) is is_mounted
+    assert bool(list(tmp_path.iterdir())) is is_mounted
 
 
 def test_nothing_is_evicted_before_the_first_volume_exists(tmp_path: Path) -> None:
