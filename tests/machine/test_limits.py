@@ -66,9 +66,9 @@ async def test_connections_and_quotas(stack: VirtualMachineStack) -> None:
         assert int(machine.run("cat", "/proc/sys/net/netfilter/nf_conntrack_max").stdout) >= 262_144
         job = await stack.run_job("1", FLOOD)
         assert job.conclusion == "success", f"{job.log}\n{machine.console}"
-        assert 8_192 < tracked() < CONNECTIONS
+        assert 1_000 < tracked() < CONNECTIONS
         assert (await stack.release("1"))["released"] == [name], machine.console
-        assert tracked() < 1_000, "the flood is gone"
+        assert tracked() < 500, "the flood is gone"
 
         done = machine.shell(QUOTAS)
         assert done.returncode == 0, done

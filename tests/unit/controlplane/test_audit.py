@@ -109,7 +109,8 @@ async def test_job_with_a_label_that_the_runners_of_its_run_lack(world: PoolWorl
     world.github.queue(run_id="77", labels=["ubuntu-latest"], repository=SCOPE)
     result = await wait_and_sweep(world, 10)
     (sentence,) = result.waiting_jobs
-    why = "no runner has label self-hosted; run 77 has runners with labels 77, large: use runs-on: ${{ github.run_id }}"
+    known = "run 77 has runners with labels 77, 77/large"
+    why = f"no runner has label self-hosted; {known}: use runs-on: ${{{{ github.run_id }}}}"
     assert why in sentence
     (found,) = (await demand(world)).overdue
     assert (found.job_id, found.detail) == (str(job.job_id), why)
