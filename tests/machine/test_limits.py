@@ -19,7 +19,8 @@ END
 """
 #: Connections that may be open, plus those that may begin within the minutes of the test.
 CONNECTIONS = 16_384 + 500 * 120
-#: A disk with project quotas, and a folder in it with a limit of 50 MiB and 500 files. Writes as an ordinary user.
+#: A disk with project quotas, and a folder in it with a limit of 50 MiB and 500 files, which has the upper layer of an
+#: overlay as a sandbox's folder has. An ordinary user writes to both.
 QUOTAS = """
 set -e
 truncate -s 200M /root/disk
@@ -32,24 +33,33 @@ export PYTHONPATH=/opt/remuda/lib
 cat >/root/quotas.py <<'END'
 import sys
 from pathlib import Path
-from remuda.agent import quotas
+from remuda.agent import mounts, quotas
 from remuda.agent.disk_space import Space
 limited, other = Path("/root/mounted/limited"), Path("/root/mounted/other")
 if sys.argv[1:]:
     assert quotas.usage(limited) is None
     assert quotas.limit(limited, 589_824, Space(bytes=50 * 1024**2, files=500))
     assert not quotas.limit(Path("/var/lib/remuda"), 589_824, Space(bytes=1, files=1))
+    layers = {name: limited / name for name in ("upper", "work")}
+    lower, overlay = Path("/root/lower"), Path("/root/overlay")
+    for folder in (*layers.values(), lower, overlay):
+        folder.mkdir()
+    layers["upper"].chmod(0o777)
+    mounts.mount_overlay(overlay, lower=lower, **layers)
 taken = quotas.usage(limited)
 assert quotas.usage(other) is None
 print(taken.bytes, taken.files)
 END
 python3 /root/quotas.py limit
 as_user() { setpriv --reuid=1000 --regid=1000 --clear-groups "$@"; }
-! as_user sh -c 'head -c 100M /dev/zero >/root/mounted/limited/large'
-python3 /root/quotas.py
-as_user rm /root/mounted/limited/large
-as_user sh -c 'mkdir /root/mounted/limited/many; cd /root/mounted/limited/many; seq 1000 | xargs touch || true'
-python3 /root/quotas.py
+for folder in /root/mounted/limited /root/overlay; do
+  ! as_user sh -c "head -c 100M /dev/zero >$folder/large"
+  python3 /root/quotas.py
+  as_user rm $folder/large
+  as_user sh -c "mkdir $folder/many && cd $folder/many && seq 1000 | xargs touch || true"
+  python3 /root/quotas.py
+  as_user rm -r $folder/many
+done
 as_user sh -c 'head -c 100M /dev/zero >/root/mounted/other/large'
 """
 
@@ -72,7 +82,9 @@ async def test_connections_and_quotas(stack: VirtualMachineStack) -> None:
 
         done = machine.shell(QUOTAS)
         assert done.returncode == 0, done
-        empty, large, many = ([int(word) for word in line.split()] for line in done.stdout.splitlines())
-        assert empty[1] == 1
-        assert 40 * 1024**2 < large[0] <= 50 * 1024**2
-        assert many[1] == 500
+        empty, *filled = ([int(word) for word in line.split()] for line in done.stdout.splitlines())
+        assert empty[1] < 10
+        assert len(filled) == 4
+        for size, _ in filled[::2]:
+            assert 40 * 1024**2 < size <= 50 * 1024**2
+        assert [files for _, files in filled[1::2]] == [500, 500]
