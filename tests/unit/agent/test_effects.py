@@ -32,6 +32,8 @@ HOST_CODE = sorted(
 REPLACED_MODULES = {
     "agent/enter_sandbox.py": "runs in a process of its own, the listener's",
     "agent/system_call_filter.py": "only looks; replaced by the seam",
+    "agent/quotas.py": "its functions are replaced by the seam",
+    "agent/connections.py": "its function is replaced by the seam",
     "agent/job_folders.py": "the local backend, which is no instance",
     "procfs.py": "its functions are replaced by the seam",
     "inotify.py": "only looks; replaced by the seam",
