@@ -12,7 +12,7 @@ from benchmarks.figures import median
 from remuda.adapters.aws.dynamodb import items, schema
 from remuda.adapters.aws.dynamodb.items import ItemKeys
 from remuda.adapters.aws.dynamodb.polling import CONTROL
-from remuda.adapters.aws.sqs import ATTRIBUTES
+from remuda.adapters.aws.sqs import ATTRIBUTES, queue_name
 from remuda.adapters.github.scale_sets import ScaleSetSource
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.domain.resources import DEFAULT_CLASSES
@@ -150,7 +150,7 @@ class Floor:
 
     async def prepare(self) -> None:
         await self._pool.write([self._record])
-        answer = await self._world.sqs.get_queue_url(QueueName=f"{self._pool.table}-{CLASS}")
+        answer = await self._world.sqs.get_queue_url(QueueName=queue_name(self._pool.table, CLASS))
         self._queue = answer["QueueUrl"]
         self._terminated = await self._create_fleet(1)
 

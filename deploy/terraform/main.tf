@@ -67,7 +67,8 @@ resource "aws_dynamodb_table" "this" {
 resource "aws_sqs_queue" "class" {
   for_each = toset(local.resource_classes)
 
-  name                       = "${local.name}-${each.key}"
+  # The name of a pool contains no underscore, so no other pool has a queue of this name.
+  name                       = "${local.name}_${each.key}"
   message_retention_seconds  = 345600
   visibility_timeout_seconds = 60
   delay_seconds              = 0

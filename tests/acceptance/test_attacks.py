@@ -60,7 +60,7 @@ def storage_mib(machine: NamespaceMachine) -> int:
 
 
 def left_of_sandbox(machine: NamespaceMachine, number: int) -> list[str]:
-    """Remains of a sandbox on the machine: processes, mounts, network, keys, files."""
+    """Remains of a sandbox on the machine: processes, mounts, network, files, cgroups, connections."""
     first = FIRST_ID + number * ID_COUNT
     ids = range(first, first + ID_COUNT)
     processes = [
@@ -74,7 +74,9 @@ def left_of_sandbox(machine: NamespaceMachine, number: int) -> list[str]:
     networks = [name for name in machine.run("ls", "/sys/class/net").stdout.split() if name == f"ve-remuda-{number}"]
     files = [name for name in machine.run("ls", STORAGE).stdout.split() if name == str(number)]
     cgroups = machine.run("find", "/sys/fs/cgroup/remuda", "-name", f"remuda-{number}").stdout.split()
-    return [*processes, *mounts, *networks, *files, *cgroups]
+    # Of any sandbox: no other one has had a connection.
+    connections = machine.run("grep", "-F", " src=198.18.", "/proc/net/nf_conntrack").stdout.splitlines()
+    return [*processes, *mounts, *networks, *files, *cgroups, *connections]
 
 
 async def test_next_run_sees_no_attack_and_none_escapes(machine_stack: MachineStack) -> None:

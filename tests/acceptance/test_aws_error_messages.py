@@ -21,7 +21,7 @@ LIMIT_S = 240.0
 #: So long that no command fails because of its timeout.
 LONG_TIMEOUT = ("--provision-timeout-sec", "100")
 TABLE = f"remuda-{POOL}"
-QUEUE = f"{TABLE}-large"
+QUEUE = f"{TABLE}_large"
 PROVISION = ("provision", "--run-id", "77", "--github-scope", SCOPE, "--resource-class", "large", *LONG_TIMEOUT)
 RELEASE = ("release", "--run-id", "77")
 STATUS = ("status",)

@@ -214,16 +214,16 @@ def test_a_queue_deleted_by_hand(patient: Patient):
     assert patient.servers.refresh(pool="gap")[0] == 0
 
     async def delete(client: Any) -> None:
-        url = (await client.get_queue_url(QueueName="remuda-gap-xlarge"))["QueueUrl"]
+        url = (await client.get_queue_url(QueueName="remuda-gap_xlarge"))["QueueUrl"]
         await client.delete_queue(QueueUrl=url)
-        url = (await client.get_queue_url(QueueName="remuda-gap-large"))["QueueUrl"]
+        url = (await client.get_queue_url(QueueName="remuda-gap_large"))["QueueUrl"]
         await client.set_queue_attributes(QueueUrl=url, Attributes={"VisibilityTimeout": "5"})
 
     patient.servers.call("sqs", delete)
     code, lines = patient.doctor(pool="gap")
     assert (code, problems(lines)) == (2, {"queues"}), lines
-    assert "remuda-gap-xlarge is missing" in lines["queues"]["message"]
-    assert "remuda-gap-large has wrong values of VisibilityTimeout" in lines["queues"]["message"]
+    assert "remuda-gap_xlarge is missing" in lines["queues"]["message"]
+    assert "remuda-gap_large has wrong values of VisibilityTimeout" in lines["queues"]["message"]
     assert "remuda refresh" in lines["queues"]["fix"]
 
 

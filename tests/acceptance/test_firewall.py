@@ -51,6 +51,20 @@ while calls and (left := limit - time.monotonic()) > 0:
         if not call.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             print(address)
 """
+#: Sends a datagram in as many connections as its argument says.
+FLOOD = """
+import socket, sys
+for number in range(int(sys.argv[1])):
+    if number % 50_000 == 0:
+        source = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    source.sendto(b"x", ("10.0.0.2", 1_024 + number % 50_000))
+"""
+#: Deletes the connections of sandboxes as a reset does.
+DELETE = "from remuda.agent import connections; connections.delete_all()"
+#: Connections that may be open, and that may begin within a moment.
+OPEN_CONNECTIONS, BURST = 16_384, 10_000
+#: Connections that begin per second at the permitted rate, times the seconds that a flood may take here.
+SLACK = 500 * 20
 #: Seconds to wait for a connection that must fail. Those that must succeed are tried until they do.
 REFUSED_S = 0.4
 
@@ -168,6 +182,16 @@ def machine() -> Iterator[FirewallNetwork]:
         yield FirewallNetwork(host, sandbox, container)
 
 
+def set_rules(machine: FirewallNetwork, folder: Path) -> None:
+    with fake_imds() as imds:
+        box = BootstrapBox(folder, imds)
+        box.preinstall()
+        assert box.boot().returncode == 0
+    # Twice: at boot and before the agent starts.
+    for _ in range(2):
+        machine.host.run(str(box.opt / "bin" / "remuda-firewall"))
+
+
 @pytest.mark.namespaces
 @pytest.mark.skipif(bool(unsupported_reason()), reason=unsupported_reason())
 def test_sandboxes_reach_the_internet_but_neither_metadata_nor_machine(
@@ -177,13 +201,7 @@ def test_sandboxes_reach_the_internet_but_neither_metadata_nor_machine(
     for each in machine:
         each.wait_until_reaches(EVERY)
 
-    with fake_imds() as imds:
-        box = BootstrapBox(tmp_path, imds)
-        box.preinstall()
-        assert box.boot().returncode == 0
-    # Twice: at boot and before the agent starts.
-    for _ in range(2):
-        machine.host.run(str(box.opt / "bin" / "remuda-firewall"))
+    set_rules(machine, tmp_path)
     assert machine.host.reaches() == EVERY, "the agent needs the metadata service"
     machine.sandbox.wait_until_reaches(INTERNET)
     assert machine.sandbox.reaches(user=JOB_USER_ID) == INTERNET
@@ -194,9 +212,40 @@ def test_sandboxes_reach_the_internet_but_neither_metadata_nor_machine(
     assert machine.sandbox.reaches() == INTERNET
     assert machine.container.reaches() == INTERNET
     rules = machine.host.run("iptables", "-t", "mangle", "-S", "FORWARD")
-    assert rules.count("-j DROP") == 1, "the rule is not duplicated"
+    for action in ("-d 169.254.169.254/32 -j DROP", "-m connlimit", "hashlimit-name", "CONNMARK"):
+        assert rules.count(action) == 1, "the rule is not duplicated"
     # A machine that forwards nothing by default, as docker configures it.
     for command in ("iptables", "ip6tables"):
         machine.host.run(command, "-D", "FORWARD", "-j", "ACCEPT")
         machine.host.run(command, "-P", "FORWARD", "DROP")
     assert machine.container.reaches() == INTERNET
+
+
+@pytest.mark.namespaces
+@pytest.mark.skipif(bool(unsupported_reason()), reason=unsupported_reason())
+def test_sandbox_can_neither_fill_the_connection_table_nor_leave_connections(
+    machine: FirewallNetwork, tmp_path: Path
+) -> None:
+    def tracked() -> int:
+        return int(machine.host.run("cat", "/proc/sys/net/netfilter/nf_conntrack_count"))
+
+    def flood(connections: int) -> int:
+        machine.sandbox.run(sys.executable, "-ISc", FLOOD, str(connections))
+        return tracked()
+
+    set_rules(machine, tmp_path)
+    assert BURST <= flood(BURST + 3 * SLACK) < BURST + SLACK, "many at once"
+    # Without the limit of the rate, which would take longer to reach the number.
+    rules = machine.host.run("iptables", "-t", "mangle", "-S").splitlines()
+    (rate,) = (rule.split()[1:] for rule in rules if "hashlimit" in rule)
+    machine.host.run("iptables", "-t", "mangle", "-D", *rate)
+    assert OPEN_CONNECTIONS <= flood(2 * OPEN_CONNECTIONS) < OPEN_CONNECTIONS + SLACK, "many that are open"
+
+    assert machine.sandbox.reaches() == set()
+    assert machine.host.reaches() == EVERY, "the machine's own connections"
+    own = tracked() - OPEN_CONNECTIONS
+    assert own > 0
+    machine.host.run(sys.executable, "-c", DELETE)
+    assert tracked() <= own
+    assert tracked() > 0, "only those of sandboxes are deleted"
+    assert machine.sandbox.reaches() == INTERNET, "the next sandbox"

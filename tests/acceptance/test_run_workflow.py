@@ -342,11 +342,11 @@ async def test_runner_of_a_run_takes_no_job_that_asks_for_default_labels(backend
     assert endpoint is not None
     async with FakeGitHubClient(endpoint.url, endpoint.token) as client:
         (runner,) = [item for item in await client.runners() if "9200" in item.labels]
-        assert runner.labels == ("9200", "large")
+        assert runner.labels == ("9200", "9200/large")
         steps, repo = [JobStep(run="true")], runner.scope
-        wanted = (["self-hosted"], ["self-hosted", "linux"], ["self-hosted", "9200"], ["linux", "x64"])
+        wanted = (["self-hosted"], ["self-hosted", "linux"], ["self-hosted", "9200"], ["linux", "x64"], ["large"])
         others = [await client.queue_job(repo=repo, run_id=9201, labels=labels, steps=steps) for labels in wanted]
-        own = await client.queue_job(repo=repo, run_id=9200, labels=["9200", "LARGE"], steps=steps)
+        own = await client.queue_job(repo=repo, run_id=9200, labels=["9200/LARGE"], steps=steps)
         while own.status != "completed":
             own = await client.job(own.id, wait_s=LIMIT_S)
         # The queue is served in order: the runner had the choice of the earlier ones.

@@ -242,7 +242,7 @@ class SqsPools(Pools):
 
     async def url(self, resource_class: str) -> str:
         """The URL of the queue of a class."""
-        return str((await self.client.get_queue_url(QueueName=f"{self.prefix}-{resource_class}"))["QueueUrl"])
+        return str((await self.client.get_queue_url(QueueName=f"{self.prefix}_{resource_class}"))["QueueUrl"])
 
 
 #: Adapters that need only a directory.

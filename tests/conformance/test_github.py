@@ -187,11 +187,11 @@ async def test_token_is_never_printed(github: GitHub) -> None:
 
 
 async def test_runner_can_be_listed_read_and_deleted(github: GitHub) -> None:
-    jit = await github.jit_config(REPO, name="one", labels=["7", "large"])
+    jit = await github.jit_config(REPO, name="one", labels=["7", "7/large"])
     assert jit.config
     (listed,) = await github.list_runners(REPO)
     assert (listed.runner_id, listed.name, listed.online, listed.busy) == (jit.runner_id, "one", False, False)
-    assert {"7", "large"} <= set(listed.labels)
+    assert {"7", "7/large"} <= set(listed.labels)
     assert await github.get_runner(REPO, jit.runner_id) == listed
     assert await github.delete_runner(REPO, jit.runner_id) is Deletion.DELETED
     assert await github.delete_runner(REPO, jit.runner_id) is Deletion.GONE

@@ -303,7 +303,7 @@ async def attributes(sqs: SqsPools, resource_class: str) -> dict[str, str]:
 
 
 async def test_queue_attributes(sqs: SqsPools) -> None:
-    assert await sqs.open().prepare(["large"]) == [f"queue {sqs.prefix}-large"]
+    assert await sqs.open().prepare(["large"]) == [f"queue {sqs.prefix}_large"]
     found = await attributes(sqs, "large")
     assert found["MessageRetentionPeriod"] == str(RETENTION_S)
     assert found["VisibilityTimeout"] == str(VISIBILITY_S)
@@ -312,7 +312,7 @@ async def test_queue_attributes(sqs: SqsPools) -> None:
 async def test_changed_queue_is_repaired(sqs: SqsPools, sqs_pool: SqsResourcePool) -> None:
     changed = {"MessageRetentionPeriod": "60", "DelaySeconds": "900"}
     await sqs.client.set_queue_attributes(QueueUrl=await sqs.url("large"), Attributes=changed)
-    assert await sqs_pool.prepare(["large"]) == [f"DelaySeconds, MessageRetentionPeriod of queue {sqs.prefix}-large"]
+    assert await sqs_pool.prepare(["large"]) == [f"DelaySeconds, MessageRetentionPeriod of queue {sqs.prefix}_large"]
     assert await sqs_pool.prepare(["large"]) == []
 
 
@@ -321,7 +321,7 @@ async def test_queue_with_a_dead_letter_queue_is_rejected(sqs: SqsPools, sqs_poo
     arn = (await attributes(sqs, "grave"))["QueueArn"]
     policy = json.dumps({"deadLetterTargetArn": arn, "maxReceiveCount": 5})
     await sqs.client.set_queue_attributes(QueueUrl=await sqs.url("large"), Attributes={"RedrivePolicy": policy})
-    with pytest.raises(UserError, match=f"queue {sqs.prefix}-large has a dead-letter queue") as refused:
+    with pytest.raises(UserError, match=f"queue {sqs.prefix}_large has a dead-letter queue") as refused:
         await sqs_pool.prepare(["large"])
     assert "redrive" in refused.value.fix
 
@@ -336,7 +336,7 @@ async def test_deleted_queue_is_created_again(sqs: SqsPools, sqs_pool: SqsResour
     await sqs_pool.send([message(1)])
     await sqs.client.delete_queue(QueueUrl=await sqs.url("large"))
     for call in (sqs_pool.receive("large", visibility_s=1), sqs_pool.send([message(1)]), sqs_pool.depth("large")):
-        with pytest.raises(NotFound, match=f"no queue {sqs.prefix}-large") as missing:
+        with pytest.raises(NotFound, match=f"no queue {sqs.prefix}_large") as missing:
             await call
         assert "remuda refresh" in missing.value.fix
     assert await sqs_pool.prepare(["large"]) != []

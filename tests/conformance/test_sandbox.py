@@ -10,13 +10,14 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from remuda.agent import sandbox
+from remuda.agent import connections, sandbox
 from remuda.agent.job_hook import REFUSED
 from remuda.agent.listener import KILLED
 from remuda.domain.resources import Tier
@@ -312,6 +313,28 @@ def test_a_full_disk_ends_the_job_and_not_the_machine(host: SandboxHost, folder:
         host.run("umount", "--recursive", "--lazy", storage)
 
 
+def test_the_next_run_works_after_one_that_took_all_files(host: SandboxHost, folder: Path) -> None:
+    image, storage = folder / "disk", folder / "storage"
+    storage.mkdir()
+    with image.open("wb") as file:
+        file.truncate(512 * MIB)
+    subprocess.run(["mkfs.ext4", "-q", "-N", "30000", image], check=True)
+    host.run("mount", "-o", "loop", image, storage)
+    try:
+        with driver(host, folder=str(folder), limits={"DISK_RESERVE": 64 * MIB, "FILE_RESERVE": 4_000}) as agent:
+            agent("open")
+            take = "mkdir ~/many; cd ~/many; seq 50000 | xargs touch 2>/dev/null; sleep 0.2"
+            agent("run", name="r1", script=take)
+            assert agent("reset")["ok"]
+            again = agent("run", name="r2", script="mkdir ~/few && cd ~/few && seq 3000 | xargs touch && exit 6")
+            assert again["exit_code"] == 6, again
+            assert "sandbox-failed" not in [name for name, _ in again["events"]]
+            agent("reset")
+            end(agent)
+    finally:
+        host.run("umount", "--recursive", "--lazy", storage)
+
+
 @pytest.mark.skipif(shutil.which("perl") is None, reason="needs perl")
 def test_logs_are_limited(agent: Driver) -> None:
     agent("open")
@@ -448,6 +471,24 @@ def test_a_reset_reports_what_the_kernel_still_has(host: SandboxHost, folder: Pa
         end(agent)
 
 
+@pytest.mark.skipif(shutil.which("iptables") is None, reason="needs iptables")
+def test_connections_of_sandboxes_are_deleted(agent: Driver, host: SandboxHost) -> None:
+    def tracked() -> int:
+        return int(host.run("cat", "/proc/sys/net/netfilter/nf_conntrack_count"))
+
+    # As the firewall script does for packets of sandboxes; port 9 stands for them.
+    mark = f"iptables -t mangle -A OUTPUT -p udp --dport 9 -j CONNMARK --set-mark {connections.MARK}"
+    host.run("sh", "-c", mark)
+    send = "import socket\nfor port in (9, 10): socket.socket(2, 2).sendto(b'x', ('127.0.0.1', port))"
+    agent("open", prepare=False)
+    before = tracked()
+    host.run(sys.executable, "-ISc", send)
+    assert tracked() == before + 2
+    assert agent("discard") == ""
+    assert tracked() == before + 1, "that of the machine is left"
+    host.run("iptables", "-t", "mangle", "-F", "OUTPUT")
+
+
 def test_cache_volumes(host: SandboxHost, folder: Path) -> None:
     paths = ["/home/runner/.cache/pip", "/var/lib/things"]
     show = "cat ~/.cache/pip/f /var/lib/things/f 2>/dev/null; stat -c '%U %a' ~/.cache ~/.cache/pip /var/lib/things"
@@ -463,7 +504,12 @@ def test_cache_volumes(host: SandboxHost, folder: Path) -> None:
         for number, (repository, tier) in enumerate((("o/r", Tier.TRUSTED), ("o/r2", Tier.UNTRUSTED), ("", "trusted"))):
             other = agent("run", name=f"r3-{number}", script=show, repository=repository, tier=tier)
             assert "one" not in other["output"]
-        caches = sorted(path.name.rpartition("-")[0] for path in (folder / "caches").iterdir())
+        # A set that is not strict may get a job of a fork on an instance for trusted ones.
+        written = agent("run", name="r3-set", script=write, tier=Tier.TRUSTED, any_run=True, only_trusted=True)
+        assert written["exit_code"] == 0
+        fork = agent("run", name="r3-fork", script=show, tier=Tier.TRUSTED, any_run=True)
+        assert "one" not in fork["output"]
+        caches = sorted(path.name.rpartition("-")[0] for path in (folder / "caches").glob("[!.]*"))
         assert caches == ["o-r-trusted", "o-r-untrusted", "o-r2-untrusted"]
         # Files have the owners that jobs saw.
         (first,) = (folder / "caches").glob("o-r-untrusted-*")

@@ -127,6 +127,23 @@ libc = ctypes.CDLL(None, use_errno=True)
 numbers = {numbers}[platform.machine()]
 """
 
+#: Each identifier of an echo request is a connection of its own. Counts the answers.
+_PINGS = """
+import os, select, socket, struct, sys, time
+from urllib.parse import urlsplit
+def pings(number):
+    raw = socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP)
+    raw.connect((urlsplit(os.environ["GITHUB_API_URL"]).hostname, 0))
+    answered = set()
+    for key in range(number):
+        raw.send(struct.pack("!BBHHH", 8, 0, 0xFFFF - 0x800 - key if key < 0xF7FF else 0, key, 0))
+        wait = 0 if key % 50 and key < number - 1 else 1 if key == number - 1 else 0.01
+        while select.select([raw], [], [], wait)[0]:
+            packet = raw.recv(100)
+            if packet[20] == 0: answered.add(packet[24:26])
+    return len(answered)
+"""
+
 IN_HOME = (
     file(
         "shell start file",
@@ -758,6 +775,12 @@ ESCAPES = tuple(
                 " or libc.syscall(numbers[1], 5, program, 128) >= 0))"
             ),
         ),
+        (
+            "connection table",
+            "20,000 connections at once, which the machine's kernel tracks because it translates addresses",
+            python(f"{_PINGS}sys.exit(pings(1) < 1)"),
+            python(f"{_PINGS}sys.exit(pings(20_000) < 16_384)"),
+        ),
         ("metadata service as root", "by IPv4 and IPv6", ":", "reach 169.254.169.254 80 || reach fd00:ec2::254 80"),
         (
             "metadata service with another source",
@@ -873,7 +896,7 @@ def look_step(attacks: Iterable[Attack]) -> str:
 def _step(as_job_user: str, as_root: str) -> str:
     return (
         f"cat >/tmp/as-root.sh <<'END_OF_ATTACKS'\n{PRELUDE}\n{as_root}\nEND_OF_ATTACKS\n"
-        f"{PRELUDE}\n{as_job_user}\nsudo bash /tmp/as-root.sh\ntrue"
+        f"{PRELUDE}\n{as_job_user}\nsudo --preserve-env=GITHUB_API_URL bash /tmp/as-root.sh\ntrue"
     )
 
 

@@ -293,7 +293,7 @@ class AwsDemo:
             await self._until(all_listen, f"{count} runners of run {run_id} to listen")
             queued = [
                 await github.queue_job(
-                    repo=SCOPE, run_id=run_id, labels=[run_id, CLASS], name=f"{name} {number + 1}", steps=STEPS
+                    repo=SCOPE, run_id=run_id, labels=[f"{run_id}/{CLASS}"], name=f"{name} {number + 1}", steps=STEPS
                 )
                 for number in range(count)
             ]

@@ -119,7 +119,7 @@ def assignment(epoch: int = 1, number: int = 1) -> Assignment:
     return Assignment(
         url="https://github.com/octo/repo",
         runner_name=f"remuda-test-{epoch}-{instance_id(number)}",
-        labels=("1234", "large"),
+        labels=("1234", "1234/large"),
         credential=Credential(token="t0ken", expires_at=at(3_600)),
     )
 

@@ -145,11 +145,23 @@ class Requests:
         return {"exit_code": process.returncode, "output": output.decode(errors="replace")[-MAX_OUTPUT:]}
 
     async def start(
-        self, name: str, script: str, repository: str = "o/r", tier: str = Tier.UNTRUSTED
+        self,
+        name: str,
+        script: str,
+        repository: str = "o/r",
+        tier: str = Tier.UNTRUSTED,
+        any_run: bool = False,  # noqa: FBT001, FBT002  # given by keyword in a request
+        only_trusted: bool = False,  # noqa: FBT001, FBT002
     ) -> dict[str, Any]:
         files: dict[PurePath, tuple[bytes, int]] = {SOFTWARE / "runner" / "job.sh": (script.encode(), 0o644)}
         made = Assignment(
-            url="https://github.com/o/r", runner_name=name, labels=(), repository=repository, tier=Tier(tier)
+            url="https://github.com/o/r",
+            runner_name=name,
+            labels=(),
+            repository=repository,
+            tier=Tier(tier),
+            any_run=any_run,
+            only_trusted=only_trusted,
         )
         await self.listener.start(made, files, sandbox_root.ENVIRONMENT)
         return await self.state()

@@ -72,9 +72,12 @@ def mount_overlay(target: Path, *, lower: Path, upper: Path, work: Path, volatil
 
     With `redirect_dir`, folders of the lower layer can be renamed, as on any other file system. A self-update of
     actions/runner does so.
+
+    The kernel accesses the layers with the rights of the process that mounts the overlay. With CAP_SYS_RESOURCE, quotas
+    of ext4 would not limit what jobs write.
     """
     options = f"lowerdir={lower},upperdir={upper},workdir={work},redirect_dir=on" + (",volatile" if volatile else "")
-    run("mount", "-t", "overlay", "-o", options, "remuda", target)
+    run("setpriv", "--bounding-set=-sys_resource", "mount", "-t", "overlay", "-o", options, "remuda", target)
 
 
 def unmount(target: Path) -> None:

@@ -25,8 +25,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from remuda import procfs, scripts
-from remuda.agent import enter_sandbox, mounts, processes, sandbox_root, system_call_filter
+from remuda.agent import connections, enter_sandbox, mounts, processes, quotas, sandbox_root, system_call_filter
 from remuda.agent.cache_volumes import CacheVolumes
+from remuda.agent.disk_space import FILE_RESERVE, NONE, Space, delete, free_space, start_deletion
 from remuda.agent.guard_process import GuardProcess, Reserves
 from remuda.agent.job_hook import REFUSED
 from remuda.agent.listener import WAIT_FOR_UPDATE, Files, StartCommand
@@ -52,7 +53,6 @@ END_LIMIT_S = 20.0
 END_POLL_S = 0.01
 #: Bytes and files that jobs must leave free on the disk. Below, the sandbox is killed: the agent needs some to work.
 DISK_RESERVE = 512 * 1024**2
-FILE_RESERVE = 10_000
 #: Bytes of memory that must stay available. Below, the sandbox is killed. Jobs get there only by memory that the kernel
 #: does not count for their cgroup: that limits them earlier.
 AVAILABLE_RESERVE = 64 * 1024**2
@@ -365,7 +365,7 @@ class Sandboxes:
         if self._options.caches is None:
             return
         try:
-            for name in await asyncio.to_thread(self._options.caches.evict, min_free=2 * DISK_RESERVE):
+            for name in await asyncio.to_thread(self._options.caches.evict, min_free=_reserve() + _reserve()):
                 self._record("cache-evicted", f"deleted the cache volume {name}: the volumes are larger than permitted")
         except OSError as problem:
             self._record("cache-failed", str(problem)[:MAX_DETAIL])
@@ -424,7 +424,9 @@ class Sandboxes:
         """Mount the root of a new sandbox, and in it the runner software. Return the job user."""
         folder = self._storage / str(number)
         first_id = _first_id(number)
-        for name in ("", "host", "root", "work", "runner-original", "runner-work", "runner-upper"):
+        folder.mkdir(mode=0o700)
+        self._limit_disk(number)
+        for name in ("host", "root", "work", "runner-original", "runner-work", "runner-upper"):
             (folder / name).mkdir(mode=0o700)
         user = sandbox_root.build_layer(
             folder / "upper",
@@ -457,6 +459,13 @@ class Sandboxes:
             # The overlays keep their layers.
             mounts.unmount(folder / name)
         return user
+
+    def _limit_disk(self, number: int) -> None:
+        """Leave the reserve free, where the disk has quotas. What is being deleted counts as free."""
+        discarded = (quotas.usage(path) for path in self._trash.iterdir() if path.name[0].isdecimal())
+        space = free_space(self._storage) + sum((taken for taken in discarded if taken), NONE) - _reserve()
+        space = Space(bytes=max(space.bytes, quotas.MIN_BYTES), files=max(space.files, 1))
+        quotas.limit(self._storage / str(number), _first_id(number), space)
 
     async def _boot(self, number: int, user: JobUser) -> _Running:
         """Start the container and wait until its services run."""
@@ -576,6 +585,7 @@ class Sandboxes:
                 return f"sandbox {number}: {problem}"
         if keep is None:
             shutil.rmtree(self.outbox, ignore_errors=True)
+            connections.delete_all()
         self._start_deletion()
         return ""
 
@@ -625,22 +635,14 @@ class Sandboxes:
 
     def _start_deletion(self) -> None:
         """Delete what was discarded, with low priority and not awaited: the machine is clean already."""
-        discarded = list(map(str, self._trash.iterdir()))
+        discarded = list(self._trash.iterdir())
         if not discarded:
             return
-        if shutil.disk_usage(self._storage).free < DISK_RESERVE:
+        if free_space(self._storage).covers(_reserve()):
+            start_deletion(discarded)
+        else:
             # The next job must not be killed for the files of the last one.
-            mounts.run("rm", "-rf", "--", *discarded)
-            return
-        priority = ("ionice", "-c", "3", "nice") if shutil.which("ionice") else ("nice",)
-        process = subprocess.Popen(
-            [*priority, "rm", "-rf", "--", *discarded],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        self._leave_running(process)
+            delete(discarded)
 
     def _leave_running(self, process: subprocess.Popen[bytes]) -> int:
         """Let a process outlive this agent. An unfinished Popen object would emit a ResourceWarning."""
@@ -673,6 +675,10 @@ class Sandboxes:
             text = (self.log_folder / "console.log").read_bytes()[-1000:].decode(errors="replace")
             return " | ".join(line.strip() for line in text.splitlines() if line.strip())
         return ""
+
+
+def _reserve() -> Space:
+    return Space(bytes=DISK_RESERVE, files=FILE_RESERVE)
 
 
 def _cgroup_root() -> Path:

@@ -39,6 +39,7 @@ from remuda.config.settings import Settings
 from remuda.domain.errors import Unavailable, UserError
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.reporting.job_queue import command_for_labels, describe_missing_labels
+from remuda.domain.resources import split_label
 from remuda.domain.runner_set import RunnerSet
 from remuda.domain.text import quote, truncate
 from remuda.fake_github.client import FakeGitHubClient, FakeGitHubError, JobStep, JobView
@@ -381,7 +382,8 @@ def blocked_by_provision(
 
 def is_label_of_run(label: str, run_id: str) -> bool:
     """Whether only runners of a provision of this run have the label."""
-    return label == run_id or label.startswith(tuple(run_id + separator for separator in LABEL_SEPARATORS))
+    run = split_label(label)[0]
+    return run == run_id or run.startswith(tuple(run_id + separator for separator in LABEL_SEPARATORS))
 
 
 async def _check_rerun(

@@ -137,7 +137,7 @@ def release_check(recent_provisions: Callable[[int], Awaitable[Sequence[Provisio
 
 
 def _check_runner_sets(demand: DemandStatus) -> CheckResult:
-    if not demand.sets:
+    if not demand.sets and not demand.overdue:
         return ok("none are configured")
     closed = [item for item in demand.sets if item.session is not SessionState.OPEN]
     if closed:

@@ -7,6 +7,7 @@ the actions of IAM and EC2, whose resources others share.
 
 from __future__ import annotations
 
+from remuda.adapters.aws.sqs import queue_name
 from remuda.deployment.policies import (
     ANY_RESOURCE,
     INDEXES,
@@ -98,7 +99,7 @@ def deployer() -> Policy:
                     _BUCKET,
                     f"{_BUCKET}/*",
                     arn("secretsmanager", "secret:remuda/<pool>/*"),
-                    arn("sqs", f"{NAME}-*"),
+                    arn("sqs", queue_name(NAME, "*")),
                     arn("ssm", f"parameter{settings_parameter()}"),
                 ),
             ),

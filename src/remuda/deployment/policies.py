@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from remuda.adapters.aws.cloudwatch import NAMESPACE
 from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.ec2.template import template_name
+from remuda.adapters.aws.sqs import queue_name
 from remuda.deployment.statements import Conditions, Policy, Statement, fill_placeholders
 from remuda.domain.errors import UserError
 from remuda.domain.resources import DEFAULT_CLASSES, ResourceClass, TypePatterns, split_type
@@ -87,10 +88,6 @@ def ec2_of_any_account(*kinds: str) -> tuple[str, ...]:
     documentation), so Karpenter's controller policy has no account in them either.
     """
     return ec2(*kinds, account="*")
-
-
-def queue_name(resource_class: str) -> str:
-    return f"{NAME}-{resource_class}"
 
 
 TABLE = arn("dynamodb", f"table/{NAME}")
@@ -197,7 +194,7 @@ def _read_settings() -> Statement:
 
 def _queues(classes: Sequence[ResourceClass]) -> tuple[str, ...]:
     # Listed individually: `remuda-ci-*` would also match the queues of a pool named `ci-nightly`.
-    return tuple(arn("sqs", queue_name(each.name)) for each in classes)
+    return tuple(arn("sqs", queue_name(NAME, each.name)) for each in classes)
 
 
 def _read_records(*more: str) -> Statement:

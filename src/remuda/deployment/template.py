@@ -11,7 +11,7 @@ from remuda.adapters.aws.cloudwatch import NAMESPACE
 from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.dynamodb.schema import INDEXES, KEYS
 from remuda.adapters.aws.launch import GROUP_RESOURCE, HOOK
-from remuda.adapters.aws.sqs import ATTRIBUTES
+from remuda.adapters.aws.sqs import ATTRIBUTES, queue_name
 from remuda.aws_lambda.runtime import SETTINGS_VARIABLE
 from remuda.config.declaration import Group, Setting, variable
 from remuda.config.settings import BOUNDARY, ROLE_PATH, SETTINGS
@@ -44,7 +44,6 @@ from remuda.deployment.policies import (
     attached,
     log_group,
     policies,
-    queue_name,
     settings_parameter,
 )
 from remuda.deployment.statements import VERSION, Policy, render
@@ -484,7 +483,7 @@ def _queue(resource_class: str) -> Resource:
         "DeletionPolicy": "Delete",
         "UpdateReplacePolicy": "Delete",
         "Properties": {
-            "QueueName": substituted(queue_name(resource_class)),
+            "QueueName": substituted(queue_name(NAME, resource_class)),
             **attributes,
             "SqsManagedSseEnabled": True,
             "Tags": TAGS,

@@ -129,6 +129,11 @@ class Assignment:
     #: registration or GitHub confirmed its removal.
     runner_id: int = 0
 
+    @property
+    def is_tier_known(self) -> bool:
+        """Whether each job that it can get has its tier. A trusted set that is not strict gets untrusted jobs, too."""
+        return not self.any_run or self.only_trusted or self.tier is Tier.UNTRUSTED
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Instance:

@@ -41,6 +41,27 @@ _SCOPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,38}(/(?!\.{1,2}$)[A-Za-z0-9._-]{
 _HOLDER_PREFIX = "set."
 #: Labels that GitHub adds to runners by default. As a run id they would attract jobs of other workflows.
 _GENERIC_LABELS = frozenset({"self-hosted", "linux", "windows", "macos", "x64", "arm", "arm64"})
+#: Between the run id and the class in a label. Neither can contain it.
+_LABEL_SEPARATOR = "/"
+
+
+def labels_of_run(run_id: str, resource_class: str) -> tuple[str, ...]:
+    """Return the labels of a run's runners: `123` and `123/large`. No job can ask for them without the run id.
+
+    With the class as a label of its own, a job of any run with `runs-on: large` would match. Why GitHub and the runner
+    accept the separator: docs/adr/0040-default-labels.md.
+    """
+    return run_id, f"{run_id}{_LABEL_SEPARATOR}{resource_class}"
+
+
+def is_class_name(text: str) -> bool:
+    return bool(_CLASS_NAME.fullmatch(text)) and text.lower() not in _GENERIC_LABELS
+
+
+def split_label(label: str) -> tuple[str, str]:
+    """Return the run id and the class of a label; the class is empty if the label has none."""
+    run_id, _, resource_class = label.partition(_LABEL_SEPARATOR)
+    return run_id, resource_class
 
 
 class UsageClass(StrEnum):
@@ -260,7 +281,7 @@ def parse_classes(document: Any, *, field: str = "resource-class-config") -> tup
         raise UserError(f"{field} has {len(document)} classes, more than {MAX_CLASSES}", field=field, fix=fix)
     classes = []
     for name, body in document.items():
-        if not isinstance(name, str) or not _CLASS_NAME.fullmatch(name) or name.lower() in _GENERIC_LABELS:
+        if not isinstance(name, str) or not is_class_name(name):
             raise UserError(
                 f"{field}: {quote(name, MAX_SHOWN)} is not a valid class name",
                 field=field,

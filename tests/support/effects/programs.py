@@ -28,7 +28,7 @@ WRAPPER_S, ENTER_S, CONNECT_S = 0.001, 0.005, 0.05
 JOB_S = 1.5
 #: Longer than an agent is down.
 SCRIPT_S = 3.0
-DELETION_S = 0.5
+DELETION_S, MEASUREMENT_S = 0.5, 0.05
 #: Until a listener notices that its registration was removed.
 POLL_S = 50.0
 LISTENER = "/opt/remuda/runner/bin/Runner.Listener"
@@ -98,9 +98,6 @@ class Programs:
 
     # Entry points of the seam
 
-    def only_reads(self, words: tuple[str, ...]) -> bool:
-        return words[0] == "du"
-
     def popen(self, words: tuple[str, ...], given: Mapping[str, Any]) -> HostProcess:
         """A process that the agent does not wait for."""
         call = self._popen
@@ -119,27 +116,41 @@ class Programs:
             return self._start_container(words, given)
         if any("listener.pid" in word for word in words):
             return self._start_listener(words, given)
-        if words[0] in {"nice", "ionice"} and "rm" in words:
-            process = self._host.spawn(words, "rm")
-
-            def delete() -> None:
-                if process.alive:
-                    for path in words[words.index("--") + 1 :]:
-                        self._host.delete(path)
-                    self._host.end(process, 0)
-
-            self._host.later(DELETION_S, delete)
-            return process
         raise self._unknown(words)
+
+    def _start_idle(self, words: tuple[str, ...]) -> None:
+        """A process that nobody waits for."""
+        process = self._host.spawn(words, "idle")
+
+        def delete() -> None:
+            for path in words[words.index("--") + 1 :]:
+                self._host.delete(path)
+
+        def measure() -> None:
+            used_at, _, file = words[-3:]
+            self._host.put(file, f"{used_at} 4096 1\n")
+
+        def finish() -> None:
+            if process.alive:
+                work()
+                self._host.end(process, 0)
+
+        if "rm" in words:
+            work, seconds = delete, DELETION_S
+        elif cache_volumes._MEASURE in words:
+            work, seconds = measure, MEASUREMENT_S
+        else:
+            raise self._unknown(words)
+        self._host.later(seconds, finish)
 
     def _run(self, words: tuple[str, ...]) -> tuple[int, str, str]:  # noqa: C901, PLR0912  # one case per program
         problem = ""
         match words:
-            case ("du", *_):
-                return 0, "4096\t.", ""
+            case ("setsid", "--fork", *command):
+                self._start_idle(tuple(command))
             case ("mount", "-t", "tmpfs", "-o", _, _, target):
                 self._host.mount(target, "tmpfs")
-            case ("mount", "-t", "overlay", "-o", options, _, target):
+            case ("setpriv", "--bounding-set=-sys_resource", "mount", "-t", "overlay", "-o", options, _, target):
                 problem = self._mount_overlay(options, target)
             case ("umount", target):
                 problem = self._host.unmount(target)

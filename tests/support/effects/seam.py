@@ -24,7 +24,7 @@ from typing import IO, Any, Self
 from unittest import mock
 
 from remuda import inotify, procfs
-from remuda.agent import mounts, processes, sandbox, system_call_filter
+from remuda.agent import cache_volumes, connections, mounts, processes, quotas, sandbox, system_call_filter
 from remuda.agent.guard_process import GuardProcess
 from simulation.loop import VirtualProcess, current_process
 from tests.support.effects.host import HostProcess, ModelHost
@@ -34,7 +34,7 @@ from tests.support.virtual_time import Killed
 FILE_EFFECTS = ("chmod", "chown", "mkdir", "mknod", "remove", "rename", "replace", "rmdir", "unlink", "utime")
 TWO_PATHS = frozenset({"rename", "replace"})
 #: Functions that look at files without changing them.
-FILE_READS = ("access", "listdir", "lstat", "readlink", "scandir", "stat", "statvfs")
+FILE_READS = ("access", "listdir", "lstat", "readlink", "scandir", "stat")
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _PLACEHOLDER = "/dev/null"
@@ -231,6 +231,7 @@ def _is_mount(path: Path) -> bool:
 
 
 _REAL_IS_MOUNT, _REAL_DISK_USAGE, _REAL_RMTREE = Path.is_mount, shutil.disk_usage, shutil.rmtree
+_REAL_STATVFS = os.statvfs
 
 
 def _disk_usage(path: Any) -> Any:
@@ -238,6 +239,13 @@ def _disk_usage(path: Any) -> Any:
     if host is None:
         return _REAL_DISK_USAGE(path)
     return SimpleNamespace(total=host.disk_free * 2, used=host.disk_free, free=host.disk_free)
+
+
+def _statvfs(path: Any) -> Any:
+    host = _host()
+    if host is None:
+        return _REAL_STATVFS(path)
+    return SimpleNamespace(f_bavail=host.disk_free, f_frsize=1, f_files=0, f_favail=0)
 
 
 def _rmtree(path: Any, ignore_errors: bool = False, *given: Any, **named: Any) -> None:  # noqa: FBT001, FBT002
@@ -278,7 +286,7 @@ def _run(command: Any, **named: Any) -> Any:
     if host is None:
         return _REAL_RUN(command, **named)
     words = tuple(map(str, command))
-    if not host.programs.only_reads(words) and host.effect("run", _program(command)):
+    if host.effect("run", _program(command)):
         code, error = 1, "injected"
         output = ""
     else:
@@ -446,6 +454,17 @@ def _read_filter(pid: int) -> list[bytes]:
     return [b"filter"]
 
 
+def _limit_quota(folder: Path, _project: int, _space: object) -> bool:
+    """The model's disk has no quotas."""
+    _the_host().effect("quota", folder)
+    return False
+
+
+def _delete_connections() -> None:
+    if _the_host().effect("delete", "connections"):
+        raise _fail("connections")
+
+
 def _nothing() -> None:
     """For what only concerns the agent's own process."""
 
@@ -514,6 +533,11 @@ REPLACED: tuple[tuple[Any, str, Any], ...] = (
     (GuardProcess, "start", lambda _guard: None),
     (GuardProcess, "watch", lambda _guard: None),
     (sandbox.Sandboxes, "processes", _runner_processes),
+    (quotas, "limit", _limit_quota),
+    (quotas, "usage", lambda _folder: None),
+    (connections, "delete_all", _delete_connections),
+    (cache_volumes, "time", _TIME),
+    (cache_volumes, "select", SimpleNamespace(select=_select)),
     (sandbox, "time", _TIME),
     (sandbox, "socket", _SOCKET),
     (sandbox, "select", SimpleNamespace(select=_select)),
@@ -534,6 +558,7 @@ REDIRECTED: tuple[tuple[Any, str, Any], ...] = (
     (io, "open", _open),
     (builtins, "open", _open),
     (pathlib.Path, "is_mount", _is_mount),
+    (os, "statvfs", _statvfs),
     (shutil, "disk_usage", _disk_usage),
     (shutil, "rmtree", _rmtree),
     (subprocess, "Popen", _popen),

@@ -63,7 +63,7 @@ DEPRECATED = "ACTIONS_RUNNER_RETURN_VERSION_DEPRECATED_EXIT_CODE"
 ASSIGNMENT = Assignment(
     url="https://github.com/o/r",
     runner_name="remuda-p-1-i-1",
-    labels=("123", "large"),
+    labels=("123", "123/large"),
     credential=Credential(token="SECRET", expires_at=datetime(2030, 1, 1, tzinfo=UTC)),
 )
 
@@ -217,7 +217,7 @@ class TestConfigure:
             "ACTIONS_RUNNER_INPUT_URL=https://github.com/o/r",
             "ACTIONS_RUNNER_INPUT_TOKEN=SECRET",
             "ACTIONS_RUNNER_INPUT_NAME=remuda-p-1-i-1",
-            "ACTIONS_RUNNER_INPUT_LABELS=123,large",
+            "ACTIONS_RUNNER_INPUT_LABELS=123,123/large",
             "HOME=/machine/home",
         ):
             assert line in environment

@@ -34,6 +34,8 @@ REPLACED_MODULES = {
     "agent/guard.py": "runs in a process of its own",
     "agent/guard_process.py": "starts the guard and looks at what it did; replaced by the seam",
     "agent/system_call_filter.py": "only looks; replaced by the seam",
+    "agent/quotas.py": "its functions are replaced by the seam",
+    "agent/connections.py": "its function is replaced by the seam",
     "agent/job_folders.py": "the local backend, which is no instance",
     "procfs.py": "its functions are replaced by the seam",
     "inotify.py": "only looks; replaced by the seam",

@@ -55,7 +55,7 @@ class Hooked:
         assignment = Assignment(
             url=url,
             runner_name="runner",
-            labels=(label, "large"),
+            labels=(label, f"{label}/large"),
             repository=repository,
             any_run=any_run,
             only_trusted=only_trusted,

@@ -19,6 +19,7 @@ import pytest
 from remuda.adapters.aws.ec2.options import Ec2LaunchOptions
 from remuda.adapters.aws.ec2.template import RootDevice, digest, template_data
 from remuda.adapters.aws.user_data import MAX_BYTES, MachineLayout, build_user_data, compress
+from remuda.agent import connections
 from remuda.domain.errors import UserError
 from tests.support.fake_s3 import FakeS3, fake_s3
 from tests.support.user_data import (
@@ -153,8 +154,13 @@ def test_complete_image_downloads_nothing(box: BootstrapBox) -> None:
 
 
 SANDBOXES = "ve-remuda-+"
+FIRST = "-m conntrack --ctstate NEW ! --ctstatus CONFIRMED"
+RATE = "-m hashlimit --hashlimit-name remuda --hashlimit-above 500/second --hashlimit-burst 10000"
 RULES = {
     "iptables": [
+        f"mangle -I FORWARD -i {SANDBOXES} -j CONNMARK --set-mark {connections.MARK:#x}",
+        f"mangle -I FORWARD -i {SANDBOXES} {FIRST} -m connlimit --connlimit-above 16384 --connlimit-mask 0 -j DROP",
+        f"mangle -I FORWARD -i {SANDBOXES} {FIRST} {RATE} -j DROP",
         "mangle -I FORWARD -d 169.254.169.254 -j DROP",
         f"filter -I INPUT -i {SANDBOXES} -j DROP",
         f"filter -I FORWARD -o {SANDBOXES} -m conntrack --ctstate ESTABLISHED,RELATED -j ACCEPT",

@@ -36,14 +36,14 @@ def test_matrix_expands_to_one_job_per_combination() -> None:
     jobs = parse(
         {
             "test": {
-                "runs-on": ["${{ github.run_id }}", "${{ matrix.size }}"],
+                "runs-on": "${{ github.run_id }}/${{ matrix.size }}",
                 "strategy": {"matrix": {"size": ["large", "xlarge"], "shard": [1, 2]}},
                 "steps": STEPS,
             }
         }
     )
     assert [job.name for job in jobs] == ["test (large, 1)", "test (large, 2)", "test (xlarge, 1)", "test (xlarge, 2)"]
-    assert jobs[0].resolve(GITHUB, {}).labels == ("77", "large")
+    assert jobs[0].resolve(GITHUB, {}).labels == ("77/large",)
     assert jobs[3].matrix == {"size": "xlarge", "shard": 2}
     assert jobs[3].strategy["job-index"] == 3
 
@@ -267,7 +267,7 @@ FAILED = {"provision": "success", "test": "failure"}
         # A script of the repository provisions.
         ({"provision": HOSTED, "test": OF_RUN}, FAILED, [], "test"),
         ({"provision": PROVISION, "test": OF_RUN}, {"provision": "failure", "test": "skipped"}, [], None),
-        ({"provision": PROVISION, "test": OF_RUN}, FAILED, [("77", "large")], None),
+        ({"provision": PROVISION, "test": OF_RUN}, FAILED, [("77", "77/large")], None),
         ({"provision": PROVISION, "test": OF_RUN}, FAILED, [("76", "large")], "test"),
         ({"test": OF_SET}, {"test": "failure"}, [], None),
         ({"build": OF_SET, "test": {**OF_SET, "needs": "build"}}, {"build": "success", "test": "failure"}, [], None),
@@ -427,7 +427,7 @@ class SlowGitHub:
         return _job(name)
 
     async def runners(self) -> list[RunnerView]:
-        return [_runner("77", "large"), _runner("self-hosted", "linux")]
+        return [_runner("77", "77/large"), _runner("self-hosted", "linux")]
 
     async def cancel_job(self, name: str) -> JobView:
         for _ in range(ITERATIONS[name]):
@@ -470,7 +470,7 @@ async def test_an_interrupted_run_cancels_all_its_jobs(*, without_dependent: boo
     assert github.cancelled == set(ITERATIONS)
 
 
-KNOWN = "run 77 has runners with labels 77, large: use runs-on: ${{ github.run_id }}"
+KNOWN = "run 77 has runners with labels 77, 77/large: use runs-on: ${{ github.run_id }}"
 
 
 @pytest.mark.parametrize(
@@ -480,7 +480,12 @@ KNOWN = "run 77 has runners with labels 77, large: use runs-on: ${{ github.run_i
             ("self-hosted", "77"),
             f"but no runner has label self-hosted; {KNOWN}; it waits, Ctrl-C cancels the run",
         ),
+        (
+            ("77", "large"),
+            f"but no runner has label large; {KNOWN}/large; it waits, Ctrl-C cancels the run",
+        ),
         (("77",), "queued for 77"),
+        (("77/large",), "queued for 77/large"),
         (("Self-Hosted", "linux"), "queued for Self-Hosted, linux"),
     ],
 )

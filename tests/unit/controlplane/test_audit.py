@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from remuda.controlplane.doctor import _check_runner_sets
 from remuda.controlplane.read.explain import explain
 from remuda.controlplane.read.status import status
 from remuda.controlplane.refresh.audit import MAX_CALLS, MAX_STORED
@@ -100,21 +101,33 @@ async def test_job_that_another_runner_serves_is_none_of_ours(world: PoolWorld) 
 
 
 @pytest.mark.parametrize("with_sets", [True, False])
-async def test_job_with_a_label_that_the_runners_of_its_run_lack(world: PoolWorld, *, with_sets: bool) -> None:
+@pytest.mark.parametrize(
+    ("labels", "lacks", "use"),
+    [
+        (["self-hosted", "77"], "self-hosted", "${{ github.run_id }}"),
+        # As workflows named the class in earlier versions.
+        (["77", "large"], "large", "${{ github.run_id }}/large"),
+    ],
+)
+async def test_job_with_a_label_that_the_runners_of_its_run_lack(
+    world: PoolWorld, labels: list[str], lacks: str, use: str, *, with_sets: bool
+) -> None:
     if not with_sets:
         await world.configure(runner_sets=())
     await asyncio.sleep(AUDIT_INTERVAL_S)
     await world.provision("77", repository=SCOPE)
-    job = world.github.queue(run_id="77", labels=["self-hosted", "77"], repository=SCOPE)
+    job = world.github.queue(run_id="77", labels=labels, repository=SCOPE)
     world.github.queue(run_id="77", labels=["ubuntu-latest"], repository=SCOPE)
     result = await wait_and_sweep(world, 10)
     (sentence,) = result.waiting_jobs
-    why = "no runner has label self-hosted; run 77 has runners with labels 77, large: use runs-on: ${{ github.run_id }}"
+    why = f"no runner has label {lacks}; run 77 has runners with labels 77, 77/large: use runs-on: {use}"
     assert why in sentence
     (found,) = (await demand(world)).overdue
     assert (found.job_id, found.detail) == (str(job.job_id), why)
     explanation = await explain(world.process(), "77")
     assert f"job {found.name} waits: {why}" in explanation.next_steps
+    if not with_sets:
+        assert why in _check_runner_sets(await demand(world)).message
     await world.release("77")
     job.started = True
     assert (await wait_and_sweep(world, AUDIT_INTERVAL_S + 1)).waiting_jobs == ()

@@ -168,7 +168,7 @@ async def test_a_run_gets_its_runners_and_gives_them_back(subject: Broker) -> No
     first, *_, last = answer.log.splitlines()
     assert first == "::group::remuda provision"
     assert last.startswith("run 123 has 2 runners: 0 reused, 2 created, in ")
-    assert {runner.labels for runner in subject.world.registrations()} == {("123", "large")}
+    assert {runner.labels for runner in subject.world.registrations()} == {("123", "123/large")}
 
     released = await subject.call("release")
     assert (released.exit, released.outputs) == (0, {})

@@ -53,7 +53,7 @@ async def test_empty_pool_causes_one_launch(world: PoolWorld) -> None:
     assert (result.created, result.reused) == (3, 0)
     assert result.calls["compute"] == {"launch": 1}
     assert world.in_state(State.RUNNING) == sorted(world.cloud.machines)
-    assert {runner.labels for runner in world.registrations()} == {("1", "large")}
+    assert {runner.labels for runner in world.registrations()} == {("1", "1/large")}
 
 
 async def test_full_pool_is_reused(world: PoolWorld) -> None:
@@ -75,11 +75,11 @@ async def test_missing_instances_are_created(world: PoolWorld) -> None:
 
 async def test_jobs_run_and_registration_credential_is_removed(world: PoolWorld) -> None:
     result = await world.provision(count=2)
-    jobs = [world.github.queue(run_id="1", labels=["1", "large"]) for _ in range(4)]
-    other = world.github.queue(run_id="2", labels=["2"])
+    jobs = [world.github.queue(run_id="1", labels=["1/large"]) for _ in range(4)]
+    others = [world.github.queue(run_id="2", labels=[label]) for label in ("2", "2/large", "large")]
     await world.pass_time(5)
     assert [job.conclusion for job in jobs] == ["success"] * 4
-    assert not other.runner_name
+    assert [job.runner_name for job in others] == [""] * 3
     for item in result.instances:
         assert item.instance.assignment is not None
         assert item.instance.assignment.credential is None
@@ -96,7 +96,7 @@ async def test_concurrent_runs_get_different_machines(world: PoolWorld) -> None:
 async def test_run_can_provision_two_classes(world: PoolWorld) -> None:
     await world.provision(count=1)
     second = await world.provision(count=1, resource_class="xlarge")
-    assert {runner.labels for runner in world.registrations()} == {("1", "large"), ("1", "xlarge")}
+    assert {runner.labels for runner in world.registrations()} == {("1", "1/large"), ("1", "1/xlarge")}
     assert second.instances[0].instance.cpu == 4
     released = await world.release()
     assert len(released.outcomes) == 2

@@ -44,7 +44,7 @@ def resources(pool: str) -> dict[str, tuple[str, ...]]:
         "logs": (arn("logs", f"log-group:/remuda/{pool}/refresh"),),
         "s3": (bucket, f"{bucket}/agent/1.tar.gz"),
         "secretsmanager": (arn("secretsmanager", f"secret:remuda/{pool}/github-AbCdEf"),),
-        "sqs": (arn("sqs", f"remuda-{pool}-large"),),
+        "sqs": (arn("sqs", f"remuda-{pool}_large"),),
         "ssm": (arn("ssm", f"parameter/remuda/{pool}/settings"),),
     }
 

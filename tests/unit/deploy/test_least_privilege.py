@@ -280,7 +280,7 @@ def at(  # noqa: C901, PLR0912 - one branch per service
         yield of.arn("iam", f"role/remuda-{of.pool}-agent"), {}
         yield of.arn("iam", f"instance-profile/remuda-{of.pool}-agent"), {}
     elif service == "sqs":
-        yield from ((of.arn("sqs", f"remuda-{of.pool}-{each}"), {}) for each in CLASSES)
+        yield from ((of.arn("sqs", f"remuda-{of.pool}_{each}"), {}) for each in CLASSES)
     elif service == "secretsmanager":
         yield of.secret, {}
     elif service == "lambda":
@@ -412,8 +412,8 @@ def test_a_role_cannot_reach_unrelated_resources(role, place, word):
         (f"{place.table}/index/{word}", {}),
         (f"{place.table}/stream/{word}", {}),
         (f"{place.table}/backup/{word}", {}),
-        (place.arn("sqs", f"remuda-{place.pool}-{word}"), {}),
-        (place.arn("sqs", f"remuda-{place.pool}-{CLASSES[0]}-{word}"), {}),
+        (place.arn("sqs", f"remuda-{place.pool}_{word}"), {}),
+        (place.arn("sqs", f"remuda-{place.pool}_{CLASSES[0]}-{word}"), {}),
         (place.arn("iam", f"role/{word}"), {}),
         (place.arn("iam", f"role/remuda-{place.pool}-refresh"), {}),
         (place.arn("iam", f"role/remuda-{place.pool}-agent-{word}"), {}),

@@ -13,12 +13,14 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 import build
 from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.dynamodb.schema import INDEXES
+from remuda.adapters.aws.sqs import queue_name
+from remuda.config.settings import _POOL_NAME
 from remuda.deployment.policies import (
     ANY_RESOURCE,
     ATTRIBUTES,
@@ -34,7 +36,7 @@ from remuda.deployment.policies import (
 from remuda.deployment.statements import fill_placeholders
 from remuda.deployment.template import template
 from remuda.domain.errors import UserError
-from remuda.domain.resources import ResourceClass, parse_classes
+from remuda.domain.resources import _CLASS_NAME, ResourceClass, parse_classes
 from remuda.domain.scale_down.fleet import GHR_APPLICATION, GHR_APPLICATION_TAG, GHR_ENVIRONMENT_TAG
 from remuda.ports.compute import POOL_TAG
 from tests.support.iam import IamRequest, Value, allows
@@ -362,6 +364,18 @@ def test_sixty_classes_fit_the_limit_of_iam():
     check_policies(many_classes(60), pool="p" * 20, role_path="/ci/runners/")
 
 
+@given(
+    pools=st.tuples(*[st.from_regex(_POOL_NAME, fullmatch=True)] * 2),
+    names=st.tuples(*[st.from_regex(_CLASS_NAME, fullmatch=True)] * 2),
+)
+@example(pools=("ci", "ci-prod"), names=("prod-large", "large"))
+@example(pools=("ci", "ci-a"), names=("a_b", "b"))
+def test_each_queue_belongs_to_one_class_of_one_pool(pools: tuple[str, str], names: tuple[str, str]) -> None:
+    first, second = zip(pools, names, strict=True)
+    queues = [queue_name(f"remuda-{pool}", name) for pool, name in (first, second)]
+    assert (queues[0] == queues[1]) == (first == second)
+
+
 def test_each_class_has_its_queue_and_no_pool_has_that_of_another():
     classes = many_classes(60)
     made = {
@@ -370,7 +384,7 @@ def test_each_class_has_its_queue_and_no_pool_has_that_of_another():
     }
     for command, further in FURTHER_QUEUES.items():
         for each in classes:
-            own, other = (arn("sqs", f"remuda-{pool}-{each.name}") for pool in ("ci", "ci-nightly"))
+            own, other = (arn("sqs", f"remuda-{pool}_{each.name}") for pool in ("ci", "ci-nightly"))
             assert sum(may(made[name], "sqs:ReceiveMessage", own) for name in (command, further)) == 1
             assert not any(may(made[name], "sqs:ReceiveMessage", other) for name in (command, further))
             assert sum(may(made[name], "sqs:CreateQueue", own) for name in (command, further)) == (command == "refresh")

@@ -206,7 +206,7 @@ def ec2(operation: str, who: str) -> list[IamRequest]:
 
 def sqs(operation: str, _who: str) -> list[IamRequest]:
     # IAM has no separate actions for batches.
-    return [request(f"sqs:{operation.removesuffix('Batch')}", arn("sqs", f"remuda-{POOL}-large"))]
+    return [request(f"sqs:{operation.removesuffix('Batch')}", arn("sqs", f"remuda-{POOL}_large"))]
 
 
 def iam(operation: str, _who: str) -> list[IamRequest]:

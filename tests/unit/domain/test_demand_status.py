@@ -468,7 +468,9 @@ def test_missing_labels_are_explained() -> None:
     assert describe_missing_labels(["gpu"], ()) == "no runner has label gpu, and there is no runner set"
 
 
-RUN_77 = "no runner has label self-hosted; run 77 has runners with labels 77, large"
+RUN_77 = "no runner has label self-hosted; run 77 has runners with labels 77, 77/large"
+PAIR_77 = "no runner has label large; run 77 has runners with labels 77, 77/large"
+NONE_79 = "run 79 has no runners: they were released, or none were provisioned"
 
 
 @pytest.mark.parametrize(
@@ -478,9 +480,16 @@ RUN_77 = "no runner has label self-hosted; run 77 has runners with labels 77, la
         # The runners of another run, because the job names it.
         (["self-hosted", "77"], "78", f"{RUN_77}: use runs-on: 77"),
         (["self-hosted"], "77", RUN_77),
-        (["77", "gpu", "x"], "77", "no runner has labels gpu, x; run 77 has runners with labels 77, large"),
+        (["77", "gpu", "x"], "77", "no runner has labels gpu, x; run 77 has runners with labels 77, 77/large"),
+        (["77/8xlarge"], "77", "no runner has label 77/8xlarge; run 77 has runners with labels 77, 77/large"),
+        # As workflows named a class in earlier versions.
+        (["77", "large"], "77", f"{PAIR_77}: use runs-on: ${{{{ github.run_id }}}}/large"),
+        (["77", "large"], "78", f"{PAIR_77}: use runs-on: 77/large"),
+        (["79", "large"], "79", f"{NONE_79}; use runs-on: ${{{{ github.run_id }}}}/large"),
+        (["79", "self-hosted"], "79", f"{NONE_79}; use runs-on: ${{{{ github.run_id }}}}"),
+        (["79/large"], "79", NONE_79),
         # As after "Re-run failed jobs", which does not run the provision job again.
-        (["79"], "79", "run 79 has no runners: they were released, or none were provisioned"),
+        (["79"], "79", NONE_79),
         (["self-hosted", "79"], "80", "no runner has label 79; sets: set (self-hosted, remuda, large)"),
     ],
 )
@@ -488,7 +497,7 @@ def test_missing_labels_of_a_run(labels: list[str], run_id: str, expected: str) 
     sets = [
         RunnerSet(name="set", labels=("self-hosted", "remuda", "large"), resource_class="large", scope="o/r", max=1)
     ]
-    assert describe_missing_labels(labels, sets, run_id=run_id, runs={"77": ("77", "large")}).startswith(expected)
+    assert describe_missing_labels(labels, sets, run_id=run_id, runs={"77": ("77", "77/large")}).startswith(expected)
 
 
 def test_labels_of_a_run_are_those_of_its_runners() -> None:

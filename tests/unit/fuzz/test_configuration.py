@@ -267,7 +267,7 @@ WORKFLOW = {
         "b": {
             "needs": ["a"],
             "if": "${{ always() }}",
-            "runs-on": ["${{ github.run_id }}", "large"],
+            "runs-on": ["${{ github.run_id }}/large"],
             "strategy": {"matrix": {"n": [1, 2], "m": ["x"]}},
             "timeout-minutes": 5,
             "env": {"B": "${{ github.run_id }}"},

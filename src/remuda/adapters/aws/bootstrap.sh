@@ -255,12 +255,26 @@ rule() { # COMMAND TABLE RULE...
   "$command" -w -t "$table" -C "$@" 2>/dev/null || "$command" -w -t "$table" -I "$@"
 }
 sandboxes=ve-remuda-+
+# Sandboxes must not fill the table of connections, which this machine needs, too: at most 16,384 of theirs are open. The
+# rate bounds those that the kernel keeps for up to 120 s after their end, and the time that counting takes. Only the first
+# packet of a connection is not of a confirmed one. The agent deletes connections with the mark (connections.py).
+rule iptables mangle FORWARD -i "$sandboxes" -j CONNMARK --set-mark 0x52454d55
+first="-m conntrack --ctstate NEW ! --ctstatus CONFIRMED"
+# shellcheck disable=SC2086  # several words
+rule iptables mangle FORWARD -i "$sandboxes" $first -m connlimit --connlimit-above 16384 --connlimit-mask 0 -j DROP
+# shellcheck disable=SC2086
+rule iptables mangle FORWARD -i "$sandboxes" $first -m hashlimit --hashlimit-name remuda \
+  --hashlimit-above 500/second --hashlimit-burst 10000 -j DROP
 # All forwarded packets, not only those of sandboxes. Use mangle: other software inserts its rules before ours in filter.
 rule iptables mangle FORWARD -d 169.254.169.254 -j DROP
 rule iptables filter INPUT -i "$sandboxes" -j DROP
 rule iptables filter FORWARD -o "$sandboxes" -m conntrack --ctstate ESTABLISHED,RELATED -j ACCEPT
 rule iptables filter FORWARD -i "$sandboxes" -j ACCEPT
 rule iptables nat POSTROUTING -s 198.18.0.0/15 -j MASQUERADE
+# On machines with up to 4 GiB of memory the table is smaller than what these limits permit. Only the first network
+# namespace can change it.
+table=/proc/sys/net/netfilter/nf_conntrack_max
+[ ! -w $table ] || [ "$(cat $table)" -ge 262144 ] || echo 262144 >$table
 if [ -e /proc/net/if_inet6 ] && command -v ip6tables >/dev/null; then
   rule ip6tables mangle FORWARD -d fd00:ec2::254 -j DROP
   rule ip6tables filter INPUT -i "$sandboxes" -j DROP

@@ -56,6 +56,15 @@ _STALE_RECEIPT = frozenset({"ReceiptHandleIsInvalid", "InvalidParameterValue", "
 _QUEUE_NAME = re.compile(r"[A-Za-z0-9_-]{1,80}")
 
 
+def queue_name(prefix: str, resource_class: str) -> str:
+    """Return the name of a class's queue. `prefix` is `remuda-<pool>`.
+
+    The first underscore ends the name of the pool, which cannot contain one. With a hyphen, the class `prod-large` of
+    the pool `ci` and the class `large` of the pool `ci-prod` would share a queue. SQS permits no other separator.
+    """
+    return f"{prefix}_{resource_class}"
+
+
 class SqsResourcePool:
     def __init__(self, *, client: SQSClient, prefix: str, clock: Clock, ids: Ids, calls: CallCounter) -> None:
         self._client = client
@@ -167,7 +176,7 @@ class SqsResourcePool:
     # Queues ---------------------------------------------------------------------------------------------------
 
     def _queue(self, resource_class: str) -> str:
-        return f"{self._prefix}-{resource_class}"
+        return queue_name(self._prefix, resource_class)
 
     async def _url(self, resource_class: str) -> str:
         if resource_class not in self._urls:

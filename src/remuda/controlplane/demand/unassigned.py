@@ -27,7 +27,7 @@ from remuda.domain.demand import MAX_QUEUED_S, QueuedJob, RepositoryQueue
 from remuda.domain.errors import NotFound, RemudaError
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.reporting.job_queue import MAX_OVERDUE, SETTLE_S, Audience, job_anomaly
-from remuda.domain.resources import is_repository
+from remuda.domain.resources import is_repository, split_label
 from remuda.domain.runner_set import RunnerSet
 from remuda.domain.timestamps import to_milliseconds
 from remuda.ports.github import GitHub
@@ -219,7 +219,7 @@ class UnassignedJobs:
 
     async def _has_own_runners(self, job: QueuedJob) -> bool:
         """Whether the job's run has its own provision. The audit, which knows its runners, judges such jobs."""
-        if job.run_id in job.labels:
+        if any(split_label(label)[0] == job.run_id for label in job.labels):
             return True
         if job.run_id not in self._has_provision:
             self._has_provision[job.run_id] = bool(await self._context.store.provisions_of_run(job.run_id))

@@ -18,6 +18,7 @@ from remuda.domain.resources import (
     Tier,
     TypePatterns,
     UsageClass,
+    labels_of_run,
     normalize_repository,
     repository_of,
 )
@@ -152,7 +153,9 @@ class ProvisionPlan:
         return Assignment(
             url=f"{self.config.github_url}/{self.scope}",
             runner_name=runner_name(self.config.pool, epoch, instance_id),
-            labels=runner_set.labels if runner_set else (self.provision.run_id, self.provision.resource_class),
+            labels=runner_set.labels
+            if runner_set
+            else labels_of_run(self.provision.run_id, self.provision.resource_class),
             repository=self.repository,
             runner_group=runner_set.runner_group if runner_set else tokens.runner_group if tokens else "",
             tier=self.request.tier,

@@ -14,6 +14,7 @@ from datetime import datetime, timedelta
 from remuda.domain.demand import MAX_QUEUED_S, MAX_TEXT, DemandRecord, JobRecord, QueuedJob, RepositoryQueue
 from remuda.domain.instance import Instance
 from remuda.domain.pool_config import PoolConfig
+from remuda.domain.resources import is_class_name, labels_of_run, split_label
 from remuda.domain.runner_set import RunnerSet, with_set_for
 from remuda.domain.text import truncate
 
@@ -55,7 +56,7 @@ class Audience:
     def lacks_runner(self, job: QueuedJob, known: Iterable[JobRecord], *, now: datetime) -> bool:
         """Whether a queued job waits for a runner of this pool, and no set has got it. `known` are the sets' jobs."""
         # A runner that exists does not get further labels, so a job that names its run need not wait first.
-        names_run = any(label in self.runs for label in job.labels)
+        names_run = any(split_label(label)[0] in self.runs for label in job.labels)
         if not names_run and (now - job.queued_at).total_seconds() <= SETTLE_S:
             return False
         return not self._is_served(job) and not _is_known(job, known)
@@ -212,7 +213,7 @@ def labels_by_run(instances: Iterable[Instance]) -> dict[str, tuple[str, ...]]:
 
 def find_run(labels: Iterable[str], run_id: str, runs: Mapping[str, Sequence[str]]) -> str:
     """The run whose runners a job means by its labels, else the job's own run; empty if it has no runners."""
-    named = [label for label in labels if label in runs]
+    named = [run for label in labels if (run := split_label(label)[0]) in runs]
     return named[0] if named else run_id if run_id in runs else ""
 
 
@@ -232,15 +233,19 @@ def describe_missing_labels(
     # A job that names a run is for the runners of this run, whatever labels the sets have.
     known = {label.lower() for label in of_run} or {label.lower() for item in sets for label in item.labels}
     missing = [label for label in labels if label.lower() not in known]
-    if not of_run and run_id and run_id in labels:
-        return f"run {run_id} has no runners: they were released, or none were provisioned"
+    others = [label for label in labels if split_label(label)[0] != (run or run_id)]
+    if not of_run and run_id and len(others) < len(labels):
+        problem = f"run {run_id} has no runners: they were released, or none were provisioned"
+        classes = [label for label in others if is_class_name(label)]
+        return f"{problem}; use runs-on: {_label_for(classes, run_id, run_id)}" if others else problem
     if missing:
         noun = "label" if len(missing) == 1 else "labels"
         problem = f"no runner has {noun} {_listed(missing)}"
     else:
         problem = f"no runner has all of the labels {_listed(labels)}"
     if of_run:
-        label = "${{ github.run_id }}" if run == run_id else run
+        classes = [label for label in others if labels_of_run(run, label)[1].lower() in known]
+        label = _label_for(classes, run, run_id)
         return f"{problem}; run {run} has runners with labels {_listed(of_run)}: use runs-on: {label}"
     if not sets:
         return f"{problem}, and there is no runner set"
@@ -252,6 +257,12 @@ def describe_missing_labels(
     reason = f"a set with more labels would get the jobs of {part.name}" if part else ""
     instead = f"; use runs-on: [{_listed(part.labels)}]: {reason}" if part else ""
     return f"{problem}; sets: {', '.join(named)}{more}{instead}"
+
+
+def _label_for(classes: Sequence[str], run: str, run_id: str) -> str:
+    """The label for `runs-on` of a job of the run `run_id` that asked for runners of `run`, perhaps with a class."""
+    name = "${{ github.run_id }}" if run == run_id else run
+    return labels_of_run(name, classes[0])[1] if len(classes) == 1 else name
 
 
 def command_for_labels(
@@ -270,13 +281,14 @@ def command_for_labels(
     """
     given = ("--github-scope", scope) if is_scope_given else ()
     classes = [item.name for item in config.classes]
-    of_run = [label for label in labels if label == run_id or label.startswith(f"{run_id}-")]
-    if run_id and of_run:
-        others = [label for label in labels if label not in of_run]
-        if len(of_run) > 1 or len(others) > 1 or not set(others) <= set(classes):
+    named = [split_label(label) for label in labels]
+    if run_id and any(run == run_id or run.startswith(f"{run_id}-") for run, _ in named):
+        # Runners of a run have no other labels.
+        (run, resource_class), *others = named
+        if others or resource_class not in {"", *classes}:
             return ()
-        in_class = ("--resource-class", *others) if others else ()
-        return ("provision", *given, "--run-id", of_run[0], *in_class)
+        in_class = ("--resource-class", resource_class) if resource_class else ()
+        return ("provision", *given, "--run-id", run, *in_class)
     if any(label.lower().startswith(_HOSTED_LABELS) for label in labels):
         return ()
     sets = with_set_for(labels, config.runner_sets, classes=classes, scope=scope)

@@ -1,0 +1,90 @@
+"""What jobs can take of a machine's connection table and disk, with the kernel and the disks of a machine."""
+
+from __future__ import annotations
+
+from tests.support.virtual_machine.stack import VirtualMachineStack
+
+#: More connections than a small machine's table holds by default.
+FLOOD = """
+python3 - <<'END'
+import socket
+for number in range(80_000):
+    if number % 50_000 == 0:
+        source = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    try:
+        source.sendto(b"x", ("169.254.0.2", 1_024 + number % 50_000))
+    except OSError:
+        pass
+END
+"""
+#: Connections that may be open, plus those that may begin within the minutes of the test.
+CONNECTIONS = 16_384 + 500 * 120
+#: A disk with project quotas, and a folder in it with a limit of 50 MiB and 500 files, which has the upper layer of an
+#: overlay as a sandbox's folder has. An ordinary user writes to both.
+QUOTAS = """
+set -e
+truncate -s 200M /root/disk
+mkfs.ext4 -q -O quota,project -E quotatype=prjquota /root/disk
+mkdir /root/mounted
+mount -o loop,prjquota /root/disk /root/mounted
+mkdir -m 777 /root/mounted/limited /root/mounted/other
+chmod 755 /root /root/mounted
+export PYTHONPATH=/opt/remuda/lib
+cat >/root/quotas.py <<'END'
+import sys
+from pathlib import Path
+from remuda.agent import mounts, quotas
+from remuda.agent.disk_space import Space
+limited, other = Path("/root/mounted/limited"), Path("/root/mounted/other")
+if sys.argv[1:]:
+    assert quotas.usage(limited) is None
+    assert quotas.limit(limited, 589_824, Space(bytes=50 * 1024**2, files=500))
+    assert not quotas.limit(Path("/var/lib/remuda"), 589_824, Space(bytes=1, files=1))
+    layers = {name: limited / name for name in ("upper", "work")}
+    lower, overlay = Path("/root/lower"), Path("/root/overlay")
+    for folder in (*layers.values(), lower, overlay):
+        folder.mkdir()
+    layers["upper"].chmod(0o777)
+    mounts.mount_overlay(overlay, lower=lower, **layers)
+taken = quotas.usage(limited)
+assert quotas.usage(other) is None
+print(taken.bytes, taken.files)
+END
+python3 /root/quotas.py limit
+as_user() { setpriv --reuid=1000 --regid=1000 --clear-groups "$@"; }
+for folder in /root/mounted/limited /root/overlay; do
+  ! as_user sh -c "head -c 100M /dev/zero >$folder/large"
+  python3 /root/quotas.py
+  as_user rm $folder/large
+  as_user sh -c "mkdir $folder/many && cd $folder/many && seq 1000 | xargs touch || true"
+  python3 /root/quotas.py
+  as_user rm -r $folder/many
+done
+as_user sh -c 'head -c 100M /dev/zero >/root/mounted/other/large'
+"""
+
+
+async def test_connections_and_quotas(stack: VirtualMachineStack) -> None:
+    await stack.refresh()
+    async with stack.booting():
+        assert (await stack.provision("1"))["created"] == 1
+        ((name, machine),) = stack.virtual_machines.items()
+
+        def tracked() -> int:
+            return int(machine.run("cat", "/proc/sys/net/netfilter/nf_conntrack_count").stdout)
+
+        assert int(machine.run("cat", "/proc/sys/net/netfilter/nf_conntrack_max").stdout) >= 262_144
+        job = await stack.run_job("1", FLOOD)
+        assert job.conclusion == "success", f"{job.log}\n{machine.console}"
+        assert 1_000 < tracked() < CONNECTIONS
+        assert (await stack.release("1"))["released"] == [name], machine.console
+        assert tracked() < 500, "the flood is gone"
+
+        done = machine.shell(QUOTAS)
+        assert done.returncode == 0, done
+        empty, *filled = ([int(word) for word in line.split()] for line in done.stdout.splitlines())
+        assert empty[1] < 10
+        assert len(filled) == 4
+        for size, _ in filled[::2]:
+            assert 40 * 1024**2 < size <= 50 * 1024**2
+        assert [files for _, files in filled[1::2]] == [500, 500]
