@@ -22,10 +22,11 @@ import tarfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 from remuda import procfs, scripts
-from remuda.agent import enter_sandbox, mounts, processes, sandbox_root, system_call_filter
+from remuda.agent import enter_sandbox, mounts, processes, sandbox_root, socket_filter, system_call_filter
 from remuda.agent.cache_volumes import CacheVolumes
 from remuda.agent.guard_process import GuardProcess, Reserves
 from remuda.agent.job_hook import REFUSED
@@ -525,7 +526,8 @@ class Sandboxes:
             *(f"--bind={device}" for device in DEVICES if Path(device).exists()),
         ]
         with (self.log_folder / "console.log").open("wb") as console:
-            process = subprocess.Popen(
+            start = partial(
+                subprocess.Popen[bytes],
                 ["sh", "-c", _JOIN, str(cgroup / "cgroup.procs"), *command],
                 env={"PATH": scripts.SYSTEM_PATH, "NOTIFY_SOCKET": str(notify), "SYSTEMD_NSPAWN_TMPFS_TMP": "0"},
                 stdin=subprocess.DEVNULL,
@@ -534,6 +536,8 @@ class Sandboxes:
                 cwd="/",
                 start_new_session=True,
             )
+            program = socket_filter.build(socketcall=socket_filter.permits_socketcall())
+            process = system_call_filter.start_filtered(program, start)
         return self._leave_running(process)
 
     def _save_filter(self, running: _Running) -> None:

@@ -1,0 +1,97 @@
+"""What root of a sandbox reaches of this computer's kernel: families of sockets, system calls, changes of the machine."""
+
+from __future__ import annotations
+
+import base64
+import errno
+import platform
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from remuda.agent import socket_filter
+from tests.support.sandbox_host import Driver, SandboxHost, driver, missing
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=f"sandboxes in namespaces: {missing()}")
+
+PYTHON = "/usr/bin/python3"
+#: AF_MAX of Linux 6.18.
+FAMILIES = 46
+AF_NETLINK, AF_VSOCK = 16, 40
+#: Prints the families, and protocols of netlink, of which a socket can be opened.
+OPEN_SOCKETS = f"""
+import ctypes, platform, socket
+def opens(*words):
+    try: socket.socket(*words).close()
+    except OSError as problem: return problem.errno == 1
+    return True
+families = [n for n in range({FAMILIES}) if any(opens(n, kind) for kind in (1, 2, 3, 5))]
+pairs = [n for n in range({FAMILIES}) if n != 1 and not ctypes.CDLL(None).socketpair(n, 1, 0, (ctypes.c_int * 2)())]
+print("sockets", *families, *pairs)
+print("netlink", *(n for n in range(32) if opens({AF_NETLINK}, 3, n)))
+libc = ctypes.CDLL(None, use_errno=True)
+for name, number in (("io_uring", 425), ("userfaultfd", {{"x86_64": 323, "aarch64": 282}}[platform.machine()])):
+    print(name, ctypes.get_errno() if libc.syscall(number, 1, bytes(128)) < 0 else 0)
+"""
+#: Name, words of the system call, and the expected error. This computer's kernel may have VM sockets.
+I386_CALLS = (
+    ("socket-unix", (359, 1, 1, 0), 0),
+    ("socket-vm", (359, AF_VSOCK, 1, 0), errno.EAFNOSUPPORT),
+    ("socketcall-vm", (102, 1, -1), errno.EAFNOSUPPORT),
+    ("io_uring", (425, 1, 0), errno.ENOSYS),
+)
+
+
+@pytest.fixture(scope="module", params=["kernel-of-this-computer-in-namespaces"])
+def host(request: pytest.FixtureRequest) -> Iterator[SandboxHost]:
+    with SandboxHost("surface") as made:
+        yield made
+
+
+@pytest.fixture
+def agent(host: SandboxHost, tmp_path: Path) -> Iterator[Driver]:
+    with driver(host, folder=str(tmp_path)) as made:
+        yield made
+        made("open", prepare=False)
+        assert made("discard") == ""
+        assert made("left") == {}
+
+
+def i386_program(*words: int) -> bytes:
+    """A 32-bit x86 program that makes the system call `words`, and exits with its error number or 0.
+
+    `words` are its number and up to three arguments. An argument of -1 is the address of the words 40, 1, 0: AF_VSOCK,
+    SOCK_STREAM, and no protocol.
+    """
+    base, header = 0x08048000, 52 + 32
+    code = b""
+    number, *arguments = words
+    data = base + header + 64
+    for opcode, value in zip((0xB8, 0xBB, 0xB9, 0xBA), (number, *arguments, 0, 0, 0), strict=False):
+        code += struct.pack("<BI", opcode, data if value == -1 else value)
+    # int 0x80; test eax, eax; jns +4; neg eax; jmp +2; xor eax, eax; mov ebx, eax; mov eax, 1; int 0x80
+    code += bytes.fromhex("cd80 85c0 7904 f7d8 eb02 31c0 89c3 b801000000 cd80")
+    body = code.ljust(64, b"\x90") + struct.pack("<III", AF_VSOCK, 1, 0)
+    size = header + len(body)
+    elf = struct.pack("<16sHHIIIIIHHHHHH", b"\x7fELF\x01\x01\x01", 2, 3, 1, base + header, 52, 0, 0, 52, 32, 1, 0, 0, 0)
+    return elf + struct.pack("<IIIIIIII", 1, 0, base, base, size, size, 5, 0x1000) + body
+
+
+def test_jobs_have_few_families_of_sockets(agent: Driver) -> None:
+    """As root of the sandbox, in a user namespace of a job's own, and as a 32-bit program."""
+    script = f"exec 2>&1; sudo {PYTHON} -ISc '{OPEN_SOCKETS}'; unshare -Urn {PYTHON} -ISc '{OPEN_SOCKETS}'\n"
+    expected = 2 * [
+        f"sockets {' '.join(map(str, socket_filter.FAMILIES))}",
+        f"netlink {' '.join(map(str, socket_filter.NETLINK_PROTOCOLS))}",
+        f"io_uring {errno.ENOSYS}",
+        f"userfaultfd {errno.EPERM}",
+    ]
+    if platform.machine() == "x86_64":
+        for name, words, code in I386_CALLS:
+            program = base64.b64encode(i386_program(*words)).decode()
+            script += f"echo {program} | base64 -d >/tmp/p; chmod +x /tmp/p; /tmp/p; echo {name} $?\n"
+            expected.append(f"{name} {code}")
+    agent("open")
+    assert agent("run", name="r1", script=script)["output"].splitlines() == expected
