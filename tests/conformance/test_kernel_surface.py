@@ -1,4 +1,4 @@
-"""What root of a sandbox reaches of this computer's kernel: families of sockets, system calls, changes of the machine."""
+"""What root of a sandbox reaches of this computer's kernel, and changes of the kernel that a reset notices."""
 
 from __future__ import annotations
 
@@ -95,3 +95,34 @@ def test_jobs_have_few_families_of_sockets(agent: Driver) -> None:
             expected.append(f"{name} {code}")
     agent("open")
     assert agent("run", name="r1", script=script)["output"].splitlines() == expected
+
+
+def test_a_reset_notices_changes_of_the_machine(host: SandboxHost, tmp_path: Path) -> None:
+    options = {"folder": str(tmp_path)}
+    with driver(host, **options) as agent:
+        agent("open")
+        agent("ready")
+        # Nobody uses the sandbox yet: a service of the machine has started late.
+        host.run("ip", "link", "add", "early", "type", "bridge")
+        agent("run", name="r1", script="exit 0")
+        host.run("sh", "-c", "ip link add late type bridge; echo 1 >/proc/sys/net/ipv4/conf/all/route_localnet")
+    # Neither another agent nor another sandbox of the same run makes it the state of before.
+    with driver(host, **options) as agent:
+        agent("open")
+        agent("run", name="r2", script="exit 0")
+        failed = agent("reset")
+        assert failed["ok"] is False
+        assert failed["detail"] == (
+            "reset failed: the kernel has changed: interface late: exists; "
+            "setting net/ipv4/conf/all/route_localnet: 1, was 0"
+        )
+        agent("ready")
+        assert agent("reset")["ok"] is False, "the sandbox was not used, but an earlier one was"
+        host.run("sh", "-c", "ip link del late; echo 0 >/proc/sys/net/ipv4/conf/all/route_localnet")
+        assert agent("reset")["ok"]
+        assert agent("reset")["detail"] == "the sandbox was not used"
+        host.run("ip", "link", "del", "early")
+        assert agent("reset")["ok"]
+        agent("open", prepare=False)
+        assert agent("discard") == ""
+        assert agent("left") == {}

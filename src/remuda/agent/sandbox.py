@@ -22,7 +22,6 @@ import tarfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path, PurePosixPath
 
 from remuda import procfs, scripts
@@ -30,6 +29,8 @@ from remuda.agent import enter_sandbox, mounts, processes, sandbox_root, socket_
 from remuda.agent.cache_volumes import CacheVolumes
 from remuda.agent.guard_process import GuardProcess, Reserves
 from remuda.agent.job_hook import REFUSED
+from remuda.agent.kernel_modules import KernelModules
+from remuda.agent.kernel_state import KernelState
 from remuda.agent.listener import WAIT_FOR_UPDATE, Files, StartCommand
 from remuda.agent.sandbox_root import JobUser
 from remuda.domain.errors import Unavailable
@@ -104,6 +105,8 @@ class SandboxOptions:
     #: Further paths that jobs must not see.
     hidden: tuple[str, ...] = ()
     caches: CacheVolumes | None = None
+    #: None: the kernel belongs to others, and stays as it is.
+    modules: KernelModules | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,6 +177,7 @@ class Sandboxes:
         self._children: set[int] = set()
         self._cgroup = Path()
         self._guard: GuardProcess | None = None
+        self._kernel = KernelState(options.storage / "kernel.json")
 
     @property
     def log_folder(self) -> Path:
@@ -296,15 +300,17 @@ class Sandboxes:
         """Discard the sandbox. The result is OK only if the kernel shows that nothing of it is left."""
         if self._preparation is not None:
             await asyncio.gather(asyncio.shield(self._preparation), return_exceptions=True)
-        if self._current is not None and not self._current.used_by and self.is_alive():
-            return StepResult(ok=True, detail="the sandbox was not used")
+        is_unused = self._current is not None and not self._current.used_by and self.is_alive()
         try:
-            detail = await asyncio.to_thread(self._discard_all)
+            detail = "" if is_unused else await asyncio.to_thread(self._discard_all)
+            # Also for an unused sandbox: the run may have ended another one before.
+            detail = detail or await asyncio.to_thread(self._kernel.changes)
         except OSError as problem:
             detail = str(problem)
-        if not detail:
-            self.prepare()
-        return StepResult(ok=not detail, detail=f"reset failed: {detail}"[:MAX_DETAIL] if detail else "")
+        if detail:
+            return StepResult(ok=False, detail=f"reset failed: {detail}"[:MAX_DETAIL])
+        self.prepare()
+        return StepResult(ok=True, detail="the sandbox was not used" if is_unused else "")
 
     # Preparation
 
@@ -349,6 +355,8 @@ class Sandboxes:
         await self._evict_caches()
         number = await asyncio.to_thread(self._next_number)
         try:
+            if self._options.modules is not None:
+                await asyncio.to_thread(self._options.modules.prepare)
             user = await asyncio.to_thread(self._mount, number)
             running = await self._boot(number, user)
             await asyncio.to_thread(self._save_filter, running)
@@ -380,6 +388,7 @@ class Sandboxes:
                 raise Unavailable(f"cannot discard the last sandbox: {problem}")
         running = await self._prepared()
         if not running.used_by:
+            await asyncio.to_thread(self._kernel.record)
             # Saved first: after a crash the volumes of this repository must not be in a sandbox that counts as unused.
             running = self._current = replace(running, used_by=assignment.runner_name)
             self._save(running)
@@ -526,18 +535,19 @@ class Sandboxes:
             *(f"--bind={device}" for device in DEVICES if Path(device).exists()),
         ]
         with (self.log_folder / "console.log").open("wb") as console:
-            start = partial(
-                subprocess.Popen[bytes],
-                ["sh", "-c", _JOIN, str(cgroup / "cgroup.procs"), *command],
-                env={"PATH": scripts.SYSTEM_PATH, "NOTIFY_SOCKET": str(notify), "SYSTEMD_NSPAWN_TMPFS_TMP": "0"},
-                stdin=subprocess.DEVNULL,
-                stdout=console,
-                stderr=console,
-                cwd="/",
-                start_new_session=True,
-            )
             program = socket_filter.build(socketcall=socket_filter.permits_socketcall())
-            process = system_call_filter.start_filtered(program, start)
+            process = system_call_filter.start_filtered(
+                program,
+                lambda: subprocess.Popen(
+                    ["sh", "-c", _JOIN, str(cgroup / "cgroup.procs"), *command],
+                    env={"PATH": scripts.SYSTEM_PATH, "NOTIFY_SOCKET": str(notify), "SYSTEMD_NSPAWN_TMPFS_TMP": "0"},
+                    stdin=subprocess.DEVNULL,
+                    stdout=console,
+                    stderr=console,
+                    cwd="/",
+                    start_new_session=True,
+                ),
+            )
         return self._leave_running(process)
 
     def _save_filter(self, running: _Running) -> None:

@@ -1,8 +1,8 @@
 """A system call filter for sandboxes: the socket families that jobs may use, and calls that reach around it.
 
 systemd-nspawn has a filter of its own (`--system-call-filter`), which permits calls by name only. This one also looks
-at the arguments of socket(2): without it, `AF_VSOCK` connects to the host past all rules of iptables. The kernel applies
-both, and the stricter answer counts. The program is classic BPF over `struct seccomp_data`, see seccomp(2).
+at the arguments of socket(2): without it, `AF_VSOCK` connects to the host past all rules of iptables. The kernel
+applies both, and the stricter answer counts. The program is classic BPF over `struct seccomp_data`, see seccomp(2).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 #: AF_UNIX, AF_INET, AF_INET6, AF_NETLINK, AF_PACKET. All others get the answer of a kernel that does not have them.
 #: AF_PACKET is for tools such as tcpdump.
 FAMILIES = (1, 2, 10, 16, 17)
-#: NETLINK_ROUTE, NETLINK_SOCK_DIAG, NETLINK_NETFILTER, NETLINK_KOBJECT_UEVENT, NETLINK_GENERIC: those of iproute2, docker,
-#: iptables, udev. Not NETLINK_XFRM, whose states and policies the kernel charges to no one.
+#: NETLINK_ROUTE, NETLINK_SOCK_DIAG, NETLINK_NETFILTER, NETLINK_KOBJECT_UEVENT, NETLINK_GENERIC: those of iproute2,
+#: docker, iptables and udev. Not NETLINK_XFRM, whose states and policies the kernel charges to no one.
 NETLINK_PROTOCOLS = (0, 4, 12, 15, 16)
 _NETLINK = 16
 #: Operations of socketcall(2), with which 32-bit x86 programs open sockets: socket and socketpair. The family is in

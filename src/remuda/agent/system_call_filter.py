@@ -36,7 +36,7 @@ class _Program(ctypes.Structure):
 
 
 def start_filtered(program: bytes, start: Callable[[], T]) -> T:
-    """Call `start` in a thread with this filter, which the processes started there inherit, and no other thread gets."""
+    """Call `start` in a thread of its own with this filter, which the processes that it starts inherit."""
     with ThreadPoolExecutor(max_workers=1) as thread:
         thread.submit(_install, program).result()
         return thread.submit(start).result()
