@@ -7,11 +7,14 @@ import errno
 import platform
 import struct
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from remuda.agent import socket_filter
+from tests.support import kernel_resources
+from tests.support.kernel_resources import Payer
 from tests.support.sandbox_host import Driver, SandboxHost, driver, missing
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"sandboxes in namespaces: {missing()}")
@@ -20,6 +23,9 @@ PYTHON = "/usr/bin/python3"
 #: AF_MAX of Linux 6.18.
 FAMILIES = 46
 AF_NETLINK, AF_VSOCK = 16, 40
+MIB = 1024**2
+#: The share of a resource's memory from which its sandbox counts as the payer. The processes that create it need some.
+ENOUGH = 0.6
 #: Prints the families, and protocols of netlink, of which a socket can be opened.
 OPEN_SOCKETS = f"""
 import ctypes, platform, socket
@@ -126,3 +132,34 @@ def test_a_reset_notices_changes_of_the_machine(host: SandboxHost, tmp_path: Pat
         agent("open", prepare=False)
         assert agent("discard") == ""
         assert agent("left") == {}
+
+
+def test_who_pays_for_memory_of_the_kernel(host: SandboxHost, agent: Driver) -> None:
+    """What the cgroup of a sandbox does not count cannot reach its limit, but uses up the memory of the machine."""
+    if host.charged_bytes is None:
+        pytest.skip("no cgroup of this computer counts memory")
+    measured = [each for each in kernel_resources.RESOURCES if each.probe is not None]
+    codes = ["", "", *(each.probe.code for each in measured if each.probe is not None)]
+    script = "set -e; cd /tmp; mkfifo next\n"
+    for number, code in enumerate(codes):
+        program = f"{kernel_resources.PREAMBLE}{code}\nimport signal\nprint('done', flush=True)\nsignal.pause()"
+        script += f"""
+            echo 'done {number}.'; read -r _ <next
+            cat >probe.py <<'END'\n{program}\nEND
+            sudo {PYTHON} -IS probe.py >{number}.log 2>&1 &
+            until grep -q done {number}.log; do sleep 0.05; [ -e /proc/$! ]; done || {{ cat {number}.log; exit 1; }}
+        """
+    agent("open")
+    agent("start", name="r1", script=f"{script}echo 'done {len(codes)}.'; read -r _ <next")
+    charged = []
+    for number in range(len(codes) + 1):
+        agent("wait_for", text=f"done {number}.")
+        charged.append(host.charged_bytes)
+        agent("inside", command="echo >/tmp/next")
+    # Two probes create nothing: the first reads the files, and the second is what the process itself takes.
+    _, own, *taken = [after - before for before, after in pairwise(charged)]
+    for resource, total in zip(measured, taken, strict=True):
+        share = (total - own) / MIB / resource.probe.mib
+        assert share > ENOUGH if resource.payer is Payer.SANDBOX else share < 1 - ENOUGH, (resource.name, share)
+    # What no one pays for ends with the sandbox, too.
+    assert agent("reset")["ok"]

@@ -18,8 +18,8 @@ from remuda import scripts
 NEEDED = (
     # Sandboxes, their disks and what watches them.
     *("overlay", "ext4", "xfs", "loop", "quota_v2", "quota_tree", "veth", "tun", "fuse", "autofs4", "binfmt_misc"),
-    # Networks of docker and kind.
-    *("bridge", "br_netfilter", "stp", "llc", "macvlan", "ipvlan", "vxlan", "8021q", "af_packet"),
+    # Networks of docker, kind and k3d.
+    *("bridge", "br_netfilter", "stp", "llc", "vxlan", "af_packet"),
     # iptables, in both of its versions, and nft.
     *("ip_tables", "iptable_filter", "iptable_nat", "iptable_mangle", "iptable_raw", "x_tables"),
     *("ip6_tables", "ip6table_filter", "ip6table_nat", "ip6table_mangle", "ip6table_raw"),
@@ -29,9 +29,9 @@ NEEDED = (
     *("nf_conntrack", "nf_conntrack_netlink", "nf_conncount", "nf_nat", "nfnetlink", "nfnetlink_log", "nf_log_syslog"),
     *("nf_reject_ipv4", "nf_reject_ipv6", "ipt_REJECT", "ip6t_REJECT", "ipt_rpfilter", "ip6t_rpfilter"),
     *("xt_MASQUERADE", "xt_REDIRECT", "xt_nat", "xt_CT", "xt_LOG", "xt_NFLOG", "xt_TCPMSS", "xt_mark", "xt_connmark"),
-    *("xt_addrtype", "xt_bpf", "xt_cgroup", "xt_comment", "xt_connlimit", "xt_conntrack", "xt_hashlimit", "xt_limit"),
-    *("xt_mac", "xt_multiport", "xt_owner", "xt_physdev", "xt_pkttype", "xt_recent", "xt_set", "xt_state"),
-    *("xt_statistic", "xt_tcpudp", "xt_u32"),
+    *("xt_addrtype", "xt_comment", "xt_connlimit", "xt_conntrack", "xt_hashlimit", "xt_limit"),
+    *("xt_multiport", "xt_owner", "xt_physdev", "xt_recent", "xt_set", "xt_state"),
+    *("xt_statistic", "xt_tcpudp"),
     *("ip_set", "ip_set_hash_ip", "ip_set_hash_ipport", "ip_set_hash_net", "ip_set_hash_netport"),
     # ss.
     *("inet_diag", "tcp_diag", "udp_diag", "unix_diag", "netlink_diag"),
