@@ -138,8 +138,8 @@ def test_who_pays_for_memory_of_the_kernel(host: SandboxHost, agent: Driver) -> 
     """What the cgroup of a sandbox does not count cannot reach its limit, but uses up the memory of the machine."""
     if host.charged_bytes is None:
         pytest.skip("no cgroup of this computer counts memory")
-    measured = [each for each in kernel_resources.RESOURCES if each.probe is not None]
-    codes = ["", "", *(each.probe.code for each in measured if each.probe is not None)]
+    measured = [(each, each.probe) for each in kernel_resources.RESOURCES if each.probe is not None]
+    codes = ["", "", *(probe.code for _, probe in measured)]
     script = "set -e; cd /tmp; mkfifo next\n"
     for number, code in enumerate(codes):
         program = f"{kernel_resources.PREAMBLE}{code}\nimport signal\nprint('done', flush=True)\nsignal.pause()"
@@ -158,8 +158,8 @@ def test_who_pays_for_memory_of_the_kernel(host: SandboxHost, agent: Driver) -> 
         agent("inside", command="echo >/tmp/next")
     # Two probes create nothing: the first reads the files, and the second is what the process itself takes.
     _, own, *taken = [after - before for before, after in pairwise(charged)]
-    for resource, total in zip(measured, taken, strict=True):
-        share = (total - own) / MIB / resource.probe.mib
+    for (resource, probe), total in zip(measured, taken, strict=True):
+        share = (total - own) / MIB / probe.mib
         assert share > ENOUGH if resource.payer is Payer.SANDBOX else share < 1 - ENOUGH, (resource.name, share)
     # What no one pays for ends with the sandbox, too.
     assert agent("reset")["ok"]

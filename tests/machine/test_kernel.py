@@ -30,12 +30,13 @@ for family in range(46):
 '
 true
 """
+#: The job itself may write no core dumps, which does not matter to a program that the kernel starts. A service may.
 CRASH = """
 set -eu
-ulimit -c unlimited
-cd "$(mktemp -d)"
 sh -c 'kill -SEGV $$' || [ $? = 139 ]
-[ -s core* ] || { ls -la; exit 31; }
+mkdir /tmp/crash
+sudo systemd-run --quiet --wait -p LimitCORE=infinity -p WorkingDirectory=/tmp/crash sh -c 'kill -SEGV $$' || true
+[ -s /tmp/crash/core ]
 """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -102,7 +103,7 @@ def commands(settings: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str,
         run.append(command)
 
     monkeypatch.setattr(subprocess, "run", record)
-    monkeypatch.setattr(kernel_modules.shutil, "which", lambda name, **_: f"/sbin/{name}")
+    monkeypatch.setattr(shutil, "which", lambda name, **_: f"/sbin/{name}")
     return run
 
 
