@@ -388,7 +388,7 @@ class Sandboxes:
                 raise Unavailable(f"cannot discard the last sandbox: {problem}")
         running = await self._prepared()
         if not running.used_by:
-            await asyncio.to_thread(self._kernel.record)
+            self._kernel.record()
             # Saved first: after a crash the volumes of this repository must not be in a sandbox that counts as unused.
             running = self._current = replace(running, used_by=assignment.runner_name)
             self._save(running)
