@@ -15,7 +15,7 @@ echo '|/usr/local/bin/dump' >/proc/sys/kernel/core_pattern
 #: Everything by which root of a user namespace makes the kernel load a module. All of it may fail.
 LOAD_MODULES = """
 set +e
-for system in nfs cifs btrfs vfat squashfs iso9660 9p udf; do sudo mount -t $system none /mnt; done
+for system in nfs cifs btrfs vfat iso9660 9p udf; do sudo mount -t $system none /mnt; done
 for kind in dummy wireguard gre gretap sit ipip vti bond team ifb vcan macsec geneve; do
   sudo ip link add type $kind
 done

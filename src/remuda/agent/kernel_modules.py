@@ -16,8 +16,10 @@ from remuda import scripts
 
 #: Loaded where the kernel has them and does not contain them already.
 NEEDED = (
-    # Sandboxes, their disks and what watches them.
-    *("overlay", "ext4", "xfs", "loop", "quota_v2", "quota_tree", "veth", "tun", "fuse", "autofs4", "binfmt_misc"),
+    # Sandboxes and their disks.
+    *("overlay", "ext4", "xfs", "quota_v2", "quota_tree", "veth", "tun", "fuse", "autofs4", "binfmt_misc"),
+    # Snaps of the machine, such as the SSM agent of Ubuntu.
+    *("loop", "squashfs"),
     # Networks of docker, kind and k3d.
     *("bridge", "br_netfilter", "stp", "llc", "vxlan", "af_packet"),
     # iptables, in both of its versions, and nft.
