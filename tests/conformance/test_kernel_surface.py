@@ -163,3 +163,33 @@ def test_who_pays_for_memory_of_the_kernel(host: SandboxHost, agent: Driver) -> 
         assert share > ENOUGH if resource.payer is Payer.SANDBOX else share < 1 - ENOUGH, (resource.name, share)
     # What no one pays for ends with the sandbox, too.
     assert agent("reset")["ok"]
+
+
+#: What jobs do that needs rights or rare system calls. `needs` ends a script without the command or the device.
+#: Docker is used in tests/machine.
+TOOLS = {
+    "user namespaces, as bazel has for its sandboxes": "unshare -Urmpnif --mount-proc sh -ec '"
+    "mount -t tmpfs t /mnt; mount --bind /usr /mnt; ip link set lo up; ip route'",
+    "capabilities of a file": "needs setcap; cp /bin/sleep .; sudo setcap cap_net_bind_service+ep sleep; ./sleep 0",
+    "tun device": "needs -w /dev/net/tun; sudo ip tuntap add dev tun7 mode tun; sudo ip link set tun7 up",
+    "package": "needs dpkg-deb; mkdir -p p/DEBIAN; "
+    r"printf '%s: p\n' Package Maintainer Description >p/DEBIAN/control; "
+    r"printf 'Version: 1\nArchitecture: all\n' >>p/DEBIAN/control; dpkg-deb -b p p.deb; sudo dpkg -i p.deb",
+    "Node.js with io_uring": 'needs node; UV_USE_IO_URING=1 node -e \'require("fs").promises.readFile("/etc/passwd")\'',
+    "virtual environment": f"{PYTHON} -m venv --without-pip venv; venv/bin/python -c 'import asyncio, multiprocessing'",
+    "sockets of the machine": "ss -antux; sudo ss -antp",
+    "packet filter": "sudo iptables -t nat -A POSTROUTING -m conntrack --ctstate NEW -j MASQUERADE",
+    "debugger": "needs strace; strace -f -o trace sh -c 'sleep 0; sleep 0'; sudo strace -f -o trace sleep 0",
+    "services": "sudo systemd-run --wait --quiet -p PrivateTmp=yes -p ProtectSystem=strict true",
+    "socket of IPv6": f"{PYTHON} -c 'import socket; socket.create_server((\"::1\", 0), family=socket.AF_INET6)'",
+}
+
+
+def test_tools_of_jobs_work(agent: Driver) -> None:
+    script = "cd /tmp; echo 'needs() { [ $# = 2 ] && [ $1 $2 ] || command -v $1 || exit 0; }' >needs\n"
+    for name, use in TOOLS.items():
+        script += (
+            f"cat >use <<'END'\n{use}\nEND\nbash -ec '. ./needs; . ./use' >log 2>&1 || {{ echo '{name}'; cat log; }}\n"
+        )
+    agent("open")
+    assert agent("run", name="r1", script=f"exec 2>&1\n{script}")["output"] == ""
