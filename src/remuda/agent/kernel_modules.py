@@ -38,6 +38,8 @@ NEEDED = (
     # ss.
     *("inet_diag", "tcp_diag", "udp_diag", "unix_diag", "netlink_diag"),
 )
+#: Seconds in which they must be loaded. Machines under emulation need ten.
+LOAD_LIMIT_S = 120.0
 #: The inode of the first PID namespace of every kernel: PROC_PID_INIT_INO in include/linux/proc_ns.h.
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"
 _SETTINGS = Path("/proc/sys/kernel")
@@ -70,8 +72,13 @@ class KernelModules:
         program = shutil.which("modprobe", path=scripts.SYSTEM_PATH)
         if program is not None:
             command = (program, "--all", "--quiet", "--use-blacklist", "--", *NEEDED, *self.further)
-            # Modules that the kernel does not have count as a failure, and do not prevent the others.
-            subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+            try:
+                # Modules that the kernel does not have count as a failure, and do not prevent the others.
+                subprocess.run(
+                    command, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=LOAD_LIMIT_S
+                )
+            except subprocess.TimeoutExpired as problem:
+                raise OSError(f"the kernel's modules are not loaded after {LOAD_LIMIT_S:.0f} s") from problem
 
 
 def _owns_kernel() -> bool:

@@ -127,6 +127,17 @@ def test_loading_stays_open_if_the_pool_wants_it(settings: Path, commands: list[
 
 
 @pytest.mark.usefixtures("commands")
+def test_modules_that_do_not_load_in_time_are_a_failure(settings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(command: tuple[str, ...], *, timeout: float, **_: object) -> None:
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(subprocess, "run", hang)
+    with pytest.raises(OSError, match="not loaded after 120 s"):
+        KernelModules().prepare()
+    assert (settings / "modules_disabled").read_text() == "0\n"
+
+
+@pytest.mark.usefixtures("commands")
 def test_core_dumps_start_no_program_even_if_a_service_changes_the_pattern_later(settings: Path) -> None:
     for pattern in ("|/usr/share/apport/apport %p", "@/run/dumps"):
         (settings / "core_pattern").write_text(pattern)
