@@ -35,8 +35,9 @@ CRASH = """
 set -eu
 sh -c 'kill -SEGV $$' || [ $? = 139 ]
 mkdir /tmp/crash
-sudo systemd-run --quiet --wait -p LimitCORE=infinity -p WorkingDirectory=/tmp/crash sh -c 'kill -SEGV $$' || true
-[ -s /tmp/crash/core ]
+sudo systemd-run --quiet --wait -p LimitCORE=infinity -p WorkingDirectory=/tmp/crash \
+  python3 -ISc 'import os; os.abort()' || true
+[ -n "$(find /tmp/crash -name 'core*' -size +0)" ]
 """
 
 
