@@ -180,6 +180,10 @@ TOOLS = {
     "sockets of the machine": "ss -antux; sudo ss -antp",
     "packet filter": "sudo iptables -t nat -A POSTROUTING -m conntrack --ctstate NEW -j MASQUERADE",
     "debugger": "needs strace; strace -f -o trace sh -c 'sleep 0; sleep 0'; sudo strace -f -o trace sleep 0",
+    "core dump of a service": "case $(cat /proc/sys/kernel/core_pattern) in [@/\\|]*) exit 0;; esac; mkdir crash; "
+    "! sudo systemd-run --wait -p LimitCORE=infinity -p WorkingDirectory=/tmp/crash "
+    f"{PYTHON} -c 'import os; os.abort()'; "
+    "[ -n \"$(find crash -name 'core*' -size +0)\" ]",
     "services": "sudo systemd-run --wait --quiet -p PrivateTmp=yes -p ProtectSystem=strict true",
     "socket of IPv6": f"{PYTHON} -c 'import socket; socket.create_server((\"::1\", 0), family=socket.AF_INET6)'",
 }
