@@ -24,7 +24,7 @@ from typing import IO, Any, Self
 from unittest import mock
 
 from remuda import inotify, procfs
-from remuda.agent import mounts, processes, sandbox, system_call_filter
+from remuda.agent import kernel_state, mounts, processes, sandbox, socket_filter, system_call_filter
 from remuda.agent.guard_process import GuardProcess
 from simulation.loop import VirtualProcess, current_process
 from tests.support.effects.host import HostProcess, ModelHost
@@ -514,6 +514,9 @@ REPLACED: tuple[tuple[Any, str, Any], ...] = (
     (GuardProcess, "start", lambda _guard: None),
     (GuardProcess, "watch", lambda _guard: None),
     (sandbox.Sandboxes, "processes", _runner_processes),
+    (system_call_filter, "start_filtered", lambda _program, start: start()),
+    (socket_filter, "permits_socketcall", lambda: False),
+    (kernel_state, "read_state", lambda: {"module": {}, "interface": {}, "setting": {}}),
     (sandbox, "time", _TIME),
     (sandbox, "socket", _SOCKET),
     (sandbox, "select", SimpleNamespace(select=_select)),
