@@ -22,6 +22,7 @@ from simulation.exhaustive import read_figures
 from simulation.faults import Fault
 from simulation.invariants import INVARIANTS
 from simulation.mutants import MUTANTS
+from tests.support import kernel_resources
 
 DOCS = Path(__file__).parent
 BEGIN = "<!-- generated: {} -->"
@@ -211,6 +212,7 @@ PARTS = (
     ("reference/simulation.md", "searches", searches_table),
     ("howto/github-action.md", "inputs", inputs_table),
     ("howto/github-action.md", "outputs", outputs_table),
+    ("reference/kernel-state.md", "resources", kernel_resources.table),
     ("adr/README.md", "decisions", decisions_list),
     ("../README.md", "waiting times", waiting_times),
 )

@@ -29,8 +29,9 @@ all_inputs='
   actions-runner-version:INPUT_ACTIONS_RUNNER_VERSION actions-runner-sha256:INPUT_ACTIONS_RUNNER_SHA256
   actions-runner-url:INPUT_ACTIONS_RUNNER_URL agent-url:INPUT_AGENT_URL agent-sha256:INPUT_AGENT_SHA256
   job-image-url:INPUT_JOB_IMAGE_URL job-image-sha256:INPUT_JOB_IMAGE_SHA256 cache-paths:INPUT_CACHE_PATHS
-  cache-size-gib:INPUT_CACHE_SIZE_GIB github-environment:INPUT_GITHUB_ENVIRONMENT environment:INPUT_ENVIRONMENT
-  idle-config:INPUT_IDLE_CONFIG minimum-running-time-in-minutes:INPUT_MINIMUM_RUNNING_TIME_IN_MINUTES
+  cache-size-gib:INPUT_CACHE_SIZE_GIB kernel-modules:INPUT_KERNEL_MODULES github-environment:INPUT_GITHUB_ENVIRONMENT
+  environment:INPUT_ENVIRONMENT idle-config:INPUT_IDLE_CONFIG
+  minimum-running-time-in-minutes:INPUT_MINIMUM_RUNNING_TIME_IN_MINUTES
   runner-boot-time-in-minutes:INPUT_RUNNER_BOOT_TIME_IN_MINUTES idle-scope:INPUT_IDLE_SCOPE
   max-removals-per-cycle:INPUT_MAX_REMOVALS_PER_CYCLE prices:INPUT_PRICES config:INPUT_CONFIG
   direct-bundle:INPUT_DIRECT_BUNDLE direct-bundle-sha256:INPUT_DIRECT_BUNDLE_SHA256 dry-run:INPUT_DRY_RUN

@@ -53,6 +53,7 @@ locals {
     REMUDA_JOB_IMAGE_SHA256                = var.job_image_sha256
     REMUDA_CACHE_PATHS                     = join(",", var.cache_paths)
     REMUDA_CACHE_SIZE_GIB                  = var.cache_size_gib
+    REMUDA_KERNEL_MODULES                  = var.kernel_modules
     REMUDA_GITHUB_ENVIRONMENT              = var.github_environment
     REMUDA_IDLE_CONFIG                     = var.idle_config == null ? null : jsonencode(var.idle_config)
     REMUDA_MINIMUM_RUNNING_TIME_IN_MINUTES = var.minimum_running_time_in_minutes
@@ -283,6 +284,13 @@ variable "cache_size_gib" {
   description = "Size of all cache volumes of an instance. The oldest are deleted above it. Default: 20."
   type        = number
   default     = null
+}
+
+variable "kernel_modules" {
+  description = "Kernel modules that jobs need beside the usual ones, separated by commas. Instances load them at boot, and none later. With any, jobs may make the kernel load modules; an instance on which one did is not reused."
+  type        = string
+  default     = ""
+  nullable    = false
 }
 
 variable "github_environment" {

@@ -448,34 +448,56 @@ IN_THE_KERNEL = (
         look=connects("('127.0.0.1', 2375)", "AF_INET"),
     ),
     Attack(
-        name="SCTP, SMC and VM sockets",
-        what="listening sockets of families that are rarely used",
-        plant=daemon(
-            "import os, signal, socket\n"
-            "opened = []\n"
-            "for family, kind, protocol, address in ((2, 1, 132, ('0.0.0.0', 4713)), (43, 1, 0, ('0.0.0.0', 4714)), "
-            "(40, 1, 0, (2**32 - 1, 4715))):\n"
-            "    try:\n"
-            "        each = socket.socket(family, kind, protocol)\n        each.bind(address)\n        each.listen()\n"
-            "        opened.append(each)\n"
-            "    except OSError: pass\n"
-            'os.write(1, b"ready\\n" if opened else b"none\\n")\nos.close(1)\nsignal.pause()'
-        ),
+        name="SCTP server",
+        what="a listening socket of a protocol that is rarely used",
+        plant=listening("('0.0.0.0', 4713)", "signal.pause()", "AF_INET, socket.SOCK_STREAM, 132"),
         look=python(
-            "import socket, sys\n"
-            "seen = False\n"
-            "for family, kind, protocol, address in ((2, 1, 132, ('0.0.0.0', 4713)), (43, 1, 0, ('0.0.0.0', 4714)), "
-            "(40, 1, 0, (2**32 - 1, 4715))):\n"
-            "    try: each = socket.socket(family, kind, protocol)\n    except OSError: continue\n"
-            "    try: each.bind(address)\n    except OSError as problem: seen |= problem.errno == 98\n"
-            "sys.exit(not seen)"
+            "import socket\nsocket.socket(socket.AF_INET, socket.SOCK_STREAM, 132).connect(('127.0.0.1', 4713))"
         ),
-        needs=python(
-            "import socket, sys\n"
-            "for words in ((2, 1, 132), (43, 1, 0), (40, 1, 0)):\n"
-            "    try: socket.socket(*words)\n    except OSError: continue\n    sys.exit(0)\n"
-            "sys.exit(1)"
-        ),
+        needs=python("import socket\nsocket.socket(socket.AF_INET, socket.SOCK_STREAM, 132)"),
+    ),
+    Attack(
+        name="neighbours, routes and rules",
+        what="permanent ones, which lead packets elsewhere",
+        plant="ip neigh replace 192.0.2.79 lladdr 02:00:00:00:00:01 dev host0 nud permanent\n"
+        "ip route add 192.0.2.80/32 dev lo\nip rule add to 192.0.2.81/32 table 77",
+        look="ip neigh show nud permanent | grep -q 192.0.2.79 || ip route show | grep -q 192.0.2.80 || "
+        "ip rule show | grep -q 192.0.2.81",
+    ),
+    Attack(
+        name="bridge with a forwarding database",
+        what="and a permanent entry in it",
+        plant="ip link add implant-br type bridge && bridge fdb add 02:00:00:00:00:02 dev implant-br self permanent",
+        look="bridge fdb show | grep -q 02:00:00:00:00:02 || ip link show implant-br",
+        needs="command -v bridge",
+    ),
+    Attack(
+        name="tap device",
+        what="a persistent one",
+        plant="ip tuntap add dev implant-tap mode tap",
+        look="ip link show implant-tap",
+        needs="ip tuntap add dev probe-tap mode tap && ip tuntap del dev probe-tap mode tap",
+    ),
+    Attack(
+        name="traffic control",
+        what="a queueing discipline that limits the sandbox's interface",
+        plant="tc qdisc replace dev host0 root tbf rate 1gbit burst 1mb latency 1s",
+        look="tc qdisc show dev host0 | grep -q tbf",
+        needs="tc qdisc add dev lo root tbf rate 1gbit burst 1mb latency 1s && tc qdisc del dev lo root",
+    ),
+    Attack(
+        name="network namespace",
+        what="with a name, which keeps it without a process",
+        plant="ip netns add implant",
+        look="ip netns list | grep -q implant",
+    ),
+    Attack(
+        name="format of programs",
+        what="registered with `binfmt_misc`: files of a format start a program",
+        plant="mkdir -p /mnt/b && mount -t binfmt_misc b /mnt/b && "
+        "echo ':implant:M::implant::/bin/true:' >/mnt/b/register",
+        look="mkdir -p /mnt/b; mount -t binfmt_misc b /mnt/b; test -e /mnt/b/implant",
+        needs="mkdir -p /mnt/b && mount -t binfmt_misc b /mnt/b && umount /mnt/b",
     ),
     Attack(
         name="cgroups",
@@ -706,6 +728,39 @@ ESCAPES = tuple(
                 "    if found >= 0: sys.exit(0)\n"
                 "sys.exit(1)"
             ),
+        ),
+        (
+            "families of sockets",
+            "VM sockets, which reach the hypervisor past the packet filter, XDP, crypto, SMC, Bluetooth and others",
+            ":",
+            python(
+                "import socket, sys\n"
+                "for family in (3, 4, 9, 15, 21, 24, 29, 30, 31, 32, 33, 38, 39, 40, 41, 42, 43, 44, 45):\n"
+                "    for kind in (1, 2, 3, 5):\n"
+                "        try: socket.socket(family, kind)\n"
+                "        except OSError: continue\n"
+                "        sys.exit(0)\n"
+                "try: socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 6)\n"
+                "except OSError: sys.exit(1)"
+            ),
+        ),
+        (
+            "io_uring and userfaultfd",
+            "a ring, which opens sockets without a system call for them, and the handling of page faults",
+            ":",
+            python(
+                _SYSTEM_CALL.format(numbers={"x86_64": 323, "aarch64": 282})
+                + "sys.exit(not (libc.syscall(425, 1, bytes(120)) >= 0 or libc.syscall(numbers, 1) >= 0))"
+            ),
+        ),
+        (
+            "modules by use",
+            "file systems, interfaces and queueing disciplines for which the kernel would load a module",
+            '[ "$(cat /proc/sys/kernel/modules_disabled)" = 1 ]',
+            "cut -d ' ' -f 1 /proc/modules >/tmp/before\n"
+            "for name in nfs cifs btrfs vfat; do mount -t $name none /mnt; done\n"
+            "for name in wireguard gre sit dummy; do ip link add type $name; done\n"
+            "tc qdisc add dev lo root sfq\n! cut -d ' ' -f 1 /proc/modules | cmp - /tmp/before",
         ),
         (
             "processes of the machine",

@@ -88,11 +88,14 @@ class SandboxHost:
         pids = _cgroups("cgroup", "pids")
         #: The cgroup with the limit of tasks.
         self._limited = self.cgroup if pids is None else pids / self._name
+        memory = _cgroups("cgroup", "memory")
+        #: The cgroup that counts memory.
+        self._counted = self.cgroup if memory is None else memory / self._name
         self._process: subprocess.Popen[str] | None = None
         self._init = 0
 
     def __enter__(self) -> Self:
-        for folder in {self.cgroup, self._limited}:
+        for folder in self._own_cgroups:
             folder.mkdir()
         with contextlib.suppress(OSError):
             (self._limited / "pids.max").write_text(str(MAX_TASKS))
@@ -135,8 +138,20 @@ class SandboxHost:
             self._process.wait()
             assert self._process.stdout is not None
             self._process.stdout.close()
-        for folder in {self.cgroup, self._limited}:
+        for folder in self._own_cgroups:
             _remove(folder)
+
+    @property
+    def _own_cgroups(self) -> set[Path]:
+        return {self.cgroup, self._limited, self._counted}
+
+    @property
+    def charged_bytes(self) -> int | None:
+        """The memory for which the processes of this host pay, of the kernel as well. None: it is not counted here."""
+        for name in ("memory.current", "memory.usage_in_bytes"):
+            with contextlib.suppress(FileNotFoundError):
+                return int((self._counted / name).read_text())
+        return None
 
     def start(self, command: Sequence[str | Path], **options: Any) -> subprocess.Popen[str]:
         enter = ("nsenter", f"--target={self._init}", "--mount", "--net", "--pid", "--ipc", "--cgroup", "--")
@@ -157,9 +172,9 @@ class SandboxHost:
         return output
 
     def _joining(self, cgroup: Path, command: Sequence[str]) -> list[str]:
-        join = 'echo $$ >"$0/cgroup.procs" && echo $$ >"$1/cgroup.procs" && shift && exec "$@"'
-        limited = cgroup if self._limited == self.cgroup else self._limited
-        return ["sh", "-c", join, str(cgroup), str(limited), *command]
+        join = 'for each in "$0" "$1" "$2"; do echo $$ >"$each/cgroup.procs" || exit; done && shift 2 && exec "$@"'
+        limited, counted = (cgroup if each == self.cgroup else each for each in (self._limited, self._counted))
+        return ["sh", "-c", join, str(cgroup), str(limited), str(counted), *command]
 
 
 def _remove(cgroup: Path) -> None:

@@ -25,11 +25,22 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from remuda import procfs, scripts
-from remuda.agent import connections, enter_sandbox, mounts, processes, quotas, sandbox_root, system_call_filter
+from remuda.agent import (
+    connections,
+    enter_sandbox,
+    mounts,
+    processes,
+    quotas,
+    sandbox_root,
+    socket_filter,
+    system_call_filter,
+)
 from remuda.agent.cache_volumes import CacheVolumes
 from remuda.agent.disk_space import FILE_RESERVE, NONE, Space, delete, free_space, start_deletion
 from remuda.agent.guard_process import GuardProcess, Reserves
 from remuda.agent.job_hook import REFUSED
+from remuda.agent.kernel_modules import KernelModules
+from remuda.agent.kernel_state import KernelState
 from remuda.agent.listener import WAIT_FOR_UPDATE, Files, StartCommand
 from remuda.agent.sandbox_root import JobUser
 from remuda.domain.errors import Unavailable
@@ -72,8 +83,8 @@ LOG_RESERVE = 1024**2
 #: Folders of container engines are outside the overlay: an overlay cannot be the upper layer of another.
 ENGINE_FOLDERS = ("/var/lib/docker", "/var/lib/containerd", "/var/lib/containers")
 #: System calls that docker needs in addition to those that systemd-nspawn permits.
-SYSTEM_CALLS = "add_key keyctl bpf"
-#: All of them count inside the user namespace only. Docker needs them for privileged containers.
+SYSTEM_CALLS = "add_key keyctl"
+#: All of them count inside the user namespace only. Without one, docker 20.10 starts no privileged container.
 CAPABILITIES = "all"
 DEVICES = ("/dev/fuse", "/dev/net/tun")
 MAX_DETAIL = 500
@@ -103,6 +114,8 @@ class SandboxOptions:
     #: Further paths that jobs must not see.
     hidden: tuple[str, ...] = ()
     caches: CacheVolumes | None = None
+    #: None: the kernel belongs to others, and stays as it is.
+    modules: KernelModules | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,6 +186,7 @@ class Sandboxes:
         self._children: set[int] = set()
         self._cgroup = Path()
         self._guard: GuardProcess | None = None
+        self._kernel = KernelState(options.storage / "kernel.json")
 
     @property
     def log_folder(self) -> Path:
@@ -295,15 +309,17 @@ class Sandboxes:
         """Discard the sandbox. The result is OK only if the kernel shows that nothing of it is left."""
         if self._preparation is not None:
             await asyncio.gather(asyncio.shield(self._preparation), return_exceptions=True)
-        if self._current is not None and not self._current.used_by and self.is_alive():
-            return StepResult(ok=True, detail="the sandbox was not used")
+        is_unused = self._current is not None and not self._current.used_by and self.is_alive()
         try:
-            detail = await asyncio.to_thread(self._discard_all)
+            detail = "" if is_unused else await asyncio.to_thread(self._discard_all)
+            # Also for an unused sandbox: the run may have ended another one before.
+            detail = detail or await asyncio.to_thread(self._kernel.changes)
         except OSError as problem:
             detail = str(problem)
-        if not detail:
-            self.prepare()
-        return StepResult(ok=not detail, detail=f"reset failed: {detail}"[:MAX_DETAIL] if detail else "")
+        if detail:
+            return StepResult(ok=False, detail=f"reset failed: {detail}"[:MAX_DETAIL])
+        self.prepare()
+        return StepResult(ok=True, detail="the sandbox was not used" if is_unused else "")
 
     # Preparation
 
@@ -348,6 +364,8 @@ class Sandboxes:
         await self._evict_caches()
         number = await asyncio.to_thread(self._next_number)
         try:
+            if self._options.modules is not None:
+                await asyncio.to_thread(self._options.modules.prepare)
             user = await asyncio.to_thread(self._mount, number)
             running = await self._boot(number, user)
             await asyncio.to_thread(self._save_filter, running)
@@ -379,6 +397,7 @@ class Sandboxes:
                 raise Unavailable(f"cannot discard the last sandbox: {problem}")
         running = await self._prepared()
         if not running.used_by:
+            self._kernel.record()
             # Saved first: after a crash the volumes of this repository must not be in a sandbox that counts as unused.
             running = self._current = replace(running, used_by=assignment.runner_name)
             self._save(running)
@@ -534,14 +553,18 @@ class Sandboxes:
             *(f"--bind={device}" for device in DEVICES if Path(device).exists()),
         ]
         with (self.log_folder / "console.log").open("wb") as console:
-            process = subprocess.Popen(
-                ["sh", "-c", _JOIN, str(cgroup / "cgroup.procs"), *command],
-                env={"PATH": scripts.SYSTEM_PATH, "NOTIFY_SOCKET": str(notify), "SYSTEMD_NSPAWN_TMPFS_TMP": "0"},
-                stdin=subprocess.DEVNULL,
-                stdout=console,
-                stderr=console,
-                cwd="/",
-                start_new_session=True,
+            program = socket_filter.build(socketcall=socket_filter.permits_socketcall())
+            process = system_call_filter.start_filtered(
+                program,
+                lambda: subprocess.Popen(
+                    ["sh", "-c", _JOIN, str(cgroup / "cgroup.procs"), *command],
+                    env={"PATH": scripts.SYSTEM_PATH, "NOTIFY_SOCKET": str(notify), "SYSTEMD_NSPAWN_TMPFS_TMP": "0"},
+                    stdin=subprocess.DEVNULL,
+                    stdout=console,
+                    stderr=console,
+                    cwd="/",
+                    start_new_session=True,
+                ),
             )
         return self._leave_running(process)
 

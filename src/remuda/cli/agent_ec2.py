@@ -15,14 +15,15 @@ from remuda.adapters.aws.clients import AwsClients, config
 from remuda.adapters.aws.dynamodb.keys import own_key_prefix
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.ec2.calls import Ec2Calls, client_config
-from remuda.adapters.aws.ec2.options import DEFAULT_CACHE_GIB
+from remuda.adapters.aws.ec2.options import ANY_MODULE, DEFAULT_CACHE_GIB
 from remuda.adapters.aws.imds import Ec2Machine, Imds, imds_endpoint
-from remuda.adapters.aws.user_data import CACHE_GIB_VARIABLE, CACHE_PATHS_VARIABLE, MachineLayout
+from remuda.adapters.aws.user_data import CACHE_GIB_VARIABLE, CACHE_PATHS_VARIABLE, MODULES_VARIABLE, MachineLayout
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.adapters.system.service_manager import ServiceManager
 from remuda.agent import mounts, processes, sandbox_root
 from remuda.agent.cache_volumes import CacheVolumes
 from remuda.agent.job_hook import REFUSED, JobHook
+from remuda.agent.kernel_modules import KernelModules
 from remuda.agent.loop import Agent, Watchdog
 from remuda.agent.runner import ActionsRunner
 from remuda.agent.sandbox import Sandboxes, SandboxOptions
@@ -53,6 +54,7 @@ async def run(environment: Mapping[str, str], *, clock: SystemClock, event_log: 
             hidden=(layout.state,),
             root=_job_root(layout),
             caches=_caches(state, environment),
+            modules=_modules(environment),
         ),
         record=event_log.record,
     )
@@ -145,6 +147,11 @@ def _caches(state: Path, environment: Mapping[str, str]) -> CacheVolumes | None:
         return None
     max_bytes = int(environment.get(CACHE_GIB_VARIABLE, "") or DEFAULT_CACHE_GIB) * 1024**3
     return CacheVolumes(folder=state / "caches", paths=paths, max_bytes=max_bytes)
+
+
+def _modules(environment: Mapping[str, str]) -> KernelModules:
+    names = tuple(filter(None, environment.get(MODULES_VARIABLE, "").split(",")))
+    return KernelModules(are_open=True) if names == (ANY_MODULE,) else KernelModules(further=names)
 
 
 def _config_folder(folder: Path, runner: Path) -> Path:

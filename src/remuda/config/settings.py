@@ -611,6 +611,11 @@ class Settings:
     cache_size_gib: str = _launch_option(
         "GIB", "Size of all cache volumes of an instance. The oldest are deleted above it.", default_text="20"
     )
+    kernel_modules: str = _launch_option(
+        "[any|MODULES]",
+        "Kernel modules that jobs need beside the usual ones, separated by commas. Instances load them at boot, and "
+        "none later. With any, jobs may make the kernel load modules; an instance on which one did is not reused.",
+    )
     github_environment: str = _launch_option(
         "VALUE", "Value of the ghr:environment tag of new instances.", default_text="the name of the pool"
     )

@@ -24,7 +24,17 @@ from typing import IO, Any, Self
 from unittest import mock
 
 from remuda import inotify, procfs
-from remuda.agent import cache_volumes, connections, mounts, processes, quotas, sandbox, system_call_filter
+from remuda.agent import (
+    cache_volumes,
+    connections,
+    kernel_state,
+    mounts,
+    processes,
+    quotas,
+    sandbox,
+    socket_filter,
+    system_call_filter,
+)
 from remuda.agent.guard_process import GuardProcess
 from simulation.loop import VirtualProcess, current_process
 from tests.support.effects.host import HostProcess, ModelHost
@@ -538,6 +548,9 @@ REPLACED: tuple[tuple[Any, str, Any], ...] = (
     (connections, "delete_all", _delete_connections),
     (cache_volumes, "time", _TIME),
     (cache_volumes, "select", SimpleNamespace(select=_select)),
+    (system_call_filter, "start_filtered", lambda _program, start: start()),
+    (socket_filter, "permits_socketcall", lambda: False),
+    (kernel_state, "read_state", lambda: {"module": {}, "interface": {}, "setting": {}}),
     (sandbox, "time", _TIME),
     (sandbox, "socket", _SOCKET),
     (sandbox, "select", SimpleNamespace(select=_select)),

@@ -33,6 +33,7 @@ cp /bin/busybox image/bin/
 echo hello from a container >image/www/index.html
 tar -C image -c . | docker import - job-image
 docker run --rm job-image /bin/busybox echo it runs
+docker run --rm --privileged job-image /bin/busybox echo it runs
 docker run --detach --name service --publish 18080:80 job-image /bin/busybox httpd -f -h /www
 for _ in $(seq 60); do ! curl -sf http://127.0.0.1:18080/ || break; sleep 0.5; done
 [ "$(curl -sf http://127.0.0.1:18080/)" = 'hello from a container' ]

@@ -1,4 +1,4 @@
-"""Launch options: root volumes, job image and cache volumes. tests/conformance covers the others."""
+"""Launch options: root volumes, job image, cache volumes and kernel modules. tests/conformance covers the others."""
 
 from __future__ import annotations
 
@@ -120,6 +120,18 @@ def test_number_of_cache_paths_is_limited() -> None:
 @pytest.mark.parametrize("size", ["0", "-1", "1.5", "020", "100000", "20GiB", "many"])
 def test_invalid_cache_sizes_are_rejected(size: str) -> None:
     assert rejected(cache_paths="/var/lib/docker", cache_size_gib=size).field == "cache-size-gib"
+
+
+@pytest.mark.parametrize(
+    ("value", "modules"), [("", ()), ("nfs, sch_netem nfs", ("nfs", "sch_netem")), ("any", ("any",))]
+)
+def test_kernel_modules_are_names_or_any(value: str, modules: tuple[str, ...]) -> None:
+    assert parse(kernel_modules=value).modules == modules
+
+
+@pytest.mark.parametrize("value", ["-r", "any,nfs", "../x", "a.ko", "x" * 56, ",".join(f"m{n}" for n in range(17))])
+def test_other_kernel_modules_are_rejected(value: str) -> None:
+    assert rejected(kernel_modules=value).field == "kernel-modules"
 
 
 def test_cache_size_is_a_number_of_gib() -> None:

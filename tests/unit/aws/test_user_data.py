@@ -534,6 +534,13 @@ def test_cache_size_without_paths_is_not_passed_on() -> None:
     assert "REMUDA_CACHE" not in user_data({"cache-size-gib": "40"})
 
 
+def test_kernel_modules_become_a_variable_of_the_agent(box: BootstrapBox) -> None:
+    box.preinstall()
+    assert box.boot({"kernel-modules": "nfs, sch_netem"}).returncode == 0
+    assert "REMUDA_KERNEL_MODULES=nfs,sch_netem" in (box.state / "agent.env").read_text().splitlines()
+    assert "REMUDA_KERNEL_MODULES" not in user_data({})
+
+
 JOB_IMAGE = "https://downloads.example.com/jobs.tar.gz"
 
 

@@ -29,6 +29,8 @@ MARGIN_TAG = "remuda:margin-s"
 #: Variables of the agent. Paths are separated by colons.
 CACHE_PATHS_VARIABLE = "REMUDA_CACHE_PATHS"
 CACHE_GIB_VARIABLE = "REMUDA_CACHE_GIB"
+#: Separated by commas.
+MODULES_VARIABLE = "REMUDA_KERNEL_MODULES"
 
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]{0,63}")
 #: Characters that need no quoting in systemd's environment files.
@@ -87,6 +89,8 @@ def build_user_data(
     pairs = {"REMUDA_BACKEND": "aws", "REMUDA_POOL": pool, **environment}
     if options.cache_paths:
         pairs |= {CACHE_PATHS_VARIABLE: ":".join(options.cache_paths), CACHE_GIB_VARIABLE: options.cache_gib}
+    if options.modules:
+        pairs[MODULES_VARIABLE] = ",".join(options.modules)
     header = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
     header.append(f"environment=({' '.join(shlex.quote(_pair(name, pairs[name])) for name in sorted(pairs))})")
     text = "\n".join(["#!/bin/bash", *header, _bootstrap()])

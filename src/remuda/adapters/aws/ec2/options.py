@@ -32,6 +32,7 @@ JOB_IMAGE_URL = "job-image-url"
 JOB_IMAGE_SHA256 = "job-image-sha256"
 CACHE_PATHS = "cache-paths"
 CACHE_SIZE = "cache-size-gib"
+MODULES = "kernel-modules"
 ENVIRONMENT = "github-environment"
 TAGS = "tags"
 NAMES = (
@@ -56,6 +57,7 @@ NAMES = (
     JOB_IMAGE_SHA256,
     CACHE_PATHS,
     CACHE_SIZE,
+    MODULES,
     ENVIRONMENT,
     TAGS,
 )
@@ -67,6 +69,9 @@ MAX_TAG_VALUE = 256
 #: Own tags. EC2 permits 50 on a resource, and Remuda, terraform-aws-github-runner and CloudFormation set some.
 MAX_TAGS = 30
 MAX_CACHE_PATHS = 8
+MAX_MODULES = 16
+#: Instead of modules: jobs may load them.
+ANY_MODULE = "any"
 DEFAULT_CACHE_GIB = "20"
 ON_DEMAND = "on-demand"
 #: Prefix of an image that a Systems Manager parameter names.
@@ -125,6 +130,8 @@ _CACHE_PATH = re.compile(r"(?:/[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}|/\.[A-Za-z0-9_-
 _RESERVED = ("/dev", "/etc", "/opt/remuda", "/proc", "/run", "/sys")
 #: Holds the job's work folder.
 _JOB_HOME = "/home/runner"
+#: The kernel's limit is MODULE_NAME_LEN.
+_MODULE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,54}")
 _CACHE_SIZE = re.compile(r"[1-9][0-9]{0,4}")
 _URL = re.compile(r"[!-~]{1,2000}")
 
@@ -174,6 +181,8 @@ class Ec2LaunchOptions:
     #: Folders that are kept per repository and tier.
     cache_paths: tuple[str, ...] = ()
     cache_gib: str = DEFAULT_CACHE_GIB
+    #: Kernel modules, or `ANY_MODULE` alone.
+    modules: tuple[str, ...] = ()
     #: Value of the tag `ghr:environment`.
     environment: str = ""
     #: Own tags of instances, volumes, network interfaces, fleets and the launch template.
@@ -201,6 +210,7 @@ class Ec2LaunchOptions:
             job_image_sha256=_sha256(launch, JOB_IMAGE_SHA256),
             cache_paths=_cache_paths(launch),
             cache_gib=_optional(launch, CACHE_SIZE, _CACHE_SIZE, "set a number of GiB such as 20") or DEFAULT_CACHE_GIB,
+            modules=_modules(launch),
             environment=_optional(launch, ENVIRONMENT, _ENVIRONMENT, f"use at most {MAX_TAG_VALUE} letters and digits"),
             tags=parse_tags(launch.get(TAGS, "")),
         )
@@ -263,6 +273,14 @@ def _cache_paths(launch: Mapping[str, str]) -> tuple[str, ...]:
                 fix="leave one of them out",
             )
     return paths
+
+
+def _modules(launch: Mapping[str, str]) -> tuple[str, ...]:
+    modules = _ids(launch, MODULES, _MODULE, MAX_MODULES, "sch_netem", required=False)
+    if ANY_MODULE in modules and len(modules) > 1:
+        fix = f"give {ANY_MODULE} alone, or names"
+        raise UserError(f"{MODULES} has {ANY_MODULE!r} and names of modules", field=MODULES, fix=fix)
+    return modules
 
 
 def _is_below(path: str, folder: str) -> bool:
