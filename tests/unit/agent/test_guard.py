@@ -33,7 +33,7 @@ HugePages_Total:       0
 
 
 @dataclass
-class Space:
+class FakeDisk:
     """File system with blocks of 4 KiB."""
 
     mib: int = 10_000
@@ -45,14 +45,14 @@ class Space:
         return SimpleNamespace(f_bavail=self.mib * 256, f_frsize=4096, f_files=self.files, f_favail=self.free_files)
 
 
-class Fixture:
+class Guarded:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._folder = folder
         for name in ("cgroup", "storage", "log"):
             (folder / name).mkdir()
         self.kills = folder / "cgroup" / "cgroup.kill"
         self.kills.touch()
-        self.spaces = {"storage": Space(), "log": Space(mib=30)}
+        self.spaces = {"storage": FakeDisk(), "log": FakeDisk(mib=30)}
         self.set_sandbox()
         self.set_memory()
         self.page = guard.open_page(str(folder / "page"))
@@ -94,13 +94,13 @@ class Fixture:
 
 
 @pytest.fixture
-def fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fixture]:
-    made = Fixture(tmp_path, monkeypatch)
+def fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Guarded]:
+    made = Guarded(tmp_path, monkeypatch)
     yield made
     made.page.close()
 
 
-def test_a_machine_with_enough_of_everything_is_left_alone(fixture: Fixture) -> None:
+def test_a_machine_with_enough_of_everything_is_left_alone(fixture: Guarded) -> None:
     assert fixture.reason() is None
     assert (fixture.kills.read_text(), fixture.number(guard.KILLS)) == ("", 0)
 
@@ -114,7 +114,7 @@ def test_a_machine_with_enough_of_everything_is_left_alone(fixture: Fixture) -> 
         ({"slab": 60_000 + 500 * 1024 + 1}, 81_000 + 500 * 1024 + 1),
     ],
 )
-def test_kills_for_memory(fixture: Fixture, memory: dict[str, int], amount: int) -> None:
+def test_kills_for_memory(fixture: Guarded, memory: dict[str, int], amount: int) -> None:
     fixture.set_memory(**memory)
     assert fixture.reason() == ("memory-low", amount)
     assert fixture.kills.read_text() == "1"
@@ -123,13 +123,13 @@ def test_kills_for_memory(fixture: Fixture, memory: dict[str, int], amount: int)
 @pytest.mark.parametrize(
     ("name", "space", "reason"),
     [
-        ("storage", Space(mib=511), ("disk-full", 511 * 1024)),
-        ("storage", Space(free_files=19_999), ("disk-full", 10_000 * 1024)),
-        ("log", Space(mib=0), ("log-full", 0)),
+        ("storage", FakeDisk(mib=511), ("disk-full", 511 * 1024)),
+        ("storage", FakeDisk(free_files=19_999), ("disk-full", 10_000 * 1024)),
+        ("log", FakeDisk(mib=0), ("log-full", 0)),
     ],
 )
 def test_kills_for_space_that_jobs_have_used(
-    fixture: Fixture, name: str, space: Space, reason: tuple[str, int]
+    fixture: Guarded, name: str, space: FakeDisk, reason: tuple[str, int]
 ) -> None:
     fixture.spaces[name] = space
     fixture.set_number(guard.USED, 0)
@@ -138,18 +138,18 @@ def test_kills_for_space_that_jobs_have_used(
     assert fixture.reason() == reason
 
 
-def test_file_system_that_does_not_count_files_has_enough(fixture: Fixture) -> None:
-    fixture.spaces["storage"] = Space(files=0, free_files=0)
+def test_file_system_that_does_not_count_files_has_enough(fixture: Guarded) -> None:
+    fixture.spaces["storage"] = FakeDisk(files=0, free_files=0)
     assert fixture.reason() is None
 
 
-def test_unused_sandbox_is_killed_for_memory(fixture: Fixture) -> None:
+def test_unused_sandbox_is_killed_for_memory(fixture: Guarded) -> None:
     fixture.set_number(guard.USED, 0)
     fixture.set_memory(available=1)
     assert fixture.reason() == ("memory-low", 1)
 
 
-def test_kill_is_repeated_until_nothing_is_left_and_counts_once(fixture: Fixture) -> None:
+def test_kill_is_repeated_until_nothing_is_left_and_counts_once(fixture: Guarded) -> None:
     fixture.set_memory(available=1)
     fixture.guard.check()
     fixture.guard.check()
@@ -162,7 +162,7 @@ def test_kill_is_repeated_until_nothing_is_left_and_counts_once(fixture: Fixture
     assert (fixture.kills.read_text(), fixture.number(guard.KILLS)) == ("111", 2)
 
 
-def test_looks_more_often_the_less_is_left(fixture: Fixture) -> None:
+def test_looks_more_often_the_less_is_left(fixture: Guarded) -> None:
     pauses = []
     for available in (64_000_000, 1_000_000, 500_000, 66_000, 1):
         fixture.set_memory(available=available)
@@ -174,7 +174,7 @@ def test_looks_more_often_the_less_is_left(fixture: Fixture) -> None:
     assert fixture.guard.check()[1] * guard.FILL_RATE <= 200_000
 
 
-def test_opens_nothing_and_takes_no_new_memory(fixture: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opens_nothing_and_takes_no_new_memory(fixture: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("opened")
 
@@ -183,7 +183,7 @@ def test_opens_nothing_and_takes_no_new_memory(fixture: Fixture, monkeypatch: py
     monkeypatch.setattr(builtins, "open", refuse)
     assert fixture.reason() == ("memory-low", 1)
     monkeypatch.undo()
-    monkeypatch.setattr(os, "fstatvfs", lambda _: Space().status)
+    monkeypatch.setattr(os, "fstatvfs", lambda _: FakeDisk().status)
     fixture.guard.check()
     tracemalloc.start()
     try:
