@@ -25,7 +25,7 @@ LIMIT_S = 60
 ROOT = Path(__file__).parents[2]
 #: act's default. Jobs of runs are on the label of their run.
 RUN_ID = "1"
-LABELS = (RUN_ID, "self-hosted", "remuda", "large", "8xlarge", "ubuntu-latest")
+LABELS = (RUN_ID, f"{RUN_ID}/large", f"{RUN_ID}/8xlarge", "self-hosted", "remuda", "large", "ubuntu-latest")
 #: Actions and commands that need a pool or an account, and one that takes time only.
 OMITTED = ("aws-actions/configure-aws-credentials@", "/remuda@", "remuda ", "sleep ")
 MAKEFILE = "test build style types docs benchmark:\n\t@echo make $@ $(SHARD)$(PART)\n"
