@@ -271,7 +271,7 @@ class DemandInvariants:
         provision = world.database.provisions.by_id(request.provision_id)
         runner_set = self.known_set(provision.runner_set) if provision is not None and provision.runner_set else None
         is_alone = len({item.name for _, sets in self._sets for item in sets}) == 1
-        if runner_set is None or self._fills or not is_alone or not world.plan.faults <= _LOSSES:
+        if runner_set is None or self._fills or not is_alone or not _LOSSES.issuperset(world.faults.counts):
             return
         self.checks += 1
         jobs = [job for job in world.scale_sets.open_jobs if self._waits_for(job, runner_set) and job.fails_at is None]

@@ -44,6 +44,8 @@ MAX_AGENT_PAUSE_S = 300.0
 TOKEN_LIVES_S = (260.0, 400.0, 400.0, 1_900.0, 3_600.0)
 #: Maximum seconds of an interval between two polls that no one waits for.
 MAX_QUIET_POLL_S = 15.0
+#: Fraction of worlds whose store is polled.
+POLLED = 0.5
 #: Fractions of worlds with slow scripts and with long jobs, least and most seconds of a long job, and the fraction of
 #: the runs that have one.
 SLOW_SCRIPTS = 0.08
@@ -207,6 +209,44 @@ class SetDeletion:
         return "GitHub deletes a scale set"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SetChange:
+    """A new configuration of the runner sets, until the listeners have read it."""
+
+    at: float = 0.0
+    number: int
+    config: int
+
+    def __str__(self) -> str:
+        return f"configuration {self.config} is applied and read"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Takeover:
+    """The time until another listener serves the pool."""
+
+    at: float = 0.0
+
+    def __str__(self) -> str:
+        return "a standby takes over"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedHold:
+    """A process waits before its n-th call of a port until others have finished whole operations."""
+
+    process: str
+    call: int
+    until: tuple[Operation, ...]
+    #: Whether the whole process is held. Otherwise only the task that makes the call waits.
+    whole: bool = False
+    at: float = 0.0
+
+    def __str__(self) -> str:
+        what = "is stopped" if self.whole else "waits"
+        return f"{self.process} {what} before its call {self.call}, until: {', '.join(map(str, self.until))}"
+
+
 Operation = (
     PlannedRun
     | PlannedRefresh
@@ -218,6 +258,9 @@ Operation = (
     | PlannedScaleDown
     | PlannedDemand
     | SetDeletion
+    | SetChange
+    | Takeover
+    | PlannedHold
 )
 
 
@@ -255,6 +298,10 @@ class WorldPlan:
     token_life_s: float = 400.0
     #: Maximum seconds until an agent with a running job sees a change of its record.
     quiet_poll_s: float = 0.0
+    #: Whether waits for changes of the store end as late as with DynamoDB, not at once.
+    polls: bool = False
+    #: Whether the calls of all processes are numbered, as for a hold.
+    numbers_calls: bool = False
     #: Faults that the shrinker leaves out.
     suppressed: frozenset[InjectedFault] = frozenset()
 
@@ -338,7 +385,8 @@ def _scaled(plan: WorldPlan, rng: random.Random, *, demand: bool) -> WorldPlan:
             for item in plan.operations
         ]
         plan = replace(plan, operations=tuple(operations))
-    return replace(plan, scale=scale, token_life_s=token_life_s, quiet_poll_s=quiet_poll_s)
+    polls = rng.random() < POLLED
+    return replace(plan, scale=scale, token_life_s=token_life_s, quiet_poll_s=quiet_poll_s, polls=polls)
 
 
 def _reuses(rng: random.Random) -> tuple[Reuse, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from remuda.domain.demand import DemandMessage, DemandStatistics, JobEvent, JobEventKind
 from remuda.domain.errors import Conflict, NotFound, TimedOut, Unavailable
@@ -174,7 +174,8 @@ class FaultyDemandSource(_FaultyDemandPort):
         session = await self._request(
             "open_session", self._port.open_session, runner_set, scale_set_id, owner=owner, session_id=session_id
         )
-        return FaultyDemandSession(session, self._world, self._process, runner_set, scale_set_id)  # type: ignore[return-value]
+        faulty = FaultyDemandSession(session, self._world, self._process, runner_set, scale_set_id)
+        return cast("DemandSession", self._world.port(faulty, self._process))
 
     async def register(self, runner_set: RunnerSet, scale_set_id: int, *, name: str) -> JitRunner:
         runner: JitRunner = await self._request("register", self._port.register, runner_set, scale_set_id, name=name)

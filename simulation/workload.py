@@ -17,6 +17,7 @@ from remuda.controlplane.provision import ProvisionRequest, provision
 from remuda.controlplane.refresh import RefreshResult, refresh
 from remuda.controlplane.release import release
 from remuda.controlplane.scale_down import FleetContext, scale_down
+from remuda.domain.demand import LISTENER_LEASE
 from remuda.domain.errors import NotFound
 from remuda.domain.resources import DEFAULT_CLASSES, RunnerRequest, Tier, TypePatterns, UsageClass
 from remuda.domain.scale_down.fleet import (
@@ -48,7 +49,9 @@ from simulation.plan import (
     PlannedRefresh,
     PlannedRun,
     PlannedScaleDown,
+    SetChange,
     SetDeletion,
+    Takeover,
 )
 from simulation.safety import BOOT_MIN
 from simulation.scale_sets import CheckedScaleSets
@@ -58,6 +61,8 @@ from simulation.world import SimulatedProcess, World
 #: the time of a provision and a run.
 MAX_DEMAND_S = 5_400.0
 MAX_REST_S = 3_600.0
+#: Seconds in which a listener has read what it was told to read, and acts on it.
+READS_S = 3.0
 #: Seconds between two checks of the runner sets.
 CHECK_S = 5.0
 #: Minimum and maximum seconds until a listener is restarted.
@@ -82,6 +87,7 @@ class Workload:
         self._sweeps = 0
         self._extra_commands = 0
         self._listeners: dict[int, SimulatedProcess] = {}
+        self._services: dict[str, DemandListener] = {}
         self._listening = True
         self.liveness: LivenessInvariants | None = None
 
@@ -97,7 +103,11 @@ class Workload:
             PlannedScaleDown: self._scale_down,
             PlannedDemand: self._demand,
             SetDeletion: self._delete_set,
+            SetChange: self._change_sets,
+            Takeover: self._take_over,
         }
+        if self._world.calls is not None:
+            self._world.calls.perform = lambda item: self._perform(item, works[type(item)])
         for item in self._world.plan.operations:
             if type(item) in works:
                 self._spawn(self._at(item, works[type(item)]))
@@ -108,6 +118,18 @@ class Workload:
             self._spawn(self._check_sets())
         await self._world.loop.sleep(self._world.plan.hours * 3_600.0)
         await self._come_to_rest()
+
+    async def _perform(self, item: Operation, work: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
+        """Do an operation to its end; of a run, its provision."""
+        known = set(self._world.processes)
+        if isinstance(item, PlannedRun):
+            self._spawn(work(item))
+            await self._world.loop.sleep(0.01)
+        else:
+            await work(item)
+        for name, process in list(self._world.processes.items()):
+            if name not in known and process.kind != "agent":
+                await process.ended
 
     async def _at(self, item: Operation, work: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
         await self._world.loop.sleep(max(0.0, item.at - self._world.loop.time()))
@@ -261,7 +283,11 @@ class Workload:
             demand = DemandContext(
                 context=context, source=source, store=context.store, zone_of=lambda _name: UTC, owner=name
             )
-            await DemandListener(demand).run()
+            listener = self._services[name] = DemandListener(demand)
+            try:
+                await listener.run()
+            finally:
+                self._services.pop(name, None)
 
         return self._world.command(name, "listener", work, credentialed=True)
 
@@ -336,6 +362,22 @@ class Workload:
             self._world.faults.record(Fault.SET_DELETED)
             self._world.trace.add("github", f"deletes scale set {sets.sets[chosen].name}")
             sets.delete(chosen)
+
+    async def _change_sets(self, item: SetChange) -> None:
+        """Apply a configuration, and let the listeners read it."""
+        self._world.faults.record(Fault.CONFIG_CHANGE)
+        process = self._start_refresh(f"set change {item.number}", item.config)
+        await process.ended
+        for listener in self._services.values():
+            listener.reload()
+        await self._world.loop.sleep(READS_S)
+
+    async def _take_over(self, _item: Takeover) -> None:
+        leases = self._world.database.leases
+        before = leases.get(LISTENER_LEASE)
+        while before is not None and leases[LISTENER_LEASE].owner == before.owner:
+            await self._world.loop.sleep(1.0)
+        await self._world.loop.sleep(READS_S)
 
     async def _finish_demand(self) -> None:
         """Serve the jobs that are left, then remove the sets; or lose the listeners with their sets."""
