@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 NOTICE_S = 120.0
 #: Deaths of a listener after which an agent may give up.
 STARTS = 5
+#: Fraction of the listeners that die once which die after every start.
+KEEPS_DYING = 0.4
 #: Seconds until a job has failed that the hook refuses.
 REFUSAL_S = 1.0
 _NEVER = timedelta(days=365)
@@ -157,6 +159,8 @@ class FakeMachine:
         self.started_at = world.loop.time()
         #: How often its listener has died in its epoch.
         self._deaths = 0
+        #: Whether it dies after each start in this epoch.
+        self._keeps_dying = False
         self._state = RunnerState()
         self._waiters: dict[asyncio.Future[None], None] = {}
         self._runner_id = 0
@@ -212,6 +216,7 @@ class FakeMachine:
         self.alive = False
         self._world.trace.add(self.instance_id, f"off: {why}")
         self._dead_man.cancel()
+        self._world.safety.demand.liveness.lost(self)
         job, self.job = self.job, None
         if self._state.listening:
             self._world.github.disconnect(self._runner_id)
@@ -289,7 +294,7 @@ class FakeMachine:
                 await self._loop.sleep(_NEVER.total_seconds())
             finally:
                 self.disturbed_at = self._loop.time()
-        self._deaths = 0
+        self._deaths, self._keeps_dying = 0, False
         result = self._noted(self._behaviour.register())
         if not result.ok:
             return result
@@ -328,7 +333,10 @@ class FakeMachine:
         if not self._world.github.connect(self._runner_id, self._accept, removed):
             self.step_failed_at = self._loop.time()
             self._set(replace(self._state, listening=False, exit_code=1))
+        elif self._keeps_dying:
+            self._later(self._rng.uniform(0.5, 5.0), self._listener_dies)
         elif self._world.faults.inject(Fault.LISTENER_DIES, 0.08, [self.instance_id]):
+            self._keeps_dying = self._rng.random() < KEEPS_DYING
             self._later(self._rng.uniform(0.5, 120.0), self._listener_dies)
 
     def _listener_dies(self) -> None:
@@ -380,7 +388,7 @@ class FakeMachine:
         if self._is_ephemeral:
             return self._remove_ephemeral(assignment)
         if assignment.credential is None:
-            return RemovalStatus.FAILED, "there is no removal token in the assignment"
+            return self._removal_failed("there is no removal token in the assignment")
         try:
             await self._raise_github_error()
             deletion = self._world.github.unregister(scope_of(assignment), assignment.credential.token, self._runner_id)
@@ -388,8 +396,7 @@ class FakeMachine:
             if self._world.faults.inject(Fault.GITHUB_422, 0.04, [self.instance_id]):
                 return RemovalStatus.BUSY, "GitHub says that it runs a job"
         except UserError as error:
-            self.step_failed_at = self._loop.time()
-            return RemovalStatus.FAILED, error.message
+            return self._removal_failed(error.message)
         except Unavailable as error:
             return RemovalStatus.UNREACHABLE, error.message
         if deletion is Deletion.BUSY:
@@ -399,10 +406,14 @@ class FakeMachine:
 
     def _remove_ephemeral(self, assignment: Assignment) -> tuple[RemovalStatus, str]:
         if assignment.runner_id and not self._state.spent:
-            self.step_failed_at = self._loop.time()
-            return RemovalStatus.FAILED, "it was registered just in time: only the service can remove it"
+            return self._removal_failed("it was registered just in time: only the service can remove it")
         self._set(replace(self._state, registered_as=""))
         return RemovalStatus.REMOVED, ""
+
+    def _removal_failed(self, why: str) -> tuple[RemovalStatus, str]:
+        self.step_failed_at = self._loop.time()
+        self._world.safety.patience.removal_failed(self)
+        return RemovalStatus.FAILED, why
 
     async def stop(self) -> None:
         self._world.safety.job_cut_short(self, "stop")

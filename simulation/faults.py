@@ -231,6 +231,8 @@ class FaultInjector:
         #: Time of the last fault, and of the last one that affected each instance.
         self.last_at = -1e9
         self.affected_at: dict[str, float] = {}
+        #: Time of the last fault of each kind.
+        self.last_of: dict[Fault, float] = {}
         self.injected: list[InjectedFault] = []
 
     def inject(self, fault: Fault, probability: float, subjects: Iterable[str] = ()) -> bool:
@@ -248,6 +250,7 @@ class FaultInjector:
             return False
         self.counts[fault] += 1
         self.injected.append(injected)
+        self.last_of[fault] = self._now()
         if fault is not Fault.CLOCK_SKEW:
             self.last_at = self._now()
             self.affected_at.update(dict.fromkeys(subjects, self.last_at))

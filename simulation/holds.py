@@ -19,8 +19,8 @@ from simulation.plan import Operation, PlannedHold
 if TYPE_CHECKING:
     from simulation.world import SimulatedProcess, World
 
-#: Maximum seconds of a hold of one call, which a timeout would end, and of a whole process. An operation may wait for the
-#: process that is held.
+#: Maximum seconds of a hold of one call, which a timeout would end, and of a whole process: an operation may wait for
+#: the process that is held.
 MAX_WAIT_S = 25.0
 MAX_STOP_S = 240.0
 #: Heartbeats are not counted: nothing depends on their order, and there are so many.

@@ -44,6 +44,9 @@ MAX_AGENT_PAUSE_S = 300.0
 TOKEN_LIVES_S = (260.0, 400.0, 400.0, 1_900.0, 3_600.0)
 #: Maximum seconds of an interval between two polls that no one waits for.
 MAX_QUIET_POLL_S = 15.0
+#: Fractions of worlds with runner sets in which a set changes often, and in which this fraction of jobs is interrupted.
+RESTLESS = 0.3
+SPOTTY, INTERRUPTED_OFTEN = 0.3, 0.4
 #: Fraction of worlds whose store is polled.
 POLLED = 0.5
 #: Fractions of worlds with slow scripts and with long jobs, least and most seconds of a long job, and the fraction of
@@ -338,7 +341,37 @@ def draw_plan(
         return plan
     plan = _DemandDraft(demand_rng, on, hours * 3_600.0, instances).added_to(plan)
     # A separate generator, so that the other draws do not depend on it.
-    return _with_reruns(plan, random.Random(f"{seed} re-runs"))
+    plan = _with_reruns(plan, random.Random(f"{seed} re-runs"))
+    return _with_turns(plan, random.Random(f"{seed} turns"))
+
+
+def _with_turns(plan: WorldPlan, rng: random.Random) -> WorldPlan:
+    """In some worlds, remove, restore and change a set again and again, or interrupt many jobs."""
+    changes, interrupts = rng.random() < RESTLESS, rng.random() < SPOTTY
+    at, seconds = 0.0, plan.hours * 3_600.0
+    operations = list(plan.operations)
+    if changes and Fault.CONFIG_CHANGE in plan.faults:
+        first, *others = plan.runner_sets[0]
+        removed, retrusted, relabelled = (
+            (),
+            (replace(first, trust=Tier.TRUSTED if first.trust is Tier.UNTRUSTED else Tier.UNTRUSTED),),
+            (replace(first, labels=(*first.labels, "other")),),
+        )
+        sets = tuple((*changed, *others) for changed in ((first,), removed, retrusted, relabelled))
+        plan = replace(plan, runner_sets=sets)
+        while at < seconds:
+            for config in (rng.choice((1, 1, 2, 3)), 0):
+                # Within the interval in which a listener reads its configuration, or longer than a job.
+                at += rng.choice((rng.uniform(1, 20), rng.uniform(20, 90), rng.uniform(60, 300)))
+                operations.append(PlannedRefresh(at=at, config=config))
+    if interrupts and Fault.SPOT_NOTICE in plan.faults:
+        operations = [
+            replace(item, seconds=150.0, notices_after_s=(rng.uniform(0, 20),))
+            if isinstance(item, PlannedDemand) and not item.notices_after_s and rng.random() < INTERRUPTED_OFTEN
+            else item
+            for item in operations
+        ]
+    return replace(plan, operations=tuple(operations))
 
 
 def _with_reruns(plan: WorldPlan, rng: random.Random) -> WorldPlan:

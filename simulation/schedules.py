@@ -89,7 +89,9 @@ class Schedule:
 # Operations of others -----------------------------------------------------------------------------------------------
 
 
-def _run(run_id: str, *, at: float = 0.0, count: int = 1, seconds: float = 20.0, credentialed: bool = False) -> PlannedRun:
+def _run(
+    run_id: str, *, at: float = 0.0, count: int = 1, seconds: float = 20.0, credentialed: bool = False
+) -> PlannedRun:
     return PlannedRun(
         at=at,
         run_id=run_id,
@@ -251,14 +253,19 @@ def calls_of(stage: Stage) -> list[NumberedCall]:
 def schedules_of(stage: Stage, *, complete: bool) -> list[Schedule]:
     """Each call with each operation or, if not `complete`, with one of them in turn."""
     names = list(stage.meanwhile)
-    found = []
-    for number, call in enumerate(calls_of(stage)):
-        chosen = names if complete else [names[number % len(names)]]
-        for at, name in enumerate(chosen):
-            only_stopped = name == "takeover"
-            for whole in (False, True) if complete and not only_stopped else (only_stopped or bool((number + at) % 2),):
-                found.append(Schedule(stage=stage, call=call, meanwhile=name, whole=whole))
-    return found
+    return [
+        Schedule(stage=stage, call=call, meanwhile=name, whole=whole)
+        for number, call in enumerate(calls_of(stage))
+        for at, name in enumerate(names if complete else [names[number % len(names)]])
+        for whole in _ways(name, number + at, complete=complete)
+    ]
+
+
+def _ways(meanwhile: str, number: int, *, complete: bool) -> tuple[bool, ...]:
+    """Whether the whole process is stopped. Nobody takes over from a listener that renews its lease."""
+    if meanwhile == "takeover":
+        return (True,)
+    return (False, True) if complete else (bool(number % 2),)
 
 
 # Runs ---------------------------------------------------------------------------------------------------------------

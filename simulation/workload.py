@@ -112,6 +112,7 @@ class Workload:
             if type(item) in works:
                 self._spawn(self._at(item, works[type(item)]))
         self._spawn(self._sweep_regularly())
+        self._spawn(self._check_regularly())
         for slot in range(1, self._world.plan.listeners + 1):
             self._spawn(self._keep_listening(slot))
         if self._world.plan.listeners:
@@ -291,6 +292,11 @@ class Workload:
 
         return self._world.command(name, "listener", work, credentialed=True)
 
+    async def _check_regularly(self) -> None:
+        while self._listening:
+            await self._world.loop.sleep(CHECK_S)
+            self._world.safety.patience.check()
+
     async def _check_sets(self) -> None:
         while self._listening:
             await self._world.loop.sleep(CHECK_S)
@@ -383,8 +389,17 @@ class Workload:
         """Serve the jobs that are left, then remove the sets; or lose the listeners with their sets."""
         world = self._world
         demand, sets = world.safety.demand, world.scale_sets
-        await self._sweep_until(lambda: not demand.open_jobs(), MAX_DEMAND_S)
+        # The jobs of sets that were removed or changed can be served again.
+        process = self._start_refresh("refresh with all sets", 0)
+        await process.ended
+        wanted = {item.name: set(item.labels) for item in world.plan.runner_sets[0]}
+        for item in list(sets.sets.values()):
+            if set(item.labels) != wanted.get(item.name, set(item.labels)):
+                # Its labels were changed while it did not exist. A user must delete it, or give it another name.
+                sets.delete(item.scale_set_id)
+        await self._sweep_until(lambda: not demand.open_jobs() and not demand.liveness.waiting_reruns(), MAX_DEMAND_S)
         demand.check_jobs()
+        demand.liveness.check_reruns()
         if self._rng.random() < LOST_LISTENERS:
             self._listening = False
             for process in self._listeners.values():

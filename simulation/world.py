@@ -19,6 +19,7 @@ from remuda.controlplane.context import Context
 from remuda.controlplane.operator import OperatorAction
 from remuda.controlplane.provision import ProvisionRequest
 from remuda.controlplane.refresh import DesiredConfig
+from remuda.domain.demand import LISTENER_LEASE, Lease
 from remuda.domain.instance import Instance
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
@@ -34,9 +35,9 @@ from remuda.ports.store import InstanceStore
 from simulation.fake_machine import SLOW_SCRIPT_S, FakeMachine, MachineBehaviour, RandomBehaviour
 from simulation.faults import MAX_SKEW_S, Fault, FaultInjector, Trace
 from simulation.faulty_ports import FaultyCompute, FaultyGitHub, FaultyPool, FaultyStore
+from simulation.holds import NumberedCalls, NumberedPort
 from simulation.invariants import POOL, SCOPE, Violation, parse_runner
 from simulation.loop import Interruption, SeededIds, VirtualClock, VirtualLoop, VirtualProcess, current_process
-from simulation.holds import NumberedCalls, NumberedPort
 from simulation.memory.compute import MemoryCloud, MemoryCompute, MemoryMachine
 from simulation.memory.demand import MemoryDemandSource, MemoryScaleSets
 from simulation.memory.github import MemoryGitHub, MemoryGitHubServer, MemoryJob, MemoryRunner, view_of
@@ -124,7 +125,7 @@ class SimulatedProcess(VirtualProcess):
         self.receipts: set[str] = set()
         #: Faults that affected it, without crashes and pauses, and the time of the last.
         self.faults: list[Fault] = []
-        self.last_fault_at = -1e9
+        self.last_fault_at = self.previous_fault_at = -1e9
         self.calls: Counter[str] = Counter()
         #: Seconds that it was paused in all.
         self.pause_s = 0.0
@@ -178,6 +179,18 @@ class _CheckedProvisions(dict[tuple[str, str], Provision]):
         return self.get(self._by_id.get(provision_id, ("", "")))
 
 
+class _CheckedLeases(dict[str, Lease]):
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+
+    def __setitem__(self, name: str, after: Lease) -> None:
+        before = self.get(name)
+        super().__setitem__(name, after)
+        if name == LISTENER_LEASE:
+            self._world.safety.patience.lease_written(before, after, self._world.writer())
+
+
 class _CheckedDatabase(MemoryDatabase):
     provisions: _CheckedProvisions
 
@@ -185,6 +198,7 @@ class _CheckedDatabase(MemoryDatabase):
         self._world = world
         super().__init__(changes=_CheckedChanges(world))
         self.provisions = _CheckedProvisions(world)
+        self.leases = _CheckedLeases(world)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)

@@ -186,7 +186,7 @@ class MemoryInstanceStore:
         urgent: bool = True,
     ) -> Instance | None:
         interval = self._intervals.for_control(instance_id, since, urgent=urgent)
-        return await self._wait(Instance, self._database.instances, instance_id, since, timeout_s, interval)
+        return await self._wait(Instance, self._database.instances, instance_id, since, timeout_s, interval=interval)
 
     async def history(self, instance_id: str) -> Sequence[HistoryEntry]:
         self._count("history")
@@ -276,7 +276,7 @@ class MemoryInstanceStore:
 
     async def wait_for_report(self, instance_id: str, since: Report | None, timeout_s: float) -> Report | None:
         interval = self._intervals.for_report(since)
-        return await self._wait(Report, self._database.reports, instance_id, since, timeout_s, interval)
+        return await self._wait(Report, self._database.reports, instance_id, since, timeout_s, interval=interval)
 
     # Provisions -----------------------------------------------------------------------------------------------
 
@@ -401,6 +401,7 @@ class MemoryInstanceStore:
         instance_id: str,
         since: R | None,
         timeout_s: float,
+        *,
         interval: PollInterval,
     ) -> R | None:
         self._count("poll")
