@@ -1,0 +1,74 @@
+"""The listener after rare turns: failed writes, interruptions that are named late, sets that are restored."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from remuda.domain.demand import JobRecord
+from remuda.domain.errors import Unavailable
+from remuda.domain.instance import State
+from remuda.ports.github import GitHubRun
+from simulation.invariants import SCOPE
+from simulation.memory.github import MemoryDemandJob
+from tests.support.set_world import SET_LIFETIMES, DemandWorld, runner_set
+from tests.support.virtual_time import Call, Hook
+
+FAILED = GitHubRun(run_id=77, status="completed", conclusion="failure", head_repository=SCOPE)
+
+
+@pytest.fixture
+async def sets() -> AsyncIterator[DemandWorld]:
+    world = DemandWorld()
+    await world.configure_sets(runner_set(rerun_on_interruption=True))
+    yield world
+    world.check()
+    await world.end()
+
+
+class Outage:
+    """Lets calls of these names fail while it lasts."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+        self.lasts = False
+
+    @property
+    def hook(self) -> Hook:
+        async def hook(name: str, call: Call) -> Any:
+            if self.lasts and name in self.names:
+                raise Unavailable(f"no answer to {name}")
+            return await call()
+
+        return hook
+
+
+async def interrupt(sets: DemandWorld, job: MemoryDemandJob) -> None:
+    await sets.wait_for(lambda: job.started)
+    await asyncio.sleep(1.0)
+    sets.github.runs[SCOPE, 77] = replace(FAILED, status="in_progress", conclusion="")
+    sets.machines[sets.in_state(State.RUNNING)[0]].give_spot_notice()
+
+
+def record_of(sets: DemandWorld, job: MemoryDemandJob) -> JobRecord:
+    return sets.database.jobs[job.key]
+
+
+async def test_jobs_of_a_message_that_comes_again_after_a_failed_write_are_stored(sets: DemandWorld) -> None:
+    """The message is acknowledged the second time, although it changes nothing that the listener knows."""
+    sets.behaviour.boot_s = 50.0
+    outage = Outage("store.put_demand")
+    sets.listen(outage.hook)
+    await sets.wait_for(lambda: sets.scale_sets.sets)
+    await asyncio.sleep(2.0)
+    outage.lasts = True
+    (job,) = sets.queue(seconds=100.0)
+    await asyncio.sleep(20.0)
+    assert not sets.database.jobs
+    outage.lasts = False
+    await sets.wait_for(lambda: job.key in sets.database.jobs, 20.0)
+    assert not job.started
