@@ -72,3 +72,54 @@ async def test_jobs_of_a_message_that_comes_again_after_a_failed_write_are_store
     outage.lasts = False
     await sets.wait_for(lambda: job.key in sets.database.jobs, 20.0)
     assert not job.started
+
+
+async def test_interruption_is_recorded_although_the_store_did_not_answer_at_first(sets: DemandWorld) -> None:
+    outage = Outage("store.put_jobs")
+    sets.listen(outage.hook)
+    (job,) = sets.queue(seconds=300.0)
+    await sets.wait_for(lambda: job.started)
+    outage.lasts = True
+    await interrupt(sets, job)
+    await asyncio.sleep(30.0)
+    outage.lasts = False
+    await asyncio.sleep(200.0)
+    sets.github.runs[SCOPE, 77] = FAILED
+    await asyncio.sleep(100.0)
+    assert sets.github.reruns == [77]
+
+
+async def test_interrupted_jobs_are_found_although_the_first_search_fails(sets: DemandWorld) -> None:
+    sets.listen()
+    (job,) = sets.queue(seconds=300.0)
+    await interrupt(sets, job)
+    await sets.wait_for(lambda: job.is_over, 200.0)
+    await sets.stop_listeners()
+    outage = Outage("store.recent_jobs")
+    outage.lasts = True
+    sets.listen(outage.hook)
+    await asyncio.sleep(20.0)
+    outage.lasts = False
+    sets.github.runs[SCOPE, 77] = FAILED
+    await asyncio.sleep(100.0)
+    assert sets.github.reruns == [77]
+
+
+async def test_records_of_jobs_that_run_or_may_be_run_again_outlast_those_of_others() -> None:
+    sets = DemandWorld(lifetimes=replace(SET_LIFETIMES, keep_records_s=5.0))
+    await sets.configure_sets(runner_set(rerun_on_interruption=True))
+    sets.listen()
+    (job,) = sets.queue(seconds=300.0)
+    await sets.wait_for(lambda: job.started)
+    await asyncio.sleep(20.0)
+    await sets.sweep()
+    assert record_of(sets, job).started_at is not None
+    await interrupt(sets, job)
+    await sets.wait_for(lambda: job.is_over, 200.0)
+    await asyncio.sleep(20.0)
+    await sets.sweep()
+    sets.github.runs[SCOPE, 77] = FAILED
+    await asyncio.sleep(100.0)
+    assert sets.github.reruns == [77]
+    sets.check()
+    await sets.end()
