@@ -123,3 +123,20 @@ async def test_records_of_jobs_that_run_or_may_be_run_again_outlast_those_of_oth
     assert sets.github.reruns == [77]
     sets.check()
     await sets.end()
+
+
+async def test_set_that_was_restored_is_not_deleted(sets: DemandWorld) -> None:
+    """The listener reads the configuration once a minute, and may have waited for hours until the set was empty."""
+    listener = sets.listen()
+    (job,) = sets.queue(seconds=40.0)
+    await sets.wait_for(lambda: job.started)
+    before = next(iter(sets.scale_sets.sets))
+    await sets.configure_sets(runner_set(name="other", labels=("other",)))
+    listener.listener.reload()
+    await asyncio.sleep(5.0)
+    await sets.configure_sets(runner_set(rerun_on_interruption=True))
+    await sets.wait_for(lambda: job.is_over, 100.0)
+    await asyncio.sleep(30.0)
+    assert before in sets.scale_sets.sets
+    jobs = sets.queue()
+    await sets.wait_for_jobs(jobs)
