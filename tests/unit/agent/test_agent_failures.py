@@ -83,6 +83,18 @@ async def test_runner_does_not_start_after_its_failure_was_signalled(fixture: Ag
     assert not fixture.runner.configured
 
 
+async def test_runner_does_not_start_after_its_failure_was_signalled_by_an_earlier_agent(fixture: AgentFixture) -> None:
+    fixture.runner.exits = [2] * 100
+    fixture.start()
+    await fixture.create()
+    await until(lambda: fixture.signalled(Signal.UD_REG_OK))
+    await fixture.commit()
+    await until(lambda: fixture.signalled(Signal.UD_REG_FAILED))
+    await fixture.restart()
+    await asyncio.sleep(60)
+    assert fixture.log.count("start") == MAX_STARTS
+
+
 async def test_failure_that_the_store_did_not_confirm_is_signalled_again_and_not_repaired(
     fixture: AgentFixture,
 ) -> None:
