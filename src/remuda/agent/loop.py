@@ -133,6 +133,8 @@ class Agent:
                 heartbeat.observe(record, runner)
                 if step.action is AgentAction.WAIT:
                     record = await self._wait(identity, record, runner, expiry)
+                    # An instance may wait for hours: failures long ago do not delay the reaction to the next one.
+                    self._failures = 0
                     continue
                 if self._clock.monotonic() - self._record_read_at > MAX_RECORD_AGE_S:
                     # The record may have changed during the last step or wait: decide again with the current one.

@@ -145,6 +145,28 @@ async def test_requests_to_an_unreachable_store_back_off(fixture: AgentFixture) 
     assert 100 < len(asked) < 150
 
 
+async def test_failures_long_ago_do_not_delay_the_next_read(fixture: AgentFixture) -> None:
+    """Between two of them, the instance waits for minutes without one."""
+    await fixture.serve(max_runtime_s=36_000.0)
+    calls: list[tuple[str, float]] = []
+    fails = False
+
+    def observe(name: str) -> bool:
+        calls.append((name, fixture.clock.monotonic()))
+        return fails and name == "wait_for_control"
+
+    fixture.store.fails = observe
+    for _ in range(6):
+        fails = True
+        await until(lambda: any(action == "step-failed" for action, _, _ in fixture.event_log.notes), within_s=200)
+        fails = False
+        failed_at = fixture.clock.monotonic()
+        fixture.event_log.notes.clear()
+        await asyncio.sleep(300)
+        read_at = next(at for name, at in calls if name == "get" and at >= failed_at)
+        assert read_at - failed_at < 0.5
+
+
 # The end ----------------------------------------------------------------------------------------------------------
 
 
