@@ -20,6 +20,7 @@ from remuda.domain.runner_set import RunnerSet
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import POOL_TAG
 from remuda.ports.event_log import SilentEventLog
+from remuda.ports.poll_intervals import CONTROL
 
 #: Number of times that the calls of a small operation are measured.
 REPEATS = 3
