@@ -389,6 +389,9 @@ class Workload:
         """Serve the jobs that are left, then remove the sets; or lose the listeners with their sets."""
         world = self._world
         demand, sets = world.safety.demand, world.scale_sets
+        for process in [item for item in world.processes.values() if item.kind == "refresh"]:
+            # A slow one must not undo the next configuration.
+            await process.ended
         # The jobs of sets that were removed or changed can be served again.
         process = self._start_refresh("refresh with all sets", 0)
         await process.ended
