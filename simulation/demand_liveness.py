@@ -16,6 +16,7 @@ from remuda.domain.instance import State
 from remuda.domain.resources import Reuse, Tier, UsageClass
 from remuda.domain.runner_set import RunnerSet
 from simulation.faults import Fault
+from simulation.loop import START
 from simulation.memory.github import MemoryDemandJob
 from simulation.patience_invariants import CONFIG_READ_S
 
@@ -125,7 +126,8 @@ class DemandLiveness:
         configured = world.safety.demand.sets_since(job.set_name, since)
         if not configured or not all(known is not None and known.rerun_on_interruption for known in configured):
             return False
-        is_untold = any(world.faults.last_of.get(fault, -1e9) > since for fault in _UNTOLD)
+        queued_at = (job.queued_at - START).total_seconds()
+        is_untold = any(world.faults.last_of.get(fault, -1e9) > queued_at for fault in _UNTOLD)
         return not is_untold and self._had_time(item.noticed_at, item.lost_at)
 
     def _had_time(self, since: float, until: float) -> bool:
