@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from remuda.domain.demand import LISTENER_LEASE, Lease
 from remuda.domain.instance import Instance, State
 from remuda.domain.runner_set import RunnerSet
-from simulation.faults import Fault
+from simulation.faults import OF_MACHINES, Fault
 from simulation.invariants import parse_runner
 
 if TYPE_CHECKING:
@@ -27,35 +27,17 @@ if TYPE_CHECKING:
 Found = Iterable[tuple[str, str]]
 
 HELD = frozenset({State.CREATED, State.CLAIMED, State.RUNNING})
-#: Faults that end or disturb machines, agents and the work of people, and leave a listener what it knows.
-_HARMLESS = frozenset(
-    {
-        Fault.CLOCK_SKEW,
-        Fault.SPOT_NOTICE,
-        Fault.POWER_CUT,
-        Fault.NEVER_BOOTS,
-        Fault.SCRIPT_FAILED,
-        Fault.REGISTRATION_FAILED,
-        Fault.RESET_FAILED,
-        Fault.LISTENER_DIES,
-        Fault.NEVER_REGISTERS,
-        Fault.AGENT_CRASH,
-        Fault.AGENT_PAUSE,
-        Fault.NO_CAPACITY,
-        Fault.CANCEL,
-        Fault.RERUN,
-        Fault.RELEASE_EARLY,
-        Fault.RELEASE_TWICE,
-        Fault.RELEASE_NEVER,
-        Fault.RUN_UNRELEASED,
-        Fault.REFRESH_TWICE,
-        Fault.DRAIN,
-        Fault.QUARANTINE,
-        Fault.TERMINATE,
-    }
-)
-#: Seconds for which a blinding fault may be felt: the longest are wrong statistics and hanging calls.
-BLIND_S = 300.0
+#: Seconds for which a fault may keep a listener from what is true, by default and for those that last.
+BLIND_S = 90.0
+_BLIND_S = {
+    Fault.STATISTICS_HIGH: 260.0,
+    Fault.STATISTICS_LOW: 260.0,
+    Fault.DEMAND_HANGS: 320.0,
+    Fault.EVENT_LATE: 200.0,
+    Fault.LISTENER_PAUSE: 300.0,
+    Fault.REGISTRATION_GONE: 120.0,
+    Fault.ASSIGNMENT_LAPSES: 120.0,
+}
 #: Seconds in which a listener has read a new configuration.
 CONFIG_READ_S = 90.0
 #: Seconds in which a runner must listen after its record is `running`, and those until its listener has acted on it.
@@ -104,8 +86,10 @@ class PatienceInvariants:
 
     def blind_until(self) -> float:
         """The time until which a listener may not know what is true."""
-        last = [at for fault, at in self._world.faults.last_of.items() if fault not in _HARMLESS]
-        return max(last) + BLIND_S if last else 0.0
+        last = self._world.faults.last_of
+        return max(
+            (at + _BLIND_S.get(fault, BLIND_S) for fault, at in last.items() if fault not in OF_MACHINES), default=0.0
+        )
 
     def calm_since(self, name: str) -> float:
         """The time since which the listeners know their sets, and this one is configured as it is now."""
@@ -269,7 +253,7 @@ class PatienceInvariants:
         world, instance_id = self._world, machine.instance_id
         record = world.database.instances.get(instance_id)
         since = self._now - AGENT_ACTS_S
-        if record is None or world.safety.written_at(instance_id) > since or world.faults.last_at > since - BLIND_S:
+        if record is None or world.safety.written_at(instance_id) > since:
             return
         if not world.safety.waste.is_healthy(instance_id, since) or machine.step_failed_at > since:
             return

@@ -10,7 +10,7 @@ from enum import Enum, auto
 from remuda.controlplane.operator import OperatorAction
 from remuda.domain.resources import Reuse, Tier, UsageClass
 from remuda.domain.runner_set import CapacityWindow, RunnerSet
-from simulation.faults import Fault, FaultChoice, InjectedFault, Swarm, draw_few, draw_half, draw_separate
+from simulation.faults import OF_MACHINES, Fault, FaultChoice, InjectedFault, Swarm, draw_few, draw_half, draw_separate
 from simulation.invariants import REPOSITORIES, SCOPE
 
 #: Approximate seconds that a run holds its instances. Determines the number of runs in a world.
@@ -44,6 +44,9 @@ MAX_AGENT_PAUSE_S = 300.0
 TOKEN_LIVES_S = (260.0, 400.0, 400.0, 1_900.0, 3_600.0)
 #: Maximum seconds of an interval between two polls that no one waits for.
 MAX_QUIET_POLL_S = 15.0
+#: Fraction of worlds with runner sets in which nothing keeps the listeners from what is true, so that all of their
+#: mistakes are their own.
+CALM = 0.25
 #: Fractions of worlds with runner sets in which a set changes often, and in which this fraction of jobs is interrupted.
 RESTLESS = 0.3
 SPOTTY, INTERRUPTED_OFTEN = 0.3, 0.4
@@ -319,6 +322,8 @@ def draw_plan(
     demand_rng = random.Random(f"{seed} demand")
     if demand:
         half |= draw_half(demand_rng, demand=True)
+        if random.Random(f"{seed} calm").random() < CALM:
+            half &= OF_MACHINES | {Fault.CONFIG_CHANGE}
     if isinstance(faults, Swarm):
         on = half if faults is Swarm.HALF else draw_few(random.Random(f"{seed} few"), demand=demand)
     else:
