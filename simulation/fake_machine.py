@@ -16,7 +16,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol
 
 from remuda.domain.errors import Unavailable, UserError
-from remuda.domain.instance import Assignment
+from remuda.domain.instance import Assignment, State
 from remuda.domain.signals import FailureKind
 from remuda.ports.github import Deletion
 from remuda.ports.machine import AgentState, Identity, RemovalStatus, RunnerState, StepResult
@@ -33,6 +33,13 @@ if TYPE_CHECKING:
 NOTICE_S = 120.0
 #: Deaths of a listener after which an agent may give up.
 STARTS = 5
+#: States in which an agent may begin its steps.
+_RELEASING, _RUNNING = frozenset({State.RELEASING}), frozenset({State.RUNNING})
+_ASSIGNED = frozenset({State.CREATED, State.CLAIMED, State.RUNNING})
+#: Probability of each error of GitHub when an agent removes its registration.
+REFUSED = 0.04
+#: Maximum number of further refusals after GitHub has refused the removal of a registration.
+MAX_REFUSALS = 3
 #: Fraction of the listeners that die once which die after every start.
 KEEPS_DYING = 0.4
 #: Seconds until a job has failed that the hook refuses.
@@ -159,6 +166,8 @@ class FakeMachine:
         self.started_at = world.loop.time()
         #: How often its listener has died in its epoch.
         self._deaths = 0
+        #: How often GitHub refuses the removal of its registration once more.
+        self._refusals = 0
         #: Whether it dies after each start in this epoch.
         self._keeps_dying = False
         self._state = RunnerState()
@@ -262,6 +271,7 @@ class FakeMachine:
         return self._script
 
     async def reset(self) -> StepResult:
+        self._world.safety.patience.acts(self, "reset", _RELEASING)
         self._world.safety.job_cut_short(self, "reset")
         await self._loop.sleep(self._behaviour.seconds(TimedAction.RESET))
         if self.agent is not None:
@@ -286,6 +296,8 @@ class FakeMachine:
         return self._state
 
     async def register(self, assignment: Assignment) -> StepResult:
+        self._world.safety.patience.acts(self, "register", _ASSIGNED)
+        self._refusals = 0
         await self._loop.sleep(self._behaviour.seconds(TimedAction.CONFIGURE))
         if self._world.faults.inject(Fault.NEVER_REGISTERS, 0.05, [self.instance_id]):
             # Until it is killed it reads nothing, so it does not know of a later threshold.
@@ -326,6 +338,7 @@ class FakeMachine:
     async def start(self, _assignment: Assignment) -> None:
         if self._state.listening:
             return
+        self._world.safety.patience.acts(self, "listen", _RUNNING)
         self._world.safety.listener_starts(self)
         self._starter = self._agents
         self._set(replace(self._state, listening=True, exit_code=None))
@@ -383,19 +396,24 @@ class FakeMachine:
         return ""
 
     async def remove(self, assignment: Assignment) -> tuple[RemovalStatus, str]:
+        self._world.safety.patience.acts(self, "remove its registration", _RELEASING)
         self._world.safety.removal_begins(self, assignment)
         await self._loop.sleep(self._behaviour.seconds(TimedAction.REMOVE))
         if self._is_ephemeral:
             return self._remove_ephemeral(assignment)
         if assignment.credential is None:
             return self._removal_failed("there is no removal token in the assignment")
+        if self._refusals:
+            self._refusals -= 1
+            return self._removal_failed("GitHub refuses it again")
         try:
-            await self._raise_github_error()
+            await self._raise_github_error(REFUSED)
             deletion = self._world.github.unregister(scope_of(assignment), assignment.credential.token, self._runner_id)
             self._lose_github_answer()
             if self._world.faults.inject(Fault.GITHUB_422, 0.04, [self.instance_id]):
                 return RemovalStatus.BUSY, "GitHub says that it runs a job"
         except UserError as error:
+            self._refusals = self._rng.randint(0, MAX_REFUSALS)
             return self._removal_failed(error.message)
         except Unavailable as error:
             return RemovalStatus.UNREACHABLE, error.message
@@ -434,7 +452,7 @@ class FakeMachine:
             self._waiters.pop(changed, None)
         return self._state
 
-    async def _raise_github_error(self) -> None:
+    async def _raise_github_error(self, probability: float = 0.015) -> None:
         if self._world.github_hangs([self.instance_id]):
             await self._loop.sleep(GITHUB_TIMEOUT_S)
             raise Unavailable("GitHub does not answer")
@@ -445,7 +463,7 @@ class FakeMachine:
             (Fault.GITHUB_429, "429"),
             (Fault.GITHUB_5XX, "502"),
         ):
-            if self._world.faults.inject(fault, 0.015, [self.instance_id]):
+            if self._world.faults.inject(fault, probability, [self.instance_id]):
                 if fault in {Fault.GITHUB_401, Fault.GITHUB_403, Fault.GITHUB_404}:
                     raise UserError(f"GitHub answered {message}", field="github-token")
                 raise Unavailable(f"GitHub answered {message}")

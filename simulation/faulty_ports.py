@@ -455,7 +455,7 @@ class FaultyCompute(FaultyPort):
         await self._transfer()
         self._trace("launch")
         self._world.safety.launch_requested(request, self._process)
-        if self._inject(Fault.NO_CAPACITY, SOME):
+        if self._inject(Fault.NO_CAPACITY, 2 * OFTEN if self._process.kind == "listener" else SOME):
             self._world.safety.demand.launch_failed(request)
             raise CapacityError("m6i.large in eu-west-1a: no capacity")
         short = request.count > 1 and self._inject(Fault.FLEET_PARTIAL, 2 * OFTEN)

@@ -46,13 +46,15 @@ ACTS_WITHIN_S = 45.0
 #: The most seconds of the first pause after a failed launch, the factor of the next ones, and the longest.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 7.5, 60.0
 #: Seconds from the end of a pause to the next attempt.
-SLACK_S = 12.0
+SLACK_S = 6.0
 #: Seconds without a renewal after which a lease may be taken, and those within which a standby must have taken it.
 LEASE_S, TAKEN_WITHIN_S = 35.0, 60.0
 #: Seconds in which an undisturbed agent has done what a new record asks for.
 AGENT_ACTS_S = 40.0
 #: Seconds without a failure after which the next one is the first, and those after it in which an agent reads again.
 CALM_S, FIRST_READ_S = 60.0, 0.5
+#: Maximum age in seconds of the record that an agent acts on, with the calls that it takes to read it.
+RECORD_AGE_S = 0.6
 #: Failed removals of a registration after which an agent may give up.
 REMOVALS = 5
 
@@ -247,6 +249,17 @@ class PatienceInvariants:
         failed = self._removals[machine.instance_id, epoch]
         if failed < REMOVALS:
             yield "P3", f"{machine.instance_id} gives up after {failed} failed removals"
+
+    def acts(self, machine: FakeMachine, step: str, states: frozenset[State]) -> None:
+        """An agent acts on a record that it has just read: what it read before its last step or wait may be over."""
+        record = self._world.database.instances.get(machine.instance_id)
+        if record is None or record.state in states or self._world.disturbed_at(machine) > self._now - CALM_S:
+            return
+        self.checks += 1
+        old_s = self._now - self._world.safety.waste.entered_at(machine.instance_id)
+        if old_s > RECORD_AGE_S:
+            text = f"{machine.instance_id} begins to {step}, and has been {record.state} for {old_s:.1f} s"
+            self._violated(text, rule="P3", instance_id=machine.instance_id)
 
     def check_agent(self, machine: FakeMachine) -> None:
         """An undisturbed agent has done after some seconds what its record asks for."""

@@ -22,6 +22,7 @@ from simulation.invariants import ABSORBING, is_secret, parse_runner
 from simulation.memory.compute import MemoryMachine
 from simulation.memory.github import MemoryDemandJob, MemoryJob
 from simulation.record_invariants import OVER, RecordInvariants
+from simulation.threshold_invariants import PROMPT_S
 
 if TYPE_CHECKING:
     from simulation.fake_machine import FakeMachine
@@ -84,7 +85,8 @@ class SafetyInvariants(RecordInvariants):
         if record is None or record.state in ABSORBING or now >= record.threshold + margin - self.tolerance:
             return
         recent = self._world.loop.time() - AGENT_READ_S
-        if self.written_at(machine.instance_id) > recent or self._world.disturbed_at(machine) > recent:
+        is_new = self.written_at(machine.instance_id) > self._world.loop.time() - PROMPT_S
+        if is_new or self._world.disturbed_at(machine) > recent:
             threshold = machine.agent_state.threshold
             if threshold is not None and now >= threshold + margin - self.tolerance:
                 return
