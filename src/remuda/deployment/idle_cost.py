@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from remuda.adapters.aws.dynamodb.polling import LONG_IDLE
+from remuda.ports.poll_intervals import LONG_IDLE
 from remuda.adapters.aws.ec2.options import DEFAULT_VOLUME_GIB
 from remuda.controlplane.demand.heartbeat import INTERVAL_S
 from remuda.deployment.listener import VOLUME_GIB
