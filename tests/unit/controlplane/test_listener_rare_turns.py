@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from remuda.controlplane.demand.sets import SetState
 from remuda.domain.demand import JobRecord
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import State
@@ -140,3 +141,33 @@ async def test_set_that_was_restored_is_not_deleted(sets: DemandWorld) -> None:
     assert before in sets.scale_sets.sets
     jobs = sets.queue()
     await sets.wait_for_jobs(jobs)
+
+
+async def start_after_failures(sets: DemandWorld, count: int, *, is_paused: bool) -> SetState:
+    """Acquire machines of a set whose last four launches have failed."""
+    listener = sets.listen()
+    await sets.wait_for(lambda: sets.scale_sets.sets)
+    await asyncio.sleep(2.0)
+    service = listener.listener._service
+    assert service is not None
+    state = service._states()["large"]
+    state.failures, state.retry_at = 4, sets.clock.monotonic() + 60.0 * is_paused
+    service._acquisitions.start(state, service.config(), count)
+    await sets.wait_for(lambda: sets.in_state(State.CREATED))
+    await asyncio.sleep(1.0)
+    return state
+
+
+async def test_launch_that_succeeds_during_the_pause_after_a_failure_ends_the_pause(sets: DemandWorld) -> None:
+    """An acquisition of a machine that came to the pool launches one instead, if another process was first."""
+    state = await start_after_failures(sets, 1, is_paused=True)
+    assert (state.failures, state.retry_at) == (0, 0.0)
+
+
+async def test_failure_beside_a_launch_that_succeeds_is_the_first_in_a_row() -> None:
+    sets = DemandWorld(max_instances=1)
+    await sets.configure_sets()
+    state = await start_after_failures(sets, 2, is_paused=False)
+    assert state.failures == 1
+    sets.check()
+    await sets.end()
