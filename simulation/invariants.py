@@ -166,7 +166,7 @@ class ReuseInvariant:
         if runner_set is not None:
             # It has served no one until a job starts, but the tier of its set is that of an untrusted machine.
             served = [ServedRun(tier=Tier.UNTRUSTED, repository=runner_set.scope)]
-            self._served[record.instance_id] = served if runner_set.trust is Tier.UNTRUSTED else []
+            self._served[record.instance_id] = served if record.tier is Tier.UNTRUSTED else []
             if record.retire_reason not in _initial_reasons(self.may_have_read(process)):
                 yield "S14", f"created with {record.retire_text!r} for set {runner_set.name}"
         if request is None:

@@ -176,9 +176,10 @@ class PatienceInvariants:
         pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (self._failures[name] - 1))
         self._launch_due[name] = self._now + pause_s + SLACK_S
 
-    def acquired(self, name: str) -> None:
-        self._failures.pop(name, None)
-        self._launch_due.pop(name, None)
+    def acquired(self, record: Instance) -> None:
+        if record.state is State.CREATED:
+            self._failures.pop(record.runner_set, None)
+        self._launch_due.pop(record.runner_set, None)
 
     def _check_launch(self, runner_set: RunnerSet) -> None:
         name = runner_set.name
