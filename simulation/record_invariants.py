@@ -387,7 +387,8 @@ class RecordInvariants:
                 self.violated(invariant, text, instance_id)
         since = machine.started_at
         record = self._world.database.instances.get(instance_id)
-        if signal.rank >= Signal.UD_REMOVE_REG_OK.rank and record is not None and record.state is State.RELEASING:
+        is_releasing = record is not None and (record.state, record.epoch) == (State.RELEASING, epoch)
+        if signal.rank >= Signal.UD_REMOVE_REG_OK.rank and is_releasing:
             since = self.waste.entered_at(instance_id)
         elif signal.rank >= Signal.UD_REG_OK.rank:
             since = self.waste.epoch_began_at(instance_id, epoch)
