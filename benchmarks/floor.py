@@ -15,7 +15,6 @@ from remuda.adapters.aws.sqs import ATTRIBUTES, queue_name
 from remuda.adapters.github.scale_sets import ScaleSetSource
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.domain.resources import DEFAULT_CLASSES
-from remuda.ports.poll_intervals import CONTROL
 from remuda.domain.runner_set import RunnerSet
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import POOL_TAG
