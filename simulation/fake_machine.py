@@ -154,8 +154,8 @@ class FakeMachine:
         #: Files or processes of a job may be left on it.
         self.dirty = False
         self.job: MemoryJob | None = None
-        #: When its last job ended, when a step on it last failed, and whether its script failed.
-        self.job_ended_at = self.step_failed_at = -1e9
+        #: When its last job ended, when its listener last died, when a step last failed, and whether its script failed.
+        self.job_ended_at = self.listener_died_at = self.step_failed_at = -1e9
         self.script_failed = False
         self.agent_state = AgentState()
         self.notice = ""
@@ -358,6 +358,7 @@ class FakeMachine:
                 self._exit_without_job()
                 return
             self._world.github.disconnect(self._runner_id)
+            self.listener_died_at = self._loop.time()
             self._deaths += 1
             if self._deaths >= STARTS:
                 self.step_failed_at = self._loop.time()

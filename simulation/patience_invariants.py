@@ -269,7 +269,8 @@ class PatienceInvariants:
         since = self._now - AGENT_ACTS_S
         if record is None or world.safety.written_at(instance_id) > since:
             return
-        if not world.safety.waste.is_healthy(instance_id, since) or machine.step_failed_at > since:
+        failed_at = max(machine.step_failed_at, machine.listener_died_at)
+        if not world.safety.waste.is_healthy(instance_id, since) or failed_at > since:
             return
         if machine.started_at > since - AGENT_ACTS_S or machine.job_ended_at > since or machine.job is not None:
             return
