@@ -83,12 +83,13 @@ acceptance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed ma
 simulation: $(VENV)/.tools ## Run the short campaign: simulated worlds in virtual time under faults
 	$(LOW_PRIORITY) $(BIN)/pytest tests/simulation -q -n 2 --dist worksteal --timeout 1200
 
-simulate: $(VENV)/.tools ## Run the long campaign, all mutants, and the exhaustive searches of small worlds
+simulate: $(VENV)/.tools ## Run the long campaign, all schedules and mutants, and the exhaustive searches of small worlds
 	@mkdir -p build
 	$(BIN)/python -m simulation --seeds 20000 --first-seed 0 --hours 0.25 --instances 5 --json > build/small-worlds.json
 	$(BIN)/python -m simulation --seeds 2000 --first-seed 100000 --hours 0.5 --instances 10 --json > build/worlds.json
 	$(BIN)/python -m simulation --seeds 5000 --first-seed 200000 --hours 0.25 --instances 5 --faults few --json > build/few-faults.json
 	$(BIN)/python -m simulation --seeds 10000 --first-seed 300000 --hours 0.15 --instances 3 --demand --json > build/runner-sets.json
+	$(BIN)/python -m simulation.schedules --all
 	$(BIN)/python -m benchmarks.simulation
 	$(BIN)/python -m simulation.exhaustive --all
 	$(BIN)/python -m simulation.report

@@ -11,7 +11,6 @@ from benchmarks.environment import CLASS, SCOPE, BenchmarkEnvironment, Benchmark
 from benchmarks.figures import median
 from remuda.adapters.aws.dynamodb import items, schema
 from remuda.adapters.aws.dynamodb.items import ItemKeys
-from remuda.adapters.aws.dynamodb.polling import CONTROL
 from remuda.adapters.aws.sqs import ATTRIBUTES, queue_name
 from remuda.adapters.github.scale_sets import ScaleSetSource
 from remuda.adapters.system.clock import SystemClock, SystemIds
@@ -20,6 +19,7 @@ from remuda.domain.runner_set import RunnerSet
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import POOL_TAG
 from remuda.ports.event_log import SilentEventLog
+from remuda.ports.poll_intervals import CONTROL
 
 #: Number of times that the calls of a small operation are measured.
 REPEATS = 3

@@ -21,10 +21,10 @@ from benchmarks.floor import Floor
 from benchmarks.json_lines import json_process, respond
 from remuda.adapters.aws.calls import DYNAMODB
 from remuda.adapters.aws.clients import AwsClients, config
-from remuda.adapters.aws.dynamodb.polling import CONTROL, WARM_FOR_S
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.domain.instance import Assignment, Credential, Instance
 from remuda.domain.transitions import Actor, Change, Claim, advance
+from remuda.ports.poll_intervals import CONTROL, WARM_FOR_S
 
 #: Limits per minute, for the first ten minutes in the pool and later.
 READS_LIMIT = 250

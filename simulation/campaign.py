@@ -21,6 +21,7 @@ from typing import Any
 
 from remuda.domain.instance import HistoryEntry
 from simulation.faults import Fault, FaultChoice, InjectedFault, Swarm, TraceLine, format_faults, parse_faults
+from simulation.holds import NumberedCall
 from simulation.invariants import Violation
 from simulation.loop import new_loop, without_gc
 from simulation.plan import WorldPlan, draw_plan
@@ -55,6 +56,9 @@ class SimulationResult:
     faults: Counter[Fault]
     injected: tuple[InjectedFault, ...] = ()
     lines: Sequence[TraceLine] = ()
+    #: The numbered calls, if the plan asks for them, and the one that was held.
+    calls: Sequence[NumberedCall] = ()
+    held: NumberedCall | None = None
     #: History of the instance that the violation is about.
     history: Sequence[HistoryEntry] = field(default_factory=tuple)
 
@@ -92,6 +96,8 @@ def _simulate(plan: WorldPlan, *, keep_trace: bool) -> SimulationResult:
         faults=world.faults.counts,
         injected=tuple(world.faults.injected),
         lines=world.trace.lines,
+        calls=world.calls.made if world.calls else (),
+        held=world.calls.held if world.calls else None,
         history=world.database.histories.get(instance_id, ()),
     )
 

@@ -16,6 +16,7 @@ from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
 from remuda.domain.runner_set import RunnerSet
 from remuda.ports.compute import POOL_TAG, LaunchRequest
+from simulation.demand_liveness import DemandLiveness
 from simulation.faults import Fault
 from simulation.invariants import ABSORBING, parse_runner
 from simulation.loop import START
@@ -37,6 +38,8 @@ RETURNS_S = 15.0
 RECONCILE_S = 30.0
 #: Seconds after a change of the configuration in which a listener may still use the former one.
 CONFIG_READ_S = 90.0
+#: Seconds for which a pool counts as full after it was.
+FULL_S = 30.0
 #: Longest effect of a fault in seconds: a call that hangs, statistics that are wrong, a machine that never boots.
 FAULT_EFFECT_S = 300.0
 
@@ -59,6 +62,9 @@ class DemandInvariants:
         self._read_end_at: dict[tuple[str, int], float] = {}
         self._restarted_at: dict[int, float] = {}
         self._reruns: Counter[int] = Counter()
+        self.liveness = DemandLiveness(world)
+        #: When GitHub or a listener last deleted each set.
+        self.deleted_at: dict[str, float] = {}
         self.checks = 0
 
     def _violated(self, invariant: str, text: str, instance_id: str = "") -> None:
@@ -73,6 +79,39 @@ class DemandInvariants:
     @property
     def configured_sets(self) -> tuple[RunnerSet, ...]:
         return self._sets[-1][1] if self._sets else ()
+
+    def configured_at(self, name: str) -> float:
+        """The time since which a set has been configured as it is now, or has not been."""
+        since = self._sets[-1][0] if self._sets else 0.0
+        present = [item for item in self.configured_sets if item.name == name]
+        for at, sets in reversed(self._sets):
+            if [item for item in sets if item.name == name] != present:
+                break
+            since = at
+        return since
+
+    def changed_at(self) -> float:
+        """When the configuration of the sets was changed last."""
+        return self._sets[-1][0] if self._sets else 0.0
+
+    def sets_since(self, name: str, since: float) -> list[RunnerSet | None]:
+        """The set in every configuration that applied at or after a time; None where it was missing."""
+        until = [*(at for at, _ in self._sets[1:]), float("inf")]
+        return [
+            next((item for item in sets if item.name == name), None)
+            for (_, sets), end in zip(self._sets, until, strict=True)
+            if end >= since
+        ]
+
+    def restarted_at(self, run_id: int) -> float:
+        return self._restarted_at.get(run_id, -1e9)
+
+    def reruns_of(self, run_id: int) -> int:
+        return self._reruns[run_id]
+
+    def is_full(self) -> bool:
+        """Whether the pool had no room for another machine a moment ago."""
+        return self._world.loop.time() - self._pool_full_at < FULL_S
 
     def _recent(self, name: str, since: float) -> list[RunnerSet]:
         """The set in every configuration that applied at or after a time."""
@@ -137,6 +176,7 @@ class DemandInvariants:
 
     def interrupted(self, machine: FakeMachine) -> None:
         """A machine got a spot notice."""
+        self.liveness.interrupted(machine)
         if isinstance(machine.job, MemoryDemandJob):
             self._interrupted.setdefault(int(machine.job.run_id), set()).add(machine.job.name)
 
@@ -248,6 +288,7 @@ class DemandInvariants:
         self.checks += 1
         runner_set = self.known_set(after.runner_set)
         now = self._world.loop.time()
+        self._world.safety.patience.acquired(after)
         if runner_set is None or self._fills or now < max(self.quiet_since(), self._sets[-1][0] + CONFIG_READ_S):
             return
         count = sum(
@@ -268,10 +309,11 @@ class DemandInvariants:
         Other faults than the loss of machines may hide either from the listener, and another set may take the machine.
         """
         world = self._world
-        provision = world.database.provisions.by_id(request.provision_id)
-        runner_set = self.known_set(provision.runner_set) if provision is not None and provision.runner_set else None
+        runner_set = self._set_of(request)
+        if runner_set is not None:
+            world.safety.patience.launch_began(runner_set.name)
         is_alone = len({item.name for _, sets in self._sets for item in sets}) == 1
-        if runner_set is None or self._fills or not is_alone or not world.plan.faults <= _LOSSES:
+        if runner_set is None or self._fills or not is_alone or not _LOSSES.issuperset(world.faults.counts):
             return
         self.checks += 1
         jobs = [job for job in world.scale_sets.open_jobs if self._waits_for(job, runner_set) and job.fails_at is None]
@@ -281,6 +323,15 @@ class DemandInvariants:
             have = f"{len(jobs)} jobs, {hot} hot runners and {len(supply)} machines, and {len(returning)} return"
             text = f"{process} launches {request.count} machines for set {runner_set.name}, which has {have}"
             self._violated("D8", text)
+
+    def launch_failed(self, request: LaunchRequest) -> None:
+        runner_set = self._set_of(request)
+        if runner_set is not None and not self._fills:
+            self._world.safety.patience.launch_failed(runner_set.name)
+
+    def _set_of(self, request: LaunchRequest) -> RunnerSet | None:
+        provision = self._world.database.provisions.by_id(request.provision_id)
+        return self.known_set(provision.runner_set) if provision is not None and provision.runner_set else None
 
     def _returning(self, name: str) -> list[Instance]:
         """Machines whose job has just ended, and that may be used again."""
@@ -317,6 +368,7 @@ class DemandInvariants:
         for runner_set in self.configured_sets:
             self._check_waiting(runner_set, now)
             self._check_supply(runner_set, now)
+        self.liveness.check()
 
     def quiet_since(self) -> float:
         """Time since which no fault has had an effect."""
@@ -332,6 +384,10 @@ class DemandInvariants:
         world = self._world
         sets = world.scale_sets
         found = sets.find(runner_set.scope, runner_set.name)
+        if found is not None and set(found.labels) != set(runner_set.labels):
+            # GitHub does not change the labels of a set.
+            self._full_at[runner_set.name] = now
+            return
         jobs = [job for job in sets.open_jobs if self._waits_for(job, runner_set)]
         held = [job for job in jobs if job.runner_name]
         if len(held) >= runner_set.max:

@@ -16,7 +16,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol
 
 from remuda.domain.errors import Unavailable, UserError
-from remuda.domain.instance import Assignment
+from remuda.domain.instance import Assignment, State
 from remuda.domain.signals import FailureKind
 from remuda.ports.github import Deletion
 from remuda.ports.machine import AgentState, Identity, RemovalStatus, RunnerState, StepResult
@@ -33,6 +33,15 @@ if TYPE_CHECKING:
 NOTICE_S = 120.0
 #: Deaths of a listener after which an agent may give up.
 STARTS = 5
+#: States in which an agent may begin its steps.
+_RELEASING, _RUNNING = frozenset({State.RELEASING}), frozenset({State.RUNNING})
+_ASSIGNED = frozenset({State.CREATED, State.CLAIMED, State.RUNNING})
+#: Probability of each error of GitHub when an agent removes its registration.
+REFUSED = 0.04
+#: Maximum number of further refusals after GitHub has refused the removal of a registration.
+MAX_REFUSALS = 3
+#: Fraction of the listeners that die once which die after every start.
+KEEPS_DYING = 0.4
 #: Seconds until a job has failed that the hook refuses.
 REFUSAL_S = 1.0
 _NEVER = timedelta(days=365)
@@ -145,8 +154,8 @@ class FakeMachine:
         #: Files or processes of a job may be left on it.
         self.dirty = False
         self.job: MemoryJob | None = None
-        #: When its last job ended, when a step on it last failed, and whether its script failed.
-        self.job_ended_at = self.step_failed_at = -1e9
+        #: When its last job ended, when its listener last died, when a step last failed, and whether its script failed.
+        self.job_ended_at = self.listener_died_at = self.step_failed_at = -1e9
         self.script_failed = False
         self.agent_state = AgentState()
         self.notice = ""
@@ -157,6 +166,10 @@ class FakeMachine:
         self.started_at = world.loop.time()
         #: How often its listener has died in its epoch.
         self._deaths = 0
+        #: How often GitHub refuses the removal of its registration once more.
+        self._refusals = 0
+        #: Whether it dies after each start in this epoch.
+        self._keeps_dying = False
         self._state = RunnerState()
         self._waiters: dict[asyncio.Future[None], None] = {}
         self._runner_id = 0
@@ -212,6 +225,7 @@ class FakeMachine:
         self.alive = False
         self._world.trace.add(self.instance_id, f"off: {why}")
         self._dead_man.cancel()
+        self._world.safety.demand.liveness.lost(self)
         job, self.job = self.job, None
         if self._state.listening:
             self._world.github.disconnect(self._runner_id)
@@ -257,6 +271,7 @@ class FakeMachine:
         return self._script
 
     async def reset(self) -> StepResult:
+        self._world.safety.patience.acts(self, "reset", _RELEASING)
         self._world.safety.job_cut_short(self, "reset")
         await self._loop.sleep(self._behaviour.seconds(TimedAction.RESET))
         if self.agent is not None:
@@ -281,6 +296,8 @@ class FakeMachine:
         return self._state
 
     async def register(self, assignment: Assignment) -> StepResult:
+        self._world.safety.patience.acts(self, "register", _ASSIGNED)
+        self._refusals = 0
         await self._loop.sleep(self._behaviour.seconds(TimedAction.CONFIGURE))
         if self._world.faults.inject(Fault.NEVER_REGISTERS, 0.05, [self.instance_id]):
             # Until it is killed it reads nothing, so it does not know of a later threshold.
@@ -289,7 +306,7 @@ class FakeMachine:
                 await self._loop.sleep(_NEVER.total_seconds())
             finally:
                 self.disturbed_at = self._loop.time()
-        self._deaths = 0
+        self._deaths, self._keeps_dying = 0, False
         result = self._noted(self._behaviour.register())
         if not result.ok:
             return result
@@ -321,6 +338,7 @@ class FakeMachine:
     async def start(self, _assignment: Assignment) -> None:
         if self._state.listening:
             return
+        self._world.safety.patience.acts(self, "listen", _RUNNING)
         self._world.safety.listener_starts(self)
         self._starter = self._agents
         self._set(replace(self._state, listening=True, exit_code=None))
@@ -328,7 +346,10 @@ class FakeMachine:
         if not self._world.github.connect(self._runner_id, self._accept, removed):
             self.step_failed_at = self._loop.time()
             self._set(replace(self._state, listening=False, exit_code=1))
+        elif self._keeps_dying:
+            self._later(self._rng.uniform(0.5, 5.0), self._listener_dies)
         elif self._world.faults.inject(Fault.LISTENER_DIES, 0.08, [self.instance_id]):
+            self._keeps_dying = self._rng.random() < KEEPS_DYING
             self._later(self._rng.uniform(0.5, 120.0), self._listener_dies)
 
     def _listener_dies(self) -> None:
@@ -337,6 +358,7 @@ class FakeMachine:
                 self._exit_without_job()
                 return
             self._world.github.disconnect(self._runner_id)
+            self.listener_died_at = self._loop.time()
             self._deaths += 1
             if self._deaths >= STARTS:
                 self.step_failed_at = self._loop.time()
@@ -375,21 +397,25 @@ class FakeMachine:
         return ""
 
     async def remove(self, assignment: Assignment) -> tuple[RemovalStatus, str]:
+        self._world.safety.patience.acts(self, "remove its registration", _RELEASING)
         self._world.safety.removal_begins(self, assignment)
         await self._loop.sleep(self._behaviour.seconds(TimedAction.REMOVE))
         if self._is_ephemeral:
             return self._remove_ephemeral(assignment)
         if assignment.credential is None:
-            return RemovalStatus.FAILED, "there is no removal token in the assignment"
+            return self._removal_failed("there is no removal token in the assignment")
+        if self._refusals:
+            self._refusals -= 1
+            return self._removal_failed("GitHub refuses it again")
         try:
-            await self._raise_github_error()
+            await self._raise_github_error(REFUSED)
             deletion = self._world.github.unregister(scope_of(assignment), assignment.credential.token, self._runner_id)
             self._lose_github_answer()
             if self._world.faults.inject(Fault.GITHUB_422, 0.04, [self.instance_id]):
                 return RemovalStatus.BUSY, "GitHub says that it runs a job"
         except UserError as error:
-            self.step_failed_at = self._loop.time()
-            return RemovalStatus.FAILED, error.message
+            self._refusals = self._rng.randint(0, MAX_REFUSALS)
+            return self._removal_failed(error.message)
         except Unavailable as error:
             return RemovalStatus.UNREACHABLE, error.message
         if deletion is Deletion.BUSY:
@@ -399,10 +425,14 @@ class FakeMachine:
 
     def _remove_ephemeral(self, assignment: Assignment) -> tuple[RemovalStatus, str]:
         if assignment.runner_id and not self._state.spent:
-            self.step_failed_at = self._loop.time()
-            return RemovalStatus.FAILED, "it was registered just in time: only the service can remove it"
+            return self._removal_failed("it was registered just in time: only the service can remove it")
         self._set(replace(self._state, registered_as=""))
         return RemovalStatus.REMOVED, ""
+
+    def _removal_failed(self, why: str) -> tuple[RemovalStatus, str]:
+        self.step_failed_at = self._loop.time()
+        self._world.safety.patience.removal_failed(self)
+        return RemovalStatus.FAILED, why
 
     async def stop(self) -> None:
         self._world.safety.job_cut_short(self, "stop")
@@ -423,7 +453,7 @@ class FakeMachine:
             self._waiters.pop(changed, None)
         return self._state
 
-    async def _raise_github_error(self) -> None:
+    async def _raise_github_error(self, probability: float = 0.015) -> None:
         if self._world.github_hangs([self.instance_id]):
             await self._loop.sleep(GITHUB_TIMEOUT_S)
             raise Unavailable("GitHub does not answer")
@@ -434,7 +464,7 @@ class FakeMachine:
             (Fault.GITHUB_429, "429"),
             (Fault.GITHUB_5XX, "502"),
         ):
-            if self._world.faults.inject(fault, 0.015, [self.instance_id]):
+            if self._world.faults.inject(fault, probability, [self.instance_id]):
                 if fault in {Fault.GITHUB_401, Fault.GITHUB_403, Fault.GITHUB_404}:
                     raise UserError(f"GitHub answered {message}", field="github-token")
                 raise Unavailable(f"GitHub answered {message}")

@@ -113,6 +113,33 @@ class Fault(StrEnum):
 
 
 _DEMAND = frozenset(list(Fault)[list(Fault).index(Fault.LISTENER_CRASH) :])
+#: Faults that end or disturb machines, agents and the work of people, and leave a listener what it knows.
+OF_MACHINES = frozenset(
+    {
+        Fault.CLOCK_SKEW,
+        Fault.SPOT_NOTICE,
+        Fault.POWER_CUT,
+        Fault.NEVER_BOOTS,
+        Fault.SCRIPT_FAILED,
+        Fault.REGISTRATION_FAILED,
+        Fault.RESET_FAILED,
+        Fault.LISTENER_DIES,
+        Fault.NEVER_REGISTERS,
+        Fault.AGENT_CRASH,
+        Fault.AGENT_PAUSE,
+        Fault.NO_CAPACITY,
+        Fault.CANCEL,
+        Fault.RERUN,
+        Fault.RELEASE_EARLY,
+        Fault.RELEASE_TWICE,
+        Fault.RELEASE_NEVER,
+        Fault.RUN_UNRELEASED,
+        Fault.REFRESH_TWICE,
+        Fault.DRAIN,
+        Fault.QUARANTINE,
+        Fault.TERMINATE,
+    }
+)
 #: Faults that are drawn separately, so that the other draws of a seed do not depend on them.
 SEPARATE = (Fault.BATCH_SPLIT, Fault.DESCRIBE_PARTIAL, Fault.LIST_MOVES, Fault.GITHUB_HANGS)
 #: Faults that are never drawn, only named: the sweeps of such worlds ask GitHub about runs, which changes all draws.
@@ -231,6 +258,8 @@ class FaultInjector:
         #: Time of the last fault, and of the last one that affected each instance.
         self.last_at = -1e9
         self.affected_at: dict[str, float] = {}
+        #: Time of the last fault of each kind.
+        self.last_of: dict[Fault, float] = {}
         self.injected: list[InjectedFault] = []
 
     def inject(self, fault: Fault, probability: float, subjects: Iterable[str] = ()) -> bool:
@@ -248,6 +277,7 @@ class FaultInjector:
             return False
         self.counts[fault] += 1
         self.injected.append(injected)
+        self.last_of[fault] = self._now()
         if fault is not Fault.CLOCK_SKEW:
             self.last_at = self._now()
             self.affected_at.update(dict.fromkeys(subjects, self.last_at))

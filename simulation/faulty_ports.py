@@ -46,6 +46,8 @@ BEATS_AT_RISK = 0.08
 EARLY_S = 0.6
 #: Fraction of the writes with a lost answer that are applied with a delay, and its maximum in seconds.
 LATE, LATE_S = 0.3, 15.0
+#: Seconds of a wait in which one of its polls may fail.
+POLLS_S = 90.0
 #: Maximum seconds between the two parts of a batch.
 SPLIT_S = 3.0
 
@@ -86,6 +88,7 @@ class FaultyPort:
         if fault not in self._enabled or not self._faults.inject(fault, probability, subjects):
             return False
         self._process.faults.append(fault)
+        self._process.previous_fault_at = self._process.last_fault_at
         self._process.last_fault_at = self._world.loop.time()
         return True
 
@@ -215,6 +218,7 @@ class FaultyStore(FaultyPort):
 
     def _read(self, operation: str, inner: Call) -> Call:
         async def call(*given: Any, **named: Any) -> Any:
+            self._world.safety.patience.reads(self._process)
             subjects = self._subjects(given)
             # The delay is either before the read or after it; then the answer is old when it arrives.
             delays_answer = self._rng.random() < 0.3
@@ -238,7 +242,18 @@ class FaultyStore(FaultyPort):
             # The store is polled less often.
             await self._world.loop.sleep(min(quiet_s, timeout_s))
             timeout_s = max(0.0, timeout_s - quiet_s)
-        return await self._port.wait_for_control(instance_id, since, timeout_s, **named)
+        if self._world.plan.polls and Fault.READ_FAILED in self._enabled and self._faults.active:
+            # Each poll is a read.
+            part_s = self._rng.random() * min(timeout_s, POLLS_S)
+            found = await self._port.wait_for_control(instance_id, since, part_s, **named)
+            if found != since:
+                self._world.safety.patience.waited(self._process)
+                return found
+            self._fail_poll(instance_id)
+            timeout_s -= part_s
+        found = await self._port.wait_for_control(instance_id, since, timeout_s, **named)
+        self._world.safety.patience.waited(self._process)
+        return found
 
     async def wait_for_report(self, instance_id: str, since: Any, timeout_s: float) -> Any:
         self._fail_wait(instance_id)
@@ -248,6 +263,11 @@ class FaultyStore(FaultyPort):
         self._throttle([instance_id])
         if self._inject(Fault.READ_FAILED, RARE / 2, [instance_id]):
             raise Unavailable("the store did not answer a read")
+
+    def _fail_poll(self, instance_id: str) -> None:
+        if self._inject(Fault.READ_FAILED, OFTEN, [instance_id]):
+            self._world.safety.patience.read_failed(self._process)
+            raise Unavailable("the store did not answer a poll")
 
     def _search(self, operation: str, inner: Call) -> Call:
         async def call(*given: Any, **named: Any) -> Any:
@@ -435,7 +455,8 @@ class FaultyCompute(FaultyPort):
         await self._transfer()
         self._trace("launch")
         self._world.safety.launch_requested(request, self._process)
-        if self._inject(Fault.NO_CAPACITY, SOME):
+        if self._inject(Fault.NO_CAPACITY, 2 * OFTEN if self._process.kind == "listener" else SOME):
+            self._world.safety.demand.launch_failed(request)
             raise CapacityError("m6i.large in eu-west-1a: no capacity")
         short = request.count > 1 and self._inject(Fault.FLEET_PARTIAL, 2 * OFTEN)
         limited = replace(request, count=self._rng.randint(1, request.count - 1)) if short else request

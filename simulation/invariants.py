@@ -46,6 +46,7 @@ INVARIANTS: Mapping[str, str] = {
     "S13": "safety does not depend on clocks: nothing expires early, nothing is claimed late",
     "S14": "a machine serves only runs that the pool's reuse policy allows; an ephemeral one serves one run",
     "S15": "a sweep releases a run before its deadline only if it read its end, which was a grace period ago",
+    "S16": "a registration that failed is never followed by a runner in its epoch",
     "L1": "every live state ends by its threshold and two sweeps",
     "L2": "no machine is without a record for longer than its grace period and a sweep",
     "L3": "stale registrations are removed within a sweep after GitHub allows it",
@@ -61,6 +62,11 @@ INVARIANTS: Mapping[str, str] = {
     "W4": "uses, age and number of instances stay within their maximum",
     "W5": "a machine with a spot notice does not return to the pool",
     "W6": "no process ends and leaves a valid pool message hidden, unless a fault keeps it from that",
+    "P1": "a healthy runner that a set does not need is given up only after an unbroken grace period",
+    "P2": "a set launches again after no longer pause than its own failures in a row give",
+    "P3": "an agent acts within seconds on what its record asks for, and gives up only after failures of that step",
+    "P4": "the lease of a listener is taken only after it has expired, and soon then",
+    "P5": "a runner of a set that does not listen is given up within its limit",
     "R1": "the recorded outcome of a provision and the events of an agent are true",
     "D1": "a machine of a set listens in time while the set has an assigned job and room for another runner",
     "D2": "no machine of a set that has, or may get, a job is deregistered, released or terminated before its time",
@@ -70,6 +76,10 @@ INVARIANTS: Mapping[str, str] = {
     "D6": "a listener always announces the set's maximum, never 0",
     "D7": "a job that a spot interruption ended is run again at most once, and only after its run has ended",
     "D8": "no machine is launched for a lost job, or for one that a machine can serve that is returning to the pool",
+    "D9": "a configured set is served and never deleted, whatever its configuration was before",
+    "D10": "a job that a spot interruption ended is run again, or a true reason says why not",
+    "D11": "what an acknowledged message said is stored",
+    "D12": "as many idle machines as the open windows ask for are there, or are being launched",
 }
 
 ABSORBING = frozenset({State.TERMINATING, State.TERMINATED})
@@ -156,7 +166,7 @@ class ReuseInvariant:
         if runner_set is not None:
             # It has served no one until a job starts, but the tier of its set is that of an untrusted machine.
             served = [ServedRun(tier=Tier.UNTRUSTED, repository=runner_set.scope)]
-            self._served[record.instance_id] = served if runner_set.trust is Tier.UNTRUSTED else []
+            self._served[record.instance_id] = served if record.tier is Tier.UNTRUSTED else []
             if record.retire_reason not in _initial_reasons(self.may_have_read(process)):
                 yield "S14", f"created with {record.retire_text!r} for set {runner_set.name}"
         if request is None:
@@ -183,7 +193,8 @@ class ReuseInvariant:
     def _claimed_by_set(self, record: Instance, process: SimulatedProcess, runner_set: RunnerSet) -> Found:
         """The set is the boundary of trust: what its jobs may be, the machine must be allowed to serve."""
         before = self._served.setdefault(record.instance_id, [])
-        run = ServedRun(tier=runner_set.trust, repository=runner_set.scope)
+        # The set's trust as the listener has read it: the machine serves no job of another one.
+        run = ServedRun(tier=record.tier, repository=runner_set.scope)
         if run.tier is Tier.TRUSTED and any(item.tier is Tier.UNTRUSTED for item in before):
             yield "S11", f"the trusted set {runner_set.name} gets a machine that served an untrusted job"
         policies = self.may_have_read(process)

@@ -123,11 +123,17 @@ class VirtualProcess:
 
     def pause(self, seconds: float) -> None:
         """Stop for this time, like SIGSTOP or a starved machine."""
-        if not self.paused:
-            self.paused, self.runnable = True, False
-            self.loop.call_later(seconds, self._resume, context=self.loop.outside)
+        if self.stop():
+            self.loop.call_later(seconds, self.resume, context=self.loop.outside)
 
-    def _resume(self) -> None:
+    def stop(self) -> bool:
+        """Stop until `resume` is called. Return False if it is stopped already."""
+        if self.paused:
+            return False
+        self.paused, self.runnable = True, False
+        return True
+
+    def resume(self) -> None:
         self.paused, self.runnable = False, not self.dead
         held, self._held = self._held, []
         self.loop.resume(held)

@@ -201,7 +201,12 @@ MUTANTS: tuple[Mutant, ...] = (
         BugClass.TRUST,
         "a machine of a trusted set that served an untrusted job keeps its tier and is not retired",
         entry(_TRANSITIONS, "_bind", "'tier': tier", "'tier': instance.tier"),
-        expression(_TRANSITIONS, "_bind", "tier is not event.set_tier", "not event.set_tier"),
+        expression(
+            _TRANSITIONS,
+            "_bind",
+            "tier is Tier.UNTRUSTED and Tier.TRUSTED in {event.set_tier, instance.tier}",
+            "not tier",
+        ),
         settings=_SETS,
     ),
     _mutant(

@@ -10,7 +10,7 @@ from enum import Enum, auto
 from remuda.controlplane.operator import OperatorAction
 from remuda.domain.resources import Reuse, Tier, UsageClass
 from remuda.domain.runner_set import CapacityWindow, RunnerSet
-from simulation.faults import Fault, FaultChoice, InjectedFault, Swarm, draw_few, draw_half, draw_separate
+from simulation.faults import OF_MACHINES, Fault, FaultChoice, InjectedFault, Swarm, draw_few, draw_half, draw_separate
 from simulation.invariants import REPOSITORIES, SCOPE
 
 #: Approximate seconds that a run holds its instances. Determines the number of runs in a world.
@@ -44,6 +44,14 @@ MAX_AGENT_PAUSE_S = 300.0
 TOKEN_LIVES_S = (260.0, 400.0, 400.0, 1_900.0, 3_600.0)
 #: Maximum seconds of an interval between two polls that no one waits for.
 MAX_QUIET_POLL_S = 15.0
+#: Fraction of worlds with runner sets in which nothing keeps the listeners from what is true, so that all of their
+#: mistakes are their own.
+CALM = 0.25
+#: Fractions of worlds with runner sets in which a set changes often, and in which this fraction of jobs is interrupted.
+RESTLESS = 0.3
+SPOTTY, INTERRUPTED_OFTEN = 0.3, 0.4
+#: Fraction of worlds whose store is polled.
+POLLED = 0.5
 #: Fractions of worlds with slow scripts and with long jobs, least and most seconds of a long job, and the fraction of
 #: the runs that have one.
 SLOW_SCRIPTS = 0.08
@@ -207,6 +215,44 @@ class SetDeletion:
         return "GitHub deletes a scale set"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SetChange:
+    """A new configuration of the runner sets, until the listeners have read it."""
+
+    at: float = 0.0
+    number: int
+    config: int
+
+    def __str__(self) -> str:
+        return f"configuration {self.config} is applied and read"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Takeover:
+    """The time until another listener serves the pool."""
+
+    at: float = 0.0
+
+    def __str__(self) -> str:
+        return "a standby takes over"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedHold:
+    """A process waits before its n-th call of a port until others have finished whole operations."""
+
+    process: str
+    call: int
+    until: tuple[Operation, ...]
+    #: Whether the whole process is held. Otherwise only the task that makes the call waits.
+    whole: bool = False
+    at: float = 0.0
+
+    def __str__(self) -> str:
+        what = "is stopped" if self.whole else "waits"
+        return f"{self.process} {what} before its call {self.call}, until: {', '.join(map(str, self.until))}"
+
+
 Operation = (
     PlannedRun
     | PlannedRefresh
@@ -218,6 +264,9 @@ Operation = (
     | PlannedScaleDown
     | PlannedDemand
     | SetDeletion
+    | SetChange
+    | Takeover
+    | PlannedHold
 )
 
 
@@ -255,6 +304,10 @@ class WorldPlan:
     token_life_s: float = 400.0
     #: Maximum seconds until an agent with a running job sees a change of its record.
     quiet_poll_s: float = 0.0
+    #: Whether waits for changes of the store end as late as with DynamoDB, not at once.
+    polls: bool = False
+    #: Whether the calls of all processes are numbered, as for a hold.
+    numbers_calls: bool = False
     #: Faults that the shrinker leaves out.
     suppressed: frozenset[InjectedFault] = frozenset()
 
@@ -269,6 +322,8 @@ def draw_plan(
     demand_rng = random.Random(f"{seed} demand")
     if demand:
         half |= draw_half(demand_rng, demand=True)
+        if random.Random(f"{seed} calm").random() < CALM:
+            half &= OF_MACHINES | {Fault.CONFIG_CHANGE}
     if isinstance(faults, Swarm):
         on = half if faults is Swarm.HALF else draw_few(random.Random(f"{seed} few"), demand=demand)
     else:
@@ -291,7 +346,37 @@ def draw_plan(
         return plan
     plan = _DemandDraft(demand_rng, on, hours * 3_600.0, instances).added_to(plan)
     # A separate generator, so that the other draws do not depend on it.
-    return _with_reruns(plan, random.Random(f"{seed} re-runs"))
+    plan = _with_reruns(plan, random.Random(f"{seed} re-runs"))
+    return _with_turns(plan, random.Random(f"{seed} turns"))
+
+
+def _with_turns(plan: WorldPlan, rng: random.Random) -> WorldPlan:
+    """In some worlds, remove, restore and change a set again and again, or interrupt many jobs."""
+    changes, interrupts = rng.random() < RESTLESS, rng.random() < SPOTTY
+    at, seconds = 0.0, plan.hours * 3_600.0
+    operations = list(plan.operations)
+    if changes and Fault.CONFIG_CHANGE in plan.faults:
+        first, *others = plan.runner_sets[0]
+        removed, retrusted, relabelled = (
+            (),
+            (replace(first, trust=Tier.TRUSTED if first.trust is Tier.UNTRUSTED else Tier.UNTRUSTED),),
+            (replace(first, labels=(*first.labels, "other")),),
+        )
+        sets = tuple((*changed, *others) for changed in ((first,), removed, retrusted, relabelled))
+        plan = replace(plan, runner_sets=sets)
+        while at < seconds:
+            for config in (rng.choice((1, 1, 2, 3)), 0):
+                # Within the interval in which a listener reads its configuration, or longer than a job.
+                at += rng.choice((rng.uniform(1, 20), rng.uniform(20, 90), rng.uniform(60, 300)))
+                operations.append(PlannedRefresh(at=at, config=config))
+    if interrupts and Fault.SPOT_NOTICE in plan.faults:
+        operations = [
+            replace(item, seconds=150.0, notices_after_s=(rng.uniform(0, 20),))
+            if isinstance(item, PlannedDemand) and not item.notices_after_s and rng.random() < INTERRUPTED_OFTEN
+            else item
+            for item in operations
+        ]
+    return replace(plan, operations=tuple(operations))
 
 
 def _with_reruns(plan: WorldPlan, rng: random.Random) -> WorldPlan:
@@ -338,7 +423,8 @@ def _scaled(plan: WorldPlan, rng: random.Random, *, demand: bool) -> WorldPlan:
             for item in plan.operations
         ]
         plan = replace(plan, operations=tuple(operations))
-    return replace(plan, scale=scale, token_life_s=token_life_s, quiet_poll_s=quiet_poll_s)
+    polls = rng.random() < POLLED
+    return replace(plan, scale=scale, token_life_s=token_life_s, quiet_poll_s=quiet_poll_s, polls=polls)
 
 
 def _reuses(rng: random.Random) -> tuple[Reuse, ...]:

@@ -17,6 +17,7 @@ from remuda.ports.github import GitHubRun
 from simulation.completeness import CompletenessInvariants
 from simulation.demand_invariants import DemandInvariants
 from simulation.invariants import ReuseInvariant, Violation, is_secret, parse_runner, transition_violations
+from simulation.patience_invariants import PatienceInvariants
 from simulation.threshold_invariants import PolicyHistory, ThresholdInvariant
 from simulation.waste_invariants import WasteInvariants
 
@@ -51,6 +52,7 @@ class RecordInvariants:
         self.waste = WasteInvariants(world, self.policies)
         self.completeness = CompletenessInvariants(world, self.policies)
         self.demand = DemandInvariants(world)
+        self.patience = PatienceInvariants(world)
         #: By process and run, the last attempt that it read as ended, and how long ago that end was then.
         self._ends_read: dict[tuple[str, str], tuple[int, float]] = {}
         self.checks = 0
@@ -200,6 +202,7 @@ class RecordInvariants:
 
     def _claimed(self, before: Instance, after: Instance, process: SimulatedProcess) -> Iterable[tuple[str, str]]:
         yield from self.demand.acquired(after)
+        self.demand.liveness.claimed((before.resource_class, before.usage_class, before.tier))
         if after.provision_id not in self._intended:
             yield "S8", "a claim without a provision"
         if after.provision_id not in process.provisions:
@@ -244,6 +247,7 @@ class RecordInvariants:
         provision = self._provision(before.provision_id)
         if before.runner_set and before.state is State.RUNNING:
             yield from self.demand.released(before, process)
+            yield from self.patience.given_up(before, process)
         # A listener gives back what it could not start, like a provision.
         own = process.kind == "listener" and before.state is State.CLAIMED and before.provision_id in process.provisions
         if provision is not None and provision.status is ProvisionStatus.COMMITTED:
@@ -378,8 +382,18 @@ class RecordInvariants:
             return
         for invariant, text in self.waste.signal_sent(machine, epoch, signal):
             self.violated(invariant, text, instance_id)
-        if duration_s is not None and not 0 <= duration_s <= self._world.loop.time() - machine.started_at:
-            self.violated("S4", f"{instance_id} signals {signal} after {duration_s} s, and is younger", instance_id)
+        if signal is Signal.UD_REMOVE_REG_FAILED:
+            for invariant, text in self.patience.gives_up_removal(machine, epoch):
+                self.violated(invariant, text, instance_id)
+        since = machine.started_at
+        record = self._world.database.instances.get(instance_id)
+        is_releasing = record is not None and (record.state, record.epoch) == (State.RELEASING, epoch)
+        if signal.rank >= Signal.UD_REMOVE_REG_OK.rank and is_releasing:
+            since = self.waste.entered_at(instance_id)
+        elif signal.rank >= Signal.UD_REG_OK.rank:
+            since = self.waste.epoch_began_at(instance_id, epoch)
+        if duration_s is not None and not 0 <= duration_s <= self._world.loop.time() - since + 0.001:
+            self.violated("S4", f"{instance_id} signals {signal} after {duration_s} s, which is too long", instance_id)
         state = machine.state()
         if signal is Signal.UD_REG_OK and self._epoch_of(state.registered_as) != epoch:
             self.violated("S4", f"{instance_id} signals {signal} of epoch {epoch} while it is {state}", instance_id)

@@ -7,6 +7,7 @@ write. They use no decision of the control plane, so that a bug there does not h
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +15,14 @@ from remuda.domain.errors import InvariantViolated, RemudaError
 from remuda.domain.instance import Assignment, Instance, State
 from remuda.domain.provision import ProvisionStatus
 from remuda.domain.resources import PoolMessage
-from remuda.domain.signals import Verdict, registration_verdict
+from remuda.domain.runner_set import RunnerSet
+from remuda.domain.signals import Signal, Verdict, registration_verdict
 from remuda.ports.compute import POOL_TAG, LaunchRequest
 from simulation.invariants import ABSORBING, is_secret, parse_runner
 from simulation.memory.compute import MemoryMachine
 from simulation.memory.github import MemoryDemandJob, MemoryJob
 from simulation.record_invariants import OVER, RecordInvariants
+from simulation.threshold_invariants import PROMPT_S
 
 if TYPE_CHECKING:
     from simulation.fake_machine import FakeMachine
@@ -82,7 +85,8 @@ class SafetyInvariants(RecordInvariants):
         if record is None or record.state in ABSORBING or now >= record.threshold + margin - self.tolerance:
             return
         recent = self._world.loop.time() - AGENT_READ_S
-        if self.written_at(machine.instance_id) > recent or self._world.disturbed_at(machine) > recent:
+        is_new = self.written_at(machine.instance_id) > self._world.loop.time() - PROMPT_S
+        if is_new or self._world.disturbed_at(machine) > recent:
             threshold = machine.agent_state.threshold
             if threshold is not None and now >= threshold + margin - self.tolerance:
                 return
@@ -112,6 +116,9 @@ class SafetyInvariants(RecordInvariants):
             self.violated(
                 "S2", f"the listener of {machine.instance_id} starts while it is {state}", machine.instance_id
             )
+        elif (machine.instance_id, epoch, Signal.UD_REG_FAILED) in self._signals:
+            what = f"the listener of {machine.instance_id} starts after its registration failed in epoch {epoch}"
+            self.violated("S16", what, machine.instance_id)
         elif machine.state().spent:
             self.violated(
                 "S14", f"the listener of {machine.instance_id} starts again after its one job", machine.instance_id
@@ -141,7 +148,7 @@ class SafetyInvariants(RecordInvariants):
             self._world.stats["jobs of sets"] += 1
             self.demand.job_starts(job, machine)
             self._world.stats["refused jobs"] += refused
-            served_by = self.demand.known_set(job.set_name)
+            served_by = self._served_by(job, machine)
             for invariant, text in () if refused else self._reuse.job_starts(machine.instance_id, job, served_by):
                 self.violated(invariant, text, machine.instance_id)
             return
@@ -156,6 +163,12 @@ class SafetyInvariants(RecordInvariants):
         tier = self._world.tier_of(job.run_id)
         if tier is not None and tier is not record.tier:
             self.violated("S11", f"a {tier} job runs on {machine.instance_id}, {record.tier}", machine.instance_id)
+
+    def _served_by(self, job: MemoryDemandJob, machine: FakeMachine) -> RunnerSet | None:
+        """The set of a job, with the trust that it had when it got the machine."""
+        record = self._world.database.instances.get(machine.instance_id)
+        known = self.demand.known_set(job.set_name)
+        return known if known is None or record is None else replace(known, trust=record.tier)
 
     def job_cut_short(self, machine: FakeMachine, what: str) -> None:
         self.checks += 1

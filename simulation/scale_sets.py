@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from remuda.domain.demand import DemandMessage, DemandStatistics, JobEvent, JobEventKind
 from remuda.domain.errors import Conflict, NotFound, TimedOut, Unavailable
@@ -111,6 +111,11 @@ class CheckedScaleSets(MemoryScaleSets):
             key = (job.repository.lower(), int(job.run_id))
             self.github.runs[key] = replace(self.github.runs[key], status="completed", conclusion=conclusion)
 
+    def delete(self, scale_set_id: int) -> None:
+        if scale_set_id in self.sets:
+            self._world.safety.demand.deleted_at[self.sets[scale_set_id].name] = self._world.loop.time()
+        super().delete(scale_set_id)
+
     def run_again(self, repository: str, run_id: int) -> None:
         self._world.stats["re-runs"] += 1
         self._world.trace.add("github", f"runs the failed jobs of run {run_id} again")
@@ -174,13 +179,22 @@ class FaultyDemandSource(_FaultyDemandPort):
         session = await self._request(
             "open_session", self._port.open_session, runner_set, scale_set_id, owner=owner, session_id=session_id
         )
-        return FaultyDemandSession(session, self._world, self._process, runner_set, scale_set_id)  # type: ignore[return-value]
+        faulty = FaultyDemandSession(session, self._world, self._process, runner_set, scale_set_id)
+        return cast("DemandSession", self._world.port(faulty, self._process))
 
     async def register(self, runner_set: RunnerSet, scale_set_id: int, *, name: str) -> JitRunner:
         runner: JitRunner = await self._request("register", self._port.register, runner_set, scale_set_id, name=name)
         if self._inject(Fault.JIT_UNSURE, OFTEN):
             raise Unavailable("the answer to a registration was lost")
         return runner
+
+    async def delete_set(self, runner_set: RunnerSet) -> bool:
+        async def delete() -> bool:
+            self._world.safety.demand.liveness.deletes(runner_set, self._process)
+            existed: bool = await self._port.delete_set(runner_set)
+            return existed
+
+        return bool(await self._request("delete_set", delete))
 
     async def deregister(self, runner_set: RunnerSet, runner_id: int) -> Deletion:
         async def delete() -> Deletion:
@@ -214,6 +228,16 @@ class FaultyDemandSession(_FaultyDemandPort):
         )
         self._last = message or self._last
         return message
+
+    async def acknowledge(self, message_id: int) -> None:
+        async def acknowledge() -> None:
+            sets = self._world.scale_sets.sets
+            messages = sets[self._scale_set_id].messages if self._scale_set_id in sets else []
+            events = [event for item in messages if item.message_id == message_id for event in item.events]
+            self._world.safety.demand.liveness.acknowledged(self._process, events)
+            await self._port.acknowledge(message_id)
+
+        await self._request("acknowledge", acknowledge)
 
     async def acquire(self, request_ids: Collection[int]) -> Collection[int]:
         acquired: Collection[int] = await self._request("acquire", self._port.acquire, request_ids)

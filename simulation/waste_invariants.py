@@ -61,13 +61,20 @@ class WasteInvariants:
     def _is_prompt(process: SimulatedProcess) -> bool:
         return process.task is not None and process.is_undisturbed
 
-    def _is_healthy(self, instance_id: str, since: float) -> bool:
+    def is_healthy(self, instance_id: str, since: float) -> bool:
         """Whether the machine and its agent run, and no fault has affected them since a time."""
         machine = self._world.machines.get(instance_id)
         if machine is None or not machine.alive or not machine.has_agent:
             return False
         affected_at = self._world.faults.affected_at.get(instance_id, -1e9)
         return max(affected_at, self._world.disturbed_at(machine)) < since
+
+    def entered_at(self, instance_id: str) -> float:
+        """When the instance entered its state."""
+        return self._entered_at.get(instance_id, -1e9)
+
+    def epoch_began_at(self, instance_id: str, epoch: int) -> float:
+        return self._epoch_began_at.get((instance_id, epoch), -1e9)
 
     def _is_live(self, record: Instance) -> bool:
         return record.state is not State.TERMINATED
@@ -99,10 +106,10 @@ class WasteInvariants:
             yield from self._pooled(after, entry, process)
 
     def _ended(self, before: Instance, entry: HistoryEntry, process: SimulatedProcess, entered_at: float) -> Found:
-        reason, healthy = entry.retire_reason, self._is_healthy(before.instance_id, entered_at)
+        reason, healthy = entry.retire_reason, self.is_healthy(before.instance_id, entered_at)
         if reason is RetireReason.GONE and self._world.cloud.is_alive(before.instance_id):
             yield "W1", f"{process} ended it as gone, but it runs"
-        elif reason is RetireReason.TIMED_OUT and self._is_healthy(before.instance_id, entered_at - HEARTBEAT_S):
+        elif reason is RetireReason.TIMED_OUT and self.is_healthy(before.instance_id, entered_at - HEARTBEAT_S):
             # A process that cannot read reports gives up after a while, not at once.
             is_early = self._world.loop.time() - entered_at < REGISTRATION_S
             if is_early or process.last_fault_at < entered_at:
@@ -257,7 +264,7 @@ class WasteInvariants:
         policies = self._policies.may_have_read(process)
         if any(self._released_by.get(key, process) is not process for key in process.provisions):
             return True
-        if any(not self._is_healthy(key, process.started_at - HEARTBEAT_S) for key in process.held):
+        if any(not self.is_healthy(key, process.started_at - HEARTBEAT_S) for key in process.held):
             return True
         before = next(live for at, live in reversed(self._live) if at <= process.started_at)
         most = max([before, *(live for at, live in self._live if at > process.started_at)])

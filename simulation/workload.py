@@ -17,6 +17,7 @@ from remuda.controlplane.provision import ProvisionRequest, provision
 from remuda.controlplane.refresh import RefreshResult, refresh
 from remuda.controlplane.release import release
 from remuda.controlplane.scale_down import FleetContext, scale_down
+from remuda.domain.demand import LISTENER_LEASE
 from remuda.domain.errors import NotFound
 from remuda.domain.resources import DEFAULT_CLASSES, RunnerRequest, Tier, TypePatterns, UsageClass
 from remuda.domain.scale_down.fleet import (
@@ -48,7 +49,9 @@ from simulation.plan import (
     PlannedRefresh,
     PlannedRun,
     PlannedScaleDown,
+    SetChange,
     SetDeletion,
+    Takeover,
 )
 from simulation.safety import BOOT_MIN
 from simulation.scale_sets import CheckedScaleSets
@@ -58,6 +61,8 @@ from simulation.world import SimulatedProcess, World
 #: the time of a provision and a run.
 MAX_DEMAND_S = 5_400.0
 MAX_REST_S = 3_600.0
+#: Seconds in which a listener has read what it was told to read, and acts on it.
+READS_S = 3.0
 #: Seconds between two checks of the runner sets.
 CHECK_S = 5.0
 #: Minimum and maximum seconds until a listener is restarted.
@@ -82,6 +87,7 @@ class Workload:
         self._sweeps = 0
         self._extra_commands = 0
         self._listeners: dict[int, SimulatedProcess] = {}
+        self._services: dict[str, DemandListener] = {}
         self._listening = True
         self.liveness: LivenessInvariants | None = None
 
@@ -97,17 +103,34 @@ class Workload:
             PlannedScaleDown: self._scale_down,
             PlannedDemand: self._demand,
             SetDeletion: self._delete_set,
+            SetChange: self._change_sets,
+            Takeover: self._take_over,
         }
+        if self._world.calls is not None:
+            self._world.calls.perform = lambda item: self._perform(item, works[type(item)])
         for item in self._world.plan.operations:
             if type(item) in works:
                 self._spawn(self._at(item, works[type(item)]))
         self._spawn(self._sweep_regularly())
+        self._spawn(self._check_regularly())
         for slot in range(1, self._world.plan.listeners + 1):
             self._spawn(self._keep_listening(slot))
         if self._world.plan.listeners:
             self._spawn(self._check_sets())
         await self._world.loop.sleep(self._world.plan.hours * 3_600.0)
         await self._come_to_rest()
+
+    async def _perform(self, item: Operation, work: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
+        """Do an operation to its end; of a run, its provision."""
+        known = set(self._world.processes)
+        if isinstance(item, PlannedRun):
+            self._spawn(work(item))
+            await self._world.loop.sleep(0.01)
+        else:
+            await work(item)
+        for name, process in list(self._world.processes.items()):
+            if name not in known and process.kind != "agent":
+                await process.ended
 
     async def _at(self, item: Operation, work: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
         await self._world.loop.sleep(max(0.0, item.at - self._world.loop.time()))
@@ -261,9 +284,18 @@ class Workload:
             demand = DemandContext(
                 context=context, source=source, store=context.store, zone_of=lambda _name: UTC, owner=name
             )
-            await DemandListener(demand).run()
+            listener = self._services[name] = DemandListener(demand)
+            try:
+                await listener.run()
+            finally:
+                self._services.pop(name, None)
 
         return self._world.command(name, "listener", work, credentialed=True)
+
+    async def _check_regularly(self) -> None:
+        while self._listening:
+            await self._world.loop.sleep(CHECK_S)
+            self._world.safety.patience.check()
 
     async def _check_sets(self) -> None:
         while self._listening:
@@ -337,12 +369,40 @@ class Workload:
             self._world.trace.add("github", f"deletes scale set {sets.sets[chosen].name}")
             sets.delete(chosen)
 
+    async def _change_sets(self, item: SetChange) -> None:
+        """Apply a configuration, and let the listeners read it."""
+        self._world.faults.record(Fault.CONFIG_CHANGE)
+        process = self._start_refresh(f"set change {item.number}", item.config)
+        await process.ended
+        for listener in self._services.values():
+            listener.reload()
+        await self._world.loop.sleep(READS_S)
+
+    async def _take_over(self, _item: Takeover) -> None:
+        leases = self._world.database.leases
+        before = leases.get(LISTENER_LEASE)
+        while before is not None and leases[LISTENER_LEASE].owner == before.owner:
+            await self._world.loop.sleep(1.0)
+        await self._world.loop.sleep(READS_S)
+
     async def _finish_demand(self) -> None:
         """Serve the jobs that are left, then remove the sets; or lose the listeners with their sets."""
         world = self._world
         demand, sets = world.safety.demand, world.scale_sets
-        await self._sweep_until(lambda: not demand.open_jobs(), MAX_DEMAND_S)
+        for process in [item for item in world.processes.values() if item.kind == "refresh"]:
+            # A slow one must not undo the next configuration.
+            await process.ended
+        # The jobs of sets that were removed or changed can be served again.
+        process = self._start_refresh("refresh with all sets", 0)
+        await process.ended
+        wanted = {item.name: set(item.labels) for item in world.plan.runner_sets[0]}
+        for item in list(sets.sets.values()):
+            if set(item.labels) != wanted.get(item.name, set(item.labels)):
+                # Its labels were changed while it did not exist. A user must delete it, or give it another name.
+                sets.delete(item.scale_set_id)
+        await self._sweep_until(lambda: not demand.open_jobs() and not demand.liveness.waiting_reruns(), MAX_DEMAND_S)
         demand.check_jobs()
+        demand.liveness.check_reruns()
         if self._rng.random() < LOST_LISTENERS:
             self._listening = False
             for process in self._listeners.values():

@@ -19,6 +19,7 @@ from remuda.controlplane.context import Context
 from remuda.controlplane.operator import OperatorAction
 from remuda.controlplane.provision import ProvisionRequest
 from remuda.controlplane.refresh import DesiredConfig
+from remuda.domain.demand import LISTENER_LEASE, Lease
 from remuda.domain.instance import Instance
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
@@ -34,6 +35,7 @@ from remuda.ports.store import InstanceStore
 from simulation.fake_machine import SLOW_SCRIPT_S, FakeMachine, MachineBehaviour, RandomBehaviour
 from simulation.faults import MAX_SKEW_S, Fault, FaultInjector, Trace
 from simulation.faulty_ports import FaultyCompute, FaultyGitHub, FaultyPool, FaultyStore
+from simulation.holds import NumberedCalls, NumberedPort
 from simulation.invariants import POOL, SCOPE, Violation, parse_runner
 from simulation.loop import Interruption, SeededIds, VirtualClock, VirtualLoop, VirtualProcess, current_process
 from simulation.memory.compute import MemoryCloud, MemoryCompute, MemoryMachine
@@ -123,7 +125,7 @@ class SimulatedProcess(VirtualProcess):
         self.receipts: set[str] = set()
         #: Faults that affected it, without crashes and pauses, and the time of the last.
         self.faults: list[Fault] = []
-        self.last_fault_at = -1e9
+        self.last_fault_at = self.previous_fault_at = -1e9
         self.calls: Counter[str] = Counter()
         #: Seconds that it was paused in all.
         self.pause_s = 0.0
@@ -177,6 +179,18 @@ class _CheckedProvisions(dict[tuple[str, str], Provision]):
         return self.get(self._by_id.get(provision_id, ("", "")))
 
 
+class _CheckedLeases(dict[str, Lease]):
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+
+    def __setitem__(self, name: str, after: Lease) -> None:
+        before = self.get(name)
+        super().__setitem__(name, after)
+        if name == LISTENER_LEASE:
+            self._world.safety.patience.lease_written(before, after, self._world.writer())
+
+
 class _CheckedDatabase(MemoryDatabase):
     provisions: _CheckedProvisions
 
@@ -184,6 +198,7 @@ class _CheckedDatabase(MemoryDatabase):
         self._world = world
         super().__init__(changes=_CheckedChanges(world))
         self.provisions = _CheckedProvisions(world)
+        self.leases = _CheckedLeases(world)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -321,6 +336,9 @@ class World:
         )
         self.ids = SeededIds(random.Random(f"{plan.seed} ids"))
         self._skews = random.Random(f"{plan.seed} skews")
+        self._polling = random.Random(f"{plan.seed} polling")
+        #: The calls of all processes in worlds that hold one of them; None in the others.
+        self.calls = NumberedCalls(self) if plan.numbers_calls else None
         self.configurations: Sequence[Lifetimes] = [_scaled(item, plan.scale) for item in configurations]
         self.lifetimes = self.configurations[0]
         self.throttled_until = self._github_hangs_until = -1.0
@@ -406,7 +424,7 @@ class World:
 
     def start_agent(self, machine: FakeMachine, name: str) -> SimulatedProcess:
         process = self._new_process(name, kind="agent", skew_s=machine.skew_s)
-        store = MemoryInstanceStore(clock=self.clock, calls=CallCounter(), database=self.database)
+        store = self._store(process, CallCounter())
         agent = Agent(
             **self.agent_ports(store, machine, process),
             clock=VirtualClock(self.loop, process),
@@ -419,7 +437,23 @@ class World:
         return process
 
     def agent_ports(self, store: InstanceStore, machine: FakeMachine, process: SimulatedProcess) -> dict[str, Any]:
-        return {"store": FaultyStore(store, self, process), "machine": machine, "runner": machine}
+        return {
+            "store": self.port(FaultyStore(store, self, process), process),
+            "machine": self.port(machine, process),
+            "runner": self.port(machine, process),
+        }
+
+    def _store(self, process: SimulatedProcess, calls: CallCounter) -> MemoryInstanceStore:
+        return MemoryInstanceStore(
+            clock=VirtualClock(self.loop, process),
+            calls=calls,
+            database=self.database,
+            polling=self._polling.random if self.plan.polls else None,
+        )
+
+    def port(self, port: object, process: SimulatedProcess) -> Any:
+        """The port of a process, with numbered calls if the plan needs their numbers."""
+        return port if self.calls is None else NumberedPort(port, self.calls, process)
 
     def agent_ended(self, machine: FakeMachine) -> None:
         process = machine.agent
@@ -460,15 +494,15 @@ class World:
         calls = CallCounter()
         clock = VirtualClock(self.loop, process)
         github = MemoryGitHub(github=self.github, token=self.token, calls=calls) if credentialed else None
-        store = MemoryInstanceStore(clock=clock, calls=calls, database=self.database)
+        store = self._store(process, calls)
         pool = MemoryResourcePool(clock=clock, ids=self.ids, calls=calls, queues=self.queues)
         compute = MemoryCompute(cloud=self.cloud, pool=POOL, calls=calls)
         return Context(
             pool_name=POOL,
-            store=cast("Any", FaultyStore(store, self, process)),
-            pool=cast("Any", FaultyPool(pool, self, process)),
-            compute=cast("Any", FaultyCompute(compute, self, process)),
-            github=cast("Any", FaultyGitHub(github, self, process)) if github else None,
+            store=self.port(FaultyStore(store, self, process), process),
+            pool=self.port(FaultyPool(pool, self, process), process),
+            compute=self.port(FaultyCompute(compute, self, process), process),
+            github=self.port(FaultyGitHub(github, self, process), process) if github else None,
             clock=clock,
             ids=self.ids,
             event_log=_TracedEventLog(self, process),
@@ -537,7 +571,7 @@ class World:
 
     def demand_source(self, process: SimulatedProcess) -> DemandSource:
         source = MemoryDemandSource(server=self.scale_sets, calls=CallCounter())
-        return cast("DemandSource", FaultyDemandSource(source, self, process))
+        return cast("DemandSource", self.port(FaultyDemandSource(source, self, process), process))
 
     def desired(self, config: int) -> DesiredConfig:
         return DesiredConfig(
@@ -560,6 +594,8 @@ class World:
     # State of the world
 
     def record_written(self, instance_id: str) -> None:
+        if self.calls is not None:
+            self.calls.writes += 1
         record = self.database.instances.get(instance_id)
         self.versions.setdefault(instance_id, deque(maxlen=VERSIONS)).append((self.loop.time(), record))
         if record is None:

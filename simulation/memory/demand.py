@@ -618,6 +618,7 @@ class MemoryDemandSource:
 
     async def delete_set(self, runner_set: RunnerSet) -> bool:
         self._count("DELETE runnerscalesets")
+        self._server.settle()
         found = self._server.find(runner_set.scope, runner_set.name)
         if found is None:
             return False

@@ -1,7 +1,7 @@
 """The instance store in memory, for unit tests and the simulation.
 
-It uses no threads and no clock; a wait costs nothing until the record changes. Every operation is one step of the event
-loop, which makes it atomic.
+It uses no threads; a wait costs nothing until the record changes. Every operation is one step of the event loop, which
+makes it atomic. A store with `polling` tells of a change as late as DynamoDB does: at the next read of the waiter.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from remuda.domain.timestamps import to_milliseconds
 from remuda.domain.transitions import Change
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock
+from remuda.ports.poll_intervals import JITTER, PollInterval, PollIntervals
 from remuda.ports.store import HISTORY_LIMIT
 
 T = TypeVar("T")
@@ -76,12 +77,17 @@ class MemoryInstanceStore:
     def __init__(
         self,
         *,
-        clock: Clock,  # noqa: ARG002 - every store takes one
+        clock: Clock,
         calls: CallCounter,
         database: MemoryDatabase | None = None,
+        polling: Callable[[], float] | None = None,
     ) -> None:
+        """`polling` draws a number from 0 to 1 for the jitter of a wait; None if waiters are notified of changes."""
+        self._clock = clock
         self._calls = calls
         self._database = database or MemoryDatabase()
+        self._polling = polling
+        self._intervals = PollIntervals(clock=clock)
 
     async def prepare(self) -> Sequence[str]:
         self._count("prepare")
@@ -177,9 +183,10 @@ class MemoryInstanceStore:
         since: Instance | None,
         timeout_s: float,
         *,
-        urgent: bool = True,  # noqa: ARG002 - changes are notified at once
+        urgent: bool = True,
     ) -> Instance | None:
-        return await self._wait(Instance, self._database.instances, instance_id, since, timeout_s)
+        interval = self._intervals.for_control(instance_id, since, urgent=urgent)
+        return await self._wait(Instance, self._database.instances, instance_id, since, timeout_s, interval=interval)
 
     async def history(self, instance_id: str) -> Sequence[HistoryEntry]:
         self._count("history")
@@ -268,7 +275,8 @@ class MemoryInstanceStore:
         )
 
     async def wait_for_report(self, instance_id: str, since: Report | None, timeout_s: float) -> Report | None:
-        return await self._wait(Report, self._database.reports, instance_id, since, timeout_s)
+        interval = self._intervals.for_report(since)
+        return await self._wait(Report, self._database.reports, instance_id, since, timeout_s, interval=interval)
 
     # Provisions -----------------------------------------------------------------------------------------------
 
@@ -387,17 +395,48 @@ class MemoryInstanceStore:
         self._database.changes.notify((Report, report.instance_id))
 
     async def _wait(
-        self, kind: type[R], records: Mapping[str, R], instance_id: str, since: R | None, timeout_s: float
+        self,
+        kind: type[R],
+        records: Mapping[str, R],
+        instance_id: str,
+        since: R | None,
+        timeout_s: float,
+        *,
+        interval: PollInterval,
     ) -> R | None:
         self._count("poll")
+        reads = _Reads(interval, self._clock.monotonic(), self._polling) if self._polling is not None else None
         try:
             async with asyncio.timeout(timeout_s):
                 while records.get(instance_id) == since:
                     await self._database.changes.next((kind, instance_id))
+                    if reads is not None:
+                        now = self._clock.monotonic()
+                        await self._clock.sleep(reads.next_at(now) - now)
                     self._count("poll")
         except TimeoutError:
             pass
         return records.get(instance_id)
+
+
+class _Reads:
+    """The times at which a waiter reads: the first at once, the others after the interval and its jitter.
+
+    Only the read that would find a change is made, which costs nothing until there is one.
+    """
+
+    def __init__(self, interval: PollInterval, first_at: float, draw: Callable[[], float]) -> None:
+        self._interval = interval
+        self._interval_s = interval.first_s
+        self._at = first_at
+        self._factor = 1 + JITTER * (2 * draw() - 1)
+
+    def next_at(self, changed_at: float) -> float:
+        """The time of the first read after a change."""
+        while self._at <= changed_at:
+            self._at += self._interval_s * self._factor
+            self._interval_s = self._interval.after(self._interval_s)
+        return self._at
 
 
 def _kept(value: T) -> T:

@@ -14,15 +14,6 @@ import pytest
 
 from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.dynamodb.changes import CHANGES_PER_TRANSACTION, CONCURRENT_WRITES
-from remuda.adapters.aws.dynamodb.polling import (
-    BUSY,
-    BUSY_REPORT,
-    CONTROL,
-    LONG_IDLE,
-    REPORT,
-    WARM_FOR_S,
-    PollIntervals,
-)
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.dynamodb.table import WRITE_BATCH
 from remuda.controlplane.context import map_concurrently
@@ -34,6 +25,15 @@ from remuda.domain.serialization import to_document
 from remuda.domain.signals import Report, Signal
 from remuda.domain.transitions import Change, WriteCondition
 from remuda.ports.calls import CallCounter
+from remuda.ports.poll_intervals import (
+    BUSY,
+    BUSY_REPORT,
+    CONTROL,
+    LONG_IDLE,
+    REPORT,
+    WARM_FOR_S,
+    PollIntervals,
+)
 from tests.conformance.conftest import DynamoStores
 from tests.support.aws.fault_proxy import FaultProxy, fail, respond_together
 from tests.support.aws.servers import Ministack, ministack

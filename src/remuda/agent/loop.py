@@ -67,6 +67,8 @@ class Agent:
         self._watchdog = watchdog or Watchdog(clock)
         #: The last signal that this process sent and its epoch, whether or not the store accepted it.
         self._signalled: tuple[int, Signal] | None = None
+        #: Whether the failure that an earlier agent of this instance may have signalled is known.
+        self._knows_report = False
         #: The last signal of a failure, until the store has answered. It is sent again before anything else is done: a
         #: lost write may be applied late, and the runner must not have started by then.
         self._unconfirmed: _OutgoingSignal | None = None
@@ -131,6 +133,8 @@ class Agent:
                 heartbeat.observe(record, runner)
                 if step.action is AgentAction.WAIT:
                     record = await self._wait(identity, record, runner, expiry)
+                    # An instance may wait for hours: failures long ago do not delay the reaction to the next one.
+                    self._failures = 0
                     continue
                 if self._clock.monotonic() - self._record_read_at > MAX_RECORD_AGE_S:
                     # The record may have changed during the last step or wait: decide again with the current one.
@@ -155,6 +159,12 @@ class Agent:
 
     async def _read_record(self, identity: Identity) -> Instance | None:
         record = await self._store.get(identity.instance_id)
+        if record is not None and not self._knows_report:
+            report = await self._store.get_report(identity.instance_id)
+            if report is not None and report.signal is not None and report.signal.failed:
+                # Sent before this agent restarted. It stays: a runner must not start after its failure was signalled.
+                self._signalled = (report.epoch, report.signal)
+            self._knows_report = True
         self._record_read_at = self._clock.monotonic()
         return record
 

@@ -18,12 +18,12 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from remuda.adapters.aws.dynamodb.polling import LONG_IDLE
 from remuda.adapters.aws.ec2.options import DEFAULT_VOLUME_GIB
 from remuda.controlplane.demand.heartbeat import INTERVAL_S
 from remuda.deployment.listener import VOLUME_GIB
 from remuda.domain.instance import LIVE
 from remuda.domain.thresholds import HEARTBEAT_INTERVAL_S
+from remuda.ports.poll_intervals import LONG_IDLE
 
 #: Date of the prices below, from AWS's public price pages; those of instances as in the price list of EC2.
 DATED = "2026-11"

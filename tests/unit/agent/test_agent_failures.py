@@ -83,6 +83,18 @@ async def test_runner_does_not_start_after_its_failure_was_signalled(fixture: Ag
     assert not fixture.runner.configured
 
 
+async def test_runner_does_not_start_after_its_failure_was_signalled_by_an_earlier_agent(fixture: AgentFixture) -> None:
+    fixture.runner.exits = [2] * 100
+    fixture.start()
+    await fixture.create()
+    await until(lambda: fixture.signalled(Signal.UD_REG_OK))
+    await fixture.commit()
+    await until(lambda: fixture.signalled(Signal.UD_REG_FAILED))
+    await fixture.restart()
+    await asyncio.sleep(60)
+    assert fixture.log.count("start") == MAX_STARTS
+
+
 async def test_failure_that_the_store_did_not_confirm_is_signalled_again_and_not_repaired(
     fixture: AgentFixture,
 ) -> None:
@@ -131,6 +143,28 @@ async def test_requests_to_an_unreachable_store_back_off(fixture: AgentFixture) 
     await asyncio.sleep(600)
     asked = [action for action, _, _ in fixture.event_log.notes if action == "step-failed"]
     assert 100 < len(asked) < 150
+
+
+async def test_failures_long_ago_do_not_delay_the_next_read(fixture: AgentFixture) -> None:
+    """Between two of them, the instance waits for minutes without one."""
+    await fixture.serve(max_runtime_s=36_000.0)
+    calls: list[tuple[str, float]] = []
+    fails = False
+
+    def observe(name: str) -> bool:
+        calls.append((name, fixture.clock.monotonic()))
+        return fails and name == "wait_for_control"
+
+    fixture.store.fails = observe
+    for _ in range(6):
+        fails = True
+        await until(lambda: any(action == "step-failed" for action, _, _ in fixture.event_log.notes), within_s=200)
+        fails = False
+        failed_at = fixture.clock.monotonic()
+        fixture.event_log.notes.clear()
+        await asyncio.sleep(300)
+        read_at = next(at for name, at in calls if name == "get" and at >= failed_at)
+        assert read_at - failed_at < 0.5
 
 
 # The end ----------------------------------------------------------------------------------------------------------

@@ -629,6 +629,12 @@ def test_an_untrusted_set_reuses_its_machines() -> None:
     assert (bound.tier, bound.retire_reason) == (Tier.UNTRUSTED, None)
 
 
+def test_a_machine_that_served_trusted_jobs_is_retired_after_a_job_of_its_set_that_is_untrusted_by_now() -> None:
+    listening = in_set(State.RUNNING, tier=Tier.TRUSTED)
+    bound = write(listening, bind(tier=Tier.UNTRUSTED, set_tier=Tier.UNTRUSTED), D).applied_to(listening)
+    assert (bound.tier, bound.retire_reason) == (Tier.UNTRUSTED, RetireReason.UNTRUSTED_JOB)
+
+
 def test_a_running_job_that_nobody_recorded_protects_a_listening_runner() -> None:
     listening = in_set(State.RUNNING)
     assert listening.deadline(busy=False) == at(900)

@@ -135,6 +135,7 @@ class _Batch:
         self._undecided = count
         self._all_decided = asyncio.Event()
         self._error: RemudaError | None = None
+        self._has_launched = False
         self.has_failed = False
         self._count(count)
 
@@ -215,6 +216,7 @@ class _Batch:
                 if claimed is None:
                     await self._all_decided.wait()
                 instance = claimed or await self._creation.create_one(plan, acquired)
+                self._has_launched = self._has_launched or claimed is None
                 machine = self._table.put(instance)
             if machine is not None and machine.instance.epoch == instance.epoch:
                 machine.read_later(self._context.clock.monotonic())
@@ -279,10 +281,11 @@ class _Batch:
 
     def _note_result(self) -> None:
         state, error = self._state, self._error
-        if self._is_between:
+        if self._is_between and not self._has_launched:
             # It says nothing about launches.
             return
-        if error is None:
+        if error is None or self._has_launched:
+            # Only failures in a row make the pause longer.
             state.note_success(for_pool=self._for_pool)
-        else:
+        if error is not None:
             state.note_failure(self._context, error, for_pool=self._for_pool)

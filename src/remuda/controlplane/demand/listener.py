@@ -347,7 +347,7 @@ class ListenerService:
         while True:
             held = list(self._table.of_set(state.name))
             try:
-                if not held and not state.acquiring and not state.filling:
+                if not held and not state.acquiring and not state.filling and not await self._is_restored(state):
                     # A set that this pool has never served may be that of another pool.
                     is_own = bool(state.scale_set_id) or state.record.has_created
                     existed = is_own and await self._demand.source.delete_set(state.runner_set)
@@ -365,6 +365,15 @@ class ListenerService:
         self._sets.pop(state.name, None)
         # The set may have been configured again, with another scope.
         self._apply({})
+
+    async def _is_restored(self, state: SetState) -> bool:
+        """Whether the set has been configured again since the configuration was read."""
+        config = await read_config(self._context)
+        found = config.find_set(state.name)
+        is_restored = found is not None and not _is_other_set(found, state.record)
+        if is_restored:
+            self.reload()
+        return is_restored
 
     async def _keep_warm(self) -> None:
         """After each search for records."""

@@ -12,11 +12,14 @@ from remuda.controlplane.demand.context import BackgroundTasks, DemandContext
 from remuda.controlplane.demand.machines import KnownMachine
 from remuda.controlplane.demand.sets import SetState, find_job
 from remuda.domain.demand import SUCCESSES, JobRecord, Lease
-from remuda.domain.errors import Conflict, NotFound, RemudaError, UserError
+from remuda.domain.errors import Conflict, NotFound, RemudaError, Unavailable, UserError
 from remuda.domain.instance import Instance, State
 from remuda.domain.resources import is_repository
 from remuda.domain.timestamps import to_milliseconds
 
+#: Attempts to record an interruption, and the seconds between them: together the two minutes of a spot notice.
+RECORD_ATTEMPTS = 24
+RECORD_PAUSE_S = 5.0
 #: Seconds between two reads of a run that has not ended.
 POLL_S = 60.0
 #: Hours after the interruption in which a run must end to be run again.
@@ -63,20 +66,35 @@ class InterruptedJobs:
             )
             if is_hit and not machine.interrupted and not machine.is_spent:
                 machine.interrupted = True
-                self._tasks.start("interruption", self._record(machine.job_id, instance))
+                self._tasks.start("interruption", self._record(machine, instance))
 
-    async def _record(self, job_id: str, instance: Instance) -> None:
+    async def _record(self, machine: KnownMachine, instance: Instance) -> None:
+        """Record it, also if the store does not answer at first, or the job is named only later."""
+        for _ in range(RECORD_ATTEMPTS):
+            try:
+                if await self._try_to_record(machine.job_id, instance):
+                    return
+            except Unavailable as error:
+                self._context.event_log.record("interruption-failed", error.message, instance_id=instance.instance_id)
+            await self._context.clock.sleep(RECORD_PAUSE_S)
+
+    async def _try_to_record(self, job_id: str, instance: Instance) -> bool:
+        """Return whether nothing is left to do."""
         job = await find_job(self._demand.store, job_id, instance)
-        if job is None or job.completed_at is not None or job.interrupted_at is not None:
-            return
-        job_id = job.job_id
-        now = to_milliseconds(self._context.clock.now())
+        if job is None:
+            return False
         state = self._find(job.runner_set)
-        if state is None:
-            return
-        await state.amend_job(self._demand, job_id, interrupted_at=now)
+        if state is None or job.completed_at is not None:
+            return True
+        job_id = job.job_id
+        # An earlier attempt, or another listener, may have recorded it.
+        now = job.interrupted_at or to_milliseconds(self._context.clock.now())
+        # The record is kept until its run must have ended, however short the records of others are kept.
+        forget_at = max(job.expires_at, now + GIVE_UP + timedelta(seconds=2 * POLL_S))
+        await state.amend_job(self._demand, job_id, interrupted_at=now, forget_at=forget_at)
         self._context.event_log.record("interrupted", "its machine got a spot notice", run_id=job.run_id, job_id=job_id)
         self.follow(replace(job, interrupted_at=now))
+        return True
 
     def follow(self, job: JobRecord) -> None:
         """Run the job again when its run has ended."""
@@ -92,7 +110,15 @@ class InterruptedJobs:
     async def resume(self) -> None:
         """Follow the jobs that an earlier listener has recorded."""
         since = self._context.clock.now() - GIVE_UP
-        for job in await self._demand.store.recent_jobs(MAX_JOBS, since=since):
+        while True:
+            try:
+                jobs = await self._demand.store.recent_jobs(MAX_JOBS, since=since)
+            except Unavailable as error:
+                self._context.event_log.record("rerun-failed", error.message)
+                await self._context.clock.sleep(RECORD_PAUSE_S)
+            else:
+                break
+        for job in jobs:
             self.follow(job)
 
     async def _run_again(self, job: JobRecord, run: _FollowedRun) -> None:

@@ -220,9 +220,13 @@ class SetSession:
         """The record with its machine and the time until which it is kept."""
         parsed = self._binder.parse(config, job.runner_name)
         instance_id = parsed[1] if parsed else job.instance_id
+        job = replace(job, instance_id=instance_id)
+        if job.completed_at is None:
+            # A job may wait and run for longer than the records of ended ones are kept.
+            return job
         forget_at = after(self._context.clock.now(), config.lifetimes.keep_records_s)
         # The record of a re-run is kept for longer.
-        return replace(job, instance_id=instance_id, forget_at=max(forget_at, job.forget_at or forget_at))
+        return replace(job, forget_at=max(forget_at, job.forget_at or forget_at))
 
     def _note_completed(self, config: PoolConfig, jobs: Iterable[JobRecord]) -> None:
         """The machine of a completed job reports soon that it is spent. GitHub's message alone ends nothing."""

@@ -72,6 +72,8 @@ class SetState:
     registrations: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(CONCURRENT_REGISTRATIONS))
     #: Fields of jobs that no message contains, by id, until they end. Messages are merged into records without them.
     _amended: dict[str, dict[str, Any]] = field(default_factory=dict)
+    #: Jobs whose present record is not known to be stored, by id. A message that comes again does not change them.
+    _unwritten: dict[str, JobRecord] = field(default_factory=dict)
     _write_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -178,13 +180,19 @@ class SetState:
     # Record
 
     async def save(self, demand: DemandContext, jobs: Mapping[str, JobRecord] | None = None, **changed: object) -> None:
-        """Write the record with the changed fields, and the jobs. The latest state is written, in order."""
+        """Write the record with the changed fields, and the jobs. The latest state is written, in order.
+
+        Jobs that could not be written are written with the next call.
+        """
         self.record = replace(self.record, **changed)  # type: ignore[arg-type]
+        self._unwritten.update(jobs or {})
         context = demand.context
         async with self._write_lock:
             record = self.record = replace(self.record, updated_at=to_milliseconds(context.clock.now()))
-            rows = tuple(replace(job, **self._amended.get(job_id, {})) for job_id, job in (jobs or {}).items())
+            written = dict(self._unwritten)
+            rows = tuple(replace(job, **self._amended.get(job_id, {})) for job_id, job in written.items())
             await retry_write(context, lambda: demand.store.put_demand(record, rows), runner_set=self.name)
+            self._unwritten = {key: job for key, job in self._unwritten.items() if written.get(key) is not job}
             for row in rows:
                 if row.completed_at is not None:
                     # Later messages are merged into the stored record.

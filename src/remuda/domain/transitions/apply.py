@@ -417,7 +417,9 @@ def _bind(
         "assignment": replace(assignment, credential=None, jit_config="", tier=tier, repository=repository),
     }
     # The first reason to retire stands, also one that was written meanwhile.
-    is_retired = tier is not event.set_tier and event.set_tier is Tier.TRUSTED and instance.retire_reason is None
+    # The set's trust may have been lowered since it got the instance, which has served trusted jobs.
+    is_lowered = tier is Tier.UNTRUSTED and Tier.TRUSTED in {event.set_tier, instance.tier}
+    is_retired = is_lowered and instance.retire_reason is None
     if is_retired:
         detail = f"run {sets['run_id']}" if by_event else "its run is unknown"
         sets |= {"retire_reason": RetireReason.UNTRUSTED_JOB, "retire_detail": detail}

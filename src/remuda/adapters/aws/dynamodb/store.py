@@ -12,7 +12,7 @@ from remuda.adapters.aws.dynamodb import expressions, items
 from remuda.adapters.aws.dynamodb.changes import ChangeWriter, HistoryWriter
 from remuda.adapters.aws.dynamodb.items import Item, ItemKeys, record_of
 from remuda.adapters.aws.dynamodb.keys import FixedKeys, InstanceKeys, StoredKeys
-from remuda.adapters.aws.dynamodb.polling import ItemPoller, PollInterval, PollIntervals
+from remuda.adapters.aws.dynamodb.polling import ItemPoller
 from remuda.adapters.aws.dynamodb.table import (
     POLL,
     WRITE_BATCH,
@@ -32,6 +32,7 @@ from remuda.domain.transitions import Change
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock, Ids
 from remuda.ports.event_log import EventLog, SilentEventLog
+from remuda.ports.poll_intervals import PollInterval, PollIntervals
 from remuda.ports.store import HISTORY_LIMIT
 
 if TYPE_CHECKING:

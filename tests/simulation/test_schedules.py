@@ -1,0 +1,60 @@
+"""Directed schedules: a sample, what they catch, and the worlds that they are made of."""
+
+from __future__ import annotations
+
+import pytest
+
+from simulation.campaign import simulate
+from simulation.holds import MAX_STOP_S
+from simulation.schedules import STAGES, Schedule, Stage, all_schedules, calls_of, find_schedule, run_schedules
+
+#: One of so many schedules of the sample is run; `make simulate` runs all.
+SHARE = 3
+
+
+@pytest.mark.timeout(600)
+def test_no_invariant_is_violated_while_a_call_is_held():
+    schedules = all_schedules(complete=False)[::SHARE]
+    results = list(run_schedules(schedules, workers=2))
+    assert len(results) == len(schedules) > 450
+    assert not [result.name for result in results if not result.was_held]
+    assert not [f"{result.name}: {result.violation}" for result in results if result.violation]
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
+def test_the_calls_of_a_stage_are_the_same_each_time(stage: Stage):
+    first = simulate(stage.plan)
+    assert not first.violation
+    assert first.calls == simulate(stage.plan).calls
+    held = {call.process for call in calls_of(stage)}
+    assert not [name for name in stage.held if not any(process.startswith(name) for process in held)]
+
+
+def schedule(meanwhile: str, *, whole: bool) -> Schedule:
+    stage = next(item for item in STAGES if item.name == "runs, second")
+    call = next(item for item in calls_of(stage) if item.process == "provision 2.1" and item.operation == "apply")
+    return Schedule(stage=stage, call=call, meanwhile=meanwhile, whole=whole)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_held_process_goes_on_after_the_operation_of_another_one(*, whole: bool):
+    chosen = schedule("drain", whole=whole)
+    assert find_schedule(str(chosen)) == chosen
+    result = simulate(chosen.plan, keep_trace=True)
+    lines = [(line.source, line.text) for line in result.lines]
+    held = next(at for at, line in enumerate(lines) if line[1].startswith("held before"))
+    ended = lines.index((f"operator {chosen.stage.meanwhile['drain'][0].number}", "ended: done"))  # type: ignore[union-attr]
+    goes_on = lines.index(("provision 2.1", "goes on"))
+    assert held < ended < goes_on
+    between = {source for source, _ in lines[held + 1 : goes_on]}
+    assert "provision 2.1" not in between or not whole
+    assert result.lines[goes_on].at - result.lines[held].at < MAX_STOP_S
+
+
+def test_an_operation_that_waits_for_the_held_process_does_not_hold_it_for_ever():
+    """The release waits for the agent, until the limit of a hold."""
+    stage = next(item for item in STAGES if item.name == "runs")
+    call = next(item for item in calls_of(stage) if item.process == "agent 0001.1" and item.operation == "reset")
+    result = simulate(Schedule(stage=stage, call=call, meanwhile="release", whole=False).plan)
+    assert result.held == call
+    assert not result.violation

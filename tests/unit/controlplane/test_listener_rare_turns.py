@@ -1,0 +1,173 @@
+"""The listener after rare turns: failed writes, interruptions that are named late, sets that are restored."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from remuda.controlplane.demand.sets import SetState
+from remuda.domain.demand import JobRecord
+from remuda.domain.errors import Unavailable
+from remuda.domain.instance import State
+from remuda.ports.github import GitHubRun
+from simulation.invariants import SCOPE
+from simulation.memory.github import MemoryDemandJob
+from tests.support.set_world import SET_LIFETIMES, DemandWorld, runner_set
+from tests.support.virtual_time import Call, Hook
+
+FAILED = GitHubRun(run_id=77, status="completed", conclusion="failure", head_repository=SCOPE)
+
+
+@pytest.fixture
+async def sets() -> AsyncIterator[DemandWorld]:
+    world = DemandWorld()
+    await world.configure_sets(runner_set(rerun_on_interruption=True))
+    yield world
+    world.check()
+    await world.end()
+
+
+class Outage:
+    """Lets calls of these names fail while it lasts."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+        self.lasts = False
+
+    @property
+    def hook(self) -> Hook:
+        async def hook(name: str, call: Call) -> Any:
+            if self.lasts and name in self.names:
+                raise Unavailable(f"no answer to {name}")
+            return await call()
+
+        return hook
+
+
+async def interrupt(sets: DemandWorld, job: MemoryDemandJob) -> None:
+    await sets.wait_for(lambda: job.started)
+    await asyncio.sleep(1.0)
+    sets.github.runs[SCOPE, 77] = replace(FAILED, status="in_progress", conclusion="")
+    sets.machines[sets.in_state(State.RUNNING)[0]].give_spot_notice()
+
+
+def record_of(sets: DemandWorld, job: MemoryDemandJob) -> JobRecord:
+    return sets.database.jobs[job.key]
+
+
+async def test_jobs_of_a_message_that_comes_again_after_a_failed_write_are_stored(sets: DemandWorld) -> None:
+    """The message is acknowledged the second time, although it changes nothing that the listener knows."""
+    sets.behaviour.boot_s = 50.0
+    outage = Outage("store.put_demand")
+    sets.listen(outage.hook)
+    await sets.wait_for(lambda: sets.scale_sets.sets)
+    await asyncio.sleep(2.0)
+    outage.lasts = True
+    (job,) = sets.queue(seconds=100.0)
+    await asyncio.sleep(20.0)
+    assert not sets.database.jobs
+    outage.lasts = False
+    await sets.wait_for(lambda: job.key in sets.database.jobs, 20.0)
+    assert not job.started
+
+
+async def test_interruption_is_recorded_although_the_store_did_not_answer_at_first(sets: DemandWorld) -> None:
+    outage = Outage("store.put_jobs")
+    sets.listen(outage.hook)
+    (job,) = sets.queue(seconds=300.0)
+    await sets.wait_for(lambda: job.started)
+    outage.lasts = True
+    await interrupt(sets, job)
+    await asyncio.sleep(30.0)
+    outage.lasts = False
+    await asyncio.sleep(200.0)
+    sets.github.runs[SCOPE, 77] = FAILED
+    await asyncio.sleep(100.0)
+    assert sets.github.reruns == [77]
+
+
+async def test_interrupted_jobs_are_found_although_the_first_search_fails(sets: DemandWorld) -> None:
+    sets.listen()
+    (job,) = sets.queue(seconds=300.0)
+    await interrupt(sets, job)
+    await sets.wait_for(lambda: job.is_over, 200.0)
+    await sets.stop_listeners()
+    outage = Outage("store.recent_jobs")
+    outage.lasts = True
+    sets.listen(outage.hook)
+    await asyncio.sleep(20.0)
+    outage.lasts = False
+    sets.github.runs[SCOPE, 77] = FAILED
+    await asyncio.sleep(100.0)
+    assert sets.github.reruns == [77]
+
+
+async def test_records_of_jobs_that_run_or_may_be_run_again_outlast_those_of_others() -> None:
+    sets = DemandWorld(lifetimes=replace(SET_LIFETIMES, keep_records_s=5.0))
+    await sets.configure_sets(runner_set(rerun_on_interruption=True))
+    sets.listen()
+    (job,) = sets.queue(seconds=300.0)
+    await sets.wait_for(lambda: job.started)
+    await asyncio.sleep(20.0)
+    await sets.sweep()
+    assert record_of(sets, job).started_at is not None
+    await interrupt(sets, job)
+    await sets.wait_for(lambda: job.is_over, 200.0)
+    await asyncio.sleep(20.0)
+    await sets.sweep()
+    sets.github.runs[SCOPE, 77] = FAILED
+    await asyncio.sleep(100.0)
+    assert sets.github.reruns == [77]
+    sets.check()
+    await sets.end()
+
+
+async def test_set_that_was_restored_is_not_deleted(sets: DemandWorld) -> None:
+    """The listener reads the configuration once a minute, and may have waited for hours until the set was empty."""
+    listener = sets.listen()
+    (job,) = sets.queue(seconds=40.0)
+    await sets.wait_for(lambda: job.started)
+    before = next(iter(sets.scale_sets.sets))
+    await sets.configure_sets(runner_set(name="other", labels=("other",)))
+    listener.listener.reload()
+    await asyncio.sleep(5.0)
+    await sets.configure_sets(runner_set(rerun_on_interruption=True))
+    await sets.wait_for(lambda: job.is_over, 100.0)
+    await asyncio.sleep(30.0)
+    assert before in sets.scale_sets.sets
+    jobs = sets.queue()
+    await sets.wait_for_jobs(jobs)
+
+
+async def start_after_failures(sets: DemandWorld, count: int, *, is_paused: bool) -> SetState:
+    """Acquire machines of a set whose last four launches have failed."""
+    listener = sets.listen()
+    await sets.wait_for(lambda: sets.scale_sets.sets)
+    await asyncio.sleep(2.0)
+    service = listener.listener._service
+    assert service is not None
+    state = service._states()["large"]
+    state.failures, state.retry_at = 4, sets.clock.monotonic() + 60.0 * is_paused
+    service._acquisitions.start(state, service.config(), count)
+    await sets.wait_for(lambda: sets.in_state(State.CREATED))
+    await asyncio.sleep(1.0)
+    return state
+
+
+async def test_launch_that_succeeds_during_the_pause_after_a_failure_ends_the_pause(sets: DemandWorld) -> None:
+    """An acquisition of a machine that came to the pool launches one instead, if another process was first."""
+    state = await start_after_failures(sets, 1, is_paused=True)
+    assert (state.failures, state.retry_at) == (0, 0.0)
+
+
+async def test_failure_beside_a_launch_that_succeeds_is_the_first_in_a_row() -> None:
+    sets = DemandWorld(max_instances=1)
+    await sets.configure_sets()
+    state = await start_after_failures(sets, 2, is_paused=False)
+    assert state.failures == 1
+    sets.check()
+    await sets.end()
