@@ -236,6 +236,7 @@ class FaultyStore(FaultyPort):
         return call
 
     async def wait_for_control(self, instance_id: str, since: Any, timeout_s: float, **named: Any) -> Any:
+        has_waited = self._world.safety.patience.begins_to_wait(self._process)
         self._fail_wait(instance_id)
         quiet_s = 0.0 if named.get("urgent", True) else self._rng.random() * self._world.plan.quiet_poll_s
         if quiet_s:
@@ -249,7 +250,7 @@ class FaultyStore(FaultyPort):
             if found != since:
                 self._world.safety.patience.waited(self._process)
                 return found
-            self._fail_poll(instance_id)
+            self._fail_poll(instance_id, has_waited=has_waited)
             timeout_s -= part_s
         found = await self._port.wait_for_control(instance_id, since, timeout_s, **named)
         self._world.safety.patience.waited(self._process)
@@ -264,9 +265,9 @@ class FaultyStore(FaultyPort):
         if self._inject(Fault.READ_FAILED, RARE / 2, [instance_id]):
             raise Unavailable("the store did not answer a read")
 
-    def _fail_poll(self, instance_id: str) -> None:
+    def _fail_poll(self, instance_id: str, *, has_waited: bool) -> None:
         if self._inject(Fault.READ_FAILED, OFTEN, [instance_id]):
-            self._world.safety.patience.read_failed(self._process)
+            self._world.safety.patience.read_failed(self._process, has_waited=has_waited)
             raise Unavailable("the store did not answer a poll")
 
     def _search(self, operation: str, inner: Call) -> Call:

@@ -73,7 +73,7 @@ class PatienceInvariants:
         self._leased_at = 0.0
         #: Failed removals of a registration, by instance and epoch.
         self._removals: Counter[tuple[str, int]] = Counter()
-        #: Agents that have waited without a failure since their last one.
+        #: Agents whose last wait ended without a failure.
         self._waited: set[str] = set()
         #: By which time an agent must read again whose read failed, and its pauses until then; None if at any time.
         self._next_read_due: dict[str, tuple[float, float] | None] = {}
@@ -278,19 +278,26 @@ class PatienceInvariants:
         state = machine.state()
         report = world.database.reports.get(instance_id)
         is_told = report is not None and report.epoch == record.epoch
+        failed = report is not None and is_told and report.signal is not None and report.signal.failed
+        if failed:
+            return
         if record.state is State.RELEASING and state.registered_as and is_told and record.assignment is not None:
             credential = record.assignment.credential
             if record.runner_set or (credential and credential.expires_at > world.clock.now() + world.max_skew):
                 self._violated(f"{instance_id} does not remove its registration", rule="P3", instance_id=instance_id)
         is_idle = state.registered_as and not state.listening and not state.spent
-        failed = report is not None and is_told and report.signal is not None and report.signal.failed
-        if record.state is State.RUNNING and is_idle and not failed:
+        if record.state is State.RUNNING and is_idle:
             self._violated(f"{instance_id} does not start its runner", rule="P3", instance_id=instance_id)
 
-    def read_failed(self, process: SimulatedProcess) -> None:
-        """An agent's read fails. If nothing else has failed for a while, the next one follows at once."""
-        is_first = self._now - process.previous_fault_at > CALM_S and process.name in self._waited
+    def begins_to_wait(self, process: SimulatedProcess) -> bool:
+        """Return whether the agent's last wait ended without a failure."""
+        has_waited = process.name in self._waited
         self._waited.discard(process.name)
+        return has_waited
+
+    def read_failed(self, process: SimulatedProcess, *, has_waited: bool) -> None:
+        """An agent's read fails. If nothing else has failed for a while, the next one follows at once."""
+        is_first = has_waited and self._now - process.previous_fault_at > CALM_S
         self._next_read_due[process.name] = (self._now + FIRST_READ_S, process.pause_s) if is_first else None
 
     def waited(self, process: SimulatedProcess) -> None:
