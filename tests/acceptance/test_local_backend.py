@@ -52,7 +52,7 @@ async def test_cold_and_warm_provision_and_second_attempt_of_a_run(backend: Loca
         assert {job.conclusion for job in jobs} == {"success"}
         assert {machine_of(job) for job in jobs} <= ids
         for runner in await github.runners():
-            assert set(runner.labels) == {"1", "large"}
+            assert set(runner.labels) == {"1", "1/large"}
 
     released = (await backend.release("1")).document
     assert set(released["released"]) == ids

@@ -153,7 +153,7 @@ def protect() -> None:
         try:
             part()
         except OSError as problem:
-            sys.stderr.write(f"remuda guard: {otherwise}: {problem}\n")
+            sys.stderr.write(f"guard: {otherwise}: {problem}\n")
 
 
 def _escape_the_oom_killer() -> None:
