@@ -25,7 +25,7 @@ RUN_ID, SCOPE, SET = "77", "remuda/demo", "set.advised"
 SETS = '[{"name": "advised", "labels": ["advised"], "resource-class": "large", "max": 1}]'
 ADVISED = advised_in_source()
 OF_RUN = "on: push\njobs:\n  one: {runs-on: '${{ github.run_id }}', steps: [{run: 'true'}]}\n"
-OF_CLASS = "on: push\njobs:\n  one: {runs-on: large, steps: [{run: 'true'}]}\n"
+OF_OTHER_RUN = "on: push\njobs:\n  one: {runs-on: 90/large, steps: [{run: 'true'}]}\n"
 OF_NO_SET = "on: push\njobs:\n  one: {runs-on: [self-hosted, gpu], steps: [{run: 'true'}]}\n"
 #: Fails in its first attempt.
 FLAKY = "on: push\njobs:\n  one: {runs-on: advised, steps: [{run: 'test ${{ github.run_attempt }} = 2'}]}\n"
@@ -143,10 +143,10 @@ def test_the_advice_after_a_failed_job_of_a_set_ends(backend: Path, tmp_path: Pa
 
 
 def test_a_refused_job_says_why_and_is_not_to_be_run_again(backend: Path, tmp_path: Path) -> None:
-    """The instance of another run has the label of its class."""
+    """A job asks for the runners of a run that is not its own."""
     assert run_local(backend, "provision", "--run-id", "90").code == 0
     file = tmp_path / "refused.yml"
-    file.write_text(OF_CLASS)
+    file.write_text(OF_OTHER_RUN)
     failed = paste(backend, ["run-workflow", str(file), "--dir", str(backend)])
     assert failed.code == 1, failed.stderr
     assert "Remuda refused this job: it belongs to run" in failed.stderr
