@@ -81,6 +81,23 @@ async def test_run_that_ends_without_a_release_is_released_after_the_grace_perio
     assert [len(result.rolled_back) for result in results if result.rolled_back] == [2]
 
 
+async def test_grace_period_begins_when_the_end_was_read_however_long_the_sweep_has_taken(world: PoolWorld) -> None:
+    is_now(world, "in_progress")
+    await world.provision(str(RUN), repository=SCOPE)
+
+    async def slow(name: str, call: Call) -> Any:
+        if name == "github.get_run":
+            await asyncio.sleep(GRACE_S)
+            is_now(world, "completed")
+        return await call()
+
+    await world.sweep(slow)
+    await sweeps(world, GRACE_S - 30)
+    assert len(world.in_state(State.RUNNING)) == 1
+    await sweeps(world, 120)
+    assert len(world.in_state(State.IDLE)) == 1
+
+
 async def test_everyone_says_why_it_was_released(world: PoolWorld) -> None:
     is_now(world, "completed")
     made = await world.one(str(RUN), repository=SCOPE)

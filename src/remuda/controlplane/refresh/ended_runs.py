@@ -152,7 +152,9 @@ class EndedRunSweep(PartialSweep):
                 etag = "" if found.has_ended else found.etag
         self._first_seen.record(AskedRun(*key, etag).anomaly(), now)
         if found is not None and found.has_ended and found.attempt:
-            self._first_seen.since(EndedRun(*key, found.attempt).anomaly())
+            anomaly = EndedRun(*key, found.attempt).anomaly()
+            # Not since the sweep began: it may have taken long, and the run may have ended meanwhile.
+            self._first_seen.record(anomaly, self._first_seen.known.get(anomaly, self._context.clock.now()))
         return found
 
     async def _release_or_report(self, ended: EndedRun, waited: timedelta) -> None:
