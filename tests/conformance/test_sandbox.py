@@ -383,7 +383,7 @@ def test_looks_at_jobs_open_nothing_that_jobs_can_block(agent: Driver, folder: P
 
 
 @pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="needs /usr/bin/python3")
-@pytest.mark.parametrize("program", ["MEMORY", "FOLDER"])
+@pytest.mark.parametrize("program", ["MEMORY", "FOLDER", "ITSELF"])
 def test_job_that_blocks_its_readers_does_not_block_the_agent(
     agent: Driver, host: SandboxHost, folder: Path, program: str
 ) -> None:
