@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-
 from remuda.domain.instance import State
 from remuda.domain.thresholds import HEARTBEAT_DEAD_AFTER_S
+from tests.support.virtual_machine.heartbeat import pauses_of_heartbeat
 from tests.support.virtual_machine.jobs import IS_CLEAN
 from tests.support.virtual_machine.machine import VirtualMachine
 from tests.support.virtual_machine.stack import VirtualMachineStack
@@ -39,30 +35,6 @@ nsenter --net=/run/netns/exhausted bash -c 'take_memory; sleep 1000' >/dev/null 
 EXHAUSTED = ("Out of memory: Killed process", "start operation timed out")
 #: Enough for the steps between the end of a release and the exhausted memory.
 IDLE_S = 150
-POLL_S = 0.5
-
-
-@asynccontextmanager
-async def pauses_of_heartbeat(stack: VirtualMachineStack, name: str) -> AsyncIterator[list[float]]:
-    """Yields the seconds that passed between new heartbeats, and after the last one."""
-    pauses: list[float] = [0.0]
-
-    async def watch() -> None:
-        seen, seen_at = None, time.monotonic()
-        while True:
-            report = await stack.report(name)
-            if report is not None and report.beat != seen:
-                seen, seen_at = report.beat, time.monotonic()
-                pauses.append(0.0)
-            pauses[-1] = time.monotonic() - seen_at
-            await asyncio.sleep(POLL_S)
-
-    watching = asyncio.create_task(watch())
-    try:
-        yield pauses
-    finally:
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
 
 
 def guard_pid(machine: VirtualMachine) -> str:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 
 _SYS = Path("/proc/sys")
-_KINDS = ("cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts")
+#: Not network namespaces: a reset waits until the kernel has removed all of them, some thousand per second.
+_KINDS = ("cgroup", "ipc", "mnt", "pid", "time", "user", "uts")
 LIMITS = (
     *(f"user/max_{kind}_namespaces" for kind in _KINDS),
     *("fs/inotify/max_user_instances", "fs/inotify/max_user_watches"),
