@@ -66,11 +66,13 @@ done
 as_user sh -c 'head -c 100M /dev/zero >/root/mounted/other/large'
 """
 #: Takes what counts for root of the machine, or for all networks together, and keeps it: the address of each neighbour
-#: changes, so that none gets old. Longer than the machine needs its gateway's address without asking.
+#: changes, so that none gets old.
 TAKE_LIMITS = """
 cat >/tmp/take.py <<'END'
-import ctypes, os, signal
+import ctypes, os, resource, signal
 libc = ctypes.CDLL(None)
+most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 kept = [libc.inotify_init() for _ in range(1_000)]
 while len(kept) < 21_000 and not libc.unshare(0x04000000):
     kept.append(os.open("/proc/self/ns/uts", os.O_RDONLY))

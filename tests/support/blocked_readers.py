@@ -91,6 +91,14 @@ time.sleep(1)
 print("blocked", flush=True)
 time.sleep(1000)
 """
+#: Ends such processes from outside, for tests whose reset has not done it: they outlive their namespaces.
+ABORT = r"""
+folder=$(mktemp -d)
+mount -t fusectl fusectl "$folder"
+for connection in "$folder"/*; do [ "$(stat -c %u "$connection")" -lt 524288 ] || echo 1 >"$connection/abort"; done
+umount "$folder"
+rmdir "$folder"
+"""
 #: The process itself: its own daemon has read the request for which it waits. Neither a signal nor the end of a
 #: descriptor ends that, because the process holds the only one. It also keeps memory for which no cgroup pays.
 ITSELF = f"""{_DAEMON}

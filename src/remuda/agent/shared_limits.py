@@ -2,7 +2,7 @@
 
 What a sandbox creates counts for root of the machine as well, who has created its user namespace: inotify and
 namespaces. The neighbours of all network namespaces count together. With the limits of the kernel, a job needs a second
-until the machine finds its gateway no more and its services do not start.
+until the machine reaches no further host of its subnet, and cannot watch files.
 """
 
 from __future__ import annotations
