@@ -6,14 +6,15 @@ The table in the docs lists the outcomes of this test.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from remuda.agent.mounts import ID_COUNT
 from remuda.agent.sandbox import FIRST_ID
-from tests.support import attacks
+from tests.support import attacks, blocked_readers
 from tests.support.attacks import ESCAPES, PERSISTENT, Attack, AttackOutcome
 from tests.support.aws.ec2_machines import LIMIT_S, MachineStack
 from tests.support.namespace_machine.machine import NamespaceMachine
@@ -33,6 +34,12 @@ WRITE = "REMUDA_WRITE_ATTACKS"
 STORAGE = "/var/lib/remuda/sandboxes"
 #: MiB by which the storage of sandboxes may grow from one idle sandbox to the next.
 GROWTH_MIB = 30
+
+
+@pytest.fixture(autouse=True)
+def no_process_outlives_its_machine() -> Iterator[None]:
+    yield
+    subprocess.run(["unshare", "--mount", "sh", "-c", blocked_readers.ABORT], check=True)
 
 
 async def exit_codes(stack: MachineStack, machine: NamespaceMachine, run_id: str, step: str) -> dict[str, int]:

@@ -383,7 +383,7 @@ def test_looks_at_jobs_open_nothing_that_jobs_can_block(agent: Driver, folder: P
 
 
 @pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="needs /usr/bin/python3")
-@pytest.mark.parametrize("program", ["MEMORY", "FOLDER"])
+@pytest.mark.parametrize("program", ["MEMORY", "FOLDER", "ITSELF"])
 def test_job_that_blocks_its_readers_does_not_block_the_agent(
     agent: Driver, host: SandboxHost, folder: Path, program: str
 ) -> None:
@@ -402,7 +402,7 @@ def test_job_that_blocks_its_readers_does_not_block_the_agent(
         assert time.monotonic() - started < 2 * RESET_LIMIT_S
         assert agent("run", name="r2", script="exit 6")["exit_code"] == 6
     finally:
-        host.run("umount", "/dev/fuse")
+        host.run("sh", "-c", f"umount /dev/fuse; {blocked_readers.ABORT}")
 
 
 def test_memory_that_no_cgroup_counts_ends_the_job_and_not_the_machine(host: SandboxHost, folder: Path) -> None:

@@ -1,7 +1,10 @@
-"""What jobs can take of a machine's connection table and disk, with the kernel and the disks of a machine."""
+"""What jobs can take of a machine's connection table, disk and limits, with the kernel and the disks of a machine."""
 
 from __future__ import annotations
 
+from remuda.domain.thresholds import HEARTBEAT_DEAD_AFTER_S
+from tests.support.virtual_machine.heartbeat import pauses_of_heartbeat
+from tests.support.virtual_machine.jobs import IS_CLEAN
 from tests.support.virtual_machine.stack import VirtualMachineStack
 
 #: More connections than a small machine's table holds by default.
@@ -62,6 +65,43 @@ for folder in /root/mounted/limited /root/overlay; do
 done
 as_user sh -c 'head -c 100M /dev/zero >/root/mounted/other/large'
 """
+#: Takes what counts for root of the machine, or for all networks together, and keeps it: the address of each neighbour
+#: changes, so that none gets old.
+TAKE_LIMITS = """
+cat >/tmp/take.py <<'END'
+import ctypes, os, resource, signal
+libc = ctypes.CDLL(None)
+most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+kept = [libc.inotify_init() for _ in range(1_000)]
+while len(kept) < 21_000 and not libc.unshare(0x04000000):
+    kept.append(os.open("/proc/self/ns/uts", os.O_RDONLY))
+open("/tmp/taken", "w").close()
+signal.pause()
+END
+cat >/tmp/neighbours <<'END'
+ip link add d0 type veth peer name d1; ip link set d0 up; ip address add 10.0.0.1/8 dev d0
+for mac in 1 2; do
+  for i in $(seq 4000); do
+    echo "neigh replace 10.1.$((i / 250)).$((i % 250 + 1)) lladdr 02:00:00:00:00:0$mac dev d0 nud reachable"
+  done >/tmp/$mac
+done
+while :; do for mac in 1 2; do ip -force -batch /tmp/$mac; done; done
+END
+sudo setsid python3 -IS /tmp/take.py >/dev/null 2>&1 </dev/null &
+sudo setsid bash /tmp/neighbours >/dev/null 2>&1 </dev/null &
+until [ -e /tmp/taken ]; do sleep 1; done
+sleep 60
+"""
+#: What the machine itself needs of them.
+NEED_LIMITS = """
+set -e
+python3 -ISc 'import ctypes, sys; sys.exit(ctypes.CDLL(None).inotify_init() < 0)'
+unshare --uts true
+ip link add need0 type veth peer name need1
+ip neigh add 203.0.113.1 lladdr 02:00:00:00:00:01 dev need0 nud reachable
+ip link del need0
+"""
 
 
 async def test_connections_and_quotas(stack: VirtualMachineStack) -> None:
@@ -88,3 +128,21 @@ async def test_connections_and_quotas(stack: VirtualMachineStack) -> None:
         for size, _ in filled[::2]:
             assert 40 * 1024**2 < size <= 50 * 1024**2
         assert [files for _, files in filled[1::2]] == [500, 500]
+
+
+async def test_limits_that_the_machine_shares_with_jobs(stack: VirtualMachineStack) -> None:
+    await stack.refresh()
+    async with stack.booting():
+        assert (await stack.provision("1"))["created"] == 1
+        ((name, machine),) = stack.virtual_machines.items()
+        async with pauses_of_heartbeat(stack, name) as pauses:
+            job = await stack.run_job("1", TAKE_LIMITS)
+            assert job.conclusion == "success", f"{job.log}\n{machine.console}"
+            needs = machine.shell(NEED_LIMITS)
+            assert needs.returncode == 0, needs
+            released = await stack.release("1")
+        assert released["released"] == [name], machine.console
+        assert max(pauses) < HEARTBEAT_DEAD_AFTER_S, (pauses, machine.console)
+        assert (await stack.provision("2"))["reused"] == 1
+        job = await stack.run_job("2", IS_CLEAN)
+        assert job.conclusion == "success", f"{job.log}\n{machine.console}"

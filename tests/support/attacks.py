@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from tests.support import blocked_readers
 from tests.support.namespace_machine.machine import INTERPRETER
 
 HOME = "/home/runner"
@@ -86,6 +87,21 @@ server.listen()
 os.write(1, b"ready\\n")
 os.close(1)
 {then}
+""")
+
+
+def holding(name: str, code: str) -> str:
+    """Start a daemon that listens on an abstract socket, runs code, and keeps what that has made."""
+    return daemon(f"""
+import ctypes, os, signal, socket
+libc = ctypes.CDLL(None)
+server = socket.socket(socket.AF_UNIX)
+server.bind({abstract(name)})
+server.listen()
+{code}
+os.write(1, b"ready\\n")
+os.close(1)
+signal.pause()
 """)
 
 
@@ -420,7 +436,10 @@ IN_THE_KERNEL = (
             f"{_KEYS}for n in range(250):\n"
             "    if libc.syscall(add, b'user', b'%d' % n, b'x', 1, -4) < 0: break\nelse: sys.exit(1)"
         ),
-        look=python(f"{_KEYS}sys.exit(libc.syscall(add, b'user', b'more', b'x', 1, -4) > 0)"),
+        # The end of the first job's session has freed some.
+        look=python(
+            f"{_KEYS}sys.exit(all(libc.syscall(add, b'user', b'more%d' % n, b'x', 1, -4) > 0 for n in range(20)))"
+        ),
         as_job_user=True,
     ),
     Attack(
@@ -490,6 +509,27 @@ IN_THE_KERNEL = (
         what="with a name, which keeps it without a process",
         plant="ip netns add implant",
         look="ip netns list | grep -q implant",
+    ),
+    Attack(
+        name="many network namespaces",
+        what="900, each of which the kernel has to take apart",
+        plant=holding(
+            "networks",
+            "kept = []\nfor _ in range(900):\n    libc.unshare(0x40000000)\n"
+            "    kept.append(os.open('/proc/self/ns/net', os.O_RDONLY))",
+        ),
+        look=connects(abstract("networks")),
+    ),
+    Attack(
+        name="mounts that multiply",
+        what="a shared mount on itself: each one doubles their number, up to 8,192",
+        plant=holding(
+            "mounts",
+            "libc.unshare(0x20000)\nlibc.mount(None, b'/', None, 0x44000, None)\n"
+            "assert not libc.mount(b't', b'/mnt', b'tmpfs', 0, None)\nlibc.mount(None, b'/mnt', None, 1 << 20, None)\n"
+            "for _ in range(13):\n    assert not libc.mount(b'/mnt', b'/mnt', None, 4096, None)",
+        ),
+        look=connects(abstract("mounts")),
     ),
     Attack(
         name="format of programs",
@@ -611,6 +651,13 @@ PROCESSES = (
         f"read -rt {LIMIT_S} <>$TMPDIR/mounted",
         look="runs 'sleep 1007'",
         needs="unshare -Urmpf true",
+    ),
+    Attack(
+        name="process that waits for itself",
+        what="a FUSE daemon that waits for its own answer, which not even SIGKILL ends",
+        plant=holding("itself", blocked_readers.ITSELF.replace('"blocked"', '"ready"')),
+        look=connects(abstract("itself")),
+        needs="test -w /dev/fuse",
     ),
     Attack(
         name="constantly forking process",

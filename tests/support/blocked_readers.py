@@ -1,10 +1,13 @@
-"""Programs of a job that keep a lock of the kernel for ever, on which a careless reader outside its sandbox waits.
+"""Programs of a job that wait for ever, with a lock of the kernel on which a careless reader outside its sandbox waits.
 
 A page fault on a file of the program's own FUSE daemon never ends, because the daemon does not answer. Standard library
-only; both run as root of a sandbox and print a line when the lock is taken.
+only; all run as root of a sandbox and print a line when they wait.
 """
 
 from __future__ import annotations
+
+#: Size of a ring of packets.
+RING_MIB = 64
 
 #: Mounts a file whose first `failing` reads fail, and whose later ones are never answered. For the layout of the
 #: messages see linux/fuse.h.
@@ -45,12 +48,16 @@ def answer_requests(fuse, failing):
             continue
         os.write(fuse, struct.pack("=IiQ", 16 + len(answer), 0, unique) + answer)
 
-def map_silent_file(failing, protection, flags):
+def mount_silent_file():
     fuse = os.open("/dev/fuse", os.O_RDWR)
     os.makedirs("/tmp/silent", exist_ok=True)
     options = f"fd={fuse},rootmode=40000,user_id=0,group_id=0".encode()
     if libc.mount(b"silent", b"/tmp/silent", b"fuse", 0, options):
         sys.exit(f"cannot mount: {os.strerror(ctypes.get_errno())}")
+    return fuse
+
+def map_silent_file(failing, protection, flags):
+    fuse = mount_silent_file()
     if not os.fork():
         answer_requests(fuse, failing)
     os.close(fuse)
@@ -81,6 +88,25 @@ in_thread(libc.syscall, {{"x86_64": 217, "aarch64": 61}}[os.uname().machine], fo
 if not os.fork():
     open("/run/remuda/other", "w")
 time.sleep(1)
+print("blocked", flush=True)
+time.sleep(1000)
+"""
+#: Ends such processes from outside, for tests whose reset has not done it: they outlive their namespaces.
+ABORT = r"""
+folder=$(mktemp -d)
+mount -t fusectl fusectl "$folder"
+for connection in "$folder"/*; do [ "$(stat -c %u "$connection")" -lt 524288 ] || echo 1 >"$connection/abort"; done
+umount "$folder"
+rmdir "$folder"
+"""
+#: The process itself: its own daemon has read the request for which it waits. Neither a signal nor the end of a
+#: descriptor ends that, because the process holds the only one. It also keeps memory for which no cgroup pays.
+ITSELF = f"""{_DAEMON}
+import socket
+ring = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
+ring.setsockopt(263, 5, struct.pack("=4I", 1 << 20, {RING_MIB}, 2048, {RING_MIB} << 9))
+in_thread(answer_requests, mount_silent_file(), 0)
+in_thread(os.read, os.open("/tmp/silent/file", os.O_RDONLY), 1)
 print("blocked", flush=True)
 time.sleep(1000)
 """

@@ -49,12 +49,13 @@ _FAMILIES = f"{_SURFACE}::test_jobs_have_few_families_of_sockets"
 _CHARGED = f"{_SURFACE}::test_who_pays_for_memory_of_the_kernel"
 _LIMITS = f"{_SANDBOX}::test_processes_that_do_not_want_to_end"
 _MODULES = "machine/test_kernel.py::test_jobs_load_no_modules_and_start_no_programs"
+_SHARED_LIMITS = "machine/test_limits.py::test_limits_that_the_machine_shares_with_jobs"
+_ITSELF = f"{_SANDBOX}::test_job_that_blocks_its_readers_does_not_block_the_agent"
 _CHANGES = f"{_SURFACE}::test_a_reset_notices_changes_of_the_machine"
 
 #: Limits.
 _MEMORY = "memory of the sandbox"
 _GUARD = "the guard"
-_MEMORY_OR_COUNT = "memory of the sandbox; {} per user"
 #: What removes them.
 _PROCESSES = "end of the processes"
 _NETWORK = "end of the network namespace"
@@ -150,10 +151,11 @@ for _ in range(400):
         shown=("deleted file",),
     ),
     Resource(
-        name="inotify watches",
+        name="inotify instances and watches, which count for root of the machine as well",
         payer=Payer.SANDBOX,
-        limit=_MEMORY_OR_COUNT.format("`fs.inotify.max_user_watches`"),
+        limit=f"{_MEMORY}; the limits of the kernel are [raised](#shared-limits)",
         end=_PROCESSES,
+        shown=(_SHARED_LIMITS,),
     ),
     Resource(
         name="POSIX message queues, System V queues and semaphores",
@@ -206,11 +208,11 @@ for number in range(150):
         shown=("traffic control",),
     ),
     Resource(
-        name="neighbours (`ip neigh`), permanent ones without number",
+        name="neighbours (`ip neigh`), which count together for all network namespaces; permanent ones do not count",
         payer=Payer.NO_ONE,
-        limit=_GUARD,
+        limit=f"{_GUARD}; the limits of the kernel are [raised](#shared-limits)",
         end=_NETWORK,
-        shown=(_CHARGED, "neighbours, routes and rules"),
+        shown=(_CHARGED, _SHARED_LIMITS, "neighbours, routes and rules"),
         probe=Probe(
             code="""
 sh("ip link add neigh0 type veth peer name neigh1; ip link set neigh0 up")
@@ -280,8 +282,8 @@ batch("ip", ("route add %s dev lo" % each for each in addresses(50000)))
         name="network namespaces",
         payer=Payer.SANDBOX,
         limit="memory of the sandbox; `user.max_net_namespaces`",
-        end=f"{_PROCESSES} and mounts; the reset waits until the sandbox's own is gone",
-        shown=(_CHARGED, "network namespace"),
+        end=f"{_PROCESSES} and mounts; the reset waits until all are gone (11,400: 2 s)",
+        shown=(_CHARGED, "network namespace", "many network namespaces"),
         probe=Probe(
             code="""
 import ctypes, os, signal
@@ -318,7 +320,7 @@ FILES = (
         payer=Payer.PART,
         limit=f"`fs.mount-max` per namespace; {_GUARD}",
         end=_MOUNTS,
-        shown=("memory disk",),
+        shown=("memory disk", "mounts that multiply"),
     ),
     Resource(
         name="dentries, inodes, page cache",
@@ -338,7 +340,8 @@ FILES = (
         name="FUSE file systems",
         payer=Payer.SANDBOX,
         limit=_MEMORY,
-        end=_PROCESSES,
+        end="the agent aborts the connections of the sandbox: some processes do not end before",
+        shown=(_ITSELF, "process that waits for itself"),
     ),
     Resource(
         name="formats of programs (`binfmt_misc`), from Linux 6.7",
@@ -394,9 +397,9 @@ KERNEL = (
     Resource(
         name="user, PID, time and other namespaces",
         payer=Payer.SANDBOX,
-        limit="memory of the sandbox; `user.max_*_namespaces`",
+        limit=f"{_MEMORY}; the limits of the kernel are [raised](#shared-limits)",
         end=_PROCESSES,
-        shown=("container without a runtime", "user namespace"),
+        shown=(_SHARED_LIMITS, "container without a runtime", "user namespace"),
     ),
     Resource(
         name="BPF programs and maps, performance events",

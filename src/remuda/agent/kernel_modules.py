@@ -1,5 +1,7 @@
 """The kernel of an instance before its first sandbox: modules that jobs may need are loaded, then loading ends.
 
+Limits that sandboxes share with the machine are raised, see `shared_limits`.
+
 Root of a user namespace makes the kernel load modules: by `mount -t nfs`, `ip link add type gre`, or a socket of a rare
 family. They stay until the machine ends, more code for the next run to attack, and some create network interfaces of
 the machine. Only an agent in the first namespaces of its kernel does this; in a container the kernel belongs to others.
@@ -13,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from remuda import scripts
+from remuda.agent import shared_limits
 
 #: Loaded where the kernel has them and does not contain them already.
 NEEDED = (
@@ -66,6 +69,7 @@ class KernelModules:
         if not self.are_open and closed.exists() and _read(closed) != "1":
             self._load()
             closed.write_text("1", encoding="ascii")
+        shared_limits.raise_all()
 
     def _load(self) -> None:
         """Load the modules that the kernel has, and that the image does not forbid."""

@@ -28,6 +28,7 @@ from remuda import procfs, scripts
 from remuda.agent import (
     connections,
     enter_sandbox,
+    fuse_connections,
     mounts,
     processes,
     quotas,
@@ -170,6 +171,12 @@ def _interface(number: int) -> str:
 
 def _first_id(number: int) -> int:
     return FIRST_ID + number % ID_RANGES * mounts.ID_COUNT
+
+
+def _ids(number: int) -> range:
+    """The user ids of a sandbox."""
+    first = _first_id(number)
+    return range(first, first + mounts.ID_COUNT)
 
 
 class Sandboxes:
@@ -616,7 +623,7 @@ class Sandboxes:
         """End a sandbox and move its files aside. Return what is left of it, or empty."""
         self._kill(number)
         folder = self._storage / str(number)
-        if not _wait_until(lambda: not _populated(self._cgroup / _name(number))):
+        if not _wait_until(lambda: self._has_no_processes(number)):
             return "processes cannot be killed"
         _remove_cgroup(self._cgroup / _name(number))
         # A container manager that was killed leaves its mounts, too.
@@ -644,10 +651,16 @@ class Sandboxes:
         with contextlib.suppress(FileNotFoundError):
             (self._cgroup / _name(number) / "cgroup.kill").write_text("1")
 
+    def _has_no_processes(self, number: int) -> bool:
+        """Whether the killed processes have ended. Some wait for an answer of a FUSE daemon that was killed, too."""
+        if not _populated(self._cgroup / _name(number)):
+            return True
+        fuse_connections.abort(_ids(number))
+        return False
+
     def _left_of(self, number: int) -> str:
         """Describe what the kernel still has of a sandbox, or return empty."""
-        first = _first_id(number)
-        ids = range(first, first + mounts.ID_COUNT)
+        ids = _ids(number)
         for process in procfs.all_processes().values():
             if any(user in ids for user in procfs.users(process.pid)):
                 return f"process {process.pid} has a user id of the sandbox"

@@ -27,6 +27,7 @@ from remuda import inotify, procfs
 from remuda.agent import (
     cache_volumes,
     connections,
+    fuse_connections,
     kernel_state,
     mounts,
     processes,
@@ -36,6 +37,7 @@ from remuda.agent import (
     system_call_filter,
 )
 from remuda.agent.guard_process import GuardProcess
+from remuda.agent.kernel_modules import KernelModules
 from simulation.loop import VirtualProcess, current_process
 from tests.support.effects.host import HostProcess, ModelHost
 from tests.support.virtual_time import Killed
@@ -542,6 +544,7 @@ REPLACED: tuple[tuple[Any, str, Any], ...] = (
     # The guard has tests of its own; here, nothing is ever short.
     (GuardProcess, "start", lambda _guard: None),
     (GuardProcess, "watch", lambda _guard: None),
+    (KernelModules, "prepare", lambda _modules: None),
     (sandbox.Sandboxes, "processes", _runner_processes),
     (quotas, "limit", _limit_quota),
     (quotas, "usage", lambda _folder: None),
@@ -550,6 +553,7 @@ REPLACED: tuple[tuple[Any, str, Any], ...] = (
     (cache_volumes, "select", SimpleNamespace(select=_select)),
     (system_call_filter, "start_filtered", lambda _program, start: start()),
     (socket_filter, "permits_socketcall", lambda: False),
+    (fuse_connections, "abort", lambda _users: None),
     (kernel_state, "read_state", lambda: {"module": {}, "interface": {}, "setting": {}}),
     (sandbox, "time", _TIME),
     (sandbox, "socket", _SOCKET),

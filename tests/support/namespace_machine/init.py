@@ -19,6 +19,7 @@ import selectors
 import shlex
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -36,6 +37,7 @@ COMMANDS = ("systemctl", "systemd-run", "shutdown", "apt-get", "dnf")
 #: Folders that do not exist on this computer, and their parents, over which an overlay is mounted to create them.
 NEW_FOLDERS = {"/opt/remuda": "/opt", "/var/lib/remuda": "/var/lib"}
 CGROUPS = Path("/sys/fs/cgroup")
+FUSE = Path("/dev/fuse")
 CLONE_NEWCGROUP = 0x02000000
 #: The number of the system call keyctl by architecture, and its operation JOIN_SESSION_KEYRING.
 KEYCTL = {"x86_64": 250, "aarch64": 219}
@@ -137,6 +139,12 @@ def mount_folders(folder: Path, files: dict[str, str]) -> None:
         mount("--move", "/mnt", ROOT)
     Path("/run/lock").mkdir()
     Path("/run/lock").chmod(0o1777)
+    if FUSE.exists():
+        # Everybody may use it where udev runs.
+        own = Path("/run/fuse")
+        os.mknod(own, stat.S_IFCHR, FUSE.stat().st_rdev)
+        own.chmod(0o666)
+        mount("--bind", own, FUSE)
     mount("-t", "proc", "proc", "/proc")
 
 

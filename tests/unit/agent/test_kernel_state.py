@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from remuda.agent import kernel_modules, kernel_state, socket_filter
+from remuda.agent import kernel_modules, kernel_state, shared_limits, socket_filter
 from remuda.agent.kernel_modules import KernelModules
 from remuda.agent.kernel_state import KernelState, State, compare
 
@@ -89,6 +89,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "core_pattern").write_text("|/usr/share/apport/apport %p\n")
     (tmp_path / "modules_disabled").write_text("0\n")
     monkeypatch.setattr(kernel_modules, "_SETTINGS", tmp_path)
+    monkeypatch.setattr(shared_limits, "_SYS", tmp_path / "sys")
     monkeypatch.setattr(kernel_modules, "_owns_kernel", lambda: True)
     return tmp_path
 
@@ -143,6 +144,18 @@ def test_core_dumps_start_no_program_even_if_a_service_changes_the_pattern_later
         (settings / "core_pattern").write_text(pattern)
         KernelModules().prepare()
         assert (settings / "core_pattern").read_text() == "core"
+
+
+@pytest.mark.usefixtures("commands")
+def test_limits_that_sandboxes_share_with_the_machine_are_raised(settings: Path) -> None:
+    watches, neighbours = (settings / "sys" / name for name in ("fs/inotify", "net/ipv4/neigh/default"))
+    for path in (watches / "max_user_instances", neighbours / "gc_thresh1", neighbours / "gc_thresh3"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("128\n")
+    KernelModules().prepare()
+    assert (watches / "max_user_instances").read_text() == "2147483647"
+    assert [path.read_text() for path in sorted(neighbours.iterdir())] == ["128\n", "2147483647"]
+    assert sorted(path.name for path in watches.iterdir()) == ["max_user_instances"], "not in this kernel"
 
 
 def test_a_container_leaves_the_kernel_alone(settings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
