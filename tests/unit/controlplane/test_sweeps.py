@@ -156,7 +156,8 @@ async def test_pool_message_that_could_not_be_recorded_is_reported(world: PoolWo
 
 
 async def test_failed_runner_ends_its_machine(world: PoolWorld) -> None:
-    world.ignore("W1")
+    # The signal is not the agent's own: its runner starts.
+    world.ignore("S16", "W1")
     key = (await world.one()).instance_id
     await world.process().store.write_signal(key, epoch=1, signal=Signal.UD_REG_FAILED, detail="runner too old")
     result = await world.sweep()
