@@ -36,7 +36,7 @@ FAILURES = frozenset({EffectCut.FAIL, EffectCut.KEEPS_FAILING})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Schedule:
+class CrashSchedule:
     cut: EffectCut
     meanwhile: Meanwhile = Meanwhile.NOTHING
     #: Whether effects of a kind are cut again in another state or assignment. `run` is a command, such as a timer's.
@@ -76,18 +76,18 @@ class Schedule:
 #: States in which the control plane can release an assignment.
 ASSIGNED = ("claimed", "running")
 SCHEDULES = {
-    "killed": Schedule(cut=EffectCut.KILL, in_each_phase=None),
-    "killed and released": Schedule(
+    "killed": CrashSchedule(cut=EffectCut.KILL, in_each_phase=None),
+    "killed and released": CrashSchedule(
         cut=EffectCut.KILL, meanwhile=Meanwhile.RELEASE, in_each_phase=None, states=ASSIGNED
     ),
-    "killed and reconfigured": Schedule(cut=EffectCut.KILL, meanwhile=Meanwhile.RECONFIGURE, in_each_round=False),
-    "rebooted": Schedule(cut=EffectCut.REBOOT, in_each_round=False),
-    "failed": Schedule(cut=EffectCut.FAIL, in_each_phase=frozenset({"run"})),
-    "keeps failing": Schedule(cut=EffectCut.KEEPS_FAILING, in_each_round=False),
-    "killed while a layer is built": Schedule(
+    "killed and reconfigured": CrashSchedule(cut=EffectCut.KILL, meanwhile=Meanwhile.RECONFIGURE, in_each_round=False),
+    "rebooted": CrashSchedule(cut=EffectCut.REBOOT, in_each_round=False),
+    "failed": CrashSchedule(cut=EffectCut.FAIL, in_each_phase=frozenset({"run"})),
+    "keeps failing": CrashSchedule(cut=EffectCut.KEEPS_FAILING, in_each_round=False),
+    "killed while a layer is built": CrashSchedule(
         cut=EffectCut.KILL, in_each_round=False, lives=tuple(LIVES), cut_lives=("layers",)
     ),
-    "failed while a layer is built": Schedule(
+    "failed while a layer is built": CrashSchedule(
         cut=EffectCut.FAIL, in_each_round=False, lives=tuple(LIVES), cut_lives=("layers",)
     ),
 }
