@@ -176,9 +176,15 @@ class DemandLiveness:
                 (event.kind is not JobEventKind.STARTED or record.started_at is not None)
                 and (event.kind is not JobEventKind.COMPLETED or record.completed_at is not None)
             )
-            if event.job_id and not is_known:
+            if event.job_id and not is_known and not (record is None and self._may_be_forgotten(event)):
                 text = f"{process} acknowledges that job {event.job_id} is {event.kind}, and has not stored it"
                 self._violated("D11", text)
+
+    def _may_be_forgotten(self, event: JobEvent) -> bool:
+        """Whether the record of the job may have expired: the answer to the acknowledgement can hang for minutes."""
+        happened_at = event.finished_at or event.started_at or event.assigned_at
+        keep_s = self._world.least("keep_records_s")
+        return happened_at is not None and self._world.clock.now() - happened_at > timedelta(seconds=keep_s)
 
     # D12: warm capacity
 
