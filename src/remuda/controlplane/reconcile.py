@@ -1,8 +1,8 @@
 """Carrying out the steps that `domain.decide` decides: per step one conditional write, and at most one outside call.
 
-`advance` does what is due for an instance; `leave` takes an instance from its holder. All drivers use them: provisions
-that roll back, releases, sweeps and the listener. They may all run at once and be killed between any two calls: whoever
-comes next reads the record, decides again, and goes on.
+`advance` does what is due for an instance, `carry_out` what was decided already, and `leave` takes an instance from its
+holder. All drivers use them: provisions that roll back, releases, sweeps and the listener. They may all run at once and
+be killed between any two calls: whoever comes next reads the record, decides again, and goes on.
 
 The order of a call to its write:
 - A registration is removed before the instance is released, so that GitHub starts no job on a runner that is stopped.
@@ -20,6 +20,7 @@ from remuda.domain.decide.next_step import (
     NewCredential,
     Publish,
     RegistrationRemoval,
+    Step,
     Terminate,
     Write,
     next_step,
@@ -44,11 +45,18 @@ TOKEN_RETRY_S = 30.0
 async def advance(
     context: Context, config: PoolConfig, instance: Instance, report: Report | None, *, by: Actor
 ) -> Instance:
-    """Do what is due for an instance, if anything. Return its record.
+    """Do what is due for an instance, if anything. Return its record."""
+    step = next_step(instance, report, config.policy, now=context.clock.now())
+    return await carry_out(context, config, instance, step, by=by)
+
+
+async def carry_out(
+    context: Context, config: PoolConfig, instance: Instance, step: Step | None, *, by: Actor
+) -> Instance:
+    """Carry out a step that was decided for this record. Return its record.
 
     The message of an idle instance is not sent here: callers send those of many instances in one call.
     """
-    step = next_step(instance, report, config.policy, now=context.clock.now())
     match step:
         case Write():
             return await transition(context, instance, step.event, by=by, why=step.why)

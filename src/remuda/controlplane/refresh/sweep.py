@@ -15,7 +15,7 @@ from math import inf
 
 from remuda.controlplane.context import Context, map_concurrently, skip_unreadable, transition_all
 from remuda.controlplane.pool_publisher import publish_to_pool
-from remuda.controlplane.reconcile import advance, leave
+from remuda.controlplane.reconcile import carry_out, leave
 from remuda.controlplane.refresh.audit import WaitingJobAudit
 from remuda.controlplane.refresh.ended_runs import EndedRunSweep
 from remuda.controlplane.refresh.machines import FirstSeen, MachineSweep, PartialSweep, StaleRegistrationSweep
@@ -305,7 +305,7 @@ class Sweep:
             # Nobody else closes its provision before the deadline, which is hours away. A run closes its own.
             after, _ = await leave_provision(context, config, instance, step.event, by=Actor.REFRESH, why=step.why)
         else:
-            after = await advance(context, config, instance, report, by=Actor.REFRESH)
+            after = await carry_out(context, config, instance, step, by=Actor.REFRESH)
         if after.state is State.IDLE and instance.state is State.RELEASING:
             self._result.finished_releases.append(instance.instance_id)
         if after.state in ABSORBING:
