@@ -237,6 +237,7 @@ def test_page_reports_that_too_many_pages_are_open(
         page.route("**/api/events*", lambda route: route.fulfill(status=503, json=rejection))
         page.goto(dashboard.url)
         wait(page, "document.getElementById('banner')?.textContent.includes('too many pages are open: 100')")
+        page.wait_for_selector("html[data-ready]")  # The banner may stand before the first frame is drawn.
         assert page.inner_text("#live") == str(len(live_instances(samples)))
         page.unroute("**/api/events*")
         wait(page, "document.getElementById('banner').hidden")
