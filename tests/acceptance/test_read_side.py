@@ -165,7 +165,9 @@ async def test_drain_quarantine_and_terminate(backend: LocalBackend) -> None:
     assert (plan["done"], backend.records()[old]["retireReason"]) == ([old], None)
     assert (await backend.run("drain", old, "--reason", "old image")).document["done"] == [old]
     assert (await backend.run("drain", old)).document["unchanged"] == [old]
-    assert (await backend.run("quarantine", odd, "--for", "30m", "--reason", "looks odd")).document["done"] == [odd]
+    quarantined = await backend.run("quarantine", odd, "--for", "30m", "--reason", "looks odd")
+    assert quarantined.document["done"] == [odd]
+    assert f"{odd} was idle, quarantined: looks odd" in quarantined.stderr
     second = (await backend.provision("42", 1)).document
     assert [item["instance_id"] for item in second["instances"]] == [last]
     kept = (await backend.run("quarantine", odd, last, "--dry-run")).document

@@ -136,15 +136,17 @@ def _confirm(output: Output, plan: OperatorResult) -> None:
 
 def _report(output: Output, result: OperatorResult, *, job_files: Mapping[str, str] | None = None) -> int:
     """`job_files` has the folder of the files of the job that an instance has or had last, by id."""
-    word = f"would be {_PARTICIPLES[result.action]}" if result.dry_run else _PARTICIPLES[result.action]
+    would = "would be " if result.dry_run else ""
     for item in result.outcomes:
         run = f" (run {item.run_id})" if item.run_id else ""
-        outcome = f"{word}: {item.why}" if item.done else f"unchanged: {item.why}"
+        # The reason of a retirement begins with its kind, such as "drained: old image".
+        outcome = f"{would}{item.why}" if item.done else f"unchanged: {item.why}"
         output.say(f"{item.instance_id} was {item.state}{run}, {outcome}")
         if folder := (job_files or {}).get(item.instance_id):
             output.say(f"  files of its job, until the reset at its release: {folder}")
     output.say_errors(result.errors)
-    output.say(f"{len(result.done)} {word}, {len(result.outcomes) - len(result.done)} unchanged")
+    unchanged = len(result.outcomes) - len(result.done)
+    output.say(f"{len(result.done)} {would}{_PARTICIPLES[result.action]}, {unchanged} unchanged")
     output.result(_document(result) | ({} if job_files is None else {"job_files": dict(job_files)}))
     return EXIT_PARTIAL if result.errors else EXIT_OK
 
