@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from remuda.controlplane.operator import OperatorAction
 from remuda.domain.instance import Instance, State, decide_retirement
 from remuda.domain.pool_config import PoolConfig
-from remuda.domain.provision import Provision
 from remuda.domain.runner_set import RunnerSet
 from remuda.ports.compute import POOL_TAG, LaunchRequest
 from simulation.demand_liveness import DemandLiveness
@@ -262,12 +261,6 @@ class DemandInvariants:
             return
         if not self._is_past(record.deadline(busy=True)):
             yield "D2", f"ends itself while a job of run {machine.job.run_id} runs"
-
-    def provision_released(self, provision: Provision, process: SimulatedProcess) -> Found:
-        self.checks += 1
-        for record in self._world.database.instances.values():
-            if record.provision_id == provision.provision_id and record.state is State.RUNNING:
-                yield from self.released(record, process)
 
     def _online(self, record: Instance) -> MemoryRunner | None:
         """The registration by which GitHub can give the instance a job."""

@@ -62,7 +62,6 @@ HOLDER = holder_id(SET.name)
 RUN = "7"
 LONG_AGO = NOW - timedelta(hours=1)
 
-OPEN, COMMITTED, RELEASED = 0, 1, 2
 #: Incidents, each with a budget of one per search.
 CRASH, LOST_EVENT = 1, 2
 #: Bits of a state's number: of each machine, of the waiting jobs and the budget together, and of the budget.
@@ -83,10 +82,8 @@ class Acquisition(IntEnum):
     HOLDS = 2
     #: GitHub has registered its runner.
     REGISTERED = 3
-    #: Its runner may start; the provision is not committed yet.
-    EQUIPPED = 4
     #: GitHub has removed its registration, so that it can be released.
-    WITHDRAWN = 5
+    WITHDRAWN = 4
 
 
 class SetAgent(NamedTuple):
@@ -121,7 +118,6 @@ class MachineModel(NamedTuple):
     #: Whether the event about the job that started in this epoch is under way.
     has_event: bool = False
     acquisition: Acquisition = Acquisition.NONE
-    provision: int = RELEASED
     #: Decided by a state that has changed since.
     pending: PendingWrite | None = None
 
@@ -381,13 +377,16 @@ class DemandModel:
             yield "a sweep ends it: not used", Actor.REFRESH, end
         if not machine.agent.alive:
             yield "a sweep ends it: gone", Actor.REFRESH, End(reason=RetireReason.GONE)
-        if machine.provision == RELEASED and record.state in ASSIGNED:
-            yield "it is taken back", Actor.REFRESH, _release_of(record)
+        if record.state in {State.CREATED, State.CLAIMED}:
+            end = End(reason=RetireReason.EXPIRED, margin_s=LIFETIMES.margin_s)
+            yield "a sweep ends it: its time is up", Actor.REFRESH, end
         if record.state is not State.RUNNING or not record.runner_set:
             return
         if machine.has_event and machine.served == record.epoch and not record.is_bound:
             name = record.assignment.runner_name if record.assignment else ""
             yield "the listener binds it", Actor.LISTENER, _bind(runner_name=name, run_id=RUN, tier=Tier.TRUSTED)
+        if orders.release:
+            yield "the listener releases it", Actor.LISTENER, _release_of(record)
         if orders.bind:
             yield "the listener binds it late", Actor.LISTENER, _bind(report=report)
         if orders.renew:
@@ -424,18 +423,12 @@ class DemandModel:
                 change = advance(record, retire, by=Actor.LISTENER, now=NOW, why="")
                 gone = _written(gone, write_of(change, "retire", Actor.LISTENER))
             yield "GitHub removes its registration for the listener", gone, 0, 0
-        if orders.release:
-            yield "the listener releases its provision", machine._replace(provision=RELEASED), 0, 0
-        if record is not None and machine.provision == OPEN and record.state in {State.CREATED, State.CLAIMED}:
-            yield "a sweep closes its provision", machine._replace(provision=RELEASED), 0, 0
-        if record is not None and machine.provision == OPEN and record.state is State.RUNNING:
-            yield "its provision is committed", machine._replace(provision=COMMITTED), 0, 0
 
     def _acquire(self, machine: MachineModel) -> Iterator[_RawStep]:
         record = machine.record
         if record is None:
             if not machine.launched:
-                launched = machine._replace(launched=True, acquisition=Acquisition.LAUNCHED, provision=OPEN)
+                launched = machine._replace(launched=True, acquisition=Acquisition.LAUNCHED)
                 yield "the listener launches it", launched, 0, 0
             return
         if record.state is not State.IDLE or record.epoch >= self._bounds.uses:
@@ -443,7 +436,7 @@ class DemandModel:
         change = _claim(record.epoch)
         if change.condition.is_met_by(record):
             claimed = _written(machine, write_of(change, "claim", Actor.LISTENER))
-            yield "the listener claims it", claimed._replace(acquisition=Acquisition.HOLDS, provision=OPEN), 0, 0
+            yield "the listener claims it", claimed._replace(acquisition=Acquisition.HOLDS), 0, 0
 
     def _continue(self, machine: MachineModel) -> Iterator[_RawStep]:
         record = machine.record
@@ -472,16 +465,10 @@ class DemandModel:
                 if record.state in {State.CREATED, State.CLAIMED}:
                     change = advance(record, equip, by=Actor.LISTENER, now=NOW, why="")
                     equipped = _written(machine, write_of(change, "equip", Actor.LISTENER))
-                    yield "the listener equips it", equipped._replace(acquisition=Acquisition.EQUIPPED), 0, 0
+                    yield "the listener equips it", equipped._replace(acquisition=Acquisition.NONE), 0, 0
                 yield "the listener gives up", _given_back(machine), 0, 0
-            case Acquisition.EQUIPPED:
-                done = machine._replace(acquisition=Acquisition.NONE)
-                if machine.provision == OPEN:
-                    done = done._replace(provision=COMMITTED)
-                yield "the listener commits its provision", done, 0, 0
-            case Acquisition.WITHDRAWN:
-                done = machine._replace(acquisition=Acquisition.NONE, provision=RELEASED)
-                yield "the listener releases its provision", done, 0, 0
+            case Acquisition.WITHDRAWN if record is not None and record.state is not State.CREATED:
+                yield "the listener releases it", _given_back(machine), 0, 0
             case _:
                 yield "the listener stops", machine._replace(acquisition=Acquisition.NONE), 0, 0
 
@@ -712,10 +699,13 @@ def _release_of(record: Instance, *, owner: str | None = None) -> Event:
 
 
 def _given_back(machine: MachineModel) -> MachineModel:
-    """One conditional write gives the machine back; then the provision is released."""
+    """One conditional write gives the machine back. A listening runner leaves only after its registration is gone."""
     record = machine.record
-    done = machine._replace(acquisition=Acquisition.NONE, provision=RELEASED)
-    if record is None or record.state not in {State.CREATED, State.CLAIMED}:
+    done = machine._replace(acquisition=Acquisition.NONE)
+    held = {State.CREATED, State.CLAIMED}
+    if machine.acquisition is Acquisition.WITHDRAWN:
+        held = {State.CLAIMED, State.RUNNING}
+    if record is None or record.state not in held:
         return done
     event = _release_of(record, owner=record.owner)
     change = advance(record, event, by=Actor.LISTENER, now=NOW, why="")
@@ -800,9 +790,8 @@ def _without_unread(machine: MachineModel, record: Instance) -> MachineModel:
         agent=agent if agent.memory is None or agent.memory[0] == epoch else agent._replace(memory=None),
         # Only a running machine is asked whether it is spent.
         beat=(busy, listening, spent_epoch if is_running and spent_epoch == epoch else 0),
-        # The next claim has its own registration and provision.
+        # The next claim has its own registration.
         registered=machine.registered if machine.registered in {epoch, agent.configured} else 0,
-        provision=RELEASED if is_over else machine.provision,
         # The event is read until the machine is bound or released, for this epoch only.
         has_event=machine.has_event and is_running and machine.served == epoch and not record.is_bound,
         served=machine.served if machine.served in {epoch, agent.configured} else 0,

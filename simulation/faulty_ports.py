@@ -105,7 +105,6 @@ _WRITES = frozenset(
     {
         "apply",
         "apply_all",
-        "apply_with_provision",
         "put_provision",
         "replace_provision",
         "put_config",

@@ -160,7 +160,8 @@ class LivenessInvariants:
                     yield "L5", f"{provision.provision_id} is {provision.status} long after its deadline", ""
                 continue
             released_at = provision.released_at or provision.deadline
-            if now <= self._since(released_at) + sweeps:
+            if provision.runner_set or now <= self._since(released_at) + sweeps:
+                # A set holds its machines by their own records, which other rules judge.
                 continue
             for record in world.database.instances.values():
                 if record.provision_id == provision.provision_id and record.state in HELD:

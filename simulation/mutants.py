@@ -59,6 +59,7 @@ _ENDED_RUNS = "remuda.controlplane.refresh.ended_runs"
 _MACHINE_SWEEP = "remuda.controlplane.refresh.machines"
 _SESSION = "remuda.controlplane.demand.session"
 _LEASE = "remuda.controlplane.demand.lease"
+_ACQUISITION = "remuda.controlplane.demand.acquisition"
 _EQUIPMENT = "remuda.controlplane.demand.equipment"
 _BINDING = "remuda.controlplane.demand.binding"
 _SUPPLY = "remuda.domain.supply"
@@ -285,15 +286,10 @@ MUTANTS: tuple[Mutant, ...] = (
         expression(_SIGNALS, "removal_verdict", "Signal.UD_REMOVE_REG_REMOVE_RUN_OK", "Signal.UD_REMOVE_REG_OK"),
     ),
     _mutant(
-        "release-before-its-provision",
+        "launch-before-its-record",
         BugClass.ORDER,
-        "a machine of a set is released, but its provision is not",
-        statements(
-            _EQUIPMENT,
-            "Equipment.release",
-            "await self._leave_provision(...)",
-            "await self._transition(machine, event, why)",
-        ),
+        "machines for a set are launched while the record of their launch is still being written",
+        statements(_ACQUISITION, "_Batch._launch", "await asyncio.shield(...)", "pass"),
         settings=_SETS,
     ),
     _mutant(

@@ -15,10 +15,10 @@ from operator import is_
 from typing import Any, TypeVar, cast
 
 from remuda.domain.demand import DemandRecord, JobRecord, Lease
-from remuda.domain.errors import Conflict, ProvisionConflict, RemudaError
+from remuda.domain.errors import Conflict, RemudaError
 from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.pool_config import PoolConfig
-from remuda.domain.provision import Provision, ProvisionChange, ProvisionStatus
+from remuda.domain.provision import Provision
 from remuda.domain.signals import FailureKind, Report, Signal
 from remuda.domain.timestamps import to_milliseconds
 from remuda.domain.transitions import Change
@@ -108,29 +108,10 @@ class MemoryInstanceStore:
         self._count("apply")
         return self._change(change)
 
-    async def apply_with_provision(self, change: Change, provision: ProvisionChange) -> None:
-        self._count("apply_with_provision")
-        self._check(change)
-        before, after = provision.before, provision.after
-        current = self._database.provisions.get(_key(before))
-        if not before.is_as_stored(current):
-            raise ProvisionConflict(f"provision {before.provision_id} has moved on", current=current)
-        # One step for all other processes. The invariants check writes in an order in which either is allowed.
-        if after.status is ProvisionStatus.RELEASED:
-            self._database.provisions[_key(after)] = _kept(after)
-            self._change(change)
-        else:
-            self._change(change)
-            self._database.provisions[_key(after)] = _kept(after)
-
-    def _check(self, change: Change) -> Instance | None:
+    def _change(self, change: Change) -> Instance:
         current = self._database.instances.get(change.instance_id)
         if not change.condition.is_met_by(current):
             raise Conflict(f"{change.instance_id} is not as {change.entry.transition} expects", current=current)
-        return current
-
-    def _change(self, change: Change) -> Instance:
-        current = self._check(change)
         record = _kept(change.applied_to(current))
         entries = (*self._database.histories.get(change.instance_id, ()), _kept(change.entry))
         self._database.instances[change.instance_id] = record

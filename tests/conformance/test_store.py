@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from remuda.domain import provision as provisions
-from remuda.domain.errors import Conflict, ProvisionConflict, Unreadable
+from remuda.domain.errors import Conflict, Unreadable
 from remuda.domain.instance import LIVE, Instance, RetireReason, State
 from remuda.domain.provision import (
     AcquiredRunner,
     LaunchAttempt,
-    ProvisionChange,
     ProvisionOutcome,
     ProvisionStatus,
     RejectedCandidate,
@@ -55,13 +54,6 @@ async def conflict(awaitable: Any) -> Any:
 
 
 # Changes ----------------------------------------------------------------------------------------------------------
-
-
-async def provision_conflict(awaitable: Any) -> Any:
-    """The stored provision of the `ProvisionConflict` that the call raises."""
-    with pytest.raises(ProvisionConflict) as caught:
-        await awaitable
-    return caught.value.current
 
 
 async def test_prepare_is_idempotent_and_returns_its_changes(stores: Stores) -> None:
@@ -469,60 +461,6 @@ async def test_replacing_a_provision_is_conditional(store: InstanceStore, other:
     await other.replace_provision(replace(committed, why="another reason"), released)
     await store.replace_provision(released, provisions.settled(released, forget_at=at(99)))
     assert await other.get_provision("1234", "p-1") == provisions.settled(released, forget_at=at(99))
-
-
-async def test_instance_and_provision_are_written_together(store: InstanceStore, other: InstanceStore) -> None:
-    claimed = await store.apply(birth(instance(state=State.CLAIMED, provision_id="p-1")))
-    opened = provision()
-    await store.put_provision(opened)
-    start = change(claimed, transition="equip", state=State.RUNNING).only_for(claimed)
-    commit = ProvisionChange(before=opened, after=provisions.committed(opened, (ID,), deadline=at(99)))
-    await store.apply_with_provision(start, commit)
-    assert await other.get(ID) == start.applied_to(claimed)
-    assert await other.get_provision("1234", "p-1") == commit.after
-    assert [entry.transition for entry in await store.history(ID)] == ["birth", "equip"]
-
-
-async def test_neither_is_written_if_one_of_both_has_changed(store: InstanceStore, other: InstanceStore) -> None:
-    claimed = await store.apply(birth(instance(state=State.CLAIMED, provision_id="p-1")))
-    opened = provision()
-    start = change(claimed, state=State.RUNNING).only_for(claimed)
-    commit = ProvisionChange(before=opened, after=provisions.committed(opened, (ID,), deadline=at(99)))
-    assert await provision_conflict(store.apply_with_provision(start, commit)) is None
-    released = provisions.released(opened, now=NOW, why="late")
-    await store.put_provision(released)
-    assert await provision_conflict(store.apply_with_provision(start, commit)) == released
-    assert await other.get(ID) == claimed
-    # The instance is named first, so that a repeated write recognises its own result.
-    retired = await store.apply(change(claimed, retire_reason=RetireReason.DRAINED))
-    assert await conflict(store.apply_with_provision(start, commit)) == retired
-    close = ProvisionChange(before=released, after=provisions.settled(released, forget_at=at(99)))
-    assert await conflict(store.apply_with_provision(start, close)) == retired
-    assert await other.get(ID) == retired
-    assert await other.get_provision("1234", "p-1") == released
-    missing = replace(start, instance_id=instance_id(2))
-    assert await conflict(store.apply_with_provision(missing, close)) is None
-    assert [entry.transition for entry in await store.history(ID)] == ["birth", "test"]
-
-
-@pytest.mark.parametrize(
-    "sets",
-    [
-        {"run_id": "99"},
-        {"threshold": at(3_601)},
-        {"retire_reason": RetireReason.DRAINED},
-        {"quarantined_until": at(700)},
-    ],
-    ids=lambda sets: next(iter(sets)),
-)
-async def test_change_for_a_known_record_conflicts_after_any_other_change(
-    store: InstanceStore, sets: dict[str, Any]
-) -> None:
-    running = await store.apply(birth(instance(state=State.RUNNING, run_id="1")))
-    ours = change(running, state=State.RELEASING).only_for(running)
-    changed = await store.apply(change(running, **sets))
-    assert await conflict(store.apply(ours)) == changed
-    assert (await store.apply(change(changed, state=State.RELEASING).only_for(changed))).state is State.RELEASING
 
 
 async def test_concurrent_replacements_have_one_winner(stores: Stores, store: InstanceStore) -> None:

@@ -86,11 +86,11 @@ async def leave(
     if isinstance(leaving, Terminate):
         event = End(reason=RetireReason.RELEASED, owner=owner)
     else:
-        event = await release_event(context, config, instance, leaving, by=by, owner=owner, removal=removal)
+        event = await _release_event(context, config, instance, leaving, by=by, owner=owner, removal=removal)
     return None if event is None else await transition(context, instance, event, by=by, why=why)
 
 
-async def release_event(
+async def _release_event(
     context: Context,
     config: PoolConfig,
     instance: Instance,

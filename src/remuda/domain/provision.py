@@ -220,14 +220,6 @@ def exclusive_id(run_id: str, attempt: int, resource_class: str, stored_ids: Col
     raise AssertionError
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProvisionChange:
-    """The replacement of a provision, if the stored one is as `before`."""
-
-    before: Provision
-    after: Provision
-
-
 def lost_instances(provision: Provision, records: Mapping[str, Instance]) -> tuple[str, ...]:
     """Return the committed instances that ended before the run was released, as far as their records are known."""
     if provision.settled:

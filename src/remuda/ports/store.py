@@ -21,7 +21,7 @@ from typing import Protocol
 from remuda.domain.errors import RemudaError
 from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.pool_config import PoolConfig
-from remuda.domain.provision import Provision, ProvisionChange
+from remuda.domain.provision import Provision
 from remuda.domain.signals import FailureKind, Report, Signal
 from remuda.domain.transitions import Change
 from remuda.ports.demand import DemandStore
@@ -47,14 +47,6 @@ class InstanceStore(DemandStore, Protocol):
         Only the fields that the change sets are written. The history entry is written in the same step or soon after,
         at the latest by `close`. If it cannot be written, the change still succeeds: no decision depends on it.
         Raises `Conflict(current=record or None)` if the condition is not met; then nothing was written.
-        """
-        ...
-
-    async def apply_with_provision(self, change: Change, provision: ProvisionChange) -> None:
-        """Apply a change and replace a provision in one step: both or none.
-
-        Raises `Conflict` like `apply` if the instance does not meet the condition, and otherwise `ProvisionConflict`
-        if the provision does not meet that of `replace_provision`.
         """
         ...
 

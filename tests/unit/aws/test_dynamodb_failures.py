@@ -13,9 +13,8 @@ from remuda.adapters.aws.dynamodb.schema import INDEXES, KEYS
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.domain import provision as provisions
 from remuda.domain.demand import Lease
-from remuda.domain.errors import Conflict, ProvisionConflict, RemudaError, Throttled, Unavailable, UserError
+from remuda.domain.errors import Conflict, RemudaError, Throttled, Unavailable, UserError
 from remuda.domain.instance import LIVE, State
-from remuda.domain.provision import ProvisionChange
 from remuda.domain.signals import Signal
 from remuda.ports.calls import CallCounter
 from simulation.loop import SeededIds
@@ -139,12 +138,6 @@ STORE_OPERATIONS = [
         {"in a transaction": Expected(Conflict, 1), "condition": None},
     ),
     Failing(
-        "apply_with_provision",
-        "TransactWriteItems",
-        lambda store: store.apply_with_provision(CHANGE, ProvisionChange(before=OPENED, after=RELEASED)),
-        but=UNCONDITIONAL,
-    ),
-    Failing(
         "write_signal",
         "UpdateItem",
         lambda store: store.write_signal(FIRST, epoch=1, signal=Signal.UD_OK),
@@ -213,26 +206,27 @@ def cancelled(*codes: str) -> Outcome:
 
 
 @pytest.mark.parametrize(
-    ("codes", "expected"),
+    "codes",
     [
-        (["ConditionalCheckFailed", "None"], Conflict),
-        (["None", "ConditionalCheckFailed"], ProvisionConflict),
-        (["ConditionalCheckFailed", "ConditionalCheckFailed"], Conflict),
-        (["TransactionConflict", "None"], Unavailable),
-        (["None", "ThrottlingError"], Unavailable),
-        (["ProvisionedThroughputExceeded", "None"], Unavailable),
-        (["None", "ValidationError"], Unavailable),
-        ([], Unavailable),
+        ["TransactionConflict", "None"],
+        ["None", "ThrottlingError"],
+        ["ProvisionedThroughputExceeded", "None"],
+        ["None", "ValidationError"],
+        [],
     ],
 )
-async def test_cancelled_transaction(codes: list[str], expected: type[RemudaError]) -> None:
-    """The reasons say which record lost the race. All others say nothing about the records."""
-    http = AwsScript("dynamodb", {"TransactWriteItems": [cancelled(*codes)]})
+async def test_transaction_that_is_cancelled_for_another_reason_than_its_conditions(codes: list[str]) -> None:
+    """The reasons say nothing about the records: each change is applied alone, and its own answer counts."""
+    http = AwsScript(
+        "dynamodb",
+        {
+            "TransactWriteItems": [cancelled(*codes)] * 9,
+            "UpdateItem": [refusal("dynamodb", "ConditionalCheckFailedException")] * 2,
+        },
+    )
     async with open_store(http) as store:
-        with pytest.raises(RemudaError) as raised:
-            await store.apply_with_provision(CHANGE, ProvisionChange(before=OPENED, after=RELEASED))
-    assert type(raised.value) is expected
-    assert len(http.sent) == 1
+        failures = await store.apply_all([CHANGE, OTHER_CHANGE])
+    assert [type(failure) for failure in failures] == [Conflict, Conflict]
 
 
 async def test_the_remainder_of_a_batch_is_read_as_consistently() -> None:

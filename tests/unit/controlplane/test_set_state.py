@@ -114,7 +114,7 @@ def test_each_use_of_a_machine_is_known_apart() -> None:
     second = machines.put(instance(1, state=State.CLAIMED, epoch=2, runner_set="large"))
     assert second is not None
     assert (first.instance.epoch, first.handled) == (1, True)
-    assert (second.instance.epoch, second.handled, second.provision) == (2, False, None)
+    assert (second.instance.epoch, second.handled, second.acquisition) == (2, False, None)
     assert (second.report, second.pulse) == (first.report, first.pulse)
 
 

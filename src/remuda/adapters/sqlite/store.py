@@ -14,10 +14,10 @@ from remuda.adapters.sqlite.connection import BUSY_TIMEOUT_S, ChangePoller, Sqli
 from remuda.adapters.sqlite.documents import decode, decode_times, encode
 from remuda.adapters.sqlite.tables import Key, RecordKind
 from remuda.domain.demand import DemandRecord, JobRecord, Lease
-from remuda.domain.errors import Conflict, ProvisionConflict, RemudaError, Unreadable
+from remuda.domain.errors import Conflict, RemudaError, Unreadable
 from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.pool_config import PoolConfig
-from remuda.domain.provision import Provision, ProvisionChange
+from remuda.domain.provision import Provision
 from remuda.domain.signals import FailureKind, Report, Signal
 from remuda.domain.transitions import Change
 from remuda.ports.calls import CallCounter
@@ -72,16 +72,6 @@ class SqliteInstanceStore:
         # Parse the written document, so that the caller gets exactly what readers will get.
         written = await self._write("apply", partial(self._change, change=change), changed=_control([change]))
         return self._parse(Instance, written, change.instance_id)
-
-    async def apply_with_provision(self, change: Change, provision: ProvisionChange) -> None:
-        def job(connection: sqlite3.Connection) -> None:
-            self._change(connection, change)
-            try:
-                self._replace_provision(connection, provision.before, provision.after)
-            except Conflict as conflict:
-                raise ProvisionConflict(conflict.message, current=conflict.current) from None
-
-        await self._write("apply_with_provision", job, changed=_control([change]))
 
     async def apply_all(self, changes: Sequence[Change]) -> Sequence[RemudaError | None]:
         def job(connection: sqlite3.Connection) -> list[Conflict | None]:

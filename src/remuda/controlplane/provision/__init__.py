@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from remuda.controlplane.context import Context, map_concurrently, retry_write, run_to_end, transition
+from remuda.controlplane.context import Context, map_concurrently, record_intent, retry_write, run_to_end, transition
 from remuda.controlplane.provision.creation import Creation, JustInTimeRegistrations, wait_for_created, watch_created
 from remuda.controlplane.provision.outcome import OutcomeRecorder
 from remuda.controlplane.provision.pickup import PickupManager
@@ -72,19 +72,6 @@ async def provision(context: Context, request: ProvisionRequest) -> ProvisionRes
     )
 
 
-async def record_intent(context: Context, intent: Provision) -> None:
-    """Write the provision record. Its id or its nonce is new, so a stored record that equals it is our own write."""
-
-    async def write() -> None:
-        try:
-            await context.store.put_provision(intent)
-        except Conflict as conflict:
-            if conflict.current != intent:
-                raise
-
-    await retry_write(context, write, run_id=intent.run_id)
-
-
 async def _acquire_all(
     context: Context,
     plan: ProvisionPlan,
@@ -102,7 +89,7 @@ async def _acquire_all(
     async def acquire_one() -> RegisteredInstance:
         claimed = None if plan.retire_reason else await selection.claim_one()
         registered = claimed or await wait_for_created(context, plan, await creation.create_one(plan, acquired))
-        recorder.acquire(registered)
+        recorder.acquire(registered.instance.instance_id, registered.source, registration_s=registered.registration_s)
         return registered
 
     try:

@@ -69,10 +69,17 @@ async def roll_back(
     try:
         async with asyncio.timeout(ROLLBACK_TIMEOUT_S):
             assigned = await _give_back_all(context, config, acquired.all(), None, why=why)
-            # A runner of a set that listens keeps its provision: a sweep would take it back otherwise.
-            if not any(item.instance.runner_set for item in assigned):
-                await _guarded(context, _close_provision(context, provision, why=why, outcome=outcome))
+            await _guarded(context, _close_provision(context, provision, why=why, outcome=outcome))
             await _guarded(context, _release_all(context, config, provision, assigned, why=why))
+    except TimeoutError:
+        _log_incomplete(context, "timeout")
+
+
+async def give_back(context: Context, config: PoolConfig, acquired: AcquiredInstances, *, why: str) -> None:
+    """Give back what was acquired for a set. A runner that listens stays: it may have a job already."""
+    try:
+        async with asyncio.timeout(ROLLBACK_TIMEOUT_S):
+            await _give_back_all(context, config, acquired.all(), None, why=why)
     except TimeoutError:
         _log_incomplete(context, "timeout")
 
@@ -92,7 +99,6 @@ async def _release_all(
     context: Context, config: PoolConfig, provision: Provision, assigned: Sequence[AcquiredInstance], *, why: str
 ) -> None:
     """Release the claimed and running instances of a run."""
-    assigned = [item for item in assigned if not item.instance.runner_set]
     if not assigned:
         return
     left_s = (provision.deadline - context.clock.now()).total_seconds()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
-
 from remuda.controlplane.context import Context, apply_confirmed, transition
 from remuda.controlplane.provision.outcome import OutcomeRecorder
 from remuda.controlplane.provision.pickup import PickupManager
@@ -40,12 +38,8 @@ class Selection:
         pickup: PickupManager,
         acquired: AcquiredInstances,
         recorder: OutcomeRecorder,
-        *,
-        intent: Awaitable[None] | None = None,
     ) -> None:
-        """`intent` is the write of the provision record, if it is in progress: nothing is claimed before its end."""
         self._context = context
-        self._intent = intent
         self._plan = plan
         self._pickup = pickup
         self._acquired = acquired
@@ -67,8 +61,6 @@ class Selection:
         while True:
             raise_if_past_deadline(self._context, self._plan)
             delivery = await self._pickup.next_match()
-            if self._intent is not None:
-                await self._intent
             if delivery is None or delivery.message is None:
                 return None
             await self._ensure_provision_open()
@@ -79,8 +71,6 @@ class Selection:
 
     async def claim_known(self, message: PoolMessage) -> Instance | None:
         """Claim an instance whose pool message was not received. Return None if another process was first."""
-        if self._intent is not None:
-            await self._intent
         return await self._try_claim(message)
 
     async def watch_provision_open(self) -> None:
@@ -95,7 +85,8 @@ class Selection:
     async def _ensure_provision_open(self) -> None:
         """The check is cached for all workers; the commit rejects what it misses."""
         now = self._context.clock.monotonic()
-        if now < self._open_until:
+        if self._plan.runner_set is not None or now < self._open_until:
+            # Nobody releases a set's acquisition.
             return
         self._open_until = now + OPEN_CHECK_TTL_S
         ours = self._plan.provision

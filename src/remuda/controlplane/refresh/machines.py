@@ -12,7 +12,6 @@ from typing import TypeVar
 from remuda.controlplane.context import Context, map_concurrently, skip_unreadable, transition, transition_all
 from remuda.controlplane.ended import end_of
 from remuda.controlplane.refresh.result import RefreshResultBuilder
-from remuda.controlplane.set_provisions import leave_provision
 from remuda.domain.errors import Conflict, RemudaError
 from remuda.domain.instance import ABSORBING, Instance, State
 from remuda.domain.pool_config import PoolConfig, parse_runner_name, stale_registration_reason
@@ -107,11 +106,7 @@ class MachineSweep(PartialSweep):
         if view is None and not self._is_missing(instance, listed_at):
             return
         event, why = end_of(view) if view else (End(reason=RetireReason.GONE), "the machine no longer exists")
-        if instance.runner_set:
-            # Nobody else closes its provision before the deadline. A run closes its own.
-            await leave_provision(self._context, self._config, instance, event, by=Actor.REFRESH, why=why)
-        else:
-            await transition(self._context, instance, event, by=Actor.REFRESH, why=why)
+        await transition(self._context, instance, event, by=Actor.REFRESH, why=why)
         self._result.retired[instance.instance_id] = why
 
     def _is_missing(self, instance: Instance, listed_at: datetime) -> bool:

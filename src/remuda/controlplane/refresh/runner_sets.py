@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from datetime import datetime, timedelta
 
 from remuda.controlplane.context import map_concurrently, transition
-from remuda.controlplane.reconcile import binding_of_unknown_job, release_event
+from remuda.controlplane.reconcile import binding_of_unknown_job, leave
 from remuda.controlplane.refresh.machines import PartialSweep
-from remuda.controlplane.set_provisions import leave_provision
 from remuda.domain.decide.next_step import Leave, leave_holder
 from remuda.domain.errors import Conflict, RemudaError
 from remuda.domain.instance import Instance, State
@@ -57,11 +56,8 @@ class RunnerSetSweep(PartialSweep):
         context, config, leaving = self._context, self._config, leave_holder(instance, report)
         if not isinstance(leaving, Leave):
             return False
-        event = await release_event(context, config, instance, leaving, by=Actor.REFRESH)
-        if event is None:
-            return False
-        await leave_provision(context, config, instance, event, by=Actor.REFRESH, why="its job has ended")
-        return True
+        after = await leave(context, config, instance, leaving, by=Actor.REFRESH, why="its job has ended")
+        return after is not None
 
     def _is_binding_due(self, instance: Instance, now: datetime) -> bool:
         margin = timedelta(seconds=self._config.lifetimes.margin_s)

@@ -21,7 +21,6 @@ from remuda.controlplane.refresh.ended_runs import EndedRunSweep
 from remuda.controlplane.refresh.machines import FirstSeen, MachineSweep, PartialSweep, StaleRegistrationSweep
 from remuda.controlplane.refresh.result import RefreshResultBuilder
 from remuda.controlplane.refresh.runner_sets import RunnerSetSweep
-from remuda.controlplane.set_provisions import leave_provision
 from remuda.domain.decide.next_step import Publish, Write, end_of_time, is_busy, leave_holder, next_step
 from remuda.domain.errors import Conflict, NotFound, RemudaError, Unreadable
 from remuda.domain.instance import (
@@ -42,7 +41,7 @@ from remuda.domain.reporting.warnings import (
 )
 from remuda.domain.signals import Report
 from remuda.domain.timestamps import after
-from remuda.domain.transitions import Actor, End
+from remuda.domain.transitions import Actor
 from remuda.ports.compute import MachineView
 from remuda.ports.github import GitHubRunner
 from remuda.ports.pool import BATCH, Delivery
@@ -301,11 +300,7 @@ class Sweep:
     async def _step(self, instance: Instance, report: Report | None) -> Instance:
         context, config = self._context, self._config
         step = next_step(instance, report, config.policy, now=context.clock.now())
-        if isinstance(step, Write) and isinstance(step.event, End) and instance.runner_set and instance.run_id:
-            # Nobody else closes its provision before the deadline, which is hours away. A run closes its own.
-            after, _ = await leave_provision(context, config, instance, step.event, by=Actor.REFRESH, why=step.why)
-        else:
-            after = await carry_out(context, config, instance, step, by=Actor.REFRESH)
+        after = await carry_out(context, config, instance, step, by=Actor.REFRESH)
         if after.state is State.IDLE and instance.state is State.RELEASING:
             self._result.finished_releases.append(instance.instance_id)
         if after.state in ABSORBING:
@@ -342,6 +337,10 @@ class ProvisionSweep(PartialSweep):
         """Release a provision and take back its instances; settle it as soon as it holds none."""
         if provision.status is not ProvisionStatus.RELEASED:
             provision = await self._release(provision)
+        if provision.runner_set:
+            # The record of an acquisition that its listener did not end. Its instance is held by the set.
+            await self._settle(provision)
+            return
         found = await self._context.store.find_by_provision(provision.provision_id)
         ids = {*provision.instance_ids, *(instance.instance_id for instance in found)}
         records, unreadable = await skip_unreadable(self._context.store.get_many(ids), self._result.error)
@@ -356,9 +355,11 @@ class ProvisionSweep(PartialSweep):
         now = self._context.clock.now()
         # An unreadable instance may still be assigned.
         if not assigned and not unreadable and self._may_settle(provision, now):
-            forget_at = after(now, self._config.lifetimes.keep_records_s)
-            after_settling = settled(provision, forget_at=forget_at, lost=lost_instances(provision, records))
-            await self._context.store.replace_provision(provision, after_settling)
+            await self._settle(provision, lost=lost_instances(provision, records))
+
+    async def _settle(self, provision: Provision, *, lost: tuple[str, ...] = ()) -> None:
+        forget_at = after(self._context.clock.now(), self._config.lifetimes.keep_records_s)
+        await self._context.store.replace_provision(provision, settled(provision, forget_at=forget_at, lost=lost))
 
     def _report(self, provision: Provision, result: RemudaError | None) -> None:
         if isinstance(result, RemudaError) and not isinstance(result, Conflict):

@@ -68,8 +68,6 @@ _ROW_OF_EVENT: dict[type, str] = {
     Quarantine: "quarantine",
     Confirm: "confirm",
 }
-#: Fields of which each row that keeps the state of a used instance changes one. Its agent's credential is no matter.
-_CHANGED_IN_STATE = ("run_id", "threshold", "retire_reason", "quarantined_until")
 #: Fields by which a run selects an instance, besides its tier.
 _SELECTED_BY = ("resource_class", "instance_type", "usage_class", "cpu", "memory_mib")
 
@@ -133,11 +131,6 @@ class Change:
         if record is None:
             return Instance(**self.sets)
         return replace(record, **self.sets)
-
-    def only_for(self, record: Instance) -> Change:
-        """The change on condition that no one has changed the record meanwhile: its result is known without a read."""
-        equals = dict(self.condition.equals) | {name: getattr(record, name) for name in _CHANGED_IN_STATE}
-        return replace(self, condition=replace(self.condition, equals=tuple(equals.items())))
 
 
 def create(record: Instance, *, by: Actor, why: str) -> Change:
@@ -308,7 +301,7 @@ def _effect_of_start(
         case Commit():
             return _commit(instance, event, alive, now)
         case Equip():
-            return _equip(instance, event, alive, now)
+            return _equip(instance, event, timed, now)
         case Bind():
             return _bind(instance, event, timed, now)
         case ListenOn():
@@ -367,7 +360,7 @@ def _commit(
 
 
 def _equip(
-    instance: Instance, event: Equip, alive: WriteCondition, now: datetime
+    instance: Instance, event: Equip, timed: WriteCondition, now: datetime
 ) -> tuple[WriteCondition, dict[str, Any]]:
     if not instance.runner_set or instance.assignment is None or not event.jit_config or not event.runner_id:
         raise _illegal(instance, "just-in-time registration of an instance that no runner set holds")
@@ -382,7 +375,8 @@ def _equip(
         # Also on a new instance: it would pass or refuse the same job by chance otherwise.
         only_trusted=event.strict and instance.tier is Tier.TRUSTED,
     )
-    return replace(alive, owner=event.owner), {
+    # An instance that was retired meanwhile gets no job.
+    return replace(timed, owner=event.owner, not_retired=instance.retire_reason is None), {
         **_listening(now, event.listening_time_s, event.max_runtime_s),
         "assignment": assignment,
     }

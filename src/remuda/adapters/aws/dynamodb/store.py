@@ -23,10 +23,10 @@ from remuda.adapters.aws.dynamodb.table import (
 )
 from remuda.domain import timestamps
 from remuda.domain.demand import DemandRecord, JobRecord, Lease
-from remuda.domain.errors import Conflict, ProvisionConflict, RemudaError, Unreadable
+from remuda.domain.errors import Conflict, RemudaError, Unreadable
 from remuda.domain.instance import LIVE, HistoryEntry, Instance, State
 from remuda.domain.pool_config import PoolConfig
-from remuda.domain.provision import Provision, ProvisionChange
+from remuda.domain.provision import Provision
 from remuda.domain.signals import FailureKind, Report, Signal
 from remuda.domain.transitions import Change
 from remuda.ports.calls import CallCounter
@@ -128,15 +128,6 @@ class DynamoInstanceStore:
 
     async def apply(self, change: Change) -> Instance:
         return await self._changes.apply(change)
-
-    async def apply_with_provision(self, change: Change, provision: ProvisionChange) -> None:
-        before, item = provision.before, items.provision_item(provision.after)
-        try:
-            await self._changes.apply_with(change, item, expressions.if_stored_is(before))
-        except ConditionFailed as failed:
-            message = f"provision {before.provision_id} was changed by another process"
-            current = self._parsed(Provision, failed.item, before.provision_id)
-            raise ProvisionConflict(message, current=current) from None
 
     async def apply_all(self, changes: Sequence[Change]) -> Sequence[RemudaError | None]:
         return await self._changes.apply_all(changes)
