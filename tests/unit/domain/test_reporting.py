@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from remuda.adapters.system.prices import read_prices, shipped_prices
 from remuda.domain.errors import UserError
-from remuda.domain.instance import Credential, HistoryEntry, Instance, RetireReason, State, holder_id
+from remuda.domain.instance import Credential, HistoryEntry, Instance, RetireReason, State
 from remuda.domain.pool_config import PoolConfig, ScopeTokens
 from remuda.domain.provision import (
     AcquiredRunner,
@@ -183,6 +183,12 @@ def test_savings_compare_boots_with_idle_time() -> None:
     assert savings.boot_cost == pytest.approx(2 * 60 / 3_600)
     assert savings.idle_cost == pytest.approx(600 / 3_600)
     assert savings.net == pytest.approx(savings.boot_cost - savings.idle_cost)
+
+
+def test_each_runner_of_a_set_that_is_reused_saves_the_wait_of_its_own_job() -> None:
+    booted = provision(1, outcome=outcome(created=1, seconds=60.0))
+    burst = provision(2, runner_set="large", outcome=outcome(reused=3, seconds=10.0))
+    assert report([booted, burst]).savings.waiting_s == 3 * (60.0 - 10.0)
 
 
 @pytest.mark.parametrize(
@@ -507,7 +513,7 @@ def found_warnings(
     provisions: Sequence[Provision] = (),
     **more: Any,
 ) -> list[PoolWarning]:
-    options = {"lost": {}, "lost_with_job": frozenset(), "ended": {}, "sweep_due": None, "now": NOW} | more
+    options = {"lost": {}, "ended": {}, "sweep_due": None, "now": NOW} | more
     return find_warnings(config, instances, reports or {}, provisions, **options)
 
 
@@ -607,13 +613,6 @@ def test_failed_run_that_was_provisioned_again_is_no_warning() -> None:
     assert found_warnings(CONFIG, provisions=[failed, again]) == []
     (warning,) = found_warnings(CONFIG, provisions=[failed, again], lost={again.provision_id: ("i-2",)})
     assert (warning.kind, warning.text) == ("lost-instance", f"it lost 1 of its 3 instances: i-2; {REPLACE_LOST}")
-
-
-def test_set_that_lost_an_instance_with_its_job_is_warned_about_once() -> None:
-    gone = ended(1, ProvisionEnding.FAILED, run_id=holder_id("large"), runner_set="large", instance_ids=("i-1",))
-    assert found_warnings(CONFIG, provisions=[gone], lost_with_job=frozenset({"i-1"})) == []
-    (warning,) = found_warnings(CONFIG, provisions=[gone], lost_with_job=frozenset({"i-2"}))
-    assert (warning.kind, warning.subject) == ("provision-failed", "set.large")
 
 
 def test_lost_instances_are_a_warning_with_their_reasons() -> None:

@@ -146,11 +146,6 @@ async def status(context: Context, *, include_terminated: bool = False, check_re
                 reports,
                 runs,
                 lost=lost,
-                lost_with_job=frozenset(
-                    parsed[1]
-                    for job in demand.jobs
-                    if job.is_lost and (parsed := parse_runner_name(context.pool_name, job.runner_name)) is not None
-                ),
                 ended=records,
                 sweep_due=first_seen.get(SWEEP_DUE),
                 now=now,

@@ -142,16 +142,14 @@ def find_warnings(
     provisions: Sequence[Provision],
     *,
     lost: Mapping[str, Sequence[str]],
-    lost_with_job: frozenset[str],
     ended: Mapping[str, Instance],
     sweep_due: datetime | None,
     now: datetime,
 ) -> list[PoolWarning]:
     """Return the warnings about the pool, then those about runs and about each instance.
 
-    `lost` has the lost instances by provision id, and `ended` their records as far as known. `lost_with_job` are the
-    instances of runner sets whose loss is a warning about their job. `sweep_due` is the time until which a sweep must
-    have run; None if none has run yet.
+    `lost` has the lost instances by provision id, and `ended` their records as far as known. `sweep_due` is the time
+    until which a sweep must have run; None if none has run yet.
     """
     if config is None:
         text = "the pool has no configuration yet: run remuda refresh"
@@ -163,7 +161,7 @@ def find_warnings(
         *_token_warnings(config, now),
         *_runner_warnings(config, now),
         *_overdue_warnings(provisions, now, margin_s),
-        *_run_warnings(provisions, lost, lost_with_job, ended, now),
+        *_run_warnings(provisions, lost, ended, now),
     ]
     runs = {item.provision_id: item for item in provisions}
     for instance in instances:
@@ -219,7 +217,6 @@ def _sweep_warnings(due: datetime, now: datetime) -> Iterator[PoolWarning]:
 def _run_warnings(
     provisions: Sequence[Provision],
     lost: Mapping[str, Sequence[str]],
-    lost_with_job: frozenset[str],
     ended: Mapping[str, Instance],
     now: datetime,
 ) -> Iterator[PoolWarning]:
@@ -227,8 +224,7 @@ def _run_warnings(
     newest: dict[tuple[str, str], Provision] = {}
     for item in sorted(provisions, key=lambda item: item.created_at, reverse=True):
         newest.setdefault((item.run_id, item.resource_class), item)
-    others = (item for item in newest.values() if not item.runner_set or lost_with_job.isdisjoint(item.instance_ids))
-    found = (warning for item in others if (warning := _run_warning(item, lost, ended, now)) is not None)
+    found = (warning for item in newest.values() if (warning := _run_warning(item, lost, ended, now)) is not None)
     yield from islice(found, MAX_RUNS)
 
 
