@@ -74,7 +74,7 @@ class InterruptedJobs:
             try:
                 if await self._try_to_record(machine.job_id, instance):
                     return
-            except Unavailable as error:
+            except (Conflict, Unavailable) as error:
                 self._context.event_log.record("interruption-failed", error.message, instance_id=instance.instance_id)
             await self._context.clock.sleep(RECORD_PAUSE_S)
 
@@ -158,7 +158,7 @@ class InterruptedJobs:
             return await self._close(job, "its run is unknown")
         right = await self._demand.store.get_lease(_right_name(job))
         jobs = await self._demand.store.jobs_of_run(job.run_id)
-        # A job's own record does not suffice: an earlier write of it may be applied late, and overwrite it.
+        # The records of the jobs do not suffice: a search may miss what was written last.
         used = right if right != followed.right else None
         rerun_ids = {*(used.job_ids if used else ()), *(item.job_id for item in jobs if item.rerun_at)}
         if job.job_id in rerun_ids or any(item.job_id in rerun_ids and _is_same(item, job) for item in jobs):
