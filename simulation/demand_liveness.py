@@ -49,8 +49,10 @@ class _Interruption:
     job: MemoryDemandJob
     machine: FakeMachine
     noticed_at: float
-    #: When the machine ended under the job; None if the job ended before.
+    #: When the machine ended under the job; None if the job ended before. And whether its agent and a listener had time
+    #: to notice it.
     lost_at: float | None = None
+    had_time: bool = False
     #: Whether its record says so, and why it is not run again.
     is_noted: bool = False
     reason: str = ""
@@ -110,8 +112,8 @@ class DemandLiveness:
     def lost(self, machine: FakeMachine) -> None:
         """A machine ends under its job."""
         for item in self._interruptions:
-            if item.job is machine.job and item.machine is machine and item.lost_at is None:
-                item.lost_at = self._now
+            if item.job is machine.job and item.machine is machine:
+                item.lost_at, item.had_time = self._now, self._had_time(item)
 
     def waiting_reruns(self) -> list[MemoryDemandJob]:
         """Interrupted jobs that a listener must still run again, or say why not."""
@@ -128,14 +130,17 @@ class DemandLiveness:
             return False
         queued_at = (job.queued_at - START).total_seconds()
         is_untold = any(world.faults.last_of.get(fault, -1e9) > queued_at for fault in _UNTOLD)
-        return not is_untold and self._had_time(item.noticed_at, item.lost_at)
+        return not is_untold and item.had_time
 
-    def _had_time(self, since: float, until: float) -> bool:
-        """Whether no listener was stopped between the notice and the end, and GitHub and the store answered."""
-        stops = [process.last_fault_at for process in self._world.processes.values() if process.kind == "listener"]
-        starts = [process.started_at for process in self._world.processes.values() if process.kind == "listener"]
-        times = [at for at in (*stops, *starts) if since <= at <= until]
-        return until - max([since, *times]) >= NOTICED_WITHIN_S
+    def _had_time(self, item: _Interruption) -> bool:
+        """Whether neither the agent nor a listener was stopped since the notice, and GitHub and the store answered.
+
+        A process that is paused has its last fault at the end of the pause, which may be in the future.
+        """
+        listeners = [process for process in self._world.processes.values() if process.kind == "listener"]
+        times = [max(process.started_at, process.last_fault_at) for process in listeners]
+        times = [*times, item.noticed_at, self._world.disturbed_at(item.machine)]
+        return self._now - max(times) >= NOTICED_WITHIN_S
 
     def _is_settled(self, item: _Interruption) -> bool:
         world, job = self._world, item.job

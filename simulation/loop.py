@@ -26,10 +26,19 @@ T = TypeVar("T")
 
 #: Time at which every simulated world begins.
 START = datetime(2025, 5, 31, 12, 0, tzinfo=UTC)
+#: Steps at one time after which they will not end.
+MAX_STEPS_AT_ONCE = 500_000
 
 
 class Deadlock(AssertionError):
     """Nothing is ready and no timer is set: real code would wait forever."""
+
+
+class Livelock(AssertionError):
+    """Steps follow each other without an end, and time stands still: real code would use a core for nothing.
+
+    The time limit of a test does not end it: the error that it raises ends only the task that runs at the moment.
+    """
 
 
 class _Callback(asyncio.TimerHandle):
@@ -196,6 +205,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
                 self._run_ready()
                 if self.errors:
                     raise self.errors[0]
+                if self._ready:
+                    raise Livelock
             return until.result()
         finally:
             asyncio._set_running_loop(None)  # noqa: SLF001
@@ -205,7 +216,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         ready, pick = self._ready, self._random
         if not ready:
             self._advance()
-        while ready:
+        last_step = self.steps + MAX_STEPS_AT_ONCE
+        while ready and self.steps < last_step:
             if pick is None:
                 callback = ready.pop(0)
             else:

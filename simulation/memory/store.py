@@ -29,6 +29,7 @@ from remuda.ports.store import HISTORY_LIMIT
 
 T = TypeVar("T")
 R = TypeVar("R", Instance, Report)
+V = TypeVar("V", PoolConfig, DemandRecord, JobRecord)
 
 
 class ChangeNotifier:
@@ -300,6 +301,7 @@ class MemoryInstanceStore:
 
     async def put_demand(self, record: DemandRecord, jobs: Collection[JobRecord] = ()) -> None:
         self._count("put_demand")
+        self._check_revision(record, self._database.demand.get(record.runner_set))
         self._keep_jobs(jobs)
         self._database.demand[record.runner_set] = _kept(record)
 
@@ -344,9 +346,7 @@ class MemoryInstanceStore:
 
     async def put_config(self, config: PoolConfig) -> None:
         self._count("put_config")
-        current = self._database.config
-        if config.revision != (current.revision if current else 0) + 1:
-            raise Conflict(f"revision {config.revision} does not follow the stored one", current=current)
+        self._check_revision(config, self._database.config)
         self._database.config = _kept(config)
 
     async def get_first_seen(self) -> Mapping[str, datetime]:
@@ -369,7 +369,14 @@ class MemoryInstanceStore:
         return sorted(self._database.jobs.values(), key=lambda each: (each.seen_at, each.job_id))
 
     def _keep_jobs(self, jobs: Collection[JobRecord]) -> None:
+        for job in jobs:
+            self._check_revision(job, self._database.jobs.get(job.job_id))
         self._database.jobs.update((job.job_id, _kept(job)) for job in jobs)
+
+    @staticmethod
+    def _check_revision(record: V, current: V | None) -> None:
+        if record.revision != (current.revision if current else 0) + 1:
+            raise Conflict(f"revision {record.revision} does not follow the stored one", current=current)
 
     def _keep_report(self, report: Report) -> None:
         self._database.reports[report.instance_id] = report

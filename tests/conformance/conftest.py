@@ -123,6 +123,10 @@ class Stores(Adapters):
         """
         raise NotImplementedError("records in memory are never parsed")
 
+    async def forget_revisions(self, number: int) -> None:
+        """Remove the revisions of the job and of the demand of this number, as older versions wrote them."""
+        raise NotImplementedError("records in memory have all fields")
+
 
 class MemoryStores(Stores):
     def __init__(self, _folder: Path) -> None:
@@ -145,6 +149,14 @@ class SqliteStores(Stores):
             connection.execute("UPDATE jobs SET doc = '{}' WHERE job_id = ?", (f"job-{number}",))
             names = (f"demand/set-{number}", f"lease/lease-{number}")
             connection.execute("UPDATE singles SET doc = 'null' WHERE name IN (?, ?)", names)
+        connection.close()
+
+    async def forget_revisions(self, number: int) -> None:
+        connection = sqlite3.connect(self._path)
+        with connection:
+            removed = "SET doc = json_remove(doc, '$.revision')"
+            connection.execute(f"UPDATE jobs {removed} WHERE job_id = ?", (f"job-{number}",))
+            connection.execute(f"UPDATE singles {removed} WHERE name = ?", (f"demand/set-{number}",))
         connection.close()
 
 
@@ -177,6 +189,10 @@ class DynamoStores(Stores):
                 ExpressionAttributeNames={"#field": field},
                 ExpressionAttributeValues={":bad": {"B": b"\xff"}},
             )
+
+    async def forget_revisions(self, number: int) -> None:
+        for where in (job_key(f"job-{number}"), demand_key(f"set-{number}")):
+            await self.client.update_item(TableName=self.table, Key=where, UpdateExpression="REMOVE revision")
 
 
 class Pools(Adapters):

@@ -13,8 +13,7 @@ from typing import Any, Protocol
 import pytest
 
 from remuda.adapters.aws.dynamodb.items import demand_key, job_item, job_key
-from remuda.adapters.aws.dynamodb.store import JOBS_PER_TRANSACTION
-from remuda.adapters.aws.dynamodb.table import BATCH_ATTEMPTS, WRITE_BATCH
+from remuda.adapters.aws.dynamodb.revisions import JOBS_PER_TRANSACTION
 from remuda.adapters.sqlite import schema
 from remuda.domain.demand import (
     DEFAULT_RETENTION,
@@ -27,7 +26,7 @@ from remuda.domain.demand import (
     Lease,
     merge_events,
 )
-from remuda.domain.errors import Conflict, Throttled, Unavailable, Unreadable, UserError
+from remuda.domain.errors import Conflict, Unavailable, Unreadable, UserError
 from remuda.domain.instance import Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
@@ -90,8 +89,9 @@ async def test_demand_is_read_as_written(store: Store, other: Store) -> None:
     await other.put_demand(demand_record("small"))
     stored = replace(full, updated_at=at(1))
     assert await other.get_demand() == {"large": stored, "small": demand_record("small")}
-    await store.put_demand(replace(stored, owner="", error="", failing_since=None))
-    assert (await other.get_demand())["large"] == replace(stored, owner="", error="", failing_since=None)
+    after = replace(stored, revision=2, owner="", error="", failing_since=None)
+    await store.put_demand(after)
+    assert (await other.get_demand())["large"] == after
 
 
 async def test_deleted_demand_is_gone_and_may_be_deleted_again(store: Store, other: Store) -> None:
@@ -109,8 +109,11 @@ async def test_demand_is_written_with_its_jobs(store: Store, other: Store) -> No
     assert (await other.get_demand())["large"].last_message_id == 7
     assert await other.get_jobs(ids(jobs)) == {job.job_id: job for job in jobs}
     # More jobs than one message of GitHub contains.
-    many = [job_record(number, result="succeeded") for number in range(1, 2 * JOBS_PER_TRANSACTION)]
-    await other.put_demand(demand_record(last_message_id=8), many)
+    many = [
+        job_record(number, result="succeeded", revision=2 if number <= len(jobs) else 1)
+        for number in range(1, 2 * JOBS_PER_TRANSACTION)
+    ]
+    await other.put_demand(demand_record(last_message_id=8, revision=2), many)
     assert (await store.get_demand())["large"].last_message_id == 8
     assert await store.get_jobs(ids(many)) == {job.job_id: job for job in many}
 
@@ -124,6 +127,49 @@ async def test_demand_is_separate_from_the_pool_configuration(store: Store) -> N
     assert await store.get_config() == pool_config()
     assert await store.get_first_seen() == {"gone:i-1": NOW}
     assert await store.get_lease("config") == Lease(owner="a", beat=1)
+
+
+async def test_write_that_is_applied_late_takes_nothing_back(store: Store, other: Store) -> None:
+    """A process has given up on a write, and written again. The first request is still under way."""
+    started = job_record(started_at=at(3))
+    for writes in range(1, 4):
+        await store.put_demand(demand_record(last_message_id=7, revision=writes), [replace(started, revision=writes)])
+        for revision in range(writes + 1):
+            late = job_record(revision=revision)
+            assert isinstance(await conflict(other.put_jobs([late])), JobRecord | None)
+            await conflict(other.put_demand(demand_record(revision=writes + 1), [job_record(2), late]))
+            await conflict(other.put_demand(demand_record(revision=revision), [replace(started, revision=writes + 1)]))
+            await conflict(other.put_demand(demand_record(revision=revision)))
+        assert (await store.get_demand())["large"].last_message_id == 7
+        assert await store.get_jobs(["job-1", "job-2"]) == {"job-1": replace(started, revision=writes)}
+
+
+async def test_one_of_two_writers_of_a_job_wins(stores: Stores, store: Store) -> None:
+    await store.put_jobs([job_record()])
+    rivals = [job_record(revision=2, result=f"process-{number}") for number in range(5)]
+    outcomes = await asyncio.gather(*(stores.open().put_jobs([job]) for job in rivals), return_exceptions=True)
+    assert sum(isinstance(each, Conflict) for each in outcomes) == 4
+    (winner,) = (rival for rival, outcome in zip(rivals, outcomes, strict=True) if outcome is None)
+    assert await store.get_jobs(["job-1"]) == {"job-1": winner}
+
+
+async def test_record_follows_one_that_is_gone(store: Store) -> None:
+    await store.put_demand(demand_record())
+    await store.delete_demand("large")
+    await conflict(store.put_demand(demand_record(revision=2)))
+    await store.put_demand(demand_record())
+    await conflict(store.put_jobs([job_record(revision=2)]))
+
+
+@pytest.mark.parametrize("stores", PARSING_STORES, indirect=True)
+async def test_records_of_older_versions_have_no_revision(stores: Stores, store: Store) -> None:
+    await store.put_demand(demand_record("set-1"), [job_record()])
+    await stores.forget_revisions(1)
+    assert (await store.get_demand())["set-1"].revision == 0
+    assert (await store.get_jobs(["job-1"]))["job-1"].revision == 0
+    await conflict(store.put_demand(demand_record("set-1", revision=2), [job_record()]))
+    await store.put_demand(demand_record("set-1"), [job_record()])
+    assert (await store.get_demand())["set-1"].revision == 1
 
 
 # Lease ------------------------------------------------------------------------------------------------------------
@@ -181,6 +227,7 @@ async def test_job_is_read_as_written(store: Store, other: Store) -> None:
     full = JobRecord(
         job_id="5f0c",
         runner_set="large",
+        revision=1,
         run_id="77",
         repository="octo/repo",
         workflow="octo/repo/.github/workflows/ci.yml@refs/heads/main",
@@ -206,13 +253,14 @@ async def test_job_is_read_as_written(store: Store, other: Store) -> None:
     stored = replace(full, seen_at=at(1))
     assert await other.get_jobs(["5f0c", "unknown"]) == {"5f0c": stored}
     assert await other.get_jobs([]) == {}
-    await other.put_jobs([replace(stored, result="succeeded")])
+    ended = replace(stored, revision=2, result="succeeded")
+    await other.put_jobs([ended])
     await other.put_jobs([])
-    assert await store.get_jobs(["5f0c", "5f0c"]) == {"5f0c": replace(stored, result="succeeded")}
+    assert await store.get_jobs(["5f0c", "5f0c"]) == {"5f0c": ended}
 
 
 async def test_many_jobs_at_once(store: Store) -> None:
-    jobs = [job_record(number, run_id=str(number % 3)) for number in range(2 * WRITE_BATCH + 3)]
+    jobs = [job_record(number, run_id=str(number % 3)) for number in range(2 * JOBS_PER_TRANSACTION + 3)]
     await store.put_jobs([*jobs, replace(jobs[0], result="succeeded")])
     found = await store.get_jobs(ids(jobs))
     assert len(found) == len(jobs)
@@ -226,7 +274,7 @@ async def test_jobs_of_a_run_are_oldest_first(store: Store) -> None:
     assert ids(await store.jobs_of_run("77")) == ["job-1", "job-2", "job-3"]
     assert await store.jobs_of_run("7") == []
     # A job whose run becomes known later.
-    await store.put_jobs([job_record(5)])
+    await store.put_jobs([job_record(5, revision=2)])
     assert ids(await store.jobs_of_run("77")) == ["job-1", "job-2", "job-3", "job-5"]
 
 
@@ -260,7 +308,7 @@ async def test_texts_of_jobs_are_bounded_and_printable(store: Store) -> None:
     (job,) = merge_events({}, [event], runner_set="large", now=NOW).values()
     assert len(job.job_id) == MAX_TEXT
     assert len(job.labels) == MAX_JOB_LABELS
-    job = replace(job, rerun_detail=hostile)
+    job = replace(job, revision=1, rerun_detail=hostile)
     await store.put_demand(demand_record(error=hostile), [job])
     assert await store.get_jobs([job.job_id]) == {job.job_id: job}
     assert await store.jobs_of_run(job.run_id) == [job]
@@ -405,8 +453,9 @@ async def test_a_message_costs_one_call(table: Any, between: FaultProxy) -> None
     await table.put_demand(demand_record(), [job_record(number) for number in range(50)])
     assert between.requests == {"TransactWriteItems": 1}
     between.requests.clear()
-    await table.put_demand(demand_record())
-    assert between.requests == {"PutItem": 1}
+    await table.put_demand(demand_record(revision=2))
+    await table.put_jobs([job_record(1, revision=2)])
+    assert between.requests == {"PutItem": 2}
     between.requests.clear()
     await table.get_jobs([f"job-{number}" for number in range(50)])
     await table.get_demand()
@@ -416,15 +465,22 @@ async def test_a_message_costs_one_call(table: Any, between: FaultProxy) -> None
     assert between.requests == {"BatchGetItem": 1, "Query": 3, "GetItem": 1}
 
 
-async def test_a_concurrent_writer_of_a_job_does_not_fail_the_message(table: Any, between: FaultProxy) -> None:
-    """Jobs first: a listener that is killed between the two writes gets the message again."""
-    between.then("TransactWriteItems", fail(400, "TransactionCanceledException"))
-    between.then("PutItem", fail(400, "AccessDeniedException"))
+async def test_jobs_are_written_before_the_demand(table: Any, between: FaultProxy) -> None:
+    """A listener that is killed between the two writes gets the message again."""
+    between.then("TransactWriteItems", after_forwarding(respond({})))
+    between.then("TransactWriteItems", fail(400, "AccessDeniedException"))
+    jobs = [job_record(number) for number in range(JOBS_PER_TRANSACTION + 2)]
     with pytest.raises(UserError, match="AccessDenied"):
-        await table.put_demand(demand_record(), [job_record()])
-    assert ids(await table.recent_jobs(1)) == ["job-1"]
+        await table.put_demand(demand_record(), jobs)
+    assert len(await table.recent_jobs(100)) == JOBS_PER_TRANSACTION
     assert await table.get_demand() == {}
+
+
+async def test_a_concurrent_writer_of_a_job_delays_the_message(table: Any, between: FaultProxy) -> None:
     between.then("TransactWriteItems", fail(400, "TransactionCanceledException"))
+    with pytest.raises(Unavailable, match="cancelled a transaction"):
+        await table.put_demand(demand_record(), [job_record()])
+    assert await table.recent_jobs(1) == []
     await table.put_demand(demand_record(), [job_record()])
     assert await table.get_demand() == {"large": demand_record()}
 
@@ -450,28 +506,14 @@ async def test_lost_answer_to_a_lease_shows_the_new_lease(table: Any, between: F
     assert await conflict(table.replace_lease("listener", None, mine)) == mine
 
 
-async def test_unprocessed_jobs_are_written_again(table: Any, between: FaultProxy, dynamo_stores: DynamoStores) -> None:
-    jobs = [job_record(number) for number in range(3)]
-    left = {"UnprocessedItems": {dynamo_stores.table: [{"PutRequest": {"Item": job_key("job-9")}}]}}
-    between.then("BatchWriteItem", after_forwarding(respond(left)))
-    await table.put_jobs(jobs)
-    assert between.requests["BatchWriteItem"] == 2
-    assert [each["RequestItems"] for each in between.sent["BatchWriteItem"][1:]] == [left["UnprocessedItems"]]
-    between.always["BatchWriteItem"] = respond(left)
-    between.requests.clear()
-    with pytest.raises(Throttled):
-        await table.put_jobs(jobs)
-    assert between.requests["BatchWriteItem"] == BATCH_ATTEMPTS
-
-
 async def test_the_listener_may_read_and_write_them_and_an_agent_may_not(
     table: Any, between: FaultProxy, table_name: str
 ) -> None:
     between.sent.clear()
     for call in (
         table.put_demand(demand_record(), [job_record()]),
-        table.put_demand(demand_record()),
-        table.put_jobs([job_record()]),
+        table.put_demand(demand_record(revision=2)),
+        table.put_jobs([job_record(revision=2)]),
         table.replace_lease("listener", None, Lease(owner="a", beat=1)),
         table.get_demand(),
         table.get_lease("listener"),

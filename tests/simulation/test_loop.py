@@ -13,6 +13,7 @@ from simulation.loop import (
     START,
     Deadlock,
     Interruption,
+    Livelock,
     VirtualClock,
     VirtualLoop,
     VirtualProcess,
@@ -49,6 +50,18 @@ def test_a_cancelled_timer_does_not_move_time():
         return loop.time()
 
     assert run(work) == 1
+
+
+def test_steps_without_an_end_are_found():
+    async def work(loop: VirtualLoop) -> None:
+        def again() -> None:
+            loop.call_soon(again)
+
+        again()
+        await asyncio.Event().wait()
+
+    with pytest.raises(Livelock):
+        run(work)
 
 
 def test_waiting_forever_is_an_error():

@@ -138,14 +138,15 @@ def provision(number: int = 1, **changed: Any) -> Provision:
 
 
 def demand_record(runner_set: str = "large", **changed: Any) -> DemandRecord:
-    values: dict[str, Any] = {"runner_set": runner_set, "scale_set_id": 3, "capacity": 5, "updated_at": NOW}
-    return DemandRecord(**{**values, **changed})
+    values: dict[str, Any] = {"revision": 1, "scale_set_id": 3, "capacity": 5, "updated_at": NOW}
+    return DemandRecord(runner_set=runner_set, **{**values, **changed})
 
 
 def job_record(number: int = 1, **changed: Any) -> JobRecord:
     values: dict[str, Any] = {
         "job_id": f"job-{number}",
         "runner_set": "large",
+        "revision": 1,
         "run_id": "77",
         "repository": "octo/repo",
         "labels": ("self-hosted", "large"),

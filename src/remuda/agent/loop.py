@@ -75,6 +75,8 @@ class Agent:
         #: Epoch and state of the record at the last decision. The counters below restart when it changes.
         self._last_epoch_and_state: tuple[int, State] | None = None
         self._starts = 0
+        #: Starts after which the agent has paused before the next one.
+        self._start_pauses = 0
         #: Removals with the result FAILED. The agent gives up after `MAX_FAILED_REMOVALS`.
         self._failed_removals = 0
         #: Removals with the result FAILED or UNREACHABLE. They determine the pause before the next attempt.
@@ -136,8 +138,12 @@ class Agent:
                     # An instance may wait for hours: failures long ago do not delay the reaction to the next one.
                     self._failures = 0
                     continue
+                if step.action is AgentAction.START and self._start_pauses < self._starts:
+                    # Before the record is read that decides: its run may be released during the pause.
+                    self._start_pauses = self._starts
+                    await self._back_off(self._starts)
                 if self._clock.monotonic() - self._record_read_at > MAX_RECORD_AGE_S:
-                    # The record may have changed during the last step or wait: decide again with the current one.
+                    # The record may have changed during the last step, wait or pause: decide again with the new one.
                     record = await self._read_record(identity)
                     continue
                 if step.action is AgentAction.END:
@@ -175,7 +181,7 @@ class Agent:
             expiry.observe(record)
             if self._last_epoch_and_state != (record.epoch, record.state):
                 self._last_epoch_and_state = (record.epoch, record.state)
-                self._starts = self._failed_removals = self._unsuccessful_removals = 0
+                self._starts = self._start_pauses = self._failed_removals = self._unsuccessful_removals = 0
                 self._release_s = 0.0
                 self._unconfirmed = None
                 # A record in release has no run any more; its events belong to the run that it served last.
@@ -250,8 +256,6 @@ class Agent:
             signal = Signal.UD_REG_OK if result.ok else Signal.UD_REG_FAILED
             await self._signal(record, signal, result.detail, duration_s=duration_s, failure=result.failure)
         elif step.action is AgentAction.START and record.assignment is not None:
-            if self._starts:
-                await self._back_off(self._starts)
             self._starts += 1
             await self._runner.start(record.assignment)
         elif step.action is AgentAction.REMOVE:

@@ -172,6 +172,16 @@ async def record_intent(context: Context, intent: Provision) -> None:
     await retry_write(context, write, run_id=intent.run_id)
 
 
+async def retry_conflicts(context: Context, write: Callable[[], Awaitable[T]]) -> T:
+    """Repeat a write that fails with `Conflict`, a few times. It must read again what it is based on."""
+    return await retry(
+        write,
+        attempts=CONFLICT_ATTEMPTS,
+        pause_s=lambda error, _attempt: 0.0 if isinstance(error, Conflict) else None,
+        clock=context.clock,
+    )
+
+
 async def transition(context: Context, instance: Instance, event: Event, *, by: Actor, why: str) -> Instance:
     """Apply one transition and log it. Raise `Conflict` if another process changed the record first."""
     change = advance(instance, event, by=by, now=context.clock.now(), why=why)

@@ -681,13 +681,7 @@ def listener() -> Policy:
                 items.JOB_PREFIX,
                 items.LEASE,
             ),
-            _write(
-                "WriteJobs",
-                "write many jobs, and remove the demand of a removed set",
-                "BatchWriteItem",
-                items.DEMAND,
-                items.JOB_PREFIX,
-            ),
+            _write("RemoveDemand", "remove the demand of a removed set", "BatchWriteItem", items.DEMAND),
             Statement(
                 sid="WriteMetrics",
                 purpose="write its heartbeat and the counts of the runner sets",

@@ -133,6 +133,8 @@ class DemandRecord:
     """State of the listener for one set. Written before a message is acknowledged."""
 
     runner_set: str
+    #: Number of the write, from 1. The store accepts only the successor of the stored one.
+    revision: int = 0
     #: Scope and runner group of the set, to find it on GitHub after it was removed from the configuration.
     scope: str = ""
     runner_group: str = ""
@@ -196,6 +198,8 @@ class JobRecord:
 
     job_id: str
     runner_set: str
+    #: As in `DemandRecord`.
+    revision: int = 0
     run_id: str = ""
     repository: str = ""
     workflow: str = ""
@@ -277,6 +281,31 @@ class JobRecord:
                 merged, completed_at=self.completed_at or event.finished_at or now, result=event.result or self.result
             )
         return merged
+
+    def merged_into(self, stored: JobRecord | None) -> JobRecord:
+        """What messages said about the job, added to the stored record, which was written in the meantime.
+
+        Example: another listener has noted that the job was interrupted, and this one that the job has started.
+        """
+        if stored is None:
+            return replace(self, revision=0)
+        return replace(
+            stored,
+            run_id=self.run_id or stored.run_id,
+            repository=self.repository or stored.repository,
+            workflow=self.workflow or stored.workflow,
+            display_name=self.display_name or stored.display_name,
+            event=self.event or stored.event,
+            labels=self.labels or stored.labels,
+            queued_at=stored.queued_at or self.queued_at,
+            assigned_at=stored.assigned_at or self.assigned_at,
+            started_at=stored.started_at or self.started_at,
+            completed_at=stored.completed_at or self.completed_at,
+            result=self.result or stored.result,
+            runner_name=self.runner_name or stored.runner_name,
+            instance_id=self.instance_id or stored.instance_id,
+            forget_at=max(filter(None, (self.forget_at, stored.forget_at)), default=None),
+        )
 
 
 def count_waiting(statistics: DemandStatistics, known: Iterable[JobRecord] = (), *, queued: int = 0) -> int:

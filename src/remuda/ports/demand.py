@@ -95,16 +95,21 @@ class DemandSource(Protocol):
 
 
 class DemandStore(Protocol):
-    """Demand and job records. The stores of instances implement it, with the same rules for errors and lag."""
+    """Demand and job records. The stores of instances implement it, with the same rules for errors and lag.
+
+    Both have revisions, from 1: a record is written if the stored one has the revision before it, or revision 1 if none
+    is stored. So a write that is applied late, after its caller has given up on it and written again, takes nothing
+    back. Records of older versions have revision 0. One that cannot be parsed is replaced by any write.
+    """
 
     async def get_demand(self) -> Mapping[str, DemandRecord]:
         """Return the records by the name of the set, strongly consistent."""
         ...
 
     async def put_demand(self, record: DemandRecord, jobs: Collection[JobRecord] = ()) -> None:
-        """Replace the set's record and the given jobs, the jobs first or all at once, in as few calls as possible.
+        """Write the set's record and the given jobs, the jobs first or all at once, in as few calls as possible.
 
-        Another process may have written the same jobs; the last writer wins, because nothing depends on them.
+        Raises `Conflict` if one of them does not follow the stored one: then the caller reads them again.
         """
         ...
 
@@ -124,7 +129,7 @@ class DemandStore(Protocol):
         ...
 
     async def put_jobs(self, jobs: Collection[JobRecord]) -> None:
-        """Replace records. Not atomic: if it fails, some may have been written.
+        """Write records. Raises `Conflict` like `put_demand`. Not atomic: if it fails, some may have been written.
 
         A record may be deleted after its `expires_at`, by `InstanceStore.forget` or by the store itself.
         """

@@ -354,6 +354,20 @@ async def test_exited_listener_is_restarted_with_backoff(fixture: AgentFixture) 
     assert fixture.clock.monotonic() - started >= 0.2 + 0.4 + 0.8 + 1.6
 
 
+async def test_runner_is_not_started_again_if_its_run_was_released_during_the_pause(fixture: AgentFixture) -> None:
+    """The record that was read before the pause is too old to start a runner by it (seed 41001437)."""
+    fixture.runner.exits = [2] * (MAX_STARTS - 1)
+    fixture.start()
+    await fixture.create()
+    await until(lambda: fixture.signalled(Signal.UD_REG_OK))
+    await fixture.commit()
+    await until(lambda: fixture.log.count("start") == 3 and not fixture.runner.current.listening)
+    await asyncio.sleep(0.2)
+    await fixture.release()
+    await until(lambda: fixture.signalled(CLEAN))
+    assert fixture.log.count("start") == 3
+
+
 @pytest.mark.parametrize(("code", "starts"), [(2, MAX_STARTS), (1, 1)])
 async def test_listener_that_keeps_exiting_is_signalled(fixture: AgentFixture, code: int, starts: int) -> None:
     fixture.runner.exits = [code] * 100

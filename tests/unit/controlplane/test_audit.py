@@ -47,8 +47,10 @@ async def listen(world: PoolWorld, beat: int = 1, jobs: tuple[JobRecord, ...] = 
     store = world.process().store
     before = await store.get_lease("listener")
     await store.replace_lease("listener", before, Lease(owner="host", beat=beat, beat_at=world.clock.now()))
+    stored = (await store.get_demand()).get("large")
     await store.put_demand(
         DemandRecord(
+            revision=1 + (stored.revision if stored else 0),
             runner_set="large",
             session_id="session",
             owner="host",
@@ -149,6 +151,7 @@ async def test_job_that_github_does_not_assign_to_its_set(world: PoolWorld) -> N
     (found,) = (await demand(world)).overdue
     assert (found.reason, found.runner_set) == (WaitReason.DISAGREEMENT, "large")
     known = JobRecord(
+        revision=1,
         job_id="guid",
         runner_set="large",
         run_id="77",
@@ -209,6 +212,7 @@ async def test_organisation_is_audited_by_the_repositories_of_its_jobs(world: Po
     world.github.queue(run_id="77", labels=["self-hosted", "gpu"], repository=SCOPE)
     assert (await wait_and_sweep(world)).waiting_jobs == ()
     known = JobRecord(
+        revision=1,
         job_id="guid",
         runner_set="large",
         run_id="5",

@@ -28,7 +28,7 @@ from remuda.controlplane.read.status import status
 from remuda.controlplane.reconcile import leave
 from remuda.domain.decide.next_step import Leave, RegistrationRemoval, leave_holder
 from remuda.domain.demand import DemandRecord, DemandStatistics, JobEvent, JobEventKind, JobRecord
-from remuda.domain.errors import CapacityError, Unavailable
+from remuda.domain.errors import CapacityError, Conflict, Unavailable
 from remuda.domain.instance import Actor, RetireReason, State
 from remuda.domain.provision import ProvisionStatus
 from remuda.domain.resources import Tier
@@ -927,7 +927,7 @@ async def test_listener_that_was_paused_does_not_run_a_run_again_after_another_o
 
 
 @pytest.mark.parametrize("is_later", [True, False])
-async def test_job_whose_record_was_overwritten_late_is_not_run_again_twice(
+async def test_job_is_not_run_again_twice_although_an_earlier_write_of_it_is_applied_late(
     sets: DemandWorld, *, is_later: bool
 ) -> None:
     now = sets.clock.now()
@@ -941,7 +941,8 @@ async def test_job_whose_record_was_overwritten_late_is_not_run_again_twice(
     jobs.follow(job)
     await sets.wait_for(lambda: sets.github.reruns)
     # A write of its end, whose answer was lost, is applied after that of the re-run.
-    await demand.store.put_jobs([job])
+    with pytest.raises(Conflict):
+        await demand.store.put_jobs([job])
     second = job_record(2, repository=SCOPE, display_name="test", interrupted_at=sets.clock.now(), seen_at=now)
     if is_later:
         await demand.store.put_jobs([second])
@@ -1031,7 +1032,10 @@ async def test_session_without_statistics_does_not_lose_the_recorded_demand(
     """The message about the job is acknowledged: no other one comes until something changes."""
     demand = sets.demand()
     recorded = DemandRecord(
-        runner_set="large", statistics=DemandStatistics(assigned=1), updated_at=demand.context.clock.now()
+        runner_set="large",
+        revision=1,
+        statistics=DemandStatistics(assigned=1),
+        updated_at=demand.context.clock.now(),
     )
     await demand.store.put_demand(recorded)
     monkeypatch.setattr(MemoryDemandSession, "statistics", None)

@@ -13,6 +13,7 @@ from remuda.controlplane.demand.sets import SetState
 from remuda.domain.demand import JobRecord
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import State
+from remuda.domain.transitions import UNKNOWN_RUN
 from remuda.ports.github import GitHubRun
 from simulation.invariants import SCOPE
 from simulation.memory.github import MemoryDemandJob
@@ -85,6 +86,36 @@ async def test_interruption_is_recorded_although_the_store_did_not_answer_at_fir
     await asyncio.sleep(30.0)
     outage.lasts = False
     await asyncio.sleep(200.0)
+    sets.github.runs[SCOPE, 77] = FAILED
+    await asyncio.sleep(100.0)
+    assert sets.github.reruns == [77]
+
+
+async def test_interruption_of_a_job_that_is_told_after_the_end_of_its_instance_is_recorded(sets: DemandWorld) -> None:
+    """GitHub's messages came late, and a sweep noted that the job of an unknown run is lost (seed 51000110)."""
+    is_late = False
+
+    async def hook(name: str, call: Call) -> Any:
+        answer = await call()
+        if is_late and name == "session.receive":
+            raise Unavailable("no answer")
+        return answer
+
+    sets.listen(hook)
+    (job,) = sets.queue(seconds=300.0)
+    await sets.wait_for(lambda: sets.in_state(State.RUNNING))
+    is_late = True
+    await interrupt(sets, job)
+    (instance_id,) = sets.database.instances
+    while sets.machines[instance_id].alive:
+        await sets.sweep()
+        await asyncio.sleep(20.0)
+    await sets.sweep()
+    assert sets.database.instances[instance_id].last_run_id == UNKNOWN_RUN
+    assert record_of(sets, job).started_at is None
+    is_late = False
+    await sets.wait_for(lambda: record_of(sets, job).lost_at is not None, 60.0)
+    await sets.wait_for(lambda: record_of(sets, job).interrupted_at is not None, 20.0)
     sets.github.runs[SCOPE, 77] = FAILED
     await asyncio.sleep(100.0)
     assert sets.github.reruns == [77]

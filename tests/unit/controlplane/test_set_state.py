@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
+import pytest
+
+from remuda.controlplane.context import WRITE_RETRIES
+from remuda.controlplane.demand.context import DemandContext
 from remuda.controlplane.demand.machines import SEARCH_LAG_S, KnownMachine, MachineTable
 from remuda.controlplane.demand.sets import ENDED_COUNTS_FOR_S, LOST_COUNTS_FOR_S, SetState, new_state
 from remuda.domain.demand import DemandRecord, DemandStatistics, JobRecord
+from remuda.domain.errors import Conflict, Unavailable
 from remuda.domain.instance import State
 from remuda.domain.runner_set import RunnerSet
 from remuda.domain.signals import Report
 from tests.support.records import NOW, in_set, instance
 from tests.support.set_world import DemandWorld
-from tests.support.virtual_time import FixedClock
+from tests.support.virtual_time import Call, FixedClock
 from tests.support.world import PoolWorld
 
 SET = RunnerSet(name="large", labels=("large",), resource_class="large", scope="octo/repo", max=4)
@@ -142,16 +149,102 @@ def test_the_oldest_lost_job_is_forgotten_when_fewer_run_without_a_message() -> 
     assert state.lost_jobs(NOW) == 1
 
 
-async def test_what_was_amended_is_forgotten_with_the_end_of_the_job() -> None:
+# Writes
+
+
+STARTED = replace(JOB, started_at=NOW)
+ASSIGNED = replace(JOB, started_at=None, assigned_at=NOW)
+
+
+async def stored_job(demand: DemandContext) -> JobRecord:
+    return (await demand.store.get_jobs([JOB.job_id]))[JOB.job_id]
+
+
+async def test_amendments_stay_when_messages_come_later() -> None:
     world = DemandWorld()
     demand = world.demand()
     state = state_with(JOB)
     await state.save(demand, {JOB.job_id: JOB})
     await state.amend_job(demand, JOB.job_id, lost_at=NOW)
-    ended = replace(JOB, completed_at=NOW)
+    ended = replace(state.jobs[JOB.job_id], completed_at=NOW)
+    state.note_jobs({JOB.job_id: ended})
     await state.save(demand, {JOB.job_id: ended})
     await state.amend_job(demand, JOB.job_id, rerun_at=NOW)
-    assert state._amended == {}
-    stored = (await demand.store.get_jobs([JOB.job_id]))[JOB.job_id]
-    assert (stored.lost_at, stored.rerun_at, stored.completed_at) == (NOW, NOW, NOW)
+    stored = await stored_job(demand)
+    assert (stored.lost_at, stored.rerun_at, stored.completed_at, stored.revision) == (NOW, NOW, NOW, 4)
+    await world.end()
+
+
+@pytest.mark.parametrize("attempts", [1, WRITE_RETRIES + 1])
+async def test_write_that_is_applied_late_does_not_take_back_the_start_of_a_job(attempts: int) -> None:
+    """Its answer was lost, and the next message was stored and acknowledged (seeds 51000700 and 51000993)."""
+    world, late = DemandWorld(), list[Call]()
+
+    async def hook(name: str, call: Call) -> Any:
+        if name == "store.put_demand" and len(late) < attempts:
+            late.append(call)
+            raise Unavailable("no answer")
+        return await call()
+
+    demand, state = world.demand(hook), state_with()
+    with suppress(Unavailable):
+        await state.save(demand, {JOB.job_id: ASSIGNED})
+    started = replace(state._unwritten.get(JOB.job_id, ASSIGNED), started_at=NOW)
+    await state.save(demand, {JOB.job_id: started}, last_message_id=2)
+    for write in late:
+        with pytest.raises(Conflict):
+            await write()
+    assert (await stored_job(demand)).started_at == NOW
+    assert (await demand.store.get_demand())["large"].last_message_id == 2
+    await world.end()
+
+
+async def test_write_that_is_applied_between_two_others_is_continued() -> None:
+    world, late = DemandWorld(), list[Call]()
+
+    async def hook(name: str, call: Call) -> Any:
+        if name == "store.put_demand" and len(late) <= WRITE_RETRIES:
+            late.append(call)
+            raise Unavailable("no answer")
+        return await call()
+
+    demand, state = world.demand(hook), state_with(ASSIGNED)
+    with pytest.raises(Unavailable):
+        await state.save(demand, {JOB.job_id: ASSIGNED})
+    await late[0]()
+    await state.save(demand, {JOB.job_id: STARTED}, last_message_id=2)
+    stored = await stored_job(demand)
+    assert (stored.started_at, stored.assigned_at, stored.revision) == (NOW, NOW, 2)
+    assert state.jobs[JOB.job_id].revision == 2
+    assert (await demand.store.get_demand())["large"].last_message_id == 2
+    await world.end()
+
+
+async def test_two_listeners_keep_what_the_other_one_has_written() -> None:
+    """One was paused, and does not know yet that the other one has its lease."""
+    world = DemandWorld()
+    demand = world.demand()
+    paused, present = state_with(ASSIGNED), state_with(ASSIGNED)
+    await paused.save(demand, {JOB.job_id: ASSIGNED})
+    await present.save(demand, {JOB.job_id: replace(ASSIGNED, runner_name="runner-1")})
+    await present.amend_job(demand, JOB.job_id, interrupted_at=NOW)
+    await paused.save(demand, {JOB.job_id: STARTED})
+    await present.amend_job(demand, JOB.job_id, lost_at=NOW)
+    stored = await stored_job(demand)
+    assert (stored.started_at, stored.runner_name, stored.interrupted_at) == (NOW, "runner-1", NOW)
+    assert stored.lost_at == NOW
+    await world.end()
+
+
+async def test_job_whose_record_has_expired_is_written_as_a_new_one() -> None:
+    world = DemandWorld()
+    demand = world.demand()
+    state = state_with(ASSIGNED)
+    await state.save(demand, {JOB.job_id: ASSIGNED})
+    world.database.jobs.clear()
+    world.database.demand.clear()
+    await state.save(demand, {JOB.job_id: STARTED})
+    stored = await stored_job(demand)
+    assert (stored.started_at, stored.revision) == (NOW, 1)
+    assert state.record.revision == 1
     await world.end()

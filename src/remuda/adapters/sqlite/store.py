@@ -235,8 +235,10 @@ class SqliteInstanceStore:
 
     async def put_demand(self, record: DemandRecord, jobs: Collection[JobRecord] = ()) -> None:
         def job(connection: sqlite3.Connection) -> None:
-            tables.write_jobs(connection, jobs)
-            tables.write_single(connection, f"{_DEMAND}{record.runner_set}", encode(record))
+            name = f"{_DEMAND}{record.runner_set}"
+            _check_revision(record, tables.single(connection, name))
+            _write_jobs(connection, jobs)
+            tables.write_single(connection, name, encode(record))
 
         await self._write("put_demand", job)
 
@@ -263,7 +265,7 @@ class SqliteInstanceStore:
 
     async def put_jobs(self, jobs: Collection[JobRecord]) -> None:
         if jobs:
-            await self._write("put_jobs", partial(tables.write_jobs, jobs=jobs))
+            await self._write("put_jobs", partial(_write_jobs, jobs=jobs))
 
     async def jobs_of_run(self, run_id: str) -> Sequence[JobRecord]:
         return await self._search(JobRecord, "jobs_of_run", partial(tables.jobs_of_run, run_id=run_id))
@@ -368,6 +370,23 @@ class SqliteInstanceStore:
         if unreadable:
             raise Unreadable(str(self._file.path), unreadable, records=records)
         return records
+
+
+def _write_jobs(connection: sqlite3.Connection, jobs: Collection[JobRecord]) -> None:
+    stored = dict(tables.jobs(connection, {job.job_id for job in jobs}))
+    for job in jobs:
+        _check_revision(job, stored.get(job.job_id))
+    tables.write_jobs(connection, jobs)
+
+
+def _check_revision(record: DemandRecord | JobRecord, text: str | None) -> None:
+    """Raise `Conflict` if the record does not follow the stored document. One that cannot be parsed is replaced."""
+    try:
+        current = None if text is None else decode(type(record), text)
+    except ValueError:
+        return
+    if record.revision != (current.revision if current else 0) + 1:
+        raise Conflict(f"revision {record.revision} does not follow the stored one", current=current)
 
 
 def _control(changes: Iterable[Change]) -> list[Key]:

@@ -26,7 +26,7 @@ from remuda.controlplane.demand.session import SetSession
 from remuda.controlplane.demand.sets import SetState, new_state
 from remuda.controlplane.demand.unassigned import UnassignedJobs
 from remuda.controlplane.pool_publisher import PoolPublisher
-from remuda.domain.demand import DemandRecord
+from remuda.domain.demand import DemandRecord, JobRecord
 from remuda.domain.errors import Conflict, RemudaError, Unavailable, UserError
 from remuda.domain.instance import Actor, Instance
 from remuda.domain.pool_config import PoolConfig
@@ -168,7 +168,9 @@ class ListenerService:
         #: Tasks that may wait for hours, and continue in the next process.
         self._followers = BackgroundTasks(context=context)
         self._interrupted = InterruptedJobs(demand, self._followers, lambda name: self._states().get(name))
-        self._lost = LostJobs(demand, self._tasks, lambda name: self._states().get(name))
+        self._lost = LostJobs(
+            demand, self._tasks, lambda name: self._states().get(name), on_loss=self._interrupted.note_lost
+        )
         self._table.on_end = self._lost.note
         self._acquisitions = Acquisitions(
             demand, self._table, self._equipment, self._tasks, on_rollback=self._observer.search_soon
@@ -211,6 +213,12 @@ class ListenerService:
         served = self._sets.get(name)
         if served is not None:
             served.state.wake()
+
+    def _note_job(self, job: JobRecord) -> None:
+        """A message has told something new about a job."""
+        if job.completed_at is not None:
+            self._interrupted.follow(job)
+        self._lost.check_late(job, self.config(), self._table)
 
     def _note_idle(self, instances: Sequence[Instance]) -> None:
         """Machines are in the pool: sets that wait for one of their class try to get it."""
@@ -317,7 +325,7 @@ class ListenerService:
             self._table,
             self._binder,
             config=self.config,
-            on_job_end=self._interrupted.follow,
+            on_job=self._note_job,
         )
         served = self._sets[runner_set.name] = _ServedSet(state=state, session=session)
         if draining:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta
 
 from remuda.controlplane.context import Context, retry_write
 from remuda.controlplane.demand.context import BackgroundTasks, DemandContext
 from remuda.controlplane.demand.machines import KnownMachine, MachineTable
 from remuda.controlplane.demand.sets import SetState, find_job
-from remuda.domain.demand import CANCELLED, JobRecord, Loss, find_loss
+from remuda.domain.demand import CANCELLED, SUCCESSES, JobRecord, Loss, find_loss
 from remuda.domain.errors import RemudaError
 from remuda.domain.instance import Instance
 from remuda.domain.pool_config import PoolConfig, parse_runner_name
+from remuda.domain.signals import Report
 
 #: Newest jobs in which a new listener searches for lost ones, and their maximum age.
 MAX_JOBS = 500
@@ -27,11 +29,19 @@ class LostJobs:
     and writes `lost_at` and the cause into the job's record, which status and explanations show.
     """
 
-    def __init__(self, demand: DemandContext, tasks: BackgroundTasks, find: Callable[[str], SetState | None]) -> None:
-        """`find` returns the state of a set."""
+    def __init__(
+        self,
+        demand: DemandContext,
+        tasks: BackgroundTasks,
+        find: Callable[[str], SetState | None],
+        *,
+        on_loss: Callable[[JobRecord, Report | None], None],
+    ) -> None:
+        """`find` returns the state of a set. `on_loss` is called with each lost job and the last report about it."""
         self._demand = demand
         self._tasks = tasks
         self._find = find
+        self._on_loss = on_loss
         #: Jobs that were, or may have been, lost before this process began: by set, the time by the runner's name.
         self._earlier: dict[str, dict[str, datetime]] = {}
         #: Those of them of which it is not known yet.
@@ -49,9 +59,9 @@ class LostJobs:
         if not machine.completed:
             # At once: the next decision must not launch an instance for the job.
             state.note_lost(assignment.runner_name, self._context.clock.now())
-        self._tasks.start("lost-job", self._record(state, machine.job_id, machine.instance))
+        self._tasks.start("lost-job", self._record(state, machine.job_id, machine.instance, machine.report))
 
-    async def _record(self, state: SetState, job_id: str, instance: Instance) -> None:
+    async def _record(self, state: SetState, job_id: str, instance: Instance, report: Report | None) -> None:
         context, runner = self._context, instance.assignment.runner_name if instance.assignment else ""
         histories = await context.store.histories([instance.instance_id])
         loss = find_loss(instance.instance_id, histories.get(instance.instance_id, ()), epoch=instance.epoch)
@@ -63,6 +73,7 @@ class LostJobs:
         if job is None or (job.completed_at is not None and job.result.lower() not in CANCELLED):
             return
         await self._write(state, job, loss, instance_id=instance.instance_id)
+        self._on_loss(job, report)
 
     async def _write(self, state: SetState, job: JobRecord, loss: Loss, *, instance_id: str) -> None:
         context, facts = self._context, {"runner_set": state.name, "run_id": job.run_id, "job_id": job.job_id}
@@ -72,6 +83,12 @@ class LostJobs:
             **facts,
         )
         context.event_log.record("job-lost", loss.detail, instance_id=instance_id, **facts)
+
+    def check_late(self, job: JobRecord, config: PoolConfig, table: MachineTable) -> None:
+        """GitHub has told the runner of the job, or its end. Its instance may have ended before: `note` knew no job."""
+        is_open = job.runner_name and job.lost_at is None and job.result.lower() not in SUCCESSES
+        if is_open and not _has_machine(job, config, table):
+            self._tasks.start("lost-job", self._check([job], config))
 
     # Jobs that were lost before this process began
 
@@ -106,7 +123,7 @@ class LostJobs:
             self._tasks.start("lost-jobs", self._check(jobs, config))
 
     async def _check(self, jobs: Sequence[JobRecord], config: PoolConfig) -> None:
-        losses: Mapping[str, Loss] = {}
+        losses: Mapping[str, tuple[Loss, Report | None]] = {}
         try:
             losses = await self._find_losses(jobs, config)
         finally:
@@ -117,12 +134,18 @@ class LostJobs:
                     state.lost.pop(job.runner_name, None)
                     state.wake()
         for job in jobs:
-            state, loss = self._find(job.runner_set), losses.get(job.job_id)
-            if state is not None and loss is not None:
+            state = self._find(job.runner_set)
+            if state is None or job.job_id not in losses:
+                continue
+            loss, report = losses[job.job_id]
+            if replace(job, lost_at=loss.at, lost_detail=loss.detail).is_lost:
                 await self._write(state, job, loss, instance_id=job.instance_id)
+                self._on_loss(job, report)
 
-    async def _find_losses(self, jobs: Sequence[JobRecord], config: PoolConfig) -> Mapping[str, Loss]:
-        """The losses by job id."""
+    async def _find_losses(
+        self, jobs: Sequence[JobRecord], config: PoolConfig
+    ) -> Mapping[str, tuple[Loss, Report | None]]:
+        """The losses by job id, each with the last report of its instance."""
         store = self._context.store
         parsed = {job.job_id: found for job in jobs if (found := parse_runner_name(config.pool, job.runner_name))}
         ids = sorted({instance_id for _, instance_id in parsed.values()})
@@ -132,7 +155,7 @@ class LostJobs:
             loss, report = find_loss(instance_id, histories.get(instance_id, ()), epoch=epoch), reports.get(instance_id)
             # A spent instance has reported the end of its job.
             if loss is not None and (report is None or report.spent_epoch != epoch):
-                losses[job_id] = loss
+                losses[job_id] = (loss, report)
         return losses
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
+from functools import partial
 
 from remuda.controlplane.context import Context
 from remuda.controlplane.demand.context import BackgroundTasks, DemandContext
@@ -15,6 +16,7 @@ from remuda.domain.demand import SUCCESSES, JobRecord, Lease
 from remuda.domain.errors import Conflict, NotFound, RemudaError, Unavailable, UserError
 from remuda.domain.instance import Instance, State
 from remuda.domain.resources import is_repository
+from remuda.domain.signals import Report
 from remuda.domain.timestamps import to_milliseconds
 
 #: Attempts to record an interruption, and the seconds between them: together the two minutes of a spot notice.
@@ -66,25 +68,40 @@ class InterruptedJobs:
             )
             if is_hit and not machine.interrupted and not machine.is_spent:
                 machine.interrupted = True
-                self._tasks.start("interruption", self._record(machine, instance))
+                self._tasks.start("interruption", self._record(partial(self._job_of, machine, instance)))
 
-    async def _record(self, machine: KnownMachine, instance: Instance) -> None:
+    def note_lost(self, job: JobRecord, report: Report | None) -> None:
+        """Record a job that was lost with its instance, if that had a spot notice.
+
+        Nobody may have known which job the instance ran until GitHub told it, after the end of the instance.
+        """
+        state = self._find(job.runner_set)
+        wanted = state is not None and state.runner_set.rerun_on_interruption
+        if wanted and report is not None and report.is_interrupted and job.interrupted_at is None:
+            self._tasks.start("interruption", self._record(partial(self._get, job.job_id)))
+
+    async def _job_of(self, machine: KnownMachine, instance: Instance) -> JobRecord | None:
+        return await find_job(self._demand.store, machine.job_id, instance)
+
+    async def _get(self, job_id: str) -> JobRecord | None:
+        return (await self._demand.store.get_jobs([job_id])).get(job_id)
+
+    async def _record(self, find: Callable[[], Awaitable[JobRecord | None]]) -> None:
         """Record it, also if the store does not answer at first, or the job is named only later."""
         for _ in range(RECORD_ATTEMPTS):
             try:
-                if await self._try_to_record(machine.job_id, instance):
+                if await self._try_to_record(await find()):
                     return
-            except Unavailable as error:
-                self._context.event_log.record("interruption-failed", error.message, instance_id=instance.instance_id)
+            except (Conflict, Unavailable) as error:
+                self._context.event_log.record("interruption-failed", error.message)
             await self._context.clock.sleep(RECORD_PAUSE_S)
 
-    async def _try_to_record(self, job_id: str, instance: Instance) -> bool:
+    async def _try_to_record(self, job: JobRecord | None) -> bool:
         """Return whether nothing is left to do."""
-        job = await find_job(self._demand.store, job_id, instance)
         if job is None:
             return False
         state = self._find(job.runner_set)
-        if state is None or job.completed_at is not None:
+        if state is None or (job.completed_at is not None and not job.is_lost):
             return True
         job_id = job.job_id
         # An earlier attempt, or another listener, may have recorded it.
@@ -133,7 +150,7 @@ class InterruptedJobs:
     async def _advance(self, job_id: str, run: _FollowedRun) -> bool:
         """Return whether nothing is left to do."""
         try:
-            job = (await self._demand.store.get_jobs([job_id])).get(job_id)
+            job = await self._get(job_id)
             if job is None or job.rerun_at is not None or job.rerun_detail or job.interrupted_at is None:
                 return True
             if job.result in SUCCESSES:
@@ -158,7 +175,7 @@ class InterruptedJobs:
             return await self._close(job, "its run is unknown")
         right = await self._demand.store.get_lease(_right_name(job))
         jobs = await self._demand.store.jobs_of_run(job.run_id)
-        # A job's own record does not suffice: an earlier write of it may be applied late, and overwrite it.
+        # The records of the jobs do not suffice: a search may miss what was written last.
         used = right if right != followed.right else None
         rerun_ids = {*(used.job_ids if used else ()), *(item.job_id for item in jobs if item.rerun_at)}
         if job.job_id in rerun_ids or any(item.job_id in rerun_ids and _is_same(item, job) for item in jobs):

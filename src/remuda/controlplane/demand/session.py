@@ -37,15 +37,15 @@ class SetSession:
         binder: Binder,
         *,
         config: Callable[[], PoolConfig],
-        on_job_end: Callable[[JobRecord], None] = lambda _job: None,
+        on_job: Callable[[JobRecord], None] = lambda _job: None,
     ) -> None:
-        """`on_job_end` is called with each job that GitHub reports as completed."""
+        """`on_job` is called with each job that a message tells something new about."""
         self._demand = demand
         self._state = state
         self._table = table
         self._binder = binder
         self._config = config
-        self._on_job_end = on_job_end
+        self._on_job = on_job
         self._session: DemandSession | None = None
         self._failures = 0
         self._handled_messages = 0
@@ -178,8 +178,7 @@ class SetSession:
         self._handled_messages += 1
         await self._acquire_available(session, message.events)
         for job in jobs.values():
-            if job.completed_at is not None:
-                self._on_job_end(job)
+            self._on_job(job)
 
     async def _acknowledge(self, session: DemandSession, message_id: int) -> None:
         """Only an acknowledged message counts as the last one: GitHub does not send it again to who names its id.

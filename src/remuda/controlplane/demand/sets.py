@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any
 
-from remuda.controlplane.context import Context, retry_write
+from remuda.controlplane.context import Context, retry_conflicts, retry_write, skip_unreadable
 from remuda.controlplane.demand.context import DemandContext
 from remuda.domain.demand import MAX_TEXT, DemandRecord, DemandStatistics, JobRecord
-from remuda.domain.errors import RemudaError
+from remuda.domain.errors import Conflict, RemudaError
 from remuda.domain.instance import Instance
 from remuda.domain.runner_set import RunnerSet
 from remuda.domain.supply import JOB_COUNTS_FOR_S
@@ -70,8 +70,6 @@ class SetState:
     #: Set by whatever may change a decision.
     woken: asyncio.Event = field(default_factory=asyncio.Event)
     registrations: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(CONCURRENT_REGISTRATIONS))
-    #: Fields of jobs that no message contains, by id, until they end. Messages are merged into records without them.
-    _amended: dict[str, dict[str, Any]] = field(default_factory=dict)
     #: Jobs whose present record is not known to be stored, by id. A message that comes again does not change them.
     _unwritten: dict[str, JobRecord] = field(default_factory=dict)
     _write_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -187,25 +185,51 @@ class SetState:
         self.record = replace(self.record, **changed)  # type: ignore[arg-type]
         self._unwritten.update(jobs or {})
         context = demand.context
-        async with self._write_lock:
-            record = self.record = replace(self.record, updated_at=to_milliseconds(context.clock.now()))
-            written = dict(self._unwritten)
-            rows = tuple(replace(job, **self._amended.get(job_id, {})) for job_id, job in written.items())
-            await retry_write(context, lambda: demand.store.put_demand(record, rows), runner_set=self.name)
-            self._unwritten = {key: job for key, job in self._unwritten.items() if written.get(key) is not job}
+
+        async def write() -> None:
+            updated_at = to_milliseconds(context.clock.now())
+            record = replace(self.record, updated_at=updated_at, revision=self.record.revision + 1)
+            given = dict(self._unwritten)
+            rows = [replace(job, revision=job.revision + 1) for job in given.values()]
+            try:
+                await retry_write(context, lambda: demand.store.put_demand(record, rows), runner_set=self.name)
+            except Conflict:
+                await self._read_again(demand)
+                raise
+            self.record = replace(self.record, updated_at=updated_at, revision=record.revision)
+            self._unwritten = {key: job for key, job in self._unwritten.items() if given.get(key) is not job}
             for row in rows:
-                if row.completed_at is not None:
-                    # Later messages are merged into the stored record.
-                    self._amended.pop(row.job_id, None)
+                self._note_stored(row.job_id, row)
+
+        async with self._write_lock:
+            await retry_conflicts(context, write)
+
+    async def _read_again(self, demand: DemandContext) -> None:
+        """Continue from the stored records: another listener has written them, or a write whose answer was lost has."""
+        stored, _ = await skip_unreadable(demand.store.get_demand())
+        revision = stored[self.name].revision if self.name in stored else 0
+        self.record = replace(self.record, revision=revision)
+        jobs, _ = await skip_unreadable(demand.store.get_jobs(self._unwritten))
+        for job_id in [*self._unwritten]:
+            self._note_stored(job_id, jobs.get(job_id))
+
+    def _note_stored(self, job_id: str, row: JobRecord | None) -> None:
+        for known in (self.jobs, self._unwritten):
+            if job_id in known:
+                known[job_id] = known[job_id].merged_into(row)
 
     async def amend_job(self, demand: DemandContext, job_id: str, **changed: Any) -> None:
         """Write what no message says about a job: its re-run or its loss. Messages that come later do not change it."""
-        async with self._write_lock:
+
+        async def write() -> None:
             job = (await demand.store.get_jobs([job_id])).get(job_id)
             if job is not None:
-                await demand.store.put_jobs([replace(job, **changed)])
-                if job.completed_at is None:
-                    self._amended[job_id] = {**self._amended.get(job_id, {}), **changed}
+                row = replace(job, **changed, revision=job.revision + 1)
+                await demand.store.put_jobs([row])
+                self._note_stored(job_id, row)
+
+        async with self._write_lock:
+            await retry_conflicts(demand.context, write)
 
     async def save_problem(self, demand: DemandContext) -> None:
         """Record since when the set cannot be served, or that it can. Writes only changes."""

@@ -261,7 +261,11 @@ def if_equal(attribute_name: str, value: Any) -> dict[str, Any]:
 
 
 def if_revision_is(revision: int) -> dict[str, Any]:
-    return if_equal("revision", revision)
+    """The stored record has this revision; 0 if none exists, or one of an older version that had no revisions."""
+    if revision:
+        return if_equal("revision", revision)
+    expression = ExpressionBuilder()
+    return expression.arguments(f"attribute_not_exists({expression.name('revision')})")
 
 
 # Searches ---------------------------------------------------------------------------------------------------------

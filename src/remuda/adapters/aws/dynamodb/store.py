@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from remuda.adapters.aws.calls import chunks, gather
-from remuda.adapters.aws.dynamodb import expressions, items
+from remuda.adapters.aws.dynamodb import expressions, items, revisions
 from remuda.adapters.aws.dynamodb.changes import ChangeWriter, HistoryWriter
 from remuda.adapters.aws.dynamodb.items import Item, ItemKeys, record_of
 from remuda.adapters.aws.dynamodb.keys import FixedKeys, InstanceKeys, StoredKeys
@@ -18,7 +18,6 @@ from remuda.adapters.aws.dynamodb.table import (
     WRITE_BATCH,
     ConditionFailed,
     Table,
-    TransactionCancelled,
     key_of,
 )
 from remuda.domain import timestamps
@@ -42,9 +41,6 @@ if TYPE_CHECKING:
 
 #: Concurrent history queries.
 CONCURRENT_HISTORIES = 64
-#: Jobs that are written in one transaction with their demand: as many as a message of GitHub contains. A transaction
-#: may have 4 MB, and the texts of a job up to 40 kB.
-JOBS_PER_TRANSACTION = 50
 #: Part of the keys of writes that are only tried.
 TRIED = "tried"
 #: Unreadable reports that one call of `forget` deletes.
@@ -327,19 +323,7 @@ class DynamoInstanceStore:
         return self._parse_all(DemandRecord, ((key_of(item)[1], item) for item in found))
 
     async def put_demand(self, record: DemandRecord, jobs: Collection[JobRecord] = ()) -> None:
-        item = items.document_item(items.demand_key(record.runner_set), record)
-        # One call. Not a batch: it could write the record and lose the jobs, whose message is then not delivered again.
-        new = [*_job_items(jobs), item]
-        if 1 < len(new) <= JOBS_PER_TRANSACTION + 1:
-            try:
-                await self._table.put_together(new)
-            except TransactionCancelled:
-                # Another process writes one of the jobs at this moment. Nothing was written.
-                pass
-            else:
-                return
-        await self.put_jobs(jobs)
-        await self._table.put(item, {})
+        await revisions.put_jobs(self._table, jobs, record)
 
     async def delete_demand(self, runner_set: str) -> None:
         await self._table.delete_all([items.demand_key(runner_set)])
@@ -358,7 +342,7 @@ class DynamoInstanceStore:
         return self._parse_all(JobRecord, names)
 
     async def put_jobs(self, jobs: Collection[JobRecord]) -> None:
-        await gather(map(self._table.put_all, chunks(_job_items(jobs), WRITE_BATCH)))
+        await revisions.put_jobs(self._table, jobs)
 
     async def jobs_of_run(self, run_id: str) -> Sequence[JobRecord]:
         partition = items.jobs_of_run_partition(run_id)
@@ -392,8 +376,7 @@ class DynamoInstanceStore:
         return config
 
     async def put_config(self, config: PoolConfig) -> None:
-        first = config.revision == 1
-        condition = expressions.if_absent() if first else expressions.if_revision_is(config.revision - 1)
+        condition = expressions.if_revision_is(config.revision - 1)
         message = f"configuration revision {config.revision} does not follow the stored revision"
         await self._put(PoolConfig, items.document_item(items.CONFIG, config), condition, message)
         self._use_retention(config)
@@ -488,8 +471,3 @@ class DynamoInstanceStore:
     @property
     def _table_name(self) -> str:
         return f"table {self._table.name}"
-
-
-def _job_items(jobs: Iterable[JobRecord]) -> list[Item]:
-    """One item per job: DynamoDB rejects a call that writes an item twice."""
-    return [items.job_item(job) for job in {job.job_id: job for job in jobs}.values()]

@@ -128,10 +128,10 @@ class Table:
         parts: list[Any] = [{"Update": {"TableName": self.name, "Key": key, **arguments}} for key, arguments in updates]
         await self._transact(parts)
 
-    async def put_together(self, new: Sequence[Item]) -> None:
-        """Write up to `TRANSACTION` items, all or none. Raises `TransactionCancelled`."""
-        parts: list[Any] = [{"Put": {"TableName": self.name, "Item": item}} for item in new]
-        await self._transact(parts)
+    async def put_together(self, puts: Sequence[tuple[Item, Mapping[str, Any]]]) -> None:
+        """Write up to `TRANSACTION` items, all or none. Raises `TransactionCancelled` with the stored items."""
+        shared = {"TableName": self.name, "ReturnValuesOnConditionCheckFailure": "ALL_OLD"}
+        await self._transact([{"Put": {**shared, "Item": item, **arguments}} for item, arguments in puts])
 
     async def _transact(self, parts: Any) -> None:
         # With the token, a retry of the client is not another transaction.
