@@ -14,10 +14,11 @@ from weakref import WeakKeyDictionary
 
 import pytest
 from aiobotocore.session import AioSession
+from botocore.model import OperationModel
 from hypothesis import settings
 
 from remuda.adapters.aws import clients as aws_clients
-from remuda.adapters.aws.clients import AwsClients, open_session
+from remuda.adapters.aws.clients import AwsClients, ClientConfig, open_session
 from remuda.adapters.aws.dynamodb.items import ItemKeys, demand_key, job_key, key, lease_key, run_pk
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.service import ServiceClient
@@ -35,8 +36,9 @@ from simulation.memory.store import MemoryDatabase, MemoryInstanceStore
 from tests.support.aws.contract import check_request
 from tests.support.aws.fault_proxy import FaultProxy, fault_proxy
 from tests.support.aws.request_rules import RequestSequence
+from tests.support.aws.scripted_api import check_api_request
 from tests.support.aws.servers import Fauxqs, Ministack, fake_github, fauxqs, ministack
-from tests.support.github_requests import JudgedConnections
+from tests.support.github_connections import JudgedConnections
 from tests.support.records import LONG_S, instance_id
 from tests.support.virtual_time import AdjustableClock
 
@@ -355,10 +357,23 @@ def _checked_requests() -> Iterator[None]:
         sequence.observe(client.name, operation, parameters, answer)
         return answer
 
+    open_client = AwsClients._client
+
+    async def open_checked(clients: AwsClients, name: str, settings: ClientConfig) -> Any:
+        client = await open_client(clients, name, settings)
+        client.meta.events.register("provide-client-params", _check_parameters)
+        return client
+
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(ServiceClient, "call", check_and_send)
+        patched.setattr(AwsClients, "_client", open_checked)
         patched.setattr(github_client, "HttpConnections", JudgedConnections)
         yield
+
+
+def _check_parameters(params: dict[str, Any], model: OperationModel, **_: Any) -> None:
+    """Check a request of a client of botocore. Its event names the arguments."""
+    check_api_request(model.service_model.service_name, model.name, params)
 
 
 def _is_called_by_an_adapter() -> bool:
