@@ -29,13 +29,13 @@ ISSUER = "https://token.actions.githubusercontent.com"
 MAX_CALLS = 20
 
 
-class Interruption(Enum):
+class CallCut(Enum):
     BEFORE = "ended before the call"
     AFTER = "ended after the call"
     TWICE = "sent again, because the answer was lost"
 
 
-class Interrupted(Exception):
+class DeployEnded(Exception):
     """The process has ended."""
 
 
@@ -46,9 +46,9 @@ def refused(operation: str, code: str) -> ClientError:
 class MemoryAccount:
     """The resources of an account, as far as `deploy` sees them. Stands in for `AwsApi`."""
 
-    def __init__(self, at: int = 0, interruption: Interruption = Interruption.BEFORE) -> None:
+    def __init__(self, at: int = 0, kind: CallCut = CallCut.BEFORE) -> None:
         self._at = at
-        self._interruption = interruption
+        self._kind = kind
         self.calls: list[str] = []
         #: Properties by resource.
         self.resources: dict[str, dict[str, Any]] = {}
@@ -71,11 +71,11 @@ class MemoryAccount:
         check_api_request(service, operation, parameters)
         self.calls.append(operation)
         is_cut = len(self.calls) == self._at
-        if is_cut and self._interruption is Interruption.BEFORE:
-            raise Interrupted
+        if is_cut and self._kind is CallCut.BEFORE:
+            raise DeployEnded
         answer = self._answer(operation, parameters)
-        if is_cut and self._interruption is Interruption.AFTER:
-            raise Interrupted
+        if is_cut and self._kind is CallCut.AFTER:
+            raise DeployEnded
         if is_cut:
             answer = self._answer(operation, parameters)
         return answer
@@ -163,18 +163,18 @@ async def completed(ensure: Ensure) -> MemoryAccount:
     return account
 
 
-@pytest.mark.parametrize("interruption", Interruption)
+@pytest.mark.parametrize("kind", CallCut)
 @pytest.mark.parametrize("name", RESOURCES)
-async def test_a_resource_interrupted_at_each_call(name: str, interruption: Interruption) -> None:
+async def test_a_resource_interrupted_at_each_call(name: str, kind: CallCut) -> None:
     ensure = RESOURCES[name]
     expected = await completed(ensure)
     for at in range(1, MAX_CALLS):
-        account = MemoryAccount(at, interruption)
+        account = MemoryAccount(at, kind)
         try:
             await ensure(account)
-        except Interrupted:
+        except DeployEnded:
             await ensure(account)
-        assert account.resources == expected.resources, f"{interruption.value}: {account.calls[at - 1]}"
+        assert account.resources == expected.resources, f"{kind.value}: {account.calls[at - 1]}"
         if len(account.calls) < at:
             break
     else:
@@ -193,12 +193,12 @@ async def test_a_secret_that_is_scheduled_for_deletion_is_restored_at_each_call(
     for at in range(1, MAX_CALLS):
         account = await completed(RESOURCES["secret"])
         account.resources["secret"]["description"]["DeletedDate"] = "2026-01-01"
-        cut = MemoryAccount(at, Interruption.AFTER)
+        cut = MemoryAccount(at, CallCut.AFTER)
         cut.resources = account.resources
         ensure: Ensure = lambda api: CredentialSecret(api, POOL).ensure("github_pat_2", TAGS)  # noqa: E731
         try:
             await ensure(cut)
-        except Interrupted:
+        except DeployEnded:
             await ensure(cut)
         assert "DeletedDate" not in cut.resources["secret"]["description"]
         assert cut.resources["secret"]["value"] == {"SecretString": "github_pat_2"}
