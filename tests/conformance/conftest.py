@@ -9,6 +9,7 @@ import sqlite3
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -372,8 +373,16 @@ def _checked_requests() -> Iterator[None]:
 
 
 def _check_parameters(params: dict[str, Any], model: OperationModel, **_: Any) -> None:
-    """Check a request of a client of botocore. Its event names the arguments."""
-    check_api_request(model.service_model.service_name, model.name, params)
+    """Check a request of a client of botocore that the product makes. Its event names the arguments."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and str(frame.f_globals["__name__"]).startswith(_BETWEEN):
+        frame = frame.f_back
+    if frame is not None and str(frame.f_globals["__name__"]).startswith("remuda."):
+        check_api_request(model.service_model.service_name, model.name, params)
+
+
+#: Modules between who makes a request and botocore's event.
+_BETWEEN = ("aiobotocore.", "botocore.", "remuda.adapters.aws.calls", "remuda.deployment.api")
 
 
 def _is_called_by_an_adapter() -> bool:
