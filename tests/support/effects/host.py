@@ -141,6 +141,9 @@ class ModelHost:
         self.mounts: list[Mount] = []
         #: Times at which the host powers off, by unit.
         self.timers: dict[str, float] = {BOOT_TIMER: BOOT_LIFE_S, REBOOT_TIMER: BOOT_LIFE_S}
+        #: Settings of the kernel that a job may have changed, and whether the guard blames the sandbox's jobs.
+        self.kernel = {"fs/file-max": "1"}
+        self.counts_as_used = False
         self.attributes: dict[str, list[str]] = {}
         #: User ids of files and folders, where `chown` has set them.
         self.owners: dict[str, int] = {}
@@ -241,6 +244,8 @@ class ModelHost:
             shutil.rmtree(self.real(folder))
             Path(self.real(folder)).mkdir()
         self.made_folder(CGROUPS)
+        self.kernel = {"fs/file-max": "1"}
+        self.counts_as_used = False
         self.timers = {REBOOT_TIMER: self.now() + BOOT_LIFE_S}
         self.on_reboot()
 
