@@ -223,6 +223,8 @@ def _problems(request: SentRequest) -> list[str]:
         "its body is not said to be JSON": request.body is None
         or request.headers.get("content-type") == "application/json",
         f"{endpoint.source} says otherwise": endpoint.also(request),
+        "it accepts a content coding that the client cannot read": request.headers.get("accept-encoding", "gzip")
+        == "gzip",
     }
     if is_service:
         checks["it names another version of the service"] = request.query.get("api-version") == SERVICE_VERSION

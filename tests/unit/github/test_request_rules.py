@@ -92,6 +92,7 @@ def test_requests_that_keep_the_rules(request_: SentRequest) -> None:
         (api("GET", RUNNERS, {"per_page": "100", "label": "x"}), "other parameters"),
         (api("GET", f"{RUNNERS}/7", headers={"x-github-api-version": "2021-01-01"}), "lacks a header"),
         (api("GET", f"{RUNNERS}/7", headers={"accept": "*/*"}), "lacks a header"),
+        (api("GET", f"{RUNNERS}/7", headers={"accept-encoding": "gzip, br"}), "content coding"),
         (api("GET", f"{RUNNERS}/7", credential=f"Bearer {APP}"), "another kind"),
         (api("GET", f"{RUNNERS}/7", credential=f"RemoteAuth {TOKEN}"), "scheme"),
         (api("GET", f"{RUNNERS}/7", credential=""), "scheme"),
