@@ -45,6 +45,8 @@ INTERFACE_S = 0.03
 #: Seconds that the bootstrap's timers leave at boot.
 BOOT_LIFE_S = 1_800.0
 BOOT_TIMER, REBOOT_TIMER = "remuda-dead-man-boot", "remuda-dead-man-reboot"
+#: Bytes of the disk that are free, unless a life has less.
+DISK_FREE = 10 * 1024**3
 _NUMBER = re.compile(r"\d+")
 PRODUCT = f"{os.sep}src{os.sep}remuda{os.sep}"
 #: Seconds for which effects of a kind fail. Longer than a pause between two attempts of the agent.
@@ -135,7 +137,7 @@ class ModelHost:
         self.was_cut = False
         #: Why it is off, or empty.
         self.off = ""
-        self.disk_free = 10 * 1024**3
+        self.disk_free = DISK_FREE
         self.processes: dict[int, HostProcess] = {}
         self._last_pid = 100
         self.mounts: list[Mount] = []

@@ -45,7 +45,7 @@ from remuda.ports.calls import CallCounter
 from simulation.loop import START, SeededIds, VirtualLoop, VirtualProcess, without_gc
 from simulation.memory.store import MemoryDatabase, MemoryInstanceStore
 from tests.support.effects import seam
-from tests.support.effects.host import BOOT_TIMER, STATE, Effect, EffectCut, ModelHost
+from tests.support.effects.host import BOOT_TIMER, DISK_FREE, STATE, Effect, EffectCut, ModelHost
 from tests.support.effects.judge import ENDED, MARGIN_S, Judge
 from tests.support.effects.programs import REGISTRATION_FILES, ModelGitHub, ModelRegistration, Programs
 from tests.support.records import at, instance, instance_id
@@ -139,6 +139,7 @@ def live(
     *,
     builds_layers: bool = False,
     expires: bool = False,
+    disk_free: int = DISK_FREE,
 ) -> Lived:
     """Let an instance live from its boot to its end. Cut effects of its agents by their number, from 1.
 
@@ -148,6 +149,7 @@ def live(
     """
     with without_gc(), tempfile.TemporaryDirectory(dir=MEMORY_DISK, prefix="remuda-") as folder:
         life = Life(Path(folder), works, cuts or {}, meanwhile, expires=expires)
+        life.host.disk_free = disk_free
         life.run(builds_layers=builds_layers)
         lived = Lived(
             outcome=life.outcome,

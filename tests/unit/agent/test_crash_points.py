@@ -14,6 +14,7 @@ from functools import cache, partial
 
 import pytest
 
+from remuda.agent.sandbox import DISK_RESERVE
 from tests.support.effects import seam
 from tests.support.effects.host import Effect, EffectCut
 from tests.support.effects.judge import FAILED
@@ -28,6 +29,7 @@ LIVES = {
     "damaged": partial(live, ((Work.DAMAGING, "octo/first"),)),
     "refused": partial(live, ((Work.REFUSED, "octo/first"),)),
     "spent": partial(live, ((Work.SPENT, "octo/first"), (Work.RUN, "octo/second"))),
+    "full": partial(live, ((Work.RUN, "octo/first"), (Work.RUN, "octo/first")), disk_free=DISK_RESERVE // 2),
     "layers": partial(live, ((Work.RUN, "octo/first"),), builds_layers=True),
 }
 #: Effects of each life at least. With fewer, the model does not see what the agent does.
