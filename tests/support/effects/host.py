@@ -39,7 +39,9 @@ STATE = "/var/lib/remuda"
 STORAGE = f"{STATE}/sandboxes"
 #: What the kernel forgets with a reboot.
 VOLATILE = (CGROUPS, INTERFACES, "/run/systemd", f"{STORAGE}/log")
-CONTROL_FILES = ("procs", "events", "kill", "subtree_control", "max.depth", "max.descendants")
+CONTROL_FILES = frozenset({"memory.max", "pids.max"}) | {
+    f"cgroup.{name}" for name in ("procs", "events", "kill", "subtree_control", "max.depth", "max.descendants")
+}
 #: Seconds until the interface of a container that has ended is gone.
 INTERFACE_S = 0.03
 #: Seconds that the bootstrap's timers leave at boot.
@@ -342,12 +344,18 @@ class ModelHost:
     def is_control_file(self, path: str) -> bool:
         return self.is_cgroup(path) and path.rpartition("/")[2].split(".")[0] in {"cgroup", "memory", "pids"}
 
+    def has_control_file(self, path: str) -> bool:
+        """Whether the kernel has made it: with its folder."""
+        folder, _, name = path.rpartition("/")
+        return self.real(folder) in self._cgroups and name in CONTROL_FILES
+
     @outside
     def made_folder(self, path: str) -> None:
         if self.is_cgroup(path):
-            for name in (*(f"cgroup.{each}" for each in CONTROL_FILES), "memory.max", "pids.max"):
-                Path(self.real(path), name).touch()
-            self._cgroups[self.real(path)] = None
+            real = self.real(path)
+            # The others appear when they are written: most files of a life would be these.
+            os.close(os.open(f"{real}/cgroup.procs", os.O_CREAT | os.O_WRONLY))
+            self._cgroups[real] = None
             self._note_populated()
         self.judge_folder(path)
 

@@ -128,7 +128,7 @@ class Judge:
             self.violate("two sandboxes have the same user ids")
 
         limits = [f"{sandbox.manager.cgroup}/{name}" for name in ("memory.max", "pids.max")]
-        if not all(Path(self._host.real(limit)).read_text() for limit in limits):
+        if not all(self._host.exists(limit) and Path(self._host.real(limit)).read_text() for limit in limits):
             self.violate(f"sandbox {sandbox.number} starts without limits")
 
     def volume_mounted(self, sandbox: Sandbox) -> None:

@@ -196,7 +196,7 @@ def _open(file: Any, mode: str = "r", buffering: int = -1, *given: Any, **named:
     elif not writes:
         return _REAL_IO_OPEN(host.real(file), mode, buffering, *given, **named)
     else:
-        if host.is_control_file(str(file)) and not os.path.exists(file):  # noqa: PTH110
+        if host.is_control_file(str(file)) and not host.has_control_file(str(file)):
             folder = os.path.dirname(file)  # noqa: PTH120
             code = errno.EACCES if os.path.exists(folder) else errno.ENOENT  # noqa: PTH110
             raise OSError(code, "the kernel makes these files", str(file))
