@@ -49,6 +49,7 @@ class Judge:
         self.kernel = dict(host.kernel)
         self._numbers: set[str] = set()
         self._has_script_ended = False
+        self._is_ready = False
         self._is_rebooting = False
         #: Runners whose only job has ended.
         self.spent: set[str] = set()
@@ -109,6 +110,8 @@ class Judge:
 
     def script_starts(self) -> None:
         running = [each for each in self._host.processes.values() if each.name == "pre-runner.sh"]
+        if self._is_ready:
+            self.violate("the pre-runner script runs on an instance that counts as ready")
         if len(running) > 1:
             self.violate("two pre-runner scripts run at once")
         if self._live():
@@ -245,6 +248,7 @@ class Judge:
 
     def signalled(self, signal: Signal, name: str) -> None:
         """The store has the signal of an agent."""
+        self._is_ready |= signal is Signal.UD_OK
         if signal.failed:
             self.failed.add(name)
 
