@@ -38,6 +38,7 @@ from remuda.ports.github import GitHubRun
 from simulation.fake_machine import FakeMachine
 from simulation.faults import Fault
 from simulation.invariants import ABSORBING, FOREIGN_RUNNERS, POOL, SCOPE
+from simulation.listener_liveness import ListenerLiveness
 from simulation.liveness import SWEEP_S, LivenessInvariants
 from simulation.memory.github import MemoryDemandJob, MemoryJob
 from simulation.plan import (
@@ -88,6 +89,7 @@ class Workload:
         self._extra_commands = 0
         self._listeners: dict[int, SimulatedProcess] = {}
         self._services: dict[str, DemandListener] = {}
+        self._wake_ups = ListenerLiveness(world, self._services)
         self._listening = True
         self.liveness: LivenessInvariants | None = None
 
@@ -303,6 +305,7 @@ class Workload:
             if isinstance(self._world.scale_sets, CheckedScaleSets):
                 self._world.scale_sets.remove_some_registration()
             self._world.safety.demand.check()
+            self._wake_ups.check()
 
     async def _demand(self, item: PlannedDemand) -> None:
         sets = self._world.scale_sets
@@ -507,7 +510,7 @@ class Workload:
         async def work(context: Context) -> RefreshResult:
             return await refresh(context, desired)
 
-        return self._world.command(name, "refresh", work, credentialed=True)
+        return self._world.command(name, "refresh", work, credentialed=True, desired=desired)
 
     async def _sweep_regularly(self) -> None:
         while not self._ending.is_set():
