@@ -104,7 +104,9 @@ class Ownership:
             yield "S17", f"from {before.status} to {after.status} changed {_describe(before, after, foreign)}"
         if change == (ProvisionStatus.COMMITTED, ProvisionStatus.COMMITTED) and after.deadline < before.deadline:
             yield "S17", f"its deadline {before.deadline} became {after.deadline}"
-        if before.outcome is not None and after.outcome != before.outcome:
+        # A provision that is cancelled with its commit rolls back what was committed.
+        may_fail = change == (ProvisionStatus.COMMITTED, ProvisionStatus.RELEASED) and after.outcome is not None
+        if before.outcome is not None and after.outcome != before.outcome and not may_fail:
             yield "S17", "its outcome was replaced"
 
     # The configuration

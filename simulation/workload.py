@@ -43,6 +43,8 @@ from simulation.liveness import SWEEP_S, LivenessInvariants
 from simulation.memory.github import MemoryDemandJob, MemoryJob
 from simulation.plan import (
     ExtraRelease,
+    JobEnd,
+    ListenerOutage,
     MachineLoss,
     Operation,
     OperatorCommand,
@@ -91,6 +93,8 @@ class Workload:
         self._services: dict[str, DemandListener] = {}
         self._wake_ups = ListenerLiveness(world, self._services)
         self._listening = True
+        self._may_listen = asyncio.Event()
+        self._may_listen.set()
         self.liveness: LivenessInvariants | None = None
 
     async def run(self) -> None:
@@ -106,6 +110,8 @@ class Workload:
             PlannedDemand: self._demand,
             SetDeletion: self._delete_set,
             SetChange: self._change_sets,
+            JobEnd: self._end_jobs,
+            ListenerOutage: self._interrupt_listening,
             Takeover: self._take_over,
         }
         if self._world.calls is not None:
@@ -279,6 +285,7 @@ class Workload:
             process = self._listeners[slot] = self._listen(f"listener {slot}.{number}")
             await process.ended
             await self._world.loop.sleep(self._rng.uniform(*RESTART_S))
+            await self._may_listen.wait()
 
     def _listen(self, name: str) -> SimulatedProcess:
         async def work(context: Context) -> None:
@@ -380,6 +387,23 @@ class Workload:
         for listener in self._services.values():
             listener.reload()
         await self._world.loop.sleep(READS_S)
+
+    async def _end_jobs(self, _item: JobEnd) -> None:
+        for machine in self._world.machines.values():
+            if isinstance(machine.job, MemoryDemandJob):
+                machine.cancel(machine.job)
+        await self._world.loop.sleep(READS_S)
+
+    async def _interrupt_listening(self, item: ListenerOutage) -> None:
+        self._world.faults.record(Fault.LISTENER_CRASH)
+        self._world.faults.record(Fault.CONFIG_CHANGE)
+        self._may_listen.clear()
+        for process in self._listeners.values():
+            process.crash()
+        process = self._start_refresh(f"set change {item.number}", item.config)
+        await process.ended
+        await self._world.loop.sleep(item.for_s)
+        self._may_listen.set()
 
     async def _take_over(self, _item: Takeover) -> None:
         leases = self._world.database.leases

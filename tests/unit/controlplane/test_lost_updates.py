@@ -6,6 +6,7 @@ the operation does not own. Afterwards these fields must have their new values, 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -20,7 +21,7 @@ from remuda.controlplane.demand.session import SetSession
 from remuda.controlplane.demand.sets import SetState, new_state
 from remuda.controlplane.demand.unassigned import UnassignedJobs
 from remuda.controlplane.pool_publisher import PoolPublisher
-from remuda.domain.demand import DemandRecord, DemandStatistics, RepositoryQueue
+from remuda.domain.demand import DemandRecord, DemandStatistics, JobRecord, RepositoryQueue
 from remuda.domain.instance import Actor
 from tests.support.records import at
 from tests.support.set_world import DemandWorld, runner_set
@@ -193,3 +194,34 @@ async def test_fields_of_others_are_kept_while_a_call_is_in_progress(name: str) 
                 if key not in operation.owns and getattr(stored, key) != OTHERS[key]
             }
             assert not lost, f"{calls[at_call - 1]} {'after' if applied else 'before'} its effect; calls {made}"
+
+
+@pytest.mark.parametrize("applied", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("at_call", [1, 2])
+async def test_the_end_of_a_job_is_kept_while_its_interruption_is_recorded(at_call: int, *, applied: bool) -> None:
+    """The message about the end comes while a call of the other task is in progress."""
+    sets = DemandWorld()
+    await sets.configure_sets(runner_set())
+    job = JobRecord(job_id="j-1", runner_set="large", seen_at=at(0), started_at=at(1))
+    ended = replace(job, completed_at=at(2), result="succeeded")
+    others: list[asyncio.Task[None]] = []
+    calls = 0
+
+    async def hook(_name: str, call: Call) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls != at_call:
+            return await call()
+        answer = await call() if applied else None
+        others.append(asyncio.create_task(state.save(undisturbed, {job.job_id: ended})))
+        # Long enough for the other write, unless it has to wait.
+        await asyncio.sleep(1.0)
+        return answer if applied else await call()
+
+    undisturbed, demand = sets.demand(), sets.demand(hook)
+    state = new_state(demand.context, runner_set(), None)
+    await state.save(undisturbed, {job.job_id: job})
+    await state.amend_job(demand, job.job_id, interrupted_at=at(3))
+    await others[0]
+    stored = sets.database.jobs[job.job_id]
+    assert (stored.completed_at, stored.interrupted_at) == (at(2), at(3))
