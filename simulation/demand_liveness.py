@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 #: Seconds in which a set is served: the longest pause after failures, GitHub's time until a session ends, and a poll.
 SERVED_WITHIN_S = 60.0 + 100.0 + 30.0
+#: Seconds in which a configured set is there again after the set of its name was deleted, which its listener knows.
+SERVED_AGAIN_S = 12.0
 #: Seconds by which a set must have been configured again for a listener to know it when it deletes the set.
 RESTORED_S = 5.0
 #: Seconds in which a set that is not configured any more is deleted on GitHub after its last job and machine.
@@ -103,6 +105,11 @@ class DemandLiveness:
             self._unserved_since.pop(name, None)
             return
         self.checks += 1
+        deleted_at = world.safety.demand.deleted_at.get(name, -1e9)
+        is_known = world.safety.patience.calm_since(name) < deleted_at
+        if found is None and is_known and self._now - deleted_at > SERVED_AGAIN_S:
+            text = f"set {name} does not exist {self._now - deleted_at:.0f} s after another one of its name"
+            self._violated("D9", text)
         since = max(self._unserved_since.setdefault(name, self._now), world.safety.patience.calm_since(name))
         if self._now - since > SERVED_WITHIN_S:
             what = "does not exist" if found is None else f"has {len(found.sessions)} sessions for {found.capacity}"

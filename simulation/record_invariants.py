@@ -107,6 +107,8 @@ class RecordInvariants:
         found = self._created(after) if before is None else self._changed(before, after)
         entry = self._world.database.histories[instance_id][-1]
         process = self._world.writer(instance_id)
+        if self._world.delayed_writer is None:
+            process.epochs[instance_id] = after.epoch
         times = self._thresholds.written(before, after, entry, process)
         waste = self.waste.record_written(before, after, entry, process)
         owned = self.ownership.instance_written(before, after, entry)

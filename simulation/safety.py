@@ -239,6 +239,12 @@ class SafetyInvariants(RecordInvariants):
         is_prompt = not process.pause_s and self._world.loop.time() - process.last_fault_at > CALM_S
         for message in messages:
             self.checks += 1
+            if process.epochs.get(message.id, 0) > message.epoch:
+                own = process.epochs[message.id]
+                what = (
+                    f"{process} sends a message about {message.id} at epoch {message.epoch}, and has used epoch {own}"
+                )
+                self.violated("S18", what, message.id)
             since = self._world.loop.time() - reads_s if reads_s and is_prompt else process.reads_since
             versions = self._world.versions_since(message.id, since)
             if versions and not any(item is None or _may_be_announced(item, message) for item in versions):

@@ -63,6 +63,8 @@ READS = (
     "count",
     "histories",
 )
+#: Beginnings of the names of calls that wait for a change, and may be cancelled.
+WAITS = ("receive", "wait_for")
 #: Schedules per task of a worker process.
 BATCH = 16
 
@@ -87,7 +89,7 @@ class Way(Enum):
     WAITS = "waits"
     #: The whole process is stopped before the call.
     STOPPED = "stopped"
-    #: The call is made, and its answer comes late: what was read is old by then.
+    #: The call is made, and its answer comes late: what it says is old by then.
     LATE = "late"
 
 
@@ -171,6 +173,7 @@ _OF_SETS: dict[str, tuple[Operation, ...]] = {
     "trust changed": (SetChange(number=EXTRA, config=3),),
     "a job comes": (_job("9001"),),
     "a job comes and is cancelled": (replace(_job("9002"), cancelled_after_s=2.0),),
+    "sweep, and a job comes": (PlannedRefresh(at=0.0), _job("9003")),
     "scale set deleted": (SetDeletion(at=0.0, pick=0.0),),
     **_OF_ALL,
 }
@@ -296,6 +299,18 @@ def _rare_stages() -> Iterator[Stage]:
             meanwhile={"sweep": _OF_SETS["sweep"], "drain": _OF_SETS["drain"]},
             since=130.0,
         )
+    moves = (
+        _job("1001", at=5.0, seconds=200.0),
+        PlannedRefresh(at=100.0, config=1),
+        PlannedRefresh(at=330.0, config=0),
+    )
+    yield Stage(
+        name="moved",
+        plan=_plan(15, *moves, minutes=9.0, instances=2, listeners=1, runner_sets=((_SET,), (_MOVED,), (), ())),
+        held=("listener 1.1",),
+        meanwhile={"sweep": _OF_SETS["sweep"], "drain": _OF_SETS["drain"]},
+        since=240.0,
+    )
     # The runner of the former set does not notice, and is the only one that the set may have.
     single = (replace(_SET, max=1, windows=(CapacityWindow(hot=1),)),)
     deleted = (SetDeletion(at=140.0, pick=0.0), _job("1001", at=150.0))
@@ -350,8 +365,12 @@ def _ways(meanwhile: str, call: NumberedCall, number: int, *, complete: bool) ->
     """How a call is held: in one way in turn, or in all. Nobody takes over from a listener that renews its lease."""
     if meanwhile == "takeover":
         return (Way.STOPPED,)
-    # What is read after a wait is fresh.
-    ways = (Way.LATE if call.operation.startswith(READS) else Way.WAITS, Way.STOPPED)
+    ways = tuple(Way)
+    if call.operation.startswith(READS):
+        # What is read after a wait is fresh.
+        ways = (Way.LATE, Way.STOPPED)
+    elif call.operation.startswith(WAITS):
+        ways = (Way.WAITS, Way.STOPPED)
     return ways if complete else (ways[number % len(ways)],)
 
 

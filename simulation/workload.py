@@ -129,13 +129,16 @@ class Workload:
         await self._come_to_rest()
 
     async def _perform(self, item: Operation, work: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
-        """Do an operation to its end; of a run, its provision."""
+        """Do an operation to its end; of a run, its provision; of a job, its start."""
         known = set(self._world.processes)
         if isinstance(item, PlannedRun):
             self._spawn(work(item))
             await self._world.loop.sleep(0.01)
         else:
             await work(item)
+        if isinstance(item, PlannedDemand) and not item.cancelled_after_s:
+            while not all(job.started for job in self._world.scale_sets.jobs if job.run_id == item.run_id):
+                await self._world.loop.sleep(1.0)
         for name, process in list(self._world.processes.items()):
             if name not in known and process.kind != "agent":
                 await process.ended

@@ -134,6 +134,8 @@ class SimulatedProcess(VirtualProcess):
         self.calls: Counter[str] = Counter()
         #: Seconds that it was paused in all.
         self.pause_s = 0.0
+        #: The last epoch of each instance that it wrote.
+        self.epochs: dict[str, int] = {}
         #: Pool messages that it sent: instance and epoch.
         self.sent: set[tuple[str, int]] = set()
         #: Instances whose message it received with a short visibility timeout.

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
+
 import pytest
 
+from remuda.controlplane import operator
+from remuda.controlplane.demand.listener import ListenerService
+from remuda.controlplane.demand.sets import SetState
+from remuda.domain.instance import Instance
 from simulation.campaign import simulate
 from simulation.holds import MAX_STOP_S
 from simulation.schedules import STAGES, Schedule, Stage, Way, all_schedules, calls_of, find_schedule, run_schedules
@@ -60,3 +67,36 @@ def test_an_operation_that_waits_for_the_held_process_does_not_hold_it_for_ever(
     result = simulate(Schedule(stage=stage, call=call, meanwhile="release", way=Way.WAITS).plan)
     assert result.held == call
     assert not result.violation
+
+
+# What the stages alone show, with one mistake each -------------------------------------------------------------------
+
+
+def violation(name: str) -> str:
+    found = simulate(next(item for item in STAGES if item.name == name).plan).violation
+    return "" if found is None else f"{found.invariant}: {found.text}"
+
+
+def test_a_listener_that_nothing_wakes_is_found(monkeypatch: pytest.MonkeyPatch):
+    """The next regular decision, a minute later, would heal it."""
+    monkeypatch.setattr(SetState, "wake", lambda _state: None)
+    assert violation("set").startswith("L9: listener 1.1 has not begun to")
+
+
+def test_a_result_that_no_record_ever_supported_is_found(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(operator, "_skip_reason", lambda *_: "already retired")
+    assert violation("drain of idle").startswith("R2: operator 1 says that")
+
+
+def test_a_message_about_another_epoch_is_found(monkeypatch: pytest.MonkeyPatch):
+    message = Instance.message
+    monkeypatch.setattr(Instance, "message", lambda item: replace(message(item), epoch=item.epoch + 1))
+    assert violation("runs").startswith("S18: release 1.1 sends a message about")
+
+
+def test_a_set_that_is_removed_and_never_deleted_is_found(monkeypatch: pytest.MonkeyPatch):
+    async def hang(_self: ListenerService, _served: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(ListenerService, "_delete_when_empty", hang)
+    assert violation("lost and removed").startswith("D9: set one of octo/repo is not configured, and exists on GitHub")

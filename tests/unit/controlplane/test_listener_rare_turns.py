@@ -219,6 +219,15 @@ async def test_capacity_is_there_soon_after_its_window_opens(sets: DemandWorld, 
     await sets.wait_for(lambda: sets.machines, 3.0)
 
 
+async def test_idle_machines_are_launched_as_soon_as_the_configuration_wants_them(sets: DemandWorld) -> None:
+    await asyncio.sleep(20.0)
+    listener = sets.listen()
+    await asyncio.sleep(75.0)
+    await sets.configure_sets(runner_set(windows=(CapacityWindow(warm=1),)))
+    listener.listener.reload()
+    await sets.wait_for(lambda: sets.machines, 3.0)
+
+
 async def test_runner_that_github_keeps_for_an_unknown_job_is_given_up_as_soon_as_it_may_be(sets: DemandWorld) -> None:
     """GitHub refused to remove its registration because of a job that never started."""
     await sets.configure_sets(runner_set(windows=(CapacityWindow(hot=1),)))
@@ -251,6 +260,6 @@ async def test_machine_whose_provision_another_process_has_released_is_given_up(
     (provision,) = sets.database.provisions.values()
     closed = released(provision, now=sets.clock.now(), why="by another process")
     await sets.process().store.replace_provision(provision, closed)
-    await sets.wait_for_jobs([job], 120.0)
+    await sets.wait_for_jobs([job], 50.0)
     assert sets.record(given_up).state in ABSORBING
     assert "equip" not in {entry.transition for entry in sets.database.histories[given_up]}

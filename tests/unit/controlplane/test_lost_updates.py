@@ -42,8 +42,8 @@ OTHERS: Mapping[str, Any] = {
     "error": "GitHub does not answer",
     "shortage": "no capacity",
 }
-#: Fields that no operation changes while a set is served, and the time of the write.
-FIXED = {"runner_set", "scope", "runner_group", "updated_at"}
+#: Fields that no operation changes while a set is served, and the time and the number of the write.
+FIXED = {"runner_set", "scope", "runner_group", "updated_at", "revision"}
 COUNTS = {"statistics", "counted_at"}
 
 
