@@ -33,6 +33,8 @@ HELD = frozenset({State.CREATED, State.CLAIMED, State.RUNNING})
 _LOSSES = frozenset({Fault.POWER_CUT})
 #: Seconds from the end of a job in which its machine counts as returning: less than the control plane waits for it.
 RETURNS_S = 15.0
+#: Seconds from the decision to launch to the call.
+DECIDED_S = 1.0
 #: Seconds of a reconciliation: reads, writes and calls.
 RECONCILE_S = 30.0
 #: Seconds after a change of the configuration in which a listener may still use the former one.
@@ -341,7 +343,7 @@ class DemandInvariants:
             and (machine := self._world.machines[record.instance_id]).alive
             and machine.job is None
             and not machine.notice
-            and machine.job_ended_at > since
+            and since < machine.job_ended_at < world.loop.time() - DECIDED_S
             and (record.instance_id, record.epoch) in self._jobs
         ]
 

@@ -26,8 +26,12 @@ if TYPE_CHECKING:
 
 #: Seconds in which a set is served: the longest pause after failures, GitHub's time until a session ends, and a poll.
 SERVED_WITHIN_S = 60.0 + 100.0 + 30.0
+#: Seconds in which a configured set is there again after the set of its name was deleted, which its listener knows.
+SERVED_AGAIN_S = 12.0
 #: Seconds by which a set must have been configured again for a listener to know it when it deletes the set.
 RESTORED_S = 5.0
+#: Seconds in which a set that is not configured any more is deleted on GitHub after its last job and machine.
+DELETED_WITHIN_S = 45.0
 #: Seconds in which an idle machine is launched or its launch is tried again: a search, a pause, a boot.
 FILLED_WITHIN_S = 20.0 + 60.0 + 150.0
 #: Seconds that a listener has at least to notice a spot notice before its machine ends.
@@ -42,6 +46,8 @@ _UNTOLD = frozenset(
         Fault.ASSIGNMENT_LAPSES,
     }
 )
+#: States of the machines that a set has, or waits for.
+_OF_SET = frozenset({State.CREATED, State.CLAIMED, State.RUNNING, State.RELEASING})
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -63,6 +69,8 @@ class DemandLiveness:
         self._world = world
         #: Since when each configured set has not been served, and since when idle machines of a kind are missing.
         self._unserved_since: dict[str, float] = {}
+        #: Since when each set on GitHub is neither configured nor used, by its id.
+        self._unwanted_since: dict[int, float] = {}
         self._missing_since: dict[tuple[str, UsageClass, Tier], float] = {}
         self._interruptions: list[_Interruption] = []
         self.checks = 0
@@ -97,10 +105,32 @@ class DemandLiveness:
             self._unserved_since.pop(name, None)
             return
         self.checks += 1
+        deleted_at = world.safety.demand.deleted_at.get(name, -1e9)
+        is_known = world.safety.patience.calm_since(name) < deleted_at
+        if found is None and is_known and self._now - deleted_at > SERVED_AGAIN_S:
+            text = f"set {name} does not exist {self._now - deleted_at:.0f} s after another one of its name"
+            self._violated("D9", text)
         since = max(self._unserved_since.setdefault(name, self._now), world.safety.patience.calm_since(name))
         if self._now - since > SERVED_WITHIN_S:
             what = "does not exist" if found is None else f"has {len(found.sessions)} sessions for {found.capacity}"
             self._violated("D9", f"set {name} is configured, and {what} on GitHub")
+
+    def _check_deleted(self) -> None:
+        """A set that is not configured any more, in its scope, is deleted soon after its last use."""
+        world = self._world
+        configured = {(item.scope.lower(), item.name) for item in world.safety.demand.configured_sets}
+        held = {item.runner_set for item in world.database.instances.values() if item.state in _OF_SET}
+        for scale_set in world.scale_sets.sets.values():
+            number, name = scale_set.scale_set_id, scale_set.name
+            is_used = any(runner.job is not None for runner in world.scale_sets.runners_of(number))
+            if (scale_set.scope.lower(), name) in configured or is_used or name in held:
+                self._unwanted_since.pop(number, None)
+                continue
+            self.checks += 1
+            since = max(self._unwanted_since.setdefault(number, self._now), world.safety.patience.calm_since(name))
+            if self._now - since > DELETED_WITHIN_S:
+                text = f"set {name} of {scale_set.scope} is not configured, and exists on GitHub"
+                self._violated("D9", f"{text} {self._now - since:.0f} s after its last use")
 
     # D10: interrupted jobs
 
@@ -234,5 +264,6 @@ class DemandLiveness:
     def check(self) -> None:
         for runner_set in self._world.safety.demand.configured_sets:
             self._check_served(runner_set)
+        self._check_deleted()
         self._check_warm()
         self._note_reasons()

@@ -49,6 +49,10 @@ _NEVER = timedelta(days=365)
 SLOW_SCRIPT_S = 1_200.0
 
 
+#: Fraction of the answers of the metadata service that take long, and their least and most seconds.
+SLOW_METADATA, SLOW_METADATA_S = 0.1, (0.2, 1.5)
+
+
 class TimedAction(Enum):
     """Actions on a machine that take time."""
 
@@ -64,6 +68,8 @@ class TimedAction(Enum):
     RESET = auto()
     #: From the assignment of a job by GitHub to its start.
     JOB_START = auto()
+    #: The answer of the metadata service to the question about a spot notice.
+    METADATA = auto()
 
 
 #: Least and most seconds of each action.
@@ -77,6 +83,7 @@ _SECONDS = {
     TimedAction.STOP: (0.0, 1.0),
     TimedAction.RESET: (0.5, 5.0),
     TimedAction.JOB_START: (0.1, 4.0),
+    TimedAction.METADATA: (0.0, 0.02),
 }
 
 
@@ -109,6 +116,8 @@ class RandomBehaviour:
         self, faults: FaultInjector, rng: random.Random, instance_id: str, *, slow_scripts: bool = False
     ) -> None:
         self._slow_scripts = slow_scripts
+        #: A separate generator: there are so many heartbeats.
+        self._metadata = random.Random(f"metadata of {instance_id}")
         self._faults = faults
         self._rng = rng
         self._subjects = [instance_id]
@@ -116,6 +125,9 @@ class RandomBehaviour:
     def seconds(self, action: TimedAction) -> float:
         if action is TimedAction.SCRIPT and self._slow_scripts:
             return self._rng.uniform(0.0, SLOW_SCRIPT_S)
+        if action is TimedAction.METADATA:
+            is_slow = self._metadata.random() < SLOW_METADATA
+            return self._metadata.uniform(*(SLOW_METADATA_S if is_slow else _SECONDS[action]))
         return self._rng.uniform(*_SECONDS[action])
 
     def boots(self) -> bool:
@@ -262,6 +274,9 @@ class FakeMachine:
         self._dead_man = self._later(max(0.0, left_s), self._dead_man_fires)
 
     async def spot_notice(self) -> str:
+        seconds = self._behaviour.seconds(TimedAction.METADATA)
+        if seconds:
+            await self._loop.sleep(seconds)
         return self.notice
 
     async def run_script(self, timeout_s: float) -> StepResult:
@@ -366,6 +381,8 @@ class FakeMachine:
 
     def _registration_removed(self) -> None:
         """GitHub answers the next poll of the listener that its registration is gone, and it exits."""
+        if self._world.plan.deaf_runners:
+            return
         runner_id = self._runner_id
         self._later(self._rng.uniform(0.1, 20.0), lambda: self._exit_removed(runner_id))
 

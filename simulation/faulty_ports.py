@@ -366,6 +366,7 @@ class FaultyPool(FaultyPort):
         ids = [message.id for message in messages]
         await self._transfer(ids)
         self._trace("send", ids)
+        self._world.safety.messages_sent(messages, self._process)
         self._process.sent.update((message.id, message.epoch) for message in messages)
         fails = self._inject(Fault.POOL_FAILED, SOME, ids)
         for number, message in enumerate(messages):

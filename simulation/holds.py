@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from remuda.domain.errors import RemudaError
 from simulation.faults import Fault
 from simulation.plan import Operation, PlannedHold
 
@@ -57,23 +58,31 @@ class NumberedCalls:
         self.perform: Callable[[Operation], Awaitable[None]] | None = None
         self.made: list[NumberedCall] = []
         self.writes = 0
-        #: The call before which a process was held.
+        #: The call at which a process was held.
         self.held: NumberedCall | None = None
 
-    async def before(self, process: SimulatedProcess, operation: str) -> None:
+    async def before(self, process: SimulatedProcess, operation: str) -> NumberedCall:
+        """Number a call that a process is about to make, and hold it if it is to be held."""
         self._numbers[process.name] += 1
         number = self._numbers[process.name]
         at = self._world.loop.time()
         call = NumberedCall(process=process.name, number=number, operation=operation, at=at, writes=self.writes)
         self.made.append(call)
         hold = self._holds.get((process.name, number))
-        if hold is not None and self._world.faults.active:
+        if hold is not None and not hold.late and self._world.faults.active:
+            await self._hold(process, hold, call)
+        return call
+
+    async def after(self, process: SimulatedProcess, call: NumberedCall) -> None:
+        """The call has taken effect: hold its answer if that is to be late."""
+        hold = self._holds.get((process.name, call.number))
+        if hold is not None and hold.late and self._world.faults.active:
             await self._hold(process, hold, call)
 
     async def _hold(self, process: SimulatedProcess, hold: PlannedHold, call: NumberedCall) -> None:
         world, loop = self._world, self._world.loop
         self.held = call
-        world.trace.add(process.name, f"held before {call}")
+        world.trace.add(process.name, f"held {'after' if hold.late else 'before'} {call}")
         over: asyncio.Future[None] = loop.create_future()
         loop.keep_task(loop.create_task(self._others(process, hold, over), context=loop.outside))
         if hold.whole:
@@ -124,7 +133,13 @@ class NumberedPort:
             return inner
 
         async def call(*given: Any, **named: Any) -> Any:
-            await self._calls.before(self._process, operation)
-            return await inner(*given, **named)
+            made = await self._calls.before(self._process, operation)
+            try:
+                answer = await inner(*given, **named)
+            except RemudaError:
+                await self._calls.after(self._process, made)
+                raise
+            await self._calls.after(self._process, made)
+            return answer
 
         return call

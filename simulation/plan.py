@@ -238,19 +238,45 @@ class Takeover:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class JobEnd:
+    """The jobs of sets that run now end, and the listeners have been told so."""
+
+    at: float = 0.0
+
+    def __str__(self) -> str:
+        return "running jobs end"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ListenerOutage:
+    """All listeners are killed, a configuration is applied, and they are started again."""
+
+    at: float
+    number: int
+    config: int
+    #: Seconds without a listener after the change.
+    for_s: float = 5.0
+
+    def __str__(self) -> str:
+        return f"configuration {self.config} is applied while no listener runs"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedHold:
-    """A process waits before its n-th call of a port until others have finished whole operations."""
+    """A process waits before its n-th call of a port, or for its answer, until others have finished operations."""
 
     process: str
     call: int
     until: tuple[Operation, ...]
     #: Whether the whole process is held. Otherwise only the task that makes the call waits.
     whole: bool = False
+    #: Whether the call takes effect before, and its answer comes late.
+    late: bool = False
     at: float = 0.0
 
     def __str__(self) -> str:
-        what = "is stopped" if self.whole else "waits"
-        return f"{self.process} {what} before its call {self.call}, until: {', '.join(map(str, self.until))}"
+        what = f"{'is stopped' if self.whole else 'waits'} {'after' if self.late else 'before'}"
+        return f"{self.process} {what} its call {self.call}, until: {', '.join(map(str, self.until))}"
 
 
 Operation = (
@@ -265,6 +291,8 @@ Operation = (
     | PlannedDemand
     | SetDeletion
     | SetChange
+    | JobEnd
+    | ListenerOutage
     | Takeover
     | PlannedHold
 )
@@ -306,6 +334,8 @@ class WorldPlan:
     quiet_poll_s: float = 0.0
     #: Whether waits for changes of the store end as late as with DynamoDB, not at once.
     polls: bool = False
+    #: Whether runners do not notice that GitHub has removed their registration.
+    deaf_runners: bool = False
     #: Whether the calls of all processes are numbered, as for a hold.
     numbers_calls: bool = False
     #: Faults that the shrinker leaves out.

@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from remuda.controlplane.operator import OperatorAction
+from remuda.domain.demand import DemandRecord, JobRecord
 from remuda.domain.instance import Instance, RetireReason, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision, ProvisionEnding, ProvisionStatus
@@ -17,7 +18,9 @@ from remuda.ports.github import GitHubRun
 from simulation.completeness import CompletenessInvariants
 from simulation.demand_invariants import DemandInvariants
 from simulation.invariants import ReuseInvariant, Violation, is_secret, parse_runner, transition_violations
+from simulation.ownership import Ownership
 from simulation.patience_invariants import PatienceInvariants
+from simulation.result_invariants import ResultInvariants
 from simulation.threshold_invariants import PolicyHistory, ThresholdInvariant
 from simulation.waste_invariants import WasteInvariants
 
@@ -52,6 +55,8 @@ class RecordInvariants:
         self.waste = WasteInvariants(world, self.policies)
         self.completeness = CompletenessInvariants(world, self.policies)
         self.demand = DemandInvariants(world)
+        self.ownership = Ownership(world)
+        self.results = ResultInvariants(world)
         self.patience = PatienceInvariants(world)
         #: By process and run, the last attempt that it read as ended, and how long ago that end was then.
         self._ends_read: dict[tuple[str, str], tuple[int, float]] = {}
@@ -66,9 +71,19 @@ class RecordInvariants:
     def written_at(self, instance_id: str) -> float:
         return self._written_at.get(instance_id, -1e9)
 
-    def configured(self, config: PoolConfig) -> None:
+    def configured(self, before: PoolConfig | None, config: PoolConfig) -> None:
         self.policies.configured(config)
         self.demand.configured(config)
+        for invariant, text in self.ownership.configured(before, config, self._world.writer()):
+            self.violated(invariant, text)
+
+    def demand_written(self, before: DemandRecord | None, after: DemandRecord) -> None:
+        for invariant, text in self.ownership.demand_written(before, after, self._world.writer()):
+            self.violated(invariant, f"set {after.runner_set}: {text}")
+
+    def job_written(self, before: JobRecord | None, after: JobRecord) -> None:
+        for invariant, text in self.ownership.job_written(before, after, self._world.writer()):
+            self.violated(invariant, text)
 
     # Records
 
@@ -92,9 +107,12 @@ class RecordInvariants:
         found = self._created(after) if before is None else self._changed(before, after)
         entry = self._world.database.histories[instance_id][-1]
         process = self._world.writer(instance_id)
+        if self._world.delayed_writer is None:
+            process.epochs[instance_id] = after.epoch
         times = self._thresholds.written(before, after, entry, process)
         waste = self.waste.record_written(before, after, entry, process)
-        for invariant, what in (*found, *self._secrets_of(after), *times, *waste):
+        owned = self.ownership.instance_written(before, after, entry)
+        for invariant, what in (*found, *self._secrets_of(after), *times, *waste, *owned):
             self.violated(invariant, f"{instance_id}: {what}", instance_id)
 
     def _created(self, after: Instance) -> Iterable[tuple[str, str]]:
@@ -428,6 +446,8 @@ class RecordInvariants:
             return
         if before.status is ProvisionStatus.RELEASED and after.status is not ProvisionStatus.RELEASED:
             self.violated("S1", f"provision {after.provision_id} was released and became {after.status}")
+        for invariant, text in self.ownership.provision_written(before, after):
+            self.violated(invariant, f"provision {after.provision_id}: {text}")
         if after.status is not before.status:
             self._status_changed(before, after, process)
 

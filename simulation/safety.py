@@ -36,6 +36,13 @@ REPORTED_WITHIN_S = 60.0
 BOOT_MIN = 5.0
 
 
+#: Seconds in which a process sends the pool message of an instance that it has read or written as idle, by its kind.
+#: A sweep reads all records first.
+SENT_WITHIN_S = {"listener": 4.0, "release": 4.0}
+#: Seconds without a fault after which a process is prompt again.
+CALM_S = 60.0
+
+
 class SafetyInvariants(RecordInvariants):
     """Checks of machines, runners, jobs, pool messages and processes, besides those of the records."""
 
@@ -226,6 +233,26 @@ class SafetyInvariants(RecordInvariants):
 
     # Pool messages
 
+    def messages_sent(self, messages: Iterable[PoolMessage], process: SimulatedProcess) -> None:
+        """A message is sent only about an instance that is idle in its epoch, or was when the sender read that."""
+        reads_s = SENT_WITHIN_S.get(process.kind)
+        is_prompt = not process.pause_s and self._world.loop.time() - process.last_fault_at > CALM_S
+        for message in messages:
+            self.checks += 1
+            if process.epochs.get(message.id, 0) > message.epoch:
+                own = process.epochs[message.id]
+                what = (
+                    f"{process} sends a message about {message.id} at epoch {message.epoch}, and has used epoch {own}"
+                )
+                self.violated("S18", what, message.id)
+            since = self._world.loop.time() - reads_s if reads_s and is_prompt else process.reads_since
+            versions = self._world.versions_since(message.id, since)
+            if versions and not any(item is None or _may_be_announced(item, message) for item in versions):
+                last = versions[-1]
+                state = f"{last.state} at epoch {last.epoch}" if last else "gone"
+                what = f"{process} sends a message about {message.id} at epoch {message.epoch}, which is {state}"
+                self.violated("S18", what, message.id)
+
     def messages_deleted(self, resource_class: str, messages: Iterable[PoolMessage]) -> None:
         """The last message about an idle instance is deleted only if it is claimed or retired."""
         process = self._world.writer()
@@ -268,6 +295,8 @@ class SafetyInvariants(RecordInvariants):
             self.violated(invariant, text)
         for invariant, text, instance_id in self.completeness.ended(process):
             self.violated(invariant, text, instance_id)
+        for invariant, text in self.results.ended(process):
+            self.violated(invariant, text)
         task = process.task
         if process.dead or task is None or not task.done() or task.cancelled():
             return
@@ -288,3 +317,7 @@ class SafetyInvariants(RecordInvariants):
                 self.violated("S1", f"{key} was returned by {self._returned[key]} and by {result.provision_id}", key[0])
             if key not in self._ran:
                 self.violated("L5", f"{process} returned {key}, which never was running", key[0])
+
+
+def _may_be_announced(record: Instance, message: PoolMessage) -> bool:
+    return record.state is State.IDLE and record.epoch == message.epoch and record.message() == message

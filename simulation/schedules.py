@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 import click
@@ -30,6 +31,8 @@ from simulation.holds import NumberedCall
 from simulation.invariants import SCOPE
 from simulation.plan import (
     ExtraRelease,
+    JobEnd,
+    ListenerOutage,
     MachineLoss,
     Operation,
     OperatorCommand,
@@ -46,6 +49,22 @@ from simulation.plan import (
 
 #: Number of commands that only schedules start, beyond those of the stages.
 EXTRA = 90
+#: Beginnings of the names of calls that read. What they have read is old if their answer is late.
+READS = (
+    "get",
+    "find",
+    "list",
+    "jobs_of",
+    "recent",
+    "provisions_of",
+    "unsettled",
+    "troubled",
+    "describe",
+    "count",
+    "histories",
+)
+#: Beginnings of the names of calls that wait for a change, and may be cancelled.
+WAITS = ("receive", "wait_for")
 #: Schedules per task of a worker process.
 BATCH = 16
 
@@ -63,16 +82,27 @@ class Stage:
     since: float = 0.0
 
 
+class Way(Enum):
+    """How a call is held."""
+
+    #: The task that makes the call waits before it.
+    WAITS = "waits"
+    #: The whole process is stopped before the call.
+    STOPPED = "stopped"
+    #: The call is made, and its answer comes late: what it says is old by then.
+    LATE = "late"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
     stage: Stage
     call: NumberedCall
     meanwhile: str
-    #: Whether the whole process is stopped.
-    whole: bool
+    way: Way
 
     def __str__(self) -> str:
-        return f"{self.stage.name}: {self.call}, {self.meanwhile}{' (stopped)' if self.whole else ''}"
+        note = "" if self.way is Way.WAITS else f" ({self.way.value})"
+        return f"{self.stage.name}: {self.call}, {self.meanwhile}{note}"
 
     @property
     def plan(self) -> WorldPlan:
@@ -80,7 +110,8 @@ class Schedule:
             process=self.call.process,
             call=self.call.number,
             until=self.stage.meanwhile[self.meanwhile],
-            whole=self.whole,
+            whole=self.way is Way.STOPPED,
+            late=self.way is Way.LATE,
             at=self.call.at,
         )
         return replace(self.stage.plan, operations=(*self.stage.plan.operations, hold))
@@ -142,6 +173,7 @@ _OF_SETS: dict[str, tuple[Operation, ...]] = {
     "trust changed": (SetChange(number=EXTRA, config=3),),
     "a job comes": (_job("9001"),),
     "a job comes and is cancelled": (replace(_job("9002"), cancelled_after_s=2.0),),
+    "sweep, and a job comes": (PlannedRefresh(at=0.0), _job("9003")),
     "scale set deleted": (SetDeletion(at=0.0, pick=0.0),),
     **_OF_ALL,
 }
@@ -231,7 +263,75 @@ def _stages() -> Iterator[Stage]:
         )
 
 
-STAGES = tuple(_stages())
+#: Where a set is after its scope was changed.
+_MOVED = replace(_SET, scope="octo/other")
+
+
+def _rare_stages() -> Iterator[Stage]:
+    """What a set seldom meets: an interruption, a lost machine at its end, changes that no listener sees."""
+    interrupted = replace(_job("1001", at=5.0, seconds=150.0), notices_after_s=(25.0,))
+    sets = ((_SET,), (), (replace(_SET, max=1),), (replace(_SET, trust=Tier.UNTRUSTED),))
+    yield Stage(
+        name="interrupted",
+        plan=_plan(11, interrupted, minutes=4.0, instances=2, listeners=1, runner_sets=sets),
+        held=("listener 1.1",),
+        meanwhile={"the job ends": (JobEnd(),)},
+        since=60.0,
+    )
+    # GitHub counts the lost job for ten minutes, and does not delete a set with a running job.
+    lost = (_job("1001", at=5.0, seconds=150.0), MachineLoss(at=100.0, pick=0.0), PlannedRefresh(at=130.0, config=1))
+    yield Stage(
+        name="lost and removed",
+        plan=_plan(12, *lost, minutes=14.0, instances=2, listeners=1, runner_sets=sets),
+        held=("listener 1.1",),
+        meanwhile={"sweep": _OF_SETS["sweep"], "a job comes": _OF_SETS["a job comes"]},
+        since=640.0,
+    )
+    for name, turns in {"moved": (1, 0, 1), "changed": (2, 3, 0)}.items():
+        outages = [
+            ListenerOutage(at=130.0 + 100.0 * turn, number=turn + 1, config=config) for turn, config in enumerate(turns)
+        ]
+        others = ((_SET,), (_MOVED,), (replace(_SET, max=1),), (replace(_SET, trust=Tier.UNTRUSTED),))
+        yield Stage(
+            name=f"{name} without a listener",
+            plan=_plan(13, _job("1001", at=5.0), *outages, minutes=9.0, instances=2, listeners=1, runner_sets=others),
+            held=("listener 1.2",),
+            meanwhile={"sweep": _OF_SETS["sweep"], "drain": _OF_SETS["drain"]},
+            since=130.0,
+        )
+    moves = (
+        _job("1001", at=5.0, seconds=200.0),
+        PlannedRefresh(at=100.0, config=1),
+        PlannedRefresh(at=330.0, config=0),
+    )
+    yield Stage(
+        name="moved",
+        plan=_plan(15, *moves, minutes=9.0, instances=2, listeners=1, runner_sets=((_SET,), (_MOVED,), (), ())),
+        held=("listener 1.1",),
+        meanwhile={"sweep": _OF_SETS["sweep"], "drain": _OF_SETS["drain"]},
+        since=240.0,
+    )
+    # The runner of the former set does not notice, and is the only one that the set may have.
+    single = (replace(_SET, max=1, windows=(CapacityWindow(hot=1),)),)
+    deleted = (SetDeletion(at=140.0, pick=0.0), _job("1001", at=150.0))
+    yield Stage(
+        name="deleted by GitHub",
+        plan=_plan(
+            14,
+            *deleted,
+            minutes=9.0,
+            instances=2,
+            listeners=1,
+            deaf_runners=True,
+            runner_sets=(single, (), single, single),
+        ),
+        held=("listener 1.1",),
+        meanwhile={"sweep": _OF_SETS["sweep"], "power cut": _OF_SETS["power cut"]},
+        since=135.0,
+    )
+
+
+STAGES = (*_stages(), *_rare_stages())
 
 
 # Enumeration --------------------------------------------------------------------------------------------------------
@@ -254,18 +354,24 @@ def schedules_of(stage: Stage, *, complete: bool) -> list[Schedule]:
     """Each call with each operation or, if not `complete`, with one of them in turn."""
     names = list(stage.meanwhile)
     return [
-        Schedule(stage=stage, call=call, meanwhile=name, whole=whole)
+        Schedule(stage=stage, call=call, meanwhile=name, way=way)
         for number, call in enumerate(calls_of(stage))
         for at, name in enumerate(names if complete else [names[number % len(names)]])
-        for whole in _ways(name, number + at, complete=complete)
+        for way in _ways(name, call, number + at, complete=complete)
     ]
 
 
-def _ways(meanwhile: str, number: int, *, complete: bool) -> tuple[bool, ...]:
-    """Whether the whole process is stopped. Nobody takes over from a listener that renews its lease."""
+def _ways(meanwhile: str, call: NumberedCall, number: int, *, complete: bool) -> tuple[Way, ...]:
+    """How a call is held: in one way in turn, or in all. Nobody takes over from a listener that renews its lease."""
     if meanwhile == "takeover":
-        return (True,)
-    return (False, True) if complete else (bool(number % 2),)
+        return (Way.STOPPED,)
+    ways = tuple(Way)
+    if call.operation.startswith(READS):
+        # What is read after a wait is fresh.
+        ways = (Way.LATE, Way.STOPPED)
+    elif call.operation.startswith(WAITS):
+        ways = (Way.WAITS, Way.STOPPED)
+    return ways if complete else (ways[number % len(ways)],)
 
 
 # Runs ---------------------------------------------------------------------------------------------------------------

@@ -38,10 +38,13 @@ from remuda.ports.github import GitHubRun
 from simulation.fake_machine import FakeMachine
 from simulation.faults import Fault
 from simulation.invariants import ABSORBING, FOREIGN_RUNNERS, POOL, SCOPE
+from simulation.listener_liveness import ListenerLiveness
 from simulation.liveness import SWEEP_S, LivenessInvariants
 from simulation.memory.github import MemoryDemandJob, MemoryJob
 from simulation.plan import (
     ExtraRelease,
+    JobEnd,
+    ListenerOutage,
     MachineLoss,
     Operation,
     OperatorCommand,
@@ -88,7 +91,10 @@ class Workload:
         self._extra_commands = 0
         self._listeners: dict[int, SimulatedProcess] = {}
         self._services: dict[str, DemandListener] = {}
+        self._wake_ups = ListenerLiveness(world, self._services)
         self._listening = True
+        self._may_listen = asyncio.Event()
+        self._may_listen.set()
         self.liveness: LivenessInvariants | None = None
 
     async def run(self) -> None:
@@ -104,6 +110,8 @@ class Workload:
             PlannedDemand: self._demand,
             SetDeletion: self._delete_set,
             SetChange: self._change_sets,
+            JobEnd: self._end_jobs,
+            ListenerOutage: self._interrupt_listening,
             Takeover: self._take_over,
         }
         if self._world.calls is not None:
@@ -121,13 +129,16 @@ class Workload:
         await self._come_to_rest()
 
     async def _perform(self, item: Operation, work: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
-        """Do an operation to its end; of a run, its provision."""
+        """Do an operation to its end; of a run, its provision; of a job, its start."""
         known = set(self._world.processes)
         if isinstance(item, PlannedRun):
             self._spawn(work(item))
             await self._world.loop.sleep(0.01)
         else:
             await work(item)
+        if isinstance(item, PlannedDemand) and not item.cancelled_after_s:
+            while not all(job.started for job in self._world.scale_sets.jobs if job.run_id == item.run_id):
+                await self._world.loop.sleep(1.0)
         for name, process in list(self._world.processes.items()):
             if name not in known and process.kind != "agent":
                 await process.ended
@@ -277,6 +288,7 @@ class Workload:
             process = self._listeners[slot] = self._listen(f"listener {slot}.{number}")
             await process.ended
             await self._world.loop.sleep(self._rng.uniform(*RESTART_S))
+            await self._may_listen.wait()
 
     def _listen(self, name: str) -> SimulatedProcess:
         async def work(context: Context) -> None:
@@ -303,6 +315,7 @@ class Workload:
             if isinstance(self._world.scale_sets, CheckedScaleSets):
                 self._world.scale_sets.remove_some_registration()
             self._world.safety.demand.check()
+            self._wake_ups.check()
 
     async def _demand(self, item: PlannedDemand) -> None:
         sets = self._world.scale_sets
@@ -377,6 +390,23 @@ class Workload:
         for listener in self._services.values():
             listener.reload()
         await self._world.loop.sleep(READS_S)
+
+    async def _end_jobs(self, _item: JobEnd) -> None:
+        for machine in self._world.machines.values():
+            if isinstance(machine.job, MemoryDemandJob):
+                machine.cancel(machine.job)
+        await self._world.loop.sleep(READS_S)
+
+    async def _interrupt_listening(self, item: ListenerOutage) -> None:
+        self._world.faults.record(Fault.LISTENER_CRASH)
+        self._world.faults.record(Fault.CONFIG_CHANGE)
+        self._may_listen.clear()
+        for process in self._listeners.values():
+            process.crash()
+        process = self._start_refresh(f"set change {item.number}", item.config)
+        await process.ended
+        await self._world.loop.sleep(item.for_s)
+        self._may_listen.set()
 
     async def _take_over(self, _item: Takeover) -> None:
         leases = self._world.database.leases
@@ -507,7 +537,7 @@ class Workload:
         async def work(context: Context) -> RefreshResult:
             return await refresh(context, desired)
 
-        return self._world.command(name, "refresh", work, credentialed=True)
+        return self._world.command(name, "refresh", work, credentialed=True, desired=desired)
 
     async def _sweep_regularly(self) -> None:
         while not self._ending.is_set():

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Coroutine, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from remuda.agent.loop import Agent
 from remuda.controlplane.context import Context
@@ -33,7 +33,7 @@ from remuda.ports.demand import DemandSource
 from remuda.ports.github import COMPLETED, Deletion, GitHubRun, GitHubRunner
 from remuda.ports.store import InstanceStore
 from simulation.fake_machine import SLOW_SCRIPT_S, FakeMachine, MachineBehaviour, RandomBehaviour
-from simulation.faults import MAX_SKEW_S, Fault, FaultInjector, Trace
+from simulation.faults import MAX_INDEX_LAG_S, MAX_SKEW_S, Fault, FaultInjector, Trace
 from simulation.faulty_ports import FaultyCompute, FaultyGitHub, FaultyPool, FaultyStore
 from simulation.holds import NumberedCalls, NumberedPort
 from simulation.invariants import POOL, SCOPE, Violation, parse_runner
@@ -46,6 +46,8 @@ from simulation.memory.store import ChangeNotifier, MemoryDatabase, MemoryInstan
 from simulation.plan import LONG_JOB_S, PlannedCancel, PlannedInterruption, WorldPlan, WorldScale
 from simulation.safety import SafetyInvariants
 from simulation.scale_sets import CheckedScaleSets, FaultyDemandSource
+
+T = TypeVar("T")
 
 #: Short enough for several uses of an instance in half an hour, with the clock margin and grace periods of a real pool.
 LIFETIMES = Lifetimes(
@@ -105,6 +107,7 @@ class SimulatedProcess(VirtualProcess):
         attempt: int = 0,
         action: OperatorAction | None = None,
         for_s: float | None = None,
+        desired: DesiredConfig | None = None,
     ) -> None:
         super().__init__(loop, name, skew_s=skew_s, interruptions=interruptions)
         self.kind = kind
@@ -115,6 +118,8 @@ class SimulatedProcess(VirtualProcess):
         self.action = action
         #: Seconds of a quarantine that it orders.
         self.for_s = for_s
+        #: The configuration that a refresh applies; None if it only sweeps.
+        self.desired = desired
         #: Idle instances of each class that a scale-down keeps.
         self.idle_count = 0
         self.started_at = loop.time()
@@ -129,6 +134,8 @@ class SimulatedProcess(VirtualProcess):
         self.calls: Counter[str] = Counter()
         #: Seconds that it was paused in all.
         self.pause_s = 0.0
+        #: The last epoch of each instance that it wrote.
+        self.epochs: dict[str, int] = {}
         #: Pool messages that it sent: instance and epoch.
         self.sent: set[tuple[str, int]] = set()
         #: Instances whose message it received with a short visibility timeout.
@@ -141,6 +148,12 @@ class SimulatedProcess(VirtualProcess):
     @property
     def is_undisturbed(self) -> bool:
         return not self.faults and not self.pause_s
+
+    @property
+    def reads_since(self) -> float:
+        """The time since which what it has read was stored. A lagging index returns earlier records."""
+        lag_s = MAX_INDEX_LAG_S if Fault.STALE_INDEX in self.faults else 0.0
+        return self.started_at - lag_s
 
     def may_release(self, provision: Provision) -> bool:
         return provision.run_id == self.run_id and provision.attempt <= self.attempt
@@ -191,6 +204,19 @@ class _CheckedLeases(dict[str, Lease]):
             self._world.safety.patience.lease_written(before, after, self._world.writer())
 
 
+class _CheckedRecords(dict[str, T]):
+    """Records by name. `written` is called with each record that is written and the one before it."""
+
+    def __init__(self, written: Callable[[T | None, T], None]) -> None:
+        super().__init__()
+        self._written = written
+
+    def __setitem__(self, name: str, after: T) -> None:
+        before = self.get(name)
+        super().__setitem__(name, after)
+        self._written(before, after)
+
+
 class _CheckedDatabase(MemoryDatabase):
     provisions: _CheckedProvisions
 
@@ -199,11 +225,14 @@ class _CheckedDatabase(MemoryDatabase):
         super().__init__(changes=_CheckedChanges(world))
         self.provisions = _CheckedProvisions(world)
         self.leases = _CheckedLeases(world)
+        self.demand = _CheckedRecords(world.safety.demand_written)
+        self.jobs = _CheckedRecords(world.safety.job_written)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        before = getattr(self, name, None)
         super().__setattr__(name, value)
         if name == "config" and isinstance(value, PoolConfig):
-            self._world.safety.configured(value)
+            self._world.safety.configured(before, value)
 
 
 class CheckedGitHub(MemoryGitHubServer):
@@ -604,6 +633,14 @@ class World:
             text = f"{instance_id} {record.state} epoch {record.epoch} run {record.run_id or record.last_run_id}"
             self.trace.add("record", f"{text} until {record.threshold:%H:%M:%S}")
         self.safety.record_written(instance_id)
+
+    def versions_since(self, instance_id: str, since: float) -> list[Instance | None]:
+        """The versions of a record that were stored at a time or later; none if they are not all known."""
+        known = list(self.versions.get(instance_id, ()))
+        first = max((at for at, (written_at, _) in enumerate(known) if written_at <= since), default=None)
+        if first is None and len(known) == VERSIONS:
+            return []
+        return [record for _, record in known[first or 0 :]]
 
     def writer(self, instance_id: str = "") -> SimulatedProcess:  # noqa: ARG002 - for worlds without processes
         """The process that makes the current write."""

@@ -371,7 +371,8 @@ class MemoryInstanceStore:
     def _keep_jobs(self, jobs: Collection[JobRecord]) -> None:
         for job in jobs:
             self._check_revision(job, self._database.jobs.get(job.job_id))
-        self._database.jobs.update((job.job_id, _kept(job)) for job in jobs)
+        for job in jobs:
+            self._database.jobs[job.job_id] = _kept(job)
 
     @staticmethod
     def _check_revision(record: V, current: V | None) -> None:

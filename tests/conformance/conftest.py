@@ -9,15 +9,17 @@ import sqlite3
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import pytest
 from aiobotocore.session import AioSession
+from botocore.model import OperationModel
 from hypothesis import settings
 
 from remuda.adapters.aws import clients as aws_clients
-from remuda.adapters.aws.clients import AwsClients, open_session
+from remuda.adapters.aws.clients import AwsClients, ClientConfig, open_session
 from remuda.adapters.aws.dynamodb.items import ItemKeys, demand_key, job_key, key, lease_key, run_pk
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.service import ServiceClient
@@ -35,8 +37,9 @@ from simulation.memory.store import MemoryDatabase, MemoryInstanceStore
 from tests.support.aws.contract import check_request
 from tests.support.aws.fault_proxy import FaultProxy, fault_proxy
 from tests.support.aws.request_rules import RequestSequence
+from tests.support.aws.scripted_api import check_api_request
 from tests.support.aws.servers import Fauxqs, Ministack, fake_github, fauxqs, ministack
-from tests.support.github_requests import JudgedConnections
+from tests.support.github_connections import JudgedConnections
 from tests.support.records import LONG_S, instance_id
 from tests.support.virtual_time import AdjustableClock
 
@@ -371,10 +374,31 @@ def _checked_requests() -> Iterator[None]:
         sequence.observe(client.name, operation, parameters, answer)
         return answer
 
+    open_client = AwsClients._client
+
+    async def open_checked(clients: AwsClients, name: str, settings: ClientConfig) -> Any:
+        client = await open_client(clients, name, settings)
+        client.meta.events.register("provide-client-params", _check_parameters)
+        return client
+
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(ServiceClient, "call", check_and_send)
+        patched.setattr(AwsClients, "_client", open_checked)
         patched.setattr(github_client, "HttpConnections", JudgedConnections)
         yield
+
+
+def _check_parameters(params: dict[str, Any], model: OperationModel, **_: Any) -> None:
+    """Check a request of a client of botocore that the product makes. Its event names the arguments."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and str(frame.f_globals["__name__"]).startswith(_BETWEEN):
+        frame = frame.f_back
+    if frame is not None and str(frame.f_globals["__name__"]).startswith("remuda."):
+        check_api_request(model.service_model.service_name, model.name, params)
+
+
+#: Modules between who makes a request and botocore's event.
+_BETWEEN = ("aiobotocore.", "botocore.", "remuda.adapters.aws.calls", "remuda.deployment.api")
 
 
 def _is_called_by_an_adapter() -> bool:

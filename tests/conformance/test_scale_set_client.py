@@ -23,7 +23,6 @@ from remuda.adapters.github import scale_sets
 from remuda.adapters.github.auth import AppAuth
 from remuda.adapters.github.client import MAX_ATTEMPTS, GitHubClient
 from remuda.adapters.github.responses import parse_service_access
-from remuda.adapters.github.scale_set_responses import SessionAccess
 from remuda.adapters.github.scale_sets import SERVICE, ScaleSetSession, ScaleSetSource
 from remuda.adapters.system.clock import SystemIds
 from remuda.domain.demand import DemandStatistics, JobEventKind
@@ -505,7 +504,7 @@ async def test_silent_service_is_a_timeout(scripted: ScaleSetSource, monkeypatch
     server = await asyncio.start_server(silent, "127.0.0.1", 0)
     session = await scripted_session(scripted)
     port = server.sockets[0].getsockname()[1]
-    session._access = SessionAccess(session_id="s", queue_url=f"http://127.0.0.1:{port}/m", token="t", statistics=None)
+    session._access = replace(session._access, queue_url=f"http://127.0.0.1:{port}/m")
     monkeypatch.setattr(scale_sets, "POLL_TIMEOUT_S", 0.2)
     with pytest.raises(TimedOut, match="GET message"):
         await session.receive(last_message_id=0, capacity=5)

@@ -1,23 +1,18 @@
-"""GitHub below `remuda.http`: rules for requests that test servers do not check, and answers without a server.
+"""Rules for requests to GitHub that test servers do not check: path, query, headers, body, and the kind of credential.
 
-The rules are those of GitHub's REST API and of github.com/actions/scaleset: path, query, headers, body, and the kind of
-credential.
+They are those of GitHub's REST API and of github.com/actions/scaleset.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections import Counter
+from base64 import urlsafe_b64decode
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
-from remuda.http import ClientResponse, HttpConnections
-
 Body = Any
-#: A response, or a failure of the connection that is raised.
-Outcome = ClientResponse | Exception
 _REST = "https://docs.github.com/en/rest/"
 _CLIENT = "github.com/actions/scaleset, client.go"
 _SESSION = "github.com/actions/scaleset, session_client.go"
@@ -25,6 +20,8 @@ _SESSION = "github.com/actions/scaleset, session_client.go"
 BEARER, REMOTE_AUTH = "Bearer", "RemoteAuth"
 #: Of Apps: a JSON web token that is signed with the App's key (authenticating-as-a-github-app).
 APP_TOKEN = re.compile(r"eyJ[\w-]+\.[\w-]+\.[\w-]{300,}")
+#: Seconds of its validity at most.
+MAX_APP_TOKEN_S = 600
 MAX_NAME, MAX_LABELS, MAX_PER_PAGE = 64, 100, 100
 API_HEADERS = {
     "accept": "application/vnd.github+json",
@@ -153,7 +150,8 @@ def _is_scale_set(body: Body) -> bool:
 def _announces_capacity(request: SentRequest) -> bool:
     accepts = request.headers.get("accept") == f"application/json; api-version={SERVICE_VERSION}"
     # With 0, jobs that are queued meanwhile are never delivered.
-    return accepts and int(request.headers.get("x-scalesetmaxcapacity", "0")) > 0
+    last = request.query.get("lastMessageId", "1")
+    return accepts and int(request.headers.get("x-scalesetmaxcapacity", "0")) > 0 and int(last) > 0
 
 
 #: Requests to the Actions service, which follow its client.
@@ -190,9 +188,25 @@ def judge_request(request: SentRequest) -> None:
         raise BrokenGitHubRule(f"{request}: {'; '.join(problems)}")
 
 
+def is_for_service(request: SentRequest) -> bool:
+    """Whether it goes to the Actions service."""
+    return "/_apis/" in request.path
+
+
+def is_for_messages(request: SentRequest) -> bool:
+    """Whether it goes to the address of a session's messages."""
+    return not is_for_service(request) and _AGENT in request.headers.get("user-agent", "")
+
+
+def _is_short_lived(token: str) -> bool:
+    """Whether a JSON web token of an App is valid for at most ten minutes (generating-a-json-web-token-jwt)."""
+    payload = token.split(".")[1]
+    claims = json.loads(urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
+    return set(claims) == {"iat", "exp", "iss"} and 0 < claims["exp"] - claims["iat"] <= MAX_APP_TOKEN_S
+
+
 def _problems(request: SentRequest) -> list[str]:
-    is_service = "/_apis/" in request.path
-    is_message = not is_service and _AGENT in request.headers.get("user-agent", "")
+    is_service, is_message = is_for_service(request), is_for_messages(request)
     table = SERVICE if is_service else QUEUE if is_message else API
     path = request.path[request.path.index("/_apis/") :] if is_service else request.path
     found = [each for each in table if each.method == request.method and re.fullmatch(each.path, path)]
@@ -204,10 +218,13 @@ def _problems(request: SentRequest) -> list[str]:
         f"the scheme of its credential is not {endpoint.scheme}": scheme == endpoint.scheme,
         "its credential is of another kind": bool(token)
         and (APP_TOKEN.fullmatch(token) is not None) == endpoint.is_for_apps,
+        "its credential is valid for too long": not APP_TOKEN.fullmatch(token) or _is_short_lived(token),
         "its body is wrong": endpoint.body(request.body) if endpoint.body else request.body is None,
         "its body is not said to be JSON": request.body is None
         or request.headers.get("content-type") == "application/json",
         f"{endpoint.source} says otherwise": endpoint.also(request),
+        "it accepts a content coding that the client cannot read": request.headers.get("accept-encoding", "gzip")
+        == "gzip",
     }
     if is_service:
         checks["it names another version of the service"] = request.query.get("api-version") == SERVICE_VERSION
@@ -234,74 +251,9 @@ def parsed_request(base: str, method: str, target: str, headers: Mapping[str, st
     )
 
 
-class JudgedConnections(HttpConnections):
-    """Connections whose requests keep the rules."""
-
-    async def request(
-        self,
-        method: str,
-        target: str,
-        *,
-        headers: Mapping[str, str] | None = None,
-        body: bytes = b"",
-        timeout_s: float | None = None,
-    ) -> ClientResponse:
-        judge_request(parsed_request(self.path, method, target, headers, body))
-        return await super().request(method, target, headers=headers, body=body, timeout_s=timeout_s)
-
-
-class GitHubScript:
-    """Answers each request with the outcomes for it in turn; the last one is repeated.
-
-    `connections` stands in for `HttpConnections`, at whatever address.
-    """
-
-    def __init__(self, outcomes: Mapping[str, Sequence[Outcome]]) -> None:
-        """`outcomes`: by method and last part of the path that is no number, such as `GET runners`."""
-        self.outcomes = {name: [*each] for name, each in outcomes.items()}
-        self.sent: list[tuple[str, SentRequest]] = []
-
-    def connections(self, url: str, **_: Any) -> ScriptedConnections:
-        return ScriptedConnections(self, url)
-
-    def answer(self, request: SentRequest) -> ClientResponse:
-        judge_request(request)
-        name = operation_of(request)
-        self.sent.append((name, request))
-        waiting = self.outcomes[name]
-        outcome = waiting.pop(0) if len(waiting) > 1 else waiting[0]
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
-
-    def sends_of(self, operation: str) -> int:
-        """How often the same request of this operation was sent at most."""
-        same = Counter(f"{request} {request.body}" for name, request in self.sent if name == operation)
-        return max(same.values(), default=0)
-
-
-class ScriptedConnections:
-    def __init__(self, script: GitHubScript, url: str) -> None:
-        self.url = url
-        self.path = urlsplit(url).path or "/"
-        self._script = script
-
-    async def request(
-        self, method: str, target: str, *, headers: Mapping[str, str] | None = None, body: bytes = b"", **_: Any
-    ) -> ClientResponse:
-        return self._script.answer(parsed_request(self.path, method, target, headers, body))
-
-    async def close(self) -> None:
-        """Nothing to close."""
-
-
 def operation_of(request: SentRequest) -> str:
     """Such as `GET runners` for a list and `GET runners/1` for one of them."""
     parts = request.path.strip("/").split("/")
     *_, before, last = ["", *parts]
     is_one = last.isdecimal() or before == "sessions"
     return f"{request.method} {before}/1" if is_one else f"{request.method} {last}"
-
-
-def json_answer(document: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> ClientResponse:
-    return ClientResponse(status, headers or {}, json.dumps(document).encode())

@@ -230,16 +230,16 @@ class _InstanceReleaser:
             waited = await waiter.wait(until=now + left_s, recheck_at=recheck_at)
             if waited.stopped is StopReason.DEAD:
                 return _outcome(instance, ReleaseStatus.EXPIRED, "its heartbeat is dead; its threshold will retire it")
-            if waited.stopped is StopReason.TIMEOUT:
-                return _outcome(
-                    instance, ReleaseStatus.EXPIRED, "it did not finish in time; its threshold will retire it"
-                )
             try:
-                if waited.stopped is StopReason.RECHECK:
-                    instance = await self._read_again(instance)
+                if waited.stopped is not StopReason.VERDICT:
+                    before, instance = instance, await self._read_again(instance)
+                    if waited.stopped is StopReason.TIMEOUT and instance.threshold <= before.threshold:
+                        return _unfinished(instance)
                 after = await advance(context, self._config, instance, waited.report, by=Actor.RELEASE)
             except Unavailable as error:
                 context.event_log.record("read-failed", error.message, instance_id=instance.instance_id)
+                if waited.stopped is StopReason.TIMEOUT:
+                    return _unfinished(instance)
                 await pause_before_retry(context)
                 continue
             except Conflict as conflict:
@@ -287,6 +287,10 @@ def _finished_by_another(instance: Instance, current: Instance) -> ReleaseOutcom
 
 def _outcome(instance: Instance, status: ReleaseStatus, why: str) -> ReleaseOutcome:
     return ReleaseOutcome(instance_id=instance.instance_id, status=status, why=why)
+
+
+def _unfinished(instance: Instance) -> ReleaseOutcome:
+    return _outcome(instance, ReleaseStatus.EXPIRED, "it did not finish in time; its threshold will retire it")
 
 
 def _reported_outcome(instance: Instance, status: ReleaseStatus, why: str, waited: WaitResult) -> ReleaseOutcome:

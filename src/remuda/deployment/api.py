@@ -19,6 +19,7 @@ from remuda.adapters.aws.calls import (
     translate,
 )
 from remuda.adapters.aws.clients import AwsClients, config
+from remuda.adapters.system.clock import SystemIds
 from remuda.domain.errors import RemudaError, UserError
 
 #: Seconds to wait for a response: an upload or an invocation of a function takes longer than other calls.
@@ -90,6 +91,10 @@ class AwsApi:
                     yield item
         except FAILURES as error:
             raise _for_people(error, TITLES[service], operation) from error
+
+    def new_token(self) -> str:
+        """Return a client token: the service recognises a request that botocore sends again after a lost answer."""
+        return SystemIds().new("remuda-")
 
     async def endpoint(self, service: str) -> str:
         return str((await self._client(service)).meta.endpoint_url)

@@ -28,6 +28,7 @@ AUDIENCE = "sts.amazonaws.com"
 #: The code of Secrets Manager, DynamoDB and CloudWatch Logs.
 _MISSING = frozenset({"ResourceNotFoundException"})
 _NO_ENTITY = frozenset({"NoSuchEntity", "NoSuchEntityException"})
+_ENTITY_EXISTS = frozenset({"EntityAlreadyExists", "EntityAlreadyExistsException"})
 _NO_OBJECT = frozenset({"404", "NoSuchKey", "NotFound"})
 _NO_BUCKET = frozenset({"404", "NoSuchBucket", "NotFound"})
 _FORBIDDEN = frozenset({"403", "AccessDenied", "Forbidden"})
@@ -270,9 +271,11 @@ class OidcProvider:
         """Create the provider, or add the audience to it. Returns what was done, or an empty text."""
         found = await self._get()
         if found is None:
-            await self._api.call(
+            # It exists if the answer was lost and botocore has sent the request again.
+            await self._api.find(
                 "iam",
                 "CreateOpenIDConnectProvider",
+                _ENTITY_EXISTS,
                 Url=self._issuer,
                 ClientIDList=[AUDIENCE],
                 Tags=pool_tags(tags, pool),
@@ -335,15 +338,22 @@ class SecurityGroup:
                     fix="name the security groups of the machines, or choose another pool name",
                 )
             return found.identifier, False
-        made = await self._api.call(
+        made = await self._api.find(
             "ec2",
             "CreateSecurityGroup",
+            {"InvalidGroup.Duplicate"},
             GroupName=self.name,
             Description=f"Machines of the Remuda pool {self._pool}",
             VpcId=vpc,
             TagSpecifications=[{"ResourceType": "security-group", "Tags": pool_tags(tags, self._pool)}],
         )
-        return str(made["GroupId"]), True
+        if made is not None:
+            return str(made["GroupId"]), True
+        # Made by a request whose answer was lost, or by another deployment.
+        found = await self.find(vpc)
+        if found is None or found.problem:
+            raise Unavailable(f"EC2 says that security group {self.name} exists, but does not list it")
+        return found.identifier, True
 
     async def delete(self, group_id: str) -> bool:
         """Whether it is gone. EC2 refuses as long as a network interface uses it."""

@@ -149,6 +149,7 @@ class Stack:
             "CreateChangeSet",
             StackName=self.name,
             ChangeSetName=CHANGE_SET,
+            ClientToken=self._api.new_token(),
             ChangeSetType="CREATE" if is_new else "UPDATE",
             TemplateURL=template_url,
             Parameters=given,
@@ -195,7 +196,12 @@ class Stack:
         """Execute the change set and wait for the end."""
         before = await self._newest_event()
         started = await self._api.find(
-            "cloudformation", "ExecuteChangeSet", _CHANGE_SET_GONE, StackName=self.name, ChangeSetName=self.change_set
+            "cloudformation",
+            "ExecuteChangeSet",
+            _CHANGE_SET_GONE,
+            StackName=self.name,
+            ChangeSetName=self.change_set,
+            ClientRequestToken=self._api.new_token(),
         )
         if started is None:
             raise UserError(

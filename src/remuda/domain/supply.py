@@ -284,6 +284,8 @@ def _classify(machine: SetMachine, draft: _Draft, *, lifetimes: Lifetimes, now: 
         use = _classify_coming(machine, draft, now=now)
     else:
         _expect_return(machine, draft, lifetimes=lifetimes, now=now)
+        # It is terminated then.
+        draft.rechecks.append(instance.threshold + timedelta(seconds=lifetimes.margin_s))
         return
     draft.uses[instance.instance_id] = use
 
@@ -368,8 +370,10 @@ def _decide_spent(machine: SetMachine, draft: _Draft, *, lifetimes: Lifetimes, n
 
 def _classify_working(machine: SetMachine, draft: _Draft, *, lifetimes: Lifetimes, now: datetime) -> MachineUse:
     instance = machine.instance
-    if machine.dead or instance.deadline(busy=True) <= now:
+    deadline = instance.deadline(busy=True)
+    if machine.dead or deadline <= now:
         return MachineUse.LOST
+    draft.rechecks.append(deadline)
     if not instance.is_bound and not machine.taken:
         # The report protects it, but the next process may not have read one.
         due = instance.threshold - timedelta(seconds=LATE_BINDING_S)

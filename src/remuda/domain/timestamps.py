@@ -27,3 +27,8 @@ def to_milliseconds(at: datetime) -> datetime:
 
 def after(at: datetime, seconds: float) -> datetime:
     return to_milliseconds(at + timedelta(seconds=seconds))
+
+
+def seconds_to_minute(now: datetime) -> float:
+    """Seconds until the next full minute, more than 0."""
+    return 60.0 - now.second - now.microsecond / 1e6

@@ -13,12 +13,16 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import botocore.session
-from botocore.model import ListShape, MapShape, Shape, StringShape, StructureShape
+from botocore.model import ListShape, MapShape, ServiceModel, Shape, StringShape, StructureShape
 from botocore.validate import ParamValidator
 
 Parameters = Mapping[str, Any]
-#: Characters beyond 16 bits, as the models of older services name them.
-_SURROGATES = r"\uD800\uDC00-\uDBFF\uDFFF"
+#: Classes of characters as the models name them and as Python does. Python has no surrogate pairs.
+_CLASSES = {
+    r"\uD800\uDC00-\uDBFF\uDFFF": r"\U00010000-\U0010FFFF",
+    **dict.fromkeys((r"\p{L}", r"\p{M}", r"\p{N}"), r"\w"),
+    r"\p{Z}": r"\s",
+}
 _EC2 = "https://docs.aws.amazon.com/AWSEC2/latest/"
 
 
@@ -28,7 +32,7 @@ class ContractViolation(AssertionError):
 
 def check_request(service: str, operation: str, parameters: Parameters) -> None:
     """Raise `ContractViolation` with all problems of a request."""
-    shape = _session().get_service_model(service).operation_model(operation).input_shape
+    shape = service_model(service).operation_model(operation).input_shape
     problems: list[str] = []
     if shape is not None:
         report = ParamValidator().validate(parameters, shape)
@@ -40,6 +44,13 @@ def check_request(service: str, operation: str, parameters: Parameters) -> None:
     )
     if problems:
         raise ContractViolation("; ".join(problems))
+
+
+@cache
+def service_model(service: str) -> ServiceModel:
+    """The model of a service, by the name of its client or of its host."""
+    model: ServiceModel = _session().get_service_model({"monitoring": "cloudwatch"}.get(service, service))
+    return model
 
 
 @cache
@@ -69,12 +80,18 @@ def _model_problems(shape: Shape, value: Any, where: str) -> Iterator[str]:
         yield from _length_problems(shape, len(value), where)
         if shape.enum and value not in shape.enum:
             yield f"{where} is {value!r}, not one of {shape.enum}"
-        pattern = shape.metadata.get("pattern")
-        # Python has no surrogate pairs.
-        if pattern and not re.search(pattern.replace(_SURROGATES, r"\U00010000-\U0010FFFF"), value):
+        pattern = shape.metadata.get("pattern", "")
+        if not re.search(_for_python(pattern), value):
             yield f"{where} is {value!r}, which does not match {pattern}"
     elif shape.type_name in {"integer", "long"} and isinstance(value, int):
         yield from _length_problems(shape, value, where)
+
+
+@cache
+def _for_python(pattern: str) -> str:
+    for theirs, ours in _CLASSES.items():
+        pattern = pattern.replace(theirs, ours)
+    return pattern
 
 
 def _length_problems(shape: Shape, length: int, where: str) -> Iterator[str]:
@@ -362,11 +379,11 @@ def documentation(where: str) -> str:
     """The documentation of a shape, member or operation of botocore's models, without markup."""
     service, _, name = where.partition(" ")
     shape, _, member = name.partition(".")
-    model = _session().get_service_model(service)
+    model = service_model(service)
     if shape in model.operation_names:
         text = model.operation_model(shape).documentation
     else:
-        found = model.shape_for(shape)
+        found: Any = model.shape_for(shape)
         text = (found.members[member] if member else found).documentation
     return " ".join(re.sub(r"<[^>]+>", "", text).split())
 

@@ -39,12 +39,16 @@ STATE = "/var/lib/remuda"
 STORAGE = f"{STATE}/sandboxes"
 #: What the kernel forgets with a reboot.
 VOLATILE = (CGROUPS, INTERFACES, "/run/systemd", f"{STORAGE}/log")
-CONTROL_FILES = ("procs", "events", "kill", "subtree_control", "max.depth", "max.descendants")
+CONTROL_FILES = frozenset({"memory.max", "pids.max"}) | {
+    f"cgroup.{name}" for name in ("procs", "events", "kill", "subtree_control", "max.depth", "max.descendants")
+}
 #: Seconds until the interface of a container that has ended is gone.
 INTERFACE_S = 0.03
 #: Seconds that the bootstrap's timers leave at boot.
 BOOT_LIFE_S = 1_800.0
 BOOT_TIMER, REBOOT_TIMER = "remuda-dead-man-boot", "remuda-dead-man-reboot"
+#: Bytes of the disk that are free, unless a life has less.
+DISK_FREE = 10 * 1024**3
 _NUMBER = re.compile(r"\d+")
 PRODUCT = f"{os.sep}src{os.sep}remuda{os.sep}"
 #: Seconds for which effects of a kind fail. Longer than a pause between two attempts of the agent.
@@ -135,12 +139,15 @@ class ModelHost:
         self.was_cut = False
         #: Why it is off, or empty.
         self.off = ""
-        self.disk_free = 10 * 1024**3
+        self.disk_free = DISK_FREE
         self.processes: dict[int, HostProcess] = {}
         self._last_pid = 100
         self.mounts: list[Mount] = []
         #: Times at which the host powers off, by unit.
         self.timers: dict[str, float] = {BOOT_TIMER: BOOT_LIFE_S, REBOOT_TIMER: BOOT_LIFE_S}
+        #: Settings of the kernel that a job may have changed, and whether the guard blames the sandbox's jobs.
+        self.kernel = {"fs/file-max": "1"}
+        self.counts_as_used = False
         self.attributes: dict[str, list[str]] = {}
         #: User ids of files and folders, where `chown` has set them.
         self.owners: dict[str, int] = {}
@@ -241,6 +248,8 @@ class ModelHost:
             shutil.rmtree(self.real(folder))
             Path(self.real(folder)).mkdir()
         self.made_folder(CGROUPS)
+        self.kernel = {"fs/file-max": "1"}
+        self.counts_as_used = False
         self.timers = {REBOOT_TIMER: self.now() + BOOT_LIFE_S}
         self.on_reboot()
 
@@ -335,12 +344,18 @@ class ModelHost:
     def is_control_file(self, path: str) -> bool:
         return self.is_cgroup(path) and path.rpartition("/")[2].split(".")[0] in {"cgroup", "memory", "pids"}
 
+    def has_control_file(self, path: str) -> bool:
+        """Whether the kernel has made it: with its folder."""
+        folder, _, name = path.rpartition("/")
+        return self.real(folder) in self._cgroups and name in CONTROL_FILES
+
     @outside
     def made_folder(self, path: str) -> None:
         if self.is_cgroup(path):
-            for name in (*(f"cgroup.{each}" for each in CONTROL_FILES), "memory.max", "pids.max"):
-                Path(self.real(path), name).touch()
-            self._cgroups[self.real(path)] = None
+            real = self.real(path)
+            # The others appear when they are written: most files of a life would be these.
+            os.close(os.open(f"{real}/cgroup.procs", os.O_CREAT | os.O_WRONLY))
+            self._cgroups[real] = None
             self._note_populated()
         self.judge_folder(path)
 

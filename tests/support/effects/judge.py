@@ -16,7 +16,7 @@ from remuda.domain.serialization import from_document
 from remuda.domain.signals import Signal
 from remuda.ports.machine import AgentState
 from simulation.loop import START
-from tests.support.effects.host import REBOOT_TIMER, STATE, STORAGE, Effect, ModelHost
+from tests.support.effects.host import CGROUPS, REBOOT_TIMER, STATE, STORAGE, Effect, ModelHost
 
 if TYPE_CHECKING:
     from tests.support.effects.programs import Job, ModelGitHub, Sandbox
@@ -26,6 +26,8 @@ MARGIN_S = 1.0
 TIMER_TOLERANCE_S = 2.0
 #: Files of the agent in which a just-in-time configuration may be while the listener has not been started.
 JIT_FILES = (f"{STATE}/jit.json", f"{STATE}/.jit.json.new")
+#: A phase: the failure of the assignment was signalled, and nobody has noticed it yet.
+FAILED = "failed"
 #: Ends of the life of an instance that nobody has to explain: the control plane has decided it.
 ENDED = frozenset({State.TERMINATING, State.TERMINATED})
 
@@ -36,18 +38,23 @@ class Judge:
         self._github = github
         host.judge = self
         self.violations: list[str] = []
-        #: By effect, the assignment and its state.
+        #: By effect, the assignment and its state, or that its failure was signalled.
         self.phases: list[str] = []
         #: By runner name: the repository and tier that it serves, as in the name of a cache volume; empty if unknown.
         self.holders: dict[str, str] = {}
         #: By runner name: the tokens that belong to it.
         self.tokens: dict[str, tuple[str, str]] = {}
         self.record: Instance | None = None
+        #: Settings of the kernel before the first job.
+        self.kernel = dict(host.kernel)
         self._numbers: set[str] = set()
         self._has_script_ended = False
+        self._is_ready = False
         self._is_rebooting = False
         #: Runners whose only job has ended.
         self.spent: set[str] = set()
+        #: Runners whose failure the store knows.
+        self.failed: set[str] = set()
         #: Registrations whose files `config.sh` has written completely.
         self.complete: set[str] = set()
 
@@ -58,7 +65,7 @@ class Judge:
     # Called by the host
 
     def effect(self, effect: Effect, content: bytes) -> None:
-        self.phases.append("" if self.record is None else f"{self.record.epoch} {self.record.state}")
+        self.phases.append(self._phase())
         if self._host.armed is None:
             self.violate("no dead-man timer is set")
         if not content:
@@ -69,6 +76,14 @@ class Judge:
                 self.violate(f"a token is written to {effect.target}")
         if "configuration of " in text and effect.target not in JIT_FILES:
             self.violate(f"a just-in-time configuration is written to {effect.target}")
+
+    def _phase(self) -> str:
+        record = self.record
+        if record is None:
+            return ""
+        assigned = record.assignment
+        has_failed = assigned is not None and assigned.runner_name in self.failed
+        return f"{record.epoch} {FAILED if has_failed else record.state}"
 
     def made_folder(self, path: str) -> None:
         folder, _, name = path.rpartition("/")
@@ -95,6 +110,8 @@ class Judge:
 
     def script_starts(self) -> None:
         running = [each for each in self._host.processes.values() if each.name == "pre-runner.sh"]
+        if self._is_ready:
+            self.violate("the pre-runner script runs on an instance that counts as ready")
         if len(running) > 1:
             self.violate("two pre-runner scripts run at once")
         if self._live():
@@ -114,7 +131,7 @@ class Judge:
             self.violate("two sandboxes have the same user ids")
 
         limits = [f"{sandbox.manager.cgroup}/{name}" for name in ("memory.max", "pids.max")]
-        if not all(Path(self._host.real(limit)).read_text() for limit in limits):
+        if not all(self._host.exists(limit) and Path(self._host.real(limit)).read_text() for limit in limits):
             self.violate(f"sandbox {sandbox.number} starts without limits")
 
     def volume_mounted(self, sandbox: Sandbox) -> None:
@@ -140,6 +157,12 @@ class Judge:
         listeners = [each for each in self._host.processes.values() if each.name == "Runner.Listener"]
         if len(listeners) > 1:
             self.violate("two listeners run at once")
+        if name in self.failed:
+            self.violate(f"{name} listens, and its failure was signalled")
+        if not self._host.exists(f"{STORAGE}/kernel.json"):
+            self.violate(f"{name} listens, and the state of the kernel before it is not known")
+        if not self._host.counts_as_used:
+            self.violate(f"{name} listens, and the guard does not know that the sandbox is used")
         for path in self.files_with("configuration of "):
             self.violate(f"jobs may run, and a just-in-time configuration is still in {path}")
 
@@ -223,7 +246,19 @@ class Judge:
         if signal is Signal.UD_REMOVE_REG_REMOVE_RUN_OK:
             self._check_reset()
 
+    def signalled(self, signal: Signal, name: str) -> None:
+        """The store has the signal of an agent."""
+        self._is_ready |= signal is Signal.UD_OK
+        if signal.failed:
+            self.failed.add(name)
+
     def _check_reset(self) -> None:
+        if self._host.kernel != self.kernel:
+            self.violate(f"reset is signalled, and the kernel has changed to {self._host.kernel}")
+        if self._host.counts_as_used:
+            self.violate("reset is signalled, and the guard takes the new sandbox for a used one")
+        if left := self._used_folders():
+            self.violate(f"reset is signalled, and the folders of the used sandboxes {left} exist")
         used = [each for each in self._live() if each.runners or each.volumes]
         if used:
             self.violate(f"reset is signalled, and the used sandboxes {[each.number for each in used]} exist")
@@ -232,6 +267,18 @@ class Judge:
             number = mount.target.removeprefix(f"{STORAGE}/").split("/")[0]
             if number.isdecimal() and number not in live and not self._is_preparing(number):
                 self.violate(f"reset is signalled, and {mount.target} is still mounted")
+
+    def _used_folders(self) -> list[int]:
+        """Sandboxes with runners or volumes whose folder or cgroup is where it was. Discarded ones are moved aside."""
+        return [
+            each.number
+            for each in self._host.programs.sandboxes
+            if (each.runners or each.volumes)
+            and any(
+                self._host.exists(path)
+                for path in (f"{STORAGE}/{each.number}", f"{CGROUPS}/remuda/remuda-{each.number}")
+            )
+        ]
 
     def _is_preparing(self, number: str) -> bool:
         return not any(str(each.number) == number for each in self._host.programs.sandboxes)

@@ -33,8 +33,10 @@ from remuda.domain.transitions import (
     End,
     Equip,
     Event,
+    Extend,
     Release,
     Renew,
+    RenewCredential,
     ReturnToPool,
     advance,
     create,
@@ -43,7 +45,7 @@ from remuda.ports.calls import CallCounter
 from simulation.loop import START, SeededIds, VirtualLoop, VirtualProcess, without_gc
 from simulation.memory.store import MemoryDatabase, MemoryInstanceStore
 from tests.support.effects import seam
-from tests.support.effects.host import BOOT_TIMER, STATE, Effect, EffectCut, ModelHost
+from tests.support.effects.host import BOOT_TIMER, DISK_FREE, STATE, Effect, EffectCut, ModelHost
 from tests.support.effects.judge import ENDED, MARGIN_S, Judge
 from tests.support.effects.programs import REGISTRATION_FILES, ModelGitHub, ModelRegistration, Programs
 from tests.support.records import at, instance, instance_id
@@ -56,6 +58,10 @@ RECONFIGURED = {**ENVIRONMENT, "REMUDA_CACHE_PATHS": "/var/lib/docker:/home/runn
 #: Seconds of a restart by systemd, and of a reboot.
 RESTART_S, REBOOT_S = 2.0, 20.0
 POLL_S = 0.1
+#: Seconds until a sweep notices a failure, and until an idle instance that nobody renews expires.
+SWEEP_S, EXPIRY_S = 15.0, 20.0
+#: An effect that changes nothing: whether the agent is killed before or after it, the next one finds the same.
+READ = "read"
 #: Seconds within which each step of an assignment must end. Thresholds are later.
 STEP_S = 120.0
 #: A disk in memory is ten times as fast.
@@ -67,7 +73,22 @@ class Work(Enum):
     """Kinds of assignments."""
 
     RUN = "run"
+    #: A run whose runner is registered for one job, through the API.
+    EPHEMERAL = "ephemeral run"
+    #: A run that is released while its job runs, which gets it more time and another credential.
+    BUSY = "run with a job at its release"
+    #: A run whose job changes the kernel, so that the instance cannot be reset.
+    DAMAGING = "run that damages the kernel"
+    #: A run whose runner never connects, until the agent gives up.
+    REFUSED = "run without a connection"
     SET = "set"
+    #: A set whose runner is released without an answer of GitHub about its registration.
+    SPENT = "set with a used-up registration"
+
+
+#: Kinds that end the instance.
+LAST = frozenset({Work.DAMAGING, Work.REFUSED})
+OF_SETS = frozenset({Work.SET, Work.SPENT})
 
 
 #: Assignments in turn: the kind, and the repository of the run or job.
@@ -82,10 +103,16 @@ class Meanwhile(Enum):
     RELEASE = "releases"
     #: The next agent has other settings, as after an update.
     RECONFIGURE = "reconfigures"
+    #: Each kind of read of the next agent fails once.
+    UNREACHABLE = "does not answer at first"
 
 
 class _GaveUp(Exception):
     """The agent has reported a failure, so that the control plane ends the instance."""
+
+
+class _Failed(Exception):
+    """The agent has reported the failure that this life is about."""
 
 
 class _Moved(Exception):
@@ -111,14 +138,18 @@ def live(
     meanwhile: Meanwhile = Meanwhile.NOTHING,
     *,
     builds_layers: bool = False,
+    expires: bool = False,
+    disk_free: int = DISK_FREE,
 ) -> Lived:
     """Let an instance live from its boot to its end. Cut effects of its agents by their number, from 1.
 
+    An operator ends it at last. With `expires`, nobody does: its threshold passes while it is idle.
     Only with `builds_layers` are the upper layers of sandboxes filled, which half of all effects do. They are empty
     otherwise: no other effect depends on what is in them.
     """
     with without_gc(), tempfile.TemporaryDirectory(dir=MEMORY_DISK, prefix="remuda-") as folder:
-        life = Life(Path(folder), works, cuts or {}, meanwhile)
+        life = Life(Path(folder), works, cuts or {}, meanwhile, expires=expires)
+        life.host.disk_free = disk_free
         life.run(builds_layers=builds_layers)
         lived = Lived(
             outcome=life.outcome,
@@ -134,7 +165,9 @@ def live(
 
 
 class Life:
-    def __init__(self, folder: Path, works: Works, cuts: Mapping[int, EffectCut], meanwhile: Meanwhile) -> None:
+    def __init__(
+        self, folder: Path, works: Works, cuts: Mapping[int, EffectCut], meanwhile: Meanwhile, *, expires: bool
+    ) -> None:
         """Serve the assignments in turn: each is for a repository."""
         self.loop: VirtualLoop = _Loop()  # type: ignore[abstract]
         self.host = ModelHost(folder, self.loop, cuts)
@@ -149,6 +182,9 @@ class Life:
         self._agents = 0
         self._agent: VirtualProcess | None = None
         self._has_moved = False
+        self._expires = expires
+        #: Kinds of reads that have failed since the cut.
+        self._missed: set[str] = set()
         self.outcome = ""
         self.events: list[str] = []
         self.host.on_reboot = self._rebooted
@@ -241,26 +277,39 @@ class Life:
         try:
             for number, (work, repository) in enumerate(self._works):
                 with contextlib.suppress(_Moved):
-                    await (self._serve_run if work is Work.RUN else self._serve_set)(number, repository)
-                await self._release()
+                    await (self._serve_set if work in OF_SETS else self._serve_run)(number, repository, work)
+                await self._release(work)
             # A new threshold of an idle instance.
             await asyncio.sleep(1)
-            await self._apply(Renew(until=at(self._clock.monotonic() + 900)), Actor.SCALE_DOWN)
+            until_s = EXPIRY_S if self._expires else 900
+            await self._apply(Renew(until=at(self._clock.monotonic() + until_s)), Actor.SCALE_DOWN)
             await asyncio.sleep(1)
+            self.outcome = "served"
+        except _Failed:
+            # Until a sweep notices it, the agent must stay as it is, also one that has restarted.
+            noticed_at = self.loop.time() + SWEEP_S
+            with contextlib.suppress(_GaveUp):
+                await self._until(lambda: self.loop.time() >= noticed_at, "the sweep", may_fail=False)
             self.outcome = "served"
         except _GaveUp as reason:
             self.outcome = f"gave up: {reason}"
-        if not self.host.off:
+        if not self.host.off and not self._expires:
             await self._apply(End(reason=RetireReason.TERMINATED_BY_OPERATOR), Actor.OPERATOR)
         with contextlib.suppress(_GaveUp):
             await self._until(lambda: bool(self.host.off), "the end of the instance", may_fail=False)
 
-    async def _serve_run(self, number: int, repository: str) -> None:
+    async def _serve_run(self, number: int, repository: str, work: Work) -> None:
         assigned = self._assignment(number + 1, repository)
         registration, removal = f"registration-token-{number}", f"removal-token-{number}"
         self.judge.tokens[assigned.runner_name] = (registration, removal)
         credential = Credential(token=registration, expires_at=at(36_000))
         assigned = replace(assigned, credential=credential)
+        if work is Work.EPHEMERAL:
+            name = assigned.runner_name
+            self.github.registrations[name] = ModelRegistration(name, just_in_time=True)
+            assigned = replace(assigned, credential=None, jit_config=f"configuration of {name}", runner_id=7 + number)
+        elif work is Work.REFUSED:
+            self.github.refused.add(assigned.runner_name)
         run_id = f"run-{number}"
         if number:
             await self._claim(assigned, run_id=run_id, repository=repository)
@@ -269,9 +318,12 @@ class Life:
         await self._until(lambda: self._signalled(Signal.UD_REG_OK), "the registration")
         commit = Commit(owner=self._record.owner, report=self._report, max_runtime_s=1_800)
         await self._apply(commit, Actor.PROVISION)
-        await self._serve_job(assigned, repository)
+        if work is Work.REFUSED:
+            await self._until(lambda: self._signalled(Signal.UD_REG_FAILED), "the failure", may_fail=False)
+            raise _Failed
+        await self._serve_job(assigned, repository, work)
 
-    async def _serve_set(self, number: int, repository: str) -> None:
+    async def _serve_set(self, number: int, repository: str, work: Work) -> None:
         assigned = self._assignment(number + 1, repository)
         # A runner of a set accepts jobs of several repositories.
         self.judge.holders[assigned.runner_name] = ""
@@ -291,15 +343,17 @@ class Life:
             max_runtime_s=1_800,
         )
         await self._apply(equip, Actor.LISTENER)
-        await self._serve_job(assigned, repository, in_set=True)
+        await self._serve_job(assigned, repository, work)
 
-    async def _serve_job(self, assigned: Assignment, repository: str, *, in_set: bool = False) -> None:
+    async def _serve_job(self, assigned: Assignment, repository: str, work: Work) -> None:
         name = assigned.runner_name
         await self._until(lambda: self._is_online(name), "the listener")
         await asyncio.sleep(0.5)
-        job = self.github.queue(self.judge.holders[name] or repository)
+        job = self.github.queue(self.judge.holders[name] or repository, damages=work is Work.DAMAGING)
         await self._until(lambda: job.process is not None, "the job's start")
-        if in_set:
+        if work is Work.BUSY:
+            await self._release_during_job(name)
+        if work in OF_SETS:
             bind = Bind(
                 runner_name=name,
                 run_id="77",
@@ -315,18 +369,34 @@ class Life:
             self.judge.violate("the job did not end by itself")
         await asyncio.sleep(0.5)
 
-    async def _release(self) -> None:
+    async def _release_during_job(self, name: str) -> None:
+        await self._begin_release()
+        await self._until(lambda: self._report is not None and self._report.busy, "the heartbeat of a running job")
+        if (report := self._report) is not None and report.busy:
+            await self._apply(Extend(report=report, extension_s=900, margin_s=MARGIN_S), Actor.RELEASE)
+        registration, removal = self.judge.tokens[name]
+        fresh = Credential(token=f"{removal}-renewed", expires_at=at(36_000))
+        self.judge.tokens[name] = (registration, fresh.token)
+        await self._apply(RenewCredential(credential=fresh), Actor.RELEASE)
+
+    async def _release(self, work: Work) -> None:
         record = self._record
         if record.state in {State.CLAIMED, State.RUNNING}:
-            await self._begin_release()
+            await self._begin_release(is_deregistered=work is not Work.SPENT)
         if record.state is State.CREATED:
             raise _GaveUp("released before it was ready")
+        if work is Work.DAMAGING and self.host.kernel != self.judge.kernel:
+            failed = Signal.UD_REMOVE_REG_REMOVE_RUN_FAILED
+            await self._until(lambda: self._signalled(failed), "the failed reset", may_fail=False)
+            raise _Failed
         await self._until(lambda: self._signalled(Signal.UD_REMOVE_REG_REMOVE_RUN_OK), "the reset")
-        await self._apply(ReturnToPool(report=self._report, idle_time_s=600), Actor.RELEASE)
+        await self._apply(
+            ReturnToPool(report=self._report, idle_time_s=EXPIRY_S if self._expires else 600), Actor.RELEASE
+        )
         # Idle until the agent has seen it, and has prepared the next sandbox.
         await asyncio.sleep(1.5)
 
-    async def _begin_release(self) -> None:
+    async def _begin_release(self, *, is_deregistered: bool = True) -> None:
         record = self._record
         assert record.assignment is not None
         name = record.assignment.runner_name
@@ -334,7 +404,8 @@ class Life:
         self.github.waiting.clear()
         if record.runner_set:
             self.github.registrations.pop(name, None)
-            await self._apply(Release(release_time_s=300, credential=None, deregistered=True), Actor.LISTENER)
+            release = Release(release_time_s=300, credential=None, deregistered=is_deregistered)
+            await self._apply(release, Actor.LISTENER)
         else:
             if record.uses:
                 # A sweep has removed it as stale: GitHub answers the agent that there is none.
@@ -362,6 +433,13 @@ class Life:
                 self.judge.violate(f"the agent is stuck: {what} does not come within {STEP_S:g} s")
                 raise _GaveUp(f"stuck waiting for {what}")
             await self.loop.sleep(POLL_S)
+
+    def misses(self, read: str) -> bool:
+        """Whether a read of the agent fails: the first of its kind after the cut."""
+        fails = self._meanwhile is Meanwhile.UNREACHABLE and self.host.was_cut and read not in self._missed
+        if fails:
+            self._missed.add(read)
+        return fails
 
     def _is_online(self, name: str) -> bool:
         found = self.github.registrations.get(name)
@@ -463,11 +541,21 @@ class _AgentStore:
 
     async def get(self, instance_id: str) -> Instance | None:
         self._life.judge.reads()
+        self._read("record")
         return await self._life._store.get(instance_id)
+
+    async def get_report(self, instance_id: str) -> Report | None:
+        self._read("report")
+        return await self._life._store.get_report(instance_id)
 
     async def wait_for_control(self, instance_id: str, since: Instance | None, timeout_s: float, **named: Any) -> Any:
         self._life.judge.waits(since)
+        self._read("changes")
         return await self._life._store.wait_for_control(instance_id, since, timeout_s, **named)
+
+    def _read(self, what: str) -> None:
+        if self._life.host.effect(READ, what) or self._life.misses(what):
+            raise Unavailable("the store does not answer")
 
     async def write_signal(self, instance_id: str, *, epoch: int, signal: Signal, **named: Any) -> None:
         life = self._life
@@ -475,6 +563,7 @@ class _AgentStore:
             raise Unavailable("the store does not answer")
         life.judge.signals(signal, f"remuda-test-{epoch}-{ID}")
         await life._store.write_signal(instance_id, epoch=epoch, signal=signal, **named)
+        life.judge.signalled(signal, f"remuda-test-{epoch}-{ID}")
 
     async def beat(self, instance_id: str, **named: Any) -> None:
         if self._life.host.effect("beat", ""):

@@ -33,6 +33,8 @@ DELETION_S, MEASUREMENT_S = 0.5, 0.05
 POLL_S = 50.0
 LISTENER = "/opt/remuda/runner/bin/Runner.Listener"
 WORKER = "/opt/remuda/runner/bin/Runner.Worker"
+#: Exit code of a listener after an error that may pass (Runner.Common/Constants.cs, ReturnCode.RetryableError).
+RETRYABLE_EXIT = 2
 REGISTRATION_FILES = (".runner", ".credentials", ".credentials_rsaparams")
 
 
@@ -60,6 +62,8 @@ class Job:
     holder: str
     process: HostProcess | None = None
     ended: bool = False
+    #: Whether it changes the kernel, which a flaw may let it do.
+    damages: bool = False
 
 
 @dataclass(eq=False)
@@ -80,9 +84,11 @@ class ModelGitHub:
         self.registrations: dict[str, ModelRegistration] = {}
         self.waiting: list[Job] = []
         self.jobs: list[Job] = []
+        #: Names of runners whose listeners end with an error when they connect.
+        self.refused: set[str] = set()
 
-    def queue(self, holder: str) -> Job:
-        job = Job(holder)
+    def queue(self, holder: str, *, damages: bool = False) -> Job:
+        job = Job(holder, damages=damages)
         self.waiting.append(job)
         self.jobs.append(job)
         return job
@@ -330,6 +336,10 @@ class Programs:
                 host.append(log, "An error occurred: The runner registration has been deleted from the server\n")
                 host.end(listener, 1)
                 return
+            if name in self._github.refused:
+                host.append(log, "An error occurred: the connection was closed\n")
+                host.end(listener, RETRYABLE_EXIT)
+                return
             if found.online:
                 host.judge.violate(f"two listeners of {name} at once")
             found.listener = listener
@@ -365,6 +375,8 @@ class Programs:
             if not worker.alive:
                 return
             job.ended = True
+            if job.damages:
+                host.kernel["fs/file-max"] = "2"
             host.end(worker, 0)
             host.append(log, "2025-01-01 00:00:02Z: Job build completed with result: Succeeded\n")
             if registration.just_in_time:

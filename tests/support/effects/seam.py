@@ -196,7 +196,7 @@ def _open(file: Any, mode: str = "r", buffering: int = -1, *given: Any, **named:
     elif not writes:
         return _REAL_IO_OPEN(host.real(file), mode, buffering, *given, **named)
     else:
-        if host.is_control_file(str(file)) and not os.path.exists(file):  # noqa: PTH110
+        if host.is_control_file(str(file)) and not host.has_control_file(str(file)):
             folder = os.path.dirname(file)  # noqa: PTH120
             code = errno.EACCES if os.path.exists(folder) else errno.ENOENT  # noqa: PTH110
             raise OSError(code, "the kernel makes these files", str(file))
@@ -477,6 +477,11 @@ def _delete_connections() -> None:
         raise _fail("connections")
 
 
+def _set_used(_guard: GuardProcess, *, used: bool) -> None:
+    """On a page of memory, which the guard shares with agents."""
+    _the_host().counts_as_used = used
+
+
 def _nothing() -> None:
     """For what only concerns the agent's own process."""
 
@@ -541,9 +546,10 @@ REPLACED: tuple[tuple[Any, str, Any], ...] = (
     (mounts, "_call", _mount_call),
     (mounts, "_user_namespace", _user_namespace),
     (system_call_filter, "read", _read_filter),
-    # The guard has tests of its own; here, nothing is ever short.
+    # The guard has tests of its own; here, it only hears whether the sandbox is used, and nothing is ever short.
     (GuardProcess, "start", lambda _guard: None),
     (GuardProcess, "watch", lambda _guard: None),
+    (GuardProcess, "set_used", _set_used),
     (KernelModules, "prepare", lambda _modules: None),
     (sandbox.Sandboxes, "processes", _runner_processes),
     (quotas, "limit", _limit_quota),
@@ -554,7 +560,7 @@ REPLACED: tuple[tuple[Any, str, Any], ...] = (
     (system_call_filter, "start_filtered", lambda _program, start: start()),
     (socket_filter, "permits_socketcall", lambda: False),
     (fuse_connections, "abort", lambda _users: None),
-    (kernel_state, "read_state", lambda: {"module": {}, "interface": {}, "setting": {}}),
+    (kernel_state, "read_state", lambda: {"module": {}, "interface": {}, "setting": dict(_the_host().kernel)}),
     (sandbox, "time", _TIME),
     (sandbox, "socket", _SOCKET),
     (sandbox, "select", SimpleNamespace(select=_select)),

@@ -14,25 +14,41 @@ from functools import cache, partial
 
 import pytest
 
+from remuda.agent.sandbox import DISK_RESERVE
 from tests.support.effects import seam
 from tests.support.effects.host import Effect, EffectCut
-from tests.support.effects.life import Lived, Meanwhile, Work, live
+from tests.support.effects.judge import FAILED
+from tests.support.effects.life import READ, Lived, Meanwhile, Work, live
 
-#: An instance first serves a run, or a runner set, and then a run of another repository.
+#: An instance first serves a run, or a runner set, and then a run of another repository. The others take rare turns.
 LIVES = {
     "run": partial(live, ((Work.RUN, "octo/first"), (Work.RUN, "octo/second"))),
     "set": partial(live, ((Work.SET, "octo/first"), (Work.RUN, "octo/second"))),
+    "ephemeral": partial(live, ((Work.EPHEMERAL, "octo/first"), (Work.RUN, "octo/second"))),
+    "busy": partial(live, ((Work.BUSY, "octo/first"),), expires=True),
+    "damaged": partial(live, ((Work.DAMAGING, "octo/first"),)),
+    "refused": partial(live, ((Work.REFUSED, "octo/first"),)),
+    "spent": partial(live, ((Work.SPENT, "octo/first"), (Work.RUN, "octo/second"))),
+    "full": partial(live, ((Work.RUN, "octo/first"), (Work.RUN, "octo/first")), disk_free=DISK_RESERVE // 2),
     "layers": partial(live, ((Work.RUN, "octo/first"),), builds_layers=True),
 }
 #: Effects of each life at least. With fewer, the model does not see what the agent does.
-MIN_EFFECTS = 300
-#: Before and after it, the next agent finds the same.
-INVISIBLE = "fsync"
+MIN_EFFECTS = 250
+#: Before and after these, the next agent finds the same.
+INVISIBLE = frozenset({"fsync", READ})
+#: On a draft, beside its write and its rename: the next agent empties it first, and they fail together.
+INVISIBLE_ON_DRAFTS = frozenset({"open", "fchmod", "fsync"})
 #: A function whose effects are cut once in each state of an assignment; others once in each assignment, too.
 PREPARATION = "_prepare"
 
 
 FAILURES = frozenset({EffectCut.FAIL, EffectCut.KEEPS_FAILING})
+
+
+def _is_invisible(effect: Effect, cut: EffectCut) -> bool:
+    name = effect.target.rpartition("/")[2]
+    is_draft = name.startswith(".") and name.endswith(".new")
+    return (is_draft and effect.name in INVISIBLE_ON_DRAFTS) or (effect.name in INVISIBLE and cut not in FAILURES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +75,7 @@ class CrashSchedule:
                     effect.kind if self.in_each_round else (effect.name, effect.lines),
                     self._kind_of_phase(effect, phase),
                 )
-                is_cut = phase.endswith(self.states or "") and (effect.name != INVISIBLE or self.cut in FAILURES)
+                is_cut = phase.endswith(self.states or "") and not _is_invisible(effect, self.cut)
                 if is_cut and kind not in seen:
                     seen.add(kind)
                     if name == life:
@@ -73,16 +89,28 @@ class CrashSchedule:
         return phase
 
 
+#: Lives without a layer, and those of them that take a rare turn.
+WHOLE = tuple(name for name in LIVES if name != "layers")
+RARE = ("refused", "damaged", "busy")
 #: States in which the control plane can release an assignment.
 ASSIGNED = ("claimed", "running")
 SCHEDULES = {
-    "killed": CrashSchedule(cut=EffectCut.KILL, in_each_phase=None),
+    "killed": CrashSchedule(cut=EffectCut.KILL, in_each_phase=None, lives=WHOLE, cut_lives=WHOLE),
+    "killed while the store is slow": CrashSchedule(
+        cut=EffectCut.KILL,
+        meanwhile=Meanwhile.UNREACHABLE,
+        in_each_phase=None,
+        in_each_round=False,
+        states=("running", "releasing", FAILED),
+        lives=RARE,
+        cut_lives=RARE,
+    ),
     "killed and released": CrashSchedule(
         cut=EffectCut.KILL, meanwhile=Meanwhile.RELEASE, in_each_phase=None, states=ASSIGNED
     ),
     "killed and reconfigured": CrashSchedule(cut=EffectCut.KILL, meanwhile=Meanwhile.RECONFIGURE, in_each_round=False),
     "rebooted": CrashSchedule(cut=EffectCut.REBOOT, in_each_round=False),
-    "failed": CrashSchedule(cut=EffectCut.FAIL, in_each_phase=frozenset({"run"})),
+    "failed": CrashSchedule(cut=EffectCut.FAIL, in_each_phase=frozenset({"run"}), lives=WHOLE, cut_lives=WHOLE),
     "keeps failing": CrashSchedule(cut=EffectCut.KEEPS_FAILING, in_each_round=False),
     "killed while a layer is built": CrashSchedule(
         cut=EffectCut.KILL, in_each_round=False, lives=tuple(LIVES), cut_lives=("layers",)

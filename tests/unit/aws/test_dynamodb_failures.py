@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,8 +17,10 @@ from remuda.domain.demand import Lease
 from remuda.domain.errors import Conflict, RemudaError, Throttled, Unavailable, UserError
 from remuda.domain.instance import LIVE, State
 from remuda.domain.signals import Signal
+from remuda.http import ClientResponse
 from remuda.ports.calls import CallCounter
 from simulation.loop import SeededIds
+from tests.support.aws.contract import service_model
 from tests.support.aws.failures import CONNECTION, connection_failures, deviations
 from tests.support.aws.scripted_http import AwsScript, ScriptedClient, answer, refusal
 from tests.support.failure_tables import Expected, Failing, Outcome, Scripted
@@ -100,6 +103,7 @@ CREATED: Scripted = {
         answer("dynamodb", "DescribeTable", {"Table": TABLE_DESCRIPTION}),
     ],
     **DISABLED,
+    "UpdateTimeToLive": [answer("dynamodb", "", {})],
 }
 BEAT: dict[str, Any] = {"at": NOW, "busy": False, "listening": False, "notice": "", "version": "1"}
 STORE_OPERATIONS = [
@@ -196,6 +200,40 @@ async def use_store(http: AwsScript, failing: Failing) -> None:
 @pytest.mark.parametrize("failing", STORE_OPERATIONS, ids=str)
 async def test_store(failing: Failing) -> None:
     assert not await deviations("dynamodb", failing, DYNAMODB_OUTCOMES, DYNAMODB_EXPECTED, use_store)
+
+
+#: Errors of botocore's model that the table above does not have.
+MODEL_ERRORS = {
+    # The earlier attempt is still running, and may yet succeed.
+    "TransactionInProgressException": Expected(Unavailable, MAX_ATTEMPTS),
+    "IdempotentParameterMismatchException": Expected(Unavailable, 1),
+    # Of tables with local indexes, or with replicas in other regions.
+    "ItemCollectionSizeLimitExceededException": Expected(Unavailable, 1),
+    "ReplicatedWriteConflictException": Expected(Unavailable, 1),
+    "LimitExceededException": Expected(Unavailable, MAX_ATTEMPTS),
+    "ResourceInUseException": Expected(Unavailable, 1),
+}
+#: Codes of which the reasons decide, see below.
+BY_REASON = {"TransactionCanceledException"}
+
+
+@pytest.mark.parametrize("failing", STORE_OPERATIONS, ids=str)
+async def test_store_with_each_error_of_the_model(failing: Failing) -> None:
+    """Each error that botocore's model declares for the operation is in one of the tables."""
+    known = {code_of_refusal(each) for each in DYNAMODB_OUTCOMES.values()}
+    shapes = service_model("dynamodb").operation_model(failing.operation).error_shapes
+    names = {shape.name for shape in shapes} - known - BY_REASON
+    expected = {name: MODEL_ERRORS[name] for name in names}
+    if failing.operation == "CreateTable":
+        # Another process has created it.
+        expected["ResourceInUseException"] = Expected(None, 1)
+    outcomes = {name: refusal("dynamodb", name) for name in names}
+    assert not await deviations("dynamodb", failing._replace(but={}), outcomes, expected, use_store)
+
+
+def code_of_refusal(outcome: Outcome) -> str:
+    body = outcome.body if isinstance(outcome, ClientResponse) else b""
+    return str(json.loads(body)["__type"]).rpartition("#")[2] if body.startswith(b'{"__type') else ""
 
 
 def cancelled(*codes: str) -> Outcome:

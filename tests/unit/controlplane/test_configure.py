@@ -258,3 +258,21 @@ async def test_tokens_are_not_logged(world: PoolWorld) -> None:
     await world.provision()
     texts = repr(config(world)) + repr(world.database.instances)
     assert not [token for token in world.github._tokens if token in texts]
+
+
+async def test_tokens_that_another_refresh_made_later_stay(world: PoolWorld) -> None:
+    """A refresh that was slow to write its configuration does not replace them by its own."""
+    await world.pass_time(900, sweeps=False)
+    fresher: list[PoolConfig] = []
+
+    async def hook(name: str, call: Call) -> Any:
+        if name == "store.put_config" and not fresher:
+            await world.pass_time(60, sweeps=False)
+            await world.configure()
+            fresher.append(config(world))
+        return await call()
+
+    slow = world.configuration(max_instances=7)
+    await refresh(world.process(hook, credentialed=True), slow)
+    assert config(world).max_instances == 7
+    assert config(world).tokens == fresher[0].tokens

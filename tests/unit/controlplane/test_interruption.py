@@ -11,18 +11,25 @@ from typing import Any
 
 import pytest
 
-from remuda.controlplane.context import WRITE_RETRIES
+from remuda.controlplane.context import WRITE_RETRIES, Context
+from remuda.controlplane.operator import InstanceSelector, drain, quarantine, select_instances, terminate
+from remuda.controlplane.refresh import refresh
+from remuda.controlplane.refresh.configure import MIN_TOKEN_LIFE_S
 from remuda.domain.errors import Conflict, RemudaError, Unavailable, UserError
 from remuda.domain.instance import ASSIGNED, State
 from remuda.domain.provision import ProvisionStatus
 from tests.support.records import provision
 from tests.support.virtual_time import AgentCut, AmbiguousAnswer, Call, Cut, CutKind, Hook, failing, run_virtual
 from tests.support.world import PoolWorld
+from tests.unit.controlplane.test_scale_down_pool import CYCLE_S, cycle, keeping
 
 #: More than any use case makes. The enumeration ends when a use case ends before the interruption.
 MAX_CALLS = 400
 #: The calls of two assignments; later ones are those of an idle agent.
 MAX_AGENT_CALLS = 90
+
+#: Seconds after which a refresh replaces the tokens of the configuration.
+TOKENS_AGE_S = 3_600.0 - MIN_TOKEN_LIFE_S + 1
 
 Scenario = Callable[[PoolWorld, Cut], Awaitable[None]]
 
@@ -101,6 +108,48 @@ async def refresh_scenario(world: PoolWorld, cut: Cut) -> None:
     await lost.discard()
 
 
+async def configure_scenario(world: PoolWorld, cut: Cut) -> None:
+    """A refresh with other settings and new tokens, while an instance serves a run and another one is idle."""
+    await asyncio.sleep(TOKENS_AGE_S)
+    await world.warm(1)
+    (kept,) = (await world.provision("kept", count=1)).instances
+    changed = world.configuration(max_instances=7)
+    await cut.run(refresh(world.process(cut, credentialed=True), changed))
+    await refresh(world.process(credentialed=True), changed)
+    config = world.database.config
+    assert config is not None
+    assert config.max_instances == 7
+    assert world.states()[kept.instance.instance_id] in ASSIGNED
+
+
+async def scale_down_scenario(world: PoolWorld, cut: Cut) -> None:
+    """Three idle instances, of which one stays, and one that serves a run."""
+    await world.provision("kept", count=1)
+    await world.warm(3)
+    await asyncio.sleep(CYCLE_S)
+    await cut.run(cycle(world, keeping(1), cut))
+    await cycle(world, keeping(1))
+    assert len(world.in_state(State.RUNNING)) == 1
+
+
+async def operator_scenario(world: PoolWorld, cut: Cut) -> None:
+    """Instances of each kind drained, one kept to be looked at, and then all of them terminated."""
+    (looked_at, _) = await world.warm(2)
+    await world.provision("kept", count=1)
+
+    async def operate(process: Context) -> None:
+        chosen = await select_instances(process, InstanceSelector(instance_ids=(looked_at,)))
+        await quarantine(process, chosen, for_s=20.0, reason="looks odd", dry_run=False)
+        everything = InstanceSelector(everything=True)
+        await drain(process, await select_instances(process, everything), reason="old image", dry_run=False)
+        await terminate(process, await select_instances(process, everything), reason="enough", dry_run=False)
+
+    await cut.run(operate(world.process(cut)))
+    await operate(world.process())
+    await world.sweep()
+    assert not world.alive()
+
+
 #: Scenarios, and the number of calls that each makes at least.
 SCENARIOS: dict[Scenario, int] = {
     provision_scenario: 20,
@@ -108,6 +157,9 @@ SCENARIOS: dict[Scenario, int] = {
     ephemeral_release_scenario: 10,
     release_scenario: 15,
     refresh_scenario: 15,
+    configure_scenario: 10,
+    scale_down_scenario: 5,
+    operator_scenario: 8,
 }
 
 

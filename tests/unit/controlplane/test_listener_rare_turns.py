@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 
+from remuda.controlplane.demand.machines import TAKEN_FOR_S
 from remuda.controlplane.demand.sets import SetState
 from remuda.domain.demand import JobRecord
 from remuda.domain.errors import Unavailable
-from remuda.domain.instance import State
+from remuda.domain.instance import ABSORBING, State
+from remuda.domain.provision import released
+from remuda.domain.runner_set import CapacityWindow
 from remuda.domain.transitions import UNKNOWN_RUN
-from remuda.ports.github import GitHubRun
+from remuda.ports.github import Deletion, GitHubRun
 from simulation.invariants import SCOPE
 from simulation.memory.github import MemoryDemandJob
 from tests.support.set_world import SET_LIFETIMES, DemandWorld, runner_set
@@ -202,3 +205,61 @@ async def test_failure_beside_a_launch_that_succeeds_is_the_first_in_a_row() -> 
     assert state.failures == 1
     sets.check()
     await sets.end()
+
+
+@pytest.mark.parametrize(("hot", "warm"), [(1, 0), (0, 1)], ids=["hot", "warm"])
+async def test_capacity_is_there_soon_after_its_window_opens(sets: DemandWorld, hot: int, warm: int) -> None:
+    """Nothing else happens then that would wake the listener."""
+    window = CapacityWindow(cron="11-59 * * * *", hot=hot, warm=warm)
+    await sets.configure_sets(runner_set(windows=(window,)))
+    await asyncio.sleep(20.0)
+    sets.listen()
+    await asyncio.sleep(660.0 - sets.loop.time() - 1.0)
+    assert not sets.machines
+    await sets.wait_for(lambda: sets.machines, 3.0)
+
+
+async def test_idle_machines_are_launched_as_soon_as_the_configuration_wants_them(sets: DemandWorld) -> None:
+    await asyncio.sleep(20.0)
+    listener = sets.listen()
+    await asyncio.sleep(75.0)
+    await sets.configure_sets(runner_set(windows=(CapacityWindow(warm=1),)))
+    listener.listener.reload()
+    await sets.wait_for(lambda: sets.machines, 3.0)
+
+
+async def test_runner_that_github_keeps_for_an_unknown_job_is_given_up_as_soon_as_it_may_be(sets: DemandWorld) -> None:
+    """GitHub refused to remove its registration because of a job that never started."""
+    await sets.configure_sets(runner_set(windows=(CapacityWindow(hot=1),)))
+    asked: list[float] = []
+
+    async def hook(name: str, call: Call) -> Any:
+        if name == "source.deregister":
+            asked.append(sets.loop.time())
+            return Deletion.BUSY if len(asked) == 1 else await call()
+        return await call()
+
+    sets.listen(hook)
+    await sets.wait_for(lambda: sets.in_state(State.RUNNING))
+    await sets.configure_sets(runner_set())
+    sets.listeners[0].listener.reload()
+    await sets.wait_for(lambda: len(asked) == 2, 90.0)
+    waits_s = TAKEN_FOR_S + SET_LIFETIMES.surplus_grace_s
+    assert waits_s <= asked[1] - asked[0] < waits_s + 1.0
+
+
+async def test_machine_whose_provision_another_process_has_released_is_given_up(sets: DemandWorld) -> None:
+    """For example a listener that was paused, and rolls back what its successor has taken over."""
+    # No command releases the provision of a machine that it leaves.
+    sets.ignore("S1", "S13", "D2")
+    sets.behaviour.boot_s = 20.0
+    sets.listen()
+    (job,) = sets.queue()
+    await sets.wait_for(lambda: sets.in_state(State.CREATED))
+    (given_up,) = sets.in_state(State.CREATED)
+    (provision,) = sets.database.provisions.values()
+    closed = released(provision, now=sets.clock.now(), why="by another process")
+    await sets.process().store.replace_provision(provision, closed)
+    await sets.wait_for_jobs([job], 50.0)
+    assert sets.record(given_up).state in ABSORBING
+    assert "equip" not in {entry.transition for entry in sets.database.histories[given_up]}

@@ -18,6 +18,7 @@ from remuda.domain.errors import Conflict, Unavailable
 from remuda.domain.instance import State
 from remuda.domain.runner_set import RunnerSet
 from remuda.domain.signals import Report
+from remuda.domain.supply import JOB_COUNTS_FOR_S
 from tests.support.records import NOW, in_set, instance
 from tests.support.set_world import DemandWorld
 from tests.support.virtual_time import Call, FixedClock
@@ -66,6 +67,19 @@ def test_a_lost_job_counts_until_the_message_about_its_end_or_for_a_while() -> N
     assert state.lost_jobs(NOW) == 0
     state.note_lost("runner-2", NOW)
     assert state.lost_jobs(NOW + limit + timedelta(seconds=1)) == 0
+
+
+def test_the_next_job_that_stops_counting_is_known() -> None:
+    ends, losses, waits = (
+        timedelta(seconds=each) for each in (ENDED_COUNTS_FOR_S, LOST_COUNTS_FOR_S, JOB_COUNTS_FOR_S)
+    )
+    state = state_with(JOB, replace(JOB, job_id="j-2", started_at=None))
+    state.note_lost("runner-1", NOW)
+    assert state.recheck_at(NOW) == NOW + min(losses, waits)
+    state.note_ended(JOB.job_id, NOW)
+    assert state.recheck_at(NOW) == NOW + ends
+    assert state.recheck_at(NOW + ends + timedelta(seconds=1)) == NOW + min(losses, waits)
+    assert state.recheck_at(NOW + timedelta(days=1)) is None
 
 
 async def test_statistics_of_an_earlier_process_count_for_ten_minutes(world: PoolWorld) -> None:

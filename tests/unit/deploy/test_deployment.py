@@ -16,7 +16,6 @@ from botocore.exceptions import ClientError
 
 from build import DEPLOY
 from remuda import __version__
-from remuda.adapters.aws.calls import translate
 from remuda.adapters.aws.ec2.routes import outbound_route
 from remuda.adapters.github.responses import parse_immutable_name
 from remuda.cli.deploy import (
@@ -62,10 +61,12 @@ from remuda.deployment.workflow import CONFIGURE_CREDENTIALS, set_workflow_text,
 from remuda.domain.errors import Partial, Unavailable, UserError
 from remuda.domain.resources import parse_classes
 from remuda.ports.doctor import CheckStatus
+from tests.support.aws.scripted_api import ScriptedApi
 from tests.support.virtual_time import AdjustableClock
 
 ACCOUNT = AwsAccount(account_id="123456789012", partition="aws", region="eu-central-1", caller="arn:aws:iam::1:user/x")
 SECRET = "arn:aws:secretsmanager:eu-central-1:123456789012:secret:remuda/ci/github-AbCdEf"
+TEMPLATE_URL = "https://s3.eu-central-1.amazonaws.com/remuda-ci/template/0"
 CHANGE_SET_ARN = "arn:aws:cloudformation:eu-central-1:123456789012:changeSet/remuda-deploy/1"
 PEM = "-----BEGIN RSA PRIVATE KEY-----\nkey\n-----END RSA PRIVATE KEY-----"
 
@@ -549,30 +550,6 @@ def test_lists_of_ids_reach_the_template_with_commas() -> None:
 # AWS ------------------------------------------------------------------------------------------------------------------
 
 
-class ScriptedApi:
-    """Answers of AWS in the order of the calls. The last one of an operation is repeated."""
-
-    def __init__(self, **answers: list[Any]) -> None:
-        self._answers = answers
-        #: Operations with their parameters.
-        self.calls: list[tuple[str, dict[str, Any]]] = []
-
-    async def call(self, service: str, operation: str, **parameters: Any) -> Any:
-        self.calls.append((operation, parameters))
-        answers = self._answers[operation]
-        answer = answers.pop(0) if len(answers) > 1 else answers[0]
-        if isinstance(answer, ClientError):
-            raise translate(answer, service, operation) from answer
-        return answer
-
-    async def find(self, service: str, operation: str, _missing: Any, **parameters: Any) -> Any:
-        return await self.call(service, operation, **parameters)
-
-    async def items(self, service: str, operation: str, key: str, **parameters: Any) -> Any:
-        for item in (await self.call(service, operation, **parameters)).get(key, ()):
-            yield item
-
-
 def stack_answer(status: str) -> dict[str, Any]:
     return {"Stacks": [{"StackStatus": status}]}
 
@@ -593,7 +570,9 @@ def events(*listed: dict[str, Any]) -> dict[str, Any]:
 
 def scripted_stack(**answers: list[Any]) -> Stack:
     api: Any = ScriptedApi(**answers)
-    return Stack(api, "remuda-ci", AdjustableClock(longest_sleep_s=10.0))
+    stack = Stack(api, "remuda-ci", AdjustableClock(longest_sleep_s=10.0))
+    stack.change_set = CHANGE_SET_ARN
+    return stack
 
 
 async def test_operation_ends_after_its_first_event_and_the_cleanup() -> None:
@@ -633,7 +612,7 @@ async def test_change_set_without_changes_is_deleted() -> None:
         DescribeStacks=[stack_answer("CREATE_COMPLETE")],
         DescribeChangeSet=[{"Status": "CREATE_PENDING"}, {"Status": "FAILED", "StatusReason": reason}],
     )
-    assert await stack.plan(template_url="", parameters={}, kept=(), tags={}, is_new=False) == ()
+    assert await stack.plan(template_url=TEMPLATE_URL, parameters={}, kept=(), tags={}, is_new=False) == ()
 
 
 async def test_change_set_has_the_changes_of_all_pages() -> None:
@@ -647,7 +626,7 @@ async def test_change_set_has_the_changes_of_all_pages() -> None:
         DescribeStacks=[stack_answer("CREATE_COMPLETE")],
         DescribeChangeSet=[page("One", NextToken="2"), page("Two")],
     )
-    changes = await stack.plan(template_url="", parameters={}, kept=(), tags={}, is_new=False)
+    changes = await stack.plan(template_url=TEMPLATE_URL, parameters={}, kept=(), tags={}, is_new=False)
     assert [(item.logical_id, item.is_replaced) for item in changes] == [("One", True), ("Two", True)]
 
 
@@ -664,7 +643,7 @@ async def test_only_the_planned_change_set_is_executed() -> None:
         ExecuteChangeSet=[None],
     )
     stack = Stack(api, "remuda-ci", AdjustableClock(longest_sleep_s=10.0))
-    await stack.plan(template_url="", parameters={}, kept=(), tags={}, is_new=False)
+    await stack.plan(template_url=TEMPLATE_URL, parameters={}, kept=(), tags={}, is_new=False)
     with pytest.raises(UserError, match="another deployment has replaced it"):
         await stack.apply(lambda _: None)
     assert {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +13,8 @@ from remuda.deployment.deploy import plan_stack
 from remuda.deployment.volume_key import VolumeKey, check_volume_key
 from remuda.domain.errors import UserError
 from remuda.ports.doctor import CheckStatus
-from tests.unit.deploy.test_deployment import ScriptedApi, facts, request
+from tests.support.aws.scripted_api import ScriptedApi
+from tests.unit.deploy.test_deployment import facts, request
 
 ACCOUNT_ID, REGION = "123456789012", "eu-central-1"
 ACCOUNT = AwsAccount(account_id=ACCOUNT_ID, partition="aws", region=REGION, caller="arn:aws:iam::123456789012:user/x")
@@ -51,12 +52,12 @@ class Keys(ScriptedApi):
         )
         self._metadata = {"KeyManager": "CUSTOMER", "KeyState": "Enabled", "KeySpec": "SYMMETRIC_DEFAULT", **metadata}
 
-    async def call(self, service: str, operation: str, **parameters: Any) -> Any:
+    def _answer(self, service: str, operation: str, parameters: dict[str, Any]) -> Any:
         # KMS shows the policy of a key to its own account only.
         assert operation != "GetKeyPolicy" or parameters["KeyId"] != SHARED
         if operation == "DescribeKey":
             return {"KeyMetadata": {**self._metadata, "Arn": parameters["KeyId"]}}
-        return await super().call(service, operation, **parameters)
+        return super()._answer(service, operation, parameters)
 
 
 async def check(
@@ -118,11 +119,11 @@ async def test_an_image_may_have_another_key_than_the_volumes(api: Any, adopted:
 
 async def test_images_with_two_more_keys_are_a_problem() -> None:
     class Two(Keys):
-        async def call(self, service: str, operation: str, **parameters: Any) -> Any:
+        def _answer(self, service: str, operation: str, parameters: dict[str, Any]) -> Any:
             if operation == "DescribeSnapshots":
                 (name,) = parameters["SnapshotIds"]
                 return {"Snapshots": [{"KmsKeyId": {"snap-2": OTHER, "snap-3": SHARED}[name]}]}
-            return await super().call(service, operation, **parameters)
+            return super()._answer(service, operation, parameters)
 
     third = {"ImageId": "ami-3", "BlockDeviceMappings": [{"Ebs": {"SnapshotId": "snap-3", "Encrypted": True}}]}
     key = await check(Two(), image=ENCRYPTED_IMAGE, more=[third])
@@ -134,10 +135,10 @@ async def test_images_with_two_more_keys_are_a_problem() -> None:
 
 async def test_a_key_that_its_owner_does_not_share_is_a_problem() -> None:
     class Unshared(Keys):
-        async def call(self, service: str, operation: str, **parameters: Any) -> Any:
+        def _answer(self, service: str, operation: str, parameters: dict[str, Any]) -> Any:
             if operation == "DescribeKey" and parameters["KeyId"] == SHARED:
                 raise UserError("KMS refuses (DescribeKey): AccessDeniedException: no", field="aws-permission")
-            return await super().call(service, operation, **parameters)
+            return super()._answer(service, operation, parameters)
 
     result = (await check(Unshared(of_snapshot=SHARED), image=ENCRYPTED_IMAGE)).result
     assert result.status is CheckStatus.PROBLEM
@@ -146,11 +147,11 @@ async def test_a_key_that_its_owner_does_not_share_is_a_problem() -> None:
 
 async def test_an_encrypted_image_whose_snapshots_are_not_shared_is_a_warning_until_its_key_is_given() -> None:
     class Unseen(Keys):
-        async def find(self, service: str, operation: str, _missing: Any, **parameters: Any) -> Any:
+        async def find(self, service: str, operation: str, missing: Collection[str], **parameters: Any) -> Any:
             if operation == "DescribeSnapshots":
-                assert "InvalidSnapshot.NotFound" in _missing
+                assert "InvalidSnapshot.NotFound" in missing
                 return None
-            return await super().find(service, operation, _missing, **parameters)
+            return await super().find(service, operation, missing, **parameters)
 
     result = (await check(Unseen(), image=ENCRYPTED_IMAGE)).result
     assert (result.status, "ImageKmsKey=ARN" in result.fix) == (CheckStatus.WARNING, True)
@@ -205,10 +206,10 @@ async def test_the_listener_needs_its_own_statement_on_the_default_key() -> None
 
 async def test_a_key_that_may_not_be_read_is_a_warning() -> None:
     class Denied(Keys):
-        async def call(self, service: str, operation: str, **parameters: Any) -> Any:
+        def _answer(self, service: str, operation: str, parameters: dict[str, Any]) -> Any:
             if operation == "GetKeyPolicy":
                 raise UserError("KMS refuses (GetKeyPolicy): AccessDeniedException: no", field="aws-permission")
-            return await super().call(service, operation, **parameters)
+            return super()._answer(service, operation, parameters)
 
     key = await check(Denied())
     assert key.result.status is CheckStatus.WARNING

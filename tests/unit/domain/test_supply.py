@@ -521,3 +521,18 @@ def test_runner_of_another_trust_is_withdrawn_unless_it_has_a_job(tier: Tier, tr
     )
     assert names(plan.withdraw) == ids(1)
     assert not plan.end
+
+
+def test_the_end_of_the_time_of_a_job_changes_the_decision() -> None:
+    """Its runner is no supply after that: another one is needed although nothing reports a change."""
+    working = machine(run_id="77", busy=True, threshold=at(40))
+    plan = decide(working, assigned=1, running=1, hot=1)
+    assert plan.recheck_at == at(40)
+    later = decide(replace(working, instance=replace(working.instance, threshold=NOW)), assigned=1, running=1, hot=1)
+    assert (plan.supply, later.supply) == (1, 0)
+
+
+def test_the_end_of_the_time_of_a_release_changes_the_decision() -> None:
+    """The instance is terminated then, also without a sweep."""
+    stuck = machine(state=State.RELEASING, threshold=at(30), returning_since=at(-60))
+    assert decide(stuck).recheck_at == at(30 + LIFETIMES.margin_s)

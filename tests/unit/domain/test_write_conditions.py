@@ -28,8 +28,22 @@ from remuda.domain.transitions import (
     RetireReason,
     ReturnToPool,
     WriteCondition,
+    advance,
 )
-from tests.support.records import NOW, OWNER, REMOVAL, at, claim, end, evidence, in_state, instance, report, write
+from tests.support.records import (
+    NOW,
+    OWNER,
+    REMOVAL,
+    at,
+    claim,
+    end,
+    evidence,
+    in_set,
+    in_state,
+    instance,
+    report,
+    write,
+)
 
 P, L, R, S = Actor.PROVISION, Actor.RELEASE, Actor.REFRESH, Actor.SCALE_DOWN
 
@@ -337,3 +351,12 @@ def test_planned_end_is_rejected_after_a_later_quarantine(state: State, reason: 
     condition = write(record, end(record, reason), R).condition
     assert condition.is_met_by(record)
     assert condition.is_met_by(replace(record, quarantined_until=at(60))) is not spared
+
+
+def test_the_end_of_a_runner_does_not_overwrite_the_run_of_its_job() -> None:
+    """An operator decides, a job is recorded, and the history would name the set instead of the run."""
+    listening = in_set(State.RUNNING)
+    event = End(reason=RetireReason.TERMINATED_BY_OPERATOR)
+    change = advance(listening, event, by=Actor.OPERATOR, now=NOW, why="a test")
+    assert change.condition.is_met_by(listening)
+    assert not change.condition.is_met_by(replace(listening, run_id="77"))

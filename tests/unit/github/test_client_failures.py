@@ -33,13 +33,14 @@ from remuda.http import (
 from remuda.ports.calls import CallCounter
 from simulation.loop import SeededIds
 from tests.support.failure_tables import Expected, Failing, Outcome, Scripted, deviations
-from tests.support.github_requests import GitHubScript, json_answer
+from tests.support.github_connections import GitHubScript, json_answer
 from tests.support.records import NOW, at
 from tests.support.virtual_time import FixedClock
 
 REPO, ORG = "acme/widgets", "acme"
 ONCE_MORE = {"retry-after": "1"}
 LONG = {"retry-after": "3600"}
+SOON = {"x-ratelimit-reset": str(int(NOW.timestamp()) + 2)}
 OUTCOMES: dict[str, Outcome] = {
     "unreachable": ConnectError("refused"),
     "unreachable in time": ConnectTimeout("slow"),
@@ -55,6 +56,14 @@ OUTCOMES: dict[str, Outcome] = {
     "secondary limit": json_answer({"message": "You have exceeded a secondary rate limit"}, 403, ONCE_MORE),
     "too many": json_answer({"message": "Too many requests"}, 429, ONCE_MORE),
     "used up": json_answer({"message": "API rate limit exceeded"}, 403, LONG),
+    # Beside its own limits, GitHub always tells when the primary limit begins anew.
+    "secondary limit without a time": json_answer(
+        {"message": "You have exceeded a secondary rate limit"}, 403, {**SOON, "x-ratelimit-remaining": "4999"}
+    ),
+    "too many without a time": json_answer({"message": "Too many requests"}, 429),
+    "used up until soon": json_answer(
+        {"message": "API rate limit exceeded"}, 403, {**SOON, "x-ratelimit-remaining": "0"}
+    ),
     "missing": json_answer({"message": "Not Found"}, 404),
     "exists": json_answer({"message": "Already exists"}, 409),
     "invalid": json_answer({"message": "Validation Failed"}, 422),
@@ -77,6 +86,10 @@ EXPECTED = {
     "secondary limit": Expected(Throttled, MAX_ATTEMPTS),
     "too many": Expected(Throttled, MAX_ATTEMPTS),
     "used up": Expected(Throttled, 1),
+    # A minute at least (best-practices-for-using-the-rest-api), which callers do not wait for.
+    "secondary limit without a time": Expected(Throttled, 1),
+    "too many without a time": Expected(Throttled, 1),
+    "used up until soon": Expected(Throttled, MAX_ATTEMPTS),
     "missing": Expected(UserError, 1),
     "exists": Expected(Conflict, 1),
     "invalid": Expected(UserError, 1),

@@ -7,8 +7,14 @@ from typing import Any
 
 import pytest
 
-from remuda.adapters.github.responses import parse_id, parse_runner_downloads, translate
-from remuda.domain.errors import RemudaError, Unavailable, UserError
+from remuda.adapters.github.responses import (
+    DEFAULT_RETRY_AFTER_S,
+    MAX_RETRY_AFTER_S,
+    parse_id,
+    parse_runner_downloads,
+    translate,
+)
+from remuda.domain.errors import RemudaError, Throttled, Unavailable, UserError
 from remuda.http import ClientResponse
 from tests.support.records import NOW
 
@@ -73,3 +79,32 @@ def test_an_address_that_is_not_in_the_allow_list_is_told_from_a_wrong_credentia
     assert "allow list" in error.fix
     refused = translate(ClientResponse(403, {}, b'{"message": "Resource not accessible"}'), "list", NOW)
     assert getattr(refused, "field", "") == "github-token"
+
+
+RESET = str(int(NOW.timestamp()) + 30)
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "wait_s"),
+    [
+        (403, {"retry-after": "7"}, 7.0),
+        (429, {"retry-after": "7", "x-ratelimit-remaining": "0", "x-ratelimit-reset": RESET}, 7.0),
+        (403, {"x-ratelimit-remaining": "0", "x-ratelimit-reset": RESET}, 30.0),
+        (429, {"x-ratelimit-remaining": "0", "x-ratelimit-reset": RESET}, 30.0),
+        # The reset of the primary limit says nothing about the others.
+        (429, {"x-ratelimit-remaining": "4999", "x-ratelimit-reset": RESET}, DEFAULT_RETRY_AFTER_S),
+        (429, {"x-ratelimit-reset": RESET}, DEFAULT_RETRY_AFTER_S),
+        (429, {}, DEFAULT_RETRY_AFTER_S),
+        (403, {"x-ratelimit-remaining": "0"}, DEFAULT_RETRY_AFTER_S),
+        (403, {"x-ratelimit-remaining": "0", "x-ratelimit-reset": "1"}, 0.0),
+        (403, {"retry-after": "Thu, 19 Nov 2026 20:00:00 GMT"}, DEFAULT_RETRY_AFTER_S),
+        (403, {"retry-after": "1e12"}, MAX_RETRY_AFTER_S),
+        # No limit, but a refusal.
+        (403, {"x-ratelimit-remaining": "4999", "x-ratelimit-reset": RESET}, None),
+        (422, {"x-ratelimit-remaining": "0", "x-ratelimit-reset": RESET}, None),
+    ],
+)
+def test_time_to_wait_after_a_limit(status: int, headers: dict[str, str], wait_s: float | None) -> None:
+    """GitHub's documentation: retry-after, else the reset of a primary limit that is used up, else a minute."""
+    error = translate(ClientResponse(status, headers, b"{}"), "list", NOW)
+    assert (error.retry_after_s if isinstance(error, Throttled) else None) == wait_s

@@ -273,6 +273,8 @@ class ListenerService:
         try:
             self._config = await read_config(self._context)
             self._apply({})
+            # Idle machines may be wanted from now on.
+            self._observer.wake()
         except RemudaError as error:
             self._context.event_log.record("read-failed", error.message)
 

@@ -14,6 +14,7 @@ from remuda.controlplane.demand.machines import HELD, KnownMachine, MachineTable
 from remuda.domain.errors import RemudaError
 from remuda.domain.instance import Instance, State
 from remuda.domain.signals import Report
+from remuda.domain.timestamps import seconds_to_minute
 
 #: Seconds between two searches for records: with machines or wanted idle ones, and without.
 SEARCH_S = 10.0
@@ -84,8 +85,10 @@ class MachineObserver:
         return self._searched_at + interval_s - self._context.clock.monotonic()
 
     def _pause_s(self) -> float:
+        """Seconds until something is due. Capacity windows open at a minute: then idle machines may be wanted."""
         now = self._context.clock.monotonic()
-        return max(0.0, min([self._search_due_in(), *(machine.read_at - now for machine in self._table)]))
+        read_in = (machine.read_at - now for machine in self._table)
+        return max(0.0, min([self._search_due_in(), seconds_to_minute(self._context.clock.now()), *read_in]))
 
     def _restart_heartbeats(self) -> None:
         """A failed read says nothing about the agents."""

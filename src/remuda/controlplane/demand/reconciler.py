@@ -31,12 +31,12 @@ from remuda.domain.supply import (
     decide_supply,
     decide_warm,
 )
+from remuda.domain.timestamps import seconds_to_minute
 from remuda.domain.transitions import Renew
 
-#: Least and most seconds between two decisions of a set that nothing wakes. Capacity windows open at a minute.
+#: Least seconds between two decisions of a set that nothing wakes.
 MIN_PAUSE_S = 0.2
-MAX_PAUSE_S = 60.0
-#: The same while a set has fewer runners than it wants and waits for machines that come to the pool.
+#: Most seconds while a set has fewer runners than it wants and waits for machines that come to the pool.
 DEFICIT_PAUSE_S = 2.0
 #: Seconds after an unexpected error in a decision.
 ERROR_PAUSE_S = 10.0
@@ -93,36 +93,27 @@ class Reconciler:
             pass
 
     def _pause_s(self, state: SetState, plan: SupplyPlan) -> float:
-        times = [MAX_PAUSE_S]
-        clock = self._context.clock
-        if plan.recheck_at is not None:
-            times.append((plan.recheck_at - clock.now()).total_seconds())
+        clock, machines = self._context.clock, list(self._table.of_set(state.name))
+        now = clock.now()
+        at = [plan.recheck_at, state.recheck_at(now), *(machine.taken_until for machine in machines)]
+        times = [(each - now).total_seconds() for each in at if each is not None and each >= now]
+        # Capacity windows open at a minute.
+        times.append(seconds_to_minute(now))
         if plan.deficit:
             retry_s = state.retry_at - clock.monotonic()
             times.append(retry_s if retry_s > 0 else DEFICIT_PAUSE_S)
-        times += [
-            machine.retry_at - clock.monotonic()
-            for machine in self._table.of_set(state.name)
-            if machine.retry_at > clock.monotonic()
-        ]
+        times += [machine.retry_at - clock.monotonic() for machine in machines if machine.retry_at > clock.monotonic()]
         return max(MIN_PAUSE_S, min(times))
 
-    def reconcile(self, state: SetState) -> SupplyPlan:
-        """Decide once and start what is due."""
-        clock, config = self._context.clock, self._config()
+    def decide(self, state: SetState) -> SupplyPlan:
+        """What the set needs, and which steps are due, by what is known now. Starts nothing."""
+        clock, config, runner_set = self._context.clock, self._config(), state.runner_set
         now, monotonic = clock.now(), clock.monotonic()
-        machines = list(self._table.of_set(state.name))
-        runner_set = state.runner_set
-        for machine in machines:
-            if machine.spent_since is not None and machine.instance.is_bound:
-                state.note_ended(machine.job_id, now)
-            if machine.has_booted:
-                state.note_boot()
-        plan = decide_supply(
+        return decide_supply(
             runner_set,
             runner_set.capacity_at(now, zone_of=self._demand.zone_of),
             state.statistics,
-            [machine.view(now, monotonic) for machine in machines],
+            [machine.view(now, monotonic) for machine in self._table.of_set(state.name)],
             waiting_jobs=len(state.waiting_jobs(now)),
             ended_jobs=state.ended_jobs(now),
             lost_jobs=state.lost_jobs(now),
@@ -132,6 +123,18 @@ class Reconciler:
             lifetimes=config.lifetimes,
             now=now,
         )
+
+    def reconcile(self, state: SetState) -> SupplyPlan:
+        """Decide once and start what is due."""
+        clock, config = self._context.clock, self._config()
+        now, monotonic = clock.now(), clock.monotonic()
+        machines = list(self._table.of_set(state.name))
+        for machine in machines:
+            if machine.spent_since is not None and machine.instance.is_bound:
+                state.note_ended(machine.job_id, now)
+            if machine.has_booted:
+                state.note_boot()
+        plan = self.decide(state)
         for machine in machines:
             is_surplus = machine.instance.instance_id in plan.surplus
             machine.surplus_since = (machine.surplus_since or now) if is_surplus else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 from remuda.controlplane.context import Context, map_concurrently, skip_unreadable
 from remuda.controlplane.demand.binding import Binder
@@ -115,6 +116,9 @@ class SetSession:
         self._context.event_log.record(
             "session", "taken over" if is_continued else "opened", runner_set=state.name, scale_set_id=scale_set_id
         )
+        # Without counts, the present ones stay: no message repeats what is acknowledged.
+        counted_at = to_milliseconds(self._context.with_true_time().clock.now())
+        counts: dict[str, Any] = {"statistics": session.statistics, "counted_at": counted_at}
         await state.save(
             self._demand,
             scale_set_id=scale_set_id,
@@ -122,12 +126,8 @@ class SetSession:
             owner=self._demand.owner,
             # A new session starts with the first message that is available.
             last_message_id=before.last_message_id if is_continued else 0,
-            # Without counts, the recorded ones stay: no message repeats what is acknowledged.
-            statistics=session.statistics or before.statistics,
-            counted_at=to_milliseconds(self._context.with_true_time().clock.now())
-            if session.statistics
-            else before.counted_at,
             capacity=state.runner_set.max,
+            **(counts if session.statistics else {}),
         )
         state.wake()
 

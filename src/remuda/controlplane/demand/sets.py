@@ -175,6 +175,16 @@ class SetState:
         oldest = now - timedelta(seconds=JOB_COUNTS_FOR_S)
         return [job for job in self.jobs.values() if job.is_waiting and job.seen_at >= oldest]
 
+    def recheck_at(self, now: datetime) -> datetime | None:
+        """The next time at which a job stops counting by itself, as one that waits, has ended or was lost."""
+        seen = (job.seen_at for job in self.jobs.values() if job.is_waiting)
+        times = [
+            *(at + timedelta(seconds=ENDED_COUNTS_FOR_S) for at in self.ended.values()),
+            *(at + timedelta(seconds=LOST_COUNTS_FOR_S) for at in self.lost.values()),
+            *(at + timedelta(seconds=JOB_COUNTS_FOR_S) for at in seen),
+        ]
+        return min((at for at in times if at >= now), default=None)
+
     # Record
 
     async def save(self, demand: DemandContext, jobs: Mapping[str, JobRecord] | None = None, **changed: object) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from datetime import datetime
 from typing import Any
 
 from remuda.controlplane.context import Context, map_concurrently
@@ -228,9 +229,7 @@ async def renew_tokens(context: Context, config: PoolConfig, result: RefreshResu
 def _are_fresh(context: Context, tokens: tuple[ScopeTokens, ...], scope: str, group: str) -> bool:
     now = context.clock.now()
     return any(
-        (min(item.registration.expires_at, item.removal.expires_at) - now).total_seconds() > MIN_TOKEN_LIFE_S
-        for item in tokens
-        if _is_for(item, scope, group)
+        (_expires_at(item) - now).total_seconds() > MIN_TOKEN_LIFE_S for item in tokens if _is_for(item, scope, group)
     )
 
 
@@ -247,9 +246,18 @@ async def _mint(github: GitHub, scope: str, group: str) -> ScopeTokens:
 
 
 def _with_tokens(tokens: tuple[ScopeTokens, ...], new: ScopeTokens | None) -> tuple[ScopeTokens, ...]:
-    if new is None:
+    """Replace the tokens of a scope, unless another refresh has stored fresher ones since the new ones were made."""
+    if new is None or any(_is_for(item, new.scope, new.runner_group) and _is_fresher(item, new) for item in tokens):
         return tokens
     return (*(item for item in tokens if item.scope.lower() != new.scope.lower()), new)
+
+
+def _is_fresher(one: ScopeTokens, other: ScopeTokens) -> bool:
+    return _expires_at(one) > _expires_at(other)
+
+
+def _expires_at(tokens: ScopeTokens) -> datetime:
+    return min(tokens.registration.expires_at, tokens.removal.expires_at)
 
 
 # Changed settings ---------------------------------------------------------------------------------------------------

@@ -534,6 +534,8 @@ def _end(instance: Instance, event: End, now: datetime) -> tuple[WriteCondition,
         threshold_at_or_before=now - timedelta(seconds=event.margin_s) if expired else None,
         owner=event.owner,
         max_quarantined_until=now if _respects_quarantine(instance, event) else None,
+        # It must not overwrite the run of a job that was recorded meanwhile.
+        equals=(("run_id", instance.run_id),) if instance.runner_set and instance.run_id else (),
     )
     reason, detail = _final_reason(instance, event)
     return condition, {
