@@ -149,6 +149,20 @@ async def test_grace_of_one_runner_is_not_that_of_another(sets: DemandWorld, pul
 # Acquisitions during a pause --------------------------------------------------------------------------------------
 
 
+async def test_machines_that_came_while_nothing_was_missing_are_not_remembered_for_a_pause(sets: DemandWorld) -> None:
+    """Those that come while a launch is in progress, which may fail, are."""
+    listener = sets.listen()
+    await asyncio.sleep(2.0)
+    assert listener.listener._service is not None
+    state = listener.listener._service._states()["large"]
+    for acquiring, remembered in ((0, 0), (1, 2)):
+        state.returned, state.acquiring = 2, acquiring
+        state.wake()
+        await asyncio.sleep(1.0)
+        assert state.returned == remembered
+    state.acquiring = 0
+
+
 def _plan(deficit: int, acquire: int) -> SupplyPlan:
     return SupplyPlan(desired=9, supply=0, deficit=deficit, acquire=acquire, waiting=0, vacant=0, why="a test")
 
