@@ -18,6 +18,7 @@ from simulation.completeness import CompletenessInvariants
 from simulation.demand_invariants import DemandInvariants
 from simulation.invariants import ReuseInvariant, Violation, is_secret, parse_runner, transition_violations
 from simulation.patience_invariants import PatienceInvariants
+from simulation.pause_invariants import PauseInvariants
 from simulation.threshold_invariants import PolicyHistory, ThresholdInvariant
 from simulation.waste_invariants import WasteInvariants
 
@@ -53,6 +54,7 @@ class RecordInvariants:
         self.completeness = CompletenessInvariants(world, self.policies)
         self.demand = DemandInvariants(world)
         self.patience = PatienceInvariants(world)
+        self.pauses = PauseInvariants(world)
         #: By process and run, the last attempt that it read as ended, and how long ago that end was then.
         self._ends_read: dict[tuple[str, str], tuple[int, float]] = {}
         self.checks = 0
@@ -92,6 +94,7 @@ class RecordInvariants:
         found = self._created(after) if before is None else self._changed(before, after)
         entry = self._world.database.histories[instance_id][-1]
         process = self._world.writer(instance_id)
+        self.pauses.written(before, after, entry, process)
         times = self._thresholds.written(before, after, entry, process)
         waste = self.waste.record_written(before, after, entry, process)
         for invariant, what in (*found, *self._secrets_of(after), *times, *waste):
@@ -359,6 +362,7 @@ class RecordInvariants:
             return
         self._reports[instance_id] = after
         self.waste.report_written(before, after)
+        self.pauses.reported(after)
         if before is not None and (before.epoch, before.signal) == (after.epoch, after.signal):
             return
         self.checks += 1
@@ -425,6 +429,7 @@ class RecordInvariants:
         process = self._world.writer()
         if before is None:
             self._provision_recorded(after, process)
+            self.pauses.acquisition_begins(after, process)
             return
         if before.status is ProvisionStatus.RELEASED and after.status is not ProvisionStatus.RELEASED:
             self.violated("S1", f"provision {after.provision_id} was released and became {after.status}")
