@@ -30,8 +30,8 @@ TICK_S, SLACK_S = 0.01, 2.0
 #: Sessions: seconds of the mean first pause, the longest pause, that while another process has the session, and the one
 #: that a throttled store asks for. Each pause is at least half of its mean, and at most one and a half of it.
 SESSION_S, SESSION_MOST_S, CONFLICT_S, THROTTLED_S = 1.0, 60.0, 10.0, 1.0
-#: Launches: the mean of the first pause, and the least of the longest one.
-LAUNCH_S, LAUNCH_LEAST_S = 5.0, 40.0
+#: Launches: the least of the first pause.
+LAUNCH_LEAST_S = 2.5
 #: Seconds before a pause in which a machine may have come to the pool that is acquired in it.
 CAME_S = 120.0
 #: Steps of a machine: the first and the longest pause.
@@ -156,12 +156,12 @@ class PauseInvariants:
         if self._world.safety.demand.configured_at(name) > series.at - SESSION_MOST_S or self._holds_calls:
             return
         self.checks += 1
-        least_s = min(LAUNCH_LEAST_S, LAUNCH_S / 2 * 2.0 ** (series.failures - 1))
         # Its record may be written some time after it began.
         began_at = (provision.created_at - START).total_seconds() - process.skew_s
         if began_at <= series.at:
             return
-        if self._now - series.at >= least_s - TICK_S or process.last_fault_at > series.at:
+        # A later pause is longer, unless an instance that has booted shows that launches work.
+        if self._now - series.at >= LAUNCH_LEAST_S - TICK_S or process.last_fault_at > series.at:
             return
         series.attempts += 1
         came = sum(at > series.at - CAME_S for at in self._came.get(provision.resource_class, ()))
