@@ -284,6 +284,7 @@ class DemandInvariants:
         runner_set = self.known_set(after.runner_set)
         now = self._world.loop.time()
         self._world.safety.patience.acquired(after)
+        self._world.safety.pauses.acquired(after)
         if runner_set is None or self._fills or now < max(self.quiet_since(), self._sets[-1][0] + CONFIG_READ_S):
             return
         count = sum(

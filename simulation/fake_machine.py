@@ -416,6 +416,12 @@ class FakeMachine:
     async def remove(self, assignment: Assignment) -> tuple[RemovalStatus, str]:
         self._world.safety.patience.acts(self, "remove its registration", _RELEASING)
         self._world.safety.removal_begins(self, assignment)
+        self._world.safety.pauses.removal_begins(self)
+        removal, detail = await self._remove(assignment)
+        self._world.safety.pauses.removal_ended(self, removal)
+        return removal, detail
+
+    async def _remove(self, assignment: Assignment) -> tuple[RemovalStatus, str]:
         await self._loop.sleep(self._behaviour.seconds(TimedAction.REMOVE))
         if self._is_ephemeral:
             return self._remove_ephemeral(assignment)

@@ -236,6 +236,7 @@ class FaultyStore(FaultyPort):
 
     async def wait_for_control(self, instance_id: str, since: Any, timeout_s: float, **named: Any) -> Any:
         has_waited = self._world.safety.patience.begins_to_wait(self._process)
+        self._world.safety.pauses.waits(self._process, since, timeout_s)
         self._fail_wait(instance_id)
         quiet_s = 0.0 if named.get("urgent", True) else self._rng.random() * self._world.plan.quiet_poll_s
         if quiet_s:

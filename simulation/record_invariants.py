@@ -20,6 +20,7 @@ from simulation.demand_invariants import DemandInvariants
 from simulation.invariants import ReuseInvariant, Violation, is_secret, parse_runner, transition_violations
 from simulation.ownership import Ownership
 from simulation.patience_invariants import PatienceInvariants
+from simulation.pause_invariants import PauseInvariants
 from simulation.result_invariants import ResultInvariants
 from simulation.threshold_invariants import PolicyHistory, ThresholdInvariant
 from simulation.waste_invariants import WasteInvariants
@@ -58,6 +59,7 @@ class RecordInvariants:
         self.ownership = Ownership(world)
         self.results = ResultInvariants(world)
         self.patience = PatienceInvariants(world)
+        self.pauses = PauseInvariants(world)
         #: By process and run, the last attempt that it read as ended, and how long ago that end was then.
         self._ends_read: dict[tuple[str, str], tuple[int, float]] = {}
         self.checks = 0
@@ -109,6 +111,7 @@ class RecordInvariants:
         process = self._world.writer(instance_id)
         if self._world.delayed_writer is None:
             process.epochs[instance_id] = after.epoch
+        self.pauses.written(before, after, entry, process)
         times = self._thresholds.written(before, after, entry, process)
         waste = self.waste.record_written(before, after, entry, process)
         owned = self.ownership.instance_written(before, after, entry)
@@ -377,6 +380,7 @@ class RecordInvariants:
             return
         self._reports[instance_id] = after
         self.waste.report_written(before, after)
+        self.pauses.reported(after)
         if before is not None and (before.epoch, before.signal) == (after.epoch, after.signal):
             return
         self.checks += 1
@@ -443,6 +447,7 @@ class RecordInvariants:
         process = self._world.writer()
         if before is None:
             self._provision_recorded(after, process)
+            self.pauses.acquisition_begins(after, process)
             return
         if before.status is ProvisionStatus.RELEASED and after.status is not ProvisionStatus.RELEASED:
             self.violated("S1", f"provision {after.provision_id} was released and became {after.status}")

@@ -170,6 +170,11 @@ class _FaultyDemandPort(FaultyPort):
 
 
 class FaultyDemandSource(_FaultyDemandPort):
+    async def find_set(self, runner_set: RunnerSet) -> int | None:
+        self._world.safety.pauses.opens_session(self._process, runner_set.name)
+        found: int | None = await self._request("find_set", self._port.find_set, runner_set)
+        return found
+
     async def open_session(
         self, runner_set: RunnerSet, scale_set_id: int, *, owner: str, session_id: str = ""
     ) -> DemandSession:
@@ -217,16 +222,19 @@ class FaultyDemandSession(_FaultyDemandPort):
 
     async def receive(self, *, last_message_id: int, capacity: int) -> DemandMessage | None:
         self._world.safety.demand.polled(self._process, self._set.name, capacity)
+        self._world.safety.pauses.acts(self._process)
         if self._inject(Fault.SESSION_LOST, RARE / 2):
             self._world.scale_sets.close_session(self._scale_set_id, self._port.session_id)
             raise NotFound("the session does not exist")
         if self._last is not None and self._inject(Fault.EVENT_TWICE, SOME):
             await self._transfer()
+            self._world.safety.pauses.polled(self._process, self._set.name)
             return self._last
         message: DemandMessage | None = await self._request(
             "receive", self._port.receive, last_message_id=last_message_id, capacity=capacity
         )
         self._last = message or self._last
+        self._world.safety.pauses.polled(self._process, self._set.name)
         return message
 
     async def acknowledge(self, message_id: int) -> None:

@@ -202,6 +202,7 @@ class _CheckedLeases(dict[str, Lease]):
         super().__setitem__(name, after)
         if name == LISTENER_LEASE:
             self._world.safety.patience.lease_written(before, after, self._world.writer())
+            self._world.safety.pauses.renewed(after.owner)
 
 
 class _CheckedRecords(dict[str, T]):
@@ -327,6 +328,7 @@ class _TracedEventLog:
         self._world.trace.add(self._process.name, f"{action} {subject}: {why}")
         self._world.stats[action] += 1
         self._world.safety.event_recorded(action, why, facts)
+        self._world.safety.pauses.event_recorded(self._process, action, why, facts)
         if self._instance_id and action == "state":
             self._world.safety.state_logged(self._instance_id, facts)
 

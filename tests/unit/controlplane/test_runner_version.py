@@ -172,7 +172,7 @@ async def test_image_keeps_the_machines_of_any_version(world: PoolWorld) -> None
 
 
 async def test_quarantined_machine_stays(world: PoolWorld) -> None:
-    world.ignore("T1", "W1")
+    world.ignore("T1", "W1", "S17")
     await configure(world)
     (name,) = await world.warm(1)
     until = world.clock.now() + timedelta(seconds=100)

@@ -6,6 +6,7 @@ example after a pause; all their writes are conditional, so that is safe.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -21,6 +22,8 @@ BEAT_S = 10.0
 EXPIRES_AFTER_S = 35.0
 #: Seconds without a successful renewal after which the holder stops: earlier than another process can take the lease.
 STOPS_AFTER_S = 25.0
+#: Least seconds of a renewal until its answer.
+ANSWER_S = 4.0
 #: Seconds between two reads of a standby.
 STANDBY_POLL_S = 5.0
 
@@ -49,6 +52,8 @@ class ListenerLease:
         self._store = store
         self._owner = owner
         self._held: Lease | None = None
+        #: Monotonic time at which the last successful write began: others may see it before its answer is here.
+        self._renewed_at = 0.0
 
     async def acquire(self, *, wait: bool = True) -> None:
         """Wait until this process has the lease. Without `wait`, raise `LeaseLost` if another process has it."""
@@ -87,18 +92,23 @@ class ListenerLease:
 
     async def keep(self) -> None:
         """Renew the lease. Raise `LeaseLost` if another process has it, or may have it."""
-        renewed_at = self._context.clock.monotonic()
         while True:
-            await self._context.clock.sleep(BEAT_S)
+            await self._context.clock.sleep(max(0.0, min(BEAT_S, self._stops_in())))
             try:
-                await self._write(self._held)
-                renewed_at = self._context.clock.monotonic()
+                # The answer of a hanging store would come after another process has taken the lease.
+                async with asyncio.timeout(max(ANSWER_S, self._stops_in())):
+                    await self._write(self._held)
             except Conflict as conflict:
                 raise LeaseLost("another listener has taken over") from conflict
-            except Unavailable as error:
-                self._context.event_log.record("lease-unconfirmed", error.message)
-                if self._context.clock.monotonic() - renewed_at >= STOPS_AFTER_S:
+            except (Unavailable, TimeoutError) as error:
+                why = error.message if isinstance(error, Unavailable) else "no answer in time"
+                self._context.event_log.record("lease-unconfirmed", why)
+                if self._stops_in() <= 0:
                     raise LeaseLost("the lease could not be renewed") from error
+
+    def _stops_in(self) -> float:
+        """Seconds until the holder stops, unless it can renew the lease before."""
+        return self._renewed_at + STOPS_AFTER_S - self._context.clock.monotonic()
 
     async def give_up(self) -> None:
         """Let another process take the lease at once."""
@@ -113,17 +123,17 @@ class ListenerLease:
         return Lease(owner=owner, beat=before.beat + 1 if before is not None else 1, beat_at=beat_at)
 
     async def _write(self, before: Lease | None) -> None:
-        after = self._after(before, owner=self._owner)
+        after, began = self._after(before, owner=self._owner), self._context.clock.monotonic()
         try:
             await self._store.replace_lease(LISTENER_LEASE, before, after)
         except Conflict as conflict:
             current = conflict.current
             if not isinstance(current, Lease) or current.owner != self._owner:
                 raise
-            # The answer to an earlier write was lost.
-            after = current
+            # The answer to an earlier write was lost, and nobody knows when it was applied.
+            after, began = current, self._renewed_at
         except Unavailable:
             await pause_before_retry(self._context)
             if await self._store.get_lease(LISTENER_LEASE) != after:
                 raise
-        self._held = after
+        self._held, self._renewed_at = after, began

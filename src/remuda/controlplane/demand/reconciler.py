@@ -144,6 +144,9 @@ class Reconciler:
         self._start_upkeep(state, config, machines, now=now, monotonic=monotonic)
         if plan.deficit and state.scale_set_id:
             self._acquire(state, config, plan, is_paused=state.retry_at > monotonic)
+        elif not state.acquiring:
+            # What came while nothing was missing says nothing about a later pause.
+            state.returned = 0
         return plan
 
     def _acquire(self, state: SetState, config: PoolConfig, plan: SupplyPlan, *, is_paused: bool) -> None:

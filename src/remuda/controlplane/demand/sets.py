@@ -112,7 +112,8 @@ class SetState:
         else:
             self.failures, self.retry_at = failures, retry_at
         self.shortage = error.describe(MAX_TEXT)
-        context.event_log.record("acquisition-failed", error.message, runner_set=self.name, fix=error.fix)
+        facts = {"runner_set": self.name, "fix": error.fix, "for_pool": for_pool}
+        context.event_log.record("acquisition-failed", error.message, **facts)
 
     def note_early_end(self, context: Context, error: RemudaError, *, for_pool: bool) -> None:
         """The instances of a launch ended before they had booted. Without a pause, new ones would follow at once."""
