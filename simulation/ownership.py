@@ -52,11 +52,10 @@ OWNED_BY_ROW: Mapping[str, set[str]] = {
 }
 _RELEASED = {"status", "ending", "released_at", "deadline", "why", "outcome"}
 _SETTLED = {"settled", "lost_ids", "forget_at"}
-#: Fields of a provision that a change of its status may change. A committed one of a set is prolonged.
+#: Fields of a provision that a change of its status may change. The record of an acquisition is closed and settled at once.
 _OF_STATUS: Mapping[tuple[ProvisionStatus, ProvisionStatus], set[str]] = {
     (ProvisionStatus.OPEN, ProvisionStatus.COMMITTED): {"status", "instance_ids", "deadline", "why", "outcome"},
     (ProvisionStatus.OPEN, ProvisionStatus.RELEASED): {*_RELEASED, *_SETTLED},
-    (ProvisionStatus.COMMITTED, ProvisionStatus.COMMITTED): {"deadline"},
     (ProvisionStatus.COMMITTED, ProvisionStatus.RELEASED): {*_RELEASED, *_SETTLED},
     # A provision whose run was released meanwhile adds its outcome.
     (ProvisionStatus.RELEASED, ProvisionStatus.RELEASED): {*_SETTLED, "outcome"},
@@ -102,8 +101,6 @@ class Ownership:
         change = before.status, after.status
         if foreign := changed_fields(before, after) - _OF_STATUS.get(change, set()):
             yield "S17", f"from {before.status} to {after.status} changed {_describe(before, after, foreign)}"
-        if change == (ProvisionStatus.COMMITTED, ProvisionStatus.COMMITTED) and after.deadline < before.deadline:
-            yield "S17", f"its deadline {before.deadline} became {after.deadline}"
         # A provision that is cancelled with its commit rolls back what was committed.
         may_fail = change == (ProvisionStatus.COMMITTED, ProvisionStatus.RELEASED) and after.outcome is not None
         if before.outcome is not None and after.outcome != before.outcome and not may_fail:
