@@ -52,7 +52,7 @@ OWNED_BY_ROW: Mapping[str, set[str]] = {
 }
 _RELEASED = {"status", "ending", "released_at", "deadline", "why", "outcome"}
 _SETTLED = {"settled", "lost_ids", "forget_at"}
-#: Fields of a provision that a change of its status may change. The record of an acquisition is closed and settled at once.
+#: Fields of a provision that a change of its status may change. That of a set is settled when it is closed.
 _OF_STATUS: Mapping[tuple[ProvisionStatus, ProvisionStatus], set[str]] = {
     (ProvisionStatus.OPEN, ProvisionStatus.COMMITTED): {"status", "instance_ids", "deadline", "why", "outcome"},
     (ProvisionStatus.OPEN, ProvisionStatus.RELEASED): {*_RELEASED, *_SETTLED},
