@@ -283,6 +283,7 @@ class DemandInvariants:
         self.checks += 1
         runner_set = self.known_set(after.runner_set)
         now = self._world.loop.time()
+        max_age = timedelta(seconds=self._world.most("max_age_s"))
         self._world.safety.patience.acquired(after)
         self._world.safety.pauses.acquired(after)
         if runner_set is None or self._fills or now < max(self.quiet_since(), self._sets[-1][0] + CONFIG_READ_S):
@@ -292,6 +293,8 @@ class DemandInvariants:
             and record.state in HELD
             and not self._world.machines[record.instance_id].state().spent
             and record.deadline(busy=True) > self._world.clock.now() + self._world.safety.tolerance
+            # One that is too old is replaced in the moment in which it is given up.
+            and self._world.clock.now() + self._world.safety.tolerance < record.created_at + max_age
             for record in self._world.database.instances.values()
         )
         if count > runner_set.max:

@@ -159,9 +159,11 @@ class LivenessInvariants:
                 if now > self._since(max(provision.deadline, written_at)) + sweeps:
                     yield "L5", f"{provision.provision_id} is {provision.status} long after its deadline", ""
                 continue
-            released_at = provision.released_at or provision.deadline
-            if provision.runner_set or now <= self._since(released_at) + sweeps:
+            if provision.runner_set:
                 # A set holds its machines by their own records, which other rules judge.
+                continue
+            released_at = START + timedelta(seconds=world.safety.released_at(provision.provision_id))
+            if now <= self._since(released_at) + sweeps:
                 continue
             for record in world.database.instances.values():
                 if record.provision_id == provision.provision_id and record.state in HELD:

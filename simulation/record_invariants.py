@@ -50,6 +50,8 @@ class RecordInvariants:
         self._returned: dict[tuple[str, int], str] = {}
         #: Time at which each provision was recorded, even if it was deleted since: a paused process may act for it.
         self._intended: dict[str, float] = {}
+        #: Time at which the release of each provision was written.
+        self._closed_at: dict[str, float] = {}
         self.policies = PolicyHistory(world)
         self._thresholds = ThresholdInvariant(world, self.policies)
         self._reuse = ReuseInvariant(self.policies)
@@ -69,6 +71,10 @@ class RecordInvariants:
 
     def intended_at(self, provision_id: str) -> float:
         return self._intended[provision_id]
+
+    def released_at(self, provision_id: str) -> float:
+        """When its release was written: a process may be paused between its decision and the write."""
+        return self._closed_at[provision_id]
 
     def written_at(self, instance_id: str) -> float:
         return self._written_at.get(instance_id, -1e9)
@@ -454,6 +460,8 @@ class RecordInvariants:
         for invariant, text in self.ownership.provision_written(before, after):
             self.violated(invariant, f"provision {after.provision_id}: {text}")
         if after.status is not before.status:
+            if after.status is ProvisionStatus.RELEASED:
+                self._closed_at[after.provision_id] = self._world.loop.time()
             self._status_changed(before, after, process)
 
     def _status_changed(self, before: Provision, after: Provision, process: SimulatedProcess) -> None:

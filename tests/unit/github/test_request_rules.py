@@ -152,17 +152,17 @@ def sequence() -> GitHubSequence:
 @pytest.mark.parametrize(
     ("request_", "tokens"),
     [
-        (api("GET", f"{RUNNERS}/7"), {TOKEN, "of-installation"}),
-        (REGISTER, {"of-registration"}),
-        (service("GET", f"{SETS}/27"), {"of-admin"}),
-        (SESSION, {"of-admin"}),
-        (ACQUIRE, {"of-session"}),
-        (MESSAGE, {"of-session"}),
+        (api("GET", f"{RUNNERS}/7"), (TOKEN, "of-installation")),
+        (REGISTER, ("of-registration",)),
+        (service("GET", f"{SETS}/27"), ("of-admin",)),
+        (SESSION, ("of-admin",)),
+        (ACQUIRE, ("of-session",)),
+        (MESSAGE, ("of-session",)),
     ],
     ids=str,
 )
 def test_each_request_has_its_kind_of_credential(
-    sequence: GitHubSequence, request_: SentRequest, tokens: set[str]
+    sequence: GitHubSequence, request_: SentRequest, tokens: tuple[str, ...]
 ) -> None:
     for token in (TOKEN, "of-registration", "of-removal", "of-installation", "of-admin", "of-session"):
         if token in tokens:
