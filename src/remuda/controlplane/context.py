@@ -252,7 +252,7 @@ def _log_transition(context: Context, change: Change) -> None:
             instance_id=change.instance_id,
             source=entry.source,
             target=entry.target,
-            run_id=entry.run_id,
+            run_id=entry.subject,
             epoch=entry.epoch,
             retire_reason=entry.retire_reason,
         )
@@ -262,7 +262,7 @@ async def apply_confirmed(context: Context, change: Change) -> Instance:
     """Apply a change and find out whether it was applied, even if the store's answer was lost.
 
     A repeated write fails with `Conflict` if the first one was applied. The record then equals the result of our
-    change, including our owner. (state, epoch) never recurs, so no other process can have written it.
+    change, including our claim. (state, epoch) never recurs, so no other process can have written it.
     """
     return await _confirmed(context, change, lambda: context.store.apply(change))
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from remuda.controlplane.context import CONFLICT_ATTEMPTS, Context, transition, transition_with_provision
 from remuda.domain.errors import Conflict, ProvisionConflict
-from remuda.domain.instance import Instance, RetireReason, holder_id
+from remuda.domain.instance import Instance, RetireReason
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision, ProvisionChange, ProvisionEnding, ProvisionStatus, released, settled
 from remuda.domain.timestamps import after
@@ -29,8 +29,8 @@ async def transition_in_set(
     `provision` is the stored one, if known.
     """
     for _ in range(CONFLICT_ATTEMPTS):
-        if provision is None:
-            provision = await context.store.get_provision(holder_id(instance.runner_set), instance.provision_id)
+        if provision is None and instance.latest_holder is not None:
+            provision = await context.store.get_provision(instance.latest_holder)
         new = replaced(provision)
         if provision is None or new is None:
             return await transition(context, instance, event, by=by, why=why), provision

@@ -24,6 +24,7 @@ from remuda.controlplane.provision.plan import ProvisionLimits, ProvisionPlan
 from remuda.controlplane.provision.rollback import AcquiredInstances, roll_back
 from remuda.controlplane.provision.selection import Selection
 from remuda.domain.errors import Interrupted, RemudaError, Unavailable
+from remuda.domain.holder import SetHolder
 from remuda.domain.instance import Instance
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import MAX_ERROR, MAX_REASON, Provision
@@ -151,13 +152,10 @@ class _Batch:
         return ProvisionPlan(
             config=config,
             provision=Provision(
-                provision_id=context.ids.new("p-"),
-                run_id=runner_set.holder_id,
-                attempt=1,
+                holder=SetHolder(name=runner_set.name, provision_id=context.ids.new("p-")),
                 resource_class=runner_set.resource_class,
                 count=1,
                 created_at=limits.started_at,
-                runner_set=runner_set.name,
                 deadline=limits.deadline,
                 request_summary=summary[:MAX_REASON],
             ),
@@ -259,7 +257,7 @@ class _Batch:
         context = self._context
         self.has_failed = True
         why = failure.message
-        context.event_log.record("rollback", why, run_id=plan.provision.run_id, instances=len(acquired.all()))
+        context.event_log.record("rollback", why, run_id=plan.provision.subject, instances=len(acquired.all()))
         outcome = recorder.outcome(error=failure.describe(MAX_ERROR), exit_code=failure.exit_code)
         undoing = roll_back(context, self._config, plan.provision, acquired, why=why, outcome=outcome)
         await run_to_end(undoing)

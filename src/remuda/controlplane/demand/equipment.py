@@ -20,7 +20,7 @@ from remuda.controlplane.reconcile import advance, binding_of_unknown_job, relea
 from remuda.controlplane.set_provisions import closed_provision, leave_provision, transition_in_set
 from remuda.domain.decide.next_step import Leave, RegistrationRemoval
 from remuda.domain.errors import Conflict, NotFound, RemudaError, Throttled, Unavailable
-from remuda.domain.instance import ABSORBING, Actor, Instance, RetireReason, State, holder_id
+from remuda.domain.instance import ABSORBING, Actor, Instance, RetireReason, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import (
     AcquiredRunner,
@@ -131,7 +131,7 @@ class Equipment:
         async with state.registrations:
             runner = await self._register(state, instance.assignment.runner_name)
         event = Equip(
-            owner=instance.owner,
+            claim=instance.claim,
             report=machine.report,
             jit_config=runner.config,
             runner_id=runner.runner_id,
@@ -230,11 +230,9 @@ class Equipment:
         )
 
     async def _provision_of(self, machine: KnownMachine) -> Provision | None:
-        if machine.provision is None:
-            instance = machine.instance
-            machine.provision = await self._context.store.get_provision(
-                holder_id(instance.runner_set), instance.provision_id
-            )
+        holder = machine.instance.latest_holder
+        if machine.provision is None and holder is not None:
+            machine.provision = await self._context.store.get_provision(holder)
         return machine.provision
 
     async def _settle(self, machine: KnownMachine, config: PoolConfig) -> None:
@@ -247,17 +245,19 @@ class Equipment:
             return
         try:
             await retry_write(
-                self._context, lambda: self._context.store.replace_provision(provision, closed), run_id=closed.run_id
+                self._context,
+                lambda: self._context.store.replace_provision(provision, closed),
+                run_id=closed.subject,
             )
         except Conflict as conflict:
             # A sweep has released or settled it; sweeps do the rest.
-            self._context.event_log.record("settle-lost", conflict.message, run_id=closed.run_id)
+            self._context.event_log.record("settle-lost", conflict.message, run_id=closed.subject)
 
     # The pool
 
     async def fill(self, config: PoolConfig, machine: KnownMachine, why: str) -> None:
         instance = machine.instance
-        event = Fill(owner=instance.owner, report=machine.report, idle_time_s=config.lifetimes.idle_time_s)
+        event = Fill(claim=instance.claim, report=machine.report, idle_time_s=config.lifetimes.idle_time_s)
         self._publish(await self._leave_provision(machine, config, event, why))
 
     def _publish(self, instance: Instance) -> None:
@@ -348,7 +348,7 @@ class Equipment:
         verdict = boot_verdict if instance.state is State.CREATED else registration_verdict
         failed = verdict(report, instance.epoch) is Verdict.FAILED
         event = End(
-            reason=RetireReason.FAILED if failed else RetireReason.RELEASED, report=report, owner=instance.owner
+            reason=RetireReason.FAILED if failed else RetireReason.RELEASED, report=report, claim=instance.claim
         )
         await self._leave_provision(machine, config, event, why)
         if instance.assignment is not None and instance.assignment.runner_id:

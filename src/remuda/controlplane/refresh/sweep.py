@@ -24,6 +24,7 @@ from remuda.controlplane.refresh.runner_sets import RunnerSetSweep
 from remuda.controlplane.set_provisions import leave_provision
 from remuda.domain.decide.next_step import Publish, Write, end_of_time, is_busy, leave_holder, next_step
 from remuda.domain.errors import Conflict, NotFound, RemudaError, Unreadable
+from remuda.domain.holder import SetHolder
 from remuda.domain.instance import (
     ABSORBING,
     ASSIGNED,
@@ -277,7 +278,8 @@ class Sweep:
         for instance in near:
             if not is_busy(instance, reports.get(instance.instance_id)):
                 continue
-            provision = await self._context.store.get_provision(instance.run_id, instance.provision_id)
+            held_by = instance.holder
+            provision = await self._context.store.get_provision(held_by) if held_by is not None else None
             text = describe_near_expiry(
                 instance,
                 reports[instance.instance_id],
@@ -286,7 +288,7 @@ class Sweep:
             )
             if text and not first_seen.was_seen_before(f"expires-soon:{instance.instance_id}:{instance.epoch}"):
                 self._context.event_log.record(
-                    "expiry-warning", text, instance_id=instance.instance_id, run_id=instance.run_id
+                    "expiry-warning", text, instance_id=instance.instance_id, run_id=instance.subject
                 )
 
     async def _advance(self, instance: Instance, report: Report | None) -> Instance:
@@ -301,7 +303,7 @@ class Sweep:
     async def _step(self, instance: Instance, report: Report | None) -> Instance:
         context, config = self._context, self._config
         step = next_step(instance, report, config.policy, now=context.clock.now())
-        if isinstance(step, Write) and isinstance(step.event, End) and instance.runner_set and instance.run_id:
+        if isinstance(step, Write) and isinstance(step.event, End) and isinstance(instance.holder, SetHolder):
             # Nobody else closes its provision before the deadline, which is hours away. A run closes its own.
             after, _ = await leave_provision(context, config, instance, step.event, by=Actor.REFRESH, why=step.why)
         else:
@@ -369,7 +371,7 @@ class ProvisionSweep(PartialSweep):
         why = "its deadline passed before the commit" if was_open else "it was not released before its deadline"
         closed = released(provision, now=self._context.clock.now(), why=why)
         await self._context.store.replace_provision(provision, closed)
-        self._context.event_log.record("provision-closed", closed.why, run_id=provision.run_id)
+        self._context.event_log.record("provision-closed", closed.why, run_id=provision.subject)
         return closed
 
     def _may_settle(self, provision: Provision, now: datetime) -> bool:
