@@ -220,7 +220,7 @@ class DemandInvariants:
     def changed_while_running(self, before: Instance, after: Instance) -> Found:
         """A runner of a set is renewed while it listens, and bound once, to a job that has started on it."""
         self.checks += 1
-        if before.run_id == after.run_id:
+        if before.holder == after.holder:
             if before.is_bound:
                 yield "S6", "the threshold of a runner with a job was changed"
             elif after.threshold < before.threshold:
@@ -228,10 +228,10 @@ class DemandInvariants:
             return
         job = self.job_of(after)
         if before.is_bound:
-            yield "S1", f"run {before.run_id} became {after.run_id}"
+            yield "S1", f"run {before.run_id!r} became {after.run_id!r}"
         elif job is None:
             yield "S2", f"bound to run {after.run_id}, but no job has started on it"
-        elif after.run_id not in {job.run_id, "unknown"}:
+        elif after.run_id not in {job.run_id, ""}:
             yield "S2", f"bound to run {after.run_id}, but its job is of run {job.run_id}"
         elif job.is_fork and after.tier.value == "trusted":
             yield "S11", f"bound as trusted, but its job is of a fork (run {job.run_id})"

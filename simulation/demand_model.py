@@ -20,7 +20,8 @@ from remuda.agent.decide import AgentAction, Observation, next_step
 from remuda.domain.decide import next_step as decisions
 from remuda.domain.demand import DemandStatistics
 from remuda.domain.errors import IllegalTransition
-from remuda.domain.instance import ABSORBING, ASSIGNED, Assignment, Instance, RetireReason, State, holder_id
+from remuda.domain.holder import SetHolder, StartedJob
+from remuda.domain.instance import ABSORBING, ASSIGNED, Assignment, Instance, RetireReason, State
 from remuda.domain.pool_config import runner_name
 from remuda.domain.resources import Tier
 from remuda.domain.runner_set import CapacityWindow, RunnerSet
@@ -51,15 +52,18 @@ from simulation.instance_model import (
     POOL,
     ModelViolation,
     PendingWrite,
+    buried,
     new_record,
     write_of,
 )
 from simulation.invariants import STATE_ORDER, transition_violations
 
 SET = RunnerSet(name="set", labels=("set",), resource_class="large", scope="o/r", max=2)
-HOLDER = holder_id(SET.name)
 #: The run of the set's jobs.
 RUN = "7"
+HOLDER = SetHolder(name=SET.name, provision_id="own")
+#: The last holder of an instance that nobody holds: nothing distinguishes what it was held for.
+SERVED = replace(HOLDER, job=StartedJob(run_id=RUN))
 LONG_AGO = NOW - timedelta(hours=1)
 
 #: Incidents, each with a budget of one per search.
@@ -351,7 +355,7 @@ class DemandModel:
         record = machine.record
         if record is None:
             if machine.launched and machine.acquisition is Acquisition.NONE:
-                stone = replace(new_record("x"), state=State.TERMINATING, threshold=NOW, run_id="", assignment=None)
+                stone = buried(new_record("x"))
                 yield write_of(tombstone(stone, by=Actor.REFRESH, now=NOW, why=""), "a sweep buries it", Actor.REFRESH)
             return
         for text, by, event in self._events(machine, record, orders):
@@ -455,7 +459,7 @@ class DemandModel:
                 yield "the listener gives up", _given_back(machine), 0, 0
             case Acquisition.REGISTERED if record is not None:
                 equip = Equip(
-                    owner=record.owner,
+                    claim=record.claim,
                     report=machine.report,
                     jit_config="jit",
                     runner_id=record.epoch,
@@ -657,22 +661,18 @@ def _assignment(epoch: int) -> Assignment:
 
 
 def _new_record() -> Instance:
-    return replace(
-        new_record(HOLDER), owner="own/w1", provision_id="own", runner_set=SET.name, assignment=_assignment(1)
-    )
+    return replace(new_record("own"), holder=HOLDER, assignment=_assignment(1))
 
 
 def _claim(epoch: int) -> Change:
     message = replace(_new_record(), state=State.IDLE, epoch=epoch).message()
     event = Claim(
-        run_id=HOLDER,
-        owner=f"own/w{epoch + 1}",
-        provision_id="own",
+        holder=HOLDER,
+        claim=f"own/w{epoch + 1}",
         scope="o/r",
         tier=Tier.TRUSTED,
         threshold=DEADLINE,
         assignment=_assignment(epoch + 1),
-        runner_set=SET.name,
         margin_s=LIFETIMES.margin_s,
     )
     return advance(presumed_idle(message, now=NOW), event, by=Actor.LISTENER, now=NOW, why="")
@@ -692,10 +692,10 @@ def _bind(
     )
 
 
-def _release_of(record: Instance, *, owner: str | None = None) -> Event:
+def _release_of(record: Instance, *, claim: str | None = None) -> Event:
     if record.state is State.CREATED:
-        return End(reason=RetireReason.RELEASED, owner=owner)
-    return Release(release_time_s=LIFETIMES.release_time_s, credential=None, deregistered=True, owner=owner)
+        return End(reason=RetireReason.RELEASED, claim=claim)
+    return Release(release_time_s=LIFETIMES.release_time_s, credential=None, deregistered=True, claim=claim)
 
 
 def _given_back(machine: MachineModel) -> MachineModel:
@@ -707,7 +707,7 @@ def _given_back(machine: MachineModel) -> MachineModel:
         held = {State.CLAIMED, State.RUNNING}
     if record is None or record.state not in held:
         return done
-    event = _release_of(record, owner=record.owner)
+    event = _release_of(record, claim=record.claim)
     change = advance(record, event, by=Actor.LISTENER, now=NOW, why="")
     return _written(done, write_of(change, "give back", Actor.LISTENER))
 
@@ -778,7 +778,8 @@ def _without_unread(machine: MachineModel, record: Instance) -> MachineModel:
     agent, epoch = machine.agent, record.epoch
     is_running = record.state is State.RUNNING
     is_over = record.state in {State.RELEASING, State.IDLE}
-    record = replace(record, last_run_id="", announced_at=None, uses=0, retire_detail="")
+    last_holder = None if record.last_holder is None else SERVED
+    record = replace(record, last_holder=last_holder, announced_at=None, uses=0, retire_detail="")
     busy, listening, spent_epoch = machine.beat
     if is_over and record.retire_reason is not None:
         # It is never claimed again.
@@ -810,7 +811,7 @@ def _written(machine: MachineModel, write: PendingWrite) -> MachineModel:
             raise ModelViolation(f"D2: {write.text} while it has, or may get, a job")
         if before.state is State.RUNNING and after.state is State.TERMINATING and has_job:
             raise ModelViolation(f"D2: {write.text} while it has a job")
-    bound = before is not None and before.run_id != after.run_id and after.state is State.RUNNING
+    bound = before is not None and before.holder != after.holder and after.state is State.RUNNING
     if bound and machine.served != after.epoch:
         raise ModelViolation("S2: bound, but no job has started in this epoch")
     if bound and after.run_id != RUN and after.tier is Tier.TRUSTED:

@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 Found = Iterable[tuple[str, str]]
 
-_HOLDER = {"run_id", "last_run_id"}
+_HOLDER = {"holder", "last_holder"}
 _RETIREMENT = {"retire_reason", "retire_detail"}
 _STEP_INPUT = {"assignment.credential", "assignment.jit_config"}
 _TRUST = {"tier", "repository"}
 _END = {"state", *_HOLDER, "assignment", "announced_at", *_RETIREMENT, "threshold"}
 #: Fields of an instance that each row of the transition table may change.
 OWNED_BY_ROW: Mapping[str, set[str]] = {
-    "claim": {"state", "epoch", *_TRUST, "run_id", "owner", "provision_id", "runner_set", "scope", "threshold"}
+    "claim": {"state", "epoch", *_TRUST, *_HOLDER, "claim", "scope", "threshold"}
     | {"assignment", "announced_at", "run_deadline"},
     "commit": {"state", "threshold", *_STEP_INPUT},
     "equip": {"state", "threshold", "run_deadline", *_STEP_INPUT}
     | {"assignment.runner_id", "assignment.any_run", "assignment.only_trusted"},
-    "bind": {"run_id", *_TRUST, "threshold", "run_deadline", *_RETIREMENT, *_STEP_INPUT}
+    "bind": {"holder", *_TRUST, "threshold", "run_deadline", *_RETIREMENT, *_STEP_INPUT}
     | {f"assignment.{name}" for name in _TRUST},
     "listen-on": {"threshold", "run_deadline", *_STEP_INPUT},
     "fill": {"state", *_HOLDER, "assignment", "announced_at", "threshold"},
@@ -88,13 +88,13 @@ class Ownership:
         if foreign := changed_fields(before, after) - OWNED_BY_ROW[row]:
             yield "S17", f"{row} changed {_describe(before, after, foreign)}"
         if row in {"release", "fill"}:
-            expected = before.run_id
+            expected = before.holder
         elif row.startswith("end-"):
-            expected = before.run_id or before.last_run_id
+            expected = before.latest_holder
         else:
             return
-        if after.run_id or after.last_run_id != expected:
-            yield "S17", f"{row} of run {expected!r} says that the last run was {after.last_run_id!r}"
+        if after.holder is not None or after.last_holder != expected:
+            yield "S17", f"{row} of an instance of {expected} says that the last holder was {after.last_holder}"
 
     def provision_written(self, before: Provision, after: Provision) -> Found:
         self.checks += 1

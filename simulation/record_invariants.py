@@ -151,7 +151,7 @@ class RecordInvariants:
         claimed = (before.state, after.state) == (State.IDLE, State.CLAIMED)
         if process.kind == "provision" and not claimed and before.provision_id not in process.provisions:
             yield "S1", f"{process} wrote to an instance of {before.provision_id}"
-        bound = before.state is after.state is State.RUNNING and before.run_id != after.run_id
+        bound = before.state is after.state is State.RUNNING and before.holder != after.holder
         if (after.tier, after.repository) != (before.tier, before.repository) and not (claimed or bound):
             yield "S11", f"tier {before.tier} became {after.tier}, or its repository changed, at {after.state}"
         checks = {
@@ -179,7 +179,7 @@ class RecordInvariants:
         ):
             yield "L4", f"{process} marks it as announced without a pool message"
         of_set = before.state is State.RUNNING and bool(before.runner_set)
-        if of_set and (after.threshold, after.run_id) != (before.threshold, before.run_id):
+        if of_set and (after.threshold, after.holder) != (before.threshold, before.holder):
             yield from self.demand.changed_while_running(before, after)
         elif before.state in {State.CREATED, State.CLAIMED, State.RUNNING} and after.threshold != before.threshold:
             yield "S6", f"the threshold of a {before.state} instance was changed"

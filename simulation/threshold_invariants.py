@@ -212,7 +212,7 @@ class ThresholdInvariant:
 
 def _busy_deadline(record: Instance) -> datetime:
     """The time until which a job may run: that of the run, or of a listening runner of a set."""
-    listens = record.state is State.RUNNING and record.runner_set and record.run_id == f"set.{record.runner_set}"
+    listens = record.state is State.RUNNING and not record.is_bound
     return max(record.threshold, record.run_deadline) if listens and record.run_deadline else record.threshold
 
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 
 from remuda.domain.demand import DemandRecord, JobRecord, Lease
 from remuda.domain.errors import Conflict, RemudaError
+from remuda.domain.holder import Holder
 from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
@@ -276,13 +277,13 @@ class MemoryInstanceStore:
             raise Conflict(f"provision {before.provision_id} has moved on", current=current)
         self._database.provisions[_key(after)] = _kept(after)
 
-    async def get_provision(self, run_id: str, provision_id: str) -> Provision | None:
+    async def get_provision(self, holder: Holder) -> Provision | None:
         self._count("get_provision")
-        return self._database.provisions.get((run_id, provision_id))
+        return self._database.provisions.get((holder.key, holder.provision_id))
 
     async def provisions_of_run(self, run_id: str) -> Sequence[Provision]:
         self._count("provisions_of_run")
-        return [provision for provision in self._by_age() if provision.run_id == run_id]
+        return [provision for provision in self._by_age() if provision.holder.key == run_id]
 
     async def unsettled_provisions(self, deadline_before: datetime) -> Sequence[Provision]:
         self._count("unsettled_provisions")
@@ -342,7 +343,10 @@ class MemoryInstanceStore:
 
     async def get_config(self) -> PoolConfig | None:
         self._count("get_config")
-        return self._database.config and _kept(self._database.config)
+        config = self._database.config
+        if config is not None:
+            config.check_record_version()
+        return config and _kept(config)
 
     async def put_config(self, config: PoolConfig) -> None:
         self._count("put_config")
@@ -473,7 +477,7 @@ def _those(records: Mapping[str, T], wanted: Collection[str]) -> dict[str, T]:
 
 
 def _key(provision: Provision) -> tuple[str, str]:
-    return provision.run_id, provision.provision_id
+    return provision.holder.key, provision.provision_id
 
 
 def _is_due(record: Instance, now: datetime) -> bool:

@@ -130,7 +130,7 @@ async def test_change_writes_only_its_fields(store: DynamoInstanceStore, between
     assert update["UpdateExpression"] == "SET #uses = :v0"
 
 
-OWNERS = ("", "p-1/a", "p-1/b")
+CLAIMS = ("", "p-1/a", "p-1/b")
 REPOSITORIES = ("", "octo/one", "octo/two")
 TIMES = (None, at(9.9995), at(10), at(10.0005), at(11))
 
@@ -143,7 +143,7 @@ async def test_condition_expression_matches_the_write_condition(store: DynamoIns
             number,
             state=chance.choice([State.IDLE, State.RUNNING]),
             epoch=chance.choice([1, 2]),
-            owner=chance.choice(OWNERS),
+            claim=chance.choice(CLAIMS),
             threshold=at(10),
             retire_reason=chance.choice([None, None, RetireReason.TOO_OLD]),
             quarantined_until=chance.choice([None, None, at(10)]),
@@ -156,7 +156,7 @@ async def test_condition_expression_matches_the_write_condition(store: DynamoIns
         WriteCondition(
             state=chance.choice([record.state, record.state, record.state, State.IDLE, None]),
             epoch=chance.choice([record.epoch, record.epoch, 1]),
-            owner=chance.choice([None, record.owner, *OWNERS]),
+            claim=chance.choice([None, record.claim, *CLAIMS]),
             threshold_after=chance.choice(TIMES),
             threshold_at_or_before=chance.choice([None, None, *TIMES]),
             not_retired=chance.choice([True, False]),

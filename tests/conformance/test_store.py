@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from remuda.domain import provision as provisions
-from remuda.domain.errors import Conflict, Unreadable
+from remuda.domain.errors import Conflict, Unreadable, UserError
 from remuda.domain.instance import LIVE, Instance, RetireReason, State
+from remuda.domain.pool_config import RECORD_VERSION
 from remuda.domain.provision import (
     AcquiredRunner,
     LaunchAttempt,
@@ -39,6 +40,8 @@ from tests.support.records import (
     instance_id,
     pool_config,
     provision,
+    run_holder,
+    set_holder,
 )
 
 ID = instance_id(1)
@@ -66,10 +69,9 @@ async def test_prepare_is_idempotent_and_returns_its_changes(stores: Stores) -> 
 
 async def test_record_is_read_as_written(store: InstanceStore, other: InstanceStore) -> None:
     full = instance(
-        run_id="1234",
-        last_run_id="1233",
-        owner="p-1/a",
-        provision_id="p-1",
+        holder=set_holder("large", "1234"),
+        last_holder=run_holder("1233", "p-0", attempt=2),
+        claim="p-1/a",
         scope="octo/repo",
         tier=Tier.UNTRUSTED,
         repository="octo/repo",
@@ -95,8 +97,8 @@ async def test_write_returns_the_stored_record(store: InstanceStore) -> None:
 
 
 async def test_create_conflicts_with_an_existing_record(store: InstanceStore) -> None:
-    first = await store.apply(birth(instance(owner="first")))
-    assert await conflict(store.apply(birth(instance(owner="second")))) == first
+    first = await store.apply(birth(instance(claim="first")))
+    assert await conflict(store.apply(birth(instance(claim="second")))) == first
     assert await store.get(ID) == first
     assert len(await store.history(ID)) == 1
 
@@ -107,7 +109,7 @@ async def test_change_of_a_missing_record_conflicts(store: InstanceStore) -> Non
     assert not await store.history(ID)
 
 
-OWNED = instance(owner="p-1/a", threshold=at(10), tier=Tier.TRUSTED, repository="octo/one")
+OWNED = instance(claim="p-1/a", threshold=at(10), tier=Tier.TRUSTED, repository="octo/one")
 RETIRED = instance(retire_reason=RetireReason.SPOT_NOTICE)
 QUARANTINED = instance(quarantined_until=at(10))
 
@@ -119,9 +121,9 @@ QUARANTINED = instance(quarantined_until=at(10))
         (OWNED, {"state": State.RUNNING}, False),
         (OWNED, {"epoch": 2}, False),
         (OWNED, {"epoch": 0}, False),
-        (OWNED, {"owner": "p-1/a"}, True),
-        (OWNED, {"owner": "p-1/b"}, False),
-        (OWNED, {"owner": ""}, False),
+        (OWNED, {"claim": "p-1/a"}, True),
+        (OWNED, {"claim": "p-1/b"}, False),
+        (OWNED, {"claim": ""}, False),
         (OWNED, {"threshold_after": at(10) - MS}, True),
         (OWNED, {"threshold_after": at(10)}, False),
         (OWNED, {"threshold_after": at(10) - timedelta(microseconds=1)}, True),
@@ -136,8 +138,8 @@ QUARANTINED = instance(quarantined_until=at(10))
         (OWNED, {"repository": "octo/one"}, True),
         (OWNED, {"repository": "octo/two"}, False),
         (OWNED, {"repository": ""}, False),
-        (OWNED, {"owner": "p-1/a", "threshold_after": at(9), "not_retired": True, "tiers": (Tier.TRUSTED,)}, True),
-        (OWNED, {"owner": "p-1/a", "threshold_after": at(11), "not_retired": True, "tiers": (Tier.TRUSTED,)}, False),
+        (OWNED, {"claim": "p-1/a", "threshold_after": at(9), "not_retired": True, "tiers": (Tier.TRUSTED,)}, True),
+        (OWNED, {"claim": "p-1/a", "threshold_after": at(11), "not_retired": True, "tiers": (Tier.TRUSTED,)}, False),
         (RETIRED, {"not_retired": True}, False),
         (RETIRED, {}, True),
         (OWNED, {"max_quarantined_until": at(0)}, True),
@@ -265,7 +267,9 @@ async def test_find_returns_all_pages(store: InstanceStore) -> None:
 
 async def test_searches_follow_changes(store: InstanceStore) -> None:
     record = await store.apply(birth(instance(provision_id="p-1")))
-    moved = await store.apply(change(record, state=State.TERMINATED, provision_id="p-2", threshold=at(1)))
+    moved = await store.apply(
+        change(record, state=State.TERMINATED, last_holder=run_holder(provision_id="p-2"), threshold=at(1))
+    )
     assert await store.find([State.IDLE]) == []
     assert await store.find([State.TERMINATED], threshold_before=at(1)) == [moved]
     assert await store.find_by_provision("p-1") == []
@@ -439,9 +443,9 @@ async def test_provision_can_be_created_once(store: InstanceStore, other: Instan
     first = provision()
     await store.put_provision(first)
     assert await conflict(other.put_provision(provision(count=9))) == first
-    assert await other.get_provision("1234", "p-1") == first
-    assert await store.get_provision("1235", "p-1") is None
-    assert await store.get_provision("1234", "p-2") is None
+    assert await other.get_provision(run_holder("1234", "p-1")) == first
+    assert await store.get_provision(run_holder("1235", "p-1")) is None
+    assert await store.get_provision(run_holder("1234", "p-2")) is None
 
 
 async def test_replacing_a_provision_is_conditional(store: InstanceStore, other: InstanceStore) -> None:
@@ -460,7 +464,20 @@ async def test_replacing_a_provision_is_conditional(store: InstanceStore, other:
     # Fields that are not part of the condition may differ.
     await other.replace_provision(replace(committed, why="another reason"), released)
     await store.replace_provision(released, provisions.settled(released, forget_at=at(99)))
-    assert await other.get_provision("1234", "p-1") == provisions.settled(released, forget_at=at(99))
+    assert await other.get_provision(run_holder("1234", "p-1")) == provisions.settled(released, forget_at=at(99))
+
+
+async def test_change_of_a_runner_set_depends_on_its_job(store: InstanceStore) -> None:
+    listening = await store.apply(birth(instance(state=State.RUNNING, holder=set_holder())))
+    assert listening.holder == set_holder()
+    guard = WriteCondition(state=State.RUNNING, epoch=1, equals=(("holder", listening.holder),))
+    unnamed = await store.apply(change(listening, guard, holder=set_holder(run_id="")))
+    assert unnamed.holder == set_holder(run_id="")
+    for late in (set_holder(run_id="77"), None):
+        assert await conflict(store.apply(change(listening, guard, holder=late))) == unnamed
+    guard = replace(guard, equals=(("holder", unnamed.holder),))
+    assert (await store.apply(change(unnamed, guard, holder=None))).holder is None
+    assert await conflict(store.apply(change(unnamed, guard, holder=None))) is not None
 
 
 async def test_concurrent_replacements_have_one_winner(stores: Stores, store: InstanceStore) -> None:
@@ -474,7 +491,7 @@ async def test_concurrent_replacements_have_one_winner(stores: Stores, store: In
     )
     (winner,) = (rival for rival, outcome in zip(rivals, outcomes, strict=True) if outcome is None)
     assert [each.current for each in outcomes if isinstance(each, Conflict)] == [winner] * 4
-    assert await store.get_provision("1234", "p-1") == winner
+    assert await store.get_provision(run_holder("1234", "p-1")) == winner
 
 
 async def test_provisions_of_a_run_are_oldest_first(store: InstanceStore) -> None:
@@ -515,7 +532,7 @@ async def test_provision_outcome_is_stored(store: InstanceStore, other: Instance
     assert await conflict(other.replace_provision(opened, committed)) == committed
     released = provisions.released(committed, now=at(3), why="done")
     await other.replace_provision(committed, released)
-    found = await store.get_provision("1234", "p-1")
+    found = await store.get_provision(run_holder("1234", "p-1"))
     assert found == released
     assert found is not None
     assert found.outcome == outcome
@@ -547,6 +564,13 @@ async def test_configuration_revisions_are_consecutive(store: InstanceStore, oth
     assert await conflict(store.put_config(pool_config(2))) == pool_config(2, max_instances=5)
     assert await conflict(store.put_config(pool_config(4))) == pool_config(2, max_instances=5)
     assert await store.get_config() == pool_config(2, max_instances=5)
+
+
+async def test_records_of_another_version_are_refused(store: InstanceStore, other: InstanceStore) -> None:
+    await store.put_config(pool_config(1, record_version=RECORD_VERSION - 1))
+    for reader in (store, other):
+        with pytest.raises(UserError, match="the records of pool test have version"):
+            await reader.get_config()
 
 
 async def test_first_seen_times_are_replaced_completely(store: InstanceStore, other: InstanceStore) -> None:
@@ -609,7 +633,7 @@ async def test_malformed_records(stores: Stores, store: InstanceStore) -> None:
         (store.get_many([ID, instance_id(2)]), ID, {instance_id(2): good}),
         (store.get_report(ID), ID, {}),
         (store.get_reports([ID, instance_id(2)]), ID, {instance_id(2): other_report}),
-        (store.get_provision("1234", "p-1"), "p-1", {}),
+        (store.get_provision(run_holder("1234", "p-1")), "p-1", {}),
         (store.provisions_of_run("1234"), "p-1", {"p-2": provision(2, deadline=NOW)}),
         (store.wait_for_control(ID, None, LONG_S), ID, {}),
         (store.wait_for_report(ID, None, LONG_S), ID, {}),

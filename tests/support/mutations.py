@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from remuda.domain.errors import MAX_MESSAGE, RemudaError, Unreadable
+from remuda.domain.holder import Holder
 from remuda.domain.instance import Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
@@ -343,8 +344,8 @@ class CorruptingStore(MemoryInstanceStore):
 
     # Provisions, configuration, first_seen
 
-    async def get_provision(self, run_id: str, provision_id: str) -> Provision | None:
-        return self._corrupt.read(Provision, provision_id, await super().get_provision(run_id, provision_id))
+    async def get_provision(self, holder: Holder) -> Provision | None:
+        return self._corrupt.read(Provision, holder.provision_id, await super().get_provision(holder))
 
     async def provisions_of_run(self, run_id: str) -> Sequence[Provision]:
         found = await super().provisions_of_run(run_id)

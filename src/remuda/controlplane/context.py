@@ -169,7 +169,7 @@ async def record_intent(context: Context, intent: Provision) -> None:
             if conflict.current != intent:
                 raise
 
-    await retry_write(context, write, run_id=intent.run_id)
+    await retry_write(context, write, run_id=intent.subject)
 
 
 async def retry_conflicts(context: Context, write: Callable[[], Awaitable[T]]) -> T:
@@ -247,7 +247,7 @@ def _log_transition(context: Context, change: Change) -> None:
             instance_id=change.instance_id,
             source=entry.source,
             target=entry.target,
-            run_id=entry.run_id,
+            run_id=entry.subject,
             epoch=entry.epoch,
             retire_reason=entry.retire_reason,
         )
@@ -257,7 +257,7 @@ async def apply_confirmed(context: Context, change: Change) -> Instance:
     """Apply a change and find out whether it was applied, even if the store's answer was lost.
 
     A repeated write fails with `Conflict` if the first one was applied. The record then equals the result of our
-    change, including our owner. (state, epoch) never recurs, so no other process can have written it.
+    change, including our claim. (state, epoch) never recurs, so no other process can have written it.
     """
 
     async def write() -> Instance:

@@ -19,6 +19,7 @@ from datetime import datetime
 from typing import Protocol
 
 from remuda.domain.errors import RemudaError
+from remuda.domain.holder import Holder
 from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
@@ -163,7 +164,9 @@ class InstanceStore(DemandStore, Protocol):
         """
         ...
 
-    async def get_provision(self, run_id: str, provision_id: str) -> Provision | None: ...
+    async def get_provision(self, holder: Holder) -> Provision | None:
+        """Return the provision that gave an instance this holder."""
+        ...
 
     async def provisions_of_run(self, run_id: str) -> Sequence[Provision]:
         """Return a run's provisions, strongly consistent, oldest first. Raises `Unreadable` if one cannot be parsed."""
@@ -179,7 +182,9 @@ class InstanceStore(DemandStore, Protocol):
 
     # Pool configuration and state of the sweeps ---------------------------------------------------------------
 
-    async def get_config(self) -> PoolConfig | None: ...
+    async def get_config(self) -> PoolConfig | None:
+        """Return the configuration. Raises `UserError` if the records of the store have another `record_version`."""
+        ...
 
     async def put_config(self, config: PoolConfig) -> None:
         """Write the configuration if the stored revision is `config.revision - 1`, or revision 1 if nothing is stored.

@@ -24,7 +24,17 @@ from tests.support.aws.contract import service_model
 from tests.support.aws.failures import CONNECTION, connection_failures, deviations
 from tests.support.aws.scripted_http import AwsScript, ScriptedClient, answer, refusal
 from tests.support.failure_tables import Expected, Failing, Outcome, Scripted
-from tests.support.records import NOW, birth, demand_record, instance, instance_id, job_record, pool_config, provision
+from tests.support.records import (
+    NOW,
+    birth,
+    demand_record,
+    instance,
+    instance_id,
+    job_record,
+    pool_config,
+    provision,
+    run_holder,
+)
 from tests.support.virtual_time import FixedClock
 
 TABLE = "remuda-ci"
@@ -120,7 +130,7 @@ STORE_OPERATIONS = [
     Failing("troubled_reports", "Query", lambda store: store.troubled_reports(), but=READ),
     Failing("wait_for_control", "GetItem", lambda store: store.wait_for_control(FIRST, instance(1), 5.0), but=READ),
     Failing("wait_for_report", "GetItem", lambda store: store.wait_for_report(FIRST, None, 0.5), but=READ),
-    Failing("get_provision", "GetItem", lambda store: store.get_provision("1", "p-1"), but=READ),
+    Failing("get_provision", "GetItem", lambda store: store.get_provision(run_holder("1", "p-1")), but=READ),
     Failing("provisions_of_run", "Query", lambda store: store.provisions_of_run("1"), but=READ),
     Failing("unsettled_provisions", "Query", lambda store: store.unsettled_provisions(NOW), but=READ),
     Failing("recent_provisions", "Query", lambda store: store.recent_provisions(3), but=READ),

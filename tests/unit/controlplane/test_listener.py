@@ -29,6 +29,7 @@ from remuda.controlplane.reconcile import leave
 from remuda.domain.decide.next_step import Leave, RegistrationRemoval, leave_holder
 from remuda.domain.demand import DemandRecord, DemandStatistics, JobEvent, JobEventKind, JobRecord
 from remuda.domain.errors import CapacityError, Conflict, Unavailable
+from remuda.domain.holder import Holder, SetHolder, StartedJob
 from remuda.domain.instance import Actor, RetireReason, State
 from remuda.domain.provision import ProvisionStatus
 from remuda.domain.resources import Tier
@@ -66,7 +67,7 @@ async def test_job_gets_a_new_machine_which_returns_to_the_pool(sets: DemandWorl
     await sets.wait_for(lambda: sets.in_state(State.IDLE))
     assert sets.messages() == sets.in_state(State.IDLE)
     (record,) = sets.database.instances.values()
-    assert (record.uses, record.last_run_id, record.tier) == (1, "77", "trusted")
+    assert (record.uses, record.last_subject, record.tier) == (1, "77", "trusted")
 
 
 async def test_second_job_reuses_the_machine(sets: DemandWorld) -> None:
@@ -359,7 +360,8 @@ async def test_job_without_messages_is_bound_late_and_its_machine_retired(sets: 
     (record,) = sets.database.instances.values()
     await sets.wait_for(lambda: sets.in_state(State.TERMINATING))
     record = sets.record(record.instance_id)
-    assert (record.retire_reason, record.last_run_id) == (RetireReason.UNTRUSTED_JOB, "unknown")
+    assert record.retire_reason is RetireReason.UNTRUSTED_JOB
+    assert has_unnamed_job(record.last_holder)
 
 
 @pytest.mark.parametrize(
@@ -816,7 +818,8 @@ async def test_second_sweep_releases_a_spent_runner_whose_job_no_listener_has_re
     await sets.sweep()
     assert sets.record(spent).state is State.RUNNING
     await sets.sweep()
-    assert (sets.record(spent).state, sets.record(spent).last_run_id) == (State.RELEASING, "unknown")
+    assert sets.record(spent).state is State.RELEASING
+    assert has_unnamed_job(sets.record(spent).last_holder)
 
 
 async def test_first_sweep_ends_a_spent_runner_whose_time_is_over(sets: DemandWorld) -> None:
@@ -840,7 +843,7 @@ async def test_refresh_keeps_a_job_that_no_listener_has_recorded(sets: DemandWor
     await sets.wait_for(lambda: job.started)
     await sets.pass_time(sets.lifetimes.listening_time_s + 30.0)
     (record,) = (item for item in sets.database.instances.values() if item.state is State.RUNNING)
-    assert record.run_id == "unknown"
+    assert has_unnamed_job(record.holder)
     await sets.wait_for_jobs([job])
 
 
@@ -957,6 +960,10 @@ def follow_alone(sets: DemandWorld, job: JobRecord, **changed: Any) -> None:
     demand = sets.demand()
     state = new_state(demand.context, runner_set(rerun_on_interruption=True, **changed), None)
     InterruptedJobs(demand, BackgroundTasks(context=demand.context), lambda _: state).follow(job)
+
+
+def has_unnamed_job(holder: Holder | None) -> bool:
+    return isinstance(holder, SetHolder) and holder.job == StartedJob()
 
 
 async def test_job_of_a_repository_in_an_organisation_is_run_again(sets: DemandWorld) -> None:

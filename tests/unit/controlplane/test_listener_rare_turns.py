@@ -13,9 +13,9 @@ from remuda.controlplane.demand.machines import TAKEN_FOR_S
 from remuda.controlplane.demand.sets import SetState
 from remuda.domain.demand import JobRecord
 from remuda.domain.errors import Unavailable
+from remuda.domain.holder import SetHolder, StartedJob
 from remuda.domain.instance import State
 from remuda.domain.runner_set import CapacityWindow
-from remuda.domain.transitions import UNKNOWN_RUN
 from remuda.ports.github import Deletion, GitHubRun
 from simulation.invariants import SCOPE
 from simulation.memory.github import MemoryDemandJob
@@ -113,7 +113,9 @@ async def test_interruption_of_a_job_that_is_told_after_the_end_of_its_instance_
         await sets.sweep()
         await asyncio.sleep(20.0)
     await sets.sweep()
-    assert sets.database.instances[instance_id].last_run_id == UNKNOWN_RUN
+    last = sets.database.instances[instance_id].last_holder
+    assert isinstance(last, SetHolder)
+    assert last.job == StartedJob()
     assert record_of(sets, job).started_at is None
     is_late = False
     await sets.wait_for(lambda: record_of(sets, job).lost_at is not None, 60.0)

@@ -94,7 +94,7 @@ async def test_statistics_of_an_earlier_process_count_for_ten_minutes(world: Poo
 
 
 def test_the_report_of_an_earlier_use_does_not_count() -> None:
-    used = instance(1, state=State.CLAIMED, epoch=2)
+    used = instance(1, state=State.CLAIMED, epoch=2, runner_set="large")
     machine = KnownMachine(used, now=NOW)
     for epoch, silent_since in ((1, NOW), (2, None)):
         report = Report(instance_id=used.instance_id, epoch=epoch, listening=True)

@@ -57,7 +57,7 @@ async def test_unrecorded_machine_is_terminated_after_the_grace_period(world: Po
     result = await world.sweep()
     assert list(result.retired) == [lost]
     assert not world.cloud.is_alive(lost)
-    assert world.record(lost).provision_id == "p-lost"
+    assert world.record(lost).claim == "p-lost"
     await asyncio.sleep(2)
     assert (await world.sweep()).terminated == (lost,)
 

@@ -31,7 +31,7 @@ async def test_expired_instances_end_in_every_live_state(world: PoolWorld, state
     """Not before the clock margin has passed."""
     world.ignore("S7", "T1")
     threshold = world.clock.now()
-    record = make_record(7, state=state, threshold=threshold, provision_id="p-7", owner="p-7/w", run_id="1")
+    record = make_record(7, state=state, threshold=threshold, provision_id="p-7", claim="p-7/w", run_id="1")
     await world.process().store.apply(birth(record))
     await asyncio.sleep(MARGIN_S - 0.1)
     result = await world.sweep()
@@ -214,7 +214,7 @@ async def test_late_claim_of_a_released_provision_is_taken_back(world: PoolWorld
     await world.process().store.put_provision(closed)
     await asyncio.sleep(MARGIN_S + 1)
     await world.sweep()
-    late: dict[str, Any] = {"provision_id": "p-9", "owner": "p-9/w", "run_id": "1234", "scope": "octo/repo"}
+    late: dict[str, Any] = {"holder": closed.holder, "claim": "p-9/w", "scope": "octo/repo"}
     world.database.instances[warm] = replace(world.record(warm), state=State.CLAIMED, epoch=2, **late)
     await world.sweep()
     assert world.record(warm).state is State.RELEASING
@@ -231,7 +231,7 @@ async def test_provision_is_not_settled_before_its_deadline(world: PoolWorld) ->
     store = world.process().store
 
     async def is_settled() -> bool:
-        stored = await store.get_provision(closed.run_id, closed.provision_id)
+        stored = await store.get_provision(closed.holder)
         assert stored is not None
         return stored.settled
 
@@ -239,7 +239,7 @@ async def test_provision_is_not_settled_before_its_deadline(world: PoolWorld) ->
     await asyncio.sleep(SETTLE_AFTER_S + MARGIN_S + 5)
     await world.sweep()
     assert not await is_settled()
-    late: dict[str, Any] = {"provision_id": "p-9", "owner": "p-9/w", "run_id": "1234", "scope": "octo/repo"}
+    late: dict[str, Any] = {"holder": closed.holder, "claim": "p-9/w", "scope": "octo/repo"}
     world.database.instances[warm] = replace(
         world.record(warm), state=State.CLAIMED, epoch=2, threshold=closed.deadline, **late
     )

@@ -110,7 +110,7 @@ class Place:
         return [
             *self.own_keys,
             items.history_pk(self.instance),
-            items.run_pk("4711"),
+            items.provisions_pk("4711"),
             str(items.CONFIG[items.PK]["S"]),
             items.shard_of(self.instance),
             items.troubled_of(self.instance),
@@ -567,7 +567,7 @@ def test_only_refresh_may_write_the_configuration(role, place):
         return allows(documents, IamRequest(action=f"dynamodb:{operation}", resource=place.table, context=context))
 
     control, report = place.own_keys
-    history, run, job = items.history_pk(place.instance), items.run_pk("4711"), f"{items.JOB_PREFIX}4711"
+    history, run, job = items.history_pk(place.instance), items.provisions_pk("4711"), f"{items.JOB_PREFIX}4711"
     sets = {items.DEMAND, job} if role == "ListenerRole" else set()
     for operation, its in (
         ("UpdateItem", {control, report}),

@@ -25,7 +25,7 @@ from remuda.domain.demand import (
     QueuedJob,
     RepositoryQueue,
 )
-from remuda.domain.instance import State, holder_id
+from remuda.domain.instance import State
 from remuda.domain.provision import LaunchAttempt, Provision, ProvisionOutcome
 from remuda.domain.reporting.demand import (
     LISTENER_SILENT_S,
@@ -55,7 +55,18 @@ from remuda.domain.reporting.warnings import find_demand_warnings
 from remuda.domain.runner_set import RunnerSet, parse_runner_sets
 from remuda.domain.signals import Report
 from remuda.domain.thresholds import Lifetimes
-from tests.support.records import NOW, assignment, at, entry, in_set, instance, instance_id, pool_config, provision
+from tests.support.records import (
+    NOW,
+    assignment,
+    at,
+    entry,
+    in_set,
+    instance,
+    instance_id,
+    pool_config,
+    provision,
+    set_holder,
+)
 
 HOSTILE = "\x1b[31m[bold]evil[/bold]\u202e\n<script>"
 LARGE = RunnerSet(
@@ -99,7 +110,7 @@ def job(number: int = 1, *, queued: float = -60, **changed: Any) -> JobRecord:
 
 
 def machine(number: int, state: State = State.RUNNING, **changed: Any) -> Any:
-    return replace(in_set(state), instance_id=instance_id(number), **changed)
+    return in_set(state, instance_id=instance_id(number), **changed)
 
 
 def listening(number: int, epoch: int = 2, **changed: Any) -> Report:
@@ -128,7 +139,7 @@ def large(**changed: Any) -> RunnerSetStatus:
 def failed_launch(message: str, *, ended: float = -10, **changed: Any) -> Provision:
     launch = LaunchAttempt(count=1, launched=0, seconds=1.0, errors=(message,))
     outcome = ProvisionOutcome(ended_at=at(ended), seconds=2.0, launches=(launch,), error="no machine")
-    return provision(1, run_id=holder_id("large"), runner_set="large", outcome=outcome, **changed)
+    return provision(1, runner_set="large", outcome=outcome, **changed)
 
 
 def test_machines_are_counted_by_what_they_do() -> None:
@@ -231,14 +242,12 @@ def test_reason_why_jobs_wait(changed: dict[str, Any], reason: WaitReason, text:
 
 
 def test_a_successful_launch_after_a_failed_one_is_no_reason() -> None:
-    good = provision(
-        2, runner_set="large", outcome=ProvisionOutcome(ended_at=at(-5), seconds=1.0, created=1), run_id="set.large"
-    )
+    good = provision(2, runner_set="large", outcome=ProvisionOutcome(ended_at=at(-5), seconds=1.0, created=1))
     assert large(jobs=[job()], provisions=[good, failed_launch("quota")]).reason is WaitReason.STARTING
 
 
 def test_an_open_provision_is_no_reason() -> None:
-    current = provision(2, runner_set="large", run_id=holder_id("large"))
+    current = provision(2, runner_set="large")
     assert large(jobs=[job()], provisions=[current]).reason is WaitReason.STARTING
     assert "quota" in large(jobs=[job()], provisions=[current, failed_launch("quota")]).detail
 
@@ -502,7 +511,7 @@ def test_missing_labels_of_a_run(labels: list[str], run_id: str, expected: str) 
 
 def test_labels_of_a_run_are_those_of_its_runners() -> None:
     ours = machine(1, run_id="77", runner_set="", assignment=assignment(1))
-    released, of_set = replace(ours, run_id=""), replace(ours, runner_set="large")
+    released, of_set = replace(ours, holder=None), replace(ours, holder=set_holder(run_id="77"))
     assert assignment(1).labels
     assert labels_by_run([ours, released, of_set]) == {"77": assignment(1).labels}
 
@@ -643,12 +652,12 @@ def test_watch_shows_changes_of_a_set() -> None:
 
 RUNNER = f"remuda-test-2-{instance_id(1)}"
 HISTORY = [
-    entry("claim", at=at(-80), epoch=2, run_id="set.large", source=State.IDLE, target=State.CLAIMED, why="1 job"),
-    entry("equip", at=at(-79), epoch=2, run_id="set.large", source=State.CLAIMED, target=State.RUNNING),
+    entry("claim", at=at(-80), epoch=2, runner_set="large", source=State.IDLE, target=State.CLAIMED, why="1 job"),
+    entry("equip", at=at(-79), epoch=2, runner_set="large", source=State.CLAIMED, target=State.RUNNING),
     entry("bind", at=at(-77), epoch=2, run_id="77", source=State.RUNNING, target=State.RUNNING),
     entry("release", at=at(-20), epoch=2, run_id="77", source=State.RUNNING, target=State.RELEASING),
     entry("pool", at=at(-18), epoch=2, source=State.RELEASING, target=State.IDLE),
-    entry("claim", at=at(-10), epoch=3, run_id="set.large", source=State.IDLE, target=State.CLAIMED),
+    entry("claim", at=at(-10), epoch=3, runner_set="large", source=State.IDLE, target=State.CLAIMED),
 ]
 
 

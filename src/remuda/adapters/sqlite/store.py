@@ -15,6 +15,7 @@ from remuda.adapters.sqlite.documents import decode, decode_times, encode
 from remuda.adapters.sqlite.tables import Key, RecordKind
 from remuda.domain.demand import DemandRecord, JobRecord, Lease
 from remuda.domain.errors import Conflict, RemudaError, Unreadable
+from remuda.domain.holder import Holder
 from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
@@ -195,7 +196,7 @@ class SqliteInstanceStore:
 
     async def put_provision(self, provision: Provision) -> None:
         def job(connection: sqlite3.Connection) -> None:
-            current = self._provision(connection, provision.run_id, provision.provision_id)
+            current = self._provision(connection, provision.holder)
             if current is not None:
                 raise Conflict(f"provision {provision.provision_id} exists", current=current)
             tables.write_provision(connection, provision)
@@ -206,13 +207,13 @@ class SqliteInstanceStore:
         await self._write("replace_provision", partial(self._replace_provision, before=before, after=after))
 
     def _replace_provision(self, connection: sqlite3.Connection, before: Provision, after: Provision) -> None:
-        current = self._provision(connection, before.run_id, before.provision_id)
+        current = self._provision(connection, before.holder)
         if not before.is_as_stored(current):
             raise Conflict(f"provision {before.provision_id} has changed", current=current)
         tables.write_provision(connection, after)
 
-    async def get_provision(self, run_id: str, provision_id: str) -> Provision | None:
-        return await self._read("get_provision", lambda connection: self._provision(connection, run_id, provision_id))
+    async def get_provision(self, holder: Holder) -> Provision | None:
+        return await self._read("get_provision", lambda connection: self._provision(connection, holder))
 
     async def provisions_of_run(self, run_id: str) -> Sequence[Provision]:
         docs = await self._read("provisions_of_run", partial(tables.of_run, run_id=run_id))
@@ -277,7 +278,10 @@ class SqliteInstanceStore:
 
     async def get_config(self) -> PoolConfig | None:
         text = await self._read("get_config", partial(tables.single, name=_CONFIG))
-        return self._parse_optional(PoolConfig, text, _CONFIG)
+        config = self._parse_optional(PoolConfig, text, _CONFIG)
+        if config is not None:
+            config.check_record_version()
+        return config
 
     async def put_config(self, config: PoolConfig) -> None:
         def job(connection: sqlite3.Connection) -> None:
@@ -341,8 +345,8 @@ class SqliteInstanceStore:
     def _one(self, connection: sqlite3.Connection, record: type[R], instance_id: str) -> R | None:
         return self._parse_optional(record, tables.one(connection, _KINDS[record], instance_id), instance_id)
 
-    def _provision(self, connection: sqlite3.Connection, run_id: str, provision_id: str) -> Provision | None:
-        return self._parse_optional(Provision, tables.provision(connection, run_id, provision_id), provision_id)
+    def _provision(self, connection: sqlite3.Connection, holder: Holder) -> Provision | None:
+        return self._parse_optional(Provision, tables.provision(connection, holder), holder.provision_id)
 
     def _parse_optional(self, record: type[T], text: str | None, what: str) -> T | None:
         return None if text is None else self._parse(record, text, what)

@@ -25,6 +25,7 @@ from remuda.controlplane.provision.plan import ProvisionLimits, ProvisionPlan
 from remuda.controlplane.provision.rollback import AcquiredInstances, give_back
 from remuda.controlplane.provision.selection import Selection
 from remuda.domain.errors import Interrupted, RemudaError, Unavailable
+from remuda.domain.holder import SetHolder
 from remuda.domain.instance import Instance
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import MAX_REASON, Provision
@@ -154,13 +155,10 @@ class _Batch:
         return ProvisionPlan(
             config=config,
             provision=Provision(
-                provision_id=context.ids.new("p-"),
-                run_id=runner_set.holder_id,
-                attempt=1,
+                holder=SetHolder(name=runner_set.name, provision_id=context.ids.new("p-")),
                 resource_class=runner_set.resource_class,
                 count=count,
                 created_at=limits.started_at,
-                runner_set=runner_set.name,
                 deadline=limits.deadline,
                 request_summary=summary[:MAX_REASON],
             ),
@@ -264,7 +262,7 @@ class _Batch:
         context, why = self._context, failure.message
         self.has_failed = True
         items = acquired.all()
-        context.event_log.record("rollback", why, run_id=self._plan.provision.run_id, instances=len(items))
+        context.event_log.record("rollback", why, run_id=self._plan.provision.subject, instances=len(items))
         await give_back(context, self._config, acquired, why=why)
         for item in items:
             machine = self._table.get(item.instance.instance_id)

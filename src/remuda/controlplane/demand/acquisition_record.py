@@ -59,7 +59,7 @@ class AcquisitionRecord:
             else:
                 await context.store.put_provision(final)
         except RemudaError as error:
-            context.event_log.record("acquisition-unrecorded", error.message, run_id=provision.run_id)
+            context.event_log.record("acquisition-unrecorded", error.message, run_id=provision.subject)
 
     def _final(self) -> Provision:
         now, failure = self._context.clock.now(), None if self._acquired else self._failure

@@ -113,7 +113,7 @@ class Equipment:
         async with state.registrations:
             runner = await self._register(state, instance.assignment.runner_name)
         event = Equip(
-            owner=instance.owner,
+            claim=instance.claim,
             report=machine.report,
             jit_config=runner.config,
             runner_id=runner.runner_id,
@@ -172,7 +172,7 @@ class Equipment:
 
     async def fill(self, config: PoolConfig, machine: KnownMachine, why: str) -> None:
         instance = machine.instance
-        event = Fill(owner=instance.owner, report=machine.report, idle_time_s=config.lifetimes.idle_time_s)
+        event = Fill(claim=instance.claim, report=machine.report, idle_time_s=config.lifetimes.idle_time_s)
         self._publish(await self._leave_set(machine, event, why))
 
     def _publish(self, instance: Instance) -> None:
@@ -254,7 +254,7 @@ class Equipment:
         verdict = boot_verdict if instance.state is State.CREATED else registration_verdict
         failed = verdict(report, instance.epoch) is Verdict.FAILED
         event = End(
-            reason=RetireReason.FAILED if failed else RetireReason.RELEASED, report=report, owner=instance.owner
+            reason=RetireReason.FAILED if failed else RetireReason.RELEASED, report=report, claim=instance.claim
         )
         await self._leave_set(machine, event, why)
         if instance.assignment is not None and instance.assignment.runner_id:

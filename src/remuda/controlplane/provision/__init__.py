@@ -142,7 +142,7 @@ async def _commit(
     provision = plan.provision
 
     async def start(item: RegisteredInstance) -> Instance:
-        event = Commit(owner=item.instance.owner, report=item.report, max_runtime_s=plan.max_runtime_s)
+        event = Commit(claim=item.instance.claim, report=item.report, max_runtime_s=plan.max_runtime_s)
         count = "the only instance" if provision.count == 1 else f"all {provision.count} instances"
         why = f"{count} of run {provision.run_id} registered"
         running = await transition(context, item.instance, event, by=Actor.PROVISION, why=why)
@@ -173,10 +173,10 @@ async def record_commit(context: Context, provision: Provision, after: Provision
                     f"run {provision.run_id} was released while it was being provisioned", current=conflict.current
                 ) from conflict
 
-    await retry_write(context, write, run_id=provision.run_id)
+    await retry_write(context, write, run_id=provision.subject)
     count = len(after.instance_ids)
     running = "1 instance is running" if count == 1 else f"{count} instances are running"
-    context.event_log.record("committed", running, run_id=provision.run_id)
+    context.event_log.record("committed", running, run_id=provision.subject)
 
 
 async def _undo(
@@ -187,7 +187,7 @@ async def _undo(
     failure: RemudaError,
 ) -> None:
     why = failure.message
-    context.event_log.record("rollback", why, run_id=plan.provision.run_id, instances=len(acquired.all()))
+    context.event_log.record("rollback", why, run_id=plan.provision.subject, instances=len(acquired.all()))
     outcome = recorder.outcome(error=failure.describe(MAX_ERROR), exit_code=failure.exit_code)
     await run_to_end(roll_back(context, plan.config, plan.provision, acquired, why=why, outcome=outcome))
 

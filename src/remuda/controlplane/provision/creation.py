@@ -109,14 +109,14 @@ class Creation:
         )
         single_use = describe_retirement(plan.retire_reason, "") if plan.retire_reason else ""
         why = single_use or f"{count} not available in the pool"
-        context.event_log.record("launch", why, count=count, run_id=plan.provision.run_id)
+        context.event_log.record("launch", why, count=count, run_id=plan.provision.subject)
         result = await self._call_launch(request, orders)
         self._recorder.launch(count, len(result.instances), result.errors, why=single_use)
         launched = len(result.instances)
         if launched < len(orders):
             self._fail_missing(orders, result, requested=count)
         for error in result.errors:
-            context.event_log.record("launch-refused", error, run_id=plan.provision.run_id)
+            context.event_log.record("launch-refused", error, run_id=plan.provision.subject)
         orders = orders[:launched]
         created = [self._new_record(order.plan, item) for order, item in zip(orders, result.instances, strict=True)]
         if self._jit is not None:
@@ -188,10 +188,8 @@ class Creation:
             state=State.CREATED,
             epoch=1,
             threshold=to_milliseconds(plan.provision.deadline),
-            run_id=plan.provision.run_id,
-            runner_set=plan.provision.runner_set,
-            owner=f"{plan.provision.provision_id}/launch",
-            provision_id=plan.provision.provision_id,
+            holder=plan.provision.holder,
+            claim=f"{plan.provision.provision_id}/launch",
             resource_class=resource_class.name,
             instance_type=launched.instance_type,
             usage_class=launched.usage_class,
@@ -215,7 +213,7 @@ class Creation:
             why,
             instance_id=instance.instance_id,
             target=State.CREATED.value,
-            run_id=instance.run_id,
+            run_id=instance.subject,
             epoch=instance.epoch,
         )
         return instance
@@ -255,7 +253,7 @@ async def watch_created(context: Context, acquired: AcquiredInstances) -> None:
             context.event_log.record("read-failed", error.message)
             continue
         for instance, view in ended:
-            event, why = end_of(view, owner=instance.owner)
+            event, why = end_of(view, claim=instance.claim)
             # If the write fails, the rollback ends the record, without the reason.
             with suppress(RemudaError):
                 await transition(context, instance, event, by=Actor.PROVISION, why=why)
@@ -307,7 +305,7 @@ class JustInTimeRegistrations:
             ) from conflict
         self._runner_ids[name] = runner.runner_id
         self._context.event_log.record(
-            "registered", "just in time, for one job", instance_id=instance.instance_id, run_id=instance.run_id
+            "registered", "just in time, for one job", instance_id=instance.instance_id, run_id=instance.subject
         )
         return replace(instance, assignment=replace(assignment, jit_config=runner.config, runner_id=runner.runner_id))
 

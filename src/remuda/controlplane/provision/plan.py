@@ -9,6 +9,7 @@ from datetime import datetime, timedelta
 
 from remuda.controlplane.context import Context, read_config, skip_unreadable
 from remuda.domain.errors import CapacityError, TimedOut, Unreadable, UserError
+from remuda.domain.holder import RunHolder
 from remuda.domain.instance import Actor, Assignment, Credential, Instance, RetireReason
 from remuda.domain.pool_config import DEFAULT_GROUP_ID, PoolConfig, runner_name
 from remuda.domain.provision import MAX_REASON, Provision, ProvisionStatus, RunnerSource, exclusive_id, lost_instances
@@ -195,10 +196,8 @@ async def make_plan(context: Context, request: ProvisionRequest) -> ProvisionPla
     return ProvisionPlan(
         config=config,
         provision=Provision(
-            provision_id=provision_id,
+            holder=RunHolder(run_id=request.run_id, attempt=request.attempt, provision_id=provision_id),
             nonce=context.ids.new(""),
-            run_id=request.run_id,
-            attempt=request.attempt,
             resource_class=request.resource_class,
             count=request.count,
             created_at=limits.started_at,

@@ -141,12 +141,12 @@ async def _give_back(
             return None
         if isinstance(leaving, Leave) and not _can_leave(leaving, removal):
             return replace(item, instance=instance)
-        owner, by = item.instance.owner, _actor(instance)
+        claim, by = item.instance.claim, _actor(instance)
         try:
-            await leave(context, config, instance, leaving, by=by, why=why, owner=owner, removal=removal)
+            await leave(context, config, instance, leaving, by=by, why=why, claim=claim, removal=removal)
         except Conflict as conflict:
             current = conflict.current
-            if not isinstance(current, Instance) or current.owner != item.instance.owner or current == instance:
+            if not isinstance(current, Instance) or current.claim != item.instance.claim or current == instance:
                 return None
             instance = current
         else:
@@ -169,7 +169,7 @@ async def _tombstone(context: Context, instance: Instance, *, why: str) -> Insta
     """Create a locked record of a launched machine, then terminate it. Return the provision's record if it exists."""
     now = context.clock.now()
     record = replace(
-        instance, state=State.TERMINATING, threshold=now, run_id="", last_run_id=instance.run_id, assignment=None
+        instance, state=State.TERMINATING, threshold=now, holder=None, last_holder=instance.holder, assignment=None
     )
     try:
         await apply_confirmed(context, tombstone(record, by=_actor(instance), now=now, why=why))
@@ -178,7 +178,7 @@ async def _tombstone(context: Context, instance: Instance, *, why: str) -> Insta
         )
     except Conflict as conflict:
         current = conflict.current
-        return current if isinstance(current, Instance) and current.owner == instance.owner else None
+        return current if isinstance(current, Instance) and current.claim == instance.claim else None
     await context.compute.terminate([instance.instance_id])
     return None
 
@@ -201,7 +201,7 @@ async def _close_provision(context: Context, provision: Provision, *, why: str, 
             after = released(current, now=context.clock.now(), why=why, ending=_ending(outcome), outcome=outcome)
         try:
             await retry_write(
-                context, partial(context.store.replace_provision, current, after), run_id=provision.run_id
+                context, partial(context.store.replace_provision, current, after), run_id=provision.subject
             )
         except Conflict as conflict:
             current = conflict.current if isinstance(conflict.current, Provision) else None

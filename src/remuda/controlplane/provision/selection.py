@@ -80,7 +80,7 @@ class Selection:
             try:
                 await self._ensure_provision_open()
             except Unavailable as error:
-                self._context.event_log.record("read-failed", error.message, run_id=self._plan.provision.run_id)
+                self._context.event_log.record("read-failed", error.message, run_id=self._plan.provision.subject)
 
     async def _ensure_provision_open(self) -> None:
         """The check is cached for all workers; the commit rejects what it misses."""
@@ -90,7 +90,7 @@ class Selection:
             return
         self._open_until = now + OPEN_CHECK_TTL_S
         ours = self._plan.provision
-        current = await self._context.store.get_provision(ours.run_id, ours.provision_id)
+        current = await self._context.store.get_provision(ours.holder)
         if current is None or current.status is not ProvisionStatus.OPEN:
             raise Conflict(f"run {ours.run_id} was released while it was being provisioned", current=current)
 
@@ -104,16 +104,14 @@ class Selection:
         change = advance(
             idle,
             Claim(
-                run_id=plan.provision.run_id,
-                owner=f"{plan.provision.provision_id}/{context.ids.new('w-')}",
-                provision_id=plan.provision.provision_id,
+                holder=plan.provision.holder,
+                claim=f"{plan.provision.provision_id}/{context.ids.new('w-')}",
                 scope=plan.scope,
                 tier=plan.request.tier,
                 threshold=plan.provision.deadline,
                 assignment=plan.assignment(message.id, message.epoch + 1),
                 reuse=plan.request.reuse,
                 repository=normalize_repository(plan.repository),
-                runner_set=plan.provision.runner_set,
                 margin_s=plan.config.lifetimes.margin_s,
             ),
             by=plan.actor,
@@ -133,7 +131,7 @@ class Selection:
                 self._pickup.hand_back(delivery)
             elif delivery is not None:
                 self._pickup.mark_used(delivery)
-            context.event_log.record("claim-lost", why, instance_id=message.id, run_id=plan.provision.run_id)
+            context.event_log.record("claim-lost", why, instance_id=message.id, run_id=plan.provision.subject)
             return None
         except Unreadable as error:
             # The message stays in the pool: it is valid again after somebody repaired the record.
@@ -150,7 +148,7 @@ class Selection:
             "claim-won",
             change.entry.why,
             instance_id=claimed.instance_id,
-            run_id=claimed.run_id,
+            run_id=claimed.subject,
             epoch=claimed.epoch,
         )
         return claimed
@@ -171,7 +169,7 @@ class Selection:
         event = End(
             reason=RetireReason.FAILED if waited.stopped is StopReason.VERDICT else RetireReason.TIMED_OUT,
             report=waited.report,
-            owner=claimed.owner,
+            claim=claimed.claim,
         )
         why = describe_failure(waited)
         self._recorder.reject(RejectionKind.REGISTRATION_FAILED, why, claimed.instance_id)

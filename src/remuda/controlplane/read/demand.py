@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 
 from remuda.controlplane.context import Context
 from remuda.domain.demand import LISTENER_LEASE, MAX_QUEUED_S
-from remuda.domain.instance import LIVE, Instance
+from remuda.domain.instance import Instance
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
 from remuda.domain.reporting.demand import DemandInput, DemandStatus, demand_status
@@ -28,7 +28,7 @@ async def read_demand(
     first_seen: Mapping[str, datetime],
 ) -> DemandStatus:
     """Combine the demand with records that the caller has read. A pool without sets and runs costs no call."""
-    has_runners = any(item.run_id and item.state in LIVE for item in instances)
+    has_runners = any(item.holder is not None for item in instances)
     if config is None or not (config.runner_sets or has_runners):
         return DemandStatus()
     return demand_status(

@@ -19,6 +19,7 @@ from remuda.controlplane.refresh.machines import FirstSeen, PartialSweep
 from remuda.controlplane.refresh.result import RefreshResultBuilder
 from remuda.domain.demand import JobRecord, QueuedJob
 from remuda.domain.errors import NotFound, RemudaError, UserError
+from remuda.domain.holder import RunHolder
 from remuda.domain.instance import Instance
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.reporting.demand import (
@@ -75,7 +76,7 @@ class WaitingJobAudit(PartialSweep):
     async def run(self, records: Mapping[str, Instance]) -> None:
         self._runs = labels_by_run(records.values())
         for item in records.values():
-            if item.run_id in self._runs and item.assignment and is_repository(item.assignment.repository):
+            if isinstance(item.holder, RunHolder) and item.assignment and is_repository(item.assignment.repository):
                 self._scopes[item.assignment.repository.lower()] = item.scope
         if not self._config.runner_sets and not self._scopes:
             return

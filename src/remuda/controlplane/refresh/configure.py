@@ -11,7 +11,7 @@ from typing import Any
 from remuda.controlplane.context import Context, map_concurrently
 from remuda.controlplane.refresh.result import RefreshResultBuilder
 from remuda.domain.errors import Conflict, RemudaError, Unavailable, UserError
-from remuda.domain.pool_config import DEFAULT_GROUP_ID, PoolConfig, ScopeTokens, may_hold_secret
+from remuda.domain.pool_config import DEFAULT_GROUP_ID, RECORD_VERSION, PoolConfig, ScopeTokens, may_hold_secret
 from remuda.domain.reporting.warnings import WarningKind
 from remuda.domain.resources import ResourceClass, Reuse
 from remuda.domain.runner_release import IMAGE, RunnerChoice, RunnerRelease, resolve_release
@@ -99,6 +99,7 @@ async def apply_configuration(context: Context, desired: DesiredConfig, result: 
             # Without a budget nobody counted, so the cost is outdated: it is measured anew.
             spending=stored.spending if stored and stored.monthly_budget else None,
             applied_at=to_milliseconds(context.clock.now()),
+            record_version=RECORD_VERSION,
             revision=stored.revision + 1 if stored else 1,
             tokens=_with_tokens(stored.tokens if stored else (), tokens),
             runner=resolve_release(

@@ -136,7 +136,8 @@ class MachineSweep(PartialSweep):
             cpu=0,
             memory_mib=0,
             created_at=to_milliseconds(view.launched_at),
-            provision_id=view.tags.get(PROVISION_TAG, ""),
+            # All that is known of its launch. Whose it was stands in the record that was never written.
+            claim=view.tags.get(PROVISION_TAG, ""),
             retire_reason=RetireReason.UNRECORDED,
         )
         why = "a machine of this pool without a record"

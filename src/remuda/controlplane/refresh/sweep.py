@@ -276,7 +276,8 @@ class Sweep:
         for instance in near:
             if not is_busy(instance, reports.get(instance.instance_id)):
                 continue
-            provision = await self._context.store.get_provision(instance.run_id, instance.provision_id)
+            held_by = instance.holder
+            provision = await self._context.store.get_provision(held_by) if held_by is not None else None
             text = describe_near_expiry(
                 instance,
                 reports[instance.instance_id],
@@ -285,7 +286,7 @@ class Sweep:
             )
             if text and not first_seen.was_seen_before(f"expires-soon:{instance.instance_id}:{instance.epoch}"):
                 self._context.event_log.record(
-                    "expiry-warning", text, instance_id=instance.instance_id, run_id=instance.run_id
+                    "expiry-warning", text, instance_id=instance.instance_id, run_id=instance.subject
                 )
 
     async def _advance(self, instance: Instance, report: Report | None) -> Instance:
@@ -370,7 +371,7 @@ class ProvisionSweep(PartialSweep):
         why = "its deadline passed before the commit" if was_open else "it was not released before its deadline"
         closed = released(provision, now=self._context.clock.now(), why=why)
         await self._context.store.replace_provision(provision, closed)
-        self._context.event_log.record("provision-closed", closed.why, run_id=provision.run_id)
+        self._context.event_log.record("provision-closed", closed.why, run_id=provision.subject)
         return closed
 
     def _may_settle(self, provision: Provision, now: datetime) -> bool:

@@ -6,7 +6,8 @@ import shlex
 from collections.abc import Iterable, Iterator, Sequence
 
 from remuda.domain.demand import AFTER_LOSS, SUCCESSES, JobRecord
-from remuda.domain.instance import HistoryEntry, holder_id
+from remuda.domain.holder import set_subject
+from remuda.domain.instance import HistoryEntry
 from remuda.domain.pool_config import PoolConfig, parse_runner_name
 from remuda.domain.provision import Provision, RunnerSource
 from remuda.domain.reporting.demand import (
@@ -126,7 +127,7 @@ def explain_set(status: RunnerSetStatus, demand: DemandInput, provisions: Sequen
     labels = f"labels {', '.join(runner_set.labels)}" if runner_set else "no longer configured"
     return Explanation(
         kind="set",
-        subject=holder_id(status.name),
+        subject=set_subject(status.name),
         title=f"Runner set {status.name} ({labels}): {counts}, at most {status.max}",
         events=_in_order(events),
         next_steps=tuple(_next_steps_of_set(status, demand)),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
 from remuda.domain.demand import MAX_QUEUED_S, MAX_TEXT, DemandRecord, JobRecord, QueuedJob, RepositoryQueue
+from remuda.domain.holder import RunHolder
 from remuda.domain.instance import Instance
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.resources import is_class_name, labels_of_run, split_label
@@ -206,8 +207,8 @@ def labels_by_run(instances: Iterable[Instance]) -> dict[str, tuple[str, ...]]:
     """The labels of the runners of each run with its own provision."""
     found: dict[str, dict[str, None]] = {}
     for item in instances:
-        if item.run_id and not item.runner_set and item.assignment is not None:
-            found.setdefault(item.run_id, {}).update(dict.fromkeys(item.assignment.labels))
+        if isinstance(item.holder, RunHolder) and item.assignment is not None:
+            found.setdefault(item.holder.run_id, {}).update(dict.fromkeys(item.assignment.labels))
     return {run_id: tuple(labels) for run_id, labels in found.items()}
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from remuda.domain.demand import JobRecord
+from remuda.domain.holder import subject_of
 from remuda.domain.instance import HistoryEntry, Instance
 from remuda.domain.provision import Provision, ProvisionKind, ProvisionOutcome, RunnerSource
 from remuda.domain.reporting.prices import MONEY_DIGITS, PriceTable, format_money
@@ -39,8 +40,8 @@ class CostBreakdown:
     by_class: Mapping[str, float]
     by_usage: Mapping[str, float]
     by_type: Mapping[str, float]
-    #: The empty key holds the costs of idle, ending and unknown phases, a holder id those of a set's runners without a
-    #: job.
+    #: The empty key holds the costs of idle, ending and unknown phases, `set.` and a name those of a set's
+    #: runners without a job whose run is known.
     by_run: Mapping[str, float]
     #: Hours of types without a known price, by type and usage class.
     unpriced_hours: Mapping[str, float]
@@ -398,7 +399,7 @@ def _costs(spans: Sequence[Span], prices: PriceTable) -> CostBreakdown:
         by_class=_sums(spans, costs, key=lambda span: span.resource_class),
         by_usage=_sums(spans, costs, key=lambda span: span.usage_class.value),
         by_type=_sums(spans, costs, key=lambda span: span.instance_type),
-        by_run=_sums(spans, costs, key=lambda span: span.run_id),
+        by_run=_sums(spans, costs, key=lambda span: subject_of(span.holder)),
         unpriced_hours=_sums(unpriced, _hours(unpriced), key=lambda span: f"{span.instance_type} {span.usage_class}"),
     )
 
@@ -443,5 +444,9 @@ def _retirements(histories: Mapping[str, Sequence[HistoryEntry]], since: datetim
 
 def _point(item: Provision, outcome: ProvisionOutcome) -> ProvisionPoint:
     return ProvisionPoint(
-        at=item.created_at, run_id=item.run_id, kind=outcome.kind.value, seconds=outcome.seconds, count=item.count
+        at=item.created_at,
+        run_id=item.subject,
+        kind=outcome.kind.value,
+        seconds=outcome.seconds,
+        count=item.count,
     )

@@ -11,7 +11,8 @@ from typing import Self
 
 from remuda.domain.decide.next_step import has_failed
 from remuda.domain.demand import AFTER_LOSS
-from remuda.domain.instance import ABSORBING, Instance, State, holder_id
+from remuda.domain.holder import set_subject
+from remuda.domain.instance import ABSORBING, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision, ProvisionEnding, ProvisionStatus, describe_status
 from remuda.domain.reporting.demand import DemandStatus, SessionState
@@ -130,7 +131,7 @@ class WarningKind(StrEnum):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolWarning:
     kind: WarningKind
-    #: Instance id, run id, job id, holder id of a set, runner name or scope, or empty.
+    #: Instance id, run id, job id, `set.` and the name of a set, runner name or scope, or empty.
     subject: str
     text: str
 
@@ -182,9 +183,9 @@ def find_demand_warnings(demand: DemandStatus, *, now: datetime) -> Iterator[Poo
     """Sets that cannot be served, then jobs that were lost, then those that wait too long."""
     for item in demand.sets:
         if item.session is not SessionState.OPEN or not item.is_current:
-            yield PoolWarning(kind=WarningKind.RUNNER_SET, subject=holder_id(item.name), text=item.detail)
+            yield PoolWarning(kind=WarningKind.RUNNER_SET, subject=set_subject(item.name), text=item.detail)
     for name, text in demand.disagreements.items():
-        yield PoolWarning(kind=WarningKind.RUNNER_SET, subject=holder_id(name), text=text)
+        yield PoolWarning(kind=WarningKind.RUNNER_SET, subject=set_subject(name), text=text)
     for repository, reason in demand.unaudited.items():
         text = f"its waiting jobs cannot be checked: {reason}"
         yield PoolWarning(kind=WarningKind.WAITING_JOB, subject=repository, text=text)
@@ -223,7 +224,7 @@ def _run_warnings(
     """About the newest provision of each run and class: a run that was provisioned again has recovered."""
     newest: dict[tuple[str, str], Provision] = {}
     for item in sorted(provisions, key=lambda item: item.created_at, reverse=True):
-        newest.setdefault((item.run_id, item.resource_class), item)
+        newest.setdefault((item.holder.key, item.resource_class), item)
     found = (warning for item in newest.values() if (warning := _run_warning(item, lost, ended, now)) is not None)
     yield from islice(found, MAX_RUNS)
 
@@ -235,17 +236,17 @@ def _run_warning(
         ids = lost[run.provision_id]
         reasons = dict.fromkeys(ended[item].retire_text for item in ids if item in ended)
         text = "; ".join(filter(None, (describe_status(run, ids), *reasons, REPLACE_LOST)))
-        return PoolWarning(kind=WarningKind.LOST_INSTANCE, subject=run.run_id, text=text)
+        return PoolWarning(kind=WarningKind.LOST_INSTANCE, subject=run.subject, text=text)
     if run.released_at is None or (now - run.released_at).total_seconds() > RECENT_FAILURE_S:
         return None
     at = f"{run.released_at:%H:%M:%S} UTC"
     if run.ending is ProvisionEnding.FAILED:
-        return PoolWarning(kind=WarningKind.PROVISION_FAILED, subject=run.run_id, text=f"failed at {at}: {run.reason}")
+        return PoolWarning(kind=WarningKind.PROVISION_FAILED, subject=run.subject, text=f"failed at {at}: {run.reason}")
     if run.ending is ProvisionEnding.EXPIRED and not run.runner_set:
-        return PoolWarning(kind=WarningKind.RUN_EXPIRED, subject=run.run_id, text=f"expired at {at}: {run.why}")
+        return PoolWarning(kind=WarningKind.RUN_EXPIRED, subject=run.subject, text=f"expired at {at}: {run.why}")
     if run.ending is ProvisionEnding.UNRELEASED:
         text = f"a sweep released it at {at}: {run.why}; {RELEASE_JOB}"
-        return PoolWarning(kind=WarningKind.RUN_UNRELEASED, subject=run.run_id, text=text)
+        return PoolWarning(kind=WarningKind.RUN_UNRELEASED, subject=run.subject, text=text)
     return None
 
 
@@ -282,7 +283,7 @@ def _overdue_warnings(provisions: Sequence[Provision], now: datetime, margin_s: 
         over_s = (now - item.deadline).total_seconds()
         if item.status is ProvisionStatus.OPEN and over_s > margin_s:
             text = f"its provision is open {_duration(over_s)} after its deadline: refresh releases its instances"
-            yield PoolWarning(kind=WarningKind.OVERDUE, subject=item.run_id, text=text)
+            yield PoolWarning(kind=WarningKind.OVERDUE, subject=item.subject, text=text)
 
 
 def _instance_warnings(

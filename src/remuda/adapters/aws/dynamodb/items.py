@@ -5,7 +5,7 @@
 | control | `control#<role's id>:<id>` | `control` | `live#<shard>`, threshold; not if terminated | provision, id |
 | report | `report#<role's id>:<id>` | `report` | | |
 | history | `history#<id>` | time, epoch, sequence | | |
-| provision | `run#<run id>` | provision id | `unsettled`, deadline or `0` (released) | `provisions`, creation |
+| provision | `run#<holder's key>` | provision id | `unsettled`, deadline or `0` (released) | `provisions`, creation |
 | demand of a runner set | `demand` | name of the set | | |
 | job of a runner set | `job#<job id>` | `job` | `jobs-of-run#<run id>`, first seen | `jobs`, first seen |
 | lease | `lease` | name | | |
@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 
 from remuda.domain import serialization, timestamps
 from remuda.domain.demand import DemandRecord, JobRecord, Lease
+from remuda.domain.holder import Holder
 from remuda.domain.instance import HistoryEntry, Instance
 from remuda.domain.provision import Provision, ProvisionStatus
 from remuda.domain.signals import Report
@@ -91,8 +92,13 @@ def history_pk(instance_id: str) -> str:
     return f"history#{instance_id}"
 
 
-def run_pk(run_id: str) -> str:
-    return f"run#{run_id}"
+def provisions_pk(holder_key: str) -> str:
+    """Partition of the provisions of a run or of a runner set."""
+    return f"run#{holder_key}"
+
+
+def provision_key(holder: Holder) -> Item:
+    return key(provisions_pk(holder.key), holder.provision_id)
 
 
 def demand_key(runner_set: str) -> Item:
@@ -214,7 +220,7 @@ def _has_own_key(record: object, item: Item) -> bool:
         case Report():
             return sk == REPORT and _instance_in(pk, REPORT_PREFIX) == record.instance_id
         case Provision():
-            return (pk, sk) == (run_pk(record.run_id), record.provision_id)
+            return (pk, sk) == (provisions_pk(record.holder.key), record.provision_id)
         case JobRecord():
             return (pk, sk) == (f"{JOB_PREFIX}{record.job_id}", JOB)
         case DemandRecord():
@@ -260,7 +266,7 @@ def document_item(item_key: Item, record: Any) -> Item:
 
 def provision_item(provision: Provision) -> Item:
     item = {
-        **document_item(key(run_pk(provision.run_id), provision.provision_id), provision),
+        **document_item(provision_key(provision.holder), provision),
         PROVISION_PK: attribute(PROVISIONS),
         PROVISION_SK: attribute(f"{timestamps.to_text(provision.created_at)}#{provision.provision_id}"),
     }

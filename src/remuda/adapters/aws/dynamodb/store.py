@@ -23,6 +23,7 @@ from remuda.adapters.aws.dynamodb.table import (
 from remuda.domain import timestamps
 from remuda.domain.demand import DemandRecord, JobRecord, Lease
 from remuda.domain.errors import Conflict, RemudaError, Unreadable
+from remuda.domain.holder import Holder
 from remuda.domain.instance import LIVE, HistoryEntry, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
@@ -109,7 +110,7 @@ class DynamoInstanceStore:
             with suppress(ConditionFailed):
                 await self._table.update_unread(items.key(f"{prefix}{TRIED}", TRIED), expressions.never_updated())
         with suppress(ConditionFailed):
-            await self._table.put(items.key(items.run_pk(TRIED), TRIED), expressions.never_put())
+            await self._table.put(items.key(items.provisions_pk(TRIED), TRIED), expressions.never_put())
 
     async def close(self) -> None:
         """Write pending history. The client belongs to the caller, who closes it afterwards or uses the store again."""
@@ -297,12 +298,12 @@ class DynamoInstanceStore:
         message = f"provision {before.provision_id} was changed by another process"
         await self._put(Provision, items.provision_item(after), expressions.if_stored_is(before), message)
 
-    async def get_provision(self, run_id: str, provision_id: str) -> Provision | None:
-        item = await self._table.get(items.key(items.run_pk(run_id), provision_id))
-        return self._parsed(Provision, item, provision_id)
+    async def get_provision(self, holder: Holder) -> Provision | None:
+        item = await self._table.get(items.provision_key(holder))
+        return self._parsed(Provision, item, holder.provision_id)
 
     async def provisions_of_run(self, run_id: str) -> Sequence[Provision]:
-        arguments = expressions.query_arguments(*expressions.key_condition(items.PK, items.run_pk(run_id)))
+        arguments = expressions.query_arguments(*expressions.key_condition(items.PK, items.provisions_pk(run_id)))
         found = await self._table.query({"ConsistentRead": True, **arguments})
         provisions = self._parse_all(Provision, ((key_of(item)[1], item) for item in found))
         return sorted(provisions.values(), key=lambda each: (each.created_at, each.provision_id))
@@ -372,6 +373,7 @@ class DynamoInstanceStore:
     async def get_config(self) -> PoolConfig | None:
         config = self._parsed(PoolConfig, await self._table.get(items.CONFIG), "the configuration")
         if config is not None:
+            config.check_record_version()
             self._use_retention(config)
         return config
 
