@@ -159,7 +159,8 @@ class LivenessInvariants:
                 if now > self._since(max(provision.deadline, written_at)) + sweeps:
                     yield "L5", f"{provision.provision_id} is {provision.status} long after its deadline", ""
                 continue
-            released_at = START + timedelta(seconds=world.safety.released_at(provision.provision_id))
+            written_at = START + timedelta(seconds=world.safety.released_at(provision.provision_id))
+            released_at = max(provision.released_at or provision.deadline, written_at)
             if now <= self._since(released_at) + sweeps:
                 continue
             for record in world.database.instances.values():
