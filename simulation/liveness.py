@@ -162,7 +162,8 @@ class LivenessInvariants:
             if provision.runner_set:
                 # A set holds its machines by their own records, which other rules judge.
                 continue
-            released_at = START + timedelta(seconds=world.safety.released_at(provision.provision_id))
+            written_at = START + timedelta(seconds=world.safety.released_at(provision.provision_id))
+            released_at = max(provision.released_at or provision.deadline, written_at)
             if now <= self._since(released_at) + sweeps:
                 continue
             for record in world.database.instances.values():

@@ -74,7 +74,7 @@ class RecordInvariants:
 
     def released_at(self, provision_id: str) -> float:
         """When its release was written: a process may be paused between its decision and the write."""
-        return self._closed_at[provision_id]
+        return self._closed_at.get(provision_id, 0.0)
 
     def written_at(self, instance_id: str) -> float:
         return self._written_at.get(instance_id, -1e9)
