@@ -54,7 +54,7 @@ _PICKUP = "remuda.controlplane.provision.pickup"
 _CREATION = "remuda.controlplane.provision.creation"
 _ROLLBACK = "remuda.controlplane.provision.rollback"
 _RELEASE = "remuda.controlplane.release"
-_SWEEP = "remuda.controlplane.refresh.sweep"
+_PROVISION_SWEEP = "remuda.controlplane.refresh.provisions"
 _ENDED_RUNS = "remuda.controlplane.refresh.ended_runs"
 _MACHINE_SWEEP = "remuda.controlplane.refresh.machines"
 _SESSION = "remuda.controlplane.demand.session"
@@ -143,14 +143,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "the provisions of a newer attempt are released with the ended one",
         expression(
             _ENDED_RUNS,
-            "EndedRunSweep._check",
-            "current is not None and current.has_ended and current.attempt == ended.attempt",
-            "True",
+            "_check",
+            "current is None or not current.has_ended or current.attempt != before.ended_attempt",
+            "False",
         ),
         expression(
             _ENDED_RUNS,
-            "EndedRunSweep._release",
-            "not is_committed or provision.attempt > ended.attempt",
+            "_release",
+            "not is_committed or provision.attempt > ended.ended_attempt",
             "not is_committed",
         ),
         settings=_UNRELEASED,
@@ -194,7 +194,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "not _EPOCH.fullmatch(epoch) or not is_instance_id(instance_id)",
             "not _EPOCH.fullmatch(epoch)",
         ),
-        expression(_MACHINE_SWEEP, "StaleRegistrationSweep.run", "is_instance_id(parsed[1])", "True"),
+        expression(_MACHINE_SWEEP, "remove_stale_registrations", "is_instance_id(parsed[1])", "True"),
     ),
     _mutant(
         "untrusted-and-reused",
@@ -323,8 +323,8 @@ MUTANTS: tuple[Mutant, ...] = (
         BugClass.STALE,
         "a sweep takes back an instance that another provision has claimed since",
         expression(
-            _SWEEP,
-            "ProvisionSweep.settle",
+            _PROVISION_SWEEP,
+            "settle",
             "instance.provision_id == provision.provision_id",
             "True",
         ),
@@ -341,9 +341,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "a run that was run again in the grace period is released although its new attempt needs the instances",
         expression(
             _ENDED_RUNS,
-            "EndedRunSweep._check",
-            "current is not None and current.has_ended and current.attempt == ended.attempt",
-            "True",
+            "_check",
+            "current is None or not current.has_ended or current.attempt != before.ended_attempt",
+            "False",
         ),
         settings=_UNRELEASED,
     ),
@@ -397,8 +397,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "a machine that is missing from one list counts as gone",
         statements(
             _MACHINE_SWEEP,
-            "MachineSweep._close_if_gone",
-            "if view is None and not self._is_missing(...):\n    ...",
+            "_close_if_gone",
+            "if view is None and not _is_gone(...):\n    ...",
             "",
         ),
     ),
@@ -406,7 +406,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "ended-run-without-grace",
         BugClass.TIMER,
         "a run that has just ended is released before its own release job could come",
-        expression(_ENDED_RUNS, "EndedRunSweep._check", "waited < self._grace", "waited < 0 * self._grace"),
+        expression(_ENDED_RUNS, "_check", "waited < grace", "waited < 0 * grace"),
         settings=_UNRELEASED,
     ),
     _mutant(
@@ -446,7 +446,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "ended-and-never-released",
         BugClass.LIVENESS,
         "a run that ends without a release keeps its instances until its maximum runtime",
-        expression(_ENDED_RUNS, "EndedRunSweep._check", "waited < self._grace", "waited"),
+        expression(_ENDED_RUNS, "_check", "waited < grace", "True"),
         settings=_UNRELEASED,
     ),
     _mutant(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from remuda.controlplane.context import transition_all
-from remuda.controlplane.refresh.sweep import SETTLE_AFTER_S
+from remuda.controlplane.refresh.provisions import SETTLE_AFTER_S
 from remuda.domain.errors import RemudaError, Unavailable, UserError
 from remuda.domain.instance import LIVE, State
 from remuda.domain.provision import ProvisionStatus
@@ -271,7 +271,7 @@ FAILING = {
     "store.get_reports": "reports of releases",
     "pool.send": "pool messages",
     "store.forget": "old records",
-    "store.put_first_seen": "anomalies",
+    "store.put_sweep_record": "anomalies",
 }
 
 

@@ -1,0 +1,159 @@
+"""What a sweep observes before it acts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+
+from remuda.controlplane.context import Context, map_concurrently, skip_unreadable
+from remuda.controlplane.refresh.result import RefreshResult
+from remuda.domain.errors import RemudaError, Unreadable
+from remuda.domain.instance import LIVE, Instance, State
+from remuda.domain.pool_config import PoolConfig
+from remuda.domain.signals import Report
+from remuda.domain.sweep_record import Anomaly, AnomalyKind, SweepRecord
+from remuda.ports.compute import MachineView
+from remuda.ports.github import GitHubRunner
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observed:
+    """The lists of EC2 and GitHub, the records, and what the last sweep has recorded.
+
+    Machines and runners are listed *before* the records are read: what the later records do not own stays without an
+    owner.
+    """
+
+    context: Context
+    config: PoolConfig
+    #: When the lists of machines and runners were asked for.
+    listed_at: datetime
+    #: None if they could not be listed.
+    machines: Mapping[str, MachineView] | None
+    #: By scope, without scopes that could not be listed.
+    runners: Mapping[str, Sequence[GitHubRunner]]
+    before: SweepRecord
+    #: When the anomalies of this sweep count as seen, however long it takes.
+    seen_at: datetime
+    #: The live instances.
+    records: Mapping[str, Instance]
+    #: Instances of machines that the search for live ones did not find: they are terminated, or the search lags.
+    others: Mapping[str, Instance]
+    #: Machines whose record cannot be parsed.
+    unreadable: frozenset[str]
+    #: Only the reports that decide something.
+    reports: Mapping[str, Report]
+
+    def without(self, ids: Collection[str]) -> Observed:
+        """The same without the records of these instances, which are not the present ones any more."""
+        return replace(self, records={key: item for key, item in self.records.items() if key not in ids})
+
+    def sighting(self, kind: AnomalyKind, subject: str, epoch: int = 0) -> Anomaly:
+        """An anomaly that is seen now, with the time when it was first seen."""
+        return self.before.sighting(kind, subject, epoch, now=self.seen_at)
+
+    def was_seen_before(self, anomaly: Anomaly) -> bool:
+        """Whether the last sweep has seen it, too."""
+        return self.before.first_seen(*anomaly.key) is not None
+
+
+async def observe(context: Context, config: PoolConfig) -> tuple[Observed, RefreshResult]:
+    """Read everything that a sweep works on, and tell what could not be read."""
+    errors: list[str] = []
+    listed_at = context.clock.now()
+    async with asyncio.TaskGroup() as group:
+        listing = group.create_task(_list_machines(context, errors))
+        runners = group.create_task(_list_runners(context, config, errors))
+    machines = listing.result()
+    before = await _read_sweep_record(context, errors)
+    seen_at = context.clock.now()
+    records = {item.instance_id: item for item in await context.store.find(LIVE)}
+    others: Mapping[str, Instance] = {}
+    unreadable: frozenset[str] = frozenset()
+    try:
+        # The search may lag, so read by key before calling a machine unrecorded.
+        unknown = context.store.get_many([key for key in machines or {} if key not in records])
+        others, unreadable = await skip_unreadable(unknown, errors.append)
+    except RemudaError as error:
+        errors.append(f"machines: {error.message}")
+        machines = None
+    observed = Observed(
+        context=context,
+        config=config,
+        listed_at=listed_at,
+        machines=machines,
+        runners=runners.result(),
+        before=before,
+        seen_at=seen_at,
+        records=records,
+        others=others,
+        unreadable=unreadable,
+        reports=await _read_reports(context, records, errors),
+    )
+    counts = Counter(item.state for item in records.values())
+    live = {state.value: counts[state] for state in State if state in LIVE}
+    return observed, RefreshResult(errors=tuple(errors), live_instances=live)
+
+
+async def _list_machines(context: Context, errors: list[str]) -> Mapping[str, MachineView] | None:
+    try:
+        return {view.instance_id: view for view in await context.compute.list_pool()}
+    except RemudaError as error:
+        errors.append(f"machines: {error.message}")
+        return None
+
+
+async def _list_runners(
+    context: Context, config: PoolConfig, errors: list[str]
+) -> Mapping[str, Sequence[GitHubRunner]]:
+    if context.github is None:
+        return {}
+    runners: dict[str, Sequence[GitHubRunner]] = {}
+    scopes = _scopes(config)
+    for scope, listed in zip(scopes, await map_concurrently(scopes, context.github.list_runners), strict=True):
+        if isinstance(listed, RemudaError):
+            errors.append(f"runners of {scope}: {listed.message}")
+        else:
+            runners[scope] = listed
+    return runners
+
+
+def _scopes(config: PoolConfig) -> list[str]:
+    """Scopes in which the pool has registered runners, each once."""
+    scopes = [*(item.scope for item in config.tokens), *(item.scope for item in config.runner_sets)]
+    return list({scope.lower(): scope for scope in reversed(scopes)}.values())[::-1]
+
+
+async def _read_sweep_record(context: Context, errors: list[str]) -> SweepRecord:
+    """If the record cannot be parsed, start without any: every grace period begins again."""
+    try:
+        return await context.store.get_sweep_record()
+    except Unreadable as error:
+        errors.append(f"{error.message}; it is replaced")
+        return SweepRecord()
+
+
+async def _read_reports(context: Context, records: Mapping[str, Instance], errors: list[str]) -> Mapping[str, Report]:
+    """Those with a problem, and those of releasing instances and of runners of sets.
+
+    Without them, only thresholds decide.
+    """
+    found: dict[str, Report] = {}
+    try:
+        found.update({report.instance_id: report for report in await context.store.troubled_reports()})
+    except RemudaError as error:
+        errors.append(f"reports with a problem: {error.message}")
+    ids = [
+        key
+        for key, item in records.items()
+        if item.state is State.RELEASING or (item.state is State.RUNNING and item.runner_set)
+    ]
+    try:
+        reports, _ = await skip_unreadable(context.store.get_reports(ids), errors.append)
+        found.update(reports)
+    except RemudaError as error:
+        errors.append(f"reports of releases: {error.message}")
+    return found

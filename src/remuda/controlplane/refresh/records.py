@@ -1,0 +1,149 @@
+"""Records of instances: those that are expired, have failed, or wait for their next step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+
+from remuda.controlplane.context import Context, skip_unreadable, transition_all
+from remuda.controlplane.pool_publisher import publish_to_pool
+from remuda.controlplane.reconcile import carry_out
+from remuda.controlplane.refresh.observe import Observed
+from remuda.controlplane.refresh.result import RefreshResult, combined, for_each, seen
+from remuda.controlplane.set_provisions import leave_provision
+from remuda.domain.decide.next_step import Publish, Step, Write, end_of_time, is_busy, next_step
+from remuda.domain.errors import Conflict, RemudaError
+from remuda.domain.instance import ABSORBING, Instance, State
+from remuda.domain.reporting.warnings import EXPIRY_WARNING_S, describe_near_expiry, max_runtime_s
+from remuda.domain.signals import Report
+from remuda.domain.sweep_record import AnomalyKind
+from remuda.domain.transitions import Actor, End
+
+#: Steps of one instance in one sweep. Example: a spot notice is recorded, and the idle instance is ended.
+MAX_STEPS = 3
+
+
+async def sweep_records(observed: Observed) -> RefreshResult:
+    """End expired and failed instances, advance interrupted releases, and publish idle instances that are due."""
+    live = [item for item in observed.records.values() if item.state not in ABSORBING]
+    overdue = {item.instance_id: item for item in live if _end_of_time(observed, item, observed.reports) is not None}
+    ended = await _end_overdue(observed, list(overdue.values()))
+    due: list[Instance] = []
+
+    async def advance(instance: Instance) -> RefreshResult:
+        instance, result = await _advance(observed, instance)
+        if isinstance(_next_step(observed, instance), Publish):
+            due.append(instance)
+        return result
+
+    others = [item for item in live if item.instance_id not in overdue]
+    advanced = await for_each(others, advance, name=lambda item: item.instance_id)
+    errors = await publish_to_pool(observed.context, due, by=Actor.REFRESH)
+    published = RefreshResult(
+        errors=tuple(f"pool messages: {error.message}" for error in errors),
+        published=() if errors else tuple(item.instance_id for item in due),
+    )
+    return combined([ended, advanced, published])
+
+
+async def _end_overdue(observed: Observed, overdue: Sequence[Instance]) -> RefreshResult:
+    """End instances past their time limit, in one batch per reason."""
+    unread = [item for item in overdue if item.instance_id not in observed.reports]
+    more, errors = await _read_reports(observed.context, unread)
+    reports = {**observed.reports, **more}
+    batches: dict[Write, list[Instance]] = {}
+    for item in overdue:
+        if (end := _end_of_time(observed, item, reports)) is not None:
+            batches.setdefault(end, []).append(item)
+    retired: dict[str, str] = {}
+    for end, batch in batches.items():
+        results = await transition_all(observed.context, batch, end.event, by=Actor.REFRESH, why=end.why)
+        for instance, error in zip(batch, results, strict=True):
+            if error is None:
+                retired[instance.instance_id] = end.why
+            elif not isinstance(error, Conflict):
+                errors.append(f"{instance.instance_id}: {error.message}")
+    return RefreshResult(retired=retired, errors=tuple(errors))
+
+
+def _end_of_time(observed: Observed, instance: Instance, reports: Mapping[str, Report]) -> Write | None:
+    now = observed.context.clock.now()
+    return end_of_time(instance, reports.get(instance.instance_id), observed.config.policy, now=now)
+
+
+async def _read_reports(context: Context, instances: Iterable[Instance]) -> tuple[Mapping[str, Report], list[str]]:
+    """The reports of used instances, and errors. An expired instance ends without its report."""
+    ids = [item.instance_id for item in instances if item.state in {State.RUNNING, State.RELEASING}]
+    errors: list[str] = []
+    found: Mapping[str, Report] = {}
+    try:
+        if ids:
+            found, _ = await skip_unreadable(context.store.get_reports(ids), errors.append)
+    except RemudaError as error:
+        errors.append(f"reports: {error.message}")
+    return found, errors
+
+
+def _next_step(observed: Observed, instance: Instance) -> Step | None:
+    report = observed.reports.get(instance.instance_id)
+    return next_step(instance, report, observed.config.policy, now=observed.context.clock.now())
+
+
+async def _advance(observed: Observed, instance: Instance) -> tuple[Instance, RefreshResult]:
+    """Do what is due, one step after the other, until the machine or another process has to do something."""
+    done: list[RefreshResult] = []
+    for _ in range(MAX_STEPS):
+        before = instance
+        try:
+            instance, result = await _take_step(observed, before)
+        except Conflict:
+            # Another process changed it; the next sweep reads it again.
+            break
+        except RemudaError as error:
+            done.append(RefreshResult(errors=(f"{before.instance_id}: {error.message}",)))
+            break
+        done.append(result)
+        if instance == before or instance.state in ABSORBING:
+            break
+    return instance, combined(done)
+
+
+async def _take_step(observed: Observed, instance: Instance) -> tuple[Instance, RefreshResult]:
+    context, config, step = observed.context, observed.config, _next_step(observed, instance)
+    if isinstance(step, Write) and isinstance(step.event, End) and instance.runner_set and instance.run_id:
+        # Nobody else closes its provision before the deadline, which is hours away. A run closes its own.
+        after, _ = await leave_provision(context, config, instance, step.event, by=Actor.REFRESH, why=step.why)
+    else:
+        after = await carry_out(context, config, instance, step, by=Actor.REFRESH)
+    if after.state is State.IDLE and instance.state is State.RELEASING:
+        return after, RefreshResult(finished_releases=(instance.instance_id,))
+    if after.state in ABSORBING:
+        why = step.why if isinstance(step, Write) else after.retire_text
+        return after, RefreshResult(retired={instance.instance_id: why})
+    return after, RefreshResult()
+
+
+async def warn_before_expiry(observed: Observed) -> RefreshResult:
+    """Log once that the maximum runtime ends a running job soon."""
+    context, now = observed.context, observed.context.clock.now()
+    latest = now + timedelta(seconds=EXPIRY_WARNING_S)
+    near = [
+        item
+        for item in observed.records.values()
+        if item.state is State.RUNNING and now < item.deadline(busy=True) <= latest
+    ]
+    reports, errors = await _read_reports(context, near)
+    anomalies = []
+    for instance in near:
+        if not is_busy(instance, reports.get(instance.instance_id)):
+            continue
+        provision = await context.store.get_provision(instance.run_id, instance.provision_id)
+        runtime_s = max_runtime_s(provision, observed.config.lifetimes)
+        text = describe_near_expiry(instance, reports[instance.instance_id], now=now, runtime_s=runtime_s)
+        if not text:
+            continue
+        anomaly = observed.sighting(AnomalyKind.EXPIRES_SOON, instance.instance_id, instance.epoch)
+        anomalies.append(anomaly)
+        if not observed.was_seen_before(anomaly):
+            context.event_log.record("expiry-warning", text, instance_id=instance.instance_id, run_id=instance.run_id)
+    return combined([seen(anomalies), RefreshResult(errors=tuple(errors))])
