@@ -144,8 +144,8 @@ MUTANTS: tuple[Mutant, ...] = (
         expression(
             _ENDED_RUNS,
             "_check",
-            "current is None or not current.has_ended or current.attempt != before.ended_attempt",
-            "False",
+            "waited is None or current is None or not current.has_ended or current.attempt != before.ended_attempt",
+            "waited is None",
         ),
         expression(
             _ENDED_RUNS,
@@ -342,8 +342,8 @@ MUTANTS: tuple[Mutant, ...] = (
         expression(
             _ENDED_RUNS,
             "_check",
-            "current is None or not current.has_ended or current.attempt != before.ended_attempt",
-            "False",
+            "waited is None or current is None or not current.has_ended or current.attempt != before.ended_attempt",
+            "waited is None",
         ),
         settings=_UNRELEASED,
     ),

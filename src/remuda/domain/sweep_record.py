@@ -13,6 +13,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from remuda.domain.demand import MAX_TEXT, RepositoryQueue
+from remuda.domain.errors import UserError
 from remuda.domain.text import truncate
 from remuda.domain.timestamps import to_milliseconds
 
@@ -57,7 +58,8 @@ class RunAnswer:
     #: As owner/name in lower case.
     repository: str
     run_id: str
-    asked_at: datetime
+    #: None if it was not asked yet.
+    asked_at: datetime | None = None
     #: Of GitHub's last answer that the run has not ended, or empty.
     etag: str = ""
     #: The attempt that had ended, and when a sweep first read that; 0 and None if the run has not ended.
@@ -78,6 +80,10 @@ class UnreadableRepository:
     def __post_init__(self) -> None:
         object.__setattr__(self, "repository", truncate(self.repository, MAX_TEXT))
         object.__setattr__(self, "reason", truncate(self.reason, MAX_TEXT))
+
+    @classmethod
+    def after(cls, error: UserError, repository: str, *, now: datetime) -> UnreadableRepository:
+        return cls(repository=repository, reason=error.describe(MAX_TEXT), at=to_milliseconds(now))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ from remuda.controlplane.read.status import status
 from remuda.controlplane.refresh.audit import MAX_CALLS, MAX_STORED
 from remuda.controlplane.refresh.result import RefreshResult
 from remuda.domain.demand import DemandRecord, DemandStatistics, JobRecord, Lease
-from remuda.domain.errors import NotFound, UserError
+from remuda.domain.errors import NotFound, Unavailable, UserError
 from remuda.domain.reporting.demand import (
     LISTENER_SILENT_S,
     WAITING_LIMIT_S,
@@ -27,6 +27,7 @@ from remuda.domain.reporting.job_queue import AUDIT_INTERVAL_S
 from remuda.domain.runner_set import RunnerSet
 from remuda.domain.serialization import to_document
 from simulation.invariants import SCOPE
+from tests.support.virtual_time import failing
 from tests.support.world import PoolWorld
 
 LABELS = ("self-hosted", "remuda", "large")
@@ -244,6 +245,14 @@ async def test_missing_permission_is_a_warning(world: PoolWorld) -> None:
     assert [(item.kind, item.subject) for item in found.warnings] == [("waiting-job", SCOPE)]
     await wait_and_sweep(world)
     assert (await demand(world)).unaudited == {}
+
+
+async def test_audit_that_fails_keeps_what_the_last_one_has_found(world: PoolWorld) -> None:
+    world.github.queue(run_id="77", labels=["self-hosted", "gpu"], repository=SCOPE)
+    await wait_and_sweep(world)
+    result = await world.sweep(failing("store.recent_provisions", Unavailable("the table is down")))
+    assert result.errors == ("waiting jobs: the table is down",)
+    assert [job.run_id for job in (await demand(world)).overdue] == ["77"]
 
 
 async def test_silent_listener_is_found_by_a_later_sweep(world: PoolWorld) -> None:

@@ -144,9 +144,7 @@ class _Audit:
             if not sets:
                 # Runs with their own provision need no permission to read GitHub's queue.
                 return self._before(repository)
-            fix = f"; {error.fix}" if error.fix else ""
-            at = to_milliseconds(self.found.now)
-            return UnreadableRepository(repository=repository, reason=f"{error.message}{fix}", at=at)
+            return UnreadableRepository.after(error, repository, now=self.found.now)
 
     def _queue(self, repository: str, reading: QueueReading) -> Answer:
         """The jobs that wait for this pool and that no set has got."""

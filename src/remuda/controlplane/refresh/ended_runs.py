@@ -9,9 +9,9 @@ only about runs that hold instances.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from datetime import datetime, timedelta
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from datetime import timedelta
 from math import inf
 
 from remuda.controlplane.refresh.observe import Observed
@@ -35,16 +35,8 @@ REFUSED_S = 900.0
 #: Seconds after the last refusal after which the next one is a new warning.
 FORGOTTEN_AFTER_S = 86_400.0
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HoldingRun:
-    """A run with its own provision that holds instances."""
-
-    #: As owner/name in lower case.
-    repository: str
-    run_id: str
-    #: Owner or repository by whose credential GitHub is asked.
-    scope: str
+#: Repository as owner/name in lower case, and run id.
+RunKey = tuple[str, str]
 
 
 async def release_ended_runs(observed: Observed) -> RefreshResult:
@@ -59,36 +51,33 @@ async def release_ended_runs(observed: Observed) -> RefreshResult:
         # Another process with a credential asks GitHub.
         return RefreshResult(record=SweepRecord(runs=before.runs, unreadable=before.unreadable))
     known = {(item.repository, item.run_id): item for item in before.runs}
-    runs = [(run, known.get((run.repository, run.run_id))) for run in _holding_runs(observed.records.values())]
-    questions = _Questions(observed, github)
+    scopes = _holding_runs(observed.records.values())
     # The run that GitHub was asked about longest ago comes first.
-    in_order = sorted(runs, key=lambda pair: pair[1].asked_at.timestamp() if pair[1] else -inf)
-    parts = [await _check(observed, questions, run, answer) for run, answer in in_order]
+    runs = sorted(
+        (known.get(key) or RunAnswer(repository=key[0], run_id=key[1]) for key in scopes),
+        key=lambda item: item.asked_at.timestamp() if item.asked_at else -inf,
+    )
+    questions = _Questions(observed, github, scopes)
+    parts = [await _check(observed, questions, run) for run in runs]
     return combined([*parts, questions.refusals()])
 
 
-async def _check(observed: Observed, questions: _Questions, run: HoldingRun, before: RunAnswer | None) -> RefreshResult:
-    now = observed.context.clock.now()
-    waited = now - before.ended_at if before is not None and before.ended_at is not None else None
+async def _check(observed: Observed, questions: _Questions, before: RunAnswer) -> RefreshResult:
     grace = timedelta(seconds=observed.config.lifetimes.ended_run_grace_s)
+    waited = observed.context.clock.now() - before.ended_at if before.ended_at is not None else None
     if waited is not None and waited < grace:
-        return _recorded(before)
+        return RefreshResult(record=SweepRecord(runs=(before,)))
     # Asked again, because a re-run keeps the id of the run and may need the instances of an earlier attempt.
-    answer, current = await questions.ask(run, before)
-    if before is None or waited is None:
-        return _recorded(answer)
-    if current is None or not current.has_ended or current.attempt != before.ended_attempt:
-        return _recorded(answer)
+    answer, current = await questions.ask(before)
+    asked = RefreshResult(record=SweepRecord(runs=(answer,)))
+    if waited is None or current is None or not current.has_ended or current.attempt != before.ended_attempt:
+        return asked
     try:
-        return combined([_recorded(answer), await _release(observed, before, waited)])
+        return combined([asked, await _release(observed, before, waited)])
     except RemudaError as error:
         # For example because a record cannot be parsed: this does not stop the others.
-        problem = f"run {run.run_id} of {run.repository} cannot be released: {error.message}"
-        return combined([_recorded(answer), RefreshResult(errors=(problem,))])
-
-
-def _recorded(answer: RunAnswer | None) -> RefreshResult:
-    return RefreshResult(record=SweepRecord(runs=() if answer is None else (answer,)))
+        problem = f"run {before.run_id} of {before.repository} cannot be released: {error.message}"
+        return combined([asked, RefreshResult(errors=(problem,))])
 
 
 async def _release(observed: Observed, ended: RunAnswer, waited: timedelta) -> RefreshResult:
@@ -121,42 +110,45 @@ async def _release(observed: Observed, ended: RunAnswer, waited: timedelta) -> R
 class _Questions:
     """Asks GitHub about runs, within the limits of one sweep."""
 
-    def __init__(self, observed: Observed, github: GitHub) -> None:
+    def __init__(self, observed: Observed, github: GitHub, scopes: Mapping[RunKey, str]) -> None:
         self._context = observed.context
         self._github = github
+        self._scopes = scopes
         self._known = {item.repository: item for item in observed.before.unreadable}
         self._refused = dict(self._known)
         self._calls_left = MAX_CALLS
 
-    async def ask(self, run: HoldingRun, before: RunAnswer | None) -> tuple[RunAnswer | None, GitHubRun | None]:
-        """What is known about a run now, and the run if GitHub has told it: None if it has not changed."""
-        now = self._context.clock.now()
-        is_early = before is not None and now - before.asked_at < timedelta(seconds=CHECK_INTERVAL_S)
-        if is_early or self._calls_left <= 0 or self._age_of_refusal(run.repository) < REFUSED_S:
+    async def ask(self, before: RunAnswer) -> tuple[RunAnswer, GitHubRun | None]:
+        """What is known about a run now, and the run itself if GitHub has told it."""
+        now, repository = self._context.clock.now(), before.repository
+        is_early = before.asked_at is not None and now - before.asked_at < timedelta(seconds=CHECK_INTERVAL_S)
+        if is_early or self._calls_left <= 0 or self._age_of_refusal(repository) < REFUSED_S:
             return before, None
         self._calls_left -= 1
-        asked = RunAnswer(repository=run.repository, run_id=run.run_id, asked_at=to_milliseconds(now))
-        unchanged = replace(before, asked_at=asked.asked_at) if before is not None else asked
+        unchanged = replace(before, asked_at=to_milliseconds(now))
+        not_ended = replace(unchanged, etag="", ended_attempt=0, ended_at=None)
+        scope = self._scopes[repository, before.run_id]
         try:
-            found = await self._github.get_run(run.scope, run.repository, int(run.run_id), etag=unchanged.etag)
+            found = await self._github.get_run(scope, repository, int(before.run_id), etag=before.etag)
         except NotFound:
             # Deleted, or the credential does not see the repository: no proof that the run has ended.
-            return asked, None
+            return not_ended, None
         except UserError as error:
-            fix = f"; {error.fix}" if error.fix else ""
-            self._refused[run.repository] = UnreadableRepository(
-                repository=run.repository, reason=f"{error.message}{fix}", at=to_milliseconds(now)
-            )
+            self._refused[repository] = UnreadableRepository.after(error, repository, now=now)
             return unchanged, None
         except RemudaError as error:
-            self._context.event_log.record("run-unread", error.message, run_id=run.run_id)
+            self._context.event_log.record("run-unread", error.message, run_id=before.run_id)
             # It may have been the first of many timeouts. The next sweep begins with another run.
             self._calls_left = 0
             return unchanged, None
-        self._refused.pop(run.repository, None)
+        self._refused.pop(repository, None)
         if found is None:
             return unchanged, None
-        return _answer(asked, found, before, now=self._context.clock.now()), found
+        if not found.has_ended or not found.attempt:
+            return replace(not_ended, etag="" if found.has_ended else found.etag), found
+        # Not since the sweep began: it may have taken long, and the run may have ended meanwhile.
+        since = before.ended_at if before.ended_attempt == found.attempt else to_milliseconds(self._context.clock.now())
+        return replace(not_ended, ended_attempt=found.attempt, ended_at=since), found
 
     def _age_of_refusal(self, repository: str) -> float:
         refusal = self._refused.get(repository)
@@ -164,38 +156,26 @@ class _Questions:
 
     def refusals(self) -> RefreshResult:
         """Repositories whose runs the credential may not read, with one warning for as long as that lasts."""
-        lasting = [
-            item for name, item in sorted(self._refused.items()) if self._age_of_refusal(name) < FORGOTTEN_AFTER_S
-        ]
+        refused = [self._refused[name] for name in sorted(self._refused)]
+        lasting = [item for item in refused if self._age_of_refusal(item.repository) < FORGOTTEN_AFTER_S]
+        problem = "have ended cannot be read, so runs without a release keep their instances until max-runtime-min"
         warnings = [
-            warned(
-                WarningKind.RUN_UNRELEASED,
-                f"whether the runs of {item.repository} have ended cannot be read, so runs without a release keep "
-                f"their instances until max-runtime-min: {item.reason}",
-            )
+            warned(WarningKind.RUN_UNRELEASED, f"whether the runs of {item.repository} {problem}: {item.reason}")
             for item in lasting
             if item.repository not in self._known
         ]
         return combined([*warnings, RefreshResult(record=SweepRecord(unreadable=tuple(lasting)))])
 
 
-def _answer(asked: RunAnswer, found: GitHubRun, before: RunAnswer | None, *, now: datetime) -> RunAnswer:
-    if not found.has_ended:
-        return replace(asked, etag=found.etag)
-    if not found.attempt:
-        return asked
-    # Not since the sweep began: it may have taken long, and the run may have ended meanwhile.
-    is_known = before is not None and before.ended_attempt == found.attempt
-    since = before.ended_at if before and is_known else to_milliseconds(now)
-    return replace(asked, ended_attempt=found.attempt, ended_at=since)
+def _holding_runs(records: Iterable[Instance]) -> dict[RunKey, str]:
+    """The scope of each run that holds instances of its own, by whose credential GitHub is asked.
 
-
-def _holding_runs(records: Iterable[Instance]) -> Sequence[HoldingRun]:
-    """Runs of GitHub, whose ids are numbers, with instances of their own. Those of runner sets end with their job."""
-    found: dict[HoldingRun, None] = {}
+    The ids of GitHub's runs are numbers. Runs of runner sets end with their job.
+    """
+    found: dict[RunKey, str] = {}
     for item in records:
         repository = item.assignment.repository.lower() if item.assignment is not None else ""
         is_held = item.state in ASSIGNED and not item.runner_set
         if is_held and is_repository(repository) and item.run_id.isdecimal() and item.run_id.isascii():
-            found[HoldingRun(repository=repository, run_id=item.run_id, scope=item.scope)] = None
-    return list(found)
+            found[repository, item.run_id] = item.scope
+    return found

@@ -6,13 +6,14 @@ import asyncio
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 
 from remuda.controlplane.context import Context, map_concurrently, skip_unreadable
 from remuda.controlplane.refresh.result import RefreshResult
 from remuda.domain.errors import RemudaError, Unreadable
 from remuda.domain.instance import LIVE, Instance, State
 from remuda.domain.pool_config import PoolConfig
+from remuda.domain.reporting.warnings import EXPIRY_WARNING_S
 from remuda.domain.signals import Report
 from remuda.domain.sweep_record import Anomaly, AnomalyKind, SweepRecord
 from remuda.ports.compute import MachineView
@@ -137,7 +138,7 @@ async def _read_sweep_record(context: Context, errors: list[str]) -> SweepRecord
 
 
 async def _read_reports(context: Context, records: Mapping[str, Instance], errors: list[str]) -> Mapping[str, Report]:
-    """Those with a problem, and those of releasing instances and of runners of sets.
+    """Those with a problem, and those of releasing instances, of runners of sets, and of runs that expire soon.
 
     Without them, only thresholds decide.
     """
@@ -146,14 +147,16 @@ async def _read_reports(context: Context, records: Mapping[str, Instance], error
         found.update({report.instance_id: report for report in await context.store.troubled_reports()})
     except RemudaError as error:
         errors.append(f"reports with a problem: {error.message}")
+    soon = context.clock.now() + timedelta(seconds=EXPIRY_WARNING_S)
     ids = [
         key
         for key, item in records.items()
-        if item.state is State.RELEASING or (item.state is State.RUNNING and item.runner_set)
+        if item.state is State.RELEASING
+        or (item.state is State.RUNNING and (item.runner_set or item.threshold <= soon))
     ]
     try:
         reports, _ = await skip_unreadable(context.store.get_reports(ids), errors.append)
         found.update(reports)
     except RemudaError as error:
-        errors.append(f"reports of releases: {error.message}")
+        errors.append(f"reports: {error.message}")
     return found

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 
-from remuda.controlplane.context import Context, skip_unreadable, transition_all
+from remuda.controlplane.context import transition_all
 from remuda.controlplane.pool_publisher import publish_to_pool
 from remuda.controlplane.reconcile import carry_out
 from remuda.controlplane.refresh.observe import Observed
@@ -15,7 +15,6 @@ from remuda.domain.decide.next_step import Publish, Step, Write, end_of_time, is
 from remuda.domain.errors import Conflict, RemudaError
 from remuda.domain.instance import ABSORBING, Instance, State
 from remuda.domain.reporting.warnings import EXPIRY_WARNING_S, describe_near_expiry, max_runtime_s
-from remuda.domain.signals import Report
 from remuda.domain.sweep_record import AnomalyKind
 from remuda.domain.transitions import Actor, End
 
@@ -26,8 +25,8 @@ MAX_STEPS = 3
 async def sweep_records(observed: Observed) -> RefreshResult:
     """End expired and failed instances, advance interrupted releases, and publish idle instances that are due."""
     live = [item for item in observed.records.values() if item.state not in ABSORBING]
-    overdue = {item.instance_id: item for item in live if _end_of_time(observed, item, observed.reports) is not None}
-    ended = await _end_overdue(observed, list(overdue.values()))
+    overdue = {item.instance_id: end for item in live if (end := _end_of_time(observed, item)) is not None}
+    ended = await _end_overdue(observed, overdue)
     due: list[Instance] = []
 
     async def advance(instance: Instance) -> RefreshResult:
@@ -46,16 +45,13 @@ async def sweep_records(observed: Observed) -> RefreshResult:
     return combined([ended, advanced, published])
 
 
-async def _end_overdue(observed: Observed, overdue: Sequence[Instance]) -> RefreshResult:
+async def _end_overdue(observed: Observed, overdue: Mapping[str, Write]) -> RefreshResult:
     """End instances past their time limit, in one batch per reason."""
-    unread = [item for item in overdue if item.instance_id not in observed.reports]
-    more, errors = await _read_reports(observed.context, unread)
-    reports = {**observed.reports, **more}
     batches: dict[Write, list[Instance]] = {}
-    for item in overdue:
-        if (end := _end_of_time(observed, item, reports)) is not None:
-            batches.setdefault(end, []).append(item)
+    for instance_id, end in overdue.items():
+        batches.setdefault(end, []).append(observed.records[instance_id])
     retired: dict[str, str] = {}
+    errors: list[str] = []
     for end, batch in batches.items():
         results = await transition_all(observed.context, batch, end.event, by=Actor.REFRESH, why=end.why)
         for instance, error in zip(batch, results, strict=True):
@@ -66,22 +62,9 @@ async def _end_overdue(observed: Observed, overdue: Sequence[Instance]) -> Refre
     return RefreshResult(retired=retired, errors=tuple(errors))
 
 
-def _end_of_time(observed: Observed, instance: Instance, reports: Mapping[str, Report]) -> Write | None:
-    now = observed.context.clock.now()
-    return end_of_time(instance, reports.get(instance.instance_id), observed.config.policy, now=now)
-
-
-async def _read_reports(context: Context, instances: Iterable[Instance]) -> tuple[Mapping[str, Report], list[str]]:
-    """The reports of used instances, and errors. An expired instance ends without its report."""
-    ids = [item.instance_id for item in instances if item.state in {State.RUNNING, State.RELEASING}]
-    errors: list[str] = []
-    found: Mapping[str, Report] = {}
-    try:
-        if ids:
-            found, _ = await skip_unreadable(context.store.get_reports(ids), errors.append)
-    except RemudaError as error:
-        errors.append(f"reports: {error.message}")
-    return found, errors
+def _end_of_time(observed: Observed, instance: Instance) -> Write | None:
+    report, now = observed.reports.get(instance.instance_id), observed.context.clock.now()
+    return end_of_time(instance, report, observed.config.policy, now=now)
 
 
 def _next_step(observed: Observed, instance: Instance) -> Step | None:
@@ -125,25 +108,18 @@ async def _take_step(observed: Observed, instance: Instance) -> tuple[Instance, 
 
 async def warn_before_expiry(observed: Observed) -> RefreshResult:
     """Log once that the maximum runtime ends a running job soon."""
-    context, now = observed.context, observed.context.clock.now()
+    context, now, anomalies = observed.context, observed.context.clock.now(), []
     latest = now + timedelta(seconds=EXPIRY_WARNING_S)
-    near = [
-        item
-        for item in observed.records.values()
-        if item.state is State.RUNNING and now < item.deadline(busy=True) <= latest
-    ]
-    reports, errors = await _read_reports(context, near)
-    anomalies = []
-    for instance in near:
-        if not is_busy(instance, reports.get(instance.instance_id)):
+    for instance in observed.records.values():
+        report = observed.reports.get(instance.instance_id)
+        is_near = instance.state is State.RUNNING and now < instance.deadline(busy=True) <= latest
+        if report is None or not is_near or not is_busy(instance, report):
             continue
         provision = await context.store.get_provision(instance.run_id, instance.provision_id)
         runtime_s = max_runtime_s(provision, observed.config.lifetimes)
-        text = describe_near_expiry(instance, reports[instance.instance_id], now=now, runtime_s=runtime_s)
-        if not text:
+        if not (text := describe_near_expiry(instance, report, now=now, runtime_s=runtime_s)):
             continue
-        anomaly = observed.sighting(AnomalyKind.EXPIRES_SOON, instance.instance_id, instance.epoch)
-        anomalies.append(anomaly)
-        if not observed.was_seen_before(anomaly):
+        anomalies.append(observed.sighting(AnomalyKind.EXPIRES_SOON, instance.instance_id, instance.epoch))
+        if not observed.was_seen_before(anomalies[-1]):
             context.event_log.record("expiry-warning", text, instance_id=instance.instance_id, run_id=instance.run_id)
-    return combined([seen(anomalies), RefreshResult(errors=tuple(errors))])
+    return seen(anomalies)
