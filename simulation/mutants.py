@@ -242,10 +242,12 @@ MUTANTS: tuple[Mutant, ...] = (
         statements(
             _PROVISION,
             "_commit",
-            "running: list[Instance] = []",
-            "early = tuple(item.instance.instance_id for item in registered)\n"
+            "for result in await map_concurrently(acquired.all(), start):\n    ...",
+            "early = tuple(item.instance.instance_id for item in acquired.all())\n"
             "await record_commit(context, provision, committed(provision, early, deadline=provision.deadline))\n"
-            "running: list[Instance] = []",
+            "for result in await map_concurrently(acquired.all(), start):\n"
+            "    if isinstance(result, RemudaError):\n"
+            "        raise result",
         ),
         statements(
             _PROVISION,

@@ -12,7 +12,7 @@ import pytest
 from remuda.controlplane.operator import terminate
 from remuda.controlplane.provision import ProvisionResult
 from remuda.controlplane.provision.outcome import OutcomeRecorder
-from remuda.controlplane.provision.registration import RegisteredInstance
+from remuda.controlplane.provision.rollback import AcquiredInstance
 from remuda.domain.errors import CapacityError, Conflict, RemudaError, TimedOut, Unavailable, UserError
 from remuda.domain.instance import State
 from remuda.domain.provision import (
@@ -486,7 +486,7 @@ async def test_provision_released_while_in_progress_has_an_outcome(world: PoolWo
 
 async def test_outcome_is_bounded(world: PoolWorld) -> None:
     recorder = OutcomeRecorder(VirtualClock())
-    registered = RegisteredInstance(instance=instance(1), source=RunnerSource.POOL, report=None)
+    registered = AcquiredInstance(instance=instance(1), source=RunnerSource.POOL)
     for number in range(2 * MAX_ACQUIRED):
         recorder.acquire(registered)
         recorder.reject(RejectionKind.CLAIM_LOST, "x" * 1_000, instance_id(number))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from remuda.controlplane.provision.registration import RegisteredInstance
+from remuda.controlplane.provision.rollback import AcquiredInstance
 from remuda.domain.provision import (
     MAX_ACQUIRED,
     MAX_ERROR,
@@ -59,7 +59,7 @@ class OutcomeRecorder:
                 LaunchAttempt(count=count, launched=launched, seconds=self.seconds, errors=errors, why=why[:MAX_REASON])
             )
 
-    def acquire(self, registered: RegisteredInstance) -> None:
+    def acquire(self, registered: AcquiredInstance) -> None:
         self._sources[registered.source] += 1
         if len(self._acquired) < MAX_ACQUIRED:
             self._acquired.append(
