@@ -7,7 +7,7 @@ await and run again.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable
 from dataclasses import replace
 from datetime import timedelta
 
@@ -77,10 +77,6 @@ class _Parts:
         except RemudaError as error:
             self.add(RefreshResult(errors=(f"{name}: {error.message}",), record=otherwise or SweepRecord()))
 
-    @property
-    def retired(self) -> Mapping[str, str]:
-        return self.total().retired
-
 
 async def _configure(parts: _Parts, context: Context, desired: DesiredConfig | None) -> PoolConfig | None:
     if desired is not None:
@@ -116,8 +112,8 @@ async def _sweep(parts: _Parts, context: Context, config: PoolConfig, *, interva
     await parts.run("records", sweep_records(observed.without(parts.total().advanced_in_sets)))
     await parts.run("expiry warnings", warn_before_expiry(observed))
     await parts.run("machines", close_unmatched(observed))
-    await parts.run("machines", terminate_machines(observed, also=parts.retired))
-    remaining = observed.without(parts.retired)
+    await parts.run("machines", terminate_machines(observed, also=parts.total().retired))
+    remaining = observed.without(parts.total().retired)
     await parts.run("stale pool messages", delete_stale_messages(remaining))
     await parts.run("stale registrations", remove_stale_registrations(remaining))
     kept = SweepRecord(audit=observed.before.audit)

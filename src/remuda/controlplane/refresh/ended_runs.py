@@ -97,7 +97,8 @@ async def _release(observed: Observed, ended: RunAnswer, waited: timedelta) -> R
         context.event_log.record("provision-closed", why, run_id=ended.run_id)
         closed.append(marked)
     name = f"run {ended.run_id} of {ended.repository}"
-    taken = await for_each(closed, lambda item: settle(context, observed.config, item), name=lambda _: name)
+    problem = f"{name} cannot be released"
+    taken = await for_each(closed, lambda item: settle(context, observed.config, item), name=lambda _: problem)
     held = sum(len(item.instance_ids) for item in closed)
     if not held:
         return taken
