@@ -194,7 +194,6 @@ MUTANTS: tuple[Mutant, ...] = (
             "not _EPOCH.fullmatch(epoch) or not is_instance_id(instance_id)",
             "not _EPOCH.fullmatch(epoch)",
         ),
-        expression(_MACHINE_SWEEP, "remove_stale_registrations", "is_instance_id(parsed[1])", "True"),
     ),
     _mutant(
         "untrusted-and-reused",

@@ -13,7 +13,7 @@ from remuda.controlplane.set_provisions import leave_provision
 from remuda.domain.errors import Conflict
 from remuda.domain.instance import ABSORBING, Instance, State
 from remuda.domain.pool_config import parse_runner_name, stale_registration_reason
-from remuda.domain.resources import UsageClass, is_instance_id
+from remuda.domain.resources import UsageClass
 from remuda.domain.sweep_record import Anomaly, AnomalyKind
 from remuda.domain.timestamps import to_milliseconds
 from remuda.domain.transitions import Actor, Confirm, End, RetireReason, tombstone
@@ -170,26 +170,23 @@ async def remove_stale_registrations(observed: Observed) -> RefreshResult:
         for scope, listed in observed.runners.items()
         for runner in listed
         if (parsed := parse_runner_name(observed.config.pool, runner.name)) is not None
-        # The prefix of pool `ci` is also a prefix of pool `ci-2`: the rest of the name must be an instance id.
-        and is_instance_id(parsed[1])
     ]
     ours = [item for item in ours if not _has_owner(observed, item[1], observed.records.get(item[2]))]
     errors: list[str] = []
     read = observed.context.store.get_many({instance_id for _, _, instance_id in ours})
     records, unreadable = await skip_unreadable(read, errors.append)
-    ours = [item for item in ours if item[2] not in unreadable]
-    unrecorded = {
-        runner.name: anomaly
-        for _, runner, instance_id in ours
-        if instance_id not in records and (anomaly := _unrecorded(observed, runner, instance_id)) is not None
-    }
-    stale = [
-        (scope, runner, why)
-        for scope, runner, instance_id in ours
-        if (why := _stale_reason(observed, runner, records.get(instance_id), unrecorded.get(runner.name))) is not None
-    ]
+    stale, anomalies = [], []
+    for scope, runner, instance_id in ours:
+        if instance_id in unreadable:
+            continue
+        record = records.get(instance_id)
+        unrecorded = _unrecorded(observed, runner, instance_id) if record is None else None
+        if unrecorded is not None:
+            anomalies.append(unrecorded)
+        if (why := _stale_reason(observed, runner, record, unrecorded)) is not None:
+            stale.append((scope, runner, why))
     removed = await for_each(stale, lambda item: _remove(observed, github, *item), name=lambda _: "stale registrations")
-    return combined([RefreshResult(errors=tuple(errors)), seen(unrecorded.values()), removed])
+    return combined([RefreshResult(errors=tuple(errors)), seen(anomalies), removed])
 
 
 def _has_owner(observed: Observed, runner: GitHubRunner, record: Instance | None) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
+from typing import TypeVar
 
 from remuda.controlplane.context import Context, map_concurrently, skip_unreadable
 from remuda.controlplane.refresh.result import RefreshResult
@@ -18,6 +19,8 @@ from remuda.domain.signals import Report
 from remuda.domain.sweep_record import Anomaly, AnomalyKind, SweepRecord
 from remuda.ports.compute import MachineView
 from remuda.ports.github import GitHubRunner
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,32 +69,27 @@ async def observe(context: Context, config: PoolConfig) -> tuple[Observed, Refre
     errors: list[str] = []
     listed_at = context.clock.now()
     async with asyncio.TaskGroup() as group:
-        listing = group.create_task(_list_machines(context, errors))
+        listing = group.create_task(_tell_failure("machines", context.compute.list_pool(), errors))
         runners = group.create_task(_list_runners(context, config, errors))
-    machines = listing.result()
+    listed = listing.result()
+    machines = None if listed is None else {view.instance_id: view for view in listed}
     before = await _read_sweep_record(context, errors)
     seen_at = context.clock.now()
     records = {item.instance_id: item for item in await context.store.find(LIVE)}
-    others: Mapping[str, Instance] = {}
-    unreadable: frozenset[str] = frozenset()
-    try:
-        # The search may lag, so read by key before calling a machine unrecorded.
-        unknown = context.store.get_many([key for key in machines or {} if key not in records])
-        others, unreadable = await skip_unreadable(unknown, errors.append)
-    except RemudaError as error:
-        errors.append(f"machines: {error.message}")
-        machines = None
+    # The search may lag, so read by key before calling a machine unrecorded.
+    unknown = context.store.get_many([key for key in machines or {} if key not in records])
+    others = await _tell_failure("machines", skip_unreadable(unknown, errors.append), errors)
     observed = Observed(
         context=context,
         config=config,
         listed_at=listed_at,
-        machines=machines,
+        machines=None if others is None else machines,
         runners=runners.result(),
         before=before,
         seen_at=seen_at,
         records=records,
-        others=others,
-        unreadable=unreadable,
+        others=others[0] if others else {},
+        unreadable=others[1] if others else frozenset(),
         reports=await _read_reports(context, records, errors),
     )
     counts = Counter(item.state for item in records.values())
@@ -99,11 +97,12 @@ async def observe(context: Context, config: PoolConfig) -> tuple[Observed, Refre
     return observed, RefreshResult(errors=tuple(errors), live_instances=live)
 
 
-async def _list_machines(context: Context, errors: list[str]) -> Mapping[str, MachineView] | None:
+async def _tell_failure(name: str, read: Awaitable[T], errors: list[str]) -> T | None:
+    """Return None if something cannot be read, and add the error."""
     try:
-        return {view.instance_id: view for view in await context.compute.list_pool()}
+        return await read
     except RemudaError as error:
-        errors.append(f"machines: {error.message}")
+        errors.append(f"{name}: {error.message}")
         return None
 
 
@@ -112,20 +111,16 @@ async def _list_runners(
 ) -> Mapping[str, Sequence[GitHubRunner]]:
     if context.github is None:
         return {}
+    # Each scope once, in which the pool may have registered runners.
+    names = [*(item.scope for item in config.runner_sets), *(item.scope for item in config.tokens)]
+    scopes = list({scope.lower(): scope for scope in names}.values())
     runners: dict[str, Sequence[GitHubRunner]] = {}
-    scopes = _scopes(config)
     for scope, listed in zip(scopes, await map_concurrently(scopes, context.github.list_runners), strict=True):
         if isinstance(listed, RemudaError):
             errors.append(f"runners of {scope}: {listed.message}")
         else:
             runners[scope] = listed
     return runners
-
-
-def _scopes(config: PoolConfig) -> list[str]:
-    """Scopes in which the pool has registered runners, each once."""
-    scopes = [*(item.scope for item in config.tokens), *(item.scope for item in config.runner_sets)]
-    return list({scope.lower(): scope for scope in reversed(scopes)}.values())[::-1]
 
 
 async def _read_sweep_record(context: Context, errors: list[str]) -> SweepRecord:
@@ -142,11 +137,6 @@ async def _read_reports(context: Context, records: Mapping[str, Instance], error
 
     Without them, only thresholds decide.
     """
-    found: dict[str, Report] = {}
-    try:
-        found.update({report.instance_id: report for report in await context.store.troubled_reports()})
-    except RemudaError as error:
-        errors.append(f"reports with a problem: {error.message}")
     soon = context.clock.now() + timedelta(seconds=EXPIRY_WARNING_S)
     ids = [
         key
@@ -154,9 +144,7 @@ async def _read_reports(context: Context, records: Mapping[str, Instance], error
         if item.state is State.RELEASING
         or (item.state is State.RUNNING and (item.runner_set or item.threshold <= soon))
     ]
-    try:
-        reports, _ = await skip_unreadable(context.store.get_reports(ids), errors.append)
-        found.update(reports)
-    except RemudaError as error:
-        errors.append(f"reports: {error.message}")
-    return found
+    troubled = await _tell_failure("reports with a problem", context.store.troubled_reports(), errors)
+    read = skip_unreadable(context.store.get_reports(ids), errors.append)
+    others = await _tell_failure("reports", read, errors)
+    return {**{item.instance_id: item for item in troubled or ()}, **(others[0] if others else {})}
