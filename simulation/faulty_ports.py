@@ -108,7 +108,7 @@ _WRITES = frozenset(
         "put_provision",
         "replace_provision",
         "put_config",
-        "put_first_seen",
+        "put_sweep_record",
         "forget",
         "prepare",
     }

@@ -21,6 +21,7 @@ from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
 from remuda.domain.signals import FailureKind, Report, Signal
+from remuda.domain.sweep_record import SweepRecord
 from remuda.domain.timestamps import to_milliseconds
 from remuda.domain.transitions import Change
 from remuda.ports.calls import CallCounter
@@ -66,7 +67,7 @@ class MemoryDatabase:
     #: Provisions by run id and provision id.
     provisions: dict[tuple[str, str], Provision] = field(default_factory=dict)
     config: PoolConfig | None = None
-    first_seen: dict[str, datetime] = field(default_factory=dict)
+    sweep: SweepRecord = field(default_factory=SweepRecord)
     #: Demand by runner set, leases by name, jobs by id.
     demand: dict[str, DemandRecord] = field(default_factory=dict)
     leases: dict[str, Lease] = field(default_factory=dict)
@@ -353,13 +354,13 @@ class MemoryInstanceStore:
         self._check_revision(config, self._database.config)
         self._database.config = _kept(config)
 
-    async def get_first_seen(self) -> Mapping[str, datetime]:
-        self._count("get_first_seen")
-        return dict(self._database.first_seen)
+    async def get_sweep_record(self) -> SweepRecord:
+        self._count("get_sweep_record")
+        return self._database.sweep
 
-    async def put_first_seen(self, first_seen: Mapping[str, datetime]) -> None:
-        self._count("put_first_seen")
-        self._database.first_seen = dict(_kept(first_seen))
+    async def put_sweep_record(self, record: SweepRecord) -> None:
+        self._count("put_sweep_record")
+        self._database.sweep = _kept(record)
 
     # Internal ---------------------------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ from remuda.domain.resources import Tier
 from remuda.domain.runner_set import CapacityWindow, RunnerSet
 from remuda.domain.serialization import from_document, to_document
 from remuda.domain.signals import Report
+from remuda.domain.sweep_record import SweepRecord
 from remuda.domain.transitions import WriteCondition
 from remuda.ports.demand import DemandStore
 from remuda.ports.store import InstanceStore
@@ -121,12 +122,12 @@ async def test_demand_is_written_with_its_jobs(store: Store, other: Store) -> No
 
 async def test_demand_is_separate_from_the_pool_configuration(store: Store) -> None:
     await store.put_config(pool_config())
-    await store.put_first_seen({"gone:i-1": NOW})
+    await store.put_sweep_record(SweepRecord(next_due_at=NOW))
     await store.put_demand(demand_record("config"))
     await store.replace_lease("config", None, Lease(owner="a", beat=1))
     await store.delete_demand("config")
     assert await store.get_config() == pool_config()
-    assert await store.get_first_seen() == {"gone:i-1": NOW}
+    assert await store.get_sweep_record() == SweepRecord(next_due_at=NOW)
     assert await store.get_lease("config") == Lease(owner="a", beat=1)
 
 

@@ -24,6 +24,7 @@ from remuda.domain.provision import (
 )
 from remuda.domain.resources import Tier
 from remuda.domain.signals import MAX_DETAIL, Report, Signal
+from remuda.domain.sweep_record import SweepRecord
 from remuda.domain.transitions import WriteCondition
 from remuda.ports.store import HISTORY_LIMIT, InstanceStore
 from tests.conformance.conftest import PARSING_STORES, Stores
@@ -42,6 +43,7 @@ from tests.support.records import (
     provision,
     run_holder,
     set_holder,
+    sweep_record,
 )
 
 ID = instance_id(1)
@@ -552,7 +554,7 @@ async def test_unsettled_provisions(store: InstanceStore) -> None:
     assert {each.provision_id for each in await store.unsettled_provisions(at(2))} == {"p-1", "p-2", "p-4", "p-5"}
 
 
-# Configuration, first-seen times, expiry --------------------------------------------------------------------------
+# Configuration, record of the last sweep, expiry ------------------------------------------------------------------
 
 
 async def test_configuration_revisions_are_consecutive(store: InstanceStore, other: InstanceStore) -> None:
@@ -573,11 +575,12 @@ async def test_records_of_another_version_are_refused(store: InstanceStore, othe
             await reader.get_config()
 
 
-async def test_first_seen_times_are_replaced_completely(store: InstanceStore, other: InstanceStore) -> None:
-    assert await store.get_first_seen() == {}
-    await store.put_first_seen({"gone:i-1": at(1), "stale-registration:7": at(2)})
-    await other.put_first_seen({"gone:i-2": at(3)})
-    assert await store.get_first_seen() == {"gone:i-2": at(3)}
+async def test_record_of_the_last_sweep_is_replaced_completely(store: InstanceStore, other: InstanceStore) -> None:
+    assert await store.get_sweep_record() == SweepRecord()
+    await store.put_sweep_record(sweep_record())
+    assert await other.get_sweep_record() == sweep_record()
+    await other.put_sweep_record(SweepRecord(next_due_at=at(3)))
+    assert await store.get_sweep_record() == SweepRecord(next_due_at=at(3))
 
 
 async def test_forget_removes_due_records(store: InstanceStore) -> None:

@@ -29,7 +29,15 @@ from remuda.adapters.sqlite.documents import decode, encode
 from remuda.adapters.sqlite.schema import connect, create
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.controlplane.context import Context
-from remuda.domain.demand import LISTENER_LEASE, DemandRecord, DemandStatistics, JobRecord, Lease, QueuedJob
+from remuda.domain.demand import (
+    LISTENER_LEASE,
+    DemandRecord,
+    DemandStatistics,
+    JobRecord,
+    Lease,
+    QueuedJob,
+    RepositoryQueue,
+)
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import Actor, HistoryEntry, Instance, RetireReason, State
 from remuda.domain.pool_config import RECORD_VERSION, PoolConfig, runner_name
@@ -41,11 +49,10 @@ from remuda.domain.provision import (
     ProvisionStatus,
     RunnerSource,
 )
-from remuda.domain.reporting.job_queue import audited_anomaly, job_anomaly
-from remuda.domain.reporting.warnings import SWEEP_DUE
 from remuda.domain.resources import DEFAULT_CLASSES, UsageClass
 from remuda.domain.runner_set import RunnerSet
 from remuda.domain.signals import Report
+from remuda.domain.sweep_record import QueueAudit, SweepRecord
 from remuda.domain.thresholds import Lifetimes
 from remuda.domain.timestamps import to_milliseconds
 from remuda.fake_github import Endpoint, write_endpoint
@@ -310,12 +317,10 @@ def write_sweep(file: Path, *, now: datetime) -> None:
         labels=("self-hosted", "remuda", "gpu"),
         queued_at=now - timedelta(minutes=9),
     )
-    first_seen = {
-        SWEEP_DUE: now + timedelta(hours=1),
-        audited_anomaly(job.repository): now - timedelta(minutes=2),
-        job_anomaly(job): job.queued_at,
-    }
-    with_store(file, lambda connection: tables.write_single(connection, "first_seen", encode(first_seen)))
+    read_at = now - timedelta(minutes=2)
+    queue = RepositoryQueue(repository=job.repository.lower(), read_at=read_at, jobs=(job,))
+    sweep = SweepRecord(next_due_at=now + timedelta(hours=1), audit=QueueAudit(at=read_at, queues=(queue,)))
+    with_store(file, lambda connection: tables.write_single(connection, "sweep", encode(sweep)))
 
 
 #: Repositories of runs and jobs, with names as long as real ones.

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from datetime import datetime, timedelta
 from typing import Any
 
-from remuda.domain.demand import DemandRecord, JobRecord
+from remuda.domain.demand import DemandRecord, JobRecord, QueuedJob, RepositoryQueue
 from remuda.domain.holder import Holder, RunHolder, SetHolder, StartedJob
 from remuda.domain.instance import ASSIGNED, Assignment, Credential, HistoryEntry, Instance, State
 from remuda.domain.pool_config import RECORD_VERSION, PoolConfig, ScopeTokens
@@ -22,6 +22,15 @@ from remuda.domain.resources import (
     UsageClass,
 )
 from remuda.domain.signals import Report, Signal
+from remuda.domain.sweep_record import (
+    Anomaly,
+    AnomalyKind,
+    EmptyRunList,
+    QueueAudit,
+    RunAnswer,
+    SweepRecord,
+    UnreadableRepository,
+)
 from remuda.domain.thresholds import Lifetimes
 from remuda.domain.transitions import (
     Actor,
@@ -186,6 +195,28 @@ def job_record(number: int = 1, **changed: Any) -> JobRecord:
         "seen_at": at(number),
     }
     return JobRecord(**{**values, **changed})
+
+
+def sweep_record(**changed: Any) -> SweepRecord:
+    """The record of a sweep that has seen something of each kind."""
+    job = QueuedJob(job_id="9", run_id="7", repository="octo/app", name="gpu", labels=("gpu",), queued_at=at(-900))
+    refused = UnreadableRepository(repository="octo/lib", reason="403", at=at(-60))
+    anomalies = (
+        Anomaly(kind=AnomalyKind.MISSING, subject=instance_id(1), first_seen_at=at(-60)),
+        Anomaly(kind=AnomalyKind.SPENT, subject=instance_id(2), epoch=3, first_seen_at=at(-30)),
+    )
+    runs = (
+        RunAnswer(repository="octo/app", run_id="7", asked_at=at(-60), etag='"e"'),
+        RunAnswer(repository="octo/app", run_id="8", asked_at=at(-60), ended_attempt=2, ended_at=at(-90)),
+    )
+    audit = QueueAudit(
+        at=at(-60),
+        queues=(RepositoryQueue(repository="octo/app", read_at=at(-60), jobs=(job,)),),
+        unreadable=(refused,),
+        empty_lists=(EmptyRunList(repository="octo/app", status="queued", etag='"e"'),),
+    )
+    values: dict[str, Any] = {"anomalies": anomalies, "runs": runs, "unreadable": (refused,), "audit": audit}
+    return SweepRecord(next_due_at=at(900), **{**values, **changed})
 
 
 def runner_request(**changed: Any) -> RunnerRequest:

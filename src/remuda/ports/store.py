@@ -24,6 +24,7 @@ from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
 from remuda.domain.signals import FailureKind, Report, Signal
+from remuda.domain.sweep_record import SweepRecord
 from remuda.domain.transitions import Change
 from remuda.ports.demand import DemandStore
 
@@ -193,12 +194,12 @@ class InstanceStore(DemandStore, Protocol):
         """
         ...
 
-    async def get_first_seen(self) -> Mapping[str, datetime]:
-        """Return when sweeps first saw each anomaly. They act only on anomalies that persist."""
+    async def get_sweep_record(self) -> SweepRecord:
+        """Return the record of the last sweep; an empty one if there was none."""
         ...
 
-    async def put_first_seen(self, first_seen: Mapping[str, datetime]) -> None:
-        """Replace all entries; the last writer wins."""
+    async def put_sweep_record(self, record: SweepRecord) -> None:
+        """Replace the record of the last sweep; the last writer wins."""
         ...
 
     @property

@@ -17,6 +17,7 @@ from remuda.domain.demand import Lease
 from remuda.domain.errors import Conflict, RemudaError, Throttled, Unavailable, UserError
 from remuda.domain.instance import LIVE, State
 from remuda.domain.signals import Signal
+from remuda.domain.sweep_record import SweepRecord
 from remuda.http import ClientResponse
 from remuda.ports.calls import CallCounter
 from simulation.loop import SeededIds
@@ -140,7 +141,7 @@ STORE_OPERATIONS = [
     Failing("jobs_of_run", "Query", lambda store: store.jobs_of_run("1"), but=READ),
     Failing("recent_jobs", "Query", lambda store: store.recent_jobs(3), but=READ),
     Failing("get_config", "GetItem", lambda store: store.get_config(), but=READ),
-    Failing("get_first_seen", "GetItem", lambda store: store.get_first_seen(), but=READ),
+    Failing("get_sweep_record", "GetItem", lambda store: store.get_sweep_record(), but=READ),
     Failing("apply", "UpdateItem", lambda store: store.apply(CHANGE)),
     Failing("apply_all of one", "UpdateItem", lambda store: raise_first(store.apply_all([CHANGE]))),
     Failing(
@@ -162,7 +163,7 @@ STORE_OPERATIONS = [
     Failing("replace_provision", "PutItem", lambda store: store.replace_provision(OPENED, RELEASED)),
     Failing("replace_lease", "PutItem", lambda store: store.replace_lease("listener", None, LEASE)),
     Failing("put_config", "PutItem", lambda store: store.put_config(pool_config())),
-    Failing("put_first_seen", "PutItem", lambda store: store.put_first_seen({"x": NOW}), but=UNCONDITIONAL),
+    Failing("put_sweep_record", "PutItem", lambda store: store.put_sweep_record(SweepRecord()), but=UNCONDITIONAL),
     Failing("put_demand", "PutItem", lambda store: store.put_demand(demand_record())),
     Failing(
         "put_demand with jobs",

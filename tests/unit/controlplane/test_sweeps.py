@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from remuda.controlplane.context import transition_all
-from remuda.controlplane.refresh.sweep import SETTLE_AFTER_S
+from remuda.controlplane.refresh.provisions import SETTLE_AFTER_S
 from remuda.domain.errors import RemudaError, Unavailable, UserError
 from remuda.domain.instance import LIVE, State
 from remuda.domain.provision import ProvisionStatus
@@ -268,10 +268,10 @@ FAILING = {
     "github.delete_runner": "stale registrations",
     "store.unsettled_provisions": "provisions",
     "store.troubled_reports": "reports with a problem",
-    "store.get_reports": "reports of releases",
+    "store.get_reports": "reports: ",
     "pool.send": "pool messages",
     "store.forget": "old records",
-    "store.put_first_seen": "anomalies",
+    "store.put_sweep_record": "anomalies",
 }
 
 
@@ -304,6 +304,24 @@ async def test_surplus_messages_are_deleted_only_by_the_second_sweep(world: Pool
         return await call()
 
     assert [(await world.sweep(slow)).stale_messages for _ in range(3)] == [0, 1, 0]
+
+
+async def test_queue_that_fails_does_not_stop_the_sweep_of_the_others(world: PoolWorld) -> None:
+    for name in ("large", "xlarge"):
+        world.queues.put(name, message(0xBAD, resource_class=name), shuffle=0.5)
+    await world.sweep()
+    has_failed = False
+
+    async def fail_once(name: str, call: Call) -> Any:
+        nonlocal has_failed
+        if name == "pool.receive" and not has_failed:
+            has_failed = True
+            raise Unavailable("no answer")
+        return await call()
+
+    result = await world.sweep(fail_once)
+    assert (result.errors, result.stale_messages) == (("stale pool messages: no answer",), 1)
+    assert (await world.sweep()).stale_messages == 1, "the surplus of the other was not forgotten"
 
 
 async def test_message_sweep_receives_no_more_messages_than_it_has_counted(world: PoolWorld) -> None:

@@ -559,7 +559,7 @@ def test_only_the_url_of_the_broker_is_public():
 def test_only_refresh_may_write_the_configuration(role, place):
     """The configuration determines what instances run, and the broker and workflows in direct mode only use it."""
     pool = str(items.CONFIG[items.PK]["S"])
-    assert pool == items.PREFIXES[items.PK]["S"] == items.FIRST_SEEN[items.PK]["S"]
+    assert pool == items.PREFIXES[items.PK]["S"] == items.SWEEP[items.PK]["S"]
     documents = policies_of(role, place)
 
     def writes(operation: str, keys: list[str]) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from remuda.adapters.sqlite import tables
 from remuda.adapters.sqlite.connection import BUSY_TIMEOUT_S, ChangePoller, SqliteFile
-from remuda.adapters.sqlite.documents import decode, decode_times, encode
+from remuda.adapters.sqlite.documents import decode, encode
 from remuda.adapters.sqlite.tables import Key, RecordKind
 from remuda.domain.demand import DemandRecord, JobRecord, Lease
 from remuda.domain.errors import Conflict, RemudaError, Unreadable
@@ -20,6 +20,7 @@ from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
 from remuda.domain.signals import FailureKind, Report, Signal
+from remuda.domain.sweep_record import SweepRecord
 from remuda.domain.transitions import Change
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock, Ids
@@ -28,7 +29,7 @@ T = TypeVar("T")
 R = TypeVar("R", Instance, Report)
 
 _CONFIG = "config"
-_FIRST_SEEN = "first_seen"
+_SWEEP = "sweep"
 #: Prefixes of single documents.
 _DEMAND = "demand/"
 _LEASE = "lease/"
@@ -292,13 +293,13 @@ class SqliteInstanceStore:
 
         await self._write("put_config", job)
 
-    async def get_first_seen(self) -> Mapping[str, datetime]:
-        text = await self._read("get_first_seen", partial(tables.single, name=_FIRST_SEEN))
-        return {} if text is None else self._or_unreadable(lambda: decode_times(text), _FIRST_SEEN)
+    async def get_sweep_record(self) -> SweepRecord:
+        text = await self._read("get_sweep_record", partial(tables.single, name=_SWEEP))
+        return self._parse_optional(SweepRecord, text, _SWEEP) or SweepRecord()
 
-    async def put_first_seen(self, first_seen: Mapping[str, datetime]) -> None:
-        text = encode(first_seen)
-        await self._write("put_first_seen", lambda connection: tables.write_single(connection, _FIRST_SEEN, text))
+    async def put_sweep_record(self, record: SweepRecord) -> None:
+        text = encode(record)
+        await self._write("put_sweep_record", lambda connection: tables.write_single(connection, _SWEEP, text))
 
     # Jobs -----------------------------------------------------------------------------------------------------
 
@@ -352,11 +353,8 @@ class SqliteInstanceStore:
         return None if text is None else self._parse(record, text, what)
 
     def _parse(self, record: type[T], text: str, what: str) -> T:
-        return self._or_unreadable(lambda: decode(record, text, what), what)
-
-    def _or_unreadable(self, parse: Callable[[], T], what: str) -> T:
         try:
-            return parse()
+            return decode(record, text, what)
         except ValueError as error:
             raise Unreadable(str(self._file.path), {what: str(error)}) from error
 

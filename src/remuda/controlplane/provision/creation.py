@@ -11,12 +11,11 @@ from remuda.controlplane.context import Context, apply_confirmed, map_concurrent
 from remuda.controlplane.ended import LOOK_S, early_end, end_of, find_ended
 from remuda.controlplane.provision.outcome import OutcomeRecorder
 from remuda.controlplane.provision.plan import ProvisionPlan, raise_if_past_deadline
-from remuda.controlplane.provision.registration import RegisteredInstance, describe_failure, wait_for_registration
-from remuda.controlplane.provision.rollback import AcquiredInstances
+from remuda.controlplane.provision.registration import describe_failure, wait_for_registration
+from remuda.controlplane.provision.rollback import AcquiredInstance, AcquiredInstances
 from remuda.controlplane.signal_waiter import StopReason
 from remuda.domain.errors import CapacityError, Conflict, RemudaError, TimedOut, Unavailable
 from remuda.domain.instance import LIVE, Actor, Instance, State, describe_retirement
-from remuda.domain.provision import RunnerSource
 from remuda.domain.resources import normalize_repository
 from remuda.domain.signals import Verdict
 from remuda.domain.timestamps import to_milliseconds
@@ -231,11 +230,13 @@ def _fail(orders: Sequence[_LaunchOrder], error: RemudaError) -> None:
             order.instance.set_exception(error)
 
 
-async def wait_for_created(context: Context, plan: ProvisionPlan, instance: Instance) -> RegisteredInstance:
+async def wait_for_created(
+    context: Context, plan: ProvisionPlan, instance: Instance, acquired: AcquiredInstances
+) -> AcquiredInstance:
     """Wait until a new instance is registered."""
     waited = await wait_for_registration(context, instance, until=plan.until)
     if waited.verdict is Verdict.OK:
-        return RegisteredInstance(instance=instance, source=RunnerSource.CREATED, report=waited.report)
+        return acquired.register(instance, waited.report)
     why = f"new instance {instance.instance_id}: {describe_failure(waited)}"
     if waited.stopped is StopReason.TIMEOUT:
         raise TimedOut(why, fix="raise --provision-timeout-sec, or read the machine's console log")

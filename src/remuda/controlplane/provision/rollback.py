@@ -1,4 +1,7 @@
-"""Acquired instances and their rollback. Each is tracked before its write, so that a cancellation can undo it."""
+"""The instances that a provision has got, and their rollback.
+
+Each is tracked before its write, so that a cancellation can undo it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,15 @@ from remuda.domain.decide.next_step import Leave, RegistrationRemoval, leave_hol
 from remuda.domain.errors import Conflict, Interrupted, RemudaError
 from remuda.domain.instance import Credential, Instance, State
 from remuda.domain.pool_config import PoolConfig
-from remuda.domain.provision import Provision, ProvisionEnding, ProvisionOutcome, ProvisionStatus, released
+from remuda.domain.provision import (
+    Provision,
+    ProvisionEnding,
+    ProvisionOutcome,
+    ProvisionStatus,
+    RunnerSource,
+    released,
+)
+from remuda.domain.signals import Report
 from remuda.domain.transitions import Actor, RetireReason, tombstone
 
 #: Seconds that a rollback may take. Sweeps finish the rest.
@@ -28,14 +39,21 @@ ROLLBACK_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AcquiredInstance:
+    """An instance that a provision has got, or may have got: from its claim or launch to the result."""
+
     #: The current record, or the expected one if a write is in progress.
     instance: Instance
+    source: RunnerSource
     #: Whether the record exists. False between a launch and the write of its record.
     recorded: bool = True
+    #: With which its agent told that the runner is registered; None until then, and if another process was told.
+    report: Report | None = None
+    #: Seconds that the registration took on the machine; None if it is not known.
+    registration_s: float | None = None
 
 
 class AcquiredInstances:
-    """The instances that a provision has, or may have, acquired.
+    """The instances of a provision.
 
     Keyed by instance and epoch: a worker with a stale message must not remove another worker's claim of the instance.
     """
@@ -44,7 +62,19 @@ class AcquiredInstances:
         self._items: dict[tuple[str, int], AcquiredInstance] = {}
 
     def add(self, instance: Instance, *, recorded: bool = True) -> None:
-        self._items[instance.instance_id, instance.epoch] = AcquiredInstance(instance=instance, recorded=recorded)
+        """Track an instance, or a later record of one."""
+        key = instance.instance_id, instance.epoch
+        # Each claim raises the epoch.
+        source = RunnerSource.CREATED if instance.epoch == 1 else RunnerSource.POOL
+        known = self._items.get(key) or AcquiredInstance(instance=instance, source=source)
+        self._items[key] = replace(known, instance=instance, recorded=recorded)
+
+    def register(self, instance: Instance, report: Report | None) -> AcquiredInstance:
+        """Note that the runner is registered and not started: it is ready for the commit."""
+        key = instance.instance_id, instance.epoch
+        registration_s = report.duration_s if report else None
+        self._items[key] = replace(self._items[key], report=report, registration_s=registration_s)
+        return self._items[key]
 
     def remove(self, instance: Instance) -> None:
         self._items.pop((instance.instance_id, instance.epoch), None)

@@ -6,12 +6,12 @@ from remuda.controlplane.context import Context, apply_confirmed, transition
 from remuda.controlplane.provision.outcome import OutcomeRecorder
 from remuda.controlplane.provision.pickup import PickupManager
 from remuda.controlplane.provision.plan import ProvisionPlan, raise_if_past_deadline
-from remuda.controlplane.provision.registration import RegisteredInstance, describe_failure, wait_for_registration
-from remuda.controlplane.provision.rollback import AcquiredInstances
+from remuda.controlplane.provision.registration import describe_failure, wait_for_registration
+from remuda.controlplane.provision.rollback import AcquiredInstance, AcquiredInstances
 from remuda.controlplane.signal_waiter import StopReason, WaitResult
 from remuda.domain.errors import Conflict, Unavailable, Unreadable
 from remuda.domain.instance import Instance, State
-from remuda.domain.provision import ProvisionStatus, RejectionKind, RunnerSource
+from remuda.domain.provision import ProvisionStatus, RejectionKind
 from remuda.domain.resources import PoolMessage, normalize_repository
 from remuda.domain.signals import Verdict
 from remuda.domain.transitions import Actor, Claim, End, RetireReason, advance, presumed_idle
@@ -48,7 +48,7 @@ class Selection:
         # The record was written just before.
         self._open_until = context.clock.monotonic() + OPEN_CHECK_TTL_S
 
-    async def claim_one(self) -> RegisteredInstance | None:
+    async def claim_one(self) -> AcquiredInstance | None:
         """Claim one matching instance and wait until it is registered. Return None if the pool is exhausted."""
         while (claimed := await self.claim()) is not None:
             registered = await self._wait_for_registration(claimed)
@@ -153,12 +153,12 @@ class Selection:
         )
         return claimed
 
-    async def _wait_for_registration(self, claimed: Instance) -> RegisteredInstance | None:
+    async def _wait_for_registration(self, claimed: Instance) -> AcquiredInstance | None:
         """Return None, and terminate the instance, if it did not register."""
         timeout_at = self._context.clock.monotonic() + REGISTRATION_TIMEOUT_S
         waited = await wait_for_registration(self._context, claimed, until=min(self._plan.until, timeout_at))
         if waited.verdict is Verdict.OK:
-            return RegisteredInstance(instance=claimed, source=RunnerSource.POOL, report=waited.report)
+            return self._acquired.register(claimed, waited.report)
         if waited.stopped is StopReason.TIMEOUT:
             # At the provision's own deadline the instance may be healthy: the rollback gives it back.
             raise_if_past_deadline(self._context, self._plan)

@@ -111,12 +111,12 @@ class _Demand:
 
 
 async def _read_demand(context: Context, config: PoolConfig) -> _Demand:
-    live, provisions, first_seen = await asyncio.gather(
-        context.store.find(LIVE), context.store.recent_provisions(RECENT_PROVISIONS), context.store.get_first_seen()
+    live, provisions, sweep = await asyncio.gather(
+        context.store.find(LIVE), context.store.recent_provisions(RECENT_PROVISIONS), context.store.get_sweep_record()
     )
     ids = [item.instance_id for item in live if item.runner_set]
     reports, _ = await skip_unreadable(context.store.get_reports(ids), partial(context.event_log.record, "unreadable"))
-    records = await read_demand_input(context, config, live, reports, provisions, first_seen=first_seen)
+    records = await read_demand_input(context, config, live, reports, provisions, sweep=sweep)
     return _Demand(records=records, status=demand_status(records))
 
 

@@ -16,8 +16,8 @@ from remuda.domain.instance import ABSORBING, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision, ProvisionEnding, ProvisionStatus, describe_status
 from remuda.domain.reporting.demand import DemandStatus, SessionState
-from remuda.domain.reporting.ended_runs import RELEASE_JOB, unreleased_warnings
 from remuda.domain.signals import Report
+from remuda.domain.sweep_record import RunAnswer
 from remuda.domain.thresholds import HEARTBEAT_DEAD_AFTER_S, Lifetimes
 from remuda.domain.timestamps import after
 
@@ -28,8 +28,6 @@ MAX_TERMINATION_S = 900.0
 MAX_SWEEP_PAUSE_S = 900.0
 #: The same for sweeps that are repeated within seconds.
 MIN_SWEEP_PAUSE_S = 60.0
-#: Name under which sweeps store that time, among the times of their anomalies.
-SWEEP_DUE = "sweep-due"
 #: Maximum number of warnings about waiting jobs, lost jobs, and runs.
 MAX_WAITING_JOBS = 20
 MAX_LOST_JOBS = 20
@@ -37,6 +35,8 @@ MAX_RUNS = 20
 #: A running job has a warning if it has less time left than this, in seconds and as a share of its maximum runtime.
 EXPIRY_WARNING_S = 600.0
 EXPIRY_WARNING_SHARE = 0.1
+#: What the author of a workflow whose runs end without a release must add.
+RELEASE_JOB = "add a release job with if: always() to its workflow"
 #: What to do about lost instances of a run that is not released.
 REPLACE_LOST = "if a job still waits, cancel the run on GitHub and choose 'Re-run all jobs'"
 #: Seconds in which the failure of a run, or the loss of a job, is a warning.
@@ -251,12 +251,17 @@ def _run_warning(
 
 
 def find_unreleased(
-    config: PoolConfig, first_seen: Mapping[str, datetime], provisions: Sequence[Provision], *, now: datetime
+    config: PoolConfig, answers: Sequence[RunAnswer], provisions: Sequence[Provision], *, now: datetime
 ) -> Iterator[PoolWarning]:
-    """Runs that have ended and still hold their instances. `first_seen` has the anomalies of the sweeps."""
-    grace_s = config.lifetimes.ended_run_grace_s
-    for run_id, text in unreleased_warnings(first_seen, provisions, grace_s=grace_s, now=now):
-        yield PoolWarning(kind=WarningKind.RUN_UNRELEASED, subject=run_id, text=text)
+    """Runs that have ended and still hold their instances, in the time that their release jobs have."""
+    for answer in answers:
+        of_run = [item for item in provisions if item.run_id == answer.run_id and not item.runner_set]
+        if answer.ended_at is None or (of_run and all(item.status is ProvisionStatus.RELEASED for item in of_run)):
+            continue
+        left_s = (after(answer.ended_at, config.lifetimes.ended_run_grace_s) - now).total_seconds()
+        when = f"in {left_s / 60:.0f} min" if left_s >= 60 else "with the next sweep"
+        text = f"its run has ended and still holds its instances: refresh releases them {when}; {RELEASE_JOB}"
+        yield PoolWarning(kind=WarningKind.RUN_UNRELEASED, subject=answer.run_id, text=text)
 
 
 def _budget_warnings(config: PoolConfig, now: datetime) -> Iterator[PoolWarning]:

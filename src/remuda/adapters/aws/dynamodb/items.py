@@ -9,7 +9,7 @@
 | demand of a runner set | `demand` | name of the set | | |
 | job of a runner set | `job#<job id>` | `job` | `jobs-of-run#<run id>`, first seen | `jobs`, first seen |
 | lease | `lease` | name | | |
-| configuration, first_seen, key prefixes | `pool` | `config`, `first_seen`, `prefixes` | | |
+| configuration, last sweep, key prefixes | `pool` | `config`, `sweep`, `prefixes` | | |
 
 Reports with a failure or spot notice are also in the index `troubled`: `troubled#<shard>`, `sk`. Machines write their
 reports, so reports have their own index, and its sort key is that of the table: a machine can add any number of
@@ -118,7 +118,7 @@ def jobs_of_run_partition(run_id: str) -> str:
 
 
 CONFIG = key("pool", "config")
-FIRST_SEEN = key("pool", "first_seen")
+SWEEP = key("pool", "sweep")
 #: The prefixes of instance keys.
 PREFIXES = key("pool", "prefixes")
 
@@ -251,12 +251,6 @@ def parse_all(kind: type[T], found: Iterable[tuple[str, Item]]) -> tuple[dict[st
     return records, unreadable
 
 
-def times_of(item: Item) -> Mapping[str, datetime]:
-    found = value_of(item["first_seen"]) if "first_seen" in item else {}
-    times: Mapping[str, datetime] = serialization.parse(Mapping[str, datetime], found, "first_seen")
-    return times
-
-
 # Whole items ------------------------------------------------------------------------------------------------------
 
 
@@ -296,10 +290,6 @@ def job_item(job: JobRecord) -> Item:
     if job.run_id:
         item |= {LIVE_PK: attribute(jobs_of_run_partition(job.run_id)), LIVE_SK: order}
     return item
-
-
-def first_seen_item(first_seen: Mapping[str, datetime]) -> Item:
-    return {**FIRST_SEEN, "first_seen": attribute(serialization.to_jsonable(first_seen))}
 
 
 def history_item(

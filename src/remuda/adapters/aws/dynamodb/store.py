@@ -28,6 +28,7 @@ from remuda.domain.instance import LIVE, HistoryEntry, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
 from remuda.domain.signals import FailureKind, Report, Signal
+from remuda.domain.sweep_record import SweepRecord
 from remuda.domain.transitions import Change
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock, Ids
@@ -368,7 +369,7 @@ class DynamoInstanceStore:
         )
         return self._parse_readable(kind, newest)
 
-    # Pool configuration and first_seen -------------------------------------------------------------------------
+    # Pool configuration and the record of the last sweep -------------------------------------------------------
 
     async def get_config(self) -> PoolConfig | None:
         config = self._parsed(PoolConfig, await self._table.get(items.CONFIG), "the configuration")
@@ -387,12 +388,12 @@ class DynamoInstanceStore:
         """Keep history entries as long as the records of terminated instances."""
         self._history.retention = timedelta(seconds=config.lifetimes.keep_records_s)
 
-    async def get_first_seen(self) -> Mapping[str, datetime]:
-        item = await self._table.get(items.FIRST_SEEN)
-        return {} if item is None else self._checked(lambda: items.times_of(item), "the first_seen")
+    async def get_sweep_record(self) -> SweepRecord:
+        item = await self._table.get(items.SWEEP)
+        return self._parsed(SweepRecord, item, "the record of the last sweep") or SweepRecord()
 
-    async def put_first_seen(self, first_seen: Mapping[str, datetime]) -> None:
-        await self._table.put(items.first_seen_item(first_seen), {})
+    async def put_sweep_record(self, record: SweepRecord) -> None:
+        await self._table.put(items.document_item(items.SWEEP, record), {})
 
     # Internals ------------------------------------------------------------------------------------------------
 
@@ -445,11 +446,8 @@ class DynamoInstanceStore:
         return None if item is None else self._parse(kind, item, what)
 
     def _parse(self, kind: type[T], item: Item, what: str) -> T:
-        return self._checked(lambda: record_of(kind, item), what)
-
-    def _checked(self, parse: Callable[[], T], what: str) -> T:
         try:
-            return parse()
+            return record_of(kind, item)
         except ValueError as error:
             raise Unreadable(self._table_name, {what: str(error)}) from error
 
