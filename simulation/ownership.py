@@ -76,6 +76,7 @@ class Ownership:
         self._writers: dict[tuple[str, str], SimulatedProcess | None] = {}
         #: The process by whose clock the counts of each set were told.
         self._counted_by: dict[str, SimulatedProcess] = {}
+        self._queues_read_by: dict[str, dict[str, SimulatedProcess]] = {}
         self.checks = 0
 
     # Instances and provisions
@@ -134,6 +135,7 @@ class Ownership:
         counted_by = self._counted_by.get(after.runner_set)
         if before is None or before.counted_at != after.counted_at:
             self._counted_by[after.runner_set] = process
+        queues_read_by = self._note_queues(before, after, process)
         if before is None or not is_next:
             return
         self.checks += 1
@@ -151,10 +153,21 @@ class Ownership:
             yield "S17", f"{before.statistics} became {after.statistics} without a new count"
         read_at = {queue.repository: queue.read_at for queue in before.queues}
         for queue in after.queues:
-            if queue.read_at < read_at.get(queue.repository, queue.read_at):
+            is_own = queues_read_by.get(queue.repository) is process
+            if is_own and queue.read_at < read_at.get(queue.repository, queue.read_at):
                 yield "S17", f"the queue of {queue.repository} became that of {queue.read_at}"
         if (after.failing_since is None) is bool(after.error or after.shortage):
             yield "S17", f"set {after.runner_set} fails since {after.failing_since}: {after.error or after.shortage!r}"
+
+    def _note_queues(
+        self, before: DemandRecord | None, after: DemandRecord, process: SimulatedProcess
+    ) -> dict[str, SimulatedProcess]:
+        """Return who had read each queue before this write: another process may have another time."""
+        read_by = dict(self._queues_read_by.get(after.runner_set, {}))
+        known = {queue.repository: queue.read_at for queue in before.queues} if before else {}
+        changed = {item.repository: process for item in after.queues if known.get(item.repository) != item.read_at}
+        self._queues_read_by[after.runner_set] = read_by | changed
+        return read_by
 
     def job_written(self, before: JobRecord | None, after: JobRecord, process: SimulatedProcess) -> Found:
         """What a process has written about a job, it does not take back."""

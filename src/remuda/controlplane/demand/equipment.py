@@ -173,18 +173,20 @@ class Equipment:
     async def fill(self, config: PoolConfig, machine: KnownMachine, why: str) -> None:
         instance = machine.instance
         event = Fill(claim=instance.claim, report=machine.report, idle_time_s=config.lifetimes.idle_time_s)
-        self._publish(await self._leave_set(machine, event, why))
+        self._publish(await self._transition(machine, event, why))
+        await _give_up(machine)
 
     def _publish(self, instance: Instance) -> None:
-        self._table.add_publishing(instance)
-        self._publisher.add(instance)
+        """Send the message of an idle machine, unless it is in use again: the answer to its write came late."""
+        if self._table.get(instance.instance_id) is None:
+            self._table.add_publishing(instance)
+            self._publisher.add(instance)
 
     async def advance(self, config: PoolConfig, machine: KnownMachine) -> None:
         """Move a releasing machine on, by its report: to the pool, or to its end."""
         instance = await advance(self._context, config, machine.instance, machine.report, by=Actor.LISTENER)
         self._note(instance)
-        # If the answer came late, a sweep may have published it, and it may be in use again.
-        if instance.state is State.IDLE and self._table.get(instance.instance_id) is None:
+        if instance.state is State.IDLE:
             self._publish(instance)
 
     # A listening runner
