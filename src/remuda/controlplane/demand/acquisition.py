@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
-from contextlib import ExitStack
 
 from remuda.controlplane.context import Context, run_to_end
 from remuda.controlplane.demand.acquisition_record import AcquisitionRecord
@@ -141,6 +140,8 @@ class _Batch:
         self._error: RemudaError | None = None
         self._has_launched = False
         self.has_failed = False
+        #: Acquisitions without a machine. Those that failed count until the pause after the failure is noted.
+        self._counted = 0
         self._count(count)
 
     @property
@@ -188,8 +189,9 @@ class _Batch:
             raise
         finally:
             self._table.acquiring.discard(provision_id)
-            # Before the set is woken: it would try again at once.
+            # Before what failed is missing, and the set is woken: it would try again at once.
             self._note_result()
+            self._count(-self._counted)
             self._state.wake()
             if not self._for_pool:
                 await close_pickup(self._context, self._pickup)
@@ -197,15 +199,15 @@ class _Batch:
     async def _acquire(self) -> None:
         acquired = AcquiredInstances()
         try:
-            with ExitStack() as undecided, ExitStack() as counted:
-                undecided.callback(self._decide)
-                counted.callback(self._count, -1)
-                claimed: Instance | None = None
+            claimed: Instance | None = None
+            try:
                 if not self._for_pool and not self._plan.retire_reason:
                     claimed = await self._claim(acquired)
-                undecided.close()
-                instance = claimed or await self._launch(acquired)
-                machine = self._table.put(instance)
+            finally:
+                self._decide()
+            instance = claimed or await self._launch(acquired)
+            machine = self._table.put(instance)
+            self._count(-1)
             if machine is None or machine.instance.epoch != instance.epoch:
                 await self._record.given_up()
                 return
@@ -279,6 +281,7 @@ class _Batch:
 
     def _count(self, change: int) -> None:
         """Count acquisitions without a machine."""
+        self._counted += change
         if self._for_pool:
             self._state.filling += change
         else:
