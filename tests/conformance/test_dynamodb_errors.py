@@ -287,7 +287,7 @@ async def test_single_write_that_a_transaction_delays_is_unavailable(
         ("UpdateItem", lambda: store.apply(ours)),
         ("UpdateItem", lambda: store.write_signal(ID, epoch=1, signal=Signal.UD_OK)),
         ("PutItem", lambda: store.replace_provision(opened, provisions.released(opened, now=NOW, why="done"))),
-        ("BatchWriteItem", lambda: store.put_jobs([job_record()])),
+        ("PutItem", lambda: store.put_jobs([job_record()])),
     ]
     for operation, write in writes:
         between.then(operation, fail(400, "TransactionConflictException"))
